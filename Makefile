@@ -36,7 +36,7 @@ help:  ## this list
 	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
 
 demo: run-environment  ## data, a tiny base model, cross-attention on it, the table, the plot and answered questions (some minutes on two cores)
-	$(BIN)/python -m data_prep.stdlib_qa
+	$(BIN)/python -m data_prep.crossattn.stdlib_qa
 	OMP_NUM_THREADS=2 $(BIN)/python trainval.py -e base_tiny --log_every 50
 	printf '%s\n' 0 1 | xargs -P 2 -I SEED bash -o pipefail -c \
 	  "$(BIN)/python trainval.py -e demo --where 'seed == SEED' --log_every 50 2>&1 | sed -u 's/^/seed SEED  /'"
@@ -47,7 +47,7 @@ demo: run-environment  ## data, a tiny base model, cross-attention on it, the ta
 study: run-environment  ## cross-attention beside prompting on real questions; needs TRAINVAL_DATA, a folder with squad/, nq_oracle/ and weights/
 	@test -n "$(TRAINVAL_DATA)" || { echo "Set TRAINVAL_DATA to the folder of the released data."; exit 1; }
 	$(BIN)/python -m data_prep.llama2c $(TRAINVAL_DATA)/weights/stories260K/stories260K.bin $(TRAINVAL_DATA)/weights/stories260K/tok512.bin
-	$(BIN)/python -m data_prep.prepare_qa --name squad_nq --val_percent 12 \
+	$(BIN)/python -m data_prep.crossattn.prepare_qa --name squad_nq --val_percent 12 \
 	  --train $(TRAINVAL_DATA)/squad/squad_v1.1-dev-shared.json $(TRAINVAL_DATA)/nq_oracle/nq-open-oracle.shared.jsonl
 	$(BIN)/python trainval.py -e study_crossattn study_prompted study_untrained
 	$(BIN)/python -m results.table -e study_crossattn study_prompted study_untrained --interval ci95 \
@@ -78,11 +78,11 @@ format: dev-environment  ## rewrite imports and layout
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 
-TRITON_LOCK := src/serving/triton/environment.lock
+TRITON_LOCK := src/systems/assistants/serving/triton/environment.lock
 .PHONY: triton
 # An environment of its own, as the server's Python backend needs an older numpy; the rest it reads from .venv. The server finds a
 # backend's Python by a stub of the same version, which must lie beside the backend.
-triton: run-environment  ## the Triton server in .triton, for src.serving.triton.server
+triton: run-environment  ## the Triton server in .triton, for src.systems.assistants.serving.triton.server
 	@{ sha256sum $(TRITON_LOCK); $(BIN)/python -c 'import sys, sysconfig; print(sys.version, sysconfig.get_path("purelib"))'; } > .triton-wanted; \
 	if cmp -s .triton-wanted .triton/installed; then rm .triton-wanted; else set -e; trap 'rm -f .triton-wanted' EXIT; \
 	  echo "Installing the Triton server into .triton ..."; rm -rf .triton; \

@@ -1,35 +1,34 @@
-"""Every experiment: EXP_GROUPS maps the name of a group to a list of plain dicts. `python trainval.py -e NAME` runs a
-group."""
+"""Every experiment: EXP_GROUPS maps the name of a group to a list of plain dicts.
+`python trainval.py -e NAME` runs a group."""
 
-from src.exp_groups import (
-    assistant_presets,
-    assistants,
-    context_baselines,
-    crossattn,
-    demo,
-    metadata,
-    streaming,
-    study,
-    t5,
-)
-from src.exp_groups.crossattn import BASE_TINY, CROSSATTN_TINY
 from src.experiments.grid import grid
+from src.systems.assistants.groups import GROUPS as ASSISTANTS
+from src.systems.assistants.presets import GROUPS as ASSISTANT_PRESETS
+from src.systems.assistants.presets import RLHF
+from src.systems.crossattn.context_baselines import GROUPS as CONTEXT_BASELINES
+from src.systems.crossattn.demo import GROUPS as DEMO
+from src.systems.crossattn.groups import BASE_TINY, CROSSATTN_TINY
+from src.systems.crossattn.groups import GROUPS as CROSSATTN
+from src.systems.crossattn.study import GROUPS as STUDY
+from src.systems.interleaved.groups import GROUPS as INTERLEAVED
+from src.systems.metadata.groups import GROUPS as METADATA
+from src.systems.t5.groups import GROUPS as T5
 
 EXP_GROUPS = {
-    **assistants.GROUPS,
-    **assistant_presets.GROUPS,
-    **assistant_presets.RLHF,
+    **ASSISTANTS,
+    **ASSISTANT_PRESETS,
+    **RLHF,
     "base_tiny": [BASE_TINY],
     "crossattn_tiny": grid(
         CROSSATTN_TINY,
         {"model.num_layers": [1, 2, 3], "model.stride": [1, 2], "seed": [0, 1]},
         where=lambda e: (e["model"]["num_layers"], e["model"]["stride"]) in [(1, 1), (2, 1), (2, 2), (3, 1)],
     ),
-    **demo.GROUPS,
-    **crossattn.GROUPS,
-    **context_baselines.GROUPS,
-    **metadata.GROUPS,
-    **streaming.GROUPS,
-    **study.GROUPS,
-    **t5.GROUPS,
+    **DEMO,
+    **CROSSATTN,
+    **CONTEXT_BASELINES,
+    **METADATA,
+    **INTERLEAVED,
+    **STUDY,
+    **T5,
 }

@@ -62,11 +62,11 @@ def prefix_lines(error: Exception, where: str) -> str:
 def act(args: argparse.Namespace) -> int:
     """List, check, submit or train."""
     from src import distributed
-    from src.command_line import aligned_lines
-    from src.config import Places
     from src.errors import ConfigError
+    from src.experiments.config import Places
     from src.launch import actions, resources
     from src.runs import parents, plan
+    from src.support.command_line import aligned_lines
     from src.tables.rows import describe_differences
 
     arguments.check(args, distributed.world_size())
@@ -275,13 +275,14 @@ def train(args: argparse.Namespace, planned: Sequence[Any], chosen: set[str], pl
 def run_one(item: Any, reset: int, places: Any, options: Any, micro_batch: int | None = None) -> None:
     """Train one experiment in its save directory; a finished one is left as it is.
     micro_batch: instead of the experiment's own."""
-    from src import distributed, torch_settings
+    from src import distributed
     from src.errors import ConfigError
-    from src.registry import resolved_dict
+    from src.experiments.registry import resolved_dict
     from src.runs import metadata, parents, plan
     from src.runs.context import Run, log_to_file
     from src.runs.environment import describe
     from src.runs.run_dir import RunDir
+    from src.support import torch_settings
 
     opened: list[RunDir] = []
 

@@ -4,9 +4,9 @@ beside TRL.
     python -m benchmarks.assistant --data_path DIR [--tokenizer FOLDER] [--trl FOLDER] [--rows 10000000] [--steps 40]
         [--rounds 2]
 
-DIR holds alpaca, gsm8k (data_prep.prepare_conversations) and stories260k (data_prep.llama2c). --tokenizer: of the
-lengths; that of stories260k has 512 tokens alone. --trl: an unpacked wheel of TRL; without it nothing is compared with
-TRL. One thread.
+DIR holds alpaca, gsm8k (data_prep.assistants.prepare_conversations) and stories260k (data_prep.llama2c). --tokenizer:
+of the lengths; that of stories260k has 512 tokens alone. --trl: an unpacked wheel of TRL; without it nothing is
+compared with TRL. One thread.
 
 fill: of rows of 1,024 and 2,048 tokens with 16 open rows, in which whole conversations of both data sets stand.
 rendering: ids and roles of 2,000 conversations by `Renderer` and by transformers' `apply_chat_template` with the same
@@ -31,16 +31,16 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from src.config import Places
-from src.data.conversations import templates
-from src.data.conversations.entries import read_entry
-from src.data.conversations.rendering import Renderer
+from src.data.orders import RankShare
+from src.experiments.config import Places
 from src.experiments.identity import exp_id
+from src.experiments.registry import DATASETS, bind
 from src.files import new_directory
 from src.models import tokenizer as prepared_tokenizer
-from src.orders import RankShare
-from src.registry import DATASETS, bind
 from src.runs.scores import parse_lines
+from src.systems.assistants.conversations import templates
+from src.systems.assistants.conversations.entries import read_entry
+from src.systems.assistants.conversations.rendering import Renderer
 
 ROOT = Path(__file__).resolve().parents[1]
 CONTROLS = ["<|prompter|>", "<|assistant|>", "<|system|>"]
@@ -236,7 +236,7 @@ def train_theirs(places: Places, steps: int, site: Path) -> None:
     trl, datasets = importlib.import_module("trl"), importlib.import_module("datasets")
     from transformers import AutoModelForCausalLM, TrainerCallback
 
-    from src.orders import order_of
+    from src.data.orders import order_of
 
     tokenizer: Any = prepared_tokenizer.load(places.data / "benchmark_llama")
     data = bind(DATASETS, conversations(["alpaca", "gsm8k"])).build(places, tokenizer, "train", 0)

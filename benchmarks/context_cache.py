@@ -19,13 +19,13 @@ from typing import Any, get_args
 
 import torch
 
-from src.config import Places
 from src.evaluation.generation import AnswerGenerator
-from src.interfaces import load_experiment
-from src.metrics import answers as answered
-from src.models.cross_attention.encoded_context_cache import ContextCache, Dtype
+from src.evaluation.metrics import answers as answered
+from src.experiments.config import Places
+from src.experiments.interfaces import load_experiment
+from src.experiments.registry import METRICS, bind
 from src.models.load import load
-from src.registry import METRICS, bind
+from src.systems.crossattn.model.encoded_context_cache import ContextCache, Dtype
 
 PLENTY = 10**12
 

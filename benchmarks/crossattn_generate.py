@@ -26,10 +26,10 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from src.experiments.registry import MODELS, bind
 from src.models import architecture, kv_cache_size
-from src.models.cross_attention.config import Config
-from src.models.cross_attention.layers import Context, CrossAttentionLM
-from src.registry import MODELS, bind
+from src.systems.crossattn.model.config import Config
+from src.systems.crossattn.model.layers import Context, CrossAttentionLM
 
 VOCABULARY = 2048
 TARGETS = {"tokens/s, cached / uncached": 8.0, "time to first token, prompted / cached": 3.0}

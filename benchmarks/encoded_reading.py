@@ -23,8 +23,8 @@ from typing import Any
 
 import torch
 
-from src.data.qa import encoded_store
-from src.data.qa.encoded_shards import Writer
+from src.systems.crossattn.data import encoded_store
+from src.systems.crossattn.data.encoded_shards import Writer
 
 BATCH = 4
 TARGETS = {"times as fast": 20.0, "times as small": 4.0}

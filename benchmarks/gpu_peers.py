@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from src.config import Places
+from src.experiments.config import Places
+from src.experiments.registry import MODELS, bind
 from src.files import new_directory
-from src.models.cross_attention.config import Config
-from src.models.cross_attention.layers import CrossAttentionLM
-from src.registry import MODELS, bind
+from src.systems.crossattn.model.config import Config
+from src.systems.crossattn.model.layers import CrossAttentionLM
 from src.training.loss import context_lm_loss
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from src.orders import order_of
+from src.data.orders import order_of
 from src.training import loader
 from src.training.config import LoopConfig
 from src.training.state import State

@@ -38,12 +38,12 @@ from torch.utils.data import Dataset
 import exp_configs
 from benchmarks.turns import Turns, one_arena
 from src import distributed
-from src.config import Places
+from src.data.orders import IndexedOrder, order_of
 from src.data.text import tokenizers
+from src.experiments.config import Places
 from src.experiments.grid import override, parse_assignment
-from src.interfaces import RecipeConfig, load_experiment
-from src.orders import IndexedOrder, order_of
-from src.registry import resolved_dict
+from src.experiments.interfaces import RecipeConfig, load_experiment
+from src.experiments.registry import resolved_dict
 from src.runs.context import Options, Run
 from src.runs.run_dir import RunDir
 from src.training import loader

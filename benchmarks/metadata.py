@@ -2,10 +2,10 @@
 
     python -m benchmarks.metadata --data_path results/data [--rounds 5] [--gigabytes 1]
 
-Run `data_prep.stdlib_qa` and `data_prep.stdlib_pages` first. Extraction and pieces are compared with plain
-implementations of the algorithms of BigScience's metadata project. These parse, serialise, minify and parse a page
-again; they build texts and masks by single characters, and tokenise each document with a call of transformers. Both
-sides alternate in this process, on the same documents.
+Run `data_prep.crossattn.stdlib_qa` and `data_prep.metadata.stdlib_pages` first. Extraction and pieces are compared with
+plain implementations of the algorithms of BigScience's metadata project. These parse, serialise, minify and parse a
+page again; they build texts and masks by single characters, and tokenise each document with a call of transformers.
+Both sides alternate in this process, on the same documents.
 """
 
 import argparse
@@ -25,18 +25,18 @@ from typing import Any
 import torch
 from lxml import etree, html  # pyright: ignore[reportAttributeAccessIssue]
 
-from data_prep import stdlib_pages
 from data_prep.metadata import html as pages
-from src.config import Places
-from src.data.metadata import gains
-from src.data.metadata.annotations import Annotated
-from src.data.metadata.examples import ExampleMaker
-from src.data.metadata.processors import global_text, local_markers
+from data_prep.metadata import stdlib_pages
 from src.data.text import tokenizers
-from src.exp_groups.metadata import METADATA_TINY
+from src.experiments.config import Places
 from src.experiments.grid import override
 from src.experiments.identity import exp_id
-from src.interfaces import load_experiment
+from src.experiments.interfaces import load_experiment
+from src.systems.metadata import gains
+from src.systems.metadata.data.annotations import Annotated
+from src.systems.metadata.data.examples import ExampleMaker
+from src.systems.metadata.data.processors import global_text, local_markers
+from src.systems.metadata.groups import METADATA_TINY
 from src.training.loss import causal_lm_loss
 from src.training.validation import token_losses
 from tests import toy

@@ -19,11 +19,11 @@ from typing import Any
 import torch
 
 import exp_configs
-from src.config import Places
 from src.data.text import tokenizers
+from src.experiments.config import Places
 from src.experiments.grid import set_path
-from src.interfaces import load_experiment
-from src.registry import resolved_dict
+from src.experiments.interfaces import load_experiment
+from src.experiments.registry import resolved_dict
 from src.runs.context import Options, Run
 from src.runs.run_dir import RunDir
 from src.training.checkpointing.folder import CheckpointMetadata

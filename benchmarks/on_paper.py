@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from exp_configs import EXP_GROUPS
-from src.config import Places
-from src.exp_groups.streaming import INTERLEAVED_TINY
+from src.experiments.config import Places
 from src.experiments.grid import override
 from src.launch import memory_table
 from src.runs import plan
+from src.systems.interleaved.groups import INTERLEAVED_TINY
 
 CODE = {
     "model_type": "gpt_bigcode",

@@ -25,10 +25,10 @@ import numpy as np
 import torch
 
 from src.data import collate
+from src.data.orders import Cursor, RankShare
 from src.data.packing.dataset import PackedDataset
 from src.data.packing.lanes import LaneOrder, Packing
-from src.orders import Cursor, RankShare
-from src.registry import DATASETS, bind
+from src.experiments.registry import DATASETS, bind
 from src.training.loss import causal_lm_loss
 
 ROOM, OPEN_ROWS, VOCABULARY = 1024, 16, 5000

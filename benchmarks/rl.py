@@ -3,9 +3,10 @@ TRL, and memory.
 
     python -m benchmarks.rl --data_path DIR [--trl FOLDER] [--steps 20] [--rounds 2]
 
-DIR holds expression_tasks and expression_tokenizer (data_prep.stdlib_conversations). --trl: an unpacked wheel of TRL.
-One thread. A Llama of 4 layers of 128 with random weights answers in 24 tokens, 64 answers a step in groups of 8; the
-reward is the length. Each training is a process of its own, in turn; the first fifth of its steps is not counted.
+DIR holds expression_tasks and expression_tokenizer (data_prep.assistants.stdlib_conversations). --trl: an unpacked
+wheel of TRL. One thread. A Llama of 4 layers of 128 with random weights answers in 24 tokens, 64 answers a step in
+groups of 8; the reward is the length. Each training is a process of its own, in turn; the first fifth of its steps is
+not counted.
 
 reference: what a copy of the policy, and adapters that are switched off, add to the memory of a policy with adapters
 (peak, MiB).
@@ -23,12 +24,12 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.assistant import ROOT
-from src.config import Places
+from src.experiments.config import Places
 from src.experiments.grid import override
 from src.experiments.identity import exp_id
+from src.experiments.registry import DATASETS, bind
 from src.files import new_directory
 from src.models import tokenizer as prepared_tokenizer
-from src.registry import DATASETS, bind
 from src.runs.scores import parse_lines
 
 MODEL, TOKENS, ROLLOUTS, GROUP = "benchmark_policy", 24, 64, 8

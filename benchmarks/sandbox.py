@@ -15,9 +15,9 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
-from src.rewards import sandbox
-from src.rewards.interface import Rollout
-from src.rewards.python import Config
+from src.systems.assistants.rewards import sandbox
+from src.systems.assistants.rewards.interface import Rollout
+from src.systems.assistants.rewards.python import Config
 
 FUNCTION = "def add(a, b):\n    return a + b"
 TESTS = ["assert add(1, 2) == 3", "assert add(-1, 1) == 0", "assert add('a', 'b') == 'ab'"]

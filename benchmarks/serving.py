@@ -3,8 +3,8 @@
     OMP_NUM_THREADS=1 python -m benchmarks.serving [--rows 32] [--tokens 128] [--hidden 256] [--layers 4] [--rounds 5]
 
 A reward model of that size is made (its training is a formality), and served by the real Triton (`make triton`) over
-gRPC and HTTP and by src.serving.reward_server. Each round measures all ways in turn; the median of the rounds' ratios
-is printed.
+gRPC and HTTP and by src.systems.assistants.serving.reward_server. Each round measures all ways in turn; the median of
+the rounds' ratios is printed.
 
 Aims: batched at least 3 times as fast as one by one, and at most 1.3 times the seconds in this process.
 """
@@ -21,12 +21,12 @@ from typing import Any
 
 import torch
 
-from src.config import Places
+from src.experiments.config import Places
 from src.experiments.grid import override, ref
 from src.experiments.identity import exp_id
-from src.rewards.remote import RemoteModel
 from src.serving.served_model import load_served
-from src.serving.triton import repository, server
+from src.systems.assistants.rewards.remote import RemoteModel
+from src.systems.assistants.serving.triton import repository, server
 from tests import toy
 from tests.recipes.train_assistants import REWARD, SFT, write_data
 from tests.servers import served
@@ -71,7 +71,11 @@ def main() -> None:
         ]
         batch = torch.tensor(ids), torch.ones(args.rows, args.tokens)
         own = ["--data_path", str(places.data), "-sb", str(places.runs), "--device", "cpu", "--port", "0"]
-        addresses = {"our server, HTTP": stack.enter_context(served(["src.serving.reward_server", str(run), *own]))}
+        addresses = {
+            "our server, HTTP": stack.enter_context(
+                served(["src.systems.assistants.serving.reward_server", str(run), *own])
+            )
+        }
         models = folder / "models"
         options = Namespace(mode="rm", backend="python", name="judge", max_batch=args.rows, device="cpu")
         repository.write_model(run, models, places, options)

@@ -23,10 +23,10 @@ import numpy as np
 import torch
 
 from src.data.collate import NOT_LEARNED
-from src.data.denoising import noise
-from src.data.denoising.dataset import MaskRng, SingleObjectiveDataset
-from src.data.denoising.span_corruption import mask_spans
 from src.data.text.documents import Documents, PackedRows, join_documents
+from src.systems.t5.denoising import noise
+from src.systems.t5.denoising.dataset import MaskRng, SingleObjectiveDataset
+from src.systems.t5.denoising.span_corruption import mask_spans
 
 DENSITY, MEAN_SPAN, VOCABULARY, EOS, PAD = 0.15, 3.0, 32_100, 1, 0
 RAW, TARGETS = noise.lengths(512, DENSITY, MEAN_SPAN)

@@ -16,7 +16,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-from data_prep import stdlib_qa, tokenize
+from data_prep import tokenize
+from data_prep.crossattn import stdlib_qa
 
 ROOT = Path(__file__).resolve().parents[1]
 ROUNDS = 5

@@ -7,7 +7,7 @@ reading: all parts of documents of 1 KB and 60 KB as bytes, in order, in one pro
 with webdataset from the same tars, and with mosaicml-streaming and litdata from the same documents in their formats. In
 turns, best of three, for each library that can be imported, from the environment or a folder of --peers (`pip install
 --no-deps --target FOLDER webdataset braceexpand`).
-indexing: `data_prep.tar_shards.index`, best of three, with one process and with two. resuming: the first row of a lane
+indexing: `data_prep.interleaved.index`, best of three, with one process and with two. resuming: the first row of a lane
 at 1 % and at 99 % of an epoch of 10 million documents with known sizes, and its memory. packing: the fill of rows of
 1,024 tokens with 16 open rows per lane, compared to m4's first-fit into the open rows of a map over 256 documents; and
 the fill with 8 open rows of 16 frames, with and without one document in 1,000 that takes all frames of a row. waits:
@@ -32,13 +32,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from data_prep.tar_shards.write import Document, Part, Writing, write
+from data_prep.interleaved.write import Document, Part, Writing, write
 from src.data.packing.lanes import Lane, Packing
-from src.data.streaming import manifest, tar_index
-from src.data.streaming.arrangement import Joined, Source
-from src.data.streaming.shard_files import ShardFiles
-from src.data.streaming.shard_lists import Listed
-from src.data.streaming.texts import TextTokens
+from src.systems.interleaved.streaming import manifest, tar_index
+from src.systems.interleaved.streaming.arrangement import Joined, Source
+from src.systems.interleaved.streaming.shard_files import ShardFiles
+from src.systems.interleaved.streaming.shard_lists import Listed
+from src.systems.interleaved.streaming.texts import TextTokens
 from src.training.config import LoopConfig
 
 Readers = Iterator[tuple[str, Callable[[], int]]]
@@ -155,7 +155,7 @@ def compare_reading(folder: Path, count: int, size: int) -> None:
 
 def time_indexing(folder: Path, count: int, processes: int) -> float:
     """Documents a second of the command, without its start."""
-    from data_prep.tar_shards import index
+    from data_prep.interleaved import index
 
     def work() -> int:
         for path in folder.glob("*.idx"):
@@ -219,7 +219,7 @@ def fill_with_images(heavy: bool, images: int, rows: int = 20_000) -> float:
 
 def write_slow_tars(folder: Path, steps: int, tars: int, seconds: float) -> None:
     """Indexed tars of documents that fill a row each; each tar takes `seconds` to download. And a tokenizer."""
-    from data_prep.tar_shards import index
+    from data_prep.interleaved import index
     from tests.data.streaming import pages
 
     pages.tokenizer().save_pretrained(folder / "tokenizer")
@@ -234,8 +234,8 @@ def write_slow_tars(folder: Path, steps: int, tars: int, seconds: float) -> None
 def count_waits(folder: Path, prefetch: int, steps: int, step_seconds: float) -> tuple[int, float, str]:
     """Reads that waited for a download, seconds in all, and a digest of the rows, of a training with a cold cache of
     four tars."""
-    from src.config import Places
-    from src.registry import DATASETS, bind
+    from src.experiments.config import Places
+    from src.experiments.registry import DATASETS, bind
     from src.training.loader import StepLoader
     from src.training.state import State
     from tests.data.streaming import pages

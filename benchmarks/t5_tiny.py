@@ -18,10 +18,10 @@ import numpy as np
 
 import exp_configs
 import trainval
-from src.config import Places
 from src.data.text import tokenizers
+from src.experiments.config import Places
 from src.experiments.identity import exp_id
-from src.interfaces import load_experiment
+from src.experiments.interfaces import load_experiment
 from src.runs.scores import parse_lines
 
 ROOT = Path(__file__).resolve().parents[1]

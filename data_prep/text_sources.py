@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from data_prep import sources
-from data_prep.qa_releases import json_stream
+from data_prep.crossattn.qa_releases import json_stream
 from src.data import jsonl
 from src.errors import DataError
 

@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import Any, get_args
 
 from data_prep import command, shards, sources, text_sources, token_workers
-from src.config import Places
 from src.data import jsonl
-from src.data.qa.encoded_store import tokenizer_digest
 from src.data.text import token_files, tokenizers
 from src.errors import ConfigError, DataError
+from src.experiments.config import Places
+from src.systems.crossattn.data.encoded_store import tokenizer_digest
 
 COMMAND = "python -m data_prep.tokenize"
 _HERE = Path(__file__).parent

@@ -3,8 +3,8 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from src.config import Places
-from src.interfaces import ModelConfig
+from src.experiments.config import Places
+from src.experiments.interfaces import ModelConfig
 from src.models import hf, lora, trained_model
 
 if TYPE_CHECKING:

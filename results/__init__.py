@@ -1,3 +1,3 @@
 """The commands that read runs."""
 
-from src import missing_package  # noqa: F401  before any other import
+from src.support import missing_package  # noqa: F401  before any other import

@@ -15,14 +15,15 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-from results import markup, run_arguments
+from results.pages import markup
 from results.rescore import experiment_metrics, read
 from src.errors import DataError, print_errors
-from src.interfaces import Prediction
-from src.metrics import answers as answered
-from src.metrics.answers import INFERENCE, WRONG
-from src.registry import METRICS, bind
+from src.evaluation.metrics import answers as answered
+from src.evaluation.metrics.answers import INFERENCE, WRONG
+from src.experiments.interfaces import Prediction
+from src.experiments.registry import METRICS, bind
 from src.tables import rows as results
+from src.tables import run_arguments
 
 NOTHING = "(nothing)"
 

@@ -16,15 +16,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from results import deletion, run_arguments
-from src.command_line import make_parser
 from src.errors import ConfigError, DataError, LaunchError, UserError, print_errors
 from src.files import writing
 from src.launch import submissions
+from src.operations import deletion
 from src.runs.checkpoints import retention
 from src.runs.lease import holder_is_dead
 from src.runs.metadata import read_groups, read_job, read_status
+from src.support.command_line import make_parser
 from src.tables import rows as results
+from src.tables import run_arguments
 
 SNAPSHOTS = "snapshots"
 _DAY = 86_400.0

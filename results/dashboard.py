@@ -11,13 +11,14 @@ from typing import Any
 
 import panel as pn
 
-from results import answers, chart, markup, overview, panes, run_page
+from results import answers, run_page
 from results.lineage import tree
-from results.run_arguments import RUNS
+from results.pages import chart, markup, overview, panes
 from src.errors import ConfigError, UserError, print_errors
-from src.served_page import add_address, serve_page
+from src.support.served_page import add_address, serve_page
 from src.tables import curves, lineage
 from src.tables import rows as results
+from src.tables.run_arguments import RUNS
 
 PORT = 5006
 SECONDS = (2, 5, 15, 60)

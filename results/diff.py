@@ -8,13 +8,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from results import run_arguments
 from src.errors import CheckpointError, RunError, UserError, print_errors
 from src.files import read_bytes, read_json, reading
 from src.runs.checkpoints import folder as checkpoints
 from src.runs.metadata import CONFIG, DIFF, ENV, attempts, flatten, read_exp_dict, read_status, state_of
 from src.runs.scores import SCORES
 from src.runs.summary import summarize
+from src.tables import run_arguments
 
 MOST_LINES = 40
 """Maximum number of lines of a patch in the text output."""

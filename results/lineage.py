@@ -7,11 +7,10 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 
-from results import run_arguments
 from results.table import default_metric
-from src.command_line import aligned_lines
 from src.errors import print_errors
-from src.tables import lineage
+from src.support.command_line import aligned_lines
+from src.tables import lineage, run_arguments
 from src.tables.lineage import Lineage, Node
 
 SHORT = 8

@@ -2,7 +2,7 @@
 """Gains from metadata: `python -m results.metadata RUN..` prints the gain of each column and plots it over the steps.
 
 A RUN is a save directory, or a prefix of its id. The table also has the gain of wrong metadata: if it is as large, the
-gain is not due to the metadata (src/data/metadata/gains.py).
+gain is not due to the metadata (src/systems/metadata/gains.py).
 """
 
 import argparse
@@ -12,10 +12,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from results import legend, plot, run_arguments
-from results.terminal_table import draw_rich
+from results import plot
+from results.pages import legend
 from src.errors import DataError, print_errors
 from src.runs.scores import SCORES, Scores
+from src.tables import run_arguments
+from src.tables.terminal_table import draw_rich
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -7,9 +7,9 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from results import run_arguments
 from src.errors import ConfigError, print_errors
 from src.runs.metadata import read_remarks, write_remarks
+from src.tables import run_arguments
 
 
 @print_errors

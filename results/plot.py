@@ -13,13 +13,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from results import legend, run_arguments
+from results.pages import legend
 from results.table import INTERVALS, default_metric
-from src.config import unknown
 from src.errors import ConfigError, DataError, print_errors
+from src.experiments.config import unknown
 from src.files import encodable, write_atomic, writing
 from src.runs.summary import is_finite
-from src.tables import curves, statistics
+from src.tables import curves, run_arguments, statistics
 from src.tables import rows as results
 
 if TYPE_CHECKING:

@@ -12,13 +12,13 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
-from results import markup, overview, run_arguments
-from results.legend import NEUTRAL
 from results.lineage import tree
+from results.pages import markup, overview
+from results.pages.legend import NEUTRAL
 from results.plot import PLOTS, draw_line, place_legend, write_plainly
-from src.config import unknown
 from src.errors import DataError, UserError, print_errors
-from src.tables import lineage
+from src.experiments.config import unknown
+from src.tables import lineage, run_arguments
 from src.tables import rows as results
 from src.tables.gpu_hours import gpu_hours
 

@@ -14,16 +14,16 @@ from pathlib import Path
 from typing import Any
 
 from results.table import markdown
-from results.terminal_table import draw_rich
-from src.config import Problems, join, unknown_text
 from src.errors import ConfigError, DataError, UserError, print_errors
+from src.evaluation.metrics import answers as answered
+from src.evaluation.metrics.answers import PREDICTION, Prediction
+from src.experiments.config import Problems, join, unknown_text
+from src.experiments.interfaces import MetricConfig
+from src.experiments.registry import METRICS, bind
 from src.files import reading
-from src.interfaces import MetricConfig
-from src.metrics import answers as answered
-from src.metrics.answers import PREDICTION, Prediction
-from src.parsing import parse_json
-from src.registry import METRICS, bind
 from src.runs.metadata import EXP_DICT, read_exp_dict
+from src.support.parsing import parse_json
+from src.tables.terminal_table import draw_rich
 
 _FIELDS = {"question": str, "context": str, "answer": str, "dataset": str, PREDICTION: str}
 _LISTS = ("answers", "contexts_list")

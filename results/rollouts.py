@@ -15,11 +15,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from results import run_arguments
-from src.command_line import make_parser, run_command
 from src.errors import DataError
 from src.runs import jsonl_records
 from src.runs.scores import SCORES, Scores
+from src.support.command_line import make_parser, run_command
+from src.tables import run_arguments
 
 FILE = "rollouts.jsonl"
 WIDTH = 100

@@ -8,16 +8,18 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from results import answers, layers, legend, markup, overview, report, run_arguments
+from results import answers, report
+from results.pages import layers, legend, markup, overview
 from results.plot import PLOTS, place_legend
 from src.errors import UserError, print_errors
-from src.metrics.answers import GAIN, INFERENCE, WRONG
+from src.evaluation.metrics.answers import GAIN, INFERENCE, WRONG
 from src.runs import jsonl_records, ledger
 from src.runs.lease import lost_contact
 from src.runs.metadata import flatten, is_foreign, read_exp_dict, read_foreign_dict, read_status, state_of
 from src.runs.scores import SCORES, Scores
 from src.runs.summary import Summary
 from src.tables import rows as results
+from src.tables import run_arguments
 
 PERF = "perf.jsonl"
 MOST_EVENTS = 200

@@ -10,7 +10,6 @@ from collections.abc import Iterator, Sequence
 from fnmatch import fnmatch
 from pathlib import Path
 
-from results import run_arguments
 from results.plot import PLOTS
 from results.table import render, tabulate
 from src.errors import DataError, print_errors
@@ -19,7 +18,7 @@ from src.runs.code_version import SECRET_FILES
 from src.runs.lease import GUARD, LEASE
 from src.runs.metadata import EXP_DICT
 from src.tables import rows as results
-from src.tables import statistics
+from src.tables import run_arguments, statistics
 
 MAX_FILE_BYTES = 64_000_000
 _FOLDERS = {"checkpoints", "wandb", "code", "__pycache__"}

@@ -10,14 +10,13 @@ from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any
 
-from results import run_arguments
-from results.terminal_table import arrange, choose, draw, draw_rich, facts, plain, score_cells
 from src.errors import ConfigError, print_errors
-from src.metrics.answers import GAIN, INFERENCE, WRONG
+from src.evaluation.metrics.answers import GAIN, INFERENCE, WRONG
 from src.runs.metadata import CODE_VERSIONS
 from src.tables import rows as results
-from src.tables import statistics
+from src.tables import run_arguments, statistics
 from src.tables.gpu_hours import gpu_hours
+from src.tables.terminal_table import arrange, choose, draw, draw_rich, facts, plain, score_cells
 
 FORMATS = ("rich", "markdown", "csv", "latex", "json")
 INTERVALS = {"std": "standard deviation", "ci95": "half the 95 % interval of the mean"}

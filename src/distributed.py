@@ -13,8 +13,8 @@ from datetime import timedelta
 from types import FrameType
 from typing import Any, Literal, TypeVar
 
-from src import torch_settings
 from src.errors import LaunchError, UserError
+from src.support import torch_settings
 
 T = TypeVar("T")
 REQUEUE = 75

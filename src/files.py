@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from src.errors import ConfigError, RunError, UserError
-from src.parsing import parse_json
-from src.renaming import NOT_OFFERED, rename_over
+from src.support.parsing import parse_json
+from src.support.renaming import NOT_OFFERED, rename_over
 
 MANIFEST = "manifest.json"
 TEMPORARY = re.compile(r"\..+\.[0-9a-f]{8}")

@@ -26,7 +26,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 
 TOY = """
-from src.interfaces import RecipeConfig
+from src.experiments.interfaces import RecipeConfig
 
 
 class Config(RecipeConfig):
@@ -160,7 +160,7 @@ def browser() -> Iterator[Any]:
 @pytest.fixture
 def toy_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Registers a recipe "toy" of two fields, for tests that need a registered one and nothing that it does."""
-    from src.registry import RECIPES
+    from src.experiments.registry import RECIPES
 
     (tmp_path / "toy_recipe_for_tests.py").write_text(TOY)
     monkeypatch.syspath_prepend(tmp_path)

@@ -8,12 +8,12 @@ from typing import Annotated, Any, Literal
 import pytest
 from pydantic import Field, PlainSerializer, PlainValidator, ValidationError, model_validator
 
-from src import config as configs
-from src import registry
-from src.config import Config, dotted_path, join, load, unknown
 from src.errors import ConfigError
-from src.interfaces import Component, load_experiment
-from src.registry import ComponentTable, bind, canonical_dict, resolved_dict
+from src.experiments import config as configs
+from src.experiments import registry
+from src.experiments.config import Config, dotted_path, join, load, unknown
+from src.experiments.interfaces import Component, load_experiment
+from src.experiments.registry import ComponentTable, bind, canonical_dict, resolved_dict
 
 
 class Loop(Config):
@@ -160,7 +160,7 @@ def test_lengths_and_patterns_are_told_in_our_words(raw: Any, message: str):
 
 
 def test_unknown_sorts_names_of_several_types():
-    assert str(unknown("group", "b", [2, "a"], "-e")) == "-e: unknown group 'b'. Known: 2, a."  # type: ignore[list-item]
+    assert str(unknown("group", "b", [2, "a"], "-e")) == ("-e: unknown group 'b'. Known: 2, a.")  # type: ignore[list-item]
 
 
 def test_every_mistake_is_told_at_once():
@@ -234,7 +234,7 @@ def things(monkeypatch: pytest.MonkeyPatch) -> ComponentTable:
 
     Thing = Annotated[
         Component, PlainValidator(partial(bind, table)), PlainSerializer(resolved_dict)
-    ]  # as src/interfaces.py does it
+    ]  # as src/experiments/interfaces.py does it
 
     class Wrap(Component):
         base: Thing

@@ -14,9 +14,9 @@ from typing import Annotated, Any, get_args
 import pytest
 from pydantic import Field
 
-from src import registry
-from src.config import Config, added_field, is_added, is_operational
 from src.errors import ConfigError
+from src.experiments import registry
+from src.experiments.config import Config, added_field, is_added, is_operational
 
 GOLDEN = Path(__file__).parent / "golden" / "config_keys.json"
 Keys = dict[str, dict[str, Any]]
@@ -60,7 +60,7 @@ def mistakes(golden: Keys, now: Keys) -> list[str]:
         before, before_added = set(golden[name]["original"]), golden[name].get("added", {})
         messages += [
             f"{name}.{key}: runs were made before this field, so write `{key}: ... = added_field(ABSENCE)` "
-            f"(src/config.py), "
+            f"(src/experiments/config.py), "
             f'where ABSENCE is what they did, and "added": {{"{key}": ABSENCE}} into {file}.'
             for key in sorted(set(entry["original"]) - before)
         ]

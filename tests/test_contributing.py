@@ -10,7 +10,7 @@ from pathlib import Path
 from tests import toy
 
 BLOCK = re.compile(r"```python\n# (\S.*?)\n(.*?)```", re.DOTALL)
-METRIC = "src/metrics/prefix_match.py"
+METRIC = "src/evaluation/metrics/prefix_match.py"
 
 
 def copy_project(folder: Path, exp_configs: str) -> Path:
@@ -24,7 +24,8 @@ def copy_project(folder: Path, exp_configs: str) -> Path:
 def test_a_metric_and_an_experiment_as_shown(tmp_path: Path):
     blocks = dict(BLOCK.findall((toy.ROOT / "CONTRIBUTING.md").read_text()))
     metric, line, experiment, test = (
-        blocks[name] for name in (METRIC, "src/registry.py", "exp_configs.py", "tests/metrics/test_prefix_match.py")
+        blocks[name]
+        for name in (METRIC, "src/experiments/registry.py", "exp_configs.py", "tests/metrics/test_prefix_match.py")
     )
     toy.write_data(tmp_path / "data")
     child = {**toy.CROSSATTN, "loop": {**toy.CROSSATTN["loop"], "steps": 2}}
@@ -38,8 +39,8 @@ def test_a_metric_and_an_experiment_as_shown(tmp_path: Path):
     for path in (toy.ROOT / "results").glob("*.py"):
         shutil.copy(path, root / "results")
     (root / METRIC).write_text(metric)
-    registry = root / "src/registry.py"
-    before = '        "squad": "src.metrics.squad",\n'
+    registry = root / "src/experiments/registry.py"
+    before = '        "squad": "src.evaluation.metrics.squad",\n'
     assert registry.read_text().count(before) == 1
     registry.write_text(registry.read_text().replace(before, before + line))
 
@@ -73,22 +74,22 @@ def test_a_recipe_a_model_a_data_set_and_a_launcher_as_shown(tmp_path: Path):
     components = [
         name
         for name in blocks
-        if name.startswith("src/") and name.endswith(".py") and name not in ("src/registry.py", METRIC)
+        if name.startswith("src/") and name.endswith(".py") and name not in ("src/experiments/registry.py", METRIC)
     ]
     assert len(components) == 4
     toy.write_data(tmp_path / "data")
     experiment = blocks["exp_configs.py: bigrams"].replace("stdlib_tokenizer", "toy_tokenizer")
     root = copy_project(tmp_path, f"EXP_GROUPS = {{}}\n{experiment}")
     (root / "job_configs.py").write_text('JOB_CONFIGS = {"here": {"launcher": "foreground"}}\n')
-    registry = (root / "src/registry.py").read_text()
-    lines = blocks["src/registry.py: RECIPES, MODELS, DATASETS, LAUNCHERS"].splitlines(keepends=True)
+    registry = (root / "src/experiments/registry.py").read_text()
+    lines = blocks["src/experiments/registry.py: RECIPES, MODELS, DATASETS, LAUNCHERS"].splitlines(keepends=True)
     for table, name, line in zip(("recipe", "model", "dataset", "launcher"), components, lines, strict=True):
         module = name.removesuffix(".py").replace("/", ".")
         assert f'"{module}"' in line, "the line leads to the file"
         registry = registry.replace(f'    "{table}",\n    {{\n', f'    "{table}",\n    {{\n{line}')
         (root / name).parent.mkdir(exist_ok=True)
         (root / name).write_text(blocks[name])
-    (root / "src/registry.py").write_text(registry)
+    (root / "src/experiments/registry.py").write_text(registry)
 
     done = toy.run(root, ["-e", "bigrams", "-j", "here"], tmp_path)
     assert done.returncode == 0, done.stderr

@@ -14,11 +14,20 @@ from src.errors import ConfigError, print_errors
 ROOT = Path(__file__).resolve().parents[1]
 ENCODING = ["--embedding_model", "none", "--maximum_input_length", "8", "--data_cache_path", "data", "--corpus", "none"]
 BAD_INPUT = {
-    "data_prep.conversation_overlap": ["none"],
-    "data_prep.digit_pages": ["--pages", "0"],
-    "data_prep.chat_tokenizer": ["--data_path", "data", "--from", "./none", "--template", "oasst", "--name", "new"],
-    "data_prep.check_dataset_counts": ["--datasets", "none"],
-    "data_prep.context_cache": [*ENCODING, "--cache", "cache", "--max_bytes", "0"],
+    "data_prep.assistants.conversation_overlap": ["none"],
+    "data_prep.interleaved.digit_pages": ["--pages", "0"],
+    "data_prep.assistants.chat_tokenizer": [
+        "--data_path",
+        "data",
+        "--from",
+        "./none",
+        "--template",
+        "oasst",
+        "--name",
+        "new",
+    ],
+    "data_prep.assistants.check_dataset_counts": ["--datasets", "none"],
+    "data_prep.crossattn.context_cache": [*ENCODING, "--cache", "cache", "--max_bytes", "0"],
     "data_prep.llama2c": ["none.bin", "none.bin"],
     "data_prep.metadata.prepare": [
         "--data_path",
@@ -33,21 +42,30 @@ BAD_INPUT = {
     "data_prep.metadata.validation": ["none", "--columns", "html"],
     "data_prep.metadata.weights": ["none"],
     "data_prep.metadata.wiki_index": ["none.xml"],
-    "data_prep.natural_instructions": ["none"],
-    "data_prep.oasst_trees": ["counts", "none.jsonl"],
-    "data_prep.pmi_vocabulary": ["--data_path", "data", "--name", "toy", "--train", "none.txt"],
-    "data_prep.prepare_conversations": ["--form", "?", "--train", "x", "--name", "x"],
-    "data_prep.prepare_qa": ["--data_path", "data", "--name", "toy", "--train", "none.json", "--val_percent", "25"],
-    "data_prep.prepare_task": ["--data_path", "data", "--task", "none", "--train", "none.tsv"],
-    "data_prep.preproc_nq": [*ENCODING, "--batch_size", "0"],
-    "data_prep.show_conversations": ["no_such_group"],
-    "data_prep.stdlib_conversations": ["--data_path", "/dev/null/x"],
-    "data_prep.stdlib_pages": ["--data_path", "/dev/null/x"],
-    "data_prep.stdlib_qa": ["--data_path", "data", "--vocab_size", "100"],
-    "data_prep.t5_tokenizer": ["--data_path", "data", "--name", "toy", "--from", "./none"],
-    "data_prep.tar_shards.convert": ["wd", "none.tar", "--output", "out"],
-    "data_prep.tar_shards.index": ["none.tar"],
-    "data_prep.tar_shards.plan": ["none", "--tokenizer", "none"],
+    "data_prep.t5.natural_instructions": ["none"],
+    "data_prep.assistants.oasst_trees": ["counts", "none.jsonl"],
+    "data_prep.t5.pmi_vocabulary": ["--data_path", "data", "--name", "toy", "--train", "none.txt"],
+    "data_prep.assistants.prepare_conversations": ["--form", "?", "--train", "x", "--name", "x"],
+    "data_prep.crossattn.prepare_qa": [
+        "--data_path",
+        "data",
+        "--name",
+        "toy",
+        "--train",
+        "none.json",
+        "--val_percent",
+        "25",
+    ],
+    "data_prep.t5.prepare_task": ["--data_path", "data", "--task", "none", "--train", "none.tsv"],
+    "data_prep.crossattn.preproc_nq": [*ENCODING, "--batch_size", "0"],
+    "data_prep.assistants.show_conversations": ["no_such_group"],
+    "data_prep.assistants.stdlib_conversations": ["--data_path", "/dev/null/x"],
+    "data_prep.metadata.stdlib_pages": ["--data_path", "/dev/null/x"],
+    "data_prep.crossattn.stdlib_qa": ["--data_path", "data", "--vocab_size", "100"],
+    "data_prep.t5.t5_tokenizer": ["--data_path", "data", "--name", "toy", "--from", "./none"],
+    "data_prep.interleaved.convert": ["wd", "none.tar", "--output", "out"],
+    "data_prep.interleaved.index": ["none.tar"],
+    "data_prep.interleaved.plan": ["none", "--tokenizer", "none"],
     "data_prep.tokenize": ["--data_path", "data", "--name", "toy", "--tokenizer", "none", "--train", "none.txt"],
     "results.rollouts": ["none"],
     "results.answers": ["none"],
@@ -89,7 +107,7 @@ def test_a_command_names_the_error_and_exits_with_1(
     assert all(line.startswith("error: ") for line in err.splitlines())
 
 
-@pytest.mark.parametrize("command", ["trainval.py --list", "-m data_prep.prepare_task --help"])
+@pytest.mark.parametrize("command", ["trainval.py --list", "-m data_prep.t5.prepare_task --help"])
 def test_a_reader_may_go(command: str):
     """As `| head` does: the pipe is closed before the first line."""
     process = subprocess.Popen(

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 import exp_configs
-from src.config import Places
+from src.experiments.config import Places
 from src.experiments.grid import override
 from src.experiments.identity import exp_id
-from src.interfaces import load_experiment
-from src.registry import canonical_dict
+from src.experiments.interfaces import load_experiment
+from src.experiments.registry import canonical_dict
 from tests.models.conftest import VOCABULARY, make_base
 
 BASES = {

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from src.registry import DATASETS, RECIPES
+from src.experiments.registry import DATASETS, RECIPES
 from tests import toy
 
 BLOCKS = dict(re.findall(r"```python\n# (\S+)\n(.*?)```", (toy.ROOT / "docs" / "extending.md").read_text(), re.DOTALL))
@@ -17,7 +17,7 @@ BLOCKS = dict(re.findall(r"```python\n# (\S+)\n(.*?)```", (toy.ROOT / "docs" / "
 @pytest.fixture
 def weighted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
     """The experiment, with its components registered, and its file of texts: the second half has the weight 0."""
-    lines = dict(re.findall(r'"(\w+)": "(\S+)",', BLOCKS["src/registry.py"]))
+    lines = dict(re.findall(r'"(\w+)": "(\S+)",', BLOCKS["src/experiments/registry.py"]))
     for table, (name, module) in zip((DATASETS, RECIPES), lines.items(), strict=True):
         path = f"{module.replace('.', '/')}.py"
         file = tmp_path / path.replace("/", "_")

@@ -15,8 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from src import files, renaming
+from src import files
 from src.errors import CheckpointError, DataError, RunError
+from src.support import renaming
 from tests.conftest import ROOT
 
 

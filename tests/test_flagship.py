@@ -93,8 +93,8 @@ def carry_out(line: str, environment: dict[str, str], more: tuple[str, ...] = ()
 @pytest.mark.slow
 def test_the_commands_of_the_page(environment: dict[str, str]):
     lines = commands("docs/crossattn.md")
-    (prepare,) = [line for line in lines if "data_prep.prepare_qa" in line]
-    (encode,) = [line for line in lines if "data_prep.preproc_nq" in line]
+    (prepare,) = [line for line in lines if "data_prep.crossattn.prepare_qa" in line]
+    (encode,) = [line for line in lines if "data_prep.crossattn.preproc_nq" in line]
     ways = [
         line for line in lines if line.startswith(("torchrun", "deepspeed")) and "crossattn_starcoderbase-3b" in line
     ]

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from src.experiments.identity import exp_id
-from src.registry import RECIPES
+from src.experiments.registry import RECIPES
 from tests import toy
 from tests.recipes import (
     test_metadata_lm,

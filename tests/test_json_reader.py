@@ -7,26 +7,27 @@ from pathlib import Path
 
 import pytest
 
-from src import files, parsing
+from src import files
 from src.errors import DataError, RunError, print_errors
 from src.runs import jsonl_records, lease
 from src.runs.history import transaction
+from src.support import parsing
 from tests.conftest import ROOT
 
 HERE = {
-    "src/parsing.py",  # the reader
+    "src/support/parsing.py",  # the reader
     "src/experiments/grid.py",  # --set: text that is not JSON is a string
-    "src/rewards/isolated.py",  # both are inside the sandbox, which has no other module
-    "src/rewards/isolated_peer.py",
-    "src/data/streaming/remote/downloads.py",  # pipes between our own processes
-    "src/data/streaming/remote/objects.py",
-    "src/rewards/math.py",
-    "src/rewards/python.py",
-    "src/rewards/sandbox.py",
-    "src/data/denoising/words.py",  # a tokenizer in memory
-    "src/data/streaming/texts.py",
+    "src/systems/assistants/rewards/isolated.py",  # both are inside the sandbox, which has no other module
+    "src/systems/assistants/rewards/isolated_peer.py",
+    "src/systems/interleaved/streaming/remote/downloads.py",  # pipes between our own processes
+    "src/systems/interleaved/streaming/remote/objects.py",
+    "src/systems/assistants/rewards/math.py",
+    "src/systems/assistants/rewards/python.py",
+    "src/systems/assistants/rewards/sandbox.py",
+    "src/systems/t5/denoising/words.py",  # a tokenizer in memory
+    "src/systems/interleaved/streaming/texts.py",
     "src/runs/run_dir.py",  # json.loads(json.dumps(...))
-    "src/serving/triton/backend.py",
+    "src/systems/assistants/serving/triton/backend.py",
     "src/tables/curves.py",  # a cache with checksums
     "src/tables/scan.py",
     "src/runs/scores.py",  # orjson; falls back to the reader

@@ -11,55 +11,70 @@ from pathlib import Path
 
 import pytest
 
-from src.registry import RECIPES, TABLES
+from src.experiments.registry import RECIPES, TABLES
 from tests.conftest import ROOT
 
 # Each layer may import itself and those of the levels above it in this list, never a neighbour of its own level.
 LEVELS: list[set[str]] = [
-    {"src.missing_package"},
-    {"src.errors", "src.batches", "src.read_cache", "src.__init__"},
-    {"src.parsing", "src.renaming"},
-    {"src.files", "src.command_line", "src.served_page", "src.torch_settings"},
-    {"src.config", "src.distributed", "src.flops", "src.kinds", "src.patterns", "src.weights"},
-    {"src.call_once", "src.log_rules", "src.registry"},
-    {"src.interfaces"},
-    {"src.experiments", "src.metrics"},
-    {"src.exp_groups", "src.rewards", "src.runs"},
-    {"src.orders"},
+    {"src.support.missing_package"},
+    {"src.errors", "src.experiments.batches", "src.support.read_cache", "src.__init__"},
+    {"src.support.parsing", "src.support.renaming"},
+    {"src.files", "src.support.command_line", "src.support.served_page", "src.support.torch_settings"},
+    {
+        "src.experiments.config",
+        "src.distributed",
+        "src.support.flops",
+        "src.experiments.kinds",
+        "src.support.patterns",
+        "src.support.weights",
+    },
+    {"src.support.call_once", "src.runs.history.log_rules", "src.experiments.registry"},
+    {"src.experiments.interfaces"},
+    {"src.experiments", "src.evaluation.metrics"},
+    {"src.exp_groups", "src.systems.assistants.rewards", "src.runs"},
+    {"src.data.orders"},
     {"src.tables", "src.training", "src.models", "src.launch"},
-    {"src.evaluation", "src.rl", "src.data", "src.sweeps", "src.operations"},
+    {"src.evaluation", "src.systems.assistants.rl", "src.data", "src.sweeps", "src.operations"},
     {"src.recipes", "src.serving", "data_prep", "results"},
     {"trainval", "exp_configs", "job_configs"},
 ]
 # What a level allows and a layer must do without: data knows neither models nor loops, an experiment names models and
 # metrics.
 NOT = {
-    "src.metrics": {"src.distributed", "src.weights"},
-    "src.rewards": {"src.distributed", "src.experiments"},
-    "src.interfaces": {"src.distributed", "src.weights", "src.files"},
+    "src.evaluation.metrics": {"src.distributed", "src.support.weights"},
+    "src.systems.assistants.rewards": {"src.distributed", "src.experiments"},
+    "src.experiments.interfaces": {"src.distributed", "src.support.weights", "src.files"},
     "src.data": {"src.tables", "src.training", "src.models", "src.launch"},
     "src.operations": {"src.training", "src.models"},
     "src.sweeps": {"src.training", "src.models"},
     "src.recipes": {"src.models", "src.launch", "src.tables", "src.sweeps", "src.operations"},
     "src.exp_groups": {layer for level in LEVELS[:6] for layer in level},
-    "data_prep": {"src.training", "src.evaluation", "src.rl", "src.launch", "src.runs"},
+    "data_prep": {"src.training", "src.evaluation", "src.systems.assistants.rl", "src.launch", "src.runs"},
     "results": {"src.training", "src.models", "src.data"},
-    "trainval": {"src.training", "src.models", "src.data", "src.evaluation", "src.rewards", "src.rl", "src.recipes"},
+    "trainval": {
+        "src.training",
+        "src.models",
+        "src.data",
+        "src.evaluation",
+        "src.systems.assistants.rewards",
+        "src.systems.assistants.rl",
+        "src.recipes",
+    },
     "exp_configs": {layer for level in LEVELS for layer in level if layer not in ("src.experiments", "src.exp_groups")},
     "job_configs": {layer for level in LEVELS for layer in level},
 }
 NEIGHBOURS = {"trainval": {"exp_configs", "job_configs"}}
 OUTSIDE = {"tests", "benchmarks"}  # these may import anything
 SHORT = {
-    "src.exp_groups.demo": "found by its name",
+    "src.systems.crossattn.demo": "found by its name",
     "src.__init__": "the first import of every command",
-    "src.missing_package": "the hook of that import",
-    "src.patterns": "one idea, which expressions and rewards share",
-    "src.kinds": "kinds and sizes, which interfaces and models both need",
+    "src.support.missing_package": "the hook of that import",
+    "src.support.patterns": "one idea, which expressions and rewards share",
+    "src.experiments.kinds": "kinds and sizes, which interfaces and models both need",
     "src.training.seeds": "found by its name",
     "src.models.wrapper": "what two rooms of models share",
-    "src.models.cross_attention.kv_cache": "found by its name",
-    "src.data.qa.row_index": "one format of file",
+    "src.systems.crossattn.model.kv_cache": "found by its name",
+    "src.systems.crossattn.data.row_index": "one format of file",
 }
 """Modules under 40 lines that are no entry of the registry, and why each is a file."""
 MOST_LINES, MOST_ENTRIES, LEAST_LINES = 470, 16, 40
@@ -161,15 +176,35 @@ def test_arrows_point_down():
         ("src.models.x", "from ..recipes import lm", "src.models.x:1: may not import src.recipes.lm"),
         ("src.recipes.x", "from src.recipes.lm import run", "src.recipes.x:1: may not import src.recipes.lm.run"),
         ("src.errors", "import src.files", "src.errors:1: may not import src.files"),
-        ("src.config", "from src.distributed import rank", "src.config:1: may not import src.distributed.rank"),
+        (
+            "src.experiments.config",
+            "from src.distributed import rank",
+            "src.experiments.config:1: may not import src.distributed.rank",
+        ),
         ("exp_configs", "from src.runs import scores", "exp_configs:1: may not import src.runs.scores"),
         ("src.data.x", "from src.training import loss", "src.data.x:1: may not import src.training.loss"),
         ("src.launch.x", "from src.models import hf", "src.launch.x:1: may not import src.models.hf"),
         ("job_configs", "import src.launch.local.launcher", "job_configs:1: may not import src.launch.local.launcher"),
-        ("src.rewards.x", "from src.models import hf", "src.rewards.x:1: may not import src.models.hf"),
-        ("src.rewards.x", "from src.runs import ledger", "src.rewards.x:1: may not import src.runs.ledger"),
-        ("src.rewards.x", "from src import distributed", "src.rewards.x:1: may not import src.distributed"),
-        ("src.metrics.x", "from src.rewards import length", "src.metrics.x:1: may not import src.rewards.length"),
+        (
+            "src.systems.assistants.rewards.x",
+            "from src.models import hf",
+            "src.systems.assistants.rewards.x:1: may not import src.models.hf",
+        ),
+        (
+            "src.systems.assistants.rewards.x",
+            "from src.runs import ledger",
+            "src.systems.assistants.rewards.x:1: may not import src.runs.ledger",
+        ),
+        (
+            "src.systems.assistants.rewards.x",
+            "from src import distributed",
+            "src.systems.assistants.rewards.x:1: may not import src.distributed",
+        ),
+        (
+            "src.evaluation.metrics.x",
+            "from src.systems.assistants.rewards import length",
+            "src.evaluation.metrics.x:1: may not import src.systems.assistants.rewards.length",
+        ),
         ("src.data.x", "import tests.conftest", "src.data.x:1: may not import tests.conftest"),
         ("src.novelty.x", "import os", "src.novelty.x: is in no layer"),
     ],
@@ -184,9 +219,12 @@ def test_an_import_from_a_higher_layer_is_reported(module: str, code: str, expec
         ("src.models.x", "from src.errors import ConfigError\nfrom src.models import y\nimport torch"),
         ("exp_configs", "from src.experiments.grid import grid, ref"),
         ("src.recipes.x", "from src.training import loop"),
-        ("src.rewards.x", "from src.metrics.squad import normalise\nfrom src.registry import MODELS"),
-        ("src.data.x", "from src.rewards import length"),
-        ("src.rl.x", "from src.rewards import length"),
+        (
+            "src.systems.assistants.rewards.x",
+            "from src.evaluation.metrics.squad import normalise\nfrom src.experiments.registry import MODELS",
+        ),
+        ("src.data.x", "from src.systems.assistants.rewards import length"),
+        ("src.systems.assistants.rl.x", "from src.systems.assistants.rewards import length"),
         ("trainval", "from src import distributed"),
     ],
 )
@@ -212,7 +250,7 @@ LIGHT = tuple(f"src.{room}." for room in ("experiments", "runs", "tables", "laun
 def light_modules() -> list[str]:
     listed = {module for table in TABLES for module in table.modules.values()}
     named = {m for m in sources() if m.startswith(LIGHT) or m in {"trainval", "exp_configs", "job_configs"}}
-    return sorted(listed | named | {"src.registry"})
+    return sorted(listed | named | {"src.experiments.registry"})
 
 
 def test_the_command_line_loads_nothing_heavy():
@@ -399,8 +437,8 @@ def imported_at_import(path: Path) -> Iterator[str]:
 
 
 MISSPELT = """
-from src.config import Places
-from src.interfaces import DatasetConfig
+from src.experiments.config import Places
+from src.experiments.interfaces import DatasetConfig
 
 
 def check(data: DatasetConfig, places: Places, tokenizer) -> None:

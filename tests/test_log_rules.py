@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from src import log_rules
 from src.runs import events, jsonl_records
+from src.runs.history import log_rules
 
 ID = "0" * 32
 NODE = "srun: error: Node failure on node-7"

@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from data_prep import prepare_qa
+from data_prep.crossattn import prepare_qa
 from exp_configs import EXP_GROUPS
-from results import plot, run_arguments, table
+from results import plot, table
 from src.launch import arguments
+from src.tables import run_arguments
 
 ROOT = Path(__file__).resolve().parents[1]
 # stands for python3 and, copied by `-m venv`, for .venv/bin/python: it writes down what it was asked to do
@@ -137,6 +138,6 @@ def test_every_line_of_the_study_is_understood(make):
     (training,) = (shlex.split(line)[1:] for line in lines if line.startswith("trainval.py"))
     assert arguments.parse(training, "", ROOT).exp_group == options.groups
     prepare_qa._add_options(parser := argparse.ArgumentParser())
-    prepared = parser.parse_args(asked["data_prep.prepare_qa"])
+    prepared = parser.parse_args(asked["data_prep.crossattn.prepare_qa"])
     assert [path.split("/")[0] for path in prepared.train] == ["released", "released"]
     assert set(options.groups) <= EXP_GROUPS.keys()

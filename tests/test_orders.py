@@ -12,8 +12,8 @@ from itertools import islice
 import numpy as np
 import pytest
 
+from src.data.orders import GroupedOrder, IndexedOrder, Key, RankShare, Shuffle
 from src.errors import RunError
-from src.orders import GroupedOrder, IndexedOrder, Key, RankShare, Shuffle
 from src.runs.history.branches import Branch
 from src.training.seeds import dropout_seed
 

@@ -37,15 +37,15 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from data_prep.superglue import FORMS
-from src.config import load
-from src.data.denoising import noise
-from src.data.tasks import task_table
-from src.models.cross_attention import xc_cache_weights
+from data_prep.t5.superglue import FORMS
+from src.experiments.config import load
+from src.systems.assistants.preferences.losses import answer_logps, pair_loss, ranking_loss
+from src.systems.crossattn.model import xc_cache_weights
+from src.systems.t5.denoising import noise
+from src.systems.t5.tasks import task_table
 from src.training.config import LoopConfig
 from src.training.optim.adamw_scale import AdamWScale
 from src.training.optim.schedule import learning_rate
-from src.training.preferences.losses import answer_logps, pair_loss, ranking_loss
 from tests.conftest import ROOT
 from tests.models.conftest import make, make_base  # noqa: F401  a fixture
 

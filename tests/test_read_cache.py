@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from src import read_cache
 from src.files import write_atomic
-from src.read_cache import TURNS, ReadCache
+from src.support import read_cache
+from src.support.read_cache import TURNS, ReadCache
 
 
 @pytest.fixture

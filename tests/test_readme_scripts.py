@@ -25,7 +25,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from data_prep import prepare_qa
+from data_prep.crossattn import prepare_qa
 from results import table
 from tests import toy
 from tests.launch.fake_wandb.server import Server
@@ -107,7 +107,7 @@ def write_data(root: Path) -> None:
     prepare_qa.main([*data, "--train", str(root / "nq-train.jsonl.gz"), "--val", str(root / "nq-dev.jsonl.gz")])
     encode = [
         "-m",
-        "data_prep.preproc_nq",
+        "data_prep.crossattn.preproc_nq",
         "--embedding_model",
         BASE,
         "--maximum_input_length",

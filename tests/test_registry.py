@@ -13,14 +13,14 @@ from pathlib import Path
 
 import pytest
 
-from src import interfaces, registry
-from src.call_once import call_once, remember_calls
-from src.config import Config, Places, Problems
 from src.errors import DataError
+from src.experiments import interfaces, registry
+from src.experiments.config import Config, Places, Problems
+from src.experiments.registry import TABLES, ComponentTable
 from src.files import new_directory
 from src.launch.job import LauncherConfig
-from src.registry import TABLES, ComponentTable
-from src.rewards.interface import RewardConfig
+from src.support.call_once import call_once, remember_calls
+from src.systems.assistants.rewards.interface import RewardConfig
 
 ROOT = Path(__file__).resolve().parents[1]
 INTERFACES: dict[str, type[Config]] = {
@@ -35,8 +35,8 @@ FOLDERS = {
     "recipe": "src/recipes",
     "model": "src/models",
     "dataset": "src/data",
-    "metric": "src/metrics",
-    "reward": "src/rewards",
+    "metric": "src/evaluation/metrics",
+    "reward": "src/systems/assistants/rewards",
     "launcher": "src/launch",
 }
 LINES = [(table, name) for table in TABLES for name in table.modules]

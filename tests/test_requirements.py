@@ -28,7 +28,13 @@ def locked(name: str) -> dict[str, set[str]]:
         if entry.startswith("#"):
             continue
         first, *hashes = entry.split("\n")
-        package, version = re.fullmatch(r"([a-z0-9.-]+)==([^ ;]+)(?: ;.*)? \\", first).groups()  # pyright: ignore[reportOptionalMemberAccess]
+        package, version = re.fullmatch(
+            (
+                r"([a-z0-9.-]+)==([^ ;]+)(?: ;.*)? "
+                r"\\"
+            ),
+            first,
+        ).groups()  # pyright: ignore[reportOptionalMemberAccess]
         assert hashes, f"{package} has no hash"
         assert all(re.fullmatch(r"    --hash=sha256:[0-9a-f]{64}(?: \\)?", line) for line in hashes), package
         found.setdefault(package, set()).add(version)

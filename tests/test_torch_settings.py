@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from src import torch_settings
 from src.experiments.identity import exp_id
+from src.support import torch_settings
 from tests import toy
 
 

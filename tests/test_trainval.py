@@ -15,13 +15,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from src.config import Places
+from src.experiments.config import Places
 from src.experiments.grid import ref, set_path
 from src.experiments.identity import exp_id
+from src.experiments.interfaces import load_experiment
+from src.experiments.registry import resolved_dict
 from src.files import sha256
-from src.interfaces import load_experiment
 from src.launch.arguments import parse
-from src.registry import resolved_dict
 from src.runs import plan
 from src.runs.run_dir import RunDir
 from tests import toy

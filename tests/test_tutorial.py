@@ -24,7 +24,14 @@ RESULTS = {
     "crossattn_tiny": "mine",
 }
 """What stands in the commands of docs/results.md, and in those that are carried out on the runs of the tutorial."""
-LEFT_OUT = ("make demo", "make test", "source .venv", "python -c", "for path in", "python -m data_prep.stdlib_qa")
+LEFT_OUT = (
+    "make demo",
+    "make test",
+    "source .venv",
+    "python -c",
+    "for path in",
+    "python -m data_prep.crossattn.stdlib_qa",
+)
 """Commands that set up what the test has, or that have tests of their own."""
 Carry = Callable[[str], str]
 

@@ -16,9 +16,9 @@ import orjson
 
 from data_prep import sources
 from data_prep.metadata import charset, description, entities, html, page_sources, text, url
-from src.data.metadata.annotations import PREFIX, compact_item, read_row
 from src.errors import DataError, UserError
 from src.files import read_json, write_atomic, write_json, writing
+from src.systems.metadata.data.annotations import PREFIX, compact_item, read_row
 
 Row = dict[str, Any]
 DIGEST = struct.Struct("16sQ")

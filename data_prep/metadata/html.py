@@ -16,8 +16,8 @@ from typing import Any, Literal, NamedTuple
 from lxml import etree  # pyright: ignore[reportAttributeAccessIssue]  a compiled module
 from pydantic import Field, model_validator
 
-from src.config import Config, load
 from src.errors import DataError
+from src.experiments.config import Config, load
 from src.files import ROOT, read_yaml
 
 Row = dict[str, Any]

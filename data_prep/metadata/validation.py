@@ -15,11 +15,11 @@ from typing import Any
 import orjson
 
 from data_prep import command
-from src.config import unknown_text
 from src.data import jsonl
-from src.data.metadata.annotations import COLUMNS, PREFIX
 from src.errors import ConfigError, DataError
+from src.experiments.config import unknown_text
 from src.files import read_manifest, reading
+from src.systems.metadata.data.annotations import COLUMNS, PREFIX
 
 COMMAND = "python -m data_prep.metadata.validation"
 

@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from data_prep import command
-from src.config import Places
 from src.data import jsonl
-from src.data.metadata.annotations import read_row
 from src.errors import ConfigError, DataError
+from src.experiments.config import Places
+from src.systems.metadata.data.annotations import read_row
 
 COMMAND = "python -m data_prep.metadata.weights"
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from src.batches import PackedBatch, Seq2SeqBatch, TokenBatch
+from src.experiments.batches import PackedBatch, Seq2SeqBatch, TokenBatch
 
 if TYPE_CHECKING:
     import numpy as np

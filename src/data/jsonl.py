@@ -13,18 +13,18 @@ from pathlib import Path
 from random import Random
 from typing import Any, get_args, get_origin, overload
 
-from src.config import Places, unknown_text
 from src.data import jsonl_index
 from src.data.jsonl_index import RowIndex
 from src.errors import DataError
+from src.experiments.config import Places, unknown_text
 from src.files import MANIFEST, ROOT, read_manifest, reading, sha256
-from src.parsing import parse_json
+from src.support.parsing import parse_json
 
 SPLITS = ("train", "val")
 _MADE_BY = {
-    **{f"stdlib_{kind}": "python -m data_prep.stdlib_qa" for kind in ("qa", "text", "tokenizer")},
+    **{f"stdlib_{kind}": "python -m data_prep.crossattn.stdlib_qa" for kind in ("qa", "text", "tokenizer")},
     "stdlib_t5_tokenizer": (
-        "python -m data_prep.t5_tokenizer --from stdlib_tokenizer --name stdlib_t5_tokenizer --sentences 20"
+        "python -m data_prep.t5.t5_tokenizer --from stdlib_tokenizer --name stdlib_t5_tokenizer --sentences 20"
     ),
 }
 _RELEASES_OF_CONVERSATIONS = ROOT / "resources" / "conversations"
@@ -351,12 +351,12 @@ def preparation_hint(folder: Path) -> str:
     """A sentence with the command that makes `folder`; empty without one."""
     command = _MADE_BY.get(folder.name)
     if command is None and _is_release_of_conversations(folder.name):
-        command = f"python -m data_prep.prepare_conversations --name {folder.name}"
+        command = f"python -m data_prep.assistants.prepare_conversations --name {folder.name}"
     return f"Make it with: {command} --data_path {folder.parent}" if command else ""
 
 
 def _is_release_of_conversations(name: str) -> bool:
-    """Whether data_prep.prepare_conversations knows it."""
+    """Whether data_prep.assistants.prepare_conversations knows it."""
     entry = re.compile(rf"^{re.escape(name)}:", re.MULTILINE)
     return any(entry.search(path.read_text(encoding="utf-8")) for path in _RELEASES_OF_CONVERSATIONS.glob("*.yaml"))
 
@@ -373,5 +373,6 @@ def _known_corpora_hint(places: Places, name: str) -> str:
         f": {unknown_text('corpus', name, names)} These are prepared in {places.data}; a script of data_prep "
         f"adds another, a folder with {files}, or --data_path names the folder that holds it. With --data_path "
         f"{places.data} --name {name}, questions on contexts are prepared from their releases ({_RELEASES}) by python "
-        "-m data_prep.prepare_qa, tasks of GLUE and SuperGLUE by data_prep.prepare_task, text by data_prep.tokenize."
+        "-m data_prep.crossattn.prepare_qa, tasks of GLUE and SuperGLUE by data_prep.t5.prepare_task, text by "
+        "data_prep.tokenize."
     )

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from src.errors import ConfigError
-from src.interfaces import DatasetConfig
-from src.kinds import CROSS_ATTENTION, DECODER, ENCODER_DECODER, VISION_LANGUAGE
+from src.experiments.interfaces import DatasetConfig
+from src.experiments.kinds import CROSS_ATTENTION, DECODER, ENCODER_DECODER, VISION_LANGUAGE
 
 AROUND_FRAME = 3
 """Tokens that stand around those of a frame."""

@@ -10,11 +10,11 @@ from typing import ClassVar, Protocol, Self, runtime_checkable
 
 from pydantic import model_validator
 
-from src.call_once import call_once
-from src.config import Places
 from src.errors import ConfigError, UserError, check_all
-from src.interfaces import Architecture, Dataset, DatasetConfig
-from src.kinds import CROSS_ATTENTION, FUSION_IN_DECODER
+from src.experiments.config import Places
+from src.experiments.interfaces import Architecture, Dataset, DatasetConfig
+from src.experiments.kinds import CROSS_ATTENTION, FUSION_IN_DECODER
+from src.support.call_once import call_once
 
 
 @runtime_checkable

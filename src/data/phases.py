@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from pydantic import Field, model_validator
 
-from src.config import Config as StrictConfig
-from src.config import Places
+from src.data.orders import Cursor, Key, MicroBatch, Order, RankShare, order_of
 from src.data.parts import PartsConfig, part_seed
 from src.errors import ConfigError
-from src.interfaces import Batch, Dataset, DatasetConfig, DatasetField, SourcedDataset
-from src.orders import Cursor, Key, MicroBatch, Order, RankShare, order_of
+from src.experiments.config import Config as StrictConfig
+from src.experiments.config import Places
+from src.experiments.interfaces import Batch, Dataset, DatasetConfig, DatasetField, SourcedDataset
 from src.runs.history.branches import Branch
 
 if TYPE_CHECKING:

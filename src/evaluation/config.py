@@ -6,10 +6,10 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from src.config import Config, unknown_text
 from src.errors import ConfigError, DataError
-from src.interfaces import ContextDataset, DatasetField, MetricConfig, MetricField, QuestionDataset
-from src.metrics import answers
+from src.evaluation.metrics import answers
+from src.experiments.config import Config, unknown_text
+from src.experiments.interfaces import ContextDataset, DatasetField, MetricConfig, MetricField, QuestionDataset
 
 
 def score_names(metrics: Sequence[MetricConfig]) -> list[str]:

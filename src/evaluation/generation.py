@@ -7,10 +7,10 @@ from typing import Any, TypeVar
 import torch
 
 from src import distributed
-from src.batches import to_device
 from src.evaluation.config import Answers
-from src.interfaces import Prediction, QuestionDataset
-from src.metrics import answers as scored_answers
+from src.evaluation.metrics import answers as scored_answers
+from src.experiments.batches import to_device
+from src.experiments.interfaces import Prediction, QuestionDataset
 from src.training.validation import rank_batches
 
 T = TypeVar("T")

@@ -17,11 +17,11 @@ from src.errors import ConfigError
 from src.evaluation import speed
 from src.evaluation.config import Inference
 from src.evaluation.generation import AnswerGenerator
+from src.evaluation.metrics import answers
+from src.evaluation.metrics.answers import INFERENCE, PREDICTION, WRONG
 from src.evaluation.outputs import OutputFile, ResumableOutputs
+from src.experiments.interfaces import ContextDataset, Prediction, QuestionDataset
 from src.files import write_json
-from src.interfaces import ContextDataset, Prediction, QuestionDataset
-from src.metrics import answers
-from src.metrics.answers import INFERENCE, PREDICTION, WRONG
 from src.runs.context import Run
 
 log = logging.getLogger(__name__)

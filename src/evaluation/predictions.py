@@ -15,11 +15,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from src.config import drop_absences
+from src.evaluation.metrics import answers
 from src.evaluation.outputs import OutputFile, ResumableOutputs
 from src.evaluation.ranking import TaskPredictor
-from src.interfaces import Prediction, TaskDataset
-from src.metrics import answers
+from src.experiments.config import drop_absences
+from src.experiments.interfaces import Prediction, TaskDataset
 from src.runs.context import Run
 
 FOLDER = "predictions"

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from src.batches import to_device
 from src.evaluation.config import Answering
 from src.evaluation.generation import AnswerGenerator, gather_batches
-from src.interfaces import TaskDataset
+from src.experiments.batches import to_device
+from src.experiments.interfaces import TaskDataset
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from src.errors import ConfigError
-from src.patterns import compile_pattern
+from src.support.patterns import compile_pattern
 
 Row = Mapping[str, Any]
 _Value = Callable[[Row], Any]

@@ -11,11 +11,11 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar
 
-from src.config import Config, describe_value, shorten, unknown
 from src.errors import ConfigError
+from src.experiments.config import Config, describe_value, shorten, unknown
 from src.experiments.identity import check_values, exp_id
-from src.interfaces import load_experiment
-from src.registry import canonical_dict, sparse_dict
+from src.experiments.interfaces import load_experiment
+from src.experiments.registry import canonical_dict, sparse_dict
 
 Experiment = dict[str, Any]
 Axes = Mapping[str, list[Any]]

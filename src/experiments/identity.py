@@ -5,8 +5,8 @@ import hashlib
 import math
 from typing import Any
 
-from src.config import join
 from src.errors import ConfigError
+from src.experiments.config import join
 
 DEEPEST = 50
 """Levels of nested dicts and lists. An experiment needs five; Python gives up at some hundreds."""

@@ -7,8 +7,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from src import files, registry
+from src import files
 from src.errors import LaunchError, RunError
+from src.experiments import registry
 from src.launch import snapshot, status, submissions, tracking
 from src.launch.job import QUEUE_STOPPED, Job, LauncherConfig
 from src.launch.resources import Resources

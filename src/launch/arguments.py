@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from src.command_line import parse_arguments
 from src.errors import ConfigError
-from src.torch_settings import GRADIENT_CHECKPOINTING
+from src.support.command_line import parse_arguments
+from src.support.torch_settings import GRADIENT_CHECKPOINTING
 
 if TYPE_CHECKING:  # --help must not wait for what checks experiments
     from src.runs.context import Options
@@ -240,7 +240,7 @@ def _complete_names(module: str, name: str) -> Callable[..., list[str]]:
     """A completer of argcomplete: the keys of the dict `name` of a top-level file."""
 
     def names(**_: object) -> list[str]:
-        from src.config import top_level
+        from src.experiments.config import top_level
 
         return list(top_level(module, name))
 

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
-from src.config import Config
+from src.experiments.config import Config
 from src.launch.job import QUEUE_STOPPED, Job
 from src.runs.metadata import STATUS
 

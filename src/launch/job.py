@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import ClassVar, Literal, TypeVar
 
 from src.errors import LaunchError
-from src.interfaces import Component
-from src.registry import LAUNCHERS, bind
+from src.experiments.interfaces import Component
+from src.experiments.registry import LAUNCHERS, bind
 
 Note = Callable[[Mapping[str, str]], None]
 """Called by a launcher with {exp_id: job id} as soon as the scheduler has given ids, before anything else can fail."""

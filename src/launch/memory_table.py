@@ -5,10 +5,10 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from src.command_line import aligned_lines
-from src.config import Places
 from src.errors import UserError
+from src.experiments.config import Places
 from src.runs.plan import Planned
+from src.support.command_line import aligned_lines
 
 PARTS = ("weights", "gradients", "optimizer", "copies", "activations", "logits")
 """As the plans name them."""

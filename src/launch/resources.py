@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from src.config import Problems, describe_value, join, shorten, top_level, unknown, unknown_text
 from src.errors import ConfigError
 from src.experiments import expressions
+from src.experiments.config import Problems, describe_value, join, shorten, top_level, unknown, unknown_text
 from src.files import ROOT
 from src.launch.job import LauncherConfig, bind_launcher
 from src.runs.metadata import flatten

@@ -12,15 +12,15 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal
 
-from src.command_line import aligned_lines
-from src.config import unknown
 from src.errors import ConfigError, RunError, UserError
+from src.experiments.config import unknown
 from src.files import reading
 from src.launch import submissions
 from src.launch.arguments import STATES
 from src.launch.tracking import LOOK, Question, TrackedJob, track
-from src.read_cache import ReadCache
 from src.runs import events, lease, metadata, parents, scores
+from src.support.command_line import aligned_lines
+from src.support.read_cache import ReadCache
 
 LOGS = "logs"
 _ID = re.compile(r"[0-9a-f]{32}")

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 from itertools import chain
 from typing import Any
 
-from src.interfaces import Architecture
+from src.experiments.interfaces import Architecture
 
 _MAX_POSITIONS = ("max_position_embeddings", "n_positions")
 _SPELLINGS = {

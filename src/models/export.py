@@ -20,18 +20,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from src.command_line import make_parser, run_command
-from src.config import Places
 from src.errors import CheckpointError, ConfigError
+from src.experiments.config import Places
+from src.experiments.interfaces import ModelConfig
 from src.files import new_directory, read_json, write_json
-from src.interfaces import ModelConfig
 from src.models import hf, lora, tokenizer
-from src.models.cross_attention import xc_cache_weights
 from src.models.load import PLACES, checkpoint_folder
 from src.models.trained_model import from_checkpoint
-from src.models.vision_language import processor
-from src.models.vision_language.parts import FAMILIES
 from src.runs.metadata import expand_run
+from src.support.command_line import make_parser, run_command
+from src.systems.crossattn.model import xc_cache_weights
+from src.systems.interleaved.model import processor
+from src.systems.interleaved.model.parts import FAMILIES
 
 log = logging.getLogger(__name__)
 DTYPES = ("float32", "bfloat16", "float16")
@@ -58,10 +58,10 @@ def export(
     """
     import torch
 
-    from src.models.cross_attention import standalone as standalone_model
-    from src.models.cross_attention.layers import CrossAttentionLM
-    from src.models.reward import classifier
-    from src.models.reward.layers import RewardModel
+    from src.systems.assistants.model import classifier
+    from src.systems.assistants.model.layers import RewardModel
+    from src.systems.crossattn.model import standalone as standalone_model
+    from src.systems.crossattn.model.layers import CrossAttentionLM
 
     if target.exists():
         raise ConfigError(f"{target}: is there already. Name a folder that is not.")
@@ -112,8 +112,8 @@ def _write(model: Any, made: Path, folder: Path) -> None:
     """The weights of a model without blocks, trained in the checkpoint `folder`."""
     from transformers import PreTrainedModel
 
-    from src.models.fusion_in_decoder.layers import FusionInDecoder
-    from src.models.reward.layers import RewardModel
+    from src.systems.assistants.model.layers import RewardModel
+    from src.systems.crossattn.fusion_in_decoder.layers import FusionInDecoder
 
     if isinstance(model, FusionInDecoder):
         model.base.save_pretrained(made)  # a plain encoder-decoder

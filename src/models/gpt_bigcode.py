@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING
 
 from pydantic import Field, model_validator
 
-from src.config import Places
-from src.interfaces import Architecture, ModelConfig
+from src.experiments.config import Places
+from src.experiments.interfaces import Architecture, ModelConfig
 from src.models import kv_cache_size
 from src.models import tokenizer as prepared_tokenizer
 

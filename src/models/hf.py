@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field, model_validator
 
-from src.call_once import call_once
-from src.config import Config as StrictConfig
-from src.config import Places
 from src.errors import CheckpointError, ConfigError
+from src.experiments.config import Config as StrictConfig
+from src.experiments.config import Places
+from src.experiments.interfaces import Architecture, ModelConfig
 from src.files import read_json, sample_digest, sha256
-from src.interfaces import Architecture, ModelConfig
 from src.models import kv_cache_size, tokenizer
 from src.models.architecture import from_dict
-from src.weights import build_unfilled
+from src.support.call_once import call_once
+from src.support.weights import build_unfilled
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

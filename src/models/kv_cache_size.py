@@ -9,7 +9,7 @@ d' of theirs.
   numbers in all.
 """
 
-from src.interfaces import Architecture
+from src.experiments.interfaces import Architecture
 
 BLOCK_BYTES = 4
 """Bytes of a block's number: blocks are float32 whatever the base's type."""

@@ -9,8 +9,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from src.config import Places
 from src.errors import CheckpointError, ConfigError
+from src.experiments.config import Places
 from src.files import ROOT, defect
 from src.models import lora, tokenizer
 from src.models.hf import BITSANDBYTES
@@ -33,7 +33,7 @@ def load(source: str | Path, places: Places = PLACES) -> tuple[Any, Any]:
         CheckpointError: there is no complete checkpoint.
         UserError: a part of the model is missing.
     """
-    from src.models.cross_attention.layers import CrossAttentionLM
+    from src.systems.crossattn.model.layers import CrossAttentionLM
 
     folder = checkpoint_folder(expand_run(Path(source), places.runs))
     model: Any = from_checkpoint(folder, str(folder), places)

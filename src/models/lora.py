@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import Field, model_validator
 
-from src.call_once import call_once
-from src.config import Places, unknown_text
 from src.errors import ConfigError
-from src.interfaces import Architecture, ModelConfig, ModelField
-from src.kinds import CROSS_ATTENTION
-from src.models.cross_attention.config import Config as CrossAttention
-from src.weights import appear_filled
+from src.experiments.config import Places, unknown_text
+from src.experiments.interfaces import Architecture, ModelConfig, ModelField
+from src.experiments.kinds import CROSS_ATTENTION
+from src.support.call_once import call_once
+from src.support.weights import appear_filled
+from src.systems.crossattn.model.config import Config as CrossAttention
 
 if TYPE_CHECKING:
     from torch import nn

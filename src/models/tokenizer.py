@@ -31,7 +31,9 @@ def require(folder: Path) -> None:
     """Raises DataError where a file of the tokenizer is missing."""
     for name in ("tokenizer.json", "tokenizer_config.json"):
         if not os.path.isfile(folder / name):  # unlike Path.is_file, False for a name that is too long
-            made = "python -m data_prep.stdlib_qa makes stdlib_tokenizer, data_prep.t5_tokenizer one for T5"
+            made = (
+                "python -m data_prep.crossattn.stdlib_qa makes stdlib_tokenizer, data_prep.t5.t5_tokenizer one for T5"
+            )
             raise DataError(
                 f"{folder}: no tokenizer here ({name} is missing). Prepare it ({made}), or name another --data_path."
             )

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
-from src.config import Places, Problems, join
 from src.errors import CheckpointError, ConfigError
+from src.experiments.config import Places, Problems, join
+from src.experiments.interfaces import Architecture, ModelConfig
+from src.experiments.registry import MODELS, bind
 from src.files import read_json
-from src.interfaces import Architecture, ModelConfig
-from src.registry import MODELS, bind
 
 if TYPE_CHECKING:
     from torch import nn
@@ -120,7 +120,7 @@ def from_checkpoint(folder: Path, who: str, places: Places) -> "nn.Module":
         CheckpointError: the checkpoint is damaged, or does not fit its own description.
         UserError: a part of the model is missing.
     """
-    from src.weights import load_trained
+    from src.support.weights import load_trained
 
     model = _bind_model(read_json(folder / "model.json", CheckpointError), who).build(places)
     load_trained(model, folder / "model.safetensors")

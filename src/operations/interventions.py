@@ -22,7 +22,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from src.command_line import make_parser, run_command
 from src.errors import ConfigError, LaunchError, RunError
 from src.files import read_json, reading
 from src.launch import submissions
@@ -34,6 +33,7 @@ from src.runs.history.archive import Plan
 from src.runs.history.branches import Branch
 from src.runs.lease import Lease
 from src.runs.metadata import ENV, EXP_DICT, read_job
+from src.support.command_line import make_parser, run_command
 
 RUNS = Path("results/runs")
 

@@ -25,13 +25,13 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from src.command_line import make_parser, run_command
 from src.errors import ConfigError, RunError, UserError
 from src.launch import status as launch_status
 from src.launch.status import Row
 from src.launch.tracking import ALIVE
-from src.parsing import parse_json
 from src.runs import events, heartbeat, lease, metadata
+from src.support.command_line import make_parser, run_command
+from src.support.parsing import parse_json
 
 NEW, KNOWN = 3, 4
 SILENT_SECONDS = lease.SILENT_SECONDS

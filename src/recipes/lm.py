@@ -3,8 +3,8 @@
 from collections.abc import Callable
 from typing import Any, ClassVar
 
-from src.kinds import DECODER
-from src.recipes.shared.pretraining import Pretraining
+from src.experiments.kinds import DECODER
+from src.recipes.pretraining import Pretraining
 
 
 class Config(Pretraining):

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from src.config import Places
 from src.errors import ConfigError
+from src.experiments.config import Places
 from src.files import writing
 from src.runs.checkpoints.retention import RotationRule
 from src.runs.run_dir import RunDir

@@ -13,11 +13,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from src import log_rules
 from src.errors import RunError
 from src.files import read_json, reading, write_json
 from src.runs import jsonl_records, ledger
 from src.runs.environment import now
+from src.runs.history import log_rules
 
 EVENTS = "events.jsonl"
 CURSORS = "events.cursors.json"

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from src.errors import DataError, RunError
 from src.files import reading, sync_directory, writing
-from src.parsing import parse_json
+from src.support.parsing import parse_json
 
 TAIL_BYTES = 4096
 _WINDOW = 2**16

@@ -25,8 +25,8 @@ from typing import Any
 
 from src.errors import RunError
 from src.files import reading, write_atomic, writing
-from src.parsing import parse_json
 from src.runs.environment import now
+from src.support.parsing import parse_json
 
 STALE_SECONDS = 30.0
 """A holder on another machine is dead if its counter does not change for this long."""

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from src.config import join
 from src.errors import ConfigError, RunError
+from src.experiments.config import join
 from src.experiments.identity import check_values, exp_id
 from src.files import read_json, reading, write_json, writing
 from src.runs.lease import directory_lock, holder_is_dead, lost_contact

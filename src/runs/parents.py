@@ -4,8 +4,8 @@ from collections.abc import Container, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from src.config import Places
 from src.errors import CheckpointError, UserError
+from src.experiments.config import Places
 from src.files import read_json
 from src.runs.checkpoints import folder as checkpoints
 from src.runs.metadata import state_of

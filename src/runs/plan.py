@@ -8,14 +8,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from src.call_once import remember_calls
-from src.config import Places, top_level, unknown
 from src.errors import ConfigError, RunError, UserError
+from src.experiments.config import Places, top_level, unknown
 from src.experiments.grid import BrokenGroup, deferred_errors, override, set_path
 from src.experiments.identity import check_values, exp_id
-from src.interfaces import RecipeConfig, load_experiment
-from src.registry import canonical_dict, operational_values
+from src.experiments.interfaces import RecipeConfig, load_experiment
+from src.experiments.registry import canonical_dict, operational_values
 from src.runs import metadata, parents
+from src.support.call_once import remember_calls
 
 Experiment = dict[str, Any]
 Groups = Mapping[str, Sequence[Experiment]]

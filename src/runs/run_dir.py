@@ -11,11 +11,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, get_args
 
-from src.config import Config, fill_absences
 from src.errors import ConfigError, RunError, UserError
+from src.experiments.config import Config, fill_absences
 from src.experiments.identity import check_values, exp_id
+from src.experiments.registry import operational_values
 from src.files import TEMPORARY, read_json, write_atomic, write_json, writing
-from src.registry import operational_values
 from src.runs import lease as leases
 from src.runs import ledger
 from src.runs.environment import now

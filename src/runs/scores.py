@@ -16,8 +16,8 @@ from typing import Any, ClassVar
 
 from src.errors import DataError, RunError
 from src.files import reading, sync_directory, write_atomic, writing
-from src.parsing import parse_json
 from src.runs import jsonl_records
+from src.support.parsing import parse_json
 
 SCORES = "scores.jsonl"
 SCORE_LIST = "score_list.pkl"

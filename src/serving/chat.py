@@ -16,12 +16,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from src.command_line import make_parser, parse_arguments, run_command
-from src.config import Places
 from src.errors import ConfigError
+from src.experiments.config import Places
 from src.models.load import PLACES, move, require_8bit
 from src.serving.pretrained import SOURCE, load_writer
 from src.serving.terminal import Terminal
+from src.support.command_line import make_parser, parse_arguments, run_command
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

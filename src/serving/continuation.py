@@ -4,13 +4,13 @@ Models that were trained with metadata do so under given metadata."""
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from src.config import unknown_text
-from src.data.metadata import dataset as metadata
-from src.data.metadata.annotations import COLUMNS, Annotated, Item, read_row
-from src.data.metadata.examples import ExampleMaker
 from src.data.text.tokenizers import SafeTokenizer, control_ids
 from src.errors import ConfigError, DataError
+from src.experiments.config import unknown_text
 from src.serving.conversation import require_room, stream_to
+from src.systems.metadata.data import dataset as metadata
+from src.systems.metadata.data.annotations import COLUMNS, Annotated, Item, read_row
+from src.systems.metadata.data.examples import ExampleMaker
 
 
 class Continuation:

@@ -3,12 +3,12 @@
 from collections.abc import Callable
 from typing import Any
 
-from src.data.conversations import templates
-from src.data.conversations.dataset import ConversationConfig, with_system
-from src.data.conversations.entries import Message
-from src.data.conversations.rendering import Renderer
 from src.errors import ConfigError, DataError
-from src.models.reward.layers import RewardModel
+from src.systems.assistants.conversations import templates
+from src.systems.assistants.conversations.dataset import ConversationConfig, with_system
+from src.systems.assistants.conversations.entries import Message
+from src.systems.assistants.conversations.rendering import Renderer
+from src.systems.assistants.model.layers import RewardModel
 
 RESET = "/reset"
 """A message that restarts the conversation; "!reset" does so, too."""

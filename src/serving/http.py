@@ -278,7 +278,7 @@ class Server:
     def __init__(
         self, endpoints: Sequence[Endpoint], max_bytes: int, options: argparse.Namespace, batcher: Any = None
     ) -> None:
-        """options: of `src.served_page.add_address`. batcher: closed at the end.
+        """options: of `src.support.served_page.add_address`. batcher: closed at the end.
 
         Raises:
             ConfigError: the address or the port is not free.

@@ -5,7 +5,8 @@ python -m src.serving.page RUN OTHER            both answer; the conversation co
 python -m src.serving.page RUN RUN              two samples of one
 
 Each choice is appended to --output as a row. Prepare the file to train reward models and preferences on it:
-python -m data_prep.prepare_conversations --form ranked --train results/data/preferences.jsonl --name preferences
+python -m data_prep.assistants.prepare_conversations --form ranked --train results/data/preferences.jsonl --name
+preferences
 """
 
 import argparse
@@ -20,15 +21,15 @@ from typing import Any
 
 import panel as pn
 
-from src.command_line import make_parser, parse_arguments, run_command
-from src.config import Places
 from src.errors import ConfigError, UserError
+from src.experiments.config import Places
 from src.models.load import move
-from src.served_page import add_address, serve_page
 from src.serving.chat import add_options, generation_options
 from src.serving.conversation import Talk
-from src.serving.preferences import Conversation, Side, check_output
 from src.serving.pretrained import SOURCE, load_writer, source_name
+from src.support.command_line import make_parser, parse_arguments, run_command
+from src.support.served_page import add_address, serve_page
+from src.systems.assistants.serving.preferences import Conversation, Side, check_output
 
 PORT = 5007
 MOST_RUNS = 2

@@ -5,18 +5,18 @@ import re
 from pathlib import Path
 from typing import Any
 
-from src.config import Places
-from src.data.conversations.dataset import ConversationConfig
-from src.data.metadata import dataset as metadata
 from src.data.parts import leaf_configs
 from src.errors import CheckpointError, ConfigError
+from src.experiments.config import Places
+from src.experiments.interfaces import load_experiment
+from src.experiments.kinds import DECODER
 from src.files import read_json
-from src.interfaces import load_experiment
-from src.kinds import DECODER
 from src.models.load import checkpoint_folder, load, quantize
 from src.runs.metadata import expand_run, read_exp_dict
 from src.serving.continuation import Continuation, MetadataWriter
 from src.serving.conversation import Talk
+from src.systems.assistants.conversations.dataset import ConversationConfig
+from src.systems.metadata.data import dataset as metadata
 
 _JSON_FILES = (
     "config.json",

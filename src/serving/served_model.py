@@ -6,12 +6,12 @@ Shapes: B sequences, T tokens of the longest.
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from src.config import Places
 from src.errors import ConfigError
-from src.interfaces import ModelConfig
-from src.kinds import DECODER, KINDS, REWARD
+from src.experiments.config import Places
+from src.experiments.interfaces import ModelConfig
+from src.experiments.kinds import DECODER, KINDS, REWARD
+from src.experiments.registry import MODELS, bind
 from src.models.load import load, move
-from src.registry import MODELS, bind
 from src.runs.checkpoints import folder as checkpoints
 from src.runs.metadata import expand_run, read_exp_dict
 

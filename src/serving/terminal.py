@@ -10,9 +10,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from src.config import unknown_text
 from src.data.jsonl import check_text
 from src.errors import ConfigError, UserError
+from src.experiments.config import unknown_text
 from src.files import writing
 from src.serving.continuation import Continuation, MetadataWriter
 from src.serving.conversation import RESET, Talk, is_reset

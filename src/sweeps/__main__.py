@@ -15,10 +15,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from src.command_line import aligned_lines, make_parser, run_command
-from src.config import Places
 from src.errors import ConfigError
+from src.experiments.config import Places
 from src.runs import metadata
+from src.support.command_line import aligned_lines, make_parser, run_command
 from src.sweeps.plan import Sweep, combinations, load
 from src.sweeps.trial import EXP_ID, POLL_SECONDS, Training, TrialResult
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from src.config import Places
 from src.errors import ConfigError, UserError
+from src.experiments.config import Places
 from src.experiments.grid import parse_assignment, set_path
 from src.runs import plan
 from src.sweeps.space import agent_argument

@@ -8,9 +8,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from src import config as configs
-from src.config import Places
 from src.errors import ConfigError
+from src.experiments import config as configs
+from src.experiments.config import Places
 from src.files import read_yaml
 from src.runs import plan
 from src.sweeps import command as sweep_command

@@ -9,8 +9,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from src.config import join, unknown_text
 from src.errors import ConfigError, check_all
+from src.experiments.config import join, unknown_text
 from src.experiments.grid import parse_assignment
 
 MAX_COMBINATIONS = 100_000

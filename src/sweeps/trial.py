@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from src.command_line import end_session, start_bound
 from src.errors import RunError, UserError
 from src.files import writing
 from src.runs.checkpoints.pins import StalenessProbe
@@ -19,6 +18,7 @@ from src.runs.lease import STALE_SECONDS
 from src.runs.metadata import read_status, state_of
 from src.runs.scores import SCORES, Scores
 from src.runs.summary import is_finite
+from src.support.command_line import end_session, start_bound
 
 POLL_SECONDS = 0.2
 EXP_ID = "exp_id"

@@ -6,8 +6,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from src.config import Places
 from src.errors import ConfigError, DataError, UserError
+from src.experiments.config import Places
 from src.runs import parents as references
 from src.runs.history import branches
 from src.runs.metadata import read_exp_dict, read_status

@@ -9,14 +9,14 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from src.config import unknown
 from src.errors import ConfigError, DataError, UserError
 from src.experiments import expressions
+from src.experiments.config import unknown
 from src.files import reading
-from src.read_cache import ReadCache
 from src.runs.lease import holder_is_dead, lost_contact
 from src.runs.metadata import CODE_VERSIONS, flatten, state_of
 from src.runs.summary import is_finite
+from src.support.read_cache import ReadCache
 from src.tables.scan import RunIndex, RunRecord, list_names
 
 FACTS = ("exp_id", "state", "group", "step", "tags", "note")

@@ -12,7 +12,6 @@ from typing import Any
 
 from src.errors import RunError
 from src.files import read_json, reading
-from src.read_cache import SETTLED_SECONDS
 from src.runs.metadata import (
     CODE_VERSIONS,
     ENV,
@@ -30,6 +29,7 @@ from src.runs.metadata import (
 )
 from src.runs.scores import SCORE_LIST, SCORES, read_score_list
 from src.runs.summary import SUMMARY, Summary, parse_summary, summarize
+from src.support.read_cache import SETTLED_SECONDS
 from src.tables import cache
 
 _READ = (EXP_DICT, GROUPS, ENV, STATUS, SCORES, SCORE_LIST, REMARKS)

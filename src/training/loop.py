@@ -17,8 +17,8 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from src import distributed
+from src.data.orders import Cursor, order_of
 from src.errors import CheckpointError, ConfigError, RunError, TrainingError
-from src.orders import Cursor, order_of
 from src.runs import environment, ledger
 from src.runs.checkpoints import folder as checkpoints
 from src.runs.context import BRIEF_ROW_EVERY, Run

@@ -19,7 +19,7 @@ DEPTH_MASKS = {
     "decoder_attention_mask": "decoder_mask",
     "cross_attention_mask": "cross_mask",
 }
-"""Keywords of a model that src.models.t5.config builds, and fields of a DepthBatch."""
+"""Keywords of a model that src.systems.t5.model.config builds, and fields of a DepthBatch."""
 Seen = Callable[[Tensor, Tensor], None]
 """Called with logits (N, V) and targets (N,), all of a batch or chunks of them in order."""
 _watching: list[Seen] = []
@@ -135,7 +135,7 @@ def interleaved_lm_loss(
     """Summed next-token loss of a model that reads images, on an InterleavedBatch;
     each token's times its weight where there are some.
 
-    A batch without an image reads one frame that nobody sees: see `models.vision_language.config`.
+    A batch without an image reads one frame that nobody sees: see `systems.interleaved.model.config`.
     """
     frames = batch["frames"]
     frames = (frames if len(frames) else frames.new_ones(1, *frames.shape[1:]))[None]

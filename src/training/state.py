@@ -9,9 +9,9 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from src import files
+from src.data.orders import Cursor
 from src.errors import CheckpointError, DataError
-from src.interfaces import Dataset
-from src.orders import Cursor
+from src.experiments.interfaces import Dataset
 from src.runs import parents
 from src.runs.context import Run
 

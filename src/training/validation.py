@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from src import distributed
-from src.batches import to_device
 from src.errors import TrainingError
-from src.interfaces import Dataset
+from src.experiments.batches import to_device
+from src.experiments.interfaces import Dataset
 from src.training.loss import NOT_LEARNED, Loss, watch_cross_entropy, watch_groups
 
 

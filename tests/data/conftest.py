@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from src.config import Places
+from src.experiments.config import Places
 from src.files import new_directory
 
 CONTROLS = (

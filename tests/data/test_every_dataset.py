@@ -14,17 +14,25 @@ import numpy as np
 import pytest
 import torch
 
-from src.batches import ContextBatch, DepthBatch, InterleavedBatch, PackedBatch, RankedBatch, Seq2SeqBatch, TokenBatch
-from src.config import Places, Problems
-from src.data.conversations.templates import OASST_TOKENS
+from src.data.orders import IndexedOrder, RankShare, order_of
+from src.experiments.batches import (
+    ContextBatch,
+    DepthBatch,
+    InterleavedBatch,
+    PackedBatch,
+    RankedBatch,
+    Seq2SeqBatch,
+    TokenBatch,
+)
+from src.experiments.config import Places, Problems
+from src.experiments.interfaces import Dataset
+from src.experiments.kinds import CROSS_ATTENTION, DECODER, ENCODER_DECODER, FUSION_IN_DECODER, REWARD, VISION_LANGUAGE
+from src.experiments.registry import DATASETS, MODELS, bind
 from src.files import new_directory
-from src.interfaces import Dataset
-from src.kinds import CROSS_ATTENTION, DECODER, ENCODER_DECODER, FUSION_IN_DECODER, REWARD, VISION_LANGUAGE
-from src.orders import IndexedOrder, RankShare, order_of
-from src.registry import DATASETS, MODELS, bind
+from src.systems.assistants.conversations.templates import OASST_TOKENS
+from src.systems.assistants.preferences.losses import ranking_loss
 from src.training import loader, loss
 from src.training.config import LoopConfig
-from src.training.preferences.losses import ranking_loss
 from src.training.state import State
 from tests.data.streaming import pages
 

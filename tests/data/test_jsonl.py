@@ -5,9 +5,9 @@ import re
 
 import pytest
 
-from src.config import Places
 from src.data import jsonl
 from src.errors import DataError
+from src.experiments.config import Places
 from src.files import new_directory
 
 ROW = {"question": "why?", "answer": "so"}
@@ -76,11 +76,13 @@ def test_missing_folder_is_refused_with_the_command_that_makes_it(places):
         DataError,
         match=re.escape(
             f"{places.data}/stdlib_qa: no such data set. "
-            f"Make it with: python -m data_prep.stdlib_qa --data_path {places.data}"
+            f"Make it with: python -m data_prep.crossattn.stdlib_qa --data_path {places.data}"
         ),
     ):
         jsonl.corpus_folder(places, "stdlib_qa")
-    with pytest.raises(DataError, match=r"stdlib_qa: no such folder. Make it with: python -m data_prep.stdlib_qa"):
+    with pytest.raises(
+        DataError, match=r"stdlib_qa: no such folder. Make it with: python -m data_prep.crossattn.stdlib_qa"
+    ):
         jsonl.read_rows(places.data / "stdlib_qa" / "train.jsonl", FIELDS)
 
 

@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 
-from src.config import Places, load
 from src.data import jsonl, jsonl_index
-from src.data.tasks import dataset as tasks
-from src.data.tasks import task_table
 from src.data.text import documents
 from src.errors import DataError
+from src.experiments.config import Places, load
 from src.files import new_directory
+from src.systems.t5.tasks import dataset as tasks
+from src.systems.t5.tasks import task_table
 
 ROWS = [{"text": f"text {i} é", "kind": "abc"[i % 3]} for i in range(2000)]
 

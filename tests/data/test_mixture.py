@@ -8,12 +8,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from src.config import load
 from src.data.mixture import dataset as mixture
 from src.data.mixture.interleaving import Interleaving, rates, shares
+from src.data.orders import feistel_permute
 from src.errors import ConfigError, DataError
-from src.orders import feistel_permute
-from src.registry import DATASETS, bind, resolved_dict
+from src.experiments.config import load
+from src.experiments.registry import DATASETS, bind, resolved_dict
 
 
 @pytest.mark.parametrize(

@@ -12,14 +12,14 @@ from typing import Any
 
 import pytest
 
-from src.config import Problems, added_field
 from src.data.mixture.dataset import MixtureDataset
+from src.data.orders import Cursor, Key, RankShare
 from src.data.packing import dataset
 from src.data.packing.dataset import PackedDataset, PackedRows, require_token_ids
 from src.data.packing.lanes import MAX_AGE, Lane, LaneOrder, Packing, Permuted, pack_epoch
 from src.errors import DataError, RunError, UserError
-from src.orders import Cursor, Key, RankShare
-from src.registry import DATASETS, bind
+from src.experiments.config import Problems, added_field
+from src.experiments.registry import DATASETS, bind
 from src.runs.history.branches import Branch
 from src.training import loader
 

@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
-from src.config import load
 from src.data import phases
+from src.data.orders import Cursor, Key, RankShare, order_of
 from src.data.packing.dataset import PackedDataset
 from src.data.phases import PhasedDataset, PhaseOrder, phase_seed
 from src.errors import ConfigError
-from src.interfaces import Dataset
-from src.orders import Cursor, Key, RankShare, order_of
-from src.registry import DATASETS, bind, resolved_dict
+from src.experiments.config import load
+from src.experiments.interfaces import Dataset
+from src.experiments.registry import DATASETS, bind, resolved_dict
 from src.runs.history.branches import Branch
 
 LANES, MICRO_BATCH, STEPS = 6, 2, 40

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from data_prep import chat_tokenizer
-from src.data.conversations import templates
+from data_prep.assistants import chat_tokenizer
 from src.data.text import tokenizers
+from src.systems.assistants.conversations import templates
 from tests import toy
 from tests.data.conversations import talk
 
@@ -66,7 +66,7 @@ def test_b2_ids_do_not_depend_on_the_hash_seed(tmp_path: Path):
     talk.tokenizer([]).save_pretrained(tmp_path / "old")
     seed = "1" if os.environ.get("PYTHONHASHSEED") != "1" else "2"
     words = ["--from", "old", "--template", "oasst", "--name", "other", "--data_path", str(tmp_path)]
-    command = [sys.executable, "-m", "data_prep.chat_tokenizer", *words]
+    command = [sys.executable, "-m", "data_prep.assistants.chat_tokenizer", *words]
     other = subprocess.Popen(
         command, cwd=toy.ROOT, env={**os.environ, "PYTHONHASHSEED": seed}, stdout=subprocess.DEVNULL
     )

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from data_prep import check_dataset_counts, conversation_table, prepare_conversations
-from src.exp_groups import assistant_presets
+from data_prep.assistants import check_dataset_counts, conversation_table, prepare_conversations
+from src.systems.assistants import presets
 
 
 def prepare(folder: Path, name: str, form: str, train: list[dict[str, object]], val: list[dict[str, object]]) -> None:
@@ -93,8 +93,8 @@ def test_what_is_not_there_is_told(folder: Path, words: list[str], message: str,
 
 
 def test_the_data_of_published_settings_are_releases():
-    """So that --prepare, or data_prep.prepare_conversations --name, makes what they name."""
-    data = [experiment["data"] for group in assistant_presets.GROUPS.values() for experiment in group]
+    """So that --prepare, or data_prep.assistants.prepare_conversations --name, makes what they name."""
+    data = [experiment["data"] for group in presets.GROUPS.values() for experiment in group]
     corpora = {corpus for each in data for corpus in check_dataset_counts.list_corpora(each)}
     assert len(corpora) > 20
     for corpus in corpora:

@@ -4,7 +4,7 @@ import textwrap
 
 import pytest
 
-from data_prep.code_questions import reveals, snippets
+from data_prep.crossattn.code_questions import reveals, snippets
 
 
 def found(source):

@@ -5,10 +5,10 @@ import json
 import pytest
 import torch
 
-from data_prep import context_cache
+from data_prep.crossattn import context_cache
 from src.data.text import tokenizers
 from src.files import new_directory
-from src.models.cross_attention.encoded_context_cache import ContextCache
+from src.systems.crossattn.model.encoded_context_cache import ContextCache
 from tests import toy
 from tests.models.conftest import make_base
 

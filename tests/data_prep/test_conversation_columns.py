@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from data_prep import prepare_conversations
-from data_prep.conversation_forms.rows import CHANGES
+from data_prep.assistants import prepare_conversations
+from data_prep.assistants.conversation_forms.rows import CHANGES
 from src.errors import DataError
 from src.files import read_manifest
-from src.rewards.math import Judge
+from src.systems.assistants.rewards.math import Judge
 
 QUESTIONS = [
     {

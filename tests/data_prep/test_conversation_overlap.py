@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from data_prep import conversation_overlap, prepare_conversations
-from data_prep.conversation_overlap import Texts, find_duplicates, list_runs, split_words
+from data_prep.assistants import conversation_overlap, prepare_conversations
+from data_prep.assistants.conversation_overlap import Texts, find_duplicates, list_runs, split_words
 
 LONG = "owl dog cat hen fox elk bee ant cow pig rat bat emu yak ape eel cod jay kea tit"
 WORDS = LONG.split()

@@ -11,15 +11,15 @@ from typing import Any
 
 import pytest
 
-from data_prep import conversation_table, prepare_conversations
-from data_prep.conversation_forms.columns import look_up
-from data_prep.conversation_forms.rows import SPLIT_NAME, pick
-from data_prep.conversation_forms.translation import load_requests
-from data_prep.conversation_joining import Joiner
-from data_prep.conversation_table import load_form
-from src.data.conversations.entries import read_entry
+from data_prep.assistants import conversation_table, prepare_conversations
+from data_prep.assistants.conversation_forms.columns import look_up
+from data_prep.assistants.conversation_forms.rows import SPLIT_NAME, pick
+from data_prep.assistants.conversation_forms.translation import load_requests
+from data_prep.assistants.conversation_joining import Joiner
+from data_prep.assistants.conversation_table import load_form
 from src.errors import DataError
 from src.files import read_yaml
+from src.systems.assistants.conversations.entries import read_entry
 
 FIXTURES = Path(__file__).parent / "release_rows.yaml"
 TWELVE = {"ar", "de", "fr", "en", "it", "nl", "tr", "ru", "ms", "ko", "ja", "zh"}

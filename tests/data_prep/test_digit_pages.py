@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from sklearn.datasets import load_digits
 
-from data_prep import digit_pages
-from src.data.streaming import manifest, tar_index
+from data_prep.interleaved import digit_pages
 from src.errors import DataError
+from src.systems.interleaved.streaming import manifest, tar_index
 
 DIGITS: Any = load_digits()
 IMAGES = (DIGITS.images * (255 / 16)).round().astype("uint8")

@@ -7,7 +7,7 @@ import tracemalloc
 
 import pytest
 
-from data_prep.qa_releases import json_stream
+from data_prep.crossattn.qa_releases import json_stream
 from src.errors import DataError
 
 RECORDS = [

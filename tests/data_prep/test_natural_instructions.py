@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from data_prep import natural_instructions
-from src.config import Places, load
-from src.data.tasks import dataset
+from data_prep.t5 import natural_instructions
 from src.evaluation.predictions import task_scores
+from src.experiments.config import Places, load
+from src.systems.t5.tasks import dataset
 from tests.data.metadata.test_examples import byte_tokenizer
 
 TASK: dict[str, Any] = {

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from data_prep import oasst_trees
+from data_prep.assistants import oasst_trees
 
 
 def message(name: str, role: str = "prompter", *replies: dict[str, Any], **more: Any) -> dict[str, Any]:

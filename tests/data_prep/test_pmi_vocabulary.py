@@ -9,8 +9,8 @@ from random import Random
 
 import pytest
 
-from data_prep.pmi_vocabulary import count_ngrams, main, pmi, rank
-from src.data.denoising import ngrams
+from data_prep.t5.pmi_vocabulary import count_ngrams, main, pmi, rank
+from src.systems.t5.denoising import ngrams
 
 
 def corpus(seed=0, documents=400):

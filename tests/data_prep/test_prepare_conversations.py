@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from data_prep import prepare_conversations
-from data_prep.conversation_table import load_form
-from src.data.conversations.entries import read_entry
+from data_prep.assistants import prepare_conversations
+from data_prep.assistants.conversation_table import load_form
 from src.errors import DataError
+from src.systems.assistants.conversations.entries import read_entry
 
 
 def read_rows(form: str, row: dict[str, Any], **options: Any) -> list[str]:

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from data_prep import prepare_qa
-from data_prep.qa_splits import Options
+from data_prep.crossattn import prepare_qa
+from data_prep.crossattn.qa_splits import Options
 from src import files
-from src.config import Places
 from src.data import jsonl
 from src.errors import DataError, UserError
+from src.experiments.config import Places
 
 
 def article(number, questions=2):
@@ -101,7 +101,7 @@ def test_rows_and_manifest(tmp_path, prepare, manifest):
     assert told["made_from"]["sources"]["val"] == [
         {"name": "dev.json", "bytes": dev.stat().st_size, "sha256": files.sha256(dev)}
     ]
-    assert told["command"] == "python -m data_prep.prepare_qa"
+    assert told["command"] == "python -m data_prep.crossattn.prepare_qa"
     assert told["skipped"] == {"train": {}, "val": {}}
     assert str(tmp_path) not in json.dumps(told), "the same wherever it is made"
     assert files.defect(tmp_path / "data" / "c") is None

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from data_prep import prepare_qa
-from data_prep.qa_splits import Options
+from data_prep.crossattn import prepare_qa
+from data_prep.crossattn.qa_splits import Options
 from src.data import jsonl
 from src.errors import DataError
 

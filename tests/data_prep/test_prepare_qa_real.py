@@ -7,8 +7,8 @@ import re
 
 import pytest
 
-from data_prep import prepare_qa
-from data_prep.qa_splits import Options
+from data_prep.crossattn import prepare_qa
+from data_prep.crossattn.qa_splits import Options
 from src.data import jsonl
 
 FIELDS = {

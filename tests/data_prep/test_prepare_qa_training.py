@@ -4,8 +4,8 @@ import shutil
 
 import pytest
 
-from data_prep import prepare_qa
-from data_prep.qa_splits import Options
+from data_prep.crossattn import prepare_qa
+from data_prep.crossattn.qa_splits import Options
 from src.experiments.grid import override
 from src.experiments.identity import exp_id
 from src.files import new_directory

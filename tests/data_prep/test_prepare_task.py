@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from data_prep import prepare_task
+from data_prep.t5 import prepare_task
 from src.data import jsonl
 from src.errors import DataError
 from src.files import read_json

@@ -5,11 +5,11 @@ import json
 
 import pytest
 
-from data_prep import preproc_nq
-from src.config import Places
-from src.data.qa import encoded_store
+from data_prep.crossattn import preproc_nq
+from src.experiments.config import Places
 from src.experiments.grid import ref
-from src.registry import MODELS, bind
+from src.experiments.registry import MODELS, bind
+from src.systems.crossattn.data import encoded_store
 from tests import toy
 
 BASE = {**toy.BASE, "loop": {**toy.BASE["loop"], "steps": 2, "eval_every": 2}}

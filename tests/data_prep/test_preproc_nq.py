@@ -15,19 +15,19 @@ from dataclasses import replace
 import pytest
 import torch
 
-from data_prep import distinct_inputs, encoding_workers, preproc_nq
 from data_prep.command import Progress
-from src.config import Places
+from data_prep.crossattn import distinct_inputs, encoding_workers, preproc_nq
 from src.data import jsonl
-from src.data.qa import encoded_store
-from src.data.qa.encoded_shards import read_index, unlisted_shards
-from src.data.qa.encoder_inputs import EncodingOptions
 from src.data.text import tokenizers
 from src.errors import ConfigError, DataError, RunError
+from src.experiments.config import Places
+from src.experiments.registry import MODELS, bind
 from src.files import new_directory
-from src.models.cross_attention import encoder
-from src.models.cross_attention.encoder import encode
-from src.registry import MODELS, bind
+from src.systems.crossattn.data import encoded_store
+from src.systems.crossattn.data.encoded_shards import read_index, unlisted_shards
+from src.systems.crossattn.data.encoder_inputs import EncodingOptions
+from src.systems.crossattn.model import encoder
+from src.systems.crossattn.model.encoder import encode
 from tests import toy
 
 RULES = EncodingOptions(16, "assistant", questions_on_contexts=False, chunked_contexts=False, too_long="truncate")
@@ -390,7 +390,11 @@ def test_the_command_line(bases, cache, capsys):
 
 def test_it_runs_as_a_file():
     done = subprocess.run(
-        [sys.executable, "data_prep/preproc_nq.py", "--help"], cwd=toy.ROOT, capture_output=True, text=True, check=True
+        [sys.executable, "data_prep/crossattn/preproc_nq.py", "--help"],
+        cwd=toy.ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
     )
     assert "--maximum_input_length" in done.stdout
 
@@ -439,7 +443,7 @@ def test_the_dry_run_finds_what_is_missing(bases, cache, request_of, tmp_path, c
 
     code, err = dry_run(exp, cache)
     assert code == 1
-    assert "toy_qa/encoded: no such folder: contexts are not encoded. Run data_prep.preproc_nq" in err
+    assert "toy_qa/encoded: no such folder: contexts are not encoded. Run data_prep.crossattn.preproc_nq" in err
     preproc_nq.prepare(request)
     made = preproc_nq.folder_of(request).parent
     assert dry_run(exp, made)[0] == 0

@@ -9,10 +9,10 @@ from collections import Counter
 
 import pytest
 
-from data_prep.qa_releases.detection import LAYOUTS, layout_of
-from data_prep.qa_releases.placing import Placing
-from data_prep.qa_releases.question import UNANSWERABLE, Passage, Question, Skipped, clean_answers, passages
-from data_prep.qa_releases.release import Release
+from data_prep.crossattn.qa_releases.detection import LAYOUTS, layout_of
+from data_prep.crossattn.qa_releases.placing import Placing
+from data_prep.crossattn.qa_releases.question import UNANSWERABLE, Passage, Question, Skipped, clean_answers, passages
+from data_prep.crossattn.qa_releases.release import Release
 from src.errors import DataError
 
 SQUAD = {

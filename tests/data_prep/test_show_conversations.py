@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from data_prep import show_conversations, training_memory
-from src.config import Places
+from data_prep import training_memory
+from data_prep.assistants import show_conversations
+from src.data.orders import IndexedOrder
+from src.experiments.config import Places
 from src.experiments.grid import override, ref
+from src.experiments.registry import DATASETS, MODELS, bind
 from src.models.load import PLACES
-from src.orders import IndexedOrder
-from src.registry import DATASETS, MODELS, bind
 from src.training.config import LoopConfig
 from tests.data.conversations import talk
 from tests.recipes.train_assistants import DPO, REWARD, SFT, TALK, write_data

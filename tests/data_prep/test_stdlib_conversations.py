@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from data_prep import doctest_examples, stdlib_conversations
-from src.data.conversations.entries import read_entry
-from src.metrics.expressions import is_in_parentheses, solves
+from data_prep.assistants import doctest_examples, stdlib_conversations
+from src.evaluation.metrics.expressions import is_in_parentheses, solves
+from src.systems.assistants.conversations.entries import read_entry
 
 
 @pytest.fixture(scope="module")

@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from data_prep import stdlib_pages
+from data_prep.metadata import stdlib_pages
 from data_prep.metadata.html import extract
-from src.data.metadata.annotations import read_row
-from src.data.metadata.linearise import insert, markers
-from src.data.metadata.processors import HtmlFilter, local_markers
+from src.systems.metadata.data.annotations import read_row
+from src.systems.metadata.data.linearise import insert, markers
+from src.systems.metadata.data.processors import HtmlFilter, local_markers
 
 NAMES = ["abc", "configparser", "no_such_module", "os", "site"]
 

@@ -13,15 +13,15 @@ from pathlib import Path
 
 import pytest
 
-from data_prep import stdlib_qa
+from data_prep.crossattn import stdlib_qa
 from src import files
-from src.config import Places
 from src.data import jsonl
-from src.data.qa import cross_attention as qa
 from src.data.text import dataset as text
 from src.data.text import tokenizers
 from src.errors import DataError
-from src.metrics.answers import references
+from src.evaluation.metrics.answers import references
+from src.experiments.config import Places
+from src.systems.crossattn.data import cross_attention as qa
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -192,7 +192,7 @@ def test_the_data_sets_read_it(whole):
 
 def test_two_runs_give_the_same_bytes(small_stdlib, tmp_path):
     code = (
-        "import sys; from pathlib import Path; from data_prep.stdlib_qa import prepare; "
+        "import sys; from pathlib import Path; from data_prep.crossattn.stdlib_qa import prepare; "
         "prepare(Path(sys.argv[1]), 600, Path(sys.argv[2]))"
     )
     trees = []

@@ -6,7 +6,7 @@ import re
 import pytest
 
 from data_prep import training_text
-from data_prep.t5_tokenizer import from_sentencepiece, main, prepare
+from data_prep.t5.t5_tokenizer import from_sentencepiece, main, prepare
 from src.data.text import tokenizers
 from src.errors import DataError
 from tests.conftest import ROOT

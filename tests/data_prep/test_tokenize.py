@@ -15,10 +15,10 @@ import pytest
 
 from data_prep import shards, token_workers
 from data_prep.tokenize import Options, main, tokenise
-from src.config import Places
 from src.data import jsonl
 from src.data.text import documents, token_files, tokenizers
 from src.errors import ConfigError, DataError, RunError
+from src.experiments.config import Places
 from src.files import new_directory, sha256
 from tests.conftest import ROOT
 from tests.data.conftest import CONTROLS, make_tokenizer  # noqa: F401  a fixture

@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 import torch
 
-from src.config import Places, load
-from src.data.tasks import dataset as task
 from src.data.text import tokenizers
 from src.evaluation.config import Answering
 from src.evaluation.ranking import TaskPredictor
+from src.experiments.config import Places, load
+from src.experiments.registry import MODELS, bind
 from src.files import new_directory
-from src.registry import MODELS, bind
+from src.systems.t5.tasks import dataset as task
 from tests import toy
 
 LABELS = ["red", "blue blue", "green green green"]

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from data_prep import prepare_task
-from src.config import Places, load
-from src.data.tasks import dataset
+from data_prep.t5 import prepare_task
 from src.evaluation.predictions import TaskSplit, submission
+from src.experiments.config import Places, load
+from src.systems.t5.tasks import dataset
 from tests.data.metadata.test_examples import byte_tokenizer
 
 MULTIRC = {

@@ -18,8 +18,8 @@ from src.experiments.grid import (
     zip_axes,
 )
 from src.experiments.identity import exp_id
-from src.interfaces import load_experiment
-from src.registry import canonical_dict
+from src.experiments.interfaces import load_experiment
+from src.experiments.registry import canonical_dict
 from tests import toy
 
 BASE = {"recipe": "r", "seed": 0, "model": {"stride": 1, "sizes": [1, 2]}}

@@ -228,7 +228,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("rest", nargs="*", help="after --: arguments of trainval.py, such as --fsdp")
     options = parser.parse_args(arguments)
-    from src.config import top_level
+    from src.experiments.config import top_level
     from src.runs import plan
 
     items = plan.load_groups(top_level("exp_configs", "EXP_GROUPS"), [options.exp_group], [])

@@ -17,7 +17,7 @@ from torch import Tensor
 from src import distributed
 from src.data.packing.dataset import PackedDataset
 from src.data.text import tokenizers
-from src.registry import DATASETS, MODELS, bind
+from src.experiments.registry import DATASETS, MODELS, bind
 from src.runs.context import Options, Run
 from src.training.checkpointing.folder import CheckpointMetadata
 from src.training.loop import fit

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from src.config import load
 from src.errors import ConfigError
+from src.experiments.config import load
 from src.launch.command import INTERRUPTED, STOP_AFTER_FAILURES, STOPPED, Config, Environment, Processes, argv
 from src.launch.job import Job
 from src.runs import metadata

@@ -16,8 +16,8 @@ from typing import Any, NoReturn
 
 import pytest
 
-from src import config as configs
 from src.errors import ConfigError
+from src.experiments import config as configs
 from src.launch.job import Job, LauncherConfig
 from src.launch.local import launcher as local
 from src.launch.ray import launcher as ray

@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 
-from src.config import load
 from src.errors import ConfigError, LaunchError, RunError
+from src.experiments.config import load
 from src.launch.command import STOPPED, Processes
 from src.launch.job import Job, SchedulerState
 from src.launch.local import launcher as local

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from src import config as configs
 from src.errors import ConfigError, LaunchError
+from src.experiments import config as configs
 from src.launch import actions, resources, status
 from src.launch.job import Job
 from src.launch.ray import launcher as ray

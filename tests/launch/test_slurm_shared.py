@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from src import config as configs
 from src.errors import ConfigError, LaunchError
+from src.experiments import config as configs
 from src.launch import actions, resources
 from src.launch.job import Job
 from src.launch.slurm import launcher as slurm

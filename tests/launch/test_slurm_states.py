@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from src import config as configs
 from src.errors import ConfigError, LaunchError
+from src.experiments import config as configs
 from src.launch.slurm import launcher as slurm
 from src.launch.slurm import states
 from src.launch.slurm.commands import collapse, expand

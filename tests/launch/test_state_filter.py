@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 import trainval
-from src.config import Places
+from src.experiments.config import Places
 from src.launch import arguments
 from src.runs import plan
 from src.runs.run_dir import RunDir

@@ -19,12 +19,12 @@ import pytest
 
 import job_configs
 import trainval
-from src import registry
-from src.config import Places
 from src.errors import ConfigError, LaunchError
+from src.experiments import registry
+from src.experiments.config import Places
 from src.experiments.identity import exp_id
+from src.experiments.interfaces import RecipeConfig
 from src.files import write_json
-from src.interfaces import RecipeConfig
 from src.launch import actions, arguments, logs, resources, submissions, tracking
 from src.launch import status as jobs
 from src.launch.job import SchedulerState

@@ -18,15 +18,15 @@ from typing import Any
 import psutil
 import pytest
 
-from src import config as configs
 from src.errors import ConfigError, LaunchError
+from src.experiments import config as configs
+from src.experiments.registry import resolved_dict
 from src.launch import resources
 from src.launch.command import Processes
 from src.launch.job import Job, SchedulerState, bind_launcher
 from src.launch.toolkit import eai
 from src.launch.toolkit.launcher import LEFT, Config
 from src.launch.toolkit.service import JobGone, NameTaken, NotReached, OutcomeUnknown
-from src.registry import resolved_dict
 
 ROOT = Path(__file__).resolve().parents[2]
 FAKE = Path(__file__).parent / "fake_eai"

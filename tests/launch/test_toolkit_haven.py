@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from src import config as configs
 from src.errors import LaunchError
+from src.experiments import config as configs
 from src.launch.job import Job, SchedulerState
 from src.launch.toolkit.launcher import Config
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from src import read_cache
 from src.errors import LaunchError
 from src.experiments.identity import exp_id
 from src.files import write_json
@@ -18,9 +17,10 @@ from src.launch import actions, resources, tracking
 from src.launch import status as jobs
 from src.launch.slurm import launcher as slurm
 from src.launch.tracking import LOOK, REFRESH, Question
-from src.read_cache import ReadCache
 from src.runs import lease
 from src.runs.plan import Planned
+from src.support import read_cache
+from src.support.read_cache import ReadCache
 from tests.launch.fake_slurm.cluster import Cluster
 from tests.launch.test_status import World, planned
 

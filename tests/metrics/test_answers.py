@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from src.interfaces import MetricConfig, Prediction
-from src.metrics import answers as answered
+from src.evaluation.metrics import answers as answered
+from src.experiments.interfaces import MetricConfig, Prediction
 
 
 class Right(MetricConfig):

@@ -4,11 +4,11 @@ from collections.abc import Sequence
 
 import pytest
 
-from src.config import load
 from src.errors import ConfigError
-from src.interfaces import Prediction
-from src.metrics.answers import scores
-from src.metrics.classification import Config
+from src.evaluation.metrics.answers import scores
+from src.evaluation.metrics.classification import Config
+from src.experiments.config import load
+from src.experiments.interfaces import Prediction
 
 ABC = ["a", "b", "c"]
 

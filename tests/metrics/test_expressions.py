@@ -2,8 +2,8 @@
 
 import pytest
 
-from src.interfaces import Prediction
-from src.metrics.expressions import Config, ask, is_in_parentheses, read_expression, solves
+from src.evaluation.metrics.expressions import Config, ask, is_in_parentheses, read_expression, solves
+from src.experiments.interfaces import Prediction
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,8 @@
 
 import pytest
 
-from src.interfaces import Prediction
-from src.metrics.knowledge import Config
+from src.evaluation.metrics.knowledge import Config
+from src.experiments.interfaces import Prediction
 
 
 def one(prediction: str, question: str, *contexts: str) -> dict[str, float]:

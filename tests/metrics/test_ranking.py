@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from src.metrics.ranking import correlations
+from src.evaluation.metrics.ranking import correlations
 
 
 @settings(max_examples=100, deadline=None)

@@ -2,8 +2,8 @@
 
 import pytest
 
-from src.interfaces import Prediction
-from src.metrics.squad import Config, normalise
+from src.evaluation.metrics.squad import Config, normalise
+from src.experiments.interfaces import Prediction
 
 
 def one(prediction, *references):

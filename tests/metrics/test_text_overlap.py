@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from src.interfaces import Prediction
-from src.metrics import bleu, knowledge, meteor, rouge, squad
+from src.evaluation.metrics import bleu, knowledge, meteor, rouge, squad
+from src.experiments.interfaces import Prediction
 
 ROOT = Path(__file__).resolve().parents[2]
 LIBRARIES = ["nltk", "rouge_score", "sacrebleu", "numpy"]

@@ -8,10 +8,10 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from src.config import Places
-from src.models.cross_attention.config import Config
-from src.models.cross_attention.layers import CrossAttentionLM
-from src.registry import MODELS, bind
+from src.experiments.config import Places
+from src.experiments.registry import MODELS, bind
+from src.systems.crossattn.model.config import Config
+from src.systems.crossattn.model.layers import CrossAttentionLM
 
 VOCABULARY = 23
 PLACEHOLDER = {

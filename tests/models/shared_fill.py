@@ -18,8 +18,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 
 from src import distributed
-from src.config import Places
-from src.registry import MODELS, bind
+from src.experiments.config import Places
+from src.experiments.registry import MODELS, bind
 from src.training.parallel.choice import plain_accelerator
 from src.training.parallel.fsdp import FSDPEngine
 from tests.training.checkpointing.shared_store import kilobytes

@@ -11,12 +11,12 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from src.config import Places
 from src.errors import CheckpointError, ConfigError, DataError
+from src.experiments.config import Places
+from src.experiments.interfaces import ModelConfig
+from src.experiments.registry import MODELS, bind, resolved_dict
 from src.files import new_directory, write_json
-from src.interfaces import ModelConfig
-from src.registry import MODELS, bind, resolved_dict
-from src.weights import load_trained, trained_weights
+from src.support.weights import load_trained, trained_weights
 
 GPT = {
     "name": "gpt_bigcode",
@@ -48,8 +48,8 @@ def save_checkpoint(model: torch.nn.Module, raw: dict, places: Places, step: int
 
 def test_light_modules_import_nothing_heavy():
     code = (
-        "import sys; import src.models.cross_attention.config, src.models.trained_model, src.models.gpt_bigcode, "
-        "src.models.hf, src.weights;"
+        "import sys; import src.systems.crossattn.model.config, src.models.trained_model, src.models.gpt_bigcode, "
+        "src.models.hf, src.support.weights;"
         "print([m for m in ('torch', 'transformers', "
         "'numpy', 'pandas', 'safetensors', 'huggingface_hub') if m in sys.modules])"
     )

@@ -11,12 +11,12 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from src.errors import CheckpointError
+from src.experiments.registry import MODELS, bind, resolved_dict
 from src.files import new_directory, write_json
 from src.models.export import main
 from src.models.load import load
-from src.registry import MODELS, bind, resolved_dict
 from src.runs.checkpoints import folder as checkpoints
-from src.weights import trained_weights
+from src.support.weights import trained_weights
 
 GPT = {
     "name": "gpt_bigcode",

@@ -18,9 +18,9 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from src.models.cross_attention.config import Config
-from src.models.cross_attention.layers import CrossAttentionLM
-from src.models.fusion_in_decoder.layers import FusionInDecoder
+from src.systems.crossattn.fusion_in_decoder.layers import FusionInDecoder
+from src.systems.crossattn.model.config import Config
+from src.systems.crossattn.model.layers import CrossAttentionLM
 from src.training.monitoring.flops import batch_flops
 
 EXACT, NEARLY = 1e-3, 0.03

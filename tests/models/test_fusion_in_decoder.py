@@ -7,14 +7,14 @@ import pytest
 import torch
 from transformers import T5Config, T5ForConditionalGeneration
 
-from src.config import Places, load
 from src.errors import ConfigError
-from src.interfaces import ModelConfig
-from src.kinds import DECODER, FUSION_IN_DECODER
+from src.experiments.config import Places, load
+from src.experiments.interfaces import ModelConfig
+from src.experiments.kinds import DECODER, FUSION_IN_DECODER
+from src.experiments.registry import MODELS, bind
 from src.models import lora
-from src.models.fusion_in_decoder import config as fusion_in_decoder
-from src.models.fusion_in_decoder.layers import FusionInDecoder
-from src.registry import MODELS, bind
+from src.systems.crossattn.fusion_in_decoder import config as fusion_in_decoder
+from src.systems.crossattn.fusion_in_decoder.layers import FusionInDecoder
 
 EOS, PAD = 1, 0
 START = 3  # not the padding, as in T5, so that a mix-up shows

@@ -10,11 +10,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from src.errors import CheckpointError, ConfigError, DataError
+from src.experiments.interfaces import ModelConfig
+from src.experiments.registry import MODELS, bind, resolved_dict
 from src.files import write_json
-from src.interfaces import ModelConfig
 from src.models import hf
 from src.models.architecture import Architecture
-from src.registry import MODELS, bind, resolved_dict
 from src.training.config import check_weight_type
 from tests import toy
 

@@ -5,12 +5,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from src.config import Places
+from src.experiments.config import Places
+from src.experiments.registry import MODELS, bind
 from src.models import architecture
 from src.models.architecture import Architecture
-from src.models.cross_attention import config as cross_attention
 from src.models.kv_cache_size import cross_attention_bytes, decoder_bytes, numbers_per_token
-from src.registry import MODELS, bind
+from src.systems.crossattn.model import config as cross_attention
 
 NOWHERE = Places(Path("nowhere"), Path("nowhere"))
 FAMILIES = ["gpt2", "gpt_bigcode", "gpt_neox", "llama", "mistral", "qwen2"]

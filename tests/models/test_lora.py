@@ -11,14 +11,14 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoTokenizer
 
-from src.config import Places, Problems
 from src.errors import ConfigError
+from src.experiments.config import Places, Problems
+from src.experiments.interfaces import ModelConfig
+from src.experiments.registry import MODELS, bind, resolved_dict
 from src.files import new_directory, write_json
-from src.interfaces import ModelConfig
 from src.models import lora
-from src.registry import MODELS, bind, resolved_dict
 from src.runs.checkpoints import folder as checkpoints
-from src.weights import load_trained, trained_weights
+from src.support.weights import load_trained, trained_weights
 from tests.conftest import ROOT
 from tests.models.conftest import make_base
 

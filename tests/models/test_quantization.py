@@ -8,10 +8,10 @@ import torch
 import src.models.hf
 import src.models.load
 from src.errors import ConfigError
-from src.interfaces import load_experiment
+from src.experiments.interfaces import load_experiment
+from src.experiments.registry import MODELS, bind
 from src.models.load import quantize, require_8bit
-from src.registry import MODELS, bind
-from src.weights import trained_weights
+from src.support.weights import trained_weights
 from tests.models.conftest import make_base
 
 pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")

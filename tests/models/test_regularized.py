@@ -8,11 +8,11 @@ import pytest
 import torch
 import transformers
 
-from src.config import Places, Problems
 from src.errors import ConfigError
+from src.experiments.config import Places, Problems
+from src.experiments.registry import MODELS, bind
 from src.models.hf import RotaryScaling
-from src.registry import MODELS, bind
-from src.weights import trained_weights
+from src.support.weights import trained_weights
 
 GPT = {"n_embd": 16, "n_layer": 3, "n_head": 2, "n_positions": 64}
 LLAMA = {

@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 import torch
 
-from src.config import Places, Problems
 from src.errors import ConfigError
-from src.models.reward.classifier import sequence_classifier
-from src.registry import MODELS, bind
-from src.weights import trained_weights
+from src.experiments.config import Places, Problems
+from src.experiments.registry import MODELS, bind
+from src.support.weights import trained_weights
+from src.systems.assistants.model.classifier import sequence_classifier
 from tests import toy
 
 BASE = toy.BASE["model"]
@@ -97,7 +97,7 @@ def test_transformers_gives_the_same_rewards(places: Places, tmp_path: Path):
 
 def test_operations_are_those_of_the_body(places: Places):
     model, decoder = built(places), bind(MODELS, BASE).build(places)
-    from src.flops import head_weights, training_flops
+    from src.support.flops import head_weights, training_flops
 
     batch = rows([9, 4])
     assert model.training_flops()(batch) == training_flops(decoder.config, 2, 9) - 6 * 2 * 9 * head_weights(

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from src.config import Places, load
-from src.data.denoising.depth import dataset as depth
 from src.errors import CheckpointError, ConfigError, DataError
+from src.experiments.config import Places, load
 from src.models import hf, lora
-from src.models.t5 import config as t5
-from src.weights import load_trained, trained_weights
+from src.support.weights import load_trained, trained_weights
+from src.systems.t5.denoising.depth import dataset as depth
+from src.systems.t5.model import config as t5
 from tests.models.conftest import VOCABULARY
 
 SIZES: dict[str, Any] = {

@@ -8,9 +8,9 @@ import torch
 from torch.nn.functional import gelu
 from transformers import T5Config, T5ForConditionalGeneration
 
-from src.config import Places, load
-from src.models.t5 import config as t5
-from src.models.t5 import masks as t5_masks
+from src.experiments.config import Places, load
+from src.systems.t5.model import config as t5
+from src.systems.t5.model import masks as t5_masks
 
 B, S, T, D, HEADS, VOCABULARY = 3, 7, 6, 16, 4, 23
 

@@ -7,13 +7,13 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from src.config import Places
 from src.errors import CheckpointError, ConfigError
+from src.experiments.config import Places
+from src.experiments.interfaces import ModelConfig
+from src.experiments.registry import MODELS, bind, resolved_dict
 from src.files import new_directory, write_json
-from src.interfaces import ModelConfig
-from src.registry import MODELS, bind, resolved_dict
 from src.runs.checkpoints import folder as checkpoints
-from src.weights import trained_weights
+from src.support.weights import trained_weights
 
 GPT = {
     "name": "gpt_bigcode",

@@ -13,10 +13,10 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoTokenizer, T5Config, T5ForConditionalGeneration
 
-from src.config import Places
+from src.experiments.config import Places
 from src.experiments.identity import exp_id
-from src.registry import MODELS, bind
-from src.weights import is_unfilled, stored_names
+from src.experiments.registry import MODELS, bind
+from src.support.weights import is_unfilled, stored_names
 from tests import toy, warm
 from tests.models import shared_fill
 from tests.models.conftest import make_base

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from data_prep.tar_shards.write import Document, Part, Writing, write
-from src.config import Places
+from data_prep.interleaved.write import Document, Part, Writing, write
+from src.experiments.config import Places
 from src.experiments.grid import override
 from src.experiments.identity import exp_id
-from src.registry import DATASETS, MODELS, bind
+from src.experiments.registry import DATASETS, MODELS, bind
 from src.training.loss import interleaved_lm_loss
 from tests import toy
 from tests.data.streaming import pages, test_streamed

@@ -12,20 +12,20 @@ from PIL import Image
 from safetensors.torch import save_file
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
-from data_prep.tar_shards.write import Document, Part, Writing, write
-from src.config import Places
-from src.data.streaming.images import ImagesConfig
+from data_prep.interleaved.write import Document, Part, Writing, write
 from src.data.text import tokenizers
 from src.errors import ConfigError
+from src.experiments.config import Places
 from src.experiments.grid import override
 from src.experiments.identity import exp_id
+from src.experiments.registry import DATASETS, MODELS, bind, resolved_dict
 from src.files import new_directory, write_json
 from src.models.export import main
 from src.models.load import load
-from src.models.vision_language.processor import read_images_config
-from src.registry import DATASETS, MODELS, bind, resolved_dict
 from src.runs.checkpoints import folder as checkpoints
-from src.weights import trained_weights
+from src.support.weights import trained_weights
+from src.systems.interleaved.model.processor import read_images_config
+from src.systems.interleaved.streaming.images import ImagesConfig
 from tests.data.streaming import pages
 from tests.recipes.train_pages import PAGES
 

@@ -10,14 +10,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, SiglipConfig, SiglipModel, SiglipVisionConfig, SiglipVisionModel
 
-from src.config import Places, Problems
 from src.errors import ConfigError
+from src.experiments.config import Places, Problems
+from src.experiments.registry import MODELS, bind, resolved_dict
 from src.models import tokenizer
-from src.models.vision_language.flops import parameters_by_part
-from src.registry import MODELS, bind, resolved_dict
+from src.support.weights import load_trained, trained_weights
+from src.systems.interleaved.model.flops import parameters_by_part
 from src.training.loss import interleaved_lm_loss
 from src.training.monitoring.flops import batch_flops
-from src.weights import load_trained, trained_weights
 from tests.data.streaming import pages
 
 SIDE = 8

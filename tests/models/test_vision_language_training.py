@@ -17,14 +17,14 @@ from transformers import (
     SiglipVisionModel,
 )
 
-from data_prep.tar_shards.write import Document, Part, Writing, write
-from src.config import Places
+from data_prep.interleaved.write import Document, Part, Writing, write
+from src.experiments.config import Places
 from src.experiments.grid import override, ref
 from src.experiments.identity import exp_id
+from src.experiments.registry import DATASETS, MODELS, bind
 from src.models.export import main as export
 from src.models.load import load
 from src.operations import interventions
-from src.registry import DATASETS, MODELS, bind
 from tests import toy
 from tests.data.streaming import pages
 from tests.recipes.train_pages import PAGES, write_data

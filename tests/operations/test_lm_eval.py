@@ -11,7 +11,7 @@ import pytest
 import torch
 import yaml
 
-from src.config import Places
+from src.experiments.config import Places
 from src.experiments.grid import override
 from src.experiments.identity import exp_id
 from src.models.trained_model import from_checkpoint

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from results import overview, report, table
+from results import report, table
+from results.pages import overview
 from src.launch import actions, tracking
 from src.runs import metadata
 from tests.launch.test_status import planned

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from src import config as configs
 from src.errors import ConfigError, DataError
 from src.evaluation.config import Answers, Inference, score_names
+from src.experiments import config as configs
 from tests import toy
 
 INFERENCE: dict[str, Any] = {"max_new_tokens": 4, "metrics": [{"name": "squad"}]}

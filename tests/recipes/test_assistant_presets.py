@@ -14,12 +14,12 @@ import torch
 import transformers
 from transformers import PreTrainedTokenizerFast
 
-from data_prep import chat_tokenizer, prepare_conversations
-from src.config import Places
-from src.data.conversations.templates import OASST_TOKENS
-from src.exp_groups.assistant_presets import DEFAULT_MIX, GROUPS, REWARD_MIX, RLHF, reward
+from data_prep.assistants import chat_tokenizer, prepare_conversations
+from src.experiments.config import Places
 from src.experiments.grid import override
-from src.interfaces import load_experiment
+from src.experiments.interfaces import load_experiment
+from src.systems.assistants.conversations.templates import OASST_TOKENS
+from src.systems.assistants.presets import DEFAULT_MIX, GROUPS, REWARD_MIX, RLHF, reward
 from tests import toy
 from tests.data.conversations.talk import tokenizer, write_rows
 from tests.test_flagship import PROGRAMS
@@ -166,7 +166,7 @@ def test_the_commands_that_open_assistants_readme_has(places: Places):
         elif "src.serving.chat" in words:
             words[words.index("RUN")] = run
             more += ["-sb", str(places.runs / "runs")]
-        elif "data_prep.check_dataset_counts" in words:
+        elif "data_prep.assistants.check_dataset_counts" in words:
             more += ["--output_path", str(places.data / "counts.csv")]
         else:
             continue  # from the hub: tests/data_prep prepares each release from a file

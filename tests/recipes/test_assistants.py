@@ -11,19 +11,19 @@ from typing import Any
 import pytest
 import torch
 
-from src.config import Places
-from src.data.conversations.entries import Message
 from src.errors import ConfigError, DataError
+from src.experiments.config import Places
 from src.experiments.grid import override
 from src.experiments.identity import exp_id
-from src.interfaces import load_experiment
+from src.experiments.interfaces import load_experiment
+from src.experiments.registry import DATASETS, MODELS, bind
 from src.models.export import main as export
 from src.models.load import load
 from src.models.tokenizer import end_ids
-from src.registry import DATASETS, MODELS, bind
 from src.serving import chat
 from src.serving.conversation import Talk
-from src.serving.sampling_report import Sampling
+from src.systems.assistants.conversations.entries import Message
+from src.systems.assistants.serving.sampling_report import Sampling
 from tests import toy
 from tests.data.conversations import talk
 from tests.recipes.train_assistants import DPO, REPLIES, REWARD, SFT, TALK, write_data
@@ -62,8 +62,8 @@ def test_each_link_of_the_chain_learns(folder: Path):
 
 def test_preferences_start_at_the_reference(folder: Path):
     """Before the first step no answer has gained anything, whatever its length: the loss is log 2."""
-    from src.training.preferences.losses import answer_logps
-    from src.training.preferences.reference import WithReference, model_logits
+    from src.systems.assistants.preferences.losses import answer_logps
+    from src.systems.assistants.preferences.reference import WithReference, model_logits
 
     run = folder / "runs" / exp_id(DPO)
     logps = json.loads((run / "reference.json").read_text())["logps"]
@@ -118,7 +118,7 @@ def test_adapters_are_switched_off_in_shards_too(folder: Path, tmp_path: Path, w
 
 def test_adapters_come_back_as_they_were(folder: Path):
     """Also where something fails while they are off."""
-    from src.training.preferences.reference import adapters_off
+    from src.systems.assistants.preferences.reference import adapters_off
 
     lora = {
         "name": "lora",
@@ -153,7 +153,7 @@ def test_a_gradient_does_not_depend_on_how_its_batch_is_cut(folder: Path, recipe
     exp: Any = load_experiment(CHAIN[recipe][0], "here")
     data = data_of(folder, CHAIN[recipe][0]["data"])
     if recipe == "dpo":
-        from src.training.preferences.reference import WithReference
+        from src.systems.assistants.preferences.reference import WithReference
 
         data = WithReference(data, json.loads((folder / "runs" / exp_id(DPO) / "reference.json").read_text())["logps"])
     model = model_of(folder, CHAIN[recipe][0]["model"]).eval()
@@ -382,7 +382,7 @@ def test_prompt_is_a_prefix_of_the_trained_sequence(folder: Path, template: str)
 
 
 def test_a_tokenizer_without_padding_gets_one(folder: Path, tmp_path: Path):
-    from src.models.reward.classifier import save
+    from src.systems.assistants.model.classifier import save
 
     words = talk.tokenizer()
     words.pad_token = words.eos_token

@@ -85,7 +85,7 @@ def test_another_program_reads_it_as_the_t5_that_it_is(folder: Path, tmp_path: P
     import torch
     from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
-    from src.config import Places
+    from src.experiments.config import Places
     from src.models.export import export
     from src.models.load import load
 
@@ -124,8 +124,8 @@ def test_gradient_checkpointing_changes_no_bit(folder: Path):
 
 def test_what_processes_gather_together_is_a_whole_block(folder: Path):
     """A block of T5 has a list of its own parts, which go with it."""
-    from src.config import Places
-    from src.registry import MODELS, bind
+    from src.experiments.config import Places
+    from src.experiments.registry import MODELS, bind
     from src.training.parallel.fsdp import sharded_layers
 
     model = bind(MODELS, FID["model"]).build(Places(folder / "data", folder / "runs"))

@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 
 from results import rescore
+from src.evaluation.metrics import knowledge
+from src.evaluation.metrics.answers import GAIN, WRONG, make_prediction
 from src.experiments.identity import exp_id
+from src.experiments.registry import METRICS, bind
 from src.files import defect, new_directory
-from src.metrics import knowledge
-from src.metrics.answers import GAIN, WRONG, make_prediction
-from src.registry import METRICS, bind
 from src.tables import rows as results
 from tests import toy, warm
 

@@ -15,18 +15,17 @@ from typing import Any
 import pytest
 import torch
 
-from data_prep import digit_pages
-from data_prep.tar_shards import index
-from data_prep.tar_shards.write import Document, Part, Writing, write
-from src.config import Places
-from src.data.streaming import audit, manifest, tar_index
+from data_prep.interleaved import digit_pages, index
+from data_prep.interleaved.write import Document, Part, Writing, write
 from src.errors import ConfigError, DataError, RunError
-from src.exp_groups.streaming import INTERLEAVED_PHOTOGRAPHS
+from src.experiments.config import Places
 from src.experiments.grid import override, parse_assignments
-from src.interfaces import load_experiment
+from src.experiments.interfaces import load_experiment
 from src.operations import interventions
 from src.runs import ledger, plan
 from src.runs.history import branches
+from src.systems.interleaved.groups import INTERLEAVED_PHOTOGRAPHS
+from src.systems.interleaved.streaming import audit, manifest, tar_index
 from tests import toy
 from tests.data.streaming import pages, test_streamed
 from tests.faults import harness
@@ -214,9 +213,9 @@ def test_a_wrong_deny_list_is_an_error(
 
 
 def test_other_data_have_no_deny_list(tmp_path: Path):
+    from src.data.orders import order_of
     from src.data.text import tokenizers
-    from src.orders import order_of
-    from src.registry import DATASETS, bind
+    from src.experiments.registry import DATASETS, bind
     from src.runs.history.branches import Branch
 
     toy.write_data(tmp_path / "data")

@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 
 from results import metadata as show
-from src.config import Places
+from src.data.orders import RankShare, order_of
 from src.data.text import tokenizers
 from src.errors import ConfigError
+from src.experiments.config import Places
 from src.experiments.grid import override
 from src.experiments.identity import exp_id
+from src.experiments.interfaces import load_experiment
 from src.files import new_directory
-from src.interfaces import load_experiment
 from src.models import export
-from src.orders import RankShare, order_of
 from tests import toy
 
 WRITING = {"keys": ["title", "entity"], "separators": {"item": " | ", "key_value": " ", "prefix_end": " ?"}}

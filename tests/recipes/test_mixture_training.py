@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from data_prep import t5_tokenizer
+from data_prep.t5 import t5_tokenizer
 from data_prep.tokenize import Options, tokenise
 from src.experiments.identity import exp_id
 from tests import toy

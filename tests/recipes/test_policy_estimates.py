@@ -8,8 +8,8 @@ from torch import tensor
 
 from src.errors import ConfigError
 from src.experiments.grid import override
-from src.interfaces import load_experiment
-from src.rl.experience import Rollouts
+from src.experiments.interfaces import load_experiment
+from src.systems.assistants.rl.experience import Rollouts
 from tests.recipes.train_policies import GRPO, PPO, rewards_of_tests
 
 

@@ -12,16 +12,16 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from src.config import Places
-from src.data.rollouts import prompts
 from src.errors import ConfigError, RunError
+from src.experiments.config import Places
 from src.experiments.grid import override, ref
 from src.experiments.identity import exp_id
-from src.interfaces import load_experiment
+from src.experiments.interfaces import load_experiment
+from src.experiments.registry import METRICS
 from src.operations import interventions
-from src.registry import METRICS
-from src.rl import scoring
-from src.rl.scoring import require_scores
+from src.systems.assistants.rl import scoring
+from src.systems.assistants.rl.scoring import require_scores
+from src.systems.assistants.rollouts import prompts
 from tests import toy
 from tests.conftest import ROOT
 from tests.data.conversations import talk
@@ -40,7 +40,7 @@ def _rewards_of_tests() -> Iterator[None]:
 
 def project(folder: Path, exp: dict[str, Any]) -> Path:
     """A project whose group "x" is one experiment, and which knows the rewards of tests."""
-    code = "from src.registry import REWARDS\nREWARDS.modules['letters'] = 'tests.rl.letters'\n"
+    code = "from src.experiments.registry import REWARDS\nREWARDS.modules['letters'] = 'tests.rl.letters'\n"
     root = toy.project(folder, f"{code}EXP_GROUPS = {{'x': [{exp!r}]}}\n")
     (root / "tests").symlink_to(ROOT / "tests")
     return root
@@ -404,7 +404,7 @@ def test_any_number_of_processes_draws_the_same_rollouts(folder: Path, tmp_path:
 def test_a_step_on_all_rollouts_needs_no_other_log_probabilities(folder: Path):
     """Of one step an iteration the ratios are 1: the same losses as with those of the policy that has sampled, to
     rounding."""
-    from src.recipes import grpo
+    from src.systems.assistants import grpo
 
     exp = override(
         GRPO,
@@ -515,7 +515,7 @@ def test_models_on_servers_give_the_same_numbers(
 
 
 def test_an_entropy_bonus_has_a_gradient_and_its_absence_none():
-    from src.rl.policy import score_tokens
+    from src.systems.assistants.rl.policy import score_tokens
 
     class Model(torch.nn.Module):
         def __init__(self) -> None:

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from src.config import Places
-from src.data.conversations.entries import read_entry
 from src.errors import DataError
+from src.experiments.config import Places
 from src.experiments.grid import override
 from src.experiments.identity import exp_id
-from src.interfaces import load_experiment
-from src.registry import DATASETS, bind
+from src.experiments.interfaces import load_experiment
+from src.experiments.registry import DATASETS, bind
+from src.systems.assistants.conversations.entries import read_entry
 from tests import toy
 from tests.data.conversations import talk
 from tests.recipes.train_assistants import DPO, REPLIES, REWARD, SFT, write_data

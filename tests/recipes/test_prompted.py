@@ -307,8 +307,8 @@ class TestRefusals:
         assert "its experiment trains nothing. Take the model that it evaluates." in told
 
     def test_another_precision_that_the_launcher_was_told(self):
-        from src.config import load
         from src.errors import ConfigError
+        from src.experiments.config import load
         from src.training.config import Evaluation
 
         config = load(Evaluation, {"micro_batch": 2, "precision": "bfloat16"}, "evaluation")

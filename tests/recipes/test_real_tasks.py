@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from data_prep import prepare_task, t5_tokenizer, tokenize
+from data_prep import tokenize
+from data_prep.t5 import prepare_task, t5_tokenizer
 from src.experiments.grid import ref
 from src.experiments.identity import exp_id
 from tests import toy

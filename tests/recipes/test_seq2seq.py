@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from data_prep import prepare_task
-from src.config import Places
+from data_prep.t5 import prepare_task
 from src.errors import RunError
+from src.experiments.config import Places
 from src.experiments.grid import ref, set_path
 from src.experiments.identity import exp_id
 from src.files import read_json

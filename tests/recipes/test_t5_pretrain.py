@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 
 from benchmarks.t5_tiny import unigram_loss
-from data_prep import pmi_vocabulary, t5_tokenizer, tokenize
-from src.config import Places
+from data_prep import tokenize
+from data_prep.t5 import pmi_vocabulary, t5_tokenizer
 from src.data.text import tokenizers
+from src.experiments.config import Places
 from src.experiments.identity import exp_id
-from src.interfaces import load_experiment
+from src.experiments.interfaces import load_experiment
 from tests import toy, warm
 
 MODEL: dict[str, Any] = {
@@ -223,4 +224,4 @@ def test_a_tokenizer_without_sentinels_is_refused_with_what_makes_one(folder: Pa
     exp = copy.deepcopy(T5)
     exp["model"]["random"]["tokenizer"] = "toy_tokenizer"
     assert toy.main(["-e", "g", "--dry-run"], {"g": [exp]}, folder) == 1
-    assert "data_prep.t5_tokenizer" in capsys.readouterr().err
+    assert "data_prep.t5.t5_tokenizer" in capsys.readouterr().err

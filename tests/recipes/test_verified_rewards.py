@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from data_prep import prepare_conversations
+from data_prep.assistants import prepare_conversations
 from src.experiments.grid import override, ref
 from src.experiments.identity import exp_id
-from src.registry import REWARDS, bind
+from src.experiments.registry import REWARDS, bind
 from tests import toy
 from tests.conftest import ROOT
 from tests.data.conversations import talk

@@ -16,13 +16,13 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from src import distributed
-from src.data.streaming import dataset
+from src.data.orders import Key, RankShare
 from src.experiments.grid import override
-from src.interfaces import load_experiment
-from src.orders import Key, RankShare
-from src.recipes import interleaved
+from src.experiments.interfaces import load_experiment
 from src.runs import ledger
 from src.runs.context import Options
+from src.systems.interleaved import recipe
+from src.systems.interleaved.streaming import dataset
 from tests.data.streaming import pages
 from tests.training import small
 
@@ -88,7 +88,7 @@ def main(folder: Path, stop_at: int | None = None) -> None:
         return read(data, *key, **more)
 
     def training_loss(config: Any, loss: Callable[..., Any]) -> Callable[..., Any]:
-        whole, calls = interleaved.Config.training_loss(config, loss), itertools.count()
+        whole, calls = recipe.Config.training_loss(config, loss), itertools.count()
         share = RankShare(6, 1, distributed.rank(), distributed.world_size())
 
         def recording_loss(model: Any, batch: Any) -> Any:
@@ -112,7 +112,7 @@ def main(folder: Path, stop_at: int | None = None) -> None:
 
     dataset.StreamedDataset.sample = sample  # pyright: ignore[reportAttributeAccessIssue]
     experiment.__class__ = type(
-        "Told", (interleaved.Config,), {"training_loss": training_loss, "__module__": interleaved.__name__}
+        "Told", (recipe.Config,), {"training_loss": training_loss, "__module__": recipe.__name__}
     )
     options = Options(log_every=4, num_workers=0)
     with distributed.session(), distributed.stoppable(), small.opened_together(folder, options, EXP) as run:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from src.experiments.grid import ref
-from src.registry import REWARDS
+from src.experiments.registry import REWARDS
 from tests.recipes.train_assistants import SFT, TALK
 
 

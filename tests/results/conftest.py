@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from exp_configs import EXP_GROUPS
-from src.metrics.answers import GAIN, WRONG
+from src.evaluation.metrics.answers import GAIN, WRONG
 from src.runs import plan
 from src.runs.run_dir import RunDir
 

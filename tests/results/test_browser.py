@@ -14,8 +14,9 @@ import pytest
 from bokeh.embed import file_html
 from bokeh.resources import INLINE
 
-from results import chart, report, run_page
-from results.overview import Curves, Line
+from results import report, run_page
+from results.pages import chart
+from results.pages.overview import Curves, Line
 from src.runs.run_dir import RunDir
 from src.tables import rows as results
 

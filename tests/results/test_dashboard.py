@@ -18,14 +18,15 @@ import pandas as pd
 import panel as pn
 import pytest
 
-from results import chart, dashboard, legend, overview, panes
+from results import dashboard
 from results.dashboard import Dashboard
-from src import read_cache
+from results.pages import chart, legend, overview, panes
 from src.errors import ConfigError
 from src.experiments.identity import exp_id
 from src.files import write_atomic
 from src.runs import metadata
 from src.runs.run_dir import RunDir
+from src.support import read_cache
 from tests.conftest import ROOT
 from tests.servers import served
 

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from results import clean, deletion
+from results import clean
 from src.files import write_json
 from src.launch import submissions
+from src.operations import deletion
 from src.runs.checkpoints import folder as checkpoints
 from src.runs.checkpoints import pins
 from src.runs.lease import Lease

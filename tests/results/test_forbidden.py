@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from results import clean, diff, lineage, overview, plot, report, share, table
+from results import clean, diff, lineage, plot, report, share, table
+from results.pages import overview
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody who may not read")
 Command = Callable[[Path, Path, list[str]], int]

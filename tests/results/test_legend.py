@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from results import legend, overview, plot, report
+from results import plot, report
 from results.dashboard import ALL, Dashboard
+from results.pages import legend, overview
 from src.runs.run_dir import RunDir
 from src.tables import rows as results
 

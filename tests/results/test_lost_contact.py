@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from results import clean, lineage, overview, report, run_page, table
+from results import clean, lineage, report, run_page, table
+from results.pages import overview
 from src.launch import status
 from src.operations import watchdog
 from src.runs import lease, metadata

@@ -15,14 +15,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from results import clean, legend, overview, plot, report, run_page, table, terminal_table
+from results import clean, plot, report, run_page, table
 from results.dashboard import ALL, Dashboard
 from results.lineage import tree
+from results.pages import legend, overview
 from src.errors import RunError
 from src.experiments.identity import exp_id
 from src.runs.metadata import write_remarks
 from src.runs.run_dir import RunDir
-from src.tables import lineage
+from src.tables import lineage, terminal_table
 from src.tables import rows as results
 
 # panel 1.9.4 calls pandas in a way that pandas 3.1 announces the end of

@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from results import note, overview, report, run_page, table
+from results import note, report, run_page, table
 from results.dashboard import Dashboard
+from results.pages import overview
 from src.runs.metadata import REMARKS, read_exp_dict, write_remarks
 from src.runs.run_dir import RunDir
 from src.tables import rows as results

@@ -7,12 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from results import answers, overview, report, rescore, run_page, table
+from results import answers, report, rescore, run_page, table
 from results.dashboard import ALL, Dashboard
-from src.config import Problems
-from src.interfaces import Prediction
-from src.metrics import answers as scoring
-from src.registry import METRICS, bind
+from results.pages import overview
+from src.evaluation.metrics import answers as scoring
+from src.experiments.config import Problems
+from src.experiments.interfaces import Prediction
+from src.experiments.registry import METRICS, bind
 from src.runs.run_dir import RunDir
 
 # panel 1.9.4 calls pandas in a way that pandas 3.1 announces the end of

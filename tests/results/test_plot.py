@@ -10,7 +10,8 @@ import pytest
 from matplotlib.collections import PolyCollection
 from PIL import Image
 
-from results import legend, plot
+from results import plot
+from results.pages import legend
 from src.errors import ConfigError, DataError
 from src.runs.run_dir import RunDir
 from src.tables import curves

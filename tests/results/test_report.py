@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from results import overview, report
+from results import report
+from results.pages import overview
 from src.runs.run_dir import RunDir
 
 HOSTILE = "<script>alert(1)</script>\"'&--></style></svg> $\\frac$"

@@ -16,12 +16,12 @@ from results import (
     plot,
     report,
     rollouts,
-    run_arguments,
     run_page,
     share,
     table,
 )
 from src.runs.run_dir import RunDir
+from src.tables import run_arguments
 
 COMMANDS: dict[str, Callable] = {
     module.__name__.partition(".")[2]: module.main

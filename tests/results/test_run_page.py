@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from results import layers, run_page
+from results import run_page
+from results.pages import layers
 from src.runs import ledger
 from src.runs.run_dir import RunDir
 from src.tables import rows as results

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from results import run_arguments, table
+from results import table
 from src.runs.run_dir import RunDir
+from src.tables import run_arguments
 
 ROOT = Path(__file__).resolve().parents[2]
 

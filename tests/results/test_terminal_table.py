@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 
-from results import table, terminal_table
-from results.terminal_table import Column
+from results import table
+from src.tables import terminal_table
+from src.tables.terminal_table import Column
 
 
 def drawn(runs: Path, capsys: pytest.CaptureFixture[str], *arguments: str) -> list[str]:

@@ -110,7 +110,7 @@ def serve_grpc(script: Script, port: int = 0) -> Iterator[int]:
 
     import grpc
 
-    from src.rewards.kserve import _messages
+    from src.systems.assistants.rewards.kserve import _messages
 
     messages = _messages()
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from src.config import Places
-from src.rewards.interface import RewardSetting, Rollout
+from src.experiments.config import Places
+from src.systems.assistants.rewards.interface import RewardSetting, Rollout
 
 
 def rollout(text: str, prompt: str = "?", sampled: int = 1, ended: bool = True, **row: Any) -> Rollout:

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from src.interfaces import ModelConfig
-from src.kinds import REWARD
-from src.registry import REWARDS, bind
-from src.rewards import reward_model
-from src.rewards.interface import RewardConfig, Rollout
+from src.experiments.interfaces import ModelConfig
+from src.experiments.kinds import REWARD
+from src.experiments.registry import REWARDS, bind
+from src.systems.assistants.rewards import reward_model
+from src.systems.assistants.rewards.interface import RewardConfig, Rollout
 from tests.rewards.rollouts import needs_bubblewrap, rollout, setting
 
 TASK = "Write an expression of 7 and 12 that gives 19."

@@ -2,8 +2,8 @@
 
 import pytest
 
-from src.registry import REWARDS, bind
-from src.rewards.format import Config
+from src.experiments.registry import REWARDS, bind
+from src.systems.assistants.rewards.format import Config
 from tests.rewards.rollouts import rollout, setting
 
 

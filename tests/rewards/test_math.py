@@ -7,7 +7,7 @@ import psutil
 import pytest
 
 from src.errors import ConfigError, DataError
-from src.rewards.math import Config, Judge
+from src.systems.assistants.rewards.math import Config, Judge
 from tests.rewards.rollouts import rollout, setting
 
 
@@ -54,7 +54,8 @@ def test_a_row_that_has_no_answer_is_named_by_its_keys():
 
 def test_missing_package_is_refused(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(
-        "src.rewards.math.find_spec", lambda name: None if name == "math_verify" else importlib.util.find_spec(name)
+        "src.systems.assistants.rewards.math.find_spec",
+        lambda name: None if name == "math_verify" else importlib.util.find_spec(name),
     )
     with pytest.raises(ConfigError, match=r"math-verify is not installed: pip install -r requirements/math\.txt$"):
         Config().check(setting().places)

@@ -3,8 +3,8 @@
 import pytest
 
 from src.errors import DataError
-from src.registry import REWARDS, bind
-from src.rewards.python import Config, agrees, code_of, split_tests
+from src.experiments.registry import REWARDS, bind
+from src.systems.assistants.rewards.python import Config, agrees, code_of, split_tests
 from tests.rewards.rollouts import needs_bubblewrap, rollout
 
 

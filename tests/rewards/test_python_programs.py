@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import yaml
 
-from src.rewards.python import Config
-from src.rewards.sandbox import Limits
+from src.systems.assistants.rewards.python import Config
+from src.systems.assistants.rewards.sandbox import Limits
 from tests.rewards.rollouts import needs_bubblewrap, rollout
 
 pytestmark = needs_bubblewrap

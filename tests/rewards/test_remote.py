@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from src.errors import ConfigError, RunError, UserError
-from src.rewards import kserve, remote
-from src.rewards.remote import RemoteModel
+from src.systems.assistants.rewards import kserve, remote
+from src.systems.assistants.rewards.remote import RemoteModel
 from tests.rewards.kserve_servers import FINGERPRINT, Script, serve_grpc, serve_http
 
 IDS = [[1, 2, 3], [4], [5, 6]]

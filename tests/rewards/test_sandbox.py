@@ -13,9 +13,9 @@ import psutil
 import pytest
 
 from src.errors import ConfigError
-from src.rewards import sandbox
-from src.rewards.python import Config
-from src.rewards.sandbox import Limits
+from src.systems.assistants.rewards import sandbox
+from src.systems.assistants.rewards.python import Config
+from src.systems.assistants.rewards.sandbox import Limits
 from tests.conftest import ROOT
 from tests.rewards.rollouts import needs_bubblewrap, rollout
 
@@ -294,7 +294,7 @@ def test_many_at_once_are_in_order():
 
 TRAINING = """
 import sys
-from src.rewards import sandbox
+from src.systems.assistants.rewards import sandbox
 limits = sandbox.Limits.model_validate_json(sys.argv[1])
 order = sandbox.isolated.write_message(["evaluate", "while True: pass"])
 sandbox.run_programs([sandbox.Program("serve", order)] * 2, limits)

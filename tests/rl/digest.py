@@ -3,7 +3,7 @@
 import zlib
 from collections.abc import Sequence
 
-from src.interfaces import MetricConfig, Prediction
+from src.experiments.interfaces import MetricConfig, Prediction
 
 
 class Config(MetricConfig):

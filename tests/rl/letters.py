@@ -1,6 +1,6 @@
 """A reward with a known optimum, for tests: 1 for an answer that begins with a small letter."""
 
-from src.rewards.interface import RewardConfig, RewardSetting, Rollout, Scorer
+from src.systems.assistants.rewards.interface import RewardConfig, RewardSetting, Rollout, Scorer
 
 
 class Config(RewardConfig):

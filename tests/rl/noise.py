@@ -2,7 +2,7 @@
 
 import random
 
-from src.rewards.interface import RewardConfig, RewardSetting, Scorer
+from src.systems.assistants.rewards.interface import RewardConfig, RewardSetting, Scorer
 
 
 class Config(RewardConfig):

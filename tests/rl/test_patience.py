@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from src.config import Places
-from src.rl.scoring import MOST_SECONDS, Patience, ServerAway
+from src.experiments.config import Places
 from src.runs.context import Run
 from src.runs.run_dir import RunDir
+from src.systems.assistants.rl.scoring import MOST_SECONDS, Patience, ServerAway
 
 
 def test_one_wait_may_be_too_long_and_many_short_ones_may_not(tmp_path: Path):

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, tensor
 
-from src.rl.advantages import (
+from src.systems.assistants.rl.advantages import (
     Moments,
     generalized_advantages,
     group_advantages,
@@ -19,7 +19,7 @@ from src.rl.advantages import (
     token_rewards,
     whiten,
 )
-from src.rl.losses import Normalisation, Ratio, count, policy_loss, value_loss
+from src.systems.assistants.rl.losses import Normalisation, Ratio, count, policy_loss, value_loss
 from tests.test_originals import originals
 
 ALL = torch.ones(1, 3, dtype=torch.bool)

@@ -8,7 +8,7 @@ import torch
 import transformers
 from peft import LoraConfig, inject_adapter_in_model
 
-from src.rl.policy import Generation
+from src.systems.assistants.rl.policy import Generation
 
 SIZES = {"vocab_size": 40, "hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2, "intermediate_size": 48}
 IDS = {

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, tensor
 
 from src.experiments.grid import override
-from src.registry import RECIPES, bind
-from src.rl.experience import Rollouts
+from src.experiments.registry import RECIPES, bind
+from src.systems.assistants.rl.experience import Rollouts
 from tests.recipes import train_policies
 
 TOKENS = 5

@@ -6,8 +6,8 @@ from typing import Annotated, Any
 import pytest
 from pydantic import PlainSerializer
 
-from src.config import Config, added_field
 from src.errors import RunError
+from src.experiments.config import Config, added_field
 from src.files import read_json
 from src.runs.run_dir import RunDir
 

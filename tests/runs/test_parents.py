@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from src.config import Places
 from src.errors import CheckpointError
+from src.experiments.config import Places
 from src.experiments.identity import exp_id
 from src.files import new_directory, write_json
 from src.runs.checkpoints import folder as checkpoints

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from src.config import Places
 from src.errors import ConfigError, RunError
+from src.experiments.config import Places
 from src.experiments.identity import exp_id
 from src.launch.status import select_runs
 from src.runs import plan

@@ -10,7 +10,7 @@ from typing import Any
 
 import urllib3
 
-from src.served_page import add_address
+from src.support.served_page import add_address
 
 
 def options(*words: str) -> argparse.Namespace:

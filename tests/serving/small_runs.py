@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 
-from src.config import Places
+from src.experiments.config import Places
 from src.experiments.grid import override, ref
 from src.experiments.identity import exp_id
 from tests import toy

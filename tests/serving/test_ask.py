@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from src.config import Places
+from src.experiments.config import Places
 from src.experiments.grid import override
 from src.experiments.identity import exp_id
-from src.serving import ask
+from src.systems.crossattn import ask
 from tests import toy
 from tests.serving.running_servers import options, request, request_at_once, running
 

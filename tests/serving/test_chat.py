@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from src.config import Places
-from src.data.metadata.annotations import Annotated
+from src.experiments.config import Places
 from src.experiments.grid import override
 from src.experiments.identity import exp_id
 from src.serving import chat
 from src.serving.continuation import MetadataWriter
 from src.serving.pretrained import load_writer
+from src.systems.metadata.data.annotations import Annotated
 from tests import toy
 from tests.recipes.test_metadata_lm import TOLD, row, write_metadata
 

@@ -15,8 +15,10 @@ from src.experiments.identity import exp_id
 from src.files import MANIFEST
 from src.models import export
 from src.operations.checkpoint_jobs import __main__ as checkpoint_jobs
-from src.serving import ask, chat, page, rejection_sampling, reward_evaluation, reward_server, sampling_report
-from src.serving.triton import repository
+from src.serving import chat, page
+from src.systems.assistants.serving import rejection_sampling, reward_evaluation, reward_server, sampling_report
+from src.systems.assistants.serving.triton import repository
+from src.systems.crossattn import ask
 from src.training.checkpointing import consolidate
 from tests import damages, toy
 from tests.serving import pretrained_folders, small_runs

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from data_prep import prepare_conversations
-from src.config import Places
+from data_prep.assistants import prepare_conversations
 from src.errors import ConfigError, RunError
+from src.experiments.config import Places
 from src.experiments.grid import override, ref
 from src.experiments.identity import exp_id
 from src.serving import page
-from src.serving.preferences import Conversation
+from src.systems.assistants.serving.preferences import Conversation
 from tests import toy
 from tests.recipes.train_assistants import DPO, REWARD, SFT, write_data
 

@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 import torch
 
-from src.config import Places
 from src.errors import ConfigError, RunError
+from src.experiments.config import Places
 from src.experiments.grid import ref
 from src.experiments.identity import exp_id
+from src.experiments.registry import MODELS, bind
 from src.models.load import load
-from src.registry import MODELS, bind
-from src.rewards.remote import RemoteModel
-from src.serving import reward_server
 from src.serving.served_model import find_run, fingerprint_of, load_served
+from src.systems.assistants.rewards.remote import RemoteModel
+from src.systems.assistants.serving import reward_server
 from tests.serving import small_runs
 from tests.serving.running_servers import options, request, request_at_once, running
 from tests.serving.small_runs import IDS, JUDGE, TALKER, pad

@@ -27,7 +27,7 @@ def reward_server(folder: Path, port: int) -> Iterator[subprocess.Popen[str]]:
     command = [
         sys.executable,
         "-m",
-        "src.serving.reward_server",
+        "src.systems.assistants.serving.reward_server",
         exp_id(JUDGE),
         "--port",
         str(port),

@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 
-from src.config import Places
-from src.data.conversations.entries import Message
+from src.experiments.config import Places
 from src.experiments.identity import exp_id
-from src.serving import chat, rejection_sampling, reward_evaluation, sampling_report
-from src.serving.rejection_sampling import Answer
-from src.serving.rewards import load_judge
+from src.serving import chat
+from src.systems.assistants.conversations.entries import Message
+from src.systems.assistants.serving import rejection_sampling, reward_evaluation, sampling_report
+from src.systems.assistants.serving.rejection_sampling import Answer
+from src.systems.assistants.serving.rewards import load_judge
 from tests import toy
 from tests.recipes.train_assistants import REWARD, SFT, write_data
 
@@ -212,7 +213,11 @@ MISTAKES = [
     ("reject", {"RUN": "sft"}, "no reward model. Name a run of recipe 'reward'."),
     ("reject", {"--best": "0"}, "--best: expected at least 1, got 0."),
     ("reject", {"--micro_batch": "0"}, "--micro_batch: expected at least 1, got 0."),
-    ("reject", {"REPORT": '{"prompts": [{}]}'}, "no report of src.serving.sampling_report (KeyError: 'results')."),
+    (
+        "reject",
+        {"REPORT": '{"prompts": [{}]}'},
+        "no report of src.systems.assistants.serving.sampling_report (KeyError: 'results').",
+    ),
     ("reject", {"REPORT": '{"prompts": []}'}, "the report has no answer."),
     ("evaluate", {"FOLDER": "numbers"}, "numbers: no conversation has replies of different ranks."),
     ("evaluate", {"FOLDER": "repliez"}, "no such data set"),

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from src.config import Places
+from src.experiments.config import Places
 from src.experiments.grid import override
 from src.experiments.identity import exp_id
-from src.interfaces import load_experiment
+from src.experiments.interfaces import load_experiment
 from src.models.export import main as export
 from src.models.load import load
 from src.serving.conversation import Talk

@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from results import overview, report, table
+from results import report, table
+from results.pages import overview
 from src.experiments.grid import ref
 from src.experiments.identity import exp_id
 from src.launch import status as jobs

@@ -12,8 +12,8 @@ import pytest
 import yaml
 
 import exp_configs
-from src.config import Places
 from src.errors import ConfigError
+from src.experiments.config import Places
 from src.sweeps import space as sweep_space
 from src.sweeps.plan import load, random_values
 from tests.conftest import ROOT

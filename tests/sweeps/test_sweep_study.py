@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from src import config
 from src.errors import RunError
+from src.experiments import config
 from src.runs.lease import LEASE
 from src.runs.run_dir import RunDir
 from src.sweeps import space as sweep_space

@@ -10,9 +10,9 @@ import pytest
 import yaml
 
 import exp_configs
-from data_prep import prepare_task
-from src.config import Places
+from data_prep.t5 import prepare_task
 from src.errors import ConfigError
+from src.experiments.config import Places
 from src.sweeps.plan import load, random_values
 from tests.conftest import ROOT
 

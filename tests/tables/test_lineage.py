@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from src.config import Places
 from src.errors import ConfigError, DataError
+from src.experiments.config import Places
 from src.experiments.identity import exp_id
+from src.experiments.interfaces import RecipeConfig
 from src.files import new_directory, write_json
-from src.interfaces import RecipeConfig
 from src.runs.checkpoints import folder as checkpoints
 from src.runs.plan import Planned
 from src.runs.run_dir import RunDir

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from src import distributed
+from src.data.orders import Key, RankShare
 from src.data.packing.dataset import PackedDataset, Sample
 from src.data.text import tokenizers
-from src.orders import Key, RankShare
-from src.registry import DATASETS, MODELS, bind
+from src.experiments.registry import DATASETS, MODELS, bind
 from src.runs import ledger
 from src.runs.context import Options
 from src.training.checkpointing.folder import CheckpointMetadata

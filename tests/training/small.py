@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from src import distributed
-from src.config import Places
 from src.data.text import tokenizers
+from src.experiments.config import Places
 from src.runs.context import Options, Run
 from src.runs.run_dir import RunDir
 from src.training.checkpointing.folder import CheckpointMetadata

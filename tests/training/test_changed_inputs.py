@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from results import table
-from src.config import Places
 from src.errors import CheckpointError, RunError
+from src.experiments.config import Places
 from src.experiments.identity import exp_id
 from src.launch import snapshot
 from src.runs import environment, ledger

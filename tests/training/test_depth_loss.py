@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 from transformers import T5Config, T5ForConditionalGeneration
 
-from src.config import Places, load
-from src.data.denoising.depth import dataset as depth
+from src.experiments.config import Places, load
 from src.files import new_directory
-from src.models.t5 import masks as t5_masks
+from src.systems.t5.denoising.depth import dataset as depth
+from src.systems.t5.model import masks as t5_masks
 from src.training.loss import depth_loss
 from src.training.validation import measure
 from tests.data.conftest import make_tokenizer  # noqa: F401  a fixture

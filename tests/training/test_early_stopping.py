@@ -2,8 +2,8 @@
 
 import pytest
 
-from src.config import load
 from src.errors import ConfigError
+from src.experiments.config import load
 from src.training.config import LoopConfig
 from src.training.stopping.early_stopping import ModelSelection
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from src import distributed
+from src.data.orders import Cursor, MicroBatch, RankShare
 from src.data.text import tokenizers
-from src.orders import Cursor, MicroBatch, RankShare
 from src.runs.context import Options, Run
 from src.training.checkpointing.folder import CheckpointMetadata
 from src.training.config import LoopConfig

@@ -12,7 +12,7 @@ import psutil
 import pytest
 import torch
 
-from src.orders import order_of
+from src.data.orders import order_of
 from src.training import loader
 from src.training.config import LoopConfig
 from src.training.state import State

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from src import distributed
+from src.data.orders import Cursor, Key, MicroBatch, RankShare, order_of
 from src.data.text import tokenizers
-from src.orders import Cursor, Key, MicroBatch, RankShare, order_of
 from src.runs import ledger
 from src.runs.context import Options, Run
 from src.training import loader

@@ -13,13 +13,13 @@ import pytest
 import torch
 
 from src import distributed
-from src.config import Places
+from src.data.orders import Key
 from src.data.text import tokenizers
 from src.errors import RunError
+from src.experiments.config import Places
+from src.experiments.interfaces import load_experiment
+from src.experiments.registry import DATASETS, MODELS, bind
 from src.files import new_directory, write_json
-from src.interfaces import load_experiment
-from src.orders import Key
-from src.registry import DATASETS, MODELS, bind
 from src.runs import ledger
 from src.runs.context import Run
 from src.runs.history import branches, rewind

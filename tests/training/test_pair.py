@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from src import distributed
+from src.data.orders import IndexedOrder
 from src.experiments.identity import exp_id
-from src.orders import IndexedOrder
 from src.runs import ledger
 from src.runs.checkpoints import folder as checkpoints
 from src.runs.history import branches

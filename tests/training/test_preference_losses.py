@@ -7,8 +7,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from src.metrics.ranking import correlations
-from src.training.preferences.losses import agreement, answer_logps, count_ranked, pair_loss, ranked_pairs, ranking_loss
+from src.evaluation.metrics.ranking import correlations
+from src.systems.assistants.preferences.losses import (
+    agreement,
+    answer_logps,
+    count_ranked,
+    pair_loss,
+    ranked_pairs,
+    ranking_loss,
+)
 
 REWARDS = torch.tensor([2.0, 1.0, 0.5, 0.3, -0.2])
 OF = torch.tensor([0, 0, 0, 1, 1])

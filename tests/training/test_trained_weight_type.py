@@ -9,10 +9,10 @@ import torch
 from transformers import AutoTokenizer
 
 from exp_configs import EXP_GROUPS
-from src.config import Places
 from src.errors import ConfigError
-from src.interfaces import load_experiment
-from src.registry import MODELS, bind
+from src.experiments.config import Places
+from src.experiments.interfaces import load_experiment
+from src.experiments.registry import MODELS, bind
 from src.runs import plan
 from src.training.config import check_trained_type
 from tests import toy
@@ -87,7 +87,7 @@ def test_dry_run_and_training_refuse_bfloat16_weights(
     assert toy.main(["-e", "adapters", "--steps", "2"], groups, tmp_path) == 0
     capsys.readouterr()
     monkeypatch.setattr(
-        "src.recipes.shared.finetuning.check_trained_type", lambda *_: None
+        "src.recipes.finetuning.check_trained_type", lambda *_: None
     )  # the loop checks the weights themselves
     assert toy.main(["-e", "short", "--steps", "2"], groups, tmp_path) == 1
     assert "model.dtype: 'bfloat16'" in capsys.readouterr().err

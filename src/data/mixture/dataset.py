@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, cast
 
 from pydantic import Field, field_validator, model_validator
 
-from src.config import Config as StrictConfig
-from src.config import Places, unknown_text
 from src.data.mixture.interleaving import Interleaving, rates, shares
+from src.data.orders import Shuffle, ShuffledConfig, feistel_permute, require_own_order
 from src.data.parts import CollatedDataset, CountedConfig, PartsConfig, part_seed
 from src.errors import DataError
-from src.interfaces import Dataset, DatasetConfig, DatasetField, MeasuredDataset
-from src.orders import Shuffle, ShuffledConfig, feistel_permute, require_own_order
+from src.experiments.config import Config as StrictConfig
+from src.experiments.config import Places, unknown_text
+from src.experiments.interfaces import Dataset, DatasetConfig, DatasetField, MeasuredDataset
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -7,16 +7,16 @@ from typing import TYPE_CHECKING, ClassVar, Literal, TypedDict, cast
 
 from pydantic import Field, model_validator
 
-from src.batches import PackedBatch
-from src.config import Places, drop_absences
 from src.data.mixture.dataset import MixtureDataset, leaves
+from src.data.orders import require_own_order
 from src.data.packing.lanes import LaneOrder, Packing, Permuted, pack_epoch
 from src.data.parts import PartsConfig, leaf_configs
 from src.data.text.documents import TextConfig
 from src.errors import ConfigError, DataError
-from src.interfaces import Architecture, Dataset, DatasetConfig, DatasetField, MeasuredDataset, require_fit
-from src.kinds import DECODER
-from src.orders import require_own_order
+from src.experiments.batches import PackedBatch
+from src.experiments.config import Places, drop_absences
+from src.experiments.interfaces import Architecture, Dataset, DatasetConfig, DatasetField, MeasuredDataset, require_fit
+from src.experiments.kinds import DECODER
 from src.runs.history.branches import Branch
 
 if TYPE_CHECKING:

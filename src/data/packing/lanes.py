@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from operator import ge, sub
 from typing import Any, Protocol
 
+from src.data.orders import Cursor, Key, MicroBatch, RankShare, feistel_permute
 from src.errors import DataError, RunError
-from src.orders import Cursor, Key, MicroBatch, RankShare, feistel_permute
 from src.runs.history.branches import Branch
 
 HEADER = "of"

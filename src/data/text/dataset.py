@@ -5,12 +5,12 @@ from typing import TYPE_CHECKING, NotRequired, TypedDict
 
 from pydantic import Field
 
-from src.batches import TokenBatch
-from src.config import Places
+from src.data.orders import Shuffle
 from src.data.packing.dataset import require_tested_model
 from src.data.text import documents
-from src.interfaces import Architecture, require_fit
-from src.orders import Shuffle
+from src.experiments.batches import TokenBatch
+from src.experiments.config import Places
+from src.experiments.interfaces import Architecture, require_fit
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

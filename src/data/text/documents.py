@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
 
-from src.config import Places
 from src.data import jsonl, jsonl_index
-from src.data.qa.encoded_store import tokenizer_digest
+from src.data.orders import ShuffledConfig
 from src.data.text import token_files
 from src.data.text.tokenizers import SafeTokenizer
 from src.errors import DataError
-from src.orders import ShuffledConfig
+from src.experiments.config import Places
+from src.systems.crossattn.data.encoded_store import tokenizer_digest
 
 if TYPE_CHECKING:
     import numpy as np

@@ -52,7 +52,7 @@ def _end_id(tokenizer: "PreTrainedTokenizerFast", source: str | Path) -> int:
     if not isinstance(tokenizer.eos_token_id, int):
         raise DataError(
             f"{source}: this tokenizer has no eos_token, and every answer and document ends with it. "
-            "Add one with python -m data_prep.chat_tokenizer --end_token."
+            "Add one with python -m data_prep.assistants.chat_tokenizer --end_token."
         )
     return tokenizer.eos_token_id
 

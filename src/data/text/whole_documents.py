@@ -5,14 +5,14 @@ from typing import TYPE_CHECKING
 
 from pydantic import Field
 
-from src.batches import TokenBatch
-from src.config import Places
 from src.data import jsonl
+from src.data.orders import Shuffle
 from src.data.text import documents
 from src.data.text.dataset import Sample
 from src.errors import ConfigError
-from src.interfaces import require_fit
-from src.orders import Shuffle
+from src.experiments.batches import TokenBatch
+from src.experiments.config import Places
+from src.experiments.interfaces import require_fit
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

@@ -16,13 +16,13 @@ from typing import Annotated
 
 from pydantic import Field, model_validator
 
-from src.command_line import signals_raise
 from src.errors import LaunchError
 from src.files import ROOT, writing
 from src.launch.command import Environment, Processes, shell_line, without_torchrun
 from src.launch.job import Job, LauncherConfig, Note, SchedulerState
 from src.launch.local import state as local_state
 from src.launch.local.state import Queue
+from src.support.command_line import signals_raise
 
 _START_SECONDS = 60.0
 _POLL_SECONDS = 0.05

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from src.errors import LaunchError
-from src.parsing import parse_json
+from src.support.parsing import parse_json
 
 DEFAULT_ADDRESS = "http://127.0.0.1:8265"
 ADDRESS = re.compile(r"https?://[^\s/@?#]+(/[^\s?#]*)?")

@@ -9,8 +9,8 @@ from typing import Annotated, ClassVar
 
 from pydantic import AfterValidator, Field, StrictBool, model_validator
 
-from src.config import unknown_text
 from src.errors import LaunchError, UserError
+from src.experiments.config import unknown_text
 from src.launch.command import Environment, Processes, check_no_key
 from src.launch.job import Job, LauncherConfig, Note, SchedulerState
 from src.launch.slurm import shared_tasks

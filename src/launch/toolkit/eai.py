@@ -24,7 +24,7 @@ from src.launch.toolkit.service import (
     OutcomeUnknown,
     Spec,
 )
-from src.parsing import parse_json
+from src.support.parsing import parse_json
 
 PROGRAM = "eai"
 _HOST = "https://console.elementai.com"

@@ -21,7 +21,6 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal
 
-from src.command_line import make_parser, run_command
 from src.errors import ConfigError, RunError, UserError
 from src.files import defect
 from src.launch.status import select_runs
@@ -35,6 +34,7 @@ from src.runs.checkpoints import folder as checkpoints
 from src.runs.history import branches
 from src.runs.lease import BEAT_SECONDS, STALE_SECONDS, Lease, holder_is_dead, this_process
 from src.runs.metadata import read_status
+from src.support.command_line import make_parser, run_command
 
 FAILED = 3
 State = Literal["done", "ready", "waits", "held", "later", "given up"]

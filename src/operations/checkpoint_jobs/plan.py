@@ -12,8 +12,8 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from src import config as configs
-from src.config import Problems, unknown_text
+from src.experiments import config as configs
+from src.experiments.config import Problems, unknown_text
 from src.files import read_yaml
 
 Stage = Literal["convert", "evaluate", "upload", "clean_up"]

@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from src.command_line import end_session, start_bound
 from src.errors import RunError
 from src.files import defect, new_directory, read_json, sha256, write_json, writing
 from src.operations.checkpoint_jobs import uploads
@@ -29,6 +28,7 @@ from src.runs import events, jsonl_records
 from src.runs.checkpoints import folder as checkpoints
 from src.runs.lease import directory_lock
 from src.runs.metadata import read_status
+from src.support.command_line import end_session, start_bound
 
 FOLDER = "checkpoint_jobs"
 JOBS = "checkpoint_jobs.jsonl"

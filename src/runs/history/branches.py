@@ -12,8 +12,8 @@ from typing import Annotated
 
 from pydantic import Field, model_validator
 
-from src.config import Config, load
 from src.errors import ConfigError, RunError
+from src.experiments.config import Config, load
 from src.files import read_json
 
 FILE = "branch.json"

@@ -29,10 +29,10 @@ from huggingface_hub import split_state_dict_into_shards_factory
 from pydantic import ByteSize, Field, TypeAdapter
 
 from src import files
-from src.command_line import make_parser, run_command
 from src.errors import CheckpointError, ConfigError
 from src.runs.checkpoints import folder as checkpoints
 from src.runs.metadata import expand_run
+from src.support.command_line import make_parser, run_command
 from src.training.checkpointing import dcp_shards, safetensors_stream, zero_layout
 from src.training.checkpointing.folder import SEPARATOR
 from src.training.checkpointing.safetensors_stream import StoredTensor

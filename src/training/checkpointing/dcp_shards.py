@@ -31,7 +31,7 @@ from torch.futures import Future
 from src import distributed
 from src.errors import CheckpointError, RunError
 from src.files import read_json
-from src.parsing import parse_json
+from src.support.parsing import parse_json
 from src.training.checkpointing import folder as checkpoint
 from src.training.checkpointing import safetensors_stream, zero_layout
 from src.training.checkpointing.safetensors_stream import StoredTensor

@@ -28,7 +28,7 @@ from src.runs.checkpoints import pins
 from src.runs.history import branches
 from src.runs.lease import directory_lock
 from src.runs.metadata import CONFIG
-from src.weights import is_unfilled, load_trained, read_tensors
+from src.support.weights import is_unfilled, load_trained, read_tensors
 
 OPTIMIZER, EXPERIENCE = "optimizer.safetensors", "experience.safetensors"
 SEPARATOR = "::"

@@ -51,7 +51,8 @@ class Shards:
     """Frozen parameters that were not saved."""
 
     def weights(self, everything: bool) -> dict[str, StoredTensor]:
-        """The trained weights as `src.weights.trained_weights` names them, or all that DeepSpeed's zero_to_fp32 gives.
+        """The trained weights as `src.support.weights.trained_weights` names them, or all that DeepSpeed's zero_to_fp32
+        gives.
 
         With `everything` there is more than zero_to_fp32 gives in one case: frozen parameters of stage 1, which it
         leaves out.

@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from src.data.orders import Key
 from src.files import write_atomic, writing
-from src.orders import Key
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -39,9 +39,9 @@ def save(
 ) -> Path | None:
     """Write the documents of `batches`; returns the file. Replaces an older file of the same step. Not collective.
 
-    batches: micro-batches of `src.batches`, on any device. keys: of each micro-batch, those of its samples. Row r is of
-    sample `sample_of_row[r]`, of sample r where a batch does not have this entry. Returns None, and writes nothing,
-    where this process has written MOST_FILES files already.
+    batches: micro-batches of `src.experiments.batches`, on any device. keys: of each micro-batch, those of its samples.
+    Row r is of sample `sample_of_row[r]`, of sample r where a batch does not have this entry. Returns None, and writes
+    nothing, where this process has written MOST_FILES files already.
 
     Raises:
         RunError: the disk refuses.

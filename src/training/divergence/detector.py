@@ -21,8 +21,8 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from src import config
 from src.errors import CheckpointError
+from src.experiments import config
 
 Action = Literal["warn", "save_batch", "skip_batch", "stop", "rewind"]
 Kind = Literal["non_finite", "loss_spike", "loss_jump", "loss_climb", "loss_drift", "grad_norm", "skipped", "kl"]

@@ -7,9 +7,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from src import distributed
+from src.data.orders import Key, Order, WholeSkips
 from src.errors import TrainingError, UserError
-from src.interfaces import Dataset
-from src.orders import Key, Order, WholeSkips
+from src.experiments.interfaces import Dataset
 from src.runs import ledger
 from src.runs.checkpoints import folder as checkpoints
 from src.runs.context import Run

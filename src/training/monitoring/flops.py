@@ -1,12 +1,12 @@
 """Model FLOPs of the batches of a training, and MFU.
-The formulas are in src/flops.py and, of models with parts of their own, in theirs."""
+The formulas are in src/support/flops.py and, of models with parts of their own, in theirs."""
 
 import logging
 from collections.abc import Callable, Mapping
 
 from torch import Tensor, nn
 
-from src.flops import KNOWN, adapter_weights, training_flops
+from src.support.flops import KNOWN, adapter_weights, training_flops
 
 log = logging.getLogger(__name__)
 PEAKS = {

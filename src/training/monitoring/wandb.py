@@ -15,9 +15,9 @@ from torch import nn
 
 from src.errors import RunError
 from src.files import read_json, write_json
-from src.parsing import parse_json
 from src.runs import context as runs
 from src.runs.run_dir import DELETED
+from src.support.parsing import parse_json
 
 ID = "wandb.json"
 INSPECT_SECONDS = 300

@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from src import distributed
+from src.support.weights import load_trained, trained_weights
 from src.training.checkpointing import folder as checkpoint
 from src.training.config import LoopConfig
 from src.training.optim import optimizers
 from src.training.optim.adamw_scale import AdamWScale
-from src.weights import load_trained, trained_weights
 
 _torch: Any = torch
 """Has functions over lists of tensors, which the type checker does not know."""

@@ -21,13 +21,13 @@ from torch.distributed.tensor import DTensor
 from transformers.pytorch_utils import Conv1D
 
 from src import distributed
+from src.support.weights import matching_state, stored_names, trained_weights
 from src.training.checkpointing import folder as checkpoint
 from src.training.checkpointing import safetensors_stream
 from src.training.checkpointing.dcp_shards import ShardStore
 from src.training.config import LoopConfig
 from src.training.optim import optimizers
 from src.training.parallel.engine import Engine
-from src.weights import matching_state, stored_names, trained_weights
 
 log = logging.getLogger(__name__)
 _CAST = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, Conv1D)

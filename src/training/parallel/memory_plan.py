@@ -29,8 +29,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 from transformers.pytorch_utils import Conv1D
 
-from src.config import unknown_text
 from src.errors import ConfigError
+from src.experiments.config import unknown_text
 from src.files import read_json
 from src.training.config import LoopConfig
 from src.training.loss import Loss

@@ -20,12 +20,12 @@ from transformers.pytorch_utils import Conv1D
 from src import distributed, files
 from src.errors import CheckpointError, ConfigError
 from src.files import read_json
+from src.support.weights import read_tensors, trained_weights
 from src.training.checkpointing import folder as checkpoint
 from src.training.checkpointing import zero_layout
 from src.training.config import LoopConfig
 from src.training.optim import optimizers
 from src.training.parallel.engine import Engine
-from src.weights import read_tensors, trained_weights
 
 SHARDS = "zero"
 _NUMBERS = (

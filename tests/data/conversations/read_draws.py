@@ -14,9 +14,9 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 from src import distributed
-from src.config import Places
-from src.orders import RankShare, order_of
-from src.registry import DATASETS, bind
+from src.data.orders import RankShare, order_of
+from src.experiments.config import Places
+from src.experiments.registry import DATASETS, bind
 from tests.data.conversations import talk
 
 ROWS, DRAWN, PER_STEP = (40, 30), (9, 15), 6

@@ -5,10 +5,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from src.data.conversations.entries import Message
-from src.data.conversations.rendering import Rendered, Role
-from src.data.conversations.templates import CHATML_TOKENS, OASST_TOKENS
 from src.files import new_directory
+from src.systems.assistants.conversations.entries import Message
+from src.systems.assistants.conversations.rendering import Rendered, Role
+from src.systems.assistants.conversations.templates import CHATML_TOKENS, OASST_TOKENS
 
 TOKENS = [*OASST_TOKENS, *CHATML_TOKENS]
 

@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from src.config import Places
 from src.data.mixture.dataset import MixtureDataset
+from src.data.orders import RankShare
 from src.errors import DataError
-from src.orders import RankShare
-from src.registry import DATASETS, bind
+from src.experiments.config import Places
+from src.experiments.registry import DATASETS, bind
 from tests import warm
 from tests.data.conversations import read_draws, talk
 from tests.data.conversations.read_draws import DRAWN, ROWS

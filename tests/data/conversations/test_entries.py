@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from src.config import Places
-from src.data.conversations.choices import Tags, draws, window
-from src.data.conversations.entries import Message, read_entry
-from src.data.conversations.refusals import refuses
-from src.data.conversations.rendering import Rendered, Role
 from src.errors import DataError
-from src.registry import DATASETS, bind
+from src.experiments.config import Places
+from src.experiments.registry import DATASETS, bind
+from src.systems.assistants.conversations.choices import Tags, draws, window
+from src.systems.assistants.conversations.entries import Message, read_entry
+from src.systems.assistants.conversations.refusals import refuses
+from src.systems.assistants.conversations.rendering import Rendered, Role
 from tests.data.conversations import talk
 from tests.data.conversations.talk import row
 

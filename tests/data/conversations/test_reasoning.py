@@ -6,15 +6,15 @@ from typing import Any
 
 import pytest
 
-from src.config import Places
-from src.data.conversations.entries import Message, read_entry
-from src.data.conversations.rendering import Renderer, Role
-from src.data.conversations.templates import Jinja, find
-from src.data.rollouts.prompts import Prompts
 from src.errors import DataError
-from src.recipes.shared.policy import write_with
-from src.registry import DATASETS, bind
-from src.rewards.interface import Rollout
+from src.experiments.config import Places
+from src.experiments.registry import DATASETS, bind
+from src.systems.assistants.conversations.entries import Message, read_entry
+from src.systems.assistants.conversations.rendering import Renderer, Role
+from src.systems.assistants.conversations.templates import Jinja, find
+from src.systems.assistants.policy_training import write_with
+from src.systems.assistants.rewards.interface import Rollout
+from src.systems.assistants.rollouts.prompts import Prompts
 from tests.data.conversations import talk
 
 THINKS = (

@@ -9,13 +9,13 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from src.data.conversations import ranked
-from src.data.conversations.entries import Message, Reply
-from src.data.conversations.rendering import Renderer, Role
-from src.data.conversations.templates import ChatML, Jinja, OpenAssistant, find
 from src.errors import DataError
+from src.experiments.registry import DATASETS, bind
 from src.models.load import ROOT
-from src.registry import DATASETS, bind
+from src.systems.assistants.conversations import ranked
+from src.systems.assistants.conversations.entries import Message, Reply
+from src.systems.assistants.conversations.rendering import Renderer, Role
+from src.systems.assistants.conversations.templates import ChatML, Jinja, OpenAssistant, find
 from tests.data.conversations import talk
 
 MADE = talk.tokenizer()
@@ -221,8 +221,9 @@ def test_plain_text_is_learned_to_its_end():
 def test_ids_do_not_depend_on_the_seed_of_hashes():
     """B2: control tokens were added in the order of a set."""
     code = (
-        "from tests.data.conversations import talk; from src.data.conversations.rendering import Renderer, Role;"
-        "from src.data.conversations.templates import find;"
+        "from tests.data.conversations import talk; from src.systems.assistants.conversations.rendering import "
+        "Renderer, Role;"
+        "from src.systems.assistants.conversations.templates import find;"
         "source = '{% for m in messages %}{{ m.role }}:{{ m.content }}<e>x{% endfor %}{% if add_generation_prompt "
         "%}assistant:{% endif %}';"
         "tokenizer = talk.tokenizer([*talk.TOKENS, '<e>', '<e>x', '<e>xx'], template=source);"

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from src.config import Places
 from src.data import jsonl, jsonl_index
-from src.data.conversations.rows import ANSWERED, EMPTY, RANKED, ConversationRows, read_rows
 from src.errors import DataError
+from src.experiments.config import Places
+from src.systems.assistants.conversations.rows import ANSWERED, EMPTY, RANKED, ConversationRows, read_rows
 from tests.data.conversations.talk import row, write_rows
 
 ROWS: list[dict[str, Any]] = [
@@ -63,4 +63,6 @@ def test_a_large_file_is_parsed_once(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_a_release_that_is_not_prepared_is_told_with_its_command(name: str, command: str | None, tmp_path: Path):
     with pytest.raises(DataError, match="no such data set") as raised:
         jsonl.corpus_folder(Places(tmp_path, tmp_path), name)
-    assert (f"python -m data_prep.prepare_conversations {command}" in str(raised.value)) == (command is not None)
+    assert (f"python -m data_prep.assistants.prepare_conversations {command}" in str(raised.value)) == (
+        command is not None
+    )

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from data_prep import prepare_conversations
-from src.config import Places
-from src.data.conversations.entries import read_entry
-from src.data.conversations.rendering import Renderer, Role
-from src.data.conversations.templates import find
+from data_prep.assistants import prepare_conversations
 from src.errors import DataError
-from src.registry import DATASETS, bind
+from src.experiments.config import Places
+from src.experiments.registry import DATASETS, bind
+from src.systems.assistants.conversations.entries import read_entry
+from src.systems.assistants.conversations.rendering import Renderer, Role
+from src.systems.assistants.conversations.templates import find
 from tests.data.conversations import talk
 from tests.data.conversations.test_rendering import GEMMA
 

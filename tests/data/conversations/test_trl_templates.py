@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from src.data.conversations.entries import Message
-from src.data.conversations.rendering import Renderer
-from src.data.conversations.templates import Jinja, find
 from src.errors import DataError
+from src.systems.assistants.conversations.entries import Message
+from src.systems.assistants.conversations.rendering import Renderer
+from src.systems.assistants.conversations.templates import Jinja, find
 from tests.data.conversations import talk
 
 _PACKAGE = find_spec("trl")

@@ -6,11 +6,11 @@ import re
 import numpy as np
 import pytest
 
-from src.config import load
-from src.data.denoising.depth import dataset as depth
-from src.data.denoising.depth.sentence_groups import Room
-from src.data.denoising.depth.sentences import split
 from src.errors import ConfigError, DataError
+from src.experiments.config import load
+from src.systems.t5.denoising.depth import dataset as depth
+from src.systems.t5.denoising.depth.sentence_groups import Room
+from src.systems.t5.denoising.depth.sentences import split
 
 NAMES = 4
 CONTROLS = (

@@ -2,9 +2,9 @@
 
 import pytest
 
-from src.config import load
-from src.data.denoising.depth import dataset as depth
 from src.errors import ConfigError, DataError
+from src.experiments.config import load
+from src.systems.t5.denoising.depth import dataset as depth
 
 
 @pytest.mark.parametrize(

@@ -5,10 +5,10 @@ import re
 import numpy as np
 import pytest
 
-from src.config import load
-from src.data.denoising import ngrams, noise, span_corruption
-from src.data.denoising.words import Words
 from src.errors import DataError
+from src.experiments.config import load
+from src.systems.t5.denoising import ngrams, noise, span_corruption
+from src.systems.t5.denoising.words import Words
 
 EOS, SENTINELS = 0, np.arange(10_000, 9_900, -1)
 TOKENS = ["</s>", "<pad>", *[f"▁w{i}" for i in range(100)], "▁new", "▁york", "ing", ",", "▁", "Y", "<0xC3>", "<0x89>"]

@@ -6,8 +6,8 @@ from math import comb
 import numpy as np
 import pytest
 
-from src.data.denoising.noise import composition, corrupt, counts, exact_lengths, lengths, noise_mask, run_starts
 from src.errors import ConfigError
+from src.systems.t5.denoising.noise import composition, corrupt, counts, exact_lengths, lengths, noise_mask, run_starts
 
 
 def bits(mask):

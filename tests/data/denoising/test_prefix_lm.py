@@ -2,9 +2,9 @@
 
 import pytest
 
-from src.config import load
-from src.data.denoising import prefix_lm
 from src.errors import ConfigError, DataError
+from src.experiments.config import load
+from src.systems.t5.denoising import prefix_lm
 
 TEXTS = [f"Document {i} says {'more and ' * i}no more." for i in range(40)]
 CONTROLS = ("<|endoftext|>", "<|pad|>")

@@ -2,7 +2,7 @@
 
 import pytest
 
-from src.data.denoising.depth.sentences import split
+from src.systems.t5.denoising.depth.sentences import split
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,8 @@
 
 import pytest
 
-from src.data.denoising import sentinels
 from src.errors import ConfigError, DataError
+from src.systems.t5.denoising import sentinels
 
 ENDS = ("<|endoftext|>", "<|pad|>")
 

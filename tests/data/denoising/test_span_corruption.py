@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from src.config import load
-from src.data.denoising import span_corruption
 from src.errors import ConfigError, DataError
+from src.experiments.config import load
+from src.systems.t5.denoising import span_corruption
 
 CONTROLS = (
     "<|endoftext|>",
@@ -164,5 +164,5 @@ def test_a_model_with_fewer_positions_is_refused():
 
 
 def test_missing_corpus_is_found_without_building(places):
-    with pytest.raises(DataError, match=r"Make it with: python -m data_prep.stdlib_qa"):
+    with pytest.raises(DataError, match=r"Make it with: python -m data_prep.crossattn.stdlib_qa"):
         load(span_corruption.Config, {"corpus": "stdlib_text"}, "data").check(places)

@@ -4,11 +4,11 @@ from collections import Counter
 
 import pytest
 
-from src.config import load
-from src.data.denoising import noise, ul2
-from src.data.denoising.denoiser_mixture import BLOCK
 from src.data.mixture.interleaving import shares
 from src.errors import ConfigError, DataError
+from src.experiments.config import load
+from src.systems.t5.denoising import noise, ul2
+from src.systems.t5.denoising.denoiser_mixture import BLOCK
 
 CONTROLS = ("<|endoftext|>", "<|pad|>", "[S2S]", *[f"<extra_id_{k}>" for k in range(99, -1, -1)])
 FIRST, BYTES = len(CONTROLS) - 1, len(CONTROLS)

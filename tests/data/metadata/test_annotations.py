@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from src.config import Places
-from src.data.metadata.annotations import Item, compact_item, read_row
-from src.data.metadata.dataset import Config
 from src.data.text import tokenizers
 from src.errors import DataError
+from src.experiments.config import Places
 from src.files import new_directory
+from src.systems.metadata.data.annotations import Item, compact_item, read_row
+from src.systems.metadata.data.dataset import Config
 from tests import toy
 
 TITLE = {"key": "title", "type": "global", "value": "t"}

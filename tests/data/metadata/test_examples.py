@@ -7,11 +7,11 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from src.config import load
-from src.data.metadata.annotations import Annotated, read_row
-from src.data.metadata.examples import PROMPT, ExampleMaker, Piece, Writing, prompt
 from src.data.text.tokenizers import SafeTokenizer
 from src.errors import ConfigError
+from src.experiments.config import load
+from src.systems.metadata.data.annotations import Annotated, read_row
+from src.systems.metadata.data.examples import PROMPT, ExampleMaker, Piece, Writing, prompt
 from tests.data.metadata.test_linearise import item, random_document
 
 

@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from src.data.metadata import gains
-from src.data.metadata.annotations import read_row
-from src.data.metadata.examples import ExampleMaker, Writing
 from src.data.text.tokenizers import SafeTokenizer
+from src.systems.metadata import gains
+from src.systems.metadata.data.annotations import read_row
+from src.systems.metadata.data.examples import ExampleMaker, Writing
 from tests.data.metadata.test_examples import MERGES, byte_tokenizer, global_item
 from tests.data.metadata.test_linearise import item, random_document
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from src.data.metadata.annotations import Annotated, Item, read_row
-from src.data.metadata.linearise import insert, markers
-from src.data.metadata.processors import HtmlFilter, TagRule, local_markers
+from src.systems.metadata.data.annotations import Annotated, Item, read_row
+from src.systems.metadata.data.linearise import insert, markers
+from src.systems.metadata.data.processors import HtmlFilter, TagRule, local_markers
 
 APPLE = "An apple is an edible fruit produced by an apple tree (Malus domestica)."
 

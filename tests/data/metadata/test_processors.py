@@ -2,8 +2,8 @@
 
 import pytest
 
-from src.data.metadata.annotations import Item
-from src.data.metadata.processors import HtmlFilter, Separators, TagRule, global_text, local_markers
+from src.systems.metadata.data.annotations import Item
+from src.systems.metadata.data.processors import HtmlFilter, Separators, TagRule, global_text, local_markers
 
 LINK = Item("html", "a", 0, 3, attributes=(("class", "x y"), ("id", "4"), ("href", "http://q")))
 

@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data_prep.metadata import html
-from src.config import load
-from src.data.metadata.annotations import Annotated, read_row
-from src.data.metadata.examples import ExampleMaker, Writing
-from src.data.metadata.linearise import ESCAPE, insert, markers
-from src.data.metadata.processors import HtmlFilter, local_markers
 from src.data.text.tokenizers import SafeTokenizer
+from src.experiments.config import load
+from src.systems.metadata.data.annotations import Annotated, read_row
+from src.systems.metadata.data.examples import ExampleMaker, Writing
+from src.systems.metadata.data.linearise import ESCAPE, insert, markers
+from src.systems.metadata.data.processors import HtmlFilter, local_markers
 from tests.data.metadata.test_examples import byte_tokenizer
 
 KEYS = ["url", "title", "html", "entity", "entity_paragraph", "paragraph"]

@@ -9,13 +9,12 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from data_prep import stdlib_pages
-from data_prep.metadata import entities, html, text, url
-from src.config import load
-from src.data.metadata.annotations import Annotated, read_row
-from src.data.metadata.examples import ExampleMaker, Writing
+from data_prep.metadata import entities, html, stdlib_pages, text, url
 from src.data.text.tokenizers import SafeTokenizer
-from src.exp_groups.metadata import GPT2_XL_V2
+from src.experiments.config import load
+from src.systems.metadata.data.annotations import Annotated, read_row
+from src.systems.metadata.data.examples import ExampleMaker, Writing
+from src.systems.metadata.groups import GPT2_XL_V2
 
 MODULES = (
     "abc aifc argparse ast base64 bdb bisect bz2 calendar cmd code codecs collections colorsys "

@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 
 from data_prep.metadata import url
-from src.config import Places
-from src.data.metadata.annotations import Annotated, read_row
-from src.data.metadata.dataset import Config
-from src.data.metadata.examples import ExampleMaker, Writing
-from src.data.metadata.linearise import insert, markers
-from src.data.metadata.processors import HtmlFilter, local_markers
 from src.data.text.tokenizers import SafeTokenizer
+from src.experiments.config import Places
+from src.experiments.registry import DATASETS, bind
 from src.files import new_directory
-from src.registry import DATASETS, bind
+from src.systems.metadata.data.annotations import Annotated, read_row
+from src.systems.metadata.data.dataset import Config
+from src.systems.metadata.data.examples import ExampleMaker, Writing
+from src.systems.metadata.data.linearise import insert, markers
+from src.systems.metadata.data.processors import HtmlFilter, local_markers
 from tests.data.metadata.test_examples import BOLD, URL, byte_tokenizer, global_item
 from tests.data.metadata.test_linearise import item
 
@@ -113,7 +113,7 @@ def test_html_rate_is_the_share_of_documents_with_html_b1(tmp_path: Path):
     """B1: with the reference's `html_overall_sample_rate`, all documents have HTML at 0, and half of them at 1."""
     from random import Random
 
-    from src.data.metadata.dataset import draw
+    from src.systems.metadata.data.dataset import draw
 
     document = read_row({"text": "ab", "metadata": [BOLD, URL]}, "row")
     for rate in (0.0, 0.25, 1.0):

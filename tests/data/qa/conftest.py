@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from src.data.qa import questions
+from src.systems.crossattn.data import questions
 
 
 @pytest.fixture(autouse=True)

@@ -9,10 +9,10 @@ import sys
 
 import pytest
 
-from src.config import load
-from src.data.qa import cross_attention as qa
 from src.errors import ConfigError, DataError
-from src.metrics import answers
+from src.evaluation.metrics import answers
+from src.experiments.config import load
+from src.systems.crossattn.data import cross_attention as qa
 
 EOS, PREFIX, MIDDLE, SUFFIX, USER, ASSISTANT, C, PAD = range(8)
 
@@ -275,14 +275,15 @@ def test_missing_corpus_is_found_without_building(places):
     config = load(
         qa.Config, {"corpus": "stdlib_qa", "context_tokens": 64, "sequence_tokens": 64, "loss_on": "all"}, "data"
     )
-    with pytest.raises(DataError, match=r"Make it with: python -m data_prep.stdlib_qa"):
+    with pytest.raises(DataError, match=r"Make it with: python -m data_prep.crossattn.stdlib_qa"):
         config.check(places)
 
 
 def test_importing_and_checking_load_no_torch():
     code = (
-        "import sys; from src.data.qa import cross_attention; from src.data.text import dataset; "
-        "from src.metrics import squad; print({'torch', 'transformers', 'tokenizers', 'numpy'} & set(sys.modules))"
+        "import sys; from src.systems.crossattn.data import cross_attention; from src.data.text import dataset; "
+        "from src.evaluation.metrics import squad; print({'torch', 'transformers', 'tokenizers', 'numpy'} & "
+        "set(sys.modules))"
     )
     assert (
         subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()

@@ -9,15 +9,15 @@ import re
 import pytest
 import torch
 
-from src.config import load
-from src.data.qa import cross_attention as qa
-from src.data.qa import encoded_store, templates
-from src.data.qa.encoded_shards import RECORD, Writer, read_index, recover, unlisted_shards
-from src.data.qa.encoder_inputs import EncoderInputs, EncodingOptions
 from src.data.text import tokenizers
 from src.errors import ConfigError, DataError
+from src.experiments.config import load
+from src.experiments.registry import MODELS, bind
 from src.files import write_json
-from src.registry import MODELS, bind
+from src.systems.crossattn.data import cross_attention as qa
+from src.systems.crossattn.data import encoded_store, templates
+from src.systems.crossattn.data.encoded_shards import RECORD, Writer, read_index, recover, unlisted_shards
+from src.systems.crossattn.data.encoder_inputs import EncoderInputs, EncodingOptions
 
 D = 4
 RULES = {
@@ -115,7 +115,7 @@ def test_altered_states_are_never_given_out(tmp_path):
     [
         (
             lambda e: os.truncate(e / "s1.states", 5),
-            r"s1\.states: 5 bytes, but \d+ bytes were written\. Run data_prep.preproc_nq again",
+            r"s1\.states: 5 bytes, but \d+ bytes were written\. Run data_prep.crossattn.preproc_nq again",
         ),
         (lambda e: (e / "s1.states").unlink(), r"s1\.states: missing, but \d+ bytes were written"),
         (lambda e: (e / "s0.index").unlink(), r"s0\.index: missing"),

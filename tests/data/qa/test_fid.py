@@ -5,9 +5,9 @@ import struct
 
 import pytest
 
-from src.config import load
-from src.data.qa import fid as fid_qa
 from src.errors import ConfigError, DataError
+from src.experiments.config import load
+from src.systems.crossattn.data import fid as fid_qa
 
 EOS, PREFIX, MIDDLE, SUFFIX, USER, ASSISTANT, C, PAD = range(8)
 BEGIN = PAD  # the model puts its start token there

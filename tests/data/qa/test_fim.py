@@ -4,8 +4,8 @@ from random import Random
 
 import pytest
 
-from src.data.qa.fim import FimTokens, fill_in_the_middle, fim_tokens, maybe_fill_in_the_middle
 from src.data.text.tokenizers import SafeTokenizer
+from src.systems.crossattn.data.fim import FimTokens, fill_in_the_middle, fim_tokens, maybe_fill_in_the_middle
 
 TOKENS = FimTokens(prefix=[101], middle=[102], suffix=[103])
 

@@ -1,10 +1,10 @@
-"""A release that data_prep.prepare_qa has prepared is a data set to train on as it stands."""
+"""A release that data_prep.crossattn.prepare_qa has prepared is a data set to train on as it stands."""
 
 import json
 
-from data_prep import prepare_qa
-from data_prep.qa_splits import Options
-from src.data.qa import cross_attention as qa
+from data_prep.crossattn import prepare_qa
+from data_prep.crossattn.qa_splits import Options
+from src.systems.crossattn.data import cross_attention as qa
 
 QUESTIONS = [
     {

@@ -3,9 +3,9 @@ contexts."""
 
 import pytest
 
-from src.config import load
-from src.data.qa import prompted as prompted_qa
 from src.errors import ConfigError, DataError
+from src.experiments.config import load
+from src.systems.crossattn.data import prompted as prompted_qa
 
 EOS, PREFIX, MIDDLE, SUFFIX, USER, ASSISTANT, C, PAD = range(8)
 SYSTEM = "<|system|>"  # not in this vocabulary, so it is text

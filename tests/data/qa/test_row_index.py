@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from src.config import Places
-from src.data.qa import cross_attention as qa
-from src.data.qa import row_index
 from src.errors import ConfigError, DataError
+from src.experiments.config import Places
 from src.files import new_directory
+from src.systems.crossattn.data import cross_attention as qa
+from src.systems.crossattn.data import row_index
 
 DATA = qa.Config(corpus="corpus", context_tokens=8, sequence_tokens=8, loss_on="answer")
 

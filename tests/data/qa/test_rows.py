@@ -131,6 +131,7 @@ def test_a_caller_may_check_rows_too(tmp_path):
 
 def test_who_asks_for_an_unknown_corpus_is_told_what_prepares_one(places):
     with pytest.raises(
-        DataError, match=r"With --data_path \S+ --name nq, .* releases \(SQuAD, .*\) by python -m data_prep.prepare_qa"
+        DataError,
+        match=r"With --data_path \S+ --name nq, .* releases \(SQuAD, .*\) by python -m data_prep.crossattn.prepare_qa",
     ):
         jsonl.corpus_folder(places, "nq")

@@ -7,17 +7,17 @@ import pickle
 import pytest
 import torch
 
-from src.config import load
 from src.data import jsonl_index
-from src.data.qa import cross_attention as qa
-from src.data.qa import encoded_store, row_index, templates
-from src.data.qa import fid as fid_qa
-from src.data.qa import prompted as prompted_qa
-from src.data.qa.encoded_shards import Writer
-from src.data.qa.encoder_inputs import EncoderInputs, EncodingOptions
 from src.data.text import tokenizers
 from src.errors import ConfigError, DataError
+from src.experiments.config import load
 from src.files import new_directory, write_json
+from src.systems.crossattn.data import cross_attention as qa
+from src.systems.crossattn.data import encoded_store, row_index, templates
+from src.systems.crossattn.data import fid as fid_qa
+from src.systems.crossattn.data import prompted as prompted_qa
+from src.systems.crossattn.data.encoded_shards import Writer
+from src.systems.crossattn.data.encoder_inputs import EncoderInputs, EncodingOptions
 
 SOURCES = ("nq", "squad", "nq", "msmarco", "squad", "nq")
 ROWS = [

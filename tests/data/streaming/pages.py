@@ -9,10 +9,10 @@ from typing import Any
 
 from PIL import Image
 
-from data_prep.tar_shards.write import Document, Part, Writing, write
-from src.data.streaming.images import ImagesConfig
-from src.data.streaming.manifest import Manifest
-from src.data.streaming.texts import TextTokens
+from data_prep.interleaved.write import Document, Part, Writing, write
+from src.systems.interleaved.streaming.images import ImagesConfig
+from src.systems.interleaved.streaming.manifest import Manifest
+from src.systems.interleaved.streaming.texts import TextTokens
 
 SIDE = 8
 IMAGES: dict[str, Any] = {"frame_size": SIDE, "image_tokens": 1, "max_size": 2 * SIDE}

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from src.data.streaming.arrangement import PERIOD, Joined, Source, Streams, arrange
+from src.systems.interleaved.streaming.arrangement import PERIOD, Joined, Source, Streams, arrange
 
 SHUFFLES = ("none", "shards", "window")
 sizes = st.lists(st.integers(1, 30), min_size=1, max_size=8)

@@ -35,10 +35,10 @@ from typing import Any
 import pytest
 import torch
 
-from src.config import Places
+from src.data.orders import order_of
+from src.experiments.config import Places
+from src.experiments.registry import DATASETS, bind
 from src.files import write_json
-from src.orders import order_of
-from src.registry import DATASETS, bind
 from src.training.config import LoopConfig
 from src.training.loader import StepLoader
 from src.training.state import State

@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from data_prep.tar_shards.write import Document, Part, Writing, write
-from src.data.streaming import manifest, tar_index
-from src.data.streaming.arrangement import Joined, Source
-from src.data.streaming.images import ImagesConfig
-from src.data.streaming.quarantine import FILE
-from src.data.streaming.tars.indexing import build
-from src.data.streaming.texts import TextTokens
+from data_prep.interleaved.write import Document, Part, Writing, write
 from src.errors import ConfigError, DataError
+from src.systems.interleaved.streaming import manifest, tar_index
+from src.systems.interleaved.streaming.arrangement import Joined, Source
+from src.systems.interleaved.streaming.images import ImagesConfig
+from src.systems.interleaved.streaming.quarantine import FILE
+from src.systems.interleaved.streaming.tars.indexing import build
+from src.systems.interleaved.streaming.texts import TextTokens
 from tests.data.streaming import pages
 from tests.data.streaming.test_streamed import BOTH, TOKENIZER, built, damage, steps_of, write_one
 

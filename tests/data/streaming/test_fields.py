@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from data_prep.tar_shards import index
-from src.config import Places
-from src.data.streaming import manifest, tar_index
+from data_prep.interleaved import index
 from src.errors import DataError
-from src.registry import DATASETS, bind
+from src.experiments.config import Places
+from src.experiments.registry import DATASETS, bind
+from src.systems.interleaved.streaming import manifest, tar_index
 from tests.data.streaming import pages
 from tests.data.streaming.test_tar_index import tar_of
 

@@ -11,10 +11,16 @@ import numpy as np
 import pytest
 from PIL import Image, ImageOps
 
-from src.data.streaming import tar_index
-from src.data.streaming.tars import image_files
-from src.data.streaming.tars.image_files import TOO_LARGE, UNDECODABLE, ImageError, image_size, open_image
-from src.data.streaming.tars.indexing import build
+from src.systems.interleaved.streaming import tar_index
+from src.systems.interleaved.streaming.tars import image_files
+from src.systems.interleaved.streaming.tars.image_files import (
+    TOO_LARGE,
+    UNDECODABLE,
+    ImageError,
+    image_size,
+    open_image,
+)
+from src.systems.interleaved.streaming.tars.indexing import build
 from tests.data.streaming.fuzzed_images import damaged, originals
 from tests.data.streaming.test_tar_index import tar_of
 

@@ -9,9 +9,9 @@ import pytest
 from PIL import Image
 from pydantic import ValidationError
 
-from src.data.streaming.images import FAKE, GLOBAL, Grid, ImagesConfig, ImageTokens
-from src.data.streaming.images import IMAGE as TOKEN
 from src.errors import DataError
+from src.systems.interleaved.streaming.images import FAKE, GLOBAL, Grid, ImagesConfig, ImageTokens
+from src.systems.interleaved.streaming.images import IMAGE as TOKEN
 from tests.data.streaming import pages
 
 

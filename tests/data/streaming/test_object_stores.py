@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from src.data.streaming import manifest
-from src.data.streaming.manifest import Shard, ShardUnavailable
-from src.data.streaming.remote import objects
-from src.data.streaming.shard_files import ShardFiles
+from src.systems.interleaved.streaming import manifest
+from src.systems.interleaved.streaming.manifest import Shard, ShardUnavailable
+from src.systems.interleaved.streaming.remote import objects
+from src.systems.interleaved.streaming.shard_files import ShardFiles
 from tests.conftest import ROOT
 from tests.data.streaming import pages
 from tests.data.streaming.object_server import ObjectServer
@@ -21,8 +21,8 @@ from tests.data.streaming.object_server import ObjectServer
 READ = """
 import multiprocessing, sys
 from pathlib import Path
-from src.data.streaming import manifest
-from src.data.streaming.shard_files import ShardFiles
+from src.systems.interleaved.streaming import manifest
+from src.systems.interleaved.streaming.shard_files import ShardFiles
 
 folder = Path(sys.argv[1])
 
@@ -60,7 +60,7 @@ def test_shards_of_another_store_are_listed_indexed_and_read(scheme: str, server
     urls = [server.put(scheme, f"web/{shard.url}", (local.folder / shard.url).read_bytes()) for shard in local.shards]
     server.put(scheme, "web/notes.txt", b"not a tar")
     pattern = f"{urls[0].rpartition('/')[0]}/*.tar"
-    done = run(server, "-m", "data_prep.tar_shards.index", pattern, "--output", str(tmp_path / "listed"))
+    done = run(server, "-m", "data_prep.interleaved.index", pattern, "--output", str(tmp_path / "listed"))
     assert done.returncode == 0, done.stderr
     listed = manifest.load(tmp_path / "listed")
     assert [shard.url for shard in listed.shards] == urls
@@ -80,7 +80,7 @@ def test_a_missing_object_of_another_store_is_reported_at_once(scheme: str, serv
     server.put(scheme, "web/a.tar", b"x")
     url = server.put(scheme, "web/b.tar", b"x")
     del server.objects["user/pages" if scheme == "hf" else "shards", "web/b.tar"]
-    done = run(server, "-m", "data_prep.tar_shards.index", url, "--output", str(tmp_path / "listed"))
+    done = run(server, "-m", "data_prep.interleaved.index", url, "--output", str(tmp_path / "listed"))
     assert done.returncode == 1
     (line,) = done.stderr.splitlines()
     assert line.startswith(f"error: {url}: no such object")
@@ -162,7 +162,8 @@ def test_an_incomplete_url_is_refused(url: str):
 def test_a_hub_out_of_reach_is_reported_in_one_line(server: ObjectServer, tmp_path: Path):
     server.environment["HF_ENDPOINT"] = "http://127.0.0.1:1"
     read = (
-        "from src.data.streaming.remote import objects\nobjects.read_range('hf://datasets/user/pages/a.tar', "
+        "from src.systems.interleaved.streaming.remote import "
+        "objects\nobjects.read_range('hf://datasets/user/pages/a.tar', "
         "None, 0, 1, 1)"
     )
     done = run(server, "-c", read)

@@ -10,13 +10,13 @@ from typing import Any
 import psutil
 import pytest
 
-from data_prep.tar_shards import index
-from src.config import Places
-from src.data.streaming import manifest
-from src.data.streaming.dataset import StreamedDataset
-from src.data.streaming.read_ahead import ReadAhead
-from src.orders import RankShare
-from src.registry import DATASETS, bind
+from data_prep.interleaved import index
+from src.data.orders import RankShare
+from src.experiments.config import Places
+from src.experiments.registry import DATASETS, bind
+from src.systems.interleaved.streaming import manifest
+from src.systems.interleaved.streaming.dataset import StreamedDataset
+from src.systems.interleaved.streaming.read_ahead import ReadAhead
 from tests.data.streaming import pages
 from tests.data.streaming.object_server import ObjectServer
 from tests.launch.test_status import wait_until

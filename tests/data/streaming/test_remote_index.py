@@ -1,4 +1,4 @@
-"""data_prep.tar_shards.index --output: tars that are elsewhere, or here, and the list of them that training reads."""
+"""data_prep.interleaved.index --output: tars that are elsewhere, or here, and the list of them that training reads."""
 
 import os
 import sys
@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from data_prep.tar_shards import index
-from src.data.streaming import manifest, tar_index
-from src.data.streaming.shard_files import ShardFiles
-from src.data.streaming.tars.indexing import build
+from data_prep.interleaved import index
+from src.systems.interleaved.streaming import manifest, tar_index
+from src.systems.interleaved.streaming.shard_files import ShardFiles
+from src.systems.interleaved.streaming.tars.indexing import build
 from tests.data.streaming.s3_server import Cutter, S3Server
 from tests.data.streaming.test_tar_index import DOCUMENTS, WHOLE, tar_of
 

@@ -19,10 +19,10 @@ from typing import Any
 
 import pytest
 
-from src.data.streaming.manifest import Shard, ShardChanged, ShardUnavailable, sample_tar
-from src.data.streaming.remote import transfer
-from src.data.streaming.shard_files import ShardFiles
 from src.errors import ConfigError
+from src.systems.interleaved.streaming.manifest import Shard, ShardChanged, ShardUnavailable, sample_tar
+from src.systems.interleaved.streaming.remote import transfer
+from src.systems.interleaved.streaming.shard_files import ShardFiles
 
 SIZE = 1000
 FORK = multiprocessing.get_context("fork")

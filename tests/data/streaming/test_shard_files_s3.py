@@ -19,9 +19,9 @@ from typing import Any
 import psutil
 import pytest
 
-from src.data.streaming.manifest import Shard, ShardChanged, ShardUnavailable
-from src.data.streaming.shard_files import ShardFiles
 from src.errors import ConfigError
+from src.systems.interleaved.streaming.manifest import Shard, ShardChanged, ShardUnavailable
+from src.systems.interleaved.streaming.shard_files import ShardFiles
 from tests.conftest import ROOT
 from tests.data.streaming.s3_server import Cutter, S3Server
 
@@ -257,8 +257,8 @@ def used_bytes(cache: Path) -> int:
 READ_ALL = """
 import random, sys
 from pathlib import Path
-from src.data.streaming import manifest
-from src.data.streaming.shard_files import ShardFiles
+from src.systems.interleaved.streaming import manifest
+from src.systems.interleaved.streaming.shard_files import ShardFiles
 
 folder, number, reads = Path(sys.argv[1]), int(sys.argv[2]), 60
 shards = manifest.load(folder).shards
@@ -274,7 +274,7 @@ assert files.counters.total() == reads
 
 
 def test_processes_share_a_cache_of_two_shards(s3: S3Server, tmp_path: Path):
-    from src.data.streaming import manifest
+    from src.systems.interleaved.streaming import manifest
 
     contents = [random.Random(n).randbytes(200_000) for n in range(5)]
     shards = [upload(s3, f"shared/{n}.tar", content) for n, content in enumerate(contents)]

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from src.data.streaming import manifest
-from src.data.streaming.manifest import Manifest, Shard
-from src.data.streaming.shard_lists import Listed, list_shards
 from src.errors import DataError
+from src.systems.interleaved.streaming import manifest
+from src.systems.interleaved.streaming.manifest import Manifest, Shard
+from src.systems.interleaved.streaming.shard_lists import Listed, list_shards
 from tests.data.streaming.s3_server import S3Server
 
 

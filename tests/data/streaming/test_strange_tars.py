@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from data_prep.tar_shards import index
-from src.data.streaming import manifest
-from src.data.streaming.tars.indexing import build
-from src.data.streaming.tars.members import scan
+from data_prep.interleaved import index
+from src.systems.interleaved.streaming import manifest
+from src.systems.interleaved.streaming.tars.indexing import build
+from src.systems.interleaved.streaming.tars.members import scan
 from tests.data.streaming.test_tar_index import picture, tar_of
 
 

@@ -11,18 +11,18 @@ from typing import Any
 import pytest
 import torch
 
-from data_prep.tar_shards.write import Document, Part, Writing, write
-from src.config import Places
-from src.data.streaming import manifest, tar_index
-from src.data.streaming.dataset import COUNTED, StreamedDataset
-from src.data.streaming.images import FAKE, IMAGE
-from src.data.streaming.quarantine import FILE
-from src.data.streaming.shard_files import ShardFiles
-from src.data.streaming.texts import END
+from data_prep.interleaved.write import Document, Part, Writing, write
+from src.data.orders import RankShare
 from src.errors import ConfigError, DataError, UserError
-from src.orders import RankShare
-from src.registry import DATASETS, bind
+from src.experiments.config import Places
+from src.experiments.registry import DATASETS, bind
 from src.runs.history.branches import Branch
+from src.systems.interleaved.streaming import manifest, tar_index
+from src.systems.interleaved.streaming.dataset import COUNTED, StreamedDataset
+from src.systems.interleaved.streaming.images import FAKE, IMAGE
+from src.systems.interleaved.streaming.quarantine import FILE
+from src.systems.interleaved.streaming.shard_files import ShardFiles
+from src.systems.interleaved.streaming.texts import END
 from tests.data.streaming import pages
 
 TOKENIZER = pages.tokenizer()

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from src.data.streaming import tar_index
-from src.data.streaming.tars.image_files import ImageError, image_size
-from src.data.streaming.tars.indexing import build
-from src.data.streaming.tars.members import scan
 from src.errors import DataError
+from src.systems.interleaved.streaming import tar_index
+from src.systems.interleaved.streaming.tars.image_files import ImageError, image_size
+from src.systems.interleaved.streaming.tars.indexing import build
+from src.systems.interleaved.streaming.tars.members import scan
 
 
 def picture(kind: str = "JPEG", size: tuple[int, int] = (40, 30)) -> bytes:

@@ -4,12 +4,12 @@ import pickle
 
 import pytest
 
-from src.data.streaming import tar_index
-from src.data.streaming.images import FAKE, IMAGE
-from src.data.streaming.tar_index import IMAGE as IMAGE_KIND
-from src.data.streaming.tar_index import PROMPT, TEXT
-from src.data.streaming.tars.indexing import build
-from src.data.streaming.texts import END, TextTokens, count_tokens
+from src.systems.interleaved.streaming import tar_index
+from src.systems.interleaved.streaming.images import FAKE, IMAGE
+from src.systems.interleaved.streaming.tar_index import IMAGE as IMAGE_KIND
+from src.systems.interleaved.streaming.tar_index import PROMPT, TEXT
+from src.systems.interleaved.streaming.tars.indexing import build
+from src.systems.interleaved.streaming.texts import END, TextTokens, count_tokens
 from tests.data.streaming import pages
 
 TOKENIZER = pages.tokenizer()

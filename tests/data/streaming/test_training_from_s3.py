@@ -12,12 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from data_prep import digit_pages
-from data_prep.tar_shards import index
-from src.data.streaming import manifest
-from src.exp_groups.streaming import INTERLEAVED_TINY
+from data_prep.interleaved import digit_pages, index
 from src.experiments.grid import override
 from src.experiments.identity import exp_id
+from src.systems.interleaved.groups import INTERLEAVED_TINY
+from src.systems.interleaved.streaming import manifest
 from tests import toy
 from tests.data.streaming.s3_server import S3Server
 from tests.faults import harness

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from src.config import Places, load
-from src.data.tasks import dataset as task
 from src.errors import ConfigError, DataError
+from src.experiments.config import Places, load
+from src.experiments.interfaces import Prediction
 from src.files import new_directory
-from src.interfaces import Prediction
+from src.systems.t5.tasks import dataset as task
 from tests.data.metadata.test_examples import byte_tokenizer
 
 EOS, PAD = 0, 7

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from src.config import added_field, load
-from src.data.tasks import task_table as tasks
-from src.data.tasks.task_table import NamedTask, Task, find
 from src.errors import ConfigError
+from src.experiments.config import added_field, load
 from src.files import read_yaml
+from src.systems.t5.tasks import task_table as tasks
+from src.systems.t5.tasks.task_table import NamedTask, Task, find
 
 A = {
     name: name[0].upper()

@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from src.config import load
-from src.data.qa import cross_attention as qa
 from src.data.text import dataset as text
 from src.data.text import documents
 from src.data.text.tokenizers import SafeTokenizer
 from src.errors import ConfigError, DataError
-from src.registry import DATASETS, bind
+from src.experiments.config import load
+from src.experiments.registry import DATASETS, bind
+from src.systems.crossattn.data import cross_attention as qa
 
 
 def ids(string):
@@ -157,7 +157,7 @@ def test_missing_field_is_named(places, write_corpus, tokenizer):
 
 
 def test_missing_corpus_is_found_without_building(places):
-    with pytest.raises(DataError, match=r"Make it with: python -m data_prep.stdlib_qa"):
+    with pytest.raises(DataError, match=r"Make it with: python -m data_prep.crossattn.stdlib_qa"):
         load(text.Config, {"corpus": "stdlib_text", "sequence_tokens": 4}, "data").check(places)
 
 

@@ -28,7 +28,7 @@ def test_missing_folder(name):
 
 def test_missing_default_tokenizer_says_what_makes_it(tmp_path):
     with pytest.raises(
-        DataError, match=r"no such tokenizer folder. Make it with: python -m data_prep.stdlib_qa --data_path"
+        DataError, match=r"no such tokenizer folder. Make it with: python -m data_prep.crossattn.stdlib_qa --data_path"
     ):
         tokenizers.load(tmp_path / "stdlib_tokenizer")
 

@@ -11,10 +11,10 @@ import pytest
 
 from data_prep.metadata import html
 from data_prep.metadata.html import RemovalRule, extract, read_rules
-from src.data.metadata.annotations import read_row
-from src.data.metadata.linearise import insert, markers
-from src.data.metadata.processors import HtmlFilter, local_markers
 from src.errors import ConfigError, DataError
+from src.systems.metadata.data.annotations import read_row
+from src.systems.metadata.data.linearise import insert, markers
+from src.systems.metadata.data.processors import HtmlFilter, local_markers
 
 UNLIMITED = [rule for rule in read_rules() if rule.max_chars is None]
 """Without the rules for short blocks."""

@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 
 from data_prep.metadata import page_sources, prepare
-from src.config import Places
-from src.data.metadata.annotations import read_row
-from src.data.metadata.dataset import Config
 from src.data.text import tokenizers
 from src.errors import DataError
+from src.experiments.config import Places
+from src.systems.metadata.data.annotations import read_row
+from src.systems.metadata.data.dataset import Config
 from tests import toy
 from tests.conftest import ROOT
 

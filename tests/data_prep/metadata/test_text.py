@@ -6,7 +6,7 @@ import pytest
 
 from data_prep.metadata import text as of_text
 from data_prep.metadata.html import extract
-from src.data.metadata.annotations import read_row
+from src.systems.metadata.data.annotations import read_row
 from tests.data_prep.metadata.test_html import random_page
 
 

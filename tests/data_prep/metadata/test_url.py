@@ -5,7 +5,7 @@ from datetime import datetime
 import pytest
 
 from data_prep.metadata import url
-from src.data.metadata.annotations import read_row
+from src.systems.metadata.data.annotations import read_row
 
 
 @pytest.mark.parametrize(

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from data_prep.metadata import validation, weights
-from src.config import Places
-from src.data.metadata.dataset import Config
 from src.data.text import tokenizers
+from src.experiments.config import Places
 from src.files import new_directory
+from src.systems.metadata.data.dataset import Config
 from tests import toy
 
 

@@ -15,8 +15,8 @@ import pyarrow.parquet
 import pytest
 from PIL import Image
 
-from data_prep.tar_shards import convert
-from src.data.streaming import manifest, tar_index
+from data_prep.interleaved import convert
+from src.systems.interleaved.streaming import manifest, tar_index
 from tests.data.streaming.pages import picture, tokenizer
 from tests.data.streaming.test_tar_index import tar_of
 

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from data_prep.tar_shards import index
-from data_prep.tar_shards.write import Document, Part, Writing, write
-from src.data.streaming import manifest, tar_index
-from src.data.streaming.tars.indexing import build
-from src.data.streaming.texts import TextTokens
+from data_prep.interleaved import index
+from data_prep.interleaved.write import Document, Part, Writing, write
+from src.systems.interleaved.streaming import manifest, tar_index
+from src.systems.interleaved.streaming.tars.indexing import build
+from src.systems.interleaved.streaming.texts import TextTokens
 from tests.data.streaming import pages
 from tests.data.streaming.test_streamed import built
 from tests.data.streaming.test_tar_index import DOCUMENTS, WHOLE, tar_of

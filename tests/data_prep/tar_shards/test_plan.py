@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from data_prep.tar_shards import plan, planning
-from data_prep.tar_shards.planning import Simulation, moves, shards_together
-from data_prep.tar_shards.write import Document, Part, Writing, write
-from src.data.streaming.arrangement import Source
-from src.data.streaming.texts import TextTokens
-from src.orders import RankShare
+from data_prep.interleaved import plan, planning
+from data_prep.interleaved.planning import Simulation, moves, shards_together
+from data_prep.interleaved.write import Document, Part, Writing, write
+from src.data.orders import RankShare
+from src.systems.interleaved.streaming.arrangement import Source
+from src.systems.interleaved.streaming.texts import TextTokens
 from tests.data.streaming import pages
 
 OPTIONS: dict[str, Any] = {"sequence_tokens": 80, "max_frames": 8, "open_rows": 4, "shuffle": "window", "window": 40}

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from data_prep.tar_shards.write import Document, Part, Writing, encode, write
-from src.data.streaming import manifest, tar_index
-from src.data.streaming.tars.indexing import build
-from src.data.streaming.texts import TextTokens
+from data_prep.interleaved.write import Document, Part, Writing, encode, write
 from src.errors import ConfigError, DataError, RunError
+from src.systems.interleaved.streaming import manifest, tar_index
+from src.systems.interleaved.streaming.tars.indexing import build
+from src.systems.interleaved.streaming.texts import TextTokens
 from tests.data.streaming import pages
 
 

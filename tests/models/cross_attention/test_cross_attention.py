@@ -5,11 +5,11 @@ import copy
 import pytest
 import torch
 
-from src.config import Problems
 from src.errors import ConfigError
-from src.models.cross_attention.config import layer_indices
-from src.registry import MODELS, bind
-from src.weights import load_trained, trained_weights
+from src.experiments.config import Problems
+from src.experiments.registry import MODELS, bind
+from src.support.weights import load_trained, trained_weights
+from src.systems.crossattn.model.config import layer_indices
 from tests.models.conftest import PLACEHOLDER
 
 FAMILY_NAMES = ["gpt2", "gpt_bigcode", "gpt_neox", "llama", "mistral", "qwen2"]  # test_families.py has all
@@ -239,7 +239,7 @@ def test_encoding_in_groups_of_like_length_changes_nothing_but_the_time(make, ba
     expected = model.encode(batch["context_ids"], batch["context_mask"])
     shapes = []
     model.base.model.embed_tokens.register_forward_hook(lambda _, args, __: shapes.append(tuple(args[0].shape)))
-    monkeypatch.setattr("src.models.cross_attention.encoder.ENCODED_TOGETHER", 2)
+    monkeypatch.setattr("src.systems.crossattn.model.encoder.ENCODED_TOGETHER", 2)
     got = model.encode(batch["context_ids"], batch["context_mask"])
     assert shapes == [(2, 3), (2, 5), (1, 5)]
     torch.testing.assert_close(got.hidden[got.mask], expected.hidden[expected.mask], atol=1e-5, rtol=1e-5)

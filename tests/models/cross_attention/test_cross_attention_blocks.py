@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers.activations import ACT2FN
 
-from src.models.cross_attention.layers import Block, rotate
+from src.systems.crossattn.model.layers import Block, rotate
 
 
 def plain_rotary(x: torch.Tensor, position: int, theta: float) -> torch.Tensor:

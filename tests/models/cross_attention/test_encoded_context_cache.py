@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from src.errors import CheckpointError, ConfigError, DataError, RunError
-from src.models.cross_attention.encoded_context_cache import ContextCache, base_digest
+from src.systems.crossattn.model.encoded_context_cache import ContextCache, base_digest
 from tests.models.conftest import make_base
 from tests.models.cross_attention.test_cross_attention_generate import GREEDY, prompts_and_contexts
 

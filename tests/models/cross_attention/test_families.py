@@ -12,10 +12,10 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import Gemma3Config, Gemma3ForConditionalGeneration
 
-from src.flops import KNOWN, forward_flops
-from src.models.cross_attention.config import FAMILIES
-from src.models.cross_attention.encoder import last_hidden
-from src.models.cross_attention.layers import output_logits
+from src.support.flops import KNOWN, forward_flops
+from src.systems.crossattn.model.config import FAMILIES
+from src.systems.crossattn.model.encoder import last_hidden
+from src.systems.crossattn.model.layers import output_logits
 from src.training.monitoring.flops import batch_flops
 from tests.conftest import ROOT
 from tests.models.conftest import make_base

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from src.models.cross_attention import standalone
+from src.systems.crossattn.model import standalone
 
 READ = """
 import sys, torch

@@ -11,8 +11,8 @@ from safetensors.torch import load_file, save_file
 from torch.nn import functional
 
 from src.errors import CheckpointError
-from src.models.cross_attention import xc_cache_weights
-from src.registry import MODELS, bind
+from src.experiments.registry import MODELS, bind
+from src.systems.crossattn.model import xc_cache_weights
 from tests.models.conftest import PLACEHOLDER, make_base
 
 WIDTH, HEADS, INNER = 8, 2, 32

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from src.config import Places
+from src.experiments.config import Places
 from src.experiments.identity import exp_id
-from src.serving.triton import repository, server
+from src.systems.assistants.serving.triton import repository, server
 from tests.serving import remote_policy, small_runs
 from tests.serving.small_runs import run_of
 

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from src.config import Places
 from src.errors import ConfigError, RunError
+from src.experiments.config import Places
 from src.experiments.grid import ref
-from src.registry import MODELS, bind
+from src.experiments.registry import MODELS, bind
 from src.serving.served_model import load_served
-from src.serving.triton import repository, server
+from src.systems.assistants.serving.triton import repository, server
 from tests.serving import small_runs
 from tests.serving.small_runs import IDS, JUDGE, pad, run_of
 

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from src.config import Places
 from src.errors import ConfigError, RunError
-from src.rewards.remote import RemoteModel
+from src.experiments.config import Places
 from src.serving.served_model import fingerprint_of, load_served
-from src.serving.triton import repository, server
+from src.systems.assistants.rewards.remote import RemoteModel
+from src.systems.assistants.serving.triton import repository, server
 from tests.serving import small_runs
 from tests.serving.small_runs import IDS, pad, run_of
 

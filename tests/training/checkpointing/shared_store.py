@@ -25,9 +25,9 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from src import distributed
 from src.errors import CheckpointError
+from src.support.weights import trained_weights
 from src.training.checkpointing import folder as checkpoint
 from src.training.checkpointing.dcp_shards import ShardStore
-from src.weights import trained_weights
 
 
 def made(replicas: int) -> tuple[nn.Module, torch.optim.AdamW]:

@@ -12,13 +12,13 @@ import torch
 from safetensors.torch import load_file
 
 from src import distributed
-from src.config import load
 from src.data import phases
+from src.data.orders import IndexedOrder
 from src.errors import TrainingError
+from src.experiments.config import load
 from src.files import write_json
 from src.launch import status as launch_status
 from src.operations import watchdog
-from src.orders import IndexedOrder
 from src.runs import ledger
 from src.runs.checkpoints import folder as checkpoints
 from src.runs.history import branches

@@ -7,7 +7,7 @@ import torch
 import transformers
 from torch.utils.flop_counter import FlopCounterMode
 
-from src.flops import forward_flops, training_flops
+from src.support.flops import forward_flops, training_flops
 from src.training.monitoring import flops
 
 TOLERANCE = 1e-3

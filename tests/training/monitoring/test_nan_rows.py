@@ -8,7 +8,7 @@ from pathlib import Path
 
 from torch import nn
 
-from src.config import Places
+from src.experiments.config import Places
 from src.runs import context as runs
 from src.runs.metadata import read_status
 from src.runs.run_dir import RunDir
@@ -27,7 +27,7 @@ def test_an_interval_without_a_finite_loss_is_nan():
 
 
 def test_a_row_with_nan_is_null_in_the_files(tmp_path: Path):
-    from src.config import load
+    from src.experiments.config import load
     from src.training.config import LoopConfig
 
     config = load(LoopConfig, toy.BASE["loop"], "loop")
@@ -47,7 +47,7 @@ WANDB = """
 import math, sys
 from pathlib import Path
 from torch import nn
-from src.config import Places
+from src.experiments.config import Places
 from src.runs import context as runs
 from src.runs.run_dir import RunDir
 from src.training.monitoring.wandb import Wandb

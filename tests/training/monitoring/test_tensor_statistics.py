@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from src.config import Places
 from src.errors import DataError
-from src.interfaces import load_experiment
+from src.experiments.config import Places
+from src.experiments.interfaces import load_experiment
 from src.runs import jsonl_records
 from src.training.loss import causal_lm_loss
 from src.training.monitoring import activation_statistics, monitor, parameter_statistics, tensor_statistics

@@ -7,7 +7,7 @@ import pytest
 import torch
 import transformers
 
-from src.flops import training_flops
+from src.support.flops import training_flops
 from src.training.loader import Copies, Step
 from src.training.monitoring.energy import Energy
 from src.training.monitoring.throughput import ThroughputMeter

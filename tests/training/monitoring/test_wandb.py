@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 from torch import nn
 
-from src.config import Places
 from src.errors import RunError
+from src.experiments.config import Places
 from src.experiments.identity import exp_id
 from src.runs import context as runs
 from src.runs.run_dir import RunDir

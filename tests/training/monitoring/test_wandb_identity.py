@@ -3,7 +3,7 @@
 import shutil
 from pathlib import Path
 
-from src.config import Places
+from src.experiments.config import Places
 from src.runs import context as runs
 from src.runs.run_dir import RunDir
 from src.training.monitoring.wandb import _identity

@@ -13,9 +13,9 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from src import distributed
-from src.config import load
 from src.data.text import tokenizers
 from src.errors import ConfigError, RunError
+from src.experiments.config import load
 from src.experiments.identity import exp_id
 from src.operations import interventions
 from src.runs import ledger

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from transformers import get_scheduler
 
-from src.config import load
 from src.errors import ConfigError
+from src.experiments.config import load
 from src.training.config import LoopConfig
 from src.training.loss import causal_lm_loss, cross_entropy
 from src.training.optim.optimizers import adamw, build_optimizer

@@ -15,10 +15,10 @@ from transformers import T5Config, T5ForConditionalGeneration
 from exp_configs import EXP_GROUPS
 from src.errors import ConfigError
 from src.experiments.grid import override
-from src.interfaces import load_experiment
-from src.models.cross_attention.config import Config
-from src.models.cross_attention.layers import CrossAttentionLM
-from src.registry import MODELS, RECIPES, bind
+from src.experiments.interfaces import load_experiment
+from src.experiments.registry import MODELS, RECIPES, bind
+from src.systems.crossattn.model.config import Config
+from src.systems.crossattn.model.layers import CrossAttentionLM
 from src.training.loss import (
     NOT_LEARNED,
     causal_lm_loss,

@@ -19,13 +19,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import T5Config, T5ForConditionalGeneration
 from transformers.pytorch_utils import Conv1D
 
-from src.config import Places
 from src.errors import ConfigError
-from src.interfaces import ModelConfig
-from src.models.cross_attention.config import Config
-from src.models.cross_attention.layers import CrossAttentionLM
+from src.experiments.config import Places
+from src.experiments.interfaces import ModelConfig
+from src.experiments.registry import MODELS, bind
 from src.models.lora import Config as Lora
-from src.registry import MODELS, bind
+from src.systems.crossattn.model.config import Config
+from src.systems.crossattn.model.layers import CrossAttentionLM
 from src.training.parallel import memory, zero
 from src.training.parallel.compile import Compiled, layers
 from src.training.parallel.memory_plan import LiveStorages

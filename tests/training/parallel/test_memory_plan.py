@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
-from src.config import Places
 from src.data.longest_batch import longest_batch
+from src.experiments.config import Places
 from src.experiments.grid import override
+from src.experiments.interfaces import load_experiment
+from src.experiments.registry import MODELS, bind
 from src.files import write_json
-from src.interfaces import load_experiment
-from src.registry import MODELS, bind
 from src.runs.context import Options
 from src.training.monitoring import flops
 from src.training.parallel import choice, memory, memory_plan

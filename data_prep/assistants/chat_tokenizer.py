@@ -1,0 +1,81 @@
+"""A tokenizer for conversations: `python -m data_prep.assistants.chat_tokenizer --from gpt2 --template oasst --name
+gpt2_chat`.
+
+A folder is made below --data_path: the tokenizer --from with the control tokens of a template behind all others, in an
+order that is always the same, and with the template itself. Tokens that it has already keep their ids. A template of
+its own is replaced.
+"""
+
+import argparse
+import hashlib
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from data_prep import command
+from src.data.text import tokenizers
+from src.errors import ConfigError, DataError
+from src.experiments.config import unknown_text
+from src.systems.assistants.conversations import templates
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+COMMAND = "python -m data_prep.assistants.chat_tokenizer"
+CONTROLS = {"chatml": templates.CHATML_TOKENS, "oasst": templates.OASST_TOKENS}
+
+
+def _add_options(parser: argparse.ArgumentParser) -> None:
+    command.add_data_path(parser)
+    add = parser.add_argument
+    add(
+        "--from",
+        dest="source",
+        required=True,
+        metavar="TOKENIZER",
+        help="a folder below --data_path, any other folder, or a hub id",
+    )
+    add("--template", required=True, metavar="TEMPLATE", help=f"one of {', '.join(CONTROLS)}")
+    add("--name", required=True, help="the new folder below --data_path")
+    add(
+        "--end_token",
+        metavar="TOKEN",
+        help="of the vocabulary, such as </s>, where the tokenizer names none (default: the one it names)",
+    )
+
+
+def prepare(data_path: Path, source: str, template: str, name: str, end_token: str | None = None) -> bool:
+    """Make the folder `data_path / name`; False if it is whole and was made from the same, so that nothing was done.
+
+    Raises:
+        ConfigError: there is no such template.
+        DataError: the source is missing or damaged, has no end token, or is the new folder.
+        RunError: the disk refuses.
+    """
+    if template not in CONTROLS:
+        raise ConfigError(f"--template: {unknown_text('template', template, CONTROLS)}")
+    folder, place = data_path / name, data_path / source
+    if place.resolve() == folder.resolve():
+        raise DataError(f"--name: {folder} is what --from names. Choose another name.")
+    made = tokenizers.load(place if place.is_dir() else source, end_token=end_token)
+    known = len(made)
+    made.add_special_tokens({"extra_special_tokens": [*CONTROLS[template]]}, replace_extra_special_tokens=False)
+    made.chat_template = templates.read_source(template)
+    made_from = {
+        "tokenizer_sha256": hashlib.sha256(made.backend_tokenizer.to_str().encode()).hexdigest(),
+        "eos_token": made.eos_token,
+        "chat_template": made.chat_template,
+    }
+    return command.make_folder(folder, COMMAND, made_from, lambda beside: _save(made, beside, known)) is not None
+
+
+def _save(tokenizer: "PreTrainedTokenizerFast", folder: Path, known: int) -> Mapping[str, Any]:
+    tokenizer.save_pretrained(folder)
+    return {"tokens": len(tokenizer), "new_tokens": len(tokenizer) - known}
+
+
+main = command.main_of(COMMAND, __doc__, _add_options, prepare)
+
+if __name__ == "__main__":
+    sys.exit(main())

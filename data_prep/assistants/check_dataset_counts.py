@@ -1,0 +1,156 @@
+"""Count samples of conversations: `python -m data_prep.assistants.check_dataset_counts --datasets webgpt gsm8k --mode
+sft`.
+
+python -m data_prep.assistants.check_dataset_counts --datasets all --mode rm --output_path dataset_counts.csv
+python -m data_prep.assistants.check_dataset_counts --datasets assistant_tiny_sft --languages language_counts.csv
+
+A name is a folder below --data_path, or a group of experiments, whose folders are meant; `all` are all conversations
+that are there. What
+is counted are rows that a training in the mode learns from: in sft conversations and texts, in rm replies of which one
+is better than another. With --prepare releases that are not there are prepared first, from the hub; of `all` of them
+this downloads more than 100 GB.
+"""
+
+import argparse
+import csv
+import io
+import sys
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from data_prep import command
+from data_prep.assistants import conversation_table, prepare_conversations, stdlib_conversations
+from data_prep.assistants.conversation_table import Mode
+from src.data import jsonl
+from src.errors import DataError
+from src.experiments.config import Places
+from src.files import MANIFEST, read_manifest, write_atomic
+from src.support.command_line import aligned_lines
+from src.systems.assistants import groups, presets
+from src.systems.assistants.conversations.entries import Entry, read_entry
+from src.systems.assistants.conversations.rows import read_rows
+
+COMMAND = "python -m data_prep.assistants.check_dataset_counts"
+COLUMNS = ("dataset_name", "train_counts", "eval_counts", "total_counts")
+GROUPS = {**groups.GROUPS, **presets.GROUPS}
+_MADE_BY = (prepare_conversations.COMMAND, stdlib_conversations.COMMAND)
+
+
+def _add_options(parser: argparse.ArgumentParser) -> None:
+    command.add_data_path(parser)
+    add = parser.add_argument
+    add("--datasets", nargs="+", required=True, metavar="NAME", help="folders, groups of experiments, or all")
+    add(
+        "--mode",
+        choices=("sft", "rm"),
+        default="sft",
+        help="what is learned: answers, or which reply is better (default: %(default)s)",
+    )
+    add("--output_path", type=Path, default=Path("dataset_counts.csv"), help="(default: %(default)s)")
+    add("--languages", type=Path, metavar="CSV", help="also count messages by the language that they are told to be in")
+    add("--prepare", action="store_true", help="first prepare releases that are not there")
+
+
+def check(
+    data_path: Path, datasets: Sequence[str], mode: Mode, output_path: Path, languages: Path | None, prepare: bool
+) -> None:
+    """Write the counts, and print them.
+
+    Raises:
+        DataError: a named data set is not there, or has nothing to learn from in this mode; or none is there.
+    """
+    named = [word for words in datasets for word in words.split(",")]
+    names = list(dict.fromkeys(name for word in named for name in _names(data_path, word, mode, prepare)))
+    missing = _prepare_missing(data_path, names, mode) if prepare else {}
+    if missing and "all" not in named:
+        raise DataError(next(iter(missing.values())))
+    rows, told = list[tuple[str, ...]](), Counter[tuple[str, str]]()
+    for name in names:
+        if name in missing:
+            continue
+        counts = Counter[str]()
+        for split, entry in read_entries(data_path, name):
+            counts[split] += is_learned(entry, mode)
+            told.update((name, str(message.tags.get("lang", "untold"))) for message in entry.conversation)
+        if total := sum(counts.values()):
+            rows.append((name, *(str(counts[split]) for split in jsonl.SPLITS), str(total)))
+        elif "all" not in named:
+            hint = "A release that has both modes is prepared for the other with --mode."
+            raise DataError(f"{data_path / name}: nothing to learn from in mode {mode}. {hint}")
+    if not rows:
+        hint = f"Prepare one ({prepare_conversations.COMMAND}), or add --prepare."
+        raise DataError(f"{data_path}: no data set for mode {mode} is there. {hint}")
+    write_table(output_path, COLUMNS, rows)
+    print("\n".join(aligned_lines([COLUMNS, *rows])))
+    for name, reason in missing.items():
+        print(f"{name}: left out: {reason}")
+    if languages is not None:
+        told_rows = [(name, lang, str(count)) for (name, lang), count in sorted(told.items())]
+        write_table(languages, ("dataset_name", "language", "messages"), told_rows)
+
+
+def _prepare_missing(data_path: Path, names: Sequence[str], mode: Mode) -> dict[str, str]:
+    """Prepare the releases that are not there; returns by name why one could not be."""
+    missing = dict[str, str]()
+    for name in names:
+        if not (data_path / name / MANIFEST).is_file():
+            try:
+                prepare_conversations.prepare(data_path, name, mode=mode)
+            except DataError as error:
+                missing[name] = str(error)
+    return missing
+
+
+def read_entries(data_path: Path, name: str) -> Iterator[tuple[str, Entry]]:
+    """(split, entry) of all rows of a prepared data set.
+
+    Raises:
+        DataError: it is not there, incomplete or damaged, or its rows are no conversations.
+    """
+    places = Places(data=data_path, runs=data_path)
+    jsonl.require_splits(places, name)
+    for split in jsonl.SPLITS:
+        path = data_path / name / f"{split}.jsonl"
+        rows = read_rows(path)
+        yield from ((split, read_entry(row, str(path))) for row in rows)
+
+
+def is_learned(entry: Entry, mode: Mode) -> bool:
+    """Whether a training in the mode learns from an entry. Ties alone tell nothing."""
+    return mode == "sft" or len({reply.rank for reply in entry.replies}) > 1
+
+
+def write_table(path: Path, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Write a file of comma-separated values, whole or not at all."""
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows([header, *rows])
+    write_atomic(path, text.getvalue())
+
+
+def _names(data_path: Path, name: str, mode: Mode, prepare: bool) -> list[str]:
+    """The folders that a name stands for."""
+    if name in GROUPS:
+        return [corpus for experiment in GROUPS[name] for corpus in list_corpora(experiment.get("data"))]
+    if name != "all":
+        return [name]
+    made = (path.parent for path in sorted(data_path.glob(f"*/{MANIFEST}")))
+    found = [
+        folder.name for folder in made if str(read_manifest(folder, DataError).get("command")).startswith(_MADE_BY)
+    ]
+    return sorted({*found, *(each for each in conversation_table.names(mode) if prepare and "{" not in each)})
+
+
+def list_corpora(data: Any) -> list[str]:
+    """The corpora of the data of an experiment, of mixtures too."""
+    if isinstance(data, Mapping):
+        own = [data["corpus"]] if isinstance(data.get("corpus"), str) else []
+        return [*own, *(corpus for value in data.values() for corpus in list_corpora(value))]
+    return [corpus for each in data for corpus in list_corpora(each)] if isinstance(data, list) else []
+
+
+main = command.main_of(COMMAND, __doc__, _add_options, check)
+
+if __name__ == "__main__":
+    sys.exit(main())

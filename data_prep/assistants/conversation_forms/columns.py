@@ -1,0 +1,142 @@
+"""Columns of rows, filled into texts: the question, the answer, and properties of the answer.
+
+"{title}. {answers.text.0}" has the column `title` and the first item of `text` in the column `answers`. "{aliases|any}"
+is one item of a list, always the same one for the same row. `FILTERS` has more words like `any`.
+"""
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from pydantic import Field, field_validator
+
+from data_prep.assistants.conversation_forms.rows import Form, Row, missing_column, pick, text_of, texts_of
+from src.errors import DataError
+from src.experiments.config import unknown_text
+
+_PLACE = re.compile(r"\{([^{}|]+)((?:\|\w+)*)\}")
+_REFERENCES = re.compile(r"\s*\[(?:\d+(?:,\s*\d+)*|[a-zA-Z]|citation needed)\]")
+_CHOICE = re.compile(r"\s*answer :.*", re.DOTALL)
+_BLANK_LINES = re.compile(r"\n{2,}")
+MOST_WORDS = 512
+
+
+def remove_references(text: str) -> str:
+    """Remove references such as [1], [1, 2], [a] and [citation needed]."""
+    return _REFERENCES.sub("", text)
+
+
+FILTERS: dict[str, Callable[[str], str]] = {
+    "strip": str.strip,
+    "unreferenced": remove_references,
+    "before_answer": lambda text: _CHOICE.sub("", text),
+    "words": lambda text: " ".join(_BLANK_LINES.sub("\n", text).split(" ")[:MOST_WORDS]),
+}
+"""Changes of a text. words: the first 512, without blank lines.
+`any` selects one item of a list; without it the items are joined."""
+
+
+class Columns(Form):
+    """Columns of a row, filled into texts. A row without a question or an answer is skipped."""
+
+    user: str | Sequence[str]
+    """The question; one of several texts."""
+    assistant: str | Sequence[str]
+    """The answer; one of several texts."""
+    system: str | None = None
+    context: str | None = None
+    """Source of the answer."""
+    lang: str | None = None
+    """Language of both."""
+    otherwise: str | None = Field(default=None, min_length=1)
+    """The answer if the columns are empty."""
+
+    @field_validator("user", "assistant", "system", "context", "lang")
+    @classmethod
+    def _check_filters(cls, value: str | Sequence[str] | None) -> str | Sequence[str] | None:
+        for text in (value,) if isinstance(value, str) else value or ():
+            for name in (name for _, names in _PLACE.findall(text) for name in names.split("|")[1:]):
+                if name not in (*FILTERS, "any"):
+                    raise ValueError(unknown_text("filter", name, [*FILTERS, "any"]))
+        return value
+
+    def read(self, row: Row, where: str) -> Iterator[Row]:
+        """See `Form.read`."""
+        question, answer = self._choose(self.user, row, where), self._choose(self.assistant, row, where)
+        answer = answer if answer.strip() else self.otherwise or ""
+        if not question.strip() or not answer.strip():
+            return
+        messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+        if self.system and (system := fill(self.system, row, where)).strip():
+            messages.insert(0, {"role": "system", "content": system})
+        if self.context and (context := fill(self.context, row, where)).strip():
+            messages[-1]["context"] = context
+        if self.lang:
+            for message in messages[-2:]:
+                message["lang"] = fill(self.lang, row, where)
+        yield {"messages": messages}
+
+    def _choose(self, texts: str | Sequence[str], row: Row, where: str) -> str:
+        return fill(texts if isinstance(texts, str) else pick(texts, row), row, where).strip(" ")
+
+
+class Programs(Columns):
+    """Columns with tests of the program in the answer, which reward `python` runs. Rows get "tests"."""
+
+    tests: str
+    """Column with a list of tests."""
+    setup: str | None = None
+    """Column with code that each test needs."""
+
+    def read(self, row: Row, where: str) -> Iterator[Row]:
+        """See `Form.read`."""
+        setup = text_of(row, self.setup, where) if self.setup else ""
+        tests = [f"{setup}\n{test}" if setup.strip() else test for test in texts_of(row, self.tests, where)]
+        yield from ({**each, "tests": tests} for each in super().read(row, where))
+
+
+def fill(text: str, row: Row, where: str) -> str:
+    """Fill the columns of a row into a text; null becomes an empty text.
+
+    Raises:
+        DataError: a column is missing, or its value is not text.
+    """
+
+    def value_of(place: re.Match[str]) -> str:
+        value, names = look_up(row, place[1], where), place[2].split("|")[1:]
+        if isinstance(value, list):
+            value = (pick(value, row, place[1]) if value else "") if "any" in names else " ".join(map(str, value))
+        if isinstance(value, dict):
+            raise DataError(
+                f"{where}: column {place[1]!r}: expected text, got an object with {', '.join(value) or 'nothing'}."
+            )
+        text = "" if value is None else str(value)
+        for name in names:
+            text = FILTERS.get(name, str)(text)
+        return text
+
+    return _PLACE.sub(value_of, text)
+
+
+def is_there(row: Row, path: str) -> bool:
+    """Whether a row has the column of a dotted path."""
+    return path in row or path.partition(".")[0] in row
+
+
+def look_up(row: Row, path: str, where: str) -> Any:
+    """Value at a dotted path of a row, such as "answers.text.0"; None if a list is shorter or a parent is null. A
+    column that is named like
+    the path takes precedence: --columns gives such names.
+
+    Raises:
+        DataError: there is no such column.
+    """
+    value: Any = row
+    for name in [path] if path in row else path.split("."):
+        if isinstance(value, list):
+            value = value[int(name)] if name.isdigit() and int(name) < len(value) else None
+        elif isinstance(value, dict) and name in value:
+            value = value[name]
+        elif value is not None:
+            raise missing_column(row, path, where)
+    return value

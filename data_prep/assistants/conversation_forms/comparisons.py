@@ -1,0 +1,174 @@
+"""Releases of compared replies: with scores, choices between two, dialogues, endings, or added replies of a model.
+
+Replies with equal scores are ties. The rows of a group are merged by reply.
+"""
+
+import re
+from collections.abc import Iterator, Sequence
+
+from pydantic import Field
+
+from data_prep.assistants.conversation_forms.columns import fill, look_up, remove_references
+from data_prep.assistants.conversation_forms.layouts import pair
+from data_prep.assistants.conversation_forms.rows import (
+    Form,
+    Row,
+    add_change,
+    alternate,
+    changes_of,
+    column,
+    objects_of,
+    pick,
+    rank_replies,
+    rows_of,
+    text_of,
+    texts_of,
+)
+from src.errors import DataError
+
+_TURN = re.compile(r"(?:^|\n\n)(Human|Assistant):")
+
+
+class Scored(Form):
+    """Pairs of replies with a score each. A reply in several rows gets the mean of its scores."""
+
+    prompt: str
+    """The prompt, such as "{question.full_text}"."""
+    replies: Sequence[Sequence[str]] = Field(min_length=2)
+    """[column of a reply, column of its score] for each reply."""
+    most: int = Field(default=5, gt=1)
+    """Maximum number of replies: the best ones and the worst."""
+    unreferenced: bool = False
+    """Whether to remove marks of references such as [1] from replies."""
+
+    def read(self, row: Row, where: str) -> Iterator[Row]:
+        """See `Form.read`. Pairs of equal replies, or with an empty one, are skipped."""
+        rows, scores = rows_of(row), dict[str, list[float]]()
+        for each in rows:
+            texts = [(self._reply(each, name, where), _number(each, score, where)) for name, score in self.replies]
+            if all(text.strip() for text, _ in texts) and len({text for text, _ in texts}) > 1:
+                for text, score in texts:
+                    scores.setdefault(text, []).append(score)
+        prompt = fill(self.prompt, rows[0], where)
+        if scores and prompt.strip():
+            replies = rank_replies({text: sum(several) / len(several) for text, several in scores.items()})
+            few = replies if len(replies) <= self.most else [*replies[: self.most - 1], replies[-1]]
+            yield {"messages": [{"role": "user", "content": prompt}], "replies": few}
+
+    def _reply(self, row: Row, name: str, where: str) -> str:
+        text = row.get(name)
+        if text is None and name in row:
+            return ""
+        text = text_of(row, name, where)
+        return remove_references(text) if self.unreferenced else text
+
+
+class Wins(Form):
+    """Two summaries of a text and the choice of one. Summaries of a group of rows are ranked by number of choices."""
+
+    texts: Sequence[str] = Field(min_length=1)
+    """Columns of the text; the first that is not null counts."""
+    prompts: Sequence[str] = Field(min_length=1)
+    """Prompts with {text}; one is chosen for each text."""
+    least_confidence: int | None = None
+    """Minimum confidence of the annotator; None: any. Rows without a confidence count."""
+
+    def read(self, row: Row, where: str) -> Iterator[Row]:
+        """See `Form.read`."""
+        rows, wins = rows_of(row), dict[str, int]()
+        for each in rows:
+            chosen = column(each, "choice", where)
+            texts = [
+                text_of(summary, "text", f"{where}: summaries") for summary in objects_of(each, "summaries", where)
+            ]
+            if chosen not in (0, 1) or len(set(texts)) != 2 or len(texts) != 2 or not self._is_sure(each):
+                continue
+            for place, summary in enumerate(texts):
+                wins[summary] = wins.get(summary, 0) + (place == chosen)
+        text = next((value for path in self.texts if (value := look_up(rows[0], path, where))), None)
+        if wins and text is not None:
+            if not isinstance(text, str):
+                raise DataError(f"{where}: columns {', '.join(self.texts)}: expected text, got {type(text).__name__}.")
+            prompt = pick(self.prompts, text).replace("{text}", text)
+            yield {"messages": [{"role": "user", "content": prompt}], "replies": rank_replies(wins)}
+
+    def _is_sure(self, row: Row) -> bool:
+        extra = row.get("extra")
+        confidence = extra.get("confidence") if isinstance(extra, dict) else None
+        return (
+            self.least_confidence is None
+            or not isinstance(confidence, int | float)
+            or confidence >= self.least_confidence
+        )
+
+
+def _number(row: Row, name: str, where: str) -> float:
+    value = column(row, name, where)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise DataError(f"{where}: column {name!r}: expected a number, got {type(value).__name__}.")
+    return float(value)
+
+
+class Dialogues(Form):
+    """{"chosen", "rejected"}: texts of a dialogue. Turns start with "Human:" or "Assistant:" after an empty line."""
+
+    def read(self, row: Row, where: str) -> Iterator[Row]:
+        """See `Form.read`. A paragraph without a speaker continues the previous turn."""
+        chosen, rejected = (self._turns(text_of(row, name, where)) for name in ("chosen", "rejected"))
+        if (
+            len(chosen) > 1
+            and chosen[:-1] == rejected[:-1]
+            and chosen[-1]["role"] == rejected[-1]["role"] == "assistant"
+        ):
+            replies = ({"content": talk[-1]["content"], **changes_of(talk[-1])} for talk in (chosen, rejected))
+            yield from pair(chosen[:-1], *replies)
+
+    def _turns(self, text: str) -> list[Row]:
+        _, *parts = _TURN.split(text)
+        turns = list[Row]()
+        for speaker, content in zip(parts[::2], parts[1::2], strict=True):
+            role = "user" if speaker == "Human" else "assistant"
+            if turns and turns[-1]["role"] == role:
+                turns[-1]["content"] += f"\n\n{content.strip()}"
+                add_change(turns[-1], "joined")
+            else:
+                turns.append({"role": role, "content": content.strip()})
+        return turns if turns and turns[0]["role"] == "user" else []
+
+
+class Endings(Form):
+    """{"ctx", "endings", "label"}: the text with the right ending against the text with a wrong one. No prompt."""
+
+    def read(self, row: Row, where: str) -> Iterator[Row]:
+        """See `Form.read`."""
+        text, endings, label = (
+            text_of(row, "ctx", where),
+            texts_of(row, "endings", where),
+            str(column(row, "label", where)),
+        )
+        if not label.isdigit() or int(label) >= len(endings):
+            raise DataError(
+                f"{where}: column 'label': expected the number of one of {len(endings)} endings, got {label!r}."
+            )
+        others = [ending for place, ending in enumerate(endings) if place != int(label)]
+        texts = endings[int(label)], pick(others, row)
+        good, bad = (f"{text}{'' if ending[:1].isspace() else ' '}{ending}" for ending in texts)
+        yield from pair([], good, bad)
+
+
+class Augmented(Form):
+    """{"prefixes", "responses", "augmented"}: a conversation, replies from best to worst, and worse replies of a model.
+
+    One of the worse replies becomes the last. Rows with "split" "val" have no worse replies.
+    """
+
+    def read(self, row: Row, where: str) -> Iterator[Row]:
+        """See `Form.read`."""
+        replies = texts_of(row, "responses", where)
+        worse = (
+            [text for text in texts_of(row, "augmented", where) if text not in replies] if row.get("augmented") else []
+        )
+        if worse and row.get("split") != "val":
+            replies = [*replies, pick(worse, row)]
+        scores = {text: -float(place) for place, text in enumerate(replies)}
+        yield {"messages": alternate(texts_of(row, "prefixes", where)), "replies": rank_replies(scores)}

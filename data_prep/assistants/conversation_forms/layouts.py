@@ -1,0 +1,143 @@
+"""Layouts of many releases: messages, prompt with completion, Alpaca's, a chosen and a rejected reply, plain text."""
+
+import re
+from collections.abc import Iterator, Sequence
+
+from pydantic import Field
+
+from data_prep.assistants.conversation_forms.rows import (
+    Form,
+    Row,
+    add_change,
+    changes_of,
+    column,
+    messages_of,
+    pick,
+    reasoning_of,
+    text_of,
+    up_to_last_answer,
+)
+from src.errors import DataError
+
+_NO_INPUT = re.compile(
+    r"\W*(input\W+)?(no ?input(\W+(is\W+)?(required|needed|necessary|provided|given))?|n/a)\W*", re.IGNORECASE
+)
+
+
+class Messages(Form):
+    """{"messages": [{"role", "content"}]}, or {"conversations": [{"from", "value"}]} as ShareGPT has it.
+
+    Consecutive messages of one role are joined by a line break; messages after the last answer are removed.
+    "tool_calls" and reasoning of messages and "tools" of the row are unchanged.
+    """
+
+    def read(self, row: Row, where: str) -> Iterator[Row]:
+        """See `Form.read`."""
+        if talk := up_to_last_answer(messages_of(row.get("messages", row.get("conversations")), where)):
+            yield {"messages": talk, **_tools(row)}
+
+
+def _tools(row: Row) -> Row:
+    """The tools of a row, if it has some."""
+    return {"tools": row["tools"]} if row.get("tools") else {}
+
+
+class Completion(Form):
+    """{"prompt", "completion"}, of text or of messages."""
+
+    def read(self, row: Row, where: str) -> Iterator[Row]:
+        """See `Form.read`."""
+        prompt, answer = (
+            messages_of(column(row, "prompt", where), where),
+            messages_of(column(row, "completion", where), where, "assistant"),
+        )
+        if answer:
+            yield {"messages": [*prompt, *answer], **_tools(row)}
+
+
+class Alpaca(Form):
+    """{"instruction", "input", "output"}: the input follows the instruction on a new line."""
+
+    joins: Sequence[str] = Field(default=["\n"], min_length=1)
+    """Between the instruction and the input: one of these."""
+    skip_no_input: bool = False
+    """Whether to remove an input such as "no input", or one that the instruction contains."""
+
+    def read(self, row: Row, where: str) -> Iterator[Row]:
+        """See `Form.read`."""
+        prompt, more = text_of(row, "instruction", where), str(row.get("input") or "")
+        answer = text_of(row, "output", where)
+        if self.skip_no_input and (_NO_INPUT.fullmatch(more) or more.lower() in prompt.lower()):
+            more = ""
+        prompt = pick(self.joins, prompt, more).join(part for part in (prompt, more) if part)
+        system = [{"role": "system", "content": row["system"]}] if row.get("system") else []
+        if prompt.strip() and answer.strip():
+            yield {"messages": [*system, {"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]}
+
+
+class Pairs(Form):
+    """{"chosen", "rejected"} with {"prompt"} or {"conversations"}:
+    texts, messages, or conversations that end with the reply."""
+
+    def read(self, row: Row, where: str) -> Iterator[Row]:
+        """See `Form.read`."""
+        chosen, rejected = (
+            messages_of(column(row, name, where), where, "assistant") for name in ("chosen", "rejected")
+        )
+        context = row.get("prompt", row.get("conversations"))
+        prompt = chosen[:-1] if context is None else messages_of(context, where)
+        if not (chosen and rejected) or chosen[-1]["role"] != "assistant" or rejected[-1]["role"] != "assistant":
+            return  # one has no reply
+        if context is None and rejected[:-1] != prompt:
+            return  # they answer different conversations
+        replies = [_reply(talk[-1], where) for talk in (chosen, rejected)]
+        for talk, reply in zip((chosen, rejected), replies, strict=True):
+            if talk[:-1] and talk[:-1] != prompt[1 - len(talk) :]:
+                add_change(reply, "removed", len(talk) - 1)
+        for reply, score in zip(replies, _scores(row), strict=False):
+            reply["score"] = score
+        yield from ({**each, **_tools(row)} for each in pair(prompt, *replies))
+
+
+def _scores(row: Row) -> tuple[float, ...]:
+    """Scores of chosen and rejected reply, from "score_chosen" and "score_rejected" or "margin"; () without them."""
+    if row.get("score_chosen") is not None and row.get("score_rejected") is not None:
+        return row["score_chosen"], row["score_rejected"]
+    return (row["margin"], 0.0) if row.get("margin") is not None else ()
+
+
+def _reply(message: Row, where: str) -> Row:
+    """The content and the reasoning of an answer, and the counts of its changes."""
+    if message.get("tool_calls"):
+        raise DataError(
+            f"{where}: tool_calls: expected replies of text, got {str(message['tool_calls'])[:60]}. Remove the row."
+        )
+    return {"content": message["content"], **reasoning_of(message), **changes_of(message)}
+
+
+def pair(messages: list[Row], chosen: str | Row, rejected: str | Row) -> Iterator[Row]:
+    """A row with two replies, unless they are the same."""
+    if chosen != rejected:
+        replies = [{"content": reply} if isinstance(reply, str) else reply for reply in (chosen, rejected)]
+        yield {"messages": messages, "replies": [{**reply, "rank": rank} for rank, reply in enumerate(replies)]}
+
+
+class RankedReplies(Form):
+    """{"messages", "replies"}: prepared rows, such as the preferences that `src.serving.page` writes."""
+
+    def read(self, row: Row, where: str) -> Iterator[Row]:
+        """See `Form.read`."""
+        yield {**{name: column(row, name, where) for name in ("messages", "replies")}, **_tools(row)}
+
+
+class Text(Form):
+    """{"text"}: plain text, in pieces."""
+
+    characters: int = Field(default=65_536, gt=0)
+    """Length of a piece."""
+
+    def read(self, row: Row, where: str) -> Iterator[Row]:
+        """See `Form.read`."""
+        text = text_of(row, "text", where)
+        for begin in range(0, len(text), self.characters):
+            yield {"text": text[begin : begin + self.characters]}

@@ -1,0 +1,191 @@
+"""Parts of every form of a release: its rows, their messages, and choices that depend only on a row."""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, TypeVar
+
+from src.errors import DataError
+from src.experiments.config import Config
+from src.systems.assistants.conversations.choices import draws
+from src.systems.assistants.conversations.entries import LINKS, REASONING
+
+Row = dict[str, Any]
+T = TypeVar("T")
+SPLIT_NAME = "split_name"
+"""Column that is added to every row: the name of its split on the hub, or of its file."""
+CHANGES = ("joined", "removed", "shortened")
+"""Changes of a conversation.
+`add_change` counts them on a message; preparation sums the counts and removes them from the row."""
+_CHANGE = "\0"
+"""Start of the key of such a count, so that no key of a published message equals it."""
+ROLES: Mapping[str, str] = {
+    "human": "user", "user": "user", "prompter": "user",
+    "gpt": "assistant", "assistant": "assistant", "chatgpt": "assistant", "bot": "assistant",
+    "function_call": "assistant", "system": "system", "observation": "tool", "tool": "tool", "function": "tool",
+}  # fmt: skip
+
+
+class Form(Config):
+    """A layout of published conversations or preferences; its fields are options of entries in resources/conversations.
+
+    src/systems/assistants/conversations/entries.py describes prepared rows.
+    """
+
+    def read(self, row: Row, where: str) -> Iterator[Row]:
+        """Convert a row of the release to prepared rows. With `group_by` the row is {"rows": the rows of one group}.
+
+        Raises:
+            DataError: the row has another layout; names `where`.
+        """
+        raise NotImplementedError
+
+
+def pick(choices: Sequence[T], *key: object) -> T:
+    """Choose one of several by `key` only: the same one for the same row, on every machine."""
+    parts = [
+        {name: part[name] for name in part if name != SPLIT_NAME} if isinstance(part, dict) else part for part in key
+    ]
+    return draws("release", *(json.dumps(part, sort_keys=True, default=str) for part in parts)).choice(choices)
+
+
+def rows_of(row: Row) -> list[Row]:
+    """The rows of a group, or the row itself without a group."""
+    rows = row.get("rows")
+    return rows if isinstance(rows, list) and set(row) == {"rows"} else [row]
+
+
+def column(row: Row, name: str, where: str) -> Any:
+    """The value of a column. Raises DataError if it is missing or null."""
+    if row.get(name) is None:
+        raise missing_column(row, name, where)
+    return row[name]
+
+
+def missing_column(row: Row, name: str, where: str) -> DataError:
+    """Name the missing column and the existing ones."""
+    names = ", ".join(each for each in row if each != SPLIT_NAME)
+    return DataError(f"{where}: no column {name!r}. It has: {names or 'none'}. --columns {name}=COLUMN names another.")
+
+
+def text_of(row: Row, name: str, where: str) -> str:
+    """The text in a column."""
+    value = column(row, name, where)
+    if not isinstance(value, str):
+        raise DataError(f"{where}: column {name!r}: expected text, got {type(value).__name__}.")
+    return value
+
+
+def texts_of(row: Row, name: str, where: str) -> list[str]:
+    """The list of texts in a column."""
+    return _list_of(row, name, where, str, "texts")
+
+
+def objects_of(row: Row, name: str, where: str) -> list[Row]:
+    """The list of objects in a column."""
+    return _list_of(row, name, where, dict, "objects")
+
+
+def _list_of(row: Row, name: str, where: str, kind: type[T], noun: str) -> list[T]:
+    value = column(row, name, where)
+    wrong = value if not isinstance(value, list) else next((each for each in value if not isinstance(each, kind)), None)
+    if not isinstance(value, list) or not all(isinstance(each, kind) for each in value):
+        raise DataError(
+            f"{where}: column {name!r}: expected a list of {noun}, got {str(wrong)[:60]!r} ({type(wrong).__name__})."
+        )
+    return value
+
+
+def messages_of(value: Any, where: str, role: str = "user") -> list[Row]:
+    """Messages of a text by `role`, of one message or of a list.
+    Consecutive messages of one role are joined by a line break."""
+    if isinstance(value, str):
+        return [{"role": role, "content": value}]
+    messages = list[Row]()
+    each: list[Any] = [value] if isinstance(value, dict) else value if isinstance(value, list) else [None]
+    for message in each:
+        speaker = message.get("role", message.get("from")) if isinstance(message, dict) else None
+        text = message.get("content", message.get("value")) if isinstance(message, dict) else None
+        calls = message.get("tool_calls") if isinstance(message, dict) else None
+        text = "" if calls and text is None else text
+        if not isinstance(speaker, str) or speaker not in ROLES or not isinstance(text, str):
+            raise DataError(
+                f"{where}: expected messages with role and content, or from and value; got {str(message)[:80]!r}."
+            )
+        add_message(
+            messages, ROLES[speaker], text, calls, {**reasoning_of(message), **_links_of(message, ROLES[speaker])}
+        )
+    return messages
+
+
+def reasoning_of(message: Row) -> Row:
+    """The reasoning of a message, under its name."""
+    return {name: message[name] for name in REASONING if message.get(name)}
+
+
+def _links_of(message: Row, role: str) -> Row:
+    """The keys by which the result of a tool refers to its call."""
+    return {name: message[name] for name in LINKS if role == "tool" and message.get(name)}
+
+
+def add_message(
+    messages: list[Row], role: str, text: str, calls: Any = None, more: Mapping[str, Any] | None = None
+) -> None:
+    """Append a message, or join it to the last one if both have the same role and only text.
+    calls: of tools. more: further keys."""
+    last = messages[-1] if messages else {}
+    if last.get("role") == role and role != "tool" and not calls and not more and "tool_calls" not in last:
+        last["content"] += f"\n{text}"
+        add_change(last, "joined")
+    else:
+        messages.append({"role": role, "content": text, **({"tool_calls": calls} if calls else {}), **(more or {})})
+
+
+def alternate(texts: Sequence[str]) -> list[Row]:
+    """Messages of the user and the assistant in turn."""
+    return [{"role": ("user", "assistant")[place % 2], "content": text} for place, text in enumerate(texts)]
+
+
+def up_to_last_answer(messages: list[Row]) -> list[Row]:
+    """The messages up to the last answer. Counts the rest as removed."""
+    end = max((place for place, message in enumerate(messages, 1) if message["role"] == "assistant"), default=0)
+    if 0 < end < len(messages):
+        add_change(messages[end - 1], "removed", len(messages) - end)
+    return messages[:end]
+
+
+def up_to_length(message: Row, characters: int) -> Row:
+    """A message truncated to `characters`, which is counted."""
+    if len(message["content"]) > characters:
+        message = {**message, "content": message["content"][:characters]}
+        add_change(message, "shortened")
+    return message
+
+
+def add_change(message: Row, change: str, count: int = 1) -> None:
+    """Add to the count of a change, one of `CHANGES`, on a message."""
+    message[_CHANGE + change] = message.get(_CHANGE + change, 0) + count
+
+
+def changes_of(message: Row) -> Row:
+    """The counts on a message, by their keys."""
+    return {key: count for key, count in message.items() if key.startswith(_CHANGE)}
+
+
+def pop_change(message: Row, change: str) -> int:
+    """Remove a count from a message."""
+    return message.pop(_CHANGE + change, 0)
+
+
+def contradicts_itself(row: Row) -> bool:
+    """Whether two equal replies of a prepared row have different ranks."""
+    replies = row.get("replies")
+    dicts = [each for each in replies if isinstance(each, dict)] if isinstance(replies, list) else []
+    pairs = {((each.get("content"), str(reasoning_of(each))), each.get("rank")) for each in dicts}
+    return len({reply for reply, _ in pairs}) < len(pairs)
+
+
+def rank_replies(scores: Mapping[str, float]) -> list[Row]:
+    """Replies with ranks, best first. Equal scores are ties. scores: score of each reply; greater is better."""
+    steps = sorted(set(scores.values()), reverse=True)
+    ordered = sorted(scores, key=lambda content: -scores[content])  # stable
+    return [{"content": content, "rank": steps.index(scores[content])} for content in ordered]

@@ -1,0 +1,88 @@
+"""Pairs of texts in two languages as requests to translate one of them.
+Direction and wording depend on the pair of texts alone."""
+
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import Any
+
+from pydantic import field_validator
+
+from data_prep.assistants.conversation_forms.rows import Form, Row, column, pick, text_of
+from src.errors import DataError
+from src.experiments.config import unknown_text
+from src.files import ROOT, read_yaml
+
+REQUESTS = ROOT / "resources" / "conversations" / "requests" / "translation.yaml"
+_THREE_LETTERS = {"ara": "ar", "ita": "it", "nld": "nl", "tur": "tr", "ukr": "uk", "vie": "vi"}
+
+
+@lru_cache
+def load_requests() -> dict[str, Any]:
+    """{"english": requests in English, "languages": {code: {"name", "own": requests in the language}}};
+    {text} and {language} in each."""
+    return read_yaml(REQUESTS, "requests")
+
+
+class Translations(Form):
+    """{"translation": {code: text, code: text}}."""
+
+    pair: str
+    """Codes of the two languages, as "de-en"."""
+
+    @field_validator("pair")
+    @classmethod
+    def _check_pair(cls, value: str) -> str:
+        codes = _codes(value)
+        if len(codes) != 2 or codes[0] == codes[1]:
+            raise ValueError(f"expected two codes such as de-en, got {value!r}.")
+        for code in codes:
+            if code not in load_requests()["languages"]:
+                raise ValueError(unknown_text("language", code, load_requests()["languages"]))
+        return value
+
+    def read(self, row: Row, where: str) -> Iterator[Row]:
+        """See `Form.read`."""
+        texts = column(row, "translation", where)
+        if not isinstance(texts, dict):
+            raise DataError(
+                f"{where}: column 'translation': expected a text for each language, got {type(texts).__name__}."
+            )
+        yield from translate({code: text_of(texts, code, f"{where}: translation") for code in _codes(self.pair)})
+
+
+class DiveMT(Form):
+    """{"subject_id": "ita_…", "src_text", "tgt_text"}: from English into the language before the underscore."""
+
+    def read(self, row: Row, where: str) -> Iterator[Row]:
+        """See `Form.read`."""
+        code = text_of(row, "subject_id", where).partition("_")[0]
+        if code not in _THREE_LETTERS:
+            raise DataError(f"{where}: subject_id: {unknown_text('language', code, _THREE_LETTERS)}")
+        yield from translate(
+            {"en": text_of(row, "src_text", where), _THREE_LETTERS[code]: text_of(row, "tgt_text", where)}
+        )
+
+
+def _codes(pair: str) -> list[str]:
+    """Of "zh-tw-en" zh-tw and en: a code of a script belongs to the one before it."""
+    codes = list[str]()
+    for code in pair.split("-"):
+        if code == "tw" and codes:
+            codes[-1] += "-tw"
+        else:
+            codes.append(code)
+    return codes
+
+
+def translate(texts: dict[str, str]) -> Iterator[Row]:
+    """A row that asks for one of two texts in the other language, unless one of them says nothing.
+    texts: by the codes of languages."""
+    if not all(text.strip() for text in texts.values()):
+        return
+    requests, codes = load_requests(), list(texts)
+    source, target = pick([codes, codes[::-1]], "direction", texts)
+    language = requests["languages"][target]
+    asked = pick([*requests["english"], *language["own"]], "request", texts)
+    asked = asked.replace("{language}", language["name"]).replace("{text}", texts[source])
+    answer = {"role": "assistant", "content": texts[target], "lang": target}
+    yield {"messages": [{"role": "user", "content": asked}, answer]}

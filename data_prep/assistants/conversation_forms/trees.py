@@ -1,0 +1,144 @@
+"""Open-Assistant's trees of messages: their threads, and what people ranked in them.
+
+A row is a tree, {"tree_state", "prompt": {"text", "role", "replies": [...]}}, or a group of the messages of one, as the
+hub has them.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from pydantic import Field
+
+from data_prep.assistants.conversation_forms.rows import (
+    ROLES,
+    Form,
+    Row,
+    column,
+    objects_of,
+    rows_of,
+    text_of,
+    up_to_last_answer,
+)
+from src.errors import DataError
+
+_LABELS = ("quality", "humor", "creativity")
+
+
+class Threads(Form):
+    """The threads from a prompt to each last answer.
+    Of several that a person says after one answer and nobody has answered, the first counts."""
+
+    languages: Sequence[str] = Field(default=["en"], min_length=1)
+    """Of prompts."""
+    top_k: int | None = Field(default=None, gt=0)
+    """Replies of a rank below it are gone on with; None: all."""
+    synthetic: bool = False
+    """Whether messages that a model has written are read."""
+
+    def read(self, row: Row, where: str) -> Iterator[Row]:
+        """See `Form.read`."""
+
+        def walk(thread: list[Row]) -> Iterator[list[Row]]:
+            found = self.good_replies(thread[-1])
+            leaves = [reply for reply in found if not self.good_replies(reply)]
+            if thread[-1]["role"] == "assistant":  # their threads end with it: once
+                found = [reply for reply in found if reply not in leaves] or leaves[:1]
+            if not found:
+                yield thread
+            for reply in found:
+                yield from walk([*thread, reply])
+
+        for prompt in self.prompts(row, where):
+            for thread in walk([prompt]):
+                if told := up_to_last_answer([_message(each) for each in thread]):
+                    yield {"messages": told}
+
+    def prompts(self, row: Row, where: str) -> list[Row]:
+        """The prompt of a tree that is finished, was found good, and is in one of the languages; else none."""
+        tree = _tree(rows_of(row), where)
+        prompt = column(tree, "prompt", where)
+        _check(prompt, f"{where}: prompt")
+        good = (
+            tree.get("tree_state") == "ready_for_export"
+            and prompt.get("review_result")
+            and prompt.get("lang") in self.languages
+        )
+        return [{**prompt, "role": "user"}] if good and self.is_read(prompt) else []
+
+    def is_read(self, message: Row) -> bool:
+        """Whether a message is there, and written by one who counts."""
+        return not message.get("deleted") and (self.synthetic or not message.get("synthetic"))
+
+    def good_replies(self, message: Row) -> list[Row]:
+        """The replies to a message that are gone on with."""
+        replies = [{**reply, "role": ROLES.get(reply.get("role", ""), "")} for reply in message.get("replies") or ()]
+        good = [reply for reply in replies if self.is_read(reply)]
+        if self.top_k is None or message["role"] == "assistant":
+            return good
+        only = len(replies) == 1
+        return [each for each in good if (only if each.get("rank") is None else each["rank"] < self.top_k)]
+
+
+class Ranked(Threads):
+    """Each message of a person with the ranked replies to it."""
+
+    def read(self, row: Row, where: str) -> Iterator[Row]:
+        """See `Form.read`."""
+
+        def walk(thread: list[Row]) -> Iterator[Row]:
+            ranked = [
+                each for each in thread[-1].get("replies") or () if type(each.get("rank")) is int and self.is_read(each)
+            ]
+            if thread[-1]["role"] != "assistant" and len(ranked) > 1:
+                replies = [{**_message(reply), "rank": reply["rank"]} for reply in ranked]
+                for reply in replies:
+                    del reply["role"]
+                yield {"messages": [_message(each) for each in thread], "replies": replies}
+            for reply in self.good_replies(thread[-1]):
+                yield from walk([*thread, reply])
+
+        for prompt in self.prompts(row, where):
+            yield from walk([prompt])
+
+
+def _tree(rows: list[Row], where: str) -> Row:
+    """The tree of its messages, whatever their order; of one row that is a tree, itself."""
+    if len(rows) == 1 and "message_id" not in rows[0]:
+        return rows[0]
+    copies = {text_of(row, "message_id", where): {**row, "replies": list[Row]()} for row in rows}
+    roots = list[Row]()
+    for message in copies.values():
+        above = copies.get(str(message.get("parent_id")))
+        (above["replies"] if above else roots).append(message)
+    first = next((root for root in roots if root.get("parent_id") is None), {})
+    return {"tree_state": first.get("tree_state"), "prompt": first}
+
+
+def _check(message: Any, where: str) -> None:
+    """Raises DataError where a message, or one below it, is none."""
+    if not isinstance(message, dict):
+        raise DataError(
+            f"{where}: expected a message with text and role, got {str(message)[:60]!r} ({type(message).__name__})."
+        )
+    for name in ("text", "role"):
+        text_of(message, name, where)
+    if type(message.get("rank")) not in (int, type(None)):
+        raise DataError(f"{where}: rank: expected a whole number or null, got {message['rank']!r:.60}.")
+    for reply in objects_of(message, "replies", where) if message.get("replies") is not None else ():
+        _check(reply, f"{where}.replies")
+
+
+def _message(message: Row) -> Row:
+    labels = message.get("labels")
+    labels = labels if isinstance(labels, dict) else {}
+    told = {name: value for name in _LABELS if (value := _label(labels, name)) is not None}
+    lang = {"lang": message["lang"]} if message.get("lang") else {}
+    return {"role": ROLES.get(message["role"], "user"), "content": message["text"], **lang, **told}
+
+
+def _label(labels: Row, name: str) -> Any:
+    """A label's value: of {name: {"value"}} in files, or of {"name": [...], "value": [...]} on the hub."""
+    names, values = labels.get("name"), labels.get("value")
+    if isinstance(names, list) and isinstance(values, list):
+        return next((value for each, value in zip(names, values, strict=False) if each == name), None)
+    return labels[name].get("value") if isinstance(labels.get(name), dict) else None

@@ -1,0 +1,106 @@
+"""Examples of the standard library's documentation with their output, each module run twice in a process of its own."""
+
+import contextlib
+import doctest
+import importlib
+import importlib.util
+import io
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from data_prep.metadata import stdlib_pages
+from src.files import ROOT
+
+SECONDS = 60
+"""Of one module."""
+_PROGRAM = "import sys; from data_prep import doctest_examples; doctest_examples.main(sys.argv[1])"
+MOST_CHARACTERS = 300
+"""Of the code of an example, with the lines before it in its docstring."""
+
+
+def examples() -> list[tuple[str, str]]:
+    """(code, what it prints) of each example of which both runs, and the documentation, agree; in module order."""
+    with ThreadPoolExecutor(2) as pool:
+        found = pool.map(_run, filter(_has_examples, stdlib_pages.modules()))
+        return list(dict.fromkeys((code, printed) for own in found for code, printed in own))
+
+
+def _has_examples(name: str) -> bool:
+    """Whether the source of a module, or of a module of a package, shows any; one in C tells nothing of it, and may."""
+    found = importlib.util.find_spec(name)
+    if found is None or found.origin in (None, "built-in", "frozen"):
+        return found is not None
+    path = Path(str(found.origin))
+    return path.suffix != ".py" or any(
+        b">>>" in each.read_bytes()
+        for each in (path.parent.glob("*.py") if found.submodule_search_locations else [path])
+    )
+
+
+def _run(name: str) -> list[tuple[str, str]]:
+    runs = []
+    for _ in range(2):
+        try:
+            done = subprocess.run(
+                [sys.executable, "-s", "-W", "ignore", "-c", _PROGRAM, name],
+                capture_output=True,
+                timeout=SECONDS,
+                check=True,
+                stdin=subprocess.DEVNULL,
+                cwd=ROOT,
+            )
+        except (subprocess.SubprocessError, OSError):
+            return []
+        runs.append([(code, printed) for code, printed in json.loads(done.stdout.splitlines()[-1])])
+    again = set(runs[1])
+    return [each for each in runs[0] if each in again]
+
+
+def run_module(name: str) -> Iterator[tuple[str, str]]:
+    """The examples of a module that print what its documentation says, which are run here."""
+    module = importlib.import_module(name)
+    for test in doctest.DocTestFinder(exclude_empty=True).find(module, name):
+        code, passed = "", set[int]()
+        runner = _Runner(passed)
+        with contextlib.redirect_stdout(io.StringIO()):
+            runner.run(test, clear_globs=True)
+        for number, example in enumerate(test.examples):
+            code += example.source
+            if number in passed and example.want.strip() and example.exc_msg is None and len(code) <= MOST_CHARACTERS:
+                yield code.rstrip("\n"), example.want.rstrip("\n")
+
+
+class _Runner(doctest.DocTestRunner):
+    """Notes which examples print exactly what is written."""
+
+    def __init__(self, passed: set[int]) -> None:
+        super().__init__(verbose=False)
+        self._passed = passed
+
+    def report_start(self, out: Any, test: doctest.DocTest, example: doctest.Example) -> None:
+        pass
+
+    def report_success(self, out: Any, test: doctest.DocTest, example: doctest.Example, got: str) -> None:
+        if got == example.want:
+            self._passed.add(test.examples.index(example))
+
+    def report_failure(self, out: Any, test: doctest.DocTest, example: doctest.Example, got: str) -> None:
+        pass
+
+    def report_unexpected_exception(
+        self, out: Any, test: doctest.DocTest, example: doctest.Example, exc_info: Any
+    ) -> None:
+        pass
+
+
+def main(name: str) -> None:
+    """Print the examples of a module as JSON, in the last line; none where it cannot be imported."""
+    found = []
+    with contextlib.suppress(Exception, SystemExit):
+        found = list(run_module(name))
+    print("\n" + json.dumps(found))

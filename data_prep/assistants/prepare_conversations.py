@@ -1,0 +1,465 @@
+"""Prepare conversations or preferences from a published file, for the recipes sft, reward, dpo, grpo and ppo.
+
+python -m data_prep.assistants.prepare_conversations --name webgpt
+python -m data_prep.assistants.prepare_conversations --name webgpt --train comparisons.jsonl
+python -m data_prep.assistants.prepare_conversations --name oasst_replies --release oasst_export --mode rm --train
+trees.jsonl.gz python -m data_prep.assistants.prepare_conversations --name mine --release_file mine.yaml python -m
+data_prep.assistants.prepare_conversations --form completion --train q.jsonl \\
+    --columns prompt=question completion=answer --keep answer --name mine
+
+A release is an entry of resources/conversations or of your own file. It names the source and the form of its rows;
+--form replaces it. Sources: JSON, JSON lines (also .gz), Parquet, folders of `datasets`, hub:ID. --keep copies columns
+into the prepared rows, where rewards read them. Without validation rows, a share of --train is for validation, chosen
+by a digest of the first message. Validation rows that equal a training row are removed; case and blanks do not count. A
+source that is given for both splits is in both.
+"""
+
+import argparse
+import hashlib
+import json
+import sys
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from itertools import islice
+from pathlib import Path
+from tempfile import TemporaryFile
+from typing import Any
+
+from data_prep import command, sources
+from data_prep.assistants import conversation_joining, conversation_table
+from data_prep.assistants.conversation_forms.columns import Columns, is_there, look_up
+from data_prep.assistants.conversation_forms.rows import (
+    CHANGES,
+    SPLIT_NAME,
+    Form,
+    Row,
+    contradicts_itself,
+    missing_column,
+    pop_change,
+    rows_of,
+)
+from data_prep.assistants.conversation_table import FORMS, Mode, Release
+from data_prep.crossattn.qa_releases import json_stream
+from src.errors import ConfigError, DataError
+from src.experiments.config import load as load_config
+from src.systems.assistants.conversations.entries import Entry, check_strings, read_entry
+from src.systems.assistants.conversations.refusals import refuses
+from src.systems.assistants.conversations.rows import EMPTY, kind_of
+
+COMMAND = "python -m data_prep.assistants.prepare_conversations"
+SPLITS = ("train", "val")
+
+
+def _add_options(parser: argparse.ArgumentParser) -> None:
+    command.add_data_path(parser)
+    add = parser.add_argument
+    add("--name", required=True, help="folder below --data_path")
+    add("--release", metavar="NAME", help="entry of resources/conversations (default: --name)")
+    add("--release_file", type=Path, metavar="YAML", help="file with entries of yours, which take precedence")
+    add(
+        "--mode",
+        choices=("sft", "rm"),
+        help="answers to learn, or ranked replies, if a release has both (default: its first)",
+    )
+    add("--form", metavar="FORM", help=f"layout of the rows, instead of a release: {', '.join(FORMS)}")
+    add("--train", nargs="+", default=[], metavar="SOURCE", help="training rows (default: the source of the release)")
+    add(
+        "--val",
+        nargs="+",
+        default=[],
+        metavar="SOURCE",
+        help="validation rows (default: those of the release, or a share of --train)",
+    )
+    add("--val_rate", type=float, help="that share (default: that of the release; 0.1 with --form)")
+    add(
+        "--fold",
+        metavar="K/N",
+        help="use the K-th of N parts of --train for validation, such as 2/5; parts share no question",
+    )
+    add("--columns", nargs="+", default=[], metavar="NAME=COLUMN", help="names of the form's columns in the source")
+    add(
+        "--keep",
+        nargs="+",
+        default=[],
+        metavar="COLUMN",
+        help="columns to copy into the prepared rows, such as answer or tests",
+    )
+    add(
+        "--negatives",
+        choices=("refuse", "skip", "learn"),
+        help="rows with label false, such as KTO's, in mode sft (default: refuse)",
+    )
+    add("--lang", metavar="LANGUAGES", help="languages of trees, such as en,de (default: en)")
+    add("--top_k", type=int, metavar="K", help="for trees: follow only replies of rank 0 to K - 1 (default: all)")
+    add("--synthetic", action="store_true", help="for trees: include messages written by a model")
+
+
+def prepare(  # noqa: PLR0913  the options of the command
+    data_path: Path,
+    name: str,
+    *,
+    release: str | None = None,
+    release_file: Path | None = None,
+    mode: Mode | None = None,
+    form: str | None = None,
+    train: Sequence[str] = (),
+    val: Sequence[str] = (),
+    val_rate: float | None = None,
+    fold: str | None = None,
+    columns: Sequence[str] = (),
+    keep: Sequence[str] = (),
+    negatives: str | None = None,
+    lang: str | None = None,
+    top_k: int | None = None,
+    synthetic: bool = False,
+) -> bool:
+    """Make the folder `name` below `data_path`; False if it exists and was made from the same sources.
+
+    Raises:
+        ConfigError: an option or the entry of the release is wrong.
+        DataError: a source is missing or has another layout, or a split would be empty.
+    """
+    if val_rate is not None and not 0 < val_rate < 1:
+        raise ConfigError(f"--val_rate: expected a number between 0 and 1, got {val_rate:g}.")
+    part = parse_fold(fold) if fold else None
+    if part and (val or val_rate is not None):
+        raise ConfigError("--fold: selects the validation rows, and so do --val and --val_rate. Use one of them.")
+    if form is None:
+        entry, path = conversation_table.find(release or name, release_file)
+    elif release or release_file or mode:
+        raise ConfigError("--form: replaces --release, --release_file and --mode. Use either.")
+    else:
+        entry, path = load_config(Release, {"form": form, "licence": "unstated", "val_rate": 0.1}, "--form"), Path()
+        if not train:
+            raise ConfigError("--form: expected --train with the rows of this form.")
+    if entry.split_column is not None and (part or val or val_rate is not None):
+        raise ConfigError(
+            "--fold, --val and --val_rate: "
+            f"column {entry.split_column!r} of {release or name} selects the validation rows. Remove the option."
+        )
+    if mode not in (None, *entry.modes):
+        raise ConfigError(f"--mode {mode}: {release or name} has {' and '.join(entry.modes)} only.")
+    reader = _with_options(entry.form_of(mode or entry.modes[0]), lang, top_k, synthetic)
+    options: dict[str, Any] = {
+        "val_rate": val_rate or entry.val_rate,
+        "columns": {**entry.columns, **_renamings(columns)},
+        "keep": [*dict.fromkeys([*entry.keep, *keep])],
+        "negatives": negatives or entry.negatives,
+    }
+    entry = load_config(Release, {**entry.model_dump(), **options}, "--keep" if keep else name)
+    train_sources = [*train] or conversation_table.sources_of(entry, "train", path)
+    val_sources = [*val] or ([] if train or part else conversation_table.sources_of(entry, "val", path))
+    work = _Work(
+        name, entry, reader, [("train", each) for each in train_sources] + [("val", each) for each in val_sources], part
+    )
+    return command.make_folder(data_path / name, COMMAND, work.made_from(), work.fill) is not None
+
+
+def _with_options(form: Form, lang: str | None, top_k: int | None, synthetic: bool) -> Form:
+    """The form with the options of the command line."""
+    options = {"languages": lang.split(",") if lang else None, "top_k": top_k, "synthetic": synthetic or None}
+    options = {name: value for name, value in options.items() if value is not None}
+    if options.keys() - type(form).model_fields.keys():
+        raise ConfigError("--lang, --top_k and --synthetic: the rows of this form are not trees. Remove the options.")
+    return load_config(type(form), {**form.model_dump(), **options}, "--top_k") if options else form
+
+
+def _renamings(texts: Sequence[str]) -> dict[str, str]:
+    columns = dict[str, str]()
+    for text in texts:
+        name, _, column = text.partition("=")
+        if not name or not column:
+            raise ConfigError(f"--columns {text!r}: expected NAME=COLUMN, such as prompt=question.")
+        if name in columns:
+            raise ConfigError(f"--columns {text}: {name} is {columns[name]} already. Remove one of them.")
+        columns[name] = column
+    return columns
+
+
+_SKIPPED = {
+    "unusable": "without a conversation in this form",
+    "silent": "in which the assistant says nothing",
+    "empty": "with an empty prompt",
+    "negative": "with a negative label",
+    "contradictory": "with one reply at two ranks",
+    "refused": "in which the assistant refuses",
+    "duplicate": "of the validation split that are also in the training split",
+}
+"""Rows that are not written, by the name of their count."""
+_CHANGED = {
+    "joined": "messages joined to the previous one, of the same role",
+    "removed": "messages removed, such as those after the last answer",
+    "shortened": "messages truncated",
+    "tied": "rows with only tied replies",
+    "blank": "blank lines",
+}
+
+
+class _Work:
+    """Converts the rows of a release to the files of a folder."""
+
+    def __init__(
+        self,
+        name: str,
+        release: Release,
+        form: Form,
+        named: Sequence[tuple[str, str]],
+        part: tuple[float, float] | None = None,
+    ) -> None:
+        """named: (split, source) of each source.
+        part: of the questions, from 0 to 1: those for validation without a source for it."""
+        self._part = part or (0.0, release.val_rate)
+        self._name, self._release, self._form, self._named = name, release, form, named
+        pinned = {"revision": release.revision, "data_files": release.files or None}
+        self._opened = {
+            source: sources.open_rows(source, sources.HUB_SPLITS[split], **(pinned if release.hub else {}))
+            for split, source in named
+        }
+        self._counts = Counter[str]()
+        self._shares = dict[bytes, float]()
+        """By `_digest` of the first message: `_share_of` the first such row, whatever its case and blanks."""
+        self._has_val = any(split == "val" for split, _ in named)
+        self._is_shared = len({source for _, source in named}) < len(named)
+
+    def made_from(self) -> dict[str, Any]:
+        """Everything that the content of the folder depends on."""
+        scripts = (__file__, conversation_joining.__file__, *conversation_table.SCRIPTS, conversation_table.REQUESTS)
+        return {
+            "sources": {source: sources.identify(source, rows) for source, rows in self._opened.items()},
+            "options": [
+                [*map(list, self._named)],
+                self._release.model_dump(mode="json"),
+                self._form.model_dump(mode="json"),
+            ],
+            "part": [*self._part],
+            "scripts_sha256": command.digest_files(scripts),
+        }
+
+    def fill(self, folder: Path) -> Mapping[str, Any]:
+        """Write train.jsonl and val.jsonl; returns the counts."""
+        counts, digests = self._counts, set[bytes]()
+        joiners = {
+            split: conversation_joining.Joiner(self._release.join_characters, self._release.shots) for split in SPLITS
+        }
+        with ExitStack() as stack:
+            files = {
+                split: stack.enter_context(open(folder / f"{split}.jsonl", "w", encoding="utf-8")) for split in SPLITS
+            }
+            waiting = stack.enter_context(TemporaryFile("w+", encoding="utf-8", dir=folder))
+
+            def write(split: str, rows: Iterable[Row]) -> None:
+                for row in rows:
+                    files[split].write(json.dumps(row, ensure_ascii=False) + "\n")
+                    counts[split] += 1
+
+            for source in SPLITS:
+                for split, digest, row in islice(self._convert(source), self._release.max_rows):
+                    if split == "train":
+                        digests.add(digest)
+                        write(split, joiners[split].add(row))
+                    else:  # until all training rows are known
+                        waiting.write(json.dumps([digest.hex(), row]) + "\n")
+            waiting.seek(0)
+            for line in waiting:
+                digest, row = json.loads(line)
+                if bytes.fromhex(digest) in digests and not self._is_shared:
+                    counts["duplicate"] += 1
+                else:
+                    write("val", joiners["val"].add(row))
+            for split in SPLITS:
+                write(split, joiners[split].flush())
+        skipped = "; ".join(
+            f"{counts[name]:,} {text}" for name, text in _SKIPPED.items() if counts[name] or name == "unusable"
+        )
+        for split in SPLITS:
+            if not counts[split]:
+                raise DataError(
+                    f"{self._name}: no row for the split {split!r} of {counts['read']:,} rows. "
+                    f"Skipped: {skipped}. Add rows, or use other --val_rate or --val."
+                )
+        changed = "".join(f" {counts[name]:,} {text}." for name, text in _CHANGED.items() if counts[name])
+        print(
+            f"{self._name}: {counts['train']:,} train, {counts['val']:,} val, of {counts['read']:,} rows. "
+            f"Skipped: {skipped}.{changed}"
+        )
+        return {"counts": dict(counts), "licence": self._release.licence}
+
+    def _convert(self, source_split: str) -> Iterator[tuple[str, bytes, Row]]:
+        """(split, digest, prepared row) of each row of the sources of a split, checked as a training checks it."""
+        for where, row in (
+            each for split, source in self._named if split == source_split for each in self._groups(source)
+        ):
+            converted = list(self._form.read(row, where))
+            self._counts["unusable"] += 0 if converted else len(row["rows"]) if self._release.group_by else 1
+            copied = self._columns_to_keep(row, where) if converted else {}
+            if self._skips_negative(row, converted, where):
+                continue
+            rows = [{**each, **copied} for each in converted if not contradicts_itself(each)]
+            self._counts["contradictory"] += len(converted) - len(rows)
+            for each in rows:
+                lists = [value for name in ("messages", "replies") if isinstance(value := each.get(name), list)]
+                messages = [message for value in lists for message in value if isinstance(message, dict)]
+                self._counts.update(
+                    {change: sum(pop_change(message, change) for message in messages) for change in CHANGES}
+                )
+            entries = [read_entry(each, where) for each in rows]
+            for each, entry in zip(rows, entries, strict=True):
+                if reason := self._reason_to_skip(each, entry):
+                    self._counts[reason] += 1
+                    continue
+                self._counts["tied"] += bool(entry.replies) and len({reply.rank for reply in entry.replies}) == 1
+                first = entry if entry.text is None else entries[0]  # pieces of a text stay together
+                yield self._split_of(source_split, row, first), _digest(*_texts_of(entry)), each
+
+    def _columns_to_keep(self, row: Row, where: str) -> Row:
+        """The columns of `keep`, equal in all rows of a group.
+
+        Raises:
+            DataError: a row has no such column, or a value that JSON cannot write; or the rows of a group differ.
+        """
+        first, *others = [
+            {name: self._value(each, name, where) for name in self._release.keep} for each in rows_of(row)
+        ]
+        for name in (name for other in others for name in first if other[name] != first[name]):
+            raise DataError(f"{where}: column {name!r} of `keep` differs within a group. Remove it from `keep`.")
+        return first
+
+    @staticmethod
+    def _value(row: Row, name: str, where: str) -> Any:
+        if name not in row:
+            raise missing_column(row, name, where)
+        try:
+            json.dumps(row[name], allow_nan=False)
+        except (TypeError, ValueError):
+            raise DataError(
+                f"{where}: column {name!r}: JSON cannot write {row[name]!r:.60}. Remove it from `keep`."
+            ) from None
+        check_strings(row[name], f"{where}: column {name!r}")
+        return row[name]
+
+    def _skips_negative(self, row: Row, converted: Sequence[Row], where: str) -> bool:
+        """Whether to skip a row: its label is negative.
+
+        Raises:
+            DataError: it was not said what to do with them.
+        """
+        if self._release.negatives == "learn" or not any(
+            "messages" in each and "replies" not in each for each in converted
+        ):
+            return False
+        labels = [(name, each[name]) for each in rows_of(row) for name in ("label", "kto_tag") if name in each]
+        negative = next(((name, value) for name, value in labels if self._is_negative(value)), None)
+        if negative and self._release.negatives == "refuse":
+            raise DataError(
+                f"{where}: {negative[0]}: {negative[1]!r} marks a bad answer, which would be learned. --negatives "
+                f"skip removes such rows, "
+                "--negatives learn includes them."
+            )
+        self._counts["negative"] += negative is not None
+        return negative is not None
+
+    def _is_negative(self, value: Any) -> bool:
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            return value in (0, -1) and not isinstance(self._form, Columns)  # there a number is rather a class
+        return value is False or (isinstance(value, str) and value.strip().lower() == "false")
+
+    def _reason_to_skip(self, row: Row, entry: Entry) -> str:
+        """The name of a count in `_SKIPPED`, or "" for a row to write."""
+        if kind_of(row) == EMPTY or (entry.replies and not any(reply.content.strip() for reply in entry.replies)):
+            return "silent"
+        prompts = [message for message in entry.messages if message.role in ("user", "tool")]
+        if prompts and not any(message.content.strip() for message in prompts):
+            return "empty"
+        return "refused" if self._release.without_refusals and refuses(entry.conversation) else ""
+
+    def _split_of(self, split: str, row: Row, entry: Entry) -> str:
+        if self._release.split_column is not None:
+            return "val" if str(row.get(self._release.split_column)).startswith(("val", "test")) else "train"
+        if split == "val" or self._has_val:
+            return split
+        share = self._shares.setdefault(_digest(_texts_of(entry)[0]), _share_of(entry))
+        return "val" if self._part[0] <= share < self._part[1] else "train"
+
+    def _groups(self, source: str) -> Iterator[tuple[str, Row]]:
+        """(where, row); with `group_by` (where, {"rows": the rows of a group}), in the order of their first rows."""
+        if self._release.group_by is None:
+            yield from self._rows(source)
+            return
+        groups = dict[str, tuple[str, list[Row]]]()
+        for where, row in self._rows(source):
+            key = json.dumps(look_up(row, self._release.group_by, where), sort_keys=True, default=str)
+            groups.setdefault(key, (where, []))[1].append(row)
+        yield from ((where, {"rows": rows}) for where, rows in groups.values())
+
+    def _rows(self, source: str) -> Iterator[tuple[str, Row]]:
+        """(where, row) of a source, with the form's column names and `SPLIT_NAME`."""
+        split = {
+            SPLIT_NAME: sources.hub_id(source)[2]
+            if source.startswith(sources.HUB)
+            else Path(source).name.partition(".")[0]
+        }
+        for where, row in _read(source, self._opened[source], self._counts):
+            self._counts["read"] += 1
+            renamed = {
+                name: look_up(row, column, where)
+                for name, column in self._release.columns.items()
+                if is_there(row, column)
+            }
+            yield where, {**split, **row, **renamed}
+
+
+def _read(source: str, rows: Any, counts: Counter[str]) -> Iterator[tuple[str, Row]]:
+    """(where, row) of a source. rows: those of `sources.open_rows`; None for a file.
+    counts: gets the number of blank lines."""
+    if rows is not None:
+        yield from ((f"{source}: row {number}", dict(row)) for number, row in enumerate(rows, 1))
+    elif source.endswith(".parquet"):
+        yield from sources.parquet_rows(Path(source), lambda names: names)
+    else:
+        yield from json_stream.records(Path(source), counts=counts)
+
+
+def parse_fold(text: str) -> tuple[float, float]:
+    """Start and end, from 0 to 1, of the K-th of N equal parts. text: K/N.
+
+    Raises:
+        ConfigError: the text is not K/N.
+    """
+    number, sign, total = text.partition("/")
+    if (
+        not sign
+        or not number.isdecimal()
+        or not total.isdecimal()
+        or not 1 <= int(number) <= int(total)
+        or int(total) < 2
+    ):
+        raise ConfigError(f"--fold {text!r}: expected K/N, such as 2/5, with K from 1 to N.")
+    return (int(number) - 1) / int(total), int(number) / int(total)
+
+
+def _texts_of(entry: Entry) -> list[str]:
+    """All texts of a row, without system messages."""
+    messages = [
+        message
+        for message in (*entry.messages, *(reply.message for reply in entry.replies))
+        if message.role != "system"
+    ]
+    return [f"{message.role} {message.written} {message.reasoning}" for message in messages] or [entry.text or ""]
+
+
+def _digest(*texts: str) -> bytes:
+    """Digest of texts; case and blanks do not count."""
+    return hashlib.sha256("\0".join(" ".join(text.split()).casefold() for text in texts).encode()).digest()[:8]
+
+
+def _share_of(entry: Entry) -> float:
+    """A number from 0 to 1 that depends only on the first message."""
+    question = next((message.content for message in entry.conversation if message.role != "system"), entry.text or "")
+    return int.from_bytes(hashlib.sha256(question.encode()).digest()[:8], "big") / 2**64
+
+
+main = command.main_of(COMMAND, __doc__, _add_options, prepare)
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,244 @@
+"""Show what a training on conversations reads: `python -m data_prep.assistants.show_conversations assistant_tiny_sft`.
+
+An experiment of exp_configs.py, GROUP or GROUP[3], of recipe `sft`, `reward` or `dpo`. Printed are: samples of its
+first micro-batch, each token in the colour of who says it, and underlined where it is learned; how much an epoch reads
+of each data set, and how often the training reads it; and what the training takes of memory. Without colours, which
+files do not get, what is learned stands in [[ ]] behind its role. No weights are loaded, and nothing is written.
+"""
+
+import argparse
+import itertools
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from data_prep import command, training_memory
+from src.data.mixture.dataset import MixtureDataset
+from src.data.orders import RankShare, order_of
+from src.data.packing.dataset import PackedDataset
+from src.data.parts import leaf_configs
+from src.data.text import tokenizers
+from src.errors import ConfigError
+from src.experiments.config import Places, top_level, unknown_text
+from src.experiments.grid import BrokenGroup, deferred_errors
+from src.experiments.identity import exp_id
+from src.experiments.interfaces import Dataset, load_experiment
+from src.experiments.registry import canonical_dict
+from src.support.command_line import aligned_lines
+from src.systems.assistants.conversations import ranked
+from src.systems.assistants.conversations.dataset import Conversations
+from src.systems.assistants.conversations.ranked import RankedReplies
+from src.systems.assistants.conversations.rendering import Rendered, Role
+
+COMMAND = "python -m data_prep.assistants.show_conversations"
+RECIPES = ("sft", "reward", "dpo")
+COLOURS = {Role.TEMPLATE: 90, Role.SYSTEM: 35, Role.USER: 36, Role.ASSISTANT: 32, Role.TOOL: 33, Role.TEXT: 39}
+"""Codes of ANSI."""
+_MEASURED = 100
+"""Samples of a data set whose tokens are counted."""
+
+
+class Shown(NamedTuple):
+    """A conversation of a sample, as the training reads it."""
+
+    source: str
+    number: int
+    ids: Sequence[int]
+    roles: Sequence[int]
+    learned: Sequence[bool]
+
+
+def _add_options(parser: argparse.ArgumentParser) -> None:
+    command.add_data_path(parser)
+    add = parser.add_argument
+    add("experiment", metavar="EXP", help="GROUP, whose first is shown, or GROUP[3]")
+    add(
+        "-sb",
+        "--savedir_base",
+        type=Path,
+        default=Path("results/runs"),
+        metavar="DIR",
+        help="runs of parents (default: %(default)s)",
+    )
+    add(
+        "--samples",
+        type=int,
+        default=4,
+        metavar="N",
+        help="of the first micro-batch that are printed (default: %(default)s)",
+    )
+    add(
+        "--color",
+        choices=("auto", "always", "never"),
+        default="auto",
+        help="auto: where a terminal shows them (default: %(default)s)",
+    )
+
+
+def show(experiment: str, data_path: Path, savedir_base: Path, samples: int = 4, color: str = "auto") -> None:
+    """Print what a training reads.
+
+    Raises:
+        ConfigError: there is no such experiment, or it trains on nothing that people say.
+        DataError: its data or its tokenizer are missing or malformed.
+    """
+    if samples < 1:
+        raise ConfigError(f"--samples: expected at least 1, got {samples}.")
+    groups = _read_groups()
+    exp = find_experiment(groups, experiment)
+    recipe: Any = load_experiment(exp, experiment)
+    if exp.get("recipe") not in RECIPES or recipe.loop is None:
+        raise ConfigError(
+            f"{experiment}: trains on no conversations. "
+            f"Name an experiment of recipe {', '.join(RECIPES)} that has a loop."
+        )
+    places = Places(data_path, savedir_base, dict(_experiments_by_id(groups)))
+    config = training_memory.without_weights(recipe.model, places)
+    model = training_memory.build_empty(config, places)
+    tokenizer = tokenizers.load(model.name_or_path, config.new_tokens())
+    train, val = (recipe.data.build(places, tokenizer, split, recipe.seed) for split in ("train", "val"))
+    loop = recipe.loop
+    keys = first_step(train, recipe.seed, loop)
+    is_colored = color == "always" or (color == "auto" and sys.stdout.isatty())
+    if is_colored:
+        print(
+            "  ".join(paint(role.name.lower(), role, learned=False) for role in COLOURS) + "  \x1b[4mlearned\x1b[0m\n"
+        )
+    found = [
+        (name, data, *own) for key in keys[: loop.micro_batch] for name, data, *own in locate(experiment, train, key)
+    ]
+    for name, data, epoch, index in found[:samples]:
+        for shown in read_sample(name, data, epoch, index):
+            print(f"{shown.source} {shown.number}: {len(shown.ids)} tokens, {sum(shown.learned)} learned")
+            print(write(shown, tokenizer, is_colored) + "\n")
+    per_step = sum(1 for key in keys for _ in locate("", train, key))
+    print("\n".join(aligned_lines(list(describe_mixture(experiment, train, loop.steps * per_step)))))
+    print(f"validation: {len(val):,} samples")
+    leaves = [part for _, part in leaf_configs("data", recipe.data)]
+    rows = loop.micro_batch * max(part.max_replies if isinstance(part, ranked.Config) else 1 for part in leaves)
+    tokens = getattr(recipe.data, "sequence_tokens", None) or max(part.sequence_tokens for part in leaves)  # type: ignore[attr-defined]
+    bits = getattr(getattr(config, "base", config), "quantization", None)
+    print("\n".join(training_memory.estimate(model, loop, rows, tokens, bits).lines()))
+
+
+def _read_groups() -> Any:
+    with deferred_errors():
+        return top_level("exp_configs", "EXP_GROUPS")
+
+
+def find_experiment(groups: Any, name: str) -> dict[str, Any]:
+    """The experiment "GROUP", the first of the group, or "GROUP[3]".
+
+    Raises:
+        ConfigError: there is none.
+    """
+    one = None if name in groups else re.fullmatch(r"(.+)\[(\d{1,9})\]", name)
+    group, number = (one[1], int(one[2])) if one else (name, 0)
+    if group not in groups:
+        raise ConfigError(unknown_text("group", group, groups))
+    if isinstance(groups[group], BrokenGroup):
+        raise ConfigError(f"{group}: {groups[group].error}")
+    if number >= len(groups[group]):
+        raise ConfigError(f"{name}: the group has {len(groups[group])} experiments, from {group}[0] on.")
+    return groups[group][number]
+
+
+def _experiments_by_id(groups: Any) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Of all groups that can be read: parents that were not trained yet are among them."""
+    for name, group in groups.items():
+        for exp in () if isinstance(group, BrokenGroup) else group:
+            try:
+                spelled = canonical_dict(exp, load_experiment(exp, name))
+            except ConfigError:
+                continue
+            yield exp_id(spelled), spelled
+
+
+def first_step(train: Dataset, seed: int, loop: Any) -> list[tuple[Any, ...]]:
+    """Keys of all samples of the first optimizer step. loop: a `LoopConfig`."""
+    order = order_of(train, seed, loop.sequences_per_step, loop.steps)
+    share = RankShare(loop.sequences_per_step, loop.micro_batch, 0, 1)
+    batches = itertools.islice(order.micro_batches(0, share, {}), len(share.numbers))
+    return [key for batch in batches for key in batch.keys]
+
+
+def locate(name: str, data: Any, key: Sequence[Any]) -> Iterator[tuple[str, Any, int, int]]:
+    """(name, data set, epoch, index) of the conversation of a key, which may be in a part of a mixture;
+    of a packed row all of them."""
+    if isinstance(data, PackedDataset):
+        for i in range(0, len(key), 3):
+            yield from locate(name, data.documents, key[i : i + 2])
+    elif isinstance(data, MixtureDataset):
+        part, *own = data.locate(*key)
+        yield from locate(part, data.parts[part], own)
+    else:
+        epoch, index = key
+        yield name, data, epoch, index
+
+
+def read_sample(name: str, data: Any, epoch: int, index: int) -> list[Shown]:
+    """The conversation of a sample; of ranked replies one with each."""
+    rendered: list[Rendered]
+    if isinstance(data, Conversations):
+        rendered, masks = [data.render(epoch, index)], [data.sample(epoch, index)["loss_mask"]]
+    elif isinstance(data, RankedReplies):
+        rendered = data.render(epoch, index)
+        masks = [each.learned for each in rendered]
+    else:
+        raise ConfigError(f"{name}: a data set {type(data).__name__} has no conversations.")
+    return [Shown(name, index, each.ids, each.roles, mask) for each, mask in zip(rendered, masks, strict=True)]
+
+
+def write(shown: Shown, tokenizer: Any, is_colored: bool) -> str:
+    """The text of a sample, with what is said of each token."""
+    text = ""
+    tokens = zip(shown.ids, shown.roles, shown.learned, strict=True)
+    for (role, learned), group in itertools.groupby(tokens, key=lambda token: (Role(token[1]), token[2])):
+        part = tokenizer.decode([token for token, _, _ in group])
+        if is_colored:
+            text += paint(part, role, learned)
+        else:
+            text += f"{role.name.lower()}[[{part}]]" if learned else part
+    return text
+
+
+def paint(text: str, role: Role, learned: bool) -> str:
+    """The text in the colour of a role, line by line, as a pager may show them."""
+    code = f"\x1b[{COLOURS[role]}{';4' if learned else ''}m"
+    return "\n".join(f"{code}{line}\x1b[0m" if line else "" for line in text.split("\n"))
+
+
+def describe_mixture(name: str, train: Any, read: float) -> Iterator[list[str]]:
+    """Cells of a table. read: conversations in the whole training."""
+    yield ["data set", "samples", "an epoch reads", "the training", "tokens", "learned"]
+    for part, data, share in _shares(name, train, 1.0):
+        measured = [shown for index in range(min(_MEASURED, len(data))) for shown in read_sample(part, data, 0, index)]
+        tokens, learned = sum(len(shown.ids) for shown in measured), sum(sum(shown.learned) for shown in measured)
+        epochs = f"{read * share / len(data):.3g} times"
+        yield [
+            part,
+            f"{len(data):,}",
+            f"{share * len(train):,.0f}",
+            epochs,
+            f"{tokens / len(measured):.1f}",
+            f"{learned / tokens:.0%}",
+        ]
+
+
+def _shares(name: str, data: Any, share: float) -> Iterator[tuple[str, Any, float]]:
+    """(name, data set, share of the samples) of each data set that is read."""
+    if isinstance(data, PackedDataset):
+        yield from _shares(name, data.documents, share)
+    elif isinstance(data, MixtureDataset):
+        for part, count in data.epoch_counts.items():
+            yield from _shares(part, data.parts[part], share * count / len(data))
+    else:
+        yield name, data, share
+
+
+main = command.main_of(COMMAND, __doc__, _add_options, show)
+
+if __name__ == "__main__":
+    sys.exit(main())

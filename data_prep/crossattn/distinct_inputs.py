@@ -1,0 +1,92 @@
+"""The distinct encoder inputs of a prepared corpus, in batches of similar length."""
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from src import files
+from src.data import jsonl
+from src.errors import DataError
+from src.evaluation.metrics import answers
+from src.systems.crossattn.data import encoded_store as encoded
+from src.systems.crossattn.data import questions
+from src.systems.crossattn.data.encoder_inputs import EncoderInputs
+
+_MANY = 64
+"""Inputs of a batch whose number is not limited, for the size of a window."""
+_WINDOW = 64
+"""Batches per window; inputs are sorted by length within a window."""
+
+
+@dataclass
+class Counts:
+    """Counts of inputs."""
+
+    rows: int = 0
+    inputs: int = 0
+    """Distinct inputs."""
+    too_long: int = 0
+    """Distinct contexts that did not fit."""
+    kept: int = 0
+    """Inputs that were encoded before."""
+    encoded: int = 0
+    keys: set[bytes] = field(default_factory=set, repr=False)
+    texts: set[bytes] = field(default_factory=set, repr=False)
+
+
+def missing(source: Path, inputs: EncoderInputs, known: set[bytes], counts: Counts) -> Iterator[list[int]]:
+    """Encoder inputs of all rows that are not among the `known` keys, each once. Fills `counts`."""
+    for name in row_files(source):
+        for number, row in enumerate(_read_rows(source / name), 1):
+            counts.rows += 1
+            question = row["question"] if inputs.rules.questions_on_contexts else ""
+            text = hashlib.sha256(json.dumps([answers.contexts(row), question]).encode()).digest()
+            if text in counts.texts:
+                continue
+            counts.texts.add(text)
+            try:
+                chunks, too_long = inputs.chunks_and_cuts(row, row["question"])
+            except DataError as error:
+                raise DataError(f"{source / name}:{number}: {error}") from None
+            counts.too_long += too_long
+            for ids in chunks:
+                key = encoded.context_key(ids)
+                if key not in counts.keys:
+                    counts.keys.add(key)
+                    if key not in known:
+                        yield ids
+
+
+def row_files(source: Path) -> list[str]:
+    return sorted(
+        name for name in files.read_manifest(source, DataError)["files"] if re.fullmatch(r"[^/]+\.jsonl", name)
+    )
+
+
+def _read_rows(path: Path) -> Iterable[dict[str, Any]]:
+    return jsonl.read_rows(path, questions.FIELDS, questions.OPTIONAL, questions.require_equal_lengths)
+
+
+def batches(inputs: Iterator[list[int]], size: int | None, tokens: int | None = None) -> Iterator[list[list[int]]]:
+    """Batches of inputs of similar length, at most `size` of them and at most `tokens` with padding, but one at least.
+    Each window of the stream is sorted."""
+    window: list[list[int]] = []
+    for ids in inputs:
+        window.append(ids)
+        if len(window) == (size or _MANY) * _WINDOW:
+            yield from _sorted_batches(window, size, tokens)
+            window = []
+    yield from _sorted_batches(window, size, tokens)
+
+
+def _sorted_batches(window: list[list[int]], size: int | None, tokens: int | None) -> Iterator[list[list[int]]]:
+    ordered, first = sorted(window, key=len, reverse=True), 0
+    while first < len(ordered):
+        fits = [most for most in (size, tokens and tokens // len(ordered[first])) if most is not None]
+        count = max(1, min(fits, default=len(ordered)))
+        yield ordered[first : first + count]
+        first += count

@@ -1,0 +1,150 @@
+"""Options of the commands that encode a prepared corpus."""
+
+import argparse
+import os
+import re
+from pathlib import Path
+from typing import Any, get_args
+
+from src.data.text import tokenizers
+from src.errors import ConfigError
+from src.experiments.config import Places
+from src.experiments.interfaces import ModelConfig
+from src.experiments.kinds import CROSS_ATTENTION, DECODER
+from src.experiments.registry import MODELS, bind
+from src.systems.crossattn.data import encoded_store, questions, templates
+from src.systems.crossattn.data.encoder_inputs import EncoderInputs, EncodingOptions, TooLong
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """Add the options for the base and its inputs."""
+    add = parser.add_argument
+    add(
+        "--embedding_model",
+        required=True,
+        help="the base: a folder of save_pretrained, a hub id in the cache, or an experiment's id",
+    )
+    add(
+        "--maximum_input_length",
+        type=int,
+        required=True,
+        help="most tokens of an encoder input: data.context_tokens of the experiments",
+    )
+    add("--batch_size", type=int, help="most inputs in one batch (default: 8, and no limit with --batch_tokens)")
+    add("--data_cache_path", type=Path, required=True, help="folder of prepared corpora")
+    add("--corpus", default="nq", help="folder of the prepared corpus (default: %(default)s)")
+    add(
+        "--template", choices=get_args(templates.Name), default="assistant", help="data.template (default: %(default)s)"
+    )
+    add("--chunked_contexts", action="store_true", help="data.chunked_contexts: each context is encoded on its own")
+    add(
+        "--questions_on_contexts",
+        action="store_true",
+        help="data.questions_on_contexts: the question stands before each context",
+    )
+    add(
+        "--too_long",
+        choices=get_args(TooLong),
+        default="truncate",
+        help="data.too_long, of longer contexts (default: %(default)s)",
+    )
+    add(
+        "--model_dtype",
+        choices=("float32", "bfloat16", "float16"),
+        default="float32",
+        help="of the base (default: %(default)s)",
+    )
+    add(
+        "--savedir_base",
+        "-sb",
+        type=Path,
+        default=Path("results/runs"),
+        help="where an experiment that is the base was trained",
+    )
+
+
+def require_positive(options: argparse.Namespace, *names: str) -> None:
+    """Raises ConfigError for a number below 1; None is valid."""
+    for name in ("maximum_input_length", *names):
+        given = getattr(options, name)
+        if given is not None and given < 1:
+            raise ConfigError(f"--{name}: expected at least 1, got {given}.")
+
+
+def model(options: argparse.Namespace) -> ModelConfig:
+    """The base."""
+    raw: dict[str, Any] = {"name": "hf", "path": options.embedding_model, "dtype": options.model_dtype}
+    if re.fullmatch(r"[0-9a-f]{32}", options.embedding_model):
+        raw = {"name": "experiment", "exp_id": options.embedding_model}
+    return bind(MODELS, raw)
+
+
+def rules(options: argparse.Namespace) -> EncodingOptions:
+    """The rules of the encoder inputs."""
+    given = (options.template, options.questions_on_contexts, options.chunked_contexts, options.too_long)
+    return EncodingOptions(options.maximum_input_length, *given)
+
+
+def architecture(base: ModelConfig, places: Places, rules: EncodingOptions) -> tuple[dict[str, Any], int]:
+    """Identity and hidden size of the base.
+
+    Raises:
+        ConfigError: it is no decoder, has no weights yet, is of no known family, or reads fewer tokens than `rules`
+            allow.
+    """
+    base.check(places)
+    try:
+        base.require_kind(DECODER, places, "--embedding_model")
+    except ValueError as error:
+        inside = encoded_store.base_identity(base, places) if base.kind(places) == CROSS_ATTENTION else None
+        advice = f" What encodes its contexts is {encoded_store.describe_base(inside)}: name that." if inside else ""
+        raise ConfigError(f"{error}{advice}") from None
+    sizes, who = base.architecture(places), encoded_store.base_identity(base, places)
+    if who is None:
+        raise ConfigError(f"{base.name}: not trained yet, so there is nothing to encode with. Train it first.")
+    if sizes is None:
+        raise ConfigError(f"{encoded_store.describe_base(who)}: no decoder that cross-attention can be attached to.")
+    if sizes.max_positions is not None and rules.context_tokens > sizes.max_positions:
+        raise ConfigError(
+            f"--maximum_input_length: {rules.context_tokens} tokens are more than the {sizes.max_positions} "
+            f"positions of the base."
+        )
+    return who, sizes.hidden_size
+
+
+def device(named: str | None) -> str:
+    """The named device; by default the first GPU, or the CPU without one.
+
+    Raises:
+        ConfigError: torch cannot use it here.
+    """
+    import torch
+
+    chosen = named or ("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        torch.zeros(1, device=chosen).cpu()
+    except (RuntimeError, AssertionError, ImportError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ConfigError(
+            f"--device: {chosen!r} cannot be used ({reason}). Name one that is here, such as cpu or cuda:0."
+        ) from None
+    return chosen
+
+
+def inputs(base: ModelConfig, places: Places, rules: EncodingOptions) -> tuple[EncoderInputs, str]:
+    """The writer of encoder inputs with the base's tokenizer, and its digest.
+
+    Raises:
+        DataError: the tokenizer cannot be had.
+        ConfigError: the template alone takes all the tokens.
+    """
+    tokenizer = tokenizers.load(base.tokenizer_folder(places) or _base_path(base, places))
+    prompter = templates.Prompter(tokenizers.SafeTokenizer(tokenizer), rules.template)
+    questions.require_room("context_tokens", rules.context_tokens, prompter.fixed_context_tokens + 1)
+    return EncoderInputs(prompter, rules), encoded_store.tokenizer_digest(tokenizer)
+
+
+def _base_path(base: ModelConfig, places: Places) -> str | Path:
+    """The folder of the base below the prepared data if it exists, else its path or hub id."""
+    path: str = base.path  # type: ignore[attr-defined]  hf has one
+    return places.data / path if os.path.isdir(places.data / path) else path

@@ -1,0 +1,67 @@
+"""The layout of a release: by name, or by its first record."""
+
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+from data_prep.crossattn.qa_releases import (
+    ctxs,
+    dpr,
+    hotpotqa,
+    msmarco,
+    nq,
+    nq_open,
+    prepared,
+    squad,
+    topiocqa,
+    triviaqa,
+)
+from data_prep.crossattn.qa_releases.question import Question, Skipped
+from src.errors import DataError
+from src.experiments.config import unknown_text
+
+
+class Layout(Protocol):
+    """A module that reads one layout."""
+
+    @property
+    def DESCRIPTION(self) -> str: ...  # noqa: N802  a constant of the module
+
+    def fits(self, record: dict[str, Any]) -> bool: ...
+    def questions(self, record: dict[str, Any], where: str) -> Iterator[Question | Skipped]: ...
+
+
+LAYOUTS: dict[str, Layout] = {
+    "prepared": prepared,  # first, as such rows have the fields of others too
+    "squad": squad,
+    "hotpotqa": hotpotqa,
+    "nq": nq,
+    "ctxs": ctxs,
+    "dpr": dpr,
+    "msmarco": msmarco,
+    "topiocqa": topiocqa,
+    "triviaqa": triviaqa,
+    "nq_open": nq_open,
+}
+
+
+def layout_of(record: dict[str, Any], where: str, name: str | None) -> str:
+    """The name of the layout of a first record; `name` if the user gave it and the record agrees.
+
+    Raises:
+        DataError: `name` is unknown or another layout fits, or none does.
+    """
+    if name is not None and name not in LAYOUTS:
+        raise DataError(f"--layout: {unknown_text('layout', name, LAYOUTS)}")
+    if name is not None and LAYOUTS[name].fits(record):
+        return name
+    found = next((known for known, layout in LAYOUTS.items() if layout.fits(record)), None)
+    got = ", ".join(record) or "none"
+    if name is not None:
+        looks = f" It looks like {found}." if found else ""
+        raise DataError(
+            f"{where}: not of the layout {name}, which is {LAYOUTS[name].DESCRIPTION}. Fields: {got}.{looks}"
+        )
+    if found is None:
+        known = "".join(f"\n  {name}: {layout.DESCRIPTION}" for name, layout in LAYOUTS.items())
+        raise DataError(f"{where}: of no layout that is known. Fields: {got}. Known:{known}")
+    return found

@@ -1,0 +1,83 @@
+"""Choice of distractors and order of passages: pure functions of the seed and the question."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from random import Random
+
+from data_prep.crossattn.qa_releases.question import UNANSWERABLE, Passage, Question
+from src.errors import DataError
+
+POSITIONS = ("given", "first", "middle", "last", "random")
+
+_TRIES = 50  # draws for one distractor, most of which are good
+
+
+@dataclass(frozen=True)
+class Placing:
+    """How the passages of every question are chosen and ordered."""
+
+    seed: int
+    distractors: int | None = None
+    """Most passages that are not useful, the first ones of the release. None: all."""
+    position: str = "given"
+    """The position of the useful passages: one of POSITIONS, or the number of passages before them."""
+    pool: Sequence[Passage] = ()
+    """Passages of other questions, drawn if the release has too few distractors."""
+
+    def __post_init__(self) -> None:
+        """Raises DataError for an invalid position or number."""
+        if self.position not in POSITIONS and not (self.position.isascii() and self.position.isdigit()):
+            raise DataError(
+                f"--position: expected one of {', '.join(POSITIONS)}, or a number from 0, got {self.position!r}."
+            )
+        if self.distractors is not None and self.distractors < 0:
+            raise DataError(f"--distractors: expected a number from 0, got {self.distractors}.")
+
+    def place(self, question: Question) -> Question:
+        """The question with its passages chosen and in order. If none is marked useful, only "random" moves them.
+
+        Raises:
+            DataError: distractors are to be chosen, or the useful ones to be moved, and the release does not say which
+                they are.
+        """
+        unmarked = any(passage.useful is None for passage in question.passages)
+        if unmarked and (self.distractors is not None or self.position not in {"given", "random"}):
+            raise DataError(
+                f"{question.where}: useful passages are not marked here, "
+                "so --distractors and --position have no meaning."
+            )
+        useful = [passage for passage in question.passages if passage.useful]
+        others = [passage for passage in question.passages if not passage.useful]
+        if self.distractors is not None:
+            others = others[: self.distractors]
+            others += self._draw_distractors(question, self.distractors - len(others)) if self.pool else []
+        if self.position == "random":
+            order = useful + others
+            self._random("order", question).shuffle(order)
+        elif self.position == "given":
+            kept = {id(passage) for passage in others}
+            order = [p for p in question.passages if p.useful or id(p) in kept]
+            order += [p for p in others if not any(p is own for own in question.passages)]
+        else:
+            named = {"first": 0, "middle": len(others) // 2, "last": len(others)}
+            before = named[self.position] if self.position in named else int(self.position)
+            order = others[:before] + useful + others[before:]
+        return replace(question, passages=tuple(order))
+
+    def _draw_distractors(self, question: Question, count: int) -> list[Passage]:
+        """Distinct passages of the pool, without the question's own, and without accepted answers."""
+        taken = {passage.text for passage in question.passages}
+        answers = [answer.lower() for answer in question.answers if answer not in {UNANSWERABLE, "Yes", "No"}]
+        random, drawn = self._random("pool", question), []
+        for _ in range(_TRIES * count):
+            if len(drawn) == count:
+                break
+            passage = random.choice(self.pool)
+            text = passage.text.lower()
+            if passage.text not in taken and not any(answer in text for answer in answers):
+                taken.add(passage.text)
+                drawn.append(replace(passage, useful=False))
+        return drawn
+
+    def _random(self, use: str, question: Question) -> Random:
+        return Random(f"{use}/{self.seed}/{question.dataset}/{question.id or question.text}")

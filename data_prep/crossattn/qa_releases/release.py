@@ -1,0 +1,67 @@
+"""One release as given on the command line: a file, a folder saved by `datasets`, a parquet file, or a hub data set."""
+
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from data_prep import sources
+from data_prep.crossattn.qa_releases import json_stream, msmarco, prepared, triviaqa
+from data_prep.crossattn.qa_releases.detection import LAYOUTS, layout_of
+from data_prep.crossattn.qa_releases.question import Question, Skipped
+from src.errors import DataError
+
+
+class Release:
+    """Questions of one source, read again each time."""
+
+    def __init__(self, source: str, split: str, layout: str | None = None, evidence: Path | None = None) -> None:
+        """source: see `sources.open_rows`. layout: None to detect it by the first record.
+
+        Raises:
+            DataError: there is no such source.
+        """
+        self.source = source
+        self._layout = layout
+        self._evidence = evidence
+        self._rows = sources.open_rows(source, sources.HUB_SPLITS[split])
+        if self._rows is not None:
+            self._rows = self._rows.select_columns(_choose_columns(self._rows.column_names))
+
+    def facts(self) -> dict[str, Any]:
+        """See `sources.identify`."""
+        return sources.identify(self.source, self._rows)
+
+    def questions(self) -> Iterator[tuple[str, Question | Skipped]]:
+        """(Layout, question) for every question, in the order of the source.
+
+        Raises:
+            DataError: the source is damaged or of no known layout; names the place.
+        """
+        name, read = "", None
+        for where, record in self._records():
+            if read is None:
+                name = layout_of(record, where, self._layout)
+                read = LAYOUTS[name].questions
+                if self._evidence is not None:
+                    if name != "triviaqa":
+                        raise DataError(f"{where}: of the layout {name}, which has no use for --evidence.")
+                    read = partial(triviaqa.questions, evidence=self._evidence)
+            for question in read(record, where):
+                yield name, question
+        if read is None:
+            raise DataError(f"{self.source}: holds nothing.")
+
+    def _records(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        if self._rows is None and self.source.endswith(".parquet"):
+            yield from sources.parquet_rows(Path(self.source), _choose_columns)
+        elif self._rows is None:
+            yield from json_stream.records(Path(self.source), msmarco.COLUMNS)
+        else:
+            for number, row in enumerate(self._rows, 1):
+                yield f"{self.source}: row {number}", dict(row)
+
+
+def _choose_columns(columns: list[str]) -> list[str]:
+    """Those that are read: not unused ones, which take long to decompress."""
+    return [name for name in columns if name not in prepared.DROPPED]

@@ -1,0 +1,98 @@
+"""TriviaQA (Joshi et al., 2017): questions with pages, whose texts are separate files below the folder `evidence`."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from data_prep.crossattn.qa_releases.question import (
+    Passage,
+    Question,
+    Skipped,
+    clean_answers,
+    field,
+    identifier,
+    passages,
+    text,
+)
+from src.errors import DataError
+from src.files import reading
+
+DESCRIPTION = (
+    'TriviaQA: {"Data": [{"QuestionId", "Question", "Answer": {"Value", "Aliases"}, "EntityPages", "SearchResults"}]}'
+)
+
+_PAGES = {"EntityPages": "wikipedia", "SearchResults": "web"}
+"""Lists of pages, each with the folder of their texts."""
+_HUB = {"entity_pages": "wiki_context", "search_results": "search_context"}
+"""The same in rows of the hub, each with the field of their texts."""
+
+
+def fits(record: dict[str, Any]) -> bool:
+    """True for a question of the release, or of the hub."""
+    return {"QuestionId", "Question"} <= record.keys() or {"question_id", "entity_pages"} <= record.keys()
+
+
+def questions(record: dict[str, Any], where: str, evidence: Path | None = None) -> Iterator[Question | Skipped]:
+    """One question with all its pages: their texts below `evidence`, or else the snippets of a search engine.
+
+    The release does not mark useful pages. The answer is its value, its aliases are accepted too.
+
+    Raises:
+        DataError: a field is missing or malformed, or a page is not below `evidence`.
+    """
+    hub = "question_id" in record
+    if not record.get("answer" if hub else "Answer"):
+        yield Skipped("no answer is given, as in the hidden test set")
+        return
+    kept = passages(_from_hub(record, where) if hub else _from_release(record, where, evidence))
+    if not kept:
+        yield Skipped("no page has any text: name the release's folder of texts with --evidence")
+        return
+    answer = field(record, "answer" if hub else "Answer", dict, where)
+    place = f"{where}: field 'Answer'"
+    value, aliases = (
+        field(answer, "value" if hub else "Value", str, place),
+        field(answer, "aliases" if hub else "Aliases", list[str], place),
+    )
+    yield Question(
+        where=where,
+        id=identifier(record, "question_id" if hub else "QuestionId", where),
+        text=text(field(record, "question" if hub else "Question", str, where), "question", where),
+        answers=clean_answers([value, *aliases], where),
+        passages=kept,
+        dataset="triviaqa",
+    )
+
+
+def _from_release(record: dict[str, Any], where: str, evidence: Path | None) -> Iterator[Passage]:
+    for name, folder in _PAGES.items():
+        for index, page in enumerate(field(record, name, list[dict], where) if record.get(name) else []):
+            place = f"{where}: {name}[{index}]"
+            title = field(page, "Title", str, place) if page.get("Title") else ""
+            if evidence is not None and page.get("Filename"):
+                yield Passage(_read_evidence(evidence, folder, field(page, "Filename", str, place), place), title)
+            elif page.get("Description"):
+                yield Passage(field(page, "Description", str, place), title)
+
+
+def _from_hub(record: dict[str, Any], where: str) -> Iterator[Passage]:
+    for name, texts in _HUB.items():
+        pages = record.get(name) or {}
+        titles = pages.get("title") or []
+        for index, page in enumerate(field(pages, texts, list[str], f"{where}: {name}") if pages.get(texts) else []):
+            yield Passage(page, titles[index] if index < len(titles) else "")
+
+
+def _read_evidence(evidence: Path, folder: str, name: str, where: str) -> str:
+    path = evidence / folder / name
+    if not path.resolve().is_relative_to(evidence.resolve()):
+        raise DataError(f"{where}: field 'Filename': {name!r} leads out of {evidence}.")
+    try:
+        with reading(path, DataError):
+            return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise DataError(
+            f"{where}: its text, {path}, is not there. --evidence names the folder that holds {folder}."
+        ) from None
+    except UnicodeDecodeError as bad:
+        raise DataError(f"{path}: not UTF-8 text: {bad.reason} at byte {bad.start}.") from None

@@ -1,0 +1,109 @@
+"""Write tars of pages with text and images from scikit-learn's digits: `python -m data_prep.interleaved.digit_pages`.
+
+A page has one to four images between words, each of one to three digits side by side, and says which digits they are
+and what their sum is. Below --data_path/digit_pages are train/ and val/, whose pages show different images, and
+tokenizer/. Two runs give the same bytes.
+"""
+
+import argparse
+import io
+import random
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from data_prep import command
+from data_prep.crossattn.stdlib_qa import END_OF_TEXT, PAD, train_byte_level_bpe
+from data_prep.interleaved.write import Document, Part, Writing, write
+from src import files
+from src.errors import DataError
+from src.systems.interleaved.streaming.texts import TextTokens
+
+COMMAND = "python -m data_prep.interleaved.digit_pages"
+FOLDER = "digit_pages"
+VAL_IMAGES = 397
+"""The last ones of the 1,797."""
+WORDS = ("Here is", "Then comes", "Next to it", "And", "Look at", "After that")
+VOCAB_SIZE = 320
+
+
+def _add_options(parser: argparse.ArgumentParser) -> None:
+    command.add_data_path(parser)
+    parser.add_argument("--pages", type=int, default=4000, help="pages of the training split (default: %(default)s)")
+    parser.add_argument(
+        "--val_pages", type=int, default=200, help="pages of the validation split (default: %(default)s)"
+    )
+    parser.add_argument("--per_shard", type=int, default=500, help="pages of a tar (default: %(default)s)")
+
+
+def prepare(data_path: Path, pages: int = 4000, val_pages: int = 200, per_shard: int = 500) -> None:
+    """Make the folder `digit_pages` below `data_path`, where it is not.
+
+    Raises:
+        DataError: a split would have no page, or the folder was made with other options.
+        RunError: the disk refuses.
+    """
+    import sklearn
+    from sklearn.datasets import load_digits
+
+    for name, count in (("--pages", pages), ("--val_pages", val_pages)):
+        if count < 1:
+            raise DataError(f"{name}: expected at least 1, got {count}.")
+    folder = data_path / FOLDER
+    texts = TextTokens(_tokenizer(folder / "tokenizer"))
+    digits: Any = load_digits()
+    images, labels = (digits.images * (255 / 16)).round().astype("uint8"), digits.target.tolist()
+    parts = {"train": range(len(labels) - VAL_IMAGES), "val": range(len(labels) - VAL_IMAGES, len(labels))}
+    made_from = {"command": COMMAND, "script": command.digest_files([__file__]), "scikit-learn": sklearn.__version__}
+    for split, count in (("train", pages), ("val", val_pages)):
+        how = Writing(per_shard, "digits", texts=texts)
+        written = write(
+            folder / split,
+            make_pages(images, labels, parts[split], count, split),
+            {**made_from, "pages": count, "split": split},
+            how,
+        )
+        print(f"{folder / split}: {count} pages in {len(written.shards)} tars")
+
+
+def make_pages(images: Any, labels: Sequence[int], chosen: Sequence[int], count: int, seed: str) -> Iterator[Document]:
+    """Pages of images among `chosen`. images: (N, 8, 8) uint8. labels: the digit of each."""
+    import numpy as np
+    from PIL import Image
+
+    for number in range(count):
+        draws = random.Random(f"{FOLDER}/{seed}/{number}")
+        parts, shown = list[Part](), list[int]()
+        for _ in range(draws.randint(1, 4)):
+            own = draws.choices(chosen, k=draws.choices((1, 2, 3), (6, 1, 1))[0])
+            shown += (labels[i] for i in own)
+            parts.append(Part("text", draws.choice(WORDS).encode()))
+            out = io.BytesIO()
+            Image.fromarray(np.concatenate([images[i] for i in own], axis=1)).save(out, "PNG")
+            parts.append(Part("image", out.getvalue(), "png"))
+        parts.append(Part("prompt", b"The digits are"))
+        parts.append(Part("text", f"{' '.join(map(str, shown))}.".encode()))
+        parts.append(Part("prompt", b"Their sum is"))
+        parts.append(Part("text", f"{sum(shown)}.".encode()))
+        yield Document(f"{number:06}", parts)
+
+
+def _tokenizer(folder: Path) -> Any:
+    """The tokenizer of these pages, made where it is not."""
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    if not (folder / "tokenizer.json").is_file():
+        lines = [*WORDS, "The digits are 0 1 2 3 4 5 6 7 8 9. Their sum is 45."] * 2
+        trained = train_byte_level_bpe(lines, VOCAB_SIZE, [END_OF_TEXT, PAD])
+        with files.new_directory(folder) as made:
+            PreTrainedTokenizerFast(tokenizer_object=trained, eos_token=END_OF_TEXT, pad_token=PAD).save_pretrained(
+                made
+            )
+    return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+
+
+main = command.main_of(COMMAND, __doc__, _add_options, prepare)
+
+if __name__ == "__main__":
+    sys.exit(main())

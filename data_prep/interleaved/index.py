@@ -1,0 +1,380 @@
+"""Index tars of documents: `python -m data_prep.interleaved.index shards/*.tar [--verify]`.
+
+Writes FILE.tar.idx next to each tar: the place of each document and its parts, the sizes of its images, and which
+documents are bad and why. Only headers and texts are read; --verify also decodes each image. A tar that is cut anywhere
+is an error; its index has the documents before the cut. Existing indexes are reused if their tar has the same size. If
+shards.json lists the sha256 of a tar, as for tars written by this project, --verify compares it, which detects every
+changed bit.
+
+--output FOLDER writes the indexes and the list of tars, shards.json, into FOLDER. The tars can then be anywhere, such
+as s3://BUCKET/KEY or pipe:COMMAND, and are read once; existing indexes are reused unless the size or ETag of their tar
+has changed. With --slice I/N, as in a Slurm array, each of N commands indexes its share; the last one to finish writes
+shards.json.
+
+The last lines and shards.json count every member that is not read, by reason and suffix. --fields names members that
+the suffixes do not identify, and values in JSON members. Tars without a document that can be read are refused.
+"""
+
+import argparse
+import concurrent.futures
+import functools
+import hashlib
+import mmap
+import multiprocessing
+import os
+import re
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from data_prep import command
+from data_prep.interleaved import index_report
+from data_prep.interleaved.index_report import Indexed
+from src.data.text import tokenizers
+from src.errors import ConfigError, DataError, RunError
+from src.experiments import config as strict
+from src.files import reading, writing
+from src.support.parsing import parse_json
+from src.systems.interleaved.streaming import manifest, tar_index
+from src.systems.interleaved.streaming.manifest import Manifest, Shard
+from src.systems.interleaved.streaming.remote.transfer import PIPE, REMOTE, Source, source_of, transfer
+from src.systems.interleaved.streaming.shard_lists import Listed, list_shards
+from src.systems.interleaved.streaming.tars.fields import Fields
+from src.systems.interleaved.streaming.tars.image_files import MOST_PIXELS
+from src.systems.interleaved.streaming.tars.indexing import build
+from src.systems.interleaved.streaming.texts import TextTokens, count_tokens
+
+COMMAND = "python -m data_prep.interleaved.index"
+
+
+class Making(NamedTuple):
+    """How indexes are made."""
+
+    verify: bool = False
+    texts: TextTokens | None = None
+    """Their tokens are counted."""
+    fields: Fields | None = None
+    most_pixels: int = MOST_PIXELS
+
+    def lacks(self, index: tar_index.TarIndex) -> bool:
+        """Whether an index must be made again."""
+        facts = index.facts
+        return (
+            (self.verify and not facts.get("verified"))
+            or (self.texts is not None and facts.get("tokenizer") != self.texts.digest)
+            or facts.get("fields") != (self.fields and self.fields.as_json())
+            or facts["most_pixels"] != self.most_pixels
+        )
+
+    def build(self, content: memoryview) -> tar_index.TarIndex:
+        """The index of a tar."""
+        index = build(content, self.fields, self.most_pixels, self.verify)
+        if self.texts:
+            count_tokens(index, content, self.texts)
+        return index
+
+
+PLAIN = Making()
+
+
+def _add_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    what = (
+        "tars of documents, not compressed: files, s3://BUCKET/KEY, pipe:COMMAND, patterns, ranges {000..123}, "
+        "lists NAME.txt, folders"
+    )
+    add("tars", nargs="+", metavar="SHARD", help=what)
+    add(
+        "--verify",
+        action="store_true",
+        help="decode each image once; documents with one that cannot be decoded are bad",
+    )
+    add("--processes", type=int, default=os.cpu_count() or 1, metavar="N", help="(default: one for each core)")
+    add(
+        "--output",
+        type=Path,
+        metavar="FOLDER",
+        help="where indexes and shards.json are written (default: each index next to its tar)",
+    )
+    add(
+        "--tokenizer",
+        metavar="FOLDER",
+        help="count the tokens of each text, so that a training plans its rows without reading a tar",
+    )
+    mapping = (
+        """members by kind: '{"image": ["input.jpg", "left.jpg"], "text": "json:caption"}' """
+        "(default: by suffix); needs --output"
+    )
+    add("--fields", metavar="JSON", help=mapping)
+    most = "larger images make a document bad, without decoding them (default: %(default)s)"
+    add("--most_pixels", type=int, default=MOST_PIXELS, metavar="N", help=most)
+    add(
+        "--source",
+        default="",
+        metavar="NAME",
+        help="with --output: the name under which a training counts the documents",
+    )
+    add("--slice", default="0/1", metavar="I/N", help="index every N-th shard, starting with the I-th, counted from 0")
+
+
+def index_tars(tars: Sequence[Path], processes: int = 1, how: Making = PLAIN) -> list[Indexed]:
+    """Write the missing indexes, each next to its tar.
+
+    Raises:
+        DataError: tars cannot be read or are cut (one line for each, after the rest was indexed), or nothing in them
+            can be read.
+        ConfigError: `processes` is below 1.
+    """
+    try:
+        return _index_all(functools.partial(index_tar, how=how), tars, processes)
+    finally:
+        _update_lists(tars)
+
+
+def index_into(
+    output: Path, listed: Sequence[Listed], processes: int = 1, part: slice = slice(None), how: Making = PLAIN
+) -> list[Indexed]:
+    """Write the missing indexes into a folder, and shards.json once all are there.
+    part: shards of the list to index now.
+
+    Raises:
+        DataError: as `index_tars`.
+        RunError: the disk refuses.
+        ConfigError: `processes` is below 1.
+    """
+    with writing(output):
+        output.mkdir(parents=True, exist_ok=True)
+    results = _index_all(functools.partial(_index_listed, output=output, how=how), listed[part], processes)
+    indexed = [_load_listed(output, one) for one in listed]
+    complete = [(one, index) for one, index in zip(listed, indexed, strict=True) if index and not how.lacks(index)]
+    if len(complete) == len(listed):
+        shards = [_shard(output, one, index) for one, index in complete]
+        facts = index_report.manifest_facts([index_report.summarize(one.url, index) for one, index in complete])
+        manifest.save(Manifest(output, shards, {"command": COMMAND, **facts}))
+    return results
+
+
+def _index_all(index: Callable[[Any], Indexed], tars: Sequence[Any], processes: int) -> list[Indexed]:
+    if processes < 1:
+        raise ConfigError(f"--processes: expected at least 1, got {processes}.")
+    errors, results = list[str](), list[Indexed]()
+    workers = min(processes, len(tars))
+    context = multiprocessing.get_context("forkserver")  # its server can have been started with another environment
+    with concurrent.futures.ProcessPoolExecutor(
+        max(workers, 1), context, _set_environment, (dict(os.environ),)
+    ) as pool:
+        futures = [pool.submit(index, tar) for tar in tars] if workers > 1 else []
+        for number, tar in enumerate(tars):
+            try:
+                results.append(futures[number].result() if futures else index(tar))
+            except DataError as error:
+                errors.append(str(error))
+            except BrokenProcessPool:
+                raise RunError(
+                    f"--processes {processes}: a process was killed, maybe out of memory. "
+                    "Finished indexes remain: start again with fewer processes."
+                ) from None
+            else:
+                if results[-1].cut:
+                    errors.append(f"{results[-1].tar}: {results[-1].cut}")
+    if errors:
+        raise DataError("\n".join(errors))
+    index_report.require_documents(results)
+    return results
+
+
+def index_tar(tar: Path, how: Making) -> Indexed:
+    """Write the index of a tar if it is missing.
+    The index of a tar listed in shards.json is only replaced if it changes.
+
+    Raises:
+        DataError: the tar cannot be read, or is verified and differs from the one that shards.json lists.
+    """
+    index, listed = _load_index(tar), how.verify and _is_as_listed(tar)
+    if index is None or how.lacks(index):
+        before = index
+        with tar_index.open_tar(tar) as content:
+            index = how.build(content)
+        if (
+            before is not None
+            and listed
+            and how.texts is None
+            and before.documents["bad"].tolist() == index.documents["bad"].tolist()
+        ):
+            return index_report.summarize(tar, before)
+        if before is not None and listed and how.texts is None:
+            index.tokens, index.facts = before.tokens, before.facts | index.facts
+        tar_index.save(index, tar)
+    return index_report.summarize(tar, index)
+
+
+def _is_as_listed(tar: Path) -> bool:
+    """Whether shards.json in its folder lists the tar with a hash. Raises DataError: the hash is another."""
+    if not (tar.parent / manifest.NAME).is_file():
+        return False
+    for shard in manifest.load(tar.parent).shards:
+        if shard.url == tar.name and shard.sha256 is not None:
+            with reading(tar, DataError), open(tar, "rb") as file:
+                digest = hashlib.file_digest(file, "sha256").hexdigest()
+            if digest != shard.sha256:
+                raise DataError(
+                    f"{tar}: damaged or replaced: its sha256 is {digest[:16]}, {manifest.NAME} lists "
+                    f"{shard.sha256[:16]}. "
+                    "Get or write it again."
+                )
+            return True
+    return False
+
+
+def _update_lists(tars: Sequence[Path]) -> None:
+    """Update the digests of rewritten indexes in the shards.json of their folders."""
+    for folder in sorted({tar.parent for tar in tars}):
+        if (folder / manifest.NAME).is_file():
+            before = manifest.load(folder)
+            names = {
+                tar.name
+                for tar in tars
+                if tar.parent == folder and tar.with_name(tar.name + tar_index.SUFFIX).is_file()
+            }
+            shards = [
+                replace(
+                    shard, index_digest=tar_index.digest_of(folder / shard.index), **_describe_local(folder / shard.url)
+                )
+                if shard.url in names and shard.index == shard.url + tar_index.SUFFIX
+                else shard
+                for shard in before.shards
+            ]
+            if shards != before.shards:
+                manifest.save(replace(before, shards=shards))
+
+
+def _load_index(tar: Path) -> tar_index.TarIndex | None:
+    try:
+        index = tar_index.load(tar)
+    except DataError:
+        return None
+    return None if "cut" in index.facts or _is_newer(tar, tar) else index
+
+
+def _describe_local(tar: Path) -> dict[str, Any]:
+    """The fields of a `Shard` by which a reader notices that a local tar was replaced or written to."""
+    return {"mtime_ns": tar.stat().st_mtime_ns, "sample": manifest.sample_tar(tar)}
+
+
+def _is_newer(tar: Path, place: Path) -> bool:
+    """Whether a tar was written, moved or copied to its path after its index at a place.
+    A copy can have an old modification time."""
+    return tar.stat().st_ctime_ns > place.with_name(place.name + tar_index.SUFFIX).stat().st_mtime_ns
+
+
+def _index_listed(one: Listed, output: Path, how: Making) -> Indexed:
+    """Write the index of a shard into a folder if it is missing."""
+    is_file = not one.url.startswith(REMOTE)
+    if is_file and not Path(one.url).is_file():
+        raise DataError(f"{one.url}: no such file.")
+    source = Source(one.url, Path(one.url).stat().st_size) if is_file else source_of(one.url)
+    index = _load_listed(output, one)
+    is_current = index and (source.url.startswith(PIPE) or (index.facts["bytes"], index.facts["etag"]) == source[1:])
+    is_current = is_current and not (is_file and _is_newer(Path(one.url), _place(output, one)))
+    if index is None or not is_current or how.lacks(index):
+        with tar_index.open_tar(Path(one.url)) if is_file else _fetch(source, output) as content:
+            index = how.build(content)
+            sha256 = None if is_file else hashlib.sha256(content).hexdigest()
+        index.facts |= {"url": one.url, "etag": source.etag, "sha256": sha256}
+        tar_index.save(index, _place(output, one))
+    return index_report.summarize(one.url, index)
+
+
+@contextmanager
+def _fetch(source: Source, output: Path) -> Iterator[memoryview]:
+    """The bytes of a shard that is elsewhere, in a file without a name, which ends with the process."""
+    with writing(output), tempfile.TemporaryFile(dir=output, buffering=0) as file:
+        transfer(source, file)
+        if not os.fstat(file.fileno()).st_size:
+            yield memoryview(b"")
+            return
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped, memoryview(mapped) as tar:
+            yield tar
+
+
+def _place(output: Path, one: Listed) -> Path:
+    """Path of an index in the folder, without ".idx".
+    Tars with equal names in different places have different paths."""
+    name = re.sub(r"[^\w.-]", "_", "pipe" if one.url.startswith(PIPE) else one.url.rpartition("/")[2])[-100:]
+    return output / f"{name}-{hashlib.sha256(one.url.encode()).hexdigest()[:16]}"
+
+
+def _set_environment(environment: dict[str, str]) -> None:
+    os.environ.update(environment)
+
+
+def _load_listed(output: Path, one: Listed) -> tar_index.TarIndex | None:
+    """The index of a shard, if it is in the folder and complete."""
+    place = _place(output, one)
+    path = place.with_name(place.name + tar_index.SUFFIX)
+    try:
+        with open(path, "rb") as file:
+            facts = parse_json(file.readlines(1 << 16)[1], path, DataError)
+        index = tar_index.load_file(path, facts["bytes"], one.url)
+    except (OSError, DataError, ValueError, LookupError):
+        return None
+    return index if index.facts.get("url") == one.url and "cut" not in index.facts else None
+
+
+def _shard(output: Path, one: Listed, index: tar_index.TarIndex) -> Shard:
+    place, within, facts = _place(output, one), Path(one.url), index.facts
+    url = str(within.relative_to(output.resolve())) if within.is_relative_to(output.resolve()) else one.url
+    name = place.name + tar_index.SUFFIX
+    local = {} if one.url.startswith(REMOTE) else _describe_local(within)
+    digest = tar_index.digest_of(output / name)
+    return Shard(url, name, len(index), facts["bytes"], one.source, facts["sha256"], facts["etag"], digest, **local)
+
+
+def _print(tars: Sequence[str], output: Path | None, source: str, processes: int, verify: bool, **more: Any) -> None:
+    part, listed = _slice(more["slice"]), list_shards(tars)
+    if more["most_pixels"] < 1:
+        raise ConfigError(f"--most_pixels: expected at least 1, got {more['most_pixels']}.")
+    texts = TextTokens(tokenizers.load(more["tokenizer"])) if more["tokenizer"] else None
+    how = Making(verify, texts, _fields(more["fields"]), more["most_pixels"])
+    if output is None:
+        remote = next((one.url for one in listed if one.url.startswith(REMOTE)), None)
+        if remote or source or how.fields:
+            option = remote or ("--source" if source else "--fields")
+            raise ConfigError(f"{option}: --output is needed, a folder for shards.json and the indexes.")
+        results = index_tars([Path(one.url) for one in listed[part]], processes, how)
+    else:
+        results = index_into(output, [Listed(one.url, source or one.source) for one in listed], processes, part, how)
+    if output is not None and not (output / manifest.NAME).exists():
+        print(f"{output}: shards.json is written when all slices of the {len(listed)} tars are indexed.")
+    print("\n".join(index_report.lines(results)))
+
+
+def _fields(text: str | None) -> Fields | None:
+    if text is None:
+        return None
+    try:
+        raw = parse_json(text, f"--fields {text:.60}", ConfigError)
+    except ConfigError as error:
+        raise ConfigError(f'{error} Example: \'{{"text": "json:caption"}}\'.') from None
+    return strict.load(Fields, raw, "--fields")
+
+
+def _slice(text: str) -> slice:
+    number, _, count = text.partition("/")
+    if not (number.isdecimal() and count.isdecimal() and int(number) < int(count)):
+        raise ConfigError(
+            f"--slice {text}: expected I/N, with I from 0 to N - 1, such as "
+            f"$SLURM_ARRAY_TASK_ID/$SLURM_ARRAY_TASK_COUNT."
+        )
+    return slice(int(number), None, int(count))
+
+
+main = command.main_of(COMMAND, __doc__, _add_options, _print)
+
+if __name__ == "__main__":
+    sys.exit(main())

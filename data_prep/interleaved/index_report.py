@@ -1,0 +1,123 @@
+"""Report on a set of indexed tars: documents, and every member that is not read, by reason and suffix."""
+
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from src.errors import DataError
+from src.systems.interleaved.streaming import tar_index
+from src.systems.interleaved.streaming.tar_index import TarIndex
+
+_MOST_LINES = 100
+"""Lines of members that are not read. The rest are summed in one more line."""
+PassedOver = dict[str, dict[str, list[int]]]
+"""{reason: {suffix: [members, bytes]}}"""
+
+
+class Indexed(NamedTuple):
+    """The index of one tar, in numbers."""
+
+    tar: Path | str
+    documents: int
+    images: int
+    bad: Counter[str]
+    """Documents by the reason why they are bad."""
+    facts: dict[str, Any]
+    """See `TarIndex`."""
+
+    @property
+    def cut(self) -> str:
+        """Why the tar ends too early, and what to do; "" if it is complete."""
+        reason, _, advice = self.facts.get("cut", ("", 0, ""))
+        return f"{reason}. {self.documents} documents before it are indexed. {advice}" if reason else ""
+
+
+def summarize(tar: Path | str, index: TarIndex) -> Indexed:
+    """An index in numbers."""
+    bad = Counter(tar_index.REASONS[reason] for reason in index.documents["bad"] if reason)
+    return Indexed(tar, len(index), int(index.documents["images"].sum()), bad, index.facts)
+
+
+def passed_over(results: Sequence[Indexed]) -> PassedOver:
+    """Members that are not read, of all tars."""
+    total: PassedOver = {}
+    for one in results:
+        for reason, suffixes in one.facts["passed_over"].items():
+            for suffix, (members, size) in suffixes.items():
+                count = total.setdefault(reason, {}).setdefault(suffix, [0, 0])
+                count[0] += members
+                count[1] += size
+    return total
+
+
+def manifest_facts(results: Sequence[Indexed]) -> dict[str, Any]:
+    """Facts for a manifest about the documents and members of its tars."""
+    fields = results[0].facts.get("fields") if results else None
+    return {
+        "most_pixels": results[0].facts["most_pixels"] if results else 0,
+        "documents": sum(one.documents for one in results),
+        "bad_documents": dict(sum((one.bad for one in results), Counter[str]())),
+        "members": sum(one.facts["members"] for one in results),
+        "passed_over": passed_over(results),
+        **({"fields": fields} if fields else {}),
+    }
+
+
+def require_documents(results: Sequence[Indexed]) -> None:
+    """Refuse tars from which nothing can be read.
+
+    Raises:
+        DataError: no document can be read, or an entry of the mapping is in no document.
+    """
+    if not results:
+        return
+    documents, bad = sum(one.documents for one in results), sum((one.bad for one in results), Counter[str]())
+    where = f"{results[0].tar}{f' and {len(results) - 1} more' if len(results) > 1 else ''}"
+    counts = [f"{count} {suffix or 'members'} ({reason})" for count, _, reason, suffix in _unread(results)]
+    unread = f"Not read: {', '.join(counts[:_MOST_LINES]) or 'nothing'}."
+    mapped = sum((Counter(one.facts.get("mapped")) for one in results), Counter[str]())
+    for entries in results[0].facts.get("fields", {}).values():
+        for entry in entries:
+            if not mapped[entry]:
+                raise DataError(f"{where}: --fields: {entry!r} is in none of {documents} documents. {unread}")
+    if bad.total() == documents:
+        reasons = "; ".join(f"{reason}: {count}" for reason, count in bad.items()) or "the tars are empty"
+        example = '\'{"text": "json:caption"}\''
+        raise DataError(
+            f"{where}: none of {documents} documents can be read ({reasons}). "
+            f"{unread} Name their text with --fields {example}."
+        )
+
+
+def lines(results: Sequence[Indexed]) -> list[str]:
+    """Lines of the report: bad documents by tar, totals, mapped fields, and last every member that is not read."""
+    report = [
+        f"{one.tar}: {one.bad.total()} of {one.documents} documents are bad: "
+        + ", ".join(f"{r}: {n:,}" for r, n in one.bad.items())
+        for one in results
+        if one.bad
+    ]
+    documents, members = sum(one.documents for one in results), sum(one.facts["members"] for one in results)
+    report.append(f"{len(results)} tars, {documents:,} documents, {sum(one.images for one in results):,} images")
+    mapped = sum((Counter(one.facts.get("mapped")) for one in results), Counter[str]())
+    report += [f"field {entry}: in {count:,} of {documents:,} documents" for entry, count in mapped.items()]
+    unread = _unread(results)
+    for count, size, reason, suffix in unread[:_MOST_LINES]:
+        report.append(f"not read: {count:,} {suffix or 'members'}, {size:,} bytes: {reason}")
+    if rest := unread[_MOST_LINES:]:
+        report.append(
+            f"not read: {sum(row[0] for row in rest):,} more of {len(rest)} suffixes: see passed_over in the index"
+        )
+    report.append(f"{members:,} members: {sum(one.facts['read'][0] for one in results):,} read")
+    return report
+
+
+def _unread(results: Sequence[Indexed]) -> list[tuple[int, int, str, str]]:
+    """(Members, bytes, reason, suffix) of members that are not read, the most frequent first."""
+    rows = [
+        (count[0], count[1], reason, suffix)
+        for reason, suffixes in passed_over(results).items()
+        for suffix, count in suffixes.items()
+    ]
+    return sorted(rows, key=lambda row: (-row[0], row[2], row[3]))

@@ -1,0 +1,57 @@
+"""Conversations about images in Parquet with columns "images" and "texts": FineVision's and the_cauldron's layout.
+
+"images" are lists of {"bytes", "path"}, "texts" lists of {"user", "assistant"}. An image without bytes is read from its
+path in the folder of images, if there is one.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from data_prep.interleaved.rows import ReaderOptions, Row, make_turns, read_image
+from src.data import jsonl
+from src.errors import DataError
+
+COLUMNS = ("images", "texts")
+_AT_ONCE = 16
+"""Rows that are in memory together."""
+
+
+def read_turns(path: Path, options: ReaderOptions) -> Iterator[Row]:
+    """A row for each of the file.
+
+    Raises:
+        DataError: it is not a Parquet file, a column is missing, or a row has another layout.
+    """
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            if missing := [name for name in COLUMNS if name not in file.schema_arrow.names]:
+                raise DataError(f"{path}: no column {missing[0]!r}. It has: {', '.join(file.schema_arrow.names)}.")
+            number = 0
+            for batch in file.iter_batches(_AT_ONCE, columns=[*COLUMNS]):
+                for row in batch.to_pylist():
+                    yield _row(f"{number:08}", row, options, f"{path}, row {number}")
+                    number += 1
+    except FileNotFoundError:
+        raise DataError(f"{path}: no such file.") from None
+    except (pyarrow.ArrowException, OSError) as error:
+        raise DataError(f"{path}: cannot be read as Parquet ({' '.join(str(error).split())[:200]}).") from None
+
+
+def _row(key: str, row: dict[str, Any], options: ReaderOptions, where: str) -> Row:
+    images, turns = list[bytes](), list[tuple[str, str]]()
+    jsonl.check_type(row["texts"], list[dict], f"{where}: texts")
+    for number, turn in enumerate(row["texts"]):
+        for name in ("user", "assistant"):
+            jsonl.check_type(turn.get(name), str, f"{where}: texts[{number}].{name}")
+        turns.append((turn["user"], turn["assistant"]))
+    jsonl.check_type([] if row["images"] is None else row["images"], list[dict], f"{where}: images")
+    for number, image in enumerate(row["images"] or ()):
+        content, name = image.get("bytes"), image.get("path")
+        if not content and name and options.images:
+            content = read_image(name, options, f"{where}: images[{number}]")
+        images.append(content or b"")
+    return make_turns(key, images, turns, options)

@@ -1,0 +1,181 @@
+"""Prepare Super-Natural-Instructions as one task of text: `python -m data_prep.t5.natural_instructions RELEASE`.
+
+RELEASE is a checkout of allenai/natural-instructions, with splits/default and tasks. One folder is made below
+--data_path: train.jsonl from the training tasks and val.jsonl from the test tasks, of which the first 100 instances are
+the benchmark. A row is read as Tk-Instruct reads
+it: a definition, examples as far as they fit, and the instance (Wang et al. 2022, arXiv 2204.07705). Two runs give the
+same bytes.
+"""
+
+import argparse
+import json
+import string
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from tqdm import tqdm
+
+from data_prep import command
+from src.errors import DataError
+from src.files import read_json
+
+COMMAND = "python -m data_prep.t5.natural_instructions"
+BENCHMARK = 100
+"""The first instances of a test task, which are balanced by label."""
+SPLITS = {"train": "train_tasks.txt", "val": "test_tasks.txt"}
+
+
+def _add_options(parser: argparse.ArgumentParser) -> None:
+    command.add_data_path(parser)
+    add = parser.add_argument
+    add("release", type=Path, help="folder with splits/ and tasks/")
+    add("--name", default="sni", help="the folder that is made (default: %(default)s)")
+    add("--split", default="default", help="folder below splits/ with the lists of tasks (default: %(default)s)")
+    add(
+        "--instances",
+        type=int,
+        default=100,
+        help="most of a task, drawn; of a test task of its first 100 (default: %(default)s)",
+    )
+    add("--positive_examples", type=int, default=2, help="in an input, as far as they fit (default: %(default)s)")
+    add(
+        "--input_characters",
+        type=int,
+        default=4000,
+        help="examples are left out where an input would be longer (default: %(default)s)",
+    )
+    add("--seed", type=int, default=0, help="of what is drawn (default: %(default)s)")
+
+
+@dataclass(frozen=True)
+class Options:
+    """The options of the command line."""
+
+    release: Path
+    name: str = "sni"
+    split: str = "default"
+    instances: int = 100
+    positive_examples: int = 2
+    input_characters: int = 4000
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.instances < 1 or self.positive_examples < 0:
+            raise DataError("--instances: expected 1 or more; --positive_examples: 0 or more.")
+
+
+def prepare(data_path: Path, options: Options) -> bool:
+    """Make the folder below `data_path`; False if it is whole and made from the same, so that nothing was done.
+
+    Raises:
+        DataError: a list or a task is missing or malformed.
+    """
+    folder = options.release / "splits" / options.split
+    tasks = {split: read_task_names(folder / file) for split, file in SPLITS.items()}
+    paths = {task: task_path(options.release, task) for names in tasks.values() for task in names}
+    made_from = {
+        "tasks": tasks,
+        "files_sha256": command.digest_files(list(paths.values())),
+        "script_sha256": command.digest_files([__file__]),
+        "options": {name: value for name, value in asdict(options).items() if name not in ("release", "name")},
+    }
+
+    def fill(folder: Path) -> Mapping[str, Any]:
+        counts = {}
+        for split, names in tasks.items():
+            with open(folder / f"{split}.jsonl", "w", encoding="utf-8", newline="\n") as file:
+                found = (
+                    row for task in tqdm(names, desc=split, unit=" tasks") for row in rows(paths[task], split, options)
+                )
+                counts[split] = 0
+                for row in found:
+                    file.write(json.dumps({"index": counts[split], **row}) + "\n")
+                    counts[split] += 1
+        return {"counts": counts}
+
+    return command.make_folder(data_path / options.name, COMMAND, made_from, fill) is not None
+
+
+def read_task_names(path: Path) -> list[str]:
+    """Names of tasks, one a line."""
+    try:
+        return path.read_text(encoding="utf-8").split()
+    except OSError as error:
+        raise DataError(
+            f"{path}: no list of tasks ({error.strerror}). RELEASE is a checkout of allenai/natural-instructions."
+        ) from None
+
+
+def task_path(release: Path, task: str) -> Path:
+    """The file of a task. Raises DataError where there is none."""
+    path = release / "tasks" / f"{task}.json"
+    if not path.is_file():
+        raise DataError(f"{path}: no such task, but the split names it.")
+    return path
+
+
+def rows(path: Path, split: str, options: Options) -> Iterator[dict[str, Any]]:
+    """The drawn instances of a task, each with one of its answers as the label and all of them to be scored by."""
+    task, most = path.stem, options.instances
+    draws = Random(f"{options.seed}/{task}")
+    raw = read_json(path, DataError)
+    try:
+        definition = with_stop(
+            (raw["Definition"][0] if isinstance(raw["Definition"], list) else raw["Definition"]).strip()
+        )
+        examples = [
+            example_text(i, example)
+            for i, example in enumerate(raw["Positive Examples"][: options.positive_examples], 1)
+        ]
+        instances = [
+            (instance["input"].strip(), [answer.strip() for answer in instance["output"]])
+            for instance in raw["Instances"]
+        ]
+    except (KeyError, IndexError, TypeError, AttributeError) as error:
+        raise DataError(f"{path}: not a task of Natural Instructions ({type(error).__name__}: {error}).") from None
+    if split == "val":
+        instances = instances[:BENCHMARK]
+    if len(instances) > most:
+        instances = [instances[i] for i in sorted(draws.sample(range(len(instances)), most))]
+    for text, answers in instances:
+        answers = [answer for answer in answers if answer]
+        if answers:  # without any nothing could be learned
+            whole = input_text(definition, examples, text, options.input_characters)
+            yield {"text": whole, "label": draws.choice(answers), "answers": answers, "group": task}
+
+
+def input_text(definition: str, examples: Sequence[str], instance: str, most: int) -> str:
+    """Text after "Definition: ": the definition, the examples that fit into `most` characters, and the instance."""
+    begin = f"{definition}\n\n"
+    end = with_stop(f"Now complete the following example -\nInput: {instance}") + "\nOutput:"
+    fitting = ""
+    for example in examples:
+        if len(begin) + len(fitting) + len(example) + len(end) > most:
+            break
+        fitting += example
+    return begin + fitting + end
+
+
+def example_text(number: int, example: Mapping[str, str]) -> str:
+    """An example of the task that was done right."""
+    given = with_stop(f" Positive Example {number} -\nInput: {example['input'].strip()}")
+    return f"{given}\n{with_stop(' Output: ' + example['output'].strip())}\n\n"
+
+
+def with_stop(text: str) -> str:
+    """The text, with a full stop where it ends without a sign."""
+    return text if text[-1:] in string.punctuation else f"{text}."
+
+
+def _run(data_path: Path, **given: Any) -> None:
+    prepare(data_path, Options(**given))
+
+
+main = command.main_of(COMMAND, __doc__, _add_options, _run)
+
+if __name__ == "__main__":
+    sys.exit(main())

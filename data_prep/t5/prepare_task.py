@@ -1,0 +1,195 @@
+"""Prepare a task as text: `python -m data_prep.t5.prepare_task --task rte --train FILE.. --val FILE.. --test FILE..`.
+
+One folder is made below --data_path: train.jsonl, val.jsonl, test.jsonl, those of them that are given, and
+manifest.json, which says what they were made from; or none. Two runs on the same files give the same bytes. A SOURCE is
+a file (columns parted by tabs with or without a header line, as GLUE's; csv; JSON or JSON lines, as SuperGLUE's;
+parquet), a folder saved by `datasets`, or hub:ID[@CONFIG][#SPLIT]. Tasks are those of resources/tasks, or of a file of
+one's own (--task_file).
+"""
+
+import argparse
+import json
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import yaml
+from tqdm import tqdm
+
+from data_prep import command, sources
+from data_prep.t5 import superglue, task_rows, task_sources
+from data_prep.t5.task_sources import SPLITS, Source
+from src.errors import DataError
+from src.systems.t5.tasks import task_table as tasks
+
+COMMAND = "python -m data_prep.t5.prepare_task"
+_SCRIPTS = (__file__, superglue.__file__, task_rows.__file__, task_sources.__file__, sources.__file__)
+_SHOWN = 3  # complaints about rows left out
+
+
+@dataclass(frozen=True)
+class Options:
+    """The options of the command line."""
+
+    task: str
+    name: str
+    train: Sequence[str] = ()
+    val: Sequence[str] = ()
+    test: Sequence[str] = ()
+    val_percent: float | None = None
+    max_rows: int | None = None
+    seed: int = 0
+    skip_bad_rows: bool = False
+    task_file: Path | None = None
+
+    def __post_init__(self) -> None:
+        if not (self.train or self.val or self.test):
+            raise DataError("expected --train, --val or --test with a source at least.")
+        if self.val_percent is not None and (self.val or not self.train):
+            raise DataError("--val_percent sets rows of --train apart for validation: leave --val out.")
+        if self.val_percent is not None and not 0 < self.val_percent < 100:
+            raise DataError(f"--val_percent: expected a number between 0 and 100, got {self.val_percent:g}.")
+        if self.max_rows is not None and self.max_rows < 1:
+            raise DataError(f"--max_rows: expected 1 or more, got {self.max_rows}.")
+
+
+def _add_options(parser: argparse.ArgumentParser) -> None:
+    command.add_data_path(parser)
+    add = parser.add_argument
+    add("--task", required=True, help="an entry of resources/tasks, as rte, or of --task_file")
+    add("--task_file", type=Path, metavar="YAML", help="entries of one's own; the task's is kept with the data")
+    add("--name", help="the new folder, which an experiment names as data.corpus (default: the task)")
+    for split in SPLITS:
+        add(f"--{split}", nargs="+", default=[], metavar="SOURCE", help=f"sources of {split}.jsonl")
+    add("--val_percent", type=float, metavar="P", help="instead of --val: set apart about P %% of the rows of --train")
+    add("--max_rows", type=int, metavar="N", help="the first N rows of each split")
+    add("--seed", type=int, default=0, help="of the rows that are set apart (default: %(default)s)")
+    add("--skip_bad_rows", action="store_true", help="leave out rows that do not fit, and count them")
+
+
+def prepare(data_path: Path, options: Options) -> bool:
+    """Make the folder `data_path / options.name`; False, and nothing done, if it is whole and has the same provenance.
+
+    Raises:
+        ConfigError: the task is unknown, or its entry has a mistake.
+        DataError: a source is missing or damaged, a row does not fit, or a split would be empty. Nothing was written.
+        RunError: the disk refuses.
+    """
+    task = tasks.find(options.task, options.task_file)
+    if options.train and not task.task.trained:
+        raise DataError(f"--train: {task.name!r} has no rows to train on. Give --val or --test.")
+    opened = {split: [Source(source, split, task) for source in getattr(options, split)] for split in SPLITS}
+    made_from = _provenance(options, opened, task)
+    facts = command.make_folder(
+        data_path / options.name, COMMAND, made_from, lambda beside: _write(beside, options, opened, task)
+    )
+    if facts is not None:
+        _print_summary(facts)
+    return facts is not None
+
+
+def _write(beside: Path, options: Options, opened: dict[str, list[Source]], task: tasks.NamedTask) -> dict[str, Any]:
+    """Fill the folder `beside`; returns the facts for the manifest."""
+    skipped: dict[str, list[str]] = {split: [] for split in SPLITS}
+    rows: dict[str, list[task_rows.Row]] = {split: [] for split in SPLITS}
+    for split in SPLITS:
+        kept = skipped[split] if options.skip_bad_rows else None
+        every = (row for source in opened[split] for row in task_rows.rows(source, kept))
+        rows[split] = list(tqdm(every, desc=split, unit="", disable=None, leave=False))
+    if options.val_percent is not None:
+        rows["train"], rows["val"] = _split_off_validation(rows["train"], options.val_percent, options.seed)
+    written = [
+        split
+        for split in SPLITS
+        if rows[split] or getattr(options, split) or (split == "val" and options.val_percent is not None)
+    ]
+    inputs: dict[str, set[str]] = {}
+    for split in written:
+        rows[split] = rows[split][: options.max_rows]
+        if not rows[split]:
+            raise DataError(f"--{split}: no row is left for this split.")
+        _number(rows[split])
+        lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in rows[split])
+        (beside / f"{split}.jsonl").write_text("".join(lines), encoding="utf-8", newline="\n")
+        inputs[split] = {task.input(row) for row in rows[split]}
+    if options.task_file is not None:
+        entry = task.task.model_dump(mode="json", exclude_defaults=True)
+        (beside / tasks.OWN).write_text(
+            yaml.safe_dump({task.name: entry}, sort_keys=False, allow_unicode=True), encoding="utf-8"
+        )
+    both = inputs.get("train", set()) & (inputs.get("val", set()) | inputs.get("test", set()))
+    return {
+        "task": task.name,
+        "counts": {split: _counts(rows[split], task) for split in written},
+        "skipped": {split: {"rows": len(skipped[split]), "first": skipped[split][:_SHOWN]} for split in written},
+        "inputs_of_train_in_another_split": len(both),
+    }
+
+
+def _split_off_validation(
+    rows: list[task_rows.Row], percent: float, seed: int
+) -> tuple[list[task_rows.Row], list[task_rows.Row]]:
+    """Rows for training and for validation; rows of one group (the answers of a question) stay together."""
+    groups = {row.get("group") or str(number): None for number, row in enumerate(rows)}
+    count = max(1, round(len(groups) * percent / 100))
+    chosen = set(Random(f"{seed}/{len(groups)}").sample(list(groups), count))
+    keys = [row.get("group") or str(number) for number, row in enumerate(rows)]
+    pairs = list(zip(keys, rows, strict=True))
+    return [row for key, row in pairs if key not in chosen], [row for key, row in pairs if key in chosen]
+
+
+def _number(rows: list[task_rows.Row]) -> None:
+    """Number the rows from 0 in their order if an index is missing, or repeated among the rows of a group."""
+    found = [(row.get("group"), row["index"]) for row in rows]
+    if any(index is None for _, index in found) or len(set(found)) < len(found):
+        for number, row in enumerate(rows):
+            row["index"] = number
+
+
+def _counts(rows: list[task_rows.Row], task: tasks.NamedTask) -> dict[str, Any]:
+    labels = Counter(str(row["label"]) for row in rows) if task.task.kind == "classes" else None
+    return {"rows": {task.name: len(rows)}, **({"labels": dict(sorted(labels.items()))} if labels else {})}
+
+
+def _provenance(options: Options, opened: dict[str, list[Source]], task: tasks.NamedTask) -> dict[str, Any]:
+    """Everything that the content of the folder depends on.
+
+    Raises:
+        DataError: one source is given twice.
+    """
+    facts = {split: [source.facts() for source in opened[split]] for split in SPLITS}
+    pairs = [(split, *pair) for split in SPLITS for pair in zip(opened[split], facts[split], strict=True)]
+    local = [(split, source, found) for split, source, found in pairs if not source.source.startswith(sources.HUB)]
+    sources.require_distinct((f"--{split} {source.source}", found) for split, source, found in local)
+    stated = {name: value for name, value in asdict(options).items() if name not in (*SPLITS, "name", "task_file")}
+    return {
+        "sources": facts,
+        "options": stated,
+        "task": task.fingerprint,
+        "scripts_sha256": command.digest_files(_SCRIPTS),
+    }
+
+
+def _print_summary(facts: dict[str, Any]) -> None:
+    for split, counts in facts["counts"].items():
+        labels = "; ".join(f"{number} {label}" for label, number in counts.get("labels", {}).items())
+        print(f"{split:6} {sum(counts['rows'].values())} rows{': ' if labels else ''}{labels}")
+        skipped = facts["skipped"][split]
+        if skipped["rows"]:
+            print(f"{'':6} left out: {skipped['rows']}, as {skipped['first'][0]}")
+    if facts["inputs_of_train_in_another_split"]:
+        print(f"{facts['inputs_of_train_in_another_split']} inputs of train are in another split too.")
+
+
+def _run(data_path: Path, name: str | None, task: str, **given: Any) -> None:
+    prepare(data_path, Options(name=name or task, task=task, **given))
+
+
+main = command.main_of(COMMAND, __doc__, _add_options, _run)
+
+if __name__ == "__main__":
+    sys.exit(main())

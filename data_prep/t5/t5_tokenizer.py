@@ -1,0 +1,394 @@
+"""A tokenizer with sentinels: `python -m data_prep.t5.t5_tokenizer --from stdlib_tokenizer --name stdlib_t5_tokenizer`.
+
+Either --from, a tokenizer that is there already; or --spiece, the SentencePiece model of T5; or --train, text on which
+one is trained as T5's was: SentencePiece's unigrams (Kudo 2018, arXiv 1804.10959) after <pad> 0, </s> 1 and <unk> 2, or
+with --model bpe byte-level BPE, which keeps line ends and spaces, as code needs. A folder is made below --data_path:
+the tokenizer with <extra_id_99> to <extra_id_0> behind all other tokens, so that <extra_id_0> has the highest id
+(Raffel et al. 2020, arXiv 1910.10683; T5's own has 32,000 pieces and 100 sentinels), with a padding token of its own
+and an end token. No text becomes a sentinel, an end or padding through SafeTokenizer of src.data.text. With --sentences
+N, <eosen> and <sent_0> to <sent_N-1>, which data set depth needs, stand behind the sentinels, so that no id changes
+that a trained model knows.
+"""
+
+import argparse
+import hashlib
+import importlib.metadata
+import re
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from data_prep import command, training_text
+from data_prep.crossattn import stdlib_qa
+from src import files
+from src.data.text import tokenizers
+from src.errors import DataError
+from src.systems.t5.denoising.depth import dataset as depth
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+COMMAND = "python -m data_prep.t5.t5_tokenizer"
+NUM_SENTINELS = 100
+PAD, EOS, UNK = "<pad>", "</s>", "<unk>"
+DEFAULTS = {"model": "unigram", "vocab_size": 32_000, "text_field": "text"}
+"""Options of --train."""
+_SPACE = "\u2581"
+_NORMAL, _UNKNOWN, _CONTROL = 1, 2, 3  # types of pieces, sentencepiece_model.proto
+_UNIGRAM = 1
+
+
+def _add_options(parser: argparse.ArgumentParser) -> None:
+    command.add_data_path(parser)
+    add = parser.add_argument
+    add("--name", required=True, help="the new folder below it")
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument(
+        "--from", dest="source", metavar="TOKENIZER", help="a folder below --data_path, any other folder, or a hub id"
+    )
+    source.add_argument(
+        "--spiece", type=Path, metavar="FILE", help="a SentencePiece model of unigrams, as T5's spiece.model"
+    )
+    source.add_argument(
+        "--train", nargs="+", metavar="SOURCE", help="text: files, saved folders or hub:ID, as for data_prep.tokenize"
+    )
+    add("--model", choices=("unigram", "bpe"), help=f"what --train makes (default: {DEFAULTS['model']})")
+    add(
+        "--vocab_size",
+        type=int,
+        metavar="N",
+        help=f"its tokens before the sentinels (default: {DEFAULTS['vocab_size']})",
+    )
+    add("--text_field", help="of --train's JSON objects and table rows: which one is the text (default: text)")
+    add(
+        "--sentinels",
+        type=int,
+        default=NUM_SENTINELS,
+        metavar="N",
+        help="UL2 on 512 tokens needs 128 (default: %(default)s)",
+    )
+    add(
+        "--sentences",
+        type=int,
+        default=0,
+        metavar="N",
+        help="also N names of sentences; --from may then have sentinels already",
+    )
+
+
+def _run(train: Sequence[str] | None, source: str | None, spiece: Path | None, **given: Any) -> bool:
+    if given["sentences"] < 0:
+        raise DataError(f"--sentences: expected 0 or more, got {given['sentences']}.")
+    if given["sentinels"] < 1:
+        raise DataError(f"--sentinels: expected 1 or more, got {given['sentinels']}.")
+    about = {name: value for name in DEFAULTS if (value := given.pop(name)) is not None}
+    if train:
+        return prepare_trained(train=train, options={**DEFAULTS, **about}, **given)
+    if about:
+        raise DataError(
+            f"--{next(iter(about))}: is for --train; --from and --spiece have their tokens already. Leave it out."
+        )
+    return prepare(source=source, spiece=spiece, **given)
+
+
+def prepare(
+    data_path: Path,
+    name: str,
+    source: str | None = None,
+    spiece: Path | None = None,
+    sentences: int = 0,
+    sentinels: int = NUM_SENTINELS,
+) -> bool:
+    """Make the folder `data_path / name` from one of two sources; False if it is whole and has the same provenance.
+
+    Raises:
+        DataError: the source is missing, damaged, or has already what is to be added. Sentinels it may have where
+            `sentences` are.
+        RunError: the disk refuses.
+    """
+    folder = data_path / name
+    if spiece is not None:
+        with_sentinels = from_sentencepiece(spiece, sentinels)
+    else:
+        assert source is not None, "one of the two is given"
+        place = data_path / source
+        if place.resolve() == folder.resolve():
+            raise DataError(f"--name: {folder} is what --from names. Choose another name.")
+        with_sentinels = tokenizers.load(place if place.is_dir() else source)
+        if not (sentences and _sentinels_in(with_sentinels.get_vocab())):
+            with_sentinels = add_sentinels(with_sentinels, source, sentinels)
+    if sentences:
+        add_sentences(with_sentinels, sentences, source or str(spiece))
+    text = with_sentinels.backend_tokenizer.to_str()
+    made_from = {
+        "tokenizer_sha256": hashlib.sha256(text.encode()).hexdigest(),
+        "eos_token": with_sentinels.eos_token,
+        "pad_token": with_sentinels.pad_token,
+        "packages": _versions("tokenizers", "transformers"),
+    }
+    return command.make_folder(folder, COMMAND, made_from, lambda beside: _save(with_sentinels, beside)) is not None
+
+
+def prepare_trained(
+    data_path: Path,
+    name: str,
+    train: Sequence[str],
+    options: dict[str, Any],
+    sentences: int = 0,
+    sentinels: int = NUM_SENTINELS,
+) -> bool:
+    """Make the folder `data_path / name` from text; False if it is whole and has the same provenance.
+    options: see `DEFAULTS`.
+
+    Raises:
+        DataError: a source is missing or damaged, or has too little text for as many tokens.
+        RunError: the disk refuses.
+    """
+    unigram, vocab_size = options["model"] == "unigram", options["vocab_size"]
+    if vocab_size < (least := 3 + (1 if unigram else 256)):
+        raise DataError(f"--vocab_size: expected at least {least} for --model {options['model']}, got {vocab_size}.")
+    corpus = training_text.open_corpus(train, options["text_field"])
+    made_from = {
+        **corpus.facts,
+        "options": {**options, "sentinels": sentinels, "sentences": sentences},
+        "packages": _versions("tokenizers", "transformers", *(["sentencepiece"] if unigram else [])),
+        "scripts_sha256": command.digest_files([__file__, stdlib_qa.__file__, training_text.__file__]),
+    }
+
+    def fill(beside: Path) -> dict[str, Any]:
+        tokenizer = (train_unigram if unigram else train_bpe)(corpus.batches(name), vocab_size, sentinels)
+        if sentences:
+            add_sentences(tokenizer, sentences, "--train")
+        return _save(tokenizer, beside)
+
+    return command.make_folder(data_path / name, COMMAND, made_from, fill) is not None
+
+
+def _save(tokenizer: "PreTrainedTokenizerFast", folder: Path) -> dict[str, Any]:
+    tokenizer.save_pretrained(folder)
+    return {"tokens": len(tokenizer)}
+
+
+def _versions(*packages: str) -> dict[str, str]:
+    return {package: importlib.metadata.version(package) for package in packages}
+
+
+def train_unigram(
+    batches: Iterator[list[str]], vocab_size: int, sentinels: int = NUM_SENTINELS
+) -> "PreTrainedTokenizerFast":
+    """A SentencePiece model of `vocab_size` pieces, trained on lines of text, with sentinels.
+
+    The trainer of `tokenizers` makes another vocabulary each time; SentencePiece's makes the same with the same number
+    of threads.
+
+    Raises:
+        DataError: so many pieces cannot be had of this text, or it has more letters.
+    """
+    import sentencepiece
+
+    lines = training_text.sample_lines(text for texts in batches for text in texts)
+    if not lines:
+        raise DataError("--train: has no text.")
+    with tempfile.TemporaryDirectory() as folder:
+        place = Path(folder, "model")
+        try:
+            sentencepiece.SentencePieceTrainer.train(
+                sentence_iterator=iter(lines),
+                model_prefix=str(place),
+                vocab_size=vocab_size,
+                pad_id=0,
+                eos_id=1,
+                unk_id=2,
+                bos_id=-1,
+                character_coverage=0.99999,  # as mT5's (Xue et al. 2021, arXiv 2010.11934)
+                num_threads=16,
+                minloglevel=2,
+            )
+        except (
+            RuntimeError
+        ) as error:  # "INTERNAL: file(line) [condition] Vocabulary size too high (N). Please set it to a value <= M."
+            raise DataError(f"--vocab_size: {str(error).rpartition('] ')[2].partition(' Increase')[0]}") from None
+        return from_sentencepiece(place.with_suffix(".model"), sentinels)
+
+
+def train_bpe(
+    batches: Iterator[list[str]], vocab_size: int, sentinels: int = NUM_SENTINELS
+) -> "PreTrainedTokenizerFast":
+    """Byte-level BPE of `vocab_size` tokens, with sentinels.
+
+    Raises:
+        DataError: the text is too little for so many.
+    """
+    from transformers import PreTrainedTokenizerFast
+
+    backend = stdlib_qa.train_byte_level_bpe((text for texts in batches for text in texts), vocab_size, [PAD, EOS, UNK])
+    if backend.get_vocab_size() < vocab_size:
+        raise DataError(
+            f"--vocab_size: Vocabulary size too high ({vocab_size}). Please set it to a value <= "
+            f"{backend.get_vocab_size()}."
+        )
+    return add_sentinels(
+        PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=EOS, pad_token=PAD, unk_token=UNK),
+        "--train",
+        sentinels,
+    )
+
+
+def add_sentinels(
+    tokenizer: "PreTrainedTokenizerFast", where: str, sentinels: int = NUM_SENTINELS
+) -> "PreTrainedTokenizerFast":
+    """A copy with sentinels and, if it has none, a padding token.
+    It ends texts with the end token, as the data sets of T5 do.
+
+    Raises:
+        DataError: it has sentinels already.
+    """
+    from tokenizers import processors
+    from transformers import PreTrainedTokenizerFast
+
+    _refuse_sentinels(tokenizer.get_vocab(), where)
+    eos, pad = tokenizer.eos_token, tokenizer.pad_token
+    backend = _copy_backend(tokenizer)
+    if pad is None or pad == eos:
+        pad = PAD
+        backend.add_special_tokens([PAD])
+    backend.add_special_tokens(_sentinels(sentinels))
+    end = processors.TemplateProcessing(
+        single=["$A", eos], pair=["$A", eos, "$B", eos], special_tokens=[(eos, backend.token_to_id(eos))]
+    )
+    before = backend.post_processor
+    if not tokenizer("")["input_ids"]:  # else it puts tokens around texts already
+        backend.post_processor = end if before is None else processors.Sequence([before, end])
+    others = [
+        token
+        for token in tokenizer.all_special_tokens
+        if token not in (eos, pad, tokenizer.bos_token, tokenizer.unk_token)
+    ]
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        eos_token=eos,
+        pad_token=pad,
+        bos_token=tokenizer.bos_token,
+        unk_token=tokenizer.unk_token,
+        additional_special_tokens=[*others, *_sentinels(sentinels)],
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def add_sentences(tokenizer: "PreTrainedTokenizerFast", number: int, where: str) -> None:
+    """Add <eosen> and `number` names of sentences to `tokenizer`, after all other tokens.
+
+    Raises:
+        DataError: it has some already.
+    """
+    wanted = depth.sentence_tokens(number)
+    if found := sorted({*wanted} & {*tokenizer.get_vocab()}):
+        raise DataError(f"{where}: has {found[0]!r} already. Use it as it is, or take one without.")
+    tokenizer.add_tokens(wanted, special_tokens=True)
+
+
+def _copy_backend(tokenizer: "PreTrainedTokenizerFast") -> Any:
+    from tokenizers import Tokenizer
+
+    backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+    backend.no_padding()
+    backend.no_truncation()
+    return backend
+
+
+def _sentinels(count: int) -> list[str]:
+    """In the order of their ids."""
+    return [f"<extra_id_{number}>" for number in reversed(range(count))]
+
+
+def _sentinels_in(vocabulary: Any) -> list[str]:
+    return [token for token in vocabulary if re.fullmatch(r"<extra_id_\d+>", token)]
+
+
+def _refuse_sentinels(vocabulary: Any, where: str) -> None:
+    found = _sentinels_in(vocabulary)
+    if found:
+        raise DataError(f"{where}: has {len(found)} sentinels already, such as {min(found)!r}. Use it as it is.")
+
+
+def from_sentencepiece(path: Path, sentinels: int = NUM_SENTINELS) -> "PreTrainedTokenizerFast":
+    """The fast tokenizer that segments text like the unigram model in `path`, with sentinels after its pieces.
+
+    The sentinels are no pieces of the model, as they are in T5Tokenizer, where text that spells one becomes one.
+
+    Raises:
+        DataError: there is no such file, or it holds no unigram model with an end token and without sentinels.
+    """
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+    from transformers import PreTrainedTokenizerFast
+
+    proto = _read_proto(path)
+    names = {kind: [piece.piece for piece in proto.pieces if piece.type == kind] for kind in (_UNKNOWN, _CONTROL)}
+    if len(names[_UNKNOWN]) != 1 or "</s>" not in names[_CONTROL]:
+        raise DataError(
+            f"{path}: expected one unknown piece and the control piece '</s>', "
+            f"got {names[_UNKNOWN]} and {names[_CONTROL]}."
+        )
+    pieces = [(piece.piece, piece.score) for piece in proto.pieces]
+    _refuse_sentinels([name for name, _ in pieces], str(path))
+    unknown, controls = names[_UNKNOWN][0], [*names[_CONTROL], *names[_UNKNOWN]]
+    backend = Tokenizer(models.Unigram(pieces, unk_id=[name for name, _ in pieces].index(unknown), byte_fallback=False))
+    charsmap = proto.normalizer_spec.precompiled_charsmap
+    if charsmap:
+        backend.normalizer = normalizers.Precompiled(charsmap)
+    # A control piece is a piece to `tokenizers`, so that text which spells it is cut behind its first character.
+    spelled = "|".join(f"{re.escape(name[0])}(?={re.escape(name[1:])})" for name in controls)
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.WhitespaceSplit(),
+            pre_tokenizers.Metaspace(replacement=_SPACE, prepend_scheme="always", split=True),
+            pre_tokenizers.Split(Regex(spelled), behavior="merged_with_previous"),
+        ]
+    )
+    backend.decoder = decoders.Metaspace(replacement=_SPACE, prepend_scheme="always", split=True)
+    end = names_to_id(pieces)["</s>"]
+    backend.post_processor = processors.TemplateProcessing(
+        single=["$A", "</s>"], pair=["$A", "</s>", "$B", "</s>"], special_tokens=[("</s>", end)]
+    )
+    backend.add_special_tokens(
+        [AddedToken(name, normalized=False, special=True) for name in [*controls, *_sentinels(sentinels)]]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        eos_token="</s>",
+        unk_token=unknown,
+        pad_token=PAD,
+        additional_special_tokens=_sentinels(sentinels),
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def names_to_id(pieces: Sequence[tuple[str, float]]) -> dict[str, int]:
+    """Ids of pieces."""
+    return {name: number for number, (name, _) in enumerate(pieces)}
+
+
+def _read_proto(path: Path) -> Any:
+    from google.protobuf.message import DecodeError
+    from transformers.convert_slow_tokenizer import import_protobuf
+
+    schema: Any = import_protobuf()
+    proto = schema.ModelProto()
+    try:
+        with files.reading(path, DataError):
+            proto.ParseFromString(path.read_bytes())
+    except FileNotFoundError:
+        raise DataError(f"{path}: no such file.") from None
+    except DecodeError as bad:
+        raise DataError(f"{path}: not a SentencePiece model: {bad}.") from None
+    if not proto.pieces or proto.trainer_spec.model_type != _UNIGRAM:
+        raise DataError(f"{path}: not a SentencePiece model of unigrams, such as T5's spiece.model.")
+    return proto
+
+
+main = command.main_of(COMMAND, __doc__, _add_options, _run)
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,126 @@
+"""Sources of task rows: lines of columns with or without header, csv, JSON, parquet, folders of `datasets`, the hub."""
+
+import csv
+import io
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from data_prep import sources
+from data_prep.crossattn.qa_releases import json_stream
+from src.errors import DataError
+from src.files import reading
+from src.systems.t5.tasks import task_table as tasks
+
+SPLITS = {
+    "train": ("train",),
+    "val": ("validation", "val", "dev", "validation_matched"),
+    "test": ("test", "test_matched"),
+}
+"""Splits of a prepared data set, and their names on the hub."""
+OTHER_NAMES = {"index": ["index", "idx", "id"]}
+Record = dict[str, Any]
+
+
+class Source:
+    """Records of one source, with the names of its release, read again each time."""
+
+    def __init__(self, source: str, split: str, task: tasks.NamedTask) -> None:
+        """source: see `sources.open_rows`. split: a key of `SPLITS`.
+
+        Raises:
+            DataError: there is no such source.
+        """
+        self.source, self.split, self.task = source, split, task
+        self._rows = sources.open_rows(source, SPLITS[split])
+
+    def facts(self) -> dict[str, Any]:
+        """See `sources.identify`."""
+        return sources.identify(self.source, self._rows)
+
+    def records(self) -> Iterator[tuple[str, Record]]:
+        """("FILE:LINE", record) in the order of the source.
+
+        Raises:
+            DataError: the source is damaged, or has not the columns of the task; names the place.
+        """
+        path = Path(self.source)
+        if self._rows is not None:
+            yield from self._of_datasets(self._rows)
+        elif path.suffix in (".tsv", ".txt"):
+            yield from self._of_lines(path)
+        elif path.suffix == ".csv":
+            yield from self._of_csv(path)
+        elif path.suffix == ".parquet":
+            import datasets
+
+            yield from self._of_datasets(datasets.Dataset.from_parquet(str(path), keep_in_memory=True))
+        else:
+            yield from json_stream.records(path)
+
+    def _of_lines(self, path: Path) -> Iterator[tuple[str, Record]]:
+        """Columns separated by tabs. Quotation marks have no meaning, as in all files of GLUE."""
+        lines = [line.removesuffix("\r") for line in _text(path).split("\n")]
+        while lines and not lines[-1]:
+            lines.pop()
+        if not lines:
+            raise DataError(f"{path}: holds nothing.")
+        head = lines[0].split("\t")
+        header = all(any(name in head for name in self.names(column)) for column in self.task.task.columns)
+        names = head if header else self._plain(path, head)
+        for number, line in enumerate(lines[header:], 1 + header):
+            values = line.split("\t")
+            if len(values) != len(names):
+                yield f"{path}:{number}", {"": f"{len(values)} columns, where the first line has {len(names)}."}
+                continue
+            yield f"{path}:{number}", {name: value for name, value in zip(names, values, strict=True) if name != "_"}
+
+    def names(self, column: str) -> list[str]:
+        """The names of `column` in releases."""
+        return [*OTHER_NAMES.get(column, [column]), *self.task.task.names.get(column, [])]
+
+    def _plain(self, path: Path, first: list[str]) -> list[str]:
+        for names in self.task.task.plain:
+            if len(names) == len(first):
+                return names
+        task, known = self.task.task, " or ".join(" ".join(names) for names in self.task.task.plain)
+        without = f" Without a header line its columns would be: {known}." if known else ""
+        missing = next(c for c in task.columns if not any(name in first for name in self.names(c)))
+        wanted = " or ".join(map(repr, self.names(missing)))
+        shown = ", ".join(repr(name[:30]) for name in first[:12])
+        raise DataError(
+            f"{path}:1: no column {wanted} for {missing!r} of {self.task.name!r} among {len(first)}: {shown}.{without}"
+        )
+
+    def _of_csv(self, path: Path) -> Iterator[tuple[str, Record]]:
+        reader = csv.DictReader(io.StringIO(_text(path), newline=""), restkey="", strict=True)
+        try:
+            for record in reader:
+                extra = "" in record or None in record.values()
+                yield f"{path}:{reader.line_num}", {"": "more or fewer columns than the header."} if extra else record
+        except csv.Error as error:
+            raise DataError(f"{path}:{reader.line_num}: {error}.") from None
+
+    def _of_datasets(self, rows: Any) -> Iterator[tuple[str, Record]]:
+        """Replaces numbers of classes by their names, if these are the task's."""
+        classes = {
+            name: feature.names for name, feature in rows.features.items() if type(feature).__name__ == "ClassLabel"
+        }
+        classes = {name: texts for name, texts in classes.items() if set(texts) <= set(self.task.task.labels)}
+        for number, row in enumerate(rows, 1):
+            named = {
+                name: texts[row[name]]
+                for name, texts in classes.items()
+                if (row[name] or 0) >= 0 and row[name] is not None
+            }
+            yield f"{self.source}: row {number}", {**row, **named}
+
+
+def _text(path: Path) -> str:
+    with reading(path, DataError):
+        data = path.read_bytes()
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as bad:
+        line = data.count(b"\n", 0, bad.start) + 1
+        raise DataError(f"{path}:{line}: not UTF-8 text: {bad.reason}.") from None

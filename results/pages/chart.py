@@ -1,0 +1,224 @@
+"""The learning curves of the dashboard: a picture of each metric, with a line and its band for each configuration.
+The zoom is kept when data change.
+
+A line is found by the mouse within some pixels of it, wherever its points are; it lights up, and whoever watches is
+told its colour.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import panel as pn
+from bokeh.layouts import column
+from bokeh.models import ColumnDataSource, CustomJS, DataRange1d, FactorRange, HoverTool
+from bokeh.plotting import figure
+
+from results.pages import markup
+from results.pages.legend import NEUTRAL
+from results.pages.overview import Curves, Line
+
+HEIGHT, LOWER = 350, 240
+"""Pixels of one picture, and of each of several."""
+_REACH = 14
+"""Pixels across a line, or a point, in which the mouse finds it."""
+_FEW_POINTS = 40
+_BAND, _DIMMED = 0.13, 0.2
+"""Opacities of the band of a line, and of the other lines where one is lit."""
+
+
+class Plot:
+    """`pane` displays the last argument of `show`, `legend` names its lines, and scrolls where they are many."""
+
+    def __init__(self, on_hover: Callable[[str], None]) -> None:
+        """on_hover: called with the colour of the line below the mouse, where it is another than before."""
+        self.pane = pn.pane.Bokeh(sizing_mode="stretch_width", margin=0, css_classes=["plot"])
+        self._on_hover = on_hover
+        self._found = ColumnDataSource({"colour": [""]})
+        """The colour that is lit, as the browser tells and is told it."""
+        self._axes: Any = None
+        self._kinds: list[list[tuple[bool, bool]]] = []
+        """Of each picture that of each line."""
+        self._sources: list[ColumnDataSource] = []
+        self._colours: list[str] = []
+        self._visible: set[str] = set()
+        self._renderers: list[list[Any]] = []
+        """Of each line, what draws it, the part that the mouse finds last."""
+        self._opacities: list[tuple[int, Any, float]] = []
+        """Number of the line, glyph and opacity of what dims where another line is lit."""
+        self.lit: str | None = None
+        """The colour of the line that is lit."""
+
+    def show(self, pictures: Mapping[str, Curves], x: str, logarithmic: bool) -> None:
+        """Send what has changed to the pictures that are there;
+        draw others if the axes are others, or kinds of lines, or these are more.
+
+        pictures: the curves of each metric.
+        """
+        lines = [line for curves in pictures.values() for line in curves.lines]
+        factors = sorted({place for line in lines for place in line.x if isinstance(place, str)})
+        axes = (x, logarithmic, factors, [(metric, curves.scattered) for metric, curves in pictures.items()])
+        kinds = [[_kind(line, curves) for line in curves.lines] for curves in pictures.values()]
+        if axes != self._axes or any(new != old[: len(new)] for new, old in zip(kinds, self._kinds, strict=True)):
+            self._axes, self._kinds, self._sources, self._colours, self._renderers, self._opacities = (
+                axes,
+                kinds,
+                [],
+                [],
+                [],
+                [],
+            )
+            self._found = ColumnDataSource({"colour": [self.lit or ""]})
+            self._found.on_change("data", lambda _, __, data: self._hover(data["colour"][0]))
+            figures = [self._draw(metric, curves, axes[:3], len(pictures)) for metric, curves in pictures.items()]
+            for other in figures[1:]:
+                other.x_range = figures[0].x_range
+            self.pane.object = column(*figures, sizing_mode="stretch_width")
+        place = 0
+        for curves, drawn in zip(pictures.values(), self._kinds, strict=True):
+            for line in [*curves.lines, *[None] * (len(drawn) - len(curves.lines))]:
+                self._update(place, line)
+                place += 1
+        self._visible = {line.colour for line in lines}
+        self.light(self.lit)
+
+    def light(self, colour: str | None) -> None:
+        """Dim all lines but those of a colour; None, or a colour without a visible line: dim none."""
+        self.lit = colour = colour if colour in self._visible else None
+        told: dict[str, Any] = {"colour": [colour or ""]}
+        if told != self._found.data:  # sent first: the painting that follows asks what is below the mouse, and compares
+            self._found.data = told
+        for place, glyph, opacity in self._opacities:
+            wanted = opacity * (1 if colour in (None, self._colours[place]) else _DIMMED)
+            for name in ("line_alpha", "fill_alpha"):
+                if hasattr(glyph, name) and getattr(glyph, name) != wanted:
+                    setattr(glyph, name, wanted)
+
+    def _hover(self, colour: str) -> None:
+        """Tell what the browser found; what `light` wrote is nothing new, and telling it could undo a later choice."""
+        if colour != (self.lit or ""):
+            self._on_hover(colour)
+
+    def _update(self, place: int, line: Line | None) -> None:
+        """Let the parts at `place` draw this line, or none."""
+        for renderer in self._renderers[place]:
+            if renderer.visible != (line is not None):
+                renderer.visible = line is not None
+        if line is None:
+            return
+        if (data := _data(line)) != self._sources[place].data:
+            self._sources[place].data = data
+        if self._colours[place] != line.colour:
+            self._colours[place] = line.colour
+            for renderer in self._renderers[place]:
+                for glyph in filter(None, (renderer.glyph, renderer.hover_glyph)):
+                    for name in {"line_color", "fill_color"} & glyph.properties():
+                        setattr(glyph, name, line.colour)
+            self._renderers[place][-1].name = line.colour
+
+    def _draw(self, metric: str, curves: Curves, axes: tuple[str, bool, Sequence[str]], count: int) -> Any:
+        x, logarithmic, factors = axes
+        drawn = figure(
+            height=HEIGHT if count == 1 else LOWER,
+            sizing_mode="stretch_width",
+            x_axis_label=x,
+            y_axis_label=metric,
+            y_axis_type="log" if logarithmic else "linear",
+            x_range=FactorRange(factors=list(factors)) if factors else DataRange1d(only_visible=True),
+            y_range=DataRange1d(only_visible=True),
+            tools="pan,box_zoom,reset,save",
+            toolbar_location="above",
+            output_backend="canvas",
+        )
+        first = len(self._renderers)
+        for line in curves.lines:
+            self._add(drawn, line, curves)
+        found = [of_line[-1] for of_line in self._renderers[first:]]
+        tell = CustomJS(args={"lit": self._found, "scale": "log" if logarithmic else "linear"}, code=_TELL)
+        tooltips = [("", "@label"), (x, "@x"), (metric, "@mean{0.0000} (@low{0.0000} to @high{0.0000})")]
+        drawn.add_tools(HoverTool(renderers=found, tooltips=tooltips, line_policy="nearest", callback=tell))
+        _quiet(drawn)
+        return drawn
+
+    def _add(self, drawn: Any, line: Line, curves: Curves) -> None:
+        source = ColumnDataSource(_data(line))
+        points, marks = _kind(line, curves)
+        seen: list[Any] = []
+        if marks:
+            size = 9 if curves.scattered else 4
+            seen.append(drawn.scatter("x", "mean", source=source, color=line.colour, size=size))
+        if not curves.scattered:
+            seen.append(drawn.line("x", "mean", source=source, line_color=line.colour, line_width=2))
+            seen.append(drawn.varea("x", "low", "high", source=source, fill_color=line.colour, fill_alpha=_BAND))
+        self._opacities += [
+            (len(self._renderers), part.glyph, _BAND if hasattr(part.glyph, "y2") else 1.0) for part in seen
+        ]
+        halo = {"source": source, "name": line.colour}
+        seen.append(
+            drawn.scatter("x", "mean", size=_REACH, alpha=0, hover_alpha=0.3, color=line.colour, **halo)
+            if points
+            else drawn.line(
+                "x", "mean", line_width=_REACH, line_alpha=0, hover_line_alpha=0.3, line_color=line.colour, **halo
+            )
+        )
+        self._sources.append(source)
+        self._colours.append(line.colour)
+        self._renderers.append(seen)
+
+
+_TELL = """
+if (cb_data.renderer !== cb_obj.renderers[0]) return
+const height = scale === "log" ? Math.log : value => value
+const {x, y} = cb_data.geometry
+let name = lit.data.colour[0], least = Infinity
+for (const line of cb_obj.renderers.filter(line => line.visible)) {
+  const {inspected, data} = line.data_source
+  const heights = inspected.indices.map(point => height(data.mean[point]))
+  for (const point of inspected.line_indices) {
+    const [left, right] = [data.x[point], data.x[point + 1]]
+    const share = left < right ? Math.min(Math.max((x - left) / (right - left), 0), 1) : 0
+    heights.push(height(data.mean[point]) * (1 - share) + height(data.mean[point + 1]) * share)
+  }
+  for (const away of heights.map(found => Math.abs(found - height(y)))) {
+    if (away < least) [name, least] = [line.name, away]
+  }
+}
+if (name !== lit.data.colour[0]) lit.data = {colour: [name]}
+"""
+"""Tells the line whose height is next to the mouse's. Bokeh calls it for each line whenever the mouse moves and
+whenever the picture is
+painted, as it is when a line lights up: where lines overlap all of them are found, and telling each in turn would never
+end. A line stays
+lit when the mouse leaves it: a row is often clicked next.
+"""
+
+
+def legend(pictures: Mapping[str, Curves]) -> str:
+    """The names of all lines, each once."""
+    named = {line.colour: line.label for curves in pictures.values() for line in curves.lines}
+    return "".join(
+        f'<div class="entry">{markup.dot(colour)}{markup.escape(label)}</div>' for colour, label in named.items()
+    )
+
+
+def _kind(line: Line, curves: Curves) -> tuple[bool, bool]:
+    """Whether it is points alone, and whether points are marked."""
+    points = curves.scattered or len(line.x) == 1
+    return points, points or len(line.x) < _FEW_POINTS
+
+
+def _data(line: Line) -> dict[str, Any]:
+    return {"x": line.x, "mean": line.mean, "low": line.low, "high": line.high, "label": [line.label] * len(line.x)}
+
+
+def _quiet(drawn: Any) -> None:
+    drawn.toolbar.logo = None
+    drawn.toolbar.autohide = True
+    drawn.outline_line_color = drawn.background_fill_color = drawn.border_fill_color = (
+        None  # light or dark, as the page is
+    )
+    drawn.grid.grid_line_color = drawn.axis.axis_line_color = drawn.axis.major_tick_line_color = NEUTRAL
+    drawn.grid.grid_line_alpha = 0.2
+    drawn.axis.minor_tick_line_color = None
+    drawn.axis.major_label_text_color = drawn.axis.axis_label_text_color = NEUTRAL
+    drawn.axis.axis_label_text_font_style = "normal"
+    drawn.axis.axis_label_text_font_size = "12px"

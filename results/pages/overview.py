@@ -1,0 +1,487 @@
+"""The content of the dashboard and the report as plain rows and texts, without markup.
+A damaged directory only gives a warning."""
+
+import json
+import math
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from results import diff, table
+from results.pages import legend
+from src.errors import RunError, UserError
+from src.files import read_json, reading
+from src.launch import status as launched
+from src.launch.tracking import REFRESH
+from src.runs import metadata
+from src.runs.summary import is_finite
+from src.support.read_cache import ReadCache
+from src.tables import curves as banded
+from src.tables import rows as results
+from src.tables import statistics, terminal_table
+
+SCORES = 5
+"""Default number of scores in the table of results."""
+JOB_HEADINGS = (
+    "experiment",
+    "configuration",
+    "group",
+    "state",
+    "reason",
+    "step",
+    "loss",
+    "run time",
+    "heartbeat",
+    "starts",
+    "node",
+    "notes",
+)
+MOST_CHARACTERS = 4000
+"""Maximum length of a differing value, such as uncommitted code."""
+Job = launched.Row
+T = TypeVar("T")
+_ID = re.compile(r"[0-9a-f]{32}")
+_FACTS = ("time", "host", "platform", "python", "commit", "dirty", "cpus", "gpus", "command")
+
+
+@dataclass(frozen=True)
+class Overview:
+    """A snapshot of a folder of runs, or of a part of it."""
+
+    runs: Path
+    rows: list[results.Row] = field(default_factory=list)
+    """Experiments with a readable save directory. "state" is the state of their job."""
+    jobs: list[launched.Row] = field(default_factory=list)
+    """The same experiments, and queued or unreadable ones."""
+    groups: list[str] = field(default_factory=list)
+    """All groups of the folder, also those outside of this part."""
+    warnings: list[str] = field(default_factory=list)
+    loaded: Sequence[results.Row] = ()
+    """The rows before `select`: colours follow from all."""
+    unfinished: bool = False
+    """Whether means are over all runs, not only over finished ones."""
+    seed: str = results.SEED
+    """The config key that means are over."""
+    saved: "Saved | None" = field(default=None, compare=False, repr=False)
+    """Values to reuse while the runs are the same."""
+    _drawn: dict[tuple[str, ...], legend.Configurations] = field(
+        default_factory=dict, init=False, compare=False, repr=False
+    )
+    _members: list[Any] = field(default_factory=list, init=False, compare=False, repr=False)
+
+    def configurations(self, by: Sequence[str]) -> legend.Configurations:
+        """The rows by those of the keys `by` that exist; without any by those that vary."""
+        if tuple(by) not in self._drawn:
+            key = ("configurations", *by, self.unfinished, self.seed)
+
+            def compute() -> legend.Configurations:
+                return legend.Configurations(self.rows, _existing(self, by), self.loaded, self.unfinished, self.seed)
+
+            of_configs = set(by).isdisjoint({*results.FACTS} - {"group"})
+            self._drawn[tuple(by)] = self.reuse(key, compute).with_rows(self.rows) if of_configs else compute()
+        return self._drawn[tuple(by)]
+
+    def reuse(self, key: tuple[Any, ...], compute: Callable[[], T]) -> T:
+        """`compute()`, or its earlier result for the same runs.
+        Only for results that follow from the configs: an id is the hash of one."""
+        if self.saved is None:
+            return compute()
+        if not self._members:
+            runs = [self.rows] if self.loaded == self.rows else [self.rows, self.loaded]
+            members = [[(row["exp_id"], row.groups) for row in rows] for rows in runs]
+            self._members.append((members, results.score_names(self.loaded)))
+        members, value = self.saved.results.get(key, (None, None))
+        if members != self._members[0]:
+            value = compute()
+            self.saved.results[key] = self._members[0], value
+        return value  # type: ignore[return-value]  of this key
+
+    def row(self, exp_id: str) -> results.Row | None:
+        """The row of an experiment, if it has one."""
+        return next((row for row in self.rows if row["exp_id"] == exp_id), None)
+
+    def counts(self) -> dict[str, int]:
+        """Number of experiments by state, the most frequent first."""
+        states = [job.state for job in self.jobs]
+        return dict(
+            sorted(((state, states.count(state)) for state in set(states)), key=lambda item: (-item[1], item[0]))
+        )
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """The table of results, best first."""
+
+    headings: list[str] = field(default_factory=list)
+    """Scores before configurations, the score that sorts first."""
+    lines: list[list[str]] = field(default_factory=list)
+    colours: list[str] = field(default_factory=list)
+    """The colour of each line's configuration."""
+    best_lines: list[set[int]] = field(default_factory=list)
+    """For each column, the lines with the best value of its score; empty for other columns."""
+    same: list[str] = field(default_factory=list)
+    """Values that all lines share, shown without a column: "step 250"."""
+    best: str = ""
+    """The first line in words; empty without scores."""
+    remarks: list[str] = field(default_factory=list)
+    """Of `statistics.nan_remarks`."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """The learning curve of one configuration: its mean over seeds and the band around it at each x, sorted by x."""
+
+    label: str
+    colour: str
+    x: list[Any]
+    mean: list[float]
+    low: list[float]
+    high: list[float]
+
+
+@dataclass(frozen=True)
+class Curves:
+    """Lines of one picture, best first, and remarks. scattered: each point is a run, and no line joins them."""
+
+    lines: list[Line] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    scattered: bool = False
+
+
+@dataclass(frozen=True)
+class Look:
+    """How curves are drawn.
+    x: "step", "seconds" of training, a score such as "tokens", or a config key: then a point for each run."""
+
+    x: str = "step"
+    spread: str = "std"
+    smoothing: float = 0.0
+    """Of `curves.Band.smooth`."""
+    by: Sequence[str] = ()
+    """Config keys that define configurations; empty for all that vary, except the seed."""
+
+
+class Saved:
+    """Values of the ended runs in a folder, for the next `load`."""
+
+    def __init__(self, runs: Path) -> None:
+        self.rows: results.RowCache = ReadCache(runs)
+        self.jobs: launched.RowCache = ReadCache(runs)
+        self.results: dict[tuple[Any, ...], tuple[Any, Any]] = {}
+        """Name -> the runs and the result: see `Overview.reuse`."""
+
+
+def load(runs: Path, group: str | Sequence[str] | None = None, saved: Saved | None = None) -> Overview:
+    """Everything in `runs`, or of one or several groups. A file that cannot be read gives a warning, no error."""
+    ids: list[str] = []
+    rows_saved, jobs_saved = (saved.rows, saved.jobs) if saved else (None, None)
+    try:
+        with reading(runs):
+            ids = sorted(name for name in os.listdir(runs) if _ID.fullmatch(name)) if runs.is_dir() else []
+        everything, warnings = results.load_rows(runs, None, rows_saved)
+        ids = sorted({*ids, *(row["exp_id"] for row in everything)})
+    except UserError as error:
+        everything, warnings = [], [str(error)]
+    table_of_jobs = launched.table(runs, ids, REFRESH, jobs_saved)
+    groups = sorted(
+        {
+            name
+            for names in (*(row.groups for row in everything), (job.group for job in table_of_jobs))
+            for name in names
+            if name
+        }
+    )
+    rows = everything
+    if group is not None:
+        requested = [group] if isinstance(group, str) else group
+        try:
+            rows, warnings = results.load_rows(runs, group, rows_saved)
+        except UserError as error:
+            rows, warnings = [], [*warnings, str(error)]
+        members = {row["exp_id"] for row in rows}
+        table_of_jobs = [job for job in table_of_jobs if job.exp_id in members or job.group in requested]
+    waiting = {job.exp_id for job in table_of_jobs if job.state in ("queued", "never")}
+    remaining = [text for text in warnings if not waiting & set(_ID.findall(text))]
+    states = {job.exp_id: job.state for job in table_of_jobs}
+    rows = [_with_state(row, states.get(row["exp_id"])) for row in rows]
+    others = {row["exp_id"]: row["state"] for row in rows if row["state"] in ("haven", "foreign")}
+    table_of_jobs = [
+        replace(job, state=others[job.exp_id], reason="") if job.exp_id in others else job for job in table_of_jobs
+    ]
+    return Overview(runs, rows, table_of_jobs, groups, remaining, loaded=rows, saved=saved)
+
+
+def newest_group(content: Overview) -> str | None:
+    """The group of the run that was created last."""
+
+    def creation_time(row: results.Row) -> float:
+        try:
+            return os.stat(f"{content.runs}/{row['exp_id']}/{metadata.EXP_DICT}").st_mtime
+        except OSError:
+            return 0.0
+
+    return max(content.rows, key=creation_time)["group"] or None if content.rows else None
+
+
+def select(content: Overview, states: Sequence[str] = (), where: str = "", text: str = "") -> Overview:
+    """Experiments in `states` (none: all) with `text` in their id or config, for which the expression `where` holds.
+
+    An experiment without a row has no config: an expression leaves it out.
+
+    Raises:
+        ConfigError: `where` is malformed, or uses a name that no row has.
+    """
+    rows, listed = content.rows, content.jobs
+    if states:
+        listed = [job for job in listed if job.state in states]
+    if where.strip():
+        holds = {row["exp_id"] for row in results.filter_rows(rows, where, "expression")}
+        listed = [job for job in listed if job.exp_id in holds]
+    if text.strip():
+        texts = {name: f"{remark} " for name, remark in remarks(content).items()}
+        texts |= {row["exp_id"]: texts[row["exp_id"]] + _words(row) for row in rows}
+        listed = [
+            job
+            for job in listed
+            if text.strip().lower() in f"{texts.get(job.exp_id, '')} {job.exp_id} {job.group} {job.reason}".lower()
+        ]
+    selected = {job.exp_id for job in listed}
+    return replace(content, rows=[row for row in rows if row["exp_id"] in selected], jobs=listed)
+
+
+def choose_values(
+    content: Overview, unfinished: bool = False, value: str = "last", at_step: int | None = None
+) -> Overview:
+    """Choose values and averaged runs, as the options of `results.table` do. at_step takes precedence over `value` and
+    includes unfinished runs, as all can be compared at one step.
+    """
+    rows, warnings = banded.choose_values(content.runs, content.rows, "last" if at_step is not None else value, at_step)
+    return replace(
+        content, rows=rows, warnings=[*content.warnings, *warnings], unfinished=unfinished or at_step is not None
+    )
+
+
+def tabulate(
+    content: Overview,
+    by: Sequence[str] = (),
+    scores: Sequence[str] = (),
+    metric: str | None = None,
+    spread: str = "std",
+) -> Ranking:
+    """The table of results; empty without rows.
+
+    by: config keys of the rows; default: all that vary, except the seed. scores: default: `headline`. metric: sorts;
+    default: the first.
+    spread: the value after ±: "std", or "ci95", the 95 % interval of the mean. Keys and scores that no row has are left
+    out.
+    """
+    if not content.rows:
+        return Ranking()
+    existing = results.score_names(content.rows)
+    drawn = content.configurations(by)
+    names = [name for name in scores if name in existing] or headline(content)
+    metric = metric if metric in existing else next(iter(names), None)
+    rows, keys, names = table.tabulate(content.rows, drawn.keys, names, metric, unfinished=content.unfinished)
+    columns, same = terminal_table.arrange(rows, keys, names, metric, None, spread)
+    best = ""
+    if metric is not None and rows[0][metric] is not None:
+        where = legend.label([rows[0]], keys)
+        name = terminal_table.plain_score(metric, names)
+        best = f"Best {name}: {columns[0].cells[0]}{f' with {where}' if where else ''}, of {len(rows)} configurations."
+    return Ranking(
+        [column.heading for column in columns],
+        [list(cells) for cells in zip(*(column.cells for column in columns), strict=True)],
+        [drawn.colour_of(row["exp_ids"][0], row.get("group")) for row in rows],
+        [table.best_rows(rows, column.name) if column.name in names else set[int]() for column in columns],
+        [column.constant for column in same],
+        best,
+        statistics.nan_remarks(content.rows, names, content.unfinished),
+    )
+
+
+def headline(content: Overview) -> list[str]:
+    """The first scores to look at."""
+    return table.headline(results.headline_scores(results.score_names(content.rows)))[:SCORES]
+
+
+def _existing(content: Overview, by: Sequence[str]) -> list[str] | None:
+    keys = {*results.all_config_keys(content.rows), *results.FACTS}
+    return [key for key in by if key in keys] or None
+
+
+def metrics(content: Overview) -> list[str]:
+    """All scores, the one that tables are sorted by first."""
+    existing = results.score_names(content.rows)
+    first = table.default_metric(results.headline_scores(existing))
+    return [first, *(name for name in existing if name != first)] if first else []
+
+
+def curves(content: Overview, metric: str, look: Look = Look()) -> Curves:
+    """Learning curves of the best `legend.LINES` configurations, or the last values of all runs over a config key."""
+    if metric not in results.score_names(content.rows):
+        return Curves()
+    drawn = content.configurations(look.by)
+    if any(look.x in results.config_keys(row) for row in content.rows):
+        return Curves(
+            [_points(drawn, group, look.x, metric) for group in _having(drawn.groups, metric)], scattered=True
+        )
+    best = _having(drawn.sort_best_first(metric), metric)
+    shown = best[: drawn.most]
+    try:
+        (bands,), notes = banded.bands(content.runs, [drawn.curve_rows(group) for group in shown], [metric], look.x)
+    except UserError as error:
+        return Curves(notes=[str(error)])
+    left_out = (
+        [f"The best {len(shown)} of {len(best)} configurations; filter to see more."] if len(best) > len(shown) else []
+    )
+    lines = [
+        _line(band.smooth(look.smoothing), drawn.label(group) or "all", drawn.colour(group), look.spread)
+        for band, group in zip(bands, shown, strict=True)
+        if len(band.x)
+    ]
+    return Curves(lines, [*left_out, *notes, *statistics.nan_remarks(content.rows, [metric], content.unfinished)])
+
+
+def differing(content: Overview) -> tuple[list[str], dict[str, str]]:
+    """The config keys that vary within a group, and exp id -> its values of those of its group: "stride=2, seed=0"."""
+
+    def compute() -> tuple[list[str], dict[str, str]]:
+        varying: dict[str, None] = {}
+        labels: dict[str, str] = {}
+        for group in results.group_rows(content.rows, ["group"]):
+            keys = results.varying_keys(group)
+            varying |= dict.fromkeys(keys)
+            labels |= {row["exp_id"]: legend.label([row], keys) for row in group}
+        return list(varying), labels
+
+    return content.reuse(("differing",), compute)
+
+
+def remarks(content: Overview) -> dict[str, str]:
+    """Exp id -> its tags and note: "#good looks fine"."""
+    return {row["exp_id"]: " ".join([*(f"#{tag}" for tag in row["tags"]), row["note"]]).strip() for row in content.rows}
+
+
+def job_cells(job: launched.Row, label: str, remark: str = "") -> list[str]:
+    """The cells below `JOB_HEADINGS`. label: the distinguishing config values of the experiment.
+    remark: tags and note."""
+    step = "–" if job.step is None else str(job.step)
+    return [
+        job.exp_id[:8],
+        label,
+        job.group or "–",
+        job.state,
+        job.reason,
+        step if job.steps is None else f"{step} / {job.steps}",
+        "–" if job.loss is None else f"{job.loss:.4g}",
+        duration(job.seconds),
+        duration(job.heartbeat_seconds),
+        str(job.attempts),
+        job.node or "–",
+        remark,
+    ]
+
+
+def duration(seconds: float | None) -> str:
+    """7.2 -> "7 s", 4000 -> "1 h 6 min"; None -> "–"."""
+    if seconds is None:
+        return "–"
+    for large, small, size, part in (("d", "h", 86_400, 3600), ("h", "min", 3600, 60), ("min", "s", 60, 1)):
+        if seconds >= size:
+            return f"{int(seconds // size)} {large} {int(seconds % size // part)} {small}"
+    return f"{seconds:.0f} s"
+
+
+def format_value(value: Any) -> str:
+    """A value of a config: text unchanged, anything else as JSON."""
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def differences(runs: Path, one: str, other: str) -> tuple[list[tuple[str, str, str]], list[str]]:
+    """(what, of one, of the other) for each value that differs, as `results.diff` has it;
+    and a warning for what cannot be read."""
+    sections, warnings = diff.differences(runs / one, runs / other)
+    changes = [
+        (f"{section}: {key}", _side(pair, "a"), _side(pair, "b"))
+        for section, changed in sections.items()
+        for key, pair in changed.items()
+    ]
+    return changes, warnings
+
+
+def _side(pair: Mapping[str, Any], side: str) -> str:
+    return format_value(pair[side])[:MOST_CHARACTERS] if side in pair else "absent"
+
+
+def environment(runs: Path, exp_id: str) -> dict[str, str]:
+    """Code, machine and versions of the last start; empty if unreadable."""
+    try:
+        env = read_json(runs / exp_id / metadata.ENV, RunError)
+    except RunError:
+        return {}
+    if not isinstance(env, dict):
+        return {}
+    packages = env.get("packages")
+    packages = packages if isinstance(packages, dict) else {}
+    facts = {key: env[key] for key in _FACTS if env.get(key) is not None}
+    facts |= {name: packages[name] for name in ("torch", "transformers", "accelerate", "numpy") if name in packages}
+    return {key: " ".join(map(str, value)) if isinstance(value, list) else str(value) for key, value in facts.items()}
+
+
+def logs(content: Overview, exp_id: str) -> dict[str, Path]:
+    """The log files of an experiment by name, the output of its job first."""
+    of_job = {f"{end}.log": content.runs / "logs" / f"{exp_id}.{end}.log" for end in ("out", "err")}
+    noted = next((job.log for job in content.jobs if job.exp_id == exp_id and job.log is not None), None)
+    of_run = {path.name: path for path in sorted((content.runs / exp_id / "logs").glob("*.log"))}
+    named = {} if noted is None or noted in (*of_job.values(), *of_run.values()) else {noted.name: noted}
+    return {name: path for name, path in (named | of_job | of_run).items() if path.is_file()}
+
+
+def tail(path: Path, lines: int) -> str:
+    """The last lines of a log, or why it cannot be read."""
+    try:
+        return launched.tail(path, lines)
+    except (UserError, OSError) as error:
+        return str(error)
+
+
+def _with_state(row: results.Row, state: str | None) -> results.Row:
+    """The row with the state of its job; a finished run stays finished, whatever the scheduler reports."""
+    return row if state in (None, row["state"]) or row["state"] in results.FINISHED else row.replace({"state": state})
+
+
+def _words(row: results.Row) -> str:
+    return " ".join(f"{key}={row[key]}" for key in results.config_keys(row))
+
+
+def _having(groups: Iterable[list[results.Row]], metric: str) -> list[list[results.Row]]:
+    return [group for group in groups if any(metric in row for row in group)]
+
+
+def _points(drawn: legend.Configurations, group: Sequence[results.Row], x: str, metric: str) -> Line:
+    """The last values of the finished runs of a configuration; values of the key that are no numbers are texts."""
+    numbers = all(is_finite(row.get(x, 0)) for row in drawn.rows)
+    over = statistics.averaged_rows(group, drawn.unfinished)
+    placed = [
+        (row[x] if numbers else format_value(row[x]), row[metric])
+        for row in over
+        if x in row and row.get(metric) is not None
+    ]
+    values = [value for _, value in placed]
+    return Line(
+        drawn.label(group) or "all", drawn.colour(group), [place for place, _ in placed], values, values, values
+    )
+
+
+def _line(band: banded.Band, label: str, colour: str, spread: str) -> Line:
+    points = sorted(
+        zip(band.x.tolist(), band.mean.tolist(), band.half_width(spread).tolist(), strict=True),
+        key=lambda point: point[0],
+    )
+    halves = [0.0 if math.isnan(half) else half for _, _, half in points]  # of a single run there is no deviation
+    means = [mean for _, mean, _ in points]
+    low, high = ([mean + sign * half for mean, half in zip(means, halves, strict=True)] for sign in (-1, 1))
+    return Line(label, colour, [at for at, _, _ in points], means, low, high)

@@ -1,0 +1,223 @@
+"""Parts of the dashboard: boxes, panes of HTML, and sortable tables."""
+
+import re
+import time
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any
+
+import pandas as pd
+import panel as pn
+
+from results.pages import markup, overview
+
+CSS = markup.CSS + markup.style("dashboard")
+COLOUR = "colour"
+"""The column of dots, which has no title."""
+MOST_PIXELS = 360
+"""Maximum width of a column; longer texts wrap in columns of `wrapped`, and are clipped in the rest."""
+_NUMBER = re.compile(
+    r"[-+]?[\d.]+(e[-+]?\d+)?( ± [\d.]+)?( \(\d+ of \d+\))?( / \d+)?$|\d+ of \d+ (done|at step "
+    r"\d+)$|NaN$|\d+-\d+$|[\d.]+ (d|h|min|s)\b"
+)
+"""Right-aligned cells: numbers, means, "40 / 200", "2 h 5 min"."""
+MOST_PATCHES = 500
+"""Changed cells that are sent one by one; for more of them the table is sent again."""
+BUILDING_SECONDS = 1.5
+"""Less than the refresh interval, and long enough for most browsers to build a table."""
+
+
+def box(*children: Any, kind: str = "card", row: bool = False) -> pn.layout.ListPanel:
+    """Children in a column or a row, with the style of `kind` in dashboard.css."""
+    layout = pn.Row if row else pn.Column
+    return layout(*children, css_classes=kind.split(), stylesheets=[CSS], sizing_mode="stretch_width", margin=0)
+
+
+def page(text: str = "", **sizes: Any) -> pn.pane.HTML:
+    """A pane of HTML."""
+    return pn.pane.HTML(
+        text, stylesheets=[CSS], visible=bool(text), **({"margin": (0, 5), "sizing_mode": "stretch_width"} | sizes)
+    )
+
+
+def show_html(pane: pn.pane.HTML, text: str) -> None:
+    """Show `text`; sends nothing if it is unchanged."""
+    if pane.object != text:
+        pane.param.update(object=text, visible=bool(text))
+
+
+class Table:
+    """A table that only shows, in `pane`.
+
+    Tabulator gets new data of its columns, and which of them are hidden: a filter often removes a column and adds it
+    again. New columns are another widget, as it throws where they change while it is still being built, which takes a
+    browser a moment, and drops the data that comes in this moment.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        page_size: int,
+        on_selection: Callable[[list[int]], None],
+        html: Sequence[str] = (),
+        wrapped: Sequence[str] = (),
+        **settings: Any,
+    ) -> None:
+        """name: its CSS class. on_selection: called with the numbers of the selected lines. html: columns with HTML
+        cells. wrapped: columns with wrapped texts.
+        """
+        formatters = {column: {"type": "html"} for column in html} | {
+            column: {"type": "textarea"} for column in wrapped
+        }
+        self._settings = {
+            "css_classes": [name],
+            "page_size": page_size,
+            "selectable": 1,
+            "formatters": formatters,
+            **settings,
+        }
+        self._on_selection = on_selection
+        self.pane = pn.Column(sizing_mode="stretch_width", margin=(0, 0, 0, 5))
+        self._numbers: set[str] = set()
+        self._cells: Sequence[Sequence[Any]] = ()
+        self._bold: set[str] = set()
+        """Columns with HTML cells, as one of them was bold when the widget was created."""
+        self._make(pd.DataFrame(), [])
+
+    @property
+    def value(self) -> pd.DataFrame:
+        """The displayed cells."""
+        return self.widget.value.drop(columns=self.widget.hidden_columns)
+
+    def fill(
+        self, headings: Sequence[str], lines: Sequence[Sequence[Any]], bold: Sequence[Collection[int]] = ()
+    ) -> None:
+        """Show these cells; sends only what changed.
+        bold: for each column the lines with a bold cell; its cells are then texts."""
+        columns = unique(headings)
+        bold_columns = {name for name, chosen in zip(columns, bold, strict=False) if chosen}
+        previous = list(self.widget.value.columns)
+        hidden = [name for name in previous if name not in columns]
+        fits = (
+            bool(columns) and [name for name in previous if name in columns] == columns and bold_columns <= self._bold
+        )
+        if not fits:
+            hidden = hidden if len(hidden) < len(columns) else []
+            previous = _join(columns, hidden, previous)
+            self._bold = bold_columns | self._bold & set(previous)
+        html = [name in self._bold for name in columns]
+        cells = (
+            [
+                [
+                    _mark(cell, number, bold[place] if bold else ()) if html[place] else cell
+                    for place, cell in enumerate(line)
+                ]
+                for number, line in enumerate(lines)
+            ]
+            if any(html)
+            else list(lines)
+        )
+        changes = self._changes(columns, cells) if fits and hidden == self.widget.hidden_columns else None
+        self._cells = cells
+        if changes is not None and sum(map(len, changes.values())) <= (MOST_PATCHES if self._is_built() else 0):
+            if changes:
+                self.widget.patch(changes, as_index=False)
+            return
+        frame = pd.DataFrame(cells, columns=pd.Index(columns), dtype=object).reindex(columns=previous, fill_value="")
+        if fits and self._has_pages(frame) == self._has_pages(self.value) and self._is_built():
+            self.widget.param.update(value=frame, hidden_columns=hidden)
+        else:
+            self._make(frame, hidden)
+
+    def _changes(self, columns: list[str], cells: Sequence[Sequence[Any]]) -> dict[str, list[tuple[int, Any]]] | None:
+        """Column -> (line, cell) of each changed cell; None for another number of lines."""
+        if len(cells) != len(self._cells):
+            return None
+        changes: dict[str, list[tuple[int, Any]]] = {}
+        for number, (line, before) in enumerate(zip(cells, self._cells, strict=True)):
+            if line is not before and line != before:
+                for name, cell, old in zip(columns, line, before, strict=True):
+                    if cell != old:
+                        changes.setdefault(name, []).append((number, cell))
+        return changes
+
+    def _is_built(self) -> bool:
+        return time.monotonic() - self._made > BUILDING_SECONDS
+
+    def _has_pages(self, frame: pd.DataFrame) -> bool:
+        return len(frame) > self._settings["page_size"]
+
+    def select(self, line: int | None) -> None:
+        """Mark a line as if it was clicked, or none."""
+        selection = [] if line is None else [line]
+        if self.widget.selection != selection:
+            if line is not None and self.widget.pagination:
+                self.widget.page = line // self._settings["page_size"] + 1
+            self.widget.selection = selection
+
+    def _make(self, frame: pd.DataFrame, hidden: list[str]) -> None:
+        settings = self._settings
+        self._numbers = {
+            name for name in frame.columns if (name in self._numbers if name in hidden else _are_numbers(frame[name]))
+        }
+        numbers = dict.fromkeys(self._numbers, "right")
+        formatters = settings["formatters"] | {name: {"type": "html"} for name in self._bold}
+        self.widget = pn.widgets.Tabulator(
+            frame,
+            titles={
+                name: "" if name == COLOUR else markup.escape(name) for name in frame.columns
+            },  # taken for HTML, unlike cells
+            hidden_columns=hidden,
+            show_index=False,
+            disabled=True,
+            theme="simple",
+            layout="fit_data_stretch",
+            configuration={"columnDefaults": {"maxWidth": MOST_PIXELS}},
+            pagination="local" if self._has_pages(frame) else None,
+            stylesheets=[CSS],
+            sizing_mode="stretch_width",
+            margin=0,
+            text_align=numbers,
+            header_align=numbers,
+            **settings | {"formatters": formatters},
+        )
+        self.widget.param.watch(lambda event: self._on_selection(event.new), "selection")
+        self.pane.objects = [self.widget]
+        self._made = time.monotonic()
+
+
+def _join(columns: list[str], hidden: list[str], previous: list[str]) -> list[str]:
+    """`columns` and the `hidden` ones, each at its position in `previous`: after its nearest remaining predecessor."""
+    joined = list(columns)
+    for name in hidden:
+        before = [joined.index(other) for other in previous[: previous.index(name)] if other in joined]
+        joined.insert(before[-1] + 1 if before else 0, name)
+    return joined
+
+
+def _mark(cell: Any, line: int, bold: Collection[int]) -> str:
+    """The cell of a column that is HTML."""
+    return f"<b>{markup.escape(cell)}</b>" if line in bold else markup.escape(cell)
+
+
+def _are_numbers(cells: Iterable[Any]) -> bool:
+    """Whether a column has only numbers, with deviations, and blanks."""
+    texts = [re.sub("<.*?>", "", str(cell)) for cell in cells if cell not in ("", "-", "–")]
+    return bool(texts) and all(_NUMBER.match(text) for text in texts)
+
+
+def unique(names: Sequence[str]) -> list[str]:
+    """`names`, repeated ones with a number appended: the columns of a table need distinct names."""
+    return [
+        f"{name} ({names[:index].count(name) + 1})" if name in names[:index] else name
+        for index, name in enumerate(names)
+    ]
+
+
+def head(title: str, loaded: overview.Overview, shown: overview.Overview) -> str:
+    """Title, folder, and numbers of experiments by state."""
+    count, total = len(shown.jobs), len(loaded.jobs)
+    text = f"{total} experiments" if count == total else f"{count} of {total} experiments"
+    return (
+        f'<h1>{markup.escape(title)}</h1><span class="where">{markup.escape(loaded.runs)} · '
+        f"{text}</span>{markup.chips(shown.counts())}"
+    )

@@ -1,0 +1,157 @@
+"""Scores of a whole set of answers that name a class or a number, as GLUE and SuperGLUE define and T5 computes them.
+
+An answer that is no label is of class -1, which is always wrong.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+
+from src.experiments.interfaces import MetricConfig, Prediction
+
+Name = Literal["accuracy", "f1", "macro_f1", "matthews", "pearson", "spearman", "f1a", "question_match"]
+_NO_NUMBER = -1.0
+
+
+class Config(MetricConfig):
+    """Which scores, and what the classes are called."""
+
+    scores: list[Name] = Field(min_length=1)
+    labels: list[str] = []
+    """Texts of the classes 0, 1, 2…; not for pearson and spearman. f1 is that of class 1."""
+
+    @model_validator(mode="after")
+    def _classes_are_named(self) -> "Config":
+        if len(set(self.scores)) < len(self.scores):
+            raise ValueError("scores: one stands there twice.")
+        if len(set(self.labels)) < len(self.labels):
+            raise ValueError("labels: one stands there twice.")
+        for name in self.scores:
+            if name in ("f1", "f1a", "question_match") and len(self.labels) != 2:
+                raise ValueError(f"labels: {name} is of two classes, got {len(self.labels)}.")
+            if name in ("macro_f1", "matthews") and len(self.labels) < 2:
+                raise ValueError(f"labels: {name} needs the texts of two classes or more.")
+        return self
+
+    def score_names(self) -> tuple[str, ...]:
+        return tuple(self.scores)
+
+    def score(self, answers: Sequence[Prediction]) -> dict[str, float | list[float]]:
+        """The scores that the config names.
+        The one right answer is the first of the references; surrounding white space is ignored.
+
+        accuracy        of each answer: 1 where it is the reference, else 0.
+        f1              from 0 to 1, of class 1; a class that is no label counts as the wrong one.
+        macro_f1        from 0 to 1: the mean over the labels of the F1 of each.
+        matthews        correlation coefficient x 100, as in CoLA; 0 where all are of one class. Of two classes, an
+                        answer that is no label counts as the wrong one: as a class of its own (sklearn's way, and so
+                        T5's) it could correlate, and nonsense for every sentence of one class would be worth 50
+                        without one being right. Of more classes it is one of its own.
+        pearson         correlation x 100 of the numbers, where no number is -1 (as in T5).
+        spearman        the same, of their ranks. Both are 0 where the answers, or the references, are all the same.
+        f1a             MultiRC: `f1` over the answers of all questions.
+        question_match  MultiRC: share of the questions (`Prediction.question`, of a source) with only right answers.
+        """
+        texts = [(answer.text.strip(), answer.references[0].strip()) for answer in answers]
+        found: dict[str, float | list[float]] = {}
+        for name in self.scores:
+            if name == "accuracy":
+                found[name] = [float(prediction == reference) for prediction, reference in texts]
+            elif name == "question_match":
+                found[name] = _question_match(answers, texts)
+            else:
+                found[name] = _OF_SETS[name](texts, self.labels)
+        return found
+
+
+Texts = Sequence[tuple[str, str]]
+"""Predictions and references."""
+
+
+def _classes(texts: Texts, labels: Sequence[str]) -> tuple[list[int], list[int]]:
+    """Of predictions and of references, -1 for what is no label."""
+    number = {label: index for index, label in enumerate(labels)}
+    return [number.get(prediction, -1) for prediction, _ in texts], [
+        number.get(reference, -1) for _, reference in texts
+    ]
+
+
+def _f1(texts: Texts, labels: Sequence[str]) -> float:
+    predictions, references = _classes(texts, labels)
+    return _mean_f1(references, _flip_invalid(predictions, references), [1])
+
+
+def _flip_invalid(predictions: Sequence[int], references: Sequence[int]) -> list[int]:
+    """Of two classes: replace predictions that are no label by the wrong class."""
+    return [p if p >= 0 else int(r == 0) for p, r in zip(predictions, references, strict=True)]
+
+
+def _macro_f1(texts: Texts, labels: Sequence[str]) -> float:
+    predictions, references = _classes(texts, labels)
+    return _mean_f1(references, predictions, range(len(labels)))
+
+
+def _mean_f1(references: Sequence[int], predictions: Sequence[int], classes: Sequence[int]) -> float:
+    from sklearn.metrics import f1_score
+
+    found = f1_score(references, predictions, labels=classes, average="macro", zero_division=0.0)  # pyright: ignore[reportArgumentType]
+    return float(found)
+
+
+def _matthews(texts: Texts, labels: Sequence[str]) -> float:
+    from sklearn.metrics import matthews_corrcoef
+
+    predictions, references = _classes(texts, labels)
+    if len(labels) == 2:
+        predictions = _flip_invalid(predictions, references)
+    if len({*predictions, *references}) < 2:
+        return 0.0
+    return 100 * float(matthews_corrcoef(references, predictions))
+
+
+def _pearson(texts: Texts, labels: Sequence[str]) -> float:
+    from scipy.stats import pearsonr
+
+    del labels
+    return _correlation(texts, pearsonr)
+
+
+def _spearman(texts: Texts, labels: Sequence[str]) -> float:
+    from scipy.stats import spearmanr
+
+    del labels
+    return _correlation(texts, spearmanr)
+
+
+def _correlation(texts: Texts, statistic: Callable[..., Any]) -> float:
+    predictions, references = ([_number(text) for text in column] for column in zip(*texts, strict=True))
+    if len(set(predictions)) < 2 or len(set(references)) < 2:
+        return 0.0
+    return 100 * float(statistic(predictions, references)[0])
+
+
+def _number(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        return _NO_NUMBER
+    return value if abs(value) < float("inf") else _NO_NUMBER  # neither "nan" nor "inf"
+
+
+def _question_match(answers: Sequence[Prediction], texts: Texts) -> float:
+    right: dict[tuple[str, str], bool] = {}
+    for answer, (prediction, reference) in zip(answers, texts, strict=True):
+        key = answer.source, answer.question
+        right[key] = right.get(key, True) and prediction == reference
+    return sum(right.values()) / len(right)
+
+
+_OF_SETS: dict[str, Callable[[Texts, Sequence[str]], float]] = {
+    "f1": _f1,
+    "macro_f1": _macro_f1,
+    "matthews": _matthews,
+    "pearson": _pearson,
+    "spearman": _spearman,
+    "f1a": _f1,
+}

@@ -1,0 +1,57 @@
+"""ROUGE of generated text (Lin 2004, "ROUGE: a package for automatic evaluation of summaries"), by rouge-score."""
+
+import re
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from src.experiments.interfaces import MetricConfig, Prediction
+
+if TYPE_CHECKING:
+    from rouge_score.rouge_scorer import RougeScorer
+
+_KINDS = ("rouge1", "rouge2", "rougeL", "rougeLsum")
+_WORDS = re.compile(r"[^\W_]+")
+
+
+class Config(MetricConfig):
+    """How words are compared."""
+
+    stemmer: bool = False
+    """Words of more than three letters are compared by their Porter stems, as in ROUGE-1.5.5 with -m."""
+
+    def score_names(self) -> tuple[str, ...]:
+        return _KINDS
+
+    def score(self, answers: Sequence[Prediction]) -> dict[str, list[float]]:
+        """F-measures of unigrams, bigrams and the longest common subsequence; Lsum takes that line by line.
+        Of each answer, from 0 to 1.
+
+        Of several references the one with the best value counts. Two texts without words agree if they are equal. On
+        ASCII text these are the library's own values; its tokenizer drops all other letters, so here words are runs of
+        letters and digits of any script.
+        """
+        from rouge_score.rouge_scorer import RougeScorer
+
+        scorer = RougeScorer(list(_KINDS), tokenizer=_Words(self.stemmer))
+        rows = [[_score_pair(scorer, answer.text, reference) for reference in answer.references] for answer in answers]
+        return {kind: [max(of_reference[kind] for of_reference in row) for row in rows] for kind in _KINDS}
+
+
+def _score_pair(scorer: "RougeScorer", prediction: str, reference: str) -> dict[str, float]:
+    if not _WORDS.search(prediction) and not _WORDS.search(reference):
+        return dict.fromkeys(_KINDS, float(prediction.split() == reference.split()))
+    return {kind: float(found.fmeasure) for kind, found in scorer.score(reference, prediction).items()}
+
+
+class _Words:
+    """What rouge-score takes for a tokenizer."""
+
+    def __init__(self, stemmer: bool) -> None:
+        from nltk.stem.porter import PorterStemmer
+
+        self._stemmer = PorterStemmer() if stemmer else None
+
+    def tokenize(self, text: str) -> list[str]:
+        """The words of `text` in lower case."""
+        words = _WORDS.findall(text.lower())
+        return [self._stemmer.stem(word) if len(word) > 3 else word for word in words] if self._stemmer else words

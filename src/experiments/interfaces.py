@@ -1,0 +1,410 @@
+"""The interface of each kind of component: methods that recipes call, with their defaults.
+A new component overrides only some of them.
+
+A component is a `Config` that an experiment names: `registry.bind` makes it from a dict. Nothing here imports torch;
+`build`, `run`, `score` and `submit` do, where they need it.
+"""
+
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Protocol, Self, runtime_checkable
+
+from pydantic import PlainSerializer, PlainValidator
+
+from src.errors import ConfigError, check_all
+from src.experiments.config import Config, Places, Problems
+from src.experiments.kinds import DECODER, KINDS, Architecture
+from src.experiments.registry import DATASETS, METRICS, MODELS, RECIPES, bind, name_of, resolved_dict
+from src.support.call_once import call_once
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+
+Batch = Mapping[str, Any]
+"""Tensors by name, as src/experiments/batches.py describes them."""
+
+
+class Component(Config):
+    """An entry of a table of src/experiments/registry.py."""
+
+    @property
+    def name(self) -> str:
+        """Its name in an experiment."""
+        return name_of(self)
+
+
+class ModelConfig(Component):
+    """A model, or a model around another."""
+
+    @abstractmethod
+    def build(self, places: Places) -> Any:
+        """The torch module with its weights, new ones from torch's global generator;
+        `name_or_path` is where its tokenizer is.
+
+        Raises:
+            UserError: a file it is built from is missing or damaged.
+        """
+
+    def build_unfilled(self, places: Places) -> Any:
+        """As `build`, for FSDP2: without those weights that each process can read its part of from files.
+        By default with all."""
+        return self.build(places)
+
+    def check(self, places: Places) -> None:
+        """Raises a UserError for what `build` would refuse, as far as it is known without loading weights."""
+
+    def check_device(self) -> None:
+        """Raises a ConfigError if this machine does not have the device that the model needs."""
+        if isinstance(base := getattr(self, "base", None), ModelConfig):
+            base.check_device()
+
+    def kind(self, places: Places | None) -> str | None:
+        """One of `kinds.KINDS`; None if it depends on a parent and `places` is None."""
+        return DECODER
+
+    def architecture(self, places: Places) -> Architecture | None:
+        """Its sizes; None if unknown before it is loaded."""
+        return None
+
+    def fingerprint(self, places: Places) -> str | None:
+        """Digest of pretrained weights that `build` loads; None where it loads none."""
+        return None
+
+    def identity(self, places: Places) -> str | None:
+        """Digest of all weights that `build` loads, those of parents included;
+        None if it loads none or they are not trained yet."""
+        return self.fingerprint(places)
+
+    def cache_bytes(self, places: Places, value_bytes: int) -> dict[str, int] | None:
+        """Bytes per token that must be cached of a context, by the name of the score; None if sizes are not known."""
+        return None
+
+    def tokenizer_folder(self, places: Places) -> Path | None:
+        """Where its tokenizer is, if that is a folder and known before the model is built."""
+        return base.tokenizer_folder(places) if isinstance(base := getattr(self, "base", None), ModelConfig) else None
+
+    def new_tokens(self) -> Sequence[str]:
+        """Control tokens that it adds to its tokenizer."""
+        base = getattr(self, "base", None)
+        return base.new_tokens() if isinstance(base, ModelConfig) else getattr(self, "extra_tokens", None) or ()
+
+    def new_token_ids(self, places: Places) -> Sequence[int]:
+        """Ids of the tokens that `build` adds to the embeddings of pretrained weights."""
+        return base.new_token_ids(places) if isinstance(base := getattr(self, "base", None), ModelConfig) else ()
+
+    def weight_type(self, places: Places) -> str | None:
+        """ "float32", "bfloat16" or "float16", of its weights or its base's in memory; None if its config omits it."""
+        return (
+            base.weight_type(places)
+            if isinstance(base := getattr(self, "base", None), ModelConfig)
+            else getattr(self, "dtype", None)
+        )
+
+    def trained_type(self, places: Places) -> str | None:
+        """As `weight_type`, of the weights that training updates.
+        Adapters and new layers are float32 whatever the base's type."""
+        return (
+            base.trained_type(places)
+            if isinstance(base := getattr(self, "base", None), ModelConfig)
+            else getattr(self, "dtype", None)
+        )
+
+    def frame_sizes(self, places: Places) -> tuple[int, int] | None:
+        """For a model that reads images: side of a frame in pixels, and tokens per frame.
+        None if unknown before it is loaded."""
+        return base.frame_sizes(places) if isinstance(base := getattr(self, "base", None), ModelConfig) else None
+
+    def is_frozen(self) -> bool:
+        """Whether its weights cannot be trained, only those of a wrapper around it."""
+        return False
+
+    def has_random_weights(self) -> bool:
+        """Whether none of its weights has been trained."""
+        return False
+
+    def trains_base(self) -> bool:
+        """Whether it is a wrapper that also trains its base."""
+        return False
+
+    def require_kind(self, required: str, places: Places | None, field: str = "model") -> None:
+        """Raises ValueError if the model that `field` names is known to be of another kind than `wanted`."""
+        if (kind_of_model := self.kind(places)) not in (None, required):
+            raise ValueError(
+                f"{field}: expected {KINDS[required]}; got {self.name!r}, which is of the kind {kind_of_model!r}."
+            )
+
+    def check_kind(self, required: str, places: Places, field: str = "model") -> None:
+        """`require_kind` before a start: a ConfigError where the model is of another kind."""
+        try:
+            self.require_kind(required, places, field)
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
+
+    def longest_sequence(self, places: Places) -> int | None:
+        """Maximum tokens of a sequence that it can read; None if unknown or unlimited."""
+        sizes = call_once(self.architecture, places)
+        return sizes.max_positions if sizes else None
+
+
+class Dataset(Protocol):
+    """Samples of one split.
+    A sample is a pure function of (epoch, index), independent of earlier reads and of the process."""
+
+    fingerprint: str
+    """Digest of the content, and of the options that change it."""
+
+    def __len__(self) -> int:
+        """Samples in one epoch."""
+        ...
+
+    def sample(self, epoch: int, index: int) -> Any:
+        """Sample `index` of an epoch. Raises IndexError if out of range."""
+        ...
+
+    def collate(self, samples: Sequence[Any]) -> Batch:
+        """One batch."""
+        ...
+
+
+@runtime_checkable
+class MeasuredDataset(Dataset, Protocol):
+    """A data set that knows the lengths of its samples without making them."""
+
+    def length(self, epoch: int, index: int) -> int:
+        """Tokens of sample `index` of an epoch."""
+        ...
+
+
+@runtime_checkable
+class DecodedDataset(Dataset, Protocol):
+    """A data set with slow samples, such as decoded images."""
+
+    decodes: ClassVar[bool]
+
+
+@runtime_checkable
+class SourcedDataset(Dataset, Protocol):
+    """A data set of several sources: the training loss of each is logged by name."""
+
+    @property
+    def sources(self) -> Sequence[str]:
+        """Their names."""
+        ...
+
+    def sample_source(self, *key: Any) -> str:
+        """The one of `sources` that the sample of a key is from."""
+        ...
+
+
+class QuestionDataset(Dataset, Protocol):
+    """A data set of questions that a model answers."""
+
+    @property
+    def num_questions(self) -> int:
+        """Number of rows."""
+        ...
+
+    def row(self, index: int) -> dict[str, Any]:
+        """Question `index` as in the prepared data."""
+        ...
+
+    def source(self, index: int) -> str:
+        """The group of its scores."""
+        ...
+
+    def prompt(self, index: int) -> Any:
+        """A sample without its answer, from which generation starts."""
+        ...
+
+    def collate_prompts(self, samples: Sequence[Any]) -> Batch:
+        """One batch of prompts, for `generate`."""
+        ...
+
+
+class ContextDataset(QuestionDataset, Protocol):
+    """Questions with contexts."""
+
+    reads_contexts: bool
+    """Whether the contexts are part of the samples."""
+
+    @property
+    def stored_bytes_per_token(self) -> int | None:
+        """Bytes on disk per token of an encoded context; None where contexts are read as text."""
+        ...
+
+    def with_shuffled_contexts(self) -> Self:
+        """The same questions, each with another row's context: a control."""
+        ...
+
+
+class TaskDataset(QuestionDataset, Protocol):
+    """Rows of a task that is written as text."""
+
+    task: Any
+    """The `systems.t5.tasks.task_table.Named` that the rows are of."""
+    answer_tokens: int
+    """Maximum tokens of an answer."""
+
+    @property
+    def answer_ids(self) -> Sequence[Sequence[int]]:
+        """Ids of every possible answer, each with its end token; empty if they cannot be listed."""
+        ...
+
+    def input(self, index: int) -> str:
+        """The prompt."""
+        ...
+
+    def target(self, index: int) -> str:
+        """The reference answer."""
+        ...
+
+    def prediction(self, index: int, text: str) -> "Prediction":
+        """Row `index` with the text of a model, to be scored."""
+        ...
+
+    def collate_answers(self, samples: Sequence[Any], answer: Sequence[int]) -> Batch:
+        """The prompts `samples`, each with the target `answer`."""
+        ...
+
+
+def require_fit(field: str, tokens: int, max_positions: int | None) -> None:
+    """Raises ConfigError where `field` allows more tokens than a model has positions (None: unknown, or no limit)."""
+    if max_positions is not None and tokens > max_positions:
+        raise ConfigError(f"{field}: {tokens} tokens are more than the {max_positions} positions of the model.")
+
+
+class DatasetConfig(Component):
+    """The data of an experiment."""
+
+    same_length_advice: ClassVar[str] = "Leave loop.compile out."
+    """Advice in the error of `check_compiled`."""
+    has_order: ClassVar[bool] = False
+    """Whether training reads it in an order of its own (`orders.OrderedDataset`), so that no mixture can."""
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether its data sets are `MeasuredDataset`s."""
+        return False
+
+    @property
+    def reader(self) -> str:
+        """The kind of model that reads the samples, one of `kinds.KINDS`."""
+        return DECODER
+
+    @property
+    def validation(self) -> "DatasetConfig":
+        """The data set that validation reads: this one, or the part of it that the training ends with."""
+        return self
+
+    def check(self, places: Places) -> None:
+        """Raises a UserError where the data are missing or malformed, as far as known without reading the rows."""
+
+    def check_tokenizer(self, folder: Path | None) -> None:
+        """Raises a UserError if a token is missing in the tokenizer in `folder`, without loading it.
+        None: not known yet."""
+
+    def check_length(self, max_positions: int | None, new_tokens: int = 0) -> None:
+        """Raises ConfigError if `max_positions` (None: unknown, no limit) are too few for a sample or `new_tokens`."""
+
+    def check_model(self, sizes: Architecture | None) -> None:
+        """Raises ConfigError where a model of this architecture (None: unknown) would read the samples wrongly."""
+
+    def check_scores(self, places: Places) -> None:
+        """Raises a UserError if a ranked reply has no score."""
+
+    def batch_lengths(self) -> tuple[int, ...] | None:
+        """Tokens of the sequences of every batch, such as those of inputs and targets; None if they differ."""
+        return None
+
+    def check_steps(self, steps: int) -> None:
+        """Raises ConfigError where a training of `loop.steps` would never read a part of it."""
+
+    def check_compiled(self) -> None:
+        """Raises ConfigError if `loop.compile` would recompile for each length of a batch."""
+        if self.batch_lengths() is None:
+            raise ConfigError(
+                f"loop.compile: needs batches of one length, and those of {self.name!r} differ. "
+                f"{self.same_length_advice}"
+            )
+
+    def weight(self, places: Places) -> float | None:
+        """Weight in a mixture, in examples; None: the number of samples."""
+        return None
+
+    @abstractmethod
+    def build(self, places: Places, tokenizer: "PreTrainedTokenizerFast", split: str, seed: int) -> Dataset:
+        """The data set of one split.
+
+        Raises:
+            UserError: the data are missing, incomplete or malformed, or do not fit the tokenizer.
+        """
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """An answer of a model, with its question."""
+
+    text: str
+    references: Sequence[str]
+    """Accepted answers, at least one."""
+    question: str = ""
+    contexts: Sequence[str] = ()
+    source: str = ""
+    """The group of its scores, such as the data set that the question came from."""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.references, str) or not self.references:
+            raise ValueError(f"references: expected a list of one or more answers, got {self.references!r}")
+
+
+class MetricConfig(Component):
+    """A family of scores."""
+
+    @abstractmethod
+    def score(self, answers: Sequence[Prediction]) -> Mapping[str, list[float] | float]:
+        """By name: a list with the score of each answer, or a float where only all of them together have one."""
+
+    def score_names(self) -> Sequence[str]:
+        """The names that `score` returns. Override this if loading the metric's library is slow."""
+        return list(self.score([]))
+
+
+class RecipeConfig(Component):
+    """An experiment, without its "recipe" key."""
+
+    @abstractmethod
+    def checks(self, places: Places) -> list[Callable[[], object]]:
+        """Checks that load nothing; each raises a UserError for an experiment that would fail."""
+
+    def check(self, places: Places) -> None:
+        """Raises one ConfigError with a line for everything that is known to fail."""
+        check_all(*self.checks(places))
+
+    def check_device(self) -> None:
+        """Raises a ConfigError if this machine, where the experiment will run, does not have the required device."""
+
+    @abstractmethod
+    def run(self, run: Any) -> None:
+        """Train, or resume, the experiment of the `runs.context.Run`. Collective."""
+
+
+ModelField = Annotated[ModelConfig, PlainValidator(partial(bind, MODELS)), PlainSerializer(resolved_dict)]
+DatasetField = Annotated[DatasetConfig, PlainValidator(partial(bind, DATASETS)), PlainSerializer(resolved_dict)]
+MetricField = Annotated[MetricConfig, PlainValidator(partial(bind, METRICS)), PlainSerializer(resolved_dict)]
+
+
+def load_experiment(raw: dict[str, Any], where: str) -> RecipeConfig:
+    """The recipe that an experiment dict names, as its config.
+
+    Raises:
+        ConfigError: one line for each mistake, with `where` and the dotted path.
+    """
+    try:
+        return bind(RECIPES, raw, key="recipe")
+    except Problems as error:
+        text = "\n".join(f"{where}{'.' if path else ''}{path}: {message}" for path, message in error.found)
+        raise ConfigError(text) from None

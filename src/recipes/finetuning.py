@@ -1,0 +1,167 @@
+"""A model that is trained, or evaluated without training: shared by all recipes."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from pydantic import Field, model_validator
+
+from src.errors import ConfigError
+from src.experiments.config import Places
+from src.experiments.interfaces import DatasetField, ModelField, RecipeConfig
+from src.runs.context import Run
+from src.training.config import (
+    Evaluation,
+    LoopConfig,
+    check_trained_type,
+    check_weight_type,
+    require_device,
+)
+
+if TYPE_CHECKING:
+    from src.training.parallel.memory_plan import MemoryPlan
+    from src.training.spec import TrainSpec
+
+
+class Finetuning(RecipeConfig):
+    """An experiment: a training loop, or an evaluation without training."""
+
+    takes_chunks: ClassVar[bool] = True
+    """Whether the loss is one of `training.loss`, which can take some tokens at a time."""
+
+    seed: int = Field(ge=0, lt=2**63)
+    model: ModelField
+    data: DatasetField
+    loop: LoopConfig | None = None
+    evaluation: Evaluation | None = None
+
+    @model_validator(mode="after")
+    def _trains_or_evaluates(self) -> "Finetuning":
+        if (self.loop is None) == (self.evaluation is None):
+            raise ValueError("expected either loop, which trains the model, or evaluation, which only scores it.")
+        if self.evaluation and self.model.name == "lora":
+            raise ValueError(
+                "model: new adapters change nothing before they are trained. Take their base, or write loop."
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _lengths_are_known(self) -> "Finetuning":
+        if self.loop and self.loop.group_by_length and (self.data.has_order or not self.data.is_measured):
+            why = "come in an order of their own" if self.data.has_order else "do not have known sample lengths"
+            raise ValueError(f"loop.group_by_length: {self.data.name!r} data {why}. Leave it out.")
+        return self
+
+    @model_validator(mode="after")
+    def _may_take_chunks(self) -> "Finetuning":
+        if self.loop and self.loop.cross_entropy_chunk_tokens and not self.takes_chunks:
+            raise ValueError(
+                "loop.cross_entropy_chunk_tokens: this recipe needs the logits of all tokens at once. Leave it out."
+            )
+        return self
+
+    @property
+    def micro_batch(self) -> int:
+        """Sequences in one forward pass."""
+        stage = self.loop or self.evaluation
+        assert stage is not None, "the validator has checked it"
+        return stage.micro_batch
+
+    @property
+    def _precision(self) -> tuple[str, str]:
+        """The precision, and the name of its field."""
+        name, stage = ("loop", self.loop) if self.loop else ("evaluation", self.evaluation)
+        assert stage is not None, "the validator has checked it"
+        return stage.precision, f"{name}.precision"
+
+    def check_precision(self, places: Places) -> None:
+        """Raises ConfigError if weights are of the other 16-bit type or trained in 16 bits."""
+        check_weight_type(*self._precision, self.model, places)
+        if self.loop:
+            check_trained_type(self.model, places)
+
+    def check_device(self) -> None:
+        require_device(*self._precision)
+        self.model.check_device()
+
+    def check_trainable(self) -> None:
+        """Raises ConfigError if the loop has no weights to train."""
+        if self.loop and self.model.is_frozen():
+            raise ConfigError(
+                "model: its weights are frozen, so there is nothing to train. "
+                "Put 'lora' around it, or write evaluation."
+            )
+
+    def check_compiled(self) -> None:
+        """Raises ConfigError if the loop compiles the model and the data set's batches differ in length."""
+        if self.loop and self.loop.compile:
+            self.data.check_compiled()
+
+    def training_loss(self, loss: Callable[..., Any]) -> Callable[..., Any]:
+        """(model, batch) -> summed loss with the loop's label smoothing and z-loss, as arguments of `loss`."""
+        options = (self.loop.label_smoothing, self.loop.z_loss) if self.loop else ()
+        return self.in_chunks(lambda model, batch: loss(model, batch, *options))
+
+    def in_chunks(self, loss: Callable[..., Any]) -> Callable[..., Any]:
+        """`loss` as `loop.cross_entropy_chunk_tokens` says."""
+        if not (self.loop and self.loop.cross_entropy_chunk_tokens):
+            return loss
+        from src.training.parallel.linear_cross_entropy import chunks_of
+
+        tokens = self.loop.cross_entropy_chunk_tokens
+
+        def take_chunks(model: Any, batch: Any) -> Any:
+            with chunks_of(tokens):
+                return loss(model, batch)
+
+        return take_chunks
+
+    def plan_memory(self, places: Places, **machines: Any) -> "MemoryPlan":
+        """Memory of the training on a GPU, and its duration.
+        machines: fields of `memory_plan.Machines`. No weights are loaded.
+
+        Raises:
+            ConfigError: nothing is trained, or the plan does not know a part of it.
+        """
+        import torch
+
+        from src.data.longest_batch import longest_batch
+        from src.training.parallel.memory_plan import Machines, plan
+
+        if self.loop is None:
+            raise ConfigError("--memory: it has no loop, so nothing is trained. Leave --memory out.")
+        with torch.device("meta"):
+            model = self.model.build(replace(places, on_paper=True))
+        batch = longest_batch(self.data, self.loop.micro_batch, model.config)
+        recipe: Any = self  # recipes with a longest batch have a `loss`
+        return plan(model, self.training_loss(recipe.loss()), batch, self.loop, Machines(**machines))
+
+    def check_questions(self) -> None:
+        """Raises ConfigError if the dict has fewer questions than its evaluations use."""
+        used = getattr(self.data.validation, "val_samples", None)
+        for name in ("answers", "sampled"):
+            requested = getattr(getattr(self, name, None), "questions", 0)
+            if used is not None and requested > used:
+                raise ConfigError(
+                    f"{name}.questions: {requested}, but data.val_samples is {used}. "
+                    f"Use at most {used}, or null for all."
+                )
+
+    def build_model(self, run: Run, used_before: bool = False) -> Any:
+        """The model; for a training with FSDP2 without pretrained weights,
+        where each process can read its part of them later.
+
+        used_before: whether it computes anything before the training, and so needs them at once.
+        """
+        unfilled = run.options.fsdp and self.loop and not used_before
+        return (self.model.build_unfilled if unfilled else self.model.build)(run.places)
+
+    def fit_or_evaluate(self, spec: "TrainSpec", run: Run) -> None:
+        """Train if there is a loop, else evaluate; then call `spec.finish`. Collective."""
+        from src.evaluation.evaluate_only import evaluate_only
+        from src.training.loop import fit
+
+        if self.loop:
+            fit(spec, run, self.loop, self.seed)
+        elif self.evaluation and spec.finish:
+            evaluate_only(spec.model, run, self.evaluation, spec.evaluate, spec.finish)

@@ -1,0 +1,307 @@
+"""Conversations to learn answers from: each is a sample, and the answers of the assistant are learned."""
+
+import hashlib
+import json
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TypedDict
+
+from pydantic import Field, model_validator
+
+from src.data import jsonl
+from src.data.orders import ShuffledConfig
+from src.errors import DataError
+from src.experiments.batches import TokenBatch
+from src.experiments.config import Config as StrictConfig
+from src.experiments.config import Places, drop_absences
+from src.experiments.interfaces import require_fit
+from src.support.call_once import call_once
+from src.systems.assistants.conversations import templates
+from src.systems.assistants.conversations.choices import Tags, draws, window
+from src.systems.assistants.conversations.entries import Entry, Message, read_entry
+from src.systems.assistants.conversations.refusals import refuses
+from src.systems.assistants.conversations.rendering import Rendered, Renderer
+from src.systems.assistants.conversations.rows import ANSWERED, EMPTY, PROMPT, ConversationRows, read_rows
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+log = logging.getLogger(__name__)
+CHECKED = 256
+"""Samples that are rendered at the start."""
+
+
+class Writing(StrictConfig):
+    """How conversations are written."""
+
+    template: Literal["oasst", "chatml", "tokenizer"] = "oasst"
+    """oasst: Open-Assistant's v2.5. tokenizer: the chat template that comes with the tokenizer."""
+    system: str | None = Field(default=None, min_length=1)
+    """System message of conversations that come without one."""
+    tags: Tags | None = None
+    """Properties written before answers; None: nothing."""
+
+    @model_validator(mode="after")
+    def _tags_have_a_place(self) -> "Writing":
+        if self.tags and self.template == "tokenizer":
+            raise ValueError(
+                "tags: a template of the tokenizer has no place for them. "
+                "Leave them out, or take template 'oasst' or 'chatml'."
+            )
+        return self
+
+
+class ConversationConfig(ShuffledConfig):
+    """Source and format of conversations; shared by the data sets of answers and of ranked replies."""
+
+    corpus: str = Field(min_length=1)
+    """Folder below `--data_path` with train.jsonl and val.jsonl; rows: see
+    src/systems/assistants/conversations/entries.py."""
+    sequence_tokens: int = Field(gt=1)
+    """Maximum tokens per sample."""
+    writing: Writing = Writing()
+    val_samples: int | None = Field(default=None, gt=0)
+    """Rows of the validation split that are used, the same ones whatever the seed; None for all."""
+
+    @property
+    def is_measured(self) -> bool:
+        return True
+
+    def check(self, places: Places) -> None:
+        jsonl.require_splits(places, self.corpus)
+
+    def check_tokenizer(self, folder: Path | None) -> None:
+        if folder is not None and folder.is_dir():
+            call_once(self._check_writing, folder)
+
+    def _check_writing(self, folder: Path) -> None:
+        """Raises DataError if the tokenizer has no end token, or its template fits no training or system message."""
+        from src.data.text import tokenizers
+
+        if self.writing.template != "tokenizer" and tokenizers.names_end_token(folder):
+            return  # without a wait for transformers
+        tokenizer = tokenizers.load(folder)
+        if self.writing.template == "tokenizer":
+            system = [Message("system", self.writing.system)] if self.writing.system else []
+            templates.find("tokenizer", tokenizer).spans([*system, Message("user", "?")], answering=True)
+
+    def most_samples(self, places: Places) -> int | None:
+        """See `parts.CountedConfig`."""
+        return jsonl.count_lines(jsonl.require_file(jsonl.corpus_folder(places, self.corpus), "train.jsonl"))
+
+    def check_length(self, max_positions: int | None, new_tokens: int = 0) -> None:
+        require_fit("data.sequence_tokens", self.sequence_tokens + new_tokens, max_positions)
+
+    def read(self, places: Places, split: str) -> ConversationRows:
+        """The rows of a split, parsed on access."""
+        path = jsonl.require_file(jsonl.corpus_folder(places, self.corpus), f"{split}.jsonl")
+        rows = read_rows(path)
+        count = self.val_samples if split == "val" else None
+        return ConversationRows(rows, None if count is None else jsonl.select_validation_rows(len(rows), count, path))
+
+    def digest(self, places: Places) -> str:
+        """Digest of the rows and of their format."""
+        parts = [
+            jsonl.fingerprint(jsonl.corpus_folder(places, self.corpus)),
+            drop_absences(self.model_dump(mode="json", exclude={"corpus", "val_samples", "shuffle"}), self),
+        ]
+        return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+
+class Config(ConversationConfig):
+    """Conversations, and plain text."""
+
+    random_offset: float = Field(default=0.0, ge=0, le=1)
+    """Share of the too long conversations that start at a random token; the rest are truncated."""
+    without_refusals: bool = False
+    """Whether to skip conversations in which the assistant refuses or says that it is a model."""
+    shuffled_answers: bool = False
+    """Whether training conversations end with the last answer of another one: a control."""
+    learn_all: bool = False
+    """Whether the tokens of all roles are learned."""
+
+    def build(self, places: Places, tokenizer: "PreTrainedTokenizerFast", split: str, seed: int) -> "Conversations":
+        """The conversations of one split, tokenised on access.
+
+        Raises:
+            DataError: the data set is missing, incomplete or malformed, or the template does not fit the tokenizer.
+        """
+        renderer = Renderer(tokenizer, templates.find(self.writing.template, tokenizer))
+        rows = self.read(places, split)
+        return Conversations(
+            self,
+            rows,
+            renderer,
+            seed if split == "train" else None,
+            self.digest(places),
+            str(places.data / self.corpus),
+        )
+
+
+class Sample(TypedDict):
+    """One conversation."""
+
+    input_ids: list[int]
+    loss_mask: list[bool]
+
+
+class Conversations:
+    """Samples of conversations; those without anything to learn are skipped."""
+
+    collation = "conversations"
+
+    def __init__(
+        self, config: Config, rows: ConversationRows, renderer: Renderer, seed: int | None, digest: str, name: str
+    ) -> None:
+        """seed: draws the part of a conversation that an epoch reads; None: always the same.
+        name: of the data, in messages."""
+        self.config, self.renderer, self.fingerprint, self.shuffle = config, renderer, digest, config.shuffle
+        self._rows, self._seed, self._name = rows, seed, name
+        self._chosen = self._choose()
+        for index in range(min(len(self), CHECKED)):  # templates refuse some messages: fail before the first step
+            self.render(0, index)
+
+    def _choose(self) -> Sequence[int]:
+        """Numbers of the rows that are read."""
+        if prompts := self._rows.numbers_of(PROMPT):
+            raise DataError(
+                f"{self._rows.location(prompts[0])}: a prompt without an answer. Use data 'rollouts', or add an answer."
+            )
+        total = range(len(self._rows))
+        saying = total if self.config.learn_all else self._rows.numbers_of(EMPTY, others=True)
+        if not saying:
+            raise DataError(
+                f"{self._name}: the assistant says nothing in any conversation, so there is nothing to learn."
+            )
+        if len(saying) < len(total):
+            counts = len(total) - len(saying), len(total)
+            log.info("%s: the assistant says nothing in %d of %d conversations; they are skipped.", self._name, *counts)
+        if not self.config.without_refusals:
+            return saying
+        chosen = [i for i in saying if not refuses(read_entry(self._rows[i], self._name).conversation)]
+        log.info(
+            "%s: %d of %d conversations refuse; they are skipped.", self._name, len(saying) - len(chosen), len(saying)
+        )
+        if not chosen:
+            raise DataError(
+                f"{self._name}: the assistant refuses in every conversation. Write without_refusals: false."
+            )
+        return chosen
+
+    def __len__(self) -> int:
+        """Conversations."""
+        return len(self._chosen)
+
+    def length(self, epoch: int, index: int) -> int:
+        """Tokens of sample `index` of an epoch."""
+        return len(self.render(epoch, index).ids)
+
+    def render(self, epoch: int, index: int) -> Rendered:
+        """Sample `index` of an epoch with its roles."""
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)}")
+        config, row = self.config, self._chosen[index]
+        entry = read_entry(self._rows[row], self._rows.location(row))
+        key = None if self._seed is None else (self._seed, epoch, index)
+        if entry.text is not None:
+            return window(self.renderer.render_text(entry.text), config.sequence_tokens, 0.0, None)
+        messages = self._another_answer(index, entry) if config.shuffled_answers and key else entry.conversation
+        messages = with_system(messages, config.writing.system)
+        tags = (
+            config.writing.tags.write_all(messages, draws("tags", *key) if key else None) if config.writing.tags else ()
+        )
+        try:
+            whole = self.renderer.render(messages, tags)
+        except DataError as error:
+            raise DataError(f"{self._rows.location(row)}: {error}") from None
+        return window(
+            whole, config.sequence_tokens, config.random_offset, (lambda: draws("window", *key)) if key else None
+        )
+
+    def _another_answer(self, index: int, entry: Entry) -> Sequence[Message]:
+        """The conversation with the assistant's last answer from another, the same in every epoch."""
+        messages = entry.conversation
+        other = (
+            (index + draws("answers", self._seed, index).randrange(1, len(self))) % len(self)
+            if len(self) > 1
+            else index
+        )
+        others = read_entry(self._rows[self._chosen[other]], self._rows.location(self._chosen[other])).conversation
+        place = max(place for place, message in enumerate(messages) if message.role == "assistant")
+        answer = next((message for message in reversed(others) if message.role == "assistant"), messages[place])
+        return [*messages[:place], replace(answer, tags={}, tools=()), *messages[place + 1 :]]
+
+    def sample(self, epoch: int, index: int) -> Sample:
+        """Sample `index` of an epoch."""
+        rendered = self.render(epoch, index)
+        learned = [place > 0 for place in range(len(rendered.ids))] if self.config.learn_all else rendered.learned
+        return {"input_ids": rendered.ids, "loss_mask": learned}
+
+    @property
+    def num_questions(self) -> int:
+        """Number of conversations that end with an answer."""
+        return len(self._answered)
+
+    @cached_property
+    def _answered(self) -> Sequence[int]:
+        numbers = self._rows.numbers_of(ANSWERED)
+        if isinstance(self._chosen, range):
+            return numbers
+        import numpy as np
+
+        return np.flatnonzero(np.isin(np.asarray(self._chosen), np.asarray(numbers))).tolist()
+
+    def row(self, index: int) -> dict[str, Any]:
+        """The last question of conversation `index` and its answer."""
+        row = self._chosen[self._answered[index]]
+        *before, answer = read_entry(self._rows[row], self._rows.location(row)).messages
+        return {"question": before[-1].written, "answer": answer.written, "context": "", "dataset": self.config.corpus}
+
+    def source(self, index: int) -> str:
+        """The group of its scores: the corpus."""
+        return self.config.corpus
+
+    def prompt(self, index: int) -> Sample:
+        """A conversation up to its last answer; a long one is truncated from the left."""
+        row = self._rows[self._chosen[self._answered[index]]]
+        *before, answer = read_entry(row, self._name).messages
+        ids = render_prompt(self.renderer, self.config.writing, before, answer)[-self.config.sequence_tokens :]
+        return {"input_ids": ids, "loss_mask": [False] * len(ids)}
+
+    def collate_prompts(self, samples: Sequence[Sample]) -> TokenBatch:
+        """Padded on the left, for `generate`."""
+        from src.data import collate
+
+        ids, masks = [s["input_ids"] for s in samples], [s["loss_mask"] for s in samples]
+        return collate.pad_tokens(ids, masks, self.renderer.safe.pad_id, left=True)
+
+    def collate(self, samples: Sequence[Sample]) -> TokenBatch:
+        """Padded on the right; padding is masked, so its id does not matter."""
+        from src.data import collate
+
+        return collate.pad_tokens(
+            [s["input_ids"] for s in samples], [s["loss_mask"] for s in samples], pad_id=self.renderer.safe.pad_id
+        )
+
+
+def render_prompt(
+    renderer: Renderer, writing: Writing, messages: Sequence[Message], answer: Message | None = None
+) -> list[int]:
+    """Ids of messages up to the answer to the last one. answer: the answer that tags describe, if known."""
+    messages = with_system(messages, writing.system)
+    tags = (
+        [*writing.tags.write_all(messages, None), writing.tags.write(answer or Message("assistant", ""), None)]
+        if writing.tags
+        else ()
+    )
+    return renderer.render(messages, tags, answering=True).ids
+
+
+def with_system(messages: Sequence[Message], system: str | None) -> Sequence[Message]:
+    """Prepend the system message `system` unless there is one."""
+    if system is None or (messages and messages[0].role == "system"):
+        return messages
+    return [Message("system", system), *messages]

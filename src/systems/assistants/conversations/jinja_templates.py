@@ -1,0 +1,470 @@
+"""Jinja templates of tokenizers, rendered with the real messages, so the text equals that of `apply_chat_template`.
+
+Control tokens that a message spells are masked before rendering and restored as plain text after it. An answer starts
+where the generation
+prompt ends: `Jinja.spans` renders the prompt of each answer and requires that it is a prefix of the conversation.
+"""
+
+import logging
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple, NoReturn, cast
+
+from src.errors import DataError
+from src.systems.assistants.conversations.entries import Message, json_line
+from src.systems.assistants.conversations.rendering import ROLE_OF, Role, Span
+
+log = logging.getLogger(__name__)
+
+WHERE = "data.writing.template"
+_CONTROL = r"<\|[^|\s]+\|>"
+_MASK = "\x7f"
+"""Surrounds the number of a masked text; twice before "m" and the number of a marked message.
+JSON does not escape it."""
+_MARK = re.compile(f"{_MASK}{_MASK}m([0-9]+){_MASK}")
+_GENERATION = re.compile(r"{%-?\s*generation\s*-?%}")
+_DATE = {
+    "%Y": "2025",
+    "%y": "25",
+    "%m": "01",
+    "%d": "01",
+    "%B": "January",
+    "%b": "Jan",
+    "%A": "Wednesday",
+    "%a": "Wed",
+    "%H": "00",
+}
+_FIXED_DATE = (
+    "{%- macro strftime_now(format) -%}{{- format"
+    + "".join(f" | replace('{code}', '{text}')" for code, text in {**_DATE, "%M": "00", "%S": "00"}.items())
+    + " -}}{%- endmacro -%}"
+)
+"""Replaces the clock: a resumed training must read the same tokens on another day."""
+
+
+def tools_of(messages: Sequence[Message]) -> Sequence[Mapping[str, Any]]:
+    """The tools of a conversation, on whichever message they are."""
+    return next((message.tools for message in messages if message.tools), ())
+
+
+class _Answer(NamedTuple):
+    """The part of a rendered conversation that is an answer."""
+
+    begin: int
+    end: int
+    missing: str = ""
+    """Blanks of the generation prompt that the template strips before an empty answer."""
+
+
+class _Form(NamedTuple):
+    """The text around an answer without reasoning and calls, after which another message follows.
+
+    Earlier answers of the conversation with the same text around them need no rendering of their own, so time is linear
+    in the messages.
+    """
+
+    lead: str
+    """Text between the previous message and the content."""
+    prompt: int
+    """Length of its part before the answer."""
+    end: str
+    """Text between the content and the end of the answer."""
+
+    @classmethod
+    def find(cls, message: Any, text: str, place: int, answer: _Answer) -> "_Form | None":
+        """The form of an answer; None without one. place: end of the previous message."""
+        for content in _forms_of(message["content"]) if place >= 0 and _is_plain(message) else ():
+            begin = text.find(content, answer.begin, answer.end)
+            if begin >= 0:
+                return cls(text[place:begin], answer.begin - place, text[begin + len(content) : answer.end])
+        return None
+
+    def match(self, message: Any, text: str, place: int, regions: Sequence[tuple[int, int]]) -> _Answer | None:
+        """The answer after `place`; None if it has another form. regions: those within {% generation %}."""
+        if place < 0 or not _is_plain(message) or not text.startswith(self.lead, place):
+            return None
+        begin = place + len(self.lead)
+        for content in _forms_of(message["content"]):
+            end = begin + len(content) + len(self.end)
+            if text.startswith(content + self.end, begin) and (
+                not regions or any(one <= begin and end <= two for one, two in regions)
+            ):
+                return _Answer(place + self.prompt, end)
+        return None
+
+
+def _is_plain(message: Any) -> bool:
+    """Whether an answer is only text, without reasoning, which templates can move or drop."""
+    return (
+        bool(message["content"].strip())
+        and not message.get("tool_calls")
+        and not message.get("reasoning_content")
+        and ("think>" not in message["content"])
+    )
+
+
+def _forms_of(content: str) -> tuple[str, ...]:
+    """A content as templates write it."""
+    return content, content.strip(), content.lstrip(), content.rstrip()
+
+
+class _Unlearnable(Exception):
+    """Why an answer does not continue its generation prompt."""
+
+
+class Jinja:
+    """A Jinja template of a tokenizer."""
+
+    def __init__(self, source: str, tokens: Mapping[str, str], controls: Sequence[str] = ()) -> None:
+        """tokens: control tokens by the names that the template uses, such as eos_token.
+        controls: further ones of the vocabulary.
+
+        Raises:
+            DataError: the template omits or repeats a message, the generation prompt is not a prefix of the
+                conversation, or no control token ends an answer.
+        """
+        self.source, self.tokens = source, dict(tokens)
+        self.marks_answers = bool(_GENERATION.search(source))
+        self._source = (_FIXED_DATE if "strftime_now" in source else "") + source
+        names = {*tokens.values(), *controls, *re.findall(_CONTROL, source)} - {""}
+        longest_first = sorted(names, key=lambda name: (-len(name), name))  # a name must not hide a longer one
+        self._controls = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+        self.opening: Sequence[Message] = ()
+        self._in_parts = False
+        """Whether the template reads content as a list of parts, as those of vision models do."""
+        self._check()
+
+    def spans(self, messages: Sequence[Message], tags: Sequence[str] = (), answering: bool = False) -> list[Span]:
+        """See `rendering.Template`.
+        An earlier answer that the template changes once another message follows is not learned.
+
+        Raises:
+            DataError: the template refuses the messages, omits or repeats one, or the last answer cannot be learned.
+        """
+        if any(tags):
+            raise DataError(
+                "data.writing.tags: a template of the tokenizer has no place for them. "
+                "Take template 'oasst' or 'chatml'."
+            )
+        mask = _Mask(self._controls)
+        raw, tools = [mask.message(message) for message in messages], mask.mask(tools_of(messages)) or None
+        text, regions = self._fill(raw, tools, answering)
+        if tools and text == self._fill(raw, None, answering)[0]:
+            raise DataError(f"{WHERE}: the template writes no tools. Remove them, or take another template.")
+        parts = self._locate(raw, tools, answering, text)
+        before = {number: end for number, (_, end, _, _) in parts.items()}
+        form: _Form | None = None
+        for number in reversed(range(len(messages))):
+            if messages[number].role != "assistant":
+                continue
+            place = before.get(number - 1, -1)
+            if form is not None and (answer := form.match(raw[number], text, place, regions)):
+                parts[number] = (answer.begin, answer.end, Role.ASSISTANT, "")
+                continue
+            try:
+                answer = self._answer(raw, number, tools, text, regions, answering)
+            except _Unlearnable as reason:
+                if number == len(messages) - 1:
+                    raise DataError(f"{WHERE}: {reason}") from None
+                continue
+            if answer is not None:
+                parts[number] = (answer.begin, answer.end, Role.ASSISTANT, answer.missing)
+                if number < len(messages) - 1:  # the template can write the last answer in another way
+                    form = form or _Form.find(raw[number], text, place, answer)
+        spans, place = list[Span](), 0
+        for begin, end, role, missing in sorted(parts.values()):
+            if begin < place:
+                marks = " within {% generation %}" if self.marks_answers else ""
+                advice = "Mark only answers" if self.marks_answers else "Take one that writes messages in order"
+                raise DataError(
+                    f"{WHERE}: an answer{marks} overlaps another message: {shorten(text[begin:place])}. {advice}."
+                )
+            spans += [Span(text[place:begin] + missing, Role.TEMPLATE, True), Span(text[begin:end], role, True)]
+            place = end
+        return [part for span in (*spans, Span(text[place:], Role.TEMPLATE, True)) for part in mask.restore(span)]
+
+    def _answer(
+        self,
+        raw: Sequence[Any],
+        number: int,
+        tools: Any,
+        text: str,
+        regions: Sequence[tuple[int, int]],
+        answering: bool,
+    ) -> _Answer | None:
+        """Message `number` within `text`; None if the template changes it once another message follows.
+        answering: it is only read.
+
+        Raises:
+            _Unlearnable: even as the last message it does not continue its generation prompt, or nothing ends it.
+            DataError: even as the last message it is incomplete.
+        """
+        message = raw[number]
+        prompt = self._fill(raw[:number], tools, answering=True)[0]
+        is_all = number + 1 == len(raw) and not answering
+        last, of_last = (text, regions) if is_all else self._fill(raw[: number + 1], tools)
+        start = _shared_length(prompt, last)
+        self._require_content(raw, number, tools, last, start, answering)
+        if start < len(prompt):
+            is_empty = not (message["content"].strip() or message.get("tool_calls") or message.get("reasoning_content"))
+            if not is_empty or prompt[start:].strip() or number + 1 < len(raw) or not self._controls.match(last, start):
+                self._refuse_prefix(prompt, last, start)
+        ends, inside = [match.end() for match in self._controls.finditer(last, start)], ""
+        if self.marks_answers:
+            inside = " within {% generation %}"
+            ends = [end for end in ends if end <= max((end for _, end in of_last), default=0)]
+        if not ends:
+            raise _Unlearnable(
+                f"no control token ends the answer {shorten(last[start:])}, so no model would learn to stop. "
+                f"Write the end token after each answer{inside}, or take another template."
+            )
+        if self.marks_answers:
+            content = _without_blanks(message["content"].rpartition("</think>")[2])
+            if content not in _without_blanks(last[start : ends[-1]]):
+                raise _Unlearnable(
+                    f"{{% generation %}} marks only a part of {shorten(message['content'])}. Mark the complete answer."
+                )
+            same = _shared_length(last, text)
+            marked = [end for begin, end in regions if end > start and begin <= max(same, start)]
+            ends = (
+                [match.end() for match in self._controls.finditer(text, start, marked[-1])]
+                if marked and same >= start
+                else []
+            )
+            return _Answer(start, ends[-1], prompt[start:]) if ends else None
+        if text.startswith(last[: ends[-1]]):
+            return _Answer(start, ends[-1], prompt[start:])
+        same = _shared_length(last, text)  # the template adds to the end of a last answer: <|end|> or <|end|><eos>
+        ends = [
+            end
+            for end in ends
+            if end <= same and message["content"].strip() and self._is_complete(message, last[start:end])
+        ]
+        return _Answer(start, ends[-1]) if ends else None
+
+    def _is_complete(self, message: Any, text: str) -> bool:
+        return not any(_without_blanks(part) not in _without_blanks(text) for _, part in self._parts_of(message))
+
+    @staticmethod
+    def _parts_of(message: Any) -> list[tuple[str, str]]:
+        """Names and texts of the parts of a message that a template must write."""
+        texts = [(name, message.get(name, "")) for name in ("content", "reasoning_content")]
+        return texts + [("tool call", call["function"]["name"]) for call in message.get("tool_calls", ())]
+
+    def _require_content(
+        self, raw: Sequence[Any], number: int, tools: Any, last: str, start: int, answering: bool
+    ) -> None:
+        """Raises DataError if `last` drops a part of message `number`. start: end of its generation prompt.
+
+        answering: templates can drop reasoning within the content of earlier answers.
+        """
+        if self._is_complete(raw[number], last[start:]):
+            return
+        turn = last[
+            _shared_length(self._fill(raw[:number], tools)[0], last) :
+        ]  # with the generation prompt, which can write <think>
+        for name, text in self._parts_of(raw[number]):
+            text = text.rpartition("</think>")[2] if answering else text
+            if _without_blanks(text) not in _without_blanks(turn):
+                reason = f"the template drops the {name} {shorten(text)} of messages[{number}]"
+                raise DataError(f"{WHERE}: {reason}. Remove it, or take another template.")
+
+    @staticmethod
+    def _refuse_prefix(prompt: str, text: str, shared: int) -> NoReturn:
+        part = slice(max(0, shared - 40), shared + 40)
+        raise _Unlearnable(
+            f"the generation prompt is not a prefix of the conversation: {prompt[part]!r} against {text[part]!r}. "
+            "Take a template that writes both the same."
+        )
+
+    def _locate(
+        self, raw: Sequence[Any], tools: Any, answering: bool, text: str
+    ) -> dict[int, tuple[int, int, Role, str]]:
+        """Places in `text` of the messages that are not answers, by their numbers.
+
+        Raises:
+            DataError: the template omits or repeats one.
+        """
+        marked = [
+            {**message, "content": f"{_MASK}{_MASK}m{number}{_MASK}"}
+            if message["role"] != "assistant" and message["content"]
+            else message
+            for number, message in enumerate(raw)
+        ]
+        first, *pieces = _MARK.split(self._fill(marked, tools, answering)[0])
+        numbers = [*map(int, pieces[::2])]
+        expected = [number for number, message in enumerate(marked) if message["content"] != raw[number]["content"]]
+        if sorted(numbers) != expected:
+            written = f"messages {' '.join(map(str, numbers)) or 'none'} of {' '.join(map(str, expected))}"
+            raise DataError(f"{WHERE}: the template writes {written}. Take one that writes each message once.")
+        parts, place = dict[int, tuple[int, int, Role, str]](), len(first)
+        for number, following in zip(numbers, pieces[1::2], strict=True) if text.startswith(first) else ():
+            content = raw[number]["content"]
+            form = next(
+                (
+                    form
+                    for form in (*_forms_of(content), json_line(content)[1:-1])
+                    if text.startswith(form + following, place)
+                ),
+                None,
+            )
+            if form is None:  # the template reads contents: the rest has the role of the template
+                break
+            parts[number] = (place, place + len(form), ROLE_OF[raw[number]["role"]], "")
+            place += len(form) + len(following)
+        return parts
+
+    def _fill(self, raw: Sequence[Any], tools: Any, answering: bool = False) -> tuple[str, Sequence[tuple[int, int]]]:
+        """The text of messages, and its regions within {% generation %}.
+
+        Raises:
+            DataError: the template fails.
+        """
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        if self._in_parts:
+            raw = [{**message, "content": [{"type": "text", "text": message["content"]}]} for message in raw]
+        more: dict[str, Any] = {**self.tokens, "date_string": "01 Jan 2025"}
+        try:
+            texts, regions = cast(Any, render_jinja_template)(
+                conversations=[[*raw]],
+                tools=tools,
+                chat_template=self._source,
+                add_generation_prompt=answering,
+                return_assistant_tokens_mask=self.marks_answers,
+                **more,
+            )
+        except Exception as error:  # noqa: BLE001  a template can raise anything, such as ZeroDivisionError
+            roles, reason = " ".join(message["role"] for message in raw), " ".join(str(error).split())[:200]
+            advice = "Change the messages, or take another template."
+            raise DataError(f"{WHERE}: the template refuses {roles} ({reason}). {advice}") from None
+        return texts[0], regions[0] if self.marks_answers else []
+
+    def _check(self) -> None:
+        """Raises DataError if the template cannot be trained with.
+        Tries two turns and one, plain and with reasoning."""
+        turns = [Message(("user", "assistant")[number % 2], f"Probe {number}.") for number in range(4)]
+        try:
+            self._set_parts(turns)
+        except DataError as error:
+            self.opening = [Message("system", "Probe.")]
+            try:
+                self._set_parts(turns)
+            except DataError:
+                raise error from None
+            log.info("%s: it requires a system message in each conversation.", WHERE)
+        errors, learned = dict[str, DataError](), dict[str, bool]()
+        for name, change in (
+            ("answer", lambda turn: turn),
+            ("reasoning", _with_reasoning),
+            ("inline reasoning", _with_inline_reasoning),
+        ):
+            try:
+                learned[name] = self._learns_earlier(
+                    [change(turn) if turn.role == "assistant" else turn for turn in turns]
+                )
+            except DataError as error:
+                errors[name] = error
+        if not learned:
+            raise errors["answer"]
+        if "answer" in errors:
+            log.info(
+                "%s: only answers with reasoning can be learned: the generation prompt starts the reasoning.", WHERE
+            )
+        for name in (name for name, earlier in learned.items() if not earlier):
+            kind = "" if name == "answer" else f" with {name}"
+            log.info(
+                "%s: it changes an answer%s once another message follows. Only a last answer%s is learned.",
+                WHERE,
+                kind,
+                kind,
+            )
+
+    def _set_parts(self, turns: Sequence[Message]) -> None:
+        """Find out whether contents must be lists of parts.
+        Raises DataError if the template omits or repeats a message either way."""
+        raw, errors = [_Mask(self._controls).message(turn) for turn in (*self.opening, *turns)], list[DataError]()
+        for self._in_parts in (False, True):
+            try:
+                text = self._fill(raw, None)[0]
+            except DataError as error:
+                errors.append(error)
+                continue
+            counts = [text.count(turn.content) for turn in turns]
+            if counts == [1] * len(turns):
+                _, *between = re.split("|".join(re.escape(turn.content) for turn in turns), text)
+                if between[2] == between[3] and not between[1].startswith(between[3]):
+                    raise DataError(
+                        f"{WHERE}: the template writes the generation prompt {shorten(between[3])} after the "
+                        "last answer too. Write it only if add_generation_prompt is true."
+                    )
+                return
+            written = " ".join(str(number) for number, count in enumerate(counts) for _ in range(count)) or "none"
+            advice = "Take one that writes each message once."
+            errors.append(DataError(f"{WHERE}: the template writes messages {written} of 0 1 2 3. {advice}"))
+        raise errors[0]
+
+    def _learns_earlier(self, turns: Sequence[Message]) -> bool:
+        """Whether both answers of a conversation are learned.
+        Raises DataError if the last is not, with or without the first two turns."""
+        learned = [span.text for span in self.spans([*self.opening, *turns]) if span.role is Role.ASSISTANT]
+        self.spans([*self.opening, *turns[:2]])
+        return any(turns[1].content in text for text in learned)
+
+
+def _with_reasoning(message: Message) -> Message:
+    return replace(message, reasoning=f"Reason of {message.content}")
+
+
+def _with_inline_reasoning(message: Message) -> Message:
+    return replace(message, content=f"<think>\nReason of it.\n</think>\n\n{message.content}")
+
+
+def shorten(text: str) -> str:
+    return repr(text if len(text) <= 60 else f"{text[:57]}...")
+
+
+def _shared_length(one: str, other: str) -> int:
+    """Length of the common prefix, by bisection."""
+    low, high = 0, min(len(one), len(other))
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if one[:middle] == other[:middle] else (low, middle - 1)
+    return low
+
+
+def _without_blanks(text: str) -> str:
+    return "".join(text.split())
+
+
+class _Mask:
+    """Replaces control tokens that messages spell, so that a template can only write its own."""
+
+    def __init__(self, controls: re.Pattern[str]) -> None:
+        self._spelled = list[str]()
+        self._controls = re.compile(f"{controls.pattern}|{_CONTROL}|{_MASK}")
+
+    def message(self, message: Message) -> dict[str, Any]:
+        """The message as templates read it."""
+        return {
+            "role": message.role,
+            **self.mask({name: value for name, value in message.raw.items() if name != "role"}),
+        }
+
+    def mask(self, value: Any) -> Any:
+        """The value with each spelled control token masked."""
+        if isinstance(value, str):
+            return self._controls.sub(self._note, value)
+        if isinstance(value, Mapping):
+            return {self.mask(key): self.mask(each) for key, each in value.items()}
+        return [self.mask(each) for each in value] if isinstance(value, list | tuple) else value
+
+    def _note(self, match: re.Match[str]) -> str:
+        self._spelled.append(match.group())
+        return f"{_MASK}{len(self._spelled) - 1}{_MASK}"
+
+    def restore(self, span: Span) -> Iterator[Span]:
+        """Split a span at its masks, which become plain text."""
+        for place, piece in enumerate(re.split(f"{_MASK}([0-9]+){_MASK}", span.text)):
+            yield Span(self._spelled[int(piece)], span.role) if place % 2 else Span(piece, span.role, True)

@@ -1,0 +1,200 @@
+"""Conversations with ranked replies: each a sample of as many rows as it has replies."""
+
+import logging
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, TypedDict
+
+from pydantic import Field
+
+from src.errors import DataError
+from src.experiments.batches import RankedBatch
+from src.experiments.config import Places
+from src.experiments.kinds import REWARD
+from src.systems.assistants.conversations import templates
+from src.systems.assistants.conversations.choices import draws
+from src.systems.assistants.conversations.dataset import CHECKED, ConversationConfig, with_system
+from src.systems.assistants.conversations.entries import Message, Reply, read_entry
+from src.systems.assistants.conversations.rendering import LEARNED, Rendered, Renderer, Role
+from src.systems.assistants.conversations.rows import RANKED, SCORED, ConversationRows
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+log = logging.getLogger(__name__)
+
+
+class Config(ConversationConfig):
+    """Source of ranked replies, and how many of a conversation are read."""
+
+    max_replies: int = Field(default=5, gt=1)
+    """Replies of a conversation: the best, the worst, and some between them, drawn again in each epoch."""
+    min_prompt_tokens: int = Field(default=256, ge=0)
+    """Tokens of a long conversation before a long reply, truncated from the left; then the reply is truncated.
+    Limited to half a sample."""
+    shuffled_ranks: bool = False
+    """Whether to shuffle the ranks of each conversation's replies in training: a control."""
+
+    @property
+    def reader(self) -> str:
+        return REWARD
+
+    def check_scores(self, places: Places) -> None:
+        for split in ("train", "val"):
+            rows = self.read(places, split)
+            if without := rows.numbers_of(RANKED):
+                raise DataError(
+                    f'{rows.location(without[0])}: replies: no "score" ({len(without)} of {len(rows)} rows). '
+                    "Add one to each reply."
+                )
+
+    def build(self, places: Places, tokenizer: "PreTrainedTokenizerFast", split: str, seed: int) -> "RankedReplies":
+        """The conversations of one split, tokenised on access.
+
+        Raises:
+            DataError: the data set is missing, incomplete or malformed; the template does not fit the tokenizer; or no
+                replies are ranked.
+        """
+        renderer = Renderer(tokenizer, templates.find(self.writing.template, tokenizer))
+        name = str(places.data / self.corpus)
+        return RankedReplies(
+            self, self.read(places, split), renderer, seed if split == "train" else None, self.digest(places), name
+        )
+
+
+class Sample(TypedDict):
+    """One conversation with each of its replies."""
+
+    input_ids: list[list[int]]
+    loss_mask: list[list[bool]]
+    """True on the tokens of the replies."""
+    ranks: list[int]
+    scores: list[float | None]
+    """From the data; None for a reply without one."""
+
+
+class RankedReplies:
+    """Conversations with replies of different ranks; rows without these are skipped."""
+
+    collation = "ranked"
+
+    def __init__(
+        self, config: Config, rows: ConversationRows, renderer: Renderer, seed: int | None, digest: str, name: str
+    ) -> None:
+        """seed: draws the replies that an epoch reads; None: always the same. name: of the data, in messages."""
+        self.config, self.renderer, self.fingerprint, self.shuffle = config, renderer, digest, config.shuffle
+        self._rows, self._seed, self._name = rows, seed, name
+        self._chosen = rows.numbers_of(RANKED, SCORED)
+        if not self._chosen:
+            raise DataError(f"{name}: no conversation has replies of different ranks. Add some: ties teach nothing.")
+        if len(self._chosen) < len(rows):
+            counts = len(rows) - len(self._chosen), len(rows)
+            log.info("%s: %d of %d rows have no replies of different ranks; they are skipped.", name, *counts)
+        for index in range(min(len(self), CHECKED)):  # templates refuse some messages: fail before the first step
+            self.render(0, index)
+
+    def __len__(self) -> int:
+        """Conversations."""
+        return len(self._chosen)
+
+    def length(self, epoch: int, index: int) -> int:
+        """Tokens of the longest row of conversation `index` of an epoch."""
+        return max(map(len, self.sample(epoch, index)["input_ids"]))
+
+    def sample(self, epoch: int, index: int) -> Sample:
+        """Conversation `index` of an epoch, its best reply first."""
+        rendered, ranks, scores = self._render(epoch, index)
+        masks = [each.learned for each in rendered]
+        return {"input_ids": [each.ids for each in rendered], "loss_mask": masks, "ranks": ranks, "scores": scores}
+
+    def render(self, epoch: int, index: int) -> list[Rendered]:
+        """Conversation `index` of an epoch with each of its replies, and their roles."""
+        return self._render(epoch, index)[0]
+
+    def _render(self, epoch: int, index: int) -> tuple[list[Rendered], list[int], list[float | None]]:
+        """The conversation with each reply, the ranks and the scores. Replies equal once truncated are a tie."""
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)}")
+        row = self._chosen[index]
+        entry = read_entry(self._rows[row], self._rows.location(row))
+        key = None if self._seed is None else (self._seed, epoch, index)
+        replies, labels = self._choose(entry.replies, epoch, index)
+        try:
+            rendered = [
+                render_reply(self.config, self.renderer, entry.messages, reply, key, place)
+                for place, reply in enumerate(replies)
+            ]
+        except DataError as error:
+            raise DataError(f"{self._rows.location(row)}: {error}") from None
+        first = dict[tuple[int, ...], int]()
+        ranks = [first.setdefault(tuple(each.ids), rank) for each, (rank, _) in zip(rendered, labels, strict=True)]
+        return rendered, ranks, [score for _, score in labels]
+
+    def _choose(
+        self, replies: Sequence[Reply], epoch: int, index: int
+    ) -> tuple[list[Reply], list[tuple[int, float | None]]]:
+        """The replies that are read, best first, and the rank and score of each."""
+        ordered = sorted(replies, key=lambda reply: reply.rank)  # stable: tied ones stay as in the row
+        most = self.config.max_replies
+        if len(ordered) > most:
+            places = range(1, len(ordered) - 1)
+            key = (0,) if self._seed is None else (self._seed, epoch)
+            between = sorted(draws("replies", *key, index).sample(places, most - 2))
+            ordered = [ordered[place] for place in (0, *between, len(ordered) - 1)]
+        labels = [(reply.rank, reply.score) for reply in ordered]
+        if self.config.shuffled_ranks and self._seed is not None:
+            draws("ranks", self._seed, index).shuffle(labels)
+        return ordered, labels
+
+    def collate(self, samples: Sequence[Sample]) -> RankedBatch:
+        """All replies of all conversations, padded on the right; padding is masked, so its id does not matter."""
+        import torch
+
+        from src.data import collate
+
+        ids, masks = (
+            [row for sample in samples for row in sample["input_ids"]],
+            [row for sample in samples for row in sample["loss_mask"]],
+        )
+        scores = [score for sample in samples for score in sample["scores"]]
+        numbers = [number for number, sample in enumerate(samples) for _ in sample["ranks"]]
+        batch: RankedBatch = {
+            **collate.pad_tokens(ids, masks, pad_id=self.renderer.safe.pad_id),
+            "ranks": torch.tensor([rank for sample in samples for rank in sample["ranks"]]),
+            "sample_of_row": torch.tensor(numbers),
+        }
+        if None not in scores:
+            batch["scores"] = torch.tensor(scores, dtype=torch.float32)
+        return batch
+
+
+def render_reply(
+    config: Config,
+    renderer: Renderer,
+    messages: Sequence[Message],
+    reply: Reply,
+    key: tuple[int, int, int] | None = None,
+    place: int = 0,
+) -> Rendered:
+    """The end of a conversation with a reply, up to `sequence_tokens`; only the reply is learned.
+
+    key: (seed, epoch, index) by which tags are dropped; None: all are written. place: of the reply among those of the
+    conversation.
+
+    Both are tokenised together: no start token is put before the reply (B24). A prompt shorter than `min_prompt_tokens`
+    leaves the remaining room to the reply (B5), and the sample is never too long (B6).
+    """
+    messages = with_system(messages, config.writing.system)
+    tags, texts = config.writing.tags, list[str]()
+    if tags:
+        drawn = [None if key is None else draws("tags", *key, *more) for more in ((), (place,))]
+        texts = [*tags.write_all(messages, drawn[0]), tags.write(reply.message, drawn[1])]
+    rendered, most = renderer.render([*messages, reply.message], texts), config.sequence_tokens
+    answer = rendered.last_answer()
+    prompt, end = answer.start, len(rendered.ids)
+    room = max(most - (end - prompt), min(config.min_prompt_tokens, most // 2), 1)  # of the prompt, from its end
+    begin = max(0, prompt - room)
+    cut = rendered.part(begin, begin + most)
+    before = prompt - begin
+    return Rendered(
+        cut.ids, [Role.TEMPLATE if i < before and role in LEARNED else role for i, role in enumerate(cut.roles)]
+    )

@@ -1,0 +1,272 @@
+"""Conversations as token ids with a role for each token; the roles decide which tokens are learned.
+
+Text of messages never becomes a control token. The text between two control tokens is tokenised at once, as
+`apply_chat_template` does,
+unless a token would span a generation prompt and its answer: the ids of a prompt are a prefix of those of its
+conversation.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+from functools import cached_property
+from itertools import groupby
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+from src.data.text.tokenizers import SafeTokenizer
+from src.errors import DataError
+from src.systems.assistants.conversations.entries import Message
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+_BLANKS = "\t\n\v\f\r \x85\xa0\u1680\u2028\u2029\u202f\u205f\u3000" + "".join(map(chr, range(0x2000, 0x200B)))
+"""Blanks that control tokens strip: Unicode's White_Space. Python's own `strip` has U+001C to U+001F, too."""
+
+
+class Role(IntEnum):
+    """Source of a token."""
+
+    TEMPLATE = 0
+    """Text of a template around messages, and tags before an answer."""
+    SYSTEM = 1
+    USER = 2
+    ASSISTANT = 3
+    """An answer, from the end of its generation prompt to its end token."""
+    TOOL = 4
+    TEXT = 5
+    """Plain text."""
+
+
+LEARNED = frozenset({Role.ASSISTANT, Role.TEXT})
+ROLE_OF = {"system": Role.SYSTEM, "user": Role.USER, "assistant": Role.ASSISTANT, "tool": Role.TOOL}
+
+
+class Span(NamedTuple):
+    """Text of one role."""
+
+    text: str
+    role: Role
+    controls: bool = False
+    """Whether its spelled control tokens are control tokens."""
+
+
+class Template(Protocol):
+    """Writes messages as text."""
+
+    @property
+    def opening(self) -> Sequence[Message]:
+        """A system message that each conversation must start with, or nothing."""
+        ...
+
+    def spans(self, messages: Sequence[Message], tags: Sequence[str] = (), answering: bool = False) -> list[Span]:
+        """The text of a conversation.
+
+        tags: text about each message that is written before it, or "". answering: end with the generation prompt of the
+        next answer.
+        """
+        ...
+
+
+@dataclass
+class Rendered:
+    """A conversation, or a part of it."""
+
+    ids: list[int] = field(default_factory=list)
+    roles: list[int] = field(default_factory=list)
+    """A `Role` for each id."""
+
+    @property
+    def learned(self) -> list[bool]:
+        """Whether each id is learned; never the first, which has no context."""
+        return [place > 0 and role in LEARNED for place, role in enumerate(self.roles)]
+
+    def last_answer(self) -> range:
+        """Places of the last answer; empty, at the end, without one."""
+        end = len(self.ids)
+        while end and self.roles[end - 1] != Role.ASSISTANT:
+            end -= 1
+        begin = end
+        while begin and self.roles[begin - 1] == Role.ASSISTANT:
+            begin -= 1
+        return range(begin, end) if end else range(len(self.ids), len(self.ids))
+
+    def part(self, begin: int, end: int) -> "Rendered":
+        """A range of tokens."""
+        return Rendered(self.ids[begin:end], self.roles[begin:end])
+
+
+class Renderer:
+    """Ids of conversations, by one tokenizer and template."""
+
+    def __init__(self, tokenizer: "PreTrainedTokenizerFast", template: Template) -> None:
+        self.safe, self.template = SafeTokenizer(tokenizer), template
+        tokens = [token for token in tokenizer.added_tokens_decoder.values() if token.special]
+        names = sorted((str(token) for token in tokens), key=lambda name: (-len(name), name))
+        self._strip_behind = {str(token) for token in tokens if token.rstrip}
+        self._strip_before = {str(token) for token in tokens if token.lstrip}
+        self._controls = re.compile("|".join(map(re.escape, names)) or r"(?!)")
+
+    def render(self, messages: Sequence[Message], tags: Sequence[str] = (), answering: bool = False) -> Rendered:
+        """See `Template.spans`. The tokenizer's start tokens come first."""
+        return self.encode(self.template.spans(messages, tags, answering))
+
+    def render_text(self, text: str) -> Rendered:
+        """Plain text and its end token, all of one role."""
+        rendered = self.encode([Span(text, Role.TEXT)])
+        return Rendered([*rendered.ids, self.safe.eos_id], [*rendered.roles, Role.TEXT])
+
+    def answer_ends(self) -> tuple[list[int], list[int]]:
+        """Tokens that end an answer, the end token first, and the control tokens that no answer contains."""
+        tool = {
+            "type": "function",
+            "function": {"name": "add", "description": "Add.", "parameters": {"type": "object", "properties": {}}},
+        }
+        ask, answer = Message("user", "?"), Message("assistant", "?")
+        probes = (
+            (ask, answer, ask, answer),
+            (ask, Message("assistant", "?", reasoning="?")),
+            (ask, Message("assistant", "<think>\n?\n</think>\n\n?")),
+            (Message("user", "?", tools=[tool]), Message("assistant", "", calls=[{"name": "add", "arguments": {}}])),
+        )
+        answers = list[list[Span]]()
+        for probe in probes:
+            try:
+                spans = [
+                    span
+                    for span in self._strip(self._split(self.template.spans([*self.template.opening, *probe])))
+                    if span.text
+                ]
+            except DataError:
+                continue  # the template needs reasoning, or writes none, or writes no tools
+            answers += [[*part] for role, part in groupby(spans, key=lambda span: span.role) if role is Role.ASSISTANT]
+
+        def ends(span: Span) -> bool:
+            """Whether only blanks and control tokens follow it, wherever it is in an answer."""
+            places = [(part, place) for part in answers for place, each in enumerate(part) if each == span]
+            return all(each.controls or not each.text.strip() for part, place in places for each in part[place:])
+
+        last = [self.safe.control_id(part[-1].text) for part in answers if part[-1].controls and ends(part[-1])]
+        tokens = [*dict.fromkeys([self.safe.eos_id, *(token for token in last if token is not None)])]
+        inside = {self.safe.control_id(span.text) for part in answers for span in part if span.controls}
+        return tokens, [token for token in self.safe.control_ids if token not in tokens and token not in inside]
+
+    @cached_property
+    def _answer_forms(self) -> list[tuple[str, str]]:
+        """(text before the reasoning, or before the content; text between both, or "") as the template writes them."""
+        forms, marks = list[tuple[str, str]](), ("\u2042reasoning", "\u2042content")
+        for reasoning in (marks[0], ""):
+            try:
+                spans = self.template.spans(
+                    [*self.template.opening, Message("user", "?"), Message("assistant", marks[1], reasoning=reasoning)]
+                )
+            except DataError:
+                continue  # the template needs reasoning, or writes none
+            answer = "".join(span.text for span in spans if span.role is Role.ASSISTANT).partition(marks[1])[0]
+            before, _, between = answer.partition(reasoning) if reasoning else (answer, "", "")
+            forms.append((before, between))
+        return forms
+
+    def read_answer(self, text: str) -> Message:
+        """The message of a generated answer: its reasoning and content. text: decoded with its control tokens."""
+        message = Message("assistant", text)
+        for before, between in self._answer_forms:
+            if text.startswith(before):
+                first, sign, second = (
+                    text[len(before) :].partition(between) if between else ("", "", text[len(before) :])
+                )
+                if sign or not between:
+                    message = Message("assistant", second, reasoning=first.strip())
+                    break
+        clean = [self._controls.sub("", part) for part in (message.content, message.reasoning)]
+        return Message("assistant", clean[0], reasoning=clean[1])
+
+    def encode(self, spans: Sequence[Span]) -> Rendered:
+        """Ids of spans. A token of two roles is of the later one's."""
+        rendered = Rendered()
+        start = self.safe.start
+        text, ends = "", list[tuple[int, Role]]()
+        for span in self._strip(self._split(spans)):
+            if span.controls:
+                self._add_text(rendered, text, ends)
+                text, ends = "", []
+                control = self.safe.control_id(span.text)
+                assert control is not None, "split at control tokens"
+                rendered.ids.append(control)
+                rendered.roles.append(span.role)
+            elif span.text:
+                text += span.text
+                ends.append((len(text), span.role))
+        self._add_text(rendered, text, ends)
+        if start and rendered.ids[: len(start)] != start:
+            return Rendered([*start, *rendered.ids], [Role.TEMPLATE] * len(start) + rendered.roles)
+        return rendered
+
+    def _split(self, spans: Sequence[Span]) -> list[Span]:
+        """Split spans so that each control token is one span."""
+        rendered = list[Span]()
+        for span in spans:
+            if not span.controls:
+                rendered.append(span)
+                continue
+            place = 0
+            for match in self._controls.finditer(span.text):
+                rendered += [Span(span.text[place : match.start()], span.role), Span(match.group(), span.role, True)]
+                place = match.end()
+            rendered.append(Span(span.text[place:], span.role))
+        return rendered
+
+    def _strip(self, spans: list[Span]) -> list[Span]:
+        """Remove blanks next to control tokens that strip them, as Phi's do."""
+        for names, step in ((self._strip_behind, 1), (self._strip_before, -1)):
+            stripping = False
+            for place in range(len(spans))[::step] if names else ():
+                span = spans[place]
+                if span.controls:
+                    stripping = span.text in names
+                elif stripping:
+                    spans[place] = span._replace(
+                        text=span.text.lstrip(_BLANKS) if step > 0 else span.text.rstrip(_BLANKS)
+                    )
+                    stripping = not spans[place].text
+        return spans
+
+    def _add_text(
+        self, rendered: Rendered, text: str, ends: Sequence[tuple[int, Role]], continues: bool = False
+    ) -> None:
+        """Append the ids of text without control tokens. ends: end and role of each part.
+        continues: the text continues the last token."""
+        begins = not rendered.ids
+        if len(ends) <= 1:  # the usual case: control tokens separate the roles
+            ids = self.safe.encode(text, begins, continues)
+            rendered.ids += ids
+            rendered.roles += [role for _, role in ends] * len(ids)
+            return
+        ids, offsets = self.safe.encode_spans(text, begins, continues)
+        for number, (end, role) in enumerate(ends[:-1]):
+            if ends[number + 1][1] is Role.ASSISTANT and role is not Role.ASSISTANT:
+                prompt = self.safe.encode(text[:end], begins, continues)
+                if ids[: len(prompt)] != prompt:  # a token would span the generation prompt and the answer
+                    self._add_text(rendered, text[:end], ends[: number + 1], continues)
+                    self._add_text(
+                        rendered, text[end:], [(after - end, role) for after, role in ends[number + 1 :]], True
+                    )
+                    return
+        number = 0
+        for token, (_, end) in zip(ids, offsets, strict=True):
+            while number < len(ends) - 1 and end > ends[number][0]:
+                number += 1
+            rendered.ids.append(token)
+            rendered.roles.append(ends[number][1])
+
+
+def require_controls(tokenizer: "PreTrainedTokenizerFast", tokens: Sequence[str], template: str) -> None:
+    """Raises DataError if the vocabulary has not all control tokens of a template."""
+    vocabulary = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
+    missing = [token for token in tokens if token not in vocabulary]
+    if missing:
+        raise DataError(
+            f"data.writing.template: {template!r} needs {', '.join(missing)}, which the tokenizer does not have. "
+            "Write them into the model's extra_tokens."
+        )

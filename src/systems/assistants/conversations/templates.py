@@ -1,0 +1,131 @@
+"""Templates that write conversations: Open-Assistant's, ChatML, and the Jinja templates of tokenizers."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from src.errors import DataError
+from src.files import ROOT
+from src.systems.assistants.conversations.entries import Message, json_line
+from src.systems.assistants.conversations.jinja_templates import WHERE, Jinja, shorten, tools_of
+from src.systems.assistants.conversations.rendering import ROLE_OF, Role, Span, Template, require_controls
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+OASST_TOKENS = ("<|prompter|>", "<|assistant|>", "<|system|>", "<|prefix_begin|>", "<|prefix_end|>")
+CHATML_TOKENS = ("<|im_start|>", "<|im_end|>")
+_OASST = {"user": "<|prompter|>", "assistant": "<|assistant|>", "system": "<|system|>", "tool": "<|prompter|>"}
+NAMES = ("chatml", "oasst", "tokenizer")
+_OWN = "own_chat_template"
+
+
+def find(name: str, tokenizer: "PreTrainedTokenizerFast") -> Template:
+    """Return the named template. The tokenizer gets its source, so that exports of the run write the same text.
+
+    Raises:
+        DataError: the tokenizer has no such control tokens or no template, or its template cannot be trained with.
+    """
+    if name == "oasst":
+        require_controls(tokenizer, OASST_TOKENS[:3], name)
+        _set_source(tokenizer, name)
+        return OpenAssistant(str(tokenizer.eos_token))
+    if name == "chatml":
+        require_controls(tokenizer, CHATML_TOKENS, name)
+        _set_source(tokenizer, name)
+        return ChatML()
+    source = getattr(tokenizer, _OWN, tokenizer.chat_template)
+    if not isinstance(source, str):
+        raise DataError(f"{WHERE}: the tokenizer has no chat template of its own. Take 'oasst' or 'chatml'.")
+    tokens = {name: str(token) for name, token in tokenizer.special_tokens_map.items() if isinstance(token, str)}
+    return Jinja(source, tokens, [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special])
+
+
+def _set_source(tokenizer: "PreTrainedTokenizerFast", name: str) -> None:
+    """Set the tokenizer's chat template. `find` still returns the original one for "tokenizer"."""
+    if tokenizer.chat_template is not None:
+        setattr(tokenizer, _OWN, getattr(tokenizer, _OWN, tokenizer.chat_template))
+    tokenizer.chat_template = read_source(name)
+
+
+def read_source(name: str) -> str:
+    """The template "oasst" or "chatml" as Jinja."""
+    return (ROOT / "resources" / "chat_templates" / f"{name}.jinja").read_text(encoding="utf-8")
+
+
+@dataclass(frozen=True)
+class OpenAssistant:
+    """Open-Assistant's v2.5: a turn is the token of its role, the text and the end token, without separators."""
+
+    end: str
+    """The end token."""
+    opening: Sequence[Message] = ()
+
+    def spans(self, messages: Sequence[Message], tags: Sequence[str] = (), answering: bool = False) -> list[Span]:
+        """See `rendering.Template`. A tag is a system turn before its answer."""
+        messages, tools = _write_tools(messages, "oasst")
+        spans = self._turn("<|system|>", tools, Role.SYSTEM) if tools else []
+        for number, message in enumerate(messages):
+            spans += (
+                self._turn("<|system|>", tags[number], Role.TEMPLATE) if number < len(tags) and tags[number] else []
+            )
+            spans += self._turn(_OASST[message.role], message.written, ROLE_OF[message.role])
+        spans += (
+            self._turn("<|system|>", tags[-1], Role.TEMPLATE)
+            if answering and len(tags) > len(messages) and tags[-1]
+            else []
+        )
+        return [*spans, Span("<|assistant|>", Role.TEMPLATE, True)] if answering else spans
+
+    def _turn(self, name: str, text: str, role: Role) -> list[Span]:
+        return [Span(name, Role.TEMPLATE, True), Span(text, role), Span(self.end, _role_of_end(role), True)]
+
+
+@dataclass(frozen=True)
+class ChatML:
+    """<|im_start|>ROLE, a line break, the text, <|im_end|> and a line break."""
+
+    opening: Sequence[Message] = ()
+
+    def spans(self, messages: Sequence[Message], tags: Sequence[str] = (), answering: bool = False) -> list[Span]:
+        """See `rendering.Template`."""
+        messages, tools = _write_tools(messages, "chatml")
+        spans = self._turn("system", tools, Role.SYSTEM) if tools else []
+        for number, message in enumerate(messages):
+            spans += self._turn("system", tags[number], Role.TEMPLATE) if number < len(tags) and tags[number] else []
+            spans += self._turn(message.role, message.written, ROLE_OF[message.role])
+        spans += (
+            self._turn("system", tags[-1], Role.TEMPLATE)
+            if answering and len(tags) > len(messages) and tags[-1]
+            else []
+        )
+        return [*spans, Span("<|im_start|>assistant\n", Role.TEMPLATE, True)] if answering else spans
+
+    @staticmethod
+    def _turn(name: str, text: str, role: Role) -> list[Span]:
+        start, end = Span(f"<|im_start|>{name}\n", Role.TEMPLATE, True), Span("<|im_end|>", _role_of_end(role), True)
+        return [start, Span(text, role), end, Span("\n", Role.TEMPLATE)]
+
+
+def _write_tools(messages: Sequence[Message], name: str) -> tuple[Sequence[Message], str]:
+    """Append the tools to the system message, one line of JSON per tool; without a system message return them as text.
+
+    Raises:
+        DataError: a message has reasoning, which these templates cannot write.
+    """
+    number = next((number for number, message in enumerate(messages) if message.reasoning), None)
+    if number is not None:
+        raise DataError(
+            f"{WHERE}: {name!r} cannot write reasoning, and messages[{number}] has "
+            f"{shorten(messages[number].reasoning)}. Use template "
+            "'tokenizer', or move the reasoning into the content."
+        )
+    lines = "\n".join(map(json_line, tools_of(messages)))
+    if not lines or messages[0].role != "system":
+        return messages, lines
+    return [replace(messages[0], content=f"{messages[0].content}\n{lines}"), *messages[1:]], ""
+
+
+def _role_of_end(role: Role) -> Role:
+    """Role of the token that ends a turn. The model must learn the end of an answer."""
+    return role if role is Role.ASSISTANT else Role.TEMPLATE

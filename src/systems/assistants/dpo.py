@@ -1,0 +1,136 @@
+"""Recipe `dpo`: direct preference optimisation (Rafailov et al. 2023, arXiv 2305.18290) on the best and worst reply."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from pydantic import Field, model_validator
+
+from src.data.mixture.dataset import leaves
+from src.data.parts import leaf_configs
+from src.experiments.config import Config as StrictConfig
+from src.experiments.kinds import DECODER, REWARD
+from src.recipes.pretraining import Pretraining
+from src.runs.context import Run
+from src.systems.assistants.conversations import ranked
+
+if TYPE_CHECKING:
+    import torch
+
+
+_ROUNDING = 1e-3
+"""Largest difference in nats between log-probabilities of one model in two passes."""
+
+
+class Preference(StrictConfig):
+    """The loss of a pair; see `systems.assistants.preferences.losses.pair_loss`."""
+
+    kind: Literal["sigmoid", "ipo", "robust", "hinge"] = "sigmoid"
+    beta: float = Field(default=0.1, gt=0)
+    """Cost of leaving the initial model; for ipo its tau."""
+    flipped: float = Field(default=0.0, ge=0, lt=0.5)
+    """Share of the preferences that are taken to be the wrong way round: with sigmoid the conservative loss."""
+    sft_weight: float = Field(default=0.0, ge=0)
+    """Weight of the loss of the chosen answer, in nats a token (Pang et al. 2024, arXiv 2404.19733)."""
+
+    reference: Literal["stored", "adapters_off"] = "stored"
+    """The reference log-probabilities. stored: computed once and saved in the run. adapters_off: computed in each step
+    by model `lora` without its adapters, for texts that change in each epoch (tags with dropout) or too many replies to
+    store."""
+
+    @model_validator(mode="after")
+    def _nothing_is_ignored(self) -> "Preference":
+        if self.kind in ("ipo", "hinge") and self.flipped:
+            raise ValueError(f"flipped: {self.kind!r} has no such setting, and would ignore it. Leave it out.")
+        return self
+
+
+class Config(Pretraining):
+    """An experiment of this recipe, without its "recipe" key."""
+
+    model_kind: ClassVar[str] = DECODER
+    takes_chunks: ClassVar[bool] = False
+    data_kind: ClassVar[str | None] = REWARD
+    reported: ClassVar[Sequence[str]] = ("accuracy", "margin", "chosen_logratio", "rejected_logratio")
+
+    preference: Preference = Preference()
+
+    @model_validator(mode="after")
+    def _samples_are_pairs(self) -> "Config":
+        for path, data in leaf_configs("data", self.data):
+            if not isinstance(data, ranked.Config) or data.max_replies != 2:
+                raise ValueError(f"{path}: this recipe reads pairs: 'ranked_replies' with max_replies 2.")
+            if data.writing.tags and data.writing.tags.dropout and self.preference.reference == "stored":
+                raise ValueError(
+                    f"{path}.writing.tags.dropout: another text in each epoch has no stored reference. "
+                    "Write 0, or with model 'lora' preference.reference: adapters_off."
+                )
+        if self.preference.reference == "adapters_off" and self.model.name != "lora":
+            raise ValueError(
+                "preference.reference: only model 'lora' has adapters to switch off. "
+                "Put it around the model, or write stored."
+            )
+        return self
+
+    def prepare(self, model: Any, train: Any, val: Any, run: Run) -> tuple[Any, Any]:
+        """Add the log-probabilities of the initial model, the reference, unless that is the model without adapters."""
+        if self.preference.reference == "adapters_off":
+            return train, val
+        from src.systems.assistants.preferences.reference import WithReference, with_references
+
+        parts = {name: [part for _, part in leaves(name, data)] for name, data in (("train", train), ("val", val))}
+        precision, _ = self._precision
+        logps = with_references(model, parts, run.path, self.micro_batch, precision)
+        return WithReference(train, logps), WithReference(val, logps)
+
+    def loss(self) -> Callable[..., Any]:
+        """Summed loss; and by name, over pairs: accuracy, the share in which the chosen answer has gained more on the
+        reference than the rejected one, beyond rounding; margin, beta times by how much; chosen_logratio and
+        rejected_logratio, each one's gain."""
+        from src.systems.assistants.preferences.losses import answer_logps, pair_loss
+        from src.systems.assistants.preferences.reference import adapters_off, model_logits
+
+        preference = self.preference
+
+        def loss_and_sums(model: Any, batch: "Mapping[str, torch.Tensor]") -> Any:
+            import torch
+
+            first, second = batch["ranks"][::2], batch["ranks"][1::2]
+            differ = first != second
+
+            def pairs(values: torch.Tensor) -> list[torch.Tensor]:
+                """Values of the chosen and of the rejected answers, without ties.
+                With shuffled ranks some are swapped."""
+                both = values[::2], values[1::2]
+                return [torch.where(first < second, *order)[differ] for order in (both, both[::-1])]
+
+            sums = answer_logps(model_logits(model, batch), batch["input_ids"], batch["loss_mask"])
+            if preference.reference == "adapters_off":
+                with adapters_off(model):
+                    reference = answer_logps(model_logits(model, batch), batch["input_ids"], batch["loss_mask"]).logps
+            else:
+                reference = batch["reference_logps"]
+            ratios = sums.logps - reference
+            compared = ratios / sums.tokens if preference.kind == "ipo" else ratios
+            loss = pair_loss(
+                *pairs(compared), kind=preference.kind, beta=preference.beta, flipped=preference.flipped
+            )  # fmt: skip
+            if preference.sft_weight:
+                loss = loss - preference.sft_weight * pairs(sums.logps / sums.tokens)[0].sum()
+            chosen, rejected = pairs(ratios.detach())
+            values_by_name = (
+                (chosen > rejected + _ROUNDING).float(),
+                preference.beta * (chosen - rejected),
+                chosen,
+                rejected,
+            )
+            count = torch.tensor(float(len(chosen)))
+            return loss, {name: (each.sum(), count) for name, each in zip(self.reported, values_by_name, strict=True)}
+
+        return loss_and_sums
+
+    def training_loss(self, loss: Callable[..., Any]) -> Callable[..., Any]:
+        return loss
+
+    def count(self, batch: "Mapping[str, torch.Tensor]") -> float:
+        """Pairs of different ranks."""
+        return float((batch["ranks"][::2] != batch["ranks"][1::2]).sum())

@@ -1,0 +1,243 @@
+"""Assistants: supervised fine-tuning, reward models and preferences."""
+
+from typing import Any
+
+from src.experiments.grid import override, ref
+
+_WRITING = {"template": "oasst"}
+_METRICS = [{"name": "expressions"}]
+
+# What the assistants begin with: every token of the standard library's doctests (python -m
+# data_prep.assistants.stdlib_conversations).
+BASE_TINY: dict[str, Any] = {
+    "recipe": "sft",
+    "seed": 0,
+    "model": {
+        "name": "gpt_bigcode",
+        "tokenizer": "expression_tokenizer",
+        "hidden_size": 128,
+        "num_layers": 2,
+        "num_heads": 4,
+        "max_positions": 96,
+    },
+    "data": {
+        "name": "packed",
+        "documents": {
+            "name": "conversations",
+            "corpus": "stdlib_doctests",
+            "sequence_tokens": 96,
+            "writing": _WRITING,
+            "learn_all": True,
+        },
+        "sequence_tokens": 96,
+    },
+    "loop": {
+        "steps": 200,
+        "sequences_per_step": 32,
+        "micro_batch": 32,
+        "learning_rate": 3e-3,
+        "schedule": "cosine",
+        "warmup_rate": 0.1,
+        "eval_every": 100,
+    },
+}
+# Expressions of two numbers with a given value, judged by this Python.
+SFT_TINY: dict[str, Any] = {
+    "recipe": "sft",
+    "seed": 0,
+    "model": ref(BASE_TINY),
+    "data": {"name": "conversations", "corpus": "expression_tasks", "sequence_tokens": 80, "writing": _WRITING},
+    "loop": {**BASE_TINY["loop"], "steps": 400},
+    "answers": {"questions": 100, "max_new_tokens": 12, "metrics": _METRICS},
+}
+REWARD_TINY: dict[str, Any] = {
+    "recipe": "reward",
+    "seed": 0,
+    "model": {"name": "reward", "base": ref(SFT_TINY)},
+    "data": {"name": "ranked_replies", "corpus": "expression_replies", "sequence_tokens": 80, "writing": _WRITING},
+    "loop": {
+        "steps": 300,
+        "sequences_per_step": 8,
+        "micro_batch": 8,
+        "learning_rate": 1e-3,
+        "schedule": "cosine",
+        "warmup_rate": 0.1,
+        "eval_every": 100,
+        "best_metric": "val_accuracy",
+        "best_mode": "max",
+    },
+}
+DPO_TINY: dict[str, Any] = {
+    "recipe": "dpo",
+    "seed": 0,
+    "model": ref(SFT_TINY),
+    "data": {**REWARD_TINY["data"], "corpus": "expression_pairs", "max_replies": 2},
+    "loop": {**REWARD_TINY["loop"], "steps": 100, "learning_rate": 2e-4, "eval_every": 50},
+    "preference": {"sft_weight": 1.0},
+}
+
+
+# What each reward teaches: the verifier, the verifier and the reward model, the reward model alone.
+SAMPLED = {"questions": 100, "samples": 4, "max_new_tokens": 12, "metrics": _METRICS}
+GRPO_TINY: dict[str, Any] = {
+    "recipe": "grpo",
+    "seed": 0,
+    "model": ref(SFT_TINY),
+    "data": {"name": "rollouts", "prompts": SFT_TINY["data"], "rollouts": 256, "group_size": 8, "max_new_tokens": 12},
+    "rewards": [{"name": "expressions"}],
+    "loop": {
+        "steps": 160,
+        "sequences_per_step": 256,
+        "micro_batch": 64,
+        "learning_rate": 2e-4,
+        "schedule": "constant_with_warmup",
+        "warmup_rate": 0.05,
+        "eval_every": 40,
+        "also_at": [1],
+        "best_metric": "solved_mean@4",
+        "best_mode": "max",
+    },
+    "sampled": SAMPLED,
+}
+PPO_TINY: dict[str, Any] = {
+    "recipe": "ppo",
+    "seed": 0,
+    "model": {"name": "with_values", "base": ref(SFT_TINY)},
+    "data": {**GRPO_TINY["data"], "group_size": 1, "passes": 2},
+    "rewards": [
+        {"name": "expressions", "right": 1.0, "wrong": -1.0},
+        {"name": "reward_model", "model": ref(REWARD_TINY), "weight": 0.5, "squash": 4.0},
+    ],
+    "ppo": {"kl": {"weight": 0.05}},
+    "loop": {
+        **GRPO_TINY["loop"],
+        "steps": 640,
+        "sequences_per_step": 128,
+        "learning_rate": 4e-4,
+        "schedule": "linear",
+        "eval_every": 80,
+    },
+    "sampled": SAMPLED,
+}
+
+
+def without_verifier(ppo: dict[str, Any]) -> dict[str, Any]:
+    """The same with the reward model alone, whose weaknesses the policy finds."""
+    rewards = [{**ppo["rewards"][1], "weight": 1.0, "squash": None}]
+    return override(ppo, {"rewards": rewards, "loop.steps": 200, "loop.eval_every": 50})
+
+
+def evaluation_of(trained: dict[str, Any]) -> dict[str, Any]:
+    """What a link of the chain is worth: tasks solved, and answers in the preferred style."""
+    return {
+        "recipe": "sft",
+        "seed": trained["seed"],
+        "model": ref(trained),
+        "data": SFT_TINY["data"],
+        "evaluation": {"micro_batch": 32},
+        "answers": SFT_TINY["answers"],
+        "sampled": {**SAMPLED, "samples": 16},
+    }
+
+
+# Real questions, and a pretrained model of 260,000 parameters (data_prep.llama2c): GSM8K and Alpaca as
+# data_prep.assistants.prepare_conversations makes them of their releases. What the control lacks is the connection of
+# question and answer.
+REAL = ("alpaca", "gsm8k")
+STORIES = {"name": "hf", "path": "stories260k", "extra_tokens": ["<|prompter|>", "<|assistant|>", "<|system|>"]}
+
+
+def real(seed: int, shuffled: bool) -> dict[str, Any]:
+    """A fine-tuning on both; shuffled: with another question's answers."""
+    more = {"shuffled_answers": True} if shuffled else {}
+    parts = {
+        name: {
+            "name": "conversations",
+            "corpus": name,
+            "sequence_tokens": 384,
+            "val_samples": 150,
+            "writing": _WRITING,
+            **more,
+        }
+        for name in REAL
+    }
+    return {
+        "recipe": "sft",
+        "seed": seed,
+        "model": STORIES,
+        "data": {"name": "packed", "documents": {"name": "mixture", "parts": parts}, "sequence_tokens": 384},
+        "loop": {**SFT_TINY["loop"], "steps": 400, "sequences_per_step": 8, "micro_batch": 8, "eval_every": 200},
+    }
+
+
+def ranking_of(corpus: str, seed: int, shuffled: bool) -> dict[str, Any]:
+    """A reward model of ranked replies that people wrote; shuffled: with the ranks of other replies."""
+    more = {"shuffled_ranks": True} if shuffled else {}
+    return {
+        "recipe": "reward",
+        "seed": seed,
+        "model": {"name": "reward", "pooling": "mean", "base": STORIES},
+        "data": {
+            "name": "ranked_replies",
+            "corpus": corpus,
+            "sequence_tokens": 256,
+            "min_prompt_tokens": 32,
+            "writing": _WRITING,
+            **more,
+        },
+        "loop": {
+            **BASE_TINY["loop"],
+            "steps": 60,
+            "sequences_per_step": 8,
+            "micro_batch": 8,
+            "learning_rate": 1e-3,
+            "eval_every": 20,
+        },
+    }
+
+
+def folds(shuffled: bool) -> list[dict[str, Any]]:
+    """Of preference pairs, in five parts; and of the forks of Open-Assistant's trees, by three seeds."""
+    pairs = [ranking_of(f"pairs_{k}", 0, shuffled) for k in range(1, 6)]
+    return [*pairs, *(ranking_of("oasst_forks", seed, shuffled) for seed in range(3))]
+
+
+def chain(seed: int) -> dict[str, dict[str, Any]]:
+    """The links with one seed, by name."""
+    base = override(BASE_TINY, {"seed": seed})
+    sft = override(SFT_TINY, {"seed": seed, "model": ref(base)})
+    reward = override(REWARD_TINY, {"seed": seed, "model.base": ref(sft)})
+    judged = {**PPO_TINY["rewards"][1], "model": ref(reward)}
+    ppo = override(PPO_TINY, {"seed": seed, "model.base": ref(sft), "rewards": [PPO_TINY["rewards"][0], judged]})
+    return {
+        "base": base,
+        "sft": sft,
+        "reward": reward,
+        "dpo": override(DPO_TINY, {"seed": seed, "model": ref(sft)}),
+        "grpo": override(GRPO_TINY, {"seed": seed, "model": ref(sft)}),
+        "ppo": ppo,
+        "ppo_hacked": without_verifier(ppo),
+    }
+
+
+GROUPS = {
+    "assistant_tiny_base": [BASE_TINY],
+    "assistant_tiny_sft": [SFT_TINY],
+    "assistant_tiny_reward": [REWARD_TINY],
+    "assistant_tiny_dpo": [DPO_TINY],
+    "assistant_tiny_grpo": [GRPO_TINY],
+    "assistant_tiny_ppo": [PPO_TINY],
+    "assistant_tiny_ppo_hacked": [without_verifier(PPO_TINY)],
+    "assistant_tiny_judged": [evaluation_of(chain(0)[name]) for name in ("base", "sft", "dpo")],
+    "assistant_tiny_policies": [evaluation_of(chain(0)[name]) for name in ("grpo", "ppo", "ppo_hacked")],
+    "assistant_tiny_seeds": [link for seed in (1, 2, 3) for link in chain(seed).values()],
+    **{
+        f"assistant_tiny_seeds_{name}": [evaluation_of(chain(seed)[name]) for seed in (1, 2, 3)]
+        for name in ("base", "sft", "dpo", "grpo", "ppo", "ppo_hacked")
+    },
+    "reward_tiny": folds(False),
+    "reward_tiny_control": folds(True),
+    "sft_tiny": [real(seed, False) for seed in (0, 1, 2)],
+    "sft_tiny_control": [real(seed, True) for seed in (0, 1, 2)],
+    "assistant_tiny_reward_control": [override(REWARD_TINY, {"data.shuffled_ranks": True})],
+}

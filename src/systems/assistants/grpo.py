@@ -1,0 +1,143 @@
+"""Recipe `grpo`: a policy learns from the better of several answers to a prompt (Shao et al. 2024, arXiv 2402.03300).
+
+The settings cover its variants: Dr. GRPO is by_deviation False with normalisation "room"; DAPO normalisation "tokens"
+with clip_high above clip_low; GSPO ratio "sequence"; RLOO baseline "others", by_deviation False, ratio "sequence_sum",
+normalisation "rollouts", kl_in "reward".
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import Field, model_validator
+
+from src.experiments.config import Config as StrictConfig
+from src.systems.assistants.policy_training import PolicyTraining
+
+if TYPE_CHECKING:
+    import torch
+
+    from src.data.orders import Cursor
+    from src.systems.assistants.rl.experience import Estimates, Rollouts
+
+
+class Settings(StrictConfig):
+    """How rollouts become advantages and a loss; see src/systems/assistants/rl/advantages.py and
+    src/systems/assistants/rl/losses.py."""
+
+    baseline: Literal["group", "others"] = "group"
+    """The baseline of an answer: the mean of its group, or the mean of the rest of its group."""
+    by_deviation: bool = True
+    """Whether advantages are divided by the deviation of the group's rewards."""
+    ratio: Literal["token", "sequence", "sequence_sum"] = "token"
+    normalisation: Literal["tokens", "rollouts", "room"] = "tokens"
+    clip_low: float = Field(default=0.2, gt=0)
+    clip_high: float = Field(default=0.2, gt=0)
+    kl_weight: float = Field(default=0.0, ge=0)
+    """Weight of the divergence from the reference; 0: there is no reference."""
+    kl_in: Literal["loss", "reward"] = "loss"
+    """Where the divergence is subtracted: as k3 in each token's loss, or as summed k1 from the answer's reward."""
+    corrected_kl: bool = False
+    """Whether to weight each token's divergence in the loss by its ratio:
+    without bias after several steps on the same rollouts."""
+    dual_clip: float | None = Field(default=None, gt=1)
+    """Maximum ratio where the advantage is negative, for example 3; None for no maximum."""
+    reference: Literal["copy", "adapters_off"] = "copy"
+    entropy_weight: float = Field(default=0.0, ge=0)
+    unended: Literal["keep", "penalise", "mask"] = "keep"
+    """Answers that did not end: scored normally; with reward `unended_reward`; or not trained on."""
+    unended_reward: float = -1.0
+
+
+class Config(PolicyTraining):
+    """An experiment of this recipe, without its "recipe" key."""
+
+    grpo: Settings = Settings()
+
+    @model_validator(mode="after")
+    def _has_groups(self) -> "Config":
+        if self.rollouts.group_size < 2:
+            raise ValueError("data.group_size: GRPO compares answers within a group; use at least 2.")
+        if self.model.name == "with_values":
+            raise ValueError("model: this recipe needs no values. Take the base of 'with_values'.")
+        if self.grpo.kl_weight and self.grpo.reference == "adapters_off" and self.model.name != "lora":
+            raise ValueError(
+                "grpo.reference: only model 'lora' has adapters to switch off. Put it around the model, or write copy."
+            )
+        if self.grpo.corrected_kl and not (self.grpo.kl_weight and self.grpo.kl_in == "loss"):
+            raise ValueError(
+                "grpo.corrected_kl: needs a divergence in the loss: "
+                "kl_weight above 0 and kl_in 'loss'. Or leave it out."
+            )
+        if self.grpo.kl_in == "reward" and not self.grpo.kl_weight:
+            raise ValueError("grpo.kl_in: 'reward' needs kl_weight above 0. Set it, or leave kl_in out.")
+        return self
+
+    @property
+    def fact_names(self) -> Sequence[str]:
+        return ("equal_groups",)
+
+    @property
+    def needs_sampled_logps(self) -> bool:
+        """Not where an iteration is one step: the policy that learns is the one that has sampled, all ratios are 1."""
+        if self.grpo.kl_weight and self.grpo.kl_in == "reward":
+            return True
+        return self.loop is None or self.rollouts.passes * self.rollouts.rollouts > self.loop.sequences_per_step
+
+    def reference_kind(self) -> Literal["none", "copy", "adapters_off"]:
+        return self.grpo.reference if self.grpo.kl_weight else "none"
+
+    def estimate(self, rollouts: "Rollouts", cursor: "Cursor") -> "Estimates":
+        """Advantages of the answers in their groups. Groups of equal rewards teach nothing and are skipped."""
+        import torch
+
+        from src.systems.assistants.rl.advantages import group_advantages
+        from src.systems.assistants.rl.experience import Estimates
+
+        grpo, tokens, scores = self.grpo, rollouts.tokens, rollouts.scores
+        if grpo.unended == "penalise":
+            scores = torch.where(rollouts.ended, scores, grpo.unended_reward)
+        if grpo.kl_weight and grpo.kl_in == "reward":
+            kl = torch.where(tokens["sampled"], tokens["logps"] - tokens["reference_logps"], 0.0)
+            scores = scores - grpo.kl_weight * kl.sum(dim=1)
+        worth, differ = group_advantages(scores, self.rollouts.group_size, grpo.baseline, grpo.by_deviation)
+        learned = tokens["sampled"] & differ[:, None]
+        if grpo.unended == "mask":
+            learned = learned & rollouts.ended[:, None]
+        columns = {"learned": learned, "advantages": torch.where(learned, worth[:, None], 0.0)}
+        columns |= {name: tokens[name] for name in ("logps", "reference_logps") if name in tokens}
+        return Estimates(columns, {"equal_groups": 1 - differ.float()}, {})
+
+    def count(self, batch: "Mapping[str, torch.Tensor]") -> float:
+        """The divisor of `normalisation`."""
+        from src.systems.assistants.rl.losses import count
+
+        return count(batch["learned"], self.grpo.normalisation, self.rollouts.max_new_tokens)
+
+    def token_losses(self, model: Any, batch: "Mapping[str, torch.Tensor]") -> Any:
+        """The clipped loss, less the entropy; over learned tokens:
+        clipped, entropy, and kl where there is a reference."""
+        from src.systems.assistants.rl import losses
+        from src.systems.assistants.rl.policy import score_tokens
+
+        grpo, learned = self.grpo, batch["learned"]
+        scored = score_tokens(
+            model, batch, self.rollouts.sampling.temperature, entropy_gradient=grpo.entropy_weight > 0
+        )
+        policy = losses.policy_loss(
+            scored.logps,
+            batch.get("logps", scored.logps.detach()),
+            batch["advantages"],
+            learned,
+            clip_low=grpo.clip_low,
+            clip_high=grpo.clip_high,
+            ratio=grpo.ratio,
+            normalisation=grpo.normalisation,
+            dual_clip=grpo.dual_clip,
+            reference_logps_BT=batch.get("reference_logps"),
+            kl_weight=grpo.kl_weight if grpo.kl_in == "loss" else 0.0,
+            corrected_kl=grpo.corrected_kl,
+        )
+        loss = policy.loss - grpo.entropy_weight * losses.token_sum(scored.entropies, learned, grpo.normalisation)
+        sums = {"clipped": policy.clipped, "entropy": losses.token_sum(scored.entropies.detach(), learned, "tokens")}
+        sums |= {"kl": policy.kl} if "reference_logps" in batch else {}
+        return loss, {name: (each, learned.sum()) for name, each in sums.items()}

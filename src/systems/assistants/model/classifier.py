@@ -1,0 +1,56 @@
+"""A reward model in a folder that transformers loads as a model for sequence classification with one label."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from src.errors import ConfigError
+from src.models import tokenizer as prepared_tokenizer
+from src.systems.assistants.model.layers import RewardModel
+
+PAD = "<|padding|>"
+
+
+def sequence_classifier(model: RewardModel, pad_id: int) -> Any:
+    """The model as transformers' class, which shares its weights. pad_id: of a token that no sequence has.
+
+    That class takes the last token that is not `pad_id` for the end: where padding is the end token, it reads the token
+    before.
+
+    Raises:
+        ConfigError: transformers has no such class for the family, or none that takes a mean.
+    """
+    from transformers import AutoModelForSequenceClassification
+
+    if model.pooling != "last":
+        raise ConfigError(
+            f"pooling {model.pooling!r}: transformers reads rewards only from the last token. "
+            "Load it with this project."
+        )
+    config = type(model.config).from_dict({**model.config.to_dict(), "num_labels": 1, "pad_token_id": pad_id})
+    try:
+        with torch.device("meta"):
+            classifier: Any = AutoModelForSequenceClassification.from_config(config, dtype=model.base.dtype)
+    except ValueError:
+        raise ConfigError(
+            f"transformers has no {config.model_type!r} for sequence classification. Load it with this project."
+        ) from None
+    setattr(classifier, classifier.base_model_prefix, model.base)
+    classifier.score = model.head.to(model.base.dtype)
+    return classifier
+
+
+def save(model: RewardModel, folder: Path) -> None:
+    """Write the model into `folder`, where its tokenizer is; add a padding token to both if there is no separate one.
+
+    Raises:
+        ConfigError: as `sequence_classifier`.
+    """
+    tokenizer = prepared_tokenizer.load(folder)
+    if tokenizer.pad_token is None or tokenizer.pad_token_id == tokenizer.eos_token_id:
+        tokenizer.add_special_tokens({"pad_token": PAD})
+        tokenizer.save_pretrained(folder)
+    if len(tokenizer) > model.base.get_input_embeddings().num_embeddings:
+        model.base.resize_token_embeddings(len(tokenizer))
+    sequence_classifier(model, tokenizer.pad_token_id).save_pretrained(folder)

@@ -1,0 +1,159 @@
+"""A decoder that changes little: dropout after attention and feed-forward parts, and untrained layers.
+
+Neither changes a weight's name: a checkpoint has the weights that are trained, and an exported model has all, without
+hooks.
+"""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import Field, model_validator
+
+from src.errors import ConfigError
+from src.experiments.config import Places
+from src.experiments.interfaces import Architecture, ModelConfig, ModelField
+from src.experiments.kinds import DECODER
+from src.support.call_once import call_once
+
+if TYPE_CHECKING:
+    from torch import nn
+
+_ATTENTION = ("attention", "attn", "self_attention", "self_attn")
+_FEED_FORWARD = ("mlp", "feed_forward", "fc2")
+
+
+class Config(ModelConfig):
+    """Which decoder, and what keeps it."""
+
+    base: ModelField
+    residual_dropout: float = Field(default=0.0, ge=0, lt=1)
+    """Dropout of what each layer's attention and feed-forward part add to its input, in training."""
+    dropout_by_layer: Literal["same", "growing"] = "same"
+    """growing: layer i of L, from 0 on, has i / (L - 1) of the rate (LIMA, arXiv 2305.11206, section 3)."""
+    frozen_layers: int = Field(default=0, ge=0)
+    """The first so many layers are not trained."""
+    frozen_embeddings: bool = False
+    """Whether the embeddings are not trained, of tokens and of positions; nor the output matrix if it is the same."""
+
+    @model_validator(mode="after")
+    def _something_is_kept(self) -> "Config":
+        if self.base.name == "lora":
+            raise ValueError("base: put 'lora' around 'regularized'.")
+        self.base.require_kind(DECODER, None, "base")
+        if not (self.residual_dropout or self.frozen_layers or self.frozen_embeddings):
+            raise ValueError(
+                "expected residual_dropout, frozen_layers or frozen_embeddings; without them it is its base."
+            )
+        if self.dropout_by_layer == "growing" and not self.residual_dropout:
+            raise ValueError("dropout_by_layer: without residual_dropout nothing grows. Leave it out.")
+        if (self.frozen_layers or self.frozen_embeddings) and self.base.has_random_weights():
+            raise ValueError(
+                "base: its weights are random, and what is frozen would never be learned. "
+                "Freeze parts of a trained model."
+            )
+        if self.frozen_embeddings and self.base.new_tokens():
+            raise ValueError(
+                "frozen_embeddings: the base has extra_tokens, which would not be learned. Leave one of the two out."
+            )
+        return self
+
+    def build(self, places: Places) -> "nn.Module":
+        """The base itself, with hooks, and with parameters that need no gradient.
+
+        Raises:
+            ConfigError: it has no more layers than are frozen, or its parts are not found by their names.
+            UserError: whatever is wrong with the base.
+        """
+        self.check(places)
+        model = self.base.build(places)
+        layers = _layers(model)
+        self._require_layers(len(layers))
+        for layer in layers[: self.frozen_layers]:
+            layer.requires_grad_(False)
+        if self.frozen_embeddings:
+            for module in _embeddings(model):
+                module.requires_grad_(False)
+        if self.residual_dropout:
+            for rate, layer in zip(self.dropout_rates(len(layers)), layers, strict=True):
+                _add_dropout(layer, rate)
+        return model
+
+    def dropout_rates(self, num_layers: int) -> list[float]:
+        """Of each layer."""
+        if self.dropout_by_layer == "same" or num_layers == 1:
+            return [self.residual_dropout] * num_layers
+        return [self.residual_dropout * i / (num_layers - 1) for i in range(num_layers)]
+
+    def check(self, places: Places) -> None:
+        call_once(self.base.check, places)
+        self.base.check_kind(DECODER, places, "model.base")
+        if self.frozen_embeddings and self.base.new_token_ids(places):
+            raise ConfigError(
+                "model.frozen_embeddings: "
+                "the base's tokenizer has new tokens, which would not be learned. Leave one out."
+            )
+        sizes = self.architecture(places)
+        if sizes:
+            self._require_layers(sizes.num_layers)
+
+    def _require_layers(self, there: int) -> None:
+        if self.frozen_layers >= there:
+            raise ConfigError(
+                f"model.frozen_layers: {self.frozen_layers} of {there} layers leave none to train. "
+                "Write a smaller number."
+            )
+
+    def architecture(self, places: Places) -> Architecture | None:
+        return call_once(self.base.architecture, places)
+
+    def cache_bytes(self, places: Places, value_bytes: int) -> dict[str, int] | None:
+        return self.base.cache_bytes(places, value_bytes)
+
+    def fingerprint(self, places: Places) -> str | None:
+        """The base's: of pretrained weights, None where it loads none."""
+        return self.base.fingerprint(places)
+
+    def is_frozen(self) -> bool:
+        return self.base.is_frozen()
+
+    def has_random_weights(self) -> bool:
+        return self.base.has_random_weights()
+
+
+def _layers(decoder: Any) -> "list[nn.Module]":
+    """The layers of a transformers model, from the first on."""
+    from torch import nn
+
+    wanted = decoder.config.num_hidden_layers
+    found = [part for part in decoder.base_model.modules() if isinstance(part, nn.ModuleList) and len(part) == wanted]
+    if not found:
+        raise ConfigError(
+            f"model.base: the layers of {decoder.config.model_type!r} were not found, so it cannot be regularized."
+        )
+    return list(found[0])
+
+
+def _embeddings(decoder: Any) -> "Iterator[nn.Module]":
+    """Of tokens, and of positions where they are learned; they stand beside the layers, not in them."""
+    from torch import nn
+
+    inner = {id(part) for layer in _layers(decoder) for part in layer.modules()}
+    return (part for part in decoder.base_model.modules() if isinstance(part, nn.Embedding) and id(part) not in inner)
+
+
+def _add_dropout(layer: "nn.Module", rate: float) -> None:
+    from torch.nn import functional
+
+    def drop(module: "nn.Module", _: Any, output: Any) -> Any:
+        first, rest = (output[0], output[1:]) if isinstance(output, tuple) else (output, None)
+        dropped = functional.dropout(first, rate, module.training)
+        return dropped if rest is None else (dropped, *rest)
+
+    for names in (_ATTENTION, _FEED_FORWARD):
+        parts = [part for name, part in layer.named_children() if name in names]
+        if len(parts) != 1:
+            known = ", ".join(name for name, _ in layer.named_children())
+            raise ConfigError(
+                f"model.residual_dropout: a layer of the base has the parts {known}, and none of {', '.join(names)}."
+            )
+        parts[0].register_forward_hook(drop)

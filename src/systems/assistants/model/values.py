@@ -1,0 +1,73 @@
+"""A policy with values: a decoder that also predicts the return after each token, for PPO.
+
+Shapes: B sequences, T tokens of the longest, D hidden size, V tokens of the vocabulary.
+"""
+
+from typing import TYPE_CHECKING
+
+from pydantic import model_validator
+
+from src.experiments.config import Places
+from src.experiments.interfaces import Architecture, ModelConfig, ModelField
+from src.experiments.kinds import DECODER
+from src.support.call_once import call_once
+
+if TYPE_CHECKING:
+    from src.systems.assistants.model.value_layers import PolicyWithValues
+
+
+class Config(ModelConfig):
+    """Which decoder, and where its values come from."""
+
+    base: ModelField
+    """The policy, such as ref(...) to a fine-tuned decoder, with 'lora' around it or not."""
+    critic: ModelField | None = None
+    """A separate decoder for the values; None: values are read from the hidden states of the policy."""
+
+    @model_validator(mode="after")
+    def _both_are_decoders(self) -> "Config":
+        self.base.require_kind(DECODER, None, "base")
+        if self.base.name == "with_values":
+            raise ValueError("base: it has values already.")
+        if self.critic:
+            self.critic.require_kind(DECODER, None, "critic")
+        if self.critic and self.critic.is_frozen():
+            raise ValueError(
+                "critic: it is quantized, and cannot learn. Put 'lora' around it, or leave quantization out."
+            )
+        return self
+
+    def build(self, places: Places) -> "PolicyWithValues":
+        """The policy, the critic and a new head, drawn from torch's global generator in this order.
+
+        Raises:
+            UserError: whatever is wrong with the parts.
+        """
+        from src.systems.assistants.model.value_layers import PolicyWithValues
+
+        self.check(places)
+        return PolicyWithValues(self.base.build(places), self.critic.build(places) if self.critic else None)
+
+    def check(self, places: Places) -> None:
+        call_once(self.base.check, places)
+        self.base.check_kind(DECODER, places, "model.base")
+        if self.critic:
+            call_once(self.critic.check, places)
+            self.critic.check_kind(DECODER, places, "model.critic")
+
+    def architecture(self, places: Places) -> Architecture | None:
+        return call_once(self.base.architecture, places)
+
+    def cache_bytes(self, places: Places, value_bytes: int) -> dict[str, int] | None:
+        return self.base.cache_bytes(places, value_bytes)
+
+    def fingerprint(self, places: Places) -> str | None:
+        """The policy's: of pretrained weights, None where it loads none."""
+        return self.base.fingerprint(places)
+
+    def trained_type(self, places: Places) -> str | None:
+        types = [part.trained_type(places) for part in (self.base, self.critic) if part]
+        return next((each for each in types if each != "float32"), "float32")
+
+    def is_frozen(self) -> bool:
+        return self.base.is_frozen()

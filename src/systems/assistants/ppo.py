@@ -1,0 +1,176 @@
+"""Recipe `ppo`: proximal policy optimisation (Schulman et al. 2017, arXiv 1707.06347) of a policy on prompts."""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import Field, model_validator
+
+from src.experiments.config import Config as StrictConfig
+from src.experiments.interfaces import ModelConfig
+from src.systems.assistants.policy_training import PolicyTraining
+
+if TYPE_CHECKING:
+    import torch
+
+    from src.data.orders import Cursor
+    from src.systems.assistants.rl.experience import Estimates, Rollouts
+
+
+class KL(StrictConfig):
+    """Cost of leaving the initial policy."""
+
+    weight: float = Field(default=0.05, ge=0)
+    """Taken from the reward of each token, per nat."""
+    estimate: Literal["k1", "k3"] = "k1"
+    target: float | None = Field(default=None, gt=0)
+    """Nats per token that the weight is changed to come near to; None: the weight stays."""
+    horizon: int = Field(default=10000, gt=0)
+    """Rollouts in which it comes there."""
+    reference: Literal["copy", "adapters_off"] = "copy"
+    """copy: a second model in memory. adapters_off: the policy without its adapters, where model 'lora' is in it."""
+
+
+class Settings(StrictConfig):
+    """How rollouts become advantages and a loss."""
+
+    kl: KL | None = KL()
+    """None: no reference."""
+    gamma: float = Field(default=1.0, gt=0, le=1)
+    lam: float = Field(default=0.95, ge=0, le=1)
+    clip: float = Field(default=0.2, gt=0)
+    """Largest change of a token's probability, as a ratio to 1, before its gradient is cut."""
+    dual_clip: float | None = Field(default=None, gt=1)
+    """Maximum ratio where the advantage is negative, for example 3; None for no maximum."""
+    value_clip: float = Field(default=0.2, gt=0)
+    value_weight: float = Field(default=1.0, ge=0)
+    entropy_weight: float = Field(default=0.0, ge=0)
+    whiten: bool = True
+    """Whether advantages have mean 0 and deviation 1 over the tokens of an iteration."""
+    scale: Literal["none", "running", "first"] = "none"
+    """Rewards are divided by their deviation: over all iterations so far, or over the first."""
+    reward_clip: float | None = Field(default=None, gt=0)
+    """Limit of a scaled reward's absolute value."""
+    unended: Literal["keep", "penalise", "mask"] = "keep"
+    """Answers that did not end: scored normally; with reward `unended_reward`; or not trained on."""
+    unended_reward: float = -1.0
+
+
+class Config(PolicyTraining):
+    """An experiment of this recipe, without its "recipe" key."""
+
+    ppo: Settings = Settings()
+
+    @model_validator(mode="after")
+    def _has_values(self) -> "Config":
+        if self.model.name != "with_values":
+            raise ValueError(f"model: expected 'with_values' around the policy, got {self.model.name!r}.")
+        if self.ppo.kl and self.ppo.kl.reference == "adapters_off" and self.policy_config.name != "lora":
+            raise ValueError(
+                "ppo.kl.reference: only model 'lora' has adapters to switch off. Put it around base, or write copy."
+            )
+        return self
+
+    @property
+    def fact_names(self) -> Sequence[str]:
+        return ("explained_variance", *(["kl_weight"] if self.ppo.kl else []))
+
+    def reference_kind(self) -> Literal["none", "copy", "adapters_off"]:
+        return self.ppo.kl.reference if self.ppo.kl else "none"
+
+    @property
+    def policy_config(self) -> ModelConfig:
+        base: Any = getattr(self.model, "base", None)
+        return base
+
+    def policy_of(self, model: Any) -> Any:
+        return model.base
+
+    def estimate(self, rollouts: "Rollouts", cursor: "Cursor") -> "Estimates":
+        """Generalised advantages of the scaled rewards less the KL; the next KL weight, and the reward scale."""
+        import torch
+
+        from src.systems.assistants.rl import advantages
+        from src.systems.assistants.rl.experience import Estimates
+
+        ppo, tokens = self.ppo, rollouts.tokens
+        sampled, logps, values = tokens["sampled"], tokens["logps"], tokens["values"]
+        kl, weight = torch.zeros_like(logps), 0.0
+        if ppo.kl:
+            kl, weight = (
+                advantages.kl_terms(logps, tokens["reference_logps"], ppo.kl.estimate),
+                cursor.get("kl_weight", ppo.kl.weight),
+            )
+            kl = torch.where(sampled, kl, 0.0)
+        scores, moments = self._scale(rollouts.scores, cursor)
+        learned = sampled
+        if ppo.unended == "penalise":
+            scores = torch.where(rollouts.ended, scores, ppo.unended_reward)
+        elif ppo.unended == "mask":
+            learned = sampled & rollouts.ended[:, None]
+        rewards = advantages.token_rewards(scores, kl, sampled, weight)
+        gains = advantages.generalized_advantages(values, rewards, sampled, ppo.gamma, ppo.lam)
+        worth = gains.advantages
+        if ppo.whiten:
+            worth = advantages.whiten(worth, learned, advantages.Moments.measure(worth, learned))
+        error = advantages.Moments.measure(gains.returns - values, sampled).deviation
+        spread = advantages.Moments.measure(gains.returns, sampled).deviation
+        explained = 1 - (error / spread) ** 2 if spread else 0.0
+        changes = {"kl_weight": weight} if ppo.kl else {}
+        if ppo.kl and ppo.kl.target:
+            mean = float(kl.sum() / sampled.sum())
+            changes["kl_weight"] = advantages.next_kl_weight(weight, mean, len(scores), ppo.kl.target, ppo.kl.horizon)
+        columns = {
+            "learned": learned,
+            "advantages": worth,
+            "logps": logps,
+            "values": values,
+            "returns": gains.returns,
+            "kl": kl,
+        }
+        facts = {"explained_variance": torch.full_like(scores, explained)}
+        facts |= {"kl_weight": torch.full_like(scores, weight)} if ppo.kl else {}
+        return Estimates(columns, facts, {**changes, **moments})
+
+    def _scale(self, scores: "torch.Tensor", cursor: "Cursor") -> "tuple[torch.Tensor, Cursor]":
+        """Scaled and clipped rewards, and the sums that they are scaled by."""
+        import torch
+
+        from src.systems.assistants.rl.advantages import Moments
+
+        state: Cursor = {}
+        if self.ppo.scale != "none":
+            before = cursor.get("reward_moments")
+            moments = Moments(*before) if before else Moments(0.0, 0.0, 0.0)
+            if self.ppo.scale == "running" or not before:
+                moments = moments + Moments.measure(scores, torch.ones_like(scores, dtype=torch.bool))
+            state["reward_moments"] = [moments.count, moments.total, moments.squares]
+            scores = scores / (moments.deviation or 1.0)
+        return (
+            scores if self.ppo.reward_clip is None else scores.clamp(-self.ppo.reward_clip, self.ppo.reward_clip)
+        ), state
+
+    def token_losses(self, model: Any, batch: "Mapping[str, torch.Tensor]") -> Any:
+        """Clipped losses of policy and values, less the entropy; over learned tokens:
+        kl, clipped, entropy, value_loss."""
+        from src.systems.assistants.rl import losses
+        from src.systems.assistants.rl.policy import score_tokens
+
+        ppo, learned = self.ppo, batch["learned"]
+        scored = score_tokens(model, batch, self.rollouts.sampling.temperature, entropy_gradient=ppo.entropy_weight > 0)
+        assert scored.values is not None, "the model is 'with_values'"
+        policy = losses.policy_loss(
+            scored.logps,
+            batch["logps"],
+            batch["advantages"],
+            learned,
+            clip_low=ppo.clip,
+            clip_high=ppo.clip,
+            dual_clip=ppo.dual_clip,
+        )
+        value = losses.value_loss(scored.values, batch["values"], batch["returns"], learned, ppo.value_clip)
+        entropy = losses.token_sum(scored.entropies, learned, "tokens")
+        loss = policy.loss + ppo.value_weight * value - ppo.entropy_weight * entropy
+        count = learned.sum()
+        sums = {"kl": losses.token_sum(batch["kl"], learned, "tokens")} if ppo.kl else {}
+        sums |= {"clipped": policy.clipped, "entropy": entropy, "value_loss": value}
+        return loss, {name: (each, count) for name, each in sums.items()}

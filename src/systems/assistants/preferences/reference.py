@@ -1,0 +1,148 @@
+"""Log-probabilities of answers under the model that a training begins with: made once, and kept in the run."""
+
+import contextlib
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from src import distributed
+from src.errors import RunError
+from src.experiments.batches import to_device
+from src.experiments.interfaces import Batch, Dataset
+from src.files import read_json, write_json
+from src.systems.assistants.preferences.losses import answer_logps
+from src.training.validation import rank_batches
+
+FILE = "reference.json"
+
+
+class WithReference:
+    """A data set of ranked replies, whose batches have `reference_logps`."""
+
+    def __init__(self, data: Any, logps: Mapping[str, Sequence[float]]) -> None:
+        """logps: of each row of a sample, by `digest`."""
+        self.data, self.logps = data, logps
+
+    @property
+    def parts(self) -> "Mapping[str, WithReference]":
+        """Those of a mixture, or the whole."""
+        own = getattr(self.data, "parts", None)
+        return {name: WithReference(part, self.logps) for name, part in own.items()} if own else {"": self}
+
+    def __getattr__(self, name: str) -> Any:
+        """All else is the data set's own."""
+        if name in ("data", "logps"):
+            raise AttributeError(name)
+        return getattr(self.data, name)
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def sample(self, *key: Any) -> tuple[Any, Sequence[float]]:
+        """A sample, and the log-probabilities of its rows.
+
+        Raises:
+            RunError: there are none, as the sample is another one than when they were made.
+        """
+        found = self.data.sample(*key)
+        logps = self.logps.get(digest(found))
+        if logps is None:
+            raise RunError(
+                f"sample {key}: {FILE} has no log-probabilities of it. "
+                "Delete that file of the run, and it is made anew."
+            )
+        return found, logps
+
+    def collate(self, samples: Sequence[tuple[Any, Sequence[float]]]) -> Batch:
+        """The data set's own batch with (B,) float32 `reference_logps`."""
+        batch = self.data.collate([sample for sample, _ in samples])
+        return {**batch, "reference_logps": torch.tensor([value for _, values in samples for value in values])}
+
+
+def digest(sample: Any) -> str:
+    """Of the tokens of a sample and of which are learned; a mixture's is that of its part."""
+    while isinstance(sample, tuple):  # (number of the part, its sample)
+        sample = sample[-1]
+    return hashlib.blake2b(json.dumps([sample["input_ids"], sample["loss_mask"]]).encode(), digest_size=12).hexdigest()
+
+
+def with_references(
+    model: nn.Module, parts: Mapping[str, Sequence[Dataset]], run: Path, micro_batch: int, precision: str
+) -> dict[str, list[float]]:
+    """Summed log-probabilities of the learned tokens of each row of every sample of data sets, by `digest`;
+    from the run where it has them.
+
+    model: a causal language model with the weights that the training begins with. parts: data sets by what they are of,
+    whose samples are the same in every epoch. Collective: each process reads every W-th batch.
+
+    Raises:
+        RunError: the disk refuses, or the run's file is of other data.
+    """
+    key = {name: [data.fingerprint for data in own] for name, own in parts.items()}
+    path = run / FILE
+    if distributed.broadcast_from_rank0(path.is_file):
+        with distributed.raise_together():
+            kept = read_json(path, RunError)
+            if kept.get("of") != key:
+                raise RunError(
+                    f"{path}: of other data. Delete it, and it is made anew by the model that the training began with."
+                )
+        return kept["logps"]
+    device = torch.device("cuda", distributed.local_rank()) if torch.cuda.is_available() else torch.device("cpu")
+    model.to(device).eval()
+    found = [
+        pair for own in parts.values() for data in own for pair in _logps(model, data, micro_batch, device, precision)
+    ]
+    model.to("cpu")
+    logps = dict(sorted(distributed.all_gather_list(found)))
+    with distributed.raise_together():
+        if distributed.is_main():
+            write_json(path, {"of": key, "logps": logps})
+    return logps
+
+
+@torch.no_grad()
+def _logps(
+    model: Any, data: Dataset, micro_batch: int, device: torch.device, precision: str
+) -> Iterator[tuple[str, list[float]]]:
+    computing = (
+        torch.autocast(device.type, getattr(torch, precision)) if precision != "float32" else contextlib.nullcontext()
+    )
+    for indices, counts in rank_batches(len(data), micro_batch):
+        distributed.stop_together()
+        samples = [data.sample(0, index) for index in indices]
+        batch = to_device(data.collate(samples), device)
+        with computing:
+            logps: Tensor = answer_logps(model_logits(model, batch), batch["input_ids"], batch["loss_mask"]).logps
+        if counts:
+            rows = logps.cpu().split([len(sample["ranks"]) for sample in samples])
+            yield from ((digest(sample), own.tolist()) for sample, own in zip(samples, rows, strict=True))
+
+
+@contextlib.contextmanager
+def adapters_off(model: nn.Module) -> Iterator[None]:
+    """In the block the model is the one that its adapters were put around, without dropout,
+    and nothing is remembered for gradients."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    layers, training = [module for module in model.modules() if isinstance(module, BaseTunerLayer)], model.training
+    model.eval()
+    for layer in layers:
+        layer.enable_adapters(False)
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for layer in layers:
+            layer.enable_adapters(True)
+        model.train(training)
+
+
+def model_logits(model: Any, batch: Mapping[str, Tensor]) -> Tensor:
+    """Logits (B, T, V) of a padded batch."""
+    return model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"].long(), use_cache=False).logits

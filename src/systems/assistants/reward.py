@@ -1,0 +1,89 @@
+"""Recipe `reward`: train a reward model on ranked replies, after Ouyang et al. 2022 (arXiv 2203.02155, section 3.5)."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+
+from pydantic import Field
+
+from src.experiments.config import Config as StrictConfig
+from src.experiments.config import Places
+from src.experiments.kinds import REWARD
+from src.recipes.pretraining import Pretraining
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Ranking(StrictConfig):
+    """The loss of ranked replies; see `systems.assistants.preferences.losses.ranking_loss`."""
+
+    by: Literal["conversations", "pairs"] = "conversations"
+    """What counts 1: a conversation, however many replies it has, or each pair of replies."""
+    l2: float = Field(default=0.001, ge=0)
+    """Weight of the squared rewards."""
+    margin: Annotated[float, Field(ge=0)] | Literal["scores"] = 0.0
+    """How far the reward of the better reply should be ahead; "scores": by the difference of their "score"."""
+    centring: float = Field(default=0.0, ge=0)
+    """Weight of the squared sums of both rewards of a pair."""
+
+
+class Config(Pretraining):
+    """An experiment of this recipe, without its "recipe" key."""
+
+    model_kind: ClassVar[str] = REWARD
+    takes_chunks: ClassVar[bool] = False
+    reported: ClassVar[Sequence[str]] = ("accuracy", "kendall", "spearman", "best_reward", "worst_reward")
+
+    ranking: Ranking = Ranking()
+
+    def checks(self, places: Places) -> list[Callable[[], object]]:
+        return [
+            *super().checks(places),
+            *([lambda: self.data.check_scores(places)] if self.ranking.margin == "scores" else []),
+        ]
+
+    def loss(self) -> Callable[..., Any]:
+        """Summed loss; and by name, over the conversations that have a preference: accuracy, the share in which the
+        best reply has more than the worst; kendall and spearman, correlations with the ranks; best_reward and
+        worst_reward."""
+        from src.evaluation.metrics.ranking import correlations
+        from src.systems.assistants.preferences.losses import agreement, ranking_loss
+
+        settings = self.ranking
+
+        def loss_and_sums(model: Any, batch: "Mapping[str, torch.Tensor]", correlated: bool = True) -> Any:
+            import torch
+
+            rewards_R = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"])
+            conversations_R, ranks_R = batch["sample_of_row"], batch["ranks"]
+            margin = batch["scores"] if settings.margin == "scores" else settings.margin
+            summed = ranking_loss(
+                rewards_R,
+                conversations_R,
+                ranks_R,
+                by=settings.by,
+                l2=settings.l2,
+                margin=margin,
+                centring=settings.centring,
+            )
+            if not correlated:
+                *sums, count = agreement(rewards_R, conversations_R, ranks_R)
+                return summed, {
+                    name: (each, count)
+                    for name, each in zip(("accuracy", "best_reward", "worst_reward"), sums, strict=True)
+                }
+            ranked = correlations(rewards_R.tolist(), conversations_R.tolist(), ranks_R.tolist())
+            count = torch.tensor(float(len(ranked)))
+            sums = {name: sum(getattr(each, name) for each in ranked) for name in self.reported}
+            return summed, {name: (torch.tensor(each, dtype=torch.float64), count) for name, each in sums.items()}
+
+        return loss_and_sums
+
+    def training_loss(self, loss: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda model, batch: loss(model, batch, correlated=False)
+
+    def count(self, batch: "Mapping[str, torch.Tensor]") -> float:
+        """Conversations with a preference, or pairs."""
+        from src.systems.assistants.preferences.losses import count_ranked
+
+        return count_ranked(batch["sample_of_row"], batch["ranks"], self.ranking.by)

@@ -1,0 +1,31 @@
+"""Whether an answer has a form, such as `<think>...</think><answer>...</answer>`."""
+
+from pydantic import field_validator
+
+from src.support.patterns import compile_pattern
+from src.systems.assistants.rewards.interface import RewardConfig, RewardSetting, Rollout, Scorer
+
+
+class Config(RewardConfig):
+    """The form, and scores of answers with and without it."""
+
+    pattern: str
+    """Regular expression (RE2) that the answer must match from start to end, without outer whitespace;
+    `.` also matches a newline."""
+    right: float = 1.0
+    wrong: float = 0.0
+
+    @field_validator("pattern")
+    @classmethod
+    def _compile(cls, pattern: str) -> str:
+        compile_pattern(pattern)
+        return pattern
+
+    def scorer(self, setting: RewardSetting) -> Scorer:
+        form = compile_pattern(self.pattern, dot_is_any=True)
+
+        def score(rollout: Rollout) -> float:
+            """`right` where the answer has ended and matches."""
+            return self.right if rollout.ended and form.fullmatch(rollout.text.strip()) else self.wrong
+
+        return lambda rollouts: [*map(score, rollouts)]

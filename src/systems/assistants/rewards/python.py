@@ -1,0 +1,218 @@
+"""Whether a program that a model wrote computes the right value or passes its tests.
+
+Defended. A program runs in a sandbox (src/systems/assistants/rewards/sandbox.py) that contains no answers. With `by:
+value` the program is evaluated there and its value is compared here. With `by: tests` the tests run in a second
+sandbox, which the program can neither see, read nor kill. Names that the tests take from the program are objects there
+that pass operations through a pipe. Plain data, values of the standard library, functions and objects cross the pipe in
+both directions; a result of the program equals plain data only as plain data of an exact type
+(src/systems/assistants/rewards/isolated_remote.py has the rules). A test passes if the second sandbox writes the nonce
+of this run after it. So a program gains nothing by ending (exit 0), a guessed nonce, changed builtins, `assert` or
+`__eq__`, `atexit`, threads, or a search through
+frames, files and descriptors: it only gets the arguments of its calls. Names of builtins and, before a dot, of modules
+of the standard library never come from the program.
+
+Not defended. Values that can be guessed: half of all guesses pass a test for True or False, so write several tests.
+Some tests let the
+program decide: comparisons of two of its results (`assert f(1) == f(1)`), a function of the program that judges, and
+arithmetic or `in` with an object that the test constructs (`abs(Money(5) - 3) < 1`). Tests that read the text of the
+program always fail.
+"""
+
+import ast
+import json
+import math
+import re
+import secrets
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from fractions import Fraction
+from typing import Any, Literal, NoReturn, Self
+
+from pydantic import model_validator
+
+from src.errors import DataError
+from src.experiments.config import Places
+from src.systems.assistants.rewards import isolated, isolated_values, sandbox
+from src.systems.assistants.rewards.interface import (
+    RewardConfig,
+    RewardSetting,
+    Rollout,
+    Scorer,
+    final_answer,
+    row_entry,
+)
+
+_FENCE = re.compile(r"^```(?:python|py)[^\S\n]*\n(.*?)^```", re.DOTALL | re.MULTILINE | re.IGNORECASE)
+_NUMBER = re.compile(
+    r"[-+]?(\d{1,400}(\.\d{0,400})?|\.\d{1,400})(e[-+]?\d{1,3})?|[-+]?\d{1,400}/0*[1-9]\d{0,400}", re.IGNORECASE
+)
+
+
+class Config(RewardConfig):
+    """How a program is judged. A truncated answer is wrong."""
+
+    by: Literal["value", "tests"]
+    """value: its last expression, or else its last printed line, is the row's "answer".
+    tests: it passes the row's "tests"."""
+    right: float = 1.0
+    wrong: float = 0.0
+    share: bool = False
+    """Whether a program that passes some tests gets that share of the way from `wrong` to `right`."""
+    limits: sandbox.Limits = sandbox.Limits()
+
+    @model_validator(mode="after")
+    def _check_share(self) -> Self:
+        if self.share and self.by == "value":
+            raise ValueError("share: a value is right or wrong; only tests have a share.")
+        return self
+
+    @property
+    def row_key(self) -> str:
+        return "answer" if self.by == "value" else "tests"
+
+    def check(self, places: Places) -> None:
+        sandbox.require()
+
+    def scorer(self, setting: RewardSetting) -> Scorer:
+        sandbox.require()
+        return self.scores
+
+    def scores(self, rollouts: Sequence[Rollout]) -> list[float]:
+        """One for each."""
+        rows = [row_entry(rollout.row, self.row_key) for rollout in rollouts]
+        orders = [
+            _Value(row) if self.by == "value" else _Tests(rollout.row, row)
+            for rollout, row in zip(rollouts, rows, strict=True)
+        ]
+        run = [place for place, rollout in enumerate(rollouts) if rollout.ended]
+        programs = [orders[place].make_program(code_of(rollouts[place].text)) for place in run]
+        shares = [0.0] * len(rollouts)
+        for place, result in zip(run, sandbox.run_programs(programs, self.limits), strict=True):
+            shares[place] = orders[place].share(result)
+        return [self.right if s == 1 else self.wrong + (self.right - self.wrong) * s * self.share for s in shares]
+
+
+def code_of(text: str) -> str:
+    """The last ```python fence of an answer, or all of the answer."""
+    fences = _FENCE.findall(text)
+    return fences[-1] if fences else text.strip()
+
+
+class _Value:
+    """The value that a program must compute."""
+
+    def __init__(self, answer: Any) -> None:
+        self.answer = final_answer(answer) if isinstance(answer, str) else answer
+
+    def make_program(self, code: str) -> sandbox.Program:
+        return sandbox.Program("serve", isolated.write_message(["evaluate", code]))
+
+    def share(self, result: sandbox.Result) -> float:
+        """1 for the right value, else 0."""
+        output = result.output
+        if result.ended != "exit" or len(output) < 4 or int.from_bytes(output[:4], "big") != len(output) - 4:
+            return 0.0
+        try:
+            value, printed = isolated_values.read_value(json.loads(output[4:])["value"], _find_nothing)
+        except Exception:  # noqa: BLE001  the program may have written these bytes: no matter what is in them, the training goes on
+            return 0.0
+        if value is None and isinstance(printed, str):
+            lines = printed.strip().splitlines()
+            return float(any(agrees(text, self.answer) for text in (printed, *lines[-1:])))
+        return float(agrees(value, self.answer))
+
+
+def _find_nothing(kind: str, _: Any) -> NoReturn:
+    raise ValueError(f"{kind}: no plain data")
+
+
+def agrees(value: Any, expected: Any) -> bool:
+    """Whether two values are equal: numbers also as texts, and with a fraction to nine digits;
+    else of one type, or as one text."""
+    one, other = _number(value), _number(expected)
+    if one is not None and other is not None:
+        whole = one.denominator == other.denominator == 1
+        return one == other or (not whole and abs(one - other) <= max(abs(one), abs(other)) / 10**9)
+    if isinstance(expected, str) and not isinstance(value, str):
+        try:
+            expected = ast.literal_eval(expected)
+        except (ValueError, SyntaxError):
+            return False
+    if isinstance(value, str) and not isinstance(expected, str):
+        expected = str(expected)
+    if isinstance(value, str) and isinstance(expected, str):
+        return value.strip() == expected.strip()
+    return type(value) is type(expected) and value == expected
+
+
+def _number(value: Any) -> Fraction | None:
+    if isinstance(value, str):
+        text = value.strip().replace(",", "")
+        return Fraction(text) if _NUMBER.fullmatch(text) else None
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, int | float)
+        or (isinstance(value, float) and not math.isfinite(value))
+    ):
+        return None
+    return Fraction(value)
+
+
+class _Tests:
+    """Tests the program must pass."""
+
+    def __init__(self, row: Mapping[str, Any], tests: Any) -> None:
+        self.nonce = secrets.token_hex(16)
+        try:
+            self.tests = split_tests(tests)
+            trees = [ast.parse(test) for test in self.tests]
+        except (SyntaxError, ValueError) as error:
+            raise DataError(f'a row with the keys {", ".join(map(repr, row))}: "tests" is no Python: {error}') from None
+        if not self.tests:
+            raise DataError(
+                f'a row with the keys {", ".join(map(repr, row))}: "tests" is empty, so every program would pass them.'
+            )
+        before_dots = {name for tree in trees for name in _names_before_dots(tree)}
+        self.modules = sorted(before_dots & sys.stdlib_module_names)
+
+    def make_program(self, code: str) -> sandbox.Program:
+        order = {"nonce": self.nonce, "tests": self.tests, "modules": self.modules, "program": code}
+        return sandbox.Program("judge", json.dumps(order).encode())
+
+    def share(self, result: sandbox.Result) -> float:
+        """Share of passed tests; below 1 if the judge did not get past the last one."""
+        lines = set(result.output.decode(errors="replace").split("\n"))
+        held = sum(f"{self.nonce} {number}" in lines for number in range(len(self.tests)))
+        whole = f"{self.nonce} end" in lines and result.ended == "exit"
+        return held / len(self.tests) if whole else min(held, len(self.tests) - 1) / len(self.tests)
+
+
+def _names_before_dots(tree: ast.AST) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            yield node.value.id
+
+
+def split_tests(tests: Any) -> list[str]:
+    """The tests of a list, or of a text: each top-level assertion or call with the statements before it.
+
+    Raises:
+        ValueError, SyntaxError: it is neither, or no Python.
+    """
+    if isinstance(tests, list) and all(isinstance(test, str) for test in tests):
+        return tests
+    if not isinstance(tests, str):
+        raise ValueError(f"expected a text or a list of texts, got {type(tests).__name__}")
+    split, waiting = [], []
+    for statement in ast.parse(tests).body:
+        waiting.append(ast.unparse(statement))
+        if isinstance(statement, ast.Assert | ast.Expr) and not _is_text(statement):
+            split.append("\n".join(waiting))
+            waiting = []
+    if waiting and split:
+        split[-1] += "\n" + "\n".join(waiting)
+    return split or (["\n".join(waiting)] if waiting else [])
+
+
+def _is_text(statement: ast.stmt) -> bool:
+    return isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)

@@ -1,0 +1,113 @@
+"""A reward model that another experiment trained: in this process, or on the servers that TRITON_HOST_RM names.
+
+The place where it runs is not part of an experiment. A server reports the fingerprint of its model; any other model is
+refused.
+"""
+
+import math
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from pydantic import Field, model_validator
+
+from src.errors import ConfigError, RunError
+from src.experiments.config import Places
+from src.experiments.interfaces import ModelConfig, ModelField
+from src.experiments.kinds import REWARD
+from src.support.call_once import call_once
+from src.systems.assistants.rewards.interface import RewardConfig, RewardSetting, Rollout, Scorer
+from src.systems.assistants.rewards.remote import RemoteModel
+
+SERVERS = "TRITON_HOST_RM"
+"""Environment variable with the addresses of servers, as src/systems/assistants/rewards/remote.py reads them."""
+
+
+class Config(RewardConfig):
+    """Which model."""
+
+    model: ModelField
+    """Such as ref(...) to an experiment of recipe 'reward'."""
+    squash: float | None = Field(default=None, gt=0)
+    """The score is the tanh of the reward divided by this, between -1 and 1,
+    so that outliers gain little; None: the reward."""
+    template: str | None = None
+    """How conversations are written for a model with another vocabulary than the policy's: "oasst", "chatml" or
+    "tokenizer". None: it reads the policy's token ids."""
+
+    @model_validator(mode="after")
+    def _gives_rewards(self) -> "Config":
+        self.model.require_kind(REWARD, None)
+        return self
+
+    def check(self, places: Places) -> None:
+        call_once(self.model.check, places)
+        self.model.check_kind(REWARD, places, "rewards.model")
+
+    def longest_rollout(self, places: Places) -> int | None:
+        return None if self.template else self.model.longest_sequence(places)
+
+    def scorer(self, setting: RewardSetting) -> Scorer:
+        """Raises ConfigError where the model has another vocabulary than the policy and there is no template."""
+        if os.environ.get(SERVERS):
+            served, folder = find_served(SERVERS, "rewards.model", self.model, setting)
+            tokenizer, ask = setting.load_tokenizer(folder, self.model.new_tokens()), served.rewards
+        else:
+            model: Any = self.model.build(setting.places).to(setting.device).eval()
+            tokenizer = setting.load_tokenizer(model.name_or_path, self.model.new_tokens())
+            ask = _ask_here(model, self.model.longest_sequence(setting.places), setting)
+        if self.template:
+            write = setting.write_with(tokenizer, self.template)
+        elif tokenizer.backend_tokenizer.to_str() == setting.tokenizer.backend_tokenizer.to_str():
+            write = _own_ids
+        else:
+            raise ConfigError(
+                "rewards: the reward model has another vocabulary than the policy. "
+                "Write into template how they are written for it."
+            )
+        return lambda rollouts: self._squash_all(ask([write(rollout) for rollout in rollouts]))
+
+    def _squash_all(self, rewards: Sequence[float]) -> list[float]:
+        return [math.tanh(reward / self.squash) if self.squash else reward for reward in rewards]
+
+
+def find_served(variable: str, field: str, model: ModelConfig, setting: RewardSetting) -> tuple[RemoteModel, str]:
+    """A model on the servers that an environment variable names, and the folder of its tokenizer.
+
+    Raises:
+        ConfigError: no experiment trained it, or an address cannot be read.
+    """
+    identity, folder = model.identity(setting.places), model.tokenizer_folder(setting.places)
+    if identity is None or folder is None:
+        raise ConfigError(
+            f"{variable}: servers only have models of experiments; {field} names another one. "
+            "Write ref(...), or unset it."
+        )
+    return RemoteModel(os.environ[variable], identity, setting.wait), str(folder)
+
+
+def _own_ids(rollout: Rollout) -> list[int]:
+    return [*rollout.ids]
+
+
+def _ask_here(model: Any, most: int | None, setting: RewardSetting) -> Any:
+    import torch
+    from torch.nn.utils.rnn import pad_sequence
+
+    def rewards(ids: Sequence[Sequence[int]]) -> list[float]:
+        rewards: list[float] = []
+        longest = max(map(len, ids), default=0)
+        if most and longest > most:
+            raise RunError(
+                f"rewards: a rollout of {longest} tokens is longer than the {most} positions of the reward model."
+            )
+        for first in range(0, len(ids), setting.micro_batch):
+            rows = [torch.tensor(row) for row in ids[first : first + setting.micro_batch]]
+            lengths = torch.tensor([[len(row)] for row in rows])
+            batch = pad_sequence(rows, batch_first=True)
+            mask = torch.arange(batch.shape[1]) < lengths
+            with torch.no_grad():
+                rewards += model(input_ids=batch.to(setting.device), attention_mask=mask.to(setting.device)).tolist()
+        return rewards
+
+    return rewards

@@ -1,0 +1,267 @@
+"""Makes the rollouts of an iteration: samples answers, scores them, and computes the advantage of each token.
+
+Everything is done in batches of a fixed composition, each on one process, and gathered: neither the samples nor the
+scores depend on how many processes there are. Shapes: N rollouts of an iteration, T tokens of the longest.
+"""
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from src import distributed
+from src.data.orders import Cursor
+from src.errors import ConfigError
+from src.experiments.batches import to_device
+from src.runs import jsonl_records
+from src.systems.assistants.rewards.interface import Rollout
+from src.systems.assistants.rl.policy import Generation, score_tokens
+from src.systems.assistants.rl.scoring import Judges, Scores, ServerAway
+from src.training.parallel.engine import Engine
+from src.training.seeds import rollout_seed
+from src.training.validation import rank_batches
+
+FILE = "rollouts.jsonl"
+"""In a save directory: rollouts for people to read."""
+KEPT = 64
+"""Rollouts of an iteration that are written there; all of them would dominate the size of a run."""
+
+
+class RolloutData(Protocol):
+    """Prompts, and the buffer of an iteration; see `systems.assistants.rollouts.dataset`."""
+
+    prompts: Any
+    buffer: dict[str, Tensor]
+
+
+class Rollouts(NamedTuple):
+    """The rollouts of an iteration, without advantages. Padded on the right with zeros."""
+
+    tokens: Mapping[str, Tensor]
+    """"input_ids" (N, T) int64; "sampled" (N, T) bool, true on sampled tokens; and float32, 0 elsewhere: "logps" if
+    they are saved, "values" if the policy has some, "reference_logps" if there is a reference."""
+    scores: Tensor
+    """(N,) float32."""
+    ended: Tensor
+    """(N,) bool: which answers ended by themselves."""
+
+
+class Estimates(NamedTuple):
+    """Targets of the steps."""
+
+    tokens: Mapping[str, Tensor]
+    """Inputs of the loss by name, (N, T): "learned", bool, the tokens that count; "advantages", float32, and more."""
+    facts: Mapping[str, Tensor]
+    """Facts by name, (N,): score rows report their means."""
+    cursor: Cursor
+    """State for the next iteration."""
+
+
+Estimate = Callable[[Rollouts, Cursor], Estimates]
+"""Computes advantages. The cursor is that before the iteration."""
+Reference = Callable[[Any, Mapping[str, Tensor]], Tensor]
+"""(training model, batch with "input_ids", "attention_mask" and "sampled") -> (B, T) reference log-probabilities."""
+Record = Callable[[int, int, Sequence[Rollout], Sequence[Mapping[str, float]]], None]
+"""(finished steps, iteration, rollouts, facts of each): saves them for people to read. Called on rank 0."""
+
+
+@dataclass
+class Experience:
+    """The `training.spec.Experience` of a training on rollouts."""
+
+    seed: int
+    data: RolloutData
+    numbers: Callable[[int], Sequence[int]]
+    """The prompts of an iteration, each as often as it is answered."""
+    batch: int
+    """Rollouts that are made and scored together."""
+    micro_batch: int
+    """Rollouts in a forward pass."""
+    generation: Generation
+    decode: Callable[[Sequence[int]], str]
+    judges: Judges
+    estimate: Estimate
+    record: Record
+    reference: Reference | None = None
+    served: Callable[[Sequence[Sequence[int]], Sequence[int]], list[list[float]]] | None = None
+    """(ids, how many are sampled) -> log-probabilities of these under a reference that servers have."""
+    measured: bool = True
+    """Whether to save log-probabilities and values of sampled tokens. Not if each rollout is learned from before the
+    policy changes: its log-probabilities are then those of the step."""
+    _seconds: dict[str, float] = field(default_factory=dict)
+
+    def begin(self, engine: Engine) -> None:
+        """See `training.spec.Experience`.
+
+        Raises:
+            ConfigError: continuous batches of a model that processes share.
+        """
+        if self.generation.continuous and engine.sharded:
+            raise ConfigError(
+                "data.sampling.batching: "
+                f"continuous: processes that share a model ({engine.name}) must make as many passes each. Write static."
+            )
+        self.engine = engine
+
+    def tensors(self) -> Mapping[str, Tensor]:
+        """The buffer."""
+        return self.data.buffer
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take the buffer back."""
+        self.data.buffer = dict(tensors)
+
+    def seconds(self) -> dict[str, float]:
+        """Seconds of each phase in this process, since the last call."""
+        seconds, self._seconds = self._seconds, {}
+        return seconds
+
+    @contextlib.contextmanager
+    def _phase(self, name: str) -> Iterator[None]:
+        before = time.perf_counter()
+        yield
+        self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - before
+
+    def roll_out(self, step: int, iteration: int, cursor: Cursor) -> Cursor:
+        """Make the buffer of an iteration, after `step` finished steps;
+        returns the changed entries of the cursor. Collective.
+
+        Raises:
+            RunError: a reward gives no numbers.
+            distributed.TrainingStopped: a process received a stop, or a server stays away.
+        """
+        numbers = self.numbers(iteration)
+        local: list[tuple[int, list[dict[str, Any]]]] = []
+        for places, counts in rank_batches(len(numbers), self.batch):
+            distributed.stop_together()
+            rows = self._make(iteration, places.start // self.batch, [numbers[place] for place in places], counts)
+            local += [(places.start, rows)] if counts else []
+        with self._phase("gathering"):
+            gathered = sorted(distributed.all_gather_list(local), key=lambda pair: pair[0])
+        rows = [row for _, some in gathered for row in some]
+        rollouts: list[Rollout] = [row["rollout"] for row in rows]
+        tokens = {
+            name: pad_sequence([row["tokens"][name] for row in rows], batch_first=True) for name in rows[0]["tokens"]
+        }
+        scores, ended = (
+            torch.tensor([row["score"] for row in rows]),
+            torch.tensor([rollout.ended for rollout in rollouts]),
+        )
+        estimates = self.estimate(Rollouts(tokens, scores, ended), cursor)
+        facts = {
+            "reward": scores,
+            **{
+                f"reward/{name}": torch.tensor([row["parts"][place] for row in rows])
+                for place, name in enumerate(self.judges.names)
+            },
+            "answer_tokens": tokens["sampled"].sum(dim=1).float(),
+            "ended": ended.float(),
+            **estimates.facts,
+        }
+        self.data.buffer = {
+            "iteration": torch.tensor(iteration),
+            "lengths": torch.tensor([len(rollout.ids) for rollout in rollouts]),
+            "input_ids": tokens["input_ids"],
+            **estimates.tokens,
+            "facts": torch.stack([*facts.values()], dim=1).float(),
+        }
+        with distributed.raise_together():
+            if distributed.is_main():
+                gains = estimates.tokens["advantages"].sum(dim=1) / estimates.tokens["learned"].sum(dim=1).clamp(min=1)
+                shown = {**facts, "advantage": gains}
+                rows = [{name: float(fact[place]) for name, fact in shown.items()} for place in range(len(rollouts))]
+                self.record(step, iteration, rollouts, rows)
+        return estimates.cursor
+
+    def _make(self, iteration: int, number: int, indices: Sequence[int], counts: bool) -> list[dict[str, Any]]:
+        """One batch: sampled, scored and measured. A batch that does not count gets no scores."""
+        device = self.engine.accelerator.device
+        prompts = [self.data.prompts[index] for index in indices]
+        with self._phase("generation"), self.engine.generating() as model:
+            batch = to_device(self.data.prompts.collate(prompts), device)
+            answers = self.generation.sample(model, batch, rollout_seed(self.seed, iteration, number))
+        rollouts = [self._rollout(prompt, answer) for prompt, answer in zip(prompts, answers, strict=True)]
+        try:
+            with self._phase("rewards"), distributed.raise_together():
+                scores = self.judges.score(rollouts) if counts else Scores((), ())
+                lengths = [each.sampled for each in rollouts]
+                served = self.served([each.ids for each in rollouts], lengths) if self.served and counts else None
+            with self._phase("measuring"), self.engine.generating() as model:
+                tokens = [
+                    row for part in _split(rollouts, self.micro_batch) for row in self._measure(model, part, device)
+                ]
+        except ServerAway as error:
+            distributed.stop_together()  # requested by the user
+            raise distributed.TrainingStopped(distributed.Reason(str(error), "limit"), everywhere=True) from None
+        if not counts:
+            return []
+        for row, logps in zip(tokens, served or (), strict=False):
+            row["reference_logps"] = torch.cat([torch.zeros(len(row["input_ids"]) - len(logps)), torch.tensor(logps)])
+        return [
+            {"rollout": rollout, "score": total, "parts": parts, "tokens": row}
+            for rollout, total, parts, row in zip(rollouts, scores.totals, scores.parts, tokens, strict=True)
+        ]
+
+    def _rollout(self, prompt: Any, sampled: list[int]) -> Rollout:
+        ended = self.generation.has_ended(sampled)
+        messages = [message.raw for message in prompt.messages]
+        text = self.decode(sampled[:-1] if ended else sampled)
+        return Rollout(messages, text, prompt.row, [*prompt.ids, *sampled], len(sampled), ended)
+
+    def _measure(self, model: Any, rollouts: Sequence[Rollout], device: torch.device) -> list[dict[str, Tensor]]:
+        """Log-probabilities and values of each token, by the policy and the reference."""
+        rows = [torch.tensor(rollout.ids) for rollout in rollouts]
+        ids, lengths_B1 = pad_sequence(rows, batch_first=True), torch.tensor([[len(row)] for row in rows])
+        places_T = torch.arange(ids.shape[1])
+        real_BT = places_T < lengths_B1
+        sampled_BT = real_BT & (places_T >= lengths_B1 - torch.tensor([[rollout.sampled] for rollout in rollouts]))
+        batch = to_device({"input_ids": ids, "attention_mask": real_BT, "sampled": sampled_BT}, device)
+        columns: dict[str, Tensor | None] = {"reference_logps": self.reference and self.reference(model, batch)}
+        if self.measured:
+            sampled = score_tokens(model, batch, self.generation.temperature)
+            columns |= {"logps": sampled.logps, "values": sampled.values}
+        columns_BT = {
+            name: torch.where(sampled_BT, column.cpu(), 0.0) for name, column in columns.items() if column is not None
+        }
+        tensors = {"input_ids": ids, "sampled": sampled_BT, **columns_BT}
+        return [
+            {name: tensor[row, : lengths_B1[row, 0]] for name, tensor in tensors.items()} for row in range(len(rows))
+        ]
+
+
+def _split(rollouts: Sequence[Rollout], size: int) -> list[Sequence[Rollout]]:
+    return [rollouts[first : first + size] for first in range(0, len(rollouts), size)]
+
+
+class Recorder:
+    """Appends rollouts to `FILE` of a save directory. Rollouts that a restart repeats replace the old ones."""
+
+    def __init__(self, run: Path) -> None:
+        self.path = run / FILE
+
+    def record(
+        self, step: int, iteration: int, rollouts: Sequence[Rollout], facts: Sequence[Mapping[str, float]]
+    ) -> None:
+        """See `Record`.
+
+        Raises:
+            RunError: the disk refuses.
+        """
+        jsonl_records.truncate_after(self.path, step - 1, "a rollout")
+        rows = [
+            {
+                "step": step,
+                "iteration": iteration,
+                "prompt": rollout.messages[-1]["content"],
+                "answer": rollout.text,
+                **values,
+            }
+            for rollout, values in list(zip(rollouts, facts, strict=True))[:KEPT]
+        ]
+        jsonl_records.append(self.path, rows)

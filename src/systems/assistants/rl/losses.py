@@ -1,0 +1,104 @@
+"""Losses of a policy and of values on tokens that an earlier policy has sampled.
+All are sums; `Normalisation` is the divisor.
+
+Shapes: B rollouts, T tokens of the longest. `sampled_BT` is true on tokens that the policy has sampled; the rest have
+no loss.
+"""
+
+import math
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from src.systems.assistants.rl.advantages import kl_terms
+
+Normalisation = Literal["tokens", "rollouts", "room"]
+"""tokens: the sampled tokens of the global batch (DAPO). rollouts: each has the mean over its own tokens (GRPO). room:
+the maximum number of tokens of a rollout, which favours no length (Dr. GRPO, Liu et al. 2025, arXiv 2503.20783)."""
+_LARGEST_LOG_RATIO = 20.0
+"""Limit of the weight of a divergence, as in verl: a larger one would overflow to an infinite loss."""
+Ratio = Literal["token", "sequence", "sequence_sum"]
+
+
+class PolicyLoss(NamedTuple):
+    """The result of `policy_loss`: sums."""
+
+    loss: Tensor
+    clipped: Tensor
+    """Sampled tokens with a clipped ratio: they have no gradient."""
+    kl: Tensor
+    """Nats of the policy from the reference, summed over the sampled tokens (k3); 0 without a reference."""
+
+
+def policy_loss(  # noqa: PLR0913  each is named
+    logps_BT: Tensor,
+    sampled_logps_BT: Tensor,
+    advantages_BT: Tensor,
+    sampled_BT: Tensor,
+    *,
+    clip_low: float,
+    clip_high: float,
+    ratio: Ratio = "token",
+    normalisation: Normalisation = "tokens",
+    dual_clip: float | None = None,
+    reference_logps_BT: Tensor | None = None,
+    kl_weight: float = 0.0,
+    corrected_kl: bool = False,
+) -> PolicyLoss:
+    """Sum of -min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A) (PPO, arXiv 1707.06347, equation 7).
+
+    sampled_logps: under the policy that sampled. ratio "sequence": the geometric mean over the tokens of a rollout
+    (GSPO, Zheng et al. 2025, arXiv 2507.18071, equation 7); "sequence_sum": the product over its tokens (RLOO, Ahmadian
+    et al. 2024, arXiv 2402.14740). clip_high above clip_low lets unlikely tokens grow (DAPO, Yu et al. 2025, arXiv
+    2503.14476, 3.1). dual_clip: the maximum ratio where the advantage is negative; without one the loss of an unlikely
+    token is unbounded (Ye et al. 2020, arXiv 1912.09729, equation 2).
+    kl_weight: of the divergence from the reference, added to the loss of each token (GRPO, arXiv 2402.03300, equation
+    3).
+    corrected_kl: weight each token's divergence by its ratio, so that its mean over tokens of the earlier policy has no
+    bias (DeepSeek-V3.2, arXiv 2512.02556, section 3.1). The sum is over tokens; with "rollouts" over the means of each
+    rollout.
+    """
+    moved = torch.where(sampled_BT, logps_BT - sampled_logps_BT, 0.0)
+    lengths_B1 = sampled_BT.sum(dim=1, keepdim=True).clamp(min=1)
+    if ratio != "token":
+        moved = moved.sum(dim=1, keepdim=True)
+        moved = (moved / lengths_B1 if ratio == "sequence" else moved).expand_as(sampled_BT)
+    advantages = torch.where(sampled_BT, advantages_BT, 0.0)
+    largest = torch.where(
+        advantages < 0, math.inf if dual_clip is None else math.log(dual_clip), math.log1p(clip_high) + 1
+    )
+    ratios = torch.minimum(
+        moved, largest
+    ).exp()  # a positive advantage is clipped below: only a gradient of 0 * inf is avoided
+    cut = ratios.clamp(1 - clip_low, 1 + clip_high)
+    losses = -torch.min(ratios * advantages, cut * advantages)
+    kl = torch.zeros_like(losses)
+    if reference_logps_BT is not None:
+        # before exp: its overflow is NaN
+        current, reference = (torch.where(sampled_BT, each, 0.0) for each in (logps_BT, reference_logps_BT))
+        kl = kl_terms(current, reference, "k3") * (moved.clamp(max=_LARGEST_LOG_RATIO).exp() if corrected_kl else 1.0)
+        losses = losses + kl_weight * kl
+    clipped = ((cut * advantages < ratios * advantages) | (moved > largest)) & sampled_BT
+    return PolicyLoss(token_sum(losses, sampled_BT, normalisation), clipped.sum(), kl.detach().sum())
+
+
+def token_sum(numbers_BT: Tensor, sampled_BT: Tensor, normalisation: Normalisation) -> Tensor:
+    """Sum over sampled tokens, to be divided by `count`; with "rollouts" over the means of each rollout."""
+    chosen = torch.where(sampled_BT, numbers_BT, 0.0)
+    return (chosen / sampled_BT.sum(dim=1, keepdim=True).clamp(min=1) if normalisation == "rollouts" else chosen).sum()
+
+
+def value_loss(values_BT: Tensor, old_values_BT: Tensor, returns_BT: Tensor, sampled_BT: Tensor, clip: float) -> Tensor:
+    """Sum over sampled tokens: half the larger squared error: of the value, or of that within `clip` of the old one."""
+    near = old_values_BT + (values_BT - old_values_BT).clamp(-clip, clip)
+    errors = 0.5 * torch.max((values_BT - returns_BT).square(), (near - returns_BT).square())
+    return torch.where(sampled_BT, errors, 0.0).sum()
+
+
+def count(sampled_BT: Tensor, normalisation: Normalisation, room: int) -> float:
+    """The divisor of `policy_loss`; rollouts without a sampled token do not count.
+    room: maximum number of tokens of a rollout."""
+    if normalisation == "tokens":
+        return float(sampled_BT.sum())
+    return float(sampled_BT.any(dim=1).sum()) * (room if normalisation == "room" else 1.0)

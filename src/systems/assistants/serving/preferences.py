@@ -1,0 +1,106 @@
+"""A conversation with one model or two, and the preferences of a person as rows for reward models and dpo.
+
+src/systems/assistants/conversations/entries.py describes the rows; each reply also has the name of its model ("by").
+"""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from threading import Lock
+from typing import Any, NamedTuple
+
+from src.data import jsonl
+from src.errors import ConfigError, DataError
+from src.files import reading, writing
+from src.runs import jsonl_records
+from src.serving.conversation import Talk, is_reset
+from src.systems.assistants.conversations.entries import Message, read_entry
+
+
+class Side(NamedTuple):
+    """One that answers."""
+
+    name: str
+    talk: Talk
+
+
+def check_output(path: Path) -> None:
+    """Create the file that rows are appended to, unless it exists.
+
+    Raises:
+        DataError: a line of it is no row; names it.
+        RunError: it cannot be written.
+    """
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    with jsonl_records.open_locked(path, mend=False), reading(path, DataError), open(path, "rb") as file:
+        for number, line in enumerate(file, 1):
+            where = f"{path}:{number}"
+            read_entry(jsonl.parse(line, where), where)
+
+
+class Conversation:
+    """Messages of a person, and the answers of each side.
+
+    It continues with the preferred reply; with the first one until then.
+    """
+
+    def __init__(self, sides: Sequence[Side], output: Path, lock: Lock, options: dict[str, Any]) -> None:
+        """output: what rows are appended to. lock: held while a side answers. options: of transformers' `generate`."""
+        self.sides, self.output = sides, output
+        self.messages: list[Message] = []
+        self._lock, self._options = lock, options
+        self._replies: Sequence[Message] = ()
+        """Replies to the last message, until one is preferred."""
+
+    def ask(self, text: str, shows: Sequence[Callable[[str], object]]) -> list[str]:
+        """The reply of each side; none to a message that restarts the conversation.
+        shows: of each side, given the reply piece by piece.
+
+        Raises:
+            ConfigError: the conversation has become longer than a model can read. Nothing is changed.
+            DataError: the text has half a surrogate pair.
+        """
+        if is_reset(text):
+            self.reset()
+            return []
+        jsonl.check_text(text, "the message")
+        before, texts, replies = self.messages, list[str](), list[Message]()
+        previous, self._replies = self._replies, ()  # too late to prefer one while the next replies come
+        try:
+            with self._lock:
+                for side, show in zip(self.sides, shows, strict=True):
+                    side.talk.messages = [*before]
+                    texts.append(side.talk.answer(text, side.talk.streamer(show), **self._options))
+                    replies.append(side.talk.messages[-1])
+        except BaseException:
+            self._replies = previous
+            raise
+        self.messages = [*before, Message("user", text), replies[0]]
+        self._replies = replies
+        return texts
+
+    def reset(self) -> None:
+        """Restart the conversation."""
+        self.messages, self._replies = [], ()
+
+    def prefer(self, number: int) -> None:
+        """Write that reply `number` to the last message is the best, and continue with it.
+        The row is on the disk when this returns.
+
+        Raises:
+            ConfigError: one is preferred already, or all say the same.
+            RunError: the row cannot be written. Nothing is changed.
+        """
+        if len({(reply.content, reply.reasoning) for reply in self._replies}) < 2:
+            raise ConfigError("nothing to prefer: say something new.")
+        replies = [
+            {**reply.raw, "rank": int(place != number), "by": side.name}
+            for place, (reply, side) in enumerate(zip(self._replies, self.sides, strict=True))
+        ]
+        for reply in replies:
+            del reply["role"]
+        prompt = [message.raw for message in self.messages[:-1]]
+        with jsonl_records.open_locked(self.output, mend=False) as records:
+            records.append({"messages": prompt, "replies": replies}, ensure_ascii=False)
+        self.messages = [*self.messages[:-1], self._replies[number]]
+        self._replies = ()

@@ -1,0 +1,54 @@
+"""What Triton's Python backend runs: a trained model, as `1/model.py` of a repository names it;
+for the server's own Python."""
+
+import json
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from src.errors import CheckpointError, UserError
+from src.experiments.config import Places
+from src.serving.served_model import load_served
+from src.systems.assistants.rewards.kserve import FINGERPRINT, INPUTS
+
+
+class Model:
+    """One instance of the model. Triton calls the methods, by these names."""
+
+    run: str
+    """Save directory of the run."""
+    data: str
+    """Folder of prepared data."""
+    mode: str
+
+    def initialize(self, args: dict[str, str]) -> None:
+        """Load the weights.
+
+        Raises:
+            CheckpointError: the run has other weights by now than when the repository was written.
+            UserError: a part of the model is missing.
+        """
+        run, wanted = Path(self.run), json.loads(args["model_config"])["parameters"][FINGERPRINT]["string_value"]
+        device = f"cuda:{args['model_instance_device_id']}" if args["model_instance_kind"] == "GPU" else "cpu"
+        self._triton: Any = import_module("triton_python_backend_utils")
+        self._model = load_served(run, Places(Path(self.data), run.parent), device, self.mode)
+        if self._model.fingerprint != wanted:
+            raise CheckpointError(f"{run}: was trained again since this repository was written. Write it again.")
+
+    def execute(self, requests: list[Any]) -> list[Any]:
+        """One answer for each request, which is a batch by itself: no other request changes its padding or rounding."""
+        return [self._answer(request) for request in requests]
+
+    def _answer(self, request: Any) -> Any:
+        import torch
+
+        codes, refused = self._triton.TritonError, self._triton.InferenceResponse
+        try:
+            inputs = [self._triton.get_input_tensor_by_name(request, name).as_numpy() for name in INPUTS]
+            found = self._model.score(*(torch.tensor(values) for values in inputs)).numpy()
+        except UserError as error:
+            return refused(error=codes(str(error), codes.INVALID_ARG))
+        except Exception as error:  # noqa: BLE001  the server goes on
+            return refused(error=codes(f"{type(error).__name__}: {error}", codes.INTERNAL))
+        values = found[:, None] if found.ndim == 1 else found
+        return self._triton.InferenceResponse(output_tensors=[self._triton.Tensor(self._model.output, values)])

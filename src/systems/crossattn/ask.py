@@ -1,0 +1,227 @@
+"""Answer questions about contexts with a model, here or as a server.
+
+python -m src.systems.crossattn.ask MODEL --context notes.txt "When is it due?" "Is it done?"
+python -m src.systems.crossattn.ask MODEL --serve 8080 --token secret
+curl 'localhost:8080/?token=secret' -d '{"context": "The cat is red.", "question": "Which color is the cat?"}'
+
+MODEL is a run (its save directory or a prefix of its id), a checkpoint, an export, a folder of save_pretrained, or an
+id on the hub. A cross-attention model reads the context as in its experiment; other models read it in their prompt. The
+server answers {"answer": "..."}, or {"error": "..."} with status 403 to 500. Requests that wait are answered together.
+The last contexts are cached.
+"""
+
+import argparse
+import json
+import logging
+import sys
+from collections import OrderedDict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from pydantic import BaseModel, ConfigDict
+
+from src.errors import ConfigError, DataError
+from src.experiments.config import Places
+from src.experiments.interfaces import load_experiment
+from src.files import reading
+from src.models.load import add_options, checkpoint_folder, load, move
+from src.runs.metadata import expand_run, read_exp_dict
+from src.serving.continuation import Continuation
+from src.serving.conversation import Talk
+from src.serving.pretrained import SOURCE, is_pretrained, load_writer
+from src.support.command_line import make_parser, parse_arguments, run_command
+from src.support.served_page import add_access
+from src.systems.assistants.conversations.entries import Message
+from src.systems.crossattn.data import cross_attention as qa
+
+log = logging.getLogger(__name__)
+
+MAX_BATCH = 32
+"""Maximum requests of one batch."""
+CACHED_CONTEXTS = 16
+MAX_BYTES = 1 << 24
+
+
+class Query(NamedTuple):
+    """A question about a context."""
+
+    context: str
+    question: str
+
+
+class Answerer:
+    """A cross-attention model that reads contexts as in the experiment that trained it."""
+
+    def __init__(self, model: Any, tokenizer: Any, data: qa.Config, max_new_tokens: int) -> None:
+        self._model, self._tokenizer = model, tokenizer
+        self._data = data.model_copy(
+            update={"encoded_contexts": False, "include_contexts": False, "fixed_length": False}
+        )
+        self._max_new_tokens = max_new_tokens
+        self._encoded: OrderedDict[str, Any] = OrderedDict()
+
+    def to(self, device: str | None) -> None:
+        """Move the model, as `models.load.move` does."""
+        move(self._model, device)
+
+    def answer(self, queries: Sequence[Query]) -> list[str]:
+        """Greedy answers, in order. Questions about the same context are generated together.
+
+        Raises:
+            DataError: a context is too long, and the experiment refuses those.
+        """
+        import torch
+
+        rows = [
+            {"context": context, "question": question, "answer": "", "dataset": ""} for context, question in queries
+        ]
+        data = qa.QADataset(self._data, rows, self._tokenizer, 0, both_views=False, fingerprint="")
+        samples = [data.prompt(i) for i in range(len(rows))]
+        together: dict[str, list[int]] = {}  # by context
+        for i, sample in enumerate(samples):
+            together.setdefault(json.dumps(sample["context_chunks"]), []).append(i)
+        texts_by_row, end = [""] * len(rows), self._tokenizer.eos_token_id
+        for key, indices in together.items():
+            tensors: Any = data.collate_prompts([samples[i] for i in indices])
+            batch = {name: tensor.to(self._model.base.device) for name, tensor in tensors.items()}
+            with torch.no_grad(), self._model.reading(self._context(key, batch)):
+                ids = self._model.generate(
+                    batch["input_ids"],
+                    batch["attention_mask"],
+                    do_sample=False,
+                    max_new_tokens=self._max_new_tokens,
+                    eos_token_id=end,
+                    pad_token_id=end,
+                )
+            texts = self._tokenizer.batch_decode(ids[:, batch["input_ids"].shape[1] :], skip_special_tokens=True)
+            for i, text in zip(indices, texts, strict=True):
+                texts_by_row[i] = text.strip()
+        return texts_by_row
+
+    def _context(self, key: str, batch: dict[str, Any]) -> Any:
+        """The encoded context that all rows of a batch share."""
+        if key not in self._encoded:
+            self._encoded[key] = self._model.make_context(batch["context_ids"][:1], batch["context_mask"][:1])
+            while len(self._encoded) > CACHED_CONTEXTS:
+                self._encoded.popitem(last=False)
+        self._encoded.move_to_end(key)
+        return self._encoded[key]
+
+
+class PromptAnswerer:
+    """A model that reads the context in its prompt: a message of a chat, or a text that it continues."""
+
+    def __init__(self, writer: Talk | Continuation, model: Any, max_new_tokens: int) -> None:
+        self._writer, self._model = writer, model
+        self._options = {"max_new_tokens": max_new_tokens, "do_sample": False}
+
+    def to(self, device: str | None) -> None:
+        """Move the model, as `models.load.move` does."""
+        move(self._model, device)
+
+    def answer(self, queries: Sequence[Query]) -> list[str]:
+        """Greedy answers, in order, each generated by itself.
+
+        Raises:
+            ConfigError: a context is too long for the model.
+        """
+        return [self._answer(query).strip() for query in queries]
+
+    def _answer(self, query: Query) -> str:
+        if isinstance(self._writer, Talk):
+            message = Message("user", f"{query.context}\n\n{query.question}")
+            return self._writer.generate(self._writer.prompt_ids([message]), **self._options)[0]
+        return self._writer.write(f"{query.context}\n\nQuestion: {query.question}\nAnswer:", **self._options).partition(
+            "\n"
+        )[0]
+
+
+def load_answerer(source: Path, places: Places, max_new_tokens: int | None = None) -> Answerer | PromptAnswerer:
+    """The model of a source that `pretrained.SOURCE` describes.
+    max_new_tokens: None for the experiment's setting, or 32.
+
+    Raises:
+        ConfigError: the model answers no questions.
+        UserError: a part of the model is missing.
+    """
+    if not is_pretrained(source):
+        folder = checkpoint_folder(expand_run(source, places.runs))
+        run = folder.parents[1]
+        recipe: Any = load_experiment(read_exp_dict(run), str(run))
+        data = getattr(recipe, "data", None)
+        if isinstance(data, qa.Config):
+            setting = recipe.answers or recipe.inference
+            return Answerer(*load(folder, places), data, max_new_tokens or (setting.max_new_tokens if setting else 32))
+    writer, model = load_writer(source, places)
+    return PromptAnswerer(writer, model, max_new_tokens or 32)
+
+
+class AskRequest(BaseModel):
+    """The body of a request."""
+
+    model_config = ConfigDict(extra="forbid")
+    context: str
+    question: str
+
+
+def make_server(answerer: Answerer | PromptAnswerer, options: argparse.Namespace) -> Any:
+    """The server of --serve. options: of `src.support.served_page.add_address`.
+
+    Raises:
+        ConfigError: the address or the port is not free.
+    """
+    from src.serving.http import Batcher, Endpoint, Server
+
+    batcher = Batcher[Query, str](answerer.answer, MAX_BATCH if isinstance(answerer, Answerer) else 1)
+
+    async def answer(request: AskRequest) -> dict[str, str]:
+        return {"answer": await batcher.submit(Query(request.context, request.question))}
+
+    return Server([Endpoint("POST", "/", answer, AskRequest)], MAX_BYTES, options, batcher)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit code."""
+    parser = make_parser("src.systems.crossattn.ask", __doc__)
+    add = parser.add_argument
+    add("run", metavar="MODEL", type=Path, help=SOURCE)
+    add("questions", nargs="*", help="questions, answered one per line")
+    add("--context", type=Path, metavar="FILE", help="the context, as UTF-8 text")
+    add("--serve", type=int, metavar="PORT", help="answer requests; 0 takes a free port")
+    add_access(parser, "anyone with the token can ask")
+    add("--max_new_tokens", type=int, help="of an answer (default: the experiment's, or 32)")
+    add_options(parser)
+    args = parse_arguments(parser, argv)
+    return run_command(lambda: _act(args))
+
+
+def _act(args: argparse.Namespace) -> int:
+    if (args.serve is None) == (args.context is None) or bool(args.context) != bool(args.questions):
+        raise ConfigError("expected --context FILE with questions, or --serve PORT.")
+    answerer = load_answerer(args.run, Places(args.data_path, args.savedir_base), args.max_new_tokens)
+    answerer.to(args.device)
+    if args.context:
+        context = _read_text(args.context)
+        for text in answerer.answer([Query(context, question) for question in args.questions]):
+            sys.stdout.write(f"{text}\n")
+        return 0
+    args.port = args.serve
+    server = make_server(answerer, args)
+    log.info("Answering. Press Ctrl-C to stop.")
+    server.run()
+    return 0
+
+
+def _read_text(path: Path) -> str:
+    try:
+        with reading(path, DataError):
+            return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise DataError(f"{path}: no such file.") from None
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}: not UTF-8 text ({error.reason} at byte {error.start}).") from None
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,187 @@
+"""Questions on contexts: the decoder reads question and answer, the encoder reads the context."""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pydantic import Field
+
+from src.data import jsonl
+from src.errors import DataError
+from src.experiments.batches import ContextBatch, EncodedBatch
+from src.experiments.config import Places
+from src.experiments.interfaces import ModelConfig, require_fit
+from src.experiments.kinds import CROSS_ATTENTION
+from src.systems.crossattn.data import encoded_store, encoder_inputs, fim, questions
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+
+class Config(questions.DecoderConfig):
+    """How contexts are written for the encoder."""
+
+    context_tokens: int = Field(gt=0)
+    """Most tokens of one encoder input: of all contexts joined, or of each with `chunked_contexts`."""
+    questions_on_contexts: bool = False
+    """The encoder reads the question before the context."""
+    chunked_contexts: bool = False
+    """Encode each of a row's contexts on its own, rather than all joined by spaces."""
+    include_contexts: bool = False
+    """The training set is seen twice: then as a language model of the useful contexts,
+    half of them with the middle to fill in."""
+    too_long: encoder_inputs.TooLong = "truncate"
+    """A context of more tokens loses its end, becomes several chunks, or is refused when the data are read."""
+    encoded_contexts: bool = False
+    """Read the hidden states that data_prep.crossattn.preproc_nq wrote beside the rows; else encode contexts at each
+    step."""
+
+    @property
+    def reader(self) -> str:
+        return CROSS_ATTENTION
+
+    def check(self, places: Places) -> None:
+        super().check(places)
+        if self.encoded_contexts:
+            self._check_store(places)
+
+    def check_base(self, places: Places, model: ModelConfig) -> None:
+        """With `encoded_contexts`, refuse a `model` whose base is not the one that encoded them.
+
+        Raises:
+            ConfigError: names both bases.
+            DataError: the contexts are not encoded.
+        """
+        if self.encoded_contexts:
+            encoded_store.check_base(places.data / self.corpus / encoded_store.FOLDER, model, places)
+
+    def check_length(self, max_positions: int | None, new_tokens: int = 0) -> None:
+        require_fit("data.sequence_tokens", self.sequence_tokens + new_tokens, max_positions)
+        require_fit("data.context_tokens", self.context_tokens, max_positions)
+
+    def longest(self) -> int:
+        return max(self.sequence_tokens, self.context_tokens if self.include_contexts else 0)
+
+    def build(self, places: Places, tokenizer: "PreTrainedTokenizerFast", split: str, seed: int) -> "QADataset":
+        """The rows of one split, tokenised on access.
+
+        Raises:
+            DataError: the data set is missing, incomplete or malformed, or what is used of it smaller than
+                `val_samples`.
+            ConfigError: too few tokens are allowed for the template alone, no row is of one of the sources, or the
+                contexts were encoded with other options.
+        """
+        rows, fingerprint = questions.read(places, self, split)
+        made = QADataset(
+            self, rows, tokenizer, seed, both_views=self.include_contexts and split == "train", fingerprint=fingerprint
+        )
+        if self.encoded_contexts:
+            made.use_store(self._check_store(places), places.data / self.corpus / encoded_store.FOLDER, tokenizer)
+        return made
+
+    def encoding_options(self) -> encoder_inputs.EncodingOptions:
+        """The options that decide what the encoder reads."""
+        return encoder_inputs.EncodingOptions(
+            self.context_tokens, self.template, self.questions_on_contexts, self.chunked_contexts, self.too_long
+        )
+
+    def _check_store(self, places: Places) -> dict[str, Any]:
+        """Content of store.json. Raises a UserError where the contexts were not encoded with these options."""
+        folder = places.data / self.corpus
+        return encoded_store.check(folder / encoded_store.FOLDER, self.encoding_options(), jsonl.fingerprint(folder))
+
+
+class Sample(questions.Sample):
+    """One training sample, or one prompt."""
+
+    context_chunks: list[list[int]]
+    """At least one, none of them empty."""
+
+
+class QADataset(questions.DecoderQuestions):
+    """Samples are pure functions of (seed, epoch, index)."""
+
+    def __init__(
+        self,
+        config: Config,
+        rows: Sequence[questions.Row],
+        tokenizer: "PreTrainedTokenizerFast",
+        seed: int,
+        both_views: bool,
+        fingerprint: str,
+    ) -> None:
+        """both_views: the contexts are further samples, as `include_contexts` says."""
+        super().__init__(config, rows, tokenizer, seed, fingerprint)
+        self._config = config
+        self._both_views = both_views
+        self._inputs = encoder_inputs.EncoderInputs(self._prompter, config.encoding_options())
+        self._truncations = questions.truncation_counter(config.corpus, "context_tokens", config.context_tokens)
+        self._store: encoded_store.Store | None = None
+        self._fim_tokens = fim.fim_tokens(self._encoder)
+        questions.require_room("context_tokens", config.context_tokens, self._prompter.fixed_context_tokens + 1)
+        if config.too_long == "refuse":
+            self._check_rows(lambda row: self._inputs.chunks(row, row["question"]))
+
+    def __len__(self) -> int:
+        """Samples in one epoch."""
+        return len(self._rows) * (2 if self._both_views else 1)
+
+    def sample(self, epoch: int, index: int) -> Sample:
+        """Question and answer for index < number of rows; from there on the contexts, for the language model."""
+        if self._both_views and len(self._rows) <= index < len(self):
+            return self._context_sample(epoch, index)
+        return {**super().sample(epoch, index), "context_chunks": self._chunks(index)}
+
+    def prompt(self, index: int) -> Sample:
+        """What generation starts from: the sample without its answer. Only for the rows themselves."""
+        return {**super().prompt(index), "context_chunks": self._chunks(index)}
+
+    def use_store(self, store: dict[str, Any], folder: Path, tokenizer: "PreTrainedTokenizerFast") -> None:
+        """Make EncodedBatches from now on, with the states in `folder`. store: what `encoded_store.check` returned.
+
+        Shuffled contexts that were encoded after a question keep that question, as no other was encoded.
+
+        Raises:
+            DataError: it was made with another tokenizer, or an index is damaged.
+        """
+        digest = encoded_store.tokenizer_digest(tokenizer)
+        if digest not in {made["tokenizer"] for made in store["prepared"]}:
+            raise DataError(
+                f"{folder}: encoded with another tokenizer than the one of this base. {encoded_store.AGAIN}"
+            )
+        self._store, self.stored_bytes_per_token = encoded_store.Store(folder, store), encoded_store.row_bytes(store)
+        said = [self.fingerprint, store["dtype"], encoded_store.base_content(store["model"])]
+        self.fingerprint = hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
+
+    def _collate(self, samples: Sequence[Sample], left: bool) -> ContextBatch | EncodedBatch:
+        from src.data import collate
+
+        tokens, chunks = super()._collate(samples, left), [s["context_chunks"] for s in samples]
+        if self._store is not None:
+            context_hidden, context_mask = self._store.pad(chunks)
+            return {**tokens, "context_hidden": context_hidden, "context_mask": context_mask}
+        context_ids, context_mask = collate.pad_chunks(chunks, self._encoder.pad_id)
+        return {**tokens, "context_ids": context_ids, "context_mask": context_mask}
+
+    def _context_sample(self, epoch: int, index: int) -> Sample:
+        """A row's useful contexts as text to predict, cut to an encoder input's length; if uncut, with end token."""
+        most = self._config.context_tokens
+        row = index - len(self._rows)
+        ids = self._prompter.context(" ".join(questions.useful_contexts(self._rows[row])), "", most)
+        moved = fim.maybe_fill_in_the_middle(ids, self._fim_tokens, most, self._seed, epoch, index)
+        ended = [*moved, self._encoder.eos_id][:most]
+        return {
+            "input_ids": ended,
+            "loss_mask": [False] + [True] * (len(ended) - 1),
+            "context_chunks": self._chunks(row),
+        }
+
+    def _chunks(self, index: int) -> list[list[int]]:
+        row = self._context_row(index)
+        asked = row if self._store is not None else self._rows[index]
+        chunks, too_long = self._inputs.chunks_and_cuts(row, asked["question"])
+        if self._config.too_long == "truncate":  # where a context is one chunk
+            self._truncations.count(len(chunks), too_long)
+        return chunks

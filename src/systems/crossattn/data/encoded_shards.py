@@ -1,0 +1,190 @@
+"""Shards of hidden states: each is written by one process, batch by batch, and read by memory map.
+
+NAME.states holds the vectors of all tokens, concatenated. NAME.index holds a record of fixed size for each sequence. A
+record is written after its vectors, so the files of a killed writer are valid up to the last record.
+
+Shapes: S tokens of a sequence, D hidden size.
+"""
+
+import fcntl
+import os
+import time
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from src.errors import DataError, RunError
+from src.files import sync_directory, writing
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+RECORD = np.dtype([("key", "V32"), ("first", "<i8"), ("tokens", "<i4"), ("states_crc", "<u4"), ("record_crc", "<u4")])
+"""key: sha256 of the ids. first: token of the file at which the sequence begins.
+Checksums: crc32 of the vectors, and of the record."""
+STATES, INDEX = ".states", ".index"
+DTYPES = {"bfloat16": np.dtype("<u2"), "float16": np.dtype("<u2"), "float32": np.dtype("<u4")}
+"""Types of the states, and the integers that hold their bits in numpy, which has no bfloat16."""
+_PATIENCE_SECONDS = 60.0
+
+
+class Writer:
+    """Appends to a new shard. Entries are valid after `commit`."""
+
+    def __init__(self, folder: Path, name: str, hidden_size: int, dtype: str) -> None:
+        """Raises RunError where the disk refuses."""
+        self._shape, self._dtype = hidden_size, dtype
+        self._path = folder / name
+        with writing(self._path):
+            self._index = open(f"{self._path}{INDEX}", "xb", buffering=0)  # noqa: SIM115  open as long as the writer is
+            fcntl.flock(self._index, fcntl.LOCK_EX)
+            self._states = open(f"{self._path}{STATES}", "xb")  # noqa: SIM115
+            sync_directory(folder)
+        self._tokens = 0
+        self._records: list[tuple[Any, ...]] = []
+
+    def append(self, key: bytes, states: "Tensor") -> None:
+        """Take the states (S, D) of the sequence with `key`.
+
+        Raises:
+            DataError: they are not finite in the type of the shard.
+        """
+        import torch
+
+        stored = states.to(getattr(torch, self._dtype)).cpu().contiguous()
+        if not bool(stored.isfinite().all()):
+            advice = (
+                " float16 ends at 65504: take bfloat16."
+                if self._dtype == "float16"
+                else " The base is damaged, or of too small a type."
+            )
+            raise DataError(
+                f"{self._path}: states of an input of {len(states)} tokens are not finite in {self._dtype}.{advice}"
+            )
+        data = stored.view(torch.uint8).numpy().data
+        with writing(self._path):
+            self._states.write(data)
+        self._records.append((key, self._tokens, len(states), zlib.crc32(data)))
+        self._tokens += len(states)
+
+    def commit(self) -> int:
+        """Make the appended entries durable; returns their number.
+
+        Raises:
+            RunError: the disk refuses.
+        """
+        count = len(self._records)
+        if count:
+            with writing(self._path):
+                self._states.flush()
+                os.fdatasync(self._states.fileno())
+                self._index.write(_make_records(self._records).tobytes())
+                os.fdatasync(self._index.fileno())
+            self._records = []
+        return count
+
+    def close(self) -> None:
+        """Commit and release the lock on the shard."""
+        self.commit()
+        self._states.close()
+        self._index.close()
+
+
+def _make_records(rows: Sequence[tuple[Any, ...]]) -> np.ndarray:
+    made = np.zeros(len(rows), RECORD)
+    for i, row in enumerate(rows):
+        made[i] = (*row, 0)
+    made["record_crc"] = _checksums(made)
+    return made
+
+
+def _checksums(records: np.ndarray) -> list[int]:
+    size = RECORD.itemsize - RECORD["record_crc"].itemsize
+    return [zlib.crc32(record.tobytes()[:size]) for record in records]
+
+
+def read_index(folder: Path, name: str, entries: int | None = None) -> np.ndarray:
+    """The records of a shard, in the order of writing. entries: the required number; None: as many as are intact.
+
+    Raises:
+        DataError: there are fewer, or one is damaged.
+    """
+    path = folder / f"{name}{INDEX}"
+    if not path.is_file():
+        raise DataError(f"{path}: missing, though the store lists it. Run data_prep.crossattn.preproc_nq again.")
+    data = path.read_bytes()
+    records = np.frombuffer(data[: len(data) // RECORD.itemsize * RECORD.itemsize], RECORD)
+    good = records["record_crc"] == np.array(_checksums(records), "<u4")
+    whole = len(records) if good.all() else int(good.argmin())
+    if entries is None:
+        return records[:whole]
+    if whole != entries or len(data) != entries * RECORD.itemsize:
+        raise DataError(
+            f"{path}: damaged: {whole} of {entries} records are whole. Run data_prep.crossattn.preproc_nq again."
+        )
+    return records
+
+
+def recover(folder: Path, name: str, row_bytes: int, compared: int = 64) -> np.ndarray:
+    """Repair the shard of a killed writer:
+    cut off an incomplete end, delete a shard without records. Returns its records.
+
+    row_bytes: of the vector of one token. compared: number of last records whose vectors are compared with their
+    checksums; earlier ones were committed.
+
+    Raises:
+        RunError: a process is still writing it.
+    """
+    index, states = folder / f"{name}{INDEX}", folder / f"{name}{STATES}"
+    if not index.is_file():
+        with writing(states):
+            states.unlink(missing_ok=True)
+        return np.empty(0, RECORD)
+    with writing(index), open(index, "r+b") as file:
+        _wait_for_lock(file, index)
+        records, size = read_index(folder, name), states.stat().st_size if states.is_file() else 0
+        ends = (records["first"] + records["tokens"]) * row_bytes
+        kept = int((np.append(ends, 2**62) > size).argmax())
+        if kept:
+            with open(states, "rb") as data:
+                first = max(kept - compared, 0)
+                kept = first + _count_whole_states(records[first:kept], data, row_bytes)
+        if not kept:
+            states.unlink(missing_ok=True)
+            index.unlink()
+            return records[:0]
+        file.truncate(kept * RECORD.itemsize)
+        os.fsync(file.fileno())
+        with open(states, "r+b") as data:
+            data.truncate(int(ends[kept - 1]))
+            os.fsync(data.fileno())
+        return records[:kept]
+
+
+def _count_whole_states(records: np.ndarray, file: Any, row_bytes: int) -> int:
+    """Number of records before the first with damaged vectors."""
+    for i, record in enumerate(records):
+        file.seek(int(record["first"]) * row_bytes)
+        if zlib.crc32(file.read(int(record["tokens"]) * row_bytes)) != int(record["states_crc"]):
+            return i
+    return len(records)
+
+
+def _wait_for_lock(file: Any, path: Path) -> None:
+    """Lock `file`, waiting for a writer that may be about to end because its parent did."""
+    deadline = time.monotonic() + _PATIENCE_SECONDS
+    while True:
+        try:
+            return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                raise RunError(f"{path}: another process is writing it. Wait until it ends, or end it.") from None
+            time.sleep(0.05)
+
+
+def unlisted_shards(folder: Path, listed: Sequence[str]) -> list[str]:
+    """Names of the shards in `folder` that are not `listed`."""
+    return sorted(path.stem for path in folder.glob(f"*{INDEX}") if path.stem not in listed)

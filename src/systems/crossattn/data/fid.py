@@ -1,0 +1,179 @@
+"""Questions for Fusion-in-Decoder: the encoder reads question and one passage at a time, the decoder writes the answer.
+
+Passages are written as in Izacard & Grave 2021 (arXiv 2007.01282): "question: … title: … context: …", and the end
+token.
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+from pydantic import Field, model_validator
+
+from src.data.text.tokenizers import SafeTokenizer
+from src.evaluation.metrics import answers
+from src.experiments.batches import ContextBatch
+from src.experiments.config import Places
+from src.experiments.interfaces import require_fit
+from src.experiments.kinds import FUSION_IN_DECODER
+from src.systems.crossattn.data import questions
+from src.systems.crossattn.data.subsets import RowsConfig
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+
+class Config(RowsConfig):
+    """How passages and answers are written."""
+
+    contexts: Literal["all", "useful", "none"]
+    """Which of a row's contexts become passages. useful: all of them where none is marked.
+    none: one passage, of the question alone."""
+    num_passages: int | None = Field(default=None, gt=0)
+    """Most passages of a question: the first ones. None: all."""
+    keep_useful: bool = False
+    """Where `num_passages` leaves some out in training: these are contexts not marked as useful, if possible."""
+    passage_tokens: int = Field(gt=0)
+    """Most tokens of one passage, with question, title and end token. Where that is too few, a question of more than
+    half of them loses its beginning, a title of more than a quarter its end, and then the context as `too_long`
+    says."""
+    too_long: Literal["truncate", "split"] = "truncate"
+    """A context that is too long for a passage loses its end, or continues in passages with question and title."""
+    answer_tokens: int = Field(gt=0)
+    """Most tokens of an answer and its end token; a longer one loses its end."""
+
+    @model_validator(mode="after")
+    def _passages_are_read(self) -> "Config":
+        if self.keep_useful and self.num_passages is None:
+            raise ValueError("keep_useful: no passage is left out without num_passages. Remove it.")
+        if self.contexts == "none" and (self.num_passages is not None or self.too_long != "truncate"):
+            raise ValueError(
+                "contexts: with 'none' there is one passage, "
+                "so num_passages and too_long would be ignored. Remove them."
+            )
+        return self
+
+    @property
+    def reader(self) -> str:
+        return FUSION_IN_DECODER
+
+    def check_length(self, max_positions: int | None, new_tokens: int = 0) -> None:
+        require_fit("data.passage_tokens", self.passage_tokens, max_positions)
+        require_fit("data.answer_tokens", max(self.answer_tokens, new_tokens) + 1, max_positions)
+
+    def build(self, places: Places, tokenizer: "PreTrainedTokenizerFast", split: str, seed: int) -> "FidQADataset":
+        """The rows of one split, tokenised on access.
+
+        Raises:
+            DataError: the data set is missing, incomplete or malformed, or what is used of it smaller than
+                `val_samples`.
+            ConfigError: too few tokens are allowed for the words around question, title and context, or no row is of
+                one of the sources.
+        """
+        rows, fingerprint = questions.read(places, self, split)
+        data = FidQADataset(self, rows, tokenizer, seed, fingerprint)
+        data.keeps_useful = self.keep_useful and split == "train"
+        return data
+
+
+class Sample(questions.Sample):
+    """One training sample, or one prompt.
+    `input_ids`: a first token, which the model replaces by its own, and the answer."""
+
+    passages: list[list[int]]
+    """At least one."""
+
+
+class _Words(NamedTuple):
+    """Ids of the words before question, title and context."""
+
+    question: list[int]
+    title: list[int]
+    context: list[int]
+
+    def count(self, titled: bool) -> int:
+        """Tokens of a passage that are neither question nor title nor context; one is the end token."""
+        return len(self.question) + titled * len(self.title) + len(self.context) + 1
+
+
+class FidQADataset(questions.Questions):
+    """Samples are the same in every epoch."""
+
+    def __init__(
+        self,
+        config: Config,
+        rows: Sequence[questions.Row],
+        tokenizer: "PreTrainedTokenizerFast",
+        seed: int,
+        fingerprint: str,
+    ) -> None:
+        super().__init__(rows, seed, config.corpus, fingerprint, config.contexts)
+        self._config, self.shuffle = config, config.shuffle
+        self._encoder = SafeTokenizer(tokenizer)
+        self._words = _Words(*(self._encoder.encode(word) for word in ("question:", " title:", " context:")))
+        self._truncations = questions.truncation_counter(config.corpus, "passage_tokens", config.passage_tokens)
+        self.keeps_useful = False
+        questions.require_room("passage_tokens", config.passage_tokens, self._words.count(titled=True) + 4)
+
+    def sample(self, epoch: int, index: int) -> Sample:
+        """Passages and answer, whatever the epoch."""
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)}")
+        answer = [*self._encoder.encode(self._rows[index]["answer"]), self._encoder.eos_id][
+            : self._config.answer_tokens
+        ]
+        return {
+            **self.prompt(index),
+            "input_ids": [self._encoder.pad_id, *answer],
+            "loss_mask": [False] + [True] * len(answer),
+        }
+
+    def prompt(self, index: int) -> Sample:
+        """What generation starts from: the sample without its answer."""
+        return {"input_ids": [self._encoder.pad_id], "loss_mask": [False], "passages": self._passages(index)}
+
+    def collate(self, samples: Sequence[Sample]) -> ContextBatch:
+        """Pad on the right: answers to (B, T), passages to (B, C, S). A sample with fewer passages gets empty ones."""
+        from src.data import collate
+
+        ids, masks = [s["input_ids"] for s in samples], [s["loss_mask"] for s in samples]
+        context_ids, context_mask = collate.pad_chunks([s["passages"] for s in samples], self._encoder.pad_id)
+        return {
+            **collate.pad_tokens(ids, masks, self._encoder.pad_id),
+            "context_ids": context_ids,
+            "context_mask": context_mask,
+        }
+
+    def collate_prompts(self, samples: Sequence[Sample]) -> ContextBatch:
+        """As `collate`: the decoder's part is one token, so nothing is padded on the left."""
+        return self.collate(samples)
+
+    def _passages(self, index: int) -> list[list[int]]:
+        """In the order of the contexts; the parts of a context that is split follow each other."""
+        question = self._encoder.encode(f" {self._rows[index]['question']}")
+        if not self.reads_contexts:
+            most = self._config.passage_tokens - 1 - len(self._words.question)
+            return [[*self._words.question, *question[max(0, len(question) - most) :], self._encoder.eos_id]]
+        row = self._context_row(index)
+        titles, contexts = row.get("titles_list") or [], answers.contexts(row)
+        chosen = questions.useful_indices(row) if self._config.contexts == "useful" else range(len(contexts))
+        if self.keeps_useful:
+            useful = {*questions.useful_indices(row)}
+            first = sorted(chosen, key=lambda i: (i not in useful, i))[: self._config.num_passages]
+            chosen = sorted(first)
+        chosen = chosen[: self._config.num_passages]  # each is a passage at least
+        passages = [part for i in chosen for part in self._parts(question, titles[i] if titles else "", contexts[i])]
+        return passages[: self._config.num_passages]
+
+    def _parts(self, question: Sequence[int], title: str, context: str) -> list[list[int]]:
+        """The passage of one context, or several where it is split."""
+        words, context_ids = self._words, self._encoder.encode(f" {context}" if context else "")
+        title_ids = self._encoder.encode(f" {title}" if title else "")
+        room = self._config.passage_tokens - words.count(bool(title_ids))
+        if len(question) + len(title_ids) + len(context_ids) > room:
+            question, title_ids = question[max(0, len(question) - room // 2) :], title_ids[: room // 4]
+        head = [*words.question, *question, *(words.title if title_ids else ()), *title_ids, *words.context]
+        left = room - len(question) - len(title_ids)
+        if self._config.too_long == "truncate":
+            self._truncations.count(1, len(context_ids) > left)
+        starts = range(0, max(1, len(context_ids)), left) if self._config.too_long == "split" else [0]
+        return [[*head, *context_ids[start : start + left], self._encoder.eos_id] for start in starts]

@@ -1,0 +1,271 @@
+"""Rows of questions, answers and contexts: what all data sets made of them share."""
+
+import copy
+import logging
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from functools import cache, cached_property
+from random import Random
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypedDict
+
+from pydantic import Field
+
+from src.data import jsonl
+from src.data.text.tokenizers import SafeTokenizer
+from src.errors import ConfigError, DataError
+from src.evaluation.metrics import answers
+from src.experiments.batches import TokenBatch
+from src.experiments.config import Places
+from src.systems.crossattn.data import templates
+from src.systems.crossattn.data.subsets import Row, RowsConfig, Subset, row_number, select_sources, sources_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+log = logging.getLogger(__name__)
+FIELDS = {"context": str, "question": str, "answer": str, "dataset": str}
+OPTIONAL = {
+    "answers": list[str],
+    "contexts_list": list[str],
+    "useful_contexts": list[int],
+    "titles_list": list[str],
+    "kind": str,
+}
+RULES = "questions 1"
+"""Of what is checked of the rows and how they are grouped: with another number, files are checked again."""
+
+
+def read(places: Places, config: RowsConfig, split: str) -> tuple[Sequence[Row], str]:
+    """The rows of one split of a prepared data set that `config` uses, and the fingerprint of the whole data set.
+
+    Raises:
+        DataError: the data set is missing, incomplete or malformed, or what is used of it smaller than `val_samples`.
+        ConfigError: no row is of one of the sources.
+    """
+    folder = jsonl.corpus_folder(places, config.corpus)
+    path = jsonl.require_file(folder, f"{split}.jsonl")
+    rows = select_sources(
+        config, split, jsonl.read_rows(path, FIELDS, OPTIONAL, require_equal_lengths, answers.source, RULES)
+    )
+    if split == "val" and config.val_samples is not None:
+        rows = Subset(rows, jsonl.select_validation_rows(len(rows), config.val_samples, path))
+    return rows, jsonl.fingerprint(folder)
+
+
+def require_equal_lengths(row: Row, where: str) -> None:
+    """Raises DataError where a list with one entry per context has another length."""
+    for field in ("useful_contexts", "titles_list"):
+        values, contexts = row.get(field), row.get("contexts_list") or []
+        if values is not None and len(values) != len(contexts):
+            raise DataError(f"{where}: field {field!r}: {len(values)} entries for {len(contexts)} in 'contexts_list'.")
+
+
+def useful_contexts(row: Row) -> list[str]:
+    """All of them where none is marked."""
+    contexts = answers.contexts(row)
+    return [contexts[i] for i in useful_indices(row)]
+
+
+def useful_indices(row: Row) -> list[int]:
+    """Indices of the contexts that are marked as useful; all where none is."""
+    marked = [i for i, mark in enumerate(row.get("useful_contexts") or []) if mark]
+    return marked or list(range(len(answers.contexts(row))))
+
+
+class TruncationCounter:
+    """Counts the contexts of which this process cut the end off.
+    Warns at the first, the 100th, the 10,000th and so on."""
+
+    def __init__(self, name: str, why: str) -> None:
+        self._name, self._why = name, why
+        self.read = self.cut = 0
+        self._next = 1
+
+    def count(self, read: int, cut: int) -> None:
+        """Add `read` contexts, of which `cut` lost their end."""
+        self.read += read
+        self.cut += cut
+        if self.cut >= self._next:
+            log.warning(
+                "%s: %d of %d contexts read by this process lost their end: %s.",
+                self._name,
+                self.cut,
+                self.read,
+                self._why,
+            )
+            while self._next <= self.cut:
+                self._next *= 100
+
+
+@cache
+def truncation_counter(name: str, field: str, most: int) -> TruncationCounter:
+    """The counter that all data sets of `name` in this process share.
+    field: the config field that allows `most` tokens."""
+    return TruncationCounter(name, f"data.{field} is {most}, and data.too_long 'truncate'")
+
+
+class Questions:
+    """Rows, each asked with its own contexts or, as a control, with another row's."""
+
+    stored_bytes_per_token: int | None = None
+    """On disk, of a token of a context that was encoded before; None where contexts are read as text."""
+
+    def __init__(self, rows: Sequence[Row], seed: int, name: str, fingerprint: str, contexts: str = "all") -> None:
+        """contexts: which of a row's are read: "all", "useful" or "none"."""
+        self.fingerprint = fingerprint
+        self.reads_contexts = contexts != "none"
+        self._rows = rows
+        self._seed = seed
+        self._name = name
+        self._texts_of: Callable[[Row], list[str]] = useful_contexts if contexts == "useful" else answers.contexts
+        self._context_rows: Sequence[int] = range(len(rows))
+
+    def __len__(self) -> int:
+        """Samples in one epoch."""
+        return len(self._rows)
+
+    @property
+    def num_questions(self) -> int:
+        """Rows that can be asked."""
+        return len(self._rows)
+
+    def row(self, index: int) -> Row:
+        """Question `index` as it is in the prepared data, with its own contexts."""
+        return self._rows[index]
+
+    def source(self, index: int) -> str:
+        """Group of scores: the dataset a row came from, with its kind of question if any, as "stdlib_calls"."""
+        return answers.source(self._rows[index % len(self._rows)])
+
+    def sample_source(self, epoch: int, index: int) -> str:
+        """`source` of a sample."""
+        return self.source(index)
+
+    @cached_property
+    def sources(self) -> list[str]:
+        """Every `source`, sorted."""
+        return sources_of(self._rows)
+
+    def with_shuffled_contexts(self) -> Self:
+        """The same questions, each with another sample's context, never one of the same text.
+
+        A control: a model that reads its context does worse here. Depends on the rows and the seed alone.
+
+        Raises:
+            DataError: all rows have the same context.
+        """
+        by_text: dict[tuple[str, ...], int] = {}
+        for index, row in enumerate(self._rows):
+            by_text.setdefault(tuple(self._texts_of(row)), index)
+        if len(by_text) < 2:
+            raise DataError(
+                f"{self._name}: all {len(self._rows)} rows have the same context; shuffling needs at least two."
+            )
+        order = list(by_text)
+        Random(f"contexts/{self._seed}").shuffle(order)
+        partner = {text: by_text[order[i - 1]] for i, text in enumerate(order)}
+        shuffled = copy.copy(self)
+        shuffled._context_rows = [partner[tuple(self._texts_of(row))] for row in self._rows]
+        return shuffled
+
+    def _context_row(self, index: int) -> Row:
+        """The row whose contexts are read with question `index`."""
+        return self._rows[self._context_rows[index]]
+
+    def _check_rows(self, check: Callable[[Row], object]) -> None:
+        """Call `check` with each row. A DataError that it raises gets the row's number."""
+        for index, row in enumerate(self._rows):
+            try:
+                check(row)
+            except DataError as error:
+                raise DataError(f"{self._name}: row {row_number(self._rows, index) + 1}: {error}") from None
+
+
+def require_room(field: str, given: int, needed: int) -> None:
+    """Raises ConfigError where the template alone takes more tokens than are allowed."""
+    if given < needed:
+        raise ConfigError(
+            f"data.{field}: {given} tokens leave no room beside the template in this vocabulary; "
+            f"expected at least {needed}."
+        )
+
+
+class DecoderConfig(RowsConfig):
+    """Questions that a decoder reads in the template of a chat, and answers."""
+
+    same_length_advice: ClassVar[str] = "Write data.fixed_length: true, or leave loop.compile out."
+    sequence_tokens: int = Field(gt=0)
+    """Most tokens of question and answer.
+    A longer question loses its beginning; an answer that alone is too long loses its end."""
+    loss_on: Literal["answer", "all"]
+    """Score the answer and the end token, or every token but the first."""
+    template: templates.Name = "assistant"
+    fixed_length: bool = False
+    """Pad every batch to the length of the longest possible sequence, not of its own longest, for `loop.compile`."""
+
+    @abstractmethod
+    def longest(self) -> int:
+        """Most tokens of a sequence."""
+
+    def batch_lengths(self) -> tuple[int, ...] | None:
+        return (self.longest(),) if self.fixed_length else None
+
+
+class Sample(TypedDict):
+    """One training sample, or one prompt."""
+
+    input_ids: list[int]
+    loss_mask: list[bool]
+    """As long as input_ids. True where the prediction of the token is scored."""
+
+
+class DecoderQuestions(Questions):
+    """Questions and answers in a template, as ids."""
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        rows: Sequence[Row],
+        tokenizer: "PreTrainedTokenizerFast",
+        seed: int,
+        fingerprint: str,
+        contexts: str = "all",
+    ) -> None:
+        super().__init__(rows, seed, config.corpus, fingerprint, contexts)
+        self._encoder = SafeTokenizer(tokenizer)
+        self._prompter = templates.Prompter(self._encoder, config.template)
+        self._most, self._loss_on, self.shuffle = config.sequence_tokens, config.loss_on, config.shuffle
+        self._length = config.longest() if config.fixed_length else None
+        require_room("sequence_tokens", config.sequence_tokens, self._prompter.fixed_tokens + 2)
+
+    def _prompt_ids(self, index: int, max_tokens: int) -> list[int]:
+        """Ids up to where the answer begins, of which question and template take `max_tokens` at most."""
+        return self._prompter.prompt(self._rows[index]["question"], max_tokens)
+
+    def sample(self, epoch: int, index: int) -> Sample:
+        """Question and answer, whatever the epoch."""
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)}")
+        answer = self._prompter.answer(self._rows[index]["answer"], self._most - self._prompter.fixed_tokens)
+        prompt = self._prompt_ids(index, self._most - len(answer))
+        unscored = len(prompt) if self._loss_on == "answer" else 1
+        return {"input_ids": prompt + answer, "loss_mask": [i >= unscored for i in range(len(prompt) + len(answer))]}
+
+    def prompt(self, index: int) -> Sample:
+        """What generation starts from: the sample without its answer."""
+        ids = self._prompt_ids(index, self._most - 1)
+        return {"input_ids": ids, "loss_mask": [False] * len(ids)}
+
+    def collate(self, samples: Sequence[Any]) -> TokenBatch:
+        """Pad on the right."""
+        return self._collate(samples, left=False)
+
+    def collate_prompts(self, samples: Sequence[Any]) -> TokenBatch:
+        """Pad the prompts on the left, so that all end where generation begins; contexts on the right."""
+        return self._collate(samples, left=True)
+
+    def _collate(self, samples: Sequence[Any], left: bool) -> TokenBatch:
+        from src.data import collate
+
+        ids, masks = [s["input_ids"] for s in samples], [s["loss_mask"] for s in samples]
+        return collate.pad_tokens(ids, masks, self._encoder.pad_id, left, None if left else self._length)

@@ -1,0 +1,124 @@
+"""Selects the rows of a prepared data set that are used: of some sources, or a sample of all."""
+
+from abc import abstractmethod
+from array import array
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, overload
+
+from pydantic import Field, field_validator
+
+from src.data import jsonl
+from src.data.orders import ShuffledConfig
+from src.errors import DataError
+from src.experiments.config import Places, unknown
+from src.experiments.interfaces import ContextDataset
+from src.files import read_manifest
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+Row = dict[str, Any]
+
+
+class RowsConfig(ShuffledConfig):
+    """A folder of rows {"context", "question", "answer", "dataset"} in train.jsonl and val.jsonl, and their selection.
+
+    Other splits are used whole.
+    """
+
+    corpus: str = Field(min_length=1)
+    """Folder below `--data_path`."""
+    train_datasets: list[str] | None = Field(default=None, min_length=1)
+    """Only the rows of these sources are trained on, named as in "em/<source>"; None for all."""
+    val_datasets: list[str] | None = Field(default=None, min_length=1)
+    """Only the rows of these sources are validated on, named as in "em/<source>"; None for all."""
+    val_samples: int | None = Field(default=None, gt=0)
+    """Rows of the validation split, of `val_datasets`, that are used: the same ones whatever the seed; None for all."""
+
+    @field_validator("train_datasets", "val_datasets")
+    @classmethod
+    def _each_once(cls, names: list[str] | None) -> list[str] | None:
+        twice = [name for name, times in Counter(names or ()).items() if times > 1]
+        if twice:
+            raise ValueError(f"{', '.join(twice)} stands there more than once. Name each source once.")
+        return names
+
+    def check(self, places: Places) -> None:
+        """Also refuses sources that the manifest of the data set does not count: {"counts": {split:
+        {"rows": {source: number}}}}.
+
+        A manifest without counts is left to `build`, which looks for the sources among the rows.
+        """
+        jsonl.require_splits(places, self.corpus)
+        counts: Any = read_manifest(places.data / self.corpus, DataError).get("counts")
+        for split in jsonl.SPLITS:
+            of_split = counts.get(split) if isinstance(counts, Mapping) else None
+            rows = of_split.get("rows") if isinstance(of_split, Mapping) else None
+            if isinstance(rows, Mapping):
+                _require_known(self, split, rows)
+
+    @abstractmethod
+    def build(self, places: Places, tokenizer: "PreTrainedTokenizerFast", split: str, seed: int) -> ContextDataset:
+        """The rows of one split, tokenised on access."""
+
+    def datasets(self, split: str) -> list[str] | None:
+        """The sources whose rows of a split are used; None for all."""
+        return {"train": self.train_datasets, "val": self.val_datasets}.get(split)
+
+
+def _require_known(config: RowsConfig, split: str, known: Iterable[str]) -> None:
+    for name in config.datasets(split) or ():
+        if name not in known:
+            raise unknown("source", name, known, f"data.{split}_datasets: {config.corpus}/{split}.jsonl")
+
+
+def select_sources(config: RowsConfig, split: str, rows: jsonl.Rows) -> Sequence[Row]:
+    """The rows of a split that are of the sources in use.
+
+    Raises:
+        ConfigError: a source has no row; names those that have.
+    """
+    wanted, index = config.datasets(split), rows.row_index
+    if wanted is None:
+        return rows
+    _require_known(config, split, index.names)
+    chosen = {index.names.index(name) for name in wanted}
+    return Subset(rows, array("Q", (number for number, group in enumerate(index.groups) if group in chosen)))
+
+
+def sources_of(rows: Sequence[Row]) -> list[str]:
+    """The sources of some rows, sorted, of which none is parsed."""
+    numbers: Iterable[int] = range(len(rows))
+    while isinstance(rows, Subset):
+        numbers, rows = map(rows.numbers.__getitem__, numbers), rows.rows
+    assert isinstance(rows, jsonl.Rows)
+    return sorted(rows.row_index.names[group] for group in set(map(rows.row_index.groups.__getitem__, numbers)))
+
+
+class Subset(Sequence[Row]):
+    """Some of the `rows`, by number, read on access."""
+
+    def __init__(self, rows: Sequence[Row], numbers: Sequence[int]) -> None:
+        self.rows = rows
+        self.numbers = numbers
+        """Positions in `rows`, counted from 0."""
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    @overload
+    def __getitem__(self, index: int) -> Row: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Row]: ...
+    def __getitem__(self, index: int | slice) -> Row | list[Row]:
+        if isinstance(index, slice):
+            return [self.rows[number] for number in self.numbers[index]]
+        return self.rows[self.numbers[index]]
+
+
+def row_number(rows: Sequence[Row], index: int) -> int:
+    """Position of row `index` of `rows` in the whole file, counted from 0."""
+    while isinstance(rows, Subset):
+        rows, index = rows.rows, rows.numbers[index]
+    return index

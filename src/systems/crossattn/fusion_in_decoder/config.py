@@ -1,0 +1,55 @@
+"""Config of Fusion-in-Decoder, and all checks that need no torch.
+
+Izacard & Grave, "Leveraging Passage Retrieval with Generative Models for Open Domain Question Answering" (EACL 2021,
+arXiv 2007.01282).
+"""
+
+from typing import TYPE_CHECKING
+
+from pydantic import model_validator
+
+from src.experiments.config import Places
+from src.experiments.interfaces import Architecture, ModelConfig, ModelField
+from src.experiments.kinds import ENCODER_DECODER, FUSION_IN_DECODER
+from src.support.call_once import call_once
+
+if TYPE_CHECKING:
+    from src.systems.crossattn.fusion_in_decoder.layers import FusionInDecoder
+
+
+class Config(ModelConfig):
+    """The encoder-decoder that encodes the passages and writes the answer."""
+
+    base: ModelField
+    """A T5, or an experiment that trained one."""
+
+    @model_validator(mode="after")
+    def _base_is_an_encoder_decoder(self) -> "Config":
+        if self.base.name == "lora":
+            raise ValueError("base: put 'lora' around 'fusion_in_decoder'.")
+        self.base.require_kind(ENCODER_DECODER, None, "base")
+        return self
+
+    def build(self, places: Places) -> "FusionInDecoder":
+        """Fusion-in-Decoder around the base. It adds no weights.
+
+        Raises:
+            UserError: the base cannot be built.
+        """
+        from src.systems.crossattn.fusion_in_decoder.layers import FusionInDecoder
+
+        return FusionInDecoder(self.base.build(places))
+
+    def check(self, places: Places) -> None:
+        call_once(self.base.check, places)
+        self.base.check_kind(ENCODER_DECODER, places, "fusion_in_decoder.base")
+
+    def architecture(self, places: Places) -> Architecture | None:
+        return call_once(self.base.architecture, places)
+
+    def fingerprint(self, places: Places) -> str | None:
+        """The base's: of pretrained weights, None where it loads none."""
+        return self.base.fingerprint(places)
+
+    def kind(self, places: Places | None) -> str:
+        return FUSION_IN_DECODER

@@ -1,0 +1,157 @@
+"""A cross-attention model as transformers loads it, without this project: the classes, and the folder with their code.
+
+The code in such a folder is that of this room: the modules in SOURCES one after another, without their imports from the
+project.
+"""
+
+import ast
+import shutil
+from dataclasses import asdict
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutput
+
+from src.systems.crossattn.model import encoder, kv_cache
+from src.systems.crossattn.model import layers as layers_module
+from src.systems.crossattn.model.config import Family, Plan
+from src.systems.crossattn.model.kv_cache import Context
+from src.systems.crossattn.model.layers import CrossAttentionLM
+
+CODE = "modeling_cross_attention.py"
+
+
+class CrossAttentionConfig(PretrainedConfig):
+    """The config of the base, and what the blocks are."""
+
+    model_type = "cross_attention_lm"
+
+    def __init__(
+        self,
+        base: dict[str, Any] | None = None,
+        settings: dict[str, Any] | None = None,
+        plan: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        self.base, self.settings, self.plan = base or {}, settings or {}, plan or {}
+        super().__init__(**kwargs)
+
+
+class CrossAttentionForCausalLM(PreTrainedModel):
+    """A causal language model that reads a context beside its prompt: `generate(input_ids, context=context_ids)`.
+
+    A context is ids (B, S), or (B, C, S) for C chunks that are encoded each on its own; a pair of ids and mask, True on
+    real tokens; or what `encode_context` gives, for several questions. Without one the model is its base.
+    """
+
+    config_class = CrossAttentionConfig
+    base: Any
+    _reader: Any
+
+    def __init__(self, config: CrossAttentionConfig) -> None:
+        super().__init__(config)
+        plan = Plan(**{**config.plan, "family": Family(**config.plan["family"])})
+        base = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config.base))
+        reader = CrossAttentionLM(SimpleNamespace(**config.settings, cache_contexts=False), base, plan)  # type: ignore[arg-type]
+        self.base, self.blocks = base, reader.blocks
+        object.__setattr__(self, "_reader", reader)  # not a module of ours, or there would be two names for each weight
+        self.post_init()
+
+    @torch.no_grad()
+    def encode_context(self, context_ids: Tensor, context_mask: Tensor | None = None) -> "Context":
+        """Encode ids (B, S) or (B, C, S), to be read by several calls.
+        context_mask: True on real tokens; None: all are."""
+        ids = context_ids[:, None] if context_ids.dim() == 2 else context_ids
+        mask = torch.ones_like(ids, dtype=torch.bool) if context_mask is None else context_mask.view_as(ids).bool()
+        return self._reader.encode(ids, mask)
+
+    def _context(self, context: Any) -> "Context | None":
+        if context is None or isinstance(context, Context):
+            return context
+        return self.encode_context(*context) if isinstance(context, tuple) else self.encode_context(context)
+
+    def forward(
+        self, input_ids: Tensor, attention_mask: Tensor | None = None, context: Any = None, **kwargs: Any
+    ) -> CausalLMOutput:
+        """Logits (B, T, vocabulary) of the tokens."""
+        mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+        positions = (mask.long().cumsum(dim=-1) - 1).clamp(min=0)
+        with self._reader.reading(self._context(context)):
+            logits = self.base(input_ids=input_ids, attention_mask=mask, position_ids=positions, use_cache=False).logits
+        return CausalLMOutput(logits=logits)
+
+    @torch.no_grad()
+    def generate(
+        self, input_ids: Tensor, attention_mask: Tensor | None = None, context: Any = None, **kwargs: Any
+    ) -> Tensor:
+        """Continue left-padded prompts (B, T); `kwargs` are those of transformers' generate."""
+        mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+        with self._reader.reading(self._context(context)):
+            return self.base.generate(input_ids=input_ids, attention_mask=mask, **kwargs)
+
+
+def save(model: CrossAttentionLM, folder: Path) -> None:
+    """Write config, weights and code of `model` to `folder`."""
+    settings = model.settings.model_dump(mode="json", exclude={"base", "weights", "cache_contexts"})
+    plan = asdict(layers_module._plan_for(model.settings, model.base))
+    base = {**model.base.config.to_dict(), "_name_or_path": "", "dtype": str(model.base.dtype).removeprefix("torch.")}
+    config = CrossAttentionConfig(base=base, settings=settings, plan=plan)
+    made = CrossAttentionForCausalLM(config).to(model.base.dtype)
+    made.base.load_state_dict(model.base.state_dict())
+    made.blocks.load_state_dict(model.blocks.state_dict())
+    made.blocks.to(next(model.blocks.parameters()).dtype)
+    made.save_pretrained(folder)
+    (folder / CODE).write_text(source(), encoding="utf-8")
+    found = CrossAttentionConfig.from_pretrained(folder)
+    stem = CODE.removesuffix(".py")
+    found.auto_map = {
+        "AutoConfig": f"{stem}.CrossAttentionConfig",
+        "AutoModelForCausalLM": f"{stem}.CrossAttentionForCausalLM",
+    }
+    found.architectures = ["CrossAttentionForCausalLM"]
+    found.save_pretrained(folder)
+    shutil.rmtree(folder / "__pycache__", ignore_errors=True)
+
+
+def source() -> str:
+    """The code of such a model in one module."""
+    from src import errors
+    from src.models import wrapper
+    from src.systems.crossattn.model import config
+
+    paths = [str(module.__file__) for module in (wrapper, kv_cache, encoder, layers_module)]
+    body = "\n\n".join(_without_imports(Path(path).read_text(encoding="utf-8")) for path in [*paths, __file__])
+    body = body[: body.index("\ndef save(")]
+    header = [
+        '"""A language model with cross-attention blocks that read a context: see the class at the end."""',
+        "from __future__ import annotations",
+        "from dataclasses import dataclass",
+        _definition(errors.__file__, "UserError"),
+        _definition(errors.__file__, "ConfigError"),
+        _definition(str(config.__file__), "Family"),
+        _definition(str(config.__file__), "Plan"),
+    ]
+    return "\n\n".join([*header, body])
+
+
+def _without_imports(code: str) -> str:
+    """Without the module's docstring and its imports from this project."""
+    lines, tree = code.splitlines(), ast.parse(code)
+    for node in tree.body:
+        own = isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "src"
+        if own or node is tree.body[0]:
+            for number in range(node.lineno - 1, (node.end_lineno or node.lineno)):
+                lines[number] = ""
+    return "\n".join(lines)
+
+
+def _definition(path: str, name: str) -> str:
+    """The code of a class, with its decorators."""
+    code = Path(path).read_text(encoding="utf-8")
+    (node,) = (node for node in ast.parse(code).body if isinstance(node, ast.ClassDef) and node.name == name)
+    first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+    return "\n".join(code.splitlines()[first - 1 : node.end_lineno])

@@ -1,0 +1,214 @@
+"""Reads and writes cross-attention blocks in the layout of XC-Cache.
+
+A folder has config.json and the weights in safetensors or PyTorch files. Of these only `cross_attn_layers.<i>.…` are
+read; a shared block is repeated for each layer. The blocks' settings in config.json must equal the experiment's. Names:
+ServiceNow/xc-cache, xc_cache/models/cross_attn; its own code loads Llama-style blocks with LayerNorm alone (`norm:
+layer`).
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from src.errors import CheckpointError
+from src.files import read_json, sha256, write_json
+from src.support.weights import summarize_names
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from src.systems.crossattn.model.layers import CrossAttentionLM
+
+_PREFIX = "cross_attn_layers"
+_SHARED = {"norm1": "ln_1", "norm2": "ln_2"}
+_GPT = {
+    **_SHARED,
+    "attention.v": "crossattention.v_attn",
+    "attention.out": "crossattention.c_proj",
+    "mlp.up": "mlp.c_fc",
+    "mlp.down": "mlp.c_proj",
+}
+_GPT_APART = {**_GPT, "attention.q": "crossattention.q_attn", "attention.k": "crossattention.k_attn"}
+_GPT_TOGETHER = {**_GPT, "attention.q": "crossattention.q_k_attn"}
+_LLAMA = {
+    **_SHARED,
+    **{
+        f"attention.{ours}": f"crossattention.{theirs}_proj"
+        for ours, theirs in {"q": "q", "k": "k", "v": "v", "out": "o"}.items()
+    },
+    **{f"mlp.{name}": f"mlp.{name}_proj" for name in ("gate", "up", "down")},
+}
+_PATTERNS = ("model*.safetensors", "pytorch_model*.bin")
+
+
+def names(model: "CrossAttentionLM") -> dict[str, list[str]]:
+    """XC-Cache's names of each weight of the blocks, by our name; several for a shared block."""
+    block = model.unique_blocks()[0]
+    gated, together = block.mlp.gate is not None, block.attention.k is None
+    table = _LLAMA if gated else _GPT_TOGETHER if together else _GPT_APART
+    # There blocks of the Llama style have two matrices all the same, which are then equal.
+    twin = {table["attention.q"]: table["attention.k"]} if gated and together else {}
+    found = {}
+    for key in model.blocks.state_dict():
+        place, _, rest = key.partition(".")
+        part, _, kind = rest.rpartition(".")
+        indices = model.layer_indices if place == "shared" else [int(place)]
+        parts = [table[part], *([twin[table[part]]] if table[part] in twin else [])]
+        found[f"blocks.{key}"] = [f"{_PREFIX}.{i}.{name}.{kind}" for i in indices for name in parts]
+    return found
+
+
+def require(folder: Path) -> list[Path]:
+    """The weight files in `folder`.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    found = next((sorted(folder.glob(pattern)) for pattern in _PATTERNS if any(folder.glob(pattern))), [])
+    if not found:
+        raise CheckpointError(
+            f"{folder}: no weights here. Expected {' or '.join(_PATTERNS)}, as XC-Cache saves a model."
+        )
+    return found
+
+
+def fingerprint(folder: Path, base: str | None) -> str:
+    """Digest of the weights in `folder` and of those of the base."""
+    return hashlib.sha256(json.dumps([base, *(sha256(path) for path in require(folder))]).encode()).hexdigest()
+
+
+def load(model: "CrossAttentionLM", folder: Path) -> None:
+    """Copy the blocks in `folder` into those of `model`, which is changed in place.
+
+    Raises:
+        CheckpointError: the files are damaged, or do not fit the blocks of `model`, which is unchanged then.
+    """
+    import torch
+
+    _check_config(model, folder)
+    saved: dict[str, Tensor] = {}
+    for path in require(folder):
+        saved |= _read_blocks(path)
+    wanted, weights = names(model), model.state_dict()
+    expected = {theirs for several in wanted.values() for theirs in several}
+    if saved.keys() != expected:
+        absent, extra = summarize_names(expected - saved.keys()), summarize_names(saved.keys() - expected)
+        raise CheckpointError(
+            f"{folder}: of other blocks. "
+            f"Missing: {absent}; unexpected: {extra}. Compare its config.json with the experiment's model."
+        )
+    for ours, several in wanted.items():
+        for theirs in several:
+            if saved[theirs].shape != weights[ours].shape:
+                raise CheckpointError(
+                    f"{folder}: of other blocks. {theirs} is {list(saved[theirs].shape)}, expected "
+                    f"{list(weights[ours].shape)}."
+                )
+            if not torch.equal(saved[theirs], saved[several[0]]):
+                raise CheckpointError(
+                    f"{folder}: {several[0]} and {theirs} differ, but are one by shared_weights or shared_projections."
+                )
+    with torch.no_grad():
+        for ours, several in wanted.items():
+            weights[ours].copy_(saved[several[0]])
+
+
+def _check_config(model: "CrossAttentionLM", folder: Path) -> None:
+    """Refuse blocks with other settings in their config.json."""
+    path = folder / "config.json"
+    told = read_json(path, CheckpointError) if path.is_file() else {}
+    ours = _settings(model)
+    ignored = {"cross_attn_dropout_prob"}  # dropout belongs to the training
+    if model.unique_blocks()[0].mlp.gate is not None:
+        ignored |= {"cross_attn_shared_projections"}
+    if model.config.model_type == "mistral":
+        ignored |= {f"cross_attn_{name}" for name in ("num_attention_heads", "num_key_value_heads", "attention_bias")}
+    wrong = [
+        f"{name} is {told[name]!r}, the experiment's is {value!r}"
+        for name, value in ours.items()
+        if name not in ignored and told.get(name) not in (None, value)
+    ]
+    if wrong:
+        raise CheckpointError(f"{path}: of other blocks: {'; '.join(wrong)}. Change the experiment's model.")
+
+
+def save(model: "CrossAttentionLM", folder: Path, base: str, with_base: bool = False) -> None:
+    """Write the blocks of `model`, and a config.json, into the existing `folder`.
+
+    base: hub id or folder of the base, which XC-Cache makes its model from. with_base: write the base's weights too,
+    which its loader of
+    checkpoints needs: its model has them under the base's own names, but "transformer." instead of "model.".
+    """
+    from safetensors.torch import save_file
+
+    weights = model.state_dict()
+    found = {theirs: weights[ours] for ours, several in names(model).items() for theirs in several}
+    if with_base:
+        own = model.base.state_dict()
+        found |= {
+            f"transformer.{name.removeprefix('model.')}" if name.startswith("model.") else name: own[name]
+            for name in own
+        }
+    save_file(
+        {name: tensor.detach().cpu().contiguous().clone() for name, tensor in found.items()},
+        folder / "model.safetensors",
+    )
+    write_json(folder / "config.json", {**model.config.to_dict(), **_settings(model), "_name_or_path": base})
+
+
+def unlike_reference(model: "CrossAttentionLM") -> list[str]:
+    """What XC-Cache's code cannot have of these blocks, so that it would not load them."""
+    block, base = model.unique_blocks()[0], model.config
+    attention, width = block.attention, block.attention.heads * block.attention.head_size
+    given = {
+        f"bases of type {base.model_type!r}": base.model_type not in ("gpt_bigcode", "llama", "mistral"),
+        "RMSNorm in blocks": not hasattr(block.norm1, "bias"),
+        "Mistral blocks with other heads than the base's": base.model_type == "mistral"
+        and (width, attention.heads, attention.v.out_features // attention.head_size)
+        != (base.hidden_size, base.num_attention_heads, base.num_key_value_heads),
+        "feed_forward_size": base.model_type != "mistral" and block.mlp.up.out_features != 4 * width,
+    }
+    return [what for what, true in given.items() if true]
+
+
+def _settings(model: "CrossAttentionLM") -> dict[str, Any]:
+    """The blocks' sizes, as XC-Cache writes them into config.json.
+
+    Its Mistral blocks have the base's heads, and of this configuration the width of the MLP alone.
+    """
+    config, block = model.settings, model.unique_blocks()[0]
+    attention, of_base = block.attention, model.config.model_type == "mistral"
+    return {
+        "n_cross_attn_layers": config.num_layers,
+        "cross_attn_layers_stride": config.stride,
+        "cross_attn_shared_weights": config.shared_weights,
+        "cross_attn_dropout_prob": config.context_dropout_rate,
+        "cross_attn_final_layer": config.final_layer,
+        "cross_attn_shared_projections": config.shared_projections,
+        "cross_attn_hidden_size": block.mlp.up.out_features // 4 if of_base else attention.heads * attention.head_size,
+        "cross_attn_num_attention_heads": attention.heads,
+        "cross_attn_num_key_value_heads": attention.v.out_features // attention.head_size,
+        "cross_attn_attention_bias": config.attention_bias,
+        "cross_attn_skip_connections": config.skip_connections,
+    }
+
+
+def _read_blocks(path: Path) -> "Mapping[str, Tensor]":
+    """The blocks' weights in one file."""
+    import pickle
+
+    import torch
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        if path.suffix == ".safetensors":
+            with safe_open(path, framework="pt") as file:
+                return {name: file.get_tensor(name) for name in file.keys() if name.startswith(f"{_PREFIX}.")}  # noqa: SIM118  no dict
+        loaded = torch.load(path, map_location="cpu", weights_only=True)
+        return {name: tensor for name, tensor in loaded.items() if name.startswith(f"{_PREFIX}.")}
+    except (SafetensorError, pickle.UnpicklingError, EOFError, RuntimeError) as error:
+        raise CheckpointError(
+            f"{path}: damaged, not readable ({str(error).splitlines()[0][:200]}). Get it again."
+        ) from None

@@ -1,0 +1,145 @@
+"""A model that reads images, put together from a pretrained encoder of images and a pretrained decoder;
+what connects them is new."""
+
+import hashlib
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import Field, model_validator
+
+from src.errors import CheckpointError, ConfigError
+from src.experiments.config import Places
+from src.experiments.interfaces import Architecture, ModelConfig
+from src.experiments.kinds import VISION_LANGUAGE
+from src.models import hf
+from src.models import tokenizer as prepared_tokenizer
+from src.support.call_once import call_once
+from src.systems.interleaved.model import parts
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+ENCODERS = ("siglip", "siglip_vision_model")
+DECODERS = ("llama", "mistral", "qwen2")
+_VISION_SIZES = (
+    *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+    *("image_size", "patch_size", "hidden_act", "layer_norm_eps"),
+)
+
+
+class Config(ModelConfig):
+    """Which two models, and sizes of what is between them. The decoder's tokenizer gets tokens of images."""
+
+    vision: str = Field(min_length=1)
+    """Hub id such as "google/siglip-base-patch16-512", or a save_pretrained folder: below `--data_path`, or a path."""
+    text: str = Field(min_length=1)
+    """Of the decoder, likewise, such as "HuggingFaceTB/SmolLM2-135M"."""
+    scale_factor: int | None = Field(default=None, gt=0)
+    """Patches of a side that the pixel shuffle of Idefics3 makes one token; None: 2, where there is no resampler."""
+    resampler: parts.Resampler | None = None
+    """Instead of the pixel shuffle: the model is then an Idefics2."""
+    max_tiles: int = Field(default=1, gt=0)
+    """Most rows, and columns, of tiles of an image."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of the weights in memory."""
+    frozen: list[parts.Part] = []
+    """Parts that are not trained."""
+
+    @model_validator(mode="after")
+    def _new_weights_are_learned(self) -> "Config":
+        for part, new in (("connector", "its weights"), ("embeddings", "those of the tokens of images")):
+            if part in self.frozen:
+                raise ValueError(f"frozen: {new} are new, so the part {part!r} must be trained. Leave it out.")
+        return self
+
+    def build(self, places: Places) -> "PreTrainedModel":
+        """The model; new weights are drawn from torch's global generator.
+
+        Raises:
+            ConfigError: one of the two is not on this machine, or of another family.
+            CheckpointError: its weights are incomplete or damaged.
+        """
+        self.check(places)
+        vision: Any = self._vision().load(places, "AutoModel")
+        vision = getattr(vision, "vision_model", vision)
+        text: Any = self._text().load(places, "AutoModelForCausalLM")
+        folder = self._text().folder(places)
+        prepared_tokenizer.grow_embeddings(text, folder, self.new_tokens())
+        image_id = prepared_tokenizer.load(folder, self.new_tokens()).convert_tokens_to_ids(parts.IMAGE)
+        sizes = {name: getattr(vision.config, name) for name in _VISION_SIZES}
+        tied = bool(text.config.tie_word_embeddings)
+        model = parts.build_random(sizes, text.config.to_dict(), self.scale_factor, self.resampler, image_id, tied).to(
+            text.dtype
+        )
+        encoder = {
+            name: tensor for name, tensor in vision.state_dict().items() if not name.startswith("head.")
+        }  # it pools, and is not used
+        for part, weights in (
+            (model.model.vision_model, encoder),
+            (model.model.text_model, text.base_model.state_dict()),
+        ):
+            missing, unexpected = part.load_state_dict(weights, strict=False)
+            if missing or unexpected:
+                raise CheckpointError(
+                    f"{self.vision}, {self.text}: of other layers than expected: "
+                    f"{', '.join([*missing, *unexpected][:3])}."
+                )
+        model.lm_head.load_state_dict(text.lm_head.state_dict())
+        model.generation_config.update(
+            **{name: getattr(text.generation_config, name) for name in ("bos_token_id", "eos_token_id")}
+        )
+        model.name_or_path = str(folder)
+        return parts.complete(model, self.frozen)
+
+    def check(self, places: Places) -> None:
+        for field, model, known in (("vision", self._vision(), ENCODERS), ("text", self._text(), DECODERS)):
+            model.require_files(places)
+            found = model.read_config(places)["model_type"]
+            if found not in known:
+                raise ConfigError(
+                    f"model.{field}: {model.path} is of type {found!r}; expected one of {', '.join(known)}."
+                )
+        patches = self._patches(places)
+        sizes = self.architecture(places)
+        try:
+            parts.require_connector(
+                self.scale_factor, self.resampler, patches, self.max_tiles, sizes.hidden_size if sizes else 0
+            )
+        except ValueError as error:
+            raise ConfigError(f"model.{error}") from None
+
+    def new_tokens(self) -> list[str]:
+        return parts.image_tokens(self.max_tiles, self.resampler)
+
+    def architecture(self, places: Places) -> Architecture | None:
+        return self._text().architecture(places)
+
+    def fingerprint(self, places: Places) -> str:
+        """Digest of both."""
+        return hashlib.sha256(
+            (self._vision().fingerprint(places) + self._text().fingerprint(places)).encode()
+        ).hexdigest()
+
+    def kind(self, places: Places | None) -> str:
+        return VISION_LANGUAGE
+
+    def frame_sizes(self, places: Places) -> tuple[int, int]:
+        tokens = parts.tokens_of_frame(self.scale_factor, self.resampler, self._patches(places))
+        return self._encoder_config(places).image_size, tokens
+
+    def cache_bytes(self, places: Places, value_bytes: int) -> dict[str, int] | None:
+        return self._text().cache_bytes(places, value_bytes)
+
+    def _patches(self, places: Places) -> int:
+        """Of a side of a frame."""
+        config = self._encoder_config(places)
+        return config.image_size // config.patch_size
+
+    def _encoder_config(self, places: Places) -> Any:
+        config = call_once(self._vision().load_config, places)
+        return getattr(config, "vision_config", config)
+
+    def _vision(self) -> hf.Config:
+        return hf.Config(path=self.vision, dtype=self.dtype)
+
+    def _text(self) -> hf.Config:
+        return hf.Config(path=self.text, dtype=self.dtype)

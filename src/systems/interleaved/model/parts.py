@@ -1,0 +1,156 @@
+"""What all models that read images share: tokens, configs, the pass through the encoder, and parts that are frozen."""
+
+from collections.abc import Mapping, Sequence
+from types import MethodType
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import Field
+
+from src.experiments.config import Config as StrictConfig
+from src.systems.interleaved.model import flops
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+FAMILIES = ("idefics2", "idefics3", "smolvlm")
+"""By transformers' `model_type`."""
+IMAGE = "<image>"
+Part = Literal["vision", "connector", "embeddings", "text"]
+"""The encoder of frames; what makes tokens of its patches; embeddings of tokens and the matrix of the logits;
+the decoder's layers."""
+
+
+class Resampler(StrictConfig):
+    """Sizes of what makes tokens of patches in Idefics2 (Laurençon et al. 2024, arXiv 2405.02246):
+    learned queries that read them."""
+
+    tokens: int = Field(gt=0)
+    """Of a frame."""
+    num_layers: int = Field(gt=0)
+    num_heads: int = Field(gt=0)
+
+
+def image_tokens(max_tiles: int, resampler: Resampler | None) -> list[str]:
+    """Control tokens of images. Idefics2 has no tiles, and so no token of the whole."""
+    tiles = [f"<row_{row}_col_{column}>" for row in range(1, max_tiles + 1) for column in range(1, max_tiles + 1)]
+    whole = [] if resampler else ["<global-img>", *(tiles if max_tiles > 1 else [])]
+    return ["<fake_token_around_image>", IMAGE, *whole]
+
+
+def require_connector(
+    scale_factor: int | None, resampler: Resampler | None, patches: int, max_tiles: int, hidden_size: int
+) -> None:
+    """Raises ValueError where patches do not become whole tokens. patches: of a side of a frame."""
+    if resampler is None:
+        if patches % (scale_factor or 2):
+            raise ValueError(f"scale_factor {scale_factor or 2}: the {patches} patches of a side do not divide by it.")
+        return
+    if scale_factor is not None:
+        raise ValueError(
+            "scale_factor: it is of the pixel shuffle, and there is a resampler. Leave one of the two out."
+        )
+    if max_tiles > 1:
+        raise ValueError("max_tiles: with a resampler (Idefics2) images are not cut into tiles. Leave it out.")
+    if hidden_size % resampler.num_heads:
+        raise ValueError(f"resampler.num_heads: hidden_size {hidden_size} does not divide by {resampler.num_heads}.")
+
+
+def tokens_of_frame(scale_factor: int | None, resampler: Resampler | None, patches: int) -> int:
+    """patches: of a side of a frame."""
+    return resampler.tokens if resampler else (patches // (scale_factor or 2)) ** 2
+
+
+def build_random(
+    vision: Mapping[str, Any],
+    text: Mapping[str, Any],
+    scale_factor: int | None,
+    resampler: Resampler | None,
+    image_id: int,
+    tied: bool,
+) -> Any:
+    """An Idefics3, or with a resampler an Idefics2, with random weights.
+    vision, text: configs as transformers writes them."""
+    from transformers import (
+        Idefics2Config,
+        Idefics2ForConditionalGeneration,
+        Idefics3Config,
+        Idefics3ForConditionalGeneration,
+    )
+
+    given: dict[str, Any] = {
+        "vision_config": dict(vision),
+        "text_config": dict(text),
+        "image_token_id": image_id,
+        "tie_word_embeddings": tied,
+    }
+    if resampler is None:
+        return Idefics3ForConditionalGeneration(Idefics3Config(**given, scale_factor=scale_factor or 2))
+    width = text["hidden_size"]
+    perceiver = {
+        "hidden_size": width,
+        "rms_norm_eps": text.get("rms_norm_eps", 1e-6),
+        "resampler_n_latents": resampler.tokens,
+        "resampler_depth": resampler.num_layers,
+        "resampler_n_heads": resampler.num_heads,
+        "resampler_head_dim": width // resampler.num_heads,
+        "num_key_value_heads": resampler.num_heads,
+    }
+    return Idefics2ForConditionalGeneration(Idefics2Config(**given, perceiver_config=perceiver))
+
+
+def complete(model: Any, frozen: Sequence[Part] = ()) -> Any:
+    """The transformers model, changed in place: its encoder always runs, parts are frozen, it tells its operations."""
+    _require_encoder_passes(model.model)
+    for part in frozen:
+        for _, parameter in flops.parameters_by_part(model)[part]:
+            parameter.requires_grad_(False)
+    model.training_flops = MethodType(flops.training_flops, model)
+    return model
+
+
+def _require_encoder_passes(inner: Any) -> None:
+    """Have the features of frames that no token stands for take part in the result with weight 0.
+
+    A micro-batch without an image then reads one frame that nobody sees: where a model is shared, all processes must
+    make the same passes.
+    """
+    if hasattr(inner, "get_placeholder_mask"):  # SmolVLM
+        find = inner.get_placeholder_mask
+
+        def get_placeholder_mask(
+            self: Any, input_ids: "Tensor | None", inputs_embeds: "Tensor", image_features: "Tensor"
+        ) -> "Tensor":
+            if input_ids is None:
+                return find(input_ids, inputs_embeds=inputs_embeds, image_features=image_features)
+            mask = _find_images(inner, input_ids, image_features)
+            return input_ids.new_zeros(1, 1, 1).bool() if mask is None else mask[..., None]
+
+        inner.get_placeholder_mask = MethodType(get_placeholder_mask, inner)
+        return
+    merge = inner.inputs_merger
+
+    def inputs_merger(
+        self: Any, input_ids: "Tensor | None", inputs_embeds: "Tensor", image_hidden_states: "Tensor"
+    ) -> "Tensor":
+        if input_ids is None:
+            return merge(input_ids, inputs_embeds, image_hidden_states)
+        mask, states = _find_images(inner, input_ids, image_hidden_states), image_hidden_states.to(inputs_embeds.dtype)
+        if mask is None:
+            return inputs_embeds + states.sum() * 0
+        rows = inputs_embeds.flatten(0, 1).index_put((mask.flatten(),), states.reshape(-1, states.shape[-1]))
+        return rows.view_as(inputs_embeds)
+
+    inner.inputs_merger = MethodType(inputs_merger, inner)
+
+
+def _find_images(inner: Any, input_ids: "Tensor", states: "Tensor") -> "Tensor | None":
+    """(B, T) bool, True on the tokens that stand for images; None where none does.
+
+    Raises:
+        ValueError: they are not as many as `states`, (..., D).
+    """
+    mask = input_ids == inner.config.image_token_id
+    count, given = int(mask.sum()), states.shape[:-1].numel()
+    if count and count != given:
+        raise ValueError(f"Image features and image tokens do not match, tokens: {count}, features: {given}")
+    return mask if count else None

@@ -1,0 +1,98 @@
+"""The files by which transformers' processors make the ids and the pixels that an image model was trained on."""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+from src.errors import CheckpointError, ConfigError
+from src.experiments.interfaces import load_experiment
+from src.files import read_json, write_atomic, write_json
+from src.runs.metadata import read_exp_dict
+
+log = logging.getLogger(__name__)
+LANCZOS = 1
+"""In the numbers of Pillow."""
+CHAT_TEMPLATE = """{%- set last = namespace(is_text=false) -%}
+{{- BEGIN -}}
+{%- for message in messages -%}
+{%- set parts = [{'type': 'text', 'text': message['content']}] if message['content'] is string \
+else message['content'] -%}
+{%- for part in parts -%}
+{%- if part['type'] == 'image' -%}
+{{- '<image>' -}}
+{%- set last.is_text = false -%}
+{%- else -%}
+{{- (' ' if last.is_text else '') + part['text'] -}}
+{%- set last.is_text = true -%}
+{%- endif -%}
+{%- endfor -%}
+{%- endfor -%}
+"""
+"""What the parts of a document become in a row:
+texts that follow each other have a space between them, and nobody has a role."""
+
+
+def save(folder: Path, checkpoint: Path, tokenizer: Any) -> None:
+    """Write a processor into `folder`, for the images that the run of `checkpoint` read.
+
+    Raises:
+        ConfigError: the checkpoint is not in the folder of its run, or the run read no images.
+    """
+    images = read_images_config(checkpoint)
+    square = {"height": images.frame_size, "width": images.frame_size}
+    pixels = {
+        "do_convert_rgb": True,
+        "do_normalize": True,
+        "do_pad": True,
+        "do_rescale": True,
+        "image_mean": [0.5] * 3,
+        "image_std": [0.5] * 3,
+        "resample": LANCZOS,
+        "rescale_factor": 1 / 255,
+    }
+    if images.style == "idefics2":
+        name, own = "Idefics2", {"do_image_splitting": False, "do_resize": True, "size": square}
+    else:
+        cut = images.max_size > images.frame_size
+        own = {
+            "do_image_splitting": cut,
+            "do_resize": images.enlarge,
+            "max_image_size": {"longest_edge": images.frame_size},
+            "size": {"longest_edge": images.max_size},
+        }
+        name = "Idefics3"
+        if cut and not images.enlarge:
+            log.warning(
+                "%s: transformers' processor cuts an image of more than %d pixels a side into "
+                "more tiles than the model knows. Make such images smaller before, or train with data.images.enlarge.",
+                folder,
+                images.max_size,
+            )
+    write_json(folder / "preprocessor_config.json", {"image_processor_type": f"{name}ImageProcessor", **pixels, **own})
+    write_json(
+        folder / "processor_config.json", {"image_seq_len": images.image_tokens, "processor_class": f"{name}Processor"}
+    )
+    if not tokenizer.chat_template:
+        begins = tokenizer.bos_token_id not in (None, tokenizer.eos_token_id)
+        write_atomic(folder / "chat_template.jinja", CHAT_TEMPLATE.replace("BEGIN", "bos_token" if begins else "''"))
+    config = read_json(folder / "tokenizer_config.json", CheckpointError)
+    write_json(folder / "tokenizer_config.json", {**config, "processor_class": f"{name}Processor"})
+
+
+def read_images_config(checkpoint: Path) -> Any:
+    """How the run of a checkpoint made frames of images.
+
+    Raises:
+        ConfigError: the checkpoint is not in the folder of its run, or the run read no images.
+    """
+    run = checkpoint.resolve().parents[1]
+    if not (run / "exp_dict.json").is_file():
+        raise ConfigError(
+            f"{checkpoint}: how images became frames is in its run's exp_dict.json. "
+            "Name a checkpoint that is in its run."
+        )
+    experiment: Any = load_experiment(read_exp_dict(run), str(run))
+    images = getattr(experiment.data, "images", None)
+    if images is None:
+        raise ConfigError(f"{run}: its data are {experiment.data.name!r}, and have no images.")
+    return images

@@ -1,0 +1,181 @@
+"""Report the documents that a training has read: python -m src.systems.interleaved.streaming.audit RUN [--step N]
+[--documents FILE].
+
+The cursor of a checkpoint says how far each lane of rows has come. From that, the branches of the run and the indexes
+of the tars the rows of every step are made again, without reading a document; at the end the lanes must be where the
+checkpoint says.
+
+RUN is a save directory, or the start of an id in --runs. By shard it prints how many documents were read once, more
+often, or not yet. --documents writes a line for each document: source, shard, its number there, and how often it was
+read.
+"""
+
+import argparse
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from src.data.orders import RankShare
+from src.errors import CheckpointError, ConfigError, RunError
+from src.experiments.config import Places
+from src.experiments.interfaces import load_experiment
+from src.files import read_json, write_atomic, writing
+from src.runs.checkpoints import folder as checkpoints
+from src.runs.history import branches
+from src.runs.metadata import expand_run, read_exp_dict
+from src.support.command_line import make_parser, run_command
+from src.systems.interleaved.streaming.dataset import Config, StreamedDataset
+from src.systems.interleaved.streaming.quarantine import FILE
+
+
+@dataclass(frozen=True)
+class Delivered:
+    """Pieces of documents in the rows up to a step."""
+
+    data: StreamedDataset
+    step: int
+    pieces: Counter[tuple[int, int, int]]
+    """How often each (epoch, document, piece) was in a row."""
+    left_out: int
+    """Documents that were passed over, as they do not fit, are bad, or are denied."""
+    unreadable: set[tuple[int, int, int]]
+    """Those of `pieces` that are in the quarantine, and were padding."""
+
+    def documents(self) -> Counter[int]:
+        """How often the first piece of each document was read, without pieces that could not be read."""
+        return Counter({document: count for (document, piece), count in self._by_piece().items() if piece == 0})
+
+    def _by_piece(self) -> Counter[tuple[int, int]]:
+        counts: Counter[tuple[int, int]] = Counter()
+        for (epoch, document, piece), count in self.pieces.items():
+            if (epoch, document, piece) not in self.unreadable:
+                counts[document, piece] += count
+        return counts
+
+
+def replay(run: Path, data_path: Path, step: int | None = None) -> Delivered:
+    """Recompute the rows that the training in `run` has read up to the checkpoint of a step, by default the newest.
+
+    Raises:
+        ConfigError: its data are not streamed.
+        CheckpointError: there is no such checkpoint.
+        RunError: the checkpoint was reached in another way than the data and the branches say.
+    """
+    experiment: Any = load_experiment(read_exp_dict(run), str(run))
+    if not isinstance(getattr(experiment, "data", None), Config) or not experiment.loop:
+        raise ConfigError(f"{run}: its data set is not 'streamed'. Name a run that trains on streamed data.")
+    folder = checkpoints.newest_whole(run) if step is None else checkpoints.folder(run, step)
+    if folder is None or not folder.is_dir():
+        raise CheckpointError(f"{run}: has no checkpoint{'' if step is None else f' of step {step}'}.")
+    from src.data.text import tokenizers
+
+    tokenizer = tokenizers.load(folder / "tokenizer")
+    data: Any = experiment.data.build(Places(data_path, run.parent), tokenizer, "train", experiment.seed)
+    state, step = read_json(folder / "state.json", CheckpointError), checkpoints.step_of(folder)
+    per_step = experiment.loop.sequences_per_step
+    order = data.order(experiment.seed, per_step, experiment.loop.steps, branches.read(run))
+    pieces: Counter[tuple[int, int, int]] = Counter()
+    left_out, cursor = 0.0, dict[str, Any]()
+    for row in islice(order.micro_batches(0, RankShare(per_step, per_step, 0, 1), {}), step):
+        for key in row.keys:
+            pieces.update(zip(key[::3], key[1::3], key[2::3], strict=True))
+        left_out += row.counters["left_out"][0]
+        cursor |= row.cursor
+    if cursor != state["cursor"]:
+        raise RunError(
+            f"{folder}: its lanes are not where the data and the branches lead. "
+            "Were the data changed, or branch.json by hand?"
+        )
+    data.quarantine.attach(run)
+    unreadable = {key for key in pieces if data.is_unreadable(key[1], key[2])}
+    return Delivered(data, step, pieces, int(left_out), unreadable)
+
+
+def report(delivered: Delivered) -> list[str]:
+    """A line for each shard, and one for all."""
+    data, times = delivered.data, delivered.documents()
+    lines = [f"{'source':16} {'shard':32} {'documents':>10} {'once':>8} {'more':>8} {'not read':>9}"]
+    total: Counter[str] = Counter()
+    for source, documents in enumerate(data.documents):
+        first = data.first(source)
+        for shard in documents.manifest.shards:
+            reads = [times[document] for document in range(first, first + shard.documents)]
+            counts = {
+                "documents": len(reads),
+                "once": reads.count(1),
+                "more": sum(n > 1 for n in reads),
+                "none": reads.count(0),
+            }
+            total.update(counts)
+            lines.append(_line(data.source_names[source], shard.url, counts))
+            first += shard.documents
+    lines.append(_line("all", f"up to step {delivered.step}", total))
+    lines.append(
+        f"{delivered.left_out} times a document was left out: it does not fit into a row, is bad, or is denied."
+    )
+    if delivered.unreadable:
+        lines.append(f"{len(delivered.unreadable)} times a part of a row could not be read, and was padding: {FILE}.")
+    return lines
+
+
+def _line(source: str, shard: str, counts: "Counter[str] | dict[str, int]") -> str:
+    numbers = f"{counts['documents']:>10,} {counts['once']:>8,} {counts['more']:>8,} {counts['none']:>9,}"
+    return f"{source:16} {shard[-32:]:32} {numbers}"
+
+
+def write_documents(delivered: Delivered, path: Path) -> None:
+    """Write a line for each document: source, shard, number in the shard, and how often it was read.
+
+    Raises:
+        RunError: the disk refuses.
+    """
+    times, lines = delivered.documents(), list[str]()
+    for source, documents in enumerate(delivered.data.documents):
+        for document in range(len(documents)):
+            shard, number = documents.locate(document)
+            count = times[delivered.data.first(source) + document]
+            lines.append(
+                f"{delivered.data.source_names[source]}\t{documents.manifest.shards[shard].url}\t{number}\t{count}\n"
+            )
+    with writing(path):
+        write_atomic(path, "".join(lines))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit code."""
+    options = _parser().parse_args(arguments)
+
+    def act() -> int:
+        delivered = replay(expand_run(Path(options.run), options.runs), options.data_path, options.step)
+        sys.stdout.write("".join(f"{line}\n" for line in report(delivered)))
+        if options.documents:
+            write_documents(delivered, options.documents)
+        return 0
+
+    return run_command(act)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = make_parser("src.systems.interleaved.streaming.audit", __doc__)
+    parser.add_argument("run", metavar="RUN", help="save directory, or the start of an id")
+    parser.add_argument(
+        "--runs",
+        type=Path,
+        default=Path("results/runs"),
+        metavar="DIR",
+        help="folder of save directories (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--data_path", type=Path, default=Path("results/data"), metavar="DIR", help="of the data (default: %(default)s)"
+    )
+    parser.add_argument("--step", type=int, metavar="N", help="of the checkpoint (default: the newest)")
+    parser.add_argument("--documents", type=Path, metavar="FILE", help="write how often each document was read")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

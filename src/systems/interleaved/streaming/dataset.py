@@ -1,0 +1,406 @@
+"""Documents of text and images in packed rows, streamed from tars of one or several sources."""
+
+import hashlib
+import json
+import math
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from pydantic import Field, NonNegativeInt, model_validator
+
+from src.data.orders import Order, RankShare
+from src.data.packing.lanes import LaneOrder, Packing
+from src.errors import ConfigError, DataError, check_all
+from src.experiments.batches import InterleavedBatch
+from src.experiments.config import Config as StrictConfig
+from src.experiments.config import Places, operational_field
+from src.experiments.interfaces import DatasetConfig, require_fit
+from src.experiments.kinds import VISION_LANGUAGE
+from src.runs.history.branches import Branch
+from src.systems.interleaved.streaming import manifest
+from src.systems.interleaved.streaming.arrangement import PERIOD, Joined, Source, Streams, arrange
+from src.systems.interleaved.streaming.documents import Content, Documents, Piece, Rules, Swaps
+from src.systems.interleaved.streaming.images import ImagesConfig, ImageTokens
+from src.systems.interleaved.streaming.quarantine import ErrorPolicy, Quarantine
+from src.systems.interleaved.streaming.read_ahead import ReadAhead
+from src.systems.interleaved.streaming.remote.transfer import REMOTE
+from src.systems.interleaved.streaming.shard_files import open_files
+from src.systems.interleaved.streaming.tars.fields import Fields
+from src.systems.interleaved.streaming.texts import TextTokens
+
+if TYPE_CHECKING:
+    import numpy as np
+    from transformers import PreTrainedTokenizerFast
+
+    from src.systems.interleaved.streaming.validation import ValidationRows
+
+COUNTED = ("documents", "images", "image_tokens", "text_tokens", "left_out_parts", "unreadable")
+"""Counts of each source.
+A document, and its parts that are larger than a row, count in the row where the document ends."""
+SPLITS = ("train", "val")
+
+
+class SourceConfig(StrictConfig):
+    """A source of documents."""
+
+    path: str = Field(min_length=1)
+    """Folder below `--data_path`, with the lists of shards train/shards.json and val/shards.json."""
+    rate: float | None = Field(default=None, gt=0)
+    """Share of the documents that are read; rates need not sum to 1.
+    None for all sources: each document once in an epoch of all."""
+    fields: Fields | None = None
+    """Members by kind, as the index was made with --fields; None: whatever the index says."""
+    loss_weight: float = Field(default=1.0, gt=0)
+    """How much the loss of each of its tokens counts."""
+
+
+class Config(DatasetConfig):
+    """Which documents are read, and how they become rows."""
+
+    has_order: ClassVar[bool] = True
+
+    sources: dict[str, SourceConfig] = Field(min_length=1)
+    images: ImagesConfig
+    sequence_tokens: int = Field(gt=1)
+    """Tokens of a row."""
+    max_frames: int = Field(gt=0)
+    """Frames of a row."""
+    open_rows: int = Field(default=16, gt=0)
+    """Rows of each lane to fill at a time: more rows, less padding."""
+    shuffle: Literal["none", "shards", "window"] = "window"
+    """The order of an epoch of a source. shards: in each epoch another order of the tars.
+    window: and the documents of `window` mixed."""
+    window: int = Field(default=10_000, gt=1)
+    """Documents that are mixed with each other. Their tars are open at the same time."""
+    rules: Rules = Rules()
+    errors: ErrorPolicy = operational_field(ErrorPolicy())
+    """Which errors stop a training. Not part of the id."""
+    prefetch_shards: NonNegativeInt = operational_field(2)
+    """Remote tars to download before they are needed, within the size of the cache. Not part of the id."""
+    val_documents: int | None = Field(default=None, gt=0)
+    """Documents of each source that validation reads, the first ones; None for all."""
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> "Config":
+        without = [name for name, source in self.sources.items() if source.rate is None]
+        if without and len(without) < len(self.sources):
+            raise ValueError(f"sources.{without[0]}.rate: missing. Write a rate for each source, or for none.")
+        return self
+
+    @property
+    def reader(self) -> str:
+        return VISION_LANGUAGE
+
+    def check(self, places: Places) -> None:
+        def check_split(name: str, split: str) -> None:
+            listed = manifest.load(places.data / self.sources[name].path / split)
+            for shard in listed.shards:
+                if not (listed.folder / shard.index).is_file():
+                    raise DataError(
+                        f"data.sources.{name}: {listed.folder / shard.index}: no such file. Index the tars again."
+                    )
+            self._check_fields(name, listed)
+
+        check_all(
+            *(
+                lambda name=name, split=split: check_split(name, split)
+                for name in sorted(self.sources)
+                for split in SPLITS
+            )
+        )
+
+    def _check_fields(self, name: str, listed: manifest.Manifest) -> None:
+        fields, indexed = self.sources[name].fields, listed.facts.get("fields")
+        if fields is not None and fields.as_json() != indexed:
+            options = f"--fields '{json.dumps(fields.as_json())}'"
+            raise DataError(
+                f"data.sources.{name}.fields: the tars in {listed.folder} were indexed with "
+                f"{json.dumps(indexed or {})}. "
+                f"Index them with {options}, or write that here."
+            )
+
+    def check_length(self, max_positions: int | None, new_tokens: int = 0) -> None:
+        require_fit("data.sequence_tokens", self.sequence_tokens + new_tokens, max_positions)
+        frame = self.images.image_tokens + 3
+        if frame > self.sequence_tokens:
+            raise ConfigError(
+                f"data.sequence_tokens: a frame has {frame} tokens with those around it, and a row "
+                f"{self.sequence_tokens}."
+            )
+
+    def batch_lengths(self) -> tuple[int, ...]:
+        return (self.sequence_tokens,)
+
+    def tars_at_once(self, listed: manifest.Manifest) -> int:
+        """Tars of a source that the order reads at the same time: those of a window, else one."""
+        if self.shuffle != "window":
+            return 1
+        documents = sum(shard.documents for shard in listed.shards)
+        return min(len(listed.shards), math.ceil(self.window * len(listed.shards) / documents) + 1)
+
+    def build(
+        self, places: Places, tokenizer: "PreTrainedTokenizerFast", split: str, seed: int
+    ) -> "StreamedDataset | ValidationRows":
+        """The rows of one split.
+
+        Raises:
+            DataError: a list of shards or an index is missing or damaged, the tokenizer has no tokens of images, or a
+                source is too small to be read at its rate.
+        """
+        from src.systems.interleaved.streaming.validation import ValidationRows
+
+        texts, images = TextTokens(tokenizer, self.images.style), ImageTokens(self.images, tokenizer)
+        sources = dict[str, Documents]()
+        for name in sorted(self.sources):
+            listed = manifest.load(places.data / self.sources[name].path / split)
+            self._check_fields(name, listed)
+            files = open_files(listed.folder, places.data, len(self.sources), self.tars_at_once(listed))
+            sources[name] = Documents(listed, files, texts, images, self.rules)
+        data = StreamedDataset(self, sources)
+        return data if split == "train" else ValidationRows(data, sorted(sources))
+
+
+@dataclass
+class Sample:
+    """One row."""
+
+    input_ids: list[int] = field(default_factory=list)
+    loss_mask: list[bool] = field(default_factory=list)
+    lengths: list[int] = field(default_factory=list)
+    """Tokens of each document."""
+    source_ids: list[int] = field(default_factory=list)
+    frames: "list[np.ndarray]" = field(default_factory=list)
+    """Per image, (frames, 3, E, E) float32."""
+    counted: list[list[int]] = field(default_factory=list)
+    """(sources, COUNTED)."""
+    cached: tuple[int, int] = (0, 0)
+    """Reads of shards that are elsewhere: those from the cache, and all."""
+
+
+class StreamedDataset:
+    """Rows of documents.
+    A key is (epoch, document, piece, epoch, document, piece, ...), or (epoch, document) for its first piece.
+
+    Documents are numbered through the sources, by name.
+    """
+
+    decodes: ClassVar[bool] = True
+
+    def __init__(self, config: Config, sources: Mapping[str, Documents]) -> None:
+        self.config, self.documents = config, list(sources.values())
+        self.source_names = list(sources)
+        self._starts = [sum(map(len, self.documents[:i])) for i in range(len(self.documents))]
+        options = config.model_dump(mode="json", exclude={"errors", "prefetch_shards", "val_documents", "sources"})
+        rates = [config.sources[name].model_dump(mode="json", exclude={"path"}) for name in sources]
+        facts = [[documents.fingerprint for documents in self.documents], options, rates]
+        self.fingerprint = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+        self.weights = [config.sources[name].loss_weight for name in sources]
+        shards = sum(len(documents.manifest.shards) for documents in self.documents)
+        self.quarantine = Quarantine(config.errors, len(self), shards)
+        self._room = (config.sequence_tokens, config.max_frames)
+
+    def __len__(self) -> int:
+        """Documents of all sources."""
+        return sum(map(len, self.documents))
+
+    def locate(self, document: int) -> tuple[int, int]:
+        """The number of its source, and its own there."""
+        source = bisect_right(self._starts, document) - 1
+        return source, document - self._starts[source]
+
+    def first(self, source: int) -> int:
+        """The number of the first document of a source."""
+        return self._starts[source]
+
+    def pieces(self, document: int) -> list[Piece]:
+        """The pieces of a document that are put into rows; none where it is left out."""
+        source, local = self.locate(document)
+        return self.documents[source].pieces(local, self._room)
+
+    def sizes(self, epoch: int, document: int) -> list[tuple[int, int]]:
+        """Tokens and frames of each piece of a document."""
+        return [(piece.tokens, piece.frames) for piece in self.pieces(document)]
+
+    def packing(self, arrangement: "Joined | Streams", digest: str = "") -> Packing:
+        """The packing of its documents in an order."""
+        return Packing(
+            arrangement,
+            self.sizes,
+            self._room,
+            self.config.open_rows,
+            "data",
+            digest,
+            self.source_names,
+            lambda document: self.locate(document)[0],
+            self.find,
+        )
+
+    def find(self, entry: str) -> range:
+        """The documents that an entry of a deny list names, as `branches.parse_denied` describes it.
+
+        Raises:
+            ConfigError: it names no document.
+        """
+        kind, _, rest = entry.partition(" ")
+        number, _, rest = rest.partition(" ") if kind == "document" else ("", "", rest)
+        name, _, url = rest.partition(" ")
+        if name in self.source_names:
+            source = self.source_names.index(name)
+            first = self._starts[source]
+            if kind == "source":
+                return range(first, first + len(self.documents[source]))
+            for shard in self.documents[source].manifest.shards:
+                if shard.url == url and not number:
+                    return range(first, first + shard.documents)
+                if shard.url == url and int(number) < shard.documents:
+                    return range(first + int(number), first + int(number) + 1)
+                first += shard.documents
+        raise ConfigError(
+            f"deny list: {entry!r}: the data have no such {kind}. "
+            "Undo it: python -m src.operations.interventions undo RUN."
+        )
+
+    def arrangement(self, seed: int) -> Joined | Streams:
+        """The order of the documents of all sources.
+
+        Raises:
+            DataError: the share of a source is less than one document per period of the schedule.
+        """
+        config = self.config
+        places = [
+            Source(documents.sizes, config.shuffle, config.window, f"{seed}/{name}")
+            for name, documents in zip(self.source_names, self.documents, strict=True)
+        ]
+        rates = [rate for name in self.source_names if (rate := config.sources[name].rate) is not None]
+        order = arrange(places, rates)
+        if isinstance(order, Streams) and 0 in order.counts:
+            name = self.source_names[order.counts.index(0)]
+            raise DataError(
+                f"data.sources.{name}.rate: its share is less than one document of {PERIOD}. Write a larger rate."
+            )
+        return order
+
+    def order(self, seed: int, per_step: int, steps: int, branches: Sequence[Branch]) -> LaneOrder:
+        """See `orders.OrderedDataset`. Rows do not depend on `steps`."""
+        digest = hashlib.sha256(f"{self.fingerprint}/{seed}".encode()).hexdigest()[:16]
+        return LaneOrder(self.packing(self.arrangement(seed), digest), per_step, branches)
+
+    def read_ahead(self, order: Order, share: RankShare) -> ReadAhead | None:
+        """See `orders.ReadAheadDataset`."""
+        if not isinstance(order, LaneOrder) or not self.config.prefetch_shards:
+            return None
+        lists = [documents.manifest for documents in self.documents]
+        remote = [listed for listed in lists if any(shard.url.startswith(REMOTE) for shard in listed.shards)]
+        if not remote:
+            return None
+        cache = self.documents[lists.index(remote[0])].files.cache
+        assert cache, "made by open_files"
+        count = sum(map(self.config.tars_at_once, remote)) + self.config.prefetch_shards
+        return ReadAhead(order.packing.arrangement, share, self.shard_of, count, cache)
+
+    def shard_of(self, document: int) -> manifest.Shard:
+        """The tar of a document."""
+        source, local = self.locate(document)
+        return self.documents[source].shard(local)
+
+    def sample(self, epoch: int, index: int, *more: int, swaps: Swaps | None = None) -> Sample:
+        """The row of a key. swaps: other images that are read, by document of their own source.
+
+        Unreadable pieces become padding without loss and are recorded in the quarantine.
+
+        Raises:
+            DataError: too much cannot be read, or the policy refuses it.
+        """
+        row = Sample(counted=[[0] * len(COUNTED) for _ in self.documents])
+        key = (epoch, index, *(more or (0,)))
+        for _, document, number in zip(key[::3], key[1::3], key[2::3], strict=True):
+            if not 0 <= document < len(self):
+                raise IndexError(f"sample {document} of {len(self)}")
+            pieces = self.pieces(document)
+            if pieces:
+                self._add(row, document, pieces[number], number, swaps)
+        return row
+
+    def read_piece(self, document: int, piece: Piece, swaps: Swaps | None = None) -> Sample:
+        """A row of one piece of a document."""
+        row = Sample(counted=[[0] * len(COUNTED) for _ in self.documents])
+        self._add(row, document, piece, 0, swaps)
+        return row
+
+    def _add(self, row: Sample, document: int, piece: Piece, place: int, swaps: Swaps | None) -> None:
+        """place: of the piece in its document."""
+        source, local = self.locate(document)
+        counters = self.documents[source].files.counters
+        before = counters["hits"], counters["misses"]
+        content = self._read(source, local, piece, place, swaps)
+        hits, misses = counters["hits"] - before[0], counters["misses"] - before[1]
+        row.cached = row.cached[0] + hits, row.cached[1] + hits + misses
+        counted = row.counted[source]
+        if content is None:
+            end = self.documents[source].texts.end[0]
+            content = Content([end] * piece.tokens, [False] * piece.tokens, [], [piece.tokens])
+            counted[-1] += 1
+        else:
+            images = [element for element in piece.elements if element.grid]
+            image_tokens = sum(element.tokens for element in images)
+            for i, more in enumerate(
+                (piece.ends, len(images), image_tokens, piece.tokens - image_tokens, piece.left_out)
+            ):
+                counted[i] += more
+        row.input_ids += content.ids
+        row.loss_mask += content.learned
+        row.frames += content.images
+        row.lengths += content.lengths
+        row.source_ids += [source] * len(content.ids)
+
+    def _read(self, source: int, local: int, piece: Piece, place: int, swaps: Swaps | None) -> Content | None:
+        documents, name = self.documents[source], self.source_names[source]
+        shard, number = documents.locate(local)
+        url = documents.manifest.shards[shard].url
+        if self.quarantine.holds(name, url, number, place):
+            return None
+        try:
+            content = documents.read(local, piece, swaps)
+        except DataError as error:
+            if not swaps:  # a swapped image can belong to another document
+                self.quarantine.add(error, name, url, number, place, documents.offset(local))
+            return None
+        self.quarantine.note_success()
+        return content
+
+    def is_unreadable(self, document: int, piece: int) -> bool:
+        """Whether a piece of a document is in the quarantine."""
+        source, local = self.locate(document)
+        shard, number = self.documents[source].locate(local)
+        return self.quarantine.holds(
+            self.source_names[source], self.documents[source].manifest.shards[shard].url, number, piece
+        )
+
+    def collate(self, samples: Sequence[Sample]) -> InterleavedBatch:
+        """Padded to `sequence_tokens`; padding is masked, so its id does not matter."""
+        import numpy as np
+        import torch
+
+        from src.data import collate
+
+        ids, masks, most = (
+            [row.input_ids for row in samples],
+            [row.loss_mask for row in samples],
+            self.config.sequence_tokens,
+        )
+        side = self.config.images.frame_size
+        images = [frames for row in samples for frames in row.frames]
+        frames = np.concatenate(images) if images else np.zeros((0, 3, side, side), dtype=np.float32)
+        source_ids, _ = collate.pad_ids([row.source_ids for row in samples], 0, most)
+        batch: InterleavedBatch = {
+            **collate.pack_tokens(ids, masks, [row.lengths for row in samples], 0, most),
+            "frames": torch.from_numpy(frames),
+            "source_ids": source_ids,
+            "counted": torch.tensor([row.counted for row in samples]).sum(0),
+            "cached": torch.tensor([row.cached for row in samples]).sum(0),
+        }
+        if set(self.weights) != {1.0}:
+            batch["loss_weights"] = torch.tensor(self.weights, dtype=torch.float32)[source_ids]
+        return batch

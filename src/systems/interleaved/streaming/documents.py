@@ -1,0 +1,361 @@
+"""Documents of the tars of one source: planned from their indexes, and read on demand."""
+
+import hashlib
+import json
+from bisect import bisect_right
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+from pydantic import Field
+
+from src.errors import DataError
+from src.experiments.config import Config as StrictConfig
+from src.systems.interleaved.streaming import tar_index
+from src.systems.interleaved.streaming.images import Grid, ImageTokens
+from src.systems.interleaved.streaming.manifest import Manifest, Shard, ShardError
+from src.systems.interleaved.streaming.shard_files import ShardFiles
+from src.systems.interleaved.streaming.tar_index import GOOD, IMAGE, PROMPT, TEXT, TarIndex
+from src.systems.interleaved.streaming.texts import TextTokens
+
+if TYPE_CHECKING:
+    import numpy as np
+
+_INDEXES = 64
+"""Indexes of shards that are held at the same time."""
+_PLANNED = 4096
+"""Documents with cached pieces, since an order needs them repeatedly."""
+_WEB_TOKENS = 5
+Swaps = Mapping[tuple[int, int], tuple[int, int]]
+"""(document, part) -> (document, part): the image that is read instead of another of the same size."""
+
+
+class Rules(StrictConfig):
+    """Which documents are read, and how those are cut that are longer than a row."""
+
+    which: Literal["all", "web"] = "all"
+    """all: documents with a text. web: the rules of m4 for web pages: an image, a text and 5 tokens at least; no three
+    images in a row, no two images at the end, and no single image at the end of a page without other images."""
+    max_images: int | None = Field(default=None, gt=0)
+    """A document of more images is left out."""
+    too_long: Literal["cut", "drop"] = "cut"
+    """cut: a document longer than a row is cut between its parts, but not between a prompt and its answer. A text
+    longer than a row is cut after any token, as the data set 'packed' does; the first tokens of an answer stay with its
+    prompt. Left out and counted: an image or a prompt larger than a row, a prompt that leaves no room for its answer,
+    and rows without text. drop: such a document is left out."""
+
+
+class Element(NamedTuple):
+    """A part of a document, or some tokens of a text."""
+
+    part: int
+    kind: int
+    tokens: int
+    grid: Grid | None
+    """Tiles of an image."""
+    first: int = 0
+    """Tokens of the text before these."""
+    rest: int = 0
+    """Tokens of the text after these."""
+
+
+class Piece(NamedTuple):
+    """What becomes one document of a row."""
+
+    elements: Sequence[Element]
+    begins: bool
+    """Whether it is the first piece of the document."""
+    ends: bool
+    tokens: int
+    frames: int
+    left_out: int = 0
+    """Where it ends: parts of the document that are in no piece."""
+
+
+class _Plan(NamedTuple):
+    """Sizes of documents and parts from an index, as lists, which are faster to read than arrays."""
+
+    bad: list[int]
+    first_parts: list[int]
+    """First part of each document, and last the number of all parts."""
+    tokens: list[int]
+    """Empty where they were not counted."""
+    kinds: list[int]
+    widths: list[int]
+    heights: list[int]
+
+
+@dataclass
+class Content:
+    """A piece as a model reads it."""
+
+    ids: list[int] = field(default_factory=list)
+    learned: list[bool] = field(default_factory=list)
+    images: "list[np.ndarray]" = field(default_factory=list)
+    """Frames of each image, (frames, 3, E, E) float32."""
+    lengths: list[int] = field(default_factory=list)
+    """Tokens of parts that do not attend to each other: a text can contain the border of two documents."""
+
+
+class Documents:
+    """The documents of a manifest. They are numbered through its shards."""
+
+    def __init__(
+        self, manifest: Manifest, files: ShardFiles, texts: TextTokens, images: ImageTokens, rules: Rules
+    ) -> None:
+        self.manifest, self.files, self.texts, self.images, self.rules = manifest, files, texts, images, rules
+        self.sizes = [shard.documents for shard in manifest.shards]
+        self._ends = list(accumulate(self.sizes))
+        listed = [
+            [shard.documents, shard.bytes, shard.sha256 or shard.etag, shard.index_digest] for shard in manifest.shards
+        ]
+        options = [rules.model_dump(mode="json"), images.config.model_dump(mode="json"), texts.digest]
+        self.fingerprint = hashlib.sha256(json.dumps([listed, options]).encode()).hexdigest()
+        self._make_caches()
+
+    def _make_caches(self) -> None:
+        self._index = lru_cache(_INDEXES)(self._load_index)
+        self._plan = lru_cache(_INDEXES)(self._load_plan)
+        self.elements = lru_cache(_PLANNED)(self._make_elements)
+        """Document number -> its elements, in order; empty if the document is dropped."""
+        self.pieces = lru_cache(_PLANNED)(self._make_pieces)
+        """(document, (tokens, frames) of a row) -> its pieces in rows.
+        Reads no document if the index has counts of tokens."""
+
+    def __getstate__(self) -> dict[str, object]:
+        return {
+            name: value for name, value in vars(self).items() if name not in ("_index", "_plan", "elements", "pieces")
+        }
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        vars(self).update(state)
+        self._make_caches()
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    def locate(self, document: int) -> tuple[int, int]:
+        """Number of its shard, and its number in the shard."""
+        shard = bisect_right(self._ends, document)
+        return shard, document - self._ends[shard] + self.sizes[shard]
+
+    def shard(self, document: int) -> Shard:
+        """Where a document is."""
+        return self.manifest.shards[self.locate(document)[0]]
+
+    def offset(self, document: int) -> int:
+        """Byte offset of a document in its shard."""
+        shard, number = self.locate(document)
+        return int(self._index(shard).documents["offset"][number])
+
+    def _make_pieces(self, document: int, room: tuple[int, int]) -> list[Piece]:
+        elements = self.elements(document)
+        around = len(self.texts.begin) + len(self.texts.end)
+
+        def fit(group: Sequence[Element]) -> bool:
+            tokens, frames = _size(group)
+            return around + tokens <= room[0] and frames <= room[1]
+
+        if fit(elements):
+            groups = [elements] if elements else []
+        elif self.rules.too_long == "drop":
+            return []
+        else:
+            groups = [group for group in self._split(elements, fit) if any(element.kind == TEXT for element in group)]
+        left_out = len(elements) - len({element.part for group in groups for element in group})
+        last = len(groups) - 1
+        return [
+            self._piece(group, place == 0, place == last, left_out if place == last else 0)
+            for place, group in enumerate(groups)
+        ]
+
+    def _piece(self, group: Sequence[Element], begins: bool, ends: bool, left_out: int) -> Piece:
+        tokens, frames = _size(group)
+        return Piece(
+            group, begins, ends, tokens + begins * len(self.texts.begin) + ends * len(self.texts.end), frames, left_out
+        )
+
+    def _split(self, elements: Sequence[Element], fit: Callable[[Sequence[Element]], bool]) -> list[list[Element]]:
+        """Elements in groups that fit into a row each."""
+        groups: list[list[Element]] = [[]]
+        for original in elements:
+            element = original
+            if not fit([*groups[-1], element]):
+                count = 0  # of prompts before an answer
+                while count < len(groups[-1]) and groups[-1][-1 - count].kind == PROMPT:
+                    count += 1
+                earlier, prompts = groups[-1][: len(groups[-1]) - count], groups[-1][len(groups[-1]) - count :]
+                if fit([*prompts, element]):
+                    groups[-1:] = [earlier, prompts]
+                elif element.kind == TEXT:
+                    self._split_text(element, prompts, groups, fit)
+                    continue
+                elif fit([element]):  # no row has room for both
+                    groups[-1:] = [earlier, []]
+                else:
+                    continue
+            if element.grid and not groups[-1]:  # the token that it shared with the image before it
+                element = element._replace(tokens=len(self.images.token_ids(element.grid)))
+            groups[-1].append(element)
+        return groups
+
+    @staticmethod
+    def _split_text(
+        text: Element, prompts: Sequence[Element], groups: list[list[Element]], fit: Callable[[Sequence[Element]], bool]
+    ) -> None:
+        """Add the tokens of a text to the last group while they fit, then to new ones.
+        prompts: at the end of the last group, its own."""
+        while text.tokens:
+            room = bisect_right(
+                range(1, text.tokens + 1), False, key=lambda n: not fit([*groups[-1], text._replace(tokens=n)])
+            )
+            if room:
+                groups[-1].append(text._replace(tokens=room, rest=text.rest + text.tokens - room))
+                text, prompts = text._replace(tokens=text.tokens - room, first=text.first + room), []
+            elif len(groups[-1]) > len(prompts):
+                groups[-1:] = [groups[-1][: len(groups[-1]) - len(prompts)], list(prompts)]
+            else:  # no row has room for the prompts and one token
+                groups[-1] = []
+                return
+
+    def read(self, document: int, piece: Piece, swaps: Swaps | None = None) -> Content:
+        """A piece of a document. swaps: other images that are read instead of its own.
+
+        Raises:
+            ShardError: its shard cannot be read.
+            DataError: an image or a text of it cannot be decoded, or differs from the index.
+        """
+        shard, number = self.locate(document)
+        parts = self._index(shard).parts_of(number)
+        whole = self._read_parts(shard, parts)
+        ids_of = self._encode(parts, whole)
+        content = Content(list(self.texts.begin) if piece.begins else [])
+        content.learned = [False] * len(content.ids)
+        for element in piece.elements:
+            if element.grid is not None:
+                image_ids = self.images.token_ids(element.grid)
+                ids = image_ids[len(image_ids) - element.tokens :]
+                image = self._image(document, element.part, whole, swaps)
+                content.images.append(self.images.config.frames(image, self._index(shard).most_pixels))
+                if len(content.images[-1]) != element.grid.frames:
+                    raise DataError("an image has another size than the index says")
+            else:
+                ids = ids_of[element.part]
+                if len(ids) != element.first + element.tokens + element.rest:
+                    raise DataError("a text has other tokens than the index says")
+                ids = ids[element.first : element.first + element.tokens]
+            content.ids += ids
+            content.learned += [element.kind == TEXT] * len(ids)
+        if piece.ends:
+            content.ids += self.texts.end
+            content.learned += [True] * len(self.texts.end)
+        ends = [
+            place
+            for place, token in enumerate(content.ids, 1)
+            if token == self.texts.end[0] and place < len(content.ids)
+        ]
+        for place in (0, *ends):
+            content.learned[place] = False
+        content.lengths = [end - begin for begin, end in pairwise([0, *ends, len(content.ids)])]
+        return content
+
+    def text(self, document: int, part: int) -> str:
+        """A text of a document."""
+        return self._read_part(*self.locate(document), part).decode()
+
+    def _read_part(self, shard: int, number: int, part: int) -> bytes:
+        index, listed = self._index(shard), self.manifest.shards[shard]
+        (content,) = index.contents(
+            index.parts_of(number)[part : part + 1], lambda at, size: self.files.read(listed, at, size)
+        )
+        return content
+
+    def _image(self, document: int, part: int, whole: Sequence[bytes], swaps: Swaps | None) -> bytes:
+        other = swaps.get((document, part)) if swaps else None
+        if other is None:
+            return whole[part]
+        return self._read_part(*self.locate(other[0]), other[1])
+
+    def _make_elements(self, document: int) -> list[Element]:
+        shard, number = self.locate(document)
+        plan = self._plan(shard)
+        if plan.bad[number] != GOOD:
+            return []
+        first, end = plan.first_parts[number], plan.first_parts[number + 1]
+        counts = plan.tokens[first:end]
+        if not counts:
+            parts = self._index(shard).parts_of(number)
+            try:
+                counts = [len(ids) for ids in self._encode(parts, self._read_parts(shard, parts, (TEXT, PROMPT)))]
+            except ShardError:  # the tar is out of reach, which is no defect of the document
+                raise
+            except DataError:
+                counts = [0] * (end - first)
+        elements = []
+        for part in range(end - first):
+            kind = plan.kinds[first + part]
+            if kind == IMAGE:
+                grid, tokens = self.images.grid_and_tokens(plan.widths[first + part], plan.heights[first + part])
+                shared = self.images.shared_tokens if elements and elements[-1].grid else 0
+                elements.append(Element(part, kind, tokens - shared, grid))
+            elif counts[part]:
+                elements.append(Element(part, kind, counts[part], None))
+        return elements if self._is_read(elements) else []
+
+    def _is_read(self, elements: Sequence[Element]) -> bool:
+        """Whether the rules select a document."""
+        images = "".join("i" if element.grid else "t" for element in elements)
+        if "t" not in images or images.count("i") > (self.rules.max_images or len(elements)):
+            return False
+        if self.rules.which == "all":
+            return True
+        enough = sum(element.tokens for element in elements) >= _WEB_TOKENS
+        unseen = images.endswith("ii") or (
+            images.endswith("i") and images.count("i") == 1
+        )  # no text follows that reads them
+        return "i" in images and "iii" not in images and not unseen and enough
+
+    def _read_parts(self, shard: int, parts: "np.ndarray", kinds: Sequence[int] = (TEXT, PROMPT, IMAGE)) -> list[bytes]:
+        """The contents of parts of these kinds, b"" for other parts, by one read from the first to the last byte."""
+        records = zip(*(parts[name].tolist() for name in ("offset", "size", "kind")), strict=True)
+        spans = [(begin, begin + size) for begin, size, kind in records if kind in kinds]
+        if not spans:
+            return [b""] * len(parts)
+        first, last = min(begin for begin, _ in spans), max(end for _, end in spans)
+        content = self.files.read(self.manifest.shards[shard], first, last - first)
+        return self._index(shard).contents(
+            parts, lambda offset, size: content[offset - first : offset - first + size], kinds
+        )
+
+    def _encode(self, parts: "np.ndarray", contents: Sequence[bytes]) -> list[list[int]]:
+        try:
+            return self.texts.encode(parts["kind"].tolist(), contents)
+        except UnicodeDecodeError as error:
+            raise DataError(f"a text is not UTF-8 ({error.reason})") from None
+
+    def _load_plan(self, shard: int) -> "_Plan":
+        index = self._index(shard)
+        counted = index.tokens is not None and index.facts.get("tokenizer") == self.texts.digest
+        return _Plan(
+            index.documents["bad"].tolist(),
+            [*index.documents["first_part"].tolist(), len(index.parts)],
+            index.tokens.tolist() if counted and index.tokens is not None else [],
+            *(index.parts[name].tolist() for name in ("kind", "width", "height")),
+        )
+
+    def _load_index(self, shard: int) -> TarIndex:
+        listed = self.manifest.shards[shard]
+        index = tar_index.load_file(self.manifest.folder / listed.index, listed.bytes, listed.url, listed.index_digest)
+        if len(index) != listed.documents:
+            raise DataError(
+                f"{listed.index}: of {len(index)} documents, "
+                f"and the list says {listed.documents}. Index the tars again."
+            )
+        return index
+
+
+def _size(elements: Sequence[Element]) -> tuple[int, int]:
+    """Tokens and frames."""
+    return sum(element.tokens for element in elements), sum(element.grid.frames for element in elements if element.grid)

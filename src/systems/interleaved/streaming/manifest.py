@@ -1,0 +1,136 @@
+"""The list of the tars of a data set: shards.json in a prepared folder, next to an index of each tar.
+
+The tars can be in the folder or anywhere else; plans and orders read only the folder.
+"""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from src import files
+from src.errors import DataError
+
+NAME = "shards.json"
+_SAMPLED = 512
+"""Tars at most of which samples are taken, and samples in all."""
+
+
+class ShardError(DataError):
+    """A shard cannot be read: all of its documents are lost to this attempt."""
+
+
+class ShardUnavailable(ShardError):
+    """It can be available later: the network, a server or a disk failed."""
+
+
+class ShardChanged(ShardError):
+    """It is not the one that was indexed: another size, ETag or hash."""
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A tar of documents."""
+
+    url: str
+    """Where its bytes are: a path, relative to the list's folder or absolute; "s3://bucket/key"; or "pipe:COMMAND"."""
+    index: str
+    """File of its index, relative to the folder."""
+    documents: int
+    bytes: int
+    source: str = ""
+    """The source under which it is counted, such as "captions"."""
+    sha256: str | None = None
+    etag: str | None = None
+    """ETag of a remote object when it was indexed."""
+    index_digest: str | None = None
+    """Digest of its index."""
+    mtime_ns: int | None = None
+    """Modification time of a local tar when it was indexed.
+    None for tars that this project wrote: those are older than their index."""
+    sample: str | None = None
+    """`sample_tar` of a local tar when it was indexed. A tar with another modification time must still have it."""
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """Tars of one split of a data set, in their order."""
+
+    folder: Path
+    shards: Sequence[Shard]
+    facts: dict[str, Any] = field(default_factory=dict)
+    """How they were made, such as the seed of the shuffle."""
+
+
+def load(folder: Path) -> Manifest:
+    """The list in a folder.
+
+    Raises:
+        DataError: it is missing or malformed.
+    """
+    path = folder / NAME
+    again = "Make it with python -m data_prep.interleaved.index, or write the tars with this project."
+    if not path.is_file():
+        raise DataError(f"{path}: no such file. {again}")
+    raw = files.read_json(path, DataError)
+    try:
+        shards = [_check(Shard(**shard)) for shard in raw["shards"]]
+        facts = dict(raw["facts"])
+        if len({shard.url for shard in shards}) < len(shards):
+            raise ValueError("duplicate shard")
+    except (TypeError, KeyError, ValueError) as error:
+        raise DataError(f"{path}: no list of shards ({error}). {again}") from None
+    if not any(shard.documents for shard in shards):
+        raise DataError(f"{path}: lists no document. {again}")
+    return Manifest(folder, shards, facts)
+
+
+def _check(shard: Shard) -> Shard:
+    texts = (
+        shard.url,
+        shard.index,
+        shard.source,
+        shard.sha256 or "",
+        shard.etag or "",
+        shard.index_digest or "",
+        shard.sample or "",
+    )
+    if not all(isinstance(text, str) for text in texts) or not shard.url:
+        raise ValueError(f"a shard is not described by texts: {str(shard.url)[:80]!r}")
+    if type(shard.documents) is not int or type(shard.bytes) is not int or shard.documents < 0 or shard.bytes < 0:
+        raise ValueError(
+            f"{shard.url}: expected numbers of documents and bytes, got {shard.documents!r} and {shard.bytes!r}"
+        )
+    return shard
+
+
+def sample_tar(path: Path) -> str:
+    """Digest of samples of a local tar; of all bytes below 128 KiB."""
+    with files.reading(path, DataError):
+        return files.sample_digest(path, edge=1 << 16, pieces=16)
+
+
+def sample_digest(manifest: Manifest) -> str:
+    """Digest of samples of the tars that are files here, or of some of many; it changes if one is changed in place.
+
+    Raises:
+        DataError: one of them cannot be read.
+    """
+    local = [path for shard in manifest.shards if (path := manifest.folder / shard.url).is_file()]
+    samples = []
+    for path in local[:: -(-len(local) // _SAMPLED) or 1]:
+        with files.reading(path, DataError):
+            samples.append([path.name, files.sample_digest(path, edge=4096, pieces=max(4, _SAMPLED // len(local)))])
+    return hashlib.sha256(json.dumps(samples).encode()).hexdigest()
+
+
+def save(manifest: Manifest) -> None:
+    """Write the list into its folder.
+
+    Raises:
+        RunError: the disk refuses.
+    """
+    shards = [{name: value for name, value in asdict(shard).items() if value is not None} for shard in manifest.shards]
+    files.write_json(manifest.folder / NAME, {"shards": shards, "facts": manifest.facts})

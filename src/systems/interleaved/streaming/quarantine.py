@@ -1,0 +1,165 @@
+"""Unreadable documents: when they stop a training, and the record of them in the run's folder.
+
+An unreadable document becomes padding without loss, so that no row moves, and is recorded in quarantine.jsonl. A
+restart skips the recorded documents without another attempt, so that it reads the same rows. Errors of the program
+itself are never skipped.
+"""
+
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field
+
+from src.errors import DataError
+from src.experiments.config import Config as StrictConfig
+from src.files import reading, writing
+from src.support.parsing import parse_json
+from src.systems.interleaved.streaming.shard_files import ShardChanged, ShardError
+
+FILE = "quarantine.jsonl"
+
+
+class ErrorPolicy(StrictConfig):
+    """The action for each kind of error, and the limits that stop a training. Not part of an experiment's id."""
+
+    bad_document: Literal["skip_document", "raise"] = "skip_document"
+    """An image or a text cannot be decoded."""
+    changed_shard: Literal["raise", "skip_shard"] = "raise"
+    """A tar is not the one that was indexed."""
+    unavailable_shard: Literal["raise", "skip_shard"] = "raise"
+    """A tar cannot be read, after as many tries as its source makes."""
+    most_documents: float = Field(default=0.001, ge=0, le=1)
+    """Share of the documents of the data set that can be unreadable; one is always allowed."""
+    most_shards: float = Field(default=0.01, ge=0, le=1)
+    """Share of the shards that can be skipped; one is always allowed."""
+    most_in_a_row: int = Field(default=100, gt=0)
+    """Unreadable documents in a row of one process that stop it."""
+
+
+class Quarantine:
+    """The documents and shards to skip."""
+
+    def __init__(self, policy: ErrorPolicy, documents: int, shards: int) -> None:
+        """documents, shards: totals of the data set."""
+        self.policy = policy
+        self.path: Path | None = None
+        self._max = {
+            "document": max(1, int(policy.most_documents * documents)),
+            "shard": max(1, int(policy.most_shards * shards)),
+        }
+        self._total = {"document": documents, "shard": shards}
+        self._recorded: set[tuple[str, str, int | None, int]] = set()
+        self._in_a_row = 0
+
+    def open(self, run: Path) -> None:
+        """Record in the folder of a run, and skip the documents recorded there.
+
+        Raises:
+            DataError: more are recorded than the policy allows.
+        """
+        self.attach(run)
+        for kind in self._max:
+            self._require_few(kind, str(self.path))
+
+    def attach(self, run: Path) -> None:
+        """Skip the documents recorded in the folder of a run, without a limit."""
+        self.path = run / FILE
+        self._read()
+
+    def holds(self, source: str, shard: str, document: int, piece: int) -> bool:
+        """Whether a piece of a document, by its number in its shard, is skipped."""
+        return (source, shard, document, piece) in self._recorded or (source, shard, None, 0) in self._recorded
+
+    def note_success(self) -> None:
+        """Take note that a document was read."""
+        self._in_a_row = 0
+
+    def add(self, error: DataError, source: str, shard: str, document: int, piece: int, offset: int) -> None:
+        """Skip a piece of a document, or its shard, after an error, if the policy and its limits allow it.
+
+        Raises:
+            DataError: the policy refuses; names the document and its shard.
+        """
+        of_shard, policy = isinstance(error, ShardError), self.policy
+        kind = (
+            ("changed_shard" if isinstance(error, ShardChanged) else "unavailable_shard")
+            if of_shard
+            else "bad_document"
+        )
+        where = f"{source}: document {document} of {shard}, at byte {offset}"
+        actions = {
+            "changed_shard": policy.changed_shard,
+            "unavailable_shard": policy.unavailable_shard,
+            "bad_document": policy.bad_document,
+        }
+        if actions[kind] == "raise":
+            skip = "skip_shard" if of_shard else "skip_document"
+            text = str(error).rstrip(".")
+            raise DataError(
+                f"{where}: {text}. To skip it, resume the same run with --set data.errors.{kind}={skip}"
+            ) from None
+        number, piece = (None, 0) if of_shard else (document, piece)
+        self._read()  # entries of other processes
+        if (source, shard, number, piece) not in self._recorded:
+            record = {
+                "source": source,
+                "shard": shard,
+                "document": number,
+                "piece": piece,
+                "offset": offset,
+                "reason": str(error),
+            }
+            self._append(record)
+        self._in_a_row += 1
+        self._require_few("shard" if of_shard else "document", f"{where}: {error}")
+        if self._in_a_row >= policy.most_in_a_row:
+            raise DataError(
+                f"{where}: {error}. None of {self._in_a_row} documents in a row can be read. Repair the data, "
+                f"or resume the same run with --set data.errors.most_in_a_row={10 * policy.most_in_a_row}"
+            )
+
+    def _require_few(self, kind: str, where: str) -> None:
+        unreadable = len({key[:3] for key in self._recorded if (key[2] is None) == (kind == "shard")})
+        if unreadable > self._max[kind]:
+            total = self._total[kind]
+            raise DataError(
+                f"{where}. {unreadable} {kind}s of {total} cannot be read, more than data.errors.most_{kind}s allows"
+                f"{f'; {self.path} lists all' if self.path else ''}. Repair the data, or resume the same run with "
+                f"--set data.errors.most_{kind}s={_share_above(unreadable, total)}"
+            )
+
+    def _append(self, record: dict[str, Any]) -> None:
+        self._recorded.add((record["source"], record["shard"], record["document"], record["piece"]))
+        if self.path is not None:
+            with writing(self.path):
+                descriptor = os.open(
+                    self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND
+                )  # one write: lines of processes do not mix
+                try:
+                    size = os.fstat(descriptor).st_size
+                    torn = size and os.pread(descriptor, 1, size - 1) != b"\n"
+                    os.write(descriptor, ("\n" * bool(torn) + json.dumps(record) + "\n").encode())
+                finally:
+                    os.close(descriptor)
+
+    def _read(self) -> None:
+        if self.path is None or not self.path.exists():
+            return
+        with reading(self.path, DataError):
+            lines = self.path.read_text().split("\n")
+        for line in lines:
+            try:
+                record = parse_json(line, self.path, DataError)
+                self._recorded.add((record["source"], record["shard"], record["document"], record["piece"]))
+            except (DataError, KeyError, TypeError):
+                continue  # cut by a kill or a full disk: that document is recorded again
+
+
+def _share_above(count: int, total: int) -> float:
+    """A round share of `total` that allows `count` and as many again."""
+    share = 2 * count / total
+    digits = 1 - math.floor(math.log10(share))
+    return min(1.0, math.ceil(share * 10**digits) / 10**digits)

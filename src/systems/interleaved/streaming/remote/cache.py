@@ -1,0 +1,297 @@
+"""A folder of this machine with recently used remote shards, shared by processes.
+
+KEY.part is a file during its download and KEY.tar a complete one; the key is a digest of URL, size and ETag. A reader
+holds a shared lock on its file, the reference, which ends with the process at the latest. A downloader holds an
+exclusive lock on the part. Only files without a reference are deleted, the least recently used first. The locks are
+flock's: the folder must be on a local disk.
+"""
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import re
+import time
+from collections.abc import Callable, Collection, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from src.errors import ConfigError
+from src.systems.interleaved.streaming.manifest import Shard, ShardChanged, ShardUnavailable
+from src.systems.interleaved.streaming.remote.transfer import PIPE, Source, transfer
+
+_LOCK = ".lock"
+_OURS = re.compile(r"[0-9a-f]{64}\.(tar|part)")
+_POLL = 0.01
+
+
+class Cached(NamedTuple):
+    """A file of the cache."""
+
+    descriptor: int
+    """Whose closing ends the reference."""
+    was_there: bool
+    """It had not to be fetched, or waited for."""
+
+
+class ShardCache:
+    """Files of shards, of `limit` bytes at most."""
+
+    def __init__(self, folder: Path, limit: int, patience: float) -> None:
+        """patience: seconds without progress, of a server or of another process, after which a shard is given up."""
+        self.folder, self.limit, self.patience = folder, limit, patience
+
+    def find(self, shard: Shard) -> int | None:
+        """A descriptor of a shard's file, with a reference; None where it is not there."""
+        while True:
+            try:
+                descriptor = os.open(self.path(shard), os.O_RDONLY | os.O_CLOEXEC)
+            except OSError:
+                return None
+            try:
+                self._lock(descriptor, fcntl.LOCK_SH, shard.url)
+            except BaseException:
+                os.close(descriptor)
+                raise
+            facts = os.fstat(descriptor)
+            if facts.st_nlink and facts.st_size == shard.bytes:
+                return descriptor
+            os.close(descriptor)
+            if facts.st_nlink:
+                return None  # damaged: it is replaced
+
+    def open(self, shard: Shard, let_go: Callable[[], bool]) -> Cached | None:
+        """Open a shard's file, after a download if it is missing.
+        None if there is no room, and ranges can be read from the server instead.
+
+        let_go: ends a reference of this process to make room, if it has one.
+
+        Raises:
+            ConfigError: the limit is below the size of the shard, or the folder cannot be used.
+            ShardUnavailable, ShardChanged: it cannot be fetched.
+        """
+        if shard.bytes > self.limit:
+            raise ConfigError(
+                f"{self.folder}: a cache of {self.limit} bytes is too small for {shard.url}, which has {shard.bytes}."
+            )
+        deadline, was_there = time.monotonic() + self.patience, True
+        while True:
+            if (descriptor := self.find(shard)) is not None:
+                return Cached(descriptor, was_there)
+            was_there = False
+            with self._claim(shard) as part:
+                if part is None:
+                    continue
+                if self._reserve(part, shard, let_go):
+                    self._fetch(part, shard)
+                    if (descriptor := self.find(shard)) is not None:
+                        return Cached(descriptor, was_there)
+                    continue
+            if not shard.url.startswith(PIPE):
+                return None
+            if time.monotonic() > deadline:
+                raise ShardUnavailable(
+                    f"{shard.url}: no room in {self.folder} for {self.patience:g} s: other shards that "
+                    f"are being read fill its {self.limit} bytes. Give it more, for at least one shard of each process."
+                )
+            time.sleep(_POLL)
+
+    def fetch_ahead(self, shard: Shard, spared: Collection[str], unused_since: int) -> bool:
+        """Fetch a shard that will be needed; returns whether it is there, which it is not where there is no room.
+
+        spared: names of files that are not deleted for it. unused_since: nanoseconds; files used after this time are
+        spared too, as another process can have fetched them ahead.
+
+        Raises:
+            ConfigError, ShardUnavailable, ShardChanged: as `open`.
+        """
+        with self._claim(shard) as part:
+            if part is None or self.contains(shard):
+                return True
+            if not self._reserve(part, shard, lambda: False, spared, unused_since):
+                return False
+            self._fetch(part, shard)
+            return True
+
+    def contains(self, shard: Shard) -> bool:
+        """Whether a shard's file is there."""
+        return self.path(shard).exists()
+
+    def mark_used(self, shard: Shard) -> None:
+        """Let a shard's file count as used now, if it is there."""
+        with contextlib.suppress(OSError):
+            os.utime(self.path(shard))
+
+    def path(self, shard: Shard, ending: str = "tar") -> Path:
+        """Where its file is, or will be."""
+        key = f"{shard.url}\n{shard.bytes}\n{shard.etag or ''}"
+        return self.folder / f"{hashlib.sha256(key.encode()).hexdigest()}.{ending}"
+
+    @staticmethod
+    def release(descriptor: int) -> None:
+        """End a reference. The file counts as used now."""
+        with contextlib.suppress(PermissionError):  # another user's: only the order of deletions suffers
+            os.utime(descriptor)
+        os.close(descriptor)
+
+    @contextlib.contextmanager
+    def _claim(self, shard: Shard) -> Iterator[int | None]:
+        """A descriptor of the shard's part, which no other process has;
+        None where another has fetched it meanwhile, or given it up.
+
+        The part is deleted at the end of the block, unless it has become the shard's file.
+        """
+        path = self.path(shard, "part")
+        with self._refusals(shard):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            part = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            self._lock(part, fcntl.LOCK_EX, shard.url, path)
+            if not _is_at(part, path):
+                yield None
+                return
+            try:
+                if (descriptor := self.find(shard)) is not None:
+                    os.close(descriptor)
+                    yield None
+                else:
+                    yield part
+            finally:
+                if _is_at(part, path):
+                    path.unlink()
+        finally:
+            os.close(part)
+
+    def _reserve(
+        self,
+        part: int,
+        shard: Shard,
+        let_go: Callable[[], bool],
+        spared: Collection[str] = (),
+        unused_since: int | None = None,
+    ) -> bool:
+        """Whether there is room for a shard, which then belongs to the part. Deletes leftovers of killed processes, and
+        files without a reference, the least recently used first; see `fetch_ahead` for those that are spared."""
+        with self._folder_lock(shard):
+            part_name, files = self.path(shard, "part").name, self._list_files()
+            for name in [name for name in files if name.endswith(".part") and name != part_name]:
+                if self._delete(name):
+                    del files[name]
+            used = sum(facts.st_size for name, facts in files.items() if name != part_name)
+            unused = sorted((name for name in files if name.endswith(".tar")), key=lambda name: files[name].st_mtime_ns)
+            if unused_since is not None:
+                unused = [name for name in unused if name not in spared and files[name].st_mtime_ns < unused_since]
+            while used + shard.bytes > self.limit:
+                name = next((name for name in unused if self._delete(name)), None)
+                if name is not None:
+                    unused.remove(name)
+                    used -= files[name].st_size
+                elif not let_go():
+                    return False
+            with self._refusals(shard):
+                os.ftruncate(part, 0)
+                os.ftruncate(part, shard.bytes)
+            return True
+
+    def _fetch(self, part: int, shard: Shard) -> None:
+        """Fill a part, and make it the shard's file."""
+        with self._refusals(shard):
+            if shard.bytes:
+                os.posix_fallocate(part, 0, shard.bytes)  # a full disk is found before anything is sent
+            for attempt in range(2):
+                with open(part, "r+b", buffering=0, closefd=False) as file:
+                    file.seek(0)
+                    digest = transfer(Source(shard.url, shard.bytes, shard.etag), file, self.patience)
+                if shard.sha256 in (None, digest):
+                    break
+                if attempt:
+                    raise ShardChanged(
+                        f"{shard.url}: its sha256 is not the one that was indexed, twice. Index it again."
+                    )
+            os.fsync(part)
+        with self._folder_lock(shard), self._refusals(shard):
+            os.replace(self.path(shard, "part"), self.path(shard))
+        self._lock(part, fcntl.LOCK_SH, shard.url)  # so that it is not deleted until the caller has found it
+
+    @contextlib.contextmanager
+    def _folder_lock(self, shard: Shard) -> Iterator[None]:
+        """Room is made and files get their names by one process at a time:
+        a listing would miss one that is renamed meanwhile."""
+        with self._refusals(shard):
+            folder = os.open(self.folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            self._lock(folder, fcntl.LOCK_EX, f"{self.folder / _LOCK}")
+            yield
+        finally:
+            os.close(folder)
+
+    def _list_files(self) -> dict[str, os.stat_result]:
+        """Files of the cache; unrelated files in its folder are ignored."""
+        files = dict[str, os.stat_result]()
+        for entry in os.scandir(self.folder):
+            with contextlib.suppress(FileNotFoundError):  # given up meanwhile
+                if _OURS.fullmatch(entry.name):
+                    files[entry.name] = entry.stat(follow_symlinks=False)
+        return files
+
+    def _delete(self, name: str) -> bool:
+        """Whether a file was there that nobody holds; it is deleted."""
+        try:
+            descriptor = os.open(self.folder / name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except OSError:
+            return False
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if _is_at(descriptor, self.folder / name):
+                (self.folder / name).unlink()
+                return True
+        except OSError:  # it is held, or is another user's
+            pass
+        finally:
+            os.close(descriptor)
+        return False
+
+    def _lock(self, descriptor: int, kind: int, what: str, path: Path | None = None) -> None:
+        """Wait for a lock, or until the file at `path` is a different one.
+
+        Raises:
+            ShardUnavailable: its holder leaves the file unchanged for long.
+        """
+        since, changed = time.monotonic(), None
+        while True:
+            try:
+                fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+                return
+            except BlockingIOError:
+                if path is not None and not _is_at(descriptor, path):
+                    return
+                facts = os.fstat(descriptor)
+                if (facts.st_mtime_ns, facts.st_nlink) != changed:
+                    since, changed = time.monotonic(), (facts.st_mtime_ns, facts.st_nlink)
+                elif time.monotonic() > since + self.patience:
+                    raise ShardUnavailable(
+                        f"{what}: another process fetches it, and has not gone on for {self.patience:g} s."
+                    ) from None
+                time.sleep(_POLL)
+            except OSError as error:
+                raise ConfigError(
+                    f"{self.folder}: its disk has no locks ({error.strerror}). Choose one of this machine's own."
+                ) from None
+
+    @contextlib.contextmanager
+    def _refusals(self, shard: Shard) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise ShardUnavailable(
+                f"{shard.url}: its {shard.bytes} bytes cannot be stored in {self.folder}: {error.strerror}. "
+                "Make room there, or choose another folder or a smaller limit."
+            ) from None
+
+
+def _is_at(descriptor: int, path: Path) -> bool:
+    """Whether a path leads to an open file."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), os.stat(path))
+    except FileNotFoundError:
+        return False

@@ -1,0 +1,111 @@
+"""A subprocess that downloads tars into the cache while a training reads earlier ones."""
+
+import contextlib
+import json
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from src.errors import UserError
+from src.systems.interleaved.streaming.manifest import Shard
+from src.systems.interleaved.streaming.remote.cache import ShardCache
+from src.systems.interleaved.streaming.remote.objects import module_environment
+
+
+class Downloads:
+    """The subprocess's owner. It starts with the first request, and ends with `close` or with this process.
+
+    It reports nothing: a tar that cannot be downloaded is an error of the process that reads it.
+    """
+
+    def __init__(self, cache: ShardCache) -> None:
+        self._settings = [str(cache.folder), cache.limit, cache.patience]
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def request(self, shards: Sequence[Shard]) -> None:
+        """Have these tars in the cache, the first ones first, in place of the earlier request. Does not wait."""
+        if self._process is None:
+            command = [sys.executable, "-m", "src.systems.interleaved.streaming.remote.downloads"]
+            self._process = subprocess.Popen(
+                command, env=module_environment(), stdin=subprocess.PIPE, stdout=subprocess.DEVNULL
+            )
+            self._send(self._settings)
+        self._send([asdict(shard) for shard in shards])
+
+    def _send(self, value: object) -> None:
+        assert self._process
+        assert self._process.stdin
+        with contextlib.suppress(BrokenPipeError):  # it was killed: tars are then downloaded when they are read
+            self._process.stdin.write(json.dumps(value).encode() + b"\n")
+            self._process.stdin.flush()
+
+    def close(self) -> None:
+        """End the subprocess."""
+        if self._process is not None:
+            self._process.kill()
+            with contextlib.suppress(BrokenPipeError):
+                self._process.communicate()
+            self._process = None
+
+
+class _Worker:
+    """Carries out the latest request."""
+
+    def __init__(self, cache: ShardCache) -> None:
+        self.cache = cache
+        self.shards: Sequence[Shard] | None = None
+        """The latest request, until it is carried out."""
+        self.changed = threading.Condition()
+        self.failed = set[str]()
+        """Requested tars that could not be downloaded."""
+        self.rounds = [0, 0]
+        """Starts of the last two rounds, in nanoseconds. Each round marks the requested tars as used."""
+
+    def follow(self, lines: Sequence[str]) -> None:
+        for line in lines:
+            with self.changed:
+                self.shards = [Shard(**each) for each in json.loads(line)]
+                self.changed.notify()
+
+    def run(self) -> None:
+        while True:
+            with self.changed:
+                self.changed.wait_for(lambda: self.shards is not None)
+                shards, self.shards = self.shards or (), None
+            self._carry_out(shards)
+
+    def _carry_out(self, shards: Sequence[Shard]) -> None:
+        self.failed &= {shard.url for shard in shards}
+        unused_since, self.rounds = self.rounds[0], [self.rounds[1], time.time_ns()]
+        for shard in shards:
+            self.cache.mark_used(shard)
+        spared = set[str]()
+        for shard in shards:
+            if self.shards is not None:
+                return  # a newer request
+            spared.add(self.cache.path(shard).name)
+            if shard.url in self.failed or self.cache.contains(shard):
+                continue
+            try:
+                if not self.cache.fetch_ahead(shard, spared, unused_since):
+                    return
+            except UserError:
+                self.failed.add(shard.url)
+
+
+def main() -> None:
+    """Download the tars that each line of stdin requests, until stdin is closed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    folder, limit, patience = json.loads(sys.stdin.readline())
+    worker = _Worker(ShardCache(Path(folder), limit, patience))
+    threading.Thread(target=worker.run, daemon=True).start()
+    worker.follow(sys.stdin)  # type: ignore[arg-type]
+
+
+if __name__ == "__main__":
+    main()

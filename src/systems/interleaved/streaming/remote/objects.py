@@ -1,0 +1,391 @@
+"""Read objects of S3, Google Cloud Storage, Azure and the Hugging Face hub: ranges of bytes, sizes, names.
+
+s3://BUCKET/KEY, gs://BUCKET/KEY and az://CONTAINER/KEY are read by obstore, with the credentials that its documentation
+lists, in the environment or on the machine; for S3 also a profile of ~/.aws. hf://datasets/USER/NAME/PATH is read by
+huggingface_hub.
+
+Threads of obstore do not survive a fork: a request in a forked process never returns. A process that was forked after
+its parent used obstore, such as a worker of a DataLoader, therefore reads through a subprocess that runs this module's
+`main`.
+"""
+
+import configparser
+import contextlib
+import fnmatch
+import json
+import logging
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Generator, Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+from src.errors import ConfigError
+from src.files import ROOT
+from src.systems.interleaved.streaming.manifest import ShardChanged, ShardUnavailable
+
+HUB = "hf://"
+SCHEMES = ("s3://", "gs://", "az://", HUB)
+_CHUNK = 1 << 16
+_CONNECT_SECONDS = 5
+_started_in = set[int]()
+"""Processes in which obstore has started its threads."""
+
+
+class Interruption(Exception):
+    """A transfer failed; another attempt can continue where it stopped."""
+
+
+class Range(NamedTuple):
+    """Bytes of an object."""
+
+    total: int
+    """Size of the complete object."""
+    etag: str | None
+    chunks: Generator[bytes]
+    """Raises Interruption when the connection fails."""
+
+
+def read_range(url: str, etag: str | None, begin: int, end: int, seconds: float) -> Range:
+    """Read a range of bytes of an object, `end` excluded.
+
+    etag: of the expected object; None: any. seconds: timeout of the request.
+
+    Raises:
+        ShardChanged: the object has another ETag.
+        ShardUnavailable: the object does not exist or access is denied.
+        Interruption: the server cannot be reached, or fails.
+    """
+    if url.startswith(HUB):
+        return _read_from_hub(url, etag, begin, end)
+    if _started_in and os.getpid() not in _started_in:
+        return _read_by_subprocess(url, etag, begin, end, seconds)
+    obstore, (store, key) = _import_obstore(url), _locate(url, seconds)
+    options: Any = {"range": (begin, end), **({"if_match": etag} if etag else {})}
+    with _translate_errors(url):
+        response = obstore.get(store, key, options=options)
+    return Range(response.meta["size"], response.meta["e_tag"], _chunks_of(url, response))
+
+
+def head(url: str, seconds: float) -> tuple[int, str | None]:
+    """Size and ETag of an object. Not in a forked process. Raises as `read_range` does."""
+    if url.startswith(HUB):
+        return _head_of_hub(url)
+    obstore, (store, key) = _import_obstore(url), _locate(url, seconds)
+    with _translate_errors(url):
+        meta = obstore.head(store, key)
+    return meta["size"], meta["e_tag"]
+
+
+def list_urls(pattern: str, seconds: float) -> list[str]:
+    """List the URLs that a pattern with *, ? or [] matches, sorted. Not in a forked process.
+    Raises as `read_range` does."""
+    scheme, bucket, key = split(pattern)
+    if scheme == HUB:
+        with _translate_hub_errors(pattern):
+            return sorted(f"{HUB}{name}" for name in _hub(os.getpid()).glob(pattern.removeprefix(HUB)))
+    prefix = re.split(r"[*?\[]", key)[0].rpartition("/")[0]
+    obstore, (store, _) = _import_obstore(pattern), _locate(f"{scheme}{bucket}/", seconds)
+    with _translate_errors(pattern):
+        keys = [meta["path"] for batch in obstore.list(store, prefix or None) for meta in batch]
+    return [f"{scheme}{bucket}/{name}" for name in sorted(keys) if fnmatch.fnmatchcase(name, key)]
+
+
+def split(url: str) -> tuple[str, str, str]:
+    """Scheme, bucket and key of a URL: ("s3://", "BUCKET", "a/b.tar")."""
+    scheme, _, rest = url.partition("://")
+    bucket, _, key = rest.partition("/")
+    return f"{scheme}://", bucket, key
+
+
+def _import_obstore(url: str) -> Any:
+    try:
+        import obstore
+        import obstore.exceptions
+    except ModuleNotFoundError:
+        raise ConfigError(f"{url}: obstore is not installed: pip install -r requirements/streaming.txt") from None
+    return obstore
+
+
+def _locate(url: str, seconds: float) -> tuple[Any, str]:
+    """The bucket, as obstore opens it, and the key."""
+    scheme, bucket, key = split(url)
+    if not re.fullmatch(r"[\w.-]+", bucket, re.ASCII) or not (key or url.endswith("/")):  # obstore would panic
+        raise ConfigError(f"{url}: expected {scheme}BUCKET/KEY.")
+    _started_in.add(os.getpid())
+    return _OPEN[scheme](bucket, f"{max(round(seconds * 1000), 1)}ms"), key
+
+
+def _open_s3(bucket: str, timeout: str) -> Any:
+    profile = _read_profile()
+    endpoint = (
+        os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or os.environ.get("AWS_ENDPOINT")
+    )
+    if endpoint:
+        profile["endpoint"] = endpoint
+    return _open("S3Store", bucket, timeout, tuple(sorted(profile.items())))
+
+
+def _open_gs(bucket: str, timeout: str) -> Any:
+    return _open("GCSStore", bucket, timeout, ())
+
+
+def _open_az(bucket: str, timeout: str) -> Any:
+    return _open("AzureStore", bucket, timeout, ())
+
+
+_OPEN: Mapping[str, Callable[[str, str], Any]] = {"s3://": _open_s3, "gs://": _open_gs, "az://": _open_az}
+
+
+@lru_cache(64)
+def _open(kind: str, bucket: str, timeout: str, settings: tuple[tuple[str, str], ...]) -> Any:
+    """A bucket. With other settings, such as renewed keys, it is opened again."""
+    import obstore.store
+    from obstore.exceptions import BaseError
+
+    options: dict[str, Any] = dict(settings)
+    plain = (
+        str(options.get("endpoint") or "").startswith("http:")
+        or "AZURE_ALLOW_HTTP" in os.environ
+        or "GOOGLE_ALLOW_HTTP" in os.environ
+    )
+    client: Any = {"timeout": timeout, "connect_timeout": f"{_CONNECT_SECONDS}s", "allow_http": plain}
+    try:
+        return getattr(obstore.store, kind)(bucket, client_options=client, retry_config={"max_retries": 0}, **options)
+    except (BaseError, ValueError) as error:
+        raise ConfigError(f"{bucket}: {_first_line(error)}. Check the credentials in the environment.") from None
+
+
+def _read_profile() -> dict[str, str]:
+    """Keys, region and endpoint of the profile AWS_PROFILE in ~/.aws, which aws and s5cmd read and obstore does not.
+
+    Empty where the environment has keys. The files are read for each request, as other programs renew the keys in them.
+    """
+    if "AWS_ACCESS_KEY_ID" in os.environ:
+        return {}
+    name = os.environ.get("AWS_PROFILE", "default")
+    folder = Path.home() / ".aws"
+    config = _read_ini(Path(os.environ.get("AWS_CONFIG_FILE") or folder / "config"))
+    credentials = _read_ini(Path(os.environ.get("AWS_SHARED_CREDENTIALS_FILE") or folder / "credentials"))
+    section = name if name == "default" else f"profile {name}"
+    profile = {
+        **(config[section] if config.has_section(section) else {}),
+        **(credentials[name] if credentials.has_section(name) else {}),
+    }
+    unread = [key for key in profile if key in ("role_arn", "credential_process") or key.startswith("sso_")]
+    if "aws_access_key_id" not in profile and (unread or (name != "default" and not profile)):
+        raise ConfigError(
+            f"AWS_PROFILE {name}: {f'{unread[0]} is not read here' if unread else f'not in {folder}'}. "
+            f'Export its keys: eval "$(aws configure export-credentials --profile {name} --format env)"'
+        )
+    names = {
+        "aws_access_key_id": "access_key_id",
+        "aws_secret_access_key": "secret_access_key",
+        "aws_session_token": "token",
+    }
+    names |= {"endpoint_url": "endpoint"} | (
+        {} if "AWS_REGION" in os.environ or "AWS_DEFAULT_REGION" in os.environ else {"region": "region"}
+    )
+    return {ours: profile[theirs] for theirs, ours in names.items() if profile.get(theirs)}
+
+
+def _read_ini(path: Path) -> configparser.RawConfigParser:
+    profiles = configparser.RawConfigParser()
+    try:
+        profiles.read(path)
+    except (configparser.Error, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot be read: {_first_line(error)}") from None
+    return profiles
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().split("\n", 1)[0].rstrip(".")
+
+
+def _chunks_of(url: str, response: Any) -> Generator[bytes]:
+    with _translate_errors(url):
+        yield from map(bytes, response.stream(min_chunk_size=_CHUNK))
+
+
+_FINAL = {
+    "FileNotFoundError": "no such object",
+    "PermissionDeniedError": "access denied",
+    "UnauthenticatedError": "access denied",
+}
+"""Errors that another attempt would repeat."""
+_CREDENTIALS = frozenset(
+    {
+        "ExpiredToken",
+        "ExpiredTokenException",
+        "TokenRefreshRequired",
+        "InvalidToken",
+        "InvalidAccessKeyId",
+        "InvalidClientTokenId",
+        "SignatureDoesNotMatch",
+        "AuthenticationFailed",
+        "AuthorizationHeaderMalformed",
+        "RequestTimeTooSkewed",
+        "AccessDenied",
+    }
+)
+"""The servers' codes for refused credentials; some come with HTTP status 400."""
+
+
+@contextlib.contextmanager
+def _translate_errors(url: str) -> Generator[None]:
+    from obstore.exceptions import BaseError
+
+    try:
+        yield
+    except (OSError, BaseError) as error:
+        raise _explain(url, error) from None
+
+
+def _explain(url: str, error: Exception) -> Exception:
+    """Our error for one of obstore, with the server's code for it."""
+    name, text = type(error).__name__, str(error).partition("\n\nDebug source")[0]
+    match = re.search(r"<Code>(\w+)</Code>", text)
+    code = match[1] if match else ""
+    if name == "PreconditionError" or code == "InvalidRange":
+        what = "ETag" if name == "PreconditionError" else "size"
+        return ShardChanged(f"{url}: another object than the indexed one: its {what} has changed. Index it again.")
+    if name in _FINAL or code in _CREDENTIALS:
+        text = f"{url}: {_FINAL.get(name, 'access denied')}{f' ({code})' if code else ''}."
+        if code in _CREDENTIALS or name != "FileNotFoundError":
+            text += " Renew the credentials (environment, profile or role) or grant access, then start again."
+        return ShardUnavailable(text)
+    return Interruption(code or _first_line(Exception(text.rpartition(" - ")[2])))
+
+
+@lru_cache(4)
+def _hub(process: int) -> Any:
+    """The file system of the hub, one for each process: connections do not survive a fork."""
+    from huggingface_hub import HfFileSystem
+
+    logging.getLogger("httpx2").setLevel(logging.WARNING)  # it would log a line for each request
+    return HfFileSystem(skip_instance_cache=True)
+
+
+def _head_of_hub(url: str) -> tuple[int, str | None]:
+    with _translate_hub_errors(url):
+        info = _hub(os.getpid()).info(url.removeprefix(HUB), refresh=True, expand_info=True)
+    lfs = info.get("lfs") or {}
+    return info["size"], lfs.get("sha256") or info.get("blob_id")
+
+
+def _read_from_hub(url: str, etag: str | None, begin: int, end: int) -> Range:
+    total, current = _head_of_hub(url)
+    if etag is not None and current != etag:
+        raise ShardChanged(f"{url}: another object than the indexed one: its hash has changed. Index it again.")
+
+    def chunks() -> Generator[bytes]:
+        with _translate_hub_errors(url), _hub(os.getpid()).open(url.removeprefix(HUB), "rb", block_size=0) as file:
+            file.loc = begin  # the first read requests the bytes from here on
+            while file.loc < end and (chunk := file.read(min(_CHUNK, end - file.loc))):
+                yield chunk
+
+    return Range(total, current, chunks())
+
+
+@contextlib.contextmanager
+def _translate_hub_errors(url: str) -> Generator[None]:
+    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError
+
+    http_error: Any = HfHubHTTPError.__bases__[0]
+    """Of its HTTP library, also for connections that fail."""
+    try:
+        yield
+    except FileNotFoundError:
+        raise ShardUnavailable(f"{url}: no such object.") from None
+    except (GatedRepoError, RepositoryNotFoundError):
+        raise ShardUnavailable(
+            f"{url}: no such repository, or access denied. Log in with `hf auth login`, then start again."
+        ) from None
+    except (ValueError, NotImplementedError) as error:
+        raise ConfigError(f"{url}: expected hf://datasets/USER/NAME/PATH: {_first_line(error)}.") from None
+    except (http_error, OSError) as error:
+        raise Interruption(_first_line(error)) from None
+
+
+def module_environment() -> dict[str, str]:
+    """Environment in which a subprocess finds our modules.
+    It stays in the current folder, as the user's paths can be relative."""
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join((str(ROOT), os.environ.get("PYTHONPATH", ""))),
+    }
+
+
+_readers: dict[int, subprocess.Popen[bytes]] = {}
+"""The subprocess that reads for each process."""
+
+
+def _read_by_subprocess(url: str, etag: str | None, begin: int, end: int, seconds: float) -> Range:
+    """`read_range` in this process's reader. It answers with a line of JSON, then with chunks, each after its size."""
+    reader = _readers.get(os.getpid())
+    if reader is None or reader.poll() is not None:
+        command = [sys.executable, "-m", "src.systems.interleaved.streaming.remote.objects"]
+        reader = subprocess.Popen(command, env=module_environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        _readers[os.getpid()] = reader
+    assert reader.stdin
+    assert reader.stdout
+    try:
+        reader.stdin.write(json.dumps([url, etag, begin, end, seconds]).encode() + b"\n")
+        reader.stdin.flush()
+        first = json.loads(reader.stdout.readline())
+    except (OSError, ValueError):
+        _end_reader()
+        raise Interruption("the process that reads objects has ended") from None
+    if isinstance(first, list):
+        raise {error.__name__: error for error in (ShardChanged, ShardUnavailable, ConfigError, Interruption)}[
+            first[0]
+        ](first[1])
+    chunks = _chunks_from(reader.stdout)
+    next(chunks)
+    return Range(first["total"], first["etag"], chunks)
+
+
+def _chunks_from(output: IO[bytes]) -> Generator[bytes]:
+    """The reader's chunks, after an empty one. If not all are consumed, the reader ends."""
+    complete = False
+    try:
+        yield b""
+        while size := int.from_bytes(output.read(4)):
+            yield output.read(size)
+        complete = True
+    finally:
+        if not complete:
+            _end_reader()
+
+
+def _end_reader() -> None:
+    with contextlib.suppress(OSError), _readers.pop(os.getpid()) as reader:
+        reader.kill()
+
+
+def main() -> None:
+    """Read objects for a forked process until it closes stdin.
+    An error after the first line of an answer ends the chunks."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    out = sys.stdout.buffer
+    for line in sys.stdin:
+        try:
+            response = read_range(*json.loads(line))
+        except (ShardChanged, ShardUnavailable, ConfigError, Interruption) as error:
+            out.write(json.dumps([type(error).__name__, str(error)]).encode() + b"\n")
+        else:
+            out.write(json.dumps({"total": response.total, "etag": response.etag}).encode() + b"\n")
+            with contextlib.suppress(Interruption):
+                for chunk in response.chunks:
+                    out.write(len(chunk).to_bytes(4) + chunk)
+            out.write(bytes(4))
+        out.flush()
+
+
+if __name__ == "__main__":
+    with contextlib.suppress(BrokenPipeError):
+        main()

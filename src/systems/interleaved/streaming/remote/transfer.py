@@ -1,0 +1,187 @@
+"""Download a remote shard into a file. An interrupted object resumes at the last good byte; a command restarts.
+
+A transfer fails when no new byte arrives for a time, however often it was interrupted before.
+"""
+
+import contextlib
+import hashlib
+import os
+import random
+import select
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Generator
+from typing import IO, NamedTuple
+
+from src.systems.interleaved.streaming.manifest import ShardChanged, ShardUnavailable
+from src.systems.interleaved.streaming.remote import objects
+from src.systems.interleaved.streaming.remote.objects import Interruption
+
+PIPE = "pipe:"
+REMOTE = (*objects.SCHEMES, PIPE)
+PATIENCE = 25.0
+"""Seconds without a new byte after which a shard is given up."""
+LEAST_PATIENCE = 0.5
+"""Seconds for a shard where this process has had no byte of any other for all of its patience: all are gone, then."""
+_FIRST_PAUSE, _LONGEST_PAUSE, _LONGEST_REQUEST = 0.1, 5.0, 30.0
+_AT_ONCE = 1 << 20
+
+
+class Source(NamedTuple):
+    """A remote shard."""
+
+    url: str
+    size: int | None
+    """Size in bytes; None: not known, the output of a command."""
+    etag: str | None = None
+
+
+class _Tries:
+    """The pauses between tries, and when it is enough."""
+
+    silent: tuple[float, float] | None = None
+    """Since when this process has had no byte of any shard, though it tried, and when it tried last."""
+
+    def __init__(self, url: str, patience: float) -> None:
+        now, self.whole_patience = time.monotonic(), patience
+        if _Tries.silent and now - _Tries.silent[1] < patience:
+            patience = max(patience - (now - _Tries.silent[0]), min(LEAST_PATIENCE, patience))
+        else:
+            _Tries.silent = None
+        self.url, self.patience, self.pause, self.best, self.since = url, patience, _FIRST_PAUSE, 0, now
+        self.jitter = random.SystemRandom()
+
+    @property
+    def longest_request(self) -> float:
+        """Seconds."""
+        return min(max(self.patience / 2, LEAST_PATIENCE), _LONGEST_REQUEST)
+
+    def wait(self, at: int, error: Interruption) -> None:
+        """Pause before the next try. at: how many bytes there were when this one was cut off.
+
+        Raises:
+            ShardUnavailable: no new byte came for long.
+        """
+        now = time.monotonic()
+        if at > self.best:
+            self.best, self.since, self.pause, self.patience, _Tries.silent = (
+                at,
+                now,
+                _FIRST_PAUSE,
+                self.whole_patience,
+                None,
+            )
+        _Tries.silent = (_Tries.silent[0] if _Tries.silent else self.since, now)
+        if now + self.pause > self.since + self.patience:
+            raise ShardUnavailable(
+                f"{self.url}: given up at byte {at}: no new byte in {self.patience:.3g} s: {error}."
+            ) from None
+        time.sleep(self.pause * self.jitter.uniform(0.5, 1))
+        self.pause = min(2 * self.pause, _LONGEST_PAUSE)
+
+
+def source_of(url: str, patience: float = PATIENCE) -> Source:
+    """Look up the size and the ETag of a URL. Not in a forked process.
+
+    Raises:
+        ShardUnavailable: there is no such object, or the server does not answer.
+    """
+    tries = _Tries(url, patience)
+    while url.startswith(objects.SCHEMES):
+        try:
+            source = Source(url, *objects.head(url, tries.longest_request))
+            _Tries.silent = None
+            return source
+        except Interruption as error:
+            tries.wait(0, error)
+    return Source(url, None)
+
+
+def transfer(
+    source: Source, file: IO[bytes], patience: float = PATIENCE, begin: int = 0, end: int | None = None
+) -> str:
+    """Write a range of bytes of a shard, by default all, into an empty file; returns their sha256.
+    Commands have no ranges.
+
+    Raises:
+        ShardChanged: it has another size or ETag.
+        ShardUnavailable: no new byte came for `patience` seconds, or there is no such shard.
+        OSError: the file cannot be written.
+    """
+    end = source.size if end is None else end
+    is_command, tries = source.url.startswith(PIPE), _Tries(source.url, patience)
+    digest, written = hashlib.sha256(), 0
+    while begin + written != end:
+        try:
+            if is_command:
+                chunks = _run(source, patience)
+            else:
+                response = objects.read_range(source.url, source.etag, begin + written, end or 0, tries.longest_request)
+                source = source._replace(etag=source.etag or response.etag)  # later ranges must be of the same object
+                chunks = _check(source, response, (end or 0) - begin - written)
+            with contextlib.closing(chunks):
+                for chunk in chunks:
+                    file.write(chunk)
+                    digest.update(chunk)
+                    written += len(chunk)
+            _Tries.silent = None
+            break
+        except Interruption as error:
+            tries.wait(begin + written, error)
+            if is_command:
+                file.seek(0)
+                digest, written = hashlib.sha256(), 0
+    return digest.hexdigest()
+
+
+def _check(source: Source, response: objects.Range, size: int) -> Generator[bytes]:
+    """The bytes of a response; raises Interruption if they are not `size`."""
+    with contextlib.closing(response.chunks):
+        if response.total != source.size:
+            raise ShardChanged(
+                f"{source.url}: has {response.total} bytes, and had {source.size} when it was indexed. Index it again."
+            )
+        for chunk in response.chunks:
+            yield chunk
+            size -= len(chunk)
+    if size:
+        raise Interruption(f"{size} bytes are missing")
+
+
+def _run(source: Source, patience: float) -> Generator[bytes]:
+    """The output of a command; raises Interruption if it fails, stays silent for long, or writes too little."""
+    command, count = ["bash", "-o", "pipefail", "-c", source.url.removeprefix(PIPE)], 0
+    with (
+        tempfile.TemporaryFile() as errors,
+        subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=errors, start_new_session=True
+        ) as process,
+    ):
+        assert process.stdout
+        try:
+            while True:
+                if not select.select([process.stdout], [], [], patience)[0]:
+                    raise Interruption(f"the command wrote nothing for {patience:g} s")
+                if not (chunk := os.read(process.stdout.fileno(), _AT_ONCE)):
+                    break
+                count += len(chunk)
+                if source.size is not None and count > source.size:
+                    raise ShardChanged(
+                        f"{source.url}: the command writes more than the {source.size} bytes that were indexed."
+                    )
+                yield chunk
+            status = process.wait(patience)
+        except subprocess.TimeoutExpired:
+            raise Interruption(f"the command does not end after its last byte, {count}") from None
+        finally:
+            if process.returncode is None:
+                os.killpg(process.pid, signal.SIGKILL)
+        errors.seek(0)
+        lines = errors.read().decode(errors="replace").strip().splitlines()
+        last = f": {lines[-1][:200].rstrip('.')}" if lines else ""
+        if status:
+            raise Interruption(f"the command ended with exit status {status}{last}")
+        if source.size is not None and count < source.size:
+            raise Interruption(f"the command ended with {count} of {source.size} bytes{last}")

@@ -1,0 +1,139 @@
+"""List shards from words: files, URLs, patterns, ranges such as s-{000..123}.tar, text files, prepared folders."""
+
+import glob
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from src.errors import DataError
+from src.files import reading
+from src.systems.interleaved.streaming import manifest
+from src.systems.interleaved.streaming.remote import objects
+from src.systems.interleaved.streaming.remote.objects import Interruption
+from src.systems.interleaved.streaming.remote.transfer import PATIENCE, PIPE, REMOTE
+
+_RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
+_PATTERN = re.compile(r"[*?\[]")
+_SCHEME = re.compile(r"[a-z][a-z0-9+.-]*://")
+_OBJECTS = f"{'BUCKET/KEY, '.join(objects.SCHEMES)}datasets/USER/NAME/PATH"
+_COMPRESSED = (".gz", ".tgz", ".bz2", ".xz", ".zst")
+
+
+class Listed(NamedTuple):
+    """A shard in a list."""
+
+    url: str
+    """An absolute path, "s3://BUCKET/KEY" or "pipe:COMMAND"."""
+    source: str = ""
+    """The source under which a prepared folder counts it."""
+
+
+def list_shards(words: Sequence[str]) -> list[Listed]:
+    """List the shards of `words`, in order:
+    each word is a path, "s3://BUCKET/KEY" or "pipe:COMMAND", or several of them as
+
+    - a file NAME.txt with one on each line; paths go from the folder of that file;
+    - a folder with shards.json;
+    - a pattern with *, ? or [], of paths or of keys of S3, in the order of names;
+    - a range {000..123} in any of them, also within a command.
+
+    Raises:
+        DataError: nothing matches, or a shard is a duplicate or compressed; names the place.
+        ConfigError: obstore is not installed, which lists keys of S3.
+    """
+    shards, places = list[Listed](), dict[str, str]()
+    for name in words:
+        for place, one in _entries(name):
+            for listed in one:
+                if before := places.get(listed.url):
+                    raise DataError(
+                        f"{place}: {listed.url} is listed twice, first by {before}. Each document would be read twice."
+                    )
+                places[listed.url] = place
+                shards.append(listed)
+    if not shards:
+        raise DataError("no shards are listed.")
+    return shards
+
+
+def _entries(name: str) -> Iterator[tuple[str, list[Listed]]]:
+    """(Place, shards) for each line of a word."""
+    path = Path(name)
+    if name.startswith(PIPE) or path.suffix != ".txt":
+        yield name, _expand(name, Path(), name)
+        return
+    try:
+        with reading(path, DataError):
+            lines = path.read_text(encoding="utf-8").splitlines()
+    except FileNotFoundError:
+        raise DataError(f"{path}: no such file.") from None
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}: no list of shards: it is not UTF-8 text at byte {error.start}.") from None
+    if not any(line.strip() for line in lines):
+        raise DataError(f"{path}: lists no shard. Expected a path, s3://BUCKET/KEY or pipe:COMMAND on each line.")
+    for number, line in enumerate(lines, 1):
+        if line.strip():
+            yield f"{path}:{number}", _expand(line.strip(), path.parent, f"{path}:{number}")
+
+
+def _expand(text: str, folder: Path, place: str) -> list[Listed]:
+    """The shards of a path, URL or command. folder: from which paths go."""
+    return [listed for each in _expand_ranges(text, place) for listed in _match(each, folder, place)]
+
+
+def _expand_ranges(text: str, place: str) -> list[str]:
+    """Expand the ranges of a text, the last one fastest, with leading zeros, as a shell does."""
+    match = _RANGE.search(text)
+    if not match:
+        return [text]
+    first, last = match.groups()
+    if int(first) > int(last):
+        raise DataError(f"{place}: the range {match[0]} is empty.")
+    width = max(len(first), len(last)) if first.startswith("0") or last.startswith("0") else 0
+    rest = _expand_ranges(text[match.end() :], place)
+    return [
+        f"{text[: match.start()]}{number:0{width}}{end}" for number in range(int(first), int(last) + 1) for end in rest
+    ]
+
+
+def _match(text: str, folder: Path, place: str) -> list[Listed]:
+    if text.startswith(PIPE):
+        return [Listed(text)]
+    if text.endswith(_COMPRESSED):
+        reader = "gzip -dc FILE" if text.endswith("gz") else "COMMAND"
+        raise DataError(
+            f"{place}: {text}: a compressed tar cannot be read in any order. "
+            f'Give "pipe:{reader}", which unpacks it, or unpack it.'
+        )
+    if text.startswith(objects.SCHEMES):
+        urls = _list_keys(text) if _PATTERN.search(text) else [text]
+        if not all(objects.split(url)[2] for url in urls):
+            raise DataError(f"{place}: {text}: no key. Expected {objects.split(text)[0]}BUCKET/KEY.")
+        return [Listed(url) for url in urls]
+    if _SCHEME.match(text):
+        raise DataError(f"{place}: {text}: expected a path, {_OBJECTS} or pipe:COMMAND, such as pipe:curl -sSf {text}")
+    path = folder / text
+    if path.is_dir():
+        listed = manifest.load(path).shards
+        return [Listed(_absolute(path, shard.url), shard.source) for shard in listed]
+    if path.is_file() or not _PATTERN.search(text):
+        return [Listed(_absolute(folder, text))]
+    matched = sorted(glob.glob(str(path), recursive=True))
+    if not matched:
+        raise DataError(f"{place}: no file is matched by {path}.")
+    return [Listed(_absolute(Path(), each)) for each in matched]
+
+
+def _absolute(folder: Path, url: str) -> str:
+    return url if url.startswith(REMOTE) else str((folder / url).resolve())
+
+
+def _list_keys(pattern: str) -> list[str]:
+    try:
+        urls = objects.list_urls(pattern, PATIENCE)
+    except Interruption as error:
+        raise DataError(f"{pattern}: the server does not list its keys: {error}.") from None
+    if not urls:
+        raise DataError(f"{pattern}: no key matches.")
+    return urls

@@ -1,0 +1,230 @@
+"""The index of a tar of documents: where each document and each of its parts is, so that any can be read directly.
+
+A document is a run of members with the same key at the start of their names. Its parts are named
+KEY.POSITION.KIND.EXTENSION, such as 7_ab.0.text.txt, KEY.POSITION.EXTENSION, KEY.EXTENSION or KEY.KIND.EXTENSION; a
+mapping (`tars.fields`) can name more. KEY.metadata.txt lists the names of all parts, which shows that the document is
+complete (huggingface/smollm, vision/m4). The index counts every member that is not read.
+"""
+
+import hashlib
+import io
+import json
+import mmap
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from src.errors import DataError
+from src.files import reading, write_atomic
+from src.support.parsing import parse_json
+from src.systems.interleaved.streaming.tars.fields import Fields
+from src.systems.interleaved.streaming.tars.image_files import MOST_PIXELS, SUFFIXES, TOO_LARGE, UNDECODABLE
+
+if TYPE_CHECKING:
+    import numpy as np
+
+SUFFIX = ".idx"
+_MAGIC, _FORMAT = b"tar index\n", 3
+KINDS = ("text", "image", "metadata", "other", "prompt")
+TEXT, IMAGE, METADATA, OTHER, PROMPT = range(len(KINDS))
+"""A prompt is text that a model reads and does not learn to write."""
+_KIND_OF = {"txt": TEXT, "text": TEXT, "caption": TEXT, "image": IMAGE, "metadata": METADATA}
+_KIND_OF |= {"prompt": PROMPT, "question": PROMPT, "answer": TEXT}
+_KIND_OF |= dict.fromkeys(SUFFIXES, IMAGE)
+DOCUMENT = [("offset", "<u8"), ("first_part", "<u4"), ("parts", "<u4"), ("images", "<u4"), ("bad", "u1")]
+PART = [
+    ("position", "<u4"),
+    ("offset", "<u8"),
+    ("size", "<u8"),
+    ("kind", "u1"),
+    ("pick", "<u4"),
+    ("width", "<u4"),
+    ("height", "<u4"),
+]
+REASONS = (
+    "",
+    "incomplete",
+    "a part is there twice",
+    "its parts are not together",
+    UNDECODABLE,
+    TOO_LARGE,
+    "it has no text",
+    "a text is not UTF-8",
+    "its JSON does not have the mapped fields",
+)
+"""Why a document is bad, by its number in the index."""
+GOOD, INCOMPLETE, TWICE, APART, NO_IMAGE, TOO_MANY_PIXELS, NO_TEXT, NOT_UTF8, NO_FIELDS = range(len(REASONS))
+
+
+@dataclass
+class TarIndex:
+    """Documents and parts of a tar, without their contents."""
+
+    documents: "np.ndarray"
+    """A record of each, see `DOCUMENT`: the byte of its first header, its parts, and why it is bad (0: it is good)."""
+    parts: "np.ndarray"
+    """A record of each, see `PART`: those of a document are together, by position."""
+    facts: dict[str, Any] = field(default_factory=dict)
+    """About the file:
+
+    - "bytes"; "members" of all kinds; "cut": why it ends too early, the byte up to which it is intact, and advice
+    - "read": [members, bytes] of good documents; "passed_over": {reason: {suffix: [members, bytes]}} of all other
+      members (a suffix with a colon counts values of JSON members)
+    - "fields": the mapping; "mapped": in how many documents each of its entries is
+    - "most_pixels" of an image; "verified": whether its images were decoded; "tokenizer": the digest of the tokenizer
+      of `tokens`
+    """
+    tokens: "np.ndarray | None" = None
+    """(parts,) uint32: tokens of each text, 0 for texts that are left out and for other parts. None if not counted."""
+
+    def __len__(self) -> int:
+        return len(self.documents)
+
+    def parts_of(self, document: int) -> "np.ndarray":
+        """The records of a document's parts, by position."""
+        row = self.documents[document]
+        return self.parts[row["first_part"] : row["first_part"] + row["parts"]]
+
+    @property
+    def most_pixels(self) -> int:
+        """Pixels of the largest image that is decoded."""
+        return self.facts.get("most_pixels", MOST_PIXELS)
+
+    @cached_property
+    def fields(self) -> Fields | None:
+        """The mapping by which it was made."""
+        return Fields.model_validate(self.facts["fields"]) if self.facts.get("fields") else None
+
+    def contents(
+        self, parts: "np.ndarray", read: Callable[[int, int], bytes], kinds: Sequence[int] = (TEXT, PROMPT, IMAGE)
+    ) -> list[bytes]:
+        """The contents of parts of these kinds, b"" for other parts. read: bytes of the tar, by offset and size.
+
+        Raises:
+            DataError: a JSON member does not have a mapped value.
+        """
+        records = zip(*(parts[name].tolist() for name in ("kind", "offset", "size", "pick")), strict=True)
+        return contents_of(self.fields, records, read, kinds)
+
+
+def contents_of(
+    fields: Fields | None,
+    parts: Iterable[tuple[int, int, int, int]],
+    read: Callable[[int, int], bytes],
+    kinds: Sequence[int],
+) -> list[bytes]:
+    """See `TarIndex.contents`. parts: (kind, offset, size, pick) of each."""
+    contents, picks = list[bytes](), dict[tuple[int, int], list[tuple[int, int]]]()
+    for place, (kind, offset, size, pick) in enumerate(parts):
+        contents.append(read(offset, size) if kind in kinds and not pick else b"")
+        if kind in kinds and pick:
+            picks.setdefault((offset, size), []).append((place, pick))
+    for member, places in picks.items():
+        assert fields is not None, "only a mapping picks values"
+        values = fields.read(read(*member), [pick for _, pick in places])
+        for (place, _), value in zip(places, values, strict=True):
+            contents[place] = value
+    return contents
+
+
+@contextmanager
+def open_tar(path: Path) -> Iterator[memoryview]:
+    """The bytes of a file, memory-mapped.
+
+    Raises:
+        DataError: it cannot be read.
+    """
+    if not path.is_file():
+        raise DataError(f"{path}: no such file.")
+    with reading(path, DataError), open(path, "rb") as file:
+        if not os.fstat(file.fileno()).st_size:
+            yield memoryview(b"")
+            return
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped, memoryview(mapped) as tar:
+            yield tar
+
+
+@lru_cache(4096)
+def kind_and_position(ending: str) -> tuple[int, int | None]:
+    """Kind and position of a member by its name after the key; position None if its kind is there once."""
+    first, *rest = ending.lower().split(".")
+    if rest and len(rest) < 3 and first.isascii() and first.isdigit() and len(first) < 7:
+        return _KIND_OF.get(rest[0], OTHER), int(first)
+    return _KIND_OF.get(first, OTHER), None
+
+
+def save(index: TarIndex, tar: Path) -> Path:
+    """Write the index of a tar as FILE.idx in the folder of the tar; returns the path.
+
+    Raises:
+        RunError: the disk refuses.
+    """
+    import numpy as np
+
+    out = io.BytesIO()
+    out.write(_MAGIC + json.dumps({"format": _FORMAT, **index.facts}).encode() + b"\n")
+    for array in (index.documents, index.parts, *(() if index.tokens is None else (index.tokens,))):
+        np.save(out, array, allow_pickle=False)
+    path = tar.with_name(tar.name + SUFFIX)
+    write_atomic(path, out.getvalue() + hashlib.sha256(out.getvalue()).digest())
+    return path
+
+
+def load(tar: Path) -> TarIndex:
+    """Load the index FILE.idx of a tar.
+
+    Raises:
+        DataError: it is missing, damaged, or of a file of another size.
+    """
+    path = tar.with_name(tar.name + SUFFIX)
+    with reading(tar, DataError):
+        if not tar.exists():
+            raise DataError(f"{tar}: no such file.")
+        return load_file(path, tar.stat().st_size, tar.name)
+
+
+def digest_of(path: Path) -> str:
+    """Hex digest at the end of an index file.
+
+    Raises:
+        DataError: it cannot be read.
+    """
+    with reading(path, DataError), open(path, "rb") as file:
+        file.seek(-32, os.SEEK_END)
+        return file.read().hex()
+
+
+def load_file(path: Path, size: int, tar: str, expected: str | None = None) -> TarIndex:
+    """Load an index. size: bytes of its tar, which is called `tar` in errors. expected: digest of the index, if known.
+
+    Raises:
+        DataError: it is missing or damaged, or it is the index of a file of another size, or its digest is not
+            `expected`.
+    """
+    import numpy as np
+
+    again = f"Make it with python -m data_prep.interleaved.index {tar}"
+    try:
+        with reading(path, DataError):
+            content = path.read_bytes()
+    except FileNotFoundError:
+        raise DataError(f"{path}: no such file. {again}") from None
+    content, digest = content[:-32], content[-32:]
+    if not content.startswith(_MAGIC) or hashlib.sha256(content).digest() != digest:
+        raise DataError(f"{path}: damaged, or no index. {again}")
+    if expected is not None and digest.hex() != expected:
+        raise DataError(
+            f"{path}: not the index that shards.json lists, so rows would differ. Restore it, or make both again."
+        )
+    read = io.BytesIO(content[len(_MAGIC) :])
+    facts = parse_json(read.readline(), str(path), DataError)
+    if facts.pop("format") != _FORMAT:
+        raise DataError(f"{path}: of another version of this project. {again}")
+    if facts["bytes"] != size:
+        raise DataError(f"{path}: of a tar of {facts['bytes']} bytes, and {tar} has {size}. {again}")
+    documents, parts, *tokens = (np.load(read, allow_pickle=False) for _ in range(3 if "tokenizer" in facts else 2))
+    return TarIndex(documents, parts, facts, *tokens)

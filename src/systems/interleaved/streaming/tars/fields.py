@@ -1,0 +1,237 @@
+"""Which members of a document are its images, prompts and texts, where their names do not say so.
+
+The index records the mapping, so that indexing and training agree. Without one, the suffixes of members decide
+(`tar_index`).
+"""
+
+import base64
+import binascii
+import json
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from pydantic import Field, model_validator
+
+from src.errors import DataError
+from src.experiments.config import Config as StrictConfig
+from src.support.parsing import parse_json
+
+KINDS = ("image", "prompt", "text")
+"""Also the order of a document's parts, unless lists in its JSON say another."""
+_ITEM_BITS = 24
+_PLACE, _BASE64 = "matched_text_index", "image_base64"
+_NAMES = ("image_name", "raw_url", "url")
+"""Keys of an image in a list of objects, as in mmc4."""
+
+
+class FieldError(DataError):
+    """The JSON of a document does not have the mapped values."""
+
+
+class Entry(NamedTuple):
+    """One member name of a mapping, or one value in a JSON member."""
+
+    kind: str
+    suffix: str
+    """The rest of the member's name after the key and a dot, in lower case, such as "left.jpg"."""
+    path: tuple[str, ...] | None
+    """Keys and list positions in a JSON member; None: the member itself."""
+    text: str
+    """As written in the mapping."""
+
+
+class Item(NamedTuple):
+    """A part of a document that its JSON names."""
+
+    entry: int
+    """Number of its entry."""
+    place: int
+    """Place of the value in its list."""
+    name: str
+    """Name of an image that is another member; "" if the value itself is the content."""
+
+    @property
+    def pick(self) -> int:
+        """Place of the value in the JSON member, for `Fields.read`; 0 if it is another member."""
+        return 0 if self.name else self.entry + 1 << _ITEM_BITS | self.place
+
+
+class Fields(StrictConfig):
+    """Member names by kind, such as {"image": ["input.jpg", "left.jpg"], "text": "json:caption"}.
+    Kinds that are absent go by suffix.
+
+    A member name follows the key and a dot. NAME:PATH is a value in a JSON member: a string, a number or a list of
+    them.
+    """
+
+    image: str | list[str] = Field(default_factory=list)
+    prompt: str | list[str] = Field(default_factory=list)
+    """Text that a model reads and does not learn."""
+    text: str | list[str] = Field(default_factory=list)
+
+    @model_validator(mode="after")
+    def _is_complete(self) -> "Fields":
+        entries = self.entries
+        if not entries:
+            raise ValueError('expected at least one of image, prompt and text, such as {"text": "json:caption"}')
+        texts = [entry.text.lower() for entry in entries]
+        for entry in entries:
+            if not entry.suffix or entry.suffix.startswith(".") or entry.path == ("",):
+                raise ValueError(f'{entry.kind}: expected a name such as "jpg" or "json:caption", got {entry.text!r}')
+            if texts.count(entry.text.lower()) > 1:
+                raise ValueError(f"{entry.kind}: {entry.text!r} is there twice")
+        return self
+
+    @cached_property
+    def entries(self) -> list[Entry]:
+        """All entries, images first."""
+        entries = []
+        for kind in KINDS:
+            names = getattr(self, kind)
+            for name in [names] if isinstance(names, str) else names:
+                suffix, colon, path = name.partition(":")
+                entries.append(Entry(kind, suffix.lower(), tuple(path.split(".")) if colon else None, name))
+        return entries
+
+    @cached_property
+    def kinds(self) -> frozenset[str]:
+        """Kinds with an entry, for which suffixes do not count."""
+        return frozenset(entry.kind for entry in self.entries)
+
+    @cached_property
+    def members(self) -> dict[str, int]:
+        """Suffix of a member that is a part -> the number of its entry."""
+        return {entry.suffix: number for number, entry in enumerate(self.entries) if entry.path is None}
+
+    @cached_property
+    def json_members(self) -> frozenset[str]:
+        """Suffixes of JSON members that are read."""
+        return frozenset(entry.suffix for entry in self.entries if entry.path is not None)
+
+    def as_json(self) -> dict[str, list[str]]:
+        """The mapping in one form, for an index or a manifest."""
+        return {kind: [entry.text for entry in self.entries if entry.kind == kind] for kind in sorted(self.kinds)}
+
+    def items(self, contents: Mapping[str, bytes]) -> tuple[list[Item], bool]:
+        """Parts that JSON members name, and whether they are in the order of the document.
+        contents: of the members, by suffix.
+
+        Raises:
+            FieldError: a member is no JSON, or its values do not fit each other.
+        """
+        values = dict[int, list[Any]]()
+        for number, entry in enumerate(self.entries):
+            if entry.path is not None and entry.suffix in contents:
+                values[number] = _values(contents[entry.suffix], entry)
+        order = self._interleave(values)
+        places = (
+            [(number, place) for number in values for place in range(len(values[number]))] if order is None else order
+        )
+        return [item for pair in places if (item := self._item(*pair, values)) is not None], order is not None
+
+    def _item(self, number: int, place: int, values: Mapping[int, list[Any]]) -> Item | None:
+        entry, value = self.entries[number], values[number][place]
+        if value is None:
+            return None
+        if entry.kind == "image":
+            return Item(number, place, "" if _is_embedded(value) else _image_name(value, entry))
+        _check_text(value, entry)
+        return Item(number, place, "")
+
+    def _interleave(self, values: Mapping[int, list[Any]]) -> list[tuple[int, int]] | None:
+        """(Entry, item) of one list of images and one of texts, as OBELICS, mmc4 and Energon interleave them;
+        None for other values."""
+        images = [number for number in values if self.entries[number].kind == "image"]
+        texts = [number for number in values if self.entries[number].kind == "text"]
+        if len(images) != 1 or len(texts) != 1:
+            return None
+        (image,), (text,) = images, texts
+        if values[image] and all(isinstance(value, dict) and _PLACE in value for value in values[image]):
+            order = list[tuple[int, int]]()
+            for place in range(len(values[text])):
+                order += [(image, i) for i, value in enumerate(values[image]) if value[_PLACE] == place]
+                order.append((text, place))
+            if len(order) != len(values[image]) + len(values[text]):
+                raise FieldError(
+                    f"{self.entries[image].text}: {_PLACE} of an image is not the place of one of "
+                    f"{len(values[text])} texts"
+                )
+            return order
+        if None not in values[image] and None not in values[text]:
+            return None
+        if len(values[image]) != len(values[text]):
+            raise FieldError(
+                f"{self.entries[image].text} has {len(values[image])} items, "
+                f"{self.entries[text].text} {len(values[text])}"
+            )
+        order = []
+        for place, pair in enumerate(zip(values[image], values[text], strict=True)):
+            if None not in pair:
+                raise FieldError(f"{self.entries[image].text} and {self.entries[text].text} both have item {place}")
+            order += [(number, place) for number, value in zip((image, text), pair, strict=True) if value is not None]
+        return order
+
+    def read(self, content: bytes, picks: Sequence[int]) -> list[bytes]:
+        """Values of a JSON member by their `Item.pick`: texts as UTF-8, images decoded from base64.
+
+        Raises:
+            FieldError: the member does not have them.
+        """
+        values = dict[int, list[Any]]()
+        contents = []
+        for pick in picks:
+            number, item = (pick >> _ITEM_BITS) - 1, pick & (1 << _ITEM_BITS) - 1
+            entry = self.entries[number]
+            if number not in values:
+                values[number] = _values(content, entry)
+            if item >= len(values[number]):
+                raise FieldError(f"{entry.text}: no item {item}")
+            contents.append(_content(values[number][item], entry))
+        return contents
+
+
+def _values(content: bytes, entry: Entry) -> list[Any]:
+    """The value of an entry in a JSON member, as a list."""
+    value = parse_json(content, entry.text, FieldError)
+    for key in entry.path or ():
+        if isinstance(value, dict):
+            value = value.get(key)
+        elif isinstance(value, list) and key.isdecimal() and int(key) < len(value):
+            value = value[int(key)]
+        else:
+            return []
+    return value if isinstance(value, list) else [] if value is None else [value]
+
+
+def _check_text(value: Any, entry: Entry) -> None:
+    if not isinstance(value, str | int | float) or isinstance(value, bool):
+        raise FieldError(f"{entry.text}: expected text, got {json.dumps(value)[:60]}")
+
+
+def _is_embedded(value: Any) -> bool:
+    """Whether the value of an image is its bytes in base64, not a name."""
+    return (isinstance(value, dict) and isinstance(value.get(_BASE64), str)) or (
+        isinstance(value, str) and value.startswith("data:image/")
+    )
+
+
+def _image_name(value: Any, entry: Entry) -> str:
+    name = next((value[key] for key in _NAMES if value.get(key)), None) if isinstance(value, dict) else value
+    if not isinstance(name, str) or not name:
+        raise FieldError(f"{entry.text}: expected the name of an image, got {json.dumps(value)[:60]}")
+    return name
+
+
+def _content(value: Any, entry: Entry) -> bytes:
+    if entry.kind != "image":
+        _check_text(value, entry)
+        try:
+            return str(value).encode()
+        except UnicodeEncodeError:
+            raise FieldError(f"{entry.text}: a text has half of a surrogate pair") from None
+    encoded = value[_BASE64] if isinstance(value, dict) else value.partition(",")[2] if isinstance(value, str) else ""
+    try:
+        return base64.b64decode(encoded)
+    except (binascii.Error, ValueError, TypeError):
+        raise FieldError(f"{entry.text}: an image is not in base64") from None

@@ -1,0 +1,345 @@
+"""Makes the index of a tar: groups members into documents, checks them, and counts every member that is not read."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import TYPE_CHECKING, NamedTuple
+
+from src.systems.interleaved.streaming.images import RESERVED
+from src.systems.interleaved.streaming.tar_index import (
+    APART,
+    DOCUMENT,
+    GOOD,
+    IMAGE,
+    INCOMPLETE,
+    KINDS,
+    METADATA,
+    NO_FIELDS,
+    NO_IMAGE,
+    NO_TEXT,
+    NOT_UTF8,
+    OTHER,
+    PART,
+    PROMPT,
+    REASONS,
+    TEXT,
+    TWICE,
+    TarIndex,
+    contents_of,
+    kind_and_position,
+)
+from src.systems.interleaved.streaming.tars.fields import FieldError, Fields
+from src.systems.interleaved.streaming.tars.image_files import MOST_PIXELS, ImageError, image_size, open_image
+from src.systems.interleaved.streaming.tars.members import scan, split_names
+
+if TYPE_CHECKING:
+    import numpy as np
+
+HIDDEN, UNKNOWN, UNMAPPED = "a hidden file", "no known suffix", "not in --fields"
+EMPTY_TEXT, SPELLS_IMAGES, NOT_IN_TAR = (
+    "an empty text",
+    f"a text that spells {RESERVED[1]}",
+    "an image that is not in the tar",
+)
+"""Why a member of a good document is not read."""
+_ORDER = {IMAGE: 0, PROMPT: 1, TEXT: 2}
+_UNNUMBERED = 1 << 24
+_MOST_SUFFIXES = 50
+"""Suffixes counted for each reason; the rest are counted together."""
+
+
+class _Part(NamedTuple):
+    order: tuple[int, int, int]
+    """Sort key in the document: (0, position, kind), or (1, kind, entry of the mapping)."""
+    member: int
+    """Place of its member in the document, in the order of the tar."""
+    kind: int
+    data: int
+    size: int
+    pick: int = 0
+    """See `Item.pick`."""
+
+
+def build(
+    tar: memoryview, fields: Fields | None = None, most_pixels: int = MOST_PIXELS, verify: bool = False
+) -> TarIndex:
+    """The index of a tar, from its headers, its texts and the headers of its images.
+    If the tar is cut: of the documents before the cut.
+
+    fields: the mapping of members that their suffixes do not identify.
+    verify: decode each image once. Documents with an image that cannot be decoded are bad.
+    """
+    return _Builder(tar, fields, most_pixels, verify).build()
+
+
+class _Builder:
+    """Documents, parts and counts of a tar."""
+
+    def __init__(self, tar: memoryview, fields: Fields | None, most_pixels: int, verify: bool) -> None:
+        self.tar, self.fields, self.most_pixels, self.verify = tar, fields, most_pixels, verify
+        self.members = scan(tar)
+        self.documents, self.parts = list[tuple[int, ...]](), list[tuple[int, ...]]()
+        self.passed_over = dict[str, dict[str, list[int]]]()
+        self.read = [0, 0]
+        self.mapped = Counter[str]()
+        self.roles = dict[str, tuple[tuple[int, int, int], int, str]]()
+
+    def build(self) -> TarIndex:
+        """The index of all members."""
+        members, keys = self.members, split_names(self.members.names)
+        for name, reason, size in members.lone:
+            self._pass_over(reason, split_names([name])[0][1], size)
+        named = list[int]()
+        for number, (key, ending) in enumerate(keys):
+            if key.rpartition("/")[2]:
+                named.append(number)
+            else:
+                self._pass_over(HIDDEN, ending.rpartition(".")[2], members.sizes[number])
+        begins = [i for i in range(len(named)) if not i or keys[named[i]][0] != keys[named[i - 1]][0]]
+        runs = Counter(keys[named[begin]][0] for begin in begins)
+        for begin, end in pairwise([*begins, len(named)]):
+            numbers = named[begin:end]
+            bad = APART if runs[keys[numbers[0]][0]] > 1 else GOOD
+            self._add(
+                numbers,
+                [keys[number][1].lower() for number in numbers],
+                bad,
+                members.cut is not None and end == len(named),
+            )
+        facts = {
+            "bytes": len(self.tar),
+            "members": len(members.names) + len(members.lone),
+            "read": self.read,
+            "passed_over": self.passed_over,
+            "most_pixels": self.most_pixels,
+            **({"cut": list(members.cut)} if members.cut else {}),
+            **({"fields": self.fields.as_json(), "mapped": dict(self.mapped)} if self.fields else {}),
+            **({"verified": True} if self.verify else {}),
+        }
+        return TarIndex(_records(DOCUMENT, self.documents), _records(PART, self.parts), facts)
+
+    def _add(self, numbers: Sequence[int], endings: Sequence[str], bad: int, last_before_cut: bool) -> None:
+        """Add a document. numbers, endings: of its members.
+        bad: a defect that is already known, by its number in REASONS."""
+        members, parts, unread = self.members, list[_Part](), dict[int, str]()
+        for place, (number, ending) in enumerate(zip(numbers, endings, strict=True)):
+            order, kind, reason = self.roles.get(ending) or self._role(ending)
+            if members.reasons[number]:
+                unread[place] = members.reasons[number]
+                bad = bad or (GOOD if kind == OTHER else INCOMPLETE)
+                continue
+            parts.append(_Part(order, place, kind, members.data[number], members.sizes[number]))
+            if reason:
+                unread[place] = reason
+        bad = bad or self._names_defect(parts, numbers, endings, last_before_cut)
+        lost_images = 0
+        if self.fields:
+            entries = {self.fields.members[ending] for ending in endings if ending in self.fields.members}
+            if self.fields.json_members and not bad:
+                try:
+                    parts, lost_images = self._add_json(
+                        self.fields, parts, endings, members.names[numbers[0]], unread, entries
+                    )
+                except FieldError:
+                    bad = NO_FIELDS
+            self.mapped.update(self.fields.entries[entry].text for entry in entries)
+        parts.sort()
+        if not bad:
+            bad = self._texts_defect(parts, endings, unread)
+        images = [part for part in parts if part.kind == IMAGE]
+        sizes = dict[int, tuple[int, int]]()
+        if not bad:
+            bad, sizes = self._measure(images)
+            bad = bad or (NO_IMAGE if lost_images and not images else GOOD)
+        self.documents.append((members.headers[numbers[0]], len(self.parts), len(parts), len(images), bad))
+        for place, part in enumerate(parts):
+            position = part.order[1] if part.order[0] == 0 else _UNNUMBERED + place
+            self.parts.append((position, part.data, part.size, part.kind, part.pick, *sizes.get(id(part), (0, 0))))
+        self._count(numbers, endings, unread, bad)
+        for _ in range(0 if bad else lost_images):
+            self._pass_over(NOT_IN_TAR, "json:", 0)
+
+    def _count(self, numbers: Sequence[int], endings: Sequence[str], unread: Mapping[int, str], bad: int) -> None:
+        """Count the members of a document as read, or not read with a reason."""
+        for place, number in enumerate(numbers):
+            size = self.members.sizes[number]
+            if bad or place in unread:
+                self._pass_over(unread.get(place, REASONS[bad]), endings[place], size)
+            else:
+                self.read[0] += 1
+                self.read[1] += size
+
+    def _role(self, ending: str) -> tuple[tuple[int, int, int], int, str]:
+        """Sort key and kind of a member by its name after the key, and why it is not read, if so."""
+        kind, position = kind_and_position(ending)
+        rank = _ORDER.get(kind, len(_ORDER))
+        order = (1, rank, 0) if position is None else (0, position, rank)
+        reason = UNKNOWN if kind == OTHER else ""
+        if self.fields:
+            if (entry := self.fields.members.get(ending)) is not None:
+                kind, reason = KINDS.index(self.fields.entries[entry].kind), ""
+                order = (1, _ORDER[kind], entry)
+            elif ending in self.fields.json_members:
+                kind, reason = OTHER, ""
+            elif KINDS[kind] in self.fields.kinds:
+                kind, reason = OTHER, UNMAPPED
+        self.roles[ending] = order, kind, reason
+        return order, kind, reason
+
+    def _names_defect(
+        self, parts: Sequence[_Part], numbers: Sequence[int], endings: Sequence[str], last_before_cut: bool
+    ) -> int:
+        """Check the names of the members of a document; returns the number of the defect in REASONS."""
+        names = [self.members.names[number] for number in numbers]
+        numbered = [part for part in parts if part.order[0] == 0 and part.kind not in (OTHER, METADATA)]
+        if len(set(names)) < len(names):
+            return TWICE
+        if len({part.order[1] for part in numbered}) < len(numbered):  # only names without a kind share a position
+            positions = Counter(
+                (part.order[1], -1 if _has_kind(endings[part.member]) else part.kind) for part in numbered
+            )
+            if max(positions.values()) > 1:
+                return TWICE
+        lists = [part for part in parts if part.kind == METADATA]
+        if len(lists) > 1:
+            return TWICE
+        if not lists:
+            needs_list = any(_has_kind(endings[part.member]) for part in numbered)
+            return INCOMPLETE if needs_list or last_before_cut else GOOD
+        content = self._bytes(lists[0].data, lists[0].size)
+        if content == "\n".join(names[:-1]).encode("utf-8", "surrogateescape") and len(names) > 1:
+            return GOOD  # as this project writes it
+        listed = {name.rpartition("/")[2] for name in content.decode("utf-8", "surrogateescape").splitlines() if name}
+        return GOOD if listed and listed <= {name.rpartition("/")[2] for name in names} else INCOMPLETE
+
+    def _add_json(
+        self,
+        fields: Fields,
+        parts: Sequence[_Part],
+        endings: Sequence[str],
+        name: str,
+        unread: dict[int, str],
+        entries: set[int],
+    ) -> tuple[list[_Part], int]:
+        """Parts with those that JSON members name, and how many images are not in the tar. name: of the first member.
+
+        Removes members that are read from `unread`, and adds the entries of the mapping that the document has to
+        `entries`.
+        """
+        by_place = {part.member: part for part in parts}
+        places = {ending: place for place, ending in enumerate(endings) if place in by_place}
+        json_parts = {suffix: by_place[places[suffix]] for suffix in fields.json_members if suffix in places}
+        contents = {suffix: self._bytes(part.data, part.size) for suffix, part in json_parts.items()}
+        items, ordered = fields.items(contents)
+        key = split_names([name.lower()])[0][0].rpartition("/")[2]
+        entries.update(item.entry for item in items)
+        images = self._find_images([item.name for item in items if item.name], places, key)
+        derived, lost = list[_Part](), 0
+        for i, item in enumerate(items):
+            entry = fields.entries[item.entry]
+            place = images[item.name] if item.name else places[entry.suffix]
+            if place is None:
+                lost += 1
+                continue
+            kind, member = KINDS.index(entry.kind), by_place[place]
+            order = (0, i, 0) if ordered else (1, _ORDER[kind], item.entry)
+            derived.append(_Part(order, place, kind, member.data, member.size, item.pick))
+            unread.pop(place, None)
+        return [*parts, *derived], lost
+
+    @staticmethod
+    def _find_images(names: Sequence[str], places: Mapping[str, int], key: str) -> dict[str, int | None]:
+        """The member that each image name in a JSON means: by the name after the key, the file name, or a number."""
+        matches = dict[str, int | None]()
+        for name in names:
+            base = name.rpartition("/")[2].lower()
+            matches[name] = places.get(base, places.get(base.removeprefix(f"{key}.")))
+        unknown = [name for name in matches if matches[name] is None]
+        positions = [(kind_and_position(ending), place) for ending, place in places.items()]
+        numbered = sorted(
+            (position, place) for (kind, position), place in positions if kind == IMAGE and position is not None
+        )
+        if len(unknown) == len(numbered):
+            matches.update(zip(unknown, (place for _, place in numbered), strict=True))
+        return matches
+
+    def _texts_defect(self, parts: Sequence[_Part], endings: Sequence[str], unread: dict[int, str]) -> int:
+        """Check the texts of a document; returns the number of the defect in REASONS.
+        Adds texts that are left out to `unread`."""
+        texts = [part for part in parts if part.kind in (TEXT, PROMPT)]
+        has_text = False
+        try:
+            for part, content in zip(texts, self._contents(texts), strict=True):
+                reason = unread_text(content.decode())
+                has_text |= part.kind == TEXT and not reason
+                if reason and part.pick:
+                    self._pass_over(reason, f"{endings[part.member]}:", len(content))
+                elif reason:
+                    unread[part.member] = reason
+        except FieldError:
+            return NO_FIELDS
+        except UnicodeDecodeError:
+            return NOT_UTF8
+        return GOOD if has_text else NO_TEXT
+
+    def _measure(self, images: Sequence[_Part]) -> tuple[int, dict[int, tuple[int, int]]]:
+        """Check the images of a document; returns the defect's number in REASONS, and each image's size by `id`."""
+        sizes = dict[int, tuple[int, int]]()
+        try:
+            picked = iter(self._contents([part for part in images if part.pick]))
+            for part in images:
+                content = memoryview(next(picked)) if part.pick else self.tar[part.data : part.data + part.size]
+                size = sizes[id(part)] = image_size(content, self.most_pixels)
+                if self.verify and open_image(bytes(content), self.most_pixels).size != size:
+                    return NO_IMAGE, {}
+        except ImageError as error:
+            return REASONS.index(error.reason), {}
+        except FieldError:
+            return NO_FIELDS, {}
+        return GOOD, sizes
+
+    def _contents(self, parts: Sequence[_Part]) -> list[bytes]:
+        if self.fields and any(part.pick for part in parts):
+            return contents_of(
+                self.fields,
+                [(part.kind, part.data, part.size, part.pick) for part in parts],
+                self._bytes,
+                range(len(KINDS)),
+            )
+        return [self._bytes(part.data, part.size) for part in parts]
+
+    def _bytes(self, offset: int, size: int) -> bytes:
+        return bytes(self.tar[offset : offset + size])
+
+    def _pass_over(self, reason: str, ending: str, size: int) -> None:
+        """Count a member that is not read. ending: its name after the key."""
+        first, _, rest = ending.lower().partition(".")
+        suffix = f".{rest if rest and first.isdigit() else ending.lower()}" if ending else ""
+        suffix = suffix.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
+        suffixes = self.passed_over.setdefault(reason, {})
+        if suffix not in suffixes and len(suffixes) >= _MOST_SUFFIXES:
+            suffix = "other suffixes"
+        count = suffixes.setdefault(suffix, [0, 0])
+        count[0] += 1
+        count[1] += size
+
+
+def _has_kind(ending: str) -> bool:
+    """Whether a numbered name is POSITION.KIND.EXTENSION, as in vision/m4, where a position is of one part."""
+    return ending.count(".") == 2
+
+
+def unread_text(text: str) -> str:
+    """Why a text is left out of its document; "" if it is read."""
+    if "<" in text and any(token in text for token in RESERVED):
+        return SPELLS_IMAGES
+    return "" if text and not text.isspace() else EMPTY_TEXT
+
+
+def _records(columns: Sequence[tuple[str, str]], rows: Sequence[tuple[int, ...]]) -> "np.ndarray":
+    import numpy as np
+
+    records = np.empty(len(rows), dtype=list(columns))
+    for (name, _), column in zip(columns, zip(*rows, strict=True), strict=False):
+        records[name] = column
+    return records

@@ -1,0 +1,85 @@
+"""From the texts of a document to tokens: the same when they are counted for an index and when they are read."""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from src.data.text.tokenizers import SafeTokenizer
+from src.systems.interleaved.streaming.tar_index import IMAGE, PROMPT, TEXT, TarIndex
+from src.systems.interleaved.streaming.tars.indexing import unread_text
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+RULES = 2
+"""Version of the rules below: token counts of another version are not used."""
+END = "END_OF_DOCUMENT_TOKEN_TO_BE_REPLACED"
+"""Marks the border of two documents in a text, as in the tars of m4."""
+
+
+class TextTokens:
+    """Ids of the texts of documents, by one tokenizer."""
+
+    def __init__(self, tokenizer: "PreTrainedTokenizerFast", style: str = "idefics3") -> None:
+        """style: of images, see `ImagesConfig`.
+        With that of Idefics2, a text after an image also starts with a space."""
+        self._spaced = style == "idefics2"
+        self._safe = SafeTokenizer(tokenizer)
+        bos = tokenizer.bos_token_id
+        self.begin: list[int] = [bos] if isinstance(bos, int) and bos != self._safe.eos_id else []
+        """First tokens of a document: the BOS token, if the tokenizer has one that differs from EOS."""
+        self.end = [self._safe.eos_id]
+        rules = f"{RULES}/{self.begin}/{self.end}/{_rules_of(tokenizer)}{'/spaced' if self._spaced else ''}"
+        self.digest = hashlib.sha256(rules.encode()).hexdigest()[:16]
+        """Digest of the rules and of the tokenizer's treatment of plain text, unaffected by control tokens."""
+
+    def encode(self, kinds: Sequence[int], contents: Sequence[bytes | None]) -> list[list[int]]:
+        """Ids of each part of a document; empty for images and for texts that are left out.
+
+        A text after a text starts with a space. Empty texts, and texts that spell tokens of images, are left out.
+
+        Raises:
+            UnicodeDecodeError: a text is not UTF-8.
+        """
+        encoded, after_text, after_image = list[list[int]](), False, False
+        for kind, content in zip(kinds, contents, strict=True):
+            ids = list[int]()
+            if kind in (TEXT, PROMPT) and content is not None:
+                text = content.decode()
+                if not unread_text(text):
+                    first, *more = text.split(END)
+                    spaced = after_text or (
+                        after_image and self._spaced and not (first[:1].isspace() or first[:1] == "<")
+                    )
+                    ids = self._safe.encode(f" {first}" if spaced else first)
+                    for piece in more:
+                        ids = [*ids, *self.end, *self.begin, *self._safe.encode(piece.lstrip())]
+            elif kind == IMAGE:
+                after_text, after_image = False, True
+            if ids:
+                after_text, after_image = True, False
+            encoded.append(ids)
+        return encoded
+
+
+def _rules_of(tokenizer: "PreTrainedTokenizerFast") -> str:
+    whole = json.loads(tokenizer.backend_tokenizer.to_str())
+    added = [token for token in whole["added_tokens"] if not token["special"]]
+    return json.dumps([whole["normalizer"], whole["pre_tokenizer"], whole["model"], added], sort_keys=True)
+
+
+def count_tokens(index: TarIndex, tar: "memoryview | Any", texts: TextTokens) -> None:
+    """Add the tokens of each text of a tar to its index."""
+    import numpy as np
+
+    counts: np.ndarray = np.zeros(len(index.parts), dtype=np.uint32)
+    for number in range(len(index)):
+        if index.documents["bad"][number]:
+            continue
+        first = int(index.documents["first_part"][number])
+        parts = index.parts_of(number)
+        contents = index.contents(parts, lambda offset, size: bytes(tar[offset : offset + size]), (TEXT, PROMPT))
+        encoded = texts.encode(parts["kind"].tolist(), contents)
+        counts[first : first + len(parts)] = [len(ids) for ids in encoded]
+    index.tokens, index.facts["tokenizer"] = counts, texts.digest

@@ -1,0 +1,179 @@
+"""Every document of a validation split once, in rows; their questions; and both with other documents' images."""
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from src.data.packing.lanes import Packing, pack_epoch
+from src.experiments.batches import InterleavedBatch
+from src.experiments.interfaces import Batch
+from src.systems.interleaved.streaming.documents import Piece, Swaps
+from src.systems.interleaved.streaming.tar_index import PROMPT, TEXT
+
+if TYPE_CHECKING:
+    from src.systems.interleaved.streaming.dataset import Sample, StreamedDataset
+
+
+class Question(NamedTuple):
+    """A prompt of a document, after which it has the answer."""
+
+    document: int
+    prompt: int
+    """Its place among the elements of the first piece."""
+    last: int
+    """That of the last text of the answer."""
+
+
+class InOrder:
+    """An `Arrangement`: the documents of a range in their order."""
+
+    def __init__(self, documents: Sequence[int]) -> None:
+        self.documents, self.count = documents, len(documents)
+
+    def epoch(self, lane: int, lanes: int, number: int) -> int:
+        """See `packing.lanes.Arrangement`."""
+        return (number * lanes + lane) // self.count
+
+    def document(self, lane: int, lanes: int, number: int, reshuffles: Sequence[Sequence[int]] = ()) -> tuple[int, int]:
+        """See `packing.lanes.Arrangement`."""
+        assert not reshuffles, "an evaluation has none"
+        return self.epoch(lane, lanes, number), self.documents[(number * lanes + lane) % self.count]
+
+
+class ValidationRows:
+    """Rows by index. `parts` has the rows of each source."""
+
+    def __init__(self, data: "StreamedDataset", names: Sequence[str], shuffled: bool = False) -> None:
+        """names: of the sources. shuffled: read each image as another document's of the same size."""
+        self.data, self.names, self.shuffled = data, names, shuffled
+        self.fingerprint = data.fingerprint
+        most = data.config.val_documents
+        self._ranges = {
+            name: range(data.first(source), data.first(source) + min(len(documents), most or len(documents)))
+            for source, (name, documents) in enumerate(zip(data.source_names, data.documents, strict=True))
+            if name in names
+        }
+        self._swaps = {name: self._shuffle_images(own) for name, own in self._ranges.items()} if shuffled else {}
+        self._rows = [(name, row) for name, own in self._ranges.items() for row in self._pack(own)]
+        self._questions = [
+            question for own in self._ranges.values() for document in own if (question := self._ask(document))
+        ]
+
+    @cached_property
+    def parts(self) -> "Mapping[str, ValidationRows]":
+        """The rows of each source, by name; of those with other images only the sources that have some."""
+        own = [name for name in self.names if self._swaps.get(name) or not self.shuffled]
+        return (
+            {name: ValidationRows(self.data, [name], self.shuffled) for name in own}
+            if len(self.names) > 1
+            else {"": self}
+        )
+
+    def __len__(self) -> int:
+        """Rows."""
+        return len(self._rows)
+
+    def sample(self, epoch: int, index: int) -> "Sample":
+        """Row `index`, whatever the epoch."""
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)}")
+        name, row = self._rows[index]
+        return self.data.sample(*row, swaps=self._swaps.get(name))
+
+    def collate(self, samples: "Sequence[Sample]") -> InterleavedBatch:
+        """See `StreamedDataset`; all tokens count 1."""
+        batch = self.data.collate(samples)
+        batch.pop("loss_weights", None)
+        return batch
+
+    @property
+    def reads_contexts(self) -> bool:
+        """Whether there are images that can be swapped. They are to documents what contexts are to a question."""
+        return any(self._control._swaps.values())
+
+    @cached_property
+    def _control(self) -> "ValidationRows":
+        return ValidationRows(self.data, self.names, shuffled=True)
+
+    @property
+    def num_questions(self) -> int:
+        """Documents with a prompt that an answer follows, in the piece that they begin with."""
+        return len(self._questions)
+
+    def row(self, index: int) -> dict[str, Any]:
+        """Question `index` and its answer."""
+        question = self._questions[index]
+        source, own = self.data.locate(question.document)
+        documents, elements = self.data.documents[source], self.data.pieces(question.document)[0].elements
+        texts = [documents.text(own, element.part) for element in elements[question.prompt : question.last + 1]]
+        shard, number = documents.locate(own)
+        return {
+            "question": texts[0],
+            "answer": " ".join(texts[1:]),
+            "context": f"document {number} of {documents.manifest.shards[shard].url}",
+            "dataset": self.data.source_names[source],
+        }
+
+    def source(self, index: int) -> str:
+        """The group of its scores: its source."""
+        return self.data.source_names[self.data.locate(self._questions[index].document)[0]]
+
+    def prompt(self, index: int) -> "Sample":
+        """The document up to the end of the prompt."""
+        question = self._questions[index]
+        first = self.data.pieces(question.document)[0]
+        elements = first.elements[: question.prompt + 1]
+        tokens = sum(element.tokens for element in elements)
+        piece = Piece(elements, True, False, tokens, first.frames)
+        source, _ = self.data.locate(question.document)
+        return self.data.read_piece(question.document, piece, self._swaps.get(self.data.source_names[source]))
+
+    def collate_prompts(self, samples: "Sequence[Sample]") -> Batch:
+        """Padded on the left, for `generate`; frames as (1, N, 3, E, E), as transformers takes them."""
+        import numpy as np
+        import torch
+
+        from src.data import collate
+
+        batch = collate.pad_tokens([row.input_ids for row in samples], [row.loss_mask for row in samples], 0, left=True)
+        frames = [frames for row in samples for frames in row.frames]
+        return {**batch, **({"pixel_values": torch.from_numpy(np.concatenate(frames))[None]} if frames else {})}
+
+    def with_shuffled_contexts(self) -> "ValidationRows":
+        """The same documents, each with images of others of the same size: a control."""
+        return self._control
+
+    def _pack(self, documents: Sequence[int]) -> list[list[int]]:
+        data = self.data
+        room = (data.config.sequence_tokens, data.config.max_frames)
+        return pack_epoch(Packing(InOrder(documents), data.sizes, room, data.config.open_rows, "data"))
+
+    def _ask(self, document: int) -> Question | None:
+        """The first prompt of a document that an answer follows: before a later one it has written earlier answers."""
+        pieces = self.data.pieces(document)
+        kinds = [element.kind for element in pieces[0].elements] if pieces else []
+        for place, kind in enumerate(kinds):
+            if kind == PROMPT and kinds[place + 1 : place + 2] == [TEXT]:
+                last = place + 1
+                while kinds[last + 1 : last + 2] == [TEXT]:
+                    last += 1
+                return Question(document, place, last)
+        return None
+
+    def _shuffle_images(self, documents: Sequence[int]) -> Swaps:
+        """Each image is swapped with the next one of as many tiles, after all of its own document's."""
+        groups: dict[Any, list[tuple[int, int]]] = defaultdict(list)
+        for document in documents:
+            source, own = self.data.locate(document)
+            for element in self.data.documents[source].elements(own):
+                if element.grid is not None:
+                    groups[element.grid].append((own, element.part))
+        swaps = {}
+        for images in groups.values():
+            most = max(Counter(own for own, _ in images).values())
+            for place, image in enumerate(images):
+                others = (images[(place + most + more) % len(images)] for more in range(len(images)))
+                if other := next((other for other in others if other[0] != image[0]), None):
+                    swaps[image] = other
+        return swaps

@@ -1,0 +1,275 @@
+"""Measure gains from metadata: the loss on the same tokens with, without and with wrong metadata.
+
+A document counts if it fits into one block in all three cases. The scored tokens have the same characters in both,
+except the first token of the text, which has no context without metadata. Wrong metadata are those of another document,
+and marked spans at random places.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from random import Random
+from typing import TYPE_CHECKING, NamedTuple
+
+from pydantic import Field, model_validator
+
+from src.errors import DataError
+from src.experiments.config import Config
+from src.systems.metadata.data.annotations import Annotated, Item
+from src.systems.metadata.data.dataset import Documents, Sample, collate_rows
+from src.systems.metadata.data.examples import PROMPT, ExampleMaker, Piece
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from src.experiments.batches import TokenBatch
+
+TokenLosses = Callable[["Blocks"], list[list[float]]]
+"""`training.validation.token_losses` of a model."""
+TOGETHER = "together"
+
+
+class Gains(Config):
+    """Gains to measure at each evaluation."""
+
+    columns: list[str] = Field(min_length=1)
+    """Each column separately, and "together": all of them, in documents that have all."""
+    documents: int = Field(gt=1)
+    """Maximum number of validation documents for each."""
+    prompt: bool = False
+    """Also measure metadata written as a prompt: val_gain_prompt/COLUMN."""
+    chunked: bool = False
+    """Also measure all blocks of longer documents, without wrong metadata: val_gain_chunked/COLUMN."""
+    positions: list[int] = [8, 32]
+    """Also report gains for the text tokens before, between and after these positions: val_gain/COLUMN/0-8, ..."""
+    resamples: int = Field(default=1000, gt=0)
+    """Bootstrap samples of documents for 95 % intervals (paired bootstrap, Efron and Tibshirani 1993, chapter 13)."""
+
+    @model_validator(mode="after")
+    def _ascending(self) -> "Gains":
+        if sorted({*self.positions, 0}) != [0, *self.positions]:
+            raise ValueError(f"positions: expected ascending numbers above 0, got {self.positions}.")
+        if len(set(self.columns)) < len(self.columns):
+            raise ValueError(f"columns: duplicate {max(self.columns, key=self.columns.count)!r}. Remove one.")
+        return self
+
+    def names(self) -> list[str]:
+        """List the names of all scores.
+
+        Text perplexities give no probability to control tokens, unlike val_perplexity, so that both variants predict
+        the same symbols.
+        """
+        bounds = [0, *self.positions]
+        spans = (
+            [f"/{low}-{high}" for low, high in zip(bounds, [*bounds[1:], ""], strict=True)] if self.positions else []
+        )
+        styles = [
+            "val_gain",
+            *(["val_gain_prompt"] if self.prompt else []),
+            *(["val_gain_chunked"] if self.chunked else []),
+        ]
+        names = []
+        for column in [*self.columns, *([TOGETHER] if len(self.columns) > 1 else [])]:
+            names += [f"val_text_perplexity_with/{column}", f"val_text_perplexity_without/{column}"]
+            names += [
+                f"{name}{end}/{column}" for name in [*styles, "val_gain_control"] for end in ("", "_low", "_high")
+            ]
+            names += [f"val_gain/{column}{span}" for span in spans]
+        return names
+
+
+class Scored(NamedTuple):
+    """A piece and the mask of its scored tokens."""
+
+    piece: Piece
+    mask: list[bool]
+
+
+class Blocks:
+    """Pieces of documents as samples with their scored tokens."""
+
+    def __init__(self, documents: Documents, scored: Sequence[Scored]) -> None:
+        self.fingerprint = documents.fingerprint
+        self._config, self._scored = documents.config.model_copy(update={"open_rows": 0}), scored
+
+    def __len__(self) -> int:
+        return len(self._scored)
+
+    def sample(self, epoch: int, index: int) -> Sample:
+        """Return piece `index`."""
+        piece, mask = self._scored[index]
+        return {"input_ids": piece.ids, "loss_mask": mask, "lengths": [len(piece.ids)]}
+
+    def collate(self, samples: Sequence[Sample]) -> "TokenBatch":
+        """Pad to the longest."""
+        return collate_rows(samples, self._config)
+
+
+class Both(NamedTuple):
+    """Pieces of a document with and without metadata."""
+
+    written: list[Piece]
+    plain: list[Piece]
+
+
+class Pair(NamedTuple):
+    """Losses of the same tokens of a document."""
+
+    with_metadata: list[float]
+    without: list[float]
+
+
+def measure(config: Gains, documents: Documents, losses: TokenLosses) -> dict[str, float]:
+    """Measure the scores `config.names()`: perplexities, gains in nats per token and their intervals. Collective.
+
+    Raises:
+        DataError: fewer than two documents of the split have a column and fit into a block.
+    """
+    scores = dict[str, float]()
+    maker = documents.maker
+    prompts = maker.rewritten(style="prompt", separators=PROMPT) if config.prompt else maker
+    for column in [*config.columns, *([TOGETHER] if len(config.columns) > 1 else [])]:
+        names = config.columns if column == TOGETHER else [column]
+        having = _having(documents, names, config.documents)
+        variants = {
+            "val_gain": [_both(maker, document) for document in having],
+            "val_gain_control": [_both(maker, document) for document in _wrong(having)],
+            **({"val_gain_prompt": [_both(prompts, document) for document in having]} if config.prompt else {}),
+        }
+        fits = [
+            number
+            for number in range(len(having))
+            if all(_is_one_block(variant[number]) for variant in variants.values())
+        ]
+        if len(fits) < 2:
+            raise DataError(
+                f"gains.columns: fewer than two documents with {' and '.join(names)} fit into a block of "
+                f"data.sequence_tokens, with their "
+                "own metadata and with another's."
+            )
+        for name, variant in variants.items():
+            scores |= _scores(config, name, column, _pairs(documents, [variant[number] for number in fits], losses))
+        if config.chunked:
+            scores |= _scores(config, "val_gain_chunked", column, _pairs(documents, variants["val_gain"], losses))
+    return {name: scores[name] for name in config.names()}
+
+
+def _both(maker: ExampleMaker, document: Annotated) -> Both:
+    return Both(maker.pieces(document), maker.pieces(document, written=False))
+
+
+def _is_one_block(both: Both) -> bool:
+    return len(both.written) == len(both.plain) == 1
+
+
+def _pairs(documents: Documents, sides_of_documents: Sequence[Both], losses: TokenLosses) -> list[Pair]:
+    """Compute the losses of each document with a scored token."""
+    scored = [_score_same(both) for both in sides_of_documents]
+    pieces = [piece for both in scored for side in both for piece in side]
+    order = sorted(
+        range(len(pieces)), key=lambda i: len(pieces[i].piece.ids)
+    )  # similar lengths in a batch need little padding
+    by_piece = dict(zip(order, losses(Blocks(documents, [pieces[i] for i in order])), strict=True))
+    read = iter(range(len(pieces)))
+    pairs = [Pair(*([value for _ in side for value in by_piece[next(read)]] for side in both)) for both in scored]
+    return [pair for pair in pairs if pair.without]
+
+
+def _score_same(both: Both) -> tuple[list[Scored], list[Scored]]:
+    """Score the tokens with the same characters on both sides, except the first token of a piece."""
+    same = set.intersection(*({key for piece in side for key in _keys(piece)[1:] if key} for side in both))
+    first = min((key for side in both for piece in side for key in _keys(piece) if key), default=None)
+    same.discard(first)  # it has no context without metadata
+    written, plain = ([Scored(piece, [key in same for key in _keys(piece)]) for piece in side] for side in both)
+    return written, plain
+
+
+def _keys(piece: Piece) -> list[tuple[int, int, int] | None]:
+    """Identify each text token by its span and its number among tokens of that span; None for metadata."""
+    counts = Counter[tuple[int, int]]()
+    keys = list[tuple[int, int, int] | None]()
+    for span in piece.spans:
+        keys.append(None if span is None else (*span, counts[span]))
+        if span is not None:
+            counts[span] += 1
+    return keys
+
+
+def _having(documents: Documents, columns: Sequence[str], most: int) -> list[Annotated]:
+    """Return the first documents with an item of each column, without other items."""
+    matches = list[Annotated]()
+    for number in range(len(documents)):
+        document = documents[number]
+        items = tuple(item for item in document.items if {item.column, item.key} & {*columns})
+        if {*columns} <= {name for item in items for name in (item.column, item.key)}:
+            matches.append(Annotated(document.text, items))
+        if len(matches) == most:
+            break
+    if len(matches) < 2:
+        raise DataError(
+            f"gains.columns: fewer than two documents of the validation split have {' and '.join(columns)}."
+        )
+    return matches
+
+
+def _wrong(documents: Sequence[Annotated]) -> list[Annotated]:
+    """Return each text with the metadata of another document, and its spans at random places."""
+    shuffled = []
+    for number, document in enumerate(documents):
+        draws = Random(f"wrong metadata/{number}")
+        items_of_document = _global_items(document)
+        others = (_global_items(documents[(number + step) % len(documents)]) for step in range(1, len(documents)))
+        items = next((items for items in others if items != items_of_document), [])
+        items = [*items, *_move([item for item in document.items if item.start is not None], len(document.text), draws)]
+        shuffled.append(Annotated(document.text, tuple(items)))
+    return shuffled
+
+
+def _global_items(document: Annotated) -> list[Item]:
+    return [item for item in document.items if item.start is None]
+
+
+def _move(items: Sequence[Item], length: int, draws: Random) -> Iterator[Item]:
+    """Move spans to random places; relative positions follow the order of the items."""
+    counts = Counter[tuple[str, int]]()
+    for item in items:
+        start, end = item.span
+        begin = draws.randint(0, length - (end - start))
+        places: list[int | None] = [None, None]
+        if item.start_place is not None:
+            for side, index in enumerate((begin, begin + end - start)):
+                places[side] = counts[item.key, index]
+                counts[item.key, index] += 1
+        yield item._replace(start=begin, end=begin + end - start, start_place=places[0], end_place=places[1])
+
+
+def _scores(config: Gains, name: str, column: str, pairs: Sequence[Pair]) -> dict[str, float]:
+    import numpy as np
+
+    sums = np.array([[sum(pair.without) - sum(pair.with_metadata), len(pair.without)] for pair in pairs])
+    gain, low, high = _interval(sums, config.resamples)
+    scores = {f"{name}/{column}": gain, f"{name}_low/{column}": low, f"{name}_high/{column}": high}
+    if name != "val_gain":
+        return scores
+    for kind, lists in (
+        ("with", [pair.with_metadata for pair in pairs]),
+        ("without", [pair.without for pair in pairs]),
+    ):
+        scores[f"val_text_perplexity_{kind}/{column}"] = float(np.exp(sum(map(sum, lists)) / sums[:, 1].sum()))
+    bounds = [0, *config.positions]
+    for begin, end in zip(bounds, [*bounds[1:], None], strict=True) if config.positions else ():
+        without = [value for pair in pairs for value in pair.without[begin:end]]
+        with_metadata = [value for pair in pairs for value in pair.with_metadata[begin:end]]
+        part = f"{begin}-{'' if end is None else end}"
+        scores[f"val_gain/{column}/{part}"] = float(np.mean(without) - np.mean(with_metadata)) if without else 0.0
+    return scores
+
+
+def _interval(sums: "np.ndarray", resamples: int) -> tuple[float, float, float]:
+    """Compute the ratio of the columns' sums and its 2.5th and 97.5th bootstrap percentile. sums: (documents, 2)."""
+    import numpy as np
+
+    drawn = np.random.default_rng(0).integers(len(sums), size=(resamples, len(sums)))
+    ratios = sums[drawn].sum(axis=1)
+    low, high = np.percentile(ratios[:, 0] / ratios[:, 1], [2.5, 97.5])
+    total = sums.sum(axis=0)
+    return float(total[0] / total[1]), float(low), float(high)

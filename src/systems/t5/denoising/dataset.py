@@ -1,0 +1,106 @@
+"""Data sets whose samples are inputs and targets drawn from rows of text.
+Draws are functions of (seed, epoch, index)."""
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NamedTuple, TypedDict
+
+from src.data.orders import Shuffle
+from src.data.text.documents import PackedRows, TextConfig
+from src.data.text.tokenizers import SafeTokenizer
+from src.experiments.batches import Seq2SeqBatch
+from src.experiments.kinds import ENCODER_DECODER
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    Objective = Callable[[np.ndarray, np.random.Generator], tuple[np.ndarray, np.ndarray]]
+    """Makes inputs and targets of a row of text, each ended by the end token."""
+
+VAL_SEED = 5_368_709
+"""Seed of every validation, so that all experiments are scored on the same masks."""
+
+
+class DenoisingConfig(TextConfig):
+    """Text of which an encoder reads one part and a decoder writes the other. In validation the parts never change."""
+
+    @property
+    def reader(self) -> str:
+        return ENCODER_DECODER
+
+
+class Sample(TypedDict):
+    """What the encoder reads and the decoder learns to write, each ended by the end token."""
+
+    input_ids: "np.ndarray"
+    """(S,) int32."""
+    labels: "np.ndarray"
+    """(T,) int32."""
+
+
+class MaskRng(NamedTuple):
+    """Random draws of one split."""
+
+    seed: int
+    fixed: bool
+    """Whether they are the same in every epoch."""
+
+    def generator(self, epoch: int, *index: int) -> "np.random.Generator":
+        """The generator of one sample, or of anything else with an index."""
+        import numpy as np
+
+        return np.random.default_rng([self.seed, 0 if self.fixed else epoch, *index])
+
+
+def mask_rng(split: str, seed: int) -> MaskRng:
+    """In training, draws that change with `seed` and epoch; in other splits, always the same ones."""
+    return MaskRng(seed, fixed=False) if split == "train" else MaskRng(VAL_SEED, fixed=True)
+
+
+class DenoisingDataset:
+    """Inputs and targets made from text."""
+
+    def __init__(
+        self,
+        draws: MaskRng,
+        encoder: SafeTokenizer,
+        fingerprint: str,
+        shuffle: Shuffle,
+        lengths: tuple[int, ...] = (0, 0),
+    ) -> None:
+        """lengths: of inputs and targets of every batch at least."""
+        self.fingerprint, self.shuffle, self._lengths = fingerprint, shuffle, lengths
+        self.collation = "denoising", encoder.pad_id, lengths
+        self._draws, self._pad_id = draws, encoder.pad_id
+
+    def collate(self, samples: Sequence[Sample]) -> Seq2SeqBatch:
+        """Stack; where lengths differ, pad on the right. The decoder starts with the padding token, as T5's."""
+        from src.data import collate
+
+        return collate.seq2seq(
+            [s["input_ids"] for s in samples], [s["labels"] for s in samples], self._pad_id, self._pad_id, self._lengths
+        )
+
+
+class SingleObjectiveDataset(DenoisingDataset):
+    """Samples made from rows of one length, all by one objective."""
+
+    def __init__(
+        self,
+        rows: PackedRows,
+        objective: "Objective",
+        draws: MaskRng,
+        encoder: SafeTokenizer,
+        fingerprint: str,
+        shuffle: Shuffle = "numpy",
+    ) -> None:
+        super().__init__(draws, encoder, fingerprint, shuffle)
+        self._rows, self._objective = rows, objective
+
+    def __len__(self) -> int:
+        """Samples in one epoch."""
+        return len(self._rows)
+
+    def sample(self, epoch: int, index: int) -> Sample:
+        """Row `index` as inputs and targets of this epoch."""
+        inputs, targets = self._objective(self._rows.row(index), self._draws.generator(epoch, index))
+        return {"input_ids": inputs, "labels": targets}

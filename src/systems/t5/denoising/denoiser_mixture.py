@@ -1,0 +1,106 @@
+"""Samples of several denoisers in fixed shares, over rows of text whose lengths depend on the denoiser."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from src.data import jsonl
+from src.data.mixture.interleaving import shares
+from src.data.orders import ShuffledConfig
+from src.data.text.tokenizers import SafeTokenizer
+from src.errors import DataError
+from src.systems.t5.denoising.dataset import DenoisingDataset, MaskRng, Sample
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from src.data.text.documents import Documents
+    from src.systems.t5.denoising.dataset import Objective
+
+BLOCK = 400
+"""Samples of a block, in which the shares are exact."""
+
+
+class DenoiserSpec(NamedTuple):
+    """A denoiser."""
+
+    rate: float
+    """Its share, in proportion to those of the others."""
+    raw: int
+    """Tokens of its rows."""
+    mode: "np.ndarray"
+    """(tokens,) int32: first tokens of its inputs; may be empty."""
+    objective: "Objective"
+
+
+class DenoiserMixture(DenoisingDataset):
+    """The text is cut into blocks of as many tokens each, and every block into as many rows for each denoiser, in an
+    order drawn from (seed, epoch, block). So a sample depends on its own block alone, and each epoch reads every token
+    once, except a remainder at the end.
+    """
+
+    def __init__(
+        self,
+        documents: "Documents",
+        kinds: Sequence[DenoiserSpec],
+        draws: MaskRng,
+        encoder: SafeTokenizer,
+        most: int | None,
+        config: ShuffledConfig,
+    ) -> None:
+        """most: how many samples are used, the same ones for every experiment; None for all.
+        config: its shuffle and lengths of batches.
+
+        Raises:
+            DataError: there is less text than one sample, or than `most` samples.
+        """
+        self._documents, self._kinds = documents, kinds
+        self._block = shares([kind.rate for kind in kinds], BLOCK)
+        self._block_tokens = self._tokens(self._block)
+        blocks, left = divmod(documents.num_tokens, self._block_tokens)
+        self._last = self._largest_block(left)
+        total = blocks * BLOCK + sum(self._last)
+        if not total:
+            raise DataError(f"{documents.path}: {left} tokens are too few for one sequence of the likeliest denoiser.")
+        self._chosen = range(total) if most is None else jsonl.select_validation_rows(total, most, documents.path)
+        self._full_blocks = blocks
+        super().__init__(draws, encoder, documents.fingerprint, config.shuffle, config.batch_lengths() or (0, 0))
+
+    def __len__(self) -> int:
+        """Samples in one epoch."""
+        return len(self._chosen)
+
+    def sample(self, epoch: int, index: int) -> Sample:
+        """Sample `index` of this epoch."""
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)}")
+        number, first = self.locate(epoch, index)
+        kind = self._kinds[number]
+        row = self._documents.slice_tokens(first, first + kind.raw)
+        inputs, targets = kind.objective(row, self._draws.generator(epoch, index))
+        if len(kind.mode):
+            import numpy as np
+
+            inputs = np.concatenate([kind.mode, inputs])
+        return {"input_ids": inputs, "labels": targets}
+
+    def locate(self, epoch: int, index: int) -> tuple[int, int]:
+        """(number of the denoiser that makes sample `index` of this epoch, first token of its row)."""
+        import numpy as np
+
+        block, place = divmod(self._chosen[index], BLOCK)
+        numbers = np.repeat(np.arange(len(self._kinds)), self._block if block < self._full_blocks else self._last)
+        self._draws.generator(epoch, block, 1).shuffle(numbers)
+        before = np.bincount(numbers[:place], minlength=len(self._kinds))
+        return int(numbers[place]), block * self._block_tokens + self._tokens(before.tolist())
+
+    def _tokens(self, numbers: Sequence[int]) -> int:
+        return sum(number * kind.raw for number, kind in zip(numbers, self._kinds, strict=True))
+
+    def _largest_block(self, tokens: int) -> list[int]:
+        """How many samples of each denoiser there are in a block of at most `tokens`."""
+        rates = [kind.rate for kind in self._kinds]
+        least, more = 0, BLOCK
+        while more - least > 1:
+            middle = (least + more) // 2
+            least, more = (middle, more) if self._tokens(shares(rates, middle)) <= tokens else (least, middle)
+        return shares(rates, least)

@@ -1,0 +1,241 @@
+"""Masks of n-grams: sequences of a vocabulary, and single words (PMI-masking, Levine et al. 2021, arXiv 2010.01825).
+
+A row is split into units: the n-grams of the vocabulary that occur in it (of overlapping ones the longest; ties at
+random), and single words. As many runs are masked as in span corruption, with exactly as many tokens together, so
+inputs and targets have its lengths. Each run starts at a unit drawn uniformly and grows by the units that follow, in
+random turns, until enough tokens are masked. Runs may be adjacent; each has its own sentinel.
+
+If the drawn units are too long together, some are exchanged at random for shorter ones. A unit is cut only if whole
+units cannot give the exact number of tokens.
+"""
+
+import hashlib
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from src.errors import DataError
+from src.files import reading
+from src.systems.t5.denoising import noise
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from src.systems.t5.denoising.words import Words
+
+_WORD = re.compile(r"\w+|[^\w\s]")
+
+
+class Vocabulary(NamedTuple):
+    """N-grams in lower case, with spaces between words as in the text."""
+
+    ngrams: frozenset[str]
+    beginnings: frozenset[str]
+    """All prefixes of n-grams that end with a word."""
+    fingerprint: str
+    """sha256 of the file."""
+
+
+def require_file(path: Path) -> None:
+    """Raises DataError where there is no such file."""
+    if not path.is_file():
+        raise DataError(
+            f"{path}: no such file. "
+            "data.ngrams names a text file below --data_path with one n-gram of words on each line."
+        )
+
+
+def read_vocabulary(path: Path) -> Vocabulary:
+    """A text file with one n-gram on each line.
+
+    Raises:
+        DataError: there is no such file, it is empty or no UTF-8, or a line has fewer than two words.
+    """
+    require_file(path)
+    with reading(path, DataError):
+        content = path.read_bytes()
+    ngrams, beginnings = set(), set()
+    for number, line in enumerate(content.splitlines(), 1):
+        try:
+            text = " ".join(line.decode().lower().split())
+        except UnicodeDecodeError as error:
+            raise DataError(f"{path}:{number}: not UTF-8 ({error.reason}).") from None
+        ends = [word.end() for word in _WORD.finditer(text)]
+        if len(ends) < 2:
+            raise DataError(f"{path}:{number}: expected an n-gram of two words or more, got {text!r}.")
+        ngrams.add(text)
+        beginnings.update(text[:end] for end in ends)
+    if not ngrams:
+        raise DataError(f"{path}: empty. It should have one n-gram of words on each line.")
+    return Vocabulary(frozenset(ngrams), frozenset(beginnings), hashlib.sha256(content).hexdigest())
+
+
+class Ngrams:
+    """Masks units of a row. Row lengths, and those of inputs and targets, are those of span corruption."""
+
+    def __init__(
+        self, words: "Words", vocabulary: Vocabulary, shares: tuple[float, float], sentinels: "np.ndarray", eos_id: int
+    ) -> None:
+        """shares: noise density and mean span."""
+        self._words, self._vocabulary, self._shares = words, vocabulary, shares
+        self._sentinels, self._eos_id = sentinels, eos_id
+
+    def __call__(self, row: "np.ndarray", rng: "np.random.Generator") -> "tuple[np.ndarray, np.ndarray]":
+        """(inputs, targets) of a row."""
+        mask, starts = self.draw_mask(row, rng)
+        return noise.corrupt(row, mask, starts, self._sentinels, self._eos_id)
+
+    def draw_mask(self, row: "np.ndarray", rng: "np.random.Generator") -> "tuple[np.ndarray, np.ndarray]":
+        """(mask, starts), each (length,) bool: True on masked tokens, and on the first token of each run of them."""
+        import numpy as np
+
+        wanted = noise.counts(len(row), *self._shares)
+        first, sizes = self.units(row, rng)
+        if sizes.sum() < wanted.noise:  # almost only control tokens
+            first, sizes = np.arange(len(row)), np.ones(len(row), dtype=np.int64)
+        first, sizes = split_longest(wanted.spans, first, sizes)
+        begin = draw_first_units(sizes, wanted, rng)
+        sizes[begin] = shorten(sizes[begin], wanted.noise)
+        taken, heads = extend_runs(first, sizes, begin, wanted.noise, rng)
+        starts = np.zeros(len(row), dtype=bool)
+        starts[first[heads]] = True
+        first, sizes = first[taken], sizes[taken]
+        within = np.arange(sizes.sum()) - (sizes.cumsum() - sizes).repeat(sizes)
+        mask = np.zeros(len(row), dtype=bool)
+        mask[first.repeat(sizes) + within] = True
+        grow(mask, starts, self._words.control[row], wanted.noise - len(within))
+        return mask, starts
+
+    def units(self, row: "np.ndarray", rng: "np.random.Generator") -> "tuple[np.ndarray, np.ndarray]":
+        """(first token, tokens) of each unit of a row in order, each (units,) int64.
+        Control tokens are in none, and end n-grams."""
+        import numpy as np
+
+        bounds = np.append(self._words.starts(row).nonzero()[0], len(row))
+        spelled = self._words.word_texts(row, bounds)
+        joined = np.zeros(len(spelled), dtype=bool)  # with the previous word
+        parted = np.zeros(len(spelled), dtype=bool)  # already part of an n-gram
+        for first, last in self._find_ngrams(spelled, rng):
+            if not parted[first:last].any():
+                parted[first:last] = True
+                joined[first + 1 : last] = True
+        begins = bounds[:-1][~joined]
+        sizes = np.diff(np.append(begins, len(row)))
+        real = ~self._words.control[row[begins]]
+        return begins[real], sizes[real]
+
+    def _find_ngrams(self, spelled: list[str], rng: "np.random.Generator") -> list[tuple[int, int]]:
+        """(first, last) words, the last not included, of all n-grams that occur:
+        longest first, equally long ones in random order."""
+        found, (ngrams, beginnings, _) = [], self._vocabulary
+        likely = [first for first, word in enumerate(spelled) if word.lstrip() in beginnings]
+        for first in likely:
+            text = spelled[first].lstrip()
+            for last in range(first + 1, len(spelled)):
+                if not spelled[last]:
+                    break
+                text += spelled[last]
+                if text not in beginnings:
+                    break
+                if text in ngrams:
+                    found.append((first, last + 1))
+        order = rng.permutation(len(found)).tolist()
+        return sorted((found[i] for i in order), key=lambda place: place[0] - place[1])
+
+
+def split_longest(spans: int, first: "np.ndarray", sizes: "np.ndarray") -> "tuple[np.ndarray, np.ndarray]":
+    """Halve the longest unit until there are at least `spans`."""
+    import numpy as np
+
+    while len(sizes) < spans:
+        longest = int(sizes.argmax())
+        half = int(sizes[longest]) // 2
+        first = np.insert(first, longest + 1, first[longest] + sizes[longest] - half)
+        sizes = np.insert(sizes, longest + 1, half)
+        sizes[longest] -= half
+    return first, sizes
+
+
+def draw_first_units(sizes: "np.ndarray", wanted: noise.Counts, rng: "np.random.Generator") -> "np.ndarray":
+    """(spans,) int64: units that begin runs, in random order;
+    together at most `wanted.noise` tokens if exchanges can achieve it."""
+    import numpy as np
+
+    order = rng.permutation(len(sizes))
+    excess = int(sizes[order[: wanted.spans]].sum()) - wanted.noise
+    moved = True
+    while excess > 0 and moved:
+        moved = False
+        for place in range(wanted.spans):
+            shorter = np.flatnonzero(sizes[order[wanted.spans :]] < sizes[order[place]])
+            if excess > 0 and len(shorter):
+                other = wanted.spans + shorter[rng.integers(len(shorter))]
+                excess -= int(sizes[order[place]] - sizes[order[other]])
+                order[[place, other]] = order[[other, place]]
+                moved = True
+    return order[: wanted.spans]
+
+
+def extend_runs(
+    first: "np.ndarray", sizes: "np.ndarray", begin: "np.ndarray", tokens: int, rng: "np.random.Generator"
+) -> "tuple[np.ndarray, list[int]]":
+    """Extend the runs that begin with the units `begin`, first to the right, then to the left, up to `tokens` tokens.
+
+    Returns (units,) bool, True on all units of runs, and the first unit of each run.
+    """
+    import numpy as np
+
+    adjacent = (first[1:] == first[:-1] + sizes[:-1]).tolist()  # unit i and unit i + 1
+    lengths, taken = sizes.tolist(), [False] * len(sizes)
+    for unit in begin.tolist():
+        taken[unit] = True
+    left = tokens - int(sizes[begin].sum())
+
+    def free(unit: int, step: int) -> bool:
+        """Whether the neighbouring unit is free and short enough."""
+        beside = unit + step
+        return (
+            0 <= beside < len(taken) and adjacent[min(unit, beside)] and not taken[beside] and lengths[beside] <= left
+        )
+
+    def walk(step: int) -> list[int]:
+        """Extend runs in one direction; returns the last unit of each."""
+        nonlocal left
+        going, done = begin.tolist(), []
+        draws = rng.random(left + len(going)).tolist()  # each takes a unit or ends a run
+        while going and left:
+            place = int(draws.pop() * len(going))
+            if free(going[place], step):
+                going[place] += step
+                taken[going[place]] = True
+                left -= lengths[going[place]]
+            else:
+                done.append(going[place])
+                going[place] = going[-1]
+                going.pop()
+        return done + going
+
+    walk(1)
+    heads = walk(-1)
+    return np.array(taken), heads
+
+
+def shorten(sizes: "np.ndarray", tokens: int) -> "np.ndarray":
+    """Shrink the largest of `sizes`, one token at a time, until they sum to at most `tokens`."""
+    for _ in range(int(sizes.sum()) - tokens):
+        sizes[sizes.argmax()] -= 1
+    return sizes
+
+
+def grow(mask: "np.ndarray", starts: "np.ndarray", control: "np.ndarray", tokens: int) -> None:
+    """Mask `tokens` more: each time the token after a masked one, preferably no control token; else the one before."""
+    import numpy as np
+
+    for _ in range(tokens):
+        after = np.flatnonzero(mask[:-1] & ~mask[1:]) + 1
+        if len(after):
+            mask[after[control[after].argmin()]] = True
+        else:
+            begin = int(mask.argmax())  # all from here to the end are masked
+            mask[begin - 1] = starts[begin - 1] = True
+            starts[begin] = False

@@ -1,0 +1,76 @@
+"""Prefix language modelling of packed text:
+the encoder reads the beginning of a row, the decoder writes the rest (Raffel et al. 2020)."""
+
+from functools import partial
+from typing import TYPE_CHECKING, ClassVar
+
+from pydantic import Field, model_validator
+
+from src.data.text import documents
+from src.data.text.tokenizers import SafeTokenizer
+from src.experiments.config import Places
+from src.experiments.interfaces import require_fit
+from src.systems.t5.denoising.dataset import DenoisingConfig, SingleObjectiveDataset, mask_rng
+
+if TYPE_CHECKING:
+    import numpy as np
+    from transformers import PreTrainedTokenizerFast
+
+
+class Config(DenoisingConfig):
+    """Which text, and where its rows are cut."""
+
+    same_length_advice: ClassVar[str] = "Write a number as data.prefix_tokens, or leave loop.compile out."
+    sequence_tokens: int = Field(gt=1)
+    """Tokens of a row of text: those that are read and those that are written, without the end tokens."""
+    prefix_tokens: int | None = Field(default=None, gt=0)
+    """How many are read. None: a random number, from 1 to all but one, uniformly."""
+
+    @model_validator(mode="after")
+    def _something_is_written(self) -> "Config":
+        if self.prefix_tokens is not None and self.prefix_tokens >= self.sequence_tokens:
+            raise ValueError(
+                f"prefix_tokens: {self.prefix_tokens} leave nothing to write of {self.sequence_tokens} sequence_tokens."
+            )
+        return self
+
+    def check_length(self, max_positions: int | None, new_tokens: int = 0) -> None:
+        prefix = self.prefix_tokens or self.sequence_tokens - 1
+        rest = self.sequence_tokens - (self.prefix_tokens or 1)
+        require_fit("data.sequence_tokens", max(prefix, rest, new_tokens - 1) + 1, max_positions)
+
+    def batch_lengths(self) -> tuple[int, ...] | None:
+        return (
+            None
+            if self.prefix_tokens is None
+            else (self.prefix_tokens + 1, self.sequence_tokens - self.prefix_tokens + 1)
+        )
+
+    def build(
+        self, places: Places, tokenizer: "PreTrainedTokenizerFast", split: str, seed: int
+    ) -> SingleObjectiveDataset:
+        """The rows of one split.
+        Training's cuts are functions of (seed, epoch, index), those of other splits of the index alone.
+
+        Raises:
+            DataError: the data set is missing, incomplete, malformed, or too small for one sequence or for
+                `val_sequences`.
+        """
+        found = documents.read(places, self.corpus, tokenizer, split)
+        rows = documents.PackedRows(found, self.sequence_tokens, self.max_samples(split))
+        objective = partial(cut_row, eos_id=found.eos_id, prefix_tokens=self.prefix_tokens)
+        return SingleObjectiveDataset(
+            rows, objective, mask_rng(split, seed), SafeTokenizer(tokenizer), found.fingerprint, self.shuffle
+        )
+
+
+def cut_row(
+    row: "np.ndarray", rng: "np.random.Generator", eos_id: int, prefix_tokens: int | None = None
+) -> "tuple[np.ndarray, np.ndarray]":
+    """(inputs, targets) of a row of at least 2 tokens, each ended by `eos_id`.
+    prefix_tokens: of the inputs; None: random."""
+    import numpy as np
+
+    cut = int(rng.integers(1, len(row))) if prefix_tokens is None else prefix_tokens
+    end = np.array([eos_id], dtype=row.dtype)
+    return np.concatenate([row[:cut], end]), np.concatenate([row[cut:], end])

@@ -1,0 +1,82 @@
+"""Sentinels: the tokens <extra_id_0>, <extra_id_1>, ... that replace masked text, with their ids in the tokenizer."""
+
+from collections.abc import Mapping
+from itertools import count, takewhile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from src.errors import ConfigError, DataError
+from src.files import read_json
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+AGAIN = "Take one of T5's, or add them: python -m data_prep.t5.t5_tokenizer."
+
+
+def sentinel_ids(tokenizer: "PreTrainedTokenizerFast") -> list[int]:
+    """Ids of <extra_id_0>, <extra_id_1>, ... up to the last before the first that is missing.
+
+    They cannot be derived from the vocabulary's size: some versions count them and some do not, and an embedding can be
+    larger.
+
+    Raises:
+        DataError: the tokenizer has no sentinels, or some are ordinary tokens, which a corpus could contain.
+    """
+    return _consecutive_ids(
+        {str(token): (index, token.special) for index, token in tokenizer.added_tokens_decoder.items()},
+        tokenizer.name_or_path,
+    )
+
+
+def require(tokenizer: "PreTrainedTokenizerFast", needed: int, field: str) -> list[int]:
+    """The first `needed` sentinels.
+
+    Raises:
+        DataError: the tokenizer has no sentinels.
+        ConfigError: there are fewer than `field` of the experiment needs.
+    """
+    return _take_first(sentinel_ids(tokenizer), needed, field, tokenizer.name_or_path)
+
+
+def require_in_folder(folder: Path | None, needed: int, field: str) -> None:
+    """As `require`, from tokenizer.json without loading the tokenizer. Passes where there is no such file."""
+    added = read_added_tokens(folder)
+    if added is not None:
+        _take_first(_consecutive_ids(added, str(folder)), needed, field, str(folder))
+
+
+def read_added_tokens(folder: Path | None) -> dict[str, tuple[int, bool]] | None:
+    """Id of each added token in tokenizer.json, and whether special; None where the file is missing or damaged."""
+    if folder is None or not (folder / "tokenizer.json").is_file():
+        return None
+    try:
+        tokens = read_json(folder / "tokenizer.json", DataError)["added_tokens"]
+        return {token["content"]: (token["id"], token["special"]) for token in tokens}
+    except (DataError, LookupError, TypeError):
+        return None  # damaged: loading it will say how
+
+
+def _consecutive_ids(added: Mapping[str, tuple[int, bool]], where: str) -> list[int]:
+    """added: id of each added token, and whether it is special."""
+    names = list(takewhile(added.__contains__, (f"<extra_id_{number}>" for number in count())))
+    if not names:
+        raise DataError(
+            f"{where}: this tokenizer has no sentinels <extra_id_0>, <extra_id_1>, ... for masked text. {AGAIN}"
+        )
+    if plain := [name for name in names if not added[name][1]]:
+        raise DataError(
+            f"{where}: {plain[0]} is no special token, so that text could turn into it. "
+            "Add sentinels as special tokens."
+        )
+    return [added[name][0] for name in names]
+
+
+def _take_first(ids: list[int], needed: int, field: str, where: str) -> list[int]:
+    if needed > len(ids):
+        raise ConfigError(
+            f"{field}: masks {needed} runs in a sequence, each with a sentinel of its own, but {where} has {len(ids)}. "
+            "Write fewer input tokens, a lower noise_density or a longer mean_span_tokens, "
+            f"or make a tokenizer with more: python -m data_prep.t5.t5_tokenizer --sentinels {needed}."
+        )
+    return ids[:needed]

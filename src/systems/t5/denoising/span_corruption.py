@@ -1,0 +1,105 @@
+"""T5's span corruption of packed text: token runs are masked, the decoder learns to write them (Raffel et al. 2020).
+
+Documents are joined and cut to exactly as many tokens as leave `input_tokens` when runs of them are replaced by
+sentinels, so that nothing is padded or lost. Both sides end with the end token.
+"""
+
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pydantic import Field, model_validator
+
+from src.data.text import documents
+from src.data.text.tokenizers import SafeTokenizer
+from src.errors import ConfigError
+from src.experiments.config import Places
+from src.experiments.interfaces import require_fit
+from src.systems.t5.denoising import ngrams, noise, sentinels
+from src.systems.t5.denoising.dataset import DenoisingConfig, SingleObjectiveDataset, mask_rng
+
+if TYPE_CHECKING:
+    import numpy as np
+    from transformers import PreTrainedTokenizerFast
+
+    from src.systems.t5.denoising.dataset import Objective
+
+
+class Config(DenoisingConfig):
+    """Which text, and how it is masked."""
+
+    input_tokens: int = Field(default=512, gt=2)
+    """Tokens of every input, with sentinels and end token. How long rows of text and targets are follows from it."""
+    noise_density: float = Field(default=0.15, gt=0, lt=1)
+    """Share of a row's tokens that is masked."""
+    mean_span_tokens: float = Field(default=3.0, ge=1)
+    """Masked tokens of a row by its masked runs."""
+    ngrams: str | None = Field(default=None, min_length=1)
+    """Text file below `--data_path` with one n-gram of words on each line: masked runs are of whole n-grams and words,
+    where else they begin and end anywhere. Lengths are the same."""
+
+    @model_validator(mode="after")
+    def _gives_exact_lengths(self) -> "Config":
+        try:
+            self._lengths()
+        except ConfigError as error:
+            raise ValueError(str(error)) from None
+        return self
+
+    def check(self, places: Places) -> None:
+        super().check(places)
+        if self.ngrams:
+            ngrams.require_file(places.data / self.ngrams)
+
+    def check_tokenizer(self, folder: Path | None) -> None:
+        sentinels.require_in_folder(folder, self._lengths()[1].spans, "data.input_tokens")
+
+    def check_length(self, max_positions: int | None, new_tokens: int = 0) -> None:
+        targets = self._lengths()[1].target_tokens
+        require_fit("data.input_tokens", self.input_tokens, max_positions)
+        require_fit(f"data.input_tokens: its targets have {targets} tokens", max(targets, new_tokens), max_positions)
+
+    def batch_lengths(self) -> tuple[int, ...]:
+        return self.input_tokens, self._lengths()[1].target_tokens
+
+    def build(
+        self, places: Places, tokenizer: "PreTrainedTokenizerFast", split: str, seed: int
+    ) -> SingleObjectiveDataset:
+        """The rows of one split.
+        The masks of training are functions of (seed, epoch, index), those of other splits of the index alone.
+
+        Raises:
+            DataError: the tokenizer has no sentinels, or marks no words for `ngrams`; these are missing or malformed;
+                the data set is missing, incomplete, malformed, or too small for one sequence or for `val_sequences`.
+            ConfigError: a sequence needs more sentinels than the tokenizer has.
+        """
+        import numpy as np
+
+        from src.systems.t5.denoising.words import Words
+
+        raw, counts = self._lengths()
+        ids = np.array(sentinels.require(tokenizer, counts.spans, "data.input_tokens"), dtype=np.int32)
+        found = documents.read(places, self.corpus, tokenizer, split)
+        rows = documents.PackedRows(found, raw, self.max_samples(split))
+        fingerprint = found.fingerprint
+        shares = self.noise_density, self.mean_span_tokens
+        objective: Objective = partial(mask_spans, shares=shares, sentinels=ids, eos_id=found.eos_id)
+        if self.ngrams:
+            vocabulary = ngrams.read_vocabulary(places.data / self.ngrams)
+            objective = ngrams.Ngrams(Words(tokenizer), vocabulary, shares, ids, found.eos_id)
+            fingerprint = f"{fingerprint} {vocabulary.fingerprint}"
+        return SingleObjectiveDataset(
+            rows, objective, mask_rng(split, seed), SafeTokenizer(tokenizer), fingerprint, self.shuffle
+        )
+
+    def _lengths(self) -> tuple[int, noise.Counts]:
+        """Tokens of a row of text, and what becomes of them."""
+        return noise.exact_lengths(self.input_tokens, self.noise_density, self.mean_span_tokens)
+
+
+def mask_spans(
+    row: "np.ndarray", rng: "np.random.Generator", shares: tuple[float, float], sentinels: "np.ndarray", eos_id: int
+) -> "tuple[np.ndarray, np.ndarray]":
+    """(inputs, targets) of a row of which runs of tokens are masked. shares: noise density and mean span."""
+    mask = noise.noise_mask(len(row), *shares, rng)
+    return noise.corrupt(row, mask, noise.run_starts(mask), sentinels, eos_id)

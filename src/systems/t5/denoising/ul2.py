@@ -1,0 +1,164 @@
+"""UL2's mixture of denoisers over packed text (Tay et al. 2022, arXiv 2205.05131, section 3.1).
+
+Each sample is made by one denoiser: span corruption of some density and span length, or prefix language modelling. The
+denoiser determines the length of its rows of text, so that no text is lost and at most one token of an input is
+padding. An epoch reads every token once.
+"""
+
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
+
+from pydantic import Field, model_validator
+
+from src.data.text import documents
+from src.data.text.tokenizers import SafeTokenizer
+from src.errors import ConfigError
+from src.experiments.config import Config as StrictConfig
+from src.experiments.config import Places
+from src.experiments.interfaces import require_fit
+from src.systems.t5.denoising import noise, sentinels
+from src.systems.t5.denoising.dataset import DenoisingConfig, mask_rng
+from src.systems.t5.denoising.denoiser_mixture import DenoiserMixture, DenoiserSpec
+from src.systems.t5.denoising.prefix_lm import cut_row
+from src.systems.t5.denoising.span_corruption import mask_spans
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+
+class Denoiser(StrictConfig):
+    """One of the mixture. With neither span nor density, it is prefix language modelling."""
+
+    rate: float = Field(gt=0)
+    """Its share of the samples, in proportion to the other rates."""
+    mode: str = ""
+    """First text of its inputs, such as "[NLU]": one token if a control token of the tokenizer, else its characters."""
+    mean_span_tokens: float | None = Field(default=None, ge=1)
+    noise_density: float | None = Field(default=None, gt=0, lt=1)
+
+    @model_validator(mode="after")
+    def _both_or_neither(self) -> "Denoiser":
+        if (self.mean_span_tokens is None) != (self.noise_density is None):
+            raise ValueError("expected mean_span_tokens and noise_density, or neither for a prefix language model.")
+        return self
+
+    def lengths(self, input_tokens: int) -> "Lengths":
+        """Of a sample whose inputs have at most `input_tokens` without the mode.
+
+        Raises:
+            ConfigError: they are too few.
+        """
+        if self.mean_span_tokens is None or self.noise_density is None:
+            return Lengths(input_tokens, input_tokens, 0)
+        raw, counts = noise.longest_row(input_tokens, self.noise_density, self.mean_span_tokens)
+        return Lengths(raw, counts.target_tokens, counts.spans)
+
+
+class Lengths(NamedTuple):
+    """Tokens of a row of text, most tokens of its targets, and its sentinels."""
+
+    raw: int
+    targets: int
+    sentinels: int
+
+
+def _published_denoisers() -> list[Denoiser]:
+    """The denoisers of UL2 (table 1 of the paper) with FAT5's shares: two regular, the prefix, four extreme."""
+    regular = [(3.0, 0.15), (8.0, 0.15)]
+    extreme = [(3.0, 0.5), (8.0, 0.5), (64.0, 0.15), (64.0, 0.5)]
+    return [
+        *(
+            Denoiser(rate=0.165, mode="[NLU]", mean_span_tokens=span, noise_density=density)
+            for span, density in regular
+        ),
+        Denoiser(rate=0.34, mode="[S2S]"),
+        *(
+            Denoiser(rate=0.0825, mode="[NLG]", mean_span_tokens=span, noise_density=density)
+            for span, density in extreme
+        ),
+    ]
+
+
+class Config(DenoisingConfig):
+    """Which text, and the denoisers."""
+
+    same_length_advice: ClassVar[str] = "Write data.fixed_length: true, or leave loop.compile out."
+    input_tokens: int = Field(default=512, gt=3)
+    """Most tokens of an input, with mode, sentinels and end token, and of a prefix."""
+    denoisers: list[Denoiser] = Field(default_factory=_published_denoisers, min_length=1)
+    """With 100 sentinels, spans of 3 at density 0.5 allow no more than 400 input tokens;
+    512 need 128 (data_prep.t5.t5_tokenizer --sentinels)."""
+    fixed_length: bool = False
+    """Pad each batch to the longest inputs and targets of all denoisers, not to its own longest, for `loop.compile`."""
+
+    @model_validator(mode="after")
+    def _has_room(self) -> "Config":
+        for number, denoiser in enumerate(self.denoisers):
+            try:
+                denoiser.lengths(self.input_tokens)
+            except ConfigError as error:
+                raise ValueError(f"denoisers[{number}]: {error}") from None
+        return self
+
+    def check_tokenizer(self, folder: Path | None) -> None:
+        for number, denoiser in enumerate(self.denoisers):
+            most_of_mode = len(denoiser.mode.encode()) + 1  # at most so many tokens
+            if (
+                denoiser.noise_density is not None
+                and denoiser.mean_span_tokens is not None
+                and self.input_tokens > 2 * most_of_mode
+            ):
+                room = self.input_tokens - most_of_mode
+                needed = noise.longest_row(room, denoiser.noise_density, denoiser.mean_span_tokens)[1].spans
+                sentinels.require_in_folder(folder, needed, f"data.denoisers[{number}]")
+
+    def check_length(self, max_positions: int | None, new_tokens: int = 0) -> None:
+        require_fit("data.input_tokens", self.input_tokens, max_positions)
+        targets = self._target_tokens()
+        require_fit(
+            f"data.denoisers: their targets have up to {targets} tokens", max(targets, new_tokens), max_positions
+        )
+
+    def batch_lengths(self) -> tuple[int, ...] | None:
+        return (self.input_tokens, self._target_tokens()) if self.fixed_length else None
+
+    def _target_tokens(self) -> int:
+        """Most tokens of a target."""
+        return max(denoiser.lengths(self.input_tokens).targets for denoiser in self.denoisers)
+
+    def build(self, places: Places, tokenizer: "PreTrainedTokenizerFast", split: str, seed: int) -> DenoiserMixture:
+        """The samples of one split. Which denoiser makes one, and how, is a function of (seed, epoch, index); of the
+        index alone for splits other than train.
+
+        Raises:
+            DataError: the tokenizer has no sentinels; the data set is missing, incomplete, malformed, or too small for
+                one sequence or for `val_sequences`.
+            ConfigError: a denoiser needs more sentinels than the tokenizer has, or its mode leaves too few input
+                tokens.
+        """
+        encoder = SafeTokenizer(tokenizer)
+        kinds = [self._make_spec(number, encoder, tokenizer) for number in range(len(self.denoisers))]
+        found = documents.read(places, self.corpus, tokenizer, split)
+        return DenoiserMixture(found, kinds, mask_rng(split, seed), encoder, self.max_samples(split), self)
+
+    def _make_spec(self, number: int, encoder: SafeTokenizer, tokenizer: "PreTrainedTokenizerFast") -> DenoiserSpec:
+        """Denoiser `number`, ready to be used. Raises as `build`."""
+        import numpy as np
+
+        denoiser, where = self.denoisers[number], f"data.denoisers[{number}]"
+        mode = np.array(encoder.encode_token(denoiser.mode) if denoiser.mode else [], dtype=np.int32)
+        try:
+            lengths = denoiser.lengths(self.input_tokens - len(mode))
+        except ConfigError as error:
+            raise ConfigError(f"{where}: beside the {len(mode)} tokens of its mode, {error}") from None
+        if denoiser.mean_span_tokens is None or denoiser.noise_density is None:
+            if lengths.raw < 2:
+                raise ConfigError(
+                    f"{where}: the {len(mode)} tokens of its mode leave no room in {self.input_tokens} input tokens."
+                )
+            return DenoiserSpec(denoiser.rate, lengths.raw, mode, partial(cut_row, eos_id=encoder.eos_id))
+        ids = np.array(sentinels.require(tokenizer, lengths.sentinels, where), dtype=np.int32)
+        shares = denoiser.noise_density, denoiser.mean_span_tokens
+        objective = partial(mask_spans, shares=shares, sentinels=ids, eos_id=encoder.eos_id)
+        return DenoiserSpec(denoiser.rate, lengths.raw, mode, objective)

@@ -1,0 +1,283 @@
+"""T5: pre-training on masked text, and fine-tuning on tasks that are written as text."""
+
+from typing import Any
+
+from src.experiments.grid import override, ref, seeds
+
+# A small T5 learns on this machine to fill gaps in the source of Python's standard library, in five core minutes.
+TINY_TEXT = {"corpus": "stdlib_text", "input_tokens": 128, "val_sequences": 128}
+TINY_DENOISERS = [
+    {"rate": 1.0, "mode": "[NLU]", "mean_span_tokens": 3.0, "noise_density": 0.15},
+    {"rate": 1.0, "mode": "[S2S]"},
+    {"rate": 1.0, "mode": "[NLG]", "mean_span_tokens": 3.0, "noise_density": 0.5},
+]
+T5_TINY: dict[str, Any] = {
+    "recipe": "t5_pretrain",
+    "seed": 0,
+    "model": {
+        "name": "t5",
+        "random": {
+            "tokenizer": "stdlib_t5_tokenizer",
+            "hidden_size": 128,
+            "feed_forward_size": 384,
+            "num_layers": 2,
+            "num_heads": 4,
+        },
+    },
+    "data": {"name": "span_corruption", **TINY_TEXT},
+    "loop": {
+        "steps": 3_000,
+        "sequences_per_step": 8,
+        "micro_batch": 8,
+        "optimizer": "adamw_scale",
+        "learning_rate": 2e-2,
+        "schedule": "cosine",
+        "warmup_rate": 0.1,
+        "warmup_start": 0.5,
+        "eval_every": 500,
+    },
+}
+
+T5_TINY_SHORT = override(T5_TINY, {"loop.steps": 1_000, "loop.eval_every": 250})
+
+# nanoT5's recipe (Nawrot 2023, arXiv 2309.02373): T5 v1.1-base on C4, 2^16 steps of 128 sequences, in bfloat16. The
+# corpus is made by data_prep.tokenize, the tokenizer by data_prep.t5.t5_tokenizer from T5's SentencePiece model.
+T5_V1_1_BASE: dict[str, Any] = {
+    "recipe": "t5_pretrain",
+    "seed": 0,
+    "model": {
+        "name": "t5",
+        "random": {
+            "tokenizer": "t5_tokenizer",
+            "vocabulary_multiple": 128,
+            "hidden_size": 768,
+            "feed_forward_size": 2048,
+            "num_layers": 12,
+            "num_heads": 12,
+        },
+    },
+    "data": {"name": "span_corruption", "corpus": "c4_en_t5", "input_tokens": 512, "val_sequences": 63_872},
+    "loop": {
+        "steps": 65_536,
+        "sequences_per_step": 128,
+        "micro_batch": 128,
+        "optimizer": "adamw_scale",
+        "learning_rate": 2e-2,
+        "schedule": "cosine",
+        "warmup_rate": 10_000 / 65_536,
+        "warmup_start": 0.5,
+        "final_rate": 1e-5 / 2e-2,
+        "adam_beta2": 0.999,
+        "precision": "bfloat16",
+        "compile": True,
+        "eval_every": 4_096,
+    },
+}
+
+# Goes on from Google's weights, whose tokenizer is another file than ours: the corpus is tokenised with it.
+T5_BASE_CONTINUED = override(
+    T5_V1_1_BASE,
+    {
+        "model": {"name": "t5", "path": "google/t5-v1_1-base", "dropout_rate": 0.0},
+        "data.corpus": "c4_en_t5_v1_1",
+        "loop.learning_rate": 5e-3,
+        "loop.warmup_start": 0.0,
+    },
+)
+
+# Fine-tuning on one task: rates and epochs of principled pre-training's README for T5-base, in steps of 16 sequences.
+T5_BASE_TASK: dict[str, Any] = {
+    "recipe": "seq2seq",
+    "seed": 0,
+    "model": {"name": "t5", "path": "google-t5/t5-base"},
+    "data": {"name": "task", "task": "rte", "corpus": "rte"},
+    "loop": {
+        "steps": 1,
+        "sequences_per_step": 16,
+        "micro_batch": 4,
+        "learning_rate": 5e-4,
+        "schedule": "linear",
+        "warmup_rate": 0.1,
+        "precision": "bfloat16",
+        "eval_every": 100,
+        "best_metric": "accuracy",
+        "best_mode": "max",
+        "early_stopping": {"patience": 3, "min_gain": 0.001},
+    },
+    "predictions": {},
+}
+TASKS = {
+    # task: (rows of the training split, epochs, steps between evaluations, what is optimised)
+    "cola": (8_551, 20, 500, "matthews"),
+    "sst2": (67_349, 10, 500, "accuracy"),
+    "mrpc": (3_668, 50, 100, "f1"),
+    "qqp": (363_849, 3, 2_000, "f1"),
+    "stsb": (5_749, 20, 200, "pearson"),
+    "mnli": (392_702, 3, 2_000, "accuracy"),
+    "qnli": (104_743, 5, 2_000, "accuracy"),
+    "rte": (2_490, 50, 100, "accuracy"),
+    "wnli": (635, 20, 40, "accuracy"),
+}
+
+
+def task(name: str) -> dict[str, Any]:
+    """T5-base on one task of GLUE."""
+    rows, epochs, eval_every, metric = TASKS[name]
+    changes = {"loop.steps": rows * epochs // 16, "loop.eval_every": eval_every, "loop.best_metric": metric}
+    return override(T5_BASE_TASK, {"data.task": name, "data.corpus": name, **changes})
+
+
+# All of GLUE but WNLI at once, mixed by T5's numbers of examples; T5's constant rate, 2^18 steps of 128 sequences.
+T5_BASE_GLUE = override(
+    T5_BASE_TASK,
+    {
+        "data": {
+            "name": "mixture",
+            "parts": {name: {"name": "task", "task": name, "corpus": name} for name in TASKS if name != "wnli"},
+        },
+        "loop.steps": 262_144,
+        "loop.sequences_per_step": 128,
+        "loop.micro_batch": 16,
+        "loop.optimizer": "adafactor",
+        "loop.learning_rate": 1e-3,
+        "loop.schedule": "constant",
+        "loop.warmup_rate": 0.0,
+        "loop.eval_every": 5_000,
+        "loop.best_metric": "task_score",
+    },
+)
+
+# Super-Natural-Instructions as nanoT5 fine-tunes on it: 100 instances of 757 tasks, two epochs in steps of 8, without
+# clipping.
+T5_BASE_SNI = override(
+    T5_BASE_TASK,
+    {
+        "model.path": "google/t5-v1_1-base",
+        "data": {
+            "name": "task",
+            "task": "sni",
+            "corpus": "sni",
+            "input_tokens": 1024,
+            "target_tokens": 128,
+            "long_targets": "cut",
+        },
+        "loop.steps": 18_900,
+        "loop.sequences_per_step": 8,
+        "loop.learning_rate": 5e-5,
+        "loop.schedule": "constant",
+        "loop.warmup_rate": 0.0,
+        "loop.precision": "float32",
+        "loop.adam_beta2": 0.999,
+        "loop.max_grad_norm": 1e9,
+        "loop.eval_every": 6_300,
+        "loop.best_metric": "rougeL",
+        "loop.early_stopping": None,
+    },
+)
+
+# The small T5 on real tasks: `t5_tiny` goes on, and the same model from random weights beside it.
+T5_TINY_TASK = override(
+    T5_BASE_TASK,
+    {
+        "model": ref(T5_TINY),
+        "data.input_tokens": 192,
+        "data.target_tokens": 8,
+        "loop.steps": 300,
+        "loop.micro_batch": 16,
+        "loop.learning_rate": 1e-3,
+        "loop.precision": "float32",
+        "loop.early_stopping": None,
+    },
+)
+
+
+# What pre-training is worth: the small T5 reads code, and writes its docstring's first sentence or its name.
+T5_TINY_CODE: dict[str, Any] = {
+    "recipe": "seq2seq",
+    "seed": 0,
+    "model": ref(T5_TINY),
+    "data": {
+        "name": "task",
+        "task": "codedoc",
+        "corpus": "codedoc",
+        "input_tokens": 96,
+        "target_tokens": 48,
+        "long_targets": "drop",
+        "val_samples": 128,
+    },
+    "loop": {
+        "steps": 200,
+        "sequences_per_step": 8,
+        "micro_batch": 8,
+        "optimizer": "adamw_scale",
+        "learning_rate": 5e-3,
+        "schedule": "linear",
+        "warmup_rate": 0.1,
+        "eval_every": 200,
+    },
+}
+
+
+def beside_random_weights(trained: dict[str, Any]) -> list[dict[str, Any]]:
+    """An experiment that starts from the small T5, and the same from random weights; three seeds of each."""
+    return seeds([trained, override(trained, {"model": T5_TINY["model"]})], 3)
+
+
+def tiny_task(name: str) -> list[dict[str, Any]]:
+    """The small T5 on one task, pre-trained and not."""
+    trained = override(T5_TINY_TASK, {"data.task": name, "data.corpus": name, "loop.best_metric": TASKS[name][3]})
+    return [trained, override(trained, {"model": T5_TINY["model"]})]
+
+
+def budget(steps: int, warmup: int) -> dict[str, Any]:
+    """nanoT5's recipe for so many steps of 256 sequences, in halves."""
+    return override(
+        T5_V1_1_BASE,
+        {
+            "loop.steps": steps,
+            "loop.warmup_rate": warmup / steps,
+            "loop.sequences_per_step": 256,
+            "loop.eval_every": steps // 4,
+        },
+    )
+
+
+GROUPS: dict[str, list[dict[str, Any]]] = {
+    "t5_tiny": [T5_TINY],
+    "t5_v1_1_base": [T5_V1_1_BASE],
+    "t5_v1_1_base_continued": [T5_BASE_CONTINUED],
+    "t5_v1_1_base_budgets": [
+        # 4, 8, 12, 16, 20 and 24 hours of one A100
+        budget(13_333, 1_666),
+        budget(26_666, 3_332),
+        budget(39_999, 5_000),
+        budget(53_332, 6_666),
+        budget(66_665, 8_332),
+        budget(79_998, 10_000),
+    ],
+    **{f"t5_base_{name}": [task(name)] for name in TASKS},
+    "t5_base_glue": [T5_BASE_GLUE],
+    "t5_base_sni": [T5_BASE_SNI],
+    **{f"t5_tiny_{name}": tiny_task(name) for name in ("rte", "sst2", "cola")},
+    "t5_tiny_codedoc": beside_random_weights(T5_TINY_CODE),
+    "t5_tiny_codename": beside_random_weights(
+        override(T5_TINY_CODE, {"data.task": "codename", "data.corpus": "codename"})
+    ),
+    "t5_tiny_objectives": [
+        override(
+            T5_TINY_SHORT,
+            {"data": {"name": "prefix_lm", "corpus": "stdlib_text", "sequence_tokens": 157, "val_sequences": 128}},
+        ),
+        override(T5_TINY_SHORT, {"data": {"name": "ul2", "denoisers": TINY_DENOISERS, **TINY_TEXT}}),
+        override(T5_TINY_SHORT, {"data": {"name": "depth", **TINY_TEXT, "target_tokens": 128}}),
+    ],
+    "t5_tiny_optimizers": [
+        override(T5_TINY_SHORT, {"loop.optimizer": "adamw", "loop.learning_rate": 4e-3}),
+        *(override(T5_TINY_SHORT, {"loop.schedule": schedule}) for schedule in ("cosine", "inverse_sqrt")),
+    ],
+    "t5_v1_1_base_ul2": [
+        override(
+            T5_V1_1_BASE, {"data": {"name": "ul2", "corpus": "c4_en_t5", "input_tokens": 400}, "loop.compile": False}
+        )
+    ],
+}

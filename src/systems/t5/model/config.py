@@ -1,0 +1,192 @@
+"""A T5 encoder-decoder: pretrained from a folder or the hub cache, or from random weights, T5 v1.1 or the original."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import Field, model_validator
+
+from src.errors import ConfigError
+from src.experiments.config import Config as StrictConfig
+from src.experiments.config import Places
+from src.experiments.interfaces import Architecture, ModelConfig
+from src.experiments.kinds import ENCODER_DECODER
+from src.models import hf
+from src.models import tokenizer as prepared_tokenizer
+from src.systems.t5.model import masks as t5_masks
+
+if TYPE_CHECKING:
+    from transformers import T5ForConditionalGeneration
+
+
+CLASSES = {
+    "t5": "T5ForConditionalGeneration",
+    "mt5": "T5ForConditionalGeneration",
+    "longt5": "LongT5ForConditionalGeneration",  # its encoder attends to neighbours (Guo et al. 2022, arXiv 2112.07916)
+}
+"""Families that can be read, by `model_type`, and transformers' class of each."""
+
+
+class Random(StrictConfig):
+    """Sizes of a model from random weights. The vocabulary is the tokenizer's."""
+
+    tokenizer: str = Field(min_length=1)
+    """Name of a prepared tokenizer's folder."""
+    vocabulary_multiple: int = Field(default=1, gt=0)
+    """The embedding has rows up to a multiple of this: 128 makes T5's 32,128 of 32,100 tokens, which suits a GPU."""
+    hidden_size: int = Field(gt=0)
+    feed_forward_size: int = Field(gt=0)
+    num_layers: int = Field(gt=0)
+    """Of the encoder."""
+    num_decoder_layers: int | None = Field(default=None, gt=0)
+    """None: as many as the encoder has."""
+    num_heads: int = Field(gt=0)
+    head_size: int | None = Field(default=None, gt=0)
+    """Width of one head. None: hidden_size / num_heads."""
+    version: Literal["v1.1", "original"] = "v1.1"
+    """v1.1: gated GELU, a matrix of its own for the logits. original: ReLU, logits from the scaled embedding."""
+    num_buckets: int = Field(default=32, gt=0)
+    """Of relative positions."""
+    max_distance: int = Field(default=128, gt=0)
+    """Positions farther apart share the last bucket."""
+
+    @model_validator(mode="after")
+    def _heads_share_the_width(self) -> "Random":
+        if self.head_size is None and self.hidden_size % self.num_heads:
+            raise ValueError(
+                f"hidden_size {self.hidden_size} does not divide by num_heads {self.num_heads}. Write head_size."
+            )
+        return self
+
+
+class Config(ModelConfig):
+    """Either the pretrained weights at `path`, or `random` ones."""
+
+    path: str | None = Field(default=None, min_length=1)
+    """Hub id such as "google/flan-t5-xl", or a folder made by save_pretrained."""
+    random: Random | None = None
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    """Of the pretrained weights in memory; None for float32. In float16 T5's feed-forward layers may overflow."""
+    revision: str | None = None
+    """Branch, tag or commit of the hub id; None for main."""
+    dropout_rate: float | None = Field(default=None, ge=0, lt=1)
+    """None: that of the pretrained model, or 0."""
+
+    @model_validator(mode="after")
+    def _pretrained_or_random(self) -> "Config":
+        if (self.path is None) == (self.random is None):
+            raise ValueError("expected either path, of pretrained weights, or random, the sizes of a model without.")
+        if self.random and (self.dtype or self.revision):
+            ignored = "dtype" if self.dtype else "revision"
+            raise ValueError(f"{ignored}: it is of pretrained weights, so random ones would ignore it. Remove it.")
+        return self
+
+    def build(self, places: Places) -> "T5ForConditionalGeneration":
+        """The model; random weights are drawn from torch's global generator.
+
+        Raises:
+            UserError: the model at `path`, or the tokenizer, is missing or damaged; or that model is no T5.
+        """
+        return self._build(places, unfilled=False)
+
+    def build_unfilled(self, places: Places) -> "T5ForConditionalGeneration":
+        """As `build`, for FSDP2: without weights where each process can read its part of pretrained ones."""
+        return self._build(places, unfilled=True)
+
+    def _build(self, places: Places, unfilled: bool) -> "T5ForConditionalGeneration":
+        self.check(places)
+        if self.random:
+            model: Any = _build_random(self.random, self.dropout_rate or 0.0, places.data / self.random.tokenizer)
+        else:
+            known = self._hf_config().architecture(places)
+            assert known, "check has seen it"
+            base = self._hf_config()
+            model = (base.load_unfilled if unfilled else base.load)(places, CLASSES[known.model_type])
+            if self.dropout_rate is not None:
+                _set_dropout(model, self.dropout_rate)
+        t5_masks.accept(model)
+        return model
+
+    def check(self, places: Places) -> None:
+        if self.random:
+            prepared_tokenizer.require(places.data / self.random.tokenizer)
+            return
+        self._hf_config().require_files(places)
+        known = self._hf_config().architecture(places)
+        if known is None or known.model_type not in CLASSES:
+            raise ConfigError(
+                f"{self.path}: a model of type {known.model_type if known else 'unknown'!r}; expected a T5."
+            )
+
+    def architecture(self, places: Places) -> Architecture | None:
+        if self.random:
+            sizes = self.random
+            return Architecture(
+                "t5", sizes.num_layers, sizes.hidden_size, sizes.num_heads, num_key_value_heads=sizes.num_heads
+            )
+        found = self._hf_config().architecture(places)
+        return replace(found, max_positions=None) if found else None
+
+    def fingerprint(self, places: Places) -> str | None:
+        """Of the pretrained weights; None where there are none."""
+        return None if self.random else self._hf_config().fingerprint(places)
+
+    def tokenizer_folder(self, places: Places) -> Path | None:
+        """Folder of the tokenizer of random weights; None for pretrained ones."""
+        return places.data / self.random.tokenizer if self.random else None
+
+    def kind(self, places: Places | None) -> str:
+        return ENCODER_DECODER
+
+    def _hf_config(self) -> hf.Config:
+        return hf.Config(path=self.path or "", dtype=self.dtype or "float32", revision=self.revision)
+
+
+def _build_random(sizes: Random, dropout_rate: float, folder: Path) -> "T5ForConditionalGeneration":
+    """Weights drawn as in T5 (Raffel et al. 2020, arXiv 1910.10683).
+
+    v1.1's matrix for the logits is drawn with standard deviation hidden_size^-0.5, so that logits begin with variance 1
+    and the loss at the logarithm of the vocabulary. With standard deviation 1, as for the embedding, the first loss
+    would be ten times that.
+    """
+    import torch
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    tokenizer = prepared_tokenizer.load(folder)
+    original = sizes.version == "original"
+    vocabulary = -(-len(tokenizer) // sizes.vocabulary_multiple) * sizes.vocabulary_multiple
+    start = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+    settings: dict[str, Any] = {
+        "vocab_size": vocabulary,
+        "d_model": sizes.hidden_size,
+        "d_kv": sizes.head_size or sizes.hidden_size // sizes.num_heads,
+        "d_ff": sizes.feed_forward_size,
+        "num_layers": sizes.num_layers,
+        "num_decoder_layers": sizes.num_decoder_layers,
+        "num_heads": sizes.num_heads,
+        "relative_attention_num_buckets": sizes.num_buckets,
+        "relative_attention_max_distance": sizes.max_distance,
+        "dropout_rate": dropout_rate,
+        "feed_forward_proj": "relu" if original else "gated-gelu",
+        "tie_word_embeddings": original,  # also says whether the decoder's output is scaled
+        "pad_token_id": start,
+        "eos_token_id": tokenizer.eos_token_id,
+        "decoder_start_token_id": start,
+    }
+    model = T5ForConditionalGeneration(T5Config(**settings))
+    if not original:  # transformers has tied it anyway
+        model.lm_head.weight = torch.nn.Parameter(torch.randn(vocabulary, sizes.hidden_size) * sizes.hidden_size**-0.5)
+        model.config.tie_word_embeddings = False
+    model.name_or_path = str(folder)
+    return model
+
+
+def _set_dropout(model: "T5ForConditionalGeneration", rate: float) -> None:
+    from torch import nn
+
+    model.config.dropout_rate = rate
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = rate
+        elif isinstance(getattr(module, "dropout", None), float):  # attention stores a number
+            module.dropout = rate  # type: ignore[assignment]

@@ -1,0 +1,234 @@
+"""Recipe `seq2seq`: an encoder-decoder is fine-tuned and evaluated on text tasks, such as GLUE and SuperGLUE."""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from pydantic import model_validator
+
+from src import distributed
+from src.errors import ConfigError
+from src.evaluation.config import Answering, Predictions
+from src.experiments.config import Places, unknown_text
+from src.experiments.interfaces import DatasetConfig
+from src.experiments.kinds import ENCODER_DECODER
+from src.experiments.registry import resolved_dict
+from src.recipes.finetuning import Finetuning
+from src.runs.context import Run
+from src.support.call_once import call_once
+
+if TYPE_CHECKING:
+    from src.systems.t5.tasks.dataset import Config as TaskConfig
+    from src.systems.t5.tasks.task_table import NamedTask
+
+TASK = "task"
+"""Name of the data set whose rows are answered."""
+LOSS, PERPLEXITY, TASK_SCORE = "val_loss", "val_perplexity", "task_score"
+
+
+class Config(Finetuning):
+    """An experiment of this recipe, without its "recipe" key."""
+
+    answers: Answering = Answering()
+    predictions: Predictions | None = None
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> "Config":
+        self.model.require_kind(ENCODER_DECODER, None)
+        if not self.tasks:
+            raise ValueError(f"data: expected {TASK!r}, or a 'mixture' with such a part; got {self.data.name!r}.")
+        for part in self.predictions.also if self.predictions else []:
+            if part.name != TASK:
+                raise ValueError(f"predictions.also: expected data sets {TASK!r}, got {part.name!r}.")
+        twice = [name for name, count in Counter(part.task for part in self.tasks_to_predict).items() if count > 1]
+        if twice:
+            raise ValueError(f"data: the task {twice[0]!r} stands there twice, and its scores would have one name.")
+        return self
+
+    def loss(self) -> Callable[..., Any]:
+        """(model, batch) and, for training, label smoothing and z-loss -> summed loss."""
+        from src.training.loss import seq2seq_loss
+
+        return seq2seq_loss
+
+    @property
+    def tasks(self) -> "list[TaskConfig]":
+        """The tasks in `data`; where it has phases, in the last."""
+        return list(_tasks(self.data))
+
+    @property
+    def tasks_to_predict(self) -> "list[TaskConfig]":
+        """The tasks in `data`, and those of `predictions.also`."""
+        return [
+            *self.tasks,
+            *(task for part in (self.predictions.also if self.predictions else []) for task in _tasks(part)),
+        ]
+
+    def checks(self, places: Places) -> list[Callable[[], object]]:
+        """Checks that need no model or data in memory; each raises a UserError."""
+        loop = self.loop
+
+        def check_tasks_not_trained() -> None:
+            for task in self.tasks_to_predict[len(self.tasks) :]:
+                task.check_splits(places, [split for split in ("val", "test") if task.has_split(places, split)])
+
+        def check_ranking() -> None:
+            for task in self.tasks_to_predict:
+                if self.answers.by == "rank" and not task.find_task(places).answers:
+                    raise ConfigError(
+                        f"answers.by: the answers of task {task.task!r} are any text, so there is no list to rank."
+                    )
+
+        def check_best_metric() -> None:
+            if loop is None:
+                return
+            known = score_names([task.find_task(places) for task in self.tasks])
+            if loop.best_metric not in known:
+                raise ConfigError(f"loop.best_metric: {unknown_text('score', loop.best_metric, known)}")
+            lower = loop.best_metric.partition("/")[0] in (LOSS, PERPLEXITY)
+            if (loop.best_mode == "min") != lower:
+                right, better = ("min", "lower") if lower else ("max", "higher")
+                raise ConfigError(
+                    f"loop.best_mode: the better {loop.best_metric} is the {better} one. Write {right!r}."
+                )
+            loop.check({loop.best_metric.partition("/")[0]})
+
+        return [
+            lambda: call_once(self.model.check, places),
+            lambda: self.model.check_kind(ENCODER_DECODER, places),
+            self.check_trainable,
+            lambda: self.check_precision(places),
+            lambda: call_once(self.data.check, places),
+            lambda: self.data.check_tokenizer(self.model.tokenizer_folder(places)),
+            lambda: self.data.check_length(self.model.longest_sequence(places)),
+            check_tasks_not_trained,
+            check_ranking,
+            check_best_metric,
+            lambda: self.splits_to_predict(places),
+            lambda: loop and self.data.check_steps(loop.steps),
+            self.check_compiled,
+        ]
+
+    def splits_to_predict(self, places: Places) -> "list[tuple[TaskConfig, str]]":
+        """The rows that are predicted, as tasks with splits.
+
+        Raises:
+            ConfigError: no data set has a split, or one has none of the splits.
+            UserError: a data set is missing, or its task unknown.
+        """
+        if self.predictions is None:
+            return []
+        tasks, splits = self.tasks_to_predict, list(dict.fromkeys(self.predictions.splits))
+        found = [(task, split) for task in tasks for split in splits if task.has_split(places, split)]
+        for split in splits:
+            if split not in {has for _, has in found}:
+                names = ", ".join(repr(task.task) for task in tasks)
+                raise ConfigError(
+                    f"predictions.splits: none of {names} has the split {split!r}. data_prep.t5.prepare_task makes it."
+                )
+        for task in tasks:
+            if task not in [with_split for with_split, _ in found]:
+                raise ConfigError(
+                    f"predictions: {task.task!r} has none of the splits {', '.join(self.predictions.splits)}."
+                )
+        return found
+
+    def run(self, run: Run) -> None:
+        """Train, or evaluate without training; then make the predictions. Collective.
+
+        Scores: train_loss and those of `score_names`; at the end "predictions/<split>/<metric>", of several tasks
+        "predictions/<split>/<metric>/<task>".
+        """
+        import torch
+
+        from src.data.text import tokenizers
+        from src.evaluation import predictions as predicting
+        from src.evaluation.ranking import TaskPredictor
+        from src.training.checkpointing.folder import CheckpointMetadata
+        from src.training.spec import TrainSpec
+        from src.training.state import fingerprints
+        from src.training.validation import mean_loss
+
+        batch_size, best = self.micro_batch, self.predictions is not None and self.predictions.checkpoint == "best"
+        torch.manual_seed(self.seed)
+        with distributed.raise_together():
+            model = self.build_model(run)
+            tokenizer = tokenizers.load(model.name_or_path, self.model.new_tokens())
+            tasks = self.tasks
+            val = [task.build(run.places, tokenizer, "val", self.seed) for task in tasks]
+            splits = []
+            for task, split in self.splits_to_predict(run.places):
+                known = [data for data, own in zip(val, tasks, strict=True) if own is task and split == "val"]
+                splits.append(
+                    predicting.TaskSplit(
+                        known[0] if known else task.build(run.places, tokenizer, split, self.seed), split
+                    )
+                )
+            train = self.data.build(run.places, tokenizer, "train", self.seed) if self.loop else val[0]
+            inputs = fingerprints(run, train, tokenizer, self.model.fingerprint(run.places))
+
+        def evaluate(accelerator: Any) -> dict[str, float]:
+            predictor, found = TaskPredictor(model, tokenizer, self.answers, batch_size, accelerator.device), {}
+            for data in val:
+                texts = [text for batch in predictor.batches(data, range(len(data))) for text in batch]
+                scores = predicting.task_scores(data.task, [data.prediction(i, text) for i, text in enumerate(texts)])
+                scores[LOSS] = mean_loss(model, data, self.loss(), batch_size, accelerator.device)
+                if data.task.task.kind == "text":
+                    scores[PERPLEXITY] = float(torch.tensor(scores[LOSS]).exp())
+                found[data.task.name] = scores
+            return _name_scores(found)
+
+        def finish(accelerator: Any) -> dict[str, float]:
+            answering = self.answers if self.answers.by != "teacher_forced" else Answering()
+            predictor = TaskPredictor(model, tokenizer, answering, batch_size, accelerator.device)
+            of_files = predicting.make(run, splits, predictor, inputs, best)
+            scores: dict[str, float] = {}
+            for split in dict.fromkeys(some.split for some in splits):
+                own = {
+                    some.dataset.task.name: of_files[some.name]
+                    for some in splits
+                    if some.split == split and some.name in of_files
+                }
+                named = _name_scores(own, several=len(self.tasks_to_predict) > 1) if own else {}
+                scores |= {f"predictions/{split}/{name}": value for name, value in named.items()}
+            return scores
+
+        about = CheckpointMetadata(resolved_dict(self.model), tokenizer)
+        spec = TrainSpec(
+            model, about, train, inputs, self.training_loss(self.loss()), evaluate, finish, finish_with_best=best
+        )
+        self.fit_or_evaluate(spec, run)
+
+
+def _tasks(data: DatasetConfig) -> "Iterator[TaskConfig]":
+    data = data.validation
+    if data.name == TASK:
+        yield data  # type: ignore[misc]  its name says so
+    for part in getattr(data, "parts", {}).values():
+        yield from _tasks(part)
+
+
+def score_names(tasks: "Sequence[NamedTask]") -> list[str]:
+    """Names of the scores of an evaluation: `val_loss`, `task_score`, metrics and of texts `val_perplexity`.
+
+    Those of several tasks are called "accuracy/<task>".
+    """
+
+    def own(task: "NamedTask") -> list[str]:
+        return [TASK_SCORE, *task.task.metrics, *([PERPLEXITY] if task.task.kind == "text" else [])]
+
+    if len(tasks) == 1:
+        return [LOSS, *own(tasks[0])]
+    return [LOSS, TASK_SCORE, *(f"{name}/{task.name}" for task in tasks for name in own(task))]
+
+
+def _name_scores(found: dict[str, dict[str, float]], several: bool = False) -> dict[str, float]:
+    """Scores by task as one dict: those of one task as they are,
+    of several under "accuracy/<task>", with means of what all have."""
+    if len(found) == 1 and not several:
+        return dict(next(iter(found.values())))
+    scores = {f"{name}/{task}": value for task, own in found.items() for name, value in own.items()}
+    for name in (LOSS, TASK_SCORE):
+        values = [own[name] for own in found.values() if name in own]
+        scores |= {name: sum(values) / len(values)} if values else {}
+    return scores

@@ -1,0 +1,245 @@
+"""Tasks written as text: inputs, targets and metrics.
+
+A task is an entry of a YAML file in resources/tasks, or of a user's own. The model reads "PREFIX COLUMN: value COLUMN:
+value", as T5 does with GLUE (Raffel et al. 2020, arXiv 1910.10683, appendix D; Google's t5.data.preprocessors.glue),
+and writes a label as text.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+
+from src.errors import ConfigError
+from src.experiments.config import Config, drop_absences, unknown_text
+from src.experiments.config import load as load_config
+from src.experiments.interfaces import MetricConfig
+from src.experiments.registry import METRICS, bind
+from src.files import ROOT, read_yaml
+
+FOLDER = ROOT / "resources" / "tasks"
+OWN = "task.yaml"
+"""File of a prepared data set with the task of a user."""
+UNLABELLED = "<unk>"
+"""What T5 writes for the label of a row that has none."""
+
+FIELDS = ("index", "label", "answers", "group")
+"""Fields of a prepared row besides its columns."""
+
+_OF_CLASSES, _OF_NUMBERS = (
+    {"accuracy", "f1", "macro_f1", "matthews", "f1a", "question_match"},
+    {"pearson", "spearman", "accuracy"},
+)
+_OF_TEXT = {
+    "em": "squad",
+    "f1": "squad",
+    "bleu": "bleu",
+    "meteor": "meteor",
+    "rouge1": "rouge",
+    "rouge2": "rouge",
+    "rougeL": "rouge",
+}
+_IN_HUNDREDS = {"matthews", "pearson", "spearman"}
+_STEPS = 5  # of a regression's label, per 1.0
+
+
+class Submission(Config):
+    """A server's file: GLUE's has lines of "index", "prediction", SuperGLUE's objects with "idx" and "label"."""
+
+    file: str = Field(pattern=r"^\w[\w.-]*\.(tsv|jsonl)$")
+    label: Literal["text", "number", "lower"]
+    """How a class is written there. lower: its text in lower case."""
+
+
+class Task(Config):
+    """One entry of the table, without its name."""
+
+    columns: list[str] = Field(min_length=1)
+    """What the model reads of a row, in this order."""
+    kind: Literal["classes", "regression", "text"] = "classes"
+    """regression: a number, written to the nearest 0.2 with one decimal. text: the label of the row."""
+    labels: list[str] = []
+    """Texts of the classes 0, 1, 2…"""
+    range: list[float] | None = None
+    """Lowest and highest number of a regression."""
+    metrics: list[str] = Field(min_length=1)
+    """Of whole sets of answers. The first is the one to optimise, unless `optimise` names another."""
+    optimise: str | None = None
+    weight: float | None = Field(gt=0)
+    """Examples of the task in T5's mixtures, in proportion to those of others; null: they leave it out."""
+    trained: bool = True
+    """Whether there are rows to train on; if not, the task evaluates a model trained on another."""
+    prefix: str | None = Field(default=None, min_length=1)
+    """Beginning of the input. null: the name of the task."""
+    separator: str = " "
+    """Between one column and the next."""
+    titles: bool = True
+    """Whether the input says the name of a column before its value."""
+    stemmer: bool = False
+    """Whether ROUGE compares words by their stems."""
+    only: dict[str, str] = {}
+    """Columns of the release and the value that the rows of this task have there; its other rows are left out."""
+    names: dict[str, list[str]] = {}
+    """What a column, "label" or "index" is called in releases where it has another name."""
+    plain: list[list[str]] = []
+    """Columns of a tsv file without a header, "_" for one that is not read; one list for each number of columns."""
+    form: Literal["multirc", "record", "wsc", "wsc_simple", "dpr"] | None = None
+    """Conversion of a row of the release, by its name in `data_prep.t5.superglue.FORMS`."""
+    submission: Submission | None = None
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "Task":
+        _require_distinct("columns", self.columns)
+        for name in self.columns:
+            if name in FIELDS:
+                raise ValueError(
+                    f"columns: {name!r} is a field of every row. "
+                    "Call the column otherwise, and say its name in `names`."
+                )
+        _require_distinct("labels", self.labels)
+        if (self.kind == "classes") != (len(self.labels) > 1):
+            raise ValueError(
+                f"labels: {len(self.labels)} for kind {self.kind!r}; 'classes' has two or more, the others none."
+            )
+        if any(not text or text != text.strip() or text == UNLABELLED for text in self.labels):
+            raise ValueError(
+                f"labels: expected texts without blanks around them, none {UNLABELLED!r}; got {self.labels}."
+            )
+        if (self.kind == "regression") != (self.range is not None):
+            raise ValueError("range: [lowest, highest] belongs to kind 'regression', and to no other.")
+        if self.range is not None and not (len(self.range) == 2 and self.range[0] < self.range[1]):
+            raise ValueError(f"range: expected [lowest, highest], got {self.range}.")
+        known = {"classes": _OF_CLASSES, "regression": _OF_NUMBERS, "text": set(_OF_TEXT)}[self.kind]
+        for name in self.metrics:
+            if name not in known:
+                raise ValueError(f"metrics: {unknown_text(f'metric of kind {self.kind!r}', name, known)}")
+        if self.optimise is not None and self.optimise not in self.metrics:
+            raise ValueError(f"optimise: {unknown_text('metric of this task', self.optimise, self.metrics)}")
+        if {"f1", "f1a"} & set(self.metrics) and self.kind == "classes" and len(self.labels) != 2:
+            raise ValueError(f"metrics: f1 is of two classes, and there are {len(self.labels)}. Take macro_f1.")
+        self._layouts_fit()
+        return self
+
+    def _layouts_fit(self) -> None:
+        known = [*self.columns, "label", "index"]
+        for name in self.names:
+            if name not in known:
+                raise ValueError(f"names: {unknown_text('column', name, known)}")
+        for line in self.plain:
+            for name in line:
+                if name not in [*known, "_"]:
+                    raise ValueError(f"plain: {unknown_text('column', name, [*known, '_'])}")
+            if missing := [name for name in self.columns if name not in line]:
+                raise ValueError(f"plain: {line} lacks the column {missing[0]!r}.")
+        if len({len(line) for line in self.plain}) < len(self.plain):
+            raise ValueError("plain: two lists of as many columns: which is meant could not be told.")
+
+
+def _require_distinct(field: str, values: list[str]) -> None:
+    twice = sorted({value for value in values if values.count(value) > 1})
+    if twice:
+        raise ValueError(f"{field}: {', '.join(map(repr, twice))} stands there twice.")
+
+
+class NamedTask:
+    """A task with its name: turns rows into text."""
+
+    def __init__(self, name: str, task: Task) -> None:
+        self.name, self.task = name, task
+
+    @property
+    def fingerprint(self) -> str:
+        """Digest of everything that samples and scores depend on."""
+        options = drop_absences(self.task.model_dump(mode="json"), self.task)
+        if self.task.submission and self.task.submission.file.endswith(".jsonl"):
+            options["submission"] = None  # runs from before SuperGLUE's tasks had one go on
+        return hashlib.sha256(json.dumps([self.name, options], sort_keys=True).encode()).hexdigest()
+
+    @property
+    def optimised_metric(self) -> str:
+        """The metric to optimise."""
+        return self.task.optimise or self.task.metrics[0]
+
+    def percent(self, scores: Mapping[str, float]) -> float:
+        """The metric to optimise, from 0 (or -100) to 100."""
+        value = scores[self.optimised_metric]
+        return value if self.optimised_metric in _IN_HUNDREDS else 100 * value
+
+    def input(self, row: Mapping[str, str]) -> str:
+        """Text that the model reads for a row."""
+        title = "{}: {}" if self.task.titles else "{1}"
+        pairs = self.task.separator.join(title.format(column, row[column]) for column in self.task.columns)
+        return f"{self.task.prefix or self.name} {pairs}"
+
+    def target(self, label: str | float | None) -> str:
+        """Text that the model should write.
+        label: a class, an answer, or the number of a regression; None: no label."""
+        if label is None:
+            return UNLABELLED
+        if self.task.kind == "regression":
+            return f"{round(float(label) * _STEPS) / _STEPS:.1f}"
+        return str(label)
+
+    @cached_property
+    def answers(self) -> list[str]:
+        """All possible targets: the labels, or the steps of a regression. Empty if they cannot be listed."""
+        if self.task.range is None:
+            return self.task.labels
+        low, high = (round(end * _STEPS) for end in self.task.range)
+        return [self.target(step / _STEPS) for step in range(low, high + 1)]
+
+    def class_of(self, text: str) -> int:
+        """Number of the class that is written, -1 for none."""
+        return self.task.labels.index(text) if text in self.task.labels else -1
+
+    def metrics(self) -> list[MetricConfig]:
+        """The parts of METRICS that give the task's scores."""
+        if self.task.kind == "text":
+            names = dict.fromkeys(_OF_TEXT[metric] for metric in self.task.metrics)
+            stems = {"rouge": {"stemmer": True}} if self.task.stemmer else {}
+            return [bind(METRICS, {"name": name, **stems.get(name, {})}) for name in names]
+        return [bind(METRICS, {"name": "classification", "scores": self.task.metrics, "labels": self.task.labels})]
+
+
+def find(name: str, own: Path | None = None) -> NamedTask:
+    """The task called `name`. own: a user's file with tasks beside those of resources/tasks.
+
+    Raises:
+        ConfigError: no file has it; or a file has a mistake: names the file, the task and the field.
+    """
+    known: dict[str, Path] = {}
+    entries: dict[str, Any] = {}
+    for path in [*sorted(FOLDER.glob("*.yaml")), *([own] if own else [])]:
+        for task, raw in _read_tasks(path).items():
+            if task in known:
+                raise ConfigError(f"{path}: {task}: a task of this name stands in {known[task]}. Call it otherwise.")
+            known[task], entries[task] = path, raw
+    if name not in entries:
+        raise ConfigError(
+            f"task: {unknown_text('task', name, known)} Another is added by an entry in a file of {FOLDER}."
+        )
+    return NamedTask(name, load_config(Task, entries[name], f"{known[name]}: {name}"))
+
+
+def find_in_corpus(name: str, folder: Path) -> NamedTask:
+    """The task `name`, which the prepared data set in `folder` may define itself."""
+    return find(name, folder / OWN if (folder / OWN).is_file() else None)
+
+
+def _read_tasks(path: Path) -> dict[str, Any]:
+    return _parse_tasks(path, path.stat().st_mtime_ns if path.is_file() else 0)
+
+
+@lru_cache(maxsize=16)
+def _parse_tasks(path: Path, written: int) -> dict[str, Any]:
+    """The entries of a file, as it was `written`."""
+    del written
+    raw = read_yaml(path, "tasks by name")
+    wrong = [name for name in raw if not isinstance(name, str)]
+    if wrong:
+        raise ConfigError(f"{path}: expected tasks by name, got {wrong[0]!r} ({type(wrong[0]).__name__}).")
+    return raw

@@ -1,0 +1,191 @@
+"""A table of scores that fits the terminal: scores first, digits by their spread, and a line of omitted columns."""
+
+import json
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from src.evaluation.metrics.answers import INFERENCE
+from src.experiments.config import unknown
+from src.tables import rows as results
+from src.tables import statistics
+
+FACTS = ("runs", "state", "step")
+_DIGITS = 6
+"""Maximum number of decimals."""
+_NARROW = 12
+"""Headings are folded to the width of their cells, but not to fewer characters than this."""
+_EDGES = 3
+"""Characters between the texts of two columns."""
+
+
+@dataclass(frozen=True)
+class Column:
+    """One column.
+    rank: of the columns with the highest rank, the last is left out first where the terminal is too narrow."""
+
+    name: str
+    heading: str
+    cells: Sequence[str]
+    rank: int
+
+    @property
+    def constant(self) -> str:
+        """The common value of all rows: "step 200"."""
+        return f"{self.name} {self.cells[0]}"
+
+    @property
+    def width(self) -> int:
+        """Characters."""
+        return max(map(len, [*self.folded.split("\n"), *self.cells]))
+
+    @property
+    def folded(self) -> str:
+        """The heading, with line breaks after "_", "/" and "."."""
+        room, lines = max([_NARROW, *map(len, self.cells)]), [""]
+        for word in re.findall(r"[^_/.]*[_/.]?", self.heading):
+            if lines[-1] and len(lines[-1] + word) > room:
+                lines.append("")
+            lines[-1] += word
+        return "\n".join(lines)
+
+
+def arrange(
+    table: Sequence[dict[str, Any]],
+    keys: Sequence[str],
+    scores: Sequence[str],
+    metric: str | None,
+    lowest: bool | None,
+    interval: str,
+) -> tuple[list[Column], list[Column]]:
+    """The columns of rows of `statistics.aggregate`, the `metric` first; and those that are the same in all rows.
+
+    lowest: whether the lowest value of the metric is the best; None decides by its name. interval: "std" or "ci95".
+    """
+    ordered = sorted(scores, key=lambda name: name != metric)
+    lowest = results.lower_is_better(metric or "") if lowest is None else lowest
+    marks = {metric: " ↓" if lowest else " ↑"}
+    columns = [
+        Column(
+            name,
+            plain_score(name, scores) + marks.get(name, ""),
+            score_cells(table, name, interval),
+            0 if name == ordered[0] else 2,
+        )
+        for name in ordered
+    ]
+    short = results.short_names(keys)
+    columns += [Column(key, short[key], [plain(row[key]) for row in table], 1) for key in keys]
+    columns += [Column(fact, fact, [plain(row[fact]) for row in table], 3) for fact in facts(table)]
+    remarks = {"tags": [", ".join(row["tags"]) for row in table], "note": [row["note"] for row in table]}
+    columns += [Column(name, name, cells, 3) for name, cells in remarks.items() if any(cells)]
+    same = [
+        column
+        for column in columns
+        if column.rank > 1 and len(set(column.cells)) == 1 and (len(table) > 1 or column.rank == 3)
+    ]
+    return [column for column in columns if column not in same], same
+
+
+def facts(table: Sequence[dict[str, Any]]) -> list[str]:
+    """The columns other than keys and scores: `FACTS`, and the GPU-hours if they were counted."""
+    return [*FACTS, *(["gpu_hours"] if table and "gpu_hours" in table[0] else [])]
+
+
+def plain_score(name: str, candidates: Sequence[str]) -> str:
+    """A score without "inference/", unless another of `candidates` has that name."""
+    short = name.removeprefix(f"{INFERENCE}/")
+    return name if short in candidates else short
+
+
+def score_cells(table: Sequence[dict[str, Any]], name: str, interval: str, count: bool = False) -> list[str]:
+    """Means ± deviations of a score, to two digits of the smallest deviation, and "3 of 5" unless the mean is over all.
+
+    count: add the number of runs also if the mean is over all.
+    """
+    spreads = [half for row in table if (half := row[f"{name}_{interval}"])]
+    digits = max(0, min(_DIGITS, 1 - math.floor(math.log10(min(spreads))))) if spreads else None
+
+    def cell(row: dict[str, Any]) -> str:
+        mean, half, covered = row[name], row[f"{name}_{interval}"], statistics.count_runs(row, name)
+        if mean is None:
+            return covered
+        covered = covered or (str(row["runs"]) if count and half is not None else "")
+        text = f"{mean:.4g}" if digits is None else f"{mean:.{digits}f}"
+        text += f" ± {half:.{digits}f}" if digits is not None and half is not None else ""
+        return f"{text} ({covered})" if covered else text
+
+    return [cell(row) for row in table]
+
+
+def choose(columns: Sequence[Column], names: Sequence[str]) -> list[Column]:
+    """The columns `names`, in this order.
+
+    Raises:
+        ConfigError: there is no such column.
+    """
+    candidates = {column.heading.split(" ")[0]: column for column in columns} | {
+        column.name: column for column in columns
+    }
+    for name in names:
+        if name not in candidates:
+            raise unknown("column", name, candidates, "--columns")
+    return [candidates[name] for name in names]
+
+
+def fit(columns: Sequence[Column], width: int) -> tuple[list[Column], list[str]]:
+    """The columns that fit into `width` characters, and the names of the rest. One is always shown."""
+    shown = list(columns)
+    while len(shown) > 1 and sum(column.width + _EDGES for column in shown) + 1 > width:
+        highest = max(column.rank for column in shown)
+        shown.remove([column for column in shown if column.rank == highest][-1])
+    return shown, [column.heading for column in columns if column not in shown]
+
+
+def draw(columns: Sequence[Column], notes: Sequence[str], width: int | None = None) -> None:
+    """Print the columns that fit to stdout, and lines of `notes` below.
+    width: None for the terminal's, or all columns without one."""
+    from rich.console import Console
+
+    console = Console()
+    width = width or (console.width if console.is_terminal else 10_000)
+    shown, hidden = fit(columns, width)
+    lines = [list(line) for line in zip(*(column.cells for column in shown), strict=True)]
+    draw_rich([column.folded for column in shown], lines)
+    for note in [
+        *notes,
+        *([f"Not shown, as the terminal is narrow: {', '.join(hidden)}. --columns chooses."] if hidden else []),
+    ]:
+        sys.stdout.write(f"{note}\n")
+
+
+def draw_rich(headings: Sequence[str], lines: Sequence[Sequence[str]], caption: str = "") -> None:
+    """Print a table to stdout, at full width if that is no terminal."""
+    from rich.console import Console
+    from rich.measure import Measurement
+    from rich.table import Table as RichTable
+    from rich.text import Text
+
+    table = RichTable(caption=caption or None)
+    for heading in headings:
+        table.add_column(Text(heading))
+    for line in lines:
+        table.add_row(*map(Text, line))
+    console = Console()
+    if not console.is_terminal:  # a log file has no width: cut nothing
+        wide = Measurement.get(console, console.options.update(max_width=10_000), table).maximum
+        console = Console(width=max(console.width, wide))
+    console.print(table)
+
+
+def plain(value: Any) -> str:
+    """A value of the config or a fact as a cell; ids are cut."""
+    if value is None:
+        return "-"
+    if isinstance(value, str):
+        return value[:8] if len(value) == 32 and set(value) <= set("0123456789abcdef") else value
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    return json.dumps(value)
