@@ -21,9 +21,9 @@ from typing import Any, get_args
 from data_prep import command, shards, sources, text_sources, token_workers
 from src.data import jsonl
 from src.data.text import token_files, tokenizers
+from src.data.text.tokenizers import tokenizer_digest
 from src.errors import ConfigError, DataError
 from src.experiments.config import Places
-from src.systems.crossattn.data.encoded_store import tokenizer_digest
 
 COMMAND = "python -m data_prep.tokenize"
 _HERE = Path(__file__).parent

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from src.data.text import tokenizers
+from src.data.text.tokenizers import tokenizer_digest
 from src.errors import ConfigError
 from src.experiments.config import Places
 from src.experiments.interfaces import ModelConfig
@@ -141,7 +142,7 @@ def inputs(base: ModelConfig, places: Places, rules: EncodingOptions) -> tuple[E
     tokenizer = tokenizers.load(base.tokenizer_folder(places) or _base_path(base, places))
     prompter = templates.Prompter(tokenizers.SafeTokenizer(tokenizer), rules.template)
     questions.require_room("context_tokens", rules.context_tokens, prompter.fixed_context_tokens + 1)
-    return EncoderInputs(prompter, rules), encoded_store.tokenizer_digest(tokenizer)
+    return EncoderInputs(prompter, rules), tokenizer_digest(tokenizer)
 
 
 def _base_path(base: ModelConfig, places: Places) -> str | Path:

@@ -17,24 +17,34 @@ import logging
 import shutil
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from src.errors import CheckpointError, ConfigError
 from src.experiments.config import Places
-from src.experiments.interfaces import ModelConfig
 from src.files import new_directory, read_json, write_json
-from src.models import hf, lora, tokenizer
+from src.models import lora, tokenizer
 from src.models.load import PLACES, checkpoint_folder
 from src.models.trained_model import from_checkpoint
 from src.runs.metadata import expand_run
 from src.support.command_line import make_parser, run_command
-from src.systems.crossattn.model import xc_cache_weights
-from src.systems.interleaved.model import processor
-from src.systems.interleaved.model.parts import FAMILIES
 
 log = logging.getLogger(__name__)
 DTYPES = ("float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True)
+class Request:
+    """What `export` was asked for."""
+
+    target: Path
+    """The final path of the folder."""
+    places: Places
+    has_adapters: bool
+    """Whether trained adapters were merged into the weights."""
+    with_base: bool
+    standalone: bool
 
 
 def export(
@@ -53,45 +63,42 @@ def export(
 
     Raises:
         ConfigError: `target` exists, or no other program can load the model.
-        CheckpointError: there is no whole checkpoint.
+        CheckpointError: there is no complete checkpoint.
         UserError: a part of the model is missing.
     """
     import torch
+    from transformers import PreTrainedModel
 
-    from src.systems.assistants.model import classifier
-    from src.systems.assistants.model.layers import RewardModel
-    from src.systems.crossattn.model import standalone as standalone_model
-    from src.systems.crossattn.model.layers import CrossAttentionLM
+    from src.models.wrapper import Wrapper
 
     if target.exists():
-        raise ConfigError(f"{target}: is there already. Name a folder that is not.")
+        raise ConfigError(f"{target}: exists. Name a new folder.")
     folder = checkpoint_folder(expand_run(source, places.runs))
     model: Any = from_checkpoint(folder, str(folder), places)
     merged = lora.merge(model)
     if dtype:
         model = model.to(getattr(torch, dtype))
+    if (with_base or standalone) and not getattr(model, "has_separate_base", False):
+        raise ConfigError(
+            f"--{'with_base' if with_base else 'standalone'}: is for cross-attention models, whose base is "
+            "another model. Leave it out."
+        )
     with new_directory(target) as made:
-        if standalone and isinstance(model, CrossAttentionLM):
-            standalone_model.save(model, made)
-        elif isinstance(model, CrossAttentionLM):
-            as_it_was = not merged and not model.settings.train_all_params
-            _write_blocks(
-                model, made, target, _find_base(model.settings.base, places) if as_it_was else None, with_base
-            )
-        elif with_base or standalone:
-            raise ConfigError(
-                f"--{'with_base' if with_base else 'standalone'}: is for cross-attention models, whose base is "
-                f"another model. Leave it out."
-            )
+        _copy_tokenizer(folder / "tokenizer", made)
+        if isinstance(model, Wrapper):
+            model.export(made, Request(target, places, bool(merged), with_base, standalone))
+        elif isinstance(model, PreTrainedModel):
+            model.save_pretrained(made)
         else:
-            _write(model, made, folder)
-        for own in (made, made / "base") if (made / "base").is_dir() else (made,):
-            _copy_tokenizer(folder / "tokenizer", own)
-        if isinstance(model, RewardModel):
-            classifier.save(model, made)
+            raise ConfigError(
+                f"{folder}: its model is a {type(model).__name__}, which no other program knows. "
+                "Load it with this project."
+            )
+        if (made / "base").is_dir():
+            _copy_tokenizer(folder / "tokenizer", made / "base")
         tokenizer.write_ends(made)
-        if getattr(model.config, "model_type", None) in FAMILIES:
-            processor.save(made, folder, tokenizer.load(made))
+        if write_processor := getattr(model, "write_processor", None):
+            write_processor(made, folder, tokenizer.load(made))
     log.info("%s: %d adapters merged.", target, merged)
 
 
@@ -106,49 +113,6 @@ def _copy_tokenizer(source: Path, folder: Path) -> None:
     if isinstance(config.get("extra_special_tokens"), list):
         config["additional_special_tokens"] = config.pop("extra_special_tokens")
     write_json(path, config)
-
-
-def _write(model: Any, made: Path, folder: Path) -> None:
-    """The weights of a model without blocks, trained in the checkpoint `folder`."""
-    from transformers import PreTrainedModel
-
-    from src.systems.assistants.model.layers import RewardModel
-    from src.systems.crossattn.fusion_in_decoder.layers import FusionInDecoder
-
-    if isinstance(model, FusionInDecoder):
-        model.base.save_pretrained(made)  # a plain encoder-decoder
-    elif isinstance(model, PreTrainedModel):
-        model.save_pretrained(made)
-    elif not isinstance(model, RewardModel):  # which is written when its tokenizer is there
-        raise ConfigError(
-            f"{folder}: its model is a {type(model).__name__}, which no other program knows. Load it with this project."
-        )
-
-
-def _write_blocks(model: Any, made: Path, target: Path, base: str | None, with_base: bool) -> None:
-    """The blocks of a cross-attention model, for `target`. base: where its base is; None: it is written to base/."""
-    if base is None:
-        base = str((target / "base").resolve())
-        model.base.save_pretrained(made / "base")
-    if lacks := xc_cache_weights.unlike_reference(model):
-        log.warning(
-            "%s: XC-Cache's own code cannot load it: it has no %s. This project can.", target, ", no ".join(lacks)
-        )
-    xc_cache_weights.save(model, made, base, with_base)
-
-
-def _find_base(base: ModelConfig, places: Places) -> str | None:
-    """Hub id or folder of a base that is pretrained and as it was; None for others."""
-    if not isinstance(base, hf.Config) or base.quantization:
-        return None
-    local = places.data / base.path
-    return (
-        str(local.resolve())
-        if local.is_dir()
-        else str(Path(base.path).resolve())
-        if Path(base.path).is_dir()
-        else base.path
-    )
 
 
 def push(folder: Path, repository: str) -> None:

@@ -33,12 +33,12 @@ def load(source: str | Path, places: Places = PLACES) -> tuple[Any, Any]:
         CheckpointError: there is no complete checkpoint.
         UserError: a part of the model is missing.
     """
-    from src.systems.crossattn.model.layers import CrossAttentionLM
+    from src.models.wrapper import Wrapper
 
     folder = checkpoint_folder(expand_run(Path(source), places.runs))
     model: Any = from_checkpoint(folder, str(folder), places)
-    if isinstance(model, CrossAttentionLM):
-        model.blocks.to(model.base.dtype)
+    if isinstance(model, Wrapper):
+        model.match_base_type()
     return model.eval(), tokenizer.load(folder / "tokenizer")
 
 

@@ -16,7 +16,6 @@ from src.experiments.interfaces import Architecture, ModelConfig, ModelField
 from src.experiments.kinds import CROSS_ATTENTION
 from src.support.call_once import call_once
 from src.support.weights import appear_filled
-from src.systems.crossattn.model.config import Config as CrossAttention
 
 if TYPE_CHECKING:
     from torch import nn
@@ -65,7 +64,7 @@ class Config(ModelConfig):
                 "base: it has train_all_params, which adapters would undo: all but them is frozen. "
                 "Leave one of the two out."
             )
-        if isinstance(self.base, CrossAttention) and self.base.cache_contexts:
+        if getattr(self.base, "cache_contexts", False):
             raise ValueError(
                 "base: it has cache_contexts, "
                 "but adapters change the decoder's states of a context. Leave it out there."

@@ -187,8 +187,7 @@ class Scorer:
 
     def sampled_answers(self, asked: SampledAnswers, val: Any) -> dict[str, float]:
         """Scores of drawn answers to the first questions of a data set. Collective."""
-        from src.evaluation import generation
-        from src.systems.assistants import sampled
+        from src.evaluation import generation, sampled
 
         return sampled.evaluate(
             asked, generation.AnswerGenerator(self.model, val, self.tokenizer, self.micro_batch, self.device)

@@ -15,10 +15,9 @@ from pydantic import Field
 from src.data import jsonl, jsonl_index
 from src.data.orders import ShuffledConfig
 from src.data.text import token_files
-from src.data.text.tokenizers import SafeTokenizer
+from src.data.text.tokenizers import SafeTokenizer, tokenizer_digest
 from src.errors import DataError
 from src.experiments.config import Places
-from src.systems.crossattn.data.encoded_store import tokenizer_digest
 
 if TYPE_CHECKING:
     import numpy as np

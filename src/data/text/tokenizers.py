@@ -1,5 +1,6 @@
 """Loads tokenizers from a folder or the local hub cache, and encodes text so that it never becomes control tokens."""
 
+import hashlib
 import json
 import os
 import re
@@ -16,6 +17,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 _BATCH = 256
+
+
+def tokenizer_digest(tokenizer: Any) -> str:
+    """sha256 of a fast tokenizer, as in `training.state.fingerprints`."""
+    return hashlib.sha256(tokenizer.backend_tokenizer.to_str().encode()).hexdigest()
 
 
 def load(source: str | Path, extra: Sequence[str] = (), end_token: str | None = None) -> "PreTrainedTokenizerFast":

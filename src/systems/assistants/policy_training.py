@@ -189,8 +189,7 @@ class PolicyTraining(Finetuning):
         import torch
 
         from src.data.text import tokenizers
-        from src.evaluation import generation
-        from src.systems.assistants import sampled
+        from src.evaluation import generation, sampled
         from src.systems.assistants.rl.experience import Experience, Recorder
         from src.systems.assistants.rl.policy import Generation
         from src.systems.assistants.rl.reference import build_reference, find_reference_server

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from src.data.text import tokenizers
+from src.data.text.tokenizers import tokenizer_digest
 from src.errors import ConfigError, DataError
 from src.experiments.config import load
 from src.experiments.registry import MODELS, bind
@@ -339,7 +340,7 @@ def encoded_corpus(places, write_corpus, tokenizer):
             **RULES,
             **more,
             "corpus": qa.jsonl.fingerprint(folder),
-            "tokenizer": encoded_store.tokenizer_digest(tokenizer),
+            "tokenizer": tokenizer_digest(tokenizer),
         }
         write_store(
             folder / "encoded", [list(ids) for ids in dict.fromkeys(map(tuple, chunks))], "float32", prepared=[made]

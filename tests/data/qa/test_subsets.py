@@ -9,6 +9,7 @@ import torch
 
 from src.data import jsonl_index
 from src.data.text import tokenizers
+from src.data.text.tokenizers import tokenizer_digest
 from src.errors import ConfigError, DataError
 from src.experiments.config import load
 from src.files import new_directory, write_json
@@ -213,7 +214,7 @@ def test_encoded_contexts_are_those_of_the_chosen_rows(build, places, write_corp
     made = {
         **vars(rules),
         "corpus": qa.jsonl.fingerprint(folder),
-        "tokenizer": encoded_store.tokenizer_digest(tokenizer),
+        "tokenizer": tokenizer_digest(tokenizer),
     }
     store = {
         "format": 1,

@@ -10,10 +10,10 @@ import pytest
 from src.data.text import dataset as text
 from src.data.text import documents, token_files
 from src.data.text.documents import PackedRows, join_documents
+from src.data.text.tokenizers import tokenizer_digest
 from src.errors import DataError
 from src.experiments.config import load
 from src.files import new_directory
-from src.systems.crossattn.data.encoded_store import tokenizer_digest
 
 EOS = 0
 

@@ -4,6 +4,7 @@ Shapes: B sequences, T tokens of the longest, D hidden size.
 """
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,6 +26,12 @@ class RewardModel(Wrapper):
         self.base.name_or_path = decoder.name_or_path
         self.head = nn.Linear(decoder.config.hidden_size, 1, bias=False)  # float32 also on a 16-bit base: it is trained
         nn.init.normal_(self.head.weight, std=_HEAD_STD)
+
+    def export(self, folder: Path, request: Any) -> None:
+        """Write transformers' model for sequence classification with one label."""
+        from src.systems.assistants.model import classifier
+
+        classifier.save(self, folder)
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         """Rewards (B,) float32 of sequences (B, T).

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import Field
 
 from src.data import jsonl
+from src.data.text.tokenizers import tokenizer_digest
 from src.errors import DataError
 from src.experiments.batches import ContextBatch, EncodedBatch
 from src.experiments.config import Places
@@ -146,7 +147,7 @@ class QADataset(questions.DecoderQuestions):
         Raises:
             DataError: it was made with another tokenizer, or an index is damaged.
         """
-        digest = encoded_store.tokenizer_digest(tokenizer)
+        digest = tokenizer_digest(tokenizer)
         if digest not in {made["tokenizer"] for made in store["prepared"]}:
             raise DataError(
                 f"{folder}: encoded with another tokenizer than the one of this base. {encoded_store.AGAIN}"

@@ -43,11 +43,6 @@ def context_key(ids: Sequence[int]) -> bytes:
     return hashlib.sha256(array("q", ids).tobytes()).digest()
 
 
-def tokenizer_digest(tokenizer: Any) -> str:
-    """sha256 of a fast tokenizer, as in `training.state.fingerprints`."""
-    return hashlib.sha256(tokenizer.backend_tokenizer.to_str().encode()).hexdigest()
-
-
 def base_identity(model: ModelConfig, places: Places) -> dict[str, Any] | None:
     """Identity of the encoder of `model`'s contexts; None where it is not known before training.
 

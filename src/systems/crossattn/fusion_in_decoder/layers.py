@@ -5,6 +5,7 @@ passage, P = C * S.
 """
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +22,10 @@ class FusionInDecoder(Wrapper):
     def __init__(self, base: Any) -> None:
         super().__init__()
         self.base = base
+
+    def export(self, folder: Path, request: Any) -> None:
+        """Write the base, a plain encoder-decoder."""
+        self.base.save_pretrained(folder)
 
     def training_flops(self) -> Callable[[Mapping[str, Tensor]], int]:
         """A function from a batch to the operations of a training pass, padding included except for absent passages."""

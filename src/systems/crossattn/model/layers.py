@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import partial
 from operator import attrgetter
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -176,6 +177,8 @@ class CrossAttentionLM(Wrapper):
     dropout. While it encodes, it is always in eval mode.
     """
 
+    has_separate_base = True
+
     def __init__(self, config: Config, base: PreTrainedModel, plan: Plan | None = None) -> None:
         """Attach the blocks of `config` to `base`, as hooks that do nothing until a context is read.
         plan: None for that of `config`.
@@ -204,6 +207,16 @@ class CrossAttentionLM(Wrapper):
             else:
                 layers[i].register_forward_pre_hook(partial(self._pre_hook, block), with_kwargs=True)
         self.train()
+
+    def export(self, folder: Path, request: Any) -> None:
+        """Write the blocks in the layout of XC-Cache, or the complete model with its code."""
+        from src.systems.crossattn.model import export
+
+        export.write(self, folder, request)
+
+    def match_base_type(self) -> None:
+        """Give the blocks the type of the base."""
+        self.blocks.to(self.base.dtype)
 
     def unique_blocks(self) -> list[Block]:
         """The blocks; one shared by several layers once."""

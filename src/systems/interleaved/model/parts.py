@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import Field
 
 from src.experiments.config import Config as StrictConfig
-from src.systems.interleaved.model import flops
+from src.systems.interleaved.model import flops, processor
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -105,6 +105,7 @@ def complete(model: Any, frozen: Sequence[Part] = ()) -> Any:
         for _, parameter in flops.parameters_by_part(model)[part]:
             parameter.requires_grad_(False)
     model.training_flops = MethodType(flops.training_flops, model)
+    model.write_processor = processor.save
     return model
 
 
