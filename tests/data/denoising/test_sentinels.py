@@ -20,7 +20,7 @@ def test_a_gap_ends_them(make_tokenizer):
 
 
 def test_none(tokenizer):
-    with pytest.raises(DataError, match=r"has no sentinels <extra_id_0>, .*data_prep\.t5_tokenizer"):
+    with pytest.raises(DataError, match=r"has no sentinels <extra_id_0>, .*data_prep\.t5\.t5_tokenizer"):
         sentinels.sentinel_ids(tokenizer)
 
 

@@ -174,7 +174,7 @@ def test_an_index_is_of_its_tar(tmp_path: Path):
     path = tmp_path / "a.tar"
     path.write_bytes(WHOLE)
     with pytest.raises(
-        DataError, match=r"a\.tar\.idx: no such file\. Make it with python -m data_prep\.tar_shards\.index"
+        DataError, match=r"a\.tar\.idx: no such file\. Make it with python -m data_prep\.interleaved\.index"
     ):
         tar_index.load(path)
     with tar_index.open_tar(path) as tar:
