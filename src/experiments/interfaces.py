@@ -282,6 +282,8 @@ class DatasetConfig(Component):
 
     same_length_advice: ClassVar[str] = "Leave loop.compile out."
     """Advice in the error of `check_compiled`."""
+    writer: ClassVar[str | None] = None
+    """How models trained on it write for people, a key of `registry.WRITERS`; None: they continue texts."""
     has_order: ClassVar[bool] = False
     """Whether training reads it in an order of its own (`orders.OrderedDataset`), so that no mixture can."""
 

@@ -111,6 +111,11 @@ LAUNCHERS = ComponentTable(
         "toolkit": "src.launch.toolkit.launcher",
     },
 )
+WRITERS = {
+    "conversation": "src.systems.assistants.serving.conversation.Talk",
+    "metadata": "src.systems.metadata.writer.MetadataWriter",
+}
+"""By `DatasetConfig.writer`: the class (a src.serving.writer.Writer) through which people use a model."""
 TABLES = (RECIPES, MODELS, DATASETS, METRICS, REWARDS, LAUNCHERS)
 
 

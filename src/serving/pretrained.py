@@ -2,6 +2,7 @@
 
 import logging
 import re
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +11,11 @@ from src.errors import CheckpointError, ConfigError
 from src.experiments.config import Places
 from src.experiments.interfaces import load_experiment
 from src.experiments.kinds import DECODER
+from src.experiments.registry import WRITERS
 from src.files import read_json
 from src.models.load import checkpoint_folder, load, quantize
 from src.runs.metadata import expand_run, read_exp_dict
-from src.serving.continuation import Continuation, MetadataWriter
-from src.serving.conversation import Talk
-from src.systems.assistants.conversations.dataset import ConversationConfig
-from src.systems.metadata.data import dataset as metadata
+from src.serving.writer import Continuation, Writer
 
 _JSON_FILES = (
     "config.json",
@@ -86,7 +85,7 @@ def load_pretrained(source: Path) -> tuple[Any, Any]:
         raise ConfigError(f"{source}: cannot be loaded as a language model: {reason}. Name {SOURCE}.") from None
 
 
-def load_writer(source: Path, places: Places, gpu_of_8bit: str | None = None) -> tuple[Talk | Continuation, Any]:
+def load_writer(source: Path, places: Places, gpu_of_8bit: str | None = None) -> tuple[Writer, Any]:
     """What answers or continues text with a model, and the model. gpu_of_8bit: load its matrices in 8 bits there.
 
     Raises:
@@ -96,7 +95,7 @@ def load_writer(source: Path, places: Places, gpu_of_8bit: str | None = None) ->
     if is_pretrained(source):
         model, tokenizer = load_pretrained(source)
         model = quantize(model, gpu_of_8bit) if gpu_of_8bit else model
-        return (Talk if tokenizer.chat_template else Continuation)(model, tokenizer), model
+        return _writer_class("conversation" if tokenizer.chat_template else None)(model, tokenizer), model
     source = expand_run(source, places.runs)
     try:
         run = checkpoint_folder(source).parents[1]
@@ -107,15 +106,20 @@ def load_writer(source: Path, places: Places, gpu_of_8bit: str | None = None) ->
     recipe = load_experiment(read_exp_dict(run), str(run))
     data = getattr(recipe, "data", None)
     parts = [part for _, part in leaf_configs("data", data)] if data else []
-    part = next((part for part in parts if isinstance(part, metadata.Config | ConversationConfig)), None)
+    part = next((part for part in parts if part.writer), None)
     if part is None and not _writes_text(recipe, places):
         raise ConfigError(f"{run}: its model is no decoder, so it continues no text. Name a run of a decoder.")
     model, tokenizer = load(source, places)
     if gpu_of_8bit:
         model = quantize(model, gpu_of_8bit)
-    if isinstance(part, ConversationConfig):
-        return Talk(model, tokenizer, part), model
-    return (Continuation(model, tokenizer) if part is None else MetadataWriter(model, tokenizer, part)), model
+    return _writer_class(part and part.writer)(model, tokenizer, part), model
+
+
+def _writer_class(name: str | None) -> Any:
+    if name is None:
+        return Continuation
+    module, _, attribute = WRITERS[name].rpartition(".")
+    return getattr(import_module(module), attribute)
 
 
 def _writes_text(recipe: Any, places: Places) -> bool:

@@ -14,8 +14,7 @@ from src.data.jsonl import check_text
 from src.errors import ConfigError, UserError
 from src.experiments.config import unknown_text
 from src.files import writing
-from src.serving.continuation import Continuation, MetadataWriter
-from src.serving.conversation import RESET, Talk, is_reset
+from src.serving.writer import RESET, Writer, is_reset
 
 PROMPT = "> "
 _COMMAND = re.compile(r"/([a-z]+)(?:\s+(.*))?")
@@ -30,17 +29,14 @@ _COMMANDS = {
 class Terminal:
     """One chat."""
 
-    def __init__(self, writer: Talk | Continuation, metadata: list[str], options: dict[str, Any]) -> None:
+    def __init__(self, writer: Writer, metadata: list[str], options: dict[str, Any]) -> None:
         """metadata: `KEY=VALUE` texts. options: of transformers' `generate`.
 
         Raises:
             ConfigError: the model was not trained with this metadata.
         """
-        if metadata and not isinstance(writer, MetadataWriter):
-            raise ConfigError("--metadata: the model was not trained on documents with metadata. Leave it out.")
+        writer.set_metadata(metadata)
         self._writer, self._options = writer, options
-        self._items = writer.items(metadata) if isinstance(writer, MetadataWriter) else []
-        self._texts: list[str] = []
 
     def answer(self, text: str) -> None:
         """Write the answer to standard output as it is generated.
@@ -52,12 +48,8 @@ class Terminal:
         check_text(text, "the message")
         with _stopping_at_ctrl_c() as is_stopped:
             options = {**self._options, "stopping_criteria": [lambda ids, *_: _full(ids, is_stopped())]}
-            if isinstance(self._writer, Talk):
-                self._writer.answer(text, self._writer.streamer(), **options)
-            else:
-                self._texts.append(text + self._writer.write(text, self._items, **options))
-                sys.stdout.write(f"{self._texts[-1]}\n")
-            sys.stdout.flush()
+            self._writer.say(text, _show, **options)
+            _show("\n")
             if is_stopped():
                 sys.stderr.write("(stopped)\n")
 
@@ -68,8 +60,9 @@ class Terminal:
         if is_terminal:
             import readline  # noqa: F401  gives `input` line editing and a history
 
-            what = "answers" if isinstance(self._writer, Talk) else "continues each text"
-            sys.stderr.write(f"The model {what}. /help lists commands. Ctrl-C stops an answer, Ctrl-D ends.\n")
+            sys.stderr.write(
+                f"The model {self._writer.verb}. /help lists commands. Ctrl-C stops an answer, Ctrl-D ends.\n"
+            )
         for line in _typed_lines() if is_terminal else sys.stdin:
             try:
                 if not self._obey(line.strip()) and not self._say(line.rstrip("\n"), is_terminal):
@@ -95,9 +88,7 @@ class Terminal:
         if name == "help":
             sys.stderr.write("\n".join([*_COMMANDS.values(), ""]))
         elif name == "reset":
-            self._texts.clear()
-            if isinstance(self._writer, Talk):
-                self._writer.messages.clear()
+            self._writer.reset()
             sys.stderr.write("(restarted)\n")
         else:
             self._save(argument)
@@ -107,11 +98,7 @@ class Terminal:
         if not name:
             raise ConfigError("/save: no file. Write /save FILE.")
         path = Path(name).expanduser()
-        if isinstance(self._writer, Talk):
-            rows = [{"messages": [message.raw for message in self._writer.messages]}] if self._writer.messages else []
-        else:
-            rows = [{"text": text} for text in self._texts]
-        if not rows:
+        if not (rows := self._writer.rows()):
             raise ConfigError("/save: nothing was said yet.")
         with writing(path), open(path, "a", encoding="utf-8") as file:
             file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
@@ -133,6 +120,11 @@ def _typed_lines() -> Iterator[str]:
             return
         except KeyboardInterrupt:
             sys.stderr.write("\n(/quit or Ctrl-D ends)\n")
+
+
+def _show(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()
 
 
 @contextmanager

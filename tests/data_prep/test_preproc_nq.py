@@ -327,7 +327,8 @@ def test_states_without_their_index_are_encoded_anew(request_of, caplog):
     (index,) = folder.glob("*.index")
     index.unlink()
     with pytest.raises(
-        DataError, match=rf"{index.name}: missing, though the store lists it\. Run data_prep\.crossattn\.preproc_nq again"
+        DataError,
+        match=rf"{index.name}: missing, though the store lists it\. Run data_prep\.crossattn\.preproc_nq again",
     ):
         store_of(request)
     assert preproc_nq.prepare(request).encoded == 64

@@ -21,8 +21,8 @@ from src.models.export import main as export
 from src.models.load import load
 from src.models.tokenizer import end_ids
 from src.serving import chat
-from src.serving.conversation import Talk
 from src.systems.assistants.conversations.entries import Message
+from src.systems.assistants.serving.conversation import Talk
 from src.systems.assistants.serving.sampling_report import Sampling
 from tests import toy
 from tests.data.conversations import talk

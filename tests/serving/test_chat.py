@@ -9,9 +9,9 @@ from src.experiments.config import Places
 from src.experiments.grid import override
 from src.experiments.identity import exp_id
 from src.serving import chat
-from src.serving.continuation import MetadataWriter
 from src.serving.pretrained import load_writer
 from src.systems.metadata.data.annotations import Annotated
+from src.systems.metadata.writer import MetadataWriter
 from tests import toy
 from tests.recipes.test_metadata_lm import TOLD, row, write_metadata
 
@@ -52,10 +52,12 @@ def test_metadata_are_written_as_in_training(linearisation: str, folder: Path):
         update={"writing": writer._data.writing.model_copy(update={"linearisation": linearisation})}
     )
     writer = MetadataWriter(writer._model, writer._tokenizer, data)
-    document = Annotated(row("thing1", "red")["text"], tuple(writer.items(["title=red"])))
+    writer.set_metadata(["title=red"])
+    document = Annotated(row("thing1", "red")["text"], writer._items)
     piece = writer._maker.pieces(document)[0]
-    assert writer.prompt(document.text, document.items) == piece.ids[:-1], "all but the end token"
-    assert writer.prompt("", ()) == [writer._tokenizer.eos_token_id]
+    assert writer.prompt(document.text) == piece.ids[:-1], "all but the end token"
+    writer.set_metadata([])
+    assert writer.prompt("") == [writer._tokenizer.eos_token_id]
 
 
 def test_lines_are_read_and_sampling_is_that_of_its_seed(

@@ -11,9 +11,9 @@ import torch
 from src.errors import UserError
 from src.experiments.config import Places
 from src.serving import chat, page
-from src.serving.conversation import Talk
 from src.serving.pretrained import is_pretrained, load_writer
 from src.systems.assistants.serving import sampling_report
+from src.systems.assistants.serving.conversation import Talk
 from src.systems.crossattn import ask
 from tests.serving import pretrained_folders
 from tests.serving.pretrained_folders import FOREIGN, TEMPLATE

@@ -14,7 +14,7 @@ from src.experiments.identity import exp_id
 from src.experiments.interfaces import load_experiment
 from src.models.export import main as export
 from src.models.load import load
-from src.serving.conversation import Talk
+from src.systems.assistants.serving.conversation import Talk
 from tests import toy
 from tests.recipes.train_assistants import SFT, WORDS, write_data
 from tests.servers import served

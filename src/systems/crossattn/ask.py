@@ -27,12 +27,10 @@ from src.experiments.interfaces import load_experiment
 from src.files import reading
 from src.models.load import add_options, checkpoint_folder, load, move
 from src.runs.metadata import expand_run, read_exp_dict
-from src.serving.continuation import Continuation
-from src.serving.conversation import Talk
 from src.serving.pretrained import SOURCE, is_pretrained, load_writer
+from src.serving.writer import Writer
 from src.support.command_line import make_parser, parse_arguments, run_command
 from src.support.served_page import add_access
-from src.systems.assistants.conversations.entries import Message
 from src.systems.crossattn.data import cross_attention as qa
 
 log = logging.getLogger(__name__)
@@ -112,7 +110,7 @@ class Answerer:
 class PromptAnswerer:
     """A model that reads the context in its prompt: a message of a chat, or a text that it continues."""
 
-    def __init__(self, writer: Talk | Continuation, model: Any, max_new_tokens: int) -> None:
+    def __init__(self, writer: Writer, model: Any, max_new_tokens: int) -> None:
         self._writer, self._model = writer, model
         self._options = {"max_new_tokens": max_new_tokens, "do_sample": False}
 
@@ -129,12 +127,7 @@ class PromptAnswerer:
         return [self._answer(query).strip() for query in queries]
 
     def _answer(self, query: Query) -> str:
-        if isinstance(self._writer, Talk):
-            message = Message("user", f"{query.context}\n\n{query.question}")
-            return self._writer.generate(self._writer.prompt_ids([message]), **self._options)[0]
-        return self._writer.write(f"{query.context}\n\nQuestion: {query.question}\nAnswer:", **self._options).partition(
-            "\n"
-        )[0]
+        return self._writer.ask(query.context, query.question, **self._options)
 
 
 def load_answerer(source: Path, places: Places, max_new_tokens: int | None = None) -> Answerer | PromptAnswerer:

@@ -106,7 +106,8 @@ def test_altered_states_are_never_given_out(tmp_path):
     assert torch.equal(store.pad([[CHUNKS[0]]])[0][0], states_of(CHUNKS[0], torch.bfloat16))
     for _ in range(2):
         with pytest.raises(
-            DataError, match=r"s0\.states: damaged from token 3 on\. Run data_prep\.crossattn\.preproc_nq again with --verify"
+            DataError,
+            match=r"s0\.states: damaged from token 3 on\. Run data_prep\.crossattn\.preproc_nq again with --verify",
         ):
             store.pad([[CHUNKS[1]]])[0][0]
 
@@ -155,7 +156,8 @@ def test_only_the_options_and_rows_that_were_encoded_pass(tmp_path):
         encoded_store.check(tmp_path / "e", EncodingOptions(**RULES), "d")
     write_store(tmp_path / "unfinished", CHUNKS, prepared=[])
     with pytest.raises(
-        DataError, match=r"unfinished: not finished\. Run data_prep\.crossattn\.preproc_nq again: what is encoded already is kept"
+        DataError,
+        match=r"unfinished: not finished\. Run data_prep\.crossattn\.preproc_nq again: what is encoded already is kept",
     ):
         encoded_store.check(tmp_path / "unfinished", EncodingOptions(**RULES), "c")
     with pytest.raises(DataError, match=r"none: no such folder: contexts are not encoded"):

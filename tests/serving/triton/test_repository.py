@@ -133,7 +133,8 @@ def test_a_trace_that_holds_sizes_is_refused(places: Places):
 def test_a_server_is_needed(monkeypatch: pytest.MonkeyPatch, places: Places, tmp_path: Path):
     write(run_of(places, "judge"), tmp_path / "models", places)
     with pytest.raises(
-        RunError, match=r"no server runs on it\. Start one with python -m src\.systems\.assistants\.serving\.triton\.server start"
+        RunError,
+        match=r"no server runs on it\. Start one with python -m src\.systems\.\S+\.triton\.server start",
     ):
         server.show(tmp_path / "models")
     monkeypatch.setattr(server, "ENVIRONMENT", tmp_path / "none")

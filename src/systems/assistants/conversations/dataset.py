@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypedDict
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypedDict
 
 from pydantic import Field, model_validator
 
@@ -56,6 +56,8 @@ class Writing(StrictConfig):
 
 class ConversationConfig(ShuffledConfig):
     """Source and format of conversations; shared by the data sets of answers and of ranked replies."""
+
+    writer: ClassVar[str | None] = "conversation"
 
     corpus: str = Field(min_length=1)
     """Folder below `--data_path` with train.jsonl and val.jsonl; rows: see

@@ -12,8 +12,9 @@ from src.data import jsonl
 from src.errors import ConfigError, DataError
 from src.files import reading, writing
 from src.runs import jsonl_records
-from src.serving.conversation import Talk, is_reset
+from src.serving.writer import is_reset
 from src.systems.assistants.conversations.entries import Message, read_entry
+from src.systems.assistants.serving.conversation import Talk
 
 
 class Side(NamedTuple):

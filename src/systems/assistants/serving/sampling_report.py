@@ -28,11 +28,11 @@ from src.experiments import config as configs
 from src.experiments.config import Places, unknown_text
 from src.files import ROOT, read_yaml, reading, write_json
 from src.models.load import add_options, move
-from src.serving.conversation import Talk
 from src.serving.pretrained import SOURCE, load_writer
 from src.support.command_line import make_parser, parse_arguments, run_command
 from src.support.parsing import parse_json
 from src.systems.assistants.conversations.entries import Message
+from src.systems.assistants.serving.conversation import Talk
 
 _OF_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
 """Arguments of `generate` that change nothing where no token is drawn."""

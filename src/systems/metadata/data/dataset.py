@@ -29,6 +29,7 @@ class Config(DatasetConfig):
     """Documents, their metadata and the layout of rows."""
 
     has_order: ClassVar[bool] = True
+    writer: ClassVar[str | None] = "metadata"
 
     corpus: str = Field(min_length=1)
     """Folder below `--data_path` with train.jsonl and val.jsonl of rows as `annotations.read_row` reads them."""

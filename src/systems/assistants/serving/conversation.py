@@ -4,23 +4,18 @@ from collections.abc import Callable
 from typing import Any
 
 from src.errors import ConfigError, DataError
+from src.serving.writer import RESET, Writer, is_reset, require_room, stream_to
 from src.systems.assistants.conversations import templates
 from src.systems.assistants.conversations.dataset import ConversationConfig, with_system
 from src.systems.assistants.conversations.entries import Message
 from src.systems.assistants.conversations.rendering import Renderer
 from src.systems.assistants.model.layers import RewardModel
 
-RESET = "/reset"
-"""A message that restarts the conversation; "!reset" does so, too."""
 
-
-def is_reset(text: str) -> bool:
-    """Whether a message restarts the conversation."""
-    return text.strip() in (RESET, "!reset")
-
-
-class Talk:
+class Talk(Writer):
     """A conversation of a person with a model."""
+
+    verb = "answers"
 
     def __init__(self, model: Any, tokenizer: Any, data: ConversationConfig | None = None) -> None:
         """data: how the model's experiment writes conversations; None: the tokenizer's chat template.
@@ -41,9 +36,25 @@ class Talk:
         self._ends, self._never = [*dict.fromkeys(end for end in ends if end is not None)], never or None
         self.messages: list[Message] = []
 
-    def streamer(self, show: Callable[[str], object] | None = None) -> Any:
+    def streamer(self, show: Callable[[str], object]) -> Any:
         """See `stream_to`."""
         return stream_to(self._tokenizer, show)
+
+    def say(self, text: str, show: Callable[[str], object], **options: Any) -> None:
+        """See `Writer`."""
+        self.answer(text, self.streamer(show), **options)
+
+    def ask(self, context: str, question: str, **options: Any) -> str:
+        """See `Writer`."""
+        return self.generate(self.prompt_ids([Message("user", f"{context}\n\n{question}")]), **options)[0]
+
+    def reset(self) -> None:
+        """Restart the conversation."""
+        self.messages.clear()
+
+    def rows(self) -> list[dict[str, Any]]:
+        """The messages, as one row."""
+        return [{"messages": [message.raw for message in self.messages]}] if self.messages else []
 
     def prompt(self) -> list[int]:
         """Ids of the conversation, up to the next answer."""
@@ -138,20 +149,3 @@ def _find_renderer(tokenizer: Any, data: ConversationConfig | None) -> Renderer 
     except (DataError, AssertionError):
         return None
     return renderer
-
-
-def stream_to(tokenizer: Any, show: Callable[[str], object] | None = None) -> Any:
-    """A streamer of transformers that passes each piece of an answer to `show`. None: writes it to standard output."""
-    from transformers import TextStreamer
-
-    streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
-    if show is not None:
-        streamer.on_finalized_text = lambda text, stream_end=False: show(text)  # type: ignore[method-assign]
-    return streamer
-
-
-def require_room(model: Any, tokens: int, new_tokens: int) -> None:
-    """Raises ConfigError if `tokens` and an answer exceed the context of the model."""
-    longest = getattr(model.config, "max_position_embeddings", None)
-    if longest and tokens + new_tokens > longest:
-        raise ConfigError(f"{tokens} tokens and max_new_tokens {new_tokens} are more than the model's {longest}.")

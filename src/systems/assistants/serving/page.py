@@ -25,10 +25,10 @@ from src.errors import ConfigError, UserError
 from src.experiments.config import Places
 from src.models.load import move
 from src.serving.chat import add_options, generation_options
-from src.serving.conversation import Talk
 from src.serving.pretrained import SOURCE, load_writer, source_name
 from src.support.command_line import make_parser, parse_arguments, run_command
 from src.support.served_page import add_address, serve_page
+from src.systems.assistants.serving.conversation import Talk
 from src.systems.assistants.serving.preferences import Conversation, Side, check_output
 
 PORT = 5007

@@ -1,0 +1,130 @@
+"""What people exchange text with a model through. `Writer` is the interface; `Continuation` continues texts."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from src.data.text.tokenizers import control_ids
+from src.errors import ConfigError
+
+RESET = "/reset"
+"""A message that restarts the conversation; "!reset" does so, too."""
+
+
+def is_reset(text: str) -> bool:
+    """Whether a message restarts the conversation."""
+    return text.strip() in (RESET, "!reset")
+
+
+class Writer(ABC):
+    """A model that people exchange text with."""
+
+    verb: str
+    """What it does with a text, such as "answers"."""
+
+    def set_metadata(self, texts: Iterable[str]) -> None:
+        """Write under the metadata of `KEY=VALUE` texts.
+
+        Raises:
+            ConfigError: malformed, or the model was not trained with it.
+        """
+        if list(texts):
+            raise ConfigError("--metadata: the model was not trained on documents with metadata. Leave it out.")
+
+    @abstractmethod
+    def say(self, text: str, show: Callable[[str], object], **options: Any) -> None:
+        """Pass the pieces of what the model writes after `text` to `show`; both stay in the conversation.
+        options: of transformers' `generate`.
+
+        Raises:
+            UserError: the model cannot read the text, or the conversation with it.
+        """
+
+    @abstractmethod
+    def ask(self, context: str, question: str, **options: Any) -> str:
+        """The answer to a question about a context, outside the conversation. options, errors: see `say`."""
+
+    @abstractmethod
+    def reset(self) -> None:
+        """Restart the conversation."""
+
+    @abstractmethod
+    def rows(self) -> list[dict[str, Any]]:
+        """The conversation as JSON values that `prepare_conversations` reads; empty at the start."""
+
+
+class Continuation(Writer):
+    """A model that continues texts."""
+
+    verb = "continues each text"
+
+    def __init__(self, model: Any, tokenizer: Any, data: Any = None) -> None:
+        """data: the data set of the model's experiment, if it is known."""
+        self._model, self._tokenizer = model, tokenizer
+        self._texts: list[str] = []
+        self._is_seq2seq = bool(getattr(model.config, "is_encoder_decoder", False))
+
+    def say(self, text: str, show: Callable[[str], object], **options: Any) -> None:
+        """See `Writer`. The text comes first, as the continuation of a word would not stand alone."""
+        self._texts.append(text + self.write(text, **options))
+        show(self._texts[-1])
+
+    def ask(self, context: str, question: str, **options: Any) -> str:
+        """See `Writer`. The answer is the rest of a line."""
+        return self.write(f"{context}\n\nQuestion: {question}\nAnswer:", **options).partition("\n")[0]
+
+    def reset(self) -> None:
+        """Forget the texts."""
+        self._texts.clear()
+
+    def rows(self) -> list[dict[str, Any]]:
+        """The texts with their continuations."""
+        return [{"text": text} for text in self._texts]
+
+    def prompt(self, text: str) -> list[int]:
+        """Ids of the text."""
+        return list(self._tokenizer(text)["input_ids"]) or [self._tokenizer.eos_token_id]
+
+    def write(self, text: str, streamer: Any = None, **options: Any) -> str:
+        """The continuation of a text. options: of transformers' `generate`.
+
+        Raises:
+            ConfigError: it could be longer than the model can read.
+        """
+        import torch
+
+        ids = torch.tensor([self.prompt(text)], device=self._model.device)
+        require_room(self._model, 0 if self._is_seq2seq else ids.shape[1], options["max_new_tokens"])
+        end = self._tokenizer.eos_token_id
+        with torch.no_grad():
+            rows = self._model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                eos_token_id=end,
+                pad_token_id=end if self._tokenizer.pad_token_id is None else self._tokenizer.pad_token_id,
+                suppress_tokens=control_ids(self._tokenizer) or None,
+                streamer=streamer,
+                **options,
+            )
+        if self._is_seq2seq:
+            return self._tokenizer.decode(rows[0], skip_special_tokens=True)
+        # Decoded with the text before them: a tokenizer can drop a blank at the start.
+        before, new = self._tokenizer(text, add_special_tokens=False)["input_ids"], rows[0, ids.shape[1] :].tolist()
+        start, complete = (self._tokenizer.decode(part, skip_special_tokens=True) for part in (before, [*before, *new]))
+        return complete[len(start) :]
+
+
+def stream_to(tokenizer: Any, show: Callable[[str], object]) -> Any:
+    """A streamer of transformers that passes each piece of an answer to `show`."""
+    from transformers import TextStreamer
+
+    streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+    streamer.on_finalized_text = lambda text, stream_end=False: show(text)  # type: ignore[method-assign]
+    return streamer
+
+
+def require_room(model: Any, tokens: int, new_tokens: int) -> None:
+    """Raises ConfigError if `tokens` and an answer exceed the context of the model."""
+    longest = getattr(model.config, "max_position_embeddings", None)
+    if longest and tokens + new_tokens > longest:
+        raise ConfigError(f"{tokens} tokens and max_new_tokens {new_tokens} are more than the model's {longest}.")
