@@ -15,6 +15,7 @@ from src.experiments.registry import RECIPES, TABLES
 from tests.conftest import ROOT
 
 # Each layer may import itself and those of the levels above it in this list, never a neighbour of its own level.
+# A module belongs to the longest of these names that it starts with.
 LEVELS: list[set[str]] = [
     {"src.support.missing_package"},
     {"src.errors", "src.experiments.batches", "src.support.read_cache", "src.__init__"},
@@ -31,36 +32,31 @@ LEVELS: list[set[str]] = [
     {"src.support.call_once", "src.runs.history.log_rules", "src.experiments.registry"},
     {"src.experiments.interfaces"},
     {"src.experiments", "src.evaluation.metrics"},
-    {"src.exp_groups", "src.systems.assistants.rewards", "src.runs"},
+    {"src.runs"},
     {"src.data.orders"},
     {"src.tables", "src.training", "src.models", "src.launch"},
-    {"src.evaluation", "src.systems.assistants.rl", "src.data", "src.sweeps", "src.operations"},
-    {"src.recipes", "src.serving", "data_prep", "results"},
+    {"src.evaluation", "src.data", "src.sweeps", "src.operations"},
+    {"src.recipes", "src.serving"},
+    {"src.systems"},
+    {"data_prep", "results"},
     {"trainval", "exp_configs", "job_configs"},
 ]
 # What a level allows and a layer must do without: data knows neither models nor loops, an experiment names models and
 # metrics.
 NOT = {
     "src.evaluation.metrics": {"src.distributed", "src.support.weights"},
-    "src.systems.assistants.rewards": {"src.distributed", "src.experiments"},
     "src.experiments.interfaces": {"src.distributed", "src.support.weights", "src.files"},
     "src.data": {"src.tables", "src.training", "src.models", "src.launch"},
     "src.operations": {"src.training", "src.models"},
     "src.sweeps": {"src.training", "src.models"},
     "src.recipes": {"src.models", "src.launch", "src.tables", "src.sweeps", "src.operations"},
-    "src.exp_groups": {layer for level in LEVELS[:6] for layer in level},
-    "data_prep": {"src.training", "src.evaluation", "src.systems.assistants.rl", "src.launch", "src.runs"},
-    "results": {"src.training", "src.models", "src.data"},
+    "src.systems": {"src.launch", "src.tables", "src.sweeps", "src.operations"},
+    "data_prep": {"src.training", "src.evaluation", "src.launch", "src.runs", "src.recipes", "src.serving"},
+    "results": {"src.training", "src.models", "src.data", "src.recipes", "src.serving"},
     "trainval": {
-        "src.training",
-        "src.models",
-        "src.data",
-        "src.evaluation",
-        "src.systems.assistants.rewards",
-        "src.systems.assistants.rl",
-        "src.recipes",
+        f"src.{name}" for name in ["training", "models", "data", "evaluation", "recipes", "serving", "systems"]
     },
-    "exp_configs": {layer for level in LEVELS for layer in level if layer not in ("src.experiments", "src.exp_groups")},
+    "exp_configs": {layer for level in LEVELS for layer in level if layer not in ("src.experiments", "src.systems")},
     "job_configs": {layer for level in LEVELS for layer in level},
 }
 NEIGHBOURS = {"trainval": {"exp_configs", "job_configs"}}
@@ -72,7 +68,6 @@ SHORT = {
     "src.support.patterns": "one idea, which expressions and rewards share",
     "src.experiments.kinds": "kinds and sizes, which interfaces and models both need",
     "src.training.seeds": "found by its name",
-    "src.models.wrapper": "what two rooms of models share",
     "src.systems.crossattn.model.kv_cache": "found by its name",
     "src.systems.crossattn.data.row_index": "one format of file",
 }
@@ -97,6 +92,7 @@ def allowed_by_level() -> dict[str, set[str]]:
 
 
 ALLOWED = allowed_by_level()
+LAYERS = sorted(ALLOWED, key=len, reverse=True)
 RECIPE_MODULES = tuple(RECIPES.modules.values())
 """What several recipes share lies beside them, in files that are no recipe."""
 
@@ -137,14 +133,15 @@ def imports(module: str, parsed: ast.Module) -> Iterator[tuple[str, int]]:
 
 def layer_of(name: str) -> str | None:
     """The layer that a dotted name belongs to, or None for what is not ours."""
+    known = next((layer for layer in LAYERS if f"{name}.".startswith(f"{layer}.")), None)
     parts = name.split(".")
-    if parts[0] == "src":
-        return ".".join(parts[:2])
-    return (
-        parts[0]
-        if parts[0] in {"trainval", "exp_configs", "job_configs", "data_prep", "results", "tests", "benchmarks"}
-        else None
-    )
+    return known or (".".join(parts[:2]) if parts[0] == "src" else parts[0] if parts[0] in OUTSIDE else None)
+
+
+def system_of(name: str) -> str | None:
+    """The training system that a dotted name belongs to, None for the core."""
+    parts = name.split(".")
+    return parts[2] if parts[:2] == ["src", "systems"] and len(parts) > 2 else None
 
 
 def upward(module: str, parsed: ast.Module) -> list[str]:
@@ -155,9 +152,10 @@ def upward(module: str, parsed: ast.Module) -> list[str]:
     allowed = ALLOWED[layer] | {layer}
     wrong = []
     for name, line in imports(module, parsed):
-        within = any(name == a or name.startswith(a + ".") for a in allowed)
-        other_recipe = name.startswith(RECIPE_MODULES) and not name.startswith(module)
-        if layer_of(name) is not None and (not within or other_recipe):
+        within = layer_of(name) in allowed
+        other_recipe = any(f"{name}.".startswith(f"{recipe}.") for recipe in RECIPE_MODULES if recipe != module)
+        other_system = system_of(module) and system_of(name) not in (None, system_of(module))
+        if layer_of(name) is not None and (not within or other_recipe or other_system):
             wrong.append(f"{module}:{line}: may not import {name}")
     return wrong
 
@@ -185,26 +183,8 @@ def test_arrows_point_down():
         ("src.data.x", "from src.training import loss", "src.data.x:1: may not import src.training.loss"),
         ("src.launch.x", "from src.models import hf", "src.launch.x:1: may not import src.models.hf"),
         ("job_configs", "import src.launch.local.launcher", "job_configs:1: may not import src.launch.local.launcher"),
-        (
-            "src.systems.assistants.rewards.x",
-            "from src.models import hf",
-            "src.systems.assistants.rewards.x:1: may not import src.models.hf",
-        ),
-        (
-            "src.systems.assistants.rewards.x",
-            "from src.runs import ledger",
-            "src.systems.assistants.rewards.x:1: may not import src.runs.ledger",
-        ),
-        (
-            "src.systems.assistants.rewards.x",
-            "from src import distributed",
-            "src.systems.assistants.rewards.x:1: may not import src.distributed",
-        ),
-        (
-            "src.evaluation.metrics.x",
-            "from src.systems.assistants.rewards import length",
-            "src.evaluation.metrics.x:1: may not import src.systems.assistants.rewards.length",
-        ),
+        ("src.tables.x", "import src.systems.t5.y", "src.tables.x:1: may not import src.systems.t5.y"),
+        ("src.systems.t5.x", "import src.systems.metadata", "src.systems.t5.x:1: may not import src.systems.metadata"),
         ("src.data.x", "import tests.conftest", "src.data.x:1: may not import tests.conftest"),
         ("src.novelty.x", "import os", "src.novelty.x: is in no layer"),
     ],
@@ -219,12 +199,7 @@ def test_an_import_from_a_higher_layer_is_reported(module: str, code: str, expec
         ("src.models.x", "from src.errors import ConfigError\nfrom src.models import y\nimport torch"),
         ("exp_configs", "from src.experiments.grid import grid, ref"),
         ("src.recipes.x", "from src.training import loop"),
-        (
-            "src.systems.assistants.rewards.x",
-            "from src.evaluation.metrics.squad import normalise\nfrom src.experiments.registry import MODELS",
-        ),
-        ("src.data.x", "from src.systems.assistants.rewards import length"),
-        ("src.systems.assistants.rl.x", "from src.systems.assistants.rewards import length"),
+        ("src.systems.t5.x", "from src.systems.t5 import y"),
         ("trainval", "from src import distributed"),
     ],
 )

@@ -10,9 +10,9 @@ import torch
 
 from src.errors import UserError
 from src.experiments.config import Places
-from src.serving import chat, page
+from src.serving import chat
 from src.serving.pretrained import is_pretrained, load_writer
-from src.systems.assistants.serving import sampling_report
+from src.systems.assistants.serving import page, sampling_report
 from src.systems.assistants.serving.conversation import Talk
 from src.systems.crossattn import ask
 from tests.serving import pretrained_folders

@@ -15,8 +15,8 @@ from src.experiments.identity import exp_id
 from src.files import MANIFEST
 from src.models import export
 from src.operations.checkpoint_jobs import __main__ as checkpoint_jobs
-from src.serving import chat, page
-from src.systems.assistants.serving import rejection_sampling, reward_evaluation, reward_server, sampling_report
+from src.serving import chat
+from src.systems.assistants.serving import page, rejection_sampling, reward_evaluation, reward_server, sampling_report
 from src.systems.assistants.serving.triton import repository
 from src.systems.crossattn import ask
 from src.training.checkpointing import consolidate

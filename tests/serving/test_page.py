@@ -12,7 +12,7 @@ from src.errors import ConfigError, RunError
 from src.experiments.config import Places
 from src.experiments.grid import override, ref
 from src.experiments.identity import exp_id
-from src.serving import page
+from src.systems.assistants.serving import page
 from src.systems.assistants.serving.preferences import Conversation
 from tests import toy
 from tests.recipes.train_assistants import DPO, REWARD, SFT, write_data

@@ -35,7 +35,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def command(folder: Path, runs: int) -> list[str]:
     places = ["--data_path", str(folder / "data"), "-sb", str(folder / "runs"), "--device", "cpu", "--port", "0"]
-    return ["src.serving.page", *[exp_id(TALKER)[:8]] * runs, *places, "--temperature", "2", "--max_new_tokens", "8"]
+    return [
+        "src.systems.assistants.serving.page",
+        *[exp_id(TALKER)[:8]] * runs,
+        *places,
+        "--temperature",
+        "2",
+        "--max_new_tokens",
+        "8",
+    ]
 
 
 def say(page: Page, text: str, enter: bool = False) -> None:

@@ -123,7 +123,7 @@ def pair(messages: list[Row], chosen: str | Row, rejected: str | Row) -> Iterato
 
 
 class RankedReplies(Form):
-    """{"messages", "replies"}: prepared rows, such as the preferences that `src.serving.page` writes."""
+    """{"messages", "replies"}: prepared rows, such as the preferences of `src.systems.assistants.serving.page`."""
 
     def read(self, row: Row, where: str) -> Iterator[Row]:
         """See `Form.read`."""

@@ -1,8 +1,8 @@
 """A web page to chat with one model, or with two models side by side to choose the better reply.
 
-python -m src.serving.page RUN                  a conversation
-python -m src.serving.page RUN OTHER            both answer; the conversation continues with the preferred reply
-python -m src.serving.page RUN RUN              two samples of one
+python -m src.systems.assistants.serving.page RUN          a conversation
+python -m src.systems.assistants.serving.page RUN OTHER    both answer; the conversation continues with the better reply
+python -m src.systems.assistants.serving.page RUN RUN      two samples of one
 
 Each choice is appended to --output as a row. Prepare the file to train reward models and preferences on it:
 python -m data_prep.assistants.prepare_conversations --form ranked --train results/data/preferences.jsonl --name
@@ -185,7 +185,7 @@ def load_sides(sources: Sequence[Path], places: Places, device: str | None) -> l
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
-    parser = make_parser("src.serving.page", __doc__)
+    parser = make_parser("src.systems.assistants.serving.page", __doc__)
     parser.add_argument("runs", nargs="+", type=Path, metavar="MODEL", help=SOURCE)
     parser.add_argument(
         "--output",
