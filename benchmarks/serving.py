@@ -28,8 +28,8 @@ from src.serving.served_model import load_served
 from src.systems.assistants.rewards.remote import RemoteModel
 from src.systems.assistants.serving.triton import repository, server
 from tests import toy
-from tests.recipes.train_assistants import REWARD, SFT, write_data
 from tests.servers import served
+from tests.systems.assistants.train_assistants import REWARD, SFT, write_data
 
 
 def seconds_of(work: Callable[[], object]) -> float:

@@ -220,7 +220,7 @@ def fill_with_images(heavy: bool, images: int, rows: int = 20_000) -> float:
 def write_slow_tars(folder: Path, steps: int, tars: int, seconds: float) -> None:
     """Indexed tars of documents that fill a row each; each tar takes `seconds` to download. And a tokenizer."""
     from data_prep.interleaved import index
-    from tests.data.streaming import pages
+    from tests.systems.interleaved.streaming import pages
 
     pages.tokenizer().save_pretrained(folder / "tokenizer")
     documents = [Document(f"{i:06}", [Part("text", bytes([97 + i % 26]) * 79)]) for i in range(steps)]
@@ -238,7 +238,7 @@ def count_waits(folder: Path, prefetch: int, steps: int, step_seconds: float) ->
     from src.experiments.registry import DATASETS, bind
     from src.training.loader import StepLoader
     from src.training.state import State
-    from tests.data.streaming import pages
+    from tests.systems.interleaved.streaming import pages
 
     config = bind(
         DATASETS, pages.config({"x": {"path": "slow"}}, shuffle="none", open_rows=1, prefetch_shards=prefetch)

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.cli import project_with_grid
-from tests.launch.fake_slurm.cluster import Cluster
+from tests.core.launch.fakes.fake_slurm.cluster import Cluster
 
 COUNT = 1000
 GRID = '''"""A thousand experiments without parents."""

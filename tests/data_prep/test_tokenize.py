@@ -21,7 +21,7 @@ from src.errors import ConfigError, DataError, RunError
 from src.experiments.config import Places
 from src.files import new_directory, sha256
 from tests.conftest import ROOT
-from tests.data.conftest import CONTROLS, make_tokenizer  # noqa: F401  a fixture
+from tests.core.data.conftest import CONTROLS, make_tokenizer  # noqa: F401  a fixture
 
 TEXTS = [f"Document {n} says {'so ' * (n % 13)}é." for n in range(600)]
 

@@ -14,8 +14,9 @@ import pytest
 from src import distributed
 from src.experiments.identity import exp_id
 from tests import toy
+from tests.core.training import small
+from tests.core.training.reading import test_packed_training
 from tests.faults import harness, trainings
-from tests.training import small, test_packed_training
 
 EXP: dict[str, Any] = copy.deepcopy(toy.BASE)
 EXP["loop"] |= {"steps": 120, "sequences_per_step": 8, "micro_batch": 2, "eval_every": 20, "max_grad_norm": 0.5}

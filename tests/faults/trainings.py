@@ -23,7 +23,9 @@ from src.training.checkpointing.folder import CheckpointMetadata
 from src.training.loop import fit
 from src.training.loss import causal_lm_loss, watch_cross_entropy
 from src.training.spec import TrainSpec
-from tests.training import small, test_counts, test_experience, test_packed_training
+from tests.core.training import small
+from tests.core.training.reading import test_counts, test_packed_training
+from tests.systems.assistants import test_experience
 
 STEPS = {"packed": 100, "replies": 400, "rollouts": 400}
 

@@ -16,7 +16,7 @@ from src.launch import status as jobs
 from src.runs import metadata
 from src.runs.plan import Planned
 from tests import toy
-from tests.launch.test_status import PROGRAM, World, planned
+from tests.core.launch.test_status import PROGRAM, World, planned
 from tests.ray.real import Cluster, wait_until
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]

@@ -8,8 +8,8 @@ import pytest
 
 from src.launch.ray import launcher as ray
 from src.launch.ray.api import ask
-from tests.launch import test_every_launcher as every
-from tests.launch import test_ray as own
+from tests.core.launch import test_every_launcher as every
+from tests.core.launch import test_ray as own
 from tests.ray.real import Cluster, wait_until
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]

@@ -10,7 +10,7 @@ from results import report, table
 from results.pages import overview
 from src.launch import actions, tracking
 from src.runs import metadata
-from tests.launch.test_status import planned
+from tests.core.launch.test_status import planned
 from tests.ray.real import Cluster, wait_until
 from tests.ray.test_cluster import Grid, processes
 

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 FAMILIES = ("gpt2", "gpt_bigcode", "gpt_neox", "llama", "mistral", "qwen2")
-"""Families in which packed documents do not read each other: tests/models/test_packed_rows.py trains each both ways."""
+"""Families in which packed documents do not read each other: tests/core/models/test_packed_rows.py trains each both
+ways."""
 ATTENTIONS = ("eager", "sdpa")
 """Implementations for which that was tested.
 With flash_attention_2, transformers 5.23 looks at positions only in batches of one row."""

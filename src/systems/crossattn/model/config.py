@@ -73,7 +73,7 @@ FAMILIES = {
     "starcoder2": Family("model.layers", False, "norm_epsilon", "hidden_act", "residual_dropout", "attention_dropout"),
 }
 """By the `model_type` of the base.
-A new family is a row here and a line in tests/models/cross_attention/test_families.py."""
+A new family is a row here and a line in tests/systems/crossattn/model/test_families.py."""
 
 
 class Config(ModelConfig):

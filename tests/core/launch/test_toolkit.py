@@ -1,0 +1,754 @@
+"""The toolkit: one job for each experiment, whatever fails on the way. The program `eai` is an emulator, its jobs are
+real processes."""
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from src.errors import ConfigError, LaunchError
+from src.experiments import config as configs
+from src.experiments.registry import resolved_dict
+from src.launch import resources
+from src.launch.command import Processes
+from src.launch.job import Job, SchedulerState, bind_launcher
+from src.launch.toolkit import eai
+from src.launch.toolkit.launcher import LEFT, Config
+from src.launch.toolkit.service import JobGone, NameTaken, NotReached, OutcomeUnknown
+
+ROOT = Path(__file__).resolve().parents[3]
+FAKE = Path(__file__).parent / "fakes" / "fake_eai"
+
+
+class Popen(subprocess.Popen[Any]):
+    """Only a call of the emulator that says that it hangs takes time, and then all that it is given; a busy machine
+    does not count."""
+
+    def communicate(self, input: Any = None, timeout: float | None = None) -> tuple[Any, Any]:  # noqa: A002
+        while True:
+            try:
+                return super().communicate(input, timeout and 0.05)
+            except subprocess.TimeoutExpired:
+                if (Path(os.environ["FAKE_EAI_STATE"]) / f"hangs.{self.pid}").exists():
+                    raise
+
+
+@pytest.fixture(autouse=True)
+def service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The emulator on PATH; its state folder."""
+    state = tmp_path / "service"
+    state.mkdir()
+    monkeypatch.setenv("PATH", f"{FAKE}:{os.environ['PATH']}")
+    monkeypatch.setenv("FAKE_EAI_STATE", str(state))
+    monkeypatch.setenv("EAI_ACCOUNT_ID", "account-1")
+    monkeypatch.setattr(subprocess, "Popen", Popen)
+    for name in ("FAULT", "HOLD", "FORMAT", "CANCEL_SECONDS"):
+        monkeypatch.delenv(f"FAKE_EAI_{name}", raising=False)
+    return state
+
+
+def configured(tmp_path: Path, **values: Any) -> Config:
+    raw = {
+        "account": "$EAI_ACCOUNT_ID",
+        "image": "registry:5000/python:3.11",
+        "data": [f"a.b@main:{tmp_path}:rw"],
+        "max_run_seconds": 3600,
+    }
+    raw |= {
+        "backoff_seconds": 0.01,
+        "retries": 3,
+        "timeout_seconds": 30,
+        "kill_seconds": 30,
+        "parent_poll_seconds": 0.05,
+    }
+    return configs.load(Config, raw | values, "toolkit")
+
+
+def job(tmp_path: Path, name: str, code: str = "print('hello')", *words: str, **values: Any) -> Job:
+    identity = hashlib.md5(name.encode()).hexdigest()
+    runs = tmp_path / "runs"
+    return Job(identity, ("-c", textwrap.dedent(code), *words), tmp_path, runs / identity, runs / "logs", **values)
+
+
+def folder(tmp_path: Path, name: str = "20261121-1f") -> Path:
+    path = tmp_path / "runs" / "submissions" / name
+    path.mkdir(parents=True, exist_ok=True)
+    return path
+
+
+def launched(tmp_path: Path, jobs: Sequence[Job], **values: Any) -> tuple[Config, list[str], dict[str, str]]:
+    config, noted = configured(tmp_path, **values), {}
+    ids = config.submit(jobs, folder(tmp_path), noted.update)
+    return config, ids, noted
+
+
+def calls(service: Path, verb: str | None = None) -> list[list[str]]:
+    path = service / "calls.jsonl"
+    found = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return [call for call in found if verb is None or call[1] == verb]
+
+
+def records(service: Path) -> list[dict[str, Any]]:
+    return [json.loads(path.read_text()) for path in (service / "jobs").glob("*.json")]
+
+
+def wait_until(happened: Callable[[], Any], seconds: float = 300) -> None:
+    end = time.monotonic() + seconds
+    while not happened():
+        assert time.monotonic() < end, f"waited {seconds} seconds in vain"
+        time.sleep(0.03)
+
+
+def wait_for(config: Config, job_id: str, *wanted: str) -> SchedulerState:
+    wait_until(lambda: config.states([job_id])[job_id].state in (wanted or ("completed", "failed", "cancelled")))
+    return config.states([job_id])[job_id]
+
+
+def log(item: Job, stream: str = "out") -> str:
+    path = item.log_dir / f"{item.exp_id}.{stream}.log"
+    return path.read_text() if path.exists() else ""
+
+
+def status(tmp_path: Path, item: Job, state: str) -> None:
+    item.run.mkdir(parents=True, exist_ok=True)
+    (item.run / "status.json").write_text(
+        json.dumps({"attempt": 1, "reason": '"state": "no"', "state": state}, indent=4, sort_keys=True)
+    )
+
+
+class TestConfig:
+    @pytest.mark.parametrize(
+        ("values", "message"),
+        [
+            ({"image": "python:latest"}, r"toolkit\.image: expected an image with a tag that stays"),
+            ({"image": "registry:5000/python"}, r"toolkit\.image: expected an image with a tag"),
+            ({"account": ""}, r"toolkit\.account: expected text that is not empty"),
+            ({"data": ["no mount"]}, r"toolkit\.data\[0\]: expected 'account\.name@branch:/folder'"),
+            ({"data": ["a:/b:rx"]}, r"toolkit\.data\[0\]: expected"),
+            ({"environment": {"WANDB_API_KEY": "xyzzy"}}, r"toolkit\.environment: WANDB_API_KEY looks like a secret"),
+            ({"environment": {"HF_TOKEN": "xyzzy"}}, "looks like a secret"),
+            ({"environment": {"my_password": "xyzzy"}}, "looks like a secret"),
+            ({"environment": {"A": "hf_xyzzyxyzzyxyzzy"}}, "A looks like a secret"),
+            ({"environment": {"PROXY": "http://me:xyzzy@host"}}, "looks like a secret"),
+            ({"environment": {"A B": "c"}}, "expected the name of an environment variable"),
+            ({"gpu_model": "A100"}, "gpu_mem_gb and gpu_model say something of GPUs, but gpus is 0"),
+            ({"bid": 10_000}, r"toolkit\.bid: expected a number <= 9999"),
+            ({"max_run_seconds": 100}, "stop_before_seconds is 300, expected less than max_run_seconds, 100"),
+            ({"via": "ssh"}, r"toolkit\.via: unknown value 'ssh'\."),
+        ],
+    )
+    def test_mistakes(self, tmp_path: Path, values: dict[str, Any], message: str):
+        with pytest.raises(ConfigError, match=message) as caught:
+            configured(tmp_path, **values)
+        assert "xyzzy" not in str(caught.value)
+
+    def test_what_only_sounds_secret(self, tmp_path: Path):
+        environment = {
+            "TOKENIZERS_PARALLELISM": "false",
+            "MAX_TOKENS": "12",
+            "KEYBOARD": "us",
+            "AUTHOR": "x",
+            "GIT_COMMIT": "0f" * 20,
+        }
+        assert configured(tmp_path, environment=environment).environment == environment
+
+    def test_the_length_of_a_job_must_be_said(self):
+        with pytest.raises(ConfigError, match=r"toolkit\.max_run_seconds: missing"):
+            configs.load(Config, {"account": "a", "image": "b:1"}, "toolkit")
+
+    def test_the_registry_leads_here(self, tmp_path: Path):
+        raw = {
+            "launcher": "toolkit",
+            "account": "a",
+            "image": "b:1",
+            "max_run_seconds": 600,
+            "processes": {"starter": "torchrun", "nodes": 2},
+        }
+        part = bind_launcher(raw)
+        assert part.scheduler() == ("eai", "a", True)
+        assert bind_launcher(resolved_dict(part, "launcher")) == part
+
+
+class TestSubmit:
+    def test_a_job_runs_and_its_logs_are_appended(self, tmp_path: Path, service: Path):
+        item = job(
+            tmp_path,
+            "a",
+            (
+                "import os, sys; print(os.getcwd(), os.environ['EAI_RUN_INDEX'], os.environ['A']); "
+                "print('w', file=sys.stderr)"
+            ),
+        )
+        item.log_dir.mkdir(parents=True)
+        (item.log_dir / f"{item.exp_id}.out.log").write_text("before\n")
+        config, (job_id,), noted = launched(tmp_path, [item], environment={"A": "x y$z"})
+        assert wait_for(config, job_id) == SchedulerState("completed", "SUCCEEDED")
+        assert log(item) == f"before\n{tmp_path} 0 x y$z\n"
+        assert log(item, "err").splitlines()[-1] == "w"
+        assert f"job {job_id} run 0" in log(item, "err")
+        assert noted == {item.exp_id: job_id}
+        (record,) = records(service)
+        assert record["name"] == f"hv_{item.exp_id}_20261121_1f"
+        assert {"hv_submission=20261121-1f", f"hv_exp={item.exp_id}"} < set(record["tags"])
+        assert any(tag.startswith("hv_owner=") and len(tag) > 9 for tag in record["tags"])
+
+    def test_the_whole_command(self, tmp_path: Path, service: Path, monkeypatch: pytest.MonkeyPatch):
+        monkeypatch.setenv("FAKE_EAI_HOLD", "1")
+        values = {
+            "gpus": 2,
+            "gpu_mem_gb": 80,
+            "gpu_model": "!A100",
+            "bid": 7,
+            "preemptable": False,
+            "restartable": False,
+        }
+        item = job(tmp_path, "a")
+        processes = {"starter": "torchrun", "nodes": 2, "per_node": "gpus"}
+        launched(tmp_path, [item], **values, cpu=8, mem_gb=64, environment={"A": "b=c"}, processes=processes)
+        (call,) = calls(service, "new")
+        words = [word for word in call if not word.startswith(("hv_", "--tag"))]
+        script = folder(tmp_path) / f"{item.exp_id}.sh"
+        mount = f"a.b@main:{tmp_path}:rw"
+        assert words == [
+            *[
+                "job",
+                "new",
+                "--account",
+                "account-1",
+                "--name",
+                "--image",
+                "registry:5000/python:3.11",
+                "--workdir",
+                str(tmp_path),
+            ],
+            *[
+                "--data",
+                mount,
+                "--env",
+                "A=b=c",
+                "--cpu",
+                "8",
+                "--mem",
+                "64",
+                "--max-run-time",
+                "3600",
+                "--gpu-mem",
+                "80",
+            ],
+            *["--gpu-model-filter", "!A100", "--bid", "7", "--gpu", "2", "--replicas", "2", "--non-preemptable"],
+            *["--field", "id", "--no-header", "--format", "csv", "--", "/bin/bash", str(script)],
+        ]
+
+    def test_every_value_arrives_unchanged(self, tmp_path: Path):
+        words = [
+            "two words",
+            "it's",
+            'say "hi"',
+            "$HOME `id` $(id)",
+            "a\nb",
+            "\\",
+            "*",
+            "--",
+            "",
+            "naïve 漢字",
+            "#x;y&z",
+        ]
+        item = job(tmp_path, "a", "import json, sys; print(json.dumps(sys.argv[1:]))", *words)
+        config, (job_id,), _ = launched(tmp_path, [item])
+        assert wait_for(config, job_id).state == "completed"
+        assert json.loads(log(item)) == words
+
+    def test_overrides_of_one_experiment(self, tmp_path: Path, service: Path, monkeypatch: pytest.MonkeyPatch):
+        monkeypatch.setenv("FAKE_EAI_HOLD", "1")
+        big = job(tmp_path, "big", resources=configured(tmp_path, mem_gb=99))
+        launched(tmp_path, [job(tmp_path, "small"), big])
+        assert {record["mem"] for record in records(service)} == {"16", "99"}
+
+    @pytest.mark.parametrize(("style", "num_calls"), [("csv", 1), ("table", 1), ("json", 2)])
+    def test_the_id_is_found_in_what_is_printed_or_by_its_name(
+        self, tmp_path: Path, service: Path, monkeypatch: pytest.MonkeyPatch, style: str, num_calls: int
+    ):
+        monkeypatch.setenv("FAKE_EAI_HOLD", "1")
+        monkeypatch.setenv("FAKE_EAI_FORMAT", style)
+        _, (job_id,), _ = launched(tmp_path, [job(tmp_path, "a")])
+        assert job_id == records(service)[0]["id"]
+        assert len(calls(service)) == num_calls
+
+    def test_a_job_without_a_mount_is_refused(self, tmp_path: Path, service: Path):
+        item = job(tmp_path, "a")
+        with pytest.raises(
+            LaunchError, match=r"a job writes to .*, which is below no writable mount of `data` \(none\)"
+        ):
+            launched(tmp_path, [item], data=[])
+        with pytest.raises(LaunchError, match="a job writes to"):
+            launched(tmp_path, [item], data=[f"a:{tmp_path}:ro"])
+        with pytest.raises(LaunchError, match=r"a job reads .*, which is below no mount"):
+            launched(tmp_path, [item], data=[f"a:{tmp_path / 'runs'}:rw"])
+        assert calls(service) == []
+
+    def test_an_account_that_is_not_set(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+        monkeypatch.delenv("EAI_ACCOUNT_ID")
+        with pytest.raises(LaunchError, match=r"account is '\$EAI_ACCOUNT_ID', but EAI_ACCOUNT_ID is not set"):
+            launched(tmp_path, [job(tmp_path, "a")])
+        with pytest.raises(LaunchError, match="EAI_ACCOUNT_ID is not set"):
+            configured(tmp_path).check()
+
+    def test_the_program_is_not_there(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+        monkeypatch.setenv("PATH", "/usr/bin:/bin")
+        with pytest.raises(LaunchError, match="eai: no such program on PATH"):
+            launched(tmp_path, [job(tmp_path, "a")])
+        with pytest.raises(LaunchError, match="eai: no such program on PATH"):
+            configured(tmp_path).check()
+        monkeypatch.setitem(sys.modules, "eai_toolkit_client", None)  # another test may have imported the stand-in
+        with pytest.raises(LaunchError, match="needs the client eai_toolkit_client, which is not installed"):
+            configured(tmp_path, via="haven").check()
+
+    def test_nothing_is_asked_before_it_is_submitted(self, tmp_path: Path, service: Path):
+        configured(tmp_path).check()
+        assert not list(service.iterdir())
+
+    def test_a_refusal_leaves_nothing_queued(self, tmp_path: Path, service: Path):
+        """The second job is refused: the message is passed on, and the first is cancelled."""
+        slow = job(tmp_path, "slow", "import time; time.sleep(300)")
+        refused = job(tmp_path, "b", resources=configured(tmp_path, image="refused:1"))
+        with pytest.raises(LaunchError, match=r"you may not use this image The 1 jobs queued before were cancelled\."):
+            launched(tmp_path, [slow, refused], calls_at_a_time=1)
+        assert [record["state"] for record in records(service)] == ["CANCELLED"]
+
+    def test_the_same_submission_twice_queues_nothing_twice(
+        self, tmp_path: Path, service: Path, monkeypatch: pytest.MonkeyPatch
+    ):
+        monkeypatch.setenv("FAKE_EAI_HOLD", "1")
+        jobs = [job(tmp_path, name) for name in "abc"]
+        config, first, _ = launched(tmp_path, jobs)
+        assert launched(tmp_path, jobs)[1] == first
+        assert len(records(service)) == 3
+        config.kill(first[:1])
+        again = launched(tmp_path, jobs)[1]
+        assert again[1:] == first[1:]
+        assert again[0] != first[0]
+        assert f"hv_{jobs[0].exp_id}_20261121_1f_2" in {record["name"] for record in records(service)}
+        assert config.find(folder(tmp_path), [item.exp_id for item in jobs]) == dict(
+            zip([j.exp_id for j in jobs], again, strict=True)
+        )
+
+    def test_a_name_that_another_has_is_not_taken_for_ours(
+        self, tmp_path: Path, service: Path, monkeypatch: pytest.MonkeyPatch
+    ):
+        monkeypatch.setenv("FAKE_EAI_HOLD", "1")
+        _, (job_id,), _ = launched(tmp_path, [job(tmp_path, "a")])
+        edit(service, job_id, tags=["hv_submission=other", f"hv_exp={job(tmp_path, 'a').exp_id}"])
+        with pytest.raises(LaunchError, match=f"belongs to job {job_id}, which this submission has not queued"):
+            launched(tmp_path, [job(tmp_path, "a")])
+
+
+def edit(service: Path, job_id: str, **facts: Any) -> None:
+    path = service / "jobs" / f"{job_id}.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | facts))
+
+
+class TestFaults:
+    """On each verb, each way to fail: no job twice, none forgotten, and no state made up."""
+
+    @pytest.mark.parametrize("fault", ["dial", "401", "500", "502_after_create", "hang", "garbage"])
+    def test_submitting_through_a_fault(
+        self, tmp_path: Path, service: Path, monkeypatch: pytest.MonkeyPatch, fault: str
+    ):
+        monkeypatch.setenv("FAKE_EAI_HOLD", "1")
+        monkeypatch.setenv("FAKE_EAI_FAULT", f"{fault}@new:2,{fault if fault != '502_after_create' else '500'}@ls:1")
+        jobs = [job(tmp_path, name) for name in "abc"]
+        _, ids, noted = launched(tmp_path, jobs)
+        queued = {record["id"]: record for record in records(service)}
+        assert sorted(ids) == sorted(queued)
+        assert len(queued) == 3
+        assert noted == {item.exp_id: job_id for item, job_id in zip(jobs, ids, strict=True)}
+        assert all(f"hv_exp={item.exp_id}" in queued[job_id]["tags"] for item, job_id in zip(jobs, ids, strict=True))
+
+    @pytest.mark.parametrize("fault", ["dial", "401", "500", "502_after_create", "hang", "garbage"])
+    def test_submitting_into_an_outage(
+        self, tmp_path: Path, service: Path, monkeypatch: pytest.MonkeyPatch, fault: str
+    ):
+        """Every `new` fails, but the rest answers: what was created all the same is either taken or cancelled, never
+        forgotten."""
+        monkeypatch.setenv("FAKE_EAI_HOLD", "1")
+        monkeypatch.setenv("FAKE_EAI_FAULT", f"{fault}@new")
+        jobs = [job(tmp_path, name) for name in "ab"]
+        if fault in ("dial", "401", "500"):
+            with pytest.raises(LaunchError, match="Nothing was queued"):
+                launched(tmp_path, jobs, retries=1)
+            assert records(service) == []
+        else:
+            _, ids, _ = launched(tmp_path, jobs)
+            assert sorted(ids) == sorted(record["id"] for record in records(service))
+
+    def test_a_listing_that_lags_behind(self, tmp_path: Path, service: Path, monkeypatch: pytest.MonkeyPatch):
+        """The job of the failed call is not listed at once, and has ended when it is: it is the one that was wanted all
+        the same."""
+        monkeypatch.setenv("FAKE_EAI_FAULT", "502_after_create@new:1,empty@ls:1")
+        item = job(tmp_path, "a", "import time; time.sleep(0.1)")
+        _, (job_id,), _ = launched(tmp_path, [item], backoff_seconds=3)
+        (record,) = records(service)
+        assert (record["id"], record["state"]) == (job_id, "SUCCEEDED")
+
+    def test_an_outage_in_which_nothing_can_be_undone(
+        self, tmp_path: Path, service: Path, monkeypatch: pytest.MonkeyPatch
+    ):
+        monkeypatch.setenv("FAKE_EAI_HOLD", "1")
+        monkeypatch.setenv("FAKE_EAI_FAULT", "502_after_create@new,dial@ls")
+        item = job(tmp_path, "a")
+        with pytest.raises(
+            LaunchError,
+            match=r"(?s)Bad Gateway.*could not be asked: .*could not be cancelled with certainty; .*left\.json",
+        ):
+            launched(tmp_path, [item], retries=1)
+        (record,) = records(service)
+        assert json.loads((folder(tmp_path) / LEFT).read_text())["names"] == {item.exp_id: record["name"]}
+        monkeypatch.delenv("FAKE_EAI_FAULT")
+        assert configured(tmp_path).find(folder(tmp_path), [item.exp_id]) == {item.exp_id: record["id"]}
+        assert launched(tmp_path, [item])[1] == [record["id"]]
+
+    @pytest.mark.parametrize("fault", ["dial", "401", "500", "502_after", "hang", "garbage"])
+    def test_a_failed_poll_is_no_failed_job(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, service: Path, fault: str
+    ):
+        monkeypatch.setenv("FAKE_EAI_HOLD", "1")
+        config, ids, _ = launched(tmp_path, [job(tmp_path, name) for name in "ab"], retries=1)
+        monkeypatch.setenv("FAKE_EAI_FAULT", f"{fault}@ls:1")
+        assert {seen.state for seen in config.states(ids).values()} == {"queued"}
+        monkeypatch.setenv("FAKE_EAI_FAULT", f"{fault}@ls")
+        with pytest.raises(LaunchError):
+            config.states(ids)
+        with pytest.raises(LaunchError):
+            config.find(folder(tmp_path), ["a" * 32])
+        monkeypatch.setenv("FAKE_EAI_FAULT", f"{fault}@get")
+        edit(service, ids[1], createdOn=(datetime.now(UTC) - timedelta(days=2)).isoformat())
+        seen = config.states(ids)
+        assert (seen[ids[0]].state, seen[ids[1]].state) == ("queued", "unknown")
+
+    def test_an_outage_is_not_asked_about_for_each_of_many_jobs(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, service: Path
+    ):
+        monkeypatch.setenv("FAKE_EAI_FAULT", "dial@get")
+        config = configured(tmp_path, retries=1, calls_at_a_time=2)
+        assert {seen.state for seen in config.states([f"old-{i}" for i in range(50)]).values()} == {"unknown"}
+        assert len(calls(service, "get")) <= 6
+
+    @pytest.mark.parametrize("fault", ["dial", "401", "500", "502_after", "hang", "garbage"])
+    def test_killing_through_a_fault(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, service: Path, fault: str):
+        monkeypatch.setenv("FAKE_EAI_HOLD", "1")
+        config, ids, _ = launched(tmp_path, [job(tmp_path, name) for name in "ab"])
+        monkeypatch.setenv("FAKE_EAI_FAULT", f"{fault}@kill:1,{fault}@ls:1")
+        config.kill(ids)
+        assert {record["state"] for record in records(service)} == {"CANCELLED"}
+
+    def test_a_kill_that_is_not_confirmed_says_so(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+        monkeypatch.setenv("FAKE_EAI_HOLD", "1")
+        config, ids, _ = launched(tmp_path, [job(tmp_path, "a")], retries=0, kill_seconds=0.2)
+        monkeypatch.setenv("FAKE_EAI_FAULT", "500@kill")
+        with pytest.raises(
+            LaunchError, match=f"1 of 1 jobs are not known to have ended: {ids[0]}. .*Internal Server Error"
+        ):
+            config.kill(ids)
+        monkeypatch.setenv("FAKE_EAI_FAULT", "dial@ls")
+        with pytest.raises(LaunchError, match=r"not known to have ended: .*connection refused"):
+            config.kill(ids)
+
+    @pytest.mark.parametrize(
+        ("text", "kind"),
+        [
+            ("ERROR: Get https://x: EOF", NotReached),
+            ("dial tcp: lookup x: no such host", NotReached),
+            ("net/http: TLS handshake timeout", NotReached),
+            ("Token is invalid", NotReached),
+            ("ERROR: HTTP 502", OutcomeUnknown),
+            ("unexpected status code: 503", OutcomeUnknown),
+            ("ERROR: status 409", NameTaken),
+            ("cannot cancel a job that is in state SUCCEEDED", JobGone),
+            ("image 502 of user 404: quota of 409 exceeded", LaunchError),
+        ],
+    )
+    def test_words_of_failures(self, text: str, kind: type[LaunchError]):
+        assert type(eai.failure("eai job new", text)) is kind
+
+
+class TestStates:
+    @pytest.mark.parametrize(
+        ("word", "state"),
+        [
+            ("QUEUING", "queued"),
+            ("QUEUED", "queued"),
+            ("pending", "queued"),
+            ("RUNNING", "running"),
+            ("CANCELLING", "running"),
+            ("CANCELLED", "cancelled"),
+            ("SUCCEEDED", "completed"),
+            ("FAILED", "failed"),
+            ("INTERRUPTED", "queued"),
+            ("PREEMPTED", "queued"),
+            ("REBALANCING", "unknown"),
+        ],
+    )
+    def test_words(self, tmp_path: Path, service: Path, monkeypatch: pytest.MonkeyPatch, word: str, state: str):
+        monkeypatch.setenv("FAKE_EAI_HOLD", "1")
+        config, (job_id,), _ = launched(tmp_path, [job(tmp_path, "a")])
+        edit(service, job_id, state=word, cancelUntil=time.time() + 60)
+        assert config.states([job_id]) == {job_id: SchedulerState(state, word.upper())}  # type: ignore[arg-type]
+        if word in ("INTERRUPTED", "PREEMPTED"):
+            assert configured(tmp_path, restartable=False).states([job_id])[job_id].state == "failed"
+
+    def test_a_thousand_jobs_in_one_call(self, tmp_path: Path, service: Path, monkeypatch: pytest.MonkeyPatch):
+        monkeypatch.setenv("FAKE_EAI_HOLD", "1")
+        config, (job_id,), _ = launched(tmp_path, [job(tmp_path, "a")])
+        record = json.loads((service / "jobs" / f"{job_id}.json").read_text())
+        ids = [f"{i:08x}-0000-0000-0000-000000000000" for i in range(1000)]
+        for i, name in enumerate(ids):
+            (service / "jobs" / f"{name}.json").write_text(
+                json.dumps(record | {"id": name, "name": f"n{i}", "state": "RUNNING"})
+            )
+        before = len(calls(service))
+        assert {seen.state for seen in config.states(ids).values()} == {"running"}
+        assert len(calls(service)) == before + 1
+
+    def test_what_is_not_listed_is_asked_for_and_may_be_gone(
+        self, tmp_path: Path, service: Path, monkeypatch: pytest.MonkeyPatch
+    ):
+        monkeypatch.setenv("FAKE_EAI_HOLD", "1")
+        config, (old, young), _ = launched(tmp_path, [job(tmp_path, name) for name in "ab"])
+        times = {"startedOn": "2026-01-01T00:00:00+00:00", "endedOn": "2026-01-01T00:01:30+00:00"}
+        runs = [{"state": "INTERRUPTED"}, {"state": "FAILED", "exitCode": 3, "nodeName": "node7", **times}]
+        edit(service, old, createdOn=(datetime.now(UTC) - timedelta(days=2)).isoformat(), state="FAILED", runs=runs)
+        assert config.states([old, young, "0-gone"]) == {
+            old: SchedulerState("failed", "FAILED", "exit code 3", "node7", 90.0, restarts=1),
+            young: SchedulerState("queued", "QUEUED"),
+        }
+        assert config.states([]) == {}
+
+
+TRAINING = """
+    import json, os, signal, sys, time
+    run = sys.argv[1]
+    os.makedirs(run, exist_ok=True)
+    if os.path.exists(run + "/step"):
+        print("continued")
+        sys.exit()
+    def stop(number, frame):
+        name = signal.Signals(number).name
+        open(run + "/step", "w").close()
+        json.dump({"reason": name, "state": "stopped"}, open(run + "/status.json", "w"))
+        print("saved on", name, flush=True)
+        sys.exit(75)
+    signal.signal(signal.SIGTERM, stop)
+    signal.signal(signal.SIGUSR1, stop)
+    print("training", flush=True)
+    while True:
+        time.sleep(0.05)
+"""
+
+
+def training(tmp_path: Path, **values: Any) -> Job:
+    item = job(tmp_path, "training", TRAINING, **values)
+    return Job(item.exp_id, (*item.args, str(item.run)), item.cwd, item.run, item.log_dir, **values)
+
+
+class TestEndings:
+    def test_a_killed_job_saves_first_and_killing_again_is_no_error(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ):
+        monkeypatch.setenv("FAKE_EAI_CANCEL_SECONDS", "2.5")
+        item = training(tmp_path)
+        config, ids, _ = launched(tmp_path, [item])
+        wait_until(lambda: "training" in log(item))
+        config.kill(ids)
+        assert config.states(ids)[ids[0]] == SchedulerState("cancelled", "CANCELLED")
+        assert log(item) == "training\nsaved on SIGTERM\n"
+        config.kill([*ids, "0-gone"])
+        config.kill([])
+
+    def test_only_what_fails_by_itself_counts_as_a_quick_failure(self, tmp_path: Path):
+        code = (
+            TRAINING.replace('"stopped"', '"failed"')
+            .replace("exit(75)", "exit(1)")
+            .replace("sys.argv[1]", "os.environ['RUN']")
+        )
+        killed = job(tmp_path, "killed", code)
+        config, ids, _ = launched(tmp_path, [killed], environment={"RUN": str(killed.run)})
+        wait_until(lambda: "training" in log(killed))
+        config.kill(ids)
+        assert "saved on SIGTERM" in log(killed)
+        assert not (folder(tmp_path) / "quick_failures").exists()
+        _, ids, _ = launched(tmp_path, [job(tmp_path, "bad", "1 / 0")])
+        assert wait_for(config, ids[0]).state == "failed"
+        assert (folder(tmp_path) / "quick_failures").exists()
+
+    def test_a_preempted_job_saves_and_goes_on_by_itself(self, tmp_path: Path, service: Path):
+        item = training(tmp_path)
+        config, (job_id,), _ = launched(tmp_path, [item])
+        wait_until(lambda: "training" in log(item))
+        (folder(tmp_path) / "quick_failures").write_text("1\n" * 9)  # of others, since it began
+        subprocess.run(["eai", "fake", "preempt", job_id], check=True)
+        assert wait_for(config, job_id).state == "completed"
+        assert log(item) == "training\nsaved on SIGTERM\ncontinued\n"
+        assert f"job {job_id} run 1" in log(item, "err")
+        (record,) = records(service)
+        assert [(run["state"], run["exitCode"]) for run in record["runs"]] == [("INTERRUPTED", 75), ("SUCCEEDED", 0)]
+
+    def test_a_job_that_is_not_restartable_fails_when_interrupted(self, tmp_path: Path):
+        item = training(tmp_path)
+        config, (job_id,), _ = launched(tmp_path, [item], restartable=False)
+        wait_until(lambda: "training" in log(item))
+        subprocess.run(["eai", "fake", "preempt", job_id], check=True)
+        assert wait_for(config, job_id) == SchedulerState("failed", "INTERRUPTED")
+
+    def test_the_training_is_told_before_the_time_is_over(self, tmp_path: Path, service: Path):
+        item = training(tmp_path)
+        config, (job_id,), _ = launched(tmp_path, [item], max_run_seconds=60, stop_before_seconds=54)
+        assert wait_for(config, job_id).state == "failed"
+        assert log(item) == "training\nsaved on SIGUSR1\n"
+        assert records(service)[0]["runs"][-1]["exitCode"] == 75
+
+    def test_the_clock_ends_with_the_job(self, tmp_path: Path):
+        item = job(tmp_path, "a")
+        config, (job_id,), _ = launched(tmp_path, [item], max_run_seconds=os.getpid() * 100 + 99, stop_before_seconds=1)
+        wait_for(config, job_id)
+        sleeping = subprocess.run(
+            ["pgrep", "-f", f"sleep {os.getpid()}[0-9][0-9]$"], capture_output=True, text=True, check=False
+        ).stdout
+        assert sleeping == ""
+
+    def test_a_node_that_is_not_the_first_has_logs_of_its_own(self, tmp_path: Path):
+        """What the toolkit tells of nodes becomes what torchrun is told, and no training takes it for its own."""
+        names = ("NODE_RANK", "NNODES", "MASTER_PORT", "RANK", "WORLD_SIZE")
+        item = job(
+            tmp_path, "a", f"import os; print([os.environ.get(n) for n in {names}])", python_binary=sys.executable
+        )
+        processes = Processes(starter="torchrun", nodes=3)
+        configured(tmp_path, processes=processes.model_dump()).submit([item], folder(tmp_path), lambda _: None)
+        path = item.log_dir / f"{item.exp_id}.out.log"
+        wait_until(lambda: log(item))
+        env = os.environ | {"RANK": "2", "WORLD_SIZE": "3"}
+        subprocess.run(["/bin/bash", folder(tmp_path) / f"{item.exp_id}.sh"], env=env, check=True)
+        assert path.read_text() == "['0', '3', '29501', None, None]\n"
+        assert Path(f"{path}.node2").read_text() == "['2', '3', '29501', None, None]\n"
+
+
+def pauses(service: Path, seconds: str) -> bool:
+    """Whether a job has looked at its parent, and looks again after so many seconds."""
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.cmdline() == ["sleep", seconds] and process.environ().get("HOME", "").startswith(str(service)):
+                return True
+    return False
+
+
+class TestParents:
+    def test_a_child_waits_for_its_parent(self, tmp_path: Path):
+        parent = job(tmp_path, "parent", "print('ran')")
+        child = job(tmp_path, "child", "print('ran')", after=(parent.exp_id, "f" * 32))
+        config, (one, other), _ = launched(tmp_path, [parent, child])
+        wait_for(config, one)
+        status(tmp_path, parent, "running")
+        wait_until(lambda: "job" in log(child, "err"))
+        time.sleep(0.3)  # a child that did not wait would have run by now
+        assert log(child) == ""
+        status(tmp_path, parent, "done")
+        assert wait_for(config, other).state == "completed"
+        assert log(child) == "ran\n"
+
+    @pytest.mark.parametrize(
+        ("state", "told"),
+        [("failed", "is failed for 0"), ("stopped", "is stopped for 0"), (None, "is not started for 0")],
+    )
+    def test_a_child_of_a_parent_that_fails_names_it(self, tmp_path: Path, state: str | None, told: str):
+        parent = job(tmp_path, "parent", "raise SystemExit(1)")
+        child = job(tmp_path, "child", "print('ran')", after=(parent.exp_id,))
+        patience = {"parent_patience_seconds": 0} if state else {"parent_wait_seconds": 0}
+        config, (_, other), _ = launched(tmp_path, [parent, child], **patience)
+        if state:
+            status(tmp_path, parent, state)
+        assert wait_for(config, other).state == "failed"
+        assert f"not started: it starts from experiment {parent.exp_id}, which {told} seconds; see {parent.run}" in log(
+            child, "err"
+        )
+        assert log(child) == ""
+
+    def test_a_failure_of_a_parent_that_is_submitted_again_does_not_count(self, tmp_path: Path, service: Path):
+        parent = job(tmp_path, "parent", "import time; time.sleep(60)")
+        child = job(tmp_path, "child", "print('ran')", after=(parent.exp_id,))
+        status(tmp_path, parent, "failed")
+        config, (first, other), _ = launched(
+            tmp_path, [parent, child], parent_patience_seconds=0, parent_poll_seconds=0.617
+        )
+        wait_until(lambda: pauses(service, "0.617") or config.states([other])[other].state == "failed")
+        status(tmp_path, parent, "done")
+        assert wait_for(config, other).state == "completed", log(child, "err")
+        config.kill([first])
+
+    def test_parents_of_earlier_submissions_are_waited_for(self, tmp_path: Path):
+        parent = job(tmp_path, "parent")
+        child = job(tmp_path, "child", "print('ran')", after=(parent.exp_id,), after_jobs=("some-job",))
+        config, (job_id,), _ = launched(tmp_path, [child])
+        wait_for(config, job_id, "running")
+        status(tmp_path, parent, "done")
+        assert wait_for(config, job_id).state == "completed"
+
+    def test_a_waiting_child_can_be_killed(self, tmp_path: Path, service: Path):
+        parent = job(tmp_path, "parent")
+        child = job(tmp_path, "child", after=(parent.exp_id,))
+        config, ids, _ = launched(tmp_path, [parent, child], parent_poll_seconds=300)
+        wait_until(lambda: "job" in log(child, "err"))
+        config.kill(ids)
+        record = next(record for record in records(service) if record["id"] == ids[1])
+        assert (record["state"], record["runs"][-1]["exitCode"]) == ("CANCELLED", 75)
+
+
+@pytest.mark.parametrize("launcher", ["toolkit", "slurm"])
+def test_the_examples_are_valid(tmp_path: Path, launcher: str):
+    text = (ROOT / "resources" / "job_configs" / f"{launcher}.md").read_text()
+    (block,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    found: dict[str, Any] = {}
+    exec(block, found)
+    for name, raw in found["JOB_CONFIGS"].items():
+        assert resources.load(name, raw, tmp_path).launcher.name == launcher
+
+
+@pytest.mark.net
+@pytest.mark.skipif(
+    os.environ.get("EAI_LIVE") != "1",
+    reason="EAI_LIVE=1 runs a job on the real toolkit: EAI_ACCOUNT_ID, EAI_IMAGE, EAI_DATA",
+)
+def test_the_real_toolkit(monkeypatch: pytest.MonkeyPatch):
+    """A short job on one CPU: queued, found, seen running, killed. EAI_DATA: "name@branch:/folder:rw", where /folder is
+    here too."""
+    monkeypatch.undo()
+    mount = os.environ["EAI_DATA"]
+    home = Path(mount.split(":")[1]) / f"smoke-{os.getpid()}"
+    raw = {
+        "account": "$EAI_ACCOUNT_ID",
+        "image": os.environ["EAI_IMAGE"],
+        "data": [mount],
+        "max_run_seconds": 900,
+        "cpu": 1,
+        "mem_gb": 1,
+    }
+    config = configs.load(Config, raw, "toolkit")
+    item = job(home, "live", python_binary="sleep 600; true")
+    sent = folder(home, f"smoke{int(time.time())}")
+    (job_id,) = config.submit([item], sent, lambda _: None)
+    try:
+        assert config.find(sent, [item.exp_id]) == {item.exp_id: job_id}
+        wait_until(lambda: config.states([job_id])[job_id].state == "running", seconds=600)
+    finally:
+        config.kill([job_id])
+    assert config.states([job_id])[job_id].state == "cancelled"

@@ -1,0 +1,265 @@
+"""Pretrained models that FSDP2 cuts before their weights are there: the numbers are those of models that were built
+whole."""
+
+import copy
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import AutoTokenizer, T5Config, T5ForConditionalGeneration
+
+from src.experiments.config import Places
+from src.experiments.identity import exp_id
+from src.experiments.registry import MODELS, bind
+from src.support.weights import is_unfilled, stored_names
+from tests import toy, warm
+from tests.core.models import shared_fill
+from tests.core.models.conftest import make_base
+from tests.core.training.parallel.modes import scores, weights
+from tests.systems.t5 import test_seq2seq
+
+
+def save(folder: Path, family: str, **sizes: Any) -> Path:
+    """A pretrained model in two files, with the toy tokenizer beside `folder`."""
+    model = make_t5(**sizes) if family == "t5" else make_base(family, **sizes)
+    model.generation_config.max_new_tokens = 7
+    model.save_pretrained(folder, max_shard_size="30KB")
+    AutoTokenizer.from_pretrained(folder.parent / "toy_tokenizer").save_pretrained(folder)
+    assert len(list(folder.glob("*.safetensors"))) > 1
+    return folder
+
+
+def make_t5(logits_tied: bool, vocab_size: int = 60) -> Any:
+    """logits_tied: as in the original T5, and not in v1.1. Its config.json says that they are in either case."""
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {
+        "d_model": 16,
+        "d_kv": 4,
+        "d_ff": 24,
+        "num_layers": 2,
+        "num_heads": 4,
+        "decoder_start_token_id": 0,
+    }
+    model: Any = T5ForConditionalGeneration(T5Config(vocab_size=vocab_size, **sizes))
+    if not logits_tied:
+        model.lm_head.weight = nn.Parameter(torch.randn(vocab_size, 16))
+    return model
+
+
+def built(data: Path, **more: Any) -> tuple[Any, Any]:
+    """The model of data/pretrained, or another around it, whole and for FSDP2. Neither draws more numbers than the
+    other."""
+    config: Any = bind(MODELS, more if "base" in more else {"name": "hf", "path": "pretrained", **more})
+    places, loaded, drawn = Places(data, data), [], []
+    for build in (config.build, config.build_unfilled):
+        torch.manual_seed(0)
+        loaded.append(build(places))
+        drawn.append(torch.get_rng_state())
+    assert torch.equal(*drawn)
+    return loaded[0], loaded[1]
+
+
+FAMILIES = [
+    ("llama", {"tie_word_embeddings": True}),
+    ("gpt2", {}),
+    ("qwen2", {}),
+    ("t5", {"logits_tied": True}),
+    ("t5", {"logits_tied": False}),
+]
+
+
+PRETRAINED = {"name": "hf", "path": "pretrained"}
+CONVERTED = {
+    **PRETRAINED,
+    "dtype": "bfloat16",
+}  # transformers does not read weights of the type of the files until they are used
+CROSSED = {"name": "cross_attention", "num_layers": 2, "stride": 2, "feed_forward_size": 64, "base": CONVERTED}
+WRAPPED: dict[str, dict[str, Any]] = {
+    "adapters": {"rank": 3, "target_modules": ["q_proj", "down_proj"], "base": CONVERTED},
+    "adapters in gpt2": {"rank": 3, "target_modules": ["c_attn", "c_fc"], "base": PRETRAINED},
+    "cross-attention": CROSSED,
+    "one block": {**CROSSED, "shared_weights": True, "base": PRETRAINED},
+    "all is trained": {**CROSSED, "train_all_params": True},
+    "both": {"rank": 3, "target_modules": ["o_proj"], "base": CROSSED},
+}
+"""Models around a base."""
+for model in WRAPPED.values():
+    if "rank" in model:
+        model |= {"name": "lora", "alpha": 6.0}
+
+
+@pytest.mark.parametrize("kind", WRAPPED)
+def test_new_layers_around_a_base_are_initialised(tmp_path: Path, kind: str):
+    data = toy.write_data(tmp_path / "data")
+    save(
+        data / "pretrained",
+        "gpt2" if "gpt2" in kind else "llama",
+        **({} if "gpt2" in kind else {"tie_word_embeddings": True}),
+    )
+    whole, unfilled = built(data, **WRAPPED[kind])
+    parameters = dict(unfilled.named_parameters())
+    assert [*parameters] == [name for name, _ in whole.named_parameters()], "tied alike"
+    ((folder, names),) = stored_names(unfilled).items()
+    held = {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    state = unfilled.state_dict(keep_vars=True)
+    base = {id(state[full]): file for file, full in names.items()}
+    for name, expected in whole.named_parameters():
+        loaded = parameters[name]
+        assert (loaded.requires_grad, loaded.dtype, loaded.shape) == (
+            expected.requires_grad,
+            expected.dtype,
+            expected.shape,
+        ), name
+        assert loaded.is_meta == (id(loaded) in base), name
+        assert torch.equal(held[base[id(loaded)]].to(expected.dtype) if loaded.is_meta else loaded, expected), name
+    assert any(loaded.requires_grad and not loaded.is_meta for loaded in parameters.values())
+    assert (str(unfilled), unfilled.name_or_path, unfilled.training) == (str(whole), whole.name_or_path, whole.training)
+    unfilled.register_parameter("more", nn.Parameter(torch.empty(2, device="meta")))
+    with pytest.raises(AssertionError, match="weights that no file has"):
+        stored_names(unfilled)
+
+
+def test_layers_around_a_filled_base_are_unchanged(tmp_path: Path):
+    data = toy.write_data(tmp_path / "data")
+    save(data / "pretrained", "llama")
+    base = {**PRETRAINED, "extra_tokens": ["<new>"]}
+    for model in (WRAPPED["adapters"] | {"base": base}, CROSSED | {"train_all_params": True, "base": base}):
+        whole, other = built(data, **model)
+        assert not is_unfilled(other)
+        assert not stored_names(other)
+        for one, two in zip(other.parameters(), whole.parameters(), strict=True):
+            assert torch.equal(one, two)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["adapters", "cross-attention", "both"])
+def test_no_process_builds_a_full_base(tmp_path: Path, kind: str):
+    data = toy.write_data(tmp_path / "data")
+    save(data / "pretrained", "llama", hidden_size=512, intermediate_size=2048, num_hidden_layers=12)
+    for processes in (1, 4):
+        output = warm.torchrun(
+            Path(shared_fill.__file__), [str(data), json.dumps(WRAPPED[kind])], processes, tmp_path / "log"
+        )
+        assert output == ""
+    for rank in range(4):
+        grown, whole = json.loads((data / f"grown-{rank}").read_text())
+        assert grown < 0.75 * whole, (
+            f"process {rank} has held more than its part; a base built whole is 2.8 times the model while converted"
+        )
+
+
+@pytest.mark.parametrize(("family", "sizes"), FAMILIES)
+def test_all_but_the_weights_is_there(tmp_path: Path, family: str, sizes: dict[str, Any]):
+    data = toy.write_data(tmp_path / "data")
+    save(data / "pretrained", family, **sizes)
+    whole, unfilled = built(data, **({"name": "t5", "dropout_rate": 0.1} if family == "t5" else {"attention": "eager"}))
+    assert is_unfilled(unfilled)
+    assert not is_unfilled(whole)
+    assert [*unfilled.state_dict()] == [*whole.state_dict()]
+    assert [name for name, _ in unfilled.named_parameters()] == [name for name, _ in whole.named_parameters()], (
+        "tied alike"
+    )
+    assert all(parameter.is_meta for parameter in unfilled.parameters())
+    buffers = dict(unfilled.named_buffers())
+    assert buffers.keys() == dict(whole.named_buffers()).keys()
+    for name, buffer in whole.named_buffers():
+        assert torch.equal(buffers[name], buffer), name
+    for model in (whole, unfilled):
+        model.config.name_or_path = ""
+    assert unfilled.config.to_dict() == whole.config.to_dict()
+    assert unfilled.generation_config.to_dict() == whole.generation_config.to_dict()
+    assert str(unfilled) == str(whole), "and dropout"
+    assert (unfilled.name_or_path, unfilled.training, unfilled.dtype) == (
+        whole.name_or_path,
+        whole.training,
+        whole.dtype,
+    )
+
+
+def test_tied_weights_that_the_files_have_twice_stay_tied(tmp_path: Path):
+    data = toy.write_data(tmp_path / "data")
+    folder = save(data / "pretrained", "llama", tie_word_embeddings=True)
+    held = {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    for path in folder.glob("*.safetensors*"):
+        path.unlink()
+    twice = held["model.embed_tokens.weight"]
+    for logits, tied in ((twice.clone(), True), (twice + 1, False)):
+        save_file({**held, "lm_head.weight": logits}, folder / "model.safetensors", {"format": "pt"})
+        for model in built(data):
+            assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
+
+
+def test_weights_that_cannot_be_read_in_parts_are_loaded_fully(tmp_path: Path):
+    data = toy.write_data(tmp_path / "data")
+    saved = save(data / "kept", "gpt2")
+
+    def refused(**more: Any) -> bool:
+        whole, other = built(data, **more)
+        if more:  # its new rows are drawn
+            return not is_unfilled(other)
+        same = all(torch.equal(one, two) for one, two in zip(other.parameters(), whole.parameters(), strict=True))
+        return same and not is_unfilled(other)
+
+    shutil.copytree(saved, data / "pretrained")
+    assert is_unfilled(built(data)[1])
+    assert refused(extra_tokens=["<new>"])
+    save_file({"x": torch.ones(1)}, data / "pretrained" / "more.safetensors")
+    assert refused(), "another file"
+    shutil.rmtree(data / "pretrained")
+    shutil.copytree(saved, data / "pretrained", ignore=shutil.ignore_patterns("*.safetensors*"))
+    held = {name: tensor for file in saved.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    save_file(
+        {name.removeprefix("transformer."): tensor for name, tensor in held.items()},
+        data / "pretrained" / "model.safetensors",
+    )
+    assert refused(), "names of the body of the model"
+    shutil.rmtree(data / "pretrained")
+    save(data / "pretrained", "gpt_neox")
+    assert refused(), "names that transformers changes"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["float32", "t5", "adapters", "cross-attention", "both"])
+def test_a_training_has_the_same_bits_and_resumes(tmp_path: Path, name: str):
+    """Frequencies of positions, which no file has, tied embeddings, logits of their own, and weights converted to
+    another type; a base that is in no checkpoint, and what is trained around it, which begins as drawn and goes on from
+    the checkpoint."""
+    test_seq2seq.write_data(tmp_path)
+    data = tmp_path / "data"
+    size = len(AutoTokenizer.from_pretrained(data / "toy_tokenizer"))
+    crossed = name in ("cross-attention", "both")
+    exp: dict[str, Any] = copy.deepcopy(test_seq2seq.EXP if name == "t5" else toy.CROSSATTN if crossed else toy.BASE)
+    if name == "t5":
+        save(data / "pretrained", "t5", logits_tied=False, vocab_size=size)
+        exp["model"] = {"name": "t5", "path": "pretrained"}
+    else:
+        save(data / "pretrained", "llama", tie_word_embeddings=True, vocab_size=size)
+        exp["model"] = WRAPPED.get(name, {**PRETRAINED, "dtype": name}) | (
+            {"dropout_rate": 0.1} if name == "adapters" else {}
+        )
+    exp["loop"] |= {"steps": 6, "eval_every": 3, "learning_rate": 1e-3} | ({"micro_batch": 4} if crossed else {})
+    root = toy.project(tmp_path, f"EXP_GROUPS = {{'x': [{exp!r}]}}\n")
+    run, loaded = tmp_path / "runs" / exp_id(exp), {}
+    more = data / "pretrained" / "more.safetensors"
+    for whole in (True, False):
+        words = ["--fsdp"] if name == "t5" or not whole else []  # of T5 DDP adds the norm of gradients in another order
+        if whole:
+            save_file({"x": torch.ones(1)}, more)  # has FSDP2 begin with a whole model
+        else:
+            more.unlink()
+        assert toy.run(root, ["-e", "x", *words], tmp_path, processes=2).returncode == 0
+        assert ("each process reads its part of these weights" in (run / "logs" / "train.log").read_text()) != whole
+        loaded[whole] = scores(run), weights(run)
+        if whole:
+            shutil.rmtree(run)
+    assert loaded[True] == loaded[False]
+    shutil.rmtree(run / "checkpoints" / "step-00000006")
+    (run / "status.json").unlink()
+    assert toy.run(root, ["-e", "x", "--fsdp"], tmp_path, processes=2).returncode == 0
+    assert "continues from step 3" in (run / "logs" / "train.log").read_text()
+    assert (scores(run), weights(run)) == loaded[True]

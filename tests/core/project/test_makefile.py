@@ -1,0 +1,143 @@
+"""`make` sets up .venv once, again when the requirements change, and never trusts half an installation."""
+
+import argparse
+import os
+import shlex
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from data_prep.crossattn import prepare_qa
+from exp_configs import EXP_GROUPS
+from results import plot, table
+from src.launch import arguments
+from src.tables import run_arguments
+
+ROOT = Path(__file__).resolve().parents[3]
+# stands for python3 and, copied by `-m venv`, for .venv/bin/python: it writes down what it was asked to do
+LOCKS = ("requirements.lock", "requirements-dev.lock")
+RECORDER = """#!/bin/bash
+echo "$*" >> "$RECORD"
+case "$*" in
+  "-m venv .venv") mkdir -p .venv/bin; cp "$0" .venv/bin/python;;
+  *"$FAIL_ON"*) exit 1;;
+esac
+"""
+
+
+@pytest.fixture
+def make(tmp_path: Path):
+    """Run a target in a copy of the Makefile and the requirements; gives what was asked of Python and pip."""
+    for name in ("Makefile", "requirements.txt", *LOCKS, "requirements-dev.txt"):
+        shutil.copy(ROOT / name, tmp_path)
+    recorder = tmp_path / "python"
+    recorder.write_text(RECORDER)
+    recorder.chmod(0o755)
+
+    def run(target: str, fail_on: str = "nothing at all", **variables: str) -> list[str]:
+        record = tmp_path / "record"
+        record.write_text("")
+        environment = {**os.environ, "RECORD": str(record), "FAIL_ON": fail_on, "PYTHON": str(recorder)}
+        done = subprocess.run(
+            ["make", f"PYTHON={recorder}", *(f"{k}={v}" for k, v in variables.items()), target],
+            cwd=tmp_path,
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert (done.returncode != 0) == (fail_on in record.read_text()), done.stderr
+        return [
+            line.replace(" --quiet --no-compile --disable-pip-version-check", "")
+            for line in record.read_text().splitlines()
+        ]
+
+    return run
+
+
+HASHED = "--no-deps --require-hashes -r "
+
+
+def torch_pin() -> str:
+    return next(
+        line.split()[0] for line in (ROOT / "requirements.txt").read_text().splitlines() if line.startswith("torch==")
+    )
+
+
+def installed(lines: list[str]) -> list[str]:
+    return [line.removeprefix("-m pip install ").removeprefix(HASHED) for line in lines if "pip install" in line]
+
+
+def test_torch_comes_first_and_the_second_time_nothing_is_done(make):
+    lines = make("run-environment")
+    assert "-m venv .venv" in lines
+    assert installed(lines) == [torch_pin(), "requirements.lock"]
+    assert f"-m pip install {HASHED}requirements.lock" in lines
+    assert make("run-environment") == []
+
+
+def test_the_tests_need_the_second_file_too(make):
+    assert "requirements-dev.lock" in installed(make("test"))
+    assert make("test") == [FAST]
+
+
+FAST, SLOW = ("-m pytest -n 2 --dist loadfile --no-loadscope-reorder -m " + which for which in ("not slow", "slow"))
+
+
+def test_all_tests_run_once(make):
+    make("dev-environment")
+    assert make("test-all") == [FAST, SLOW]
+    assert make("test-slow", WORKERS="8") == [SLOW.replace("-n 2", "-n 8")]
+
+
+@pytest.mark.parametrize(
+    ("changed", "again"),
+    [
+        ("requirements.txt", ["requirements.lock"]),
+        ("requirements.lock", ["requirements.lock"]),
+        ("requirements-dev.lock", ["requirements-dev.lock"]),
+    ],
+)
+def test_a_changed_file_is_installed_again(make, tmp_path: Path, changed: str, again: list[str]):
+    make("dev-environment")
+    with open(tmp_path / changed, "a") as file:
+        file.write("another==1.0\n")
+    lines = make("dev-environment")
+    assert "-m venv .venv" not in lines
+    assert installed(lines) == [word for name in again for word in (torch_pin(), name)]
+    assert make("dev-environment") == []
+
+
+@pytest.mark.parametrize("broken", ["torch==", "-r requirements.lock"])
+def test_half_an_installation_is_done_again(make, tmp_path: Path, broken: str):
+    make("run-environment")
+    with open(tmp_path / "requirements.txt", "a") as file:
+        file.write("another==1.0\n")
+    make("run-environment", fail_on=broken)
+    assert installed(make("run-environment"))[-1] == "requirements.lock"
+    assert make("run-environment") == []
+
+
+def test_an_environment_without_pip_is_made_anew(make, tmp_path: Path):
+    """As an interrupted `python3 -m venv` leaves it."""
+    (tmp_path / ".venv" / "bin").mkdir(parents=True)
+    shutil.copy("/bin/false", tmp_path / ".venv" / "bin" / "python")
+    assert "-m venv .venv" in make("run-environment")
+
+
+def test_every_line_of_the_study_is_understood(make):
+    """The recorder ran no Python: here the real parsers read what it was asked."""
+    lines = make("study", TRAINVAL_DATA="released")
+    asked = {words[1]: words[2:] for line in lines if (words := shlex.split(line))[:1] == ["-m"]}
+    trained = ["study_crossattn", "study_prompted"]
+    for module, groups in ((plot, trained), (table, [*trained, "study_untrained"])):
+        options = run_arguments.parse(module._parser(), asked[module.__name__])
+        assert (options.groups, options.runs) == (groups, run_arguments.RUNS)
+    (training,) = (shlex.split(line)[1:] for line in lines if line.startswith("trainval.py"))
+    assert arguments.parse(training, "", ROOT).exp_group == options.groups
+    prepare_qa._add_options(parser := argparse.ArgumentParser())
+    prepared = parser.parse_args(asked["data_prep.crossattn.prepare_qa"])
+    assert [path.split("/")[0] for path in prepared.train] == ["released", "released"]
+    assert set(options.groups) <= EXP_GROUPS.keys()

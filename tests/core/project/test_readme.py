@@ -1,0 +1,145 @@
+"""The documents are true: links lead somewhere, commands are understood, groups and targets exist."""
+
+import inspect
+import re
+import shlex
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+import exp_configs
+import trainval
+from src.launch import arguments
+
+ROOT = Path(trainval.__file__).parent
+PAGES = ["README.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md")))]
+"""What users read. Short, in short lines."""
+RESOURCES = [str(path.relative_to(ROOT)) for path in sorted((ROOT / "resources").rglob("*.md"))]
+DOCUMENTS = [*PAGES, *RESOURCES, "CONTRIBUTING.md", "CHANGELOG.md", "LOG.md"]
+LONGEST_LINE, MOST_LINES = 119, 120
+NEEDS = re.compile(r"# needs (GPUs|the hub|GPUs and the hub|a cluster)$", re.MULTILINE)
+"""The mark of commands, in their comment or at the top of their block, that no test can carry out here."""
+ELSEWHERE = re.compile(
+    r"hub:|google/|bigcode/|spiece|--nproc-per-node 8|-j (slurm|toolkit|ray)|^(accelerate|deepspeed|hf) "
+)
+"""What shows that a command needs such a thing."""
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_lines_are_short(name: str):
+    lines = (ROOT / name).read_text().splitlines()
+    assert not [f"{name}:{number}" for number, line in enumerate(lines, 1) if len(line) > LONGEST_LINE]
+
+
+def test_the_readme_is_read_in_three_minutes():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= MOST_LINES
+
+
+def test_the_readme_leads_to_every_page():
+    text = (ROOT / "README.md").read_text()
+    assert not [name for name in PAGES[1:] if f"]({name}" not in text]
+
+
+def anchors(path: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", path.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_relative_links_lead_somewhere(name: str):
+    page = ROOT / name
+    dead = []
+    for link, anchor in re.findall(r"\]\(([^)#]*)#?([^)]*)\)", page.read_text()):
+        target = page.parent / link if link else page
+        if "://" not in link and not (target.exists() and (not anchor or anchor in anchors(target))):
+            dead.append(f"{link}#{anchor}")
+    assert not dead
+
+
+def commands(name: str, marked: bool = True) -> list[str]:
+    """Each command of the document's bash blocks, with what the block exports filled in. marked: with those that bear a
+    mark."""
+    found = []
+    for block in re.findall(r"```bash\n(.*?)```", (ROOT / name).read_text(), re.DOTALL):
+        exported: dict[str, str] = {}
+        first, _, _ = block.partition("\n")
+        for line in re.sub(r"\s*\\\n\s*", " ", block).splitlines():
+            text = re.sub(
+                r"\$(\w+)", lambda match, known=exported: known[match[1]], re.split("(?:^| +)#", line)[0].strip()
+            )
+            if text.startswith("export "):
+                exported |= dict(word.split("=", 1) for word in shlex.split(text)[1:])
+            elif text and (marked or (not NEEDS.search(line) and not NEEDS.match(first))):
+                found.append(text)
+    return found
+
+
+EVERY = [line for name in PAGES for line in commands(name)]
+
+
+@pytest.mark.parametrize(
+    "line", sorted({line for line in EVERY if "trainval.py" in line and not re.search(r" -e \W?mine", line)})
+)
+def test_commands_of_trainval_are_understood(line: str, capsys: pytest.CaptureFixture[str]):
+    """Their flags are known, their groups are there, and what --set changes is valid.
+    tests/core/project/test_tutorial.py carries out group `mine`."""
+    words = shlex.split(line)
+    words = words[words.index("trainval.py") + 1 :]
+    args = arguments.parse(words, "", ROOT)
+    assert set(args.exp_group) <= set(exp_configs.EXP_GROUPS)
+    assert trainval.main([*words, "--list"]) == 0, capsys.readouterr().err
+
+
+def test_what_needs_more_than_this_machine_is_marked():
+    unmarked = [line for name in PAGES for line in commands(name, marked=False)]
+    assert not [line for line in unmarked if ELSEWHERE.search(line)]
+    assert len(unmarked) < len(EVERY)
+
+
+PROGRAMS = ("python", "torchrun", "accelerate", "deepspeed", "make", "hf", "source")
+
+
+def test_every_command_begins_with_a_known_program():
+    assert not [line for line in EVERY if line.split()[0] not in PROGRAMS and not line.startswith("for ")]
+
+
+MODULES = sorted({line for line in EVERY if line.startswith("python -m ")})
+
+
+def test_modules_are_shown():
+    assert len(MODULES) >= 12
+
+
+@pytest.mark.parametrize("line", MODULES)
+def test_commands_of_modules_have_the_flags_shown(line: str, capsys: pytest.CaptureFixture[str]):
+    module, *words = shlex.split(line)[2:]
+    place = f"{module}.__main__" if (ROOT / module.replace(".", "/")).is_dir() else module
+    with pytest.raises(SystemExit, match=r"^0$"):
+        import_module(place).main(["--help"])
+    known = set(re.findall(r"(?<![\w-])-{1,2}[a-z0-9][\w-]*", capsys.readouterr().out))
+    assert {word for word in words if word.startswith("-")} <= known
+
+
+@pytest.mark.parametrize("launcher", ["local", "slurm", "ray", "toolkit"])
+def test_launchers_have_the_verbs_that_contributing_shows(launcher: str):
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    (row,) = re.findall(r"^\| launcher \|.*?`(submit\(.*?\))", text, re.MULTILINE)
+    shown = [row, *re.findall(r"`((?:states|kill|find)\(.*?\))`", text)]
+    module = import_module(f"src.launch.{launcher}.launcher")
+    found = {
+        name: list(inspect.signature(getattr(module.Config, name)).parameters)[1:]
+        for name in ("submit", "states", "kill", "find")
+    }
+    assert {
+        name: words.split(", ") for name, words in (re.findall(r"(\w+)\((.*)\)", verb)[0] for verb in shown)
+    } == found
+
+
+def test_the_make_targets_named_exist():
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    named = {
+        word for name in DOCUMENTS for word in re.findall(r"^make ([a-z-]+)", (ROOT / name).read_text(), re.MULTILINE)
+    }
+    assert {"demo", "test"} <= named <= targets

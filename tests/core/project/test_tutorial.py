@@ -1,0 +1,119 @@
+"""The first experiment of the README and of docs/tutorial.md, carried out as it stands there.
+
+Other than there: a toy tokenizer stands for that of Python's own source, and a training has a few steps.
+"""
+
+import json
+import re
+import runpy
+import shlex
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from src.experiments.grid import grid
+from tests import toy
+from tests.core.project.test_readme import commands
+
+RESULTS = {
+    "model.num_layers model.stride": "loop.learning_rate seed",
+    "model.stride > 1": "seed < 1",
+    "crossattn_tiny": "mine",
+}
+"""What stands in the commands of docs/results.md, and in those that are carried out on the runs of the tutorial."""
+LEFT_OUT = (
+    "make demo",
+    "make test",
+    "source .venv",
+    "python -c",
+    "for path in",
+    "python -m data_prep.crossattn.stdlib_qa",
+)
+"""Commands that set up what the test has, or that have tests of their own."""
+Carry = Callable[[str], str]
+
+
+@pytest.fixture
+def carry_out(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Carry:
+    """Carries out a command where data, a text and the experiments of a page are (the tutorial, or the parameter);
+    gives what it prints."""
+    page = getattr(request, "param", "docs/tutorial.md")
+    (block,) = re.findall(r"```python\n(MINE = .*?)```", (toy.ROOT / page).read_text(), re.DOTALL)
+    block, found = re.subn(
+        r'"steps": \d+(.*"eval_every": )\d+', r'"steps": 4\g<1>2', block.replace("stdlib_tokenizer", "toy_tokenizer")
+    )
+    assert found == 1
+    written: dict[str, Any] = {"EXP_GROUPS": {}, "grid": grid}
+    exec(block, written)
+    toy.write_data(tmp_path / "results" / "data")
+    (tmp_path / "my.jsonl").write_text(
+        "".join(json.dumps({"text": f"the thing{i % 16} is red . " * 8}) + "\n" for i in range(60))
+    )
+    monkeypatch.chdir(tmp_path)
+
+    def run(line: str) -> str:
+        _, *words = shlex.split(line.replace("stdlib_tokenizer", "toy_tokenizer"))
+        if words[0] == "trainval.py":
+            code = toy.main(words[1:], written["EXP_GROUPS"], tmp_path / "results")
+        else:
+            code = import_module(words[1]).main(words[2:])
+        shown = capsys.readouterr()
+        assert code == 0, f"{line}: {shown.err}"
+        return shown.out
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("carry_out", "name"), [(name, name) for name in ("README.md", "docs/tutorial.md")], indirect=["carry_out"]
+)
+def test_the_first_experiment(carry_out: Carry, name: str, tmp_path: Path):
+    shown = {line: carry_out(line) for line in commands(name) if not line.startswith(LEFT_OUT)}
+    assert len(shown) >= 5
+    ends = [
+        [row["step"] for row in map(json.loads, path.read_text().splitlines())]
+        for path in tmp_path.rglob("scores.jsonl")
+    ]
+    assert len(ends) >= 4
+    assert all(steps == [2, 4] for steps in ends)
+    (table,) = [out for line, out in shown.items() if "results.table" in line]
+    assert "standard deviation" in table
+    (plot,) = [out for line, out in shown.items() if "results.plot" in line]
+    assert (tmp_path / plot.strip()).stat().st_size > 1000
+
+
+def test_the_commands_of_the_page_of_results(carry_out: Carry, tmp_path: Path):
+    """On the runs of the tutorial: all but the live page, and answers, which a language model does not give."""
+    for line in commands("docs/tutorial.md"):
+        if "data_prep.tokenize" in line or line == "python trainval.py -e mine":
+            carry_out(line)
+    ids = sorted(path.parent.name for path in tmp_path.rglob("scores.jsonl"))
+    asked = [
+        line
+        for line in commands("docs/results.md")
+        if "results." in line and not re.search("dashboard|answers|sweep", line)
+    ]
+    assert len(asked) >= 9
+    for line in asked:
+        for there, here in RESULTS.items():
+            line = line.replace(there, here)
+        carry_out(line.replace("ID1", ids[0]).replace("ID2", ids[1]).replace("ID", ids[0]))
+    assert {"report.html", "mine.zip"} <= {path.name for path in tmp_path.iterdir()}
+
+
+def test_the_text_of_the_tutorial_is_made_of_our_source(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    """The one command that no other test has: JSON lines from the files of src."""
+    (script,) = re.findall(r'python -c "(.*?)" > my.jsonl', (toy.ROOT / "docs" / "tutorial.md").read_text(), re.DOTALL)
+    (tmp_path / "script.py").write_text(script)
+    monkeypatch.chdir(toy.ROOT)
+    runpy.run_path(str(tmp_path / "script.py"))
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert len(rows) > 100
+    assert all(list(row) == ["text"] for row in rows)

@@ -1,0 +1,165 @@
+"""What another experiment has started from stays, whatever a person does to the run: goes back, takes that back, trains
+on."""
+
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from src.experiments.identity import exp_id
+from src.files import write_json
+from src.runs import metadata
+from src.runs.checkpoints import folder as checkpoints
+from src.runs.checkpoints.retention import RotationRule
+from src.runs.history import archive as abandoned
+from src.runs.history import rewind
+from src.runs.history.branches import Branch
+from src.runs.history.transaction import manifest_hash
+from tests.core.runs.checkpoints.test_rotation import EXP, Losses, dies, steps, train
+
+
+def child(which: str) -> dict[str, Any]:
+    return {"recipe": "toy", "seed": 1, "model": {"name": "experiment", "exp_id": exp_id(EXP), "checkpoint": which}}
+
+
+def finish(run: Path) -> None:
+    write_json(run / "status.json", {"state": "done", "step": steps(run)[-1], "attempt": 1})
+
+
+def go_back(run: Path, step: int) -> None:
+    rewind.plan(run, Branch(number=abandoned.next_number(run), from_step=step)).apply()
+
+
+def hashes(run: Path) -> dict[int, str | None]:
+    return {checkpoints.step_of(path): manifest_hash(path) for path in checkpoints.list_all(run)}
+
+
+@pytest.fixture
+def parent(tmp_path: Path) -> Path:
+    """Done at step 8, the best at 4."""
+    run = tmp_path / exp_id(EXP)
+    metadata.prepare(run, EXP, [])
+    assert train(run, {2: 3.0, 4: 1.0, 6: 2.0, 8: 2.0}, RotationRule()) == [4, 6, 8]
+    finish(run)
+    return run
+
+
+BETTER = {2: 3.0, 4: 1.0, 6: 2.0, 8: 0.5, 10: 0.4, 12: 0.3}
+
+
+def go_on(run: Path, losses: Losses, words: str) -> list[int]:
+    return train(run, losses, RotationRule(), words=words, first=steps(run)[-1] + 1)
+
+
+@pytest.mark.parametrize("which", ["best", "last"])
+def test_what_a_child_started_from_stays_in_a_run_that_is_rewound(
+    parent: Path, which: str, caplog: pytest.LogCaptureFixture
+):
+    caplog.set_level("INFO")
+    metadata.prepare(parent.parent / exp_id(child(which)), child(which), [])
+    before = hashes(parent)
+    go_back(parent, 6)
+    assert go_on(parent, BETTER, "others") == [4, 6, 10, 12]
+    assert (hashes(parent)[4], hashes(parent)[6]) == (before[4], before[6])
+    assert f"{parent}: another experiment starts from it, so its checkpoints up to step 6 stay." in caplog.text
+    go_back(parent, 6)
+    assert go_on(parent, BETTER, "again") == [4, 6, 10, 12]
+
+
+def test_what_nobody_started_from_goes(parent: Path):
+    stranger = {"recipe": "toy", "seed": 1, "model": {"name": "experiment", "exp_id": "0" * 32}}
+    metadata.prepare(parent.parent / exp_id(stranger), stranger, [])
+    go_back(parent, 6)
+    assert go_on(parent, BETTER, "others") == [10, 12]
+
+
+def test_what_a_child_may_start_from_stays_where_its_dict_cannot_be_read(parent: Path):
+    metadata.prepare(parent.parent / exp_id(child("best")), child("best"), [])
+    (parent.parent / exp_id(child("best")) / "exp_dict.json").write_text("{")
+    go_back(parent, 6)
+    assert go_on(parent, BETTER, "others") == [4, 6, 10, 12]
+
+
+def test_other_experiments_are_not_read_where_nobody_went_back(tmp_path: Path):
+    """Thousands may lie beside."""
+    run, other = tmp_path / exp_id(EXP), tmp_path / exp_id(child("best"))
+    metadata.prepare(run, EXP, [])
+    metadata.prepare(other, child("best"), [])
+    assert not dies(
+        lambda: train(run, BETTER, RotationRule()), lambda event, where: event == "open" and str(other) in where
+    )
+    assert steps(run) == [10, 12]
+
+
+def test_what_was_trained_after_the_place_that_a_run_went_back_to_is_nobodys(parent: Path):
+    metadata.prepare(parent.parent / exp_id(child("best")), child("best"), [])
+    go_back(parent, 6)
+    assert go_on(parent, BETTER, "others") == [4, 6, 10, 12]
+    go_back(parent, 4)
+    assert go_on(parent, BETTER, "again") == [4, 10, 12]
+
+
+def test_what_a_child_started_from_stays_where_the_abandoned_branches_were_deleted(parent: Path):
+    metadata.prepare(parent.parent / exp_id(child("best")), child("best"), [])
+    go_back(parent, 6)
+    shutil.rmtree(parent / "abandoned")
+    assert go_on(parent, BETTER, "others") == [4, 6, 10, 12]
+
+
+def test_what_a_child_of_a_branch_started_from_stays_when_that_is_undone(tmp_path: Path):
+    run = tmp_path / exp_id(EXP)
+    metadata.prepare(run, EXP, [])
+    assert train(run, {2: 1.0, 4: 3.0, 6: 2.0}, RotationRule()) == [2, 4, 6]
+    write_json(run / "status.json", {"state": "stopped", "step": 6, "attempt": 1})
+    go_back(run, 4)
+    assert go_on(run, {2: 1.0, 4: 3.0, 6: 2.0, 8: 2.0}, "branch") == [2, 6, 8]
+    finish(run)
+    metadata.prepare(tmp_path / exp_id(child("best")), child("best"), [])
+    started_from = checkpoints.best(run)
+    assert started_from == checkpoints.folder(run, 2)
+    rewind.plan_undo(run).apply()
+    assert go_on(run, {**BETTER, 2: 1.0, 4: 3.0}, "weights") == [2, 4, 10, 12]
+
+
+@pytest.mark.parametrize("seed", range(16))
+def test_whatever_happens_to_a_run_what_others_started_from_stays(tmp_path: Path, seed: int):
+    """Only a rewind or an undo takes it out of the run, to where it is kept."""
+    rng = random.Random(seed)
+    run, keep = tmp_path / exp_id(EXP), RotationRule(rng.randrange(1, 3), rng.choice([None, 4]), rng.randrange(1, 3))
+    metadata.prepare(run, EXP, [])
+    lines: list[dict[int, float | None]] = [{}]
+    taken: set[str | None] = set()
+    did: list[str] = []
+    for line in range(14):
+        state, here = metadata.read_status(run)["state"], hashes(run)
+        choices = ["train"] * 2 if state != "done" else ["child", "child", "rewind"]
+        choices += ["finish"] if here and state != "done" else []
+        choices += ["rewind"] if here else []
+        choices += ["undo"] if len(lines) > 1 else []
+        did.append(rng.choice(choices))
+        if did[-1] == "train":
+            first = max(lines[-1], default=0) + 1
+            lines[-1] |= {step: float(rng.randrange(9)) for step in range(first, first + rng.randrange(1, 6))}
+            train(run, lines[-1], keep, words=f"line {line}", first=first)
+            assert {name for name in here.values() if name in taken} <= set(hashes(run).values()), did
+            write_json(run / "status.json", {"state": "stopped", "step": steps(run)[-1], "attempt": 1})
+        elif did[-1] == "finish":
+            finish(run)
+        elif did[-1] == "child":
+            which = rng.choice(["last", "best"])
+            found = checkpoints.best(run) if which == "best" else checkpoints.last(run)
+            if found is not None:
+                taken.add(manifest_hash(found))
+                exp = {**child(which), "seed": line + 1}
+                metadata.prepare(tmp_path / exp_id(exp), exp, [])
+        elif did[-1] == "rewind":
+            target = rng.choice(sorted(here))
+            go_back(run, target)
+            lines.append({step: loss for step, loss in lines[-1].items() if step <= target})
+        else:
+            rewind.plan_undo(run).apply()
+            lines.pop()
+    kept = {manifest_hash(path.parent) for path in run.rglob("manifest.json")}
+    assert taken <= kept, did

@@ -1,0 +1,130 @@
+"""What may change between two starts of a run, and what becomes of it: other code is told, other data are refused."""
+
+import copy
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from results import table
+from src.errors import CheckpointError, RunError
+from src.experiments.config import Places
+from src.experiments.identity import exp_id
+from src.launch import snapshot
+from src.runs import environment, ledger
+from src.runs.context import Options, Run
+from src.runs.run_dir import RunDir
+from src.training.state import State, content_samples
+from tests import toy
+from tests.core.training import small
+
+EXP: dict[str, Any] = copy.deepcopy(toy.BASE)
+EXP["loop"] |= {"steps": 60, "eval_every": 20}
+RUN = exp_id(EXP)
+ARGUMENTS = ["-e", "base", "--log_every", "2"]
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    toy.write_data(tmp_path / "data")
+    return toy.project(tmp_path, f"EXP_GROUPS = {{'base': [{EXP!r}]}}\n")
+
+
+@pytest.mark.slow
+def test_changed_code_is_in_the_log_and_the_table(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    (root / "src").unlink()
+    shutil.copytree(toy.ROOT / "src", root / "src", ignore=shutil.ignore_patterns("__pycache__"))
+    run = tmp_path / "runs" / RUN
+    toy.kill_midway(root, ARGUMENTS, tmp_path, RUN)
+    toy.kill_midway(root, ARGUMENTS, tmp_path, RUN)
+    assert "other code" not in (run / "logs" / "train.log").read_text()
+    assert table.main([str(tmp_path / "runs"), "--format", "markdown"]) == 0
+    assert "code_versions" not in capsys.readouterr().out
+    loss = root / "src" / "training" / "loss.py"
+    loss.write_text(loss.read_text().replace("    return loss\n", "    return 1.5 * loss\n", 1))
+    assert toy.run(root, ARGUMENTS, tmp_path).returncode == 0
+    first, second, third = (event["code"] for event in ledger.read(run) if event["event"] == "start")
+    assert first == second != third
+    text = f"continues with other code than at its last start ({second}, now {third})."
+    assert (run / "logs" / "train.log").read_text().count(text) == 1
+    assert table.main([str(tmp_path / "runs"), "--format", "json"]) == 0
+    (row,) = json.loads(capsys.readouterr().out)
+    assert row["code_versions"] == 2
+    assert table.main([str(tmp_path / "runs"), "--format", "markdown"]) == 0
+    assert "| code_versions |" in capsys.readouterr().out
+
+
+def test_starts_of_which_nothing_is_left_do_not_count(tmp_path: Path):
+    for step, code in ((0, "a"), (0, "b"), (4, "c"), (4, "b")):
+        ledger.append(tmp_path, ledger.event("start", step=step, code=code))
+    ledger.append(tmp_path, ledger.event("start", step=8))
+    assert ledger.codes_of_starts(tmp_path, 8) == ["b", "b"]
+    assert ledger.codes_of_starts(tmp_path, 0) == []
+
+
+def test_starts_of_a_branch_that_was_left_do_not_count_until_it_is_taken_up_again(tmp_path: Path):
+    ledger.append(tmp_path, ledger.event("start", step=0, code="a"))
+    ledger.append(tmp_path, ledger.event("start", step=100, code="b"))
+    assert ledger.codes_of_starts(tmp_path, 200) == ["a", "b"]
+    ledger.append(tmp_path, ledger.event("rewind", step=50, number=1))
+    assert ledger.codes_of_starts(tmp_path, 50) == ["a"]
+    ledger.append(tmp_path, ledger.event("start", step=50, code="c"))
+    assert ledger.codes_of_starts(tmp_path, 150) == ["a", "c"]
+    ledger.append(tmp_path, ledger.event("undo", step=50, number=2, undoes=1))
+    assert ledger.codes_of_starts(tmp_path, 200) == ["a", "b"]
+
+
+def test_the_digest_does_not_depend_on_the_folder(tmp_path: Path):
+    source = tmp_path / "source"
+    (source / "src" / "launch").mkdir(parents=True)
+    for name in ("trainval.py", "src/loss.py", "src/launch/local.py"):
+        (source / name).write_text("one = 1\n")
+    copy = snapshot.take(source, tmp_path / "snapshots")
+    before = environment.code_digest(source)
+    assert environment.code_digest(copy) == before
+    (source / "src" / ".#loss.py").symlink_to("nobody@nowhere")  # an editor's lock
+    (source / "src" / "gone.py").symlink_to("nowhere")
+    (source / "src" / ".kept").mkdir()
+    (source / "src" / ".kept" / "loss.py").write_text("one = 0\n")
+    for name, same in (("src/launch/local.py", True), ("src/loss.py", False)):
+        (source / name).write_text("one = 2\n")
+        environment.code_digest.cache_clear()
+        assert (environment.code_digest(source) == before) == same
+
+
+def test_data_of_the_same_size_with_other_content_are_refused(root: Path, tmp_path: Path):
+    toy.kill_midway(root, ARGUMENTS, tmp_path, RUN)
+    file = tmp_path / "data" / "toy_text" / "train.jsonl"
+    before = file.read_bytes()
+    file.write_bytes(before.replace(b"red", b"tan"))
+    done = toy.run(root, ARGUMENTS, tmp_path)
+    assert done.returncode == 1
+    assert "content of toy_text: changed since the start of this run. Restore the original" in done.stderr
+    file.write_bytes(before)
+    assert toy.run(root, ARGUMENTS, tmp_path).returncode == 0
+
+
+def test_folders_called_as_kinds_of_data_are_not_sampled(tmp_path: Path):
+    data = toy.write_data(tmp_path / "data")
+    shutil.copytree(data / "toy_text", data / "text")
+    exp = {"recipe": "small", "data": {"name": "mixture", "parts": {"a": {"name": "text", "dataset": "toy_text"}}}}
+    with RunDir.open(tmp_path / "runs", exp, exp) as run_dir:
+        assert set(content_samples(Run(run_dir, Places(data, tmp_path / "runs"), Options()))) == {"content of toy_text"}
+
+
+def test_a_run_that_has_sampled_such_a_folder_resumes(tmp_path: Path):
+    with small.opened(small.write_data(tmp_path)) as run:
+        small.train(run, inputs={"content of text": "a", "data": "b"})
+        state, _ = small.train(run, inputs={"data": "b"})
+        assert state.step == small.CONFIG.steps
+        with pytest.raises(RunError, match="data: changed since the start of this run"):
+            small.train(run, inputs={})
+
+
+def test_the_state_of_a_later_version_is_refused():
+    saved = State(step=3).to_json()
+    saved["since_row"]["later"] = 1
+    with pytest.raises(CheckpointError, match="written by another version"):
+        State.from_json(saved)

@@ -1,0 +1,68 @@
+"""Which rows of a file can be asked or ranked: the same from the index of a large file as by reading each."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from src.data import jsonl, jsonl_index
+from src.errors import DataError
+from src.experiments.config import Places
+from src.systems.assistants.conversations.rows import ANSWERED, EMPTY, RANKED, ConversationRows, read_rows
+from tests.systems.assistants.conversations.talk import row, write_rows
+
+ROWS: list[dict[str, Any]] = [
+    row("a", "b"),
+    {"text": "plain"},
+    {**row("a"), "replies": [{"content": "b", "rank": 0}, {"content": "c", "rank": 1}]},
+    {**row("a"), "replies": [{"content": "b", "rank": 0}, {"content": "c", "rank": 0}]},
+    {**row("a"), "replies": [{"content": "b", "rank": 0}]},
+    row("a", "b", "c"),
+    row("a", " ", "c", ""),
+    {**row("a"), "replies": [{"content": "", "rank": 0}]},
+]
+WANTED = {ANSWERED: {0}, RANKED: {2}, EMPTY: {6, 7}}
+
+
+@given(places=st.lists(st.sampled_from(range(len(ROWS))), min_size=1, max_size=12), large=st.booleans(), data=st.data())
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60, deadline=None)
+def test_kinds_are_those_of_the_rows(
+    places: list[int],
+    large: bool,
+    data: st.DataObject,
+    tmp_path_factory: pytest.TempPathFactory,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    folder = tmp_path_factory.mktemp("rows") / "corpus"
+    write_rows(folder, {"train": [ROWS[place] for place in places]})
+    monkeypatch.setattr(jsonl_index, "LEAST_BYTES", 1 if large else 1 << 25)
+    chosen = data.draw(st.none() | st.permutations(range(len(places))).map(lambda some: some[: 1 + len(some) // 2]))
+    for _ in range(2):  # the second time from the index that was kept
+        rows = ConversationRows(read_rows(folder / "train.jsonl"), chosen)
+        own = places if chosen is None else [places[i] for i in chosen]
+        assert rows[:] == [ROWS[place] for place in own]
+        for kind, wanted in WANTED.items():
+            assert [*rows.numbers_of(kind)] == [i for i, place in enumerate(own) if place in wanted]
+            assert [*rows.numbers_of(kind, others=True)] == [i for i, place in enumerate(own) if place not in wanted]
+
+
+def test_a_large_file_is_parsed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(jsonl_index, "LEAST_BYTES", 1)
+    write_rows(tmp_path / "corpus", {"train": ROWS})
+    read_rows(tmp_path / "corpus" / "train.jsonl")
+    parsed: list[str] = []
+    monkeypatch.setattr(jsonl, "parse", lambda line, where: parsed.append(where))
+    rows = ConversationRows(read_rows(tmp_path / "corpus" / "train.jsonl"))
+    assert [*rows.numbers_of(ANSWERED), *rows.numbers_of(RANKED)] == [0, 2]
+    assert not parsed
+
+
+@pytest.mark.parametrize(("name", "command"), [("webgpt", "--name webgpt "), ("joke", "--name joke "), ("jok", None)])
+def test_a_release_that_is_not_prepared_is_told_with_its_command(name: str, command: str | None, tmp_path: Path):
+    with pytest.raises(DataError, match="no such data set") as raised:
+        jsonl.corpus_folder(Places(tmp_path, tmp_path), name)
+    assert (f"python -m data_prep.assistants.prepare_conversations {command}" in str(raised.value)) == (
+        command is not None
+    )

@@ -1,0 +1,85 @@
+"""Gains are of the same characters of the same documents, whatever the tokenizer makes of them with markers between."""
+
+import random
+from typing import Any
+
+import pytest
+
+from src.data.text.tokenizers import SafeTokenizer
+from src.systems.metadata import gains
+from src.systems.metadata.data.annotations import read_row
+from src.systems.metadata.data.examples import ExampleMaker, Writing
+from tests.systems.metadata.data.test_examples import MERGES, byte_tokenizer, global_item
+from tests.systems.metadata.data.test_linearise import item, random_document
+
+
+@pytest.mark.parametrize("linearisation", ["nested", "compatible"])
+@pytest.mark.parametrize("room", [12, 30, 4000])
+@pytest.mark.parametrize("metadata_loss", [False, True])
+def test_both_sides_are_scored_at_the_same_tokens(linearisation: Any, room: int, metadata_loss: bool):
+    make = ExampleMaker(
+        Writing(linearisation=linearisation), SafeTokenizer(byte_tokenizer(merges=MERGES)), room, metadata_loss
+    )
+    some = 0
+    for seed in range(150):
+        written, plain = gains._score_same(gains._both(make, random_document(seed)))
+        tokens = [
+            [
+                (token, span)
+                for scored in side
+                for token, span, mask in zip(scored.piece.ids, scored.piece.spans, scored.mask, strict=True)
+                if mask
+            ]
+            for side in (written, plain)
+        ]
+        assert tokens[0] == tokens[1]
+        assert not any(scored.mask[0] for side in (written, plain) for scored in side), "nothing stands before it"
+        some += len(tokens[0])
+    assert some > 100
+
+
+def test_missing_blocks_on_one_side_do_not_shift_gains():
+    """With one token of the text in the first block, that block is left out without metadata."""
+    make = ExampleMaker(Writing(keys=["title", "html"]), SafeTokenizer(byte_tokenizer()), 30, end_token=False)
+    document = read_row(
+        {
+            "text": "abcdefghijklmnopqrstuvwxyz",
+            "metadata": [global_item("title", "t"), item("html", "x" * 14, 1, 26, (0, 0))],
+        },
+        "here",
+    )
+    both = gains._both(make, document)
+    assert len(both.written) != len(both.plain)
+    written, plain = gains._score_same(both)
+    scored = [
+        [span for side in sides for span, mask in zip(side.piece.spans, side.mask, strict=True) if mask]
+        for sides in (written, plain)
+    ]
+    assert scored[0] == scored[1] != []
+
+
+def test_moved_spans_keep_the_marks_around_their_runs():
+    document = read_row(
+        {"text": "x" * 40, "metadata": [item("html", name, 2, 5, (n, 2 - n)) for n, name in enumerate("abc")]}, "here"
+    )
+    moved = list(gains._move(document.items, 40, random.Random(0)))
+    assert [later.end - later.start for later in moved] == [3, 3, 3]  # type: ignore[operator]
+    assert all(later.start_place is not None for later in moved)
+    assert moved != list(document.items)
+    read_row(
+        {
+            "text": document.text,
+            "metadata": [
+                item("html", later.value, *later.span, (later.start_place or 0, later.end_place or 0))
+                for later in moved
+            ],
+        },
+        "here",
+    )
+
+
+def test_the_control_has_the_metadata_of_another_document():
+    documents = [read_row({"text": f"text {n}", "metadata": [global_item("title", f"t{n}")]}, "here") for n in range(3)]
+    wrong = gains._wrong(documents)
+    assert [document.text for document in wrong] == [document.text for document in documents]
+    assert all(mine.items != theirs.items for mine, theirs in zip(documents, wrong, strict=True))

@@ -1,0 +1,3 @@
+"""The places of a model without data."""
+
+from tests.core.models.conftest import places  # noqa: F401
