@@ -38,7 +38,7 @@ NORMAL = 1.4826
 
 class Config(config.Config):
     """When a training counts as diverging, and the action then taken.
-    The defaults are tuned by benchmarks/divergence.py on real curves."""
+    The defaults are tuned by benchmarks/training/divergence.py on real curves."""
 
     window: int = Field(default=100, ge=16)
     """Steps of the past that a step is compared with."""

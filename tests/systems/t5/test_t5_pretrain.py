@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.t5_tiny import unigram_loss
+from benchmarks.t5.tiny import unigram_loss
 from data_prep import tokenize
 from data_prep.t5 import pmi_vocabulary, t5_tokenizer
 from src.data.text import tokenizers

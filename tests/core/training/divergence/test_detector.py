@@ -12,7 +12,7 @@ from typing import Any, get_args
 
 import pytest
 
-from benchmarks.divergence import Step, curves, judged, noisy
+from benchmarks.training.divergence import Step, curves, judged, noisy
 from src.errors import CheckpointError, ConfigError
 from src.experiments.config import load
 from src.training.divergence.detector import SEVERITY, Action, Config, Detector, Finding, severest

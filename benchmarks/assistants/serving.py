@@ -1,6 +1,7 @@
 """Scores from servers: whole batches beside one sequence at a time, and beside the model in this process.
 
-    OMP_NUM_THREADS=1 python -m benchmarks.serving [--rows 32] [--tokens 128] [--hidden 256] [--layers 4] [--rounds 5]
+    OMP_NUM_THREADS=1 python -m benchmarks.assistants.serving [--rows 32] [--tokens 128] [--hidden 256] [--layers 4]
+    [--rounds 5]
 
 A reward model of that size is made (its training is a formality), and served by the real Triton (`make triton`) over
 gRPC and HTTP and by src.systems.assistants.serving.reward_server. Each round measures all ways in turn; the median of

@@ -1,7 +1,7 @@
 """Span corruption of packed text: our samples and batches beside the algorithm of nanoT5 and Hugging Face's T5
 collators.
 
-    python -m benchmarks.span_corruption [--sequences 2048] [--batch 128] [--rounds 5]
+    python -m benchmarks.t5.span_corruption [--sequences 2048] [--batch 128] [--rounds 5]
 
 Rows of 568 tokens become inputs of 512 and targets of 114, as tensors with decoder inputs and masks, by one process on
 one thread. Ours

@@ -1,7 +1,8 @@
 """Streaming: reading compared to other libraries, indexing, resuming, packing compared to first-fit, and waits for
 remote tars.
 
-    python -m benchmarks.streaming [--only PART ...] [--documents 20000] [--large 2000] [--peers FOLDER ...] [--run RUN]
+    python -m benchmarks.interleaved.streaming [--only PART ...] [--documents 20000] [--large 2000] [--peers FOLDER ...]
+    [--run RUN]
 
 reading: all parts of documents of 1 KB and 60 KB as bytes, in order, in one process without workers: with the index,
 with webdataset from the same tars, and with mosaicml-streaming and litdata from the same documents in their formats. In
@@ -283,11 +284,12 @@ def waits(run: Path) -> Iterator[float]:
 def _resume_apart(share: float) -> tuple[float, int, float]:
     """`resume` in a process of its own; and the memory that it has taken, in MB."""
     code = (
-        "import psutil; from benchmarks.streaming import resume; held = lambda: psutil.Process().memory_info().rss;"
+        "import psutil; from benchmarks.interleaved.streaming import resume; "
+        "held = lambda: psutil.Process().memory_info().rss; "
         f"before = held(); seconds, state = resume({share}); print(seconds, state, (held() - before) / 1e6)"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=Path(__file__).parents[1]
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=Path(__file__).parents[2]
     )
     seconds, state, memory = done.stdout.split()
     return float(seconds), int(state), float(memory)

@@ -1,7 +1,7 @@
 """How long a checkpoint keeps a training waiting: written while it goes on, as `fit` does it, against written while it
 waits.
 
-    python -m benchmarks.checkpoint_stall [--rounds 3] [--steps 24] [--hidden_size 768] [--num_layers 8]
+    python -m benchmarks.training.checkpoint_stall [--rounds 3] [--steps 24] [--hidden_size 768] [--num_layers 8]
 
 The same training three times a round, in another order each: without checkpoints, with one after each quarter that is
 waited for at once, and with these written in the background. The second and the third are measured; the first also
@@ -40,7 +40,7 @@ from src.training.loss import causal_lm_loss
 from src.training.parallel.engine import Engine
 from src.training.spec import TrainSpec
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 TARGET = 0.25
 MODES = ("none", "waiting", "background")
 

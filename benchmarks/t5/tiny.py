@@ -1,7 +1,7 @@
 """What a small T5 learns in a few minutes: the losses of group `t5_tiny` beside a unigram model of the same targets, in
 nats per token.
 
-    python -m benchmarks.t5_tiny [--data_path results/data]
+    python -m benchmarks.t5.tiny [--data_path results/data]
 
 The unigram model counts the target tokens of one epoch of the training split, sentinels and end tokens too, with one
 count more for each token of the vocabulary. A model that has not learned to read its input, or what follows what, does
@@ -24,7 +24,7 @@ from src.experiments.identity import exp_id
 from src.experiments.interfaces import load_experiment
 from src.runs.scores import parse_lines
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 GROUP = "t5_tiny"
 
 

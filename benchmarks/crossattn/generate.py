@@ -1,7 +1,7 @@
 """Answers on a cached context: cross-attention with its caches, without any as XC-Cache's code generates, and the
 context in the prompt.
 
-    python -m benchmarks.crossattn_generate [--family gpt_bigcode llama] [--context 1024] [--new_tokens 256]
+    python -m benchmarks.crossattn.generate [--family gpt_bigcode llama] [--context 1024] [--new_tokens 256]
         [--rounds 3]
 
 One model of random weights per family on one CPU core, in one process: greedy answers of one length to one question on

@@ -1,6 +1,7 @@
 """What caching contexts on disk costs and gains: answers of a trained model by the type of its cache.
 
-    python -m benchmarks.context_cache results/runs/EXP_ID [--questions 512] [--data_path DIR] [--savedir_base DIR]
+    python -m benchmarks.crossattn.context_cache results/runs/EXP_ID [--questions 512] [--data_path DIR] [--savedir_base
+    DIR]
 
 The validation questions of a run of recipe crossattn are answered with contexts that are encoded at each question, and
 with cached

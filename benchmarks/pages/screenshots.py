@@ -1,4 +1,4 @@
-"""The pictures in docs/ of the demo's runs: `make demo`, then `python -m benchmarks.screenshots`.
+"""The pictures in docs/ of the demo's runs: `make demo`, then `python -m benchmarks.pages.screenshots`.
 
 demo.png is a plot; dashboard.webp, report.webp and run_page.webp are screenshots. All are compressed without loss.
 """
@@ -18,7 +18,7 @@ from playwright.sync_api import Page, sync_playwright
 from results import plot, report, run_page
 from src.tables import rows as results
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 WIDTH, HEIGHT = 1280, 1000
 MILLISECONDS = 120_000
 
@@ -26,7 +26,7 @@ MILLISECONDS = 120_000
 def main() -> int:
     """Write the pictures and print their sizes. Returns the exit code."""
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.screenshots",
+        prog="python -m benchmarks.pages.screenshots",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -1,4 +1,4 @@
-"""The dashboard of many runs in a browser: `python -m benchmarks.dashboard [--experiments 500] [--minutes 10]`.
+"""The dashboard of many runs in a browser: `python -m benchmarks.pages.dashboard [--experiments 500] [--minutes 10]`.
 
 Prints the time of the first paint and of each kind of click, the server's processor time for a refresh while ten runs
 write scores, and then, with three open tabs, the memory of the server and the browser.
@@ -25,7 +25,7 @@ from src.experiments.identity import exp_id
 from src.runs.environment import describe
 from src.runs.run_dir import RunDir
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 WIDTH, HEIGHT = 1280, 1000
 MILLISECONDS = 120_000
 TURNS = 6
@@ -38,7 +38,7 @@ Result = TypeVar("Result")
 
 def main() -> int:
     """Measure, print a line for each figure. Returns the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.dashboard", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.pages.dashboard", description=__doc__)
     parser.add_argument("--experiments", type=int, default=500)
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--minutes", type=float, default=10, help="how long the tabs stay open")

@@ -1,8 +1,8 @@
 """Packing in lanes: microseconds of a row and bytes of state of a lane, for many documents; and packed against padded
 training.
 
-    python -m benchmarks.packing [--documents 10000000] [--lanes 64] [--steps 60] [--train 20] [--rows 4]
-    python -m benchmarks.packing --texts FILE.jsonl --tokenizer FOLDER [...]
+    python -m benchmarks.training.packing [--documents 10000000] [--lanes 64] [--steps 60] [--train 20] [--rows 4]
+    python -m benchmarks.training.packing --texts FILE.jsonl --tokenizer FOLDER [...]
 
 Lengths are log-normal (median 300 tokens, sigma 0.8), or those of the texts of a file, repeated in random order. Rows
 have 1,024 tokens, and 16 rows of a lane are open. The data set is `packed`, of documents whose lengths are in an array,

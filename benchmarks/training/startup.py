@@ -1,7 +1,7 @@
 """Processor time of a training from its start to its first step, against importing the libraries and building the same
 model.
 
-python -m benchmarks.startup
+python -m benchmarks.training.startup
 
 The training is base_tiny. Its corpus is read as token files written by data_prep.tokenize, and as text, which the first
 start tokenizes. The processes take turns; the medians are printed.
@@ -19,7 +19,7 @@ from pathlib import Path
 from data_prep import tokenize
 from data_prep.crossattn import stdlib_qa
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 ROUNDS = 5
 PEER = """
 import sys, time

@@ -1,6 +1,6 @@
 """Programs that a model wrote, isolated: how many run in a second on this machine.
 
-    python -m benchmarks.sandbox [--programs 100] [--rounds 3] [--at_once N]
+    python -m benchmarks.assistants.sandbox [--programs 100] [--rounds 3] [--at_once N]
 
 By value: one sandbox, which evaluates `7 + 12`. By tests: two, a function of two lines and three assertions about it,
 which are three calls through a pipe. Beside them: Python that starts and ends, without any isolation. Rounds alternate;

@@ -1,7 +1,7 @@
 """Packed rows of token ids from disk: ours beside the `datasets` library, whose table of the same rows is
 memory-mapped, too.
 
-    python -m benchmarks.token_reading [--rows 20000] [--tokens 568] [--vocab 32100] [--rounds 5]
+    python -m benchmarks.training.token_reading [--rows 20000] [--tokens 568] [--vocab 32100] [--rounds 5]
 
 Documents of random lengths are written as token files (src/data/text/token_files.py) and, joined and cut to rows of
 `tokens` ids, as a dataset with one column of lists, saved with `save_to_disk`: of int32, and of uint16 as ours are on

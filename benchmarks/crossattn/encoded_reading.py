@@ -1,6 +1,6 @@
 """Batches of encoded contexts: our store beside the Python float lists that the reference keeps.
 
-    python -m benchmarks.encoded_reading [--contexts 48] [--tokens 512] [--hidden_size 512] [--rounds 3]
+    python -m benchmarks.crossattn.encoded_reading [--contexts 48] [--tokens 512] [--hidden_size 512] [--rounds 3]
 
 The same hidden states are written three ways: to a store in bfloat16, to a Hugging Face dataset as lists of floats (as
 xc-cache's

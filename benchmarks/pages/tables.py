@@ -1,4 +1,4 @@
-"""Tables and bands over thousands of runs, beside haven's on the same tree: `python -m benchmarks.results
+"""Tables and bands over thousands of runs, beside haven's on the same tree: `python -m benchmarks.pages.tables
 [--experiments 5000]`."""
 
 import argparse
@@ -152,7 +152,7 @@ def _peak() -> float:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.results", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.pages.tables", description=__doc__)
     parser.add_argument("--experiments", type=int, default=5000)
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--bands", type=int, default=1000, help="how many runs are plotted")

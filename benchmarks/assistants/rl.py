@@ -1,7 +1,7 @@
 """Policies: tokens a second of rollouts beside plain `generate`, seconds of a step by phase, updates a second beside
 TRL, and memory.
 
-    python -m benchmarks.rl --data_path DIR [--trl FOLDER] [--steps 20] [--rounds 2]
+    python -m benchmarks.assistants.rl --data_path DIR [--trl FOLDER] [--steps 20] [--rounds 2]
 
 DIR holds expression_tasks and expression_tokenizer (data_prep.assistants.stdlib_conversations). --trl: an unpacked
 wheel of TRL. One thread. A Llama of 4 layers of 128 with random weights answers in 24 tokens, 64 answers a step in
@@ -23,7 +23,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.assistant import ROOT
+from benchmarks.assistants.conversations import ROOT
 from src.experiments.config import Places
 from src.experiments.grid import override
 from src.experiments.identity import exp_id
@@ -203,7 +203,7 @@ def main() -> None:
             command = [
                 sys.executable,
                 "-m",
-                "benchmarks.rl",
+                "benchmarks.assistants.rl",
                 "--data_path",
                 str(places.data),
                 "--steps",

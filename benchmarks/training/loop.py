@@ -1,8 +1,8 @@
 """Overhead of the training loop: tokens/s of `fit` against a bare PyTorch loop and against the Trainer of transformers.
 
-    python -m benchmarks.loop [--group base_tiny | t5_tiny] [--steps 30] [--rounds 3] [--against bare trainer]
+    python -m benchmarks.training.loop [--group base_tiny | t5_tiny] [--steps 30] [--rounds 3] [--against bare trainer]
         [--set PATH=VALUE]
-    torchrun --nproc-per-node 2 -m benchmarks.loop
+    torchrun --nproc-per-node 2 -m benchmarks.training.loop
 
 All train the model of the group in float32 on the same sequences in the same order, in one process (or in the same
 processes, with DistributedDataParallel); the bare loop has nothing but the model, AdamW, clipping and the learning
@@ -55,7 +55,7 @@ from src.training.parallel import memory
 from src.training.spec import TrainSpec
 from src.training.state import State
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 TARGETS = {"bare": 0.97, "trainer": 1.0}
 LOSSES: dict[str, Callable[..., Tensor]] = {"base_tiny": causal_lm_loss, "t5_tiny": seq2seq_loss}
 COMPARED = 8
@@ -129,7 +129,8 @@ def bare(work: Work) -> None:
 
 
 def ours(work: Work) -> None:
-    """`fit`, with all that it does by default, but its checkpoints: benchmarks.checkpoint_stall measures those."""
+    """`fit`, with all that it does by default, but its checkpoints: benchmarks.training.checkpoint_stall measures
+    those."""
     from src.training.monitoring import throughput
 
     count = throughput.ThroughputMeter.count

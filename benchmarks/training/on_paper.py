@@ -1,7 +1,7 @@
 """The figures of docs/scaling.md: what a GPU would hold of trainings that this machine cannot run, and how long they
 would take.
 
-    python -m benchmarks.on_paper
+    python -m benchmarks.training.on_paper
 
 It is `trainval.py --dry-run --memory` of each, in a folder of its own with the published config.json of each base, and
 with tokenizers

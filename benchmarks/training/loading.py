@@ -1,5 +1,5 @@
-"""How long steps wait for their data, beside torch's DataLoader as it comes: python -m benchmarks.loading [--seconds
-0.4]
+"""How long steps wait for their data, beside torch's DataLoader as it comes: python -m benchmarks.training.loading
+[--seconds 0.4]
 
 A step reads eight micro-batches, and a reader reads four times as fast as the step computes. Both are stood for by
 sleeping, so that it

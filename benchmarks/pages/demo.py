@@ -1,6 +1,6 @@
 """Wall time and peak memory of what `make demo` runs, in an empty folder.
 
-    python -m benchmarks.demo
+    python -m benchmarks.pages.demo
 
 Memory is the sum of the proportional set sizes of all processes, sampled five times a second.
 """
@@ -16,7 +16,7 @@ from pathlib import Path
 
 import psutil
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def commands() -> list[str]:

@@ -1,6 +1,6 @@
 """What monitoring costs: tokens/s of `fit` with the statistics of the default interval against none, in one process.
 
-    python -m benchmarks.monitoring [--rounds 5] [--every 50] [--hidden_size 192]
+    python -m benchmarks.training.monitoring [--rounds 5] [--every 50] [--hidden_size 192]
 
 Each training makes twice `every` steps; the second half, with one step whose statistics are due, is measured. Rounds
 alternate, so that a slow moment of the machine falls on both; the median ratio counts. Both must end with the same
@@ -32,7 +32,7 @@ from src.training.loss import causal_lm_loss
 from src.training.monitoring.monitor import DEFAULT_EVERY
 from src.training.spec import TrainSpec
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def trained(exp: dict[str, Any], data: Path, every: int, rows: int) -> tuple[torch.nn.Module, float, float]:

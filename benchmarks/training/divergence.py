@@ -1,7 +1,7 @@
 """The divergence detector at its defaults: what it says of real training curves, how often it is wrong on noise, and
 what a step costs.
 
-    TRAINVAL_DATA=FOLDER python -m benchmarks.divergence [--plots FOLDER] [--seeds 200]
+    TRAINVAL_DATA=FOLDER python -m benchmarks.training.divergence [--plots FOLDER] [--seeds 200]
 
 Reads every curve of FOLDER/logs, in the format in which its project wrote it. What a log calls "nan" at a step where
 every metric is "nan" was not recorded, and is left out. A line that stands for several steps is replayed as so many:

@@ -1,8 +1,8 @@
 """Conversations: fill of packed rows, rendering, a large mixture, and learned tokens a second, packed, padded and
 beside TRL.
 
-    python -m benchmarks.assistant --data_path DIR [--tokenizer FOLDER] [--trl FOLDER] [--rows 10000000] [--steps 40]
-        [--rounds 2]
+    python -m benchmarks.assistants.conversations --data_path DIR [--tokenizer FOLDER] [--trl FOLDER] [--rows 10000000]
+        [--steps 40] [--rounds 2]
 
 DIR holds alpaca, gsm8k (data_prep.assistants.prepare_conversations) and stories260k (data_prep.llama2c). --tokenizer:
 of the lengths; that of stories260k has 512 tokens alone. --trl: an unpacked wheel of TRL; without it nothing is
@@ -42,7 +42,7 @@ from src.systems.assistants.conversations import templates
 from src.systems.assistants.conversations.entries import read_entry
 from src.systems.assistants.conversations.rendering import Renderer
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 CONTROLS = ["<|prompter|>", "<|assistant|>", "<|system|>"]
 MOST, PER_STEP = 512, 8
 OASST = (
@@ -156,7 +156,8 @@ def measure_large(places: Places, rows: int) -> None:
     for said in ("the first time", "later"):
         print(f"{said}: ", end="", flush=True)
         subprocess.run(
-            [sys.executable, "-m", "benchmarks.assistant", "--data_path", str(places.data), "--open"], check=True
+            [sys.executable, "-m", "benchmarks.assistants.conversations", "--data_path", str(places.data), "--open"],
+            check=True,
         )
 
 
@@ -287,7 +288,7 @@ def measure_training(places: Places, tokenizer: Any, steps: int, rounds: int, si
             command = [
                 sys.executable,
                 "-m",
-                "benchmarks.assistant",
+                "benchmarks.assistants.conversations",
                 "--data_path",
                 str(places.data),
                 "--steps",
