@@ -18,7 +18,6 @@ BAD_INPUT = {
     "data_prep.digit_pages": ["--pages", "0"],
     "data_prep.chat_tokenizer": ["--data_path", "data", "--from", "./none", "--template", "oasst", "--name", "new"],
     "data_prep.check_dataset_counts": ["--datasets", "none"],
-    "data_prep.context_cache": [*ENCODING, "--cache", "cache", "--max_bytes", "0"],
     "data_prep.llama2c": ["none.bin", "none.bin"],
     "data_prep.metadata.prepare": [
         "--data_path",
