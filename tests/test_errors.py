@@ -14,7 +14,6 @@ from src.errors import ConfigError, print_errors
 ROOT = Path(__file__).resolve().parents[1]
 ENCODING = ["--embedding_model", "none", "--maximum_input_length", "8", "--data_cache_path", "data", "--corpus", "none"]
 BAD_INPUT = {
-    "data_prep.conversation_overlap": ["none"],
     "data_prep.digit_pages": ["--pages", "0"],
     "data_prep.chat_tokenizer": ["--data_path", "data", "--from", "./none", "--template", "oasst", "--name", "new"],
     "data_prep.check_dataset_counts": ["--datasets", "none"],
