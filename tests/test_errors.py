@@ -45,7 +45,6 @@ BAD_INPUT = {
     "data_prep.t5_tokenizer": ["--data_path", "data", "--name", "toy", "--from", "./none"],
     "data_prep.tar_shards.convert": ["wd", "none.tar", "--output", "out"],
     "data_prep.tar_shards.index": ["none.tar"],
-    "data_prep.tar_shards.plan": ["none", "--tokenizer", "none"],
     "data_prep.tokenize": ["--data_path", "data", "--name", "toy", "--tokenizer", "none", "--train", "none.txt"],
     "results.rollouts": ["none"],
     "results.answers": ["none"],
