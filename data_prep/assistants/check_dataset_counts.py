@@ -82,13 +82,13 @@ def check(
     if not rows:
         hint = f"Prepare one ({prepare_conversations.COMMAND}), or add --prepare."
         raise DataError(f"{data_path}: no data set for mode {mode} is there. {hint}")
-    write_table(output_path, COLUMNS, rows)
+    _write_table(output_path, COLUMNS, rows)
     print("\n".join(aligned_lines([COLUMNS, *rows])))
     for name, reason in missing.items():
         print(f"{name}: left out: {reason}")
     if languages is not None:
         told_rows = [(name, lang, str(count)) for (name, lang), count in sorted(told.items())]
-        write_table(languages, ("dataset_name", "language", "messages"), told_rows)
+        _write_table(languages, ("dataset_name", "language", "messages"), told_rows)
 
 
 def _prepare_missing(data_path: Path, names: Sequence[str], mode: Mode) -> dict[str, str]:
@@ -122,7 +122,7 @@ def is_learned(entry: Entry, mode: Mode) -> bool:
     return mode == "sft" or len({reply.rank for reply in entry.replies}) > 1
 
 
-def write_table(path: Path, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+def _write_table(path: Path, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Write a file of comma-separated values, whole or not at all."""
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerows([header, *rows])

@@ -4,15 +4,12 @@
 python -m data_prep.assistants.oasst_trees counts trees.jsonl.gz --lang en,de
 python -m data_prep.assistants.oasst_trees filter_trees trees.jsonl.gz finished.jsonl --state ready_for_export
 --synthetic without python -m data_prep.assistants.oasst_trees filter_trees finished.jsonl some.jsonl --lang en
---max_length 2000 --count 100 --seed 0 python -m data_prep.assistants.oasst_trees rank_reports report.json other.json
-trees.jsonl python -m data_prep.assistants.oasst_trees tree_to_messages finished.jsonl messages.jsonl --without_nulls
-python -m data_prep.assistants.oasst_trees filter_messages messages.jsonl prompts.jsonl --prompts_only --lang en python
--m data_prep.assistants.oasst_trees split finished.jsonl train.jsonl val.jsonl --val_percent 20 --seed 0
+--max_length 2000 --count 100 --seed 0 python -m data_prep.assistants.oasst_trees split finished.jsonl train.jsonl
+val.jsonl --val_percent 20 --seed 0
 
 A file has a JSON object on each line: a tree, {"message_tree_id", "prompt": {..., "replies": [...]}}, or a message,
-{"message_id", "text", "role"}, which may have replies too; rank_reports makes trees that wait for ranking, from reports
-of src.systems.assistants.serving.sampling_report. Files whose names end with .gz are compressed. Messages of one tree
-are never in both parts of a split.
+{"message_id", "text", "role"}, which can have replies too. Files whose names end with .gz are compressed. Messages of
+one tree are never in both parts of a split.
 """
 
 import argparse
@@ -25,7 +22,7 @@ import os
 import sys
 import uuid
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +30,6 @@ from data_prep.crossattn.qa_releases import json_stream
 from src import files
 from src.errors import ConfigError, DataError, print_errors
 from src.experiments.config import unknown_text
-from src.files import read_json
 from src.support.command_line import aligned_lines, make_parser
 
 STATES = (
@@ -45,8 +41,6 @@ STATES = (
     "backlog_ranking",
     "ranking",
 )
-CHOICES = ("without", "with", "only")
-"""What is done with messages of a kind."""
 Row = dict[str, Any]
 
 
@@ -86,28 +80,8 @@ def without_nulls(row: Any) -> Any:
     return [without_nulls(value) for value in row] if isinstance(row, list) else row
 
 
-def filter_messages(options: argparse.Namespace) -> Iterator[Any]:
-    """The messages that are asked for, each without its replies; or their texts alone."""
-    for _, row, _ in read(options.input):
-        state = row.get("tree_state")
-        for message in walk(row.get("prompt", row)):
-            kinds = {
-                "deleted": message.get("deleted"),
-                "synthetic": message.get("synthetic"),
-                "spam": message.get("review_result") is False,
-            }
-            if (
-                _is_wanted(kinds, options)
-                and (options.lang is None or message.get("lang") in options.lang)
-                and (options.state is None or message.get("tree_state", state) in options.state)
-                and (options.user is None or message.get("user_id") == options.user)
-                and not (options.prompts_only and message.get("parent_id"))
-            ):
-                yield message["text"] if options.text_only else _drop_replies(message)
-
-
 def filter_trees(options: argparse.Namespace) -> Iterator[Row]:
-    """The requested trees: --synthetic and --max_length are about all of their messages, --lang about the prompt."""
+    """The requested trees: --synthetic and --max_length apply to all of their messages, --lang to the prompt."""
     found = _matching_trees(options)
     if options.count is None:
         return found
@@ -121,10 +95,11 @@ def filter_trees(options: argparse.Namespace) -> Iterator[Row]:
 
 def _matching_trees(options: argparse.Namespace) -> Iterator[Row]:
     for where, row, is_tree in read(options.input):
-        _require_tree(where, is_tree)
-        kinds = {"synthetic": any(message.get("synthetic") for message in walk(row["prompt"]))}
+        if not is_tree:
+            raise DataError(f"{where}: expected a tree, got a message.")
+        synthetic = any(message.get("synthetic") for message in walk(row["prompt"]))
         if (
-            _is_wanted(kinds, options)
+            (options.synthetic == "with" or synthetic == (options.synthetic == "only"))
             and (options.lang is None or row["prompt"].get("lang") in options.lang)
             and (options.state is None or row.get("tree_state") in options.state)
             and (
@@ -135,64 +110,8 @@ def _matching_trees(options: argparse.Namespace) -> Iterator[Row]:
             yield row
 
 
-def rank_reports(options: argparse.Namespace) -> Iterator[Row]:
-    """Trees with answers to rank: of each prompt of the reports, --replies different answers, drawn by --seed."""
-    if options.replies < 2:
-        raise ConfigError(f"--replies: expected at least 2, got {options.replies}.")
-    prompts: dict[str, dict[str, str]] = {}
-    for path in options.reports:
-        report = read_json(path, DataError)
-        try:
-            for asked, result in ((each, result) for each in report["prompts"] for result in each["results"]):
-                by = f"{report['model_name']},{result['sampling_config']}"
-                for output in result["outputs"]:
-                    prompts.setdefault(str(asked["prompt"]), {}).setdefault(str(output).strip(), by)
-        except (TypeError, KeyError) as error:
-            raise DataError(
-                f"{path}: no report of src.systems.assistants.serving.sampling_report ({type(error).__name__}: "
-                f"{error})."
-            ) from None
-    for prompt, answers in prompts.items():
-        drawn = sorted(filter(None, answers), key=lambda text: _draw(options.seed, f"{prompt}/{text}"))[
-            : options.replies
-        ]
-        if len(drawn) < 2:
-            continue
-        name = _name(prompt)
-        replies = [
-            {
-                "message_id": _name(f"{prompt}/{text}"),
-                "parent_id": name,
-                "text": text,
-                "role": "assistant",
-                "synthetic": True,
-                "model_name": answers[text],
-            }
-            for text in drawn
-        ]
-        asked = {"message_id": name, "text": prompt, "role": "prompter", "replies": replies}
-        yield {"message_tree_id": name, "tree_state": "ranking", "prompt": asked}
-
-
 def _draw(seed: int, name: str) -> bytes:
     return hashlib.sha256(f"{seed}/{name}".encode()).digest()
-
-
-def _name(text: str) -> str:
-    """An id that is the same for the same text."""
-    return str(uuid.uuid5(uuid.NAMESPACE_OID, text))
-
-
-def tree_to_messages(options: argparse.Namespace) -> Iterator[Row]:
-    """All messages of all trees, each with the tree's id and state and without its replies."""
-    for where, row, is_tree in read(options.input):
-        _require_tree(where, is_tree)
-        for message in walk(row["prompt"]):
-            yield {
-                **_drop_replies(message),
-                "message_tree_id": row["message_tree_id"],
-                "tree_state": row.get("tree_state"),
-            }
 
 
 def split(options: argparse.Namespace) -> Callable[[Row], bool]:
@@ -242,20 +161,6 @@ def counts(rows: Iterable[tuple[str, Row, bool]], languages: Container[str] | No
     return found
 
 
-def _is_wanted(kinds: Mapping[str, Any], options: argparse.Namespace) -> bool:
-    chosen = {name: getattr(options, name) for name in kinds}
-    return all(choice == "with" or bool(kinds[name]) == (choice == "only") for name, choice in chosen.items())
-
-
-def _drop_replies(message: Row) -> Row:
-    return {name: value for name, value in message.items() if name != "replies"}
-
-
-def _require_tree(where: str, is_tree: bool) -> None:
-    if not is_tree:
-        raise DataError(f"{where}: expected a tree, got a message.")
-
-
 def _tree_id(where: str, row: Row) -> str:
     if not isinstance(row.get("message_tree_id"), str):
         raise DataError(f"{where}: no message_tree_id, so its tree is not known.")
@@ -288,31 +193,18 @@ def writer(path: Path, drop_nulls: bool) -> Iterator[Callable[[Any], None]]:
 def _write(options: argparse.Namespace) -> None:
     found = Counter[Path]()
     with contextlib.ExitStack() as stack:
-        inputs = options.reports if options.action == "rank_reports" else [options.input]
         outputs = [options.output, *([options.val_output] if options.action == "split" else [])]
-        if {path.resolve() for path in inputs} & {path.resolve() for path in outputs} or len({*outputs}) < len(outputs):
+        if len({path.resolve() for path in (options.input, *outputs)}) <= len(outputs):
             raise ConfigError("a file is named twice: the input would be lost, or one of the outputs.")
         is_val = split(options) if options.action == "split" else lambda _: False
         writes = {path: stack.enter_context(writer(path, options.without_nulls)) for path in outputs}
-        rows = (
-            (row for _, row, _ in read(options.input))
-            if options.action == "split"
-            else ACTIONS[options.action](options)
-        )
+        rows = (row for _, row, _ in read(options.input)) if options.action == "split" else filter_trees(options)
         for row in rows:
             path = outputs[is_val(row)]
             writes[path](row)
             found[path] += 1
     for path in outputs:
         print(f"{path}: {found[path]:,} rows")
-
-
-ACTIONS: Mapping[str, Callable[[argparse.Namespace], Iterator[Any]]] = {
-    "filter_messages": filter_messages,
-    "filter_trees": filter_trees,
-    "rank_reports": rank_reports,
-    "tree_to_messages": tree_to_messages,
-}
 
 
 @print_errors
@@ -333,49 +225,34 @@ def main(argv: list[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = make_parser("data_prep.assistants.oasst_trees", __doc__)
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
-    about = {**{name: (act.__doc__ or "").splitlines()[0] for name, act in ACTIONS.items()},
-             "split": "Two files, by tree.", "counts": "What a file holds."}  # fmt: skip
+    about = {
+        "filter_trees": (filter_trees.__doc__ or "").splitlines()[0],
+        "split": "Two files, by tree.",
+        "counts": "What a file holds.",
+    }
     for name, text in about.items():
         add = actions.add_parser(name, help=text, description=text, allow_abbrev=False).add_argument
-        if name == "rank_reports":
-            add(
-                "reports",
-                type=Path,
-                nargs="+",
-                metavar="REPORT",
-                help="of src.systems.assistants.serving.sampling_report",
-            )
-            add("--replies", type=int, default=5, help="most answers to a prompt (default: %(default)s)")
-        else:
-            add("input", type=Path, metavar="INPUT", help="trees or messages, .jsonl or .jsonl.gz")
+        add("input", type=Path, metavar="INPUT", help="trees or messages, .jsonl or .jsonl.gz")
         if name != "counts":
             add("output", type=Path, metavar="OUTPUT")
             add("--without_nulls", action="store_true", help="write no member that is null")
+            add("--seed", type=int, default=0, help="of the random choice (default: %(default)s)")
+        if name != "split":
+            add("--lang", type=_names, metavar="LANGUAGES", help="such as en,de (default: all)")
         if name == "split":
             add("val_output", type=Path, metavar="VAL_OUTPUT")
             add("--val_percent", type=float, default=20.0, help="of the trees (default: %(default)s)")
-        if name in ("split", "filter_trees", "rank_reports"):
-            add("--seed", type=int, default=0, help="of what is drawn (default: %(default)s)")
         if name == "filter_trees":
             add("--max_length", type=int, metavar="CHARACTERS", help="of the longest message (default: any)")
-            add("--count", type=int, metavar="N", help="so many of them, drawn at random (default: all)")
-        if name in ("counts", "filter_messages", "filter_trees"):
-            add("--lang", type=lambda text: text.split(","), metavar="LANGUAGES", help="such as en,de (default: all)")
-        if name.startswith("filter_"):
-            add(
-                "--state",
-                type=lambda text: text.split(","),
-                metavar="STATES",
-                help="of trees, such as growing,ranking (default: all)",
-            )
-            add("--synthetic", choices=CHOICES, default="with", help="what a model has written (default: %(default)s)")
-        if name == "filter_messages":
-            add("--deleted", choices=CHOICES, default="without", help="(default: %(default)s)")
-            add("--spam", choices=CHOICES, default="without", help="what reviewers refused (default: %(default)s)")
-            add("--user", metavar="ID", help="messages of one person")
-            add("--prompts_only", action="store_true", help="messages that answer none")
-            add("--text_only", action="store_true", help="write texts instead of messages")
+            add("--count", type=int, metavar="N", help="number of trees, drawn at random (default: all)")
+            add("--state", type=_names, metavar="STATES", help="such as growing,ranking (default: all)")
+            choices = ("without", "with", "only")
+            add("--synthetic", choices=choices, default="with", help="messages of models (default: %(default)s)")
     return parser
+
+
+def _names(text: str) -> list[str]:
+    return text.split(",")
 
 
 if __name__ == "__main__":

@@ -113,25 +113,6 @@ def architecture(base: ModelConfig, places: Places, rules: EncodingOptions) -> t
     return who, sizes.hidden_size
 
 
-def device(named: str | None) -> str:
-    """The named device; by default the first GPU, or the CPU without one.
-
-    Raises:
-        ConfigError: torch cannot use it here.
-    """
-    import torch
-
-    chosen = named or ("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        torch.zeros(1, device=chosen).cpu()
-    except (RuntimeError, AssertionError, ImportError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise ConfigError(
-            f"--device: {chosen!r} cannot be used ({reason}). Name one that is here, such as cpu or cuda:0."
-        ) from None
-    return chosen
-
-
 def inputs(base: ModelConfig, places: Places, rules: EncodingOptions) -> tuple[EncoderInputs, str]:
     """The writer of encoder inputs with the base's tokenizer, and its digest.
 

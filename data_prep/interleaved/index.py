@@ -12,7 +12,8 @@ has changed. With --slice I/N, as in a Slurm array, each of N commands indexes i
 shards.json.
 
 The last lines and shards.json count every member that is not read, by reason and suffix. --fields names members that
-the suffixes do not identify, and values in JSON members. Tars without a document that can be read are refused.
+the suffixes do not identify, and values in JSON members. Tars without a document that can be read are refused. --data
+adds a line on the rows of a training: their documents, images, tokens and fill.
 """
 
 import argparse
@@ -41,6 +42,7 @@ from src.experiments import config as strict
 from src.files import reading, writing
 from src.support.parsing import parse_json
 from src.systems.interleaved.streaming import manifest, tar_index
+from src.systems.interleaved.streaming.dataset import Config
 from src.systems.interleaved.streaming.manifest import Manifest, Shard
 from src.systems.interleaved.streaming.remote.transfer import PIPE, REMOTE, Source, source_of, transfer
 from src.systems.interleaved.streaming.shard_lists import Listed, list_shards
@@ -118,6 +120,11 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         default="",
         metavar="NAME",
         help="with --output: the name under which a training counts the documents",
+    )
+    add(
+        "--data",
+        metavar="JSON",
+        help="options of a training's data set, for its rows: '{\"sequence_tokens\": 2048, ...}'",
     )
     add("--slice", default="0/1", metavar="I/N", help="index every N-th shard, starting with the I-th, counted from 0")
 
@@ -341,6 +348,9 @@ def _print(tars: Sequence[str], output: Path | None, source: str, processes: int
         raise ConfigError(f"--most_pixels: expected at least 1, got {more['most_pixels']}.")
     texts = TextTokens(tokenizers.load(more["tokenizer"])) if more["tokenizer"] else None
     how = Making(verify, texts, _fields(more["fields"]), more["most_pixels"])
+    config = _data(more["data"])
+    if config and not (output and texts):
+        raise ConfigError("--data: --output and --tokenizer are needed.")
     if output is None:
         remote = next((one.url for one in listed if one.url.startswith(REMOTE)), None)
         if remote or source or how.fields:
@@ -352,6 +362,8 @@ def _print(tars: Sequence[str], output: Path | None, source: str, processes: int
     if output is not None and not (output / manifest.NAME).exists():
         print(f"{output}: shards.json is written when all slices of the {len(listed)} tars are indexed.")
     print("\n".join(index_report.lines(results)))
+    if config and output and (output / manifest.NAME).exists():
+        print(index_report.describe_rows(output, more["tokenizer"], config))
 
 
 def _fields(text: str | None) -> Fields | None:
@@ -362,6 +374,16 @@ def _fields(text: str | None) -> Fields | None:
     except ConfigError as error:
         raise ConfigError(f'{error} Example: \'{{"text": "json:caption"}}\'.') from None
     return strict.load(Fields, raw, "--fields")
+
+
+def _data(text: str | None) -> Config | None:
+    """The options of a training's data set; its only source is a placeholder."""
+    if text is None:
+        return None
+    raw = parse_json(text, f"--data {text:.60}", ConfigError)
+    if not isinstance(raw, dict):
+        raise ConfigError(f'--data {text:.60}: expected an object of options, such as {{"sequence_tokens": 2048}}.')
+    return strict.load(Config, {"sources": {"tars": {"path": "."}}, **raw}, "--data")
 
 
 def _slice(text: str) -> slice:

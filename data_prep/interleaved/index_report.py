@@ -2,15 +2,25 @@
 
 from collections import Counter
 from collections.abc import Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from src.data.orders import RankShare
+from src.data.text import tokenizers
 from src.errors import DataError
-from src.systems.interleaved.streaming import tar_index
+from src.systems.interleaved.streaming import manifest, tar_index
+from src.systems.interleaved.streaming.dataset import Config, StreamedDataset
+from src.systems.interleaved.streaming.documents import Documents
+from src.systems.interleaved.streaming.images import ImageTokens
+from src.systems.interleaved.streaming.shard_files import ShardFiles
 from src.systems.interleaved.streaming.tar_index import TarIndex
+from src.systems.interleaved.streaming.texts import TextTokens
 
 _MOST_LINES = 100
 """Lines of members that are not read. The rest are summed in one more line."""
+_LANES, _STEPS = 8, 50
+"""Rows of a step and steps of the sample in `describe_rows`."""
 PassedOver = dict[str, dict[str, list[int]]]
 """{reason: {suffix: [members, bytes]}}"""
 
@@ -23,6 +33,8 @@ class Indexed(NamedTuple):
     images: int
     bad: Counter[str]
     """Documents by the reason why they are bad."""
+    text_tokens: int | None
+    """None if they were not counted."""
     facts: dict[str, Any]
     """See `TarIndex`."""
 
@@ -36,7 +48,8 @@ class Indexed(NamedTuple):
 def summarize(tar: Path | str, index: TarIndex) -> Indexed:
     """An index in numbers."""
     bad = Counter(tar_index.REASONS[reason] for reason in index.documents["bad"] if reason)
-    return Indexed(tar, len(index), int(index.documents["images"].sum()), bad, index.facts)
+    tokens = None if index.tokens is None else int(index.tokens.sum())
+    return Indexed(tar, len(index), int(index.documents["images"].sum()), bad, tokens, index.facts)
 
 
 def passed_over(results: Sequence[Indexed]) -> PassedOver:
@@ -99,7 +112,11 @@ def lines(results: Sequence[Indexed]) -> list[str]:
         if one.bad
     ]
     documents, members = sum(one.documents for one in results), sum(one.facts["members"] for one in results)
-    report.append(f"{len(results)} tars, {documents:,} documents, {sum(one.images for one in results):,} images")
+    counts = [one.text_tokens for one in results if one.text_tokens is not None]
+    tokens = f", {sum(counts):,} text tokens" if len(counts) == len(results) else ""
+    report.append(
+        f"{len(results)} tars, {documents:,} documents, {sum(one.images for one in results):,} images{tokens}"
+    )
     mapped = sum((Counter(one.facts.get("mapped")) for one in results), Counter[str]())
     report += [f"field {entry}: in {count:,} of {documents:,} documents" for entry, count in mapped.items()]
     unread = _unread(results)
@@ -111,6 +128,31 @@ def lines(results: Sequence[Indexed]) -> list[str]:
         )
     report.append(f"{members:,} members: {sum(one.facts['read'][0] for one in results):,} read")
     return report
+
+
+def describe_rows(folder: Path, tokenizer: str, config: Config) -> str:
+    """A line on the rows that training makes of the tars in a folder: a sample, from the indexes.
+
+    Raises:
+        DataError: no document fits into a row, or the tokenizer is missing.
+    """
+    loaded, listed = tokenizers.load(tokenizer, config.images.special_tokens()), manifest.load(folder)
+    texts, images = TextTokens(loaded, config.images.style), ImageTokens(config.images, loaded)
+    data = StreamedDataset(config, {"tars": Documents(listed, ShardFiles(listed.folder), texts, images, config.rules)})
+    batches = data.order(0, _LANES, 0, ()).micro_batches(0, RankShare(_LANES, _LANES, 0, 1), {})
+    settled = 2 * config.open_rows  # the first rows of a lane are fuller than all later ones
+    sample = list(islice(batches, settled, settled + _STEPS))
+    padding, total = (sum(batch.counters["padding"][i] for batch in sample) for i in range(2))
+    keys = [key for batch in sample for key in batch.keys]
+    pieces = [data.pieces(key[i])[key[i + 1]] for key in keys for i in range(1, len(key), 3)]
+    elements = [element for piece in pieces for element in piece.elements if element.grid]
+    image_tokens, rows = sum(element.tokens for element in elements), len(keys)
+    text_tokens = sum(piece.tokens for piece in pieces) - image_tokens
+    return (
+        f"a row of {config.sequence_tokens} tokens: {len(pieces) / rows:.1f} documents, {len(elements) / rows:.1f} "
+        f"images, {text_tokens / rows:.0f} text tokens, {image_tokens / rows:.0f} image tokens; "
+        f"fill {1 - padding / total:.3f}"
+    )
 
 
 def _unread(results: Sequence[Indexed]) -> list[tuple[int, int, str, str]]:

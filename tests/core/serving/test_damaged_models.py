@@ -1,7 +1,6 @@
 """Commands that load the model of a run, of an export or of a folder of `save_pretrained`, with any file damaged: one
 line or a result."""
 
-import json
 import shutil
 import socket
 from collections.abc import Callable, Iterator
@@ -16,7 +15,7 @@ from src.files import MANIFEST
 from src.models import export
 from src.operations.checkpoint_jobs import __main__ as checkpoint_jobs
 from src.serving import chat
-from src.systems.assistants.serving import page, rejection_sampling, reward_evaluation, reward_server, sampling_report
+from src.systems.assistants.serving import page, reward_evaluation, reward_server, sampling_report
 from src.systems.assistants.serving.triton import repository
 from src.systems.crossattn import ask
 from src.training.checkpointing import consolidate
@@ -34,7 +33,6 @@ IDS = {
 }
 IDS |= {"saved": "saved", "exported": "exported"}
 SAMPLING = "configurations: [{name: greedy, generate_args: {max_new_tokens: 3}}]"
-SAMPLES = {"prompts": [{"prompt": "1?", "results": [{"sampling_config": "greedy", "outputs": ["one", "two"]}]}]}
 PLAN = {
     "checkpoints": {"every": 4},
     "convert": {"command": "cp {checkpoint}/model.safetensors {output}/weights", "retry_seconds": 0},
@@ -61,7 +59,6 @@ class World:
         assert export.main([self.run("talker"), str(self.runs / "exported"), *self.places]) == 0
         (folder / "context").write_text("the thing1 is red .")
         (folder / "prompts.jsonl").write_text('"1?"\n')
-        (folder / "samples.json").write_text(json.dumps(SAMPLES))
         (folder / "sampling.yaml").write_text(SAMPLING)
 
     def run(self, name: str) -> str:
@@ -104,12 +101,6 @@ COMMANDS: dict[str, tuple[Command, list[str]]] = {
     "reward_evaluation": (
         lambda world, _: reward_evaluation.main([world.run("judge"), "replies", *world.here]),
         ["judge", "talker"],
-    ),
-    "rejection_sampling": (
-        lambda world, _: rejection_sampling.main(
-            [world.file("samples.json"), world.run("judge"), "--output", world.new(), *world.here]
-        ),
-        ["judge"],
     ),
     "export": (lambda world, name: export.main([world.run(name), world.new(), *world.places]), ["talker", "judge"]),
     "export --standalone": (

@@ -11,10 +11,9 @@ import pytest
 
 from src.errors import ConfigError, print_errors
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[1]
 ENCODING = ["--embedding_model", "none", "--maximum_input_length", "8", "--data_cache_path", "data", "--corpus", "none"]
 BAD_INPUT = {
-    "data_prep.assistants.conversation_overlap": ["none"],
     "data_prep.interleaved.digit_pages": ["--pages", "0"],
     "data_prep.assistants.chat_tokenizer": [
         "--data_path",
@@ -27,7 +26,6 @@ BAD_INPUT = {
         "new",
     ],
     "data_prep.assistants.check_dataset_counts": ["--datasets", "none"],
-    "data_prep.crossattn.context_cache": [*ENCODING, "--cache", "cache", "--max_bytes", "0"],
     "data_prep.llama2c": ["none.bin", "none.bin"],
     "data_prep.metadata.prepare": [
         "--data_path",
@@ -65,7 +63,6 @@ BAD_INPUT = {
     "data_prep.t5.t5_tokenizer": ["--data_path", "data", "--name", "toy", "--from", "./none"],
     "data_prep.interleaved.convert": ["wd", "none.tar", "--output", "out"],
     "data_prep.interleaved.index": ["none.tar"],
-    "data_prep.interleaved.plan": ["none", "--tokenizer", "none"],
     "data_prep.tokenize": ["--data_path", "data", "--name", "toy", "--tokenizer", "none", "--train", "none.txt"],
     "results.rollouts": ["none"],
     "results.answers": ["none"],

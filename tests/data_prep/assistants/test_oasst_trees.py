@@ -1,4 +1,4 @@
-"""Files of Open-Assistant's trees and messages are counted, filtered, flattened and split."""
+"""Files of Open-Assistant's trees and messages are counted, filtered and split."""
 
 import gzip
 import json
@@ -76,35 +76,6 @@ def test_counts(source: Path, capsys: pytest.CaptureFixture[str]):
     assert "messages                     1" in capsys.readouterr().out
 
 
-def test_messages_count_as_their_trees_do(source: Path):
-    run("tree_to_messages", source)
-    flat = oasst_trees.counts(oasst_trees.read(source.with_name("out.jsonl")))
-    assert {**flat, "trees": 3} == oasst_trees.counts(oasst_trees.read(source))
-
-
-@pytest.mark.parametrize(
-    ("words", "wanted"),
-    [
-        ((), ["p1", "a1", "a2", "b2", "p3", "c1", "p4"]),
-        (("--deleted", "with", "--spam", "with"), ["p1", "a1", "a2", "p2", "b1", "b2", "p3", "c1", "p4"]),
-        (("--deleted", "only"), ["b1"]),
-        (("--spam", "only"), ["p2"]),
-        (("--synthetic", "only"), ["a2"]),
-        (("--synthetic", "without", "--state", "growing"), ["b2"]),
-        (("--lang", "de", "--spam", "with"), ["p2"]),
-        (("--user", "u1"), ["p1", "p4"]),  # B27: it did nothing
-        (("--prompts_only",), ["p1", "p3"]),
-        (("--prompts_only", "--text_only"), ["text of p1", "text of p3"]),
-    ],
-)
-def test_messages_are_filtered_in_trees_and_alone(source: Path, words: tuple[str, ...], wanted: list[str]):
-    assert run("filter_messages", source, *words) == wanted
-    run("tree_to_messages", source)
-    flat = source.with_name("out.jsonl").rename(source.with_name("flat.jsonl"))
-    assert run("filter_messages", flat, *words) == wanted
-    assert not any("replies" in row for row in rows(flat))
-
-
 @pytest.mark.parametrize(
     ("words", "wanted"),
     [
@@ -137,8 +108,13 @@ def test_b27_a_split_is_of_trees_and_depends_on_its_seed(tmp_path: Path):
     ]
     source = tmp_path / "trees.jsonl"
     source.write_text("".join(json.dumps(tree) + "\n" for tree in made))
-    run("tree_to_messages", source)
-    flat = (tmp_path / "out.jsonl").rename(tmp_path / "flat.jsonl")
+    flat = tmp_path / "flat.jsonl"
+    messages = [
+        {"message_tree_id": tree["message_tree_id"], **each}
+        for tree in made
+        for each in oasst_trees.walk(tree["prompt"])
+    ]
+    flat.write_text("".join(json.dumps({**row, "replies": []}) + "\n" for row in messages))
     found = []
     for given, seed in ((source, "1"), (source, "1"), (flat, "1"), (source, "2")):
         outputs = [tmp_path / "train.jsonl", tmp_path / "val.jsonl"]
@@ -170,8 +146,8 @@ def test_b27_a_split_is_of_trees_and_depends_on_its_seed(tmp_path: Path):
             "neither:1: expected a tree with message_tree_id and prompt, or a message with message_id; the row has",
         ),
         (["counts", "mute"], "mute:1: field 'text' of a message: expected text, got None."),
-        (["filter_messages", "none", "out"], "none: no such file."),
-        (["filter_messages", "torn", "out"], "torn:2: "),
+        (["filter_trees", "none", "out"], "none: no such file."),
+        (["filter_trees", "torn", "out"], "torn:2: "),
     ],
 )
 def test_mistakes_are_told_and_nothing_is_lost(
@@ -218,30 +194,3 @@ def test_some_trees_are_drawn(source: Path):
     long[1]["prompt"]["replies"][0]["text"] = "x" * 11
     (source.parent / "long.jsonl").write_text("".join(json.dumps(tree) + "\n" for tree in long))
     assert run("filter_trees", source.parent / "long.jsonl", "--max_length", "10") == ["p1", "p3"]
-
-
-def test_reports_become_trees_that_wait_for_ranking(tmp_path: Path):
-    """An answer with code keeps what stands behind its first "<" (B22)."""
-    for name, outputs in (("a", ["one", "if a < b: pass", " one "]), ("b", ["two", "three", ""])):
-        results = [
-            {"sampling_config": "k50", "outputs": outputs},
-            {"sampling_config": "greedy", "outputs": outputs[:1]},
-        ]
-        report = {
-            "model_name": name,
-            "prompts": [{"prompt": "Say", "results": results}, {"prompt": f"Alone {name}", "results": results[1:]}],
-        }
-        (tmp_path / f"{name}.json").write_text(json.dumps(report))
-    source = tmp_path / "a.json"
-    assert run("rank_reports", source, "--replies", "9")[0] == run("rank_reports", source, "--replies", "9")[0]
-    given = [str(tmp_path / "a.json"), str(tmp_path / "b.json"), str(tmp_path / "trees.jsonl")]
-    assert oasst_trees.main(["rank_reports", *given]) == 0
-    (tree,) = rows(tmp_path / "trees.jsonl")
-    told = {reply["text"]: reply["model_name"] for reply in tree["prompt"]["replies"]}
-    assert told == {"one": "a,k50", "if a < b: pass": "a,k50", "two": "b,k50", "three": "b,k50"}
-    assert tree["tree_state"] == "ranking"
-    assert oasst_trees.main(["rank_reports", *given, "--replies", "2"]) == 0
-    assert len(rows(tmp_path / "trees.jsonl")[0]["prompt"]["replies"]) == 2
-    assert oasst_trees.main(["counts", str(tmp_path / "trees.jsonl")]) == 0, "they are trees like others"
-    assert oasst_trees.main(["rank_reports", *given[:2], given[0]]) == 1, "no report is written over"
-    assert oasst_trees.main(["rank_reports", str(tmp_path / "trees.jsonl"), str(tmp_path / "other.jsonl")]) == 1

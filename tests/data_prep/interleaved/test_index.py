@@ -1,12 +1,16 @@
 """The command that indexes tars: each once, the cut ones named, the others made."""
 
+import json
 import os
+import re
+from itertools import islice
 from pathlib import Path
 
 import pytest
 
 from data_prep.interleaved import index
 from data_prep.interleaved.write import Document, Part, Writing, write
+from src.data.orders import RankShare
 from src.systems.interleaved.streaming import manifest, tar_index
 from src.systems.interleaved.streaming.tars.indexing import build
 from src.systems.interleaved.streaming.texts import TextTokens
@@ -163,3 +167,43 @@ def test_a_tar_in_place_of_an_indexed_one_is_indexed_again(tmp_path: Path, outpu
     os.utime(tmp_path / "a.tar", ns=(0, 0))
     assert index.main(arguments) == 0
     assert tar_index.load_file(path, (tmp_path / "a.tar").stat().st_size, "a").parts["size"].tolist() == [1, 5]
+
+
+@pytest.mark.parametrize("open_rows", [1, 4])
+def test_rows_are_described_as_training_makes_them(open_rows: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    pages.write_pages(tmp_path / "pages" / "train", 600)
+    pages.tokenizer().save_pretrained(tmp_path / "tokenizer")
+    tars = [str(path) for path in sorted((tmp_path / "pages" / "train").glob("*.tar"))]
+    options = {"sequence_tokens": 80, "max_frames": 8, "open_rows": open_rows, "images": pages.IMAGES}
+    words = [*tars, "--output", str(tmp_path / "indexed"), "--tokenizer", str(tmp_path / "tokenizer")]
+    assert index.main([*words, "--data", json.dumps(options)]) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"24 tars, 600 documents, \d+ images, [\d,]+ text tokens", out)
+    row = re.search(
+        r"a row of 80 tokens: ([\d.]+) documents, [\d.]+ images, (\d+) text tokens, (\d+) image tokens; fill (.+)", out
+    )
+    assert row
+    documents, text, image, fill = map(float, row.groups())
+    assert text + image == pytest.approx(80 * fill, abs=1)
+    data = built(tmp_path, **{name: value for name, value in options.items() if name != "images"})
+    batches = islice(data.order(1, 4, 99, ()).micro_batches(0, RankShare(4, 4, 0, 1), {}), 450)
+    padding = [batch.counters["padding"] for batch in list(batches)[50:]]
+    assert fill == pytest.approx(1 - sum(pad for pad, _ in padding) / sum(every for _, every in padding), abs=0.01)
+    assert documents > 1
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ("{", "--data {: not valid JSON"),
+        ("[]", "--data []: expected an object of options"),
+        ('{"sequence_token": 8}', "--data: unknown"),
+        ("{}", "--data"),
+    ],
+)
+def test_wrong_options_of_rows_are_reported_before_the_tars_are_read(
+    data: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    words = [str(tmp_path / "none.tar"), "--output", str(tmp_path / "indexed"), "--data", data]
+    assert index.main(words) == 1
+    assert message in capsys.readouterr().err

@@ -9,15 +9,22 @@ correlations of rewards and ranks.
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from src.data.jsonl import SPLITS
+from src.data.parts import leaf_configs
+from src.errors import ConfigError
 from src.experiments.config import Places
+from src.experiments.interfaces import load_experiment
+from src.experiments.kinds import REWARD
 from src.files import write_json
-from src.models.load import add_options
+from src.models.load import add_options, checkpoint_folder, load, move
+from src.runs.metadata import expand_run, read_exp_dict
 from src.support.command_line import aligned_lines, make_parser, parse_arguments, run_command
-from src.systems.assistants.serving.rewards import load_judge
+from src.systems.assistants.conversations import ranked, templates
+from src.systems.assistants.conversations.rendering import Renderer
 
 NAMES = {"kendall": "kendalltau", "spearman": "spearmanr"}
 """What scores are called in the report."""
@@ -38,9 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _act(args: argparse.Namespace) -> int:
-    places = Places(args.data_path, args.savedir_base)
-    judge = load_judge(args.run, places, args.device, args.micro_batch)
-    count, scores = judge.agreement(places, args.folder, args.split)
+    count, scores = _measure(args, Places(args.data_path, args.savedir_base))
     named = {NAMES.get(name, name): value for name, value in scores.items()}
     report = {"model": str(args.run), "dataset": args.folder, "split": args.split, "conversations": count, **named}
     if args.report:
@@ -50,6 +55,34 @@ def _act(args: argparse.Namespace) -> int:
     ):
         sys.stdout.write(f"{line}\n")
     return 0
+
+
+def _measure(args: argparse.Namespace, places: Places) -> tuple[int, Mapping[str, float]]:
+    """Conversations with ranked replies in the folder, and the recipe's evaluation scores on them by name.
+
+    Raises:
+        ConfigError: it is no reward model, or the device or --micro_batch cannot be used.
+        DataError: the folder is missing or malformed, or has no ranks.
+        UserError: a part of the model is missing.
+    """
+    from src.training.validation import measure
+
+    if args.micro_batch < 1:
+        raise ConfigError(f"--micro_batch: expected at least 1, got {args.micro_batch}.")
+    source = expand_run(args.run, places.runs)
+    run = checkpoint_folder(source).parents[1]
+    recipe: Any = load_experiment(read_exp_dict(run), str(run))
+    parts = leaf_configs("data", recipe.data) if getattr(recipe, "model_kind", None) == REWARD else ()
+    config = next((part for _, part in parts if isinstance(part, ranked.Config)), None)
+    if config is None:
+        raise ConfigError(f"{run}: no reward model. Name a run of recipe 'reward'.")
+    model, tokenizer = load(source, places)
+    move(model, args.device)
+    renderer = Renderer(tokenizer, templates.find(config.writing.template, tokenizer))
+    config = config.model_copy(update={"corpus": args.folder, "val_samples": None, "shuffled_ranks": False})
+    data = ranked.RankedReplies(config, config.read(places, args.split), renderer, None, "", args.folder)
+    sums = measure(model, data, recipe.loss(), args.micro_batch, model.base.device, count=recipe.count)
+    return len(data), {"loss": sums.loss, **sums.means}
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Sampling reports, what a reward model makes of them, and how well it agrees with ranked replies."""
+"""Sampling reports, and how well a reward model agrees with ranked replies."""
 
 import io
 import json
@@ -11,9 +11,7 @@ from src.experiments.config import Places
 from src.experiments.identity import exp_id
 from src.serving import chat
 from src.systems.assistants.conversations.entries import Message
-from src.systems.assistants.serving import rejection_sampling, reward_evaluation, sampling_report
-from src.systems.assistants.serving.rejection_sampling import Answer
-from src.systems.assistants.serving.rewards import load_judge
+from src.systems.assistants.serving import reward_evaluation, sampling_report
 from tests import toy
 from tests.systems.assistants.train_assistants import REWARD, SFT, write_data
 
@@ -104,59 +102,14 @@ def test_the_shipped_configurations_are_understood_by_transformers(folder: Path)
     }
 
 
-def test_best_answers_are_selected_and_configurations_compared():
-    """Section 3.8 of the specification: means, and the first three of the answers by reward."""
-    rewards = {"a": [0.5, 2.0, -1.0, 1.0, 1.0], "b": [3.0]}
-    answers = [
-        Answer(i, prompt, f"{value}", ("x", "y")[i % 2], value)
-        for prompt, values in rewards.items()
-        for i, value in enumerate(values)
-    ]
-    answers = [answer._replace(number="ab".index(answer.prompt)) for answer in answers]
-    selected, rejected = rejection_sampling.select_best(answers, 3)
-    assert [answer.output for answer in selected] == ["2.0", "1.0", "0.5", "3.0"], "equal answers count once"
-    assert [answer.output for answer in rejected] == ["-1.0"]
-    assert rejection_sampling.summarize(selected) == {"mean": 1.625, "min": 0.5, "max": 3.0}
-    assert rejection_sampling.summarize([]) == {"mean": None, "min": None, "max": None}
-    assert rejection_sampling.mean_rewards(answers) == {"x": 0.875, "y": 1.5, "mean_reward": 6.5 / 6}
-
-
-def test_reward_model_rejects_the_lowest_rewards(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    summary = report(folder, "--num_samples", "4")
-    sampled, output = folder / "report.json", tmp_path / "best"
-    words = [str(sampled), run_of(folder, REWARD), "--output", str(output), "--best", "2", *places(folder)]
-    assert rejection_sampling.main(words) == 0
-    best, worst = (json.loads((output / f"{name}_samples.json").read_text()) for name in ("selected", "rejected"))
-    scores = json.loads((output / "sampling_score.json").read_text())
-    comparison = json.loads((output / "comparison.json").read_text())
-    assert scores.keys() == {"greedy", "wild", "mean_reward"}
-    assert "mean_reward" in capsys.readouterr().out
-    for entry in summary["prompts"]:
-        upper, other = ([row for row in rows if row["prompt"] == entry["prompt"]] for rows in (best, worst))
-        assert [row["reward"] for row in upper] == sorted((row["reward"] for row in upper), reverse=True)
-        assert min(row["reward"] for row in upper) >= max((row["reward"] for row in other), default=-99)
-        assert {row["output"] for row in upper + other} == {
-            text for result in entry["results"] for text in result["outputs"]
-        }
-    assert comparison["selected"]["mean"] > comparison["rejected"]["mean"]
-
-
-def test_rewards_do_not_depend_on_the_batch(folder: Path):
-    where = Places(folder / "data", folder / "runs")
-    replies = [([Message("user", "1?")], text) for text in ("one", "x" * 200, "none of none of ", "two")]
-    rewards = []
-    for size in (1, 3):
-        judge = load_judge(Path(run_of(folder, REWARD)), where, "cpu", size)
-        rewards.append(judge.rewards(replies))
-    assert rewards[0] == pytest.approx(rewards[1], abs=1e-5)
-    assert len({round(value, 4) for value in rewards[0]}) == 4
-
-
 def test_an_evaluation_has_the_scores_of_the_training(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     file = tmp_path / "scores.json"
     assert reward_evaluation.main([run_of(folder, REWARD), "replies", "--report", str(file), *places(folder)]) == 0
     summary, last = json.loads(file.read_text()), toy.evaluations(folder, exp_id(REWARD))[-1]
     assert (summary["dataset"], summary["split"], summary["conversations"]) == ("replies", "val", 6)
+    words = [run_of(folder, REWARD), "replies", "--report", str(file), "--micro_batch", "1", *places(folder)]
+    assert reward_evaluation.main(words) == 0
+    assert json.loads(file.read_text()) == pytest.approx(summary, abs=1e-6), "the batch changes no score"
     for name, column in (
         ("accuracy", "accuracy"),
         ("kendalltau", "kendall"),
@@ -210,15 +163,7 @@ MISTAKES = [
     ),
     ("report", {"--config": COLD}, "`temperature`"),
     ("report", {"RUN": "reward"}, "a reward model "),
-    ("reject", {"RUN": "sft"}, "no reward model. Name a run of recipe 'reward'."),
-    ("reject", {"--best": "0"}, "--best: expected at least 1, got 0."),
-    ("reject", {"--micro_batch": "0"}, "--micro_batch: expected at least 1, got 0."),
-    (
-        "reject",
-        {"REPORT": '{"prompts": [{}]}'},
-        "no report of src.systems.assistants.serving.sampling_report (KeyError: 'results').",
-    ),
-    ("reject", {"REPORT": '{"prompts": []}'}, "the report has no answer."),
+    ("evaluate", {"--micro_batch": "0"}, "--micro_batch: expected at least 1, got 0."),
     ("evaluate", {"FOLDER": "numbers"}, "numbers: no conversation has replies of different ranks."),
     ("evaluate", {"FOLDER": "repliez"}, "no such data set"),
     ("evaluate", {"RUN": "sft"}, "no reward model."),
@@ -235,11 +180,10 @@ def test_mistakes_are_reported_and_nothing_is_written(
         return str(tmp_path / name) if content != "none" else "none"
 
     run = run_of(folder, {"sft": SFT, "reward": REWARD}[parts.get("RUN", "sft" if command == "report" else "reward")])
-    entry = {"prompts": [{"prompt": "1?", "results": [{"sampling_config": "a", "outputs": ["one"]}]}]}
     options = [
         word
         for name, value in parts.items()
-        if name in ("--only", "--num_samples", "--best", "--micro_batch")
+        if name in ("--only", "--num_samples", "--micro_batch")
         for word in (name, value)
     ]
     words = {
@@ -252,17 +196,16 @@ def test_mistakes_are_reported_and_nothing_is_written(
             "--report",
             str(tmp_path / "out"),
         ],
-        "reject": [file("REPORT", json.dumps(entry)), run, "--output", str(tmp_path / "out")],
         "evaluate": [run, parts.get("FOLDER", "replies"), "--report", str(tmp_path / "out")],
     }[command]
-    main = {"report": sampling_report, "reject": rejection_sampling, "evaluate": reward_evaluation}[command].main
+    main = {"report": sampling_report, "evaluate": reward_evaluation}[command].main
     assert main([*words, *options, *places(folder)]) == 1
     assert message in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 
 def test_broken_text_is_reported(folder: Path, capsys: pytest.CaptureFixture[str]):
-    """Half of a surrogate pair in an argument, a prompt or a report; messages that are no list."""
+    """Half of a surrogate pair in an argument or a prompt; messages that are no list."""
     prompts = {
         '{"messages": 5}': 'prompts.jsonl:1: expected a text, or an object with "prompt"',
         '"\\ud800"': "half of a surrogate pair",
@@ -272,17 +215,6 @@ def test_broken_text_is_reported(folder: Path, capsys: pytest.CaptureFixture[str
         (folder / "bad" / "prompts.jsonl").write_text(line + "\n")
         assert report(folder, prompts="bad/prompts.jsonl") is None
         assert message in capsys.readouterr().err
-    results = [{"sampling_config": "g", "outputs": ["a", "\ud800"]}]
-    (folder / "bad" / "report.json").write_text(json.dumps({"prompts": [{"prompt": "b", "results": results}]}))
-    words = [
-        str(folder / "bad" / "report.json"),
-        run_of(folder, REWARD),
-        "--output",
-        str(folder / "best"),
-        *places(folder),
-    ]
-    assert rejection_sampling.main(words) == 1
-    assert "report.json: \\ud800 at character 0 is half of a surrogate pair" in capsys.readouterr().err
     assert chat.main([run_of(folder, SFT), "\udc80", *places(folder)]) == 1
     assert "the message: \\udc80 at character 0 is half of a surrogate pair" in capsys.readouterr().err
 

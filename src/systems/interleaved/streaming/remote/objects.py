@@ -4,9 +4,8 @@ s3://BUCKET/KEY, gs://BUCKET/KEY and az://CONTAINER/KEY are read by obstore, wit
 lists, in the environment or on the machine; for S3 also a profile of ~/.aws. hf://datasets/USER/NAME/PATH is read by
 huggingface_hub.
 
-Threads of obstore do not survive a fork: a request in a forked process never returns. A process that was forked after
-its parent used obstore, such as a worker of a DataLoader, therefore reads through a subprocess that runs this module's
-`main`.
+Threads of obstore do not survive a fork: a request in a forked process never returns. In a process that was forked
+after its parent used obstore, such as a worker of a DataLoader, a subprocess makes each request: `main` of this module.
 """
 
 import configparser
@@ -16,16 +15,14 @@ import json
 import logging
 import os
 import re
-import signal
 import subprocess
 import sys
 from collections.abc import Callable, Generator, Mapping
 from functools import lru_cache
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from src.errors import ConfigError
-from src.files import ROOT
 from src.systems.interleaved.streaming.manifest import ShardChanged, ShardUnavailable
 
 HUB = "hf://"
@@ -316,76 +313,54 @@ def module_environment() -> dict[str, str]:
     It stays in the current folder, as the user's paths can be relative."""
     return {
         **os.environ,
-        "PYTHONPATH": os.pathsep.join((str(ROOT), os.environ.get("PYTHONPATH", ""))),
+        "PYTHONPATH": os.pathsep.join((str(Path(__file__).resolve().parents[4]), os.environ.get("PYTHONPATH", ""))),
     }
 
 
-_readers: dict[int, subprocess.Popen[bytes]] = {}
-"""The subprocess that reads for each process."""
-
-
-def _read_by_subprocess(url: str, etag: str | None, begin: int, end: int, seconds: float) -> Range:
-    """`read_range` in this process's reader. It answers with a line of JSON, then with chunks, each after its size."""
-    reader = _readers.get(os.getpid())
-    if reader is None or reader.poll() is not None:
-        command = [sys.executable, "-m", "src.systems.interleaved.streaming.remote.objects"]
-        reader = subprocess.Popen(command, env=module_environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-        _readers[os.getpid()] = reader
-    assert reader.stdin
-    assert reader.stdout
+def _read_by_subprocess(*request: Any) -> Range:
+    """`read_range` in a subprocess, which writes a line of JSON and the bytes."""
+    command = [sys.executable, "-m", "src.systems.interleaved.streaming.remote.objects", json.dumps(request)]
+    process = subprocess.Popen(command, env=module_environment(), stdout=subprocess.PIPE)
+    chunks = _chunks_from(process)
     try:
-        reader.stdin.write(json.dumps([url, etag, begin, end, seconds]).encode() + b"\n")
-        reader.stdin.flush()
-        first = json.loads(reader.stdout.readline())
-    except (OSError, ValueError):
-        _end_reader()
-        raise Interruption("the process that reads objects has ended") from None
-    if isinstance(first, list):
-        raise {error.__name__: error for error in (ShardChanged, ShardUnavailable, ConfigError, Interruption)}[
-            first[0]
-        ](first[1])
-    chunks = _chunks_from(reader.stdout)
-    next(chunks)
-    return Range(first["total"], first["etag"], chunks)
+        answer = json.loads(next(chunks))
+    except ValueError:
+        answer = [Interruption.__name__, "the process that reads objects has ended"]
+    if isinstance(answer, list):
+        chunks.close()
+        raise _ERRORS[answer[0]](answer[1])
+    return Range(answer["total"], answer["etag"], chunks)
 
 
-def _chunks_from(output: IO[bytes]) -> Generator[bytes]:
-    """The reader's chunks, after an empty one. If not all are consumed, the reader ends."""
-    complete = False
-    try:
-        yield b""
-        while size := int.from_bytes(output.read(4)):
-            yield output.read(size)
-        complete = True
-    finally:
-        if not complete:
-            _end_reader()
+_ERRORS = {error.__name__: error for error in (ShardChanged, ShardUnavailable, ConfigError, Interruption)}
 
 
-def _end_reader() -> None:
-    with contextlib.suppress(OSError), _readers.pop(os.getpid()) as reader:
-        reader.kill()
-
-
-def main() -> None:
-    """Read objects for a forked process until it closes stdin.
-    An error after the first line of an answer ends the chunks."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    out = sys.stdout.buffer
-    for line in sys.stdin:
+def _chunks_from(process: subprocess.Popen[bytes]) -> Generator[bytes]:
+    """The first line, then the rest. The process ends with the generator."""
+    with process:
+        assert process.stdout
         try:
-            response = read_range(*json.loads(line))
-        except (ShardChanged, ShardUnavailable, ConfigError, Interruption) as error:
-            out.write(json.dumps([type(error).__name__, str(error)]).encode() + b"\n")
-        else:
-            out.write(json.dumps({"total": response.total, "etag": response.etag}).encode() + b"\n")
-            with contextlib.suppress(Interruption):
-                for chunk in response.chunks:
-                    out.write(len(chunk).to_bytes(4) + chunk)
-            out.write(bytes(4))
+            yield process.stdout.readline()
+            while chunk := process.stdout.read(_CHUNK):
+                yield chunk
+        finally:
+            process.kill()
+
+
+def main(request: str) -> None:
+    """Read one range for a forked process. An error after the first line ends the bytes."""
+    out = sys.stdout.buffer
+    try:
+        response = read_range(*json.loads(request))
+    except tuple(_ERRORS.values()) as error:
+        out.write(json.dumps([type(error).__name__, str(error)]).encode())
+        return
+    out.write(json.dumps({"total": response.total, "etag": response.etag}).encode() + b"\n")
+    with contextlib.suppress(Interruption, BrokenPipeError):
+        for chunk in response.chunks:
+            out.write(chunk)
         out.flush()
 
 
 if __name__ == "__main__":
-    with contextlib.suppress(BrokenPipeError):
-        main()
+    main(sys.argv[1])

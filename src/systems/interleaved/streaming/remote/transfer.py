@@ -23,9 +23,9 @@ PIPE = "pipe:"
 REMOTE = (*objects.SCHEMES, PIPE)
 PATIENCE = 25.0
 """Seconds without a new byte after which a shard is given up."""
-LEAST_PATIENCE = 0.5
-"""Seconds for a shard where this process has had no byte of any other for all of its patience: all are gone, then."""
-_FIRST_PAUSE, _LONGEST_PAUSE, _LONGEST_REQUEST = 0.1, 5.0, 30.0
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 5.0
+_SHORTEST_REQUEST, _LONGEST_REQUEST = 0.5, 30.0
+"""Timeouts of a request, in seconds."""
 _AT_ONCE = 1 << 20
 
 
@@ -39,46 +39,26 @@ class Source(NamedTuple):
 
 
 class _Tries:
-    """The pauses between tries, and when it is enough."""
-
-    silent: tuple[float, float] | None = None
-    """Since when this process has had no byte of any shard, though it tried, and when it tried last."""
+    """The pauses between attempts, and when to give up."""
 
     def __init__(self, url: str, patience: float) -> None:
-        now, self.whole_patience = time.monotonic(), patience
-        if _Tries.silent and now - _Tries.silent[1] < patience:
-            patience = max(patience - (now - _Tries.silent[0]), min(LEAST_PATIENCE, patience))
-        else:
-            _Tries.silent = None
-        self.url, self.patience, self.pause, self.best, self.since = url, patience, _FIRST_PAUSE, 0, now
-        self.jitter = random.SystemRandom()
-
-    @property
-    def longest_request(self) -> float:
-        """Seconds."""
-        return min(max(self.patience / 2, LEAST_PATIENCE), _LONGEST_REQUEST)
+        self.url, self.patience, self.pause, self.best, self.since = url, patience, _FIRST_PAUSE, 0, time.monotonic()
+        self.longest_request = min(max(patience / 2, _SHORTEST_REQUEST), _LONGEST_REQUEST)
 
     def wait(self, at: int, error: Interruption) -> None:
-        """Pause before the next try. at: how many bytes there were when this one was cut off.
+        """Pause before the next attempt. at: bytes received before the interruption.
 
         Raises:
-            ShardUnavailable: no new byte came for long.
+            ShardUnavailable: no new byte arrived for `patience` seconds.
         """
         now = time.monotonic()
         if at > self.best:
-            self.best, self.since, self.pause, self.patience, _Tries.silent = (
-                at,
-                now,
-                _FIRST_PAUSE,
-                self.whole_patience,
-                None,
-            )
-        _Tries.silent = (_Tries.silent[0] if _Tries.silent else self.since, now)
+            self.best, self.since, self.pause = at, now, _FIRST_PAUSE
         if now + self.pause > self.since + self.patience:
             raise ShardUnavailable(
                 f"{self.url}: given up at byte {at}: no new byte in {self.patience:.3g} s: {error}."
             ) from None
-        time.sleep(self.pause * self.jitter.uniform(0.5, 1))
+        time.sleep(self.pause * random.SystemRandom().uniform(0.5, 1))
         self.pause = min(2 * self.pause, _LONGEST_PAUSE)
 
 
@@ -91,9 +71,7 @@ def source_of(url: str, patience: float = PATIENCE) -> Source:
     tries = _Tries(url, patience)
     while url.startswith(objects.SCHEMES):
         try:
-            source = Source(url, *objects.head(url, tries.longest_request))
-            _Tries.silent = None
-            return source
+            return Source(url, *objects.head(url, tries.longest_request))
         except Interruption as error:
             tries.wait(0, error)
     return Source(url, None)
@@ -126,7 +104,6 @@ def transfer(
                     file.write(chunk)
                     digest.update(chunk)
                     written += len(chunk)
-            _Tries.silent = None
             break
         except Interruption as error:
             tries.wait(begin + written, error)

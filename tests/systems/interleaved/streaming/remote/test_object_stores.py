@@ -168,3 +168,9 @@ def test_a_hub_out_of_reach_is_reported_in_one_line(server: ObjectServer, tmp_pa
     )
     done = run(server, "-c", read)
     assert "objects.Interruption" in done.stderr.splitlines()[-1]
+
+
+def test_a_request_process_that_ends_early_is_an_interruption(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(sys, "executable", "/bin/true")
+    with pytest.raises(objects.Interruption, match="the process that reads objects has ended"):
+        objects._read_by_subprocess("s3://bucket/key", None, 0, 1, 1.0)

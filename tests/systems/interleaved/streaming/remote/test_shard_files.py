@@ -14,14 +14,12 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from src.errors import ConfigError
 from src.systems.interleaved.streaming.manifest import Shard, ShardChanged, ShardUnavailable, sample_tar
-from src.systems.interleaved.streaming.remote import transfer
 from src.systems.interleaved.streaming.shard_files import ShardFiles
 
 SIZE = 1000
@@ -120,31 +118,6 @@ def test_a_local_shard_that_is_written_to_while_it_is_open_is_refused(tmp_path: 
     os.utime(tmp_path / shard.url, ns=(before + 1, before + 1))  # clocks of file systems may be coarse
     with pytest.raises(ShardChanged, match=r"0\.tar: was written to since it was first read"):
         files.read(shard, 0, SIZE)
-
-
-def test_where_nothing_answers_the_patience_is_for_all_shards(
-    piped: Callable[..., Shard], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    """By a clock that pauses alone move: else a hundred shards would be waited for one after another."""
-    clock = [1000.0]
-    fake_time = SimpleNamespace(monotonic=lambda: clock[0], sleep=lambda seconds: clock.append(clock.pop() + seconds))
-    monkeypatch.setattr(transfer, "time", fake_time)
-    monkeypatch.setattr(transfer._Tries, "silent", None)
-
-    def give_up(shard: Shard) -> float:
-        begin = clock[0]
-        with pytest.raises(ShardUnavailable), open(tmp_path / "file", "wb") as file:
-            transfer.transfer(transfer.Source(shard.url, SIZE), file, 20)
-        return clock[0] - begin
-
-    dead, alive = [piped(f"dead{n}", "exit 1") for n in range(10)], piped("alive")
-    assert 10 < give_up(dead[0]) <= 20
-    assert sum(map(give_up, dead[1:])) < 20 + 9 * transfer.LEAST_PATIENCE
-    with open(tmp_path / "file", "wb") as file:
-        transfer.transfer(transfer.Source(alive.url, SIZE), file, 20)
-    assert 10 < give_up(dead[0]) <= 20, "something has answered"
-    clock[0] += 21
-    assert 10 < give_up(dead[0]) <= 20, "nothing was tried for long"
 
 
 def test_a_cache_in_the_folder_of_the_shards_leaves_them(piped: Callable[..., Shard], tmp_path: Path):

@@ -16,7 +16,6 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from src.errors import ConfigError
@@ -203,8 +202,6 @@ def test_a_forked_process_reads_too(shard: Shard, s3: S3Server, tmp_path: Path, 
         crowded.max_cached, held = 1, reader(tmp_path / "crowded", limit=len(CONTENT))
         held.read(other, 0, 1)
         answers.put((crowded.read(other, 5, 5), crowded.read(shard, 20, 10)))
-        os.kill(psutil.Process().children()[0].pid, signal.SIGKILL)
-        answers.put(crowded.read(shard, 30, 10))
         replaced = Shard(shard.url, "", 1, shard.bytes - 1)
         try:
             reader(tmp_path).read(replaced, 0, 10)
@@ -219,9 +216,8 @@ def test_a_forked_process_reads_too(shard: Shard, s3: S3Server, tmp_path: Path, 
     assert answers.get() == "s3://shards/none.tar: no such object (NoSuchKey)."
     assert answers.get() == (CONTENT[::-1][:10], CONTENT[10:20], {"hits": 1, "misses": 1})
     assert answers.get() == (CONTENT[::-1][5:10], CONTENT[20:30])
-    assert answers.get() == CONTENT[30:40], "also after its reader was killed"
     assert answers.get() == f"{shard.url}: has 3000000 bytes, and had 2999999 when it was indexed. Index it again."
-    assert answers.get() == CONTENT[40:50], "and not what is left of another answer"
+    assert answers.get() == CONTENT[40:50]
 
 
 def test_ranges_are_read_from_the_server_without_room_in_the_cache(
