@@ -2,10 +2,11 @@
 [OUTPUT]`.
 
 python -m data_prep.assistants.oasst_trees counts trees.jsonl.gz --lang en,de
-python -m data_prep.assistants.oasst_trees filter_trees trees.jsonl.gz finished.jsonl --state ready_for_export
---synthetic without python -m data_prep.assistants.oasst_trees filter_trees finished.jsonl some.jsonl --lang en
---max_length 2000 --count 100 --seed 0 python -m data_prep.assistants.oasst_trees split finished.jsonl train.jsonl
-val.jsonl --val_percent 20 --seed 0
+python -m data_prep.assistants.oasst_trees filter_trees trees.jsonl.gz finished.jsonl \\
+    --state ready_for_export --synthetic without
+python -m data_prep.assistants.oasst_trees filter_trees finished.jsonl some.jsonl \\
+    --lang en --max_length 2000 --count 100 --seed 0
+python -m data_prep.assistants.oasst_trees split finished.jsonl train.jsonl val.jsonl --val_percent 20 --seed 0
 
 A file has a JSON object on each line: a tree, {"message_tree_id", "prompt": {..., "replies": [...]}}, or a message,
 {"message_id", "text", "role"}, which can have replies too. Files whose names end with .gz are compressed. Messages of

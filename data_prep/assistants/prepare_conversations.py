@@ -2,9 +2,10 @@
 
 python -m data_prep.assistants.prepare_conversations --name webgpt
 python -m data_prep.assistants.prepare_conversations --name webgpt --train comparisons.jsonl
-python -m data_prep.assistants.prepare_conversations --name oasst_replies --release oasst_export --mode rm --train
-trees.jsonl.gz python -m data_prep.assistants.prepare_conversations --name mine --release_file mine.yaml python -m
-data_prep.assistants.prepare_conversations --form completion --train q.jsonl \\
+python -m data_prep.assistants.prepare_conversations --name oasst_replies --release oasst_export \\
+    --mode rm --train trees.jsonl.gz
+python -m data_prep.assistants.prepare_conversations --name mine --release_file mine.yaml
+python -m data_prep.assistants.prepare_conversations --form completion --train q.jsonl \\
     --columns prompt=question completion=answer --keep answer --name mine
 
 A release is an entry of resources/conversations or of your own file. It names the source and the form of its rows;
