@@ -28,8 +28,8 @@ log = logging.getLogger("trainval")
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     args = arguments.parse(argv, __doc__ or "", ROOT)
-    from src import distributed
     from src.errors import LaunchError, UserError, end_with_reader
+    from src.support import distributed
 
     logging.basicConfig(format="%(message)s")
     for name in LOGGERS:
@@ -61,11 +61,11 @@ def prefix_lines(error: Exception, where: str) -> str:
 
 def act(args: argparse.Namespace) -> int:
     """List, check, submit or train."""
-    from src import distributed
     from src.errors import ConfigError
     from src.experiments.config import Places
     from src.launch import actions, resources
     from src.runs import parents, plan
+    from src.support import distributed
     from src.support.command_line import aligned_lines
     from src.tables.rows import describe_differences
 
@@ -247,8 +247,8 @@ def train(args: argparse.Namespace, planned: Sequence[Any], chosen: set[str], pl
     """
     import torch  # noqa: F401  where it is missing, before anything is written
 
-    from src import distributed
     from src.errors import UserError
+    from src.support import distributed
 
     options = arguments.training_options(args, distributed.world_size())
     failed = 0
@@ -275,14 +275,13 @@ def train(args: argparse.Namespace, planned: Sequence[Any], chosen: set[str], pl
 def run_one(item: Any, reset: int, places: Any, options: Any, micro_batch: int | None = None) -> None:
     """Train one experiment in its save directory; a finished one is left as it is.
     micro_batch: instead of the experiment's own."""
-    from src import distributed
     from src.errors import ConfigError
     from src.experiments.registry import resolved_dict
     from src.runs import metadata, parents, plan
     from src.runs.context import Run, log_to_file
     from src.runs.environment import describe
     from src.runs.run_dir import RunDir
-    from src.support import torch_settings
+    from src.support import distributed, torch_settings
 
     opened: list[RunDir] = []
 
@@ -313,8 +312,8 @@ def run_one(item: Any, reset: int, places: Any, options: Any, micro_batch: int |
 
 def carry_out(item: Any, run: Any) -> None:
     """Call the recipe and keep the status true, whatever happens."""
-    from src import distributed
     from src.errors import UserError
+    from src.support import distributed
 
     def mark(state: str, **facts: Any) -> None:
         if distributed.is_main():

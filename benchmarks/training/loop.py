@@ -37,7 +37,6 @@ from torch.utils.data import Dataset
 
 import exp_configs
 from benchmarks.turns import Turns, one_arena
-from src import distributed
 from src.data.orders import IndexedOrder, order_of
 from src.data.text import tokenizers
 from src.experiments.config import Places
@@ -46,6 +45,7 @@ from src.experiments.interfaces import RecipeConfig, load_experiment
 from src.experiments.registry import resolved_dict
 from src.runs.context import Options, Run
 from src.runs.run_dir import RunDir
+from src.support import distributed
 from src.training import loader
 from src.training.checkpointing.folder import CheckpointMetadata
 from src.training.loop import fit

@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping
 from accelerate import Accelerator
 from torch import nn
 
-from src import distributed
 from src.runs import ledger
 from src.runs.context import Run
+from src.support import distributed
 from src.training.config import Evaluation
 from src.training.monitoring.reporter import Reporter
 from src.training.parallel import choice as engines

@@ -6,11 +6,11 @@ from typing import Any, TypeVar
 
 import torch
 
-from src import distributed
 from src.evaluation.config import Answers
 from src.evaluation.metrics import answers as scored_answers
 from src.experiments.batches import to_device
 from src.experiments.interfaces import Prediction, QuestionDataset
+from src.support import distributed
 from src.training.validation import rank_batches
 
 T = TypeVar("T")

@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from src import distributed
 from src.errors import ConfigError
 from src.evaluation import speed
 from src.evaluation.config import Inference
@@ -23,6 +22,7 @@ from src.evaluation.outputs import OutputFile, ResumableOutputs
 from src.experiments.interfaces import ContextDataset, Prediction, QuestionDataset
 from src.files import write_json
 from src.runs.context import Run
+from src.support import distributed
 
 log = logging.getLogger(__name__)
 

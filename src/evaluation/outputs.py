@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from src import distributed
 from src.errors import RunError
 from src.files import defect, new_directory, read_manifest, reading, write_atomic, writing
 from src.runs import heartbeat
 from src.runs.checkpoints import folder as checkpoints
 from src.runs.context import Run
+from src.support import distributed
 from src.support.parsing import parse_json
 
 log = logging.getLogger(__name__)

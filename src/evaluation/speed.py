@@ -9,8 +9,8 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from src import distributed
 from src.evaluation.generation import AnswerGenerator
+from src.support import distributed
 
 FILE = "inference.speed.json"
 _TIMES = 3

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import model_validator
 
-from src import distributed
 from src.evaluation.config import Answers, SampledAnswers
 from src.experiments.config import Places
 from src.experiments.interfaces import Dataset
@@ -16,6 +15,7 @@ from src.experiments.kinds import KINDS
 from src.experiments.registry import resolved_dict
 from src.recipes.finetuning import Finetuning
 from src.runs.context import Run
+from src.support import distributed
 from src.support.call_once import call_once
 from src.training.config import Evaluation
 

@@ -13,12 +13,12 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from src import distributed
 from src.errors import RunError, UserError
 from src.files import ROOT, read_json, reading
 from src.runs import environment, jsonl_records
 from src.runs.code_version import code_version
 from src.runs.metadata import ENV
+from src.support import distributed
 
 FILE = "ledger.jsonl"
 

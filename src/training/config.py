@@ -6,10 +6,10 @@ from typing import Literal
 
 from pydantic import Field, PositiveInt, model_validator
 
-from src import distributed
 from src.errors import ConfigError
 from src.experiments.config import Config, Places, unknown_text
 from src.experiments.interfaces import ModelConfig
+from src.support import distributed
 from src.training.divergence.detector import Config as Divergence
 
 POLYNOMIAL_END = 1e-7

@@ -11,11 +11,11 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Sampler, get_worker_info
 from torch.utils.data import Dataset as TorchDataset
 
-from src import distributed
 from src.data.orders import Cursor, Key, MicroBatch, Order, RankShare, ReadAheadDataset
 from src.errors import UserError
 from src.experiments.batches import to_device
 from src.experiments.interfaces import Dataset, DecodedDataset, SourcedDataset
+from src.support import distributed
 from src.training.config import LoopConfig
 from src.training.state import State
 from src.training.validation import count_loss_tokens, count_true

@@ -16,7 +16,6 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
-from src import distributed
 from src.data.orders import Cursor, order_of
 from src.errors import CheckpointError, ConfigError, RunError, TrainingError
 from src.runs import environment, ledger
@@ -24,6 +23,7 @@ from src.runs.checkpoints import folder as checkpoints
 from src.runs.context import BRIEF_ROW_EVERY, Run
 from src.runs.history import branches
 from src.runs.metadata import CODE_VERSIONS
+from src.support import distributed
 from src.training import loader, seeds
 from src.training.checkpointing import folder as checkpoint
 from src.training.checkpointing.saver import LoopSnapshot, Saver

@@ -13,8 +13,8 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from src import distributed
 from src.files import writing
+from src.support import distributed
 
 FOLDER = "profile"
 ROWS = 25

@@ -8,10 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from src import distributed
 from src.errors import TrainingError
 from src.experiments.batches import to_device
 from src.experiments.interfaces import Dataset
+from src.support import distributed
 from src.training.loss import NOT_LEARNED, Loss, watch_cross_entropy, watch_groups
 
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from src import distributed
 from src.experiments.identity import exp_id
+from src.support import distributed
 from tests import toy
 from tests.core.training import small
 from tests.core.training.reading import test_packed_training

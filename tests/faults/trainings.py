@@ -14,11 +14,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 from torch import Tensor
 
-from src import distributed
 from src.data.packing.dataset import PackedDataset
 from src.data.text import tokenizers
 from src.experiments.registry import DATASETS, MODELS, bind
 from src.runs.context import Options, Run
+from src.support import distributed
 from src.training.checkpointing.folder import CheckpointMetadata
 from src.training.loop import fit
 from src.training.loss import causal_lm_loss, watch_cross_entropy

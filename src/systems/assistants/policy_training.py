@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import Field, model_validator
 
-from src import distributed
 from src.errors import ConfigError
 from src.evaluation.config import Answers, SampledAnswers
 from src.experiments.config import Places
@@ -15,6 +14,7 @@ from src.experiments.kinds import DECODER
 from src.experiments.registry import resolved_dict
 from src.recipes.finetuning import Finetuning
 from src.runs.context import Run
+from src.support import distributed
 from src.support.call_once import call_once
 from src.systems.assistants.conversations import dataset as conversations
 from src.systems.assistants.rewards.interface import RewardField, RewardSetting, Rollout

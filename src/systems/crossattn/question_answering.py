@@ -9,12 +9,12 @@ from typing import Any, ClassVar
 
 from pydantic import model_validator
 
-from src import distributed
 from src.evaluation.config import Answers, Inference
 from src.experiments.config import Places
 from src.experiments.registry import resolved_dict
 from src.recipes.finetuning import Finetuning
 from src.runs.context import Run
+from src.support import distributed
 from src.support.call_once import call_once
 
 VAL_LOSSES = ("val_loss", "val_loss_shuffled_context")

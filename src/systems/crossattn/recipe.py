@@ -3,10 +3,10 @@
 from collections.abc import Callable
 from typing import Any, ClassVar
 
-from src import distributed
 from src.experiments.config import Places
 from src.experiments.kinds import CROSS_ATTENTION
 from src.runs.context import Run
+from src.support import distributed
 from src.support.call_once import call_once
 from src.systems.crossattn.question_answering import QuestionAnswering
 

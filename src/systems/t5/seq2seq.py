@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import model_validator
 
-from src import distributed
 from src.errors import ConfigError
 from src.evaluation.config import Answering, Predictions
 from src.experiments.config import Places, unknown_text
@@ -15,6 +14,7 @@ from src.experiments.kinds import ENCODER_DECODER
 from src.experiments.registry import resolved_dict
 from src.recipes.finetuning import Finetuning
 from src.runs.context import Run
+from src.support import distributed
 from src.support.call_once import call_once
 
 if TYPE_CHECKING:

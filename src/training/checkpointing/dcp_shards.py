@@ -28,9 +28,9 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from src import distributed
 from src.errors import CheckpointError, RunError
 from src.files import read_json
+from src.support import distributed
 from src.support.parsing import parse_json
 from src.training.checkpointing import folder as checkpoint
 from src.training.checkpointing import safetensors_stream, zero_layout

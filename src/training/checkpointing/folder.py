@@ -21,13 +21,14 @@ from safetensors import SafetensorError
 from safetensors.torch import save, save_file
 from torch import Tensor, nn
 
-from src import distributed, files
+from src import files
 from src.errors import CheckpointError, RunError, TrainingError
 from src.runs.checkpoints import folder as checkpoints
 from src.runs.checkpoints import pins
 from src.runs.history import branches
 from src.runs.lease import directory_lock
 from src.runs.metadata import CONFIG
+from src.support import distributed
 from src.support.weights import is_unfilled, load_trained, read_tensors
 
 OPTIMIZER, EXPERIENCE = "optimizer.safetensors", "experience.safetensors"

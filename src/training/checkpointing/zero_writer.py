@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 
-from src import distributed
 from src.errors import RunError
+from src.support import distributed
 
 
 class ShardWriter(TorchCheckpointEngine):

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from src import distributed
 from src.data.orders import Key, Order, WholeSkips
 from src.errors import TrainingError, UserError
 from src.experiments.interfaces import Dataset
@@ -16,6 +15,7 @@ from src.runs.context import Run
 from src.runs.history import archive as abandoned
 from src.runs.history import rewind
 from src.runs.history.branches import Branch
+from src.support import distributed
 from src.training.config import LoopConfig
 from src.training.divergence import batch_dump
 from src.training.divergence.detector import MOST_SUSPECTS, Detector, Finding, severest

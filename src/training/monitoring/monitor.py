@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from src import distributed
 from src.runs import jsonl_records
 from src.runs.context import Options
+from src.support import distributed
 from src.training.monitoring import activation_statistics, parameter_statistics, tensor_statistics
 from src.training.monitoring.activation_statistics import Activation
 from src.training.monitoring.parameter_statistics import TensorSums

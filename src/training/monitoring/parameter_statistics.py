@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from src import distributed
+from src.support import distributed
 from src.training.monitoring import tensor_statistics
 
 GRADIENT, WEIGHT, UPDATE = "hp_grad", "hp", "effective_update"

@@ -5,11 +5,11 @@ from typing import Any, Protocol
 
 from torch import nn
 
-from src import distributed
 from src.runs import jsonl_records
 from src.runs.context import Run
 from src.runs.heartbeat import Heartbeat
 from src.runs.summary import is_finite
+from src.support import distributed
 from src.training.config import Evaluation, LoopConfig
 from src.training.monitoring.progress import Progress
 

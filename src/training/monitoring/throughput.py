@@ -11,7 +11,7 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-from src import distributed
+from src.support import distributed
 from src.training.loader import Step
 from src.training.monitoring import flops
 from src.training.monitoring.energy import Energy

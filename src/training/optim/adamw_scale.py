@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from src import distributed
+from src.support import distributed
 
 _torch: Any = torch
 """Has functions over lists of tensors, which the type checker does not know."""

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from src import distributed
+from src.support import distributed
 from src.training.config import LoopConfig
 from src.training.optim.adamw_scale import AdamWScale
 

@@ -17,7 +17,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from src import distributed
+from src.support import distributed
 from src.support.weights import load_trained, trained_weights
 from src.training.checkpointing import folder as checkpoint
 from src.training.config import LoopConfig

@@ -20,7 +20,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers.pytorch_utils import Conv1D
 
-from src import distributed
+from src.support import distributed
 from src.support.weights import matching_state, stored_names, trained_weights
 from src.training.checkpointing import folder as checkpoint
 from src.training.checkpointing import safetensors_stream

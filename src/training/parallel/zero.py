@@ -17,9 +17,10 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from src import distributed, files
+from src import files
 from src.errors import CheckpointError, ConfigError
 from src.files import read_json
+from src.support import distributed
 from src.support.weights import read_tensors, trained_weights
 from src.training.checkpointing import folder as checkpoint
 from src.training.checkpointing import zero_layout

@@ -4,10 +4,10 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from src import distributed
 from src.errors import RunError
 from src.files import reading
 from src.runs.context import Limits
+from src.support import distributed
 
 STOP_FILE = "stop"
 """Name of the stop file.

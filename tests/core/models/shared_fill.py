@@ -17,9 +17,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 import torch
 
-from src import distributed
 from src.experiments.config import Places
 from src.experiments.registry import MODELS, bind
+from src.support import distributed
 from src.training.parallel.choice import plain_accelerator
 from src.training.parallel.fsdp import FSDPEngine
 from tests.core.training.checkpointing.shared_store import kilobytes

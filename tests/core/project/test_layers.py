@@ -23,7 +23,7 @@ LEVELS: list[set[str]] = [
     {"src.files", "src.support.command_line", "src.support.served_page", "src.support.torch_settings"},
     {
         "src.experiments.config",
-        "src.distributed",
+        "src.support.distributed",
         "src.support.flops",
         "src.experiments.kinds",
         "src.support.patterns",
@@ -44,8 +44,8 @@ LEVELS: list[set[str]] = [
 # What a level allows and a layer must do without: data knows neither models nor loops, an experiment names models and
 # metrics.
 NOT = {
-    "src.evaluation.metrics": {"src.distributed", "src.support.weights"},
-    "src.experiments.interfaces": {"src.distributed", "src.support.weights", "src.files"},
+    "src.evaluation.metrics": {"src.support.distributed", "src.support.weights"},
+    "src.experiments.interfaces": {"src.support.distributed", "src.support.weights", "src.files"},
     "src.data": {"src.tables", "src.training", "src.models", "src.launch"},
     "src.operations": {"src.training", "src.models"},
     "src.sweeps": {"src.training", "src.models"},
@@ -176,8 +176,8 @@ def test_arrows_point_down():
         ("src.errors", "import src.files", "src.errors:1: may not import src.files"),
         (
             "src.experiments.config",
-            "from src.distributed import rank",
-            "src.experiments.config:1: may not import src.distributed.rank",
+            "from src.support.distributed import rank",
+            "src.experiments.config:1: may not import src.support.distributed.rank",
         ),
         ("exp_configs", "from src.runs import scores", "exp_configs:1: may not import src.runs.scores"),
         ("src.data.x", "from src.training import loss", "src.data.x:1: may not import src.training.loss"),
@@ -200,7 +200,7 @@ def test_an_import_from_a_higher_layer_is_reported(module: str, code: str, expec
         ("exp_configs", "from src.experiments.grid import grid, ref"),
         ("src.recipes.x", "from src.training import loop"),
         ("src.systems.t5.x", "from src.systems.t5 import y"),
-        ("trainval", "from src import distributed"),
+        ("trainval", "from src.support import distributed"),
     ],
 )
 def test_an_arrow_that_points_down_is_not(module: str, code: str):
@@ -278,11 +278,11 @@ def test_one_file_reads_the_ranks():
     readers = [
         f"{module}:{node.lineno}: {node.value}"
         for module, path in sources().items()
-        if ours(module) and module not in {"src.distributed", "src.runs.environment"}
+        if ours(module) and module not in {"src.support.distributed", "src.runs.environment"}
         for node in ast.walk(tree(path))
         if isinstance(node, ast.Constant) and node.value in names
     ]
-    assert not readers, "ask src/distributed.py"
+    assert not readers, "ask src/support/distributed.py"
 
 
 def test_no_broad_except_without_a_reason():

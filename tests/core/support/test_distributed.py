@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 import trainval
-from src import distributed
 from src.errors import RunError
 from src.runs.run_dir import RunDir
+from src.support import distributed
 from tests import toy
 
 

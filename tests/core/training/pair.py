@@ -19,9 +19,9 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
-from src import distributed
 from src.errors import UserError
 from src.runs.context import Limits, Options
+from src.support import distributed
 from src.training.config import LoopConfig
 from src.training.stopping import stop_conditions
 from src.training.validation import mean_loss

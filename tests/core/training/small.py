@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from src import distributed
 from src.data.text import tokenizers
 from src.experiments.config import Places
 from src.runs.context import Options, Run
 from src.runs.run_dir import RunDir
+from src.support import distributed
 from src.training.checkpointing.folder import CheckpointMetadata
 from src.training.config import LoopConfig
 from src.training.loop import fit

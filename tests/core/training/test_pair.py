@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from src import distributed
 from src.data.orders import IndexedOrder
 from src.experiments.identity import exp_id
 from src.runs import ledger
 from src.runs.checkpoints import folder as checkpoints
 from src.runs.history import branches
+from src.support import distributed
 from tests import warm
 from tests.core.training import small
 from tests.core.training.divergence.test_guard import STEPS

@@ -15,12 +15,12 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
-from src import distributed
 from src.data.orders import Key, RankShare
 from src.experiments.grid import override
 from src.experiments.interfaces import load_experiment
 from src.runs import ledger
 from src.runs.context import Options
+from src.support import distributed
 from src.systems.interleaved import recipe
 from src.systems.interleaved.streaming import dataset
 from tests.core.training import small

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from src import distributed
 from src.errors import RunError
 from src.experiments.batches import to_device
 from src.experiments.interfaces import Batch, Dataset
 from src.files import read_json, write_json
+from src.support import distributed
 from src.systems.assistants.preferences.losses import answer_logps
 from src.training.validation import rank_batches
 

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from src import distributed
 from src.data.orders import Cursor
 from src.errors import ConfigError
 from src.experiments.batches import to_device
 from src.runs import jsonl_records
+from src.support import distributed
 from src.systems.assistants.rewards.interface import Rollout
 from src.systems.assistants.rl.policy import Generation, score_tokens
 from src.systems.assistants.rl.scoring import Judges, Scores, ServerAway

@@ -14,8 +14,8 @@ from transformers import DynamicCache, GenerationConfig
 from transformers.cache_utils import DynamicLayer
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
-from src import distributed
 from src.errors import RunError
+from src.support import distributed
 
 
 class TokenScores(NamedTuple):

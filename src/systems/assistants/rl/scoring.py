@@ -6,10 +6,10 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from src import distributed
 from src.errors import RunError, UserError
 from src.runs import heartbeat
 from src.runs.context import Run
+from src.support import distributed
 from src.systems.assistants.rewards.interface import Rollout, Scorer
 
 log = logging.getLogger(__name__)

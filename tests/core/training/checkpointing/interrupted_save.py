@@ -14,9 +14,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[4]))
 
-from src import distributed
 from src.data.text import tokenizers
 from src.runs.context import Options
+from src.support import distributed
 from src.training.checkpointing.folder import CheckpointMetadata
 from src.training.loop import fit
 from src.training.spec import TrainSpec

@@ -23,8 +23,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from src import distributed
 from src.errors import CheckpointError
+from src.support import distributed
 from src.support.weights import trained_weights
 from src.training.checkpointing import folder as checkpoint
 from src.training.checkpointing.dcp_shards import ShardStore

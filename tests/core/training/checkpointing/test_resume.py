@@ -16,9 +16,9 @@ from typing import Any
 import psutil
 import pytest
 
-from src import distributed
 from src.experiments.grid import ref
 from src.experiments.identity import exp_id
+from src.support import distributed
 from tests import toy, warm
 
 STEPS = 40

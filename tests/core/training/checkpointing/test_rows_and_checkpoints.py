@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from src import distributed
 from src.runs.checkpoints import folder as checkpoints
 from src.runs.checkpoints.retention import RotationRule
 from src.runs.context import Options, Run
+from src.support import distributed
 from src.training.config import EarlyStopping
 from tests.core.training import small
 

@@ -11,7 +11,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from src import distributed
 from src.data import phases
 from src.data.orders import IndexedOrder
 from src.errors import TrainingError
@@ -22,6 +21,7 @@ from src.operations import watchdog
 from src.runs import ledger
 from src.runs.checkpoints import folder as checkpoints
 from src.runs.history import branches
+from src.support import distributed
 from src.training.config import LoopConfig
 from src.training.divergence.detector import Config as Divergence
 from tests.core.training import small

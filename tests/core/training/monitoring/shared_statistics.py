@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[4]))
 
-from src import distributed
+from src.support import distributed
 from src.training.monitoring import parameter_statistics
 from src.training.monitoring.parameter_statistics import TensorSums
 

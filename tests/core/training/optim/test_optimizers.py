@@ -12,7 +12,6 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from src import distributed
 from src.data.text import tokenizers
 from src.errors import ConfigError, RunError
 from src.experiments.config import load
@@ -21,6 +20,7 @@ from src.operations import interventions
 from src.runs import ledger
 from src.runs.checkpoints import folder as checkpoints
 from src.runs.context import Options
+from src.support import distributed
 from src.training.checkpointing.folder import OPTIMIZER, CheckpointMetadata
 from src.training.config import LoopConfig
 from src.training.loop import fit

@@ -14,8 +14,8 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from src import distributed
 from src.runs.checkpoints import folder as checkpoints
+from src.support import distributed
 from src.training.config import LoopConfig
 from src.training.parallel import choice
 from tests.core.training import small

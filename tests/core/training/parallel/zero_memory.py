@@ -12,7 +12,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[4]))
 
-from src import distributed
+from src.support import distributed
 from src.training.parallel import choice
 from src.training.parallel.engine import DDPEngine
 from src.training.parallel.memory_plan import LiveStorages

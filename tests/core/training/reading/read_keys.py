@@ -18,13 +18,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[4]))
 import torch
 from torch import Tensor
 
-from src import distributed
 from src.data.orders import Key, RankShare
 from src.data.packing.dataset import PackedDataset, Sample
 from src.data.text import tokenizers
 from src.experiments.registry import DATASETS, MODELS, bind
 from src.runs import ledger
 from src.runs.context import Options
+from src.support import distributed
 from src.training.checkpointing.folder import CheckpointMetadata
 from src.training.loop import fit
 from src.training.loss import causal_lm_loss

@@ -13,13 +13,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from src import distributed
 from src.data.text import tokenizers
 from src.errors import TrainingError
 from src.experiments.identity import exp_id
 from src.files import new_directory
 from src.runs import ledger
 from src.runs.context import Options, Run
+from src.support import distributed
 from src.training.checkpointing.folder import CheckpointMetadata
 from src.training.config import LoopConfig
 from src.training.divergence.detector import Config as Divergence

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 
-from src import distributed
 from src.data.orders import Cursor, Key, MicroBatch, RankShare, order_of
 from src.data.text import tokenizers
 from src.runs import ledger
 from src.runs.context import Options, Run
+from src.support import distributed
 from src.training import loader
 from src.training.checkpointing.folder import CheckpointMetadata
 from src.training.config import LoopConfig

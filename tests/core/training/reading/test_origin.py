@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from src import distributed
 from src.errors import RunError
 from src.files import write_json
 from src.runs import ledger
@@ -19,6 +18,7 @@ from src.runs.history import branches
 from src.runs.history.branches import Branch
 from src.runs.metadata import CONFIG
 from src.runs.run_dir import RunDir
+from src.support import distributed
 from tests.core.training import small
 from tests.core.training.parallel.modes import MODES, Modes
 

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 
-from src import distributed
 from src.data.orders import Key
 from src.data.text import tokenizers
 from src.errors import RunError
@@ -24,6 +23,7 @@ from src.runs import ledger
 from src.runs.context import Run
 from src.runs.history import branches, rewind
 from src.runs.history.branches import Branch
+from src.support import distributed
 from src.training.checkpointing.folder import CheckpointMetadata
 from src.training.config import LoopConfig
 from src.training.loop import TrainSpec, fit

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from src import distributed
 from src.experiments.identity import exp_id
 from src.runs import ledger
 from src.runs.checkpoints.retention import RotationRule
 from src.runs.context import Options
 from src.runs.history import rewind
 from src.runs.history.branches import Branch
+from src.support import distributed
 from tests import toy
 from tests.core.training import small
 from tests.core.training.reading.test_packed_training import DATA as PACKED

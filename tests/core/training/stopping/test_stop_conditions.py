@@ -15,7 +15,6 @@ from typing import Any
 import psutil
 import pytest
 
-from src import distributed
 from src.errors import RunError
 from src.experiments.identity import exp_id
 from src.runs import ledger
@@ -26,6 +25,7 @@ from src.runs.context import Limits, Options, Run
 from src.runs.history.transaction import manifest_hash
 from src.runs.lease import Lease
 from src.runs.metadata import read_status
+from src.support import distributed
 from src.training.stopping import stop_conditions
 from tests import toy, warm
 from tests.core.training import small

@@ -14,10 +14,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[4]))
 
-from src import distributed
 from src.data.orders import RankShare, order_of
 from src.experiments.config import Places
 from src.experiments.registry import DATASETS, bind
+from src.support import distributed
 from tests.systems.assistants.conversations import talk
 
 ROWS, DRAWN, PER_STEP = (40, 30), (9, 15), 6
