@@ -240,7 +240,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def act() -> int:
         name = write_model(args.run, args.folder, Places(args.data_path, args.savedir_base), args)
-        log.info("%s: model %s. Next: python -m src.serving.triton.server start %s", args.folder, name, args.folder)
+        log.info("%s: model %s. Next: python -m src.serving.triton.server %s", args.folder, name, args.folder)
         return 0
 
     return run_command(act)
