@@ -58,8 +58,8 @@ _RUN = """\
 end_if_told
 set -m
 bash -c "$LINE" < /dev/null &
-CHILD=$! BEGAN=$SECONDS
-[ -z "$TOLD" ] || kill -s TERM -- "-$CHILD"  # told while it was being started
+CHILD=$! BEGAN=$SECONDS EARLY=$TOLD  # one command: no trap runs in between
+[ -z "$EARLY" ] || kill -s KILL -- "-$CHILD"  # it has done nothing yet
 { sleep "$STOP_AFTER"; kill -s USR1 -- "-$CHILD"; } 2> /dev/null &
 CLOCK=$!
 set +m

@@ -21,6 +21,8 @@ from typing import Any
 processes: list[subprocess.Popen[Any]] = []
 """Those that run jobs, of this process."""
 QUIET: Any = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
+GRACE = 20
+"""Seconds that a cancelled job has to end."""
 LIVE = ("QUEUING", "QUEUED", "RUNNING", "CANCELLING")
 
 
@@ -81,7 +83,10 @@ def run(job_id: str) -> None:
                     job["command"], cwd=job["workdir"], env=env, stdout=log, stderr=log, start_new_session=True
                 )
             write(job | {"state": "RUNNING", "pid": child.pid, "runs": [*job["runs"], {"state": "RUNNING"}]})
-        code = child.wait()
+        while (code := child.poll()) is None:
+            if (read(job_id) or {}).get("killAt", float("inf")) < time.time():
+                child.kill()
+            time.sleep(0.02)
         while (wait := (read(job_id) or {}).get("cancelUntil", 0) - time.time()) > 0:
             time.sleep(wait)
         with locked():
@@ -94,7 +99,7 @@ def run(job_id: str) -> None:
 
 
 def cancel(job_id: str) -> None:
-    """A job that runs is told to end: only the main process of its container."""
+    """A job that runs is told to end: only the main process of its container. It is killed if it does not."""
     with locked():
         job = read(job_id) or {}
         running = job["state"] == "RUNNING"
@@ -102,7 +107,10 @@ def cancel(job_id: str) -> None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(job["pid"], signal.SIGTERM)
         until = time.time() + float(os.environ.get("FAKE_TOOLKIT_CANCEL_SECONDS", "0"))
-        write(job | {"state": "CANCELLING" if running else "CANCELLED", "cancelUntil": until})
+        write(
+            job
+            | {"state": "CANCELLING" if running else "CANCELLED", "cancelUntil": until, "killAt": time.time() + GRACE}
+        )
 
 
 def preempt(job_id: str) -> None:
