@@ -8,6 +8,7 @@ import argparse
 import contextlib
 import logging
 import os
+import random
 import subprocess
 import sys
 import time
@@ -17,13 +18,13 @@ from typing import TYPE_CHECKING, Any
 
 from src.errors import ConfigError
 from src.experiments.config import Places
-from src.runs import metadata
+from src.runs import metadata, plan
 from src.support.command_line import aligned_lines, make_parser, run_command
-from src.sweeps.plan import Sweep, combinations, load
-from src.sweeps.trial import EXP_ID, POLL_SECONDS, Training, TrialResult
+from src.sweeps.study import EXP_ID, POLL_SECONDS, Study, Training, TrialResult
+from src.sweeps.sweep import Sweep, combinations, load, random_values, values_of
 
 if TYPE_CHECKING:
-    from src.sweeps.study import ClaimedTrial, Study
+    from src.sweeps.study import ClaimedTrial
 
 log = logging.getLogger(__name__)
 
@@ -65,12 +66,10 @@ def act(args: argparse.Namespace) -> int:
     sweep = load(args.file, Places(args.data_path, args.savedir_base))
     total = _trial_count(args.trials, sweep)
     if args.dry_run:
-        sys.stdout.write("\n".join(sweep.describe(total)) + "\n")
-    sweep.check_place()
+        sys.stdout.write("\n".join(describe(sweep, total)) + "\n")
+    check_place(sweep)
     if args.dry_run:
         return 0
-    from src.sweeps.study import Study
-
     with contextlib.closing(
         Study(sweep.places.runs, sweep.name, sweep.file, sweep.dimensions, sweep.identity())
     ) as study:
@@ -82,7 +81,33 @@ def act(args: argparse.Namespace) -> int:
     return 1 if any(trial.state.name == "FAIL" for trial in trials) else 0
 
 
-def work(sweep: Sweep, study: "Study", total: int) -> None:
+def check_place(sweep: Sweep) -> None:
+    """Check that this machine has what a trial needs, such as its data and a parent.
+
+    Raises:
+        ConfigError: one line for each lack.
+    """
+    lacks = plan.find_problems([sweep.example], sweep.places) if sweep.example else {}
+    if lacks:
+        raise ConfigError("\n".join(message for messages in lacks.values() for message in messages))
+
+
+def describe(sweep: Sweep, total: int) -> list[str]:
+    """The dry run: the first trials of a grid, or an example, and the command."""
+    is_grid = sweep.file.method == "grid"
+    made = combinations(sweep)[:total] if is_grid else [random_values(sweep.dimensions, random.Random(0))]
+    goal = f"{sweep.file.metric.goal} {sweep.metric}" if sweep.file.metric else "no metric"
+    lines = [sweep.file.description] if sweep.file.description else []
+    lines += [
+        f"{sweep.group}: {sweep.file.method}, {total} trials that start from {sweep.source.where}, {goal}; such as"
+    ]
+    for values in made:
+        item = sweep.source.trial(values, "parameters")
+        lines.append(f"{item.exp_id}  {' '.join(f'{path}={value}' for path, value in values.items())}")
+    return [*lines, " ".join(sweep.command.argv("ID", sweep.places))]
+
+
+def work(sweep: Sweep, study: Study, total: int) -> None:
     """Run trials sequentially until all have ended, including those of dead workers."""
     while True:
         claimed = study.claim(total)
@@ -99,7 +124,7 @@ def work(sweep: Sweep, study: "Study", total: int) -> None:
             time.sleep(POLL_SECONDS)
 
 
-def run_trial(sweep: Sweep, study: "Study", claimed: "ClaimedTrial") -> None:
+def run_trial(sweep: Sweep, study: Study, claimed: "ClaimedTrial") -> None:
     """Train one trial; an earlier training of the same experiment is continued."""
     number = claimed.trial.number
     try:
@@ -121,12 +146,12 @@ def run_trial(sweep: Sweep, study: "Study", claimed: "ClaimedTrial") -> None:
     )
 
 
-def table(sweep: Sweep, study: "Study") -> list[str]:
+def table(sweep: Sweep, study: Study) -> list[str]:
     """The trials in their order, the reasons of failures, and the best."""
     trials = study.trials()
     rows = [["trial", "state", sweep.metric or "", *(dimension.path for dimension in sweep.dimensions), "id"]]
     for trial in trials:
-        values = study.values_of(trial)
+        values = values_of(sweep.dimensions, trial.params)
         last = (
             trial.value
             if trial.value is not None

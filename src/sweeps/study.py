@@ -1,21 +1,33 @@
-"""The Optuna study of a sweep, in SQLite, shared by any number of workers.
-Optuna's heartbeats reveal the trials of dead ones."""
+"""The Optuna study of a sweep, in SQLite, shared by any number of workers, and the trainings of its trials.
+
+Optuna's heartbeats reveal the trials of dead workers. A trial is an ordinary training in its own save directory, run as
+a child process and followed through its scores.
+"""
 
 import contextlib
 import json
+import os
+import shutil
+import signal
+import subprocess
+import time
 import warnings
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
-from src.errors import ConfigError, RunError
+from src.errors import ConfigError, RunError, UserError
 from src.files import writing
+from src.runs import lease
+from src.runs.checkpoints.pins import StalenessProbe
 from src.runs.lease import directory_lock
-from src.sweeps.plan import EarlyTerminate, SweepFile
-from src.sweeps.space import SearchDimension, grid_indices
-from src.sweeps.trial import TrialResult
+from src.runs.metadata import read_status, state_of
+from src.runs.scores import SCORES, Scores
+from src.runs.summary import is_finite
+from src.support.command_line import end_session, start_bound
+from src.sweeps.sweep import EarlyTerminate, SearchDimension, SweepFile, grid_draws, values_of
 
 if TYPE_CHECKING:
     import optuna
@@ -27,6 +39,23 @@ HEARTBEAT_SECONDS = 10
 STALE_SECONDS = 60
 """A trial whose worker was silent for longer is repeated, as a new trial of the same parameters."""
 REASON, ASKED, HEARTBEAT = "reason", "asked", "heartbeat"
+POLL_SECONDS = 0.2
+EXP_ID = "exp_id"
+"""The attribute of a trial that holds its experiment id."""
+GRACE_SECONDS = 60.0
+"""Time for a training to stop with a checkpoint before it is killed."""
+RESTARTS = 3
+"""How often a training that something else killed is restarted."""
+_INTERRUPTED = {75, 128 + signal.SIGTERM, 128 + signal.SIGKILL, 128 + signal.SIGUSR1}
+
+
+@dataclass(frozen=True)
+class TrialResult:
+    """How a trial ended. value: the last one of the metric, None without a metric."""
+
+    state: Literal["done", "pruned", "failed"]
+    value: float | None = None
+    reason: str = ""
 
 
 @dataclass
@@ -64,7 +93,7 @@ class Study:
         warnings.filterwarnings("ignore", message="Heartbeat of storage is supposed to be used with Study.optimize")
         self.name, self.sweep, self.dimensions = name, sweep, dimensions
         self.folder, file = runs / "sweeps" / name, runs / "sweeps" / f"{name}.sqlite"
-        self.grid = grid_indices(dimensions) if sweep.method == "grid" else None
+        self.grid = grid_draws(dimensions) if sweep.method == "grid" else None
         with directory_lock(self.folder), writing(file):
             try:
                 self.storage = optuna.storages.RDBStorage(
@@ -128,7 +157,7 @@ class Study:
             trial = self.study.ask()
             self._begin_heartbeat(trial._trial_id, trial.number)
             self.study.sampler = self._sampler(trial.number)
-            values = {dimension.path: dimension.value(_draw(trial, dimension)) for dimension in self.dimensions}
+            values = values_of(self.dimensions, {each.path: _draw(trial, each) for each in self.dimensions})
         return ClaimedTrial(trial, values, get_heartbeat_thread(trial._trial_id, self.storage))
 
     def report(self, claimed: ClaimedTrial, values: Sequence[float]) -> bool:
@@ -175,14 +204,6 @@ class Study:
             failed = self.storage.get_trial(claimed.trial._trial_id)
             optuna.storages.RetryHeartbeatStaleTrialCallback()(self.study, failed)
 
-    def values_of(self, trial: "optuna.trial.FrozenTrial") -> dict[str, Any]:
-        """Dotted path -> value, of the parameters that the trial has drawn."""
-        return {
-            dimension.path: dimension.value(trial.params[dimension.path])
-            for dimension in self.dimensions
-            if dimension.path in trial.params
-        }
-
     def _begin_heartbeat(self, trial_id: int, number: int) -> None:
         self.storage.record_heartbeat(trial_id)
         self.storage.set_trial_user_attr(trial_id, HEARTBEAT, number)
@@ -220,3 +241,116 @@ def _pruner(early: EarlyTerminate | None) -> "optuna.pruners.BasePruner":
     if early.type == "median":
         return optuna.pruners.MedianPruner(n_warmup_steps=early.first - 1)
     return optuna.pruners.HyperbandPruner(early.first, early.max_iter or "auto", early.eta)
+
+
+@dataclass
+class Training:
+    """Follows the training in the save directory `run`, which `argv` starts unless another process trains there.
+
+    If this process dies, the training that it started is stopped.
+    """
+
+    run: Path
+    argv: Sequence[str]
+    metric: str | None
+    grace_seconds: float = GRACE_SECONDS
+
+    def __post_init__(self) -> None:
+        self.child: subprocess.Popen[bytes] | None = None
+        self._starts = 0
+        self._known: tuple[object, list[float | None]] = (None, [])
+        self._holder = StalenessProbe(2 * lease.STALE_SECONDS)
+
+    def follow(self, prune: Callable[[Sequence[float]], bool]) -> TrialResult:
+        """Train to the end. `prune` gets all values so far whenever there can be new ones; True stops the training.
+
+        An interruption of this process stops the training gracefully first.
+
+        Raises:
+            RunError: the log cannot be written, or the command cannot be started.
+        """
+        try:
+            while (result := self._step(prune)) is None:
+                time.sleep(POLL_SECONDS)
+        except BaseException:
+            self._stop()
+            raise
+        return result
+
+    def _step(self, prune: Callable[[Sequence[float]], bool]) -> TrialResult | None:
+        code = self.child.poll() if self.child else None  # before the files are read: they are final if it has ended
+        try:
+            state, values = state_of(self.run), self._finite_values()
+        except UserError as error:
+            self._stop()
+            return TrialResult("failed", reason=str(error))
+        ended = self.child is None or code is not None
+        if state == "done":
+            if not ended:
+                return None
+            prune(values)
+            return self._final_result()
+        if prune(values):
+            self._stop()
+            if state_of(self.run) == "done":
+                return self._final_result()
+            return TrialResult("pruned", values[-1] if values else None)
+        if not ended or not self._holder.is_stale(self.run):
+            return None  # another process trains there: wait for it
+        if code is not None and code >= 0 and code not in _INTERRUPTED:
+            reason = (
+                str(read_status(self.run).get("reason") or f"exit code {code}")
+                if state == "failed"
+                else f"exit code {code}"
+            )
+            return TrialResult("failed", reason=f"{reason}. See {self._logs()[1]}")
+        return self._start()
+
+    def _start(self) -> TrialResult | None:
+        self._starts += 1
+        if self._starts > RESTARTS + 1:
+            return TrialResult("failed", reason=f"killed {RESTARTS + 1} times. See {self._logs()[1]}")
+        logs = self._logs()
+        with writing(logs[0].parent):
+            logs[0].parent.mkdir(parents=True, exist_ok=True)
+        if shutil.which(self.argv[0]) is None:
+            raise RunError(f"{self.argv[0]}: no such program. Look at `command` of the sweep file.")
+        with writing(logs[0]), open(logs[0], "ab") as out, open(logs[1], "ab") as err:
+            self.child = start_bound(self.argv, signal.SIGTERM, out, err)
+        return None
+
+    def _logs(self) -> tuple[Path, Path]:
+        folder = self.run.parent / "logs"
+        return folder / f"{self.run.name}.out.log", folder / f"{self.run.name}.err.log"
+
+    def _final_result(self) -> TrialResult:
+        """The result of a training that is done: it failed if its metric is missing or ended in NaN or infinity."""
+        values = self._values()
+        if self.metric is not None and not values:
+            return TrialResult(
+                "failed", reason=f"no value of {self.metric!r} in {self.run / SCORES}: the training does not log it."
+            )
+        if values and values[-1] is None:
+            return TrialResult("failed", reason=f"{self.metric!r} ended in NaN or infinity: see {self.run / SCORES}.")
+        return TrialResult("done", values[-1] if values else None)
+
+    def _finite_values(self) -> list[float]:
+        return [value for value in self._values() if value is not None]
+
+    def _values(self) -> list[float | None]:
+        """The values of the metric so far, in the order of the steps; None for NaN and infinity."""
+        file = self.run / SCORES
+        try:
+            facts = os.stat(file)
+        except FileNotFoundError:
+            return []
+        version = (facts.st_ino, facts.st_size, facts.st_mtime_ns)
+        if version != self._known[0]:
+            rows = Scores(file, read_only=True).rows()
+            column = [row[self.metric] for row in rows if self.metric in row]
+            self._known = (version, [float(value) if is_finite(value) else None for value in column])
+        return self._known[1]
+
+    def _stop(self) -> None:
+        if self.child is not None and self.child.poll() is None:
+            end_session(self.child, self.grace_seconds)

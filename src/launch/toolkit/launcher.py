@@ -1,7 +1,6 @@
-"""Runs each experiment as one job of the toolkit, through the program `eai` or through haven."""
+"""Runs each experiment as one job of the toolkit, through haven."""
 
 import contextlib
-import getpass
 import re
 import threading
 import time
@@ -13,22 +12,16 @@ from pathlib import Path
 from src.errors import LaunchError, UserError
 from src.files import write_atomic, write_json, writing
 from src.launch.job import Job, Note, SchedulerState
-from src.launch.toolkit import eai
+from src.launch.toolkit.client import Client, create, find_packages
 from src.launch.toolkit.script import GAVE_UP, parents_to_await, render_script
 from src.launch.toolkit.service import (
-    EXPERIMENT,
-    OWNER,
     PAGE,
-    SUBMISSION,
-    SUITE,
     JobConfig,
     ListedJob,
     NameTaken,
     OutcomeUnknown,
-    Service,
     Spec,
     call_with_retries,
-    create,
     has_ended,
     scheduler_state,
 )
@@ -52,7 +45,7 @@ class Config(JobConfig):
         """
         folder = folder.absolute()
         accounts = {own.account: own for own in (self._settings(job) for job in jobs)}
-        services = {account: own._service() for account, own in accounts.items()}
+        clients = {account: own._client() for account, own in accounts.items()}
         specs = [self._write_spec(job, jobs, folder) for job in jobs]
         made: dict[str, str] = {}
         stop, lock = threading.Event(), threading.Lock()
@@ -61,7 +54,7 @@ class Config(JobConfig):
             if stop.is_set():
                 return
             try:
-                job_id = create(own := self._settings(job), services[own.account], spec)
+                job_id = create(own := self._settings(job), clients[own.account], spec)
                 with lock:
                     made[job.exp_id] = job_id
                     note({job.exp_id: job_id})
@@ -92,10 +85,9 @@ class Config(JobConfig):
         wanted = list(dict.fromkeys(job_ids))
         if not wanted:
             return {}
-        service = self._service()
+        client = self._client()
         found = {
-            job.job_id: job
-            for job in call_with_retries(self, lambda: service.list_jobs(max(PAGE, 2 * len(wanted)), tag=SUITE))
+            job.job_id: job for job in call_with_retries(self, lambda: client.list_jobs(max(PAGE, 2 * len(wanted))))
         }
         seen = {name: self._state(found[name]) for name in wanted if name in found}
         down = threading.Event()
@@ -104,7 +96,7 @@ class Config(JobConfig):
             if down.is_set():
                 return SchedulerState("unknown", reason="the toolkit could not be asked")
             try:
-                job = call_with_retries(self, lambda: service.get(name))
+                job = call_with_retries(self, lambda: client.get(name))
             except LaunchError as error:
                 down.set()
                 return SchedulerState("unknown", reason=str(error))
@@ -121,11 +113,11 @@ class Config(JobConfig):
         wanted = list(dict.fromkeys(job_ids))
         if not wanted:
             return
-        service, refusals = self._service(), {}
+        client, refusals = self._client(), {}
 
         def end(name: str) -> None:
             try:
-                call_with_retries(self, lambda: service.cancel(name))
+                call_with_retries(self, lambda: client.cancel(name))
             except LaunchError as error:  # what it means shows in the states
                 refusals[name] = str(error)
 
@@ -150,26 +142,21 @@ class Config(JobConfig):
     def find(self, folder: Path, exp_ids: Sequence[str]) -> dict[str, str]:
         """Of several jobs of an experiment, the one that is alive, else the last.
         Jobs older than the toolkit's list, a day, are missed."""
-        service = self._service()
-        listed = call_with_retries(
-            self, lambda: service.list_jobs(max(PAGE, 4 * len(exp_ids)), tag=(SUBMISSION, folder.name))
-        )
+        client = self._client()
+        listed = call_with_retries(self, lambda: client.list_jobs(max(PAGE, 4 * len(exp_ids))))
         found: dict[str, ListedJob] = {}
         for job in sorted(listed, key=lambda job: (not has_ended(scheduler_state(self, job)), len(job.name), job.name)):
-            if job.tags.get(EXPERIMENT) in exp_ids and job.tags.get(SUBMISSION) == folder.name:
-                found[job.tags[EXPERIMENT]] = job
+            if job.exp_id in exp_ids and job.submission == folder.name:
+                found[job.exp_id] = job
         return {exp_id: job.job_id for exp_id, job in found.items()}
 
     def check(self) -> None:
-        """Raises LaunchError if `eai` or haven's client is missing, or the account's variable is not set."""
+        """Raises LaunchError if haven or its client is missing, or the account's variable is not set."""
         self.account_id()
-        if self.via == "eai":
-            eai.find_program()
-        else:
-            eai.find_packages()
+        find_packages()
 
-    def scheduler(self) -> tuple[str, str, bool]:
-        return self.via, self.account, self.restartable
+    def scheduler(self) -> tuple[str, bool]:
+        return self.account, self.restartable
 
     def _settings(self, job: Job) -> "Config":
         return job.resources if isinstance(job.resources, Config) else self
@@ -177,19 +164,18 @@ class Config(JobConfig):
     def _state(self, job: ListedJob) -> SchedulerState:
         """Its state; that of one which did not start, as its queue stopped, with the reason that its script left."""
         seen = scheduler_state(self, job)
-        submission, exp_id = job.tags.get(SUBMISSION, ""), job.tags.get(EXPERIMENT, "")
-        if seen.state == "failed" and self.submissions and re.fullmatch(r"[\w-]+/[\w-]+", f"{submission}/{exp_id}"):
+        if seen.state == "failed" and self.submissions and re.fullmatch(r"[\w-]+", job.submission):
             with contextlib.suppress(OSError):
                 if (
-                    why := Path(self.submissions, submission, f"{exp_id}.sh{GAVE_UP}")
+                    why := Path(self.submissions, job.submission, f"{job.exp_id}.sh{GAVE_UP}")
                     .read_text(errors="replace")
                     .strip()
                 ):
                     return replace(seen, state="cancelled", word="CANCELLED", reason=why)
         return seen
 
-    def _service(self) -> Service:
-        return call_with_retries(self, lambda: eai.Eai(self) if self.via == "eai" else eai.Haven(self))
+    def _client(self) -> Client:
+        return call_with_retries(self, lambda: Client(self))
 
     def _write_spec(self, job: Job, jobs: Sequence[Job], folder: Path) -> Spec:
         """Write the script of `job`; the specification to queue."""
@@ -201,8 +187,7 @@ class Config(JobConfig):
             job.log_dir.mkdir(parents=True, exist_ok=True)
         write_atomic(path, text, private=True)
         name = re.sub(r"[^a-z0-9_]", "_", f"hv_{job.exp_id}_{folder.name}".lower())
-        tags = {SUITE[0]: SUITE[1], SUBMISSION: folder.name, EXPERIMENT: job.exp_id, OWNER: _owner()}
-        return Spec(name, ("/bin/bash", str(path)), job.cwd, tags, own)
+        return Spec(name, ("/bin/bash", str(path)), job.cwd, folder.name, job.exp_id, own)
 
     def _check_mounts(self, job: Job, folder: Path) -> None:
         """Refuse paths outside the mounts: what a job writes there is lost, and what it reads there is missing."""
@@ -218,7 +203,7 @@ class Config(JobConfig):
 
     def _undo(self, specs: Sequence[Spec], folder: Path, made: dict[str, str]) -> str:
         """Cancel what was queued; the end of the error message, which says whether that was confirmed."""
-        names = {spec.tags[EXPERIMENT]: spec.name for spec in specs}
+        names = {spec.exp_id: spec.name for spec in specs}
         try:
             made |= self.find(folder, list(names))
             self.kill(list(made.values()))
@@ -226,10 +211,3 @@ class Config(JobConfig):
             write_json(folder / LEFT, {"names": names, "job_ids": made})
             return f"\nWhat was queued before could not be cancelled with certainty; {folder / LEFT} names it: {error}"
         return f" The {len(made)} jobs queued before were cancelled." if made else " Nothing was queued."
-
-
-def _owner() -> str:
-    try:
-        return getpass.getuser()
-    except (KeyError, OSError):  # a user without a name, as in many containers
-        return "unnamed"

@@ -26,7 +26,8 @@ export NODE_RANK NNODES MASTER_PORT={PORT}
 # job has given up. A failure that was there when this job was submitted ($3: its digest) does not count: the parent was
 # submitted with it, again.
 _WAIT = f"""\
-pause() {{ sleep "$1" & wait $!; [ -z "$TOLD" ] || exit {STOPPED}; }}
+end_if_told() {{ [ -z "$TOLD" ] || exit {STOPPED}; }}
+pause() {{ end_if_told; sleep "$1" & wait $!; end_if_told; }}
 GAVE_UP={GAVE_UP}; rm -f "$0$GAVE_UP"
 give_up() {{ echo "not started: it starts from experiment $*" >&2; : > "$0$GAVE_UP"; exit 1; }}
 check_queue() {{  # not for a job that the toolkit starts again, nor on each of several nodes
@@ -54,9 +55,11 @@ wait_for() {{
 
 # The training has its own process group, so that a signal reaches all of it; this shell outlives it.
 _RUN = """\
+end_if_told
 set -m
 bash -c "$LINE" < /dev/null &
-CHILD=$! BEGAN=$SECONDS
+CHILD=$! BEGAN=$SECONDS EARLY=$TOLD  # one command: no trap runs in between
+[ -z "$EARLY" ] || kill -s KILL -- "-$CHILD"  # it has done nothing yet
 { sleep "$STOP_AFTER"; kill -s USR1 -- "-$CHILD"; } 2> /dev/null &
 CLOCK=$!
 set +m
@@ -83,11 +86,11 @@ def render_script(job: Job, parents: Mapping[str, Path], config: JobConfig) -> s
         f"NNODES={config.processes.nodes}",
         _NODES,
         'exec >> "$OUT" 2>> "$ERR" || exit 1',
-        'echo "== $(date -u +%FT%TZ) job ${EAI_JOB_ID:-?} run ${EAI_RUN_INDEX:-0} on $HOSTNAME" >&2',
         *(
             f"""trap 'TOLD=1; ASKED=1; [ -z "$CHILD" ] || kill -s {name} -- "-$CHILD" 2> /dev/null' {name}"""
             for name in ("TERM", "USR1")
         ),
+        'echo "== $(date -u +%FT%TZ) job ${EAI_JOB_ID:-?} run ${EAI_RUN_INDEX:-0} on $HOSTNAME" >&2',
         (
             f"POLL={config.parent_poll_seconds:g}; PATIENCE={config.parent_patience_seconds}; "
             f"LONGEST={config.parent_wait_seconds}"

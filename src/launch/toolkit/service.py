@@ -1,4 +1,4 @@
-"""The settings and states of toolkit jobs, for both transports, and retries for a service that fails now and then.
+"""The settings and states of toolkit jobs, and retries for a service that fails now and then.
 
 Nothing is queued twice, and a failed call is never mistaken for a failed job.
 """
@@ -7,10 +7,10 @@ import logging
 import os
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal, Protocol, TypeVar
+from typing import Annotated, TypeVar
 
 from pydantic import AfterValidator, Field, model_validator
 
@@ -18,10 +18,6 @@ from src.errors import LaunchError
 from src.launch.command import Environment, Processes
 from src.launch.job import LauncherConfig, SchedulerState
 
-SUBMISSION, EXPERIMENT, OWNER = "hv_submission", "hv_exp", "hv_owner"
-"""Names of a job's tags."""
-SUITE = ("hv_suite", "trainval")
-"""The tag of every job of ours."""
 PAGE = 1000
 """Jobs of one listing, at least."""
 _WAITING = {"QUEUING", "QUEUED", "PENDING"}
@@ -50,10 +46,6 @@ class NameTaken(LaunchError):
     """A job of this name exists already, though it may have ended."""
 
 
-class JobGone(LaunchError):
-    """There is no such job, or it has ended."""
-
-
 def _check_image(image: str) -> str:
     tag = image.rpartition("/")[2].partition(":")[2]
     if "@" not in image and tag in ("", "latest"):
@@ -70,10 +62,7 @@ def _check_mount(mount: str) -> str:
 
 
 class JobConfig(LauncherConfig):
-    """Resources of one job, how its processes start, and how patiently the toolkit is asked."""
-
-    via: Literal["eai", "haven"] = "eai"
-    """"haven": with haven's code and its closed client, where the program is not installed."""
+    """Resources of one job, how its processes start, and how often a failed call of the toolkit is repeated."""
 
     account: str = Field(min_length=1)
     """Id or full name; "$NAME" is read from the environment."""
@@ -112,8 +101,6 @@ class JobConfig(LauncherConfig):
     calls_at_a_time: int = Field(default=8, ge=1)
     kill_seconds: float = Field(default=180.0, ge=0)
     """How long to wait until killed jobs have ended."""
-    timeout_seconds: float = Field(default=60.0, gt=0)
-    """How long one call of the toolkit may take."""
     retries: int = Field(default=5, ge=0)
     """How often a failed call is repeated."""
     backoff_seconds: float = Field(default=2.0, ge=0)
@@ -139,8 +126,7 @@ class JobConfig(LauncherConfig):
         name = self.account[1:].strip("{}")
         if not os.environ.get(name):
             raise LaunchError(
-                f"toolkit: account is {self.account!r}, but {name} is not set. "
-                f"Set it: `export {name}=$(eai account get --field id)`."
+                f"toolkit: account is {self.account!r}, but {name} is not set. Set it: `export {name}=ACCOUNT_ID`."
             )
         return os.environ[name]
 
@@ -158,7 +144,8 @@ class Spec:
     """Of [a-z0-9_]; no two jobs of an account share one, not even with one that was cancelled."""
     command: tuple[str, ...]
     workdir: Path
-    tags: Mapping[str, str]
+    submission: str
+    exp_id: str
     config: JobConfig
 
 
@@ -170,79 +157,11 @@ class ListedJob:
     word: str
     """Its state, in capitals."""
     name: str = ""
-    tags: Mapping[str, str] = field(default_factory=dict)
+    submission: str = ""
+    """Name of the folder of its submission; empty if the job is not ours."""
+    exp_id: str = ""
     exit_code: int | None = None
-    node: str = ""
-    seconds: float | None = None
     runs: int = 1
-
-
-class Service(Protocol):
-    """A transport to the toolkit.
-    Each method makes one call, and raises one of the errors above, or LaunchError for a refusal."""
-
-    def create(self, spec: Spec) -> str: ...
-
-    def list_jobs(self, limit: int, tag: tuple[str, str] | None = None, name: str | None = None) -> list[ListedJob]:
-        """At most `limit` jobs, the newest first. A job that is not among them may still exist."""
-        ...
-
-    def get(self, job_id: str) -> ListedJob | None:
-        """None: there is no such job."""
-        ...
-
-    def cancel(self, job_id: str) -> None: ...
-
-
-def create(config: JobConfig, service: Service, spec: Spec) -> str:
-    """Queue one job exactly once: after a call of unknown outcome,
-    the job is looked up by its name before the call is repeated.
-
-    The service takes no name twice, so that even a request that arrives late cannot queue a second job.
-    """
-    pauses, name, doubt = _pauses(config), spec.name, False
-    while True:
-        try:
-            return service.create(spec)
-        except NotReached as error:
-            failed: LaunchError = error
-        except LaunchError as error:
-            failed, known = error, _find_by_name(config, service, spec, error)
-            over = known is not None and has_ended(scheduler_state(config, known))
-            if known and (doubt or isinstance(error, OutcomeUnknown) or not over):
-                return known.job_id
-            if known and isinstance(
-                error, NameTaken
-            ):  # of an earlier call for this submission; its name can never be used again
-                number = int(spec.name.removeprefix(name).strip("_") or 1) + 1
-                spec = replace(spec, name=f"{name}_{number}")
-                continue
-            if not isinstance(error, OutcomeUnknown | NameTaken):
-                raise
-            doubt = True
-        pause = next(pauses, None)
-        if pause is None:
-            raise OutcomeUnknown(str(failed)) if doubt else failed
-        log.warning("%s Trying again in %g seconds.", failed, pause)
-        time.sleep(pause)
-
-
-def _find_by_name(config: JobConfig, service: Service, spec: Spec, failed: LaunchError) -> ListedJob | None:
-    """The job called `spec.name`, if there is one.
-
-    Raises:
-        LaunchError: it could not be looked up, or belongs to something else.
-    """
-    try:
-        listed = call_with_retries(config, lambda: service.list_jobs(PAGE, name=spec.name))
-    except LaunchError as error:
-        raise OutcomeUnknown(f"{failed} Whether it is queued as {spec.name} could not be asked: {error}") from None
-    job = next((job for job in listed if job.name == spec.name), None)
-    if job and any(job.tags.get(tag) != spec.tags[tag] for tag in (SUBMISSION, EXPERIMENT)):
-        raise LaunchError(
-            f"toolkit: the name {spec.name} belongs to job {job.job_id}, which this submission has not queued."
-        )
-    return job
 
 
 def scheduler_state(config: JobConfig, job: ListedJob) -> SchedulerState:
@@ -252,26 +171,26 @@ def scheduler_state(config: JobConfig, job: ListedJob) -> SchedulerState:
     else:
         state = "failed" if job.word in _INTERRUPTED else _STATES.get(job.word, "unknown")
     reason = f"exit code {job.exit_code}" if state == "failed" and job.exit_code is not None else ""
-    return SchedulerState(state, job.word, reason, job.node, job.seconds, job.runs - 1)  # type: ignore[arg-type]
+    return SchedulerState(state, job.word, reason, restarts=job.runs - 1)  # type: ignore[arg-type]
 
 
 def has_ended(seen: SchedulerState) -> bool:
     return seen.state in ("completed", "failed", "cancelled")
 
 
-def _pauses(config: JobConfig) -> Iterator[float]:
+def pauses(config: JobConfig) -> Iterator[float]:
     return (min(60.0, config.backoff_seconds * 2**i) for i in range(config.retries))
 
 
 def call_with_retries(config: JobConfig, call: Callable[[], T]) -> T:
     """Repeat an idempotent call until it is answered.
     Raises LaunchError if refused, or not answered at the last try."""
-    pauses = _pauses(config)
+    remaining = pauses(config)
     while True:
         try:
             return call()
         except (NotReached, OutcomeUnknown) as error:
-            pause = next(pauses, None)
+            pause = next(remaining, None)
             if pause is None:
                 raise
             log.warning("%s Trying again in %g seconds.", error, pause)

@@ -1,12 +1,11 @@
 """Runs the convert, evaluate, upload and clean-up stages of a plan over checkpoints.
-Any number of workers may run concurrently, anywhere.
 
 python -m src.operations.checkpoint_jobs results/runs --plan resources/checkpoint_jobs.yaml --dry-run
 python -m src.operations.checkpoint_jobs results/runs --plan resources/checkpoint_jobs.yaml --every 300
 
-A worker holds a stage of a checkpoint with a lease while it runs it. If the worker dies, its command is ended and the
-next worker repeats the stage. Each attempt ends with a line in <run>/checkpoint_jobs.jsonl; scores are appended to
-<run>/evaluations.jsonl. While a worker is alive, trainings delete no checkpoint that its plan is not done with. With
+Several processes can do so, on any machines; each run is worked on by one at a time. If it dies, its command is ended
+and the next process repeats the stage. <run>/checkpoint_jobs.json says what is done; scores are appended to
+<run>/evaluations.jsonl. While a process is alive, trainings delete no checkpoint that its plan is not done with. With
 --once the exit code is 0 if all is done or waits, 3 if something failed, 1 if the plan is wrong.
 """
 
@@ -15,29 +14,27 @@ import contextlib
 import logging
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-from src.errors import ConfigError, RunError, UserError
+from src.errors import ConfigError, UserError
 from src.files import defect
 from src.launch.status import select_runs
 from src.operations.checkpoint_jobs import plan as checkpoint_plan
 from src.operations.checkpoint_jobs import stages
 from src.operations.checkpoint_jobs.pins import Pins
 from src.operations.checkpoint_jobs.plan import Plan, Stage
-from src.operations.checkpoint_jobs.stages import JOBS, CheckpointStage, CommandResult
-from src.runs import events, jsonl_records
+from src.operations.checkpoint_jobs.stages import CheckpointStage
 from src.runs.checkpoints import folder as checkpoints
 from src.runs.history import branches
-from src.runs.lease import BEAT_SECONDS, STALE_SECONDS, Lease, holder_is_dead, this_process
+from src.runs.lease import Lease, holder_is_dead
 from src.runs.metadata import read_status
 from src.support.command_line import make_parser, run_command
 
 FAILED = 3
-State = Literal["done", "ready", "waits", "held", "later", "given up"]
+State = Literal["done", "ready", "waits", "later", "given up"]
 
 log = logging.getLogger(__name__)
 
@@ -75,165 +72,70 @@ def plan_stages(run: Path, plan: Plan) -> list[list[CheckpointStage]]:
     return planned
 
 
-def stage_status(
-    unit: CheckpointStage, siblings: Sequence[CheckpointStage], retry: bool = False, ours: bool = False
-) -> StageStatus:
-    """The status of `unit`. siblings: all stages of its checkpoint. retry: what was given up may be tried again.
-    ours: we hold its lease.
+def stage_status(unit: CheckpointStage, siblings: Sequence[CheckpointStage], retry: bool = False) -> StageStatus:
+    """The status of `unit`. siblings: all stages of its checkpoint. retry: repeat failed stages, even if given up.
 
     Raises:
         DataError, RunError: a file of the run is damaged.
     """
-    lines = jsonl_records.rows(unit.run / JOBS)
-    if _is_done(unit, lines):
+    if stages.is_done(unit):
         return StageStatus("done")
-    if not unit.checkpoint.is_dir():
-        return StageStatus("waits", "the checkpoint is gone")
     before = unit.plan.prerequisites(unit.stage)
-    missing = [other.name for other in siblings if other.stage in before and not _is_done(other, lines)]
+    missing = [other.name for other in siblings if other.stage in before and not stages.is_done(other)]
     if missing:
         return StageStatus("waits", f"for {', '.join(missing)}")
-    if not ours and holder_is_dead(unit.folder) is False:
-        return StageStatus("held", "by a process of this machine")
-    failed = _recent_failures(unit, lines)
-    trials = unit.trials
-    if len(failed) >= trials.attempts and not retry:
-        return StageStatus("given up", f"after {len(failed)} attempts: {failed[-1].get('reason', '')}")
-    if failed and not retry:
-        pause = trials.retry_seconds * 2 ** (len(failed) - 1)
-        left = datetime.fromisoformat(failed[-1]["time"]).timestamp() + pause - time.time()
-        if left > 0:
-            return StageStatus("later", f"in {left:.0f} s, after: {failed[-1].get('reason', '')}")
+    outcome, trials = stages.read_outcome(unit), unit.trials
+    if not retry and (failures := outcome.get("failures", 0)):
+        if failures >= trials.attempts:
+            return StageStatus("given up", f"after {failures} attempts: {outcome['reason']}")
+        seconds = outcome["time"] + trials.retry_seconds * 2 ** (failures - 1) - time.time()
+        if seconds > 0:
+            return StageStatus("later", f"in {seconds:.0f} s, after: {outcome['reason']}")
     if unit.stage == "clean_up" and (reason := stages.reason_to_keep(unit)):
         return StageStatus("waits", f"it is {reason}")
     return StageStatus("ready")
 
 
-def _is_done(unit: CheckpointStage, lines: Sequence[dict[str, Any]]) -> bool:
-    last = next((line for line in reversed(lines) if unit.is_named_by(line)), None)
-    return last is not None and last.get("result") == "ok" and stages.is_result_present(unit)
-
-
-def _recent_failures(unit: CheckpointStage, lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Failed attempts since the last success. Interruptions of the worker do not count."""
-    failures: list[dict[str, Any]] = []
-    for line in lines:
-        if unit.is_named_by(line) and line.get("result") != "interrupted":
-            failures = [] if line.get("result") == "ok" else [*failures, line]
-    return failures
-
-
 def work(
-    unit: CheckpointStage,
-    siblings: Sequence[CheckpointStage],
-    retry: bool = False,
-    stale_seconds: float = STALE_SECONDS,
-) -> StageStatus:
-    """Make one attempt if the stage is ready and no other worker holds it; the status afterwards.
+    run: Path, planned: Sequence[Sequence[CheckpointStage]], statuses: list[list[StageStatus]], retry: bool = False
+) -> list[list[StageStatus]]:
+    """Make one attempt at each stage that is ready; the statuses afterwards. A run that another process works on stays
+    as it is.
 
     Raises:
         DataError, RunError: a file of the run is damaged, or its disk refuses.
     """
+    folder = run / stages.FOLDER
+    if not any(one.state == "ready" for known in statuses for one in known) or holder_is_dead(folder) is False:
+        return statuses
+    lease = Lease.acquire(folder)
     try:
-        lease = Lease.acquire(unit.folder, stale_seconds, min(BEAT_SECONDS, stale_seconds / 6))
-    except RunError as error:
-        if unit.folder.is_dir() and holder_is_dead(unit.folder) is not True:
-            return StageStatus("held", str(error))
-        raise
-    try:
-        status = stage_status(unit, siblings, retry, ours=True)
-        if status.state != "ready":
-            return status
-        _attempt(unit, lease)
-        status = stage_status(unit, siblings, ours=True)
-        return (
-            StageStatus("later", "at the next look") if status.state == "ready" else status
-        )  # it failed, and may be tried again at once
+        return [[_work_on(unit, siblings, retry, lease) for unit in siblings] for siblings in planned]
     finally:
         lease.release()
 
 
-def _attempt(unit: CheckpointStage, lease: Lease) -> None:
-    """Run the stage once, and append how it ended to the run's file."""
-    number = 1 + max(
-        (line.get("attempt", 0) for line in jsonl_records.rows(unit.run / JOBS) if unit.is_named_by(line)), default=0
-    )
-    logged = unit.folder / f"attempt-{number}.log"
-    holder, began = this_process(), time.monotonic()
-
-    def record(result: CommandResult, outcome: str) -> str:
-        why = result.reason or ("" if outcome == "ok" else f"exit code {result.exit_code}")
-        line = {"time": events.now(), "run": unit.run.name, **unit.identity(), "attempt": number, "result": outcome}
-        line |= {"exit_code": result.exit_code, "seconds": round(time.monotonic() - began, 3), "reason": why}
-        line |= {"log": str(logged.relative_to(unit.run)), "by": f"{holder['host']}:{holder['pid']}"}
-        with jsonl_records.open_locked(unit.run / JOBS) as rows:
-            rows.append(line)
-        return why
-
+def _work_on(unit: CheckpointStage, siblings: Sequence[CheckpointStage], retry: bool, lease: Lease) -> StageStatus:
+    status = stage_status(unit, siblings, retry)
+    if status.state != "ready":
+        return status
     log.info("%s step %d: %s", unit.run.name, unit.step, unit.name)
+    reason = ""
     try:
-        result = stages.run_stage(unit, logged, lease.confirm)
+        stages.run_stage(unit, lease.confirm)
     except UserError as error:
-        lease.confirm()
-        result = CommandResult(None, str(error))
-    except (KeyboardInterrupt, SystemExit):
-        record(CommandResult(None, "interrupted"), "interrupted")
-        raise
-    why = record(result, "ok" if result.exit_code == 0 else "failed")
-    if result.exit_code != 0:
-        log.warning("%s step %d: %s failed: %s; see %s", unit.run.name, unit.step, unit.name, why, logged)
-
-
-def run_once(
-    runs: Path, exp_ids: Sequence[str], plan: Plan, retry: bool, pins: Pins | None
-) -> Iterator[tuple[CheckpointStage, StageStatus]]:
-    """Work through all runs once: each stage with its status afterwards.
-    A run that cannot be read is named, and the others go on.
-
-    pins: None: only look.
-    """
-    for exp_id in exp_ids:
-        run = runs / exp_id
-        try:
-            planned = plan_stages(run, plan)
-            statuses = [
-                [_status_or_error(stage_status, unit, siblings, retry) for unit in siblings] for siblings in planned
-            ]
-            if pins:
-                pins.renew(run, *_split_by_end(planned, statuses))
-        except UserError as error:
-            log.warning("%s", error)
-            continue
-        for siblings, known in zip(planned, statuses, strict=True):
-            worked = False
-            for i, unit in enumerate(siblings):
-                if worked:
-                    known[i] = _status_or_error(stage_status, unit, siblings, retry)
-                if known[i].state == "ready" and pins:
-                    known[i], worked = _status_or_error(work, unit, siblings, retry), True
-                yield unit, known[i]
-        try:
-            if pins:
-                pins.renew(run, *_split_by_end(planned, statuses))
-        except UserError as error:
-            log.warning("%s", error)
-
-
-def _status_or_error(
-    action: Callable[..., StageStatus], unit: CheckpointStage, siblings: Sequence[CheckpointStage], retry: bool
-) -> StageStatus:
-    """`stage_status` or `work` of the unit; an error becomes a status."""
-    try:
-        return action(unit, siblings, retry)
-    except UserError as error:
-        log.warning("%s step %d: %s: %s", unit.run.name, unit.step, unit.name, error)
-        return StageStatus("later", str(error))
+        reason = str(error)
+        log.warning("%s step %d: %s failed: %s; see %s", unit.run.name, unit.step, unit.name, reason, unit.log)
+    lease.confirm()
+    stages.record(unit, reason)
+    status = stage_status(unit, siblings)
+    return StageStatus("later", reason) if status.state == "ready" else status
 
 
 def _split_by_end(
     planned: Sequence[Sequence[CheckpointStage]], statuses: Sequence[Sequence[StageStatus]]
 ) -> tuple[list[Path], list[Path]]:
-    """The checkpoints that the plan is done with, and the others.
+    """The checkpoints that the plan is done with, and the rest.
     If an upload was given up it is not done: there is no other copy."""
     ended, others = [], []
     for siblings, known in zip(planned, statuses, strict=True):
@@ -283,17 +185,28 @@ def repeat(args: argparse.Namespace) -> int:
 
 
 def _round(args: argparse.Namespace, plan: Plan, pins: Pins | None) -> int:
-    """Work through all once; returns the exit code."""
+    """Work through all runs once; returns the exit code. A run that cannot be read is named, and the others go on."""
     runs, exp_ids = select_runs(args.runs, args.group)
     code = 0
-    for unit, status in run_once(runs, exp_ids, plan, args.retry, pins):
-        if args.dry_run:
-            line = f"{unit.run.name}  {unit.key}  {unit.name:20}  {status.state:8}  {status.reason}".rstrip()
-            sys.stdout.write(
-                f"{line}\n" + (f"    {stages.describe_command(unit, unit.folder)}\n" if status.state != "done" else "")
-            )
-        elif status.state in ("given up", "later"):
+    for run in (runs / exp_id for exp_id in exp_ids):
+        try:
+            planned = plan_stages(run, plan)
+            statuses = [[stage_status(unit, siblings, args.retry) for unit in siblings] for siblings in planned]
+            if pins:
+                pins.renew(run, *_split_by_end(planned, statuses))
+                statuses = work(run, planned, statuses, args.retry)
+                pins.renew(run, *_split_by_end(planned, statuses))
+        except UserError as error:
+            log.warning("%s", error)
             code = FAILED
+            continue
+        for siblings, known in zip(planned, statuses, strict=True):
+            for unit, status in zip(siblings, known, strict=True):
+                if args.dry_run:
+                    sys.stdout.write(f"{run.name}  {unit.key}  {unit.name:20}  {status.state:8}  {status.reason}\n")
+                    sys.stdout.write(f"    {unit.command(unit.log.parent)}\n" if status.state != "done" else "")
+                elif status.state in ("given up", "later"):
+                    code = FAILED
     return code
 
 

@@ -1,17 +1,18 @@
 """A plan of what is done with the checkpoints of a run: convert, evaluate, upload, clean up.
 Read from YAML and checked as a whole.
 
-Commands are templates for /bin/sh; what stands for a placeholder is quoted. A brace that is none is written twice: {{
-}}.
+Commands are templates for /bin/sh; the value of a placeholder is quoted. A literal brace is written twice: {{ }}.
 """
 
-from collections.abc import Iterable
 from pathlib import Path
 from string import Formatter
 from typing import Literal
 
+from fsspec import AbstractFileSystem, available_protocols
+from fsspec.core import url_to_fs
 from pydantic import Field, model_validator
 
+from src.errors import RunError
 from src.experiments import config as configs
 from src.experiments.config import Problems, unknown_text
 from src.files import read_yaml
@@ -21,6 +22,8 @@ Folder = Literal["checkpoint", "converted"]
 STAGES: tuple[Stage, ...] = ("convert", "evaluate", "upload", "clean_up")
 PLACEHOLDERS = ("run", "exp_id", "checkpoint", "converted", "step", "branch")
 """Placeholders of every command."""
+OBJECT_STORES = ("s3", "gs", "az")
+"""Protocols that obstore serves to fsspec."""
 
 
 class Checkpoints(configs.Config):
@@ -58,7 +61,7 @@ class Convert(Trials):
 
     @model_validator(mode="after")
     def _check_placeholders(self) -> "Convert":
-        _check_templates({"command": (self.command, (*PLACEHOLDERS, "output"), ("output",))})
+        _check_template(self.command, "output")
         return self
 
 
@@ -69,7 +72,7 @@ class Task(Trials):
 
     @model_validator(mode="after")
     def _check_placeholders(self) -> "Task":
-        _check_templates({"command": (self.command, (*PLACEHOLDERS, "scores", "task"), ("scores",))})
+        _check_template(self.command, "scores", "task")
         return self
 
 
@@ -77,8 +80,6 @@ class Evaluate(configs.Config):
     """Evaluations by name; each is done, and tried again, by itself."""
 
     tasks: dict[str, Task] = Field(min_length=1)
-    after: list[Literal["convert"]] | None = None
-    """Stages that come first; None: those of the plan that it may need."""
 
     @model_validator(mode="after")
     def _names(self) -> "Evaluate":
@@ -89,45 +90,19 @@ class Evaluate(configs.Config):
 
 
 class Upload(Trials):
-    """Copies folders elsewhere, file by file, and reads size and sha256 of each back.
-    Either `to`, or `command` and `readback`."""
+    """Copies folders elsewhere, file by file, and reads size and sha256 of each back."""
 
     folders: list[Folder] = Field(default=["checkpoint"], min_length=1)
-    to: str | None = None
-    """A folder that exists: file:///archive or /archive."""
-    command: str | None = Field(default=None, min_length=1)
-    """Copies the file {file} to {name} there."""
-    readback: str | None = Field(default=None, min_length=1)
-    """Prints sha256 and size in bytes of what is there as {name}, read from there; fails if nothing is."""
-    after: list[Literal["convert", "evaluate"]] | None = None
+    to: str
+    """Where fsspec writes: a folder that exists (file:///archive or /archive), s3://bucket/prefix, hf://owner/model."""
 
     @model_validator(mode="after")
     def _check_destination(self) -> "Upload":
-        if (self.to is None) == (self.command is None) or (self.command is None) != (self.readback is None):
-            raise ValueError(
-                "expected either `to: FOLDER`, or both `command` and `readback`: what is not read back does not count."
-            )
-        if self.to is not None and (
-            not self.to.removeprefix("file://").startswith("/") or "://" in self.to.removeprefix("file://")
-        ):
-            raise Problems(
-                [
-                    (
-                        "to",
-                        (
-                            f"expected file:///FOLDER or /FOLDER, got {self.to!r}. "
-                            "Anything else takes `command` and `readback`."
-                        ),
-                    )
-                ]
-            )
-        if self.command is not None and self.readback is not None:
-            _check_templates(
-                {
-                    "command": (self.command, (*PLACEHOLDERS, "file", "name"), ("file", "name")),
-                    "readback": (self.readback, (*PLACEHOLDERS, "name"), ("name",)),
-                }
-            )
+        protocol, separator, _ = self.to.partition("://")
+        if separator and protocol not in available_protocols() and protocol not in OBJECT_STORES:
+            raise Problems([("to", unknown_text("protocol", protocol, [*available_protocols(), *OBJECT_STORES]))])
+        if not separator and not self.to.startswith("/"):
+            raise Problems([("to", f"expected /FOLDER or a URL such as s3://BUCKET/PREFIX, got {self.to!r}.")])
         return self
 
 
@@ -137,7 +112,6 @@ class CleanUp(Trials):
     delete: list[Folder] = Field(default=["checkpoint"], min_length=1)
     keep_last: int = Field(default=2, ge=1)
     """Newest checkpoints that stay."""
-    after: list[Literal["convert", "evaluate", "upload"]] | None = None
 
 
 class Plan(configs.Config):
@@ -152,73 +126,68 @@ class Plan(configs.Config):
     @property
     def stages(self) -> list[Stage]:
         """Those of the plan, in their order."""
-        return [stage for stage in STAGES if self.stage(stage) is not None]
-
-    def stage(self, name: Stage) -> Convert | Evaluate | Upload | CleanUp | None:
-        """What the plan says of a stage; None where it has none."""
-        return {"convert": self.convert, "evaluate": self.evaluate, "upload": self.upload, "clean_up": self.clean_up}[
-            name
-        ]
+        return [stage for stage in STAGES if getattr(self, stage) is not None]
 
     def prerequisites(self, stage: Stage) -> list[Stage]:
         """The stages of the plan that must be done before `stage`."""
-        named = getattr(self.stage(stage), "after", None)
-        if named is None:
-            here = self.stages[: self.stages.index(stage)]
-            return [one for one in here if stage == "clean_up" or one == "convert"]
-        return list(named)
+        earlier = self.stages[: self.stages.index(stage)]
+        return earlier if stage == "clean_up" else [one for one in earlier if one == "convert"]
 
     @model_validator(mode="after")
     def _check_stages(self) -> "Plan":
-        found: list[tuple[str, str]] = []
+        mistakes: list[tuple[str, str]] = []
         if not self.stages:
-            found.append(("", f"names no stage. Known: {', '.join(STAGES)}."))
-        for stage in self.stages:
-            found += [
-                (f"{stage}.after", f"{one!r} is not in this plan.")
-                for one in self.prerequisites(stage)
-                if one not in self.stages
-            ]
-        if (
-            self.upload
-            and "converted" in self.upload.folders
-            and not (self.convert and "convert" in self.prerequisites("upload"))
-        ):
-            found.append(
-                (
-                    "upload.folders",
-                    "'converted' is made by the stage convert, which must be in the plan and come first.",
-                )
+            mistakes.append(("", f"names no stage. Known: {', '.join(STAGES)}."))
+        if self.upload and "converted" in self.upload.folders and not self.convert:
+            mistakes.append(("upload.folders", "'converted' is made by the stage convert, which is not in the plan."))
+        if self.clean_up and not self.upload:
+            mistakes.append(("clean_up", "deletes only what was uploaded: the stage upload must be in the plan."))
+        elif self.clean_up and self.upload and (extra := set(self.clean_up.delete) - set(self.upload.folders)):
+            mistakes.append(
+                ("clean_up.delete", f"{', '.join(sorted(extra))}: not in upload.folders, so it would be lost.")
             )
-        if self.clean_up:
-            if self.upload is None or "upload" not in self.prerequisites("clean_up"):
-                found.append(
-                    ("clean_up", "deletes only what was uploaded: the stage upload must be in the plan and come first.")
-                )
-            elif extra := set(self.clean_up.delete) - set(self.upload.folders):
-                found.append(
-                    ("clean_up.delete", f"{', '.join(sorted(extra))}: not in upload.folders, so it would be lost.")
-                )
-        if found:
-            raise Problems(found)
+        if mistakes:
+            raise Problems(mistakes)
         return self
 
 
-def _check_templates(templates: dict[str, tuple[str, Iterable[str], Iterable[str]]]) -> None:
-    """Each template's placeholders: key -> (template, those that are known, those that must be there)."""
-    found = []
-    for key, (template, known, needed) in templates.items():
+def _check_template(template: str, needed: str, *known: str) -> None:
+    """Raises Problems for a placeholder that is unknown, and if `needed` is missing."""
+    placeholders = (*PLACEHOLDERS, needed, *known)
+    try:
+        used = [name for _, name, _, _ in Formatter().parse(template) if name is not None]
+    except ValueError as error:
+        raise Problems([("command", f"{error}: a literal brace is written twice, in {template!r}.")]) from None
+    mistakes = [
+        ("command", f"{{{name}}}: {unknown_text('placeholder', name, placeholders)}")
+        for name in used
+        if name not in placeholders
+    ]
+    if needed not in used:
+        mistakes.append(("command", f"has no {{{needed}}} in it: {template!r}."))
+    if mistakes:
+        raise Problems(mistakes)
+
+
+def open_destination(url: str) -> tuple[AbstractFileSystem, str]:
+    """The file system of `url`, and the path in it.
+
+    Raises:
+        RunError: it cannot be opened, or is a folder that does not exist.
+    """
+    if url.partition("://")[0] in OBJECT_STORES:
         try:
-            used = [name for _, name, _, _ in Formatter().parse(template) if name is not None]
-        except ValueError as error:
-            found.append((key, f"{error}: a brace that begins no placeholder is written twice, in {template!r}."))
-            continue
-        found += [
-            (key, f"{{{name}}}: {unknown_text('placeholder', name, known)}") for name in used if name not in set(known)
-        ]
-        found += [(key, f"has no {{{name}}} in it: {template!r}.") for name in needed if name not in used]
-    if found:
-        raise Problems(found)
+            from obstore.fsspec import register
+        except ImportError:
+            raise RunError(f"{url}: obstore is not installed: pip install -r requirements/streaming.txt") from None
+        register(list(OBJECT_STORES))
+    try:
+        files, path = url_to_fs(url)
+    except (ImportError, ValueError, OSError) as error:
+        raise RunError(f"{url}: cannot be opened: {error}") from None
+    if "file" in files.protocol and not files.isdir(path):
+        raise RunError(f"{path}: no such folder to upload to. Is it mounted? It is not made here.")
+    return files, path.rstrip("/")
 
 
 def read(path: Path) -> Plan:

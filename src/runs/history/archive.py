@@ -26,8 +26,8 @@ FOLDER = "abandoned"
 RECORD = "record.json"
 WANDB = "wandb.json"
 BEST = "checkpoints/best.json"
-_HISTORIES = {ledger.FILE, "events.jsonl", "checkpoint_jobs.jsonl"}
-"""Files of rows that are never cut: they record what happened. Rows of the last name their branch."""
+_HISTORIES = {ledger.FILE, "events.jsonl"}
+"""Files of rows that are never cut: they record what happened."""
 
 
 @dataclass(frozen=True)

@@ -3,8 +3,10 @@
 import contextlib
 import os
 import signal
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -55,3 +57,18 @@ def folder(tmp_path: Path) -> Path:
     path = tmp_path / "20260101-batch"
     path.mkdir()
     return path
+
+
+@pytest.fixture
+def client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The stand-in for the toolkit's client, without jobs, and someone who is logged in."""
+    monkeypatch.setenv("FAKE_TOOLKIT", str(tmp_path / "service"))
+    monkeypatch.setenv("EAI_TOKEN", "token-1")
+    monkeypatch.syspath_prepend(Path(__file__).parent / "fake_client")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # haven imports deprecated modules
+        import eai_toolkit_client as client  # pyright: ignore[reportMissingImports]
+        from haven.haven_jobs import toolkit_manager  # noqa: F401
+    client.calls.clear()
+    client.faults.clear()
+    return client

@@ -6,12 +6,11 @@ import os
 import stat
 import subprocess
 import time
-import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType
 from typing import Any, NoReturn
 
 import pytest
@@ -27,7 +26,6 @@ from src.runs.environment import JOBS_PER_GPU
 from tests.core.launch.fakes.fake_ray.server import FakeRay
 from tests.core.launch.fakes.fake_slurm.cluster import SOON, Cluster
 
-HERE = Path(__file__).parent / "fakes"
 CODE = """
 import os, sys, time
 while not os.path.exists("go"):
@@ -140,55 +138,26 @@ class SharedSlurm(Slurm):
         self.cluster.close()
 
 
-class Eai(World):
-    """The emulator keeps jobs queued; its own command runs one."""
+class Toolkit(World):
+    """The emulator keeps jobs queued until the test runs them."""
 
     unknown = "0-gone"
-    via = "eai"
 
     def open(self) -> None:
-        self.monkeypatch.setenv("PATH", f"{HERE / 'fake_eai'}:{os.environ['PATH']}")
-        self.monkeypatch.setenv("FAKE_EAI_STATE", str(self.folder / "service"))
-        self.monkeypatch.setenv("FAKE_EAI_HOLD", "1")
-        (self.folder / "service").mkdir()
-        raw = {"account": "a", "image": "b:1", "data": [f"a:{self.folder}"], "max_run_seconds": 3600, "via": self.via}
-        self.config = configs.load(toolkit.Config, raw | {"backoff_seconds": 0.01, "timeout_seconds": 300.0}, "toolkit")
+        self.monkeypatch.setenv("FAKE_TOOLKIT_HOLD", "1")
+        raw = {"account": "a", "image": "b:1", "data": [f"a:{self.folder}"], "max_run_seconds": 3600}
+        self.config = configs.load(toolkit.Config, raw | {"backoff_seconds": 0.01}, "toolkit")
         self.runners: list[subprocess.Popen[bytes]] = []
 
     def start(self, ids: Sequence[str]) -> None:
-        self.runners += [subprocess.Popen(["eai", "fake", "run", job_id]) for job_id in ids]
+        import eai_toolkit_client as client  # pyright: ignore[reportMissingImports]
+
+        self.runners += [client.jobs.start(job_id) for job_id in ids]
 
     def close(self) -> None:
         self.finish({})
         for runner in self.runners:
             runner.wait(300)
-
-
-class Haven(Eai):
-    """The stand-in for the closed client keeps jobs in memory."""
-
-    via = "haven"
-
-    def open(self) -> None:
-        super().open()
-        self.monkeypatch.setenv("EAI_TOKEN", "token")
-        self.monkeypatch.syspath_prepend(HERE / "fake_client")
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # haven imports deprecated modules
-            import eai_toolkit_client as client  # pyright: ignore[reportMissingImports]
-            from haven.haven_jobs import toolkit_manager  # noqa: F401
-        self.client: Any = client
-        client.jobs.clear()
-
-    def start(self, ids: Sequence[str]) -> None:
-        for made in self.client.jobs:
-            made.state = "RUNNING"
-
-    def finish(self, codes: Mapping[str, int]) -> None:
-        for made in self.client.jobs:
-            if made.id in codes:
-                made.state, made.alive = "FAILED" if codes[made.id] else "SUCCEEDED", False
-                made.runs = [SimpleNamespace(exit_code=codes[made.id])]
 
 
 class Ray(World):
@@ -207,8 +176,10 @@ class Ray(World):
         self.cluster.close()
 
 
-@pytest.fixture(params=[Local, Slurm, SharedSlurm, Eai, Haven, Ray])
-def world(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
+@pytest.fixture(params=[Local, Slurm, SharedSlurm, Toolkit, Ray])
+def world(
+    request: pytest.FixtureRequest, client: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[World]:
     kind: Callable[[Path, pytest.MonkeyPatch], World] = request.param
     world = kind(tmp_path, monkeypatch)
     yield world

@@ -1,9 +1,9 @@
 """A lineage whose parent failed is repaired by one retry, whoever the launcher is."""
 
 import contextlib
-import os
 import subprocess
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -14,7 +14,6 @@ from tests.core.launch.fakes.fake_ray.server import FakeRay
 from tests.core.launch.fakes.fake_slurm.cluster import Cluster
 from tests.core.launch.test_status import World, planned
 
-FAKE_EAI = Path(__file__).parent / "fakes" / "fake_eai"
 LAUNCHERS = {
     "local": {"launcher": "local", "wait": False, "slots": 4},
     "slurm": {"launcher": "slurm"},
@@ -23,7 +22,6 @@ LAUNCHERS = {
         "account": "a",
         "image": "b:1",
         "max_run_seconds": 3600,
-        "timeout_seconds": 300.0,
     }
     # A parent that failed before this submission must not count: a child would give up at once.
     | {"parent_poll_seconds": 0.05, "parent_patience_seconds": 0, "calls_at_a_time": 1},
@@ -32,11 +30,9 @@ LAUNCHERS = {
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.usefixtures("client")
 def test_one_retry_repairs_a_lineage(launcher: str, tmp_path: Path, cluster: Cluster, monkeypatch: pytest.MonkeyPatch):
     """Children and grandchildren with their parent, nobody else, and nothing twice."""
-    (tmp_path / "service").mkdir()
-    monkeypatch.setenv("PATH", f"{FAKE_EAI}:{os.environ['PATH']}")
-    monkeypatch.setenv("FAKE_EAI_STATE", str(tmp_path / "service"))
     cluster.configure(run=True)
     with contextlib.closing(FakeRay()) as ray:
         ray.release()
@@ -73,15 +69,10 @@ class OneByOne:
     """A scheduler that gives resources to one job after the other."""
 
     def __init__(
-        self, launcher: str, folder: Path, monkeypatch: pytest.MonkeyPatch, stack: contextlib.ExitStack
+        self, launcher: str, client: ModuleType, monkeypatch: pytest.MonkeyPatch, stack: contextlib.ExitStack
     ) -> None:
-        (folder / "service").mkdir()
-        for name, value in (
-            ("PATH", f"{FAKE_EAI}:{os.environ['PATH']}"),
-            ("STATE", str(folder / "service")),
-            ("HOLD", "1"),
-        ):
-            monkeypatch.setenv(name if name == "PATH" else f"FAKE_EAI_{name}", value)
+        monkeypatch.setenv("FAKE_TOOLKIT_HOLD", "1")
+        self.client = client
         self.ray = stack.enter_context(contextlib.closing(FakeRay())) if launcher == "ray" else None
         if self.ray:
             monkeypatch.setenv("RAY_ADDRESS", self.ray.address)
@@ -91,7 +82,7 @@ class OneByOne:
         if self.ray:
             self.ray.start(job_id)
         else:
-            self.runners[job_id] = subprocess.Popen(["eai", "fake", "run", job_id])
+            self.runners[job_id] = self.client.jobs.start(job_id)
 
     def wait_for(self, job_id: str) -> None:
         """Until it has ended."""
@@ -102,7 +93,7 @@ class OneByOne:
 
     def give_all(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """There are resources for all from now on."""
-        monkeypatch.delenv("FAKE_EAI_HOLD")
+        monkeypatch.delenv("FAKE_TOOLKIT_HOLD")
         if self.ray:
             self.ray.held = False
 
@@ -110,7 +101,7 @@ class OneByOne:
 @pytest.mark.parametrize(("most", "started"), [(3, 5), (0, 8)])
 @pytest.mark.parametrize("launcher", ["toolkit", "ray"])
 def test_quick_failures_in_a_row_stop_what_waits(
-    launcher: str, most: int, started: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    launcher: str, most: int, started: int, tmp_path: Path, client: ModuleType, monkeypatch: pytest.MonkeyPatch
 ):
     """As on this machine and on Slurm: see test_local.py and test_tracking.py. A child that waits holds resources, and
     gives them back."""
@@ -119,7 +110,7 @@ def test_quick_failures_in_a_row_stop_what_waits(
     items = [planned("fail", "one"), planned("end", "well"), *(planned("fail", str(n)) for n in range(6))]
     heir = planned("end", "heir", items[-1].exp_id)
     with contextlib.ExitStack() as stack:
-        scheduler = OneByOne(launcher, tmp_path, monkeypatch, stack)
+        scheduler = OneByOne(launcher, client, monkeypatch, stack)
         actions.run(
             world.request([*items, heir]), resources.load("here", raw | {"stop_after_failures": most}, world.runs)
         )

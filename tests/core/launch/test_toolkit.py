@@ -1,4 +1,4 @@
-"""The toolkit: one job for each experiment, whatever fails on the way. The program `eai` is an emulator, its jobs are
+"""The toolkit: one job for each experiment, whatever fails on the way. The closed client is an emulator, its jobs are
 real processes."""
 
 import contextlib
@@ -11,8 +11,8 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable, Sequence
-from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import psutil
@@ -24,39 +24,23 @@ from src.experiments.registry import resolved_dict
 from src.launch import resources
 from src.launch.command import Processes
 from src.launch.job import Job, SchedulerState, bind_launcher
-from src.launch.toolkit import eai
 from src.launch.toolkit.launcher import LEFT, Config
-from src.launch.toolkit.service import JobGone, NameTaken, NotReached, OutcomeUnknown
 
-ROOT = Path(__file__).resolve().parents[3]
-FAKE = Path(__file__).parent / "fakes" / "fake_eai"
-
-
-class Popen(subprocess.Popen[Any]):
-    """Only a call of the emulator that says that it hangs takes time, and then all that it is given; a busy machine
-    does not count."""
-
-    def communicate(self, input: Any = None, timeout: float | None = None) -> tuple[Any, Any]:  # noqa: A002
-        while True:
-            try:
-                return super().communicate(input, timeout and 0.05)
-            except subprocess.TimeoutExpired:
-                if (Path(os.environ["FAKE_EAI_STATE"]) / f"hangs.{self.pid}").exists():
-                    raise
+ROOT = Path(__file__).resolve().parents[2]
+SUBMIT, LIST, GET, KILL = "v1_account_job_post", "v1_account_job_get", "v1_cluster_job_get", "v1_job_delete_by_id"
 
 
 @pytest.fixture(autouse=True)
-def service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The emulator on PATH; its state folder."""
-    state = tmp_path / "service"
-    state.mkdir()
-    monkeypatch.setenv("PATH", f"{FAKE}:{os.environ['PATH']}")
-    monkeypatch.setenv("FAKE_EAI_STATE", str(state))
+def _logged_in(client: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EAI_ACCOUNT_ID", "account-1")
-    monkeypatch.setattr(subprocess, "Popen", Popen)
-    for name in ("FAULT", "HOLD", "FORMAT", "CANCEL_SECONDS"):
-        monkeypatch.delenv(f"FAKE_EAI_{name}", raising=False)
-    return state
+    for name in ("HOLD", "CANCEL_SECONDS"):
+        monkeypatch.delenv(f"FAKE_TOOLKIT_{name}", raising=False)
+
+
+@pytest.fixture
+def hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Jobs stay queued."""
+    monkeypatch.setenv("FAKE_TOOLKIT_HOLD", "1")
 
 
 def configured(tmp_path: Path, **values: Any) -> Config:
@@ -69,7 +53,6 @@ def configured(tmp_path: Path, **values: Any) -> Config:
     raw |= {
         "backoff_seconds": 0.01,
         "retries": 3,
-        "timeout_seconds": 30,
         "kill_seconds": 30,
         "parent_poll_seconds": 0.05,
     }
@@ -92,16 +75,6 @@ def launched(tmp_path: Path, jobs: Sequence[Job], **values: Any) -> tuple[Config
     config, noted = configured(tmp_path, **values), {}
     ids = config.submit(jobs, folder(tmp_path), noted.update)
     return config, ids, noted
-
-
-def calls(service: Path, verb: str | None = None) -> list[list[str]]:
-    path = service / "calls.jsonl"
-    found = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    return [call for call in found if verb is None or call[1] == verb]
-
-
-def records(service: Path) -> list[dict[str, Any]]:
-    return [json.loads(path.read_text()) for path in (service / "jobs").glob("*.json")]
 
 
 def wait_until(happened: Callable[[], Any], seconds: float = 300) -> None:
@@ -146,7 +119,6 @@ class TestConfig:
             ({"gpu_model": "A100"}, "gpu_mem_gb and gpu_model say something of GPUs, but gpus is 0"),
             ({"bid": 10_000}, r"toolkit\.bid: expected a number <= 9999"),
             ({"max_run_seconds": 100}, "stop_before_seconds is 300, expected less than max_run_seconds, 100"),
-            ({"via": "ssh"}, r"toolkit\.via: unknown value 'ssh'\."),
         ],
     )
     def test_mistakes(self, tmp_path: Path, values: dict[str, Any], message: str):
@@ -177,116 +149,49 @@ class TestConfig:
             "processes": {"starter": "torchrun", "nodes": 2},
         }
         part = bind_launcher(raw)
-        assert part.scheduler() == ("eai", "a", True)
+        assert part.scheduler() == ("a", True)
         assert bind_launcher(resolved_dict(part, "launcher")) == part
 
 
 class TestSubmit:
-    def test_a_job_runs_and_its_logs_are_appended(self, tmp_path: Path, service: Path):
-        item = job(
-            tmp_path,
-            "a",
-            (
-                "import os, sys; print(os.getcwd(), os.environ['EAI_RUN_INDEX'], os.environ['A']); "
-                "print('w', file=sys.stderr)"
-            ),
-        )
+    def test_a_job_runs_and_its_logs_are_appended(self, tmp_path: Path, client: ModuleType):
+        code = "import os, sys; print(os.getcwd(), os.environ['EAI_RUN_INDEX'], os.environ['A'], *sys.argv[1:])"
+        words = ("it's", 'say "hi"', "$HOME `id`", "\\", "*", "--", "", "naïve 漢字", "#x;y&z")
+        item = job(tmp_path, "a", f"{code}; print('w', file=sys.stderr)", *words)
         item.log_dir.mkdir(parents=True)
         (item.log_dir / f"{item.exp_id}.out.log").write_text("before\n")
         config, (job_id,), noted = launched(tmp_path, [item], environment={"A": "x y$z"})
         assert wait_for(config, job_id) == SchedulerState("completed", "SUCCEEDED")
-        assert log(item) == f"before\n{tmp_path} 0 x y$z\n"
+        assert log(item) == f"before\n{tmp_path} 0 x y$z {' '.join(words)}\n"
         assert log(item, "err").splitlines()[-1] == "w"
         assert f"job {job_id} run 0" in log(item, "err")
         assert noted == {item.exp_id: job_id}
-        (record,) = records(service)
-        assert record["name"] == f"hv_{item.exp_id}_20261121_1f"
-        assert {"hv_submission=20261121-1f", f"hv_exp={item.exp_id}"} < set(record["tags"])
-        assert any(tag.startswith("hv_owner=") and len(tag) > 9 for tag in record["tags"])
+        assert client.ApiClient.headers == {"Authorization": "Bearer token-1"}
 
-    def test_the_whole_command(self, tmp_path: Path, service: Path, monkeypatch: pytest.MonkeyPatch):
-        monkeypatch.setenv("FAKE_EAI_HOLD", "1")
-        values = {
-            "gpus": 2,
-            "gpu_mem_gb": 80,
-            "gpu_model": "!A100",
-            "bid": 7,
+    @pytest.mark.usefixtures("hold")
+    def test_what_haven_submits(self, tmp_path: Path, client: ModuleType):
+        item, big = job(tmp_path, "a"), job(tmp_path, "big", resources=configured(tmp_path, mem_gb=99))
+        values = {"gpus": 2, "gpu_mem_gb": 80, "gpu_model": "!A100", "bid": 7, "cpu": 8}
+        processes = {"starter": "torchrun", "nodes": 2, "per_node": "gpus"}
+        flags = {"preemptable": False, "restartable": False, "environment": {"A": "b=c"}}
+        launched(tmp_path, [item, big], **values, **flags, processes=processes)
+        one, other = sorted(client.jobs.records(), key=lambda record: record["resources"]["mem"])
+        assert {name: one[name] for name in client.JobSpec.KNOWN if name in one} == {
+            "name": f"hv_{item.exp_id}_20261121_1f",
+            "image": "registry:5000/python:3.11",
+            "data": [f"a.b@main:{tmp_path}:rw"],
+            "environment_vars": ["A=b=c"],
+            "workdir": str(tmp_path),
+            "command": ["/bin/bash", "-c", f"/bin/bash {folder(tmp_path)}/{item.exp_id}.sh"],
             "preemptable": False,
             "restartable": False,
+            "bid": 7,
+            "max_run_time": 3600,
+            "resources": {"cpu": 8, "mem": 16, "gpu": 2, "gpu_mem": 80, "gpu_model": "!A100", "replicas": 2},
         }
-        item = job(tmp_path, "a")
-        processes = {"starter": "torchrun", "nodes": 2, "per_node": "gpus"}
-        launched(tmp_path, [item], **values, cpu=8, mem_gb=64, environment={"A": "b=c"}, processes=processes)
-        (call,) = calls(service, "new")
-        words = [word for word in call if not word.startswith(("hv_", "--tag"))]
-        script = folder(tmp_path) / f"{item.exp_id}.sh"
-        mount = f"a.b@main:{tmp_path}:rw"
-        assert words == [
-            *[
-                "job",
-                "new",
-                "--account",
-                "account-1",
-                "--name",
-                "--image",
-                "registry:5000/python:3.11",
-                "--workdir",
-                str(tmp_path),
-            ],
-            *[
-                "--data",
-                mount,
-                "--env",
-                "A=b=c",
-                "--cpu",
-                "8",
-                "--mem",
-                "64",
-                "--max-run-time",
-                "3600",
-                "--gpu-mem",
-                "80",
-            ],
-            *["--gpu-model-filter", "!A100", "--bid", "7", "--gpu", "2", "--replicas", "2", "--non-preemptable"],
-            *["--field", "id", "--no-header", "--format", "csv", "--", "/bin/bash", str(script)],
-        ]
+        assert other["resources"]["mem"] == 99
 
-    def test_every_value_arrives_unchanged(self, tmp_path: Path):
-        words = [
-            "two words",
-            "it's",
-            'say "hi"',
-            "$HOME `id` $(id)",
-            "a\nb",
-            "\\",
-            "*",
-            "--",
-            "",
-            "naïve 漢字",
-            "#x;y&z",
-        ]
-        item = job(tmp_path, "a", "import json, sys; print(json.dumps(sys.argv[1:]))", *words)
-        config, (job_id,), _ = launched(tmp_path, [item])
-        assert wait_for(config, job_id).state == "completed"
-        assert json.loads(log(item)) == words
-
-    def test_overrides_of_one_experiment(self, tmp_path: Path, service: Path, monkeypatch: pytest.MonkeyPatch):
-        monkeypatch.setenv("FAKE_EAI_HOLD", "1")
-        big = job(tmp_path, "big", resources=configured(tmp_path, mem_gb=99))
-        launched(tmp_path, [job(tmp_path, "small"), big])
-        assert {record["mem"] for record in records(service)} == {"16", "99"}
-
-    @pytest.mark.parametrize(("style", "num_calls"), [("csv", 1), ("table", 1), ("json", 2)])
-    def test_the_id_is_found_in_what_is_printed_or_by_its_name(
-        self, tmp_path: Path, service: Path, monkeypatch: pytest.MonkeyPatch, style: str, num_calls: int
-    ):
-        monkeypatch.setenv("FAKE_EAI_HOLD", "1")
-        monkeypatch.setenv("FAKE_EAI_FORMAT", style)
-        _, (job_id,), _ = launched(tmp_path, [job(tmp_path, "a")])
-        assert job_id == records(service)[0]["id"]
-        assert len(calls(service)) == num_calls
-
-    def test_a_job_without_a_mount_is_refused(self, tmp_path: Path, service: Path):
+    def test_a_job_without_a_mount_is_refused(self, tmp_path: Path, client: ModuleType):
         item = job(tmp_path, "a")
         with pytest.raises(
             LaunchError, match=r"a job writes to .*, which is below no writable mount of `data` \(none\)"
@@ -296,7 +201,7 @@ class TestSubmit:
             launched(tmp_path, [item], data=[f"a:{tmp_path}:ro"])
         with pytest.raises(LaunchError, match=r"a job reads .*, which is below no mount"):
             launched(tmp_path, [item], data=[f"a:{tmp_path / 'runs'}:rw"])
-        assert calls(service) == []
+        assert client.calls == []
 
     def test_an_account_that_is_not_set(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         monkeypatch.delenv("EAI_ACCOUNT_ID")
@@ -305,190 +210,161 @@ class TestSubmit:
         with pytest.raises(LaunchError, match="EAI_ACCOUNT_ID is not set"):
             configured(tmp_path).check()
 
-    def test_the_program_is_not_there(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-        monkeypatch.setenv("PATH", "/usr/bin:/bin")
-        with pytest.raises(LaunchError, match="eai: no such program on PATH"):
-            launched(tmp_path, [job(tmp_path, "a")])
-        with pytest.raises(LaunchError, match="eai: no such program on PATH"):
-            configured(tmp_path).check()
-        monkeypatch.setitem(sys.modules, "eai_toolkit_client", None)  # another test may have imported the stand-in
-        with pytest.raises(LaunchError, match="needs the client eai_toolkit_client, which is not installed"):
-            configured(tmp_path, via="haven").check()
-
-    def test_nothing_is_asked_before_it_is_submitted(self, tmp_path: Path, service: Path):
+    def test_without_the_client(self, tmp_path: Path, client: ModuleType, monkeypatch: pytest.MonkeyPatch):
         configured(tmp_path).check()
-        assert not list(service.iterdir())
+        assert client.calls == []
+        monkeypatch.setitem(sys.modules, "eai_toolkit_client", None)
+        with pytest.raises(LaunchError, match="needs the client eai_toolkit_client, which is not installed"):
+            configured(tmp_path).check()
+        with pytest.raises(LaunchError, match="needs the client eai_toolkit_client, which is not installed"):
+            launched(tmp_path, [job(tmp_path, "a")])
 
-    def test_a_refusal_leaves_nothing_queued(self, tmp_path: Path, service: Path):
+    def test_the_token_of_the_login(self, tmp_path: Path, client: ModuleType, monkeypatch: pytest.MonkeyPatch):
+        monkeypatch.delenv("EAI_TOKEN")
+        monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+        with pytest.raises(LaunchError, match="Log in with `eai login`, or set EAI_TOKEN"):
+            configured(tmp_path).states(["x"])
+        (tmp_path / "eai").write_text('#!/bin/sh\n[ "$*" = "login token -H" ] && echo Authorization: Bearer token-2\n')
+        (tmp_path / "eai").chmod(0o755)
+        configured(tmp_path).states(["x"])
+        assert client.ApiClient.headers == {"Authorization": "Bearer token-2"}
+
+    def test_a_refusal_leaves_nothing_queued(self, tmp_path: Path, client: ModuleType):
         """The second job is refused: the message is passed on, and the first is cancelled."""
         slow = job(tmp_path, "slow", "import time; time.sleep(300)")
         refused = job(tmp_path, "b", resources=configured(tmp_path, image="refused:1"))
         with pytest.raises(LaunchError, match=r"you may not use this image The 1 jobs queued before were cancelled\."):
             launched(tmp_path, [slow, refused], calls_at_a_time=1)
-        assert [record["state"] for record in records(service)] == ["CANCELLED"]
+        assert [record["state"] for record in client.jobs.records()] == ["CANCELLED"]
 
-    def test_the_same_submission_twice_queues_nothing_twice(
-        self, tmp_path: Path, service: Path, monkeypatch: pytest.MonkeyPatch
-    ):
-        monkeypatch.setenv("FAKE_EAI_HOLD", "1")
+    @pytest.mark.usefixtures("hold")
+    def test_the_same_submission_twice_queues_nothing_twice(self, tmp_path: Path, client: ModuleType):
         jobs = [job(tmp_path, name) for name in "abc"]
         config, first, _ = launched(tmp_path, jobs)
         assert launched(tmp_path, jobs)[1] == first
-        assert len(records(service)) == 3
+        assert len(client.jobs.records()) == 3
         config.kill(first[:1])
         again = launched(tmp_path, jobs)[1]
         assert again[1:] == first[1:]
         assert again[0] != first[0]
-        assert f"hv_{jobs[0].exp_id}_20261121_1f_2" in {record["name"] for record in records(service)}
+        assert f"hv_{jobs[0].exp_id}_20261121_1f_2" in {record["name"] for record in client.jobs.records()}
         assert config.find(folder(tmp_path), [item.exp_id for item in jobs]) == dict(
             zip([j.exp_id for j in jobs], again, strict=True)
         )
 
-    def test_a_name_that_another_has_is_not_taken_for_ours(
-        self, tmp_path: Path, service: Path, monkeypatch: pytest.MonkeyPatch
-    ):
-        monkeypatch.setenv("FAKE_EAI_HOLD", "1")
+    @pytest.mark.usefixtures("hold")
+    def test_a_name_of_another_job_is_refused(self, tmp_path: Path, client: ModuleType):
         _, (job_id,), _ = launched(tmp_path, [job(tmp_path, "a")])
-        edit(service, job_id, tags=["hv_submission=other", f"hv_exp={job(tmp_path, 'a').exp_id}"])
+        client.jobs.edit(job_id, command=["/bin/bash", "-c", f"/bin/bash other/{job(tmp_path, 'a').exp_id}.sh"])
         with pytest.raises(LaunchError, match=f"belongs to job {job_id}, which this submission has not queued"):
             launched(tmp_path, [job(tmp_path, "a")])
 
 
-def edit(service: Path, job_id: str, **facts: Any) -> None:
-    path = service / "jobs" / f"{job_id}.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | facts))
+FAULTS: dict[str, dict[str, Any] | None] = {
+    "no connection": None,
+    "401": {"status": 401},
+    "500": {"status": 500},
+    "502 after the call": {"status": 502, "reason": "Bad Gateway", "after": True},
+}
 
 
+def fail(client: ModuleType, name: str, *methods: str, **options: Any) -> None:
+    """Let the next call of each method fail, or each one with always=True."""
+    for method in methods:
+        facts = FAULTS[name]
+        error = ConnectionError("Connection refused") if facts is None else client.rest.ApiException(**facts, **options)
+        error.always = options.get("always", False)  # type: ignore[attr-defined]
+        client.faults.append((method, error))
+
+
+@pytest.mark.usefixtures("hold")
+@pytest.mark.parametrize("fault", FAULTS)
 class TestFaults:
     """On each verb, each way to fail: no job twice, none forgotten, and no state made up."""
 
-    @pytest.mark.parametrize("fault", ["dial", "401", "500", "502_after_create", "hang", "garbage"])
-    def test_submitting_through_a_fault(
-        self, tmp_path: Path, service: Path, monkeypatch: pytest.MonkeyPatch, fault: str
-    ):
-        monkeypatch.setenv("FAKE_EAI_HOLD", "1")
-        monkeypatch.setenv("FAKE_EAI_FAULT", f"{fault}@new:2,{fault if fault != '502_after_create' else '500'}@ls:1")
+    def test_submitting_through_a_fault(self, tmp_path: Path, client: ModuleType, fault: str):
+        fail(client, fault, SUBMIT, SUBMIT, LIST)
         jobs = [job(tmp_path, name) for name in "abc"]
         _, ids, noted = launched(tmp_path, jobs)
-        queued = {record["id"]: record for record in records(service)}
+        queued = {record["id"]: record for record in client.jobs.records()}
         assert sorted(ids) == sorted(queued)
         assert len(queued) == 3
         assert noted == {item.exp_id: job_id for item, job_id in zip(jobs, ids, strict=True)}
-        assert all(f"hv_exp={item.exp_id}" in queued[job_id]["tags"] for item, job_id in zip(jobs, ids, strict=True))
+        assert all(item.exp_id in queued[job_id]["name"] for item, job_id in zip(jobs, ids, strict=True))
 
-    @pytest.mark.parametrize("fault", ["dial", "401", "500", "502_after_create", "hang", "garbage"])
-    def test_submitting_into_an_outage(
-        self, tmp_path: Path, service: Path, monkeypatch: pytest.MonkeyPatch, fault: str
-    ):
-        """Every `new` fails, but the rest answers: what was created all the same is either taken or cancelled, never
-        forgotten."""
-        monkeypatch.setenv("FAKE_EAI_HOLD", "1")
-        monkeypatch.setenv("FAKE_EAI_FAULT", f"{fault}@new")
+    def test_submitting_into_an_outage(self, tmp_path: Path, client: ModuleType, fault: str):
+        """Every submission fails, but the rest answers: a job that was created is found, never forgotten."""
+        fail(client, fault, SUBMIT, always=True)
         jobs = [job(tmp_path, name) for name in "ab"]
-        if fault in ("dial", "401", "500"):
+        if "after" in fault:
+            _, ids, _ = launched(tmp_path, jobs)
+            assert sorted(ids) == sorted(record["id"] for record in client.jobs.records())
+        else:
             with pytest.raises(LaunchError, match="Nothing was queued"):
                 launched(tmp_path, jobs, retries=1)
-            assert records(service) == []
-        else:
-            _, ids, _ = launched(tmp_path, jobs)
-            assert sorted(ids) == sorted(record["id"] for record in records(service))
+            assert client.jobs.records() == []
 
-    def test_a_listing_that_lags_behind(self, tmp_path: Path, service: Path, monkeypatch: pytest.MonkeyPatch):
-        """The job of the failed call is not listed at once, and has ended when it is: it is the one that was wanted all
-        the same."""
-        monkeypatch.setenv("FAKE_EAI_FAULT", "502_after_create@new:1,empty@ls:1")
-        item = job(tmp_path, "a", "import time; time.sleep(0.1)")
-        _, (job_id,), _ = launched(tmp_path, [item], backoff_seconds=3)
-        (record,) = records(service)
-        assert (record["id"], record["state"]) == (job_id, "SUCCEEDED")
+    def test_a_failed_poll_is_no_failed_job(self, tmp_path: Path, client: ModuleType, fault: str):
+        config, ids, _ = launched(tmp_path, [job(tmp_path, name) for name in "ab"], retries=1)
+        fail(client, fault, LIST)
+        assert {seen.state for seen in config.states(ids).values()} == {"queued"}
+        fail(client, fault, LIST, always=True)
+        with pytest.raises(LaunchError):
+            config.states(ids)
+        with pytest.raises(LaunchError):
+            config.find(folder(tmp_path), ["a" * 32])
+        client.faults.clear()
+        fail(client, fault, GET, always=True)
+        client.jobs.edit(ids[1], old=True)
+        seen = config.states(ids)
+        assert (seen[ids[0]].state, seen[ids[1]].state) == ("queued", "unknown")
 
-    def test_an_outage_in_which_nothing_can_be_undone(
-        self, tmp_path: Path, service: Path, monkeypatch: pytest.MonkeyPatch
-    ):
-        monkeypatch.setenv("FAKE_EAI_HOLD", "1")
-        monkeypatch.setenv("FAKE_EAI_FAULT", "502_after_create@new,dial@ls")
+    def test_killing_through_a_fault(self, tmp_path: Path, client: ModuleType, fault: str):
+        config, ids, _ = launched(tmp_path, [job(tmp_path, name) for name in "ab"])
+        fail(client, fault, KILL, LIST)
+        config.kill(ids)
+        assert {record["state"] for record in client.jobs.records()} == {"CANCELLED"}
+
+
+@pytest.mark.usefixtures("hold")
+class TestOutages:
+    def test_an_outage_in_which_nothing_can_be_undone(self, tmp_path: Path, client: ModuleType):
+        fail(client, "502 after the call", SUBMIT, always=True)
+        fail(client, "no connection", LIST, always=True)
         item = job(tmp_path, "a")
         with pytest.raises(
             LaunchError,
             match=r"(?s)Bad Gateway.*could not be asked: .*could not be cancelled with certainty; .*left\.json",
         ):
             launched(tmp_path, [item], retries=1)
-        (record,) = records(service)
+        (record,) = client.jobs.records()
         assert json.loads((folder(tmp_path) / LEFT).read_text())["names"] == {item.exp_id: record["name"]}
-        monkeypatch.delenv("FAKE_EAI_FAULT")
+        client.faults.clear()
         assert configured(tmp_path).find(folder(tmp_path), [item.exp_id]) == {item.exp_id: record["id"]}
         assert launched(tmp_path, [item])[1] == [record["id"]]
 
-    @pytest.mark.parametrize("fault", ["dial", "401", "500", "502_after", "hang", "garbage"])
-    def test_a_failed_poll_is_no_failed_job(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, service: Path, fault: str
-    ):
-        monkeypatch.setenv("FAKE_EAI_HOLD", "1")
-        config, ids, _ = launched(tmp_path, [job(tmp_path, name) for name in "ab"], retries=1)
-        monkeypatch.setenv("FAKE_EAI_FAULT", f"{fault}@ls:1")
-        assert {seen.state for seen in config.states(ids).values()} == {"queued"}
-        monkeypatch.setenv("FAKE_EAI_FAULT", f"{fault}@ls")
-        with pytest.raises(LaunchError):
-            config.states(ids)
-        with pytest.raises(LaunchError):
-            config.find(folder(tmp_path), ["a" * 32])
-        monkeypatch.setenv("FAKE_EAI_FAULT", f"{fault}@get")
-        edit(service, ids[1], createdOn=(datetime.now(UTC) - timedelta(days=2)).isoformat())
-        seen = config.states(ids)
-        assert (seen[ids[0]].state, seen[ids[1]].state) == ("queued", "unknown")
-
-    def test_an_outage_is_not_asked_about_for_each_of_many_jobs(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, service: Path
-    ):
-        monkeypatch.setenv("FAKE_EAI_FAULT", "dial@get")
+    def test_an_outage_is_not_asked_about_for_each_of_many_jobs(self, tmp_path: Path, client: ModuleType):
+        fail(client, "no connection", GET, always=True)
         config = configured(tmp_path, retries=1, calls_at_a_time=2)
         assert {seen.state for seen in config.states([f"old-{i}" for i in range(50)]).values()} == {"unknown"}
-        assert len(calls(service, "get")) <= 6
+        assert client.calls.count(GET) <= 6
 
-    @pytest.mark.parametrize("fault", ["dial", "401", "500", "502_after", "hang", "garbage"])
-    def test_killing_through_a_fault(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, service: Path, fault: str):
-        monkeypatch.setenv("FAKE_EAI_HOLD", "1")
-        config, ids, _ = launched(tmp_path, [job(tmp_path, name) for name in "ab"])
-        monkeypatch.setenv("FAKE_EAI_FAULT", f"{fault}@kill:1,{fault}@ls:1")
-        config.kill(ids)
-        assert {record["state"] for record in records(service)} == {"CANCELLED"}
-
-    def test_a_kill_that_is_not_confirmed_says_so(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-        monkeypatch.setenv("FAKE_EAI_HOLD", "1")
+    def test_a_kill_that_is_not_confirmed_is_reported(self, tmp_path: Path, client: ModuleType):
         config, ids, _ = launched(tmp_path, [job(tmp_path, "a")], retries=0, kill_seconds=0.2)
-        monkeypatch.setenv("FAKE_EAI_FAULT", "500@kill")
-        with pytest.raises(
-            LaunchError, match=f"1 of 1 jobs are not known to have ended: {ids[0]}. .*Internal Server Error"
-        ):
+        fail(client, "500", KILL, always=True)
+        with pytest.raises(LaunchError, match=f"1 of 1 jobs are not known to have ended: {ids[0]}. .*500"):
             config.kill(ids)
-        monkeypatch.setenv("FAKE_EAI_FAULT", "dial@ls")
-        with pytest.raises(LaunchError, match=r"not known to have ended: .*connection refused"):
+        fail(client, "no connection", LIST, always=True)
+        with pytest.raises(LaunchError, match=r"not known to have ended: .*500"):
             config.kill(ids)
-
-    @pytest.mark.parametrize(
-        ("text", "kind"),
-        [
-            ("ERROR: Get https://x: EOF", NotReached),
-            ("dial tcp: lookup x: no such host", NotReached),
-            ("net/http: TLS handshake timeout", NotReached),
-            ("Token is invalid", NotReached),
-            ("ERROR: HTTP 502", OutcomeUnknown),
-            ("unexpected status code: 503", OutcomeUnknown),
-            ("ERROR: status 409", NameTaken),
-            ("cannot cancel a job that is in state SUCCEEDED", JobGone),
-            ("image 502 of user 404: quota of 409 exceeded", LaunchError),
-        ],
-    )
-    def test_words_of_failures(self, text: str, kind: type[LaunchError]):
-        assert type(eai.failure("eai job new", text)) is kind
 
 
 class TestStates:
+    @pytest.mark.usefixtures("hold")
     @pytest.mark.parametrize(
         ("word", "state"),
         [
             ("QUEUING", "queued"),
-            ("QUEUED", "queued"),
             ("pending", "queued"),
             ("RUNNING", "running"),
             ("CANCELLING", "running"),
@@ -500,39 +376,23 @@ class TestStates:
             ("REBALANCING", "unknown"),
         ],
     )
-    def test_words(self, tmp_path: Path, service: Path, monkeypatch: pytest.MonkeyPatch, word: str, state: str):
-        monkeypatch.setenv("FAKE_EAI_HOLD", "1")
+    def test_words(self, tmp_path: Path, client: ModuleType, word: str, state: str):
         config, (job_id,), _ = launched(tmp_path, [job(tmp_path, "a")])
-        edit(service, job_id, state=word, cancelUntil=time.time() + 60)
+        client.jobs.edit(job_id, state=word)
         assert config.states([job_id]) == {job_id: SchedulerState(state, word.upper())}  # type: ignore[arg-type]
         if word in ("INTERRUPTED", "PREEMPTED"):
             assert configured(tmp_path, restartable=False).states([job_id])[job_id].state == "failed"
 
-    def test_a_thousand_jobs_in_one_call(self, tmp_path: Path, service: Path, monkeypatch: pytest.MonkeyPatch):
-        monkeypatch.setenv("FAKE_EAI_HOLD", "1")
-        config, (job_id,), _ = launched(tmp_path, [job(tmp_path, "a")])
-        record = json.loads((service / "jobs" / f"{job_id}.json").read_text())
-        ids = [f"{i:08x}-0000-0000-0000-000000000000" for i in range(1000)]
-        for i, name in enumerate(ids):
-            (service / "jobs" / f"{name}.json").write_text(
-                json.dumps(record | {"id": name, "name": f"n{i}", "state": "RUNNING"})
-            )
-        before = len(calls(service))
-        assert {seen.state for seen in config.states(ids).values()} == {"running"}
-        assert len(calls(service)) == before + 1
-
-    def test_what_is_not_listed_is_asked_for_and_may_be_gone(
-        self, tmp_path: Path, service: Path, monkeypatch: pytest.MonkeyPatch
-    ):
-        monkeypatch.setenv("FAKE_EAI_HOLD", "1")
-        config, (old, young), _ = launched(tmp_path, [job(tmp_path, name) for name in "ab"])
-        times = {"startedOn": "2026-01-01T00:00:00+00:00", "endedOn": "2026-01-01T00:01:30+00:00"}
-        runs = [{"state": "INTERRUPTED"}, {"state": "FAILED", "exitCode": 3, "nodeName": "node7", **times}]
-        edit(service, old, createdOn=(datetime.now(UTC) - timedelta(days=2)).isoformat(), state="FAILED", runs=runs)
-        assert config.states([old, young, "0-gone"]) == {
-            old: SchedulerState("failed", "FAILED", "exit code 3", "node7", 90.0, restarts=1),
-            young: SchedulerState("queued", "QUEUED"),
-        }
+    @pytest.mark.usefixtures("hold")
+    def test_many_jobs_in_one_call_and_an_old_one_in_another(self, tmp_path: Path, client: ModuleType):
+        config, ids, _ = launched(tmp_path, [job(tmp_path, str(i)) for i in range(20)])
+        client.jobs.edit(ids[0], old=True, state="FAILED", runs=[{"exit_code": 1}, {"exit_code": 3}])
+        client.calls.clear()
+        seen = config.states([*ids, "0-gone"])
+        assert seen[ids[0]] == SchedulerState("failed", "FAILED", "exit code 3", restarts=1)
+        assert [seen[name] for name in ids[1:]] == [SchedulerState("queued", "QUEUED")] * 19
+        assert len(seen) == 20
+        assert sorted(client.calls) == [LIST, GET, GET]
         assert config.states([]) == {}
 
 
@@ -566,7 +426,7 @@ class TestEndings:
     def test_a_killed_job_saves_first_and_killing_again_is_no_error(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ):
-        monkeypatch.setenv("FAKE_EAI_CANCEL_SECONDS", "2.5")
+        monkeypatch.setenv("FAKE_TOOLKIT_CANCEL_SECONDS", "2.5")
         item = training(tmp_path)
         config, ids, _ = launched(tmp_path, [item])
         wait_until(lambda: "training" in log(item))
@@ -592,31 +452,31 @@ class TestEndings:
         assert wait_for(config, ids[0]).state == "failed"
         assert (folder(tmp_path) / "quick_failures").exists()
 
-    def test_a_preempted_job_saves_and_goes_on_by_itself(self, tmp_path: Path, service: Path):
+    def test_a_preempted_job_saves_and_goes_on_by_itself(self, tmp_path: Path, client: ModuleType):
         item = training(tmp_path)
         config, (job_id,), _ = launched(tmp_path, [item])
         wait_until(lambda: "training" in log(item))
         (folder(tmp_path) / "quick_failures").write_text("1\n" * 9)  # of others, since it began
-        subprocess.run(["eai", "fake", "preempt", job_id], check=True)
+        client.jobs.preempt(job_id)
         assert wait_for(config, job_id).state == "completed"
         assert log(item) == "training\nsaved on SIGTERM\ncontinued\n"
         assert f"job {job_id} run 1" in log(item, "err")
-        (record,) = records(service)
-        assert [(run["state"], run["exitCode"]) for run in record["runs"]] == [("INTERRUPTED", 75), ("SUCCEEDED", 0)]
+        (record,) = client.jobs.records()
+        assert [(run["state"], run["exit_code"]) for run in record["runs"]] == [("INTERRUPTED", 75), ("SUCCEEDED", 0)]
 
-    def test_a_job_that_is_not_restartable_fails_when_interrupted(self, tmp_path: Path):
+    def test_a_job_that_is_not_restartable_fails_when_interrupted(self, tmp_path: Path, client: ModuleType):
         item = training(tmp_path)
         config, (job_id,), _ = launched(tmp_path, [item], restartable=False)
         wait_until(lambda: "training" in log(item))
-        subprocess.run(["eai", "fake", "preempt", job_id], check=True)
-        assert wait_for(config, job_id) == SchedulerState("failed", "INTERRUPTED")
+        client.jobs.preempt(job_id)
+        assert wait_for(config, job_id) == SchedulerState("failed", "INTERRUPTED", "exit code 75")
 
-    def test_the_training_is_told_before_the_time_is_over(self, tmp_path: Path, service: Path):
+    def test_the_training_is_told_before_the_time_is_over(self, tmp_path: Path, client: ModuleType):
         item = training(tmp_path)
         config, (job_id,), _ = launched(tmp_path, [item], max_run_seconds=60, stop_before_seconds=54)
         assert wait_for(config, job_id).state == "failed"
         assert log(item) == "training\nsaved on SIGUSR1\n"
-        assert records(service)[0]["runs"][-1]["exitCode"] == 75
+        assert client.jobs.records()[0]["runs"][-1]["exit_code"] == 75
 
     def test_the_clock_ends_with_the_job(self, tmp_path: Path):
         item = job(tmp_path, "a")
@@ -643,11 +503,13 @@ class TestEndings:
         assert Path(f"{path}.node2").read_text() == "['2', '3', '29501', None, None]\n"
 
 
-def pauses(service: Path, seconds: str) -> bool:
+def pauses(seconds: str) -> bool:
     """Whether a job has looked at its parent, and looks again after so many seconds."""
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
-            if process.cmdline() == ["sleep", seconds] and process.environ().get("HOME", "").startswith(str(service)):
+            if process.cmdline() == ["sleep", seconds] and process.environ().get("HOME", "").startswith(
+                os.environ["FAKE_TOOLKIT"]
+            ):
                 return True
     return False
 
@@ -683,14 +545,14 @@ class TestParents:
         )
         assert log(child) == ""
 
-    def test_a_failure_of_a_parent_that_is_submitted_again_does_not_count(self, tmp_path: Path, service: Path):
+    def test_a_failure_of_a_parent_that_is_submitted_again_does_not_count(self, tmp_path: Path):
         parent = job(tmp_path, "parent", "import time; time.sleep(60)")
         child = job(tmp_path, "child", "print('ran')", after=(parent.exp_id,))
         status(tmp_path, parent, "failed")
         config, (first, other), _ = launched(
             tmp_path, [parent, child], parent_patience_seconds=0, parent_poll_seconds=0.617
         )
-        wait_until(lambda: pauses(service, "0.617") or config.states([other])[other].state == "failed")
+        wait_until(lambda: pauses("0.617") or config.states([other])[other].state == "failed")
         status(tmp_path, parent, "done")
         assert wait_for(config, other).state == "completed", log(child, "err")
         config.kill([first])
@@ -703,14 +565,14 @@ class TestParents:
         status(tmp_path, parent, "done")
         assert wait_for(config, job_id).state == "completed"
 
-    def test_a_waiting_child_can_be_killed(self, tmp_path: Path, service: Path):
+    def test_a_waiting_child_can_be_killed(self, tmp_path: Path, client: ModuleType):
         parent = job(tmp_path, "parent")
         child = job(tmp_path, "child", after=(parent.exp_id,))
         config, ids, _ = launched(tmp_path, [parent, child], parent_poll_seconds=300)
         wait_until(lambda: "job" in log(child, "err"))
         config.kill(ids)
-        record = next(record for record in records(service) if record["id"] == ids[1])
-        assert (record["state"], record["runs"][-1]["exitCode"]) == ("CANCELLED", 75)
+        record = next(record for record in client.jobs.records() if record["id"] == ids[1])
+        assert (record["state"], record["runs"][-1]["exit_code"]) == ("CANCELLED", 75)
 
 
 @pytest.mark.parametrize("launcher", ["toolkit", "slurm"])

@@ -67,7 +67,7 @@ def test_a_training_deletes_what_was_evaluated(world: World, watcher: subprocess
         (world.folder / f"gate-{step}").touch()
     poll(lambda: "step-00000030" in json.loads(pinned(world)[0].read_text())["ended"])
     assert go_on(world, 33) == [33]
-    assert sorted(row["step"] for row in world.lines("evaluate", "ok")) == [10, 20, 30]
+    assert sorted(step for step, one in world.outcomes("evaluate.size").items() if one["done"]) == [10, 20, 30]
 
 
 def test_a_dead_watcher_holds_nothing(world: World, watcher: subprocess.Popen[bytes]):
@@ -120,11 +120,11 @@ def test_only_an_upload_that_was_given_up_is_still_waited_for(world: World, stag
     else:
         world.raw = {
             "checkpoints": {"every": 10},
-            "upload": {"command": "false {file} {name}", "readback": "false {name}", "attempts": 1},
+            "upload": {"to": "/no_such_folder", "attempts": 1},
         }
     process = world.start("--every", "0.1")
     try:
-        poll(lambda: [row for row in world.lines(stage, "failed") if row["step"] == 10])
+        poll(lambda: world.outcomes("evaluate.size" if stage == "evaluate" else stage).get(10, {}).get("failures"))
         if stage == "evaluate":
             poll(lambda: "step-00000010" in json.loads(pinned(world)[0].read_text())["ended"])
         assert go_on(world, 11) == ([11] if stage == "evaluate" else [10, 11])

@@ -272,7 +272,7 @@ def test_a_training_that_dies_of_a_signal_is_started_again(world: World):
 def test_a_training_that_always_dies_is_given_up(world: World):
     world.write(method="grid", parameters={"seed": {"values": [15]}})
     assert world.sweep(code=1, ALWAYS="1") == ["fail"]
-    assert "killed 4 times without coming further" in world.last
+    assert "killed 4 times. See" in world.last
 
 
 def test_a_killed_worker_loses_nothing(world: World):

@@ -14,8 +14,8 @@ import yaml
 import exp_configs
 from src.errors import ConfigError
 from src.experiments.config import Places
-from src.sweeps import space as sweep_space
-from src.sweeps.plan import load, random_values
+from src.sweeps.__main__ import describe
+from src.sweeps.sweep import load, parse_dimensions, random_values
 from tests.conftest import ROOT
 
 FILE: dict[str, Any] = {
@@ -51,27 +51,15 @@ def parameters(**values: Any) -> dict[str, Any]:
     ("changes", "message"),
     [
         ({"metod": "grid"}, r"^{file}: unknown key 'metod'\. Did you mean 'method'\?"),
-        ({"method": "genetic"}, r"^{file}\.method: unknown value 'genetic'"),
         ({"method": "bayes", "metric": None}, r"^{file}: metric: missing\. method 'bayes' needs one"),
         (
             {"metric": {"name": "eval/accuracy"}},
             r"^{file}: metric\.name: unknown score 'eval/accuracy'\..* Known: val_loss, val_perplexity",
         ),
-        ({"metric": {"name": "val_los"}}, r"unknown score 'val_los'\. Did you mean 'val_loss'\?"),
-        ({"metric": {"name": "val_loss", "goal": "min"}}, r"^{file}\.metric\.goal: unknown value 'min'"),
         ({"name": "../x"}, r"^{file}\.name: expected text of the form"),
-        ({"run_cap": 0}, r"^{file}\.run_cap: expected a number >= 1"),
-        (
-            {"early_terminate": {"type": "hyperbnd"}},
-            r"^{file}\.early_terminate\.type: unknown value 'hyperbnd'\. Did you mean 'hyperband'",
-        ),
         (
             {"early_terminate": {"type": "hyperband"}},
             r"^{file}\.early_terminate: hyperband needs min_iter, or max_iter and s\.",
-        ),
-        (
-            {"early_terminate": {"type": "hyperband", "min_iter": 3, "strict": True}},
-            r"early_terminate: unknown key 'strict'",
         ),
         (
             {"early_terminate": {"type": "hyperband", "min_iter": 9, "max_iter": 9}},
@@ -120,30 +108,24 @@ def parameters(**values: Any) -> dict[str, Any]:
         ),
         (
             parameters(x={"distribution": "unifrm", "min": 1, "max": 2}),
-            r"x\.distribution: unknown distribution 'unifrm'\. Did you mean 'uniform'",
+            r"x\.distribution: unknown value 'unifrm'\. Did you mean 'uniform'",
         ),
         (
             parameters(x={"min": "1e-5", "max": 1.0}),
-            r"x\.min: expected a finite number, got '1e-5' \(str\)\. YAML takes .* write 1\.0e-05\.",
+            r"x\.min: expected a finite number, got '1e-5'\. YAML reads .* write 1\.0e-5\.",
         ),
         (parameters(x={"min": 2.0, "max": 1.0}), r"x: expected min below max, got 2\.0 and 1\.0"),
         (
-            parameters(x={"distribution": "q_log_uniform_values"}),
-            r"x: the distribution q_log_uniform_values is not supported\. Use one of",
-        ),
-        (
             parameters(x={"values": [1, 2], "probabilities": [0.5, 0.5]}),
-            r"x: the distribution categorical_w_probabilities is not supported",
+            r"x: unknown key 'probabilities'",
         ),
-        (parameters(x={"distribution": "normal", "sigma": 1}), r"x: the distribution normal is not supported"),
-        (parameters(x={"distribution": "log_uniform_values", "min": 0, "max": 1}), r"x\.min: expected a number > 0"),
-        (parameters(x={"values": [1, 1]}), r"x\.values: duplicate value"),
+        (parameters(x={"distribution": "log_uniform_values", "min": 0, "max": 1}), r"x: expected min > 0"),
+        (parameters(x={"values": [1, 1]}), r"x: values: duplicate value"),
         (parameters(x={"values": []}), r"x\.values: expected a list that is not empty"),
-        (parameters(x={"min": 1}), r"x: expected value, values, or min and max, got min"),
-        (parameters(x={"value": 1, "sigma": 1}), r"x: unknown key of constant 'sigma'"),
+        (parameters(x={"min": 1}), r"x: expected max and min for uniform"),
+        (parameters(x={"value": 1, "sigma": 1}), r"x: unknown key 'sigma'"),
         (parameters(x={"distribution": "int_uniform", "min": 1, "max": 2.5}), r"x: int_uniform needs integers"),
-        (parameters(x=3), r"parameters\.x: expected a dict with value, values, or min and max, got 3"),
-        (parameters(command=["${program}"]), r"parameters\.command: expected a dict"),
+        (parameters(x=3), r"parameters\.x: expected a dict, got 3"),
         (
             {"parameters": {"loop.steps": {"value": 1}, "loop": {"parameters": {"steps": {"value": 2}}}}},
             r"loop\.steps: set twice",
@@ -187,7 +169,7 @@ def test_a_file_that_is_no_sweep(tmp_path: Path, text: str, message: str):
     ],
 )
 def test_draws_of_distributions(spec: dict, kind: str, low: float, high: float):
-    (dimension,) = sweep_space.parse_dimensions({"x": spec}, "")
+    (dimension,) = parse_dimensions({"x": spec}, "")
     assert (dimension.kind, dimension.low, dimension.high) == (kind, low, high)
     assert {type(dimension.value(bound)) for bound in (dimension.low, dimension.high)} == {
         int if kind == "int" else float
@@ -200,7 +182,7 @@ def test_nested_parameters_are_paths():
             "parameters": {"steps": {"value": 3}, "early_stopping": {"parameters": {"patience": {"values": [1, 2]}}}}
         }
     }
-    dimensions = sweep_space.parse_dimensions(nested, "")
+    dimensions = parse_dimensions(nested, "")
     assert random_values(dimensions, random.Random(0)) == {"loop.steps": 3, "loop.early_stopping.patience": 2}
 
 
@@ -209,7 +191,7 @@ def test_the_sweeps_of_the_project_can_be_run(file: Path, tmp_path: Path):
     """All but that the data are there."""
     sweep = load(file, places(tmp_path))
     assert sweep.name == file.stem
-    assert len(sweep.describe(4)) > 2
+    assert len(describe(sweep, 4)) > 2
     names = {
         place
         for name, group in exp_configs.EXP_GROUPS.items()

@@ -12,14 +12,12 @@ import pytest
 
 from src.errors import RunError
 from src.experiments import config
+from src.runs import lease
 from src.runs.lease import LEASE
 from src.runs.run_dir import RunDir
-from src.sweeps import space as sweep_space
 from src.sweeps import study as sweep_study
-from src.sweeps import trial as sweep_trial
-from src.sweeps.plan import SweepFile
-from src.sweeps.study import ClaimedTrial, Study
-from src.sweeps.trial import Training, TrialResult
+from src.sweeps.study import ClaimedTrial, Study, Training, TrialResult
+from src.sweeps.sweep import SweepFile, parse_dimensions
 from tests import toy
 
 FILE: dict[str, Any] = {
@@ -36,12 +34,8 @@ OPEN: list[Study] = []
 def study(runs: Path, **changes: Any) -> Study:
     """As one worker opens it."""
     file = config.load(SweepFile, {**FILE, **changes}, "lr.yaml")
-    dimensions = sweep_space.parse_dimensions(file.parameters, "")
-    OPEN.append(
-        Study(
-            runs, "lr", file, sweep_space.grid_dimensions(dimensions, "") if file.method == "grid" else dimensions, {}
-        )
-    )
+    dimensions = parse_dimensions(file.parameters, "", file.method == "grid")
+    OPEN.append(Study(runs, "lr", file, dimensions, {}))
     return OPEN[-1]
 
 
@@ -204,7 +198,7 @@ def test_a_training_that_runs_already_is_followed_and_never_doubled(run: RunDir)
 def test_a_training_of_another_machine_is_followed_while_it_beats_and_started_again_once_it_is_silent(
     run: RunDir, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(sweep_trial, "STALE_SECONDS", 0.25)
+    monkeypatch.setattr(lease, "STALE_SECONDS", 0.25)
     path = run.path / LEASE
     elsewhere = {**json.loads(path.read_bytes()), "boot_id": "another"}
     run.close()

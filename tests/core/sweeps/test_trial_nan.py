@@ -8,7 +8,7 @@ from typing import Literal
 import pytest
 
 from src.runs.run_dir import RunDir
-from src.sweeps.trial import Training, TrialResult
+from src.sweeps.study import Training, TrialResult
 from tests import toy
 
 Row = dict[str, float | int]

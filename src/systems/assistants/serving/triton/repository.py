@@ -24,8 +24,8 @@ from typing import Any
 
 from src.errors import ConfigError, RunError
 from src.experiments.config import Places
-from src.files import MANIFEST, ROOT, new_directory, read_manifest, write_json, writing
-from src.models.load import add_options
+from src.files import MANIFEST, new_directory, read_manifest, write_json, writing
+from src.models.load import ROOT, add_options
 from src.serving.served_model import MODES, ServedModel, check_mode, find_run, fingerprint_of, load_served
 from src.support.command_line import make_parser, parse_arguments, run_command
 from src.systems.assistants.rewards.kserve import FINGERPRINT
@@ -241,7 +241,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     def act() -> int:
         name = write_model(args.run, args.folder, Places(args.data_path, args.savedir_base), args)
         log.info(
-            "%s: model %s. Next: python -m src.systems.assistants.serving.triton.server start %s",
+            "%s: model %s. Next: python -m src.systems.assistants.serving.triton.server %s",
             args.folder,
             name,
             args.folder,

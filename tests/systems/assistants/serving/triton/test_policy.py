@@ -1,8 +1,6 @@
 """PPO whose rewards the real Triton server gives over gRPC: killed in the middle, it is waited for, and no number
 changes."""
 
-import os
-import signal
 from argparse import Namespace
 from pathlib import Path
 
@@ -14,6 +12,7 @@ from src.systems.assistants.serving.triton import repository, server
 from tests.core.serving import small_runs
 from tests.core.serving.small_runs import run_of
 from tests.systems.assistants.serving import remote_policy
+from tests.systems.assistants.serving.triton.process import Server
 
 pytestmark = [
     pytest.mark.slow,
@@ -38,23 +37,20 @@ def test_ppo_is_bit_identical_when_its_triton_server_is_killed(tmp_path: Path):
         places,
         Namespace(mode="rm", backend="python", name="judge", max_batch=64, device="cpu"),
     )
-    state = server.start(models)
-    address, ports = (
-        f"127.0.0.1:{state['grpc_port']}/judge",
-        [state[f"{name}_port"] for name in ("http", "grpc", "metrics")],
-    )
+    served = Server(models)
+    address = f"127.0.0.1:{served.ports['grpc']}/judge"
     try:
         process, log = remote_policy.start(EXP, tmp_path / "undisturbed", address)
         assert process.wait(remote_policy.SECONDS) == 0, log.read_text()
         process, log = remote_policy.start(EXP, tmp_path / "disturbed", address)
         run = tmp_path / "disturbed/runs" / exp_id(EXP)
         remote_policy.wait_until(process, log, run / "rollouts.jsonl", '"iteration": 3,')
-        os.killpg(state["pid"], signal.SIGKILL)
+        served.kill()
         remote_policy.wait_until(process, log, run / "logs" / "train.log", "waits for")
-        server.start(models, ports=ports)
+        served.start()
         assert process.wait(remote_policy.SECONDS) == 0, log.read_text()
     finally:
-        server.stop(models)
+        served.stop()
     expected = tmp_path / "undisturbed/runs" / exp_id(EXP)
     for file in ("scores.jsonl", "rollouts.jsonl", "checkpoints/step-00000080/model.safetensors"):
         assert (run / file).read_bytes() == (expected / file).read_bytes(), file

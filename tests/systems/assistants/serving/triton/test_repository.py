@@ -71,7 +71,7 @@ def test_what_is_not_ours_is_left_alone(places: Places, tmp_path: Path):
             write(run, tmp_path / "models", places, name=name)
     assert (tmp_path / "other" / "notes.txt").read_text() == "mine"
     with pytest.raises(RunError, match="no model repository of ours"):
-        server.require_state(tmp_path / "other")
+        server.command(tmp_path / "other", "127.0.0.1", {})
 
 
 @pytest.mark.parametrize(
@@ -132,11 +132,6 @@ def test_a_trace_that_holds_sizes_is_refused(places: Places):
 
 def test_a_server_is_needed(monkeypatch: pytest.MonkeyPatch, places: Places, tmp_path: Path):
     write(run_of(places, "judge"), tmp_path / "models", places)
-    with pytest.raises(
-        RunError,
-        match=r"no server runs on it\. Start one with python -m src\.systems\.\S+\.triton\.server start",
-    ):
-        server.show(tmp_path / "models")
     monkeypatch.setattr(server, "ENVIRONMENT", tmp_path / "none")
     with pytest.raises(ConfigError, match=r"the Triton server is not installed\. Run: make triton"):
-        server.start(tmp_path / "models")
+        server.command(tmp_path / "models", "127.0.0.1", {})

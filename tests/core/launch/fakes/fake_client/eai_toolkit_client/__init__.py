@@ -1,15 +1,12 @@
-"""Stands in for the closed client of the toolkit: records what haven and we call, and keeps jobs in memory.
-
-With FAKE_CLIENT=eai it hands each call to the emulator `eai` on PATH, which runs the jobs.
-"""
+"""Stands in for the closed client of the toolkit; its jobs are those of jobs.py."""
 
 import os
+import re
 import uuid
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
-from . import rest
-from .through_eai import ThroughEai
+from . import jobs, rest
 
 
 class Configuration:
@@ -28,14 +25,8 @@ class ApiClient:
 
 class JobSpecResources:
     def __init__(self, cpu=None, mem=None, gpu=None, gpu_mem=None, gpu_model=None, replicas=None) -> None:
-        self.facts = {
-            "cpu": cpu,
-            "mem": mem,
-            "gpu": gpu,
-            "gpu_mem": gpu_mem,
-            "gpu_model": gpu_model,
-            "replicas": replicas,
-        }
+        names = ("cpu", "mem", "gpu", "gpu_mem", "gpu_model", "replicas")
+        self.facts = dict(zip(names, (cpu, mem, gpu, gpu_mem, gpu_model, replicas), strict=True))
 
 
 class JobSpec:
@@ -50,68 +41,82 @@ class JobSpec:
         self.facts = facts
 
 
-jobs: list[SimpleNamespace] = []
-calls: list[tuple[str, Any]] = []
+calls: list[str] = []
+"""Methods called by this process."""
 faults: list[tuple[str, Any]] = []
-"""(method, what it raises) for the next calls of that method; an error called "after" is raised once the call has been
-carried out."""
+"""(method, error) for the next calls of that method; an error with `after` is raised once the call has been carried
+out, and one with `always` at each call."""
 
 
-class InMemory:
+class JobApi:
     def __init__(self, client: ApiClient) -> None:
-        pass
+        assert client.headers["Authorization"].startswith("Bearer "), "nobody is logged in"
 
     def v1_account_job_post(self, account_id: str, human: int, job_spec: JobSpec) -> SimpleNamespace:
-        error = _called("v1_account_job_post", job_spec)
-        if any(job.name == job_spec.facts["name"] for job in jobs):
-            raise rest.ApiException(status=409, reason="Conflict")
-        facts = {"name": job_spec.facts["name"], "command": job_spec.facts["command"]}
-        job = SimpleNamespace(
-            id=str(uuid.uuid4()), state="QUEUED", runs=[], alive=True, account_id=account_id, spec=job_spec, **facts
-        )
-        jobs.insert(0, job)
+        error = _call("v1_account_job_post")
+        facts = job_spec.facts | {"resources": job_spec.facts["resources"].facts}
+        if not re.fullmatch(r"[a-z0-9_]+", facts["name"]):
+            raise rest.ApiException(400, f"invalid name {facts['name']!r}: must match ^[a-z0-9_]+$")
+        if facts["image"].startswith("refused"):
+            raise rest.ApiException(403, "you may not use this image")
+        with jobs.locked():
+            if any(job["name"] == facts["name"] for job in jobs.records()):
+                raise rest.ApiException(409, "Conflict")
+            job = {"id": str(uuid.uuid4()), "account": account_id, "state": "QUEUED", "createdOn": jobs.now()}
+            jobs.write({**facts, **job, "runs": []})
+        if "FAKE_TOOLKIT_HOLD" not in os.environ:
+            jobs.start(job["id"])
         if error:
             raise error
-        return job
+        return _get(job["id"])
 
     def v1_account_job_get(self, account_id: str, limit: int, order: str, q: str) -> SimpleNamespace:
-        _called("v1_account_job_get", q)
+        error = _call("v1_account_job_get")
         assert order == "-created"
-        return SimpleNamespace(items=[job for job in jobs if job.account_id == account_id][:limit])
+        if error:
+            raise error
+        with jobs.locked():
+            records = [job for job in jobs.records() if job["account"] == account_id and not job.get("old")]
+        return SimpleNamespace(items=[_job(job) for job in records[:limit]])
 
     def v1_cluster_job_get(self, q: str) -> SimpleNamespace:
-        _called("v1_cluster_job_get", q)
-        wanted = q.removeprefix("id__in=").split(",")
-        return SimpleNamespace(items=[job for job in jobs if job.id in wanted])
+        if error := _call("v1_cluster_job_get"):
+            raise error
+        found = [jobs.read(name) for name in q.removeprefix("id__in=").split(",")]
+        return SimpleNamespace(items=[_job(record) for record in found if record])
 
     def v1_job_get_by_id(self, job_id: str) -> SimpleNamespace:
-        _called("v1_job_get_by_id", job_id)
-        return _found(job_id)
+        return _get(job_id)
 
     def v1_job_delete_by_id(self, job_id: str) -> None:
-        _called("v1_job_delete_by_id", job_id)
-        job = _found(job_id)
-        if not job.alive:
+        error = _call("v1_job_delete_by_id")
+        if not (job := _get(job_id)).alive:
             raise rest.ApiException(400, f"cannot cancel a job that is in state {job.state}")
-        job.state, job.alive = "CANCELLED", False
+        jobs.cancel(job_id)
+        if error:
+            raise error
 
 
-def _called(method: str, value: Any) -> Any:
-    calls.append((method, value))
+def _call(method: str) -> Any:
+    """Record the call; raise its fault, or return one to be raised after it."""
+    calls.append(method)
     for i, (name, error) in enumerate(faults):
         if name == method:
-            del faults[i]
+            if not getattr(error, "always", False):
+                del faults[i]
             if not getattr(error, "after", False):
                 raise error
             return error
     return None
 
 
-def _found(job_id: str) -> SimpleNamespace:
-    for job in jobs:
-        if job.id == job_id:
-            return job
-    raise rest.ApiException(status=404, reason="Not Found")
+def _get(job_id: str) -> SimpleNamespace:
+    if (record := jobs.read(job_id)) is None:
+        raise rest.ApiException(404, "Not Found")
+    return _job(record)
 
 
-JobApi = ThroughEai if os.environ.get("FAKE_CLIENT") == "eai" else InMemory
+def _job(record: dict[str, Any]) -> SimpleNamespace:
+    facts = {name: record[name] for name in ("id", "name", "state", "command")}
+    runs = [SimpleNamespace(exit_code=run.get("exit_code")) for run in record["runs"]]
+    return SimpleNamespace(**facts, runs=runs, alive=record["state"] in jobs.LIVE)

@@ -2,6 +2,6 @@
 
 
 class ApiException(Exception):
-    def __init__(self, status: int | None = None, reason: str = "", after: bool = False) -> None:
+    def __init__(self, status: int | None = None, reason: str = "", after: bool = False, always: bool = False) -> None:
         super().__init__(f"({status}) Reason: {reason}")
-        self.status, self.after = status, after
+        self.status, self.after, self.always = status, after, always

@@ -1,0 +1,470 @@
+"""A sweep file in the schema of Weights & Biases, and the experiments that it would try."""
+
+import argparse
+import contextlib
+import itertools
+import json
+import math
+import os
+import random
+import re
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any, Literal, NoReturn
+
+from pydantic import AfterValidator, Field, model_validator
+
+from src.errors import ConfigError, UserError, check_all
+from src.experiments import config as configs
+from src.experiments.config import Places, join
+from src.experiments.grid import parse_assignment, set_path
+from src.files import read_yaml
+from src.runs import plan
+from src.tables.rows import DIAGNOSTICS
+
+TRIES = 50
+"""Random combinations that are tried with a value before it is reported as one that no experiment accepts."""
+MAX_CHECKED = 2000
+"""Combinations of a grid that are checked before its first trial; a later one would fail as a trial."""
+MAX_COMBINATIONS = 100_000
+PARAMETERS = "${args_no_hyphens}"
+"""The macro of `wandb agent` that becomes path=value for each parameter."""
+_MACRO = re.compile(r"\$\{(\w+)\}")
+_VARIABLE = re.compile(r"\$\{envvar:([A-Z0-9_]*)\}")
+
+
+class Metric(configs.Config):
+    """The objective: a score of scores.jsonl. The value of a trial is the last one it reports, as for wandb."""
+
+    name: str = Field(min_length=1)
+    goal: Literal["minimize", "maximize"] = "minimize"
+    target: float | None = None
+    """No trial is started once one has reached it."""
+
+
+class EarlyTerminate(configs.Config):
+    """When a bad trial is stopped. An iteration is one row of scores that has the metric, as for wandb."""
+
+    type: Literal["hyperband", "median"]
+    """"median", which wandb does not have: worse than the median of the others at the same iteration."""
+    min_iter: int | None = Field(default=None, ge=1)
+    """The first iteration at which a trial may be stopped."""
+    max_iter: int | None = Field(default=None, ge=2)
+    """Iterations of a whole training; None: as many as the first trial that ends."""
+    eta: int = Field(default=3, ge=2)
+    """One trial in `eta` goes on at each bracket."""
+    s: int | None = Field(default=None, ge=1)
+    """Brackets, counted back from `max_iter`."""
+
+    @model_validator(mode="after")
+    def _enough(self) -> "EarlyTerminate":
+        if self.type == "median":
+            if {"max_iter", "eta", "s"} & self.model_fields_set:
+                raise ValueError("type 'median' has min_iter alone.")
+        elif (self.min_iter is None) == (self.max_iter is None or self.s is None):
+            raise ValueError("hyperband needs min_iter, or max_iter and s.")
+        elif self.s is not None and self.max_iter is None:
+            raise ValueError("s counts brackets back from max_iter: give both, or min_iter alone.")
+        elif self.max_iter is not None and self.first >= self.max_iter:
+            raise ValueError(f"the first bracket would be at iteration {self.first}, and max_iter is {self.max_iter}.")
+        return self
+
+    @property
+    def first(self) -> int:
+        """The first iteration at which a trial may be stopped."""
+        if self.max_iter is not None and self.s is not None and self.min_iter is None:
+            return max(1, self.max_iter // self.eta**self.s)
+        return self.min_iter or 1
+
+
+class SweepFile(configs.Config):
+    """The keys of a sweep file. `entity` and `project` are for a server and have no effect here."""
+
+    program: str = Field(min_length=1)
+    method: Literal["grid", "random", "bayes"]
+    parameters: dict[str, Any] = Field(min_length=1)
+    """Checked by `parse_dimensions`."""
+    command: list[str | int | float] = Field(min_length=1)
+    """Checked by `parse_command`."""
+    metric: Metric | None = None
+    early_terminate: EarlyTerminate | None = None
+    run_cap: Annotated[int, Field(ge=1)] | None = None
+    """Most trials."""
+    name: str | None = Field(default=None, pattern=r"^\w[\w.-]*$")
+    """Names the study and the group of its trials; None: the file's name."""
+    description: str | None = None
+    entity: str | None = None
+    project: str | None = None
+
+    @model_validator(mode="after")
+    def _has_metric(self) -> "SweepFile":
+        if self.metric is None and (self.method == "bayes" or self.early_terminate):
+            what = "early_terminate" if self.early_terminate else "method 'bayes'"
+            raise ValueError(f"metric: missing. {what} needs one: metric: {{name: val_loss, goal: minimize}}.")
+        return self
+
+
+def _check_number(value: Any) -> Any:
+    if type(value) not in (int, float) or not abs(value) < 1e300:
+        raise ValueError(f"expected a finite number, got {value!r}. YAML reads 1e-5 as text: write 1.0e-5.")
+    return value
+
+
+@dataclass(frozen=True)
+class SearchDimension:
+    """One parameter. The sampler draws a number between `low` and `high`, both included."""
+
+    path: str
+    """Dotted path in the experiment."""
+    kind: Literal["choice", "int", "float", "log"]
+    low: float
+    high: float
+    choices: Sequence[Any] = ()
+    """For kind choice: the drawn number is an index into these."""
+
+    def value(self, drawn: Any) -> Any:
+        """The experiment's value for a drawn number."""
+        return self.choices[drawn] if self.kind == "choice" else drawn
+
+
+class Parameter(configs.Config):
+    """A parameter of a sweep file."""
+
+    distribution: Literal["constant", "categorical", "int_uniform", "uniform", "log_uniform_values"] | None = None
+    """As in wandb, two integer bounds mean int_uniform if it is not given."""
+    value: Any = None
+    values: Annotated[list[Any], Field(min_length=1)] | None = None
+    min: Annotated[Any, AfterValidator(_check_number)] = None
+    max: Annotated[Any, AfterValidator(_check_number)] = None
+
+    @property
+    def kind(self) -> str:
+        if self.distribution:
+            return self.distribution
+        if self.values is not None:
+            return "categorical"
+        if "value" in self.model_fields_set:
+            return "constant"
+        return "int_uniform" if type(self.min) is type(self.max) is int else "uniform"
+
+    @model_validator(mode="after")
+    def _check_together(self) -> "Parameter":
+        keys = {"constant": {"value"}, "categorical": {"values"}}.get(self.kind, {"min", "max"})
+        if self.model_fields_set - {"distribution"} != keys:
+            raise ValueError(f"expected {' and '.join(sorted(keys))} for {self.kind}, and nothing else.")
+        texts = [json.dumps(value, default=str, sort_keys=True) for value in self.values or ()]
+        if len(set(texts)) < len(texts):
+            raise ValueError("values: duplicate value.")
+        if self.min is None or self.max is None:
+            return self
+        if self.min > self.max or (self.min == self.max and self.kind != "int_uniform"):
+            raise ValueError(f"expected min below max, got {self.min} and {self.max}.")
+        if self.kind == "int_uniform" and not type(self.min) is type(self.max) is int:
+            raise ValueError(f"int_uniform needs integers, got {self.min} and {self.max}.")
+        if self.kind == "log_uniform_values" and self.min <= 0:
+            raise ValueError(f"expected min > 0 for {self.kind}, got {self.min}.")
+        return self
+
+    def dimension(self, path: str, grid: bool) -> SearchDimension:
+        """What a sampler draws. grid: an integer range is a choice."""
+        values, low, high = self.values or [self.value], self.min, self.max
+        if self.kind == "int_uniform" and grid:
+            values = range(low, high + 1)
+        elif low is not None:
+            kinds: dict[str, Any] = {"int_uniform": "int", "uniform": "float", "log_uniform_values": "log"}
+            number = int if self.kind == "int_uniform" else float
+            return SearchDimension(path, kinds[self.kind], number(low), number(high))
+        return SearchDimension(path, "choice", 0, len(values) - 1, values)
+
+
+def parse_dimensions(parameters: Mapping[str, Any], where: str, grid: bool = False) -> list[SearchDimension]:
+    """The parameters of a sweep file; nested ones by their dotted path. grid: each a choice among all its values.
+
+    Raises:
+        ConfigError: one line for each mistake, with its path below `where`.
+    """
+    parsed: list[SearchDimension] = []
+
+    def parse(path: str, spec: Any) -> None:
+        there = join(where, path)
+        dimension = configs.load(Parameter, spec, there).dimension(path, grid)
+        if grid and dimension.kind != "choice":
+            raise ConfigError(f"{there}: method 'grid' needs values, a value, or int_uniform. Use 'random' or 'bayes'.")
+        parsed.append(dimension)
+
+    check_all(*(lambda path=path, spec=spec: parse(path, spec) for path, spec in _flatten(parameters, "", where)))
+    for first, second in itertools.permutations((dimension.path for dimension in parsed), 2):
+        if first == second or first.startswith(second + "."):
+            raise ConfigError(f"{join(where, first)}: set twice, here and by {second}.")
+    if grid and (count := math.prod(len(dimension.choices) for dimension in parsed)) > MAX_COMBINATIONS:
+        raise ConfigError(
+            f"{where}: {count} combinations; the limit of a grid is {MAX_COMBINATIONS}. Use method 'random' or 'bayes'."
+        )
+    return parsed
+
+
+def grid_draws(dimensions: Sequence[SearchDimension]) -> list[dict[str, int]]:
+    """Every combination of a grid, the last parameter changing fastest: path -> index among the choices."""
+    paths = [dimension.path for dimension in dimensions]
+    draws = itertools.product(*(range(len(dimension.choices)) for dimension in dimensions))
+    return [dict(zip(paths, draw, strict=True)) for draw in draws]
+
+
+def values_of(dimensions: Sequence[SearchDimension], drawn: Mapping[str, Any]) -> dict[str, Any]:
+    """Dotted path -> value, of the numbers that were drawn."""
+    return {each.path: each.value(drawn[each.path]) for each in dimensions if each.path in drawn}
+
+
+def agent_argument(path: str, value: Any, where: str) -> str:
+    """The argument that `wandb agent` passes for a value: path=value, as Python spells it.
+
+    Raises:
+        ConfigError: --set would read another value in it, as in True and None, which JSON does not have.
+    """
+    text = f"{path}={value}"
+    with contextlib.suppress(ConfigError):
+        back = parse_assignment(text)[1]
+        if isinstance(value, str) or (type(back) is type(value) and back == value):
+            return text
+    raise ConfigError(
+        f"{join(where, path)}: wandb agent would pass {text!r}, in which --set does not find {value!r} again. "
+        f"Write the text {json.dumps(json.dumps(value))}: --set reads it as JSON."
+    )
+
+
+def _flatten(parameters: Mapping[str, Any], above: str, where: str) -> Iterator[tuple[str, Any]]:
+    for name, spec in parameters.items():
+        path = f"{above}.{name}" if above else str(name)
+        if not isinstance(name, str) or not all(name.split(".")):
+            raise ConfigError(
+                f"{join(where, path)}: expected a path into the experiment, such as loop.learning_rate, got {name!r}."
+            )
+        if isinstance(spec, dict) and set(spec) == {"parameters"} and isinstance(spec["parameters"], dict):
+            yield from _flatten(spec["parameters"], path, where)
+        else:
+            yield path, spec
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(message)
+
+
+@dataclass(frozen=True)
+class Command:
+    """A checked command. start: up to the program; rest: the program's arguments that do not choose the experiment."""
+
+    start: list[str]
+    rest: list[str]
+    chosen: str | None
+    """GROUP or GROUP[i], as -e gives it."""
+    exp_id: str | None
+    assignments: list[tuple[str, Any]]
+    """Of --set and --steps, the same in every trial."""
+    where: str
+
+    def argv(self, exp_id: str, places: Places, values: Sequence[str] = ()) -> list[str]:
+        """The command line of one trial: the same program and arguments, with an id for the chosen experiment."""
+        paths = ["-sb", str(places.runs.resolve()), "--data_path", str(places.data.resolve())]
+        return [*self.start, "--exp_id", exp_id, *paths, *values, *self.rest]
+
+
+def parse_command(command: Sequence[Any], program: str, where: str) -> Command:
+    """Check the `command` list of a sweep file.
+
+    Raises:
+        ConfigError: the parameters do not reach --set, the program is not there, or the arguments name no one
+            experiment.
+    """
+    words = [_VARIABLE.sub(lambda match: os.environ.get(match[1], match[1]), str(item)) for item in command]
+    if "${program}" not in words:
+        raise ConfigError(f"{where}: ${{program}} is missing; wandb agent puts {program} there.")
+    at = words.index("${program}")
+    if PARAMETERS not in words[at:] or words.index(PARAMETERS) < at + 2:
+        raise ConfigError(f"{where}: the parameters must reach the program: end it with --set and {PARAMETERS}.")
+    filled = {"${env}": "/usr/bin/env", "${interpreter}": sys.executable, "${program}": program}
+    for item in words:
+        if _MACRO.fullmatch(item) and item not in filled and item != PARAMETERS:
+            raise ConfigError(f"{where}: {item}: trainval.py takes parameters only as --set {PARAMETERS}.")
+    if not Path(program).is_file():
+        raise ConfigError(
+            f"{where}: program {program!r}: no such file in {Path.cwd()}. Start the sweep in the project's folder."
+        )
+    parser = _Parser(add_help=False, allow_abbrev=False)
+    parser.add_argument("-e", "--exp_group", "--exp_group_list", nargs="+", dest="groups", default=[])
+    parser.add_argument("--exp_id")
+    parser.add_argument("--set", nargs="+", action="extend", default=[])
+    parser.add_argument("--steps", type=int)
+    for name in ("-sb", "--savedir_base", "--data_path", "-j", "--j", "--job_scheduler", "-r", "--reset"):
+        parser.add_argument(name, dest="refused", action="append")
+    try:
+        args, rest = parser.parse_known_args(words[at + 1 :])
+        if args.refused:
+            raise ConfigError(
+                "-sb, --data_path, -r and -j are for the command line of the sweep, or have no meaning in one."
+            )
+        if args.set.count(PARAMETERS) != 1:
+            raise ConfigError(f"expected {PARAMETERS} once, after --set.")
+        if len(args.groups) + bool(args.exp_id) != 1:
+            raise ConfigError(
+                "a sweep starts from one experiment: name it once, with -e GROUP, -e GROUP[0] or --exp_id."
+            )
+        assignments = [parse_assignment(text) for text in args.set if text != PARAMETERS]
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from None
+    if args.steps is not None:
+        assignments.append(("loop.steps", args.steps))
+    start = [filled.get(item, item) for item in words[: at + 1]]
+    return Command(start, rest, args.groups[0] if args.groups else None, args.exp_id, assignments, where)
+
+
+@dataclass(frozen=True)
+class Source:
+    """The experiment that a sweep starts from."""
+
+    exp: dict[str, Any]
+    known: Mapping[str, plan.Planned]
+    """Every experiment of exp_configs.py by its id: where parents are found."""
+    where: str
+
+    def trial(self, values: Mapping[str, Any], where: str) -> plan.Planned:
+        """The experiment with `values`, by dotted path.
+
+        Raises:
+            ConfigError: a value that --set would read as another, or that the experiment does not take.
+        """
+        exp = self.exp
+        for path, value in values.items():
+            exp = set_path(exp, path, parse_assignment(agent_argument(path, value, where))[1], must_exist=False)
+        return plan.load(exp, "", where)
+
+
+def find_source(command: Command, groups: Any, runs: Path) -> Source:
+    """The one experiment of exp_configs.py that `command` names.
+
+    Raises:
+        ConfigError: none or several, or the command's own --set does not fit.
+    """
+    known = plan.load_all(groups)
+    if command.chosen is None:
+        assert command.exp_id is not None
+        item = plan.find(command.exp_id, known, runs)
+        items = plan.load_groups({command.exp_id: [item.with_operational]}, [command.exp_id], command.assignments)
+    else:
+        name = command.chosen
+        if isinstance(groups.get(name), list) and len(groups[name]) > 1:
+            raise ConfigError(
+                f"{command.where}: -e {name}: a sweep starts from one experiment; choose {name}[0] to "
+                f"{name}[{len(groups[name]) - 1}]."
+            )
+        items = plan.load_groups(groups, [name], command.assignments)
+    return Source(items[0].with_operational, known, items[0].where)
+
+
+def check_metric(item: plan.Planned, metric: str, places: Places, where: str) -> None:
+    """Raises ConfigError, with the known names, if the experiment does not log the metric."""
+    if metric in ("train_loss", *DIAGNOSTICS):
+        return
+    try:  # the recipe knows its scores: the choices of loop.best_metric
+        exp = set_path(item.with_operational, "loop.best_metric", metric, must_exist=False)
+        plan.load(exp, "", where).recipe.check(places)
+    except UserError as error:
+        for line in str(error).splitlines():
+            if line.startswith("loop.best_metric: "):
+                message = line.removeprefix("loop.best_metric: ")
+                raise ConfigError(f"{where}: {message} train_loss is logged, too.") from None
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """A checked sweep."""
+
+    name: str
+    file: SweepFile
+    dimensions: list[SearchDimension]
+    command: Command
+    source: Source
+    places: Places
+    example: plan.Planned | None = None
+
+    @property
+    def group(self) -> str:
+        return f"sweep/{self.name}"
+
+    @property
+    def metric(self) -> str | None:
+        return self.file.metric.name if self.file.metric else None
+
+    def identity(self) -> dict[str, Any]:
+        """What all workers must agree on, as JSON values."""
+        keys = {"method", "parameters", "metric"}
+        return {**self.file.model_dump(mode="json", include=keys, exclude_none=True), "experiment": self.source.exp}
+
+
+def load(path: Path, places: Places) -> Sweep:
+    """Read the sweep file `path` and check everything that can be checked before the first trial.
+
+    Raises:
+        ConfigError: one line for each mistake, with file and path.
+    """
+    where = str(path)
+    file = configs.load(SweepFile, read_yaml(path, "the keys of a sweep (program, method, parameters, command)"), where)
+    dimensions = parse_dimensions(file.parameters, f"{where}: parameters", file.method == "grid")
+    command = parse_command(file.command, file.program, f"{where}: command")
+    source = find_source(command, plan.read_groups(), places.runs)
+    places = Places(places.data, places.runs, {exp_id: item.exp for exp_id, item in source.known.items()})
+    sweep = Sweep(file.name or path.stem, file, dimensions, command, source, places)
+    item = check_values(sweep, f"{where}: parameters")
+    if sweep.metric is not None:
+        check_metric(item, sweep.metric, places, f"{where}: metric.name")
+    return replace(sweep, example=item)
+
+
+def check_values(sweep: Sweep, where: str) -> plan.Planned:
+    """Check that each value, and each bound, makes a valid experiment with some of the others; one such experiment.
+
+    Raises:
+        ConfigError: names the parameter and the reason.
+    """
+    draws, dimensions = random.Random(0), sweep.dimensions
+    if sweep.file.method == "grid":
+        attempts = [[values] for values in combinations(sweep)[:MAX_CHECKED]]
+    else:
+        ends = [
+            {each.path: value}
+            for each in dimensions
+            for value in (each.choices[:TRIES] if each.kind == "choice" else (each.low, each.high))
+        ]
+        attempts = [[random_values(dimensions, draws) | end for _ in range(TRIES)] for end in ends]
+    mistakes: list[str] = []
+    example: plan.Planned | None = None
+    for alternatives in attempts:
+        refusals: list[str] = []
+        for values in alternatives:
+            try:
+                example, refusals = sweep.source.trial(values, where), []
+                break
+            except ConfigError as error:
+                refusals.append(str(error))
+        mistakes += refusals[0].splitlines() if refusals else []
+    if mistakes or example is None:
+        raise ConfigError("\n".join(dict.fromkeys(mistakes)))
+    return example
+
+
+def random_values(dimensions: Sequence[SearchDimension], draws: random.Random) -> dict[str, Any]:
+    """One random combination: dotted path -> value."""
+    drawn = {
+        each.path: draws.randint(int(each.low), int(each.high))
+        if each.kind in ("choice", "int")
+        else draws.uniform(each.low, each.high)
+        for each in dimensions
+    }
+    return values_of(dimensions, drawn)
+
+
+def combinations(sweep: Sweep) -> list[dict[str, Any]]:
+    """Every combination of a grid: dotted path -> value."""
+    return [values_of(sweep.dimensions, drawn) for drawn in grid_draws(sweep.dimensions)]
