@@ -65,9 +65,9 @@ def act(args: argparse.Namespace) -> int:
     from src.experiments.config import Places
     from src.launch import actions, resources
     from src.runs import parents, plan
+    from src.runs.store import RunStore
     from src.support import distributed
     from src.support.command_line import aligned_lines
-    from src.tables.rows import describe_differences
 
     arguments.check(args, distributed.world_size())
     groups = plan.read_groups()
@@ -77,16 +77,15 @@ def act(args: argparse.Namespace) -> int:
         for line in aligned_lines([["group", "experiments", "recipe: model on data"], *lines]):
             print(line)
         return 0
-    selected = select(args, groups)
+    store = RunStore(args.savedir_base)
+    selected = select(args, groups, store)
     # Other groups are needed only where these start from experiments of theirs; and their own, if --set changed it.
     others = {name: group for name, group in groups.items() if args.set or args.steps or name not in args.exp_group}
     all_items = plan.load_all(others) if any(parents.parent_ids(item.exp) for item in selected) else {}
     all_items |= {item.exp_id: item for item in selected}
     places = Places(args.data_path, args.savedir_base, {exp_id: item.exp for exp_id, item in all_items.items()})
     if args.list:
-        differs = describe_differences({item.exp_id: (item.group, item.exp) for item in selected})
-        if len(selected) == 1:
-            differs = {item.exp_id: json.dumps(item.exp) for item in selected}
+        differs = describe(selected) if len(selected) > 1 else {selected[0].exp_id: json.dumps(selected[0].exp)}
         for line in aligned_lines([[item.exp_id, item.where, differs[item.exp_id]] for item in selected]):
             print(line)
         return 0
@@ -101,15 +100,23 @@ def act(args: argparse.Namespace) -> int:
     )
     queued = actions.pending_parents(places.runs, planned) if target else ()
     reset = chosen if args.reset or args.job_option == "reset" else ()
-    lacks = plan.find_problems(planned, places, reset, queued, args.micro_batch, here=target is None)
+    lacks = plan.find_problems(planned, places, reset, queued, args.micro_batch, target is None, store)
+    messages = plan.merge_problems(lacks, all_items)
     if args.dry_run:
-        return show(planned, lacks, places, all_items) | (show_memory(args, planned, places) if args.memory else 0)
+        return show(planned, lacks, messages, store) | (show_memory(args, planned, places) if args.memory else 0)
     if lacks:
-        raise ConfigError("\n".join(plan.merge_problems(lacks, all_items)))
+        raise ConfigError("\n".join(messages))
     return submit(target, args, planned, chosen, places) if target else train(args, planned, chosen, places)
 
 
-def select(args: argparse.Namespace, groups: Any) -> list[Any]:
+def describe(items: Sequence[Any]) -> dict[str, str]:
+    """The values that differ between experiments of a group, by id."""
+    from src.tables.rows import describe_differences
+
+    return describe_differences({item.exp_id: (item.group, item.exp) for item in items})
+
+
+def select(args: argparse.Namespace, groups: Any, store: Any) -> list[Any]:
     """The experiments that the command line names, with --set and --steps made in them."""
     from src.experiments.grid import parse_assignments
     from src.runs import plan
@@ -123,47 +130,33 @@ def select(args: argparse.Namespace, groups: Any) -> list[Any]:
         item = plan.find(args.exp_id, plan.load_all(groups), args.savedir_base)
         group = {item.group: [item.with_operational]}
         experiments = [item] if combinations == [[]] else plan.load_combinations(group, [item.group], combinations)
-    return experiments if args.where is None else choose(experiments, args)
+    return experiments if args.where is None else choose(experiments, args.where, store)
 
 
-def choose(experiments: Sequence[Any], args: argparse.Namespace) -> list[Any]:
+def choose(experiments: Sequence[Any], where: str, store: Any) -> list[Any]:
     """The experiments for which --where holds: of their dicts, and `exp_id`, `group` and `state`."""
     from src.errors import ConfigError
-    from src.runs.metadata import flatten
+    from src.experiments.config import flatten
     from src.tables import rows
 
     def row(item: Any) -> rows.Row:
-        facts = {"exp_id": item.exp_id, "group": item.group, "state": state_or_damage(args.savedir_base / item.exp_id)}
+        facts = {"exp_id": item.exp_id, "group": item.group, "state": store[item.exp_id].state_or_damage}
         return rows.Row({**flatten(item.exp), **facts})
 
-    chosen = {each["exp_id"] for each in rows.filter_rows([row(item) for item in experiments], args.where)}
+    chosen = {each["exp_id"] for each in rows.filter_rows([row(item) for item in experiments], where)}
     if not chosen:
-        raise ConfigError(f"--where: none of {len(experiments)} experiments answers {args.where!r}.")
+        raise ConfigError(f"--where: none of {len(experiments)} experiments answers {where!r}.")
     return [item for item in experiments if item.exp_id in chosen]
 
 
-def state_or_damage(run: Path) -> str:
-    """`metadata.state_of` the save directory, or "damaged"."""
-    from src.errors import RunError
-    from src.runs.metadata import state_of
-
-    try:
-        return state_of(run)
-    except RunError:
-        return "damaged"
-
-
-def show(planned: Sequence[Any], lacks: dict[str, list[str]], places: Any, all_items: dict[str, Any]) -> int:
+def show(planned: Sequence[Any], lacks: dict[str, list[str]], messages: Sequence[str], store: Any) -> int:
     """Print the plan and every problem; returns exit code 1 if there is one."""
-    from src.runs.plan import merge_problems
-
     done = 0
     for item in planned:
-        state = state_or_damage(places.runs / item.exp_id)
+        state = store[item.exp_id].state_or_damage
         done += state == "done" and item.exp_id not in lacks
         print(f"{item.exp_id}  {item.where:<30}  {state}")
-    for message in merge_problems(lacks, all_items):
-        complain(message)
+    complain("\n".join(messages))
     not_ready = f", {len(lacks)} that cannot run as they are" if lacks else ""
     print(
         f"{len(planned)} experiment{'s' * (len(planned) != 1)}: "
@@ -212,7 +205,7 @@ def look(args: argparse.Namespace, planned: Sequence[Any], places: Any) -> int:
     from src.launch import actions, logs
     from src.launch import status as jobs
     from src.launch.tracking import ALIVE
-    from src.tables.rows import describe_differences
+    from src.runs.store import RunStore
 
     exp_ids = [item.exp_id for item in planned]
     if args.job_option == "kill":
@@ -223,9 +216,9 @@ def look(args: argparse.Namespace, planned: Sequence[Any], places: Any) -> int:
         for line in logs.follow(places.runs, exp_ids):
             print(line, flush=True)
     else:
-        differs = describe_differences({item.exp_id: (item.group, item.exp) for item in planned})
+        differs = describe(planned)
         while True:
-            rows = jobs.table(places.runs, exp_ids)
+            rows = jobs.table(RunStore(places.runs), exp_ids)
             shown = [row for row in rows if not args.state or row.state in args.state]
             if args.json:
                 lines = [jobs.to_json(shown, differs)]
@@ -277,17 +270,18 @@ def run_one(item: Any, reset: int, places: Any, options: Any, micro_batch: int |
     micro_batch: instead of the experiment's own."""
     from src.errors import ConfigError
     from src.experiments.registry import resolved_dict
-    from src.runs import metadata, parents, plan
+    from src.runs import parents, plan
     from src.runs.context import Run, log_to_file
     from src.runs.environment import describe
     from src.runs.run_dir import RunDir
+    from src.runs.store import SavedRun
     from src.support import distributed, torch_settings
 
     opened: list[RunDir] = []
 
     def begin() -> str:
         lacks = parents.missing_parents(item.exp, places)
-        if lacks and (reset or metadata.state_of(places.runs / item.exp_id) != "done"):
+        if lacks and (reset or SavedRun(places.runs / item.exp_id).state != "done"):
             raise ConfigError("\n".join(lacks))
         facts = {
             "groups": list(item.groups),
@@ -296,7 +290,7 @@ def run_one(item: Any, reset: int, places: Any, options: Any, micro_batch: int |
         }
         resolved = resolved_dict(item.recipe, key="recipe")
         opened.append(RunDir.open(places.runs, item.exp, resolved, recipe=item.recipe, reset=reset, facts=facts))
-        return opened[0].status()["state"]
+        return opened[0].found.status["state"]
 
     distributed.defer_stop()  # until `carry_out` handles the status
     state = distributed.broadcast_from_rank0(begin)

@@ -21,8 +21,7 @@ from src.files import writing
 from src.launch import submissions
 from src.operations import deletion
 from src.runs.checkpoints import retention
-from src.runs.lease import holder_is_dead
-from src.runs.metadata import read_groups, read_job, read_status
+from src.runs.store import SavedRun
 from src.support.command_line import make_parser
 from src.tables import rows as results
 from src.tables import run_arguments
@@ -118,7 +117,7 @@ def _delete_runs(options: argparse.Namespace) -> int:
 
 def _name_other_groups(runs: Sequence[Path], groups: Sequence[str]) -> list[str]:
     """A line with the number of runs that are in more groups than the chosen ones, if any, and these groups."""
-    names = [set(read_groups(run)).difference(groups) for run in runs] if groups else []
+    names = [set(SavedRun(run).groups).difference(groups) for run in runs] if groups else []
     count, others = sum(map(bool, names)), sorted(set[str]().union(*names))
     return [f"{count} of {_count(len(runs), 'run')} are also in other groups: {', '.join(others)}."] if count else []
 
@@ -179,18 +178,17 @@ def _snapshots(runs: Path, before: float, warnings: list[str]) -> list[Path]:
             warnings.append(f"{error} All snapshots of code stay.")
             return []
         if submission.snapshot not in used and any(
-            _may_run(runs / name, submission.name) for name in submission.experiments
+            _may_run(SavedRun(runs / name), submission.name) for name in submission.experiments
         ):
             used.add(submission.snapshot)
     return [path for path in folders if path.name not in used and path.stat().st_mtime <= before]
 
 
-def _may_run(run: Path, submission: str) -> bool:
+def _may_run(run: SavedRun, submission: str) -> bool:
     """Whether a job of the submission can still run the experiment: it is not done, and no later submission has it."""
     try:
-        job = read_job(run)
-        overtaken = job is not None and job["submission"] not in ("", submission)
-        return holder_is_dead(run) is not True or (read_status(run)["state"] != "done" and not overtaken)
+        overtaken = run.job is not None and run.job["submission"] not in ("", submission)
+        return run.holder.is_dead is not True or (run.status["state"] != "done" and not overtaken)
     except UserError:
         return True
 

@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from src.errors import CheckpointError, RunError, UserError, print_errors
+from src.experiments.config import flatten
 from src.files import read_bytes, read_json, reading
 from src.runs.checkpoints import folder as checkpoints
-from src.runs.metadata import CONFIG, DIFF, ENV, attempts, flatten, read_exp_dict, read_status, state_of
 from src.runs.scores import SCORES
+from src.runs.store import CONFIG, DIFF, SavedRun
 from src.runs.summary import summarize
 from src.tables import run_arguments
 
@@ -40,21 +41,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def differences(one: Path, other: Path) -> tuple[dict[str, Difference], list[str]]:
     """The differing values of two save directories by section, and a warning for each file that cannot be read."""
-    sections: dict[str, Callable[[Path], Values]] = {
-        "experiment": lambda run: flatten(read_exp_dict(run)),
+    sections: dict[str, Callable[[SavedRun], Values]] = {
+        "experiment": lambda run: flatten(run.exp),
         "config": _config,
         "code": _code,
         "environment": _environment,
         "data": _data,
-        "status": lambda run: {"state": state_of(run), "step": read_status(run).get("step"), "attempts": attempts(run)},
-        "scores": lambda run: summarize(run / SCORES).last,
+        "status": lambda run: {"state": run.state, "step": run.status.get("step"), "attempts": run.attempts},
+        "scores": lambda run: summarize(run.path / SCORES).last,
     }
     differing, warnings = {}, []
+    runs = SavedRun(one), SavedRun(other)
     for name, values in sections.items():
         both = []
-        for run in (one, other):
+        for run in runs:
             try:
-                with reading(run):
+                with reading(run.path):
                     both.append(values(run))
             except UserError as error:
                 warnings.append(f"{name} not compared: {error}")
@@ -78,22 +80,22 @@ def _changes(one: Mapping[str, Any], other: Mapping[str, Any]) -> Difference:
     return differing
 
 
-def _config(run: Path) -> Values:
-    return flatten(_dict(run / CONFIG))
+def _config(run: SavedRun) -> Values:
+    return flatten(_dict(run.path / CONFIG))
 
 
 def _dict(path: Path) -> Values:
     """The dict in a file of a run; empty if the file is missing."""
-    value = read_json(path, RunError) if path.exists() else {}
+    value = read_json(path, RunError, {})
     if not isinstance(value, dict):
         raise RunError(f"{path}: expected a dict, got {type(value).__name__}.")
     return value
 
 
-def _code(run: Path) -> Values:
+def _code(run: SavedRun) -> Values:
     """Commit, and the lines of the uncommitted changes at the last start."""
-    values = {key: value for key, value in _dict(run / ENV).items() if key in _CODE}
-    patch = run / "attempts" / f"{attempts(run):03d}" / DIFF
+    values = {key: value for key, value in run.env.items() if key in _CODE}
+    patch = run.path / "attempts" / f"{run.attempts:03d}" / DIFF
     try:
         values[DIFF] = read_bytes(patch).decode(errors="replace").splitlines()
     except FileNotFoundError:
@@ -101,18 +103,18 @@ def _code(run: Path) -> Values:
     return values
 
 
-def _environment(run: Path) -> Values:
-    return flatten({key: value for key, value in _dict(run / ENV).items() if key not in _IGNORED})
+def _environment(run: SavedRun) -> Values:
+    return flatten({key: value for key, value in run.env.items() if key not in _IGNORED})
 
 
-def _data(run: Path) -> Values:
+def _data(run: SavedRun) -> Values:
     """Fingerprints of the training data, from the newest checkpoint; empty if the checkpoints are gone."""
-    for checkpoint in reversed(checkpoints.list_all(run)):
+    for checkpoint in reversed(checkpoints.list_all(run.path)):
         if (checkpoint / "state.json").exists():
             state = read_json(checkpoint / "state.json", CheckpointError)
             inputs = state.get("inputs") if isinstance(state, dict) else None
             return inputs if isinstance(inputs, dict) else {}
-    raise RunError(f"{run}: no checkpoint is left that says what data it read.")
+    raise RunError(f"{run.path}: no checkpoint is left that says what data it read.")
 
 
 def _text(names: Mapping[str, str], differing: Mapping[str, Difference]) -> str:

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from src.errors import ConfigError, print_errors
-from src.runs.metadata import read_remarks, write_remarks
+from src.runs.store import SavedRun
 from src.tables import run_arguments
 
 
@@ -25,10 +25,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "--tag, --untag and --note change chosen runs: name their ids, -e a group or --where an expression."
         )
     with run_arguments.output_to(options.output):
-        for run in dict.fromkeys(run_arguments.paths(options, at_least=1)):
+        for run in map(SavedRun, dict.fromkeys(run_arguments.paths(options, at_least=1))):
             if changes:
-                write_remarks(run, options.tag, options.untag, options.note)
-            tags, note = read_remarks(run)
+                run.write_remarks(options.tag, options.untag, options.note)
+            tags, note = run.remarks
             print("  ".join(filter(None, [run.name[:8], " ".join(f"#{tag}" for tag in tags), note])))
     return 0
 

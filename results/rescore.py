@@ -21,7 +21,7 @@ from src.experiments.config import Problems, join, unknown_text
 from src.experiments.interfaces import MetricConfig
 from src.experiments.registry import METRICS, bind
 from src.files import reading
-from src.runs.metadata import EXP_DICT, read_exp_dict
+from src.runs.store import EXP_DICT, SavedRun
 from src.support.parsing import parse_json
 from src.tables.terminal_table import draw_rich
 
@@ -78,7 +78,7 @@ def experiment_metrics(file: Path) -> tuple[list[MetricConfig], bool]:
         RunError: the experiment dict is damaged.
     """
     run = file.resolve().parents[1]
-    exp = read_exp_dict(run) if file.resolve().parent.name == answered.INFERENCE and (run / EXP_DICT).exists() else {}
+    exp = SavedRun(run).exp if file.resolve().parent.name == answered.INFERENCE and (run / EXP_DICT).exists() else {}
     inference = exp.get(answered.INFERENCE)
     inference = inference if isinstance(inference, dict) else {}
     default, metrics = bind(METRICS, {"name": "squad"}), []

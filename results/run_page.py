@@ -13,10 +13,10 @@ from results.pages import layers, legend, markup, overview
 from results.plot import PLOTS, place_legend
 from src.errors import UserError, print_errors
 from src.evaluation.metrics.answers import GAIN, INFERENCE, WRONG
+from src.experiments.config import flatten
 from src.runs import jsonl_records, ledger
-from src.runs.lease import lost_contact
-from src.runs.metadata import flatten, is_foreign, read_exp_dict, read_foreign_dict, read_status, state_of
 from src.runs.scores import SCORES, Scores
+from src.runs.store import SavedRun
 from src.runs.summary import Summary
 from src.tables import rows as results
 from src.tables import run_arguments
@@ -59,8 +59,8 @@ def render(run: Path) -> str:
     Raises:
         UserError: it is no save directory, or a required file cannot be read.
     """
-    foreign = is_foreign(run)
-    exp, status = (read_foreign_dict(run), {"state": "foreign"}) if foreign else (read_exp_dict(run), read_status(run))
+    saved = SavedRun(run)
+    exp = saved.foreign_exp if saved.is_foreign else saved.exp
     rows = Scores(run / SCORES, read_only=True).rows()
     perf, warnings = read_perf(run)
     kinds, wrong = layers.read(run)
@@ -68,7 +68,7 @@ def render(run: Path) -> str:
     answered, unread = _answers(run)
     body = "".join(
         [
-            _header(run, title, status, rows),
+            _header(saved, title, rows),
             report.section("", markup.warnings(warnings + wrong + unread), "warned"),
             report.section("Configuration", markup.plain_table((), facts) if facts else ""),
             report.section("Scores", _last_scores(rows)),
@@ -266,9 +266,9 @@ def _facts(event: Mapping[str, Any]) -> str:
     return "\n".join(f"{key}: {overview.format_value(value)}" for key, value in event.items() if key not in _OF_EVENT)
 
 
-def _header(run: Path, title: str, status: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> str:
+def _header(run: SavedRun, title: str, rows: Sequence[Mapping[str, Any]]) -> str:
     now = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
-    state = state_of(run, status)
+    state, status = "foreign" if run.is_foreign else run.state, run.status
     step, steps = rows[-1]["step"] if rows else status.get("step"), status.get("steps")
     place = (
         f"step {step} of {steps}"
@@ -277,12 +277,12 @@ def _header(run: Path, title: str, status: Mapping[str, Any], rows: Sequence[Map
         if step is not None
         else "no steps yet"
     )
-    reason = lost_contact(run) if state == "lost" else ""
+    reason = run.holder.lost_contact if state == "lost" else ""
     reason = reason or status.get("reason")
     return (
         f"<header><h1>{markup.escape(title)}</h1>"
-        f'<div class="where">run {markup.escape(run.resolve().name)} · {markup.escape(run)} · {markup.escape(place)} '
-        f'· written {now}</div><div class="chips">{markup.chip(state, state)}</div>'
+        f'<div class="where">run {markup.escape(run.path.resolve().name)} · {markup.escape(run.path)} '
+        f'· {markup.escape(place)} · written {now}</div><div class="chips">{markup.chip(state, state)}</div>'
         f"{f'<p>{markup.escape(reason)}</p>' if reason else ''}</header>\n"
     )
 

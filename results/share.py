@@ -16,7 +16,7 @@ from src.errors import DataError, print_errors
 from src.files import reading, sync_directory, writing
 from src.runs.code_version import SECRET_FILES
 from src.runs.lease import GUARD, LEASE
-from src.runs.metadata import EXP_DICT
+from src.runs.store import EXP_DICT
 from src.tables import rows as results
 from src.tables import run_arguments, statistics
 

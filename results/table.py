@@ -12,7 +12,7 @@ from typing import Any
 
 from src.errors import ConfigError, print_errors
 from src.evaluation.metrics.answers import GAIN, INFERENCE, WRONG
-from src.runs.metadata import CODE_VERSIONS
+from src.runs.store import CODE_VERSIONS
 from src.tables import rows as results
 from src.tables import run_arguments, statistics
 from src.tables.gpu_hours import gpu_hours

@@ -27,9 +27,10 @@ from src.experiments.grid import override, ref
 from src.experiments.identity import exp_id
 from src.serving.served_model import load_served
 from src.systems.assistants.rewards.remote import RemoteModel
-from src.systems.assistants.serving.triton import repository, server
+from src.systems.assistants.serving.triton import repository
 from tests import toy
 from tests.servers import served
+from tests.systems.assistants.serving.triton.process import Server
 from tests.systems.assistants.train_assistants import REWARD, SFT, write_data
 
 
@@ -80,10 +81,9 @@ def main() -> None:
         models = folder / "models"
         options = Namespace(mode="rm", backend="python", name="judge", max_batch=args.rows, device="cpu")
         repository.write_model(run, models, places, options)
-        state = server.start(models)
-        stack.callback(server.stop, models)
-        addresses["Triton, gRPC"] = f"grpc://127.0.0.1:{state['grpc_port']}/judge"
-        addresses["Triton, HTTP"] = f"http://127.0.0.1:{state['http_port']}/judge"
+        triton = Server(models)
+        stack.callback(triton.stop)
+        addresses |= {f"Triton, {name}": f"{triton.address(name)}/judge" for name in ("grpc", "http")}
         clients = {name: RemoteModel(address, model.fingerprint, print) for name, address in addresses.items()}
         measure(args, clients, ids, lambda: model.score(*batch))
 

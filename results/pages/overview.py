@@ -13,10 +13,11 @@ from typing import Any, TypeVar
 from results import diff, table
 from results.pages import legend
 from src.errors import RunError, UserError
-from src.files import read_json, reading
+from src.files import reading
+from src.launch import logs as printed
 from src.launch import status as launched
 from src.launch.tracking import REFRESH
-from src.runs import metadata
+from src.runs.store import EXP_DICT, RunStore, SavedRun
 from src.runs.summary import is_finite
 from src.support.read_cache import ReadCache
 from src.tables import curves as banded
@@ -185,7 +186,7 @@ def load(runs: Path, group: str | Sequence[str] | None = None, saved: Saved | No
         ids = sorted({*ids, *(row["exp_id"] for row in everything)})
     except UserError as error:
         everything, warnings = [], [str(error)]
-    table_of_jobs = launched.table(runs, ids, REFRESH, jobs_saved)
+    table_of_jobs = launched.table(RunStore(runs), ids, REFRESH, jobs_saved)
     groups = sorted(
         {
             name
@@ -219,7 +220,7 @@ def newest_group(content: Overview) -> str | None:
 
     def creation_time(row: results.Row) -> float:
         try:
-            return os.stat(f"{content.runs}/{row['exp_id']}/{metadata.EXP_DICT}").st_mtime
+            return os.stat(f"{content.runs}/{row['exp_id']}/{EXP_DICT}").st_mtime
         except OSError:
             return 0.0
 
@@ -419,10 +420,8 @@ def _side(pair: Mapping[str, Any], side: str) -> str:
 def environment(runs: Path, exp_id: str) -> dict[str, str]:
     """Code, machine and versions of the last start; empty if unreadable."""
     try:
-        env = read_json(runs / exp_id / metadata.ENV, RunError)
+        env = SavedRun(runs / exp_id).env
     except RunError:
-        return {}
-    if not isinstance(env, dict):
         return {}
     packages = env.get("packages")
     packages = packages if isinstance(packages, dict) else {}
@@ -443,7 +442,7 @@ def logs(content: Overview, exp_id: str) -> dict[str, Path]:
 def tail(path: Path, lines: int) -> str:
     """The last lines of a log, or why it cannot be read."""
     try:
-        return launched.tail(path, lines)
+        return printed.tail(path, lines)
     except (UserError, OSError) as error:
         return str(error)
 

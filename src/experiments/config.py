@@ -194,6 +194,13 @@ def dotted_path(loc: Iterable[int | str]) -> str:
     return path
 
 
+def flatten(value: Any, path: str = "") -> dict[str, Any]:
+    """{"model": {"depth": 2}} -> {"model.depth": 2}. Lists and empty dicts are values."""
+    if not isinstance(value, dict) or (not value and path):
+        return {path: value}
+    return {key: leaf for name, item in value.items() for key, leaf in flatten(item, join(path, name)).items()}
+
+
 def join(head: str, tail: str) -> str:
     """Dotted path of `tail` below `head`; either can be empty."""
     return f"{head}{'' if tail.startswith('[') else '.'}{tail}" if head and tail else head or tail

@@ -15,9 +15,10 @@ from src.launch.job import QUEUE_STOPPED, Job, LauncherConfig
 from src.launch.resources import Resources
 from src.launch.status import Row
 from src.launch.tracking import ACT, ALIVE, track
-from src.runs import metadata, run_dir
 from src.runs import parents as references
+from src.runs import run_dir
 from src.runs.plan import Planned
+from src.runs.store import LOGS, RunStore, SavedRun
 
 SNAPSHOTS = "snapshots"
 GONE_SECONDS = 120.0
@@ -59,7 +60,7 @@ def pending_parents(runs: Path, planned: Sequence[Planned]) -> set[str]:
     """Parents of `planned` that are queued or running as jobs: those that a job can wait for."""
     here = {item.exp_id for item in planned}
     parents = [parent for item in planned for parent in references.parent_ids(item.exp) if parent not in here]
-    tracked = track(runs, list(dict.fromkeys(parents)))[0] if parents else {}
+    tracked = track(RunStore(runs), list(dict.fromkeys(parents)))[0] if parents else {}
     return {exp_id for exp_id, job in tracked.items() if job.is_alive}
 
 
@@ -82,13 +83,14 @@ def run(request: Request, target: Resources, option: str = "run") -> None:
                 [item.exp_id for item in request.planned if item.exp_id in request.chosen],
                 all_or_none=True,
             )
-        rows = {row.exp_id: row for row in status.table(request.runs, [item.exp_id for item in request.planned], ACT)}
+        store = RunStore(request.runs)
+        rows = {row.exp_id: row for row in status.table(store, [item.exp_id for item in request.planned], ACT)}
         todo = _choose(request, rows, option)
         if not todo:
             log.info("nothing to submit")
             return
-        new = [path for item in todo if not (path := request.runs.resolve() / item.exp_id).exists()]
-        jobs = _build_jobs(request, target, todo, option)
+        new = [run for item in todo if not (run := store[item.exp_id]).path.exists()]
+        jobs = _build_jobs(request, target, store, rows, todo, option)
         ids = _submit(request, target, jobs, new)
     target.launcher.wait_for(ids)
 
@@ -128,25 +130,32 @@ def _needs_job(request: Request, row: Row, option: str) -> bool:
     return False
 
 
-def _build_jobs(request: Request, target: Resources, todo: Sequence[Planned], option: str) -> list[Job]:
+def _build_jobs(
+    request: Request,
+    target: Resources,
+    store: RunStore,
+    rows: Mapping[str, Row],
+    todo: Sequence[Planned],
+    option: str,
+) -> list[Job]:
     """Prepare the save directories of `todo`; their jobs. Nothing is queued yet."""
-    after_jobs = _jobs_to_await(request, target, todo)
+    after_jobs = _jobs_to_await(target, store, rows, todo)
     overrides = {item.exp_id: target.config_for(item.exp) for item in todo}
     code = snapshot.take(request.root, request.runs.resolve() / SNAPSHOTS, (request.runs, *request.leave_out))
     runs = request.runs.resolve()
     with files.defer_sync(runs):
         for item in todo:
-            place = runs / item.exp_id
-            if item.exp_id in request.chosen and (request.reset or option == "reset") and place.exists():
-                run_dir.start_over(place)
-            metadata.prepare(place, item.exp, item.groups)
+            run = store[item.exp_id]
+            if item.exp_id in request.chosen and (request.reset or option == "reset") and run.path.exists():
+                run_dir.start_over(run.path)
+            run.write_exp(item.exp, item.groups)
     return [
         Job(
             item.exp_id,
             tuple(request.command(item.exp_id)),
             code,
             runs / item.exp_id,
-            runs / status.LOGS,
+            runs / LOGS,
             request.python_binary,
             tuple(references.parent_ids(item.exp)),
             after_jobs[item.exp_id],
@@ -156,7 +165,9 @@ def _build_jobs(request: Request, target: Resources, todo: Sequence[Planned], op
     ]
 
 
-def _jobs_to_await(request: Request, target: Resources, todo: Sequence[Planned]) -> dict[str, tuple[str, ...]]:
+def _jobs_to_await(
+    target: Resources, store: RunStore, rows: Mapping[str, Row], todo: Sequence[Planned]
+) -> dict[str, tuple[str, ...]]:
     """Jobs of earlier submissions that each experiment must wait for.
 
     Raises:
@@ -164,8 +175,9 @@ def _jobs_to_await(request: Request, target: Resources, todo: Sequence[Planned])
     """
     here = {item.exp_id for item in todo}
     outside = list(dict.fromkeys(p for item in todo for p in references.parent_ids(item.exp) if p not in here))
-    rows = {row.exp_id: row for row in status.table(request.runs, outside, ACT)}
-    tracked = track(request.runs, outside)[0] if outside else {}
+    others = status.table(store, [parent for parent in outside if parent not in rows], ACT)
+    rows = {**rows, **{row.exp_id: row for row in others}}
+    tracked = track(store, [parent for parent in outside if rows[parent].state in ALIVE])[0]
     waits_by_id, wrong = {}, []
     for item in todo:
         waits = []
@@ -194,7 +206,7 @@ def _jobs_to_await(request: Request, target: Resources, todo: Sequence[Planned])
     return waits_by_id
 
 
-def _submit(request: Request, target: Resources, jobs: Sequence[Job], new: Sequence[Path]) -> list[str]:
+def _submit(request: Request, target: Resources, jobs: Sequence[Job], new: Sequence[SavedRun]) -> list[str]:
     """Record the intent, submit the jobs, record their ids.
     new: save directories to remove again if their jobs are refused."""
     resolved = registry.resolved_dict(target.launcher, key="launcher")
@@ -206,8 +218,8 @@ def _submit(request: Request, target: Resources, jobs: Sequence[Job], new: Seque
         # A launcher that refuses leaves nothing queued. If it has, reconciling finds it.
         with contextlib.suppress(LaunchError, RunError):
             if submission.name not in [each.folder.name for each in submissions.reconcile(request.runs)]:
-                for path in new:
-                    metadata.undo_prepare(path)
+                for run in new:
+                    run.remove_unused()
         raise
     submissions.note(submission, {job.exp_id: job_id for job, job_id in zip(jobs, ids, strict=True)}, complete=True)
     log.info("submitted as %s: %d", submission.name, len(ids))
@@ -232,7 +244,7 @@ def throttle(runs: Path, exp_ids: Sequence[str], max_running: int) -> None:
     Raises:
         LaunchError: none is queued, a launcher cannot, or a scheduler does not answer or refuses.
     """
-    tracked, wrong = track(runs, exp_ids)
+    tracked, wrong = track(RunStore(runs), exp_ids)
     queued = [
         (job.launcher, job.job_id)
         for job in tracked.values()
@@ -251,18 +263,21 @@ def throttle(runs: Path, exp_ids: Sequence[str], max_running: int) -> None:
 
 def _kill(runs: Path, exp_ids: Sequence[str], all_or_none: bool = False) -> None:
     """Kill all jobs with a known state, then raise for the rest. all_or_none: raise first."""
-    tracked, wrong = track(runs, exp_ids)
+    store = RunStore(runs)
+    tracked, wrong = track(store, exp_ids)
     alive = {exp_id: job for exp_id, job in tracked.items() if job.is_alive}
     for exp_id in exp_ids:
         job = tracked.get(exp_id)
         if exp_id in alive or exp_id in wrong:
             continue
-        if job and job.seen and job.is_unknown and not _is_done(runs / exp_id):
+        state = store[exp_id].state_or_damage
+        if job and job.seen and job.is_unknown and state != "done":
             wrong[exp_id] = (
                 f"{exp_id}: the state of job {job.job_id} is unknown, so it is not killed: {job.seen.reason}"
             )
         else:
-            log.info("%s: %s", exp_id, _why_no_job(runs / exp_id))
+            by_hand = "runs, but not as a job: stop it where it was started"
+            log.info("%s: %s", exp_id, by_hand if state == "running" else "has no job to kill")
     if wrong and all_or_none:
         raise LaunchError("\n".join([*dict.fromkeys(wrong.values()), "Nothing was killed or started over."]))
     launchers = tracking.group_by_scheduler((job.launcher, job.job_id) for job in alive.values() if job.launcher)
@@ -273,20 +288,6 @@ def _kill(runs: Path, exp_ids: Sequence[str], all_or_none: bool = False) -> None
         log.info("killed: %d", len(alive))
     if wrong:
         raise LaunchError("\n".join(dict.fromkeys(wrong.values())))
-
-
-def _is_done(run: Path) -> bool:
-    with contextlib.suppress(RunError):
-        return metadata.state_of(run) == "done"
-    return False
-
-
-def _why_no_job(run: Path) -> str:
-    """Why there is nothing to kill."""
-    with contextlib.suppress(RunError):
-        if metadata.state_of(run) == "running":
-            return "runs, but not as a job: stop it where it was started"
-    return "has no job to kill"
 
 
 def _wait_until_gone(launchers: Sequence[tuple[LauncherConfig, list[str]]]) -> None:

@@ -10,7 +10,7 @@ from pydantic import AfterValidator, Field, model_validator
 
 from src.experiments.config import Config
 from src.launch.job import QUEUE_STOPPED, Job
-from src.runs.metadata import STATUS
+from src.runs.store import STATUS
 
 STOPPED = 75
 """Exit code of a job that stopped gracefully and continues when it is started again: EX_TEMPFAIL of sysexits.h."""

@@ -9,6 +9,7 @@ from src.errors import RunError
 from src.files import reading
 from src.launch import status
 from src.launch.tracking import ALIVE
+from src.runs.store import RunStore, SavedRun
 
 LINES = 20
 POLL_SECONDS = 0.5
@@ -32,14 +33,14 @@ def follow(
     for exp_id in exp_ids:
         for path in _log_files(runs, exp_id):
             places[path] = _size(path)
-            yield from (heads[exp_id] + line for line in status.tail(path, lines, places[path]).splitlines())
+            yield from (heads[exp_id] + line for line in tail(path, lines, places[path]).splitlines())
     queried = float("-inf")
     rows: list[status.Row] = []
     alive: set[str] = set()
     ended = False
     while True:
         if time.monotonic() - queried >= STATES_SECONDS:
-            rows = status.table(runs, exp_ids)
+            rows = status.table(RunStore(runs), exp_ids)
             # A scheduler that does not answer has ended nothing.
             doubtful = {row.exp_id for row in rows if row.doubt or row.state == "unknown"}
             alive = {row.exp_id for row in rows if row.state in ALIVE} | (alive & doubtful)
@@ -61,9 +62,26 @@ def follow(
             )
 
 
+def tail(log: Path, lines: int, end: int | None = None) -> str:
+    """The last `lines` lines of a file, or of its first `end` bytes, without reading all of it; "" if missing."""
+    piece = 64 * 1024
+    try:
+        with reading(log), open(log, "rb") as file:
+            size = min(file.seek(0, 2), end) if end is not None else file.seek(0, 2)
+            while True:
+                file.seek(max(0, size - piece))
+                data = file.read(min(piece, size))
+                if piece >= size or data.count(b"\n") > lines:
+                    break
+                piece *= 8
+    except (OSError, RunError):
+        return ""
+    return "\n".join(data.decode("utf-8", errors="replace").splitlines()[-lines:]) if lines > 0 else ""
+
+
 def _log_files(runs: Path, exp_id: str) -> list[Path]:
     """The output files of the job, or the log of the training if they do not exist."""
-    *printed, logged = status.logs_of(runs, exp_id)
+    *printed, logged = SavedRun(runs / exp_id).logs
     return [path for path in printed if path.exists()] or [logged]
 
 

@@ -8,10 +8,9 @@ from typing import Any
 
 from src.errors import ConfigError
 from src.experiments import expressions
-from src.experiments.config import Problems, describe_value, join, shorten, top_level, unknown, unknown_text
+from src.experiments.config import Problems, describe_value, flatten, join, shorten, top_level, unknown, unknown_text
 from src.files import ROOT
 from src.launch.job import LauncherConfig, bind_launcher
-from src.runs.metadata import flatten
 
 ENV_PATH = "ENV_PATH"
 """Environment variable: the folder of the Python environment of the jobs."""

@@ -12,17 +12,17 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal
 
-from src.errors import ConfigError, RunError, UserError
+from src.errors import ConfigError, UserError
 from src.experiments.config import unknown
 from src.files import reading
 from src.launch import submissions
 from src.launch.arguments import STATES
 from src.launch.tracking import LOOK, Question, TrackedJob, track
-from src.runs import events, lease, metadata, parents, scores
+from src.runs import events, lease, parents
+from src.runs.store import EXP_DICT, RunStore, SavedRun, expand_run
 from src.support.command_line import aligned_lines
 from src.support.read_cache import ReadCache
 
-LOGS = "logs"
 _ID = re.compile(r"[0-9a-f]{32}")
 State = Literal["never", "queued", "running", "done", "failed", "stopped", "lost", "unknown"]
 
@@ -63,7 +63,7 @@ def select_runs(path: Path, group: str | None = None) -> tuple[Path, list[str]]:
         ConfigError: no such folder, no run in it, or none of `group`.
         RunError: the folder cannot be read, or several ids have this prefix.
     """
-    path = metadata.expand_run(path).resolve()
+    path = expand_run(path).resolve()
     if not path.is_dir():
         raise ConfigError(f"{path}: no such folder. Expected one of save directories, or one save directory.")
     if _ID.fullmatch(path.name):
@@ -77,14 +77,16 @@ def select_runs(path: Path, group: str | None = None) -> tuple[Path, list[str]]:
             )
     if group is None:
         return runs, names
-    groups = {name: metadata.read_groups(runs / name) for name in names}
+    groups = {name: SavedRun(runs / name).groups for name in names}
     selected = [name for name in names if group in groups[name]]
     if not selected:
         raise unknown("group", group, set().union(*groups.values()), "-e")
     return runs, selected
 
 
-def table(runs: Path, exp_ids: Sequence[str], question: Question = LOOK, saved: RowCache | None = None) -> list[Row]:
+def table(
+    store: RunStore, exp_ids: Sequence[str], question: Question = LOOK, saved: RowCache | None = None
+) -> list[Row]:
     """One row for each experiment, in the same order. A damaged one is "unknown", with the reason; it never raises.
 
     saved: rows of ended experiments to reuse.
@@ -93,31 +95,32 @@ def table(runs: Path, exp_ids: Sequence[str], question: Question = LOOK, saved: 
     for the rest. Interrupted submissions are reconciled first, unless another process is submitting.
     """
     began = time.monotonic()
-    trouble = _reconcile(runs, question)
+    trouble = _reconcile(store.folder, question)
     remaining = question.seconds and max(min(0.5, question.seconds), question.seconds - (time.monotonic() - began))
     valid, marks = saved.read([exp_id for exp_id in exp_ids if exp_id not in trouble]) if saved else ({}, {})
     unread = [exp_id for exp_id in exp_ids if exp_id not in valid]
-    settled = {exp_id for exp_id in unread if _is_settled(runs / exp_id)}
+    settled = {exp_id for exp_id in unread if _is_settled(store[exp_id])}
     requeueable = [exp_id for exp_id, (row, _) in valid.items() if row.job_id and row.state != "done"]
-    tracked, wrong = track(runs, unread + requeueable, replace(question, seconds=remaining), settled)
+    tracked, wrong = track(store, unread + requeueable, replace(question, seconds=remaining), settled)
     rows = {exp_id: row for exp_id, (row, _) in valid.items()}
     unread += [exp_id for exp_id in requeueable if exp_id in wrong or tracked.get(exp_id) != valid[exp_id][1]]
     for exp_id in unread:
         job = tracked.get(exp_id)
-        row = rows[exp_id] = _row(runs, exp_id, job, wrong.get(exp_id) or trouble.get(exp_id) or "")
+        run = store[exp_id]
+        row = rows[exp_id] = _row(store, run, job, wrong.get(exp_id) or trouble.get(exp_id) or "")
         if (
             saved
             and not row.doubt
-            and (row.state == "done" or (row.state in ("failed", "stopped") and not _has_parents(runs / exp_id)))
+            and (row.state == "done" or (row.state in ("failed", "stopped") and not _has_parents(run)))
         ):
             saved.save(exp_id, marks, (row, job))
     return [rows[exp_id] for exp_id in exp_ids]
 
 
-def _has_parents(run: Path) -> bool:
+def _has_parents(run: SavedRun) -> bool:
     """Whether the reason of a failure can change with the state of another run."""
     try:
-        return bool(parents.parent_ids(metadata.read_exp_dict(run)))
+        return bool(parents.parent_ids(run.exp))
     except UserError:
         return True
 
@@ -141,88 +144,75 @@ def _reconcile(runs: Path, question: Question) -> dict[str, str]:
     return trouble
 
 
-def _is_settled(run: Path) -> bool:
+def _is_settled(run: SavedRun) -> bool:
     """Whether no scheduler must be queried: the run is done, or a living process of this machine trains it."""
     with contextlib.suppress(UserError):
-        state = metadata.read_status(run)["state"]
-        return state == "done" or (state == "running" and lease.holder_is_dead(run) is False)
+        state = run.status["state"]
+        return state == "done" or (state == "running" and run.holder.is_dead is False)
     return False
 
 
-def _row(runs: Path, exp_id: str, tracked: TrackedJob | None, doubt: str) -> Row:
-    """The row of one experiment.
-    Its save directory is read after the scheduler was queried, so that no end is missed."""
-    run = runs / exp_id
-    status: dict[str, Any] = {}
-    beat = lease.heartbeat_seconds(run)
+def _row(store: RunStore, run: SavedRun, tracked: TrackedJob | None, doubt: str) -> Row:
+    """The row of one experiment."""
     scheduled = tracked.seen if tracked else None
     if scheduled and scheduled.state == "unknown":
         doubt = scheduled.reason or f"the scheduler says {scheduled.word}"
     try:
-        status = metadata.read_status(run)
-        local_state = metadata.state_of(run, status)
+        state, reason = _resolve_state(run, tracked, doubt)
+        seconds = _elapsed_seconds(run.status, state)
     except UserError as error:
         doubt = doubt or str(error)
-        state, reason = "unknown", doubt
-    else:
-        state, reason = _resolve_state(run, local_state, status, tracked, beat, doubt)
-    exp, complaint = _try_read(lambda: metadata.read_exp_dict(run), {})
+        state, reason, seconds = "unknown", doubt, None
+    exp, complaint = _try_read(lambda: run.exp, {})
     with contextlib.suppress(PermissionError):  # of an unreadable directory
-        complaint = complaint if (run / metadata.EXP_DICT).exists() else ""
-    last, more = _try_read(lambda: scores.last_row(run / scores.SCORES) or {}, {})
+        complaint = complaint if (run.path / EXP_DICT).exists() else ""
+    last, more = _try_read(lambda: run.last_row, {})
     if (
         state in ("failed", "stopped", "lost", "queued")
-        and (parent := _failed_parents(runs, exp))
+        and (parent := _failed_parents(store, exp))
         and parent not in reason
     ):
         reason = f"{reason}; {parent}" if reason else parent
-    starts = _try_read(lambda: metadata.attempts(run), 0)[0]
-    event, damaged = (
-        _try_read(lambda: events.latest_problem(run, starts), None) if state not in ("done", "never") else (None, "")
-    )
+    starts = _try_read(lambda: run.attempts, 0)[0]
+    event, damaged = None, ""
+    if state not in ("done", "never"):
+        event, damaged = _try_read(lambda: events.latest_problem(run.path, starts), None)
     notes = [text for text in (reason, events.describe(event) if event else "", complaint, more, damaged) if text]
-    loop = exp.get("loop") if isinstance(exp.get("loop"), dict) else {}
-    groups = metadata.read_groups(run)
+    loop = exp.get("loop")
+    steps = loop.get("steps") if isinstance(loop, dict) else None
     return Row(
-        exp_id,
-        groups[0] if groups else "",
+        run.name,
+        run.groups[0] if run.groups else "",
         "unknown" if complaint and state not in ("done", "queued", "running") else state,
         "; ".join(dict.fromkeys(notes)),
-        (scheduled.node if scheduled else "") or (lease.holder_host(run) if state in ("running", "lost") else ""),
-        scheduled.seconds if scheduled and scheduled.seconds is not None else _elapsed_seconds(status, state),
+        (scheduled.node if scheduled else "") or (run.holder.host if state in ("running", "lost") else ""),
+        scheduled.seconds if scheduled and scheduled.seconds is not None else seconds,
         starts,
         last.get("step"),
-        loop.get("steps") if isinstance(loop, dict) and type(loop.get("steps")) is int else None,
+        steps if type(steps) is int else None,
         next((last[name] for name in ("train_loss", "loss") if isinstance(last.get(name), int | float)), None),
-        beat,
+        run.holder.seconds,
         tracked.job_id if tracked else None,
-        next((path for path in logs_of(runs, exp_id) if os.path.exists(path)), None),
+        next((path for path in run.logs if os.path.exists(path)), None),
         doubt if state not in ("done", "running") or doubt in reason else "",
     )
 
 
-def _resolve_state(
-    run: Path,
-    local_state: str,
-    status: Mapping[str, Any],
-    tracked: TrackedJob | None,
-    beat: float | None,
-    doubt: str = "",
-) -> tuple[State, str]:
+def _resolve_state(run: SavedRun, tracked: TrackedJob | None, doubt: str = "") -> tuple[State, str]:
     """State and reason: "done" if the save directory says so; else the state from the scheduler; else the directory's.
 
-    own: `metadata.state_of` the save directory. beat: `lease.heartbeat_seconds`. doubt: why the scheduler could not be
-    queried.
+    doubt: why the scheduler could not be queried. Raises RunError if status.json is damaged.
     """
-    message = str(status.get("reason") or "")
+    local_state, holder = run.state, run.holder
+    message = str(run.status.get("reason") or "")
     if local_state == "lost":
-        message = lease.lost_contact(run) or message
+        message = holder.lost_contact or message
     if local_state == "done":
         return "done", ""
-    if local_state == "running" and lease.holder_is_dead(run) is False:
+    if local_state == "running" and holder.is_dead is False:
         # Whatever happened to the job: a process on this machine trains it now.
         return "running", ""
-    beats = local_state == "running" and beat is not None and beat < lease.SILENT_SECONDS
+    beats = local_state == "running" and holder.seconds is not None and holder.seconds < lease.SILENT_SECONDS
     if doubt:
         # The state in the save directory counts, unless the job can have started or ended since without an update.
         has_known_state = tracked is not None and (beats or local_state in ("failed", "stopped"))
@@ -235,7 +225,7 @@ def _resolve_state(
             return "running", f"job {tracked.job_id} is unknown to the scheduler, but its heartbeat is recent"
         if local_state == "new":
             return "lost", f"submitted as job {tracked.job_id}, which the scheduler no longer knows"
-        gone = lease.lost_contact(run) or "its process is gone"
+        gone = holder.lost_contact or "its process is gone"
         return "lost", f"job {tracked.job_id} is no longer known to the scheduler, and {gone}"
     if scheduled.state == "completed":
         return (
@@ -259,12 +249,12 @@ def _try_read(read: Callable[[], Any], default: Any) -> tuple[Any, str]:
         return default, str(error)
 
 
-def _failed_parents(runs: Path, exp: Mapping[str, Any]) -> str:
+def _failed_parents(store: RunStore, exp: Mapping[str, Any]) -> str:
     """The failed and lost parents, for a message; "" without any."""
     failed = []
     for parent in parents.parent_ids(dict(exp)):
         with contextlib.suppress(UserError):
-            if (state := metadata.state_of(runs / parent)) in ("failed", "lost"):
+            if (state := store[parent].state) in ("failed", "lost"):
                 failed.append(f"its parent {parent} {'has failed' if state == 'failed' else 'is lost'}")
     return ", ".join(failed)
 
@@ -276,29 +266,6 @@ def _elapsed_seconds(status: Mapping[str, Any], state: str) -> float | None:
         end = time.time() if state == "running" else datetime.fromisoformat(status["updated"]).timestamp()
         return max(0.0, end - start)
     return None
-
-
-def logs_of(runs: Path, exp_id: str) -> list[Path]:
-    """The output files of an experiment's jobs, stderr first, and the log of its training."""
-    folder = runs / LOGS
-    return [folder / f"{exp_id}.err.log", folder / f"{exp_id}.out.log", runs / exp_id / "logs" / "train.log"]
-
-
-def tail(log: Path, lines: int, end: int | None = None) -> str:
-    """The last `lines` lines of a file, or of its first `end` bytes, without reading all of it; "" if missing."""
-    piece = 64 * 1024
-    try:
-        with reading(log), open(log, "rb") as file:
-            size = min(file.seek(0, 2), end) if end is not None else file.seek(0, 2)
-            while True:
-                file.seek(max(0, size - piece))
-                data = file.read(min(piece, size))
-                if piece >= size or data.count(b"\n") > lines:
-                    break
-                piece *= 8
-    except (OSError, RunError):
-        return ""
-    return "\n".join(data.decode("utf-8", errors="replace").splitlines()[-lines:]) if lines > 0 else ""
 
 
 def format_table(rows: Iterable[Row], differences: Mapping[str, str] | None = None) -> list[str]:

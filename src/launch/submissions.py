@@ -18,14 +18,12 @@ from src.errors import ConfigError, LaunchError, RunError
 from src.files import defer_sync, read_json, reading, write_json, writing
 from src.launch import resources
 from src.launch.job import LauncherConfig, ask
-from src.runs import metadata
+from src.runs.store import SavedRun
 
 FOLDER = "submissions"
 INTENT = "submission.json"
 JOBS = "jobs.json"
 """{"jobs": {exp_id: job id}, "complete": bool}: the ids noted so far, and whether they are all."""
-NOTHING: tuple[dict[str, Any], bool] = ({}, False)
-"""The content of an absent `JOBS`."""
 LOCK_SECONDS = 600.0
 """How long to wait for another submission to the same runs folder."""
 
@@ -172,7 +170,7 @@ def note(submission: Submission, jobs: Mapping[str, str], complete: bool = False
     Raises:
         RunError: the disk refuses.
     """
-    before = (_read_noted_jobs(submission.folder) or NOTHING)[0]
+    before = _read_noted_jobs(submission.folder)[0] or {}
     write_json(submission.folder / JOBS, {"jobs": {**before, **jobs}, "complete": complete})
     _note_in_runs(submission, {exp_id: job_id for exp_id, job_id in jobs.items() if before.get(exp_id) != job_id})
 
@@ -181,7 +179,7 @@ def _note_in_runs(submission: Submission, jobs: Mapping[str, str]) -> None:
     runs = submission.folder.parent.parent
     with defer_sync(runs):
         for exp_id, job_id in jobs.items():
-            metadata.write_job(runs / exp_id, job_id, submission.commands.get(exp_id, ""), submission.name)
+            SavedRun(runs / exp_id).write_job(job_id, submission.commands.get(exp_id, ""), submission.name)
 
 
 def interrupted_names(runs: Path) -> list[str]:
@@ -190,7 +188,7 @@ def interrupted_names(runs: Path) -> list[str]:
     Raises:
         RunError: the folder cannot be read.
     """
-    return [name for name in _submission_names(runs) if not (_read_noted_jobs(runs / FOLDER / name) or NOTHING)[1]]
+    return [name for name in _submission_names(runs) if not _read_noted_jobs(runs / FOLDER / name)[1]]
 
 
 def _submission_names(runs: Path) -> list[str]:
@@ -257,7 +255,7 @@ def _reconcile_one(runs: Path, submission: Submission, seconds: float | None) ->
     log.info(
         "%s: was interrupted; %d of its %d jobs are there", submission.name, len(result), len(submission.experiments)
     )
-    before = _read_noted_jobs(submission.folder)
+    before, _ = _read_noted_jobs(submission.folder)
     if before is None:  # damaged: if an experiment was submitted again since, the later job counts
         result = {
             exp_id: job_id for exp_id, job_id in result.items() if _submission_of(runs / exp_id) <= submission.name
@@ -277,7 +275,7 @@ def _in_doubt() -> Iterator[None]:
 
 def _submission_of(run: Path) -> str:
     with contextlib.suppress(RunError):
-        return (metadata.read_job(run) or {"submission": ""})["submission"]
+        return (SavedRun(run).job or {"submission": ""})["submission"]
     return ""
 
 
@@ -289,17 +287,15 @@ def last_jobs(runs: Path, exp_ids: Collection[str]) -> dict[str, tuple[str, str]
     """
     result: dict[str, tuple[str, str]] = {}
     for name in _submission_names(runs):
-        jobs = (_read_noted_jobs(runs / FOLDER / name) or NOTHING)[0]
+        jobs = _read_noted_jobs(runs / FOLDER / name)[0] or {}
         result |= {exp_id: (jobs[exp_id], name) for exp_id in exp_ids if isinstance(jobs.get(exp_id), str)}
     return result
 
 
-def _read_noted_jobs(folder: Path) -> tuple[dict[str, Any], bool] | None:
-    """The noted job ids, and whether they are all. None: the file is damaged, so the launcher must be queried again."""
-    if not (folder / JOBS).exists():
-        return NOTHING
+def _read_noted_jobs(folder: Path) -> tuple[dict[str, Any] | None, bool]:
+    """The noted job ids, and whether they are all. None: the file is damaged, so the launcher must be asked again."""
     try:
-        result = read_json(folder / JOBS, RunError)
+        result = read_json(folder / JOBS, RunError, {"jobs": {}, "complete": False})
         return dict(result["jobs"]), result["complete"] is True
     except (RunError, KeyError, TypeError, ValueError):
-        return None
+        return None, False

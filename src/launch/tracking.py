@@ -10,7 +10,7 @@ from typing import Any
 from src.errors import LaunchError, UserError
 from src.launch import submissions
 from src.launch.job import LauncherConfig, SchedulerState, ask
-from src.runs import metadata
+from src.runs.store import RunStore
 
 ALIVE = ("queued", "running")
 
@@ -55,48 +55,54 @@ class TrackedJob:
 
 
 def track(
-    runs: Path, exp_ids: Sequence[str], question: Question = ACT, settled: Collection[str] = ()
+    store: RunStore, exp_ids: Sequence[str], question: Question = ACT, settled: Collection[str] = ()
 ) -> tuple[dict[str, TrackedJob], dict[str, str]]:
     """The jobs of these experiments and what went wrong, by experiment. All jobs of a scheduler are asked for at once.
 
     A job that its save directory does not name, such as a removed one, counts only while it is queued or running, or
     may be.
 
-    settled: experiments whose state is known without a scheduler, which is not asked for their jobs.
+    settled: experiments whose state is known without a scheduler, which is not asked for their jobs. Of the others
+    that have a job, what `store` has read is forgotten: an end that the scheduler knows of is not missed.
     """
     noted: dict[str, dict[str, str]] = {}
     wrong: dict[str, str] = {}
     for exp_id in exp_ids:
         try:
-            if (job := metadata.read_job(runs / exp_id)) is not None:
+            if (job := store[exp_id].job) is not None:
                 noted[exp_id] = job
         except UserError as error:
             wrong[exp_id] = str(error)
     elsewhere = submissions.last_jobs(
-        runs, [exp_id for exp_id in exp_ids if exp_id not in noted and exp_id not in settled]
+        store.folder, [exp_id for exp_id in exp_ids if exp_id not in noted and exp_id not in settled]
     )
     noted |= {exp_id: {"job_id": job_id, "submission": name} for exp_id, (job_id, name) in elsewhere.items()}
     open_ids = [exp_id for exp_id in noted if exp_id not in settled]
-    launchers: dict[str, LauncherConfig] = {}
-    refused: dict[str, str] = {}
-    for name in dict.fromkeys(noted[exp_id]["submission"] for exp_id in open_ids if noted[exp_id]["submission"]):
-        try:
-            launchers[name] = submissions.read(runs, name).load_launcher()
-        except UserError as error:
-            refused[name] = str(error)
+    launchers: dict[str, LauncherConfig | UserError] = {}
+    known: dict[str, LauncherConfig] = {}
     for exp_id in open_ids:
-        if (name := noted[exp_id]["submission"]) in refused:
-            wrong[exp_id] = f"job {noted[exp_id]['job_id']}: {refused[name]}"
-    known = {exp_id: launchers[name] for exp_id in open_ids if (name := noted[exp_id]["submission"]) in launchers}
+        if not (name := noted[exp_id]["submission"]):
+            continue
+        if name not in launchers:
+            try:
+                launchers[name] = submissions.read(store.folder, name).load_launcher()
+            except UserError as error:
+                launchers[name] = error
+        if isinstance(found := launchers[name], UserError):
+            wrong[exp_id] = f"job {noted[exp_id]['job_id']}: {found}"
+        else:
+            known[exp_id] = found
     groups = group_by_scheduler((launcher, exp_id) for exp_id, launcher in known.items())
     asked = [(launcher, [noted[exp_id]["job_id"] for exp_id in ids]) for launcher, ids in groups]
     seen: dict[str, SchedulerState] = {}
-    for (_, ids), answer in zip(groups, _ask_states(runs, asked, question), strict=True):
+    for (_, ids), answer in zip(groups, _ask_states(store.folder, asked, question), strict=True):
         for exp_id in ids:
             if isinstance(answer, LaunchError):
                 wrong[exp_id] = str(answer)
             elif (state := answer.get(noted[exp_id]["job_id"])) is not None:
                 seen[exp_id] = state
+    for exp_id in open_ids:
+        store.pop(exp_id, None)
     tracked = {
         exp_id: TrackedJob(job["job_id"], job["submission"], known.get(exp_id), seen.get(exp_id))
         for exp_id, job in noted.items()

@@ -27,7 +27,7 @@ from src.files import new_directory, read_json, write_json
 from src.models import lora, tokenizer
 from src.models.load import PLACES, checkpoint_folder
 from src.models.trained_model import from_checkpoint
-from src.runs.metadata import expand_run
+from src.runs.store import expand_run
 from src.support.command_line import make_parser, run_command
 
 log = logging.getLogger(__name__)

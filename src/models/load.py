@@ -16,7 +16,7 @@ from src.models import lora, tokenizer
 from src.models.hf import BITSANDBYTES
 from src.models.trained_model import from_checkpoint
 from src.runs.checkpoints import folder as checkpoints
-from src.runs.metadata import expand_run
+from src.runs.store import expand_run
 
 PLACES = Places(ROOT / "results" / "data", ROOT / "results" / "runs")
 """Default folders of prepared data and of the runs of parents."""

@@ -12,6 +12,7 @@ from src.experiments.config import Places, Problems, join
 from src.experiments.interfaces import Architecture, ModelConfig
 from src.experiments.registry import MODELS, bind
 from src.files import read_json
+from src.support.call_once import call_once
 
 if TYPE_CHECKING:
     from torch import nn
@@ -66,12 +67,12 @@ class Config(ModelConfig):
     def _checkpoint_folder(self, places: Places) -> Path | None:
         """The folder that `build` loads; None where the parent is not trained yet."""
         from src.runs.checkpoints import folder as checkpoints
-        from src.runs.metadata import read_status
+        from src.runs.store import SavedRun
 
-        run = places.runs / self.exp_id
+        run = SavedRun(places.runs / self.exp_id)
         if self.checkpoint == "best":
-            return checkpoints.best(run)
-        return checkpoints.last(run) if read_status(run)["state"] == "done" else None
+            return checkpoints.best(run.path)
+        return checkpoints.last(run) if run.status["state"] == "done" else None
 
     def check(self, places: Places) -> None:
         self.parent(places)
@@ -96,6 +97,9 @@ class Config(ModelConfig):
 
     def parent(self, places: Places) -> ModelConfig:
         """The model part of the parent's dict, from its save directory or else from exp_configs.py."""
+        return call_once(self._read_parent, places)
+
+    def _read_parent(self, places: Places) -> ModelConfig:
         written = places.runs / self.exp_id / "exp_dict.json"
         raw = read_json(written, ConfigError) if written.is_file() else places.experiments.get(self.exp_id)
         if raw is None:

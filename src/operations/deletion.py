@@ -17,12 +17,10 @@ from src.launch import tracking
 from src.runs.checkpoints import folder as checkpoints
 from src.runs.checkpoints import pins, retention
 from src.runs.lease import Lease
-from src.runs.metadata import EXP_DICT, JOB, STATUS, is_foreign, read_exp_dict, read_status
 from src.runs.parents import parent_ids
-from src.runs.run_dir import DELETED
 from src.runs.scores import SCORES
+from src.runs.store import DELETED, EXP_DICT, JOB, LOGS, STATUS, RunStore, SavedRun
 
-LOGS = "logs"
 _AGES = (STATUS, SCORES, EXP_DICT)
 _LEFTOVER = re.compile(r"\.[0-9a-f]{32,128}\.[0-9a-f]{8}\.old")
 """Names of runs after an interrupted deletion."""
@@ -79,7 +77,7 @@ def plan(runs: Path, chosen: Sequence[Path], before: float) -> Deletion:
 def _reason_to_stay(run: Path) -> str:
     if run.is_symlink():
         return f"it is a link to {os.readlink(run)}. Delete both by hand."
-    if is_foreign(run):
+    if SavedRun(run).is_foreign:
         return "another program made this directory. Delete it by hand."
     if holder := retention.describe_holder(run):
         return f"{holder}."
@@ -90,8 +88,8 @@ def _reason_to_stay(run: Path) -> str:
 
 def _exclude_queued(runs: Path, deletion: Deletion) -> None:
     """Exclude runs with a queued or running job, or with a scheduler that cannot be queried."""
-    with_job = [run.name for run in deletion.runs if (run / JOB).exists() and not _is_done(run)]
-    jobs, problems = tracking.track(runs, with_job)
+    with_job = [run.name for run in deletion.runs if (run / JOB).exists() and SavedRun(run).state_or_damage != "done"]
+    jobs, problems = tracking.track(RunStore(runs), with_job)
     reasons = {name: f"{problem} Until its job is known to have ended, it stays." for name, problem in problems.items()}
     reasons |= {
         name: f"its job {job.job_id} is queued or running."
@@ -100,13 +98,6 @@ def _exclude_queued(runs: Path, deletion: Deletion) -> None:
     }
     deletion.warnings += [f"{run}: stays: {reasons[run.name]}" for run in deletion.runs if run.name in reasons]
     deletion.runs = [run for run in deletion.runs if run.name not in reasons]
-
-
-def _is_done(run: Path) -> bool:
-    try:
-        return read_status(run)["state"] == "done"
-    except UserError:
-        return False
 
 
 def _exclude_ancestors(runs: Path, deletion: Deletion) -> None:
@@ -118,7 +109,8 @@ def _exclude_ancestors(runs: Path, deletion: Deletion) -> None:
     while staying:
         name = staying.pop()
         try:
-            ancestors = parent_ids(read_exp_dict(runs / name)) if not is_foreign(runs / name) else []
+            run = SavedRun(runs / name)
+            ancestors = [] if run.is_foreign else parent_ids(run.exp)
         except UserError as error:
             deletion.warnings.append(
                 f"{error} Its parents are unknown, so no run is deleted. Repair it, or delete it by its id."
@@ -126,8 +118,8 @@ def _exclude_ancestors(runs: Path, deletion: Deletion) -> None:
             deletion.runs = []
             return
         for parent in ancestors:
-            if run := going.pop(parent, None):
-                deletion.warnings.append(f"{run}: stays: {name} starts from it.")
+            if heir := going.pop(parent, None):
+                deletion.warnings.append(f"{heir}: stays: {name} starts from it.")
                 staying.append(parent)
     deletion.runs = list(going.values())
 

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from src.errors import ConfigError, LaunchError, RunError
-from src.files import read_json, reading
+from src.files import reading
 from src.launch import submissions
 from src.launch.job import LauncherConfig, bind_launcher
 from src.runs import environment, lease, ledger
@@ -32,7 +32,7 @@ from src.runs.history import archive, branches, rewind, transaction
 from src.runs.history.archive import Plan
 from src.runs.history.branches import Branch
 from src.runs.lease import Lease
-from src.runs.metadata import ENV, EXP_DICT, read_job
+from src.runs.store import EXP_DICT, SavedRun, expand_run
 from src.support.command_line import make_parser, run_command
 
 RUNS = Path("results/runs")
@@ -56,15 +56,10 @@ def find(name: str, runs: Path) -> Path:
     Raises:
         RunError: there is none, or several.
     """
-    if (Path(name) / EXP_DICT).is_file():
-        return Path(name).resolve()
-    found = [path for path in sorted(runs.glob(f"{name}*")) if (path / EXP_DICT).is_file()] if name.isalnum() else []
-    if len(found) == 1:
-        return found[0].resolve()
-    many = f": {', '.join(path.name for path in found)}. Write more of the id" if found else ""
-    raise RunError(
-        f"{name}: {len(found) or 'no'} experiments in {runs} are called that, and it is no save directory{many}."
-    )
+    found = expand_run(Path(name), runs)
+    if not (found / EXP_DICT).is_file():
+        raise RunError(f"{name}: no experiments in {runs} are called that, and it is no save directory.")
+    return found.resolve()
 
 
 def change(run: Path, decide: "Decide", is_same: "IsSame", dry_run: bool) -> list[str]:
@@ -76,13 +71,12 @@ def change(run: Path, decide: "Decide", is_same: "IsSame", dry_run: bool) -> lis
         UserError: what `decide` raises.
     """
     if dry_run:
-        if lease.holder_is_dead(run) is False:
-            raise RunError(f"{run}: a process on {lease.holder_host(run)} trains it now. Stop it first.")
+        if (holder := lease.holder_of(run)).is_dead is False:
+            raise RunError(f"{run}: a process on {holder.host} trains it now. Stop it first.")
         if began := transaction.describe_unfinished(run):
             return [f"{run}: was interrupted: {began}. Without --dry-run that is finished first."]
         return [f"{run}: would go", *_plan_lines(decide()), "Nothing was changed."]
-    held = Lease.acquire(run)
-    try:
+    with Lease.acquire(run) as held:
         ended = transaction.finish(run)
         said = [f"{run}: finished what was interrupted: {ended['event']} to step {ended.get('step')}"] if ended else []
         if ended and is_same(ended):
@@ -91,8 +85,6 @@ def change(run: Path, decide: "Decide", is_same: "IsSame", dry_run: bool) -> lis
         held.confirm()
         plan.apply()
         return [*said, f"{run}: went", *_plan_lines(plan)]
-    finally:
-        held.release()
 
 
 def _rewind(run: Path, options: argparse.Namespace) -> list[str]:
@@ -187,14 +179,14 @@ def _hold(run: Path, options: argparse.Namespace) -> list[str]:
 
 def _find_job(run: Path) -> tuple[str, LauncherConfig]:
     """The job that was last submitted for `run`, or else the one that last ran it, and its launcher."""
-    job = read_job(run)
+    saved = SavedRun(run)
+    job = saved.job
     if job and job["submission"]:
         return job["job_id"], submissions.read(run.parent, job["submission"]).load_launcher()
     if job:
         job_id = job["job_id"]
     else:
-        env = read_json(run / ENV, RunError, {})
-        job_id = environment.slurm_job((env.get("variables") if isinstance(env, dict) else None) or {})
+        job_id = environment.slurm_job(saved.env.get("variables") or {})
     if not job_id:
         raise LaunchError(f"{run}: no job was submitted for it, and it was not started within one.")
     return job_id, bind_launcher({"launcher": "slurm"})

@@ -23,13 +23,14 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 from src.errors import ConfigError, RunError, UserError
 from src.launch import status as launch_status
+from src.launch.logs import tail
 from src.launch.status import Row
 from src.launch.tracking import ALIVE
-from src.runs import events, heartbeat, lease, metadata
+from src.runs import events, heartbeat, lease
+from src.runs.store import STATUS, RunStore, SavedRun
 from src.support.command_line import make_parser, run_command
 from src.support.parsing import parse_json
 
@@ -87,7 +88,7 @@ class Pace:
 def pace(run: Path, beat: heartbeat.Beat | None) -> Pace:
     """The durations in the newest rows of perf.jsonl; malformed lines are ignored."""
     steps, rows, apart = [], [], []
-    for line in launch_status.tail(run / "perf.jsonl", _ROWS).splitlines():
+    for line in tail(run / "perf.jsonl", _ROWS).splitlines():
         try:
             row = parse_json(line, run / "perf.jsonl", RunError)
             seconds, rate, at = float(row["seconds"]), float(row["steps_per_second"]), int(row["step"])
@@ -110,32 +111,26 @@ def judge(run: Path, row: Row, limits: Limits) -> Verdict:
     if state == "lost":
         state, reason = "dead", reason or "its process is gone, and has not said why"
     elif state == "running":
-        status = metadata.read_status(run)
         beat = heartbeat.read(run)
         state, reason, step = _judge_running(
-            run, row, status, beat if beat and beat.attempt == row.attempts else None, limits
+            SavedRun(run), row, beat if beat and beat.attempt == row.attempts else None, limits
         )
     return Verdict(row.exp_id, state, reason, row.attempts, step)
 
 
-def _judge_running(
-    run: Path, row: Row, status: dict[str, Any], beat: heartbeat.Beat | None, limits: Limits
-) -> tuple[str, str, int | None]:
+def _judge_running(run: SavedRun, row: Row, beat: heartbeat.Beat | None, limits: Limits) -> tuple[str, str, int | None]:
     """(state, reason, last step) of a run that is running by its scheduler or its save directory."""
-    silent = row.heartbeat_seconds
-    dead = lease.holder_is_dead(run)
+    status, silent, dead = run.status, row.heartbeat_seconds, run.holder.is_dead
     if dead is None and silent is not None and silent > SILENT_SECONDS:
-        return "dead", f"no sign of life from {lease.holder_host(run)} for {_format_seconds(silent)}", row.step
+        return "dead", f"no sign of life from {run.holder.host} for {_format_seconds(silent)}", row.step
     if status["state"] != "running" or dead:
         # The job runs but its training does not (again) yet: torchrun restarts it, modules are loaded.
-        waits = min(
-            (seconds for seconds in (row.seconds, _age(run / metadata.STATUS)) if seconds is not None), default=0.0
-        )
+        waits = min((seconds for seconds in (row.seconds, _age(run.path / STATUS)) if seconds is not None), default=0.0)
         if waits > limits.start_seconds:
             return "hung", f"its job runs, and no process of it has trained for {_format_seconds(waits)}", row.step
         return "running", "", row.step
-    measured = pace(run, beat)
-    step, age = status.get("step"), _age(run / metadata.STATUS) or 0.0
+    measured = pace(run.path, beat)
+    step, age = status.get("step"), _age(run.path / STATUS) or 0.0
     if beat is not None and (beat.age_seconds <= age or type(step) is not int or beat.step >= step):
         step, age = beat.step, min(age, beat.age_seconds)
     elif status.get("updated") == status.get("started"):
@@ -178,14 +173,14 @@ def inspect_runs(
 ) -> tuple[list[Verdict], list[tuple[str, events.Event]], list[str]]:
     """Judge each run, scan its logs, and record new events: the verdicts, (id, new event), and errors."""
     verdicts, new, trouble = [], [], []
-    for row in launch_status.table(runs, exp_ids):
+    for row in launch_status.table(RunStore(runs), exp_ids):
         run = runs / row.exp_id
         if row.state == "unknown":
             trouble.append(f"{run}: {row.reason}")
         try:
             verdict = judge(run, row, limits)
             verdicts.append(verdict)
-            logs = launch_status.logs_of(runs, row.exp_id)
+            logs = SavedRun(runs / row.exp_id).logs
             new += [(row.exp_id, event) for event in events.scan(run, logs, row.attempts, ended=row.state not in ALIVE)]
             new += [
                 (row.exp_id, event) for event in [*events.scan_ledger(run, row.attempts), *_note_incident(run, verdict)]

@@ -20,8 +20,9 @@ import threading
 import time
 import uuid
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from src.errors import RunError
 from src.files import reading, write_atomic, writing
@@ -126,6 +127,12 @@ class Lease:
             self._released.set()
         self._thread.join()
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
     def _try_acquire(self, silent: bytes | None) -> bytes | None:
         """Take the lease if it is free, dead, or still the `silent` bytes.
         Else return the bytes of a holder that must be observed.
@@ -173,49 +180,47 @@ class Lease:
             self.lost = True
 
 
-def holder_is_dead(path: Path) -> bool | None:
-    """Whether the save directory `path` has no holder or a dead one; None if that cannot be judged from here."""
+@dataclass(frozen=True)
+class Holder:
+    """Who holds a save directory, from its lease."""
+
+    is_dead: bool | None
+    """Whether there is no holder, or a dead one; None if that cannot be judged from here."""
+    host: str = ""
+    """The machine of its process; "" without a holder, or if the lease is unreadable."""
+    seconds: float | None = None
+    """Since the lease was renewed; None if nobody holds it.
+    For display only: compares the clock of the disk with ours, and is never negative. `is_dead` needs no clock."""
+    beat: bytes = b""
+    """The lease itself: while it changes, its holder is alive."""
+
+    @property
+    def lost_contact(self) -> str:
+        """ "lost contact 49 min ago" for a holder on another machine that was silent for `SILENT_SECONDS`; else "".
+
+        Sufficient to count the run as not running, not to delete anything: `is_dead` decides that.
+        """
+        if self.seconds is None or self.seconds <= SILENT_SECONDS or self.is_dead is not None:
+            return ""
+        minutes = int(self.seconds // 60)
+        days, hours = minutes // 1440, minutes // 60
+        return f"lost contact {f'{days} d' if days > 1 else f'{hours} h' if hours > 1 else f'{minutes} min'} ago"
+
+
+def holder_of(path: Path) -> Holder:
+    """The holder of the save directory `path`."""
+    seconds = None
+    with contextlib.suppress(OSError):
+        seconds = max(0.0, time.time() - os.stat(path / LEASE).st_mtime)
     try:
-        content = _read(path)
+        beat = _read(path)
     except RunError:
-        return None
-    if content is None:
-        return True
-    alive = _alive(_parse(content))
-    return None if alive is None else not alive
-
-
-def heartbeat_seconds(path: Path) -> float | None:
-    """Seconds since the lease of the save directory `path` was renewed; None if nobody holds it.
-
-    For display only: compares the clock of the disk with ours, and is never negative. `holder_is_dead` judges without
-    clocks.
-    """
-    try:
-        return max(0.0, time.time() - (path / LEASE).stat().st_mtime)
-    except OSError:
-        return None
-
-
-def lost_contact(path: Path) -> str:
-    """ "lost contact 49 min ago" for a holder on another machine that was silent for `SILENT_SECONDS`; else "".
-
-    Sufficient to count the run as not running, not to delete anything: `holder_is_dead` decides that.
-    """
-    silent = heartbeat_seconds(path)
-    if silent is None or silent <= SILENT_SECONDS or holder_is_dead(path) is not None:
-        return ""
-    minutes = int(silent // 60)
-    days, hours = minutes // 1440, minutes // 60
-    return f"lost contact {f'{days} d' if days > 1 else f'{hours} h' if hours > 1 else f'{minutes} min'} ago"
-
-
-def holder_host(path: Path) -> str:
-    """The machine of the process that holds the save directory `path`; "" if none does, or the lease is unreadable."""
-    try:
-        return str(_parse(_read(path)).get("host") or "")
-    except RunError:
-        return ""
+        return Holder(None, seconds=seconds)
+    if beat is None:
+        return Holder(True)
+    facts = _parse(beat)
+    alive = _alive(facts)
+    return Holder(None if alive is None else not alive, str(facts.get("host") or ""), seconds, beat)
 
 
 def this_process() -> dict[str, Any]:

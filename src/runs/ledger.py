@@ -13,11 +13,11 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from src.errors import RunError, UserError
-from src.files import ROOT, read_json, reading
+from src.errors import UserError
+from src.files import ROOT, reading
 from src.runs import environment, jsonl_records
 from src.runs.code_version import code_version
-from src.runs.metadata import ENV
+from src.runs.store import SavedRun
 from src.support import distributed
 
 FILE = "ledger.jsonl"
@@ -143,8 +143,7 @@ def last_start(run: Path) -> dict[str, str | None]:
     Raises:
         RunError: env.json is damaged.
     """
-    facts = read_json(run / ENV, RunError, {})
-    facts = facts if isinstance(facts, dict) else {}
+    facts = SavedRun(run).env
     variables = facts.get("variables") or {}
     return {"commit": _commit(facts), "job": environment.slurm_job(variables) or variables.get("EAI_JOB_ID")}
 

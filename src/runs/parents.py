@@ -8,11 +8,9 @@ from src.errors import CheckpointError, UserError
 from src.experiments.config import Places
 from src.files import read_json
 from src.runs.checkpoints import folder as checkpoints
-from src.runs.metadata import state_of
+from src.runs.store import RunStore, SavedRun
 
 Experiment = dict[str, Any]
-Seen = dict[tuple[str, str], str | None]
-"""The problem of each checkpoint (id, "last" or "best") that was checked; None: none."""
 
 
 def parent_ids(exp: Experiment) -> list[str]:
@@ -40,7 +38,7 @@ def fingerprints(exp: Experiment, runs: Path) -> dict[str, str]:
         for parent, which in parent_checkpoints(value):
             key = f"{parent}/{which}"
             if key not in found:
-                folder = _find_checkpoint(runs / parent, which)
+                folder = _find_checkpoint(SavedRun(runs / parent), which)
                 found[key] = checkpoints.fingerprint(folder)
                 visit(read_json(folder / "model.json", CheckpointError))
 
@@ -48,13 +46,13 @@ def fingerprints(exp: Experiment, runs: Path) -> dict[str, str]:
     return found
 
 
-def _find_checkpoint(run: Path, which: str, hashes: bool = True) -> Path:
+def _find_checkpoint(run: SavedRun, which: str, hashes: bool = True) -> Path:
     """The checkpoint "last" or "best" of a finished run. hashes: as of `files.defect`."""
     if which == "last":
         return checkpoints.last(run, hashes)
-    found = checkpoints.best(run, hashes)
+    found = checkpoints.best(run.path, hashes)
     if found is None:
-        raise CheckpointError(f"{run}: has no best checkpoint. Use the last one.")
+        raise CheckpointError(f"{run.path}: has no best checkpoint. Use the last one.")
     return found
 
 
@@ -94,39 +92,45 @@ def order(selected: Mapping[str, Experiment], known: Mapping[str, Experiment], w
     return ordered
 
 
-def missing_parents(exp: Experiment, places: Places, ahead: Container[str] = (), seen: Seen | None = None) -> list[str]:
+def missing_parents(
+    exp: Experiment,
+    places: Places,
+    ahead: Container[str] = (),
+    store: RunStore | None = None,
+) -> list[str]:
     """One message for each parent of `exp` that is not in `ahead` and has no usable checkpoint:
     its id, the problem, and the remedy.
 
     Only sizes of files are compared; `checkpoints.last` and `best` compare hashes when a checkpoint is used.
-    seen: a cache, filled here, so that each parent of many children is checked once. For equal `places` only.
+    store: what is known of `places.runs`: each parent of many children is checked once. For equal `places` only.
     """
-    seen = {} if seen is None else seen
+    store = RunStore(places.runs) if store is None else store
     found = []
     for parent, which in parent_checkpoints(exp):
         if parent not in ahead:
-            if (parent, which) not in seen:
-                seen[parent, which] = _describe_lack(parent, which, places)
-            if how := seen[parent, which]:
+            lacks = store[parent].lacks
+            if which not in lacks:
+                lacks[which] = _describe_lack(store[parent], which, places)
+            if how := lacks[which]:
                 found.append(f"it starts from experiment {parent}, {how}")
     return list(dict.fromkeys(found))
 
 
-def _describe_lack(parent: str, which: str, places: Places) -> str | None:
-    run = places.runs / parent
+def _describe_lack(run: SavedRun, which: str, places: Places) -> str | None:
+    parent = run.name
     try:
-        state = state_of(run)
+        state = run.state
         if state == "done":
             _find_checkpoint(run, which, hashes=False)
             return None
     except UserError as error:
         return f"which cannot be used: {error}"
     if state == "running":
-        return f"which is still running in {run}. Wait until it is done."
+        return f"which is still running in {run.path}. Wait until it is done."
     if parent in places.experiments:
         recipe = places.experiments[parent].get("recipe")
         what = "has not been run" if state == "new" else f"is {state}, not done"
-        return f"which {what} (recipe {recipe!r}, wanted in {run}). Add --with-parents, or run its group first."
+        return f"which {what} (recipe {recipe!r}, wanted in {run.path}). Add --with-parents, or run its group first."
     if state == "new":
         return (
             f"which is neither in exp_configs.py nor in {places.runs}. Use ref(...) of an experiment, or copy its "

@@ -14,7 +14,8 @@ from src.experiments.grid import BrokenGroup, deferred_errors, override, set_pat
 from src.experiments.identity import check_values, exp_id
 from src.experiments.interfaces import RecipeConfig, load_experiment
 from src.experiments.registry import canonical_dict, operational_values
-from src.runs import metadata, parents
+from src.runs import parents
+from src.runs.store import EXP_DICT, RunStore, SavedRun
 from src.support.call_once import remember_calls
 
 Experiment = dict[str, Any]
@@ -229,25 +230,25 @@ def find(prefix: str, known: Mapping[str, Planned], runs: Path) -> Planned:
         RunError: the dict in the save directory is damaged, or has another id.
     """
     ids = {name for name in known if name.startswith(prefix)}
-    ids |= {path.parent.name for path in runs.glob(f"{prefix}*/{metadata.EXP_DICT}")} if prefix.isalnum() else set()
+    ids |= set(RunStore(runs).ids(prefix))
     if prefix not in ids and len(ids) > 1:
         raise ConfigError(
             f"--exp_id {prefix}: {len(ids)} experiments start with it: {', '.join(sorted(ids))}. Write more of the id."
         )
     prefix = prefix if prefix in ids or not ids else ids.pop()
-    run = runs / prefix
-    file = run / metadata.EXP_DICT
+    run = SavedRun(runs / prefix)
+    file = run.path / EXP_DICT
     if prefix in known:
         item = known[prefix]
     elif file.exists():
-        item = load(metadata.read_exp_dict(run), "", str(file))
+        item = load(run.exp, "", str(file))
         if item.exp_id != prefix:
             raise RunError(
                 f"{file}: as numbers are spelled now its id is {item.exp_id}, not {prefix}. Train that one with -e."
             )
     else:
         raise ConfigError(f"--exp_id {prefix}: neither in exp_configs.py nor in {runs}.")
-    return replace(item, groups=tuple(metadata.read_groups(run)) or item.groups)
+    return replace(item, groups=tuple(run.groups) or item.groups)
 
 
 def add_parents(selected: Sequence[Planned], known: Mapping[str, Planned], add: bool) -> list[Planned]:
@@ -259,13 +260,14 @@ def add_parents(selected: Sequence[Planned], known: Mapping[str, Planned], add: 
 
 
 @remember_calls()
-def find_problems(
+def find_problems(  # noqa: PLR0913, PLR0917
     planned: Sequence[Planned],
     places: Places,
     reset: Container[str] = (),
     ahead: Collection[str] = (),
     micro_batch: int | None = None,
     here: bool = False,
+    store: RunStore | None = None,
 ) -> dict[str, list[str]]:
     """Problems of each experiment, by id. Loads no model.
 
@@ -273,18 +275,19 @@ def find_problems(
     ahead: ids of jobs that end before: as parents they are not missing. So are those that come earlier in `planned`.
     micro_batch: see `replace_micro_batch`.
     here: whether they are to run on this machine, so that its devices are looked at too.
+    store: what has been read of `places.runs`.
     """
     problems: dict[str, list[str]] = {}
     before = set(ahead)
-    checked: parents.Seen = {}
+    store = RunStore(places.runs) if store is None else store
     for item in planned:
         lacks: list[str] = []
         try:
-            if item.exp_id not in reset and metadata.state_of(places.runs / item.exp_id) == "done":
+            if item.exp_id not in reset and store[item.exp_id].state == "done":
                 continue
         except UserError as error:
             lacks.append(str(error))
-        lacks += parents.missing_parents(item.exp, places, before, checked)
+        lacks += parents.missing_parents(item.exp, places, before, store)
         try:
             replace_micro_batch(item, micro_batch).recipe.check(places)
             if here:

@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import Any, Self, get_args
 
 from src.errors import ConfigError, RunError, UserError
-from src.experiments.config import Config, fill_absences
+from src.experiments.config import Config, fill_absences, flatten
 from src.experiments.identity import check_values, exp_id
 from src.experiments.registry import operational_values
 from src.files import TEMPORARY, read_json, write_atomic, write_json, writing
@@ -21,27 +21,10 @@ from src.runs import ledger
 from src.runs.environment import now
 from src.runs.history import transaction as journal
 from src.runs.lease import Lease
-from src.runs.metadata import (
-    CONFIG,
-    DIFF,
-    ENV,
-    EXP_DICT,
-    GROUPS,
-    JOB,
-    REMARKS,
-    STATUS,
-    State,
-    attempts,
-    differences,
-    join_groups,
-    read_exp_dict,
-    read_groups,
-    read_status,
-)
 from src.runs.scores import SCORES, Scores
-from src.runs.summary import SUMMARY, parse_summary, summarize
+from src.runs.store import CONFIG, DELETED, DIFF, ENV, EXP_DICT, GROUPS, JOB, REMARKS, STATUS, SavedRun, State
+from src.runs.summary import SUMMARY, summarize
 
-DELETED = "deleted"
 _SHOWN_CHANGES = 10
 """Maximum number of changed settings in a message."""
 _BEFORE_A_START = (leases.LEASE, leases.GUARD, EXP_DICT, GROUPS, JOB, REMARKS)
@@ -61,6 +44,8 @@ class RunDir:
     attempt: int
     lease: Lease | None
     """None: attached, read-only."""
+    found: SavedRun
+    """As it was when it was opened."""
 
     @classmethod
     def open(
@@ -105,10 +90,11 @@ class RunDir:
                 lease.move_directory(backup)
                 lease = Lease.acquire(path)
                 _restore_notes(backup, path)
-            run = cls(path, identity, exp, attempts(path), lease)
+            found = SavedRun(path)
+            run = cls(path, identity, exp, found.attempts, lease, found)
             run._check_dict()
             run._check_config(dict(resolved), recipe)
-            run._begin(read_status(path)["state"], dict(facts or {}))
+            run._begin(dict(facts or {}))
         except BaseException:
             lease.release()
             raise
@@ -121,8 +107,8 @@ class RunDir:
         Raises:
             RunError: there is no experiment in `path`, or its exp_dict.json is damaged.
         """
-        exp = read_exp_dict(path)
-        return cls(path, path.name, exp, attempts(path), None)
+        found = SavedRun(path)
+        return cls(path, path.name, found.exp, found.attempts, None, found)
 
     @property
     def logs(self) -> Path:
@@ -152,16 +138,18 @@ class RunDir:
         Raises:
             RunError: attached only, the lease was lost, or the disk refuses.
         """
+        self._replace_status(self.status(), state, facts)
+
+    def _replace_status(self, before: Mapping[str, Any], state: State, facts: dict[str, Any]) -> None:
         assert state in get_args(State), state
         self.confirm()
         time = now()
-        before = self.status()
         if before.get("attempt") == self.attempt:
             earlier = {key: value for key, value in before.items() if key not in ("reason", SUMMARY)}
         else:
             earlier = {"started": time} | {key: value for key, value in before.items() if key == "step"}
         with contextlib.suppress(UserError):  # readers of the scores report damage
-            facts[SUMMARY] = summarize(self.path / SCORES, parse_summary(before.get(SUMMARY))).to_json()
+            facts[SUMMARY] = summarize(self.path / SCORES, before.get(SUMMARY)).to_json()
         write_json(self.path / STATUS, {**earlier, **facts, "state": state, "attempt": self.attempt, "updated": time})
 
     def status(self) -> dict[str, Any]:
@@ -170,7 +158,7 @@ class RunDir:
         Raises:
             RunError: status.json is damaged.
         """
-        return read_status(self.path)
+        return SavedRun(self.path).status
 
     def close(self) -> None:
         """Unlock. Harmless a second time."""
@@ -222,16 +210,16 @@ class RunDir:
                     "To continue it, restore the old defaults; to have both, write the value into the dict (a new "
                     "id); to start over, -r 1."
                 )
-            if not policy or read_status(self.path)["state"] == "done":
+            if not policy or self.found.status["state"] == "done":
                 return
             ledger.append(self.path, ledger.event("policy", changes={path: [old, new] for path, old, new in policy}))
             log.info("%s: %s, from this start on", self.path, _describe(policy))
         write_json(file, resolved)
 
-    def _begin(self, state: str, facts: dict[str, Any]) -> None:
+    def _begin(self, facts: dict[str, Any]) -> None:
         """Record the environment of this attempt, and the status "running"."""
-        join_groups(self.path, facts.get("groups", ()))
-        if state == "done":
+        self.found.join_groups(facts.get("groups", ()))
+        if self.found.status["state"] == "done":
             return
         self.attempt += 1
         diff = facts.pop("diff", None)
@@ -242,7 +230,7 @@ class RunDir:
             write_atomic(history / DIFF, diff.encode("utf-8", "surrogateescape"))
         for folder in (history, self.path):
             write_json(folder / ENV, {"attempt": self.attempt, **facts})
-        self.set_status("running")
+        self._replace_status(self.found.status, "running", {})
 
 
 def start_over(path: Path) -> None:
@@ -254,17 +242,23 @@ def start_over(path: Path) -> None:
     Raises:
         RunError: a process holds it, or the disk refuses.
     """
-    lease = Lease.acquire(path)
-    try:
+    with Lease.acquire(path) as lease:
         _sweep(path)
         if _is_used(path):
             backup = _free_backup_path(path.parent / DELETED, path.name)
             lease.move_directory(backup)
-            join_groups(path, read_groups(backup))
+            SavedRun(path).join_groups(SavedRun(backup).groups)
         with writing(path):
             (path / JOB).unlink(missing_ok=True)
-    finally:
-        lease.release()
+
+
+def differences(old: Any, new: Any) -> list[tuple[str, str, str]]:
+    """(dotted path, old, new) for each value that differs in value or type; "absent" for a missing key."""
+    before, after = (
+        {key: json.dumps(value, sort_keys=True) for key, value in flatten(each).items()} for each in (old, new)
+    )
+    shown = [(key, before.get(key, "absent"), after.get(key, "absent")) for key in before | after]
+    return [change for change in shown if change[1] != change[2]]
 
 
 def _describe(changes: list[tuple[str, str, str]]) -> str:
@@ -299,6 +293,6 @@ def _sweep(path: Path) -> None:
 
 def _restore_notes(backup: Path, path: Path) -> None:
     """Copy the groups and the submitted job from `backup`: they survive a reset."""
-    join_groups(path, read_groups(backup))
+    SavedRun(path).join_groups(SavedRun(backup).groups)
     if (backup / JOB).exists() and not (path / JOB).exists():
         write_atomic(path / JOB, (backup / JOB).read_bytes())

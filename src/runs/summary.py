@@ -68,13 +68,16 @@ def parse_summary(value: Any) -> Summary | None:
     return None
 
 
-def summarize(path: Path, earlier: Summary | None = None) -> Summary:
-    """Summary of the scores.jsonl `path`, which need not exist. If `earlier` is still valid, only later rows are read.
+def summarize(path: Path, saved: Any = None) -> Summary:
+    """Summary of the scores.jsonl `path`, which need not exist.
+
+    saved: what `Summary.to_json` gave earlier. Where it is still valid, only later rows are read.
 
     Raises:
         DataError: a line that is not a row; names the file and the line.
         RunError: the file cannot be read.
     """
+    earlier = parse_summary(saved)
     piece = read_appended(path, earlier.size, earlier.tail) if earlier else read_appended(path)
     if earlier is None or piece.start == 0:
         summary = Summary()

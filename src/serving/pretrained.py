@@ -14,7 +14,7 @@ from src.experiments.kinds import DECODER
 from src.experiments.registry import WRITERS
 from src.files import read_json
 from src.models.load import checkpoint_folder, load, quantize
-from src.runs.metadata import expand_run, read_exp_dict
+from src.runs.store import SavedRun, expand_run
 from src.serving.writer import Continuation, Writer
 
 _JSON_FILES = (
@@ -103,7 +103,7 @@ def load_writer(source: Path, places: Places, gpu_of_8bit: str | None = None) ->
         if source.exists() and any(source.glob("checkpoints/*")):
             raise
         raise CheckpointError(f"{error} Name {SOURCE}.") from None
-    recipe = load_experiment(read_exp_dict(run), str(run))
+    recipe = load_experiment(SavedRun(run).exp, str(run))
     data = getattr(recipe, "data", None)
     parts = [part for _, part in leaf_configs("data", data)] if data else []
     part = next((part for part in parts if part.writer), None)

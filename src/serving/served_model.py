@@ -13,7 +13,7 @@ from src.experiments.kinds import DECODER, KINDS, REWARD
 from src.experiments.registry import MODELS, bind
 from src.models.load import load, move
 from src.runs.checkpoints import folder as checkpoints
-from src.runs.metadata import expand_run, read_exp_dict
+from src.runs.store import SavedRun, expand_run
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -117,7 +117,7 @@ def find_run(source: Path, places: Places) -> tuple[Path, Places]:
         RunError: not found.
     """
     run = expand_run(source, places.runs)
-    read_exp_dict(run)
+    _ = SavedRun(run).exp  # raises where it is damaged
     return run, Places(places.data, run.resolve().parent)
 
 
@@ -160,7 +160,7 @@ def load_served(run: Path, places: Places, device: str | None, mode: str | None 
         UserError: a part of the model is missing.
     """
     output, fingerprint = check_mode(run, places, mode), fingerprint_of(run, places)
-    model, _ = load(checkpoints.last(run), places)
+    model, _ = load(checkpoints.last(SavedRun(run)), places)
     move(model, device)
     return ServedModel(model, output, fingerprint)
 

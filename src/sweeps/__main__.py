@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 from src.errors import ConfigError
 from src.experiments.config import Places
-from src.runs import metadata, plan
+from src.runs import plan
+from src.runs.store import SavedRun
 from src.support.command_line import aligned_lines, make_parser, run_command
 from src.sweeps.study import EXP_ID, POLL_SECONDS, Study, Training, TrialResult
 from src.sweeps.sweep import Sweep, combinations, load, random_values, values_of
@@ -137,7 +138,7 @@ def run_trial(sweep: Sweep, study: Study, claimed: "ClaimedTrial") -> None:
         "trial %d: %s %s", number, item.exp_id, " ".join(f"{path}={value}" for path, value in claimed.values.items())
     )
     run = sweep.places.runs / item.exp_id
-    metadata.prepare(run, item.exp, [sweep.group])
+    SavedRun(run).write_exp(item.exp, [sweep.group])
     training = Training(run, sweep.command.argv(item.exp_id, sweep.places, item.set_arguments), sweep.metric)
     result = training.follow(lambda values: study.report(claimed, values))
     study.end(claimed, result)

@@ -23,8 +23,8 @@ from src.files import writing
 from src.runs import lease
 from src.runs.checkpoints.pins import StalenessProbe
 from src.runs.lease import directory_lock
-from src.runs.metadata import read_status, state_of
 from src.runs.scores import SCORES, Scores
+from src.runs.store import SavedRun
 from src.runs.summary import is_finite
 from src.support.command_line import end_session, start_bound
 from src.sweeps.sweep import EarlyTerminate, SearchDimension, SweepFile, grid_draws, values_of
@@ -280,7 +280,7 @@ class Training:
     def _step(self, prune: Callable[[Sequence[float]], bool]) -> TrialResult | None:
         code = self.child.poll() if self.child else None  # before the files are read: they are final if it has ended
         try:
-            state, values = state_of(self.run), self._finite_values()
+            state, values = SavedRun(self.run).state, self._finite_values()
         except UserError as error:
             self._stop()
             return TrialResult("failed", reason=str(error))
@@ -292,14 +292,14 @@ class Training:
             return self._final_result()
         if prune(values):
             self._stop()
-            if state_of(self.run) == "done":
+            if SavedRun(self.run).state == "done":
                 return self._final_result()
             return TrialResult("pruned", values[-1] if values else None)
         if not ended or not self._holder.is_stale(self.run):
             return None  # another process trains there: wait for it
         if code is not None and code >= 0 and code not in _INTERRUPTED:
             reason = (
-                str(read_status(self.run).get("reason") or f"exit code {code}")
+                str(SavedRun(self.run).status.get("reason") or f"exit code {code}")
                 if state == "failed"
                 else f"exit code {code}"
             )

@@ -15,7 +15,7 @@ from typing import TypeVar
 from urllib.parse import quote
 
 CACHE = "index.sqlite"
-VERSION = 3
+VERSION = 4
 WAIT_SECONDS = 5.0
 """How long to wait for another process that writes."""
 _TABLE = "CREATE TABLE IF NOT EXISTS cached (run TEXT, name TEXT, data BLOB, crc INTEGER, PRIMARY KEY (run, name))"

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from src.errors import DataError, UserError
 from src.files import reading
 from src.runs.jsonl_records import read_appended
-from src.runs.metadata import CODE_VERSIONS
 from src.runs.scores import SCORE_LIST, SCORES, read_score_list
+from src.runs.store import CODE_VERSIONS
 from src.runs.summary import is_finite, parse_rows
 from src.tables import cache as stored
 from src.tables.rows import Row, lower_is_better, score_names

@@ -9,7 +9,7 @@ from src.files import read_json
 from src.runs import ledger
 from src.runs.environment import JOBS_PER_GPU
 from src.runs.heartbeat import HEARTBEAT
-from src.runs.metadata import ENV
+from src.runs.store import ENV
 
 _BY_THE_RUN = ("start", "save", "divergence", "stop")
 """Events of the ledger that a training writes: others are of persons, at any time."""

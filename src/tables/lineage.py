@@ -10,8 +10,8 @@ from src.errors import ConfigError, DataError, UserError
 from src.experiments.config import Places
 from src.runs import parents as references
 from src.runs.history import branches
-from src.runs.metadata import read_exp_dict, read_status
 from src.runs.plan import Planned
+from src.runs.store import RunStore, SavedRun
 from src.tables import rows as results
 
 
@@ -21,7 +21,7 @@ class Node:
 
     exp_id: str
     state: str
-    """That of `metadata.state_of`, or "haven": written by haven; "missing": known only as a parent;
+    """That of `SavedRun.state`, or "haven": written by haven; "missing": known only as a parent;
     "damaged": unreadable."""
     group: str = ""
     recipe: str = ""
@@ -122,7 +122,7 @@ def build(runs: Path, planned: Mapping[str, Planned] | None = None) -> Lineage:
     dicts: dict[str, dict[str, Any]] = {}
     for row in rows:
         try:
-            dicts[row["exp_id"]] = {} if row["state"] == "foreign" else read_exp_dict(runs / row["exp_id"])
+            dicts[row["exp_id"]] = {} if row["state"] == "foreign" else SavedRun(runs / row["exp_id"]).exp
             nodes[row["exp_id"]] = _node(runs, row)
         except UserError as error:  # damaged or removed since its row was read
             warnings.append(f"skipped: {error}")
@@ -166,7 +166,7 @@ def _rows(runs: Path, may_be_empty: bool) -> tuple[list[results.Row], list[str]]
 def _node(runs: Path, row: results.Row) -> Node:
     recipe = row.get("recipe", "")
     scores = {name: row[name] for name in results.headline_scores(row.scores)}
-    reason = "" if row["state"] in results.FINISHED else str(read_status(runs / row["exp_id"]).get("reason", ""))
+    reason = "" if row["state"] in results.FINISHED else str(SavedRun(runs / row["exp_id"]).status.get("reason", ""))
     reason = row.contact or reason
     chain = tuple((branch.number, branch.from_step) for branch in branches.read(runs / row["exp_id"]))
     return Node(row["exp_id"], row["state"], row["group"], str(recipe), row["step"], scores, reason, chain)
@@ -183,9 +183,9 @@ def _absent_node(runs: Path, parent: str, warnings: Iterable[str]) -> Node:
 
 def _problems(runs: Path, dicts: Mapping[str, dict[str, Any]], planned: Mapping[str, Planned]) -> list[str]:
     places = Places(data=runs, runs=runs, experiments={name: item.exp for name, item in planned.items()})
-    checked: references.Seen = {}
+    store = RunStore(runs)
     return [
         f"{name}: {text}"
         for name, exp in dicts.items()
-        for text in references.missing_parents(exp, places, seen=checked)
+        for text in references.missing_parents(exp, places, store=store)
     ]

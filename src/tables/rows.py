@@ -11,10 +11,9 @@ from typing import Any
 
 from src.errors import ConfigError, DataError, UserError
 from src.experiments import expressions
-from src.experiments.config import unknown
+from src.experiments.config import flatten, unknown
 from src.files import reading
-from src.runs.lease import holder_is_dead, lost_contact
-from src.runs.metadata import CODE_VERSIONS, flatten, state_of
+from src.runs.store import CODE_VERSIONS, RunStore, SavedRun
 from src.runs.summary import is_finite
 from src.support.read_cache import ReadCache
 from src.tables.scan import RunIndex, RunRecord, list_names
@@ -61,7 +60,7 @@ class Row(dict[str, Any]):
     at_step: int | None = None
     """The step of the values, if they are not the last ones."""
     contact: str = ""
-    """See `lease.lost_contact`; shown for the state "lost"."""
+    """See `lease.Holder.lost_contact`; shown for the state "lost"."""
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Row):
@@ -99,7 +98,7 @@ def load_rows(
 
     group: only the runs of one or several groups; see `Row.groups`. saved: rows to reuse.
 
-    "tags" (a list) and "note" are a person's remarks. "state" is `metadata.state_of`, or "haven" for a directory that
+    "tags" (a list) and "note" are a person's remarks. "state" is `SavedRun.state`, or "haven" for a directory that
     haven wrote, or "foreign" for one with an id of another program. "step" is that of the last row of scores, or None.
     A config key with the name of a fact or of a column of tables ("runs", "loss_std") is called "config.<name>", a
     score with such a name or that of a config key "score.<name>".
@@ -118,11 +117,12 @@ def load_rows(
         names = list_names(runs)
         valid, marks = saved.read(names) if saved else ({}, {})
         index = RunIndex(runs, names, [name for name in names if name not in valid] if saved else None)
+        store = RunStore(runs)
         for name in names:
             groups, record, by_groups = valid.get(name, ([], None, {}))
             if record is None:
                 try:
-                    groups, record = index.read(name, None if group is None else requested)
+                    groups, record = index.read(store[name], None if group is None else requested)
                 except UserError as error:
                     warnings.append(f"skipped: {error}")
                     continue
@@ -133,7 +133,7 @@ def load_rows(
             if record is not None and (members or group is None):
                 members = members or tuple(groups) or ("",)
                 if members not in by_groups:
-                    by_groups[members] = _row(runs / name, record, members)
+                    by_groups[members] = _row(store[name], record, members)
                 rows.append(by_groups[members])
         index.save()
     for each in requested:
@@ -332,11 +332,9 @@ def filter_rows(rows: Sequence[Row], text: str, place: str = "--where") -> list[
     return chosen
 
 
-def _row(path: Path, record: RunRecord, groups: Sequence[str]) -> Row:
-    state = record.state
-    if state == "running" and holder_is_dead(path) is not False:
-        state = state_of(path)  # read again: it can have ended since
-    facts = {"exp_id": path.name, "state": state, "group": groups[0], "step": record.summary.step}
+def _row(run: SavedRun, record: RunRecord, groups: Sequence[str]) -> Row:
+    state = run.state if record.state == "running" else record.state
+    facts = {"exp_id": run.name, "state": state, "group": groups[0], "step": record.summary.step}
     row = Row({**facts, "tags": record.tags, "note": record.note})
     row.groups = tuple(groups)
     row.update(
@@ -348,7 +346,7 @@ def _row(path: Path, record: RunRecord, groups: Sequence[str]) -> Row:
     named = {f"score.{name}" if name in row or name in AVERAGED else name: value for name, value in last.items()}
     row.scores = tuple(named)
     row.update(named)
-    row.contact = lost_contact(path) if state == "lost" else ""
+    row.contact = run.holder.lost_contact if state == "lost" else ""
     return row
 
 

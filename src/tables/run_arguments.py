@@ -15,8 +15,8 @@ from pathlib import Path
 
 from src.errors import ConfigError, DataError
 from src.files import encodable, reading, write_atomic, writing
-from src.runs.metadata import EXP_DICT, STATUS
 from src.runs.scores import SCORES
+from src.runs.store import EXP_DICT, STATUS
 from src.support.command_line import parse_arguments
 from src.tables import curves
 from src.tables import rows as results

@@ -10,25 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from src.errors import RunError
-from src.files import read_json, reading
-from src.runs.metadata import (
-    CODE_VERSIONS,
-    ENV,
-    EXP_DICT,
-    GROUPS,
-    REMARKS,
-    STATUS,
-    flatten,
-    is_foreign,
-    read_exp_dict,
-    read_foreign_dict,
-    read_groups,
-    read_remarks,
-    read_status,
-)
+from src.experiments.config import flatten
+from src.files import reading
 from src.runs.scores import SCORE_LIST, SCORES, read_score_list
-from src.runs.summary import SUMMARY, Summary, parse_summary, summarize
+from src.runs.store import CODE_VERSIONS, ENV, EXP_DICT, GROUPS, REMARKS, STATUS, SavedRun
+from src.runs.summary import SUMMARY, Summary, summarize
 from src.support.read_cache import SETTLED_SECONDS
 from src.tables import cache
 
@@ -53,7 +39,7 @@ class RunRecord:
     summary: Summary
     tags: list[str]
     note: str
-    """Both from a person: `metadata.read_remarks`."""
+    """Both from a person: `SavedRun.remarks`."""
 
 
 class RunIndex:
@@ -70,33 +56,26 @@ class RunIndex:
         """Cache the changed records."""
         cache.write(self.runs, self._changed, self.names)
 
-    def read(self, name: str, among: Collection[str] | None = None) -> tuple[list[str], RunRecord | None]:
+    def read(self, run: SavedRun, among: Collection[str] | None = None) -> tuple[list[str], RunRecord | None]:
         """The groups of a run, and its record; None if no group is in `among`.
 
         Raises:
             RunError, DataError: a file of it is damaged or cannot be read.
         """
-        path = self.runs / name
-        with reading(path):
-            key, settled = _file_key(path)
-            cached = self._cached.get(name)
-            record = (
-                RunRecord(cached[1], cached[2], cached[3], Summary(*cached[4]), *cached[5])
-                if cached and cached[0] == key
-                else None
-            )
-            groups = record.groups if record else _groups(path)
+        with reading(run.path):
+            key, settled = _file_key(run.path)
+            cached = self._cached.get(run.name)
+            record = None
+            if cached and cached[0] == key:
+                record = RunRecord(**{**cached[1], "summary": Summary(**cached[1]["summary"])})
+            groups = record.groups if record else _groups(run)
             if among is not None and not any(group in among for group in groups):
                 return groups, None
             if record is None:
-                record = _read_record(path, groups)
+                record = _read_record(run, groups)
                 if settled and (record.state not in ("haven", "foreign") or _is_plain(record.summary)):
-                    summary = [record.summary.size, record.summary.tail, record.summary.step, record.summary.last]
-                    self._changed[name] = {
-                        _RECORD: json.dumps(
-                            [key, groups, record.state, record.config, summary, [record.tags, record.note]]
-                        ).encode()
-                    }
+                    facts = {**vars(record), "summary": vars(record.summary)}
+                    self._changed[run.name] = {_RECORD: json.dumps([key, facts]).encode()}
         return groups, record
 
 
@@ -128,29 +107,25 @@ def _file_key(path: Path) -> tuple[str, bool]:
     return " ".join(parts), newest <= time.time_ns() - SETTLED_SECONDS * 1e9
 
 
-def _read_record(path: Path, groups: list[str]) -> RunRecord:
+def _read_record(run: SavedRun, groups: list[str]) -> RunRecord:
+    path = run.path
     written_by_haven = not (path / STATUS).exists() and (path / SCORE_LIST).exists()
-    foreign = written_by_haven and is_foreign(path)
-    status = {"state": "foreign" if foreign else "haven"} if written_by_haven else read_status(path)
-    config = flatten(read_foreign_dict(path) if foreign else read_exp_dict(path))
-    summary = summarize(path / SCORES, parse_summary(status.get(SUMMARY)))
+    foreign = written_by_haven and run.is_foreign
+    status = {"state": "foreign" if foreign else "haven"} if written_by_haven else run.status
+    config = flatten(run.foreign_exp if foreign else run.exp)
+    summary = summarize(path / SCORES, status.get(SUMMARY))
     if summary.size == 0 and not (path / SCORES).exists() and (path / SCORE_LIST).exists():
         summary.add(read_score_list(path / SCORE_LIST))
     if isinstance(versions := status.get(CODE_VERSIONS), int):
         summary.last[CODE_VERSIONS] = versions
-    return RunRecord(groups, status["state"], config, summary, *read_remarks(path))
+    return RunRecord(groups, status["state"], config, summary, *run.remarks)
 
 
-def _groups(path: Path) -> list[str]:
+def _groups(run: SavedRun) -> list[str]:
     """The recorded groups, and those of the last start."""
-    groups = read_groups(path)
-    env = read_json(path / ENV, RunError, None)
-    last = env.get("groups") if isinstance(env, dict) else None
-    return (
-        groups + [name for name in last if isinstance(name, str) and name not in groups]
-        if isinstance(last, list)
-        else groups
-    )
+    last = run.env.get("groups")
+    started = [name for name in last if isinstance(name, str)] if isinstance(last, list) else []
+    return list(dict.fromkeys([*run.groups, *started]))
 
 
 def _is_plain(summary: Summary) -> bool:

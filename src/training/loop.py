@@ -22,7 +22,7 @@ from src.runs import environment, ledger
 from src.runs.checkpoints import folder as checkpoints
 from src.runs.context import BRIEF_ROW_EVERY, Run
 from src.runs.history import branches
-from src.runs.metadata import CODE_VERSIONS
+from src.runs.store import CODE_VERSIONS
 from src.support import distributed
 from src.training import loader, seeds
 from src.training.checkpointing import folder as checkpoint

@@ -13,8 +13,8 @@ import pytest
 from src.experiments.identity import exp_id
 from src.launch import resources
 from src.launch import status as jobs
-from src.runs import metadata
 from src.runs.plan import Planned
+from src.runs.store import RunStore, SavedRun
 from tests import toy
 from tests.core.launch.test_status import PROGRAM, World, planned
 from tests.ray.real import Cluster, wait_until
@@ -156,7 +156,7 @@ def test_a_training_is_ended_in_order_and_goes_on(cluster: Cluster, tmp_path: Pa
         assert done.returncode == 0, done.stderr
 
     def states() -> dict[str, str]:
-        return {row.exp_id: row.state for row in jobs.table(tmp_path / "runs", [exp_id(exp) for exp in LONG])}
+        return {row.exp_id: row.state for row in jobs.table(RunStore(tmp_path / "runs"), [exp_id(exp) for exp in LONG])}
 
     trainval("-e", "long", "-j", "whole", "--log_every", "5")
     wait_until(lambda: any(rows_written(tmp_path, identity) > 2 for identity in states()), "scores")
@@ -168,7 +168,7 @@ def test_a_training_is_ended_in_order_and_goes_on(cluster: Cluster, tmp_path: Pa
     assert json.loads((run / "status.json").read_text())["state"] == "stopped"
     assert list((run / "checkpoints").glob("step-*")), "it has written a checkpoint"
     wait_until(lambda: not cluster.alive(), "Ray to start the other for its end")
-    assert metadata.attempts(tmp_path / "runs" / second) == 0
+    assert SavedRun(tmp_path / "runs" / second).attempts == 0
     written = rows_written(tmp_path, first)
     trainval("--exp_id", first, "-j", "whole", "--log_every", "5")
     wait_until(lambda: rows_written(tmp_path, first) > written, "the training to go on")

@@ -9,7 +9,7 @@ import pytest
 from results import report, table
 from results.pages import overview
 from src.launch import actions, tracking
-from src.runs import metadata
+from src.runs.store import SavedRun
 from tests.core.launch.test_status import planned
 from tests.ray.real import Cluster, wait_until
 from tests.ray.test_cluster import Grid, processes
@@ -30,7 +30,7 @@ def test_what_has_ended_stays_known_without_the_cluster(
     wait_until(lambda: {stopped.exp_id, running.exp_id} <= set(grid.started()), "their start")
     wait_until(lambda: not list(processes(done.exp_id)) and not list(processes(failed.exp_id)), "the others to end")
     actions.kill(grid.runs, [stopped.exp_id])
-    wait_until(lambda: metadata.read_status(grid.runs / stopped.exp_id)["state"] == "stopped", "its orderly end")
+    wait_until(lambda: SavedRun(grid.runs / stopped.exp_id).status["state"] == "stopped", "its orderly end")
     for item, value in ((failed, 7.0), (stopped, 0.1), (running, 0.2)):
         (grid.runs / item.exp_id / "scores.jsonl").write_text(f'{{"step": 1, "train_loss": {value}}}\n')
     cluster.lose("head")

@@ -12,8 +12,8 @@ from src.files import new_directory, write_json
 from src.launch import submissions
 from src.runs.checkpoints import folder as checkpoints
 from src.runs.checkpoints import retention
-from src.runs.metadata import write_job
 from src.runs.run_dir import RunDir
+from src.runs.store import SavedRun
 
 
 def make(runs: Path, seed: int, state: str = "done", group: str = "g") -> Path:
@@ -101,7 +101,7 @@ def snapshot(runs: Path, digest: str, days_old: float = 3) -> Path:
 def test_snapshots_that_no_job_runs_from_go(tmp_path: Path):
     done, failed, retried = make(tmp_path, 0), make(tmp_path, 1, "failed"), make(tmp_path, 2, "failed")
     for path, name in ((done, "s1"), (failed, "s2"), (retried, "s3")):
-        write_job(path, "1", "c", name)
+        SavedRun(path).write_job("1", "c", name)
     submit(tmp_path, "s1", "finished", [done.name])
     submit(tmp_path, "s2", "unfinished", [done.name, failed.name])
     submit(tmp_path, "s0", "overtaken", [retried.name])

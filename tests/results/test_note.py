@@ -8,8 +8,8 @@ import pytest
 from results import note, report, run_page, table
 from results.dashboard import Dashboard
 from results.pages import overview
-from src.runs.metadata import REMARKS, read_exp_dict, write_remarks
 from src.runs.run_dir import RunDir
+from src.runs.store import REMARKS, SavedRun
 from src.tables import rows as results
 
 # panel 1.9.4 calls pandas in a way that pandas 3.1 announces the end of
@@ -22,7 +22,7 @@ def ids(runs: Path) -> list[str]:
 
 def test_tags_and_notes_are_set_from_the_command_line(runs: Path, capsys: pytest.CaptureFixture[str]):
     one, other, *_ = ids(runs)
-    before = read_exp_dict(runs / one)
+    before = SavedRun(runs / one).exp
     assert (
         note.main([one[:9], other, "--runs", str(runs), "--tag", "good", "to keep", "--note", "best of the first week"])
         == 0
@@ -33,15 +33,15 @@ def test_tags_and_notes_are_set_from_the_command_line(runs: Path, capsys: pytest
     assert note.main([other, "--runs", str(runs), "--untag", "good", "--tag", "odd", "--note", ""]) == 0
     assert note.main([other, "--runs", str(runs)]) == 0
     assert capsys.readouterr().out == f"{other[:8]}  #to keep #odd\n" * 2
-    assert read_exp_dict(runs / one) == before
+    assert SavedRun(runs / one).exp == before
     assert ids(runs)[0] == one
 
 
 def test_they_are_shown_and_filtered_by(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     one, other, *_ = ids(runs)
     results.load_rows(runs)  # what is remembered of a run must not hide a later remark
-    write_remarks(runs / one, ["good"], note="looks <fine>")
-    write_remarks(runs / other, ["goodish"])
+    SavedRun(runs / one).write_remarks(["good"], note="looks <fine>")
+    SavedRun(runs / other).write_remarks(["goodish"])
     assert [row["exp_id"] for row in results.filter_rows(results.load_rows(runs)[0], "'good' in tags")] == [one]
     assert table.main([str(runs), "--where", "'good' in tags"]) == 0
     assert "tags good, note looks <fine>." in " ".join(capsys.readouterr().out.split())
@@ -56,13 +56,13 @@ def test_they_are_shown_and_filtered_by(runs: Path, tmp_path: Path, capsys: pyte
 
 
 def test_a_run_that_has_only_a_dict_can_be_tagged_and_started(tmp_path: Path):
-    from src.runs.metadata import prepare
+    from src.runs.store import SavedRun
 
     exp = {"recipe": "toy", "seed": 0, "tags": "its own"}
     with RunDir.open(tmp_path / "elsewhere", exp, exp) as made:
         name = made.exp_id
-    prepare(tmp_path / "runs" / name, exp, ["later"])
-    write_remarks(tmp_path / "runs" / name, ["queued"])
+    SavedRun(tmp_path / "runs" / name).write_exp(exp, ["later"])
+    SavedRun(tmp_path / "runs" / name).write_remarks(["queued"])
     with RunDir.open(tmp_path / "runs", exp, exp) as run:
         assert run.attempt == 1
     (row,) = results.load_rows(tmp_path / "runs")[0]

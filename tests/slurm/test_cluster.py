@@ -17,7 +17,7 @@ import pytest
 from src.experiments.grid import grid, ref
 from src.experiments.identity import exp_id
 from src.launch import status as jobs
-from src.runs import metadata
+from src.runs.store import RunStore, SavedRun
 from tests import toy
 from tests.slurm.real import Cluster, command, wait_until
 
@@ -78,7 +78,7 @@ def states(world: tuple[Path, Path], group: str) -> dict[str, str]:
 
 
 def job_id(folder: Path, identity: str) -> str:
-    job = metadata.read_job(folder / "runs" / identity)
+    job = SavedRun(folder / "runs" / identity).job
     assert job is not None
     return job["job_id"]
 
@@ -183,13 +183,13 @@ def test_a_grid_over_two_nodes_ends_as_an_uninterrupted_local_run(cluster: Clust
     disturbances = Disturbances(cluster, folder)
     wait_until(disturbances.step, "the grid", 900)
     assert disturbances.over == ["limit", "lose", "preempt"]
-    rows = {row.exp_id: row for row in jobs.table(folder / "runs", [exp_id(exp) for exp in GRID])}
+    rows = {row.exp_id: row for row in jobs.table(RunStore(folder / "runs"), [exp_id(exp) for exp in GRID])}
     assert {row.state for row in rows.values()} == {"done"}, rows
     for victim, restarts in ((LIMITED, 1), (PREEMPTED, 2)):
         assert cluster.job(job_id(folder, victim))["Restarts"] == str(restarts)
         assert "continues from step" in (folder / "runs" / victim / "logs" / "train.log").read_text()
         assert rows[victim].attempts == 1 + restarts
-    assert metadata.attempts(folder / "runs" / exp_id(PARENT)) == 1
+    assert SavedRun(folder / "runs" / exp_id(PARENT)).attempts == 1
     assert not cluster.alive()
 
     for group, processes in (("parents", 1), ("grid", 2)):
@@ -221,7 +221,7 @@ def test_retry_runs_exactly_what_failed(cluster: Cluster, world: tuple[Path, Pat
     assert len(cluster.alive()) == 1
     cluster.wait_for_all(120)
     assert states(world, "fragile") == dict.fromkeys(fragile | sound, "done")
-    assert {metadata.attempts(folder / "runs" / identity) for identity in sound} == {1}
+    assert {SavedRun(folder / "runs" / identity).attempts for identity in sound} == {1}
     assert "nothing to submit" in trainval(world, "-e", "fragile", "-j", "one", "--job_option", "retry")
     assert len(submissions(folder)) == 2
 
@@ -235,7 +235,7 @@ def test_jobs_are_watched_and_ended(cluster: Cluster, world: tuple[Path, Path]):
     assert len(cluster.alive()) == 2
     command("scontrol", "release", job_id(folder, first))
     wait_until(lambda: rows_written(folder, first) > 2, "scores")
-    (row, _) = jobs.table(folder / "runs", [first, second])
+    (row, _) = jobs.table(RunStore(folder / "runs"), [first, second])
     assert (row.state, row.attempts, row.job_id) == ("running", 1, job_id(folder, first))
     assert row.node == socket.gethostname(), (
         "all virtual nodes are this machine, whose living processes are seen without asking"

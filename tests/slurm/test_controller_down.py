@@ -18,7 +18,7 @@ from src.experiments.grid import ref
 from src.experiments.identity import exp_id
 from src.launch import status as jobs
 from src.launch import tracking
-from src.runs import metadata
+from src.runs.store import RunStore, SavedRun
 from tests import toy
 from tests.slurm.real import Cluster, command
 
@@ -52,7 +52,7 @@ def trainval(folder: Path, *arguments: str) -> str:
 
 
 def job_id(folder: Path, identity: str) -> str:
-    job = metadata.read_job(folder / "runs" / identity)
+    job = SavedRun(folder / "runs" / identity).job
     assert job is not None
     return job["job_id"]
 
@@ -104,5 +104,5 @@ def test_a_lineage_is_read_without_the_controller_and_repaired_with_it(
     trainval(tmp_path, "-j", "one", "--job_option", "retry")
     command("scontrol", "release", held)
     cluster.wait_for_all(300)
-    assert [row.state for row in jobs.table(runs, IDS)] == ["done"] * 4
-    assert [metadata.attempts(runs / identity) for identity in IDS] == [2, 1, 1, 1]
+    assert [row.state for row in jobs.table(RunStore(runs), IDS)] == ["done"] * 4
+    assert [SavedRun(runs / identity).attempts for identity in IDS] == [2, 1, 1, 1]

@@ -11,7 +11,7 @@ import pytest
 
 from src.experiments.identity import exp_id
 from src.launch import status as jobs
-from src.runs import metadata
+from src.runs.store import RunStore, SavedRun
 from src.tables import rows as results
 from tests import toy
 from tests.slurm.real import Cluster
@@ -56,10 +56,10 @@ def test_havens_job_manager_runs_our_experiments(cluster: Cluster, tmp_path: Pat
     assert not cluster.alive(), "haven left alone what it saw completed"
     runs = tmp_path / "runs"
     ids = [exp_id(exp) for exp in EXPERIMENTS]
-    rows = jobs.table(runs, ids)
+    rows = jobs.table(RunStore(runs), ids)
     assert [row.state for row in rows] == ["done"]
     assert all(row.job_id and row.job_id.isdigit() for row in rows)
-    assert [metadata.attempts(runs / identity) for identity in ids] == [1]
+    assert [SavedRun(runs / identity).attempts for identity in ids] == [1]
     found, complaints = results.load_rows(runs)
     assert {row["exp_id"] for row in found} == set(ids)
     assert not complaints

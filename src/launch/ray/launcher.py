@@ -16,7 +16,7 @@ from src.launch.job import Job, LauncherConfig, Note, SchedulerState
 from src.launch.ray.api import ADDRESS, Refused, ask, brief, find_address
 from src.runs.environment import JOBS_PER_GPU
 from src.runs.lease import LEASE, STALE_SECONDS
-from src.runs.metadata import STATUS
+from src.runs.store import STATUS
 
 _SHARED = ("address", "submissions", "patience_seconds")
 _ENDED = ("SUCCEEDED", "FAILED", "STOPPED")

@@ -8,7 +8,7 @@ from pathlib import Path
 from src.launch.command import STOP_AFTER_FAILURES, STOPPED, shell_line
 from src.launch.job import Job
 from src.launch.toolkit.service import JobConfig
-from src.runs.metadata import STATUS
+from src.runs.store import STATUS
 
 GAVE_UP = ".gave_up"
 """Beside the script of a job that was not started: its name ends so. It holds the reason if the queue was stopped, and

@@ -29,8 +29,8 @@ from src.operations.checkpoint_jobs.plan import Plan, Stage
 from src.operations.checkpoint_jobs.stages import CheckpointStage
 from src.runs.checkpoints import folder as checkpoints
 from src.runs.history import branches
-from src.runs.lease import Lease, holder_is_dead
-from src.runs.metadata import read_status
+from src.runs.lease import Lease, holder_of
+from src.runs.store import SavedRun
 from src.support.command_line import make_parser, run_command
 
 FAILED = 3
@@ -54,7 +54,7 @@ def plan_stages(run: Path, plan: Plan) -> list[list[CheckpointStage]]:
     Raises:
         CheckpointError, RunError: best.json, branch.json or status.json is damaged.
     """
-    rules, best, status = plan.checkpoints, checkpoints.best_step(run), read_status(run)
+    rules, best, status = plan.checkpoints, checkpoints.best_step(run), SavedRun(run).status
     last = status.get("step") if status["state"] == "done" else None
     tasks = list(plan.evaluate.tasks) if plan.evaluate else []
     planned = []
@@ -106,7 +106,7 @@ def work(
         DataError, RunError: a file of the run is damaged, or its disk refuses.
     """
     folder = run / stages.FOLDER
-    if not any(one.state == "ready" for known in statuses for one in known) or holder_is_dead(folder) is False:
+    if not any(one.state == "ready" for known in statuses for one in known) or holder_of(folder).is_dead is False:
         return statuses
     lease = Lease.acquire(folder)
     try:

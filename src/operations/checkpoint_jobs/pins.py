@@ -19,8 +19,8 @@ from src.operations.checkpoint_jobs.plan import Plan
 from src.runs.checkpoints import pins
 from src.runs.checkpoints.pins import Pin
 from src.runs.history.transaction import manifest_hash
-from src.runs.lease import LEASE, Lease, holder_is_dead
-from src.runs.metadata import read_status
+from src.runs.lease import LEASE, Lease, holder_of
+from src.runs.store import SavedRun
 
 FOLDER = "checkpoint_jobs"
 
@@ -33,7 +33,7 @@ class Pins:
         self._name = uuid.uuid4().hex[:12]
         self._placed: dict[Path, Pin] = {}
         for left in (runs / FOLDER).glob("*"):
-            if (left / LEASE).exists() and holder_is_dead(left):
+            if (left / LEASE).exists() and holder_of(left).is_dead:
                 shutil.rmtree(left, ignore_errors=True)
         self._lease = Lease.acquire(runs / FOLDER / self._name)
 
@@ -44,7 +44,7 @@ class Pins:
         Raises:
             RunError: the disk refuses, or status.json is damaged.
         """
-        every = self._every if read_status(run)["state"] != "done" else None
+        every = self._every if SavedRun(run).status["state"] != "done" else None
         pin = Pin(
             os.path.relpath(self._lease.path, run),
             every,

@@ -24,7 +24,7 @@ from src.operations.checkpoint_jobs.plan import Plan, Stage, Trials, open_destin
 from src.runs import events, jsonl_records
 from src.runs.checkpoints import folder as checkpoints
 from src.runs.lease import directory_lock
-from src.runs.metadata import read_status
+from src.runs.store import SavedRun
 from src.support.command_line import end_session, start_bound
 
 FOLDER = "checkpoint_jobs"
@@ -280,7 +280,7 @@ def reason_to_keep(unit: CheckpointStage) -> str:
         return f"one of the {unit.plan.clean_up.keep_last} newest"
     if checkpoints.best_step(unit.run) == unit.step:
         return "the best one"
-    return "the last one" if read_status(unit.run).get("step") == unit.step else ""
+    return "the last one" if SavedRun(unit.run).status.get("step") == unit.step else ""
 
 
 def _clean_up(unit: CheckpointStage, check: Check) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from src.errors import CheckpointError
 from src.files import defect, read_json, read_manifest, write_json, writing
-from src.runs.metadata import read_status
+from src.runs.store import SavedRun
 
 log = logging.getLogger(__name__)
 _NAME = re.compile(r"step-(\d{8}|[1-9]\d{8,})")
@@ -42,7 +42,7 @@ def newest_whole(run: Path) -> Path | None:
     return None
 
 
-def last(run: Path, hashes: bool = True) -> Path:
+def last(run: SavedRun, hashes: bool = True) -> Path:
     """The checkpoint of the last step of a run that is done, from which its children start. Never an earlier one.
 
     hashes: as of `files.defect`.
@@ -52,12 +52,12 @@ def last(run: Path, hashes: bool = True) -> Path:
         RunError: status.json is damaged.
     """
     again = f"Start the run again with --exp_id {run.name} -r 1, or restore it from a copy."
-    status = read_status(run)
+    status = run.status
     if status["state"] != "done":
-        raise CheckpointError(f"{run}: has no last checkpoint yet, as it is {status['state']}, not done.")
+        raise CheckpointError(f"{run.path}: has no last checkpoint yet, as it is {status['state']}, not done.")
     if type(status.get("step")) is not int:
-        raise CheckpointError(f"{run}: status.json does not say at which step the run ended. {again}")
-    checkpoint = folder(run, status["step"])
+        raise CheckpointError(f"{run.path}: status.json does not say at which step the run ended. {again}")
+    checkpoint = folder(run.path, status["step"])
     if not checkpoint.exists():
         raise CheckpointError(f"{checkpoint}: the last checkpoint is gone. {again}")
     if problem := defect(checkpoint, hashes):

@@ -15,10 +15,10 @@ from typing import Annotated
 from pydantic import Field, TypeAdapter, ValidationError
 
 from src.errors import RunError
-from src.files import read_bytes, read_json, write_json, writing
+from src.files import read_json, write_json, writing
 from src.runs.checkpoints import folder as checkpoints
 from src.runs.history.transaction import manifest_hash
-from src.runs.lease import LEASE, STALE_SECONDS, directory_lock, holder_host, holder_is_dead
+from src.runs.lease import STALE_SECONDS, directory_lock, holder_of
 
 FOLDER = "pins"
 
@@ -54,17 +54,15 @@ class StalenessProbe:
 
     def is_stale(self, folder: Path) -> bool:
         """Whether the lease in `folder` has no living holder; False if that is not known yet."""
-        is_dead = holder_is_dead(folder)
-        if is_dead is not None:
-            return is_dead
-        try:
-            beat = read_bytes(folder / LEASE)
-        except (FileNotFoundError, RunError):  # released just now, or unreadable: the next call decides
+        holder = holder_of(folder)
+        if holder.is_dead is not None:
+            return holder.is_dead
+        if not holder.beat:  # unreadable: the next call decides
             return False
         now = time.monotonic()
         before, since = self._seen.get(folder, (b"", now))
-        if beat != before:
-            self._seen[folder] = (beat, now)
+        if holder.beat != before:
+            self._seen[folder] = (holder.beat, now)
             return False
         return now - since >= self._stale_seconds
 
@@ -107,7 +105,7 @@ def find_pinned(run: Path, among: Collection[Path], silence: StalenessProbe) -> 
         holder = Path(os.path.normpath(run / pin.holder))
         mine = [checkpoint for checkpoint in among if checkpoint not in pinned and pin.holds(checkpoint)]
         if mine and not silence.is_stale(holder):
-            pinned |= dict.fromkeys(mine, f"{path}, for {holder_host(holder) or 'somebody'}")
+            pinned |= dict.fromkeys(mine, f"{path}, for {holder_of(holder).host or 'somebody'}")
     return pinned
 
 

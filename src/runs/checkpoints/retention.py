@@ -21,9 +21,9 @@ from src.runs.checkpoints import folder as checkpoints
 from src.runs.checkpoints import pins
 from src.runs.history import archive as abandoned
 from src.runs.history import branches
-from src.runs.lease import LEASE, directory_lock, holder_is_dead, lost_contact
-from src.runs.metadata import EXP_DICT, JOB, STATUS, read_exp_dict, read_status
+from src.runs.lease import LEASE, directory_lock, holder_of
 from src.runs.scores import SCORES, Scores
+from src.runs.store import EXP_DICT, JOB, STATUS, SavedRun
 
 log = logging.getLogger(__name__)
 _LEFT = ("damaged-step-", ".step-", ".damaged-step-")
@@ -65,7 +65,7 @@ def needed_by_children(runs: Path) -> tuple[set[tuple[str, str]], list[str]]:
     names = [entry.name for entry in runs.iterdir() if not entry.name.startswith(".") and _is_run(entry)]
     for name in sorted(names):
         try:
-            result.update(parents.parent_checkpoints(read_exp_dict(runs / name)))
+            result.update(parents.parent_checkpoints(SavedRun(runs / name).exp))
         except UserError as error:
             warnings.append(f"{error} Its parent is unknown, so the last and the best checkpoint of every run stay.")
     if warnings:
@@ -76,9 +76,10 @@ def needed_by_children(runs: Path) -> tuple[set[tuple[str, str]], list[str]]:
 def describe_holder(run: Path) -> str:
     """Why nothing of a run can be deleted: a process can still hold it.
     "" for no holder or a dead one; silence is no proof of death."""
-    if holder_is_dead(run) is True:
+    holder = holder_of(run)
+    if holder.is_dead is True:
         return ""
-    if contact := lost_contact(run):
+    if contact := holder.lost_contact:
         return f"{contact}, which does not prove that it ended. If its process is gone, delete the file {run / LEASE}"
     return "it is running, maybe on another machine"
 
@@ -99,7 +100,7 @@ def plan(run: Path, rule: CleanupRule, by_others: NeededCheckpoints, now: float)
         (torn if defect(checkpoint, hashes=False) else whole).append(checkpoint)
     torn += [path for path in sorted((run / "checkpoints").glob("*")) if path.name.startswith(_LEFT) and path.is_dir()]
     required = set(whole[len(whole) - rule.keep_last :]) if rule.keep_last else set()
-    state = read_status(run)
+    state = SavedRun(run).status
     best = checkpoints.best_step(run)
     if best is not None and (rule.keep_best or state["state"] != "done" or (run.name, "best") in by_others):
         required.add(checkpoints.folder(run, best))
@@ -132,7 +133,7 @@ def remove(decided: Plan) -> None:
         return
     renamed = []
     with directory_lock(run, create=False), writing(run):  # blocks a start of the run, so it must be short
-        if holder_is_dead(run) is not True or _snapshot(run) != decided.snapshot:
+        if holder_of(run).is_dead is not True or _snapshot(run) != decided.snapshot:
             raise RunError(f"{run}: has changed meanwhile, so nothing of it was deleted. Look again.")
         for path, pin in _find_pinned(run, decided.deletable).items():
             raise RunError(

@@ -19,8 +19,8 @@ from src.runs import ledger
 from src.runs.history import branches
 from src.runs.history import transaction as journal
 from src.runs.history.transaction import Step
-from src.runs.metadata import STATUS
 from src.runs.scores import SCORE_LIST
+from src.runs.store import STATUS
 
 FOLDER = "abandoned"
 RECORD = "record.json"

@@ -15,8 +15,8 @@ from src.runs.history import branches
 from src.runs.history import transaction as journal
 from src.runs.history.archive import BEST, WANDB, Plan, PlanBuilder, next_number
 from src.runs.history.branches import Branch
-from src.runs.metadata import STATUS, read_status
 from src.runs.scores import SCORES, Scores
+from src.runs.store import STATUS, SavedRun
 
 EVALUATIONS = "evaluations*.jsonl"
 
@@ -31,7 +31,7 @@ def plan(run: Path, branch: Branch, why: str = "", new_wandb: bool = False) -> P
     """
     step = branch.from_step
     target = _whole_checkpoint(run, step)
-    status = read_status(run)
+    status = SavedRun(run).status
     Scores(run / SCORES, read_only=True).rows()  # fails here, before any change, if the scores are damaged
     before = branches.read(run)
     if new_wandb:

@@ -19,8 +19,8 @@ from typing import Any
 from src.errors import RunError
 from src.files import TEMPORARY, read_bytes, read_json, sync_directory, write_atomic, write_json, writing
 from src.runs import ledger
-from src.runs.metadata import STATUS
 from src.runs.scores import SCORES, Scores
+from src.runs.store import STATUS
 from src.runs.summary import SUMMARY, summarize
 from src.support.parsing import parse_json
 

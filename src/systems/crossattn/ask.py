@@ -26,7 +26,7 @@ from src.experiments.config import Places
 from src.experiments.interfaces import load_experiment
 from src.files import reading
 from src.models.load import add_options, checkpoint_folder, load, move
-from src.runs.metadata import expand_run, read_exp_dict
+from src.runs.store import SavedRun, expand_run
 from src.serving.pretrained import SOURCE, is_pretrained, load_writer
 from src.serving.writer import Writer
 from src.support.command_line import make_parser, parse_arguments, run_command
@@ -141,7 +141,7 @@ def load_answerer(source: Path, places: Places, max_new_tokens: int | None = Non
     if not is_pretrained(source):
         folder = checkpoint_folder(expand_run(source, places.runs))
         run = folder.parents[1]
-        recipe: Any = load_experiment(read_exp_dict(run), str(run))
+        recipe: Any = load_experiment(SavedRun(run).exp, str(run))
         data = getattr(recipe, "data", None)
         if isinstance(data, qa.Config):
             setting = recipe.answers or recipe.inference

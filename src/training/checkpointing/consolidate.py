@@ -31,7 +31,7 @@ from pydantic import ByteSize, Field, TypeAdapter
 from src import files
 from src.errors import CheckpointError, ConfigError
 from src.runs.checkpoints import folder as checkpoints
-from src.runs.metadata import expand_run
+from src.runs.store import expand_run
 from src.support.command_line import make_parser, run_command
 from src.training.checkpointing import dcp_shards, safetensors_stream, zero_layout
 from src.training.checkpointing.folder import SEPARATOR

@@ -27,7 +27,7 @@ from src.runs.checkpoints import folder as checkpoints
 from src.runs.checkpoints import pins
 from src.runs.history import branches
 from src.runs.lease import directory_lock
-from src.runs.metadata import CONFIG
+from src.runs.store import CONFIG
 from src.support import distributed
 from src.support.weights import is_unfilled, load_trained, read_tensors
 

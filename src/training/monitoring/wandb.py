@@ -16,7 +16,7 @@ from torch import nn
 from src.errors import RunError
 from src.files import read_json, write_json
 from src.runs import context as runs
-from src.runs.run_dir import DELETED
+from src.runs.store import DELETED
 from src.support.parsing import parse_json
 
 ID = "wandb.json"

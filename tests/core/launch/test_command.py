@@ -17,7 +17,7 @@ from src.errors import ConfigError
 from src.experiments.config import load
 from src.launch.command import INTERRUPTED, STOP_AFTER_FAILURES, STOPPED, Config, Environment, Processes, argv
 from src.launch.job import Job
-from src.runs import metadata
+from src.runs.store import SavedRun
 from tests import toy
 
 LONGEST = 600
@@ -502,9 +502,7 @@ def test_a_job_that_failed_before_there_was_a_status_says_so(tmp_path: Path, sta
         subprocess.run([sys.executable, "status.py", state, "0"], cwd=tmp_path, check=True)
     job = job_of(("status.py", "", str(code)), tmp_path)
     assert subprocess.run(argv(job), cwd=tmp_path, timeout=LONGEST, check=False).returncode == code
-    assert (
-        metadata.read_status(tmp_path / "run")["state"] if (tmp_path / "run" / "status.json").exists() else None
-    ) == told
+    assert (SavedRun(tmp_path / "run").status["state"] if (tmp_path / "run" / "status.json").exists() else None) == told
     assert {path.name for path in (tmp_path / "run").iterdir()} <= {"status.json"}
 
 
@@ -513,9 +511,7 @@ def test_a_later_start_that_fails_before_its_training_says_its_own_exit_code(tmp
     for code in (3, 4):
         job = job_of(("-c", f"raise SystemExit({code})"), tmp_path)
         assert subprocess.run(argv(job), cwd=tmp_path, timeout=LONGEST, check=False).returncode == code
-        assert metadata.read_status(tmp_path / "run")["reason"].startswith(
-            f"exit code {code} before its training began"
-        )
+        assert SavedRun(tmp_path / "run").status["reason"].startswith(f"exit code {code} before its training began")
 
 
 @pytest.mark.parametrize(

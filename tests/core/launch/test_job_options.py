@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from src.experiments.identity import exp_id
-from src.runs import metadata
+from src.runs.store import SavedRun
 from tests import toy
 
 
@@ -93,7 +93,7 @@ def test_a_group_is_submitted_watched_killed_continued_and_reset(world: World):
     world.run("-e", "long", "-j", "here")
     wait_until(lambda: len(scores.read_text()) > len(before))
     assert scores.read_text().startswith(before)
-    wait_until(lambda: metadata.state_of(world.runs / exp_id(QUICK)) == "done")
+    wait_until(lambda: SavedRun(world.runs / exp_id(QUICK)).state == "done")
     assert world.states("quick") == ["done"]
     world.run("-e", "long", "--job_option", "kill")
     assert len(list((world.runs / "submissions").glob("*/submission.json"))) == 2

@@ -7,9 +7,8 @@ from types import ModuleType
 
 import pytest
 
-from src.launch import actions, resources
-from src.launch import status as jobs
-from src.runs import metadata
+from src.launch import actions, logs, resources
+from src.runs.store import SavedRun
 from tests.core.launch.fakes.fake_ray.server import FakeRay
 from tests.core.launch.fakes.fake_slurm.cluster import Cluster
 from tests.core.launch.test_status import World, planned
@@ -114,7 +113,7 @@ def test_quick_failures_in_a_row_stop_what_waits(
         actions.run(
             world.request([*items, heir]), resources.load("here", raw | {"stop_after_failures": most}, world.runs)
         )
-        ids = {item.exp_id: (metadata.read_job(world.runs / item.exp_id) or {})["job_id"] for item in [*items, heir]}
+        ids = {item.exp_id: (SavedRun(world.runs / item.exp_id).job or {})["job_id"] for item in [*items, heir]}
         scheduler.start(ids[heir.exp_id])
         for item in items:
             scheduler.start(ids[item.exp_id])
@@ -126,7 +125,7 @@ def test_quick_failures_in_a_row_stop_what_waits(
             if item.exp_id not in world.started():
                 assert row.state == "stopped"
                 assert row.reason.removeprefix("JOB_ENTRYPOINT_COMMAND_ERROR: ") == told
-                assert told in jobs.tail(world.runs / "logs" / f"{item.exp_id}.err.log", 1)
+                assert told in logs.tail(world.runs / "logs" / f"{item.exp_id}.err.log", 1)
         assert [row.state for row in rows] == [
             "failed",
             "done",

@@ -18,6 +18,7 @@ from src.launch import actions, resources, status
 from src.launch.job import Job
 from src.launch.ray import launcher as ray
 from src.launch.tracking import Question
+from src.runs.store import RunStore
 from tests.core.launch.fakes.fake_ray.server import Answer, FakeRay
 from tests.core.launch.test_status import World as Suite
 from tests.core.launch.test_status import planned
@@ -215,7 +216,7 @@ def test_a_look_that_got_no_answer_in_time_forbids_nothing_later(cluster: FakeRa
 
     before = set(threading.enumerate())
     cluster.faults.append(answer_late)
-    (row,) = status.table(suite.runs, [item.exp_id], Question(seconds=0.2))
+    (row,) = status.table(RunStore(suite.runs), [item.exp_id], Question(seconds=0.2))
     assert "was interrupted, and its jobs are unknown" in row.reason
     late = [thread for thread in threading.enumerate() if thread not in before and thread.name.endswith("(work)")]
     assert late

@@ -28,8 +28,9 @@ from src.files import write_json
 from src.launch import actions, arguments, logs, resources, submissions, tracking
 from src.launch import status as jobs
 from src.launch.job import SchedulerState
-from src.runs import lease, metadata
+from src.runs import lease
 from src.runs.plan import Planned
+from src.runs.store import RunStore, SavedRun
 
 ROOT = Path(__file__).resolve().parents[3]
 # A program in the place of trainval.py: it does what its experiment says, once the file `go` is there.
@@ -104,7 +105,7 @@ class World:
         actions.run(self.request(items, reset=reset), self.resources_with(**values), option)
 
     def rows(self, items: Sequence[Planned]) -> list[jobs.Row]:
-        return jobs.table(self.runs, [item.exp_id for item in items])
+        return jobs.table(RunStore(self.runs), [item.exp_id for item in items])
 
     def states(self, items: Sequence[Planned]) -> list[str]:
         return [row.state for row in self.rows(items)]
@@ -209,7 +210,7 @@ def test_an_edit_while_jobs_wait_changes_none_of_them(world: World):
     late = planned("end", "late")
     world.run([late])
     assert world.ended([late]) == ["failed"]
-    assert "edited" in jobs.tail(world.runs / "logs" / f"{late.exp_id}.err.log", 1)
+    assert "edited" in logs.tail(world.runs / "logs" / f"{late.exp_id}.err.log", 1)
     assert len(list((world.runs / "snapshots").iterdir())) == 2
 
 
@@ -271,8 +272,8 @@ def test_an_old_note_that_is_damaged_hides_no_later_job(world: World):
     assert last > first
     (first / "jobs.json").write_text('{"jobs": {"torn')
     wait_until(lambda: world.states([item]) == ["running"])
-    assert metadata.read_job(world.runs / item.exp_id) == {
-        **metadata.read_job(world.runs / item.exp_id),
+    assert SavedRun(world.runs / item.exp_id).job == {
+        **SavedRun(world.runs / item.exp_id).job,
         "submission": last.name,
     }  # type: ignore[dict-item]
     world.run([item])
@@ -527,17 +528,21 @@ def scheduler_state(state: str, word: str = "", reason: str = "") -> SchedulerSt
 def test_scheduler_and_directory_together(
     tmp_path: Path, run_state: str, queue_state: SchedulerState | None, expected: tuple[str, str]
 ):
-    status = {"state": run_state, **({"reason": "it broke"} if run_state == "failed" else {})}
-    assert (
-        jobs._resolve_state(tmp_path, run_state, status, tracking.TrackedJob("7", "s", None, queue_state), None)
-        == expected
-    )
+    run = saved(tmp_path, run_state, "it broke" if run_state == "failed" else "")
+    assert jobs._resolve_state(run, tracking.TrackedJob("7", "s", None, queue_state)) == expected
+
+
+def saved(path: Path, state: str, reason: str = "") -> SavedRun:
+    """A run that was found in this state."""
+    run = SavedRun(path)
+    run.state, run.status = state, {"state": state, "reason": reason}
+    return run
 
 
 def test_without_a_job_the_directory_speaks(tmp_path: Path):
-    assert jobs._resolve_state(tmp_path, "new", {}, None, None) == ("never", "")
-    assert jobs._resolve_state(tmp_path, "lost", {}, None, None) == ("lost", "")
-    assert jobs._resolve_state(tmp_path, "failed", {"reason": "r"}, None, None) == ("failed", "r")
+    assert jobs._resolve_state(saved(tmp_path, "new"), None) == ("never", "")
+    assert jobs._resolve_state(saved(tmp_path, "lost"), None) == ("lost", "")
+    assert jobs._resolve_state(saved(tmp_path, "failed", "r"), None) == ("failed", "r")
 
 
 @pytest.mark.parametrize(("age", "state"), [(5.0, "running"), (-3600.0, "running"), (900.0, "lost")])
@@ -546,21 +551,16 @@ def test_a_forgotten_job_on_another_machine_counts_as_running_while_it_beats(tmp
     write_json(tmp_path / "lease", {**lease.this_process(), "boot_id": "another", "host": "far", "beat": 3})
     then = time.time() - age
     os.utime(tmp_path / "lease", (then, then))
-    beat = lease.heartbeat_seconds(tmp_path)
+    beat = lease.holder_of(tmp_path).seconds
     assert beat is not None
     assert max(0.0, age) <= beat < max(0.0, age) + 5
-    assert (
-        jobs._resolve_state(tmp_path, "running", {"state": "running"}, tracking.TrackedJob("7", "s", None, None), beat)[
-            0
-        ]
-        == state
-    )
+    assert jobs._resolve_state(saved(tmp_path, "running"), tracking.TrackedJob("7", "s", None, None))[0] == state
 
 
 def test_a_training_by_hand_is_seen_though_its_old_job_failed(tmp_path: Path):
     write_json(tmp_path / "lease", {**lease.this_process(), "beat": 3})
     job = tracking.TrackedJob("7", "s", None, scheduler_state("failed", "FAILED"))
-    assert jobs._resolve_state(tmp_path, "running", {"state": "running"}, job, 1.0) == ("running", "")
+    assert jobs._resolve_state(saved(tmp_path, "running"), job) == ("running", "")
 
 
 def test_logs_are_followed_to_the_end(world: World, caplog: pytest.LogCaptureFixture):
@@ -655,7 +655,7 @@ def test_a_line_written_while_the_last_ones_are_shown_is_shown_once(world: World
         file.write("in between\n")
     world.go()
     assert [*shown, *lines] == ["begins", "in between", "ends"]
-    assert jobs.tail(log, 2, end=len("begins\nin between\n")) == "begins\nin between"
+    assert logs.tail(log, 2, end=len("begins\nin between\n")) == "begins\nin between"
 
 
 def test_logs_are_followed_while_the_scheduler_does_not_answer(world: World, monkeypatch: pytest.MonkeyPatch):
@@ -683,10 +683,10 @@ def test_logs_are_followed_while_the_scheduler_does_not_answer(world: World, mon
 def test_the_tail_of_a_long_log(tmp_path: Path):
     log = tmp_path / "log"
     log.write_text("".join(f"line {n} é\n" for n in range(30_000)))
-    assert jobs.tail(log, 2) == "line 29998 é\nline 29999 é"
-    assert len(jobs.tail(log, 20_000).splitlines()) == 20_000
-    assert jobs.tail(log, 10**6).startswith("line 0 é\n")
-    assert jobs.tail(log, 0) == jobs.tail(tmp_path / "missing", 3) == ""
+    assert logs.tail(log, 2) == "line 29998 é\nline 29999 é"
+    assert len(logs.tail(log, 20_000).splitlines()) == 20_000
+    assert logs.tail(log, 10**6).startswith("line 0 é\n")
+    assert logs.tail(log, 0) == logs.tail(tmp_path / "missing", 3) == ""
 
 
 def test_overrides_give_single_experiments_other_resources(world: World):
@@ -782,7 +782,7 @@ def test_the_job_is_noted_for_haven_too(world: World):
         "command": f"trainval.py {world.runs / item.exp_id}",
         "submission": world.submissions()[0].name,
     }
-    assert metadata.read_job(world.runs / item.exp_id) == job
+    assert SavedRun(world.runs / item.exp_id).job == job
     intent = json.loads((world.submissions()[0] / "submission.json").read_text())
     assert intent["launcher"]["launcher"] == "local"
     assert (intent["job_config"], intent["experiments"]) == ("here", [item.exp_id])

@@ -13,12 +13,13 @@ import pytest
 from src.errors import LaunchError
 from src.experiments.identity import exp_id
 from src.files import write_json
-from src.launch import actions, resources, tracking
+from src.launch import actions, logs, resources, tracking
 from src.launch import status as jobs
 from src.launch.slurm import launcher as slurm
 from src.launch.tracking import LOOK, REFRESH, Question
 from src.runs import lease
 from src.runs.plan import Planned
+from src.runs.store import RunStore
 from src.support import read_cache
 from src.support.read_cache import ReadCache
 from tests.core.launch.fakes.fake_slurm.cluster import Cluster
@@ -56,7 +57,7 @@ def hold(world: World, item: Planned, **other: Any) -> None:
 
 
 def look(world: World, items: list[Planned], question: Question = PATIENT_LOOK) -> list[jobs.Row]:
-    return jobs.table(world.runs, [item.exp_id for item in items], question)
+    return jobs.table(RunStore(world.runs), [item.exp_id for item in items], question)
 
 
 def test_no_query_for_finished_or_local_runs(world: World, cluster: Cluster):
@@ -175,7 +176,7 @@ def test_quick_failures_in_a_row_stop_what_waits(
         assert (
             row.reason == "not started: 3 in a row failed within 60 s of their start. See why, then --job_option retry"
         )
-        assert row.reason in jobs.tail(world.runs / "logs" / f"{row.exp_id}.err.log", 1)
+        assert row.reason in logs.tail(world.runs / "logs" / f"{row.exp_id}.err.log", 1)
     (world.runs / "mended").touch()
     actions.run(world.request(items), resources.load("there", {"launcher": "slurm"}, world.runs), "retry")
     assert {row.state for row in look(world, items)} == {"done"}, "one command repairs all"
@@ -292,7 +293,7 @@ def test_a_saved_row_follows_its_job_into_the_queue_again(
         ("CANCELLED", "stopped"),
     ):
         cluster.set("1_0", state=state)
-        (row,) = jobs.table(world.runs, [item.exp_id], PATIENT_LOOK, saved)
+        (row,) = jobs.table(RunStore(world.runs), [item.exp_id], PATIENT_LOOK, saved)
         assert row.state == expected
 
 
@@ -308,5 +309,5 @@ def test_a_saved_row_names_its_failed_parent_only_while_it_is_failed(world: Worl
     saved: jobs.RowCache = ReadCache(world.runs)
     for state in ("failed", "failed", "done"):
         write_json(world.runs / parent / "status.json", {"state": state})
-        row = jobs.table(world.runs, [parent, child], PATIENT_LOOK, saved)[1]
+        row = jobs.table(RunStore(world.runs), [parent, child], PATIENT_LOOK, saved)[1]
         assert (parent in row.reason) == (state == "failed")

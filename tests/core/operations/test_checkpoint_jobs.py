@@ -25,8 +25,9 @@ from src.files import defect, new_directory, write_json
 from src.operations.checkpoint_jobs import __main__ as checkpoint_jobs
 from src.operations.checkpoint_jobs import plan as checkpoint_plan
 from src.operations.checkpoint_jobs.stages import EVALUATIONS, OUTCOMES
-from src.runs import jsonl_records, metadata
+from src.runs import jsonl_records
 from src.runs.checkpoints import folder as checkpoints
+from src.runs.store import STATUS, SavedRun
 
 ROOT = Path(checkpoint_jobs.__file__).resolve().parents[4]
 EXP = {"recipe": "x", "seed": 0}
@@ -41,10 +42,10 @@ class World:
         self.folder, self.runs, self.there = folder, folder / "my runs", folder / "there"
         self.run, self.effects, self.file = self.runs / ID, folder / "effects", folder / "plan.yaml"
         self.there.mkdir()
-        metadata.prepare(self.run, EXP, ["toys"])
+        SavedRun(self.run).write_exp(EXP, ["toys"])
         for step in steps:
             self.checkpoint(step)
-        write_json(self.run / metadata.STATUS, {"state": "done", "step": steps[-1], "attempt": 1})
+        write_json(self.run / STATUS, {"state": "done", "step": steps[-1], "attempt": 1})
         self.raw: Raw = {
             "checkpoints": {"every": 10},
             "convert": {
@@ -186,7 +187,7 @@ def test_rules_choose_checkpoints(world: World):
     assert chosen(best=True) == [30]
     assert chosen(last=True) == [40]
     assert chosen(every=20, best=True) == [20, 30, 40]
-    write_json(world.run / metadata.STATUS, {"state": "running", "step": 40})
+    write_json(world.run / STATUS, {"state": "running", "step": 40})
     assert chosen(last=True) == []
     (checkpoints.folder(world.run, 20) / "model.safetensors").write_text("short")
     assert chosen(every=20) == [40]
@@ -198,7 +199,7 @@ def test_the_newest_the_last_and_the_best_stay(world: World):
     assert world.once() == 0
     assert world.steps() == [10, 30, 40]  # the best, and the two newest
     checkpoints.mark_best(world.run, 30)
-    write_json(world.run / metadata.STATUS, {"state": "done", "step": 10, "attempt": 1})  # where a child starts from
+    write_json(world.run / STATUS, {"state": "done", "step": 10, "attempt": 1})  # where a child starts from
     world.raw["clean_up"]["keep_last"] = 1
     assert world.once() == 0
     assert world.steps() == [10, 30, 40]
@@ -548,7 +549,7 @@ def test_the_example_is_a_plan_that_works(world: World):
 def test_damaged_run_is_reported_and_the_rest_continues(world: World, caplog: pytest.LogCaptureFixture):
     other = world.runs / ("f" * 32)
     other.mkdir()
-    (other / metadata.STATUS).write_text("{")
+    (other / STATUS).write_text("{")
     assert world.once() == checkpoint_jobs.FAILED
-    assert f"{other / metadata.STATUS}:1: not valid JSON" in caplog.text
+    assert f"{other / STATUS}:1: not valid JSON" in caplog.text
     assert world.steps() == [40]

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from src.files import write_json
-from src.runs import metadata
 from src.runs.checkpoints import folder as checkpoints
 from src.runs.checkpoints import pins, retention
 from src.runs.checkpoints.retention import Rotation, RotationRule
+from src.runs.store import STATUS
 from tests.core.operations.test_checkpoint_jobs import World, poll
 
 
@@ -22,7 +22,7 @@ from tests.core.operations.test_checkpoint_jobs import World, poll
 def world(tmp_path: Path) -> Iterator[World]:
     """A run that is trained, with a checkpoint at step 10; each evaluation waits for its gate."""
     world = World(tmp_path, steps=(10,))
-    write_json(world.run / metadata.STATUS, {"state": "running", "step": 10, "attempt": 1})
+    write_json(world.run / STATUS, {"state": "running", "step": 10, "attempt": 1})
     gate = f"while ! test -e {tmp_path}/gate-{{step}} -o -e {tmp_path}/over; do sleep 0.02; done"
     world.raw = {
         "checkpoints": {"every": 10},
@@ -97,7 +97,7 @@ def test_the_pins_of_the_dead_are_taken_away_by_the_next(world: World, watcher: 
 
 
 def test_what_is_evaluated_in_a_finished_run_is_not_cleaned_away(world: World):
-    write_json(world.run / metadata.STATUS, {"state": "done", "step": 10, "attempt": 1})
+    write_json(world.run / STATUS, {"state": "done", "step": 10, "attempt": 1})
     rule = retention.CleanupRule(keep_last=0, keep_best=False)
     process = world.start("--every", "0.1")
     try:

@@ -17,8 +17,8 @@ from src.operations import deletion
 from src.runs.checkpoints import folder as checkpoints
 from src.runs.checkpoints import pins
 from src.runs.lease import Lease
-from src.runs.metadata import write_job
 from src.runs.run_dir import RunDir
+from src.runs.store import SavedRun
 
 
 def make(runs: Path, seed: int, group: str = "g", parent: Path | None = None, state: str = "done") -> Path:
@@ -167,7 +167,7 @@ def test_a_run_with_a_job_that_can_still_start_stays(tmp_path: Path, capsys: pyt
     folder.mkdir(parents=True)
     (folder / submissions.INTENT).write_text("{")  # which launcher has the job is not known
     for run in (waiting, finished):
-        write_job(run, "1", "c", "s1")
+        SavedRun(run).write_job("1", "c", "s1")
     assert clean.main([str(tmp_path), "-e", "g", "--delete", "--yes"]) == 0
     assert (waiting.exists(), finished.exists()) == (True, False)
     assert f"{waiting}: stays: " in capsys.readouterr().err

@@ -10,7 +10,7 @@ from src.files import write_json
 from src.launch import submissions
 from src.operations import interventions
 from src.runs import ledger
-from src.runs.metadata import prepare, write_job
+from src.runs.store import SavedRun
 
 EXP = {"recipe": "toy", "seed": 1}
 
@@ -18,7 +18,7 @@ EXP = {"recipe": "toy", "seed": 1}
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
     path = tmp_path / "runs" / exp_id(EXP)
-    prepare(path, EXP, ["g"])
+    SavedRun(path).write_exp(EXP, ["g"])
     return path
 
 
@@ -66,7 +66,7 @@ def test_a_job_is_held_and_released_and_the_ledger_says_by_whom_and_why(
 
 
 def test_a_job_that_haven_submitted_is_held(run: Path, calls: Path):
-    write_job(run, "12", "bash run.sh")
+    SavedRun(run).write_job("12", "bash run.sh")
     assert interventions.main(["hold", str(run)]) == 0
     assert calls.read_text() == "hold 12\n"
 

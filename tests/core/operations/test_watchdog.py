@@ -17,7 +17,8 @@ import pytest
 from src.experiments.identity import exp_id
 from src.launch import status as jobs
 from src.operations import watchdog
-from src.runs import events, heartbeat, jsonl_records, metadata
+from src.runs import events, heartbeat, jsonl_records
+from src.runs.store import STATUS, RunStore, SavedRun
 
 EXP = {"recipe": "x", "seed": 0, "loop": {"steps": 100}}
 ID = exp_id(EXP)
@@ -89,14 +90,14 @@ class World:
 
     def updated(self) -> None:
         """As if the last row were of another second than the start."""
-        status = json.loads((self.run / metadata.STATUS).read_text())
-        (self.run / metadata.STATUS).write_text(json.dumps({**status, "started": "2026-01-01T00:00:00+00:00"}))
+        status = json.loads((self.run / STATUS).read_text())
+        (self.run / STATUS).write_text(json.dumps({**status, "started": "2026-01-01T00:00:00+00:00"}))
 
     def look(self, *words: str) -> int:
         return watchdog.main([str(self.runs), "--once", *words])
 
     def verdict(self, **limits: float) -> watchdog.Verdict:
-        (row,) = jobs.table(self.runs, [ID])
+        (row,) = jobs.table(RunStore(self.runs), [ID])
         return watchdog.judge(self.run, row, watchdog.Limits(**limits))
 
     def noted(self) -> list[str]:
@@ -133,7 +134,7 @@ def test_a_step_older_than_its_median_allows_is_hung_once_and_recovers(world: Wo
     world.tell("row 4", "beat 4", "beat 5")
     world.perf((2, 20.0, 0.1), (4, 26.0, 0.1))  # steps of 10 s; an evaluation of 6 s, of which 18 s are allowed
     (world.run / heartbeat.HEARTBEAT).write_text(json.dumps({"attempt": 1, "step": 5, "step_seconds": 10.0}))
-    world.age(metadata.STATUS, 500)
+    world.age(STATUS, 500)
     world.age(heartbeat.HEARTBEAT, 117)
     assert world.verdict(factor=10).state == "running"
     world.age(heartbeat.HEARTBEAT, 120)
@@ -143,7 +144,7 @@ def test_a_step_older_than_its_median_allows_is_hung_once_and_recovers(world: Wo
     assert world.verdict(factor=11).state == "running"
     assert [world.look(), world.look(), world.look("--factor", "11")] == [watchdog.NEW, watchdog.KNOWN, 0]
     assert world.noted() == ["hung", "recovered"]
-    assert jobs.table(world.runs, [ID])[0].reason == ""
+    assert jobs.table(RunStore(world.runs), [ID])[0].reason == ""
     assert world.look() == watchdog.KNOWN  # the same incident, which was told of
     world.tell("beat 6")
     world.age(heartbeat.HEARTBEAT, 120)
@@ -151,7 +152,7 @@ def test_a_step_older_than_its_median_allows_is_hung_once_and_recovers(world: Wo
     world.age(heartbeat.HEARTBEAT, 120)
     assert world.look() == watchdog.NEW
     assert world.noted() == ["hung", "recovered", "hung"]
-    row = jobs.table(world.runs, [ID])[0]
+    row = jobs.table(RunStore(world.runs), [ID])[0]
     assert row.state == "running"
     assert row.reason.startswith("hung: its last step, 6, was 120 s ago")
 
@@ -161,17 +162,17 @@ def test_without_heartbeats_the_way_to_the_next_row_is_allowed(world: World):
     world.tell("row 40")
     world.updated()
     world.perf((20, 200.0, 0.1), (40, 260.0, 0.1))  # steps of 10 s, rows every 260 s at most, evaluations of 60 s
-    world.age(metadata.STATUS, 100 + 180 + 260 - 3)
+    world.age(STATUS, 100 + 180 + 260 - 3)
     assert world.verdict().state == "running"
-    world.age(metadata.STATUS, 100 + 180 + 260 + 3)
+    world.age(STATUS, 100 + 180 + 260 + 3)
     assert world.verdict().state == "hung"
 
 
 def test_a_start_and_a_first_evaluation_take_their_time(world: World):
     world.start()
-    world.age(metadata.STATUS, 1700)
+    world.age(STATUS, 1700)
     assert world.verdict().state == "running"
-    world.age(metadata.STATUS, 1900)
+    world.age(STATUS, 1900)
     assert world.verdict().state == "hung"
     assert "no step since it was started" in world.verdict().reason
     world.tell("beat 1", "beat 2")  # no evaluation was seen yet
@@ -187,7 +188,7 @@ def test_heartbeats_of_an_earlier_start_do_not_count(world: World):
     world.kill()
     world.start()
     world.perf((1, 1.0, 1.0), (2, 1.0, 1.0))
-    for name in (metadata.STATUS, heartbeat.HEARTBEAT):
+    for name in (STATUS, heartbeat.HEARTBEAT):
         world.age(name, 1000)
     assert world.verdict().state == "running"  # it has made no step yet
 
@@ -199,7 +200,7 @@ def test_a_killed_run_is_dead_once(world: World):
     poll(lambda: world.verdict().state == "dead")
     assert [world.look(), world.look()] == [watchdog.NEW, watchdog.KNOWN]
     assert world.noted() == ["dead"]
-    assert jobs.table(world.runs, [ID])[0].state == "lost"
+    assert jobs.table(RunStore(world.runs), [ID])[0].state == "lost"
     world.start()
     assert world.look() == 0
     world.kill()
@@ -224,10 +225,10 @@ def test_finished_and_failed_runs(world: World):
     world.start()
     world.tell("done 100")
     world.kill()
-    for name in (metadata.STATUS, heartbeat.HEARTBEAT):
+    for name in (STATUS, heartbeat.HEARTBEAT):
         world.age(name, 1e6)
     assert world.look() == 0
-    assert jobs.table(world.runs, [ID])[0].reason == ""
+    assert jobs.table(RunStore(world.runs), [ID])[0].reason == ""
 
 
 def test_a_stopped_process_is_hung_not_dead(world: World):
@@ -236,7 +237,7 @@ def test_a_stopped_process_is_hung_not_dead(world: World):
     world.perf((1, 1.0, 1.0), (2, 1.0, 1.0))
     assert world.holder is not None
     world.holder.send_signal(signal.SIGSTOP)
-    for name in (metadata.STATUS, heartbeat.HEARTBEAT, "lease"):
+    for name in (STATUS, heartbeat.HEARTBEAT, "lease"):
         world.age(name, 100)
     verdict = world.verdict()
     assert verdict.state == "hung"
@@ -272,21 +273,21 @@ def test_log_events_are_in_the_status_table_and_reported(
     assert variables == f"{ID} node_failure error"
     assert json.loads(event)["exp_id"] == ID
     assert json.loads(event)["line"] == "srun: error: Node failure on node-7"
-    (row,) = jobs.table(world.runs, [ID])
+    (row,) = jobs.table(RunStore(world.runs), [ID])
     assert row.reason == "node_failure: srun: error: Node failure on node-7"
     assert jobs.format_table([row])[1].endswith(row.reason)
     world.kill()
     world.start()  # the next start has not seen it
-    assert jobs.table(world.runs, [ID])[0].reason == ""
+    assert jobs.table(RunStore(world.runs), [ID])[0].reason == ""
 
 
 def test_damaged_files_are_named_and_stop_nothing_else(world: World, caplog: pytest.LogCaptureFixture):
     world.start()
     (world.run / events.EVENTS).write_text("no json\n")
     (world.run / "perf.jsonl").write_text('{"step": 1\nnull\n[]\n{"step": 2, "seconds": "x", "steps_per_second": 0}\n')
-    assert "expected a JSON object" in jobs.table(world.runs, [ID])[0].reason
+    assert "expected a JSON object" in jobs.table(RunStore(world.runs), [ID])[0].reason
     assert world.verdict().state == "running"
-    (world.run / metadata.STATUS).write_text("{")
+    (world.run / STATUS).write_text("{")
     assert world.look() == watchdog.NEW
     assert "status.json:1: not valid JSON" in caplog.text
 
@@ -309,7 +310,7 @@ def test_a_wrong_command_is_one_line(
 
 def test_a_misspelt_group_gets_a_suggestion(world: World, capsys: pytest.CaptureFixture[str]):
     world.start()
-    metadata.join_groups(world.run, ["base_tiny"])
+    SavedRun(world.run).join_groups(["base_tiny"])
     assert world.look("-e", "base_tiny") == 0
     assert world.look("-e", "base_tyni") == 1
     assert "unknown group 'base_tyni'. Did you mean 'base_tiny'?" in capsys.readouterr().err

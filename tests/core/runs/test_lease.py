@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from src.errors import RunError
-from src.runs.lease import GUARD, LEASE, Lease, directory_lock, holder_is_dead, this_process
+from src.runs.lease import GUARD, LEASE, Lease, directory_lock, holder_of, this_process
 
 ROOT = Path(__file__).resolve().parents[3]
 STALE = 0.4
@@ -140,18 +140,18 @@ def test_a_stopped_owner_on_this_machine_is_alive(tmp_path: Path):
         os.kill(owner.process.pid, signal.SIGSTOP)
         with pytest.raises(RunError, match="held by process"):
             Lease.acquire(tmp_path, stale_seconds=0.0)
-        assert holder_is_dead(tmp_path) is False
+        assert holder_of(tmp_path).is_dead is False
 
 
 def test_a_recycled_pid_is_not_the_holder(tmp_path: Path):
     (tmp_path / LEASE).write_text(json.dumps({**this_process(), "started": 1, "token": "t", "beat": 0}))
-    assert holder_is_dead(tmp_path) is True
+    assert holder_of(tmp_path).is_dead is True
     Lease.acquire(tmp_path).release()
 
 
 def test_a_silent_foreign_holder_is_replaced_after_the_watch(tmp_path: Path):
     (tmp_path / LEASE).write_text(foreign())
-    assert holder_is_dead(tmp_path) is None
+    assert holder_of(tmp_path).is_dead is None
     start = time.monotonic()
     lease = Lease.acquire(tmp_path, stale_seconds=STALE)
     assert time.monotonic() - start >= STALE
@@ -183,7 +183,7 @@ def test_a_beating_foreign_holder_keeps_the_lease(tmp_path: Path):
 def test_another_pid_namespace_or_boot_is_elsewhere(tmp_path: Path):
     for changed in ({"pid_namespace": "pid:[1]"}, {"boot_id": "other"}):
         (tmp_path / LEASE).write_text(json.dumps({**this_process(), **changed, "token": "t", "beat": 0}))
-        assert holder_is_dead(tmp_path) is None
+        assert holder_of(tmp_path).is_dead is None
 
 
 @pytest.mark.parametrize("content", [b"", b'{"pid": 1', b"[]", b"\xff\x00"])

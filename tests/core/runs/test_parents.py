@@ -12,6 +12,7 @@ from src.files import new_directory, write_json
 from src.runs.checkpoints import folder as checkpoints
 from src.runs.parents import fingerprints, missing_parents, order, parent_checkpoints, parent_ids
 from src.runs.run_dir import RunDir
+from src.runs.store import RunStore
 
 
 def child_of(*ids: str, seed: int = 0) -> dict:
@@ -160,10 +161,10 @@ def test_a_parent_that_is_done_but_lost_its_checkpoint_is_missed(places: Places)
 
 def test_a_parent_of_many_is_looked_at_once(places: Places):
     write_run(places.runs, OLD, "w")
-    seen: dict[tuple[str, str], str | None] = {}
-    assert missing_parents(MIDDLE, places, (), seen) == []
-    assert seen == {(exp_id(OLD), "last"): None}
-    seen[exp_id(OLD), "last"] = "which is known"
-    assert missing_parents(child_of(exp_id(OLD), seed=7), places, (), seen) == [
+    store = RunStore(places.runs)
+    assert missing_parents(MIDDLE, places, (), store) == []
+    assert store[exp_id(OLD)].lacks == {"last": None}
+    store[exp_id(OLD)].lacks["last"] = "which is known"
+    assert missing_parents(child_of(exp_id(OLD), seed=7), places, (), store) == [
         f"it starts from experiment {exp_id(OLD)}, which is known"
     ]

@@ -12,7 +12,7 @@ from src.experiments.config import Places
 from src.experiments.identity import exp_id
 from src.launch.status import select_runs
 from src.runs import plan
-from src.runs.metadata import expand_run, join_groups
+from src.runs.store import SavedRun, expand_run
 
 pytestmark = pytest.mark.usefixtures("toy_recipe")
 
@@ -65,7 +65,7 @@ def test_an_experiment_looked_up_by_id_has_the_groups_in_its_directory(tmp_path:
     assert plan.find(exp_id(ONE), items, tmp_path).groups == ("a",)
     run = saved(tmp_path, ONE, exp_id(ONE))
     assert plan.find(exp_id(ONE), {}, tmp_path).groups == ()
-    join_groups(run, ["c", "b"])
+    SavedRun(run).join_groups(["c", "b"])
     assert plan.find(exp_id(ONE), {}, tmp_path).groups == ("c", "b")
     assert plan.find(exp_id(ONE), items, tmp_path).groups == ("c", "b")
     with pytest.raises(ConfigError, match=r"^--exp_id 0{32}: neither in exp_configs\.py nor in "):

@@ -16,8 +16,8 @@ import pytest
 from src.errors import ConfigError, RunError
 from src.experiments.identity import exp_id
 from src.runs.lease import GUARD, this_process
-from src.runs.metadata import join_groups, prepare, read_exp_dict, read_groups, read_job, state_of, write_job
 from src.runs.run_dir import RunDir, start_over
+from src.runs.store import SavedRun
 
 ROOT = Path(__file__).resolve().parents[3]
 EXP = {"recipe": "toy", "seed": 0, "model": {"depth": 2}}
@@ -59,7 +59,7 @@ def test_opening_again_resumes_with_the_history(tmp_path: Path):
         assert (run.attempt, status["attempt"], status["state"], status["step"]) == (2, 2, "running", 7)
         assert loaded(run.path / "attempts" / "001" / "env.json")["commit"] == "first"
         assert loaded(run.path / "env.json")["commit"] == "second"
-        assert read_groups(run.path) == ["g", "h"]
+        assert SavedRun(run.path).groups == ["g", "h"]
 
 
 def test_a_finished_run_is_left_as_it_is_but_for_its_groups(tmp_path: Path):
@@ -68,7 +68,7 @@ def test_a_finished_run_is_left_as_it_is_but_for_its_groups(tmp_path: Path):
     contents = {p: p.read_bytes() for p in run.path.rglob("*.json") if p.name != "groups.json"}
     with RunDir.open(tmp_path, EXP, RESOLVED, facts={"groups": ["h"]}) as run:
         assert (run.status()["state"], run.attempt) == ("done", 1)
-        assert read_groups(run.path) == ["g", "h"]
+        assert SavedRun(run.path).groups == ["g", "h"]
     assert {p: p.read_bytes() for p in run.path.rglob("*.json") if p.name != "groups.json"} == contents
 
 
@@ -142,10 +142,10 @@ def test_reset_deletes_no_older_directory(tmp_path: Path):
 
 def test_reset_forgets_neither_the_groups_nor_the_submitted_job(tmp_path: Path):
     RunDir.open(tmp_path, EXP, RESOLVED, facts={"groups": ["g", "h"]}).close()
-    write_job(tmp_path / ID, "7", "python trainval.py --exp_id x")
+    SavedRun(tmp_path / ID).write_job("7", "python trainval.py --exp_id x")
     with RunDir.open(tmp_path, EXP, RESOLVED, reset=1, facts={"groups": ["i"]}) as run:
         assert run.attempt == 1
-        assert read_groups(run.path) == ["g", "h", "i"]
+        assert SavedRun(run.path).groups == ["g", "h", "i"]
         assert loaded(run.path / "job_dict.json") == {
             "job_id": "7",
             "command": "python trainval.py --exp_id x",
@@ -171,41 +171,41 @@ def test_what_killed_writers_left_is_swept_up_and_nothing_else(tmp_path: Path):
 def test_notes_without_the_lease_wait_for_the_sweep(tmp_path: Path):
     """Many launchers note groups while the experiment is opened again and again: none is lost, none is disturbed."""
     with ThreadPoolExecutor(8) as pool:
-        noted = [pool.submit(join_groups, tmp_path / ID, [f"g{number}"]) for number in range(40)]
+        noted = [pool.submit(SavedRun(tmp_path / ID).join_groups, [f"g{number}"]) for number in range(40)]
         for _ in range(10):
             RunDir.open(tmp_path, EXP, RESOLVED).close()
     for future in noted:
         future.result()
-    assert sorted(read_groups(tmp_path / ID)) == sorted(f"g{number}" for number in range(40))
+    assert sorted(SavedRun(tmp_path / ID).groups) == sorted(f"g{number}" for number in range(40))
 
 
 def test_many_processes_prepare_a_complete_directory(tmp_path: Path):
     """Each is whole from its first moment, loses no group, and costs no more than its two files."""
-    prepare(tmp_path / "runs" / ID, EXP, ["g"])
+    SavedRun(tmp_path / "runs" / ID).write_exp(EXP, ["g"])
     assert sorted(entry.name for entry in (tmp_path / "runs" / ID).iterdir()) == ["exp_dict.json", "groups.json"]
     for turn in range(10):
         run = tmp_path / str(turn) / ID
         with ThreadPoolExecutor(8) as pool:
-            for done in [pool.submit(prepare, run, EXP, [f"g{number}"]) for number in range(8)]:
+            for done in [pool.submit(SavedRun(run).write_exp, EXP, [f"g{number}"]) for number in range(8)]:
                 done.result()
-        assert read_exp_dict(run) == EXP
-        assert sorted(read_groups(run)) == [f"g{number}" for number in range(8)]
+        assert SavedRun(run).exp == EXP
+        assert sorted(SavedRun(run).groups) == [f"g{number}" for number in range(8)]
         assert [entry.name for entry in run.parent.iterdir()] == [ID]
 
 
 def test_a_directory_that_holds_something_is_prepared_too(tmp_path: Path):
     (tmp_path / ID / "logs").mkdir(parents=True)
-    prepare(tmp_path / ID, EXP, ["g"])
-    prepare(tmp_path / ID, EXP, ["h"])
-    assert (read_exp_dict(tmp_path / ID), read_groups(tmp_path / ID)) == (EXP, ["g", "h"])
+    SavedRun(tmp_path / ID).write_exp(EXP, ["g"])
+    SavedRun(tmp_path / ID).write_exp(EXP, ["h"])
+    assert (SavedRun(tmp_path / ID).exp, SavedRun(tmp_path / ID).groups) == (EXP, ["g", "h"])
     (tmp_path / "file").touch()
     with pytest.raises(RunError, match="cannot write"):
-        prepare(tmp_path / "file" / ID, EXP, ["g"])
+        SavedRun(tmp_path / "file" / ID).write_exp(EXP, ["g"])
 
 
 def test_a_job_is_noted_though_its_directory_was_removed(tmp_path: Path):
-    write_job(tmp_path / "runs" / ID, "7", "x")
-    job = read_job(tmp_path / "runs" / ID)
+    SavedRun(tmp_path / "runs" / ID).write_job("7", "x")
+    job = SavedRun(tmp_path / "runs" / ID).job
     assert job is not None
     assert job["job_id"] == "7"
 
@@ -292,7 +292,7 @@ def test_attach_refuses_a_folder_without_a_run(tmp_path: Path):
     for content, message in (("[]", "expected a dict, got list"), ('{"a.b": 1}', "must not be empty or hold a dot")):
         (tmp_path / ID / "exp_dict.json").write_text(content)
         with pytest.raises(RunError, match=message):
-            read_exp_dict(tmp_path / ID)
+            _ = SavedRun(tmp_path / ID).exp
 
 
 def test_a_process_that_lost_the_directory_writes_nothing_more(tmp_path: Path):
@@ -308,21 +308,21 @@ def test_a_process_that_lost_the_directory_writes_nothing_more(tmp_path: Path):
 
 
 def test_states_of_a_directory(tmp_path: Path):
-    assert state_of(tmp_path / ID) == "new"
+    assert SavedRun(tmp_path / ID).state == "new"
     with RunDir.open(tmp_path, EXP, RESOLVED) as run:
-        assert state_of(run.path) == "running"
+        assert SavedRun(run.path).state == "running"
         run.set_status("done", step=3)
-        assert state_of(run.path) == "done"
+        assert SavedRun(run.path).state == "done"
         run.set_status("running")
-    assert state_of(run.path) == "lost"
+    assert SavedRun(run.path).state == "lost"
 
 
 def test_groups_are_noted_once(tmp_path: Path):
     for groups in (["a"], ["b", "a", "b"], []):
-        join_groups(tmp_path, groups)
-    assert read_groups(tmp_path) == ["a", "b"]
+        SavedRun(tmp_path).join_groups(groups)
+    assert SavedRun(tmp_path).groups == ["a", "b"]
     (tmp_path / "groups.json").write_text("{")
-    assert read_groups(tmp_path) == []
+    assert SavedRun(tmp_path).groups == []
 
 
 OPENER = """
@@ -494,14 +494,14 @@ def test_starting_over_forgets_the_job_and_not_the_groups(tmp_path: Path):
         with pytest.raises(RunError, match="held by process"):
             start_over(run.path)
         run.scores.append({"step": 1})
-    write_job(tmp_path / ID, "7", "x")
+    SavedRun(tmp_path / ID).write_job("7", "x")
     start_over(tmp_path / ID)
-    assert read_groups(tmp_path / ID) == ["g"]
-    assert read_job(tmp_path / ID) is None
-    assert state_of(tmp_path / ID) == "new"
+    assert SavedRun(tmp_path / ID).groups == ["g"]
+    assert SavedRun(tmp_path / ID).job is None
+    assert SavedRun(tmp_path / ID).state == "new"
     assert (tmp_path / "deleted" / ID / "scores.jsonl").exists()
-    write_job(tmp_path / ID, "8", "x", "s")
-    assert read_job(tmp_path / ID) == {"job_id": "8", "command": "x", "submission": "s"}
+    SavedRun(tmp_path / ID).write_job("8", "x", "s")
+    assert SavedRun(tmp_path / ID).job == {"job_id": "8", "command": "x", "submission": "s"}
     (tmp_path / ID / "job_dict.json").write_text('{"job_id": 8}')
     with pytest.raises(RunError, match=r"job_dict\.json: expected a dict"):
-        read_job(tmp_path / ID)
+        _ = SavedRun(tmp_path / ID).job

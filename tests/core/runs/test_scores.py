@@ -374,7 +374,7 @@ def test_tables_see_what_joins_the_last_row(scores: Scores):
     scores.append({"step": 1, "em": 0.5})
     known = summarize(scores.path)
     scores.add_to_last_row({"inference/em": 0.75})
-    assert summarize(scores.path, known).last == {"em": 0.5, "inference/em": 0.75}
+    assert summarize(scores.path, known.to_json()).last == {"em": 0.5, "inference/em": 0.75}
 
 
 def test_only_who_holds_the_lease_completes(scores: Scores):

@@ -73,8 +73,8 @@ def test_malformed_json_names_the_file_and_the_line(content: bytes, where: str, 
 
 def test_a_deeply_nested_lease_has_no_known_holder(tmp_path: Path):
     (tmp_path / lease.LEASE).write_text("[" * 100_000)
-    assert lease.holder_is_dead(tmp_path) is None
-    assert lease.holder_host(tmp_path) == ""
+    assert lease.holder_of(tmp_path).is_dead is None
+    assert lease.holder_of(tmp_path).host == ""
 
 
 @pytest.mark.parametrize("kind", ["FIFO", "socket", "device"])

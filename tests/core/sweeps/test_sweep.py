@@ -30,7 +30,7 @@ TRAINER = """
     from math import log10
     from pathlib import Path
     from src.runs.run_dir import RunDir
-    from src.runs.metadata import attempts
+    from src.runs.store import SavedRun
 
     words = dict(zip(sys.argv[1::2], sys.argv[2::2]))
     runs, exp_id = Path(words["-sb"]), words["--exp_id"]
@@ -55,7 +55,7 @@ TRAINER = """
             run.set_status("failed", reason="loss is not finite")
             run.close()
             sys.exit(1)
-        if step == 3 and exp["seed"] == 15 and (attempts(run.path) == 1 or "ALWAYS" in os.environ):
+        if step == 3 and exp["seed"] == 15 and (SavedRun(run.path).attempts == 1 or "ALWAYS" in os.environ):
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             os.kill(os.getpid(), signal.SIGTERM)
         val_loss = abs(log10(loop["learning_rate"]) + 2) + 1 / step

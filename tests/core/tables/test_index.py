@@ -20,9 +20,9 @@ import pytest
 
 from src.experiments.identity import exp_id
 from src.runs import summary
-from src.runs.metadata import join_groups
 from src.runs.run_dir import RunDir
 from src.runs.scores import SCORE_LIST, SCORES, Scores, read_score_list
+from src.runs.store import SavedRun
 from src.runs.summary import SUMMARY, parse_summary, summarize
 from src.tables import cache, curves, scan
 from src.tables import rows as results
@@ -147,7 +147,7 @@ def changes(rng: random.Random, runs: Path) -> None:
             rng.choice(["{", "[]", "{}", "\0"])
         )
     elif kind == 4:
-        join_groups(path, [rng.choice("ghi")])
+        SavedRun(path).join_groups([rng.choice("ghi")])
     elif kind == 5:  # a row more, or the end of one
         with open(path / "scores.jsonl", "a") as file:
             file.write(
@@ -347,7 +347,7 @@ def test_a_summary_of_other_scores_is_not_believed(tmp_path: Path, change: str):
         "replaced": ['{"step": 1, "other": 2.0}\n'] * 9,
     }
     path.write_text("".join(changed[change]))
-    assert summarize(path, earlier) == summarize(path)
+    assert summarize(path, earlier.to_json()) == summarize(path)
     assert summarize(path) != earlier
 
 

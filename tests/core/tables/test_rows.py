@@ -11,8 +11,8 @@ import pytest
 
 from src.errors import ConfigError, DataError
 from src.experiments.identity import exp_id
-from src.runs.metadata import join_groups
 from src.runs.run_dir import RunDir
+from src.runs.store import SavedRun
 from src.tables import rows as results
 from src.tables import statistics
 
@@ -86,7 +86,7 @@ def test_states_follow_the_lease(tmp_path: Path):
 
 def test_groups_are_chosen_also_if_a_run_is_in_several(tmp_path: Path):
     path = make(tmp_path, experiment(1, 0), [], group="a")
-    join_groups(path, ["b"])
+    SavedRun(path).join_groups(["b"])
     make(tmp_path, experiment(2, 0), [], group="b")
     assert [row["model.stride"] for row in results.load_rows(tmp_path, "a")[0]] == [1]
     assert sorted(row["model.stride"] for row in results.load_rows(tmp_path, "b")[0]) == [1, 2]

@@ -24,8 +24,8 @@ from results.pages import chart, legend, overview, panes
 from src.errors import ConfigError
 from src.experiments.identity import exp_id
 from src.files import write_atomic
-from src.runs import metadata
 from src.runs.run_dir import RunDir
+from src.runs.store import SavedRun
 from src.support import read_cache
 from tests.conftest import ROOT
 from tests.servers import served
@@ -250,7 +250,7 @@ def test_experiments_that_wait_are_shown_before_there_is_a_score(tmp_path: Path)
     """Of one configuration: nothing differs between its rows."""
     for seed in (0, 1):
         exp = {"recipe": "lm", "seed": seed}
-        metadata.prepare(tmp_path / exp_id(exp), exp, ["g"])
+        SavedRun(tmp_path / exp_id(exp)).write_exp(exp, ["g"])
     page = Dashboard(tmp_path, None)
     assert len(page.jobs.value) == 2
     assert "runs 2" in page.result_note.object
@@ -383,11 +383,11 @@ def test_a_curve_without_lines_is_an_empty_picture():
 
 
 def change_note(runs: Path, name: str) -> None:
-    metadata.write_remarks(runs / name, ["kept"], [], "a note")
+    SavedRun(runs / name).write_remarks(["kept"], [], "a note")
 
 
 def change_state(runs: Path, name: str) -> None:
-    exp = metadata.read_exp_dict(runs / name)
+    exp = SavedRun(runs / name).exp
     with RunDir.open(runs, exp, exp, reset=1) as run:
         run.scores.append({"step": 1, "val_loss": 5.0})
         run.set_status("failed", reason="out of memory")
@@ -406,7 +406,7 @@ def add_run(runs: Path, name: str) -> None:
 
 
 def add_to_group(runs: Path, name: str, group: str = "late") -> None:
-    exp = metadata.read_exp_dict(runs / name)
+    exp = SavedRun(runs / name).exp
     with RunDir.open(runs, exp, exp, facts={"groups": [group]}):
         pass
 
@@ -438,7 +438,7 @@ def test_only_changed_cells_of_jobs_are_sent(page: Dashboard, monkeypatch: pytes
     monkeypatch.setattr(
         widget, "patch", lambda changes, as_index: sent.append(changes) or type(widget).patch(widget, changes, as_index)
     )
-    metadata.write_remarks(page.runs / page._ids[1], ["kept"], [], None)
+    SavedRun(page.runs / page._ids[1]).write_remarks(["kept"], [], None)
     page.reload()
     assert page.jobs.widget is widget
     assert sent == [{"notes": [(1, "#kept")]}]

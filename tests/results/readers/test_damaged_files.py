@@ -28,8 +28,8 @@ from src.files import new_directory, write_json
 from src.launch import submissions
 from src.runs.checkpoints import folder as checkpoints
 from src.runs.checkpoints import pins
-from src.runs.metadata import write_job, write_remarks
 from src.runs.run_dir import RunDir
+from src.runs.store import SavedRun
 from src.tables.cache import CACHE
 
 # panel 1.9.4 calls pandas in a way that pandas 3.1 announces the end of
@@ -108,9 +108,9 @@ def make(runs: Path, seed: int) -> Path:
             write_json(folder / "state.json", {"inputs": {"data": "d"}})
         checkpoints.mark_best(run.path, 2)
         run.set_status("failed", step=2, reason="x")
-    write_remarks(run.path, ["good"], note="n")
+    SavedRun(run.path).write_remarks(["good"], note="n")
     pins.place(run.path, "evaluation", pins.Pin(holder="evaluation", every=1))
-    write_job(run.path, "1", "c", "s1")
+    SavedRun(run.path).write_job("1", "c", "s1")
     folder = runs / submissions.FOLDER / "s1"
     folder.mkdir(parents=True, exist_ok=True)
     intent = {

@@ -11,7 +11,8 @@ from results import clean, lineage, report, run_page, table
 from results.pages import overview
 from src.launch import status
 from src.operations import watchdog
-from src.runs import lease, metadata
+from src.runs import lease
+from src.runs.store import RunStore, SavedRun
 
 TEXT = "lost contact 49 min ago"
 
@@ -45,8 +46,8 @@ def test_every_reader_shows_it(
     silent: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ):
     runs = silent.parent
-    assert metadata.state_of(silent) == "lost"
-    (row,) = status.table(runs, [silent.name])
+    assert SavedRun(silent).state == "lost"
+    (row,) = status.table(RunStore(runs), [silent.name])
     assert (row.state, row.node) == ("lost", "far")
     assert TEXT in "\n".join(status.format_table([row]))
     assert table.main([str(runs)]) == 0
@@ -77,7 +78,7 @@ def test_clean_reports_it_and_deletes_nothing_of_it(silent: Path, capsys: pytest
     error = capsys.readouterr().err
     assert f"{silent}: stays: {TEXT}" in error
     assert str(silent / lease.LEASE) in error
-    assert lease.holder_is_dead(silent) is None
+    assert lease.holder_of(silent).is_dead is None
     (silent / lease.LEASE).unlink()  # the advice
     assert clean.main([str(silent), "--delete", "--yes"]) == 0
     assert not silent.exists()
@@ -89,12 +90,12 @@ def test_clean_reports_it_and_deletes_nothing_of_it(silent: Path, capsys: pytest
 )
 def test_contact_is_lost_after_many_heartbeats(silent: Path, seconds: float, text: str):
     set_age(silent, seconds)
-    assert lease.lost_contact(silent) == (f"lost contact {text} ago" if text else "")
-    assert metadata.state_of(silent) == ("lost" if text else "running")
+    assert lease.holder_of(silent).lost_contact == (f"lost contact {text} ago" if text else "")
+    assert SavedRun(silent).state == ("lost" if text else "running")
 
 
 def test_a_living_process_of_this_machine_is_running(silent: Path):
     """However old its heartbeat is: its process can be stopped, or its disk full."""
     (silent / lease.LEASE).write_text(json.dumps({**lease.this_process(), "beat": 3}))
     set_age(silent, 100_000)
-    assert (metadata.state_of(silent), lease.lost_contact(silent)) == ("running", "")
+    assert (SavedRun(silent).state, lease.holder_of(silent).lost_contact) == ("running", "")

@@ -21,8 +21,8 @@ from results.lineage import tree
 from results.pages import legend, overview
 from src.errors import RunError
 from src.experiments.identity import exp_id
-from src.runs.metadata import write_remarks
 from src.runs.run_dir import RunDir
+from src.runs.store import SavedRun
 from src.tables import lineage, terminal_table
 from src.tables import rows as results
 
@@ -327,7 +327,7 @@ def test_runs_with_the_ids_of_another_program_are_read_and_marked(
     assert ">foreign<" in run_page.render(path)
     assert f"{path.name[:8]}" in tree(lineage.build(planted).family([path.name, "gone"]))
     with pytest.raises(RunError, match="another program made this directory; it is only read"):
-        write_remarks(path, add=["good"])
+        SavedRun(path).write_remarks(add=["good"])
     assert clean.main([str(planted), "--keep-last", "0", "--apply"]) == 0
     assert {file.name: file.read_bytes() for file in path.iterdir()} == before
 

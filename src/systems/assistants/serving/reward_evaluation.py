@@ -21,7 +21,7 @@ from src.experiments.interfaces import load_experiment
 from src.experiments.kinds import REWARD
 from src.files import write_json
 from src.models.load import add_options, checkpoint_folder, load, move
-from src.runs.metadata import expand_run, read_exp_dict
+from src.runs.store import SavedRun, expand_run
 from src.support.command_line import aligned_lines, make_parser, parse_arguments, run_command
 from src.systems.assistants.conversations import ranked, templates
 from src.systems.assistants.conversations.rendering import Renderer
@@ -71,7 +71,7 @@ def _measure(args: argparse.Namespace, places: Places) -> tuple[int, Mapping[str
         raise ConfigError(f"--micro_batch: expected at least 1, got {args.micro_batch}.")
     source = expand_run(args.run, places.runs)
     run = checkpoint_folder(source).parents[1]
-    recipe: Any = load_experiment(read_exp_dict(run), str(run))
+    recipe: Any = load_experiment(SavedRun(run).exp, str(run))
     parts = leaf_configs("data", recipe.data) if getattr(recipe, "model_kind", None) == REWARD else ()
     config = next((part for _, part in parts if isinstance(part, ranked.Config)), None)
     if config is None:

@@ -7,7 +7,7 @@ from typing import Any
 from src.errors import CheckpointError, ConfigError
 from src.experiments.interfaces import load_experiment
 from src.files import read_json, write_atomic, write_json
-from src.runs.metadata import read_exp_dict
+from src.runs.store import SavedRun
 
 log = logging.getLogger(__name__)
 LANCZOS = 1
@@ -91,7 +91,7 @@ def read_images_config(checkpoint: Path) -> Any:
             f"{checkpoint}: how images became frames is in its run's exp_dict.json. "
             "Name a checkpoint that is in its run."
         )
-    experiment: Any = load_experiment(read_exp_dict(run), str(run))
+    experiment: Any = load_experiment(SavedRun(run).exp, str(run))
     images = getattr(experiment.data, "images", None)
     if images is None:
         raise ConfigError(f"{run}: its data are {experiment.data.name!r}, and have no images.")

@@ -26,7 +26,7 @@ from src.experiments.interfaces import load_experiment
 from src.files import read_json, write_atomic, writing
 from src.runs.checkpoints import folder as checkpoints
 from src.runs.history import branches
-from src.runs.metadata import expand_run, read_exp_dict
+from src.runs.store import SavedRun, expand_run
 from src.support.command_line import make_parser, run_command
 from src.systems.interleaved.streaming.dataset import Config, StreamedDataset
 from src.systems.interleaved.streaming.quarantine import FILE
@@ -65,7 +65,7 @@ def replay(run: Path, data_path: Path, step: int | None = None) -> Delivered:
         CheckpointError: there is no such checkpoint.
         RunError: the checkpoint was reached in another way than the data and the branches say.
     """
-    experiment: Any = load_experiment(read_exp_dict(run), str(run))
+    experiment: Any = load_experiment(SavedRun(run).exp, str(run))
     if not isinstance(getattr(experiment, "data", None), Config) or not experiment.loop:
         raise ConfigError(f"{run}: its data set is not 'streamed'. Name a run that trains on streamed data.")
     folder = checkpoints.newest_whole(run) if step is None else checkpoints.folder(run, step)

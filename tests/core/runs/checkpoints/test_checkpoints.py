@@ -9,6 +9,7 @@ import pytest
 from src.errors import CheckpointError
 from src.files import new_directory, write_json
 from src.runs.checkpoints import folder as checkpoints
+from src.runs.store import SavedRun
 
 
 def write(run: Path, step: int, weights: str = "w", tokenizer: str = "t") -> Path:
@@ -40,9 +41,9 @@ def run(tmp_path: Path) -> Path:
 
 
 def test_the_last_is_that_of_the_last_step(run: Path):
-    assert checkpoints.last(run) == checkpoints.folder(run, 4)
+    assert checkpoints.last(SavedRun(run)) == checkpoints.folder(run, 4)
     write(run, 6)  # by nobody that the status knows
-    assert checkpoints.last(run) == checkpoints.folder(run, 4)
+    assert checkpoints.last(SavedRun(run)) == checkpoints.folder(run, 4)
 
 
 def test_no_earlier_one_stands_in_for_a_damaged_last_one(run: Path, caplog: pytest.LogCaptureFixture):
@@ -52,12 +53,12 @@ def test_no_earlier_one_stands_in_for_a_damaged_last_one(run: Path, caplog: pyte
         rf"-r 1, or restore"
     )
     with pytest.raises(CheckpointError, match=told):
-        checkpoints.last(run)
+        checkpoints.last(SavedRun(run))
     assert checkpoints.newest_whole(run) == checkpoints.folder(run, 2)
     assert "step-00000004: damaged, so it is passed over" in caplog.text
     shutil.rmtree(checkpoints.folder(run, 4))
     with pytest.raises(CheckpointError, match="step-00000004: the last checkpoint is gone"):
-        checkpoints.last(run)
+        checkpoints.last(SavedRun(run))
 
 
 @pytest.mark.parametrize(
@@ -70,7 +71,7 @@ def test_no_earlier_one_stands_in_for_a_damaged_last_one(run: Path, caplog: pyte
 def test_there_is_no_last_one_before_the_end(run: Path, status: dict, message: str):
     write_json(run / "status.json", status)
     with pytest.raises(CheckpointError, match=message):
-        checkpoints.last(run)
+        checkpoints.last(SavedRun(run))
 
 
 def test_copies_made_by_hand_are_no_checkpoints(run: Path):

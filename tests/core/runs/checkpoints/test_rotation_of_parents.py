@@ -10,13 +10,13 @@ import pytest
 
 from src.experiments.identity import exp_id
 from src.files import write_json
-from src.runs import metadata
 from src.runs.checkpoints import folder as checkpoints
 from src.runs.checkpoints.retention import RotationRule
 from src.runs.history import archive as abandoned
 from src.runs.history import rewind
 from src.runs.history.branches import Branch
 from src.runs.history.transaction import manifest_hash
+from src.runs.store import SavedRun
 from tests.core.runs.checkpoints.test_rotation import EXP, Losses, dies, steps, train
 
 
@@ -40,7 +40,7 @@ def hashes(run: Path) -> dict[int, str | None]:
 def parent(tmp_path: Path) -> Path:
     """Done at step 8, the best at 4."""
     run = tmp_path / exp_id(EXP)
-    metadata.prepare(run, EXP, [])
+    SavedRun(run).write_exp(EXP, [])
     assert train(run, {2: 3.0, 4: 1.0, 6: 2.0, 8: 2.0}, RotationRule()) == [4, 6, 8]
     finish(run)
     return run
@@ -58,7 +58,7 @@ def test_what_a_child_started_from_stays_in_a_run_that_is_rewound(
     parent: Path, which: str, caplog: pytest.LogCaptureFixture
 ):
     caplog.set_level("INFO")
-    metadata.prepare(parent.parent / exp_id(child(which)), child(which), [])
+    SavedRun(parent.parent / exp_id(child(which))).write_exp(child(which), [])
     before = hashes(parent)
     go_back(parent, 6)
     assert go_on(parent, BETTER, "others") == [4, 6, 10, 12]
@@ -70,13 +70,13 @@ def test_what_a_child_started_from_stays_in_a_run_that_is_rewound(
 
 def test_what_nobody_started_from_goes(parent: Path):
     stranger = {"recipe": "toy", "seed": 1, "model": {"name": "experiment", "exp_id": "0" * 32}}
-    metadata.prepare(parent.parent / exp_id(stranger), stranger, [])
+    SavedRun(parent.parent / exp_id(stranger)).write_exp(stranger, [])
     go_back(parent, 6)
     assert go_on(parent, BETTER, "others") == [10, 12]
 
 
 def test_what_a_child_may_start_from_stays_where_its_dict_cannot_be_read(parent: Path):
-    metadata.prepare(parent.parent / exp_id(child("best")), child("best"), [])
+    SavedRun(parent.parent / exp_id(child("best"))).write_exp(child("best"), [])
     (parent.parent / exp_id(child("best")) / "exp_dict.json").write_text("{")
     go_back(parent, 6)
     assert go_on(parent, BETTER, "others") == [4, 6, 10, 12]
@@ -85,8 +85,8 @@ def test_what_a_child_may_start_from_stays_where_its_dict_cannot_be_read(parent:
 def test_other_experiments_are_not_read_where_nobody_went_back(tmp_path: Path):
     """Thousands may lie beside."""
     run, other = tmp_path / exp_id(EXP), tmp_path / exp_id(child("best"))
-    metadata.prepare(run, EXP, [])
-    metadata.prepare(other, child("best"), [])
+    SavedRun(run).write_exp(EXP, [])
+    SavedRun(other).write_exp(child("best"), [])
     assert not dies(
         lambda: train(run, BETTER, RotationRule()), lambda event, where: event == "open" and str(other) in where
     )
@@ -94,7 +94,7 @@ def test_other_experiments_are_not_read_where_nobody_went_back(tmp_path: Path):
 
 
 def test_what_was_trained_after_the_place_that_a_run_went_back_to_is_nobodys(parent: Path):
-    metadata.prepare(parent.parent / exp_id(child("best")), child("best"), [])
+    SavedRun(parent.parent / exp_id(child("best"))).write_exp(child("best"), [])
     go_back(parent, 6)
     assert go_on(parent, BETTER, "others") == [4, 6, 10, 12]
     go_back(parent, 4)
@@ -102,7 +102,7 @@ def test_what_was_trained_after_the_place_that_a_run_went_back_to_is_nobodys(par
 
 
 def test_what_a_child_started_from_stays_where_the_abandoned_branches_were_deleted(parent: Path):
-    metadata.prepare(parent.parent / exp_id(child("best")), child("best"), [])
+    SavedRun(parent.parent / exp_id(child("best"))).write_exp(child("best"), [])
     go_back(parent, 6)
     shutil.rmtree(parent / "abandoned")
     assert go_on(parent, BETTER, "others") == [4, 6, 10, 12]
@@ -110,13 +110,13 @@ def test_what_a_child_started_from_stays_where_the_abandoned_branches_were_delet
 
 def test_what_a_child_of_a_branch_started_from_stays_when_that_is_undone(tmp_path: Path):
     run = tmp_path / exp_id(EXP)
-    metadata.prepare(run, EXP, [])
+    SavedRun(run).write_exp(EXP, [])
     assert train(run, {2: 1.0, 4: 3.0, 6: 2.0}, RotationRule()) == [2, 4, 6]
     write_json(run / "status.json", {"state": "stopped", "step": 6, "attempt": 1})
     go_back(run, 4)
     assert go_on(run, {2: 1.0, 4: 3.0, 6: 2.0, 8: 2.0}, "branch") == [2, 6, 8]
     finish(run)
-    metadata.prepare(tmp_path / exp_id(child("best")), child("best"), [])
+    SavedRun(tmp_path / exp_id(child("best"))).write_exp(child("best"), [])
     started_from = checkpoints.best(run)
     assert started_from == checkpoints.folder(run, 2)
     rewind.plan_undo(run).apply()
@@ -128,12 +128,12 @@ def test_whatever_happens_to_a_run_what_others_started_from_stays(tmp_path: Path
     """Only a rewind or an undo takes it out of the run, to where it is kept."""
     rng = random.Random(seed)
     run, keep = tmp_path / exp_id(EXP), RotationRule(rng.randrange(1, 3), rng.choice([None, 4]), rng.randrange(1, 3))
-    metadata.prepare(run, EXP, [])
+    SavedRun(run).write_exp(EXP, [])
     lines: list[dict[int, float | None]] = [{}]
     taken: set[str | None] = set()
     did: list[str] = []
     for line in range(14):
-        state, here = metadata.read_status(run)["state"], hashes(run)
+        state, here = SavedRun(run).status["state"], hashes(run)
         choices = ["train"] * 2 if state != "done" else ["child", "child", "rewind"]
         choices += ["finish"] if here and state != "done" else []
         choices += ["rewind"] if here else []
@@ -149,11 +149,11 @@ def test_whatever_happens_to_a_run_what_others_started_from_stays(tmp_path: Path
             finish(run)
         elif did[-1] == "child":
             which = rng.choice(["last", "best"])
-            found = checkpoints.best(run) if which == "best" else checkpoints.last(run)
+            found = checkpoints.best(run) if which == "best" else checkpoints.last(SavedRun(run))
             if found is not None:
                 taken.add(manifest_hash(found))
                 exp = {**child(which), "seed": line + 1}
-                metadata.prepare(tmp_path / exp_id(exp), exp, [])
+                SavedRun(tmp_path / exp_id(exp)).write_exp(exp, [])
         elif did[-1] == "rewind":
             target = rng.choice(sorted(here))
             go_back(run, target)

@@ -10,8 +10,8 @@ from torch import nn
 
 from src.experiments.config import Places
 from src.runs import context as runs
-from src.runs.metadata import read_status
 from src.runs.run_dir import RunDir
+from src.runs.store import SavedRun
 from src.training.monitoring.reporter import Reporter
 from src.training.state import IntervalTotals
 from tests import toy
@@ -36,10 +36,10 @@ def test_a_row_with_nan_is_null_in_the_files(tmp_path: Path):
         reporter = Reporter(run, config, nn.Linear(1, 1), 0)
         perf = {"tokens_per_second": 1.0, "steps_per_second": 1.0}
         reporter.report({"step": 1, "train_loss": 1.0, "val_loss": 0.4}, perf)
-        assert read_status(opened.path)["loss"] == 1.0
+        assert SavedRun(opened.path).status["loss"] == 1.0
         reporter.report({"step": 2, "train_loss": math.nan, "val_loss": math.inf}, perf)
         reporter.close()
-        assert read_status(opened.path)["loss"] is None
+        assert SavedRun(opened.path).status["loss"] is None
         assert opened.scores.rows()[-1] == {"step": 2, "train_loss": None, "val_loss": None}
 
 

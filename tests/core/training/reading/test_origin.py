@@ -16,8 +16,8 @@ from src.runs.checkpoints import folder as checkpoints
 from src.runs.context import Run
 from src.runs.history import branches
 from src.runs.history.branches import Branch
-from src.runs.metadata import CONFIG
 from src.runs.run_dir import RunDir
+from src.runs.store import CONFIG
 from src.support import distributed
 from tests.core.training import small
 from tests.core.training.parallel.modes import MODES, Modes

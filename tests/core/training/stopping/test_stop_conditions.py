@@ -24,7 +24,7 @@ from src.runs.checkpoints.pins import Pin
 from src.runs.context import Limits, Options, Run
 from src.runs.history.transaction import manifest_hash
 from src.runs.lease import Lease
-from src.runs.metadata import read_status
+from src.runs.store import SavedRun
 from src.support import distributed
 from src.training.stopping import stop_conditions
 from tests import toy, warm
@@ -327,7 +327,7 @@ def test_processes_that_read_data_do_not_take_the_signals_of_the_training(tmp_pa
     assert started.end() == distributed.REQUEUE
     _, alive = psutil.wait_procs(workers, timeout=300)
     assert not alive
-    status = read_status(started.run)
+    status = SavedRun(started.run).status
     assert status["state"] == "stopped"
     assert "SIGTERM" in status["reason"]
 
@@ -343,7 +343,7 @@ def test_the_command_line_says_why_it_stopped(tmp_path: Path, arguments: list[st
         started.row()
         os.kill(started.process.pid, signal.SIGINT)
     assert started.end() == code
-    assert reason in read_status(started.run)["reason"]
+    assert reason in SavedRun(started.run).status["reason"]
     assert f'"stopped_by": "{kind}"' in (started.run / "status.json").read_text(), (
         "what the script of a Slurm job looks for"
     )

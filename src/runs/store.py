@@ -1,0 +1,317 @@
+"""Save directories: `RunStore` is a folder of them, `SavedRun` is one, whose small files are each opened once."""
+
+import contextlib
+import errno
+import os
+import re
+import shutil
+import uuid
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from src.errors import ConfigError, RunError
+from src.experiments.identity import check_values, exp_id
+from src.files import read_json, reading, write_json, writing
+from src.runs import lease
+from src.runs.lease import directory_lock
+from src.runs.scores import SCORES, last_row
+
+EXP_DICT = "exp_dict.json"
+CONFIG = "config.json"
+ENV = "env.json"
+DIFF = "diff.patch"
+STATUS = "status.json"
+GROUPS = "groups.json"
+REMARKS = "remarks.json"
+JOB = "job_dict.json"
+CODE_VERSIONS = "code_versions"
+"""The key of status.json that says how many versions of the code have trained a run, where it is more than one."""
+LOGS, DELETED = "logs", "deleted"
+"""Folders beside the save directories: what jobs print, and runs that were started over."""
+State = Literal["running", "done", "failed", "stopped"]
+
+
+@dataclass
+class SavedRun:
+    """The save directory `path`, as each of its small files was when it was first asked for. Needs no lease.
+
+    To look again, make another. Each property raises RunError if its file is damaged or cannot be read.
+    """
+
+    path: Path
+    lacks: dict[str, str | None] = field(default_factory=dict)
+    """What is wrong with its "last" and "best" checkpoint, as far as they were checked; None: nothing."""
+
+    @property
+    def name(self) -> str:
+        """That of the directory: the id of its experiment."""
+        return self.path.name
+
+    @property
+    def logs(self) -> list[Path]:
+        """The output files of its jobs, stderr first, and the log of its training."""
+        printed = [self.path.parent / LOGS / f"{self.name}.{end}.log" for end in ("err", "out")]
+        return [*printed, self.path / "logs" / "train.log"]
+
+    @cached_property
+    def exp(self) -> dict[str, Any]:
+        """The dict of the experiment; RunError also if its id is not the directory's name."""
+        if (identity := exp_id(self.foreign_exp)) != self.name:
+            raise RunError(
+                f"{self.path / EXP_DICT}: its id is {identity}, not the name of its directory. "
+                "It was changed by hand, or moved."
+            )
+        return self.foreign_exp
+
+    @cached_property
+    def foreign_exp(self) -> dict[str, Any]:
+        """The dict, whatever hash of it is the directory's name; RunError also for values that no dict of ours has."""
+        file = self.path / EXP_DICT
+        exp = read_json(file, RunError)
+        if not isinstance(exp, dict):
+            raise RunError(f"{file}: expected a dict, got {type(exp).__name__}.")
+        try:
+            check_values(exp, str(file))
+        except ConfigError as error:
+            raise RunError(str(error)) from None
+        return exp
+
+    @cached_property
+    def is_foreign(self) -> bool:
+        """Whether another program made the directory, and named it by another hash of its dict:
+        there is nothing of ours in it."""
+        if any((self.path / name).exists() for name in (CONFIG, ENV, STATUS, GROUPS, SCORES)):
+            return False
+        try:
+            return exp_id(self.foreign_exp) != self.name
+        except RunError:
+            return False
+
+    @cached_property
+    def status(self) -> dict[str, Any]:
+        """status.json, or {"state": "new"} without one."""
+        new = {"state": "new"}
+        hint = "Delete it: the run then resumes from its newest checkpoint."
+        self._status_mark = _mark(self.path / STATUS)
+        status = self._read(STATUS, new, hint)
+        if status is not new and (not isinstance(status, dict) or status.get("state") not in get_args(State)):
+            raise RunError(
+                f"{self.path / STATUS}: expected a dict with one of the states {', '.join(get_args(State))}. {hint}"
+            )
+        return status
+
+    @cached_property
+    def state(self) -> str:
+        """new, running, done, failed, stopped; or lost: running with a dead holder, or without contact.
+
+        A holder on another machine counts as alive until `Holder.lost_contact`.
+        """
+        state = self.status["state"]
+        if state != "running" or not (self.holder.is_dead or self.holder.lost_contact):
+            return state
+        if _mark(self.path / STATUS) == self._status_mark:
+            return "lost"
+        now = SavedRun(self.path)  # it has ended, or started again, since
+        self.status = now.status
+        return now.state
+
+    @property
+    def state_or_damage(self) -> str:
+        """The state; "damaged" if status.json is."""
+        try:
+            return self.state
+        except RunError:
+            return "damaged"
+
+    @cached_property
+    def holder(self) -> lease.Holder:
+        """Who holds the lease. Ask for it after `status`: a run that starts takes its lease first."""
+        return lease.holder_of(self.path)
+
+    @cached_property
+    def groups(self) -> list[str]:
+        """The recorded groups, in the order of recording; empty if not known."""
+        try:
+            matches = read_json(self.path / GROUPS, RunError, [])
+        except RunError:
+            return []
+        return [name for name in matches if isinstance(name, str)] if isinstance(matches, list) else []
+
+    @cached_property
+    def remarks(self) -> tuple[list[str], str]:
+        """Tags and note that a person gave the experiment; neither belongs to its dict or id."""
+        hint = "Repair it or delete it; nothing else reads it."
+        matches = self._read(REMARKS, {"tags": [], "note": ""}, hint)
+        tags, note = (matches.get("tags"), matches.get("note")) if isinstance(matches, dict) else (None, None)
+        if not isinstance(tags, list) or not all(isinstance(tag, str) for tag in tags) or not isinstance(note, str):
+            raise RunError(f'{self.path / REMARKS}: expected a dict with a list "tags" and a text "note". {hint}')
+        return tags, note
+
+    @cached_property
+    def job(self) -> dict[str, str] | None:
+        """The last job that was submitted:
+        "job_id", "command" and "submission" ("" if haven wrote it); None if none."""
+        hint, absent = "Delete it once you know that its job has ended.", object()
+        job = self._read(JOB, absent, hint)
+        if job is absent:
+            return None
+        if not isinstance(job, dict) or not isinstance(job.get("job_id"), str):
+            raise RunError(f'{self.path / JOB}: expected a dict with "job_id" and "command". {hint}')
+        return {key: job[key] if isinstance(job.get(key), str) else "" for key in ("job_id", "command", "submission")}
+
+    @cached_property
+    def env(self) -> dict[str, Any]:
+        """env.json of the last start: code, machine, versions; empty without one."""
+        env = read_json(self.path / ENV, RunError, {})
+        return env if isinstance(env, dict) else {}
+
+    @cached_property
+    def attempts(self) -> int:
+        """How often it was started."""
+        with reading(self.path):
+            names = [entry.name for entry in (self.path / "attempts").glob("*") if re.fullmatch(r"\d{3,}", entry.name)]
+        return max(map(int, names), default=0)
+
+    @cached_property
+    def last_row(self) -> dict[str, Any]:
+        """The last complete row of its scores, empty before the first; DataError if that is no row."""
+        return last_row(self.path / SCORES) or {}
+
+    def _read(self, name: str, missing: object, hint: str) -> Any:
+        try:
+            return read_json(self.path / name, RunError, missing)
+        except RunError as error:
+            raise RunError(f"{error} {hint}") from None
+
+    def join_groups(self, groups: Iterable[str]) -> None:
+        """Record that `groups` contain the experiment. It is trained once for all groups.
+
+        Raises:
+            RunError: the disk refuses.
+        """
+        if set(requested := list(dict.fromkeys(groups))) <= set(self.groups):  # none is ever taken back
+            return
+        with directory_lock(self.path):
+            noted = SavedRun(self.path).groups
+            self.groups = [*noted, *(group for group in requested if group not in noted)]
+            write_json(self.path / GROUPS, self.groups)
+
+    def write_remarks(self, add: Iterable[str] = (), remove: Iterable[str] = (), note: str | None = None) -> None:
+        """Add and remove tags, and replace the note unless that is None.
+
+        Raises:
+            RunError: the remarks are damaged, or the disk refuses.
+        """
+        if self.is_foreign:
+            raise RunError(
+                f"{self.path}: another program made this directory; it is only read, so it takes no remarks."
+            )
+        with directory_lock(self.path):
+            tags, old = SavedRun(self.path).remarks
+            gone = set(remove)
+            self.remarks = (
+                [tag for tag in dict.fromkeys([*tags, *add]) if tag not in gone],
+                old if note is None else note,
+            )
+            write_json(self.path / REMARKS, dict(zip(("tags", "note"), self.remarks, strict=True)))
+
+    def write_exp(self, exp: Mapping[str, Any], groups: Iterable[str]) -> None:
+        """Write the dict and the groups before a job starts, as haven does.
+
+        A new directory appears atomically and without lock files: a thousand of them are written at once.
+
+        Raises:
+            RunError: the disk refuses.
+        """
+        path = self.path
+        if not path.exists():
+            beside = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
+            with writing(path):
+                beside.mkdir(parents=True)
+                write_json(beside / EXP_DICT, exp)
+                if named := list(dict.fromkeys(groups)):
+                    write_json(beside / GROUPS, named)
+                try:
+                    os.rename(beside, path)
+                    return
+                except OSError as error:
+                    shutil.rmtree(beside, ignore_errors=True)
+                    if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):  # another process was faster
+                        raise
+        if not (path / EXP_DICT).exists():
+            with directory_lock(path):
+                write_json(path / EXP_DICT, exp)
+        self.join_groups(groups)
+
+    def remove_unused(self) -> None:
+        """Remove the directory if `write_exp` made it and nothing was written there since: no job, no lease.
+
+        Raises:
+            RunError: the disk refuses.
+        """
+        with writing(self.path), contextlib.suppress(FileNotFoundError):
+            if set(os.listdir(self.path)) <= {EXP_DICT, GROUPS}:
+                for name in (GROUPS, EXP_DICT):
+                    (self.path / name).unlink(missing_ok=True)
+                with contextlib.suppress(OSError):  # a start has just written to it
+                    self.path.rmdir()
+
+    def write_job(self, job_id: str, command: str, submission: str = "") -> None:
+        """Record the job that was submitted, as haven's job manager does.
+
+        submission: name of the folder below <runs>/submissions that says which launcher has the job.
+
+        Raises:
+            RunError: the disk refuses.
+        """
+        self.job = {"job_id": job_id, "command": command, "submission": submission}
+        if self.path.is_dir():
+            with contextlib.suppress(RunError):  # moved away just now, or refused: the next line raises
+                write_json(self.path / JOB, self.job)
+                return
+        with directory_lock(self.path):
+            write_json(self.path / JOB, self.job)
+
+
+class RunStore(dict[str, SavedRun]):
+    """A folder of save directories, for one look: the `SavedRun` of each id that was asked for."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.folder = folder
+
+    def __missing__(self, name: str) -> SavedRun:
+        run = self[name] = SavedRun(self.folder / name)
+        return run
+
+    def ids(self, prefix: str) -> list[str]:
+        """The ids that start with `prefix`, sorted."""
+        if not prefix.isalnum():
+            return []
+        return sorted(path.name for path in self.folder.glob(f"{prefix}*") if (path / EXP_DICT).is_file())
+
+
+def expand_run(path: Path, runs: Path = Path("results/runs")) -> Path:
+    """`path`, or the save directory with its name as prefix of the id. A bare name is looked up in `runs`.
+
+    Raises:
+        RunError: several ids start with it.
+    """
+    if path.exists():
+        return path
+    folder = runs if path.parent == Path() else path.parent
+    matches = RunStore(folder).ids(path.name)
+    if len(matches) > 1:
+        raise RunError(f"{path}: {len(matches)} ids start with this: {', '.join(matches)}. Use more digits.")
+    return folder / matches[0] if matches else path
+
+
+def _mark(path: Path) -> tuple[int, int] | None:
+    """Differs for each content of a file that is replaced as a whole; None without the file."""
+    with contextlib.suppress(OSError):
+        facts = os.stat(path)
+        return facts.st_ino, facts.st_mtime_ns
+    return None
