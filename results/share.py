@@ -55,7 +55,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = run_arguments.parse(_parser(), arguments)
     rows, warnings = run_arguments.select(options)
     if not rows:
-        raise DataError(f"{options.runs}: no run can be read:\n" + "\n".join(warnings))
+        reason = f": {warnings[0]}" if warnings else "."
+        raise DataError(
+            f"{options.runs}: no run can be read{reason}"
+            + (f" ({len(warnings) - 1} more)" if len(warnings) > 1 else "")
+        )
     output = options.output or PLOTS / f"{run_arguments.title(options.groups)}.zip"
     count, left_out = share(options.runs, rows, output, options.groups, options.wandb)
     remarks = statistics.nan_remarks(rows, results.headline_scores(results.score_names(rows)))
