@@ -55,8 +55,8 @@ _SECRET_WORDS = {
     "credentials",
     "auth",
 }
-_OTHER_ROOMS = {"exp_groups", "launch", "operations", "sweeps", "tables"}
-"""Folders of src without training code: experiments are part of the id, and the rest starts or shows trainings."""
+_OTHER_ROOMS = {"launch", "operations", "serving", "sweeps", "tables"}
+"""Folders of src without training code: they start, serve or show trainings."""
 _IN_ADDRESS = re.compile(r"(\w+://)[^/\s@]+@")
 _HIDDEN = "***"
 

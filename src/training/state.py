@@ -110,12 +110,11 @@ class State:
         Raises:
             CheckpointError: another version of this code wrote it.
         """
-        try:
-            return cls(**{**saved, **{name: IntervalTotals(**saved[name]) for name in TOTALS}})
-        except (KeyError, TypeError):
-            raise CheckpointError(
-                "its checkpoints were written by another version of this code. Start over with -r 1."
-            ) from None
+        if saved.keys() != cls.__dataclass_fields__.keys() or any(
+            saved[name].keys() != IntervalTotals.__dataclass_fields__.keys() for name in TOTALS
+        ):
+            raise CheckpointError("its checkpoints were written by another version of this code. Start over with -r 1.")
+        return cls(**{**saved, **{name: IntervalTotals(**saved[name]) for name in TOTALS}})
 
 
 def fingerprints(run: Run, data: Dataset, tokenizer: Any, pretrained: str | None) -> dict[str, str]:

@@ -64,7 +64,7 @@ def client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """The stand-in for the toolkit's client, without jobs, and someone who is logged in."""
     monkeypatch.setenv("FAKE_TOOLKIT", str(tmp_path / "service"))
     monkeypatch.setenv("EAI_TOKEN", "token-1")
-    monkeypatch.syspath_prepend(Path(__file__).parent / "fake_client")
+    monkeypatch.syspath_prepend(Path(__file__).parent / "fakes" / "fake_client")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # haven imports deprecated modules
         import eai_toolkit_client as client  # pyright: ignore[reportMissingImports]
