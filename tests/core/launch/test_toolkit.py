@@ -26,7 +26,7 @@ from src.launch.command import Processes
 from src.launch.job import Job, SchedulerState, bind_launcher
 from src.launch.toolkit.launcher import LEFT, Config
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 SUBMIT, LIST, GET, KILL = "v1_account_job_post", "v1_account_job_get", "v1_cluster_job_get", "v1_job_delete_by_id"
 
 

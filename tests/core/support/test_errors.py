@@ -11,7 +11,7 @@ import pytest
 
 from src.errors import ConfigError, print_errors
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[3]
 ENCODING = ["--embedding_model", "none", "--maximum_input_length", "8", "--data_cache_path", "data", "--corpus", "none"]
 BAD_INPUT = {
     "data_prep.interleaved.digit_pages": ["--pages", "0"],

@@ -42,7 +42,10 @@ def test_float32_is_float32_and_it_is_recorded():
 
 
 def test_settings_import_no_compiler_unless_deterministic():
-    code = "import sys; from src import torch_settings; torch_settings.make(); print('torch._inductor' in sys.modules)"
+    code = (
+        "import sys; from src.support import torch_settings; torch_settings.make(); print('torch._inductor' in "
+        "sys.modules)"
+    )
     done = subprocess.run([sys.executable, "-c", code], cwd=toy.ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
     torch.use_deterministic_algorithms(True)

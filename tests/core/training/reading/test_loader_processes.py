@@ -23,7 +23,7 @@ READING = """
 import os, signal
 import torch
 from torch.utils.data import DataLoader
-from src import distributed
+from src.support import distributed
 
 class Large(torch.utils.data.Dataset):
     def __len__(self):
