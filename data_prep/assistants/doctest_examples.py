@@ -18,7 +18,7 @@ from src.files import ROOT
 
 SECONDS = 60
 """Of one module."""
-_PROGRAM = "import sys; from data_prep import doctest_examples; doctest_examples.main(sys.argv[1])"
+_PROGRAM = "import sys; from data_prep.assistants import doctest_examples; doctest_examples.main(sys.argv[1])"
 MOST_CHARACTERS = 300
 """Of the code of an example, with the lines before it in its docstring."""
 

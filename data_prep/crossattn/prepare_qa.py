@@ -30,7 +30,7 @@ COMMAND = "python -m data_prep.crossattn.prepare_qa"
 
 _HERE = Path(__file__).parent
 _SCRIPTS = (
-    *(_HERE / f"{name}.py" for name in ("prepare_qa", "qa_splits", "sources")),
+    *(_HERE / f"{name}.py" for name in ("prepare_qa", "qa_splits", "../sources")),
     *sorted((_HERE / "qa_releases").glob("*.py")),
 )
 

@@ -10,8 +10,8 @@ with more rows, it encodes only what is missing.
 import sys
 from pathlib import Path
 
-if not __package__:  # run as a file: its folder, where tokenize.py is none of Python's own, gives way to the root
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
+if not __package__:  # run as a file: its folder gives way to the root
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 import argparse
 import os

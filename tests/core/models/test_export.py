@@ -72,7 +72,7 @@ def test_what_cannot_be_exported_is_said(places, tmp_path: Path, capsys: pytest.
     trained(GPT, places, 1)
     (tmp_path / "out").mkdir()
     assert run(places, places.runs / "run", tmp_path / "out") == 1
-    assert "out: is there already. Name a folder that is not." in capsys.readouterr().err
+    assert "out: exists. Name a new folder." in capsys.readouterr().err
 
 
 def test_a_damaged_checkpoint_is_not_exported(places, tmp_path: Path, capsys: pytest.CaptureFixture[str]):

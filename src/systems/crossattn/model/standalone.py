@@ -141,9 +141,9 @@ def source() -> str:
 def _without_imports(code: str) -> str:
     """Without the module's docstring and its imports from this project."""
     lines, tree = code.splitlines(), ast.parse(code)
-    for node in tree.body:
+    for node in ast.walk(tree):
         own = isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "src"
-        if own or node is tree.body[0]:
+        if (own or node is tree.body[0]) and isinstance(node, ast.stmt):
             for number in range(node.lineno - 1, (node.end_lineno or node.lineno)):
                 lines[number] = ""
     return "\n".join(lines)

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from src.errors import ConfigError
+from src.files import ROOT
 from src.systems.interleaved.streaming.manifest import ShardChanged, ShardUnavailable
 
 HUB = "hf://"
@@ -313,7 +314,7 @@ def module_environment() -> dict[str, str]:
     It stays in the current folder, as the user's paths can be relative."""
     return {
         **os.environ,
-        "PYTHONPATH": os.pathsep.join((str(Path(__file__).resolve().parents[4]), os.environ.get("PYTHONPATH", ""))),
+        "PYTHONPATH": os.pathsep.join((str(ROOT), os.environ.get("PYTHONPATH", ""))),
     }
 
 
