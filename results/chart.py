@@ -75,9 +75,9 @@ class Plot:
     def light(self, colour: str | None) -> None:
         """Dim all lines but those of a colour; None, or a colour without a visible line: dim none."""
         self.lit = colour = colour if colour in self._visible else None
-        told: dict[str, Any] = {"colour": [colour or ""]}
-        if told != self._found.data:  # sent first: the painting that follows asks what is below the mouse, and compares
-            self._found.data = told
+        message: dict[str, Any] = {"colour": [colour or ""]}
+        if message != self._found.data:  # sent first: the painting that follows asks what is below the mouse, and compares
+            self._found.data = message
         for place, glyph, opacity in self._opacities:
             wanted = opacity * (1 if colour in (None, self._colours[place]) else _DIMMED)
             for name in ("line_alpha", "fill_alpha"):

@@ -1,4 +1,4 @@
-"""Documents as token ids: memory-mapped from a folder made by data_prep.tokenize, or a plain text corpus tokenised in memory."""
+"""Documents as token ids: memory-mapped from a folder made by data_prep.tokenize, or of a text corpus, tokenized at its first start."""
 
 import hashlib
 import importlib.metadata
@@ -30,7 +30,7 @@ _SAVED_IDS = "token ids 1"
 
 
 class TextConfig(ShuffledConfig):
-    """Plain text: documents made by data_prep.tokenize, or rows {"text"} in train.jsonl and val.jsonl, which are tokenised when read."""
+    """Plain text: documents made by data_prep.tokenize, or rows {"text"} in train.jsonl and val.jsonl, which are tokenized."""
 
     corpus: str = Field(min_length=1)
     """Folder below `--data_path`."""
@@ -73,7 +73,7 @@ def read(places: Places, corpus: str, tokenizer: "PreTrainedTokenizerFast", spli
 
 
 def _tokenize(rows: jsonl.Rows, encoder: SafeTokenizer, digest: str) -> token_files.Shard:
-    """The documents of a text file of 1 MiB to 1 GiB are tokenized once: one process saves their ids beside it, others load them."""
+    """The documents of a file of texts. With 1 MiB to 1 GiB one process saves their ids beside it, and the others load them."""
 
     def tokenize() -> token_files.Shard:
         # An empty document would leave an end token alone.
@@ -84,11 +84,12 @@ def _tokenize(rows: jsonl.Rows, encoder: SafeTokenizer, digest: str) -> token_fi
     rules = {"name": _SAVED_IDS, "tokenizer": digest, "eos_id": encoder.eos_id, "tokenizers": importlib.metadata.version("tokenizers")}
     with open(rows.file, "rb", closefd=False) as file, jsonl_index.one_builder(file):
         key = jsonl_index.key_of(file, rows.facts, rules)
-        saved = next((shard for place in jsonl_index.places(rows.path, key) if (shard := _load(place, key)) is not None), None)
-        if saved is None:
-            saved = tokenize()
-            jsonl_index.save(rows.path, key, _dump(saved, key))
-    return saved
+        loads = (_load(place, key) for place in jsonl_index.places(rows.path, key))
+        shard = next((each for each in loads if each is not None), None)
+        if shard is None:
+            shard = tokenize()
+            jsonl_index.save(rows.path, key, _dump(shard, key))
+    return shard
 
 
 def _dump(shard: token_files.Shard, key: Mapping[str, Any]) -> bytes:
