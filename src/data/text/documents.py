@@ -67,16 +67,16 @@ def read(places: Places, corpus: str, tokenizer: "PreTrainedTokenizerFast", spli
     rows = jsonl.read_rows(path, {"text": str}, rules="text 1")
     shard = _tokenize(rows, encoder, tokenizer_digest(tokenizer))
     fingerprint = jsonl.fingerprint(folder)
-    if len(shard.ends) - 1 < len(rows):  # a run that began with those end tokens must not go on without
+    if len(shard.ends) - 1 < len(rows):  # runs from before empty documents were skipped must not continue
         fingerprint = hashlib.sha256(f"{fingerprint} without empty documents".encode()).hexdigest()
     return Documents([shard], encoder.eos_id, fingerprint, path)
 
 
 def _tokenize(rows: jsonl.Rows, encoder: SafeTokenizer, digest: str) -> token_files.Shard:
-    """The documents of a file of texts. With 1 MiB to 1 GiB one process saves their ids beside it, and the others load them."""
+    """The documents of a text file. For 1 MiB to 1 GiB, one process saves the ids next to the file and later ones load them."""
 
     def tokenize() -> token_files.Shard:
-        # An empty document would leave an end token alone.
+        # An empty document would be a lone end token.
         return join_documents((ids for ids in encoder.encode_all([row["text"] for row in rows]) if ids), encoder.eos_id)
 
     if not _LEAST_BYTES <= rows.row_index.ends[-1] <= _MOST_BYTES:
@@ -120,15 +120,15 @@ def join_documents(documents: Iterable[Sequence[int]], eos_id: int) -> token_fil
     return token_files.Shard(np.concatenate(pieces) if pieces else np.empty(0, dtype=np.int32), ends)
 
 
-def _check_tokenizer(folder: Path, made: dict[str, Any], fingerprint: str, eos_id: int) -> None:
-    named = f"{made.get('name', 'another tokenizer')!r}"
-    if made["fingerprint"] != fingerprint:
+def _check_tokenizer(folder: Path, facts: dict[str, Any], fingerprint: str, eos_id: int) -> None:
+    named = f"{facts.get('name', 'another tokenizer')!r}"
+    if facts["fingerprint"] != fingerprint:
         raise DataError(
-            f"{folder}: tokenised with {named} (sha256 {made['fingerprint'][:12]}), but the model's tokenizer is another "
+            f"{folder}: tokenised with {named} (sha256 {facts['fingerprint'][:12]}), but the model's tokenizer is another "
             f"({fingerprint[:12]}). Run data_prep.tokenize with the model's tokenizer, or train a model that has this one."
         )
-    if made["eos_id"] != eos_id:
-        raise DataError(f"{folder}: its documents end with token {made['eos_id']}, those of the model with {eos_id}. {token_files.AGAIN}")
+    if facts["eos_id"] != eos_id:
+        raise DataError(f"{folder}: its documents end with token {facts['eos_id']}, those of the model with {eos_id}. {token_files.AGAIN}")
 
 
 class Documents:
@@ -143,7 +143,7 @@ class Documents:
         self._first_documents = [0, *accumulate(len(shard.ends) - 1 for shard in shards)]
         self._first_tokens = [0, *accumulate(len(shard.ids) for shard in shards)]
         self.num_tokens = self._first_tokens[-1]
-        """Of all documents with their end tokens."""
+        """Number of tokens in all documents, end tokens included."""
 
     def __len__(self) -> int:
         return self._first_documents[-1]
@@ -181,7 +181,7 @@ class Documents:
 
 
 class StoredDocuments(Documents):
-    """Documents of token files. A copy in another process maps the same files, and refuses to read others in their place."""
+    """Documents of token files. A copy in another process maps the same files, or fails if they were replaced."""
 
     def __init__(self, folder: Path, split: str, eos_id: int) -> None:
         """Raises DataError where a file is missing or damaged."""

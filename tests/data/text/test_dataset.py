@@ -39,7 +39,7 @@ def test_documents_are_joined_by_the_end_token_and_the_remainder_is_dropped(buil
     assert [data.sample(0, i)["input_ids"] for i in range(len(data))] == [[*ids("abc"), 0], ids("defg"), [*ids("h"), 0, *ids("xy")]]
 
 
-def test_a_run_that_began_with_the_end_tokens_of_empty_documents_does_not_go_on_without(build, places):
+def test_empty_documents_change_the_fingerprint(build, places):
     """Earlier versions kept them, under the fingerprint of the folder."""
     assert build(["abcd", "efg"]).fingerprint == jsonl.fingerprint(places.data / "t")
     assert build(["abcd", "", "efg"]).fingerprint != jsonl.fingerprint(places.data / "t")
@@ -82,7 +82,7 @@ def test_batch(build):
     assert batch["loss_mask"].tolist() == [[False, True, True, True]] * 2
 
 
-def test_documents_may_be_apart(build):
+def test_separate_documents(build):
     data = build(["abc", "", "defgh", "xy"], apart=True)
     joined = build(["abc", "", "defgh", "xy"])
     assert [data.sample(0, i)["input_ids"] for i in range(3)] == [joined.sample(0, i)["input_ids"] for i in range(3)]
@@ -94,7 +94,7 @@ def test_documents_may_be_apart(build):
     assert "position_ids" not in joined.collate([joined.sample(0, 0)])
 
 
-def test_parts_of_a_mixture_may_have_documents_apart(build, places, tokenizer):
+def test_parts_of_a_mixture_with_separate_documents(build, places, tokenizer):
     build(["abc", "defgh", "xy"])
     part = {"name": "text", "corpus": "t", "apart": True}
     config = bind(DATASETS, {"name": "mixture", "parts": {"a": {**part, "sequence_tokens": 4}, "b": {**part, "sequence_tokens": 6}}})
