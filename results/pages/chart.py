@@ -1,8 +1,7 @@
 """The learning curves of the dashboard: a picture of each metric, with a line and its band for each configuration.
-The zoom is kept when data change.
+New data do not reset the zoom.
 
-A line is found by the mouse within some pixels of it, wherever its points are; it lights up, and whoever watches is
-told its colour.
+The mouse highlights a line within some pixels of it, also between its points, and calls back with its colour.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -34,23 +33,22 @@ class Plot:
         self.pane = pn.pane.Bokeh(sizing_mode="stretch_width", margin=0, css_classes=["plot"])
         self._on_hover = on_hover
         self._found = ColumnDataSource({"colour": [""]})
-        """The colour that is lit, as the browser tells and is told it."""
+        """The highlighted colour, shared with the browser."""
         self._axes: Any = None
         self._kinds: list[list[tuple[bool, bool]]] = []
-        """Of each picture that of each line."""
+        """For each picture, the kind of each line."""
         self._sources: list[ColumnDataSource] = []
         self._colours: list[str] = []
         self._visible: set[str] = set()
         self._renderers: list[list[Any]] = []
-        """Of each line, what draws it, the part that the mouse finds last."""
+        """For each line, its renderers; the last one reacts to the mouse."""
         self._opacities: list[tuple[int, Any, float]] = []
         """Number of the line, glyph and opacity of what dims where another line is lit."""
         self.lit: str | None = None
         """The colour of the line that is lit."""
 
     def show(self, pictures: Mapping[str, Curves], x: str, logarithmic: bool) -> None:
-        """Send what has changed to the pictures that are there;
-        draw others if the axes are others, or kinds of lines, or these are more.
+        """Send changes to the current pictures; draw new ones for other axes, other kinds of lines, or more lines.
 
         pictures: the curves of each metric.
         """
@@ -84,17 +82,17 @@ class Plot:
     def light(self, colour: str | None) -> None:
         """Dim all lines but those of a colour; None, or a colour without a visible line: dim none."""
         self.lit = colour = colour if colour in self._visible else None
-        told: dict[str, Any] = {"colour": [colour or ""]}
-        if told != self._found.data:  # sent first: the painting that follows asks what is below the mouse, and compares
-            self._found.data = told
+        message: dict[str, Any] = {"colour": [colour or ""]}
+        if message != self._found.data:  # before the repaint, which makes the browser look below the mouse
+            self._found.data = message
         for place, glyph, opacity in self._opacities:
-            wanted = opacity * (1 if colour in (None, self._colours[place]) else _DIMMED)
+            target = opacity * (1 if colour in (None, self._colours[place]) else _DIMMED)
             for name in ("line_alpha", "fill_alpha"):
-                if hasattr(glyph, name) and getattr(glyph, name) != wanted:
-                    setattr(glyph, name, wanted)
+                if hasattr(glyph, name) and getattr(glyph, name) != target:
+                    setattr(glyph, name, target)
 
     def _hover(self, colour: str) -> None:
-        """Tell what the browser found; what `light` wrote is nothing new, and telling it could undo a later choice."""
+        """Report a colour from the browser. One that `light` wrote is not reported: it could undo a later choice."""
         if colour != (self.lit or ""):
             self._on_hover(colour)
 
@@ -132,28 +130,28 @@ class Plot:
         first = len(self._renderers)
         for line in curves.lines:
             self._add(drawn, line, curves)
-        found = [of_line[-1] for of_line in self._renderers[first:]]
+        targets = [of_line[-1] for of_line in self._renderers[first:]]
         tell = CustomJS(args={"lit": self._found, "scale": "log" if logarithmic else "linear"}, code=_TELL)
         tooltips = [("", "@label"), (x, "@x"), (metric, "@mean{0.0000} (@low{0.0000} to @high{0.0000})")]
-        drawn.add_tools(HoverTool(renderers=found, tooltips=tooltips, line_policy="nearest", callback=tell))
+        drawn.add_tools(HoverTool(renderers=targets, tooltips=tooltips, line_policy="nearest", callback=tell))
         _quiet(drawn)
         return drawn
 
     def _add(self, drawn: Any, line: Line, curves: Curves) -> None:
         source = ColumnDataSource(_data(line))
         points, marks = _kind(line, curves)
-        seen: list[Any] = []
+        parts: list[Any] = []
         if marks:
             size = 9 if curves.scattered else 4
-            seen.append(drawn.scatter("x", "mean", source=source, color=line.colour, size=size))
+            parts.append(drawn.scatter("x", "mean", source=source, color=line.colour, size=size))
         if not curves.scattered:
-            seen.append(drawn.line("x", "mean", source=source, line_color=line.colour, line_width=2))
-            seen.append(drawn.varea("x", "low", "high", source=source, fill_color=line.colour, fill_alpha=_BAND))
+            parts.append(drawn.line("x", "mean", source=source, line_color=line.colour, line_width=2))
+            parts.append(drawn.varea("x", "low", "high", source=source, fill_color=line.colour, fill_alpha=_BAND))
         self._opacities += [
-            (len(self._renderers), part.glyph, _BAND if hasattr(part.glyph, "y2") else 1.0) for part in seen
+            (len(self._renderers), part.glyph, _BAND if hasattr(part.glyph, "y2") else 1.0) for part in parts
         ]
         halo = {"source": source, "name": line.colour}
-        seen.append(
+        parts.append(
             drawn.scatter("x", "mean", size=_REACH, alpha=0, hover_alpha=0.3, color=line.colour, **halo)
             if points
             else drawn.line(
@@ -162,7 +160,7 @@ class Plot:
         )
         self._sources.append(source)
         self._colours.append(line.colour)
-        self._renderers.append(seen)
+        self._renderers.append(parts)
 
 
 _TELL = """
@@ -184,11 +182,9 @@ for (const line of cb_obj.renderers.filter(line => line.visible)) {
 }
 if (name !== lit.data.colour[0]) lit.data = {colour: [name]}
 """
-"""Tells the line whose height is next to the mouse's. Bokeh calls it for each line whenever the mouse moves and
-whenever the picture is
-painted, as it is when a line lights up: where lines overlap all of them are found, and telling each in turn would never
-end. A line stays
-lit when the mouse leaves it: a row is often clicked next.
+"""Reports the line nearest to the mouse. Bokeh calls it for each line whenever the mouse moves and whenever the picture
+is painted, as it is when a line lights up: where lines overlap it finds all of them, and reporting each in turn would
+never end. A line stays lit when the mouse leaves it: a row is often clicked next.
 """
 
 
@@ -201,7 +197,7 @@ def legend(pictures: Mapping[str, Curves]) -> str:
 
 
 def _kind(line: Line, curves: Curves) -> tuple[bool, bool]:
-    """Whether it is points alone, and whether points are marked."""
+    """Whether the line has only points, and whether points are marked."""
     points = curves.scattered or len(line.x) == 1
     return points, points or len(line.x) < _FEW_POINTS
 

@@ -106,7 +106,7 @@ def save(path: Path, key: Mapping[str, Any], data: bytes) -> Path | None:
 
 
 def places(path: Path, key: Mapping[str, Any]) -> list[Path]:
-    """Where a file derived from `path` can be saved: beside it, or in the user's cache.
+    """Possible paths of a file derived from `path`: next to it, or in the user's cache.
     The name has a hash of the rules."""
     name = hashlib.sha256(json.dumps(key["rules"], sort_keys=True).encode()).hexdigest()[:8]
     whole = hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:16]

@@ -138,7 +138,7 @@ def rows_written(folder: Path, identity: str) -> int:
     return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
-def test_a_training_is_ended_in_order_and_goes_on(cluster: Cluster, tmp_path: Path):
+def test_a_stopped_training_resumes(cluster: Cluster, tmp_path: Path):
     """By the command line; beside one that waits for its turn."""
     toy.write_data(tmp_path / "data")
     root = toy.project(tmp_path, f"EXP_GROUPS = {{'long': {LONG!r}}}\n")

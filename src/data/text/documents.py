@@ -1,4 +1,4 @@
-"""Documents as token ids: memory-mapped from a folder made by data_prep.tokenize, or plain text tokenised in memory."""
+"""Documents as token ids, memory-mapped from a folder made by data_prep.tokenize, or tokenized from a text corpus."""
 
 import importlib.metadata
 import io
@@ -28,7 +28,7 @@ _SAVED_IDS = "token ids 1"
 
 
 class TextConfig(ShuffledConfig):
-    """Text: documents of data_prep.tokenize, or rows {"text"} in train.jsonl and val.jsonl, tokenised when read."""
+    """Plain text: documents made by data_prep.tokenize, or rows {"text"} in train.jsonl and val.jsonl."""
 
     corpus: str = Field(min_length=1)
     """Folder below `--data_path`."""
@@ -68,11 +68,10 @@ def read(places: Places, corpus: str, tokenizer: "PreTrainedTokenizerFast", spli
 
 
 def _tokenize(rows: jsonl.Rows, encoder: SafeTokenizer, digest: str) -> token_files.Shard:
-    """The documents of a text file of 1 MiB to 1 GiB are tokenized once:
-    one process saves their ids beside it, others load them."""
+    """The documents of a text file. For 1 MiB to 1 GiB, one process saves the ids next to the file."""
 
     def tokenize() -> token_files.Shard:
-        # An empty document would leave an end token alone.
+        # An empty document would be a lone end token.
         return join_documents((ids for ids in encoder.encode_all([row["text"] for row in rows]) if ids), encoder.eos_id)
 
     if not _LEAST_BYTES <= rows.row_index.ends[-1] <= _MOST_BYTES:
@@ -85,13 +84,12 @@ def _tokenize(rows: jsonl.Rows, encoder: SafeTokenizer, digest: str) -> token_fi
     }
     with open(rows.file, "rb", closefd=False) as file, jsonl_index.one_builder(file):
         key = jsonl_index.key_of(file, rows.facts, rules)
-        saved = next(
-            (shard for place in jsonl_index.places(rows.path, key) if (shard := _load(place, key)) is not None), None
-        )
-        if saved is None:
-            saved = tokenize()
-            jsonl_index.save(rows.path, key, _dump(saved, key))
-    return saved
+        loads = (_load(place, key) for place in jsonl_index.places(rows.path, key))
+        shard = next((each for each in loads if each is not None), None)
+        if shard is None:
+            shard = tokenize()
+            jsonl_index.save(rows.path, key, _dump(shard, key))
+    return shard
 
 
 def _dump(shard: token_files.Shard, key: Mapping[str, Any]) -> bytes:
@@ -126,18 +124,19 @@ def join_documents(documents: Iterable[Sequence[int]], eos_id: int) -> token_fil
     return token_files.Shard(np.concatenate(pieces) if pieces else np.empty(0, dtype=np.int32), ends)
 
 
-def _check_tokenizer(folder: Path, made: dict[str, Any], fingerprint: str, eos_id: int) -> None:
-    named = f"{made.get('name', 'another tokenizer')!r}"
-    if made["fingerprint"] != fingerprint:
+def _check_tokenizer(folder: Path, facts: dict[str, Any], fingerprint: str, eos_id: int) -> None:
+    named = f"{facts.get('name', 'another tokenizer')!r}"
+    if facts["fingerprint"] != fingerprint:
         raise DataError(
-            f"{folder}: tokenised with {named} (sha256 {made['fingerprint'][:12]}), "
-            f"but the model's tokenizer is another ({fingerprint[:12]}). "
-            "Run data_prep.tokenize with the model's tokenizer, or train a model that has this one."
+            f"{folder}: tokenised with {named} (sha256 {facts['fingerprint'][:12]}), but the model's tokenizer is "
+            f"another "
+            f"({fingerprint[:12]}). Run data_prep.tokenize with the model's tokenizer, or train a model that has "
+            f"this one."
         )
-    if made["eos_id"] != eos_id:
+    if facts["eos_id"] != eos_id:
         raise DataError(
-            f"{folder}: its documents end with token {made['eos_id']}, "
-            f"those of the model with {eos_id}. {token_files.AGAIN}"
+            f"{folder}: its documents end with token {facts['eos_id']}, those of the model with {eos_id}. "
+            f"{token_files.AGAIN}"
         )
 
 
@@ -154,7 +153,7 @@ class Documents:
         self._first_documents = [0, *accumulate(len(shard.ends) - 1 for shard in shards)]
         self._first_tokens = [0, *accumulate(len(shard.ids) for shard in shards)]
         self.num_tokens = self._first_tokens[-1]
-        """Of all documents with their end tokens."""
+        """Number of tokens in all documents, end tokens included."""
 
     def __len__(self) -> int:
         return self._first_documents[-1]
@@ -193,8 +192,7 @@ class Documents:
 
 
 class StoredDocuments(Documents):
-    """Documents of token files.
-    A copy in another process maps the same files, and refuses to read others in their place."""
+    """Documents of token files. A copy in another process maps the same files, or fails if they were replaced."""
 
     def __init__(self, folder: Path, split: str, eos_id: int) -> None:
         """Raises DataError where a file is missing or damaged."""

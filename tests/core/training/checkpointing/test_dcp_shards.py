@@ -35,9 +35,9 @@ def tensors(run: Path) -> dict[str, Tensor]:
 
 
 def whole(tensor: dcp_shards.StoredTensor) -> Tensor:
-    found = torch.empty(tensor.shape, dtype=tensor.dtype)
-    found.view(-1).view(torch.uint8).copy_(torch.tensor(list(b"".join(tensor.chunks())), dtype=torch.uint8))
-    return found
+    target = torch.empty(tensor.shape, dtype=tensor.dtype)
+    target.view(-1).view(torch.uint8).copy_(torch.tensor(list(b"".join(tensor.chunks())), dtype=torch.uint8))
+    return target
 
 
 @pytest.mark.slow
@@ -55,11 +55,11 @@ def test_a_kill_in_the_middle_of_a_save_leaves_the_checkpoint_before(tmp_path: P
             assert checkpoints.newest_whole(run) == checkpoints.folder(run, 4)
         assert start(folder) == ""
         assert not list((run / "checkpoints").glob(".step*")), "what was half written is gone"
-    wanted, rows = tensors(runs[""]), (runs[""] / "scores.jsonl").read_bytes()
-    assert {"guess", "guess::exp_avg", "guess::exp_avg_sq", "guess::step"} == wanted.keys()
+    reference, rows = tensors(runs[""]), (runs[""] / "scores.jsonl").read_bytes()
+    assert {"guess", "guess::exp_avg", "guess::exp_avg_sq", "guess::step"} == reference.keys()
     for name, run in runs.items():
         assert (run / "scores.jsonl").read_bytes() == rows
-        torch.testing.assert_close(tensors(run), wanted, rtol=0, atol=0, msg=name)
+        torch.testing.assert_close(tensors(run), reference, rtol=0, atol=0, msg=name)
 
 
 @pytest.mark.slow
@@ -81,9 +81,9 @@ def test_any_number_of_processes_reads_the_bits_that_any_other_has_written(
 
 
 @pytest.mark.slow
-def test_processes_that_see_different_disks_are_told_so(tmp_path: Path):
-    said = warm.torchrun(Path(shared_store.__file__), [str(tmp_path), "0", "1", "1"], 2, tmp_path / "log")
-    assert "optimizer: process 0 does not see" in said
+def test_separate_disks_are_an_error(tmp_path: Path):
+    output = warm.torchrun(Path(shared_store.__file__), [str(tmp_path), "0", "1", "1"], 2, tmp_path / "log")
+    assert "optimizer: process 0 does not see" in output
     assert (tmp_path / "peak-1").exists(), "nobody waits for the process that refuses"
 
 

@@ -22,7 +22,7 @@ from tests.core.training.parallel.modes import EXP, MODES, RESOURCES, SKIPS, Mod
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["fsdp", "zero1", "zero2", "zero3", "offload"])
-def test_the_model_may_be_shared_without_a_change_of_bits(modes: Modes, mode: str):
+def test_sharding_changes_no_bit(modes: Modes, mode: str):
     assert scores(modes.trained(mode)) == scores(modes.trained("replicated"))
     assert weights(modes.trained(mode)) == weights(modes.trained("replicated"))
     assert scores(modes.trained(mode))[-1]["clip_rate"] > 0
@@ -30,7 +30,7 @@ def test_the_model_may_be_shared_without_a_change_of_bits(modes: Modes, mode: st
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["fsdp", "zero1", "zero2", "zero3_plain", "offload"])
-def test_the_model_may_be_shared_without_a_change_of_bits_in_bfloat16(modes: Modes, mode: str):
+def test_sharding_changes_no_bit_in_bfloat16(modes: Modes, mode: str):
     assert scores(modes.trained(mode, "half")) == scores(modes.trained("replicated", "half"))
     assert weights(modes.trained(mode, "half")) == weights(modes.trained("replicated", "half"))
     assert scores(modes.trained("replicated", "half")) != scores(modes.trained("replicated"))
@@ -43,54 +43,54 @@ def test_losses_of_some_tokens_at_a_time_are_the_same_in_every_mode(modes: Modes
     plain = scores(modes.trained("replicated"))
     assert scores(modes.trained(mode, "chunks")) == scores(modes.trained("replicated", "chunks"))
     assert weights(modes.trained(mode, "chunks")) == weights(modes.trained("replicated", "chunks"))
-    for found, wanted in zip(scores(modes.trained(mode, "chunks")), plain, strict=True):
-        assert found["train_loss"] == pytest.approx(wanted["train_loss"], rel=1e-5)
+    for actual, reference in zip(scores(modes.trained(mode, "chunks")), plain, strict=True):
+        assert actual["train_loss"] == pytest.approx(reference["train_loss"], rel=1e-5)
 
 
 @pytest.mark.slow
-def test_linear_layers_of_deepspeed_round_otherwise_in_bfloat16(modes: Modes):
+def test_deepspeed_linear_layers_round_differently_in_bfloat16(modes: Modes):
     """Stage 3's own, which hold no gathered weights until the backward pass, add the bias in float32."""
-    for found, wanted in zip(
+    for actual, reference in zip(
         scores(modes.trained("zero3", "half")), scores(modes.trained("replicated", "half")), strict=True
     ):
-        assert found["train_loss"] == pytest.approx(wanted["train_loss"], rel=1e-3)
+        assert actual["train_loss"] == pytest.approx(reference["train_loss"], rel=1e-3)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("mode", "exact"), [("fsdp", True), ("zero1", True), ("zero2", False)])
 def test_accumulation_changes_rounding_where_each_pass_is_summed(modes: Modes, mode: str, exact: bool):
-    found, wanted = scores(modes.trained(mode, "twice")), scores(modes.trained("replicated", "twice"))
+    actual, reference = scores(modes.trained(mode, "twice")), scores(modes.trained("replicated", "twice"))
     if exact:
-        assert found == wanted
-    for one, other in zip(found, wanted, strict=True):
+        assert actual == reference
+    for one, other in zip(actual, reference, strict=True):
         assert one["train_loss"] == pytest.approx(other["train_loss"], rel=1e-6)
 
 
 @pytest.mark.slow
-def test_gradients_may_be_shared_out_after_each_pass(modes: Modes):
+def test_gradients_sharded_after_each_pass(modes: Modes):
     """Of one process that is the same sum; of two, and of two parts of four, it rounds otherwise."""
-    wanted = scores(modes.trained("fsdp", "twice", 1))
+    reference = scores(modes.trained("fsdp", "twice", 1))
     assert modes.start("fsdp", "twice", 1, ["--fsdp_sharded_gradients"]) == ""
-    assert scores(modes.run("twice")) == wanted
+    assert scores(modes.run("twice")) == reference
     assert weights(modes.run("twice")) == weights(modes.trained("fsdp", "twice", 1))
     for processes, more in ((2, []), (4, ["--fsdp_replicas", "2"])):
         shutil.rmtree(modes.run("twice"))
         assert modes.start("fsdp", "twice", processes, ["--fsdp_sharded_gradients", *more]) == ""
-        for found, other in zip(scores(modes.run("twice")), wanted, strict=True):
+        for actual, other in zip(scores(modes.run("twice")), reference, strict=True):
             for name in ("train_loss", "grad_norm", "val_loss"):
-                assert found[name] == pytest.approx(other[name], rel=1e-5)
+                assert actual[name] == pytest.approx(other[name], rel=1e-5)
 
 
 def first_steps(modes: Modes, mode: str, group: str, processes: int) -> Path:
     """The run of two steps on sequences of unequal lengths, moved aside, with a checkpoint of each."""
-    kept = modes.folder / f"first-{mode}-{group}-{processes}"
-    if not kept.exists():
+    copy_of_run = modes.folder / f"first-{mode}-{group}-{processes}"
+    if not copy_of_run.exists():
         base = modes.trained("replicated", "base", processes=1)
         shutil.copytree(base, modes.run("base"), dirs_exist_ok=True)
         shutil.rmtree(modes.run(group), ignore_errors=True)
         assert modes.start(mode, group, processes, ["--log_every", "1"]) == ""
-        shutil.move(modes.run(group), kept)
-    return kept
+        shutil.move(modes.run(group), copy_of_run)
+    return copy_of_run
 
 
 def gradients(run: Path) -> dict[str, torch.Tensor]:
@@ -98,15 +98,15 @@ def gradients(run: Path) -> dict[str, torch.Tensor]:
     checkpoint = checkpoints.folder(run, 1)
     if not (checkpoint / OPTIMIZER).exists():
         assert consolidate.main([str(checkpoint)]) == 0
-    found = load_file(checkpoint / OPTIMIZER)
+    actual = load_file(checkpoint / OPTIMIZER)
     return {
-        name: tensor.double() / (1 - LOOP.adam_beta1) for name, tensor in found.items() if name.endswith("::exp_avg")
+        name: tensor.double() / (1 - LOOP.adam_beta1) for name, tensor in actual.items() if name.endswith("::exp_avg")
     }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
-def test_every_gradient_is_that_of_the_whole_batch(modes: Modes, mode: str):
+def test_gradients_equal_those_of_the_global_batch(modes: Modes, mode: str):
     """Three micro-batches of 2 on 2 ranks, against one process that reads all 6 sequences in one pass.
 
     A mean in every engine (B17 of BigScience's metadata project: a sum where DeepSpeed was not used).
@@ -115,9 +115,9 @@ def test_every_gradient_is_that_of_the_whole_batch(modes: Modes, mode: str):
     shared = gradients(first_steps(modes, mode, "uneven", 2))
     assert shared.keys() == whole.keys()
     assert len(whole) > 10
-    for name, wanted in whole.items():
-        assert wanted.abs().max() > 0, f"{name} has no gradient to compare"
-        assert (shared[name] - wanted).abs().max() <= 1e-6 * wanted.abs().max(), name
+    for name, reference in whole.items():
+        assert reference.abs().max() > 0, f"{name} has no gradient to compare"
+        assert (shared[name] - reference).abs().max() <= 1e-6 * reference.abs().max(), name
 
 
 @pytest.mark.slow
@@ -151,15 +151,15 @@ def test_processes_that_read_fewer_contexts_wait_for_nobody_in_vain(modes: Modes
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["fsdp", "zero1", "zero2", "zero3", "offload"])
 def test_a_batch_that_is_left_out_leaves_the_same_bits(modes: Modes, mode: str):
-    wanted = scores(modes.trained("replicated", "skips"))
-    assert 0 < sum(row.get("skipped_steps", 0) for row in wanted) < SKIPS["loop"]["steps"]
-    assert scores(modes.trained(mode, "skips")) == wanted
+    reference = scores(modes.trained("replicated", "skips"))
+    assert 0 < sum(row.get("skipped_steps", 0) for row in reference) < SKIPS["loop"]["steps"]
+    assert scores(modes.trained(mode, "skips")) == reference
     assert weights(modes.trained(mode, "skips")) == weights(modes.trained("replicated", "skips"))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["fsdp", "zero3", "offload"])
-def test_it_goes_on_with_the_same_bits(modes: Modes, mode: str):
+def test_a_resumed_training_has_the_same_bits(modes: Modes, mode: str):
     modes.cut_back(mode)
     assert modes.start(mode) == ""
     assert "continues from step 3" in (modes.run() / "logs" / "train.log").read_text()
@@ -169,7 +169,7 @@ def test_it_goes_on_with_the_same_bits(modes: Modes, mode: str):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["fsdp", "zero1", "zero2", "zero3"])
-def test_a_model_on_frozen_weights_goes_on_with_the_same_bits(modes: Modes, mode: str):
+def test_a_resumed_model_on_frozen_weights_has_the_same_bits(modes: Modes, mode: str):
     """They are the parent's, and in no checkpoint of it."""
     whole = first_steps(modes, mode, "uneven", 2)
     shutil.copytree(modes.trained("replicated", "base", processes=1), modes.run("base"), dirs_exist_ok=True)
@@ -182,27 +182,27 @@ def test_a_model_on_frozen_weights_goes_on_with_the_same_bits(modes: Modes, mode
 
 
 @pytest.mark.slow
-def test_replicas_of_a_sharded_model_train_and_go_on(modes: Modes):
+def test_replicas_of_a_sharded_model_resume(modes: Modes):
     """Four processes in two parts, which two processes continue: the sums over processes have another order, and
     nothing else differs."""
-    wanted = scores(modes.trained("replicated", "twice"))
+    reference = scores(modes.trained("replicated", "twice"))
     assert modes.start("fsdp", "twice", 4, ["--fsdp_replicas", "2"]) == ""
-    kept = scores(modes.run("twice"))
-    for found, other in zip(kept, wanted, strict=True):
+    copy_of_run = scores(modes.run("twice"))
+    for actual, other in zip(copy_of_run, reference, strict=True):
         for name in ("train_loss", "grad_norm", "val_loss"):
-            assert found[name] == pytest.approx(other[name], rel=1e-5)
+            assert actual[name] == pytest.approx(other[name], rel=1e-5)
     modes.drop_last("twice")
     assert modes.start("fsdp", "twice", 4, ["--fsdp_replicas", "2"]) == ""
-    assert scores(modes.run("twice")) == kept
+    assert scores(modes.run("twice")) == copy_of_run
     shutil.rmtree(modes.run("twice"))
 
 
 @pytest.mark.slow
-def test_what_two_shared_one_alone_continues(modes: Modes):
+def test_one_process_continues_a_run_of_two(modes: Modes):
     modes.cut_back("fsdp")
     assert modes.start("replicated", processes=1) == ""
-    found, wanted = scores(modes.run())[-1], scores(modes.trained("fsdp"))[-1]
-    assert found["train_loss"] == pytest.approx(wanted["train_loss"], rel=1e-6)
+    actual, reference = scores(modes.run())[-1], scores(modes.trained("fsdp"))[-1]
+    assert actual["train_loss"] == pytest.approx(reference["train_loss"], rel=1e-6)
 
 
 @pytest.mark.slow
@@ -216,18 +216,18 @@ def test_what_two_shared_one_alone_continues(modes: Modes):
         ("fsdp", "zero3", 2),
     ],
 )
-def test_shards_go_on_in_any_mode(modes: Modes, before: str, mode: str, processes: int):
+def test_shards_resume_in_any_mode(modes: Modes, before: str, mode: str, processes: int):
     modes.cut_back(before)
     assert modes.start(mode, processes=processes) == ""
-    found, wanted = scores(modes.run())[-1], scores(modes.trained(before))[-1]
-    assert found["train_loss"] == pytest.approx(wanted["train_loss"], rel=1e-6)
+    actual, reference = scores(modes.run())[-1], scores(modes.trained(before))[-1]
+    assert actual["train_loss"] == pytest.approx(reference["train_loss"], rel=1e-6)
 
 
 LOOP = LoopConfig(**EXP["loop"])
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("content", "message"),
     [
         ([], "expected a JSON object, got list"),
         ({}, "zero_optimization.stage: expected 1, 2 or 3, got null"),
@@ -269,10 +269,10 @@ LOOP = LoopConfig(**EXP["loop"])
         ),
     ],
 )
-def test_settings_that_say_otherwise_are_refused(tmp_path: Path, given: Any, message: str):
+def test_contradicting_settings_are_refused(tmp_path: Path, content: Any, message: str):
     path = tmp_path / "zero.json"
     path.write_text(
-        json.dumps({"zero_optimization": {"stage": 1}, **given} if given and isinstance(given, dict) else given)
+        json.dumps({"zero_optimization": {"stage": 1}, **content} if content and isinstance(content, dict) else content)
     )
     with pytest.raises(ConfigError, match=message):
         fill_settings(path, LOOP)
@@ -280,10 +280,10 @@ def test_settings_that_say_otherwise_are_refused(tmp_path: Path, given: Any, mes
 
 @pytest.mark.parametrize("name", RESOURCES)
 def test_the_files_that_are_given_fit_any_experiment(name: str):
-    found = fill_settings(ROOT / "resources" / f"{name}.json", LOOP)
-    assert found["zero_optimization"]["stage"] == int(name.removeprefix("ds_config_zero")[0])
-    assert found["train_batch_size"] == 8
-    assert "auto" not in json.dumps(found)
+    actual = fill_settings(ROOT / "resources" / f"{name}.json", LOOP)
+    assert actual["zero_optimization"]["stage"] == int(name.removeprefix("ds_config_zero")[0])
+    assert actual["train_batch_size"] == 8
+    assert "auto" not in json.dumps(actual)
 
 
 @pytest.mark.slow
@@ -300,7 +300,7 @@ def test_moments_of_every_group_are_found_from_the_first_step_on(modes: Modes, m
     assert weights(modes.run()) == weights(modes.trained("replicated"))
 
 
-def test_auto_is_filled_in_and_the_rest_is_kept(tmp_path: Path):
+def test_auto_is_replaced_and_other_settings_stay(tmp_path: Path):
     path = tmp_path / "zero.json"
     zero = {"stage": 3, "reduce_bucket_size": "auto", "stage3_prefetch_bucket_size": 7}
     path.write_text(
@@ -313,12 +313,12 @@ def test_auto_is_filled_in_and_the_rest_is_kept(tmp_path: Path):
             }
         )
     )
-    found = fill_settings(path, LOOP)
-    assert found["zero_optimization"] == {"stage": 3, "stage3_prefetch_bucket_size": 7}
+    actual = fill_settings(path, LOOP)
+    assert actual["zero_optimization"] == {"stage": 3, "stage3_prefetch_bucket_size": 7}
     assert (
-        found["train_batch_size"],
-        found["train_micro_batch_size_per_gpu"],
-        found["gradient_accumulation_steps"],
+        actual["train_batch_size"],
+        actual["train_micro_batch_size_per_gpu"],
+        actual["gradient_accumulation_steps"],
     ) == (8, 4, 2)
-    assert found["wall_clock_breakdown"] is True
-    assert "bf16" not in found
+    assert actual["wall_clock_breakdown"] is True
+    assert "bf16" not in actual

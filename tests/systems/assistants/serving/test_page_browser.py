@@ -101,8 +101,8 @@ def test_one_run_is_talked_with_and_its_port_is_not_another_ones(browser: Browse
         second = [sys.executable, "-m", *command(folder, 1), "--port", port]
         done = subprocess.run(second, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 1
-    taken = (
-        f"error: --port {port}: cannot listen on 127.0.0.1: Address already in use. "
-        "Choose another port, or 0 for a free one."
+    refusal = (
+        f"error: --port {port}: cannot listen on 127.0.0.1: Address already in use. Choose another port, or 0 "
+        f"for a free one."
     )
-    assert done.stderr.splitlines()[-1:] == [taken]
+    assert done.stderr.splitlines()[-1:] == [refusal]
