@@ -29,7 +29,7 @@ from src.runs import jsonl_records
 from src.runs.checkpoints import folder as checkpoints
 from src.runs.store import STATUS, SavedRun
 
-ROOT = Path(checkpoint_jobs.__file__).resolve().parents[4]
+ROOT = Path(checkpoint_jobs.__file__).resolve().parents[3]
 EXP = {"recipe": "x", "seed": 0}
 ID = exp_id(EXP)
 Raw = dict[str, Any]
