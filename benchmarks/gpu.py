@@ -308,9 +308,8 @@ def synchronisations(folder: Path) -> dict[str, Any]:
 
     for name, exp in TINY.items():
         exp = override(exp, {"loop.steps": 60, "loop.eval_every": 60})
-        assert (
-            toy.main(["-e", "one", "--with-parents"], {"one": [exp], "base": [toy.BASE]}, folder) == 0
-        )  # its parents, and what is made once
+        # Its parents, and what is made once.
+        assert toy.main(["-e", "one", "--with-parents"], {"one": [exp], "base": [toy.BASE]}, folder) == 0
         again = override(exp, {"seed": 1})
         waits: list[bool] = []
         with warnings.catch_warnings():

@@ -102,9 +102,8 @@ def mosaicml_readers(library: Any, listed: manifest.Manifest, documents: Iterabl
     with library.MDSWriter(out=folder, columns={"text": "bytes", "image": "bytes"}) as out:
         for document in documents:
             out.write({part.kind: part.content for part in document.parts})
-    data = library.StreamingDataset(
-        local=folder, shuffle=False, batch_size=1, predownload=100_000
-    )  # few make it wait for a clock
+    # Few make it wait for a clock.
+    data = library.StreamingDataset(local=folder, shuffle=False, batch_size=1, predownload=100_000)
     yield "mosaicml-streaming", lambda: read_documents(data)
     yield "mosaicml-streaming by number", lambda: read_documents(data[i] for i in range(len(data)))
 

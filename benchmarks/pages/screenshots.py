@@ -75,9 +75,8 @@ def main() -> int:
 
 def photograph(page: Page, output: Path) -> None:
     """Write a screenshot of the window."""
-    page.evaluate(
-        "async () => { for (let i = 0; i < 60; i++) await new Promise(requestAnimationFrame) }"
-    )  # animations end
+    # Animations end.
+    page.evaluate("async () => { for (let i = 0; i < 60; i++) await new Promise(requestAnimationFrame) }")
     save(Image.open(io.BytesIO(page.screenshot())), output)
 
 

@@ -206,9 +206,8 @@ class Config(ModelConfig):
                 f"model.quantization: {self.quantization!r} weights have no plan on paper. Plan without it, by --set."
             )
         make = _maker(made_by)
-        attention = (
-            {"attn_implementation": "eager"} if self.attention == "eager" else {}
-        )  # the others save what sdpa does
+        # The others save what sdpa does.
+        attention = {"attn_implementation": "eager"} if self.attention == "eager" else {}
         model = make(self._scaled_config(places), dtype=getattr(torch, self.dtype), **attention)
         if self.extra_tokens or self.tokenizer:
             tokenizer.grow_embeddings(
@@ -394,9 +393,8 @@ class Config(ModelConfig):
     def _local_folder(self, places: Places) -> Path | None:
         """The folder `path`, below the prepared data or as given; None where it is a hub id."""
         candidates = (places.data / self.path, Path(self.path))
-        return next(
-            (path for path in candidates if os.path.isdir(path)), None
-        )  # unlike Path.is_dir, False for a name that is too long
+        # Unlike Path.is_dir, False for a name that is too long.
+        return next((path for path in candidates if os.path.isdir(path)), None)
 
 
 def _hub_cache() -> Path:

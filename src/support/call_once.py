@@ -38,8 +38,9 @@ def call_once(method: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
     if _results is None or kwargs:
         return method(*args, **kwargs)
     if key not in _results:
+        # Keeps the arguments alive, so that no other object gets their ids.
         _results[key] = (
             args,
             method(*args, **kwargs),
-        )  # keeps the arguments alive, so that no other object gets their ids
+        )
     return _results[key][1]

@@ -304,9 +304,8 @@ def broadcast_from_rank0(compute: Callable[[], T], timeout: timedelta | None = N
         return compute()
     import torch.distributed as dist
 
-    group: Any = (
-        dist.new_group(backend="gloo", timeout=timeout) if timeout else None
-    )  # a wait's length is that of its group
+    # A wait's length is that of its group.
+    group: Any = dist.new_group(backend="gloo", timeout=timeout) if timeout else None
     box: list[Any] = [None, None]
     if is_main():
         try:

@@ -115,9 +115,8 @@ class Loop:
                 raise ConfigError(short_weights_message(kind))
         self.engine: Engine  # made by `restore`, when the weights are there
         self.branches = distributed.broadcast_from_rank0(lambda: branches.read(run.path))
-        micro_batch_of_run = (run.dir.exp.get("loop") or {}).get(
-            "micro_batch", config.micro_batch
-        )  # whatever --micro_batch says
+        # Whatever --micro_batch says.
+        micro_batch_of_run = (run.dir.exp.get("loop") or {}).get("micro_batch", config.micro_batch)
         group = micro_batch_of_run if config.group_by_length else None
         self.order = order_of(spec.train, seed, config.sequences_per_step, config.steps, self.branches, group)
         self.cursor: Cursor = {}
@@ -189,9 +188,8 @@ class Loop:
         self.stopping = requested > 0
         if failed:
             self.saver.wait()
-        count = (int(count) if count.is_integer() else count) or (
-            1 if self.spec.experience else 0
-        )  # all rollouts can have the same reward
+        # All rollouts can have the same reward.
+        count = (int(count) if count.is_integer() else count) or (1 if self.spec.experience else 0)
         if count <= 0:
             raise TrainingError(
                 f"step {state.step + 1}: none of the {self.config.sequences_per_step} sequences has anything to "
@@ -203,9 +201,8 @@ class Loop:
         self.monitor.before_step(state.step + 1)
         for group in self.engine.optimizer.param_groups:
             group["lr"] = self.learning_rate(state.step)
-        sums: dict[
-            str, Tensor
-        ] = {}  # (2,) float64: sum and count. They stay on the device, so that a pass waits for nothing.
+        # (2,) float64: sum and count. They stay on the device, so that a pass waits for nothing.
+        sums: dict[str, Tensor] = {}
         for a, (batch, sources, counts) in enumerate(step.on_device()):
             seed = seeds.dropout_seed(self.seed, state.step, a * shares + distributed.rank())
             self._seed_dropout(seed)

@@ -54,10 +54,11 @@ class Interleaving:
 
     def _sort_around(self, index: int) -> tuple[int, list[tuple[float, int, int]]]:
         """The slot of a sample: the index of its first sample, and (time, part, number) of each in order."""
+        # A slot starts within parts / 2 samples.
         near, room = (
             index * self._slots // self._total,
             len(self.counts) // self._slot + 2,
-        )  # a slot starts within parts / 2 samples
+        )
         slot = (
             bisect_right(range(self._slots), index, max(0, near - room), min(self._slots, near + room), key=self._start)
             - 1

@@ -212,9 +212,8 @@ def _add_missing(checkpoint: Path, found: zero_layout.Shards) -> list[Path]:
         written = files.read_manifest(aside, CheckpointError)["files"]
         with files.writing(checkpoint):
             for name in wanted:
-                (aside / name).replace(
-                    checkpoint / name
-                )  # unlisted until the next line but one, and no reader needs it before
+                # Unlisted until the next line but one, and no reader needs it before.
+                (aside / name).replace(checkpoint / name)
             files.sync_directory(checkpoint)
         files.write_json(checkpoint / files.MANIFEST, {**manifest, **facts, "files": {**manifest["files"], **written}})
     finally:

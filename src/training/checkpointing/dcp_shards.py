@@ -66,10 +66,11 @@ _groups: dict[str, Any] = {}
 def _background_group() -> Any:
     """One for all trainings of this process: a group has threads and open files. Collective."""
     if _groups.get("all") is not dist.group.WORLD:
+        # A disk can be slow.
         _groups["all"], _groups["own"] = (
             dist.group.WORLD,
             dist.new_group(backend="gloo", timeout=timedelta(days=1)),
-        )  # a disk can be slow
+        )
     return _groups["own"]
 
 

@@ -114,11 +114,12 @@ class Finding:
     @property
     def suspects(self) -> range:
         """The steps whose batches are worth a look, at most the last 8."""
+        # These come of many steps, of which the last is as good as any.
         one_batch = self.kind in {
             "loss_climb",
             "loss_drift",
             "skipped",
-        }  # these come of many steps, of which the last is as good as any
+        }
         return range(self.step if one_batch else max(self.first_step, self.step - MOST_SUSPECTS + 1), self.step + 1)
 
 
@@ -262,9 +263,8 @@ class Detector:
             return []
         medians = [_median(values[i : i + CLIMB_STEPS]) for i in range(len(values) - CLIMB_STEPS + 1)]
         lowest = min(medians)
-        changes = [
-            after - before for before, after in pairwise(values)
-        ]  # a climb is their mean, and the noise is what is left
+        # A climb is their mean, and the noise is what is left.
+        changes = [after - before for before, after in pairwise(values)]
         noise = NORMAL / math.sqrt(2) * _median([abs(change - _median(changes)) for change in changes])
         if medians[-1] - lowest <= max(ratio * max(lowest, 1.0), CLIMB_DEVIATIONS * noise):
             return []

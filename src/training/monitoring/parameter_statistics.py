@@ -175,6 +175,5 @@ def _adam(optimizer: Any, parameter: nn.Parameter) -> _Adam | None:
     scale = next((float(state["scale"]) for state in states if "scale" in state), None)
     if scale is None:
         return _Adam(beta1, beta2, epsilon, steps)
-    return _Adam(
-        beta1, beta2, epsilon / math.sqrt(1 - beta2**steps), steps, scale
-    )  # AdamWScale adds ε to √v, before the bias is taken out
+    # AdamWScale adds ε to √v, before the bias is taken out.
+    return _Adam(beta1, beta2, epsilon / math.sqrt(1 - beta2**steps), steps, scale)

@@ -67,9 +67,8 @@ def plain_accelerator(precision: str, field: str) -> Accelerator:
     gpu = torch.cuda.is_available()
     if not gpu:
         memory.reuse_freed_memory()
-    AcceleratorState._reset_state(
-        reset_partial_state=True
-    )  # one process may run several experiments, each with its precision
+    # One process may run several experiments, each with its precision.
+    AcceleratorState._reset_state(reset_partial_state=True)
     return Accelerator(cpu=not gpu, mixed_precision={"float32": "no", "bfloat16": "bf16", "float16": "fp16"}[precision])
 
 

@@ -284,9 +284,8 @@ def _cast_modules(model: nn.Module, machines: Machines) -> list[nn.Module]:
     settings = machines.zero_settings() if machines.deepspeed else {}
     if settings.get("stage") != 3:
         return []
-    kinds = (
-        (Conv1D, nn.Linear) if settings.get("memory_efficient_linear", True) else (Conv1D,)
-    )  # by DeepSpeed, and by zero.py
+    # By DeepSpeed, and by zero.py.
+    kinds = (Conv1D, nn.Linear) if settings.get("memory_efficient_linear", True) else (Conv1D,)
     return [part for part in model.modules() if isinstance(part, kinds)]
 
 

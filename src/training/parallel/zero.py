@@ -68,9 +68,8 @@ def fill_settings(path: Path, config: LoopConfig) -> dict[str, Any]:
     )
     if stage not in (1, 2, 3):
         raise ConfigError(f"{path}: zero_optimization.stage: expected 1, 2 or 3, got {json.dumps(stage)}.")
-    count = -(
-        -(config.sequences_per_step // config.micro_batch) // distributed.world_size()
-    )  # passes; some can be padding
+    # Passes; some can be padding.
+    count = -(-(config.sequences_per_step // config.micro_batch) // distributed.world_size())
     expected: dict[str, Any] = {
         "train_batch_size": count * config.micro_batch * distributed.world_size(),
         "train_micro_batch_size_per_gpu": config.micro_batch,
@@ -257,9 +256,8 @@ class ZeroEngine(Engine):
             saved = read_json(topology, CheckpointError, {})
             same = isinstance(saved, dict) and now.items() <= saved.items()
         if same:
-            self.engine.load_checkpoint(
-                str(folder), tag=SHARDS, load_module_strict=False
-            )  # frozen weights are not in it
+            # Frozen weights are not in it.
+            self.engine.load_checkpoint(str(folder), tag=SHARDS, load_module_strict=False)
         else:
             checkpoint.ensure_whole_optimizer(folder)
             self._load_parts(folder)

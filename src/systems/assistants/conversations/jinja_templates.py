@@ -261,9 +261,8 @@ class Jinja:
         """
         if self._is_complete(raw[number], last[start:]):
             return
-        turn = last[
-            _shared_length(self._fill(raw[:number], tools)[0], last) :
-        ]  # with the generation prompt, which can write <think>
+        # With the generation prompt, which can write <think>.
+        turn = last[_shared_length(self._fill(raw[:number], tools)[0], last) :]
         for name, text in self._parts_of(raw[number]):
             text = text.rpartition("</think>")[2] if answering else text
             if _without_blanks(text) not in _without_blanks(turn):

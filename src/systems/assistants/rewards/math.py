@@ -104,9 +104,8 @@ class Judge:
         if not pairs:
             return []
         request = [[final_answer(answer), final_answer(expected)] for answer, expected in pairs]
-        verdicts = self._ask(request) or self._ask(
-            request
-        )  # the system can have ended the process since the last batch
+        # The system can have ended the process since the last batch.
+        verdicts = self._ask(request) or self._ask(request)
         if verdicts is None:
             raise ConfigError("reward 'math': the judging process ends. Is there enough memory?")
         for (_, expected), verdict in zip(pairs, verdicts, strict=True):

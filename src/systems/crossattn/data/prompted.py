@@ -94,8 +94,7 @@ class PromptedQADataset(questions.DecoderQuestions):
             return self._prompter.prompt(question, max_tokens)
         context = " ".join(self._texts_of(self._context_row(index)))
         ids = self._prompter.prompt(question, max_tokens, context, most)
-        full = (
-            len(ids) >= most + self._prompter.fixed_tokens
-        )  # only then it may have been cut, and tokens are counted once more
+        # Only then it may have been cut, and tokens are counted once more.
+        full = len(ids) >= most + self._prompter.fixed_tokens
         self._truncations.count(1, full and self._context_tokens(context) > most)
         return ids

@@ -70,9 +70,8 @@ class Config(ModelConfig):
         model = parts.build_random(sizes, text.config.to_dict(), self.scale_factor, self.resampler, image_id, tied).to(
             text.dtype
         )
-        encoder = {
-            name: tensor for name, tensor in vision.state_dict().items() if not name.startswith("head.")
-        }  # it pools, and is not used
+        # It pools, and is not used.
+        encoder = {name: tensor for name, tensor in vision.state_dict().items() if not name.startswith("head.")}
         for part, weights in (
             (model.model.vision_model, encoder),
             (model.model.text_model, text.base_model.state_dict()),

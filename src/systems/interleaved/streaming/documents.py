@@ -312,9 +312,8 @@ class Documents:
         if self.rules.which == "all":
             return True
         enough = sum(element.tokens for element in elements) >= _WEB_TOKENS
-        unseen = images.endswith("ii") or (
-            images.endswith("i") and images.count("i") == 1
-        )  # no text follows that reads them
+        # No text follows that reads them.
+        unseen = images.endswith("ii") or (images.endswith("i") and images.count("i") == 1)
         return "i" in images and "iii" not in images and not unseen and enough
 
     def _read_parts(self, shard: int, parts: "np.ndarray", kinds: Sequence[int] = (TEXT, PROMPT, IMAGE)) -> list[bytes]:

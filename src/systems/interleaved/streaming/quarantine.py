@@ -135,9 +135,8 @@ class Quarantine:
         self._recorded.add((record["source"], record["shard"], record["document"], record["piece"]))
         if self.path is not None:
             with writing(self.path):
-                descriptor = os.open(
-                    self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND
-                )  # one write: lines of processes do not mix
+                # One write: lines of processes do not mix.
+                descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
                 try:
                     size = os.fstat(descriptor).st_size
                     torn = size and os.pread(descriptor, 1, size - 1) != b"\n"

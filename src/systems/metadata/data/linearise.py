@@ -198,6 +198,5 @@ def _escape(text: str, markers: Sequence[Marker], keys: Iterable[str], around: M
     for place in places:
         index, read = index + mask[read:place].count(False), place
         escapes.append(Marker(index, ESCAPE, False))
-    return sorted(
-        [*markers, *escapes], key=attrgetter("character")
-    )  # stable: an escape comes after the other markers at its character
+    # Stable: an escape comes after the other markers at its character.
+    return sorted([*markers, *escapes], key=attrgetter("character"))

@@ -43,9 +43,8 @@ class Room:
     def _fits(self, tokens: int, num_sentences: int) -> bool:
         input_tokens, target_tokens, num_sentinels = self._limits
         wanted = noise.counts(tokens, self._density, self._mean_span)
-        runs = min(
-            wanted.noise, wanted.spans + num_sentences
-        )  # one more where the mask is turned round, and at each end of a sentence
+        # One more where the mask is turned round, and at each end of a sentence.
+        runs = min(wanted.noise, wanted.spans + num_sentences)
         marks = 2 * num_sentences + 2
         return (
             wanted.keep + runs + marks <= input_tokens
