@@ -25,20 +25,12 @@ TEMPORARY = re.compile(r"\..+\.[0-9a-f]{8}")
 """Names of unfinished files of `write_atomic`."""
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _FORBIDDEN = {errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO}
-_WRONG_PATH = {
-    errno.ENXIO,
-    errno.ENODEV,
-    errno.ENOENT,
-    errno.ENOTDIR,
-    errno.EISDIR,
-    errno.EEXIST,
-    errno.ELOOP,
-    errno.ENAMETOOLONG,
-}
+_NO_FILE = {errno.ENXIO, errno.ENODEV, errno.ENOENT, errno.ENOTDIR, errno.EISDIR}
+_WRONG_PATH = {*_NO_FILE, errno.EEXIST, errno.ELOOP, errno.ENAMETOOLONG}
+_REFUSALS = _FULL | _FORBIDDEN | _WRONG_PATH
 ROOT = Path(__file__).resolve().parents[1]
 """The folder of this project."""
 _REQUIRED: Any = object()
-_REFUSALS = _FULL | _FORBIDDEN | _WRONG_PATH
 
 
 @contextlib.contextmanager
@@ -246,9 +238,7 @@ def read_manifest(directory: Path, error: type[UserError]) -> dict[str, Any]:
     manifest = read_json(path, error)
     listed = manifest.get("files") if isinstance(manifest, dict) else None
     if not isinstance(listed, dict):
-        raise error(
-            f'{path}: not a manifest: expected an object "files" of file names, got {json.dumps(manifest)[:60]}.'
-        )
+        raise error(f'{path}: not a manifest: expected "files" with file names, got {json.dumps(manifest)[:60]}.')
     for name, facts in listed.items():
         if not (isinstance(facts, dict) and type(facts.get("bytes")) is int and isinstance(facts.get("sha256"), str)):
             raise error(
@@ -285,11 +275,8 @@ def new_directory(
             yield beside
             for weights in beside.rglob("*.safetensors"):  # which the library makes readable only by their owner
                 weights.chmod(beside.stat().st_mode & 0o666)
-            files = {
-                str(p.relative_to(beside)): p
-                for p in sorted(beside.rglob("*"))
-                if p.is_file() and p != beside / MANIFEST
-            }
+            paths = (path for path in sorted(beside.rglob("*")) if path.is_file() and path != beside / MANIFEST)
+            files = {str(path.relative_to(beside)): path for path in paths}
             listed = {name: {"bytes": p.stat().st_size, "sha256": sha256(p)} for name, p in files.items()}
             for path in files.values():
                 with open(path, "rb") as file:

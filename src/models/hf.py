@@ -17,7 +17,7 @@ from src.experiments.config import Config as StrictConfig
 from src.experiments.config import Places
 from src.experiments.interfaces import Architecture, ModelConfig
 from src.files import read_json, sample_digest, sha256
-from src.models import kv_cache_size, tokenizer
+from src.models import hub_files, kv_cache_size, tokenizer
 from src.models.architecture import from_dict
 from src.support.call_once import call_once
 from src.support.weights import build_unfilled
@@ -25,8 +25,6 @@ from src.support.weights import build_unfilled
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-WEIGHTS = ("model.safetensors", "pytorch_model.bin")
-"""Weight files that transformers looks for, in its order; each may instead be an index of shards."""
 BITSANDBYTES = "requirements/bitsandbytes.txt"
 WITHOUT = {
     "sdpa": ("bloom", "gpt_neo"),
@@ -141,7 +139,7 @@ class Config(ModelConfig):
             )
         except (SafetensorError, pickle.UnpicklingError, EOFError, RuntimeError) as error:
             raise CheckpointError(
-                f"{_find_weights(folder)}: damaged or of another model ({_first_line(error)}). Get it again."
+                f"{hub_files.find_weights(folder)}: damaged or of another model ({_first_line(error)}). Get it again."
             ) from error
         except (
             ValueError,
@@ -160,7 +158,7 @@ class Config(ModelConfig):
         if report["missing_keys"]:
             # transformers would use random numbers instead.
             missing = ", ".join(sorted(report["missing_keys"])[:3])
-            raise CheckpointError(f"{_find_weights(folder)}: incomplete: {missing} missing. Get it again.")
+            raise CheckpointError(f"{hub_files.find_weights(folder)}: incomplete: {missing} missing. Get it again.")
         if self.extra_tokens or self.tokenizer:
             model.name_or_path = str(self.tokenizer_folder(places) or folder)
             tokenizer.grow_embeddings(model, Path(model.name_or_path), self.extra_tokens or ())
@@ -188,13 +186,13 @@ class Config(ModelConfig):
         import transformers
 
         self.require_files(places)
-        weights, made = _find_weights(self.folder(places)), None
+        weights, made = hub_files.find_weights(self.folder(places)), None
         if not (self.quantization or self.extra_tokens or self.tokenizer) and weights:
             more = {"attn_implementation": self.attention} if self.attention else {}
             with contextlib.suppress(Exception):  # `load` says what it is
                 config, make = self._scaled_config(places), _maker(getattr(transformers, kind))
                 empty = lambda: make(config, dtype=getattr(torch, self.dtype), **more)  # noqa: E731
-                made = build_unfilled(empty, self.folder(places), _weight_files(weights))
+                made = build_unfilled(empty, self.folder(places), hub_files.weight_files(weights))
         return self.load(places, kind) if made is None else made
 
     def _build_on_paper(self, places: Places, made_by: Any) -> Any:
@@ -267,10 +265,10 @@ class Config(ModelConfig):
             )
         if places.on_paper:
             return
-        weights = _find_weights(folder)
+        weights = hub_files.find_weights(folder)
         if weights is None:
-            raise CheckpointError(f"{folder}: no weights here. Expected {' or '.join(WEIGHTS)}.")
-        for path in _weight_files(weights):
+            raise CheckpointError(f"{folder}: no weights here. Expected {' or '.join(hub_files.WEIGHTS)}.")
+        for path in hub_files.weight_files(weights):
             if not os.path.isfile(path):
                 raise CheckpointError(f"{path}: missing, though {weights.name} lists it. Get it again.")
 
@@ -363,69 +361,25 @@ class Config(ModelConfig):
         """
         self.require_files(places)
         folder = self.folder(places)
-        weights = _find_weights(folder)
+        weights = hub_files.find_weights(folder)
         assert weights, "check found them"
-        listed = {path.name: [path.stat().st_size, sample_digest(path)] for path in _weight_files(weights)}
+        listed = {path.name: [path.stat().st_size, sample_digest(path)] for path in hub_files.weight_files(weights)}
         return hashlib.sha256(json.dumps([sha256(folder / "config.json"), listed], sort_keys=True).encode()).hexdigest()
 
     def folder(self, places: Places) -> Path:
         """The folder that has the model's config.json."""
         given = self._local_folder(places)
-        if given is not None:
-            if not (given / "config.json").is_file():
-                raise ConfigError(
-                    f"{self.path!r} is a folder without a config.json. Name one that save_pretrained made."
-                )
-            return given
-        repository = _hub_cache() / f"models--{self.path.replace('/', '--')}"
-        name = self.revision or "main"
-        reference = repository / "refs" / name
-        found = repository / "snapshots" / (reference.read_text().strip() if os.path.isfile(reference) else name)
-        if not os.path.isfile(found / "config.json"):
-            what = f"{self.path!r}" + (f" at revision {self.revision!r}" if self.revision else "")
-            command = f"hf download {self.path}" + (f" --revision {self.revision}" if self.revision else "")
-            raise ConfigError(
-                f"{what} is neither a folder nor in the local Hugging Face cache. Get it once with `{command}` "
-                "(gated models: `hf auth login` first), or give a folder as the model's path."
-            )
-        return found
+        if given is None:
+            return hub_files.find_snapshot(self.path, self.revision)
+        if not (given / "config.json").is_file():
+            raise ConfigError(f"{self.path!r} is a folder without a config.json. Name one that save_pretrained made.")
+        return given
 
     def _local_folder(self, places: Places) -> Path | None:
         """The folder `path`, below the prepared data or as given; None where it is a hub id."""
         candidates = (places.data / self.path, Path(self.path))
         # Unlike Path.is_dir, False for a name that is too long.
         return next((path for path in candidates if os.path.isdir(path)), None)
-
-
-def _hub_cache() -> Path:
-    """Hugging Face's cache of the hub, by its own environment variables;
-    importing huggingface_hub to ask takes a sixth of a second."""
-    home = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")) / "huggingface"
-    hub = Path(os.environ.get("HF_HOME", home)) / "hub"
-    return Path(os.environ.get("HF_HUB_CACHE", hub)).expanduser()
-
-
-def _find_weights(folder: Path) -> Path | None:
-    """The weight file, or the index of files, that transformers will load from `folder`."""
-    candidates = [folder / f"{name}{suffix}" for name in WEIGHTS for suffix in ("", ".index.json")]
-    return next((path for path in candidates if path.is_file()), None)
-
-
-def _weight_files(weights: Path) -> list[Path]:
-    """The weight file itself, or the shards of an index, by name.
-
-    Raises:
-        CheckpointError: the index is malformed.
-    """
-    if weights.suffix != ".json":
-        return [weights]
-    index = read_json(weights, CheckpointError)
-    listed = index.get("weight_map") if isinstance(index, dict) else None
-    if not (isinstance(listed, dict) and listed and all(isinstance(name, str) for name in listed.values())):
-        raise CheckpointError(
-            f'{weights}: not an index: expected a dict "weight_map" from weights to file names. Get it again.'
-        )
-    return [weights.parent / name for name in sorted(set(listed.values()))]
 
 
 def _maker(made_by: Any) -> Callable[..., Any]:

@@ -29,7 +29,7 @@ from src.training.checkpointing import folder as checkpoint
 from src.training.checkpointing.saver import LoopSnapshot, Saver
 from src.training.config import SHORT_TYPES, LoopConfig, short_weights_message
 from src.training.divergence.guard import DivergenceGuard, Source
-from src.training.loss import NamedSums, watch_groups
+from src.training.loss import NamedSums, SumNames, watch_groups
 from src.training.monitoring.monitor import Monitor
 from src.training.monitoring.reporter import Reporter
 from src.training.monitoring.throughput import ThroughputMeter
@@ -44,8 +44,6 @@ from src.training.stopping.early_stopping import ModelSelection
 from src.training.stopping.stop_conditions import StopConditions
 
 log = logging.getLogger(__name__)
-ROW = {"", "step", "train_loss", "grad_norm", "clip_rate", "skipped_steps", "learning_rate", "tokens"}
-"""Reserved names for the sums of a loss: those of a score row, and "", the loss itself."""
 
 
 def fit(spec: TrainSpec, run: Run, config: LoopConfig, seed: int) -> State:
@@ -115,7 +113,7 @@ class Loop:
                 raise ConfigError(short_weights_message(kind))
         self.engine: Engine  # made by `restore`, when the weights are there
         self.branches = distributed.broadcast_from_rank0(lambda: branches.read(run.path))
-        # Whatever --micro_batch says.
+        # Of the experiment, whatever --micro_batch says.
         micro_batch_of_run = (run.dir.exp.get("loop") or {}).get("micro_batch", config.micro_batch)
         group = micro_batch_of_run if config.group_by_length else None
         self.order = order_of(spec.train, seed, config.sequences_per_step, config.steps, self.branches, group)
@@ -135,7 +133,7 @@ class Loop:
         self.meter = ThroughputMeter(spec.model, config.precision, spec.experience)
         self.monitor = Monitor(run.path, spec.model, run.options.statistics_every, compiled=config.compile)
         self.sources = loader.sources(spec.train)
-        self.names: list[str] | None = None  # of the loss's named sums, from the first pass on
+        self.sum_names = SumNames([config.best_metric, *(f"loss/{name}" for name in self.sources)])
         self.generated = 0  # blocks of `Engine.generating` since the last step, start or checkpoint
         self.other_micro_batch = config.micro_batch != micro_batch_of_run
         """Whether this start has another micro-batch than the experiment (--micro_batch), not yet verified."""
@@ -155,9 +153,8 @@ class Loop:
 
     def save_due(self) -> bool:
         """Whether a checkpoint is due: also of the best evaluation so far, and where early stopping ends it."""
-        return (
-            any(map(self.due, self.save_every)) or self.selection.best_step == self.state.step or self.selection.stop()
-        )
+        best = self.selection.best_step == self.state.step
+        return best or any(map(self.due, self.save_every)) or self.selection.stop()
 
     def attempt(self) -> contextlib.AbstractContextManager[None]:
         """Records this attempt in the ledger: its first data, as the order describes its cursor, and micro-batch."""
@@ -188,15 +185,14 @@ class Loop:
         self.stopping = requested > 0
         if failed:
             self.saver.wait()
-        # All rollouts can have the same reward.
+        # All rollouts can have the same reward, which teaches nothing.
         count = (int(count) if count.is_integer() else count) or (1 if self.spec.experience else 0)
         if count <= 0:
             raise TrainingError(
-                f"step {state.step + 1}: none of the {self.config.sequences_per_step} sequences has anything to "
-                f"learn (their count is "
-                f"{count}). Change the data or the loss, or pass over the step: python -m "
-                f"src.operations.interventions rewind "
-                f"{self.run.path} --to STEP --data skip:1, where STEP is a checkpoint's ({state.step} if there is one)."
+                f"step {state.step + 1}: none of the {self.config.sequences_per_step} sequences has anything to learn "
+                f"(their count is {count}). Change the data or the loss, or skip the step: "
+                f"python -m src.operations.interventions rewind {self.run.path} --to STEP --data skip:1, "
+                f"where STEP is a checkpoint's ({state.step} if there is one)."
             )
         self.monitor.before_step(state.step + 1)
         for group in self.engine.optimizer.param_groups:
@@ -205,10 +201,12 @@ class Loop:
         sums: dict[str, Tensor] = {}
         for a, (batch, sources, counts) in enumerate(step.on_device()):
             seed = seeds.dropout_seed(self.seed, state.step, a * shares + distributed.rank())
-            self._seed_dropout(seed)
+            seeds.set_seed(seed, self.accelerator.device)
             last = a == step.passes - 1
+            offload = self.run.options.offload_activations
+            offloaded = memory.offload_activations(self.spec.model) if offload else contextlib.nullcontext()
             with self.engine.accumulation_context(last):
-                with self.accelerator.autocast(), self.monitor.forward(last), self._activation_context():
+                with self.accelerator.autocast(), self.monitor.forward(last), offloaded:
                     loss, named = self._loss(batch, sources)
                 if self.other_micro_batch:
                     self._require_no_dropout(seed)
@@ -241,74 +239,29 @@ class Loop:
 
     def _loss(self, batch: Mapping[str, Tensor], sources_B: Tensor | None) -> tuple[Tensor, NamedSums]:
         """Summed loss of a micro-batch, and named sums: the loss's own, and the loss by source if the data have any."""
-        watching = (
-            contextlib.nullcontext(()) if sources_B is None else watch_groups(batch, sources_B, len(self.sources))
-        )
-        with watching as by_source:
+        none = contextlib.nullcontext(())
+        with none if sources_B is None else watch_groups(batch, sources_B, len(self.sources)) as by_source:
             returned = self.spec.loss(self.engine.model, batch)
         loss, named = returned if isinstance(returned, tuple) else (returned, {})
-        self._check_names([*named])
-        return loss, {
-            **named,
-            **{f"loss/{name}": (pair[0], pair[1]) for name, pair in zip(self.sources, by_source, strict=False)},
-        }
-
-    def _check_names(self, names: list[str]) -> None:
-        """Refuse named sums that hide a score, or are not those of the first pass of rank 0.
-        Collective in a start's first pass."""
-        first = self.names is None
-        if first:
-            self.names = distributed.broadcast_from_rank0(lambda: names)
-        with distributed.raise_together() if first else contextlib.nullcontext():
-            reserved = {*ROW, self.config.best_metric, *(f"loss/{name}" for name in self.sources)}
-            for name in names if first else ():
-                if name in reserved or name.startswith(("val_", "data/")):
-                    raise TrainingError(
-                        f"the loss names a sum {name!r}, as a score row names something else. Give it another name."
-                    )
-            if names != self.names:
-                raise TrainingError(
-                    f"the loss names the sums {names} here, and {self.names} in the first pass of rank 0. Name the "
-                    f"same in every pass of "
-                    "every rank, in one order; where there is nothing to report, with a count of 0."
-                )
+        self.sum_names.check([*named])
+        losses = {f"loss/{name}": (pair[0], pair[1]) for name, pair in zip(self.sources, by_source, strict=False)}
+        return loss, {**named, **losses}
 
     def _seed_generation(self) -> None:
-        """Seed the random numbers of a block of `Engine.generating`:
-        different in each block and process, the same after a restart."""
-        self._seed_dropout(seeds.generation_seed(self.seed, self.state.step, self.generated, distributed.rank()))
+        """Seed a block of `Engine.generating`: different in each block and process, the same after a restart."""
+        seed = seeds.generation_seed(self.seed, self.state.step, self.generated, distributed.rank())
+        seeds.set_seed(seed, self.accelerator.device)
         self.generated += 1
 
-    def _seed_dropout(self, seed: int) -> None:
-        """Seed dropout on the training device.
-        torch.manual_seed probes every kind of accelerator, which takes a hundred times as long."""
-        torch.default_generator.manual_seed(seed)
-        if self.accelerator.device.type == "cuda":
-            torch.cuda.manual_seed(seed)
-
     def _require_no_dropout(self, seed: int) -> None:
-        """Refuse a forward pass that has drawn random numbers since `_seed_dropout`: they depend on the micro-batch."""
-        gpu = self.accelerator.device.type == "cuda"
-        generator = torch.cuda.default_generators[torch.cuda.current_device()] if gpu else torch.default_generator
-        drawn = not torch.equal(
-            generator.get_state(), torch.Generator(self.accelerator.device).manual_seed(seed).get_state()
-        )
+        """Refuse a forward pass that has drawn random numbers: they depend on the micro-batch."""
         with distributed.raise_together():
-            if drawn:
+            if seeds.has_drawn(seed, self.accelerator.device):
                 raise ConfigError(
                     f"--micro_batch {self.config.micro_batch}: the model trains with dropout, which depends on the "
-                    f"micro-batch, so this "
-                    "run needs the micro-batch of the experiment. Leave the option out."
+                    "micro-batch, so this run needs the micro-batch of the experiment. Leave the option out."
                 )
         self.other_micro_batch = False  # once is enough
-
-    def _activation_context(self) -> contextlib.AbstractContextManager[Any]:
-        """Context of a forward pass: where the activations for its backward pass are stored."""
-        return (
-            memory.offload_activations(self.spec.model)
-            if self.run.options.offload_activations
-            else contextlib.nullcontext()
-        )
 
     def optimizer_step(self, loss_sum: float, count: float, norm: float, kl: Sequence[float] | None) -> None:
         """Pass the step to the guard, clip and step. All ranks see the same values and take the same decision."""

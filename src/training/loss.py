@@ -1,12 +1,14 @@
 """Token losses as sums, so that they can be normalised by the tokens of the whole global batch."""
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from src.errors import TrainingError
+from src.support import distributed
 from src.training.parallel.linear_cross_entropy import sum_loss, takes_chunks
 
 NOT_LEARNED = -100
@@ -23,6 +25,35 @@ DEPTH_MASKS = {
 Seen = Callable[[Tensor, Tensor], None]
 """Called with logits (N, V) and targets (N,), all of a batch or chunks of them in order."""
 _watching: list[Seen] = []
+_ROW = {"", "step", "train_loss", "grad_norm", "clip_rate", "skipped_steps", "learning_rate", "tokens"}
+"""Reserved names for the sums of a loss: those of a score row, and "", the loss itself."""
+
+
+class SumNames:
+    """Checks the names of a loss's sums: the same in every pass of every rank, and none of a score."""
+
+    def __init__(self, reserved: Iterable[str]) -> None:
+        self._reserved = _ROW | set(reserved)
+        self._names: list[str] | None = None
+
+    def check(self, names: list[str]) -> None:
+        """Collective in the first call.
+
+        Raises:
+            TrainingError: a name is reserved, or the names are not those of rank 0's first pass.
+        """
+        first = self._names is None
+        if first:
+            self._names = distributed.broadcast_from_rank0(lambda: names)
+        with distributed.raise_together() if first else contextlib.nullcontext():
+            for name in names if first else ():
+                if name in self._reserved or name.startswith(("val_", "data/")):
+                    raise TrainingError(f"the loss names a sum {name!r}, which is the name of a score. Rename it.")
+            if names != self._names:
+                raise TrainingError(
+                    f"the loss names the sums {names} here, and {self._names} in the first pass of rank 0. Use "
+                    "the same names in the same order in every pass of every rank, with count 0 if there is nothing."
+                )
 
 
 @contextlib.contextmanager

@@ -13,6 +13,7 @@ or task:
 `Detector` draws nothing and reads no clock: on ranks that pass the same values, and after `restore`, it decides alike.
 """
 
+import copy
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -374,18 +375,14 @@ class Detector:
                     "the state of the divergence detector was written by another version of this code. Start over."
                 )
             for name, part in parts.items():
-                vars(part).update({key: _copy(value) for key, value in state[name].items()})
-            vars(fresh).update({key: _copy(value) for key, value in state.items() if key not in parts})
+                vars(part).update({key: copy.copy(value) for key, value in state[name].items()})
+            vars(fresh).update({key: copy.copy(value) for key, value in state.items() if key not in parts})
         vars(self).update(vars(fresh))
 
 
 def _widening(count: int) -> float:
     """Factor by which a limit based on only `count` values is wider."""
     return (1 + 10 / count) ** 2
-
-
-def _copy(value: Any) -> Any:
-    return list(value) if isinstance(value, list) else value
 
 
 def _median(values: Sequence[float]) -> float:

@@ -121,7 +121,7 @@ def test_a_manifest_that_lists_no_files_is_named(places, write_corpus):
         lambda: jsonl.fingerprint(folder),
         lambda: jsonl.require_file(folder, "train.jsonl"),
     ):
-        with pytest.raises(DataError, match=r"nq/manifest.json: not a manifest: expected an object .files."):
+        with pytest.raises(DataError, match=r"nq/manifest.json: not a manifest: expected .files."):
             read()
 
 

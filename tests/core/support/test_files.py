@@ -333,9 +333,9 @@ FACTS = {"bytes": 1, "sha256": "00"}
     ("content", "message"),
     [
         ("{", ":1: not valid JSON: Expecting property name enclosed in double quotes."),
-        ("[]", ': not a manifest: expected an object "files" of file names, got [].'),
-        ('{"step": 3}', ': not a manifest: expected an object "files" of file names, got {"step": 3}.'),
-        ('{"files": ["x"]}', ': not a manifest: expected an object "files" of file names, got {"files": ["x"]}.'),
+        ("[]", ': not a manifest: expected "files" with file names, got [].'),
+        ('{"step": 3}', ': not a manifest: expected "files" with file names, got {"step": 3}.'),
+        ('{"files": ["x"]}', ': not a manifest: expected "files" with file names, got {"files": ["x"]}.'),
         *(
             (
                 json.dumps({"files": {"x": facts}}),

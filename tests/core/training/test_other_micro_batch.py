@@ -46,9 +46,9 @@ def test_a_run_resumes_with_another_micro_batch(tmp_path: Path, group: str):
         folder / "runs" / run / "checkpoints" / "step-00000040" / "state.json"
         for folder in (tmp_path, tmp_path / "whole")
     ]
-    one, other = (json.loads(path.read_text()).get("cursor") for path in states)
+    one, other = (json.loads(path.read_text())["cursor"] for path in states)
     assert one == other
-    assert (one is None) == (group == "indexed")
+    assert (one == {}) == (group == "indexed")
 
 
 def test_a_run_with_dropout_needs_its_micro_batch(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -1,28 +1,26 @@
 """Jinja templates of tokenizers, rendered with the real messages, so the text equals that of `apply_chat_template`.
 
 Control tokens that a message spells are masked before rendering and restored as plain text after it. An answer starts
-where the generation
-prompt ends: `Jinja.spans` renders the prompt of each answer and requires that it is a prefix of the conversation.
+where the generation prompt ends: `Jinja.spans` renders the prompt of each answer and requires that it is a prefix of
+the conversation.
 """
 
 import logging
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, NoReturn, cast
+from typing import Any, NoReturn, cast
 
 from src.errors import DataError
+from src.systems.assistants.conversations.answer_forms import Answer, Form, forms_of
+from src.systems.assistants.conversations.control_mask import CONTROL, MASK, Mask
 from src.systems.assistants.conversations.entries import Message, json_line
 from src.systems.assistants.conversations.rendering import ROLE_OF, Role, Span
 
 log = logging.getLogger(__name__)
 
 WHERE = "data.writing.template"
-_CONTROL = r"<\|[^|\s]+\|>"
-_MASK = "\x7f"
-"""Surrounds the number of a masked text; twice before "m" and the number of a marked message.
-JSON does not escape it."""
-_MARK = re.compile(f"{_MASK}{_MASK}m([0-9]+){_MASK}")
+_MARK = re.compile(f"{MASK}{MASK}m([0-9]+){MASK}")
 _GENERATION = re.compile(r"{%-?\s*generation\s*-?%}")
 _DATE = {
     "%Y": "2025",
@@ -48,67 +46,6 @@ def tools_of(messages: Sequence[Message]) -> Sequence[Mapping[str, Any]]:
     return next((message.tools for message in messages if message.tools), ())
 
 
-class _Answer(NamedTuple):
-    """The part of a rendered conversation that is an answer."""
-
-    begin: int
-    end: int
-    missing: str = ""
-    """Blanks of the generation prompt that the template strips before an empty answer."""
-
-
-class _Form(NamedTuple):
-    """The text around an answer without reasoning and calls, after which another message follows.
-
-    Earlier answers of the conversation with the same text around them need no rendering of their own, so time is linear
-    in the messages.
-    """
-
-    lead: str
-    """Text between the previous message and the content."""
-    prompt: int
-    """Length of its part before the answer."""
-    end: str
-    """Text between the content and the end of the answer."""
-
-    @classmethod
-    def find(cls, message: Any, text: str, place: int, answer: _Answer) -> "_Form | None":
-        """The form of an answer; None without one. place: end of the previous message."""
-        for content in _forms_of(message["content"]) if place >= 0 and _is_plain(message) else ():
-            begin = text.find(content, answer.begin, answer.end)
-            if begin >= 0:
-                return cls(text[place:begin], answer.begin - place, text[begin + len(content) : answer.end])
-        return None
-
-    def match(self, message: Any, text: str, place: int, regions: Sequence[tuple[int, int]]) -> _Answer | None:
-        """The answer after `place`; None if it has another form. regions: those within {% generation %}."""
-        if place < 0 or not _is_plain(message) or not text.startswith(self.lead, place):
-            return None
-        begin = place + len(self.lead)
-        for content in _forms_of(message["content"]):
-            end = begin + len(content) + len(self.end)
-            if text.startswith(content + self.end, begin) and (
-                not regions or any(one <= begin and end <= two for one, two in regions)
-            ):
-                return _Answer(place + self.prompt, end)
-        return None
-
-
-def _is_plain(message: Any) -> bool:
-    """Whether an answer is only text, without reasoning, which templates can move or drop."""
-    return (
-        bool(message["content"].strip())
-        and not message.get("tool_calls")
-        and not message.get("reasoning_content")
-        and ("think>" not in message["content"])
-    )
-
-
-def _forms_of(content: str) -> tuple[str, ...]:
-    """A content as templates write it."""
-    return content, content.strip(), content.lstrip(), content.rstrip()
-
-
 class _Unlearnable(Exception):
     """Why an answer does not continue its generation prompt."""
 
@@ -127,7 +64,7 @@ class Jinja:
         self.source, self.tokens = source, dict(tokens)
         self.marks_answers = bool(_GENERATION.search(source))
         self._source = (_FIXED_DATE if "strftime_now" in source else "") + source
-        names = {*tokens.values(), *controls, *re.findall(_CONTROL, source)} - {""}
+        names = {*tokens.values(), *controls, *re.findall(CONTROL, source)} - {""}
         longest_first = sorted(names, key=lambda name: (-len(name), name))  # a name must not hide a longer one
         self._controls = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
         self.opening: Sequence[Message] = ()
@@ -147,14 +84,14 @@ class Jinja:
                 "data.writing.tags: a template of the tokenizer has no place for them. "
                 "Take template 'oasst' or 'chatml'."
             )
-        mask = _Mask(self._controls)
+        mask = Mask(self._controls)
         raw, tools = [mask.message(message) for message in messages], mask.mask(tools_of(messages)) or None
         text, regions = self._fill(raw, tools, answering)
         if tools and text == self._fill(raw, None, answering)[0]:
             raise DataError(f"{WHERE}: the template writes no tools. Remove them, or take another template.")
         parts = self._locate(raw, tools, answering, text)
         before = {number: end for number, (_, end, _, _) in parts.items()}
-        form: _Form | None = None
+        form: Form | None = None
         for number in reversed(range(len(messages))):
             if messages[number].role != "assistant":
                 continue
@@ -171,7 +108,7 @@ class Jinja:
             if answer is not None:
                 parts[number] = (answer.begin, answer.end, Role.ASSISTANT, answer.missing)
                 if number < len(messages) - 1:  # the template can write the last answer in another way
-                    form = form or _Form.find(raw[number], text, place, answer)
+                    form = form or Form.find(raw[number], text, place, answer)
         spans, place = list[Span](), 0
         for begin, end, role, missing in sorted(parts.values()):
             if begin < place:
@@ -192,7 +129,7 @@ class Jinja:
         text: str,
         regions: Sequence[tuple[int, int]],
         answering: bool,
-    ) -> _Answer | None:
+    ) -> Answer | None:
         """Message `number` within `text`; None if the template changes it once another message follows.
         answering: it is only read.
 
@@ -232,16 +169,16 @@ class Jinja:
                 if marked and same >= start
                 else []
             )
-            return _Answer(start, ends[-1], prompt[start:]) if ends else None
+            return Answer(start, ends[-1], prompt[start:]) if ends else None
         if text.startswith(last[: ends[-1]]):
-            return _Answer(start, ends[-1], prompt[start:])
+            return Answer(start, ends[-1], prompt[start:])
         same = _shared_length(last, text)  # the template adds to the end of a last answer: <|end|> or <|end|><eos>
         ends = [
             end
             for end in ends
             if end <= same and message["content"].strip() and self._is_complete(message, last[start:end])
         ]
-        return _Answer(start, ends[-1]) if ends else None
+        return Answer(start, ends[-1]) if ends else None
 
     def _is_complete(self, message: Any, text: str) -> bool:
         return not any(_without_blanks(part) not in _without_blanks(text) for _, part in self._parts_of(message))
@@ -286,7 +223,7 @@ class Jinja:
             DataError: the template omits or repeats one.
         """
         marked = [
-            {**message, "content": f"{_MASK}{_MASK}m{number}{_MASK}"}
+            {**message, "content": f"{MASK}{MASK}m{number}{MASK}"}
             if message["role"] != "assistant" and message["content"]
             else message
             for number, message in enumerate(raw)
@@ -303,7 +240,7 @@ class Jinja:
             form = next(
                 (
                     form
-                    for form in (*_forms_of(content), json_line(content)[1:-1])
+                    for form in (*forms_of(content), json_line(content)[1:-1])
                     if text.startswith(form + following, place)
                 ),
                 None,
@@ -383,7 +320,7 @@ class Jinja:
     def _set_parts(self, turns: Sequence[Message]) -> None:
         """Find out whether contents must be lists of parts.
         Raises DataError if the template omits or repeats a message either way."""
-        raw, errors = [_Mask(self._controls).message(turn) for turn in (*self.opening, *turns)], list[DataError]()
+        raw, errors = [Mask(self._controls).message(turn) for turn in (*self.opening, *turns)], list[DataError]()
         for self._in_parts in (False, True):
             try:
                 text = self._fill(raw, None)[0]
@@ -435,35 +372,3 @@ def _shared_length(one: str, other: str) -> int:
 
 def _without_blanks(text: str) -> str:
     return "".join(text.split())
-
-
-class _Mask:
-    """Replaces control tokens that messages spell, so that a template can only write its own."""
-
-    def __init__(self, controls: re.Pattern[str]) -> None:
-        self._spelled = list[str]()
-        self._controls = re.compile(f"{controls.pattern}|{_CONTROL}|{_MASK}")
-
-    def message(self, message: Message) -> dict[str, Any]:
-        """The message as templates read it."""
-        return {
-            "role": message.role,
-            **self.mask({name: value for name, value in message.raw.items() if name != "role"}),
-        }
-
-    def mask(self, value: Any) -> Any:
-        """The value with each spelled control token masked."""
-        if isinstance(value, str):
-            return self._controls.sub(self._note, value)
-        if isinstance(value, Mapping):
-            return {self.mask(key): self.mask(each) for key, each in value.items()}
-        return [self.mask(each) for each in value] if isinstance(value, list | tuple) else value
-
-    def _note(self, match: re.Match[str]) -> str:
-        self._spelled.append(match.group())
-        return f"{_MASK}{len(self._spelled) - 1}{_MASK}"
-
-    def restore(self, span: Span) -> Iterator[Span]:
-        """Split a span at its masks, which become plain text."""
-        for place, piece in enumerate(re.split(f"{_MASK}([0-9]+){_MASK}", span.text)):
-            yield Span(self._spelled[int(piece)], span.role) if place % 2 else Span(piece, span.role, True)

@@ -103,13 +103,8 @@ class Config(DatasetConfig):
                     )
             self._check_fields(name, listed)
 
-        check_all(
-            *(
-                lambda name=name, split=split: check_split(name, split)
-                for name in sorted(self.sources)
-                for split in SPLITS
-            )
-        )
+        parts = [(name, split) for name in sorted(self.sources) for split in SPLITS]
+        check_all(*(lambda name=name, split=split: check_split(name, split) for name, split in parts))
 
     def _check_fields(self, name: str, listed: manifest.Manifest) -> None:
         fields, indexed = self.sources[name].fields, listed.facts.get("fields")
@@ -117,8 +112,7 @@ class Config(DatasetConfig):
             options = f"--fields '{json.dumps(fields.as_json())}'"
             raise DataError(
                 f"data.sources.{name}.fields: the tars in {listed.folder} were indexed with "
-                f"{json.dumps(indexed or {})}. "
-                f"Index them with {options}, or write that here."
+                f"{json.dumps(indexed or {})}. Index them with {options}, or write that here."
             )
 
     def check_length(self, max_positions: int | None, new_tokens: int = 0) -> None:

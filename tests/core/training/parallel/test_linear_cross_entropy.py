@@ -28,7 +28,7 @@ from src.training.loss import (
     watch_groups,
 )
 from src.training.parallel.linear_cross_entropy import chunks_of, sum_loss
-from src.training.parallel.memory_plan import LiveStorages
+from src.training.parallel.live_storages import LiveStorages
 from tests import toy
 from tests.core.models.conftest import PLACEHOLDER, make_base
 

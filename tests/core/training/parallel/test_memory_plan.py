@@ -22,7 +22,8 @@ from src.files import write_json
 from src.runs.context import Options
 from src.training.monitoring import flops
 from src.training.parallel import choice, memory, memory_plan
-from src.training.parallel.memory_plan import FakeStorages, pass_peak, vocabulary
+from src.training.parallel.live_storages import FakeStorages
+from src.training.parallel.memory_plan import pass_peak, vocabulary
 from tests import toy
 
 TOLERANCE = 0.10

@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[4]))
 from src.support import distributed
 from src.training.parallel import choice
 from src.training.parallel.engine import DDPEngine
-from src.training.parallel.memory_plan import LiveStorages
+from src.training.parallel.live_storages import LiveStorages
 from src.training.parallel.zero import ZeroEngine
 from tests.core.training.parallel.kept_memory import LOOP, loss_of, models
 

@@ -164,7 +164,7 @@ def test_a_sum_that_would_hide_a_score_is_refused(tmp_path: Path, name: str):
 
     with (
         small.opened(small.write_data(tmp_path)) as run,
-        pytest.raises(TrainingError, match=f"names a sum '{name}', as a score row"),
+        pytest.raises(TrainingError, match=f"names a sum '{name}'"),
     ):
         train(run, config(), loss)
 

@@ -113,7 +113,8 @@ def test_a_training_reads_on_if_the_downloads_are_killed(server: ObjectServer, t
     ahead = data.read_ahead(order, share)
     assert ahead
     ahead.advance({})
-    (process,) = [child for child in psutil.Process().children() if "downloads" in " ".join(child.cmdline())]
+    children = [child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE]
+    (process,) = [child for child in children if "downloads" in " ".join(child.cmdline())]
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
     batch = next(order.micro_batches(0, share, {}))

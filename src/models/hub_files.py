@@ -1,0 +1,60 @@
+"""Files of a pretrained model: its snapshot in the local Hugging Face cache, and its weights."""
+
+import os
+from pathlib import Path
+
+from src.errors import CheckpointError, ConfigError
+from src.files import read_json
+
+WEIGHTS = ("model.safetensors", "pytorch_model.bin")
+"""Weight files that transformers looks for, in its order; each may instead be an index of shards."""
+
+
+def find_snapshot(path: str, revision: str | None) -> Path:
+    """The folder of a hub id in the local cache. revision: branch, tag or commit; None for main.
+
+    Raises:
+        ConfigError: it has not been downloaded.
+    """
+    repository, name = _hub_cache() / f"models--{path.replace('/', '--')}", revision or "main"
+    reference = repository / "refs" / name
+    snapshot = repository / "snapshots" / (reference.read_text().strip() if os.path.isfile(reference) else name)
+    if not os.path.isfile(snapshot / "config.json"):
+        what = f"{path!r}" + (f" at revision {revision!r}" if revision else "")
+        command = f"hf download {path}" + (f" --revision {revision}" if revision else "")
+        raise ConfigError(
+            f"{what} is neither a folder nor in the local Hugging Face cache. Get it once with `{command}` "
+            "(gated models: `hf auth login` first), or give a folder as the model's path."
+        )
+    return snapshot
+
+
+def _hub_cache() -> Path:
+    """Hugging Face's cache of the hub, by its own environment variables;
+    importing huggingface_hub to ask takes a sixth of a second."""
+    home = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")) / "huggingface"
+    hub = Path(os.environ.get("HF_HOME", home)) / "hub"
+    return Path(os.environ.get("HF_HUB_CACHE", hub)).expanduser()
+
+
+def find_weights(folder: Path) -> Path | None:
+    """The weight file, or the index of files, that transformers will load from `folder`."""
+    candidates = [folder / f"{name}{suffix}" for name in WEIGHTS for suffix in ("", ".index.json")]
+    return next((path for path in candidates if path.is_file()), None)
+
+
+def weight_files(weights: Path) -> list[Path]:
+    """The weight file itself, or the shards of an index, by name.
+
+    Raises:
+        CheckpointError: the index is malformed.
+    """
+    if weights.suffix != ".json":
+        return [weights]
+    index = read_json(weights, CheckpointError)
+    listed = index.get("weight_map") if isinstance(index, dict) else None
+    if not (isinstance(listed, dict) and listed and all(isinstance(name, str) for name in listed.values())):
+        raise CheckpointError(
+            f'{weights}: not an index: expected a dict "weight_map" from weights to file names. Get it again.'
+        )
+    return [weights.parent / name for name in sorted(set(listed.values()))]

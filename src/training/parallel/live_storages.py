@@ -1,0 +1,155 @@
+"""Bytes of the tensors that live during a pass, counted by a dispatch mode; with fake tensors, without the memory."""
+
+import contextlib
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.weak import WeakIdKeyDictionary
+
+PARTS = ("weights", "gradients", "optimizer", "copies", "activations", "logits")
+"""copies: of weights in the precision of the loop, of layers that a sharded model gathers, of gradients that are on
+their way to other processes. logits: with their float32 copies and gradients."""
+_MOST_REAL = 2**27
+"""Bytes, above which tokens and masks are fake too."""
+_aten = torch.ops.aten
+_INDEXING = (_aten.index.Tensor, _aten.index_put.default, _aten.index_put_.default, _aten._index_put_impl_.default)
+
+
+class LiveStorages(TorchDispatchMode):
+    """Within the block, counts the bytes of tensors that live, by part, and remembers when they were most.
+
+    processes: among which gradients are shared.
+    """
+
+    def __init__(self, vocabulary: int = 0, processes: int = 1) -> None:
+        super().__init__()
+        self.vocabulary, self.processes = vocabulary, processes
+        self.live: dict[str, int] = dict.fromkeys(PARTS, 0)
+        self.at_peak = dict(self.live)
+        self._known = WeakIdKeyDictionary()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = self.compute(func, args, kwargs or {})
+        for tensor in tree_leaves(found):
+            if isinstance(tensor, Tensor):
+                self.hold(tensor, self._part(func, args, tensor))
+        return found
+
+    def compute(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """The result of an operation."""
+        return func(*args, **kwargs)
+
+    def hold(self, tensor: Tensor, part: str) -> None:
+        """Count a tensor as `part` until its storage is freed, also where it is counted already."""
+        storage = tensor.untyped_storage()
+        if storage in self._known:
+            if part == "gradients":
+                self._move(self._known[storage], part)
+            return
+        free = part == "gathered"
+        entry = {"part": "copies" if free else part, "bytes": 0 if free else storage.nbytes()}
+        part = entry["part"]
+        self._known[storage] = entry
+        weakref.finalize(storage, self._free, entry).atexit = False
+        self.live[part] += entry["bytes"]
+        if self._total(self.live) > self._total(self.at_peak):
+            self.at_peak = dict(self.live)
+
+    def _total(self, parts: Mapping[str, int]) -> int:
+        return sum(parts.values()) - parts["gradients"] + parts["gradients"] // self.processes
+
+    def _move(self, entry: dict[str, Any], part: str) -> None:
+        self.live[entry["part"]] -= entry["bytes"]
+        self.live[part] += entry["bytes"]
+        entry["part"] = part
+
+    def _free(self, entry: dict[str, Any]) -> None:
+        self.live[entry["part"]] -= entry["bytes"]
+
+    def _part(self, func: Any, args: Any, made: Tensor) -> str:
+        if func is _aten._to_copy.default:
+            entry = self._known.get(args[0].untyped_storage())
+            if entry and entry["part"] in ("weights", "copies"):
+                return "gathered" if entry.get("gathered") else "copies"
+        is_logits = made.is_floating_point() and made.ndim > 1 and made.shape[-1] == self.vocabulary
+        return "logits" if is_logits else "activations"
+
+
+class FakeStorages(LiveStorages):
+    """As `LiveStorages`, where weights and all that is made with them is fake. Tokens, masks and frames are real, so
+    that what depends on them is known."""
+
+    def __init__(self, vocabulary: int = 0, processes: int = 1, gpu: bool = True) -> None:
+        """gpu: False for what a CPU holds."""
+        super().__init__(vocabulary, processes)
+        self.fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self.gathered: set[int] = set()
+        """Ids of the weights that are gathered in the precision of the loop: nothing keeps a copy of them."""
+        self.device = _LikeGPU() if gpu else contextlib.nullcontext()
+
+    def fake(self, tensor: Tensor) -> Tensor:
+        """A stand-in without numbers, on the CPU."""
+        if isinstance(tensor, FakeTensor):
+            return tensor
+        with self.fake_mode:
+            return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+
+    def compute(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Numbers are computed where all that is read is real and what is made is small, or a view;
+        floating-point ones only of others."""
+        if func in _INDEXING:
+            args = (args[0], [part for index in args[1] for part in self._positions(index)], *args[2:])
+        given = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
+        stand_ins = tree_map_only(Tensor, self.fake, (args, kwargs))
+        if any(isinstance(value, FakeTensor) for value in given):
+            return func(*stand_ins[0], **stand_ins[1])
+        try:
+            with self.fake_mode:
+                like = func(*stand_ins[0], **stand_ins[1])
+        except (DataDependentOutputException, DynamicOutputShapeException):
+            return func(*args, **kwargs)
+        made = [value for value in tree_leaves(like) if isinstance(value, Tensor)]
+        if not func.is_view and any(
+            value.nbytes > _MOST_REAL or (value.is_floating_point() and not given) for value in made
+        ):
+            return like
+        return func(*args, **kwargs)
+
+    def _positions(self, index: Any) -> tuple[Any, ...]:
+        """Positions instead of a mask; all of them where the mask is fake."""
+        if not isinstance(index, Tensor) or index.dtype != torch.bool:
+            return (index,)
+        if not isinstance(index, FakeTensor):
+            return index.nonzero().unbind(1)
+        with self.fake_mode:
+            return torch.zeros(index.numel(), index.ndim, dtype=torch.long).unbind(1)
+
+
+class _LikeGPU(TorchFunctionMode):
+    """What a GPU computes otherwise than a CPU: norms and softmax in float32 under autocast; dropout keeps a mask of
+    bytes; attention with dropout or a mask has a kernel that keeps no scores."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in (F.layer_norm, F.softmax, torch.softmax, Tensor.softmax) and torch.is_autocast_enabled("cpu"):
+            return func(args[0].float(), *args[1:], **kwargs)
+        if func is F.dropout:
+            named = {"p": 0.5, "training": True, **dict(zip(("p", "training"), args[1:], strict=False)), **kwargs}
+            return torch.native_dropout(args[0], named["p"], True)[0] if named["training"] and named["p"] else args[0]
+        if func is F.scaled_dot_product_attention:
+            named = dict(zip(("attn_mask", "dropout_p", "is_causal"), args[3:], strict=False))
+            return func(*args[:3], **{**named, **kwargs, "dropout_p": 0.0})
+        return func(*args, **kwargs)
