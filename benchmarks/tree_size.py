@@ -57,7 +57,7 @@ def figures(root: Path) -> dict[str, int]:
         ),
         "modules imported under another name": sum(_aliases(tree, code) for tree in code.values()),
         "commands": sum('__name__ == "__main__"' in texts[path] or path.name == "__main__.py" for path in code),
-        "flags of trainval.py": len(re.findall(r"^\| `-", _read(root / "docs/flags.md"), re.M)),
+        "flags of trainval.py": len(re.findall(r"^\| `-", _read(root / "docs/flags.md"), re.MULTILINE)),
     }
 
 
