@@ -36,7 +36,7 @@ from src.training.config import LoopConfig
 from src.training.loss import Loss
 from src.training.monitoring import flops
 from src.training.parallel import fsdp, memory
-from src.training.parallel.compile import layers
+from src.training.parallel.compilation import layers
 
 PARTS = ("weights", "gradients", "optimizer", "copies", "activations", "logits")
 """copies: of weights in the precision of the loop, of layers that a sharded model gathers, of gradients that are on

@@ -19,7 +19,7 @@ import psutil
 import pytest
 
 from src.errors import ConfigError, LaunchError
-from src.experiments import config as configs
+from src.experiments.config import load
 from src.experiments.registry import resolved_dict
 from src.launch import resources
 from src.launch.command import Processes
@@ -56,7 +56,7 @@ def configured(tmp_path: Path, **values: Any) -> Config:
         "kill_seconds": 30,
         "parent_poll_seconds": 0.05,
     }
-    return configs.load(Config, raw | values, "toolkit")
+    return load(Config, raw | values, "toolkit")
 
 
 def job(tmp_path: Path, name: str, code: str = "print('hello')", *words: str, **values: Any) -> Job:
@@ -138,7 +138,7 @@ class TestConfig:
 
     def test_the_length_of_a_job_must_be_said(self):
         with pytest.raises(ConfigError, match=r"toolkit\.max_run_seconds: missing"):
-            configs.load(Config, {"account": "a", "image": "b:1"}, "toolkit")
+            load(Config, {"account": "a", "image": "b:1"}, "toolkit")
 
     def test_the_registry_leads_here(self, tmp_path: Path):
         raw = {
@@ -604,7 +604,7 @@ def test_the_real_toolkit(monkeypatch: pytest.MonkeyPatch):
         "cpu": 1,
         "mem_gb": 1,
     }
-    config = configs.load(Config, raw, "toolkit")
+    config = load(Config, raw, "toolkit")
     item = job(home, "live", python_binary="sleep 600; true")
     sent = folder(home, f"smoke{int(time.time())}")
     (job_id,) = config.submit([item], sent, lambda _: None)

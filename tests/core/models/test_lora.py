@@ -17,7 +17,7 @@ from src.experiments.interfaces import ModelConfig
 from src.experiments.registry import MODELS, bind, resolved_dict
 from src.files import new_directory, write_json
 from src.models import lora
-from src.runs.checkpoints import folder as checkpoints
+from src.runs.checkpoints import checkpoints
 from src.support.weights import load_trained, trained_weights
 from tests.conftest import ROOT
 from tests.core.models.conftest import make_base

@@ -21,8 +21,8 @@ import psutil
 import pytest
 import yaml
 
-from src.sweeps import __main__ as sweep
-from src.tables import rows as results
+from src.sweeps.__main__ import main
+from src.tables import results
 from tests import toy
 
 TRAINER = """
@@ -125,7 +125,7 @@ class World:
         ):
             for name, value in environment.items():
                 patch.setenv(name, value)
-            code = sweep.main(self.arguments(*arguments))
+            code = main(self.arguments(*arguments))
         return code, out.getvalue(), err.getvalue()
 
     def states(self) -> list[str]:

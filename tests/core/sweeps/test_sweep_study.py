@@ -15,7 +15,6 @@ from src.experiments import config
 from src.runs import lease
 from src.runs.lease import LEASE
 from src.runs.run_dir import RunDir
-from src.sweeps import study as sweep_study
 from src.sweeps.study import ClaimedTrial, Study, Training, TrialResult
 from src.sweeps.sweep import SweepFile, parse_dimensions
 from tests import toy
@@ -59,8 +58,8 @@ def states(worker: Study) -> list[str]:
 @pytest.fixture
 def two(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Study, Study]:
     """Two workers of a grid that take each other for dead after a second."""
-    monkeypatch.setattr(sweep_study, "HEARTBEAT_SECONDS", 1)
-    monkeypatch.setattr(sweep_study, "STALE_SECONDS", 2)
+    monkeypatch.setattr("src.sweeps.study.HEARTBEAT_SECONDS", 1)
+    monkeypatch.setattr("src.sweeps.study.STALE_SECONDS", 2)
     grid: dict[str, Any] = {"method": "grid", "parameters": {"lr": {"values": [0.1, 0.2]}}}
     return study(tmp_path, **grid), study(tmp_path, **grid)
 

@@ -23,8 +23,7 @@ from src.errors import RunError
 from src.experiments.identity import exp_id
 from src.runs.run_dir import RunDir
 from src.runs.store import SavedRun
-from src.tables import lineage, terminal_table
-from src.tables import rows as results
+from src.tables import lineage, results, terminal_table
 
 # panel 1.9.4 calls pandas in a way that pandas 3.1 announces the end of
 pytestmark = pytest.mark.filterwarnings("ignore:The inplace keyword:pandas.errors.Pandas4Warning")

@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from src.runs.checkpoints import folder as checkpoints
+from src.runs.checkpoints import checkpoints
 from tests.core.training.parallel.modes import FIRST, LAST, MODES, Modes, scores, weights
 
 PAGE = 4096

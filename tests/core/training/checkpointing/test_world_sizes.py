@@ -16,8 +16,8 @@ from src.errors import CheckpointError
 from src.experiments.identity import exp_id
 from src.runs import ledger
 from src.training.checkpointing import consolidate
+from src.training.checkpointing.checkpoint import OPTIMIZER
 from src.training.checkpointing.dcp_shards import MOMENTS
-from src.training.checkpointing.folder import OPTIMIZER
 from tests import warm
 from tests.core.training import small
 from tests.core.training.parallel.modes import Modes, scores, weights

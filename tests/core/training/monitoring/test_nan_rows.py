@@ -9,7 +9,7 @@ from pathlib import Path
 from torch import nn
 
 from src.experiments.config import Places
-from src.runs import context as runs
+from src.runs import context
 from src.runs.run_dir import RunDir
 from src.runs.store import SavedRun
 from src.training.monitoring.reporter import Reporter
@@ -32,7 +32,7 @@ def test_a_row_with_nan_is_null_in_the_files(tmp_path: Path):
 
     config = load(LoopConfig, toy.BASE["loop"], "loop")
     with RunDir.open(tmp_path / "runs", toy.BASE, {}) as opened:
-        run = runs.Run(opened, Places(tmp_path, tmp_path / "runs"), runs.Options())
+        run = context.Run(opened, Places(tmp_path, tmp_path / "runs"), context.Options())
         reporter = Reporter(run, config, nn.Linear(1, 1), 0)
         perf = {"tokens_per_second": 1.0, "steps_per_second": 1.0}
         reporter.report({"step": 1, "train_loss": 1.0, "val_loss": 0.4}, perf)

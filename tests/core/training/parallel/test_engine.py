@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import load_file
 
 from src.errors import ConfigError
-from src.runs.checkpoints import folder as checkpoints
+from src.runs.checkpoints import checkpoints
 from src.training.checkpointing import consolidate
-from src.training.checkpointing.folder import OPTIMIZER
+from src.training.checkpointing.checkpoint import OPTIMIZER
 from src.training.config import LoopConfig
 from src.training.parallel.zero import fill_settings
 from tests.conftest import ROOT

@@ -12,7 +12,7 @@ import pytest
 from src.errors import RunError
 from src.files import write_json
 from src.runs import ledger
-from src.runs.checkpoints import folder as checkpoints
+from src.runs.checkpoints import checkpoints
 from src.runs.context import Run
 from src.runs.history import branches
 from src.runs.history.branches import Branch

@@ -9,7 +9,7 @@ import time
 import psutil
 import pytest
 
-from src.runs.checkpoints import folder as checkpoints
+from src.runs.checkpoints import checkpoints
 from tests import warm
 from tests.core.training.parallel.modes import MODES, Modes, scores, weights
 
