@@ -383,6 +383,7 @@ def test_kill_lets_a_job_save_and_leaves_nothing_of_it(world: World):
     assert all(map(gone, processes))
 
 
+@pytest.mark.slow
 def test_a_deaf_job_is_killed_after_the_grace(world: World):
     config = world.config(grace_seconds=5)
     ids = world.submit(config, [world.job("a", DEAF)])

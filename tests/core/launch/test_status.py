@@ -642,6 +642,7 @@ def test_a_watch_continues_while_a_job_is_unknown(
     assert queue_state == ["2 experiments: 2 unknown", "2 experiments: 1 done, 1 unknown"]
 
 
+@pytest.mark.slow
 def test_a_line_written_while_the_last_ones_are_shown_is_shown_once(world: World):
     item = planned("end", waits=True)
     world.run([item])

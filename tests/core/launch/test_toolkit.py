@@ -471,6 +471,7 @@ class TestEndings:
         client.jobs.preempt(job_id)
         assert wait_for(config, job_id) == SchedulerState("failed", "INTERRUPTED", "exit code 75")
 
+    @pytest.mark.slow
     def test_the_training_is_told_before_the_time_is_over(self, tmp_path: Path, client: ModuleType):
         item = training(tmp_path)
         config, (job_id,), _ = launched(tmp_path, [item], max_run_seconds=60, stop_before_seconds=54)

@@ -37,6 +37,7 @@ IDS = torch.arange(3, 13).view(2, 5)
 DECODERS = [family for family in lora.MATRICES if family not in ("longt5", "t5")]  # of that: test_t5.py
 
 
+@pytest.mark.slow
 def test_no_other_package_speaks_where_adapters_are_loaded():
     pytest.importorskip("bitsandbytes")
     command = [sys.executable, "-c", "import src.models.lora, peft; peft.inject_adapter_in_model"]

@@ -305,6 +305,7 @@ def trial_states(world: World) -> list[str]:
         return [state for (state,) in database.execute("SELECT state FROM trials ORDER BY number")]
 
 
+@pytest.mark.slow
 def test_a_worker_and_its_training_that_are_killed_lose_nothing(world: World):
     worker = world.start("--trials", "2", HOLD=str(world.folder / "go"))
     wait_for(lambda: [path for path in world.runs.glob("*/scores.jsonl") if len(path.read_text().splitlines()) == 2])

@@ -90,6 +90,7 @@ def test_the_trial_of_a_dead_worker_is_begun_again_under_a_new_number(two: tuple
     assert second.is_finished()
 
 
+@pytest.mark.slow
 def test_a_worker_that_died_before_its_first_heartbeat_holds_up_nobody(two: tuple[Study, Study]):
     first, second = two
     first.study.enqueue_trial(first.grid[0])  # type: ignore[index]
@@ -107,6 +108,7 @@ def test_a_trial_that_is_handed_back_is_begun_again_at_once_and_once(two: tuple[
     assert [trial.number for trial in second.trials()] == [1]
 
 
+@pytest.mark.slow
 def test_bayes_looks_where_it_was_good(tmp_path: Path):
     """After ten trials by chance it comes nearer to the best; by chance the mean distance is one decade."""
     worker = study(tmp_path, method="bayes")

@@ -189,6 +189,7 @@ def test_the_data_sets_read_it(whole):
     assert len(dataset.Config(corpus="stdlib_text", sequence_tokens=256).build(places, tokenizer, "val", 0)) > 100
 
 
+@pytest.mark.slow
 def test_two_runs_give_the_same_bytes(small_stdlib, tmp_path):
     code = (
         "import sys; from pathlib import Path; from data_prep.crossattn.stdlib_qa import prepare; "

@@ -130,6 +130,7 @@ def test_what_metadata_are_worth_in_the_loop_and_afterwards(folder: Path, capsys
     assert "no evaluation has gains" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_two_processes_and_a_resumed_training_have_equal_scores(folder: Path, tmp_path: Path):
     short = override(TOLD, {"data.open_rows": 2, "loop.steps": 30, "loop.eval_every": 10})
     root = toy.project(tmp_path, f"EXP_GROUPS = {{'short': [{short!r}]}}")

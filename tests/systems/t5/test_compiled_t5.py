@@ -71,6 +71,7 @@ def step_on(model: Any, step: int, padded: bool) -> torch.Tensor:
     return loss.detach()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("version", "padded", "graphs"),
     [("v1.1", False, [KINDS] * STEPS), ("original", True, [KINDS, *[2 * KINDS] * (STEPS - 1)])],

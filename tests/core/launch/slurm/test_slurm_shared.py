@@ -180,6 +180,7 @@ def test_a_killed_experiment_does_not_come_back_with_its_neighbour(
     assert states(config, cluster, ids) == ["cancelled", "completed"]
 
 
+@pytest.mark.slow
 def test_a_killed_experiment_that_does_not_stop_is_killed_with_all_that_it_started(
     cluster: Cluster, folder: Path, config: launcher.Config, monkeypatch: pytest.MonkeyPatch
 ):

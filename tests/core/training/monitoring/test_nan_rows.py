@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from torch import nn
 
 from src.experiments.config import Places
@@ -63,6 +64,7 @@ with RunDir.open(Path(sys.argv[1]), toy.BASE, {}) as opened:
 """
 
 
+@pytest.mark.slow
 def test_the_summary_of_wandb_ends_in_nan(tmp_path: Path):
     """The rows come from scores.jsonl, as after a kill."""
     root = Path(__file__).resolve().parents[4]
