@@ -90,10 +90,10 @@ def test_shards_go_on_elsewhere(modes: Modes, mode: str, processes: int):
     ("mode", "processes"),
     [
         *(("zero1", 2), ("zero2", 3), ("zero3", 2), ("fsdp", 3)),
-        *(
-            pytest.param(*case, marks=pytest.mark.matrix)
-            for case in (("zero1", 3), ("zero2", 2), ("zero3", 3), ("fsdp", 2))
-        ),
+        pytest.param("zero1", 3, marks=pytest.mark.matrix),
+        pytest.param("zero2", 2, marks=pytest.mark.matrix),
+        pytest.param("zero3", 3, marks=pytest.mark.matrix),
+        pytest.param("fsdp", 2, marks=pytest.mark.matrix),
     ],
 )
 def test_what_was_put_together_is_shared_out_again_exactly(modes: Modes, mode: str, processes: int):
