@@ -168,17 +168,6 @@ def test_a_job_submitted_twice_runs_once(world: World):
     assert world.log("a") == ["start"]
 
 
-def test_a_job_that_waits_is_killed_without_ever_starting(cluster: FakeRay, world: World):
-    cluster.held = True
-    (job_id,) = world.submit(world.ends("a", 0))
-    assert world.config.states([job_id])[job_id].reason.endswith("to become available")
-    world.config.kill([job_id])
-    world.wait_for(job_id, "cancelled", "stopped before it was started")
-    cluster.release()
-    world.wait(lambda: cluster.jobs[job_id]["status"] == "STOPPED", "Ray to start it for its end")
-    assert world.log("a") == []
-
-
 def test_a_request_that_arrives_after_its_submission_was_given_up_starts_nothing(cluster: FakeRay, world: World):
     """The submitter is gone, and so is the answer; what is found then is all that will ever run."""
     (job_id,) = world.submit(world.ends("a", 0))

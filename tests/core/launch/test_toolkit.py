@@ -110,11 +110,6 @@ class TestConfig:
             ({"account": ""}, r"toolkit\.account: expected text that is not empty"),
             ({"data": ["no mount"]}, r"toolkit\.data\[0\]: expected 'account\.name@branch:/folder'"),
             ({"data": ["a:/b:rx"]}, r"toolkit\.data\[0\]: expected"),
-            ({"environment": {"WANDB_API_KEY": "xyzzy"}}, r"toolkit\.environment: WANDB_API_KEY looks like a secret"),
-            ({"environment": {"HF_TOKEN": "xyzzy"}}, "looks like a secret"),
-            ({"environment": {"my_password": "xyzzy"}}, "looks like a secret"),
-            ({"environment": {"A": "hf_xyzzyxyzzyxyzzy"}}, "A looks like a secret"),
-            ({"environment": {"PROXY": "http://me:xyzzy@host"}}, "looks like a secret"),
             ({"environment": {"A B": "c"}}, "expected the name of an environment variable"),
             ({"gpu_model": "A100"}, "gpu_mem_gb and gpu_model say something of GPUs, but gpus is 0"),
             ({"bid": 10_000}, r"toolkit\.bid: expected a number <= 9999"),
@@ -122,19 +117,8 @@ class TestConfig:
         ],
     )
     def test_mistakes(self, tmp_path: Path, values: dict[str, Any], message: str):
-        with pytest.raises(ConfigError, match=message) as caught:
+        with pytest.raises(ConfigError, match=message):
             configured(tmp_path, **values)
-        assert "xyzzy" not in str(caught.value)
-
-    def test_what_only_sounds_secret(self, tmp_path: Path):
-        environment = {
-            "TOKENIZERS_PARALLELISM": "false",
-            "MAX_TOKENS": "12",
-            "KEYBOARD": "us",
-            "AUTHOR": "x",
-            "GIT_COMMIT": "0f" * 20,
-        }
-        assert configured(tmp_path, environment=environment).environment == environment
 
     def test_the_length_of_a_job_must_be_said(self):
         with pytest.raises(ConfigError, match=r"toolkit\.max_run_seconds: missing"):
