@@ -60,18 +60,23 @@ study: run-environment  ## cross-attention beside prompting on real questions; n
 WORKERS ?= 2
 TESTS := -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-test: dev-environment  ## every behaviour, within eight minutes on two cores; says what was skipped and why
-	$(BIN)/python $(TESTS) -m "not slow"
+test: dev-environment  ## every behaviour, within five minutes on two cores; says what was skipped and why
+	$(BIN)/python $(TESTS) -m "not slow and not matrix"
 
 test-all: test test-slow  ## `make test`, and then the rest: kills, many processes, Slurm, a browser, torch.compile, the flagship
 
 .PHONY: test-slow
 test-slow: dev-environment
-	$(BIN)/python $(TESTS) -m slow
+	$(BIN)/python $(TESTS) -m "slow and not matrix"
 
-lint: dev-environment  ## ruff, its format check and types
+.PHONY: test-matrix
+test-matrix: dev-environment  ## every combination of parallel modes, of which `make test-all` runs pairs
+	$(BIN)/python $(TESTS) -m matrix
+
+lint: dev-environment  ## ruff, its format check, the rules of the tree and types
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
+	$(BIN)/python .ci/rules.py
 	$(BIN)/basedpyright
 
 format: dev-environment  ## rewrite imports and layout

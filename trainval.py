@@ -111,7 +111,7 @@ def act(args: argparse.Namespace) -> int:
 
 def describe(items: Sequence[Any]) -> dict[str, str]:
     """The values that differ between experiments of a group, by id."""
-    from src.tables.rows import describe_differences
+    from src.tables.results import describe_differences
 
     return describe_differences({item.exp_id: (item.group, item.exp) for item in items})
 
@@ -137,13 +137,13 @@ def choose(experiments: Sequence[Any], where: str, store: Any) -> list[Any]:
     """The experiments for which --where holds: of their dicts, and `exp_id`, `group` and `state`."""
     from src.errors import ConfigError
     from src.experiments.config import flatten
-    from src.tables import rows
+    from src.tables import results
 
-    def row(item: Any) -> rows.Row:
+    def row(item: Any) -> results.Row:
         facts = {"exp_id": item.exp_id, "group": item.group, "state": store[item.exp_id].state_or_damage}
-        return rows.Row({**flatten(item.exp), **facts})
+        return results.Row({**flatten(item.exp), **facts})
 
-    chosen = {each["exp_id"] for each in rows.filter_rows([row(item) for item in experiments], where)}
+    chosen = {each["exp_id"] for each in results.filter_rows([row(item) for item in experiments], where)}
     if not chosen:
         raise ConfigError(f"--where: none of {len(experiments)} experiments answers {where!r}.")
     return [item for item in experiments if item.exp_id in chosen]
@@ -202,8 +202,7 @@ def submit(target: Any, args: argparse.Namespace, planned: Sequence[Any], chosen
 
 def look(args: argparse.Namespace, planned: Sequence[Any], places: Any) -> int:
     """Show the state or the logs of the experiments, or end their jobs."""
-    from src.launch import actions, logs
-    from src.launch import status as jobs
+    from src.launch import actions, logs, status
     from src.launch.tracking import ALIVE
     from src.runs.store import RunStore
 
@@ -218,14 +217,14 @@ def look(args: argparse.Namespace, planned: Sequence[Any], places: Any) -> int:
     else:
         differs = describe(planned)
         while True:
-            rows = jobs.table(RunStore(places.runs), exp_ids)
+            rows = status.table(RunStore(places.runs), exp_ids)
             shown = [row for row in rows if not args.state or row.state in args.state]
             if args.json:
-                lines = [jobs.to_json(shown, differs)]
+                lines = [status.to_json(shown, differs)]
             elif shown:
-                lines = [*jobs.format_table(shown, differs), jobs.summarize(shown)]
+                lines = [*status.format_table(shown, differs), status.summarize(shown)]
             else:
-                lines = [f"No experiment has the state {' or '.join(args.state)}. {jobs.summarize(rows)}"]
+                lines = [f"No experiment has the state {' or '.join(args.state)}. {status.summarize(rows)}"]
             print("\n".join(lines), flush=True)
             if args.watch is None or not any(row.state in ALIVE or (row.doubt and row.job_id) for row in rows):
                 break

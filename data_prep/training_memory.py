@@ -52,13 +52,13 @@ class _Unloaded(hf.Config):
         import torch
         from transformers import AutoModelForCausalLM
 
-        from src.models import tokenizer
+        from src.models import prepared_tokenizer
 
         config = self.load_config(places)
         model: Any = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, self.dtype))
         model.name_or_path = str(self.tokenizer_folder(places) or self.folder(places))
         if self.extra_tokens or self.tokenizer:
-            tokens = len(tokenizer.load(Path(model.name_or_path), self.extra_tokens or ()))
+            tokens = len(prepared_tokenizer.load(Path(model.name_or_path), self.extra_tokens or ()))
             model.resize_token_embeddings(max(tokens, config.vocab_size), mean_resizing=False)
         return model.requires_grad_(self.quantization is None)
 

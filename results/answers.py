@@ -18,12 +18,10 @@ from pathlib import Path
 from results.pages import markup
 from results.rescore import experiment_metrics, read
 from src.errors import DataError, print_errors
-from src.evaluation.metrics import answers as answered
-from src.evaluation.metrics.answers import INFERENCE, WRONG
+from src.evaluation.metrics.answers import INFERENCE, WRONG, answer_scores, group_by_question, question_scores
 from src.experiments.interfaces import Prediction
 from src.experiments.registry import METRICS, bind
-from src.tables import rows as results
-from src.tables import run_arguments
+from src.tables import results, run_arguments
 
 NOTHING = "(nothing)"
 
@@ -104,13 +102,13 @@ def _samples(file: Path, stamp: object, control: object) -> tuple[Sample, ...]:
     """stamp, control: of the file and of that with wrong contexts; they are read again when these change."""
     answers = read(file)
     metrics, best_answer = experiment_metrics(file)
-    scores = answered.answer_scores(metrics, answers, best_answer)
+    scores = answer_scores(metrics, answers, best_answer)
     if not scores:  # metrics of a complete set, such as BLEU, score no single answer
         metrics = [bind(METRICS, {"name": "squad"})]
-        scores = answered.answer_scores(metrics, answers, best_answer)
+        scores = answer_scores(metrics, answers, best_answer)
     others = read(file.with_stem(file.stem + WRONG))[: len(answers)] if control else []
-    other_scores = answered.answer_scores(metrics, others, best_answer) if others else {}
-    questions, _ = answered.group_by_question(answers, best_answer)
+    other_scores = answer_scores(metrics, others, best_answer) if others else {}
+    questions, _ = group_by_question(answers, best_answer)
     numbers = {i: number for number, question in enumerate(questions) for i in question}
     return tuple(
         Sample(
@@ -158,7 +156,7 @@ def _by_question(entries: Sequence[Sample], values: Sequence[float]) -> list[flo
     questions: dict[int, list[int]] = {}
     for i, sample in enumerate(entries):
         questions.setdefault(sample.question, []).append(i)
-    return answered.question_scores(values, questions.values())
+    return question_scores(values, questions.values())
 
 
 def choose(entries: Sequence[Sample], count: int, wrong: bool) -> list[Sample]:

@@ -23,8 +23,7 @@ from src.operations import deletion
 from src.runs.checkpoints import retention
 from src.runs.store import SavedRun
 from src.support.command_line import make_parser
-from src.tables import rows as results
-from src.tables import run_arguments
+from src.tables import results, run_arguments
 
 SNAPSHOTS = "snapshots"
 _DAY = 86_400.0

@@ -16,8 +16,7 @@ from results.lineage import tree
 from results.pages import chart, markup, overview, panes
 from src.errors import ConfigError, UserError, print_errors
 from src.support.served_page import add_address, serve_page
-from src.tables import curves, lineage
-from src.tables import rows as results
+from src.tables import curves, lineage, results
 from src.tables.run_arguments import RUNS
 
 PORT = 5006

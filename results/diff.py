@@ -11,7 +11,7 @@ from typing import Any
 from src.errors import CheckpointError, RunError, UserError, print_errors
 from src.experiments.config import flatten
 from src.files import read_bytes, read_json, reading
-from src.runs.checkpoints import folder as checkpoints
+from src.runs.checkpoints import checkpoints
 from src.runs.scores import SCORES
 from src.runs.store import CONFIG, DIFF, SavedRun
 from src.runs.summary import summarize

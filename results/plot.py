@@ -19,8 +19,7 @@ from src.errors import ConfigError, DataError, print_errors
 from src.experiments.config import unknown
 from src.files import encodable, write_atomic, writing
 from src.runs.summary import is_finite
-from src.tables import curves, run_arguments, statistics
-from src.tables import rows as results
+from src.tables import curves, results, run_arguments, statistics
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -18,8 +18,7 @@ from results.pages.legend import NEUTRAL
 from results.plot import PLOTS, draw_line, place_legend, write_plainly
 from src.errors import DataError, UserError, print_errors
 from src.experiments.config import unknown
-from src.tables import lineage, run_arguments
-from src.tables import rows as results
+from src.tables import lineage, results, run_arguments
 from src.tables.gpu_hours import gpu_hours
 
 if TYPE_CHECKING:

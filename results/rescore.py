@@ -15,8 +15,15 @@ from typing import Any
 
 from results.table import markdown
 from src.errors import ConfigError, DataError, UserError, print_errors
-from src.evaluation.metrics import answers as answered
-from src.evaluation.metrics.answers import PREDICTION, Prediction
+from src.evaluation.metrics.answers import (
+    INFERENCE,
+    PREDICTION,
+    Prediction,
+    make_prediction,
+    read_row_indices,
+    select_rows,
+)
+from src.evaluation.metrics.answers import scores as metric_scores
 from src.experiments.config import Problems, join, unknown_text
 from src.experiments.interfaces import MetricConfig
 from src.experiments.registry import METRICS, bind
@@ -35,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Print the scores of each file. Returns the exit code."""
     options = _parser().parse_args(arguments)
     chosen = None if options.metrics is None else [_metric(text) for text in options.metrics]
-    listed = answered.read_row_indices(options.index_file) if options.index_file else None
+    listed = read_row_indices(options.index_file) if options.index_file else None
     tables = {}
     for file in [file for path in options.files for file in _files(path)]:
         answers = select_answers(read(file), file, options.datasets, listed)
@@ -67,7 +74,7 @@ def read(file: Path) -> list[Prediction]:
     if not lines:
         raise DataError(f"{file}: empty. It should have one JSON object on each line.")
     rows = [_row(line, f"{file}:{number}") for number, line in enumerate(lines, 1)]
-    return [answered.make_prediction(row, row[PREDICTION]) for row in rows]
+    return [make_prediction(row, row[PREDICTION]) for row in rows]
 
 
 def experiment_metrics(file: Path) -> tuple[list[MetricConfig], bool]:
@@ -78,8 +85,8 @@ def experiment_metrics(file: Path) -> tuple[list[MetricConfig], bool]:
         RunError: the experiment dict is damaged.
     """
     run = file.resolve().parents[1]
-    exp = SavedRun(run).exp if file.resolve().parent.name == answered.INFERENCE and (run / EXP_DICT).exists() else {}
-    inference = exp.get(answered.INFERENCE)
+    exp = SavedRun(run).exp if file.resolve().parent.name == INFERENCE and (run / EXP_DICT).exists() else {}
+    inference = exp.get(INFERENCE)
     inference = inference if isinstance(inference, dict) else {}
     default, metrics = bind(METRICS, {"name": "squad"}), []
     with contextlib.suppress(Problems, UserError):
@@ -100,7 +107,7 @@ def select_answers(
     for name in datasets or ():
         if name not in sources:
             raise ConfigError(f"{file}: --datasets: {unknown_text('source', name, sources)}")
-    places = answered.select_rows(lambda i: answers[i].source, len(answers), listed, datasets, f"{file}: --index_file")
+    places = select_rows(lambda i: answers[i].source, len(answers), listed, datasets, f"{file}: --index_file")
     chosen = [answers[place] for place in places]
     if not chosen:
         raise DataError(f"{file}: no row is left of {len(answers)}.")
@@ -112,7 +119,7 @@ def score_answers(
 ) -> dict[str, dict[str, float]]:
     """{"all": {"rows": …, "em": …}, "nq": …}; sources only if there are several."""
     tables: dict[str, dict[str, float]] = {"all": {"rows": len(answers)}}
-    for name, value in answered.scores(metrics, answers, best_answer).items():
+    for name, value in metric_scores(metrics, answers, best_answer).items():
         metric, _, source = name.partition("/")
         rows = sum(answer.source == source for answer in answers)
         tables.setdefault(source or "all", {"rows": rows})[metric] = value

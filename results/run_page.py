@@ -18,8 +18,7 @@ from src.runs import jsonl_records, ledger
 from src.runs.scores import SCORES, Scores
 from src.runs.store import SavedRun
 from src.runs.summary import Summary
-from src.tables import rows as results
-from src.tables import run_arguments
+from src.tables import results, run_arguments
 
 PERF = "perf.jsonl"
 MOST_EVENTS = 200

@@ -17,8 +17,7 @@ from src.files import reading, sync_directory, writing
 from src.runs.code_version import SECRET_FILES
 from src.runs.lease import GUARD, LEASE
 from src.runs.store import EXP_DICT
-from src.tables import rows as results
-from src.tables import run_arguments, statistics
+from src.tables import results, run_arguments, statistics
 
 MAX_FILE_BYTES = 64_000_000
 _FOLDERS = {"checkpoints", "wandb", "code", "__pycache__"}

@@ -13,8 +13,7 @@ from typing import Any
 from src.errors import ConfigError, print_errors
 from src.evaluation.metrics.answers import GAIN, INFERENCE, WRONG
 from src.runs.store import CODE_VERSIONS
-from src.tables import rows as results
-from src.tables import run_arguments, statistics
+from src.tables import results, run_arguments, statistics
 from src.tables.gpu_hours import gpu_hours
 from src.tables.terminal_table import arrange, choose, draw, draw_rich, facts, plain, score_cells
 

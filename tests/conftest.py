@@ -47,46 +47,52 @@ for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIG
         signal.signal(number, handler)
 
 
-# Long files, of trainings for the most part, come first, so that no worker is left with one of them at the end.
+# Long files, mostly of trainings, come first, so that no worker is left with one of them at the end.
 FIRST = [
-    "training",
-    "recipes",
-    "models/test_lora_training.py",
-    "models",
-    "test_resume.py",
+    "core/training",
+    "core/recipes",
+    "systems",
+    "core/models/test_lora_training.py",
+    "core/models",
     "faults",
-    "sweeps",
-    "launch",
-    "test_",
-    "operations",
+    "core/sweeps",
+    "core/launch",
+    "core/project",
+    "core/operations",
     "data_prep",
     "results",
 ]
 
 GROUPS = {
-    "slurm": ["slurm/"],
-    "ray": ["ray/"],
-    "training/modes": [
-        "training/test_origin.py",
-        "training/test_stops.py",
-        "training/test_world_sizes.py",
-        "training/parallel/test_engine.py",
-        "training/checkpointing/test_full_disk.py",
+    "slurm": ["slurm"],
+    "ray": ["ray"],
+    "modes": [
+        "core/training/checkpointing/test_full_disk.py",
+        "core/training/checkpointing/test_world_sizes.py",
+        "core/training/parallel/test_engine.py",
+        "core/training/reading/test_origin.py",
+        "core/training/stopping/test_stops.py",
     ],
     "s3": [
-        "data/streaming/test_shard_files_s3.py",
-        "data/streaming/test_remote_index.py",
-        "data/streaming/test_shard_lists.py",
-        "data/streaming/test_training_from_s3.py",
+        "systems/interleaved/streaming/remote/test_remote_index.py",
+        "systems/interleaved/streaming/remote/test_shard_files_s3.py",
+        "systems/interleaved/streaming/remote/test_training_from_s3.py",
+        "systems/interleaved/streaming/test_shard_lists.py",
     ],
-    "deepspeed": ["test_flagship.py", "test_readme_scripts.py"],
+    "deepspeed": ["core/training/whole/test_flagship.py", "core/project/test_readme_scripts.py"],
 }
-"""Files whose tests share what is started or trained once a session, or DeepSpeed's default port, and so run in one
-process."""
+"""Files that share a server, runs trained once per session, or DeepSpeed's default port, and so run in one process."""
+
+
+def pytest_configure() -> None:
+    """Refuse a name in FIRST or GROUPS that has moved: its fixtures would no longer be shared."""
+    names = [*FIRST, *(name for group in GROUPS.values() for name in group)]
+    if missing := [name for name in names if not (ROOT / "tests" / name).exists()]:
+        raise pytest.UsageError(f"tests/conftest.py: FIRST or GROUPS names {missing}, which do not exist; update them")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Give the order."""
+    """Sort the files by FIRST."""
     items.sort(key=lambda item: next((n for n, start in enumerate(FIRST) if _file(item).startswith(start)), len(FIRST)))
 
 

@@ -36,7 +36,7 @@ from src.experiments.config import Places
 from src.experiments.identity import exp_id
 from src.experiments.registry import DATASETS, bind
 from src.files import new_directory
-from src.models import tokenizer as prepared_tokenizer
+from src.models import prepared_tokenizer
 from src.runs.scores import parse_lines
 from src.systems.assistants.conversations import templates
 from src.systems.assistants.conversations.entries import read_entry

@@ -29,7 +29,7 @@ from src.experiments.grid import override
 from src.experiments.identity import exp_id
 from src.experiments.registry import DATASETS, bind
 from src.files import new_directory
-from src.models import tokenizer as prepared_tokenizer
+from src.models import prepared_tokenizer
 from src.runs.scores import parse_lines
 
 MODEL, TOKENS, ROLLOUTS, GROUP = "benchmark_policy", 24, 64, 8

@@ -25,8 +25,8 @@ from typing import Any
 import torch
 from lxml import etree, html  # pyright: ignore[reportAttributeAccessIssue]
 
-from data_prep.metadata import html as pages
 from data_prep.metadata import stdlib_pages
+from data_prep.metadata.html import BLOCKS, extract
 from src.data.text import tokenizers
 from src.experiments.config import Places
 from src.experiments.grid import override
@@ -112,7 +112,7 @@ def plain_extraction(source: str) -> str:
 
     def add(tag: Any, new: str | None) -> None:
         nonlocal text
-        if tag in pages.BLOCKS and text and text[-1] != "\n":
+        if tag in BLOCKS and text and text[-1] != "\n":
             text = text[:-1] + "\n" if text[-1] == " " else text + "\n"
         last = text[-1] if text else " "
         for character in (new or "").replace("\u00a0", " "):
@@ -249,9 +249,9 @@ def main() -> None:
     )
     kib = sum(map(len, sources)) / 1024
     for source in sources:
-        assert abs(len(plain_extraction(source)) - len(pages.extract(source).text)) < 0.05 * len(source)
+        assert abs(len(plain_extraction(source)) - len(extract(source).text)) < 0.05 * len(source)
     sides = [
-        ("extraction:", lambda: [pages.extract(source) for source in sources]),
+        ("extraction:", lambda: [extract(source) for source in sources]),
         ("plain:", lambda: [plain_extraction(s) for s in sources]),
     ]
     alternate(sides, int(kib), "KiB", args.rounds)

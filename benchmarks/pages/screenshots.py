@@ -16,7 +16,7 @@ from PIL import Image
 from playwright.sync_api import Page, sync_playwright
 
 from results import plot, report, run_page
-from src.tables import rows as results
+from src.tables import results
 
 ROOT = Path(__file__).resolve().parents[2]
 WIDTH, HEIGHT = 1280, 1000

@@ -39,7 +39,7 @@ manager = ResultManager(savedir_base=runs, verbose=False)
 _TABLE = """
 from pathlib import Path
 from results.table import render, tabulate
-from src.tables.rows import load_rows
+from src.tables.results import load_rows
 began, used = time.perf_counter(), time.process_time()
 rows, warned = load_rows(Path(runs))
 assert not warned, warned
@@ -48,7 +48,7 @@ render(*tabulate(rows, ["exp_id"], ["all"]), "markdown")
 _BANDS = """
 from pathlib import Path
 from src.tables.curves import bands
-from src.tables.rows import group_rows, load_rows
+from src.tables.results import group_rows, load_rows
 import numpy
 began, used = time.perf_counter(), time.process_time()
 rows, _ = load_rows(Path(runs))

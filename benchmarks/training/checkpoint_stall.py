@@ -33,7 +33,7 @@ from src.experiments.interfaces import load_experiment
 from src.experiments.registry import resolved_dict
 from src.runs.context import Options, Run
 from src.runs.run_dir import RunDir
-from src.training.checkpointing.folder import CheckpointMetadata
+from src.training.checkpointing.checkpoint import CheckpointMetadata
 from src.training.checkpointing.saver import LoopSnapshot, Saver, Writer
 from src.training.loop import fit
 from src.training.loss import causal_lm_loss

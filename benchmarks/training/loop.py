@@ -47,7 +47,7 @@ from src.runs.context import Options, Run
 from src.runs.run_dir import RunDir
 from src.support import distributed
 from src.training import loader
-from src.training.checkpointing.folder import CheckpointMetadata
+from src.training.checkpointing.checkpoint import CheckpointMetadata
 from src.training.loop import fit
 from src.training.loss import causal_lm_loss, seq2seq_loss
 from src.training.optim import optimizers, schedule

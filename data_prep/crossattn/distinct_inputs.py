@@ -12,8 +12,7 @@ from src import files
 from src.data import jsonl
 from src.errors import DataError
 from src.evaluation.metrics import answers
-from src.systems.crossattn.data import encoded_store as encoded
-from src.systems.crossattn.data import questions
+from src.systems.crossattn.data import encoded_store, questions
 from src.systems.crossattn.data.encoder_inputs import EncoderInputs
 
 _MANY = 64
@@ -54,7 +53,7 @@ def missing(source: Path, inputs: EncoderInputs, known: set[bytes], counts: Coun
                 raise DataError(f"{source / name}:{number}: {error}") from None
             counts.too_long += too_long
             for ids in chunks:
-                key = encoded.context_key(ids)
+                key = encoded_store.context_key(ids)
                 if key not in counts.keys:
                     counts.keys.add(key)
                     if key not in known:

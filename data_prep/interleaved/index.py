@@ -38,7 +38,7 @@ from data_prep.interleaved import index_report
 from data_prep.interleaved.index_report import Indexed
 from src.data.text import tokenizers
 from src.errors import ConfigError, DataError, RunError
-from src.experiments import config as strict
+from src.experiments.config import load
 from src.files import reading, writing
 from src.support.parsing import parse_json
 from src.systems.interleaved.streaming import manifest, tar_index
@@ -373,7 +373,7 @@ def _fields(text: str | None) -> Fields | None:
         raw = parse_json(text, f"--fields {text:.60}", ConfigError)
     except ConfigError as error:
         raise ConfigError(f'{error} Example: \'{{"text": "json:caption"}}\'.') from None
-    return strict.load(Fields, raw, "--fields")
+    return load(Fields, raw, "--fields")
 
 
 def _data(text: str | None) -> Config | None:
@@ -383,7 +383,7 @@ def _data(text: str | None) -> Config | None:
     raw = parse_json(text, f"--data {text:.60}", ConfigError)
     if not isinstance(raw, dict):
         raise ConfigError(f'--data {text:.60}: expected an object of options, such as {{"sequence_tokens": 2048}}.')
-    return strict.load(Config, {"sources": {"tars": {"path": "."}}, **raw}, "--data")
+    return load(Config, {"sources": {"tars": {"path": "."}}, **raw}, "--data")
 
 
 def _slice(text: str) -> slice:

@@ -24,7 +24,7 @@ from data_prep import command, sources
 from data_prep.t5 import superglue, task_rows, task_sources
 from data_prep.t5.task_sources import SPLITS, Source
 from src.errors import DataError
-from src.systems.t5.tasks import task_table as tasks
+from src.systems.t5.tasks import task_table
 
 COMMAND = "python -m data_prep.t5.prepare_task"
 _SCRIPTS = (__file__, superglue.__file__, task_rows.__file__, task_sources.__file__, sources.__file__)
@@ -79,7 +79,7 @@ def prepare(data_path: Path, options: Options) -> bool:
         DataError: a source is missing or damaged, a row does not fit, or a split would be empty. Nothing was written.
         RunError: the disk refuses.
     """
-    task = tasks.find(options.task, options.task_file)
+    task = task_table.find(options.task, options.task_file)
     if options.train and not task.task.trained:
         raise DataError(f"--train: {task.name!r} has no rows to train on. Give --val or --test.")
     opened = {split: [Source(source, split, task) for source in getattr(options, split)] for split in SPLITS}
@@ -92,7 +92,9 @@ def prepare(data_path: Path, options: Options) -> bool:
     return facts is not None
 
 
-def _write(beside: Path, options: Options, opened: dict[str, list[Source]], task: tasks.NamedTask) -> dict[str, Any]:
+def _write(
+    beside: Path, options: Options, opened: dict[str, list[Source]], task: task_table.NamedTask
+) -> dict[str, Any]:
     """Fill the folder `beside`; returns the facts for the manifest."""
     skipped: dict[str, list[str]] = {split: [] for split in SPLITS}
     rows: dict[str, list[task_rows.Row]] = {split: [] for split in SPLITS}
@@ -118,7 +120,7 @@ def _write(beside: Path, options: Options, opened: dict[str, list[Source]], task
         inputs[split] = {task.input(row) for row in rows[split]}
     if options.task_file is not None:
         entry = task.task.model_dump(mode="json", exclude_defaults=True)
-        (beside / tasks.OWN).write_text(
+        (beside / task_table.OWN).write_text(
             yaml.safe_dump({task.name: entry}, sort_keys=False, allow_unicode=True), encoding="utf-8"
         )
     both = inputs.get("train", set()) & (inputs.get("val", set()) | inputs.get("test", set()))
@@ -150,12 +152,12 @@ def _number(rows: list[task_rows.Row]) -> None:
             row["index"] = number
 
 
-def _counts(rows: list[task_rows.Row], task: tasks.NamedTask) -> dict[str, Any]:
+def _counts(rows: list[task_rows.Row], task: task_table.NamedTask) -> dict[str, Any]:
     labels = Counter(str(row["label"]) for row in rows) if task.task.kind == "classes" else None
     return {"rows": {task.name: len(rows)}, **({"labels": dict(sorted(labels.items()))} if labels else {})}
 
 
-def _provenance(options: Options, opened: dict[str, list[Source]], task: tasks.NamedTask) -> dict[str, Any]:
+def _provenance(options: Options, opened: dict[str, list[Source]], task: task_table.NamedTask) -> dict[str, Any]:
     """Everything that the content of the folder depends on.
 
     Raises:

@@ -25,7 +25,7 @@ from data_prep.crossattn import stdlib_qa
 from src import files
 from src.data.text import tokenizers
 from src.errors import DataError
-from src.systems.t5.denoising.depth import dataset as depth
+from src.systems.t5.denoising.depth import dataset
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -283,7 +283,7 @@ def add_sentences(tokenizer: "PreTrainedTokenizerFast", number: int, where: str)
     Raises:
         DataError: it has some already.
     """
-    wanted = depth.sentence_tokens(number)
+    wanted = dataset.sentence_tokens(number)
     if found := sorted({*wanted} & {*tokenizer.get_vocab()}):
         raise DataError(f"{where}: has {found[0]!r} already. Use it as it is, or take one without.")
     tokenizer.add_tokens(wanted, special_tokens=True)

@@ -10,7 +10,7 @@ from data_prep import sources
 from data_prep.crossattn.qa_releases import json_stream
 from src.errors import DataError
 from src.files import reading
-from src.systems.t5.tasks import task_table as tasks
+from src.systems.t5.tasks import task_table
 
 SPLITS = {
     "train": ("train",),
@@ -25,7 +25,7 @@ Record = dict[str, Any]
 class Source:
     """Records of one source, with the names of its release, read again each time."""
 
-    def __init__(self, source: str, split: str, task: tasks.NamedTask) -> None:
+    def __init__(self, source: str, split: str, task: task_table.NamedTask) -> None:
         """source: see `sources.open_rows`. split: a key of `SPLITS`.
 
         Raises:

@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from src.files import encodable
-from src.tables import rows as results
-from src.tables import statistics
+from src.tables import results, statistics
 
 COLOURS = (
     "#2563eb",

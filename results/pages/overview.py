@@ -14,15 +14,16 @@ from results import diff, table
 from results.pages import legend
 from src.errors import RunError, UserError
 from src.files import reading
-from src.launch import logs as printed
-from src.launch import status as launched
+from src.launch import status
+from src.launch.logs import tail as log_tail
 from src.launch.tracking import REFRESH
 from src.runs.store import EXP_DICT, RunStore, SavedRun
 from src.runs.summary import is_finite
 from src.support.read_cache import ReadCache
-from src.tables import curves as banded
-from src.tables import rows as results
-from src.tables import statistics, terminal_table
+from src.tables import results, statistics, terminal_table
+from src.tables.curves import Band
+from src.tables.curves import bands as bands_of_runs
+from src.tables.curves import choose_values as choose_run_values
 
 SCORES = 5
 """Default number of scores in the table of results."""
@@ -42,7 +43,7 @@ JOB_HEADINGS = (
 )
 MOST_CHARACTERS = 4000
 """Maximum length of a differing value, such as uncommitted code."""
-Job = launched.Row
+Job = status.Row
 T = TypeVar("T")
 _ID = re.compile(r"[0-9a-f]{32}")
 _FACTS = ("time", "host", "platform", "python", "commit", "dirty", "cpus", "gpus", "command")
@@ -55,7 +56,7 @@ class Overview:
     runs: Path
     rows: list[results.Row] = field(default_factory=list)
     """Experiments with a readable save directory. "state" is the state of their job."""
-    jobs: list[launched.Row] = field(default_factory=list)
+    jobs: list[status.Row] = field(default_factory=list)
     """The same experiments, and queued or unreadable ones."""
     groups: list[str] = field(default_factory=list)
     """All groups of the folder, also those outside of this part."""
@@ -170,7 +171,7 @@ class Saved:
 
     def __init__(self, runs: Path) -> None:
         self.rows: results.RowCache = ReadCache(runs)
-        self.jobs: launched.RowCache = ReadCache(runs)
+        self.jobs: status.RowCache = ReadCache(runs)
         self.results: dict[tuple[Any, ...], tuple[Any, Any]] = {}
         """Name -> the runs and the result: see `Overview.reuse`."""
 
@@ -186,7 +187,7 @@ def load(runs: Path, group: str | Sequence[str] | None = None, saved: Saved | No
         ids = sorted({*ids, *(row["exp_id"] for row in everything)})
     except UserError as error:
         everything, warnings = [], [str(error)]
-    table_of_jobs = launched.table(RunStore(runs), ids, REFRESH, jobs_saved)
+    table_of_jobs = status.table(RunStore(runs), ids, REFRESH, jobs_saved)
     groups = sorted(
         {
             name
@@ -259,7 +260,7 @@ def choose_values(
     """Choose values and averaged runs, as the options of `results.table` do. at_step takes precedence over `value` and
     includes unfinished runs, as all can be compared at one step.
     """
-    rows, warnings = banded.choose_values(content.runs, content.rows, "last" if at_step is not None else value, at_step)
+    rows, warnings = choose_run_values(content.runs, content.rows, "last" if at_step is not None else value, at_step)
     return replace(
         content, rows=rows, warnings=[*content.warnings, *warnings], unfinished=unfinished or at_step is not None
     )
@@ -332,7 +333,7 @@ def curves(content: Overview, metric: str, look: Look = Look()) -> Curves:
     best = _having(drawn.sort_best_first(metric), metric)
     shown = best[: drawn.most]
     try:
-        (bands,), notes = banded.bands(content.runs, [drawn.curve_rows(group) for group in shown], [metric], look.x)
+        (bands,), notes = bands_of_runs(content.runs, [drawn.curve_rows(group) for group in shown], [metric], look.x)
     except UserError as error:
         return Curves(notes=[str(error)])
     left_out = (
@@ -366,7 +367,7 @@ def remarks(content: Overview) -> dict[str, str]:
     return {row["exp_id"]: " ".join([*(f"#{tag}" for tag in row["tags"]), row["note"]]).strip() for row in content.rows}
 
 
-def job_cells(job: launched.Row, label: str, remark: str = "") -> list[str]:
+def job_cells(job: status.Row, label: str, remark: str = "") -> list[str]:
     """The cells below `JOB_HEADINGS`. label: the distinguishing config values of the experiment.
     remark: tags and note."""
     step = "–" if job.step is None else str(job.step)
@@ -442,7 +443,7 @@ def logs(content: Overview, exp_id: str) -> dict[str, Path]:
 def tail(path: Path, lines: int) -> str:
     """The last lines of a log, or why it cannot be read."""
     try:
-        return printed.tail(path, lines)
+        return log_tail(path, lines)
     except (UserError, OSError) as error:
         return str(error)
 
@@ -475,7 +476,7 @@ def _points(drawn: legend.Configurations, group: Sequence[results.Row], x: str, 
     )
 
 
-def _line(band: banded.Band, label: str, colour: str, spread: str) -> Line:
+def _line(band: Band, label: str, colour: str, spread: str) -> Line:
     points = sorted(
         zip(band.x.tolist(), band.mean.tolist(), band.half_width(spread).tolist(), strict=True),
         key=lambda point: point[0],

@@ -16,8 +16,7 @@ from src.runs.context import Run
 from src.support import distributed
 from src.training.config import Evaluation
 from src.training.monitoring.reporter import Reporter
-from src.training.parallel import choice as engines
-from src.training.parallel import memory
+from src.training.parallel import choice, memory
 from src.training.stopping.stop_conditions import StopConditions
 
 Measure = Callable[[Accelerator], Mapping[str, float]]
@@ -37,7 +36,7 @@ def evaluate_only(model: nn.Module, run: Run, config: Evaluation, evaluate: Meas
     """
     with distributed.raise_together():
         config.check_accelerate(run.options.launcher_settings)
-        accelerator = engines.plain_accelerator(config.precision, "evaluation.precision")
+        accelerator = choice.plain_accelerator(config.precision, "evaluation.precision")
     if run.options.deepspeed or run.options.fsdp:
         log.info("%s: nothing is trained, so every process has the whole model.", run.path)
     distributed.broadcast_from_rank0(lambda: _begin(run))

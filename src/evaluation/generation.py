@@ -7,7 +7,8 @@ from typing import Any, TypeVar
 import torch
 
 from src.evaluation.config import Answers
-from src.evaluation.metrics import answers as scored_answers
+from src.evaluation.metrics.answers import SHUFFLED, make_prediction
+from src.evaluation.metrics.answers import scores as metric_scores
 from src.experiments.batches import to_device
 from src.experiments.interfaces import Prediction, QuestionDataset
 from src.support import distributed
@@ -67,9 +68,7 @@ class AnswerGenerator:
 
     def predictions(self, indices: Sequence[int], texts: Sequence[str]) -> list[Prediction]:
         """The questions with their answers, to be scored."""
-        return [
-            scored_answers.make_prediction(self.dataset.row(i), text) for i, text in zip(indices, texts, strict=True)
-        ]
+        return [make_prediction(self.dataset.row(i), text) for i, text in zip(indices, texts, strict=True)]
 
 
 def generated_counts(ids_BT: torch.Tensor, eos_id: int) -> list[int]:
@@ -111,11 +110,11 @@ def evaluate(asked: Answers, generator: AnswerGenerator, shuffled: QuestionDatas
 
     def scores(asking: AnswerGenerator) -> dict[str, float]:
         texts = [text for batch in asking.batches(indices, asked.max_new_tokens) for text, _ in batch]
-        return scored_answers.scores(asked.metrics, generator.predictions(indices, texts), asked.best_answer)
+        return metric_scores(asked.metrics, generator.predictions(indices, texts), asked.best_answer)
 
     found = scores(generator)
     if asked.shuffled_context:
         assert shuffled is not None, "Answers.require has checked it"
         control = scores(replace(generator, dataset=shuffled))
-        found |= {name + scored_answers.SHUFFLED: value for name, value in control.items() if "/" not in name}
+        found |= {name + SHUFFLED: value for name, value in control.items() if "/" not in name}
     return found

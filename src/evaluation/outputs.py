@@ -15,7 +15,7 @@ from typing import Any
 from src.errors import RunError
 from src.files import defect, new_directory, read_manifest, reading, write_atomic, writing
 from src.runs import heartbeat
-from src.runs.checkpoints import folder as checkpoints
+from src.runs.checkpoints import checkpoints
 from src.runs.context import Run
 from src.support import distributed
 from src.support.parsing import parse_json

@@ -15,8 +15,8 @@ from src.launch.job import QUEUE_STOPPED, Job, LauncherConfig
 from src.launch.resources import Resources
 from src.launch.status import Row
 from src.launch.tracking import ACT, ALIVE, track
-from src.runs import parents as references
 from src.runs import run_dir
+from src.runs.parents import parent_ids
 from src.runs.plan import Planned
 from src.runs.store import LOGS, RunStore, SavedRun
 
@@ -59,7 +59,7 @@ class Request:
 def pending_parents(runs: Path, planned: Sequence[Planned]) -> set[str]:
     """Parents of `planned` that are queued or running as jobs: those that a job can wait for."""
     here = {item.exp_id for item in planned}
-    parents = [parent for item in planned for parent in references.parent_ids(item.exp) if parent not in here]
+    parents = [parent for item in planned for parent in parent_ids(item.exp) if parent not in here]
     tracked = track(RunStore(runs), list(dict.fromkeys(parents)))[0] if parents else {}
     return {exp_id for exp_id, job in tracked.items() if job.is_alive}
 
@@ -101,9 +101,7 @@ def _choose(request: Request, rows: Mapping[str, Row], option: str) -> list[Plan
     for item in request.planned:
         row = rows[item.exp_id]
         orphaned = option == "retry" and row.state in ("never", "stopped") and not row.doubt
-        if (orphaned and not todo.keys().isdisjoint(references.parent_ids(item.exp))) or _needs_job(
-            request, row, option
-        ):
+        if (orphaned and not todo.keys().isdisjoint(parent_ids(item.exp))) or _needs_job(request, row, option):
             todo[item.exp_id] = item
     return list(todo.values())
 
@@ -157,7 +155,7 @@ def _build_jobs(
             runs / item.exp_id,
             runs / LOGS,
             request.python_binary,
-            tuple(references.parent_ids(item.exp)),
+            tuple(parent_ids(item.exp)),
             after_jobs[item.exp_id],
             overrides[item.exp_id],
         )
@@ -174,14 +172,14 @@ def _jobs_to_await(
         LaunchError: a parent that is neither done nor queued nor running, or that is a job of another launcher.
     """
     here = {item.exp_id for item in todo}
-    outside = list(dict.fromkeys(p for item in todo for p in references.parent_ids(item.exp) if p not in here))
+    outside = list(dict.fromkeys(p for item in todo for p in parent_ids(item.exp) if p not in here))
     others = status.table(store, [parent for parent in outside if parent not in rows], ACT)
     rows = {**rows, **{row.exp_id: row for row in others}}
     tracked = track(store, [parent for parent in outside if rows[parent].state in ALIVE])[0]
     waits_by_id, wrong = {}, []
     for item in todo:
         waits = []
-        for parent in references.parent_ids(item.exp):
+        for parent in parent_ids(item.exp):
             if parent in here or rows[parent].state == "done":
                 continue
             row, job = rows[parent], tracked.get(parent)

@@ -24,7 +24,7 @@ from typing import Any
 from src.errors import CheckpointError, ConfigError
 from src.experiments.config import Places
 from src.files import new_directory, read_json, write_json
-from src.models import lora, tokenizer
+from src.models import lora, prepared_tokenizer
 from src.models.load import PLACES, checkpoint_folder
 from src.models.trained_model import from_checkpoint
 from src.runs.store import expand_run
@@ -96,9 +96,9 @@ def export(
             )
         if (made / "base").is_dir():
             _copy_tokenizer(folder / "tokenizer", made / "base")
-        tokenizer.write_ends(made)
+        prepared_tokenizer.write_ends(made)
         if write_processor := getattr(model, "write_processor", None):
-            write_processor(made, folder, tokenizer.load(made))
+            write_processor(made, folder, prepared_tokenizer.load(made))
     log.info("%s: %d adapters merged.", target, merged)
 
 

@@ -7,8 +7,7 @@ from pydantic import Field, model_validator
 
 from src.experiments.config import Places
 from src.experiments.interfaces import Architecture, ModelConfig
-from src.models import kv_cache_size
-from src.models import tokenizer as prepared_tokenizer
+from src.models import kv_cache_size, prepared_tokenizer
 
 if TYPE_CHECKING:
     from transformers import GPTBigCodeForCausalLM

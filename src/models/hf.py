@@ -17,7 +17,7 @@ from src.experiments.config import Config as StrictConfig
 from src.experiments.config import Places
 from src.experiments.interfaces import Architecture, ModelConfig
 from src.files import read_json, sample_digest, sha256
-from src.models import hub_files, kv_cache_size, tokenizer
+from src.models import hub_files, kv_cache_size, prepared_tokenizer
 from src.models.architecture import from_dict
 from src.support.call_once import call_once
 from src.support.weights import build_unfilled
@@ -161,7 +161,7 @@ class Config(ModelConfig):
             raise CheckpointError(f"{hub_files.find_weights(folder)}: incomplete: {missing} missing. Get it again.")
         if self.extra_tokens or self.tokenizer:
             model.name_or_path = str(self.tokenizer_folder(places) or folder)
-            tokenizer.grow_embeddings(model, Path(model.name_or_path), self.extra_tokens or ())
+            prepared_tokenizer.grow_embeddings(model, Path(model.name_or_path), self.extra_tokens or ())
         if self.quantization is None:
             return model
         for module in model.modules():
@@ -208,7 +208,7 @@ class Config(ModelConfig):
         attention = {"attn_implementation": "eager"} if self.attention == "eager" else {}
         model = make(self._scaled_config(places), dtype=getattr(torch, self.dtype), **attention)
         if self.extra_tokens or self.tokenizer:
-            tokenizer.grow_embeddings(
+            prepared_tokenizer.grow_embeddings(
                 model, self.tokenizer_folder(places) or self.folder(places), self.extra_tokens or ()
             )
         return model
@@ -255,7 +255,7 @@ class Config(ModelConfig):
             )
         self._check_attention(places)
         if self.tokenizer:
-            tokenizer.require(places.data / self.tokenizer)
+            prepared_tokenizer.require(places.data / self.tokenizer)
         if self.rope:
             self._scaled_config(places)
         if self._local_folder(places) is not None and self.revision is not None:
@@ -298,8 +298,8 @@ class Config(ModelConfig):
         if not (self.extra_tokens or self.tokenizer):
             return []
         folder = self.folder(places)
-        known = tokenizer.load(folder).get_vocab()
-        found = tokenizer.load(self.tokenizer_folder(places) or folder, self.extra_tokens or ()).get_vocab()
+        known = prepared_tokenizer.load(folder).get_vocab()
+        found = prepared_tokenizer.load(self.tokenizer_folder(places) or folder, self.extra_tokens or ()).get_vocab()
         return sorted(number for token, number in found.items() if token not in known)
 
     def read_config(self, places: Places) -> dict[str, Any]:

@@ -12,10 +12,10 @@ from typing import Any
 from src.errors import CheckpointError, ConfigError
 from src.experiments.config import Places
 from src.files import ROOT, defect
-from src.models import lora, tokenizer
+from src.models import lora, prepared_tokenizer
 from src.models.hf import BITSANDBYTES
 from src.models.trained_model import from_checkpoint
-from src.runs.checkpoints import folder as checkpoints
+from src.runs.checkpoints import checkpoints
 from src.runs.store import expand_run
 
 PLACES = Places(ROOT / "results" / "data", ROOT / "results" / "runs")
@@ -39,7 +39,7 @@ def load(source: str | Path, places: Places = PLACES) -> tuple[Any, Any]:
     model: Any = from_checkpoint(folder, str(folder), places)
     if isinstance(model, Wrapper):
         model.match_base_type()
-    return model.eval(), tokenizer.load(folder / "tokenizer")
+    return model.eval(), prepared_tokenizer.load(folder / "tokenizer")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

@@ -66,7 +66,7 @@ class Config(ModelConfig):
 
     def _checkpoint_folder(self, places: Places) -> Path | None:
         """The folder that `build` loads; None where the parent is not trained yet."""
-        from src.runs.checkpoints import folder as checkpoints
+        from src.runs.checkpoints import checkpoints
         from src.runs.store import SavedRun
 
         run = SavedRun(places.runs / self.exp_id)

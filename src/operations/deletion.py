@@ -14,8 +14,7 @@ from pathlib import Path
 from src.errors import RunError, UserError
 from src.files import reading, writing
 from src.launch import tracking
-from src.runs.checkpoints import folder as checkpoints
-from src.runs.checkpoints import pins, retention
+from src.runs.checkpoints import checkpoints, pins, retention
 from src.runs.lease import Lease
 from src.runs.parents import parent_ids
 from src.runs.scores import SCORES

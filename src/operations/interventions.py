@@ -27,8 +27,8 @@ from src.files import reading
 from src.launch import submissions
 from src.launch.job import LauncherConfig, bind_launcher
 from src.runs import environment, lease, ledger
-from src.runs.checkpoints import folder as checkpoints
-from src.runs.history import archive, branches, rewind, transaction
+from src.runs.checkpoints import checkpoints
+from src.runs.history import archive, branches, journal, rewind
 from src.runs.history.archive import Plan
 from src.runs.history.branches import Branch
 from src.runs.lease import Lease
@@ -73,11 +73,11 @@ def change(run: Path, decide: "Decide", is_same: "IsSame", dry_run: bool) -> lis
     if dry_run:
         if (holder := lease.holder_of(run)).is_dead is False:
             raise RunError(f"{run}: a process on {holder.host} trains it now. Stop it first.")
-        if began := transaction.describe_unfinished(run):
+        if began := journal.describe_unfinished(run):
             return [f"{run}: was interrupted: {began}. Without --dry-run that is finished first."]
         return [f"{run}: would go", *_plan_lines(decide()), "Nothing was changed."]
     with Lease.acquire(run) as held:
-        ended = transaction.finish(run)
+        ended = journal.finish(run)
         said = [f"{run}: finished what was interrupted: {ended['event']} to step {ended.get('step')}"] if ended else []
         if ended and is_same(ended):
             return said

@@ -25,9 +25,8 @@ from pathlib import Path
 from statistics import median
 
 from src.errors import ConfigError, RunError, UserError
-from src.launch import status as launch_status
 from src.launch.logs import tail
-from src.launch.status import Row
+from src.launch.status import Row, select_runs, table
 from src.launch.tracking import ALIVE
 from src.runs import events, heartbeat, lease
 from src.runs.store import STATUS, RunStore, SavedRun
@@ -173,7 +172,7 @@ def inspect_runs(
 ) -> tuple[list[Verdict], list[tuple[str, events.Event]], list[str]]:
     """Judge each run, scan its logs, and record new events: the verdicts, (id, new event), and errors."""
     verdicts, new, trouble = [], [], []
-    for row in launch_status.table(RunStore(runs), exp_ids):
+    for row in table(RunStore(runs), exp_ids):
         run = runs / row.exp_id
         if row.state == "unknown":
             trouble.append(f"{run}: {row.reason}")
@@ -272,7 +271,7 @@ def watch(args: argparse.Namespace) -> int:
         raise ConfigError("--every, --factor, --least, --start: expected numbers above 0.")
     limits = Limits(args.factor, args.least, args.start)
     while True:
-        code = _run_round(*launch_status.select_runs(args.runs, args.group), limits, args.notify)
+        code = _run_round(*select_runs(args.runs, args.group), limits, args.notify)
         if args.once:
             return code
         time.sleep(args.every)

@@ -91,7 +91,7 @@ class Pretraining(Finetuning):
         import torch
 
         from src.data.text import tokenizers
-        from src.training.checkpointing.folder import CheckpointMetadata
+        from src.training.checkpointing.checkpoint import CheckpointMetadata
         from src.training.spec import TrainSpec
         from src.training.state import fingerprints
         from src.training.validation import LossSums

@@ -7,7 +7,7 @@ from typing import Any
 from src.errors import CheckpointError, UserError
 from src.experiments.config import Places
 from src.files import read_json
-from src.runs.checkpoints import folder as checkpoints
+from src.runs.checkpoints import checkpoints
 from src.runs.store import RunStore, SavedRun
 
 Experiment = dict[str, Any]

@@ -16,18 +16,17 @@ from src.experiments.config import Config, fill_absences, flatten
 from src.experiments.identity import check_values, exp_id
 from src.experiments.registry import operational_values
 from src.files import TEMPORARY, read_json, write_atomic, write_json, writing
-from src.runs import lease as leases
 from src.runs import ledger
 from src.runs.environment import now
-from src.runs.history import transaction as journal
-from src.runs.lease import Lease
+from src.runs.history import journal
+from src.runs.lease import GUARD, LEASE, Lease, directory_lock
 from src.runs.scores import SCORES, Scores
 from src.runs.store import CONFIG, DELETED, DIFF, ENV, EXP_DICT, GROUPS, JOB, REMARKS, STATUS, SavedRun, State
 from src.runs.summary import SUMMARY, summarize
 
 _SHOWN_CHANGES = 10
 """Maximum number of changed settings in a message."""
-_BEFORE_A_START = (leases.LEASE, leases.GUARD, EXP_DICT, GROUPS, JOB, REMARKS)
+_BEFORE_A_START = (LEASE, GUARD, EXP_DICT, GROUPS, JOB, REMARKS)
 
 log = logging.getLogger(__name__)
 
@@ -284,7 +283,7 @@ def _free_backup_path(deleted: Path, identity: str) -> Path:
 
 def _sweep(path: Path) -> None:
     """Delete temporary files of killed writers. Writers hold the lease, as this process does, or the guard."""
-    with leases.directory_lock(path), writing(path):
+    with directory_lock(path), writing(path):
         for folder in (path, path / "checkpoints", *path.glob("attempts/*")):
             for entry in folder.glob(".*"):
                 if TEMPORARY.fullmatch(entry.name) and entry.is_file():

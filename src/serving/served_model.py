@@ -12,7 +12,7 @@ from src.experiments.interfaces import ModelConfig
 from src.experiments.kinds import DECODER, KINDS, REWARD
 from src.experiments.registry import MODELS, bind
 from src.models.load import load, move
-from src.runs.checkpoints import folder as checkpoints
+from src.runs.checkpoints import checkpoints
 from src.runs.store import SavedRun, expand_run
 
 if TYPE_CHECKING:

@@ -17,12 +17,12 @@ from typing import Annotated, Any, Literal, NoReturn
 from pydantic import AfterValidator, Field, model_validator
 
 from src.errors import ConfigError, UserError, check_all
-from src.experiments import config as configs
+from src.experiments import config
 from src.experiments.config import Places, join
 from src.experiments.grid import parse_assignment, set_path
 from src.files import read_yaml
 from src.runs import plan
-from src.tables.rows import DIAGNOSTICS
+from src.tables.results import DIAGNOSTICS
 
 TRIES = 50
 """Random combinations that are tried with a value before it is reported as one that no experiment accepts."""
@@ -35,7 +35,7 @@ _MACRO = re.compile(r"\$\{(\w+)\}")
 _VARIABLE = re.compile(r"\$\{envvar:([A-Z0-9_]*)\}")
 
 
-class Metric(configs.Config):
+class Metric(config.Config):
     """The objective: a score of scores.jsonl. The value of a trial is the last one it reports, as for wandb."""
 
     name: str = Field(min_length=1)
@@ -44,7 +44,7 @@ class Metric(configs.Config):
     """No trial is started once one has reached it."""
 
 
-class EarlyTerminate(configs.Config):
+class EarlyTerminate(config.Config):
     """When a bad trial is stopped. An iteration is one row of scores that has the metric, as for wandb."""
 
     type: Literal["hyperband", "median"]
@@ -79,7 +79,7 @@ class EarlyTerminate(configs.Config):
         return self.min_iter or 1
 
 
-class SweepFile(configs.Config):
+class SweepFile(config.Config):
     """The keys of a sweep file. `entity` and `project` are for a server and have no effect here."""
 
     program: str = Field(min_length=1)
@@ -129,7 +129,7 @@ class SearchDimension:
         return self.choices[drawn] if self.kind == "choice" else drawn
 
 
-class Parameter(configs.Config):
+class Parameter(config.Config):
     """A parameter of a sweep file."""
 
     distribution: Literal["constant", "categorical", "int_uniform", "uniform", "log_uniform_values"] | None = None
@@ -189,7 +189,7 @@ def parse_dimensions(parameters: Mapping[str, Any], where: str, grid: bool = Fal
 
     def parse(path: str, spec: Any) -> None:
         there = join(where, path)
-        dimension = configs.load(Parameter, spec, there).dimension(path, grid)
+        dimension = config.load(Parameter, spec, there).dimension(path, grid)
         if grid and dimension.kind != "choice":
             raise ConfigError(f"{there}: method 'grid' needs values, a value, or int_uniform. Use 'random' or 'bayes'.")
         parsed.append(dimension)
@@ -410,7 +410,7 @@ def load(path: Path, places: Places) -> Sweep:
         ConfigError: one line for each mistake, with file and path.
     """
     where = str(path)
-    file = configs.load(SweepFile, read_yaml(path, "the keys of a sweep (program, method, parameters, command)"), where)
+    file = config.load(SweepFile, read_yaml(path, "the keys of a sweep (program, method, parameters, command)"), where)
     dimensions = parse_dimensions(file.parameters, f"{where}: parameters", file.method == "grid")
     command = parse_command(file.command, file.program, f"{where}: command")
     source = find_source(command, plan.read_groups(), places.runs)

@@ -13,8 +13,8 @@ from src.runs.jsonl_records import read_appended
 from src.runs.scores import SCORE_LIST, SCORES, read_score_list
 from src.runs.store import CODE_VERSIONS
 from src.runs.summary import is_finite, parse_rows
-from src.tables import cache as stored
-from src.tables.rows import Row, lower_is_better, score_names
+from src.tables import cache
+from src.tables.results import Row, lower_is_better, score_names
 from src.tables.statistics import ended_in_nan, t_975
 
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ def histories(runs: Path, names: Iterable[str], scores: Sequence[str]) -> tuple[
             result[name] = {score: history.columns[score] for score in requested if score in history.columns}
             if history.size and history is not cached.get(name):
                 changed[name] = history
-        stored.write(runs, {name: _pack(history) for name, history in changed.items()})
+        cache.write(runs, {name: _pack(history) for name, history in changed.items()})
     return result, warnings
 
 
@@ -196,7 +196,7 @@ def _read_cache(runs: Path, names: Sequence[str], requested: Collection[str]) ->
     import numpy as np
 
     result: dict[str, _History] = {}
-    for name, blobs in stored.read(runs, names, [_HEAD, *map(json.dumps, requested)]).items():
+    for name, blobs in cache.read(runs, names, [_HEAD, *map(json.dumps, requested)]).items():
         length, size, tail, scores = json.loads(blobs.get(_HEAD, b"[0, 0, 0, []]"))
         columns = {score: np.frombuffer(blobs.get(json.dumps(score), b"")) for score in scores if score in requested}
         if length and all(len(column) == length for column in columns.values()):

@@ -8,11 +8,11 @@ from typing import Any
 
 from src.errors import ConfigError, DataError, UserError
 from src.experiments.config import Places
-from src.runs import parents as references
 from src.runs.history import branches
+from src.runs.parents import missing_parents, parent_checkpoints
 from src.runs.plan import Planned
 from src.runs.store import RunStore, SavedRun
-from src.tables import rows as results
+from src.tables import results
 
 
 @dataclass(frozen=True)
@@ -131,9 +131,7 @@ def build(runs: Path, planned: Mapping[str, Planned] | None = None) -> Lineage:
         if name not in nodes and not (runs / name / "exp_dict.json").exists():
             nodes[name] = Node(name, "new", item.group, str(item.exp.get("recipe", "")))
             dicts[name] = item.exp
-    edges = [
-        Edge(name, parent, which) for name, exp in dicts.items() for parent, which in references.parent_checkpoints(exp)
-    ]
+    edges = [Edge(name, parent, which) for name, exp in dicts.items() for parent, which in parent_checkpoints(exp)]
     for parent in dict.fromkeys(edge.parent for edge in edges if edge.parent not in nodes):
         nodes[parent] = _absent_node(runs, parent, warnings)
     return Lineage(nodes, tuple(edges), tuple(_problems(runs, dicts, planned)), tuple(warnings))
@@ -184,8 +182,4 @@ def _absent_node(runs: Path, parent: str, warnings: Iterable[str]) -> Node:
 def _problems(runs: Path, dicts: Mapping[str, dict[str, Any]], planned: Mapping[str, Planned]) -> list[str]:
     places = Places(data=runs, runs=runs, experiments={name: item.exp for name, item in planned.items()})
     store = RunStore(runs)
-    return [
-        f"{name}: {text}"
-        for name, exp in dicts.items()
-        for text in references.missing_parents(exp, places, store=store)
-    ]
+    return [f"{name}: {text}" for name, exp in dicts.items() for text in missing_parents(exp, places, store=store)]

@@ -18,8 +18,7 @@ from src.files import encodable, reading, write_atomic, writing
 from src.runs.scores import SCORES
 from src.runs.store import EXP_DICT, STATUS
 from src.support.command_line import parse_arguments
-from src.tables import curves
-from src.tables import rows as results
+from src.tables import curves, results
 
 RUNS = Path("results/runs")
 _ID_START = re.compile(r"[0-9a-f]{1,128}")

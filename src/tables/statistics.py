@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from src.tables.rows import (
+from src.tables.results import (
     FACTS,
     FINISHED,
     SEED,

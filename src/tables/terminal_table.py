@@ -10,8 +10,7 @@ from typing import Any
 
 from src.evaluation.metrics.answers import INFERENCE
 from src.experiments.config import unknown
-from src.tables import rows as results
-from src.tables import statistics
+from src.tables import results, statistics
 
 FACTS = ("runs", "state", "step")
 _DIGITS = 6

@@ -19,13 +19,13 @@ from torch import Tensor
 from src.data.orders import Cursor, order_of
 from src.errors import CheckpointError, ConfigError, RunError, TrainingError
 from src.runs import environment, ledger
-from src.runs.checkpoints import folder as checkpoints
+from src.runs.checkpoints import checkpoints
 from src.runs.context import BRIEF_ROW_EVERY, Run
 from src.runs.history import branches
 from src.runs.store import CODE_VERSIONS
 from src.support import distributed
 from src.training import loader, seeds
-from src.training.checkpointing import folder as checkpoint
+from src.training.checkpointing import checkpoint
 from src.training.checkpointing.saver import LoopSnapshot, Saver
 from src.training.config import SHORT_TYPES, LoopConfig, short_weights_message
 from src.training.divergence.guard import DivergenceGuard, Source
@@ -34,8 +34,7 @@ from src.training.monitoring.monitor import Monitor
 from src.training.monitoring.reporter import Reporter
 from src.training.monitoring.throughput import ThroughputMeter
 from src.training.optim import schedule
-from src.training.parallel import choice as engines
-from src.training.parallel import memory
+from src.training.parallel import choice, memory
 from src.training.parallel.engine import Engine
 from src.training.profile import StepProfiler
 from src.training.spec import TrainSpec
@@ -63,7 +62,7 @@ def fit(spec: TrainSpec, run: Run, config: LoopConfig, seed: int) -> State:
             on every rank before the optimizer moves.
     """
     with distributed.raise_together():
-        accelerator = engines.build_accelerator(config, run.options)
+        accelerator = choice.build_accelerator(config, run.options)
     loop = Loop(spec, run, config, seed, accelerator)
     loop.restore()
     distributed.defer_stop()
@@ -340,10 +339,10 @@ class Loop:
                 self._load_state(checkpoint.load_weights(folder, self.spec.model))
                 experience = checkpoint.load_experience(folder)
             branches.check_start(self.branches, self.state.step)
-            engines.change_layers(self.spec.model, self.config, self.run.options)
+            choice.change_layers(self.spec.model, self.config, self.run.options)
         if folder is not None and self.spec.experience:
             self.spec.experience.load(experience)
-        self.engine = engines.build_engine(self.accelerator, self.spec.model, self.config, self.run.options, folder)
+        self.engine = choice.build_engine(self.accelerator, self.spec.model, self.config, self.run.options, folder)
         self.engine.seed_generation = self._seed_generation
         if folder is not None:
             if branches.must_reset_optimizer(self.branches, self.state.step):

@@ -8,7 +8,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from src.experiments.interfaces import Dataset
-from src.training.checkpointing.folder import CheckpointMetadata
+from src.training.checkpointing.checkpoint import CheckpointMetadata
 from src.training.loss import Loss
 from src.training.parallel.engine import Engine
 from src.training.validation import count_loss_tokens

@@ -19,7 +19,7 @@ from src.data.text import tokenizers
 from src.experiments.registry import DATASETS, MODELS, bind
 from src.runs.context import Options, Run
 from src.support import distributed
-from src.training.checkpointing.folder import CheckpointMetadata
+from src.training.checkpointing.checkpoint import CheckpointMetadata
 from src.training.loop import fit
 from src.training.loss import causal_lm_loss, watch_cross_entropy
 from src.training.spec import TrainSpec

@@ -11,8 +11,7 @@ import psutil
 import pytest
 
 from src.experiments.identity import exp_id
-from src.launch import resources
-from src.launch import status as jobs
+from src.launch import resources, status
 from src.runs.plan import Planned
 from src.runs.store import RunStore, SavedRun
 from tests import toy
@@ -156,7 +155,9 @@ def test_a_stopped_training_resumes(cluster: Cluster, tmp_path: Path):
         assert done.returncode == 0, done.stderr
 
     def states() -> dict[str, str]:
-        return {row.exp_id: row.state for row in jobs.table(RunStore(tmp_path / "runs"), [exp_id(exp) for exp in LONG])}
+        return {
+            row.exp_id: row.state for row in status.table(RunStore(tmp_path / "runs"), [exp_id(exp) for exp in LONG])
+        }
 
     trainval("-e", "long", "-j", "whole", "--log_every", "5")
     wait_until(lambda: any(rows_written(tmp_path, identity) > 2 for identity in states()), "scores")

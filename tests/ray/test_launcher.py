@@ -6,23 +6,22 @@ from pathlib import Path
 
 import pytest
 
-from src.launch.ray import launcher as ray
+from src.launch.ray import launcher
 from src.launch.ray.api import ask
-from tests.core.launch import test_every_launcher as every
-from tests.core.launch import test_ray as own
+from tests.core.launch import test_every_launcher, test_ray
 from tests.ray.real import Cluster, wait_until
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
 
-class Real(every.World):
+class Real(test_every_launcher.World):
     """A job that holds all resources keeps the others waiting until `start`."""
 
     unknown = "gone.0"
     address = ""
 
     def open(self) -> None:
-        self.config = ray.Config(
+        self.config = launcher.Config(
             address=self.address,
             submissions=str(self.submission.parent),
             num_cpus=0,
@@ -51,36 +50,36 @@ def every_world(cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.fixture
-def own_world(cluster: Cluster, tmp_path: Path) -> own.World:
-    return own.World(cluster.address, tmp_path)
+def own_world(cluster: Cluster, tmp_path: Path) -> test_ray.World:
+    return test_ray.World(cluster.address, tmp_path)
 
 
 def test_the_life_of_a_job(every_world: Real):
-    every.test_the_life_of_a_job(every_world)
+    test_every_launcher.test_the_life_of_a_job(every_world)
 
 
 def test_a_killed_job_is_cancelled(every_world: Real):
-    every.test_a_killed_job_is_cancelled_once_and_for_all(every_world, running=True)
+    test_every_launcher.test_a_killed_job_is_cancelled_once_and_for_all(every_world, running=True)
 
 
 def test_a_lost_submission_and_jobs_that_wait(cluster: Cluster, every_world: Real):
     """Whose jobs are found, killed while they wait for resources, and never start."""
-    every.test_what_a_lost_submission_has_queued_is_found_again(every_world)
+    test_every_launcher.test_what_a_lost_submission_has_queued_is_found_again(every_world)
     every_world.start(())
     wait_until(lambda: not cluster.alive(), "Ray to start the killed jobs for their end")
     assert not list((every_world.folder / "logs").iterdir())
-    every.test_a_job_that_nobody_knows(every_world)
+    test_every_launcher.test_a_job_that_nobody_knows(every_world)
 
 
 @pytest.mark.parametrize(
     "promise",
     [
-        own.test_a_child_starts_after_its_parent_and_never_after_one_that_failed,
-        own.test_stopped_jobs_restart_and_failed_jobs_restart_up_to_a_limit,
-        own.test_a_killed_job_stops_in_order_and_does_not_start_again,
-        own.test_a_job_that_is_stopped_in_rays_dashboard_does_not_start_again,
-        own.test_a_job_submitted_twice_runs_once,
+        test_ray.test_a_child_starts_after_its_parent_and_never_after_one_that_failed,
+        test_ray.test_stopped_jobs_restart_and_failed_jobs_restart_up_to_a_limit,
+        test_ray.test_a_killed_job_stops_in_order_and_does_not_start_again,
+        test_ray.test_a_job_that_is_stopped_in_rays_dashboard_does_not_start_again,
+        test_ray.test_a_job_submitted_twice_runs_once,
     ],
 )
-def test_promises_of_its_own(own_world: own.World, promise: "own.Callable[[own.World], None]"):
+def test_promises_of_its_own(own_world: test_ray.World, promise: "test_ray.Callable[[test_ray.World], None]"):
     promise(own_world)

@@ -10,8 +10,7 @@ import pytest
 from results import clean
 from src.files import new_directory, write_json
 from src.launch import submissions
-from src.runs.checkpoints import folder as checkpoints
-from src.runs.checkpoints import retention
+from src.runs.checkpoints import checkpoints, retention
 from src.runs.run_dir import RunDir
 from src.runs.store import SavedRun
 

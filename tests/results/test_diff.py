@@ -9,7 +9,7 @@ import pytest
 from results import diff
 from src.experiments.identity import exp_id
 from src.files import new_directory
-from src.runs.checkpoints import folder as checkpoints
+from src.runs.checkpoints import checkpoints
 from src.runs.run_dir import RunDir
 
 FACTS = {

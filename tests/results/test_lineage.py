@@ -13,7 +13,7 @@ import pytest
 from results import lineage
 from src.experiments.identity import exp_id
 from src.files import new_directory, write_json
-from src.runs.checkpoints import folder as checkpoints
+from src.runs.checkpoints import checkpoints
 from src.runs.run_dir import RunDir
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -10,7 +10,7 @@ from results.dashboard import Dashboard
 from results.pages import overview
 from src.runs.run_dir import RunDir
 from src.runs.store import REMARKS, SavedRun
-from src.tables import rows as results
+from src.tables import results
 
 # panel 1.9.4 calls pandas in a way that pandas 3.1 announces the end of
 pytestmark = pytest.mark.filterwarnings("ignore:The inplace keyword:pandas.errors.Pandas4Warning")

@@ -14,8 +14,7 @@ from results import plot
 from results.pages import legend
 from src.errors import ConfigError, DataError
 from src.runs.run_dir import RunDir
-from src.tables import curves
-from src.tables import rows as results
+from src.tables import curves, results
 from tests.conftest import ROOT
 
 

@@ -9,7 +9,7 @@ import pytest
 from results import share, table
 from src.errors import DataError
 from src.runs.run_dir import RunDir
-from src.tables import rows as results
+from src.tables import results
 
 KEYS = {
     "hugging face": "hf_" + "a1B2c3D4" * 4,

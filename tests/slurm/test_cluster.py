@@ -16,7 +16,7 @@ import pytest
 
 from src.experiments.grid import grid, ref
 from src.experiments.identity import exp_id
-from src.launch import status as jobs
+from src.launch import status
 from src.runs.store import RunStore, SavedRun
 from tests import toy
 from tests.slurm.real import Cluster, command, wait_until
@@ -183,7 +183,7 @@ def test_a_grid_over_two_nodes_ends_as_an_uninterrupted_local_run(cluster: Clust
     disturbances = Disturbances(cluster, folder)
     wait_until(disturbances.step, "the grid", 900)
     assert disturbances.over == ["limit", "lose", "preempt"]
-    rows = {row.exp_id: row for row in jobs.table(RunStore(folder / "runs"), [exp_id(exp) for exp in GRID])}
+    rows = {row.exp_id: row for row in status.table(RunStore(folder / "runs"), [exp_id(exp) for exp in GRID])}
     assert {row.state for row in rows.values()} == {"done"}, rows
     for victim, restarts in ((LIMITED, 1), (PREEMPTED, 2)):
         assert cluster.job(job_id(folder, victim))["Restarts"] == str(restarts)
@@ -235,7 +235,7 @@ def test_jobs_are_watched_and_ended(cluster: Cluster, world: tuple[Path, Path]):
     assert len(cluster.alive()) == 2
     command("scontrol", "release", job_id(folder, first))
     wait_until(lambda: rows_written(folder, first) > 2, "scores")
-    (row, _) = jobs.table(RunStore(folder / "runs"), [first, second])
+    (row, _) = status.table(RunStore(folder / "runs"), [first, second])
     assert (row.state, row.attempts, row.job_id) == ("running", 1, job_id(folder, first))
     assert row.node == socket.gethostname(), (
         "all virtual nodes are this machine, whose living processes are seen without asking"

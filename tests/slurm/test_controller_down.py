@@ -16,8 +16,7 @@ from results import report, table
 from results.pages import overview
 from src.experiments.grid import ref
 from src.experiments.identity import exp_id
-from src.launch import status as jobs
-from src.launch import tracking
+from src.launch import status, tracking
 from src.runs.store import RunStore, SavedRun
 from tests import toy
 from tests.slurm.real import Cluster, command
@@ -104,5 +103,5 @@ def test_a_lineage_is_read_without_the_controller_and_repaired_with_it(
     trainval(tmp_path, "-j", "one", "--job_option", "retry")
     command("scontrol", "release", held)
     cluster.wait_for_all(300)
-    assert [row.state for row in jobs.table(RunStore(runs), IDS)] == ["done"] * 4
+    assert [row.state for row in status.table(RunStore(runs), IDS)] == ["done"] * 4
     assert [SavedRun(runs / identity).attempts for identity in IDS] == [2, 1, 1, 1]

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from src.experiments.identity import exp_id
-from src.launch import status as jobs
+from src.launch import status
 from src.runs.store import RunStore, SavedRun
-from src.tables import rows as results
+from src.tables import results
 from tests import toy
 from tests.slurm.real import Cluster
 
@@ -56,7 +56,7 @@ def test_havens_job_manager_runs_our_experiments(cluster: Cluster, tmp_path: Pat
     assert not cluster.alive(), "haven left alone what it saw completed"
     runs = tmp_path / "runs"
     ids = [exp_id(exp) for exp in EXPERIMENTS]
-    rows = jobs.table(RunStore(runs), ids)
+    rows = status.table(RunStore(runs), ids)
     assert [row.state for row in rows] == ["done"]
     assert all(row.job_id and row.job_id.isdigit() for row in rows)
     assert [SavedRun(runs / identity).attempts for identity in ids] == [1]

@@ -9,13 +9,13 @@ import pytest
 from src.errors import LaunchError
 from src.launch.command import Processes
 from src.launch.job import Job, SchedulerState
-from src.launch.slurm import launcher as slurm
+from src.launch.slurm import launcher
 from src.launch.slurm.states import array_ids_by_name
 from tests.slurm.real import Cluster, command, wait_until
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow]
-SETTINGS = slurm.Config(patience_seconds=300.0)
-TWO_NODES = slurm.Config(patience_seconds=300.0, processes=Processes(starter="torchrun", nodes=2))
+SETTINGS = launcher.Config(patience_seconds=300.0)
+TWO_NODES = launcher.Config(patience_seconds=300.0, processes=Processes(starter="torchrun", nodes=2))
 
 
 def job(folder: Path, exp_id: str, code: str, **more: object) -> Job:
@@ -28,11 +28,11 @@ def bash(folder: Path, exp_id: str, line: str) -> Job:
     return Job(exp_id, (), folder, folder / "runs" / exp_id, folder / "logs", python_binary=f"bash -c '{line}' ")
 
 
-def submit(jobs: list[Job], folder: Path, config: slurm.Config = SETTINGS) -> list[str]:
+def submit(jobs: list[Job], folder: Path, config: launcher.Config = SETTINGS) -> list[str]:
     return config.submit(jobs, folder, lambda ids: None)
 
 
-def ends(config: slurm.Config, ids: list[str], seconds: float = 300.0) -> dict[str, SchedulerState]:
+def ends(config: launcher.Config, ids: list[str], seconds: float = 300.0) -> dict[str, SchedulerState]:
     wait_until(
         lambda: not {steps.state for steps in config.states(ids).values()} & {"queued", "running"},
         f"the end of {ids}",
@@ -47,7 +47,7 @@ def log(folder: Path, exp_id: str, stream: str = "out") -> str:
 
 
 def test_a_job_over_its_memory_limit_is_reported(cluster: Cluster, folder: Path):
-    config = slurm.Config(patience_seconds=300.0, mem="200M", requeue=False)
+    config = launcher.Config(patience_seconds=300.0, mem="200M", requeue=False)
     ids = submit([job(folder, "a", "import time; kept = bytearray(400 << 20); time.sleep(600)")], folder, config)
     ends(config, ids)
     wait_until(lambda: "MaxRSS" in config.states(ids)[ids[0]].reason, "accounting of the memory", 300.0)
@@ -55,7 +55,7 @@ def test_a_job_over_its_memory_limit_is_reported(cluster: Cluster, folder: Path)
 
 
 def test_the_throttle_of_a_queued_array_is_changed(cluster: Cluster, folder: Path):
-    config = slurm.Config(patience_seconds=300.0, max_running=1, cpus_per_task=1)
+    config = launcher.Config(patience_seconds=300.0, max_running=1, cpus_per_task=1)
     ids = submit([job(folder, str(n), "import time; time.sleep(600)") for n in range(4)], folder, config)
 
     def running() -> int:
@@ -122,21 +122,21 @@ def test_accounting_says_the_same(cluster: Cluster, folder: Path, tmp_path: Path
     ],
 )
 def test_a_refusal_leaves_nothing_queued(cluster: Cluster, folder: Path, change: dict[str, str], match: str):
-    refused = slurm.Config.model_validate({"patience_seconds": 300.0, **change})
+    refused = launcher.Config.model_validate({"patience_seconds": 300.0, **change})
     with pytest.raises(LaunchError, match=match):
         submit([job(folder, "a", "import time; time.sleep(60)"), job(folder, "b", "pass", resources=refused)], folder)
     wait_until(lambda: not cluster.alive(), "nothing to be queued")
 
 
 def test_check(cluster: Cluster):
-    slurm.Config(partition="low").check()
+    launcher.Config(partition="low").check()
     with pytest.raises(LaunchError, match=r"unknown partition 'lowe'. Did you mean 'low'\? Known: high, low"):
-        slurm.Config(partition="lowe").check()
+        launcher.Config(partition="lowe").check()
 
 
 def test_a_thousand_jobs_are_queried_in_one_call(cluster: Cluster, folder: Path):
     """More than the cluster's MaxArraySize, so two arrays; held, so that none runs."""
-    held = slurm.Config(patience_seconds=300.0, options={"hold": True}, max_running=4)
+    held = launcher.Config(patience_seconds=300.0, options={"hold": True}, max_running=4)
     begin = time.process_time()
     ids = submit([job(folder, f"{i:032x}", "pass") for i in range(1200)], folder, held)
     assert time.process_time() - begin < 3, "seconds of our own"
@@ -185,7 +185,7 @@ while True:
 
 
 @pytest.fixture
-def two_nodes(folder: Path) -> slurm.Config:
+def two_nodes(folder: Path) -> launcher.Config:
     (folder / "stoppable.py").write_text(STOPPABLE)
     return TWO_NODES
 
@@ -200,7 +200,7 @@ def stoppable(folder: Path) -> Job:
 
 
 def test_a_preempted_job_of_two_nodes_stops_in_order_and_starts_again(
-    cluster: Cluster, folder: Path, two_nodes: slurm.Config
+    cluster: Cluster, folder: Path, two_nodes: launcher.Config
 ):
     (one,) = submit([stoppable(folder)], folder, two_nodes)
     wait_until(lambda: log(folder, "e").count("up") == 2, "both nodes")
@@ -218,7 +218,7 @@ def test_a_preempted_job_of_two_nodes_stops_in_order_and_starts_again(
 
 
 @pytest.mark.slow
-def test_the_time_limit_queues_a_job_of_two_nodes_again(cluster: Cluster, folder: Path, two_nodes: slurm.Config):
+def test_the_time_limit_queues_a_job_of_two_nodes_again(cluster: Cluster, folder: Path, two_nodes: launcher.Config):
     config = two_nodes.model_copy(update={"time": 1, "signal_seconds": 50})
     (one,) = submit([stoppable(folder)], folder, config)
     wait_until(lambda: both_stopped(folder), "both nodes to stop", 300)
@@ -255,7 +255,7 @@ def test_experiments_that_share_a_task_end_each_by_itself(cluster: Cluster, fold
     wait_until(lambda: not cluster.alive(), "the end of the task")
 
 
-def test_a_lost_node_queues_the_job_again(cluster: Cluster, folder: Path, two_nodes: slurm.Config):
+def test_a_lost_node_queues_the_job_again(cluster: Cluster, folder: Path, two_nodes: launcher.Config):
     (one,) = submit([stoppable(folder)], folder, two_nodes)
     wait_until(lambda: log(folder, "e").count("up") == 2, "both nodes")
     lost = cluster.nodes(one)[-1]
@@ -274,7 +274,7 @@ def test_a_controller_that_is_down_is_reported(cluster: Cluster, folder: Path, m
     port = next(line.partition("=")[2] for line in text.splitlines() if line.startswith("SlurmctldPort"))
     conf.write_text(text.replace(f"SlurmctldPort={port}", "SlurmctldPort=9"))
     monkeypatch.setenv("SLURM_CONF", str(conf))
-    impatient = slurm.Config(patience_seconds=3.0)
+    impatient = launcher.Config(patience_seconds=3.0)
     with pytest.raises(LaunchError, match="scontrol ping"):
         submit([job(folder, "a", "pass")], folder, impatient)
     with pytest.raises(LaunchError, match="scontrol ping"):

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from src.launch.job import Job
-from src.launch.slurm import launcher as slurm
+from src.launch.slurm import launcher
 from tests.slurm.real import Cluster, wait_until
 from tests.slurm.test_launcher import ends, job, log, submit
 
@@ -14,8 +14,8 @@ pytestmark = [pytest.mark.slurm, pytest.mark.slow]
 
 def test_the_limit_holds_for_several_arrays(cluster: Cluster, folder: Path, monkeypatch: pytest.MonkeyPatch):
     """Eight tasks in five arrays: of two sizes, cut at two tasks, with a child."""
-    monkeypatch.setattr(slurm, "_largest_array", lambda _: 2)
-    config = slurm.Config(patience_seconds=300.0, max_running=2, cpus_per_task=1)
+    monkeypatch.setattr(launcher, "_largest_array", lambda _: 2)
+    config = launcher.Config(patience_seconds=300.0, max_running=2, cpus_per_task=1)
     small = config.model_copy(update={"mem": "100M"})
     code = "import time; a = time.time(); time.sleep(1.5); print(a, time.time())"
     jobs = [job(folder, f"a{i}", code) for i in range(4)] + [
@@ -31,8 +31,8 @@ def test_the_limit_holds_for_several_arrays(cluster: Cluster, folder: Path, monk
 
 
 def test_a_failed_array_does_not_block_the_next(cluster: Cluster, folder: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(slurm, "_largest_array", lambda _: 1)
-    config = slurm.Config(patience_seconds=300.0, max_running=1, cpus_per_task=1)
+    monkeypatch.setattr(launcher, "_largest_array", lambda _: 1)
+    config = launcher.Config(patience_seconds=300.0, max_running=1, cpus_per_task=1)
     ids = submit([job(folder, "fails", "raise SystemExit(3)"), job(folder, "works", "pass")], folder, config)
     result = ends(config, ids)
     assert [result[each].state for each in ids] == ["failed", "completed"]
@@ -42,7 +42,7 @@ def test_a_failed_array_does_not_block_the_next(cluster: Cluster, folder: Path, 
 def test_any_path_works(cluster: Cluster, tmp_path: Path, name: str):
     folder = tmp_path / name / "submissions" / "batch-1"
     folder.mkdir(parents=True)
-    config = slurm.Config(patience_seconds=300.0, cpus_per_task=1)
+    config = launcher.Config(patience_seconds=300.0, cpus_per_task=1)
     ids = submit(
         [Job("a", ("-c", "print('hello')"), folder, tmp_path / "runs" / "a", tmp_path / name / "logs")], folder, config
     )
@@ -53,7 +53,7 @@ def test_any_path_works(cluster: Cluster, tmp_path: Path, name: str):
 def test_a_folder_that_the_node_does_not_see(cluster: Cluster, tmp_path: Path):
     folder = tmp_path / "runs" / "batch-1"
     folder.mkdir(parents=True)
-    config = slurm.Config(patience_seconds=300.0, cpus_per_task=1, options={"hold": True})
+    config = launcher.Config(patience_seconds=300.0, cpus_per_task=1, options={"hold": True})
     ids = submit([job(folder, "a", "pass")], folder, config)
     (tmp_path / "runs").rename(tmp_path / "moved")
     config.release(ids)

@@ -20,8 +20,19 @@ from src.errors import LaunchError
 from src.files import ROOT, writing
 from src.launch.command import Environment, Processes, shell_line, without_torchrun
 from src.launch.job import Job, LauncherConfig, Note, SchedulerState
-from src.launch.local import state as local_state
-from src.launch.local.state import Queue
+from src.launch.local.state import (
+    ABANDONED,
+    LOCK,
+    QUEUE,
+    STARTED,
+    Queue,
+    find_job,
+    group_by_submission,
+    kill_descendants,
+    process_start,
+    signal_group,
+    write_queue,
+)
 from src.support.command_line import signals_raise
 
 _START_SECONDS = 60.0
@@ -91,7 +102,7 @@ class Config(LauncherConfig):
             "jobs": [self._describe_job(job, index, places) for index, job in enumerate(jobs)],
         }
         with writing(folder):
-            local_state.write_queue(folder, content)
+            write_queue(folder, content)
             for log_dir in {job.log_dir for job in jobs}:
                 log_dir.mkdir(parents=True, exist_ok=True)
         _start_scheduler(folder)
@@ -122,7 +133,7 @@ class Config(LauncherConfig):
 
     def find(self, folder: Path, exp_ids: Sequence[str]) -> dict[str, str]:
         """All jobs of `folder`, or none if the scheduler never started (and now never will)."""
-        if not (folder / local_state.QUEUE).exists() or _abandon(folder):
+        if not (folder / QUEUE).exists() or _abandon(folder):
             return {}
         jobs = Queue(folder).content["jobs"]
         return {
@@ -132,7 +143,7 @@ class Config(LauncherConfig):
     def states(self, job_ids: Sequence[str]) -> dict[str, SchedulerState]:
         """Jobs of a submission that runs on another machine, or whose folder is damaged, are "unknown"."""
         found: dict[str, SchedulerState] = {}
-        for ids in local_state.group_by_submission(job_ids):
+        for ids in group_by_submission(job_ids):
             try:
                 for queue, indices in self._group_by_queue(ids):
                     queue.check_host()
@@ -145,7 +156,7 @@ class Config(LauncherConfig):
         queues: dict[str, Queue] = {}
         indices: dict[Queue, list[int]] = defaultdict(list)
         for job_id in job_ids:
-            if found := local_state.find_job(Path(self.submissions), job_id, queues):
+            if found := find_job(Path(self.submissions), job_id, queues):
                 indices[found[0]].append(found[1])
         return list(indices.items())
 
@@ -178,10 +189,10 @@ class Config(LauncherConfig):
                 names = queue.attempts()
                 for attempt in (queue.last_attempt(index, names[index]) for index in indices):
                     if attempt.alive and hard:
-                        local_state.kill_descendants(attempt.pid)
+                        kill_descendants(attempt.pid)
                     elif attempt.alive and attempt.pid not in signalled:
                         signalled.add(attempt.pid)
-                        local_state.signal_group(attempt.pid, signal.SIGTERM)
+                        signal_group(attempt.pid, signal.SIGTERM)
             if not alive or time.monotonic() > until:
                 return alive
             time.sleep(_POLL_SECONDS)
@@ -195,7 +206,7 @@ class Config(LauncherConfig):
         if not self.wait:
             return
         queues: dict[str, Queue] = {}
-        found = [job for job_id in job_ids if (job := local_state.find_job(Path(self.submissions), job_id, queues))]
+        found = [job for job_id in job_ids if (job := find_job(Path(self.submissions), job_id, queues))]
         names = {f"{queue.folder.name}.{index}": queue.content["jobs"][index]["exp_id"] for queue, index in found}
         logged = dict.fromkeys(job_ids, "queued")
         with signals_raise():
@@ -241,9 +252,9 @@ def _start_scheduler(folder: Path) -> None:
     except (OSError, subprocess.CalledProcessError) as error:
         raise LaunchError(f"{folder}: the scheduler of the launcher local could not be started: {error}") from None
     until = time.monotonic() + _START_SECONDS
-    while not (folder / local_state.STARTED).exists():
-        alive = local_state.process_start(int(done.stdout)) is not None
-        if (not alive and not (folder / local_state.STARTED).exists()) or time.monotonic() > until:
+    while not (folder / STARTED).exists():
+        alive = process_start(int(done.stdout)) is not None
+        if (not alive and not (folder / STARTED).exists()) or time.monotonic() > until:
             if _abandon(folder):
                 said = log_file.read_text(encoding="utf-8", errors="replace").strip().splitlines() or [
                     "it said nothing"
@@ -255,12 +266,12 @@ def _start_scheduler(folder: Path) -> None:
 
 def _abandon(folder: Path) -> bool:
     """Keep a scheduler that has not started from ever starting; False if it has started."""
-    with open(folder / local_state.LOCK, "ab") as file:
+    with open(folder / LOCK, "ab") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return False
-        if (folder / local_state.STARTED).exists():
+        if (folder / STARTED).exists():
             return False
-        (folder / local_state.ABANDONED).touch()
+        (folder / ABANDONED).touch()
     return True

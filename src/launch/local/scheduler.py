@@ -15,8 +15,7 @@ from typing import Any
 from src.errors import LaunchError
 from src.launch.command import INTERRUPTED, STOPPED
 from src.launch.job import QUEUE_STOPPED
-from src.launch.local import state as local_state
-from src.launch.local.state import Queue, verdict
+from src.launch.local.state import ABANDONED, LOCK, STARTED, Queue, find_job, kill_descendants, signal_group, verdict
 from src.runs.environment import JOBS_PER_GPU
 
 _POLL_SECONDS = 0.05
@@ -93,10 +92,10 @@ class _Scheduler:
     def _stop(self, hard: bool) -> None:
         for entry in self.entries:
             if entry.child is not None and hard:
-                local_state.kill_descendants(entry.child.pid)
+                kill_descendants(entry.child.pid)
             elif entry.child is not None and not entry.signalled:
                 entry.signalled = True
-                local_state.signal_group(entry.child.pid, signal.SIGTERM)
+                signal_group(entry.child.pid, signal.SIGTERM)
 
     def _reason_never_to_start(self, entry: _Entry) -> str | None:
         """Why the job will never be started; None: it may be, now or later."""
@@ -118,7 +117,7 @@ class _Scheduler:
         in its place why it is not known, where its files are damaged."""
         if time.monotonic() - self.outside.get(job_id, (-1.0, ""))[0] > 1.0:
             try:
-                found = local_state.find_job(self.queue.folder.parent, job_id, self.queues)
+                found = find_job(self.queue.folder.parent, job_id, self.queues)
                 state: str = found[0].states([found[1]])[found[1]].state if found else "unknown"
             except LaunchError as error:
                 state = f"what became of job {job_id} is not known: {error}"
@@ -175,7 +174,7 @@ class _Scheduler:
         code = entry.child.poll()
         if code is None:
             return
-        local_state.signal_group(entry.child.pid, signal.SIGKILL)  # what it has left behind
+        signal_group(entry.child.pid, signal.SIGKILL)  # what it has left behind
         entry.child = None
         state, reason = verdict(code, entry.job["err"])
         if code == 0:
@@ -257,11 +256,11 @@ def main(folder: Path) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, stop)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    with open(folder / local_state.LOCK, "ab") as lock:
+    with open(folder / LOCK, "ab") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if (folder / local_state.ABANDONED).exists() or (folder / local_state.STARTED).exists():
+        if (folder / ABANDONED).exists() or (folder / STARTED).exists():
             return 1
-        (folder / local_state.STARTED).touch()
+        (folder / STARTED).touch()
         scheduler.run()
     return 0
 

@@ -22,12 +22,12 @@ from typing import Literal
 from src.errors import ConfigError, UserError
 from src.files import defect
 from src.launch.status import select_runs
-from src.operations.checkpoint_jobs import plan as checkpoint_plan
 from src.operations.checkpoint_jobs import stages
 from src.operations.checkpoint_jobs.pins import Pins
 from src.operations.checkpoint_jobs.plan import Plan, Stage
+from src.operations.checkpoint_jobs.plan import read as read_plan
 from src.operations.checkpoint_jobs.stages import CheckpointStage
-from src.runs.checkpoints import folder as checkpoints
+from src.runs.checkpoints import checkpoints
 from src.runs.history import branches
 from src.runs.lease import Lease, holder_of
 from src.runs.store import SavedRun
@@ -173,7 +173,7 @@ def repeat(args: argparse.Namespace) -> int:
     """Work through all runs once, or again and again; returns the exit code."""
     if args.every <= 0:
         raise ConfigError(f"--every: expected a number above 0, got {args.every:g}.")
-    plan = checkpoint_plan.read(args.plan)
+    plan = read_plan(args.plan)
     runs, _ = select_runs(args.runs, args.group)
     with contextlib.nullcontext() if args.dry_run else Pins(runs, plan) as pins:
         while True:

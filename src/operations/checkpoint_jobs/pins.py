@@ -18,7 +18,7 @@ from src.errors import RunError
 from src.operations.checkpoint_jobs.plan import Plan
 from src.runs.checkpoints import pins
 from src.runs.checkpoints.pins import Pin
-from src.runs.history.transaction import manifest_hash
+from src.runs.history.journal import manifest_hash
 from src.runs.lease import LEASE, Lease, holder_of
 from src.runs.store import SavedRun
 

@@ -13,7 +13,7 @@ from fsspec.core import url_to_fs
 from pydantic import Field, model_validator
 
 from src.errors import RunError
-from src.experiments import config as configs
+from src.experiments import config
 from src.experiments.config import Problems, unknown_text
 from src.files import read_yaml
 
@@ -26,7 +26,7 @@ OBJECT_STORES = ("s3", "gs", "az")
 """Protocols that obstore serves to fsspec."""
 
 
-class Checkpoints(configs.Config):
+class Checkpoints(config.Config):
     """Which checkpoints: those for which any of these holds."""
 
     every: int | None = Field(default=None, ge=1)
@@ -43,7 +43,7 @@ class Checkpoints(configs.Config):
         return self
 
 
-class Trials(configs.Config):
+class Trials(config.Config):
     """How often a stage is tried."""
 
     attempts: int = Field(default=3, ge=1)
@@ -76,7 +76,7 @@ class Task(Trials):
         return self
 
 
-class Evaluate(configs.Config):
+class Evaluate(config.Config):
     """Evaluations by name; each is done, and tried again, by itself."""
 
     tasks: dict[str, Task] = Field(min_length=1)
@@ -114,7 +114,7 @@ class CleanUp(Trials):
     """Newest checkpoints that stay."""
 
 
-class Plan(configs.Config):
+class Plan(config.Config):
     """The keys of a plan file."""
 
     checkpoints: Checkpoints
@@ -196,4 +196,4 @@ def read(path: Path) -> Plan:
     Raises:
         ConfigError: it cannot be read, is no YAML, or has a mistake; names the file, and the line or the key.
     """
-    return configs.load(Plan, read_yaml(path, f"the keys of a plan (checkpoints, {', '.join(STAGES)})"), str(path))
+    return config.load(Plan, read_yaml(path, f"the keys of a plan (checkpoints, {', '.join(STAGES)})"), str(path))

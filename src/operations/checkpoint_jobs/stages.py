@@ -22,7 +22,7 @@ from src.errors import RunError
 from src.files import MANIFEST, defect, new_directory, read_json, read_manifest, sha256, write_json, writing
 from src.operations.checkpoint_jobs.plan import Plan, Stage, Trials, open_destination
 from src.runs import events, jsonl_records
-from src.runs.checkpoints import folder as checkpoints
+from src.runs.checkpoints import checkpoints
 from src.runs.lease import directory_lock
 from src.runs.store import SavedRun
 from src.support.command_line import end_session, start_bound

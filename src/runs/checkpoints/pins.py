@@ -16,8 +16,8 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from src.errors import RunError
 from src.files import read_json, write_json, writing
-from src.runs.checkpoints import folder as checkpoints
-from src.runs.history.transaction import manifest_hash
+from src.runs.checkpoints import checkpoints
+from src.runs.history.journal import manifest_hash
 from src.runs.lease import STALE_SECONDS, directory_lock, holder_of
 
 FOLDER = "pins"

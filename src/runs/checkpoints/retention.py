@@ -17,10 +17,8 @@ from typing import Literal
 from src.errors import ConfigError, RunError, UserError
 from src.files import defect, read_bytes, sync_directory, writing
 from src.runs import parents
-from src.runs.checkpoints import folder as checkpoints
-from src.runs.checkpoints import pins
-from src.runs.history import archive as abandoned
-from src.runs.history import branches
+from src.runs.checkpoints import checkpoints, pins
+from src.runs.history import archive, branches
 from src.runs.lease import LEASE, directory_lock, holder_of
 from src.runs.scores import SCORES, Scores
 from src.runs.store import EXP_DICT, JOB, STATUS, SavedRun
@@ -292,7 +290,7 @@ class Rotation:
         """
         chain = branches.read(self._run)
         number, before = (chain[-1].number, chain[-1].from_step) if chain else (0, 0)
-        undone = [one for one in abandoned.records(self._run) if one["event"] == "rewind" and one["number"] > number]
+        undone = [one for one in archive.records(self._run) if one["event"] == "rewind" and one["number"] > number]
         before = max([before, *(one["step"] for one in undone)])
         if not before:
             return 0

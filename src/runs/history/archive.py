@@ -16,9 +16,8 @@ from typing import Any
 from src.errors import RunError
 from src.files import read_bytes, read_json
 from src.runs import ledger
-from src.runs.history import branches
-from src.runs.history import transaction as journal
-from src.runs.history.transaction import Step
+from src.runs.history import branches, journal
+from src.runs.history.journal import Step
 from src.runs.scores import SCORE_LIST
 from src.runs.store import STATUS
 

@@ -7,12 +7,9 @@ from pathlib import Path
 from src.errors import CheckpointError, RunError
 from src.files import defect, read_json
 from src.runs import ledger
-from src.runs.checkpoints import folder as checkpoints
-from src.runs.checkpoints import retention
+from src.runs.checkpoints import checkpoints, retention
 from src.runs.environment import now
-from src.runs.history import archive as abandoned
-from src.runs.history import branches
-from src.runs.history import transaction as journal
+from src.runs.history import archive, branches, journal
 from src.runs.history.archive import BEST, WANDB, Plan, PlanBuilder, next_number
 from src.runs.history.branches import Branch
 from src.runs.scores import SCORES, Scores
@@ -40,13 +37,13 @@ def plan(run: Path, branch: Branch, why: str = "", new_wandb: bool = False) -> P
     builder = PlanBuilder(run, branch.number)
     every = [path.name for path in checkpoints.list_all(run)]
     stay = [name for name in every if checkpoints.step_of(Path(name)) <= step]
-    for name in abandoned.changeable_files(run):
+    for name in archive.changeable_files(run):
         builder.archive_file(name)
     for name in stay:
         builder.add_step("link", f"{builder.folder}/before/checkpoints/{name}", **{"from": f"checkpoints/{name}"})
     for name in reversed(every[len(stay) :]):
         builder.archive_checkpoint(name)
-    for name in abandoned.files_of_rows(run):
+    for name in archive.files_of_rows(run):
         builder.archive_rows_after(name, step)
     best, told = _best_step(run, target)
     if best is None:
@@ -101,16 +98,16 @@ def plan_undo(run: Path, why: str = "") -> Plan:
     Raises:
         RunError: there is nothing to undo, or a file that it needs is gone.
     """
-    done = [record for record in abandoned.records(run) if record["event"] != "undo"]
+    done = [record for record in archive.records(run) if record["event"] != "undo"]
     undoable = [record for record in done if not record.get("undone")]
     if not undoable:
         last = f" The last {done[-1]['event']} was undone at {done[-1]['undone']}." if done else ""
         raise RunError(f"{run}: there is nothing to undo.{last}")
     record = undoable[-1]
-    builder, old = PlanBuilder(run, next_number(run)), f"{abandoned.FOLDER}/branch-{record['number']}"
+    builder, old = PlanBuilder(run, next_number(run)), f"{archive.FOLDER}/branch-{record['number']}"
     files, listed = record["before"]["files"], record["before"]["checkpoints"]
     every = [path.name for path in checkpoints.list_all(run)]
-    touched = sorted(files) if listed is None else sorted({*files, *abandoned.changeable_files(run)})
+    touched = sorted(files) if listed is None else sorted({*files, *archive.changeable_files(run)})
     for name in touched:
         if (run / name).is_file():
             builder.archive_file(name)
@@ -123,7 +120,7 @@ def plan_undo(run: Path, why: str = "") -> Plan:
             raise RunError(f"{run / old / 'before' / name}: gone, so the run cannot be restored.")
         else:
             builder.add_step("put", name, **{"from": f"{old}/before/{name}"})
-    builder.add_step("write", f"{old}/{abandoned.RECORD}", json={**record, "undone": now()})
+    builder.add_step("write", f"{old}/{archive.RECORD}", json={**record, "undone": now()})
     told = [f"as it was before the {record['event']} to step {record['step']} by {record['who']} at {record['when']}"]
     facts = {"why": why, "step": record["step"], "undoes": record["number"]}
     return builder.build("undo", facts, None if listed is None else every, told)
@@ -173,7 +170,7 @@ def _whole_checkpoint(run: Path, step: int) -> Path:
         whole = [
             str(checkpoints.step_of(path)) for path in checkpoints.list_all(run) if defect(path, hashes=False) is None
         ]
-        elsewhere = sorted((run / abandoned.FOLDER).glob(f"branch-*/checkpoints/{target.name}"))
+        elsewhere = sorted((run / archive.FOLDER).glob(f"branch-*/checkpoints/{target.name}"))
         hint = f" {elsewhere[-1]} is of a branch that was left: `undo` leads back there." if elsewhere else ""
         raise CheckpointError(
             f"--to {step}: no such checkpoint in {run}. There are: {', '.join(whole) or 'none'}.{hint}"

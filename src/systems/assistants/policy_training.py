@@ -16,9 +16,9 @@ from src.recipes.finetuning import Finetuning
 from src.runs.context import Run
 from src.support import distributed
 from src.support.call_once import call_once
-from src.systems.assistants.conversations import dataset as conversations
+from src.systems.assistants.conversations import dataset
 from src.systems.assistants.rewards.interface import RewardField, RewardSetting, Rollout
-from src.systems.assistants.rollouts import dataset as rollouts
+from src.systems.assistants.rollouts.dataset import Config as RolloutsConfig
 
 if TYPE_CHECKING:
     import torch
@@ -44,7 +44,7 @@ class PolicyTraining(Finetuning):
     def _learns_from_rollouts(self) -> "PolicyTraining":
         if self.loop is None:
             raise ValueError("loop: missing. This recipe trains; recipe 'sft' with evaluation scores a policy.")
-        if not isinstance(self.data, rollouts.Config):
+        if not isinstance(self.data, RolloutsConfig):
             raise ValueError(f"data: expected 'rollouts', got {self.data.name!r}.")
         self.model.require_kind(DECODER, None)
         if self.model.is_frozen():
@@ -66,9 +66,9 @@ class PolicyTraining(Finetuning):
         return self
 
     @property
-    def rollouts(self) -> rollouts.Config:
+    def rollouts(self) -> RolloutsConfig:
         """The config of the data."""
-        assert isinstance(self.data, rollouts.Config), "the validator has checked it"
+        assert isinstance(self.data, RolloutsConfig), "the validator has checked it"
         return self.data
 
     @property
@@ -165,7 +165,7 @@ class PolicyTraining(Finetuning):
     def check_rewards_room(self, places: Places) -> None:
         """Raises ConfigError if a reward cannot read the longest possible rollout."""
         data, prompts = self.rollouts, self.rollouts.prompts
-        assert isinstance(prompts, conversations.Config), "the validator has checked it"
+        assert isinstance(prompts, dataset.Config), "the validator has checked it"
         longest = prompts.sequence_tokens + data.max_new_tokens
         for name, reward in zip(self.reward_names, self.rewards, strict=True):
             room = reward.longest_rollout(places)
@@ -195,7 +195,7 @@ class PolicyTraining(Finetuning):
         from src.systems.assistants.rl.reference import build_reference, find_reference_server
         from src.systems.assistants.rl.scoring import Judges, Patience
         from src.systems.assistants.rollouts.order import prompt_numbers
-        from src.training.checkpointing.folder import CheckpointMetadata
+        from src.training.checkpointing.checkpoint import CheckpointMetadata
         from src.training.loop import fit
         from src.training.spec import TrainSpec
         from src.training.state import fingerprints

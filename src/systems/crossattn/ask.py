@@ -31,7 +31,7 @@ from src.serving.pretrained import SOURCE, is_pretrained, load_writer
 from src.serving.writer import Writer
 from src.support.command_line import make_parser, parse_arguments, run_command
 from src.support.served_page import add_access
-from src.systems.crossattn.data import cross_attention as qa
+from src.systems.crossattn.data import cross_attention
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ class Query(NamedTuple):
 class Answerer:
     """A cross-attention model that reads contexts as in the experiment that trained it."""
 
-    def __init__(self, model: Any, tokenizer: Any, data: qa.Config, max_new_tokens: int) -> None:
+    def __init__(self, model: Any, tokenizer: Any, data: cross_attention.Config, max_new_tokens: int) -> None:
         self._model, self._tokenizer = model, tokenizer
         self._data = data.model_copy(
             update={"encoded_contexts": False, "include_contexts": False, "fixed_length": False}
@@ -74,7 +74,7 @@ class Answerer:
         rows = [
             {"context": context, "question": question, "answer": "", "dataset": ""} for context, question in queries
         ]
-        data = qa.QADataset(self._data, rows, self._tokenizer, 0, both_views=False, fingerprint="")
+        data = cross_attention.QADataset(self._data, rows, self._tokenizer, 0, both_views=False, fingerprint="")
         samples = [data.prompt(i) for i in range(len(rows))]
         together: dict[str, list[int]] = {}  # by context
         for i, sample in enumerate(samples):
@@ -143,7 +143,7 @@ def load_answerer(source: Path, places: Places, max_new_tokens: int | None = Non
         run = folder.parents[1]
         recipe: Any = load_experiment(SavedRun(run).exp, str(run))
         data = getattr(recipe, "data", None)
-        if isinstance(data, qa.Config):
+        if isinstance(data, cross_attention.Config):
             setting = recipe.answers or recipe.inference
             return Answerer(*load(folder, places), data, max_new_tokens or (setting.max_new_tokens if setting else 32))
     writer, model = load_writer(source, places)

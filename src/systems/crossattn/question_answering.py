@@ -77,7 +77,7 @@ class QuestionAnswering(Finetuning):
         from src.evaluation import generation, inference
         from src.systems.crossattn.data import row_index
         from src.systems.crossattn.data.subsets import RowsConfig
-        from src.training.checkpointing.folder import CheckpointMetadata
+        from src.training.checkpointing.checkpoint import CheckpointMetadata
         from src.training.spec import TrainSpec
         from src.training.state import fingerprints
         from src.training.validation import mean_loss

@@ -12,8 +12,7 @@ from src.experiments.interfaces import Dataset
 from src.experiments.kinds import VISION_LANGUAGE
 from src.recipes.pretraining import Pretraining, Scorer
 from src.runs.context import Run
-from src.systems.interleaved.streaming import dataset as streamed
-from src.systems.interleaved.streaming import manifest
+from src.systems.interleaved.streaming import dataset, manifest
 
 if TYPE_CHECKING:
     import torch
@@ -32,7 +31,7 @@ class Config(Pretraining):
 
     @model_validator(mode="after")
     def _reads_tars(self) -> "Config":
-        if not isinstance(self.data, streamed.Config):
+        if not isinstance(self.data, dataset.Config):
             raise ValueError(f"data: the data of this recipe are 'streamed', got {self.data.name!r}.")
         if self.answers and self.answers.num_beams > 1:
             raise ValueError("answers.num_beams: beams are not for models that read images. Leave it out.")
@@ -49,7 +48,7 @@ class Config(Pretraining):
 
         from src.training.loss import watch_groups
 
-        assert isinstance(self.data, streamed.Config), "the validator has checked it"
+        assert isinstance(self.data, dataset.Config), "the validator has checked it"
         whole, names = super().training_loss(loss), sorted(self.data.sources)
 
         def loss_and_sums(model: Any, batch: "Mapping[str, Tensor]") -> Any:
@@ -59,7 +58,7 @@ class Config(Pretraining):
             counted = {
                 f"{kind}/{name}": (batch["counted"][source, number], rows)
                 for source, name in enumerate(names)
-                for number, kind in enumerate(streamed.COUNTED)
+                for number, kind in enumerate(dataset.COUNTED)
             }
             counted["cache_hits"] = batch["cached"][0], batch["cached"][1]
             return summed, {
@@ -79,7 +78,7 @@ class Config(Pretraining):
         Returns digests of samples of the tars."""
         if self.answers:
             self.answers.require(val)
-        if not isinstance(train, streamed.StreamedDataset):
+        if not isinstance(train, dataset.StreamedDataset):
             return {}
         train.quarantine.open(run.path)
         sources = zip(train.source_names, train.documents, strict=True)
@@ -96,7 +95,7 @@ class Config(Pretraining):
 
     def check_frames(self, places: Places) -> None:
         """Raises ConfigError where the data make other frames than the model reads."""
-        assert isinstance(self.data, streamed.Config), "the validator has checked it"
+        assert isinstance(self.data, dataset.Config), "the validator has checked it"
         images, sizes = self.data.images, self.model.frame_sizes(places)
         if sizes and sizes != (images.frame_size, images.image_tokens):
             raise ConfigError(

@@ -7,7 +7,7 @@ from pydantic import model_validator
 
 from src.experiments.kinds import DECODER
 from src.recipes.pretraining import Pretraining, Scorer
-from src.systems.metadata.data import dataset as metadata
+from src.systems.metadata.data import dataset
 from src.systems.metadata.gains import Gains, measure
 
 
@@ -21,9 +21,9 @@ class Config(Pretraining):
     @model_validator(mode="after")
     def _validation_has_metadata(self) -> "Config":
         data = self.data.validation
-        if self.gains and not isinstance(data, metadata.Config):
+        if self.gains and not isinstance(data, dataset.Config):
             raise ValueError(f"gains: they are of the data set 'metadata', and the validation data are {data.name!r}.")
-        if self.gains and isinstance(data, metadata.Config):
+        if self.gains and isinstance(data, dataset.Config):
             for column in self.gains.columns:
                 data.require_written("gains.columns", column)
         return self
@@ -39,5 +39,5 @@ class Config(Pretraining):
     def more_scores(self, val: Any, scorer: Scorer) -> dict[str, float]:
         if self.gains is None:
             return {}
-        assert isinstance(val, metadata.MetadataBlocks), "the validator has checked the data"
+        assert isinstance(val, dataset.MetadataBlocks), "the validator has checked the data"
         return measure(self.gains, val.documents, scorer.token_losses)

@@ -142,9 +142,9 @@ class Config(Finetuning):
         import torch
 
         from src.data.text import tokenizers
-        from src.evaluation import predictions as predicting
+        from src.evaluation.predictions import TaskSplit, make, task_scores
         from src.evaluation.ranking import TaskPredictor
-        from src.training.checkpointing.folder import CheckpointMetadata
+        from src.training.checkpointing.checkpoint import CheckpointMetadata
         from src.training.spec import TrainSpec
         from src.training.state import fingerprints
         from src.training.validation import mean_loss
@@ -160,9 +160,7 @@ class Config(Finetuning):
             for task, split in self.splits_to_predict(run.places):
                 known = [data for data, own in zip(val, tasks, strict=True) if own is task and split == "val"]
                 splits.append(
-                    predicting.TaskSplit(
-                        known[0] if known else task.build(run.places, tokenizer, split, self.seed), split
-                    )
+                    TaskSplit(known[0] if known else task.build(run.places, tokenizer, split, self.seed), split)
                 )
             train = self.data.build(run.places, tokenizer, "train", self.seed) if self.loop else val[0]
             inputs = fingerprints(run, train, tokenizer, self.model.fingerprint(run.places))
@@ -171,7 +169,7 @@ class Config(Finetuning):
             predictor, found = TaskPredictor(model, tokenizer, self.answers, batch_size, accelerator.device), {}
             for data in val:
                 texts = [text for batch in predictor.batches(data, range(len(data))) for text in batch]
-                scores = predicting.task_scores(data.task, [data.prediction(i, text) for i, text in enumerate(texts)])
+                scores = task_scores(data.task, [data.prediction(i, text) for i, text in enumerate(texts)])
                 scores[LOSS] = mean_loss(model, data, self.loss(), batch_size, accelerator.device)
                 if data.task.task.kind == "text":
                     scores[PERPLEXITY] = float(torch.tensor(scores[LOSS]).exp())
@@ -181,7 +179,7 @@ class Config(Finetuning):
         def finish(accelerator: Any) -> dict[str, float]:
             answering = self.answers if self.answers.by != "teacher_forced" else Answering()
             predictor = TaskPredictor(model, tokenizer, answering, batch_size, accelerator.device)
-            of_files = predicting.make(run, splits, predictor, inputs, best)
+            of_files = make(run, splits, predictor, inputs, best)
             scores: dict[str, float] = {}
             for split in dict.fromkeys(some.split for some in splits):
                 own = {

@@ -30,11 +30,11 @@ from pydantic import ByteSize, Field, TypeAdapter
 
 from src import files
 from src.errors import CheckpointError, ConfigError
-from src.runs.checkpoints import folder as checkpoints
+from src.runs.checkpoints import checkpoints
 from src.runs.store import expand_run
 from src.support.command_line import make_parser, run_command
 from src.training.checkpointing import dcp_shards, safetensors_stream, zero_layout
-from src.training.checkpointing.folder import SEPARATOR
+from src.training.checkpointing.checkpoint import SEPARATOR
 from src.training.checkpointing.safetensors_stream import StoredTensor
 
 log = logging.getLogger(__name__)
@@ -140,7 +140,7 @@ def verify(checkpoint: Path, folder: Path | None = None) -> list[str]:
 
 
 def optimizer_tensors(found: zero_layout.Shards) -> dict[str, StoredTensor]:
-    """The optimizer's state, named as `src.training.checkpointing.folder` names it:
+    """The optimizer's state, named as `src.training.checkpointing.checkpoint` names it:
     {"blocks.0.mlp.weight::exp_avg": tensor, …}."""
     return {
         f"{name}{SEPARATOR}{key}": value for name, entries in found.moments.items() for key, value in entries.items()

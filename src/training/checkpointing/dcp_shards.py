@@ -32,8 +32,7 @@ from src.errors import CheckpointError, RunError
 from src.files import read_json
 from src.support import distributed
 from src.support.parsing import parse_json
-from src.training.checkpointing import folder as checkpoint
-from src.training.checkpointing import safetensors_stream, zero_layout
+from src.training.checkpointing import checkpoint, safetensors_stream, zero_layout
 from src.training.checkpointing.safetensors_stream import StoredTensor
 
 MOMENTS = "optimizer"

@@ -12,11 +12,11 @@ from torch import Tensor
 from src import files
 from src.errors import UserError
 from src.runs import ledger
-from src.runs.checkpoints import folder as checkpoints
+from src.runs.checkpoints import checkpoints
 from src.runs.checkpoints.retention import Rotation
 from src.runs.context import Run
 from src.support import distributed
-from src.training.checkpointing import folder as checkpoint
+from src.training.checkpointing import checkpoint
 from src.training.config import LoopConfig
 from src.training.parallel.engine import Engine
 

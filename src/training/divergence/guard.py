@@ -10,10 +10,9 @@ from src.data.orders import Key, Order, WholeSkips
 from src.errors import TrainingError, UserError
 from src.experiments.interfaces import Dataset
 from src.runs import ledger
-from src.runs.checkpoints import folder as checkpoints
+from src.runs.checkpoints import checkpoints
 from src.runs.context import Run
-from src.runs.history import archive as abandoned
-from src.runs.history import rewind
+from src.runs.history import archive, rewind
 from src.runs.history.branches import Branch
 from src.support import distributed
 from src.training.config import LoopConfig
@@ -111,7 +110,7 @@ class DivergenceGuard:
 
     def _plan_rewind(self, first: int, step: int, text: str) -> tuple[int | None, str]:
         path, most = self.run.path, self.config.divergence.max_rewinds
-        number = abandoned.next_number(path)
+        number = archive.next_number(path)
         if number > most:
             return None, f"there are {number - 1} branches already, and loop.divergence.max_rewinds is {most}."
         before = [at for at in map(checkpoints.step_of, checkpoints.list_all(path)) if at < first]

@@ -15,7 +15,7 @@ from torch import nn
 
 from src.errors import RunError
 from src.files import read_json, write_json
-from src.runs import context as runs
+from src.runs import context
 from src.runs.store import DELETED
 from src.support.parsing import parse_json
 
@@ -36,7 +36,7 @@ class Wandb:
         RunError: wandb refuses, as without a key; or a trial is to be offline.
     """
 
-    def __init__(self, run: runs.Run, options: runs.Wandb, model: nn.Module) -> None:
+    def __init__(self, run: context.Run, options: context.Wandb, model: nn.Module) -> None:
         trial = "WANDB_SWEEP_ID" in os.environ  # then the agent has also set entity, project and id
         if trial and (mode := os.environ.get("WANDB_MODE", "online")) not in ("online", "shared"):
             raise RunError(
@@ -93,7 +93,7 @@ class Wandb:
             self.last_step = row["step"]
 
 
-def _identity(run: runs.Run) -> str:
+def _identity(run: context.Run) -> str:
     """The id of the experiment; with a number appended after -r 1, which starts another wandb run.
     Stored in wandb.json."""
     file = run.path / ID

@@ -11,8 +11,7 @@ from src.errors import ConfigError
 from src.runs.context import Options
 from src.support.weights import is_unfilled
 from src.training.config import LoopConfig, require_device
-from src.training.parallel import compile as compilation
-from src.training.parallel import memory
+from src.training.parallel import compilation, memory
 from src.training.parallel.engine import DDPEngine, Engine
 
 _INSTEAD = {

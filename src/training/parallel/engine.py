@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from src.support import distributed
 from src.support.weights import load_trained, trained_weights
-from src.training.checkpointing import folder as checkpoint
+from src.training.checkpointing import checkpoint
 from src.training.config import LoopConfig
 from src.training.optim import optimizers
 from src.training.optim.adamw_scale import AdamWScale

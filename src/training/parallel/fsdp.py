@@ -22,8 +22,7 @@ from transformers.pytorch_utils import Conv1D
 
 from src.support import distributed
 from src.support.weights import matching_state, stored_names, trained_weights
-from src.training.checkpointing import folder as checkpoint
-from src.training.checkpointing import safetensors_stream
+from src.training.checkpointing import checkpoint, safetensors_stream
 from src.training.checkpointing.dcp_shards import ShardStore
 from src.training.config import LoopConfig
 from src.training.optim import optimizers

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from src.errors import ConfigError, RunError
-from src.training.parallel.compile import Compiled, layers
+from src.training.parallel.compilation import Compiled, layers
 
 log = logging.getLogger(__name__)
 LEAST_BYTES = 2**20

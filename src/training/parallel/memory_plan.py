@@ -23,7 +23,7 @@ from src.training.config import LoopConfig
 from src.training.loss import Loss
 from src.training.monitoring import flops
 from src.training.parallel import fsdp, memory
-from src.training.parallel.compile import layers
+from src.training.parallel.compilation import layers
 from src.training.parallel.live_storages import FakeStorages
 
 MFU = 0.4

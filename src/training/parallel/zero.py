@@ -22,8 +22,7 @@ from src.errors import CheckpointError, ConfigError
 from src.files import read_json
 from src.support import distributed
 from src.support.weights import read_tensors, trained_weights
-from src.training.checkpointing import folder as checkpoint
-from src.training.checkpointing import zero_layout
+from src.training.checkpointing import checkpoint, zero_layout
 from src.training.config import LoopConfig
 from src.training.optim import optimizers
 from src.training.parallel.engine import Engine

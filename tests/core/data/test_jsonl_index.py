@@ -17,8 +17,7 @@ from src.data.text import documents
 from src.errors import DataError
 from src.experiments.config import Places, load
 from src.files import new_directory
-from src.systems.t5.tasks import dataset as tasks
-from src.systems.t5.tasks import task_table
+from src.systems.t5.tasks import dataset, task_table
 
 ROWS = [{"text": f"text {i} é", "kind": "abc"[i % 3]} for i in range(2000)]
 
@@ -227,7 +226,7 @@ def test_rows_of_a_task_are_checked_once_and_again_for_other_labels(
 
     def build() -> Any:
         (folder / task_table.OWN).write_text(json.dumps({"colour": task}))
-        return load(tasks.Config, {"task": "colour", "corpus": "c"}, "data").build(places, tokenizer, "train", 0)
+        return load(dataset.Config, {"task": "colour", "corpus": "c"}, "data").build(places, tokenizer, "train", 0)
 
     assert build().target(1) == "pink"
     (index,) = folder.glob(".train.*")

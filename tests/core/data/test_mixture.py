@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from src.data.mixture import dataset as mixture
+from src.data.mixture import dataset
 from src.data.mixture.interleaving import Interleaving, rates, shares
 from src.data.orders import feistel_permute
 from src.errors import ConfigError, DataError
@@ -70,7 +70,7 @@ def build(places, write_corpus, tokenizer):
             rows = [{"text": letter * 3, "source": "s"} for letter in letters]
             write_corpus(name, rows)
             made[name] = {"name": "text", "corpus": name, "sequence_tokens": length}
-        config = load(mixture.Config, {"parts": made, **values}, "data")
+        config = load(dataset.Config, {"parts": made, **values}, "data")
         config.check(places)
         return config.build(places, tokenizer, split, seed)
 
@@ -140,7 +140,7 @@ def test_a_batch_of_several_parts_is_padded_in_the_order_of_its_samples(build):
 def test_labels_are_padded_with_what_is_not_learned_and_masks_of_pairs_in_both_axes():
     wide = {"labels": torch.tensor([[5, 6]]), "attention_mask": torch.ones(1, 2, 2, dtype=torch.bool)}
     slim = {"labels": torch.tensor([[9]]), "attention_mask": torch.ones(1, 1, 1, dtype=torch.bool)}
-    batch = mixture.join_batches([(wide, [1]), (slim, [0])], pad_id=3)
+    batch = dataset.join_batches([(wide, [1]), (slim, [0])], pad_id=3)
     assert batch["labels"].tolist() == [[9, -100], [5, 6]]
     assert batch["attention_mask"].tolist() == [[[True, False], [False, False]], [[True, True], [True, True]]]
 
@@ -178,11 +178,11 @@ def test_parts_that_collate_alike_make_the_batch_that_joining_theirs_makes(place
         ]
         write_corpus(f"{name}{number}", pairs if name == "task" else rows)
         parts[f"{name}{number}"] = {**ALIKE[name], "corpus": f"{name}{number}"}
-    data = load(mixture.Config, {"parts": parts, "rates": dict.fromkeys(parts, 1)}, "data").build(
+    data = load(dataset.Config, {"parts": parts, "rates": dict.fromkeys(parts, 1)}, "data").build(
         places, tokenizer, "train", 0
     )
     counts = [len(part) for part in data.parts.values()]
-    joined = mixture.MixtureDataset(
+    joined = dataset.MixtureDataset(
         {name: Apart(part) for name, part in data.parts.items()}, counts, 0, tokenizer.pad_token_id
     )
     draw = random.Random(0)
@@ -222,16 +222,16 @@ class Replies(Apart):
 
 
 def test_parts_that_collate_alike_may_make_batches_that_cannot_be_joined():
-    data = mixture.MixtureDataset({"a": Replies("replies"), "b": Replies("replies")}, [3, 3], None, 0)
+    data = dataset.MixtureDataset({"a": Replies("replies"), "b": Replies("replies")}, [3, 3], None, 0)
     data.require_same_tensors()
     batch = data.collate([data.sample(0, i) for i in (4, 0, 2)])
     assert batch["sample_of_row"].tolist() == [0, 0, 1, 2, 2, 2]
     assert batch["input_ids"].tolist() == [[2], [2], [1], [3], [3], [3]]
-    mixture.MixtureDataset({"a": Replies("replies")}, [3], None, 0).require_same_tensors()
+    dataset.MixtureDataset({"a": Replies("replies")}, [3], None, 0).require_same_tensors()
 
 
 def test_parts_whose_samples_have_several_rows_are_refused_where_they_collate_differently():
-    data = mixture.MixtureDataset({"a": Replies("one"), "b": Replies("another")}, [3, 3], None, 0)
+    data = dataset.MixtureDataset({"a": Replies("one"), "b": Replies("another")}, [3, 3], None, 0)
     with pytest.raises(
         DataError, match=r"^data\.parts: a sample has several rows in .* Give the data sets an equal `collation`"
     ):
@@ -249,7 +249,7 @@ def test_parts_that_make_other_batches_are_refused():
             return 1
 
     one, other = (Sized(**vars(part(ids=torch.zeros(shape, dtype=torch.int64)))) for shape in ((1, 2), (1, 2, 2)))
-    data = mixture.MixtureDataset({"a": one, "b": other}, [1, 1], None, 0)
+    data = dataset.MixtureDataset({"a": one, "b": other}, [1, 1], None, 0)
     said = (
         "data.parts.b: its batches are not of the kind of those of 'a': "
         "they differ in ids (int64, 2 axes), ids (int64, 3 axes)"
@@ -268,7 +268,7 @@ def test_tasks_count_as_many_examples_as_in_t5s_mixtures(places, write_corpus, t
     for name, examples in rows.items():
         write_corpus(name, examples)
     parts = {name: {"name": "task", "task": name, "corpus": name} for name in rows}
-    config = load(mixture.Config, {"parts": parts, "samples_per_epoch": 8551 + 2490 + 3}, "data")
+    config = load(dataset.Config, {"parts": parts, "samples_per_epoch": 8551 + 2490 + 3}, "data")
     data = config.build(places, tokenizer, "train", 0)
     assert Counter(data.sample_source(0, i) for i in range(len(data))) == {"cola": 8551, "rte": 2490, "wnli": 3}
 
@@ -363,7 +363,7 @@ TEXT = {"name": "text", "corpus": "t", "sequence_tokens": 4}
 )
 def test_config_refuses(values, said):
     with pytest.raises(ConfigError, match="^" + re.escape(said)):
-        load(mixture.Config, {"parts": {"a": TEXT}, **values}, "data")
+        load(dataset.Config, {"parts": {"a": TEXT}, **values}, "data")
 
 
 def test_parts_for_different_models_are_refused():
@@ -371,13 +371,13 @@ def test_parts_for_different_models_are_refused():
     with pytest.raises(
         ConfigError, match=r"one model cannot read all of them: parts\.a encoder_decoder, parts\.b decoder"
     ):
-        load(mixture.Config, {"parts": {"a": spans, "b": TEXT}}, "data")
-    assert load(mixture.Config, {"parts": {"a": spans}}, "data").reader == "encoder_decoder"
+        load(dataset.Config, {"parts": {"a": spans, "b": TEXT}}, "data")
+    assert load(dataset.Config, {"parts": {"a": spans}}, "data").reader == "encoder_decoder"
 
 
 def test_mistakes_are_told_by_part(places, write_corpus):
     write_corpus("t", [{"text": "a", "source": "s"}])
-    config = load(mixture.Config, {"parts": {"a": {**TEXT, "corpus": "nowhere"}, "b": TEXT}}, "data")
+    config = load(dataset.Config, {"parts": {"a": {**TEXT, "corpus": "nowhere"}, "b": TEXT}}, "data")
     with pytest.raises(ConfigError, match=r"^data.parts.a: .*nowhere: no such data set"):
         config.check(places)
     with pytest.raises(
@@ -396,7 +396,7 @@ def test_a_compiled_model_sees_one_shape():
     depth = {"name": "depth", "corpus": "t", "input_tokens": 512, "target_tokens": 114, "fixed_length": True}
 
     def ask(**parts):
-        load(mixture.Config, {"parts": {"a": spans, **parts}}, "data").check_compiled()
+        load(dataset.Config, {"parts": {"a": spans, **parts}}, "data").check_compiled()
 
     ask(
         b={**spans, "corpus": "u"},
@@ -428,13 +428,13 @@ def test_a_compiled_model_sees_one_shape():
         ask(b=cut)
     decoders = {"parts": {"a": TEXT, "b": {**TEXT, "sequence_tokens": 7}}}
     with pytest.raises(ConfigError, match=r"parts\.a 4, parts\.b 7\."):
-        load(mixture.Config, decoders, "data").check_compiled()
+        load(dataset.Config, decoders, "data").check_compiled()
 
 
 def test_parts_whose_tokenizer_lacks_sentinels_are_told_ahead(make_tokenizer, tmp_path):
     make_tokenizer(["<|endoftext|>", *(f"<extra_id_{n}>" for n in range(100))], None).save_pretrained(tmp_path)
     spans = {"name": "span_corruption", "corpus": "t"}
-    config = load(mixture.Config, {"parts": {"a": spans, "b": {**spans, "noise_density": 0.5}}}, "data")
+    config = load(dataset.Config, {"parts": {"a": spans, "b": {**spans, "noise_density": 0.5}}}, "data")
     config.check_tokenizer(None)
     with pytest.raises(ConfigError, match=r"^data.parts.b.input_tokens: masks 128 runs in a sequence, .* has 100"):
         config.check_tokenizer(tmp_path)

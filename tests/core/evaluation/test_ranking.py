@@ -13,7 +13,7 @@ from src.evaluation.ranking import TaskPredictor
 from src.experiments.config import Places, load
 from src.experiments.registry import MODELS, bind
 from src.files import new_directory
-from src.systems.t5.tasks import dataset as task
+from src.systems.t5.tasks import dataset
 from tests import toy
 
 LABELS = ["red", "blue blue", "green green green"]
@@ -39,7 +39,7 @@ class World:
         torch.manual_seed(3)
         self.model = bind(MODELS, {"name": "t5", "random": SIZES}).build(places).eval()
         self.tokenizer = tokenizers.load(folder / "toy_tokenizer")
-        config = load(task.Config, {"task": "say", "corpus": "say"}, "data")
+        config = load(dataset.Config, {"task": "say", "corpus": "say"}, "data")
         self.data: Any = config.build(places, self.tokenizer, "val", 0)
 
     def answers(self, **config: Any) -> TaskPredictor:

@@ -5,7 +5,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from src.evaluation import speed as answering_speed
+from src.evaluation import speed
 from src.evaluation.generation import AnswerGenerator, generated_counts
 
 PROMPT, WIDTH, INNER, LAYERS, VOCABULARY, END = 11, 32, 48, 2, 20, 0
@@ -42,7 +42,7 @@ def test_operations_of_a_token_follow_from_the_sizes(who: AnswerGenerator):
     average."""
     weights = LAYERS * (2 * WIDTH * WIDTH + 2 * WIDTH * 8 + 3 * WIDTH * INNER) + WIDTH * VOCABULARY
     attention = LAYERS * 2 * 2 * (PROMPT + 2.5) * WIDTH
-    found = answering_speed.measure(who, 0, 9, tokens=6, seconds=1.5)
+    found = speed.measure(who, 0, 9, tokens=6, seconds=1.5)
     assert found["flops_per_generated_token"] == 2 * weights + attention
     assert found["tokens_per_second"] == 4
     assert 0 < found["seconds_to_first_token"] < 10
@@ -50,9 +50,9 @@ def test_operations_of_a_token_follow_from_the_sizes(who: AnswerGenerator):
 
 
 def test_where_operations_cannot_be_counted_nothing_is_said(who: AnswerGenerator):
-    assert answering_speed.measure(who, 0, 1, 1, 1.0)["flops_per_generated_token"] is None
+    assert speed.measure(who, 0, 1, 1, 1.0)["flops_per_generated_token"] is None
     who.model.register_parameter("packed", torch.nn.Parameter(torch.zeros(1, dtype=torch.uint8), requires_grad=False))
-    assert answering_speed.measure(who, 0, 9, 1, 1.0)["flops_per_generated_token"] is None
+    assert speed.measure(who, 0, 9, 1, 1.0)["flops_per_generated_token"] is None
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError, RuntimeError])
@@ -67,9 +67,9 @@ def test_only_a_lack_of_memory_leaves_the_operations_out(who: AnswerGenerator, e
     who.model.register_forward_pre_hook(refuse)
     if error is RuntimeError:
         with pytest.raises(RuntimeError, match="too much"):
-            answering_speed.measure(who, 0, 9, 1, 1.0)
+            speed.measure(who, 0, 9, 1, 1.0)
     else:
-        assert answering_speed.measure(who, 0, 9, 1, 1.0)["flops_per_generated_token"] is None
+        assert speed.measure(who, 0, 9, 1, 1.0)["flops_per_generated_token"] is None
 
 
 def test_written_tokens_are_counted_up_to_the_end():

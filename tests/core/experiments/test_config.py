@@ -9,8 +9,7 @@ import pytest
 from pydantic import Field, PlainSerializer, PlainValidator, ValidationError, model_validator
 
 from src.errors import ConfigError
-from src.experiments import config as configs
-from src.experiments import registry
+from src.experiments import config, registry
 from src.experiments.config import Config, dotted_path, join, load, unknown
 from src.experiments.interfaces import Component, load_experiment
 from src.experiments.registry import ComponentTable, bind, canonical_dict, resolved_dict
@@ -251,7 +250,7 @@ def things(monkeypatch: pytest.MonkeyPatch) -> ComponentTable:
 
 
 def problems(table: ComponentTable, raw: Any) -> list[tuple[str, str]]:
-    with pytest.raises(configs.Problems) as caught:
+    with pytest.raises(config.Problems) as caught:
         bind(table, raw)
     return caught.value.found
 

@@ -124,6 +124,7 @@ def test_two_processes_stop_at_one_step_and_their_job_is_continued_not_failed(wo
     assert world.states("long") == ["stopped"]
 
 
+@pytest.mark.slow
 def test_a_failure_is_told_and_repaired(world: World, monkeypatch: pytest.MonkeyPatch):
     """The program breaks in the job, not where it is submitted."""
     program = world.root / "trainval.py"

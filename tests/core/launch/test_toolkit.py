@@ -19,7 +19,7 @@ import psutil
 import pytest
 
 from src.errors import ConfigError, LaunchError
-from src.experiments import config as configs
+from src.experiments.config import load
 from src.experiments.registry import resolved_dict
 from src.launch import resources
 from src.launch.command import Processes
@@ -56,7 +56,7 @@ def configured(tmp_path: Path, **values: Any) -> Config:
         "kill_seconds": 30,
         "parent_poll_seconds": 0.05,
     }
-    return configs.load(Config, raw | values, "toolkit")
+    return load(Config, raw | values, "toolkit")
 
 
 def job(tmp_path: Path, name: str, code: str = "print('hello')", *words: str, **values: Any) -> Job:
@@ -110,11 +110,6 @@ class TestConfig:
             ({"account": ""}, r"toolkit\.account: expected text that is not empty"),
             ({"data": ["no mount"]}, r"toolkit\.data\[0\]: expected 'account\.name@branch:/folder'"),
             ({"data": ["a:/b:rx"]}, r"toolkit\.data\[0\]: expected"),
-            ({"environment": {"WANDB_API_KEY": "xyzzy"}}, r"toolkit\.environment: WANDB_API_KEY looks like a secret"),
-            ({"environment": {"HF_TOKEN": "xyzzy"}}, "looks like a secret"),
-            ({"environment": {"my_password": "xyzzy"}}, "looks like a secret"),
-            ({"environment": {"A": "hf_xyzzyxyzzyxyzzy"}}, "A looks like a secret"),
-            ({"environment": {"PROXY": "http://me:xyzzy@host"}}, "looks like a secret"),
             ({"environment": {"A B": "c"}}, "expected the name of an environment variable"),
             ({"gpu_model": "A100"}, "gpu_mem_gb and gpu_model say something of GPUs, but gpus is 0"),
             ({"bid": 10_000}, r"toolkit\.bid: expected a number <= 9999"),
@@ -122,23 +117,12 @@ class TestConfig:
         ],
     )
     def test_mistakes(self, tmp_path: Path, values: dict[str, Any], message: str):
-        with pytest.raises(ConfigError, match=message) as caught:
+        with pytest.raises(ConfigError, match=message):
             configured(tmp_path, **values)
-        assert "xyzzy" not in str(caught.value)
-
-    def test_what_only_sounds_secret(self, tmp_path: Path):
-        environment = {
-            "TOKENIZERS_PARALLELISM": "false",
-            "MAX_TOKENS": "12",
-            "KEYBOARD": "us",
-            "AUTHOR": "x",
-            "GIT_COMMIT": "0f" * 20,
-        }
-        assert configured(tmp_path, environment=environment).environment == environment
 
     def test_the_length_of_a_job_must_be_said(self):
         with pytest.raises(ConfigError, match=r"toolkit\.max_run_seconds: missing"):
-            configs.load(Config, {"account": "a", "image": "b:1"}, "toolkit")
+            load(Config, {"account": "a", "image": "b:1"}, "toolkit")
 
     def test_the_registry_leads_here(self, tmp_path: Path):
         raw = {
@@ -471,6 +455,7 @@ class TestEndings:
         client.jobs.preempt(job_id)
         assert wait_for(config, job_id) == SchedulerState("failed", "INTERRUPTED", "exit code 75")
 
+    @pytest.mark.slow
     def test_the_training_is_told_before_the_time_is_over(self, tmp_path: Path, client: ModuleType):
         item = training(tmp_path)
         config, (job_id,), _ = launched(tmp_path, [item], max_run_seconds=60, stop_before_seconds=54)
@@ -604,7 +589,7 @@ def test_the_real_toolkit(monkeypatch: pytest.MonkeyPatch):
         "cpu": 1,
         "mem_gb": 1,
     }
-    config = configs.load(Config, raw, "toolkit")
+    config = load(Config, raw, "toolkit")
     item = job(home, "live", python_binary="sleep 600; true")
     sent = folder(home, f"smoke{int(time.time())}")
     (job_id,) = config.submit([item], sent, lambda _: None)

@@ -13,9 +13,8 @@ import pytest
 from src.errors import LaunchError
 from src.experiments.identity import exp_id
 from src.files import write_json
-from src.launch import actions, logs, resources, tracking
-from src.launch import status as jobs
-from src.launch.slurm import launcher as slurm
+from src.launch import actions, logs, resources, status, tracking
+from src.launch.slurm import launcher
 from src.launch.tracking import LOOK, REFRESH, Question
 from src.runs import lease
 from src.runs.plan import Planned
@@ -56,8 +55,8 @@ def hold(world: World, item: Planned, **other: Any) -> None:
     write_json(world.runs / item.exp_id / "lease", {**lease.this_process(), "beat": 3, **other})
 
 
-def look(world: World, items: list[Planned], question: Question = PATIENT_LOOK) -> list[jobs.Row]:
-    return jobs.table(RunStore(world.runs), [item.exp_id for item in items], question)
+def look(world: World, items: list[Planned], question: Question = PATIENT_LOOK) -> list[status.Row]:
+    return status.table(RunStore(world.runs), [item.exp_id for item in items], question)
 
 
 def test_no_query_for_finished_or_local_runs(world: World, cluster: Cluster):
@@ -108,7 +107,7 @@ def test_one_query_serves_all_readers(world: World, cluster: Cluster, monkeypatc
     """Any number of runs, readers and times; anew for a job that nobody asked about, and when the answer is 30 seconds
     old."""
     monkeypatch.setattr(tracking, "time", cluster.clock)
-    monkeypatch.setattr(jobs, "time", cluster.clock)
+    monkeypatch.setattr(status, "time", cluster.clock)
     items = submit(world, 6)
     for item in items[:3]:
         say(world, item, "done")
@@ -139,12 +138,12 @@ def test_a_scheduler_that_hangs_is_not_waited_for(world: World, monkeypatch: pyt
     say(world, items[0], "failed", reason="out of luck")
     release, queries = threading.Event(), []
 
-    def hang(self: slurm.Config, job_ids: list[str]) -> dict[str, Any]:
+    def hang(self: launcher.Config, job_ids: list[str]) -> dict[str, Any]:
         queries.append(job_ids)
         release.wait(HANGS_SECONDS)
         return {}
 
-    monkeypatch.setattr(slurm.Config, "states", hang)
+    monkeypatch.setattr(launcher.Config, "states", hang)
     try:
         rows = look(world, items, Question(seconds=0.2, max_age_seconds=30.0))
         assert [row.state for row in rows] == ["failed", "unknown"]
@@ -268,7 +267,7 @@ def test_an_interrupted_submission_delays_no_look(world: World, monkeypatch: pyt
         release.wait(HANGS_SECONDS)
         return {}
 
-    monkeypatch.setattr(slurm.Config, "find", hang)
+    monkeypatch.setattr(launcher.Config, "find", hang)
     try:
         rows = look(world, items, Question(seconds=0.2))
         assert [row.state for row in rows] == ["unknown", "unknown"]
@@ -285,7 +284,7 @@ def test_a_saved_row_follows_its_job_into_the_queue_again(
     (item,) = submit(world, 1)
     say(world, item, "stopped", reason="SIGTERM")
     cluster.set("1_0", state="CANCELLED")
-    saved: jobs.RowCache = ReadCache(world.runs)
+    saved: status.RowCache = ReadCache(world.runs)
     for state, expected in (
         ("CANCELLED", "stopped"),
         ("CANCELLED", "stopped"),
@@ -293,7 +292,7 @@ def test_a_saved_row_follows_its_job_into_the_queue_again(
         ("CANCELLED", "stopped"),
     ):
         cluster.set("1_0", state=state)
-        (row,) = jobs.table(RunStore(world.runs), [item.exp_id], PATIENT_LOOK, saved)
+        (row,) = status.table(RunStore(world.runs), [item.exp_id], PATIENT_LOOK, saved)
         assert row.state == expected
 
 
@@ -306,8 +305,8 @@ def test_a_saved_row_names_its_failed_parent_only_while_it_is_failed(world: Worl
         (world.runs / name).mkdir(parents=True)
         write_json(world.runs / name / "exp_dict.json", exp)
         write_json(world.runs / name / "status.json", {"state": "failed"})
-    saved: jobs.RowCache = ReadCache(world.runs)
+    saved: status.RowCache = ReadCache(world.runs)
     for state in ("failed", "failed", "done"):
         write_json(world.runs / parent / "status.json", {"state": state})
-        row = jobs.table(RunStore(world.runs), [parent, child], PATIENT_LOOK, saved)[1]
+        row = status.table(RunStore(world.runs), [parent, child], PATIENT_LOOK, saved)[1]
         assert (parent in row.reason) == (state == "failed")

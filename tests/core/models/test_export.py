@@ -15,7 +15,7 @@ from src.experiments.registry import MODELS, bind, resolved_dict
 from src.files import new_directory, write_json
 from src.models.export import main
 from src.models.load import load
-from src.runs.checkpoints import folder as checkpoints
+from src.runs.checkpoints import checkpoints
 from src.support.weights import trained_weights
 
 GPT = {

@@ -10,7 +10,7 @@ from src.experiments.registry import MODELS, bind
 from src.models import architecture
 from src.models.architecture import Architecture
 from src.models.kv_cache_size import cross_attention_bytes, decoder_bytes, numbers_per_token
-from src.systems.crossattn.model import config as cross_attention
+from src.systems.crossattn.model.config import Config as CrossAttentionConfig
 
 NOWHERE = Places(Path("nowhere"), Path("nowhere"))
 FAMILIES = ["gpt2", "gpt_bigcode", "gpt_neox", "llama", "mistral", "qwen2"]
@@ -49,7 +49,7 @@ def test_what_cross_attention_keeps(make, batch, tmp_path: Path, settings):
     sizes = architecture.from_dict(model.base.config.to_dict())
     model.base.config.save_pretrained(tmp_path)
     base = bind(MODELS, {"name": "hf", "path": str(tmp_path)})
-    config = cross_attention.Config(base=base, **{"num_layers": 2, "stride": 2, **settings})
+    config = CrossAttentionConfig(base=base, **{"num_layers": 2, "stride": 2, **settings})
     told = config.cache_bytes(NOWHERE, model.base.dtype.itemsize)
     context = model.encode(batch["context_ids"], batch["context_mask"])
     positions = context.hidden.shape[0] * context.hidden.shape[1]

@@ -17,7 +17,7 @@ from src.experiments.interfaces import ModelConfig
 from src.experiments.registry import MODELS, bind, resolved_dict
 from src.files import new_directory, write_json
 from src.models import lora
-from src.runs.checkpoints import folder as checkpoints
+from src.runs.checkpoints import checkpoints
 from src.support.weights import load_trained, trained_weights
 from tests.conftest import ROOT
 from tests.core.models.conftest import make_base
@@ -37,6 +37,7 @@ IDS = torch.arange(3, 13).view(2, 5)
 DECODERS = [family for family in lora.MATRICES if family not in ("longt5", "t5")]  # of that: test_t5.py
 
 
+@pytest.mark.slow
 def test_no_other_package_speaks_where_adapters_are_loaded():
     pytest.importorskip("bitsandbytes")
     command = [sys.executable, "-c", "import src.models.lora, peft; peft.inject_adapter_in_model"]

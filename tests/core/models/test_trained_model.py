@@ -12,7 +12,7 @@ from src.experiments.config import Places
 from src.experiments.interfaces import ModelConfig
 from src.experiments.registry import MODELS, bind, resolved_dict
 from src.files import new_directory, write_json
-from src.runs.checkpoints import folder as checkpoints
+from src.runs.checkpoints import checkpoints
 from src.support.weights import trained_weights
 
 GPT = {

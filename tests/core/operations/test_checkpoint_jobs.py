@@ -22,14 +22,14 @@ from fsspec.implementations.local import LocalFileSystem
 from src.errors import ConfigError
 from src.experiments.identity import exp_id
 from src.files import defect, new_directory, write_json
-from src.operations.checkpoint_jobs import __main__ as checkpoint_jobs
-from src.operations.checkpoint_jobs import plan as checkpoint_plan
+from src.operations.checkpoint_jobs import plan
+from src.operations.checkpoint_jobs.__main__ import FAILED, main, plan_stages
 from src.operations.checkpoint_jobs.stages import EVALUATIONS, OUTCOMES
 from src.runs import jsonl_records
-from src.runs.checkpoints import folder as checkpoints
+from src.runs.checkpoints import checkpoints
 from src.runs.store import STATUS, SavedRun
+from tests.conftest import ROOT
 
-ROOT = Path(checkpoint_jobs.__file__).resolve().parents[3]
 EXP = {"recipe": "x", "seed": 0}
 ID = exp_id(EXP)
 Raw = dict[str, Any]
@@ -79,7 +79,7 @@ class World:
 
     def once(self, *words: str) -> int:
         self.write()
-        return checkpoint_jobs.main([str(self.runs), "--plan", str(self.file), "--once", *words])
+        return main([str(self.runs), "--plan", str(self.file), "--once", *words])
 
     def start(self, *words: str) -> subprocess.Popen[bytes]:
         self.write()
@@ -161,7 +161,7 @@ def test_command_prints_its_actions(world: World):
         "--once",
     ]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == checkpoint_jobs.FAILED
+    assert done.returncode == FAILED
     assert f"{ID} step 10: convert\n" in done.stderr
     assert f"{ID} step 10: evaluate.size failed: " in done.stderr
 
@@ -180,7 +180,7 @@ def test_rules_choose_checkpoints(world: World):
     def chosen(**rules: Any) -> list[int]:
         world.raw["checkpoints"] = rules
         world.write()
-        return [every[0].step for every in checkpoint_jobs.plan_stages(world.run, checkpoint_plan.read(world.file))]
+        return [every[0].step for every in plan_stages(world.run, plan.read(world.file))]
 
     checkpoints.mark_best(world.run, 30)
     assert chosen(every=20) == [20, 40]
@@ -213,7 +213,7 @@ def test_what_cannot_be_read_back_as_it_was_is_not_deleted(world: World):
         world.uploaded(step, "checkpoint", "model.safetensors").write_bytes(content)
     world.uploaded(30, "converted", "weights").unlink()
     world.raw["clean_up"] = clean_up
-    assert world.once() == checkpoint_jobs.FAILED
+    assert world.once() == FAILED
     assert world.steps() == [10, 20, 30, 40]
     reasons = world.reasons("clean_up")
     assert len(reasons) == 3
@@ -227,7 +227,7 @@ def test_checkpoint_that_differs_from_its_upload_is_not_deleted(world: World):
     assert world.once() == 0
     world.checkpoint(10, "trained otherwise")
     world.raw["clean_up"] = clean_up
-    assert world.once() == checkpoint_jobs.FAILED
+    assert world.once() == FAILED
     assert world.steps() == [10, 40]
     assert "read back as" in world.reasons("clean_up")[0]
 
@@ -240,11 +240,11 @@ def test_altered_upload_does_not_count(world: World, monkeypatch: pytest.MonkeyP
             LocalFileSystem, "put_file", lambda _, file, path: Path(path).write_bytes(Path(file).read_bytes()[:5000])
         )
         for _ in range(3):
-            assert world.once() == checkpoint_jobs.FAILED
+            assert world.once() == FAILED
     assert world.steps() == [10, 20, 30, 40]
     assert [outcome["failures"] for outcome in world.outcomes("upload").values()] == [2] * 4
     assert "read back as 5000 bytes" in world.reasons("upload")[0]
-    assert world.once() == checkpoint_jobs.FAILED, "given up"
+    assert world.once() == FAILED, "given up"
     assert world.once("--retry") == 0
     assert world.steps() == [40]
 
@@ -253,14 +253,14 @@ def test_an_upload_to_a_file_system_of_another_protocol(world: World):
     world.raw["upload"]["to"] = "memory://archive"
     assert world.once() == 0
     assert world.steps() == [40]
-    files, root = checkpoint_plan.open_destination("memory://archive")
+    files, root = plan.open_destination("memory://archive")
     path = f"{root}/{ID}/branch-0-step-00000010/checkpoint/model.safetensors"
     assert files.cat_file(path) == b"weights of 10 " * 1000
 
 
 def test_missing_destination_is_reported_and_retried(world: World):
     world.there.rename(world.folder / "away")
-    assert world.once() == checkpoint_jobs.FAILED
+    assert world.once() == FAILED
     assert "no such folder to upload to. Is it mounted?" in world.reasons("upload")[0]
     assert not world.there.exists()
     assert world.steps() == [10, 20, 30, 40]
@@ -276,7 +276,7 @@ def test_failures_are_retried_up_to_a_limit_and_block_dependent_stages(world: Wo
         )
     }
     for _ in range(5):
-        assert world.once() == checkpoint_jobs.FAILED
+        assert world.once() == FAILED
     assert world.outcomes("convert")[20] | {"time": 0} == {
         "done": False,
         "failures": 3,
@@ -290,7 +290,7 @@ def test_failures_are_retried_up_to_a_limit_and_block_dependent_stages(world: Wo
 
 def test_a_pause_between_attempts(world: World):
     world.raw["convert"] |= {"command": "false {output}", "retry_seconds": 3600}
-    assert [world.once(), world.once()] == [checkpoint_jobs.FAILED] * 2
+    assert [world.once(), world.once()] == [FAILED] * 2
     assert [outcome["failures"] for outcome in world.outcomes("convert").values()] == [1] * 4
 
 
@@ -308,7 +308,7 @@ def test_a_pause_between_attempts(world: World):
 def test_an_evaluation_without_scores_has_failed(world: World, command: str, reason: str):
     task = {"command": command, "attempts": 1, "timeout_seconds": 0.5 if command.startswith("sleep") else 300}
     world.raw = {"checkpoints": {"last": True}, "evaluate": {"tasks": {"t": task}}}
-    assert world.once() == checkpoint_jobs.FAILED
+    assert world.once() == FAILED
     assert reason in world.reasons("evaluate.t")[0]
     assert not (world.run / EVALUATIONS).exists()
 
@@ -490,7 +490,7 @@ def mistake(world: World, change: Callable[[Raw], object]) -> str:
     change(world.raw)
     world.write()
     with pytest.raises(ConfigError) as caught:
-        checkpoint_plan.read(world.file)
+        plan.read(world.file)
     return str(caught.value).replace(f"{world.file}.", "").replace(f"{world.file}: ", "")
 
 
@@ -531,13 +531,13 @@ def test_a_mistake_in_a_plan_is_named(world: World, change: Callable[[Raw], obje
 )
 def test_a_file_that_is_no_plan(world: World, text: str, message: str, capsys: pytest.CaptureFixture[str]):
     world.file.write_bytes(text.encode("latin-1"))
-    assert checkpoint_jobs.main([str(world.runs), "--plan", str(world.file), "--once"]) == 1
+    assert main([str(world.runs), "--plan", str(world.file), "--once"]) == 1
     assert message in capsys.readouterr().err
 
 
 def test_the_example_is_a_plan_that_works(world: World):
-    example = checkpoint_plan.read(ROOT / "resources" / "checkpoint_jobs.yaml")
-    assert example.stages == list(checkpoint_plan.STAGES)
+    example = plan.read(ROOT / "resources" / "checkpoint_jobs.yaml")
+    assert example.stages == list(plan.STAGES)
     world.raw = example.model_dump(mode="json", exclude_none=True, exclude_unset=True)
     world.raw["upload"]["to"] = str(world.there)
     world.raw["checkpoints"]["every"] = 10
@@ -550,6 +550,6 @@ def test_damaged_run_is_reported_and_the_rest_continues(world: World, caplog: py
     other = world.runs / ("f" * 32)
     other.mkdir()
     (other / STATUS).write_text("{")
-    assert world.once() == checkpoint_jobs.FAILED
+    assert world.once() == FAILED
     assert f"{other / STATUS}:1: not valid JSON" in caplog.text
     assert world.steps() == [40]

@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from src.files import write_json
-from src.runs.checkpoints import folder as checkpoints
-from src.runs.checkpoints import pins, retention
+from src.runs.checkpoints import checkpoints, pins, retention
 from src.runs.checkpoints.retention import Rotation, RotationRule
 from src.runs.store import STATUS
 from tests.core.operations.test_checkpoint_jobs import World, poll

@@ -14,8 +14,7 @@ from results import clean
 from src.files import write_json
 from src.launch import submissions
 from src.operations import deletion
-from src.runs.checkpoints import folder as checkpoints
-from src.runs.checkpoints import pins
+from src.runs.checkpoints import checkpoints, pins
 from src.runs.lease import Lease
 from src.runs.run_dir import RunDir
 from src.runs.store import SavedRun

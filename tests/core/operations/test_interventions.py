@@ -20,10 +20,9 @@ from src.experiments.identity import exp_id
 from src.files import new_directory, write_json
 from src.operations import interventions
 from src.runs import ledger
-from src.runs.checkpoints import folder as checkpoints
+from src.runs.checkpoints import checkpoints
 from src.runs.checkpoints.retention import Rotation, RotationRule
-from src.runs.history import branches
-from src.runs.history import transaction as journal
+from src.runs.history import branches, journal
 from src.runs.lease import Lease
 from src.runs.run_dir import RunDir
 from src.runs.scores import read_score_list

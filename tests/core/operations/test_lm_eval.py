@@ -15,10 +15,10 @@ from src.experiments.config import Places
 from src.experiments.grid import override
 from src.experiments.identity import exp_id
 from src.models.trained_model import from_checkpoint
-from src.operations.checkpoint_jobs import __main__ as checkpoint_jobs
+from src.operations.checkpoint_jobs.__main__ import main
 from src.operations.checkpoint_jobs.stages import EVALUATIONS
 from src.runs import jsonl_records
-from src.runs.checkpoints import folder as checkpoints
+from src.runs.checkpoints import checkpoints
 from tests import toy
 from tests.systems.assistants.train_assistants import SFT, WORDS, write_data
 from tests.systems.metadata.test_metadata_lm import TOLD, write_metadata
@@ -107,7 +107,7 @@ def score(
     monkeypatch.setenv("EXPORT_FLAGS", f"--data_path {folder / 'data'}")
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     monkeypatch.setenv("HF_HOME", str(folder / "hub"))
-    assert checkpoint_jobs.main([str(folder / "runs"), "--plan", str(folder / "plan.yaml"), "--once"]) == 0
+    assert main([str(folder / "runs"), "--plan", str(folder / "plan.yaml"), "--once"]) == 0
     return [*jsonl_records.rows(folder / "runs" / exp_id(exp) / EVALUATIONS)]
 
 

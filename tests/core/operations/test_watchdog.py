@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from src.experiments.identity import exp_id
-from src.launch import status as jobs
+from src.launch.status import format_table, table
 from src.operations import watchdog
 from src.runs import events, heartbeat, jsonl_records
 from src.runs.store import STATUS, RunStore, SavedRun
@@ -97,7 +97,7 @@ class World:
         return watchdog.main([str(self.runs), "--once", *words])
 
     def verdict(self, **limits: float) -> watchdog.Verdict:
-        (row,) = jobs.table(RunStore(self.runs), [ID])
+        (row,) = table(RunStore(self.runs), [ID])
         return watchdog.judge(self.run, row, watchdog.Limits(**limits))
 
     def noted(self) -> list[str]:
@@ -144,7 +144,7 @@ def test_a_step_older_than_its_median_allows_is_hung_once_and_recovers(world: Wo
     assert world.verdict(factor=11).state == "running"
     assert [world.look(), world.look(), world.look("--factor", "11")] == [watchdog.NEW, watchdog.KNOWN, 0]
     assert world.noted() == ["hung", "recovered"]
-    assert jobs.table(RunStore(world.runs), [ID])[0].reason == ""
+    assert table(RunStore(world.runs), [ID])[0].reason == ""
     assert world.look() == watchdog.KNOWN  # the same incident, which was told of
     world.tell("beat 6")
     world.age(heartbeat.HEARTBEAT, 120)
@@ -152,7 +152,7 @@ def test_a_step_older_than_its_median_allows_is_hung_once_and_recovers(world: Wo
     world.age(heartbeat.HEARTBEAT, 120)
     assert world.look() == watchdog.NEW
     assert world.noted() == ["hung", "recovered", "hung"]
-    row = jobs.table(RunStore(world.runs), [ID])[0]
+    row = table(RunStore(world.runs), [ID])[0]
     assert row.state == "running"
     assert row.reason.startswith("hung: its last step, 6, was 120 s ago")
 
@@ -200,7 +200,7 @@ def test_a_killed_run_is_dead_once(world: World):
     poll(lambda: world.verdict().state == "dead")
     assert [world.look(), world.look()] == [watchdog.NEW, watchdog.KNOWN]
     assert world.noted() == ["dead"]
-    assert jobs.table(RunStore(world.runs), [ID])[0].state == "lost"
+    assert table(RunStore(world.runs), [ID])[0].state == "lost"
     world.start()
     assert world.look() == 0
     world.kill()
@@ -228,7 +228,7 @@ def test_finished_and_failed_runs(world: World):
     for name in (STATUS, heartbeat.HEARTBEAT):
         world.age(name, 1e6)
     assert world.look() == 0
-    assert jobs.table(RunStore(world.runs), [ID])[0].reason == ""
+    assert table(RunStore(world.runs), [ID])[0].reason == ""
 
 
 def test_a_stopped_process_is_hung_not_dead(world: World):
@@ -273,19 +273,19 @@ def test_log_events_are_in_the_status_table_and_reported(
     assert variables == f"{ID} node_failure error"
     assert json.loads(event)["exp_id"] == ID
     assert json.loads(event)["line"] == "srun: error: Node failure on node-7"
-    (row,) = jobs.table(RunStore(world.runs), [ID])
+    (row,) = table(RunStore(world.runs), [ID])
     assert row.reason == "node_failure: srun: error: Node failure on node-7"
-    assert jobs.format_table([row])[1].endswith(row.reason)
+    assert format_table([row])[1].endswith(row.reason)
     world.kill()
     world.start()  # the next start has not seen it
-    assert jobs.table(RunStore(world.runs), [ID])[0].reason == ""
+    assert table(RunStore(world.runs), [ID])[0].reason == ""
 
 
 def test_damaged_files_are_named_and_stop_nothing_else(world: World, caplog: pytest.LogCaptureFixture):
     world.start()
     (world.run / events.EVENTS).write_text("no json\n")
     (world.run / "perf.jsonl").write_text('{"step": 1\nnull\n[]\n{"step": 2, "seconds": "x", "steps_per_second": 0}\n')
-    assert "expected a JSON object" in jobs.table(RunStore(world.runs), [ID])[0].reason
+    assert "expected a JSON object" in table(RunStore(world.runs), [ID])[0].reason
     assert world.verdict().state == "running"
     (world.run / STATUS).write_text("{")
     assert world.look() == watchdog.NEW

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests import toy
 
 BLOCK = re.compile(r"```python\n# (\S.*?)\n(.*?)```", re.DOTALL)
@@ -74,6 +76,7 @@ def test_a_metric_and_an_experiment_as_shown(tmp_path: Path):
     assert "prefix_match" in json.dumps(json.loads(table.stdout))
 
 
+@pytest.mark.slow
 def test_a_recipe_a_model_a_data_set_and_a_launcher_as_shown(tmp_path: Path):
     blocks = dict(BLOCK.findall((toy.ROOT / "CONTRIBUTING.md").read_text()))
     components = [

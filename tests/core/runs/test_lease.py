@@ -91,6 +91,7 @@ def foreign(beat: int = 0) -> str:
     return json.dumps({**facts, "token": "far", "since": "2026-01-01", "beat": beat})
 
 
+@pytest.mark.slow
 def test_exactly_one_of_eight_racers_wins_every_round(tmp_path: Path):
     with racers(8) as started:
         dead, elsewhere = json.dumps(dead_process()), foreign()

@@ -9,7 +9,7 @@ from src.errors import CheckpointError
 from src.experiments.config import Places
 from src.experiments.identity import exp_id
 from src.files import new_directory, write_json
-from src.runs.checkpoints import folder as checkpoints
+from src.runs.checkpoints import checkpoints
 from src.runs.parents import fingerprints, missing_parents, order, parent_checkpoints, parent_ids
 from src.runs.run_dir import RunDir
 from src.runs.store import RunStore

@@ -108,6 +108,7 @@ def test_chat_in_a_terminal(keyboard: Keyboard, tmp_path: Path):
     assert len(messages[1]["content"]) > 50
 
 
+@pytest.mark.slow
 def test_end_of_file_ends_the_chat(keyboard: Keyboard):
     keyboard.wait_for("> ")
     keyboard.type(CTRL_D)

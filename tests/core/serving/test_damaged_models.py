@@ -13,7 +13,7 @@ from src.experiments.grid import override
 from src.experiments.identity import exp_id
 from src.files import MANIFEST
 from src.models import export
-from src.operations.checkpoint_jobs import __main__ as checkpoint_jobs
+from src.operations.checkpoint_jobs.__main__ import main as run_checkpoint_jobs
 from src.serving import chat
 from src.systems.assistants.serving import page, reward_evaluation, reward_server, sampling_report
 from src.systems.assistants.serving.triton import repository
@@ -184,11 +184,11 @@ def test_checkpoint_jobs_name_a_damaged_file(world: World, tmp_path: Path, capfd
     shutil.copytree(world.runs / IDS["base"], done / IDS["base"])
     plan.write_text(yaml.safe_dump(raw))
     words = ["--plan", str(plan), "--once"]
-    assert checkpoint_jobs.main([str(done), *words]) == 0
+    assert run_checkpoint_jobs([str(done), *words]) == 0
     plan.write_text(yaml.safe_dump({**raw, "clean_up": CLEAN_UP}))
     for path in files_of(done):
         for damage in damages.DAMAGE if path.suffix != ".log" else ():
             shutil.rmtree(runs, ignore_errors=True)
             file = shutil.copytree(done, runs) / path.relative_to(done)
             damages.write(file, damage)
-            damages.check(lambda: checkpoint_jobs.main([str(runs), *words]), f"{file} {damage}", capfd)
+            damages.check(lambda: run_checkpoint_jobs([str(runs), *words]), f"{file} {damage}", capfd)

@@ -10,7 +10,7 @@ import pytest
 from src import files
 from src.errors import DataError, RunError, print_errors
 from src.runs import jsonl_records, lease
-from src.runs.history import transaction
+from src.runs.history import journal
 from src.support import parsing
 from tests.conftest import ROOT
 
@@ -45,7 +45,7 @@ def test_deeply_nested_json_is_refused(text: str, tmp_path: Path):
     with pytest.raises(RunError, match=r"a\.json"):
         files.read_json(tmp_path / "a.json", RunError)
     assert jsonl_records.parse_object(text.encode()) is None
-    assert transaction.step_of(text.encode()) is None
+    assert journal.step_of(text.encode()) is None
 
 
 def test_many_brackets_without_depth_are_accepted():

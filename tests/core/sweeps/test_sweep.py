@@ -21,8 +21,8 @@ import psutil
 import pytest
 import yaml
 
-from src.sweeps import __main__ as sweep
-from src.tables import rows as results
+from src.sweeps.__main__ import main
+from src.tables import results
 from tests import toy
 
 TRAINER = """
@@ -125,7 +125,7 @@ class World:
         ):
             for name, value in environment.items():
                 patch.setenv(name, value)
-            code = sweep.main(self.arguments(*arguments))
+            code = main(self.arguments(*arguments))
         return code, out.getvalue(), err.getvalue()
 
     def states(self) -> list[str]:
@@ -305,6 +305,7 @@ def trial_states(world: World) -> list[str]:
         return [state for (state,) in database.execute("SELECT state FROM trials ORDER BY number")]
 
 
+@pytest.mark.slow
 def test_a_worker_and_its_training_that_are_killed_lose_nothing(world: World):
     worker = world.start("--trials", "2", HOLD=str(world.folder / "go"))
     wait_for(lambda: [path for path in world.runs.glob("*/scores.jsonl") if len(path.read_text().splitlines()) == 2])

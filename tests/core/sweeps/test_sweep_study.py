@@ -15,7 +15,6 @@ from src.experiments import config
 from src.runs import lease
 from src.runs.lease import LEASE
 from src.runs.run_dir import RunDir
-from src.sweeps import study as sweep_study
 from src.sweeps.study import ClaimedTrial, Study, Training, TrialResult
 from src.sweeps.sweep import SweepFile, parse_dimensions
 from tests import toy
@@ -59,8 +58,8 @@ def states(worker: Study) -> list[str]:
 @pytest.fixture
 def two(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Study, Study]:
     """Two workers of a grid that take each other for dead after a second."""
-    monkeypatch.setattr(sweep_study, "HEARTBEAT_SECONDS", 1)
-    monkeypatch.setattr(sweep_study, "STALE_SECONDS", 2)
+    monkeypatch.setattr("src.sweeps.study.HEARTBEAT_SECONDS", 1)
+    monkeypatch.setattr("src.sweeps.study.STALE_SECONDS", 2)
     grid: dict[str, Any] = {"method": "grid", "parameters": {"lr": {"values": [0.1, 0.2]}}}
     return study(tmp_path, **grid), study(tmp_path, **grid)
 
@@ -91,6 +90,7 @@ def test_the_trial_of_a_dead_worker_is_begun_again_under_a_new_number(two: tuple
     assert second.is_finished()
 
 
+@pytest.mark.slow
 def test_a_worker_that_died_before_its_first_heartbeat_holds_up_nobody(two: tuple[Study, Study]):
     first, second = two
     first.study.enqueue_trial(first.grid[0])  # type: ignore[index]
@@ -108,6 +108,7 @@ def test_a_trial_that_is_handed_back_is_begun_again_at_once_and_once(two: tuple[
     assert [trial.number for trial in second.trials()] == [1]
 
 
+@pytest.mark.slow
 def test_bayes_looks_where_it_was_good(tmp_path: Path):
     """After ten trials by chance it comes nearer to the best; by chance the mean distance is one decade."""
     worker = study(tmp_path, method="bayes")

@@ -24,8 +24,7 @@ from src.runs.run_dir import RunDir
 from src.runs.scores import SCORE_LIST, SCORES, Scores, read_score_list
 from src.runs.store import SavedRun
 from src.runs.summary import SUMMARY, parse_summary, summarize
-from src.tables import cache, curves, scan
-from src.tables import rows as results
+from src.tables import cache, curves, results, scan
 from src.tables.cache import CACHE
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -276,8 +275,7 @@ def test_a_read_only_folder(at_once: None):
 
 def test_many_processes_at_once(runs: Path):
     code = (
-        "import sys; from pathlib import Path; from src.tables import rows as results, scan; scan.SETTLED_SECONDS = "
-        "0.0\n"
+        "import sys; from pathlib import Path; from src.tables import results, scan; scan.SETTLED_SECONDS = 0.0\n"
         "for _ in range(20): print(len(results.load_rows(Path(sys.argv[1]))[0]))"
     )
     first = answer(runs)

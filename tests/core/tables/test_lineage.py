@@ -12,7 +12,7 @@ from src.experiments.config import Places
 from src.experiments.identity import exp_id
 from src.experiments.interfaces import RecipeConfig
 from src.files import new_directory, write_json
-from src.runs.checkpoints import folder as checkpoints
+from src.runs.checkpoints import checkpoints
 from src.runs.plan import Planned
 from src.runs.run_dir import RunDir
 from src.tables import lineage

@@ -13,8 +13,7 @@ from src.errors import ConfigError, DataError
 from src.experiments.identity import exp_id
 from src.runs.run_dir import RunDir
 from src.runs.store import SavedRun
-from src.tables import rows as results
-from src.tables import statistics
+from src.tables import results, statistics
 
 
 def experiment(stride: int, seed: int) -> dict:

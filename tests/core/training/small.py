@@ -13,7 +13,7 @@ from src.experiments.config import Places
 from src.runs.context import Options, Run
 from src.runs.run_dir import RunDir
 from src.support import distributed
-from src.training.checkpointing.folder import CheckpointMetadata
+from src.training.checkpointing.checkpoint import CheckpointMetadata
 from src.training.config import LoopConfig
 from src.training.loop import fit
 from src.training.loss import Loss

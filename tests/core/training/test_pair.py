@@ -9,7 +9,7 @@ import pytest
 from src.data.orders import IndexedOrder
 from src.experiments.identity import exp_id
 from src.runs import ledger
-from src.runs.checkpoints import folder as checkpoints
+from src.runs.checkpoints import checkpoints
 from src.runs.history import branches
 from src.support import distributed
 from tests import warm

@@ -61,6 +61,7 @@ def test_a_tokenizer_that_names_no_end_token_gets_one_of_its_vocabulary(
     assert new.eos_token_id == old.convert_tokens_to_ids("</s>")
 
 
+@pytest.mark.slow
 def test_b2_ids_do_not_depend_on_the_hash_seed(tmp_path: Path):
     """Two processes of one training must agree on them."""
     talk.tokenizer([]).save_pretrained(tmp_path / "old")

@@ -16,12 +16,11 @@ import pytest
 from data_prep.crossattn import stdlib_qa
 from src import files
 from src.data import jsonl
-from src.data.text import dataset as text
-from src.data.text import tokenizers
+from src.data.text import dataset, tokenizers
 from src.errors import DataError
 from src.evaluation.metrics.answers import references
 from src.experiments.config import Places
-from src.systems.crossattn.data import cross_attention as qa
+from src.systems.crossattn.data import cross_attention
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -176,7 +175,7 @@ def test_the_tokenizer_knows_its_control_tokens_and_all_bytes(whole):
 def test_the_data_sets_read_it(whole):
     places = Places(data=whole, runs=whole)
     tokenizer = tokenizers.load(whole / "stdlib_tokenizer")
-    config = qa.Config(corpus="stdlib_qa", context_tokens=256, sequence_tokens=128, loss_on="answer")
+    config = cross_attention.Config(corpus="stdlib_qa", context_tokens=256, sequence_tokens=128, loss_on="answer")
     data = config.build(places, tokenizer, "val", 0)
     shuffled = data.with_shuffled_contexts()
     cut = 0
@@ -187,9 +186,10 @@ def test_the_data_sets_read_it(whole):
         assert tokenizer.decode(answer) == references(data.row(i))[0] + "<|endoftext|>"
         cut += len(sample["context_chunks"][0]) == 256
     assert cut < 0.1 * len(data)
-    assert len(text.Config(corpus="stdlib_text", sequence_tokens=256).build(places, tokenizer, "val", 0)) > 100
+    assert len(dataset.Config(corpus="stdlib_text", sequence_tokens=256).build(places, tokenizer, "val", 0)) > 100
 
 
+@pytest.mark.slow
 def test_two_runs_give_the_same_bytes(small_stdlib, tmp_path):
     code = (
         "import sys; from pathlib import Path; from data_prep.crossattn.stdlib_qa import prepare; "

@@ -4,14 +4,15 @@ import random
 
 import pytest
 
-from data_prep.metadata import text as of_text
 from data_prep.metadata.html import extract
+from data_prep.metadata.text import extract as extract_text
+from data_prep.metadata.text import place_entities, sentence_lengths, split_paragraphs, title_items
 from src.systems.metadata.data.annotations import read_row
 from tests.data_prep.metadata.test_html import random_page
 
 
 def spans(text: str, compatible: bool = False) -> list[tuple[str, str]]:
-    items = of_text.sentence_lengths(text, compatible=compatible)
+    items = sentence_lengths(text, compatible=compatible)
     return [(text[item["char_start_idx"] : item["char_end_idx"]], item["value"]) for item in items]
 
 
@@ -31,13 +32,13 @@ def test_b16_sentences_keep_their_dots_and_their_tail():
     ],
 )
 def test_b13_a_title(html: str, title: str | None, original: str | None):
-    assert [item["value"] for item in of_text.title_items([html])] == ([title] if title else [])
-    assert [item["value"] for item in of_text.title_items([html], compatible=True)] == ([original] if original else [])
+    assert [item["value"] for item in title_items([html])] == ([title] if title else [])
+    assert [item["value"] for item in title_items([html], compatible=True)] == ([original] if original else [])
 
 
 def test_paragraphs_end_with_tags_and_empty_lines():
     page = extract("<body><p>one</p><div>two<pre>a\n\nb</pre></div>rest</body>", [])
-    placed = list(of_text.split_paragraphs(page.text, page.tags))
+    placed = list(split_paragraphs(page.text, page.tags))
     assert [(item["value"], item["marker"]) for item in placed] == [
         ("one\n", "p"),
         ("two\na\n\n", "pre+lf"),
@@ -50,7 +51,7 @@ def test_paragraphs_end_with_tags_and_empty_lines():
 def test_paragraphs_together_are_the_text():
     for seed in range(200):
         page = extract(random_page(seed), [])
-        assert "".join(item["value"] for item in of_text.split_paragraphs(page.text, page.tags)) == page.text
+        assert "".join(item["value"] for item in split_paragraphs(page.text, page.tags)) == page.text
 
 
 def test_entities_are_named_once_a_paragraph_in_their_order():
@@ -60,7 +61,7 @@ def test_entities_are_named_once_a_paragraph_in_their_order():
         {"key": "entity", "type": "local", "char_start_idx": s, "char_end_idx": e, "value": v} for s, e, v in places
     ]
     row = {"text": page.text, "metadata_html": page.tags, "metadata_entity": entities, "html_title": page.title}
-    placed = of_text.extract(row)
+    placed = extract_text(row)
     named = [
         (item["value"], item["char_start_idx"], item["relative_start_pos"])
         for item in placed["metadata_entity_paragraph"]
@@ -80,17 +81,17 @@ def test_rows_of_any_page_are_read():
             {"key": "entity", "type": "local", "char_start_idx": s, "char_end_idx": s + 1, "value": "E"} for s in starts
         ]
         row = {**page.columns(), "metadata_entity": entities}
-        assert read_row({**row, **of_text.extract(row)}, "row").text == page.text
+        assert read_row({**row, **extract_text(row)}, "row").text == page.text
 
 
 def test_long_runs_of_dots_and_many_entities_take_no_longer_than_they_are():
     """A page of a table of contents has thousands."""
-    assert len(list(of_text.sentence_lengths("a " + "." * 200_000 + "x. End."))) == 2
+    assert len(list(sentence_lengths("a " + "." * 200_000 + "x. End."))) == 2
     text = "word \n\n" * 4000
-    paragraphs = list(of_text.split_paragraphs(text, []))
+    paragraphs = list(split_paragraphs(text, []))
     entities = [{"char_start_idx": 7 * i, "char_end_idx": 7 * i + 4, "value": "W"} for i in range(4000)]
-    assert len(list(of_text.place_entities(entities, paragraphs))) == 4000
+    assert len(list(place_entities(entities, paragraphs))) == 4000
 
 
 def test_titles_are_text_and_not_markup():
-    assert of_text.title_items(["<title>A &amp; B</title>"]) == [{"key": "title", "type": "global", "value": "A & B"}]
+    assert title_items(["<title>A &amp; B</title>"]) == [{"key": "title", "type": "global", "value": "A & B"}]

@@ -18,7 +18,7 @@ from results import report, run_page
 from results.pages import chart
 from results.pages.overview import Curves, Line
 from src.runs.run_dir import RunDir
-from src.tables import rows as results
+from src.tables import results
 
 pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 from playwright.sync_api import Browser, Locator, Page, expect

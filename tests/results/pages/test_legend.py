@@ -11,7 +11,7 @@ from results import plot, report
 from results.dashboard import ALL, Dashboard
 from results.pages import legend, overview
 from src.runs.run_dir import RunDir
-from src.tables import rows as results
+from src.tables import results
 
 # panel 1.9.4 calls pandas in a way that pandas 3.1 announces the end of
 pytestmark = pytest.mark.filterwarnings("ignore:The inplace keyword:pandas.errors.Pandas4Warning")

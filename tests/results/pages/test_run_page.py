@@ -12,7 +12,7 @@ from results import run_page
 from results.pages import layers
 from src.runs import ledger
 from src.runs.run_dir import RunDir
-from src.tables import rows as results
+from src.tables import results
 from tests.results.pages.test_report import HOSTILE, Page
 
 

@@ -26,8 +26,7 @@ from results import (
 from results.dashboard import ALL, Dashboard
 from src.files import new_directory, write_json
 from src.launch import submissions
-from src.runs.checkpoints import folder as checkpoints
-from src.runs.checkpoints import pins
+from src.runs.checkpoints import checkpoints, pins
 from src.runs.run_dir import RunDir
 from src.runs.store import SavedRun
 from src.tables.cache import CACHE

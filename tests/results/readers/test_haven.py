@@ -10,7 +10,7 @@ import pytest
 
 from results import table
 from src.runs.scores import Scores
-from src.tables import rows as results
+from src.tables import results
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # haven imports deprecated modules

@@ -10,7 +10,8 @@ import pytest
 from results import answers, report, rescore, run_page, table
 from results.dashboard import ALL, Dashboard
 from results.pages import overview
-from src.evaluation.metrics import answers as scoring
+from src.evaluation.metrics.answers import control_scores
+from src.evaluation.metrics.answers import scores as metric_scores
 from src.experiments.config import Problems
 from src.experiments.interfaces import Prediction
 from src.experiments.registry import METRICS, bind
@@ -51,7 +52,7 @@ def plant(runs: Path, rows: list[dict[str, str]], control: list[dict[str, str]],
         write(run.path / "inference" / "val.jsonl", rows)
         write(run.path / "inference" / "val_wrong_context.jsonl", control)
         scores, wrong = (
-            scoring.scores(
+            metric_scores(
                 [bind(METRICS, METRIC[0])],
                 [
                     Prediction(r["answer_pred"], [r["answer"]], r["question"], [r["context"]], r["dataset"])
@@ -61,7 +62,7 @@ def plant(runs: Path, rows: list[dict[str, str]], control: list[dict[str, str]],
             )
             for of_file in (rows, control)
         )
-        scores |= scoring.control_scores(scores, wrong)
+        scores |= control_scores(scores, wrong)
         run.scores.append({"step": 1} | {f"inference/{name}": value for name, value in scores.items()})
         run.set_status("done", step=1)
         return run.path

@@ -78,6 +78,7 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> Places:
     return Places(folder, folder)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("group", GROUPS)
 def test_it_learns_on_a_small_base_of_its_family(group: str, places: Places):
     """Of the reference, sections of GPT-JT (B10), of adapters (B11) and of reward models (B31) ended before the first

@@ -19,7 +19,7 @@ from src.experiments.interfaces import load_experiment
 from src.experiments.registry import DATASETS, MODELS, bind
 from src.models.export import main as export
 from src.models.load import load
-from src.models.tokenizer import end_ids
+from src.models.prepared_tokenizer import end_ids
 from src.serving import chat
 from src.systems.assistants.conversations.entries import Message
 from src.systems.assistants.serving.conversation import Talk

@@ -466,6 +466,7 @@ def test_a_policy_that_runs_away_is_stopped(folder: Path, tmp_path: Path, capsys
     assert "nats a token from its reference" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_policy_that_runs_away_is_taken_back_to_where_it_was_near(folder: Path, tmp_path: Path):
     """Before the iteration whose steps have moved it too far, over whole iterations: from there it is near again."""
     shutil.copytree(folder, tmp_path / "world")
@@ -492,6 +493,7 @@ JUDGED = override(
 )
 
 
+@pytest.mark.slow
 def test_models_on_servers_give_the_same_numbers(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ):

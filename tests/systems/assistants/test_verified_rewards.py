@@ -61,6 +61,7 @@ def prepare(folder: Path, rows: Sequence[dict[str, Any]] = GSM8K) -> None:
     talk.tokenizer().save_pretrained(folder / "data" / "talk_tokenizer")
 
 
+@pytest.mark.slow
 def test_grpo_learns_from_reward_math_on_prepared_rows(tmp_path: Path):
     prepare(tmp_path)
     exp = read_experiment()

@@ -8,7 +8,7 @@ import pytest
 
 from src.errors import ConfigError, DataError
 from src.evaluation.config import Answers, Inference, score_names
-from src.experiments import config as configs
+from src.experiments import config
 from tests import toy
 
 INFERENCE: dict[str, Any] = {"max_new_tokens": 4, "metrics": [{"name": "squad"}]}
@@ -26,7 +26,7 @@ class Rows:
 
 
 def inference(**settings: Any) -> Inference:
-    return configs.load(Inference, {**INFERENCE, **settings}, "inference")
+    return config.load(Inference, {**INFERENCE, **settings}, "inference")
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,7 @@ def test_questions_that_do_not_exist(
 
 
 def test_names_of_scores_and_number_of_questions():
-    answers = configs.load(
+    answers = config.load(
         Answers, {"questions": 10, "max_new_tokens": 7, "metrics": [{"name": "squad"}, {"name": "rouge"}]}, "answers"
     )
     assert set(score_names(answers.metrics)) == {"em", "f1", "precision", "recall", *ROUGE}

@@ -20,7 +20,7 @@ from src.evaluation.metrics.answers import GAIN, WRONG, make_prediction
 from src.experiments.identity import exp_id
 from src.experiments.registry import METRICS, bind
 from src.files import defect, new_directory
-from src.tables import rows as results
+from src.tables import results
 from tests import toy, warm
 
 ROWS = 21

@@ -304,6 +304,7 @@ def test_bad_documents_are_counted_and_recorded_in_the_run(tmp_path: Path):
         data.sample(0, data.first(1) + 3)
 
 
+@pytest.mark.slow
 def test_a_shard_that_was_replaced_between_two_starts_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     """By another of the same size."""
     write_data(tmp_path / "data")

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from results import metadata as show
+from results import metadata
 from src.data.orders import RankShare, order_of
 from src.data.text import tokenizers
 from src.errors import ConfigError
@@ -117,7 +117,7 @@ def test_what_metadata_are_worth_in_the_loop_and_afterwards(folder: Path, capsys
 
     capsys.readouterr()
     runs = [str(folder / "runs" / exp_id(raw)) for raw in (TOLD, again)]
-    assert show.main([*runs, "--output", str(folder / "gains.png")]) == 0
+    assert metadata.main([*runs, "--output", str(folder / "gains.png")]) == 0
     printed, _ = capsys.readouterr()
     assert printed.count(f"{measured['val_gain/title']:.4f} ({measured['val_gain_low/title']:.4f} to ") == 4, (
         "twice as a gain in long documents"
@@ -126,10 +126,11 @@ def test_what_metadata_are_worth_in_the_loop_and_afterwards(folder: Path, capsys
     assert (folder / "gains.png").stat().st_size > 5000
     without = override(TOLD, {"gains": None, "loop.steps": 1, "loop.eval_every": 1})
     assert toy.main(["-e", "without"], {"without": [without]}, folder) == 0
-    assert show.main([str(folder / "runs" / exp_id(without))]) == 1
+    assert metadata.main([str(folder / "runs" / exp_id(without))]) == 1
     assert "no evaluation has gains" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_two_processes_and_a_resumed_training_have_equal_scores(folder: Path, tmp_path: Path):
     short = override(TOLD, {"data.open_rows": 2, "loop.steps": 30, "loop.eval_every": 10})
     root = toy.project(tmp_path, f"EXP_GROUPS = {{'short': [{short!r}]}}")

@@ -10,7 +10,7 @@ from torch._dynamo.utils import counters
 from transformers import T5Config, T5ForConditionalGeneration
 
 from src.training.loss import NOT_LEARNED, seq2seq_loss
-from src.training.parallel import compile as compilation
+from src.training.parallel import compilation
 
 pytestmark = [  # of torch's own compiler
     pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning"),
@@ -71,6 +71,7 @@ def step_on(model: Any, step: int, padded: bool) -> torch.Tensor:
     return loss.detach()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("version", "padded", "graphs"),
     [("v1.1", False, [KINDS] * STEPS), ("original", True, [KINDS, *[2 * KINDS] * (STEPS - 1)])],

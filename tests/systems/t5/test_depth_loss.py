@@ -11,8 +11,8 @@ from transformers import T5Config, T5ForConditionalGeneration
 
 from src.experiments.config import Places, load
 from src.files import new_directory
-from src.systems.t5.denoising.depth import dataset as depth
-from src.systems.t5.model import masks as t5_masks
+from src.systems.t5.denoising.depth import dataset
+from src.systems.t5.model.masks import accept
 from src.training.loss import depth_loss
 from src.training.validation import measure
 from tests.core.data.conftest import make_tokenizer  # noqa: F401  a fixture
@@ -38,7 +38,7 @@ def build(tmp_path, make_tokenizer):  # noqa: F811  the fixture
                 for name in ("train", "val"):
                     (folder / f"{name}.jsonl").write_text((json.dumps({"text": text}) + "\n") * 48)
         sizes = {"input_tokens": 48, "target_tokens": 40, "num_sentences": NAMES, "shuffle_rate": 1.0}
-        return load(depth.Config, {"corpus": "c", **sizes, **values}, "data").build(places, tokenizer, split, 0)
+        return load(dataset.Config, {"corpus": "c", **sizes, **values}, "data").build(places, tokenizer, split, 0)
 
     return make
 
@@ -55,7 +55,7 @@ def make_model(width):
     }
     ids: dict[str, Any] = {"pad_token_id": 1, "eos_token_id": 0, "decoder_start_token_id": 1}
     model: Any = T5ForConditionalGeneration(T5Config(vocab_size=len(CONTROLS) + 256, **sizes, **ids))
-    t5_masks.accept(model)
+    accept(model)
     return model
 
 

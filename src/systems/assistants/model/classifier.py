@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from src.errors import ConfigError
-from src.models import tokenizer as prepared_tokenizer
+from src.models import prepared_tokenizer
 from src.systems.assistants.model.layers import RewardModel
 
 PAD = "<|padding|>"

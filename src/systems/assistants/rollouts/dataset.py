@@ -18,8 +18,7 @@ from src.experiments.config import Config as StrictConfig
 from src.experiments.config import Places
 from src.experiments.interfaces import Batch, DatasetConfig, DatasetField
 from src.runs.history.branches import Branch
-from src.systems.assistants.conversations import dataset as conversations
-from src.systems.assistants.conversations import templates
+from src.systems.assistants.conversations import dataset, templates
 from src.systems.assistants.conversations.rendering import Renderer
 from src.systems.assistants.rollouts.order import RolloutOrder
 from src.systems.assistants.rollouts.prompts import Prompts, check_beginning
@@ -76,7 +75,7 @@ class Config(DatasetConfig):
 
     @model_validator(mode="after")
     def _consistent(self) -> "Config":
-        if not isinstance(self.prompts, conversations.Config):
+        if not isinstance(self.prompts, dataset.Config):
             raise ValueError(f"prompts: expected data of the name 'conversations', got {self.prompts.name!r}.")
         if self.prompts.shuffle != "numpy":
             raise ValueError("prompts.shuffle: would be ignored: rollouts have an order of their own. Leave it out.")
@@ -93,7 +92,7 @@ class Config(DatasetConfig):
 
     def check_rows(self, places: Places, keys: Sequence[str]) -> None:
         """Raises DataError where rewards read `keys` of rows, and one of the first thousand lacks one."""
-        assert isinstance(self.prompts, conversations.Config), "the validator has checked it"
+        assert isinstance(self.prompts, dataset.Config), "the validator has checked it"
         check_beginning(jsonl.require_file(jsonl.corpus_folder(places, self.prompts.corpus), "train.jsonl"), keys)
 
     def check_tokenizer(self, folder: Any) -> None:
@@ -116,7 +115,7 @@ class Config(DatasetConfig):
         Raises:
             DataError: the prompts are missing or malformed, or one is too long.
         """
-        assert isinstance(self.prompts, conversations.Config), "the validator has checked it"
+        assert isinstance(self.prompts, dataset.Config), "the validator has checked it"
         if split != "train":
             return self.prompts.build(places, tokenizer, split, seed)
         own = self.prompts

@@ -24,7 +24,7 @@ from pydantic import Field, field_validator
 
 from src.data.jsonl import check_text
 from src.errors import ConfigError, DataError
-from src.experiments import config as configs
+from src.experiments import config
 from src.experiments.config import Places, unknown_text
 from src.files import ROOT, read_yaml, reading, write_json
 from src.models.load import add_options, move
@@ -38,7 +38,7 @@ _OF_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "typical_p", "epsilon_
 """Arguments of `generate` that change nothing where no token is drawn."""
 
 
-class Sampling(configs.Config):
+class Sampling(config.Config):
     """One way to sample."""
 
     name: str = Field(min_length=1)
@@ -93,7 +93,7 @@ def read_samplings(path: Path, names: Sequence[str] | None) -> list[Sampling]:
             if ignored:
                 raise ConfigError(f"{where}: {ignored[0]}: would be ignored without do_sample. Leave it out.")
             merged = {name: value for name, value in merged.items() if name not in _OF_SAMPLING}
-        sampling = configs.load(Sampling, {**default, **entry, "generate_args": merged}, where)
+        sampling = config.load(Sampling, {**default, **entry, "generate_args": merged}, where)
         if samplings.setdefault(sampling.name, sampling) is not sampling:
             raise ConfigError(f"{where}: duplicate name {sampling.name!r}. Rename one.")
     for name in names or ():

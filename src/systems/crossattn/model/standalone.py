@@ -16,8 +16,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput
 
-from src.systems.crossattn.model import encoder, kv_cache
-from src.systems.crossattn.model import layers as layers_module
+from src.systems.crossattn.model import encoder, kv_cache, layers
 from src.systems.crossattn.model.config import Family, Plan
 from src.systems.crossattn.model.kv_cache import Context
 from src.systems.crossattn.model.layers import CrossAttentionLM
@@ -97,7 +96,7 @@ class CrossAttentionForCausalLM(PreTrainedModel):
 def save(model: CrossAttentionLM, folder: Path) -> None:
     """Write config, weights and code of `model` to `folder`."""
     settings = model.settings.model_dump(mode="json", exclude={"base", "weights", "cache_contexts"})
-    plan = asdict(layers_module._plan_for(model.settings, model.base))
+    plan = asdict(layers._plan_for(model.settings, model.base))
     base = {**model.base.config.to_dict(), "_name_or_path": "", "dtype": str(model.base.dtype).removeprefix("torch.")}
     config = CrossAttentionConfig(base=base, settings=settings, plan=plan)
     made = CrossAttentionForCausalLM(config).to(model.base.dtype)
@@ -123,7 +122,7 @@ def source() -> str:
     from src.models import wrapper
     from src.systems.crossattn.model import config
 
-    paths = [str(module.__file__) for module in (wrapper, kv_cache, encoder, layers_module)]
+    paths = [str(module.__file__) for module in (wrapper, kv_cache, encoder, layers)]
     body = "\n\n".join(_without_imports(Path(path).read_text(encoding="utf-8")) for path in [*paths, __file__])
     body = body[: body.index("\ndef save(")]
     header = [

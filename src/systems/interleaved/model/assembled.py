@@ -10,8 +10,7 @@ from src.errors import CheckpointError, ConfigError
 from src.experiments.config import Places
 from src.experiments.interfaces import Architecture, ModelConfig
 from src.experiments.kinds import VISION_LANGUAGE
-from src.models import hf
-from src.models import tokenizer as prepared_tokenizer
+from src.models import hf, prepared_tokenizer
 from src.support.call_once import call_once
 from src.systems.interleaved.model import parts
 

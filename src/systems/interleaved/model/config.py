@@ -9,7 +9,7 @@ from src.experiments.config import Config as StrictConfig
 from src.experiments.config import Places
 from src.experiments.interfaces import Architecture, ModelConfig
 from src.experiments.kinds import VISION_LANGUAGE
-from src.models import tokenizer as prepared_tokenizer
+from src.models import prepared_tokenizer
 from src.systems.interleaved.model import parts
 
 if TYPE_CHECKING:

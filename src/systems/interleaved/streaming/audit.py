@@ -24,7 +24,7 @@ from src.errors import CheckpointError, ConfigError, RunError
 from src.experiments.config import Places
 from src.experiments.interfaces import load_experiment
 from src.files import read_json, write_atomic, writing
-from src.runs.checkpoints import folder as checkpoints
+from src.runs.checkpoints import checkpoints
 from src.runs.history import branches
 from src.runs.store import SavedRun, expand_run
 from src.support.command_line import make_parser, run_command

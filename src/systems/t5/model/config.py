@@ -11,9 +11,8 @@ from src.experiments.config import Config as StrictConfig
 from src.experiments.config import Places
 from src.experiments.interfaces import Architecture, ModelConfig
 from src.experiments.kinds import ENCODER_DECODER
-from src.models import hf
-from src.models import tokenizer as prepared_tokenizer
-from src.systems.t5.model import masks as t5_masks
+from src.models import hf, prepared_tokenizer
+from src.systems.t5.model import masks
 
 if TYPE_CHECKING:
     from transformers import T5ForConditionalGeneration
@@ -104,7 +103,7 @@ class Config(ModelConfig):
             model = (base.load_unfilled if unfilled else base.load)(places, CLASSES[known.model_type])
             if self.dropout_rate is not None:
                 _set_dropout(model, self.dropout_rate)
-        t5_masks.accept(model)
+        masks.accept(model)
         return model
 
     def check(self, places: Places) -> None:

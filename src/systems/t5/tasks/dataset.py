@@ -17,7 +17,7 @@ from src.experiments.interfaces import DatasetConfig, Prediction, require_fit
 from src.experiments.kinds import ENCODER_DECODER
 from src.files import reading
 from src.systems.t5.denoising import sentinels
-from src.systems.t5.tasks import task_table as tasks
+from src.systems.t5.tasks import task_table
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -57,18 +57,18 @@ class Config(DatasetConfig):
     def check(self, places: Places) -> None:
         self.check_splits(places, jsonl.SPLITS)
 
-    def find_task(self, places: Places) -> tasks.NamedTask:
+    def find_task(self, places: Places) -> task_table.NamedTask:
         """The task, as its corpus or resources/tasks defines it."""
-        return tasks.find_in_corpus(self.task, jsonl.corpus_folder(places, self.corpus))
+        return task_table.find_in_corpus(self.task, jsonl.corpus_folder(places, self.corpus))
 
     def has_split(self, places: Places, split: str) -> bool:
         """Whether there are rows of a split."""
         return (jsonl.corpus_folder(places, self.corpus) / f"{split}.jsonl").is_file()
 
-    def check_splits(self, places: Places, splits: Sequence[str]) -> tasks.NamedTask:
+    def check_splits(self, places: Places, splits: Sequence[str]) -> task_table.NamedTask:
         """`check` of some splits; the task."""
         folder = jsonl.corpus_folder(places, self.corpus)
-        task = tasks.find_in_corpus(self.task, folder)
+        task = task_table.find_in_corpus(self.task, folder)
         for split in splits:
             if split == "train" and not task.task.trained:
                 raise ConfigError(f"data.task: {self.task!r} has no rows to train on. Name it in predictions.also.")
@@ -77,7 +77,7 @@ class Config(DatasetConfig):
 
     def weight(self, places: Places) -> float | None:
         """Examples of the task in T5's mixtures, in proportion to those of others; None where they leave it out."""
-        return tasks.find_in_corpus(self.task, jsonl.corpus_folder(places, self.corpus)).task.weight
+        return task_table.find_in_corpus(self.task, jsonl.corpus_folder(places, self.corpus)).task.weight
 
     def check_tokenizer(self, folder: Path | None) -> None:
         if self.sentinel:
@@ -127,7 +127,7 @@ class Sample(TypedDict):
     targets: list[int]
 
 
-def _require_columns(task: tasks.NamedTask, path: Path) -> None:
+def _require_columns(task: task_table.NamedTask, path: Path) -> None:
     """Raises DataError where the first row of a file lacks a column of the task: likely the file of another task."""
     with reading(path, DataError), open(path, "rb") as file:
         row = jsonl.parse(file.readline(), f"{path}:1")
@@ -136,7 +136,7 @@ def _require_columns(task: tasks.NamedTask, path: Path) -> None:
             raise DataError(f"{path}:1: no column {column!r} of task {task.name!r}. It has: {', '.join(row)}.")
 
 
-def require_number(label: str, task: tasks.Task, where: str) -> None:
+def require_number(label: str, task: task_table.Task, where: str) -> None:
     """Raises DataError, which names `where`, unless `label` is a number in the range of a regression."""
     low, high = task.range or [0.0, 0.0]
     try:
@@ -155,7 +155,7 @@ class TaskDataset:
     def __init__(
         self,
         config: Config,
-        task: tasks.NamedTask,
+        task: task_table.NamedTask,
         rows: Sequence[Row],
         tokenizer: "PreTrainedTokenizerFast",
         fingerprint: str,

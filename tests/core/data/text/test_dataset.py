@@ -6,13 +6,12 @@ import numpy as np
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from src.data.text import dataset as text
-from src.data.text import documents
+from src.data.text import dataset, documents
 from src.data.text.tokenizers import SafeTokenizer
 from src.errors import ConfigError, DataError
 from src.experiments.config import load
 from src.experiments.registry import DATASETS, bind
-from src.systems.crossattn.data import cross_attention as qa
+from src.systems.crossattn.data import cross_attention
 
 
 def ids(string):
@@ -25,7 +24,7 @@ def build(places, write_corpus, tokenizer):
 
     def make(documents, split="train", seed=0, **values):
         write_corpus("t", [{"text": d, "source": "s"} for d in documents])
-        config = load(text.Config, {"corpus": "t", "sequence_tokens": 4, **values}, "data")
+        config = load(dataset.Config, {"corpus": "t", "sequence_tokens": 4, **values}, "data")
         config.check(places)
         return config.build(places, tokenizer, split, seed)
 
@@ -54,7 +53,7 @@ def test_token_ids_of_a_large_corpus_are_saved_and_loaded(build, places, tokeniz
 
     with monkeypatch.context() as once:
         once.setattr(SafeTokenizer, "encode_all", None)  # whoever tokenizes again fails
-        config = load(text.Config, {"corpus": "t", "sequence_tokens": 4}, "data")
+        config = load(dataset.Config, {"corpus": "t", "sequence_tokens": 4}, "data")
         again = config.build(places, tokenizer, "train", 0)
         assert (samples(again), again.fingerprint) == (samples(before), before.fingerprint)
         with pytest.raises(TypeError):
@@ -149,21 +148,23 @@ def test_too_little_text(build):
 @pytest.mark.parametrize("change", [{"sequence_tokens": 1}, {"val_sequences": 0}, {"corpus": ""}])
 def test_config_refuses(change):
     with pytest.raises(ConfigError, match=rf"^data\.{next(iter(change))}: "):
-        load(text.Config, {"corpus": "t", "sequence_tokens": 4, **change}, "data")
+        load(dataset.Config, {"corpus": "t", "sequence_tokens": 4, **change}, "data")
 
 
 def test_missing_field_is_named(places, write_corpus, tokenizer):
     write_corpus("t", [{"source": "s"}])
     with pytest.raises(DataError, match=re.escape("train.jsonl:1: field 'text' is missing. Fields: source.")):
-        load(text.Config, {"corpus": "t", "sequence_tokens": 4}, "data").build(places, tokenizer, "train", 0)
+        load(dataset.Config, {"corpus": "t", "sequence_tokens": 4}, "data").build(places, tokenizer, "train", 0)
 
 
 def test_missing_corpus_is_found_without_building(places):
     with pytest.raises(DataError, match=r"Make it with: python -m data_prep.crossattn.stdlib_qa"):
-        load(text.Config, {"corpus": "stdlib_text", "sequence_tokens": 4}, "data").check(places)
+        load(dataset.Config, {"corpus": "stdlib_text", "sequence_tokens": 4}, "data").check(places)
 
 
-@pytest.mark.parametrize(("module", "values"), [(text, {}), (qa, {"context_tokens": 3, "loss_on": "answer"})])
+@pytest.mark.parametrize(
+    ("module", "values"), [(dataset, {}), (cross_attention, {"context_tokens": 3, "loss_on": "answer"})]
+)
 def test_every_data_set_leaves_room_for_the_tokens_to_be_written(module, values):
     config = load(module.Config, {"corpus": "t", "sequence_tokens": 4, **values}, "data")
     config.check_length(6, 2)

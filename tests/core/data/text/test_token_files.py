@@ -7,8 +7,7 @@ import re
 import numpy as np
 import pytest
 
-from src.data.text import dataset as text
-from src.data.text import documents, token_files
+from src.data.text import dataset, documents, token_files
 from src.data.text.documents import PackedRows, join_documents
 from src.data.text.tokenizers import tokenizer_digest
 from src.errors import DataError
@@ -123,7 +122,7 @@ def test_text_data_of_token_files_are_those_of_the_plain_corpus(places, tokenize
     for split in ("train", "val"):
         made = []
         for corpus in ("t", "plain"):
-            config = load(text.Config, {"corpus": corpus, "sequence_tokens": 3, "val_sequences": 2}, "data")
+            config = load(dataset.Config, {"corpus": corpus, "sequence_tokens": 3, "val_sequences": 2}, "data")
             config.check(places)
             data = config.build(places, tokenizer, split, 0)
             made.append([data.sample(0, i) for i in range(len(data))])
@@ -148,15 +147,15 @@ def test_another_end_token_is_refused(places, tokenizer, write_tokens):
 
 def test_missing_splits_and_files_are_found_without_reading(places, write_tokens):
     folder = write_tokens("t", SHARDS)
-    text.Config(corpus="t", sequence_tokens=4).check(places)
+    dataset.Config(corpus="t", sequence_tokens=4).check(places)
     (folder / "train-00001.ids").write_bytes(b"1")
     with pytest.raises(DataError, match=r"train-00001.ids: 1 bytes, but 12 bytes were written"):
-        text.Config(corpus="t", sequence_tokens=4).check(places)
+        dataset.Config(corpus="t", sequence_tokens=4).check(places)
     write_tokens("u", SHARDS, val=[])
     with pytest.raises(DataError, match=r"u: has no documents for the split 'val'. It has: train, val"):
-        text.Config(corpus="u", sequence_tokens=4).check(places)
+        dataset.Config(corpus="u", sequence_tokens=4).check(places)
     with pytest.raises(DataError, match=r"no such data set: unknown corpus .nothing.*Known: t, u\."):
-        text.Config(corpus="nothing", sequence_tokens=4).check(places)
+        dataset.Config(corpus="nothing", sequence_tokens=4).check(places)
 
 
 def rewrite(folder, change):

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from src.evaluation.metrics import answers as answered
+from src.evaluation.metrics.answers import make_prediction, scores
 from src.experiments.interfaces import MetricConfig, Prediction
 
 
@@ -24,7 +24,7 @@ def test_means_over_all_and_over_each_source():
         Prediction("b", ["a"], source="nq"),
         Prediction("cc", ["cc"], source="squad"),
     ]
-    assert answered.scores([Right()], answers) == {
+    assert scores([Right()], answers) == {
         "right": 2 / 3,
         "right/nq": 1 / 2,
         "right/squad": 1,
@@ -35,7 +35,7 @@ def test_means_over_all_and_over_each_source():
 
 
 def test_one_source_has_no_parts():
-    assert answered.scores([Right()], [Prediction("a", ["a"], source="nq")]) == {"right": 1, "length": 1}
+    assert scores([Right()], [Prediction("a", ["a"], source="nq")]) == {"right": 1, "length": 1}
 
 
 def test_rows_that_ask_the_same_count_once_with_the_best_of_their_scores():
@@ -45,16 +45,16 @@ def test_rows_that_ask_the_same_count_once_with_the_best_of_their_scores():
         Prediction("a", ["x"], "who", ["another context"]),
         Prediction("a", ["x"], "when", ["c"]),
     ]
-    assert answered.scores([Right()], answers) == {"right": 0, "length": 5 / 4}
-    assert answered.scores([Right()], answers, best_answer=True) == {"right": 1 / 3, "length": 4 / 3}
+    assert scores([Right()], answers) == {"right": 0, "length": 5 / 4}
+    assert scores([Right()], answers, best_answer=True) == {"right": 1 / 3, "length": 4 / 3}
 
 
 def test_rows_of_prepared_data():
     row = {"context": "c", "question": "q", "answer": "a", "dataset": "nq"}
-    assert answered.make_prediction(row, "p") == Prediction("p", ["a"], "q", ["c"], "nq")
+    assert make_prediction(row, "p") == Prediction("p", ["a"], "q", ["c"], "nq")
     more = {**row, "answers": ["a", "b"], "contexts_list": ["c", "d"], "kind": "long"}
-    assert answered.make_prediction(more, "p") == Prediction("p", ["a", "b"], "q", ["c", "d"], "nq_long")
-    assert answered.make_prediction({**row, "answers": None, "contexts_list": None, "kind": None}, "p") == Prediction(
+    assert make_prediction(more, "p") == Prediction("p", ["a", "b"], "q", ["c", "d"], "nq_long")
+    assert make_prediction({**row, "answers": None, "contexts_list": None, "kind": None}, "p") == Prediction(
         "p", ["a"], "q", ["c"], "nq"
     )
 
@@ -65,4 +65,4 @@ def test_refusals():
     with pytest.raises(ValueError, match=r"references: expected a list of one or more answers, got 'a'"):
         Prediction("a", "a")
     with pytest.raises(ValueError, match="no answers to score"):
-        answered.scores([Right()], [])
+        scores([Right()], [])

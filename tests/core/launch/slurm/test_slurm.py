@@ -9,7 +9,7 @@ import pytest
 
 from src.errors import LaunchError, RunError
 from src.launch.job import Job
-from src.launch.slurm import launcher as slurm
+from src.launch.slurm import launcher
 from tests.core.launch.fakes.fake_slurm.cluster import HUNG, IMPATIENT, SOON, Cluster, job, submit
 
 DOWN = "slurm_load_jobs error: Unable to contact slurm controller (connect failure)"
@@ -45,7 +45,7 @@ def test_submitting_no_jobs_runs_no_command(cluster: Cluster, folder: Path):
 
 
 def test_resources_arrive_at_sbatch(cluster: Cluster, folder: Path):
-    config = slurm.Config(
+    config = launcher.Config(
         partition="high",
         account="lab",
         qos="long",
@@ -85,7 +85,7 @@ def test_resources_arrive_at_sbatch(cluster: Cluster, folder: Path):
 
 
 def test_unset_resources_use_the_cluster_defaults(cluster: Cluster, folder: Path):
-    submit([job(folder, "a")], folder, slurm.Config(signal_seconds=0, gpus_per_node=0, options={"exclusive": False}))
+    submit([job(folder, "a")], folder, launcher.Config(signal_seconds=0, gpus_per_node=0, options={"exclusive": False}))
     (call,) = cluster.calls("sbatch")
     assert [option(call, name) for name in ("partition", "time", "mem", "signal", "exclusive", "dependency")] == [
         None
@@ -94,7 +94,7 @@ def test_unset_resources_use_the_cluster_defaults(cluster: Cluster, folder: Path
 
 
 def test_jobs_with_equal_resources_and_parents_share_an_array(cluster: Cluster, folder: Path):
-    big = slurm.Config(mem="99G", patience_seconds=300.0)
+    big = launcher.Config(mem="99G", patience_seconds=300.0)
     jobs = [
         job(folder, "p0"),
         job(folder, "p1"),
@@ -103,7 +103,7 @@ def test_jobs_with_equal_resources_and_parents_share_an_array(cluster: Cluster, 
         job(folder, "c2", after=("p0",)),
         job(folder, "big", resources=big),
         job(folder, "g", after=("c1", "c0"), after_jobs=("77_3",)),
-        job(folder, "same", resources=slurm.Config(patience_seconds=300.0)),
+        job(folder, "same", resources=launcher.Config(patience_seconds=300.0)),
         job(folder, "other", after=("not here",)),
     ]
     ids, notes = submit(jobs, folder)
@@ -174,7 +174,9 @@ def test_values_arrive_unchanged_and_logs_are_appended(cluster: Cluster, tmp_pat
     folder.mkdir()
     cluster.configure(run=True)
     environment = {f"V{i}": value for i, value in enumerate(HOSTILE)}
-    config = slurm.Config(environment=environment, setup=["greeting='hello there'; export greeting", "echo $greeting"])
+    config = launcher.Config(
+        environment=environment, setup=["greeting='hello there'; export greeting", "echo $greeting"]
+    )
     code = f"import os, json; print(json.dumps([os.environ.get('V%d' % i) for i in range({len(HOSTILE)})]))"
     shows = Job("shows", ("-c", code), folder, tmp_path / "runs" / "shows", folder / "logs")
     for _ in range(2):
@@ -212,7 +214,7 @@ def test_children_of_a_failed_parent_do_not_run(cluster: Cluster, folder: Path):
 def test_a_refusal_is_passed_on_and_nothing_stays_queued(
     cluster: Cluster, folder: Path, change: dict[str, str], match: str
 ):
-    refused = slurm.Config(patience_seconds=300.0, **change)  # type: ignore[arg-type]
+    refused = launcher.Config(patience_seconds=300.0, **change)  # type: ignore[arg-type]
     jobs = [job(folder, "a"), job(folder, "b"), job(folder, "c", resources=refused)]
     with pytest.raises(LaunchError, match=match):
         submit(jobs, folder)
@@ -262,7 +264,7 @@ def test_a_controller_that_is_down_is_retried(cluster: Cluster, folder: Path, do
     cluster.fail(
         "scontrol", do, "slurm_load_ctl_conf error: Unable to contact slurm controller (connect failure)", times=99
     )
-    patience = slurm.Config(patience_seconds=2.5) if do == "hang" else IMPATIENT
+    patience = launcher.Config(patience_seconds=2.5) if do == "hang" else IMPATIENT
     with pytest.raises(LaunchError, match=r"scontrol.*(does not answer|no answer).*scontrol ping"):
         submit([job(folder, "a")], folder, patience)
     assert cluster.clock.now < patience.patience_seconds

@@ -8,11 +8,10 @@ from pathlib import Path
 import pytest
 
 from src.errors import ConfigError, LaunchError
-from src.experiments import config as configs
+from src.experiments.config import load
 from src.launch import actions, resources
 from src.launch.job import Job
-from src.launch.slurm import launcher as slurm
-from src.launch.slurm import script, shared_tasks
+from src.launch.slurm import launcher, script, shared_tasks
 from src.runs.plan import Planned
 from tests.core.launch.fakes.fake_slurm.cluster import Cluster, job, submit
 from tests.core.launch.slurm.test_slurm import option
@@ -32,12 +31,12 @@ sys.exit(int(open(name).read()))
 
 
 @pytest.fixture
-def config(folder: Path) -> slurm.Config:
-    return slurm.Config(patience_seconds=300.0, jobs_per_task=2, submissions=str(folder.parent))
+def config(folder: Path) -> launcher.Config:
+    return launcher.Config(patience_seconds=300.0, jobs_per_task=2, submissions=str(folder.parent))
 
 
 @pytest.fixture
-def start(cluster: Cluster, folder: Path, config: slurm.Config) -> Callable[[], list[str]]:
+def start(cluster: Cluster, folder: Path, config: launcher.Config) -> Callable[[], list[str]]:
     """Submit a and b, start their task, and return their ids once both run."""
 
     def start() -> list[str]:
@@ -70,13 +69,13 @@ def written(submissions: Path) -> dict[str, int]:
     }
 
 
-def states(config: slurm.Config, cluster: Cluster, ids: list[str]) -> list[str]:
+def states(config: launcher.Config, cluster: Cluster, ids: list[str]) -> list[str]:
     cluster.reap()
     result = config.states(ids)
     return [f"{result[job_id].state} {result[job_id].reason}".strip() for job_id in ids]
 
 
-def test_parents_do_not_share_a_task(cluster: Cluster, folder: Path, config: slurm.Config):
+def test_parents_do_not_share_a_task(cluster: Cluster, folder: Path, config: launcher.Config):
     """Those with equal resources and parents, but nobody that another waits for."""
     jobs = [
         job(folder, "p"),
@@ -96,7 +95,7 @@ def test_parents_do_not_share_a_task(cluster: Cluster, folder: Path, config: slu
     )
 
 
-def test_what_cannot_be_is_refused(cluster: Cluster, folder: Path, config: slurm.Config):
+def test_what_cannot_be_is_refused(cluster: Cluster, folder: Path, config: launcher.Config):
     with pytest.raises(
         LaunchError, match=r"e: it starts from the experiment of job 1_0\+0of2, which shares a Slurm task"
     ):
@@ -105,11 +104,11 @@ def test_what_cannot_be_is_refused(cluster: Cluster, folder: Path, config: slurm
     with pytest.raises(LaunchError, match=r"job 1_0\+0of2: it shares its task, and Slurm can only hold complete tasks"):
         config.hold(["1_0+0of2"])
     with pytest.raises(ConfigError, match=r"jobs_per_task: 2 experiments cannot share a task of 3 nodes\. Write 1"):
-        configs.load(slurm.Config, {"jobs_per_task": 2, "processes": {"starter": "torchrun", "nodes": 3}}, "here")
+        load(launcher.Config, {"jobs_per_task": 2, "processes": {"starter": "torchrun", "nodes": 3}}, "here")
 
 
 def test_each_experiment_ends_by_itself(
-    cluster: Cluster, folder: Path, config: slurm.Config, start: Callable[[], list[str]]
+    cluster: Cluster, folder: Path, config: launcher.Config, start: Callable[[], list[str]]
 ):
     ids = start()
     assert states(config, cluster, ids) == ["running", "running"]
@@ -123,7 +122,7 @@ def test_each_experiment_ends_by_itself(
 
 @pytest.mark.parametrize(("code", "again"), [(0, "b"), (3, "b")])
 def test_a_requeue_restarts_unfinished_experiments(
-    cluster: Cluster, folder: Path, config: slurm.Config, start: Callable[[], list[str]], code: int, again: str
+    cluster: Cluster, folder: Path, config: launcher.Config, start: Callable[[], list[str]], code: int, again: str
 ):
     """The time limit stops what still runs, and its task is queued once."""
     ids = start()
@@ -146,7 +145,7 @@ def test_a_requeue_restarts_unfinished_experiments(
 
 
 def test_a_stop_outweighs_a_failure(
-    cluster: Cluster, folder: Path, config: slurm.Config, start: Callable[[], list[str]]
+    cluster: Cluster, folder: Path, config: launcher.Config, start: Callable[[], list[str]]
 ):
     """What Slurm preempts it queues again by itself; the code says that something is left to do."""
     ids = start()
@@ -162,7 +161,7 @@ def test_a_stop_outweighs_a_failure(
 
 
 def test_a_killed_experiment_does_not_come_back_with_its_neighbour(
-    cluster: Cluster, folder: Path, config: slurm.Config, start: Callable[[], list[str]]
+    cluster: Cluster, folder: Path, config: launcher.Config, start: Callable[[], list[str]]
 ):
     ids = start()
     config.kill(ids[:1])
@@ -181,8 +180,9 @@ def test_a_killed_experiment_does_not_come_back_with_its_neighbour(
     assert states(config, cluster, ids) == ["cancelled", "completed"]
 
 
+@pytest.mark.slow
 def test_a_killed_experiment_that_does_not_stop_is_killed_with_all_that_it_started(
-    cluster: Cluster, folder: Path, config: slurm.Config, monkeypatch: pytest.MonkeyPatch
+    cluster: Cluster, folder: Path, config: launcher.Config, monkeypatch: pytest.MonkeyPatch
 ):
     """Also what it started in a session of its own, as torchrun does; its neighbour goes on."""
     monkeypatch.setattr(script, "GRACE_SECONDS", 1)
@@ -211,7 +211,7 @@ def test_a_killed_experiment_that_does_not_stop_is_killed_with_all_that_it_start
 
 
 def test_job_ids_repeat_on_a_reinstalled_cluster(
-    cluster: Cluster, folder: Path, config: slurm.Config, start: Callable[[], list[str]]
+    cluster: Cluster, folder: Path, config: launcher.Config, start: Callable[[], list[str]]
 ):
     ids = start()
     end(folder, "a", 3)

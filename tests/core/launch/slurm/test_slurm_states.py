@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 
 from src.errors import ConfigError, LaunchError
-from src.experiments import config as configs
-from src.launch.slurm import launcher as slurm
-from src.launch.slurm import states
+from src.experiments import config
+from src.launch.slurm import launcher, states
 from src.launch.slurm.commands import collapse, expand
 from src.launch.slurm.states import STATES
 from tests.core.launch.fakes.fake_slurm.cluster import IMPATIENT, SOON, Cluster, job, submit
@@ -251,15 +250,15 @@ def test_find_asks_slurm_for_what_was_not_noted(cluster: Cluster, folder: Path):
 
 
 def test_check(cluster: Cluster, monkeypatch: pytest.MonkeyPatch):
-    slurm.Config().check()
-    slurm.Config(partition="low,high").check()
+    launcher.Config().check()
+    launcher.Config(partition="low,high").check()
     assert [call[0] for call in cluster.calls()] == ["scontrol", "scontrol"]
     with pytest.raises(LaunchError, match=r"unknown partition 'hihg'. Did you mean 'high'"):
-        slurm.Config(partition="hihg").check()
+        launcher.Config(partition="hihg").check()
     (cluster.bin / "sbatch").unlink()
     monkeypatch.setenv("PATH", str(cluster.bin))
     with pytest.raises(LaunchError, match="sbatch: no such command on PATH"):
-        slurm.Config().check()
+        launcher.Config().check()
 
 
 @pytest.mark.parametrize(
@@ -295,7 +294,7 @@ def test_check(cluster: Cluster, monkeypatch: pytest.MonkeyPatch):
 )
 def test_mistakes_in_the_job_config(raw: dict[str, Any], match: str):
     with pytest.raises(ConfigError, match=match):
-        configs.load(slurm.Config, raw, "JOB_CONFIGS['slurm']")
+        config.load(launcher.Config, raw, "JOB_CONFIGS['slurm']")
 
 
 def test_ids_collapse_and_expand():

@@ -8,7 +8,7 @@ import pytest
 
 from src.errors import CheckpointError
 from src.files import new_directory, write_json
-from src.runs.checkpoints import folder as checkpoints
+from src.runs.checkpoints import checkpoints
 from src.runs.store import SavedRun
 
 

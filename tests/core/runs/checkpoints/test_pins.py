@@ -14,11 +14,10 @@ import pytest
 
 from src.errors import RunError
 from src.files import new_directory, write_json
-from src.runs.checkpoints import folder as checkpoints
-from src.runs.checkpoints import pins, retention
+from src.runs.checkpoints import checkpoints, pins, retention
 from src.runs.checkpoints.pins import Pin, StalenessProbe
 from src.runs.checkpoints.retention import RotationRule
-from src.runs.history.transaction import manifest_hash
+from src.runs.history.journal import manifest_hash
 from src.runs.lease import LEASE, Lease, directory_lock
 from tests.conftest import ROOT
 from tests.core.runs.checkpoints.test_rotation import train

@@ -14,8 +14,7 @@ import pytest
 from src.errors import RunError
 from src.experiments.identity import exp_id
 from src.files import new_directory
-from src.runs.checkpoints import folder as checkpoints
-from src.runs.checkpoints import retention
+from src.runs.checkpoints import checkpoints, retention
 from src.runs.run_dir import RunDir
 
 EVERYTHING = retention.CleanupRule(keep_last=0, keep_best=False)

@@ -18,7 +18,7 @@ import pytest
 
 from src.errors import ConfigError
 from src.files import defect
-from src.runs.checkpoints import folder as checkpoints
+from src.runs.checkpoints import checkpoints
 from src.runs.checkpoints.retention import Rotation, RotationRule
 from src.runs.context import Options
 

@@ -10,12 +10,11 @@ import pytest
 
 from src.experiments.identity import exp_id
 from src.files import write_json
-from src.runs.checkpoints import folder as checkpoints
+from src.runs.checkpoints import checkpoints
 from src.runs.checkpoints.retention import RotationRule
-from src.runs.history import archive as abandoned
-from src.runs.history import rewind
+from src.runs.history import archive, rewind
 from src.runs.history.branches import Branch
-from src.runs.history.transaction import manifest_hash
+from src.runs.history.journal import manifest_hash
 from src.runs.store import SavedRun
 from tests.core.runs.checkpoints.test_rotation import EXP, Losses, dies, steps, train
 
@@ -29,7 +28,7 @@ def finish(run: Path) -> None:
 
 
 def go_back(run: Path, step: int) -> None:
-    rewind.plan(run, Branch(number=abandoned.next_number(run), from_step=step)).apply()
+    rewind.plan(run, Branch(number=archive.next_number(run), from_step=step)).apply()
 
 
 def hashes(run: Path) -> dict[int, str | None]:

@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[4]))
 from src.data.text import tokenizers
 from src.runs.context import Options
 from src.support import distributed
-from src.training.checkpointing.folder import CheckpointMetadata
+from src.training.checkpointing.checkpoint import CheckpointMetadata
 from src.training.loop import fit
 from src.training.spec import TrainSpec
 from tests.core.training import small

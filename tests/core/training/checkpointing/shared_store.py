@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from src.errors import CheckpointError
 from src.support import distributed
 from src.support.weights import trained_weights
-from src.training.checkpointing import folder as checkpoint
+from src.training.checkpointing import checkpoint
 from src.training.checkpointing.dcp_shards import ShardStore
 
 

@@ -22,8 +22,7 @@ from torch import Tensor
 from src import files
 from src.errors import CheckpointError
 from src.support.weights import trained_weights
-from src.training.checkpointing import folder as checkpoint
-from src.training.checkpointing import safetensors_stream
+from src.training.checkpointing import checkpoint, safetensors_stream
 from src.training.checkpointing.consolidate import Export, byte_count, consolidate, main, verify
 from tests import warm
 from tests.conftest import ROOT

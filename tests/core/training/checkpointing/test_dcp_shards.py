@@ -11,7 +11,7 @@ from torch import Tensor
 
 from src.errors import CheckpointError
 from src.experiments.identity import exp_id
-from src.runs.checkpoints import folder as checkpoints
+from src.runs.checkpoints import checkpoints
 from src.training.checkpointing import dcp_shards
 from tests import toy, warm
 from tests.core.training import small

@@ -9,8 +9,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from src.runs.checkpoints import folder as checkpoints
-from tests.core.training.parallel.modes import FIRST, LAST, MODES, Modes, scores, weights
+from src.runs.checkpoints import checkpoints
+from tests.core.training.parallel.modes import FIRST, LAST, MODES, Modes, pairs, scores, weights
 
 PAGE = 4096
 SLACK = 96 * 1024
@@ -41,7 +41,7 @@ def resize(disk: Path, size: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", pairs(MODES, "fsdp", "zero3"))
 def test_the_checkpoint_before_stays_usable(modes: Modes, disk: Path, mode: str):
     whole = modes.trained(mode)
     last = on_disk(whole / "checkpoints" / LAST)

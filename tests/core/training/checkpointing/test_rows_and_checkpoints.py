@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from src.runs.checkpoints import folder as checkpoints
+from src.runs.checkpoints import checkpoints
 from src.runs.checkpoints.retention import RotationRule
 from src.runs.context import Options, Run
 from src.support import distributed

@@ -16,10 +16,10 @@ from src.data.orders import IndexedOrder
 from src.errors import TrainingError
 from src.experiments.config import load
 from src.files import write_json
-from src.launch import status as launch_status
+from src.launch import status
 from src.operations import watchdog
 from src.runs import ledger
-from src.runs.checkpoints import folder as checkpoints
+from src.runs.checkpoints import checkpoints
 from src.runs.history import branches
 from src.runs.store import RunStore
 from src.support import distributed
@@ -102,7 +102,7 @@ def seen_by_the_watchdog(folder: Path, caplog: pytest.LogCaptureFixture) -> tupl
     with caplog.at_level("INFO", logger="src.operations.watchdog"):
         code = watchdog.main([str(folder / "runs"), "--once"])
     said = [record.getMessage() for record in caplog.records if record.name == "src.operations.watchdog"]
-    (row,) = launch_status.table(RunStore(folder / "runs"), [path.name for path in (folder / "runs").iterdir()])
+    (row,) = status.table(RunStore(folder / "runs"), [path.name for path in (folder / "runs").iterdir()])
     return code, said, row.reason
 
 

@@ -6,10 +6,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from torch import nn
 
 from src.experiments.config import Places
-from src.runs import context as runs
+from src.runs import context
 from src.runs.run_dir import RunDir
 from src.runs.store import SavedRun
 from src.training.monitoring.reporter import Reporter
@@ -32,7 +33,7 @@ def test_a_row_with_nan_is_null_in_the_files(tmp_path: Path):
 
     config = load(LoopConfig, toy.BASE["loop"], "loop")
     with RunDir.open(tmp_path / "runs", toy.BASE, {}) as opened:
-        run = runs.Run(opened, Places(tmp_path, tmp_path / "runs"), runs.Options())
+        run = context.Run(opened, Places(tmp_path, tmp_path / "runs"), context.Options())
         reporter = Reporter(run, config, nn.Linear(1, 1), 0)
         perf = {"tokens_per_second": 1.0, "steps_per_second": 1.0}
         reporter.report({"step": 1, "train_loss": 1.0, "val_loss": 0.4}, perf)
@@ -63,6 +64,7 @@ with RunDir.open(Path(sys.argv[1]), toy.BASE, {}) as opened:
 """
 
 
+@pytest.mark.slow
 def test_the_summary_of_wandb_ends_in_nan(tmp_path: Path):
     """The rows come from scores.jsonl, as after a kill."""
     root = Path(__file__).resolve().parents[4]

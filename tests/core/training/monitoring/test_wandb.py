@@ -21,7 +21,7 @@ from torch import nn
 from src.errors import RunError
 from src.experiments.config import Places
 from src.experiments.identity import exp_id
-from src.runs import context as runs
+from src.runs import context
 from src.runs.run_dir import RunDir
 from tests import toy, warm
 
@@ -184,11 +184,11 @@ def test_a_damaged_id_is_named(tmp_path: Path):
 
     with RunDir.open(tmp_path / "runs", EXP, {}) as opened:
         (opened.path / "wandb.json").write_text("[]")
-        options = runs.Wandb(None, "p", None, False)
+        options = context.Wandb(None, "p", None, False)
         message = f'{opened.path}/wandb.json: expected {{"id": ...}}. Delete it to start another wandb run.'
         with pytest.raises(RunError, match=re.escape(message)):
             Wandb(
-                runs.Run(opened, Places(tmp_path, tmp_path / "runs"), runs.Options(None, options)),
+                context.Run(opened, Places(tmp_path, tmp_path / "runs"), context.Options(None, options)),
                 options,
                 nn.Linear(1, 1),
             )
@@ -223,7 +223,7 @@ def test_a_trial_of_an_agent_is_online_or_refused(tmp_path: Path, monkeypatch: p
             monkeypatch.setenv("WANDB_MODE", mode)
         with RunDir.open(tmp_path / "runs", EXP, {}) as opened, pytest.raises(RunError, match=re.escape(message)):
             Wandb(
-                runs.Run(opened, Places(tmp_path, tmp_path / "runs"), runs.Options(None, options)),
+                context.Run(opened, Places(tmp_path, tmp_path / "runs"), context.Options(None, options)),
                 options,
                 nn.Linear(1, 1),
             )

@@ -4,7 +4,7 @@ import shutil
 from pathlib import Path
 
 from src.experiments.config import Places
-from src.runs import context as runs
+from src.runs import context
 from src.runs.run_dir import RunDir
 from src.training.monitoring.wandb import _identity
 from tests import toy
@@ -12,7 +12,7 @@ from tests import toy
 
 def start(folder: Path, reset: int) -> str:
     with RunDir.open(folder, toy.BASE, {}, reset=reset) as opened:
-        return _identity(runs.Run(opened, Places(folder, folder), runs.Options()))
+        return _identity(context.Run(opened, Places(folder, folder), context.Options()))
 
 
 def test_each_restart_has_a_new_id(tmp_path: Path):

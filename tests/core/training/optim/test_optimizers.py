@@ -18,15 +18,15 @@ from src.experiments.config import load
 from src.experiments.identity import exp_id
 from src.operations import interventions
 from src.runs import ledger
-from src.runs.checkpoints import folder as checkpoints
+from src.runs.checkpoints import checkpoints
 from src.runs.context import Options
 from src.support import distributed
-from src.training.checkpointing.folder import OPTIMIZER, CheckpointMetadata
+from src.training.checkpointing.checkpoint import OPTIMIZER, CheckpointMetadata
 from src.training.config import LoopConfig
 from src.training.loop import fit
 from src.training.monitoring import parameter_statistics, tensor_statistics
 from src.training.optim import optimizers
-from src.training.parallel import choice as engines
+from src.training.parallel import choice
 from src.training.spec import TrainSpec
 from tests.core.training import small
 
@@ -205,7 +205,7 @@ def test_an_unknown_optimizer_is_told_the_known_ones():
 )
 def test_where_tensors_are_in_parts_it_says_what_to_use(optimizer: str, options: dict[str, Any], instead: str):
     with pytest.raises(ConfigError, match=rf"^loop\.optimizer: '{optimizer}' needs .*{instead}"):
-        engines.build_accelerator(loop(optimizer), Options(**options))
+        choice.build_accelerator(loop(optimizer), Options(**options))
 
 
 @pytest.mark.parametrize("optimizer", ["adamw_scale", "adafactor"])

@@ -78,6 +78,11 @@ RESOURCES = sorted(path.stem for path in (toy.ROOT / "resources").glob("ds_confi
 MODES = ["replicated", "fsdp", "zero1", "zero2", "zero3"]
 
 
+def pairs(modes: Sequence[str], *fewer: str) -> list[Any]:
+    """All modes; those that are not in `fewer` only in `make test-matrix`."""
+    return [mode if mode in fewer else pytest.param(mode, marks=pytest.mark.matrix) for mode in modes]
+
+
 class Modes:
     """The project, and its runs by mode."""
 

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 from src.errors import ConfigError
-from src.training.parallel import compile as compilation
-from src.training.parallel import memory
+from src.training.parallel import compilation, memory
 from tests.core.models.conftest import make_base
 
 pytestmark = [  # of torch's own compiler

@@ -14,7 +14,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from src.runs.checkpoints import folder as checkpoints
+from src.runs.checkpoints import checkpoints
 from src.support import distributed
 from src.training.config import LoopConfig
 from src.training.parallel import choice

@@ -27,7 +27,7 @@ from src.models.lora import Config as Lora
 from src.systems.crossattn.model.config import Config
 from src.systems.crossattn.model.layers import CrossAttentionLM
 from src.training.parallel import memory, zero
-from src.training.parallel.compile import Compiled, layers
+from src.training.parallel.compilation import Compiled, layers
 from src.training.parallel.live_storages import LiveStorages
 from tests import warm
 from tests.core.models.conftest import PLACEHOLDER, make_base

@@ -137,7 +137,9 @@ def measured(model: nn.Module, loss: Any, batch: Mapping[str, Tensor], recipe: A
     return most + sum(tensor.nbytes for tensor in [*model.parameters(), *model.buffers()])
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [case if case in ("lm", "lm recomputed") else pytest.param(case, marks=pytest.mark.slow) for case in CASES]
+)
 def test_the_plan_is_what_a_step_takes(case: str, places: Places):
     exp, recompute = CASES[case]
     recipe: Any = load_experiment(exp, case)
@@ -271,6 +273,7 @@ def test_a_shared_model_takes_less(tmp_path: Path):
     assert zero.parts["gradients"] <= whole.parts["gradients"] // 4
 
 
+@pytest.mark.slow
 def test_a_model_that_is_gathered_in_bfloat16_leaves_no_copies_to_autocast(tmp_path: Path):
     """Of a deep one: what FSDP2 gathers is of two layers, what autocast would copy of all. Nor does ZeRO-3, unless its
     json says so."""

@@ -25,7 +25,7 @@ from src.experiments.registry import DATASETS, MODELS, bind
 from src.runs import ledger
 from src.runs.context import Options
 from src.support import distributed
-from src.training.checkpointing.folder import CheckpointMetadata
+from src.training.checkpointing.checkpoint import CheckpointMetadata
 from src.training.loop import fit
 from src.training.loss import causal_lm_loss
 from src.training.spec import TrainSpec

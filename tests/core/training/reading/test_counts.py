@@ -20,7 +20,7 @@ from src.files import new_directory
 from src.runs import ledger
 from src.runs.context import Options, Run
 from src.support import distributed
-from src.training.checkpointing.folder import CheckpointMetadata
+from src.training.checkpointing.checkpoint import CheckpointMetadata
 from src.training.config import LoopConfig
 from src.training.divergence.detector import Config as Divergence
 from src.training.loop import fit

@@ -39,6 +39,7 @@ signal.pause()
 """
 
 
+@pytest.mark.slow
 def test_a_worker_ends_with_a_process_that_was_killed():
     """It would wait for ever to hand over what it has read, and keep the files of the shard cache that it has open."""
     started = subprocess.Popen([sys.executable, "-c", READING], cwd=ROOT, stdout=subprocess.PIPE)

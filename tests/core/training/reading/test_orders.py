@@ -18,7 +18,7 @@ from src.runs import ledger
 from src.runs.context import Options, Run
 from src.support import distributed
 from src.training import loader
-from src.training.checkpointing.folder import CheckpointMetadata
+from src.training.checkpointing.checkpoint import CheckpointMetadata
 from src.training.config import LoopConfig
 from src.training.loop import fit
 from src.training.spec import TrainSpec

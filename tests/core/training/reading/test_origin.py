@@ -12,7 +12,7 @@ import pytest
 from src.errors import RunError
 from src.files import write_json
 from src.runs import ledger
-from src.runs.checkpoints import folder as checkpoints
+from src.runs.checkpoints import checkpoints
 from src.runs.context import Run
 from src.runs.history import branches
 from src.runs.history.branches import Branch
@@ -20,7 +20,7 @@ from src.runs.run_dir import RunDir
 from src.runs.store import CONFIG
 from src.support import distributed
 from tests.core.training import small
-from tests.core.training.parallel.modes import MODES, Modes
+from tests.core.training.parallel.modes import MODES, Modes, pairs
 
 
 @pytest.fixture
@@ -63,7 +63,7 @@ def test_an_origin_without_a_branch(folder: Path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", pairs(MODES, "replicated", "zero3"))
 def test_it_does_so_however_the_model_is_shared(modes: Modes, mode: str):
     run = modes.trained(mode)
     for path in checkpoints.list_all(run):

@@ -24,7 +24,7 @@ from src.runs.context import Run
 from src.runs.history import branches, rewind
 from src.runs.history.branches import Branch
 from src.support import distributed
-from src.training.checkpointing.folder import CheckpointMetadata
+from src.training.checkpointing.checkpoint import CheckpointMetadata
 from src.training.config import LoopConfig
 from src.training.loop import TrainSpec, fit
 from src.training.loss import causal_lm_loss

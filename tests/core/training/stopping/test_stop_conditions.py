@@ -18,11 +18,10 @@ import pytest
 from src.errors import RunError
 from src.experiments.identity import exp_id
 from src.runs import ledger
-from src.runs.checkpoints import folder as checkpoints
-from src.runs.checkpoints import pins
+from src.runs.checkpoints import checkpoints, pins
 from src.runs.checkpoints.pins import Pin
 from src.runs.context import Limits, Options, Run
-from src.runs.history.transaction import manifest_hash
+from src.runs.history.journal import manifest_hash
 from src.runs.lease import Lease
 from src.runs.store import SavedRun
 from src.support import distributed

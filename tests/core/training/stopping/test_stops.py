@@ -9,9 +9,9 @@ import time
 import psutil
 import pytest
 
-from src.runs.checkpoints import folder as checkpoints
+from src.runs.checkpoints import checkpoints
 from tests import warm
-from tests.core.training.parallel.modes import MODES, Modes, scores, weights
+from tests.core.training.parallel.modes import MODES, Modes, pairs, scores, weights
 
 ROWS = ("--log_every", "4")
 
@@ -40,7 +40,7 @@ def told_all(process: warm.Process) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", pairs(MODES, "replicated", "fsdp", "zero2"))
 def test_one_signal_stops_both(modes: Modes, mode: str):
     undisturbed = modes.trained("replicated", "long")
     process = modes.begin(mode, "long", more=ROWS)

@@ -31,6 +31,7 @@ def test_a_computation_without_an_end_is_wrong_and_the_next_answer_is_judged():
     assert judge.agrees("5", "5")
 
 
+@pytest.mark.slow
 def test_no_process_is_left():
     judge = Judge(1.0)
     assert judge.agrees("1", "1")
@@ -141,6 +142,7 @@ HOSTILE += [
 ]
 
 
+@pytest.mark.slow
 def test_slow_answers_of_a_batch_share_one_limit():
     """In processor time, whatever else runs: 16 endless answers cost a limit per core, and not one each."""
     judge = Judge(2.0)

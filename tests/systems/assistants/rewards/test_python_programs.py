@@ -37,6 +37,7 @@ def test_right_programs_score_1():
     assert len(scores) >= 60
 
 
+@pytest.mark.slow
 def test_programs_without_content_score_0():
     """The tests can fail: each program is replaced by the same names with functions and classes that do nothing."""
 
@@ -67,6 +68,7 @@ def source_of(entry: dict[str, str]) -> str:
     return HOSTILE["prefixes"].get(entry.get("after"), "") + entry["program"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["function", "class"])
 def test_hostile_programs_pass_no_test(kind: str):
     programs = HOSTILE["functions" if kind == "function" else "classes"]

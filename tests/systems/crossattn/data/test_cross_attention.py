@@ -12,7 +12,7 @@ import pytest
 from src.errors import ConfigError, DataError
 from src.evaluation.metrics import answers
 from src.experiments.config import load
-from src.systems.crossattn.data import cross_attention as qa
+from src.systems.crossattn.data import cross_attention
 
 EOS, PREFIX, MIDDLE, SUFFIX, USER, ASSISTANT, C, PAD = range(8)
 
@@ -32,7 +32,7 @@ def build(places, write_corpus, tokenizer):
     def make(rows, split="train", seed=0, tokenizer=tokenizer, **values):
         write_corpus("c", rows)
         config = load(
-            qa.Config,
+            cross_attention.Config,
             {"corpus": "c", "context_tokens": 64, "sequence_tokens": 64, "loss_on": "answer", **values},
             "data",
         )
@@ -133,7 +133,7 @@ def test_too_few_tokens_for_the_template_are_refused(build):
 def test_config_refuses(change):
     raw = {"corpus": "c", "context_tokens": 64, "sequence_tokens": 64, "loss_on": "answer", **change}
     with pytest.raises(ConfigError, match=rf"^data\.{next(iter(change))}: "):
-        load(qa.Config, raw, "data")
+        load(cross_attention.Config, raw, "data")
 
 
 def test_several_contexts_are_joined_or_kept_as_chunks(build, tokenizer):
@@ -273,7 +273,9 @@ def test_malformed_rows_are_named(build, change, message):
 
 def test_missing_corpus_is_found_without_building(places):
     config = load(
-        qa.Config, {"corpus": "stdlib_qa", "context_tokens": 64, "sequence_tokens": 64, "loss_on": "all"}, "data"
+        cross_attention.Config,
+        {"corpus": "stdlib_qa", "context_tokens": 64, "sequence_tokens": 64, "loss_on": "all"},
+        "data",
     )
     with pytest.raises(DataError, match=r"Make it with: python -m data_prep.crossattn.stdlib_qa"):
         config.check(places)
@@ -341,9 +343,9 @@ def test_batches_of_one_length_hold_what_the_others_hold(build, both, length):
 
 def test_compiling_batches_of_several_lengths_is_refused():
     raw = {"corpus": "c", "context_tokens": 64, "sequence_tokens": 64, "loss_on": "answer"}
-    load(qa.Config, {**raw, "fixed_length": True}, "data").check_compiled()
+    load(cross_attention.Config, {**raw, "fixed_length": True}, "data").check_compiled()
     with pytest.raises(ConfigError, match=r"loop\.compile: needs batches of one length.*data\.fixed_length: true"):
-        load(qa.Config, raw, "data").check_compiled()
+        load(cross_attention.Config, raw, "data").check_compiled()
 
 
 class TestChat:

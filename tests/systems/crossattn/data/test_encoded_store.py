@@ -15,8 +15,7 @@ from src.errors import ConfigError, DataError
 from src.experiments.config import load
 from src.experiments.registry import MODELS, bind
 from src.files import write_json
-from src.systems.crossattn.data import cross_attention as qa
-from src.systems.crossattn.data import encoded_store, templates
+from src.systems.crossattn.data import cross_attention, encoded_store, templates
 from src.systems.crossattn.data.encoded_shards import RECORD, Writer, read_index, recover, unlisted_shards
 from src.systems.crossattn.data.encoder_inputs import EncoderInputs, EncodingOptions
 
@@ -341,14 +340,14 @@ def encoded_corpus(places, write_corpus, tokenizer):
         made = {
             **RULES,
             **more,
-            "corpus": qa.jsonl.fingerprint(folder),
+            "corpus": cross_attention.jsonl.fingerprint(folder),
             "tokenizer": tokenizer_digest(tokenizer),
         }
         write_store(
             folder / "encoded", [list(ids) for ids in dict.fromkeys(map(tuple, chunks))], "float32", prepared=[made]
         )
         config = load(
-            qa.Config,
+            cross_attention.Config,
             {"corpus": "c", "sequence_tokens": 64, "loss_on": "answer", "encoded_contexts": True, **RULES, **more},
             "data",
         )
@@ -416,7 +415,9 @@ def test_altered_rows_and_options_are_found_without_reading_rows(encoded_corpus,
 def test_too_long_contexts_are_refused_before_the_first_step(places, write_corpus, tokenizer):
     write_corpus("c", [row("q", "x" * 20), row("q", "x" * 60)])
     config = load(
-        qa.Config, {"corpus": "c", "sequence_tokens": 64, "loss_on": "answer", **RULES, "too_long": "refuse"}, "data"
+        cross_attention.Config,
+        {"corpus": "c", "sequence_tokens": 64, "loss_on": "answer", **RULES, "too_long": "refuse"},
+        "data",
     )
     with pytest.raises(DataError, match=re.escape("c: row 2: a context of 66 tokens with its template")):
         config.build(places, tokenizer, "train", 0)
@@ -425,7 +426,7 @@ def test_too_long_contexts_are_refused_before_the_first_step(places, write_corpu
 def test_contexts_that_lose_their_end_are_told_without_reading_them_first(places, write_corpus, tokenizer, caplog):
     write_corpus("c", [row("q", "short"), *(row("q", f"{n}" + "x" * 60) for n in range(12))])
     raw = {"corpus": "c", "sequence_tokens": 64, "loss_on": "answer", **RULES}
-    data = load(qa.Config, raw, "data").build(places, tokenizer, "train", 0)
+    data = load(cross_attention.Config, raw, "data").build(places, tokenizer, "train", 0)
     assert not caplog.messages
     for sample in (
         *(data.sample(0, i) for i in range(10)),
@@ -440,6 +441,6 @@ def test_contexts_that_lose_their_end_are_told_without_reading_them_first(places
             data.sample(0, i)
     assert caplog.messages[1:] == [f"c: 100 of 101 {told}"], "whichever data set read them"
     caplog.clear()
-    data = load(qa.Config, {**raw, "too_long": "chunk"}, "data").build(places, tokenizer, "train", 0)
+    data = load(cross_attention.Config, {**raw, "too_long": "chunk"}, "data").build(places, tokenizer, "train", 0)
     assert len(data.sample(0, 1)["context_chunks"]) == 2
     assert not caplog.messages

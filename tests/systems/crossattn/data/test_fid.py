@@ -7,7 +7,7 @@ import pytest
 
 from src.errors import ConfigError, DataError
 from src.experiments.config import load
-from src.systems.crossattn.data import fid as fid_qa
+from src.systems.crossattn.data import fid
 
 EOS, PREFIX, MIDDLE, SUFFIX, USER, ASSISTANT, C, PAD = range(8)
 BEGIN = PAD  # the model puts its start token there
@@ -31,7 +31,7 @@ def build(places, write_corpus, tokenizer):
     def make(rows, split="train", seed=0, tokenizer=tokenizer, **values):
         write_corpus("c", rows)
         raw = {"corpus": "c", "contexts": "all", "passage_tokens": 64, "answer_tokens": 16, **values}
-        config = load(fid_qa.Config, raw, "data")
+        config = load(fid.Config, raw, "data")
         config.check(places)
         return config.build(places, tokenizer, split, seed)
 
@@ -168,11 +168,11 @@ def test_config_refuses_what_would_be_ignored():
     raw = {"corpus": "c", "contexts": "none", "passage_tokens": 64, "answer_tokens": 16}
     for ignored in ({"num_passages": 3}, {"too_long": "split"}):
         with pytest.raises(ConfigError, match=r"^data: contexts: with 'none' there is one passage"):
-            load(fid_qa.Config, {**raw, **ignored}, "data")
+            load(fid.Config, {**raw, **ignored}, "data")
 
 
 def test_checks_without_data():
-    config = load(fid_qa.Config, {"corpus": "c", "contexts": "all", "passage_tokens": 64, "answer_tokens": 16}, "data")
+    config = load(fid.Config, {"corpus": "c", "contexts": "all", "passage_tokens": 64, "answer_tokens": 16}, "data")
     config.check_length(None, 1000)
     config.check_length(64, 63)
     with pytest.raises(ConfigError, match=r"data\.passage_tokens: 64 tokens are more than the 63 positions"):

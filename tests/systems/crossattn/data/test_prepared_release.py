@@ -4,7 +4,7 @@ import json
 
 from data_prep.crossattn import prepare_qa
 from data_prep.crossattn.qa_splits import Options
-from src.systems.crossattn.data import cross_attention as qa
+from src.systems.crossattn.data import cross_attention
 
 QUESTIONS = [
     {
@@ -23,7 +23,7 @@ def test_contexts_questions_and_answers_reach_the_samples(places, tokenizer, tmp
         (tmp_path / f"{name}.json").write_text(json.dumps(rows))
     sources = {"train": (str(tmp_path / "train.json"),), "val": (str(tmp_path / "dev.json"),)}
     prepare_qa.prepare(places.data, Options(name="hotpotqa", **sources, position="last", distractors=1))
-    config = qa.Config(
+    config = cross_attention.Config(
         corpus="hotpotqa",
         context_tokens=60,
         sequence_tokens=60,
@@ -53,7 +53,7 @@ def test_questions_alone_can_be_trained_on_too(places, tokenizer, tmp_path):
     prepare_qa.prepare(
         places.data, Options(name="open", train=(str(tmp_path / "o.jsonl"),), val_percent=30, without_contexts=True)
     )
-    config = qa.Config(corpus="open", context_tokens=60, sequence_tokens=60, loss_on="answer")
+    config = cross_attention.Config(corpus="open", context_tokens=60, sequence_tokens=60, loss_on="answer")
     val = config.build(places, tokenizer, "val", seed=0)
     sample = val.sample(0, 0)
     assert len(sample["context_chunks"]) == 1

@@ -5,7 +5,7 @@ import pytest
 
 from src.errors import ConfigError, DataError
 from src.experiments.config import load
-from src.systems.crossattn.data import prompted as prompted_qa
+from src.systems.crossattn.data import prompted
 
 EOS, PREFIX, MIDDLE, SUFFIX, USER, ASSISTANT, C, PAD = range(8)
 SYSTEM = "<|system|>"  # not in this vocabulary, so it is text
@@ -33,7 +33,7 @@ def build(places, write_corpus, tokenizer):
             "loss_on": "answer",
             **values,
         }
-        config = load(prompted_qa.Config, {k: v for k, v in values.items() if v is not None}, "data")
+        config = load(prompted.Config, {k: v for k, v in values.items() if v is not None}, "data")
         config.check(places)
         return config.build(places, tokenizer, split, seed)
 
@@ -185,29 +185,27 @@ def test_batches_of_one_length(build):
 def test_config_refuses_what_would_be_ignored_or_is_missing():
     raw = {"corpus": "c", "contexts": "all", "context_tokens": 64, "sequence_tokens": 64, "loss_on": "answer"}
     with pytest.raises(ConfigError, match=r"^data: context_tokens: with contexts 'none' there is nothing to read"):
-        load(prompted_qa.Config, {**raw, "contexts": "none"}, "data")
+        load(prompted.Config, {**raw, "contexts": "none"}, "data")
     with pytest.raises(ConfigError, match=r"^data: context_tokens: missing\. With contexts 'useful'"):
         load(
-            prompted_qa.Config,
+            prompted.Config,
             {**{k: v for k, v in raw.items() if k != "context_tokens"}, "contexts": "useful"},
             "data",
         )
     with pytest.raises(ConfigError, match=r"data.contexts: unknown value 'al'"):
-        load(prompted_qa.Config, {**raw, "contexts": "al"}, "data")
+        load(prompted.Config, {**raw, "contexts": "al"}, "data")
 
 
 def test_context_question_and_new_tokens_must_fit_the_positions_together():
     raw = {"corpus": "c", "contexts": "all", "context_tokens": 100, "sequence_tokens": 20, "loss_on": "answer"}
-    config = load(prompted_qa.Config, raw, "data")
+    config = load(prompted.Config, raw, "data")
     config.check_length(120)
     config.check_length(None, 1000)
     with pytest.raises(
         ConfigError, match=r"data\.sequence_tokens \+ data\.context_tokens: 121 tokens are more than the 120 positions"
     ):
         config.check_length(120, 1)
-    closed = load(
-        prompted_qa.Config, {"corpus": "c", "contexts": "none", "sequence_tokens": 20, "loss_on": "all"}, "data"
-    )
+    closed = load(prompted.Config, {"corpus": "c", "contexts": "none", "sequence_tokens": 20, "loss_on": "all"}, "data")
     closed.check_length(24, 4)
     with pytest.raises(ConfigError, match=r"data\.sequence_tokens: 25 tokens are more than the 24 positions"):
         closed.check_length(24, 5)
@@ -222,6 +220,6 @@ def test_too_few_tokens_for_the_template_are_refused(build):
 
 def test_compiling_batches_of_several_lengths_is_refused():
     raw = {"corpus": "c", "contexts": "all", "context_tokens": 64, "sequence_tokens": 64, "loss_on": "answer"}
-    load(prompted_qa.Config, {**raw, "fixed_length": True}, "data").check_compiled()
+    load(prompted.Config, {**raw, "fixed_length": True}, "data").check_compiled()
     with pytest.raises(ConfigError, match=r"loop\.compile: needs batches of one length.*data\.fixed_length: true"):
-        load(prompted_qa.Config, raw, "data").check_compiled()
+        load(prompted.Config, raw, "data").check_compiled()

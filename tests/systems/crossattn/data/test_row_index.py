@@ -7,10 +7,9 @@ import pytest
 from src.errors import ConfigError, DataError
 from src.experiments.config import Places
 from src.files import new_directory
-from src.systems.crossattn.data import cross_attention as qa
-from src.systems.crossattn.data import row_index
+from src.systems.crossattn.data import cross_attention, row_index
 
-DATA = qa.Config(corpus="corpus", context_tokens=8, sequence_tokens=8, loss_on="answer")
+DATA = cross_attention.Config(corpus="corpus", context_tokens=8, sequence_tokens=8, loss_on="answer")
 
 
 @pytest.fixture

@@ -13,10 +13,7 @@ from src.data.text.tokenizers import tokenizer_digest
 from src.errors import ConfigError, DataError
 from src.experiments.config import load
 from src.files import new_directory, write_json
-from src.systems.crossattn.data import cross_attention as qa
-from src.systems.crossattn.data import encoded_store, row_index, templates
-from src.systems.crossattn.data import fid as fid_qa
-from src.systems.crossattn.data import prompted as prompted_qa
+from src.systems.crossattn.data import cross_attention, encoded_store, fid, prompted, row_index, templates
 from src.systems.crossattn.data.encoded_shards import Writer
 from src.systems.crossattn.data.encoder_inputs import EncoderInputs, EncodingOptions
 
@@ -32,9 +29,9 @@ ROWS = [
     for i, name in enumerate(SOURCES)
 ]
 VALUES = {
-    qa: {"context_tokens": 64, "sequence_tokens": 64, "loss_on": "answer"},
-    prompted_qa: {"contexts": "all", "context_tokens": 64, "sequence_tokens": 64, "loss_on": "answer"},
-    fid_qa: {"contexts": "all", "passage_tokens": 64, "answer_tokens": 8},
+    cross_attention: {"context_tokens": 64, "sequence_tokens": 64, "loss_on": "answer"},
+    prompted: {"contexts": "all", "context_tokens": 64, "sequence_tokens": 64, "loss_on": "answer"},
+    fid: {"contexts": "all", "passage_tokens": 64, "answer_tokens": 8},
 }
 KINDS = pytest.mark.parametrize("kind", VALUES, ids=lambda kind: kind.__name__.rpartition(".")[2])
 
@@ -43,7 +40,7 @@ KINDS = pytest.mark.parametrize("kind", VALUES, ids=lambda kind: kind.__name__.r
 def build(places, tokenizer):
     """Build a data set on a corpus that is there."""
 
-    def make(split, kind=qa, **values):
+    def make(split, kind=cross_attention, **values):
         config = load(kind.Config, {"corpus": "c", **VALUES[kind], **values}, "data")
         config.check(places)
         return config.build(places, tokenizer, split, 0)
@@ -116,7 +113,7 @@ def test_other_splits_are_used_whole(build, places):
 
 def test_rows_are_named_by_their_place_in_the_file(build, write_corpus):
     write_corpus("c", [*ROWS, {**ROWS[1], "context": "x" * 90}])
-    for kind, message in ((qa, r"^c: row 7: a context of"), (prompted_qa, r"^c: row 7: its contexts take")):
+    for kind, message in ((cross_attention, r"^c: row 7: a context of"), (prompted, r"^c: row 7: its contexts take")):
         assert build("train", kind, train_datasets=["nq"], too_long="refuse")
         with pytest.raises(DataError, match=message):
             build("train", kind, train_datasets=["squad"], too_long="refuse")
@@ -163,7 +160,9 @@ def test_other_manifests_say_nothing_of_sources(places, counts):
     with new_directory(places.data / "c", {"counts": counts}) as folder:
         for split in ("train", "val"):
             (folder / f"{split}.jsonl").write_text("these rows are not read\n")
-    load(qa.Config, {"corpus": "c", **VALUES[qa], "train_datasets": ["squad"]}, "data").check(places)
+    load(cross_attention.Config, {"corpus": "c", **VALUES[cross_attention], "train_datasets": ["squad"]}, "data").check(
+        places
+    )
 
 
 @KINDS
@@ -186,7 +185,7 @@ def test_numbers_of_rows_are_refused_where_they_would_be_those_of_others(places,
     manifest = json.loads((folder / "manifest.json").read_text())
     manifest["files"]["hard.txt"] = {"bytes": 2, "sha256": ""}
     (folder / "manifest.json").write_text(json.dumps(manifest))
-    config = load(qa.Config, {"corpus": "c", **VALUES[qa], "train_datasets": ["nq"]}, "data")
+    config = load(cross_attention.Config, {"corpus": "c", **VALUES[cross_attention], "train_datasets": ["nq"]}, "data")
     row_index.check(places, config, "val", "hard.txt")
     row_index.check(places, config, "train", None)
     with pytest.raises(
@@ -213,7 +212,7 @@ def test_encoded_contexts_are_those_of_the_chosen_rows(build, places, write_corp
     writer.close()
     made = {
         **vars(rules),
-        "corpus": qa.jsonl.fingerprint(folder),
+        "corpus": cross_attention.jsonl.fingerprint(folder),
         "tokenizer": tokenizer_digest(tokenizer),
     }
     store = {

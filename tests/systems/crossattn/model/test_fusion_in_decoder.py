@@ -13,7 +13,7 @@ from src.experiments.interfaces import ModelConfig
 from src.experiments.kinds import DECODER, FUSION_IN_DECODER
 from src.experiments.registry import MODELS, bind
 from src.models import lora
-from src.systems.crossattn.fusion_in_decoder import config as fusion_in_decoder
+from src.systems.crossattn.fusion_in_decoder.config import Config
 from src.systems.crossattn.fusion_in_decoder.layers import FusionInDecoder
 
 EOS, PAD = 1, 0
@@ -173,7 +173,7 @@ def test_every_weight_learns_and_no_empty_passage_is_encoded(t5, batch):
 
 class TestConfig:
     def test_the_base_is_built_and_tells_its_tokenizer(self, places: Places):
-        config = load(fusion_in_decoder.Config, {"base": T5}, "model")
+        config = load(Config, {"base": T5}, "model")
         config.check(places)
         model = config.build(places)
         assert model.name_or_path == str(places.data / "tokenizer")
@@ -197,7 +197,7 @@ class TestConfig:
             ConfigError,
             match=r"expected an encoder-decoder, such as 't5'; got 'gpt_bigcode', which is of the kind 'decoder'",
         ):
-            load(fusion_in_decoder.Config, {"base": decoder}, "model")
+            load(Config, {"base": decoder}, "model")
 
     def test_a_parent_that_trained_a_decoder_is_refused_once_it_is_known(self, places: Places):
         decoder = {
@@ -209,7 +209,7 @@ class TestConfig:
             "max_positions": 8,
         }
         parent = {"recipe": "lm", "model": decoder}
-        config = load(fusion_in_decoder.Config, {"base": PARENT}, "model")
+        config = load(Config, {"base": PARENT}, "model")
         known = Places(places.data, places.runs, {PARENT["exp_id"]: parent})
         with pytest.raises(
             ConfigError, match=r"fusion_in_decoder\.base: expected an encoder-decoder.*got 'experiment'"
@@ -218,7 +218,7 @@ class TestConfig:
 
     def test_a_parent_that_trains_nothing_is_refused(self, places: Places):
         parent = {"recipe": "fid", "model": T5, "evaluation": {"micro_batch": 1}}
-        config = load(fusion_in_decoder.Config, {"base": PARENT}, "model")
+        config = load(Config, {"base": PARENT}, "model")
         with pytest.raises(ConfigError, match=r"its experiment trains nothing\. Take the model that it evaluates"):
             config.check(Places(places.data, places.runs, {PARENT["exp_id"]: parent}))
 
@@ -241,7 +241,7 @@ class TestConfig:
         torch.testing.assert_close(model(**batch), before)
         with pytest.raises(ConfigError, match="put 'lora' around 'fusion_in_decoder'"):
             load(
-                fusion_in_decoder.Config,
+                Config,
                 {"base": {"name": "lora", "rank": 2, "alpha": 4.0, "target_modules": ["q"], "base": T5}},
                 "model",
             )

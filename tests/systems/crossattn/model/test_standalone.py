@@ -39,9 +39,19 @@ torch.save(found, sys.argv[3])
     ("model_type", "settings"),
     [
         ("gpt_bigcode", {}),
-        ("gpt_bigcode", {"shared_weights": True, "final_layer": True, "hidden_size": 8, "num_heads": 2}),
-        ("llama", {"skip_connections": True, "norm": "layer", "num_key_value_heads": 2}),
-        ("llama", {"shared_projections": True, "num_key_value_heads": 4, "feed_forward_size": 24}),
+        pytest.param(
+            "gpt_bigcode",
+            {"shared_weights": True, "final_layer": True, "hidden_size": 8, "num_heads": 2},
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "llama", {"skip_connections": True, "norm": "layer", "num_key_value_heads": 2}, marks=pytest.mark.slow
+        ),
+        pytest.param(
+            "llama",
+            {"shared_projections": True, "num_key_value_heads": 4, "feed_forward_size": 24},
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 @torch.no_grad()

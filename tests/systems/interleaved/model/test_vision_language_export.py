@@ -22,7 +22,7 @@ from src.experiments.registry import DATASETS, MODELS, bind, resolved_dict
 from src.files import new_directory, write_json
 from src.models.export import main
 from src.models.load import load
-from src.runs.checkpoints import folder as checkpoints
+from src.runs.checkpoints import checkpoints
 from src.support.weights import trained_weights
 from src.systems.interleaved.model.processor import read_images_config
 from src.systems.interleaved.streaming.images import ImagesConfig

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, SiglipConfig, SiglipModel, Siglip
 from src.errors import ConfigError
 from src.experiments.config import Places, Problems
 from src.experiments.registry import MODELS, bind, resolved_dict
-from src.models import tokenizer
+from src.models import prepared_tokenizer
 from src.support.weights import load_trained, trained_weights
 from src.systems.interleaved.model.flops import parameters_by_part
 from src.training.loss import interleaved_lm_loss
@@ -180,7 +180,7 @@ def test_two_models_keep_their_weights(more: dict[str, Any], vision: str, text: 
         decoder = AutoModelForCausalLM.from_pretrained(places.data / text).eval()
         torch.testing.assert_close(model(input_ids=ids).logits[..., :258], decoder(ids).logits)
     assert model.lm_head.weight is model.get_input_embeddings().weight, "tied, as they were"
-    grown = tokenizer.load(places.data / text, bind(MODELS, raw).new_tokens())
+    grown = prepared_tokenizer.load(places.data / text, bind(MODELS, raw).new_tokens())
     assert model.config.text_config.vocab_size == len(grown)
     assert grown.decode(model.config.image_token_id) == "<image>"
     assert logits(model, batch_of(model)).isfinite().all()

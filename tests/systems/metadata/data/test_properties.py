@@ -123,6 +123,7 @@ def pages(draw: st.DrawFn, depth: int = 0) -> str:
     return "".join(pieces)
 
 
+@pytest.mark.slow
 @many
 @given(pages(), st.sampled_from([None, 8, 64]))
 def test_tags_of_any_page_nest_and_can_be_removed(page: str, limit: int | None):

@@ -8,7 +8,7 @@ import pytest
 
 from src.errors import ConfigError, DataError
 from src.experiments.config import load
-from src.systems.t5.denoising.depth import dataset as depth
+from src.systems.t5.denoising.depth import dataset
 from src.systems.t5.denoising.depth.sentence_groups import Room
 from src.systems.t5.denoising.depth.sentences import split
 
@@ -37,7 +37,7 @@ def build(places, write_corpus, make_tokenizer):
     def make(documents=TEXTS, split="train", seed=0, controls=CONTROLS, **values):
         write_corpus("t", [{"text": d} for d in documents])
         sizes = {"input_tokens": 96, "target_tokens": 64, "num_sentences": NAMES}
-        config = load(depth.Config, {"corpus": "t", **sizes, **values}, "data")
+        config = load(dataset.Config, {"corpus": "t", **sizes, **values}, "data")
         config.check(places)
         return config.build(places, make_tokenizer(controls, "<|pad|>"), split, seed)
 
@@ -90,13 +90,13 @@ def restored(sample):
 def test_what_is_masked_and_shuffled():
     ids, bounds = np.arange(50, 60, dtype=np.int32), np.array([0, 4, 7, 10])
     mask = np.array([0, 1, 1, 1, 1, 0, 0, 1, 0, 1], bool)  # the first run goes on in the second sentence: two runs
-    inputs, targets = depth.corrupt(ids, bounds, mask, [2, 0, 1], np.array([9, 8, 7, 6, 5], np.int32))
+    inputs, targets = dataset.corrupt(ids, bounds, mask, [2, 0, 1], np.array([9, 8, 7, 6, 5], np.int32))
     assert [part.tolist() for part in inputs] == [[50, 7], [6, 55, 56], [9, 58, 8]]
     assert [part.tolist() for part in targets] == [[7, 51, 52, 53], [6, 54], [9, 57, 8, 59]]
-    inputs, targets = depth.corrupt(ids, bounds, mask, range(3), np.array([9, 8, 7, 6], np.int32))
+    inputs, targets = dataset.corrupt(ids, bounds, mask, range(3), np.array([9, 8, 7, 6], np.int32))
     assert [part.tolist() for part in inputs] == [[50, 9], [8, 55, 56], [7, 58, 6]]
     assert [part.tolist() for part in targets] == [[9, 51, 52, 53], [8, 54], [7, 57, 6, 59]]
-    inputs, targets = depth.corrupt(ids, bounds, np.zeros(10, bool), range(3), np.array([], np.int32))
+    inputs, targets = dataset.corrupt(ids, bounds, np.zeros(10, bool), range(3), np.array([], np.int32))
     assert [part.tolist() for part in inputs] == [[50, 51, 52, 53], [54, 55, 56], [57, 58, 59]]
     assert [len(part) for part in targets] == [0, 0, 0]
 
@@ -262,8 +262,8 @@ def test_batches_of_one_length(build):
         length = S if name in ("input_ids", "attention_mask") else T
         assert tensor.equal(batch[name][:, *(cut or (slice(length),))])
     with pytest.raises(ConfigError, match=r"loop\.compile: needs batches of one length.*data\.fixed_length: true"):
-        load(depth.Config, {"corpus": "t"}, "data").check_compiled()
-    load(depth.Config, {"corpus": "t", "fixed_length": True}, "data").check_compiled()
+        load(dataset.Config, {"corpus": "t"}, "data").check_compiled()
+    load(dataset.Config, {"corpus": "t", "fixed_length": True}, "data").check_compiled()
 
 
 def test_sentence_tokens_are_weighed_in_training_alone(build):

@@ -4,7 +4,7 @@ import pytest
 
 from src.errors import ConfigError, DataError
 from src.experiments.config import load
-from src.systems.t5.denoising.depth import dataset as depth
+from src.systems.t5.denoising.depth import dataset
 
 
 @pytest.mark.parametrize(
@@ -23,11 +23,11 @@ from src.systems.t5.denoising.depth import dataset as depth
 )
 def test_config_refuses(values, message):
     with pytest.raises(ConfigError, match=message):
-        load(depth.Config, {"corpus": "t", **values}, "data")
+        load(dataset.Config, {"corpus": "t", **values}, "data")
 
 
 def test_a_model_of_few_positions_is_refused():
-    config = load(depth.Config, {"corpus": "t", "target_tokens": 600}, "data")
+    config = load(dataset.Config, {"corpus": "t", "target_tokens": 600}, "data")
     config.check_length(None)
     config.check_length(600)
     with pytest.raises(ConfigError, match=r"data\.target_tokens: 600 tokens are more than the 599"):
@@ -35,10 +35,10 @@ def test_a_model_of_few_positions_is_refused():
 
 
 def test_a_tokenizer_that_lacks_tokens_is_refused_without_loading_it(make_tokenizer, tmp_path):
-    sentences, names = [depth.EOSEN, "<sent_0>", "<sent_1>"], [f"<extra_id_{n}>" for n in range(100)]
+    sentences, names = [dataset.EOSEN, "<sent_0>", "<sent_1>"], [f"<extra_id_{n}>" for n in range(100)]
     for name, more in {"whole": sentences + names, "one": names, "no_sentinels": sentences}.items():
         make_tokenizer(["<|endoftext|>", *more], None).save_pretrained(tmp_path / name)
-    config = load(depth.Config, {"corpus": "t", "num_sentences": 2}, "data")
+    config = load(dataset.Config, {"corpus": "t", "num_sentences": 2}, "data")
     config.check_tokenizer(None)
     config.check_tokenizer(tmp_path)
     config.check_tokenizer(tmp_path / "whole")
@@ -50,4 +50,4 @@ def test_a_tokenizer_that_lacks_tokens_is_refused_without_loading_it(make_tokeni
     with pytest.raises(DataError, match="no_sentinels: this tokenizer has no sentinels"):
         config.check_tokenizer(tmp_path / "no_sentinels")
     with pytest.raises(DataError, match=r"<sent_2>; data\.num_sentences 3 needs"):
-        load(depth.Config, {"corpus": "t", "num_sentences": 3}, "data").check_tokenizer(tmp_path / "whole")
+        load(dataset.Config, {"corpus": "t", "num_sentences": 3}, "data").check_tokenizer(tmp_path / "whole")

@@ -13,8 +13,8 @@ from src.errors import CheckpointError, ConfigError, DataError
 from src.experiments.config import Places, load
 from src.models import hf, lora
 from src.support.weights import load_trained, trained_weights
-from src.systems.t5.denoising.depth import dataset as depth
-from src.systems.t5.model import config as t5
+from src.systems.t5.denoising.depth import dataset
+from src.systems.t5.model.config import Config as T5Config
 from tests.core.models.conftest import VOCABULARY
 
 SIZES: dict[str, Any] = {
@@ -26,8 +26,8 @@ SIZES: dict[str, Any] = {
 }
 
 
-def config(**values: Any) -> t5.Config:
-    return load(t5.Config, values, "model")
+def config(**values: Any) -> T5Config:
+    return load(T5Config, values, "model")
 
 
 def logits(model: Any) -> torch.Tensor:
@@ -193,7 +193,7 @@ def test_a_longt5_is_read_from_a_folder(attention: str, places: Places, tmp_path
     assert sizes_known is not None
     assert (sizes_known.model_type, sizes_known.max_positions) == ("longt5", None)
     with pytest.raises(ConfigError, match=r"DEPTH's masks have a row for each token, and LongT5's encoder takes none"):
-        load(depth.Config, {"corpus": "x"}, "data").check_model(sizes_known)
+        load(dataset.Config, {"corpus": "x"}, "data").check_model(sizes_known)
 
     ids = torch.randint(4, VOCABULARY, (1, 600))
     seen = (model.encoder(ids)[0] - model.encoder(ids.index_fill(1, torch.tensor([599]), 3))[0]).abs().sum(-1)[0] > 1e-6

@@ -9,8 +9,8 @@ from torch.nn.functional import gelu
 from transformers import T5Config, T5ForConditionalGeneration
 
 from src.experiments.config import Places, load
-from src.systems.t5.model import config as t5
-from src.systems.t5.model import masks as t5_masks
+from src.systems.t5.model import config
+from src.systems.t5.model.masks import accept
 
 B, S, T, D, HEADS, VOCABULARY = 3, 7, 6, 16, 4, 23
 
@@ -100,7 +100,7 @@ def plain(model, batch):
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_logits_and_gradients_are_those_of_a_plain_model(batch, attention):
     model = make(attention)
-    t5_masks.accept(model)
+    accept(model)
     expected, found = plain(model, batch), model(**batch, use_cache=False).logits
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
     weights = dict(model.named_parameters())
@@ -116,7 +116,7 @@ def test_logits_and_gradients_are_those_of_a_plain_model(batch, attention):
 
 def test_each_mask_matters(batch):
     model = make()
-    t5_masks.accept(model)
+    accept(model)
     logits = model(**batch).logits
     for name in ("attention_mask", "decoder_attention_mask", "cross_attention_mask"):
         assert not torch.allclose(model(**{**batch, name: torch.ones_like(batch[name])}).logits, logits, atol=1e-2)
@@ -125,7 +125,7 @@ def test_each_mask_matters(batch):
 def test_other_calls_are_as_before(batch):
     model = make()
     changed = copy.deepcopy(model)
-    t5_masks.accept(changed)
+    accept(changed)
     ids = {name: batch[name] for name in ("input_ids", "decoder_input_ids")}
     for mask in (None, torch.arange(S) < torch.tensor([7, 5, 3])[:, None]):
         assert torch.equal(changed(**ids, attention_mask=mask).logits, model(**ids, attention_mask=mask).logits)
@@ -138,7 +138,7 @@ def test_other_calls_are_as_before(batch):
 
 def test_under_gradient_checkpointing_and_autocast(batch):
     model = make()
-    t5_masks.accept(model)
+    accept(model)
     expected = model(**batch, use_cache=False).logits
     model.activation_checkpointing_enable()
     torch.testing.assert_close(model.train()(**batch, use_cache=False).logits, expected)
@@ -149,7 +149,7 @@ def test_under_gradient_checkpointing_and_autocast(batch):
 
 def test_every_t5_that_is_built_takes_them(places: Places, batch):
     sizes = {"tokenizer": "tokenizer", "hidden_size": 16, "feed_forward_size": 24, "num_layers": 1, "num_heads": 4}
-    model = load(t5.Config, {"random": sizes}, "model").build(places)
+    model = load(config.Config, {"random": sizes}, "model").build(places)
     assert not torch.equal(
         model(**batch).logits,
         model(**{**batch, "cross_attention_mask": torch.ones_like(batch["cross_attention_mask"])}).logits,

@@ -12,7 +12,7 @@ from src.errors import ConfigError, DataError
 from src.experiments.config import Places, load
 from src.experiments.interfaces import Prediction
 from src.files import new_directory
-from src.systems.t5.tasks import dataset as task
+from src.systems.t5.tasks import dataset
 from tests.systems.metadata.data.test_examples import byte_tokenizer
 
 EOS, PAD = 0, 7
@@ -25,17 +25,17 @@ def ids(text: str) -> list[int]:
 
 
 @pytest.fixture
-def made(places: Places, tokenizer: Any, write_corpus: Callable[..., Path]) -> Callable[..., task.TaskDataset]:
+def made(places: Places, tokenizer: Any, write_corpus: Callable[..., Path]) -> Callable[..., dataset.TaskDataset]:
     """A data set of rows."""
 
-    def make(rows: list[dict[str, Any]], split: str = "train", name: str = "rte", **values: Any) -> task.TaskDataset:
+    def make(rows: list[dict[str, Any]], split: str = "train", name: str = "rte", **values: Any) -> dataset.TaskDataset:
         write_corpus("c", rows)
-        return load(task.Config, {"task": name, "corpus": "c", **values}, "data").build(places, tokenizer, split, 0)
+        return load(dataset.Config, {"task": name, "corpus": "c", **values}, "data").build(places, tokenizer, split, 0)
 
     return make
 
 
-def test_a_sample_is_the_text_and_the_label_each_with_its_end(made: Callable[..., task.TaskDataset]):
+def test_a_sample_is_the_text_and_the_label_each_with_its_end(made: Callable[..., dataset.TaskDataset]):
     data = made([RTE])
     text = "rte sentence1: é sentence2: b\tc"
     assert data.sample(0, 0) == data.sample(3, 0) == {"inputs": [*ids(text), EOS], "targets": [*ids("entailment"), EOS]}
@@ -46,7 +46,7 @@ def test_a_sample_is_the_text_and_the_label_each_with_its_end(made: Callable[...
         data.sample(0, 1)
 
 
-def test_a_batch(made: Callable[..., task.TaskDataset]):
+def test_a_batch(made: Callable[..., dataset.TaskDataset]):
     data = made([{**RTE, "sentence2": ""}, {**RTE, "label": "not_entailment"}])
     batch = data.collate([data.sample(0, i) for i in range(2)])
     short, long = data.sample(0, 0)["targets"], data.sample(0, 1)["targets"]
@@ -60,7 +60,9 @@ def test_a_batch(made: Callable[..., task.TaskDataset]):
     assert data.collate_answers([data.prompt(0)], [5, EOS])["labels"].tolist() == [[5, EOS]]
 
 
-def test_inputs_are_cut_and_counted_once_each(made: Callable[..., task.TaskDataset], caplog: pytest.LogCaptureFixture):
+def test_inputs_are_cut_and_counted_once_each(
+    made: Callable[..., dataset.TaskDataset], caplog: pytest.LogCaptureFixture
+):
     data = made([RTE, {**RTE, "sentence1": "", "sentence2": ""}], input_tokens=29)
     with caplog.at_level(logging.WARNING):
         for epoch in range(2):
@@ -73,7 +75,7 @@ def test_inputs_are_cut_and_counted_once_each(made: Callable[..., task.TaskDatas
     ]
 
 
-def test_a_target_is_never_cut(made: Callable[..., task.TaskDataset]):
+def test_a_target_is_never_cut(made: Callable[..., dataset.TaskDataset]):
     message = (
         r"task 'rte': the target 'not_entailment' has 15 tokens with its end token, and data\.target_tokens is 14\."
     )
@@ -97,7 +99,7 @@ class TestOfText:
         "group": "7",
     }
 
-    def test_every_answer_is_right(self, made: Callable[..., task.TaskDataset]):
+    def test_every_answer_is_right(self, made: Callable[..., dataset.TaskDataset]):
         data = made([self.ROW], name="record")
         assert data.sample(0, 0)["targets"] == [*ids("B"), EOS]
         assert data.prediction(0, "x") == Prediction("x", ["B", "Be"], "7", source="record")
@@ -105,7 +107,7 @@ class TestOfText:
 
     LONG = {**ROW, "label": "Wonderful"}
 
-    def test_a_long_target_is_refused(self, made: Callable[..., task.TaskDataset]):
+    def test_a_long_target_is_refused(self, made: Callable[..., dataset.TaskDataset]):
         message = (
             r"the target 'Wonderful' has 10 tokens with its end token, .* is 9\. So have 1 more\. .*'drop' "
             r"leaves such rows out"
@@ -114,13 +116,13 @@ class TestOfText:
             made([self.ROW, self.LONG, self.LONG], name="record", target_tokens=9)
         assert len(made([self.LONG], name="record", target_tokens=10)) == 1
 
-    def test_a_long_target_is_cut(self, made: Callable[..., task.TaskDataset]):
+    def test_a_long_target_is_cut(self, made: Callable[..., dataset.TaskDataset]):
         data = made([self.LONG], name="record", target_tokens=9, long_targets="cut")
         assert data.sample(0, 0)["targets"] == [*ids("Wonderfu"), EOS]
         assert data.prediction(0, "x").references == ["B", "Be"], "answers are compared with the whole text"
 
     def test_rows_with_long_targets_are_left_out(
-        self, made: Callable[..., task.TaskDataset], caplog: pytest.LogCaptureFixture
+        self, made: Callable[..., dataset.TaskDataset], caplog: pytest.LogCaptureFixture
     ):
         data = made([self.LONG, self.ROW, self.LONG], name="record", target_tokens=9, long_targets="drop")
         assert (len(data), data.num_questions, data.target(0)) == (1, 1, "B")
@@ -128,23 +130,23 @@ class TestOfText:
         with pytest.raises(DataError, match=r"every target is longer than data\.target_tokens, 9\. Allow more\."):
             made([self.LONG], name="record", target_tokens=9, long_targets="drop")
 
-    def test_answers_have_a_length_of_their_own(self, made: Callable[..., task.TaskDataset]):
+    def test_answers_have_a_length_of_their_own(self, made: Callable[..., dataset.TaskDataset]):
         assert made([self.ROW], name="record").answer_tokens == 64
         assert made([self.ROW], name="record", max_new_tokens=5).answer_tokens == 5
 
 
-def test_a_number_is_written_in_steps(made: Callable[..., task.TaskDataset]):
+def test_a_number_is_written_in_steps(made: Callable[..., dataset.TaskDataset]):
     data = made([{"index": 0, "sentence1": "a", "sentence2": "b", "label": "3.75"}], name="stsb")
     assert data.target(0) == "3.8"
     assert data.prediction(0, "1.0") == Prediction("1.0", ["3.8"], source="stsb")
     assert len(data.answer_ids) == 26
 
 
-def test_only_test_rows_may_lack_a_label(made: Callable[..., task.TaskDataset], places: Places, tokenizer: Any):
+def test_only_test_rows_may_lack_a_label(made: Callable[..., dataset.TaskDataset], places: Places, tokenizer: Any):
     with new_directory(places.data / "c") as folder:
         for split in ("val", "test"):
             (folder / f"{split}.jsonl").write_text(json.dumps({**RTE, "label": None}) + "\n")
-    config = load(task.Config, {"task": "rte", "corpus": "c"}, "data")
+    config = load(dataset.Config, {"task": "rte", "corpus": "c"}, "data")
     assert config.build(places, tokenizer, "test", 0).target(0) == "<unk>"
     with pytest.raises(DataError, match=r"val\.jsonl:1: no label\. Only rows of the split 'test' may have none\."):
         config.build(places, tokenizer, "val", 0)
@@ -184,7 +186,7 @@ def test_only_test_rows_may_lack_a_label(made: Callable[..., task.TaskDataset], 
     ],
 )
 def test_rows_that_do_not_fit(
-    made: Callable[..., task.TaskDataset], row: dict[str, Any], values: dict[str, Any], message: str
+    made: Callable[..., dataset.TaskDataset], row: dict[str, Any], values: dict[str, Any], message: str
 ):
     with pytest.raises(DataError, match=message):
         made([row], **values)
@@ -193,16 +195,16 @@ def test_rows_that_do_not_fit(
 def test_what_is_refused_before_rows_are_read(places: Places, write_corpus: Callable[..., Path]):
     write_corpus("c", [RTE])
     with pytest.raises(ConfigError, match=r"task: unknown task 'rtee'\. Did you mean 'rte'\?"):
-        load(task.Config, {"task": "rtee", "corpus": "c"}, "data").check(places)
+        load(dataset.Config, {"task": "rtee", "corpus": "c"}, "data").check(places)
     with pytest.raises(ConfigError, match=r"data\.task: 'ax' has no rows to train on\. Name it in predictions\.also\."):
-        load(task.Config, {"task": "ax", "corpus": "c"}, "data").check(places)
+        load(dataset.Config, {"task": "ax", "corpus": "c"}, "data").check(places)
     with pytest.raises(DataError, match=r"train\.jsonl:1: no column 'passage' of task 'boolq'\."):
-        load(task.Config, {"task": "boolq", "corpus": "c"}, "data").check(places)
+        load(dataset.Config, {"task": "boolq", "corpus": "c"}, "data").check(places)
     with pytest.raises(DataError, match=r"d: no such data set"):
-        load(task.Config, {"task": "rte", "corpus": "d"}, "data").check(places)
-    assert load(task.Config, {"task": "rte", "corpus": "c"}, "data").weight(places) == 2490
+        load(dataset.Config, {"task": "rte", "corpus": "d"}, "data").check(places)
+    assert load(dataset.Config, {"task": "rte", "corpus": "c"}, "data").weight(places) == 2490
     with pytest.raises(ConfigError, match=r"loop\.compile"):
-        load(task.Config, {"task": "rte", "corpus": "c"}, "data").check_compiled()
+        load(dataset.Config, {"task": "rte", "corpus": "c"}, "data").check_compiled()
 
 
 def test_a_tokenizer_that_cannot_write_a_label_is_refused(places: Places, write_corpus: Callable[..., Path]):
@@ -217,10 +219,10 @@ def test_a_tokenizer_that_cannot_write_a_label_is_refused(places: Places, write_
     with pytest.raises(
         DataError, match=r"task 'boolq': this tokenizer writes label 'False' as 'false', so no answer could be right\."
     ):
-        load(task.Config, {"task": "boolq", "corpus": "c"}, "data").build(places, lower, "train", 0)
+        load(dataset.Config, {"task": "boolq", "corpus": "c"}, "data").build(places, lower, "train", 0)
 
 
-def test_validation_rows_are_the_same_whatever_the_seed(made: Callable[..., task.TaskDataset]):
+def test_validation_rows_are_the_same_whatever_the_seed(made: Callable[..., dataset.TaskDataset]):
     rows = [{**RTE, "index": i} for i in range(9)]
     data = made(rows, split="val", val_samples=4)
     assert len({data.row(i)["index"] for i in range(4)}) == len(data) == 4
@@ -228,7 +230,7 @@ def test_validation_rows_are_the_same_whatever_the_seed(made: Callable[..., task
         made(rows, split="val", val_samples=10)
 
 
-def test_the_task_is_part_of_the_fingerprint(made: Callable[..., task.TaskDataset]):
+def test_the_task_is_part_of_the_fingerprint(made: Callable[..., dataset.TaskDataset]):
     row = {**RTE, "premise": "", "hypothesis": "", "sentence1": "", "sentence2": ""}
     prints = {made([row], name=name).fingerprint for name in ("rte", "mnli", "wnli")}
     assert len(prints) == 3
@@ -236,12 +238,12 @@ def test_the_task_is_part_of_the_fingerprint(made: Callable[..., task.TaskDatase
 
 
 def test_a_sentinel_ends_inputs_and_begins_targets(
-    places: Places, write_corpus: Callable[..., Path], made: Callable[..., task.TaskDataset]
+    places: Places, write_corpus: Callable[..., Path], made: Callable[..., dataset.TaskDataset]
 ):
     """As `*_1_sentinel` of T5's code."""
     write_corpus("c", [RTE])
     tokenizer = byte_tokenizer("<extra_id_0>")
-    config = load(task.Config, {"task": "rte", "corpus": "c", "sentinel": True, "input_tokens": 16}, "data")
+    config = load(dataset.Config, {"task": "rte", "corpus": "c", "sentinel": True, "input_tokens": 16}, "data")
     data = config.build(places, tokenizer, "train", 0)
     mark, sample = tokenizer.convert_tokens_to_ids("<extra_id_0>"), data.sample(0, 0)
     assert tokenizer.decode(sample["inputs"]) == "rte sentence1:<extra_id_0><eos>"

@@ -8,7 +8,7 @@ import pytest
 from src.errors import ConfigError
 from src.experiments.config import added_field, load
 from src.files import read_yaml
-from src.systems.t5.tasks import task_table as tasks
+from src.systems.t5.tasks import task_table
 from src.systems.t5.tasks.task_table import NamedTask, Task, find
 
 A = {
@@ -79,7 +79,9 @@ def test_inputs_of_the_model(task: str, expected: str):
 
 
 def all_tasks() -> list[NamedTask]:
-    return [find(name) for path in sorted(tasks.FOLDER.glob("*.yaml")) for name in read_yaml(path, "tasks by name")]
+    return [
+        find(name) for path in sorted(task_table.FOLDER.glob("*.yaml")) for name in read_yaml(path, "tasks by name")
+    ]
 
 
 def test_every_task_is_in_the_test_above():
@@ -303,7 +305,7 @@ def test_another_entry_is_another_fingerprint():
 
 
 def test_fields_that_are_added_leave_the_fingerprint_of_older_runs():
-    class LaterFile(tasks.Submission):
+    class LaterFile(task_table.Submission):
         header: bool = added_field(True)
 
     class LaterTask(Task):

@@ -12,15 +12,14 @@ from typing import Any
 import pytest
 
 from src.launch.job import Job
-from src.launch.slurm import commands
-from src.launch.slurm import launcher as slurm
+from src.launch.slurm import commands, launcher
 from tests.core.launch.fakes.fake_slurm.program import CALLS_NAME, EMPTY, FAULTS_NAME, STATE_NAME
 
 PROGRAM = Path(__file__).with_name("program.py")
-SOON = slurm.Config(patience_seconds=300.0)
-IMPATIENT = slurm.Config(patience_seconds=30.0)
+SOON = launcher.Config(patience_seconds=300.0)
+IMPATIENT = launcher.Config(patience_seconds=30.0)
 """For a Slurm that says again and again that it cannot answer: see `Clock`."""
-HUNG = slurm.Config(patience_seconds=10.0)
+HUNG = launcher.Config(patience_seconds=10.0)
 """For one that says nothing, which is waited for."""
 COMMANDS = ("sbatch", "squeue", "sacct", "scancel", "scontrol")
 
@@ -46,7 +45,7 @@ class Cluster:
         self.home = home
         self.clock = Clock()
         self.started: dict[str, subprocess.Popen[bytes]] = {}
-        for module in (commands, slurm):
+        for module in (commands, launcher):
             monkeypatch.setattr(module, "time", self.clock)
         self.bin = home / "bin"
         self.bin.mkdir(parents=True)
@@ -154,6 +153,6 @@ class Notes(dict[str, str]):
         self.update(ids)
 
 
-def submit(jobs: Sequence[Job], folder: Path, config: slurm.Config = SOON) -> tuple[list[str], Notes]:
+def submit(jobs: Sequence[Job], folder: Path, config: launcher.Config = SOON) -> tuple[list[str], Notes]:
     notes = Notes()
     return config.submit(jobs, folder, notes), notes

@@ -160,6 +160,7 @@ def test_files_without_a_reference_make_room(piped: Callable[..., Shard], tmp_pa
     assert cached(tmp_path) == {name_in(files, a), name_in(files, c)}
 
 
+@pytest.mark.slow
 def test_a_reference_ends_with_its_reader(piped: Callable[..., Shard], tmp_path: Path):
     a, b = piped("a"), piped("b")
     holders, other = [reader(tmp_path, 1, 0.2)], reader(tmp_path, 1, 0.2)
@@ -298,6 +299,7 @@ def until(condition: Callable[[], bool]) -> None:
 EVENTS = ("open", "os.remove", "os.rename", "os.truncate", "fcntl.flock", "subprocess.Popen", "os.utime")
 
 
+@pytest.mark.slow
 def test_a_kill_at_any_call_loses_nothing(piped: Callable[..., Shard], tmp_path: Path):
     """Of a fetch with a deletion before it: before its first call of the system that changes anything, its second, and
     so on."""

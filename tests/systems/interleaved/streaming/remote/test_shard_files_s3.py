@@ -96,6 +96,7 @@ def test_a_missing_server_is_reported_in_time(shard: Shard, tmp_path: Path, cutt
     assert files_of(tmp_path / "cache") == []
 
 
+@pytest.mark.slow
 def test_a_server_that_is_stopped_and_killed_in_the_middle(shard: Shard, s3: S3Server, tmp_path: Path, cutter: Cutter):
     def stop() -> bool:
         s3.send(signal.SIGSTOP)

@@ -1,5 +1,5 @@
 """Tensors and state in and out of a checkpoint folder.
-Which folder is complete, last or best: src/runs/checkpoints/folder.py.
+Which folder is complete, last or best: src/runs/checkpoints/checkpoints.py.
 
 A folder holds model.safetensors (trained weights only), optimizer.safetensors, state.json, model.json (the `model` part
 of the experiment, defaults written out), tokenizer/, config.json (a copy of the run's), branch.json of a rewound run,
@@ -23,8 +23,7 @@ from torch import Tensor, nn
 
 from src import files
 from src.errors import CheckpointError, RunError, TrainingError
-from src.runs.checkpoints import folder as checkpoints
-from src.runs.checkpoints import pins
+from src.runs.checkpoints import checkpoints, pins
 from src.runs.history import branches
 from src.runs.lease import directory_lock
 from src.runs.store import CONFIG
