@@ -8,7 +8,7 @@ from typing import Any
 from data_prep import sources
 from data_prep.crossattn.qa_releases import json_stream, msmarco, prepared, triviaqa
 from data_prep.crossattn.qa_releases.detection import LAYOUTS, layout_of
-from data_prep.crossattn.qa_releases.question import Question, Skipped
+from data_prep.crossattn.qa_releases.question import Question, Record, Skipped
 from src.errors import DataError
 
 
@@ -47,7 +47,7 @@ class Release:
                     if name != "triviaqa":
                         raise DataError(f"{where}: of the layout {name}, which has no use for --evidence.")
                     read = partial(triviaqa.questions, evidence=self._evidence)
-            for question in read(record, where):
+            for question in read(Record(record, where)):
                 yield name, question
         if read is None:
             raise DataError(f"{self.source}: holds nothing.")
