@@ -26,7 +26,7 @@ from src.experiments.grid import BrokenGroup, deferred_errors
 from src.experiments.identity import exp_id
 from src.experiments.interfaces import Dataset, load_experiment
 from src.experiments.registry import canonical_dict
-from src.support.command_line import aligned_lines
+from src.support.command_line import aligned_lines, require_at_least
 from src.systems.assistants.conversations import ranked
 from src.systems.assistants.conversations.dataset import Conversations
 from src.systems.assistants.conversations.ranked import RankedReplies
@@ -84,8 +84,7 @@ def show(experiment: str, data_path: Path, savedir_base: Path, samples: int = 4,
         ConfigError: there is no such experiment, or it trains on nothing that people say.
         DataError: its data or its tokenizer are missing or malformed.
     """
-    if samples < 1:
-        raise ConfigError(f"--samples: expected at least 1, got {samples}.")
+    require_at_least(1, samples=samples)
     groups = _read_groups()
     exp = find_experiment(groups, experiment)
     recipe: Any = load_experiment(exp, experiment)

@@ -32,6 +32,7 @@ from data_prep.metadata.extraction import EXTRACTORS, Options, Part
 from src.data import jsonl
 from src.errors import ConfigError, DataError
 from src.files import ROOT, reading, sample_digest
+from src.support.command_line import require_at_least
 
 log = logging.getLogger(__name__)
 COMMAND = "python -m data_prep.metadata.prepare"
@@ -153,8 +154,7 @@ def prepare(data_path: Path, request: Request) -> None:
     for name, share in (("most_errors", request.most_errors), ("most_replaced", request.most_replaced)):
         if not 0 <= share <= 1:
             raise ConfigError(f"--{name}: expected a share from 0 to 1, got {share:g}.")
-    if request.workers < 1:
-        raise ConfigError(f"--workers: expected at least 1, got {request.workers}.")
+    require_at_least(1, workers=request.workers)
     if not 0 < request.page_seconds < float("inf"):
         raise ConfigError(f"--page_seconds: expected a number above 0, got {request.page_seconds:g}.")
     settings, folder, (options, needed) = _settings(request.slurm), data_path / request.name, _options(request)

@@ -19,6 +19,7 @@ from src.data import jsonl
 from src.errors import ConfigError, DataError
 from src.experiments.config import unknown_text
 from src.files import read_manifest, reading
+from src.support.command_line import require_at_least
 from src.systems.metadata.data.annotations import COLUMNS, PREFIX
 
 COMMAND = "python -m data_prep.metadata.validation"
@@ -38,8 +39,7 @@ def make_sets(data_path: Path, corpus: str, columns: Sequence[str], most: int | 
         DataError: the corpus is not prepared, or has no row with a column.
         ConfigError: a column is unknown.
     """
-    if most is not None and most < 1:
-        raise ConfigError(f"--most: expected at least 1, got {most}.")
+    require_at_least(1, most=most)
     folder = data_path / corpus
     source = jsonl.require_file(folder, "val.jsonl")
     for column in columns:
