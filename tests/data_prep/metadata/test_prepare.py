@@ -154,7 +154,7 @@ def test_damaged_sources_do_not_stop_other_sources(tmp_path: Path, capsys: pytes
     output = capsys.readouterr().err.splitlines()
     assert len(output) == 3
     assert output[0].startswith(f"error: {tmp_path / 'a.jsonl.gz'}:")
-    assert "the file is cut or damaged here" in output[0]
+    assert "the gzip file is cut off" in output[0]
     assert output[1].startswith(f"error: {tmp_path / 'b.jsonl'}:2: not valid JSON")
     assert output[2].startswith(f"error: {tmp_path / 'd.parquet'}: no parquet file, or a damaged one")
     assert not (tmp_path / "data" / "made").exists()
