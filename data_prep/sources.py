@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from data_prep.crossattn.qa_releases import json_stream
 from src.errors import DataError
 from src.files import reading, sha256
 
@@ -99,8 +100,11 @@ def require_distinct(found: Iterable[tuple[str, Mapping[str, Any]]]) -> None:
         seen[key] = option
 
 
-def parquet_rows(path: Path, choose: Callable[[list[str]], list[str]]) -> Iterator[tuple[str, dict[str, Any]]]:
+def parquet_rows(
+    path: Path, choose: Callable[[list[str]], list[str]], at_once: int = BATCH_ROWS
+) -> Iterator[tuple[str, dict[str, Any]]]:
     """("FILE: row N", row) of a parquet file. choose: which of its columns are read.
+    at_once: rows in memory.
 
     Raises:
         DataError: the file is no parquet file, or damaged.
@@ -111,10 +115,22 @@ def parquet_rows(path: Path, choose: Callable[[list[str]], list[str]]) -> Iterat
     number = itertools.count(1)
     try:
         with reading(path, DataError), ParquetFile(path) as file:
-            for batch in file.iter_batches(BATCH_ROWS, columns=choose(file.schema_arrow.names)):
+            for batch in file.iter_batches(at_once, columns=choose(file.schema_arrow.names)):
                 yield from ((f"{path}: row {next(number)}", row) for row in batch.to_pylist())
     except pyarrow.ArrowInvalid as bad:
         raise DataError(f"{path}: no parquet file, or a damaged one: {first_line(bad)}") from None
+
+
+def read_rows(
+    source: str, rows: Any, choose: Callable[[list[str]], list[str]] = list, **more: Any
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """("FILE:LINE" or the like, row) of a source. rows: those of `open_rows`; None for a file of JSON or Parquet.
+    choose: see `parquet_rows`; more: arguments of `json_stream.records`."""
+    if rows is not None:
+        return ((f"{source}: row {number}", dict(row)) for number, row in enumerate(rows, 1))
+    if source.endswith(".parquet"):
+        return parquet_rows(Path(source), choose)
+    return json_stream.records(Path(source), **more)
 
 
 def first_line(error: Exception) -> str:

@@ -24,6 +24,7 @@ from src.data.text import token_files, tokenizers
 from src.data.text.tokenizers import tokenizer_digest
 from src.errors import ConfigError, DataError
 from src.experiments.config import Places
+from src.support.command_line import require_at_least
 
 COMMAND = "python -m data_prep.tokenize"
 _HERE = Path(__file__).parent
@@ -151,9 +152,7 @@ def _check(options: Options) -> None:
     """Raises ConfigError for contradicting options."""
     if not 0 <= options.val_rate < 1:
         raise ConfigError(f"--val_rate: expected a share of at least 0 and below 1, got {options.val_rate}.")
-    for flag in ("shard_tokens", "processes"):
-        if getattr(options, flag) < 1:
-            raise ConfigError(f"--{flag}: expected at least 1, got {getattr(options, flag)}.")
+    require_at_least(1, shard_tokens=options.shard_tokens, processes=options.processes)
     if options.corpus is not None and (options.val or options.val_rate):
         raise ConfigError("--corpus: has its own validation split. Leave --val and --val_rate out.")
     if options.corpus is None and bool(options.val) == bool(options.val_rate):

@@ -22,7 +22,7 @@ from src.launch import submissions
 from src.operations import deletion
 from src.runs.checkpoints import retention
 from src.runs.store import SavedRun
-from src.support.command_line import make_parser
+from src.support.command_line import make_parser, require_at_least
 from src.tables import results, run_arguments
 
 SNAPSHOTS = "snapshots"
@@ -49,8 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Print deletable files with their sizes, and delete them if requested.
     Returns the exit code: 1 if a deletion failed."""
     options = run_arguments.parse(_parser(), arguments)
-    if options.keep_last < 0 or options.older_than < 0:
-        raise ConfigError("--keep-last and --older-than: expected a number of at least 0.")
+    require_at_least(0, **{"keep-last": options.keep_last, "older-than": options.older_than})
     if options.delete:
         return _delete_runs(options)
     if options.yes:

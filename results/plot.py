@@ -19,6 +19,7 @@ from src.errors import ConfigError, DataError, print_errors
 from src.experiments.config import unknown
 from src.files import encodable, write_atomic, writing
 from src.runs.summary import is_finite
+from src.support.command_line import require_at_least
 from src.tables import curves, results, run_arguments, statistics
 
 if TYPE_CHECKING:
@@ -35,8 +36,7 @@ LABEL_CHARACTERS = 48
 def main(arguments: Sequence[str] | None = None) -> int:
     """Write the plot and print its path. Returns the exit code."""
     options = run_arguments.parse(_parser(), arguments)
-    if options.top < 1:
-        raise ConfigError(f"--top {options.top}: expected a number of lines, at least 1.")
+    require_at_least(1, top=options.top)
     if not 0 <= options.smooth < 1:
         raise ConfigError(f"--smooth {options.smooth}: expected a number from 0, no smoothing, to less than 1.")
     output = options.output or PLOTS / f"{run_arguments.title(options.groups)}.png"

@@ -31,7 +31,7 @@ from data_prep.crossattn.qa_releases import json_stream
 from src import files
 from src.errors import ConfigError, DataError, print_errors
 from src.experiments.config import unknown_text
-from src.support.command_line import aligned_lines, make_parser
+from src.support.command_line import aligned_lines, make_parser, require_at_least
 
 STATES = (
     "prompt_lottery_waiting",
@@ -86,8 +86,7 @@ def filter_trees(options: argparse.Namespace) -> Iterator[Row]:
     found = _matching_trees(options)
     if options.count is None:
         return found
-    if options.count < 1:
-        raise ConfigError(f"--count: expected at least 1, got {options.count}.")
+    require_at_least(1, count=options.count)
     drawn = heapq.nsmallest(
         options.count, ((_draw(options.seed, row["message_tree_id"]), i, row) for i, row in enumerate(found))
     )

@@ -41,7 +41,6 @@ from data_prep.assistants.conversation_forms.rows import (
     rows_of,
 )
 from data_prep.assistants.conversation_table import FORMS, Mode, Release
-from data_prep.crossattn.qa_releases import json_stream
 from src.errors import ConfigError, DataError
 from src.experiments.config import load as load_config
 from src.systems.assistants.conversations.entries import Entry, check_strings, read_entry
@@ -400,7 +399,7 @@ class _Work:
             if source.startswith(sources.HUB)
             else Path(source).name.partition(".")[0]
         }
-        for where, row in _read(source, self._opened[source], self._counts):
+        for where, row in sources.read_rows(source, self._opened[source], counts=self._counts):
             self._counts["read"] += 1
             renamed = {
                 name: look_up(row, column, where)
@@ -408,17 +407,6 @@ class _Work:
                 if is_there(row, column)
             }
             yield where, {**split, **row, **renamed}
-
-
-def _read(source: str, rows: Any, counts: Counter[str]) -> Iterator[tuple[str, Row]]:
-    """(where, row) of a source. rows: those of `sources.open_rows`; None for a file.
-    counts: gets the number of blank lines."""
-    if rows is not None:
-        yield from ((f"{source}: row {number}", dict(row)) for number, row in enumerate(rows, 1))
-    elif source.endswith(".parquet"):
-        yield from sources.parquet_rows(Path(source), lambda names: names)
-    else:
-        yield from json_stream.records(Path(source), counts=counts)
 
 
 def parse_fold(text: str) -> tuple[float, float]:

@@ -2,7 +2,7 @@
 
 An experiment of exp_configs.py, GROUP or GROUP[3], of recipe `sft`, `reward` or `dpo`. Printed are: samples of its
 first micro-batch, each token in the colour of who says it, and underlined where it is learned; how much an epoch reads
-of each data set, and how often the training reads it; and what the training takes of memory. Without colours, which
+of each data set, and how often the training reads it; and the memory plan of one GPU. Without colours, which
 files do not get, what is learned stands in [[ ]] behind its role. No weights are loaded, and nothing is written.
 """
 
@@ -11,23 +11,22 @@ import itertools
 import re
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from data_prep import command, training_memory
+from data_prep import command
 from src.data.mixture.dataset import MixtureDataset
 from src.data.orders import RankShare, order_of
 from src.data.packing.dataset import PackedDataset
-from src.data.parts import leaf_configs
 from src.data.text import tokenizers
-from src.errors import ConfigError
+from src.errors import ConfigError, UserError
 from src.experiments.config import Places, top_level, unknown_text
 from src.experiments.grid import BrokenGroup, deferred_errors
 from src.experiments.identity import exp_id
 from src.experiments.interfaces import Dataset, load_experiment
 from src.experiments.registry import canonical_dict
-from src.support.command_line import aligned_lines
-from src.systems.assistants.conversations import ranked
+from src.support.command_line import aligned_lines, require_at_least
 from src.systems.assistants.conversations.dataset import Conversations
 from src.systems.assistants.conversations.ranked import RankedReplies
 from src.systems.assistants.conversations.rendering import Rendered, Role
@@ -84,8 +83,9 @@ def show(experiment: str, data_path: Path, savedir_base: Path, samples: int = 4,
         ConfigError: there is no such experiment, or it trains on nothing that people say.
         DataError: its data or its tokenizer are missing or malformed.
     """
-    if samples < 1:
-        raise ConfigError(f"--samples: expected at least 1, got {samples}.")
+    require_at_least(1, samples=samples)
+    import torch
+
     groups = _read_groups()
     exp = find_experiment(groups, experiment)
     recipe: Any = load_experiment(exp, experiment)
@@ -95,9 +95,9 @@ def show(experiment: str, data_path: Path, savedir_base: Path, samples: int = 4,
             f"Name an experiment of recipe {', '.join(RECIPES)} that has a loop."
         )
     places = Places(data_path, savedir_base, dict(_experiments_by_id(groups)))
-    config = training_memory.without_weights(recipe.model, places)
-    model = training_memory.build_empty(config, places)
-    tokenizer = tokenizers.load(model.name_or_path, config.new_tokens())
+    with torch.device("meta"):
+        model = recipe.model.build(replace(places, on_paper=True))
+    tokenizer = tokenizers.load(model.name_or_path, recipe.model.new_tokens())
     train, val = (recipe.data.build(places, tokenizer, split, recipe.seed) for split in ("train", "val"))
     loop = recipe.loop
     keys = first_step(train, recipe.seed, loop)
@@ -116,11 +116,20 @@ def show(experiment: str, data_path: Path, savedir_base: Path, samples: int = 4,
     per_step = sum(1 for key in keys for _ in locate("", train, key))
     print("\n".join(aligned_lines(list(describe_mixture(experiment, train, loop.steps * per_step)))))
     print(f"validation: {len(val):,} samples")
-    leaves = [part for _, part in leaf_configs("data", recipe.data)]
-    rows = loop.micro_batch * max(part.max_replies if isinstance(part, ranked.Config) else 1 for part in leaves)
-    tokens = getattr(recipe.data, "sequence_tokens", None) or max(part.sequence_tokens for part in leaves)  # type: ignore[attr-defined]
-    bits = getattr(getattr(config, "base", config), "quantization", None)
-    print("\n".join(training_memory.estimate(model, loop, rows, tokens, bits).lines()))
+    print(describe_memory(recipe, places))
+
+
+def describe_memory(recipe: Any, places: Places) -> str:
+    """What one GPU would hold of the training, or why that is not known."""
+    try:
+        plan = recipe.plan_memory(places, gpus=1, gpu="H100")
+    except UserError as error:
+        return f"memory of a GPU: {error}"
+    parts = ", ".join(f"{name} {size / 2**30:.2f}" for name, size in plan.parts.items())
+    return (
+        f"memory of a GPU: {plan.total / 2**30:.2f} GiB ({parts}); "
+        "trainval.py --dry-run --memory plans other ways to train it"
+    )
 
 
 def _read_groups() -> Any:

@@ -64,14 +64,6 @@ def add(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def require_positive(options: argparse.Namespace, *names: str) -> None:
-    """Raises ConfigError for a number below 1; None is valid."""
-    for name in ("maximum_input_length", *names):
-        given = getattr(options, name)
-        if given is not None and given < 1:
-            raise ConfigError(f"--{name}: expected at least 1, got {given}.")
-
-
 def model(options: argparse.Namespace) -> ModelConfig:
     """The base."""
     raw: dict[str, Any] = {"name": "hf", "path": options.embedding_model, "dtype": options.model_dtype}

@@ -28,6 +28,7 @@ from src.data import jsonl
 from src.errors import ConfigError, DataError
 from src.experiments.config import Places
 from src.experiments.interfaces import ModelConfig
+from src.support.command_line import require_at_least
 from src.systems.crossattn.data import encoded_shards, encoded_store
 from src.systems.crossattn.data.encoder_inputs import EncodingOptions
 
@@ -167,7 +168,8 @@ def _copy(source: Path, target: Path) -> None:
 
 
 def _request(options: argparse.Namespace) -> Request:
-    encoding_options.require_positive(options, "batch_size", "batch_tokens", "num_proc")
+    positive = ("maximum_input_length", "batch_size", "batch_tokens", "num_proc")
+    require_at_least(1, **{name: getattr(options, name) for name in positive})
     return Request(
         encoding_options.model(options),
         Places(options.data_cache_path, options.savedir_base),

@@ -16,6 +16,7 @@ from data_prep.crossattn.qa_releases.question import UNANSWERABLE, Question, Ski
 from data_prep.crossattn.qa_releases.release import Release
 from src.data import jsonl
 from src.errors import DataError
+from src.support.command_line import require_at_least
 
 SPLITS = ("train", "val")
 
@@ -56,8 +57,7 @@ class Options:
             )
         if self.val_percent is not None and not 0 < self.val_percent < 100:
             raise DataError(f"--val_percent: expected more than 0 and less than 100, got {self.val_percent}.")
-        if self.max_rows is not None and self.max_rows < 1:
-            raise DataError(f"--max_rows: expected a number from 1, got {self.max_rows}.")
+        require_at_least(1, max_rows=self.max_rows)
         if self.distractors_from == "rows" and not self.distractors:
             raise DataError(
                 "--distractors_from: rows are drawn from to fill up to --distractors, which says no number."

@@ -25,6 +25,7 @@ from data_prep import command
 from data_prep.crossattn import code_questions
 from src import files
 from src.errors import DataError
+from src.support.command_line import require_at_least
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -70,13 +71,12 @@ def prepare(data_path: Path, vocab_size: int = 4096, stdlib: Path | None = None)
     """Make the three folders below `data_path`; False, and nothing done, if they are whole with the same provenance.
 
     Raises:
-        DataError: there are no sources to read, or too small a vocabulary is asked for.
+        DataError: there are no sources to read.
+        ConfigError: the vocabulary is too small for the 256 bytes and the control tokens.
         RunError: the disk refuses.
     """
     start = time.monotonic()
-    if vocab_size < MIN_VOCAB_SIZE:
-        needed = f"{MIN_VOCAB_SIZE} (256 bytes and {len(SPECIAL_TOKENS)} control tokens)"
-        raise DataError(f"--vocab_size: expected at least {needed}, got {vocab_size}.")
+    require_at_least(MIN_VOCAB_SIZE, vocab_size=vocab_size)
     stdlib = stdlib or Path(sysconfig.get_path("stdlib"))
     sources = read_sources(stdlib)
     made_from = _provenance(sources, vocab_size)

@@ -17,7 +17,7 @@ from data_prep import command
 from data_prep.crossattn.stdlib_qa import END_OF_TEXT, PAD, train_byte_level_bpe
 from data_prep.interleaved.write import Document, Part, Writing, write
 from src import files
-from src.errors import DataError
+from src.support.command_line import require_at_least
 from src.systems.interleaved.streaming.texts import TextTokens
 
 COMMAND = "python -m data_prep.interleaved.digit_pages"
@@ -41,15 +41,14 @@ def prepare(data_path: Path, pages: int = 4000, val_pages: int = 200, per_shard:
     """Make the folder `digit_pages` below `data_path`, where it is not.
 
     Raises:
-        DataError: a split would have no page, or the folder was made with other options.
+        ConfigError: a split would have no page.
+        DataError: the folder was made with other options.
         RunError: the disk refuses.
     """
     import sklearn
     from sklearn.datasets import load_digits
 
-    for name, count in (("--pages", pages), ("--val_pages", val_pages)):
-        if count < 1:
-            raise DataError(f"{name}: expected at least 1, got {count}.")
+    require_at_least(1, pages=pages, val_pages=val_pages)
     folder = data_path / FOLDER
     texts = TextTokens(_tokenizer(folder / "tokenizer"))
     digits: Any = load_digits()

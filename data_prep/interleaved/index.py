@@ -40,6 +40,7 @@ from src.data.text import tokenizers
 from src.errors import ConfigError, DataError, RunError
 from src.experiments.config import load
 from src.files import reading, writing
+from src.support.command_line import require_at_least
 from src.support.parsing import parse_json
 from src.systems.interleaved.streaming import manifest, tar_index
 from src.systems.interleaved.streaming.dataset import Config
@@ -167,8 +168,7 @@ def index_into(
 
 
 def _index_all(index: Callable[[Any], Indexed], tars: Sequence[Any], processes: int) -> list[Indexed]:
-    if processes < 1:
-        raise ConfigError(f"--processes: expected at least 1, got {processes}.")
+    require_at_least(1, processes=processes)
     errors, results = list[str](), list[Indexed]()
     workers = min(processes, len(tars))
     context = multiprocessing.get_context("forkserver")  # its server can have been started with another environment
@@ -344,8 +344,7 @@ def _shard(output: Path, one: Listed, index: tar_index.TarIndex) -> Shard:
 
 def _print(tars: Sequence[str], output: Path | None, source: str, processes: int, verify: bool, **more: Any) -> None:
     part, listed = _slice(more["slice"]), list_shards(tars)
-    if more["most_pixels"] < 1:
-        raise ConfigError(f"--most_pixels: expected at least 1, got {more['most_pixels']}.")
+    require_at_least(1, most_pixels=more["most_pixels"])
     texts = TextTokens(tokenizers.load(more["tokenizer"])) if more["tokenizer"] else None
     how = Making(verify, texts, _fields(more["fields"]), more["most_pixels"])
     config = _data(more["data"])

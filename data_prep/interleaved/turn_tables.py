@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from data_prep import sources
 from data_prep.interleaved.rows import ReaderOptions, Row, make_turns, read_image
 from src.data import jsonl
 from src.errors import DataError
@@ -23,22 +24,14 @@ def read_turns(path: Path, options: ReaderOptions) -> Iterator[Row]:
     Raises:
         DataError: it is not a Parquet file, a column is missing, or a row has another layout.
     """
-    import pyarrow
-    import pyarrow.parquet
+    for number, (where, row) in enumerate(sources.parquet_rows(path, lambda names: _require(path, names), _AT_ONCE)):
+        yield _row(f"{number:08}", row, options, where)
 
-    try:
-        with pyarrow.parquet.ParquetFile(path) as file:
-            if missing := [name for name in COLUMNS if name not in file.schema_arrow.names]:
-                raise DataError(f"{path}: no column {missing[0]!r}. It has: {', '.join(file.schema_arrow.names)}.")
-            number = 0
-            for batch in file.iter_batches(_AT_ONCE, columns=[*COLUMNS]):
-                for row in batch.to_pylist():
-                    yield _row(f"{number:08}", row, options, f"{path}, row {number}")
-                    number += 1
-    except FileNotFoundError:
-        raise DataError(f"{path}: no such file.") from None
-    except (pyarrow.ArrowException, OSError) as error:
-        raise DataError(f"{path}: cannot be read as Parquet ({' '.join(str(error).split())[:200]}).") from None
+
+def _require(path: Path, names: list[str]) -> list[str]:
+    if missing := [name for name in COLUMNS if name not in names]:
+        raise DataError(f"{path}: no column {missing[0]!r}. It has: {', '.join(names)}.")
+    return [*COLUMNS]
 
 
 def _row(key: str, row: dict[str, Any], options: ReaderOptions, where: str) -> Row:

@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from data_prep.crossattn.qa_releases import json_stream
 from data_prep.interleaved.rows import ReaderOptions, Row, read_image, text_part
 from data_prep.interleaved.write import Part
 from src.data import jsonl
 from src.errors import DataError
-from src.files import reading
 
 ENDINGS = (".jpg", ".jpeg", ".png", ".webp", ".gif")
 
@@ -29,14 +29,8 @@ def read_obelics(path: Path, options: ReaderOptions) -> Iterator[Row]:
 
 
 def _read(path: Path, parts_of: Callable[[dict[str, Any], str], list[Part]]) -> Iterator[Row]:
-    try:
-        with reading(path, DataError), open(path, "rb") as file:
-            for number, line in enumerate(file, start=1):
-                if line.strip():
-                    where = f"{path}:{number}"
-                    yield Row(f"{number:08}", parts_of(jsonl.parse(line, where), where))
-    except FileNotFoundError:
-        raise DataError(f"{path}: no such file.") from None
+    for where, row in json_stream.lines(path):
+        yield Row(f"{int(where.rpartition(':')[2]):08}", parts_of(row, where))
 
 
 def _mmc4_parts(row: dict[str, Any], options: ReaderOptions, where: str) -> list[Part]:

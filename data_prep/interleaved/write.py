@@ -18,7 +18,8 @@ from typing import Any, Literal, NamedTuple
 from data_prep import command
 from src import files
 from src.data.orders import feistel_permute
-from src.errors import ConfigError, DataError
+from src.errors import DataError
+from src.support.command_line import require_at_least
 from src.systems.interleaved.streaming import manifest, tar_index
 from src.systems.interleaved.streaming.manifest import Manifest, Shard
 from src.systems.interleaved.streaming.tars.indexing import build
@@ -63,8 +64,7 @@ class Writing:
     """Their tokens are counted in the indexes."""
 
     def __post_init__(self) -> None:
-        if self.per_shard < 1:
-            raise ConfigError(f"--per_shard: expected at least 1, got {self.per_shard}.")
+        require_at_least(1, per_shard=self.per_shard)
 
 
 def write(folder: Path, documents: Iterable[Document], made_from: Mapping[str, Any], how: Writing) -> Manifest:

@@ -1,7 +1,6 @@
 """Extract metadata from a file of pages: columns of its rows, written next to a digest of each row, all or nothing."""
 
 import contextlib
-import glob
 import hashlib
 import os
 import signal
@@ -133,14 +132,6 @@ class Part:
     def digests(self) -> Path:
         """One DIGEST per row."""
         return self.stem.with_suffix(".digests")
-
-    def is_settled(self) -> bool:
-        """Whether the part is complete or has failed."""
-        return self.report.exists() or self.failure.exists()
-
-    def leftovers(self) -> list[Path]:
-        """Temporary files of this or of a killed process."""
-        return [path for name in (self.rows, self.digests) for path in name.parent.glob(f".{glob.escape(name.name)}.*")]
 
     @property
     def failure(self) -> Path:

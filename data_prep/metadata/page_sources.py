@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from data_prep import sources
+from data_prep.crossattn.qa_releases import json_stream
 from data_prep.metadata.html import LONGEST_PAGE
-from src.data import jsonl
 from src.errors import DataError
 from src.files import reading
 
@@ -74,21 +74,7 @@ def read_rows(
         return _warc_pages(path, Counter() if counts is None else counts, records)
     if path.suffix == ".parquet":
         return sources.parquet_rows(path, list)
-    return _json_lines(path)
-
-
-def _json_lines(path: Path) -> Iterator[tuple[str, Row]]:
-    number = 0
-    try:
-        with reading(path, DataError), (gzip.open if path.suffix == ".gz" else open)(path, "rb") as file:
-            for number, line in enumerate(file, 1):
-                if line.strip():
-                    yield f"{path}:{number}", jsonl.parse(line, f"{path}:{number}")
-    except (EOFError, zlib.error, gzip.BadGzipFile) as bad:
-        raise DataError(
-            f"{path}:{number + 1}: "
-            f"the file is cut or damaged here ({sources.first_line(bad).rstrip('.')}). Get it again."
-        ) from None
+    return json_stream.lines(path)
 
 
 def _warc_pages(path: Path, counts: Counter[str], kinds: Collection[str]) -> Iterator[tuple[str, Row]]:

@@ -19,7 +19,6 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -32,6 +31,7 @@ from data_prep.metadata.extraction import EXTRACTORS, Options, Part
 from src.data import jsonl
 from src.errors import ConfigError, DataError
 from src.files import ROOT, reading, sample_digest
+from src.support.command_line import require_at_least
 
 log = logging.getLogger(__name__)
 COMMAND = "python -m data_prep.metadata.prepare"
@@ -153,8 +153,7 @@ def prepare(data_path: Path, request: Request) -> None:
     for name, share in (("most_errors", request.most_errors), ("most_replaced", request.most_replaced)):
         if not 0 <= share <= 1:
             raise ConfigError(f"--{name}: expected a share from 0 to 1, got {share:g}.")
-    if request.workers < 1:
-        raise ConfigError(f"--workers: expected at least 1, got {request.workers}.")
+    require_at_least(1, workers=request.workers)
     if not 0 < request.page_seconds < float("inf"):
         raise ConfigError(f"--page_seconds: expected a number above 0, got {request.page_seconds:g}.")
     settings, folder, (options, needed) = _settings(request.slurm), data_path / request.name, _options(request)
@@ -276,34 +275,24 @@ def _run(parts: Sequence[Part], options: Options, workers: int, settings: dict[s
 
 
 def _run_here(parts: Sequence[Part], options: Options, workers: int) -> None:
-    """Make the parts in processes on this machine. After a kill, retry each unfinished part separately, once.
+    """Make the parts on this machine, each in a process of its own: one that is killed stops no other.
 
     datatrove's local executor waits forever for the task of a killed process (0.10.1).
     """
-    remaining = list(parts) if workers > 1 else []
-    for part in parts if workers == 1 else ():
-        extraction.make_part(part, options)
-    while remaining and not _make_all(remaining, options, workers):
-        started = [part for part in remaining if not part.is_settled() and part.leftovers()]
-        for part in started:  # the killed process can have been working on any of them
-            _make_all([part], options, 1)
-        remaining = [part for part in remaining if started and not part.is_settled() and part not in started]
+    if workers == 1:
+        for part in parts:
+            extraction.make_part(part, options)
+        return
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([extraction.__name__])
 
+    def make(part: Part) -> None:
+        process = context.Process(target=extraction.make_part, args=(part, options))
+        process.start()
+        process.join()
 
-def _make_all(parts: Sequence[Part], options: Options, workers: int) -> bool:
-    """Make the parts; False if a process was killed."""
-    for leftover in (path for part in parts for path in part.leftovers()):
-        leftover.unlink()
-    with concurrent.futures.ProcessPoolExecutor(
-        min(workers, len(parts)), multiprocessing.get_context("forkserver")
-    ) as pool:
-        futures = [pool.submit(extraction.make_part, part, options) for part in parts]
-        try:
-            for future in concurrent.futures.as_completed(futures):
-                future.result()
-        except BrokenProcessPool:
-            return False
-    return True
+    with concurrent.futures.ThreadPoolExecutor(workers) as pool:
+        list(pool.map(make, parts))
 
 
 class Step:

@@ -15,10 +15,12 @@ from typing import Any
 import orjson
 
 from data_prep import command
+from data_prep.crossattn.qa_releases import json_stream
 from src.data import jsonl
 from src.errors import ConfigError, DataError
 from src.experiments.config import unknown_text
-from src.files import read_manifest, reading
+from src.files import read_manifest
+from src.support.command_line import require_at_least
 from src.systems.metadata.data.annotations import COLUMNS, PREFIX
 
 COMMAND = "python -m data_prep.metadata.validation"
@@ -38,8 +40,7 @@ def make_sets(data_path: Path, corpus: str, columns: Sequence[str], most: int | 
         DataError: the corpus is not prepared, or has no row with a column.
         ConfigError: a column is unknown.
     """
-    if most is not None and most < 1:
-        raise ConfigError(f"--most: expected at least 1, got {most}.")
+    require_at_least(1, most=most)
     folder = data_path / corpus
     source = jsonl.require_file(folder, "val.jsonl")
     for column in columns:
@@ -70,19 +71,17 @@ def make_sets(data_path: Path, corpus: str, columns: Sequence[str], most: int | 
 
 def rows_with(path: Path, column: str) -> Iterator[dict[str, Any]]:
     """The rows with an item of the column, with no other metadata."""
-    with reading(path, DataError), open(path, "rb") as file:
-        for number, line in enumerate(file, 1):
-            row = jsonl.parse(line, f"{path}:{number}")
-            if "metadata" in row:
-                key = COLUMNS[column].key
-                row["metadata"] = [item for item in row["metadata"] or [] if item.get("key") == key]
-                if row["metadata"]:
-                    yield row
-            elif row.get(PREFIX + column):
-                yield {
-                    name: [] if name.startswith(PREFIX) and name != PREFIX + column else value
-                    for name, value in row.items()
-                }
+    for _, row in json_stream.lines(path):
+        if "metadata" in row:
+            key = COLUMNS[column].key
+            row["metadata"] = [item for item in row["metadata"] or [] if item.get("key") == key]
+            if row["metadata"]:
+                yield row
+        elif row.get(PREFIX + column):
+            yield {
+                name: [] if name.startswith(PREFIX) and name != PREFIX + column else value
+                for name, value in row.items()
+            }
 
 
 def _share(source: Path, target: Path) -> None:

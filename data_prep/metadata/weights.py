@@ -14,8 +14,9 @@ from pathlib import Path
 
 from data_prep import command
 from src.data import jsonl
-from src.errors import ConfigError, DataError
+from src.errors import DataError
 from src.experiments.config import Places
+from src.support.command_line import require_at_least
 from src.systems.metadata.data.annotations import read_row
 
 COMMAND = "python -m data_prep.metadata.weights"
@@ -44,8 +45,7 @@ def count_columns(
     """
     path = jsonl.require_file(jsonl.corpus_folder(Places(data_path, data_path), corpus), "train.jsonl")
     rows = jsonl.read_rows(path, {"text": str})
-    if documents is not None and documents < 1:
-        raise ConfigError(f"--documents: expected at least 1, got {documents}.")
+    require_at_least(1, documents=documents)
     chosen = (
         range(len(rows))
         if documents is None or documents >= len(rows)

@@ -22,6 +22,7 @@ from tqdm import tqdm
 from data_prep import command
 from src.errors import DataError
 from src.files import read_json
+from src.support.command_line import require_at_least
 
 COMMAND = "python -m data_prep.t5.natural_instructions"
 BENCHMARK = 100
@@ -64,8 +65,8 @@ class Options:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.instances < 1 or self.positive_examples < 0:
-            raise DataError("--instances: expected 1 or more; --positive_examples: 0 or more.")
+        require_at_least(1, instances=self.instances)
+        require_at_least(0, positive_examples=self.positive_examples)
 
 
 def prepare(data_path: Path, options: Options) -> bool:

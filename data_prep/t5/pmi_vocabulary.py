@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from data_prep import command, training_text
-from src.errors import ConfigError, DataError
+from src.errors import DataError
+from src.support.command_line import require_at_least
 
 COMMAND = "python -m data_prep.t5.pmi_vocabulary"
 FILE = "ngrams.txt"
@@ -79,8 +80,7 @@ def prepare(data_path: Path, name: str, train: Sequence[str], text_field: str, *
         RunError: the disk refuses.
     """
     for option, least in (("size", 8), ("min_count", 2), ("max_counts", 1)):
-        if options[option] < least:
-            raise ConfigError(f"--{option}: expected at least {least}, got {options[option]}.")
+        require_at_least(least, **{option: options[option]})
     corpus = training_text.open_corpus(train, text_field)
     made_from = {
         **corpus.facts,

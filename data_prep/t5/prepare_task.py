@@ -24,6 +24,7 @@ from data_prep import command, sources
 from data_prep.t5 import superglue, task_rows, task_sources
 from data_prep.t5.task_sources import SPLITS, Source
 from src.errors import DataError
+from src.support.command_line import require_at_least
 from src.systems.t5.tasks import task_table
 
 COMMAND = "python -m data_prep.t5.prepare_task"
@@ -53,8 +54,7 @@ class Options:
             raise DataError("--val_percent sets rows of --train apart for validation: leave --val out.")
         if self.val_percent is not None and not 0 < self.val_percent < 100:
             raise DataError(f"--val_percent: expected a number between 0 and 100, got {self.val_percent:g}.")
-        if self.max_rows is not None and self.max_rows < 1:
-            raise DataError(f"--max_rows: expected 1 or more, got {self.max_rows}.")
+        require_at_least(1, max_rows=self.max_rows)
 
 
 def _add_options(parser: argparse.ArgumentParser) -> None:

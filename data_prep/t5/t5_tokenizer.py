@@ -25,6 +25,7 @@ from data_prep.crossattn import stdlib_qa
 from src import files
 from src.data.text import tokenizers
 from src.errors import DataError
+from src.support.command_line import require_at_least
 from src.systems.t5.denoising.depth import dataset
 
 if TYPE_CHECKING:
@@ -79,10 +80,8 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(train: Sequence[str] | None, source: str | None, spiece: Path | None, **given: Any) -> bool:
-    if given["sentences"] < 0:
-        raise DataError(f"--sentences: expected 0 or more, got {given['sentences']}.")
-    if given["sentinels"] < 1:
-        raise DataError(f"--sentinels: expected 1 or more, got {given['sentinels']}.")
+    require_at_least(0, sentences=given["sentences"])
+    require_at_least(1, sentinels=given["sentinels"])
     about = {name: value for name in DEFAULTS if (value := given.pop(name)) is not None}
     if train:
         return prepare_trained(train=train, options={**DEFAULTS, **about}, **given)
@@ -147,8 +146,7 @@ def prepare_trained(
         RunError: the disk refuses.
     """
     unigram, vocab_size = options["model"] == "unigram", options["vocab_size"]
-    if vocab_size < (least := 3 + (1 if unigram else 256)):
-        raise DataError(f"--vocab_size: expected at least {least} for --model {options['model']}, got {vocab_size}.")
+    require_at_least(4 if unigram else 259, vocab_size=vocab_size)
     corpus = training_text.open_corpus(train, options["text_field"])
     made_from = {
         **corpus.facts,

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from src.errors import ConfigError
-from src.support.command_line import parse_arguments
+from src.support.command_line import parse_arguments, require_at_least
 from src.support.torch_settings import GRADIENT_CHECKPOINTING
 
 if TYPE_CHECKING:  # --help must not wait for what checks experiments
@@ -31,6 +31,11 @@ PASSED_ON = (
     *("keep_last", "keep_every", "keep_best", "fsdp_replicas", "gradient_checkpointing"),
 )
 """Arguments that launched experiments get too, besides those for Weights & Biases and for sharded models."""
+LEAST = {
+    0: ("max_running", "statistics_every", "profile", "num_workers"),
+    1: ("log_every", "save_every", "keep_last", "keep_every", "keep_best", "fsdp_replicas", "gpus"),
+}
+"""The smallest value of arguments that are numbers."""
 SWITCHES = ("fsdp", "fsdp_sharded_gradients", "offload_activations", "deterministic", "wandb_log_gradients")
 """Switches that launched experiments get too."""
 
@@ -271,8 +276,6 @@ def check(args: argparse.Namespace, processes: int) -> None:
         )
     if (args.job_option == "throttle") != (args.max_running is not None):
         raise ConfigError("--job_option throttle and --max_running N: each needs the other.")
-    if args.max_running is not None and args.max_running < 0:
-        raise ConfigError(f"--max_running: expected a number of jobs, or 0 for any number, got {args.max_running}.")
     if args.watch is not None and not args.watch > 0:
         raise ConfigError(f"--watch: expected seconds above 0, got {args.watch:g}.")
     if args.python_binary and not args.job_scheduler:
@@ -294,27 +297,15 @@ def check(args: argparse.Namespace, processes: int) -> None:
             "--wandb_entity_name: without --wandb_project_name nothing would be sent. "
             "Give both, or neither to log to files."
         )
-    for name in ("log_every", "save_every"):
-        if (every := getattr(args, name)) is not None and every < 1:
-            raise ConfigError(f"--{name}: expected a number of steps >= 1, got {every}.")
-    for name in ("statistics_every", "profile"):
-        if (steps := getattr(args, name)) < 0:
-            raise ConfigError(f"--{name}: expected a number of steps, or 0 for none, got {steps}.")
+    for least, names in LEAST.items():
+        require_at_least(least, **{name: getattr(args, name) for name in names})
     if args.stop_after is not None and not args.stop_after > 0:
         raise ConfigError(f"--stop_after: expected seconds above 0, got {args.stop_after:g}.")
     if args.max_host_memory is not None and not 0 < args.max_host_memory < 1:
         raise ConfigError(f"--max_host_memory: expected a share between 0 and 1, got {args.max_host_memory:g}.")
-    if args.num_workers is not None and args.num_workers < 0:
-        raise ConfigError(f"--num_workers: expected a number of processes, or 0 for none, got {args.num_workers}.")
-    for name in ("keep_last", "keep_every", "keep_best"):
-        value = getattr(args, name)
-        if value is not None and value < 1:
-            raise ConfigError(f"--{name}: expected a number of at least 1, got {value}.")
     _check_memory(args)
     if args.deepspeed and args.fsdp:
         raise ConfigError("--deepspeed and --fsdp: give one of them.")
-    if args.fsdp_replicas is not None and args.fsdp_replicas < 1:
-        raise ConfigError(f"--fsdp_replicas: expected a number of at least 1, got {args.fsdp_replicas}.")
     if (
         args.dry_run and not args.fsdp and "ACCELERATE_USE_FSDP" not in os.environ
     ):  # `Options.check_parts` asks for a training
@@ -330,8 +321,6 @@ def _check_memory(args: argparse.Namespace) -> None:
         raise ConfigError(
             "--gpus and --gpu: say for which GPUs --memory plans. Add --dry-run --memory, or leave them out."
         )
-    if args.gpus is not None and args.gpus < 1:
-        raise ConfigError(f"--gpus: expected a number of at least 1, got {args.gpus}.")
     if args.memory and args.offload_activations:
         raise ConfigError(
             "--memory: what --offload_activations leaves on a GPU is not planned. Leave one of the two out."

@@ -4,12 +4,13 @@ import re
 import shlex
 import sys
 from collections.abc import Mapping
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
+from src.errors import LaunchError
 from src.experiments.config import Config
-from src.launch.job import QUEUE_STOPPED, Job
+from src.launch.job import QUEUE_STOPPED, Job, LauncherConfig
 from src.runs.store import STATUS
 
 STOPPED = 75
@@ -138,6 +139,30 @@ class Processes(Config):
                 "the starter python starts one process. Choose torchrun, deepspeed or accelerate for several."
             )
         return self
+
+
+class QueueConfig(LauncherConfig):
+    """The settings that our launchers share."""
+
+    FIXED: ClassVar[tuple[str, ...]] = ()
+    """Settings that the overrides of an experiment cannot change, as all jobs of a submission share them."""
+    stop_after_failures: int = Field(default=5, ge=0)
+    """End the submission after so many experiments in a row that failed within a minute of their start. 0: never."""
+    processes: Processes = Processes()
+    environment: Environment = {}
+    """Variables of the job. Everybody who sees the job can read them, so no secrets."""
+    submissions: str = ""
+    """Folder of the submissions. Filled in by `resources.load`; not allowed in a job config."""
+
+    def settings_of(self, job: Job) -> Self:
+        """The config of one job, with its overrides. Raises LaunchError if they change one of `FIXED`."""
+        own = job.resources if isinstance(job.resources, type(self)) else self
+        if changed := [name for name in self.FIXED if getattr(own, name) != getattr(self, name)]:
+            raise LaunchError(
+                f"{job.exp_id}: overrides cannot change {changed[0]} of the launcher {self.name}: "
+                "all jobs of a submission share it."
+            )
+        return own
 
 
 def shell_line(job: Job, processes: Processes | None = None, environment: Mapping[str, str] | None = None) -> str:

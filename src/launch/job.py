@@ -146,6 +146,27 @@ def bind_launcher(raw: object) -> LauncherConfig:
     return bind(LAUNCHERS, raw, key="launcher")
 
 
+class NoAnswer(LaunchError):
+    """No answer of a scheduler in time. It is unknown whether the request was or will be carried out."""
+
+
+def ask_until_answered(call: Callable[[float], T], patience_seconds: float) -> T:
+    """The result of an idempotent call, which gets the seconds that it can take, and is repeated after `NoAnswer`.
+
+    Raises:
+        NoAnswer: none within `patience_seconds`.
+    """
+    deadline, wait = time.monotonic() + patience_seconds, 0.25
+    while True:
+        try:
+            return call(max(0.1, (deadline - time.monotonic()) / 2))
+        except NoAnswer:
+            if time.monotonic() + wait >= deadline:
+                raise
+        time.sleep(wait)
+        wait = min(2 * wait, 8.0)
+
+
 def ask(calls: Sequence[Callable[[], T]], seconds: float | None) -> list[T | LaunchError]:
     """What each call to a scheduler returns, or its LaunchError.
     Those that take longer than `seconds` are left alone; None: none is."""

@@ -1,8 +1,8 @@
 """The HTTP server of our serving commands: JSON in, JSON out, on FastAPI and uvicorn.
 
-Errors are JSON too, {"error": "..."}: 400 (not HTTP), 403 (token, Host or Origin), 404, 405, 408 (body too slow), 413
-(body too large), 422 (malformed, or refused by the model) and 500. Requests wait in one queue. One thread answers them,
-in batches where a command allows it.
+Errors are JSON too, {"error": "..."}: 403 (token, Host or Origin), 404, 405, 413 (body too large), 422 (malformed, or
+refused by the model) and 500. Requests wait in one queue. One thread answers them, in batches where a command allows
+it.
 """
 
 import argparse
@@ -10,25 +10,22 @@ import asyncio
 import contextlib
 import hmac
 import ipaddress
-import json
 import queue
 import secrets
 import socket
 import sys
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, Generic, NamedTuple, TypeVar
 from urllib.parse import urlsplit
 
-import h11
 import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from src.errors import ConfigError, UserError
 
@@ -150,55 +147,29 @@ class _Guard:
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         request = Request(scope, receive)
         problem = self._access.problem(request)
+        size, chunks = 0, list[bytes]()
         try:
-            body = await _read_body(request, 0 if problem else self._max_bytes)
+            async for chunk in request.stream():
+                size += len(chunk)
+                if not problem and size <= self._max_bytes:
+                    chunks.append(chunk)
+                elif size > DRAINED_BYTES:
+                    break
         except ClientDisconnect:
-            return
-        except asyncio.CancelledError:
-            await _error(503, "the server stops.")(scope, receive, send)
-            return
-        except TimeoutError:
-            await _error(408, f"body: no data for {IDLE_SECONDS} s. Send the request again.", {"Connection": "close"})(
-                scope, receive, send
-            )
             return
         if problem:
             await _error(403, problem)(scope, receive, send)
-        elif body is None:
+        elif size > self._max_bytes:
             await _error(413, f"body: more than {self._max_bytes} bytes. Send less in one request.")(
                 scope, receive, send
             )
         else:
-            messages = iter([{"type": "http.request", "body": body, "more_body": False}])
+            messages = iter([{"type": "http.request", "body": b"".join(chunks), "more_body": False}])
 
             async def replay() -> Any:
                 return next(messages, None) or await receive()
 
-            try:
-                await self._app(scope, replay, send)
-            except asyncio.CancelledError:
-                await _error(503, "the server stops.")(scope, receive, send)
-
-
-async def _read_body(request: Request, max_bytes: int) -> bytes | None:
-    """The body, or None if it is larger than `max_bytes`."""
-    length = int(request.headers.get("content-length", 0))
-    waits = request.headers.get("expect", "").lower() == "100-continue"  # with the body, until we read
-    if length > (max_bytes if waits else DRAINED_BYTES):
-        return None
-    size, chunks = 0, list[bytes]()
-    stream: AsyncIterator[bytes] = request.stream()
-    async with asyncio.timeout(IDLE_SECONDS) as idle:
-        async for chunk in stream:
-            idle.reschedule(asyncio.get_running_loop().time() + IDLE_SECONDS)
-            size += len(chunk)
-            if size <= max_bytes:
-                chunks.append(chunk)
-            else:
-                chunks.clear()
-            if size > DRAINED_BYTES:
-                break
-    return b"".join(chunks) if size <= max_bytes else None
+            await self._app(scope, replay, send)
 
 
 def _error(status: int, reason: str, headers: Mapping[str, str] | None = None) -> JSONResponse:
@@ -254,24 +225,6 @@ def _parse(kind: type[BaseModel], body: bytes) -> BaseModel:
     raise HTTPException(422, f"{place}: {first['msg']}.{value}")
 
 
-class _Protocol(H11Protocol):
-    """HTTP/1.1 with JSON as the answer to bytes that are no HTTP."""
-
-    def send_400_response(self, msg: str) -> None:
-        if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):  # in the middle of a response
-            self.transport.close()
-            return
-        body = json.dumps({"error": f"{msg.rstrip('.')}. Send HTTP/1.1 with one Host header."}).encode()
-        headers = {"content-type": "application/json", "content-length": str(len(body)), "connection": "close"}
-        for event in (
-            h11.Response(status_code=400, reason=b"Bad Request", headers=[*headers.items()]),
-            h11.Data(data=body),
-            h11.EndOfMessage(),
-        ):
-            self.transport.write(self.conn.send(event) or b"")
-        self.transport.close()
-
-
 class Server:
     """An application at an address, which accepts connections as soon as this object exists."""
 
@@ -304,7 +257,7 @@ class Server:
         self._server = uvicorn.Server(
             uvicorn.Config(
                 app,
-                http=_Protocol,
+                http="h11",
                 backlog=BACKLOG,
                 lifespan="off",
                 ws="none",

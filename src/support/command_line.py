@@ -12,7 +12,7 @@ from functools import cache
 from types import FrameType
 from typing import BinaryIO, NoReturn
 
-from src.errors import print_errors
+from src.errors import ConfigError, print_errors
 
 # Standard input is a pipe that closes when its writer dies. The shell and its watcher outlive stop signals.
 _BOUND = (
@@ -55,6 +55,13 @@ def run_command(action: Callable[[], int], level: int = logging.INFO) -> int:
     finally:
         for logger, old in zip(ours, before, strict=True):
             logger.setLevel(old)
+
+
+def require_at_least(least: float, **options: float | None) -> None:
+    """Raises ConfigError for an option below `least`; None is an option that was not given."""
+    for name, value in options.items():
+        if value is not None and value < least:
+            raise ConfigError(f"--{name}: expected at least {least:g}, got {value:g}.")
 
 
 def aligned_lines(rows: Sequence[Sequence[str]]) -> list[str]:

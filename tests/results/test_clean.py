@@ -128,7 +128,7 @@ def test_where_a_submission_cannot_be_read_all_snapshots_stay(tmp_path: Path, ca
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--keep-last", "-1"], "--keep-last and --older-than: expected a number of at least 0."),
+        (["--keep-last", "-1"], "--keep-last: expected at least 0, got -1."),
         (["-e", "x"], "unknown group 'x'"),
         (["--where", "seed =="], "--where, character"),
     ],

@@ -330,7 +330,7 @@ def test_the_command_prints_no_warning_of_matplotlib(hundred: Path, tmp_path: Pa
         assert "Warning" not in captured.err
         assert all(line.split()[0] in ("left", "the", "12") for line in captured.err.splitlines())
     assert plot.main([str(hundred), "--top", "0", "-o", str(output)]) == 1
-    assert "--top 0" in capsys.readouterr().err
+    assert "--top: expected at least 1, got 0" in capsys.readouterr().err
 
 
 def test_characters_without_a_glyph_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

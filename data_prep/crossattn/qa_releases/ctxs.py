@@ -3,16 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-from data_prep.crossattn.qa_releases.question import (
-    Passage,
-    Question,
-    Skipped,
-    clean_answers,
-    field,
-    identifier,
-    passages,
-    text,
-)
+from data_prep.crossattn.qa_releases.question import Passage, Question, Record, Skipped, clean_answers, passages
 
 DESCRIPTION = (
     'retrieved passages: {"question", "answers", "ctxs": [{"title", "text", "isgold"}]}, with or without "isgold"'
@@ -24,7 +15,7 @@ def fits(record: dict[str, Any]) -> bool:
     return "ctxs" in record and "question" in record
 
 
-def questions(record: dict[str, Any], where: str) -> Iterator[Question | Skipped]:
+def questions(record: Record) -> Iterator[Question | Skipped]:
     """One question. A passage is useful if it is `isgold`; without such marks that is not known.
 
     The annotated long answer, `nq_annotated_gold`, is not read: its passage stands in `ctxs`.
@@ -32,22 +23,20 @@ def questions(record: dict[str, Any], where: str) -> Iterator[Question | Skipped
     Raises:
         DataError: a field is missing or malformed.
     """
-    kept = passages(_passage(c, f"{where}: ctxs[{i}]") for i, c in enumerate(field(record, "ctxs", list[dict], where)))
+    kept = passages(_passage(found) for found in record.objects("ctxs"))
     if not kept:
         yield Skipped("no passage has any text")
         return
     yield Question(
-        where=where,
-        id=identifier(record, "id", where) if "id" in record else None,
-        text=text(field(record, "question", str, where), "question", where),
-        answers=clean_answers(field(record, "answers", list[str], where), where),
+        where=record.where,
+        id=record.identifier("id") if "id" in record else None,
+        text=record.text("question"),
+        answers=clean_answers(record.require("answers", list[str]), record.where),
         passages=kept,
         dataset="nq_open",
     )
 
 
-def _passage(found: dict[str, Any], where: str) -> Passage:
-    useful = field(found, "isgold", bool, where) if found.get("isgold") is not None else None
-    return Passage(
-        field(found, "text", str, where), field(found, "title", str, where) if found.get("title") else "", useful
-    )
+def _passage(found: Record) -> Passage:
+    useful = found.require("isgold", bool) if found.get("isgold") is not None else None
+    return Passage(found.require("text", str), found.optional("title", str, ""), useful)

@@ -15,7 +15,7 @@ from data_prep.crossattn.qa_releases import (
     topiocqa,
     triviaqa,
 )
-from data_prep.crossattn.qa_releases.question import Question, Skipped
+from data_prep.crossattn.qa_releases.question import Question, Record, Skipped
 from src.errors import DataError
 from src.experiments.config import unknown_text
 
@@ -27,7 +27,7 @@ class Layout(Protocol):
     def DESCRIPTION(self) -> str: ...  # noqa: N802  a constant of the module
 
     def fits(self, record: dict[str, Any]) -> bool: ...
-    def questions(self, record: dict[str, Any], where: str) -> Iterator[Question | Skipped]: ...
+    def questions(self, record: Record) -> Iterator[Question | Skipped]: ...
 
 
 LAYOUTS: dict[str, Layout] = {

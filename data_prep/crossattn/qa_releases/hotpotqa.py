@@ -3,16 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-from data_prep.crossattn.qa_releases.question import (
-    Passage,
-    Question,
-    Skipped,
-    clean_answers,
-    field,
-    identifier,
-    passages,
-    text,
-)
+from data_prep.crossattn.qa_releases.question import Passage, Question, Record, Skipped, clean_answers, passages
 from src.errors import DataError
 
 DESCRIPTION = (
@@ -28,7 +19,7 @@ def fits(record: dict[str, Any]) -> bool:
     return "supporting_facts" in record or ("_id" in record and isinstance(record.get("context"), list))
 
 
-def questions(record: dict[str, Any], where: str) -> Iterator[Question | Skipped]:
+def questions(record: Record) -> Iterator[Question | Skipped]:
     """One question. A paragraph is useful if a supporting fact has its title.
 
     Raises:
@@ -37,11 +28,11 @@ def questions(record: dict[str, Any], where: str) -> Iterator[Question | Skipped
     if "answer" not in record and "supporting_facts" not in record:
         yield Skipped("no answer is given, as in the hidden test set")
         return
-    facts = {title for title, _ in _pairs(record, "supporting_facts", "sent_id", where)}
+    facts = {title for title, _ in _pairs(record, "supporting_facts", "sent_id")}
     found = []
-    for title, sentences in _pairs(record, "context", "sentences", where):
+    for title, sentences in _pairs(record, "context", "sentences"):
         if not isinstance(sentences, list) or not all(isinstance(sentence, str) for sentence in sentences):
-            raise DataError(f"{where}: field 'context': the sentences of {title!r} are no list of texts.")
+            raise DataError(f"{record.where}: field 'context': the sentences of {title!r} are no list of texts.")
         # Every sentence but the first begins with its space.
         found.append(Passage("".join(sentences).strip(), title, useful=title in facts))
     kept = passages(found)
@@ -49,26 +40,23 @@ def questions(record: dict[str, Any], where: str) -> Iterator[Question | Skipped
         yield Skipped("no paragraph has any text")
         return
     yield Question(
-        where=where,
-        id=identifier(record, "_id" if "_id" in record else "id", where),
-        text=text(field(record, "question", str, where), "question", where),
-        answers=clean_answers([field(record, "answer", str, where)], where),
+        where=record.where,
+        id=record.identifier("_id" if "_id" in record else "id"),
+        text=record.text("question"),
+        answers=clean_answers([record.require("answer", str)], record.where),
         passages=kept,
         dataset="hotpotqa",
     )
 
 
-def _pairs(record: dict[str, Any], name: str, second: str, where: str) -> list[tuple[str, Any]]:
+def _pairs(record: Record, name: str, second: str) -> list[tuple[Any, ...]]:
     """(title, value): a list of pairs in the release, two lists in rows of the hub."""
-    value = record.get(name)
-    place = f"{where}: field {name!r}"
-    if isinstance(value, dict):
-        titles, others = field(value, "title", list[str], place), field(value, second, list, place)
-        if len(titles) != len(others):
-            raise DataError(f"{place}: {len(titles)} titles for {len(others)} of {second!r}.")
-        return list(zip(titles, others, strict=True))
-    pairs = field(record, name, list[list], where)
+    if isinstance(record.get(name), dict):
+        return record.inner(name).parallel(**{"title": list[str], second: list})
+    pairs = record.require(name, list[list])
     for index, pair in enumerate(pairs):
         if len(pair) != 2 or not isinstance(pair[0], str):
-            raise DataError(f"{place}[{index}]: expected [title, {second}], got {str(pair)[:60]}.")
+            raise DataError(
+                f"{record.where}: field {name!r}[{index}]: expected [title, {second}], got {str(pair)[:60]}."
+            )
     return [(pair[0], pair[1]) for pair in pairs]

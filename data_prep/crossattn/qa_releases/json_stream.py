@@ -45,7 +45,7 @@ def records(
     """
     form, key = _form(path)
     if form == "lines":
-        yield from _lines(path, counts)
+        yield from lines(path, counts)
     elif form == "columns":
         yield from _rows_of_columns(path, columns)
     else:
@@ -102,7 +102,8 @@ def _form(path: Path) -> tuple[str, str | None]:
     return "lines", None
 
 
-def _lines(path: Path, counts: Counter[str] | None) -> Iterator[tuple[str, Record]]:
+def lines(path: Path, counts: Counter[str] | None = None) -> Iterator[tuple[str, Record]]:
+    """("FILE:LINE", record) for each line of a file that is not blank; counts, errors: see `records`."""
     with open_bytes(path) as file:
         for number, line in enumerate(file, 1):
             if line.strip():

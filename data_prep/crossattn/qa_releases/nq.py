@@ -6,16 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
-from data_prep.crossattn.qa_releases.question import (
-    UNANSWERABLE,
-    Passage,
-    Question,
-    Skipped,
-    clean_answers,
-    field,
-    identifier,
-    text,
-)
+from data_prep.crossattn.qa_releases.question import UNANSWERABLE, Passage, Question, Record, Skipped, clean_answers
 from src.errors import DataError
 
 DESCRIPTION = (
@@ -43,7 +34,7 @@ def fits(record: dict[str, Any]) -> bool:
     return "annotations" in record and bool({"document_text", "document_tokens", "document"} & record.keys())
 
 
-def questions(record: dict[str, Any], where: str) -> Iterator[Question | Skipped]:
+def questions(record: Record) -> Iterator[Question | Skipped]:
     """One question: the long answer is its context, short answers, yes or no its answers; with neither, UNANSWERABLE.
 
     Text is tokens joined by spaces, without html. Of several annotators the first who gave an answer says the context;
@@ -52,8 +43,8 @@ def questions(record: dict[str, Any], where: str) -> Iterator[Question | Skipped
     Raises:
         DataError: a field is missing or malformed, or an answer lies outside the document.
     """
-    document = _document(record, where)
-    found = [_annotation(annotation, document) for annotation in _annotations(record, where)]
+    document = _document(record)
+    found = [_annotation(annotation, document) for annotation in _annotations(record)]
     enough = _FEW if len(found) > 1 else 1
     answered = [a for a in found if a.answers and a.context]
     located = [a for a in found if a.context]
@@ -61,14 +52,14 @@ def questions(record: dict[str, Any], where: str) -> Iterator[Question | Skipped
         yield Skipped("no long answer, so no context")
         return
     has_answer = len(answered) >= enough
-    answers = clean_answers([text for a in answered for text in a.answers], where) if has_answer else (UNANSWERABLE,)
-    asked = record["question"] if isinstance(record.get("question"), dict) else {"text": record.get("question_text")}
+    texts = [text for annotation in answered for text in annotation.answers]
+    in_hub = isinstance(record.get("question"), dict)
     yield Question(
-        where=where,
-        id=identifier(record, "example_id" if "example_id" in record else "id", where),
-        text=text(field(asked, "text", str, f"{where}: question"), "question", where),
-        answers=answers,
-        passages=(Passage((answered if has_answer else located)[0].context, _title(record, where), useful=True),),
+        where=record.where,
+        id=record.identifier("example_id" if "example_id" in record else "id"),
+        text=record.inner("question").text("text") if in_hub else record.text("question_text"),
+        answers=clean_answers(texts, record.where) if has_answer else (UNANSWERABLE,),
+        passages=(Passage((answered if has_answer else located)[0].context, _title(record), useful=True),),
         dataset="nq",
     )
 
@@ -96,44 +87,38 @@ class _Document:
     def _word(self, index: int) -> str | None:
         token = self.tokens[index]
         if isinstance(token, dict):
-            place = f"{self.where}: document_tokens[{index}]"
-            return None if field(token, "html_token", bool, place) else field(token, "token", str, place)
+            token = Record(token, f"{self.where}: document_tokens[{index}]")
+            return None if token.require("html_token", bool) else token.require("token", str)
         if self.is_html is not None:
             return None if self.is_html[index] else token
         return None if _TAG.fullmatch(token) else token
 
 
-def _document(record: dict[str, Any], where: str) -> _Document:
+def _document(record: Record) -> _Document:
     if "document_text" in record:
-        return _Document(field(record, "document_text", str, where).split(" "), None, where)
+        return _Document(record.require("document_text", str).split(" "), None, record.where)
     if "document_tokens" in record:
-        return _Document(field(record, "document_tokens", list[dict], where), None, where)
-    inner = field(field(record, "document", dict, where), "tokens", dict, where)
-    tokens, is_html = field(inner, "token", list[str], where), field(inner, "is_html", list, where)
-    if len(tokens) != len(is_html):
-        raise DataError(f"{where}: field 'document': {len(tokens)} tokens for {len(is_html)} of 'is_html'.")
-    return _Document(tokens, is_html, where)
+        return _Document(record.require("document_tokens", list[dict]), None, record.where)
+    words = record.inner("document").inner("tokens").parallel(token=list[str], is_html=list)
+    return _Document([token for token, _ in words], [is_html for _, is_html in words], record.where)
 
 
-def _annotations(record: dict[str, Any], where: str) -> list[dict[str, Any]]:
-    given = record["annotations"]
-    if not isinstance(given, dict):
-        return field(record, "annotations", list[dict], where)
-    columns = ("long_answer", "short_answers", "yes_no_answer")
-    lists = [field(given, name, list, f"{where}: field 'annotations'") for name in columns]
-    if len({len(values) for values in lists}) > 1:
-        raise DataError(f"{where}: field 'annotations': {', '.join(columns)} are not of one length.")
-    return [dict(zip(columns, values, strict=True)) for values in zip(*lists, strict=True)]
+def _annotations(record: Record) -> list[Record]:
+    if not isinstance(record["annotations"], dict):
+        return record.objects("annotations")
+    columns = dict.fromkeys(("long_answer", "short_answers", "yes_no_answer"), list)
+    rows = record.inner("annotations").parallel(**columns)
+    return [Record(dict(zip(columns, row, strict=True)), f"{record.where}: field 'annotations'") for row in rows]
 
 
-def _annotation(given: dict[str, Any], document: _Document) -> _Annotation:
-    long = field(given, "long_answer", dict, f"{document.where}: field 'annotations'")
+def _annotation(given: Record, document: _Document) -> _Annotation:
+    long = given.require("long_answer", dict)
     short = given.get("short_answers") or []
     if isinstance(short, dict):  # lists, as in rows of the hub
         starts, ends = short.get("start_token") or [], short.get("end_token") or []
         short = [{"start_token": start, "end_token": end} for start, end in zip(starts, ends, strict=False)]
     else:
-        short = field(given, "short_answers", list[dict], document.where) if short else []
+        short = given.optional("short_answers", list[dict], [])
     answers = [answer for span in short if (answer := document.words(span, "short answer"))]
     said = given.get("yes_no_answer")
     if said is not None and not isinstance(said, (str, int)):
@@ -145,11 +130,11 @@ def _annotation(given: dict[str, Any], document: _Document) -> _Annotation:
     return _Annotation(document.words(long, "long answer"), tuple(answers))
 
 
-def _title(record: dict[str, Any], where: str) -> str:
+def _title(record: Record) -> str:
     """The title in the release, or else from the address of the page; "" without both."""
     if isinstance(record.get("document"), dict):
         return str(record["document"].get("title") or "")
     if record.get("document_title"):
-        return field(record, "document_title", str, where)
+        return record.require("document_title", str)
     address = record.get("document_url") or ""
     return parse_qs(urlsplit(str(address).replace("&amp;", "&")).query).get("title", [""])[0].replace("_", " ")

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-from data_prep.crossattn.qa_releases.question import Question, clean_answers, field, text
+from data_prep.crossattn.qa_releases.question import Question, Record, clean_answers
 
 DESCRIPTION = 'NQ-open: lines {"question", "answer": [text]}; it has no contexts'
 
@@ -13,17 +13,17 @@ def fits(record: dict[str, Any]) -> bool:
     return "question" in record and isinstance(record.get("answer"), list)
 
 
-def questions(record: dict[str, Any], where: str) -> Iterator[Question]:
+def questions(record: Record) -> Iterator[Question]:
     """One question without passages.
 
     Raises:
         DataError: a field is missing or malformed.
     """
     yield Question(
-        where=where,
+        where=record.where,
         id=None,
-        text=text(field(record, "question", str, where), "question", where),
-        answers=clean_answers(field(record, "answer", list[str], where), where),
+        text=record.text("question"),
+        answers=clean_answers(record.require("answer", list[str]), record.where),
         passages=(),
         dataset="nq_open",
     )

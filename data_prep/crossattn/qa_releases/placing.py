@@ -6,6 +6,7 @@ from random import Random
 
 from data_prep.crossattn.qa_releases.question import UNANSWERABLE, Passage, Question
 from src.errors import DataError
+from src.support.command_line import require_at_least
 
 POSITIONS = ("given", "first", "middle", "last", "random")
 
@@ -30,8 +31,7 @@ class Placing:
             raise DataError(
                 f"--position: expected one of {', '.join(POSITIONS)}, or a number from 0, got {self.position!r}."
             )
-        if self.distractors is not None and self.distractors < 0:
-            raise DataError(f"--distractors: expected a number from 0, got {self.distractors}.")
+        require_at_least(0, distractors=self.distractors)
 
     def place(self, question: Question) -> Question:
         """The question with its passages chosen and in order. If none is marked useful, only "random" moves them.

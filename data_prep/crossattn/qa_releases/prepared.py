@@ -4,16 +4,7 @@ data_prep.crossattn.prepare_qa."""
 from collections.abc import Iterator
 from typing import Any
 
-from data_prep.crossattn.qa_releases.question import (
-    Passage,
-    Question,
-    Skipped,
-    clean_answers,
-    field,
-    identifier,
-    passages,
-    text,
-)
+from data_prep.crossattn.qa_releases.question import Passage, Question, Record, Skipped, clean_answers, passages
 from src.errors import DataError
 
 DESCRIPTION = (
@@ -29,7 +20,7 @@ def fits(record: dict[str, Any]) -> bool:
     return {"contexts_list", "question", "answer", "dataset"} <= record.keys()
 
 
-def questions(record: dict[str, Any], where: str) -> Iterator[Question | Skipped]:
+def questions(record: Record) -> Iterator[Question | Skipped]:
     """One row. Contexts may be marked useful or not.
 
     `sample_idx` is not read, as it is given anew, nor `context`, which the useful ones make up.
@@ -37,12 +28,12 @@ def questions(record: dict[str, Any], where: str) -> Iterator[Question | Skipped
     Raises:
         DataError: a field is missing or malformed, or the lists are not of one length.
     """
-    texts = field(record, "contexts_list", list[str], where)
-    titles = field(record, "titles_list", list[str], where) if record.get("titles_list") else [""] * len(texts)
-    marks = field(record, "useful_contexts", list[int], where) if record.get("useful_contexts") else [None] * len(texts)
+    texts = record.require("contexts_list", list[str])
+    titles = record.optional("titles_list", list[str], [""] * len(texts))
+    marks = record.optional("useful_contexts", list[int], [None] * len(texts))
     for name, values in (("titles_list", titles), ("useful_contexts", marks)):
         if len(values) != len(texts):
-            raise DataError(f"{where}: field {name!r}: {len(values)} values for {len(texts)} contexts.")
+            raise DataError(f"{record.where}: field {name!r}: {len(values)} values for {len(texts)} contexts.")
     kept = passages(
         Passage(passage, title, None if mark is None else bool(mark))
         for passage, title, mark in zip(texts, titles, marks, strict=True)
@@ -50,12 +41,13 @@ def questions(record: dict[str, Any], where: str) -> Iterator[Question | Skipped
     if not kept:
         yield Skipped("no context has any text")
         return
-    others = field(record, "answers", list[str], where) if record.get("answers") else []
     yield Question(
-        where=where,
-        id=identifier(record, "id", where) if record.get("id") is not None else None,
-        text=text(field(record, "question", str, where), "question", where),
-        answers=clean_answers([field(record, "answer", str, where), *others], where),
+        where=record.where,
+        id=record.identifier("id") if record.get("id") is not None else None,
+        text=record.text("question"),
+        answers=clean_answers(
+            [record.require("answer", str), *record.optional("answers", list[str], [])], record.where
+        ),
         passages=kept,
-        dataset=text(field(record, "dataset", str, where), "name of the dataset", where),
+        dataset=record.text("dataset"),
     )

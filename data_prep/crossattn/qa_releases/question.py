@@ -46,38 +46,49 @@ class Skipped:
     reason: str
 
 
-def field(record: Mapping[str, Any], name: str, kind: Any, where: str) -> Any:
-    """A required field of a record of type `kind`, such as `str` or `list[dict]`.
+class Record(dict[str, Any]):
+    """A record of a release, or an object in it. Its methods check a field, and raise DataError with the place."""
 
-    Raises:
-        DataError: it is missing or of another type, or holds half a surrogate pair.
-    """
-    if name not in record:
-        raise DataError(f"{where}: field {name!r} is missing. Fields: {', '.join(record) or 'none'}.")
-    jsonl.check_type(record[name], kind, f"{where}: field {name!r}")
-    return record[name]
+    def __init__(self, fields: Mapping[str, Any], where: str) -> None:
+        super().__init__(fields)
+        self.where = where
 
+    def require(self, name: str, kind: Any) -> Any:
+        """A field of type `kind`, such as `str` or `list[dict]`, without half a surrogate pair."""
+        if name not in self:
+            raise DataError(f"{self.where}: field {name!r} is missing. Fields: {', '.join(self) or 'none'}.")
+        jsonl.check_type(self[name], kind, f"{self.where}: field {name!r}")
+        return self[name]
 
-def identifier(record: Mapping[str, Any], name: str, where: str) -> str:
-    """A field that is a number or a text, as text.
+    def optional(self, name: str, kind: Any, default: Any) -> Any:
+        """A field of type `kind`, or `default` if it is missing or empty."""
+        return self.require(name, kind) if self.get(name) else default
 
-    Raises:
-        DataError: it is missing or neither.
-    """
-    if type(record.get(name)) is int:
-        return str(record[name])
-    return field(record, name, str, where)
+    def text(self, name: str) -> str:
+        """A text that is not blank, without white space around it."""
+        if not (text := self.require(name, str).strip()):
+            raise DataError(f"{self.where}: field {name!r} is empty.")
+        return text
 
+    def identifier(self, name: str) -> str:
+        """A field that is a number or a text, as text."""
+        return str(self[name]) if type(self.get(name)) is int else self.require(name, str)
 
-def text(value: str, what: str, where: str) -> str:
-    """`value` without white space around it.
+    def inner(self, name: str) -> "Record":
+        """A field that is an object."""
+        return Record(self.require(name, dict), f"{self.where}: field {name!r}")
 
-    Raises:
-        DataError: nothing is left.
-    """
-    if not (stripped := value.strip()):
-        raise DataError(f"{where}: the {what} is empty.")
-    return stripped
+    def objects(self, name: str) -> "list[Record]":
+        """A field that is a list of objects."""
+        return [Record(each, f"{self.where}: {name}[{i}]") for i, each in enumerate(self.require(name, list[dict]))]
+
+    def parallel(self, **kinds: Any) -> list[tuple[Any, ...]]:
+        """Lists of equal length, item by item."""
+        lists = [self.require(name, kind) for name, kind in kinds.items()]
+        if len(set(map(len, lists))) > 1:
+            lengths = " and ".join(f"{len(values)} of {name!r}" for name, values in zip(kinds, lists, strict=True))
+            raise DataError(f"{self.where}: {lengths}: expected equal numbers.")
+        return list(zip(*lists, strict=True))
 
 
 def clean_answers(answers: Iterable[str], where: str) -> tuple[str, ...]:
@@ -86,10 +97,10 @@ def clean_answers(answers: Iterable[str], where: str) -> tuple[str, ...]:
     Raises:
         DataError: none is left.
     """
-    kept = tuple(dict.fromkeys(_capitalize_yes_no(answer.strip()) for answer in answers if answer.strip()))
-    if not kept:
+    stripped = [answer.strip() for answer in answers if answer.strip()]
+    if not stripped:
         raise DataError(f"{where}: every answer is empty. A question without an answer must be marked as one.")
-    return kept
+    return tuple(dict.fromkeys(text.capitalize() if text.lower() in {"yes", "no"} else text for text in stripped))
 
 
 def passages(found: Iterable[Passage]) -> tuple[Passage, ...]:
@@ -99,7 +110,3 @@ def passages(found: Iterable[Passage]) -> tuple[Passage, ...]:
         if passage.text.strip() and (passage.text not in kept or (passage.useful and not kept[passage.text].useful)):
             kept[passage.text] = passage
     return tuple(kept.values())
-
-
-def _capitalize_yes_no(answer: str) -> str:
-    return answer.capitalize() if answer.lower() in {"yes", "no"} else answer

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from data_prep import sources
-from data_prep.crossattn.qa_releases import json_stream, msmarco, prepared, triviaqa
+from data_prep.crossattn.qa_releases import msmarco, prepared, triviaqa
 from data_prep.crossattn.qa_releases.detection import LAYOUTS, layout_of
-from data_prep.crossattn.qa_releases.question import Question, Skipped
+from data_prep.crossattn.qa_releases.question import Question, Record, Skipped
 from src.errors import DataError
 
 
@@ -39,7 +39,7 @@ class Release:
             DataError: the source is damaged or of no known layout; names the place.
         """
         name, read = "", None
-        for where, record in self._records():
+        for where, record in sources.read_rows(self.source, self._rows, _choose_columns, columns=msmarco.COLUMNS):
             if read is None:
                 name = layout_of(record, where, self._layout)
                 read = LAYOUTS[name].questions
@@ -47,19 +47,10 @@ class Release:
                     if name != "triviaqa":
                         raise DataError(f"{where}: of the layout {name}, which has no use for --evidence.")
                     read = partial(triviaqa.questions, evidence=self._evidence)
-            for question in read(record, where):
+            for question in read(Record(record, where)):
                 yield name, question
         if read is None:
             raise DataError(f"{self.source}: holds nothing.")
-
-    def _records(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        if self._rows is None and self.source.endswith(".parquet"):
-            yield from sources.parquet_rows(Path(self.source), _choose_columns)
-        elif self._rows is None:
-            yield from json_stream.records(Path(self.source), msmarco.COLUMNS)
-        else:
-            for number, row in enumerate(self._rows, 1):
-                yield f"{self.source}: row {number}", dict(row)
 
 
 def _choose_columns(columns: list[str]) -> list[str]:

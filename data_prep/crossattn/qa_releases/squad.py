@@ -3,16 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-from data_prep.crossattn.qa_releases.question import (
-    UNANSWERABLE,
-    Passage,
-    Question,
-    clean_answers,
-    field,
-    identifier,
-    passages,
-    text,
-)
+from data_prep.crossattn.qa_releases.question import UNANSWERABLE, Passage, Question, Record, clean_answers, passages
 from src.errors import DataError
 
 DESCRIPTION = (
@@ -27,41 +18,39 @@ def fits(record: dict[str, Any]) -> bool:
     )
 
 
-def questions(record: dict[str, Any], where: str) -> Iterator[Question]:
+def questions(record: Record) -> Iterator[Question]:
     """The questions of one article, or of one row. A question marked `is_impossible` is UNANSWERABLE.
 
     Raises:
         DataError: a field is missing or malformed.
     """
-    title = field(record, "title", str, where) if "title" in record else ""
+    title = (record.require("title", str) if "title" in record else "").replace("_", " ")
     if "paragraphs" not in record:
-        yield _question(record, title.replace("_", " "), field(record, "context", str, where), where)
+        record.text("context")
+        yield _question(record, title, record["context"])
         return
-    for p, paragraph in enumerate(field(record, "paragraphs", list[dict], where)):
-        place = f"{where}, paragraphs[{p}]"
-        context = field(paragraph, "context", str, place)
-        for q, asked in enumerate(field(paragraph, "qas", list[dict], place)):
-            yield _question(asked, title.replace("_", " "), context, f"{place}.qas[{q}]")
+    for paragraph in record.objects("paragraphs"):
+        paragraph.text("context")
+        for asked in paragraph.objects("qas"):
+            yield _question(asked, title, paragraph["context"])
 
 
-def _question(asked: dict[str, Any], title: str, context: str, where: str) -> Question:
+def _question(asked: Record, title: str, context: str) -> Question:
     columns = isinstance(asked.get("answers"), dict)  # {"text": [...], "answer_start": [...]}, as in rows
     if columns:
-        given = field(asked["answers"], "text", list[str], f"{where}: field 'answers'")
+        given = asked.inner("answers").require("text", list[str])
     else:
-        given = [field(answer, "text", str, where) for answer in field(asked, "answers", list[dict], where)]
+        given = [answer.require("text", str) for answer in asked.objects("answers")]
     impossible = asked.get("is_impossible")
-    if impossible is not None and not isinstance(impossible, bool):
-        raise DataError(
-            f"{where}: field 'is_impossible': expected true or false, got {impossible!r} ({type(impossible).__name__})."
-        )
+    if impossible is not None:
+        asked.require("is_impossible", bool)
     if not given and not impossible and not columns:
-        raise DataError(f"{where}: no answers, and not marked 'is_impossible'.")
+        raise DataError(f"{asked.where}: no answers, and not marked 'is_impossible'.")
     return Question(
-        where=where,
-        id=identifier(asked, "id", where),
-        text=text(field(asked, "question", str, where), "question", where),
-        answers=clean_answers(given, where) if given and not impossible else (UNANSWERABLE,),
-        passages=passages([Passage(text(context, "context", where) and context, title, useful=True)]),
+        where=asked.where,
+        id=asked.identifier("id"),
+        text=asked.text("question"),
+        answers=clean_answers(given, asked.where) if given and not impossible else (UNANSWERABLE,),
+        passages=passages([Passage(context, title, useful=True)]),
         dataset="squad" if impossible is None else "squad_v2",
     )

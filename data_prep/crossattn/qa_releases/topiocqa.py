@@ -3,16 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-from data_prep.crossattn.qa_releases.question import (
-    Passage,
-    Question,
-    Skipped,
-    clean_answers,
-    field,
-    identifier,
-    passages,
-    text,
-)
+from data_prep.crossattn.qa_releases.question import Passage, Question, Record, Skipped, clean_answers, passages
 from src.errors import DataError
 
 DESCRIPTION = (
@@ -25,7 +16,7 @@ def fits(record: dict[str, Any]) -> bool:
     return {"Conversation_no", "Turn_no", "Question"} <= record.keys()
 
 
-def questions(record: dict[str, Any], where: str) -> Iterator[Question | Skipped]:
+def questions(record: Record) -> Iterator[Question | Skipped]:
     """One turn. Its answer may be UNANSWERABLE, spelt as in the release.
     All turns of a conversation belong in one split.
 
@@ -35,28 +26,27 @@ def questions(record: dict[str, Any], where: str) -> Iterator[Question | Skipped
     Raises:
         DataError: a field is missing or malformed.
     """
-    turns = field(record, "Context", list[str], where)
+    turns = record.require("Context", list[str])
     if len(turns) % 2:
-        raise DataError(f"{where}: field 'Context': expected questions and answers in turn, got {len(turns)} texts.")
-    asked = text(field(record, "Question", str, where), "question", where)
-    gold = record.get("Gold_passage")
-    if gold is not None:
-        gold = field(record, "Gold_passage", dict, where)
-        found = Passage(
-            field(gold, "text", str, where), field(gold, "title", str, where) if gold.get("title") else "", useful=True
+        raise DataError(
+            f"{record.where}: field 'Context': expected questions and answers in turn, got {len(turns)} texts."
         )
+    asked = record.text("Question")
+    if record.get("Gold_passage") is not None:
+        gold = record.inner("Gold_passage")
+        found = Passage(gold.require("text", str), gold.optional("title", str, ""), useful=True)
     else:
         said = "\n".join(f"{'A' if i % 2 else 'Q'}: {turn}" for i, turn in enumerate(turns))
         found = Passage(said, useful=True)
     if not (kept := passages([found])):
         yield Skipped("a first turn, without a gold passage: there is nothing to read")
         return
-    others = field(record, "Additional_answers", list[dict], where) if record.get("Additional_answers") else []
+    others = record.objects("Additional_answers") if record.get("Additional_answers") else []
     yield Question(
-        where=where,
-        id=f"{identifier(record, 'Conversation_no', where)}/{identifier(record, 'Turn_no', where)}",
+        where=record.where,
+        id=f"{record.identifier('Conversation_no')}/{record.identifier('Turn_no')}",
         text=asked,
-        answers=clean_answers([field(answer, "Answer", str, where) for answer in (record, *others)], where),
+        answers=clean_answers([answer.require("Answer", str) for answer in (record, *others)], record.where),
         passages=kept,
         dataset="topiocqa",
         family=turns[0] if turns else asked,

@@ -4,16 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from data_prep.crossattn.qa_releases.question import (
-    Passage,
-    Question,
-    Skipped,
-    clean_answers,
-    field,
-    identifier,
-    passages,
-    text,
-)
+from data_prep.crossattn.qa_releases.question import Passage, Question, Record, Skipped, clean_answers, passages
 from src.errors import DataError
 from src.files import reading
 
@@ -32,7 +23,7 @@ def fits(record: dict[str, Any]) -> bool:
     return {"QuestionId", "Question"} <= record.keys() or {"question_id", "entity_pages"} <= record.keys()
 
 
-def questions(record: dict[str, Any], where: str, evidence: Path | None = None) -> Iterator[Question | Skipped]:
+def questions(record: Record, evidence: Path | None = None) -> Iterator[Question | Skipped]:
     """One question with all its pages: their texts below `evidence`, or else the snippets of a search engine.
 
     The release does not mark useful pages. The answer is its value, its aliases are accepted too.
@@ -41,45 +32,43 @@ def questions(record: dict[str, Any], where: str, evidence: Path | None = None) 
         DataError: a field is missing or malformed, or a page is not below `evidence`.
     """
     hub = "question_id" in record
-    if not record.get("answer" if hub else "Answer"):
+    names = ("question_id", "question", "answer", "value", "aliases")
+    number, question, answer, value, aliases = (
+        names if hub else ("QuestionId", "Question", "Answer", "Value", "Aliases")
+    )
+    if not record.get(answer):
         yield Skipped("no answer is given, as in the hidden test set")
         return
-    kept = passages(_from_hub(record, where) if hub else _from_release(record, where, evidence))
+    kept = passages(_from_hub(record) if hub else _from_release(record, evidence))
     if not kept:
         yield Skipped("no page has any text: name the release's folder of texts with --evidence")
         return
-    answer = field(record, "answer" if hub else "Answer", dict, where)
-    place = f"{where}: field 'Answer'"
-    value, aliases = (
-        field(answer, "value" if hub else "Value", str, place),
-        field(answer, "aliases" if hub else "Aliases", list[str], place),
-    )
+    accepted = record.inner(answer)
     yield Question(
-        where=where,
-        id=identifier(record, "question_id" if hub else "QuestionId", where),
-        text=text(field(record, "question" if hub else "Question", str, where), "question", where),
-        answers=clean_answers([value, *aliases], where),
+        where=record.where,
+        id=record.identifier(number),
+        text=record.text(question),
+        answers=clean_answers([accepted.require(value, str), *accepted.require(aliases, list[str])], record.where),
         passages=kept,
         dataset="triviaqa",
     )
 
 
-def _from_release(record: dict[str, Any], where: str, evidence: Path | None) -> Iterator[Passage]:
+def _from_release(record: Record, evidence: Path | None) -> Iterator[Passage]:
     for name, folder in _PAGES.items():
-        for index, page in enumerate(field(record, name, list[dict], where) if record.get(name) else []):
-            place = f"{where}: {name}[{index}]"
-            title = field(page, "Title", str, place) if page.get("Title") else ""
+        for page in record.objects(name) if record.get(name) else []:
+            title = page.optional("Title", str, "")
             if evidence is not None and page.get("Filename"):
-                yield Passage(_read_evidence(evidence, folder, field(page, "Filename", str, place), place), title)
+                yield Passage(_read_evidence(evidence, folder, page.require("Filename", str), page.where), title)
             elif page.get("Description"):
-                yield Passage(field(page, "Description", str, place), title)
+                yield Passage(page.require("Description", str), title)
 
 
-def _from_hub(record: dict[str, Any], where: str) -> Iterator[Passage]:
+def _from_hub(record: Record) -> Iterator[Passage]:
     for name, texts in _HUB.items():
-        pages = record.get(name) or {}
+        pages = Record(record.get(name) or {}, f"{record.where}: {name}")
         titles = pages.get("title") or []
-        for index, page in enumerate(field(pages, texts, list[str], f"{where}: {name}") if pages.get(texts) else []):
+        for index, page in enumerate(pages.optional(texts, list[str], [])):
             yield Passage(page, titles[index] if index < len(titles) else "")
 
 

@@ -12,14 +12,14 @@ import time
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from pydantic import Field, model_validator
 
 from src.errors import LaunchError
 from src.files import ROOT, writing
-from src.launch.command import Environment, Processes, shell_line, without_torchrun
-from src.launch.job import Job, LauncherConfig, Note, SchedulerState
+from src.launch.command import QueueConfig, shell_line, without_torchrun
+from src.launch.job import Job, Note, SchedulerState
 from src.launch.local.state import (
     ABANDONED,
     LOCK,
@@ -39,13 +39,14 @@ _START_SECONDS = 60.0
 _POLL_SECONDS = 0.05
 _KILL_SECONDS = 20.0
 """How long killed processes may take to disappear."""
-_SHARED = ("slots", "gpus", "wait", "submissions", "stop_after_failures")
 
 log = logging.getLogger(__name__)
 
 
-class Config(LauncherConfig):
+class Config(QueueConfig):
     """Resources of this machine, which the submissions to one runs folder share."""
+
+    FIXED: ClassVar = ("slots", "gpus", "wait", "submissions", "stop_after_failures")
 
     slots: int = Field(default=1, ge=1)
     """How many jobs run at a time."""
@@ -54,18 +55,12 @@ class Config(LauncherConfig):
     gpus_per_job: float = Field(default=1, gt=0)
     """How many of `gpus` a job gets for itself. 1/2, 1/3, 1/4, 1/6 or 1/12 (also as 0.33): so many jobs share one,
     which is not cut up: they must fit into its memory together."""
-    stop_after_failures: int = Field(default=5, ge=0)
-    """End the submission after so many experiments in a row that failed within a minute of their start. 0: never."""
     retries: int = Field(default=0, ge=0)
     """How often a failed job is started again. One that stopped gracefully (exit code 75) always is."""
     wait: bool = True
     """True: wait until all have ended, and stop them when interrupted. False: return at once."""
     grace_seconds: float = Field(default=60.0, ge=0)
     """How long a job may take to stop before it is killed."""
-    processes: Processes = Processes()
-    environment: Environment = {}
-    submissions: str = ""
-    """Folder of the submissions. Filled in by `resources.load`; not allowed in a job config."""
 
     @model_validator(mode="after")
     def _enough(self) -> "Config":
@@ -110,13 +105,7 @@ class Config(LauncherConfig):
         return ids
 
     def _describe_job(self, job: Job, index: int, places: dict[str, int]) -> dict[str, object]:
-        own = job.resources or self
-        assert isinstance(own, Config)
-        if changed := [name for name in _SHARED if getattr(own, name) != getattr(self, name)]:
-            raise LaunchError(
-                f"{job.exp_id}: overrides cannot change {changed[0]} of the launcher local: "
-                "all jobs of a submission share it."
-            )
+        own = self.settings_of(job)
         return {
             "exp_id": job.exp_id,
             "line": shell_line(job, own.processes, own.environment),

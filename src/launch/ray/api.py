@@ -4,23 +4,19 @@ import http.client
 import json
 import os
 import re
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Mapping
 from typing import Any
 
 from src.errors import LaunchError
+from src.launch.job import NoAnswer, ask_until_answered
 from src.support.parsing import parse_json
 
 DEFAULT_ADDRESS = "http://127.0.0.1:8265"
 ADDRESS = re.compile(r"https?://[^\s/@?#]+(/[^\s?#]*)?")
 HEADERS = "RAY_JOB_HEADERS"
 _TRANSIENT = {408, 425, 429}
-
-
-class NoAnswer(LaunchError):
-    """No answer in time. It is unknown whether the request was or will be carried out."""
 
 
 class Refused(LaunchError):
@@ -65,15 +61,7 @@ def ask(
     request = urllib.request.Request(
         f"{address}{path}", body, {"Content-Type": "application/json", **_headers()}, method=method
     )
-    deadline, wait = time.monotonic() + patience_seconds, 0.25
-    while True:
-        try:
-            return _ask_once(address, request, max(0.1, (deadline - time.monotonic()) / 2))
-        except NoAnswer:
-            if time.monotonic() + wait >= deadline:
-                raise
-        time.sleep(wait)
-        wait = min(2 * wait, 8.0)
+    return ask_until_answered(lambda seconds: _ask_once(address, request, seconds), patience_seconds)
 
 
 def _headers() -> dict[str, str]:

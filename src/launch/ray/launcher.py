@@ -5,20 +5,19 @@ import re
 import shlex
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
 from src.errors import LaunchError, UserError
 from src.files import write_atomic, writing
-from src.launch.command import INTERRUPTED, STOP_AFTER_FAILURES, STOPPED, Environment, Processes, shell_line
-from src.launch.job import Job, LauncherConfig, Note, SchedulerState
+from src.launch.command import INTERRUPTED, STOP_AFTER_FAILURES, STOPPED, QueueConfig, shell_line
+from src.launch.job import Job, Note, SchedulerState
 from src.launch.ray.api import ADDRESS, Refused, ask, brief, find_address
 from src.runs.environment import JOBS_PER_GPU
 from src.runs.lease import LEASE, STALE_SECONDS
 from src.runs.store import STATUS
 
-_SHARED = ("address", "submissions", "patience_seconds")
 _ENDED = ("SUCCEEDED", "FAILED", "STOPPED")
 _KEPT_BY_RAY = {"CPU": "num_cpus", "GPU": "num_gpus", "memory": "mem_gb"}
 # What a job runs; its values stand before. Ray knows no dependencies, and starts no job twice. Its stop reaches every
@@ -67,9 +66,11 @@ end $code
 """
 
 
-class Config(LauncherConfig):
+class Config(QueueConfig):
     """The cluster, and what one job gets of it.
     A job runs on one node, which sees the folders of code, data and runs at the same paths."""
+
+    FIXED: ClassVar = ("address", "submissions", "patience_seconds")
 
     address: str = ""
     """Of the dashboard, such as "http://127.0.0.1:8265".
@@ -82,8 +83,6 @@ class Config(LauncherConfig):
     """Memory that Ray counts for a job."""
     resources: dict[Annotated[str, Field(min_length=1)], Annotated[float, Field(gt=0)]] = {}
     """Custom resources of Ray, such as {"accelerator_type:H100": 0.001}."""
-    stop_after_failures: int = Field(default=5, ge=0)
-    """End the submission after so many experiments in a row that failed within a minute of their start. 0: never."""
     retries: int = Field(default=0, ge=0)
     """How often a failed job is started again on its node. One that stopped gracefully (exit code 75) always is."""
     grace_seconds: int = Field(default=60, ge=1)
@@ -92,12 +91,8 @@ class Config(LauncherConfig):
     """How often a child looks at its parents. A waiting child holds its resources, and so no parent may need more."""
     parent_wait_seconds: int = Field(default=86_400, ge=0)
     """How long a child waits for a parent that has not started."""
-    processes: Processes = Processes()
-    environment: Environment = {}
     patience_seconds: float = Field(default=60.0, gt=0)
     """How long to ask a cluster that does not answer."""
-    submissions: str = ""
-    """Folder of the submissions. Filled in by `resources.load`; not allowed in a job config."""
 
     @field_validator("address")
     @classmethod
@@ -124,7 +119,7 @@ class Config(LauncherConfig):
         """Queue each job as <submission>.<experiment>. Ray takes no id twice, so that nothing is queued twice."""
         folder = folder.absolute()
         ids: dict[str, str] = {}
-        settings = {job.exp_id: self._settings(job) for job in jobs}
+        settings = {job.exp_id: self.settings_of(job) for job in jobs}
         with writing(folder):
             for place in (folder / "ended", folder / "cancel", *{job.log_dir for job in jobs}):
                 place.mkdir(parents=True, exist_ok=True)
@@ -184,15 +179,6 @@ class Config(LauncherConfig):
 
     def _ask(self, method: str, path: str, content: dict[str, Any] | None = None) -> Any:
         return ask(self.scheduler(), method, path, content, self.patience_seconds)
-
-    def _settings(self, job: Job) -> "Config":
-        own = job.resources if isinstance(job.resources, Config) else self
-        if changed := [name for name in _SHARED if getattr(own, name) != getattr(self, name)]:
-            raise LaunchError(
-                f"{job.exp_id}: overrides cannot change {changed[0]} of the launcher ray: "
-                "all jobs of a submission share it."
-            )
-        return own
 
     def _create(self, name: str, script: Path, own: "Config") -> None:
         """Queue one job. After an error Ray is asked for it: an earlier request may have queued it."""

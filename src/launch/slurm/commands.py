@@ -4,11 +4,11 @@ import os
 import re
 import shutil
 import subprocess
-import time
 from collections.abc import Iterable, Iterator, Sequence
 
 from src.errors import LaunchError
 from src.launch.command import without_torchrun
+from src.launch.job import NoAnswer, ask_until_answered
 
 # Messages printed while the controller or the database is down, busy or restarting: worth another try.
 _AWAY = re.compile(
@@ -20,12 +20,7 @@ _AWAY = re.compile(
 )
 # Variables of the user's shell that would change the commands' output; those that locate the cluster stay.
 _NOT_OURS = re.compile(r"(SQUEUE|SACCT|SCANCEL)_.*|SLURM_(?!CONF$|CONF_SERVER$|CLUSTERS$|JWT$).*")
-_FIRST_WAIT_SECONDS, _LONGEST_WAIT_SECONDS = 0.25, 8.0
 _ID = re.compile(r"(\d+)(?:_(?:(\d+)|\[([\d,\-]*).*))?")
-
-
-class NoAnswer(LaunchError):
-    """No answer from Slurm in time. It is unknown whether the request was or will be carried out."""
 
 
 class Refused(LaunchError):
@@ -40,26 +35,17 @@ def ask(argv: Sequence[str], patience_seconds: float) -> str:
     """The output of an idempotent command, which is run again while Slurm does not answer.
 
     Raises:
-        Away: no answer within `patience_seconds`.
+        NoAnswer: no answer within `patience_seconds`.
         Refused: it failed for another reason.
     """
-    deadline = time.monotonic() + patience_seconds
-    wait = _FIRST_WAIT_SECONDS
-    while True:
-        try:
-            return ask_once(argv, max(0.1, (deadline - time.monotonic()) / 2))
-        except NoAnswer:
-            if time.monotonic() + wait >= deadline:
-                raise
-        time.sleep(wait)
-        wait = min(2 * wait, _LONGEST_WAIT_SECONDS)
+    return ask_until_answered(lambda seconds: ask_once(argv, seconds), patience_seconds)
 
 
 def ask_once(argv: Sequence[str], seconds: float) -> str:
     """The output of a command, which is killed after `seconds`.
 
     Raises:
-        Away, Refused: as `ask`.
+        NoAnswer, Refused: as `ask`.
         LaunchError: there is no such command on this machine.
     """
     check_programs(argv[0])
@@ -110,6 +96,15 @@ def expand(job_id: str) -> Iterator[str]:
         first, _, last = piece.partition("-")
         if first.isdigit():
             yield from (f"{array}_{i}" for i in range(int(first), int(last or first) + 1))
+
+
+def parse_seconds(text: str) -> float | None:
+    """ "1-02:03:04", "2:03:04" or "03:04" as seconds; None for INVALID and the like."""
+    match = re.fullmatch(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)", text)
+    if not match:
+        return None
+    days, hours, minutes, seconds = (int(part or 0) for part in match.groups())
+    return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
 
 
 def collapse(job_ids: Iterable[str]) -> list[str]:

@@ -2,7 +2,6 @@
 
 import contextlib
 import re
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, ClassVar
@@ -11,18 +10,18 @@ from pydantic import AfterValidator, Field, StrictBool, model_validator
 
 from src.errors import LaunchError, UserError
 from src.experiments.config import unknown_text
-from src.launch.command import Environment, Processes, check_no_key
-from src.launch.job import Job, LauncherConfig, Note, SchedulerState
+from src.launch.command import QueueConfig, check_no_key
+from src.launch.job import Job, Note, SchedulerState
 from src.launch.slurm import shared_tasks
-from src.launch.slurm.commands import NoAnswer, Refused, ask, ask_once, check_programs, collapse, explain_refusal
+from src.launch.slurm.commands import Refused, ask, check_programs, collapse, parse_seconds
+from src.launch.slurm.sbatch import job_name, queue_array, sbatch_command
 from src.launch.slurm.script import read_exp_ids, task_line, write_script, write_tasks
 from src.launch.slurm.states import array_ids_by_name, scheduler_states
 from src.launch.slurm.waves import Array, Waves
 
-_TIME = re.compile(r"(?:(\d+)-)?(\d+):([0-5]?\d):([0-5]?\d)")
+_TIME = re.compile(r"(\d+-)?\d+:[0-5]?\d:[0-5]?\d")
 _TASKS = re.compile(r"array-\d+(?:x(\d+))?")  # with the number of experiments in each task, where these share one
 _IDS_PER_CALL = 500
-_WAIT_SECONDS = 0.5
 # Options of sbatch that this file sets itself, and the setting to use instead; None: it cannot be changed.
 _OURS = {
     **{option: option.replace("-", "_") for option in ("partition", "account", "time", "mem", "qos", "constraint")},
@@ -44,16 +43,13 @@ _OURS = {
 def _check_time(time: int | str) -> int | str:
     if isinstance(time, str) and not _TIME.fullmatch(time):
         raise ValueError(f"expected minutes as an int, 'HH:MM:SS' or 'D-HH:MM:SS', got {time!r}.")
-    if _minutes(time) <= 0:
+    if _seconds(time) <= 0:
         raise ValueError(f"expected a time longer than 0, got {time!r}.")
     return time
 
 
-def _minutes(time: int | str) -> float:
-    if isinstance(time, int):
-        return time
-    days, hours, minutes, seconds = (int(part or 0) for part in _TIME.fullmatch(time).groups())  # type: ignore[union-attr]
-    return (days * 24 + hours) * 60 + minutes + seconds / 60
+def _seconds(time: int | str) -> float:
+    return 60 * time if isinstance(time, int) else parse_seconds(time) or 0.0
 
 
 def _check_options(options: dict[str, str | int | bool]) -> dict[str, str | int | bool]:
@@ -74,7 +70,7 @@ def _check_options(options: dict[str, str | int | bool]) -> dict[str, str | int 
 Word = Annotated[str, Field(pattern=r"^[^\s\x00-\x1f]+$")]
 
 
-class Config(LauncherConfig):
+class Config(QueueConfig):
     """Resources of one job, and how Slurm treats it. None: the default of the cluster."""
 
     holds_jobs: ClassVar[bool] = True
@@ -98,8 +94,6 @@ class Config(LauncherConfig):
     jobs_per_task: int = Field(default=1, ge=1)
     """Number of experiments that run in parallel in one task and share its processors, memory and GPUs. A parent of
     another experiment of the submission has its own task."""
-    stop_after_failures: int = Field(default=5, ge=0)
-    """End the submission after so many experiments in a row that failed within a minute of their start. 0: never."""
     signal_seconds: int = Field(default=120, ge=0, le=65535)
     """How long before the time limit the job writes a checkpoint and is requeued.
     Slurm can signal up to a minute early. 0: never."""
@@ -110,17 +104,12 @@ class Config(LauncherConfig):
     """More long options of sbatch: {"exclude": "node7", "exclusive": true}."""
     setup: list[Annotated[str, Field(pattern=r"^[^\x00]*$"), AfterValidator(check_no_key)]] = []
     """Bash that each node runs before the command, such as "module load cuda/12"."""
-    environment: Environment = {}
-    processes: Processes = Processes()
-    """`nodes` is the number of nodes of a job."""
     patience_seconds: float = Field(default=60.0, gt=0)
     """How long to ask a scheduler that does not answer."""
-    submissions: str = ""
-    """Folder of the submissions. Filled in by `resources.load`; not allowed in a job config."""
 
     @model_validator(mode="after")
     def _signal_before_the_end(self) -> "Config":
-        if self.time is not None and self.signal_seconds >= _minutes(self.time) * 60:
+        if self.time is not None and self.signal_seconds >= _seconds(self.time):
             raise ValueError(
                 f"signal_seconds: {self.signal_seconds} seconds before the time limit lie before the start. Write "
                 f"fewer than 'time' has."
@@ -163,8 +152,8 @@ class Config(LauncherConfig):
                 if array.jobs_per_task > 1:
                     program[0] = str(shared_tasks.write_shared_script(folder, self._outcomes).absolute())
                     program += [str(array.jobs_per_task), str(self._outcomes.absolute())]
-                array_id = _queue_array(
-                    [*_sbatch_command(array, tasks, queued, limit, before), *program], _job_name(tasks), patience
+                array_id = queue_array(
+                    [*sbatch_command(array, tasks, queued, limit, before), *program], job_name(tasks), patience
                 )
                 waves.add(array, array_id)
                 job_ids = shared_tasks.job_ids(array_id, len(array.jobs), array.jobs_per_task, folder)
@@ -231,7 +220,7 @@ class Config(LauncherConfig):
                 ask(["scontrol", "update", f"JobId={array}", f"ArrayTaskThrottle={limit}"], self.patience_seconds)
 
     def find(self, folder: Path, exp_ids: Sequence[str]) -> dict[str, str]:
-        tasks_of = {_job_name(tasks): tasks for tasks in _task_files(folder)}
+        tasks_of = {job_name(tasks): tasks for tasks in _task_files(folder)}
         if not tasks_of:
             return {}
         job_ids_by_experiment: dict[str, str] = {}
@@ -263,7 +252,7 @@ class Config(LauncherConfig):
         same_limit = self.model_dump_json()
         for i, job in enumerate(jobs):
             parents = frozenset(exp_id for exp_id in job.after if place.get(exp_id, i) < i)
-            resources = job.resources if isinstance(job.resources, Config) else self
+            resources = self.settings_of(job)
             each = 1 if job.exp_id in awaited else resources.jobs_per_task
             # A config that holds a dict has no hash; its JSON does as well.
             key = (
@@ -316,11 +305,6 @@ def _jobs_per_task(tasks: Path) -> int:
     return int((match and match[1]) or 1)
 
 
-def _job_name(tasks: Path) -> str:
-    """The job name of an array, unique because the name of the submission is."""
-    return f"{tasks.parent.name}.{tasks.stem}"
-
-
 def _write_task_file(array: Array, folder: Path) -> Path:
     shared = f"x{array.jobs_per_task}" if array.jobs_per_task > 1 else ""
     tasks = folder.absolute() / f"array-{len(_task_files(folder)):03d}{shared}.tasks"
@@ -328,106 +312,3 @@ def _write_task_file(array: Array, folder: Path) -> Path:
     lines = [task_line(job, config.processes, config.environment, config.setup) for job in array.jobs]
     write_tasks(tasks, array.jobs, lines, config.requeue)
     return tasks
-
-
-def _sbatch_command(
-    array: Array, tasks: Path, queued: dict[str, str], limit: int | None, before: Sequence[str]
-) -> list[str]:
-    """The command that queues `array`, without the program. Every value is an argument of its own; no shell parses it.
-
-    limit: of its running tasks. before: arrays that must end first.
-    """
-    config, job = array.config, array.jobs[0]
-    parents = [*dict.fromkeys([queued[exp_id] for exp_id in job.after if exp_id in queued] + list(job.after_jobs))]
-    waits = [f"{kind}:{':'.join(ids)}" for kind, ids in (("afterok", parents), ("afterany", before)) if ids]
-    throttle = f"%{limit}" if limit else ""
-    options: dict[str, object] = {
-        "job-name": _job_name(tasks),
-        "array": f"0-{array.tasks - 1}{throttle}",
-        "chdir": tasks.parent,
-        "output": _escape(f"{tasks.parent}/{tasks.stem}.log"),
-        "open-mode": "append",
-        "requeue" if config.requeue else "no-requeue": True,
-        "kill-on-invalid-dep": "yes",
-        "dependency": ",".join(waits) or None,
-        "signal": f"B:USR1@{config.signal_seconds}" if config.signal_seconds else None,
-        "nodes": config.processes.nodes,
-        "ntasks-per-node": 1,
-        "cpus-per-task": config.cpus_per_task,
-        "gpus-per-node": config.gpus_per_node,
-        "partition": config.partition,
-        "account": config.account,
-        "qos": config.qos,
-        "constraint": config.constraint,
-        "time": config.time,
-        "mem": config.mem,
-        **config.options,
-    }
-    words = [
-        f"--{name}" if value is True else f"--{name}={value}"
-        for name, value in options.items()
-        if value is not None and value is not False
-    ]
-    return ["sbatch", "--parsable", *words]
-
-
-def _escape(path: str) -> str:
-    r"""A path that Slurm opens as it is written: it replaces %A and the like, but nothing in a path with a backslash,
-    which it removes."""
-    return path.replace("\\", r"\\") if "\\" in path else path.replace("%", "%%")
-
-
-def _queue_array(argv: Sequence[str], name: str, patience_seconds: float) -> str:
-    """Run sbatch; return the id of the array. name: the unique name of the array.
-
-    If Slurm does not answer, look up the array by its name before the next try, since it can be queued already.
-
-    Raises:
-        LaunchError: Slurm refused; or it does not answer, in which case the array is cancelled if possible.
-    """
-    deadline = time.monotonic() + patience_seconds
-    remaining, doubtful = patience_seconds, False
-    while True:
-        try:
-            array_id = _parse_array_id(ask_once(argv, max(0.1, remaining / 2)))
-            break
-        except Refused as error:
-            raise explain_refusal(error) from None
-        except NoAnswer as error:
-            doubtful = True
-            time.sleep(max(0.0, min(_WAIT_SECONDS, deadline - time.monotonic())))
-            remaining = deadline - time.monotonic()
-            ids = _find_queued(name, max(0.1, remaining))
-            if ids:
-                array_id = ids[-1]
-                break
-            if remaining <= 0 or ids is None:
-                raise _no_answer_error(error, name) from None
-    if doubtful and (others := [other for other in _find_queued(name, patience_seconds) or () if other != array_id]):
-        ask(["scancel", *others], patience_seconds)
-    return array_id
-
-
-def _find_queued(name: str, seconds: float) -> list[str] | None:
-    """Ids of the arrays called `name`, the newest last; None if Slurm does not answer."""
-    try:
-        return array_ids_by_name([name], seconds, ended=False).get(name, [])
-    except LaunchError:
-        return None
-
-
-def _parse_array_id(printed: str) -> str:
-    match = re.search(r"^(\d+)(;\S*)?$", printed.strip(), re.MULTILINE)
-    if not match:
-        raise LaunchError(f"sbatch: expected the id of a job, got {printed.strip()[:200]!r}.")
-    return match[1]
-
-
-def _no_answer_error(error: NoAnswer, name: str) -> LaunchError:
-    cancel = ["scancel", f"--name={name}"]
-    with contextlib.suppress(LaunchError):
-        ask_once(cancel, 5.0)
-        return LaunchError(f"{error} Nothing stays queued.")
-    return LaunchError(
-        f"{error} Whether the jobs were queued is not known; once Slurm answers, `{' '.join(cancel)}` cancels them."
-    )

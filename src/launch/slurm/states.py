@@ -8,7 +8,7 @@ from typing import Literal, get_args
 
 from src.errors import LaunchError
 from src.launch.job import SchedulerState
-from src.launch.slurm.commands import Refused, ask, ask_once, expand
+from src.launch.slurm.commands import Refused, ask, ask_once, expand, parse_seconds
 
 State = Literal["queued", "running", "completed", "failed", "cancelled", "unknown"]
 _WORDS: dict[State, str] = {
@@ -136,7 +136,7 @@ def _ask_controller(arrays: str, patience_seconds: float) -> Iterator[tuple[str,
         job_id, word, reason, node, used, restarts, status, start = cells[: len(_QUEUE_FIELDS)]
         exit_code = f"{int(status) >> 8}:{int(status) & 127}" if status.isdigit() else ""
         what = _scheduler_state(
-            word, reason, node, exit_code, _seconds(used), int(restarts) if restarts.isdigit() else 0
+            word, reason, node, exit_code, parse_seconds(used), int(restarts) if restarts.isdigit() else 0
         )
         if what.state == "queued" and re.fullmatch(r"[\d-]+T[\d:]+", start):
             what = replace(what, reason="; ".join(text for text in (what.reason, f"expected to start {start}") if text))
@@ -220,12 +220,3 @@ def _describe_exit(exit_code: str) -> str:
         except ValueError:
             return f"killed by signal {number}"
     return f"exit code {code}" if code.isdigit() and int(code) else ""
-
-
-def _seconds(text: str) -> float | None:
-    """ "1-02:03:04", "2:03:04" or "03:04" as seconds; None for INVALID and the like."""
-    match = re.fullmatch(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)", text)
-    if not match:
-        return None
-    days, hours, minutes, seconds = (int(part or 0) for part in match.groups())
-    return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)

@@ -44,7 +44,7 @@ class Config(JobConfig):
                 names them.
         """
         folder = folder.absolute()
-        accounts = {own.account: own for own in (self._settings(job) for job in jobs)}
+        accounts = {own.account: own for own in (self.settings_of(job) for job in jobs)}
         clients = {account: own._client() for account, own in accounts.items()}
         specs = [self._write_spec(job, jobs, folder) for job in jobs]
         made: dict[str, str] = {}
@@ -54,7 +54,7 @@ class Config(JobConfig):
             if stop.is_set():
                 return
             try:
-                job_id = create(own := self._settings(job), clients[own.account], spec)
+                job_id = create(own := self.settings_of(job), clients[own.account], spec)
                 with lock:
                     made[job.exp_id] = job_id
                     note({job.exp_id: job_id})
@@ -158,9 +158,6 @@ class Config(JobConfig):
     def scheduler(self) -> tuple[str, bool]:
         return self.account, self.restartable
 
-    def _settings(self, job: Job) -> "Config":
-        return job.resources if isinstance(job.resources, Config) else self
-
     def _state(self, job: ListedJob) -> SchedulerState:
         """Its state; that of one which did not start, as its queue stopped, with the reason that its script left."""
         seen = scheduler_state(self, job)
@@ -179,7 +176,7 @@ class Config(JobConfig):
 
     def _write_spec(self, job: Job, jobs: Sequence[Job], folder: Path) -> Spec:
         """Write the script of `job`; the specification to queue."""
-        own = self._settings(job)
+        own = self.settings_of(job)
         own._check_mounts(job, folder)
         path = folder / f"{job.exp_id}.sh"
         text = render_script(job, parents_to_await(job, [other.exp_id for other in jobs]), own)

@@ -15,8 +15,8 @@ from typing import Annotated, TypeVar
 from pydantic import AfterValidator, Field, model_validator
 
 from src.errors import LaunchError
-from src.launch.command import Environment, Processes
-from src.launch.job import LauncherConfig, SchedulerState
+from src.launch.command import QueueConfig
+from src.launch.job import SchedulerState
 
 PAGE = 1000
 """Jobs of one listing, at least."""
@@ -61,7 +61,7 @@ def _check_mount(mount: str) -> str:
     return mount
 
 
-class JobConfig(LauncherConfig):
+class JobConfig(QueueConfig):
     """Resources of one job, how its processes start, and how often a failed call of the toolkit is repeated."""
 
     account: str = Field(min_length=1)
@@ -70,9 +70,6 @@ class JobConfig(LauncherConfig):
     """Docker image, never `:latest`: a restarted job must find the same software."""
     data: list[Annotated[str, AfterValidator(_check_mount)]] = []
     """Mounts, "account.name@branch:/folder[:ro|rw]"; rw by default."""
-    environment: Environment = {}
-    """Variables of the job. Everybody who sees the job can read them, so no secrets."""
-    processes: Processes = Processes()
     cpu: int = Field(default=4, ge=1)
     mem_gb: int = Field(default=16, ge=1)
     gpus: int = Field(default=0, ge=0)
@@ -85,8 +82,6 @@ class JobConfig(LauncherConfig):
     restartable: bool = True
     """True: the toolkit restarts it after a preemption, and it goes on from its last checkpoint."""
     bid: int | None = Field(default=None, ge=0, le=9999)
-    stop_after_failures: int = Field(default=5, ge=0)
-    """End the submission after so many experiments in a row that failed within a minute of their start. 0: never."""
     max_run_seconds: int = Field(ge=60)
     """The toolkit ends the job after this; the time that a child waits for its parents counts."""
     stop_before_seconds: int = Field(default=300, ge=1)
@@ -105,8 +100,6 @@ class JobConfig(LauncherConfig):
     """How often a failed call is repeated."""
     backoff_seconds: float = Field(default=2.0, ge=0)
     """Pause before the first repetition; doubled each time, at most a minute."""
-    submissions: str = ""
-    """Folder of the submissions. Filled in by `resources.load`; not allowed in a job config."""
 
     @model_validator(mode="after")
     def _check_together(self) -> "JobConfig":

@@ -568,17 +568,17 @@ class TestBadInput:
         [
             ([], "nothing to run"),
             (["-e", "g", "--python_binary", "x"], "--python_binary: only launched jobs use it"),
-            (["-e", "g", "--log_every", "0"], "--log_every: expected a number of steps >= 1"),
-            (["-e", "g", "--save_every", "0"], "--save_every: expected a number of steps >= 1"),
+            (["-e", "g", "--log_every", "0"], "--log_every: expected at least 1, got 0"),
+            (["-e", "g", "--save_every", "0"], "--save_every: expected at least 1, got 0"),
             (["-e", "g", "--stop_after", "0"], "--stop_after: expected seconds above 0, got 0"),
             (["-e", "g", "--max_host_memory", "90"], "--max_host_memory: expected a share between 0 and 1, got 90"),
             (
                 ["-e", "g", "--num_workers", "-1"],
-                "--num_workers: expected a number of processes, or 0 for none, got -1",
+                "--num_workers: expected at least 0, got -1",
             ),
             (
                 ["-e", "g", "--statistics_every", "-1"],
-                "--statistics_every: expected a number of steps, or 0 for none, got -1",
+                "--statistics_every: expected at least 0, got -1",
             ),
             (["-e", "g", "--fsdp", "--deepspeed", "x.json"], "--deepspeed and --fsdp: give one of them"),
             (["-e", "g", "--fsdp_replicas", "2"], "--fsdp_replicas: says how --fsdp shards"),
@@ -587,8 +587,8 @@ class TestBadInput:
                 "--fsdp_replicas 2: 1 processes cannot be cut into as many",
             ),
             (["-e", "g", "--fsdp_sharded_gradients"], "--fsdp_sharded_gradients: says how --fsdp shares gradients out"),
-            (["-e", "g", "--keep_last", "0"], "--keep_last: expected a number of at least 1, got 0"),
-            (["-e", "g", "--keep_best", "0"], "--keep_best: expected a number of at least 1, got 0"),
+            (["-e", "g", "--keep_last", "0"], "--keep_last: expected at least 1, got 0"),
+            (["-e", "g", "--keep_best", "0"], "--keep_best: expected at least 1, got 0"),
             (["-e", "g", "-j", "lokal", "--dry-run"], "-j: unknown job config 'lokal'. Did you mean 'local'?"),
             (["-e", "g", "--set", "loop.steps"], "--set: expected path=value"),
             (

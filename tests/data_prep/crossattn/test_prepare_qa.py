@@ -384,8 +384,8 @@ def test_bad_sources_are_named_and_nothing_is_written(tmp_path, prepare, records
             {"val_percent": 5, "name": "a/b"},
             "--name: expected the name of a folder, of letters, digits, _, - and ., got 'a/b'.",
         ),
-        ({"val_percent": 5, "max_rows": 0}, "--max_rows: expected a number from 1, got 0."),
-        ({"val_percent": 5, "distractors": -1}, "--distractors: expected a number from 0, got -1."),
+        ({"val_percent": 5, "max_rows": 0}, "--max_rows: expected at least 1, got 0."),
+        ({"val_percent": 5, "distractors": -1}, "--distractors: expected at least 0, got -1."),
         (
             {"val_percent": 5, "position": "end"},
             "--position: expected one of given, first, middle, last, random, or a number",

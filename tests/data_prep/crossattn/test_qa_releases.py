@@ -11,7 +11,15 @@ import pytest
 
 from data_prep.crossattn.qa_releases.detection import LAYOUTS, layout_of
 from data_prep.crossattn.qa_releases.placing import Placing
-from data_prep.crossattn.qa_releases.question import UNANSWERABLE, Passage, Question, Skipped, clean_answers, passages
+from data_prep.crossattn.qa_releases.question import (
+    UNANSWERABLE,
+    Passage,
+    Question,
+    Record,
+    Skipped,
+    clean_answers,
+    passages,
+)
 from data_prep.crossattn.qa_releases.release import Release
 from src.errors import DataError
 
@@ -167,7 +175,7 @@ ALL = {
 
 def read(record, **more):
     name = layout_of(record, "here", None)
-    return list(LAYOUTS[name].questions(record, "here", **more))
+    return list(LAYOUTS[name].questions(Record(record, "here"), **more))
 
 
 def one(record, **more):
@@ -204,8 +212,8 @@ def test_every_layout_is_told_from_its_record():
 def test_squad():
     passage = (Passage("Whales sing. They weigh 100 t.", "Blue whales", useful=True),)
     first, second = read(SQUAD)
-    assert first == Question("here, paragraphs[0].qas[0]", "q1", "How heavy?", ("100 t", "100 t."), passage, "squad")
-    assert second == Question("here, paragraphs[0].qas[1]", "q2", "How old?", (UNANSWERABLE,), passage, "squad_v2")
+    assert first == Question("here: paragraphs[0]: qas[0]", "q1", "How heavy?", ("100 t", "100 t."), passage, "squad")
+    assert second == Question("here: paragraphs[0]: qas[1]", "q2", "How old?", (UNANSWERABLE,), passage, "squad_v2")
     plausible = in_squad(is_impossible=True)
     assert next(iter(read(plausible))).answers == (UNANSWERABLE,), "whatever answers stand beside the mark"
     row = {
@@ -397,24 +405,24 @@ def in_squad(**fields):
     [
         (
             in_squad(answers=[{"text": " "}]),
-            "here, paragraphs[0].qas[0]: every answer is empty. A question without an answer must be",
+            "here: paragraphs[0]: qas[0]: every answer is empty. A question without an answer must be",
         ),
-        (in_squad(answers=[]), "here, paragraphs[0].qas[0]: no answers, and not marked 'is_impossible'."),
+        (in_squad(answers=[]), "here: paragraphs[0]: qas[0]: no answers, and not marked 'is_impossible'."),
         (
             in_squad(is_impossible="false"),
-            "here, paragraphs[0].qas[0]: field 'is_impossible': expected true or false, got 'false' (str).",
+            "here: paragraphs[0]: qas[0]: field 'is_impossible': expected bool, got 'false' (str).",
         ),
-        (in_squad(question=" "), "here, paragraphs[0].qas[0]: the question is empty."),
+        (in_squad(question=" "), "here: paragraphs[0]: qas[0]: field 'question' is empty."),
         (
             in_squad(question="\ud800?"),
-            r"here, paragraphs[0].qas[0]: field 'question': \ud800 at character 0 is half of a surrogate pair",
+            r"here: paragraphs[0]: qas[0]: field 'question': \ud800 at character 0 is half of a surrogate pair",
         ),
-        (in_squad(id=None), "here, paragraphs[0].qas[0]: field 'id': expected str, got None"),
+        (in_squad(id=None), "here: paragraphs[0]: qas[0]: field 'id': expected str, got None"),
         (
             {"paragraphs": [{"context": "", "qas": SQUAD["paragraphs"][0]["qas"]}]},
-            "here, paragraphs[0].qas[0]: the context is empty.",
+            "here: paragraphs[0]: field 'context' is empty.",
         ),
-        ({"paragraphs": [{"qas": []}]}, "here, paragraphs[0]: field 'context' is missing. Fields: qas."),
+        ({"paragraphs": [{"qas": []}]}, "here: paragraphs[0]: field 'context' is missing. Fields: qas."),
         (changed(HOTPOT, answer=""), "here: every answer is empty."),
         (
             changed(HOTPOT, context=[["Ann", "text"]]),
@@ -423,7 +431,7 @@ def in_squad(**fields):
         (changed(HOTPOT, context=[["Ann"]]), "here: field 'context'[0]: expected [title, sentences], got ['Ann']"),
         (
             changed(HOTPOT, supporting_facts={"title": ["a"], "sent_id": []}),
-            "field 'supporting_facts': 1 titles for 0 of 'sent_id'.",
+            "field 'supporting_facts': 1 of 'title' and 0 of 'sent_id'",
         ),
         (annotated(((3, 15), [], "NONE")), "here: the long answer is said to be tokens 3 to 15 of 14."),
         (annotated(((3, 10), [(5, 5)], "NONE")), "here: the short answer is said to be tokens 5 to 5 of 14."),
@@ -436,7 +444,7 @@ def in_squad(**fields):
         (changed(CTXS, ctxs=[{"title": "a"}]), "here: ctxs[0]: field 'text' is missing. Fields: title."),
         (
             changed(MARCO, passages={"is_selected": [0], "passage_text": []}),
-            "field 'passages': 0 texts for 1 of 'is_selected'.",
+            "field 'passages': 0 of 'passage_text' and 1 of 'is_selected'",
         ),
         (changed(MARCO, query_id=None), "here: field 'query_id': expected str, got None"),
         (

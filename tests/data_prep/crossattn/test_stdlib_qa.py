@@ -17,7 +17,7 @@ from data_prep.crossattn import stdlib_qa
 from src import files
 from src.data import jsonl
 from src.data.text import dataset, tokenizers
-from src.errors import DataError
+from src.errors import ConfigError, DataError
 from src.evaluation.metrics.answers import references
 from src.experiments.config import Places
 from src.systems.crossattn.data import cross_attention
@@ -279,9 +279,7 @@ def test_too_few_modules_for_two_splits(tmp_path):
 
 
 def test_too_small_a_vocabulary(tmp_path):
-    with pytest.raises(
-        DataError, match=r"^--vocab_size: expected at least 265 \(256 bytes and 9 control tokens\), got 100\.$"
-    ):
+    with pytest.raises(ConfigError, match=r"^--vocab_size: expected at least 265, got 100\.$"):
         stdlib_qa.prepare(tmp_path, 100)
 
 

@@ -246,9 +246,9 @@ def test_images_keep_their_bytes(tmp_path: Path):
         (
             "finevision",
             [{"images": [], "texts": [{"user": "a"}]}],
-            r"in, row 0: texts\[0\].assistant: expected str, got None",
+            r"in: row 1: texts\[0\].assistant: expected str, got None",
         ),
-        ("finevision", b"words", r"in: cannot be read as Parquet \("),
+        ("finevision", b"words", "in: no parquet file, or a damaged one: "),
         ("finevision", None, "in: no such file"),
         ("wd", b"words", "in: cut in a header: 5 bytes, and no end of archive. Get it again"),
         (

@@ -8,7 +8,7 @@ import pytest
 from sklearn.datasets import load_digits
 
 from data_prep.interleaved import digit_pages
-from src.errors import DataError
+from src.errors import ConfigError
 from src.systems.interleaved.streaming import manifest, tar_index
 
 DIGITS: Any = load_digits()
@@ -62,5 +62,5 @@ def test_two_runs_give_the_same_bytes(tmp_path: Path, capsys: pytest.CaptureFixt
         == 1
     )
     assert "pages changed" in capsys.readouterr().err
-    with pytest.raises(DataError, match="--val_pages: expected at least 1, got 0"):
+    with pytest.raises(ConfigError, match="--val_pages: expected at least 1, got 0"):
         digit_pages.prepare(tmp_path / "c", val_pages=0)

@@ -93,7 +93,7 @@ def test_as_many_sentinels_as_wanted(with_bytes, spiece, capsys):
     assert made.convert_tokens_to_ids(["<extra_id_127>", "<extra_id_0>"]) == [264, 391]
     assert len(from_sentencepiece(spiece, 3)) == 93
     assert main(["--data_path", str(with_bytes), "--from", "bytes", "--name", "none", "--sentinels", "0"]) == 1
-    assert "--sentinels: expected 1 or more, got 0" in capsys.readouterr().err
+    assert "--sentinels: expected at least 1, got 0" in capsys.readouterr().err
 
 
 def test_made_once(with_bytes, capsys):
@@ -196,7 +196,7 @@ def test_names_of_sentences_stand_behind_the_sentinels(with_bytes, t5, capsys):
     with pytest.raises(DataError, match=r"named: has '<eosen>' already\. Use it as it is"):
         prepare(with_bytes, "again", "named", sentences=4)
     assert main(["--data_path", str(with_bytes), "--name", "x", "--from", "bytes", "--sentences", "-1"]) == 1
-    assert "--sentences: expected 0 or more, got -1" in capsys.readouterr().err
+    assert "--sentences: expected at least 0, got -1" in capsys.readouterr().err
 
 
 @pytest.fixture
@@ -247,7 +247,7 @@ def test_what_cannot_be_trained(text, capsys):
             r"--vocab_size: Vocabulary size too high \(90000\). Please set it to a value <= \d+\.",
         ),
         (["--vocab_size", "20"], r"--vocab_size: Vocabulary size is smaller than required_chars. 20 vs \d+\.\n"),
-        (["--vocab_size", "200", "--model", "bpe"], "--vocab_size: expected at least 259 for --model bpe, got 200"),
+        (["--vocab_size", "200", "--model", "bpe"], "--vocab_size: expected at least 259, got 200"),
         (["--text_field", "body"], "b.jsonl:1: field 'body' is missing"),
     ):
         assert train(text, "none", *options) == 1

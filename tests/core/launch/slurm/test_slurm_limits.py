@@ -8,7 +8,7 @@ import pytest
 
 from src.errors import ConfigError, LaunchError
 from src.launch import actions, resources
-from src.launch.slurm import launcher
+from src.launch.slurm import launcher, sbatch
 from src.launch.slurm.states import _scheduler_state
 from tests.core.launch.fakes.fake_slurm.cluster import SOON, Cluster, job, submit
 from tests.core.launch.test_status import World, planned
@@ -88,7 +88,7 @@ def test_throttle_is_shared_by_the_arrays_that_run_together(cluster: Cluster, fo
     [("/a/100%A/b.log", "/a/100%%A/b.log"), ("/a/b\\%j/c", "/a/b\\\\%j/c"), ("/a/%%", "/a/%%%%"), ("/a b/c", "/a b/c")],
 )
 def test_paths_are_escaped_for_slurm(path: str, output: str):
-    assert launcher._escape(path) == output
+    assert sbatch._escape(path) == output
 
 
 def test_an_output_that_cannot_be_opened_is_explained():

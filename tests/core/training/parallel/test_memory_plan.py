@@ -302,7 +302,7 @@ def test_a_model_that_is_gathered_in_bfloat16_leaves_no_copies_to_autocast(tmp_p
     [
         (("--gpu", "H101"), r"--gpu: unknown GPU 'H101'. Did you mean 'H100'\? Known: A10, .*RTX 4090"),
         (("--gpus", "9"), r"base\[0\]: --gpus 9: a step has 4 micro-batches. Plan at most that many"),
-        (("--gpus", "0"), "--gpus: expected a number of at least 1, got 0"),
+        (("--gpus", "0"), "--gpus: expected at least 1, got 0"),
         (("--offload_activations",), "--offload_activations leaves on a GPU is not planned"),
         (("--micro_batch", "3"), "--micro_batch 3: .*is not a multiple"),
     ],

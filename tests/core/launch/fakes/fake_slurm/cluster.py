@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from src.launch.job import Job
-from src.launch.slurm import commands, launcher
+from src.launch.slurm import launcher
 from tests.core.launch.fakes.fake_slurm.program import CALLS_NAME, EMPTY, FAULTS_NAME, STATE_NAME
 
 PROGRAM = Path(__file__).with_name("program.py")
@@ -45,8 +45,8 @@ class Cluster:
         self.home = home
         self.clock = Clock()
         self.started: dict[str, subprocess.Popen[bytes]] = {}
-        for module in (commands, launcher):
-            monkeypatch.setattr(module, "time", self.clock)
+        for module in ("src.launch.job", "src.launch.slurm.sbatch"):
+            monkeypatch.setattr(f"{module}.time", self.clock)
         self.bin = home / "bin"
         self.bin.mkdir(parents=True)
         for command in COMMANDS:
