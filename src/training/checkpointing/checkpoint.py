@@ -29,10 +29,10 @@ from src.runs.lease import directory_lock
 from src.runs.store import CONFIG
 from src.support import distributed
 from src.support.weights import is_unfilled, load_trained, read_tensors
+from src.training.checkpointing import consolidate
+from src.training.checkpointing.safetensors_stream import SEPARATOR
 
 OPTIMIZER, EXPERIENCE = "optimizer.safetensors", "experience.safetensors"
-SEPARATOR = "::"
-"""Between the name of a parameter and that of its entry."""
 
 log = logging.getLogger(__name__)
 
@@ -218,8 +218,6 @@ def ensure_whole_optimizer(folder: Path) -> None:
         CheckpointError: the shards are missing or damaged.
         RunError: the disk refuses.
     """
-    from src.training.checkpointing import consolidate
-
     # A killed consolidation can leave an unlisted file.
     if distributed.broadcast_from_rank0(lambda: OPTIMIZER not in files.read_manifest(folder, CheckpointError)["files"]):
         if distributed.is_main():

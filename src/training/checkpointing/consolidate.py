@@ -34,8 +34,7 @@ from src.runs.checkpoints import checkpoints
 from src.runs.store import expand_run
 from src.support.command_line import make_parser, run_command
 from src.training.checkpointing import dcp_shards, safetensors_stream, zero_layout
-from src.training.checkpointing.checkpoint import SEPARATOR
-from src.training.checkpointing.safetensors_stream import StoredTensor
+from src.training.checkpointing.safetensors_stream import SEPARATOR, StoredTensor
 
 log = logging.getLogger(__name__)
 WEIGHTS, OPTIMIZER, INDEX = "model.safetensors", "optimizer.safetensors", "model.safetensors.index.json"

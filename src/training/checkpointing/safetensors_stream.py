@@ -18,6 +18,8 @@ from src import files
 from src.errors import CheckpointError
 
 CHUNK_BYTES = 2**24
+SEPARATOR = "::"
+"""Between the name of a parameter and that of its entry in the optimizer's state."""
 _MOST_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
 # In the order in which the safetensors library sorts a file, so that ours has the same bytes as its `save_file`.
 _NAMES = {

@@ -23,7 +23,7 @@ from transformers.pytorch_utils import Conv1D
 from src.support import distributed
 from src.support.weights import matching_state, stored_names, trained_weights
 from src.training.checkpointing import checkpoint, safetensors_stream
-from src.training.checkpointing.dcp_shards import ShardStore
+from src.training.checkpointing.shard_store import ShardStore
 from src.training.config import LoopConfig
 from src.training.optim import optimizers
 from src.training.parallel.engine import Engine

@@ -1,18 +1,20 @@
 """A reward model in a folder that transformers loads as a model for sequence classification with one label."""
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from src.errors import ConfigError
 from src.models import prepared_tokenizer
-from src.systems.assistants.model.layers import RewardModel
+
+if TYPE_CHECKING:
+    from src.systems.assistants.model.layers import RewardModel
 
 PAD = "<|padding|>"
 
 
-def sequence_classifier(model: RewardModel, pad_id: int) -> Any:
+def sequence_classifier(model: "RewardModel", pad_id: int) -> Any:
     """The model as transformers' class, which shares its weights. pad_id: of a token that no sequence has.
 
     That class takes the last token that is not `pad_id` for the end: where padding is the end token, it reads the token
@@ -41,7 +43,7 @@ def sequence_classifier(model: RewardModel, pad_id: int) -> Any:
     return classifier
 
 
-def save(model: RewardModel, folder: Path) -> None:
+def save(model: "RewardModel", folder: Path) -> None:
     """Write the model into `folder`, where its tokenizer is; add a padding token to both if there is no separate one.
 
     Raises:

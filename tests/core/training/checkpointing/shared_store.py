@@ -27,7 +27,7 @@ from src.errors import CheckpointError
 from src.support import distributed
 from src.support.weights import trained_weights
 from src.training.checkpointing import checkpoint
-from src.training.checkpointing.dcp_shards import ShardStore
+from src.training.checkpointing.shard_store import ShardStore
 
 
 def made(replicas: int) -> tuple[nn.Module, torch.optim.AdamW]:

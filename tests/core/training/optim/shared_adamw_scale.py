@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[4]))
 from src.files import new_directory
 from src.support import distributed
 from src.training.checkpointing import checkpoint
-from src.training.checkpointing.dcp_shards import ShardStore
+from src.training.checkpointing.shard_store import ShardStore
 from src.training.monitoring import parameter_statistics
 from src.training.optim.adamw_scale import AdamWScale
 
