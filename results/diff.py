@@ -43,9 +43,9 @@ def differences(one: Path, other: Path) -> tuple[dict[str, Difference], list[str
     """The differing values of two save directories by section, and a warning for each file that cannot be read."""
     sections: dict[str, Callable[[SavedRun], Values]] = {
         "experiment": lambda run: flatten(run.exp),
-        "config": _config,
+        "config": lambda run: flatten(_dict(run.path / CONFIG)),
         "code": _code,
-        "environment": _environment,
+        "environment": lambda run: flatten({key: value for key, value in run.env.items() if key not in _IGNORED}),
         "data": _data,
         "status": lambda run: {"state": run.state, "step": run.status.get("step"), "attempts": run.attempts},
         "scores": lambda run: summarize(run.path / SCORES).last,
@@ -80,10 +80,6 @@ def _changes(one: Mapping[str, Any], other: Mapping[str, Any]) -> Difference:
     return differing
 
 
-def _config(run: SavedRun) -> Values:
-    return flatten(_dict(run.path / CONFIG))
-
-
 def _dict(path: Path) -> Values:
     """The dict in a file of a run; empty if the file is missing."""
     value = read_json(path, RunError, {})
@@ -101,10 +97,6 @@ def _code(run: SavedRun) -> Values:
     except FileNotFoundError:
         values[DIFF] = []
     return values
-
-
-def _environment(run: SavedRun) -> Values:
-    return flatten({key: value for key, value in run.env.items() if key not in _IGNORED})
 
 
 def _data(run: SavedRun) -> Values:

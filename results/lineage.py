@@ -84,7 +84,7 @@ def tree(graph: Lineage) -> str:
         children = graph.children(name)
         again = name in written and bool(children)
         lines.append(
-            f"{stem}{branch}{_line(graph.nodes[name])}{f' from {which}' if which else ''}"
+            f"{stem}{branch}{'  '.join(_label(graph.nodes[name]))}{f' from {which}' if which else ''}"
             f"{' (its children: above)' if again else ''}"
         )
         if again:
@@ -177,10 +177,6 @@ def _label(node: Node) -> list[str]:
 def _branch(node: Node) -> str:
     """The branches of a run after rewinds: their parent is the run itself, up to that step."""
     return f"(branch {node.branches[-1][0]} from step {node.branches[-1][1]})" if node.branches else ""
-
-
-def _line(node: Node) -> str:
-    return "  ".join(_label(node))
 
 
 def _colour(node: Node) -> str:

@@ -100,12 +100,10 @@ def _interval(row: Mapping[str, Any], kind: str, column: str) -> str:
 
 def draw(rows_by_run: Mapping[str, Rows]) -> "Figure":
     """A panel for each column: gains over the steps with their intervals, those of wrong metadata dashed."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     panels = list(dict.fromkeys(column for rows in rows_by_run.values() for row in rows for column in columns(row)))
     figure = Figure(figsize=(5.2 * len(panels), 4.2), layout="constrained", dpi=120)
-    FigureCanvasAgg(figure)
     for place, column in enumerate(panels, start=1):
         axes = figure.add_subplot(1, len(panels), place, xlabel="step", ylabel="nats per token", title=column)
         axes.grid(alpha=0.3)

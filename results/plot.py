@@ -113,7 +113,6 @@ def draw_panels(
         DataError: no run has an `x`.
     """
     import numpy
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     names = results.score_names(drawn.rows)
@@ -129,7 +128,6 @@ def draw_panels(
     groups = drawn.sort_best_first(chosen[0])[: drawn.most] if len(drawn.groups) > drawn.most else drawn.groups
     bands_by_metric, remarks = curves.bands(runs, [drawn.curve_rows(group) for group in groups], chosen, x)
     figure = Figure(figsize=(6.4 * len(chosen), HEIGHT), layout="constrained", dpi=120)
-    FigureCanvasAgg(figure)
     for place, (metric, bands) in enumerate(zip(chosen, bands_by_metric, strict=True), start=1):
         axes = figure.add_subplot(1, len(chosen), place, xlabel=x, ylabel=metric)
         axes.grid(alpha=0.3)
@@ -160,7 +158,6 @@ def points(runs: Path, drawn: legend.Configurations, x: str, y: str, log_x: bool
         ConfigError: a name that no run has.
         DataError: no run has numbers of both.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     rows, scores = drawn.rows, results.score_names(drawn.rows)
@@ -185,7 +182,6 @@ def points(runs: Path, drawn: legend.Configurations, x: str, y: str, log_x: bool
         if n
     ]
     figure = Figure(figsize=(6.4, HEIGHT), layout="constrained", dpi=120)
-    FigureCanvasAgg(figure)
     axes = figure.add_subplot(xlabel=x, ylabel=y, xscale="log" if log_x else "linear")
     axes.grid(alpha=0.3)
     by_colour = {drawn.colour(group): group for group in results.group_rows(placed, drawn.keys)}

@@ -73,7 +73,7 @@ def render(
             section("Results", _results(content)),
             section("Learning curves", _curves(content, drawn)),
             section("Experiments", _experiments(content)),
-            section("Configuration", _configuration(content)),
+            section("Configuration", "".join(map(_configuration, results.group_rows(content.rows, ["group"])))),
             section("Lineage", _lineage(content)),
             section("Environment", _environment(content)),
         ]
@@ -193,12 +193,8 @@ def _experiments(content: overview.Overview) -> str:
     return markup.plain_table(overview.JOB_HEADINGS, cells, chips=overview.JOB_HEADINGS.index("state"))
 
 
-def _configuration(content: overview.Overview) -> str:
-    """For each group the shared config values once, differing ones for each experiment."""
-    return "".join(map(_configuration_of, results.group_rows(content.rows, ["group"])))
-
-
-def _configuration_of(rows: Sequence[results.Row]) -> str:
+def _configuration(rows: Sequence[results.Row]) -> str:
+    """The shared config values of a group once, differing ones for each experiment."""
     varying = results.varying_keys(rows)
     names = results.short_names(varying)
     shared = [(key, overview.format_value(rows[0][key])) for key in results.config_keys(rows[0]) if key not in varying]

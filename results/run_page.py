@@ -72,7 +72,15 @@ def render(run: Path) -> str:
             report.section("Configuration", markup.plain_table((), facts) if facts else ""),
             report.section("Scores", _last_scores(rows)),
             report.section("Losses", _panels({"loss": _lines_by_name(rows, _is_loss)}, size=(10, 3.6)) if rows else ""),
-            report.section("Training", _grid(rows, perf)),
+            report.section(
+                "Training",
+                _grid_of(
+                    {
+                        title: _lines_by_name(rows, name.__eq__) or _lines_by_name(perf, name.__eq__)
+                        for name, title in _NAMED.items()
+                    }
+                ),
+            ),
             report.section(
                 "Loss by source",
                 _panels(
@@ -188,15 +196,6 @@ def _others(rows: Sequence[Mapping[str, Any]]) -> list[str]:
         for name in names
         if name not in ("step", "tokens", *_NAMED) and not _is_loss(name) and not name.startswith("loss/")
     ]
-
-
-def _grid(rows: Sequence[Mapping[str, Any]], perf: Sequence[Mapping[str, Any]]) -> str:
-    return _grid_of(
-        {
-            title: _lines_by_name(rows, name.__eq__) or _lines_by_name(perf, name.__eq__)
-            for name, title in _NAMED.items()
-        }
-    )
 
 
 def _grid_of(panels: Mapping[str, Mapping[str, Line]]) -> str:

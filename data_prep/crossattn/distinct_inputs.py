@@ -3,10 +3,9 @@
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from src import files
 from src.data import jsonl
@@ -40,7 +39,8 @@ class Counts:
 def missing(source: Path, inputs: EncoderInputs, known: set[bytes], counts: Counts) -> Iterator[list[int]]:
     """Encoder inputs of all rows that are not among the `known` keys, each once. Fills `counts`."""
     for name in row_files(source):
-        for number, row in enumerate(_read_rows(source / name), 1):
+        rows = jsonl.read_rows(source / name, questions.FIELDS, questions.OPTIONAL, questions.require_equal_lengths)
+        for number, row in enumerate(rows, 1):
             counts.rows += 1
             question = row["question"] if inputs.rules.questions_on_contexts else ""
             text = hashlib.sha256(json.dumps([answers.contexts(row), question]).encode()).digest()
@@ -64,10 +64,6 @@ def row_files(source: Path) -> list[str]:
     return sorted(
         name for name in files.read_manifest(source, DataError)["files"] if re.fullmatch(r"[^/]+\.jsonl", name)
     )
-
-
-def _read_rows(path: Path) -> Iterable[dict[str, Any]]:
-    return jsonl.read_rows(path, questions.FIELDS, questions.OPTIONAL, questions.require_equal_lengths)
 
 
 def batches(inputs: Iterator[list[int]], size: int | None, tokens: int | None = None) -> Iterator[list[list[int]]]:

@@ -9,7 +9,7 @@ import traceback
 import uuid
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -110,11 +110,11 @@ def encode_all(job: Job, batches: Iterable[Batch], devices: Sequence[str]) -> in
     if first is None:
         return 0
     if len(devices) > 1:
-        _in_processes(job, _chain(first, stream), devices, progress)
+        _in_processes(job, chain([first], stream), devices, progress)
         return progress.items
     encoding = Encoding(job, devices[0])
     try:
-        for batch in _chain(first, stream):
+        for batch in chain([first], stream):
             encoding.take(batch)
             progress.count(len(batch), sum(map(len, batch)))
     except UserError:
@@ -132,11 +132,6 @@ def _line(error: Exception) -> str:
 
 def _worker_error(device: str, what: str) -> str:
     return f"{device}: {what.rstrip('.')}. Start again when that is mended: what was finished is kept."
-
-
-def _chain(first: Batch, rest: Iterator[Batch]) -> Iterator[Batch]:
-    yield first
-    yield from rest
 
 
 def _in_processes(job: Job, batches: Iterator[Batch], devices: Sequence[str], progress: Progress) -> None:
@@ -171,7 +166,8 @@ def _serve(
     try:
         message = pipe.recv()
     except (EOFError, ConnectionError):
-        raise _lost(process, device) from None
+        process.join()
+        raise RunError(_worker_error(device, f"its process ended with exit code {process.exitcode}")) from None
     if isinstance(message, UserError):
         raise message
     if message == "closed":
@@ -188,11 +184,6 @@ def _serve(
     if batch is not None or not given:
         with contextlib.suppress(ConnectionError):  # it has ended: what it said last is read next
             pipe.send(batch)
-
-
-def _lost(process: Any, device: str) -> RunError:
-    process.join()
-    return RunError(_worker_error(device, f"its process ended with exit code {process.exitcode}"))
 
 
 def _work(job: Job, device: str, threads: int, pipe: Connection) -> None:

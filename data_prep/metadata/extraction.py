@@ -83,10 +83,6 @@ def _from_html(row: Row, options: Options) -> Row:
     return columns
 
 
-def _describe(row: Row, options: Options) -> Row:
-    return description.extract(row, description.open_descriptions(options.wiki_index), options.compatible)
-
-
 class Extractor(NamedTuple):
     """A function that makes columns of a row."""
 
@@ -100,7 +96,13 @@ class Extractor(NamedTuple):
 EXTRACTORS: dict[str, Extractor] = {
     "html": Extractor("HtmlPreprocessor", html.COLUMNS, _from_html),
     "url": Extractor("UrlPreprocessor", url.COLUMNS, lambda row, options: url.extract(row, options.compatible)),
-    "description": Extractor("WebsiteDescPreprocessor", description.COLUMNS, _describe),
+    "description": Extractor(
+        "WebsiteDescPreprocessor",
+        description.COLUMNS,
+        lambda row, options: description.extract(
+            row, description.open_descriptions(options.wiki_index), options.compatible
+        ),
+    ),
     "entities": Extractor(
         "EntityPreprocessor",
         entities.COLUMNS,

@@ -138,8 +138,9 @@ def _no_garbage_collection() -> Iterator[None]:
 def _extract(source: str, rules: Sequence[RemovalRule]) -> Page:
     root = _parse(source)
     head, footer, title = (
-        [_markup(element) for element in _outermost(root, name)] for name in ("head", "footer", "title")
-    )
+        [etree.tostring(element, encoding="unicode", with_tail=False) for element in _outermost(root, name)]
+        for name in ("head", "footer", "title")
+    )  # empty elements as <meta/>, like the reference
     body = next(root.iter("body"), None)
     if body is None:
         return Page("", [], head, footer, title)
@@ -189,10 +190,6 @@ def _outermost(root: Any, name: str) -> list[Any]:
             elements.append(element)
         depth += 1 if event == "start" else -1
     return elements
-
-
-def _markup(element: Any) -> str:
-    return etree.tostring(element, encoding="unicode", with_tail=False)  # empty elements as <meta/>, like the reference
 
 
 class _Cleaner:

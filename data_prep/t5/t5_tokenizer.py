@@ -346,7 +346,7 @@ def from_sentencepiece(path: Path, sentinels: int = NUM_SENTINELS) -> "PreTraine
         ]
     )
     backend.decoder = decoders.Metaspace(replacement=_SPACE, prepend_scheme="always", split=True)
-    end = names_to_id(pieces)["</s>"]
+    end = [name for name, _ in pieces].index("</s>")
     backend.post_processor = processors.TemplateProcessing(
         single=["$A", "</s>"], pair=["$A", "</s>", "$B", "</s>"], special_tokens=[("</s>", end)]
     )
@@ -361,11 +361,6 @@ def from_sentencepiece(path: Path, sentinels: int = NUM_SENTINELS) -> "PreTraine
         additional_special_tokens=_sentinels(sentinels),
         clean_up_tokenization_spaces=False,
     )
-
-
-def names_to_id(pieces: Sequence[tuple[str, float]]) -> dict[str, int]:
-    """Ids of pieces."""
-    return {name: number for number, (name, _) in enumerate(pieces)}
 
 
 def _read_proto(path: Path) -> Any:

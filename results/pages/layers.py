@@ -17,6 +17,8 @@ MOST_COLUMNS = 400
 """Most steps that are drawn; of more, every n-th."""
 _LABELS = 64
 """Most rows with a label each."""
+_CHARACTERS = 48
+"""Of a label, the last ones of a longer name."""
 _NONFINITE = "#b42318"
 _ZERO = "#e3e6ea"
 
@@ -96,7 +98,7 @@ def draw(layers: Layers) -> "Figure":
     from matplotlib.figure import Figure
 
     steps, names = layers.steps(), list(layers.values)
-    table = np.array([[_number(of_layer.get(step, 0.0)) for step in steps] for of_layer in layers.values.values()])
+    table = np.array([[of_layer.get(step, 0.0) for step in steps] for of_layer in layers.values.values()], dtype=float)
     with np.errstate(divide="ignore", invalid="ignore"):
         logs = np.log10(np.abs(table))
     usual = logs[np.isfinite(logs)]
@@ -109,7 +111,8 @@ def draw(layers: Layers) -> "Figure":
         logs, aspect="auto", interpolation="nearest", cmap=colours, vmin=low, vmax=max(high, low + 1e-6)
     )
     every = math.ceil(len(names) / _LABELS)
-    axes.set_yticks(range(0, len(names), every), [_short(name) for name in names[::every]], fontsize=5)
+    labels = [name if len(name) <= _CHARACTERS else f"…{name[1 - _CHARACTERS :]}" for name in names[::every]]
+    axes.set_yticks(range(0, len(names), every), labels, fontsize=5)
     places = sorted({round(place) for place in np.linspace(0, len(steps) - 1, min(8, len(steps)))})
     axes.set_xticks(places, [str(steps[place]) for place in places], fontsize=7)
     axes.set_xlabel("step", fontsize=8)
@@ -117,14 +120,6 @@ def draw(layers: Layers) -> "Figure":
     bar.set_label("power of ten", fontsize=7)
     bar.ax.tick_params(labelsize=6)
     return figure
-
-
-def _number(value: float | None) -> float:
-    return math.nan if value is None else float(value)
-
-
-def _short(name: str, most: int = 48) -> str:
-    return name if len(name) <= most else f"…{name[1 - most :]}"
 
 
 def notable(kinds: Iterable[Layers], most: int = 3) -> list[tuple[str, str, str]]:

@@ -244,7 +244,8 @@ def select(content: Overview, states: Sequence[str] = (), where: str = "", text:
         listed = [job for job in listed if job.exp_id in holds]
     if text.strip():
         texts = {name: f"{remark} " for name, remark in remarks(content).items()}
-        texts |= {row["exp_id"]: texts[row["exp_id"]] + _words(row) for row in rows}
+        for row in rows:
+            texts[row["exp_id"]] += " ".join(f"{key}={row[key]}" for key in results.config_keys(row))
         listed = [
             job
             for job in listed
@@ -451,10 +452,6 @@ def tail(path: Path, lines: int) -> str:
 def _with_state(row: results.Row, state: str | None) -> results.Row:
     """The row with the state of its job; a finished run stays finished, whatever the scheduler reports."""
     return row if state in (None, row["state"]) or row["state"] in results.FINISHED else row.replace({"state": state})
-
-
-def _words(row: results.Row) -> str:
-    return " ".join(f"{key}={row[key]}" for key in results.config_keys(row))
 
 
 def _having(groups: Iterable[list[results.Row]], metric: str) -> list[list[results.Row]]:

@@ -31,7 +31,8 @@ def plan_all(planned: Sequence[Planned], places: Places, machines: Mapping[str, 
     for same in alike.values():
         recipe: Any = same[0].recipe
         try:
-            rows.append([_name(same), *_cells(recipe.plan_memory(places, **machines))])
+            more = f" and {len(same) - 1} more" if len(same) > 1 else ""
+            rows.append([same[0].where + more, *_cells(recipe.plan_memory(places, **machines))])
         except UserError as error:
             mistakes += [f"{same[0].where}: {line}" for line in str(error).splitlines()]
     return _table(rows, machines) if rows else [], mistakes
@@ -43,10 +44,6 @@ def _key(item: Planned) -> str:
         [item.exp["recipe"], item.exp["model"], item.exp["data"], {name: loop.get(name) for name in UNALIKE}],
         sort_keys=True,
     )
-
-
-def _name(same: Sequence[Planned]) -> str:
-    return same[0].where + (f" and {len(same) - 1} more" if len(same) > 1 else "")
 
 
 def _cells(plan: Any) -> list[str]:

@@ -107,7 +107,8 @@ def load_writer(source: Path, places: Places, gpu_of_8bit: str | None = None) ->
     data = getattr(recipe, "data", None)
     parts = [part for _, part in leaf_configs("data", data)] if data else []
     part = next((part for part in parts if part.writer), None)
-    if part is None and not _writes_text(recipe, places):
+    base = getattr(recipe, "model", None)
+    if part is None and (base is None or base.kind(places) != DECODER):
         raise ConfigError(f"{run}: its model is no decoder, so it continues no text. Name a run of a decoder.")
     model, tokenizer = load(source, places)
     if gpu_of_8bit:
@@ -120,8 +121,3 @@ def _writer_class(name: str | None) -> Any:
         return Continuation
     module, _, attribute = WRITERS[name].rpartition(".")
     return getattr(import_module(module), attribute)
-
-
-def _writes_text(recipe: Any, places: Places) -> bool:
-    model = getattr(recipe, "model", None)
-    return model is not None and model.kind(places) == DECODER

@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from src.errors import ConfigError
 from src.experiments.config import Places
@@ -159,7 +159,8 @@ def table(sweep: Sweep, study: Study) -> list[str]:
             else trial.intermediate_values.get(max(trial.intermediate_values, default=0))
         )
         shown = "" if last is None or sweep.metric is None or trial.state.name == "FAIL" else f"{last:.6g}"
-        cells = [_short(values.get(dimension.path, "")) for dimension in sweep.dimensions]
+        drawn = [values.get(dimension.path, "") for dimension in sweep.dimensions]
+        cells = [f"{value:.6g}" if isinstance(value, float) else str(value) for value in drawn]
         rows.append([str(trial.number), trial.state.name.lower(), shown, *cells, str(trial.user_attrs.get(EXP_ID, ""))])
     lines = aligned_lines(rows)
     reasons = [
@@ -176,10 +177,6 @@ def table(sweep: Sweep, study: Study) -> list[str]:
         *reasons,
         f"best: trial {best.number}, {sweep.metric} {best.value:.6g}, {best.user_attrs.get(EXP_ID)}",
     ]
-
-
-def _short(value: Any) -> str:
-    return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
 def _trial_count(trials: int | None, sweep: Sweep) -> int:

@@ -178,17 +178,10 @@ def _aggregate_group(rows: Sequence[Row], by: Sequence[str], scores: Sequence[st
 
 @cache
 def t_975(freedom: int) -> float:
-    """The 0.975 quantile of Student's t with `freedom` >= 1 degrees of freedom.
+    """The 0.975 quantile of Student's t with `freedom` >= 1 degrees of freedom."""
+    from scipy.special import stdtrit
 
-    The distribution function is a finite sum (Abramowitz and Stegun, Handbook of Mathematical Functions, 26.7.3 and
-    26.7.4), inverted by bisection. Importing scipy.stats takes a second.
-    """
-    assert freedom >= 1, freedom
-    low, high = 0.0, math.pi / 2
-    for _ in range(60):
-        middle = (low + high) / 2
-        low, high = (middle, high) if _probability(middle, freedom) < 0.95 else (low, middle)
-    return math.sqrt(freedom) * math.tan((low + high) / 2)
+    return float(stdtrit(freedom, 0.975))
 
 
 def deviation(values: Sequence[float]) -> float:
@@ -201,13 +194,3 @@ def deviation(values: Sequence[float]) -> float:
 def ci95(values: Sequence[float]) -> float | None:
     """Half the width of the 95 % confidence interval of the mean of `values`; None for fewer than two."""
     return t_975(len(values) - 1) * deviation(values) / math.sqrt(len(values)) if len(values) > 1 else None
-
-
-def _probability(angle: float, freedom: int) -> float:
-    """The probability that |t| <= sqrt(freedom) tan(angle)."""
-    sine, square, odd = math.sin(angle), math.cos(angle) ** 2, freedom % 2
-    term, total = math.cos(angle) if odd else 1.0, 0.0
-    for k in range(2 if odd else 1, freedom, 2):
-        total += term
-        term *= square * k / (k + 1)
-    return 2 / math.pi * (angle + sine * total) if odd else sine * total
