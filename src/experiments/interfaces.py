@@ -287,6 +287,14 @@ class DatasetConfig(Component):
     has_order: ClassVar[bool] = False
     """Whether training reads it in an order of its own (`orders.OrderedDataset`), so that no mixture can."""
 
+    has_questions: ClassVar[bool] = False
+    """Whether its data sets are `QuestionDataset`s."""
+
+    @property
+    def reads_contexts(self) -> bool:
+        """Whether its questions are read with contexts, which a control can shuffle."""
+        return False
+
     @property
     def is_measured(self) -> bool:
         """Whether its data sets are `MeasuredDataset`s."""
