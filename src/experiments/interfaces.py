@@ -59,8 +59,6 @@ class ModelConfig(Component):
 
     def check_device(self) -> None:
         """Raises a ConfigError if this machine does not have the device that the model needs."""
-        if isinstance(base := getattr(self, "base", None), ModelConfig):
-            base.check_device()
 
     def kind(self, places: Places | None) -> str | None:
         """One of `kinds.KINDS`; None if it depends on a parent and `places` is None."""
@@ -85,38 +83,29 @@ class ModelConfig(Component):
 
     def tokenizer_folder(self, places: Places) -> Path | None:
         """Where its tokenizer is, if that is a folder and known before the model is built."""
-        return base.tokenizer_folder(places) if isinstance(base := getattr(self, "base", None), ModelConfig) else None
+        return None
 
     def new_tokens(self) -> Sequence[str]:
         """Control tokens that it adds to its tokenizer."""
-        base = getattr(self, "base", None)
-        return base.new_tokens() if isinstance(base, ModelConfig) else getattr(self, "extra_tokens", None) or ()
+        return getattr(self, "extra_tokens", None) or ()
 
     def new_token_ids(self, places: Places) -> Sequence[int]:
         """Ids of the tokens that `build` adds to the embeddings of pretrained weights."""
-        return base.new_token_ids(places) if isinstance(base := getattr(self, "base", None), ModelConfig) else ()
+        return ()
 
     def weight_type(self, places: Places) -> str | None:
         """ "float32", "bfloat16" or "float16", of its weights or its base's in memory; None if its config omits it."""
-        return (
-            base.weight_type(places)
-            if isinstance(base := getattr(self, "base", None), ModelConfig)
-            else getattr(self, "dtype", None)
-        )
+        return getattr(self, "dtype", None)
 
     def trained_type(self, places: Places) -> str | None:
         """As `weight_type`, of the weights that training updates.
         Adapters and new layers are float32 whatever the base's type."""
-        return (
-            base.trained_type(places)
-            if isinstance(base := getattr(self, "base", None), ModelConfig)
-            else getattr(self, "dtype", None)
-        )
+        return getattr(self, "dtype", None)
 
     def frame_sizes(self, places: Places) -> tuple[int, int] | None:
         """For a model that reads images: side of a frame in pixels, and tokens per frame.
         None if unknown before it is loaded."""
-        return base.frame_sizes(places) if isinstance(base := getattr(self, "base", None), ModelConfig) else None
+        return None
 
     def is_frozen(self) -> bool:
         """Whether its weights cannot be trained, only those of a wrapper around it."""
@@ -124,10 +113,6 @@ class ModelConfig(Component):
 
     def has_random_weights(self) -> bool:
         """Whether none of its weights has been trained."""
-        return False
-
-    def trains_base(self) -> bool:
-        """Whether it is a wrapper that also trains its base."""
         return False
 
     def require_kind(self, required: str, places: Places | None, field: str = "model") -> None:
@@ -287,6 +272,14 @@ class DatasetConfig(Component):
     has_order: ClassVar[bool] = False
     """Whether training reads it in an order of its own (`orders.OrderedDataset`), so that no mixture can."""
 
+    has_questions: ClassVar[bool] = False
+    """Whether its data sets are `QuestionDataset`s."""
+
+    @property
+    def reads_contexts(self) -> bool:
+        """Whether its questions are read with contexts, which a control can shuffle."""
+        return False
+
     @property
     def is_measured(self) -> bool:
         """Whether its data sets are `MeasuredDataset`s."""
@@ -397,6 +390,32 @@ class RecipeConfig(Component):
 ModelField = Annotated[ModelConfig, PlainValidator(partial(bind, MODELS)), PlainSerializer(resolved_dict)]
 DatasetField = Annotated[DatasetConfig, PlainValidator(partial(bind, DATASETS)), PlainSerializer(resolved_dict)]
 MetricField = Annotated[MetricConfig, PlainValidator(partial(bind, METRICS)), PlainSerializer(resolved_dict)]
+
+
+FORWARDED = (
+    *("architecture", "cache_bytes", "check_device", "fingerprint", "frame_sizes", "has_random_weights", "is_frozen"),
+    *("new_token_ids", "new_tokens", "tokenizer_folder", "trained_type", "weight_type"),
+)
+"""Methods of a `WrapperConfig` that return what its base returns."""
+
+
+class WrapperConfig(ModelConfig):
+    """A model around `base`. The methods in `FORWARDED` are those of the base, unless a subclass overrides them."""
+
+    base: ModelField
+
+    def check_base(self, places: Places, required: str, field: str = "model.base") -> None:
+        """Raises a UserError if the base cannot be built, or is of another kind than required."""
+        call_once(self.base.check, places)
+        self.base.check_kind(required, places, field)
+
+
+def _forward(name: str) -> Callable[..., Any]:
+    return lambda self, *places: call_once(getattr(self.base, name), *places)
+
+
+for _name in FORWARDED:
+    setattr(WrapperConfig, _name, _forward(_name))
 
 
 def load_experiment(raw: dict[str, Any], where: str) -> RecipeConfig:

@@ -12,7 +12,7 @@ from pydantic import Field, model_validator
 
 from src.errors import ConfigError
 from src.experiments.config import Places, unknown_text
-from src.experiments.interfaces import Architecture, ModelConfig, ModelField
+from src.experiments.interfaces import ModelField, WrapperConfig
 from src.experiments.kinds import CROSS_ATTENTION
 from src.support.call_once import call_once
 from src.support.weights import appear_filled
@@ -38,7 +38,7 @@ MATRICES = {
 """Names of the matrices in the layers of a family, by `model_type`: for checks before a model is loaded."""
 
 
-class Config(ModelConfig):
+class Config(WrapperConfig):
     """Which matrices get an adapter, and how large it is."""
 
     rank: int = Field(gt=0)
@@ -59,7 +59,7 @@ class Config(ModelConfig):
             raise ValueError(
                 "base: a new adapter around a new adapter is one of a higher rank. Write one, with all target_modules."
             )
-        if self.base.trains_base():
+        if getattr(self.base, "train_all_params", False):
             raise ValueError(
                 "base: it has train_all_params, which adapters would undo: all but them is frozen. "
                 "Leave one of the two out."
@@ -137,18 +137,11 @@ class Config(ModelConfig):
         if model_type and model_type.model_type in MATRICES:
             _require_known(self.target_modules, MATRICES[model_type.model_type])
 
-    def architecture(self, places: Places) -> Architecture | None:
-        return call_once(self.base.architecture, places)
-
-    def cache_bytes(self, places: Places, value_bytes: int) -> dict[str, int] | None:
-        return self.base.cache_bytes(places, value_bytes)
-
-    def fingerprint(self, places: Places) -> str | None:
-        """The base's: of pretrained weights, None where it loads none."""
-        return self.base.fingerprint(places)
-
     def kind(self, places: Places | None) -> str | None:
         return self.base.kind(places)
+
+    def is_frozen(self) -> bool:
+        return False
 
 
 def merge(model: "nn.Module") -> int:

@@ -137,10 +137,22 @@ class Finetuning(RecipeConfig):
         return plan(model, self.training_loss(recipe.loss()), batch, self.loop, Machines(**machines))
 
     def check_questions(self) -> None:
-        """Raises ConfigError if the dict has fewer questions than its evaluations use."""
-        used = getattr(self.data.validation, "val_samples", None)
-        for name in ("answers", "sampled"):
-            requested = getattr(getattr(self, name, None), "questions", 0)
+        """Raises ConfigError if the data have no questions, no contexts to shuffle, or fewer than evaluations use."""
+        data = self.data.validation
+        used = getattr(data, "val_samples", None)
+        for name in ("answers", "sampled", "inference"):
+            setting = getattr(self, name, None)
+            if setting is None:
+                continue
+            if not data.has_questions:
+                raise ConfigError(
+                    f"{name}: the validation data {data.name!r} have no questions. Leave it out, and score the trained "
+                    "model by an experiment with evaluation and data such as 'conversations'."
+                )
+            for control in ("shuffled_context", "wrong_contexts"):
+                if getattr(setting, control, False) and not data.reads_contexts:
+                    raise ConfigError(f"{name}.{control}: these data are read without contexts. Leave it out.")
+            requested = getattr(setting, "questions", 0)
             if used is not None and requested > used:
                 raise ConfigError(
                     f"{name}.questions: {requested}, but data.val_samples is {used}. "

@@ -46,6 +46,8 @@ class Pretraining(Finetuning):
                 "model: it is quantized, and cannot learn. Put 'lora' around it, or leave quantization out."
             )
         self.model.require_kind(self.model_kind, None)
+        if self.data.name == "rollouts":
+            raise ValueError("data: 'rollouts' are answers of a policy. Take recipe 'ppo' or 'grpo', or its prompts.")
         wanted = self.data_kind or self.model_kind
         if self.data.reader != wanted:
             raise ValueError(
@@ -193,11 +195,11 @@ class Scorer:
             asked, generation.AnswerGenerator(self.model, val, self.tokenizer, self.micro_batch, self.device)
         )
 
-    def answers(self, asked: Answers, val: Any, shuffled: Any = None) -> dict[str, float]:
+    def answers(self, asked: Answers, val: Any) -> dict[str, float]:
         """Scores of generated answers to the first questions of a data set, and with other contexts. Collective."""
         from src.evaluation import generation
 
         generator = generation.AnswerGenerator(
             self.model, val, self.tokenizer, self.micro_batch, self.device, asked.decoding()
         )
-        return generation.evaluate(asked, generator, shuffled)
+        return generation.evaluate(asked, generator, val.with_shuffled_contexts() if asked.shuffled_context else None)

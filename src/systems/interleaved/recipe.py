@@ -105,11 +105,11 @@ class Config(Pretraining):
 
     def more_scores(self, val: Any, scorer: Scorer) -> dict[str, float]:
         """val_loss_shuffled_context: the same documents with others' images; and the scores of `answers`."""
-        if not val.reads_contexts:
-            return scorer.answers(self.answers, val) if self.answers else {}
-        shuffled = val.with_shuffled_contexts()
-        parts = {name: scorer.loss_sums(part) for name, part in shuffled.parts.items()}
-        scores = {SHUFFLED: sum(part.loss_sum for part in parts.values()) / sum(part.tokens for part in parts.values())}
-        if len(parts) > 1:
-            scores |= {f"{SHUFFLED}/{name}": part.loss for name, part in parts.items()}
-        return scores | (scorer.answers(self.answers, val, shuffled) if self.answers else {})
+        scores: dict[str, float] = {}
+        if val.reads_contexts:
+            parts = {name: scorer.loss_sums(part) for name, part in val.with_shuffled_contexts().parts.items()}
+            total, tokens = (sum(getattr(part, name) for part in parts.values()) for name in ("loss_sum", "tokens"))
+            scores[SHUFFLED] = total / tokens
+            if len(parts) > 1:
+                scores |= {f"{SHUFFLED}/{name}": part.loss for name, part in parts.items()}
+        return scores | (scorer.answers(self.answers, val) if self.answers else {})

@@ -261,6 +261,14 @@ def test_a_sample_is_a_pure_function_of_epoch_and_index(build: Build, name: str)
 
 
 @EVERY
+def test_a_config_says_whether_there_are_questions(build: Build, name: str):
+    val: Any = build(name, "val")
+    config = bind(DATASETS, {"name": name, **CASES[name]}).validation
+    assert hasattr(val, "num_questions") == config.has_questions
+    assert not getattr(val, "reads_contexts", False) or config.reads_contexts
+
+
+@EVERY
 @pytest.mark.parametrize("workers", [1, 2])
 def test_workers_and_resumption_change_no_batch(build: Build, name: str, workers: int):
     data = build(name)

@@ -62,6 +62,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_dry_run_refuses(
     folder: Path, tokenizer: str, data: dict[str, Any], message: str | None, capsys: pytest.CaptureFixture[str]
 ):
-    exp = override(SFT, {"model.tokenizer": tokenizer, "data": data})
+    exp = override(SFT, {"model.tokenizer": tokenizer, "data": data, "answers": None})
     assert toy.main(["-e", "x", "--dry-run"], {"x": [exp]}, folder) == (message is not None)
     assert (message or "") in capsys.readouterr().err

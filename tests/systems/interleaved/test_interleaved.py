@@ -382,6 +382,16 @@ def test_trainings_resume_with_other_numbers_of_processes(tmp_path: Path):
     assert ends[0] == ends[1]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("words", [["--fsdp"], ["--deepspeed", str(toy.ROOT / "resources" / "ds_config_zero3.json")]])
+def test_answers_are_generated_with_sharded_weights(folder: Path, tmp_path: Path, words: list[str]):
+    """The prompts of one process have an image, and those of the other have none."""
+    (tmp_path / "data").symlink_to(folder / "data")
+    exp = override(PAGES, {"loop.steps": 8})
+    done = toy.run(toy.project(tmp_path, f"EXP_GROUPS = {{'x': [{exp!r}]}}\n"), ["-e", "x", *words], tmp_path, 2)
+    assert "word_accuracy_shuffled_context" in toy.evaluations(tmp_path, exp_id(exp))[-1], done.stderr[-3000:]
+
+
 def test_a_control_token_of_an_image_is_never_learned(folder: Path):
     experiment: Any = load_experiment(PAGES, "here")
     data = experiment.data.build(Places(folder / "data", folder), pages.tokenizer(), "train", 0)

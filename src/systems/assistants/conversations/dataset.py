@@ -116,6 +116,8 @@ class ConversationConfig(ShuffledConfig):
 class Config(ConversationConfig):
     """Conversations, and plain text."""
 
+    has_questions: ClassVar[bool] = True
+
     random_offset: float = Field(default=0.0, ge=0, le=1)
     """Share of the too long conversations that start at a random token; the rest are truncated."""
     without_refusals: bool = False

@@ -5,15 +5,14 @@ from typing import TYPE_CHECKING, Literal
 from pydantic import model_validator
 
 from src.experiments.config import Places
-from src.experiments.interfaces import Architecture, ModelConfig, ModelField
+from src.experiments.interfaces import ModelField, WrapperConfig
 from src.experiments.kinds import DECODER, REWARD
-from src.support.call_once import call_once
 
 if TYPE_CHECKING:
     from src.systems.assistants.model.layers import RewardModel
 
 
-class Config(ModelConfig):
+class Config(WrapperConfig):
     """Which decoder, and what of it the reward is read from."""
 
     base: ModelField
@@ -41,18 +40,7 @@ class Config(ModelConfig):
         return RewardModel(self.base.build(places), self.pooling)
 
     def check(self, places: Places) -> None:
-        call_once(self.base.check, places)
-        self.base.check_kind(DECODER, places, "model.base")
+        self.check_base(places, DECODER)
 
     def kind(self, places: Places | None) -> str:
         return REWARD
-
-    def architecture(self, places: Places) -> Architecture | None:
-        return call_once(self.base.architecture, places)
-
-    def fingerprint(self, places: Places) -> str | None:
-        """The base's: of pretrained weights, None where it loads none."""
-        return self.base.fingerprint(places)
-
-    def is_frozen(self) -> bool:
-        return self.base.is_frozen()

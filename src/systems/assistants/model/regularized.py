@@ -11,9 +11,8 @@ from pydantic import Field, model_validator
 
 from src.errors import ConfigError
 from src.experiments.config import Places
-from src.experiments.interfaces import Architecture, ModelConfig, ModelField
+from src.experiments.interfaces import ModelField, WrapperConfig
 from src.experiments.kinds import DECODER
-from src.support.call_once import call_once
 
 if TYPE_CHECKING:
     from torch import nn
@@ -22,7 +21,7 @@ _ATTENTION = ("attention", "attn", "self_attention", "self_attn")
 _FEED_FORWARD = ("mlp", "feed_forward", "fc2")
 
 
-class Config(ModelConfig):
+class Config(WrapperConfig):
     """Which decoder, and what keeps it."""
 
     base: ModelField
@@ -85,8 +84,7 @@ class Config(ModelConfig):
         return [self.residual_dropout * i / (num_layers - 1) for i in range(num_layers)]
 
     def check(self, places: Places) -> None:
-        call_once(self.base.check, places)
-        self.base.check_kind(DECODER, places, "model.base")
+        self.check_base(places, DECODER)
         if self.frozen_embeddings and self.base.new_token_ids(places):
             raise ConfigError(
                 "model.frozen_embeddings: "
@@ -102,22 +100,6 @@ class Config(ModelConfig):
                 f"model.frozen_layers: {self.frozen_layers} of {there} layers leave none to train. "
                 "Write a smaller number."
             )
-
-    def architecture(self, places: Places) -> Architecture | None:
-        return call_once(self.base.architecture, places)
-
-    def cache_bytes(self, places: Places, value_bytes: int) -> dict[str, int] | None:
-        return self.base.cache_bytes(places, value_bytes)
-
-    def fingerprint(self, places: Places) -> str | None:
-        """The base's: of pretrained weights, None where it loads none."""
-        return self.base.fingerprint(places)
-
-    def is_frozen(self) -> bool:
-        return self.base.is_frozen()
-
-    def has_random_weights(self) -> bool:
-        return self.base.has_random_weights()
 
 
 def _layers(decoder: Any) -> "list[nn.Module]":

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from pydantic import model_validator
 
 from src.experiments.config import Places
-from src.experiments.interfaces import Architecture, ModelConfig, ModelField
+from src.experiments.interfaces import ModelField, WrapperConfig
 from src.experiments.kinds import DECODER
 from src.support.call_once import call_once
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from src.systems.assistants.model.value_layers import PolicyWithValues
 
 
-class Config(ModelConfig):
+class Config(WrapperConfig):
     """Which decoder, and where its values come from."""
 
     base: ModelField
@@ -49,25 +49,11 @@ class Config(ModelConfig):
         return PolicyWithValues(self.base.build(places), self.critic.build(places) if self.critic else None)
 
     def check(self, places: Places) -> None:
-        call_once(self.base.check, places)
-        self.base.check_kind(DECODER, places, "model.base")
+        self.check_base(places, DECODER)
         if self.critic:
             call_once(self.critic.check, places)
             self.critic.check_kind(DECODER, places, "model.critic")
 
-    def architecture(self, places: Places) -> Architecture | None:
-        return call_once(self.base.architecture, places)
-
-    def cache_bytes(self, places: Places, value_bytes: int) -> dict[str, int] | None:
-        return self.base.cache_bytes(places, value_bytes)
-
-    def fingerprint(self, places: Places) -> str | None:
-        """The policy's: of pretrained weights, None where it loads none."""
-        return self.base.fingerprint(places)
-
     def trained_type(self, places: Places) -> str | None:
         types = [part.trained_type(places) for part in (self.base, self.critic) if part]
         return next((each for each in types if each != "float32"), "float32")
-
-    def is_frozen(self) -> bool:
-        return self.base.is_frozen()

@@ -62,7 +62,7 @@ def _find_encoder(model: ModelConfig, places: Places) -> tuple[ModelConfig, str]
     For a cross-attention model, also one that an experiment trained, it is the base. Any other model is its own
     encoder.
     """
-    if model.name == "lora" or model.trains_base():
+    if model.name == "lora" or getattr(model, "train_all_params", False):
         return model, "adapters" if model.name == "lora" else "train_all_params"
     if model.kind(places) != CROSS_ATTENTION:
         return model, ""

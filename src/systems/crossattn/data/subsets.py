@@ -4,7 +4,7 @@ from abc import abstractmethod
 from array import array
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any, ClassVar, overload
 
 from pydantic import Field, field_validator
 
@@ -27,6 +27,8 @@ class RowsConfig(ShuffledConfig):
     Other splits are used whole.
     """
 
+    has_questions: ClassVar[bool] = True
+
     corpus: str = Field(min_length=1)
     """Folder below `--data_path`."""
     train_datasets: list[str] | None = Field(default=None, min_length=1)
@@ -43,6 +45,10 @@ class RowsConfig(ShuffledConfig):
         if twice:
             raise ValueError(f"{', '.join(twice)} stands there more than once. Name each source once.")
         return names
+
+    @property
+    def reads_contexts(self) -> bool:
+        return getattr(self, "contexts", None) != "none"
 
     def check(self, places: Places) -> None:
         """Also refuses sources that the manifest of the data set does not count: {"counts": {split:

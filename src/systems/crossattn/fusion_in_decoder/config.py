@@ -9,15 +9,14 @@ from typing import TYPE_CHECKING
 from pydantic import model_validator
 
 from src.experiments.config import Places
-from src.experiments.interfaces import Architecture, ModelConfig, ModelField
+from src.experiments.interfaces import ModelField, WrapperConfig
 from src.experiments.kinds import ENCODER_DECODER, FUSION_IN_DECODER
-from src.support.call_once import call_once
 
 if TYPE_CHECKING:
     from src.systems.crossattn.fusion_in_decoder.layers import FusionInDecoder
 
 
-class Config(ModelConfig):
+class Config(WrapperConfig):
     """The encoder-decoder that encodes the passages and writes the answer."""
 
     base: ModelField
@@ -41,15 +40,7 @@ class Config(ModelConfig):
         return FusionInDecoder(self.base.build(places))
 
     def check(self, places: Places) -> None:
-        call_once(self.base.check, places)
-        self.base.check_kind(ENCODER_DECODER, places, "fusion_in_decoder.base")
-
-    def architecture(self, places: Places) -> Architecture | None:
-        return call_once(self.base.architecture, places)
-
-    def fingerprint(self, places: Places) -> str | None:
-        """The base's: of pretrained weights, None where it loads none."""
-        return self.base.fingerprint(places)
+        self.check_base(places, ENCODER_DECODER, "fusion_in_decoder.base")
 
     def kind(self, places: Places | None) -> str:
         return FUSION_IN_DECODER

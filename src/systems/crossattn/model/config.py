@@ -11,7 +11,7 @@ from pydantic import Field, model_validator
 
 from src.errors import ConfigError
 from src.experiments.config import Places, unknown_text
-from src.experiments.interfaces import Architecture, ModelConfig, ModelField
+from src.experiments.interfaces import Architecture, ModelField, WrapperConfig
 from src.experiments.kinds import CROSS_ATTENTION
 from src.models import kv_cache_size
 from src.support.call_once import call_once
@@ -76,7 +76,7 @@ FAMILIES = {
 A new family is a row here and a line in tests/systems/crossattn/model/test_families.py."""
 
 
-class Config(ModelConfig):
+class Config(WrapperConfig):
     """Where the blocks go and how they look."""
 
     num_layers: int = Field(ge=1)
@@ -171,9 +171,6 @@ class Config(ModelConfig):
         if sizes:
             self.plan(sizes)
 
-    def architecture(self, places: Places) -> Architecture | None:
-        return call_once(self.base.architecture, places)
-
     def fingerprint(self, places: Places) -> str | None:
         """Digest of all weights that `build` loads: the base's, and `weights`; None without any."""
         from src.systems.crossattn.model import xc_cache_weights
@@ -194,12 +191,11 @@ class Config(ModelConfig):
     def trained_type(self, places: Places) -> str | None:
         return self.base.trained_type(places) if self.train_all_params else "float32"
 
-    def trains_base(self) -> bool:
-        """Whether the base changes in training, so that no context can be encoded before it."""
-        return self.train_all_params
-
     def kind(self, places: Places | None) -> str:
         return CROSS_ATTENTION
+
+    def is_frozen(self) -> bool:
+        return False
 
     def plan(self, base: Architecture) -> "Plan":
         """Fill in the settings that the config leaves to the base.

@@ -60,6 +60,7 @@ class Config(DatasetConfig):
     """Which documents are read, and how they become rows."""
 
     has_order: ClassVar[bool] = True
+    has_questions: ClassVar[bool] = True
 
     sources: dict[str, SourceConfig] = Field(min_length=1)
     images: ImagesConfig
@@ -92,6 +93,10 @@ class Config(DatasetConfig):
     @property
     def reader(self) -> str:
         return VISION_LANGUAGE
+
+    @property
+    def reads_contexts(self) -> bool:
+        return True
 
     def check(self, places: Places) -> None:
         def check_split(name: str, split: str) -> None:

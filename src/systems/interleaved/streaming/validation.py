@@ -130,15 +130,20 @@ class ValidationRows:
         return self.data.read_piece(question.document, piece, self._swaps.get(self.data.source_names[source]))
 
     def collate_prompts(self, samples: "Sequence[Sample]") -> Batch:
-        """Padded on the left, for `generate`; frames as (1, N, 3, E, E), as transformers takes them."""
+        """Padded on the left, for `generate`; frames as (1, N, 3, E, E), as transformers takes them.
+
+        A batch without an image has one frame that no token stands for: with sharded weights, a process that did not
+        run the encoder would wait for the others for ever.
+        """
         import numpy as np
         import torch
 
         from src.data import collate
 
         batch = collate.pad_tokens([row.input_ids for row in samples], [row.loss_mask for row in samples], 0, left=True)
-        frames = [frames for row in samples for frames in row.frames]
-        return {**batch, **({"pixel_values": torch.from_numpy(np.concatenate(frames))[None]} if frames else {})}
+        side = self.data.config.images.frame_size
+        frames = [frames for row in samples for frames in row.frames] or [np.ones((1, 3, side, side), dtype=np.float32)]
+        return {**batch, "pixel_values": torch.from_numpy(np.concatenate(frames))[None]}
 
     def with_shuffled_contexts(self) -> "ValidationRows":
         """The same documents, each with images of others of the same size: a control."""

@@ -4,7 +4,7 @@ import hashlib
 import logging
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypedDict
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypedDict
 
 from pydantic import Field
 
@@ -31,6 +31,8 @@ OPTIONAL = {"label": str, "index": int, "answers": list[str], "group": str}
 class Config(DatasetConfig):
     """A folder of data_prep.t5.prepare_task, with train.jsonl, val.jsonl maybe test.jsonl: a task of
     resources/tasks."""
+
+    has_questions: ClassVar[bool] = True
 
     task: str = Field(min_length=1)
     """Name of an entry, as "rte"."""

@@ -4,6 +4,7 @@ import json
 import pickle
 import random
 from collections import Counter
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -497,6 +498,8 @@ def test_questions_are_the_first_prompts(tmp_path: Path):
     shown = [TOKENIZER.decode(ids[mask]) for ids, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True)]
     assert shown[0] == f"see{FAKE}<global-img>{IMAGE}{FAKE}what"
     assert batch["attention_mask"][:, -1].all(), "padding is on the left"
+    blind = replace(rows.prompt(0), frames=[])
+    assert rows.collate_prompts([blind])["pixel_values"].shape == (1, 1, 3, 8, 8), "every process runs the encoder"
     wrong = rows.with_shuffled_contexts().prompt(0)
     assert round((float(wrong.frames[0][0, 0, 0, 0]) + 1) * 255 / 2) == pages.colour(6)
 
