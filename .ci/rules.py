@@ -14,11 +14,17 @@ sys.path.insert(0, str(ROOT))
 
 from src.experiments.registry import RECIPES, TABLES  # noqa: E402  needs the path above
 
+
+def in_src(*names: str) -> set[str]:
+    return {f"src.{name}" for name in names}
+
+
 # A layer can import itself and the layers of the levels above it in this list. A module belongs to the longest of these
 # names that it starts with.
 LEVELS: list[set[str]] = [
     {"src.support.missing_package"},
-    {"src.errors", "src.experiments.batches", "src.support.read_cache", "src.__init__"},
+    {"src.errors", "src.support.read_cache", "src.__init__"},
+    {"src.experiments.batches", "src.experiments.dataset_protocols"},
     {"src.support.parsing", "src.support.renaming"},
     {"src.files", "src.support.command_line", "src.support.served_page", "src.support.torch_settings"},
     {"src.experiments.config", "src.experiments.kinds"}
@@ -36,10 +42,6 @@ LEVELS: list[set[str]] = [
     {"trainval", "exp_configs", "job_configs"},
 ]
 EVERY_LAYER = {layer for level in LEVELS for layer in level}
-
-
-def in_src(*names: str) -> set[str]:
-    return {f"src.{name}" for name in names}
 
 
 # Exceptions to the levels: data knows neither models nor loops, an experiment names models and metrics.
@@ -291,6 +293,17 @@ def document_errors() -> Iterator[str]:
             yield f"{name}: installs packages itself; versions belong in requirements.txt"
 
 
+def system_errors(systems: Path = ROOT / "src" / "systems") -> Iterator[str]:
+    """Each system has its groups and a README, whose table names files that exist."""
+    for folder in (path for path in sorted(systems.iterdir()) if path.is_dir() and path.name != "__pycache__"):
+        yield from (f"{folder / name}: missing" for name in ("README.md", "groups.py") if not (folder / name).exists())
+        page = (folder / "README.md").read_text(encoding="utf-8") if (folder / "README.md").exists() else ""
+        for row in re.findall(r"^\| (`.*?) \|", page, re.MULTILINE):
+            for name in re.findall(r"`([^`]+)`", row):
+                if not (folder / name).exists():
+                    yield f"{folder / 'README.md'}: no file {name}"
+
+
 def _anchors(page: Path) -> set[str]:
     """The anchors of a page's headings, as GitHub makes them."""
     headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
@@ -317,6 +330,7 @@ def violations() -> Iterator[str]:
     yield from size_errors(modules, files)
     yield from requirement_errors()
     yield from document_errors()
+    yield from system_errors()
 
 
 if __name__ == "__main__":

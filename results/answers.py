@@ -19,7 +19,7 @@ from results.pages import markup
 from results.rescore import experiment_metrics, read
 from src.errors import DataError, print_errors
 from src.evaluation.metrics.answers import INFERENCE, WRONG, answer_scores, group_by_question, question_scores
-from src.experiments.interfaces import Prediction
+from src.experiments.dataset_protocols import Prediction
 from src.experiments.registry import METRICS, bind
 from src.tables import results, run_arguments
 

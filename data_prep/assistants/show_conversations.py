@@ -22,9 +22,10 @@ from src.data.packing.dataset import PackedDataset
 from src.data.text import tokenizers
 from src.errors import ConfigError, UserError
 from src.experiments.config import Places, top_level, unknown_text
+from src.experiments.dataset_protocols import Dataset
 from src.experiments.grid import BrokenGroup, deferred_errors
 from src.experiments.identity import exp_id
-from src.experiments.interfaces import Dataset, load_experiment
+from src.experiments.interfaces import load_experiment
 from src.experiments.registry import canonical_dict
 from src.support.command_line import aligned_lines, require_at_least
 from src.systems.assistants.conversations.dataset import Conversations

@@ -13,7 +13,8 @@ from itertools import count, islice
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, cast, runtime_checkable
 
 from src.errors import RunError
-from src.experiments.interfaces import Dataset, DatasetConfig, MeasuredDataset
+from src.experiments.dataset_protocols import Dataset, MeasuredDataset
+from src.experiments.interfaces import DatasetConfig
 from src.runs.history.branches import Branch
 
 if TYPE_CHECKING:

@@ -12,7 +12,8 @@ from pydantic import model_validator
 
 from src.errors import ConfigError, UserError, check_all
 from src.experiments.config import Places
-from src.experiments.interfaces import Architecture, Dataset, DatasetConfig
+from src.experiments.dataset_protocols import Dataset
+from src.experiments.interfaces import Architecture, DatasetConfig
 from src.experiments.kinds import CROSS_ATTENTION, FUSION_IN_DECODER
 from src.support.call_once import call_once
 

@@ -20,7 +20,8 @@ from src.data.parts import PartsConfig, part_seed
 from src.errors import ConfigError
 from src.experiments.config import Config as StrictConfig
 from src.experiments.config import Places
-from src.experiments.interfaces import Batch, Dataset, DatasetConfig, DatasetField, SourcedDataset
+from src.experiments.dataset_protocols import Batch, Dataset, SourcedDataset
+from src.experiments.interfaces import DatasetConfig, DatasetField
 from src.runs.history.branches import Branch
 
 if TYPE_CHECKING:

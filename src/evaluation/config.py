@@ -9,7 +9,8 @@ from pydantic import Field, model_validator
 from src.errors import ConfigError, DataError
 from src.evaluation.metrics import answers
 from src.experiments.config import Config, unknown_text
-from src.experiments.interfaces import ContextDataset, DatasetField, MetricConfig, MetricField, QuestionDataset
+from src.experiments.dataset_protocols import ContextDataset, QuestionDataset
+from src.experiments.interfaces import DatasetField, MetricConfig, MetricField
 
 
 def score_names(metrics: Sequence[MetricConfig]) -> list[str]:

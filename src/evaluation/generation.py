@@ -10,7 +10,7 @@ from src.evaluation.config import Answers
 from src.evaluation.metrics.answers import SHUFFLED, make_prediction
 from src.evaluation.metrics.answers import scores as metric_scores
 from src.experiments.batches import to_device
-from src.experiments.interfaces import Prediction, QuestionDataset
+from src.experiments.dataset_protocols import Prediction, QuestionDataset
 from src.support import distributed
 from src.training.validation import rank_batches
 

@@ -19,7 +19,7 @@ from src.evaluation.generation import AnswerGenerator
 from src.evaluation.metrics import answers
 from src.evaluation.metrics.answers import INFERENCE, PREDICTION, WRONG
 from src.evaluation.outputs import OutputFile, ResumableOutputs
-from src.experiments.interfaces import ContextDataset, Prediction, QuestionDataset
+from src.experiments.dataset_protocols import ContextDataset, Prediction, QuestionDataset
 from src.files import write_json
 from src.runs.context import Run
 from src.support import distributed

@@ -19,7 +19,7 @@ from src.evaluation.metrics import answers
 from src.evaluation.outputs import OutputFile, ResumableOutputs
 from src.evaluation.ranking import TaskPredictor
 from src.experiments.config import drop_absences
-from src.experiments.interfaces import Prediction, TaskDataset
+from src.experiments.dataset_protocols import Prediction, TaskDataset
 from src.runs.context import Run
 
 FOLDER = "predictions"

@@ -11,7 +11,7 @@ from torch import Tensor
 from src.evaluation.config import Answering
 from src.evaluation.generation import AnswerGenerator, gather_batches
 from src.experiments.batches import to_device
-from src.experiments.interfaces import TaskDataset
+from src.experiments.dataset_protocols import TaskDataset
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from pydantic import model_validator
 
 from src.evaluation.config import Answers, SampledAnswers
 from src.experiments.config import Places
-from src.experiments.interfaces import Dataset
+from src.experiments.dataset_protocols import Dataset
 from src.experiments.kinds import KINDS
 from src.experiments.registry import resolved_dict
 from src.recipes.finetuning import Finetuning

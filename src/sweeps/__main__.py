@@ -21,8 +21,9 @@ from src.experiments.config import Places
 from src.runs import plan
 from src.runs.store import SavedRun
 from src.support.command_line import aligned_lines, make_parser, run_command
+from src.sweeps.search_space import random_values, values_of
 from src.sweeps.study import EXP_ID, POLL_SECONDS, Study, Training, TrialResult
-from src.sweeps.sweep import Sweep, combinations, load, random_values, values_of
+from src.sweeps.sweep import Sweep, combinations, load
 
 if TYPE_CHECKING:
     from src.sweeps.study import ClaimedTrial

@@ -27,7 +27,8 @@ from src.runs.scores import SCORES, Scores
 from src.runs.store import SavedRun
 from src.runs.summary import is_finite
 from src.support.command_line import end_session, start_bound
-from src.sweeps.sweep import EarlyTerminate, SearchDimension, SweepFile, grid_draws, values_of
+from src.sweeps.search_space import SearchDimension, grid_draws, values_of
+from src.sweeps.sweep import EarlyTerminate, SweepFile
 
 if TYPE_CHECKING:
     import optuna

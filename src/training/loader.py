@@ -14,7 +14,7 @@ from torch.utils.data import Dataset as TorchDataset
 from src.data.orders import Cursor, Key, MicroBatch, Order, RankShare, ReadAheadDataset
 from src.errors import UserError
 from src.experiments.batches import to_device
-from src.experiments.interfaces import Dataset, DecodedDataset, SourcedDataset
+from src.experiments.dataset_protocols import Dataset, DecodedDataset, SourcedDataset
 from src.support import distributed
 from src.training.config import LoopConfig
 from src.training.state import State

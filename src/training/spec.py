@@ -7,7 +7,7 @@ from typing import Protocol
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from src.experiments.interfaces import Dataset
+from src.experiments.dataset_protocols import Dataset
 from src.training.checkpointing.checkpoint import CheckpointMetadata
 from src.training.loss import Loss
 from src.training.parallel.engine import Engine

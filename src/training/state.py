@@ -11,7 +11,7 @@ from typing import Any
 from src import files
 from src.data.orders import Cursor
 from src.errors import CheckpointError, DataError
-from src.experiments.interfaces import Dataset
+from src.experiments.dataset_protocols import Dataset
 from src.runs import parents
 from src.runs.context import Run
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from src.errors import TrainingError
 from src.experiments.batches import to_device
-from src.experiments.interfaces import Dataset
+from src.experiments.dataset_protocols import Dataset
 from src.support import distributed
 from src.training.loss import NOT_LEARNED, Loss, watch_cross_entropy, watch_groups
 

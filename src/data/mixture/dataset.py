@@ -20,7 +20,8 @@ from src.data.parts import CollatedDataset, CountedConfig, PartsConfig, part_see
 from src.errors import DataError
 from src.experiments.config import Config as StrictConfig
 from src.experiments.config import Places, unknown_text
-from src.experiments.interfaces import Dataset, DatasetConfig, DatasetField, MeasuredDataset
+from src.experiments.dataset_protocols import Dataset, MeasuredDataset
+from src.experiments.interfaces import DatasetConfig, DatasetField
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -15,7 +15,8 @@ from src.data.text.documents import TextConfig
 from src.errors import ConfigError, DataError
 from src.experiments.batches import PackedBatch
 from src.experiments.config import Places, drop_absences
-from src.experiments.interfaces import Architecture, Dataset, DatasetConfig, DatasetField, MeasuredDataset, require_fit
+from src.experiments.dataset_protocols import Dataset, MeasuredDataset
+from src.experiments.interfaces import Architecture, DatasetConfig, DatasetField, require_fit
 from src.experiments.kinds import DECODER
 from src.runs.history.branches import Branch
 

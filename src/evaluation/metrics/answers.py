@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any, cast
 
 from src.errors import DataError
-from src.experiments.interfaces import MetricConfig, Prediction
+from src.experiments.dataset_protocols import Prediction
+from src.experiments.interfaces import MetricConfig
 from src.files import reading
 
 PREDICTION = "answer_pred"

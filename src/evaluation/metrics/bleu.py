@@ -5,7 +5,8 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from src.evaluation.metrics.answers import best_over_references
-from src.experiments.interfaces import MetricConfig, Prediction
+from src.experiments.dataset_protocols import Prediction
+from src.experiments.interfaces import MetricConfig
 
 if TYPE_CHECKING:
     from sacrebleu.metrics.bleu import BLEU

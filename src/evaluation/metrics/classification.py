@@ -8,7 +8,8 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from src.experiments.interfaces import MetricConfig, Prediction
+from src.experiments.dataset_protocols import Prediction
+from src.experiments.interfaces import MetricConfig
 
 Name = Literal["accuracy", "f1", "macro_f1", "matthews", "pearson", "spearman", "f1a", "question_match"]
 _NO_NUMBER = -1.0

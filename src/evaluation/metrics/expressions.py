@@ -4,7 +4,8 @@ import ast
 import re
 from collections.abc import Sequence
 
-from src.experiments.interfaces import MetricConfig, Prediction
+from src.experiments.dataset_protocols import Prediction
+from src.experiments.interfaces import MetricConfig
 
 _TASK = re.compile(r"Write an expression of (\d+) and (\d+) that gives (\d+)\.")
 _PLAIN = re.compile(r"[0-9+\-* ()]{1,40}")

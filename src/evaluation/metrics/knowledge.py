@@ -10,7 +10,8 @@ github.com/McGill-NLP/instruct-qa).
 from collections.abc import Sequence
 
 from src.evaluation.metrics.squad import normalise, overlap
-from src.experiments.interfaces import MetricConfig, Prediction
+from src.experiments.dataset_protocols import Prediction
+from src.experiments.interfaces import MetricConfig
 
 _PLAIN = ("k_f1", "k_precision", "k_recall")
 _PLUS_PLUS = ("k_f1_plus_plus", "k_precision_plus_plus", "k_recall_plus_plus")

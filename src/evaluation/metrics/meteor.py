@@ -4,7 +4,8 @@ It has no synonyms, see `score`."""
 from collections.abc import Sequence
 
 from src.evaluation.metrics.answers import best_over_references
-from src.experiments.interfaces import MetricConfig, Prediction
+from src.experiments.dataset_protocols import Prediction
+from src.experiments.interfaces import MetricConfig
 
 
 class Config(MetricConfig):

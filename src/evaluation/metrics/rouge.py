@@ -4,7 +4,8 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from src.experiments.interfaces import MetricConfig, Prediction
+from src.experiments.dataset_protocols import Prediction
+from src.experiments.interfaces import MetricConfig
 
 if TYPE_CHECKING:
     from rouge_score.rouge_scorer import RougeScorer

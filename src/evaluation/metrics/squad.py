@@ -5,7 +5,8 @@ import string
 from collections import Counter
 from collections.abc import Sequence
 
-from src.experiments.interfaces import MetricConfig, Prediction
+from src.experiments.dataset_protocols import Prediction
+from src.experiments.interfaces import MetricConfig
 
 _NAMES = ("em", "f1", "precision", "recall")
 _ARTICLES = re.compile(r"\b(a|an|the)\b")

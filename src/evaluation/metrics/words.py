@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 
 from src.evaluation.metrics.squad import normalise
-from src.experiments.interfaces import MetricConfig, Prediction
+from src.experiments.dataset_protocols import Prediction
+from src.experiments.interfaces import MetricConfig
 
 
 class Config(MetricConfig):

@@ -7,7 +7,7 @@ from pydantic import Field
 
 from src.evaluation.config import Answers, SampledAnswers
 from src.experiments.config import Places
-from src.experiments.interfaces import Dataset
+from src.experiments.dataset_protocols import Dataset
 from src.experiments.kinds import DECODER
 from src.recipes.pretraining import Pretraining, Scorer
 from src.runs.context import Run

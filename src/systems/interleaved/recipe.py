@@ -8,7 +8,7 @@ from pydantic import model_validator
 from src.errors import ConfigError
 from src.evaluation.config import Answers
 from src.experiments.config import Places
-from src.experiments.interfaces import Dataset
+from src.experiments.dataset_protocols import Dataset
 from src.experiments.kinds import VISION_LANGUAGE
 from src.recipes.pretraining import Pretraining, Scorer
 from src.runs.context import Run

@@ -8,7 +8,7 @@ from typing import Any
 
 from src.data.orders import Key, Order, WholeSkips
 from src.errors import TrainingError, UserError
-from src.experiments.interfaces import Dataset
+from src.experiments.dataset_protocols import Dataset
 from src.runs import ledger
 from src.runs.checkpoints import checkpoints
 from src.runs.context import Run

@@ -25,7 +25,7 @@ from src.experiments.batches import (
     TokenBatch,
 )
 from src.experiments.config import Places, Problems
-from src.experiments.interfaces import Dataset
+from src.experiments.dataset_protocols import Dataset
 from src.experiments.kinds import CROSS_ATTENTION, DECODER, ENCODER_DECODER, FUSION_IN_DECODER, REWARD, VISION_LANGUAGE
 from src.experiments.registry import DATASETS, MODELS, bind
 from src.files import new_directory

@@ -16,7 +16,7 @@ from src.data.packing.dataset import PackedDataset
 from src.data.phases import PhasedDataset, PhaseOrder, phase_seed
 from src.errors import ConfigError
 from src.experiments.config import load
-from src.experiments.interfaces import Dataset
+from src.experiments.dataset_protocols import Dataset
 from src.experiments.registry import DATASETS, bind, resolved_dict
 from src.runs.history.branches import Branch
 

@@ -34,7 +34,7 @@ from tests.core.launch.fakes.fake_wandb.server import Server
 from tests.core.models.conftest import make_base
 from tests.core.training.whole.test_flagship import question
 
-FAKES = toy.ROOT / "tests" / "launch"
+FAKES = toy.ROOT / "tests" / "core" / "launch" / "fakes"
 BASE, GROUP = "bigcode/starcoderbase-3b", "crossattn_starcoderbase-3b"
 ON_A_PROCESSOR = "loop.sequences_per_step=4 loop.micro_batch=2 loop.eval_every=1"
 VALUES = {"EXP_GROUP": f'"{GROUP} --set {ON_A_PROCESSOR} data.sequence_tokens=32"', "NSTEPS": "2", "LOG_NSTEPS": "1"}

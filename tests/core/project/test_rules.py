@@ -57,11 +57,23 @@ def test_a_violation_is_reported_with_its_line(path: str, code: str, expected: s
     assert [message.startswith(f"{path}{expected}") for message in reported] == ([True] if expected else [])
 
 
-def test_a_cycle_through_an_import_in_a_function_is_reported(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(rules, "CYCLES", [])
+def test_a_cycle_through_an_import_in_a_function_is_reported():
     codes = {"a": "import b", "b": "def f():\n    from c import g", "c": "import a", "d": "import a"}
     modules = [rules.Module(f"{name}.py", code) for name, code in codes.items()]
     assert list(rules.cycle_errors(modules)) == ["import cycle: a, b, c"]
+
+
+def test_an_import_of_types_is_no_cycle():
+    codes = {"a": "import b", "b": "if TYPE_CHECKING:\n    from a import g"}
+    assert not list(rules.cycle_errors([rules.Module(f"{name}.py", code) for name, code in codes.items()]))
+
+
+def test_a_system_without_a_page_or_with_a_dead_path_is_reported(tmp_path: Path):
+    (tmp_path / "t5").mkdir()
+    assert len(list(rules.system_errors(tmp_path))) == 2
+    (tmp_path / "t5" / "groups.py").touch()
+    (tmp_path / "t5" / "README.md").write_text("| `groups.py`, `model/gone.py` | what |\n")
+    assert [line.partition(": ")[2] for line in rules.system_errors(tmp_path)] == ["no file model/gone.py"]
 
 
 def test_a_crowded_folder_is_reported():

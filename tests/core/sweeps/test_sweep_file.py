@@ -15,7 +15,8 @@ import exp_configs
 from src.errors import ConfigError
 from src.experiments.config import Places
 from src.sweeps.__main__ import describe
-from src.sweeps.sweep import load, parse_dimensions, random_values
+from src.sweeps.search_space import parse_dimensions, random_values
+from src.sweeps.sweep import load
 from tests.conftest import ROOT
 
 FILE: dict[str, Any] = {

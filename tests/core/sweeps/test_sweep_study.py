@@ -15,8 +15,9 @@ from src.experiments import config
 from src.runs import lease
 from src.runs.lease import LEASE
 from src.runs.run_dir import RunDir
+from src.sweeps.search_space import parse_dimensions
 from src.sweeps.study import ClaimedTrial, Study, Training, TrialResult
-from src.sweeps.sweep import SweepFile, parse_dimensions
+from src.sweeps.sweep import SweepFile
 from tests import toy
 
 FILE: dict[str, Any] = {

@@ -13,7 +13,8 @@ import exp_configs
 from data_prep.t5 import prepare_task
 from src.errors import ConfigError
 from src.experiments.config import Places
-from src.sweeps.sweep import load, random_values
+from src.sweeps.search_space import random_values
+from src.sweeps.sweep import load
 from tests.conftest import ROOT
 
 TASKS = ["cola", "sst2", "mrpc", "stsb", "qqp", "mnli", "qnli", "rte"]

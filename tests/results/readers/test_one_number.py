@@ -13,7 +13,7 @@ from results.pages import overview
 from src.evaluation.metrics.answers import control_scores
 from src.evaluation.metrics.answers import scores as metric_scores
 from src.experiments.config import Problems
-from src.experiments.interfaces import Prediction
+from src.experiments.dataset_protocols import Prediction
 from src.experiments.registry import METRICS, bind
 from src.runs.run_dir import RunDir
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from src.errors import RunError
 from src.experiments.batches import to_device
-from src.experiments.interfaces import Batch, Dataset
+from src.experiments.dataset_protocols import Batch, Dataset
 from src.files import read_json, write_json
 from src.support import distributed
 from src.systems.assistants.preferences.losses import answer_logps

@@ -16,7 +16,8 @@ from src.data.orders import Cursor
 from src.errors import ConfigError, DataError
 from src.experiments.config import Config as StrictConfig
 from src.experiments.config import Places
-from src.experiments.interfaces import Batch, DatasetConfig, DatasetField
+from src.experiments.dataset_protocols import Batch
+from src.experiments.interfaces import DatasetConfig, DatasetField
 from src.runs.history.branches import Branch
 from src.systems.assistants.conversations import dataset, templates
 from src.systems.assistants.conversations.rendering import Renderer

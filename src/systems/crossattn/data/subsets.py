@@ -12,7 +12,7 @@ from src.data import jsonl
 from src.data.orders import ShuffledConfig
 from src.errors import DataError
 from src.experiments.config import Places, unknown
-from src.experiments.interfaces import ContextDataset
+from src.experiments.dataset_protocols import ContextDataset
 from src.files import read_manifest
 
 if TYPE_CHECKING:

@@ -3,7 +3,6 @@
 The method is "XC-Cache: Cross-Attending to Cached Context for Efficient LLM Inference" (EMNLP Findings 2024).
 """
 
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -15,65 +14,12 @@ from src.experiments.interfaces import Architecture, ModelField, WrapperConfig
 from src.experiments.kinds import CROSS_ATTENTION
 from src.models import kv_cache_size
 from src.support.call_once import call_once
+from src.systems.crossattn.model.families import FAMILIES, Plan
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from src.systems.crossattn.model.layers import CrossAttentionLM
-
-
-@dataclass(frozen=True)
-class Family:
-    """A family of decoders: where its layers are, and the names of its config fields."""
-
-    layers: str
-    """Attribute path of the list of decoder layers."""
-    gated: bool
-    """True: blocks with RMSNorm, rotary positions, grouped keys and values, gated MLP.
-    False: LayerNorm, biases, plain MLP."""
-    norm_eps: str | float
-    """Config field, or the value if the config has no such field."""
-    activation: str
-    """Config field, or the name of the activation if the config has no such field."""
-    residual_dropout: str | None
-    """Config field of the dropout after attention and MLP; None without one."""
-    attention_dropout: str
-
-
-_LLAMA = Family("model.layers", True, "rms_norm_eps", "hidden_act", None, "attention_dropout")
-_GEMMA = replace(_LLAMA, activation="hidden_activation")
-_GPT = Family("transformer.h", False, "layer_norm_epsilon", "activation_function", "resid_pdrop", "attn_pdrop")
-FAMILIES = {
-    "bloom": Family("transformer.h", False, "layer_norm_epsilon", "gelu", "hidden_dropout", "attention_dropout"),
-    "cohere": replace(_LLAMA, norm_eps="layer_norm_eps"),
-    "falcon": Family("transformer.h", False, "layer_norm_epsilon", "activation", "hidden_dropout", "attention_dropout"),
-    "gemma": _LLAMA,
-    "gemma2": _GEMMA,
-    "gemma3_text": _GEMMA,
-    "gpt2": _GPT,
-    "gpt_bigcode": _GPT,
-    "gpt_neo": replace(_GPT, residual_dropout="resid_dropout", attention_dropout="attention_dropout"),
-    "gpt_neox": Family("gpt_neox.layers", False, "layer_norm_eps", "hidden_act", "hidden_dropout", "attention_dropout"),
-    "gpt_oss": _LLAMA,
-    "gptj": _GPT,
-    "granite": _LLAMA,
-    "llama": _LLAMA,
-    "mistral": _LLAMA,
-    "mixtral": _LLAMA,
-    "olmo2": _LLAMA,
-    "opt": Family("model.decoder.layers", False, 1e-5, "activation_function", "dropout", "attention_dropout"),
-    "phi": Family("model.layers", False, "layer_norm_eps", "hidden_act", "resid_pdrop", "attention_dropout"),
-    "phi3": replace(_LLAMA, residual_dropout="resid_pdrop"),
-    "qwen2": _LLAMA,
-    "qwen3": _LLAMA,
-    "qwen3_moe": _LLAMA,
-    "qwen3_next": _LLAMA,
-    "smollm3": _LLAMA,
-    "stablelm": replace(_LLAMA, norm_eps="layer_norm_eps", residual_dropout="hidden_dropout"),
-    "starcoder2": Family("model.layers", False, "norm_epsilon", "hidden_act", "residual_dropout", "attention_dropout"),
-}
-"""By the `model_type` of the base.
-A new family is a row here and a line in tests/systems/crossattn/model/test_families.py."""
 
 
 class Config(WrapperConfig):
@@ -148,10 +94,11 @@ class Config(WrapperConfig):
         return self._add_blocks(self.base.build_unfilled(places), places)
 
     def _add_blocks(self, base: "PreTrainedModel", places: Places) -> "CrossAttentionLM":
-        from src.systems.crossattn.model import xc_cache_weights
+        from src.systems.crossattn.model import export, xc_cache_weights
         from src.systems.crossattn.model.layers import CrossAttentionLM
 
         model = CrossAttentionLM(self, base)
+        model.exporter = export.write
         if self.weights is not None and not places.on_paper:
             xc_cache_weights.load(model, Path(self.weights))
         return model
@@ -218,19 +165,6 @@ class Config(WrapperConfig):
         plan_of_blocks = Plan(family, indices, hidden, heads, groups, self.feed_forward_size or 4 * hidden)
         _check_heads(plan_of_blocks, self.shared_projections)
         return plan_of_blocks
-
-
-@dataclass(frozen=True)
-class Plan:
-    """Settings of the blocks for one base."""
-
-    family: Family
-    layer_indices: list[int]
-    """Decoder layers that get a block, the topmost first."""
-    hidden_size: int
-    num_heads: int
-    num_key_value_heads: int
-    feed_forward_size: int
 
 
 def layer_indices(num_decoder_layers: int, num_layers: int, stride: int) -> list[int]:

@@ -11,7 +11,7 @@ from contextvars import ContextVar
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -23,13 +23,15 @@ from src.errors import ConfigError
 from src.models import architecture
 from src.models.wrapper import Wrapper
 from src.systems.crossattn.model import flops
-from src.systems.crossattn.model.config import FAMILIES, Config, Plan
 from src.systems.crossattn.model.encoder import EncodedInMemory, encode, last_hidden
+from src.systems.crossattn.model.families import FAMILIES, Plan
 from src.systems.crossattn.model.kv_cache import ActiveContext, Context
 
+if TYPE_CHECKING:
+    from src.systems.crossattn.model.config import Config
+
 _READING: ContextVar[Mapping[int, ActiveContext | None]] = ContextVar("reading", default={})  # noqa: B039  never changed in place
-"""What each model reads, by its id:
-of each thread its own, so that requests that are answered at once keep their contexts apart."""
+"""What each model reads, by its id, in each thread: simultaneous requests have separate contexts."""
 
 
 def rotate(x: Tensor, positions: Tensor, theta: float) -> Tensor:
@@ -48,7 +50,7 @@ def rotate(x: Tensor, positions: Tensor, theta: float) -> Tensor:
 class CrossAttention(nn.Module):
     """Queries from the decoder, keys and values from the context."""
 
-    def __init__(self, config: Config, base: Any, sizes: Plan) -> None:
+    def __init__(self, config: "Config", base: Any, sizes: Plan) -> None:
         super().__init__()
         width = base.hidden_size
         self.heads, self.head_size = sizes.num_heads, sizes.hidden_size // sizes.num_heads
@@ -128,7 +130,7 @@ class Block(nn.Module):
     """Pre-norm cross-attention and MLP.
     Its weights are float32 whatever the base's: they are the ones that are trained."""
 
-    def __init__(self, config: Config, base: Any, sizes: Plan) -> None:
+    def __init__(self, config: "Config", base: Any, sizes: Plan) -> None:
         super().__init__()
         norm = nn.RMSNorm if (config.norm or ("rms" if sizes.family.gated else "layer")) == "rms" else nn.LayerNorm
         eps = getattr(base, sizes.family.norm_eps) if isinstance(sizes.family.norm_eps, str) else sizes.family.norm_eps
@@ -178,8 +180,10 @@ class CrossAttentionLM(Wrapper):
     """
 
     has_separate_base = True
+    exporter: Callable[["CrossAttentionLM", Path, Any], None]
+    """Writes an export; set by the config that built it."""
 
-    def __init__(self, config: Config, base: PreTrainedModel, plan: Plan | None = None) -> None:
+    def __init__(self, config: "Config", base: PreTrainedModel, plan: Plan | None = None) -> None:
         """Attach the blocks of `config` to `base`, as hooks that do nothing until a context is read.
         plan: None for that of `config`.
 
@@ -210,9 +214,7 @@ class CrossAttentionLM(Wrapper):
 
     def export(self, folder: Path, request: Any) -> None:
         """Write the blocks in the layout of XC-Cache, or the complete model with its code."""
-        from src.systems.crossattn.model import export
-
-        export.write(self, folder, request)
+        self.exporter(self, folder, request)
 
     def match_base_type(self) -> None:
         """Give the blocks the type of the base."""
@@ -373,13 +375,13 @@ def output_logits(base: PreTrainedModel, hidden: Tensor) -> Tensor:
     return logits if cap is None else cap * torch.tanh(logits / cap)
 
 
-def _plan_for(config: Config, base: PreTrainedModel) -> Plan:
+def _plan_for(config: "Config", base: PreTrainedModel) -> Plan:
     """The settings for this base."""
     known = architecture.from_dict(base.config.get_text_config().to_dict())
     if known is None or known.model_type not in FAMILIES:
         raise ConfigError(
             f"cross_attention: {type(base).__name__} has no list of decoder layers that we know. Known families: "
-            f"{', '.join(sorted(FAMILIES))}. Add a row to FAMILIES in src/systems/crossattn/model/config.py."
+            f"{', '.join(sorted(FAMILIES))}. Add a row to FAMILIES in src/systems/crossattn/model/families.py."
         )
     return config.plan(known)
 

@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 from transformers.modeling_outputs import CausalLMOutput
 
 from src.systems.crossattn.model import encoder, kv_cache, layers
-from src.systems.crossattn.model.config import Family, Plan
+from src.systems.crossattn.model.families import Family, Plan
 from src.systems.crossattn.model.kv_cache import Context
 from src.systems.crossattn.model.layers import CrossAttentionLM
 
@@ -120,7 +120,7 @@ def source() -> str:
     """The code of such a model in one module."""
     from src import errors
     from src.models import wrapper
-    from src.systems.crossattn.model import config
+    from src.systems.crossattn.model import families
 
     paths = [str(module.__file__) for module in (wrapper, kv_cache, encoder, layers)]
     body = "\n\n".join(_without_imports(Path(path).read_text(encoding="utf-8")) for path in [*paths, __file__])
@@ -131,8 +131,8 @@ def source() -> str:
         "from dataclasses import dataclass",
         _definition(errors.__file__, "UserError"),
         _definition(errors.__file__, "ConfigError"),
-        _definition(str(config.__file__), "Family"),
-        _definition(str(config.__file__), "Plan"),
+        _definition(str(families.__file__), "Family"),
+        _definition(str(families.__file__), "Plan"),
     ]
     return "\n\n".join([*header, body])
 
@@ -142,7 +142,8 @@ def _without_imports(code: str) -> str:
     lines, tree = code.splitlines(), ast.parse(code)
     for node in ast.walk(tree):
         own = isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "src"
-        if (own or node is tree.body[0]) and isinstance(node, ast.stmt):
+        types = isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+        if (own or types or node is tree.body[0]) and isinstance(node, ast.stmt):
             for number in range(node.lineno - 1, (node.end_lineno or node.lineno)):
                 lines[number] = ""
     return "\n".join(lines)

@@ -224,17 +224,9 @@ class StreamedDataset:
 
     def packing(self, arrangement: "Joined | Streams", digest: str = "") -> Packing:
         """The packing of its documents in an order."""
-        return Packing(
-            arrangement,
-            self.sizes,
-            self._room,
-            self.config.open_rows,
-            "data",
-            digest,
-            self.source_names,
-            lambda document: self.locate(document)[0],
-            self.find,
-        )
+        names, rows = self.source_names, self.config.open_rows
+        source_of = lambda document: self.locate(document)[0]  # noqa: E731
+        return Packing(arrangement, self.sizes, self._room, rows, "data", digest, names, source_of, self.find)
 
     def find(self, entry: str) -> range:
         """The documents that an entry of a deny list names, as `branches.parse_denied` describes it.

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from src.data.packing.lanes import Packing, pack_epoch
 from src.experiments.batches import InterleavedBatch
-from src.experiments.interfaces import Batch
+from src.experiments.dataset_protocols import Batch
 from src.systems.interleaved.streaming.documents import Piece, Swaps
 from src.systems.interleaved.streaming.tar_index import PROMPT, TEXT
 

@@ -13,7 +13,8 @@ from src.data.text.tokenizers import SafeTokenizer
 from src.errors import ConfigError, DataError
 from src.experiments.batches import Seq2SeqBatch
 from src.experiments.config import Places
-from src.experiments.interfaces import DatasetConfig, Prediction, require_fit
+from src.experiments.dataset_protocols import Prediction
+from src.experiments.interfaces import DatasetConfig, require_fit
 from src.experiments.kinds import ENCODER_DECODER
 from src.files import reading
 from src.systems.t5.denoising import sentinels

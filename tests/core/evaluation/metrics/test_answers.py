@@ -5,7 +5,8 @@ from collections.abc import Sequence
 import pytest
 
 from src.evaluation.metrics.answers import make_prediction, scores
-from src.experiments.interfaces import MetricConfig, Prediction
+from src.experiments.dataset_protocols import Prediction
+from src.experiments.interfaces import MetricConfig
 
 
 class Right(MetricConfig):

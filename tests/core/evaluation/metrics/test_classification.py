@@ -8,7 +8,7 @@ from src.errors import ConfigError
 from src.evaluation.metrics.answers import scores
 from src.evaluation.metrics.classification import Config
 from src.experiments.config import load
-from src.experiments.interfaces import Prediction
+from src.experiments.dataset_protocols import Prediction
 
 ABC = ["a", "b", "c"]
 

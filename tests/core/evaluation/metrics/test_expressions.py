@@ -3,7 +3,7 @@
 import pytest
 
 from src.evaluation.metrics.expressions import Config, ask, is_in_parentheses, read_expression, solves
-from src.experiments.interfaces import Prediction
+from src.experiments.dataset_protocols import Prediction
 
 
 @pytest.mark.parametrize(

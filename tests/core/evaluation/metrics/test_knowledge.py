@@ -3,7 +3,7 @@
 import pytest
 
 from src.evaluation.metrics.knowledge import Config
-from src.experiments.interfaces import Prediction
+from src.experiments.dataset_protocols import Prediction
 
 
 def one(prediction: str, question: str, *contexts: str) -> dict[str, float]:

@@ -3,7 +3,7 @@
 import pytest
 
 from src.evaluation.metrics.squad import Config, normalise
-from src.experiments.interfaces import Prediction
+from src.experiments.dataset_protocols import Prediction
 
 
 def one(prediction, *references):

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from src.evaluation.metrics import bleu, knowledge, meteor, rouge, squad
-from src.experiments.interfaces import Prediction
+from src.experiments.dataset_protocols import Prediction
 
 ROOT = Path(__file__).resolve().parents[4]
 LIBRARIES = ["nltk", "rouge_score", "sacrebleu", "numpy"]

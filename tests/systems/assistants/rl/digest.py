@@ -3,7 +3,8 @@
 import zlib
 from collections.abc import Sequence
 
-from src.experiments.interfaces import MetricConfig, Prediction
+from src.experiments.dataset_protocols import Prediction
+from src.experiments.interfaces import MetricConfig
 
 
 class Config(MetricConfig):

@@ -13,8 +13,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import Gemma3Config, Gemma3ForConditionalGeneration
 
 from src.support.flops import KNOWN, forward_flops
-from src.systems.crossattn.model.config import FAMILIES
 from src.systems.crossattn.model.encoder import last_hidden
+from src.systems.crossattn.model.families import FAMILIES
 from src.systems.crossattn.model.layers import output_logits
 from src.training.monitoring.flops import batch_flops
 from tests.conftest import ROOT

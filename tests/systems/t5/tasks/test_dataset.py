@@ -10,7 +10,7 @@ import pytest
 
 from src.errors import ConfigError, DataError
 from src.experiments.config import Places, load
-from src.experiments.interfaces import Prediction
+from src.experiments.dataset_protocols import Prediction
 from src.files import new_directory
 from src.systems.t5.tasks import dataset
 from tests.systems.metadata.data.test_examples import byte_tokenizer

@@ -1,0 +1,171 @@
+"""The parameters of a sweep file: what a sampler draws, and the values of an experiment that follow."""
+
+import contextlib
+import itertools
+import json
+import math
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, Field, model_validator
+
+from src.errors import ConfigError, check_all
+from src.experiments import config
+from src.experiments.config import join
+from src.experiments.grid import parse_assignment
+
+MAX_COMBINATIONS = 100_000
+
+
+def _check_number(value: Any) -> Any:
+    if type(value) not in (int, float) or not abs(value) < 1e300:
+        raise ValueError(f"expected a finite number, got {value!r}. YAML reads 1e-5 as text: write 1.0e-5.")
+    return value
+
+
+@dataclass(frozen=True)
+class SearchDimension:
+    """One parameter. The sampler draws a number between `low` and `high`, both included."""
+
+    path: str
+    """Dotted path in the experiment."""
+    kind: Literal["choice", "int", "float", "log"]
+    low: float
+    high: float
+    choices: Sequence[Any] = ()
+    """For kind choice: the drawn number is an index into these."""
+
+    def value(self, drawn: Any) -> Any:
+        """The experiment's value for a drawn number."""
+        return self.choices[drawn] if self.kind == "choice" else drawn
+
+
+class Parameter(config.Config):
+    """A parameter of a sweep file."""
+
+    distribution: Literal["constant", "categorical", "int_uniform", "uniform", "log_uniform_values"] | None = None
+    """As in wandb, two integer bounds mean int_uniform if it is not given."""
+    value: Any = None
+    values: Annotated[list[Any], Field(min_length=1)] | None = None
+    min: Annotated[Any, AfterValidator(_check_number)] = None
+    max: Annotated[Any, AfterValidator(_check_number)] = None
+
+    @property
+    def kind(self) -> str:
+        if self.distribution:
+            return self.distribution
+        if self.values is not None:
+            return "categorical"
+        if "value" in self.model_fields_set:
+            return "constant"
+        return "int_uniform" if type(self.min) is type(self.max) is int else "uniform"
+
+    @model_validator(mode="after")
+    def _check_together(self) -> "Parameter":
+        keys = {"constant": {"value"}, "categorical": {"values"}}.get(self.kind, {"min", "max"})
+        if self.model_fields_set - {"distribution"} != keys:
+            raise ValueError(f"expected {' and '.join(sorted(keys))} for {self.kind}, and nothing else.")
+        texts = [json.dumps(value, default=str, sort_keys=True) for value in self.values or ()]
+        if len(set(texts)) < len(texts):
+            raise ValueError("values: duplicate value.")
+        if self.min is None or self.max is None:
+            return self
+        if self.min > self.max or (self.min == self.max and self.kind != "int_uniform"):
+            raise ValueError(f"expected min below max, got {self.min} and {self.max}.")
+        if self.kind == "int_uniform" and not type(self.min) is type(self.max) is int:
+            raise ValueError(f"int_uniform needs integers, got {self.min} and {self.max}.")
+        if self.kind == "log_uniform_values" and self.min <= 0:
+            raise ValueError(f"expected min > 0 for {self.kind}, got {self.min}.")
+        return self
+
+    def dimension(self, path: str, grid: bool) -> SearchDimension:
+        """What a sampler draws. grid: an integer range is a choice."""
+        values, low, high = self.values or [self.value], self.min, self.max
+        if self.kind == "int_uniform" and grid:
+            values = range(low, high + 1)
+        elif low is not None:
+            kinds: dict[str, Any] = {"int_uniform": "int", "uniform": "float", "log_uniform_values": "log"}
+            number = int if self.kind == "int_uniform" else float
+            return SearchDimension(path, kinds[self.kind], number(low), number(high))
+        return SearchDimension(path, "choice", 0, len(values) - 1, values)
+
+
+def parse_dimensions(parameters: Mapping[str, Any], where: str, grid: bool = False) -> list[SearchDimension]:
+    """The parameters of a sweep file; nested ones by their dotted path. grid: each a choice among all its values.
+
+    Raises:
+        ConfigError: one line for each mistake, with its path below `where`.
+    """
+    parsed: list[SearchDimension] = []
+
+    def parse(path: str, spec: Any) -> None:
+        there = join(where, path)
+        dimension = config.load(Parameter, spec, there).dimension(path, grid)
+        if grid and dimension.kind != "choice":
+            raise ConfigError(f"{there}: method 'grid' needs values, a value, or int_uniform. Use 'random' or 'bayes'.")
+        parsed.append(dimension)
+
+    check_all(*(lambda path=path, spec=spec: parse(path, spec) for path, spec in _flatten(parameters, "", where)))
+    for first, second in itertools.permutations((dimension.path for dimension in parsed), 2):
+        if first == second or first.startswith(second + "."):
+            raise ConfigError(f"{join(where, first)}: set twice, here and by {second}.")
+    if grid and (count := math.prod(len(dimension.choices) for dimension in parsed)) > MAX_COMBINATIONS:
+        raise ConfigError(
+            f"{where}: {count} combinations; the limit of a grid is {MAX_COMBINATIONS}. Use method 'random' or 'bayes'."
+        )
+    return parsed
+
+
+def grid_draws(dimensions: Sequence[SearchDimension]) -> list[dict[str, int]]:
+    """Every combination of a grid, the last parameter changing fastest: path -> index among the choices."""
+    paths = [dimension.path for dimension in dimensions]
+    draws = itertools.product(*(range(len(dimension.choices)) for dimension in dimensions))
+    return [dict(zip(paths, draw, strict=True)) for draw in draws]
+
+
+def values_of(dimensions: Sequence[SearchDimension], drawn: Mapping[str, Any]) -> dict[str, Any]:
+    """Dotted path -> value, of the numbers that were drawn."""
+    return {each.path: each.value(drawn[each.path]) for each in dimensions if each.path in drawn}
+
+
+def agent_argument(path: str, value: Any, where: str) -> str:
+    """The argument that `wandb agent` passes for a value: path=value, as Python spells it.
+
+    Raises:
+        ConfigError: --set would read another value in it, as in True and None, which JSON does not have.
+    """
+    text = f"{path}={value}"
+    with contextlib.suppress(ConfigError):
+        back = parse_assignment(text)[1]
+        if isinstance(value, str) or (type(back) is type(value) and back == value):
+            return text
+    raise ConfigError(
+        f"{join(where, path)}: wandb agent would pass {text!r}, in which --set does not find {value!r} again. "
+        f"Write the text {json.dumps(json.dumps(value))}: --set reads it as JSON."
+    )
+
+
+def _flatten(parameters: Mapping[str, Any], above: str, where: str) -> Iterator[tuple[str, Any]]:
+    for name, spec in parameters.items():
+        path = f"{above}.{name}" if above else str(name)
+        if not isinstance(name, str) or not all(name.split(".")):
+            raise ConfigError(
+                f"{join(where, path)}: expected a path into the experiment, such as loop.learning_rate, got {name!r}."
+            )
+        if isinstance(spec, dict) and set(spec) == {"parameters"} and isinstance(spec["parameters"], dict):
+            yield from _flatten(spec["parameters"], path, where)
+        else:
+            yield path, spec
+
+
+def random_values(dimensions: Sequence[SearchDimension], draws: random.Random) -> dict[str, Any]:
+    """One random combination: dotted path -> value."""
+    drawn = {
+        each.path: draws.randint(int(each.low), int(each.high))
+        if each.kind in ("choice", "int")
+        else draws.uniform(each.low, each.high)
+        for each in dimensions
+    }
+    return values_of(dimensions, drawn)
