@@ -1,18 +1,35 @@
 """Recipe `lm`: train a causal language model on the next token, from scratch or from given weights."""
 
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
+from pydantic import model_validator
+
+from src.experiments.config import Places
 from src.experiments.kinds import DECODER
-from src.recipes.pretraining import Pretraining
+from src.recipes import pretraining
+from src.recipes.training_recipe import TrainingRecipe
+from src.runs.context import Run
 
 
-class Config(Pretraining):
+class Config(TrainingRecipe):
     """An experiment of this recipe, without its "recipe" key."""
 
-    model_kind: ClassVar[str] = DECODER
+    @model_validator(mode="after")
+    def _reads_text(self) -> "Config":
+        pretraining.require_text(self, DECODER)
+        return self
 
-    def loss(self) -> Callable[..., Any]:
+    def checks(self, places: Places) -> list[Callable[[], object]]:
+        return pretraining.checks(self, places, pretraining.score_names())
+
+    def training_loss(self) -> Callable[..., Any]:
         from src.training.loss import causal_lm_loss
 
-        return causal_lm_loss
+        return self.with_loop_options(causal_lm_loss)
+
+    def run(self, run: Run) -> None:
+        """Train to the last step, or evaluate; see `pretraining.train_on_text` for the scores. Collective."""
+        from src.training.loss import causal_lm_loss
+
+        pretraining.train_on_text(self, run, pretraining.TextTraining(causal_lm_loss))

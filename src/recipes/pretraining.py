@@ -1,161 +1,137 @@
-"""Training on text, shared by `lm`, `metadata_lm` and `t5_pretrain`.
-Each adds its types of model and data, and the loss."""
+"""Training on text, for the recipes whose loss is of the tokens of one sequence or of ranked ones.
 
-from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+A recipe calls `require_text` when it is loaded, `checks` before a start and `train_on_text` to run.
+"""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar
-
-from pydantic import model_validator
+from typing import TYPE_CHECKING, Any
 
 from src.evaluation.config import Answers, SampledAnswers
 from src.experiments.config import Places
 from src.experiments.dataset_protocols import Dataset
 from src.experiments.kinds import KINDS
 from src.experiments.registry import resolved_dict
-from src.recipes.finetuning import Finetuning
+from src.recipes.training_recipe import TrainingRecipe
 from src.runs.context import Run
 from src.support import distributed
 from src.support.call_once import call_once
-from src.training.config import Evaluation
 
 if TYPE_CHECKING:
     import torch
 
     from src.training.validation import LossSums
 
+    Count = Callable[[Mapping[str, torch.Tensor]], float]
+    MoreScores = Callable[[Any, "Scorer"], dict[str, float]]
 
-class Pretraining(Finetuning):
-    """An experiment that trains on text, or evaluates a model on it."""
 
-    model_kind: ClassVar[str]
-    """The kind of model that the recipe takes, one of `kinds.KINDS`."""
-    data_kind: ClassVar[str | None] = None
-    """The `reader` of its data; None: `model_kind`."""
-    measures_accuracy: ClassVar[bool] = False
-    """Whether an evaluation counts the tokens that the model finds the likeliest."""
-    reported: ClassVar[Sequence[str]] = ()
-    """Named sums of `loss` whose means an evaluation reports, as val_NAME and by part of the data as val_NAME/PART."""
+def require_text(recipe: TrainingRecipe, model_kind: str, data_kind: str | None = None) -> None:
+    """Raises ValueError if the model or the data are not for this recipe.
 
-    evaluation: Evaluation | None = None
+    model_kind, data_kind: of `kinds.KINDS`. data_kind: the `reader` of the data; None: `model_kind`.
+    """
+    if recipe.loop and recipe.model.is_frozen():
+        raise ValueError("model: it is quantized, and cannot learn. Put 'lora' around it, or leave quantization out.")
+    recipe.model.require_kind(model_kind, None)
+    data, wanted = recipe.data, data_kind or model_kind
+    if data.name == "rollouts":
+        raise ValueError("data: 'rollouts' are answers of a policy. Take recipe 'ppo' or 'grpo', or its prompts.")
+    if data.reader != wanted:
+        raise ValueError(
+            f"data: {data.name!r} is for {KINDS[data.reader]}; this recipe reads data for {KINDS[wanted]}."
+        )
 
-    @model_validator(mode="after")
-    def _can_learn(self) -> "Pretraining":
-        if self.loop and self.model.is_frozen():
-            raise ValueError(
-                "model: it is quantized, and cannot learn. Put 'lora' around it, or leave quantization out."
-            )
-        self.model.require_kind(self.model_kind, None)
-        if self.data.name == "rollouts":
-            raise ValueError("data: 'rollouts' are answers of a policy. Take recipe 'ppo' or 'grpo', or its prompts.")
-        wanted = self.data_kind or self.model_kind
-        if self.data.reader != wanted:
-            raise ValueError(
-                f"data: {self.data.name!r} is for {KINDS[self.data.reader]}; "
-                f"this recipe reads data for {KINDS[wanted]}."
-            )
-        return self
 
-    @abstractmethod
-    def loss(self) -> "Callable[..., torch.Tensor]":
-        """(model, batch) and, for training, label smoothing and z-loss -> summed loss."""
+def score_names(reported: Sequence[str] = ()) -> list[str]:
+    """Names of the scores of an evaluation. reported: see `train_on_text`."""
+    return ["val_loss", *(f"val_{name}" for name in reported or ["perplexity"])]
 
-    def score_names(self) -> list[str]:
-        """Names of the scores of an evaluation."""
-        return ["val_loss", *(f"val_{name}" for name in self.reported or ["perplexity"])]
 
-    def checks(self, places: Places) -> list[Callable[[], object]]:
-        """Checks that need no model or data in memory; each raises a UserError."""
-        loop = self.loop
-        checks: list[Callable[[], object]] = [
-            lambda: call_once(self.model.check, places),
-            lambda: call_once(self.data.check, places),
-            lambda: self.data.check_tokenizer(self.model.tokenizer_folder(places)),
-            lambda: self.data.check_length(self.model.longest_sequence(places)),
-            lambda: self.data.check_model(call_once(self.model.architecture, places)),
-            lambda: self.check_precision(places),
-            self.check_questions,
-        ]
-        if loop:
-            checks += [
-                lambda: self.data.check_steps(loop.steps),
-                self.check_compiled,
-                lambda: loop.check(self.score_names()),
-            ]
-        return checks
+def checks(recipe: TrainingRecipe, places: Places, scores: Collection[str]) -> list[Callable[[], object]]:
+    """Checks that need no model or data in memory; each raises a UserError. scores: names of those of an evaluation."""
+    model, data, loop = recipe.model, recipe.data, recipe.loop
+    checks: list[Callable[[], object]] = [
+        lambda: call_once(model.check, places),
+        lambda: call_once(data.check, places),
+        lambda: data.check_tokenizer(model.tokenizer_folder(places)),
+        lambda: data.check_length(model.longest_sequence(places)),
+        lambda: data.check_model(call_once(model.architecture, places)),
+        lambda: recipe.check_precision(places),
+        recipe.check_questions,
+    ]
+    if loop:
+        checks += [lambda: data.check_steps(loop.steps), recipe.check_compiled, lambda: loop.check(scores)]
+    return checks
 
-    def run(self, run: Run) -> None:
-        """Train to the last step, or evaluate. Collective.
 
-        Scores: train_loss, val_loss (nats per token), val_perplexity, the val_loss of each part of a mixture, and what
-        the recipe adds.
-        """
-        import torch
+@dataclass(frozen=True)
+class TextTraining:
+    """What a recipe adds to a training on text."""
 
-        from src.data.text import tokenizers
-        from src.training.checkpointing.checkpoint import CheckpointMetadata
-        from src.training.spec import TrainSpec
-        from src.training.state import fingerprints
-        from src.training.validation import LossSums
+    loss: Callable[..., Any]
+    """(model, batch) -> summed loss of an evaluation, and named sums if any."""
+    accuracy: bool = False
+    """Whether an evaluation counts the tokens that the model finds the likeliest, as val_accuracy."""
+    reported: Sequence[str] = ()
+    """Named sums of `loss` whose means an evaluation reports in place of the perplexity, as val_NAME and by part of the
+    data as val_NAME/PART."""
+    count: "Count | None" = None
+    """What the training loss of a batch on the CPU is divided by; None: its learned tokens."""
+    begin: Callable[[Dataset, Any], Mapping[str, str]] | None = None
+    """(train, val) -> more fingerprints of inputs by name, which must not change between starts. Called on every rank
+    before the training; it raises a UserError if that could not be evaluated."""
+    prepare: Callable[[Any, Any, Any], tuple[Any, Any]] | None = None
+    """(model, train, val) -> both data sets with what the initial model computes for them. Collective."""
+    more_scores: "MoreScores | None" = None
+    """(val, scorer) -> further scores. Collective."""
 
-        loss = self.loss()
-        torch.manual_seed(self.seed)
-        with distributed.raise_together():
-            model = self.build_model(run, used_before=type(self).prepare is not Pretraining.prepare)
-            tokenizer = tokenizers.load(model.name_or_path, self.model.new_tokens())
-            val = self.data.build(run.places, tokenizer, "val", self.seed)
-            train = self.data.build(run.places, tokenizer, "train", self.seed) if self.loop else val
-            inputs = {
-                **fingerprints(run, train, tokenizer, self.model.fingerprint(run.places)),
-                **self.begin(train, val, run),
-            }
 
-        train, val = self.prepare(model, train, val, run)
+def train_on_text(recipe: TrainingRecipe, run: Run, how: TextTraining) -> None:
+    """Train to the last step, or evaluate. Collective.
 
-        def evaluate(accelerator: Any) -> dict[str, float]:
-            scorer = Scorer(
-                model, tokenizer, loss, self.micro_batch, accelerator.device, self.measures_accuracy, self.count
-            )
-            summing = replace(scorer, loss=self.in_chunks(loss))
-            parts = {name: summing.loss_sums(part) for name, part in getattr(val, "parts", {"": val}).items()}
-            whole = LossSums.total(parts.values())
-            scores = {"val_loss": whole.loss}
-            if not self.reported:
-                scores["val_perplexity"] = float(torch.tensor(whole.loss).exp())
-            if self.measures_accuracy:
-                scores["val_accuracy"] = whole.accuracy
-            for name, part in {"": whole, **(parts if len(parts) > 1 else {})}.items():
-                scores |= {
-                    f"val_{kind}/{name}".rstrip("/"): part.means[kind] for kind in self.reported if kind in part.means
-                }
-                scores |= {f"val_loss/{name}": part.loss} if name else {}
-            return scores | self.more_scores(val, scorer)
+    Scores: train_loss, val_loss (nats per token), val_perplexity, the val_loss of each part of a mixture, and what
+    the recipe adds.
+    """
+    import torch
 
-        about = CheckpointMetadata(resolved_dict(self.model), tokenizer)
-        finish = None if self.loop else lambda _: {}
-        spec = TrainSpec(model, about, train, inputs, self.training_loss(loss), evaluate, finish, count=self.count)
-        self.fit_or_evaluate(spec, run)
+    from src.data.text import tokenizers
+    from src.training.checkpointing.checkpoint import CheckpointMetadata
+    from src.training.spec import TrainSpec
+    from src.training.state import fingerprints
+    from src.training.validation import LossSums, count_loss_tokens
 
-    def begin(self, train: Dataset, val: Any, run: Run) -> Mapping[str, str]:
-        """Called on every rank before the training, which could not be evaluated where it raises a UserError.
+    loss, reported, count = how.loss, how.reported, how.count or count_loss_tokens
+    torch.manual_seed(recipe.seed)
+    with distributed.raise_together():
+        model = recipe.build_model(run, used_before=how.prepare is not None)
+        tokenizer = tokenizers.load(model.name_or_path, recipe.model.new_tokens())
+        val = recipe.data.build(run.places, tokenizer, "val", recipe.seed)
+        train = recipe.data.build(run.places, tokenizer, "train", recipe.seed) if recipe.loop else val
+        inputs = fingerprints(run, train, tokenizer, recipe.model.fingerprint(run.places))
+        inputs = {**inputs, **(how.begin(train, val) if how.begin else {})}
+    if how.prepare:
+        train, val = how.prepare(model, train, val)
 
-        Returns more fingerprints of inputs by name, which must not change between starts.
-        """
-        return {}
+    def evaluate(accelerator: Any) -> dict[str, float]:
+        scorer = Scorer(model, tokenizer, loss, recipe.micro_batch, accelerator.device, how.accuracy, count)
+        summing = replace(scorer, loss=recipe.in_chunks(loss))
+        parts = {name: summing.loss_sums(part) for name, part in getattr(val, "parts", {"": val}).items()}
+        whole = LossSums.total(parts.values())
+        scores = {"val_loss": whole.loss}
+        if not reported:
+            scores["val_perplexity"] = float(torch.tensor(whole.loss).exp())
+        if how.accuracy:
+            scores["val_accuracy"] = whole.accuracy
+        for name, part in {"": whole, **(parts if len(parts) > 1 else {})}.items():
+            scores |= {f"val_{kind}/{name}".rstrip("/"): part.means[kind] for kind in reported if kind in part.means}
+            scores |= {f"val_loss/{name}": part.loss} if name else {}
+        return scores | (how.more_scores(val, scorer) if how.more_scores else {})
 
-    def prepare(self, model: Any, train: Any, val: Any, run: Run) -> tuple[Any, Any]:
-        """The training and the validation set, with what the model as it begins tells of them. Collective."""
-        return train, val
-
-    def count(self, batch: "Mapping[str, torch.Tensor]") -> float:
-        """What the training loss of a batch, on the CPU, is divided by: its learned tokens."""
-        from src.training.validation import count_loss_tokens
-
-        return count_loss_tokens(batch)
-
-    def more_scores(self, val: Any, scorer: "Scorer") -> dict[str, float]:
-        """Further scores of the validation set. Collective."""
-        return {}
+    about = CheckpointMetadata(resolved_dict(recipe.model), tokenizer)
+    finish = None if recipe.loop else lambda _: {}
+    spec = TrainSpec(model, about, train, inputs, recipe.training_loss(), evaluate, finish, count=count)
+    recipe.fit_or_evaluate(spec, run)
 
 
 @dataclass(frozen=True)
@@ -164,7 +140,7 @@ class Scorer:
 
     model: Any
     tokenizer: Any
-    loss: "Callable[..., torch.Tensor]"
+    loss: Callable[..., Any]
     micro_batch: int
     device: "torch.device"
     measures_accuracy: bool

@@ -1,6 +1,6 @@
 """Recipe `dpo`: direct preference optimisation (Rafailov et al. 2023, arXiv 2305.18290) on the best and worst reply."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
@@ -8,8 +8,10 @@ from pydantic import Field, model_validator
 from src.data.mixture.dataset import leaves
 from src.data.parts import leaf_configs
 from src.experiments.config import Config as StrictConfig
+from src.experiments.config import Places
 from src.experiments.kinds import DECODER, REWARD
-from src.recipes.pretraining import Pretraining
+from src.recipes import pretraining
+from src.recipes.training_recipe import TrainingRecipe
 from src.runs.context import Run
 from src.systems.assistants.conversations import ranked
 
@@ -17,6 +19,8 @@ if TYPE_CHECKING:
     import torch
 
 
+REPORTED = ("accuracy", "margin", "chosen_logratio", "rejected_logratio")
+"""Named sums of the loss that an evaluation reports."""
 _ROUNDING = 1e-3
 """Largest difference in nats between log-probabilities of one model in two passes."""
 
@@ -44,18 +48,16 @@ class Preference(StrictConfig):
         return self
 
 
-class Config(Pretraining):
+class Config(TrainingRecipe):
     """An experiment of this recipe, without its "recipe" key."""
 
-    model_kind: ClassVar[str] = DECODER
     takes_chunks: ClassVar[bool] = False
-    data_kind: ClassVar[str | None] = REWARD
-    reported: ClassVar[Sequence[str]] = ("accuracy", "margin", "chosen_logratio", "rejected_logratio")
 
     preference: Preference = Preference()
 
     @model_validator(mode="after")
     def _samples_are_pairs(self) -> "Config":
+        pretraining.require_text(self, DECODER, REWARD)
         for path, data in leaf_configs("data", self.data):
             if not isinstance(data, ranked.Config) or data.max_replies != 2:
                 raise ValueError(f"{path}: this recipe reads pairs: 'ranked_replies' with max_replies 2.")
@@ -71,16 +73,8 @@ class Config(Pretraining):
             )
         return self
 
-    def prepare(self, model: Any, train: Any, val: Any, run: Run) -> tuple[Any, Any]:
-        """Add the log-probabilities of the initial model, the reference, unless that is the model without adapters."""
-        if self.preference.reference == "adapters_off":
-            return train, val
-        from src.systems.assistants.preferences.reference import WithReference, with_references
-
-        parts = {name: [part for _, part in leaves(name, data)] for name, data in (("train", train), ("val", val))}
-        precision, _ = self._precision
-        logps = with_references(model, parts, run.path, self.micro_batch, precision)
-        return WithReference(train, logps), WithReference(val, logps)
+    def checks(self, places: Places) -> list[Callable[[], object]]:
+        return pretraining.checks(self, places, pretraining.score_names(REPORTED))
 
     def loss(self) -> Callable[..., Any]:
         """Summed loss; and by name, over pairs: accuracy, the share in which the chosen answer has gained more on the
@@ -124,13 +118,33 @@ class Config(Pretraining):
                 rejected,
             )
             count = torch.tensor(float(len(chosen)))
-            return loss, {name: (each.sum(), count) for name, each in zip(self.reported, values_by_name, strict=True)}
+            return loss, {name: (each.sum(), count) for name, each in zip(REPORTED, values_by_name, strict=True)}
 
         return loss_and_sums
 
-    def training_loss(self, loss: Callable[..., Any]) -> Callable[..., Any]:
-        return loss
+    def training_loss(self) -> Callable[..., Any]:
+        return self.loss()
 
     def count(self, batch: "Mapping[str, torch.Tensor]") -> float:
         """Pairs of different ranks."""
         return float((batch["ranks"][::2] != batch["ranks"][1::2]).sum())
+
+    def run(self, run: Run) -> None:
+        """Train to the last step, or evaluate. Scores: val_loss and the means of `REPORTED`. Collective."""
+
+        def add_reference(model: Any, train: Any, val: Any) -> tuple[Any, Any]:
+            """Add the log-probabilities of the initial model to both data sets."""
+            from src.systems.assistants.preferences.reference import WithReference, with_references
+
+            parts = {name: [part for _, part in leaves(name, data)] for name, data in (("train", train), ("val", val))}
+            logps = with_references(model, parts, run.path, self.micro_batch, self.precision[0])
+            return WithReference(train, logps), WithReference(val, logps)
+
+        stored = self.preference.reference == "stored"
+        pretraining.train_on_text(
+            self,
+            run,
+            pretraining.TextTraining(
+                self.loss(), reported=REPORTED, count=self.count, prepare=add_reference if stored else None
+            ),
+        )

@@ -5,13 +5,19 @@ with clip_high above clip_low; GSPO ratio "sequence"; RLOO baseline "others", by
 normalisation "rollouts", kl_in "reward".
 """
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
+from src.evaluation.config import Answers, SampledAnswers
 from src.experiments.config import Config as StrictConfig
-from src.systems.assistants.policy_training import PolicyTraining
+from src.experiments.config import Places
+from src.recipes.training_recipe import TrainingRecipe
+from src.runs.context import Run
+from src.systems.assistants import policy_training
+from src.systems.assistants.policy_training import rollouts_of
+from src.systems.assistants.rewards.interface import RewardField
 
 if TYPE_CHECKING:
     import torch
@@ -48,14 +54,23 @@ class Settings(StrictConfig):
     unended_reward: float = -1.0
 
 
-class Config(PolicyTraining):
+class Config(TrainingRecipe):
     """An experiment of this recipe, without its "recipe" key."""
 
+    takes_chunks: ClassVar[bool] = False
+
+    rewards: list[RewardField] = Field(min_length=1)
+    """Scores of an answer; their weighted sum is its reward."""
+    answers: Answers | None = None
+    """Questions of the validation set, answered greedily and scored at each evaluation; None for none."""
+    sampled: SampledAnswers | None = None
+    """The same by drawing, several answers to each."""
     grpo: Settings = Settings()
 
     @model_validator(mode="after")
     def _has_groups(self) -> "Config":
-        if self.rollouts.group_size < 2:
+        policy_training.require_rollouts(self, self.scoring, self.reference)
+        if rollouts_of(self).group_size < 2:
             raise ValueError("data.group_size: GRPO compares answers within a group; use at least 2.")
         if self.model.name == "with_values":
             raise ValueError("model: this recipe needs no values. Take the base of 'with_values'.")
@@ -73,18 +88,39 @@ class Config(PolicyTraining):
         return self
 
     @property
-    def fact_names(self) -> Sequence[str]:
-        return ("equal_groups",)
-
-    @property
     def needs_sampled_logps(self) -> bool:
         """Not where an iteration is one step: the policy that learns is the one that has sampled, all ratios are 1."""
         if self.grpo.kl_weight and self.grpo.kl_in == "reward":
             return True
-        return self.loop is None or self.rollouts.passes * self.rollouts.rollouts > self.loop.sequences_per_step
+        return (
+            self.loop is None
+            or rollouts_of(self).passes * policy_training.rollouts_of(self).rollouts > self.loop.sequences_per_step
+        )
 
-    def reference_kind(self) -> Literal["none", "copy", "adapters_off"]:
+    @property
+    def scoring(self) -> policy_training.Scoring:
+        return policy_training.Scoring(self.rewards, self.answers, self.sampled)
+
+    @property
+    def reference(self) -> Literal["none", "copy", "adapters_off"]:
+        """The source of the reference's log-probabilities."""
         return self.grpo.reference if self.grpo.kl_weight else "none"
+
+    def checks(self, places: Places) -> list[Callable[[], object]]:
+        return policy_training.checks(self, places, self.scoring)
+
+    def run(self, run: Run) -> None:
+        """Train to the last step; see `policy_training.train_policy` for the scores. Collective."""
+        method = policy_training.PolicyMethod(
+            self.reference,
+            self.estimate,
+            self.token_losses,
+            fact_names=("equal_groups",),
+            policy_config=self.model,
+            count=self.count,
+            needs_sampled_logps=self.needs_sampled_logps,
+        )
+        policy_training.train_policy(self, run, self.scoring, method)
 
     def estimate(self, rollouts: "Rollouts", cursor: "Cursor") -> "Estimates":
         """Advantages of the answers in their groups. Groups of equal rewards teach nothing and are skipped."""
@@ -99,7 +135,7 @@ class Config(PolicyTraining):
         if grpo.kl_weight and grpo.kl_in == "reward":
             kl = torch.where(tokens["sampled"], tokens["logps"] - tokens["reference_logps"], 0.0)
             scores = scores - grpo.kl_weight * kl.sum(dim=1)
-        worth, differ = group_advantages(scores, self.rollouts.group_size, grpo.baseline, grpo.by_deviation)
+        worth, differ = group_advantages(scores, rollouts_of(self).group_size, grpo.baseline, grpo.by_deviation)
         learned = tokens["sampled"] & differ[:, None]
         if grpo.unended == "mask":
             learned = learned & rollouts.ended[:, None]
@@ -111,7 +147,7 @@ class Config(PolicyTraining):
         """The divisor of `normalisation`."""
         from src.systems.assistants.rl.losses import count
 
-        return count(batch["learned"], self.grpo.normalisation, self.rollouts.max_new_tokens)
+        return count(batch["learned"], self.grpo.normalisation, rollouts_of(self).max_new_tokens)
 
     def token_losses(self, model: Any, batch: "Mapping[str, torch.Tensor]") -> Any:
         """The clipped loss, less the entropy; over learned tokens:
@@ -121,7 +157,10 @@ class Config(PolicyTraining):
 
         grpo, learned = self.grpo, batch["learned"]
         scored = score_tokens(
-            model, batch, self.rollouts.sampling.temperature, entropy_gradient=grpo.entropy_weight > 0
+            model,
+            batch,
+            rollouts_of(self).sampling.temperature,
+            entropy_gradient=grpo.entropy_weight > 0,
         )
         policy = losses.policy_loss(
             scored.logps,

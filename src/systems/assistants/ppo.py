@@ -1,13 +1,19 @@
 """Recipe `ppo`: proximal policy optimisation (Schulman et al. 2017, arXiv 1707.06347) of a policy on prompts."""
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
+from src.evaluation.config import Answers, SampledAnswers
 from src.experiments.config import Config as StrictConfig
+from src.experiments.config import Places
 from src.experiments.interfaces import ModelConfig
-from src.systems.assistants.policy_training import PolicyTraining
+from src.recipes.training_recipe import TrainingRecipe
+from src.runs.context import Run
+from src.systems.assistants import policy_training
+from src.systems.assistants.policy_training import rollouts_of
+from src.systems.assistants.rewards.interface import RewardField
 
 if TYPE_CHECKING:
     import torch
@@ -55,13 +61,22 @@ class Settings(StrictConfig):
     unended_reward: float = -1.0
 
 
-class Config(PolicyTraining):
+class Config(TrainingRecipe):
     """An experiment of this recipe, without its "recipe" key."""
 
+    takes_chunks: ClassVar[bool] = False
+
+    rewards: list[RewardField] = Field(min_length=1)
+    """Scores of an answer; their weighted sum is its reward."""
+    answers: Answers | None = None
+    """Questions of the validation set, answered greedily and scored at each evaluation; None for none."""
+    sampled: SampledAnswers | None = None
+    """The same by drawing, several answers to each."""
     ppo: Settings = Settings()
 
     @model_validator(mode="after")
     def _has_values(self) -> "Config":
+        policy_training.require_rollouts(self, self.scoring, self.reference)
         if self.model.name != "with_values":
             raise ValueError(f"model: expected 'with_values' around the policy, got {self.model.name!r}.")
         if self.ppo.kl and self.ppo.kl.reference == "adapters_off" and self.policy_config.name != "lora":
@@ -71,19 +86,34 @@ class Config(PolicyTraining):
         return self
 
     @property
-    def fact_names(self) -> Sequence[str]:
-        return ("explained_variance", *(["kl_weight"] if self.ppo.kl else []))
+    def scoring(self) -> policy_training.Scoring:
+        return policy_training.Scoring(self.rewards, self.answers, self.sampled)
 
-    def reference_kind(self) -> Literal["none", "copy", "adapters_off"]:
+    @property
+    def reference(self) -> Literal["none", "copy", "adapters_off"]:
+        """The source of the reference's log-probabilities."""
         return self.ppo.kl.reference if self.ppo.kl else "none"
 
     @property
     def policy_config(self) -> ModelConfig:
+        """Config of the model that answers, to which 'with_values' adds the values."""
         base: Any = getattr(self.model, "base", None)
         return base
 
-    def policy_of(self, model: Any) -> Any:
-        return model.base
+    def checks(self, places: Places) -> list[Callable[[], object]]:
+        return policy_training.checks(self, places, self.scoring)
+
+    def run(self, run: Run) -> None:
+        """Train to the last step; see `policy_training.train_policy` for the scores. Collective."""
+        method = policy_training.PolicyMethod(
+            self.reference,
+            self.estimate,
+            self.token_losses,
+            fact_names=("explained_variance", *(["kl_weight"] if self.ppo.kl else [])),
+            policy_config=self.policy_config,
+            policy_of=lambda model: model.base,
+        )
+        policy_training.train_policy(self, run, self.scoring, method)
 
     def estimate(self, rollouts: "Rollouts", cursor: "Cursor") -> "Estimates":
         """Generalised advantages of the scaled rewards less the KL; the next KL weight, and the reward scale."""
@@ -156,7 +186,12 @@ class Config(PolicyTraining):
         from src.systems.assistants.rl.policy import score_tokens
 
         ppo, learned = self.ppo, batch["learned"]
-        scored = score_tokens(model, batch, self.rollouts.sampling.temperature, entropy_gradient=ppo.entropy_weight > 0)
+        scored = score_tokens(
+            model,
+            batch,
+            rollouts_of(self).sampling.temperature,
+            entropy_gradient=ppo.entropy_weight > 0,
+        )
         assert scored.values is not None, "the model is 'with_values'"
         policy = losses.policy_loss(
             scored.logps,

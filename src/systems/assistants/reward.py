@@ -1,17 +1,22 @@
 """Recipe `reward`: train a reward model on ranked replies, after Ouyang et al. 2022 (arXiv 2203.02155, section 3.5)."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from src.experiments.config import Config as StrictConfig
 from src.experiments.config import Places
 from src.experiments.kinds import REWARD
-from src.recipes.pretraining import Pretraining
+from src.recipes import pretraining
+from src.recipes.training_recipe import TrainingRecipe
+from src.runs.context import Run
 
 if TYPE_CHECKING:
     import torch
+
+REPORTED = ("accuracy", "kendall", "spearman", "best_reward", "worst_reward")
+"""Named sums of the loss that an evaluation reports."""
 
 
 class Ranking(StrictConfig):
@@ -27,19 +32,23 @@ class Ranking(StrictConfig):
     """Weight of the squared sums of both rewards of a pair."""
 
 
-class Config(Pretraining):
+class Config(TrainingRecipe):
     """An experiment of this recipe, without its "recipe" key."""
 
-    model_kind: ClassVar[str] = REWARD
     takes_chunks: ClassVar[bool] = False
-    reported: ClassVar[Sequence[str]] = ("accuracy", "kendall", "spearman", "best_reward", "worst_reward")
 
     ranking: Ranking = Ranking()
 
+    @model_validator(mode="after")
+    def _reads_rewards(self) -> "Config":
+        pretraining.require_text(self, REWARD)
+        return self
+
     def checks(self, places: Places) -> list[Callable[[], object]]:
+        scored = self.ranking.margin == "scores"
         return [
-            *super().checks(places),
-            *([lambda: self.data.check_scores(places)] if self.ranking.margin == "scores" else []),
+            *pretraining.checks(self, places, pretraining.score_names(REPORTED)),
+            lambda: scored and self.data.check_scores(places),
         ]
 
     def loss(self) -> Callable[..., Any]:
@@ -74,12 +83,13 @@ class Config(Pretraining):
                 }
             ranked = correlations(rewards_R.tolist(), conversations_R.tolist(), ranks_R.tolist())
             count = torch.tensor(float(len(ranked)))
-            sums = {name: sum(getattr(each, name) for each in ranked) for name in self.reported}
+            sums = {name: sum(getattr(each, name) for each in ranked) for name in REPORTED}
             return summed, {name: (torch.tensor(each, dtype=torch.float64), count) for name, each in sums.items()}
 
         return loss_and_sums
 
-    def training_loss(self, loss: Callable[..., Any]) -> Callable[..., Any]:
+    def training_loss(self) -> Callable[..., Any]:
+        loss = self.loss()
         return lambda model, batch: loss(model, batch, correlated=False)
 
     def count(self, batch: "Mapping[str, torch.Tensor]") -> float:
@@ -87,3 +97,7 @@ class Config(Pretraining):
         from src.systems.assistants.preferences.losses import count_ranked
 
         return count_ranked(batch["sample_of_row"], batch["ranks"], self.ranking.by)
+
+    def run(self, run: Run) -> None:
+        """Train to the last step, or evaluate. Scores: val_loss and the means of `REPORTED`. Collective."""
+        pretraining.train_on_text(self, run, pretraining.TextTraining(self.loss(), reported=REPORTED, count=self.count))

@@ -3,18 +3,41 @@
 from collections.abc import Callable
 from typing import Any, ClassVar
 
+from pydantic import model_validator
+
+from src.evaluation.config import Answers, Inference
+from src.experiments.config import Places
 from src.experiments.kinds import FUSION_IN_DECODER
-from src.systems.crossattn.question_answering import QuestionAnswering
+from src.recipes.training_recipe import TrainingRecipe
+from src.runs.context import Run
+from src.systems.crossattn import question_answering
 
 
-class Config(QuestionAnswering):
+class Config(TrainingRecipe):
     """An experiment of this recipe, without its "recipe" key."""
 
-    model_kind: ClassVar[str] = FUSION_IN_DECODER
     takes_chunks: ClassVar[bool] = False
-    dataset_name: ClassVar[str] = "fid_qa"
 
-    def loss(self) -> Callable[..., Any]:
+    answers: Answers | None = None
+    """Answers to validation questions, generated and scored at each evaluation; None for none."""
+    inference: Inference | None = None
+    """Answers to the questions of a split, at the end; None for none."""
+
+    @model_validator(mode="after")
+    def _reads_questions(self) -> "Config":
+        question_answering.require_questions(self, FUSION_IN_DECODER, "fid_qa")
+        return self
+
+    def checks(self, places: Places) -> list[Callable[[], object]]:
+        return question_answering.checks(self, places, FUSION_IN_DECODER, self.answers, self.inference)
+
+    def training_loss(self) -> Callable[..., Any]:
         from src.training.loss import context_lm_loss
 
-        return context_lm_loss
+        return self.with_loop_options(context_lm_loss)
+
+    def run(self, run: Run) -> None:
+        """Train, or evaluate without training; then run the inference. Collective."""
+        from src.training.loss import context_lm_loss
+
+        question_answering.train_on_questions(self, run, context_lm_loss, self.answers, self.inference)

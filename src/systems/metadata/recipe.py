@@ -1,25 +1,27 @@
 """Recipe `metadata_lm`: as `lm`, on documents with metadata; evaluations tell what the metadata are worth (`gains`)."""
 
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 from pydantic import model_validator
 
+from src.experiments.config import Places
 from src.experiments.kinds import DECODER
-from src.recipes.pretraining import Pretraining, Scorer
+from src.recipes import pretraining
+from src.recipes.training_recipe import TrainingRecipe
+from src.runs.context import Run
 from src.systems.metadata.data import dataset
 from src.systems.metadata.gains import Gains, measure
 
 
-class Config(Pretraining):
+class Config(TrainingRecipe):
     """An experiment of this recipe, without its "recipe" key."""
-
-    model_kind: ClassVar[str] = DECODER
 
     gains: Gains | None = None
 
     @model_validator(mode="after")
     def _validation_has_metadata(self) -> "Config":
+        pretraining.require_text(self, DECODER)
         data = self.data.validation
         if self.gains and not isinstance(data, dataset.Config):
             raise ValueError(f"gains: they are of the data set 'metadata', and the validation data are {data.name!r}.")
@@ -28,16 +30,25 @@ class Config(Pretraining):
                 data.require_written("gains.columns", column)
         return self
 
-    def loss(self) -> Callable[..., Any]:
+    def checks(self, places: Places) -> list[Callable[[], object]]:
+        scores = [*pretraining.score_names(), *(self.gains.names() if self.gains else [])]
+        return pretraining.checks(self, places, scores)
+
+    def training_loss(self) -> Callable[..., Any]:
         from src.training.loss import causal_lm_loss
 
-        return causal_lm_loss
+        return self.with_loop_options(causal_lm_loss)
 
-    def score_names(self) -> list[str]:
-        return [*super().score_names(), *(self.gains.names() if self.gains else [])]
+    def run(self, run: Run) -> None:
+        """Train to the last step, or evaluate. Collective."""
+        from src.training.loss import causal_lm_loss
 
-    def more_scores(self, val: Any, scorer: Scorer) -> dict[str, float]:
-        if self.gains is None:
-            return {}
-        assert isinstance(val, dataset.MetadataBlocks), "the validator has checked the data"
-        return measure(self.gains, val.documents, scorer.token_losses)
+        gains = self.gains
+
+        def measure_gains(val: Any, scorer: pretraining.Scorer) -> dict[str, float]:
+            assert isinstance(val, dataset.MetadataBlocks), "the validator has checked the data"
+            return measure(gains, val.documents, scorer.token_losses) if gains else {}
+
+        pretraining.train_on_text(
+            self, run, pretraining.TextTraining(causal_lm_loss, more_scores=measure_gains if gains else None)
+        )

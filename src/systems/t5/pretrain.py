@@ -1,47 +1,61 @@
 """Recipe `t5_pretrain`: an encoder-decoder is pre-trained by denoising text, from scratch or from given weights.
 
 Beside the scores of every pre-training: val_accuracy, the share of target tokens that the model finds the likeliest,
-given those before; with `depth` data val_sentence_loss and val_sentence_accuracy, of the sentence tokens alone.
+given those before; with `depth` data val_sentence_loss and val_sentence_accuracy, over the sentence tokens only.
 """
 
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
+
+from pydantic import model_validator
 
 from src.experiments.config import Places
 from src.experiments.kinds import ENCODER_DECODER
-from src.recipes.pretraining import Pretraining, Scorer
+from src.recipes import pretraining
+from src.recipes.training_recipe import TrainingRecipe
+from src.runs.context import Run
 
 SENTENCE_SCORES = ("val_sentence_loss", "val_sentence_accuracy")
 """Of data sets with `sentence_targets`."""
 
 
-class Config(Pretraining):
+class Config(TrainingRecipe):
     """An experiment of this recipe, without its "recipe" key."""
 
-    model_kind: ClassVar[str] = ENCODER_DECODER
-    measures_accuracy: ClassVar[bool] = True
-
-    def loss(self) -> Callable[..., Any]:
-        from src.training.loss import depth_loss, seq2seq_loss
-
-        def loss(model: Any, batch: Any, *options: float) -> Any:
-            return (depth_loss if "cross_mask" in batch else seq2seq_loss)(model, batch, *options)
-
-        return loss
-
-    def score_names(self) -> list[str]:
-        return [
-            *super().score_names(),
-            "val_accuracy",
-            *(SENTENCE_SCORES if self.data.validation.name == "depth" else ()),
-        ]
+    @model_validator(mode="after")
+    def _reads_text(self) -> "Config":
+        pretraining.require_text(self, ENCODER_DECODER)
+        return self
 
     def checks(self, places: Places) -> list[Callable[[], object]]:
-        return [*super().checks(places), lambda: self.model.check_kind(ENCODER_DECODER, places)]
+        sentences = SENTENCE_SCORES if self.data.validation.name == "depth" else ()
+        scores = [*pretraining.score_names(), "val_accuracy", *sentences]
+        return [
+            *pretraining.checks(self, places, scores),
+            lambda: self.model.check_kind(ENCODER_DECODER, places),
+        ]
 
-    def more_scores(self, val: Any, scorer: Scorer) -> dict[str, float]:
-        sentence_targets = getattr(val, "sentence_targets", None)
-        if sentence_targets is None:
-            return {}
-        sentences = scorer.loss_sums(sentence_targets())
-        return dict(zip(SENTENCE_SCORES, (sentences.loss, sentences.accuracy), strict=True))
+    def training_loss(self) -> Callable[..., Any]:
+        return self.with_loop_options(denoising_loss)
+
+    def run(self, run: Run) -> None:
+        """Train to the last step, or evaluate. Collective."""
+        pretraining.train_on_text(
+            self, run, pretraining.TextTraining(denoising_loss, accuracy=True, more_scores=sentence_scores)
+        )
+
+
+def denoising_loss(model: Any, batch: Any, *options: float) -> Any:
+    """Summed loss of a batch. options: label smoothing and z-loss."""
+    from src.training.loss import depth_loss, seq2seq_loss
+
+    return (depth_loss if "cross_mask" in batch else seq2seq_loss)(model, batch, *options)
+
+
+def sentence_scores(val: Any, scorer: pretraining.Scorer) -> dict[str, float]:
+    """`SENTENCE_SCORES` of `depth` data; none of other data."""
+    sentence_targets = getattr(val, "sentence_targets", None)
+    if sentence_targets is None:
+        return {}
+    sentences = scorer.loss_sums(sentence_targets())
+    return dict(zip(SENTENCE_SCORES, (sentences.loss, sentences.accuracy), strict=True))

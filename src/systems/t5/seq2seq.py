@@ -12,7 +12,7 @@ from src.experiments.config import Places, unknown_text
 from src.experiments.interfaces import DatasetConfig
 from src.experiments.kinds import ENCODER_DECODER
 from src.experiments.registry import resolved_dict
-from src.recipes.finetuning import Finetuning
+from src.recipes.training_recipe import TrainingRecipe
 from src.runs.context import Run
 from src.support import distributed
 from src.support.call_once import call_once
@@ -26,7 +26,7 @@ TASK = "task"
 LOSS, PERPLEXITY, TASK_SCORE = "val_loss", "val_perplexity", "task_score"
 
 
-class Config(Finetuning):
+class Config(TrainingRecipe):
     """An experiment of this recipe, without its "recipe" key."""
 
     answers: Answering = Answering()
@@ -44,12 +44,6 @@ class Config(Finetuning):
         if twice:
             raise ValueError(f"data: the task {twice[0]!r} stands there twice, and its scores would have one name.")
         return self
-
-    def loss(self) -> Callable[..., Any]:
-        """(model, batch) and, for training, label smoothing and z-loss -> summed loss."""
-        from src.training.loss import seq2seq_loss
-
-        return seq2seq_loss
 
     @property
     def tasks(self) -> "list[TaskConfig]":
@@ -133,6 +127,11 @@ class Config(Finetuning):
                 )
         return found
 
+    def training_loss(self) -> Callable[..., Any]:
+        from src.training.loss import seq2seq_loss
+
+        return self.with_loop_options(seq2seq_loss)
+
     def run(self, run: Run) -> None:
         """Train, or evaluate without training; then make the predictions. Collective.
 
@@ -145,6 +144,7 @@ class Config(Finetuning):
         from src.evaluation.predictions import TaskSplit, make, task_scores
         from src.evaluation.ranking import TaskPredictor
         from src.training.checkpointing.checkpoint import CheckpointMetadata
+        from src.training.loss import seq2seq_loss
         from src.training.spec import TrainSpec
         from src.training.state import fingerprints
         from src.training.validation import mean_loss
@@ -170,7 +170,7 @@ class Config(Finetuning):
             for data in val:
                 texts = [text for batch in predictor.batches(data, range(len(data))) for text in batch]
                 scores = task_scores(data.task, [data.prediction(i, text) for i, text in enumerate(texts)])
-                scores[LOSS] = mean_loss(model, data, self.loss(), batch_size, accelerator.device)
+                scores[LOSS] = mean_loss(model, data, seq2seq_loss, batch_size, accelerator.device)
                 if data.task.task.kind == "text":
                     scores[PERPLEXITY] = float(torch.tensor(scores[LOSS]).exp())
                 found[data.task.name] = scores
@@ -192,9 +192,7 @@ class Config(Finetuning):
             return scores
 
         about = CheckpointMetadata(resolved_dict(self.model), tokenizer)
-        spec = TrainSpec(
-            model, about, train, inputs, self.training_loss(self.loss()), evaluate, finish, finish_with_best=best
-        )
+        spec = TrainSpec(model, about, train, inputs, self.training_loss(), evaluate, finish, finish_with_best=best)
         self.fit_or_evaluate(spec, run)
 
 

@@ -87,7 +87,7 @@ def test_dry_run_and_training_refuse_bfloat16_weights(
     assert toy.main(["-e", "adapters", "--steps", "2"], groups, tmp_path) == 0
     capsys.readouterr()
     monkeypatch.setattr(
-        "src.recipes.finetuning.check_trained_type", lambda *_: None
+        "src.recipes.training_recipe.check_trained_type", lambda *_: None
     )  # the loop checks the weights themselves
     assert toy.main(["-e", "short", "--steps", "2"], groups, tmp_path) == 1
     assert "model.dtype: 'bfloat16'" in capsys.readouterr().err

@@ -94,7 +94,7 @@ def test_it_learns_on_a_small_base_of_its_family(group: str, places: Places):
     data = recipe.data.build(places, own, "train", 0)
     key = (0, 0)
     batch = data.collate([data.sample(*key)])
-    loss = recipe.training_loss(recipe.loss())(model, batch)
+    loss = recipe.training_loss()(model, batch)
     loss = loss[0] if isinstance(loss, tuple) else loss
     loss.backward()
     assert loss.isfinite()

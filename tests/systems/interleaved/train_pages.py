@@ -87,8 +87,8 @@ def main(folder: Path, stop_at: int | None = None) -> None:
             keys.append(key)
         return read(data, *key, **more)
 
-    def training_loss(config: Any, loss: Callable[..., Any]) -> Callable[..., Any]:
-        whole, calls = recipe.Config.training_loss(config, loss), itertools.count()
+    def training_loss(config: Any) -> Callable[..., Any]:
+        whole, calls = recipe.Config.training_loss(config), itertools.count()
         share = RankShare(6, 1, distributed.rank(), distributed.world_size())
 
         def recording_loss(model: Any, batch: Any) -> Any:

@@ -143,7 +143,7 @@ def measured(model: nn.Module, loss: Any, batch: Mapping[str, Tensor], recipe: A
 def test_the_plan_is_what_a_step_takes(case: str, places: Places):
     exp, recompute = CASES[case]
     recipe: Any = load_experiment(exp, case)
-    loss = recipe.training_loss(recipe.loss())
+    loss = recipe.training_loss()
     torch.manual_seed(0)
     model = recipe.model.build(places)
     batch = longest_batch(recipe.data, recipe.micro_batch, model.config)
@@ -227,9 +227,7 @@ def test_a_gpu_computes_norms_in_float32_under_autocast_and_recomputes_them_so(t
         if recompute:
             memory.checkpoint_layers(model)
         batch = longest_batch(recipe.data, recipe.micro_batch, model.config)
-        parts = pass_peak(
-            FakeStorages(gpu=gpu), model, recipe.training_loss(recipe.loss()), batch, "bfloat16", passes=1
-        )
+        parts = pass_peak(FakeStorages(gpu=gpu), model, recipe.training_loss(), batch, "bfloat16", passes=1)
         held[gpu, recompute] = parts["activations"]
     assert held[True, False] > held[False, False]
     assert held[True, True] < held[True, False] / 2

@@ -1,4 +1,4 @@
-"""A model that is trained, or evaluated without training: shared by all recipes."""
+"""The base of every recipe: a model that is trained, or evaluated without training."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from src.training.spec import TrainSpec
 
 
-class Finetuning(RecipeConfig):
+class TrainingRecipe(RecipeConfig):
     """An experiment: a training loop, or an evaluation without training."""
 
     takes_chunks: ClassVar[bool] = True
@@ -36,7 +36,7 @@ class Finetuning(RecipeConfig):
     evaluation: Evaluation | None = None
 
     @model_validator(mode="after")
-    def _trains_or_evaluates(self) -> "Finetuning":
+    def _trains_or_evaluates(self) -> "TrainingRecipe":
         if (self.loop is None) == (self.evaluation is None):
             raise ValueError("expected either loop, which trains the model, or evaluation, which only scores it.")
         if self.evaluation and self.model.name == "lora":
@@ -46,14 +46,14 @@ class Finetuning(RecipeConfig):
         return self
 
     @model_validator(mode="after")
-    def _lengths_are_known(self) -> "Finetuning":
+    def _lengths_are_known(self) -> "TrainingRecipe":
         if self.loop and self.loop.group_by_length and (self.data.has_order or not self.data.is_measured):
             why = "come in an order of their own" if self.data.has_order else "do not have known sample lengths"
             raise ValueError(f"loop.group_by_length: {self.data.name!r} data {why}. Leave it out.")
         return self
 
     @model_validator(mode="after")
-    def _may_take_chunks(self) -> "Finetuning":
+    def _may_take_chunks(self) -> "TrainingRecipe":
         if self.loop and self.loop.cross_entropy_chunk_tokens and not self.takes_chunks:
             raise ValueError(
                 "loop.cross_entropy_chunk_tokens: this recipe needs the logits of all tokens at once. Leave it out."
@@ -68,20 +68,20 @@ class Finetuning(RecipeConfig):
         return stage.micro_batch
 
     @property
-    def _precision(self) -> tuple[str, str]:
-        """The precision, and the name of its field."""
+    def precision(self) -> tuple[str, str]:
+        """The precision of the loop or the evaluation, and the path of that field."""
         name, stage = ("loop", self.loop) if self.loop else ("evaluation", self.evaluation)
         assert stage is not None, "the validator has checked it"
         return stage.precision, f"{name}.precision"
 
     def check_precision(self, places: Places) -> None:
         """Raises ConfigError if weights are of the other 16-bit type or trained in 16 bits."""
-        check_weight_type(*self._precision, self.model, places)
+        check_weight_type(*self.precision, self.model, places)
         if self.loop:
             check_trained_type(self.model, places)
 
     def check_device(self) -> None:
-        require_device(*self._precision)
+        require_device(*self.precision)
         self.model.check_device()
 
     def check_trainable(self) -> None:
@@ -97,8 +97,12 @@ class Finetuning(RecipeConfig):
         if self.loop and self.loop.compile:
             self.data.check_compiled()
 
-    def training_loss(self, loss: Callable[..., Any]) -> Callable[..., Any]:
-        """(model, batch) -> summed loss with the loop's label smoothing and z-loss, as arguments of `loss`."""
+    def training_loss(self) -> Callable[..., Any]:
+        """(model, batch) -> summed loss of a training step, and named sums if any."""
+        raise NotImplementedError
+
+    def with_loop_options(self, loss: Callable[..., Any]) -> Callable[..., Any]:
+        """(model, batch) -> `loss` with the loop's label smoothing and z-loss as its further arguments."""
         options = (self.loop.label_smoothing, self.loop.z_loss) if self.loop else ()
         return self.in_chunks(lambda model, batch: loss(model, batch, *options))
 
@@ -133,8 +137,7 @@ class Finetuning(RecipeConfig):
         with torch.device("meta"):
             model = self.model.build(replace(places, on_paper=True))
         batch = longest_batch(self.data, self.loop.micro_batch, model.config)
-        recipe: Any = self  # recipes with a longest batch have a `loss`
-        return plan(model, self.training_loss(recipe.loss()), batch, self.loop, Machines(**machines))
+        return plan(model, self.training_loss(), batch, self.loop, Machines(**machines))
 
     def check_questions(self) -> None:
         """Raises ConfigError if the data have no questions, no contexts to shuffle, or fewer than evaluations use."""
