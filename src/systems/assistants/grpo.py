@@ -92,10 +92,8 @@ class Config(TrainingRecipe):
         """Not where an iteration is one step: the policy that learns is the one that has sampled, all ratios are 1."""
         if self.grpo.kl_weight and self.grpo.kl_in == "reward":
             return True
-        return (
-            self.loop is None
-            or rollouts_of(self).passes * policy_training.rollouts_of(self).rollouts > self.loop.sequences_per_step
-        )
+        data = rollouts_of(self)
+        return self.loop is None or data.passes * data.rollouts > self.loop.sequences_per_step
 
     @property
     def scoring(self) -> policy_training.Scoring:
