@@ -42,7 +42,7 @@ FORMS: Mapping[str, type[Form]] = {
     "translation": translation.Translations,
     "wins": comparisons.Wins,
 }
-SCRIPTS = tuple(str(module.__file__) for module in (rows, columns, comparisons, dialogue, layouts, translation, trees))
+SCRIPTS = tuple(map(str, sorted(Path(rows.__file__).parent.glob("*.py"))))
 REQUESTS = translation.REQUESTS
 """The rows of a form depend on this file and on `SCRIPTS`."""
 Mode = Literal["sft", "rm"]
