@@ -11,14 +11,12 @@ import argparse
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from src.data.jsonl import SPLITS
 from src.data.parts import leaf_configs
 from src.errors import ConfigError
 from src.experiments.config import Places
 from src.experiments.interfaces import load_experiment
-from src.experiments.kinds import REWARD
 from src.files import write_json
 from src.models.load import add_options, checkpoint_folder, load, move
 from src.runs.store import SavedRun, expand_run
@@ -72,10 +70,11 @@ def _measure(args: argparse.Namespace, places: Places) -> tuple[int, Mapping[str
     source = expand_run(args.run, places.runs)
     run = checkpoint_folder(source).parents[1]
     recipe: Any = load_experiment(SavedRun(run).exp, str(run))
-    parts = leaf_configs("data", recipe.data) if getattr(recipe, "model_kind", None) == REWARD else ()
-    config = next((part for _, part in parts if isinstance(part, ranked.Config)), None)
-    if config is None:
+    if recipe.name != "reward":
         raise ConfigError(f"{run}: no reward model. Name a run of recipe 'reward'.")
+    parts = leaf_configs("data", recipe.data)
+    config = next((part for _, part in parts if isinstance(part, ranked.Config)), None)
+    assert config is not None, "the recipe reads only ranked replies"
     model, tokenizer = load(source, places)
     move(model, args.device)
     renderer = Renderer(tokenizer, templates.find(config.writing.template, tokenizer))
