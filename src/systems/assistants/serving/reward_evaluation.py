@@ -11,6 +11,7 @@ import argparse
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from src.data.jsonl import SPLITS
 from src.data.parts import leaf_configs
