@@ -25,11 +25,20 @@ from tests.core.training.whole.test_originals import originals
 ALL = torch.ones(1, 3, dtype=torch.bool)
 
 
-def test_advantages_worked_out_by_hand():
-    """values 1, 2, 3; rewards 0, -0.1, 1; gamma 1, lambda 0.95: deltas 1, 0.9, -2."""
-    result = generalized_advantages(tensor([[1.0, 2, 3]]), tensor([[0.0, -0.1, 1]]), ALL, 1.0, 0.95)
-    assert result.advantages[0].tolist() == pytest.approx([0.05, -1, -2])
-    assert result.returns[0].tolist() == pytest.approx([1.05, 1, 1])
+@pytest.mark.parametrize(
+    ("gamma", "lam", "advantages"),
+    [
+        (1.0, 0.95, [0.05, -1, -2]),  # deltas 1, 0.9, -2
+        (0.9, 0.5, [0.665, -0.3, -2]),  # deltas 0.8, 0.6, -2
+    ],
+)
+def test_advantages_worked_out_by_hand(gamma: float, lam: float, advantages: list[float]):
+    """Values 1, 2, 3; rewards 0, -0.1, 1."""
+    result = generalized_advantages(tensor([[1.0, 2, 3]]), tensor([[0.0, -0.1, 1]]), ALL, gamma, lam)
+    assert result.advantages[0].tolist() == pytest.approx(advantages)
+    assert result.returns[0].tolist() == pytest.approx(
+        [value + v for value, v in zip(advantages, (1, 2, 3), strict=True)]
+    )
 
 
 def test_losses_worked_out_by_hand():
