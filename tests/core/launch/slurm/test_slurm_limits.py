@@ -9,7 +9,7 @@ import pytest
 from src.errors import ConfigError, LaunchError
 from src.launch import actions, resources
 from src.launch.slurm import launcher, sbatch
-from src.launch.slurm.states import _scheduler_state
+from src.launch.slurm.states import _bytes, _scheduler_state
 from tests.core.launch.fakes.fake_slurm.cluster import SOON, Cluster, job, submit
 from tests.core.launch.test_status import World, planned
 
@@ -121,3 +121,8 @@ def test_a_refusal_by_sbatch_leaves_no_save_directories(cluster: Cluster, tmp_pa
 def test_an_unknown_job_config_names_the_examples(tmp_path: Path):
     with pytest.raises(ConfigError, match=r"'slurn'.*job_configs\.py.*resources/job_configs/slurm\.md"):
         resources.load_named("slurn", tmp_path, [])
+
+
+@pytest.mark.parametrize(("text", "expected"), [("531620K", 531_620 * 2**10), ("4G", 2**32), ("12", 12), ("500Mc", 0)])
+def test_memory_of_sacct_is_read_in_bytes(text: str, expected: int):
+    assert _bytes(text) == expected
