@@ -5,6 +5,7 @@ import pickle
 import random
 from pathlib import Path
 from statistics import stdev
+from typing import Any
 
 import numpy as np
 import pytest
@@ -313,3 +314,9 @@ def test_rows_have_intervals_and_deviations(tmp_path: Path):
 def test_differences_of_experiments_in_a_group_have_short_names():
     experiments = {"a": ("g", experiment(1, 0)), "b": ("g", experiment(1, 1)), "c": ("h", experiment(2, 0))}
     assert results.describe_differences(experiments) == {"a": "seed=0", "b": "seed=1", "c": ""}
+
+
+def test_configurations_are_ranked_by_the_mean():
+    rows: list[Any] = [{"state": "done", "val_loss": value} for value in (0.0, 0.0, 3.0, None)]
+    assert statistics.mean([*rows, {"state": "running", "val_loss": 9.0}], "val_loss") == 1.0
+    assert statistics.mean(rows[3:], "val_loss") is None
