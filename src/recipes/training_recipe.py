@@ -98,7 +98,7 @@ class TrainingRecipe(RecipeConfig):
             self.data.check_compiled()
 
     def training_loss(self) -> Callable[..., Any]:
-        """(model, batch) -> summed loss of a training step, and named sums if any."""
+        """(model, batch) -> summed loss of a training step, and named sums if any. Policies have none in advance."""
         raise NotImplementedError
 
     def with_loop_options(self, loss: Callable[..., Any]) -> Callable[..., Any]:
