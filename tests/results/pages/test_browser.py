@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from src.runs.run_dir import RunDir
 from src.tables import results
 
 pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-from playwright.sync_api import Browser, Locator, Page, expect
+from playwright.sync_api import Browser, Locator, Page, TimeoutError, expect
 
 from tests.browsing import SLOW, opened
 from tests.servers import served
@@ -49,6 +50,16 @@ class World:
         (self.runs / "logs").mkdir(exist_ok=True)
         (self.runs / "logs" / f"{run.exp_id}.out.log").write_text(f"begin\nthis is the log of {name}\n")
         return run.exp_id
+
+
+def click_until_page_opens(page: Page, link: Locator) -> Page:
+    """The page that a link opens. A click is lost if the table moves under the mouse, as it does while curves load."""
+    for _ in range(12):
+        with suppress(TimeoutError):
+            with page.context.expect_page(timeout=SLOW / 12) as tab:
+                link.click()
+            return tab.value
+    raise AssertionError(f"no page opened: {link}")
 
 
 def experiment(stride: int, seed: int, **more: object) -> dict:
@@ -234,10 +245,9 @@ def test_a_curve_is_found_by_the_mouse_between_its_points_and_lights_up_with_its
         assert legend.evaluate("node => node.scrollHeight > node.clientHeight || node.clientHeight > 200")
         job = rows(page, "jobs").filter(has_text=failed[:8])
         assert (job.bounding_box() or {"height": 0})["height"] > 60
-        with page.context.expect_page(timeout=SLOW) as opened_page:
-            job.get_by_role("link").click()
-        expect(opened_page.value.get_by_role("heading", name="Scores", exact=True)).to_be_visible(timeout=SLOW)
-        opened_page.value.close()
+        run_page_tab = click_until_page_opens(page, job.get_by_role("link"))
+        expect(run_page_tab.get_by_role("heading", name="Scores", exact=True)).to_be_visible(timeout=SLOW)
+        run_page_tab.close()
         page.set_viewport_size({"width": 880, "height": 1000})
         expression = page.get_by_label("Expression", exact=True).bounding_box()
         assert expression is not None
