@@ -73,11 +73,16 @@ test-slow: dev-environment
 test-matrix: dev-environment  ## every combination of parallel modes, of which `make test-all` runs pairs
 	$(BIN)/python $(TESTS) -m matrix
 
-lint: dev-environment  ## ruff, its format check, the rules of the tree and types
+lint: dev-environment  ## ruff, its format check, the rules of the tree, plain English and types
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/python .ci/rules.py
+	$(BIN)/python .ci/english.py
 	$(BIN)/basedpyright
+
+.PHONY: docs
+docs: dev-environment  ## the documentation site, in site/; opens from the disk, also without a network
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 
 format: dev-environment  ## rewrite imports and layout
 	$(BIN)/ruff check --fix
@@ -115,7 +120,7 @@ UNLOCKED := torch triton cuda-bindings cuda-pathfinder cuda-toolkit \
 LOCK := $(UV) pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-annotate $(addprefix --no-emit-package ,$(UNLOCKED))
 
 lock: export UV_CUSTOM_COMPILE_COMMAND := make lock
-lock:  ## requirements*.lock anew, after a change of requirements; versions that still fit stay. Needs uv and a package index
+lock:  ## update requirements*.lock after a change of requirements; versions that still fit stay. Needs uv and a package index
 	$(LOCK) requirements-dev.txt -o requirements-dev.lock
 	$(LOCK) requirements.txt -c requirements-dev.lock -o requirements.lock
 

@@ -60,7 +60,7 @@ NOT = {
     "job_configs": EVERY_LAYER,
 }
 NEIGHBOURS = {"trainval": {"exp_configs", "job_configs"}}
-OUTSIDE = ("tests", "benchmarks", ".ci")  # these can import anything
+OUTSIDE = ("tests", "benchmarks", "docs", ".ci")  # these can import anything
 SHORT = {
     "src.systems.crossattn.demo": "found by its name",
     "src.__init__": "the first import of every command",
@@ -248,10 +248,12 @@ def requirement_errors() -> Iterator[str]:
 
 
 def document_errors() -> Iterator[str]:
-    """Lines and links of the pages; versions; targets of make and files that documents, workflows and images name."""
+    """Lines and links of the pages; versions; targets of make and files that documents, workflows and images name.
+    mkdocs checks the links of the pages in docs/."""
     readme = (ROOT / "README.md").read_text()
-    pages = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-    others = [ROOT / name for name in ("CONTRIBUTING.md", "CHANGELOG.md", "LOG.md")]
+    site = sorted((ROOT / "docs").rglob("*.md"))
+    pages = [ROOT / "README.md", *(path for path in site if path.parent == ROOT / "docs")]
+    others = [ROOT / name for name in ("CONTRIBUTING.md", "CHANGELOG.md")]
     documents = [*pages, *others, *sorted((ROOT / "resources").rglob("*.md"))]
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     for page in documents:
@@ -260,19 +262,22 @@ def document_errors() -> Iterator[str]:
             long = [
                 f"{name}:{number}: over 119 characters"
                 for number, line in enumerate(text.splitlines(), 1)
-                if len(line) > 119
+                if len(line) > 119 and not line.startswith(("| ", "!["))
             ]
             yield from long
         for link, anchor in re.findall(r"\]\(([^)#]*)#?([^)]*)\)", text):
             target = page.parent / link if link else page
-            if "://" not in link and not (target.exists() and (not anchor or anchor in _anchors(target))):
+            if (
+                page not in site
+                and "://" not in link
+                and not (target.exists() and (not anchor or anchor in _anchors(target)))
+            ):
                 yield f"{name}: dead link {link}#{anchor}"
         for target in re.findall(r"^make ([a-z-]+)", text, re.MULTILINE):
             if target not in targets:
                 yield f"{name}: make {target} is not in the Makefile"
-    yield from (f"README.md: no link to docs/{page.name}" for page in pages[1:] if f"](docs/{page.name}" not in readme)
-    if readme.count("\n") > 120:
-        yield "README.md: over 120 lines"
+    if readme.count("\n") > 110:
+        yield "README.md: over 110 lines"
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     versions = {
         "pyproject.toml": project["version"],

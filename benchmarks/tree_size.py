@@ -7,7 +7,6 @@ those of Python's tokenizer without docstrings, comments and layout, so that den
 import ast
 import collections
 import io
-import re
 import subprocess
 import sys
 import tokenize
@@ -57,12 +56,7 @@ def figures(root: Path) -> dict[str, int]:
         ),
         "modules imported under another name": sum(_aliases(tree, code) for tree in code.values()),
         "commands": sum('__name__ == "__main__"' in texts[path] or path.name == "__main__.py" for path in code),
-        "flags of trainval.py": len(re.findall(r"^\| `-", _read(root / "docs/flags.md"), re.MULTILINE)),
     }
-
-
-def _read(path: Path) -> str:
-    return path.read_text() if path.exists() else ""
 
 
 def _aliases(tree: ast.Module, code: dict[Path, ast.Module]) -> int:

@@ -1,4 +1,4 @@
-"""What CONTRIBUTING.md shows is all it takes: the examples, put in place as they are written there, run."""
+"""The examples of docs/dev/add_a_component.md run when they are put in place as written."""
 
 import json
 import re
@@ -24,7 +24,7 @@ def copy_project(folder: Path, exp_configs: str) -> Path:
 
 
 def test_a_metric_and_an_experiment_as_shown(tmp_path: Path):
-    blocks = dict(BLOCK.findall((toy.ROOT / "CONTRIBUTING.md").read_text()))
+    blocks = dict(BLOCK.findall((toy.ROOT / "docs/dev/add_a_component.md").read_text()))
     metric, line, experiment, test = (
         blocks[name]
         for name in (
@@ -78,7 +78,7 @@ def test_a_metric_and_an_experiment_as_shown(tmp_path: Path):
 
 @pytest.mark.slow
 def test_a_recipe_a_model_a_data_set_and_a_launcher_as_shown(tmp_path: Path):
-    blocks = dict(BLOCK.findall((toy.ROOT / "CONTRIBUTING.md").read_text()))
+    blocks = dict(BLOCK.findall((toy.ROOT / "docs/dev/add_a_component.md").read_text()))
     components = [
         name
         for name in blocks

@@ -1,4 +1,4 @@
-"""The first experiment of the README and of docs/tutorial.md, carried out as it stands there.
+"""Run the first experiment of docs/tutorial.md as written.
 
 Other than there: a toy tokenizer stands for that of Python's own source, and a training has a few steps.
 """
@@ -37,13 +37,9 @@ Carry = Callable[[str], str]
 
 
 @pytest.fixture
-def carry_out(
-    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Carry:
-    """Carries out a command where data, a text and the experiments of a page are (the tutorial, or the parameter);
-    gives what it prints."""
-    page = getattr(request, "param", "docs/tutorial.md")
-    (block,) = re.findall(r"```python\n(MINE = .*?)```", (toy.ROOT / page).read_text(), re.DOTALL)
+def carry_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Carry:
+    """Run a command next to data, a text and the experiments of the tutorial; return its output."""
+    (block,) = re.findall(r"```python\n(MINE = .*?)```", (toy.ROOT / "docs/tutorial.md").read_text(), re.DOTALL)
     block, found = re.subn(
         r'"steps": \d+(.*"eval_every": )\d+', r'"steps": 4\g<1>2', block.replace("stdlib_tokenizer", "toy_tokenizer")
     )
@@ -69,11 +65,8 @@ def carry_out(
     return run
 
 
-@pytest.mark.parametrize(
-    ("carry_out", "name"), [(name, name) for name in ("README.md", "docs/tutorial.md")], indirect=["carry_out"]
-)
-def test_the_first_experiment(carry_out: Carry, name: str, tmp_path: Path):
-    shown = {line: carry_out(line) for line in commands(name) if not line.startswith(LEFT_OUT)}
+def test_the_first_experiment(carry_out: Carry, tmp_path: Path):
+    shown = {line: carry_out(line) for line in commands("docs/tutorial.md") if not line.startswith(LEFT_OUT)}
     assert len(shown) >= 5
     ends = [
         [row["step"] for row in map(json.loads, path.read_text().splitlines())]

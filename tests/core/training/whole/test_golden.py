@@ -7,6 +7,7 @@ and say why in the commit.
 
 import hashlib
 import json
+import re
 import shutil
 import tempfile
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from src.evaluation.metrics import squad, words
 from src.experiments.identity import exp_id
 from src.experiments.registry import RECIPES
 from tests import toy
@@ -93,6 +95,21 @@ def test_losses_are_where_they_were(measured: tuple[Path, dict[str, list[dict[st
         for was, now in zip(rows, found[name], strict=True):
             # The last digits depend on the processor and its libraries.
             assert now == pytest.approx(was, rel=1e-3, abs=1e-6), f"{name}, step {was['step']}"
+
+
+def test_every_score_column_is_documented(measured: tuple[Path, Any]):
+    """docs/run_directory.md has a pattern for it, such as `val_loss/<part>`."""
+    page = (toy.ROOT / "docs" / "run_directory.md").read_text().partition("## Score columns")[2].partition("\n## ")[0]
+    cells = re.findall(r"^\| (`.*?) \|", page, re.MULTILINE)
+    names = {name for cell in cells for name in re.findall("`([^`]+)`", cell)}
+    prefixed = {f"val_{name}" for name in names if name in ("chosen_logratio", "rejected_logratio", "margin")}
+    metrics = "|".join([*squad.Config().score_names(), *words.Config().score_names(), "accuracy", "macro_f1"])
+    patterns = "|".join(re.sub(r"<\w+>", ".+", name.replace("<metric>", f"({metrics})")) for name in names | prefixed)
+    columns = {
+        column for name, (exp,) in GROUPS.items() for row in toy.rows(measured[0], exp_id(exp)) for column in row
+    }
+    assert len(columns) > 50
+    assert not {column for column in columns if not re.fullmatch(patterns, column)}
 
 
 def test_every_recipe_goes_on_after_a_cut_with_the_same_bits(measured: tuple[Path, Any]):

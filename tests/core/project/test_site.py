@@ -1,0 +1,106 @@
+"""The documentation site: complete, built without a warning, and usable without a network."""
+
+import ast
+import importlib.util
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from tests.toy import ROOT
+
+
+def load_reference() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("reference", ROOT / "docs" / "reference.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+reference = load_reference()
+
+
+def sections(text: str) -> list[str]:
+    return re.split(r"^## ", text, flags=re.MULTILINE)[1:]
+
+
+def documented_fields(text: str) -> dict[str, set[str]]:
+    """{module path: fields of the tables below headings of that module}."""
+    fields: dict[str, set[str]] = {}
+    for section in sections(text):
+        (path,) = re.findall(r"^Code: `(\S+)`$", section, re.MULTILINE)
+        fields.setdefault(path, set()).update(re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE))
+    return fields
+
+
+def test_every_field_of_an_experiment_is_in_the_reference():
+    documented: dict[str, set[str]] = {}
+    for text in reference.component_pages().values():
+        for path, names in documented_fields(text).items():
+            documented.setdefault(path, set()).update(names)
+    keys = json.loads((ROOT / "tests" / "golden" / "config_keys.json").read_text())
+    missing = {
+        name: sorted(fields)
+        for name, entry in keys.items()
+        if (
+            fields := {*entry["original"], *entry.get("added", {})}
+            - documented[f"{name.rpartition('.')[0].replace('.', '/')}.py"]
+        )
+    }
+    assert not missing
+
+
+def test_every_field_has_a_description():
+    undescribed = [
+        f"{path} {line}"
+        for path, text in reference.component_pages().items()
+        for line in re.findall(r"^\| `(\w+)` \|.*\|  \|$", text, re.MULTILINE)
+    ]
+    assert not undescribed
+
+
+def flags_in_code() -> set[str]:
+    """Long options in calls of add_argument, except those without help."""
+    flags = set()
+    listing = subprocess.check_output(
+        ["git", "ls-files", "trainval.py", "src", "data_prep", "results"], cwd=ROOT, text=True
+    )
+    for path in (name for name in listing.split() if name.endswith(".py")):
+        for node in ast.walk(ast.parse((ROOT / path).read_text())):
+            if (
+                isinstance(node, ast.Call)
+                and getattr(node.func, "attr", getattr(node.func, "id", "")) == "add_argument"
+            ):
+                is_hidden = any(word.arg == "help" and "SUPPRESS" in ast.unparse(word.value) for word in node.keywords)
+                words = [word.value for word in node.args if isinstance(word, ast.Constant)]
+                flags |= {word for word in words if isinstance(word, str) and word.startswith("--") and not is_hidden}
+    return flags
+
+
+@pytest.mark.slow
+def test_every_flag_is_in_the_reference():
+    text = reference.commands_page()
+    flags = flags_in_code()
+    assert len(flags) > 100
+    assert not {flag for flag in flags if f"`{flag}`" not in text}
+    assert len(sections(text)) >= 60
+
+
+@pytest.mark.slow
+def test_the_site_builds_without_a_warning_and_needs_no_network(tmp_path: Path):
+    command = [sys.executable, "-m", "mkdocs", "build", "--site-dir", str(tmp_path / "site")]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    pages = list((tmp_path / "site").rglob("*.html"))
+    assert len(pages) > 25
+    for page in pages:
+        loaded = re.findall(r'<(?:script|img|iframe|link)[^>]*?(?:src|href)="(https?://[^"]*)"', page.read_text())
+        assert not [address for address in loaded if "canonical" not in address], page
+    shutil.rmtree(tmp_path / "site")
