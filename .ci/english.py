@@ -1,7 +1,7 @@
 """Check that code and docs are in plain English. `make lint` runs it; with paths, it lists every hit in these files.
 
-Limits: a habit of HABITS in at most 1 % of the sentences of the code and of the lines of the docs, and in no name of a test;
-no variable, parameter, attribute, function or class whose name is a bare participle.
+Limits: a habit of HABITS in at most 1 % of the sentences of the code and of the lines of the docs, and in no test name.
+No variable, parameter, attribute, function or class is named by a bare participle.
 """
 
 import ast
@@ -20,8 +20,8 @@ HABITS = {
     "tell: say report, log, print": r"\b(told|tells?)\b",
     "go on: say continue, resume": r"\b(go(es)?|going|went) on\b",
     "a clause with what as a noun: name the thing": (
-        r"\b[Ww]hat (is|was|are|were|has|had|it|they|an?|the|each|no|one|this|that|comes?|came|follows|stands|reads?|makes?"
-        r"|needs?|does|may|all|must|can|people|processes|runs?|training|models?|transformers|others?|launch|`\w+`)\b"
+        r"\b[Ww]hat (is|was|are|were|has|had|it|they|an?|the|each|no|one|this|that|comes?|came|follows|stands|reads?"
+        r"|makes?|needs?|does|may|all|must|can|people|processes|runs?|training|models?|transformers|others?|launch|`\w+`)\b"
     ),
     "a sentence that starts with Of: start with the subject": (
         r"(?:^|\.\s|\"\"\"|: )Of (an?|the|each|all|its|one|this|that|which|beams|losses|several|some|these|those"

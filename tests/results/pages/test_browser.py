@@ -22,7 +22,8 @@ from src.runs.run_dir import RunDir
 from src.tables import results
 
 pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-from playwright.sync_api import Browser, Locator, Page, TimeoutError, expect
+from playwright import sync_api as playwright
+from playwright.sync_api import Browser, Locator, Page, expect
 
 from tests.browsing import SLOW, opened
 from tests.servers import served
@@ -55,7 +56,7 @@ class World:
 def click_until_page_opens(page: Page, link: Locator) -> Page:
     """The page that a link opens. A click is lost if the table moves under the mouse, as it does while curves load."""
     for _ in range(12):
-        with suppress(TimeoutError):
+        with suppress(playwright.TimeoutError):
             with page.context.expect_page(timeout=SLOW / 12) as tab:
                 link.click()
             return tab.value
