@@ -7,6 +7,7 @@ those of Python's tokenizer without docstrings, comments and layout, so that den
 import ast
 import collections
 import io
+import json
 import subprocess
 import sys
 import tokenize
@@ -35,6 +36,9 @@ def figures(root: Path) -> dict[str, int]:
     entries = collections.Counter(path.parent for path in {part for path in files for part in (path, *path.parents)})
     lines = {path: text.count("\n") for path, text in texts.items()}
     tokens = {path: _tokens(text) for path, text in texts.items()}
+    docstrings = {path: len(_docstring_lines(text)) for path, text in texts.items()}
+    golden = next((root / path for path in files if path.name == "config_keys.json"), None)
+    classes = json.loads(golden.read_text()).values() if golden else []
     return {
         "Python files in src, data_prep, results": len(code),
         "folders in src, data_prep, results": len({path.parent for path in code}),
@@ -43,11 +47,12 @@ def figures(root: Path) -> dict[str, int]:
         ),
         **{
             f"{what} in {room}": sum(values[path] for path in texts if path.parts[0] == room)
-            for what, values in (("lines", lines), ("tokens", tokens))
+            for what, values in (("lines", lines), ("lines of docstrings", docstrings), ("tokens", tokens))
             for room in (*_CODE, "tests", "benchmarks")
         },
         "tokens in src, data_prep, results": sum(tokens[path] for path in code),
         "longest module there, lines": max(lines[path] for path in code),
+        "fields of experiments": sum(len({*keys["original"], *keys.get("added", {})}) for keys in classes),
         "functions": len(functions),
         "functions whose name is used once": sum(uses[each.name] == 1 for each in functions),
         "`Any` in annotations": uses["Any"],
@@ -61,23 +66,27 @@ def figures(root: Path) -> dict[str, int]:
 
 def _aliases(tree: ast.Module, code: dict[Path, ast.Module]) -> int:
     ours = {".".join(path.with_suffix("").parts) for path in code}
-    found = 0
+    count = 0
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom | ast.Import):
             prefix = f"{node.module}." if isinstance(node, ast.ImportFrom) and node.module else ""
-            found += sum(bool(name.asname) and f"{prefix}{name.name}" in ours for name in node.names)
-    return found
+            count += sum(bool(name.asname) and f"{prefix}{name.name}" in ours for name in node.names)
+    return count
 
 
-def _tokens(text: str) -> int:
-    docstrings = {
+def _docstring_lines(text: str) -> set[int]:
+    return {
         line
         for node in ast.walk(ast.parse(text))
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
         for line in range(node.lineno, (node.end_lineno or 0) + 1)
     }
-    found = tokenize.generate_tokens(io.StringIO(text).readline)
-    return sum(token.type not in _LAYOUT and token.start[0] not in docstrings for token in found)
+
+
+def _tokens(text: str) -> int:
+    docstrings = _docstring_lines(text)
+    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+    return sum(token.type not in _LAYOUT and token.start[0] not in docstrings for token in tokens)
 
 
 if __name__ == "__main__":
