@@ -1,7 +1,7 @@
 """interleaved_tiny from an S3 server with a cold cache of two shards, killed on its way: as from the disk, to the last
 bit.
 
-STEPS=800 in the environment trains the whole of it, four minutes; LOG.md has what came of that.
+STEPS=800 in the environment trains to the end, four minutes; results: docs/dev/log/2026-11-streaming.md.
 """
 
 import json
