@@ -42,7 +42,7 @@ def reuse_freed_memory() -> None:
     Does nothing without glibc.
 
     As it comes glibc gives large blocks back to the kernel in each pass and takes fresh pages in the next, for which a
-    training on a CPU pays with a part of its time (docs/dev/log). Blocks above 32 MiB are still given back: kept, they would
+    training on a CPU pays with a part of its time. Blocks above 32 MiB are still given back: kept, they would
     part the memory into pieces that fit nothing, and the peak would grow.
     """
     trim_threshold, mmap_threshold = -1, -3  # malloc.h
