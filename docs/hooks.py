@@ -27,7 +27,9 @@ _LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s#]*)(#[^)\s]*)?\)"
 def on_files(files: Files, config: Any) -> Files:
     sys.path.insert(0, str(ROOT))  # mkdocs undoes such a change at the top of this file
     generated = {page: (ROOT / source).read_text(encoding="utf-8") for source, page in PAGES.items()}
-    for page, text in (generated | reference.pages()).items():
+    boost = "---\nsearch:\n  boost: 2\n---\n\n"  # a search for a field or flag finds its description first
+    generated |= {page: boost + text for page, text in reference.pages().items()}
+    for page, text in generated.items():
         files.append(File.generated(config, page, content=text))
     return files
 

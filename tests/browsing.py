@@ -18,7 +18,7 @@ def opened(browser: Browser, address: str) -> Iterator[Page]:
     strange: list[str] = []
 
     def guard(route: Route) -> None:
-        if re.match(r"(http://(127\.0\.0\.1|localhost):|data:|blob:)", route.request.url):
+        if re.match(r"(http://(127\.0\.0\.1|localhost):|data:|blob:|file:)", route.request.url):
             route.continue_()
         else:
             strange.append(route.request.url)
