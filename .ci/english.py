@@ -60,7 +60,7 @@ TERMS = re.compile(
     "|matched|merged|need|nested|normalized|packed|padded|parsed|patched|pinned|pooled|pretrained|projected|put"
     "|quantized|read|red|rejected|removed|rendered|requested|required|reserved|resolved|sampled|saved|scaled|seed"
     "|seen|selected|sharded|shared|shed|shifted|shuffled|skipped|sorted|speed|split|spread|stacked|supported|tied"
-    "|tokenized|trained|transposed|truncated|unpacked|unsupported|unused|visited|weighted|wrapped"
+    "|tokenized|trained|transposed|truncated|unchanged|unfinished|unpacked|unsupported|unused|visited|weighted|wrapped"
 )
 """Words that look like participles, and those that torch, transformers, TRL and the like use as names."""
 
@@ -147,12 +147,12 @@ def main(paths: Sequence[str]) -> bool:
     files = subprocess.check_output(["git", "ls-files", "--", *paths], cwd=ROOT, text=True).splitlines()
     hits, counts = check([path for path in files if path.endswith((".py", ".md")) and (ROOT / path).exists()])
     failed = False
-    for kind, found in hits.items():
+    for kind, kind_hits in hits.items():
         allowed = 0 if paths or kind in ("tests", "names") else MOST_PERCENT / 100 * counts[kind]
-        if len(found) > allowed:
-            print(*found, sep="\n")
+        if len(kind_hits) > allowed:
+            print(*kind_hits, sep="\n")
             failed = True
-        print(f"{kind}: {len(found)} of {counts[kind]}")
+        print(f"{kind}: {len(kind_hits)} of {counts[kind]}")
     return failed
 
 

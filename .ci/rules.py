@@ -103,16 +103,20 @@ class Module:
     def type_lines(self) -> set[int]:
         """The lines below `if TYPE_CHECKING`, which never run."""
         blocks = [node for node in ast.walk(self.tree) if isinstance(node, ast.If)]
-        named = [block for block in blocks if isinstance(block.test, ast.Name) and block.test.id == "TYPE_CHECKING"]
-        return {line for block in named for each in block.body for line in range(each.lineno, each.end_lineno + 1)}
+        type_blocks = [
+            block for block in blocks if isinstance(block.test, ast.Name) and block.test.id == "TYPE_CHECKING"
+        ]
+        return {
+            line for block in type_blocks for each in block.body for line in range(each.lineno, each.end_lineno + 1)
+        }
 
 
 def layer_of(name: str) -> str | None:
     """The layer of a dotted name; None for a module of another project."""
-    known = [layer for layer in EVERY_LAYER if f"{name}.".startswith(f"{layer}.")]
+    layers = [layer for layer in EVERY_LAYER if f"{name}.".startswith(f"{layer}.")]
     parts = name.split(".")
     fallback = ".".join(parts[:2]) if parts[0] == "src" else parts[0] if parts[0] in OUTSIDE else None
-    return max(known, key=len) if known else fallback
+    return max(layers, key=len) if layers else fallback
 
 
 def system_of(name: str) -> str | None:
@@ -169,8 +173,8 @@ def size_errors(modules: list[Module], files: list[str]) -> Iterator[str]:
         if folder.parts[0] in {"src", "data_prep", "results", "tests", "benchmarks"} and count > MOST_ENTRIES:
             yield f"{folder}: {count} entries; move files that belong together into a folder of at most {MOST_ENTRIES}"
     lines = {module.name: module.text.count("\n") for module in modules if module.path.startswith("src/")}
-    registered = {name for table in TABLES for name in table.modules.values()}
-    for name in {name for name, count in lines.items() if count < LEAST_LINES} - registered ^ SHORT.keys():
+    registry_modules = {name for table in TABLES for name in table.modules.values()}
+    for name in {name for name, count in lines.items() if count < LEAST_LINES} - registry_modules ^ SHORT.keys():
         yield f"{name}: {lines.get(name)} lines; merge it into its caller, or correct SHORT in .ci/rules.py"
     yield from (f"{name}: {count} lines, at most {MOST_LINES}" for name, count in lines.items() if count > MOST_LINES)
     for path in files:
@@ -192,23 +196,23 @@ def cycle_errors(modules: list[Module]) -> Iterator[str]:
     }
     cycles: list[set[str]] = []
     for start in sorted(needs):
-        reached, queue = set[str](), list(needs[start])
+        reachable, queue = set[str](), list(needs[start])
         while queue:
-            if (name := queue.pop()) not in reached:
-                reached.add(name)
+            if (name := queue.pop()) not in reachable:
+                reachable.add(name)
                 queue += needs[name]
-        if start in reached and not any(start in cycle for cycle in cycles):
-            cycles.append({name for name in reached if start in _reachable(needs, name)})
+        if start in reachable and not any(start in cycle for cycle in cycles):
+            cycles.append({name for name in reachable if start in _reachable(needs, name)})
     yield from (f"import cycle: {', '.join(sorted(cycle))}" for cycle in cycles)
 
 
 def _reachable(needs: dict[str, set[str]], start: str) -> set[str]:
-    reached, queue = set[str](), [start]
+    reachable, queue = set[str](), [start]
     while queue:
-        for name in needs[queue.pop()] - reached:
-            reached.add(name)
+        for name in needs[queue.pop()] - reachable:
+            reachable.add(name)
             queue.append(name)
-    return reached
+    return reachable
 
 
 def lock_entries(path: Path) -> dict[str, set[str]]:
@@ -227,21 +231,21 @@ def requirement_errors() -> Iterator[str]:
     for path in [main, *sorted(ROOT.glob("requirements-*.txt")), *extras]:
         for name, version in re.findall(r"^([\w.-]+)==([^\s#]+)", path.read_text(), re.MULTILINE):
             for lock in ["requirements-dev.lock", *(["requirements.lock"] if path == main else [])]:
-                locked = locks[lock].get(name.lower().replace("_", "-"))
-                if name != "torch" and locked != {version}:
-                    yield f"{path.name}: {name}=={version}, but {lock} has {locked or 'none'}; run make lock"
+                lock_versions = locks[lock].get(name.lower().replace("_", "-"))
+                if name != "torch" and lock_versions != {version}:
+                    yield f"{path.name}: {name}=={version}, but {lock} has {lock_versions or 'none'}; run make lock"
     for name, versions in locks["requirements.lock"].items():
         if locks["requirements-dev.lock"].get(name) != versions:
             yield f"requirements.lock: {name} {versions} differs from requirements-dev.lock; run make lock"
     for lock, entries in locks.items():
-        if found := [name for name in entries if re.match(r"(torch|triton|cuda-.*|nvidia-.*)$", name)]:
-            yield f"{lock}: {found} depend on the machine; add them to UNLOCKED in the Makefile"
+        if machine_packages := [name for name in entries if re.match(r"(torch|triton|cuda-.*|nvidia-.*)$", name)]:
+            yield f"{lock}: {machine_packages} depend on the machine; add them to UNLOCKED in the Makefile"
         if re.search(r"://|--(extra-)?index-url|--find-links", (ROOT / lock).read_text()):
             yield f"{lock}: names an address"
-    included = set(re.findall(r"^-r (\S+)", (ROOT / "requirements-dev.txt").read_text(), re.MULTILINE))
+    dev_includes = set(re.findall(r"^-r (\S+)", (ROOT / "requirements-dev.txt").read_text(), re.MULTILINE))
     code = "".join(file.read_text() for room in ("src", "data_prep") for file in (ROOT / room).rglob("*.py"))
     for path in (f"requirements/{extra.name}" for extra in extras):
-        if path not in included:
+        if path not in dev_includes:
             yield f"requirements-dev.txt: does not include {path}"
         if path not in code:
             yield f"{path}: no code names it in the message for a missing package"
@@ -290,8 +294,8 @@ def document_errors() -> Iterator[str]:
     around.append(ROOT / ".devcontainer" / "devcontainer.json")
     for path in around:
         text, name = path.read_text(), path.relative_to(ROOT)
-        named = {word for words in re.findall(r"\bmake ([a-z -]+)", text) for word in words.split()}
-        yield from (f"{name}: make {word} is not in the Makefile" for word in named - targets)
+        make_targets = {word for words in re.findall(r"\bmake ([a-z -]+)", text) for word in words.split()}
+        yield from (f"{name}: make {word} is not in the Makefile" for word in make_targets - targets)
         scripts = set(re.findall(r"run: (\.ci/\w+)", text))
         yield from (f"{name}: no file {script}" for script in scripts if not (ROOT / script).exists())
         if re.search(r"pip3? install|[\w-]+==\S+", text):
@@ -299,7 +303,7 @@ def document_errors() -> Iterator[str]:
 
 
 def system_errors(systems: Path = ROOT / "src" / "systems") -> Iterator[str]:
-    """Each system has its groups and a README, whose table names files that exist."""
+    """Each system has its groups and a README, and its table names existing files."""
     for folder in (path for path in sorted(systems.iterdir()) if path.is_dir() and path.name != "__pycache__"):
         yield from (f"{folder / name}: missing" for name in ("README.md", "groups.py") if not (folder / name).exists())
         page = (folder / "README.md").read_text(encoding="utf-8") if (folder / "README.md").exists() else ""
@@ -322,8 +326,8 @@ def _first(pattern: str, name: str) -> Any:
 
 def violations() -> Iterator[str]:
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
-    listed = subprocess.check_output(command, cwd=ROOT, text=True).splitlines()
-    files = [path for path in sorted(set(listed)) if (ROOT / path).exists()]
+    paths = subprocess.check_output(command, cwd=ROOT, text=True).splitlines()
+    files = [path for path in sorted(set(paths)) if (ROOT / path).exists()]
     modules = [Module(path) for path in files if path.endswith(".py")]
     names = {module.name for module in modules}
     for module in modules:
@@ -339,6 +343,6 @@ def violations() -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    found = list(violations())
-    print(*found, sep="\n")
-    sys.exit(bool(found))
+    messages = list(violations())
+    print(*messages, sep="\n")
+    sys.exit(bool(messages))

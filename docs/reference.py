@@ -132,7 +132,7 @@ def _prose(text: str) -> str:
 
 def declarations(cls: type[Config]) -> dict[str, tuple[type, ast.expr, str]]:
     """{field: (the class that declares it, its annotation, its docstring)}."""
-    declared: dict[str, tuple[type, ast.expr, str]] = {}
+    fields: dict[str, tuple[type, ast.expr, str]] = {}
     for base in cls.__mro__:
         if not (isinstance(base, type) and issubclass(base, Config)) or base is Config:
             continue
@@ -143,9 +143,9 @@ def declarations(cls: type[Config]) -> dict[str, tuple[type, ast.expr, str]]:
                 text = ""
                 if isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant):
                     text = " ".join(str(following.value.value).split())
-                owner, annotation, known = declared.setdefault(node.target.id, (base, node.annotation, text))
-                declared[node.target.id] = owner, annotation, known or text
-    return {name: declared[name] for name in cls.model_fields}
+                owner, annotation, earlier_text = fields.setdefault(node.target.id, (base, node.annotation, text))
+                fields[node.target.id] = owner, annotation, earlier_text or text
+    return {name: fields[name] for name in cls.model_fields}
 
 
 def _fields(cls: type[Config], anchors: dict[type, str]) -> str:

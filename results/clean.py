@@ -36,7 +36,7 @@ class Cleanup:
     plans: list[retention.Plan] = field(default_factory=list)
     snapshots: list[Path] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
-    needed: retention.NeededCheckpoints = frozenset()
+    needed_checkpoints: retention.NeededCheckpoints = frozenset()
     """Checkpoints that other experiments needed at that time."""
 
     @property
@@ -74,16 +74,16 @@ def _delete_runs(options: argparse.Namespace) -> int:
     if options.apply:
         raise ConfigError("--apply deletes checkpoints, --delete complete runs: leave one of them out.")
     before = time.time() - options.older_than * _DAY
-    chosen: list[Path] = []
+    selected_paths: list[Path] = []
     if options.groups or options.where or options.paths or options.older_than:
-        chosen = run_arguments.paths(options)
+        selected_paths = run_arguments.paths(options)
     elif not options.runs.is_dir():
         raise DataError(f"{options.runs}: no such folder of runs.")
     else:
         run_arguments.warn(
             ["no run is chosen: name ids, or use -e, --where or --older-than. Only restarted runs are deleted."]
         )
-    cleanup = deletion.plan(options.runs, chosen, before)
+    cleanup = deletion.plan(options.runs, selected_paths, before)
     sizes = {path: retention.folder_bytes(path) if path.is_dir() else path.lstat().st_size for path in cleanup.paths()}
     run_arguments.warn(cleanup.warnings)
     run_arguments.warn(_name_other_groups(cleanup.runs, options.groups or ()))
@@ -107,9 +107,9 @@ def _delete_runs(options: argparse.Namespace) -> int:
         now.resets = [path for path in now.resets if path in cleanup.resets]
         failed = deletion.delete(now)
     run_arguments.warn([*new, *failed])
-    freed = sum(bytes_ for path, bytes_ in sizes.items() if not os.path.lexists(path))
+    freed_bytes = sum(bytes_ for path, bytes_ in sizes.items() if not os.path.lexists(path))
     count = sum(not path.exists() for path in cleanup.runs)
-    print(f"Deleted: {_count(count, 'run')}, {_format_bytes(freed)}.")
+    print(f"Deleted: {_count(count, 'run')}, {_format_bytes(freed_bytes)}.")
     return 1 if new or failed else 0
 
 
@@ -149,7 +149,7 @@ def look(
     """
     rows, warnings = selection or results.select(runs)
     by_others, unread = retention.needed_by_children(runs)
-    cleanup = Cleanup(warnings=[*warnings, *unread], needed=by_others)
+    cleanup = Cleanup(warnings=[*warnings, *unread], needed_checkpoints=by_others)
     now = time.time()
     for row in rows:
         try:
@@ -168,18 +168,18 @@ def look(
 def _snapshots(runs: Path, before: float, warnings: list[str]) -> list[Path]:
     """Code snapshots that no unfinished job uses, older than a day: a submission can be about to use a recent one."""
     folders = [path for path in sorted((runs / SNAPSHOTS).glob("*")) if path.is_dir() and not path.is_symlink()]
-    used = set()
+    used_names = set()
     for intent in sorted((runs / submissions.FOLDER).glob(f"*/{submissions.INTENT}")):
         try:
             submission = submissions.read(runs, intent.parent.name)
         except LaunchError as error:
             warnings.append(f"{error} All snapshots of code stay.")
             return []
-        if submission.snapshot not in used and any(
+        if submission.snapshot not in used_names and any(
             _may_run(SavedRun(runs / name), submission.name) for name in submission.experiments
         ):
-            used.add(submission.snapshot)
-    return [path for path in folders if path.name not in used and path.stat().st_mtime <= before]
+            used_names.add(submission.snapshot)
+    return [path for path in folders if path.name not in used_names and path.stat().st_mtime <= before]
 
 
 def _may_run(run: SavedRun, submission: str) -> bool:
@@ -195,7 +195,7 @@ def delete(runs: Path, cleanup: Cleanup) -> list[str]:
     """Delete the result of `look`, except parents of new experiments; returns a message for each path not deleted."""
     failed = []
     now, _ = retention.needed_by_children(runs)
-    parents = {name for name, _ in now - cleanup.needed}
+    parents = {name for name, _ in now - cleanup.needed_checkpoints}
     for plan in cleanup.plans:
         if plan.deletable and plan.run.name in parents:
             failed.append(
@@ -216,11 +216,11 @@ def delete(runs: Path, cleanup: Cleanup) -> list[str]:
     return failed
 
 
-def _report(sizes: dict[Path, int], applied: bool) -> None:
+def _report(sizes: dict[Path, int], is_applied: bool) -> None:
     for path, bytes_ in sizes.items():
         print(f"{_format_bytes(bytes_):>10}  {path}")
     total = f"{len(sizes)} folders, {_format_bytes(sum(sizes.values()))}"
-    if applied:
+    if is_applied:
         print(f"Deleted: {total}.")
     else:
         print(f"Would go: {total}. Nothing was deleted; add --apply." if sizes else "Nothing would go.")

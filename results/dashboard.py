@@ -23,7 +23,7 @@ PORT = 5006
 SECONDS = (2, 5, 15, 60)
 """Choices of the refresh interval."""
 ALL = "all"
-LINKED = (
+EXTRA_PAGES = (
     *("group", "states", "where", "text", "by", "scores", "sorted", "spread", "over", "value", "at_step"),
     *("metrics", "x", "smoothing", "logarithmic", "experiment", "other", "wrong"),
 )
@@ -39,22 +39,26 @@ _saved: dict[Path, overview.Saved] = {}
 _BODY_CSS = markup.CSS + "body { margin: 0; background: var(--page); }"
 
 
-def app(runs: Path = RUNS, group: str | None = None, live: bool = True, linked: bool = False) -> pn.viewable.Viewable:
+def app(
+    runs: Path = RUNS, group: str | None = None, live: bool = True, has_links: bool = False
+) -> pn.viewable.Viewable:
     """The page. live: refresh it every few seconds, until the switch on it is turned off.
-    linked: the server has pages of runs, too."""
+    has_links: the server also has pages of runs."""
     pn.extension("tabulator", inline=True, notifications=False)
-    shown = Dashboard(runs, group, live, linked)
+    dashboard = Dashboard(runs, group, live, has_links)
     if pn.state.location is not None:
-        shown.restore(pn.state.location)
-    return shown.view()
+        dashboard.restore(pn.state.location)
+    return dashboard.view()
 
 
 class Dashboard:
     """The widgets and their data. `reload` reads the folder; all other updates use the data in memory."""
 
-    def __init__(self, runs: Path = RUNS, group: str | None = None, live: bool = False, linked: bool = False) -> None:
-        self.runs, self.linked = runs, linked
-        self.content = self.shown = overview.Overview(runs)
+    def __init__(
+        self, runs: Path = RUNS, group: str | None = None, live: bool = False, has_links: bool = False
+    ) -> None:
+        self.runs, self.has_links = runs, has_links
+        self.content = self.selection = overview.Overview(runs)
         self._saved = _saved.setdefault(runs.resolve(), overview.Saved(runs))
         group = group or overview.newest_group(overview.load(runs, None, self._saved)) or ALL
         kinds = (pn.widgets.Select, pn.widgets.MultiChoice, pn.widgets.TextInput, pn.widgets.FloatSlider)
@@ -65,14 +69,14 @@ class Dashboard:
         self.text = text(label="Search", placeholder="in ids, configs, reasons, notes", width=230)
         self.live = pn.widgets.Switch(value=live, css_classes=["live-switch"], width=34, margin=(7, 4, 0, 0))
         self.seconds = select(options={f"every {n} s": n for n in SECONDS}, value=5, width=105, margin=(0, 5))
-        self.by = many(label="Rows by", css_classes=["by"], placeholder="what varies, but the seed", solid=False)
-        self.scores = many(label="Scores", css_classes=["scores"], placeholder="the headline ones", solid=False)
+        self.by = many(label="Rows by", css_classes=["by"], placeholder="all varying keys except the seed", solid=False)
+        self.scores = many(label="Scores", css_classes=["scores"], placeholder="headline scores", solid=False)
         self.sorted = select(label="Sorted by", width=170)
         self.spread = select(label="Spread", options={"± std": "std", "95 % interval": "ci95"}, width=120)
         self.over = select(label="Means over", options={"done runs": False, "all runs": True}, width=110)
         self.value = select(label="Value", options=list(curves.VALUES), width=80)
         self.at_step = pn.widgets.IntInput(label="At step", value=None, start=0, width=90, stylesheets=[panes.CSS])
-        self.metrics = many(label="Metrics", css_classes=["metrics"], placeholder="the first", solid=False)
+        self.metrics = many(label="Metrics", css_classes=["metrics"], placeholder="the first metric", solid=False)
         self.by.sizing_mode = self.scores.sizing_mode = self.metrics.sizing_mode = "stretch_width"
         self.x = select(label="x axis", options=["step"], sizing_mode="stretch_width")
         self.smoothing = slider(label="Smoothing", start=0, end=0.95, step=0.05, value=0)
@@ -90,7 +94,7 @@ class Dashboard:
         self.details = [panes.page() for _ in range(5)]
         dot = panes.COLOUR
         self.results = panes.Table("results", 10, self._light, html=[dot], widths={dot: 34}, sortable={dot: False})
-        html = ["state", *(["experiment"] if linked else [])]
+        html = ["state", *(["experiment"] if has_links else [])]
         self.jobs = panes.Table("jobs", 8, self._select, html=html, wrapped=["configuration", "reason", "notes"])
         self.plot = chart.Plot(self._mark)
         self.tabs = self._tabs()
@@ -100,8 +104,8 @@ class Dashboard:
             start=False,
         )
         self._busy = False
-        self._drawn: Any = None
-        self._detailed: Any = None
+        self._curve_inputs: Any = None
+        self._detail_inputs: Any = None
         self._ids: list[str] = []
         self._lines: dict[str, tuple[tuple[overview.Job, str, str], list[str]]] = {}
         self._colours: list[str] = []
@@ -138,7 +142,7 @@ class Dashboard:
 
     def restore(self, location: Any) -> None:
         """Take the choices from the page's address, and keep them there: a link to the page opens the same view."""
-        for name in LINKED:
+        for name in EXTRA_PAGES:
             widget = getattr(self, name)
             before = widget.value
             location.sync(widget, {"value": name})
@@ -170,71 +174,73 @@ class Dashboard:
         """Apply the filters; a mistake in the expression is shown below it and changes nothing else.
         Sends all updates at once."""
         try:
-            shown = overview.select(self.content, self.states.value, self.where.value, self.text.value)
+            selection = overview.select(self.content, self.states.value, self.where.value, self.text.value)
         except ConfigError as error:
             panes.show_html(self.problem, markup.error(str(error)))
             return
         self.over.disabled = self.value.disabled = (
             self.at_step.value is not None
         )  # at a step it is the value there, of all runs
-        self.shown = overview.choose_values(shown, self.over.value, self.value.value, self.at_step.value)
+        self.selection = overview.choose_values(selection, self.over.value, self.value.value, self.at_step.value)
         panes.show_html(self.problem, "")
-        panes.show_html(self.warnings, markup.warnings(self.shown.warnings))
+        panes.show_html(self.warnings, markup.warnings(self.selection.warnings))
         panes.show_html(
             self.head,
-            panes.head("Experiments" if self.group.value == ALL else self.group.value, self.content, self.shown),
+            panes.head("Experiments" if self.group.value == ALL else self.group.value, self.content, self.selection),
         )
-        scores = overview.metrics(self.shown)
+        scores = overview.metrics(self.selection)
         _offer(self.metrics, scores)
-        keys, _ = overview.differing(self.shown)
+        keys, _ = overview.differing(self.selection)
         _offer(self.x, ["step", "seconds", *(name for name in scores if name not in self.chosen_metrics()), *keys])
         _offer(self.by, ["group", *keys])
-        _offer(self.sorted, list(dict.fromkeys([*overview.headline(self.shown), *scores])))
-        _offer(self.scores, results.score_names(self.shown.rows))
+        _offer(self.sorted, list(dict.fromkeys([*overview.headline(self.selection), *scores])))
+        _offer(self.scores, results.score_names(self.selection.rows))
         self.show_results()
         self.show_curves()
         self.show_jobs()
 
     def show_results(self) -> None:
         """The table of results, best first by the chosen score."""
-        shown = overview.tabulate(self.shown, self.by.value, self.scores.value, self.sorted.value, self.spread.value)
+        table = overview.tabulate(
+            self.selection, self.by.value, self.scores.value, self.sorted.value, self.spread.value
+        )
         of_lines = zip(
-            shown.colours, shown.lines, strict=bool(shown.lines)
+            table.colours, table.lines, strict=bool(table.lines)
         )  # no lines where nothing differs: see `same`
         lines = [[markup.dot(colour), *line] for colour, line in of_lines]
-        self._colours = shown.colours
-        self.results.fill([panes.COLOUR, *shown.headings] if lines else [], lines, [set[int](), *shown.best_lines])
-        same = f"In all rows: {', '.join(shown.same)}." if shown.same else ""
-        panes.show_html(self.result_note, "".join(map(markup.note, filter(None, [same, *shown.remarks]))))
+        self._colours = table.colours
+        self.results.fill([panes.COLOUR, *table.headings] if lines else [], lines, [set[int](), *table.best_lines])
+        same = f"In all rows: {', '.join(table.same)}." if table.same else ""
+        panes.show_html(self.result_note, "".join(map(markup.note, filter(None, [same, *table.remarks]))))
 
     def show_curves(self) -> None:
         """Update the learning curves if a row or an option has changed."""
         metrics, x = self.chosen_metrics(), self.x.value
         look = overview.Look(x, self.spread.value, self.smoothing.value, self.by.value)
-        inputs = (self.shown.rows, self.shown.unfinished, metrics, self.logarithmic.value, look)
-        if inputs == self._drawn:
+        inputs = (self.selection.rows, self.selection.unfinished, metrics, self.logarithmic.value, look)
+        if inputs == self._curve_inputs:
             return
-        self._drawn = inputs
-        drawn = {metric: overview.curves(self.shown, metric, look) for metric in metrics[:MOST_PICTURES]}
-        self.plot.show(drawn, x, self.logarithmic.value)
-        panes.show_html(self.legend, chart.legend(drawn))
+        self._curve_inputs = inputs
+        pictures = {metric: overview.curves(self.selection, metric, look) for metric in metrics[:MOST_PICTURES]}
+        self.plot.show(pictures, x, self.logarithmic.value)
+        panes.show_html(self.legend, chart.legend(pictures))
         self._mark(self.plot.lit)
         more = [f"The first {MOST_PICTURES} metrics are drawn."] if len(metrics) > MOST_PICTURES else []
-        notes = dict.fromkeys([*more, *(note for picture in drawn.values() for note in picture.notes)])
+        notes = dict.fromkeys([*more, *(note for picture in pictures.values() for note in picture.notes)])
         panes.show_html(self.curve_note, "".join(map(markup.note, notes)))
 
     def chosen_metrics(self) -> list[str]:
         """The metrics to draw as curves: by default the first."""
-        return self.metrics.value or overview.metrics(self.shown)[:1]
+        return self.metrics.value or overview.metrics(self.selection)[:1]
 
     def show_jobs(self) -> None:
         """The table of jobs, those that need attention first, and the choice of an experiment."""
         places = {state: place for place, state in enumerate(_FIRST)}
-        ordered = sorted(self.shown.jobs, key=lambda job: places.get(job.state, len(places)))
-        _, labels = overview.differing(self.shown)
-        self._ids = [job.exp_id for job in ordered]
-        remarks = overview.remarks(self.shown)
-        lines = [self._job_line(job, labels.get(job.exp_id, ""), remarks.get(job.exp_id, "")) for job in ordered]
+        jobs = sorted(self.selection.jobs, key=lambda job: places.get(job.state, len(places)))
+        _, labels = overview.differing(self.selection)
+        self._ids = [job.exp_id for job in jobs]
+        remarks = overview.remarks(self.selection)
+        lines = [self._job_line(job, labels.get(job.exp_id, ""), remarks.get(job.exp_id, "")) for job in jobs]
         self.jobs.fill(overview.JOB_HEADINGS, lines)
         names = {f"{name[:8]}  {labels.get(name, '')}".strip(): name for name in self._ids}
         names = names if len(names) == len(self._ids) else {name: name for name in self._ids}
@@ -244,13 +250,13 @@ class Dashboard:
 
     def _job_line(self, job: overview.Job, label: str, remark: str) -> list[str]:
         """The cells of a job, made again if something changed."""
-        shown = (job, label, remark)
-        if (saved := self._lines.get(job.exp_id)) is not None and saved[0] == shown:
+        cell_inputs = (job, label, remark)
+        if (saved := self._lines.get(job.exp_id)) is not None and saved[0] == cell_inputs:
             return saved[1]
         line, state = overview.job_cells(job, label, remark), overview.JOB_HEADINGS.index("state")
-        line[0] = markup.link(f"run/{job.exp_id}", line[0]) if self.linked else line[0]
+        line[0] = markup.link(f"run/{job.exp_id}", line[0]) if self.has_links else line[0]
         line[state] = markup.chip(line[state], line[state])
-        self._lines[job.exp_id] = shown, line
+        self._lines[job.exp_id] = cell_inputs, line
         return line
 
     def show_detail(self) -> None:
@@ -260,23 +266,23 @@ class Dashboard:
             self.jobs.select(self._ids.index(name))
         tab = self.tabs.active
         inputs = (tab, name, self.other.value, self.log_file.value, self.answer_file.value, self.wrong.value)
-        if inputs == self._detailed:
+        if inputs == self._detail_inputs:
             return
-        self._detailed = inputs
+        self._detail_inputs = inputs
         show = (self._log, self._answers, self._config, self._differences, self._lineage)[tab]
         panes.show_html(self.details[tab], show(name) if name else markup.note("No experiment is chosen."))
 
     def _log(self, name: str) -> str:
         files = overview.logs(self.content, name)
         _offer(self.log_file, list(files))
-        chosen = files.get(self.log_file.value or "")
+        path = files.get(self.log_file.value or "")
         reason = markup.error(next((job.reason for job in self.content.jobs if job.exp_id == name), ""))
-        if chosen is None:
+        if path is None:
             return reason + markup.note("It has written no log yet.")
         return (
             reason
-            + markup.text_block(overview.tail(chosen, LOG_LINES))
-            + markup.note(f"The last {LOG_LINES} lines of {chosen}")
+            + markup.text_block(overview.tail(path, LOG_LINES))
+            + markup.note(f"The last {LOG_LINES} lines of {path}")
         )
 
     def _answers(self, name: str) -> str:
@@ -288,10 +294,10 @@ class Dashboard:
         samples = files.get(self.answer_file.value or "")
         if samples is None:
             return markup.note("No answers yet: with `inference`, an experiment answers questions after the training.")
-        shown = answers.choose(samples, MOST_ANSWERS, self.wrong.value)
+        samples_shown = answers.choose(samples, MOST_ANSWERS, self.wrong.value)
         return markup.note(
-            f"{answers.describe_score(samples)} {len(shown)} of {len(samples)} answers are shown."
-        ) + answers.page(shown)
+            f"{answers.describe_score(samples)} {len(samples_shown)} of {len(samples)} answers are shown."
+        ) + answers.page(samples_shown)
 
     def _config(self, name: str) -> str:
         row = self.content.row(name)
@@ -307,12 +313,12 @@ class Dashboard:
         if not other or other == name:
             return markup.note("Choose another experiment to compare with.")
         changes, warnings = overview.differences(self.runs, name, other)
-        shown = (
+        lines = (
             markup.plain_table(("", name[:8], other[:8]), changes)
             if changes
             else markup.note("They differ in nothing that was noted.")
         )
-        return shown + markup.warnings(warnings)
+        return lines + markup.warnings(warnings)
 
     def _lineage(self, name: str) -> str:
         try:
@@ -322,9 +328,9 @@ class Dashboard:
         return markup.text_block(tree(family)) + markup.warnings(family.problems)
 
     def _show_overview(self, content: overview.Overview) -> None:
-        unchanged, self.content, self._detailed = content == self.content, content, None
+        unchanged, self.content, self._detail_inputs = content == self.content, content, None
         panes.show_html(self.time, f'<div class="time">live · read at {time.strftime("%H:%M:%S")}</div>')
-        if unchanged and self._drawn is not None:
+        if unchanged and self._curve_inputs is not None:
             self.show_detail()
             return
         _offer(
@@ -334,13 +340,13 @@ class Dashboard:
         _offer(self.states, list(content.counts()))
         self.filter()
 
-    def _select(self, chosen: Sequence[int]) -> None:
-        if chosen and chosen[0] < len(self._ids):
-            self.experiment.value = self._ids[chosen[0]]
+    def _select(self, row_numbers: Sequence[int]) -> None:
+        if row_numbers and row_numbers[0] < len(self._ids):
+            self.experiment.value = self._ids[row_numbers[0]]
 
-    def _light(self, chosen: Sequence[int]) -> None:
+    def _light(self, row_numbers: Sequence[int]) -> None:
         """The curve of a chosen row of results. Its picture can only be changed while nothing else is sent."""
-        colour = self._colours[chosen[0]] if chosen and chosen[0] < len(self._colours) else None
+        colour = self._colours[row_numbers[0]] if row_numbers and row_numbers[0] < len(self._colours) else None
         pn.state.execute(partial(self.plot.light, colour), schedule=True)
 
     def _mark(self, colour: str | None) -> None:
@@ -348,10 +354,10 @@ class Dashboard:
         self.results.select(self._colours.index(colour) if colour in self._colours else None)
 
     def _tabs(self) -> pn.Tabs:
-        log, answered, config, differences, ancestry = self.details
+        log, answers_pane, config, differences, ancestry = self.details
         pages = [
             ("Log", pn.Column(self.log_file, log)),
-            ("Answers", pn.Column(pn.Row(self.answer_file, self.wrong), answered, sizing_mode="stretch_width")),
+            ("Answers", pn.Column(pn.Row(self.answer_file, self.wrong), answers_pane, sizing_mode="stretch_width")),
             ("Config", config),
             ("Differences", pn.Column(self.other, differences)),
             ("Lineage", ancestry),
@@ -381,11 +387,11 @@ def _offer(widget: Any, options: list[str] | dict[str, str]) -> None:
     if widget.options == options:
         return
     values = list(options.values()) if isinstance(options, dict) else options
-    chosen = widget.value
+    current = widget.value
     if several:
-        widget.param.update(options=options, value=[value for value in chosen if value in values])
+        widget.param.update(options=options, value=[value for value in current if value in values])
     else:
-        widget.param.update(options=options, value=chosen if chosen in values else next(iter(values), None))
+        widget.param.update(options=options, value=current if current in values else next(iter(values), None))
 
 
 @print_errors
@@ -398,7 +404,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )  # for the first page
     page_of_run = {"run/([0-9a-f]{8,128})": lambda name: run_page.render(options.runs / name)}
     serve_page(
-        lambda: app(options.runs, options.group, linked=True),
+        lambda: app(options.runs, options.group, has_links=True),
         options,
         f"Experiments · {options.runs.name}",
         page_of_run,

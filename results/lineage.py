@@ -76,20 +76,20 @@ def tree(graph: Lineage) -> str:
     """Ancestors to the left, children below them.
     An experiment with several parents is below each, its children below the first."""
     lines: list[str] = []
-    written: set[str] = set()
+    printed_ids: set[str] = set()
     roots = [node.exp_id for node in graph.nodes.values() if not graph.parents(node.exp_id)]
     waiting = [(name, "", "", "") for name in reversed(roots)]
     while waiting:
         name, stem, branch, which = waiting.pop()
         children = graph.children(name)
-        again = name in written and bool(children)
+        again = name in printed_ids and bool(children)
         lines.append(
             f"{stem}{branch}{'  '.join(_label(graph.nodes[name]))}{f' from {which}' if which else ''}"
             f"{' (its children: above)' if again else ''}"
         )
         if again:
             continue
-        written.add(name)
+        printed_ids.add(name)
         inner = stem + {"": "", "├─ ": "│  ", "└─ ": "   "}[branch]
         last = len(children) - 1
         below = [(edge.child, inner, "└─ " if i == last else "├─ ", edge.checkpoint) for i, edge in enumerate(children)]
@@ -144,17 +144,17 @@ FORMATS: dict[str, Callable[[Lineage], str]] = {
 def _ancestors_first(graph: Lineage) -> list[Node]:
     """The nodes in their order, but each after its parents."""
     up = {name: [edge.parent for edge in graph.parents(name)] for name in graph.nodes}
-    ordered: dict[str, Node] = {}
+    nodes: dict[str, Node] = {}
     for start in graph.nodes:
         waiting = [start]
         while waiting:
-            ahead = [parent for parent in up[waiting[-1]] if parent not in ordered]
+            ahead = [parent for parent in up[waiting[-1]] if parent not in nodes]
             if ahead:
                 waiting.append(ahead[0])
             else:
                 name = waiting.pop()
-                ordered[name] = graph.nodes[name]
-    return list(ordered.values())
+                nodes[name] = graph.nodes[name]
+    return list(nodes.values())
 
 
 def _short(exp_id: str) -> str:

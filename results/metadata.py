@@ -109,10 +109,10 @@ def draw(rows_by_run: Mapping[str, Rows]) -> "Figure":
         axes.grid(alpha=0.3)
         axes.axhline(0, color="black", linewidth=0.8)
         for number, (name, rows) in enumerate(rows_by_run.items()):
-            measured = [row for row in rows if f"{GAIN}/{column}" in row]
+            gain_rows = [row for row in rows if f"{GAIN}/{column}" in row]
             for kind, style in ((GAIN, "-"), (CONTROL, "--")):
-                steps = [float(row["step"]) for row in measured]
-                ends = ([row.get(f"{kind}{end}/{column}") for row in measured] for end in ("", "_low", "_high"))
+                steps = [float(row["step"]) for row in gain_rows]
+                ends = ([row.get(f"{kind}{end}/{column}") for row in gain_rows] for end in ("", "_low", "_high"))
                 mean, low, high = ([math.nan if value is None else float(value) for value in values] for values in ends)
                 colour = legend.COLOURS[number % len(legend.COLOURS)]
                 text = f" {name[:8]} {KINDS[kind]}"

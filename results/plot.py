@@ -47,15 +47,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "--at-step and --value are for points, as curves show every step. Name the score of the points with --y."
         )
     rows, left_out = run_arguments.choose_values(options, rows)
-    drawn = legend.Configurations(rows, options.by, among, options.unfinished, options.seed_key, options.top)
+    configs = legend.Configurations(rows, options.by, among, options.unfinished, options.seed_key, options.top)
     if options.y is None:
         if options.log_x:
             raise ConfigError("--log_x: is for points. Name their score with --y, or leave it out.")
-        figure, unread = draw_panels(options.runs, drawn, options.metric, options.x, options.interval, options.smooth)
+        figure, unread = draw_panels(options.runs, configs, options.metric, options.x, options.interval, options.smooth)
     else:
         if options.metric:
             raise ConfigError("--y: draws points, --metric curves. Leave one of the two out.")
-        figure, unread = points(options.runs, drawn, options.x, options.y, options.log_x)
+        figure, unread = points(options.runs, configs, options.x, options.y, options.log_x)
     unread += save(figure, output)
     drawn_scores = options.metric or [options.y or default_metric(results.score_names(rows)) or ""]
     run_arguments.warn(
@@ -76,7 +76,7 @@ def save(figure: "Figure", output: Path) -> list[str]:
     if output.suffix[1:].lower() not in formats:
         raise ConfigError(f"--output {output}: expected a name that ends with one of {', '.join(sorted(formats))}.")
     picture = io.BytesIO()
-    with warnings.catch_warnings(record=True) as caught:
+    with warnings.catch_warnings(record=True) as caught_warnings:
         warnings.simplefilter("always")
         if output.suffix.lower() == ".webp":
             figure.savefig(picture, format="webp", pil_kwargs={"lossless": True})
@@ -85,7 +85,7 @@ def save(figure: "Figure", output: Path) -> list[str]:
     with writing(output):
         output.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(output, picture.getvalue())
-    return list(dict.fromkeys(f"{output}: {' '.join(str(warning.message).split())}" for warning in caught))
+    return list(dict.fromkeys(f"{output}: {' '.join(str(warning.message).split())}" for warning in caught_warnings))
 
 
 def draw(runs: Path, rows: Sequence[results.Row], metrics: Sequence[str] | None = None) -> "Figure":
@@ -95,7 +95,7 @@ def draw(runs: Path, rows: Sequence[results.Row], metrics: Sequence[str] | None 
 
 def draw_panels(
     runs: Path,
-    drawn: legend.Configurations,
+    configs: legend.Configurations,
     metrics: Sequence[str] | None = None,
     x: str = "step",
     interval: str = "std",
@@ -115,40 +115,51 @@ def draw_panels(
     import numpy
     from matplotlib.figure import Figure
 
-    names = results.score_names(drawn.rows)
+    names = results.score_names(configs.rows)
     default = default_metric(names)
     if default is None:
         raise ConfigError(f"{runs}: no run has any score yet, so there is nothing to plot.")
-    chosen = list(metrics or [default])
-    for metric in chosen:
+    metric_names = list(metrics or [default])
+    for metric in metric_names:
         if metric not in names:
             raise unknown("score", metric, names, str(runs))
     if x not in ("step", "seconds", *names):
         raise unknown("axis", x, ["step", "seconds", *names], str(runs))
-    groups = drawn.sort_best_first(chosen[0])[: drawn.most] if len(drawn.groups) > drawn.most else drawn.groups
-    bands_by_metric, remarks = curves.bands(runs, [drawn.curve_rows(group) for group in groups], chosen, x)
-    figure = Figure(figsize=(6.4 * len(chosen), HEIGHT), layout="constrained", dpi=120)
-    for place, (metric, bands) in enumerate(zip(chosen, bands_by_metric, strict=True), start=1):
-        axes = figure.add_subplot(1, len(chosen), place, xlabel=x, ylabel=metric)
+    groups = (
+        configs.sort_best_first(metric_names[0])[: configs.most]
+        if len(configs.groups) > configs.most
+        else configs.groups
+    )
+    bands_by_metric, remarks = curves.bands(runs, [configs.curve_rows(group) for group in groups], metric_names, x)
+    figure = Figure(figsize=(6.4 * len(metric_names), HEIGHT), layout="constrained", dpi=120)
+    for place, (metric, bands) in enumerate(zip(metric_names, bands_by_metric, strict=True), start=1):
+        axes = figure.add_subplot(1, len(metric_names), place, xlabel=x, ylabel=metric)
         axes.grid(alpha=0.3)
-        for group, unsmoothed in zip(groups, bands, strict=True):
-            band = unsmoothed.smooth(smoothing)
+        for group, raw_band in zip(groups, bands, strict=True):
+            band = raw_band.smooth(smoothing)
             half = numpy.nan_to_num(band.half_width(interval))
             draw_line(
-                axes, band.x, band.mean, (band.mean - half, band.mean + half), drawn.label(group), drawn.colour(group)
+                axes,
+                band.x,
+                band.mean,
+                (band.mean - half, band.mean + half),
+                configs.label(group),
+                configs.colour(group),
             )
-    counted = _count_remark(len(groups), len(drawn.groups))
-    if drawn.keys or len(statistics.averaged_rows(drawn.rows, drawn.unfinished)) < len(drawn.rows):
-        place_legend(figure, counted)
+    remark = _count_remark(len(groups), len(configs.groups))
+    if configs.keys or len(statistics.averaged_rows(configs.rows, configs.unfinished)) < len(configs.rows):
+        place_legend(figure, remark)
     write_plainly(figure)
-    return figure, [*remarks, *([f"{counted}; filter or --top N."] if counted else [])]
+    return figure, [*remarks, *([f"{remark}; filter or --top N."] if remark else [])]
 
 
-def _count_remark(shown: int, count: int) -> str:
-    return f"{shown} of {count} configurations" if shown < count else ""
+def _count_remark(num_drawn: int, count: int) -> str:
+    return f"{num_drawn} of {count} configurations" if num_drawn < count else ""
 
 
-def points(runs: Path, drawn: legend.Configurations, x: str, y: str, log_x: bool = False) -> tuple["Figure", list[str]]:
+def points(
+    runs: Path, configs: legend.Configurations, x: str, y: str, log_x: bool = False
+) -> tuple["Figure", list[str]]:
     """A point per finished experiment at two scores, a colour per configuration; and remarks on missing data.
 
     x: can also be a dotted config key, such as "model.stride". The legend has the best `drawn.most` configurations by
@@ -160,40 +171,42 @@ def points(runs: Path, drawn: legend.Configurations, x: str, y: str, log_x: bool
     """
     from matplotlib.figure import Figure
 
-    rows, scores = drawn.rows, results.score_names(drawn.rows)
+    rows, scores = configs.rows, results.score_names(configs.rows)
     if y not in scores:
         raise unknown("score", y, scores, str(runs))
     names = ["step", *scores, *dict.fromkeys(key for row in rows for key in results.config_keys(row))]
     if x not in names:
         raise unknown("axis", x, names, str(runs))
-    counted = statistics.averaged_rows(rows, drawn.unfinished)
-    placed = [row for row in counted if is_finite(row.get(x)) and is_finite(row.get(y))]
-    if not placed:
+    done_rows = statistics.averaged_rows(rows, configs.unfinished)
+    point_rows = [row for row in done_rows if is_finite(row.get(x)) and is_finite(row.get(y))]
+    if not point_rows:
         waiting = (
             ""
-            if len(counted) == len(rows)
-            else f" {len(rows) - len(counted)} are not done; --unfinished takes them, too."
+            if len(done_rows) == len(rows)
+            else f" {len(rows) - len(done_rows)} are not done; --unfinished takes them, too."
         )
         raise DataError(f"{runs}: no run has a number for both {x!r} and {y!r}.{waiting}")
-    remarks = [f"left out: {n} of {len(rows)} runs, which are not done." for n in [len(rows) - len(counted)] if n]
+    remarks = [f"left out: {n} of {len(rows)} runs, which are not done." for n in [len(rows) - len(done_rows)] if n]
     remarks += [
         f"left out: {n} of {len(rows)} runs, which have no number for {x!r} or {y!r}."
-        for n in [len(counted) - len(placed)]
+        for n in [len(done_rows) - len(point_rows)]
         if n
     ]
     figure = Figure(figsize=(6.4, HEIGHT), layout="constrained", dpi=120)
     axes = figure.add_subplot(xlabel=x, ylabel=y, xscale="log" if log_x else "linear")
     axes.grid(alpha=0.3)
-    by_colour = {drawn.colour(group): group for group in results.group_rows(placed, drawn.keys)}
-    best = [colour for group in drawn.sort_best_first(y) if (colour := drawn.colour(group)) in by_colour][: drawn.most]
+    by_colour = {configs.colour(group): group for group in results.group_rows(point_rows, configs.keys)}
+    best = [colour for group in configs.sort_best_first(y) if (colour := configs.colour(group)) in by_colour][
+        : configs.most
+    ]
     for colour in dict.fromkeys([*best, *by_colour]):
         group = by_colour[colour]
-        text = in_legend(drawn.label(group) or group[0]["exp_id"][:8]) if colour in best else "_"  # without an entry
+        text = in_legend(configs.label(group) or group[0]["exp_id"][:8]) if colour in best else "_"  # without an entry
         axes.plot([row[x] for row in group], [row[y] for row in group], "o", label=text, color=colour)
-    counted = _count_remark(len(best), len(by_colour))
-    place_legend(figure, counted)
+    remark_text = _count_remark(len(best), len(by_colour))
+    place_legend(figure, remark_text)
     write_plainly(figure)
-    return figure, [*remarks, *([f"the legend names {counted}; filter or --top N."] if counted else [])]
+    return figure, [*remarks, *([f"the legend names {remark_text}; filter or --top N."] if remark_text else [])]
 
 
 def place_legend(figure: "Figure", title: str = "") -> None:
@@ -207,7 +220,7 @@ def place_legend(figure: "Figure", title: str = "") -> None:
         return
     width, renderer = figure.bbox.width, FigureCanvasAgg(figure).get_renderer()
     for columns in range(min(4, len(entries)), 0, -1):
-        placed = figure.legend(
+        legend = figure.legend(
             entries.values(),
             entries,
             loc="outside lower left",
@@ -217,14 +230,14 @@ def place_legend(figure: "Figure", title: str = "") -> None:
             title=title or None,
             alignment="left",
         )
-        write_plainly(placed)
+        write_plainly(legend)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # `save` reports missing glyphs
-            box = placed.get_window_extent(renderer)
+            box = legend.get_window_extent(renderer)
         if box.width <= width or columns == 1:
             figure.set_size_inches(max(width, box.width) / figure.dpi, (figure.bbox.height + box.height) / figure.dpi)
             return
-        placed.remove()
+        legend.remove()
 
 
 def in_legend(text: str) -> str:

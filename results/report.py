@@ -37,9 +37,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     output = options.output or PLOTS / f"{run_arguments.title(options.groups)}.html"
     content = overview.load(options.runs, options.groups)
     if options.where or options.paths:
-        chosen = {row["exp_id"] for row in run_arguments.select(options)[0]}
-        jobs = [job for job in content.jobs if job.exp_id in chosen]
-        content = replace(content, rows=[row for row in content.rows if row["exp_id"] in chosen], jobs=jobs)
+        exp_ids = {row["exp_id"] for row in run_arguments.select(options)[0]}
+        jobs = [job for job in content.jobs if job.exp_id in exp_ids]
+        content = replace(content, rows=[row for row in content.rows if row["exp_id"] in exp_ids], jobs=jobs)
     rows, unread = run_arguments.choose_values(options, content.rows)
     content = replace(
         content, rows=rows, warnings=[*content.warnings, *unread], unfinished=options.unfinished, seed=options.seed_key
@@ -64,14 +64,14 @@ def render(
     for name in metrics or ():
         if name not in scores:
             raise unknown("score", name, scores, str(content.runs))
-    drawn = list(metrics) if metrics else results.headline_scores(overview.metrics(content))[:PANELS]
+    score_names = list(metrics) if metrics else results.headline_scores(overview.metrics(content))[:PANELS]
     title = f"Experiments: {', '.join(groups)}" if groups else "Experiments"
     body = "".join(
         [
             _header(content, title),
             section("", markup.warnings(content.warnings), "warned"),
             section("Results", _results(content)),
-            section("Learning curves", _curves(content, drawn)),
+            section("Learning curves", _curves(content, score_names)),
             section("Experiments", _experiments(content)),
             section("Configuration", "".join(map(_configuration, results.group_rows(content.rows, ["group"])))),
             section("Lineage", _lineage(content)),
@@ -112,33 +112,33 @@ def _header(content: overview.Overview, title: str) -> str:
 
 
 def _results(content: overview.Overview) -> str:
-    shown, intervals = overview.tabulate(content), overview.tabulate(content, spread="ci95").lines
-    if not shown.lines:
+    table, intervals = overview.tabulate(content), overview.tabulate(content, spread="ci95").lines
+    if not table.lines:
         return ""
     cells = [
         [
             cell if cell == wide or "±" not in cell else f"{cell}\n95 %: ±{wide.partition('±')[2]}"
             for cell, wide in zip(*pair, strict=True)
         ]
-        for pair in zip(shown.lines, intervals, strict=True)
+        for pair in zip(table.lines, intervals, strict=True)
     ]
     runs = "runs" if content.unfinished else "runs that are done"
     about = f"Mean ± standard deviation over the {runs} and 95 % interval of the mean, best first."
-    same = f" In all rows: {', '.join(shown.same)}." if shown.same else ""
-    notes = "".join(map(markup.note, [about + same, *shown.remarks]))
-    return markup.plain_table(shown.headings, cells, colours=shown.colours) + notes
+    same = f" In all rows: {', '.join(table.same)}." if table.same else ""
+    notes = "".join(map(markup.note, [about + same, *table.remarks]))
+    return markup.plain_table(table.headings, cells, colours=table.colours) + notes
 
 
 def _curves(content: overview.Overview, metrics: Sequence[str]) -> str:
     pictures = []
     for metric in metrics:
-        drawn = overview.curves(content, metric)
-        if drawn.lines:
+        curves = overview.curves(content, metric)
+        if curves.lines:
             pictures.append(
                 f'<img alt="{markup.escape(metric)} by step" '
-                f'src="data:image/svg+xml;base64,{_picture(drawn.lines, metric)}">'
+                f'src="data:image/svg+xml;base64,{_picture(curves.lines, metric)}">'
             )
-        pictures += map(markup.note, drawn.notes)
+        pictures += map(markup.note, curves.notes)
     return "".join(pictures)
 
 
@@ -165,11 +165,11 @@ def encode_svg(figure: "Figure", salt: str) -> str:
 
     write_plainly(figure)
     paint_neutrally(figure)
-    written = io.BytesIO()
+    buffer = io.BytesIO()
     with rc_context({"svg.hashsalt": salt}), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of a missing glyph: a box takes its place
-        FigureCanvasSVG(figure).print_svg(written, metadata={"Date": None})
-    return base64.b64encode(written.getvalue()).decode("ascii")
+        FigureCanvasSVG(figure).print_svg(buffer, metadata={"Date": None})
+    return base64.b64encode(buffer.getvalue()).decode("ascii")
 
 
 def paint_neutrally(figure: "Figure") -> None:
@@ -202,8 +202,8 @@ def _configuration(rows: Sequence[results.Row]) -> str:
         [row["exp_id"][:8], *(overview.format_value(row[key]) if key in row else "–" for key in varying)]
         for row in rows
     ]
-    named = f"in {rows[0]['group'] or 'all'}"
-    tables = markup.plain_table((named, ""), shared) if shared else ""
+    group_text = f"in {rows[0]['group'] or 'all'}"
+    tables = markup.plain_table((group_text, ""), shared) if shared else ""
     return tables + (markup.plain_table(("different", *(names[key] for key in varying)), different) if varying else "")
 
 

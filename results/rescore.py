@@ -41,14 +41,14 @@ Row = dict[str, Any]
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the scores of each file. Returns the exit code."""
     options = _parser().parse_args(arguments)
-    chosen = None if options.metrics is None else [_metric(text) for text in options.metrics]
-    listed = read_row_indices(options.index_file) if options.index_file else None
+    metric_list = None if options.metrics is None else [_metric(text) for text in options.metrics]
+    row_indices = read_row_indices(options.index_file) if options.index_file else None
     tables = {}
     for file in [file for path in options.files for file in _files(path)]:
-        answers = select_answers(read(file), file, options.datasets, listed)
+        answers = select_answers(read(file), file, options.datasets, row_indices)
         metrics, best_answer = experiment_metrics(file)
         best_answer = best_answer if options.best_answer is None else options.best_answer
-        tables[str(file)] = score_answers(metrics if chosen is None else chosen, answers, best_answer)
+        tables[str(file)] = score_answers(metrics if metric_list is None else metric_list, answers, best_answer)
     if options.json:
         print(json.dumps(tables, indent=4, ensure_ascii=False))
         return 0
@@ -95,7 +95,7 @@ def experiment_metrics(file: Path) -> tuple[list[MetricConfig], bool]:
 
 
 def select_answers(
-    answers: Sequence[Prediction], file: Path, datasets: Sequence[str] | None, listed: Sequence[int] | None
+    answers: Sequence[Prediction], file: Path, datasets: Sequence[str] | None, row_indices: Sequence[int] | None
 ) -> list[Prediction]:
     """The answers with the row numbers `listed` and a source in `datasets`. None: all.
 
@@ -107,11 +107,11 @@ def select_answers(
     for name in datasets or ():
         if name not in sources:
             raise ConfigError(f"{file}: --datasets: {unknown_text('source', name, sources)}")
-    places = select_rows(lambda i: answers[i].source, len(answers), listed, datasets, f"{file}: --index_file")
-    chosen = [answers[place] for place in places]
-    if not chosen:
+    places = select_rows(lambda i: answers[i].source, len(answers), row_indices, datasets, f"{file}: --index_file")
+    selected_answers = [answers[place] for place in places]
+    if not selected_answers:
         raise DataError(f"{file}: no row is left of {len(answers)}.")
-    return chosen
+    return selected_answers
 
 
 def score_answers(
@@ -141,10 +141,10 @@ def _files(path: Path) -> list[Path]:
     """The file itself, or the inference outputs in a save directory."""
     if not path.is_dir():
         return [path]
-    chosen = sorted((path / "inference").glob("*.jsonl")) or sorted(path.glob("*.jsonl")) * (path.name == "inference")
-    if not chosen:
+    paths = sorted((path / "inference").glob("*.jsonl")) or sorted(path.glob("*.jsonl")) * (path.name == "inference")
+    if not paths:
         raise DataError(f"{path}: no inference in this folder. Name the save directory of a finished run, or a file.")
-    return chosen
+    return paths
 
 
 def _row(line: bytes, where: str) -> Row:

@@ -96,15 +96,15 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 def compare_ends(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """A line for the reward and each score of drawn answers: first and last value; and a warning where they part."""
-    drawn = [name for row in rows[-1:] for name in row if "_mean@" in name and not name.endswith("_interval")]
-    names = ["reward", *drawn]
+    score_names = [name for row in rows[-1:] for name in row if "_mean@" in name and not name.endswith("_interval")]
+    names = ["reward", *score_names]
     ends = {name: [math.nan if row[name] is None else row[name] for row in rows if name in row] for name in names}
     lines = [f"{name:<24} {values[0]:8.3f} -> {values[-1]:8.3f}" for name, values in ends.items() if values]
-    fallen = [
+    worse_names = [
         name for name, values in ends.items() if name != "reward" and values[-1] < values[0] - _interval(rows, name)
     ]
-    if fallen and ends.get("reward") and ends["reward"][-1] > ends["reward"][0]:
-        lines.append(f"The reward has risen while {', '.join(fallen)} fell: check below which answers it rewards.")
+    if worse_names and ends.get("reward") and ends["reward"][-1] > ends["reward"][0]:
+        lines.append(f"The reward has risen while {', '.join(worse_names)} fell: check below which answers it rewards.")
     return lines
 
 
@@ -124,9 +124,9 @@ def choose_iterations(rollouts: Sequence[Mapping[str, Any]], count: int) -> list
 def choose_extremes(rows: Sequence[Mapping[str, Any]], count: int) -> dict[str, list[Mapping[str, Any]]]:
     """The rollouts of least and of most reward, each answer once."""
     once = {(row["prompt"], row["answer"]): row for row in rows}.values()
-    ordered = sorted(once, key=lambda row: row["reward"])
-    worst = ordered[:count]
-    return {"least reward": worst, "most reward": [row for row in ordered[::-1][:count] if row not in worst]}
+    by_reward = sorted(once, key=lambda row: row["reward"])
+    worst = by_reward[:count]
+    return {"least reward": worst, "most reward": [row for row in by_reward[::-1][:count] if row not in worst]}
 
 
 def describe_means(rows: Sequence[Mapping[str, Any]]) -> str:

@@ -24,7 +24,7 @@ PERF = "perf.jsonl"
 MOST_EVENTS = 200
 MOST_ANSWERS = 30
 _OF_EVENT = ("event", "when", "who", "id")
-_NAMED = {
+_TITLES = {
     "grad_norm": "gradient norm before clipping",
     "clip_rate": "share of clipped steps",
     "learning_rate": "learning rate",
@@ -47,8 +47,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = run_arguments.parse(_parser(), arguments)
     (run,) = run_arguments.paths(options, at_least=1, at_most=1)
     output = options.output or PLOTS / f"{run.resolve().name}.html"
-    written = render(run)
-    run_arguments.write_page(output, written)
+    page = render(run)
+    run_arguments.write_page(output, page)
     return 0
 
 
@@ -64,7 +64,7 @@ def render(run: Path) -> str:
     perf, warnings = read_perf(run)
     kinds, wrong = layers.read(run)
     title, facts = _introduce(run, exp)
-    answered, unread = _answers(run)
+    answers, unread = _answers(run)
     body = "".join(
         [
             _header(saved, title, rows),
@@ -77,7 +77,7 @@ def render(run: Path) -> str:
                 _grid_of(
                     {
                         title: _lines_by_name(rows, name.__eq__) or _lines_by_name(perf, name.__eq__)
-                        for name, title in _NAMED.items()
+                        for name, title in _TITLES.items()
                     }
                 ),
             ),
@@ -90,7 +90,7 @@ def render(run: Path) -> str:
             report.section(
                 "Other scores", _grid_of({name: _lines_by_name(rows, name.__eq__) for name in _others(rows)})
             ),
-            report.section("Answers", answered, "only-wrong"),
+            report.section("Answers", answers, "only-wrong"),
             report.section("Layers", _layers(kinds)),
             report.section("Events", _events(run)),
             report.section(
@@ -109,8 +109,8 @@ def _introduce(run: Path, exp: Mapping[str, Any]) -> tuple[str, list[tuple[str, 
     row = content.row(run.name)
     if row is None or not row["group"]:
         model = exp.get("model")
-        named = [str(exp.get("recipe", "run")), str(model.get("name", "")) if isinstance(model, Mapping) else ""]
-        return " ".join(filter(None, named)) + f" · {run.name[:8]}", []
+        components = [str(exp.get("recipe", "run")), str(model.get("name", "")) if isinstance(model, Mapping) else ""]
+        return " ".join(filter(None, components)) + f" · {run.name[:8]}", []
     members = [other for other in content.rows if other["group"] == row["group"]]
     keys = results.varying_keys(members)
     facts = [("group", row["group"]), *((key, overview.format_value(row[key])) for key in keys if key in row)]
@@ -124,9 +124,9 @@ def _last_scores(rows: Sequence[Mapping[str, Any]]) -> str:
     summary = Summary()
     summary.add(rows)
     last = summary.last
-    shown = sorted(results.headline_scores(list(last)), key=lambda name: not name.startswith(INFERENCE))
-    ends = [end for end in ("", WRONG, GAIN) if any(name.endswith(end) for name in shown)]
-    firsts = [name for name in shown if not name.endswith((WRONG, GAIN))]
+    names = sorted(results.headline_scores(list(last)), key=lambda name: not name.startswith(INFERENCE))
+    ends = [end for end in ("", WRONG, GAIN) if any(name.endswith(end) for name in names)]
+    firsts = [name for name in names if not name.endswith((WRONG, GAIN))]
     cells = {name: "NaN" if value is None else f"{value:.4g}" for name, value in last.items()}
     lines = [[name, *(cells.get(name + end, "") for end in ends)] for name in firsts]
     return (
@@ -194,7 +194,7 @@ def _others(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     return [
         name
         for name in names
-        if name not in ("step", "tokens", *_NAMED) and not _is_loss(name) and not name.startswith("loss/")
+        if name not in ("step", "tokens", *_TITLES) and not _is_loss(name) and not name.startswith("loss/")
     ]
 
 
@@ -207,12 +207,12 @@ def _grid_of(panels: Mapping[str, Mapping[str, Line]]) -> str:
     }
     content = _panels({title: lines for title, lines in panels.items() if title not in still}, size=(5, 2.3))
     items = [(title, ", ".join(f"{values[0]:.4g}" for _, values in lines.values())) for title, lines in still.items()]
-    folded = (
+    folded_rows = (
         f"<details><summary>{len(items)} of one value</summary>{markup.plain_table((), items)}</details>"
         if items
         else ""
     )
-    return (f'<div class="panels">{content}</div>' if content else "") + folded
+    return (f'<div class="panels">{content}</div>' if content else "") + folded_rows
 
 
 def _panels(panels: Mapping[str, Mapping[str, Line]], size: tuple[float, float]) -> str:

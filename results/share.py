@@ -84,23 +84,25 @@ def share(
     with writing(output):
         output.parent.mkdir(parents=True, exist_ok=True)
         try:
-            with zipfile.ZipFile(beside, "w") as zipped:
+            with zipfile.ZipFile(beside, "w") as archive:
                 _add(
-                    zipped,
+                    archive,
                     "README.txt",
                     _README.format(
                         runs=len(rows), of_group=f" of group {', '.join(groups)}" if groups else ""
                     ).encode(),
                 )
                 _add(
-                    zipped, "table.csv", render(*tabulate(rows, None, ["all"]), "csv").encode(errors="backslashreplace")
+                    archive,
+                    "table.csv",
+                    render(*tabulate(rows, None, ["all"]), "csv").encode(errors="backslashreplace"),
                 )
                 for name in sorted(row["exp_id"] for row in rows):
                     for path in _files(runs / name, wandb, warnings):
                         content = _scrub(path, warnings)
                         if content is not None:
-                            _add(zipped, path.relative_to(runs).as_posix(), content)
-                count = len(zipped.infolist())
+                            _add(archive, path.relative_to(runs).as_posix(), content)
+                count = len(archive.infolist())
             with open(beside, "rb") as file:
                 os.fsync(file.fileno())
             os.replace(beside, output)
@@ -112,9 +114,9 @@ def share(
 
 def _files(run: Path, wandb: bool, warnings: list[str]) -> Iterator[Path]:
     """The shared files of a run, sorted by name. Links are not followed."""
-    excluded = _FOLDERS - ({"wandb"} if wandb else set())
+    excluded_folders = _FOLDERS - ({"wandb"} if wandb else set())
     for folder, folders, names in os.walk(run):
-        folders[:] = sorted(name for name in folders if name not in excluded and not name.startswith("."))
+        folders[:] = sorted(name for name in folders if name not in excluded_folders and not name.startswith("."))
         for name in sorted(names):
             path = Path(folder) / name
             if name in (LEASE, GUARD) or name.startswith(".") or path.is_symlink() or not path.is_file():
@@ -160,10 +162,10 @@ def _hide(match: re.Match[bytes]) -> bytes:
     return match["scheme"] + b"***@" if match["scheme"] else (match["name"] or match["word"] or b"") + b"***"
 
 
-def _add(zipped: zipfile.ZipFile, name: str, content: bytes) -> None:
+def _add(archive: zipfile.ZipFile, name: str, content: bytes) -> None:
     entry = zipfile.ZipInfo(name)  # of 1980: no times, no owners
     entry.create_system, entry.external_attr = 3, 0o644 << 16
-    zipped.writestr(entry, content, zipfile.ZIP_DEFLATED, 6)
+    archive.writestr(entry, content, zipfile.ZIP_DEFLATED, 6)
 
 
 def _parser() -> argparse.ArgumentParser:

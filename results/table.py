@@ -52,17 +52,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
             )
         keys = statistics.grouping_keys(rows, options.pivot)
         cross, score = pivot_score(rows, keys[0], keys[1], metric, options.unfinished)
-        shown = [score]
+        scores_shown = [score]
         output = partial(print_pivot, cross, keys, score, options.format, options.interval)
     else:
         if options.columns and options.format != "rich":
             raise ConfigError(f"--columns is for the terminal: with --format {options.format} take --by and --scores.")
-        chosen = [name for name in (_score_name(name, names) for name in options.columns or ()) if name in names]
+        columns_shown = [name for name in (_score_name(name, names) for name in options.columns or ()) if name in names]
         requested = [_score_name(name, names) for name in options.scores or ()]
-        selected = requested or (["all"] if options.format in ("csv", "json") else chosen or None)
+        selected = requested or (["all"] if options.format in ("csv", "json") else columns_shown or None)
         by = statistics.grouping_keys(rows, options.by, options.seed_key)
         table, keys, scores = tabulate(rows, by, selected, metric, options.best, options.unfinished)
-        shown = scores if options.scores or options.columns else headline(results.headline_scores(scores))
+        scores_shown = scores if options.scores or options.columns else headline(results.headline_scores(scores))
         if options.gpu_hours:
             for row in table:
                 row["gpu_hours"] = sum(gpu_hours(options.runs / name) for name in row["exp_ids"])
@@ -79,7 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         else:
             best = best_rows(table, metric or next(iter(headline(scores)), None), options.best)
             output = partial(print_table, table, keys, scores, options.format, options.interval, best)
-    nan = statistics.nan_remarks(rows, shown, options.unfinished)
+    nan = statistics.nan_remarks(rows, scores_shown, options.unfinished)
     run_arguments.warn([*warnings, *unread, *remarks(rows, keys, options.unfinished, options.seed_key), *nan])
     with run_arguments.output_to(options.output):
         output()
@@ -129,17 +129,17 @@ def tabulate(
     names = results.score_names(rows)
     keys = statistics.grouping_keys(rows, by)
     if scores is None:
-        shown = [*headline(results.headline_scores(names)), *(name for name in [CODE_VERSIONS] if name in names)]
+        score_names = [*headline(results.headline_scores(names)), *(name for name in [CODE_VERSIONS] if name in names)]
     else:
-        shown = names if list(scores) == ["all"] else list(scores)
+        score_names = names if list(scores) == ["all"] else list(scores)
     if metric is None:
-        metric = next(iter(headline(shown)), None)
-    elif metric not in shown:
-        shown = [metric, *shown]
-    table = statistics.aggregate(rows, keys, shown, unfinished)
+        metric = next(iter(headline(score_names)), None)
+    elif metric not in score_names:
+        score_names = [metric, *score_names]
+    table = statistics.aggregate(rows, keys, score_names, unfinished)
     if metric is not None:
         table = results.sort_best_first(table, metric, None if best is None else best == "min")
-    return table, keys, shown
+    return table, keys, score_names
 
 
 def headline(scores: Sequence[str]) -> list[str]:
@@ -157,12 +157,12 @@ def _score_name(name: str, names: Sequence[str]) -> str:
 
 def default_metric(scores: Sequence[str]) -> str | None:
     """The default score of curves."""
-    preferred = (
+    preferences = (
         [name for name in scores if name == "val_loss"]
         or [name for name in scores if name.startswith("val_")]
         or scores
     )
-    return preferred[0] if preferred else None
+    return preferences[0] if preferences else None
 
 
 def pivot_score(

@@ -21,7 +21,7 @@ HEIGHT, LOWER = 350, 240
 _REACH = 14
 """Pixels across a line, or a point, in which the mouse finds it."""
 _FEW_POINTS = 40
-_BAND, _DIMMED = 0.13, 0.2
+_BAND, _DIM_ALPHA = 0.13, 0.2
 """Opacities of the band of a line, and of the other lines where one is lit."""
 
 
@@ -32,7 +32,7 @@ class Plot:
         """on_hover: called with the colour of the line below the mouse, where it is another than before."""
         self.pane = pn.pane.Bokeh(sizing_mode="stretch_width", margin=0, css_classes=["plot"])
         self._on_hover = on_hover
-        self._found = ColumnDataSource({"colour": [""]})
+        self._nearest = ColumnDataSource({"colour": [""]})
         """The highlighted colour, shared with the browser."""
         self._axes: Any = None
         self._kinds: list[list[tuple[bool, bool]]] = []
@@ -54,7 +54,7 @@ class Plot:
         """
         lines = [line for curves in pictures.values() for line in curves.lines]
         factors = sorted({place for line in lines for place in line.x if isinstance(place, str)})
-        axes = (x, logarithmic, factors, [(metric, curves.scattered) for metric, curves in pictures.items()])
+        axes = (x, logarithmic, factors, [(metric, curves.is_scatter) for metric, curves in pictures.items()])
         kinds = [[_kind(line, curves) for line in curves.lines] for curves in pictures.values()]
         if axes != self._axes or any(new != old[: len(new)] for new, old in zip(kinds, self._kinds, strict=True)):
             self._axes, self._kinds, self._sources, self._colours, self._renderers, self._opacities = (
@@ -65,15 +65,15 @@ class Plot:
                 [],
                 [],
             )
-            self._found = ColumnDataSource({"colour": [self.lit or ""]})
-            self._found.on_change("data", lambda _, __, data: self._hover(data["colour"][0]))
+            self._nearest = ColumnDataSource({"colour": [self.lit or ""]})
+            self._nearest.on_change("data", lambda _, __, data: self._hover(data["colour"][0]))
             figures = [self._draw(metric, curves, axes[:3], len(pictures)) for metric, curves in pictures.items()]
             for other in figures[1:]:
                 other.x_range = figures[0].x_range
             self.pane.object = column(*figures, sizing_mode="stretch_width")
         place = 0
-        for curves, drawn in zip(pictures.values(), self._kinds, strict=True):
-            for line in [*curves.lines, *[None] * (len(drawn) - len(curves.lines))]:
+        for curves, picture in zip(pictures.values(), self._kinds, strict=True):
+            for line in [*curves.lines, *[None] * (len(picture) - len(curves.lines))]:
                 self._update(place, line)
                 place += 1
         self._visible = {line.colour for line in lines}
@@ -83,10 +83,10 @@ class Plot:
         """Dim all lines but those of a colour; None, or a colour without a visible line: dim none."""
         self.lit = colour = colour if colour in self._visible else None
         message: dict[str, Any] = {"colour": [colour or ""]}
-        if message != self._found.data:  # before the repaint, which makes the browser look below the mouse
-            self._found.data = message
+        if message != self._nearest.data:  # before the repaint, which makes the browser look below the mouse
+            self._nearest.data = message
         for place, glyph, opacity in self._opacities:
-            target = opacity * (1 if colour in (None, self._colours[place]) else _DIMMED)
+            target = opacity * (1 if colour in (None, self._colours[place]) else _DIM_ALPHA)
             for name in ("line_alpha", "fill_alpha"):
                 if hasattr(glyph, name) and getattr(glyph, name) != target:
                     setattr(glyph, name, target)
@@ -115,7 +115,7 @@ class Plot:
 
     def _draw(self, metric: str, curves: Curves, axes: tuple[str, bool, Sequence[str]], count: int) -> Any:
         x, logarithmic, factors = axes
-        drawn = figure(
+        picture = figure(
             height=HEIGHT if count == 1 else LOWER,
             sizing_mode="stretch_width",
             x_axis_label=x,
@@ -129,32 +129,32 @@ class Plot:
         )
         first = len(self._renderers)
         for line in curves.lines:
-            self._add(drawn, line, curves)
+            self._add(picture, line, curves)
         targets = [of_line[-1] for of_line in self._renderers[first:]]
-        tell = CustomJS(args={"lit": self._found, "scale": "log" if logarithmic else "linear"}, code=_TELL)
+        tell = CustomJS(args={"lit": self._nearest, "scale": "log" if logarithmic else "linear"}, code=_TELL)
         tooltips = [("", "@label"), (x, "@x"), (metric, "@mean{0.0000} (@low{0.0000} to @high{0.0000})")]
-        drawn.add_tools(HoverTool(renderers=targets, tooltips=tooltips, line_policy="nearest", callback=tell))
-        _quiet(drawn)
-        return drawn
+        picture.add_tools(HoverTool(renderers=targets, tooltips=tooltips, line_policy="nearest", callback=tell))
+        _quiet(picture)
+        return picture
 
-    def _add(self, drawn: Any, line: Line, curves: Curves) -> None:
+    def _add(self, picture: Any, line: Line, curves: Curves) -> None:
         source = ColumnDataSource(_data(line))
         points, marks = _kind(line, curves)
         parts: list[Any] = []
         if marks:
-            size = 9 if curves.scattered else 4
-            parts.append(drawn.scatter("x", "mean", source=source, color=line.colour, size=size))
-        if not curves.scattered:
-            parts.append(drawn.line("x", "mean", source=source, line_color=line.colour, line_width=2))
-            parts.append(drawn.varea("x", "low", "high", source=source, fill_color=line.colour, fill_alpha=_BAND))
+            size = 9 if curves.is_scatter else 4
+            parts.append(picture.scatter("x", "mean", source=source, color=line.colour, size=size))
+        if not curves.is_scatter:
+            parts.append(picture.line("x", "mean", source=source, line_color=line.colour, line_width=2))
+            parts.append(picture.varea("x", "low", "high", source=source, fill_color=line.colour, fill_alpha=_BAND))
         self._opacities += [
             (len(self._renderers), part.glyph, _BAND if hasattr(part.glyph, "y2") else 1.0) for part in parts
         ]
         halo = {"source": source, "name": line.colour}
         parts.append(
-            drawn.scatter("x", "mean", size=_REACH, alpha=0, hover_alpha=0.3, color=line.colour, **halo)
+            picture.scatter("x", "mean", size=_REACH, alpha=0, hover_alpha=0.3, color=line.colour, **halo)
             if points
-            else drawn.line(
+            else picture.line(
                 "x", "mean", line_width=_REACH, line_alpha=0, hover_line_alpha=0.3, line_color=line.colour, **halo
             )
         )
@@ -190,15 +190,15 @@ never end. A line stays lit when the mouse leaves it: a row is often clicked nex
 
 def legend(pictures: Mapping[str, Curves]) -> str:
     """The names of all lines, each once."""
-    named = {line.colour: line.label for curves in pictures.values() for line in curves.lines}
+    labels = {line.colour: line.label for curves in pictures.values() for line in curves.lines}
     return "".join(
-        f'<div class="entry">{markup.dot(colour)}{markup.escape(label)}</div>' for colour, label in named.items()
+        f'<div class="entry">{markup.dot(colour)}{markup.escape(label)}</div>' for colour, label in labels.items()
     )
 
 
 def _kind(line: Line, curves: Curves) -> tuple[bool, bool]:
     """Whether the line has only points, and whether points are marked."""
-    points = curves.scattered or len(line.x) == 1
+    points = curves.is_scatter or len(line.x) == 1
     return points, points or len(line.x) < _FEW_POINTS
 
 
@@ -206,15 +206,15 @@ def _data(line: Line) -> dict[str, Any]:
     return {"x": line.x, "mean": line.mean, "low": line.low, "high": line.high, "label": [line.label] * len(line.x)}
 
 
-def _quiet(drawn: Any) -> None:
-    drawn.toolbar.logo = None
-    drawn.toolbar.autohide = True
-    drawn.outline_line_color = drawn.background_fill_color = drawn.border_fill_color = (
+def _quiet(picture: Any) -> None:
+    picture.toolbar.logo = None
+    picture.toolbar.autohide = True
+    picture.outline_line_color = picture.background_fill_color = picture.border_fill_color = (
         None  # light or dark, as the page is
     )
-    drawn.grid.grid_line_color = drawn.axis.axis_line_color = drawn.axis.major_tick_line_color = NEUTRAL
-    drawn.grid.grid_line_alpha = 0.2
-    drawn.axis.minor_tick_line_color = None
-    drawn.axis.major_label_text_color = drawn.axis.axis_label_text_color = NEUTRAL
-    drawn.axis.axis_label_text_font_style = "normal"
-    drawn.axis.axis_label_text_font_size = "12px"
+    picture.grid.grid_line_color = picture.axis.axis_line_color = picture.axis.major_tick_line_color = NEUTRAL
+    picture.grid.grid_line_alpha = 0.2
+    picture.axis.minor_tick_line_color = None
+    picture.axis.major_label_text_color = picture.axis.axis_label_text_color = NEUTRAL
+    picture.axis.axis_label_text_font_style = "normal"
+    picture.axis.axis_label_text_font_size = "12px"

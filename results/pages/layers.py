@@ -14,11 +14,11 @@ if TYPE_CHECKING:
 
 FILE = "statistics.jsonl"
 MOST_COLUMNS = 400
-"""Most steps that are drawn; of more, every n-th."""
+"""Maximum number of steps in the picture; with more, every n-th."""
 _LABELS = 64
-"""Most rows with a label each."""
+"""Maximum number of labelled rows."""
 _CHARACTERS = 48
-"""Of a label, the last ones of a longer name."""
+"""Maximum length of a label; the end of a longer name."""
 _NONFINITE = "#b42318"
 _ZERO = "#e3e6ea"
 

@@ -69,22 +69,22 @@ class Overview:
     """The config key that means are over."""
     saved: "Saved | None" = field(default=None, compare=False, repr=False)
     """Values to reuse while the runs are the same."""
-    _drawn: dict[tuple[str, ...], legend.Configurations] = field(
+    _configs: dict[tuple[str, ...], legend.Configurations] = field(
         default_factory=dict, init=False, compare=False, repr=False
     )
     _members: list[Any] = field(default_factory=list, init=False, compare=False, repr=False)
 
     def configurations(self, by: Sequence[str]) -> legend.Configurations:
         """The rows by those of the keys `by` that exist; without any by those that vary."""
-        if tuple(by) not in self._drawn:
+        if tuple(by) not in self._configs:
             key = ("configurations", *by, self.unfinished, self.seed)
 
             def compute() -> legend.Configurations:
                 return legend.Configurations(self.rows, _existing(self, by), self.loaded, self.unfinished, self.seed)
 
             of_configs = set(by).isdisjoint({*results.FACTS} - {"group"})
-            self._drawn[tuple(by)] = self.reuse(key, compute).with_rows(self.rows) if of_configs else compute()
-        return self._drawn[tuple(by)]
+            self._configs[tuple(by)] = self.reuse(key, compute).with_rows(self.rows) if of_configs else compute()
+        return self._configs[tuple(by)]
 
     def reuse(self, key: tuple[Any, ...], compute: Callable[[], T]) -> T:
         """`compute()`, or its earlier result for the same runs.
@@ -146,11 +146,11 @@ class Line:
 
 @dataclass(frozen=True)
 class Curves:
-    """Lines of one picture, best first, and remarks. scattered: each point is a run, and no line joins them."""
+    """Lines of one picture, best first, and remarks. is_scatter: each point is a run, and no line joins them."""
 
     lines: list[Line] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    scattered: bool = False
+    is_scatter: bool = False
 
 
 @dataclass(frozen=True)
@@ -236,23 +236,23 @@ def select(content: Overview, states: Sequence[str] = (), where: str = "", text:
     Raises:
         ConfigError: `where` is malformed, or uses a name that no row has.
     """
-    rows, listed = content.rows, content.jobs
+    rows, jobs = content.rows, content.jobs
     if states:
-        listed = [job for job in listed if job.state in states]
+        jobs = [job for job in jobs if job.state in states]
     if where.strip():
         holds = {row["exp_id"] for row in results.filter_rows(rows, where, "expression")}
-        listed = [job for job in listed if job.exp_id in holds]
+        jobs = [job for job in jobs if job.exp_id in holds]
     if text.strip():
         texts = {name: f"{remark} " for name, remark in remarks(content).items()}
         for row in rows:
             texts[row["exp_id"]] += " ".join(f"{key}={row[key]}" for key in results.config_keys(row))
-        listed = [
+        jobs = [
             job
-            for job in listed
+            for job in jobs
             if text.strip().lower() in f"{texts.get(job.exp_id, '')} {job.exp_id} {job.group} {job.reason}".lower()
         ]
-    selected = {job.exp_id for job in listed}
-    return replace(content, rows=[row for row in rows if row["exp_id"] in selected], jobs=listed)
+    selected = {job.exp_id for job in jobs}
+    return replace(content, rows=[row for row in rows if row["exp_id"] in selected], jobs=jobs)
 
 
 def choose_values(
@@ -284,10 +284,10 @@ def tabulate(
     if not content.rows:
         return Ranking()
     existing = results.score_names(content.rows)
-    drawn = content.configurations(by)
+    configs = content.configurations(by)
     names = [name for name in scores if name in existing] or headline(content)
     metric = metric if metric in existing else next(iter(names), None)
-    rows, keys, names = table.tabulate(content.rows, drawn.keys, names, metric, unfinished=content.unfinished)
+    rows, keys, names = table.tabulate(content.rows, configs.keys, names, metric, unfinished=content.unfinished)
     columns, same = terminal_table.arrange(rows, keys, names, metric, None, spread)
     best = ""
     if metric is not None and rows[0][metric] is not None:
@@ -297,7 +297,7 @@ def tabulate(
     return Ranking(
         [column.heading for column in columns],
         [list(cells) for cells in zip(*(column.cells for column in columns), strict=True)],
-        [drawn.colour_of(row["exp_ids"][0], row.get("group")) for row in rows],
+        [configs.colour_of(row["exp_ids"][0], row.get("group")) for row in rows],
         [table.best_rows(rows, column.name) if column.name in names else set[int]() for column in columns],
         [column.constant for column in same],
         best,
@@ -326,23 +326,27 @@ def curves(content: Overview, metric: str, look: Look = Look()) -> Curves:
     """Learning curves of the best `legend.LINES` configurations, or the last values of all runs over a config key."""
     if metric not in results.score_names(content.rows):
         return Curves()
-    drawn = content.configurations(look.by)
+    configs = content.configurations(look.by)
     if any(look.x in results.config_keys(row) for row in content.rows):
         return Curves(
-            [_points(drawn, group, look.x, metric) for group in _having(drawn.groups, metric)], scattered=True
+            [_points(configs, group, look.x, metric) for group in _having(configs.groups, metric)], is_scatter=True
         )
-    best = _having(drawn.sort_best_first(metric), metric)
-    shown = best[: drawn.most]
+    best = _having(configs.sort_best_first(metric), metric)
+    best_groups = best[: configs.most]
     try:
-        (bands,), notes = bands_of_runs(content.runs, [drawn.curve_rows(group) for group in shown], [metric], look.x)
+        (bands,), notes = bands_of_runs(
+            content.runs, [configs.curve_rows(group) for group in best_groups], [metric], look.x
+        )
     except UserError as error:
         return Curves(notes=[str(error)])
     left_out = (
-        [f"The best {len(shown)} of {len(best)} configurations; filter to see more."] if len(best) > len(shown) else []
+        [f"The best {len(best_groups)} of {len(best)} configurations; filter to see more."]
+        if len(best) > len(best_groups)
+        else []
     )
     lines = [
-        _line(band.smooth(look.smoothing), drawn.label(group) or "all", drawn.colour(group), look.spread)
-        for band, group in zip(bands, shown, strict=True)
+        _line(band.smooth(look.smoothing), configs.label(group) or "all", configs.colour(group), look.spread)
+        for band, group in zip(bands, best_groups, strict=True)
         if len(band.x)
     ]
     return Curves(lines, [*left_out, *notes, *statistics.nan_remarks(content.rows, [metric], content.unfinished)])
@@ -435,10 +439,10 @@ def environment(runs: Path, exp_id: str) -> dict[str, str]:
 def logs(content: Overview, exp_id: str) -> dict[str, Path]:
     """The log files of an experiment by name, the output of its job first."""
     of_job = {f"{end}.log": content.runs / "logs" / f"{exp_id}.{end}.log" for end in ("out", "err")}
-    noted = next((job.log for job in content.jobs if job.exp_id == exp_id and job.log is not None), None)
+    job_log = next((job.log for job in content.jobs if job.exp_id == exp_id and job.log is not None), None)
     of_run = {path.name: path for path in sorted((content.runs / exp_id / "logs").glob("*.log"))}
-    named = {} if noted is None or noted in (*of_job.values(), *of_run.values()) else {noted.name: noted}
-    return {name: path for name, path in (named | of_job | of_run).items() if path.is_file()}
+    extra_logs = {} if job_log is None or job_log in (*of_job.values(), *of_run.values()) else {job_log.name: job_log}
+    return {name: path for name, path in (extra_logs | of_job | of_run).items() if path.is_file()}
 
 
 def tail(path: Path, lines: int) -> str:
@@ -458,18 +462,18 @@ def _having(groups: Iterable[list[results.Row]], metric: str) -> list[list[resul
     return [group for group in groups if any(metric in row for row in group)]
 
 
-def _points(drawn: legend.Configurations, group: Sequence[results.Row], x: str, metric: str) -> Line:
+def _points(configs: legend.Configurations, group: Sequence[results.Row], x: str, metric: str) -> Line:
     """The last values of the finished runs of a configuration; values of the key that are no numbers are texts."""
-    numbers = all(is_finite(row.get(x, 0)) for row in drawn.rows)
-    over = statistics.averaged_rows(group, drawn.unfinished)
-    placed = [
+    numbers = all(is_finite(row.get(x, 0)) for row in configs.rows)
+    over = statistics.averaged_rows(group, configs.unfinished)
+    points = [
         (row[x] if numbers else format_value(row[x]), row[metric])
         for row in over
         if x in row and row.get(metric) is not None
     ]
-    values = [value for _, value in placed]
+    values = [value for _, value in points]
     return Line(
-        drawn.label(group) or "all", drawn.colour(group), [place for place, _ in placed], values, values, values
+        configs.label(group) or "all", configs.colour(group), [place for place, _ in points], values, values, values
     )
 
 

@@ -94,7 +94,7 @@ class Table:
         """Show these cells; sends only what changed.
         bold: for each column the lines with a bold cell; its cells are then texts."""
         columns = unique(headings)
-        bold_columns = {name for name, chosen in zip(columns, bold, strict=False) if chosen}
+        bold_columns = {name for name, bold_lines in zip(columns, bold, strict=False) if bold_lines}
         previous = list(self.widget.value.columns)
         hidden = [name for name in previous if name not in columns]
         fits = (
@@ -141,7 +141,7 @@ class Table:
         return changes
 
     def _is_built(self) -> bool:
-        return time.monotonic() - self._made > BUILDING_SECONDS
+        return time.monotonic() - self._creation_time > BUILDING_SECONDS
 
     def _has_pages(self, frame: pd.DataFrame) -> bool:
         return len(frame) > self._settings["page_size"]
@@ -182,16 +182,16 @@ class Table:
         )
         self.widget.param.watch(lambda event: self._on_selection(event.new), "selection")
         self.pane.objects = [self.widget]
-        self._made = time.monotonic()
+        self._creation_time = time.monotonic()
 
 
 def _join(columns: list[str], hidden: list[str], previous: list[str]) -> list[str]:
     """`columns` and the `hidden` ones, each at its position in `previous`: after its nearest remaining predecessor."""
-    joined = list(columns)
+    names = list(columns)
     for name in hidden:
-        before = [joined.index(other) for other in previous[: previous.index(name)] if other in joined]
-        joined.insert(before[-1] + 1 if before else 0, name)
-    return joined
+        before = [names.index(other) for other in previous[: previous.index(name)] if other in names]
+        names.insert(before[-1] + 1 if before else 0, name)
+    return names
 
 
 def _mark(cell: Any, line: int, bold: Collection[int]) -> str:
@@ -213,11 +213,11 @@ def unique(names: Sequence[str]) -> list[str]:
     ]
 
 
-def head(title: str, loaded: overview.Overview, shown: overview.Overview) -> str:
+def head(title: str, loaded: overview.Overview, selection: overview.Overview) -> str:
     """Title, folder, and numbers of experiments by state."""
-    count, total = len(shown.jobs), len(loaded.jobs)
+    count, total = len(selection.jobs), len(loaded.jobs)
     text = f"{total} experiments" if count == total else f"{count} of {total} experiments"
     return (
         f'<h1>{markup.escape(title)}</h1><span class="where">{markup.escape(loaded.runs)} · '
-        f"{text}</span>{markup.chips(shown.counts())}"
+        f"{text}</span>{markup.chips(selection.counts())}"
     )

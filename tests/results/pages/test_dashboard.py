@@ -93,17 +93,17 @@ def test_a_config_key_on_the_x_axis_gives_a_point_for_each_run(page: Dashboard):
     assert sorted(one.data["mean"]) == pytest.approx([1 / 4 + 1 / 3 + 0.1 * seed for seed in range(3)])
     (picture,) = page.plot.pane.object.children
     assert not [glyph for glyph in picture.renderers if type(glyph.glyph).__name__ == "Line"]
-    for row in page.shown.rows:
+    for row in page.selection.rows:
         row["model.kind"] = f"kind {row['model.stride']}"
     page.by.value = ["model.stride"]
-    drawn = overview.curves(page.shown, "val_loss", overview.Look("model.kind"))
+    drawn = overview.curves(page.selection, "val_loss", overview.Look("model.kind"))
     chart.Plot(lambda _: None).show({"val_loss": drawn}, "model.kind", False)
     assert sorted(line.x for line in drawn.lines) == [["kind 1"] * 3, ["kind 2"] * 3]
 
 
 def test_new_points_are_sent_into_the_picture_that_is_there(page: Dashboard):
     before = page.plot.pane.object
-    exp_id = page.shown.rows[0]["exp_id"]
+    exp_id = page.selection.rows[0]["exp_id"]
     row = page.content.row(exp_id)
     assert row is not None
     with (page.runs / exp_id / "scores.jsonl").open("a") as scores:
@@ -478,7 +478,7 @@ def test_a_row_and_its_curve_light_up_together(page: Dashboard):
     page.results.widget.selection = []
     assert lit() == set(colours)
     painted: list[set[str]] = []
-    page.plot._found.on_change("data", lambda _, __, ___: painted.append(lit()))
+    page.plot._nearest.on_change("data", lambda _, __, ___: painted.append(lit()))
     page.plot.light(colours[1])
     assert painted == [set(colours)], (
         "the browser knows what is lit before it paints that, as it then asks what is below the mouse"
@@ -491,7 +491,7 @@ def test_several_highlights_at_once_end_with_the_last(page: Dashboard, monkeypat
     monkeypatch.setattr(type(pn.state), "execute", lambda self, work, schedule: waiting.append(work))
     first, second = page._colours
     for colour in (first, second):
-        page.plot._found.data = {"colour": [colour]}
+        page.plot._nearest.data = {"colour": [colour]}
     for _ in range(2):
         waiting.pop(0)()
     assert not waiting
@@ -513,7 +513,7 @@ def test_a_filter_that_removes_and_restores_a_column_reuses_the_table(page: Dash
     """A table that is built anew takes a browser longer than all else that a filter does."""
     page.where.value = "model.stride == 1"
     page.where.value = ""
-    page.results._made = 0  # long ago: the browser has built it
+    page.results._creation_time = 0  # long ago: the browser has built it
     table, before = page.results.widget, page.results.value
     page.where.value = "model.stride == 1"
     assert "stride" not in page.results.value.columns

@@ -45,7 +45,7 @@ def test_plot_report_and_dashboard_draw_a_configuration_in_one_colour(runs: Path
     shown = "stride=2 (3)"
     page = Dashboard(runs, ALL)
     page.where.value = "model.stride == 2 or seed == 0"
-    (line,) = [line for line in overview.curves(page.shown, "val_loss").lines if line.label == shown]
+    (line,) = [line for line in overview.curves(page.selection, "val_loss").lines if line.label == shown]
     dot = page.results.value[page.results.value["stride"] == "2"]["colour"].tolist()
     (axes,) = plot.draw(runs, results.load_rows(runs)[0]).axes
     drawn = {str(each.get_label()).strip(): each.get_color() for each in axes.lines}

@@ -128,7 +128,7 @@ def test_a_running_seed_changes_no_mean_in_any_view(planted: Path, tmp_path: Pat
         shown = "0.5100 ± 0.0100 (3 of 6)"
         page = Dashboard(planted, ALL)
         assert page.results.value["val_loss ↓"].tolist()[0] == f"<b>{shown}</b>"
-        assert page.shown.counts()["running"] == 1
+        assert page.selection.counts()["running"] == 1
         output = tmp_path / "report.html"
         assert report.main([str(planted), "-o", str(output)]) == 0
         assert all(text in output.read_text() for text in (shown, "1 running"))
