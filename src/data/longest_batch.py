@@ -42,14 +42,14 @@ def _lengths(data: Any, *fields: str) -> tuple[int, ...]:
     """Most tokens of the sequences of a sample."""
     if hasattr(data, "longest"):
         return (data.longest(),)
-    found: tuple[Any, ...] = data.batch_lengths() or tuple(getattr(data, field, None) for field in fields)
-    if None in found:
-        missing = fields[found.index(None)]
+    lengths: tuple[Any, ...] = data.batch_lengths() or tuple(getattr(data, field, None) for field in fields)
+    if None in lengths:
+        missing = fields[lengths.index(None)]
         raise ConfigError(
             f"--memory: data.{missing} is not given, so the longest sequence is not known. "
             "Write it, or plan with --set."
         )
-    return found
+    return lengths
 
 
 def _tokens(data: Any, rows: int, config: Any) -> dict[str, Tensor]:

@@ -89,11 +89,13 @@ class PartsConfig(DatasetConfig):
         self.check_parts(lambda part: part.check_compiled())
         lengths = {path: part.batch_lengths() for path, part in self.parts_by_path.items()}
         if len(set(lengths.values())) > 1:
-            listed = ", ".join(f"{path} {' and '.join(map(str, tokens or ['?']))}" for path, tokens in lengths.items())
+            part_lengths = ", ".join(
+                f"{path} {' and '.join(map(str, tokens or ['?']))}" for path, tokens in lengths.items()
+            )
             raise ConfigError(
                 f"data.{self.parts_field}: loop.compile needs batches of one shape, but their sequences have "
                 f"different numbers of tokens: "
-                f"{listed}. Write the same lengths for all, or leave loop.compile out."
+                f"{part_lengths}. Write the same lengths for all, or leave loop.compile out."
             )
 
     def batch_lengths(self) -> tuple[int, ...] | None:

@@ -125,8 +125,10 @@ class PhasedDataset:
         digests = [data.fingerprint for data in phases]
         self.fingerprint = hashlib.sha256(json.dumps([ends, digests]).encode()).hexdigest()
         self._names = [list(data.sources) if isinstance(data, SourcedDataset) else [] for data in phases]
-        names = [own or [f"phases[{number}]"] for number, own in enumerate(self._names)]
-        self.sources = list(dict.fromkeys(name for own in names for name in own)) if any(self._names) else []
+        names = [phase_sources or [f"phases[{number}]"] for number, phase_sources in enumerate(self._names)]
+        self.sources = (
+            list(dict.fromkeys(name for phase_sources in names for name in phase_sources)) if any(self._names) else []
+        )
         """Those of the phases, under their names; a phase without any counts as one, where another has some."""
 
     def __len__(self) -> int:
@@ -135,15 +137,17 @@ class PhasedDataset:
 
     def sample(self, epoch: int, index: int | Sequence[Any]) -> Sample:
         """The sample of a key: a phase's where `index` is a key in its data set, whose number is then `epoch`."""
-        phase, own = self._place(epoch, index)
-        return Sample(phase, self.phases[phase].sample(*own))
+        phase, phase_key = self._place(epoch, index)
+        return Sample(phase, self.phases[phase].sample(*phase_key))
 
     def sample_source(self, *key: Any) -> str:
         """What the phase says, or the phase."""
-        phase, own = self._place(*key)
+        phase, phase_key = self._place(*key)
         data = self.phases[phase]
         return (
-            data.sample_source(*own) if self._names[phase] and isinstance(data, SourcedDataset) else f"phases[{phase}]"
+            data.sample_source(*phase_key)
+            if self._names[phase] and isinstance(data, SourcedDataset)
+            else f"phases[{phase}]"
         )
 
     def collate(self, samples: Sequence[Sample]) -> Batch:
@@ -161,17 +165,19 @@ class PhasedDataset:
         begins = self.config.begins(steps)
         orders = []
         for number, (data, begin, end) in enumerate(zip(self.phases, begins, [*begins[1:], steps], strict=True)):
-            own = []
+            phase_branches = []
             for branch in branches:
                 if begin <= branch.from_step < end:
                     skips = [*branch.skips[:1], *(min(most, end - branch.from_step) for most in branch.skips[1:])]
-                    passed = {"data": f"skip:{sum(skips)}"} if skips else {}
-                    own.append(branch.model_copy(update={"from_step": branch.from_step - begin, **passed}))
+                    skip_field = {"data": f"skip:{sum(skips)}"} if skips else {}
+                    phase_branches.append(
+                        branch.model_copy(update={"from_step": branch.from_step - begin, **skip_field})
+                    )
                 elif skipped := sum(
                     max(0, branch.from_step + each - begin) for each in branch.skips if branch.from_step < begin
                 ):
-                    own.append(branch.model_copy(update={"from_step": 0, "data": f"skip:{skipped}"}))
-            orders.append(order_of(data, phase_seed(seed, number), per_step, end - begin, own))
+                    phase_branches.append(branch.model_copy(update={"from_step": 0, "data": f"skip:{skipped}"}))
+            orders.append(order_of(data, phase_seed(seed, number), per_step, end - begin, phase_branches))
         return PhaseOrder(orders, begins)
 
     def _place(self, epoch: int, index: int | Sequence[Any]) -> tuple[int, Key]:
@@ -203,7 +209,7 @@ class PhaseOrder:
         phase = self._phase(first_step)
         for number, end in zip(range(phase, len(self.orders)), [*self.begins[phase + 1 :], None], strict=True):
             step = max(first_step, self.begins[number])
-            stream = self.orders[number].micro_batches(step - self.begins[number], share, _own(cursor, number))
+            stream = self.orders[number].micro_batches(step - self.begins[number], share, _phase_cursor(cursor, number))
             for keys, entries, counters in islice(stream, None if end is None else (end - step) * len(share.numbers)):
                 yield MicroBatch(
                     [(number, key) for key in keys],
@@ -214,13 +220,13 @@ class PhaseOrder:
     def describe(self, step: int, cursor: Cursor) -> Mapping[str, Any]:
         """The phase, and what its order says."""
         phase = self._phase(step)
-        return {"phase": phase, **self.orders[phase].describe(step - self.begins[phase], _own(cursor, phase))}
+        return {"phase": phase, **self.orders[phase].describe(step - self.begins[phase], _phase_cursor(cursor, phase))}
 
     def _phase(self, step: int) -> int:
         """The phase that the step after `step` finished ones reads."""
         return bisect_right(self.begins, step) - 1
 
 
-def _own(cursor: Cursor, phase: int) -> Cursor:
+def _phase_cursor(cursor: Cursor, phase: int) -> Cursor:
     """The cursor of a phase's order."""
     return {name: entry[1] for name, entry in cursor.items() if entry[0] == phase}

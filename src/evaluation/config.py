@@ -154,10 +154,10 @@ class Inference(Decoding):
         """
         assert (row_indices is None) == (self.index_file is None)
         if self.datasets is not None:
-            known = {dataset.source(i) for i in range(dataset.num_questions)}
+            sources = {dataset.source(i) for i in range(dataset.num_questions)}
             for name in self.datasets:
-                if name not in known:
-                    raise ConfigError(f"inference.datasets: {unknown_text('source', name, known)}")
+                if name not in sources:
+                    raise ConfigError(f"inference.datasets: {unknown_text('source', name, sources)}")
         place = f"inference.index_file: {self.index_file}"
         rows = answers.select_rows(dataset.source, dataset.num_questions, row_indices, self.datasets, place)
         if not rows:

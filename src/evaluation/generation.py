@@ -93,11 +93,11 @@ def gather_batches(
         some = indices[start : start + together]
         ((batch, counts),) = rank_batches(len(some), batch_size)
         answers = answer([some[place] for place in batch])
-        own = list(zip(batch, answers, strict=True)) if counts else []
-        yield [value for _, value in sorted(distributed.all_gather_list(own), key=lambda pair: pair[0])]
+        local_answers = list(zip(batch, answers, strict=True)) if counts else []
+        yield [value for _, value in sorted(distributed.all_gather_list(local_answers), key=lambda pair: pair[0])]
 
 
-def evaluate(asked: Answers, generator: AnswerGenerator, shuffled: QuestionDataset | None = None) -> dict[str, float]:
+def evaluate(config: Answers, generator: AnswerGenerator, shuffled: QuestionDataset | None = None) -> dict[str, float]:
     """Answer the first questions, and score the answers overall and by source: {"em": …, "em/nq": …}. Collective.
 
     With `shuffled_context` also overall on `shuffled`, the same questions with other contexts: {"em_shuffled_context":
@@ -106,15 +106,15 @@ def evaluate(asked: Answers, generator: AnswerGenerator, shuffled: QuestionDatas
     Raises:
         distributed.TrainingStopped: a process was asked to stop meanwhile.
     """
-    indices = range(asked.questions)
+    indices = range(config.questions)
 
     def scores(asking: AnswerGenerator) -> dict[str, float]:
-        texts = [text for batch in asking.batches(indices, asked.max_new_tokens) for text, _ in batch]
-        return metric_scores(asked.metrics, generator.predictions(indices, texts), asked.best_answer)
+        texts = [text for batch in asking.batches(indices, config.max_new_tokens) for text, _ in batch]
+        return metric_scores(config.metrics, generator.predictions(indices, texts), config.best_answer)
 
-    found = scores(generator)
-    if asked.shuffled_context:
+    all_scores = scores(generator)
+    if config.shuffled_context:
         assert shuffled is not None, "Answers.require has checked it"
         control = scores(replace(generator, dataset=shuffled))
-        found |= {name + SHUFFLED: value for name, value in control.items() if "/" not in name}
-    return found
+        all_scores |= {name + SHUFFLED: value for name, value in control.items() if "/" not in name}
+    return all_scores

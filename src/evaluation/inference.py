@@ -91,16 +91,16 @@ def make(run: Run, job: InferenceJob, generator: AnswerGenerator, inputs: Mappin
     }
     if job.control:
         settings["wrong_contexts"] = True
-    answered = ResumableOutputs(run, INFERENCE, PREDICTION, files, generator.batch_size).make(inputs, settings)
+    answer_texts = ResumableOutputs(run, INFERENCE, PREDICTION, files, generator.batch_size).make(inputs, settings)
     if tokens:
-        measured = speed.measure(generator, job.indices[0], most, tokens, seconds)
+        speeds = speed.measure(generator, job.indices[0], most, tokens, seconds)
         log.info(
             "%.4g tokens/s, %.3g s to the first token.",
-            measured["tokens_per_second"],
-            measured["seconds_to_first_token"],
+            speeds["tokens_per_second"],
+            speeds["seconds_to_first_token"],
         )
-        distributed.broadcast_from_rank0(lambda: write_json(run.path / speed.FILE, measured))
-    predictions = [generator.predictions(job.indices, texts) for texts in answered]
+        distributed.broadcast_from_rank0(lambda: write_json(run.path / speed.FILE, speeds))
+    predictions = [generator.predictions(job.indices, texts) for texts in answer_texts]
     scores, *wrong = distributed.broadcast_from_rank0(
         lambda: [answers.scores(config.metrics, answer_list, config.best_answer) for answer_list in predictions]
     )

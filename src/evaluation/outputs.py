@@ -78,10 +78,10 @@ class ResumableOutputs:
 
     def _key(self, inputs: Mapping[str, str], settings: Mapping[str, Any]) -> dict[str, Any]:
         best = checkpoints.best(self.run.path) if self.best else None
-        used = best or checkpoints.newest_whole(self.run.path)  # None where nothing is trained
+        folder = best or checkpoints.newest_whole(self.run.path)  # None where nothing is trained
         return {
-            "step": checkpoints.step_of(used) if used else 0,
-            "weights": read_manifest(used, RunError)["files"]["model.safetensors"]["sha256"] if used else None,
+            "step": checkpoints.step_of(folder) if folder else 0,
+            "weights": read_manifest(folder, RunError)["files"]["model.safetensors"]["sha256"] if folder else None,
             "inputs": dict(inputs),
             "batch_size": self.batch_size,
             **settings,
@@ -147,8 +147,8 @@ class ResumableOutputs:
     def _append(self, batch: Sequence[str]) -> None:
         with writing(self.part), open(self.part, "ab") as file:
             file.write("".join(json.dumps(text) + "\n" for text in batch).encode())
-        written = checkpoints.list_all(self.run.path)
-        heartbeat.refresh(self.run.path, self.run.dir.attempt, checkpoints.step_of(written[-1]) if written else 0)
+        folders = checkpoints.list_all(self.run.path)
+        heartbeat.refresh(self.run.path, self.run.dir.attempt, checkpoints.step_of(folders[-1]) if folders else 0)
 
     def _write(self, texts: Sequence[str], key: dict[str, Any]) -> None:
         self.run.dir.confirm()

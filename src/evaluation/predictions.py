@@ -48,18 +48,18 @@ class TaskSplit:
 
     def scores(self, texts: Sequence[str]) -> dict[str, float]:
         """Scores of the answers to rows that have a label; {} if none has."""
-        labelled = [self.dataset.prediction(i, text) for i, text in enumerate(texts) if self.has_label(i)]
-        return task_scores(self.dataset.task, labelled) if labelled else {}
+        predictions = [self.dataset.prediction(i, text) for i, text in enumerate(texts) if self.has_label(i)]
+        return task_scores(self.dataset.task, predictions) if predictions else {}
 
     def line(self, index: int, text: str) -> str:
         """The line of a row in the file."""
         data, row = self.dataset, self.dataset.row(index)
         target = data.target(index) if self.has_label(index) else None
-        found = {"index": row["index"], "input": data.input(index), "target": target, "prediction": text}
+        fields = {"index": row["index"], "input": data.input(index), "target": target, "prediction": text}
         if data.task.task.kind == "classes":
             number = data.task.class_of(text)
-            found["class"] = number if number >= 0 else None
-        return json.dumps(found, ensure_ascii=False)
+            fields["class"] = number if number >= 0 else None
+        return json.dumps(fields, ensure_ascii=False)
 
 
 def task_scores(task: Any, predictions: Sequence[Prediction]) -> dict[str, float]:
@@ -94,20 +94,26 @@ def make(
     write_more = partial(_write_submissions, splits)
     outputs = ResumableOutputs(run, FOLDER, "prediction", files, predictor.batch_size, write_more, best)
     texts = outputs.make(inputs, settings)
-    return {some.name: scores for some, own in zip(splits, texts, strict=True) if (scores := some.scores(own))}
+    return {
+        some.name: scores
+        for some, split_texts in zip(splits, texts, strict=True)
+        if (scores := some.scores(split_texts))
+    }
 
 
 def _write_submissions(splits: Sequence[TaskSplit], folder: Path, texts: Sequence[Sequence[str]]) -> None:
-    for some, own in zip(splits, texts, strict=True):
-        wanted = some.dataset.task.task.submission
-        if some.split == UNLABELLED_SPLIT and wanted is not None:
+    for some, split_texts in zip(splits, texts, strict=True):
+        layout = some.dataset.task.task.submission
+        if some.split == UNLABELLED_SPLIT and layout is not None:
             groups = _GROUPS.get(some.dataset.task.task.form or "")
-            if groups and not all(groups.fullmatch(some.dataset.row(i).get("group") or "") for i in range(len(own))):
+            if groups and not all(
+                groups.fullmatch(some.dataset.row(i).get("group") or "") for i in range(len(split_texts))
+            ):
                 log.warning(
-                    "%s: no %s, as its rows lack the numbers of the release. Prepare it again.", some.name, wanted.file
+                    "%s: no %s, as its rows lack the numbers of the release. Prepare it again.", some.name, layout.file
                 )
                 continue
-            (folder / wanted.file).write_text(submission(some, own), encoding="utf-8", newline="\n")
+            (folder / layout.file).write_text(submission(some, split_texts), encoding="utf-8", newline="\n")
 
 
 def submission(some: TaskSplit, texts: Sequence[str]) -> str:
@@ -116,9 +122,9 @@ def submission(some: TaskSplit, texts: Sequence[str]) -> str:
     An answer that is no label is written as class 0, and one that is no number as the lowest: the server takes nothing
     else.
     """
-    task, wanted = some.dataset.task, some.dataset.task.task.submission
+    task, layout = some.dataset.task, some.dataset.task.task.submission
     rows = [some.dataset.row(number) for number in range(len(texts))]
-    shown, unknown = list[str | int](), 0
+    values, unknown = list[str | int](), 0
     for text in texts:
         if task.task.kind == "text":
             value, valid = text, True
@@ -128,20 +134,20 @@ def submission(some: TaskSplit, texts: Sequence[str]) -> str:
         else:
             number = task.class_of(text)
             value, valid = max(number, 0), number >= 0
-            if wanted.label != "number":
+            if layout.label != "number":
                 label = task.task.labels[value]
-                value = label.lower() if wanted.label == "lower" else label
+                value = label.lower() if layout.label == "lower" else label
         unknown += not valid
-        shown.append(value)
+        values.append(value)
     if unknown:
-        log.warning("%s: %d of %d answers are no label; %s has the first.", some.name, unknown, len(texts), wanted.file)
-    if wanted.file.endswith(".tsv"):
-        lines = ["index\tprediction", *(f"{row['index']}\t{value}" for row, value in zip(rows, shown, strict=True))]
+        log.warning("%s: %d of %d answers are no label; %s has the first.", some.name, unknown, len(texts), layout.file)
+    if layout.file.endswith(".tsv"):
+        lines = ["index\tprediction", *(f"{row['index']}\t{value}" for row, value in zip(rows, values, strict=True))]
     elif task.task.form == "multirc":
-        lines = _multirc_lines(rows, shown)
+        lines = _multirc_lines(rows, values)
     else:
         numbers = [int(row["group"]) if task.task.form == "record" else row["index"] for row in rows]
-        lines = [json.dumps({"idx": number, "label": value}) for number, value in zip(numbers, shown, strict=True)]
+        lines = [json.dumps({"idx": number, "label": value}) for number, value in zip(numbers, values, strict=True)]
     return "\n".join(lines) + "\n"
 
 
@@ -155,7 +161,7 @@ def _multirc_lines(rows: Sequence[Mapping[str, Any]], labels: Sequence[str | int
         json.dumps(
             {
                 "idx": int(paragraph),
-                "passage": {"questions": [{"idx": int(q), "answers": found} for q, found in questions.items()]},
+                "passage": {"questions": [{"idx": int(q), "answers": answers} for q, answers in questions.items()]},
             }
         )
         for paragraph, questions in paragraphs.items()

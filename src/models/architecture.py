@@ -26,12 +26,12 @@ def from_dict(raw: Mapping[str, Any]) -> Architecture | None:
     raw = raw["text_config"] if isinstance(raw.get("text_config"), dict) else raw
     for key in (*chain.from_iterable(_SPELLINGS.values()), "num_key_value_heads", "head_dim", *_MAX_POSITIONS):
         _check(key, raw.get(key))
-    found: dict[str, Any] = {size: _first_given(raw, keys) for size, keys in _SPELLINGS.items()}
-    if None in found.values():
+    sizes: dict[str, Any] = {size: _first_given(raw, keys) for size, keys in _SPELLINGS.items()}
+    if None in sizes.values():
         return None
-    heads = raw.get("num_key_value_heads") or (1 if raw.get("multi_query") else found["num_heads"])
+    heads = raw.get("num_key_value_heads") or (1 if raw.get("multi_query") else sizes["num_heads"])
     return Architecture(
-        **found,
+        **sizes,
         num_key_value_heads=heads,
         max_positions=_first_given(raw, _MAX_POSITIONS),
         head_size=raw.get("head_dim"),

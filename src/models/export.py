@@ -83,22 +83,22 @@ def export(
             f"--{'with_base' if with_base else 'standalone'}: is for cross-attention models, whose base is "
             "another model. Leave it out."
         )
-    with new_directory(target) as made:
-        _copy_tokenizer(folder / "tokenizer", made)
+    with new_directory(target) as folder_path:
+        _copy_tokenizer(folder / "tokenizer", folder_path)
         if isinstance(model, Wrapper):
-            model.export(made, Request(target, places, bool(merged), with_base, standalone))
+            model.export(folder_path, Request(target, places, bool(merged), with_base, standalone))
         elif isinstance(model, PreTrainedModel):
-            model.save_pretrained(made)
+            model.save_pretrained(folder_path)
         else:
             raise ConfigError(
                 f"{folder}: its model is a {type(model).__name__}, which no other program knows. "
                 "Load it with this project."
             )
-        if (made / "base").is_dir():
-            _copy_tokenizer(folder / "tokenizer", made / "base")
-        prepared_tokenizer.write_ends(made)
+        if (folder_path / "base").is_dir():
+            _copy_tokenizer(folder / "tokenizer", folder_path / "base")
+        prepared_tokenizer.write_ends(folder_path)
         if write_processor := getattr(model, "write_processor", None):
-            write_processor(made, folder, prepared_tokenizer.load(made))
+            write_processor(folder_path, folder, prepared_tokenizer.load(folder_path))
     log.info("%s: %d adapters merged.", target, merged)
 
 
@@ -127,13 +127,13 @@ def push(folder: Path, repository: str) -> None:
     try:
         api = huggingface_hub.HfApi()
         api.create_repo(repository, private=True, exist_ok=True)
-        found = api.upload_folder(repo_id=repository, folder_path=folder, commit_message="Export")
+        address = api.upload_folder(repo_id=repository, folder_path=folder, commit_message="Export")
     except (HfHubHTTPError, HFValidationError, LocalTokenNotFoundError, OfflineModeIsEnabled, OSError) as error:
         reason = " ".join(str(error).split())[:200]
         raise ConfigError(
             f"--push_to_hub {repository}: not uploaded ({reason}). {folder} is whole; `hf upload` sends it later."
         ) from None
-    log.info("%s: uploaded to %s.", folder, found)
+    log.info("%s: uploaded to %s.", folder, address)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -67,8 +67,8 @@ class Config(ModelConfig):
         return places.data / self.tokenizer
 
     def new_token_ids(self, places: Places) -> list[int]:
-        known = prepared_tokenizer.load(places.data / self.tokenizer, self.new_tokens())
-        return [known.convert_tokens_to_ids(token) for token in self.new_tokens()]
+        tokenizer = prepared_tokenizer.load(places.data / self.tokenizer, self.new_tokens())
+        return [tokenizer.convert_tokens_to_ids(token) for token in self.new_tokens()]
 
     def architecture(self, places: Places) -> Architecture:
         del places  # they are in the config

@@ -52,22 +52,25 @@ class RotaryScaling(StrictConfig):
         Raises:
             ConfigError: its family has no rotary positions.
         """
-        given = getattr(config, "rope_parameters", None)
-        if not isinstance(given, dict) or "rope_theta" not in given:
+        parameters = getattr(config, "rope_parameters", None)
+        if not isinstance(parameters, dict) or "rope_theta" not in parameters:
             raise ConfigError(
                 f"model.rope: the family {config.model_type!r} has no rotary positions of one kind. Leave it out."
             )
-        if given.get("rope_type", "default") != "default":
+        if parameters.get("rope_type", "default") != "default":
             raise ConfigError(
-                f"model.rope: its rotary positions are scaled already ({given['rope_type']}). Leave it out."
+                f"model.rope: its rotary positions are scaled already ({parameters['rope_type']}). Leave it out."
             )
         if self.kind == "ntk":
             head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-            width = int(head * given.get("partial_rotary_factor", 1.0))
-            config.rope_parameters = {**given, "rope_theta": given["rope_theta"] * self.factor ** (width / (width - 2))}
+            width = int(head * parameters.get("partial_rotary_factor", 1.0))
+            config.rope_parameters = {
+                **parameters,
+                "rope_theta": parameters["rope_theta"] * self.factor ** (width / (width - 2)),
+            }
             config.max_position_embeddings = int(config.max_position_embeddings * self.factor)
         else:
-            config.rope_parameters = {**given, "rope_type": self.kind, "factor": self.factor}
+            config.rope_parameters = {**parameters, "rope_type": self.kind, "factor": self.factor}
 
 
 class Config(ModelConfig):
@@ -186,14 +189,14 @@ class Config(ModelConfig):
         import transformers
 
         self.require_files(places)
-        weights, made = hub_files.find_weights(self.folder(places)), None
+        weights, model = hub_files.find_weights(self.folder(places)), None
         if not (self.quantization or self.extra_tokens or self.tokenizer) and weights:
             more = {"attn_implementation": self.attention} if self.attention else {}
             with contextlib.suppress(Exception):  # `load` says what it is
                 config, make = self._scaled_config(places), _maker(getattr(transformers, kind))
                 empty = lambda: make(config, dtype=getattr(torch, self.dtype), **more)  # noqa: E731
-                made = build_unfilled(empty, self.folder(places), hub_files.weight_files(weights))
-        return self.load(places, kind) if made is None else made
+                model = build_unfilled(empty, self.folder(places), hub_files.weight_files(weights))
+        return self.load(places, kind) if model is None else model
 
     def _build_on_paper(self, places: Places, made_by: Any) -> Any:
         """The model without weights. made_by: transformers' class."""
@@ -298,9 +301,11 @@ class Config(ModelConfig):
         if not (self.extra_tokens or self.tokenizer):
             return []
         folder = self.folder(places)
-        known = prepared_tokenizer.load(folder).get_vocab()
-        found = prepared_tokenizer.load(self.tokenizer_folder(places) or folder, self.extra_tokens or ()).get_vocab()
-        return sorted(number for token, number in found.items() if token not in known)
+        base_vocabulary = prepared_tokenizer.load(folder).get_vocab()
+        vocabulary = prepared_tokenizer.load(
+            self.tokenizer_folder(places) or folder, self.extra_tokens or ()
+        ).get_vocab()
+        return sorted(number for token, number in vocabulary.items() if token not in base_vocabulary)
 
     def read_config(self, places: Places) -> dict[str, Any]:
         """The content of config.json.
@@ -363,17 +368,21 @@ class Config(ModelConfig):
         folder = self.folder(places)
         weights = hub_files.find_weights(folder)
         assert weights, "check found them"
-        listed = {path.name: [path.stat().st_size, sample_digest(path)] for path in hub_files.weight_files(weights)}
-        return hashlib.sha256(json.dumps([sha256(folder / "config.json"), listed], sort_keys=True).encode()).hexdigest()
+        weight_digests = {
+            path.name: [path.stat().st_size, sample_digest(path)] for path in hub_files.weight_files(weights)
+        }
+        return hashlib.sha256(
+            json.dumps([sha256(folder / "config.json"), weight_digests], sort_keys=True).encode()
+        ).hexdigest()
 
     def folder(self, places: Places) -> Path:
         """The folder that has the model's config.json."""
-        given = self._local_folder(places)
-        if given is None:
+        local_folder = self._local_folder(places)
+        if local_folder is None:
             return hub_files.find_snapshot(self.path, self.revision)
-        if not (given / "config.json").is_file():
+        if not (local_folder / "config.json").is_file():
             raise ConfigError(f"{self.path!r} is a folder without a config.json. Name one that save_pretrained made.")
-        return given
+        return local_folder
 
     def _local_folder(self, places: Places) -> Path | None:
         """The folder `path`, below the prepared data or as given; None where it is a hub id."""

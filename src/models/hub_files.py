@@ -52,9 +52,9 @@ def weight_files(weights: Path) -> list[Path]:
     if weights.suffix != ".json":
         return [weights]
     index = read_json(weights, CheckpointError)
-    listed = index.get("weight_map") if isinstance(index, dict) else None
-    if not (isinstance(listed, dict) and listed and all(isinstance(name, str) for name in listed.values())):
+    weight_map = index.get("weight_map") if isinstance(index, dict) else None
+    if not (isinstance(weight_map, dict) and weight_map and all(isinstance(name, str) for name in weight_map.values())):
         raise CheckpointError(
             f'{weights}: not an index: expected a dict "weight_map" from weights to file names. Get it again.'
         )
-    return [weights.parent / name for name in sorted(set(listed.values()))]
+    return [weights.parent / name for name in sorted(set(weight_map.values()))]

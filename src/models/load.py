@@ -121,9 +121,9 @@ def checkpoint_folder(source: Path) -> Path:
         CheckpointError: missing or damaged.
     """
     folder = source if (source / "model.json").is_file() else checkpoints.newest_whole(source)
-    if folder is None and (damaged := checkpoints.list_all(source)):
+    if folder is None and (damaged_folders := checkpoints.list_all(source)):
         raise CheckpointError(
-            f"{damaged[-1]}: damaged, as are all of the run. Restore one from a copy, or train again with -r 1."
+            f"{damaged_folders[-1]}: damaged, as are all of the run. Restore one from a copy, or train again with -r 1."
         )
     if folder is None:
         raise CheckpointError(f"{source}: neither a checkpoint nor a run that has one.")

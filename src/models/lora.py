@@ -102,13 +102,15 @@ class Config(WrapperConfig):
         decoder = _decoder(model)
         matrices = dict(_matrices(decoder))
         _require_known(self.target_modules, {name.rpartition(".")[2] for name in matrices})
-        chosen = {name: matrix for name, matrix in matrices.items() if name.rpartition(".")[2] in self.target_modules}
-        transposed = isinstance(next(iter(chosen.values())), Conv1D)  # all of a model's are, or none
+        selected_matrices = {
+            name: matrix for name, matrix in matrices.items() if name.rpartition(".")[2] in self.target_modules
+        }
+        transposed = isinstance(next(iter(selected_matrices.values())), Conv1D)  # all of a model's are, or none
         settings = LoraConfig(
             r=self.rank,
             lora_alpha=self.alpha,  # type: ignore[arg-type]  declared int, used as a factor
             lora_dropout=self.dropout_rate,
-            target_modules=sorted(chosen),
+            target_modules=sorted(selected_matrices),
             fan_in_fan_out=transposed,
             trainable_token_indices=self._new_rows(places, decoder),
         )
@@ -155,15 +157,15 @@ def merge(model: "nn.Module") -> int:
     ]:
         parent, _, child = name.rpartition(".")
         setattr(model.get_submodule(parent), child, wrapped.unload_and_optionally_merge_module(True, True, None))
-    adapted = [(name, layer) for name, layer in model.named_modules() if isinstance(layer, LoraLayer)]
+    adapter_layers = [(name, layer) for name, layer in model.named_modules() if isinstance(layer, LoraLayer)]
     with torch.no_grad():
-        for name, layer in adapted:
+        for name, layer in adapter_layers:
             layer.merge(safe_merge=True)  # type: ignore[operator]  every kind of layer has it, their common class has not
             parent, _, child = name.rpartition(".")
             setattr(model.get_submodule(parent), child, layer.get_base_layer())
-    if adapted:
+    if adapter_layers:
         del _decoder(model).peft_config
-    return len(adapted)
+    return len(adapter_layers)
 
 
 def _decoder(model: "nn.Module") -> Any:

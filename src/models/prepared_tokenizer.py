@@ -31,11 +31,11 @@ def require(folder: Path) -> None:
     """Raises DataError where a file of the tokenizer is missing."""
     for name in ("tokenizer.json", "tokenizer_config.json"):
         if not os.path.isfile(folder / name):  # unlike Path.is_file, False for a name that is too long
-            made = (
+            commands = (
                 "python -m data_prep.crossattn.stdlib_qa makes stdlib_tokenizer, data_prep.t5.t5_tokenizer one for T5"
             )
             raise DataError(
-                f"{folder}: no tokenizer here ({name} is missing). Prepare it ({made}), or name another --data_path."
+                f"{folder}: no tokenizer here ({name} is missing). Prepare it ({commands}), or name another --data_path."
             )
 
 
@@ -52,10 +52,10 @@ def end_ids(tokenizer: Any) -> list[int]:
     except (TemplateError, TypeError, KeyError, IndexError, AttributeError, ValueError):
         return ends  # it writes no such conversation
     controls = _control_ids(tokenizer)
-    behind = next(
+    template_end = next(
         (index for index in tokenizer(after, add_special_tokens=False)["input_ids"] if index in controls), ends[0]
     )
-    return list(dict.fromkeys([*ends, behind]))
+    return list(dict.fromkeys([*ends, template_end]))
 
 
 def write_ends(folder: Path) -> None:
@@ -65,10 +65,10 @@ def write_ends(folder: Path) -> None:
     if not path.is_file() or tokenizer.chat_template is None:
         return
     config = read_json(path, DataError)
-    ends, known = end_ids(tokenizer), config.get("eos_token_id")
+    ends, saved_ids = end_ids(tokenizer), config.get("eos_token_id")
     ends += [
         index
-        for index in (known if isinstance(known, list) else [known])
+        for index in (saved_ids if isinstance(saved_ids, list) else [saved_ids])
         if index in _control_ids(tokenizer) and index not in ends
     ]
     pad = ends[0] if tokenizer.pad_token_id is None else tokenizer.pad_token_id

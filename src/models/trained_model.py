@@ -53,11 +53,11 @@ class Config(ModelConfig):
         folder = self._checkpoint_folder(places)
         if folder is None:
             return None
-        named = parents.fingerprints({"name": "experiment", **self.model_dump()}, places.runs)
+        weights = parents.fingerprints({"name": "experiment", **self.model_dump()}, places.runs)
         below = _bind_model(read_json(folder / "model.json", CheckpointError), f"parent {self.exp_id}").fingerprint(
             places
         )
-        return hashlib.sha256(json.dumps([named, below], sort_keys=True).encode()).hexdigest()
+        return hashlib.sha256(json.dumps([weights, below], sort_keys=True).encode()).hexdigest()
 
     def tokenizer_folder(self, places: Places) -> Path | None:
         """Where the parent's tokenizer is; None where the parent is not trained yet."""
@@ -100,15 +100,15 @@ class Config(ModelConfig):
         return call_once(self._read_parent, places)
 
     def _read_parent(self, places: Places) -> ModelConfig:
-        written = places.runs / self.exp_id / "exp_dict.json"
-        raw = read_json(written, ConfigError) if written.is_file() else places.experiments.get(self.exp_id)
+        saved_config = places.runs / self.exp_id / "exp_dict.json"
+        raw = read_json(saved_config, ConfigError) if saved_config.is_file() else places.experiments.get(self.exp_id)
         if raw is None:
             raise ConfigError(
                 f"parent {self.exp_id}: neither under {places.runs} nor in exp_configs.py. "
                 "Name an experiment that is, with ref(...), and train it with --with-parents."
             )
         if not isinstance(raw, dict):
-            raise ConfigError(f"parent {self.exp_id}: {written}: expected a dict, got {type(raw).__name__}.")
+            raise ConfigError(f"parent {self.exp_id}: {saved_config}: expected a dict, got {type(raw).__name__}.")
         if "model" not in raw:
             raise ConfigError(f"parent {self.exp_id}: its experiment has no 'model'.")
         if raw.get("evaluation") is not None:

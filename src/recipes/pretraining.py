@@ -34,18 +34,18 @@ def require_text(recipe: TrainingRecipe, model_kind: str, data_kind: str | None 
     if recipe.loop and recipe.model.is_frozen():
         raise ValueError("model: it is quantized, and cannot learn. Put 'lora' around it, or leave quantization out.")
     recipe.model.require_kind(model_kind, None)
-    data, wanted = recipe.data, data_kind or model_kind
+    data, expected_reader = recipe.data, data_kind or model_kind
     if data.name == "rollouts":
         raise ValueError("data: 'rollouts' are answers of a policy. Take recipe 'ppo' or 'grpo', or its prompts.")
-    if data.reader != wanted:
+    if data.reader != expected_reader:
         raise ValueError(
-            f"data: {data.name!r} is for {KINDS[data.reader]}; this recipe reads data for {KINDS[wanted]}."
+            f"data: {data.name!r} is for {KINDS[data.reader]}; this recipe reads data for {KINDS[expected_reader]}."
         )
 
 
-def score_names(reported: Sequence[str] = ()) -> list[str]:
-    """Names of the scores of an evaluation. reported: see `train_on_text`."""
-    return ["val_loss", *(f"val_{name}" for name in reported or ["perplexity"])]
+def score_names(sum_names: Sequence[str] = ()) -> list[str]:
+    """Names of the scores of an evaluation. sum_names: see `TextTraining.reported_sums`."""
+    return ["val_loss", *(f"val_{name}" for name in sum_names or ["perplexity"])]
 
 
 def checks(recipe: TrainingRecipe, places: Places, scores: Collection[str]) -> list[Callable[[], object]]:
@@ -73,7 +73,7 @@ class TextTraining:
     """(model, batch) -> summed loss of an evaluation, and named sums if any."""
     accuracy: bool = False
     """Whether an evaluation counts the tokens that the model finds the likeliest, as val_accuracy."""
-    reported: Sequence[str] = ()
+    reported_sums: Sequence[str] = ()
     """Named sums of `loss` whose means an evaluation reports in place of the perplexity, as val_NAME and by part of the
     data as val_NAME/PART."""
     count: "Count | None" = None
@@ -101,7 +101,7 @@ def train_on_text(recipe: TrainingRecipe, run: Run, how: TextTraining) -> None:
     from src.training.state import fingerprints
     from src.training.validation import LossSums, count_loss_tokens
 
-    loss, reported, count = how.loss, how.reported, how.count or count_loss_tokens
+    loss, reported_sums, count = how.loss, how.reported_sums, how.count or count_loss_tokens
     torch.manual_seed(recipe.seed)
     with distributed.raise_together():
         model = recipe.build_model(run, used_before=how.prepare is not None)
@@ -119,12 +119,14 @@ def train_on_text(recipe: TrainingRecipe, run: Run, how: TextTraining) -> None:
         parts = {name: summing.loss_sums(part) for name, part in getattr(val, "parts", {"": val}).items()}
         whole = LossSums.total(parts.values())
         scores = {"val_loss": whole.loss}
-        if not reported:
+        if not reported_sums:
             scores["val_perplexity"] = float(torch.tensor(whole.loss).exp())
         if how.accuracy:
             scores["val_accuracy"] = whole.accuracy
         for name, part in {"": whole, **(parts if len(parts) > 1 else {})}.items():
-            scores |= {f"val_{kind}/{name}".rstrip("/"): part.means[kind] for kind in reported if kind in part.means}
+            scores |= {
+                f"val_{kind}/{name}".rstrip("/"): part.means[kind] for kind in reported_sums if kind in part.means
+            }
             scores |= {f"val_loss/{name}": part.loss} if name else {}
         return scores | (how.more_scores(val, scorer) if how.more_scores else {})
 
@@ -163,19 +165,19 @@ class Scorer:
         control_ids = tokenizers.control_ids(self.tokenizer)
         return token_losses(self.model, data, self.loss, self.micro_batch, self.device, control_ids)
 
-    def sampled_answers(self, asked: SampledAnswers, val: Any) -> dict[str, float]:
+    def sampled_answers(self, config: SampledAnswers, val: Any) -> dict[str, float]:
         """Scores of drawn answers to the first questions of a data set. Collective."""
         from src.evaluation import generation, sampled
 
         return sampled.evaluate(
-            asked, generation.AnswerGenerator(self.model, val, self.tokenizer, self.micro_batch, self.device)
+            config, generation.AnswerGenerator(self.model, val, self.tokenizer, self.micro_batch, self.device)
         )
 
-    def answers(self, asked: Answers, val: Any) -> dict[str, float]:
+    def answers(self, config: Answers, val: Any) -> dict[str, float]:
         """Scores of generated answers to the first questions of a data set, and with other contexts. Collective."""
         from src.evaluation import generation
 
         generator = generation.AnswerGenerator(
-            self.model, val, self.tokenizer, self.micro_batch, self.device, asked.decoding()
+            self.model, val, self.tokenizer, self.micro_batch, self.device, config.decoding()
         )
-        return generation.evaluate(asked, generator, val.with_shuffled_contexts() if asked.shuffled_context else None)
+        return generation.evaluate(config, generator, val.with_shuffled_contexts() if config.shuffled_context else None)

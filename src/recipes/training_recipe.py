@@ -142,7 +142,7 @@ class TrainingRecipe(RecipeConfig):
     def check_questions(self) -> None:
         """Raises ConfigError if the data have no questions, no contexts to shuffle, or fewer than evaluations use."""
         data = self.data.validation
-        used = getattr(data, "val_samples", None)
+        val_samples = getattr(data, "val_samples", None)
         for name in ("answers", "sampled", "inference"):
             setting = getattr(self, name, None)
             if setting is None:
@@ -156,10 +156,10 @@ class TrainingRecipe(RecipeConfig):
                 if getattr(setting, control, False) and not data.reads_contexts:
                     raise ConfigError(f"{name}.{control}: these data are read without contexts. Leave it out.")
             requested = getattr(setting, "questions", 0)
-            if used is not None and requested > used:
+            if val_samples is not None and requested > val_samples:
                 raise ConfigError(
-                    f"{name}.questions: {requested}, but data.val_samples is {used}. "
-                    f"Use at most {used}, or null for all."
+                    f"{name}.questions: {requested}, but data.val_samples is {val_samples}. "
+                    f"Use at most {val_samples}, or null for all."
                 )
 
     def build_model(self, run: Run, used_before: bool = False) -> Any:
@@ -168,8 +168,8 @@ class TrainingRecipe(RecipeConfig):
 
         used_before: whether it computes anything before the training, and so needs them at once.
         """
-        unfilled = run.options.fsdp and self.loop and not used_before
-        return (self.model.build_unfilled if unfilled else self.model.build)(run.places)
+        without_weights = run.options.fsdp and self.loop and not used_before
+        return (self.model.build_unfilled if without_weights else self.model.build)(run.places)
 
     def fit_or_evaluate(self, spec: "TrainSpec", run: Run) -> None:
         """Train if there is a loop, else evaluate; then call `spec.finish`. Collective."""

@@ -130,19 +130,19 @@ def _show(text: str) -> None:
 @contextmanager
 def _stopping_at_ctrl_c() -> Iterator[Callable[[], bool]]:
     """Whether Ctrl-C was pressed in the block. A second one raises KeyboardInterrupt."""
-    stopped = threading.Event()
+    stop_event = threading.Event()
     if threading.current_thread() is not threading.main_thread():
-        yield stopped.is_set
+        yield stop_event.is_set
         return
     before = signal.getsignal(signal.SIGINT)
 
     def stop(number: int, frame: Any) -> None:
-        if stopped.is_set():
+        if stop_event.is_set():
             raise KeyboardInterrupt
-        stopped.set()
+        stop_event.set()
 
     signal.signal(signal.SIGINT, stop)
     try:
-        yield stopped.is_set
+        yield stop_event.is_set
     finally:
         signal.signal(signal.SIGINT, before)

@@ -139,13 +139,13 @@ class LoopConfig(Config):
         Raises:
             ConfigError: names both values.
         """
-        accumulated = -(-(self.sequences_per_step // self.micro_batch) // distributed.world_size())
+        accumulation_steps = -(-(self.sequences_per_step // self.micro_batch) // distributed.world_size())
         expected = {
             "precision": ("--mixed_precision", "loop.precision", self.precision),
             "gradient_accumulation_steps": (
                 "--gradient_accumulation_steps",
                 "the accumulation of loop.sequences_per_step",
-                accumulated,
+                accumulation_steps,
             ),
             "max_grad_norm": ("--gradient_clipping", "loop.max_grad_norm", self.max_grad_norm),
         }

@@ -79,9 +79,9 @@ class Copies:
         with torch.cuda.stream(self.stream):  # does nothing without a stream
             return to_device(both, self.device), self.stream and self.stream.record_event()
 
-    def wait(self, started: tuple[dict[str, Tensor], Any]) -> tuple[Mapping[str, Tensor], Tensor | None]:
+    def wait(self, transfer: tuple[dict[str, Tensor], Any]) -> tuple[Mapping[str, Tensor], Tensor | None]:
         """Micro-batch and sources, ready for the computation that follows. The CPU does not wait."""
-        copies, event = started
+        copies, event = transfer
         if event is not None:
             computing = torch.cuda.current_stream(self.device)
             computing.wait_event(event)  # not for later copies

@@ -203,16 +203,16 @@ class Loop:
             seeds.set_seed(seed, self.accelerator.device)
             last = a == step.passes - 1
             offload = self.run.options.offload_activations
-            offloaded = memory.offload_activations(self.spec.model) if offload else contextlib.nullcontext()
+            offload_context = memory.offload_activations(self.spec.model) if offload else contextlib.nullcontext()
             with self.engine.accumulation_context(last):
-                with self.accelerator.autocast(), self.monitor.forward(last), offloaded:
-                    loss, named = self._loss(batch, sources)
+                with self.accelerator.autocast(), self.monitor.forward(last), offload_context:
+                    loss, named_sums = self._loss(batch, sources)
                 if self.other_micro_batch:
                     self._require_no_dropout(seed)
                 # The engine takes the mean over ranks; the factor makes it a sum.
                 self.engine.backward(loss * (counts * shares / count), last)
-            named = {"": (loss, loss.new_zeros(())), **named}
-            for name, pair in named.items():
+            named_sums = {"": (loss, loss.new_zeros(())), **named_sums}
+            for name, pair in named_sums.items():
                 part = torch.stack([value.detach().to(loss.device, torch.float64) for value in pair])
                 sums[name] = sums.get(name, torch.zeros_like(part)) + (part if counts else 0)
         *norms, flat = (
@@ -240,11 +240,11 @@ class Loop:
         """Summed loss of a micro-batch, and named sums: the loss's own, and the loss by source if the data have any."""
         none = contextlib.nullcontext(())
         with none if sources_B is None else watch_groups(batch, sources_B, len(self.sources)) as by_source:
-            returned = self.spec.loss(self.engine.model, batch)
-        loss, named = returned if isinstance(returned, tuple) else (returned, {})
-        self.sum_names.check([*named])
+            result = self.spec.loss(self.engine.model, batch)
+        loss, named_sums = result if isinstance(result, tuple) else (result, {})
+        self.sum_names.check([*named_sums])
         losses = {f"loss/{name}": (pair[0], pair[1]) for name, pair in zip(self.sources, by_source, strict=False)}
-        return loss, {**named, **losses}
+        return loss, {**named_sums, **losses}
 
     def _seed_generation(self) -> None:
         """Seed a block of `Engine.generating`: different in each block and process, the same after a restart."""
@@ -266,19 +266,19 @@ class Loop:
         """Pass the step to the guard, clip and step. All ranks see the same values and take the same decision."""
         state = self.state
         # Where float16 overflows, the scaler skips the step and lowers its scale.
-        overflowed = self.config.precision == "float16" and not math.isfinite(norm)
+        overflow = self.config.precision == "float16" and not math.isfinite(norm)
         self.monitor.after_backward()
         if self.guard.skips_step(
-            state.step + 1, loss_sum / count, norm, overflowed, kl[0] / kl[1] if kl and kl[1] else None
+            state.step + 1, loss_sum / count, norm, overflow, kl[0] / kl[1] if kl and kl[1] else None
         ):
-            clipped, moved = False, False
+            clipped, has_moved = False, False
             self.engine.skip_step()
         else:
             clipped = self.engine.clip(norm, self.config.max_grad_norm)
             self.engine.step()
-            moved = not overflowed
+            has_moved = not overflow
         self.monitor.after_step(self.engine.optimizer)
-        state.add_step(loss_sum, count, norm if moved else None, clipped)
+        state.add_step(loss_sum, count, norm if has_moved else None, clipped)
 
     def evaluate(self) -> dict[str, float]:
         """Score the current model and update the selection of the best step."""
@@ -310,8 +310,8 @@ class Loop:
             "tokens": self.state.tokens,
             **scores,
         }
-        perf, settled = self.meter.row(), bool(scores) or self.save_due()
-        distributed.broadcast_from_rank0(lambda: reporter.report(row, perf, settled))
+        perf, is_durable = self.meter.row(), bool(scores) or self.save_due()
+        distributed.broadcast_from_rank0(lambda: reporter.report(row, perf, is_durable))
         self.state.since_brief_row = IntervalTotals()
         self.meter.restart()
 
@@ -368,8 +368,10 @@ class Loop:
             raise CheckpointError(f"{self.run.path}: {error}") from None
         now, before = self.state.inputs, state.inputs
         # Other versions have taken samples of none, or of more.
-        recorded = {name for name in now | before if (name in now and name in before) or not name.startswith(CONTENT)}
-        changed = sorted(name for name in recorded if now.get(name) != before.get(name))
+        compared_names = {
+            name for name in now | before if (name in now and name in before) or not name.startswith(CONTENT)
+        }
+        changed = sorted(name for name in compared_names if now.get(name) != before.get(name))
         if changed:
             raise RunError(
                 f"{self.run.path}: {', '.join(changed)}: changed since the start of this run. Restore the original, "

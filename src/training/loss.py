@@ -84,10 +84,10 @@ def watch_groups(batch: Mapping[str, Tensor], groups_B: Tensor, num_groups: int)
     @torch.no_grad()
     def add(logits_NV: Tensor, targets_N: Tensor) -> None:
         nonlocal place
-        learned = targets_N != NOT_LEARNED
+        is_learned = targets_N != NOT_LEARNED
         if not takes_chunks():  # how many are learned is known, so nothing waits for a GPU
-            learned = learned.nonzero_static(size=len(groups), fill_value=len(learned))[:, 0]
-        losses = F.cross_entropy(logits_NV[learned].float(), targets_N[learned], reduction="none").double()
+            is_learned = is_learned.nonzero_static(size=len(groups), fill_value=len(is_learned))[:, 0]
+        losses = F.cross_entropy(logits_NV[is_learned].float(), targets_N[is_learned], reduction="none").double()
         finite = losses.isfinite()
         here = groups[place : place + len(losses)]
         place = (place + len(losses)) % max(1, len(groups))
@@ -149,12 +149,12 @@ def causal_lm_loss(
     count.
     """
     packed = "position_ids" in batch
-    seen = {"position_ids": batch["position_ids"]} if packed else {"attention_mask": batch["attention_mask"].long()}
+    inputs = {"position_ids": batch["position_ids"]} if packed else {"attention_mask": batch["attention_mask"].long()}
     targets_BT = torch.where(batch["loss_mask"], batch["input_ids"], NOT_LEARNED)
     targets_BT = F.pad(targets_BT[:, 1:], (0, 1), value=NOT_LEARNED)
     return sum_loss(
         model,
-        lambda: model(input_ids=batch["input_ids"], **seen, use_cache=False).logits,
+        lambda: model(input_ids=batch["input_ids"], **inputs, use_cache=False).logits,
         lambda logits, targets: cross_entropy(logits, targets, label_smoothing, z_loss, poly_epsilon),
         targets_BT.flatten(),
     )

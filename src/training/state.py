@@ -59,10 +59,10 @@ class IntervalTotals:
     def scores(self) -> dict[str, float]:
         """Means over the interval, sorted by name, as a restart adds them in a different order.
         The loss is NaN if no step's is finite."""
-        moved = max(1, self.steps - self.skipped)
+        num_updates = max(1, self.steps - self.skipped)
         loss = {"train_loss": self.loss / self.tokens if self.tokens else math.nan} if self.steps else {}
         loss |= {name: total / count for name, (total, count) in sorted(self.sums.items()) if count}
-        scores = {**loss, "grad_norm": self.grad_norm / moved, "clip_rate": self.clipped / moved}
+        scores = {**loss, "grad_norm": self.grad_norm / num_updates, "clip_rate": self.clipped / num_updates}
         return {**scores, "skipped_steps": self.skipped} if self.skipped else scores
 
 
@@ -144,10 +144,10 @@ def content_samples(run: Run) -> dict[str, str]:
         {value for value in _texts(run.dir.exp.get("data")) if os.path.isfile(run.places.data / value / files.MANIFEST)}
     ):
         folder = run.places.data / name
-        listed = sorted(files.read_manifest(folder, DataError)["files"])
-        pieces = max(4, 1024 // max(1, len(listed)))
+        file_names = sorted(files.read_manifest(folder, DataError)["files"])
+        pieces = max(4, 1024 // max(1, len(file_names)))
         with files.reading(folder, DataError):
-            samples = [[file, files.sample_digest(folder / file, 1024 * pieces, pieces)] for file in listed]
+            samples = [[file, files.sample_digest(folder / file, 1024 * pieces, pieces)] for file in file_names]
         digests[CONTENT + name] = hashlib.sha256(json.dumps(samples).encode()).hexdigest()
     return digests
 

@@ -86,20 +86,20 @@ class Config(PartsConfig, ShuffledConfig):
 
     @field_validator("rates")
     @classmethod
-    def _rates_are_positive(cls, given: dict[str, float] | None) -> dict[str, float] | None:
-        wrong = [f"{name}: {rate}" for name, rate in (given or {}).items() if rate <= 0]
+    def _rates_are_positive(cls, values: dict[str, float] | None) -> dict[str, float] | None:
+        wrong = [f"{name}: {rate}" for name, rate in (values or {}).items() if rate <= 0]
         if wrong:
             raise ValueError(
                 f"expected numbers above 0, got {', '.join(wrong)}. Leave a part out that is not to be read."
             )
-        return given
+        return values
 
     @model_validator(mode="after")
     def _nothing_is_ignored(self) -> "Config":
         if self.rates is not None:
             if self.rates.keys() != self.parts.keys():
-                named, known = ", ".join(sorted(self.rates)), ", ".join(sorted(self.parts))
-                raise ValueError(f"rates: expected a rate for each part ({known}), got {named or 'none'}.")
+                rate_names, part_names = ", ".join(sorted(self.rates)), ", ".join(sorted(self.parts))
+                raise ValueError(f"rates: expected a rate for each part ({part_names}), got {rate_names or 'none'}.")
             if self.cap is not None or self.temperature != 1:
                 raise ValueError(
                     "rates: with them, cap and temperature would be ignored. Leave them out, or leave rates out."
@@ -149,26 +149,26 @@ class Config(PartsConfig, ShuffledConfig):
         pad = tokenizer.pad_token_id
         sizes = {name: len(part) for name, part in parts.items()}
         counts, order = (list(sizes.values()), None) if split == "val" else (self._counts(sizes, places), seed)
-        made = MixtureDataset(
+        mixture = MixtureDataset(
             parts,
             counts,
             order,
             pad if isinstance(pad, int) else int(tokenizer.eos_token_id),  # pyright: ignore[reportArgumentType]
             self.shuffle,
         )
-        made.require_same_tensors()
-        return made
+        mixture.require_same_tensors()
+        return mixture
 
     def _counts(self, sizes: Mapping[str, int], places: Places) -> list[int]:
         """Samples of each part in an epoch. sizes: all samples of each."""
-        draw, given, total = self.draw, self.rates, self.samples_per_epoch or sum(sizes.values())
+        draw, part_rates, total = self.draw, self.rates, self.samples_per_epoch or sum(sizes.values())
         if draw:
             return [
                 draw[name].count(size, f"data.draw.{name}") if name in draw else size for name, size in sizes.items()
             ]
         examples = [self.parts[name].weight(places) or size for name, size in sizes.items()]
         counts = shares(
-            [given[name] for name in sizes] if given else rates(examples, self.cap, self.temperature), total
+            [part_rates[name] for name in sizes] if part_rates else rates(examples, self.cap, self.temperature), total
         )
         for name, count in zip(sizes, counts, strict=True):
             if not count:
@@ -264,9 +264,9 @@ class MixtureDataset:
         first, kind = next(iter(kinds.items()))
         for name, other in kinds.items():
             if other != kind:
-                told = ", ".join(sorted({f"{key} {shape}" for key, shape in other.items() ^ kind.items()}))
+                differences = ", ".join(sorted({f"{key} {shape}" for key, shape in other.items() ^ kind.items()}))
                 raise DataError(
-                    f"data.parts.{name}: its batches are not of the kind of those of {first!r}: they differ in {told}."
+                    f"data.parts.{name}: its batches are not of the kind of those of {first!r}: they differ in {differences}."
                 )
         if "sample_of_row" in kind and len(set(self._collations)) > 1:
             raise DataError(
@@ -303,15 +303,15 @@ def join_batches(
     from src.data.collate import NOT_LEARNED
 
     count = sum(len(rows) for _, rows in batches)
-    made = {}
+    joined_batch = {}
     for key, like in batches[0][0].items():
         sizes = [max(lengths) for lengths in zip(*(batch[key].shape[1:] for batch, _ in batches), strict=True)]
         fill = NOT_LEARNED if key == "labels" else pad_id if like.dtype == torch.int64 and key != "position_ids" else 0
-        made[key] = torch.full((count, *sizes), fill, dtype=like.dtype)
+        joined_batch[key] = torch.full((count, *sizes), fill, dtype=like.dtype)
         for batch, rows in batches:
             tensor = batch[key]
-            made[key][(torch.tensor(rows), *(slice(size) for size in tensor.shape[1:]))] = tensor
-    return made
+            joined_batch[key][(torch.tensor(rows), *(slice(size) for size in tensor.shape[1:]))] = tensor
+    return joined_batch
 
 
 def leaves(name: str, data: Dataset) -> Iterator[tuple[str, Dataset]]:

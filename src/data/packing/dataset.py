@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 
 from src.data.mixture.dataset import MixtureDataset, leaves
 from src.data.orders import require_own_order
-from src.data.packing.lanes import LaneOrder, Packing, Permuted, pack_epoch
+from src.data.packing.lanes import LaneOrder, Packing, PermutedArrangement, pack_epoch
 from src.data.parts import PartsConfig, leaf_configs
 from src.data.text.documents import TextConfig
 from src.errors import ConfigError, DataError
@@ -136,7 +136,7 @@ class PackedDataset:
         self.fingerprint = hashlib.sha256(
             json.dumps([documents.fingerprint, options], sort_keys=True).encode()
         ).hexdigest()
-        self._measured = {type(data): isinstance(data, MeasuredDataset) for _, data in leaves("", documents)}
+        self._has_lengths = {type(data): isinstance(data, MeasuredDataset) for _, data in leaves("", documents)}
         """By class: a check of a protocol takes longer than all else that `sizes` does."""
 
     def __len__(self) -> int:
@@ -148,7 +148,7 @@ class PackedDataset:
         most, (data, *key) = self.config.sequence_tokens, _locate(self.documents, epoch, document)
         tokens = (
             cast(MeasuredDataset, data).length(*key)
-            if self._measured[type(data)]
+            if self._has_lengths[type(data)]
             else len(data.sample(*key)["input_ids"])
         )
         if tokens <= most:
@@ -162,7 +162,12 @@ class PackedDataset:
         config = self.config
         digest = hashlib.sha256(f"{self.fingerprint}/{seed}".encode()).hexdigest()[:16]
         return Packing(
-            Permuted(len(self), seed), self.sizes, (config.sequence_tokens,), config.open_rows, "data.documents", digest
+            PermutedArrangement(len(self), seed),
+            self.sizes,
+            (config.sequence_tokens,),
+            config.open_rows,
+            "data.documents",
+            digest,
         )
 
     def order(self, seed: int, per_step: int, steps: int, branches: Sequence[Branch]) -> LaneOrder:
@@ -178,9 +183,9 @@ class PackedDataset:
         for own_epoch, document, piece in zip(key[::3], key[1::3], key[2::3], strict=True):
             data, *own_key = _locate(self.documents, own_epoch, document)
             whole = data.sample(*own_key)
-            ids, learned = (whole[field][piece * most : (piece + 1) * most] for field in ("input_ids", "loss_mask"))
+            ids, loss_mask = (whole[field][piece * most : (piece + 1) * most] for field in ("input_ids", "loss_mask"))
             row["input_ids"] += ids
-            row["loss_mask"] += [False, *learned[1:]]
+            row["loss_mask"] += [False, *loss_mask[1:]]
             row["lengths"].append(len(ids))
         return row
 

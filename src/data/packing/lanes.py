@@ -69,7 +69,7 @@ def permute_rest(
 
 
 @dataclass(frozen=True)
-class Permuted:
+class PermutedArrangement:
     """Each epoch is a permutation of all documents, of which lane v of V takes the places v, v + V, ..."""
 
     count: int
@@ -119,8 +119,8 @@ class Lane:
     def __init__(self, packing: Packing, number: int, lanes: int, state: Sequence[Any] | None = None) -> None:
         """state: as `state()` gave it; None for a new lane."""
         self.packing, self.number, self.lanes = packing, number, lanes
-        taken, piece, left_out, reshuffles, rows, ages = state or (0, 0, 0, (), (), ())
-        self.taken: int = taken
+        num_taken, piece, left_out, reshuffles, rows, ages = state or (0, 0, 0, (), (), ())
+        self.num_taken: int = num_taken
         """Documents of which every piece was put into a row, or which were left out."""
         self.piece: int = piece
         """Pieces of the next document that are in rows."""
@@ -135,14 +135,14 @@ class Lane:
         """Tokens of padding in the rows that this object has given."""
         self.by_group = [[0, 0] for _ in packing.groups]
         """For each group, dropped documents and all documents so far."""
-        self.denied: frozenset[int] = frozenset()
+        self.denied_documents: frozenset[int] = frozenset()
         """Documents that are left out, and taken out of open rows when these are given."""
         self._room = [self._room_left(row) for row in self.rows]
 
     def state(self) -> list[Any]:
         """The state to resume from, as JSON values; a copy."""
         return [
-            self.taken,
+            self.num_taken,
             self.piece,
             self.left_out,
             list(self.reshuffles),
@@ -160,7 +160,7 @@ class Lane:
 
     def reshuffle(self, branch: int) -> None:
         """Permute the rest of the epoch. Documents in open rows stay there."""
-        self.reshuffles.append([self.taken + (self.piece > 0), branch])
+        self.reshuffles.append([self.num_taken + (self.piece > 0), branch])
 
     def next_row(self) -> list[int]:
         """Epoch, document and piece of each piece in the next row, all in one list.
@@ -175,19 +175,23 @@ class Lane:
     def fill(self, end: int | None) -> list[int] | None:
         """`next_row`; None once the lane has taken `end` documents."""
         misses, packing = 0, self.packing
-        while self.taken != end:
-            denied = not self.piece and self.denied and self.document(self.taken)[1] in self.denied
-            sizes = () if denied else self._pieces(self.taken)
+        while self.num_taken != end:
+            is_denied = (
+                not self.piece and self.denied_documents and self.document(self.num_taken)[1] in self.denied_documents
+            )
+            sizes = () if is_denied else self._pieces(self.num_taken)
             misses = 0 if sizes else misses + 1
             self.left_out += not sizes
             if packing.group_of and not self.piece:
-                counts = self.by_group[packing.group_of(self.document(self.taken)[1])]
+                counts = self.by_group[packing.group_of(self.document(self.num_taken)[1])]
                 counts[0] += not sizes
                 counts[1] += 1
             if misses == packing.arrangement.count:  # those that fit, if any, were taken by other lanes
-                epoch, misses = self.epoch(self.taken), 0
+                epoch, misses = self.epoch(self.num_taken), 0
                 every = range(packing.arrangement.count)
-                if not any(packing.sizes(epoch, document) for document in every if document not in self.denied):
+                if not any(
+                    packing.sizes(epoch, document) for document in every if document not in self.denied_documents
+                ):
                     raise DataError(
                         f"{packing.name}: none of {len(every)} documents fits into a row of {packing.room[0]} tokens. "
                         "Write a larger sequence_tokens, or, for text, too_long 'cut'."
@@ -196,7 +200,7 @@ class Lane:
             while row is None and self.piece < len(sizes):
                 row = self._place_piece(sizes[self.piece]) or None  # a row of denied documents is empty
             if self.piece == len(sizes):
-                self.taken, self.piece = self.taken + 1, 0
+                self.num_taken, self.piece = self.num_taken + 1, 0
             if row is not None:
                 return row
         return None
@@ -217,7 +221,7 @@ class Lane:
             self.rows.append([])
             self._room.append(self.packing.room)
             self.ages.append(0)
-        self.rows[fitting] += self.taken, self.piece
+        self.rows[fitting] += self.num_taken, self.piece
         self._room[fitting] = tuple(map(sub, self._room[fitting], size))
         self.piece += 1
         return None if self._room[fitting][0] and self.packing.open_rows else self._emit(fitting)
@@ -230,20 +234,20 @@ class Lane:
         row, room, _ = self.rows.pop(index), self._room.pop(index), self.ages.pop(index)
         self.ages = [age + 1 for age in self.ages]
         pieces = [(*self.document(n), p) for n, p in zip(row[::2], row[1::2], strict=True)]
-        if any(document in self.denied for _, document, _ in pieces):
+        if any(document in self.denied_documents for _, document, _ in pieces):
             sizes = [self._pieces(n)[p][0] for n, p in zip(row[::2], row[1::2], strict=True)]
             self.padding += sum(
-                size for (_, document, _), size in zip(pieces, sizes, strict=True) if document in self.denied
+                size for (_, document, _), size in zip(pieces, sizes, strict=True) if document in self.denied_documents
             )
         self.padding += room[0]
-        return [part for piece in pieces if piece[1] not in self.denied for part in piece]
+        return [part for piece in pieces if piece[1] not in self.denied_documents for part in piece]
 
     def _pieces(self, number: int) -> Sequence[Size]:
         return self.packing.sizes(*self.document(number))
 
     def _room_left(self, row: Sequence[int]) -> Size:
         sizes = [self._pieces(n)[p] for n, p in zip(row[::2], row[1::2], strict=True)]
-        return tuple(room - sum(used) for room, *used in zip(self.packing.room, *sizes, strict=True))
+        return tuple(room - sum(piece_sizes) for room, *piece_sizes in zip(self.packing.room, *sizes, strict=True))
 
 
 @dataclass(frozen=True)
@@ -303,11 +307,11 @@ class LaneOrder:
         self._require_own(step, cursor)
         lanes = [Lane(self.packing, v, self.lanes, (*cursor[str(v)][:4], (), ())) for v in range(self.lanes) if cursor]
         still_open = sum(
-            len({n for row in cursor[str(lane.number)][4] for n in row[::2] if n < lane.taken}) for lane in lanes
+            len({n for row in cursor[str(lane.number)][4] for n in row[::2] if n < lane.num_taken}) for lane in lanes
         )
         return {
-            "epoch": min((lane.epoch(lane.taken) for lane in lanes), default=0),
-            "documents": sum(lane.taken - lane.left_out for lane in lanes) - still_open,
+            "epoch": min((lane.epoch(lane.num_taken) for lane in lanes), default=0),
+            "documents": sum(lane.num_taken - lane.left_out for lane in lanes) - still_open,
             "left_out": sum(lane.left_out for lane in lanes),
         }
 
@@ -318,9 +322,11 @@ class LaneOrder:
             raise RunError(
                 f"{self.packing.name}: a deny list is for data that are streamed from tars, and these are not. Undo it."
             )
-        denied = frozenset(document for entry in entries if self.packing.find for document in self.packing.find(entry))
+        denied_documents = frozenset(
+            document for entry in entries if self.packing.find for document in self.packing.find(entry)
+        )
         for lane in lanes:
-            lane.denied = lane.denied | denied
+            lane.denied_documents = lane.denied_documents | denied_documents
 
     def _header(self) -> list[Any]:
         return [self.lanes, self.packing.digest]
@@ -344,7 +350,8 @@ class LaneOrder:
 def _totals(lanes: Sequence[Lane]) -> list[int]:
     """Documents that were left out, all that were taken, tokens of padding; and of each group the first two."""
     rows = (
-        (lane.left_out, lane.taken, lane.padding, *(n for counts in lane.by_group for n in counts)) for lane in lanes
+        (lane.left_out, lane.num_taken, lane.padding, *(n for counts in lane.by_group for n in counts))
+        for lane in lanes
     )
     return [sum(values) for values in zip(*rows, strict=True)]
 

@@ -42,9 +42,9 @@ class Config(documents.TextConfig):
             DataError: the data set is missing, incomplete, malformed, or too small for one sequence or for
                 `val_sequences`.
         """
-        found = documents.read(places, self.corpus, tokenizer, split)
-        rows = documents.PackedRows(found, self.sequence_tokens, self.max_samples(split))
-        return TextDataset(rows, found.fingerprint, self.shuffle, found.eos_id if self.apart else None)
+        text = documents.read(places, self.corpus, tokenizer, split)
+        rows = documents.PackedRows(text, self.sequence_tokens, self.max_samples(split))
+        return TextDataset(rows, text.fingerprint, self.shuffle, text.eos_id if self.apart else None)
 
 
 class Sample(TypedDict):

@@ -125,10 +125,10 @@ def join_documents(documents: Iterable[Sequence[int]], eos_id: int) -> token_fil
 
 
 def _check_tokenizer(folder: Path, facts: dict[str, Any], fingerprint: str, eos_id: int) -> None:
-    named = f"{facts.get('name', 'another tokenizer')!r}"
+    tokenizer_name = f"{facts.get('name', 'another tokenizer')!r}"
     if facts["fingerprint"] != fingerprint:
         raise DataError(
-            f"{folder}: tokenised with {named} (sha256 {facts['fingerprint'][:12]}), but the model's tokenizer is "
+            f"{folder}: tokenised with {tokenizer_name} (sha256 {facts['fingerprint'][:12]}), but the model's tokenizer is "
             f"another "
             f"({fingerprint[:12]}). Run data_prep.tokenize with the model's tokenizer, or train a model that has "
             f"this one."
@@ -223,14 +223,14 @@ class PackedRows:
         total = documents.num_tokens // length
         if not total:
             raise DataError(f"{documents.path}: fewer than {length} tokens, which is the text of one sequence.")
-        self._chosen = range(total) if most is None else jsonl.select_validation_rows(total, most, documents.path)
+        self._indices = range(total) if most is None else jsonl.select_validation_rows(total, most, documents.path)
 
     def __len__(self) -> int:
-        return len(self._chosen)
+        return len(self._indices)
 
     def row(self, index: int) -> "np.ndarray":
         """(length,) int32, a copy. Raises IndexError where there is no row `index`."""
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
-        first = self._chosen[index] * self._length
+        first = self._indices[index] * self._length
         return self._documents.slice_tokens(first, first + self._length)

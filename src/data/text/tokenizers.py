@@ -203,8 +203,8 @@ def _split_spelled_controls(backend: "Tokenizer", controls: Iterable[str]) -> No
     rests: dict[str, list[str]] = {}
     for name in names:
         rests.setdefault(name[0], []).append(re.escape(name[1:]))
-    spelled = "|".join(f"{re.escape(first)}(?={'|'.join(behind)})" for first, behind in rests.items())
-    split = pre_tokenizers.Split(Regex(spelled), behavior="merged_with_previous")
+    pattern = "|".join(f"{re.escape(first)}(?={'|'.join(endings)})" for first, endings in rests.items())
+    split = pre_tokenizers.Split(Regex(pattern), behavior="merged_with_previous")
     before = backend.pre_tokenizer
     backend.pre_tokenizer = split if before is None else pre_tokenizers.Sequence([before, split])
 

@@ -42,9 +42,9 @@ class Config(documents.TextConfig):
         Raises:
             DataError: the data set is missing, incomplete or malformed, or too small for `val_sequences`.
         """
-        found, most = documents.read(places, self.corpus, tokenizer, split), self.max_samples(split)
-        chosen = range(len(found)) if most is None else jsonl.select_validation_rows(len(found), most, found.path)
-        return WholeDocuments(found, chosen, self.sequence_tokens, self.shuffle)
+        text, most = documents.read(places, self.corpus, tokenizer, split), self.max_samples(split)
+        indices = range(len(text)) if most is None else jsonl.select_validation_rows(len(text), most, text.path)
+        return WholeDocuments(text, indices, self.sequence_tokens, self.shuffle)
 
 
 class WholeDocuments:
@@ -52,25 +52,25 @@ class WholeDocuments:
 
     collation = "documents"
 
-    def __init__(self, found: documents.Documents, chosen: Sequence[int], most: int | None, shuffle: Shuffle) -> None:
+    def __init__(self, text: documents.Documents, indices: Sequence[int], most: int | None, shuffle: Shuffle) -> None:
         """chosen: numbers of the documents. most: tokens of one."""
-        self.fingerprint, self.shuffle = found.fingerprint, shuffle
-        self._documents, self._chosen, self._most = found, chosen, most
+        self.fingerprint, self.shuffle = text.fingerprint, shuffle
+        self._documents, self._indices, self._most = text, indices, most
 
     def __len__(self) -> int:
         """Documents."""
-        return len(self._chosen)
+        return len(self._indices)
 
     def length(self, epoch: int, index: int) -> int:
         """Tokens of document `index`, whatever the epoch."""
-        length = self._documents.length(self._chosen[index])
+        length = self._documents.length(self._indices[index])
         return min(length, self._most or length)
 
     def sample(self, epoch: int, index: int) -> Sample:
         """Document `index`, whatever the epoch."""
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
-        ids = [*self._documents[self._chosen[index]].tolist(), self._documents.eos_id][: self._most]
+        ids = [*self._documents[self._indices[index]].tolist(), self._documents.eos_id][: self._most]
         return {"input_ids": ids, "loss_mask": [False] + [True] * (len(ids) - 1)}
 
     def collate(self, samples: Sequence[Sample]) -> TokenBatch:

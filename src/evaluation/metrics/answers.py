@@ -130,8 +130,8 @@ def answer_scores(
     metrics: Iterable[MetricConfig], answers: Sequence[Prediction], best_answer: bool = False
 ) -> dict[str, list[float]]:
     """The scores of each answer by name, without those of a complete set. `scores` takes their means over questions."""
-    accepted = group_by_question(answers, best_answer)[1]
-    result = [metric.score(accepted) for metric in metrics]
+    predictions = group_by_question(answers, best_answer)[1]
+    result = [metric.score(predictions) for metric in metrics]
     return {name: values for each in result for name, values in each.items() if isinstance(values, list)}
 
 
@@ -158,13 +158,13 @@ def group_by_question(answers: Sequence[Prediction], best_answer: bool) -> tuple
     groups: dict[Any, list[int]] = {}
     for i, answer in enumerate(answers):
         groups.setdefault((answer.source, answer.question, tuple(answer.contexts)), []).append(i)
-    accepted = {
+    all_references = {
         i: list(dict.fromkeys(r for j in group for r in answers[j].references))
         for group in groups.values()
         for i in group
     }
     return list(groups.values()), [
-        Prediction(a.text, accepted[i], a.question, a.contexts, a.source) for i, a in enumerate(answers)
+        Prediction(a.text, all_references[i], a.question, a.contexts, a.source) for i, a in enumerate(answers)
     ]
 
 

@@ -55,15 +55,15 @@ class Config(MetricConfig):
         question_match  MultiRC: share of the questions (`Prediction.question`, of a source) with only right answers.
         """
         texts = [(answer.text.strip(), answer.references[0].strip()) for answer in answers]
-        found: dict[str, float | list[float]] = {}
+        scores: dict[str, float | list[float]] = {}
         for name in self.scores:
             if name == "accuracy":
-                found[name] = [float(prediction == reference) for prediction, reference in texts]
+                scores[name] = [float(prediction == reference) for prediction, reference in texts]
             elif name == "question_match":
-                found[name] = _question_match(answers, texts)
+                scores[name] = _question_match(answers, texts)
             else:
-                found[name] = _OF_SETS[name](texts, self.labels)
-        return found
+                scores[name] = _OF_SETS[name](texts, self.labels)
+        return scores
 
 
 Texts = Sequence[tuple[str, str]]
@@ -96,8 +96,8 @@ def _macro_f1(texts: Texts, labels: Sequence[str]) -> float:
 def _mean_f1(references: Sequence[int], predictions: Sequence[int], classes: Sequence[int]) -> float:
     from sklearn.metrics import f1_score
 
-    found = f1_score(references, predictions, labels=classes, average="macro", zero_division=0.0)  # pyright: ignore[reportArgumentType]
-    return float(found)
+    mean_f1 = f1_score(references, predictions, labels=classes, average="macro", zero_division=0.0)  # pyright: ignore[reportArgumentType]
+    return float(mean_f1)
 
 
 def _matthews(texts: Texts, labels: Sequence[str]) -> float:

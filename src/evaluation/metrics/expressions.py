@@ -32,8 +32,13 @@ def ask(one: int, other: int, value: int) -> str:
 def solves(question: str, answer: str) -> bool:
     """Whether an answer uses both numbers of the task once, and nothing else, and has the value."""
     task = _TASK.search(question)
-    found = read_expression(answer)
-    return bool(task and found and found[0] == int(task[3]) and sorted(found[1]) == sorted(map(int, task.groups()[:2])))
+    expression = read_expression(answer)
+    return bool(
+        task
+        and expression
+        and expression[0] == int(task[3])
+        and sorted(expression[1]) == sorted(map(int, task.groups()[:2]))
+    )
 
 
 def is_in_parentheses(answer: str) -> bool:

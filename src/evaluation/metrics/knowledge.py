@@ -36,6 +36,6 @@ class Config(MetricConfig):
 def _score(answer: Prediction) -> tuple[float, ...]:
     words = normalise(answer.text).split()
     knowledge = normalise(" ".join(answer.contexts)).split()
-    asked = set(normalise(answer.question).split())
-    claimed = [word for word in words if word not in asked]
-    return *overlap(words, knowledge), *(overlap(claimed, knowledge) if claimed else (1.0, 1.0, 1.0))
+    question_words = set(normalise(answer.question).split())
+    new_words = [word for word in words if word not in question_words]
+    return *overlap(words, knowledge), *(overlap(new_words, knowledge) if new_words else (1.0, 1.0, 1.0))

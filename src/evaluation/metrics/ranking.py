@@ -22,10 +22,12 @@ class Agreement(NamedTuple):
 
 def correlations(rewards: Sequence[float], conversations: Sequence[int], ranks: Sequence[int]) -> list[Agreement]:
     """Of each conversation that has replies of different ranks. Ranks: smaller is better."""
-    own = defaultdict[int, list[tuple[float, int]]](list)
+    replies_by_conversation = defaultdict[int, list[tuple[float, int]]](list)
     for reward, conversation, rank in zip(rewards, conversations, ranks, strict=True):
-        own[conversation].append((reward, rank))
-    return [_agreement(replies) for replies in own.values() if len({rank for _, rank in replies}) > 1]
+        replies_by_conversation[conversation].append((reward, rank))
+    return [
+        _agreement(replies) for replies in replies_by_conversation.values() if len({rank for _, rank in replies}) > 1
+    ]
 
 
 def _agreement(replies: Sequence[tuple[float, int]]) -> Agreement:

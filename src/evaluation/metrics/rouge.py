@@ -41,7 +41,7 @@ class Config(MetricConfig):
 def _score_pair(scorer: "RougeScorer", prediction: str, reference: str) -> dict[str, float]:
     if not _WORDS.search(prediction) and not _WORDS.search(reference):
         return dict.fromkeys(_KINDS, float(prediction.split() == reference.split()))
-    return {kind: float(found.fmeasure) for kind, found in scorer.score(reference, prediction).items()}
+    return {kind: float(score.fmeasure) for kind, score in scorer.score(reference, prediction).items()}
 
 
 class _Words:

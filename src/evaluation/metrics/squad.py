@@ -31,19 +31,19 @@ def normalise(text: str) -> str:
     return " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split())
 
 
-def overlap(predicted: Sequence[str], answer: Sequence[str]) -> tuple[float, float, float]:
+def overlap(predicted_words: Sequence[str], reference_words: Sequence[str]) -> tuple[float, float, float]:
     """(F1, precision, recall) of two bags of words; all 1 where both are empty."""
-    if not predicted or not answer:
-        same = float(predicted == answer)
+    if not predicted_words or not reference_words:
+        same = float(predicted_words == reference_words)
         return same, same, same
-    shared = (Counter(predicted) & Counter(answer)).total()
+    shared = (Counter(predicted_words) & Counter(reference_words)).total()
     if not shared:
         return 0.0, 0.0, 0.0
-    precision, recall = shared / len(predicted), shared / len(answer)
+    precision, recall = shared / len(predicted_words), shared / len(reference_words)
     return 2 * precision * recall / (precision + recall), precision, recall
 
 
 def _score(answer: Prediction) -> tuple[float, float, float, float]:
-    predicted = normalise(answer.text).split()
-    accepted = [normalise(reference).split() for reference in answer.references]
-    return float(predicted in accepted), *max(overlap(predicted, words) for words in accepted)
+    predicted_words = normalise(answer.text).split()
+    reference_words = [normalise(reference).split() for reference in answer.references]
+    return float(predicted_words in reference_words), *max(overlap(predicted_words, words) for words in reference_words)

@@ -24,7 +24,7 @@ class Config(MetricConfig):
 
 
 def _agreement(text: str, reference: str) -> float:
-    given, wanted = normalise(text).split(), normalise(reference).split()
-    if not wanted:
-        return float(not given)
-    return sum(one == other for one, other in zip(given, wanted, strict=False)) / len(wanted)
+    words, reference_words = normalise(text).split(), normalise(reference).split()
+    if not reference_words:
+        return float(not words)
+    return sum(one == other for one, other in zip(words, reference_words, strict=False)) / len(reference_words)

@@ -69,11 +69,11 @@ def _hold_unused(run: Path, checkpoint: Path) -> Iterator[None]:
     with directory_lock(run, create=False):
         if checkpoint.exists():
             try:
-                held = pins.find_pinned(run, [checkpoint], pins.StalenessProbe())
+                pinned = pins.find_pinned(run, [checkpoint], pins.StalenessProbe())
             except RunError as error:
                 raise _InUse(str(error)) from None
-            if held:
-                raise _InUse(held[checkpoint])
+            if pinned:
+                raise _InUse(pinned[checkpoint])
         yield
 
 
@@ -105,10 +105,10 @@ def require_equal_experience(tensors: dict[str, Tensor]) -> None:
     if distributed.world_size() == 1:
         return
     digests = distributed.all_gather_list([hashlib.sha256(save(tensors)).hexdigest()])
-    others = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
-    if others:
+    different_ranks = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
+    if different_ranks:
         error = TrainingError(
-            f"Experience.tensors returns other tensors on rank {others[0]} than on rank 0, "
+            f"Experience.tensors returns other tensors on rank {different_ranks[0]} than on rank 0, "
             "and only those of rank 0 are saved. Gather them, so that all ranks have the same tensors."
         )
         error.everywhere = True

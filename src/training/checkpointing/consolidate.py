@@ -93,19 +93,19 @@ def consolidate(checkpoint: Path, export: Export | None = None) -> list[Path]:
         ConfigError: the folder of `export` is in use.
         RunError: the disk refuses.
     """
-    found = _open(checkpoint)
+    shards = _open(checkpoint)
     if export is None:
         with _only_writer(checkpoint):
-            return _add_missing(checkpoint, found)
+            return _add_missing(checkpoint, shards)
     if export.folder.exists() and not _is_replaceable(export.folder):
         raise ConfigError(
             f"--output {export.folder}: holds something else. "
             "Name a folder that is new, empty, or was written by this command."
         )
-    facts = _manifest_entry(checkpoint, found, export.dtype, export.everything)
+    facts = _manifest_entry(checkpoint, shards, export.dtype, export.everything)
     with files.new_directory(export.folder, facts) as folder:
-        digests = _write_weights(folder, found, export)
-        digests |= safetensors_stream.write(folder / OPTIMIZER, optimizer_tensors(found))
+        digests = _write_weights(folder, shards, export)
+        digests |= safetensors_stream.write(folder / OPTIMIZER, optimizer_tensors(shards))
         facts["consolidated"]["tensors"] = digests
     return sorted(path for path in export.folder.iterdir() if path.name != files.MANIFEST)
 
@@ -117,32 +117,32 @@ def verify(checkpoint: Path, folder: Path | None = None) -> list[str]:
         CheckpointError: there is nothing to compare, or it is damaged or differs; the message names the file and the
             tensors.
     """
-    found = _open(checkpoint)
+    shards = _open(checkpoint)
     folder = checkpoint if folder is None else folder
     if problem := files.defect(folder):
         raise CheckpointError(f"{folder}: damaged ({problem}).")
     facts = files.read_manifest(folder, CheckpointError).get("consolidated", {})
-    compared: dict[str, StoredTensor] = {}
-    kept = _weights_in(folder)
-    if kept is not None:
-        compared |= found.weights(facts.get("all", False))
-        _require_equal(folder / WEIGHTS, compared, kept, DTYPES[facts.get("dtype", "float32")])
+    compared_tensors: dict[str, StoredTensor] = {}
+    weights = _weights_in(folder)
+    if weights is not None:
+        compared_tensors |= shards.weights(facts.get("all", False))
+        _require_equal(folder / WEIGHTS, compared_tensors, weights, DTYPES[facts.get("dtype", "float32")])
     if (folder / OPTIMIZER).exists():
-        state = optimizer_tensors(found)
+        state = optimizer_tensors(shards)
         _require_equal(folder / OPTIMIZER, state, safetensors_stream.read(folder / OPTIMIZER))
-        compared |= state
-    if not compared:
+        compared_tensors |= state
+    if not compared_tensors:
         raise CheckpointError(
             f"{folder}: has neither {WEIGHTS} nor {OPTIMIZER}, so there is nothing to compare with the shards."
         )
-    return list(compared)
+    return list(compared_tensors)
 
 
-def optimizer_tensors(found: zero_layout.Shards) -> dict[str, StoredTensor]:
+def optimizer_tensors(shards: zero_layout.Shards) -> dict[str, StoredTensor]:
     """The optimizer's state, named as `src.training.checkpointing.checkpoint` names it:
     {"blocks.0.mlp.weight::exp_avg": tensor, …}."""
     return {
-        f"{name}{SEPARATOR}{key}": value for name, entries in found.moments.items() for key, value in entries.items()
+        f"{name}{SEPARATOR}{key}": value for name, entries in shards.moments.items() for key, value in entries.items()
     }
 
 
@@ -168,11 +168,11 @@ def _check_sums(file: Path) -> None:
     """Raises CheckpointError where a part of a shard, which is a zip file, is not what was written."""
     try:
         with zipfile.ZipFile(file) as archive:
-            damaged = archive.testzip()
+            damaged_part = archive.testzip()
     except (zipfile.BadZipFile, zlib.error, OSError, EOFError) as error:
         raise CheckpointError(f"{file}: damaged ({error}).") from None
-    if damaged:
-        raise CheckpointError(f"{file}: damaged: its part {damaged} is not what was written.")
+    if damaged_part:
+        raise CheckpointError(f"{file}: damaged: its part {damaged_part} is not what was written.")
 
 
 @contextlib.contextmanager
@@ -188,43 +188,47 @@ def _only_writer(checkpoint: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _add_missing(checkpoint: Path, found: zero_layout.Shards) -> list[Path]:
+def _add_missing(checkpoint: Path, shards: zero_layout.Shards) -> list[Path]:
     """Add the missing files to a checkpoint written by this project."""
     aside = checkpoint.with_name(f".consolidated-{checkpoint.name}")
     shutil.rmtree(aside, ignore_errors=True)  # of a killed writer
     manifest = files.read_manifest(checkpoint, CheckpointError)
-    wanted = {WEIGHTS: found.weights(everything=False), OPTIMIZER: optimizer_tensors(found)}
-    if not found.stage:
-        del wanted[WEIGHTS]  # they are there
-    for name in [name for name in wanted if name in manifest["files"]]:
-        _require_equal(checkpoint / name, wanted[name], safetensors_stream.read(checkpoint / name))
-        del wanted[name]
-    if not wanted:
+    missing_files = {WEIGHTS: shards.weights(everything=False), OPTIMIZER: optimizer_tensors(shards)}
+    if not shards.stage:
+        del missing_files[WEIGHTS]  # they are there
+    for name in [name for name in missing_files if name in manifest["files"]]:
+        _require_equal(checkpoint / name, missing_files[name], safetensors_stream.read(checkpoint / name))
+        del missing_files[name]
+    if not missing_files:
         return []
-    facts = _manifest_entry(checkpoint, found)
+    facts = _manifest_entry(checkpoint, shards)
     try:
         with files.new_directory(aside) as folder:
-            digests = {name: safetensors_stream.write(folder / name, tensors) for name, tensors in wanted.items()}
+            digests = {
+                name: safetensors_stream.write(folder / name, tensors) for name, tensors in missing_files.items()
+            }
         facts["consolidated"]["tensors"] = {
             tensor: digest for names in digests.values() for tensor, digest in names.items()
         }
-        written = files.read_manifest(aside, CheckpointError)["files"]
+        new_files = files.read_manifest(aside, CheckpointError)["files"]
         with files.writing(checkpoint):
-            for name in wanted:
+            for name in missing_files:
                 # Unlisted until the next line but one, and no reader needs it before.
                 (aside / name).replace(checkpoint / name)
             files.sync_directory(checkpoint)
-        files.write_json(checkpoint / files.MANIFEST, {**manifest, **facts, "files": {**manifest["files"], **written}})
+        files.write_json(
+            checkpoint / files.MANIFEST, {**manifest, **facts, "files": {**manifest["files"], **new_files}}
+        )
     finally:
         shutil.rmtree(aside, ignore_errors=True)
-    return [checkpoint / name for name in wanted]
+    return [checkpoint / name for name in missing_files]
 
 
 def _manifest_entry(
-    checkpoint: Path, found: zero_layout.Shards, dtype: str = "float32", everything: bool = False
+    checkpoint: Path, shards: zero_layout.Shards, dtype: str = "float32", everything: bool = False
 ) -> dict[str, Any]:
     """Entry of the manifest. The caller adds "tensors": {name: sha256 of its bytes}."""
-    source = {"from": checkpoint.name, "stage": found.stage, "world_size": found.world_size, "step": found.step}
+    source = {"from": checkpoint.name, "stage": shards.stage, "world_size": shards.world_size, "step": shards.step}
     return {"consolidated": {**source, "dtype": dtype, "all": everything}}
 
 
@@ -239,9 +243,9 @@ def _is_replaceable(folder: Path) -> bool:
     return "consolidated" in manifest and there == {*manifest["files"], files.MANIFEST}
 
 
-def _write_weights(folder: Path, found: zero_layout.Shards, export: Export) -> dict[str, str]:
+def _write_weights(folder: Path, shards: zero_layout.Shards, export: Export) -> dict[str, str]:
     """model.safetensors, or model-00001-of-0000N.safetensors and their index, as Hugging Face's libraries read them."""
-    dtype, weights = DTYPES[export.dtype], found.weights(export.everything)
+    dtype, weights = DTYPES[export.dtype], shards.weights(export.everything)
     plan = split_state_dict_into_shards_factory(
         weights,  # pyright: ignore[reportArgumentType]  of which it asks nothing but the size
         get_storage_size=lambda tensor: safetensors_stream.size_bytes(tensor, dtype),  # pyright: ignore[reportArgumentType]
@@ -269,9 +273,12 @@ def _weights_in(folder: Path) -> dict[str, StoredTensor] | None:
 
 
 def _require_equal(
-    file: Path, expected: Mapping[str, StoredTensor], kept: Mapping[str, StoredTensor], dtype: torch.dtype | None = None
+    file: Path,
+    expected: Mapping[str, StoredTensor],
+    tensors: Mapping[str, StoredTensor],
+    dtype: torch.dtype | None = None,
 ) -> None:
-    if problem := safetensors_stream.difference(expected, kept, dtype):
+    if problem := safetensors_stream.difference(expected, tensors, dtype):
         raise CheckpointError(f"{file}: not what the shards hold ({problem}).")
 
 
@@ -334,14 +341,16 @@ def run_action(args: argparse.Namespace) -> int:
             "Say with --output where to write."
         )
     if args.verify:
-        done = f"{args.output or checkpoint}: {len(verify(checkpoint, args.output))} tensors are what the shards hold."
+        message = (
+            f"{args.output or checkpoint}: {len(verify(checkpoint, args.output))} tensors are what the shards hold."
+        )
     else:
-        written = consolidate(checkpoint, export)
-        done = (
-            "\n".join(f"{path}: {path.stat().st_size} bytes" for path in written)
+        paths = consolidate(checkpoint, export)
+        message = (
+            "\n".join(f"{path}: {path.stat().st_size} bytes" for path in paths)
             or f"{checkpoint}: is consolidated already."
         )
-    sys.stdout.write(f"{done}\n")
+    sys.stdout.write(f"{message}\n")
     return 0
 
 

@@ -41,23 +41,25 @@ def tensors(folder: Path) -> dict[str, StoredTensor]:
 
 def _join(folder: Path, name: str, parts: Mapping[int, StoredTensor]) -> StoredTensor:
     """The tensor with parts that start at these rows."""
-    ordered = [(start, part) for start, part in sorted(parts.items()) if part.numel] or list(parts.items())[:1]
-    first, rows = ordered[0][1], 0
-    for start, part in ordered:
+    sorted_parts = [(start, part) for start, part in sorted(parts.items()) if part.numel] or list(parts.items())[:1]
+    first, rows = sorted_parts[0][1], 0
+    for start, part in sorted_parts:
         if start != rows and part.numel:
             raise CheckpointError(f"{folder}: rows {rows} to {start} of {name} are missing.")
         rows += part.shape[0] if part.shape else 0
     shape = (rows, *first.shape[1:]) if first.shape else ()
-    pieces = tuple(piece for _, part in ordered for piece in part.pieces if isinstance(piece, safetensors_stream.Piece))
+    pieces = tuple(
+        piece for _, part in sorted_parts for piece in part.pieces if isinstance(piece, safetensors_stream.Piece)
+    )
     return StoredTensor(shape, first.dtype, pieces)
 
 
 def _places(file: Path) -> dict[str, list[int]]:
     """Start of each part of a file in its tensor, by name."""
     try:
-        with safe_open(file, "pt") as opened:
-            noted = parse_json((opened.metadata() or {}).get(PLACES, "{}"), file, CheckpointError)
-        return {name: [int(place) for place in about[START]] for name, about in noted.items()}
+        with safe_open(file, "pt") as tensors_file:
+            sharding_info = parse_json((tensors_file.metadata() or {}).get(PLACES, "{}"), file, CheckpointError)
+        return {name: [int(place) for place in about[START]] for name, about in sharding_info.items()}
     except (SafetensorError, OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(
             f"{file}: damaged, not readable as a shard ({' '.join(str(error).split())[:120]})."

@@ -114,9 +114,9 @@ def open_tensors(path: Path) -> Iterator[BinaryIO]:
         raise CheckpointError(f"{path}: no such file.") from None
 
 
-def target_dtype(stored: torch.dtype, requested: torch.dtype | None) -> torch.dtype:
+def target_dtype(stored_dtype: torch.dtype, requested: torch.dtype | None) -> torch.dtype:
     """Type that a tensor is written in: only floating-point tensors are converted."""
-    return requested if requested is not None and stored.is_floating_point else stored
+    return requested if requested is not None and stored_dtype.is_floating_point else stored_dtype
 
 
 def size_bytes(tensor: StoredTensor, dtype: torch.dtype | None = None) -> int:
@@ -143,10 +143,10 @@ def write(
         if tensor.dtype not in rank:
             raise CheckpointError(f"{path}: {name} is {tensor.dtype}, expected one of {', '.join(map(str, _NAMES))}.")
     kinds = {name: target_dtype(tensor.dtype, dtype) for name, tensor in tensors.items()}
-    ordered = sorted(tensors, key=lambda name: (-rank[kinds[name]], name))
+    sorted_names = sorted(tensors, key=lambda name: (-rank[kinds[name]], name))
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     start = 0
-    for name in ordered:
+    for name in sorted_names:
         end = start + size_bytes(tensors[name], dtype)
         header[name] = {"dtype": _NAMES[kinds[name]], "shape": list(tensors[name].shape), "data_offsets": [start, end]}
         start = end
@@ -155,7 +155,7 @@ def write(
     digests = {}
     with open(path, "wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
-        for name in ordered:
+        for name in sorted_names:
             hasher = hashlib.sha256()
             for chunk in tensors[name].chunks(dtype):
                 file.write(chunk)
@@ -174,15 +174,15 @@ def read(path: Path) -> dict[str, StoredTensor]:
         length = int.from_bytes(file.read(8), "little")
         text = file.read(length) if length <= _MOST_HEADER_BYTES else b""
         size = file.seek(0, 2)
-    damaged = CheckpointError(f"{path}: damaged, not readable as safetensors.")
+    error = CheckpointError(f"{path}: damaged, not readable as safetensors.")
     try:
         header = files.parse_json(text, path, CheckpointError)
         header.pop("__metadata__", None)
         tensors = {name: _entry(path, entry, 8 + length) for name, entry in header.items()}
     except (CheckpointError, ValueError, KeyError, TypeError, AttributeError):
-        raise damaged from None
+        raise error from None
     if size != 8 + length + sum(size_bytes(tensor) for tensor in tensors.values()):
-        raise damaged
+        raise error
     return tensors
 
 
@@ -220,5 +220,5 @@ def difference(
 
 def first_names(names: Iterable[str]) -> str:
     """Up to three names and the number of the rest."""
-    listed = sorted(names)
-    return ", ".join(listed[:3]) + (f" and {len(listed) - 3} more" if len(listed) > 3 else "")
+    sorted_names = sorted(names)
+    return ", ".join(sorted_names[:3]) + (f" and {len(sorted_names) - 3} more" if len(sorted_names) > 3 else "")

@@ -78,7 +78,7 @@ class Saver:
         self.step = 0
         """Step of the newest checkpoint, complete or being written."""
 
-    def save(self, engine: Engine, kept: LoopSnapshot) -> None:
+    def save(self, engine: Engine, snapshot: LoopSnapshot) -> None:
         """Write a checkpoint, update the best pointer and delete old ones.
         Returns once tensors are copied or shards written.
 
@@ -88,15 +88,15 @@ class Saver:
         """
         self.wait()
         if write := engine.stage_shards():
-            self._start_shards(kept, write)
-            self.step = kept.step
+            self._start_shards(snapshot, write)
+            self.step = snapshot.step
             return
         weights, moments = engine.model_state(), engine.optimizer_state()
         if moments is None:
-            self._save_shards(engine, kept, weights)
+            self._save_shards(engine, snapshot, weights)
         elif distributed.is_main():
-            self.writer.start(lambda: self._write(kept, weights, moments))
-        self.step = kept.step
+            self.writer.start(lambda: self._write(snapshot, weights, moments))
+        self.step = snapshot.step
 
     def wait(self) -> None:
         """Wait for the checkpoint being written; its error is raised on every rank."""
@@ -124,58 +124,58 @@ class Saver:
             raise
         self.wait()
 
-    def _write(self, kept: LoopSnapshot, weights: dict[str, Tensor], moments: dict[str, Tensor]) -> None:
+    def _write(self, snapshot: LoopSnapshot, weights: dict[str, Tensor], moments: dict[str, Tensor]) -> None:
         self.run.dir.confirm()
-        with checkpoint.begin(self.run.path, kept.step) as folder:
-            self._write_folder(folder, kept, weights, moments)
-        self._publish(kept)
+        with checkpoint.begin(self.run.path, snapshot.step) as folder:
+            self._write_folder(folder, snapshot, weights, moments)
+        self._publish(snapshot)
 
-    def _start_shards(self, kept: LoopSnapshot, write: Callable[[Path], None]) -> None:
+    def _start_shards(self, snapshot: LoopSnapshot, write: Callable[[Path], None]) -> None:
         """Every process writes its part into the one folder, in a thread; rank 0's writes the rest, when all have."""
         stack = contextlib.ExitStack()
 
         def begin() -> Path:
             self.run.dir.confirm()
-            return stack.enter_context(checkpoint.begin(self.run.path, kept.step))
+            return stack.enter_context(checkpoint.begin(self.run.path, snapshot.step))
 
         def work() -> None:
             with stack:
                 write(folder)
                 if distributed.is_main():
-                    self._write_folder(folder, kept, None, None)
+                    self._write_folder(folder, snapshot, None, None)
             if distributed.is_main():
-                self._publish(kept)
+                self._publish(snapshot)
 
         folder = distributed.broadcast_from_rank0(begin)
         self.writer.start(work)
 
-    def _save_shards(self, engine: Engine, kept: LoopSnapshot, weights: dict[str, Tensor]) -> None:
+    def _save_shards(self, engine: Engine, snapshot: LoopSnapshot, weights: dict[str, Tensor]) -> None:
         """Every process writes its part into the one folder."""
         with contextlib.ExitStack() as stack:
 
             def begin() -> Path:
                 self.run.dir.confirm()
-                folder = stack.enter_context(checkpoint.begin(self.run.path, kept.step))
-                self._write_folder(folder, kept, weights, None)
+                folder = stack.enter_context(checkpoint.begin(self.run.path, snapshot.step))
+                self._write_folder(folder, snapshot, weights, None)
                 return folder
 
             engine.save_shards(distributed.broadcast_from_rank0(begin))
             distributed.broadcast_from_rank0(stack.close)
-        distributed.broadcast_from_rank0(lambda: self._publish(kept))
+        distributed.broadcast_from_rank0(lambda: self._publish(snapshot))
 
     def _write_folder(
-        self, folder: Path, kept: LoopSnapshot, weights: dict[str, Tensor] | None, moments: dict[str, Tensor] | None
+        self, folder: Path, snapshot: LoopSnapshot, weights: dict[str, Tensor] | None, moments: dict[str, Tensor] | None
     ) -> None:
         self.run.dir.scores.sync()  # the rows before a checkpoint are never fewer than after a restart from it
-        checkpoint.write(folder, weights, moments, kept.state, self.about)
-        if kept.experience:
-            checkpoint.write_experience(folder, kept.experience)
+        checkpoint.write(folder, weights, moments, snapshot.state, self.about)
+        if snapshot.experience:
+            checkpoint.write_experience(folder, snapshot.experience)
         for name, content in self.origin.items():
             files.write_atomic(folder / name, content)
 
-    def _publish(self, kept: LoopSnapshot) -> None:
-        ledger.append(self.run.path, ledger.event("save", step=kept.step))
-        if kept.best_step == kept.step:
-            checkpoints.mark_best(self.run.path, kept.step)
+    def _publish(self, snapshot: LoopSnapshot) -> None:
+        ledger.append(self.run.path, ledger.event("save", step=snapshot.step))
+        if snapshot.best_step == snapshot.step:
+            checkpoints.mark_best(self.run.path, snapshot.step)
         self.run.dir.confirm()  # the write may have taken long
-        self.rotation.rotate(kept.step, kept.best_step)
+        self.rotation.rotate(snapshot.step, snapshot.best_step)

@@ -44,8 +44,8 @@ class _Writer(HuggingFaceStorageWriter):
         if shards:
             file = Path(self.path) / f"shard-{plan.storage_data['shard_index']:05d}.safetensors"
             save_file(shards, file, {PLACES: json.dumps(places)})
-            with open(file, "rb") as written:
-                os.fsync(written.fileno())
+            with open(file, "rb") as shard_file:
+                os.fsync(shard_file.fileno())
         done: Future[list[WriteResult]] = Future()
         done.set_result([])
         return done
@@ -93,9 +93,9 @@ class ShardStore:
         assert isinstance(copies, dict)
 
         def write(folder: Path) -> None:
-            written = {name: self._write(folder / name, shards) for name, shards in copies.items()}
+            metadata = {name: self._write(folder / name, shards) for name, shards in copies.items()}
             if distributed.is_main():  # no collective call follows, so no process waits for one that raises here
-                for name, about in written.items():
+                for name, about in metadata.items():
                     _require_all(folder / name, about)
                 safetensors_stream.write(folder / _WHOLE, tensors(folder / _WEIGHTS))
                 shutil.rmtree(folder / _WEIGHTS)
@@ -110,11 +110,11 @@ class ShardStore:
             ).state_dict_metadata
         except CheckpointException as error:
             reasons = [reason for reason, _ in error.failures.values()]
-            refused = next((reason for reason in reasons if isinstance(reason, (OSError, SafetensorError))), None)
-            if refused is None:
+            disk_error = next((reason for reason in reasons if isinstance(reason, (OSError, SafetensorError))), None)
+            if disk_error is None:
                 raise RuntimeError(str(error)) from error
             raise RunError(
-                f"{folder}: cannot write: {refused}. Nothing complete was lost; make room or choose another folder."
+                f"{folder}: cannot write: {disk_error}. Nothing complete was lost; make room or choose another folder."
             ) from error
 
     def load(self, folder: Path, into: dict[str, Tensor]) -> None:
@@ -141,10 +141,12 @@ class ShardStore:
         if not distributed.broadcast_from_rank0(shards.is_dir):
             checkpoint.ensure_whole_optimizer(folder)
         with distributed.raise_together():
-            stored = tensors(shards) if shards.is_dir() else safetensors_stream.read(folder / checkpoint.OPTIMIZER)
-            entries = list(checkpoint.optimizer_entries(folder, model, stored))
+            stored_tensors = (
+                tensors(shards) if shards.is_dir() else safetensors_stream.read(folder / checkpoint.OPTIMIZER)
+            )
+            entries = list(checkpoint.optimizer_entries(folder, model, stored_tensors))
         into: dict[str, Tensor] = {}
-        for name, (parameter, key, value) in zip(stored, entries, strict=True):
+        for name, (parameter, key, value) in zip(stored_tensors, entries, strict=True):
             if value.shape and value.shape == parameter.shape:
                 into[name] = torch.zeros_like(parameter, dtype=value.dtype, requires_grad=False)
             else:  # AdamW has its step count on the CPU
@@ -153,10 +155,10 @@ class ShardStore:
         self.load(shards if shards.is_dir() else folder, into)
 
 
-def _require_all(folder: Path, written: Mapping[str, Any]) -> None:
+def _require_all(folder: Path, metadata: Mapping[str, Any]) -> None:
     """Check that this process sees the files of all processes."""
     tensors_by_name = {name: tensor.shape for name, tensor in tensors(folder).items()}
-    if tensors_by_name != {name: tuple(getattr(about, "size", ())) for name, about in written.items()}:
+    if tensors_by_name != {name: tuple(getattr(about, "size", ())) for name, about in metadata.items()}:
         raise RunError(
             f"{folder}: process 0 does not see the files of all processes. "
             "Give -sb a folder on a disk that all machines share."

@@ -75,16 +75,18 @@ class Shards:
                 f"model of the experiment "
                 "comes from. Leave out --all."
             )
-        own = self.buffers | self.frozen | self.trained
-        return own | {name: own[source] for name, source in self.tied.items() if source in own}
+        saved_weights = self.buffers | self.frozen | self.trained
+        return saved_weights | {
+            name: saved_weights[source] for name, source in self.tied.items() if source in saved_weights
+        }
 
 
 def find(path: Path) -> Path | None:
     """The folder of shards: `path` itself, its zero/, or the one named in DeepSpeed's file `latest`; else None."""
     latest = path / "latest"
     with reading(latest, CheckpointError):
-        tagged = [path / latest.read_text(encoding="utf-8", errors="replace").strip()] if latest.is_file() else []
-    for folder in (path, path / "zero", *tagged):
+        tag_folders = [path / latest.read_text(encoding="utf-8", errors="replace").strip()] if latest.is_file() else []
+    for folder in (path, path / "zero", *tag_folders):
         if any(_OPTIMIZER.fullmatch(file.name) or _MODEL.fullmatch(file.name) for file in folder.glob("*_states.pt")):
             return folder
     return None
@@ -122,17 +124,17 @@ def read(folder: Path) -> Shards:
 
 def _shards_by_rank(folder: Path, pattern: re.Pattern[str], example: str) -> dict[int, Path]:
     """The shards of one kind by rank."""
-    found = {}
+    files_by_rank = {}
     for file in sorted(folder.glob("*_states.pt")):
         if match := pattern.fullmatch(file.name):
             if int(match[2]):
                 raise CheckpointError(
                     f"{file}: a part of a model that is cut over processes (tensor parallel), which is not known here."
                 )
-            found[int(match[1] or 0)] = file
-    if 0 not in found:
+            files_by_rank[int(match[1] or 0)] = file
+    if 0 not in files_by_rank:
         raise CheckpointError(f"{folder / example.format(0)}: no such file.")
-    return found
+    return files_by_rank
 
 
 def _check_ranks(folder: Path, shards: Mapping[int, Any], count: int, pattern: str) -> None:
@@ -150,10 +152,10 @@ def _common_value(shards: Mapping[int, Any], name: str, text: str) -> Any:
     """The value that `name` has in every shard; CheckpointError where one has another."""
     expected = getattr(shards[0], name)
     for shard in shards.values():
-        found = getattr(shard, name)
-        if found != expected:
+        value = getattr(shard, name)
+        if value != expected:
             raise CheckpointError(
-                f"{shard.file}: {text.format(found)}; {shards[0].file.name}: {text.format(expected)}. "
+                f"{shard.file}: {text.format(value)}; {shards[0].file.name}: {text.format(expected)}. "
                 "Shards of one save go together."
             )
     return expected
@@ -173,10 +175,10 @@ def _assemble(folder: Path, step: int, optimizers: list[OptimizerShard], models:
     trained = dict(sorted(trained.items(), key=lambda item: order.get(item[0], len(order))))
     topology = read_json(folder / TOPOLOGY, CheckpointError, {})
     frozen, left_out = _frozen_weights(stage, models), topology.get("frozen", 0)
-    found = Shards(folder, stage, len(optimizers), step, trained, frozen, first.buffers, first.tied, moments, left_out)
+    shards = Shards(folder, stage, len(optimizers), step, trained, frozen, first.buffers, first.tied, moments, left_out)
     if stage < 3:
-        _check_weight_copies(first, found)
-    return found
+        _check_weight_copies(first, shards)
+    return shards
 
 
 @dataclass(frozen=True)
@@ -236,11 +238,11 @@ def _parameter_slices(
         _check_size(model, offset, sum(shard.weights[group].numel for shard in shards), 2 * world)
 
 
-def _check_size(model: ModelShard, wanted: int, found: int, alignment: int) -> None:
+def _check_size(model: ModelShard, num_expected: int, num_stored: int, alignment: int) -> None:
     """Check that the parameters fill the vectors. Stages 1 and 2 pad a group to a multiple of 2 x world size."""
-    if -(-wanted // alignment) != -(-found // alignment) or found < wanted:
+    if -(-num_expected // alignment) != -(-num_stored // alignment) or num_stored < num_expected:
         raise CheckpointError(
-            f"{model.file}: its parameters need {wanted} elements, the optimizer's shards beside it hold {found}."
+            f"{model.file}: its parameters need {num_expected} elements, the optimizer's shards beside it hold {num_stored}."
         )
 
 
@@ -254,10 +256,10 @@ def _slice_vectors(vectors: Sequence[StoredTensor], start: int, count: int) -> t
     for piece, size in (
         (piece, vector.dtype.itemsize) for vector in vectors for piece in vector.pieces if isinstance(piece, Piece)
     ):
-        taken = max(0, min(piece.count - start, count))
-        if taken:
-            pieces.append(Piece(piece.file, piece.offset + start * size, taken))
-            count -= taken
+        length = max(0, min(piece.count - start, count))
+        if length:
+            pieces.append(Piece(piece.file, piece.offset + start * size, length))
+            count -= length
         start = max(0, start - piece.count)
     if count:
         raise CheckpointError(f"{pieces[-1].file if pieces else vectors[0]}: holds {count} elements too few.")
@@ -277,8 +279,8 @@ def _frozen_weights(stage: int, models: list[ModelShard]) -> dict[str, StoredTen
     if first.fragments:
         return {name: stored_tensor(first.file, tensor) for name, tensor in first.fragments.items()}
     # Stage 1 does not list them: they are what is left of the model.
-    known = first.buffers.keys() | first.tied.keys() | {name for group in first.shapes for name in group}
-    return {name: stored_tensor(first.file, tensor) for name, tensor in first.module.items() if name not in known}
+    other_names = first.buffers.keys() | first.tied.keys() | {name for group in first.shapes for name in group}
+    return {name: stored_tensor(first.file, tensor) for name, tensor in first.module.items() if name not in other_names}
 
 
 def _check_weight_copies(model: ModelShard, shards: Shards) -> None:

@@ -63,9 +63,9 @@ class OptimizerShard:
 
     def vectors(self, key: str | None, group: int | None) -> list[StoredTensor]:
         """The weights (key None) or an entry of the optimizer: of one group, or of all groups."""
-        chosen = range(len(self.weights)) if group is None else [group]
+        groups = range(len(self.weights)) if group is None else [group]
         try:
-            return [self.weights[g] if key is None else self.states[g][key] for g in chosen]
+            return [self.weights[g] if key is None else self.states[g][key] for g in groups]
         except (KeyError, IndexError):
             raise CheckpointError(
                 f"{self.file}: has no {key or 'weights'} for some parameters that other shards have."

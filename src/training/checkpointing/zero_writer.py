@@ -17,8 +17,8 @@ class ShardWriter(TorchCheckpointEngine):
 
     def __init__(self) -> None:
         super().__init__()
-        self._written: dict[str, int] = {}
-        self._refused: RunError | None = None
+        self._written_sizes: dict[str, int] = {}
+        self._error: RunError | None = None
 
     def save(self, state_dict: Any, path: str) -> None:
         """Write one shard, or note that it cannot be written."""
@@ -29,9 +29,9 @@ class ShardWriter(TorchCheckpointEngine):
             reason = next((e for e in _causes(error) if isinstance(e, OSError)), None)
             if reason is None:
                 raise
-            self._refused = _write_error(path, reason)
+            self._error = _write_error(path, reason)
         else:
-            self._written[path] = Path(path).stat().st_size
+            self._written_sizes[path] = Path(path).stat().st_size
 
     def check(self) -> None:
         """Check that every process has written all its shards and that rank 0 sees them complete. Collective.
@@ -39,12 +39,12 @@ class ShardWriter(TorchCheckpointEngine):
         Raises:
             RunError: the disk refuses one of them, or processes see different disks; on every rank.
         """
-        written, refused = self._written, self._refused
-        self._written, self._refused = {}, None
+        sizes, error = self._written_sizes, self._error
+        self._written_sizes, self._error = {}, None
         with distributed.raise_together():
-            if refused:
-                raise refused
-        everyone = distributed.all_gather_list([(distributed.rank(), *item) for item in written.items()])
+            if error:
+                raise error
+        everyone = distributed.all_gather_list([(distributed.rank(), *item) for item in sizes.items()])
         with distributed.raise_together():
             for rank, path, size in everyone if distributed.is_main() else ():
                 if not Path(path).is_file() or Path(path).stat().st_size != size:

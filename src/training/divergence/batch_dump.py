@@ -59,15 +59,15 @@ def save(
                 step,
             )
             return None
-    left, documents = MOST_CHARACTERS, []
+    characters_left, documents = MOST_CHARACTERS, []
     for number, (batch, rows) in enumerate(zip(batches, keys, strict=True)):
         samples = batch["sample_of_row"].tolist() if "sample_of_row" in batch else range(len(rows))
         assert len(batch["input_ids"]) == len(samples), "a sample for each row"
         for row, sample in enumerate(samples):
             document = {"micro_batch": number, **_key_fields(rows[sample]), **_counts(batch, row)}
-            if left > 0:
-                document |= _texts(batch, row, tokenizer, left)
-                left -= len(document["text"]) + sum(map(len, document.get("contexts", [])))
+            if characters_left > 0:
+                document |= _texts(batch, row, tokenizer, characters_left)
+                characters_left -= len(document["text"]) + sum(map(len, document.get("contexts", [])))
             documents.append(document)
     # One line a document, so that a person can search it; text as it is, so that a person can read it.
     lines = ",\n".join(json.dumps(document, ensure_ascii=False) for document in documents)
@@ -90,12 +90,12 @@ def _texts(batch: Mapping[str, "Tensor"], row: int, tokenizer: "PreTrainedTokeni
     text, cut = _decode(tokenizer, batch["input_ids"][row][batch["attention_mask"][row].bool()], most)
     if "context_ids" not in batch:
         return {"text": text, "cut": cut}
-    contexts, left = [], most - len(text)
+    contexts, characters_left = [], most - len(text)
     for ids, mask in zip(batch["context_ids"][row], batch["context_mask"][row], strict=True):
         if not mask.any():
             continue  # a chunk that this sample does not have
-        context, shorter = _decode(tokenizer, ids[mask.bool()], left)
-        cut, left = cut or shorter, left - len(context)
+        context, shorter = _decode(tokenizer, ids[mask.bool()], characters_left)
+        cut, characters_left = cut or shorter, characters_left - len(context)
         contexts.append(context)
     return {"text": text, "contexts": contexts, "cut": cut}
 

@@ -214,18 +214,18 @@ class Detector:
         kl: of a policy from its reference, in nats per token; None where there is none.
         skipped: True where the float16 loss scaler leaves the step out; then its gradient norm is not looked at.
         """
-        found = []
+        findings = []
         norm = None if skipped else grad_norm
         for name, value in (("loss", loss), ("gradient norm", norm)):
             if value is not None and not math.isfinite(value):
-                found.append(self._finding("non_finite", step, f"the {name} is {value}", step))
+                findings.append(self._finding("non_finite", step, f"the {name} is {value}", step))
         if loss is not None and math.isfinite(loss):
-            found += [*self._spike(step, loss), *self._climb(step, loss), *self._drift(step)]
+            findings += [*self._spike(step, loss), *self._climb(step, loss), *self._drift(step)]
         if norm is not None and math.isfinite(norm):
-            found += self._explosion(step, norm)
+            findings += self._explosion(step, norm)
         if kl is not None:
-            found += self._departure(step, kl)
-        return found + self._plateau(step, skipped or severest(found) == "skip_batch")
+            findings += self._departure(step, kl)
+        return findings + self._plateau(step, skipped or severest(findings) == "skip_batch")
 
     def _spike(self, step: int, loss: float) -> list[Finding]:
         watch, config = self.losses, self.config
@@ -234,7 +234,7 @@ class Detector:
             return []
         level = _median(watch.values[-(config.window // 4) :])
         limit = level + config.loss_deviations * self._floor(level)
-        noise, found = 0.0, list[Finding]()
+        noise, findings = 0.0, list[Finding]()
         if loss > limit:  # else the noise cannot matter
             noise = self._noise(level)
             limit = level + config.loss_deviations * noise
@@ -244,14 +244,14 @@ class Detector:
                     f"the loss is {loss:.4g}, "
                     f"{times:.0f} times the noise above its level (level {level:.4g}, noise {noise:.2g})"
                 )
-                found.append(self._finding("loss_jump", step, text, step))
+                findings.append(self._finding("loss_jump", step, text, step))
         if not watch.rose(step, loss, limit):
-            return found
+            return findings
         text = (
             f"the loss is {loss:.4g}, "
             f"above {limit:.4g} since step {watch.first_step} (level {level:.4g}, noise {noise:.2g})"
         )
-        return [*found, self._finding("loss_spike", step, text, watch.first_step)]
+        return [*findings, self._finding("loss_spike", step, text, watch.first_step)]
 
     def _climb(self, step: int, loss: float) -> list[Finding]:
         values, ratio = self.losses.values + self.losses.rising, self.config.climb_ratio
@@ -291,9 +291,9 @@ class Detector:
             f"the median of {config.window} "
             f"losses has risen to {level:.4g} from {self.lowest:.4g} at step {self.lowest_step}"
         )
-        found = self._finding("loss_drift", step, text, self.lowest_step)
+        finding = self._finding("loss_drift", step, text, self.lowest_step)
         self.lowest, self.lowest_step = level, step  # the next one must rise as far again
-        return [found]
+        return [finding]
 
     def _explosion(self, step: int, norm: float) -> list[Finding]:
         watch, ratio = self.norms, self.config.grad_norm_ratio
@@ -387,8 +387,8 @@ def _widening(count: int) -> float:
 
 def _median(values: Sequence[float]) -> float:
     """statistics.median, several times as fast."""
-    ordered, half = sorted(values), len(values) // 2
-    return ordered[half] if len(ordered) % 2 else (ordered[half - 1] + ordered[half]) / 2
+    sorted_values, half = sorted(values), len(values) // 2
+    return sorted_values[half] if len(sorted_values) % 2 else (sorted_values[half - 1] + sorted_values[half]) / 2
 
 
 def _mad_about_trend(values: Sequence[float]) -> float:

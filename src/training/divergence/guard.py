@@ -37,11 +37,11 @@ class Source:
 class DivergenceGuard:
     """Passes each step to the detector and acts on its findings. All ranks see the same values, so all decide alike.
 
-    written: returns when the checkpoint being written is complete. Collective.
+    wait_for_checkpoint: returns when the checkpoint being written is complete. Collective.
     """
 
     def __init__(self, run: Run, config: LoopConfig, source: Source, wait_for_checkpoint: Callable[[], None]) -> None:
-        self.run, self.config, self.source, self.written = run, config, source, wait_for_checkpoint
+        self.run, self.config, self.source, self.wait_for_checkpoint = run, config, source, wait_for_checkpoint
         self.detector = Detector(config.divergence)
         self.recent: deque[tuple[int, Sequence[Sequence[Key]]]] = deque(maxlen=MOST_SUSPECTS)
         """The last steps and the keys of their micro-batches in this process."""
@@ -50,7 +50,7 @@ class DivergenceGuard:
         """Call it before `skips_step`, with what this process has read in optimizer step `step`."""
         self.recent.append((step, keys))
 
-    def skips_step(self, step: int, loss: float, grad_norm: float, overflowed: bool, kl: float | None = None) -> bool:
+    def skips_step(self, step: int, loss: float, grad_norm: float, overflow: bool, kl: float | None = None) -> bool:
         """True where the weights must not move for step number `step`, counted from 1.
         Collective where something is found.
 
@@ -61,15 +61,15 @@ class DivergenceGuard:
             distributed.TrainingStopped: the run was rewound to an earlier checkpoint; on every rank.
             RunError: the disk refuses.
         """
-        found = self.detector.observe(step, loss, grad_norm, skipped=overflowed, kl=kl)
-        action, text = severest(found), " ".join(finding.message for finding in found)
+        findings = self.detector.observe(step, loss, grad_norm, skipped=overflow, kl=kl)
+        action, text = severest(findings), " ".join(finding.message for finding in findings)
         if action is None:
             return False
         log.warning("%s: %s (%s)", self.run.path, text, action)
-        distributed.broadcast_from_rank0(lambda: self._record_findings(found))
-        self._save_batches(found)
+        distributed.broadcast_from_rank0(lambda: self._record_findings(findings))
+        self._save_batches(findings)
         if action == "rewind":
-            self._rewind(found, step, text)
+            self._rewind(findings, step, text)
         if action in ("stop", "rewind"):
             error = TrainingError(
                 f"{text} The training stops before the optimizer moves; the last checkpoint is sound. {REMEDY}"
@@ -78,16 +78,16 @@ class DivergenceGuard:
             raise error
         return action == "skip_batch"
 
-    def _record_findings(self, found: Sequence[Finding]) -> None:
-        for finding in found:
+    def _record_findings(self, findings: Sequence[Finding]) -> None:
+        for finding in findings:
             facts = {**asdict(finding), "attempt": self.run.dir.attempt}
             ledger.append(self.run.path, ledger.event("divergence", **facts))
 
-    def _save_batches(self, found: Sequence[Finding]) -> None:
+    def _save_batches(self, findings: Sequence[Finding]) -> None:
         """Save the suspected batches, of those that this process has read since it started."""
         source, suspects = (
             self.source,
-            {step for finding in found if finding.action != "warn" for step in finding.suspects},
+            {step for finding in findings if finding.action != "warn" for step in finding.suspects},
         )
         with distributed.raise_together():
             for step, keys in self.recent:
@@ -95,11 +95,11 @@ class DivergenceGuard:
                     batches = [source.dataset.collate([source.dataset.sample(*key) for key in rows]) for rows in keys]
                     batch_dump.save(self.run.path, step, distributed.rank(), batches, source.tokenizer, keys)
 
-    def _rewind(self, found: Sequence[Finding], step: int, text: str) -> None:
+    def _rewind(self, findings: Sequence[Finding], step: int, text: str) -> None:
         """Rewind to the newest checkpoint before the divergence began and skip the data up to here;
         returns if that is impossible."""
-        self.written()
-        first = min(_first_step(finding, self.source.order) for finding in found)
+        self.wait_for_checkpoint()
+        first = min(_first_step(finding, self.source.order) for finding in findings)
         to, refusal = distributed.broadcast_from_rank0(lambda: self._plan_rewind(first, step, text))
         if to is None:
             log.warning("%s: it cannot be taken back: %s", self.run.path, refusal)

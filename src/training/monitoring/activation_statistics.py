@@ -26,7 +26,7 @@ class Activation:
 
 
 @contextlib.contextmanager
-def watch_activations(model: nn.Module, found: list[Activation]) -> Iterator[None]:
+def watch_activations(model: nn.Module, activations: list[Activation]) -> Iterator[None]:
     """Within the block, append the statistics of every module's inputs and outputs to `found`.
     The hooks are removed afterwards.
 
@@ -39,7 +39,7 @@ def watch_activations(model: nn.Module, found: list[Activation]) -> Iterator[Non
         return
     seen: set[tuple[str, str]] = set()
     hooks = [
-        module.register_forward_hook(_Hook(name, type(module).__name__, seen, found), with_kwargs=True)
+        module.register_forward_hook(_Hook(name, type(module).__name__, seen, activations), with_kwargs=True)
         for name, module in model.named_modules()
     ]
     try:
@@ -57,15 +57,15 @@ def is_compiled(model: nn.Module) -> bool:
 
 
 class _Hook:
-    def __init__(self, name: str, kind: str, seen: set[tuple[str, str]], found: list[Activation]) -> None:
-        self.name, self.kind, self.seen, self.found = name, kind, seen, found
+    def __init__(self, name: str, kind: str, seen: set[tuple[str, str]], activations: list[Activation]) -> None:
+        self.name, self.kind, self.seen, self.activations = name, kind, seen, activations
 
-    def __call__(self, module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any], output: Any) -> None:
+    def __call__(self, module: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         if (self.name, self.kind) in self.seen:
             return
         self.seen.add((self.name, self.kind))
-        entries = [*_tensors("input", inputs, 1), *_tensors("input", named, 1), *_tensors("output", output, 2)]
-        self.found += [
+        entries = [*_tensors("input", inputs, 1), *_tensors("input", kwargs, 1), *_tensors("output", output, 2)]
+        self.activations += [
             Activation(self.name, self.kind, context, tensor_statistics.sums(tensor)) for context, tensor in entries
         ]
 

@@ -74,10 +74,10 @@ def batch_flops(model: nn.Module) -> Callable[[Mapping[str, Tensor]], int] | Non
     log, for others, and for a model of which a part is frozen that is not merely adapted.
     """
     config = getattr(model, "config", None)
-    known = getattr(config, "model_type", None) in KNOWN
-    if known and hasattr(model, "training_flops"):
+    is_known = getattr(config, "model_type", None) in KNOWN
+    if is_known and hasattr(model, "training_flops"):
         return model.training_flops()  # type: ignore[operator]  a method, not a module
-    if not known or not type(model).__module__.startswith("transformers."):
+    if not is_known or not type(model).__module__.startswith("transformers."):
         log.info("%s: its operations are not known, so no MFU is reported.", type(model).__name__)
         return None
     adapters = adapter_weights(model)

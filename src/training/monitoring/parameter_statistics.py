@@ -32,7 +32,7 @@ class TensorSums:
 
 def gradients(model: nn.Module) -> list[TensorSums]:
     """`hp_grad` of every trained parameter that has a gradient. Collective for sharded models."""
-    return [found for name, p in _trainable_parameters(model) for found in _tensor_sums(name, GRADIENT, _gradient(p))]
+    return [item for name, p in _trainable_parameters(model) for item in _tensor_sums(name, GRADIENT, _gradient(p))]
 
 
 def weights(model: nn.Module, optimizer: Any) -> list[TensorSums]:
@@ -42,39 +42,41 @@ def weights(model: nn.Module, optimizer: Any) -> list[TensorSums]:
     subtracted, before the learning rate and without weight decay. With AdamWScale's scale in it, and its ε. An
     optimizer without Adam's moments has `hp` alone, Adafactor a second moment of vectors besides.
     """
-    found: list[TensorSums] = []
+    tensor_sums: list[TensorSums] = []
     for name, parameter in _trainable_parameters(model):
-        found += _tensor_sums(name, WEIGHT, _weight(parameter))
+        tensor_sums += _tensor_sums(name, WEIGHT, _weight(parameter))
         adam = _adam(optimizer, parameter)
         first, second = (_moment(optimizer, parameter, key) for key in MOMENTS)
         for context, moment in zip(MOMENTS, (first, second), strict=True):
-            found += _tensor_sums(name, context, moment)
+            tensor_sums += _tensor_sums(name, context, moment)
         if adam is not None and first is not None and second is not None:
             pieces = (adam.update(m, v) for m, v in tensor_statistics.chunks(first, second))
-            found.append(TensorSums(name, UPDATE, tensor_statistics.sums_of(pieces, first.device)))
-    return found
+            tensor_sums.append(TensorSums(name, UPDATE, tensor_statistics.sums_of(pieces, first.device)))
+    return tensor_sums
 
 
-def gather_sums(found: list[TensorSums], model: nn.Module) -> list[TensorSums]:
+def gather_sums(tensor_sums: list[TensorSums], model: nn.Module) -> list[TensorSums]:
     """The sums of whole tensors, on the CPU, from the sums of their shards.
     Collective under FSDP2; synchronises with the device."""
-    if not found and not _is_sharded(model):
+    if not tensor_sums and not _is_sharded(model):
         return []
     table = (
-        torch.stack([item.sums for item in found]).cpu()
-        if found
+        torch.stack([item.sums for item in tensor_sums]).cpu()
+        if tensor_sums
         else torch.empty(0, len(tensor_statistics.PARTS), dtype=torch.float64)
     )
     if _is_sharded(model):
         table = tensor_statistics.join_sums(torch.stack(distributed.all_gather_list([table])))
-    return [TensorSums(item.name, item.context, sums) for item, sums in zip(found, table, strict=True)]
+    return [TensorSums(item.name, item.context, sums) for item, sums in zip(tensor_sums, table, strict=True)]
 
 
-def update_rates(found: list[TensorSums], learning_rate: float) -> dict[str, float | None]:
+def update_rates(tensor_sums: list[TensorSums], learning_rate: float) -> dict[str, float | None]:
     """By parameter: norm of the last update (learning rate times `effective_update`) over the norm of the parameter."""
     norms: dict[str, dict[str, float | None]] = {WEIGHT: {}, UPDATE: {}}
-    if found:
-        for item, norm in zip(found, tensor_statistics.norms(torch.stack([item.sums for item in found])), strict=True):
+    if tensor_sums:
+        for item, norm in zip(
+            tensor_sums, tensor_statistics.norms(torch.stack([item.sums for item in tensor_sums])), strict=True
+        ):
             norms.setdefault(item.context, {})[item.name] = norm
     rates: dict[str, float | None] = {}
     for name, update in norms[UPDATE].items():

@@ -29,12 +29,12 @@ class Progress:
             self.bar.set_postfix_str(f"loss {loss:.4f}  {tokens_per_second:,.0f} tokens/s{self.scores}", refresh=False)
             self.bar.update(step - self.bar.n)
 
-    def on_row(self, row: Mapping[str, Any], perf: Mapping[str, float], settled: bool) -> None:
+    def on_row(self, row: Mapping[str, Any], perf: Mapping[str, float], is_durable: bool) -> None:
         """Log the losses and other scores, the speed and the remaining time: if `settled`, or now and then."""
         scores = {name: value for name, value in row.items() if name not in NO_SCORES}
-        evaluated = "".join(f"  {_spell(name, value)}" for name, value in scores.items() if name != "train_loss")
-        self.scores = evaluated or self.scores
-        if not settled and self.clock() - self.logged < QUIET_SECONDS:
+        score_text = "".join(f"  {_spell(name, value)}" for name, value in scores.items() if name != "train_loss")
+        self.scores = score_text or self.scores
+        if not is_durable and self.clock() - self.logged < QUIET_SECONDS:
             return
         self.logged = self.clock()
         if self.bar is not None:
@@ -44,8 +44,8 @@ class Progress:
             log.info("nothing is trained  %s", line)
             return
         step, rate = row["step"], perf["tokens_per_second"]
-        left = timedelta(seconds=round((self.steps - step) / max(perf["steps_per_second"], 1e-9)))
-        log.info("step %d/%d  %s  %s tokens/s  %s left", step, self.steps, line, f"{rate:,.0f}", left)
+        time_left = timedelta(seconds=round((self.steps - step) / max(perf["steps_per_second"], 1e-9)))
+        log.info("step %d/%d  %s  %s tokens/s  %s left", step, self.steps, line, f"{rate:,.0f}", time_left)
 
     def on_end(self, scores: Mapping[str, float]) -> None:
         """Log them, without parts such as "inference/em/nq"."""

@@ -17,7 +17,7 @@ from src.training.monitoring.progress import Progress
 class Callback(Protocol):
     """Sees every row; changes nothing."""
 
-    def on_row(self, row: Mapping[str, Any], perf: Mapping[str, float], settled: bool) -> None:
+    def on_row(self, row: Mapping[str, Any], perf: Mapping[str, float], is_durable: bool) -> None:
         """`row`: scores by name, with "step". `perf`: rates by name. settled: see `Reporter.report`."""
 
     def on_end(self, scores: Mapping[str, float]) -> None:
@@ -41,7 +41,7 @@ class Reporter:
 
                 self.callbacks.append(Wandb(run, run.options.wandb, model))
 
-    def report(self, row: Mapping[str, Any], perf: Mapping[str, float], settled: bool = True) -> None:
+    def report(self, row: Mapping[str, Any], perf: Mapping[str, float], is_durable: bool = True) -> None:
         """Append a score row and its timings. Call it on rank 0.
 
         settled: the step has an evaluation or a checkpoint. Then the row is on the disk when this returns, and
@@ -51,17 +51,17 @@ class Reporter:
             RunError: the disk refuses, or another process has taken over the save directory.
         """
         self.run.dir.confirm()
-        self.run.dir.scores.append(row, durable=settled)
+        self.run.dir.scores.append(row, durable=is_durable)
         jsonl_records.append(
             self.run.path / "perf.jsonl", [{"step": row["step"], **perf}], durable=False, allow_nan=True
         )
-        if settled:
+        if is_durable:
             self.run.dir.scores.export_haven()
             loss = row.get("train_loss")
             loss = loss if is_finite(loss) else None  # JSON has no NaN
             self.run.dir.set_status("running", step=row["step"], steps=self.config.steps, loss=loss)
         for callback in self.callbacks:
-            callback.on_row(row, perf, settled)
+            callback.on_row(row, perf, is_durable)
 
     def complete(self, scores: Mapping[str, float]) -> None:
         """Add scores of the trained model to the last row. Call it on rank 0.

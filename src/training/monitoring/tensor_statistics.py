@@ -46,8 +46,8 @@ def sums(tensor: Tensor) -> Tensor:
 def sums_of(pieces: Iterable[Tensor], device: torch.device) -> Tensor:
     """As `sums`, of the tensor that the flat `pieces` on `device` make together."""
     with torch.no_grad(), torch.autocast(device.type, enabled=False):
-        found = [_piece(piece) for piece in pieces if piece.numel()]
-        return join_sums(torch.stack(found)) if found else empty(device)
+        piece_sums = [_piece(piece) for piece in pieces if piece.numel()]
+        return join_sums(torch.stack(piece_sums)) if piece_sums else empty(device)
 
 
 def empty(device: torch.device) -> Tensor:
@@ -124,14 +124,14 @@ def rows(parts: Tensor) -> list[dict[str, float | int | None]]:
     "nonfinite", their count, besides.
     """
     parts = parts.cpu()
-    described = []
+    statistics = []
     for numbers, nonfinite in zip(to_rows(parts).tolist(), parts[:, -1].tolist(), strict=True):
         row: dict[str, float | int | None] = {
             name: _round_digits(number) for name, number in zip(NAMES[:-1], numbers, strict=False)
         }
         row["nonzero"] = int(numbers[-1])
-        described.append({**row, "nonfinite": int(nonfinite)} if nonfinite else row)
-    return described
+        statistics.append({**row, "nonfinite": int(nonfinite)} if nonfinite else row)
+    return statistics
 
 
 def norms(parts: Tensor) -> Sequence[float | None]:

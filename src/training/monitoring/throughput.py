@@ -79,13 +79,13 @@ class ThroughputMeter:
         included.
         """
         joules = self._energy.joules()
-        used = None if joules is None or self._joules is None else joules - self._joules
+        energy = None if joules is None or self._joules is None else joules - self._joules
         gpu = torch.cuda.is_available()
         mine = (
             self.tokens,
             self.sequences,
             self.flops,
-            used,
+            energy,
             self.wait_seconds,
             _host_bytes(),
             torch.cuda.max_memory_allocated() if gpu else 0,

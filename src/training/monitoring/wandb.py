@@ -73,7 +73,7 @@ class Wandb:
         if options.gradients:
             self.wandb.watch(model, log="gradients", log_freq=run.options.log_every or 100)
 
-    def on_row(self, row: Mapping[str, Any], perf: Mapping[str, float], settled: bool) -> None:
+    def on_row(self, row: Mapping[str, Any], perf: Mapping[str, float], is_durable: bool) -> None:
         """Log the row at its step."""
         self._log({**row, **{f"perf/{name}": value for name, value in perf.items()}})
 
@@ -124,13 +124,13 @@ def _last_step(path: Path, identity: str) -> int:
     for file in sorted((path / "wandb").glob(f"offline-run-*/run-{identity}.wandb")):
         command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(file.parent)]
         try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=INSPECT_SECONDS, check=False)
+            process = subprocess.run(command, capture_output=True, text=True, timeout=INSPECT_SECONDS, check=False)
         except subprocess.TimeoutExpired:
-            done = None
-        if done is None or done.returncode:
+            process = None
+        if process is None or process.returncode:
             log.warning("%s: wandb cannot read it, so steps that are trained again can be logged twice.", file)
             continue
-        for line in done.stdout.splitlines():
+        for line in process.stdout.splitlines():
             if '"history"' in line and (record := parse_json(line, file, RunError))["type"] == "history":
                 last = max(last, int(record["history"]["item"]["_step"]))
     return last

@@ -37,7 +37,7 @@ class AdamWScale(torch.optim.Optimizer):
         self, params: Any, lr: float, betas: tuple[float, float], eps: float, weight_decay: float = 0.0
     ) -> None:
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
-        self.measured: Sequence[float] | None = None
+        self.measured_norms: Sequence[float] | None = None
         """`norms` for the next step, where they were read together with others; else that reads them."""
 
     def norms(self) -> Tensor:
@@ -57,7 +57,7 @@ class AdamWScale(torch.optim.Optimizer):
         """Update all parameters that have a gradient. Collective for sharded parameters."""
         assert closure is None, "gradients are made before the step"
         moving = self._moving()
-        norms, self.measured = self.measured or self.norms().tolist(), None
+        norms, self.measured_norms = self.measured_norms or self.norms().tolist(), None
         for parameter, scale in zip(moving, scales(moving, norms), strict=True):
             state = self.state[parameter]
             if not state:
@@ -99,7 +99,7 @@ def scales(parameters: list[Tensor], norms: Sequence[float]) -> list[float]:
     cut = [isinstance(p, DTensor) and any(placement.is_shard() for placement in p.placements) for p in parameters]
     if any(cut):
         sums = distributed.all_reduce_sum(squares)
-        squares = [total if shared else own for total, own, shared in zip(sums, squares, cut, strict=True)]
+        squares = [total if shared else local for total, local, shared in zip(sums, squares, cut, strict=True)]
     means = torch.tensor(
         [math.sqrt(square / p.numel()) for square, p in zip(squares, parameters, strict=True)], dtype=torch.float32
     )

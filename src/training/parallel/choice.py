@@ -91,7 +91,7 @@ def build_engine(
 
     checkpoint: whose trained weights a model gets that is unfilled; another has them already.
     """
-    unfilled = is_unfilled(model)
+    without_weights = is_unfilled(model)
     if options.deepspeed:
         from src.training.parallel.zero import ZeroEngine
 
@@ -102,7 +102,7 @@ def build_engine(
         engine = FSDPEngine(accelerator, model, config, options.fsdp_replicas, options.fsdp_sharded_gradients)
     else:
         engine = DDPEngine(accelerator, model, config)
-    if checkpoint and unfilled:
+    if checkpoint and without_weights:
         engine.load_weights(checkpoint / "model.safetensors")
     engine.equalize_forward_passes()
     return engine

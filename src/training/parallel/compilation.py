@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 def layers(model: nn.Module) -> list[nn.Module]:
     """The repeated parts of a model: the entries of its module lists and the blocks inserted beside them,
     without nested ones."""
-    found: dict[int, nn.Module] = {}
+    found_layers: dict[int, nn.Module] = {}
     inner: set[int] = set()
     for part in model.modules():
         if id(part) in inner or not isinstance(part, nn.ModuleList | nn.ModuleDict):
@@ -29,9 +29,9 @@ def layers(model: nn.Module) -> list[nn.Module]:
         for layer in part.values() if isinstance(part, nn.ModuleDict) else part:
             # Adapters are in dicts too, but each is a single matrix.
             if any(True for _ in layer.children()) and any(True for _ in layer.parameters()):
-                found[id(layer)] = layer
+                found_layers[id(layer)] = layer
                 inner |= {id(module) for module in layer.modules()}
-    return list(found.values())
+    return list(found_layers.values())
 
 
 def compile_layers(model: nn.Module) -> int:
@@ -46,16 +46,16 @@ def compile_layers(model: nn.Module) -> int:
     """
     require_compiler(torch.cuda.is_available())
     lists = [part for part in model.modules() if isinstance(part, nn.ModuleList)]
-    listed = {id(layer) for part in lists for layer in part}
-    found = [layer for layer in layers(model) if id(layer) in listed]
-    if not found:
+    listed_ids = {id(layer) for part in lists for layer in part}
+    compiled_layers = [layer for layer in layers(model) if id(layer) in listed_ids]
+    if not compiled_layers:
         raise ConfigError(
             f"loop.compile: {type(model).__name__} has no list of layers to compile. Leave loop.compile out."
         )
-    for layer in found:  # those of one class share a graph, because it is made of the same function
+    for layer in compiled_layers:  # those of one class share a graph, because it is made of the same function
         layer.forward = Compiled(layer, layer.forward, torch.compile(type(layer).forward, dynamic=False))
-    log.info("%d layers will be compiled at the first step.", len(found))
-    return len(found)
+    log.info("%d layers will be compiled at the first step.", len(compiled_layers))
+    return len(compiled_layers)
 
 
 class Compiled:
@@ -85,9 +85,9 @@ def require_compiler(gpu: bool) -> None:
         ConfigError: there is none.
     """
     variable, names = ("CC", ("gcc", "clang", "cc")) if gpu else ("CXX", ("g++", "clang++"))
-    wanted = (os.environ[variable],) if os.environ.get(variable) else names
-    if not any(shutil.which(name) for name in wanted):
+    compilers = (os.environ[variable],) if os.environ.get(variable) else names
+    if not any(shutil.which(name) for name in compilers):
         raise ConfigError(
-            f"loop.compile: torch.compile needs a compiler, and {' or '.join(wanted)} is not on the PATH. "
+            f"loop.compile: torch.compile needs a compiler, and {' or '.join(compilers)} is not on the PATH. "
             f"Install one (Debian: `apt install {names[0]}`), name it in {variable}, or leave loop.compile out."
         )

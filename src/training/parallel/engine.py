@@ -35,18 +35,18 @@ class BufferPool:
     """
 
     def __init__(self) -> None:
-        self._kept: dict[str, Tensor] = {}
+        self._buffers: dict[str, Tensor] = {}
 
     def copies(self, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
         """Copies of the tensors, valid until the next call."""
-        self._kept = {name: self._copy(name, tensor.detach()) for name, tensor in tensors}
-        return dict(self._kept)
+        self._buffers = {name: self._copy(name, tensor.detach()) for name, tensor in tensors}
+        return dict(self._buffers)
 
     def _copy(self, name: str, tensor: Tensor) -> Tensor:
-        kept = self._kept.get(name)
-        if kept is None or kept.shape != tensor.shape or kept.dtype != tensor.dtype:
+        buffer = self._buffers.get(name)
+        if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
             return tensor.to("cpu", copy=True)
-        return kept.copy_(tensor)
+        return buffer.copy_(tensor)
 
 
 class Engine(ABC):
@@ -137,7 +137,7 @@ class Engine(ABC):
 
         weight_norms: what `step` needs; it reads them itself where there are none."""
         if weight_norms:
-            getattr(self.optimizer, "optimizer", self.optimizer).measured = list(weight_norms)
+            getattr(self.optimizer, "optimizer", self.optimizer).measured_norms = list(weight_norms)
         square = math.fsum(norm**2 for norm in norms)
         (total,) = distributed.all_reduce_sum([square]) if self.shards_gradients else [square]
         return float(torch.tensor(math.sqrt(total), dtype=torch.float32))
@@ -208,8 +208,8 @@ class _WithUnusedParameter(nn.Module):
         # Below the model, as the last: the place of each of the others in the buckets stays.
         self.unused = nn.ParameterList([nn.Parameter(like.new_empty(0))])
 
-    def forward(self, *args: Any, **named: Any) -> Any:
-        return self.model(*args, **named)
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.model(*args, **kwargs)
 
 
 class DDPEngine(Engine):

@@ -57,7 +57,7 @@ class FSDPEngine(Engine):
         """See `Options.fsdp_replicas` and `Options.fsdp_sharded_gradients`."""
         super().__init__(accelerator, module, config)
         distributed.ensure_group()
-        stored = stored_names(module)
+        names_by_folder = stored_names(module)
         self.sharded_gradients = sharded_gradients
         shape = (replicas, distributed.world_size() // replicas) if replicas > 1 else (distributed.world_size(),)
         mesh = init_device_mesh(accelerator.device.type, shape, mesh_dim_names=("replica", "shard")[-len(shape) :])
@@ -71,11 +71,11 @@ class FSDPEngine(Engine):
             register_fsdp_forward_method(module, "generate")
         self.model, self.root = module, root
         self.shards = ShardStore()
-        if stored:
-            self._fill(stored)
+        if names_by_folder:
+            self._fill(names_by_folder)
         self.optimizer = optimizers.build_optimizer(module, config, accelerator.device)
 
-    def _fill(self, stored: Mapping[Path, Mapping[str, str]]) -> None:
+    def _fill(self, names_by_folder: Mapping[Path, Mapping[str, str]]) -> None:
         """Read this process's part of the weights that the model was built without. Others keep their numbers.
         stored: `stored_names`."""
         there = {name: tensor.detach().clone() for name, tensor in self._tensors() if not tensor.is_meta}
@@ -85,7 +85,7 @@ class FSDPEngine(Engine):
                 if name in there:
                     tensor.copy_(there[name])
         state = self.module.state_dict()
-        for folder, names in stored.items():
+        for folder, names in names_by_folder.items():
             log.info("%s: each process reads its part of these weights.", folder)
             self.shards.load(folder, {file: state[name] for file, name in names.items()})
 
@@ -143,20 +143,20 @@ class FSDPEngine(Engine):
 
 def sharded_layers(module: nn.Module) -> list[nn.Module]:
     """The entries of the module lists, which are gathered one at a time; not nested ones, such as T5's sublayers."""
-    found: list[nn.Module] = []
+    layers: list[nn.Module] = []
     inner: set[int] = set()
     for part in module.modules():
         if isinstance(part, nn.ModuleList) and id(part) not in inner:
-            found += [layer for layer in part if any(True for _ in layer.parameters())]
+            layers += [layer for layer in part if any(True for _ in layer.parameters())]
             inner |= {id(below) for below in part.modules()}
-    return found
+    return layers
 
 
 def cast_modules(layer: nn.Module, model: nn.Module) -> list[nn.Module]:
     """The parts of a layer whose weights autocast casts, as only they use them."""
     uses = Counter(id(weight) for part in model.modules() for weight in part.parameters(recurse=False))
-    found = [part for part in layer.modules() if isinstance(part, _CAST)]
-    return [part for part in found if all(uses[id(weight)] == 1 for weight in part.parameters(recurse=False))]
+    modules = [part for part in layer.modules() if isinstance(part, _CAST)]
+    return [part for part in modules if all(uses[id(weight)] == 1 for weight in part.parameters(recurse=False))]
 
 
 def _local(tensor: Tensor) -> Tensor:

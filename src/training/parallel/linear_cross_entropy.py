@@ -50,7 +50,7 @@ def sum_loss(model: nn.Module, logits: Callable[[], Tensor], loss: Callable[...,
     if not _sizes:
         return loss(logits().flatten(0, -2), *tensors_N)
     head = _output_projection(model)
-    given, size, made = head.__dict__.get("forward"), _sizes[-1], []
+    old_forward, size, sums = head.__dict__.get("forward"), _sizes[-1], []
     plain = head.forward
 
     def project(hidden_MD: Tensor, *tensors_M: Tensor) -> Tensor:
@@ -58,23 +58,23 @@ def sum_loss(model: nn.Module, logits: Callable[[], Tensor], loss: Callable[...,
 
     def forward(hidden: Tensor) -> Tensor:
         parts = [tensor.split(size) for tensor in (hidden.flatten(0, -2), *tensors_N)]
-        made.append(torch.stack([_recompute(project, *part) for part in zip(*parts, strict=True)]).sum())
-        return made[0]
+        sums.append(torch.stack([_recompute(project, *part) for part in zip(*parts, strict=True)]).sum())
+        return sums[0]
 
     head.forward = forward
     try:
-        found = logits()
+        output = logits()
     finally:
-        if given is None:
+        if old_forward is None:
             del head.forward
         else:
-            head.forward = given
-    _require_unchanged(model, found, made)
-    return found
+            head.forward = old_forward
+    _require_unchanged(model, output, sums)
+    return output
 
 
-def _recompute(project: Callable[..., Tensor], *given: Tensor) -> Tensor:
-    return checkpoint(project, *given, use_reentrant=False) if torch.is_grad_enabled() else project(*given)
+def _recompute(project: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+    return checkpoint(project, *tensors, use_reentrant=False) if torch.is_grad_enabled() else project(*tensors)
 
 
 def _output_projection(model: nn.Module) -> Any:
@@ -85,18 +85,18 @@ def _output_projection(model: nn.Module) -> Any:
     raise ConfigError(f"{FIELD}: {type(model).__name__} has no output projection. Leave it out.")
 
 
-def _require_unchanged(model: nn.Module, found: Tensor, made: list[Tensor]) -> None:
+def _require_unchanged(model: nn.Module, output: Tensor, sums: list[Tensor]) -> None:
     """That the model returns the sum as its projection made it. A scale or a cap of logits would act on the sum.
 
     DDP returns a copy, of which the numbers are compared the first time.
     """
-    if len(made) == 1 and (found is made[0] or "logits_stay_as_they_are" in vars(model)):
+    if len(sums) == 1 and (output is sums[0] or "logits_stay_as_they_are" in vars(model)):
         return
     if (
-        len(made) != 1
-        or found.shape
-        or isinstance(found, FakeTensor)
-        or not torch.equal(found.nan_to_num(), made[0].nan_to_num())
+        len(sums) != 1
+        or output.shape
+        or isinstance(output, FakeTensor)
+        or not torch.equal(output.nan_to_num(), sums[0].nan_to_num())
     ):
         raise ConfigError(
             f"{FIELD}: {type(model).__name__} does not give the logits as its output projection makes them. "

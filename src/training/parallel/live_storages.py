@@ -39,14 +39,14 @@ class LiveStorages(TorchDispatchMode):
         self.vocabulary, self.processes = vocabulary, processes
         self.live: dict[str, int] = dict.fromkeys(PARTS, 0)
         self.at_peak = dict(self.live)
-        self._known = WeakIdKeyDictionary()
+        self._entries = WeakIdKeyDictionary()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = self.compute(func, args, kwargs or {})
-        for tensor in tree_leaves(found):
+        result = self.compute(func, args, kwargs or {})
+        for tensor in tree_leaves(result):
             if isinstance(tensor, Tensor):
                 self.hold(tensor, self._part(func, args, tensor))
-        return found
+        return result
 
     def compute(self, func: Any, args: Any, kwargs: Any) -> Any:
         """The result of an operation."""
@@ -55,14 +55,14 @@ class LiveStorages(TorchDispatchMode):
     def hold(self, tensor: Tensor, part: str) -> None:
         """Count a tensor as `part` until its storage is freed, also where it is counted already."""
         storage = tensor.untyped_storage()
-        if storage in self._known:
+        if storage in self._entries:
             if part == "gradients":
-                self._move(self._known[storage], part)
+                self._move(self._entries[storage], part)
             return
         free = part == "gathered"
         entry = {"part": "copies" if free else part, "bytes": 0 if free else storage.nbytes()}
         part = entry["part"]
-        self._known[storage] = entry
+        self._entries[storage] = entry
         weakref.finalize(storage, self._free, entry).atexit = False
         self.live[part] += entry["bytes"]
         if self._total(self.live) > self._total(self.at_peak):
@@ -79,12 +79,12 @@ class LiveStorages(TorchDispatchMode):
     def _free(self, entry: dict[str, Any]) -> None:
         self.live[entry["part"]] -= entry["bytes"]
 
-    def _part(self, func: Any, args: Any, made: Tensor) -> str:
+    def _part(self, func: Any, args: Any, output: Tensor) -> str:
         if func is _aten._to_copy.default:
-            entry = self._known.get(args[0].untyped_storage())
+            entry = self._entries.get(args[0].untyped_storage())
             if entry and entry["part"] in ("weights", "copies"):
                 return "gathered" if entry.get("gathered") else "copies"
-        is_logits = made.is_floating_point() and made.ndim > 1 and made.shape[-1] == self.vocabulary
+        is_logits = output.is_floating_point() and output.ndim > 1 and output.shape[-1] == self.vocabulary
         return "logits" if is_logits else "activations"
 
 
@@ -112,18 +112,18 @@ class FakeStorages(LiveStorages):
         floating-point ones only of others."""
         if func in _INDEXING:
             args = (args[0], [part for index in args[1] for part in self._positions(index)], *args[2:])
-        given = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
+        inputs = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
         stand_ins = tree_map_only(Tensor, self.fake, (args, kwargs))
-        if any(isinstance(value, FakeTensor) for value in given):
+        if any(isinstance(value, FakeTensor) for value in inputs):
             return func(*stand_ins[0], **stand_ins[1])
         try:
             with self.fake_mode:
                 like = func(*stand_ins[0], **stand_ins[1])
         except (DataDependentOutputException, DynamicOutputShapeException):
             return func(*args, **kwargs)
-        made = [value for value in tree_leaves(like) if isinstance(value, Tensor)]
+        outputs = [value for value in tree_leaves(like) if isinstance(value, Tensor)]
         if not func.is_view and any(
-            value.nbytes > _MOST_REAL or (value.is_floating_point() and not given) for value in made
+            value.nbytes > _MOST_REAL or (value.is_floating_point() and not inputs) for value in outputs
         ):
             return like
         return func(*args, **kwargs)
@@ -147,9 +147,13 @@ class _LikeGPU(TorchFunctionMode):
         if func in (F.layer_norm, F.softmax, torch.softmax, Tensor.softmax) and torch.is_autocast_enabled("cpu"):
             return func(args[0].float(), *args[1:], **kwargs)
         if func is F.dropout:
-            named = {"p": 0.5, "training": True, **dict(zip(("p", "training"), args[1:], strict=False)), **kwargs}
-            return torch.native_dropout(args[0], named["p"], True)[0] if named["training"] and named["p"] else args[0]
+            arguments = {"p": 0.5, "training": True, **dict(zip(("p", "training"), args[1:], strict=False)), **kwargs}
+            return (
+                torch.native_dropout(args[0], arguments["p"], True)[0]
+                if arguments["training"] and arguments["p"]
+                else args[0]
+            )
         if func is F.scaled_dot_product_attention:
-            named = dict(zip(("attn_mask", "dropout_p", "is_causal"), args[3:], strict=False))
-            return func(*args[:3], **{**named, **kwargs, "dropout_p": 0.0})
+            arguments = dict(zip(("attn_mask", "dropout_p", "is_causal"), args[3:], strict=False))
+            return func(*args[:3], **{**arguments, **kwargs, "dropout_p": 0.0})
         return func(*args, **kwargs)

@@ -66,24 +66,24 @@ def checkpoint_layers(model: nn.Module, how: str = "full") -> int:
     Raises:
         ConfigError: it has no layers, or compiled ones of which parts were to be saved.
     """
-    found = layers(model)
-    if not found:
+    model_layers = layers(model)
+    if not model_layers:
         raise ConfigError(
             f"--gradient_checkpointing: {type(model).__name__} has no layers to compute again. Leave it out."
         )
-    if how == "selective" and any(isinstance(layer.forward, Compiled) for layer in found):
+    if how == "selective" and any(isinstance(layer.forward, Compiled) for layer in model_layers):
         raise ConfigError(
             "--gradient_checkpointing selective: compiled layers are saved whole or not at all. "
             "Write 'full', or leave it out."
         )
-    for layer in found:
-        layer.forward = _Recomputed(layer.forward, how == "selective")
+    for layer in model_layers:
+        layer.forward = _CheckpointedLayer(layer.forward, how == "selective")
     more = ", and the results of their products" if how == "selective" else ""
-    log.info("%d layers keep only their inputs for the backward pass%s.", len(found), more)
-    return len(found)
+    log.info("%d layers keep only their inputs for the backward pass%s.", len(model_layers), more)
+    return len(model_layers)
 
 
-class _Recomputed:
+class _CheckpointedLayer:
     """Calls `forward` and saves only its inputs for the backward pass;
     if `selective`, also what `_is_dear` to compute."""
 
@@ -98,10 +98,10 @@ class _Recomputed:
 
 
 def _policy(_: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if _is_dear(func, args, kwargs) else CheckpointPolicy.PREFER_RECOMPUTE
+    return CheckpointPolicy.MUST_SAVE if _is_expensive(func, args, kwargs) else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def _is_dear(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+def _is_expensive(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Products with weights, and fused attention, unless it draws:
     what is computed again behind it would draw other numbers.
 
@@ -112,8 +112,8 @@ def _is_dear(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
         return True
     if not (hasattr(func, "_schema") and func._schema.name.startswith("aten::_scaled_dot_product")):
         return False
-    given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | dict(kwargs)
-    return not given.get("dropout_p", 0.0)
+    arguments = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | dict(kwargs)
+    return not arguments.get("dropout_p", 0.0)
 
 
 @contextlib.contextmanager
@@ -122,9 +122,9 @@ def offload_activations(model: nn.Module, least_bytes: int = LEAST_BYTES) -> Ite
 
     Weights stay where they are; of weights that a pass casts or gathers, the copies that it made go as well.
     """
-    found = Offload(model, least_bytes)
-    with saved_tensors_hooks(found.pack, found.unpack):
-        yield found
+    offload = Offload(model, least_bytes)
+    with saved_tensors_hooks(offload.pack, offload.unpack):
+        yield offload
 
 
 class Offload:
@@ -153,15 +153,15 @@ class Offload:
         self.num_bytes += numbers.nbytes
         return _HostTensor(numbers, tensor.device, tensor.shape, tensor.stride(), gaps)
 
-    def unpack(self, kept: "Tensor | _HostTensor") -> Tensor:
+    def unpack(self, packed: "Tensor | _HostTensor") -> Tensor:
         """The packed tensor with its original strides, which compiled code relies on."""
-        if isinstance(kept, Tensor):
-            return kept
+        if isinstance(packed, Tensor):
+            return packed
         self.num_returned += 1
-        if not kept.gaps:
-            return kept.numbers.to(kept.device, non_blocking=True).as_strided(kept.shape, kept.strides)
-        room = torch.empty_strided(kept.shape, kept.strides, dtype=kept.numbers.dtype, device=kept.device)
-        return room.copy_(kept.numbers, non_blocking=True)
+        if not packed.gaps:
+            return packed.numbers.to(packed.device, non_blocking=True).as_strided(packed.shape, packed.strides)
+        room = torch.empty_strided(packed.shape, packed.strides, dtype=packed.numbers.dtype, device=packed.device)
+        return room.copy_(packed.numbers, non_blocking=True)
 
 
 @dataclass(frozen=True)

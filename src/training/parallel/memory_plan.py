@@ -58,11 +58,11 @@ class Machines:
         Raises:
             ConfigError: there is none.
         """
-        given = read_json(self.deepspeed or Path(), ConfigError)
-        found = given.get("zero_optimization") if isinstance(given, dict) else None
-        if not isinstance(found, dict) or found.get("stage") not in (1, 2, 3):
+        settings = read_json(self.deepspeed or Path(), ConfigError)
+        zero = settings.get("zero_optimization") if isinstance(settings, dict) else None
+        if not isinstance(zero, dict) or zero.get("stage") not in (1, 2, 3):
             raise ConfigError(f"{self.deepspeed}: zero_optimization.stage: expected 1, 2 or 3.")
-        return found
+        return zero
 
     def peak(self, precision: str) -> float | None:
         """Operations per second of one GPU; None where the table has none in this precision.
@@ -157,37 +157,43 @@ def pass_peak(
     with storages, storages.device:
         for _ in range(min(passes, 2)):  # the second finds the gradients of the first
             with torch.autocast("cpu", dtype, enabled=precision != "float32"):
-                summed = loss(model, batch)
-                summed = summed[0] if isinstance(summed, tuple) else summed
+                loss_sum = loss(model, batch)
+                loss_sum = loss_sum[0] if isinstance(loss_sum, tuple) else loss_sum
             # `backward` would leave the mode of functions, also where layers are computed again.
             _engine_run_backward(
-                (summed,), (torch.ones_like(summed),), False, False, (), allow_unreachable=True, accumulate_grad=True
+                (loss_sum,),
+                (torch.ones_like(loss_sum),),
+                False,
+                False,
+                (),
+                allow_unreachable=True,
+                accumulate_grad=True,
             )
-            del summed
+            del loss_sum
     return storages.at_peak
 
 
 def _make_fake(model: nn.Module, storages: FakeStorages) -> None:
     """Replace all weights and buffers of `model` by fake ones, tied ones by the same one, and count them."""
-    made: dict[int, Tensor] = {}
+    fakes: dict[int, Tensor] = {}
     for module in model.modules():
         for tensors in (module._parameters, module._buffers):
             for name, tensor in tensors.items():
                 if tensor is None:
                     continue
-                if id(tensor) not in made:
+                if id(tensor) not in fakes:
                     stand_in = storages.fake(tensor)
-                    made[id(tensor)] = (
+                    fakes[id(tensor)] = (
                         nn.Parameter(stand_in, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else stand_in
                     )
-                    storages.hold(made[id(tensor)], "weights")
-                    storages._known[made[id(tensor)].untyped_storage()]["gathered"] = id(tensor) in storages.gathered
+                    storages.hold(fakes[id(tensor)], "weights")
+                    storages._entries[fakes[id(tensor)].untyped_storage()]["gathered"] = id(tensor) in storages.gathered
                     if tensor.requires_grad:
-                        parameter: Any = made[id(tensor)]
+                        parameter: Any = fakes[id(tensor)]
                         parameter.register_post_accumulate_grad_hook(
                             lambda weight: storages.hold(weight.grad, "gradients")
                         )
-                tensors[name] = made[id(tensor)]  # type: ignore[assignment]  of the same kind as before
+                tensors[name] = fakes[id(tensor)]  # type: ignore[assignment]  of the same kind as before
 
 
 def _share(
@@ -226,16 +232,16 @@ def _zero(parts: Mapping[str, int], settings: Mapping[str, Any], gradients: int,
     Each process has a copy of the weights that it moves, and a bucket of gradients to be reduced."""
     stage, most = settings["stage"], {name: 4 * _number(settings, name, usual) for name, usual in _ZERO_SIZES.items()}
     bucket = min(gradients, most["reduce_bucket_size"])
-    found = dict(parts)
-    offloaded = (settings.get("offload_optimizer") or {}).get("device", "none") != "none"
-    found["optimizer"] = 0 if offloaded else parts["optimizer"] // N
-    found["copies"] = parts["copies"] + bucket + (0 if offloaded else gradients // N)
+    shares = dict(parts)
+    is_offloaded = (settings.get("offload_optimizer") or {}).get("device", "none") != "none"
+    shares["optimizer"] = 0 if is_offloaded else parts["optimizer"] // N
+    shares["copies"] = parts["copies"] + bucket + (0 if is_offloaded else gradients // N)
     if stage >= 2:
-        found["gradients"] = parts["gradients"] // N
+        shares["gradients"] = parts["gradients"] // N
     if stage == 3:
-        found["weights"] = parts["weights"] // N
-        found["copies"] += min(parts["weights"], most["stage3_max_live_parameters"])
-    return found
+        shares["weights"] = parts["weights"] // N
+        shares["copies"] += min(parts["weights"], most["stage3_max_live_parameters"])
+    return shares
 
 
 def _number(settings: Mapping[str, Any], name: str, usual: int) -> int:
@@ -252,8 +258,8 @@ def optimizer_bytes(trained: list[nn.Parameter], optimizer: str) -> int:
     """Bytes of the optimizer's state: two moments of each weight, or with adafactor the means of rows and columns."""
     if optimizer != "adafactor":
         return sum(2 * parameter.nbytes for parameter in trained)
-    factored = [p.numel() // p.shape[-1] + p.numel() // p.shape[-2] if p.ndim > 1 else p.numel() for p in trained]
-    return 4 * sum(factored)
+    sizes = [p.numel() // p.shape[-1] + p.numel() // p.shape[-2] if p.ndim > 1 else p.numel() for p in trained]
+    return 4 * sum(sizes)
 
 
 def vocabulary(model: Any) -> int:

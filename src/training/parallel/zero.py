@@ -156,7 +156,7 @@ class ZeroEngine(Engine):
         adamw = optimizers.adamw(module, config, accelerator.device)
         self.engine, self.optimizer, _, _ = deepspeed.initialize(model=module, optimizer=adamw, config=settings)
         self.model = self.engine
-        self._linked = False
+        self._moments_linked = False
         self.writer = self.engine.checkpoint_engine = ShardWriter()
         # It would copy scripts into each checkpoint that consolidate.py makes needless, and a full disk would stop it
         # there.
@@ -184,13 +184,13 @@ class ZeroEngine(Engine):
     def step(self) -> None:
         """DeepSpeed's step."""
         self.engine.step()
-        if not self._linked:
+        if not self._moments_linked:
             self._link_moments()
 
     def _link_moments(self) -> None:
         """Make DeepSpeed find each parameter's moments: stages 1 and 2 look only once, in the first step, when only one
         group has any."""
-        self._linked = True
+        self._moments_linked = True
         if self.stage < 3:
             self.optimizer._hp_optimizer_states_linked = False
             self.optimizer._lazy_init_hp_params_optimizer_state()
@@ -198,8 +198,8 @@ class ZeroEngine(Engine):
     def skip_step(self) -> None:
         """Use DeepSpeed's handling of an overflow, which it detects by the norm."""
         name = "_get_norm_groups" if self.stage == 3 else "scaled_global_norm"
-        overflowed = torch.tensor(math.nan)
-        setattr(self.optimizer, name, lambda: [overflowed] if self.stage == 3 else overflowed)
+        nan = torch.tensor(math.nan)
+        setattr(self.optimizer, name, lambda: [nan] if self.stage == 3 else nan)
         try:
             self.engine.step()
         finally:

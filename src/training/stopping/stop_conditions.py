@@ -25,8 +25,8 @@ class StopConditions:
     def __init__(self, limits: Limits, run: Path) -> None:
         self.limits = limits
         self.files = (run / STOP_FILE, run.parent / STOP_FILE)
-        self._looked = float("-inf")
-        self._found: distributed.Reason | None = None
+        self._checked_at = float("-inf")
+        self._reason: distributed.Reason | None = None
 
     def reason(self) -> distributed.Reason | None:
         """The reason to stop, if there is one."""
@@ -34,18 +34,18 @@ class StopConditions:
         if end is not None and now >= end:
             return distributed.Reason("time limit", "limit")
         if (
-            self._found is None and now - self._looked >= LOOK_SECONDS
+            self._reason is None and now - self._checked_at >= LOOK_SECONDS
         ):  # once a condition is met it stays so, until all ranks have agreed
-            self._looked, self._found = now, self._look()
-        return self._found
+            self._checked_at, self._reason = now, self._look()
+        return self._reason
 
     def _look(self) -> distributed.Reason | None:
         for file in self.files:
             if file.exists():
                 return distributed.Reason(f"{file} (remove it to let the training go on)", "person")
         most = self.limits.host_memory
-        if most is not None and (used := memory_used()) >= most:
-            return distributed.Reason(f"{used:.0%} of the host's memory in use", "limit")
+        if most is not None and (share := memory_used()) >= most:
+            return distributed.Reason(f"{share:.0%} of the host's memory in use", "limit")
         return None
 
 
@@ -79,9 +79,9 @@ def _control_group_memory() -> Iterator[float]:
     for line in _GROUP.read_text().splitlines():
         number, kinds, path = line.split(":", 2)
         if number == "0":
-            top, limit, used, cached = _GROUPS, "memory.max", "memory.current", "inactive_file"
+            top, limit, usage, cached = _GROUPS, "memory.max", "memory.current", "inactive_file"
         elif kinds == "memory":
-            top, limit, used, cached = (
+            top, limit, usage, cached = (
                 _GROUPS / "memory",
                 "memory.limit_in_bytes",
                 "memory.usage_in_bytes",
@@ -95,4 +95,4 @@ def _control_group_memory() -> Iterator[float]:
                 break
             if (group / limit).exists() and (group / limit).read_text().strip() != "max":
                 statistics = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-                yield (int((group / used).read_text()) - int(statistics[cached])) / int((group / limit).read_text())
+                yield (int((group / usage).read_text()) - int(statistics[cached])) / int((group / limit).read_text())

@@ -15,7 +15,7 @@ def test_right_padding_masks_come_from_lengths_even_where_the_pad_id_is_a_real_t
 
 
 def test_left_padding_ends_every_sequence_at_the_same_place():
-    batch = pad_tokens([[5], [6, 7, 8]], [[True], [False, False, True]], pad_id=9, left=True)
+    batch = pad_tokens([[5], [6, 7, 8]], [[True], [False, False, True]], pad_id=9, pad_left=True)
     assert batch["input_ids"].tolist() == [[9, 9, 5], [6, 7, 8]]
     assert batch["attention_mask"].tolist() == [[False, False, True], [True, True, True]]
     assert batch["loss_mask"].tolist() == [[False, False, True], [False, False, True]]

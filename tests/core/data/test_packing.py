@@ -16,7 +16,7 @@ from src.data.mixture.dataset import MixtureDataset
 from src.data.orders import Cursor, Key, RankShare
 from src.data.packing import dataset
 from src.data.packing.dataset import PackedDataset, PackedRows, require_token_ids
-from src.data.packing.lanes import MAX_AGE, Lane, LaneOrder, Packing, Permuted, pack_epoch
+from src.data.packing.lanes import MAX_AGE, Lane, LaneOrder, Packing, PermutedArrangement, pack_epoch
 from src.errors import DataError, RunError, UserError
 from src.experiments.config import Problems, added_field
 from src.experiments.registry import DATASETS, bind
@@ -43,7 +43,7 @@ def packing(
             return [(n,)] if n <= ROOM else []
         return [(ROOM,)] * (n // ROOM) + [(n % ROOM,)] * (n % ROOM > 0)
 
-    return Packing(Permuted(len(tokens), seed), sizes, (ROOM,), open_rows, "data.documents", digest)
+    return Packing(PermutedArrangement(len(tokens), seed), sizes, (ROOM,), open_rows, "data.documents", digest)
 
 
 def through_json(cursor: Cursor) -> Cursor:
@@ -90,7 +90,7 @@ def test_a_lane_reads_each_piece_of_an_epoch_exactly_once(lanes: int, too_long: 
     packed = packing(lengths(), too_long)
     rows = [Lane(packed, v, lanes) for v in range(lanes)]
     read: list[list[list[int]]] = []
-    while min(lane.epoch(lane.taken) for lane in rows) < 3:
+    while min(lane.epoch(lane.num_taken) for lane in rows) < 3:
         read.append([lane.next_row() for lane in rows])
     ends = [row for lane in rows for row in lane.flush()]
     counts = pieces([*read, ends])
@@ -116,7 +116,9 @@ def test_rows_are_well_filled_and_epochs_differ():
 
 def lane_of(sizes: Sequence[tuple[int, ...]], room: tuple[int, ...], open_rows: int) -> Lane:
     return Lane(
-        Packing(Permuted(len(sizes), 0), lambda epoch, document: [sizes[document]], room, open_rows, "data"), 0, 1
+        Packing(PermutedArrangement(len(sizes), 0), lambda epoch, document: [sizes[document]], room, open_rows, "data"),
+        0,
+        1,
     )
 
 

@@ -184,9 +184,9 @@ def test_selective_checkpointing_saves_memory_and_repeats_no_product(kind: str):
 def test_fused_attention_is_saved_unless_it_draws(dropout: float, saved: bool):
     states = torch.ones(1, 1, 2, 4)
     attention = torch.ops.aten._scaled_dot_product_flash_attention.default
-    assert memory._is_dear(attention, (states, states, states, dropout), {}) is saved
+    assert memory._is_expensive(attention, (states, states, states, dropout), {}) is saved
     efficient = torch.ops.aten._scaled_dot_product_efficient_attention.default
-    assert memory._is_dear(efficient, (states, states, states, None, True), {"dropout_p": dropout}) is saved
+    assert memory._is_expensive(efficient, (states, states, states, None, True), {"dropout_p": dropout}) is saved
 
 
 def test_compiled_layers_are_saved_whole_or_not_at_all():
