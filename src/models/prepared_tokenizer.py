@@ -35,7 +35,8 @@ def require(folder: Path) -> None:
                 "python -m data_prep.crossattn.stdlib_qa makes stdlib_tokenizer, data_prep.t5.t5_tokenizer one for T5"
             )
             raise DataError(
-                f"{folder}: no tokenizer here ({name} is missing). Prepare it ({commands}), or name another --data_path."
+                f"{folder}: no tokenizer here ({name} is missing). "
+                f"Prepare it ({commands}), or name another --data_path."
             )
 
 

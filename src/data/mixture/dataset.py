@@ -266,7 +266,8 @@ class MixtureDataset:
             if other != kind:
                 differences = ", ".join(sorted({f"{key} {shape}" for key, shape in other.items() ^ kind.items()}))
                 raise DataError(
-                    f"data.parts.{name}: its batches are not of the kind of those of {first!r}: they differ in {differences}."
+                    f"data.parts.{name}: its batches differ from those of {first!r} in {differences}. "
+                    "Mix data sets whose batches have the same tensors."
                 )
         if "sample_of_row" in kind and len(set(self._collations)) > 1:
             raise DataError(

@@ -128,10 +128,9 @@ def _check_tokenizer(folder: Path, facts: dict[str, Any], fingerprint: str, eos_
     tokenizer_name = f"{facts.get('name', 'another tokenizer')!r}"
     if facts["fingerprint"] != fingerprint:
         raise DataError(
-            f"{folder}: tokenised with {tokenizer_name} (sha256 {facts['fingerprint'][:12]}), but the model's tokenizer is "
-            f"another "
-            f"({fingerprint[:12]}). Run data_prep.tokenize with the model's tokenizer, or train a model that has "
-            f"this one."
+            f"{folder}: tokenised with {tokenizer_name} (sha256 {facts['fingerprint'][:12]}), "
+            f"but the model has another tokenizer ({fingerprint[:12]}). "
+            "Run data_prep.tokenize with the model's tokenizer, or train a model with this one."
         )
     if facts["eos_id"] != eos_id:
         raise DataError(

@@ -242,7 +242,8 @@ def _check_size(model: ModelShard, num_expected: int, num_stored: int, alignment
     """Check that the parameters fill the vectors. Stages 1 and 2 pad a group to a multiple of 2 x world size."""
     if -(-num_expected // alignment) != -(-num_stored // alignment) or num_stored < num_expected:
         raise CheckpointError(
-            f"{model.file}: its parameters need {num_expected} elements, the optimizer's shards beside it hold {num_stored}."
+            f"{model.file}: its parameters need {num_expected} elements, "
+            f"but the optimizer's shards next to it have {num_stored}."
         )
 
 

@@ -65,12 +65,12 @@ def build(places, write_corpus, tokenizer):
     """A mixture of text data: part name -> (documents of 3 letters, sequence_tokens)."""
 
     def make(parts, split="train", seed=0, **values):
-        made = {}
+        parts_by_name = {}
         for name, (letters, length) in parts.items():
             rows = [{"text": letter * 3, "source": "s"} for letter in letters]
             write_corpus(name, rows)
-            made[name] = {"name": "text", "corpus": name, "sequence_tokens": length}
-        config = load(dataset.Config, {"parts": made, **values}, "data")
+            parts_by_name[name] = {"name": "text", "corpus": name, "sequence_tokens": length}
+        config = load(dataset.Config, {"parts": parts_by_name, **values}, "data")
         config.check(places)
         return config.build(places, tokenizer, split, seed)
 
@@ -182,7 +182,7 @@ def test_parts_that_collate_alike_make_the_batch_that_joining_theirs_makes(place
         places, tokenizer, "train", 0
     )
     counts = [len(part) for part in data.parts.values()]
-    joined = dataset.MixtureDataset(
+    joined_batch = dataset.MixtureDataset(
         {name: Apart(part) for name, part in data.parts.items()}, counts, 0, tokenizer.pad_token_id
     )
     draw = random.Random(0)
@@ -190,7 +190,7 @@ def test_parts_that_collate_alike_make_the_batch_that_joining_theirs_makes(place
     for _ in range(30):
         samples = [data.sample(0, draw.randrange(len(data))) for _ in range(draw.randint(1, 8))]
         several += len({sample.part for sample in samples}) > 1
-        batch, other = data.collate(samples), joined.collate(samples)
+        batch, other = data.collate(samples), joined_batch.collate(samples)
         assert batch.keys() == other.keys()
         for key, tensor in batch.items():
             mask = {"input_ids": "attention_mask", "decoder_input_ids": "loss_mask"}.get(key)
@@ -244,17 +244,19 @@ def test_parts_that_make_other_batches_are_refused():
             fingerprint="f", __len__=None, sample=lambda epoch, index: 0, collate=lambda samples: tensors
         )
 
-    class Sized(SimpleNamespace):
+    class FixedSizeData(SimpleNamespace):
         def __len__(self):
             return 1
 
-    one, other = (Sized(**vars(part(ids=torch.zeros(shape, dtype=torch.int64)))) for shape in ((1, 2), (1, 2, 2)))
+    one, other = (
+        FixedSizeData(**vars(part(ids=torch.zeros(shape, dtype=torch.int64)))) for shape in ((1, 2), (1, 2, 2))
+    )
     data = dataset.MixtureDataset({"a": one, "b": other}, [1, 1], None, 0)
-    said = (
+    message = (
         "data.parts.b: its batches are not of the kind of those of 'a': "
         "they differ in ids (int64, 2 axes), ids (int64, 3 axes)"
     )
-    with pytest.raises(DataError, match=re.escape(said)):
+    with pytest.raises(DataError, match=re.escape(message)):
         data.require_same_tensors()
 
 
@@ -298,24 +300,24 @@ def test_a_draw_is_an_exact_count_and_the_next_epoch_goes_on_where_it_stopped(bu
     assert len(data) == small + large
     read = [[data.locate(epoch, i) for i in range(len(data))] for epoch in range(epochs)]
     for name, count, size in (("small", small, 3), ("large", large, 12)):
-        mine = [[(own, index) for part, own, index in epoch if part == name] for epoch in read]
+        mine = [[(part_epoch, index) for part, part_epoch, index in epoch if part == name] for epoch in read]
         assert {len(epoch) for epoch in mine} == {count}
         flat = [key for epoch in mine for key in epoch]
         assert len(set(flat)) == len(flat), "nothing twice in an epoch of the part"
         passes = len(flat) // size
-        assert sorted(flat[: passes * size]) == [(own, index) for own in range(passes) for index in range(size)], (
-            "all before one again"
-        )
+        assert sorted(flat[: passes * size]) == [
+            (part_epoch, index) for part_epoch in range(passes) for index in range(size)
+        ], "all before one again"
     assert sum(data.sample_source(0, i) == "small" for i in range(len(data))) == small
 
 
 def test_a_draw_leaves_the_validation_split_whole(build):
-    whole, drawn = build(ABC, "val"), build(ABC, "val", draw={"large": {"size": 1}})
-    assert [drawn.locate(0, i) for i in range(len(drawn))] == [whole.locate(0, i) for i in range(15)]
+    plain, with_draw = build(ABC, "val"), build(ABC, "val", draw={"large": {"size": 1}})
+    assert [with_draw.locate(0, i) for i in range(len(with_draw))] == [plain.locate(0, i) for i in range(15)]
 
 
 @pytest.mark.parametrize(
-    ("draw", "said"),
+    ("draw", "message"),
     [
         (
             {"small": {"size": 4}},
@@ -327,8 +329,8 @@ def test_a_draw_leaves_the_validation_split_whole(build):
         ),
     ],
 )
-def test_a_draw_that_the_part_cannot_give_is_refused(build, draw, said):
-    with pytest.raises(DataError, match="^" + re.escape(said)):
+def test_a_draw_that_the_part_cannot_give_is_refused(build, draw, message):
+    with pytest.raises(DataError, match="^" + re.escape(message)):
         build(ABC, draw=draw)
 
 
@@ -337,7 +339,7 @@ TEXT = {"name": "text", "corpus": "t", "sequence_tokens": 4}
 
 
 @pytest.mark.parametrize(
-    ("values", "said"),
+    ("values", "message"),
     [
         ({"parts": {}}, "data.parts: "),
         ({"parts": {"a": {**TEXT, "sequence_tokens": 1}}}, "data.parts.a.sequence_tokens: "),
@@ -361,8 +363,8 @@ TEXT = {"name": "text", "corpus": "t", "sequence_tokens": 4}
         ({"parts": {"a": QA}}, "data: parts.a: 'qa' data have contexts"),
     ],
 )
-def test_config_refuses(values, said):
-    with pytest.raises(ConfigError, match="^" + re.escape(said)):
+def test_config_refuses(values, message):
+    with pytest.raises(ConfigError, match="^" + re.escape(message)):
         load(dataset.Config, {"parts": {"a": TEXT}, **values}, "data")
 
 

@@ -83,7 +83,7 @@ def read_keys(
     return [flat[i : i + per_step] for i in range(0, len(flat), per_step)]
 
 
-def drawn(draw: random.Random) -> list[Branch]:
+def random_branches(draw: random.Random) -> list[Branch]:
     """A chain of one to four rewinds."""
     steps = sorted(draw.sample(range(1, 60), draw.randint(1, 4)))
     return [
@@ -103,7 +103,7 @@ def test_a_branch_that_changes_no_data_reads_the_same(keys: Reader):
 @pytest.mark.parametrize("case", range(40))
 def test_after_any_rewinds_the_order_does_not_depend_on_where_one_starts_or_how_many_read(case: int, keys: Reader):
     draw = random.Random(case)
-    branches, num_samples = drawn(draw), draw.choice([13, 50, 64, 300])
+    branches, num_samples = random_branches(draw), draw.choice([13, 50, 64, 300])
     whole = keys(branches, 0, 80, num_samples)
     for first in [branches[-1].from_step, *draw.sample(range(80), 5)]:
         assert keys(branches, first, 80, num_samples) == whole[first:]
@@ -113,7 +113,7 @@ def test_after_any_rewinds_the_order_does_not_depend_on_where_one_starts_or_how_
 @pytest.mark.parametrize("case", range(40))
 def test_what_was_trained_before_a_rewind_stays_and_no_sample_is_read_twice_in_an_epoch(case: int, keys: Reader):
     draw = random.Random(case)
-    branches, num_samples = drawn(draw), draw.choice([13, 50, 64, 300])
+    branches, num_samples = random_branches(draw), draw.choice([13, 50, 64, 300])
     whole = keys(branches, 0, 80, num_samples)
     for count in range(len(branches)):
         first = branches[count].from_step

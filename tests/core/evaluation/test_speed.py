@@ -37,16 +37,16 @@ def who() -> AnswerGenerator:
     return AnswerGenerator(model, Questions(), Ends(), 2, torch.device("cpu"))
 
 
-def test_operations_of_a_token_follow_from_the_sizes(who: AnswerGenerator):
+def test_operations_of_a_token_follow_from_the_sizes(generator: AnswerGenerator):
     """A product of matrices costs two operations a weight; of five tokens the later four read 12 to 15 keys, 13.5 on
     average."""
     weights = LAYERS * (2 * WIDTH * WIDTH + 2 * WIDTH * 8 + 3 * WIDTH * INNER) + WIDTH * VOCABULARY
     attention = LAYERS * 2 * 2 * (PROMPT + 2.5) * WIDTH
-    found = speed.measure(who, 0, 9, tokens=6, seconds=1.5)
-    assert found["flops_per_generated_token"] == 2 * weights + attention
-    assert found["tokens_per_second"] == 4
-    assert 0 < found["seconds_to_first_token"] < 10
-    assert (found["batch_size"], found["processes"], found["device"]) == (2, 1, "cpu")
+    speeds = speed.measure(generator, 0, 9, tokens=6, seconds=1.5)
+    assert speeds["flops_per_generated_token"] == 2 * weights + attention
+    assert speeds["tokens_per_second"] == 4
+    assert 0 < speeds["seconds_to_first_token"] < 10
+    assert (speeds["batch_size"], speeds["processes"], speeds["device"]) == (2, 1, "cpu")
 
 
 def test_where_operations_cannot_be_counted_nothing_is_said(who: AnswerGenerator):

@@ -183,9 +183,9 @@ def test_hf_names_what_is_wrong_in_config_json(pretrained, places, change, messa
 def test_hf_names_the_config_json_that_makes_no_model(pretrained, places, change):
     file = pretrained / "config.json"
     write_json(file, {**json.loads(file.read_text()), **change})
-    with pytest.raises(ConfigError, match=r"pretrained/config.json: no model can be made of it \(.+\)\.$") as caught:
+    with pytest.raises(ConfigError, match=r"pretrained/config.json: no model can be made of it \(.+\)\.$") as error:
         part({"name": "hf", "path": str(pretrained)}).build(places)
-    assert "\n" not in str(caught.value)
+    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("index", [[], 3, {}, {"weight_map": {}}, {"weight_map": ["a"]}, {"weight_map": {"a": 3}}])
@@ -249,13 +249,13 @@ def test_hf_fingerprint_meets_every_large_matrix(base_of, places, tmp_path):
     model.save_pretrained(tmp_path / "m")
     assert (tmp_path / "m" / "model.safetensors").stat().st_size > 3 * 2**20
     raw = part({"name": "hf", "path": str(tmp_path / "m")})
-    found = {raw.fingerprint(places)}
+    fingerprints = {raw.fingerprint(places)}
     for layer in model.model.layers:
         with torch.no_grad():
             layer.self_attn.q_proj.weight += 1e-3
         model.save_pretrained(tmp_path / "m")
-        found.add(raw.fingerprint(places))
-    assert len(found) == 5
+        fingerprints.add(raw.fingerprint(places))
+    assert len(fingerprints) == 5
 
 
 def test_hf_fingerprint_does_not_read_a_large_file_whole(pretrained, places):
@@ -264,21 +264,21 @@ def test_hf_fingerprint_does_not_read_a_large_file_whole(pretrained, places):
 
     with open(pretrained / "model.safetensors", "r+b") as file:
         file.truncate(10 * 2**30)  # a file with holes
-        raw, found = part({"name": "hf", "path": str(pretrained)}), set()
+        raw, fingerprints = part({"name": "hf", "path": str(pretrained)}), set()
         before = characters_read()
         for changed in (b"", b"~" * 2**24):  # more than a thousandth of it
             file.seek(5 * 2**30 + 12345)
             file.write(changed)
             file.flush()
-            found.add(raw.fingerprint(places))
-    assert len(found) == 2
+            fingerprints.add(raw.fingerprint(places))
+    assert len(fingerprints) == 2
     assert characters_read() - before < 2 * 7 * 2**20
 
 
-@pytest.mark.parametrize(("attention", "made"), [("eager", "eager"), ("sdpa", "sdpa"), (None, "sdpa")])
-def test_hf_takes_the_attention_that_is_asked_for(pretrained, places, attention, made):
+@pytest.mark.parametrize(("attention", "implementation"), [("eager", "eager"), ("sdpa", "sdpa"), (None, "sdpa")])
+def test_hf_takes_the_attention_that_is_asked_for(pretrained, places, attention, implementation):
     raw = part({"name": "hf", "path": str(pretrained), "attention": attention})
-    assert raw.build(places).config._attn_implementation == made
+    assert raw.build(places).config._attn_implementation == implementation
     around = part({"name": "lora", "rank": 1, "alpha": 1.0, "target_modules": ["q_proj"], "base": resolved_dict(raw)})
     assert around.architecture(places).attention == attention
 
@@ -291,11 +291,11 @@ def test_hf_refuses_an_attention_that_cannot_be_used(pretrained, places, base_of
     flex = part({"name": "hf", "path": str(pretrained), "attention": "flex_attention"})
     flex.check(places)
     around = part({"name": "lora", "rank": 1, "alpha": 1.0, "target_modules": ["q_proj"], "base": resolved_dict(flex)})
-    for refused in (lambda: flex.build(places), flex.check_device, around.check_device):
+    for action in (lambda: flex.build(places), flex.check_device, around.check_device):
         with pytest.raises(
             ConfigError, match=r"^model\.attention: 'flex_attention' cannot train without a GPU\. Take 'sdpa'\.$"
         ):
-            refused()
+            action()
     base_of("gpt_bigcode").save_pretrained(tmp_path / "gpt")
     with pytest.raises(ConfigError, match=r"the family 'gpt_bigcode' has no 'flex_attention'\. Take 'sdpa'\."):
         part({"name": "hf", "path": str(tmp_path / "gpt"), "attention": "flex_attention"}).check(places)
@@ -332,7 +332,7 @@ def test_each_attention_is_eager_to_rounding(base_of, tmp_path, places, model_ty
     ids = torch.randint(3, 16, (3, 12), device=device)
     mask = torch.ones_like(ids)
     mask[0, :5] = mask[1, :1] = 0
-    found = []
+    outputs = []
     for each in ("eager", attention):
         raw = {
             "name": "hf",
@@ -344,13 +344,13 @@ def test_each_attention_is_eager_to_rounding(base_of, tmp_path, places, model_ty
         assert model.config._attn_implementation == each
         logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits[mask.bool()].float()
         logits.logsumexp(-1).sum().backward()
-        found.append(
+        outputs.append(
             [
                 logits.detach(),
                 *(parameter.grad.float() for parameter in model.parameters() if parameter.grad is not None),
             ]
         )
-    for one, other in zip(*found, strict=True):
+    for one, other in zip(*outputs, strict=True):
         assert (one - other).abs().max() <= (2e-2 if short else 1e-5) * max(1.0, float(one.abs().max()))
 
 
@@ -361,11 +361,11 @@ def test_a_dry_run_refuses_an_attention_that_needs_a_gpu(tmp_path, base_of, monk
         if file.name != "manifest.json":
             shutil.copy(file, tmp_path / "data" / "m")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    asked = {
+    exp_dict = {
         each: {**toy.BASE, "model": {"name": "hf", "path": "m", "attention": each}}
         for each in ("flex_attention", "eager")
     }
-    codes = {each: toy.main(["-e", "group", "--dry-run"], {"group": [exp]}, tmp_path) for each, exp in asked.items()}
+    codes = {each: toy.main(["-e", "group", "--dry-run"], {"group": [exp]}, tmp_path) for each, exp in exp_dict.items()}
     assert codes == {"flex_attention": 1, "eager": 0}
     assert (
         "group[0]: model.attention: 'flex_attention' cannot train without a GPU. Take 'sdpa'."

@@ -118,5 +118,5 @@ def test_with_a_mask_beside_the_positions_documents_would_read_each_other(family
     """Why `causal_lm_loss` passes none. If this fails, transformers has mended it."""
     model, batch = build(family, attention), packed_batch()
     inputs = {"input_ids": batch["input_ids"], "position_ids": batch["position_ids"], "use_cache": False}
-    apart, mixed = model(**inputs).logits, model(**inputs, attention_mask=batch["attention_mask"].long()).logits
-    assert largest([(apart[0, 9:], mixed[0, 9:])]) > 1e-3
+    separate, with_mask = model(**inputs).logits, model(**inputs, attention_mask=batch["attention_mask"].long()).logits
+    assert largest([(separate[0, 9:], with_mask[0, 9:])]) > 1e-3

@@ -67,11 +67,11 @@ def test_what_could_not_learn_is_refused(folder: str, places, monkeypatch: pytes
         bind(MODELS, around(folder, "8bit")["base"]).check(places)
 
 
-@pytest.mark.parametrize("adapted", [False, True])
-def test_a_trained_model_is_quantized_with_its_adapters(folder: str, places, adapted: bool):
+@pytest.mark.parametrize("has_adapters", [False, True])
+def test_a_trained_model_is_quantized_with_its_adapters(folder: str, places, has_adapters: bool):
     config = {"name": "hf", "path": folder}
     lora = {"name": "lora", "rank": 2, "alpha": 4.0, "target_modules": ["q_proj"], "base": config}
-    model: Any = bind(MODELS, lora if adapted else config).build(places).eval()
+    model: Any = bind(MODELS, lora if has_adapters else config).build(places).eval()
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if "lora_B" in name:
@@ -83,7 +83,7 @@ def test_a_trained_model_is_quantized_with_its_adapters(folder: str, places, ada
         near = small(ids).logits.float()
     assert small.model.layers[0].mlp.up_proj.weight.dtype == torch.int8
     assert 0 < (near - exact).norm() / exact.norm() < 0.05
-    assert ((near - other).norm() / exact.norm() > 0.1) == adapted
+    assert ((near - other).norm() / exact.norm() > 0.1) == has_adapters
     with pytest.raises(ConfigError, match="--8bit: the model is already quantized"):
         quantize(small, "cpu")
     with pytest.raises(ConfigError, match="--device: 'cuda:99' cannot be used"):

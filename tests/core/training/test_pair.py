@@ -123,7 +123,7 @@ def test_experience_is_loaded_when_both_can_resume(pair: Pair):
 
 
 def test_two_share_questions_of_unequal_counts_as_one_reads_them(pair: Pair, tmp_path: Path):
-    with small.opened(small.write_data(tmp_path)) as run:
+    with small.open_run(small.write_data(tmp_path)) as run:
         _, weights = test_counts.train(run, test_counts.config())
         expected = test_counts.rows(run)
     rows = [json.loads(line) for line in (pair.run("replies") / "scores.jsonl").read_text().splitlines()]

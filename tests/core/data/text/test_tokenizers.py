@@ -72,8 +72,8 @@ def test_text_that_spells_a_piece_of_a_unigram_model_is_no_control_token():
     pieces = [*((name, 0.0) for name in ("<pad>", "</s>", "<unk>")), *((letter, -2.0) for letter in letters)]
     tokenizer = T5Tokenizer(vocab=[*pieces, *((f"<extra_id_{n}>", 0.0) for n in reversed(range(100)))])
     assert tokenizer("a</s>").input_ids == [4, 1, 1]
-    made = SafeTokenizer(tokenizer)
-    for encoder in (made, pickle.loads(pickle.dumps(made))):
+    safe = SafeTokenizer(tokenizer)
+    for encoder in (safe, pickle.loads(pickle.dumps(safe))):
         assert encoder.encode("a <extra_id_0> b </s>") == [
             4,
             10,

@@ -77,23 +77,23 @@ def test_what_is_always_the_same_correlates_with_nothing():
 
 def test_multirc():
     """Question 1 all right; of question 2 one of two. F1: right 1 of True, none too many, 1 missed."""
-    given = {
+    answers_by_question = {
         "predictions": "True False False False",
         "references": "True False True False",
         "labels": ["False", "True"],
     }
-    assert of("question_match", **given, groups="1 1 2 2") == 0.5
-    assert of("f1a", **given, groups="1 1 2 2") == pytest.approx(2 / 3)
+    assert of("question_match", **answers_by_question, groups="1 1 2 2") == 0.5
+    assert of("f1a", **answers_by_question, groups="1 1 2 2") == pytest.approx(2 / 3)
 
 
 def test_sets_are_scored_for_each_source_too():
     config = load(Config, {"scores": ["matthews", "accuracy"], "labels": ["a", "b"]}, "metric")
     answers = [Prediction(p, [r], source=s) for p, r, s in ("aax", "bbx", "bay", "aby")]
-    found = scores([config], answers)
-    assert found["accuracy"] == 0.5
-    assert (found["matthews/x"], found["matthews/y"]) == (pytest.approx(100.0), pytest.approx(-100.0))
-    assert found["matthews"] == pytest.approx(0.0)
-    assert (found["accuracy/x"], found["accuracy/y"]) == (1.0, 0.0)
+    values = scores([config], answers)
+    assert values["accuracy"] == 0.5
+    assert (values["matthews/x"], values["matthews/y"]) == (pytest.approx(100.0), pytest.approx(-100.0))
+    assert values["matthews"] == pytest.approx(0.0)
+    assert (values["accuracy/x"], values["accuracy/y"]) == (1.0, 0.0)
 
 
 def test_an_answer_that_is_no_reference_either_is_wrong():

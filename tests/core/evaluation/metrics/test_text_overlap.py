@@ -28,9 +28,9 @@ def real_pairs(shared_data: Path) -> list[tuple[str, str]]:
     answers = [
         [a["text"] for a in q["answers"]] for article in articles for p in article["paragraphs"] for q in p["qas"]
     ]
-    found = [(some[0], some[-1]) for some in answers if len(some) > 1]
-    assert len(found) > 50
-    return found
+    pairs = [(some[0], some[-1]) for some in answers if len(some) > 1]
+    assert len(pairs) > 50
+    return pairs
 
 
 def test_rouge_by_hand():

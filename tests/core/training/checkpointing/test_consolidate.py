@@ -35,7 +35,7 @@ REAL = [(stage, world) for world in (2, 3) for stage in (1, 2, 3)]
 @pytest.fixture(scope="module")
 def real(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """(stage, world size) -> folder with zero/ as DeepSpeed wrote it, and beside it what DeepSpeed says of it."""
-    made: dict[int, Path] = {}
+    folders: dict[int, Path] = {}
 
     def write_shards(world: int) -> Path:
         """By DeepSpeed alone, without a line of ours. Once, on a busy machine, three of its processes waited for each
@@ -50,9 +50,9 @@ def real(tmp_path_factory: pytest.TempPathFactory) -> Any:
         pytest.fail("DeepSpeed's processes do not end")
 
     def folder(stage: int, world: int) -> Path:
-        if world not in made:
-            made[world] = write_shards(world)
-        return made[world] / f"stage{stage}"
+        if world not in folders:
+            folders[world] = write_shards(world)
+        return folders[world] / f"stage{stage}"
 
     return folder
 
@@ -69,12 +69,12 @@ def as_checkpoint(zero: Path, run: Path, step: int, weights: dict[str, Tensor] |
     return final
 
 
-def same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert found.keys() == expected.keys()
+def same(tensors: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert tensors.keys() == expected.keys()
     assert not [
         name
         for name, tensor in expected.items()
-        if tensor.dtype != found[name].dtype or not torch.equal(tensor, found[name])
+        if tensor.dtype != tensors[name].dtype or not torch.equal(tensor, tensors[name])
     ]
 
 
@@ -88,7 +88,7 @@ def test_everything_is_what_deepspeed_gives_bit_for_bit(real: Any, tmp_path: Pat
     parts = {name: load_file(tmp_path / "out" / name) for name in set(index["weight_map"].values())}
     assert len(parts) > 1
     assert max((tmp_path / "out" / name).stat().st_size for name in parts) < 40_000 + 4_000
-    found = {name: parts[file][name] for name, file in index["weight_map"].items()}
+    tensors = {name: parts[file][name] for name, file in index["weight_map"].items()}
     expected = load_file(source / "fp32.safetensors")
     if stage == 1:  # DeepSpeed's own command leaves out frozen weights there
         frozen = {
@@ -98,9 +98,9 @@ def test_everything_is_what_deepspeed_gives_bit_for_bit(real: Any, tmp_path: Pat
         }
         assert not frozen.keys() & (expected.keys() - {"transformer.h.1.ln_1.count"})
         expected |= frozen
-    same(found, expected)
-    assert index["metadata"]["total_size"] == sum(tensor.numel() * tensor.element_size() for tensor in found.values())
-    assert torch.equal(found["lm_head.weight"], found["transformer.wte.weight"])
+    same(tensors, expected)
+    assert index["metadata"]["total_size"] == sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+    assert torch.equal(tensors["lm_head.weight"], tensors["transformer.wte.weight"])
 
 
 @needs_deepspeed
@@ -118,14 +118,14 @@ def test_a_consolidated_checkpoint_goes_on_without_zero(real: Any, tmp_path: Pat
             tensor.zero_()
     assert checkpoint.load_weights(folder, model) == {"step": 3}
     checkpoint.load_optimizer(folder, model, optimizer)
-    said = load_file(source / "said.safetensors")
+    engine_tensors = load_file(source / "said.safetensors")
     state = {
         name: tensor
         for name, tensor in checkpoint.optimizer_tensors(model, optimizer).items()
         if not name.endswith("::step")
     }
-    same(state, {name: tensor for name, tensor in said.items() if "::" in name})
-    weights = {name: tensor for name, tensor in said.items() if "::" not in name}
+    same(state, {name: tensor for name, tensor in engine_tensors.items() if "::" in name})
+    weights = {name: tensor for name, tensor in engine_tensors.items() if "::" not in name}
     same({name: tensor for name, tensor in trained_weights(model).items() if name in weights}, weights)
     assert model.transformer.ln_f.beside.tolist() == [float(x) for x in torch.arange(5.0) / 3], (
         "a buffer beside trained weights"
@@ -160,8 +160,8 @@ SMALL = ((7, 3), (5,), (), (1, 1, 13))
 def test_any_sizes_on_any_number_of_processes(tmp_path: Path, stage: int, world: int):
     weights = numbers(*SMALL)
     state = shard_sets.write(tmp_path / "in" / "zero", stage, world, weights)
-    written = consolidate(tmp_path / "in", Export(tmp_path / "out"))
-    assert [path.name for path in written] == ["model.safetensors", "optimizer.safetensors"]
+    paths = consolidate(tmp_path / "in", Export(tmp_path / "out"))
+    assert [path.name for path in paths] == ["model.safetensors", "optimizer.safetensors"]
     same(load_file(tmp_path / "out" / "model.safetensors"), weights)
     same(load_file(tmp_path / "out" / "optimizer.safetensors"), state)
     facts = files.read_manifest(tmp_path / "out", CheckpointError)["consolidated"]
@@ -330,10 +330,10 @@ def test_shards_that_do_not_go_together_are_named_in_one_line(
     shard_sets.write(tmp_path / "in" / "zero", 2, 3, numbers(*SMALL))
     damage(tmp_path / "in" / "zero")
     assert main([str(tmp_path / "in"), "--output", str(tmp_path / "out")]) == 1
-    told = capsys.readouterr().err
-    assert told.startswith("error: ")
-    assert words in told
-    assert told.count("\n") == 1
+    message = capsys.readouterr().err
+    assert message.startswith("error: ")
+    assert words in message
+    assert message.count("\n") == 1
     assert [path.name for path in tmp_path.iterdir()] == ["in"], "nothing is written"
 
 
@@ -506,7 +506,7 @@ def test_a_kill_leaves_the_checkpoint_as_it_was(tmp_path: Path, share: float):
     expected = sum(tensor.numel() for tensor in weights.values()) * 12 * share
     child = subprocess.Popen([sys.executable, "-m", "src.training.checkpointing.consolidate", str(folder)], cwd=ROOT)
     deadline = time.monotonic() + 300
-    while written(folder) < expected:
+    while bytes_written(folder) < expected:
         assert child.poll() is None
         assert time.monotonic() < deadline
         time.sleep(0.001)
@@ -536,12 +536,12 @@ def test_of_two_that_consolidate_at_once_one_writes(tmp_path: Path):
     shard_sets.write(tmp_path / "zero", 2, 2, numbers((500, 500)))
     folder = as_checkpoint(tmp_path / "zero", tmp_path / "run", 4)
     with ThreadPoolExecutor() as pool:
-        found = list(pool.map(consolidate, [folder, folder]))
-    assert sorted(map(len, found)) == [0, 2]
+        results = list(pool.map(consolidate, [folder, folder]))
+    assert sorted(map(len, results)) == [0, 2]
     assert files.defect(folder) is None
     assert [path.name for path in folder.parent.iterdir()] == [folder.name]
 
 
-def written(folder: Path) -> int:
+def bytes_written(folder: Path) -> int:
     """Bytes that a consolidation of `folder` has set aside."""
     return sum(path.stat().st_size for path in folder.parent.glob(f".*{folder.name}*/*.safetensors"))

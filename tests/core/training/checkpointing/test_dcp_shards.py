@@ -76,8 +76,10 @@ def test_any_number_of_processes_reads_the_bits_that_any_other_has_written(
         assert warm.torchrun(script, [str(tmp_path), str(before)], processes, tmp_path / "log") == ""
     if before == 4:
         for rank in range(before):
-            grown, whole = json.loads((tmp_path / f"peak-{rank}").read_text())
-            assert grown < whole * replicas / 2, f"process {rank} has held more than its part of weights and moments"
+            peak_bytes, whole = json.loads((tmp_path / f"peak-{rank}").read_text())
+            assert peak_bytes < whole * replicas / 2, (
+                f"process {rank} has held more than its part of weights and moments"
+            )
 
 
 @pytest.mark.slow

@@ -27,14 +27,14 @@ from tests.core.training.reading.test_packed_training import write_data
 ZERO = ["zero1", "zero2", "zero3"]
 
 
-def close(run: Path, undisturbed: Path) -> None:
+def close(run: Path, expected_run: Path) -> None:
     """The same sequences, and numbers that differ by rounding alone."""
-    found, wanted = scores(run)[-1], scores(undisturbed)[-1]
-    assert (found["step"], found["tokens"]) == (wanted["step"], wanted["tokens"])
-    assert found["val_loss"] == pytest.approx(wanted["val_loss"], rel=1e-5)
-    assert found["train_loss"] == pytest.approx(wanted["train_loss"], rel=1e-5)
+    row, expected_row = scores(run)[-1], scores(expected_run)[-1]
+    assert (row["step"], row["tokens"]) == (expected_row["step"], expected_row["tokens"])
+    assert row["val_loss"] == pytest.approx(expected_row["val_loss"], rel=1e-5)
+    assert row["train_loss"] == pytest.approx(expected_row["train_loss"], rel=1e-5)
     one, other = (
-        load_file(max((folder / "checkpoints").glob("step-*")) / "model.safetensors") for folder in (run, undisturbed)
+        load_file(max((folder / "checkpoints").glob("step-*")) / "model.safetensors") for folder in (run, expected_run)
     )
     for name, tensor in one.items():
         # A fiftieth of one step's learning rate: Adam moves what has no gradient but rounding (the keys' biases) by
@@ -120,8 +120,8 @@ def take_reads(folder: Path) -> dict[int, list[Any]]:
     reads: dict[int, list[Any]] = defaultdict(list)
     for path in folder.glob("keys-*.jsonl"):
         for line in path.read_text().splitlines():
-            told = json.loads(line)
-            reads[told["step"]] += told["keys"]
+            record = json.loads(line)
+            reads[record["step"]] += record["keys"]
         path.unlink()
     return {step: sorted(keys) for step, keys in reads.items()}
 
@@ -132,30 +132,30 @@ def test_packed_rows_are_the_same_on_any_number_of_processes_and_when_it_changes
 
     def start(name: str, processes: int, *kill_in: str) -> tuple[str, dict[int, list[Any]]]:
         folder = tmp_path / name
-        said = warm.torchrun(Path(read_keys.__file__), [str(folder), *kill_in], processes, folder / "log")
-        return said, take_reads(folder)
+        output = warm.torchrun(Path(read_keys.__file__), [str(folder), *kill_in], processes, folder / "log")
+        return output, take_reads(folder)
 
     runs = {name: write_data(tmp_path / name) / "runs" / exp_id(small.EXP) for name in ("1", "2 and 3", "3", "4")}
-    said, wanted = start("1", 1)
-    assert said == ""
-    assert {step: len(keys) for step, keys in wanted.items()} == dict.fromkeys(range(1, 11), 8)
-    said, found = start("2 and 3", 2, "8")
-    assert said != ""
-    assert found == {step: wanted[step] for step in range(1, 9)}
-    said, found = start("2 and 3", 3)
+    output, expected = start("1", 1)
+    assert output == ""
+    assert {step: len(keys) for step, keys in expected.items()} == dict.fromkeys(range(1, 11), 8)
+    output, result = start("2 and 3", 2, "8")
+    assert output != ""
+    assert result == {step: expected[step] for step in range(1, 9)}
+    output, result = start("2 and 3", 3)
     first = [event["step"] for event in ledger.read(runs["2 and 3"]) if event["event"] == "start"][1]
-    assert said == ""
+    assert output == ""
     assert first in (4, 6)
-    assert found == {step: wanted[step] for step in range(first + 1, 11)}
+    assert result == {step: expected[step] for step in range(first + 1, 11)}
     for processes in (3, 4):
-        assert start(str(processes), processes) == ("", wanted)
+        assert start(str(processes), processes) == ("", expected)
     cursors = [
         json.loads((run / "checkpoints" / "step-00000010" / "state.json").read_text())["cursor"]
         for run in runs.values()
     ]
     assert cursors[1:] == cursors[:1] * 3
-    counted = ("step", "tokens", "data/padding", "data/left_out")
+    count_columns = ("step", "tokens", "data/padding", "data/left_out")
     for run in runs.values():
         for row, other in zip(scores(run), scores(runs["1"]), strict=True):
-            assert [row[name] for name in counted] == [other[name] for name in counted]
+            assert [row[name] for name in count_columns] == [other[name] for name in count_columns]
             assert row == pytest.approx(other, rel=1e-4)

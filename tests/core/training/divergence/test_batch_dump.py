@@ -90,8 +90,8 @@ def test_rows_of_one_sample_are_saved_with_its_key(tmp_path: Path, tokenizer: An
     batch: Any = pad_tokens(ids, [[False] * len(row) for row in ids], pad_id=0) | {
         "sample_of_row": torch.tensor([0, 0, 1])
     }
-    found = read(batch_dump.save(tmp_path, 1, 0, [batch], tokenizer, [[("tree", 7, 1), (2, 5)]]))["documents"]
-    assert [document.get("key", (document.get("epoch"), document.get("index"))) for document in found] == [
+    documents = read(batch_dump.save(tmp_path, 1, 0, [batch], tokenizer, [[("tree", 7, 1), (2, 5)]]))["documents"]
+    assert [document.get("key", (document.get("epoch"), document.get("index"))) for document in documents] == [
         ["tree", 7, 1]
     ] * 2 + [(2, 5)]
 

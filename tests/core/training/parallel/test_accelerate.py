@@ -47,9 +47,9 @@ class World:
             if (event := json.loads(line))["event"] == "start"
         )
         weights = (self.run / "checkpoints" / "step-00000004" / "model.safetensors").read_bytes()
-        found = f"{start['engine']} {start['world_size']}", (self.run / "scores.jsonl").read_text(), weights
+        result = f"{start['engine']} {start['world_size']}", (self.run / "scores.jsonl").read_text(), weights
         self.run.rename(self.folder / f"run-{len(list(self.folder.iterdir()))}")
-        return found
+        return result
 
 
 @pytest.fixture(scope="module")

@@ -115,7 +115,7 @@ def test_folders_called_as_kinds_of_data_are_not_sampled(tmp_path: Path):
 
 
 def test_a_run_that_has_sampled_such_a_folder_resumes(tmp_path: Path):
-    with small.opened(small.write_data(tmp_path)) as run:
+    with small.open_run(small.write_data(tmp_path)) as run:
         small.train(run, inputs={"content of text": "a", "data": "b"})
         state, _ = small.train(run, inputs={"data": "b"})
         assert state.step == small.CONFIG.steps

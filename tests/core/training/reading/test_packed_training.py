@@ -104,12 +104,12 @@ def train(
 def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     """A folder with a finished run that has all checkpoints, and what `train` gave."""
     folder = write_data(tmp_path_factory.mktemp("whole"))
-    with small.opened(folder) as run:
+    with small.open_run(folder) as run:
         return folder, train(run)
 
 
-def equal(found: Any, wanted: Any) -> bool:
-    return found[0] == wanted[0] and all(map(torch.equal, found[1], wanted[1]))
+def equal(tensors: Any, expected: Any) -> bool:
+    return tensors[0] == expected[0] and all(map(torch.equal, tensors[1], expected[1]))
 
 
 def rows_in(folder: Path) -> list[dict[str, Any]]:
@@ -121,7 +121,7 @@ def rows_in(folder: Path) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("steps", [(1,), (4, 2), (2, 1, 3)])
 def test_stops_change_no_bit(whole: tuple[Path, Any], tmp_path: Path, steps: tuple[int, ...]):
     read: list[Any] = []
-    with small.opened(write_data(tmp_path)) as run:
+    with small.open_run(write_data(tmp_path)) as run:
         for count in steps:
             with pytest.raises(distributed.TrainingStopped):
                 read += train(run, stop_after=count)[2]
@@ -149,7 +149,7 @@ def test_stops_change_no_bit(whole: tuple[Path, Any], tmp_path: Path, steps: tup
 def test_a_start_on_other_data_is_refused_and_loses_nothing(
     whole: tuple[Path, Any], tmp_path: Path, config: Any, message: str
 ):
-    with small.opened(write_data(tmp_path)) as run:
+    with small.open_run(write_data(tmp_path)) as run:
         with pytest.raises(distributed.TrainingStopped):
             train(run, stop_after=3)
         with pytest.raises(RunError, match=message):
@@ -158,7 +158,7 @@ def test_a_start_on_other_data_is_refused_and_loses_nothing(
 
 
 def test_a_run_on_data_without_a_cursor_is_not_continued_on_packed_rows(tmp_path: Path):
-    with small.opened(write_data(tmp_path)) as run:
+    with small.open_run(write_data(tmp_path)) as run:
         with pytest.raises(distributed.TrainingStopped):
             train(run, stop_after=3, config={"name": "text", "corpus": "words", "sequence_tokens": 16})
         with pytest.raises(
@@ -173,19 +173,19 @@ def test_a_rewind_is_the_same_after_a_crash_before_its_first_checkpoint(
 ):
     def rewound(name: str, crash_after: int | None) -> Any:
         shutil.copytree(whole[0], tmp_path / name)
-        with small.opened(tmp_path / name) as run:
+        with small.open_run(tmp_path / name) as run:
             rewind.plan(run.path, Branch(number=1, from_step=9, data=data), "a test").apply()
             if crash_after is not None:
                 with pytest.raises(Crash):
                     train(run, crash_after=crash_after)
             return train(run)
 
-    wanted = rewound("whole", None)
-    assert equal(rewound("crashed", 2), wanted)
+    expected = rewound("whole", None)
+    assert equal(rewound("crashed", 2), expected)
     trunk = whole[1][2]
     first, later = trunk[: 9 * PASSES], trunk[9 * PASSES :]
-    assert (wanted[2] == later) == (data == "same")
-    rows = [tuple(row) for batch in first + wanted[2] for row in batch]
+    assert (expected[2] == later) == (data == "same")
+    rows = [tuple(row) for batch in first + expected[2] for row in batch]
     assert len(set(rows)) == len(rows)
 
 
@@ -194,15 +194,15 @@ def test_a_rewind_delivers_each_document_at_most_once_and_undo_restores(
     whole: tuple[Path, Any], tmp_path: Path, data: str
 ):
     read: list[Any] = []
-    with small.opened(write_data(tmp_path)) as run:
+    with small.open_run(write_data(tmp_path)) as run:
         with pytest.raises(distributed.TrainingStopped):
             train(run, stop_after=8, read=read)
-        kept, before = delivered(read[: 6 * PASSES]), files_in(run.path)
+        documents_before, before = documents_of(read[: 6 * PASSES]), files_in(run.path)
         rewind.plan(run.path, Branch(number=1, from_step=6, data=data), "a test").apply()
         read.clear()
         with pytest.raises(Crash):
             train(run, crash_after=5, read=read)
-        documents = [*kept, *delivered(read)]
+        documents = [*documents_before, *documents_of(read)]
         assert len(documents) > 40
         assert len(set(documents)) == len(documents)
         assert {epoch for epoch, _, _ in documents} == {0}
@@ -211,7 +211,7 @@ def test_a_rewind_delivers_each_document_at_most_once_and_undo_restores(
         assert equal(train(run), whole[1])
 
 
-def delivered(read: Sequence[Sequence[Key]]) -> list[tuple[int, int, int]]:
+def documents_of(read: Sequence[Sequence[Key]]) -> list[tuple[int, int, int]]:
     """(epoch, document, piece) of everything in the rows of these micro-batches."""
     return [piece for keys in read for key in keys for piece in zip(key[::3], key[1::3], key[2::3], strict=True)]
 
