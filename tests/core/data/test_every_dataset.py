@@ -279,7 +279,7 @@ def test_workers_and_resumption_change_no_batch(build: Build, name: str, workers
 
 
 @pytest.mark.parametrize("name", sorted(CASES.keys() - {"metadata", "packed", "phases", "streamed", "task"}))
-def test_epochs_may_be_permuted_without_memory(build: Build, name: str):
+def test_feistel_shuffle_permutes_epochs_without_memory(build: Build, name: str):
     data, other = build(name, shuffle="feistel"), build(name)
     orders = [order_of(dataset, 0, PER_STEP, STEPS) for dataset in (data, other)]
     assert [order.shuffle for order in orders if isinstance(order, IndexedOrder)] == ["feistel", "numpy"]
@@ -300,7 +300,7 @@ def test_where_it_would_be_ignored_it_is_refused(whole: dict[str, Any]):
 
 
 @EVERY
-def test_ranks_read_disjoint_shares_of_what_one_process_reads(build: Build, name: str, monkeypatch: pytest.MonkeyPatch):
+def test_ranks_read_disjoint_shares_of_the_same_samples(build: Build, name: str, monkeypatch: pytest.MonkeyPatch):
     data = build(name)
     count = len(data)  # steps, which are PER_STEP epochs
     for world_size in (1, 2, 3):
@@ -363,7 +363,7 @@ def test_the_fingerprint_changes_with_content_and_not_with_location(
 
 
 @EVERY
-def test_the_reader_learns_from_a_batch_what_it_learns_from_its_samples(build: Build, name: str, world: Places):
+def test_batch_loss_is_the_sum_of_sample_losses(build: Build, name: str, world: Places):
     """Padding changes no loss, so masks and labels are right; and the tensors are those of the typed batch."""
     data, kind = build(name), bind(DATASETS, {"name": name, **CASES[name]}).reader
     samples = [data.sample(0, i) for i in range(4)]

@@ -83,12 +83,12 @@ def test_a_small_file_has_no_index(path: Path, monkeypatch: pytest.MonkeyPatch):
     assert not list(path.parent.glob(".*"))
 
 
-def test_without_rules_there_is_none(path: Path):
+def test_no_index_without_rules(path: Path):
     jsonl.read_rows(path, {"text": str})
     assert not list(path.parent.glob(".*"))
 
 
-def test_a_malformed_row_is_named_and_nothing_is_kept(tmp_path: Path):
+def test_a_malformed_row_is_named_and_no_index_is_saved(tmp_path: Path):
     path = write(tmp_path / "c", [*ROWS[:5], {"text": 3, "kind": "a"}])
     for _ in range(2):
         with pytest.raises(DataError, match=r"c/train\.jsonl:6: field 'text': expected str, got 3 \(int\)\."):
@@ -186,7 +186,7 @@ def test_a_pickled_copy_maps_the_same_index(path: Path):
     assert rows == ROWS, "what is mapped stays"
 
 
-def test_processes_that_begin_together_make_one_whole_index(path: Path):
+def test_concurrent_processes_write_one_complete_index(path: Path):
     context = multiprocessing.get_context("fork")
     barrier, results = context.Barrier(4), context.Queue()
 

@@ -164,7 +164,7 @@ def test_a_phase_is_what_its_data_would_be_in_a_training_of_their_own(case: int)
         (Branch(number=1, from_step=30, data="skip:7"), range(30, 40)),
     ],
 )
-def test_a_branch_moves_no_boundary_and_changes_its_own_phase_alone(branch: Branch, changed: range):
+def test_a_branch_moves_no_boundary_and_changes_only_its_own_phase(branch: Branch, changed: range):
     """But for a skip that goes beyond its end."""
     data = build_phases([0.5], [Words(300), Words(300)])
     plain, _ = read_steps(data.order(0, LANES, STEPS, ()), 0, STEPS, {})
@@ -174,7 +174,7 @@ def test_a_branch_moves_no_boundary_and_changes_its_own_phase_alone(branch: Bran
 
 @pytest.mark.parametrize("make", [Words, packed])
 @pytest.mark.parametrize(("first", "steps"), [(8, 4), (8, 20), (19, 1), (19, 9), (20, 5), (15, 20)])
-def test_what_a_skip_passes_over_is_read_in_no_phase(make: Any, first: int, steps: int):
+def test_skipped_samples_are_read_in_no_phase(make: Any, first: int, steps: int):
     """Where a training diverges behind a boundary and goes back to before it, the batches up to there are not read
     again."""
     data = build_phases([0.25, 0.5], [make(3000), make(3000), make(3000)])
@@ -192,7 +192,7 @@ def test_what_a_skip_passes_over_is_read_in_no_phase(make: Any, first: int, step
 
 @pytest.mark.parametrize("make", [Words, packed])
 @pytest.mark.parametrize("skips", [(4, 9), (9, 4), (1, 6), (6, 1), (25, 7), (5, 5, 5)])
-def test_rewinds_over_a_boundary_pass_over_what_was_read_and_no_more(make: Any, skips: Sequence[int]):
+def test_rewinds_over_a_boundary_skip_only_samples_already_read(make: Any, skips: Sequence[int]):
     """A training that goes back to step 16 again and again: each phase reads on where its last attempt has ended."""
     data, first = build_phases([0.5, 0.75], [make(3000), make(3000), make(3000)]), 16
     begins = [*data.config.begins(STEPS), STEPS]
@@ -211,7 +211,7 @@ def test_rewinds_over_a_boundary_pass_over_what_was_read_and_no_more(make: Any, 
             num_skipped[phase] += max(0, min(end, first + steps) - max(begin, first))
 
 
-def test_a_cursor_is_read_by_its_own_phase_alone():
+def test_a_cursor_is_read_only_by_its_own_phase():
     """The lanes of two packed phases have the same names."""
     data = build_phases([0.5], [packed(50), packed(60)])
     order = data.order(0, LANES, STEPS, ())
@@ -248,7 +248,7 @@ def test_samples_batches_and_sources_are_those_of_the_phase():
     assert build_phases([0.5], [Words(3), Words(4)]).sources == []
 
 
-def test_a_phase_may_have_keys_of_one_value():
+def test_a_phase_can_have_keys_of_one_value():
     """They are not taken for an epoch and an index."""
 
     class Rollouts(Words):
@@ -262,7 +262,7 @@ def test_a_phase_may_have_keys_of_one_value():
     assert data.sample(1, 4) == (0, Words(9).sample(1, 4))
 
 
-def test_the_fingerprint_is_of_all_phases_and_where_they_begin():
+def test_the_fingerprint_covers_all_phases_and_their_starts():
     fingerprints = [
         build_phases(*phases).fingerprint
         for phases in (
@@ -320,7 +320,7 @@ def check(phase_dicts: Sequence[Mapping[str, Any]]) -> phases.Config:
     return load(phases.Config, {"phases": list(phase_dicts)}, "data")
 
 
-def test_mistakes_are_told_by_phase(places: Any, write_corpus: Any):
+def test_errors_name_the_phase(places: Any, write_corpus: Any):
     write_corpus("t", [{"text": "a", "source": "s"}])
     config = check(
         [{"until": 0.5, "data": {**TEXT, "corpus": "nowhere"}}, {"data": {"name": "mixture", "parts": {"a": TEXT}}}]

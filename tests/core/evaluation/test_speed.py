@@ -56,7 +56,7 @@ def test_where_operations_cannot_be_counted_nothing_is_said(who: AnswerGenerator
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError, RuntimeError])
-def test_only_a_lack_of_memory_leaves_the_operations_out(who: AnswerGenerator, error: type[Exception]):
+def test_flops_are_omitted_only_on_out_of_memory(who: AnswerGenerator, error: type[Exception]):
     passes = []
 
     def refuse(*_: object) -> None:

@@ -61,7 +61,7 @@ def test_light_modules_import_nothing_heavy():
 # ---- gpt_bigcode
 
 
-def test_gpt_bigcode_has_the_sizes_asked_for(places):
+def test_gpt_bigcode_has_the_configured_sizes(places):
     model = part({**GPT, "dropout_rate": 0.25}).build(places)
     assert type(model).__name__ == "GPTBigCodeForCausalLM"
     c = model.config
@@ -155,7 +155,7 @@ def test_experiment_knows_the_parent_s_depth_before_and_after_its_training(place
 
 
 @pytest.mark.parametrize("exp_id", ["0" * 31, "0" * 33, "G" * 32, "../" * 10 + "00"])
-def test_experiment_wants_a_whole_id(exp_id):
+def test_experiment_needs_a_full_id(exp_id):
     with pytest.raises(ValueError, match="exp_id"):
         part({"name": "experiment", "exp_id": exp_id})
 
@@ -280,7 +280,7 @@ def test_trained_weights_are_trained_parameters_and_their_modules_buffers():
     assert not any(tensor.requires_grad for tensor in weights.values())
 
 
-def test_load_trained_restores_and_keeps_ties(tmp_path):
+def test_load_trained_restores_tied_weights(tmp_path):
     model, other = MixedModel(), MixedModel()
     model.norm.running_mean += 3
     save_file(trained_weights(model), tmp_path / "w.safetensors")

@@ -92,7 +92,7 @@ def around(base: Any, **settings: Any) -> dict[str, Any]:
 
 @torch.no_grad()
 @pytest.mark.parametrize("case", ["frozen", "learned", "adapted"])
-def test_blocks_are_exported_for_xc_cache_and_are_where_another_training_begins(case: str, places, tmp_path: Path):
+def test_exported_blocks_load_in_xc_cache_and_start_another_training(case: str, places, tmp_path: Path):
     bind(MODELS, GPT).build(places).save_pretrained(tmp_path / "base")
     base = {"name": "hf", "path": str(tmp_path / "base")}
     raw = around(base, train_all_params=case == "learned")
@@ -128,7 +128,7 @@ def test_the_export_names_its_base(case: str, places, tmp_path: Path, monkeypatc
         assert sorted(original.all_special_tokens) == sorted(copy.all_special_tokens)
 
 
-def test_a_standalone_folder_is_refused_for_others_and_pushed_where_there_is_a_hub(
+def test_standalone_is_for_cross_attention_and_push_needs_a_hub(
     places, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
     bind(MODELS, GPT).build(places).save_pretrained(tmp_path / "base")

@@ -97,7 +97,7 @@ def test_hf_loads_from_the_cache_by_hub_id(pretrained, places, tmp_path, monkeyp
         part({"name": "hf", "path": "owner/name"}).check(places)
 
 
-def test_hf_refuses_what_it_would_ignore_and_what_is_no_model(pretrained, places, tmp_path):
+def test_hf_rejects_ignored_settings_and_folders_without_a_model(pretrained, places, tmp_path):
     with pytest.raises(ConfigError, match=r"is a folder, so revision 'main' would be ignored"):
         part({"name": "hf", "path": str(pretrained), "revision": "main"}).check(places)
     with pytest.raises(ConfigError, match=r"is a folder without a config.json"):
@@ -165,7 +165,7 @@ def test_hf_names_the_missing_shard(base_of, places, tmp_path):
         ({"max_position_embeddings": True}, r"max_position_embeddings: expected an int > 0, got True \(bool\)"),
     ],
 )
-def test_hf_names_what_is_wrong_in_config_json(pretrained, places, change, message):
+def test_hf_names_the_error_in_config_json(pretrained, places, change, message):
     raw = part({"name": "hf", "path": str(pretrained)})
     file = pretrained / "config.json"
     if isinstance(change, dict):
@@ -189,7 +189,7 @@ def test_hf_names_the_config_json_that_makes_no_model(pretrained, places, change
 
 
 @pytest.mark.parametrize("index", [[], 3, {}, {"weight_map": {}}, {"weight_map": ["a"]}, {"weight_map": {"a": 3}}])
-def test_hf_names_an_index_of_shards_that_is_none(pretrained, places, index):
+def test_hf_names_an_invalid_index_of_shards(pretrained, places, index):
     (pretrained / "model.safetensors").unlink()
     write_json(pretrained / "model.safetensors.index.json", index)
     with pytest.raises(CheckpointError, match=r"pretrained/model.safetensors.index.json: not an index: expected"):
@@ -258,7 +258,7 @@ def test_hf_fingerprint_meets_every_large_matrix(base_of, places, tmp_path):
     assert len(fingerprints) == 5
 
 
-def test_hf_fingerprint_does_not_read_a_large_file_whole(pretrained, places):
+def test_hf_fingerprint_samples_a_large_file(pretrained, places):
     def characters_read():
         return int(Path("/proc/self/io").read_text().split()[1])
 
@@ -276,7 +276,7 @@ def test_hf_fingerprint_does_not_read_a_large_file_whole(pretrained, places):
 
 
 @pytest.mark.parametrize(("attention", "implementation"), [("eager", "eager"), ("sdpa", "sdpa"), (None, "sdpa")])
-def test_hf_takes_the_attention_that_is_asked_for(pretrained, places, attention, implementation):
+def test_hf_uses_the_configured_attention(pretrained, places, attention, implementation):
     raw = part({"name": "hf", "path": str(pretrained), "attention": attention})
     assert raw.build(places).config._attn_implementation == implementation
     around = part({"name": "lora", "rank": 1, "alpha": 1.0, "target_modules": ["q_proj"], "base": resolved_dict(raw)})
@@ -301,7 +301,7 @@ def test_hf_refuses_an_attention_that_cannot_be_used(pretrained, places, base_of
         part({"name": "hf", "path": str(tmp_path / "gpt"), "attention": "flex_attention"}).check(places)
 
 
-def test_families_lack_the_attention_that_is_refused():
+def test_transformers_does_not_support_the_rejected_attention():
     import transformers
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 

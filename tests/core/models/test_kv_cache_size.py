@@ -44,7 +44,7 @@ def test_a_decoders_cache(base_of, model_type, wide):
         {"shared_projections": True, "num_key_value_heads": 4},
     ],
 )
-def test_what_cross_attention_keeps(make, batch, tmp_path: Path, settings):
+def test_cache_size_of_cross_attention(make, batch, tmp_path: Path, settings):
     model = make("llama", **settings)
     sizes = architecture.from_dict(model.base.config.to_dict())
     model.base.config.save_pretrained(tmp_path)

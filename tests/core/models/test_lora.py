@@ -69,7 +69,7 @@ def test_the_matrices_of_each_family_are_those_that_a_model_has(model_type: str)
 
 
 @pytest.mark.parametrize("model_type", DECODERS)
-def test_only_adapters_learn_and_they_begin_by_changing_nothing(model_type: str, tmp_path: Path, places):
+def test_only_adapters_learn_and_initially_change_nothing(model_type: str, tmp_path: Path, places):
     name = lora.MATRICES[model_type][0]
     model = (
         bind(MODELS, {**LORA, "target_modules": [name], "base": pretrained(model_type, tmp_path / "m")})
@@ -96,7 +96,7 @@ def test_only_adapters_learn_and_they_begin_by_changing_nothing(model_type: str,
     assert {key for key in after if not torch.equal(after[key], before[key])} == set(trained)
 
 
-def test_what_is_added_is_alpha_over_rank_times_the_product(places):
+def test_an_adapter_adds_alpha_over_rank_times_the_product(places):
     torch.manual_seed(0)
     model: Any = with_random_adapters(part().build(places))
     layer = model.transformer.h[1].mlp.c_fc
@@ -121,7 +121,7 @@ def test_adapters_of_a_half_precision_base_are_float32(tmp_path: Path, places):
     assert model(IDS).logits.dtype == torch.bfloat16
 
 
-def test_dropout_acts_in_training_alone(places):
+def test_dropout_acts_only_in_training(places):
     model: Any = with_random_adapters(part(dropout_rate=0.5).build(places))
     assert torch.equal(model(IDS).logits, model(IDS).logits)
     model.train()
@@ -262,7 +262,7 @@ def test_fingerprint_is_of_the_base(tmp_path: Path, places):
 
 
 @pytest.mark.parametrize("model_type", ["gpt2", "llama"])  # the output matrix is the embedding, and is not
-def test_of_the_vocabulary_the_rows_of_extra_tokens_alone_are_learned(model_type: str, tmp_path: Path, places: Places):
+def test_only_embedding_rows_of_extra_tokens_are_learned(model_type: str, tmp_path: Path, places: Places):
     tokenizer = AutoTokenizer.from_pretrained(places.data / "tokenizer")
     make_base(model_type, vocab_size=len(tokenizer)).save_pretrained(tmp_path / "base")
     tokenizer.save_pretrained(tmp_path / "base")

@@ -126,7 +126,7 @@ def test_the_decoder_below_cross_attention_is_adapted(world: World):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["fsdp", "zero2", "zero3"])
-def test_processes_may_share_the_model(world: World, mode: str):
+def test_sharded_training_with_adapters(world: World, mode: str):
     if mode != "fsdp":
         pytest.importorskip("deepspeed", reason="needs deepspeed")
     assert scores(world.trained(mode)) == scores(world.trained("replicated"))

@@ -26,7 +26,7 @@ def test_missing_folder(name):
         tokenizers.load(name)
 
 
-def test_missing_default_tokenizer_says_what_makes_it(tmp_path):
+def test_missing_default_tokenizer_names_the_command_that_makes_it(tmp_path):
     with pytest.raises(
         DataError, match=r"no such tokenizer folder. Make it with: python -m data_prep.crossattn.stdlib_qa --data_path"
     ):
@@ -133,7 +133,7 @@ def test_an_encoder_reaches_other_processes(tokenizer):
     assert min(encoder.encode("<|user|>")) >= 8
 
 
-def test_a_start_token_is_kept_and_an_end_token_is_not(make_tokenizer):
+def test_a_start_token_is_prepended_and_an_end_token_is_not(make_tokenizer):
     from tokenizers.processors import TemplateProcessing
 
     tokenizer = make_tokenizer(["<|endoftext|>", "<s>"], pad=None)

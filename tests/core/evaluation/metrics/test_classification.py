@@ -27,7 +27,7 @@ def test_accuracy_is_of_each_answer():
     assert config.score([Prediction(" a\n", ["a"])]) == {"accuracy": [1.0]}
 
 
-def test_f1_takes_what_is_no_label_for_the_wrong_one():
+def test_f1_counts_an_invalid_label_as_the_wrong_class():
     """Of class b: right 1 (first), wrongly b 2 (third, and the fourth that is none of both), missed 2: 2 / (2 + 2 +
     2)."""
     assert of("f1", "b a b x x", "b b a a b", "ab") == pytest.approx(1 / 3)
@@ -53,7 +53,7 @@ def test_nonsense_correlates_with_nothing():
     assert of("matthews", "b x x", "b a b", "ab") == pytest.approx(-50.0)  # as b b a: TP 1, FP 1, FN 1, TN 0
 
 
-def test_what_is_no_label_is_a_class_of_its_own_among_three():
+def test_an_invalid_label_is_a_separate_class_among_three():
     """Gorodkin's R: (c s - sum p t) / sqrt((s^2 - sum p^2) (s^2 - sum t^2)) = (1 * 2 - 1) / sqrt((4 - 2) (4 - 2))."""
     assert of("matthews", "b x", "b a", ABC) == pytest.approx(50.0)
 
@@ -66,12 +66,12 @@ def test_pearson_and_spearman():
 
 
 @pytest.mark.parametrize("text", ["x", "nan", "inf", "-inf"])
-def test_what_is_no_number_is_minus_one(text: str):
+def test_an_answer_without_a_number_is_minus_one(text: str):
     assert of("pearson", f"{text} 1 3", "0 1 2") == pytest.approx(100.0)
     assert of("pearson", f"{text} 1 4", "0 1 2") == pytest.approx(100 * 5 / (2 * 38 / 3) ** 0.5)
 
 
-def test_what_is_always_the_same_correlates_with_nothing():
+def test_constant_answers_have_correlation_zero():
     assert of("pearson", "2 2 2", "0 1 2") == of("spearman", "0 1 2", "1 1 1") == of("pearson", "1", "1") == 0.0
 
 

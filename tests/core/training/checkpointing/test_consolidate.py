@@ -106,7 +106,7 @@ def test_everything_is_what_deepspeed_gives_bit_for_bit(real: Any, tmp_path: Pat
 @needs_deepspeed
 @pytest.mark.slow
 @pytest.mark.parametrize(("stage", "world"), REAL)
-def test_a_consolidated_checkpoint_goes_on_without_zero(real: Any, tmp_path: Path, stage: int, world: int):
+def test_a_consolidated_checkpoint_resumes_without_zero(real: Any, tmp_path: Path, stage: int, world: int):
     source = real(stage, world)
     folder = as_checkpoint(source / "ours" / "zero", tmp_path / "run", 3)
     assert main([str(tmp_path / "run")]) == 0
@@ -170,7 +170,7 @@ def test_any_sizes_on_any_number_of_processes(tmp_path: Path, stage: int, world:
     assert facts["tensors"] == digests
 
 
-def test_weights_are_cut_into_files_of_at_most_the_size_asked(tmp_path: Path):
+def test_weights_are_split_into_files_of_the_requested_size(tmp_path: Path):
     weights = numbers((4,), (6,), (50,), (5,))  # 16, 24, 200 and 20 bytes
     shard_sets.write(tmp_path / "in", 3, 2, weights)
     assert main([str(tmp_path / "in"), "--output", str(tmp_path / "out"), "--shard-size", "40"]) == 0
@@ -190,7 +190,7 @@ def test_weights_are_cut_into_files_of_at_most_the_size_asked(tmp_path: Path):
     assert len(verify(tmp_path / "in", tmp_path / "out")) == 4 * len(weights)
 
 
-def test_parameters_may_lie_apart(tmp_path: Path):
+def test_parameters_can_be_padded_to_an_alignment(tmp_path: Path):
     weights = numbers(*SMALL)
     state = shard_sets.write(tmp_path / "in", 2, 3, weights, gap=3)
     consolidate(tmp_path / "in", Export(tmp_path / "out"))
@@ -377,7 +377,9 @@ def test_ranks_of_stage_3_agree_on_the_step(tmp_path: Path):
         consolidate(tmp_path, Export(tmp_path.with_name("out")))
 
 
-def test_in_place_what_is_there_is_compared_and_what_lacks_is_added(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_in_place_existing_files_are_compared_and_missing_ones_added(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     weights = numbers(*SMALL)
     shard_sets.write(tmp_path / "zero", 2, 2, weights)
     folder = as_checkpoint(tmp_path / "zero", tmp_path / "run", 4, weights)

@@ -137,7 +137,7 @@ def test_an_undone_rewind_ends_with_the_same_bits(root: Path, trained: Path, fol
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=" ".join)
-def test_a_kill_behind_a_rewind_changes_nothing(
+def test_a_kill_after_a_rewind_changes_nothing(
     root: Path, trained: Path, folder: Path, tmp_path: Path, change: Sequence[str]
 ):
     rewind(folder, *change)
@@ -179,7 +179,7 @@ def test_a_held_rate_moves_nothing(root: Path, folder: Path):
     assert weights[1].read_bytes() == old_weights.read_bytes()
 
 
-def test_moments_begin_anew_once(root: Path, folder: Path):
+def test_moments_are_reset_once(root: Path, folder: Path):
     from safetensors.torch import load_file
 
     rewind(folder, "--reset-optimizer")

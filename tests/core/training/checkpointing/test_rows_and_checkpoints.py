@@ -40,7 +40,7 @@ def saved(run: Run) -> list[int]:
     return sorted(map(checkpoints.step_of, checkpoints.list_all(run.path)))
 
 
-def test_the_training_has_a_row_every_ten_steps_beside_the_evaluations(folder: Path):
+def test_the_training_writes_a_row_every_ten_steps_and_at_evaluations(folder: Path):
     """Which are what they are without: --log_every as rare as the evaluations leaves the others out."""
     usual, rare = (
         trained(folder, "usual", Options(keep=KEEP)),

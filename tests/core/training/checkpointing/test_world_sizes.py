@@ -60,7 +60,7 @@ def test_two_then_one_then_two(modes: Modes, mode: str):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("processes", [1, 3, 4])
-def test_shards_of_fsdp_are_shared_out_anew(modes: Modes, processes: int):
+def test_fsdp_shards_load_on_another_world_size(modes: Modes, processes: int):
     """By nobody: each process reads its part."""
     checkpoint = modes.cut_back("fsdp", "wide")
     assert (checkpoint / MOMENTS).is_dir()
@@ -74,7 +74,7 @@ def test_shards_of_fsdp_are_shared_out_anew(modes: Modes, processes: int):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("mode", "processes"), [("zero1", 3), ("zero2", 1), ("zero2", 4), ("zero3", 1), ("zero3", 4)])
-def test_shards_go_on_elsewhere(modes: Modes, mode: str, processes: int):
+def test_zero_shards_resume_on_another_world_size(modes: Modes, mode: str, processes: int):
     """They are put together first."""
     checkpoint = modes.cut_back(mode, "wide")
     assert not (checkpoint / OPTIMIZER).exists()
@@ -96,7 +96,7 @@ def test_shards_go_on_elsewhere(modes: Modes, mode: str, processes: int):
         pytest.param("fsdp", 2, marks=pytest.mark.matrix),
     ],
 )
-def test_what_was_put_together_is_shared_out_again_exactly(modes: Modes, mode: str, processes: int):
+def test_consolidated_state_is_sharded_again_bit_exactly(modes: Modes, mode: str, processes: int):
     """The shards themselves are gone."""
     shards = MOMENTS if mode == "fsdp" else "zero"
     checkpoint = modes.cut_back(mode, "wide", processes)

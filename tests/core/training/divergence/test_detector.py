@@ -60,7 +60,7 @@ def test_an_overflow_that_the_loss_scaler_leaves_out_is_no_finding_but_its_loss_
     assert brief(Detector(config()).observe(1, NAN, INF, skipped=True)) == [("non_finite", 1, 1)]
 
 
-def test_what_is_not_finite_leaves_no_trace_in_what_later_steps_are_judged_by():
+def test_non_finite_values_do_not_affect_later_limits():
     detector, other = Detector(config(on_non_finite="skip_batch")), Detector(config(on_non_finite="skip_batch"))
     for step, loss in enumerate(wavy(50), 1):
         detector.observe(step, loss, loss)
@@ -69,7 +69,7 @@ def test_what_is_not_finite_leaves_no_trace_in_what_later_steps_are_judged_by():
     assert {**detector.state(), "skips": []} == {**other.state(), "skips": []}
 
 
-def test_a_spike_fires_at_its_mth_step_and_says_where_it_began():
+def test_a_spike_fires_at_its_mth_step_and_names_its_first():
     losses = [*wavy(200), 4.0, 4.2, 3.9, 3.8, *wavy(50, seed=1)]
     assert seen(losses) == [("loss_spike", 201, 203)]
     assert seen(losses, loss_steps=4) == [("loss_spike", 201, 204)]
@@ -269,7 +269,7 @@ def troubled_curve(seed: int) -> list[Step]:
 
 
 @pytest.mark.parametrize("action", ["warn", "skip_batch"])
-def test_a_detector_restored_in_the_middle_decides_alike(action: str):
+def test_a_restored_detector_makes_the_same_decisions(action: str):
     settings = config(on_loss_spike=action, on_grad_norm=action, on_non_finite="skip_batch", on_skipped="warn")
     kinds = set()
     for seed in range(6):
@@ -286,7 +286,7 @@ def test_a_detector_restored_in_the_middle_decides_alike(action: str):
     assert kinds == {"non_finite", "loss_spike", "loss_drift", "grad_norm", "skipped"}, "else the test is too easy"
 
 
-def test_a_state_is_a_copy_and_an_empty_one_begins_anew():
+def test_a_state_is_a_copy_and_an_empty_one_resets():
     detector = Detector(config())
     for step, loss in enumerate(wavy(50), 1):
         detector.observe(step, loss, loss)
@@ -361,7 +361,7 @@ def kinds_found(losses: list[float], **changes: Any) -> list[tuple[str, int]]:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_an_early_climb_is_told_from_its_healthy_twin(seed: int):
+def test_an_early_climb_is_distinguished_from_its_healthy_twin(seed: int):
     """From 11.6 to 20.4 over 31 steps, at the very start."""
     draw = random.Random(seed)
     climbing = [(11.6 + 8.8 * step / 30) * math.exp(0.02 * draw.gauss(0, 1)) for step in range(31)]

@@ -106,7 +106,7 @@ def seen_by_the_watchdog(folder: Path, caplog: pytest.LogCaptureFixture) -> tupl
     return code, messages, row.reason
 
 
-def test_the_watchdog_tells_of_a_loss_that_is_no_number(folder: Path, caplog: pytest.LogCaptureFixture):
+def test_the_watchdog_reports_a_nan_loss(folder: Path, caplog: pytest.LogCaptureFixture):
     with small.open_run(folder) as run, contextlib.suppress(TrainingError):
         small.train(run, config(), spoil(float("nan"), 25))
     code, messages, reason = seen_by_the_watchdog(folder, caplog)
@@ -116,7 +116,7 @@ def test_the_watchdog_tells_of_a_loss_that_is_no_number(folder: Path, caplog: py
     assert not any("non_finite" in line for line in seen_by_the_watchdog(folder, caplog)[1]), "each once"
 
 
-def test_the_watchdog_tells_of_spikes_that_are_only_warned_of(folder: Path, caplog: pytest.LogCaptureFixture):
+def test_the_watchdog_reports_spikes_with_action_warn(folder: Path, caplog: pytest.LogCaptureFixture):
     with small.open_run(folder) as run:
         small.train(run, config(), spoil(100.0, 25))
         messages, reason = seen_by_the_watchdog(folder, caplog)[1:]
@@ -160,7 +160,7 @@ def test_a_batch_that_is_left_out_moves_nothing_but_the_step(folder: Path, value
         assert load_file(moments)["guess::step"] == STEPS - 1
 
 
-def test_the_run_is_taken_back_and_passes_over_what_it_stumbled_on(folder: Path):
+def test_a_run_is_rewound_and_skips_the_diverging_batch(folder: Path):
     settings = config(on_loss_spike="rewind")
     with small.open_run(folder) as run:
         with pytest.raises(distributed.TrainingStopped, match="taken back to step 20, as step 25: the loss is") as stop:
@@ -182,7 +182,7 @@ def test_the_run_is_taken_back_and_passes_over_what_it_stumbled_on(folder: Path)
     assert state.step == STEPS
 
 
-def test_a_second_time_it_passes_over_both_places_and_keeps_what_a_person_changed(folder: Path):
+def test_a_second_rewind_skips_both_batches_and_retains_manual_changes(folder: Path):
     settings = config(on_loss_spike="rewind")
     with small.open_run(folder) as run:
         with pytest.raises(distributed.TrainingStopped):
@@ -201,7 +201,7 @@ def test_a_second_time_it_passes_over_both_places_and_keeps_what_a_person_change
     )
 
 
-def test_behind_a_boundary_of_phases_it_passes_over_what_each_phase_has_read(folder: Path):
+def test_a_rewind_after_a_phase_boundary_skips_the_samples_read_in_each_phase(folder: Path):
     """Two times: phase 0 is left to read from its step 28 on, phase 1 from its step 6 on."""
     settings, some = config(on_loss_spike="rewind"), {"name": "documents", "corpus": "any"}
     phase_config = load(phases.Config, {"phases": [{"until": 0.55, "data": some}, {"data": some}]}, "data")

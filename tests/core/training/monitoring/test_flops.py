@@ -116,7 +116,7 @@ def test_a_frozen_part_and_an_unknown_model_have_no_count(caplog: pytest.LogCapt
         ("h100 pcie", "bfloat16", 756e12),
     ],
 )
-def test_peaks_are_found_by_whole_words(name: str, precision: str, rate: float | None):
+def test_peaks_are_matched_by_complete_words(name: str, precision: str, rate: float | None):
     assert flops.peak_flops(name, precision) == rate
 
 

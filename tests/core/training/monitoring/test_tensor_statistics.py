@@ -66,14 +66,14 @@ def test_the_numbers_are_those_of_a_plain_reference(name: str):
     assert tensor_statistics.describe(tensor) == pytest.approx(expected, rel=1e-6, abs=0)
 
 
-def test_what_is_not_defined_is_none():
+def test_undefined_statistics_are_null():
     nothing = dict.fromkeys(tensor_statistics.NAMES[:-1])
     assert tensor_statistics.describe(torch.empty(0, 3)) == {**nothing, "nonzero": 0}
     two = {**dict.fromkeys(tensor_statistics.NAMES[:-1], 2.0), "var_std": None, "abs_var_std": None, "nonzero": 1}
     assert tensor_statistics.describe(torch.tensor(2.0)) == two
 
 
-def test_what_is_not_finite_is_counted_and_not_raised():
+def test_non_finite_elements_are_counted_without_an_error():
     description = tensor_statistics.describe(torch.tensor([1.0, math.nan, math.inf, 0.0]))
     assert description == {**dict.fromkeys(tensor_statistics.NAMES[:-1]), "nonzero": 3, "nonfinite": 2}
     description = tensor_statistics.describe(torch.tensor([1.0, math.inf, 0.0]))
@@ -86,7 +86,7 @@ def test_what_is_not_finite_is_counted_and_not_raised():
     json.dumps(description, allow_nan=False)
 
 
-def test_pieces_of_any_size_make_the_same_whole():
+def test_pieces_of_any_size_give_the_same_sums():
     tensor = torch.randn(1000) + 5
     pieces = [torch.empty(0), *tensor.split([1, 700, 299]), torch.empty(0)]
     joined_sums = tensor_statistics.join_sums(torch.stack([tensor_statistics.sums(piece) for piece in pieces]))
@@ -117,7 +117,7 @@ def adam() -> tuple[nn.Module, torch.optim.AdamW, dict[str, Tensor]]:
     return layer, optimizer, before
 
 
-def test_the_update_is_what_the_last_step_subtracted(adam: tuple[nn.Linear, torch.optim.AdamW, dict[str, Tensor]]):
+def test_the_update_equals_the_change_of_the_last_step(adam: tuple[nn.Linear, torch.optim.AdamW, dict[str, Tensor]]):
     layer, optimizer, before = adam
     sums_by_context = {item.context: item for item in parameter_statistics.weights(layer, optimizer)}
     assert list(sums_by_context) == ["hp", "exp_avg", "exp_avg_sq", "effective_update"]
@@ -138,7 +138,7 @@ def test_the_update_is_what_the_last_step_subtracted(adam: tuple[nn.Linear, torc
     assert rates == {"weight": pytest.approx(float(movement.norm() / layer.weight.detach().norm()), rel=1e-4)}
 
 
-def test_only_what_is_trained_is_measured(adam: tuple[nn.Linear, torch.optim.AdamW, Any]):
+def test_only_trained_parameters_are_measured(adam: tuple[nn.Linear, torch.optim.AdamW, Any]):
     layer, optimizer, _ = adam
     assert [(item.name, item.context) for item in parameter_statistics.gradients(layer)] == [("weight", "hp_grad")]
     fresh = torch.optim.SGD([layer.weight], lr=0.1)
@@ -195,7 +195,7 @@ def test_the_hooks_go_when_the_forward_pass_fails():
     assert not any(module._forward_hooks for module in model.modules())
 
 
-def test_a_compiled_model_is_left_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+def test_a_compiled_model_gets_no_hooks(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     caplog.set_level("INFO")
     compiled: Any = torch.compile(nn.Linear(3, 3), backend="eager")
     watching = Monitor(tmp_path, compiled, 1)
@@ -305,7 +305,7 @@ def test_none_are_written_where_none_are_due(places: Places, tmp_path: Path):
     assert not (tmp_path / FILE).exists()
 
 
-def test_a_continued_run_drops_what_it_makes_again(places: Places, tmp_path: Path):
+def test_a_resumed_run_drops_records_that_it_repeats(places: Places, tmp_path: Path):
     list(train(places, Monitor(tmp_path, nn.Identity(), 1)))
     whole = (tmp_path / FILE).read_bytes()
     with open(tmp_path / FILE, "ab") as file:

@@ -108,7 +108,7 @@ def test_a_training_cut_short_ends_with_the_same_bits(folder: Path, optimizer: s
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_a_branch_has_its_rate_and_may_begin_with_no_moments(folder: Path, optimizer: str):
+def test_a_branch_has_its_rate_and_can_reset_the_moments(folder: Path, optimizer: str):
     whole, run = train(folder, optimizer), place(folder)
     before = load_file(checkpoints.folder(run, STEPS) / "model.safetensors")
     assert interventions.main(["rewind", str(run), "--to", str(MIDDLE), "--lr", "hold0:20"]) == 0
@@ -174,7 +174,7 @@ def test_adafactor_follows_a_schedule_above_its_own_relative_step():
 
 
 @pytest.mark.parametrize("setting", [{"adam_beta1": 0.8}, {"adam_beta2": 0.99}, {"adam_epsilon": 1e-8}])
-def test_adafactor_refuses_what_is_adams(setting: dict[str, float]):
+def test_adafactor_rejects_settings_of_adam(setting: dict[str, float]):
     (name,) = setting
     with pytest.raises(
         ConfigError,
@@ -184,7 +184,7 @@ def test_adafactor_refuses_what_is_adams(setting: dict[str, float]):
     assert getattr(loop("adamw_scale", **setting), name) == setting[name]
 
 
-def test_an_unknown_optimizer_is_told_the_known_ones():
+def test_an_unknown_optimizer_error_lists_the_known_ones():
     with pytest.raises(
         ConfigError, match=r"loop\.optimizer: unknown value 'adamwscale'\. Did you mean 'adamw_scale'\?"
     ):

@@ -89,7 +89,7 @@ def test_its_options_choose_how_the_model_is_shared(world: World, ours: tuple[st
         ("--cpu --num_processes 2", "accelerate launch --cpu starts one process whatever --num_processes says."),
     ],
 )
-def test_what_says_otherwise_is_refused_before_the_first_step(world: World, line: str, message: str):
+def test_conflicting_options_are_rejected_before_the_first_step(world: World, line: str, message: str):
     done = world.launch(line)
     assert done.returncode == 1
     assert done.stderr.count(message) == 1, done.stderr

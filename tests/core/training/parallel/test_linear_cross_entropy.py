@@ -95,7 +95,7 @@ def test_one_chunk_of_all_has_the_bits_of_a_plain_loss(case: str, options: dict[
 @pytest.mark.parametrize("chunk", [1, 7])
 @pytest.mark.parametrize("options", [{}, SMOOTHING], ids=["plain", "smoothed"])
 @pytest.mark.parametrize("case", CASES)
-def test_chunks_differ_by_rounding_alone(case: str, options: dict[str, float], chunk: int):
+def test_chunks_differ_only_by_rounding(case: str, options: dict[str, float], chunk: int):
     """In float32: a millionth, and of what is 0 but for rounding a millionth of the largest gradient."""
     expected, result = gradients(case, 0, **options), gradients(case, chunk, **options)
     assert result.keys() == expected.keys()
@@ -174,7 +174,7 @@ class Copies(nn.Module):
         return output
 
 
-def test_wrappers_may_copy_but_not_change_the_logits():
+def test_wrappers_can_copy_but_not_change_the_logits():
     with chunks_of(4):
         for _ in range(2):
             torch.testing.assert_close(causal_lm_loss(Copies(1.0), LM), causal_lm_loss(make_base("gpt_bigcode"), LM))

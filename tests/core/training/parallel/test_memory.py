@@ -141,7 +141,7 @@ def test_dropout_is_at_work(kind: str):
 
 
 @pytest.mark.parametrize("kind", MODELS_BY_NAME)
-def test_a_layer_that_is_computed_again_keeps_little(kind: str):
+def test_a_checkpointed_layer_saves_little(kind: str):
     model = MODELS_BY_NAME[kind]()
     whole = saved_bytes(model)
     memory.checkpoint_layers(model)
@@ -189,7 +189,7 @@ def test_fused_attention_is_saved_unless_it_draws(dropout: float, saved: bool):
     assert memory._is_expensive(efficient, (states, states, states, None, True), {"dropout_p": dropout}) is saved
 
 
-def test_compiled_layers_are_saved_whole_or_not_at_all():
+def test_compiled_layers_reject_selective_checkpointing():
     model: Any = make_base("llama")
     model.model.layers[0].forward = Compiled(model.model.layers[0], lambda x: x, lambda _, x: x)
     with pytest.raises(
@@ -199,7 +199,7 @@ def test_compiled_layers_are_saved_whole_or_not_at_all():
     assert memory.checkpoint_layers(model) == 4
 
 
-def test_a_layer_is_computed_again_in_the_backward_pass_alone():
+def test_a_layer_is_recomputed_only_in_the_backward_pass():
     model: Any = make_base("gpt_bigcode").train()
     calls = []
     model.transformer.h[1].mlp.register_forward_pre_hook(lambda *_: calls.append(torch.is_grad_enabled()))
@@ -343,7 +343,7 @@ def test_freed_memory_is_not_taken_from_the_kernel_again():
 
 
 @pytest.mark.slow
-def test_a_sharded_model_in_bfloat16_keeps_no_second_copy_of_its_weights():
+def test_a_sharded_model_in_bfloat16_saves_no_second_copy_of_its_weights():
     """Autocast's copies of them would be half of their bytes: as long as autograd keeps them, nothing is sharded. The
     bits are the same."""
     command = [sys.executable, "-m", "tests.core.training.parallel.kept_memory"]
@@ -360,7 +360,7 @@ def test_a_sharded_model_in_bfloat16_keeps_no_second_copy_of_its_weights():
 
 
 @pytest.mark.slow
-def test_zero_3_in_bfloat16_keeps_no_gathered_weights_until_the_backward_pass(tmp_path: Path):
+def test_zero_3_in_bfloat16_saves_no_gathered_weights_for_the_backward_pass(tmp_path: Path):
     """Of all that a forward pass makes: what autograd and autocast keep. The transposed products of GPT-2 are ours and
     lose no bit."""
     assert warm.torchrun(Path(zero_memory.__file__), [str(tmp_path)], 2, tmp_path / "log") == ""
@@ -376,7 +376,7 @@ def test_zero_3_in_bfloat16_keeps_no_gathered_weights_until_the_backward_pass(tm
 
 
 @pytest.mark.parametrize("frozen", [False, True])
-def test_products_whose_weights_are_released_give_the_same_bits_and_keep_less(frozen: bool):
+def test_released_conv1d_weights_give_the_same_bits_and_save_less(frozen: bool):
     """Of GPT-2: no copies of weights, no inputs of frozen ones, and the parameter itself is no tensor to be moved to
     the host."""
     plain = kept_memory.models()["gpt2"]

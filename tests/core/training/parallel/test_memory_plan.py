@@ -140,7 +140,7 @@ def measure_peak(model: nn.Module, loss: Any, batch: Mapping[str, Tensor], recip
 @pytest.mark.parametrize(
     "case", [case if case in ("lm", "lm recomputed") else pytest.param(case, marks=pytest.mark.slow) for case in CASES]
 )
-def test_the_plan_is_what_a_step_takes(case: str, places: Places):
+def test_the_plan_equals_the_memory_of_a_step(case: str, places: Places):
     exp, recompute = CASES[case]
     recipe: Any = load_experiment(exp, case)
     loss = recipe.training_loss()
@@ -182,7 +182,7 @@ def run_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Any:
     return run
 
 
-def test_experiments_that_are_alike_have_one_line_and_no_parent_is_needed(run_plan: Any, tmp_path: Path):
+def test_equal_experiments_have_one_line_and_need_no_parent(run_plan: Any, tmp_path: Path):
     groups = {"base": [override(toy.BASE, {"seed": seed}) for seed in (0, 1, 2)], "crossattn": [toy.CROSSATTN]}
     code, rows, err = run_plan(groups)
     assert (code, err) == (0, "")
@@ -193,7 +193,7 @@ def test_experiments_that_are_alike_have_one_line_and_no_parent_is_needed(run_pl
     assert (rows[0]["parameters"], rows[0]["trained"]) == (count, count)
 
 
-def test_a_pretrained_model_needs_its_config_alone(run_plan: Any, tmp_path: Path):
+def test_a_pretrained_model_needs_only_its_config(run_plan: Any, tmp_path: Path):
     config = {
         "model_type": "llama",
         "vocab_size": 64,
@@ -325,7 +325,7 @@ def test_experiments_without_a_plan_are_named(run_plan: Any, changes: dict[str, 
     assert re.search(rf"odd\[0\].*{message}", err), err
 
 
-def test_evaluations_are_left_out_beside_trainings(run_plan: Any):
+def test_evaluations_are_omitted_next_to_trainings(run_plan: Any):
     evaluation_exp = override(toy.BASE, {"loop": None, "evaluation": {"micro_batch": 4}})
     code, rows, _ = run_plan({"evaluated": [evaluation_exp], "base": [toy.BASE]})
     assert (code, [row["experiment"] for row in rows]) == (0, ["base[0]"])
@@ -334,7 +334,7 @@ def test_evaluations_are_left_out_beside_trainings(run_plan: Any):
     assert "it has no loop" in err
 
 
-def test_memory_alone_runs_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_memory_option_runs_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     for arguments, message in (
         (["--memory"], "Add --dry-run"),
         (["--dry-run", "--gpus", "2"], "Add --dry-run --memory"),

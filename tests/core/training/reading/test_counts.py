@@ -103,7 +103,7 @@ def test_a_step_is_the_same_however_it_is_cut(tmp_path: Path):
 
 
 @pytest.mark.parametrize("stop_after", [1, 2, 6])
-def test_a_stop_between_rows_keeps_the_sums(tmp_path: Path, stop_after: int):
+def test_a_stop_between_rows_saves_the_sums(tmp_path: Path, stop_after: int):
     with small.open_run(small.write_data(tmp_path / "whole")) as run:
         train(run, config())
         expected = rows(run)
@@ -147,7 +147,7 @@ def test_a_step_that_counts_nothing_is_refused(tmp_path: Path):
         train(run, config(), count=lambda _: 0)
 
 
-def test_a_step_whose_weights_are_below_zero_together_is_refused(tmp_path: Path):
+def test_a_step_with_a_negative_sum_of_weights_is_rejected(tmp_path: Path):
     """It would be climbed."""
     with (
         small.open_run(small.write_data(tmp_path)) as run,

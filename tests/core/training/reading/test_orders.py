@@ -110,7 +110,7 @@ def test_a_restart_at_another_world_size_reads_on(processes: Processes, world_si
     assert len({key for step in whole for key in step}) == 66, "nothing twice"
 
 
-def test_an_order_keeps_the_cursor_that_it_was_given():
+def test_an_order_does_not_change_the_given_cursor():
     """The loop adds to that of the state at each checkpoint."""
 
     class Late(Lanes):
@@ -154,7 +154,7 @@ def test_readers_end_with_the_training_whoever_holds_its_traceback(tmp_path: Pat
 
 
 @pytest.mark.parametrize("stop_after", [1, 3, 4, 8])
-def test_a_stopped_training_reads_on_behind_its_last_step(tmp_path: Path, stop_after: int):
+def test_a_stopped_training_resumes_reading_after_its_last_step(tmp_path: Path, stop_after: int):
     with small.open_run(small.write_data(tmp_path / "whole")) as run:
         expected, everything = train(run)
     with small.open_run(small.write_data(tmp_path / "stopped")) as run:

@@ -98,7 +98,7 @@ def test_a_rewind_across_a_boundary_is_the_same_after_a_crash(
     )
 
 
-def test_an_experiment_in_phases_is_measured_on_what_it_ends_with(tmp_path: Path):
+def test_an_experiment_in_phases_is_validated_on_the_last_phase(tmp_path: Path):
     write_data(tmp_path)
     last = {**EXP, "data": PACKED, "loop": {**EXP["loop"], "steps": 3}}
     assert toy.main(["-e", "phased", "packed"], {"phased": [EXP], "packed": [last]}, tmp_path) == 0

@@ -45,7 +45,7 @@ def test_a_gain_below_min_gain_uses_up_patience_but_is_still_the_best():
     assert model_selection.best_step == 3
 
 
-def test_a_restored_selection_goes_on_as_if_never_stopped():
+def test_a_restored_selection_resumes_as_if_never_stopped():
     first, second = selection(early_stopping={"patience": 2}), selection(early_stopping={"patience": 2})
     follow(first, [3.0, 3.1])
     second.restore(first.state())

@@ -104,8 +104,8 @@ def test_an_evaluation_that_is_stopped_is_made_after_the_restart(folder: Path):
         assert outcome(run.path) == expected_files(folder)
 
 
-@pytest.mark.parametrize("step", [8, 12])
-def test_the_checkpoint_of_a_stopped_evaluation_is_not_replaced_under_who_works_on_it(folder: Path, stop_step: int):
+@pytest.mark.parametrize("stop_step", [8, 12])
+def test_the_checkpoint_of_a_stopped_evaluation_is_not_replaced_while_in_use(folder: Path, stop_step: int):
     """Whose files would change while he reads them, and who would hold a checkpoint that is no more."""
     with small.open_run(folder) as run:
         step = asked_in_the_evaluation(run, stop_step)
@@ -277,7 +277,7 @@ def test_control_groups_count_where_they_allow_less(
         assert stop_conditions.memory_used() == pytest.approx(share)
 
 
-def test_a_system_without_meminfo_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_system_without_meminfo_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(stop_conditions, "_MEMORY", tmp_path / "none")
     with pytest.raises(RunError, match="--max_host_memory"):
         stop_conditions.memory_used()

@@ -95,7 +95,7 @@ def test_losses_are_where_they_were(measured_losses: tuple[Path, dict[str, list[
             assert now == pytest.approx(was, rel=1e-3, abs=1e-6), f"{name}, step {was['step']}"
 
 
-def test_every_recipe_goes_on_after_a_cut_with_the_same_bits(measured_losses: tuple[Path, Any]):
+def test_every_recipe_resumes_bit_exactly_after_a_kill(measured_losses: tuple[Path, Any]):
     """Parents too: what stands on them goes on although they have been trained anew."""
     folder, before = measured_losses[0], {}
     assert GROUPS.keys() == set(RECIPES.modules), "a recipe that nobody looks at here"
