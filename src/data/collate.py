@@ -1,7 +1,7 @@
-"""Pads lists of ids to tensors. Masks come from lengths, never from ids, so a padding id may also be a real token.
+"""Pad lists of ids to tensors. Masks are made from lengths, not from ids, so the padding id can also be a real token.
 
-Shapes: B samples, T tokens of the longest sample, C context chunks of the sample with most, S tokens of the longest
-chunk.
+Shapes: B samples, T tokens of the longest sample, C context chunks of the sample with the most chunks, S tokens of the
+longest chunk.
 """
 
 from collections.abc import Sequence
@@ -66,9 +66,10 @@ def seq2seq(
     lengths: tuple[int, ...] = (0, 0),
 ) -> Seq2SeqBatch:
     """Pad B inputs to (B, S) and B targets to (B, T) on the right.
-    The decoder reads `start_id`, then the targets but the last.
+    The decoder reads `start_id`, then the targets without the last token.
 
-    pad_id: what both read at padding; the labels there are `NOT_LEARNED`. lengths: S and T at least.
+    pad_id: padding of the encoder's and the decoder's inputs; labels are padded with `NOT_LEARNED`. lengths: minimum of
+    S and T.
     """
     input_ids, attention_mask = pad_ids(inputs, pad_id, lengths[0])
     labels, loss_mask = pad_ids(targets, NOT_LEARNED, lengths[1])

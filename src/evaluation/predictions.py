@@ -1,8 +1,7 @@
-"""The answers of a trained encoder-decoder to the rows of tasks:
-<run>/predictions/<task>.<split>.jsonl, and submissions to servers.
+"""Predictions of a trained encoder-decoder for the rows of tasks: <run>/predictions/<task>.<split>.jsonl, and
+submission files.
 
-A line is {"index", "input", "target", "prediction"} and, where there are classes, the number of the "class" (null: no
-label).
+A line is {"index", "input", "target", "prediction"} and, for classes, the number of the "class" (null: invalid label).
 """
 
 import json
@@ -25,7 +24,7 @@ from src.runs.context import Run
 FOLDER = "predictions"
 UNLABELLED_SPLIT = "test"
 _GROUPS = {"multirc": re.compile(r"\d+-\d+"), "record": re.compile(r"\d+")}
-"""What the group of a row is: paragraph and question, or question, by their numbers in the release."""
+"""Format of a row's group: numbers of paragraph and question, or of the question, in the release."""
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +38,7 @@ class TaskSplit:
 
     @property
     def name(self) -> str:
-        """Name of its file, without ".jsonl"."""
+        """Name of the file, without ".jsonl"."""
         return f"{self.dataset.task.name}.{self.split}"
 
     def has_label(self, index: int) -> bool:
@@ -47,7 +46,7 @@ class TaskSplit:
         return self.dataset.row(index).get("label") is not None
 
     def scores(self, texts: Sequence[str]) -> dict[str, float]:
-        """Scores of the answers to rows that have a label; {} if none has."""
+        """Scores of the answers to rows with a label; {} if no row has a label."""
         predictions = [self.dataset.prediction(i, text) for i, text in enumerate(texts) if self.has_label(i)]
         return task_scores(self.dataset.task, predictions) if predictions else {}
 
@@ -63,7 +62,7 @@ class TaskSplit:
 
 
 def task_scores(task: Any, predictions: Sequence[Prediction]) -> dict[str, float]:
-    """The scores that a task names, and "task_score", the one to optimise, at most 100."""
+    """The task's scores, and "task_score", the score to optimize, at most 100."""
     scores = answers.scores(task.metrics(), predictions)
     return {name: scores[name] for name in task.task.metrics} | {"task_score": task.percent(scores)}
 
@@ -71,7 +70,7 @@ def task_scores(task: Any, predictions: Sequence[Prediction]) -> dict[str, float
 def make(
     run: Run, splits: Sequence[TaskSplit], predictor: TaskPredictor, inputs: Mapping[str, str], best: bool = False
 ) -> dict[str, dict[str, float]]:
-    """Answer the rows that have no answer yet; returns scores by "<task>.<split>". Collective.
+    """Answer the remaining rows; returns scores by "<task>.<split>". Collective.
 
     inputs, best, Raises: see `ResumableOutputs`.
     """
@@ -110,17 +109,19 @@ def _write_submissions(splits: Sequence[TaskSplit], folder: Path, texts: Sequenc
                 groups.fullmatch(some.dataset.row(i).get("group") or "") for i in range(len(split_texts))
             ):
                 log.warning(
-                    "%s: no %s, as its rows lack the numbers of the release. Prepare it again.", some.name, layout.file
+                    "%s: cannot write %s, as its rows have no numbers of the release. Prepare it again.",
+                    some.name,
+                    layout.file,
                 )
                 continue
             (folder / layout.file).write_text(submission(some, split_texts), encoding="utf-8", newline="\n")
 
 
 def submission(some: TaskSplit, texts: Sequence[str]) -> str:
-    """A file for GLUE's server, tab-separated "index" and "prediction" with a header, or for SuperGLUE's, JSON lines.
+    """Content of a submission: for GLUE tab-separated "index" and "prediction" with a header, for SuperGLUE JSON lines.
 
-    An answer that is no label is written as class 0, and one that is no number as the lowest: the server takes nothing
-    else.
+    The server accepts only valid values, so an invalid label is written as class 0, and an invalid number as the
+    lowest.
     """
     task, layout = some.dataset.task, some.dataset.task.task.submission
     rows = [some.dataset.row(number) for number in range(len(texts))]
@@ -140,7 +141,13 @@ def submission(some: TaskSplit, texts: Sequence[str]) -> str:
         unknown += not valid
         values.append(value)
     if unknown:
-        log.warning("%s: %d of %d answers are no label; %s has the first.", some.name, unknown, len(texts), layout.file)
+        log.warning(
+            "%s: %d of %d answers are not valid; %s has the first valid value for them.",
+            some.name,
+            unknown,
+            len(texts),
+            layout.file,
+        )
     if layout.file.endswith(".tsv"):
         lines = ["index\tprediction", *(f"{row['index']}\t{value}" for row, value in zip(rows, values, strict=True))]
     elif task.task.form == "multirc":
@@ -152,7 +159,7 @@ def submission(some: TaskSplit, texts: Sequence[str]) -> str:
 
 
 def _multirc_lines(rows: Sequence[Mapping[str, Any]], labels: Sequence[str | int]) -> list[str]:
-    """A line for each paragraph, with its questions and their answers. The group of a row is "PARAGRAPH-QUESTION"."""
+    """One line per paragraph, with its questions and their answers. A row's group is "PARAGRAPH-QUESTION"."""
     paragraphs: dict[str, dict[str, list[dict[str, Any]]]] = {}
     for row, label in zip(rows, labels, strict=True):
         paragraph, question = row["group"].split("-")
@@ -169,7 +176,7 @@ def _multirc_lines(rows: Sequence[Mapping[str, Any]], labels: Sequence[str | int
 
 
 def _number(text: str, low: float, high: float) -> tuple[float, bool]:
-    """The number in `text`, clipped to [low, high], and whether there is one."""
+    """The number in `text`, clipped to [low, high], and whether it is valid."""
     try:
         value = float(text)
     except ValueError:

@@ -1,4 +1,4 @@
-"""Answers drawn from a model, several to each question, and what share of them is good."""
+"""Sample several answers per question, and score them."""
 
 import math
 from collections.abc import Sequence
@@ -16,11 +16,11 @@ _NORMAL_95 = 1.96
 def evaluate(config: SampledAnswers, generator: AnswerGenerator) -> dict[str, float]:
     """{"solved_mean@8": …, "solved_mean@8_interval": …, "solved_pass@8": …}; see `SampledAnswers.kinds`. Collective.
 
-    What is drawn is the same at every evaluation, for every number of processes and every micro-batch.
+    The random numbers are the same at every evaluation, and independent of the number of processes and the micro-batch.
 
     Raises:
-        ConfigError: a metric gives all answers one score together.
-        distributed.TrainingStopped: a process was asked to stop meanwhile.
+        ConfigError: a metric has only a set-level score.
+        distributed.TrainingStopped: a process received a stop signal.
     """
     options = {
         "do_sample": True,
@@ -44,9 +44,7 @@ def evaluate(config: SampledAnswers, generator: AnswerGenerator) -> dict[str, fl
     for metric in config.metrics:
         for name, scores in metric.score(predictions).items():
             if not isinstance(scores, list):
-                raise ConfigError(
-                    f"sampled.metrics: {name!r} is a score of all answers together. Choose metrics of each answer."
-                )
+                raise ConfigError(f"sampled.metrics: {name!r} is not a score of single answers. Use another metric.")
             groups = [scores[first : first + config.samples] for first in range(0, len(scores), config.samples)]
             means = [fmean(group) for group in groups]
             interval = _NORMAL_95 * stdev(means) / math.sqrt(len(means)) if len(means) > 1 else 0.0

@@ -27,7 +27,7 @@ class Ends:
 
 
 @pytest.fixture
-def who() -> AnswerGenerator:
+def generator() -> AnswerGenerator:
     """4 query heads of width 8, which share one head of keys and values."""
     torch.manual_seed(0)
     sizes = {"hidden_size": WIDTH, "intermediate_size": INNER, "num_hidden_layers": LAYERS, "vocab_size": VOCABULARY}
@@ -49,14 +49,14 @@ def test_operations_of_a_token_follow_from_the_sizes(generator: AnswerGenerator)
     assert (speeds["batch_size"], speeds["processes"], speeds["device"]) == (2, 1, "cpu")
 
 
-def test_where_operations_cannot_be_counted_nothing_is_said(who: AnswerGenerator):
-    assert speed.measure(who, 0, 1, 1, 1.0)["flops_per_generated_token"] is None
-    who.model.register_parameter("packed", torch.nn.Parameter(torch.zeros(1, dtype=torch.uint8), requires_grad=False))
-    assert speed.measure(who, 0, 9, 1, 1.0)["flops_per_generated_token"] is None
+def test_where_operations_cannot_be_counted_nothing_is_said(generator: AnswerGenerator):
+    assert speed.measure(generator, 0, 1, 1, 1.0)["flops_per_generated_token"] is None
+    generator.model.register_parameter("packed", torch.nn.Parameter(torch.zeros(1, dtype=torch.uint8), requires_grad=False))
+    assert speed.measure(generator, 0, 9, 1, 1.0)["flops_per_generated_token"] is None
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError, RuntimeError])
-def test_flops_are_omitted_only_on_out_of_memory(who: AnswerGenerator, error: type[Exception]):
+def test_flops_are_omitted_only_on_out_of_memory(generator: AnswerGenerator, error: type[Exception]):
     passes = []
 
     def refuse(*_: object) -> None:
@@ -64,12 +64,12 @@ def test_flops_are_omitted_only_on_out_of_memory(who: AnswerGenerator, error: ty
         if len(passes) > 3:  # the three first tokens are timed before
             raise error("too much")
 
-    who.model.register_forward_pre_hook(refuse)
+    generator.model.register_forward_pre_hook(refuse)
     if error is RuntimeError:
         with pytest.raises(RuntimeError, match="too much"):
-            speed.measure(who, 0, 9, 1, 1.0)
+            speed.measure(generator, 0, 9, 1, 1.0)
     else:
-        assert speed.measure(who, 0, 9, 1, 1.0)["flops_per_generated_token"] is None
+        assert speed.measure(generator, 0, 9, 1, 1.0)["flops_per_generated_token"] is None
 
 
 def test_written_tokens_are_counted_up_to_the_end():

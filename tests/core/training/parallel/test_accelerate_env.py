@@ -79,7 +79,7 @@ def test_many_processes_that_accelerate_would_not_start_are_refused(tmp_path: Pa
         take_choices(environment, 1)
 
 
-def test_our_options_apply_where_accelerate_has_none():
+def test_our_options_apply_unless_accelerate_sets_them():
     environment = {
         "ACCELERATE_MIXED_PRECISION": "no",
         "ACCELERATE_DEBUG_MODE": "true",
