@@ -88,8 +88,7 @@ def gather_batches(
     Raises:
         distributed.TrainingStopped: a process received a stop signal.
     """
-    together = batch_size *
-            distributed.world_size()
+    together = batch_size * distributed.world_size()
     for start in range(0, len(indices), together):
         distributed.stop_together()
         some = indices[start : start + together]

@@ -16,8 +16,7 @@ class Config(MetricConfig):
     """No settings."""
 
     def score(self, answers: Sequence[Prediction]) -> dict[str, list[float]]:
-        """{"solved", "in_parentheses"} of each answer. Questions have the format of `ask`; others count as not
-        solved."""
+        """{"solved", "in_parentheses"} of each answer. Only questions in the format of `ask` can be solved."""
         return {
             "solved": [float(solves(answer.question, answer.text)) for answer in answers],
             "in_parentheses": [float(is_in_parentheses(answer.text)) for answer in answers],
@@ -30,7 +29,7 @@ def ask(one: int, other: int, value: int) -> str:
 
 
 def solves(question: str, answer: str) -> bool:
-    """Whether an answer has the requested value and uses both numbers exactly once, and no others."""
+    """Whether an answer has the requested value and uses exactly the two numbers, each once."""
     task = _TASK.search(question)
     expression = read_expression(answer)
     return bool(

@@ -1,4 +1,4 @@
-"""Checkpoints of a running training, written in the background where possible, each complete or not at all."""
+"""Write checkpoints of a running training, atomically and, where possible, in the background."""
 
 import contextlib
 import threading
@@ -22,20 +22,20 @@ from src.training.parallel.engine import Engine
 
 
 class Writer:
-    """One write in the background. Its exception is raised again by `wait`."""
+    """One background write. `wait` re-raises its exception."""
 
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
 
     def start(self, write: Callable[[], None]) -> None:
-        """Begin a write. Call `wait` for the previous one first."""
+        """Start a write. Call `wait` for the previous one first."""
         assert self._thread is None
 
         def run() -> None:
             try:
                 write()
-            except BaseException as error:  # noqa: BLE001  raised again in `wait`
+            except BaseException as error:  # noqa: BLE001  re-raised in `wait`
                 self._error = error
 
         self._thread = threading.Thread(target=run, name="checkpoint")
@@ -47,7 +47,7 @@ class Writer:
         return self._error is not None
 
     def wait(self) -> None:
-        """Block until the write is finished, and raise its exception, once."""
+        """Block until the write is finished, and raise its exception once."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -68,7 +68,7 @@ class LoopSnapshot:
 
 
 class Saver:
-    """Writes checkpoints in the background, marks the best and applies retention. All methods are collective."""
+    """Writes checkpoints in the background, marks the best one and applies retention. All methods are collective."""
 
     def __init__(self, run: Run, about: checkpoint.CheckpointMetadata, config: LoopConfig) -> None:
         self.run, self.about = run, about
@@ -76,14 +76,14 @@ class Saver:
         self.writer = Writer()
         self.origin = distributed.broadcast_from_rank0(lambda: checkpoint.origin(run.path))
         self.step = 0
-        """Step of the newest checkpoint, complete or being written."""
+        """Step of the newest checkpoint, including the one being written."""
 
     def save(self, engine: Engine, snapshot: LoopSnapshot) -> None:
-        """Write a checkpoint, update the best pointer and delete old ones.
-        Returns once tensors are copied or shards written.
+        """Write a checkpoint, update the best pointer and delete old checkpoints. Returns when tensors are copied or
+        shards written.
 
         Raises:
-            RunError: the disk refuses, now or for the checkpoint before; or another process has taken over the save
+            RunError: the disk refuses this or the previous checkpoint, or another process has taken over the save
                 directory.
         """
         self.wait()
@@ -101,13 +101,13 @@ class Saver:
     def wait(self) -> None:
         """Wait for the checkpoint being written; its error is raised on every rank."""
         distributed.broadcast_from_rank0(self.writer.wait)
-        self.writer.wait()  # of the others, which end no later than that of rank 0
+        self.writer.wait()  # writes of other ranks end no later than that of rank 0
 
     def load_best(self, engine: Engine) -> None:
-        """Put the weights of the best checkpoint, if there is one, into the model of a training that has ended.
+        """Load the weights of the best checkpoint, if any, into the model after the training.
 
         Raises:
-            CheckpointError: it is gone or damaged.
+            CheckpointError: it is missing or damaged.
         """
         best = distributed.broadcast_from_rank0(lambda: checkpoints.best(self.run.path))
         if best is not None and checkpoints.step_of(best) != self.step:
@@ -115,7 +115,7 @@ class Saver:
 
     @contextlib.contextmanager
     def close_on_exit(self) -> Iterator[None]:
-        """Wait for the checkpoint being written at the end of the block, also after an exception."""
+        """Wait for the current write at the end of the block, also after an exception."""
         try:
             yield
         except BaseException:
@@ -131,7 +131,7 @@ class Saver:
         self._publish(snapshot)
 
     def _start_shards(self, snapshot: LoopSnapshot, write: Callable[[Path], None]) -> None:
-        """Every process writes its part into the one folder, in a thread; rank 0's writes the rest, when all have."""
+        """Every process writes its part into one folder, in a thread. Rank 0 then writes the other files."""
         stack = contextlib.ExitStack()
 
         def begin() -> Path:
@@ -150,7 +150,7 @@ class Saver:
         self.writer.start(work)
 
     def _save_shards(self, engine: Engine, snapshot: LoopSnapshot, weights: dict[str, Tensor]) -> None:
-        """Every process writes its part into the one folder."""
+        """Every process writes its part into one folder."""
         with contextlib.ExitStack() as stack:
 
             def begin() -> Path:
@@ -166,7 +166,7 @@ class Saver:
     def _write_folder(
         self, folder: Path, snapshot: LoopSnapshot, weights: dict[str, Tensor] | None, moments: dict[str, Tensor] | None
     ) -> None:
-        self.run.dir.scores.sync()  # the rows before a checkpoint are never fewer than after a restart from it
+        self.run.dir.scores.sync()  # so that the rows before a checkpoint survive a crash
         checkpoint.write(folder, weights, moments, snapshot.state, self.about)
         if snapshot.experience:
             checkpoint.write_experience(folder, snapshot.experience)
@@ -177,5 +177,5 @@ class Saver:
         ledger.append(self.run.path, ledger.event("save", step=snapshot.step))
         if snapshot.best_step == snapshot.step:
             checkpoints.mark_best(self.run.path, snapshot.step)
-        self.run.dir.confirm()  # the write may have taken long
+        self.run.dir.confirm()  # the write can take long
         self.rotation.rotate(snapshot.step, snapshot.best_step)
