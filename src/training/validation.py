@@ -1,4 +1,4 @@
-"""Mean token loss over a whole data set, computed by all processes together."""
+"""Mean token loss over a data set, computed by all processes."""
 
 import contextlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -22,30 +22,30 @@ class LossSums(NamedTuple):
     """Nats."""
     tokens: int
     correct: int
-    """Tokens whose target has the highest logit; 0 unless accuracy was requested."""
+    """Tokens with the highest logit at the target; 0 unless accuracy was requested."""
     denominator: float
-    """What `loss_sum` is divided by: the tokens, where nothing else was said."""
+    """Divisor of `loss_sum`: the number of tokens by default."""
     named_sums: Mapping[str, tuple[float, float]] = {}
-    """Sum and count of what the loss reports beside itself, by name."""
+    """Sum and count of further reported means, by name."""
 
     @property
     def loss(self) -> float:
-        """Per token, or what else was counted."""
+        """Mean loss per token, or per unit of `denominator`."""
         return self.loss_sum / self.denominator
 
     @property
     def accuracy(self) -> float:
-        """Share of the tokens."""
+        """Share of correct tokens."""
         return self.correct / self.tokens
 
     @property
     def means(self) -> dict[str, float]:
-        """Of what the loss reports, by name; not those that counted nothing."""
+        """Means of the named sums, by name, without those with count 0."""
         return {name: value / count for name, (value, count) in self.named_sums.items() if count}
 
     @classmethod
     def total(cls, parts: "Iterable[LossSums]") -> "LossSums":
-        """The sums over all parts."""
+        """Sum over all parts."""
         all_parts = list(parts)
         named_sums = {
             name: tuple(map(sum, zip(*(part.named_sums[name] for part in all_parts), strict=True)))
@@ -55,7 +55,7 @@ class LossSums(NamedTuple):
 
 
 def count_true(batches: Sequence[Mapping[str, Tensor]], mask: str) -> int:
-    """True entries of a mask, of the batches that have it."""
+    """Count the True entries of a mask, over the batches that have it."""
     return sum(int(batch[mask].sum()) for batch in batches if mask in batch)
 
 
@@ -65,7 +65,7 @@ def count_loss_tokens(batch: Mapping[str, Tensor]) -> int:
 
 
 Count = Callable[[Mapping[str, Tensor]], float]
-"""What the summed loss of a batch is divided by, as `TrainSpec.count`."""
+"""Divisor of the summed loss of a batch; see `TrainSpec.count`."""
 
 
 def mean_loss(
@@ -76,12 +76,12 @@ def mean_loss(
     device: torch.device,
     count: Count = count_loss_tokens,
 ) -> float:
-    """Loss per scored token, in nats, or per what `count` counts; see `measure`."""
+    """Loss in nats per scored token, or per unit of `count`; see `measure`."""
     return measure(model, dataset, loss, batch_size, device, count=count).loss
 
 
 @torch.no_grad()
-def measure(  # noqa: PLR0913  each is named where it is not plain
+def measure(  # noqa: PLR0913  call sites pass the optional ones by name
     model: nn.Module,
     dataset: Dataset,
     loss: Loss,
@@ -91,11 +91,11 @@ def measure(  # noqa: PLR0913  each is named where it is not plain
     *,
     count: Count = count_loss_tokens,
 ) -> LossSums:
-    """Summed loss over every sample of `dataset`. Collective: each rank reads every W-th batch.
+    """Sum the loss over all samples of `dataset`. Collective: each rank reads every W-th batch.
 
     Raises:
-        distributed.TrainingStopped: a process was asked to stop meanwhile.
-        TrainingError: the data set scores no token, or `count` finds nothing.
+        distributed.TrainingStopped: a process received a stop signal.
+        TrainingError: the data set has no scored tokens, or the sum of `count` is not positive.
     """
     loss_sum, tokens, correct, denominator, named_sums = 0.0, 0, 0, 0.0, dict[str, list[float]]()
 
@@ -123,7 +123,7 @@ def measure(  # noqa: PLR0913  each is named where it is not plain
         [loss_sum, tokens, correct, denominator, *flat]
     )
     if denominator <= 0:
-        raise TrainingError("the evaluation data score no token: nothing to take a mean loss of.")
+        raise TrainingError("the evaluation data have no scored tokens. Use other data.")
     pairs = zip(flat[::2], flat[1::2], strict=True)
     return LossSums(loss_sum, int(tokens), int(correct), denominator, dict(zip(named_sums, pairs, strict=True)))
 
@@ -134,7 +134,7 @@ def sample_losses(
 ) -> list[tuple[float, int]]:
     """(summed loss in nats, tokens) of every sample of `dataset`, in order, on every rank. Collective.
 
-    For losses that are cross entropies over tokens (`training.loss`). See `measure` for what is raised.
+    Only for losses that are cross entropies over tokens (`training.loss`). Raises: see `measure`.
     """
     losses: list[tuple[int, float, int]] = []
     for indices, counts in rank_batches(len(dataset), batch_size):
@@ -153,7 +153,7 @@ def token_losses(
 ) -> list[list[float]]:
     """Cross entropy in nats of each scored token of every sample of `dataset`, in order, on every rank. Collective.
 
-    never: ids of tokens that are taken to have no probability. See `measure` for what is raised.
+    never: ids of tokens with probability zero. Raises: see `measure`.
     """
     all_losses: list[tuple[int, list[float]]] = []
     losses = torch.empty(0)
@@ -177,10 +177,10 @@ def token_losses(
 
 
 def rank_batches(num_samples: int, batch_size: int) -> list[tuple[range, bool]]:
-    """Batches of indices for this process, and whether each counts; over all processes each index counts once.
+    """Batches of indices for this process, and whether each batch counts. Each index counts once over all processes.
 
-    All processes get the same number, as a forward pass of a sharded model needs all of them. Padding batches keep
-    ranks in step and are not scored.
+    All processes get the same number of batches, as a forward pass of a sharded model is collective. Padding batches
+    are not scored.
     """
     batches = [range(i, min(i + batch_size, num_samples)) for i in range(0, num_samples, batch_size)]
     shares = distributed.world_size()

@@ -114,7 +114,7 @@ def require_equal_experience(tensors: dict[str, Tensor]) -> None:
 
 
 def load_experience(folder: Path) -> dict[str, Tensor]:
-    """Read the tensors of `write_experience`, on the CPU; {} if there are none."""
+    """Read the tensors of `write_experience`, on the CPU; {} if the file is missing."""
     return read_tensors(folder / EXPERIENCE) if (folder / EXPERIENCE).exists() else {}
 
 

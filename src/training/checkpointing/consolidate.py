@@ -262,7 +262,7 @@ def _write_weights(folder: Path, shards: zero_layout.Shards, export: Export) -> 
 
 
 def _weights_in(folder: Path) -> dict[str, StoredTensor] | None:
-    """Weights from one file or several; None if there are none."""
+    """Weights from one file or several; None if the folder has no weights."""
     if (folder / WEIGHTS).exists():
         return safetensors_stream.read(folder / WEIGHTS)
     if not (folder / INDEX).exists():

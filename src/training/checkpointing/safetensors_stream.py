@@ -1,6 +1,6 @@
 """Tensors on disk as byte ranges of files, and streaming of safetensors files.
 
-At most CHUNK_BYTES of a tensor are in memory at a time.
+Only CHUNK_BYTES of a tensor are in memory at a time.
 """
 
 import contextlib
@@ -45,7 +45,7 @@ class Piece:
     offset: int
     """Offset of the first element in bytes."""
     count: int
-    """Elements."""
+    """Number of elements."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class StoredTensor:
 
     @property
     def numel(self) -> int:
-        """Elements."""
+        """Number of elements."""
         return math.prod(self.shape)
 
     def chunks(self, dtype: torch.dtype | None = None) -> Iterator[bytes]:

@@ -69,9 +69,9 @@ class Shards:
             }
         if self.left_out:
             raise CheckpointError(
-                f"{self.folder}: holds the trained weights alone; {self.left_out} frozen parameters are where the "
+                f"{self.folder}: has only trained weights. {self.left_out} frozen parameters are in the "
                 f"model of the experiment "
-                "comes from. Leave out --all."
+                "is built from. Leave out --all."
             )
         saved_weights = self.buffers | self.frozen | self.trained
         return saved_weights | {
@@ -104,7 +104,7 @@ def read(folder: Path) -> Shards:
         raise CheckpointError(f"{folder}: written by ZeRO stage {stage}, expected 1, 2 or 3.")
     world = _common_value(optimizers, "world_size", "of a training of {} processes")
     _check_ranks(folder, optimizers, world, pattern)
-    _common_value(optimizers, "steps", "whose optimizer has made {} steps")
+    _common_value(optimizers, "steps", "after {} optimizer steps")
     pattern = "zero_pp_rank_{}_mp_rank_00_model_states.pt" if stage == 3 else "mp_rank_00_model_states.pt"
     models = {rank: ModelShard(file) for rank, file in _shards_by_rank(folder, _MODEL, pattern).items()}
     _check_ranks(folder, models, world if stage == 3 else 1, pattern)

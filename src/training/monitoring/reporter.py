@@ -1,4 +1,4 @@
-"""Reports scores and timings: scores.jsonl, perf.jsonl, status.json, the progress bar, wandb. Rank 0 only."""
+"""Report scores and timings to scores.jsonl, perf.jsonl, status.json, the progress bar and wandb. Rank 0 only."""
 
 from collections.abc import Mapping
 from typing import Any, Protocol
@@ -15,20 +15,21 @@ from src.training.monitoring.progress import Progress
 
 
 class Callback(Protocol):
-    """Sees every row; changes nothing."""
+    """Receives every row, and must not change it."""
 
     def on_row(self, row: Mapping[str, Any], perf: Mapping[str, float], is_durable: bool) -> None:
-        """`row`: scores by name, with "step". `perf`: rates by name. settled: see `Reporter.report`."""
+        """Called for each row. row: scores by name, with "step". perf: rates by name. is_durable: see
+        `Reporter.report`."""
 
     def on_end(self, scores: Mapping[str, float]) -> None:
-        """`scores` of the trained model, measured once: they are added to the last row."""
+        """Called with the final scores of the trained model, which are added to the last row."""
 
     def close(self) -> None:
-        """The training has ended, finished or not."""
+        """Called at the end of the training, finished or not."""
 
 
 class Reporter:
-    """Writes the files of a run and hands each row to the callbacks. `finished`: steps done before this start."""
+    """Writes the files of a run and passes each row to the callbacks. finished: steps done before this start."""
 
     def __init__(self, run: Run, config: LoopConfig | Evaluation, model: nn.Module, finished: int) -> None:
         self.run, self.config = run, config
@@ -44,8 +45,8 @@ class Reporter:
     def report(self, row: Mapping[str, Any], perf: Mapping[str, float], is_durable: bool = True) -> None:
         """Append a score row and its timings. Call it on rank 0.
 
-        settled: the step has an evaluation or a checkpoint. Then the row is on the disk when this returns, and
-        status.json and haven's file follow. Between such steps rows come often, and must not take long.
+        is_durable: whether the step has an evaluation or a checkpoint. Then the row is synced to disk, and status.json
+        and haven's file are updated. Other rows are frequent and must be fast.
 
         Raises:
             RunError: the disk refuses, or another process has taken over the save directory.
@@ -82,6 +83,6 @@ class Reporter:
             self.heartbeat.on_step(step)
 
     def close(self) -> None:
-        """Let the callbacks finish."""
+        """Close the callbacks."""
         for callback in self.callbacks:
             callback.close()

@@ -1,4 +1,4 @@
-"""Bytes of the tensors that live during a pass, counted by a dispatch mode; with fake tensors, without the memory."""
+"""Count the bytes of live tensors during a pass with a dispatch mode; with fake tensors, without using the memory."""
 
 import contextlib
 import weakref
@@ -20,18 +20,18 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
 PARTS = ("weights", "gradients", "optimizer", "copies", "activations", "logits")
-"""copies: of weights in the precision of the loop, of layers that a sharded model gathers, of gradients that are on
-their way to other processes. logits: with their float32 copies and gradients."""
+"""copies: weights in the precision of the loop, gathered layers of a sharded model, and gradients in communication
+buffers. logits: with their float32 copies and gradients."""
 _MOST_REAL = 2**27
-"""Bytes, above which tokens and masks are fake too."""
+"""Larger tokens and masks are fake too, in bytes."""
 _aten = torch.ops.aten
 _INDEXING = (_aten.index.Tensor, _aten.index_put.default, _aten.index_put_.default, _aten._index_put_impl_.default)
 
 
 class LiveStorages(TorchDispatchMode):
-    """Within the block, counts the bytes of tensors that live, by part, and remembers when they were most.
+    """Within the block, counts the bytes of live tensors by part, and records the peak.
 
-    processes: among which gradients are shared.
+    processes: number of processes that shard the gradients.
     """
 
     def __init__(self, vocabulary: int = 0, processes: int = 1) -> None:
@@ -49,11 +49,11 @@ class LiveStorages(TorchDispatchMode):
         return result
 
     def compute(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """The result of an operation."""
+        """Run an operation."""
         return func(*args, **kwargs)
 
     def hold(self, tensor: Tensor, part: str) -> None:
-        """Count a tensor as `part` until its storage is freed, also where it is counted already."""
+        """Count a tensor as `part` until its storage is freed. A gradient that is already counted changes its part."""
         storage = tensor.untyped_storage()
         if storage in self._entries:
             if part == "gradients":
@@ -89,27 +89,27 @@ class LiveStorages(TorchDispatchMode):
 
 
 class FakeStorages(LiveStorages):
-    """As `LiveStorages`, where weights and all that is made with them is fake. Tokens, masks and frames are real, so
-    that what depends on them is known."""
+    """Like `LiveStorages`, with fake weights and activations. Tokens, masks and frames are real, as control flow
+    depends on them."""
 
     def __init__(self, vocabulary: int = 0, processes: int = 1, gpu: bool = True) -> None:
-        """gpu: False for what a CPU holds."""
+        """gpu: whether to count the memory of a GPU instead of a CPU."""
         super().__init__(vocabulary, processes)
         self.fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
         self.gathered: set[int] = set()
-        """Ids of the weights that are gathered in the precision of the loop: nothing keeps a copy of them."""
+        """Ids of weights that are gathered in the precision of the loop, so that autograd saves no copy."""
         self.device = _LikeGPU() if gpu else contextlib.nullcontext()
 
     def fake(self, tensor: Tensor) -> Tensor:
-        """A stand-in without numbers, on the CPU."""
+        """A fake tensor on the CPU in place of `tensor`."""
         if isinstance(tensor, FakeTensor):
             return tensor
         with self.fake_mode:
             return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
 
     def compute(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Numbers are computed where all that is read is real and what is made is small, or a view;
-        floating-point ones only of others."""
+        """Run an operation on real tensors if all inputs are real and outputs are small or views. Floating-point
+        outputs also need an input."""
         if func in _INDEXING:
             args = (args[0], [part for index in args[1] for part in self._positions(index)], *args[2:])
         inputs = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
@@ -129,7 +129,7 @@ class FakeStorages(LiveStorages):
         return func(*args, **kwargs)
 
     def _positions(self, index: Any) -> tuple[Any, ...]:
-        """Positions instead of a mask; all of them where the mask is fake."""
+        """Replace a mask by positions; by all positions for a fake mask."""
         if not isinstance(index, Tensor) or index.dtype != torch.bool:
             return (index,)
         if not isinstance(index, FakeTensor):
@@ -139,8 +139,8 @@ class FakeStorages(LiveStorages):
 
 
 class _LikeGPU(TorchFunctionMode):
-    """What a GPU computes otherwise than a CPU: norms and softmax in float32 under autocast; dropout keeps a mask of
-    bytes; attention with dropout or a mask has a kernel that keeps no scores."""
+    """Emulates differences of a GPU: norms and softmax in float32 under autocast; dropout saves a byte mask; fused
+    attention with dropout or a mask saves no scores."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
