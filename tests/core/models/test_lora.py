@@ -227,7 +227,7 @@ def test_a_name_that_no_matrix_has_is_refused_before_and_while_building(places, 
 @pytest.mark.parametrize(
     ("changes", "path", "message"),
     [
-        ({"base": LORA}, "", "base: a new adapter around a new adapter is one of a higher rank"),
+        ({"base": LORA}, "", "base: adapters cannot be nested"),
         ({"target_modules": []}, "target_modules", "expected a list that is not empty"),
         ({"rank": 0}, "rank", "expected a number > 0, got 0"),
         (

@@ -135,5 +135,5 @@ def test_without_a_compiler_the_training_is_refused(
     monkeypatch.delenv("CXX", raising=False)
     assert toy.main(["-e", "compiled", "-r", "1"], GROUPS, folder) == 1
     assert (
-        "loop.compile: torch.compile needs a compiler, and g++ or clang++ is not on the PATH" in capsys.readouterr().err
+        "loop.compile: torch.compile needs a compiler, but g++ or clang++ is not on the PATH" in capsys.readouterr().err
     )
