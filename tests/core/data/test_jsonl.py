@@ -129,10 +129,10 @@ def test_short_or_missing_files_are_refused(places, write_corpus):
     folder = write_corpus("nq", [ROW, ROW])
     size = (folder / "train.jsonl").stat().st_size
     (folder / "train.jsonl").write_text("{}\n")
-    with pytest.raises(DataError, match=rf"train.jsonl: 3 bytes, but {size} bytes were written. Prepare it again."):
+    with pytest.raises(DataError, match=rf"train.jsonl: 3 bytes, expected {size} bytes. Prepare it again."):
         jsonl.corpus_folder(places, "nq")
     (folder / "train.jsonl").unlink()
-    with pytest.raises(DataError, match=r"train.jsonl: missing, but"):
+    with pytest.raises(DataError, match=r"train.jsonl: missing, expected"):
         jsonl.read_rows(folder / "train.jsonl", FIELDS)
 
 

@@ -318,7 +318,7 @@ def test_a_draw_does_not_change_the_validation_split(build):
     [
         (
             {"small": {"size": 4}},
-            "data.draw.small.size: 4, but the part has only 3 samples. To repeat samples within an epoch, use a fraction",
+            "data.draw.small.size: 4, but the part has only 3 samples. To repeat samples within an epoch, use",
         ),
         (
             {"small": {"fraction": 0.1}},

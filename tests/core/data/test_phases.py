@@ -298,7 +298,10 @@ QA = {"name": "qa", "corpus": "t", "sequence_tokens": 4, "context_tokens": 4, "l
         ([{"until": 0.5, "data": TEXT}, {"data": QA}], "data: phases[1].data: 'qa' data have contexts"),
         (
             [{"until": 0.5, "data": TEXT}, {"data": {"name": "span_corruption", "corpus": "t"}}],
-            "data: phases: one model cannot read all of these data: phases[0].data decoder, phases[1].data encoder_decoder.",
+            (
+                "data: phases: one model cannot read all of these data: "
+                "phases[0].data decoder, phases[1].data encoder_decoder."
+            ),
         ),
     ],
 )

@@ -131,7 +131,7 @@ def test_experiment_gives_the_parent_s_weights_and_tokenizer(parent, places):
 
 
 def test_experiment_last_and_best(parent, places):
-    with pytest.raises(ConfigError, match=f"no best checkpoint of parent {PARENT}\. .*--with-parents"):
+    with pytest.raises(ConfigError, match=rf"no best checkpoint of parent {PARENT}\. .*--with-parents"):
         part({"name": "experiment", "exp_id": PARENT, "checkpoint": "best"}).build(places)
     write_json(places.runs / PARENT / "checkpoints" / "best.json", {"step": 50})
     best = part({"name": "experiment", "exp_id": PARENT, "checkpoint": "best"}).build(places)

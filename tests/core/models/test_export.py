@@ -147,7 +147,7 @@ def test_standalone_is_for_cross_attention_and_push_needs_a_hub(
     assert "--push_to_hub a/b/c: not uploaded" in capsys.readouterr().err
     trained(GPT, places, 4)
     assert run(places, places.runs / "run", tmp_path / "other", "--standalone") == 1
-    assert "--standalone: is for cross-attention models" in capsys.readouterr().err
+    assert "--standalone: is only for cross-attention models" in capsys.readouterr().err
 
 
 def test_a_run_is_loaded_in_one_call(places, tmp_path: Path):

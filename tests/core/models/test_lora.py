@@ -233,7 +233,7 @@ def test_a_name_that_no_matrix_has_is_refused_before_and_while_building(places, 
         (
             {"dropout_rate": 0.1, "base": {"name": "cross_attention", "num_layers": 1, "stride": 1, "base": GPT}},
             "",
-            "dropout_rate: the decoder of a cross-attention model drops nothing",
+            "dropout_rate: ignored in the decoder of a cross-attention model",
         ),
     ],
 )

@@ -62,7 +62,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
     [
         ("time limit", distributed.REQUEUE, "time limit"),
         ("memory limit", distributed.REQUEUE, "99% of host memory in use"),
-        ("stop file", distributed.INTERRUPTED, "runs/stop (remove it to let the training go on)"),
+        ("stop file", distributed.INTERRUPTED, "runs/stop (remove it to resume the training)"),
     ],
 )
 def test_a_limit_that_one_reaches_stops_both(pair: Pair, name: str, code: int, why: str):
@@ -118,7 +118,7 @@ def test_a_divergence_of_one_takes_both_back_and_past_it(pair: Pair):
 
 
 def test_experience_is_loaded_when_both_can_resume(pair: Pair):
-    assert "a: changed since the start of this run" in pair.ends("experience loaded", 1)["why"]
+    assert "inputs changed since the start of the run: a" in pair.ends("experience loaded", 1)["why"]
     assert pair.ends("experience loaded", 2)["end"] == "done"
 
 

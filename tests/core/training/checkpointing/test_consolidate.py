@@ -307,15 +307,15 @@ FIRST, SECOND, THIRD, MODEL = (
         (lambda zero: shutil.copy(zero / FIRST, zero / FIRST.replace("mp_rank_00", "mp_rank_01")), "tensor-parallel"),
         (lambda zero: os.truncate(zero / SECOND, 700), f"{SECOND}: damaged"),
         (lambda zero: (zero / SECOND).write_bytes(b""), f"{SECOND}: damaged"),
-        (lambda zero: flip(zero / SECOND), f"{SECOND}: damaged: its part"),
-        (lambda zero: rewritten(zero / SECOND, other_step), (f"{SECOND}: whose optimizer has made 6 steps; {FIRST}: "
-                                                            f"whose")),
+        (lambda zero: flip(zero / SECOND), f"{SECOND}: damaged: checksum of"),
+        (lambda zero: rewritten(zero / SECOND, other_step), (f"{SECOND}: after 6 optimizer steps; {FIRST}: "
+                                                            f"after")),
         (lambda zero: rewritten(zero / THIRD, other_world), (f"{THIRD}: of a training of 4 processes; {FIRST}: of a "
                                                             f"training of 3")),
         (lambda zero: rewritten(zero / THIRD, other_stage), f"{THIRD}: of ZeRO stage 1; {FIRST}: of ZeRO stage 2"),
-        (lambda zero: rewritten(zero / MODEL, other_weights), ("not of the same step as the optimizer's shards beside "
-                                                              "it (other numbers")),
-        (lambda zero: rewritten(zero / MODEL, other_model), (f"{MODEL}: its parameters need 80 elements, the "
+        (lambda zero: rewritten(zero / MODEL, other_weights), ("not of the same step as the optimizer's shards next to "
+                                                              "it (different values")),
+        (lambda zero: rewritten(zero / MODEL, other_model), (f"{MODEL}: its parameters need 80 elements, but the "
                                                             f"optimizer's shards")),
         (lambda zero: rewritten(zero / MODEL, a_path), (f"{MODEL}: has a pathlib.PosixPath, which is rejected, as "
                                                        f"it could run code")),
@@ -346,9 +346,7 @@ def test_frozen_weights_that_were_not_saved_are_not_given_out_as_everything(
         files.write_json(tmp_path / "in" / "zero" / "topology.json", {"stage": 3, "world_size": 2, "frozen": frozen})
         assert main([*command, "--all"]) == code
         assert (tmp_path / "out").exists() == (code == 0)
-        assert (
-            "has only trained weights. 2 frozen parameters are not saved" in capsys.readouterr().err
-        ) == (code == 1)
+        assert ("has only trained weights. 2 frozen parameters are not saved" in capsys.readouterr().err) == (code == 1)
         shutil.rmtree(tmp_path / "out", ignore_errors=True)
     files.write_json(tmp_path / "in" / "zero" / "topology.json", {"stage": 3, "world_size": 2, "frozen": 2})
     assert main(command) == 0
@@ -398,7 +396,9 @@ def test_in_place_existing_files_are_compared_and_missing_ones_added(
     listing = sorted(other.rglob("*"))
     for command in ([], ["--verify"]):
         assert main([str(other), *command]) == 1
-        assert "model.safetensors: not what the shards hold (other numbers in layer0.weight" in capsys.readouterr().err
+        assert (
+            "model.safetensors: differs from the shards (different values in layer0.weight" in capsys.readouterr().err
+        )
     assert sorted(other.rglob("*")) == listing
 
     flip(folder / "zero" / SECOND)

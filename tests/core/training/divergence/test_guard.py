@@ -214,9 +214,7 @@ def test_a_rewind_after_a_phase_boundary_skips_the_samples_read_in_each_phase(fo
 
     with small.open_run(folder) as run:
         for step, first in ((25, 1), (24, 21)):
-            with pytest.raises(
-                distributed.TrainingStopped, match=f"rewound to step 20: step {step}: the loss is"
-            ):
+            with pytest.raises(distributed.TrainingStopped, match=f"rewound to step 20: step {step}: the loss is"):
                 small.train(run, settings, spoil(100.0, step, first), data=data)
         assert [(branch.from_step, branch.data) for branch in branches.read(run.path)] == [(20, "skip:5+4")]
         small.train(run, settings, learn, data=data)

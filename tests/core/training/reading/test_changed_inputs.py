@@ -101,7 +101,7 @@ def test_data_of_the_same_size_with_other_content_are_refused(root: Path, tmp_pa
     file.write_bytes(before.replace(b"red", b"tan"))
     done = toy.run(root, ARGUMENTS, tmp_path)
     assert done.returncode == 1
-    assert "content of toy_text: changed since the start of this run. Restore the original" in done.stderr
+    assert "inputs changed since the start of the run: content of toy_text. Restore them" in done.stderr
     file.write_bytes(before)
     assert toy.run(root, ARGUMENTS, tmp_path).returncode == 0
 

@@ -133,7 +133,9 @@ def test_further_steps_are_evaluated_and_saved(tmp_path: Path):
         assert events == [2, 4, 5, 8, 12]
 
 
-@pytest.mark.parametrize(("also_at", "message"), [([13], "step 13 is after the last step, 12"), ([0], "greater than 0")])
+@pytest.mark.parametrize(
+    ("also_at", "message"), [([13], "step 13 is after the last step, 12"), ([0], "greater than 0")]
+)
 def test_further_steps_that_cannot_be(also_at: list[int], message: str):
     with pytest.raises(ValueError, match=message):
         config(also_at=also_at)

@@ -162,7 +162,7 @@ def test_a_run_on_data_without_a_cursor_is_not_continued_on_packed_rows(tmp_path
         with pytest.raises(distributed.TrainingStopped):
             train(run, stop_after=3, config={"name": "text", "corpus": "words", "sequence_tokens": 16})
         with pytest.raises(
-            RunError, match="the checkpoint of step 4 has no cursor of packed rows. It was trained on other data"
+            RunError, match=r"the checkpoint of step 4 has no cursor of packed rows\. It was trained on other data"
         ):
             train(run)
 
