@@ -1,7 +1,7 @@
-"""Pads lists of ids to tensors. Masks come from lengths, never from ids, so a padding id may also be a real token.
+"""Pad lists of ids to tensors. Masks are made from lengths, not from ids, so the padding id can also be a real token.
 
-Shapes: B samples, T tokens of the longest sample, C context chunks of the sample with most, S tokens of the longest
-chunk.
+Shapes: B samples, T tokens of the longest sample, C context chunks of the sample with the most chunks, S tokens of the
+longest chunk.
 """
 
 from collections.abc import Sequence
@@ -23,13 +23,13 @@ def pad_tokens(
     ids: Sequence[Sequence[int]],
     loss_masks: Sequence[Sequence[bool]],
     pad_id: int,
-    left: bool = False,
+    pad_left: bool = False,
     length: int | None = None,
 ) -> TokenBatch:
     """Pad B sequences to (B, T): on the right, or on the left for generation.
     length: T, by default that of the longest."""
-    input_ids, attention_mask = pad_ids(ids, pad_id, length or 0, left)
-    loss_mask, _ = pad_ids(loss_masks, False, length or 0, left)
+    input_ids, attention_mask = pad_ids(ids, pad_id, length or 0, pad_left)
+    loss_mask, _ = pad_ids(loss_masks, False, length or 0, pad_left)
     return {"input_ids": input_ids, "attention_mask": attention_mask, "loss_mask": loss_mask.bool()}
 
 
@@ -66,9 +66,10 @@ def seq2seq(
     lengths: tuple[int, ...] = (0, 0),
 ) -> Seq2SeqBatch:
     """Pad B inputs to (B, S) and B targets to (B, T) on the right.
-    The decoder reads `start_id`, then the targets but the last.
+    The decoder reads `start_id`, then the targets without the last token.
 
-    pad_id: what both read at padding; the labels there are `NOT_LEARNED`. lengths: S and T at least.
+    pad_id: padding of the encoder's and the decoder's inputs; labels are padded with `NOT_LEARNED`. lengths: minimum of
+    S and T.
     """
     input_ids, attention_mask = pad_ids(inputs, pad_id, lengths[0])
     labels, loss_mask = pad_ids(targets, NOT_LEARNED, lengths[1])
@@ -84,13 +85,13 @@ def seq2seq(
 
 
 def pad_ids(
-    sequences: "Sequence[Sequence[int] | np.ndarray]", fill: int, length: int = 0, left: bool = False
+    sequences: "Sequence[Sequence[int] | np.ndarray]", fill: int, length: int = 0, pad_left: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Pad B lists with `fill`: (B, T) int64 with T >= length, and a mask (B, T), True on the sequences' own values."""
     lengths = torch.tensor([len(sequence) for sequence in sequences])
     T = max(int(lengths.max()), length)
     ids = torch.full((len(sequences), T), fill, dtype=torch.int64)
     for row, sequence in zip(ids.numpy(), sequences, strict=True):
-        row[T - len(sequence) if left else 0 :][: len(sequence)] = sequence
+        row[T - len(sequence) if pad_left else 0 :][: len(sequence)] = sequence
     mask = torch.arange(T) < lengths[:, None]
-    return ids, mask.flip(1) if left else mask
+    return ids, mask.flip(1) if pad_left else mask

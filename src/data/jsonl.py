@@ -35,7 +35,8 @@ def corpus_folder(places: Places, name: str) -> Path:
     """Folder of the prepared data set `name`. Compares the sizes of its files with the manifest, not their hashes.
 
     Raises:
-        DataError: the folder is missing or incomplete; says how to make it, or which data sets there are.
+        DataError: the folder is missing or incomplete. The message has the command that makes it, or the known data
+            sets.
     """
     folder = places.data / name
     if not os.path.isdir(folder):  # unlike Path.is_dir, False for a name that is too long
@@ -72,33 +73,33 @@ def _hash_once(path: Path, *_: int) -> str:
 
 
 def _is_made_by_hand(folder: Path) -> bool:
-    """Whether a folder has both splits, no manifest, and no script of ours that makes it."""
+    """Whether a folder has both splits, no manifest, and no script in this project that makes it."""
     return folder.name not in _MADE_BY and all((folder / f"{split}.jsonl").is_file() for split in SPLITS)
 
 
 def fingerprint(folder: Path) -> str:
-    """sha256 of the manifest's entries of the files: the same for the same data, wherever and whenever it was made."""
+    """sha256 of the manifest's file entries: equal for equal data, independent of place and time."""
     manifest = manifest_of(folder)
     return hashlib.sha256(json.dumps(manifest["files"], sort_keys=True).encode()).hexdigest()
 
 
 def require_file(folder: Path, name: str) -> Path:
-    """`folder / name`, which the manifest of a data set lists.
+    """Return `folder / name` if the manifest of the data set lists it.
 
     Raises:
         DataError: the data set has no such file.
     """
     names = sorted(manifest_of(folder)["files"])
     if name not in names:
-        raise DataError(f"{folder}: has no {name}. It holds: {', '.join(names)}.")
+        raise DataError(f"{folder}: has no {name}. Files: {', '.join(names)}.")
     return folder / name
 
 
 def require_splits(places: Places, name: str) -> None:
-    """Refuse a data set that is missing or incomplete, without reading its rows.
+    """Check that a data set is complete, without reading its rows.
 
     Raises:
-        DataError: says how to make it.
+        DataError: it is missing or incomplete. The message has the command that makes it.
     """
     folder = corpus_folder(places, name)
     for split in SPLITS:
@@ -113,15 +114,14 @@ def read_rows(
     group: "Callable[[dict[str, Any]], str] | None" = None,
     rules: str | None = None,
 ) -> "Rows":
-    """Rows of a JSONL file of a prepared data set, each a dict with at least `fields`.
-    All are checked here, and parsed again on access.
+    """Open a JSONL file of a prepared data set. Each row is a dict with at least `fields`: checked here, parsed again
+    on access.
 
-    group: groups rows for `Rows.row_index`. rules: name and version of `check` and `group`. With it, one process checks
-    the rows of a large file once, the rest wait, and later starts map the saved index.
+    group: the group of a row, for `Rows.row_index`. rules: name and version of `check` and `group`. With rules, one
+    process checks a large file once while the other processes wait, and later starts map the saved index.
 
-    A type is str, int, float, bool or a list of one of them, as `list[str]`; True is not an int. A field of `optional`
-    can be absent or null. A blank line is refused like any line that is not JSON. `check(row, "FILE:LINE")` can refuse
-    a row.
+    A type is str, int, float, bool or a list of one of them, such as `list[str]`; True is not an int. A field of
+    `optional` can be absent or null. A blank line is an error. `check(row, "FILE:LINE")` can raise an error for a row.
 
     Raises:
         DataError: the folder is missing or incomplete, the file is missing or empty, or a line is malformed.
@@ -168,14 +168,15 @@ def read_rows(
 
 
 class Rows(Sequence[dict[str, Any]]):
-    """Rows of a checked JSONL file, parsed on access: twelve bytes of memory each, or none with an index on disk.
+    """Rows of a checked JSONL file, parsed on access. A row takes twelve bytes of memory, or none with an index on
+    disk.
 
-    Can be pickled, copied and shared by forked workers: every read gives its own position in the file. If the file is
-    replaced, this object still reads the old one; a process that opens it again refuses other data.
+    Can be pickled, copied and shared by forked workers: every read passes its own position in the file. If the file is
+    replaced, this object still reads the old one; a process that opens it again raises an error.
     """
 
     def __init__(self, path: Path, index: RowIndex, facts: object = None) -> None:
-        """facts: the manifest's entry of the file; None: the present one."""
+        """facts: the manifest's entry of the file; None: the current one."""
         self.path = path
         self.row_index = index
         self.facts = facts or self._manifest_entry()
@@ -193,7 +194,7 @@ class Rows(Sequence[dict[str, Any]]):
         """One row, or a list of several. The last row is cached, so that its fields can be read one by one.
 
         Raises:
-            DataError: the file was altered since it was checked.
+            DataError: the file has changed since it was checked.
         """
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
@@ -243,7 +244,7 @@ class Rows(Sequence[dict[str, Any]]):
         """
         if self._file is None:
             if self._manifest_entry() != self.facts:
-                raise DataError(f"{self.path}: other data than when it was checked. Start again.")
+                raise DataError(f"{self.path}: changed since it was checked. Start again.")
             try:
                 self._file = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
             except FileNotFoundError:
@@ -258,7 +259,7 @@ class Rows(Sequence[dict[str, Any]]):
         return parse(line, f"{self.path}:{number + 1}")
 
     def _read_bytes(self, start: int, end: int) -> bytes:
-        """Bytes start..end of the file, without moving a file position that another process or thread can share."""
+        """Read bytes start..end without moving the file position, which other processes or threads can share."""
         with reading(self.path, DataError):
             data = os.pread(self.file, end - start, start)
             while len(data) < end - start and (more := os.pread(self.file, end - start - len(data), start + len(data))):
@@ -271,29 +272,27 @@ class Rows(Sequence[dict[str, Any]]):
 
 
 def count_lines(path: Path) -> int | None:
-    """Lines of a file, which are not parsed; None of a large one."""
+    """Count the lines of a file without parsing them; None for a large file."""
     with reading(path, DataError), open(path, "rb") as file:
         return None if os.fstat(file.fileno()).st_size >= jsonl_index.LEAST_BYTES else sum(1 for _ in file)
 
 
 def select_validation_rows(total: int, count: int, path: Path) -> list[int]:
-    """`count` of the indices 0..total-1 in an order that depends only on `total`: all experiments score the same rows.
+    """Select `count` of the indices 0..total-1, depending only on `total`, so that all experiments score the same rows.
 
     Raises:
-        DataError: there are fewer than `count` in `path`.
+        DataError: `path` has fewer than `count` rows.
     """
     if count > total:
-        raise DataError(
-            f"{path}: {count} validation samples are wanted, it has {total}. Ask for no more, or for null to take all."
-        )
+        raise DataError(f"{path}: {count} validation samples requested, only {total} available. Use null for all.")
     return Random(f"validation/{total}").sample(range(total), total)[:count]
 
 
 def parse(line: bytes, where: str) -> dict[str, Any]:
-    """The JSON object on one line.
+    """Parse the JSON object on one line.
 
     Raises:
-        DataError: it is no JSON object, or one that Python cannot read; names `where`.
+        DataError: it is not a JSON object, or Python cannot read it. The message starts with `where`.
     """
     row = parse_json(line.rstrip(b"\r\n"), where, DataError)
     if not isinstance(row, dict):
@@ -302,7 +301,7 @@ def parse(line: bytes, where: str) -> dict[str, Any]:
 
 
 def check_type(value: Any, kind: Any, where: str) -> None:
-    """Raises DataError, which names `where`, unless `value` is of `kind` and its text is text."""
+    """Raise DataError, with `where`, unless `value` is of type `kind` and its text is valid Unicode."""
     outer = get_origin(kind) or kind
     if type(value) is not outer:
         raise DataError(f"{where}: expected {outer.__name__}, got {_describe(value)}.")
@@ -316,7 +315,7 @@ def check_type(value: Any, kind: Any, where: str) -> None:
 
 
 def check_text(text: str, where: str) -> None:
-    """Refuse half a surrogate pair, which JSON can spell and no tokenizer accepts."""
+    """Raise DataError for half a surrogate pair, which JSON can contain but no tokenizer accepts."""
     try:
         text.encode()
     except UnicodeEncodeError as bad:
@@ -334,7 +333,7 @@ def _check_sizes(folder: Path) -> None:
     if not (folder / MANIFEST).is_file():
         if _is_made_by_hand(folder):
             return
-        hint = preparation_hint(folder) or "Prepare it again, or put both train.jsonl and val.jsonl there."
+        hint = preparation_hint(folder) or "Prepare it again, or add both train.jsonl and val.jsonl."
         raise DataError(f"{folder}: incomplete, it has no {MANIFEST}. {hint}")
     for name, facts in read_manifest(folder, DataError)["files"].items():
         path = folder / name
@@ -342,13 +341,12 @@ def _check_sizes(folder: Path) -> None:
         if size != facts["bytes"]:
             got = "missing" if size is None else f"{size} bytes"
             raise DataError(
-                f"{path}: {got}, but {facts['bytes']} bytes were written. "
-                f"{preparation_hint(folder) or 'Prepare it again.'}"
+                f"{path}: {got}, expected {facts['bytes']} bytes. {preparation_hint(folder) or 'Prepare it again.'}"
             )
 
 
 def preparation_hint(folder: Path) -> str:
-    """A sentence with the command that makes `folder`; empty without one."""
+    """A sentence with the command that makes `folder`; empty if no command is known."""
     command = _MADE_BY.get(folder.name)
     if command is None and _is_release_of_conversations(folder.name):
         command = f"python -m data_prep.assistants.prepare_conversations --name {folder.name}"
@@ -356,13 +354,13 @@ def preparation_hint(folder: Path) -> str:
 
 
 def _is_release_of_conversations(name: str) -> bool:
-    """Whether data_prep.assistants.prepare_conversations knows it."""
+    """Whether data_prep.assistants.prepare_conversations can prepare it."""
     entry = re.compile(rf"^{re.escape(name)}:", re.MULTILINE)
     return any(entry.search(path.read_text(encoding="utf-8")) for path in _RELEASES_OF_CONVERSATIONS.glob("*.yaml"))
 
 
 def _known_corpora_hint(places: Places, name: str) -> str:
-    """Continues "no such data set": the command that makes it, or which data sets exist and how to add one."""
+    """Text after "no such data set": the command that makes it, or the existing data sets and how to add one."""
     command = preparation_hint(places.data / name)
     if command:
         return f". {command}"

@@ -1,5 +1,5 @@
-"""An index of a JSONL file: the end and the group of each row.
-Written once, when the rows are checked; later starts map it."""
+"""An index of a JSONL file: end and group of each row. It is written once, when the rows are checked; later starts map
+it."""
 
 import contextlib
 import fcntl
@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class RowIndex:
-    """Places and groups of the rows of a file: in memory, or mapped from an index file."""
+    """Offsets and groups of the rows of a file, in memory or mapped from an index file."""
 
     ends: Sequence[int]
     """Byte offsets at which rows end, after a 0."""
@@ -35,15 +35,15 @@ class RowIndex:
     """For each row, the number of its group in `names`; empty without groups."""
     names: Sequence[str]
     place: tuple[Path, Mapping[str, Any]] | None = None
-    """The index file and its key, if it is mapped."""
+    """The index file and its key, if the index is mapped."""
 
     def __reduce__(self) -> Any:
-        """A copy in another process maps the same index, and refuses to take another in its place."""
+        """A copy in another process maps the same index, or fails if it was replaced."""
         return (_reopen, self.place) if self.place else (RowIndex, (self.ends, self.groups, self.names))
 
 
 def key_of(file: BinaryIO, facts: object, rules: Mapping[str, Any]) -> dict[str, Any]:
-    """The key of an index: the manifest's `facts`, size, time and some blocks of the open file, and the rules."""
+    """The key of an index: the manifest's `facts`; size, time and some blocks of the open file; and the rules."""
     digest, state = hashlib.sha256(), os.fstat(file.fileno())
     for number in range(_BLOCKS):
         file.seek(max(0, state.st_size - _BLOCK_BYTES) * number // (_BLOCKS - 1))
@@ -60,13 +60,14 @@ def key_of(file: BinaryIO, facts: object, rules: Mapping[str, Any]) -> dict[str,
 
 
 def read(path: Path, key: Mapping[str, Any]) -> RowIndex | None:
-    """The index of the rows of `path`, mapped; None without an index for this key."""
+    """Map the index of `path`; None if there is no index with this key."""
     return next((index for place in places(path, key) if (index := _map(place, key)) is not None), None)
 
 
 @contextlib.contextmanager
 def one_builder(file: BinaryIO) -> Iterator[None]:
-    """One process at a time runs the block for this file, if its file system has locks; NFS has none for readers."""
+    """Run the block in one process at a time for this file, if its file system has locks. NFS has no locks for
+    readers."""
     with contextlib.suppress(OSError):
         fcntl.flock(file, fcntl.LOCK_EX)
     try:
@@ -79,7 +80,7 @@ def one_builder(file: BinaryIO) -> Iterator[None]:
 def write(
     path: Path, key: Mapping[str, Any], ends: "array[int]", groups: "array[int]", names: Sequence[str]
 ) -> RowIndex:
-    """Save an index next to `path`, or in the user's cache if that is not writable; return it mapped if it was saved.
+    """Save an index next to `path`, or in the user's cache if that is not writable. Return it, mapped if it was saved.
 
     ends, groups: arrays of type "Q" and "I".
 
@@ -93,7 +94,7 @@ def write(
 
 
 def save(path: Path, key: Mapping[str, Any], data: bytes) -> Path | None:
-    """Write a file derived from `path` to the first of its `places` that is writable; None if none is."""
+    """Write a file derived from `path` to the first writable one of its `places`; None if no place is writable."""
     for place in places(path, key):
         try:
             place.parent.mkdir(parents=True, exist_ok=True)
@@ -115,7 +116,7 @@ def places(path: Path, key: Mapping[str, Any]) -> list[Path]:
 
 
 def _map(place: Path, key: Mapping[str, Any]) -> RowIndex | None:
-    """The index in a file; None if it is missing, damaged, or of another key."""
+    """Map the index in a file; None if it is missing, damaged, or has another key."""
     try:
         with open(place, "rb") as file:
             header = files.parse_json(file.readline(), place, DataError)
@@ -137,5 +138,5 @@ def _map(place: Path, key: Mapping[str, Any]) -> RowIndex | None:
 def _reopen(place: Path, key: Mapping[str, Any]) -> RowIndex:
     index = _map(place, key)
     if index is None:
-        raise DataError(f"{place}: this index of rows is gone, or another than when it was opened. Start again.")
+        raise DataError(f"{place}: the row index was removed or replaced since it was opened. Start again.")
     return index

@@ -1,7 +1,7 @@
-"""The largest micro-batch of a data set, known from its config alone: for plans on paper, before any data are prepared.
+"""The largest micro-batch of a data set, known from its config. Memory plans use it before any data are prepared.
 
-Each sequence is as long as the data allow, and each token is learned, so what is planned is never too little. Encoded
-contexts, which may be large, are on torch's meta device.
+Each sequence has the maximum length and each token is learned, so a plan never underestimates. Encoded contexts can be
+large and are on torch's meta device.
 """
 
 from typing import Any
@@ -14,14 +14,14 @@ from src.experiments.interfaces import DatasetConfig
 from src.experiments.kinds import CROSS_ATTENTION, DECODER, ENCODER_DECODER, VISION_LANGUAGE
 
 AROUND_FRAME = 3
-"""Tokens that stand around those of a frame."""
+"""Tokens around those of a frame."""
 
 
 def longest_batch(data: DatasetConfig, rows: int, config: Any) -> dict[str, Tensor]:
-    """A micro-batch of so many rows. config: transformers' config of the model.
+    """The largest micro-batch with `rows` rows. config: transformers' config of the model.
 
     Raises:
-        ConfigError: how long a sequence can be, or how many contexts it has, is not known from the config.
+        ConfigError: the config does not determine the length of a sequence or the number of its contexts.
     """
     parts = getattr(data, "parts_by_path", None)
     if parts:  # of a mixture, the part with the longest sequences
@@ -32,24 +32,22 @@ def longest_batch(data: DatasetConfig, rows: int, config: Any) -> dict[str, Tens
         data.reader
     )
     if make is None or data.name == "rollouts":
-        raise ConfigError(
-            f"--memory: a training on {data.name!r} data has no plan on paper yet. Plan one of the same model on text."
-        )
+        raise ConfigError(f"--memory: cannot plan a training on {data.name!r} data. Plan the same model on text.")
     return make(data, rows, config)
 
 
 def _lengths(data: Any, *fields: str) -> tuple[int, ...]:
-    """Most tokens of the sequences of a sample."""
+    """Maximum number of tokens of each sequence of a sample."""
     if hasattr(data, "longest"):
         return (data.longest(),)
-    found: tuple[Any, ...] = data.batch_lengths() or tuple(getattr(data, field, None) for field in fields)
-    if None in found:
-        missing = fields[found.index(None)]
+    lengths: tuple[Any, ...] = data.batch_lengths() or tuple(getattr(data, field, None) for field in fields)
+    if None in lengths:
+        missing = fields[lengths.index(None)]
         raise ConfigError(
-            f"--memory: data.{missing} is not given, so the longest sequence is not known. "
-            "Write it, or plan with --set."
+            f"--memory: data.{missing} is missing, so the length of the longest sequence is unknown. "
+            "Set it in the experiment or with --set."
         )
-    return found
+    return lengths
 
 
 def _tokens(data: Any, rows: int, config: Any) -> dict[str, Tensor]:
@@ -70,7 +68,7 @@ def _tokens(data: Any, rows: int, config: Any) -> dict[str, Tensor]:
 def _contexts(data: Any, rows: int, config: Any) -> dict[str, Tensor]:
     if data.chunked_contexts:
         raise ConfigError(
-            "--memory: with data.chunked_contexts the number of contexts of a row is not known. Plan without, by --set."
+            "--memory: with data.chunked_contexts the number of contexts of a row is unknown. Turn it off with --set."
         )
     batch = _tokens(data, rows, config)
     mask_BS = _pad_one(data, torch.ones(rows, data.context_tokens, dtype=torch.bool))
@@ -119,7 +117,7 @@ def _image_rows(data: Any, rows: int, config: Any) -> dict[str, Tensor]:
 
 
 def _pad_one(data: DatasetConfig, mask_BT: Tensor) -> Tensor:
-    """The mask with one token of padding where rows differ in length: attention takes more memory with a mask."""
+    """Mask one token as padding if rows can differ in length, as attention needs more memory with a mask."""
     if data.batch_lengths() is None and len(mask_BT) > 1:
         mask_BT[-1, -1] = False
     return mask_BT
@@ -132,5 +130,5 @@ def _loss_mask(mask_BT: Tensor) -> Tensor:
 
 
 def _positions(rows: int, T: int) -> Tensor:
-    """Of two documents in each row, so that attention keeps them apart."""
+    """Position ids of two documents per row, so that attention separates them."""
     return torch.cat([torch.arange(T // 2), torch.arange(T - T // 2)]).expand(rows, T).contiguous()

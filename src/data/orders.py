@@ -1,8 +1,8 @@
 """An order maps the optimizer steps of a training to sample keys. Samples are pure functions of their keys.
 
 An order has no state if the samples of a step depend only on its number, as in a permutation of an index. Packed rows,
-filtered streams
-and rollouts have a state, the cursor: JSON values that travel with each micro-batch and are saved in every checkpoint.
+filtered streams and rollouts have a state, the cursor: JSON values that are passed along with each micro-batch and
+saved in every checkpoint.
 """
 
 import random
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     import numpy as np
 
 Key = tuple[Any, ...]
-"""The arguments of a data set's `sample`, as JSON values: (epoch, index) where it is indexed."""
+"""The arguments of a data set's `sample`, as JSON values; (epoch, index) for an indexed data set."""
 Cursor = dict[str, Any]
-"""State of an order as a JSON object. Each process changes entries of its own; all of them together are the state."""
+"""State of an order as a JSON object. Each process changes its own entries; the union of all entries is the state."""
 
 
 Shuffle = Literal["numpy", "feistel"]
@@ -34,7 +34,7 @@ _WINDOW = 50
 
 @dataclass(frozen=True)
 class RankShare:
-    """How the sequences of one optimizer step are cut into micro-batches, and which of them this process reads.
+    """How the sequences of one optimizer step are split into micro-batches, and which of them this process reads.
 
     Micro-batch number g of a step goes to process g % world_size, so the numbers of micro-batches per process can
     differ by one.
@@ -53,7 +53,7 @@ class RankShare:
 
     @property
     def passes(self) -> int:
-        """Forward passes of every process in a step: those with fewer micro-batches make one that counts nothing."""
+        """Forward passes of every process in a step. Processes with fewer micro-batches add a zero-weight pass."""
         return -(-(self.per_step // self.micro_batch) // self.world_size)
 
 
@@ -62,36 +62,37 @@ class MicroBatch(NamedTuple):
 
     keys: list[Key]
     cursor: Cursor
-    """The entries of the cursor that it changes."""
+    """Changed entries of the cursor."""
     counters: Mapping[str, tuple[float, float]] = {}
-    """Sum and count of each mean "data/NAME" in the next score row; the same names in all micro-batches of a step."""
+    """Sum and count of each mean "data/NAME" in the next score row, with the same names in all micro-batches of a
+    step."""
 
 
 class Order(Protocol):
-    """Which samples make each optimizer step: the same for every number of processes and after every restart."""
+    """Maps optimizer steps to samples, independent of the number of processes and of restarts."""
 
     def micro_batches(self, first_step: int, share: RankShare, cursor: Cursor) -> Iterator[MicroBatch]:
-        """Yield each micro-batch of `share`, from the step after `first_step` finished ones on, endlessly.
+        """Yield the micro-batches of `share`, starting with the step after `first_step` finished steps, endlessly.
 
-        cursor: all entries after `first_step`; {} at the start of a training.
+        cursor: complete cursor after `first_step` steps; {} at the start of a training.
         """
         ...
 
     def describe(self, step: int, cursor: Cursor) -> Mapping[str, Any]:
-        """Where the step after `step` finished ones starts to read, as JSON values for people."""
+        """Describe the position after `step` finished steps, as JSON values for people."""
         ...
 
 
 @runtime_checkable
 class WholeSkips(Order, Protocol):
-    """An order of which not any number of steps can be passed over."""
+    """An order that can skip only certain numbers of steps."""
 
     def whole_skip(self, step: int, least: int) -> int:
-        """The smallest number of steps from `least` on that a branch from `step` can pass over."""
+        """The smallest number of steps, at least `least`, that a branch from `step` can skip."""
         ...
 
     def begin_before(self, step: int) -> int:
-        """Finished steps at the start of the previous iteration, seen from step number `step`; 0 in the first."""
+        """Finished steps at the start of the iteration before that of step number `step`; 0 in the first iteration."""
         ...
 
 
@@ -100,11 +101,10 @@ class OrderedDataset(Dataset, Protocol):
     """A data set with its own order: the samples of a step do not depend only on the step's number."""
 
     def order(self, seed: int, per_step: int, steps: int, branches: Sequence[Branch]) -> Order:
-        """The order of a training of `steps` steps of `per_step` sequences;
-        `branches` are the rewinds that it went through, oldest first.
+        """The order of a training of `steps` steps of `per_step` sequences. branches: its rewinds, oldest first.
 
         Raises:
-            UserError: no such training can read the data set.
+            UserError: the data set does not support such a training.
         """
         ...
 
@@ -113,7 +113,7 @@ class ReadAhead(Protocol):
     """Fetches files before a training reads them."""
 
     def advance(self, cursor: Cursor) -> None:
-        """Take note that everything before this cursor was read."""
+        """Mark everything before this cursor as read."""
         ...
 
     def close(self) -> None:
@@ -126,7 +126,7 @@ class ReadAheadDataset(Dataset, Protocol):
     """A data set with files that can be fetched before they are read."""
 
     def read_ahead(self, order: Order, share: RankShare) -> ReadAhead | None:
-        """The fetcher for this process's share; None if all files are local."""
+        """Start to fetch this process's share; None if all files are local."""
         ...
 
 
@@ -134,8 +134,8 @@ class ShuffledConfig(DatasetConfig):
     """Data with permutations of an index as training epochs."""
 
     shuffle: Shuffle = "numpy"
-    """How an epoch is permuted. numpy: each process holds the complete permutation, 8 bytes per sample. feistel: each
-    place is computed on access, in microseconds and without memory."""
+    """How an epoch is permuted. numpy: each process has the complete permutation in memory, 8 bytes per sample.
+    feistel: each position is computed on access, in microseconds and without memory."""
 
 
 @runtime_checkable
@@ -143,28 +143,28 @@ class ShuffledDataset(Dataset, Protocol):
     """A data set made by a `ShuffledConfig`."""
 
     shuffle: Shuffle
-    """That of the config."""
+    """See `ShuffledConfig.shuffle`."""
 
 
 def require_own_order(config: DatasetConfig, field: str) -> None:
-    """Raises ValueError where the data in `field`, which are read in the order of another data set, ask for one."""
+    """Raise ValueError if the data in `field` set `shuffle` although another data set determines their order."""
     if isinstance(config, ShuffledConfig) and config.shuffle != "numpy":
         raise ValueError(
-            f"{field}.shuffle: would be ignored, as these data are not read in an order of their own. Leave it out."
+            f"{field}.shuffle: ignored, as another data set determines the order of these data. Remove it."
         )
 
 
 def order_of(
     dataset: Dataset, seed: int, per_step: int, steps: int, branches: Sequence[Branch] = (), group: int | None = None
 ) -> Order:
-    """The order of a training: the data set's own if it has one, else permutations of its indices.
+    """The order of a training: the data set's own order if it has one, else permutations of its indices.
 
-    group: samples of like lengths that stay together; None: lengths do not matter.
+    group: number of samples of similar length per group; None: no grouping by length.
     """
     if isinstance(dataset, OrderedDataset):
         return dataset.order(seed, per_step, steps, branches)
     if any(branch.denied for branch in branches):
-        raise RunError("a deny list is for data that are streamed from tars, and these are not. Undo it.")
+        raise RunError("a deny list needs data streamed from tars. Undo it.")
     shuffle = dataset.shuffle if isinstance(dataset, ShuffledDataset) else "numpy"
     order = IndexedOrder(seed, len(dataset), per_step, branches, shuffle)
     return order if group is None else GroupedOrder(order, cast(MeasuredDataset, dataset).length, group)
@@ -172,8 +172,8 @@ def order_of(
 
 @dataclass(frozen=True)
 class IndexedOrder:
-    """Each epoch is a permutation of all indices.
-    The samples of a step depend only on its number, so cursors are empty.
+    """Each epoch is a permutation of all indices. The samples of a step depend only on its number, so cursors are
+    empty.
 
     "skip:K" of a branch skips the samples of K steps; "reshuffle" permutes the rest of the epoch again.
     """
@@ -198,11 +198,11 @@ class IndexedOrder:
         return {"epoch": epoch, "offset": offset}
 
     def keys(self, first: int = 0) -> Iterator[Key]:
-        """Yield (epoch, index) from position `first` on, for ever: in each epoch every index once."""
+        """Yield (epoch, index) from position `first` on, endlessly, with every index once per epoch."""
         return map(self._key_reader(), count(first))
 
     def position(self, step: int) -> int:
-        """Position in `keys` where the step after `step` finished ones starts to read."""
+        """Position in `keys` after `step` finished steps."""
         return (
             step + sum(branch.skipped_steps for branch in self.branches if branch.from_step <= step)
         ) * self.per_step
@@ -232,7 +232,7 @@ class IndexedOrder:
         return epoch, feistel_permute(place, self.num_samples, f"{self.seed}/{epoch}")
 
     def _permutation(self, epoch: int) -> "np.ndarray":
-        """(num_samples,) int64: the indices of an epoch in their order."""
+        """(num_samples,) int64: the indices of an epoch in reading order."""
         import numpy as np
 
         order = np.random.default_rng([self.seed, epoch]).permutation(self.num_samples)
@@ -241,7 +241,7 @@ class IndexedOrder:
         return order
 
     def _reshuffles(self, epoch: int) -> list[tuple[int, int]]:
-        """(place from which the epoch is permuted again, number of the branch); earlier places do not change."""
+        """(position from which the epoch is permuted again, number of the branch); earlier positions do not change."""
         begins = [(divmod(self.position(branch.from_step), self.num_samples), branch) for branch in self.branches]
         return [
             (place, branch.number) for (start, place), branch in begins if start == epoch and branch.data == "reshuffle"
@@ -250,25 +250,25 @@ class IndexedOrder:
 
 @dataclass(frozen=True)
 class GroupedOrder:
-    """An order that sorts samples by length in windows of `_WINDOW` steps and cuts them into groups that stay together.
+    """An order that sorts samples by length in windows of `_WINDOW` steps and splits them into groups of similar
+    length.
 
-    The groups of a window are dealt to its steps at random, so a step reads short and long samples. Within a step they
-    are sorted by length, so that processes have samples of similar length at a time. The first step reads the longest
-    samples of its window, so that samples that do not fit in memory fail at once. Near the end of an epoch a window has
-    samples of the next one.
+    The groups of a window are assigned to its steps at random, so a step reads short and long samples. Within a step
+    they are sorted by length, so that all processes read samples of similar length at a time. The first step reads the
+    longest samples of its window, so that an out-of-memory error happens at once. A window at the end of an epoch also
+    has
+    samples of the next epoch.
     """
 
     order: IndexedOrder
     length: Callable[[int, int], int]
     """Tokens of the sample of a key."""
     group: int
-    """Samples of a group; a divisor of the samples of a step."""
+    """Samples per group; a divisor of the samples per step."""
 
     def __post_init__(self) -> None:
         if any(branch.data == "reshuffle" for branch in self.order.branches):
-            raise RunError(
-                "data that are grouped by length cannot be permuted again (reshuffle). Pass over steps instead: skip:K."
-            )
+            raise RunError("data grouped by length cannot be reshuffled. Skip steps instead: skip:K.")
 
     def micro_batches(self, first_step: int, share: RankShare, cursor: Cursor) -> Iterator[MicroBatch]:
         """See `Order`."""
@@ -281,7 +281,7 @@ class GroupedOrder:
                 yield MicroBatch(steps[place][g * share.micro_batch : (g + 1) * share.micro_batch], {})
 
     def describe(self, step: int, cursor: Cursor) -> Mapping[str, Any]:
-        """As without groups: how much was read."""
+        """See `IndexedOrder.describe`."""
         return self.order.describe(step, cursor)
 
     def _deal(self, window: int) -> list[list[Key]]:
@@ -303,10 +303,10 @@ class GroupedOrder:
 
 
 def feistel_permute(position: int, size: int, key: str) -> int:
-    """Image of `position` under a permutation of 0..size-1 that depends on `key`, computed in constant memory.
+    """Map `position` by a permutation of 0..size-1 that depends on `key`, in constant memory.
 
-    A Feistel network over the next power of 4, walked until it is back below `size` (Black and Rogaway 2002, "Ciphers
-    with arbitrary finite domains").
+    A Feistel network over the next power of 4, iterated until the result is below `size` (Black and Rogaway 2002,
+    "Ciphers with arbitrary finite domains").
     """
     half = max(1, ((size - 1).bit_length() + 1) // 2)
     mask = (1 << half) - 1

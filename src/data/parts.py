@@ -1,4 +1,4 @@
-"""Data sets made of several data sets: common properties of their parts, and checks of all parts."""
+"""Base class of data sets made of several data sets, and checks of all parts."""
 
 import hashlib
 import re
@@ -20,8 +20,8 @@ from src.support.call_once import call_once
 
 @runtime_checkable
 class CollatedDataset(Dataset, Protocol):
-    """A data set with a `collation`.
-    Data sets with equal ones can collate each other's samples, so parts of a mixture share a batch."""
+    """A data set with a `collation`. Data sets with equal collations can collate each other's samples, so that parts of
+    a mixture share a batch."""
 
     @property
     def collation(self) -> Hashable:
@@ -31,10 +31,10 @@ class CollatedDataset(Dataset, Protocol):
 
 @runtime_checkable
 class CountedConfig(Protocol):
-    """A data set that can know its maximum number of samples before it is read."""
+    """A data set config that can bound its number of samples without reading the data."""
 
     def most_samples(self, places: Places) -> int | None:
-        """Maximum number of training samples in an epoch; None if counting them takes long."""
+        """Maximum number of training samples in an epoch; None if counting is slow."""
         ...
 
 
@@ -47,7 +47,7 @@ class PartsConfig(DatasetConfig):
     @property
     @abstractmethod
     def parts_by_path(self) -> Mapping[str, DatasetConfig]:
-        """The data sets by their paths below this one, such as "parts.nq"."""
+        """The data sets by their path below this one, such as "parts.nq"."""
 
     @model_validator(mode="after")
     def _one_model_reads_all(self) -> Self:
@@ -55,11 +55,12 @@ class PartsConfig(DatasetConfig):
         for path, part in self.parts_by_path.items():
             if part.reader in (CROSS_ATTENTION, FUSION_IN_DECODER):
                 raise ValueError(
-                    f"{path}: {part.name!r} data have contexts, which need a recipe for a single data set."
+                    f"{path}: {part.name!r} data have contexts, so they cannot be a part. "
+                    "Use them as the only data set."
                 )
         if len(set(kinds.values())) > 1:
             readers = ", ".join(f"{path} {kind}" for path, kind in kinds.items())
-            raise ValueError(f"{self.parts_field}: one model cannot read all of them: {readers}.")
+            raise ValueError(f"{self.parts_field}: one model cannot read all of these data: {readers}.")
         return self
 
     @property
@@ -89,11 +90,13 @@ class PartsConfig(DatasetConfig):
         self.check_parts(lambda part: part.check_compiled())
         lengths = {path: part.batch_lengths() for path, part in self.parts_by_path.items()}
         if len(set(lengths.values())) > 1:
-            listed = ", ".join(f"{path} {' and '.join(map(str, tokens or ['?']))}" for path, tokens in lengths.items())
+            part_lengths = ", ".join(
+                f"{path} {' and '.join(map(str, tokens or ['?']))}" for path, tokens in lengths.items()
+            )
             raise ConfigError(
-                f"data.{self.parts_field}: loop.compile needs batches of one shape, but their sequences have "
+                f"data.{self.parts_field}: loop.compile needs batches of one shape, but sequences have "
                 f"different numbers of tokens: "
-                f"{listed}. Write the same lengths for all, or leave loop.compile out."
+                f"{part_lengths}. Set the same lengths for all, or remove loop.compile."
             )
 
     def batch_lengths(self) -> tuple[int, ...] | None:
@@ -101,8 +104,7 @@ class PartsConfig(DatasetConfig):
         return lengths.pop() if len(lengths) == 1 else None
 
     def check_parts(self, check: Callable[[DatasetConfig], None]) -> None:
-        """Raises one ConfigError with what `check` finds wrong in any part.
-        Its messages name fields by their full path."""
+        """Run `check` on every part and raise one error with all messages, with the full paths of fields."""
 
         def check_part(path: str, part: DatasetConfig) -> None:
             try:
@@ -117,12 +119,12 @@ class PartsConfig(DatasetConfig):
 
 
 def part_seed(seed: int, name: str) -> int:
-    """63 bits. Two parts on one corpus get different masks and orders."""
+    """A 63-bit seed for a part, so that two parts on one corpus have different masks and orders."""
     return int.from_bytes(hashlib.sha256(f"mixture/{seed}/{name}".encode()).digest()[:8], "little") >> 1
 
 
 def leaf_configs(path: str, data: DatasetConfig) -> Iterator[tuple[str, DatasetConfig]]:
-    """The config of a data set, or those of its parts, of any depth, by path. path: of the data set."""
+    """Yield the config of the data set at `path`, or those of its parts, however nested, by path."""
     if isinstance(data, PartsConfig):
         for below, part in data.parts_by_path.items():
             yield from leaf_configs(f"{path}.{below}", part)

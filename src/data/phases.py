@@ -1,8 +1,7 @@
 """Data sets that one training reads one after another: conditioning and then cooldown, curricula, annealing.
 
-Each phase begins with a new order of its own data, which no other phase changes; the optimizer and the learning rate go
-on. The validation split is that of the last phase, which the model is trained for in the end, so that the validation
-loss means one thing throughout.
+Each phase starts a new order of its own data, independent of other phases; the optimizer and the learning rate
+continue. The validation split is that of the last phase, so that validation losses are comparable throughout.
 """
 
 import hashlib
@@ -29,15 +28,15 @@ if TYPE_CHECKING:
 
 
 class Phase(StrictConfig):
-    """What is read until a share of the training is done."""
+    """The data of one phase, and its end."""
 
     data: DatasetField
     until: float | None = Field(default=None, gt=0, lt=1)
-    """Share of `loop.steps` at which the next phase begins; None for the last."""
+    """Share of `loop.steps` at which the next phase starts; None for the last phase."""
 
 
 class Config(PartsConfig):
-    """The phases, in their order."""
+    """The phases, in order."""
 
     has_order: ClassVar[bool] = True
     parts_field: ClassVar[str] = "phases"
@@ -50,16 +49,17 @@ class Config(PartsConfig):
         for number, phase in enumerate(self.phases):
             if (phase.until is None) != (number == len(self.phases) - 1):
                 advice = (
-                    "leave it out: the last phase goes on to the end"
+                    "the last phase ends with the training. Remove it"
                     if phase.until
-                    else "missing. Only the last phase has none"
+                    else "missing. Only the last phase can omit it"
                 )
                 raise ValueError(f"phases[{number}].until: {advice}.")
             if phase.data.name == "phases":
-                raise ValueError(f"phases[{number}].data: it has phases of its own. Write all of them into one list.")
+                raise ValueError(f"phases[{number}].data: phases cannot be nested. Write all phases into one list.")
             if phase.until is not None and phase.until <= begin:
                 raise ValueError(
-                    f"phases[{number}].until: {phase.until:g} is not above {begin:g}, so the phase would never begin."
+                    f"phases[{number}].until: {phase.until:g} is not above {begin:g}, so the phase has no steps. "
+                    "Make it larger."
                 )
             begin = phase.until or 1.0
         return self
@@ -76,24 +76,24 @@ class Config(PartsConfig):
         self.begins(steps)
 
     def begins(self, steps: int) -> list[int]:
-        """Finished steps of a training of `steps` at which each phase begins.
+        """Finished steps at the start of each phase, for a training of `steps`.
 
         Raises:
-            ConfigError: a phase would have no step.
+            ConfigError: a phase has no steps.
         """
         begins = [0, *(round(phase.until * steps) for phase in self.phases if phase.until is not None)]
         for number, (begin, end) in enumerate(pairwise([*begins, steps])):
             if begin >= end:
                 raise ConfigError(
-                    f"data.phases[{number}]: no step of loop.steps = {steps} reads it. Make its share larger."
+                    f"data.phases[{number}]: has no steps of loop.steps = {steps}. Make its share larger."
                 )
         return begins
 
     def build(self, places: Places, tokenizer: "PreTrainedTokenizerFast", split: str, seed: int) -> Dataset:
-        """All phases of the training split, each with a seed of its own; of another split the last one's data set.
+        """Build all phases of the training split, each with its own seed; for another split, only the last phase.
 
         Raises:
-            UserError: what the data sets raise.
+            UserError: a data set cannot be built.
         """
         if split != "train":
             return self.validation.build(places, tokenizer, split, seed)
@@ -104,8 +104,8 @@ class Config(PartsConfig):
 
 
 def phase_seed(seed: int, number: int) -> int:
-    """Of a phase's data and order.
-    The first keeps `seed`, so that it is the training without phases up to where the second begins."""
+    """Seed of a phase's data and order. The first phase has `seed` itself, so that it equals a training without
+    phases."""
     return part_seed(seed, f"phases[{number}]") if number else seed
 
 
@@ -117,7 +117,8 @@ class Sample(NamedTuple):
 
 
 class PhasedDataset:
-    """A key is (phase, key in its data set); or (epoch, index), which counts through the samples of all phases."""
+    """Data sets of all phases. A key is (phase, key in its data set), or (epoch, index) with an index over the samples
+    of all phases."""
 
     def __init__(self, config: Config, phases: Sequence[Dataset]) -> None:
         self.config, self.phases = config, phases
@@ -125,25 +126,29 @@ class PhasedDataset:
         digests = [data.fingerprint for data in phases]
         self.fingerprint = hashlib.sha256(json.dumps([ends, digests]).encode()).hexdigest()
         self._names = [list(data.sources) if isinstance(data, SourcedDataset) else [] for data in phases]
-        names = [own or [f"phases[{number}]"] for number, own in enumerate(self._names)]
-        self.sources = list(dict.fromkeys(name for own in names for name in own)) if any(self._names) else []
-        """Those of the phases, under their names; a phase without any counts as one, where another has some."""
+        names = [phase_sources or [f"phases[{number}]"] for number, phase_sources in enumerate(self._names)]
+        self.sources = (
+            list(dict.fromkeys(name for phase_sources in names for name in phase_sources)) if any(self._names) else []
+        )
+        """Sources of all phases, by name. A phase without sources counts as one source if another phase has sources."""
 
     def __len__(self) -> int:
-        """Samples in an epoch of each phase, together."""
+        """Sum of the samples in an epoch of each phase."""
         return sum(map(len, self.phases))
 
     def sample(self, epoch: int, index: int | Sequence[Any]) -> Sample:
-        """The sample of a key: a phase's where `index` is a key in its data set, whose number is then `epoch`."""
-        phase, own = self._place(epoch, index)
-        return Sample(phase, self.phases[phase].sample(*own))
+        """The sample of a key. If `index` is a sequence, it is a key in the data set of phase number `epoch`."""
+        phase, phase_key = self._place(epoch, index)
+        return Sample(phase, self.phases[phase].sample(*phase_key))
 
     def sample_source(self, *key: Any) -> str:
-        """What the phase says, or the phase."""
-        phase, own = self._place(*key)
+        """The source within the phase, or the name of the phase."""
+        phase, phase_key = self._place(*key)
         data = self.phases[phase]
         return (
-            data.sample_source(*own) if self._names[phase] and isinstance(data, SourcedDataset) else f"phases[{phase}]"
+            data.sample_source(*phase_key)
+            if self._names[phase] and isinstance(data, SourcedDataset)
+            else f"phases[{phase}]"
         )
 
     def collate(self, samples: Sequence[Sample]) -> Batch:
@@ -152,30 +157,31 @@ class PhasedDataset:
         return self.phases[phase].collate([sample.sample for sample in samples])
 
     def order(self, seed: int, per_step: int, steps: int, branches: Sequence[Branch]) -> "PhaseOrder":
-        """See `orders.OrderedDataset`. A branch is one of the phase that reads the step after it.
+        """See `orders.OrderedDataset`. A branch belongs to the phase that reads the step after it.
 
-        But "skip:K" goes on into the phases that begin within K steps: what it is to pass over may be read there. So
-        does each part of "skip:K+L" by itself, and the phase where both begin passes over no more of L than it has
-        read.
+        "skip:K" also applies to phases that start within K steps, as they can have read the data to skip. Each part of
+        "skip:K+L" does so by itself, and the phase of the branch skips no more of L than it has read.
         """
         begins = self.config.begins(steps)
         orders = []
         for number, (data, begin, end) in enumerate(zip(self.phases, begins, [*begins[1:], steps], strict=True)):
-            own = []
+            phase_branches = []
             for branch in branches:
                 if begin <= branch.from_step < end:
                     skips = [*branch.skips[:1], *(min(most, end - branch.from_step) for most in branch.skips[1:])]
-                    passed = {"data": f"skip:{sum(skips)}"} if skips else {}
-                    own.append(branch.model_copy(update={"from_step": branch.from_step - begin, **passed}))
+                    skip_field = {"data": f"skip:{sum(skips)}"} if skips else {}
+                    phase_branches.append(
+                        branch.model_copy(update={"from_step": branch.from_step - begin, **skip_field})
+                    )
                 elif skipped := sum(
                     max(0, branch.from_step + each - begin) for each in branch.skips if branch.from_step < begin
                 ):
-                    own.append(branch.model_copy(update={"from_step": 0, "data": f"skip:{skipped}"}))
-            orders.append(order_of(data, phase_seed(seed, number), per_step, end - begin, own))
+                    phase_branches.append(branch.model_copy(update={"from_step": 0, "data": f"skip:{skipped}"}))
+            orders.append(order_of(data, phase_seed(seed, number), per_step, end - begin, phase_branches))
         return PhaseOrder(orders, begins)
 
     def _place(self, epoch: int, index: int | Sequence[Any]) -> tuple[int, Key]:
-        """The number of a phase, and the key in its data set."""
+        """The number of the phase, and the key in its data set."""
         if isinstance(index, Sequence):
             return epoch, tuple(index)
         if not 0 <= index < len(self):
@@ -188,22 +194,21 @@ class PhasedDataset:
 
 @dataclass(frozen=True)
 class PhaseOrder:
-    """An `orders.Order` of phases, which begin at fixed steps whatever branches there are.
+    """An `orders.Order` of phases. Phases start at fixed steps, independent of branches.
 
-    An entry of the cursor is [phase, entry of the cursor of its order]. Entries that earlier phases have left behind
-    are not read.
+    A cursor entry is [phase, entry of that phase's cursor]. Entries of earlier phases are ignored.
     """
 
     orders: Sequence[Order]
     begins: Sequence[int]
-    """Finished steps at which each begins."""
+    """Finished steps at the start of each phase."""
 
     def micro_batches(self, first_step: int, share: RankShare, cursor: Cursor) -> Iterator[MicroBatch]:
         """See `orders.Order`."""
         phase = self._phase(first_step)
         for number, end in zip(range(phase, len(self.orders)), [*self.begins[phase + 1 :], None], strict=True):
             step = max(first_step, self.begins[number])
-            stream = self.orders[number].micro_batches(step - self.begins[number], share, _own(cursor, number))
+            stream = self.orders[number].micro_batches(step - self.begins[number], share, _phase_cursor(cursor, number))
             for keys, entries, counters in islice(stream, None if end is None else (end - step) * len(share.numbers)):
                 yield MicroBatch(
                     [(number, key) for key in keys],
@@ -212,15 +217,15 @@ class PhaseOrder:
                 )
 
     def describe(self, step: int, cursor: Cursor) -> Mapping[str, Any]:
-        """The phase, and what its order says."""
+        """The phase, and the description of its order."""
         phase = self._phase(step)
-        return {"phase": phase, **self.orders[phase].describe(step - self.begins[phase], _own(cursor, phase))}
+        return {"phase": phase, **self.orders[phase].describe(step - self.begins[phase], _phase_cursor(cursor, phase))}
 
     def _phase(self, step: int) -> int:
-        """The phase that the step after `step` finished ones reads."""
+        """The phase after `step` finished steps."""
         return bisect_right(self.begins, step) - 1
 
 
-def _own(cursor: Cursor, phase: int) -> Cursor:
+def _phase_cursor(cursor: Cursor, phase: int) -> Cursor:
     """The cursor of a phase's order."""
     return {name: entry[1] for name, entry in cursor.items() if entry[0] == phase}

@@ -1,4 +1,4 @@
-"""Settings of generated answers: during evaluations, and after training."""
+"""Settings of generated answers, during evaluations and after training."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -14,35 +14,33 @@ from src.experiments.interfaces import DatasetField, MetricConfig, MetricField
 
 
 def score_names(metrics: Sequence[MetricConfig]) -> list[str]:
-    """The names of all scores of `metrics`."""
+    """Names of all scores of `metrics`."""
     return [name for metric in metrics for name in metric.score_names()]
 
 
 def _require_distinct_scores(metrics: Sequence[MetricConfig]) -> None:
     twice = [name for name, count in Counter(score_names(metrics)).items() if count > 1]
     if twice:
-        raise ValueError(
-            f"metrics: {', '.join(twice)} would be measured twice, and one of the values lost. Name each metric once."
-        )
+        raise ValueError(f"metrics: duplicate scores {', '.join(twice)}. Use each metric once.")
 
 
 class Decoding(Config):
-    """How an answer is searched for: token by token the likeliest, or by beams."""
+    """Greedy decoding or beam search."""
 
     num_beams: int = Field(default=1, ge=1)
-    """Beginnings of an answer that are kept at each token; of the finished ones the best is taken. 1: greedy."""
+    """Beams of the search; the best finished one is the answer. 1: greedy."""
     length_penalty: float = 1.0
-    """Of beams: log-probabilities are divided by length ** length_penalty,
-    so above 0 long answers are preferred. T5 has 0.6."""
+    """Beam search divides log-probabilities by length ** length_penalty, so values above 0 favor long answers. T5:
+    0.6."""
 
     @model_validator(mode="after")
     def _penalises_beams(self) -> Self:
         if self.num_beams == 1 and self.length_penalty != 1.0:
-            raise ValueError("length_penalty: it is of beams, and without them it would be ignored. Set num_beams.")
+            raise ValueError("length_penalty: ignored without beam search. Set num_beams.")
         return self
 
     def decoding(self) -> dict[str, int | float]:
-        """The choice, for transformers' `generate`; {} where nothing differs from greedy generation."""
+        """Options for transformers' `generate`; {} for greedy decoding."""
         return {"num_beams": self.num_beams, "length_penalty": self.length_penalty} if self.num_beams > 1 else {}
 
 
@@ -50,13 +48,13 @@ class Answers(Decoding):
     """Questions answered at each evaluation, and the metrics of the answers."""
 
     questions: int = Field(gt=0)
-    """The first ones of the validation set."""
+    """Number of questions, from the start of the validation set."""
     max_new_tokens: int = Field(gt=0)
     metrics: list[MetricField] = Field(min_length=1)
     best_answer: bool = False
     """Rows that ask one question on the same contexts count as one, with the best of their scores."""
     shuffled_context: bool = False
-    """A control: ask all questions again, each with another question's contexts: scores em_shuffled_context."""
+    """A control: answer all questions again, each with another question's contexts. Scores: em_shuffled_context."""
 
     @model_validator(mode="after")
     def _scores_are_distinct(self) -> "Answers":
@@ -64,35 +62,35 @@ class Answers(Decoding):
         return self
 
     def score_names(self) -> list[str]:
-        """The names of all scores of these answers."""
+        """Names of all scores of these answers."""
         names = score_names(self.metrics)
         return names + [name + answers.SHUFFLED for name in names if self.shuffled_context]
 
     def require(self, dataset: ContextDataset) -> None:
-        """Raises DataError if `dataset` has fewer questions than requested, ConfigError without contexts to shuffle."""
+        """Raise DataError if `dataset` has fewer questions than requested, or ConfigError if there are no contexts to
+        shuffle."""
         if self.shuffled_context and not dataset.reads_contexts:
-            raise ConfigError("answers.shuffled_context: these data are read without contexts. Leave it out.")
+            raise ConfigError("answers.shuffled_context: these data have no contexts. Remove it.")
         if self.questions > dataset.num_questions:
             raise DataError(
-                f"answers.questions: {self.questions} of a validation set of {dataset.num_questions}. Ask for fewer."
+                f"answers.questions: {self.questions} requested, only {dataset.num_questions} available. Use fewer."
             )
 
 
 class SampledAnswers(Config):
-    """Questions answered several times at each evaluation, by drawing from the model, and the answers' metrics."""
+    """Questions with several sampled answers at each evaluation, and the answers' metrics."""
 
     questions: int = Field(gt=0)
-    """The first ones of the validation set."""
+    """Number of questions, from the start of the validation set."""
     samples: int = Field(gt=1)
-    """Answers to each."""
+    """Answers per question."""
     max_new_tokens: int = Field(gt=0)
     metrics: list[MetricField] = Field(min_length=1)
-    """Those that give each answer a score."""
+    """Metrics with a score for each answer."""
     temperature: float = Field(default=1.0, gt=0)
     top_p: float = Field(default=1.0, gt=0, le=1)
     generation_batch: int = Field(default=64, gt=0)
-    """Answers that are drawn together.
-    What is drawn depends on it, and not on the micro-batch or the number of processes."""
+    """Answers sampled in one batch. Samples depend on it, but not on the micro-batch or the number of processes."""
 
     @model_validator(mode="after")
     def _scores_are_distinct(self) -> "SampledAnswers":
@@ -100,44 +98,44 @@ class SampledAnswers(Config):
         return self
 
     def score_names(self) -> list[str]:
-        """The names of all scores: of "solved" and 8 samples solved_mean@8, solved_mean@8_interval, solved_pass@8."""
+        """Names of all scores. For "solved" and 8 samples: solved_mean@8, solved_mean@8_interval, solved_pass@8."""
         return [f"{name}_{kind}" for name in score_names(self.metrics) for kind in self.kinds()]
 
     def kinds(self) -> tuple[str, str, str]:
-        """Of the scores of a metric: the mean over all answers; half of its 95 % interval, over questions; the share of
-        questions of which an answer has the score 1 or more."""
+        """Suffixes of a metric's scores: mean over all answers; half of its 95 % interval, over questions; share of
+        questions with an answer of score 1 or more."""
         return f"mean@{self.samples}", f"mean@{self.samples}_interval", f"pass@{self.samples}"
 
     def require(self, dataset: QuestionDataset) -> None:
-        """Raises DataError if `dataset` has fewer questions than requested."""
+        """Raise DataError if `dataset` has fewer questions than requested."""
         if self.questions > dataset.num_questions:
             raise DataError(
-                f"sampled.questions: {self.questions} of a validation set of {dataset.num_questions}. Ask for fewer."
+                f"sampled.questions: {self.questions} requested, only {dataset.num_questions} available. Use fewer."
             )
 
 
 class Inference(Decoding):
-    """All or some questions of a split, answered by the model (<run>/inference/<split>.jsonl), and their metrics.
+    """Answer questions of a split after training (<run>/inference/<split>.jsonl), and score the answers.
 
-    Which questions: first those of the `index_file`, of these the ones of `datasets`, of these the first `rows`.
+    Questions are selected by `index_file`, then by `datasets`, then the first `rows` of these.
     """
 
     max_new_tokens: int = Field(gt=0)
     metrics: list[MetricField] = Field(min_length=1)
     split: str = Field(default="val", pattern=r"^\w[\w.-]*$")
-    """Of the prepared data: <split>.jsonl."""
+    """Name of the file <split>.jsonl of the prepared data."""
     rows: int | None = Field(default=None, gt=0)
-    """The first ones; None for all."""
+    """Maximum number of questions; None for all."""
     datasets: list[str] | None = Field(default=None, min_length=1)
-    """Only the rows of these sources, named as in "em/<source>"; None for all."""
+    """Sources to include, named as in "em/<source>"; None for all."""
     index_file: str | None = Field(default=None, pattern=r"^\w[\w.-]*$")
-    """A file in the folder of the prepared data, with the number of a row of the split on each line,
-    counted from 0; None for all rows."""
+    """A file in the folder of the prepared data with one row number of the split per line, counted from 0; None for all
+    rows."""
     best_answer: bool = False
     """Rows that ask one question on the same contexts count as one, with the best of their scores."""
     wrong_contexts: bool = False
-    """A control: ask all questions again, each with another question's contexts:
-    scores em_wrong_context, and em_gain, the difference."""
+    """A control: answer all questions again, each with another question's contexts. Scores: em_wrong_context, and
+    em_gain, the difference."""
 
     @model_validator(mode="after")
     def _scores_are_distinct(self) -> "Inference":
@@ -145,58 +143,56 @@ class Inference(Decoding):
         return self
 
     def select(self, dataset: QuestionDataset, row_indices: list[int] | None = None) -> list[int]:
-        """Indices of the questions to answer. row_indices: content of `index_file`, if given.
+        """Select the indices of the questions to answer. row_indices: content of `index_file`, if set.
 
         Raises:
-            ConfigError: a source that no row is of.
-            DataError: nothing is left to ask, there are fewer rows than `rows`, or one of `row_indices` is no row's or
-                is given twice.
+            ConfigError: no row has one of the sources.
+            DataError: no question is left, there are fewer rows than `rows`, or `row_indices` has an invalid or
+                duplicate number.
         """
         assert (row_indices is None) == (self.index_file is None)
         if self.datasets is not None:
-            known = {dataset.source(i) for i in range(dataset.num_questions)}
+            sources = {dataset.source(i) for i in range(dataset.num_questions)}
             for name in self.datasets:
-                if name not in known:
-                    raise ConfigError(f"inference.datasets: {unknown_text('source', name, known)}")
+                if name not in sources:
+                    raise ConfigError(f"inference.datasets: {unknown_text('source', name, sources)}")
         place = f"inference.index_file: {self.index_file}"
         rows = answers.select_rows(dataset.source, dataset.num_questions, row_indices, self.datasets, place)
         if not rows:
             raise DataError(
-                "inference: no row of the split is in inference.index_file and of inference.datasets: nothing to ask."
+                "inference: no row of the split is in both inference.index_file and inference.datasets. "
+                "Change one of them."
             )
         if self.rows is not None and self.rows > len(rows):
-            raise DataError(
-                f"inference.rows: {self.rows} of {len(rows)} that there are to choose from. Ask for fewer, or for null."
-            )
+            raise DataError(f"inference.rows: {self.rows} requested, only {len(rows)} available. Use null for all.")
         return rows[: self.rows]
 
 
 class Answering(Decoding):
-    """How an encoder-decoder answers the rows of a task, in evaluations and predictions."""
+    """How an encoder-decoder answers the rows of a task, for evaluations and predictions."""
 
     by: Literal["generate", "rank", "teacher_forced"] = "generate"
-    """generate: token by token. rank: the likeliest of the task's answers. teacher_forced: the likeliest token at each
-    place, given the right ones before; predictions are then generated, as the right ones are not known there."""
+    """generate: token by token. rank: the most likely of the task's answers. teacher_forced: the most likely token at
+    each position, given the target before it; predictions are generated instead, as they have no target."""
     length_normalised: bool = False
-    """Whether answers are ranked by their mean log-probability per token, not by that of the whole."""
+    """Whether answers are ranked by mean log-probability per token instead of the sum."""
 
     @model_validator(mode="after")
     def _normalises_a_ranking(self) -> "Answering":
         if self.length_normalised and self.by != "rank":
-            raise ValueError(f"length_normalised: only ranked answers are, and by is {self.by!r}.")
+            raise ValueError(f"length_normalised: needs by 'rank', got {self.by!r}. Remove it.")
         if self.num_beams > 1 and self.by == "rank":
-            raise ValueError("num_beams: ranked answers are not searched for. Leave it out.")
+            raise ValueError("num_beams: ignored with by 'rank'. Remove it.")
         return self
 
 
 class Predictions(Config):
-    """Rows of tasks that the trained model answers:
-    <run>/predictions/<task>.<split>.jsonl, and of tests the files for GLUE's server."""
+    """Predictions of the trained model for rows of tasks: <run>/predictions/<task>.<split>.jsonl, and for test splits
+    the files for GLUE's server."""
 
     checkpoint: Literal["best", "last"] = "best"
-    """Whose weights answer: best, of the evaluation with the best `loop.best_metric`;
-    last, of the end of the training."""
+    """Checkpoint to predict with. best: by `loop.best_metric`. last: at the end of the training."""
     splits: list[Literal["train", "val", "test"]] = Field(default=["val"], min_length=1)
-    """Of every task that has them."""
+    """Splits of every task, where available."""
     also: list[DatasetField] = []
-    """Tasks that are not trained on."""
+    """Further tasks that are not in the training data."""

@@ -1,6 +1,6 @@
-"""Evaluation without training, for example of a prompted language model as a baseline.
+"""Evaluate a model without training, such as a prompted language model as a baseline.
 
-It writes one row of scores, at step 0, and no checkpoint. If interrupted, it starts again.
+Writes one row of scores, at step 0, and no checkpoint. An interrupted evaluation restarts.
 """
 
 import contextlib
@@ -24,21 +24,21 @@ log = logging.getLogger(__name__)
 
 
 def evaluate_only(model: nn.Module, run: Run, config: Evaluation, evaluate: Measure, finish: Measure) -> None:
-    """Write the scores of `evaluate`, then add those of `finish`, which may take long and is resumable. Collective.
+    """Write the scores of `evaluate`, then add those of `finish`, which can take long and is resumable. Collective.
 
-    Both are called on every rank, with the model on its device and in eval mode. Every process has the whole model,
-    whatever the command line says of sharing it.
+    Both are called on every rank, with the model on its device and in eval mode. Every process has the full model, even
+    with --deepspeed or --fsdp.
 
     Raises:
-        distributed.TrainingStopped: a process was asked to stop, or a limit is reached.
-        ConfigError: the precision needs another device, or accelerate was told another.
+        distributed.TrainingStopped: a process received a stop signal, or a limit is reached.
+        ConfigError: the precision needs another device, or accelerate has another precision.
         RunError: the disk refuses; another process took over.
     """
     with distributed.raise_together():
         config.check_accelerate(run.options.launcher_settings)
         accelerator = choice.plain_accelerator(config.precision, "evaluation.precision")
     if run.options.deepspeed or run.options.fsdp:
-        log.info("%s: nothing is trained, so every process has the whole model.", run.path)
+        log.info("%s: nothing is trained, so every process has the full model.", run.path)
     distributed.broadcast_from_rank0(lambda: _begin(run))
     distributed.defer_stop()
     with distributed.raise_together():

@@ -1,6 +1,6 @@
-"""Inference of a trained model: questions of a split with its answers, <run>/inference/<split>.jsonl, and their scores.
+"""Inference with a trained model: answers to the questions of a split, <run>/inference/<split>.jsonl, and their scores.
 
-A line is a row of the prepared data and `answer_pred`.
+A line is a row of the prepared data with the added field `answer_pred`.
 """
 
 import hashlib
@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class InferenceJob:
-    """A checked inference: its errors are found before the training."""
+    """An inference, checked before the training."""
 
     config: Inference
     dataset: QuestionDataset
@@ -41,24 +41,23 @@ class InferenceJob:
 
 
 def prepare(config: Inference, dataset: ContextDataset, row_indices: list[int] | None) -> InferenceJob:
-    """The job that `config` describes. Call it before the training. row_indices: content of the index file, if given.
+    """Check the inference that `config` describes, before the training. row_indices: content of the index file, if set.
 
     Raises:
-        UserError: there are no such rows, or no contexts that could be wrong.
-        ImportError: a library of a metric is missing.
+        UserError: the selected rows do not exist, or there are no contexts to shuffle.
+        ImportError: a package of a metric is missing.
     """
     answers.scores(
         config.metrics, [Prediction("a word", ["a word"], "a question", ["a context"], "a source")], config.best_answer
     )
     if config.wrong_contexts and not dataset.reads_contexts:
-        raise ConfigError("inference.wrong_contexts: these data are read without contexts. Leave it out.")
+        raise ConfigError("inference.wrong_contexts: these data have no contexts. Remove it.")
     control = dataset.with_shuffled_contexts() if config.wrong_contexts else None
     return InferenceJob(config, dataset, config.select(dataset, row_indices), control)
 
 
 def make(run: Run, job: InferenceJob, generator: AnswerGenerator, inputs: Mapping[str, str]) -> dict[str, float]:
-    """Answer the questions that have no answer yet; returns the scores, {"inference/em":
-    …, "inference/em/nq": …}. Collective.
+    """Answer the remaining questions; returns the scores {"inference/em": …, "inference/em/nq": …}. Collective.
 
     With `wrong_contexts` also {"inference/em_wrong_context": …, "inference/em_gain": …}.
 
@@ -91,16 +90,16 @@ def make(run: Run, job: InferenceJob, generator: AnswerGenerator, inputs: Mappin
     }
     if job.control:
         settings["wrong_contexts"] = True
-    answered = ResumableOutputs(run, INFERENCE, PREDICTION, files, generator.batch_size).make(inputs, settings)
+    answer_texts = ResumableOutputs(run, INFERENCE, PREDICTION, files, generator.batch_size).make(inputs, settings)
     if tokens:
-        measured = speed.measure(generator, job.indices[0], most, tokens, seconds)
+        speeds = speed.measure(generator, job.indices[0], most, tokens, seconds)
         log.info(
             "%.4g tokens/s, %.3g s to the first token.",
-            measured["tokens_per_second"],
-            measured["seconds_to_first_token"],
+            speeds["tokens_per_second"],
+            speeds["seconds_to_first_token"],
         )
-        distributed.broadcast_from_rank0(lambda: write_json(run.path / speed.FILE, measured))
-    predictions = [generator.predictions(job.indices, texts) for texts in answered]
+        distributed.broadcast_from_rank0(lambda: write_json(run.path / speed.FILE, speeds))
+    predictions = [generator.predictions(job.indices, texts) for texts in answer_texts]
     scores, *wrong = distributed.broadcast_from_rank0(
         lambda: [answers.scores(config.metrics, answer_list, config.best_answer) for answer_list in predictions]
     )

@@ -1,8 +1,8 @@
-"""Resumable outputs of a trained model: files <run>/<folder>/<name>.jsonl, complete or absent, after any interruption.
+"""Resumable outputs of a trained model: files <run>/<folder>/<name>.jsonl, written atomically.
 
-The texts are first collected in <run>/<folder>.part.jsonl, from which an interrupted run resumes with any number of
-processes. Its first line, like the manifest of the folder, holds the key of the outputs: the weights, everything that
-the model is made from, the data and the settings. Outputs are reused only where the key is the same.
+Texts are first collected in <run>/<folder>.part.jsonl, from which an interrupted run resumes with any number of
+processes. Its first line, like the manifest of the folder, has the key of the outputs: weights, inputs of the training,
+data and settings. Outputs are reused only if the key is equal.
 """
 
 import json
@@ -28,13 +28,13 @@ class OutputFile:
     """One file of outputs."""
 
     name: str
-    """Without ".jsonl"."""
+    """File name without ".jsonl"."""
     count: int
-    """Inputs."""
+    """Number of inputs."""
     generate: Callable[[int], Iterator[list[str]]]
-    """(first) -> the outputs from input number `first` on, in order, a batch of every process at a time. Collective."""
+    """(first) -> outputs from input number `first` on, in order, in batches over all processes. Collective."""
     line: Callable[[int, str], str]
-    """(number, output) -> its line: a JSON object that has the output in the field `ResumableOutputs.field`."""
+    """(number, output) -> line: a JSON object with the output in the field `ResumableOutputs.field`."""
 
 
 @dataclass(frozen=True)
@@ -44,21 +44,20 @@ class ResumableOutputs:
     run: Run
     folder: str
     field: str
-    """Field of a line with the output."""
+    """Field of a line that has the output."""
     files: Sequence[OutputFile]
     batch_size: int
-    """Inputs that are answered together: an interrupted run repeats the batch that was not finished."""
+    """Inputs per batch. An interrupted run repeats the unfinished batch."""
     write_more: Callable[[Path, Sequence[Sequence[str]]], None] = lambda _folder, _texts: None
-    """(folder that is being written, outputs by file): writes further files into it."""
+    """(folder being written, outputs by file): writes further files into the folder."""
     best: bool = False
-    """Whether the weights are those of the best checkpoint, where there is one; else of the last."""
+    """Whether to use the best checkpoint, if there is one, instead of the last."""
 
     def make(self, inputs: Mapping[str, str], settings: Mapping[str, Any]) -> list[list[str]]:
-        """The outputs of each file, generated if missing. Collective.
+        """Return the outputs of each file, generated if missing. Collective.
 
-        To be called when the last checkpoint is written: the weights are part of the key. inputs:
-        `training.state.fingerprints` of the run.
-        settings: what else the outputs depend on.
+        Call it after the last checkpoint is written, as the weights are part of the key. inputs:
+        `training.state.fingerprints` of the run. settings: everything else that the outputs depend on.
 
         Raises:
             distributed.TrainingStopped: a process received a stop signal. The outputs so far are saved.
@@ -73,22 +72,22 @@ class ResumableOutputs:
 
     @property
     def part(self) -> Path:
-        """File in which outputs are collected."""
+        """File that collects outputs."""
         return self.run.path / f"{self.folder}.part.jsonl"
 
     def _key(self, inputs: Mapping[str, str], settings: Mapping[str, Any]) -> dict[str, Any]:
         best = checkpoints.best(self.run.path) if self.best else None
-        used = best or checkpoints.newest_whole(self.run.path)  # None where nothing is trained
+        folder = best or checkpoints.newest_whole(self.run.path)  # None if nothing is trained
         return {
-            "step": checkpoints.step_of(used) if used else 0,
-            "weights": read_manifest(used, RunError)["files"]["model.safetensors"]["sha256"] if used else None,
+            "step": checkpoints.step_of(folder) if folder else 0,
+            "weights": read_manifest(folder, RunError)["files"]["model.safetensors"]["sha256"] if folder else None,
             "inputs": dict(inputs),
             "batch_size": self.batch_size,
             **settings,
         }
 
     def _read_finished(self, key: dict[str, Any]) -> list[str] | None:
-        """The outputs of a complete folder with this key; None without one."""
+        """Outputs of a complete folder with this key; None if there is no such folder."""
         folder = self.run.path / self.folder
         if (
             not folder.is_dir()
@@ -119,7 +118,7 @@ class ResumableOutputs:
         return texts
 
     def _begin(self, key: dict[str, Any]) -> list[str]:
-        """The outputs in `part`. Truncates it to complete batches; removes it if it has another key."""
+        """Read the outputs in `part`, truncated to complete batches; start over if it has another key."""
         self.run.dir.confirm()
         try:
             with reading(self.part):
@@ -135,7 +134,7 @@ class ResumableOutputs:
         return texts
 
     def _in_whole_batches(self, count: int) -> int:
-        """How many of the first `count` outputs are in complete batches, as in an uninterrupted run."""
+        """Number of the first `count` outputs that are in complete batches of an uninterrupted run."""
         total = 0
         for file in self.files:
             if count < file.count:
@@ -147,8 +146,8 @@ class ResumableOutputs:
     def _append(self, batch: Sequence[str]) -> None:
         with writing(self.part), open(self.part, "ab") as file:
             file.write("".join(json.dumps(text) + "\n" for text in batch).encode())
-        written = checkpoints.list_all(self.run.path)
-        heartbeat.refresh(self.run.path, self.run.dir.attempt, checkpoints.step_of(written[-1]) if written else 0)
+        folders = checkpoints.list_all(self.run.path)
+        heartbeat.refresh(self.run.path, self.run.dir.attempt, checkpoints.step_of(folders[-1]) if folders else 0)
 
     def _write(self, texts: Sequence[str], key: dict[str, Any]) -> None:
         self.run.dir.confirm()
@@ -162,7 +161,7 @@ class ResumableOutputs:
             self.part.unlink(missing_ok=True)
 
     def _split_by_file(self, texts: Sequence[str]) -> list[list[str]]:
-        """The outputs by file; the last ones can be missing."""
+        """Split outputs by file; the last ones can be missing."""
         by_file, start = [], 0
         for file in self.files:
             by_file.append(list(texts[start : start + file.count]))
@@ -171,7 +170,7 @@ class ResumableOutputs:
 
 
 def _texts(lines: Iterable[bytes]) -> Iterator[str]:
-    """Texts up to the first line that is not a JSON string, which a power cut can leave."""
+    """Yield texts up to the first line that is not a JSON string, as after a power failure."""
     for line in lines:
         try:
             text = parse_json(line, "", RunError)

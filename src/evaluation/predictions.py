@@ -1,8 +1,7 @@
-"""The answers of a trained encoder-decoder to the rows of tasks:
-<run>/predictions/<task>.<split>.jsonl, and submissions to servers.
+"""Predictions of a trained encoder-decoder for the rows of tasks: <run>/predictions/<task>.<split>.jsonl, and
+submission files.
 
-A line is {"index", "input", "target", "prediction"} and, where there are classes, the number of the "class" (null: no
-label).
+A line is {"index", "input", "target", "prediction"} and, for classes, the number of the "class" (null: invalid label).
 """
 
 import json
@@ -25,7 +24,7 @@ from src.runs.context import Run
 FOLDER = "predictions"
 UNLABELLED_SPLIT = "test"
 _GROUPS = {"multirc": re.compile(r"\d+-\d+"), "record": re.compile(r"\d+")}
-"""What the group of a row is: paragraph and question, or question, by their numbers in the release."""
+"""Format of a row's group: numbers of paragraph and question, or of the question, in the release."""
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +38,7 @@ class TaskSplit:
 
     @property
     def name(self) -> str:
-        """Name of its file, without ".jsonl"."""
+        """Name of the file, without ".jsonl"."""
         return f"{self.dataset.task.name}.{self.split}"
 
     def has_label(self, index: int) -> bool:
@@ -47,23 +46,23 @@ class TaskSplit:
         return self.dataset.row(index).get("label") is not None
 
     def scores(self, texts: Sequence[str]) -> dict[str, float]:
-        """Scores of the answers to rows that have a label; {} if none has."""
-        labelled = [self.dataset.prediction(i, text) for i, text in enumerate(texts) if self.has_label(i)]
-        return task_scores(self.dataset.task, labelled) if labelled else {}
+        """Scores of the answers to rows with a label; {} if no row has a label."""
+        predictions = [self.dataset.prediction(i, text) for i, text in enumerate(texts) if self.has_label(i)]
+        return task_scores(self.dataset.task, predictions) if predictions else {}
 
     def line(self, index: int, text: str) -> str:
         """The line of a row in the file."""
         data, row = self.dataset, self.dataset.row(index)
         target = data.target(index) if self.has_label(index) else None
-        found = {"index": row["index"], "input": data.input(index), "target": target, "prediction": text}
+        fields = {"index": row["index"], "input": data.input(index), "target": target, "prediction": text}
         if data.task.task.kind == "classes":
             number = data.task.class_of(text)
-            found["class"] = number if number >= 0 else None
-        return json.dumps(found, ensure_ascii=False)
+            fields["class"] = number if number >= 0 else None
+        return json.dumps(fields, ensure_ascii=False)
 
 
 def task_scores(task: Any, predictions: Sequence[Prediction]) -> dict[str, float]:
-    """The scores that a task names, and "task_score", the one to optimise, at most 100."""
+    """The task's scores, and "task_score", the score to optimize, at most 100."""
     scores = answers.scores(task.metrics(), predictions)
     return {name: scores[name] for name in task.task.metrics} | {"task_score": task.percent(scores)}
 
@@ -71,7 +70,7 @@ def task_scores(task: Any, predictions: Sequence[Prediction]) -> dict[str, float
 def make(
     run: Run, splits: Sequence[TaskSplit], predictor: TaskPredictor, inputs: Mapping[str, str], best: bool = False
 ) -> dict[str, dict[str, float]]:
-    """Answer the rows that have no answer yet; returns scores by "<task>.<split>". Collective.
+    """Answer the remaining rows; returns scores by "<task>.<split>". Collective.
 
     inputs, best, Raises: see `ResumableOutputs`.
     """
@@ -94,31 +93,39 @@ def make(
     write_more = partial(_write_submissions, splits)
     outputs = ResumableOutputs(run, FOLDER, "prediction", files, predictor.batch_size, write_more, best)
     texts = outputs.make(inputs, settings)
-    return {some.name: scores for some, own in zip(splits, texts, strict=True) if (scores := some.scores(own))}
+    return {
+        some.name: scores
+        for some, split_texts in zip(splits, texts, strict=True)
+        if (scores := some.scores(split_texts))
+    }
 
 
 def _write_submissions(splits: Sequence[TaskSplit], folder: Path, texts: Sequence[Sequence[str]]) -> None:
-    for some, own in zip(splits, texts, strict=True):
-        wanted = some.dataset.task.task.submission
-        if some.split == UNLABELLED_SPLIT and wanted is not None:
+    for some, split_texts in zip(splits, texts, strict=True):
+        layout = some.dataset.task.task.submission
+        if some.split == UNLABELLED_SPLIT and layout is not None:
             groups = _GROUPS.get(some.dataset.task.task.form or "")
-            if groups and not all(groups.fullmatch(some.dataset.row(i).get("group") or "") for i in range(len(own))):
+            if groups and not all(
+                groups.fullmatch(some.dataset.row(i).get("group") or "") for i in range(len(split_texts))
+            ):
                 log.warning(
-                    "%s: no %s, as its rows lack the numbers of the release. Prepare it again.", some.name, wanted.file
+                    "%s: cannot write %s, as its rows have no numbers of the release. Prepare it again.",
+                    some.name,
+                    layout.file,
                 )
                 continue
-            (folder / wanted.file).write_text(submission(some, own), encoding="utf-8", newline="\n")
+            (folder / layout.file).write_text(submission(some, split_texts), encoding="utf-8", newline="\n")
 
 
 def submission(some: TaskSplit, texts: Sequence[str]) -> str:
-    """A file for GLUE's server, tab-separated "index" and "prediction" with a header, or for SuperGLUE's, JSON lines.
+    """Content of a submission: for GLUE tab-separated "index" and "prediction" with a header, for SuperGLUE JSON lines.
 
-    An answer that is no label is written as class 0, and one that is no number as the lowest: the server takes nothing
-    else.
+    The server accepts only valid values, so an invalid label is written as class 0, and an invalid number as the
+    lowest.
     """
-    task, wanted = some.dataset.task, some.dataset.task.task.submission
+    task, layout = some.dataset.task, some.dataset.task.task.submission
     rows = [some.dataset.row(number) for number in range(len(texts))]
-    shown, unknown = list[str | int](), 0
+    values, unknown = list[str | int](), 0
     for text in texts:
         if task.task.kind == "text":
             value, valid = text, True
@@ -128,25 +135,31 @@ def submission(some: TaskSplit, texts: Sequence[str]) -> str:
         else:
             number = task.class_of(text)
             value, valid = max(number, 0), number >= 0
-            if wanted.label != "number":
+            if layout.label != "number":
                 label = task.task.labels[value]
-                value = label.lower() if wanted.label == "lower" else label
+                value = label.lower() if layout.label == "lower" else label
         unknown += not valid
-        shown.append(value)
+        values.append(value)
     if unknown:
-        log.warning("%s: %d of %d answers are no label; %s has the first.", some.name, unknown, len(texts), wanted.file)
-    if wanted.file.endswith(".tsv"):
-        lines = ["index\tprediction", *(f"{row['index']}\t{value}" for row, value in zip(rows, shown, strict=True))]
+        log.warning(
+            "%s: %d of %d answers are not valid; %s has the first valid value for them.",
+            some.name,
+            unknown,
+            len(texts),
+            layout.file,
+        )
+    if layout.file.endswith(".tsv"):
+        lines = ["index\tprediction", *(f"{row['index']}\t{value}" for row, value in zip(rows, values, strict=True))]
     elif task.task.form == "multirc":
-        lines = _multirc_lines(rows, shown)
+        lines = _multirc_lines(rows, values)
     else:
         numbers = [int(row["group"]) if task.task.form == "record" else row["index"] for row in rows]
-        lines = [json.dumps({"idx": number, "label": value}) for number, value in zip(numbers, shown, strict=True)]
+        lines = [json.dumps({"idx": number, "label": value}) for number, value in zip(numbers, values, strict=True)]
     return "\n".join(lines) + "\n"
 
 
 def _multirc_lines(rows: Sequence[Mapping[str, Any]], labels: Sequence[str | int]) -> list[str]:
-    """A line for each paragraph, with its questions and their answers. The group of a row is "PARAGRAPH-QUESTION"."""
+    """One line per paragraph, with its questions and their answers. A row's group is "PARAGRAPH-QUESTION"."""
     paragraphs: dict[str, dict[str, list[dict[str, Any]]]] = {}
     for row, label in zip(rows, labels, strict=True):
         paragraph, question = row["group"].split("-")
@@ -155,7 +168,7 @@ def _multirc_lines(rows: Sequence[Mapping[str, Any]], labels: Sequence[str | int
         json.dumps(
             {
                 "idx": int(paragraph),
-                "passage": {"questions": [{"idx": int(q), "answers": found} for q, found in questions.items()]},
+                "passage": {"questions": [{"idx": int(q), "answers": answers} for q, answers in questions.items()]},
             }
         )
         for paragraph, questions in paragraphs.items()
@@ -163,7 +176,7 @@ def _multirc_lines(rows: Sequence[Mapping[str, Any]], labels: Sequence[str | int
 
 
 def _number(text: str, low: float, high: float) -> tuple[float, bool]:
-    """The number in `text`, clipped to [low, high], and whether there is one."""
+    """The number in `text`, clipped to [low, high], and whether it is valid."""
     try:
         value = float(text)
     except ValueError:

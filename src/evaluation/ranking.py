@@ -1,4 +1,4 @@
-"""Answers of an encoder-decoder to the rows of a task: generated, ranked by likelihood, or under teacher forcing."""
+"""Answers of an encoder-decoder to the rows of a task: generated, ranked by likelihood, or with teacher forcing."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -16,17 +16,17 @@ from src.experiments.dataset_protocols import TaskDataset
 
 @dataclass(frozen=True)
 class TaskPredictor:
-    """An encoder-decoder that answers the rows of tasks as the experiment says."""
+    """An encoder-decoder that answers the rows of tasks as configured."""
 
     model: Any
-    """Has transformers' `generate`, and is in eval mode."""
+    """Model with transformers' `generate`, in eval mode."""
     tokenizer: Any
     config: Answering
     batch_size: int
     device: torch.device
 
     def batches(self, dataset: TaskDataset, indices: Sequence[int]) -> Iterator[list[str]]:
-        """Answers to the rows `indices` of a data set: see `gather_batches`. Collective."""
+        """Answer the rows `indices` of a data set; see `gather_batches`. Collective."""
         if self.config.by == "generate":
             generator = AnswerGenerator(
                 self.model, dataset, self.tokenizer, self.batch_size, self.device, self.config.decoding()
@@ -37,7 +37,7 @@ class TaskPredictor:
 
     @torch.no_grad()
     def _predict_with_targets(self, dataset: TaskDataset, indices: Sequence[int]) -> list[str]:
-        """The likeliest token at each position of the target, given the true target before it (teacher forcing)."""
+        """The most likely token at each position, given the target before it (teacher forcing)."""
         batch = to_device(dataset.collate([dataset.sample(0, i) for i in indices]), self.device)
         inputs = {name: batch[name] for name in ("input_ids", "attention_mask", "decoder_input_ids")}
         ids_BT = self.model(**inputs, use_cache=False).logits.argmax(-1)
@@ -47,19 +47,19 @@ class TaskPredictor:
         return [text.strip() for text in self.tokenizer.batch_decode(cut, skip_special_tokens=True)]
 
     def _rank(self, dataset: TaskDataset, indices: Sequence[int]) -> list[str]:
-        """The likeliest of the task's answers; the first one on a tie."""
+        """The most likely of the task's answers; the first one on a tie."""
         return [dataset.task.answers[best] for best in self.log_probabilities(dataset, indices).argmax(1).tolist()]
 
     @torch.no_grad()
     def log_probabilities(self, dataset: TaskDataset, indices: Sequence[int]) -> Tensor:
-        """(B, A) float32: of each of the A answers of the task, end token included, in nats;
-        per token if `length_normalised`."""
+        """Log-probabilities (B, A) float32 in nats of each of the task's A answers, end token included; per token if
+        `length_normalised`."""
         prompts = [dataset.prompt(i) for i in indices]
         encoded, columns = None, []
         for answer in dataset.answer_ids:
             batch = to_device(dataset.collate_answers(prompts, answer), self.device)
             inputs = {name: batch[name] for name in ("attention_mask", "decoder_input_ids")}
-            # The encoder is not called on its own: where the model is shared, only a call of the whole gathers it.
+            # The encoder is not called directly: a sharded model gathers its weights only in a call of the full model.
             encoder = {"input_ids": batch["input_ids"]} if encoded is None else {"encoder_outputs": (encoded,)}
             out = self.model(**encoder, **inputs, use_cache=False)
             encoded = out.encoder_last_hidden_state

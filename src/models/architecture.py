@@ -1,4 +1,4 @@
-"""Family and sizes of a model, read from its config before any weight is loaded."""
+"""Family and sizes of a model, from its config, without loading weights."""
 
 from collections.abc import Iterable, Mapping
 from itertools import chain
@@ -16,22 +16,22 @@ _SPELLINGS = {
 
 
 def from_dict(raw: Mapping[str, Any]) -> Architecture | None:
-    """Read the content of a Hugging Face config.json, in the spelling of any family; None where a size is missing.
+    """Read the content of a Hugging Face config.json of any family; None if a size is missing.
 
-    Of a model that reads images too, it is the part that reads text.
+    For a model that also reads images, the sizes are those of its text model.
 
     Raises:
-        ValueError: a size is no positive int, or the family no str; says which key.
+        ValueError: a size is not a positive int, or the family is not a str. The message names the key.
     """
     raw = raw["text_config"] if isinstance(raw.get("text_config"), dict) else raw
     for key in (*chain.from_iterable(_SPELLINGS.values()), "num_key_value_heads", "head_dim", *_MAX_POSITIONS):
         _check(key, raw.get(key))
-    found: dict[str, Any] = {size: _first_given(raw, keys) for size, keys in _SPELLINGS.items()}
-    if None in found.values():
+    sizes: dict[str, Any] = {size: _first_given(raw, keys) for size, keys in _SPELLINGS.items()}
+    if None in sizes.values():
         return None
-    heads = raw.get("num_key_value_heads") or (1 if raw.get("multi_query") else found["num_heads"])
+    heads = raw.get("num_key_value_heads") or (1 if raw.get("multi_query") else sizes["num_heads"])
     return Architecture(
-        **found,
+        **sizes,
         num_key_value_heads=heads,
         max_positions=_first_given(raw, _MAX_POSITIONS),
         head_size=raw.get("head_dim"),

@@ -1,12 +1,14 @@
-"""Exports a trained model for other programs: adapters are merged into the weights, and the tokenizer is copied.
+"""Export a trained model for other programs. Adapters are merged into the weights, and the tokenizer is copied.
 
-A plain model is saved as a transformers model. Of a cross-attention model the new blocks are saved in the layout of
-XC-Cache, whose own loader needs --with_base; and the base in base/ if it has adapters, was trained, or is nowhere else.
+A plain model is saved as a transformers model. A cross-attention model is saved as its new blocks in the layout of
+XC-Cache, and the base in base/ if it has adapters, was trained, or is not available elsewhere. XC-Cache's own loader
+needs --with_base.
 
 A model that reads images is saved with the processor of its frames: AutoModelForImageTextToText and AutoProcessor load
 the folder.
 
-With --standalone a cross-attention model is instead a folder that transformers loads by itself, with its code:
+With --standalone a cross-attention model is saved with its code, so that transformers loads the folder without this
+project:
 AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True).generate(input_ids, context=context_ids).
 
 python -m src.models.export results/runs/EXP_ID exported                        its last checkpoint
@@ -36,7 +38,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 @dataclass(frozen=True)
 class Request:
-    """What `export` was asked for."""
+    """The options of an export."""
 
     target: Path
     """The final path of the folder."""
@@ -55,14 +57,14 @@ def export(
     with_base: bool = False,
     standalone: bool = False,
 ) -> None:
-    """Write the model of the run or checkpoint `source` to the new folder `target`.
-    dtype: of the weights; None: as trained.
+    """Write the model of the run or checkpoint `source` to the new folder `target`. dtype: type of the weights; None:
+    as trained.
 
-    with_base: write the weights of a cross-attention model's base beside those of its blocks. standalone: write all of
-    it, with its code.
+    with_base: also write the base weights of a cross-attention model. standalone: write the complete model with its
+    code.
 
     Raises:
-        ConfigError: `target` exists, or no other program can load the model.
+        ConfigError: `target` exists, or other programs cannot load the model.
         CheckpointError: there is no complete checkpoint.
         UserError: a part of the model is missing.
     """
@@ -80,30 +82,29 @@ def export(
         model = model.to(getattr(torch, dtype))
     if (with_base or standalone) and not getattr(model, "has_separate_base", False):
         raise ConfigError(
-            f"--{'with_base' if with_base else 'standalone'}: is for cross-attention models, whose base is "
-            "another model. Leave it out."
+            f"--{'with_base' if with_base else 'standalone'}: is only for cross-attention models, "
+            "which have a separate base model. Leave it out."
         )
-    with new_directory(target) as made:
-        _copy_tokenizer(folder / "tokenizer", made)
+    with new_directory(target) as folder_path:
+        _copy_tokenizer(folder / "tokenizer", folder_path)
         if isinstance(model, Wrapper):
-            model.export(made, Request(target, places, bool(merged), with_base, standalone))
+            model.export(folder_path, Request(target, places, bool(merged), with_base, standalone))
         elif isinstance(model, PreTrainedModel):
-            model.save_pretrained(made)
+            model.save_pretrained(folder_path)
         else:
             raise ConfigError(
-                f"{folder}: its model is a {type(model).__name__}, which no other program knows. "
-                "Load it with this project."
+                f"{folder}: other programs cannot load a {type(model).__name__}. Load it with this project."
             )
-        if (made / "base").is_dir():
-            _copy_tokenizer(folder / "tokenizer", made / "base")
-        prepared_tokenizer.write_ends(made)
+        if (folder_path / "base").is_dir():
+            _copy_tokenizer(folder / "tokenizer", folder_path / "base")
+        prepared_tokenizer.write_ends(folder_path)
         if write_processor := getattr(model, "write_processor", None):
-            write_processor(made, folder, prepared_tokenizer.load(made))
+            write_processor(folder_path, folder, prepared_tokenizer.load(folder_path))
     log.info("%s: %d adapters merged.", target, merged)
 
 
 def _copy_tokenizer(source: Path, folder: Path) -> None:
-    """Copy the files, and call the class and the tokens of transformers 5 as transformers 4 does; 5 reads both."""
+    """Copy the tokenizer's files, with the class and token names of transformers 4, which transformers 5 also reads."""
     for path in source.iterdir():
         shutil.copy(path, folder)
     path = folder / "tokenizer_config.json"
@@ -116,10 +117,10 @@ def _copy_tokenizer(source: Path, folder: Path) -> None:
 
 
 def push(folder: Path, repository: str) -> None:
-    """Upload an exported folder, as one commit, to a repository of the hub, which is made private where there is none.
+    """Upload an exported folder, as one commit, to a repository of the hub. A missing repository is created as private.
 
     Raises:
-        ConfigError: the hub cannot be reached, or refuses. The folder stays.
+        ConfigError: the hub cannot be reached, or refuses. The folder is not removed.
     """
     import huggingface_hub
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalTokenNotFoundError, OfflineModeIsEnabled
@@ -127,30 +128,30 @@ def push(folder: Path, repository: str) -> None:
     try:
         api = huggingface_hub.HfApi()
         api.create_repo(repository, private=True, exist_ok=True)
-        found = api.upload_folder(repo_id=repository, folder_path=folder, commit_message="Export")
+        address = api.upload_folder(repo_id=repository, folder_path=folder, commit_message="Export")
     except (HfHubHTTPError, HFValidationError, LocalTokenNotFoundError, OfflineModeIsEnabled, OSError) as error:
         reason = " ".join(str(error).split())[:200]
         raise ConfigError(
-            f"--push_to_hub {repository}: not uploaded ({reason}). {folder} is whole; `hf upload` sends it later."
+            f"--push_to_hub {repository}: not uploaded ({reason}). {folder} is complete; upload it with `hf upload`."
         ) from None
-    log.info("%s: uploaded to %s.", folder, found)
+    log.info("%s: uploaded to %s.", folder, address)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     parser = make_parser("src.models.export", __doc__)
-    parser.add_argument("source", type=Path, help="a run, the beginning of its id, or one of its checkpoints")
+    parser.add_argument("source", type=Path, help="a run, a prefix of its id, or one of its checkpoints")
     parser.add_argument("target", type=Path, help="the new folder")
-    parser.add_argument("--dtype", choices=DTYPES, help="of the weights (default: as trained)")
+    parser.add_argument("--dtype", choices=DTYPES, help="type of the weights (default: as trained)")
     parser.add_argument(
-        "--with_base", action="store_true", help="of a cross-attention model: write the base's weights too"
+        "--with_base", action="store_true", help="for a cross-attention model: also write the base weights"
     )
     parser.add_argument(
         "--standalone",
         action="store_true",
-        help="of a cross-attention model: a folder that transformers loads by itself",
+        help="for a cross-attention model: include its code, for transformers without this project",
     )
-    parser.add_argument("--push_to_hub", metavar="REPO", help="upload the folder to this repository of the hub, too")
+    parser.add_argument("--push_to_hub", metavar="REPO", help="also upload the folder to this repository of the hub")
     parser.add_argument("--data_path", type=Path, default=PLACES.data, metavar="DIR", help="prepared data sets")
     parser.add_argument(
         "-sb",

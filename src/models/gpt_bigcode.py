@@ -1,4 +1,4 @@
-"""A GPTBigCode language model (multi-query attention, learned positions) from random weights."""
+"""A GPTBigCode language model (multi-query attention, learned positions) with random weights."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Config(ModelConfig):
-    """Sizes. The vocabulary is the tokenizer's."""
+    """Sizes of the model. The vocabulary is the tokenizer's."""
 
     tokenizer: str = Field(min_length=1)
     """Name of a prepared tokenizer's folder."""
@@ -22,10 +22,10 @@ class Config(ModelConfig):
     num_layers: int = Field(gt=0)
     num_heads: int = Field(gt=0)
     max_positions: int = Field(gt=0)
-    """Most tokens of a sequence."""
+    """Maximum number of tokens of a sequence."""
     dropout_rate: float = Field(default=0.0, ge=0, lt=1)
     extra_tokens: list[str] | None = None
-    """Control tokens that its vocabulary has besides."""
+    """Control tokens to add to the vocabulary."""
 
     @model_validator(mode="after")
     def _heads_share_the_width(self) -> "Config":
@@ -34,7 +34,7 @@ class Config(ModelConfig):
         return self
 
     def build(self, places: Places) -> "GPTBigCodeForCausalLM":
-        """The model, its weights drawn from torch's global generator.
+        """Build the model with weights drawn from torch's global generator.
 
         Raises:
             DataError: the tokenizer is missing or damaged.
@@ -67,11 +67,11 @@ class Config(ModelConfig):
         return places.data / self.tokenizer
 
     def new_token_ids(self, places: Places) -> list[int]:
-        known = prepared_tokenizer.load(places.data / self.tokenizer, self.new_tokens())
-        return [known.convert_tokens_to_ids(token) for token in self.new_tokens()]
+        tokenizer = prepared_tokenizer.load(places.data / self.tokenizer, self.new_tokens())
+        return [tokenizer.convert_tokens_to_ids(token) for token in self.new_tokens()]
 
     def architecture(self, places: Places) -> Architecture:
-        del places  # they are in the config
+        del places  # the sizes are in the config
         sizes = (self.num_layers, self.hidden_size, self.num_heads)
         return Architecture("gpt_bigcode", *sizes, num_key_value_heads=1, max_positions=self.max_positions)
 

@@ -31,47 +31,50 @@ WITHOUT = {
     "flash_attention_2": ("bloom", "mt5", "t5"),
     "flex_attention": ("bloom", "falcon", "gpt2", "gpt_bigcode", "gpt_neo"),
 }
-"""Families that lack an implementation of attention in transformers 5.23, of those that are known to be used here."""
+"""Families in use here without this implementation of attention in transformers 5.23."""
 ON_GPU = ("flash_attention_2", "flex_attention")
 
 
 class RotaryScaling(StrictConfig):
-    """How a model with rotary positions reads more tokens than it was trained on.
-    It is part of what `save_pretrained` writes."""
+    """Scaling of rotary positions, to read more tokens than in training. `save_pretrained` saves it in the model's
+    config."""
 
     kind: Literal["linear", "dynamic", "yarn", "ntk"]
     """linear: positions are divided by `factor` (Chen et al. 2023, arXiv 2306.15595). ntk: the base of the frequencies
     is multiplied by factor^(d / (d - 2)), d being the rotated width of a head. dynamic: the same, growing with the
     length. yarn: arXiv 2309.00071."""
     factor: float = Field(gt=1)
-    """Times as many tokens."""
+    """Factor by which the maximum number of tokens grows."""
 
     def apply(self, config: Any) -> None:
-        """Change a transformers config.
+        """Scale the rotary positions in a transformers config.
 
         Raises:
-            ConfigError: its family has no rotary positions.
+            ConfigError: the family has no rotary positions, or they are already scaled.
         """
-        given = getattr(config, "rope_parameters", None)
-        if not isinstance(given, dict) or "rope_theta" not in given:
+        parameters = getattr(config, "rope_parameters", None)
+        if not isinstance(parameters, dict) or "rope_theta" not in parameters:
             raise ConfigError(
-                f"model.rope: the family {config.model_type!r} has no rotary positions of one kind. Leave it out."
+                f"model.rope: the family {config.model_type!r} has no single kind of rotary positions. Remove it."
             )
-        if given.get("rope_type", "default") != "default":
+        if parameters.get("rope_type", "default") != "default":
             raise ConfigError(
-                f"model.rope: its rotary positions are scaled already ({given['rope_type']}). Leave it out."
+                f"model.rope: rotary positions are already scaled ({parameters['rope_type']}). Remove it."
             )
         if self.kind == "ntk":
             head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-            width = int(head * given.get("partial_rotary_factor", 1.0))
-            config.rope_parameters = {**given, "rope_theta": given["rope_theta"] * self.factor ** (width / (width - 2))}
+            width = int(head * parameters.get("partial_rotary_factor", 1.0))
+            config.rope_parameters = {
+                **parameters,
+                "rope_theta": parameters["rope_theta"] * self.factor ** (width / (width - 2)),
+            }
             config.max_position_embeddings = int(config.max_position_embeddings * self.factor)
         else:
-            config.rope_parameters = {**given, "rope_type": self.kind, "factor": self.factor}
+            config.rope_parameters = {**parameters, "rope_type": self.kind, "factor": self.factor}
 
 
 class Config(ModelConfig):
-    """Which model, and the type of its weights in memory."""
+    """The pretrained model, and the type of its weights in memory."""
 
     path: str = Field(min_length=1)
     """Hub id such as "bigcode/starcoderbase-1b", or a save_pretrained folder: below `--data_path`, or a path."""
@@ -79,41 +82,42 @@ class Config(ModelConfig):
     revision: str | None = None
     """Branch, tag or commit of the hub id; None for main."""
     quantization: Literal["8bit", "4bit"] | None = None
-    """Matrices in 8 bits (LLM.int8(), arXiv 2208.07339) or in 4 (NF4, arXiv 2305.14314), by bitsandbytes:
-    for a base that is frozen."""
+    """Quantize matrices to 8 bits (LLM.int8(), arXiv 2208.07339) or 4 bits (NF4, arXiv 2305.14314) with bitsandbytes;
+    for a frozen base."""
     attention: Literal["sdpa", "eager", "flash_attention_2", "flex_attention"] | None = None
-    """Transformers' implementation of attention; None: its choice, which is sdpa where the family has it."""
+    """Transformers' implementation of attention; None: its default, sdpa if the family supports it."""
     extra_tokens: list[str] | None = None
-    """Control tokens that are new in its vocabulary."""
+    """Control tokens to add to the vocabulary."""
 
     tokenizer: str | None = Field(default=None, min_length=1)
-    """Folder below `--data_path` of a prepared tokenizer that has the model's own tokens and new ones;
-    None: the model's own tokenizer."""
+    """Folder below `--data_path` of a prepared tokenizer with the model's tokens and new ones; None: the model's own
+    tokenizer."""
     rope: RotaryScaling | None = None
-    """None: as config.json has them."""
+    """None: as in config.json."""
 
     @model_validator(mode="after")
     def _new_tokens_are_learned(self) -> "Config":
         for field in ("extra_tokens", "tokenizer"):
             if getattr(self, field) and self.quantization:
-                raise ValueError(f"{field}: a quantized model cannot learn new tokens. Leave one of the two out.")
+                raise ValueError(f"{field}: a quantized model cannot learn new tokens. Remove {field} or quantization.")
         return self
 
     def build(self, places: Places) -> "PreTrainedModel":
-        """The model with its weights, ready to train or to freeze.
+        """Build the model with its weights, ready to train or to freeze.
 
         Raises:
-            ConfigError: it is not on this machine, or transformers has no causal language model of its config.json.
-            CheckpointError: its weights are incomplete or damaged.
+            ConfigError: it is not on this machine, or transformers cannot build a causal language model from its
+                config.json.
+            CheckpointError: the weights are incomplete or damaged.
         """
         self.check(places)
         return self.load(places, "AutoModelForCausalLM")
 
     def load(self, places: Places, kind: str) -> "PreTrainedModel":
-        """The model as transformers' class `kind` makes it.
+        """Load the model as transformers' class `kind`.
 
         Raises:
-            UserError: as `build`.
+            UserError: see `build`.
         """
         import pickle
 
@@ -139,7 +143,8 @@ class Config(ModelConfig):
             )
         except (SafetensorError, pickle.UnpicklingError, EOFError, RuntimeError) as error:
             raise CheckpointError(
-                f"{hub_files.find_weights(folder)}: damaged or of another model ({_first_line(error)}). Get it again."
+                f"{hub_files.find_weights(folder)}: damaged, or weights of another model ({_first_line(error)}). "
+                "Download it again."
             ) from error
         except (
             ValueError,
@@ -151,14 +156,16 @@ class Config(ModelConfig):
             ImportError,
             StrictDataclassError,
         ) as error:
-            # Raised by a value in config.json that fits no model.
+            # Raised for an invalid value in config.json.
             reason = " ".join(f"{type(error).__name__}: {error}".split())
-            raise ConfigError(f"{folder / 'config.json'}: no model can be made of it ({reason[:300]}).") from error
+            raise ConfigError(f"{folder / 'config.json'}: cannot build a model from it ({reason[:300]}).") from error
         model, report = loaded
         if report["missing_keys"]:
-            # transformers would use random numbers instead.
+            # transformers would initialize them randomly.
             missing = ", ".join(sorted(report["missing_keys"])[:3])
-            raise CheckpointError(f"{hub_files.find_weights(folder)}: incomplete: {missing} missing. Get it again.")
+            raise CheckpointError(
+                f"{hub_files.find_weights(folder)}: incomplete: {missing} missing. Download it again."
+            )
         if self.extra_tokens or self.tokenizer:
             model.name_or_path = str(self.tokenizer_folder(places) or folder)
             prepared_tokenizer.grow_embeddings(model, Path(model.name_or_path), self.extra_tokens or ())
@@ -171,40 +178,39 @@ class Config(ModelConfig):
         return model.requires_grad_(False)
 
     def build_unfilled(self, places: Places) -> "PreTrainedModel":
-        """As `build`, for FSDP2: without weights where each process can read its part of them from the files,
-        as from safetensors.
+        """Like `build`, for FSDP2: without weights if each process can read its part of them from safetensors files.
 
         Raises:
-            UserError: as `build`.
+            UserError: see `build`.
         """
         self.check(places)
         return self.load_unfilled(places, "AutoModelForCausalLM")
 
     def load_unfilled(self, places: Places, kind: str) -> "PreTrainedModel":
-        """As `load`, in the way of `build_unfilled`."""
+        """Like `load`, without weights where possible; see `build_unfilled`."""
         import torch
         import transformers
 
         self.require_files(places)
-        weights, made = hub_files.find_weights(self.folder(places)), None
+        weights, model = hub_files.find_weights(self.folder(places)), None
         if not (self.quantization or self.extra_tokens or self.tokenizer) and weights:
             more = {"attn_implementation": self.attention} if self.attention else {}
-            with contextlib.suppress(Exception):  # `load` says what it is
+            with contextlib.suppress(Exception):  # `load` reports the error
                 config, make = self._scaled_config(places), _maker(getattr(transformers, kind))
                 empty = lambda: make(config, dtype=getattr(torch, self.dtype), **more)  # noqa: E731
-                made = build_unfilled(empty, self.folder(places), hub_files.weight_files(weights))
-        return self.load(places, kind) if made is None else made
+                model = build_unfilled(empty, self.folder(places), hub_files.weight_files(weights))
+        return self.load(places, kind) if model is None else model
 
     def _build_on_paper(self, places: Places, made_by: Any) -> Any:
-        """The model without weights. made_by: transformers' class."""
+        """Build the model without weights. made_by: transformers' class."""
         import torch
 
         if self.quantization:
             raise ConfigError(
-                f"model.quantization: {self.quantization!r} weights have no plan on paper. Plan without it, by --set."
+                f"model.quantization: cannot plan the memory of {self.quantization!r} weights. Remove it with --set."
             )
         make = _maker(made_by)
-        # The others save what sdpa does.
+        # Other implementations save the same tensors as sdpa.
         attention = {"attn_implementation": "eager"} if self.attention == "eager" else {}
         model = make(self._scaled_config(places), dtype=getattr(torch, self.dtype), **attention)
         if self.extra_tokens or self.tokenizer:
@@ -220,7 +226,7 @@ class Config(ModelConfig):
         return config
 
     def _quantization_config(self) -> Any:
-        """The quantization setting as transformers takes it."""
+        """The quantization setting for transformers."""
         import torch
         from transformers import BitsAndBytesConfig
 
@@ -233,19 +239,17 @@ class Config(ModelConfig):
         )
 
     def is_frozen(self) -> bool:
-        """Whether it cannot be trained itself, only what is around it."""
+        """Whether the model's own weights cannot be trained."""
         return self.quantization is not None
 
     def check(self, places: Places) -> None:
         self.require_files(places)
         path = self.folder(places) / "config.json"
         if read_json(path, ConfigError).get("is_encoder_decoder") is True:
-            raise ConfigError(
-                f"{path}: of an encoder-decoder, and 'hf' reads decoders. The model part 't5' reads a T5."
-            )
+            raise ConfigError(f"{path}: is an encoder-decoder, but 'hf' loads decoders. Use 't5' for a T5.")
 
     def require_files(self, places: Places) -> None:
-        """As `check`, for a model of any kind."""
+        """Like `check`, for a model of any kind."""
         self.architecture(places)
         folder = self.folder(places)
         if self.quantization is not None and find_spec("bitsandbytes") is None:
@@ -261,19 +265,19 @@ class Config(ModelConfig):
         if self._local_folder(places) is not None and self.revision is not None:
             raise ConfigError(
                 f"{self.path!r} is a folder, so revision {self.revision!r} would be ignored. "
-                "Remove it, or name a hub id."
+                "Remove revision, or use a hub id."
             )
         if places.on_paper:
             return
         weights = hub_files.find_weights(folder)
         if weights is None:
-            raise CheckpointError(f"{folder}: no weights here. Expected {' or '.join(hub_files.WEIGHTS)}.")
+            raise CheckpointError(f"{folder}: no weights. Expected {' or '.join(hub_files.WEIGHTS)}.")
         for path in hub_files.weight_files(weights):
             if not os.path.isfile(path):
-                raise CheckpointError(f"{path}: missing, though {weights.name} lists it. Get it again.")
+                raise CheckpointError(f"{path}: missing, but listed in {weights.name}. Download it again.")
 
     def _check_attention(self, places: Places) -> None:
-        """Raises ConfigError where the implementation of attention is not installed, or the family lacks it."""
+        """Raise ConfigError if the attention implementation is not installed or not supported by the family."""
         if self.attention == "flash_attention_2" and find_spec("flash_attn") is None:
             raise ConfigError(
                 f"model.attention: {self.attention!r} needs a package that is not installed: pip install flash-attn"
@@ -282,14 +286,15 @@ class Config(ModelConfig):
         if sizes and sizes.model_type in WITHOUT.get(self.attention or "", ()):
             instead = "eager" if self.attention == "sdpa" or sizes.model_type in WITHOUT["sdpa"] else "sdpa"
             raise ConfigError(
-                f"model.attention: the family {sizes.model_type!r} has no {self.attention!r}. Take {instead!r}."
+                f"model.attention: the family {sizes.model_type!r} does not support {self.attention!r}. "
+                f"Use {instead!r}."
             )
 
     def check_device(self) -> None:
         import torch
 
         if self.attention in ON_GPU and not torch.cuda.is_available():
-            raise ConfigError(f"model.attention: {self.attention!r} cannot train without a GPU. Take 'sdpa'.")
+            raise ConfigError(f"model.attention: {self.attention!r} needs a GPU. Use 'sdpa'.")
 
     def tokenizer_folder(self, places: Places) -> Path | None:
         return places.data / self.tokenizer if self.tokenizer else None
@@ -298,15 +303,17 @@ class Config(ModelConfig):
         if not (self.extra_tokens or self.tokenizer):
             return []
         folder = self.folder(places)
-        known = prepared_tokenizer.load(folder).get_vocab()
-        found = prepared_tokenizer.load(self.tokenizer_folder(places) or folder, self.extra_tokens or ()).get_vocab()
-        return sorted(number for token, number in found.items() if token not in known)
+        base_vocabulary = prepared_tokenizer.load(folder).get_vocab()
+        vocabulary = prepared_tokenizer.load(
+            self.tokenizer_folder(places) or folder, self.extra_tokens or ()
+        ).get_vocab()
+        return sorted(number for token, number in vocabulary.items() if token not in base_vocabulary)
 
     def read_config(self, places: Places) -> dict[str, Any]:
-        """The content of config.json.
+        """Read config.json.
 
         Raises:
-            ConfigError: it is not there, or none that save_pretrained made.
+            ConfigError: it is missing, or save_pretrained did not write it.
         """
         path = self.folder(places) / "config.json"
         raw = read_json(path, ConfigError)
@@ -315,16 +322,14 @@ class Config(ModelConfig):
                 f"{path}: expected a dict, got {type(raw).__name__}. Name a folder that save_pretrained made."
             )
         if "model_type" not in raw:
-            raise ConfigError(
-                f'{path}: "model_type" is missing, so its family is not known. Name a folder that save_pretrained made.'
-            )
+            raise ConfigError(f'{path}: "model_type" is missing. Name a folder that save_pretrained made.')
         return raw
 
     def load_config(self, places: Places) -> Any:
-        """The same as transformers reads it, with what it takes for what is not there.
+        """Read config.json with transformers, which adds defaults for missing values.
 
         Raises:
-            ConfigError: as `read_config`, or transformers can make nothing of it.
+            ConfigError: see `read_config`; or transformers cannot read it.
         """
         from huggingface_hub.errors import StrictDataclassError
         from transformers import AutoConfig
@@ -335,7 +340,7 @@ class Config(ModelConfig):
         except (ValueError, TypeError, KeyError, AttributeError, StrictDataclassError) as error:
             reason = " ".join(f"{type(error).__name__}: {error}".split())
             raise ConfigError(
-                f"{self.folder(places) / 'config.json'}: no model can be made of it ({reason[:300]})."
+                f"{self.folder(places) / 'config.json'}: cannot build a model from it ({reason[:300]})."
             ) from error
 
     def architecture(self, places: Places) -> Architecture | None:
@@ -351,39 +356,43 @@ class Config(ModelConfig):
         return kv_cache_size.decoder_bytes(self.architecture(places), value_bytes)
 
     def fingerprint(self, places: Places) -> str:
-        """sha256 over config.json and weight files that `build` loads, the same for a hub id and a copy of its files.
+        """sha256 of config.json and the weight files that `build` loads; the same for a hub id and a copy of its files.
 
-        Of a weight file count name, size and `files.sample_digest`: 6 MiB at most are read of many gigabytes. Further
-        training or merged adapters are detected; a change of a few bytes may not be.
+        A weight file is represented by name, size and `files.sample_digest`, which reads at most 6 MiB of many
+        gigabytes. Further training or merged adapters are detected; a change of a few bytes can go unnoticed.
 
         Raises:
-            UserError: what `check` raises.
+            UserError: see `check`.
         """
         self.require_files(places)
         folder = self.folder(places)
         weights = hub_files.find_weights(folder)
         assert weights, "check found them"
-        listed = {path.name: [path.stat().st_size, sample_digest(path)] for path in hub_files.weight_files(weights)}
-        return hashlib.sha256(json.dumps([sha256(folder / "config.json"), listed], sort_keys=True).encode()).hexdigest()
+        weight_digests = {
+            path.name: [path.stat().st_size, sample_digest(path)] for path in hub_files.weight_files(weights)
+        }
+        return hashlib.sha256(
+            json.dumps([sha256(folder / "config.json"), weight_digests], sort_keys=True).encode()
+        ).hexdigest()
 
     def folder(self, places: Places) -> Path:
-        """The folder that has the model's config.json."""
-        given = self._local_folder(places)
-        if given is None:
+        """The folder with the model's config.json."""
+        local_folder = self._local_folder(places)
+        if local_folder is None:
             return hub_files.find_snapshot(self.path, self.revision)
-        if not (given / "config.json").is_file():
+        if not (local_folder / "config.json").is_file():
             raise ConfigError(f"{self.path!r} is a folder without a config.json. Name one that save_pretrained made.")
-        return given
+        return local_folder
 
     def _local_folder(self, places: Places) -> Path | None:
-        """The folder `path`, below the prepared data or as given; None where it is a hub id."""
+        """The folder `path`, below the prepared data or as given; None for a hub id."""
         candidates = (places.data / self.path, Path(self.path))
         # Unlike Path.is_dir, False for a name that is too long.
         return next((path for path in candidates if os.path.isdir(path)), None)
 
 
 def _maker(made_by: Any) -> Callable[..., Any]:
-    """What makes a model of a config. made_by: transformers' class."""
+    """The function that builds a model from a config. made_by: transformers' class."""
     return getattr(made_by, "from_config", None) or made_by._from_config
 
 

@@ -1,4 +1,4 @@
-"""A trained model in one call, for notebooks and scripts:
+"""Load a trained model in one call, for notebooks and scripts:
 
 model, tokenizer = load("results/runs/EXP_ID")
 model.generate(input_ids=…, attention_mask=…, context_ids=…, context_mask=…, max_new_tokens=40)
@@ -23,11 +23,11 @@ PLACES = Places(ROOT / "results" / "data", ROOT / "results" / "runs")
 
 
 def load(source: str | Path, places: Places = PLACES) -> tuple[Any, Any]:
-    """The model, in eval mode, and the tokenizer of a checkpoint or of the newest complete checkpoint of a run.
+    """Load model, in eval mode, and tokenizer of a checkpoint, or of the newest complete checkpoint of a run.
 
-    New blocks, which are trained in float32, are in the type of their base.
+    New blocks, which are trained in float32, are converted to the type of their base.
 
-    source: a folder, or a prefix of an id.
+    source: a folder, or a prefix of an experiment id.
 
     Raises:
         CheckpointError: there is no complete checkpoint.
@@ -43,9 +43,9 @@ def load(source: str | Path, places: Places = PLACES) -> tuple[Any, Any]:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of commands that load a model: its device and its places."""
+    """Add the command-line options for loading a model: device and folders."""
     add = parser.add_argument
-    add("--device", help="such as cuda (default: the first GPU, or the CPU)")
+    add("--device", help="such as cuda (default: the first GPU if any, else the CPU)")
     add("--data_path", type=Path, default=PLACES.data, metavar="DIR", help="prepared data sets")
     add(
         "-sb",
@@ -58,10 +58,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def move(model: Any, device: str | None) -> None:
-    """Move a model to a device; None: the first GPU, or the CPU on a machine without one.
+    """Move a model to a device; None: the first GPU if any, else the CPU.
 
     Raises:
-        ConfigError: torch cannot use the device here.
+        ConfigError: torch cannot use the device.
     """
     import torch
 
@@ -73,7 +73,7 @@ def move(model: Any, device: str | None) -> None:
 
 
 def require_8bit(device: str | None) -> str:
-    """The GPU for `quantize`. device: as of `move`.
+    """The GPU for `quantize`. device: see `move`.
 
     Raises:
         ConfigError: the device is not a GPU, or bitsandbytes is not installed.
@@ -88,11 +88,10 @@ def require_8bit(device: str | None) -> str:
 
 
 def quantize(model: Any, device: str) -> Any:
-    """A model of transformers with its matrices in 8 bits (LLM.int8()), on a device; adapters are merged into them
-    first.
+    """Quantize the matrices of a transformers model to 8 bits (LLM.int8()), on a device. Adapters are merged first.
 
     Raises:
-        ConfigError: the model is of another kind or already quantized, or torch cannot use the device.
+        ConfigError: the model is not a transformers model or already quantized, or torch cannot use the device.
     """
     import torch
     from transformers import BitsAndBytesConfig, PreTrainedModel
@@ -121,12 +120,13 @@ def checkpoint_folder(source: Path) -> Path:
         CheckpointError: missing or damaged.
     """
     folder = source if (source / "model.json").is_file() else checkpoints.newest_whole(source)
-    if folder is None and (damaged := checkpoints.list_all(source)):
+    if folder is None and (damaged_folders := checkpoints.list_all(source)):
         raise CheckpointError(
-            f"{damaged[-1]}: damaged, as are all of the run. Restore one from a copy, or train again with -r 1."
+            f"{damaged_folders[-1]}: damaged, like all checkpoints of the run. "
+            "Restore one from a copy, or restart the training with -r 1."
         )
     if folder is None:
-        raise CheckpointError(f"{source}: neither a checkpoint nor a run that has one.")
+        raise CheckpointError(f"{source}: neither a checkpoint nor a run with a checkpoint.")
     if problem := defect(folder):
-        raise CheckpointError(f"{folder}: damaged ({problem.rstrip('.')}). Take another checkpoint.")
+        raise CheckpointError(f"{folder}: damaged ({problem.rstrip('.')}). Use another checkpoint.")
     return folder

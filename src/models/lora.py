@@ -1,7 +1,7 @@
 """Low-rank adapters (LoRA, Hu et al. 2021, arXiv 2106.09685) in a frozen model: config, injection and merging.
 
-A matrix W of the base becomes W + alpha / rank * B A, where only A and B are trained and saved. B starts at zero, so
-that training starts at the base's own output.
+A matrix W of the base becomes W + alpha / rank * B A. Only A and B are trained and saved. B starts at zero, so that the
+initial output is that of the base.
 """
 
 import logging
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 logging.getLogger("bitsandbytes.backends.cpu").setLevel(logging.ERROR)
-"""peft loads it if installed, and it warns about 4 bits on a CPU even if they are not used."""
+"""peft imports bitsandbytes if installed, which warns about 4 bits on a CPU even if unused."""
 _GPT = ("c_attn", "c_fc", "c_proj")
 _T5 = ("k", "o", "q", "v", "wi", "wi_0", "wi_1", "wo")
 _LLAMA = ("down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj")
@@ -35,21 +35,21 @@ MATRICES = {
     "longt5": _T5,
     "t5": _T5,
 }
-"""Names of the matrices in the layers of a family, by `model_type`: for checks before a model is loaded."""
+"""Names of the matrices in the layers of a family, by `model_type`, for checks before a model is loaded."""
 
 
 class Config(WrapperConfig):
-    """Which matrices get an adapter, and how large it is."""
+    """The matrices that get an adapter, and its size."""
 
     rank: int = Field(gt=0)
     """Rows of A and columns of B."""
     alpha: float = Field(gt=0)
     """The adapters' output is multiplied by alpha / rank."""
     target_modules: list[str] = Field(min_length=1)
-    """Names of the matrices, such as "q_proj": in all layers."""
+    """Names of the matrices, such as "q_proj", in all layers."""
     base: ModelField
-    """The model that is frozen, but for the embeddings of new tokens. In a cross-attention model the decoder gets the
-    adapters, and the blocks are trained as without."""
+    """The frozen model; only embeddings of new tokens are trained. In a cross-attention model the decoder gets the
+    adapters, and the blocks are trained as usual."""
     dropout_rate: float = Field(default=0.0, ge=0, lt=1)
     """Dropout of an adapter's inputs in training."""
 
@@ -57,33 +57,31 @@ class Config(WrapperConfig):
     def _each_adapter_once(self) -> "Config":
         if self.base.name == "lora":
             raise ValueError(
-                "base: a new adapter around a new adapter is one of a higher rank. Write one, with all target_modules."
+                "base: adapters cannot be nested. Use one adapter of a higher rank with all target_modules."
             )
         if getattr(self.base, "train_all_params", False):
             raise ValueError(
-                "base: it has train_all_params, which adapters would undo: all but them is frozen. "
-                "Leave one of the two out."
+                "base: train_all_params has no effect with adapters, which freeze the base. "
+                "Remove train_all_params or the adapters."
             )
         if getattr(self.base, "cache_contexts", False):
             raise ValueError(
-                "base: it has cache_contexts, "
-                "but adapters change the decoder's states of a context. Leave it out there."
+                "base: cannot use cache_contexts, "
+                "as adapters change the decoder's states of a context. Remove cache_contexts."
             )
         if self.dropout_rate and self.base.kind(None) == CROSS_ATTENTION:
-            raise ValueError(
-                "dropout_rate: the decoder of a cross-attention model drops nothing, so it would be ignored. Remove it."
-            )
+            raise ValueError("dropout_rate: ignored in the decoder of a cross-attention model. Remove it.")
         return self
 
     def build(self, places: Places) -> "nn.Module":
-        """The base, frozen, with adapters in it.
-        A is drawn from torch's global generator, after the base's weights; B is zero.
+        """Build the frozen base with adapters. A is drawn from torch's global generator after the base's weights; B is
+        zero.
 
-        Adapters that the base was trained with are merged into its weights first.
+        Adapters of an earlier training of the base are merged into its weights first.
 
         Raises:
             ConfigError: no matrix has a name of `target_modules`.
-            UserError: whatever is wrong with the base.
+            UserError: the base cannot be built.
         """
         return self._adapt(self.base.build(places), places)
 
@@ -94,7 +92,7 @@ class Config(WrapperConfig):
         return self._adapt(self.base.build_unfilled(places), places)
 
     def _adapt(self, model: "nn.Module", places: Places) -> "nn.Module":
-        """The base `model`, changed in place."""
+        """Add adapters to the base `model` in place."""
         from peft import LoraConfig, inject_adapter_in_model
         from transformers.pytorch_utils import Conv1D
 
@@ -102,28 +100,30 @@ class Config(WrapperConfig):
         decoder = _decoder(model)
         matrices = dict(_matrices(decoder))
         _require_known(self.target_modules, {name.rpartition(".")[2] for name in matrices})
-        chosen = {name: matrix for name, matrix in matrices.items() if name.rpartition(".")[2] in self.target_modules}
-        transposed = isinstance(next(iter(chosen.values())), Conv1D)  # all of a model's are, or none
+        selected_matrices = {
+            name: matrix for name, matrix in matrices.items() if name.rpartition(".")[2] in self.target_modules
+        }
+        transposed = isinstance(
+            next(iter(selected_matrices.values())), Conv1D
+        )  # either all matrices of a model or none
         settings = LoraConfig(
             r=self.rank,
             lora_alpha=self.alpha,  # type: ignore[arg-type]  declared int, used as a factor
             lora_dropout=self.dropout_rate,
-            target_modules=sorted(chosen),
+            target_modules=sorted(selected_matrices),
             fan_in_fan_out=transposed,
             trainable_token_indices=self._new_rows(places, decoder),
         )
         with appear_filled(decoder):
-            inject_adapter_in_model(settings, decoder)  # freezes all the rest of it
+            inject_adapter_in_model(settings, decoder)  # freezes the rest of the decoder
         for parameter in decoder.parameters():
-            if (
-                parameter.requires_grad
-            ):  # in float32 whatever the base's type: small steps would be lost in the rounding
+            if parameter.requires_grad:  # in float32 for any type of the base, as rounding would lose small updates
                 parameter.data = parameter.data.float()
         return model
 
     def _new_rows(self, places: Places, decoder: Any) -> dict[str, list[int]] | None:
-        """Ids of the base's new tokens.
-        Their rows are trained: in the embedding, and in the output matrix if not tied."""
+        """Ids of the base's new tokens. Their rows of the embedding, and of the output matrix if not tied, are
+        trained."""
         ids = [*self.base.new_token_ids(places)]
         if not ids:
             return None
@@ -145,7 +145,7 @@ class Config(WrapperConfig):
 
 
 def merge(model: "nn.Module") -> int:
-    """Merge the adapters in `model` into their matrices, in place; returns how many there were."""
+    """Merge the adapters in `model` into their matrices, in place. Returns the number of adapters."""
     import torch
     from peft.tuners.lora import LoraLayer
     from peft.utils.other import TrainableTokensWrapper
@@ -155,15 +155,15 @@ def merge(model: "nn.Module") -> int:
     ]:
         parent, _, child = name.rpartition(".")
         setattr(model.get_submodule(parent), child, wrapped.unload_and_optionally_merge_module(True, True, None))
-    adapted = [(name, layer) for name, layer in model.named_modules() if isinstance(layer, LoraLayer)]
+    adapter_layers = [(name, layer) for name, layer in model.named_modules() if isinstance(layer, LoraLayer)]
     with torch.no_grad():
-        for name, layer in adapted:
-            layer.merge(safe_merge=True)  # type: ignore[operator]  every kind of layer has it, their common class has not
+        for name, layer in adapter_layers:
+            layer.merge(safe_merge=True)  # type: ignore[operator]  all layer classes have it, but not their base class
             parent, _, child = name.rpartition(".")
             setattr(model.get_submodule(parent), child, layer.get_base_layer())
-    if adapted:
+    if adapter_layers:
         del _decoder(model).peft_config
-    return len(adapted)
+    return len(adapter_layers)
 
 
 def _decoder(model: "nn.Module") -> Any:

@@ -1,4 +1,4 @@
-"""Tokenizers in prepared folders, from which models with random weights get their vocabulary, and how it grows."""
+"""Tokenizers in prepared folders, which give models with random weights their vocabulary."""
 
 import os
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from src.files import read_json, write_json
 
 
 def load(folder: Path, extra: Sequence[str] = ()) -> Any:
-    """The tokenizer in `folder`, with the control tokens `extra`.
+    """Load the tokenizer in `folder`, with the control tokens `extra`.
 
     Raises:
         DataError: it is missing or damaged.
@@ -20,27 +20,28 @@ def load(folder: Path, extra: Sequence[str] = ()) -> Any:
     require(folder)
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except Exception as error:  # a damaged file gives a bare Exception, or whatever a wrong type leads to
+    except Exception as error:  # a damaged file can raise any Exception
         reason = " ".join(f"{type(error).__name__}: {error}".split())
-        raise DataError(f"{folder}: its tokenizer cannot be read ({reason[:200]}). Prepare it again.") from error
+        raise DataError(f"{folder}: the tokenizer cannot be read ({reason[:200]}). Prepare it again.") from error
     tokenizer.add_special_tokens({"extra_special_tokens": [*extra]}, replace_extra_special_tokens=False)
     return tokenizer
 
 
 def require(folder: Path) -> None:
-    """Raises DataError where a file of the tokenizer is missing."""
+    """Raise DataError if a file of the tokenizer is missing."""
     for name in ("tokenizer.json", "tokenizer_config.json"):
         if not os.path.isfile(folder / name):  # unlike Path.is_file, False for a name that is too long
-            made = (
+            commands = (
                 "python -m data_prep.crossattn.stdlib_qa makes stdlib_tokenizer, data_prep.t5.t5_tokenizer one for T5"
             )
             raise DataError(
-                f"{folder}: no tokenizer here ({name} is missing). Prepare it ({made}), or name another --data_path."
+                f"{folder}: no tokenizer here ({name} is missing). "
+                f"Prepare it ({commands}), or name another --data_path."
             )
 
 
 def end_ids(tokenizer: Any) -> list[int]:
-    """Its end token, and the control token that its chat template writes behind an answer, if that is another one."""
+    """Ids of the end token, and of the control token that the chat template writes after an answer, if different."""
     from jinja2 import TemplateError
 
     ends, mark = [tokenizer.eos_token_id], "\x02"
@@ -50,25 +51,25 @@ def end_ids(tokenizer: Any) -> list[int]:
     try:
         _, _, after = tokenizer.apply_chat_template(talk, tokenize=False).rpartition(mark)
     except (TemplateError, TypeError, KeyError, IndexError, AttributeError, ValueError):
-        return ends  # it writes no such conversation
+        return ends  # the template does not support this conversation
     controls = _control_ids(tokenizer)
-    behind = next(
+    template_end = next(
         (index for index in tokenizer(after, add_special_tokens=False)["input_ids"] if index in controls), ends[0]
     )
-    return list(dict.fromkeys([*ends, behind]))
+    return list(dict.fromkeys([*ends, template_end]))
 
 
 def write_ends(folder: Path) -> None:
-    """Let generation by the model in `folder` end where its tokenizer's chat template does, if it has one;
-    for programs that serve it."""
+    """Make other programs end generation with the end tokens of the chat template, if the tokenizer in `folder` has
+    one."""
     path, tokenizer = folder / "generation_config.json", load(folder)
     if not path.is_file() or tokenizer.chat_template is None:
         return
     config = read_json(path, DataError)
-    ends, known = end_ids(tokenizer), config.get("eos_token_id")
+    ends, saved_ids = end_ids(tokenizer), config.get("eos_token_id")
     ends += [
         index
-        for index in (known if isinstance(known, list) else [known])
+        for index in (saved_ids if isinstance(saved_ids, list) else [saved_ids])
         if index in _control_ids(tokenizer) and index not in ends
     ]
     pad = ends[0] if tokenizer.pad_token_id is None else tokenizer.pad_token_id
@@ -80,10 +81,10 @@ def _control_ids(tokenizer: Any) -> set[int]:
 
 
 def grow_embeddings(model: Any, folder: Path, extra: Sequence[str]) -> None:
-    """Give the model embeddings of all tokens of the tokenizer in `folder` and of `extra`, where it has fewer.
+    """Add embeddings to the model for missing tokens of the tokenizer in `folder` and of `extra`.
 
-    New ones are drawn from torch's global generator with mean and covariance of the others, as transformers does by
-    itself.
+    New embeddings are drawn from torch's global generator with mean and covariance of the existing ones, transformers'
+    default.
     """
     num_tokens = len(load(folder, extra))
     if model.get_input_embeddings().num_embeddings < num_tokens:

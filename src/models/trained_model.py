@@ -19,53 +19,54 @@ if TYPE_CHECKING:
 
 
 class Config(ModelConfig):
-    """The experiment, and which of its checkpoints."""
+    """The experiment and its checkpoint."""
 
     exp_id: str = Field(pattern=r"^[0-9a-f]{32}$")
-    """Id of the parent, as `ref` writes it: when the parent changes, so does the child's id."""
+    """Id of the parent, set by `ref`. When the parent changes, so does the child's id."""
     checkpoint: Literal["last", "best"] = "last"
 
     def build(self, places: Places) -> "nn.Module":
-        """The parent's model with the weights of the checkpoint; `name_or_path` is the checkpoint's tokenizer.
+        """Build the parent's model with the weights of the checkpoint; `name_or_path` is the checkpoint's tokenizer.
 
         Raises:
             ConfigError: the parent is unknown, or not trained yet.
-            CheckpointError: the checkpoint is gone, damaged, or does not fit its own description.
+            CheckpointError: the checkpoint is missing, damaged, or inconsistent.
         """
         if places.on_paper:
             return self.parent(places).build(places)
         folder = self._checkpoint_folder(places)
         if folder is None:
             raise ConfigError(
-                f"{places.runs / self.exp_id}: the {self.checkpoint} checkpoint of parent {self.exp_id} is not there. "
+                f"{places.runs / self.exp_id}: no {self.checkpoint} checkpoint of parent {self.exp_id}. "
                 "Train the parent first: add --with-parents."
             )
         return from_checkpoint(folder, f"parent {self.exp_id}", places)
 
     def identity(self, places: Places) -> str | None:
-        """Digest of the weights that `build` loads and of the models below them; None if the parent is not trained yet.
+        """Digest of the weights that `build` loads and of the parent's base models; None if the parent is not trained
+        yet.
 
         Raises:
-            CheckpointError: a checkpoint is gone or damaged.
+            CheckpointError: a checkpoint is missing or damaged.
         """
         from src.runs import parents
 
         folder = self._checkpoint_folder(places)
         if folder is None:
             return None
-        named = parents.fingerprints({"name": "experiment", **self.model_dump()}, places.runs)
+        weights = parents.fingerprints({"name": "experiment", **self.model_dump()}, places.runs)
         below = _bind_model(read_json(folder / "model.json", CheckpointError), f"parent {self.exp_id}").fingerprint(
             places
         )
-        return hashlib.sha256(json.dumps([named, below], sort_keys=True).encode()).hexdigest()
+        return hashlib.sha256(json.dumps([weights, below], sort_keys=True).encode()).hexdigest()
 
     def tokenizer_folder(self, places: Places) -> Path | None:
-        """Where the parent's tokenizer is; None where the parent is not trained yet."""
+        """Folder of the parent's tokenizer; None if the parent is not trained yet."""
         folder = self._checkpoint_folder(places)
         return folder / "tokenizer" if folder else None
 
     def _checkpoint_folder(self, places: Places) -> Path | None:
-        """The folder that `build` loads; None where the parent is not trained yet."""
+        """The checkpoint that `build` loads; None if the parent is not trained yet."""
         from src.runs.checkpoints import checkpoints
         from src.runs.store import SavedRun
 
@@ -96,45 +97,45 @@ class Config(ModelConfig):
         return None if places is None else self.parent(places).kind(places)
 
     def parent(self, places: Places) -> ModelConfig:
-        """The model part of the parent's dict, from its save directory or else from exp_configs.py."""
+        """The model config of the parent, from its save directory, else from exp_configs.py."""
         return call_once(self._read_parent, places)
 
     def _read_parent(self, places: Places) -> ModelConfig:
-        written = places.runs / self.exp_id / "exp_dict.json"
-        raw = read_json(written, ConfigError) if written.is_file() else places.experiments.get(self.exp_id)
+        saved_config = places.runs / self.exp_id / "exp_dict.json"
+        raw = read_json(saved_config, ConfigError) if saved_config.is_file() else places.experiments.get(self.exp_id)
         if raw is None:
             raise ConfigError(
                 f"parent {self.exp_id}: neither under {places.runs} nor in exp_configs.py. "
-                "Name an experiment that is, with ref(...), and train it with --with-parents."
+                "Refer to an existing experiment with ref(...), and train it with --with-parents."
             )
         if not isinstance(raw, dict):
-            raise ConfigError(f"parent {self.exp_id}: {written}: expected a dict, got {type(raw).__name__}.")
+            raise ConfigError(f"parent {self.exp_id}: {saved_config}: expected a dict, got {type(raw).__name__}.")
         if "model" not in raw:
-            raise ConfigError(f"parent {self.exp_id}: its experiment has no 'model'.")
+            raise ConfigError(f"parent {self.exp_id}: the experiment has no 'model'.")
         if raw.get("evaluation") is not None:
-            raise ConfigError(f"parent {self.exp_id}: its experiment trains nothing. Take the model that it evaluates.")
+            raise ConfigError(f"parent {self.exp_id}: the experiment trains nothing. Use the model that it evaluates.")
         return _bind_model(raw["model"], f"parent {self.exp_id}")
 
 
-def from_checkpoint(folder: Path, who: str, places: Places) -> "nn.Module":
-    """The model of a checkpoint, with its weights; its `name_or_path` is the checkpoint's tokenizer.
-    who: the subject of error messages.
+def from_checkpoint(folder: Path, subject: str, places: Places) -> "nn.Module":
+    """Load the model of a checkpoint; its `name_or_path` is the checkpoint's tokenizer. subject: prefix of error
+    messages.
 
     Raises:
-        CheckpointError: the checkpoint is damaged, or does not fit its own description.
+        CheckpointError: the checkpoint is damaged or inconsistent.
         UserError: a part of the model is missing.
     """
     from src.support.weights import load_trained
 
-    model = _bind_model(read_json(folder / "model.json", CheckpointError), who).build(places)
+    model = _bind_model(read_json(folder / "model.json", CheckpointError), subject).build(places)
     load_trained(model, folder / "model.safetensors")
     model.name_or_path = str(folder / "tokenizer")
     return model
 
 
-def _bind_model(raw: Any, who: str) -> ModelConfig:
+def _bind_model(raw: Any, subject: str) -> ModelConfig:
     try:
         return bind(MODELS, raw)
     except Problems as error:
-        lines = (f"{who}: {join('model', path)}: {text}" for path, text in error.found)
+        lines = (f"{subject}: {join('model', path)}: {text}" for path, text in error.found)
         raise ConfigError("\n".join(lines)) from None

@@ -9,26 +9,23 @@ from src.errors import ConfigError
 
 
 class Wrapper(nn.Module):
-    """A model around `base`, whose config and tokenizer are its own."""
+    """A model around `base`, with the base's config and tokenizer."""
 
     base: Any
-    """A transformers model, whose classes are of no use to a type checker."""
+    """A transformers model; untyped, as transformers' classes do not type-check."""
     has_separate_base: ClassVar[bool] = False
-    """Whether an export can leave out the base, or carry its own code: `with_base` and `standalone` of `export`."""
+    """Whether the options `with_base` and `standalone` of `export` apply."""
 
     def export(self, folder: Path, request: Any) -> None:
-        """Write the model into `folder`, which has its tokenizer, for other programs.
-        request: `models.export.Request`.
+        """Export the model into `folder`, which already has the tokenizer. request: `models.export.Request`.
 
         Raises:
-            ConfigError: no other program can load it.
+            ConfigError: other programs cannot load it.
         """
-        raise ConfigError(
-            f"{folder}: its model is a {type(self).__name__}, which no other program knows. Load it with this project."
-        )
+        raise ConfigError(f"{folder}: other programs cannot load a {type(self).__name__}. Load it with this project.")
 
     def match_base_type(self) -> None:
-        """Give weights that are trained in float32 the type of the base, to answer with."""
+        """Convert weights that are trained in float32 to the type of the base, for inference."""
 
     @property
     def config(self) -> Any:
@@ -37,7 +34,7 @@ class Wrapper(nn.Module):
 
     @property
     def name_or_path(self) -> str:
-        """Where the tokenizer is loaded from."""
+        """Folder or hub id of the tokenizer."""
         return str(self.base.name_or_path)
 
     @name_or_path.setter

@@ -1,4 +1,4 @@
-"""Recipe `lm`: train a causal language model on the next token, from scratch or from given weights."""
+"""Recipe `lm`: train a causal language model to predict the next token, from scratch or from pretrained weights."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +13,7 @@ from src.runs.context import Run
 
 
 class Config(TrainingRecipe):
-    """An experiment of this recipe, without its "recipe" key."""
+    """Config of an experiment with this recipe, without its "recipe" key."""
 
     @model_validator(mode="after")
     def _reads_text(self) -> "Config":
@@ -29,7 +29,7 @@ class Config(TrainingRecipe):
         return self.with_loop_options(causal_lm_loss)
 
     def run(self, run: Run) -> None:
-        """Train to the last step, or evaluate; see `pretraining.train_on_text` for the scores. Collective."""
+        """Train or evaluate; see `pretraining.train_on_text` for the scores. Collective."""
         from src.training.loss import causal_lm_loss
 
         pretraining.train_on_text(self, run, pretraining.TextTraining(causal_lm_loss))

@@ -1,6 +1,6 @@
-"""Training on text, for the recipes whose loss is of the tokens of one sequence or of ranked ones.
+"""Training on text, for recipes with a loss over the tokens of a sequence or over ranked sequences.
 
-A recipe calls `require_text` when it is loaded, `checks` before a start and `train_on_text` to run.
+A recipe calls `require_text` when it is loaded, `checks` before a start, and `train_on_text` to run.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -27,29 +27,29 @@ if TYPE_CHECKING:
 
 
 def require_text(recipe: TrainingRecipe, model_kind: str, data_kind: str | None = None) -> None:
-    """Raises ValueError if the model or the data are not for this recipe.
+    """Raise ValueError if the recipe does not support the model or the data.
 
-    model_kind, data_kind: of `kinds.KINDS`. data_kind: the `reader` of the data; None: `model_kind`.
+    model_kind, data_kind: keys of `kinds.KINDS`. data_kind: required `reader` of the data; None: `model_kind`.
     """
     if recipe.loop and recipe.model.is_frozen():
-        raise ValueError("model: it is quantized, and cannot learn. Put 'lora' around it, or leave quantization out.")
+        raise ValueError("model: a quantized model cannot be trained. Wrap it in 'lora', or remove quantization.")
     recipe.model.require_kind(model_kind, None)
-    data, wanted = recipe.data, data_kind or model_kind
+    data, expected_reader = recipe.data, data_kind or model_kind
     if data.name == "rollouts":
-        raise ValueError("data: 'rollouts' are answers of a policy. Take recipe 'ppo' or 'grpo', or its prompts.")
-    if data.reader != wanted:
+        raise ValueError("data: 'rollouts' need a policy. Use recipe 'ppo' or 'grpo', or train on the prompts.")
+    if data.reader != expected_reader:
         raise ValueError(
-            f"data: {data.name!r} is for {KINDS[data.reader]}; this recipe reads data for {KINDS[wanted]}."
+            f"data: {data.name!r} is for {KINDS[data.reader]}; this recipe reads data for {KINDS[expected_reader]}."
         )
 
 
-def score_names(reported: Sequence[str] = ()) -> list[str]:
-    """Names of the scores of an evaluation. reported: see `train_on_text`."""
-    return ["val_loss", *(f"val_{name}" for name in reported or ["perplexity"])]
+def score_names(sum_names: Sequence[str] = ()) -> list[str]:
+    """Names of the scores of an evaluation. sum_names: see `TextTraining.reported_sums`."""
+    return ["val_loss", *(f"val_{name}" for name in sum_names or ["perplexity"])]
 
 
 def checks(recipe: TrainingRecipe, places: Places, scores: Collection[str]) -> list[Callable[[], object]]:
-    """Checks that need no model or data in memory; each raises a UserError. scores: names of those of an evaluation."""
+    """Checks that load no model or data; each raises UserError. scores: names of the scores of an evaluation."""
     model, data, loop = recipe.model, recipe.data, recipe.loop
     checks: list[Callable[[], object]] = [
         lambda: call_once(model.check, places),
@@ -67,31 +67,31 @@ def checks(recipe: TrainingRecipe, places: Places, scores: Collection[str]) -> l
 
 @dataclass(frozen=True)
 class TextTraining:
-    """What a recipe adds to a training on text."""
+    """The recipe-specific parts of a training on text."""
 
     loss: Callable[..., Any]
-    """(model, batch) -> summed loss of an evaluation, and named sums if any."""
+    """(model, batch) -> summed loss of an evaluation, and optional named sums."""
     accuracy: bool = False
-    """Whether an evaluation counts the tokens that the model finds the likeliest, as val_accuracy."""
-    reported: Sequence[str] = ()
-    """Named sums of `loss` whose means an evaluation reports in place of the perplexity, as val_NAME and by part of the
-    data as val_NAME/PART."""
+    """Whether an evaluation reports val_accuracy, the share of tokens with the highest logit."""
+    reported_sums: Sequence[str] = ()
+    """Named sums of `loss`. An evaluation reports their means as val_NAME and, by part of the data, val_NAME/PART,
+    instead of the perplexity."""
     count: "Count | None" = None
-    """What the training loss of a batch on the CPU is divided by; None: its learned tokens."""
+    """Divisor of the training loss of a batch (on the CPU); None: its number of learned tokens."""
     begin: Callable[[Dataset, Any], Mapping[str, str]] | None = None
-    """(train, val) -> more fingerprints of inputs by name, which must not change between starts. Called on every rank
-    before the training; it raises a UserError if that could not be evaluated."""
+    """(train, val) -> further fingerprints of inputs by name, which must not change between starts. Called on every
+    rank before the training; raises UserError if the training could not be evaluated."""
     prepare: Callable[[Any, Any, Any], tuple[Any, Any]] | None = None
-    """(model, train, val) -> both data sets with what the initial model computes for them. Collective."""
+    """(model, train, val) -> both data sets with outputs of the initial model added. Collective."""
     more_scores: "MoreScores | None" = None
     """(val, scorer) -> further scores. Collective."""
 
 
 def train_on_text(recipe: TrainingRecipe, run: Run, how: TextTraining) -> None:
-    """Train to the last step, or evaluate. Collective.
+    """Train or evaluate. Collective.
 
-    Scores: train_loss, val_loss (nats per token), val_perplexity, the val_loss of each part of a mixture, and what
-    the recipe adds.
+    Scores: train_loss, val_loss (nats per token), val_perplexity, the val_loss of each part of a mixture, and the
+    recipe's own.
     """
     import torch
 
@@ -101,7 +101,7 @@ def train_on_text(recipe: TrainingRecipe, run: Run, how: TextTraining) -> None:
     from src.training.state import fingerprints
     from src.training.validation import LossSums, count_loss_tokens
 
-    loss, reported, count = how.loss, how.reported, how.count or count_loss_tokens
+    loss, reported_sums, count = how.loss, how.reported_sums, how.count or count_loss_tokens
     torch.manual_seed(recipe.seed)
     with distributed.raise_together():
         model = recipe.build_model(run, used_before=how.prepare is not None)
@@ -119,12 +119,14 @@ def train_on_text(recipe: TrainingRecipe, run: Run, how: TextTraining) -> None:
         parts = {name: summing.loss_sums(part) for name, part in getattr(val, "parts", {"": val}).items()}
         whole = LossSums.total(parts.values())
         scores = {"val_loss": whole.loss}
-        if not reported:
+        if not reported_sums:
             scores["val_perplexity"] = float(torch.tensor(whole.loss).exp())
         if how.accuracy:
             scores["val_accuracy"] = whole.accuracy
         for name, part in {"": whole, **(parts if len(parts) > 1 else {})}.items():
-            scores |= {f"val_{kind}/{name}".rstrip("/"): part.means[kind] for kind in reported if kind in part.means}
+            scores |= {
+                f"val_{kind}/{name}".rstrip("/"): part.means[kind] for kind in reported_sums if kind in part.means
+            }
             scores |= {f"val_loss/{name}": part.loss} if name else {}
         return scores | (how.more_scores(val, scorer) if how.more_scores else {})
 
@@ -136,7 +138,7 @@ def train_on_text(recipe: TrainingRecipe, run: Run, how: TextTraining) -> None:
 
 @dataclass(frozen=True)
 class Scorer:
-    """A model on its device, as an evaluation finds it."""
+    """Scores data sets with a model during an evaluation."""
 
     model: Any
     tokenizer: Any
@@ -147,7 +149,7 @@ class Scorer:
     count: "Callable[[Mapping[str, torch.Tensor]], float]"
 
     def loss_sums(self, data: Dataset) -> "LossSums":
-        """Summed loss and tokens of all samples. Collective."""
+        """Sum loss and tokens over all samples. Collective."""
         from src.training.validation import measure
 
         return measure(
@@ -155,7 +157,7 @@ class Scorer:
         )
 
     def token_losses(self, data: Dataset) -> list[list[float]]:
-        """Nats of each scored token of each sample, where control tokens but the end token have no probability.
+        """Loss in nats of each scored token of each sample. Control tokens except the end token get probability zero.
         Collective."""
         from src.data.text import tokenizers
         from src.training.validation import token_losses
@@ -163,19 +165,20 @@ class Scorer:
         control_ids = tokenizers.control_ids(self.tokenizer)
         return token_losses(self.model, data, self.loss, self.micro_batch, self.device, control_ids)
 
-    def sampled_answers(self, asked: SampledAnswers, val: Any) -> dict[str, float]:
-        """Scores of drawn answers to the first questions of a data set. Collective."""
+    def sampled_answers(self, config: SampledAnswers, val: Any) -> dict[str, float]:
+        """Scores of sampled answers to the first questions of a data set. Collective."""
         from src.evaluation import generation, sampled
 
         return sampled.evaluate(
-            asked, generation.AnswerGenerator(self.model, val, self.tokenizer, self.micro_batch, self.device)
+            config, generation.AnswerGenerator(self.model, val, self.tokenizer, self.micro_batch, self.device)
         )
 
-    def answers(self, asked: Answers, val: Any) -> dict[str, float]:
-        """Scores of generated answers to the first questions of a data set, and with other contexts. Collective."""
+    def answers(self, config: Answers, val: Any) -> dict[str, float]:
+        """Scores of generated answers to the first questions of a data set, and optionally with shuffled contexts.
+        Collective."""
         from src.evaluation import generation
 
         generator = generation.AnswerGenerator(
-            self.model, val, self.tokenizer, self.micro_batch, self.device, asked.decoding()
+            self.model, val, self.tokenizer, self.micro_batch, self.device, config.decoding()
         )
-        return generation.evaluate(asked, generator, val.with_shuffled_contexts() if asked.shuffled_context else None)
+        return generation.evaluate(config, generator, val.with_shuffled_contexts() if config.shuffled_context else None)

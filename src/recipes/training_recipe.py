@@ -1,4 +1,4 @@
-"""The base of every recipe: a model that is trained, or evaluated without training."""
+"""Base class of all recipes: a model is trained, or evaluated without training."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 
 
 class TrainingRecipe(RecipeConfig):
-    """An experiment: a training loop, or an evaluation without training."""
+    """An experiment: a training loop or an evaluation."""
 
     takes_chunks: ClassVar[bool] = True
-    """Whether the loss is one of `training.loss`, which can take some tokens at a time."""
+    """Whether the loss can be computed in chunks of tokens; true for the losses of `training.loss`."""
 
     seed: int = Field(ge=0, lt=2**63)
     model: ModelField
@@ -38,25 +38,23 @@ class TrainingRecipe(RecipeConfig):
     @model_validator(mode="after")
     def _trains_or_evaluates(self) -> "TrainingRecipe":
         if (self.loop is None) == (self.evaluation is None):
-            raise ValueError("expected either loop, which trains the model, or evaluation, which only scores it.")
+            raise ValueError("set exactly one of loop (train) and evaluation.")
         if self.evaluation and self.model.name == "lora":
-            raise ValueError(
-                "model: new adapters change nothing before they are trained. Take their base, or write loop."
-            )
+            raise ValueError("model: untrained adapters change nothing. Use their base, or set loop to train them.")
         return self
 
     @model_validator(mode="after")
     def _lengths_are_known(self) -> "TrainingRecipe":
         if self.loop and self.loop.group_by_length and (self.data.has_order or not self.data.is_measured):
-            why = "come in an order of their own" if self.data.has_order else "do not have known sample lengths"
-            raise ValueError(f"loop.group_by_length: {self.data.name!r} data {why}. Leave it out.")
+            why = "have a fixed order" if self.data.has_order else "have unknown sample lengths"
+            raise ValueError(f"loop.group_by_length: {self.data.name!r} data {why}. Remove it.")
         return self
 
     @model_validator(mode="after")
-    def _may_take_chunks(self) -> "TrainingRecipe":
+    def _supports_chunks(self) -> "TrainingRecipe":
         if self.loop and self.loop.cross_entropy_chunk_tokens and not self.takes_chunks:
             raise ValueError(
-                "loop.cross_entropy_chunk_tokens: this recipe needs the logits of all tokens at once. Leave it out."
+                "loop.cross_entropy_chunk_tokens: this recipe needs the logits of all tokens at once. Remove it."
             )
         return self
 
@@ -69,13 +67,13 @@ class TrainingRecipe(RecipeConfig):
 
     @property
     def precision(self) -> tuple[str, str]:
-        """The precision of the loop or the evaluation, and the path of that field."""
+        """Precision of the loop or the evaluation, and the path of the field."""
         name, stage = ("loop", self.loop) if self.loop else ("evaluation", self.evaluation)
         assert stage is not None, "the validator has checked it"
         return stage.precision, f"{name}.precision"
 
     def check_precision(self, places: Places) -> None:
-        """Raises ConfigError if weights are of the other 16-bit type or trained in 16 bits."""
+        """Raise ConfigError if weights have the other 16-bit type, or are trained in 16 bits."""
         check_weight_type(*self.precision, self.model, places)
         if self.loop:
             check_trained_type(self.model, places)
@@ -85,29 +83,29 @@ class TrainingRecipe(RecipeConfig):
         self.model.check_device()
 
     def check_trainable(self) -> None:
-        """Raises ConfigError if the loop has no weights to train."""
+        """Raise ConfigError if the loop has no weights to train."""
         if self.loop and self.model.is_frozen():
             raise ConfigError(
-                "model: its weights are frozen, so there is nothing to train. "
-                "Put 'lora' around it, or write evaluation."
+                "model: all weights are frozen, so there is nothing to train. "
+                "Wrap it in 'lora', or set evaluation instead of loop."
             )
 
     def check_compiled(self) -> None:
-        """Raises ConfigError if the loop compiles the model and the data set's batches differ in length."""
+        """Raise ConfigError if the loop compiles the model and batches differ in length."""
         if self.loop and self.loop.compile:
             self.data.check_compiled()
 
     def training_loss(self) -> Callable[..., Any]:
-        """(model, batch) -> summed loss of a training step, and named sums if any. Policies have none in advance."""
+        """(model, batch) -> summed loss of a training step, and optional named sums. Not available for policies."""
         raise NotImplementedError
 
     def with_loop_options(self, loss: Callable[..., Any]) -> Callable[..., Any]:
-        """(model, batch) -> `loss` with the loop's label smoothing and z-loss as its further arguments."""
+        """Pass the loop's label smoothing and z-loss to `loss` as further arguments."""
         options = (self.loop.label_smoothing, self.loop.z_loss) if self.loop else ()
         return self.in_chunks(lambda model, batch: loss(model, batch, *options))
 
     def in_chunks(self, loss: Callable[..., Any]) -> Callable[..., Any]:
-        """`loss` as `loop.cross_entropy_chunk_tokens` says."""
+        """Compute `loss` in chunks of `loop.cross_entropy_chunk_tokens`, if set."""
         if not (self.loop and self.loop.cross_entropy_chunk_tokens):
             return loss
         from src.training.parallel.linear_cross_entropy import chunks_of
@@ -121,11 +119,11 @@ class TrainingRecipe(RecipeConfig):
         return take_chunks
 
     def plan_memory(self, places: Places, **machines: Any) -> "MemoryPlan":
-        """Memory of the training on a GPU, and its duration.
-        machines: fields of `memory_plan.Machines`. No weights are loaded.
+        """Estimate the memory of the training on a GPU, and its duration, without loading weights. machines: fields of
+        `memory_plan.Machines`.
 
         Raises:
-            ConfigError: nothing is trained, or the plan does not know a part of it.
+            ConfigError: nothing is trained, or the estimate does not support a part of it.
         """
         import torch
 
@@ -133,43 +131,43 @@ class TrainingRecipe(RecipeConfig):
         from src.training.parallel.memory_plan import Machines, plan
 
         if self.loop is None:
-            raise ConfigError("--memory: it has no loop, so nothing is trained. Leave --memory out.")
+            raise ConfigError("--memory: the experiment has no loop, so nothing is trained. Remove --memory.")
         with torch.device("meta"):
             model = self.model.build(replace(places, on_paper=True))
         batch = longest_batch(self.data, self.loop.micro_batch, model.config)
         return plan(model, self.training_loss(), batch, self.loop, Machines(**machines))
 
     def check_questions(self) -> None:
-        """Raises ConfigError if the data have no questions, no contexts to shuffle, or fewer than evaluations use."""
+        """Raise ConfigError if the data have no questions, no contexts to shuffle, or fewer questions than evaluations
+        use."""
         data = self.data.validation
-        used = getattr(data, "val_samples", None)
+        val_samples = getattr(data, "val_samples", None)
         for name in ("answers", "sampled", "inference"):
             setting = getattr(self, name, None)
             if setting is None:
                 continue
             if not data.has_questions:
                 raise ConfigError(
-                    f"{name}: the validation data {data.name!r} have no questions. Leave it out, and score the trained "
-                    "model by an experiment with evaluation and data such as 'conversations'."
+                    f"{name}: the validation data {data.name!r} have no questions. Remove it, and evaluate the trained "
+                    "model in another experiment with data such as 'conversations'."
                 )
             for control in ("shuffled_context", "wrong_contexts"):
                 if getattr(setting, control, False) and not data.reads_contexts:
-                    raise ConfigError(f"{name}.{control}: these data are read without contexts. Leave it out.")
+                    raise ConfigError(f"{name}.{control}: these data have no contexts. Remove it.")
             requested = getattr(setting, "questions", 0)
-            if used is not None and requested > used:
+            if val_samples is not None and requested > val_samples:
                 raise ConfigError(
-                    f"{name}.questions: {requested}, but data.val_samples is {used}. "
-                    f"Use at most {used}, or null for all."
+                    f"{name}.questions: {requested}, but data.val_samples is {val_samples}. "
+                    f"Use at most {val_samples}, or null for all."
                 )
 
     def build_model(self, run: Run, used_before: bool = False) -> Any:
-        """The model; for a training with FSDP2 without pretrained weights,
-        where each process can read its part of them later.
+        """Build the model. For FSDP2, leave out pretrained weights that each process can read in parts later.
 
-        used_before: whether it computes anything before the training, and so needs them at once.
+        used_before: whether the model runs before the training, so that it needs its weights at once.
         """
-        unfilled = run.options.fsdp and self.loop and not used_before
-        return (self.model.build_unfilled if unfilled else self.model.build)(run.places)
+        without_weights = run.options.fsdp and self.loop and not used_before
+        return (self.model.build_unfilled if without_weights else self.model.build)(run.places)
 
     def fit_or_evaluate(self, spec: "TrainSpec", run: Run) -> None:
         """Train if there is a loop, else evaluate; then call `spec.finish`. Collective."""

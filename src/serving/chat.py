@@ -1,11 +1,11 @@
-"""Chat with a model, or let a model without a chat template continue texts.
+"""Chat with a model, or continue texts with a model without a chat template.
 
 python -m src.serving.chat MODEL                                 a chat in the terminal; /help lists its commands
 python -m src.serving.chat MODEL "2 + 3?"                         one answer
 python -m src.serving.chat RUN --metadata url=docs.python.org "The module abc"
 
 MODEL is a run (its save directory or a prefix of its id), a checkpoint, an export, a folder of save_pretrained, or an
-id on the hub. Messages and metadata are written as in the run's experiment, or by the tokenizer's chat template.
+id on the hub. Messages and metadata are formatted as in the run's experiment, or by the tokenizer's chat template.
 """
 
 import argparse
@@ -25,20 +25,18 @@ from src.support.command_line import make_parser, parse_arguments, run_command
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of sampling and of the places of models."""
+    """Add the command-line options for sampling and for the folders of models."""
     add = parser.add_argument
     add("--max_new_tokens", type=int, default=100, help="(default: %(default)s)")
     add(
         "--temperature",
         type=float,
         default=0.8,
-        help="of sampling; 0 for the likeliest token each time (default: %(default)s)",
+        help="sampling temperature; 0 for greedy decoding (default: %(default)s)",
     )
-    add(
-        "--top_p", type=float, default=0.95, help="share of the probability that is sampled from (default: %(default)s)"
-    )
-    add("--seed", type=int, default=0, help="of sampling (default: %(default)s)")
-    add("--device", help="such as cuda (default: the first GPU, or the CPU)")
+    add("--top_p", type=float, default=0.95, help="nucleus sampling probability (default: %(default)s)")
+    add("--seed", type=int, default=0, help="seed of sampling (default: %(default)s)")
+    add("--device", help="such as cuda (default: the first GPU if any, else the CPU)")
     add("--data_path", type=Path, default=PLACES.data, metavar="DIR", help="prepared data sets")
     add(
         "-sb",
@@ -51,15 +49,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def generation_options(args: argparse.Namespace) -> dict[str, Any]:
-    """Arguments of transformers' `generate`, from `add_options`.
+    """Arguments for transformers' `generate`, from the options of `add_options`.
 
     Raises:
         ConfigError: a number is out of range.
     """
     if args.max_new_tokens < 1 or not 0 <= args.temperature < math.inf or not 0 < args.top_p <= 1:
-        raise ConfigError(
-            "expected --max_new_tokens of at least 1, --temperature from 0 on, and --top_p above 0 and up to 1."
-        )
+        raise ConfigError("expected --max_new_tokens >= 1, --temperature >= 0, and 0 < --top_p <= 1.")
     sampling = (
         {"do_sample": True, "temperature": args.temperature, "top_p": args.top_p}
         if args.temperature

@@ -1,7 +1,7 @@
-"""The HTTP server of our serving commands: JSON in, JSON out, on FastAPI and uvicorn.
+"""The HTTP server of the serving commands: JSON in, JSON out, on FastAPI and uvicorn.
 
 Errors are JSON too, {"error": "..."}: 403 (token, Host or Origin), 404, 405, 413 (body too large), 422 (malformed, or
-refused by the model) and 500. Requests wait in one queue. One thread answers them, in batches where a command allows
+rejected by the model) and 500. Requests wait in one queue. One thread answers them, in batches if the command supports
 it.
 """
 
@@ -30,10 +30,10 @@ from starlette.requests import ClientDisconnect
 from src.errors import ConfigError, UserError
 
 BACKLOG = 2048
-"""Connections that wait to be accepted. The kernel lowers this to net.core.somaxconn."""
+"""Maximum number of connections that wait to be accepted. The kernel lowers this to net.core.somaxconn."""
 DRAINED_BYTES = 1 << 28
-"""Bytes of a refused body that are read and dropped:
-with unread bytes, TCP resets the connection and the client never sees the reason."""
+"""Maximum number of bytes of a rejected body to read and drop. With unread bytes, TCP resets the connection and the
+client never sees the reason."""
 IDLE_SECONDS, STOP_SECONDS = 60, 5
 
 Item = TypeVar("Item")
@@ -41,7 +41,7 @@ Answer = TypeVar("Answer")
 
 
 class Batcher(Generic[Item, Answer]):
-    """Answers items in one thread, those that wait at the same time as one batch."""
+    """Answers items in one thread; items that wait at the same time form a batch."""
 
     def __init__(self, answer: Callable[[Sequence[Item]], Sequence[Answer]], max_batch: int) -> None:
         self._answer, self._max_batch = answer, max_batch
@@ -51,7 +51,7 @@ class Batcher(Generic[Item, Answer]):
         self._thread.start()
 
     def close(self) -> None:
-        """Finish the batch that is being answered, and drop the waiting items."""
+        """Finish the current batch, and drop waiting items."""
         self._is_closed.set()
         future: Future[Answer] = Future()
         future.cancel()
@@ -59,7 +59,7 @@ class Batcher(Generic[Item, Answer]):
         self._thread.join()
 
     async def submit(self, item: Item) -> Answer:
-        """The answer to one item. Raises the exception that this item causes."""
+        """Answer one item. Raises the exception that the item causes."""
         future: Future[Answer] = Future()
         self._waiting.put((item, future))
         return await asyncio.wrap_future(future)
@@ -94,13 +94,13 @@ class Endpoint(NamedTuple):
     method: str
     path: str
     answer: Callable[..., Awaitable[Any]]
-    """Returns the JSON of the response; gets the parsed body if any, and the parameters of the path by name."""
+    """Called with the parsed body if any, and the parameters of the path by name. Returns the JSON of the response."""
     body: type[BaseModel] | None = None
-    """Type of the request's JSON. None ignores the body."""
+    """Type of the request's JSON; None: the body is ignored."""
 
 
 class Access(NamedTuple):
-    """Conditions of an accepted request."""
+    """Access control of requests."""
 
     token: str
     """Required as `?token=...` or as the header `Authorization: Bearer ...`. Empty: not required."""
@@ -108,9 +108,11 @@ class Access(NamedTuple):
     """HOST:PORT values accepted in addition to IP addresses, localhost and the name of this machine."""
 
     def problem(self, request: Request) -> str:
-        """The reason to refuse a request, or ""."""
+        """The reason to reject a request, or ""."""
         host, origin = request.headers.get("host", ""), request.headers.get("origin")
-        if not self._accepts(host):  # DNS rebinding: a web page that resolves its own name to this machine
+        if not self._accepts(
+            host
+        ):  # protects against DNS rebinding, a web page that resolves its own name to this machine
             return (
                 f"Host: {host!r} is not an address of this server. Start it with --origin HOST:PORT to accept this one."
             )
@@ -139,7 +141,7 @@ class Access(NamedTuple):
 
 
 class _Guard:
-    """ASGI middleware that checks access and reads the body up to its limit, before anything else sees the request."""
+    """ASGI middleware that checks access and limits the size of the body."""
 
     def __init__(self, app: Any, access: Access, max_bytes: int) -> None:
         self._app, self._access, self._max_bytes = app, access, max_bytes
@@ -177,7 +179,7 @@ def _error(status: int, reason: str, headers: Mapping[str, str] | None = None) -
 
 
 def make_app(endpoints: Sequence[Endpoint], access: Access, max_bytes: int) -> Any:
-    """The ASGI application. max_bytes: of a request's body."""
+    """Build the ASGI application. max_bytes: maximum size of a request's body."""
     app = FastAPI(openapi_url=None, redirect_slashes=False)
     for endpoint in endpoints:
         app.add_api_route(endpoint.path, _handler(endpoint), methods=[endpoint.method])
@@ -215,7 +217,7 @@ def _handler(endpoint: Endpoint) -> Callable[[Request], Awaitable[JSONResponse]]
 
 
 def _parse(kind: type[BaseModel], body: bytes) -> BaseModel:
-    """Raises HTTPException 422 if the body is not JSON of this type."""
+    """Parse the body; HTTPException 422 if it is not JSON of this type."""
     try:
         return kind.model_validate_json(body, strict=True)
     except ValidationError as error:
@@ -226,15 +228,15 @@ def _parse(kind: type[BaseModel], body: bytes) -> BaseModel:
 
 
 class Server:
-    """An application at an address, which accepts connections as soon as this object exists."""
+    """An application at an address. Accepts connections as soon as it is constructed."""
 
     def __init__(
         self, endpoints: Sequence[Endpoint], max_bytes: int, options: argparse.Namespace, batcher: Any = None
     ) -> None:
-        """options: of `src.support.served_page.add_address`. batcher: closed at the end.
+        """options: from `src.support.served_page.add_address`. batcher: closed at the end.
 
         Raises:
-            ConfigError: the address or the port is not free.
+            ConfigError: the address or the port is in use.
         """
         self._batcher: Batcher[Any, Any] | None = batcher
         self.token = secrets.token_urlsafe(24) if options.token is None else options.token
@@ -280,14 +282,14 @@ class Server:
         try:
             with self._socket:
                 self._server.run(sockets=[self._socket])
-        finally:  # a thread inside torch would abort the process at its end
+        finally:  # a thread that is still inside torch would abort the process at exit
             if self._batcher:
                 self._batcher.close()
 
     def close(self) -> None:
-        """Free the address without `run`."""
+        """Release the address without `run`."""
         self._socket.close()
 
     def stop(self) -> None:
-        """Let `run` return after the requests that are being answered. Can be called from any thread."""
+        """Make `run` return after the current requests. Can be called from any thread."""
         self._server.should_exit = True

@@ -1,4 +1,4 @@
-"""Models to talk with: a run, a checkpoint, an export, a folder of `save_pretrained`, or an id on the hub."""
+"""Load models for chat: a run, a checkpoint, an export, a folder of `save_pretrained`, or an id on the hub."""
 
 import logging
 import re
@@ -33,7 +33,7 @@ SOURCE = (
 
 
 def is_pretrained(source: Path) -> bool:
-    """Whether `source` is a folder in the layout of transformers, or an id on the hub."""
+    """Whether `source` is a folder in transformers' format, or an id on the hub."""
     if source.exists():
         ours = any((source / name).is_file() for name in ("model.json", "exp_dict.json"))
         return not ours and any((source / name).is_file() for name in ("config.json", "adapter_config.json"))
@@ -49,7 +49,7 @@ def source_name(source: Path, places: Places) -> str:
 
 
 def load_pretrained(source: Path) -> tuple[Any, Any]:
-    """The model and the tokenizer of `is_pretrained`; in float32 without a GPU, as saved on one with a GPU.
+    """Load a model and tokenizer in transformers' format; in float32 without a GPU, in the saved type with a GPU.
 
     Raises:
         ConfigError: it cannot be loaded as a model that generates text.
@@ -80,16 +80,17 @@ def load_pretrained(source: Path) -> tuple[Any, Any]:
             if missing := sorted(report["missing_keys"]):
                 raise ConfigError(f"{len(missing)} weights are missing, such as {missing[0]}")
         return model.eval(), AutoTokenizer.from_pretrained(str(source), **options)
-    except Exception as error:  # noqa: BLE001  transformers raises whatever a damaged or foreign file leads to
+    except Exception as error:  # noqa: BLE001  transformers can raise any exception for a damaged file
         reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".:")[:300]
         raise ConfigError(f"{source}: cannot be loaded as a language model: {reason}. Name {SOURCE}.") from None
 
 
 def load_writer(source: Path, places: Places, gpu_of_8bit: str | None = None) -> tuple[Writer, Any]:
-    """What answers or continues text with a model, and the model. gpu_of_8bit: load its matrices in 8 bits there.
+    """Load a model and the writer that answers or continues text with it. gpu_of_8bit: device for 8-bit matrices, if
+    requested.
 
     Raises:
-        ConfigError: the model writes no text, or cannot be loaded in 8 bits.
+        ConfigError: the model does not generate text, or cannot be loaded in 8 bits.
         UserError: a part of the model is missing.
     """
     if is_pretrained(source):
@@ -109,7 +110,7 @@ def load_writer(source: Path, places: Places, gpu_of_8bit: str | None = None) ->
     part = next((part for part in parts if part.writer), None)
     base = getattr(recipe, "model", None)
     if part is None and (base is None or base.kind(places) != DECODER):
-        raise ConfigError(f"{run}: its model is no decoder, so it continues no text. Name a run of a decoder.")
+        raise ConfigError(f"{run}: the model is not a decoder, so it cannot continue text. Name a run of a decoder.")
     model, tokenizer = load(source, places)
     if gpu_of_8bit:
         model = quantize(model, gpu_of_8bit)

@@ -1,4 +1,4 @@
-"""A trained model as servers run it: rewards, or log-probabilities of tokens, of a padded batch of token ids.
+"""A trained model for servers: computes rewards, or log-probabilities of tokens, of a padded batch of token ids.
 
 Shapes: B sequences, T tokens of the longest.
 """
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 MODES = {"rm": REWARD, "sft": DECODER, "ref": DECODER}
-"""Kind of model for each mode of a server: rewards, and log-probabilities under two names."""
+"""Kind of model for each mode of a server: rewards, or log-probabilities under two names."""
 OUTPUTS = {REWARD: "rewards", DECODER: "logps"}
 
 
@@ -27,7 +27,7 @@ class ServedModel:
     """A model and its identity."""
 
     def __init__(self, model: Any, output: str, fingerprint: str) -> None:
-        """output: "rewards" or "logps". fingerprint: of its weights, as a child of its run knows it."""
+        """output: "rewards" or "logps". fingerprint: digest of the weights, as in experiments that refer to the run."""
         import torch
 
         self.output, self.fingerprint = output, fingerprint
@@ -40,12 +40,12 @@ class ServedModel:
         self.module: torch.nn.Module = _make_rewards(model) if output == OUTPUTS[REWARD] else _make_logps(model)
 
     def score(self, input_ids: "Tensor", attention_mask: "Tensor") -> "Tensor":
-        """(B,) rewards, or (B, T) log-probabilities of tokens after those before, 0 for the first, float32 on the CPU.
+        """Compute (B,) rewards, or (B, T) log-probabilities of the tokens, 0 for the first, as float32 on the CPU.
 
         input_ids: (B, T) of any integer type, padded on the right. attention_mask: of the same shape, 0 on padding.
 
         Raises:
-            ConfigError: tokens that the model does not know, more than it can read, or masks of another shape.
+            ConfigError: tokens are not in the vocabulary, a sequence is too long, or the mask is invalid.
         """
         import torch
 
@@ -56,13 +56,18 @@ class ServedModel:
             )
         low, high = int(input_ids.min()), int(input_ids.max())
         if low < 0 or high >= self.vocabulary:
-            raise ConfigError(f"a token id is {low if low < 0 else high}; the model knows 0 to {self.vocabulary - 1}.")
+            raise ConfigError(
+                f"input_ids: token id {low if low < 0 else high} is out of range, expected 0 to {self.vocabulary - 1}."
+            )
         if self.longest is not None and input_ids.shape[1] > self.longest:
-            raise ConfigError(f"a sequence has {input_ids.shape[1]} tokens; the model reads {self.longest}.")
+            raise ConfigError(
+                f"input_ids: {input_ids.shape[1]} tokens, more than the {self.longest} of the model. "
+                "Send shorter sequences."
+            )
         mask = attention_mask.long()
         if not (mask[:, 0] == 1).all() or not ((mask == 0) | (mask == 1)).all() or not (mask.diff(dim=1) <= 0).all():
             raise ConfigError(
-                "attention_mask: expected ones up to the end of each sequence, at least one, and then zeros."
+                "attention_mask: expected ones for each sequence, at least one, followed by zeros for padding."
             )
         with torch.inference_mode():
             scores = self.module(input_ids.to(self.device), attention_mask.to(self.device))
@@ -93,7 +98,7 @@ def _make_logps(model: Any) -> Any:
     import torch
 
     class Logps(torch.nn.Module):
-        """Log-probabilities of tokens by the decoder `model`. Logits stay here."""
+        """Log-probabilities of tokens by the decoder `model`, without returning the logits."""
 
         def __init__(self) -> None:
             super().__init__()
@@ -111,52 +116,51 @@ def _make_logps(model: Any) -> Any:
 
 
 def find_run(source: Path, places: Places) -> tuple[Path, Places]:
-    """A run by its path or a prefix of its id, and the places with its folder as `runs`.
+    """Find a run by its path or a prefix of its id; returns it, and the places with its folder as `runs`.
 
     Raises:
         RunError: not found.
     """
     run = expand_run(source, places.runs)
-    _ = SavedRun(run).exp  # raises where it is damaged
+    _ = SavedRun(run).exp  # raises an error if it is damaged
     return run, Places(places.data, run.resolve().parent)
 
 
 def fingerprint_of(run: Path, places: Places) -> str:
-    """Identity of the model of a finished run, as an experiment that names it by `ref` knows it.
-    places: as of `find_run`.
+    """Identity of the model of a finished run, as in an experiment that refers to it with `ref`. places: from
+    `find_run`.
 
     Raises:
         ConfigError: it is not trained yet.
-        UserError: a checkpoint is gone or damaged.
+        UserError: a checkpoint is missing or damaged.
     """
     identity = _as_parent(run).identity(places)
     if identity is None:
-        raise ConfigError(
-            f"{run}: is not trained to its end yet, so no other experiment can name it. Serve it when it is done."
-        )
+        raise ConfigError(f"{run}: the training is not finished. Serve it when it is done.")
     return identity
 
 
 def check_mode(run: Path, places: Places, mode: str | None) -> str:
-    """The output of its model, "rewards" or "logps". mode: a required one of MODES, or None. places: as of `find_run`.
+    """The output of the run's model, "rewards" or "logps". mode: required key of MODES, or None. places: from
+    `find_run`.
 
     Raises:
-        ConfigError: the model cannot do that.
+        ConfigError: the model does not support the mode.
     """
     kind = _as_parent(run).kind(places)
     if kind not in OUTPUTS or (mode is not None and MODES[mode] != kind):
         expected = " or ".join(KINDS[each] for each in OUTPUTS) if mode is None else KINDS[MODES[mode]]
         raise ConfigError(
-            f"{run}: expected {expected}{f' for --mode {mode}' if mode else ''}; it is of the kind {kind!r}."
+            f"{run}: expected {expected}{f' for --mode {mode}' if mode else ''}; got {kind!r}. Name another run."
         )
     return OUTPUTS[kind]
 
 
 def load_served(run: Path, places: Places, device: str | None, mode: str | None = None) -> ServedModel:
-    """The model of the last checkpoint of a finished run. device: as of `models.load.move`; mode: as of `check_mode`.
+    """Load the last checkpoint of a finished run. device: see `models.load.move`. mode: see `check_mode`.
 
     Raises:
-        ConfigError: the run is not done, its model is of a wrong kind, or the device cannot be used.
+        ConfigError: the run is not done, the model has the wrong kind, or the device cannot be used.
         UserError: a part of the model is missing.
     """
     output, fingerprint = check_mode(run, places, mode), fingerprint_of(run, places)

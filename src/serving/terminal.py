@@ -1,4 +1,4 @@
-"""Chat in a terminal: commands, streamed answers, and Ctrl-C that stops an answer."""
+"""Chat in a terminal, with commands, streamed answers, and Ctrl-C to stop an answer."""
 
 import json
 import re
@@ -30,7 +30,7 @@ class Terminal:
     """One chat."""
 
     def __init__(self, writer: Writer, metadata: list[str], options: dict[str, Any]) -> None:
-        """metadata: `KEY=VALUE` texts. options: of transformers' `generate`.
+        """metadata: `KEY=VALUE` texts. options: for transformers' `generate`.
 
         Raises:
             ConfigError: the model was not trained with this metadata.
@@ -43,7 +43,7 @@ class Terminal:
         Ctrl-C stops it; the part that was written stays in the conversation.
 
         Raises:
-            UserError: the text, or the conversation with it, cannot be read by the model.
+            UserError: the model cannot read the text, or the conversation with it.
         """
         check_text(text, "the message")
         with _stopping_at_ctrl_c() as is_stopped:
@@ -54,8 +54,8 @@ class Terminal:
                 sys.stderr.write("(stopped)\n")
 
     def run(self) -> None:
-        """Answer lines of standard input until its end or /quit.
-        A terminal gets a prompt, line editing and a history."""
+        """Answer lines of standard input until its end or /quit. In a terminal, with prompt, line editing and
+        history."""
         is_terminal = sys.stdin.isatty()
         if is_terminal:
             import readline  # noqa: F401  gives `input` line editing and a history
@@ -78,7 +78,7 @@ class Terminal:
         return True
 
     def _obey(self, line: str) -> bool:
-        """Whether the line is a command other than /quit; it is done then."""
+        """Execute the line if it is a command other than /quit; returns whether it is."""
         match = _COMMAND.fullmatch(RESET if is_reset(line) else line)
         if match is None or line == "/quit":
             return False
@@ -99,7 +99,7 @@ class Terminal:
             raise ConfigError("/save: no file. Write /save FILE.")
         path = Path(name).expanduser()
         if not (rows := self._writer.rows()):
-            raise ConfigError("/save: nothing was said yet.")
+            raise ConfigError("/save: the conversation is empty. Write a message first.")
         with writing(path), open(path, "a", encoding="utf-8") as file:
             file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
         sys.stderr.write(f"{path}: saved\n")
@@ -129,20 +129,21 @@ def _show(text: str) -> None:
 
 @contextmanager
 def _stopping_at_ctrl_c() -> Iterator[Callable[[], bool]]:
-    """Whether Ctrl-C was pressed in the block. A second one raises KeyboardInterrupt."""
-    stopped = threading.Event()
+    """Yield a function that returns whether Ctrl-C was pressed in the block. A second Ctrl-C raises
+    KeyboardInterrupt."""
+    stop_event = threading.Event()
     if threading.current_thread() is not threading.main_thread():
-        yield stopped.is_set
+        yield stop_event.is_set
         return
     before = signal.getsignal(signal.SIGINT)
 
     def stop(number: int, frame: Any) -> None:
-        if stopped.is_set():
+        if stop_event.is_set():
             raise KeyboardInterrupt
-        stopped.set()
+        stop_event.set()
 
     signal.signal(signal.SIGINT, stop)
     try:
-        yield stopped.is_set
+        yield stop_event.is_set
     finally:
         signal.signal(signal.SIGINT, before)

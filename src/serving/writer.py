@@ -1,4 +1,4 @@
-"""What people exchange text with a model through. `Writer` is the interface; `Continuation` continues texts."""
+"""Text exchange between people and a model. `Writer` is the interface; `Continuation` continues texts."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
@@ -8,7 +8,7 @@ from src.data.text.tokenizers import control_ids
 from src.errors import ConfigError
 
 RESET = "/reset"
-"""A message that restarts the conversation; "!reset" does so, too."""
+"""A message that restarts the conversation, like "!reset"."""
 
 
 def is_reset(text: str) -> bool:
@@ -17,24 +17,24 @@ def is_reset(text: str) -> bool:
 
 
 class Writer(ABC):
-    """A model that people exchange text with."""
+    """A model that answers or continues the texts of people."""
 
     verb: str
-    """What it does with a text, such as "answers"."""
+    """Description of the model's action for people, such as "answers"."""
 
     def set_metadata(self, texts: Iterable[str]) -> None:
-        """Write under the metadata of `KEY=VALUE` texts.
+        """Set the metadata of the generated text, from `KEY=VALUE` texts.
 
         Raises:
-            ConfigError: malformed, or the model was not trained with it.
+            ConfigError: a text is malformed, or the model was not trained with this metadata.
         """
         if list(texts):
             raise ConfigError("--metadata: the model was not trained on documents with metadata. Leave it out.")
 
     @abstractmethod
     def say(self, text: str, show: Callable[[str], object], **options: Any) -> None:
-        """Pass the pieces of what the model writes after `text` to `show`; both stay in the conversation.
-        options: of transformers' `generate`.
+        """Generate text after `text`, pass its pieces to `show`, and add both to the conversation. options: for
+        transformers' `generate`.
 
         Raises:
             UserError: the model cannot read the text, or the conversation with it.
@@ -42,7 +42,7 @@ class Writer(ABC):
 
     @abstractmethod
     def ask(self, context: str, question: str, **options: Any) -> str:
-        """The answer to a question about a context, outside the conversation. options, errors: see `say`."""
+        """Answer a question about a context, outside the conversation. options, errors: see `say`."""
 
     @abstractmethod
     def reset(self) -> None:
@@ -50,7 +50,7 @@ class Writer(ABC):
 
     @abstractmethod
     def rows(self) -> list[dict[str, Any]]:
-        """The conversation as JSON values that `prepare_conversations` reads; empty at the start."""
+        """The conversation as JSON rows for `prepare_conversations`; empty at the start."""
 
 
 class Continuation(Writer):
@@ -59,13 +59,13 @@ class Continuation(Writer):
     verb = "continues each text"
 
     def __init__(self, model: Any, tokenizer: Any, data: Any = None) -> None:
-        """data: the data set of the model's experiment, if it is known."""
+        """data: the data config of the model's experiment, if known."""
         self._model, self._tokenizer = model, tokenizer
         self._texts: list[str] = []
         self._is_seq2seq = bool(getattr(model.config, "is_encoder_decoder", False))
 
     def say(self, text: str, show: Callable[[str], object], **options: Any) -> None:
-        """See `Writer`. The text comes first, as the continuation of a word would not stand alone."""
+        """See `Writer`. The shown text includes `text`, as the continuation can start within a word."""
         self._texts.append(text + self.write(text, **options))
         show(self._texts[-1])
 
@@ -82,14 +82,14 @@ class Continuation(Writer):
         return [{"text": text} for text in self._texts]
 
     def prompt(self, text: str) -> list[int]:
-        """Ids of the text."""
+        """Token ids of the text."""
         return list(self._tokenizer(text)["input_ids"]) or [self._tokenizer.eos_token_id]
 
     def write(self, text: str, streamer: Any = None, **options: Any) -> str:
-        """The continuation of a text. options: of transformers' `generate`.
+        """Generate the continuation of a text. options: for transformers' `generate`.
 
         Raises:
-            ConfigError: it could be longer than the model can read.
+            ConfigError: the text and its continuation can exceed the model's context.
         """
         import torch
 
@@ -108,14 +108,14 @@ class Continuation(Writer):
             )
         if self._is_seq2seq:
             return self._tokenizer.decode(rows[0], skip_special_tokens=True)
-        # Decoded with the text before them: a tokenizer can drop a blank at the start.
+        # Decode together with the prompt, as a tokenizer can drop a leading blank.
         before, new = self._tokenizer(text, add_special_tokens=False)["input_ids"], rows[0, ids.shape[1] :].tolist()
         start, complete = (self._tokenizer.decode(part, skip_special_tokens=True) for part in (before, [*before, *new]))
         return complete[len(start) :]
 
 
 def stream_to(tokenizer: Any, show: Callable[[str], object]) -> Any:
-    """A streamer of transformers that passes each piece of an answer to `show`."""
+    """A transformers streamer that passes each piece of an answer to `show`."""
     from transformers import TextStreamer
 
     streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
@@ -124,7 +124,10 @@ def stream_to(tokenizer: Any, show: Callable[[str], object]) -> Any:
 
 
 def require_room(model: Any, tokens: int, new_tokens: int) -> None:
-    """Raises ConfigError if `tokens` and an answer exceed the context of the model."""
+    """Raise ConfigError if `tokens` and `new_tokens` exceed the context of the model."""
     longest = getattr(model.config, "max_position_embeddings", None)
     if longest and tokens + new_tokens > longest:
-        raise ConfigError(f"{tokens} tokens and max_new_tokens {new_tokens} are more than the model's {longest}.")
+        raise ConfigError(
+            f"{tokens} tokens and max_new_tokens {new_tokens} exceed the {longest} positions of the model. "
+            "Shorten one of them."
+        )

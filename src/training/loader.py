@@ -1,4 +1,4 @@
-"""The micro-batches of this process, optimizer step by optimizer step."""
+"""Load the micro-batches of this process, step by step."""
 
 import os
 from collections import deque
@@ -21,37 +21,36 @@ from src.training.state import State
 from src.training.validation import count_loss_tokens, count_true
 
 _SMALL = 2**20
-"""Bytes."""
+"""Workers send smaller tensors, in bytes, as numpy arrays."""
 _SOURCES = "sources of the samples"
-"""Beside the names of a batch."""
+"""Key for the sources next to the names of a batch."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """One rank's share of an optimizer step. Counts are made on the CPU, as counting on a GPU would synchronise."""
+    """One rank's share of an optimizer step. Counts are computed on the CPU, as a GPU would have to synchronize."""
 
     batches: Sequence[Mapping[str, Tensor]]
     """On the CPU."""
     sources: Sequence[Tensor | None]
-    """Per micro-batch (B,) int64 on the CPU: the index of each sequence's source in `sources`.
-    None for less than two sources."""
+    """Per micro-batch (B,) int64 on the CPU: index of each sequence's source. None with fewer than two sources."""
     count: float
-    """This rank's part of the divisor of the summed losses."""
+    """This rank's share of the divisor of the summed losses."""
     loss_tokens: int
     """True entries of the loss masks."""
     read_tokens: int
-    """Real tokens that the model reads, contexts too."""
+    """Tokens that the model reads without padding, contexts included."""
     sequences: int
     keys: Sequence[Sequence[Key]]
     """Per micro-batch, the keys of its samples."""
     cursor: Cursor
-    """Entries of the order's cursor that this rank has changed, up to the end of this step."""
+    """Entries of the order's cursor that this rank has changed by the end of this step."""
     counters: Mapping[str, Sequence[float]]
     """Counters of the order on this rank: sum and count by name."""
     passes: int
     """Passes on the busiest rank; other ranks pad with zero-weight passes."""
     copies: "Copies"
-    """To the device."""
+    """Copies batches to the device."""
 
     def on_device(self) -> Iterator[tuple[Mapping[str, Tensor], Tensor | None, bool]]:
         """Yield the micro-batch of each pass, its sources, and whether it counts. Zero-weight passes repeat the first
@@ -67,34 +66,34 @@ class Step:
 
 
 class Copies:
-    """Copies micro-batches to a device; to a GPU on a separate stream, in parallel to its computation."""
+    """Copies micro-batches to a device; to a GPU on a separate stream, in parallel with computation."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def start(self, batch: Mapping[str, Tensor], sources_B: Tensor | None) -> tuple[dict[str, Tensor], Any]:
-        """Start to copy. Pass the result to `wait`."""
+        """Start a copy. Pass the result to `wait`."""
         both = {**batch, **({} if sources_B is None else {_SOURCES: sources_B})}
         with torch.cuda.stream(self.stream):  # does nothing without a stream
             return to_device(both, self.device), self.stream and self.stream.record_event()
 
-    def wait(self, started: tuple[dict[str, Tensor], Any]) -> tuple[Mapping[str, Tensor], Tensor | None]:
-        """Micro-batch and sources, ready for the computation that follows. The CPU does not wait."""
-        copies, event = started
+    def wait(self, transfer: tuple[dict[str, Tensor], Any]) -> tuple[Mapping[str, Tensor], Tensor | None]:
+        """Return micro-batch and sources, ready for the following computation. The CPU does not wait."""
+        copies, event = transfer
         if event is not None:
             computing = torch.cuda.current_stream(self.device)
             computing.wait_event(event)  # not for later copies
             for tensor in copies.values():
-                tensor.record_stream(computing)  # else its memory could be given to a later copy while it is read
+                tensor.record_stream(computing)  # else a later copy could reuse its memory while it is read
         return {name: tensor for name, tensor in copies.items() if name != _SOURCES}, copies.get(_SOURCES)
 
 
 class _Samples(TorchDataset):
-    """Adapts a data set to torch's DataLoader: samples by their keys, with the numbers of their sources."""
+    """Adapts a data set to torch's DataLoader: samples by key, with the number of their source."""
 
     def __init__(self, dataset: Dataset, pinned: bool = False) -> None:
-        """pinned: batches are copied to memory from which a GPU reads."""
+        """pinned: whether batches are copied to pinned memory for a GPU."""
         self.dataset, self.pinned = dataset, pinned
         names = sources(dataset)
         self.numbers = {name: number for number, name in enumerate(names)} if len(names) > 1 else {}
@@ -105,29 +104,27 @@ class _Samples(TorchDataset):
             if self.numbers and isinstance(self.dataset, SourcedDataset):
                 number = self.numbers[self.dataset.sample_source(*key)]
             return self.dataset.sample(*key), number
-        except UserError as error:  # raised in a process that reads, torch would bury it in a traceback
+        except UserError as error:  # if a worker raised it, torch would hide it in a traceback
             return error
 
     def collate(self, samples: Sequence[Any]) -> tuple[Mapping[str, Tensor], Tensor | None] | UserError:
-        """A micro-batch and the indices of its sources, or the error of its first bad sample."""
+        """Collate a micro-batch and the numbers of its sources; returns the error of its first bad sample, if any."""
         errors = [sample for sample in samples if isinstance(sample, UserError)]
         if errors:
             return errors[0]
         batch = self.dataset.collate([sample for sample, _ in samples])
-        if (
-            get_worker_info() and not self.pinned
-        ):  # each tensor has a file of its own on its way, which takes longer than a small one
+        if get_worker_info() and not self.pinned:  # torch passes each tensor as a file, which is slow for small ones
             batch = {name: tensor.numpy() if tensor.nbytes < _SMALL else tensor for name, tensor in batch.items()}
         return batch, torch.tensor([number for _, number in samples]) if self.numbers else None
 
 
 def sources(dataset: Dataset) -> Sequence[str]:
-    """Names of the sources of `dataset`; empty if its samples have no source."""
+    """Names of the sources of `dataset`; empty without sources."""
     return dataset.sources if isinstance(dataset, SourcedDataset) else ()
 
 
 class _BatchSampler(Sampler):
-    """Passes the keys of micro-batches to a DataLoader, which reads ahead, and holds their cursors and counters."""
+    """Passes the keys of micro-batches to a DataLoader, which reads ahead, and queues their cursors and counters."""
 
     def __init__(self, micro_batches: Iterator[MicroBatch]) -> None:
         self.micro_batches = micro_batches
@@ -150,11 +147,11 @@ class StepLoader:
     count: Callable[[Mapping[str, Tensor]], float] = count_loss_tokens
     """Divisor of the summed loss of a batch on the CPU; see `TrainSpec`."""
     num_workers: int | None = None
-    """Worker processes; they change no number. None: 2 for training on a GPU, else 0, as workers would take the cores
-    that train, or 1 for decoded data (`DecodedDataset`) if a core is free."""
+    """Worker processes; they do not change results. None: 2 on a GPU, else 0, as workers would take the cores of the
+    training, or 1 for decoded data (`DecodedDataset`) if a core is free."""
 
     def steps(self, start: State) -> Generator[Step]:
-        """Yield the data of each optimizer step after the last finished step of `start`, endlessly.
+        """Yield the data of each optimizer step after the state `start`, endlessly.
 
         `close` ends the worker processes.
         """
@@ -172,7 +169,7 @@ class StepLoader:
             num_workers=workers,
             prefetch_factor=max(2, -(-len(share.numbers) // workers))
             if workers
-            else None,  # the complete next step, while this one trains
+            else None,  # the complete next step, during this step
             worker_init_fn=distributed.ignore_stops,
             pin_memory=gpu,
             generator=torch.Generator(),  # else it draws from the global one
@@ -212,7 +209,7 @@ class StepLoader:
         finally:
             if ahead:
                 ahead.close()
-            del stream  # a traceback would keep it, and the end of this process would wait for those that read
+            del stream  # else a traceback could keep worker processes alive
 
     def _count_workers(self, gpu: bool) -> int:
         if gpu:

@@ -1,9 +1,8 @@
 """The training loop of every recipe, on Hugging Face Accelerate.
 
-A run that is killed at any moment and restarted gives the same bits as an uninterrupted one (same world size): data
-order and dropout are functions of (seed, step), and everything else that a later step depends on is in `State`, the
-optimizer and the weights. `State` holds fingerprints of the inputs (data, tokenizer, parents' weights); a run with
-changed inputs is refused.
+A run that is killed and restarted resumes bit-exactly at the same world size: data order and dropout are functions of
+(seed, step), and everything else is in `State`, the optimizer and the weights. `State` has fingerprints of the inputs
+(data, tokenizer, parents' weights); a run does not resume with changed inputs.
 """
 
 import contextlib
@@ -48,18 +47,18 @@ log = logging.getLogger(__name__)
 def fit(spec: TrainSpec, run: Run, config: LoopConfig, seed: int) -> State:
     """Train from the newest complete checkpoint of `run`, or from the start, to the last step. Collective.
 
-    Returns the final state; `spec.model` is changed. Scores go to scores.jsonl, timings to perf.jsonl, events to
-    ledger.jsonl.
+    Returns the final state; `spec.model` is changed in place. Scores are written to scores.jsonl, timings to
+    perf.jsonl, events to ledger.jsonl.
 
     Raises:
-        distributed.TrainingStopped: a process received a stop signal, or a limit is reached. All stop after the same
-            step, or in the evaluation after it, and its checkpoint is written; or the detector of divergence has taken
-            the run back to an earlier one.
-        ConfigError: the precision needs another device, or the evaluation does not measure `loop.best_metric`.
+        distributed.TrainingStopped: a process received a stop signal, or a limit is reached. All processes stop after
+            the same step, or in the evaluation after it, and save a checkpoint. Or the divergence guard has rewound the
+            run.
+        ConfigError: the precision needs another device, or `loop.best_metric` is not a score of the evaluation.
         RunError: data, tokenizer or a parent have changed since the start of the run; the disk refuses; another process
             took over.
-        TrainingError: the training diverges and `loop.divergence` says to stop, or a step has nothing to learn; raised
-            on every rank before the optimizer moves.
+        TrainingError: the training diverges and `loop.divergence` is set to stop, or a step has nothing to learn;
+            raised on every rank before the update.
     """
     with distributed.raise_together():
         accelerator = choice.build_accelerator(config, run.options)
@@ -70,11 +69,11 @@ def fit(spec: TrainSpec, run: Run, config: LoopConfig, seed: int) -> State:
         reporter = Reporter(run, config, spec.model, loop.state.step)
         profiler = StepProfiler(run.path, run.options.profile)
     limits = StopConditions(run.options.limits, run.path)
-    num_workers = 0 if spec.experience else run.options.num_workers  # rollouts of a step cannot be read ahead
+    num_workers = 0 if spec.experience else run.options.num_workers  # rollouts cannot be read ahead
     reader = loader.StepLoader(spec.train, loop.order, config, accelerator.device, spec.count, num_workers)
     with (
         contextlib.closing(reporter),
-        contextlib.closing(reader.steps(loop.state)) as steps,  # a traceback would leave worker processes alive
+        contextlib.closing(reader.steps(loop.state)) as steps,  # else a traceback would leave worker processes alive
         memory.oom_advice(),
         loop.saver.close_on_exit(),
         distributed.stop_when(limits.reason),
@@ -103,21 +102,21 @@ def fit(spec: TrainSpec, run: Run, config: LoopConfig, seed: int) -> State:
 
 
 class Loop:
-    """The parts of one training, put together. `fit` is the loop itself."""
+    """The state and the operations of one training. `fit` is the loop itself."""
 
     def __init__(self, spec: TrainSpec, run: Run, config: LoopConfig, seed: int, accelerator: Accelerator) -> None:
         self.spec, self.run, self.config, self.seed, self.accelerator = spec, run, config, seed, accelerator
         for parameter in spec.model.parameters():
             if parameter.requires_grad and (kind := str(parameter.dtype).removeprefix("torch.")) in SHORT_TYPES:
                 raise ConfigError(short_weights_message(kind))
-        self.engine: Engine  # made by `restore`, when the weights are there
+        self.engine: Engine  # set by `restore`, after loading the weights
         self.branches = distributed.broadcast_from_rank0(lambda: branches.read(run.path))
-        # Of the experiment, whatever --micro_batch says.
+        # The micro-batch of the experiment, without --micro_batch.
         micro_batch_of_run = (run.dir.exp.get("loop") or {}).get("micro_batch", config.micro_batch)
         group = micro_batch_of_run if config.group_by_length else None
         self.order = order_of(spec.train, seed, config.sequences_per_step, config.steps, self.branches, group)
         self.cursor: Cursor = {}
-        """Changes by this process to the order's cursor since the start, up to the last finished step."""
+        """Entries of the order's cursor changed by this process, up to the last finished step."""
         self.learning_rate = branches.override_learning_rate(schedule.learning_rate(config), self.branches)
         self.selection = ModelSelection(config)
         self.saver = Saver(run, spec.about, config)
@@ -133,37 +132,38 @@ class Loop:
         self.monitor = Monitor(run.path, spec.model, run.options.statistics_every, compiled=config.compile)
         self.sources = loader.sources(spec.train)
         self.sum_names = SumNames([config.best_metric, *(f"loss/{name}" for name in self.sources)])
-        self.generated = 0  # blocks of `Engine.generating` since the last step, start or checkpoint
+        self.generated = 0  # number of blocks of `Engine.generating` since the last step, start or checkpoint
         self.other_micro_batch = config.micro_batch != micro_batch_of_run
-        """Whether this start has another micro-batch than the experiment (--micro_batch), not yet verified."""
-        self.stopping = False  # True once any process received a stop signal; the same on every rank
+        """Whether --micro_batch differs from the experiment, and the first pass without dropout has not confirmed it
+        yet."""
+        self.stopping = False  # whether any process received a stop signal; equal on every rank
 
     def due(self, every: int) -> bool:
-        """True at every `every`-th step, at those of `loop.also_at` and at the last."""
+        """Whether the step is a multiple of `every`, in `loop.also_at`, or the last."""
         return self.state.step % every == 0 or self.state.step in (*self.config.also_at, self.config.steps)
 
     def row_due(self) -> bool:
-        """Whether a score row is due: also after a restart, if the run was stopped between the step and its row."""
+        """Whether a score row is due, including after a stop between the step and its row."""
         return self.state.since_row.steps > 0 and (self.due(self.config.eval_every) or self.due(self.row_every))
 
     def brief_row_due(self) -> bool:
-        """Whether a row without evaluation is due, of the steps since the last row of any kind."""
+        """Whether a row without evaluation is due, for the steps since the last row of any kind."""
         return bool(self.brief_every and self.state.step % self.brief_every == 0 and self.state.since_brief_row.steps)
 
     def save_due(self) -> bool:
-        """Whether a checkpoint is due: also of the best evaluation so far, and where early stopping ends it."""
+        """Whether a checkpoint is due, including after the best evaluation so far and at early stopping."""
         best = self.selection.best_step == self.state.step
         return best or any(map(self.due, self.save_every)) or self.selection.stop()
 
     def attempt(self) -> contextlib.AbstractContextManager[None]:
-        """Records this attempt in the ledger: its first data, as the order describes its cursor, and micro-batch."""
+        """Record this attempt in the ledger, with its data position and micro-batch."""
         cursor = dict(self.order.describe(self.state.step, self.state.cursor))
         facts = {"engine": self.engine.name, "cursor": cursor, "micro_batch": self.config.micro_batch}
         return ledger.attempt(self.run.path, lambda: self.state.step, **facts)
 
     @contextlib.contextmanager
     def save_on_stop(self) -> Iterator[None]:
-        """If the block is stopped, save a checkpoint of the last finished step."""
+        """Save a checkpoint of the last finished step if the block is stopped."""
         try:
             yield
         except distributed.TrainingStopped as stopped:
@@ -176,7 +176,7 @@ class Loop:
         self.saver.wait()
 
     def train_step(self, step: loader.Step) -> float:
-        """One optimizer step on the mean loss of the global batch, which it returns."""
+        """Run one optimizer step on the mean loss of the global batch; returns the loss."""
         state, shares = self.state, distributed.world_size()
         count, tokens, requested, failed = distributed.all_reduce_sum(
             [step.count, step.loss_tokens, distributed.stop_requested() is not None, self.saver.writer.failed]
@@ -184,35 +184,35 @@ class Loop:
         self.stopping = requested > 0
         if failed:
             self.saver.wait()
-        # All rollouts can have the same reward, which teaches nothing.
+        # The count of rollouts is 0 if all have the same reward.
         count = (int(count) if count.is_integer() else count) or (1 if self.spec.experience else 0)
         if count <= 0:
             raise TrainingError(
-                f"step {state.step + 1}: none of the {self.config.sequences_per_step} sequences has anything to learn "
-                f"(their count is {count}). Change the data or the loss, or skip the step: "
+                f"step {state.step + 1}: nothing to learn in the {self.config.sequences_per_step} sequences "
+                f"(count {count}). Change the data or the loss, or skip the step: "
                 f"python -m src.operations.interventions rewind {self.run.path} --to STEP --data skip:1, "
-                f"where STEP is a checkpoint's ({state.step} if there is one)."
+                f"where STEP is the step of a checkpoint ({state.step} if it has one)."
             )
         self.monitor.before_step(state.step + 1)
         for group in self.engine.optimizer.param_groups:
             group["lr"] = self.learning_rate(state.step)
-        # (2,) float64: sum and count. They stay on the device, so that a pass waits for nothing.
+        # (2,) float64: sum and count, on the device, so that passes do not synchronize.
         sums: dict[str, Tensor] = {}
         for a, (batch, sources, counts) in enumerate(step.on_device()):
             seed = seeds.dropout_seed(self.seed, state.step, a * shares + distributed.rank())
             seeds.set_seed(seed, self.accelerator.device)
             last = a == step.passes - 1
             offload = self.run.options.offload_activations
-            offloaded = memory.offload_activations(self.spec.model) if offload else contextlib.nullcontext()
+            offload_context = memory.offload_activations(self.spec.model) if offload else contextlib.nullcontext()
             with self.engine.accumulation_context(last):
-                with self.accelerator.autocast(), self.monitor.forward(last), offloaded:
-                    loss, named = self._loss(batch, sources)
+                with self.accelerator.autocast(), self.monitor.forward(last), offload_context:
+                    loss, named_sums = self._loss(batch, sources)
                 if self.other_micro_batch:
                     self._require_no_dropout(seed)
-                # The engine takes the mean over ranks; the factor makes it a sum.
+                # The engine averages over ranks; the factor `shares` makes it a sum.
                 self.engine.backward(loss * (counts * shares / count), last)
-            named = {"": (loss, loss.new_zeros(())), **named}
-            for name, pair in named.items():
+            named_sums = {"": (loss, loss.new_zeros(())), **named_sums}
+            for name, pair in named_sums.items():
                 part = torch.stack([value.detach().to(loss.device, torch.float64) for value in pair])
                 sums[name] = sums.get(name, torch.zeros_like(part)) + (part if counts else 0)
         *norms, flat = (
@@ -220,14 +220,14 @@ class Loop:
             for part in (self.engine.norms(), self.engine.weight_norms(), torch.stack(list(sums.values())).flatten())
         )
         norm = self.engine.total_norm(*norms)
-        # The norm of rank 0: copies on different devices can differ in the last bit, and all ranks must decide alike.
+        # All ranks use the norm of rank 0, as copies on different devices can differ in the last bit.
         counters = {f"data/{name}": pair for name, pair in step.counters.items()}
         local = [norm if distributed.is_main() else 0.0, *flat]
         norm, *flat = distributed.all_reduce_sum([*local, *(value for pair in counters.values() for value in pair)])
         totals = {name: flat[2 * i : 2 * i + 2] for i, name in enumerate([*sums, *counters])}
         total = totals.pop("")[0]
         if self.spec.experience:
-            self.guard.recent.clear()  # rollouts were recomputed, so keys of earlier steps can name other samples
+            self.guard.recent.clear()  # rollouts change, so keys of earlier steps can refer to other samples
         self.guard.remember_keys(state.step + 1, step.keys)
         self.optimizer_step(total, count, norm, totals.get("kl"))
         state.tokens += int(tokens)
@@ -237,60 +237,60 @@ class Loop:
         return total / count
 
     def _loss(self, batch: Mapping[str, Tensor], sources_B: Tensor | None) -> tuple[Tensor, NamedSums]:
-        """Summed loss of a micro-batch, and named sums: the loss's own, and the loss by source if the data have any."""
+        """Summed loss of a micro-batch, and named sums: those of the loss, and the loss by source."""
         none = contextlib.nullcontext(())
         with none if sources_B is None else watch_groups(batch, sources_B, len(self.sources)) as by_source:
-            returned = self.spec.loss(self.engine.model, batch)
-        loss, named = returned if isinstance(returned, tuple) else (returned, {})
-        self.sum_names.check([*named])
+            result = self.spec.loss(self.engine.model, batch)
+        loss, named_sums = result if isinstance(result, tuple) else (result, {})
+        self.sum_names.check([*named_sums])
         losses = {f"loss/{name}": (pair[0], pair[1]) for name, pair in zip(self.sources, by_source, strict=False)}
-        return loss, {**named, **losses}
+        return loss, {**named_sums, **losses}
 
     def _seed_generation(self) -> None:
-        """Seed a block of `Engine.generating`: different in each block and process, the same after a restart."""
+        """Seed a block of `Engine.generating`: different in each block and process, equal after a restart."""
         seed = seeds.generation_seed(self.seed, self.state.step, self.generated, distributed.rank())
         seeds.set_seed(seed, self.accelerator.device)
         self.generated += 1
 
     def _require_no_dropout(self, seed: int) -> None:
-        """Refuse a forward pass that has drawn random numbers: they depend on the micro-batch."""
+        """Raise ConfigError if a forward pass has drawn random numbers, as they depend on the micro-batch."""
         with distributed.raise_together():
             if seeds.has_drawn(seed, self.accelerator.device):
                 raise ConfigError(
-                    f"--micro_batch {self.config.micro_batch}: the model trains with dropout, which depends on the "
-                    "micro-batch, so this run needs the micro-batch of the experiment. Leave the option out."
+                    f"--micro_batch {self.config.micro_batch}: the model has dropout, which depends on the "
+                    "micro-batch. Leave the option out."
                 )
         self.other_micro_batch = False  # once is enough
 
     def optimizer_step(self, loss_sum: float, count: float, norm: float, kl: Sequence[float] | None) -> None:
-        """Pass the step to the guard, clip and step. All ranks see the same values and take the same decision."""
+        """Check the step with the guard, clip and update. All ranks see equal values and make the same decision."""
         state = self.state
-        # Where float16 overflows, the scaler skips the step and lowers its scale.
-        overflowed = self.config.precision == "float16" and not math.isfinite(norm)
+        # If float16 overflows, the scaler skips the step and lowers its scale.
+        overflow = self.config.precision == "float16" and not math.isfinite(norm)
         self.monitor.after_backward()
         if self.guard.skips_step(
-            state.step + 1, loss_sum / count, norm, overflowed, kl[0] / kl[1] if kl and kl[1] else None
+            state.step + 1, loss_sum / count, norm, overflow, kl[0] / kl[1] if kl and kl[1] else None
         ):
-            clipped, moved = False, False
+            clipped, has_moved = False, False
             self.engine.skip_step()
         else:
             clipped = self.engine.clip(norm, self.config.max_grad_norm)
             self.engine.step()
-            moved = not overflowed
+            has_moved = not overflow
         self.monitor.after_step(self.engine.optimizer)
-        state.add_step(loss_sum, count, norm if moved else None, clipped)
+        state.add_step(loss_sum, count, norm if has_moved else None, clipped)
 
     def evaluate(self) -> dict[str, float]:
-        """Score the current model and update the selection of the best step."""
+        """Evaluate the current model and update the best step."""
         self.spec.model.eval()
         with self.meter.pause(), self.accelerator.autocast():
-            scores, self.generated = dict(self.spec.evaluate(self.accelerator)), 0  # as after a restart, saved or not
+            scores, self.generated = dict(self.spec.evaluate(self.accelerator)), 0  # reset as after a restart
         self.spec.model.train(self.spec.dropout)
         self.selection.update(self.state.step, scores)
         return scores
 
     def finish(self, reporter: Reporter) -> None:
-        """Final scores of the trained model, if the recipe has any; they are added to the last row."""
+        """Add the final scores of the trained model, if the recipe has any, to the last row."""
         if self.spec.finish is not None:
             self.saver.wait()
             if self.spec.finish_with_best:
@@ -310,8 +310,8 @@ class Loop:
             "tokens": self.state.tokens,
             **scores,
         }
-        perf, settled = self.meter.row(), bool(scores) or self.save_due()
-        distributed.broadcast_from_rank0(lambda: reporter.report(row, perf, settled))
+        perf, is_durable = self.meter.row(), bool(scores) or self.save_due()
+        distributed.broadcast_from_rank0(lambda: reporter.report(row, perf, is_durable))
         self.state.since_brief_row = IntervalTotals()
         self.meter.restart()
 
@@ -330,8 +330,7 @@ class Loop:
         self.generated = 0  # as after a restart from here
 
     def restore(self) -> None:
-        """Continue from the newest complete checkpoint, if there is one.
-        Scores after it are dropped and computed again."""
+        """Resume from the newest complete checkpoint, if any. Later scores are dropped and recomputed."""
         folder = distributed.broadcast_from_rank0(lambda: checkpoints.newest_whole(self.run.path))
         experience: dict[str, Tensor] = {}
         with distributed.raise_together():
@@ -346,7 +345,7 @@ class Loop:
         self.engine.seed_generation = self._seed_generation
         if folder is not None:
             if branches.must_reset_optimizer(self.branches, self.state.step):
-                log.info("%s: the optimizer's moments are reset, as branch.json says.", self.run.path)
+                log.info("%s: resetting the optimizer's moments, as set in branch.json.", self.run.path)
             else:
                 self.engine.load_optimizer(folder)
             if self.accelerator.scaler and self.state.scaler:
@@ -367,32 +366,34 @@ class Loop:
         except CheckpointError as error:
             raise CheckpointError(f"{self.run.path}: {error}") from None
         now, before = self.state.inputs, state.inputs
-        # Other versions have taken samples of none, or of more.
-        recorded = {name for name in now | before if (name in now and name in before) or not name.startswith(CONTENT)}
-        changed = sorted(name for name in recorded if now.get(name) != before.get(name))
+        # Other versions of the code can have recorded other content samples.
+        compared_names = {
+            name for name in now | before if (name in now and name in before) or not name.startswith(CONTENT)
+        }
+        changed = sorted(name for name in compared_names if now.get(name) != before.get(name))
         if changed:
             raise RunError(
-                f"{self.run.path}: {', '.join(changed)}: changed since the start of this run. Restore the original, "
-                "or start over with -r 1."
+                f"{self.run.path}: inputs changed since the start of the run: {', '.join(changed)}. Restore them, "
+                "or restart with -r 1."
             )
         state.inputs |= now
         self.state, self.saver.step = state, state.step
         self.selection.restore(state.selection)
 
     def _truncate_records(self) -> None:
-        """Roll scores, newer checkpoints, status and the best pointer back to the restored step."""
+        """Roll back scores, newer checkpoints, status and the best pointer to the restored step."""
         versions = len({*ledger.codes_of_starts(self.run.path, self.state.step), environment.code_digest()})
         facts = {CODE_VERSIONS: versions} if versions > 1 else {}
         self.run.dir.set_status("running", step=self.state.step, steps=self.config.steps, **facts)
-        # If the run was stopped during an evaluation, the checkpoint exists but its row is still to be written.
+        # After a stop during an evaluation, the checkpoint exists but its row is missing.
         self.run.dir.scores.truncate(self.state.step - (self.row_due() or self.brief_row_due()))
         self.monitor.truncate(self.state.step)
         checkpoints.set_aside_newer(self.run.path, self.state.step)
         best = self.selection.best_step
         if (
             best is None or not checkpoints.folder(self.run.path, best).is_dir()
-        ):  # a rewind can go back to a step without checkpoints
+        ):  # a rewind can remove the best checkpoint
             checkpoints.forget_best(self.run.path)
         else:
             checkpoints.mark_best(self.run.path, best)
-        self.saver.rotation.rotate(self.state.step, best)  # not done if the process was killed before
+        self.saver.rotation.rotate(self.state.step, best)  # the killed process can have skipped this

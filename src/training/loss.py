@@ -1,4 +1,4 @@
-"""Token losses as sums, so that they can be normalised by the tokens of the whole global batch."""
+"""Token losses as sums, to be normalized by the number of tokens of the global batch."""
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -13,34 +13,35 @@ from src.training.parallel.linear_cross_entropy import sum_loss, takes_chunks
 
 NOT_LEARNED = -100
 NamedSums = Mapping[str, tuple[Tensor, Tensor]]
-"""Sum and count of what is reported as a mean, by name: the same names in every call."""
+"""Sum and count of each reported mean, by name, with the same names in every call."""
 Loss = Callable[[nn.Module, Mapping[str, Tensor]], Tensor | tuple[Tensor, NamedSums]]
-"""(model, batch) -> summed loss, to divide by `TrainSpec.count` over the global batch, and sums to report if any."""
+"""(model, batch) -> summed loss, to be divided by `TrainSpec.count` of the global batch, and optional sums to
+report."""
 DEPTH_MASKS = {
     "attention_mask": "encoder_mask",
     "decoder_attention_mask": "decoder_mask",
     "cross_attention_mask": "cross_mask",
 }
-"""Keywords of a model that src.systems.t5.model.config builds, and fields of a DepthBatch."""
+"""Keyword of a model from src.systems.t5.model.config -> field of a DepthBatch."""
 Seen = Callable[[Tensor, Tensor], None]
-"""Called with logits (N, V) and targets (N,), all of a batch or chunks of them in order."""
+"""Called with logits (N, V) and targets (N,) of a batch, or of its chunks in order."""
 _watching: list[Seen] = []
 _ROW = {"", "step", "train_loss", "grad_norm", "clip_rate", "skipped_steps", "learning_rate", "tokens"}
-"""Reserved names for the sums of a loss: those of a score row, and "", the loss itself."""
+"""Reserved names of sums: columns of a score row, and "", the loss itself."""
 
 
 class SumNames:
-    """Checks the names of a loss's sums: the same in every pass of every rank, and none of a score."""
+    """Checks that the names of a loss's sums are equal in every pass of every rank, and not names of scores."""
 
     def __init__(self, reserved: Iterable[str]) -> None:
         self._reserved = _ROW | set(reserved)
         self._names: list[str] | None = None
 
     def check(self, names: list[str]) -> None:
-        """Collective in the first call.
+        """Check the names of one pass. Collective in the first call.
 
         Raises:
-            TrainingError: a name is reserved, or the names are not those of rank 0's first pass.
+            TrainingError: a name is reserved, or the names differ from those of rank 0's first pass.
         """
         first = self._names is None
         if first:
@@ -48,18 +49,18 @@ class SumNames:
         with distributed.raise_together() if first else contextlib.nullcontext():
             for name in names if first else ():
                 if name in self._reserved or name.startswith(("val_", "data/")):
-                    raise TrainingError(f"the loss names a sum {name!r}, which is the name of a score. Rename it.")
+                    raise TrainingError(f"sum {name!r} of the loss has the name of a score. Rename it.")
             if names != self._names:
                 raise TrainingError(
-                    f"the loss names the sums {names} here, and {self._names} in the first pass of rank 0. Use "
-                    "the same names in the same order in every pass of every rank, with count 0 if there is nothing."
+                    f"the sums of the loss are {names} here, but {self._names} in the first pass of rank 0. Use "
+                    "the same names in the same order in every pass of every rank, with count 0 for missing values."
                 )
 
 
 @contextlib.contextmanager
 def watch_cross_entropy(seen: Seen) -> Iterator[None]:
-    """Within the block, call `seen` with the logits and targets of every cross entropy. A backward pass belongs behind
-    the block: it makes the logits of chunks again."""
+    """Within the block, call `seen` with the logits and targets of every cross entropy. Run the backward pass after the
+    block, as it recomputes the logits of chunks."""
     _watching.append(seen)
     try:
         yield
@@ -69,11 +70,11 @@ def watch_cross_entropy(seen: Seen) -> Iterator[None]:
 
 @contextlib.contextmanager
 def watch_groups(batch: Mapping[str, Tensor], groups_B: Tensor, num_groups: int) -> Iterator[Tensor]:
-    """Within the block, add each cross entropy of `batch` to the yielded (num_groups, 2) float64:
-    loss in nats, tokens, by group.
+    """Within the block, add each cross entropy of `batch` to the yielded (num_groups, 2) float64: loss in nats and
+    tokens by group.
 
-    groups_B: the group of each sample, or (B, T) of each token. Losses are without label smoothing; infinite ones are
-    left out.
+    groups_B: the group of each sample, or (B, T) of each token. Losses are without label smoothing; infinite losses are
+    omitted.
     """
     mask_NT = batch["loss_mask"]
     groups_N = groups_B[batch["sample_of_row"]] if "sample_of_row" in batch else groups_B
@@ -84,10 +85,10 @@ def watch_groups(batch: Mapping[str, Tensor], groups_B: Tensor, num_groups: int)
     @torch.no_grad()
     def add(logits_NV: Tensor, targets_N: Tensor) -> None:
         nonlocal place
-        learned = targets_N != NOT_LEARNED
-        if not takes_chunks():  # how many are learned is known, so nothing waits for a GPU
-            learned = learned.nonzero_static(size=len(groups), fill_value=len(learned))[:, 0]
-        losses = F.cross_entropy(logits_NV[learned].float(), targets_N[learned], reduction="none").double()
+        is_learned = targets_N != NOT_LEARNED
+        if not takes_chunks():  # the number of learned tokens is known, so a GPU does not synchronize
+            is_learned = is_learned.nonzero_static(size=len(groups), fill_value=len(is_learned))[:, 0]
+        losses = F.cross_entropy(logits_NV[is_learned].float(), targets_N[is_learned], reduction="none").double()
         finite = losses.isfinite()
         here = groups[place : place + len(losses)]
         place = (place + len(losses)) % max(1, len(groups))
@@ -100,11 +101,12 @@ def watch_groups(batch: Mapping[str, Tensor], groups_B: Tensor, num_groups: int)
 def cross_entropy(
     logits_NV: Tensor, targets_N: Tensor, label_smoothing: float = 0.0, z_loss: float = 0.0, poly_epsilon: float = 0.0
 ) -> Tensor:
-    """Sum over N targets of cross entropy in nats, float32, with uniform smoothing (Szegedy et al. 2016, section 7).
+    """Sum of the cross entropy of N targets in nats, float32, with uniform label smoothing (Szegedy et al. 2016,
+    section 7).
 
-    z_loss: weight of the squared logarithm of the softmax's denominator, which keeps the logits near 0 (PaLM, Chowdhery
-    et al. 2022, section 5). poly_epsilon: weight of 1 - p of each target, where p is its probability: Poly-1 of Leng et
-    al. 2022 (arXiv 2204.12511). Targets that are `NOT_LEARNED` count nothing.
+    z_loss: weight of the squared log of the softmax denominator, which holds logits near 0 (PaLM, Chowdhery et al.
+    2022, section 5). poly_epsilon: weight of 1 - p of each target with probability p (Poly-1, Leng et al. 2022, arXiv
+    2204.12511). `NOT_LEARNED` targets are ignored.
     """
     for seen in _watching:
         seen(logits_NV.detach(), targets_N)
@@ -117,14 +119,14 @@ def cross_entropy(
         loss = loss + z_loss * log_z_N.square().sum()
     if poly_epsilon:
         p_N = (-F.cross_entropy(logits_NV, targets_N, reduction="none", ignore_index=NOT_LEARNED)).exp()
-        loss = loss + poly_epsilon * (1 - p_N).sum()  # p is 1 where nothing is learned
+        loss = loss + poly_epsilon * (1 - p_N).sum()  # p is 1 for ignored targets
     return loss
 
 
 def context_lm_loss(
     model: nn.Module, batch: Mapping[str, Tensor], label_smoothing: float = 0.0, z_loss: float = 0.0
 ) -> Tensor:
-    """Summed loss where `loss_mask` is True, of a model that reads contexts and gives logits only for these tokens."""
+    """Summed loss of a model that reads contexts and returns logits only where `loss_mask` is True."""
     targets_N = batch["input_ids"][batch["loss_mask"]]
     return sum_loss(
         model,
@@ -141,20 +143,18 @@ def causal_lm_loss(
     z_loss: float = 0.0,
     poly_epsilon: float = 0.0,
 ) -> Tensor:
-    """Summed next-token loss of a Hugging Face causal LM on the tokens where `loss_mask` is True;
-    never so for the first of a sequence.
+    """Summed next-token loss of a Hugging Face causal LM on the tokens where `loss_mask` is True, except first tokens.
 
-    The model gets the `position_ids` of a PackedBatch instead of an attention mask: with both, documents would read
-    each other. Logits are not picked by the mask, which would copy them and their gradient, and have a GPU wait for the
-    count.
+    The model gets the `position_ids` of a PackedBatch instead of an attention mask: with both, documents would attend
+    to each other. Logits are not indexed by the mask, which would copy them and their gradient, and synchronize a GPU.
     """
     packed = "position_ids" in batch
-    seen = {"position_ids": batch["position_ids"]} if packed else {"attention_mask": batch["attention_mask"].long()}
+    inputs = {"position_ids": batch["position_ids"]} if packed else {"attention_mask": batch["attention_mask"].long()}
     targets_BT = torch.where(batch["loss_mask"], batch["input_ids"], NOT_LEARNED)
     targets_BT = F.pad(targets_BT[:, 1:], (0, 1), value=NOT_LEARNED)
     return sum_loss(
         model,
-        lambda: model(input_ids=batch["input_ids"], **seen, use_cache=False).logits,
+        lambda: model(input_ids=batch["input_ids"], **inputs, use_cache=False).logits,
         lambda logits, targets: cross_entropy(logits, targets, label_smoothing, z_loss, poly_epsilon),
         targets_BT.flatten(),
     )
@@ -163,10 +163,9 @@ def causal_lm_loss(
 def interleaved_lm_loss(
     model: nn.Module, batch: Mapping[str, Tensor], label_smoothing: float = 0.0, z_loss: float = 0.0
 ) -> Tensor:
-    """Summed next-token loss of a model that reads images, on an InterleavedBatch;
-    each token's times its weight where there are some.
+    """Summed next-token loss of a model that reads images, on an InterleavedBatch, weighted by `loss_weights` if any.
 
-    A batch without an image reads one frame that nobody sees: see `systems.interleaved.model.config`.
+    A batch without images gets one unused frame; see `systems.interleaved.model.config`.
     """
     frames = batch["frames"]
     frames = (frames if len(frames) else frames.new_ones(1, *frames.shape[1:]))[None]
@@ -187,7 +186,7 @@ def interleaved_lm_loss(
 def _weighted_cross_entropy(
     logits_NV: Tensor, targets_N: Tensor, weights_N: Tensor | None = None, *, label_smoothing: float, z_loss: float
 ) -> Tensor:
-    """`cross_entropy`, of each target times its weight; the z-loss is of all alike."""
+    """`cross_entropy` weighted per target; the z-loss is not weighted."""
     loss = cross_entropy(logits_NV, targets_N, label_smoothing, z_loss)
     if weights_N is None:
         return loss
@@ -200,7 +199,7 @@ def _weighted_cross_entropy(
 def seq2seq_loss(
     model: nn.Module, batch: Mapping[str, Tensor], label_smoothing: float = 0.0, z_loss: float = 0.0
 ) -> Tensor:
-    """Summed loss of a Hugging Face encoder-decoder on the `labels` of a Seq2SeqBatch that are learned."""
+    """Summed loss of a Hugging Face encoder-decoder on the learned `labels` of a Seq2SeqBatch."""
     inputs = {name: batch[name] for name in ("input_ids", "attention_mask", "decoder_input_ids")}
     return sum_loss(
         model,
@@ -213,11 +212,10 @@ def seq2seq_loss(
 def depth_loss(
     model: nn.Module, batch: Mapping[str, Tensor], label_smoothing: float = 0.0, z_loss: float = 0.0
 ) -> Tensor:
-    """Summed loss of a T5 on the learned `labels` of a DepthBatch, each times its weight if there are `loss_weights`.
+    """Summed loss of a T5 on the learned `labels` of a DepthBatch, weighted by `loss_weights` if any.
 
-    It is the reconstruction loss plus lambda times the sentence loss of Bamberger et al. 2024 (arXiv 2405.07788), each
-    as a sum over
-    its tokens: their means over a micro-batch would depend on the micro-batch.
+    The reconstruction loss plus lambda times the sentence loss of Bamberger et al. 2024 (arXiv 2405.07788). Both are
+    sums over tokens, as means would depend on the micro-batch.
     """
     masks = {name: batch[field][:, None] for name, field in DEPTH_MASKS.items()}
     inputs = {name: batch[name] for name in ("input_ids", "decoder_input_ids")}

@@ -1,10 +1,10 @@
-"""Torch's profile of some optimizer steps, where the time and the memory of a training go.
+"""Profile the time and memory of some optimizer steps with torch's profiler.
 
-The save directory gets, from each process (RANK):
+Each process (RANK) writes to the save directory:
 
-profile/trace_RANK.json           the timeline, for https://ui.perfetto.dev
-profile/key_averages_RANK.txt     operations by time; the first process prints its own
-profile/memory_RANK.pickle        with a GPU: its memory over time, for https://pytorch.org/memory_viz
+profile/trace_RANK.json           timeline for https://ui.perfetto.dev
+profile/key_averages_RANK.txt     operations by time; rank 0 also logs its own
+profile/memory_RANK.pickle        with a GPU: memory over time for https://pytorch.org/memory_viz
 """
 
 import logging
@@ -18,21 +18,21 @@ from src.support import distributed
 
 FOLDER = "profile"
 ROWS = 25
-"""Printed rows of the table of operations."""
+"""Rows of the table of operations."""
 log = logging.getLogger(__name__)
 
 
 class StepProfiler:
-    """Profiles `steps` optimizer steps after the first of a start, which allocates memory and compiles."""
+    """Profiles `steps` optimizer steps after the first one, which allocates memory and compiles."""
 
     def __init__(self, run: Path, steps: int) -> None:
-        """run: the save directory. steps: 0 for none."""
+        """run: save directory. steps: 0 turns profiling off."""
         self.folder, self.steps = run / FOLDER, steps
         self.gpu = torch.cuda.is_available()
         self.first: int | None = None
 
     def after_step(self, step: int) -> None:
-        """Called when `step` optimizer steps are finished.
+        """Call it when `step` optimizer steps are finished.
 
         Raises:
             RunError: the disk refuses.
@@ -63,4 +63,4 @@ class StepProfiler:
                 torch.cuda.memory._dump_snapshot(str(self.folder / f"memory_{rank}.pickle"))
                 torch.cuda.memory._record_memory_history(enabled=None)
         if distributed.is_main():
-            log.info("%s\n%s: steps %d to %d", table, self.folder, self.first + 1, self.first + self.steps)  # type: ignore[operator]  it was set
+            log.info("%s\n%s: steps %d to %d", table, self.folder, self.first + 1, self.first + self.steps)  # type: ignore[operator]  set in `after_step`

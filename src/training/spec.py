@@ -1,4 +1,4 @@
-"""What a recipe passes to the training loop."""
+"""The interface between recipes and the training loop."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -15,35 +15,36 @@ from src.training.validation import count_loss_tokens
 
 
 class Experience(Protocol):
-    """What a training makes for itself to read, such as rollouts of its model. The order of its data set decides when.
+    """Data that a training generates for itself, such as rollouts of its model. The order of its data set triggers it.
 
     All methods are collective.
     """
 
     def begin(self, engine: Engine) -> None:
-        """Called once, when the engine has the weights that the training starts or continues from."""
+        """Called once, when the engine has the weights at the start or resume of the training."""
         ...
 
     def tensors(self) -> Mapping[str, Tensor]:
-        """What a restart needs besides the order's cursor. Saved as experience.safetensors in each checkpoint.
+        """The state to resume from, in addition to the order's cursor. Saved as experience.safetensors in each
+        checkpoint.
 
-        The same on all ranks, else the training stops: gather what each has made, as a restart may have another number
-        of ranks.
+        Must be gathered and equal on all ranks, as a restart can have another world size. Raises TrainingError if they
+        differ.
         """
         ...
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take back what `tensors` gave, before `begin`."""
+        """Restore the result of `tensors`. Called before `begin`."""
         ...
 
     def seconds(self) -> Mapping[str, float]:
-        """Seconds of each phase of its making in this process, since the last call."""
+        """Seconds of each phase of the generation in this process since the last call."""
         ...
 
 
 @dataclass(frozen=True)
 class TrainSpec:
-    """A training, as a recipe passes it to the loop."""
+    """A training that a recipe passes to the loop."""
 
     model: nn.Module
     about: CheckpointMetadata
@@ -51,18 +52,17 @@ class TrainSpec:
     inputs: Mapping[str, str]
     """Fingerprints of the training's inputs by name. They must not change between starts."""
     loss: Loss
-    """(model, batch) -> summed loss, and named sums to report if it has any; see `training.loss.Loss`."""
+    """(model, batch) -> summed loss, and optional named sums to report; see `training.loss.Loss`."""
     evaluate: Callable[[Accelerator], Mapping[str, float]]
-    """Scores of the model as it stands, the same on every rank. Called on every rank, in eval mode."""
+    """Scores of the current model, equal on every rank. Called on every rank, in eval mode."""
     finish: Callable[[Accelerator], Mapping[str, float]] | None = None
-    """Like `evaluate`, but called once after training, when the last checkpoint is written;
-    called again if it was interrupted."""
+    """Like `evaluate`, but called after the last checkpoint is written; called again if interrupted."""
     finish_with_best: bool = False
-    """Whether `finish` is called with the best weights by `loop.best_metric`, instead of the last ones."""
+    """Whether `finish` uses the best weights by `loop.best_metric` instead of the last ones."""
     count: Callable[[Mapping[str, Tensor]], float] = count_loss_tokens
-    """What the loss of a batch is a sum over: its tokens, or its conversations, pairs or weights. A step minimises the
-    sum of losses over the sum of counts of the global batch, however that is cut into micro-batches."""
+    """Divisor of the summed loss of a batch: its number of tokens, conversations or pairs, or its sum of weights. A
+    step minimizes the sum of losses divided by the sum of counts of the global batch, independent of the
+    micro-batch."""
     experience: Experience | None = None
     dropout: bool = True
-    """Whether the model trains in training mode.
-    A policy does not: its ratios would be of other distributions than it has sampled from."""
+    """Whether the model trains with dropout. False for policies, as ratios must refer to the sampling distribution."""

@@ -1,4 +1,4 @@
-"""State of the loop without weights and optimizer, saved in each checkpoint's state.json."""
+"""State of the loop, without weights and optimizer, saved in each checkpoint's state.json."""
 
 import hashlib
 import json
@@ -16,30 +16,30 @@ from src.runs import parents
 from src.runs.context import Run
 
 CONTENT = "content of "
-"""Begins the names of inputs that `content_samples` gives."""
+"""Prefix of the input names of `content_samples`."""
 TOTALS = ("since_row", "since_brief_row")
-"""Fields of `State` that are `IntervalTotals`."""
+"""Fields of `State` of type `IntervalTotals`."""
 
 
 @dataclass
 class IntervalTotals:
-    """Sums over some steps, for a score row."""
+    """Sums over the steps since a score row."""
 
     steps: int = 0
     tokens: float = 0
-    """The divisor of the losses (`TrainSpec.count`, tokens by default), over the steps with a finite loss."""
+    """Divisor of the losses (`TrainSpec.count`, tokens by default), over the steps with a finite loss."""
     loss: float = 0.0
     grad_norm: float = 0.0
     clipped: int = 0
     skipped: int = 0
-    """Steps that moved nothing: a gradient overflowed float16, or the batch was left out.
-    They have no gradient norm."""
+    """Steps without an update, because a gradient overflowed float16 or the batch was skipped. They have no gradient
+    norm."""
     sums: dict[str, list[float]] = field(default_factory=dict)
-    """[sum, count] of further values that are reported as means, by name."""
+    """[sum, count] of further reported means, by name."""
 
     def add_step(self, loss: float, tokens: float, grad_norm: float | None, clipped: bool) -> None:
-        """Add an optimizer step, but for its `sums`. loss: summed over the `tokens`.
-        grad_norm: None where it moved nothing."""
+        """Add an optimizer step, without its `sums`. loss: sum over the `tokens`. grad_norm: None for a step without an
+        update."""
         self.steps += 1
         if math.isfinite(loss):
             self.tokens += tokens
@@ -51,18 +51,18 @@ class IntervalTotals:
             self.clipped += clipped
 
     def add_sums(self, totals: Mapping[str, Sequence[float]]) -> None:
-        """Add (sum, count) of a step by name, where both are finite."""
+        """Add (sum, count) of a step by name, if both are finite."""
         for name, pair in totals.items():
             if all(map(math.isfinite, pair)):
                 self.sums[name] = [a + b for a, b in zip(self.sums.get(name, (0.0, 0.0)), pair, strict=True)]
 
     def scores(self) -> dict[str, float]:
-        """Means over the interval, sorted by name, as a restart adds them in a different order.
-        The loss is NaN if no step's is finite."""
-        moved = max(1, self.steps - self.skipped)
+        """Means over the interval, sorted by name, as a restart adds them in another order. The loss is NaN if no step
+        has a finite loss."""
+        num_updates = max(1, self.steps - self.skipped)
         loss = {"train_loss": self.loss / self.tokens if self.tokens else math.nan} if self.steps else {}
         loss |= {name: total / count for name, (total, count) in sorted(self.sums.items()) if count}
-        scores = {**loss, "grad_norm": self.grad_norm / moved, "clip_rate": self.clipped / moved}
+        scores = {**loss, "grad_norm": self.grad_norm / num_updates, "clip_rate": self.clipped / num_updates}
         return {**scores, "skipped_steps": self.skipped} if self.skipped else scores
 
 
@@ -71,13 +71,13 @@ class State:
     """The loop's state after `step` optimizer steps."""
 
     step: int = 0
-    """Optimizer steps finished. The data position, the learning rate and all random draws follow from it."""
+    """Finished optimizer steps, which determine data position, learning rate and random seeds."""
     tokens: int = 0
-    """Loss tokens seen, over all ranks."""
+    """Loss tokens so far, over all ranks."""
     since_row: IntervalTotals = field(default_factory=IntervalTotals)
-    """Since the last evaluation, or the last multiple of --log_every."""
+    """Totals since the last evaluation, or the last multiple of --log_every."""
     since_brief_row: IntervalTotals = field(default_factory=IntervalTotals)
-    """Since the last row of any kind."""
+    """Totals since the last row of any kind."""
     selection: dict[str, Any] = field(default_factory=dict)
     scaler: dict[str, Any] = field(default_factory=dict)
     """State of the fp16 loss scaler."""
@@ -89,39 +89,39 @@ class State:
     """Position in the order of the data, after `step`."""
 
     def add_step(self, loss: float, tokens: float, grad_norm: float | None, clipped: bool) -> None:
-        """Count an optimizer step, in the totals too: see `IntervalTotals.add_step`."""
+        """Count an optimizer step, and add it to both totals; see `IntervalTotals.add_step`."""
         self.step += 1
         self.since_row.add_step(loss, tokens, grad_norm, clipped)
         self.since_brief_row.add_step(loss, tokens, grad_norm, clipped)
 
     def add_sums(self, totals: Mapping[str, Sequence[float]]) -> None:
-        """Add to both totals: see `IntervalTotals.add_sums`."""
+        """Add to both totals; see `IntervalTotals.add_sums`."""
         self.since_row.add_sums(totals)
         self.since_brief_row.add_sums(totals)
 
     def to_json(self) -> dict[str, Any]:
-        """A copy as JSON values."""
+        """A copy of the state as JSON values."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, saved: dict[str, Any]) -> "State":
-        """The state that `to_json` gave.
+        """Restore the state from `to_json`.
 
         Raises:
-            CheckpointError: another version of this code wrote it.
+            CheckpointError: it is from another version of this code.
         """
         if saved.keys() != cls.__dataclass_fields__.keys() or any(
             saved[name].keys() != IntervalTotals.__dataclass_fields__.keys() for name in TOTALS
         ):
-            raise CheckpointError("its checkpoints were written by another version of this code. Start over with -r 1.")
+            raise CheckpointError("checkpoints are from another version of this code. Restart with -r 1.")
         return cls(**{**saved, **{name: IntervalTotals(**saved[name]) for name in TOTALS}})
 
 
 def fingerprints(run: Run, data: Dataset, tokenizer: Any, pretrained: str | None) -> dict[str, str]:
-    """{"data": …, "tokenizer": …, "parent <id>/last": …, "pretrained model": …} by digest.
+    """Digests of the inputs: {"data": …, "tokenizer": …, "parent <id>/last": …, "pretrained model": …}.
 
-    `tokenizer` is a fast tokenizer; `pretrained` is the fingerprint of a model from elsewhere, if any;
-    a parent's is that of its trained weights and its tokenizer.
+    tokenizer: a fast tokenizer. pretrained: fingerprint of a pretrained model, if any. A parent's digest covers its
+    trained weights and its tokenizer.
     """
     of_parents = parents.fingerprints(run.dir.exp, run.places.runs)
     return {
@@ -133,27 +133,26 @@ def fingerprints(run: Run, data: Dataset, tokenizer: Any, pretrained: str | None
 
 
 def content_samples(run: Run) -> dict[str, str]:
-    """{"content of NAME": digest} of each prepared data set that the experiment's data name.
+    """{"content of NAME": digest} for each prepared data set of the experiment.
 
-    Its fingerprint is that of its manifest; this is of samples of the files themselves, about 6 MiB of a data set. So a
-    file that was changed in place is noticed, unless few bytes of a large one were. Stores of encoded contexts are not
-    sampled.
+    A data set's fingerprint covers only its manifest; this covers samples of the files, about 6 MiB per data set. It
+    detects changed files, unless only a few bytes of a large file changed. Stores of encoded contexts are not sampled.
     """
     digests = {}
     for name in sorted(
         {value for value in _texts(run.dir.exp.get("data")) if os.path.isfile(run.places.data / value / files.MANIFEST)}
     ):
         folder = run.places.data / name
-        listed = sorted(files.read_manifest(folder, DataError)["files"])
-        pieces = max(4, 1024 // max(1, len(listed)))
+        file_names = sorted(files.read_manifest(folder, DataError)["files"])
+        pieces = max(4, 1024 // max(1, len(file_names)))
         with files.reading(folder, DataError):
-            samples = [[file, files.sample_digest(folder / file, 1024 * pieces, pieces)] for file in listed]
+            samples = [[file, files.sample_digest(folder / file, 1024 * pieces, pieces)] for file in file_names]
         digests[CONTENT + name] = hashlib.sha256(json.dumps(samples).encode()).hexdigest()
     return digests
 
 
 def _texts(value: Any) -> Iterator[str]:
-    """Every text in a JSON value but those called "name", which are kinds of data sets, not folders."""
+    """Yield every string in a JSON value except values of "name", which are kinds of data sets, not folders."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""Mean token loss over a whole data set, computed by all processes together."""
+"""Mean token loss over a data set, computed by all processes."""
 
 import contextlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -19,52 +19,53 @@ class LossSums(NamedTuple):
     """Sums over scored tokens."""
 
     loss_sum: float
-    """Nats."""
+    """Sum of losses in nats."""
     tokens: int
     correct: int
-    """Tokens whose target has the highest logit; 0 unless accuracy was requested."""
+    """Tokens with the highest logit at the target; 0 unless accuracy was requested."""
     denominator: float
-    """What `loss_sum` is divided by: the tokens, where nothing else was said."""
-    named: Mapping[str, tuple[float, float]] = {}
-    """Sum and count of what the loss reports beside itself, by name."""
+    """Divisor of `loss_sum`: the number of tokens by default."""
+    named_sums: Mapping[str, tuple[float, float]] = {}
+    """Sum and count of further reported means, by name."""
 
     @property
     def loss(self) -> float:
-        """Per token, or what else was counted."""
+        """Mean loss per token, or per unit of `denominator`."""
         return self.loss_sum / self.denominator
 
     @property
     def accuracy(self) -> float:
-        """Share of the tokens."""
+        """Share of correct tokens."""
         return self.correct / self.tokens
 
     @property
     def means(self) -> dict[str, float]:
-        """Of what the loss reports, by name; not those that counted nothing."""
-        return {name: value / count for name, (value, count) in self.named.items() if count}
+        """Means of the named sums, by name, without those with count 0."""
+        return {name: value / count for name, (value, count) in self.named_sums.items() if count}
 
     @classmethod
     def total(cls, parts: "Iterable[LossSums]") -> "LossSums":
-        """The sums over all parts."""
-        found = list(parts)
-        named = {
-            name: tuple(map(sum, zip(*(part.named[name] for part in found), strict=True))) for name in found[0].named
+        """Sum over all parts."""
+        all_parts = list(parts)
+        named_sums = {
+            name: tuple(map(sum, zip(*(part.named_sums[name] for part in all_parts), strict=True)))
+            for name in all_parts[0].named_sums
         }
-        return cls(*map(sum, zip(*(part[:4] for part in found), strict=True)), named)  # type: ignore[arg-type]
+        return cls(*map(sum, zip(*(part[:4] for part in all_parts), strict=True)), named_sums)  # type: ignore[arg-type]
 
 
 def count_true(batches: Sequence[Mapping[str, Tensor]], mask: str) -> int:
-    """True entries of a mask, of the batches that have it."""
+    """Count the True entries of a mask, over the batches that have it."""
     return sum(int(batch[mask].sum()) for batch in batches if mask in batch)
 
 
 def count_loss_tokens(batch: Mapping[str, Tensor]) -> int:
-    """True entries of the loss mask."""
+    """Count the True entries of the loss mask."""
     return count_true([batch], "loss_mask")
 
 
 Count = Callable[[Mapping[str, Tensor]], float]
-"""What the summed loss of a batch is divided by, as `TrainSpec.count`."""
+"""Divisor of the summed loss of a batch; see `TrainSpec.count`."""
 
 
 def mean_loss(
@@ -75,12 +76,12 @@ def mean_loss(
     device: torch.device,
     count: Count = count_loss_tokens,
 ) -> float:
-    """Loss per scored token, in nats, or per what `count` counts; see `measure`."""
+    """Loss in nats per scored token, or per unit of `count`; see `measure`."""
     return measure(model, dataset, loss, batch_size, device, count=count).loss
 
 
 @torch.no_grad()
-def measure(  # noqa: PLR0913  each is named where it is not plain
+def measure(  # noqa: PLR0913  call sites pass the optional ones by name
     model: nn.Module,
     dataset: Dataset,
     loss: Loss,
@@ -90,13 +91,13 @@ def measure(  # noqa: PLR0913  each is named where it is not plain
     *,
     count: Count = count_loss_tokens,
 ) -> LossSums:
-    """Summed loss over every sample of `dataset`. Collective: each rank reads every W-th batch.
+    """Sum the loss over all samples of `dataset`. Collective: each rank reads every W-th batch.
 
     Raises:
-        distributed.TrainingStopped: a process was asked to stop meanwhile.
-        TrainingError: the data set scores no token, or `count` finds nothing.
+        distributed.TrainingStopped: a process received a stop signal.
+        TrainingError: the data set has no scored tokens, or the sum of `count` is not positive.
     """
-    loss_sum, tokens, correct, counted, named = 0.0, 0, 0, 0.0, dict[str, list[float]]()
+    loss_sum, tokens, correct, denominator, named_sums = 0.0, 0, 0, 0.0, dict[str, list[float]]()
 
     def count_correct(logits_NV: Tensor, targets_N: Tensor) -> None:
         nonlocal correct
@@ -106,23 +107,25 @@ def measure(  # noqa: PLR0913  each is named where it is not plain
         for indices, counts in rank_batches(len(dataset), batch_size):
             distributed.stop_together()
             batch = to_device(dataset.collate([dataset.sample(0, i) for i in indices]), device)
-            found = loss(model, batch)
-            value, own = found if isinstance(found, tuple) else (found, {})
-            sums = {name: [float(each) * counts for each in pair] for name, pair in own.items()}
-            named = {
-                name: [a + b for a, b in zip(named.get(name, (0.0, 0.0)), pair, strict=True)]
+            result = loss(model, batch)
+            value, batch_sums = result if isinstance(result, tuple) else (result, {})
+            sums = {name: [float(each) * counts for each in pair] for name, pair in batch_sums.items()}
+            named_sums = {
+                name: [a + b for a, b in zip(named_sums.get(name, (0.0, 0.0)), pair, strict=True)]
                 for name, pair in sums.items()
             }
             if counts:
                 loss_sum += float(value)
                 tokens += count_loss_tokens(batch)
-                counted += count(batch)
-    flat = [value for pair in named.values() for value in pair]
-    loss_sum, tokens, correct, counted, *flat = distributed.all_reduce_sum([loss_sum, tokens, correct, counted, *flat])
-    if counted <= 0:
-        raise TrainingError("the evaluation data score no token: nothing to take a mean loss of.")
+                denominator += count(batch)
+    flat = [value for pair in named_sums.values() for value in pair]
+    loss_sum, tokens, correct, denominator, *flat = distributed.all_reduce_sum(
+        [loss_sum, tokens, correct, denominator, *flat]
+    )
+    if denominator <= 0:
+        raise TrainingError("the evaluation data have no scored tokens. Use other data.")
     pairs = zip(flat[::2], flat[1::2], strict=True)
-    return LossSums(loss_sum, int(tokens), int(correct), counted, dict(zip(named, pairs, strict=True)))
+    return LossSums(loss_sum, int(tokens), int(correct), denominator, dict(zip(named_sums, pairs, strict=True)))
 
 
 @torch.no_grad()
@@ -131,17 +134,17 @@ def sample_losses(
 ) -> list[tuple[float, int]]:
     """(summed loss in nats, tokens) of every sample of `dataset`, in order, on every rank. Collective.
 
-    For losses that are cross entropies over tokens (`training.loss`). See `measure` for what is raised.
+    Only for losses that are cross entropies over tokens (`training.loss`). Raises: see `measure`.
     """
-    found: list[tuple[int, float, int]] = []
+    losses: list[tuple[int, float, int]] = []
     for indices, counts in rank_batches(len(dataset), batch_size):
         distributed.stop_together()
         batch = to_device(dataset.collate([dataset.sample(0, i) for i in indices]), device)
         with watch_groups(batch, torch.arange(len(indices), device=device), len(indices)) as sums:
             loss(model, batch)
         if counts:
-            found += [(i, nats, int(tokens)) for i, (nats, tokens) in zip(indices, sums.tolist(), strict=True)]
-    return [(nats, tokens) for _, nats, tokens in sorted(distributed.all_gather_list(found))]
+            losses += [(i, nats, int(tokens)) for i, (nats, tokens) in zip(indices, sums.tolist(), strict=True)]
+    return [(nats, tokens) for _, nats, tokens in sorted(distributed.all_gather_list(losses))]
 
 
 @torch.no_grad()
@@ -150,17 +153,17 @@ def token_losses(
 ) -> list[list[float]]:
     """Cross entropy in nats of each scored token of every sample of `dataset`, in order, on every rank. Collective.
 
-    never: ids of tokens that are taken to have no probability. See `measure` for what is raised.
+    never: ids of tokens with probability zero. Raises: see `measure`.
     """
-    found: list[tuple[int, list[float]]] = []
+    all_losses: list[tuple[int, list[float]]] = []
     losses = torch.empty(0)
 
     def measure_tokens(logits_NV: Tensor, targets_N: Tensor) -> None:
         nonlocal losses
-        learned = targets_N != NOT_LEARNED
-        logits = logits_NV[learned].float()
+        is_learned = targets_N != NOT_LEARNED
+        logits = logits_NV[is_learned].float()
         logits[:, list(never)] = float("-inf")
-        losses = F.cross_entropy(logits, targets_N[learned], reduction="none")
+        losses = F.cross_entropy(logits, targets_N[is_learned], reduction="none")
 
     with watch_cross_entropy(measure_tokens):
         for indices, counts in rank_batches(len(dataset), batch_size):
@@ -169,17 +172,17 @@ def token_losses(
             loss(model, batch)
             if counts:
                 per_sample = losses.cpu().split(batch["loss_mask"].sum(dim=1).tolist())
-                found += [(i, sample.tolist()) for i, sample in zip(indices, per_sample, strict=True)]
-    return [values for _, values in sorted(distributed.all_gather_list(found))]
+                all_losses += [(i, sample.tolist()) for i, sample in zip(indices, per_sample, strict=True)]
+    return [values for _, values in sorted(distributed.all_gather_list(all_losses))]
 
 
 def rank_batches(num_samples: int, batch_size: int) -> list[tuple[range, bool]]:
-    """Batches of indices for this process, and whether each counts; over all processes each index counts once.
+    """Batches of indices for this process, and whether each batch counts. Each index counts once over all processes.
 
-    All processes get the same number, as a forward pass of a sharded model needs all of them. Padding batches keep
-    ranks in step and are not scored.
+    All processes get the same number of batches, as a forward pass of a sharded model is collective. Padding batches
+    are not scored.
     """
     batches = [range(i, min(i + batch_size, num_samples)) for i in range(0, num_samples, batch_size)]
     shares = distributed.world_size()
-    found = [(batch, True) for batch in batches[distributed.rank() :: shares]]
-    return found + [(batches[0], False)] * (-(-len(batches) // shares) - len(found))
+    local_batches = [(batch, True) for batch in batches[distributed.rank() :: shares]]
+    return local_batches + [(batches[0], False)] * (-(-len(batches) // shares) - len(local_batches))

@@ -1,10 +1,9 @@
-"""Several data sets mixed by rate or by count, the samples of each part evenly spread over the indices of an epoch.
+"""Several data sets mixed by rate or by count. Samples of each part are spread evenly over an epoch.
 
-An epoch has as many samples as its parts have together, or `samples_per_epoch`, or what `draw` says of each. Each part
-has a fixed share of them, rounded to whole samples. A part reads its own data in its own order and continues in the
-next epoch where it stopped, so that all of its samples are read before one is repeated; each pass over a part is an
-epoch of that part, with its own order and masks. The validation split has every sample of every part once, part by
-part.
+An epoch has as many samples as its parts together, or `samples_per_epoch`, or the numbers that `draw` sets. Each part
+has a fixed, rounded share of them. A part reads its data in its own order and continues in the next epoch where it
+stopped, so that all of its samples are read before one is repeated. Each pass over a part is an epoch of that part,
+with its own order and masks. The validation split has every sample of every part once, part by part.
 """
 
 import hashlib
@@ -29,10 +28,10 @@ if TYPE_CHECKING:
 
 
 class Draw(StrictConfig):
-    """How many samples an epoch has of a part: with both fields, the smaller number."""
+    """Number of samples of a part in an epoch. With both fields, the smaller number."""
 
     fraction: float | None = Field(default=None, gt=0)
-    """Of the part's samples, rounded; above 1 some are read more than once in an epoch."""
+    """Share of the part's samples, rounded; above 1 some samples are read several times in an epoch."""
     size: int | None = Field(default=None, gt=0)
 
     @model_validator(mode="after")
@@ -45,81 +44,78 @@ class Draw(StrictConfig):
         """Samples in an epoch of a part that has `samples`.
 
         Raises:
-            DataError: a fraction of less than a sample, or a size alone above `samples`, which only a fraction repeats.
-                Names `field`.
+            DataError: the fraction is less than one sample, or `size` without `fraction` is above `samples`. The
+                message starts with `field`.
         """
         if self.fraction is None:
             if self.size is not None and self.size > samples:
                 raise DataError(
-                    f"{field}.size: the part has only {samples} samples. "
-                    "To read some again in each epoch, write a fraction above 1."
+                    f"{field}.size: {self.size}, but the part has only {samples} samples. "
+                    "To repeat samples within an epoch, use a fraction above 1."
                 )
             return self.size or samples
         count = round(self.fraction * samples)
         if not count:
             raise DataError(
-                f"{field}.fraction: {self.fraction:g} of {samples} samples is not one. "
-                "Write a larger fraction, or a size alone."
+                f"{field}.fraction: {self.fraction:g} of {samples} samples is less than one sample. "
+                "Use a larger fraction, or only size."
             )
         return min(count, self.size or count)
 
 
 class Config(PartsConfig, ShuffledConfig):
-    """Parts by name, and how much is read of each."""
+    """The parts of a mixture by name, and their shares."""
 
     parts_field: ClassVar[str] = "parts"
 
     parts: dict[str, DatasetField] = Field(min_length=1)
-    """Data sets whose samples make batches of the same kind. The loss of each is logged under its name."""
+    """Data sets with batches of the same kind. The loss of each part is logged under its name."""
     rates: dict[str, float] | None = None
-    """Share of each part in what is read; they need not sum to 1. None: in proportion to the examples of each: those
-    that T5's mixtures count of a task, where the data set says so, else its samples."""
+    """Share of each part; need not sum to 1. None: in proportion to the examples of each part, which are T5's example
+    counts for tasks and the number of samples for other data sets."""
     cap: int | None = Field(default=None, gt=0)
-    """Without rates: examples beyond so many do not count (T5's K)."""
+    """Without rates: maximum number of examples counted per part (T5's K)."""
     temperature: float = Field(default=1.0, ge=1)
-    """Without rates: the root that is taken of the proportions (T5's T); 1 keeps them, a large one equalizes parts."""
+    """Without rates: proportions are raised to 1 / temperature (T5's T). 1: proportional; a large value equalizes
+    parts."""
     samples_per_epoch: int | None = Field(default=None, gt=0)
-    """None: as many as the parts have together."""
+    """None: the number of samples of all parts together."""
     draw: dict[str, Draw] | None = Field(default=None, min_length=1)
-    """Samples in an epoch by part, instead of rates; a part without an entry is read whole.
-    The next epoch goes on where a part stopped."""
+    """Samples of each part in an epoch, instead of rates; all samples of a part without an entry. The next epoch
+    continues where a part stopped."""
 
     @field_validator("rates")
     @classmethod
-    def _rates_are_positive(cls, given: dict[str, float] | None) -> dict[str, float] | None:
-        wrong = [f"{name}: {rate}" for name, rate in (given or {}).items() if rate <= 0]
+    def _rates_are_positive(cls, values: dict[str, float] | None) -> dict[str, float] | None:
+        wrong = [f"{name}: {rate}" for name, rate in (values or {}).items() if rate <= 0]
         if wrong:
-            raise ValueError(
-                f"expected numbers above 0, got {', '.join(wrong)}. Leave a part out that is not to be read."
-            )
-        return given
+            raise ValueError(f"expected numbers above 0, got {', '.join(wrong)}. To exclude a part, remove it.")
+        return values
 
     @model_validator(mode="after")
     def _nothing_is_ignored(self) -> "Config":
         if self.rates is not None:
             if self.rates.keys() != self.parts.keys():
-                named, known = ", ".join(sorted(self.rates)), ", ".join(sorted(self.parts))
-                raise ValueError(f"rates: expected a rate for each part ({known}), got {named or 'none'}.")
+                rate_names, part_names = ", ".join(sorted(self.rates)), ", ".join(sorted(self.parts))
+                raise ValueError(f"rates: expected a rate for each part ({part_names}), got {rate_names or 'none'}.")
             if self.cap is not None or self.temperature != 1:
-                raise ValueError(
-                    "rates: with them, cap and temperature would be ignored. Leave them out, or leave rates out."
-                )
+                raise ValueError("rates: cap and temperature are ignored with rates. Remove them, or remove rates.")
         if self.draw is not None:
             for name in sorted(self.draw.keys() - self.parts.keys()):
                 raise ValueError(f"draw: {unknown_text('part', name, self.parts)}")
             if self.rates or self.cap or self.temperature != 1 or self.samples_per_epoch:
                 raise ValueError(
-                    "draw: with it, rates, cap, temperature and samples_per_epoch would be ignored. "
-                    "Leave them out, or leave draw out."
+                    "draw: rates, cap, temperature and samples_per_epoch are ignored with draw. "
+                    "Remove them, or remove draw."
                 )
         return self
 
     @model_validator(mode="after")
-    def _keeps_the_order_of_none(self) -> "Config":
+    def _parts_have_no_order(self) -> "Config":
         for path, part in self.parts_by_path.items():
             if part.has_order:
                 raise ValueError(
-                    f"{path}: {part.name!r} data come in an order of their own, which no mixture can keep."
+                    f"{path}: {part.name!r} data have a fixed order, which a mixture cannot follow. Remove the part."
                 )
             require_own_order(part, path)
         return self
@@ -129,7 +125,7 @@ class Config(PartsConfig, ShuffledConfig):
         return {f"parts.{name}": part for name, part in sorted(self.parts.items())}
 
     def check(self, places: Places) -> None:
-        """See `PartsConfig`; and that no `draw` is of more samples than its part has."""
+        """See `PartsConfig`; also check that no `draw` exceeds the samples of its part."""
         super().check(places)
         for name, draw in (self.draw or {}).items():
             part = self.parts[name]
@@ -138,10 +134,10 @@ class Config(PartsConfig, ShuffledConfig):
                 draw.count(most, f"data.draw.{name}")
 
     def build(self, places: Places, tokenizer: "PreTrainedTokenizerFast", split: str, seed: int) -> "MixtureDataset":
-        """The parts of one split, each with a seed of its own.
+        """Build the parts of one split, each with its own seed.
 
         Raises:
-            DataError: a part is missing or malformed, makes other batches than the rest, or would never be read.
+            DataError: a part is missing or malformed, has batches of another kind, or would never be read.
         """
         parts = {
             name: self.parts[name].build(places, tokenizer, split, part_seed(seed, name)) for name in sorted(self.parts)
@@ -149,31 +145,31 @@ class Config(PartsConfig, ShuffledConfig):
         pad = tokenizer.pad_token_id
         sizes = {name: len(part) for name, part in parts.items()}
         counts, order = (list(sizes.values()), None) if split == "val" else (self._counts(sizes, places), seed)
-        made = MixtureDataset(
+        mixture = MixtureDataset(
             parts,
             counts,
             order,
             pad if isinstance(pad, int) else int(tokenizer.eos_token_id),  # pyright: ignore[reportArgumentType]
             self.shuffle,
         )
-        made.require_same_tensors()
-        return made
+        mixture.require_same_tensors()
+        return mixture
 
     def _counts(self, sizes: Mapping[str, int], places: Places) -> list[int]:
         """Samples of each part in an epoch. sizes: all samples of each."""
-        draw, given, total = self.draw, self.rates, self.samples_per_epoch or sum(sizes.values())
+        draw, part_rates, total = self.draw, self.rates, self.samples_per_epoch or sum(sizes.values())
         if draw:
             return [
                 draw[name].count(size, f"data.draw.{name}") if name in draw else size for name, size in sizes.items()
             ]
         examples = [self.parts[name].weight(places) or size for name, size in sizes.items()]
         counts = shares(
-            [given[name] for name in sizes] if given else rates(examples, self.cap, self.temperature), total
+            [part_rates[name] for name in sizes] if part_rates else rates(examples, self.cap, self.temperature), total
         )
         for name, count in zip(sizes, counts, strict=True):
             if not count:
                 raise DataError(
-                    f"data.parts.{name}: its share of {total} samples is less than one. "
+                    f"data.parts.{name}: its share of {total} samples is less than one sample. "
                     "Make data.samples_per_epoch larger."
                 )
         return counts
@@ -198,7 +194,7 @@ class MixtureDataset:
         shuffle: Shuffle = "numpy",
     ) -> None:
         """counts: samples of each part in an epoch.
-        seed: of the orders in which they are read; None: in their own, part by part."""
+        seed: seed of the order of each part; None: unshuffled, part by part."""
         self.parts, self.shuffle = parts, shuffle
         self.fingerprint = hashlib.sha256(
             json.dumps({name: part.fingerprint for name, part in parts.items()}).encode()
@@ -225,7 +221,7 @@ class MixtureDataset:
         return dict(zip(self.parts, self._counts, strict=True))
 
     def sample_source(self, epoch: int, index: int) -> str:
-        """The part of a sample, the same in every epoch."""
+        """Name of the part of a sample; the same in every epoch."""
         return self.sources[self._place(index)[0]]
 
     def locate(self, epoch: int, index: int) -> tuple[str, int, int]:
@@ -238,7 +234,7 @@ class MixtureDataset:
         return name, own_epoch, position
 
     def length(self, epoch: int, index: int) -> int:
-        """Tokens of sample `index` of an epoch, where the parts tell theirs."""
+        """Tokens of sample `index` of an epoch, if the parts know their lengths."""
         name, own_epoch, position = self.locate(epoch, index)
         return cast(MeasuredDataset, self.parts[name]).length(own_epoch, position)
 
@@ -248,7 +244,8 @@ class MixtureDataset:
         return Sample(self.sources.index(name), self.parts[name].sample(own_epoch, position))
 
     def collate(self, samples: Sequence[Sample]) -> "Mapping[str, Tensor]":
-        """The parts' batches, one for equal collations, joined in the order of `samples`, padded to the longest."""
+        """Collate samples by equal `collation`, and join the batches in the order of `samples`, padded to the
+        longest."""
         groups: dict[Hashable, list[int]] = {}
         for i, sample in enumerate(samples):
             groups.setdefault(self._collations[sample.part], []).append(i)
@@ -259,19 +256,20 @@ class MixtureDataset:
         return batches[0][0] if len(batches) == 1 else join_batches(batches, self._pad_id)
 
     def require_same_tensors(self) -> None:
-        """Raises DataError where parts make batches with other tensors than the first, or such as cannot be joined."""
+        """Raise DataError if a part's batches have other tensors than the first part's, or cannot be joined."""
         kinds = {name: _tensor_kinds(part.collate([part.sample(0, 0)])) for name, part in self.parts.items()}
         first, kind = next(iter(kinds.items()))
         for name, other in kinds.items():
             if other != kind:
-                told = ", ".join(sorted({f"{key} {shape}" for key, shape in other.items() ^ kind.items()}))
+                differences = ", ".join(sorted({f"{key} {shape}" for key, shape in other.items() ^ kind.items()}))
                 raise DataError(
-                    f"data.parts.{name}: its batches are not of the kind of those of {first!r}: they differ in {told}."
+                    f"data.parts.{name}: its batches differ from those of {first!r} in {differences}. "
+                    "Mix data sets with equal batches."
                 )
         if "sample_of_row" in kind and len(set(self._collations)) > 1:
             raise DataError(
-                "data.parts: a sample has several rows in their batches (sample_of_row), "
-                "and such batches of parts that collate differently cannot be joined. "
+                "data.parts: samples have several rows (sample_of_row), "
+                "so batches of parts with different collation cannot be joined. "
                 "Give the data sets an equal `collation`, or train on one part."
             )
 
@@ -294,7 +292,7 @@ def _tensor_kinds(batch: "Mapping[str, Tensor]") -> dict[str, str]:
 def join_batches(
     batches: "Sequence[tuple[Mapping[str, Tensor], Sequence[int]]]", pad_id: int
 ) -> "Mapping[str, Tensor]":
-    """One batch of several, each given with its row numbers in the result.
+    """Join batches, each given with its row numbers in the result.
 
     Shorter sequences are padded on the right: ids with `pad_id`, labels with `NOT_LEARNED`, masks with False.
     """
@@ -303,19 +301,19 @@ def join_batches(
     from src.data.collate import NOT_LEARNED
 
     count = sum(len(rows) for _, rows in batches)
-    made = {}
+    joined_batch = {}
     for key, like in batches[0][0].items():
         sizes = [max(lengths) for lengths in zip(*(batch[key].shape[1:] for batch, _ in batches), strict=True)]
         fill = NOT_LEARNED if key == "labels" else pad_id if like.dtype == torch.int64 and key != "position_ids" else 0
-        made[key] = torch.full((count, *sizes), fill, dtype=like.dtype)
+        joined_batch[key] = torch.full((count, *sizes), fill, dtype=like.dtype)
         for batch, rows in batches:
             tensor = batch[key]
-            made[key][(torch.tensor(rows), *(slice(size) for size in tensor.shape[1:]))] = tensor
-    return made
+            joined_batch[key][(torch.tensor(rows), *(slice(size) for size in tensor.shape[1:]))] = tensor
+    return joined_batch
 
 
 def leaves(name: str, data: Dataset) -> Iterator[tuple[str, Dataset]]:
-    """The data set, which is called `name`, or the parts of a mixture of any depth, by name."""
+    """Yield the data set as `name`, or the parts of a mixture, however nested, by name."""
     if isinstance(data, MixtureDataset):
         for part_name, part in data.parts.items():
             yield from leaves(part_name, part)

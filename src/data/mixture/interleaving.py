@@ -1,10 +1,10 @@
-"""The order of samples in a mixture, computed by arithmetic: a mixture of any length needs no memory."""
+"""The order of samples in a mixture, computed on access without memory per sample."""
 
 from bisect import bisect_right
 from collections.abc import Sequence
 
 _SLOT = 32
-"""Samples that are sorted at once; with more parts, as many as parts."""
+"""Samples sorted at once; at least the number of parts."""
 
 
 def rates(examples: Sequence[float], cap: int | None, temperature: float) -> list[float]:
@@ -24,10 +24,10 @@ def shares(weights: Sequence[float], total: int) -> list[int]:
 
 
 class Interleaving:
-    """The order of an epoch with `counts[p]` samples of part p:
-    sample k of part p belongs at the time (k + 1/2) / counts[p] of 0..1.
+    """The order of an epoch with `counts[p]` samples of part p: sample k of part p is at time (k + 1/2) / counts[p] of
+    0..1.
 
-    So among any n consecutive samples a part has its share of n, to within one sample. Samples with equal times are in
+    Among any n consecutive samples each part has its share of n, to within one sample. Samples with equal times are in
     the order of the parts.
     """
 
@@ -37,7 +37,7 @@ class Interleaving:
         self._slot = max(_SLOT, len(counts))
         self._slots = max(1, self._total // self._slot)
         self._recent: tuple[int, list[tuple[float, int, int]]] = (0, [])
-        """The last slot that was sorted: neighbours are read together."""
+        """The last sorted slot, cached because neighbors are read together."""
 
     def __len__(self) -> int:
         return self._total

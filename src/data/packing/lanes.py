@@ -1,8 +1,8 @@
-"""Pack complete documents into rows, in lanes:
-row v of each step is the next row of lane v, at any world size and after any restart.
+"""Pack complete documents into rows, in lanes. Row v of each step is the next row of lane v, at any world size and
+after any restart.
 
-A lane takes every V-th document of an endless sequence of epochs, V being the sequences of a step. It puts each
-document into its first open row with room. If no row has room, it emits the row that is closest to one of its limits
+A lane takes every V-th document of an endless sequence of epochs, where V is the number of sequences per step. It adds
+each document to its first open row with room. If no row has room, it emits the row that is closest to one of its limits
 (tokens or frames). No row stays open while more than `MAX_AGE * open_rows` rows are emitted. The state of a lane is the
 number of documents taken and the contents of its open rows.
 """
@@ -17,34 +17,33 @@ from src.errors import DataError, RunError
 from src.runs.history.branches import Branch
 
 HEADER = "of"
-"""The entry of a cursor with the number of lanes and the digest of the documents; written by the process of lane 0."""
+"""Cursor entry with the number of lanes and the digest of the documents; written by the process of lane 0."""
 MAX_AGE = 8
-"""Without it a row can wait forever: one of 600 of 1,000 tokens, when every document has 650 and makes a fuller row."""
+"""Limits the age of open rows. Without it a row with 600 of 1,000 tokens waits forever if every document has 650
+tokens."""
 Size = tuple[int, ...]
-"""Tokens, then any other quantity with a limit per row, such as frames."""
+"""Tokens, then other quantities with a limit per row, such as frames."""
 Sizes = Callable[[int, int], Sequence[Size]]
-"""(epoch, document) -> size of each piece that is packed, none above the room of a row;
-empty where the document is left out."""
+"""(epoch, document) -> size of each piece, at most that of a row; empty if the document is dropped."""
 
 
 class Arrangement(Protocol):
-    """Which document each lane takes when. In each epoch every document is taken once, by one of the lanes."""
+    """Assigns documents to lanes. In each epoch every document is taken once, by one lane."""
 
     @property
     def count(self) -> int:
-        """Documents, each with a number below this."""
+        """Number of documents."""
         ...
 
     def document(self, lane: int, lanes: int, number: int, reshuffles: Sequence[Sequence[int]] = ()) -> tuple[int, int]:
-        """(epoch, document) of document `number` of a lane.
+        """(epoch, document) of the lane's document `number`.
 
-        reshuffles: (number, branch): from this number on, the rest of the epoch has another order, which depends on the
-        branch.
+        reshuffles: (number, branch) pairs; from this number on, the rest of the epoch is permuted by the branch.
         """
         ...
 
     def epoch(self, lane: int, lanes: int, number: int) -> int:
-        """The epoch of that document, whatever the reshuffles."""
+        """The epoch of the lane's document `number`; reshuffles do not change it."""
         ...
 
 
@@ -54,7 +53,7 @@ def permute_rest(
     reshuffles: Sequence[Sequence[int]],
     permute: Callable[[int, int, int], int],
 ) -> int:
-    """The number of the document in place of document `number` of a lane, after reshuffles of the rest of its epoch.
+    """The number of the document that replaces document `number` of a lane after reshuffles of the rest of its epoch.
 
     share: (lane, lanes, documents of an epoch). reshuffles: see `Arrangement.document`. permute: maps (place, size,
     branch) to a place.
@@ -69,8 +68,8 @@ def permute_rest(
 
 
 @dataclass(frozen=True)
-class Permuted:
-    """Each epoch is a permutation of all documents, of which lane v of V takes the places v, v + V, ..."""
+class PermutedArrangement:
+    """Each epoch is a permutation of all documents; lane v of V takes the positions v, v + V, ..."""
 
     count: int
     seed: int
@@ -93,56 +92,56 @@ class Permuted:
 
 @dataclass(frozen=True)
 class Packing:
-    """Documents of an endless sequence of epochs, and the rows that they are packed into."""
+    """An endless sequence of epochs of documents, and the limits of rows."""
 
     arrangement: Arrangement
     sizes: Sizes
     room: Size
     """Limits of a row."""
     open_rows: int
-    """Rows of a lane that are filled at the same time. 0: each piece is a row."""
+    """Rows of a lane that are filled at the same time. 0: one row per piece."""
     name: str
-    """Name of the documents in messages."""
+    """Name of the documents in error messages."""
     digest: str = ""
-    """Digest of the documents and of the settings that split them."""
+    """Digest of the documents and of the packing settings."""
     groups: Sequence[str] = ()
-    """Names of groups, such as sources, with counts of their own."""
+    """Names of groups, such as sources, that are counted separately."""
     group_of: Callable[[int], int] | None = None
     """The number of the group of a document."""
     find: Callable[[str], Collection[int]] | None = None
-    """The documents that an entry of a deny list names; None where none can be denied."""
+    """The documents that an entry of a deny list names; None if documents cannot be denied."""
 
 
 class Lane:
-    """Lane `number` of `lanes`. Its documents have numbers 0, 1, ... in the order in which it takes them."""
+    """Lane `number` of `lanes`. Its documents are numbered in the order in which it takes them."""
 
     def __init__(self, packing: Packing, number: int, lanes: int, state: Sequence[Any] | None = None) -> None:
-        """state: as `state()` gave it; None for a new lane."""
+        """state: from `state()`; None for a new lane."""
         self.packing, self.number, self.lanes = packing, number, lanes
-        taken, piece, left_out, reshuffles, rows, ages = state or (0, 0, 0, (), (), ())
-        self.taken: int = taken
-        """Documents of which every piece was put into a row, or which were left out."""
+        num_taken, piece, left_out, reshuffles, rows, ages = state or (0, 0, 0, (), (), ())
+        self.num_taken: int = num_taken
+        """Documents that are completely in rows, or were dropped."""
         self.piece: int = piece
         """Pieces of the next document that are in rows."""
         self.left_out: int = left_out
         self.reshuffles: list[Sequence[int]] = list(reshuffles)
-        """(first document, number of the branch): from this document on, its epoch comes in another order."""
+        """(first document, number of the branch): the rest of the epoch from this document on is permuted."""
         self.rows: list[list[int]] = [list(row) for row in rows]
         """Open rows, oldest first, each a flat list of (document number, piece number) pairs."""
         self.ages: list[int] = list(ages)
         """Rows emitted since each open row was opened."""
         self.padding = 0
-        """Tokens of padding in the rows that this object has given."""
+        """Tokens of padding in the emitted rows."""
         self.by_group = [[0, 0] for _ in packing.groups]
-        """For each group, dropped documents and all documents so far."""
-        self.denied: frozenset[int] = frozenset()
-        """Documents that are left out, and taken out of open rows when these are given."""
+        """Number of dropped documents and of all documents, per group."""
+        self.denied_documents: frozenset[int] = frozenset()
+        """Documents to drop, and to remove from open rows when these are emitted."""
         self._room = [self._room_left(row) for row in self.rows]
 
     def state(self) -> list[Any]:
-        """The state to resume from, as JSON values; a copy."""
+        """A copy of the state to resume from, as JSON values."""
         return [
-            self.taken,
+            self.num_taken,
             self.piece,
             self.left_out,
             list(self.reshuffles),
@@ -160,10 +159,10 @@ class Lane:
 
     def reshuffle(self, branch: int) -> None:
         """Permute the rest of the epoch. Documents in open rows stay there."""
-        self.reshuffles.append([self.taken + (self.piece > 0), branch])
+        self.reshuffles.append([self.num_taken + (self.piece > 0), branch])
 
     def next_row(self) -> list[int]:
-        """Epoch, document and piece of each piece in the next row, all in one list.
+        """Flat list of (epoch, document, piece) of each piece in the next row.
 
         Raises:
             DataError: no document fits into a row.
@@ -175,38 +174,42 @@ class Lane:
     def fill(self, end: int | None) -> list[int] | None:
         """`next_row`; None once the lane has taken `end` documents."""
         misses, packing = 0, self.packing
-        while self.taken != end:
-            denied = not self.piece and self.denied and self.document(self.taken)[1] in self.denied
-            sizes = () if denied else self._pieces(self.taken)
+        while self.num_taken != end:
+            is_denied = (
+                not self.piece and self.denied_documents and self.document(self.num_taken)[1] in self.denied_documents
+            )
+            sizes = () if is_denied else self._pieces(self.num_taken)
             misses = 0 if sizes else misses + 1
             self.left_out += not sizes
             if packing.group_of and not self.piece:
-                counts = self.by_group[packing.group_of(self.document(self.taken)[1])]
+                counts = self.by_group[packing.group_of(self.document(self.num_taken)[1])]
                 counts[0] += not sizes
                 counts[1] += 1
-            if misses == packing.arrangement.count:  # those that fit, if any, were taken by other lanes
-                epoch, misses = self.epoch(self.taken), 0
+            if misses == packing.arrangement.count:  # other lanes can have taken the documents that fit
+                epoch, misses = self.epoch(self.num_taken), 0
                 every = range(packing.arrangement.count)
-                if not any(packing.sizes(epoch, document) for document in every if document not in self.denied):
+                if not any(
+                    packing.sizes(epoch, document) for document in every if document not in self.denied_documents
+                ):
                     raise DataError(
                         f"{packing.name}: none of {len(every)} documents fits into a row of {packing.room[0]} tokens. "
-                        "Write a larger sequence_tokens, or, for text, too_long 'cut'."
+                        "Use a larger sequence_tokens, or, for text, too_long 'cut'."
                     )
             row = None
             while row is None and self.piece < len(sizes):
                 row = self._place_piece(sizes[self.piece]) or None  # a row of denied documents is empty
             if self.piece == len(sizes):
-                self.taken, self.piece = self.taken + 1, 0
+                self.num_taken, self.piece = self.num_taken + 1, 0
             if row is not None:
                 return row
         return None
 
     def flush(self) -> list[list[int]]:
-        """The rows that are open, which are closed."""
+        """Emit all open rows."""
         return [row for row in [self._emit(0) for _ in range(len(self.rows))] if row]
 
     def _place_piece(self, size: Size) -> list[int] | None:
-        """Put the next piece into an open row, unless a row must be emitted first. Returns the emitted row."""
+        """Add the next piece to an open row, or emit a row if one must be emitted first. Returns the emitted row."""
         if self.ages and self.ages[0] >= MAX_AGE * self.packing.open_rows:
             return self._emit(0)
         fitting = next((i for i, room in enumerate(self._room) if all(map(ge, room, size))), None)
@@ -217,39 +220,39 @@ class Lane:
             self.rows.append([])
             self._room.append(self.packing.room)
             self.ages.append(0)
-        self.rows[fitting] += self.taken, self.piece
+        self.rows[fitting] += self.num_taken, self.piece
         self._room[fitting] = tuple(map(sub, self._room[fitting], size))
         self.piece += 1
         return None if self._room[fitting][0] and self.packing.open_rows else self._emit(fitting)
 
     def _free_share(self, index: int) -> float:
-        """Free share of an open row in the quantity of which it has least left."""
+        """Free share of an open row, by the quantity closest to its limit."""
         return min(free / limit for free, limit in zip(self._room[index], self.packing.room, strict=True))
 
     def _emit(self, index: int) -> list[int]:
         row, room, _ = self.rows.pop(index), self._room.pop(index), self.ages.pop(index)
         self.ages = [age + 1 for age in self.ages]
         pieces = [(*self.document(n), p) for n, p in zip(row[::2], row[1::2], strict=True)]
-        if any(document in self.denied for _, document, _ in pieces):
+        if any(document in self.denied_documents for _, document, _ in pieces):
             sizes = [self._pieces(n)[p][0] for n, p in zip(row[::2], row[1::2], strict=True)]
             self.padding += sum(
-                size for (_, document, _), size in zip(pieces, sizes, strict=True) if document in self.denied
+                size for (_, document, _), size in zip(pieces, sizes, strict=True) if document in self.denied_documents
             )
         self.padding += room[0]
-        return [part for piece in pieces if piece[1] not in self.denied for part in piece]
+        return [part for piece in pieces if piece[1] not in self.denied_documents for part in piece]
 
     def _pieces(self, number: int) -> Sequence[Size]:
         return self.packing.sizes(*self.document(number))
 
     def _room_left(self, row: Sequence[int]) -> Size:
         sizes = [self._pieces(n)[p] for n, p in zip(row[::2], row[1::2], strict=True)]
-        return tuple(room - sum(used) for room, *used in zip(self.packing.room, *sizes, strict=True))
+        return tuple(room - sum(piece_sizes) for room, *piece_sizes in zip(self.packing.room, *sizes, strict=True))
 
 
 @dataclass(frozen=True)
 class LaneOrder:
-    """An `orders.Order` of packed rows, one lane for each sequence of a step.
-    The cursor has the state of each lane by its number.
+    """An `orders.Order` of packed rows with one lane per sequence of a step. The cursor has the state of each lane by
+    its number.
 
     "skip:K" drops K rows of each lane; "reshuffle" permutes the rest of each lane's epoch. Both apply after
     `Branch.from_step`: its checkpoint does not include them, later checkpoints do.
@@ -260,11 +263,10 @@ class LaneOrder:
     branches: Sequence[Branch] = ()
 
     def micro_batches(self, first_step: int, share: RankShare, cursor: Cursor) -> Iterator[MicroBatch]:
-        """See `orders.Order`.
-        Its counters: the documents that were left out, among all, and the tokens of padding, among all.
+        """See `orders.Order`. Counters: share of dropped documents, and share of padding tokens.
 
         Raises:
-            RunError: the cursor is of other documents or another number of lanes.
+            RunError: the cursor has other documents or another number of lanes.
         """
         if share.per_step != self.lanes:
             raise ValueError(f"{share.per_step} sequences a step, {self.lanes} lanes")
@@ -299,28 +301,29 @@ class LaneOrder:
             step += 1
 
     def describe(self, step: int, cursor: Cursor) -> Mapping[str, Any]:
-        """The epoch of the lane that is least far; documents in finished rows, and those left out, over all lanes."""
+        """The lowest epoch of all lanes; the number of documents in emitted rows, and of dropped documents, over all
+        lanes."""
         self._require_own(step, cursor)
         lanes = [Lane(self.packing, v, self.lanes, (*cursor[str(v)][:4], (), ())) for v in range(self.lanes) if cursor]
         still_open = sum(
-            len({n for row in cursor[str(lane.number)][4] for n in row[::2] if n < lane.taken}) for lane in lanes
+            len({n for row in cursor[str(lane.number)][4] for n in row[::2] if n < lane.num_taken}) for lane in lanes
         )
         return {
-            "epoch": min((lane.epoch(lane.taken) for lane in lanes), default=0),
-            "documents": sum(lane.taken - lane.left_out for lane in lanes) - still_open,
+            "epoch": min((lane.epoch(lane.num_taken) for lane in lanes), default=0),
+            "documents": sum(lane.num_taken - lane.left_out for lane in lanes) - still_open,
             "left_out": sum(lane.left_out for lane in lanes),
         }
 
     def _deny(self, lanes: Sequence[Lane], branches: Sequence[Branch]) -> None:
-        """Drop the documents that the branches deny from now on."""
+        """Drop the documents that the branches deny."""
         entries = [entry for branch in branches for entry in branch.denied or ()]
         if entries and self.packing.find is None:
-            raise RunError(
-                f"{self.packing.name}: a deny list is for data that are streamed from tars, and these are not. Undo it."
-            )
-        denied = frozenset(document for entry in entries if self.packing.find for document in self.packing.find(entry))
+            raise RunError(f"{self.packing.name}: a deny list needs data streamed from tars. Undo it.")
+        denied_documents = frozenset(
+            document for entry in entries if self.packing.find for document in self.packing.find(entry)
+        )
         for lane in lanes:
-            lane.denied = lane.denied | denied
+            lane.denied_documents = lane.denied_documents | denied_documents
 
     def _header(self) -> list[Any]:
         return [self.lanes, self.packing.digest]
@@ -328,23 +331,22 @@ class LaneOrder:
     def _require_own(self, step: int, cursor: Cursor) -> None:
         header = cursor.get(HEADER)
         if step and header is None:
-            raise RunError(
-                f"the checkpoint of step {step} has no cursor of packed rows: it is of a training on other data."
-            )
+            raise RunError(f"the checkpoint of step {step} has no cursor of packed rows. It was trained on other data.")
         if header is None:
             return
         if header[0] != self.lanes:
             raise RunError(
-                f"the cursor of step {step} is of {header[0]} lanes, but loop.sequences_per_step is {self.lanes}."
+                f"the cursor of step {step} has {header[0]} lanes, but loop.sequences_per_step is {self.lanes}."
             )
         if header != self._header():
-            raise RunError(f"the cursor of step {step} is of other documents, or of the same packed in another way.")
+            raise RunError(f"the cursor of step {step} has other documents or other packing settings.")
 
 
 def _totals(lanes: Sequence[Lane]) -> list[int]:
-    """Documents that were left out, all that were taken, tokens of padding; and of each group the first two."""
+    """Dropped documents, all documents taken, tokens of padding; then dropped and all documents of each group."""
     rows = (
-        (lane.left_out, lane.taken, lane.padding, *(n for counts in lane.by_group for n in counts)) for lane in lanes
+        (lane.left_out, lane.num_taken, lane.padding, *(n for counts in lane.by_group for n in counts))
+        for lane in lanes
     )
     return [sum(values) for values in zip(*rows, strict=True)]
 
@@ -357,7 +359,7 @@ def _apply(branch: Branch, lane: Lane) -> None:
 
 
 def pack_epoch(packing: Packing) -> list[list[int]]:
-    """All pieces of one epoch in rows, as `Lane.next_row` returns them; the last row can be nearly empty."""
+    """Pack all pieces of one epoch into rows as `Lane.next_row` returns them. The last row can be nearly empty."""
     lane = Lane(packing, 0, 1)
     rows = list(iter(lambda: lane.fill(packing.arrangement.count), None))
     return [*rows, *lane.flush()]

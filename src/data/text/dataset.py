@@ -1,4 +1,4 @@
-"""Plain text for a language model: documents joined by the end token and cut into sequences of one length."""
+"""Plain text for a language model: documents joined by end tokens and cut into sequences of one length."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NotRequired, TypedDict
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 
 
 class Config(documents.TextConfig):
-    """Which text, and how it is cut."""
+    """The corpus, and the length of sequences."""
 
     sequence_tokens: int = Field(gt=1)
     """Tokens of every sequence."""
     apart: bool = False
-    """Whether the documents of a sequence do not read each other, as those of `packed`.
-    A sequence may still begin and end inside one."""
+    """Whether the documents of a sequence do not attend to each other, as in `packed`. A sequence can still start and
+    end inside a document."""
 
     def check_length(self, max_positions: int | None, new_tokens: int = 0) -> None:
         require_fit("data.sequence_tokens", self.sequence_tokens + new_tokens, max_positions)
@@ -36,15 +36,15 @@ class Config(documents.TextConfig):
         return (self.sequence_tokens,)
 
     def build(self, places: Places, tokenizer: "PreTrainedTokenizerFast", split: str, seed: int) -> "TextDataset":
-        """Tokenise one split. The sequences do not depend on `seed`, which every data set is given.
+        """Tokenize one split. Sequences do not depend on `seed`.
 
         Raises:
             DataError: the data set is missing, incomplete, malformed, or too small for one sequence or for
                 `val_sequences`.
         """
-        found = documents.read(places, self.corpus, tokenizer, split)
-        rows = documents.PackedRows(found, self.sequence_tokens, self.max_samples(split))
-        return TextDataset(rows, found.fingerprint, self.shuffle, found.eos_id if self.apart else None)
+        text = documents.read(places, self.corpus, tokenizer, split)
+        rows = documents.PackedRows(text, self.sequence_tokens, self.max_samples(split))
+        return TextDataset(rows, text.fingerprint, self.shuffle, text.eos_id if self.apart else None)
 
 
 class Sample(TypedDict):
@@ -52,9 +52,9 @@ class Sample(TypedDict):
 
     input_ids: list[int]
     loss_mask: list[bool]
-    """True on all but the first, or the first of each document that is apart."""
+    """True except on the first token of the sequence, or of each document if `apart`."""
     lengths: NotRequired[list[int]]
-    """Tokens of each document, where they are apart."""
+    """Tokens of each document, if `apart`."""
 
 
 class TextDataset:
@@ -63,7 +63,7 @@ class TextDataset:
     def __init__(
         self, rows: documents.PackedRows, fingerprint: str, shuffle: Shuffle, eos_id: int | None = None
     ) -> None:
-        """eos_id: the token that ends documents, where they are apart."""
+        """eos_id: the end token if documents are separated, else None."""
         self.fingerprint, self.shuffle = fingerprint, shuffle
         self._rows, self._eos_id = rows, eos_id
 
@@ -85,7 +85,7 @@ class TextDataset:
         }
 
     def collate(self, samples: Sequence[Sample]) -> TokenBatch:
-        """Stack; nothing needs padding."""
+        """Stack the sequences, which have equal lengths."""
         from src.data import collate
 
         ids, masks = [s["input_ids"] for s in samples], [s["loss_mask"] for s in samples]

@@ -33,7 +33,7 @@ class TextConfig(ShuffledConfig):
     corpus: str = Field(min_length=1)
     """Folder below `--data_path`."""
     val_sequences: int | None = Field(default=None, gt=0)
-    """Samples of the validation split that are used, the same ones whatever the seed; None for all."""
+    """Number of validation samples, the same ones for every seed; None for all."""
 
     def check(self, places: Places) -> None:
         folder = jsonl.corpus_folder(places, self.corpus)
@@ -43,17 +43,17 @@ class TextConfig(ShuffledConfig):
             jsonl.require_splits(places, self.corpus)
 
     def max_samples(self, split: str) -> int | None:
-        """How many samples of a split are used; None for all."""
+        """Maximum number of samples of a split; None for all."""
         return self.val_sequences if split == "val" else None
 
 
 def read(places: Places, corpus: str, tokenizer: "PreTrainedTokenizerFast", split: str) -> "Documents":
-    """All documents of one split.
+    """Read all documents of one split.
 
     corpus: folder below `places.data`: token files, or rows {"text": str} in train.jsonl and val.jsonl.
 
     Raises:
-        DataError: the data set is missing, incomplete or malformed, or was tokenised with another tokenizer.
+        DataError: the data set is missing, incomplete or malformed, or was tokenized with another tokenizer.
     """
     folder = jsonl.corpus_folder(places, corpus)
     encoder = SafeTokenizer(tokenizer)
@@ -68,10 +68,10 @@ def read(places: Places, corpus: str, tokenizer: "PreTrainedTokenizerFast", spli
 
 
 def _tokenize(rows: jsonl.Rows, encoder: SafeTokenizer, digest: str) -> token_files.Shard:
-    """The documents of a text file. For 1 MiB to 1 GiB, one process saves the ids next to the file."""
+    """Tokenize a text file. For 1 MiB to 1 GiB of text, one process saves the ids next to the file."""
 
     def tokenize() -> token_files.Shard:
-        # An empty document would be a lone end token.
+        # An empty document would be a single end token.
         return join_documents((ids for ids in encoder.encode_all([row["text"] for row in rows]) if ids), encoder.eos_id)
 
     if not _LEAST_BYTES <= rows.row_index.ends[-1] <= _MOST_BYTES:
@@ -101,7 +101,7 @@ def _dump(shard: token_files.Shard, key: Mapping[str, Any]) -> bytes:
 
 
 def _load(place: Path, key: Mapping[str, Any]) -> token_files.Shard | None:
-    """The saved ids; None if the file is missing, damaged (an npz has checksums), or of another key."""
+    """Load saved ids; None if the file is missing, damaged (an npz has checksums), or has another key."""
     import numpy as np
 
     try:
@@ -116,7 +116,7 @@ def _load(place: Path, key: Mapping[str, Any]) -> token_files.Shard | None:
 
 
 def join_documents(documents: Iterable[Sequence[int]], eos_id: int) -> token_files.Shard:
-    """Ids of documents, each without its end token, as one shard in memory."""
+    """Join documents, given without end tokens, into one shard in memory."""
     import numpy as np
 
     pieces = [np.array([*ids, eos_id], dtype=np.int32) for ids in documents]
@@ -125,27 +125,25 @@ def join_documents(documents: Iterable[Sequence[int]], eos_id: int) -> token_fil
 
 
 def _check_tokenizer(folder: Path, facts: dict[str, Any], fingerprint: str, eos_id: int) -> None:
-    named = f"{facts.get('name', 'another tokenizer')!r}"
+    tokenizer_name = f"{facts.get('name', 'another tokenizer')!r}"
     if facts["fingerprint"] != fingerprint:
         raise DataError(
-            f"{folder}: tokenised with {named} (sha256 {facts['fingerprint'][:12]}), but the model's tokenizer is "
-            f"another "
-            f"({fingerprint[:12]}). Run data_prep.tokenize with the model's tokenizer, or train a model that has "
-            f"this one."
+            f"{folder}: tokenised with {tokenizer_name} (sha256 {facts['fingerprint'][:12]}), "
+            f"but the model has another tokenizer ({fingerprint[:12]}). "
+            "Run data_prep.tokenize with the model's tokenizer, or train a model with this one."
         )
     if facts["eos_id"] != eos_id:
         raise DataError(
-            f"{folder}: its documents end with token {facts['eos_id']}, those of the model with {eos_id}. "
+            f"{folder}: documents end with token {facts['eos_id']}, but the model's end token is {eos_id}. "
             f"{token_files.AGAIN}"
         )
 
 
 class Documents:
-    """Documents of one split in their order.
-    `documents[i]` are the ids of one, (tokens,) int32, without its end token."""
+    """Documents of one split, in order. `documents[i]` is (tokens,) int32, without the end token."""
 
     def __init__(self, shards: Sequence[token_files.Shard], eos_id: int, fingerprint: str, path: Path) -> None:
-        """path: named in messages."""
+        """path: for error messages."""
         self.eos_id = eos_id
         self.fingerprint = fingerprint
         self.path = path
@@ -168,7 +166,7 @@ class Documents:
         return last - first
 
     def _place(self, index: int) -> tuple[token_files.Shard, int, int]:
-        """The shard of a document, and its first token there and that after its end token."""
+        """The shard of a document, and the start and end of its tokens there, end token included."""
         if not 0 <= index < len(self):
             raise IndexError(f"document {index} of {len(self)}")
         number = bisect_right(self._first_documents, index) - 1
@@ -176,8 +174,7 @@ class Documents:
         return shard, int(shard.ends[place]), int(shard.ends[place + 1])
 
     def slice_tokens(self, first: int, last: int) -> "np.ndarray":
-        """Tokens `first` to `last` (not included) of all documents joined, each ended by the end token:
-        (last - first,) int32, a copy."""
+        """Copy tokens `first` to `last` (exclusive) of all documents joined with end tokens: (last - first,) int32."""
         import numpy as np
 
         if not 0 <= first <= last <= self.num_tokens:
@@ -195,7 +192,7 @@ class StoredDocuments(Documents):
     """Documents of token files. A copy in another process maps the same files, or fails if they were replaced."""
 
     def __init__(self, folder: Path, split: str, eos_id: int) -> None:
-        """Raises DataError where a file is missing or damaged."""
+        """Raise DataError if a file is missing or damaged."""
         self._split = split
         super().__init__(token_files.open_split(folder, split), eos_id, jsonl.fingerprint(folder), folder)
 
@@ -206,31 +203,34 @@ class StoredDocuments(Documents):
         folder, split, eos_id, fingerprint = state
         self.__init__(folder, split, eos_id)
         if self.fingerprint != fingerprint:
-            raise DataError(f"{folder}: other data than when they were opened. Start again.")
+            raise DataError(f"{folder}: changed since it was opened. Start again.")
 
 
 class PackedRows:
-    """The joined documents cut into rows of `length` tokens; a longer document continues in the next.
-    The remainder is dropped."""
+    """The joined documents, cut into rows of `length` tokens. A document can continue in the next row. The remainder is
+    dropped."""
 
     def __init__(self, documents: Documents, length: int, most: int | None = None) -> None:
-        """most: how many rows are used, the same ones in every experiment; None for all.
+        """most: number of rows to use, the same ones in every experiment; None for all.
 
         Raises:
-            DataError: there is less text than one row, or than `most` rows.
+            DataError: the text is shorter than one row, or than `most` rows.
         """
         self._documents, self._length = documents, length
         total = documents.num_tokens // length
         if not total:
-            raise DataError(f"{documents.path}: fewer than {length} tokens, which is the text of one sequence.")
-        self._chosen = range(total) if most is None else jsonl.select_validation_rows(total, most, documents.path)
+            raise DataError(
+                f"{documents.path}: {documents.num_tokens} tokens, fewer than the {length} of one sequence. "
+                "Use shorter sequences."
+            )
+        self._indices = range(total) if most is None else jsonl.select_validation_rows(total, most, documents.path)
 
     def __len__(self) -> int:
-        return len(self._chosen)
+        return len(self._indices)
 
     def row(self, index: int) -> "np.ndarray":
-        """(length,) int32, a copy. Raises IndexError where there is no row `index`."""
+        """Copy row `index`: (length,) int32. Raises IndexError if there is no such row."""
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
-        first = self._chosen[index] * self._length
+        first = self._indices[index] * self._length
         return self._documents.slice_tokens(first, first + self._length)

@@ -1,10 +1,9 @@
 """Token ids of documents on disk: written once in shards, read by memory map.
 
-A shard is two files of little-endian integers. NAME.ids holds the ids of its documents, each followed by the end token,
-so that a run of
-documents is one slice: uint16 where the vocabulary allows, else uint32. NAME.ends holds (documents + 1,) int64: 0, then
-the position in NAME.ids after each document's end token. The manifest lists the shards of each split in their order,
-and the tokenizer that made them.
+A shard is two files of little-endian integers. NAME.ids has the ids of its documents, each followed by the end token,
+as uint16 if the vocabulary allows, else uint32; consecutive documents are one slice. NAME.ends has (documents + 1,)
+int64: 0, then the position in NAME.ids after each document's end token. The manifest lists the shards of each split in
+order, and the tokenizer that made them.
 """
 
 import os
@@ -30,30 +29,30 @@ class Shard:
     """Joined documents."""
 
     ids: "np.ndarray"
-    """(tokens,) integers: of all documents, each followed by the end token."""
+    """(tokens,) integers: ids of all documents, each followed by the end token."""
     ends: "np.ndarray"
     """(documents + 1,) int64: 0, then the position in `ids` after each document's end token."""
 
 
 def id_dtype(vocab_size: int) -> str:
-    """The smallest type on disk for ids below `vocab_size`."""
+    """The smallest integer type for ids below `vocab_size`."""
     return "uint16" if vocab_size <= 2**16 else "uint32"
 
 
 def is_tokenised(folder: Path) -> bool:
-    """Whether the manifest of a prepared folder says that it holds token files.
+    """Whether a prepared folder has token files, according to its manifest.
 
     Raises:
-        DataError: it has no manifest, or none that can be read.
+        DataError: the manifest is missing or cannot be read.
     """
     return str(read_manifest(folder, DataError).get("format", "")).startswith("token files ")
 
 
 def require(folder: Path, splits: Sequence[str] = jsonl.SPLITS) -> dict[str, Any]:
-    """The manifest of a folder of token files that has all of `splits`.
+    """Read the manifest of a folder of token files, and check that it has all of `splits`.
 
     Raises:
-        DataError: it is of another format, or lacks a split or what the format needs.
+        DataError: it has another format, or a split or a field of the format is missing.
     """
     manifest = read_manifest(folder, DataError)
     if manifest.get("format") != FORMAT:
@@ -62,25 +61,25 @@ def require(folder: Path, splits: Sequence[str] = jsonl.SPLITS) -> dict[str, Any
         for split in splits:
             if not manifest["splits"].get(split):
                 raise DataError(
-                    f"{folder}: has no documents for the split {split!r}. It has: "
+                    f"{folder}: no documents for the split {split!r}. Splits: "
                     f"{', '.join(manifest['splits']) or 'none'}."
                 )
             for shard in manifest["splits"][split]:
                 if not {shard["name"] + IDS, shard["name"] + ENDS} <= manifest["files"].keys():
-                    raise DataError(f"{folder}: the files of its shard {shard['name']!r} are not listed. {AGAIN}")
+                    raise DataError(f"{folder}: files of shard {shard['name']!r} are missing in the manifest. {AGAIN}")
         _ = manifest["dtype"], manifest["tokenizer"]["fingerprint"], manifest["tokenizer"]["eos_id"]
     except (KeyError, TypeError, AttributeError) as bad:
         raise DataError(
-            f"{folder}: its manifest does not describe token files: {type(bad).__name__} {bad}. {AGAIN}"
+            f"{folder}: the manifest does not describe token files: {type(bad).__name__} {bad}. {AGAIN}"
         ) from None
     return manifest
 
 
 def open_split(folder: Path, split: str) -> list[Shard]:
-    """The shards of a split, memory-mapped.
+    """Memory-map the shards of a split.
 
     Raises:
-        DataError: a file is missing or is not what the manifest says.
+        DataError: a file is missing or differs from the manifest.
     """
     import numpy as np
 
@@ -105,20 +104,17 @@ def _map_file(path: Path, dtype: "np.dtype", count: int) -> "np.ndarray":
         with reading(path, DataError):
             size = path.stat().st_size
             if size != count * dtype.itemsize:
-                raise DataError(
-                    f"{path}: {size} bytes, but {count} numbers of {dtype.itemsize} bytes were written. {AGAIN}"
-                )
+                raise DataError(f"{path}: {size} bytes, expected {count} numbers of {dtype.itemsize} bytes. {AGAIN}")
             return np.asarray(np.memmap(path, dtype, mode="r"))
     except FileNotFoundError:
         raise DataError(f"{path}: no such file. {AGAIN}") from None
 
 
 class Writer:
-    """Writes a new shard, document by document; a context manager.
-    Overwrites what an earlier writer left under its name."""
+    """Writes a new shard, document by document; a context manager. Overwrites existing files of the same name."""
 
     def __init__(self, folder: Path, name: str, dtype: str) -> None:
-        """Raises RunError where the disk refuses."""
+        """Raise RunError if the disk refuses."""
         import numpy as np
 
         self.name, self.documents, self.tokens = name, 0, 0
@@ -136,8 +132,8 @@ class Writer:
         self._ends.close()
 
     def append(self, ids: "np.ndarray", lengths: "np.ndarray") -> None:
-        """Add documents. ids: of all of them, each followed by the end token.
-        lengths: (documents,), with their end tokens.
+        """Append documents. ids: all documents joined, each followed by the end token. lengths: (documents,) tokens
+        with end tokens.
 
         Raises:
             RunError: the disk refuses.
@@ -153,8 +149,8 @@ class Writer:
         self.tokens += len(ids)
 
     def close(self) -> dict[str, Any] | None:
-        """Sync the files; returns the shard's entry in the manifest.
-        Without documents: removes the files and returns None.
+        """Sync the files and return the shard's entry in the manifest. Without documents, remove the files and return
+        None.
 
         Raises:
             RunError: the disk refuses.

@@ -1,4 +1,4 @@
-"""Loads tokenizers from a folder or the local hub cache, and encodes text so that it never becomes control tokens."""
+"""Load tokenizers from a folder or the local hub cache, and encode user text without control tokens."""
 
 import hashlib
 import json
@@ -25,13 +25,13 @@ def tokenizer_digest(tokenizer: Any) -> str:
 
 
 def load(source: str | Path, extra: Sequence[str] = (), end_token: str | None = None) -> "PreTrainedTokenizerFast":
-    """The tokenizer in a folder, or that of a hub id in the local cache, with the control tokens `extra`.
-    Downloads nothing.
+    """Load the tokenizer of a folder, or of a hub id in the local cache, with the control tokens `extra`. Downloads
+    nothing.
 
-    end_token: of its vocabulary, in the place of the one that it names.
+    end_token: a token of its vocabulary to use as end token instead of its own.
 
     Raises:
-        DataError: it is not there, damaged, or no fast tokenizer; says how to get it. Or it has no end token.
+        DataError: it is missing, damaged, not a fast tokenizer, or has no end token.
     """
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -47,7 +47,7 @@ def load(source: str | Path, extra: Sequence[str] = (), end_token: str | None = 
         )
     if end_token is not None:
         if end_token not in tokenizer.get_vocab():
-            raise DataError(f"{source}: the vocabulary has no token {end_token!r} that could be the end token.")
+            raise DataError(f"{source}: end token {end_token!r} is not in the vocabulary.")
         tokenizer.eos_token = end_token
     _end_id(tokenizer, source)
     tokenizer.add_special_tokens({"extra_special_tokens": [*extra]}, replace_extra_special_tokens=False)
@@ -57,14 +57,14 @@ def load(source: str | Path, extra: Sequence[str] = (), end_token: str | None = 
 def _end_id(tokenizer: "PreTrainedTokenizerFast", source: str | Path) -> int:
     if not isinstance(tokenizer.eos_token_id, int):
         raise DataError(
-            f"{source}: this tokenizer has no eos_token, and every answer and document ends with it. "
+            f"{source}: the tokenizer has no eos_token, which must end every answer and document. "
             "Add one with python -m data_prep.assistants.chat_tokenizer --end_token."
         )
     return tokenizer.eos_token_id
 
 
 def names_end_token(folder: Path) -> bool:
-    """Whether the settings of a tokenizer name an end token, without loading it; False if they cannot be read."""
+    """Whether a tokenizer's settings name an end token, without loading it; False if they cannot be read."""
     try:
         return bool(read_json(folder / "tokenizer_config.json", DataError)["eos_token"])
     except (DataError, LookupError, TypeError):
@@ -72,7 +72,7 @@ def names_end_token(folder: Path) -> bool:
 
 
 def control_ids(tokenizer: "PreTrainedTokenizerFast") -> list[int]:
-    """Ids of its control tokens, but for the end token."""
+    """Ids of the tokenizer's control tokens except the end token."""
     return [
         index
         for index, token in tokenizer.added_tokens_decoder.items()
@@ -81,21 +81,21 @@ def control_ids(tokenizer: "PreTrainedTokenizerFast") -> list[int]:
 
 
 def _describe_error(source: str | Path, error: Exception) -> str:
-    """Message for a tokenizer that transformers could not load because of `error`."""
+    """Error message for a tokenizer that transformers could not load because of `error`."""
     if os.path.isdir(source) and not os.path.isfile(Path(source) / "tokenizer.json"):
-        return f"{source}: no tokenizer can be read from this folder. It should hold tokenizer.json."
+        return f"{source}: no tokenizer.json in this folder."
     if (
         not os.path.isdir(source)
         and isinstance(error, OSError | ValueError)
         and not isinstance(error, json.JSONDecodeError)
     ):
         return (
-            f"{source}: not in the local cache of the hub, and no folder. "
+            f"{source}: not in the local cache of the hub, and not a folder. "
             f"On a machine with network: hf download {source}; or give the path of a folder with tokenizer.json."
         )
     reason = " ".join(f"{type(error).__name__}: {error}".split())
     return (
-        f"{source}: its tokenizer cannot be read ({reason[:200]}). "
+        f"{source}: the tokenizer cannot be read ({reason[:200]}). "
         f"{jsonl.preparation_hint(Path(source)) or 'Get it again.'}"
     )
 
@@ -106,9 +106,9 @@ def _is_path(source: str | Path) -> bool:
 
 
 class SafeTokenizer:
-    """Text to ids, for text that users wrote: "<|assistant|>" in it is plain characters, never a control token.
+    """Encodes user text: "<|assistant|>" in it is plain characters, never a control token.
 
-    It copies the tokenizer, so that the settings of the two never affect each other.
+    The tokenizer is copied, so that neither changes the other's settings.
 
     Raises:
         DataError: the tokenizer has no end token.
@@ -132,8 +132,8 @@ class SafeTokenizer:
         self.chat: tuple[tuple[str, ...], tuple[str, ...]] | None = _chat_pieces(
             tokenizer, [*self._controls], bool(self.start)
         )
-        """Text of the tokenizer's chat template before and after a user message, up to the answer; each control token
-        is one piece. None without a template for a single message."""
+        """Text of the chat template before and after a user message, up to the answer, with each control token as one
+        piece. None if there is no template for a single message."""
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -141,15 +141,15 @@ class SafeTokenizer:
             backend.encode_special_tokens = True  # pickling loses it
 
     def encode(self, text: str, first: bool = True, continues: bool = False) -> list[int]:
-        """Encode user text, without control tokens. first: False after a control token.
-        continues: the text follows other text."""
+        """Encode user text without control tokens. first: False after a control token. continues: the text follows
+        other text."""
         return self._backend_for(first, continues).encode(text, add_special_tokens=False).ids if text else []
 
     def _backend_for(self, first: bool, continues: bool) -> "Tokenizer":
         return self._continuing if continues else self._backend if first else self._inner
 
     def encode_all(self, texts: Sequence[str]) -> Iterator[list[int]]:
-        """`text` of each, many at once on all cores."""
+        """Encode many texts on all cores."""
         for first in range(0, len(texts), _BATCH):
             for encoding in self._backend.encode_batch_fast(
                 list(texts[first : first + _BATCH]), add_special_tokens=False
@@ -159,7 +159,7 @@ class SafeTokenizer:
     def encode_spans(
         self, text: str, first: bool = True, continues: bool = False
     ) -> tuple[list[int], list[tuple[int, int]]]:
-        """See `encode`; also the characters of each id as half-open spans. The ids of one character share its span."""
+        """Like `encode`, with the half-open character span of each id. The ids of one character share its span."""
         encoding = self._backend_for(first, continues).encode(text, add_special_tokens=False)
         return encoding.ids, encoding.offsets
 
@@ -169,7 +169,7 @@ class SafeTokenizer:
         return [*self._controls.values()]
 
     def control_id(self, token: str) -> int | None:
-        """Id of a control token, None if it is not in the vocabulary."""
+        """Id of a control token; None if it is not in the vocabulary."""
         return self._controls.get(token)
 
     def encode_token(self, token: str) -> list[int]:
@@ -179,10 +179,11 @@ class SafeTokenizer:
 
 
 def _split_spelled_controls(backend: "Tokenizer", controls: Iterable[str]) -> None:
-    """Split text that spells a control token after its first character, if the model of `backend` makes it one piece.
+    """Split text that spells a control token after its first character, if the model of `backend` would encode it as
+    that token.
 
-    Unigram models with control tokens among their pieces do so, as those of transformers' T5Tokenizer. Other text is
-    split as before.
+    Unigram models with control tokens among their pieces do so, such as transformers' T5Tokenizer. Other text is split
+    as before.
     """
     from tokenizers import Regex, models, pre_tokenizers
 
@@ -190,7 +191,7 @@ def _split_spelled_controls(backend: "Tokenizer", controls: Iterable[str]) -> No
     names = [name for name in controls if name in pieces]
     if not isinstance(
         backend.model, models.Unigram
-    ):  # a unigram model decides by the surrounding text; any other can be tried
+    ):  # a unigram model also depends on the surrounding text; other models can be tested
         texts = [text for name in names for text in (name, f"a{name}b", f"a {name} b")]
         ids = {pieces[name] for name in names}
         names = (
@@ -203,27 +204,28 @@ def _split_spelled_controls(backend: "Tokenizer", controls: Iterable[str]) -> No
     rests: dict[str, list[str]] = {}
     for name in names:
         rests.setdefault(name[0], []).append(re.escape(name[1:]))
-    spelled = "|".join(f"{re.escape(first)}(?={'|'.join(behind)})" for first, behind in rests.items())
-    split = pre_tokenizers.Split(Regex(spelled), behavior="merged_with_previous")
+    pattern = "|".join(f"{re.escape(first)}(?={'|'.join(endings)})" for first, endings in rests.items())
+    split = pre_tokenizers.Split(Regex(pattern), behavior="merged_with_previous")
     before = backend.pre_tokenizer
     backend.pre_tokenizer = split if before is None else pre_tokenizers.Sequence([before, split])
 
 
 def _inner_backend(backend: "Tokenizer") -> "Tokenizer":
-    """A tokenizer for text after a control token.
-    It differs for Metaspace with prepend_scheme "first", as Llama's has."""
+    """A tokenizer for text after a control token. Differs only for Metaspace with prepend_scheme "first", as in
+    Llama."""
     return _replace_settings(backend, {'"prepend_scheme":"first"': '"prepend_scheme":"never"'})
 
 
 def _continuing_backend(backend: "Tokenizer") -> "Tokenizer":
-    """A tokenizer that puts no blank before text: for text that continues other text."""
+    """A tokenizer for text that continues other text: adds no leading blank."""
     settings = {f'"prepend_scheme":"{scheme}"': '"prepend_scheme":"never"' for scheme in ("first", "always")}
     settings |= {'"add_prefix_space":true': '"add_prefix_space":false', '"prepend":"\u2581"': '"prepend":""'}
     return _replace_settings(backend, settings)
 
 
 def _replace_settings(backend: "Tokenizer", replacements: Mapping[str, str]) -> "Tokenizer":
-    """`backend`, or a copy with other settings of its pre-tokenizer and normalizer. replacements: of their JSON."""
+    """Replace settings of the pre-tokenizer and normalizer in a copy; `backend` itself if nothing changes.
+    replacements: substrings of the settings' JSON."""
     from tokenizers import Tokenizer
 
     copy = None
@@ -245,11 +247,11 @@ def _replace_settings(backend: "Tokenizer", replacements: Mapping[str, str]) -> 
 def _chat_pieces(
     tokenizer: "PreTrainedTokenizerFast", controls: Sequence[str], has_start: bool
 ) -> tuple[tuple[str, ...], tuple[str, ...]] | None:
-    """See `SafeTokenizer.chat`. has_start: the start token is written already."""
+    """See `SafeTokenizer.chat`. has_start: whether the start token is added elsewhere."""
     if not isinstance(tokenizer.chat_template, str):
         return None
     probe = "The message of a user."
-    # A date in a prompt is that of the template, or a fixed one: the same run must read the same prompt tomorrow.
+    # The date in a prompt is fixed, so that the same run reads the same prompt tomorrow.
     messages = [{"role": "user", "content": probe}]
     try:
         text = tokenizer.apply_chat_template(
@@ -271,7 +273,7 @@ def _chat_pieces(
 
 
 def _start_ids(tokenizer: "PreTrainedTokenizerFast") -> list[int]:
-    """Ids that the tokenizer puts before every sequence, such as Llama's <s>; often none."""
+    """Ids that the tokenizer prepends to every sequence, such as Llama's <s>; often empty."""
     ids = list(tokenizer("")["input_ids"])
     if ids and ids[-1] == tokenizer.eos_token_id != tokenizer.bos_token_id:
         ids.pop()

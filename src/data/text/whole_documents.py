@@ -1,4 +1,4 @@
-"""Documents for a language model, one a sample: padded to a batch's longest, or packed into rows by `packed`."""
+"""Documents for a language model, one per sample: padded to the longest of a batch, or packed into rows by `packed`."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
 
 class Config(documents.TextConfig):
-    """Which text, and how much of a document is read."""
+    """The corpus, and the maximum length of documents."""
 
     sequence_tokens: int | None = Field(default=None, gt=1)
-    """Most tokens of a document; what follows is not read. None: all of it."""
+    """Maximum number of tokens of a document; longer documents are truncated. None: no limit."""
 
     @property
     def is_measured(self) -> bool:
@@ -32,19 +32,19 @@ class Config(documents.TextConfig):
         if self.sequence_tokens is None and max_positions is not None:
             raise ConfigError(
                 "data.sequence_tokens: missing. "
-                f"A document may be longer than the {max_positions} positions of the model."
+                f"Documents can be longer than the {max_positions} positions of the model. Set it."
             )
         require_fit("data.sequence_tokens", (self.sequence_tokens or 0) + new_tokens, max_positions)
 
     def build(self, places: Places, tokenizer: "PreTrainedTokenizerFast", split: str, seed: int) -> "WholeDocuments":
-        """The documents of one split. They do not depend on `seed`.
+        """Read the documents of one split. They do not depend on `seed`.
 
         Raises:
             DataError: the data set is missing, incomplete or malformed, or too small for `val_sequences`.
         """
-        found, most = documents.read(places, self.corpus, tokenizer, split), self.max_samples(split)
-        chosen = range(len(found)) if most is None else jsonl.select_validation_rows(len(found), most, found.path)
-        return WholeDocuments(found, chosen, self.sequence_tokens, self.shuffle)
+        text, most = documents.read(places, self.corpus, tokenizer, split), self.max_samples(split)
+        indices = range(len(text)) if most is None else jsonl.select_validation_rows(len(text), most, text.path)
+        return WholeDocuments(text, indices, self.sequence_tokens, self.shuffle)
 
 
 class WholeDocuments:
@@ -52,29 +52,29 @@ class WholeDocuments:
 
     collation = "documents"
 
-    def __init__(self, found: documents.Documents, chosen: Sequence[int], most: int | None, shuffle: Shuffle) -> None:
-        """chosen: numbers of the documents. most: tokens of one."""
-        self.fingerprint, self.shuffle = found.fingerprint, shuffle
-        self._documents, self._chosen, self._most = found, chosen, most
+    def __init__(self, text: documents.Documents, indices: Sequence[int], most: int | None, shuffle: Shuffle) -> None:
+        """indices: numbers of the documents in `text`. most: maximum number of tokens of a document."""
+        self.fingerprint, self.shuffle = text.fingerprint, shuffle
+        self._documents, self._indices, self._most = text, indices, most
 
     def __len__(self) -> int:
-        """Documents."""
-        return len(self._chosen)
+        """Number of documents."""
+        return len(self._indices)
 
     def length(self, epoch: int, index: int) -> int:
         """Tokens of document `index`, whatever the epoch."""
-        length = self._documents.length(self._chosen[index])
+        length = self._documents.length(self._indices[index])
         return min(length, self._most or length)
 
     def sample(self, epoch: int, index: int) -> Sample:
         """Document `index`, whatever the epoch."""
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
-        ids = [*self._documents[self._chosen[index]].tolist(), self._documents.eos_id][: self._most]
+        ids = [*self._documents[self._indices[index]].tolist(), self._documents.eos_id][: self._most]
         return {"input_ids": ids, "loss_mask": [False] + [True] * (len(ids) - 1)}
 
     def collate(self, samples: Sequence[Sample]) -> TokenBatch:
-        """Padded on the right; padding is masked, so its id does not matter."""
+        """Pad on the right. Padding is masked, so its id does not matter."""
         from src.data import collate
 
         return collate.pad_tokens([s["input_ids"] for s in samples], [s["loss_mask"] for s in samples], pad_id=0)

@@ -1,4 +1,4 @@
-"""From rows and answers to predictions, and from the scores of single answers to means."""
+"""Make predictions from rows and answers, and means from the scores of single answers."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -11,17 +11,18 @@ from src.experiments.interfaces import MetricConfig
 from src.files import reading
 
 PREDICTION = "answer_pred"
-"""Field of an inference's rows with the model's answer."""
+"""Field of a row of an inference with the model's answer."""
 INFERENCE = "inference"
-"""Folder of a run with the rows of an inference, and the prefix of the names of its scores."""
+"""Folder of a run with the rows of an inference; also the prefix of the names of its scores."""
 SHUFFLED = "_shuffled_context"
-"""Ending of the names of scores at an evaluation, of answers that were given with another question's contexts."""
+"""Suffix of the scores of answers with another question's contexts, at evaluations."""
 WRONG, GAIN = "_wrong_context", "_gain"
-"""Ends of score names: of answers with another question's contexts, and of the difference to the right ones."""
+"""Suffixes of the scores of an inference with another question's contexts, and of the difference to the correct
+contexts."""
 
 
 def make_prediction(row: Mapping[str, Any], prediction: str) -> Prediction:
-    """`prediction` for the question in a row of prepared data."""
+    """Make a `Prediction` for the question in a row of prepared data."""
     return Prediction(prediction, references(row), row["question"], contexts(row), source(row))
 
 
@@ -36,15 +37,15 @@ def contexts(row: Mapping[str, Any]) -> list[str]:
 
 
 def source(row: Mapping[str, Any]) -> str:
-    """Group of scores: the dataset a row came from, with its kind of question if any, as "stdlib_calls"."""
+    """Source of a row for scores by source: its data set, with the kind of question if any, such as "stdlib_calls"."""
     return f"{row['dataset']}_{row['kind']}" if row.get("kind") else row["dataset"]
 
 
 def read_row_indices(path: Path) -> list[int]:
-    """The numbers of rows in an index file, one per line, counted from 0; blank lines are skipped.
+    """Read the row numbers in an index file, one per line, counted from 0; blank lines are skipped.
 
     Raises:
-        DataError: the file is missing, or a line is no number; names it.
+        DataError: the file is missing, or a line is not a number.
     """
     try:
         with reading(path, DataError):
@@ -55,7 +56,7 @@ def read_row_indices(path: Path) -> list[int]:
     for number, line in enumerate(lines, 1):
         text = line.strip()
         if text and not (text.isascii() and text.isdigit()):
-            raise DataError(f"{path}:{number}: expected the number of a row, counted from 0, got {text[:60]!r}.")
+            raise DataError(f"{path}:{number}: expected a row number, counted from 0, got {text[:60]!r}.")
         if text:
             result.append(int(text))
     return result
@@ -68,33 +69,32 @@ def select_rows(
     sources: Sequence[str] | None,
     place: str,
 ) -> list[int]:
-    """Which of `count` rows: those that `numbers` lists,
-    in its order, and of these the ones of one of `sources`. None: all.
+    """Select rows out of `count`: those in `numbers`, in that order, with one of `sources`. None: all.
 
     Raises:
-        DataError: one of `numbers` is out of range or repeated; names `place`.
+        DataError: one of `numbers` is out of range or repeated. The message starts with `place`.
     """
     for number, times in Counter(numbers or ()).items():
         if not 0 <= number < count:
-            raise DataError(f"{place}: row {number} of {count}, counted from 0.")
+            raise DataError(f"{place}: row {number} is out of range, expected 0 to {count - 1}.")
         if times > 1:
-            raise DataError(f"{place}: row {number} is listed {times} times.")
+            raise DataError(f"{place}: row {number} is listed {times} times, expected once.")
     result = range(count) if numbers is None else numbers
     return [i for i in result if sources is None or source_of(i) in sources]
 
 
 def best_over_references(reference_scores: Callable[[str, str], float], answer: Prediction) -> float:
-    """The highest score of a prediction, over its references. reference_scores: (prediction, reference) -> score."""
+    """The highest score of a prediction over its references. reference_scores: (prediction, reference) -> score."""
     return max(reference_scores(answer.text, reference) for reference in answer.references)
 
 
 def scores(
     metrics: Iterable[MetricConfig], answers: Sequence[Prediction], best_answer: bool = False
 ) -> dict[str, float]:
-    """Means over all answers and, where these are of several sources, over each source: {"em": …, "em/nq": …}.
+    """Means over all answers, and by source if there are several: {"em": …, "em/nq": …}.
 
-    A score of a complete set, such as BLEU, is computed for all answers, and for those of each source.
-    best_answer: see `group_by_question`. Scores of a complete set count every row.
+    A set-level score is computed for all answers, and for those of each source; it counts every row. best_answer: see
+    `group_by_question`.
 
     Raises:
         ValueError: no answers.
@@ -129,42 +129,44 @@ def scores(
 def answer_scores(
     metrics: Iterable[MetricConfig], answers: Sequence[Prediction], best_answer: bool = False
 ) -> dict[str, list[float]]:
-    """The scores of each answer by name, without those of a complete set. `scores` takes their means over questions."""
-    accepted = group_by_question(answers, best_answer)[1]
-    result = [metric.score(accepted) for metric in metrics]
+    """The scores of each answer by name, without set-level scores. `scores` takes their means over questions."""
+    predictions = group_by_question(answers, best_answer)[1]
+    result = [metric.score(predictions) for metric in metrics]
     return {name: values for each in result for name, values in each.items() if isinstance(values, list)}
 
 
 def question_scores(values: Sequence[float], questions: Iterable[Sequence[int]]) -> list[float]:
-    """The score of each question: the best of its answers. questions: of `group_by_question`."""
+    """The score of each question: the best of its answers. questions: from `group_by_question`."""
     return [max(values[i] for i in question) for question in questions]
 
 
 def control_scores(scores: Mapping[str, float], control: Mapping[str, float]) -> dict[str, float]:
-    """{"em_wrong_context": …, "em_gain": …} of scores and those with wrong contexts, without parts such as "em/nq"."""
+    """{"em_wrong_context": …, "em_gain": …} from the scores with correct and with wrong contexts, without "em/nq" and
+    the like."""
     names = [name for name in control if "/" not in name]
     wrong = {name + WRONG: control[name] for name in names}
     return wrong | {name + GAIN: scores[name] - control[name] for name in names}
 
 
 def group_by_question(answers: Sequence[Prediction], best_answer: bool) -> tuple[list[list[int]], Sequence[Prediction]]:
-    """The indices of each question's answers, in order of appearance; and the answers with all accepted references.
+    """Group answers by question: indices of each question's answers, in order of appearance, and the answers with all
+    their references.
 
-    best_answer: rows of one source with one question on the same contexts are one question. An answer to any of them
-    can match the references of all, and the highest score counts. Else each row is a question.
+    best_answer: rows of one source with equal question and contexts are one question. An answer can match the
+    references of any of these rows, and the best score counts. Otherwise each row is a question.
     """
     if not best_answer:
         return [[i] for i in range(len(answers))], answers
     groups: dict[Any, list[int]] = {}
     for i, answer in enumerate(answers):
         groups.setdefault((answer.source, answer.question, tuple(answer.contexts)), []).append(i)
-    accepted = {
+    all_references = {
         i: list(dict.fromkeys(r for j in group for r in answers[j].references))
         for group in groups.values()
         for i in group
     }
     return list(groups.values()), [
-        Prediction(a.text, accepted[i], a.question, a.contexts, a.source) for i, a in enumerate(answers)
+        Prediction(a.text, all_references[i], a.question, a.contexts, a.source) for i, a in enumerate(answers)
     ]
 
 

@@ -1,4 +1,4 @@
-"""BLEU of single answers (Papineni et al. 2002), by the library sacrebleu."""
+"""Sentence BLEU (Papineni et al. 2002), by sacrebleu."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -16,18 +16,17 @@ class Config(MetricConfig):
     """How words are compared."""
 
     lowercase: bool = False
-    """Case does not count."""
+    """Ignore case."""
 
     def score_names(self) -> tuple[str, ...]:
         return ("bleu",)
 
     def score(self, answers: Sequence[Prediction]) -> dict[str, list[float]]:
-        """{"bleu"} of each answer, between 0 and 1:
-        sacrebleu's sentence BLEU, tokenizer "13a", exponential smoothing, effective order.
+        """{"bleu"} of each answer, from 0 to 1: sacrebleu's sentence BLEU, tokenizer "13a", exponential smoothing,
+        effective order.
 
-        Means of it are means of sentences: no corpus BLEU, whose counts are summed before they are divided. The
-        effective order leaves out n-grams that an answer is too short to have. Of several references the one with the
-        best value counts. Two empty texts agree.
+        The mean of sentence BLEU differs from corpus BLEU, which sums counts first. The effective order leaves out
+        n-grams that an answer is too short to have. The reference with the best score counts. Two empty texts match.
         """
         from sacrebleu.metrics.bleu import BLEU
 
@@ -38,4 +37,4 @@ class Config(MetricConfig):
 def _score_pair(scorer: "BLEU", prediction: str, reference: str) -> float:
     if not prediction.strip() or not reference.strip():
         return float(prediction.strip() == reference.strip())
-    return min(1.0, scorer.sentence_score(prediction, [reference]).score / 100)  # it may be 1e-14 too large
+    return min(1.0, scorer.sentence_score(prediction, [reference]).score / 100)  # it can be 1e-14 too large

@@ -1,6 +1,6 @@
-"""Scores of a whole set of answers that name a class or a number, as GLUE and SuperGLUE define and T5 computes them.
+"""Set-level scores of answers that name a class or a number, as defined by GLUE and SuperGLUE and computed by T5.
 
-An answer that is no label is of class -1, which is always wrong.
+An answer that is not a label has class -1, which is always wrong.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,54 +16,53 @@ _NO_NUMBER = -1.0
 
 
 class Config(MetricConfig):
-    """Which scores, and what the classes are called."""
+    """The scores, and the labels of the classes."""
 
     scores: list[Name] = Field(min_length=1)
     labels: list[str] = []
-    """Texts of the classes 0, 1, 2…; not for pearson and spearman. f1 is that of class 1."""
+    """Texts of the classes 0, 1, 2…; not for pearson and spearman. f1 is the F1 of class 1."""
 
     @model_validator(mode="after")
     def _classes_are_named(self) -> "Config":
         if len(set(self.scores)) < len(self.scores):
-            raise ValueError("scores: one stands there twice.")
+            raise ValueError("scores: duplicate entry. Name each score once.")
         if len(set(self.labels)) < len(self.labels):
-            raise ValueError("labels: one stands there twice.")
+            raise ValueError("labels: duplicate entry. Name each label once.")
         for name in self.scores:
             if name in ("f1", "f1a", "question_match") and len(self.labels) != 2:
-                raise ValueError(f"labels: {name} is of two classes, got {len(self.labels)}.")
+                raise ValueError(f"labels: {name} needs two labels, got {len(self.labels)}.")
             if name in ("macro_f1", "matthews") and len(self.labels) < 2:
-                raise ValueError(f"labels: {name} needs the texts of two classes or more.")
+                raise ValueError(f"labels: {name} needs two or more labels, got {len(self.labels)}.")
         return self
 
     def score_names(self) -> tuple[str, ...]:
         return tuple(self.scores)
 
     def score(self, answers: Sequence[Prediction]) -> dict[str, float | list[float]]:
-        """The scores that the config names.
-        The one right answer is the first of the references; surrounding white space is ignored.
+        """Compute the configured scores. The first reference is the correct answer; surrounding white space is ignored.
 
-        accuracy        of each answer: 1 where it is the reference, else 0.
-        f1              from 0 to 1, of class 1; a class that is no label counts as the wrong one.
-        macro_f1        from 0 to 1: the mean over the labels of the F1 of each.
-        matthews        correlation coefficient x 100, as in CoLA; 0 where all are of one class. Of two classes, an
-                        answer that is no label counts as the wrong one: as a class of its own (sklearn's way, and so
-                        T5's) it could correlate, and nonsense for every sentence of one class would be worth 50
-                        without one being right. Of more classes it is one of its own.
-        pearson         correlation x 100 of the numbers, where no number is -1 (as in T5).
-        spearman        the same, of their ranks. Both are 0 where the answers, or the references, are all the same.
+        accuracy        per answer: 1 if it equals the reference, else 0.
+        f1              from 0 to 1, of class 1; an invalid label counts as the wrong class.
+        macro_f1        from 0 to 1: mean F1 over the labels.
+        matthews        correlation coefficient x 100, as in CoLA; 0 if all are of one class. With two classes, an
+                        invalid label counts as the wrong class: as a separate class (as in sklearn and so in
+                        T5) it could correlate, so that nonsense for every sentence of one class would score 50
+                        without a correct answer. With more classes it is a separate class.
+        pearson         correlation x 100 of the numbers; an answer without a number is -1 (as in T5).
+        spearman        the same, of their ranks. Both are 0 if all answers, or all references, are equal.
         f1a             MultiRC: `f1` over the answers of all questions.
-        question_match  MultiRC: share of the questions (`Prediction.question`, of a source) with only right answers.
+        question_match  MultiRC: share of questions (source and `Prediction.question`) with only correct answers.
         """
         texts = [(answer.text.strip(), answer.references[0].strip()) for answer in answers]
-        found: dict[str, float | list[float]] = {}
+        scores: dict[str, float | list[float]] = {}
         for name in self.scores:
             if name == "accuracy":
-                found[name] = [float(prediction == reference) for prediction, reference in texts]
+                scores[name] = [float(prediction == reference) for prediction, reference in texts]
             elif name == "question_match":
-                found[name] = _question_match(answers, texts)
+                scores[name] = _question_match(answers, texts)
             else:
-                found[name] = _OF_SETS[name](texts, self.labels)
-        return found
+                scores[name] = _OF_SETS[name](texts, self.labels)
+        return scores
 
 
 Texts = Sequence[tuple[str, str]]
@@ -71,7 +70,7 @@ Texts = Sequence[tuple[str, str]]
 
 
 def _classes(texts: Texts, labels: Sequence[str]) -> tuple[list[int], list[int]]:
-    """Of predictions and of references, -1 for what is no label."""
+    """Classes of predictions and of references; -1 for an invalid label."""
     number = {label: index for index, label in enumerate(labels)}
     return [number.get(prediction, -1) for prediction, _ in texts], [
         number.get(reference, -1) for _, reference in texts
@@ -84,7 +83,7 @@ def _f1(texts: Texts, labels: Sequence[str]) -> float:
 
 
 def _flip_invalid(predictions: Sequence[int], references: Sequence[int]) -> list[int]:
-    """Of two classes: replace predictions that are no label by the wrong class."""
+    """Replace invalid labels by the wrong one of two classes."""
     return [p if p >= 0 else int(r == 0) for p, r in zip(predictions, references, strict=True)]
 
 
@@ -96,8 +95,8 @@ def _macro_f1(texts: Texts, labels: Sequence[str]) -> float:
 def _mean_f1(references: Sequence[int], predictions: Sequence[int], classes: Sequence[int]) -> float:
     from sklearn.metrics import f1_score
 
-    found = f1_score(references, predictions, labels=classes, average="macro", zero_division=0.0)  # pyright: ignore[reportArgumentType]
-    return float(found)
+    mean_f1 = f1_score(references, predictions, labels=classes, average="macro", zero_division=0.0)  # pyright: ignore[reportArgumentType]
+    return float(mean_f1)
 
 
 def _matthews(texts: Texts, labels: Sequence[str]) -> float:

@@ -1,4 +1,4 @@
-"""Whether an answer is an expression of given numbers and value, as this Python finds; and whether in parentheses."""
+"""Check whether an answer is an arithmetic expression of given numbers with a given value."""
 
 import ast
 import re
@@ -13,11 +13,10 @@ _OPERATORS = {ast.Add: int.__add__, ast.Sub: int.__sub__, ast.Mult: int.__mul__}
 
 
 class Config(MetricConfig):
-    """Nothing to choose."""
+    """No settings."""
 
     def score(self, answers: Sequence[Prediction]) -> dict[str, list[float]]:
-        """{"solved", "in_parentheses"} of each answer.
-        A question is as `ask` writes it; an answer to another is not solved."""
+        """{"solved", "in_parentheses"} of each answer. Only questions in the format of `ask` can be solved."""
         return {
             "solved": [float(solves(answer.question, answer.text)) for answer in answers],
             "in_parentheses": [float(is_in_parentheses(answer.text)) for answer in answers],
@@ -25,25 +24,29 @@ class Config(MetricConfig):
 
 
 def ask(one: int, other: int, value: int) -> str:
-    """The task of two numbers and a value."""
+    """The question for two numbers and a value."""
     return f"Write an expression of {one} and {other} that gives {value}."
 
 
 def solves(question: str, answer: str) -> bool:
-    """Whether an answer uses both numbers of the task once, and nothing else, and has the value."""
+    """Whether an answer has the requested value and uses exactly the two numbers, each once."""
     task = _TASK.search(question)
-    found = read_expression(answer)
-    return bool(task and found and found[0] == int(task[3]) and sorted(found[1]) == sorted(map(int, task.groups()[:2])))
+    expression = read_expression(answer)
+    return bool(
+        task
+        and expression
+        and expression[0] == int(task[3])
+        and sorted(expression[1]) == sorted(map(int, task.groups()[:2]))
+    )
 
 
 def is_in_parentheses(answer: str) -> bool:
-    """Whether an expression is written in parentheses."""
+    """Whether an answer is an expression in parentheses."""
     return answer.strip().startswith("(") and answer.strip().endswith(")") and read_expression(answer) is not None
 
 
 def read_expression(text: str) -> tuple[int, list[int]] | None:
-    """The value of an expression of whole numbers with +, - and *, and its numbers;
-    None where it is none. Nothing is run."""
+    """Value and numbers of an integer expression with +, - and *; None if the text is not one. No code is executed."""
     if not _PLAIN.fullmatch(text.strip()):
         return None
     try:

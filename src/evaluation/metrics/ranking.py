@@ -1,4 +1,4 @@
-"""How well rewards agree with the ranks of replies."""
+"""Agreement of rewards with the ranks of replies."""
 
 import math
 from collections import defaultdict
@@ -7,25 +7,27 @@ from typing import NamedTuple
 
 
 class Agreement(NamedTuple):
-    """Of the rewards of one conversation with its ranks."""
+    """Agreement of rewards and ranks in one conversation."""
 
     accuracy: float
-    """1 where a best reply has more than a worst one, else 0."""
+    """1 if the best replies have a higher mean reward than the worst, else 0."""
     kendall: float
-    """(pairs in the right order - pairs in the wrong one) / pairs whose ranks differ; equal rewards are neither."""
+    """(concordant - discordant pairs) / pairs with different ranks; pairs with equal rewards are neither."""
     spearman: float
-    """Correlation of the places by reward and by rank, ties in the middle; 0 where all rewards are equal."""
+    """Correlation of the positions by reward and by rank, with mean positions for ties; 0 if all rewards are equal."""
     best_reward: float
     """Mean reward of the replies of the best rank."""
     worst_reward: float
 
 
 def correlations(rewards: Sequence[float], conversations: Sequence[int], ranks: Sequence[int]) -> list[Agreement]:
-    """Of each conversation that has replies of different ranks. Ranks: smaller is better."""
-    own = defaultdict[int, list[tuple[float, int]]](list)
+    """Agreement in each conversation that has replies of different ranks. ranks: smaller is better."""
+    replies_by_conversation = defaultdict[int, list[tuple[float, int]]](list)
     for reward, conversation, rank in zip(rewards, conversations, ranks, strict=True):
-        own[conversation].append((reward, rank))
-    return [_agreement(replies) for replies in own.values() if len({rank for _, rank in replies}) > 1]
+        replies_by_conversation[conversation].append((reward, rank))
+    return [
+        _agreement(replies) for replies in replies_by_conversation.values() if len({rank for _, rank in replies}) > 1
+    ]
 
 
 def _agreement(replies: Sequence[tuple[float, int]]) -> Agreement:
@@ -43,12 +45,12 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def _places(values: Sequence[float]) -> list[float]:
-    """The place of each value among all of them; equal ones share the middle of theirs."""
+    """Position of each value among all values; equal values share their mean position."""
     return [sum(other < value for other in values) + sum(other == value for other in values) / 2 for value in values]
 
 
 def _correlation(xs: Sequence[float], ys: Sequence[float]) -> float:
-    """Pearson's."""
+    """Pearson correlation; 0 if one side is constant."""
     x_mean, y_mean = _mean(xs), _mean(ys)
     spread = math.sqrt(sum((x - x_mean) ** 2 for x in xs) * sum((y - y_mean) ** 2 for y in ys))
     return sum((x - x_mean) * (y - y_mean) for x, y in zip(xs, ys, strict=True)) / spread if spread else 0.0

@@ -1,4 +1,4 @@
-"""ROUGE of generated text (Lin 2004, "ROUGE: a package for automatic evaluation of summaries"), by rouge-score."""
+"""ROUGE (Lin 2004, "ROUGE: a package for automatic evaluation of summaries"), by rouge-score."""
 
 import re
 from collections.abc import Sequence
@@ -24,12 +24,12 @@ class Config(MetricConfig):
         return _KINDS
 
     def score(self, answers: Sequence[Prediction]) -> dict[str, list[float]]:
-        """F-measures of unigrams, bigrams and the longest common subsequence; Lsum takes that line by line.
-        Of each answer, from 0 to 1.
+        """F-measures of unigrams, bigrams and the longest common subsequence (Lsum: line by line) of each answer, from
+        0 to 1.
 
-        Of several references the one with the best value counts. Two texts without words agree if they are equal. On
-        ASCII text these are the library's own values; its tokenizer drops all other letters, so here words are runs of
-        letters and digits of any script.
+        The reference with the best score counts. Two texts without words match if they are equal. Scores equal the
+        library's on ASCII text; its tokenizer drops other letters, so here words are runs of letters and digits of any
+        script.
         """
         from rouge_score.rouge_scorer import RougeScorer
 
@@ -41,11 +41,11 @@ class Config(MetricConfig):
 def _score_pair(scorer: "RougeScorer", prediction: str, reference: str) -> dict[str, float]:
     if not _WORDS.search(prediction) and not _WORDS.search(reference):
         return dict.fromkeys(_KINDS, float(prediction.split() == reference.split()))
-    return {kind: float(found.fmeasure) for kind, found in scorer.score(reference, prediction).items()}
+    return {kind: float(score.fmeasure) for kind, score in scorer.score(reference, prediction).items()}
 
 
 class _Words:
-    """What rouge-score takes for a tokenizer."""
+    """A tokenizer for rouge-score."""
 
     def __init__(self, stemmer: bool) -> None:
         from nltk.stem.porter import PorterStemmer
@@ -53,6 +53,6 @@ class _Words:
         self._stemmer = PorterStemmer() if stemmer else None
 
     def tokenize(self, text: str) -> list[str]:
-        """The words of `text` in lower case."""
+        """Split `text` into lower-case words."""
         words = _WORDS.findall(text.lower())
         return [self._stemmer.stem(word) if len(word) > 3 else word for word in words] if self._stemmer else words

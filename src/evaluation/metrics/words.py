@@ -1,4 +1,4 @@
-"""How many words of an answer are in place: for answers read word by word, such as digits from images."""
+"""Word accuracy by position, for answers such as digits read from images."""
 
 from collections.abc import Sequence
 
@@ -8,13 +8,14 @@ from src.experiments.interfaces import MetricConfig
 
 
 class Config(MetricConfig):
-    """Nothing to choose."""
+    """No settings."""
 
     def score(self, answers: Sequence[Prediction]) -> dict[str, list[float]]:
-        """{"word_accuracy"} of each answer: the share of its reference's words that it has at the same place;
-        the best over references.
+        """{"word_accuracy"} of each answer: share of the reference's words that the answer has at the same position;
+        best over references.
 
-        Words are those of `squad.normalise`. Of a reference without words it is 1 where the answer has none either.
+        Words are normalized by `squad.normalise`. If the reference has no words, the score is 1 if the answer has no
+        words, else 0.
         """
         return {
             "word_accuracy": [
@@ -24,7 +25,7 @@ class Config(MetricConfig):
 
 
 def _agreement(text: str, reference: str) -> float:
-    given, wanted = normalise(text).split(), normalise(reference).split()
-    if not wanted:
-        return float(not given)
-    return sum(one == other for one, other in zip(given, wanted, strict=False)) / len(wanted)
+    words, reference_words = normalise(text).split(), normalise(reference).split()
+    if not reference_words:
+        return float(not words)
+    return sum(one == other for one, other in zip(words, reference_words, strict=False)) / len(reference_words)

@@ -145,6 +145,6 @@ class Config(TrainingRecipe):
             self,
             run,
             pretraining.TextTraining(
-                self.loss(), reported=REPORTED, count=self.count, prepare=add_reference if stored else None
+                self.loss(), reported_sums=REPORTED, count=self.count, prepare=add_reference if stored else None
             ),
         )

@@ -100,4 +100,6 @@ class Config(TrainingRecipe):
 
     def run(self, run: Run) -> None:
         """Train to the last step, or evaluate. Scores: val_loss and the means of `REPORTED`. Collective."""
-        pretraining.train_on_text(self, run, pretraining.TextTraining(self.loss(), reported=REPORTED, count=self.count))
+        pretraining.train_on_text(
+            self, run, pretraining.TextTraining(self.loss(), reported_sums=REPORTED, count=self.count)
+        )

@@ -1,11 +1,10 @@
-"""Tensors and state in and out of a checkpoint folder.
-Which folder is complete, last or best: src/runs/checkpoints/checkpoints.py.
+"""Read and write the tensors and the state of a checkpoint folder. See src/runs/checkpoints/checkpoints.py for the last
+and the best one.
 
-A folder holds model.safetensors (trained weights only), optimizer.safetensors, state.json, model.json (the `model` part
-of the experiment, defaults written out), tokenizer/, config.json (a copy of the run's), branch.json of a rewound run,
-and manifest.json with the hash of every file. Where the model was shared, shards are there instead of
-optimizer.safetensors: those of FSDP2 below optimizer/, those of ZeRO below zero/. Nothing is pickled but what DeepSpeed
-writes there.
+A folder has model.safetensors (trained weights only), optimizer.safetensors, state.json, model.json (the `model` part
+of the experiment with defaults), tokenizer/, config.json (a copy of the run's), branch.json of a rewound run, and
+manifest.json with the hash of every file. Sharded trainings write shards instead of optimizer.safetensors: FSDP2 below
+optimizer/, ZeRO below zero/. Only DeepSpeed's shards are pickles.
 """
 
 import contextlib
@@ -39,20 +38,20 @@ log = logging.getLogger(__name__)
 
 @contextlib.contextmanager
 def begin(run: Path, step: int) -> Iterator[Path]:
-    """A folder that becomes the checkpoint of `step` when the block ends without an error: complete or not at all.
+    """Yield a folder that atomically becomes the checkpoint of `step` when the block ends without an error.
 
-    An existing checkpoint of this step, from a stop in an evaluation, stays unchanged while another process uses it. It
-    has the same weights; resuming from it repeats the evaluation.
+    An existing checkpoint of this step, from a stop during an evaluation, is not replaced while another process uses
+    it. It has the same weights; resuming from it repeats the evaluation.
 
     Raises:
-        RunError: the disk refuses. Earlier checkpoints are untouched.
+        RunError: the disk refuses. Earlier checkpoints do not change.
     """
     final = checkpoints.folder(run, step)
     try:
         with files.new_directory(final, around=lambda: _hold_unused(run, final)) as folder:
             yield folder
     except _InUse as error:
-        log.info("%s: stays as it was when the training stopped there, as somebody works on it: %s", final, error)
+        log.info("%s: not replaced, as another process uses it: %s", final, error)
     except SafetensorError as error:
         raise RunError(
             f"{final}: cannot write: {error}. Nothing complete was lost; make room or choose another folder."
@@ -60,20 +59,20 @@ def begin(run: Path, step: int) -> Iterator[Path]:
 
 
 class _InUse(Exception):
-    """Another process uses the checkpoint; says which."""
+    """Another process uses the checkpoint. The message names it."""
 
 
 @contextlib.contextmanager
 def _hold_unused(run: Path, checkpoint: Path) -> Iterator[None]:
-    """Hold the lock while no other process uses `checkpoint`; raises _InUse if one does."""
+    """Hold the lock of the run's folder; _InUse if another process uses `checkpoint`."""
     with directory_lock(run, create=False):
         if checkpoint.exists():
             try:
-                held = pins.find_pinned(run, [checkpoint], pins.StalenessProbe())
+                pinned = pins.find_pinned(run, [checkpoint], pins.StalenessProbe())
             except RunError as error:
                 raise _InUse(str(error)) from None
-            if held:
-                raise _InUse(held[checkpoint])
+            if pinned:
+                raise _InUse(pinned[checkpoint])
         yield
 
 
@@ -84,7 +83,7 @@ def write(
     state: dict[str, Any],
     about: "CheckpointMetadata",
 ) -> None:
-    """Write a checkpoint. moments: optimizer state. None: the engine writes it itself, as shards."""
+    """Write a checkpoint. weights, moments (optimizer state): None if the engine writes them as shards."""
     if weights is not None:
         save_file(weights, folder / "model.safetensors")
     if moments is not None:
@@ -95,36 +94,35 @@ def write(
 
 
 def write_experience(folder: Path, tensors: dict[str, Tensor]) -> None:
-    """Write the experience of a training."""
+    """Write the tensors of `spec.Experience`."""
     save_file(tensors, folder / EXPERIENCE)
 
 
 def require_equal_experience(tensors: dict[str, Tensor]) -> None:
-    """Raises TrainingError where the ranks do not have the same `tensors`, of which only rank 0's are written.
-    Collective."""
+    """Raise TrainingError if `tensors` differ between ranks, as only those of rank 0 are written. Collective."""
     if distributed.world_size() == 1:
         return
     digests = distributed.all_gather_list([hashlib.sha256(save(tensors)).hexdigest()])
-    others = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
-    if others:
+    different_ranks = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
+    if different_ranks:
         error = TrainingError(
-            f"Experience.tensors returns other tensors on rank {others[0]} than on rank 0, "
-            "and only those of rank 0 are saved. Gather them, so that all ranks have the same tensors."
+            f"Experience.tensors returns other tensors on rank {different_ranks[0]} than on rank 0, "
+            "and only those of rank 0 are saved. Gather them on all ranks."
         )
         error.everywhere = True
         raise error
 
 
 def load_experience(folder: Path) -> dict[str, Tensor]:
-    """What `write_experience` wrote, on the CPU; {} if nothing."""
+    """Read the tensors of `write_experience`, on the CPU; {} if the file is missing."""
     return read_tensors(folder / EXPERIENCE) if (folder / EXPERIENCE).exists() else {}
 
 
 def origin(run: Path) -> dict[str, bytes]:
-    """The files that describe the origin of the checkpoints of `run`, by file name: copied into each checkpoint.
+    """Content of the files that are copied into each checkpoint to describe its origin, by file name.
 
     Raises:
-        RunError: config.json is missing, or cannot be read.
+        RunError: config.json is missing or cannot be read.
     """
     names = [CONFIG, branches.FILE] if (run / branches.FILE).exists() else [CONFIG]
     try:
@@ -137,7 +135,7 @@ def _save_tokenizer(tokenizer: Any, folder: Path) -> None:
     try:
         tokenizer.save_pretrained(folder)
     except Exception as error:
-        if "os error" in str(error):  # the tokenizers library raises a bare Exception for errors of the disk
+        if "os error" in str(error):  # the tokenizers library raises a plain Exception for disk errors
             raise RunError(
                 f"{folder}: cannot write: {error}. Nothing complete was lost; make room or choose another folder."
             ) from None
@@ -145,12 +143,13 @@ def _save_tokenizer(tokenizer: Any, folder: Path) -> None:
 
 
 def load_weights(folder: Path, model: nn.Module) -> dict[str, Any]:
-    """Put the weights of the checkpoint in `folder` into `model`, before processes share it; returns its state.
+    """Load the weights of the checkpoint in `folder` into `model`, before it is sharded; returns the checkpoint's
+    state.
 
-    A model that is unfilled stays so.
+    A model without weights (see `support.weights`) is not changed.
 
     Raises:
-        CheckpointError: it is a checkpoint of another model.
+        CheckpointError: the checkpoint is for another model.
     """
     if not is_unfilled(model):
         load_trained(model, folder / "model.safetensors")
@@ -158,7 +157,7 @@ def load_weights(folder: Path, model: nn.Module) -> dict[str, Any]:
 
 
 class CheckpointMetadata:
-    """Model config and tokenizer, saved in every checkpoint so that the folder can be loaded on its own."""
+    """Model config and tokenizer, saved in every checkpoint so that it can be loaded by itself."""
 
     def __init__(self, model: dict[str, Any], tokenizer: Any) -> None:
         self.model = model
@@ -176,16 +175,16 @@ def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dic
 
 
 def load_optimizer(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Put the optimizer's state of the checkpoint in `folder` into `optimizer`. Collective.
+    """Load the optimizer's state of the checkpoint in `folder` into `optimizer`. Collective.
 
     Raises:
-        CheckpointError: it is of another model, or its shards are damaged.
+        CheckpointError: it is for another model, or its shards are damaged.
     """
     ensure_whole_optimizer(folder)
     with distributed.raise_together():
         entries = list(optimizer_entries(folder, model))
     for parameter, entry, value in entries:
-        # AdamW has its step count on the CPU, and the moments on the device of the parameter.
+        # AdamW has its step count on the CPU, and its moments on the parameter's device.
         device = parameter.device if value.shape == parameter.shape and value.ndim else value.device
         optimizer.state[parameter][entry] = value.to(device)
 
@@ -193,26 +192,27 @@ def load_optimizer(folder: Path, model: nn.Module, optimizer: torch.optim.Optimi
 def optimizer_entries(
     folder: Path, model: nn.Module, tensors: Mapping[str, Any] | None = None
 ) -> Iterator[tuple[nn.Parameter, str, Any]]:
-    """(parameter, "exp_avg", tensor), … of the checkpoint in `folder`.
-    tensors: those, by the names of the entries; None: read here.
+    """Yield (parameter, "exp_avg", tensor), … of the checkpoint in `folder`. tensors: state by entry name; None: read
+    from the checkpoint.
 
     Raises:
-        CheckpointError: an entry is of a parameter that `model` does not train.
+        CheckpointError: an entry is for a parameter that `model` does not train.
     """
     parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     for key, value in (read_tensors(folder / OPTIMIZER) if tensors is None else tensors).items():
         name, _, entry = key.rpartition(SEPARATOR)
         if name not in parameters:
             raise CheckpointError(
-                f"{folder / OPTIMIZER}: has state for {name or key!r}, which this model does not train."
+                f"{folder / OPTIMIZER}: has state for {name or key!r}, which this model does not train. "
+                "Use the checkpoint's own model."
             )
         yield parameters[name], entry, value
 
 
 def ensure_whole_optimizer(folder: Path) -> None:
-    """If the optimizer's state is only in shards, consolidate it in the checkpoint, on rank 0. Collective.
+    """Consolidate the optimizer's state in the checkpoint on rank 0 if it is only in shards. Collective.
 
-    The remaining ranks wait up to a day: half an hour is too little for a large model on a slow disk.
+    The other ranks wait up to a day, as half an hour is too short for a large model on a slow disk.
 
     Raises:
         CheckpointError: the shards are missing or damaged.
@@ -223,7 +223,7 @@ def ensure_whole_optimizer(folder: Path) -> None:
         if distributed.is_main():
             whose = "FSDP2" if (folder / "optimizer").is_dir() else "DeepSpeed"
             log.info(
-                "%s: its optimizer state is in %s's shards, which do not fit this start: put together first.",
+                "%s: consolidating the optimizer state from %s shards, which do not fit this start.",
                 folder,
                 whose,
             )

@@ -1,13 +1,13 @@
-"""Converts a checkpoint's shards (ZeRO, FSDP2) into plain safetensors: weights, and optimizer state by parameter name.
+"""Convert a checkpoint's shards (ZeRO, FSDP2) to plain safetensors: weights, and optimizer state by parameter name.
 
-python -m src.training.checkpointing.consolidate results/runs/EXP_ID        its newest checkpoint, in place
+python -m src.training.checkpointing.consolidate results/runs/EXP_ID        newest checkpoint, in place
 python -m src.training.checkpointing.consolidate results/runs/EXP_ID --step 2000 --output exported --dtype bfloat16
-python -m src.training.checkpointing.consolidate CHECKPOINT --verify        compares it with its shards; writes nothing
+python -m src.training.checkpointing.consolidate CHECKPOINT --verify        compare with the shards; write nothing
 
-In place, the checkpoint gets the files that a training without shards would have written, so that it can be resumed in
-any mode and on any number of processes; a training that needs them does this by itself. ZeRO's weights are those of
-DeepSpeed's zero_to_fp32, bit for bit; FSDP2's are whole in the checkpoint already. Memory needed does not grow with the
-model: tensors go from the shards to the file 16 MB at a time.
+In place, the checkpoint gets the files of an unsharded training, so that it can be resumed in any mode and on any
+number of processes; a training that needs them does this itself. ZeRO's weights equal those of DeepSpeed's zero_to_fp32
+bit for bit; FSDP2 checkpoints already have complete weights. Memory use does not grow with the model: tensors are
+copied from the shards to the file 16 MB at a time.
 """
 
 import argparse
@@ -45,28 +45,29 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 @dataclass(frozen=True)
 class Export:
-    """How weights are written to a folder of their own."""
+    """Options for writing weights to a separate folder."""
 
     folder: Path
     shard_bytes: int = SHARD_BYTES
-    """Most that one file of weights holds. A tensor larger than that has a file of its own."""
+    """Maximum size of a file of weights. A larger tensor has its own file."""
     dtype: str = "float32"
-    """Of the weights, a key of DTYPES; the optimizer's state stays float32."""
+    """Type of the weights, a key of DTYPES. The optimizer's state is always float32."""
     everything: bool = False
-    """Frozen weights, every buffer and the second names of tied weights too, not the trained weights alone."""
+    """Also write frozen weights, all buffers and the second names of tied weights."""
 
 
 def locate(path: Path, step: int | None = None) -> Path:
-    """Path of a checkpoint: `path` itself or,
-    if `path` is a run, its checkpoint of `step` (default: the newest complete one).
+    """Path of a checkpoint: `path` itself or, for a run, its checkpoint of `step` (default: the newest complete one).
 
     Raises:
-        CheckpointError: there is none.
-        ConfigError: `step` is given and `path` is no run.
+        CheckpointError: there is no such checkpoint.
+        ConfigError: `step` is set and `path` is not a run.
     """
     if not (path / "checkpoints").is_dir():
         if step is not None:
-            raise ConfigError(f"--step {step}: {path} is not the folder of a run, which has a folder checkpoints/.")
+            raise ConfigError(
+                f"--step {step}: {path} is not the folder of a run. Name a folder that contains checkpoints/."
+            )
         if not path.is_dir():
             raise CheckpointError(f"{path}: no such folder.")
         return path.resolve()
@@ -74,86 +75,84 @@ def locate(path: Path, step: int | None = None) -> Path:
     if checkpoint is None or not checkpoint.is_dir():
         there = ", ".join(str(checkpoints.step_of(entry)) for entry in checkpoints.list_all(path)) or "none"
         raise CheckpointError(
-            f"{path}: has no whole checkpoint{'' if step is None else f' of step {step}'}. "
-            f"Steps that are there: {there}."
+            f"{path}: no complete checkpoint{'' if step is None else f' of step {step}'}. Existing steps: {there}."
         )
     return checkpoint.resolve()
 
 
 def consolidate(checkpoint: Path, export: Export | None = None) -> list[Path]:
-    """Write weights and optimizer's state of `checkpoint`'s shards; returns the files written, none if all were there.
+    """Write weights and optimizer state from the shards of `checkpoint`; returns the written files, [] if all exist.
 
-    export: where to; None: into the checkpoint itself, whose other files stay and whose manifest then lists the new
-    ones too. What it has already is compared with the shards, and not written again. A crash leaves the checkpoint as
-    it was, or with whole files added. `checkpoint` may be a folder written by DeepSpeed alone where `export` is given.
+    export: target; None: add the files to the checkpoint itself and to its manifest. Existing files are compared with
+    the shards and not written again. A crash leaves the checkpoint unchanged, or with complete files added. With
+    `export`, `checkpoint` can also be a folder written only by DeepSpeed.
 
     Raises:
-        CheckpointError: there are no shards, or they are damaged or do not go together, or are not what the checkpoint
-            holds already.
-        ConfigError: the folder of `export` is in use.
+        CheckpointError: shards are missing, damaged or inconsistent, or differ from files that the checkpoint already
+            has.
+        ConfigError: the folder of `export` has other files.
         RunError: the disk refuses.
     """
-    found = _open(checkpoint)
+    shards = _open(checkpoint)
     if export is None:
         with _only_writer(checkpoint):
-            return _add_missing(checkpoint, found)
+            return _add_missing(checkpoint, shards)
     if export.folder.exists() and not _is_replaceable(export.folder):
         raise ConfigError(
-            f"--output {export.folder}: holds something else. "
-            "Name a folder that is new, empty, or was written by this command."
+            f"--output {export.folder}: has other files. Name a new or empty folder, or one written by this command."
         )
-    facts = _manifest_entry(checkpoint, found, export.dtype, export.everything)
+    facts = _manifest_entry(checkpoint, shards, export.dtype, export.everything)
     with files.new_directory(export.folder, facts) as folder:
-        digests = _write_weights(folder, found, export)
-        digests |= safetensors_stream.write(folder / OPTIMIZER, optimizer_tensors(found))
+        digests = _write_weights(folder, shards, export)
+        digests |= safetensors_stream.write(folder / OPTIMIZER, optimizer_tensors(shards))
         facts["consolidated"]["tensors"] = digests
     return sorted(path for path in export.folder.iterdir() if path.name != files.MANIFEST)
 
 
 def verify(checkpoint: Path, folder: Path | None = None) -> list[str]:
-    """Compare what was consolidated, in the checkpoint or `folder`, with the shards; returns the names of the tensors.
+    """Compare the consolidated files, in the checkpoint or `folder`, with the shards; returns the names of the tensors.
 
     Raises:
-        CheckpointError: there is nothing to compare, or it is damaged or differs; the message names the file and the
-            tensors.
+        CheckpointError: there is nothing to compare, or a file is damaged or differs. The message names the file and
+            the tensors.
     """
-    found = _open(checkpoint)
+    shards = _open(checkpoint)
     folder = checkpoint if folder is None else folder
     if problem := files.defect(folder):
         raise CheckpointError(f"{folder}: damaged ({problem}).")
     facts = files.read_manifest(folder, CheckpointError).get("consolidated", {})
-    compared: dict[str, StoredTensor] = {}
-    kept = _weights_in(folder)
-    if kept is not None:
-        compared |= found.weights(facts.get("all", False))
-        _require_equal(folder / WEIGHTS, compared, kept, DTYPES[facts.get("dtype", "float32")])
+    compared_tensors: dict[str, StoredTensor] = {}
+    weights = _weights_in(folder)
+    if weights is not None:
+        compared_tensors |= shards.weights(facts.get("all", False))
+        _require_equal(folder / WEIGHTS, compared_tensors, weights, DTYPES[facts.get("dtype", "float32")])
     if (folder / OPTIMIZER).exists():
-        state = optimizer_tensors(found)
+        state = optimizer_tensors(shards)
         _require_equal(folder / OPTIMIZER, state, safetensors_stream.read(folder / OPTIMIZER))
-        compared |= state
-    if not compared:
+        compared_tensors |= state
+    if not compared_tensors:
         raise CheckpointError(
-            f"{folder}: has neither {WEIGHTS} nor {OPTIMIZER}, so there is nothing to compare with the shards."
+            f"{folder}: has neither {WEIGHTS} nor {OPTIMIZER} to compare with the shards. Consolidate it first."
         )
-    return list(compared)
+    return list(compared_tensors)
 
 
-def optimizer_tensors(found: zero_layout.Shards) -> dict[str, StoredTensor]:
-    """The optimizer's state, named as `src.training.checkpointing.checkpoint` names it:
-    {"blocks.0.mlp.weight::exp_avg": tensor, …}."""
+def optimizer_tensors(shards: zero_layout.Shards) -> dict[str, StoredTensor]:
+    """The optimizer's state with the names of `src.training.checkpointing.checkpoint`: {"blocks.0.mlp.weight::exp_avg":
+    tensor, …}."""
     return {
-        f"{name}{SEPARATOR}{key}": value for name, entries in found.moments.items() for key, value in entries.items()
+        f"{name}{SEPARATOR}{key}": value for name, entries in shards.moments.items() for key, value in entries.items()
     }
 
 
 def _open(checkpoint: Path) -> zero_layout.Shards:
-    """The shards of a checkpoint, found whole:
-    by its manifest, or, where DeepSpeed alone wrote it, by the checksums within them."""
+    """Open the shards of a checkpoint after verifying them: by its manifest, or by the checksums within DeepSpeed's
+    files."""
     folder, dcp = zero_layout.find(checkpoint), (checkpoint / dcp_shards.MOMENTS).is_dir()
     if folder is None and not dcp:
         raise CheckpointError(
-            f"{checkpoint}: holds no shards of DeepSpeed ZeRO (zero_pp_rank_*_mp_rank_00_optim_states.pt), "
-            "itself or in zero/, and none of FSDP2 in optimizer/."
+            f"{checkpoint}: no shards of DeepSpeed ZeRO (zero_pp_rank_*_mp_rank_00_optim_states.pt) here or in zero/, "
+            "and no shards of FSDP2 in optimizer/."
         )
     if (checkpoint / files.MANIFEST).exists():
         if problem := files.defect(checkpoint):
@@ -165,19 +164,19 @@ def _open(checkpoint: Path) -> zero_layout.Shards:
 
 
 def _check_sums(file: Path) -> None:
-    """Raises CheckpointError where a part of a shard, which is a zip file, is not what was written."""
+    """Raise CheckpointError if a checksum of a shard, which is a zip file, is wrong."""
     try:
         with zipfile.ZipFile(file) as archive:
-            damaged = archive.testzip()
+            damaged_part = archive.testzip()
     except (zipfile.BadZipFile, zlib.error, OSError, EOFError) as error:
         raise CheckpointError(f"{file}: damaged ({error}).") from None
-    if damaged:
-        raise CheckpointError(f"{file}: damaged: its part {damaged} is not what was written.")
+    if damaged_part:
+        raise CheckpointError(f"{file}: damaged: checksum of {damaged_part} is wrong.")
 
 
 @contextlib.contextmanager
 def _only_writer(checkpoint: Path) -> Iterator[None]:
-    """Hold the lock of a checkpoint's folder: of two that would add to it, the second waits, then finds all there."""
+    """Hold the lock of a checkpoint's folder, so that a second process waits and then finds all files."""
     with files.writing(checkpoint):
         descriptor = os.open(checkpoint, os.O_RDONLY)
     try:
@@ -188,48 +187,52 @@ def _only_writer(checkpoint: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _add_missing(checkpoint: Path, found: zero_layout.Shards) -> list[Path]:
+def _add_missing(checkpoint: Path, shards: zero_layout.Shards) -> list[Path]:
     """Add the missing files to a checkpoint written by this project."""
     aside = checkpoint.with_name(f".consolidated-{checkpoint.name}")
     shutil.rmtree(aside, ignore_errors=True)  # of a killed writer
     manifest = files.read_manifest(checkpoint, CheckpointError)
-    wanted = {WEIGHTS: found.weights(everything=False), OPTIMIZER: optimizer_tensors(found)}
-    if not found.stage:
-        del wanted[WEIGHTS]  # they are there
-    for name in [name for name in wanted if name in manifest["files"]]:
-        _require_equal(checkpoint / name, wanted[name], safetensors_stream.read(checkpoint / name))
-        del wanted[name]
-    if not wanted:
+    missing_files = {WEIGHTS: shards.weights(everything=False), OPTIMIZER: optimizer_tensors(shards)}
+    if not shards.stage:
+        del missing_files[WEIGHTS]  # they are there
+    for name in [name for name in missing_files if name in manifest["files"]]:
+        _require_equal(checkpoint / name, missing_files[name], safetensors_stream.read(checkpoint / name))
+        del missing_files[name]
+    if not missing_files:
         return []
-    facts = _manifest_entry(checkpoint, found)
+    facts = _manifest_entry(checkpoint, shards)
     try:
         with files.new_directory(aside) as folder:
-            digests = {name: safetensors_stream.write(folder / name, tensors) for name, tensors in wanted.items()}
+            digests = {
+                name: safetensors_stream.write(folder / name, tensors) for name, tensors in missing_files.items()
+            }
         facts["consolidated"]["tensors"] = {
             tensor: digest for names in digests.values() for tensor, digest in names.items()
         }
-        written = files.read_manifest(aside, CheckpointError)["files"]
+        new_files = files.read_manifest(aside, CheckpointError)["files"]
         with files.writing(checkpoint):
-            for name in wanted:
-                # Unlisted until the next line but one, and no reader needs it before.
+            for name in missing_files:
+                # The manifest lists the files only below; no reader needs them before.
                 (aside / name).replace(checkpoint / name)
             files.sync_directory(checkpoint)
-        files.write_json(checkpoint / files.MANIFEST, {**manifest, **facts, "files": {**manifest["files"], **written}})
+        files.write_json(
+            checkpoint / files.MANIFEST, {**manifest, **facts, "files": {**manifest["files"], **new_files}}
+        )
     finally:
         shutil.rmtree(aside, ignore_errors=True)
-    return [checkpoint / name for name in wanted]
+    return [checkpoint / name for name in missing_files]
 
 
 def _manifest_entry(
-    checkpoint: Path, found: zero_layout.Shards, dtype: str = "float32", everything: bool = False
+    checkpoint: Path, shards: zero_layout.Shards, dtype: str = "float32", everything: bool = False
 ) -> dict[str, Any]:
-    """Entry of the manifest. The caller adds "tensors": {name: sha256 of its bytes}."""
-    source = {"from": checkpoint.name, "stage": found.stage, "world_size": found.world_size, "step": found.step}
+    """Entry for the manifest. The caller adds "tensors": {name: sha256 of its bytes}."""
+    source = {"from": checkpoint.name, "stage": shards.stage, "world_size": shards.world_size, "step": shards.step}
     return {"consolidated": {**source, "dtype": dtype, "all": everything}}
 
 
 def _is_replaceable(folder: Path) -> bool:
-    """True for an empty folder, or one that holds only files written by this command."""
+    """True for an empty folder, or one with only files written by this command."""
     if not folder.is_dir():
         return False
     there = {str(path.relative_to(folder)) for path in folder.rglob("*")}
@@ -239,11 +242,11 @@ def _is_replaceable(folder: Path) -> bool:
     return "consolidated" in manifest and there == {*manifest["files"], files.MANIFEST}
 
 
-def _write_weights(folder: Path, found: zero_layout.Shards, export: Export) -> dict[str, str]:
-    """model.safetensors, or model-00001-of-0000N.safetensors and their index, as Hugging Face's libraries read them."""
-    dtype, weights = DTYPES[export.dtype], found.weights(export.everything)
+def _write_weights(folder: Path, shards: zero_layout.Shards, export: Export) -> dict[str, str]:
+    """Write model.safetensors, or model-00001-of-0000N.safetensors with an index, in Hugging Face's format."""
+    dtype, weights = DTYPES[export.dtype], shards.weights(export.everything)
     plan = split_state_dict_into_shards_factory(
-        weights,  # pyright: ignore[reportArgumentType]  of which it asks nothing but the size
+        weights,  # pyright: ignore[reportArgumentType]  it uses only the size of a tensor
         get_storage_size=lambda tensor: safetensors_stream.size_bytes(tensor, dtype),  # pyright: ignore[reportArgumentType]
         filename_pattern=PATTERN,
         max_shard_size=export.shard_bytes,
@@ -259,7 +262,7 @@ def _write_weights(folder: Path, found: zero_layout.Shards, export: Export) -> d
 
 
 def _weights_in(folder: Path) -> dict[str, StoredTensor] | None:
-    """The weights, from one file or several; None if there are none."""
+    """Weights from one file or several; None if the folder has no weights."""
     if (folder / WEIGHTS).exists():
         return safetensors_stream.read(folder / WEIGHTS)
     if not (folder / INDEX).exists():
@@ -269,23 +272,26 @@ def _weights_in(folder: Path) -> dict[str, StoredTensor] | None:
 
 
 def _require_equal(
-    file: Path, expected: Mapping[str, StoredTensor], kept: Mapping[str, StoredTensor], dtype: torch.dtype | None = None
+    file: Path,
+    expected: Mapping[str, StoredTensor],
+    tensors: Mapping[str, StoredTensor],
+    dtype: torch.dtype | None = None,
 ) -> None:
-    if problem := safetensors_stream.difference(expected, kept, dtype):
-        raise CheckpointError(f"{file}: not what the shards hold ({problem}).")
+    if problem := safetensors_stream.difference(expected, tensors, dtype):
+        raise CheckpointError(f"{file}: differs from the shards ({problem}). Delete it and consolidate again.")
 
 
 def byte_count(text: str) -> int:
-    """5GB -> 5000000000, 2GiB -> 2147483648.
+    """Parse a size: 5GB -> 5000000000, 2GiB -> 2147483648.
 
     Raises:
-        ValueError: it is no such number above 0; argparse says which argument it was.
+        ValueError: not a positive size; argparse reports the argument.
     """
     return int(TypeAdapter(Annotated[ByteSize, Field(gt=0)]).validate_python(text))
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """The arguments."""
+    """Parse the command line."""
     parser = make_parser("src.training.checkpointing.consolidate", __doc__)
     parser.add_argument(
         "source",
@@ -294,19 +300,21 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         help="save directory, checkpoint, or folder written by DeepSpeed",
     )
     parser.add_argument(
-        "--step", type=int, metavar="N", help="which checkpoint of the run (default: the newest whole one)"
+        "--step", type=int, metavar="N", help="checkpoint of the run (default: the newest complete one)"
     )
     parser.add_argument("--output", type=Path, metavar="FOLDER", help="write there (default: into the checkpoint)")
     parser.add_argument(
-        "--shard-size", "--shard_size", type=byte_count, metavar="SIZE", help="most per file of weights (default: 5GB)"
+        "--shard-size",
+        "--shard_size",
+        type=byte_count,
+        metavar="SIZE",
+        help="maximum size of a file of weights (default: 5GB)",
     )
-    parser.add_argument("--dtype", choices=DTYPES, help="of the weights (default: float32)")
+    parser.add_argument("--dtype", choices=DTYPES, help="type of the weights (default: float32)")
     parser.add_argument(
-        "--all", action="store_true", help="frozen weights, all buffers and second names too, not trained weights alone"
+        "--all", action="store_true", help="also write frozen weights, all buffers and second names of tied weights"
     )
-    parser.add_argument(
-        "--verify", action="store_true", help="write nothing; compare what was written before with the shards"
-    )
+    parser.add_argument("--verify", action="store_true", help="write nothing; compare existing files with the shards")
     return parser.parse_args(argv)
 
 
@@ -316,32 +324,29 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run_action(args: argparse.Namespace) -> int:
-    """Do what was asked, and print it; returns the exit code."""
+    """Run the command and print its result; returns the exit code."""
     export = None
     if args.verify and (args.shard_size or args.dtype or args.all):
-        raise ConfigError("--verify: without --shard-size, --dtype and --all. It looks up how the folder was written.")
+        raise ConfigError("--verify: cannot be combined with --shard-size, --dtype or --all. Leave them out.")
     if args.output is not None:
         export = Export(args.output, args.shard_size or SHARD_BYTES, args.dtype or "float32", args.all)
     elif args.shard_size or args.dtype or args.all:
         raise ConfigError(
-            "--shard-size, --dtype, --all: only with --output. "
-            "A checkpoint keeps its trained weights as float32 in one file."
+            "--shard-size, --dtype, --all: need --output. "
+            "A checkpoint always has its trained weights as float32 in one file."
         )
     checkpoint = locate(expand_run(args.source), args.step)
     if export is None and not (checkpoint / files.MANIFEST).exists():
-        raise ConfigError(
-            f"{checkpoint}: is not a checkpoint of a run (it has no {files.MANIFEST}). "
-            "Say with --output where to write."
-        )
+        raise ConfigError(f"{checkpoint}: not a checkpoint of a run (no {files.MANIFEST}). Set --output.")
     if args.verify:
-        done = f"{args.output or checkpoint}: {len(verify(checkpoint, args.output))} tensors are what the shards hold."
+        message = f"{args.output or checkpoint}: {len(verify(checkpoint, args.output))} tensors equal the shards."
     else:
-        written = consolidate(checkpoint, export)
-        done = (
-            "\n".join(f"{path}: {path.stat().st_size} bytes" for path in written)
-            or f"{checkpoint}: is consolidated already."
+        paths = consolidate(checkpoint, export)
+        message = (
+            "\n".join(f"{path}: {path.stat().st_size} bytes" for path in paths)
+            or f"{checkpoint}: already consolidated."
         )
-    sys.stdout.write(f"{done}\n")
+    sys.stdout.write(f"{message}\n")
     return 0
 
 

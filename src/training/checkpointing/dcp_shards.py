@@ -1,7 +1,7 @@
-"""Reading the shards of FSDP2 in a checkpoint, which src/training/checkpointing/shard_store.py writes.
+"""Read FSDP2 shards of a checkpoint, written by src/training/checkpointing/shard_store.py.
 
-They are safetensors files with the start of each part in the header. FSDP2 cuts tensors between rows, so a part is a
-range of bytes of the full tensor, and tensors are put together from one file into another without being held in memory.
+Shards are safetensors files with the start of each part in the header. FSDP2 splits tensors between rows, so a part is
+a byte range of the full tensor, and tensors are joined on disk without loading them into memory.
 """
 
 from collections.abc import Mapping
@@ -18,11 +18,11 @@ from src.training.checkpointing.safetensors_stream import SEPARATOR, StoredTenso
 MOMENTS = "optimizer"
 """Folder of the shards of the optimizer's state."""
 _WHOLE = "model.safetensors"
-PLACES, START = "DCP_SHARDING_INFO", "saved_offsets"  # where HuggingFaceStorageReader looks, in a header
+PLACES, START = "DCP_SHARDING_INFO", "saved_offsets"  # header keys of HuggingFaceStorageReader
 
 
 def tensors(folder: Path) -> dict[str, StoredTensor]:
-    """The tensors in the files of a folder.
+    """Join the tensors in the files of a folder.
 
     Raises:
         CheckpointError: a file is damaged, or parts are missing.
@@ -33,43 +33,42 @@ def tensors(folder: Path) -> dict[str, StoredTensor]:
         for name, part in safetensors_stream.read(file).items():
             start, *others = places.get(name) or [0]
             if any(others):
-                raise CheckpointError(f"{file}: {name} is cut within its rows, which is not known here.")
+                raise CheckpointError(f"{file}: {name} is split within rows, which is not supported.")
             if part.numel or name not in parts:
                 parts.setdefault(name, {})[start] = part
     return {name: _join(folder, name, tensors_by_name) for name, tensors_by_name in sorted(parts.items())}
 
 
 def _join(folder: Path, name: str, parts: Mapping[int, StoredTensor]) -> StoredTensor:
-    """The tensor with parts that start at these rows."""
-    ordered = [(start, part) for start, part in sorted(parts.items()) if part.numel] or list(parts.items())[:1]
-    first, rows = ordered[0][1], 0
-    for start, part in ordered:
+    """Join the parts of a tensor, given by their first row."""
+    sorted_parts = [(start, part) for start, part in sorted(parts.items()) if part.numel] or list(parts.items())[:1]
+    first, rows = sorted_parts[0][1], 0
+    for start, part in sorted_parts:
         if start != rows and part.numel:
             raise CheckpointError(f"{folder}: rows {rows} to {start} of {name} are missing.")
         rows += part.shape[0] if part.shape else 0
     shape = (rows, *first.shape[1:]) if first.shape else ()
-    pieces = tuple(piece for _, part in ordered for piece in part.pieces if isinstance(piece, safetensors_stream.Piece))
+    pieces = tuple(
+        piece for _, part in sorted_parts for piece in part.pieces if isinstance(piece, safetensors_stream.Piece)
+    )
     return StoredTensor(shape, first.dtype, pieces)
 
 
 def _places(file: Path) -> dict[str, list[int]]:
-    """Start of each part of a file in its tensor, by name."""
+    """First row of each part of a file, by tensor name."""
     try:
-        with safe_open(file, "pt") as opened:
-            noted = parse_json((opened.metadata() or {}).get(PLACES, "{}"), file, CheckpointError)
-        return {name: [int(place) for place in about[START]] for name, about in noted.items()}
+        with safe_open(file, "pt") as tensors_file:
+            sharding_info = parse_json((tensors_file.metadata() or {}).get(PLACES, "{}"), file, CheckpointError)
+        return {name: [int(place) for place in about[START]] for name, about in sharding_info.items()}
     except (SafetensorError, OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(
-            f"{file}: damaged, not readable as a shard ({' '.join(str(error).split())[:120]})."
-        ) from None
+        raise CheckpointError(f"{file}: not readable as a shard ({' '.join(str(error).split())[:120]}).") from None
 
 
 def read(folder: Path) -> zero_layout.Shards:
-    """The content of a checkpoint with shards of FSDP2, in the form in which those of ZeRO are described.
-    Its stage is 0.
+    """Describe a checkpoint with FSDP2 shards as `zero_layout.Shards`, with stage 0.
 
     Raises:
-        CheckpointError: something is damaged.
+        CheckpointError: a file is damaged.
     """
     moments: dict[str, dict[str, StoredTensor]] = {}
     for name, tensor in tensors(folder / MOMENTS).items():

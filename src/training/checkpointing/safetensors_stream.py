@@ -1,6 +1,6 @@
-"""Tensors that stay on disk: byte ranges in files, and safetensors files streamed from them.
+"""Tensors on disk as byte ranges of files, and streaming of safetensors files.
 
-Nothing here holds more than CHUNK_BYTES of a tensor at a time, whatever its size.
+Only CHUNK_BYTES of a tensor are in memory at a time.
 """
 
 import contextlib
@@ -19,9 +19,9 @@ from src.errors import CheckpointError
 
 CHUNK_BYTES = 2**24
 SEPARATOR = "::"
-"""Between the name of a parameter and that of its entry in the optimizer's state."""
+"""Separates the name of a parameter from that of its entry in the optimizer's state."""
 _MOST_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
-# In the order in which the safetensors library sorts a file, so that ours has the same bytes as its `save_file`.
+# In the sort order of the safetensors library, so that files have the same bytes as those of its `save_file`.
 _NAMES = {
     torch.bool: "BOOL",
     torch.uint8: "U8",
@@ -45,29 +45,29 @@ class Piece:
     offset: int
     """Offset of the first element in bytes."""
     count: int
-    """Elements."""
+    """Number of elements."""
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor on disk: its elements in row-major order are those of its pieces, one after the other."""
+    """A tensor on disk. Its elements in row-major order are those of its pieces, concatenated."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     pieces: tuple[Piece, ...] | bytes
-    """bytes: the elements, for a tensor that is in no file."""
+    """bytes: the elements of a tensor that is not in a file."""
 
     @property
     def numel(self) -> int:
-        """Elements."""
+        """Number of elements."""
         return math.prod(self.shape)
 
     def chunks(self, dtype: torch.dtype | None = None) -> Iterator[bytes]:
-        """The elements as bytes, at most CHUNK_BYTES at a time.
-        dtype: floating-point elements are converted to it, rounded to nearest.
+        """Yield the elements as bytes, at most CHUNK_BYTES at a time. dtype: convert floating-point elements to it,
+        rounding to nearest.
 
         Raises:
-            CheckpointError: a file is gone, cannot be read or is shorter than it was.
+            CheckpointError: a file is missing, unreadable or truncated.
         """
         target = target_dtype(self.dtype, dtype)
         for chunk in [self.pieces] if isinstance(self.pieces, bytes) else self._read_pieces(self.pieces):
@@ -86,8 +86,7 @@ class StoredTensor:
                     chunk = file.read(min(remaining, CHUNK_BYTES))
                     if len(chunk) < min(remaining, CHUNK_BYTES):
                         raise CheckpointError(
-                            f"{piece.file}: ends in the middle of a tensor: "
-                            "it is damaged, or has changed since it was opened."
+                            f"{piece.file}: ends within a tensor: damaged, or changed since it was opened."
                         )
                     remaining -= len(chunk)
                     yield chunk
@@ -102,10 +101,10 @@ class StoredTensor:
 
 @contextlib.contextmanager
 def open_tensors(path: Path) -> Iterator[BinaryIO]:
-    """`path`, open to be read in bytes.
+    """Open `path` for reading bytes.
 
     Raises:
-        CheckpointError: it is missing, or it or the disk cannot be read.
+        CheckpointError: it is missing or cannot be read.
     """
     try:
         with files.reading(path, CheckpointError), open(path, "rb") as file:
@@ -114,13 +113,13 @@ def open_tensors(path: Path) -> Iterator[BinaryIO]:
         raise CheckpointError(f"{path}: no such file.") from None
 
 
-def target_dtype(stored: torch.dtype, requested: torch.dtype | None) -> torch.dtype:
-    """Type that a tensor is written in: only floating-point tensors are converted."""
-    return requested if requested is not None and stored.is_floating_point else stored
+def target_dtype(stored_dtype: torch.dtype, requested: torch.dtype | None) -> torch.dtype:
+    """Type to write a tensor in: only floating-point tensors are converted."""
+    return requested if requested is not None and stored_dtype.is_floating_point else stored_dtype
 
 
 def size_bytes(tensor: StoredTensor, dtype: torch.dtype | None = None) -> int:
-    """Bytes that a tensor takes in a file."""
+    """Size of a tensor in a file."""
     return tensor.numel * target_dtype(tensor.dtype, dtype).itemsize
 
 
@@ -132,21 +131,21 @@ def write(
 ) -> dict[str, str]:
     """Write `tensors` as safetensors; returns the sha256 of each by name.
 
-    The file has the bytes that `safetensors.torch.save_file` would write. It is not synced: `files.new_directory` does
+    The file has the same bytes as from `safetensors.torch.save_file`. It is not synced; `files.new_directory` does
     that. Format: https://github.com/huggingface/safetensors#format
 
     Raises:
-        CheckpointError: a source is damaged, or of a type that safetensors cannot hold.
+        CheckpointError: a source is damaged, or has a type that safetensors does not support.
     """
     rank = {torch_dtype: place for place, torch_dtype in enumerate(_NAMES)}
     for name, tensor in tensors.items():
         if tensor.dtype not in rank:
             raise CheckpointError(f"{path}: {name} is {tensor.dtype}, expected one of {', '.join(map(str, _NAMES))}.")
     kinds = {name: target_dtype(tensor.dtype, dtype) for name, tensor in tensors.items()}
-    ordered = sorted(tensors, key=lambda name: (-rank[kinds[name]], name))
+    sorted_names = sorted(tensors, key=lambda name: (-rank[kinds[name]], name))
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     start = 0
-    for name in ordered:
+    for name in sorted_names:
         end = start + size_bytes(tensors[name], dtype)
         header[name] = {"dtype": _NAMES[kinds[name]], "shape": list(tensors[name].shape), "data_offsets": [start, end]}
         start = end
@@ -155,7 +154,7 @@ def write(
     digests = {}
     with open(path, "wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
-        for name in ordered:
+        for name in sorted_names:
             hasher = hashlib.sha256()
             for chunk in tensors[name].chunks(dtype):
                 file.write(chunk)
@@ -165,7 +164,7 @@ def write(
 
 
 def read(path: Path) -> dict[str, StoredTensor]:
-    """The tensors of a safetensors file, without reading their data.
+    """List the tensors of a safetensors file without reading their data.
 
     Raises:
         CheckpointError: the file is missing or damaged.
@@ -174,15 +173,15 @@ def read(path: Path) -> dict[str, StoredTensor]:
         length = int.from_bytes(file.read(8), "little")
         text = file.read(length) if length <= _MOST_HEADER_BYTES else b""
         size = file.seek(0, 2)
-    damaged = CheckpointError(f"{path}: damaged, not readable as safetensors.")
+    error = CheckpointError(f"{path}: damaged, not readable as safetensors.")
     try:
         header = files.parse_json(text, path, CheckpointError)
         header.pop("__metadata__", None)
         tensors = {name: _entry(path, entry, 8 + length) for name, entry in header.items()}
     except (CheckpointError, ValueError, KeyError, TypeError, AttributeError):
-        raise damaged from None
+        raise error from None
     if size != 8 + length + sum(size_bytes(tensor) for tensor in tensors.values()):
-        raise damaged
+        raise error
     return tensors
 
 
@@ -197,9 +196,9 @@ def _entry(path: Path, entry: Mapping[str, Any], base: int) -> StoredTensor:
 def difference(
     expected: Mapping[str, StoredTensor], tensors: Mapping[str, StoredTensor], dtype: torch.dtype | None = None
 ) -> str | None:
-    """How two sets of tensors differ, in a few words; None if they are bitwise equal.
+    """Describe the difference of two sets of tensors; None if they are bitwise equal.
 
-    dtype: what `expected` is rounded to before it is compared.
+    dtype: `expected` is rounded to this type before the comparison.
     """
     for kind, names in (
         ("missing", expected.keys() - tensors.keys()),
@@ -215,10 +214,10 @@ def difference(
                 f"expected {list(tensor.shape)} of {target}"
             )
     unequal = [name for name, tensor in expected.items() if tensor.digest(dtype) != tensors[name].digest()]
-    return f"other numbers in {first_names(unequal)}" if unequal else None
+    return f"different values in {first_names(unequal)}" if unequal else None
 
 
 def first_names(names: Iterable[str]) -> str:
-    """Up to three names and the number of the rest."""
-    listed = sorted(names)
-    return ", ".join(listed[:3]) + (f" and {len(listed) - 3} more" if len(listed) > 3 else "")
+    """Up to three names, and the number of further names."""
+    sorted_names = sorted(names)
+    return ", ".join(sorted_names[:3]) + (f" and {len(sorted_names) - 3} more" if len(sorted_names) > 3 else "")

@@ -1,4 +1,4 @@
-"""Checkpoints of a running training, written in the background where possible, each complete or not at all."""
+"""Write checkpoints of a running training, atomically and, where possible, in the background."""
 
 import contextlib
 import threading
@@ -22,20 +22,20 @@ from src.training.parallel.engine import Engine
 
 
 class Writer:
-    """One write in the background. Its exception is raised again by `wait`."""
+    """One background write. `wait` re-raises its exception."""
 
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
 
     def start(self, write: Callable[[], None]) -> None:
-        """Begin a write. Call `wait` for the previous one first."""
+        """Start a write. Call `wait` for the previous one first."""
         assert self._thread is None
 
         def run() -> None:
             try:
                 write()
-            except BaseException as error:  # noqa: BLE001  raised again in `wait`
+            except BaseException as error:  # noqa: BLE001  re-raised in `wait`
                 self._error = error
 
         self._thread = threading.Thread(target=run, name="checkpoint")
@@ -47,7 +47,7 @@ class Writer:
         return self._error is not None
 
     def wait(self) -> None:
-        """Block until the write is finished, and raise its exception, once."""
+        """Block until the write is finished, and raise its exception once."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -68,7 +68,7 @@ class LoopSnapshot:
 
 
 class Saver:
-    """Writes checkpoints in the background, marks the best and applies retention. All methods are collective."""
+    """Writes checkpoints in the background, marks the best one and applies retention. All methods are collective."""
 
     def __init__(self, run: Run, about: checkpoint.CheckpointMetadata, config: LoopConfig) -> None:
         self.run, self.about = run, about
@@ -76,38 +76,38 @@ class Saver:
         self.writer = Writer()
         self.origin = distributed.broadcast_from_rank0(lambda: checkpoint.origin(run.path))
         self.step = 0
-        """Step of the newest checkpoint, complete or being written."""
+        """Step of the newest checkpoint, including the one being written."""
 
-    def save(self, engine: Engine, kept: LoopSnapshot) -> None:
-        """Write a checkpoint, update the best pointer and delete old ones.
-        Returns once tensors are copied or shards written.
+    def save(self, engine: Engine, snapshot: LoopSnapshot) -> None:
+        """Write a checkpoint, update the best pointer and delete old checkpoints. Returns when tensors are copied or
+        shards written.
 
         Raises:
-            RunError: the disk refuses, now or for the checkpoint before; or another process has taken over the save
+            RunError: the disk refuses this or the previous checkpoint, or another process has taken over the save
                 directory.
         """
         self.wait()
         if write := engine.stage_shards():
-            self._start_shards(kept, write)
-            self.step = kept.step
+            self._start_shards(snapshot, write)
+            self.step = snapshot.step
             return
         weights, moments = engine.model_state(), engine.optimizer_state()
         if moments is None:
-            self._save_shards(engine, kept, weights)
+            self._save_shards(engine, snapshot, weights)
         elif distributed.is_main():
-            self.writer.start(lambda: self._write(kept, weights, moments))
-        self.step = kept.step
+            self.writer.start(lambda: self._write(snapshot, weights, moments))
+        self.step = snapshot.step
 
     def wait(self) -> None:
         """Wait for the checkpoint being written; its error is raised on every rank."""
         distributed.broadcast_from_rank0(self.writer.wait)
-        self.writer.wait()  # of the others, which end no later than that of rank 0
+        self.writer.wait()  # writes of other ranks end no later than that of rank 0
 
     def load_best(self, engine: Engine) -> None:
-        """Put the weights of the best checkpoint, if there is one, into the model of a training that has ended.
+        """Load the weights of the best checkpoint, if any, into the model after the training.
 
         Raises:
-            CheckpointError: it is gone or damaged.
+            CheckpointError: it is missing or damaged.
         """
         best = distributed.broadcast_from_rank0(lambda: checkpoints.best(self.run.path))
         if best is not None and checkpoints.step_of(best) != self.step:
@@ -115,7 +115,7 @@ class Saver:
 
     @contextlib.contextmanager
     def close_on_exit(self) -> Iterator[None]:
-        """Wait for the checkpoint being written at the end of the block, also after an exception."""
+        """Wait for the current write at the end of the block, also after an exception."""
         try:
             yield
         except BaseException:
@@ -124,58 +124,58 @@ class Saver:
             raise
         self.wait()
 
-    def _write(self, kept: LoopSnapshot, weights: dict[str, Tensor], moments: dict[str, Tensor]) -> None:
+    def _write(self, snapshot: LoopSnapshot, weights: dict[str, Tensor], moments: dict[str, Tensor]) -> None:
         self.run.dir.confirm()
-        with checkpoint.begin(self.run.path, kept.step) as folder:
-            self._write_folder(folder, kept, weights, moments)
-        self._publish(kept)
+        with checkpoint.begin(self.run.path, snapshot.step) as folder:
+            self._write_folder(folder, snapshot, weights, moments)
+        self._publish(snapshot)
 
-    def _start_shards(self, kept: LoopSnapshot, write: Callable[[Path], None]) -> None:
-        """Every process writes its part into the one folder, in a thread; rank 0's writes the rest, when all have."""
+    def _start_shards(self, snapshot: LoopSnapshot, write: Callable[[Path], None]) -> None:
+        """Every process writes its part into one folder, in a thread. Rank 0 then writes the other files."""
         stack = contextlib.ExitStack()
 
         def begin() -> Path:
             self.run.dir.confirm()
-            return stack.enter_context(checkpoint.begin(self.run.path, kept.step))
+            return stack.enter_context(checkpoint.begin(self.run.path, snapshot.step))
 
         def work() -> None:
             with stack:
                 write(folder)
                 if distributed.is_main():
-                    self._write_folder(folder, kept, None, None)
+                    self._write_folder(folder, snapshot, None, None)
             if distributed.is_main():
-                self._publish(kept)
+                self._publish(snapshot)
 
         folder = distributed.broadcast_from_rank0(begin)
         self.writer.start(work)
 
-    def _save_shards(self, engine: Engine, kept: LoopSnapshot, weights: dict[str, Tensor]) -> None:
-        """Every process writes its part into the one folder."""
+    def _save_shards(self, engine: Engine, snapshot: LoopSnapshot, weights: dict[str, Tensor]) -> None:
+        """Every process writes its part into one folder."""
         with contextlib.ExitStack() as stack:
 
             def begin() -> Path:
                 self.run.dir.confirm()
-                folder = stack.enter_context(checkpoint.begin(self.run.path, kept.step))
-                self._write_folder(folder, kept, weights, None)
+                folder = stack.enter_context(checkpoint.begin(self.run.path, snapshot.step))
+                self._write_folder(folder, snapshot, weights, None)
                 return folder
 
             engine.save_shards(distributed.broadcast_from_rank0(begin))
             distributed.broadcast_from_rank0(stack.close)
-        distributed.broadcast_from_rank0(lambda: self._publish(kept))
+        distributed.broadcast_from_rank0(lambda: self._publish(snapshot))
 
     def _write_folder(
-        self, folder: Path, kept: LoopSnapshot, weights: dict[str, Tensor] | None, moments: dict[str, Tensor] | None
+        self, folder: Path, snapshot: LoopSnapshot, weights: dict[str, Tensor] | None, moments: dict[str, Tensor] | None
     ) -> None:
-        self.run.dir.scores.sync()  # the rows before a checkpoint are never fewer than after a restart from it
-        checkpoint.write(folder, weights, moments, kept.state, self.about)
-        if kept.experience:
-            checkpoint.write_experience(folder, kept.experience)
+        self.run.dir.scores.sync()  # so that the rows before a checkpoint survive a crash
+        checkpoint.write(folder, weights, moments, snapshot.state, self.about)
+        if snapshot.experience:
+            checkpoint.write_experience(folder, snapshot.experience)
         for name, content in self.origin.items():
             files.write_atomic(folder / name, content)
 
-    def _publish(self, kept: LoopSnapshot) -> None:
-        ledger.append(self.run.path, ledger.event("save", step=kept.step))
-        if kept.best_step == kept.step:
-            checkpoints.mark_best(self.run.path, kept.step)
-        self.run.dir.confirm()  # the write may have taken long
-        self.rotation.rotate(kept.step, kept.best_step)
+    def _publish(self, snapshot: LoopSnapshot) -> None:
+        ledger.append(self.run.path, ledger.event("save", step=snapshot.step))
+        if snapshot.best_step == snapshot.step:
+            checkpoints.mark_best(self.run.path, snapshot.step)
+        self.run.dir.confirm()  # the write can take long
+        self.rotation.rotate(snapshot.step, snapshot.best_step)

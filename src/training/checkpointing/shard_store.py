@@ -1,7 +1,7 @@
-"""Writing and loading FSDP2's shards with torch.distributed.checkpoint (DCP): each process writes its part, and any
-number of processes read them.
+"""Write and load FSDP2's shards with torch.distributed.checkpoint (DCP). Each process writes its part, and any number
+of processes can read them.
 
-DCP's own format has its index in a pickle, which can run code when it is read, so the parts are safetensors files.
+The parts are safetensors files, as the pickled index of DCP's own format can run code when it is read.
 """
 
 import json
@@ -35,30 +35,30 @@ _WEIGHTS, _WHOLE = "weights", "model.safetensors"
 
 
 class _Writer(HuggingFaceStorageWriter):
-    """Writes a process's shards as its base does, which would hold two copies of them more for that."""
+    """Writes a process's shards like its base class, but without two further copies in memory."""
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """One file, synced: process 0 could not do that for a disk of another machine."""
+        """Write one file and sync it, as process 0 cannot sync the disk of another machine."""
         shards: dict[str, Any] = {item.index.fqn: planner.resolve_data(item) for item in plan.items}
         places = {item.index.fqn: {START: list(item.index.offset or ())} for item in plan.items}
         if shards:
             file = Path(self.path) / f"shard-{plan.storage_data['shard_index']:05d}.safetensors"
             save_file(shards, file, {PLACES: json.dumps(places)})
-            with open(file, "rb") as written:
-                os.fsync(written.fileno())
+            with open(file, "rb") as shard_file:
+                os.fsync(shard_file.fileno())
         done: Future[list[WriteResult]] = Future()
         done.set_result([])
         return done
 
 
 _groups: dict[str, Any] = {}
-"""The group of all processes, and the group for background writes."""
+"""The group of all processes ("all") and the group for background writes ("own")."""
 
 
 def _background_group() -> Any:
-    """One for all trainings of this process: a group has threads and open files. Collective."""
+    """One group for all trainings of this process, as a group has threads and open files. Collective."""
     if _groups.get("all") is not dist.group.WORLD:
-        # A disk can be slow.
+        # A day, as disks can be slow.
         _groups["all"], _groups["own"] = (
             dist.group.WORLD,
             dist.new_group(backend="gloo", timeout=timedelta(days=1)),
@@ -67,7 +67,7 @@ def _background_group() -> Any:
 
 
 class ShardStore:
-    """Writes and reads the shards of this process. All methods are collective, and so is the construction.
+    """Writes and reads the shards of this process. All methods and the constructor are collective.
 
     Background writes have their own group, so that their messages never mix with those of the training.
     """
@@ -80,11 +80,12 @@ class ShardStore:
         )
 
     def stage(self, weights: dict[str, Tensor], moments: dict[str, Tensor]) -> Callable[[Path], None]:
-        """Copy this process's shards to the CPU; returns what writes them into a folder on a shared disk, in a thread.
+        """Copy this process's shards to the CPU; returns a function that writes them into a folder on a shared disk, in
+        a thread.
 
-        It leaves the moments as shards and the weights as one file with the same bytes as a training without shards:
-        parents, exports and evaluations read it. Each process writes its part, and the first puts the parts together on
-        the disk. A copy is overwritten by the next call.
+        Moments are written as shards, and weights as one file with the same bytes as in an unsharded training, for
+        exports, evaluations and child experiments. Each process writes its part, and rank 0 joins the parts on disk.
+        The next call overwrites the copies.
 
         The returned function raises:
             RunError: the disk refuses a process, or processes see different disks; on every rank.
@@ -93,9 +94,9 @@ class ShardStore:
         assert isinstance(copies, dict)
 
         def write(folder: Path) -> None:
-            written = {name: self._write(folder / name, shards) for name, shards in copies.items()}
+            metadata = {name: self._write(folder / name, shards) for name, shards in copies.items()}
             if distributed.is_main():  # no collective call follows, so no process waits for one that raises here
-                for name, about in written.items():
+                for name, about in metadata.items():
                     _require_all(folder / name, about)
                 safetensors_stream.write(folder / _WHOLE, tensors(folder / _WEIGHTS))
                 shutil.rmtree(folder / _WEIGHTS)
@@ -103,25 +104,25 @@ class ShardStore:
         return write
 
     def _write(self, folder: Path, shards: dict[str, Tensor]) -> Mapping[str, Any]:
-        """Returns the metadata of the full tensors, by name."""
+        """Write shards; returns the metadata of the full tensors, by name."""
         try:
             return save(
                 shards, storage_writer=_Writer(str(folder), save_distributed=True), process_group=self.group
             ).state_dict_metadata
         except CheckpointException as error:
             reasons = [reason for reason, _ in error.failures.values()]
-            refused = next((reason for reason in reasons if isinstance(reason, (OSError, SafetensorError))), None)
-            if refused is None:
+            disk_error = next((reason for reason in reasons if isinstance(reason, (OSError, SafetensorError))), None)
+            if disk_error is None:
                 raise RuntimeError(str(error)) from error
             raise RunError(
-                f"{folder}: cannot write: {refused}. Nothing complete was lost; make room or choose another folder."
+                f"{folder}: cannot write: {disk_error}. Nothing complete was lost; make room or choose another folder."
             ) from error
 
     def load(self, folder: Path, into: dict[str, Tensor]) -> None:
-        """Fill tensors or shards from the safetensors files of a folder. Each process reads only its part.
+        """Load tensors or shards from the safetensors files of a folder. Each process reads only its part.
 
         Raises:
-            CheckpointError: they are not there, or damaged.
+            CheckpointError: a file is missing or damaged.
         """
         try:
             load(into, storage_reader=HuggingFaceStorageReader(str(folder)), process_group=self.group)
@@ -132,19 +133,21 @@ class ShardStore:
             raise refusal from error
 
     def load_optimizer(self, folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Load a checkpoint's shards, or else its optimizer.safetensors, into the optimizer of a sharded model.
+        """Load a checkpoint's optimizer shards, or its optimizer.safetensors, into the optimizer of a sharded model.
 
         Raises:
-            CheckpointError: it is of another model, or damaged.
+            CheckpointError: it is for another model, or damaged.
         """
         shards = folder / MOMENTS
         if not distributed.broadcast_from_rank0(shards.is_dir):
             checkpoint.ensure_whole_optimizer(folder)
         with distributed.raise_together():
-            stored = tensors(shards) if shards.is_dir() else safetensors_stream.read(folder / checkpoint.OPTIMIZER)
-            entries = list(checkpoint.optimizer_entries(folder, model, stored))
+            stored_tensors = (
+                tensors(shards) if shards.is_dir() else safetensors_stream.read(folder / checkpoint.OPTIMIZER)
+            )
+            entries = list(checkpoint.optimizer_entries(folder, model, stored_tensors))
         into: dict[str, Tensor] = {}
-        for name, (parameter, key, value) in zip(stored, entries, strict=True):
+        for name, (parameter, key, value) in zip(stored_tensors, entries, strict=True):
             if value.shape and value.shape == parameter.shape:
                 into[name] = torch.zeros_like(parameter, dtype=value.dtype, requires_grad=False)
             else:  # AdamW has its step count on the CPU
@@ -153,11 +156,11 @@ class ShardStore:
         self.load(shards if shards.is_dir() else folder, into)
 
 
-def _require_all(folder: Path, written: Mapping[str, Any]) -> None:
+def _require_all(folder: Path, metadata: Mapping[str, Any]) -> None:
     """Check that this process sees the files of all processes."""
     tensors_by_name = {name: tensor.shape for name, tensor in tensors(folder).items()}
-    if tensors_by_name != {name: tuple(getattr(about, "size", ())) for name, about in written.items()}:
+    if tensors_by_name != {name: tuple(getattr(about, "size", ())) for name, about in metadata.items()}:
         raise RunError(
             f"{folder}: process 0 does not see the files of all processes. "
-            "Give -sb a folder on a disk that all machines share."
+            "Set -sb to a folder on a disk shared by all machines."
         )

@@ -1,9 +1,9 @@
-"""Locates each tensor of a DeepSpeed ZeRO checkpoint in its shards (stages 1, 2 and 3), without reading tensor data.
+"""Locate each tensor of a DeepSpeed ZeRO checkpoint (stages 1, 2 and 3) in its shards, without reading tensor data.
 
-Layout as DeepSpeed 0.19.8 writes it: `deepspeed/utils/zero_to_fp32.py` and the `state_dict` of
-`runtime/zero/stage_1_and_2.py` and `stage3.py`. Stages 1 and 2 lay the parameters of a group end to end and cut the
-whole into one part per process; stage 3 cuts each parameter into one part per process, padded to equal size, and lays a
-process's parts end to end. DeepSpeed itself is not needed.
+The layout is that of DeepSpeed 0.19.8: see `deepspeed/utils/zero_to_fp32.py` and the `state_dict` of
+`runtime/zero/stage_1_and_2.py` and `stage3.py`. Stages 1 and 2 concatenate the parameters of a group and split the
+result into one part per process. Stage 3 splits each parameter into one part per process, padded to equal size, and
+concatenates a process's parts. DeepSpeed itself is not needed.
 """
 
 import math
@@ -23,47 +23,45 @@ from src.training.checkpointing.safetensors_stream import Piece, StoredTensor, d
 from src.training.checkpointing.zero_shard import ModelShard, OptimizerShard, stored_tensor
 
 TOPOLOGY = "topology.json"
-"""Beside the shards of our own trainings:
-{"stage", "world_size", "frozen"}, the last how many frozen parameters they leave out."""
+"""File next to the shards of this project's trainings: {"stage", "world_size", "frozen"}; "frozen": number of omitted
+frozen parameters."""
 _OPTIMIZER = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 _MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
 
 
 @dataclass(frozen=True)
 class Shards:
-    """The content of a ZeRO checkpoint. Tensors stay on disk."""
+    """The content of a ZeRO checkpoint, with tensors on disk."""
 
     folder: Path
     stage: int
-    """0: of FSDP2, with the weights whole in a file beside the shards."""
+    """0: FSDP2, with complete weights in a file next to the shards."""
     world_size: int
     step: int
-    """Steps that the engine had made, skipped ones included."""
+    """Steps of the engine, skipped steps included."""
     trained: dict[str, StoredTensor]
-    """Parameters by name, in the model's order; those that are tied are there once. float32, as ZeRO keeps them."""
+    """Parameters by name, in the model's order, float32. Tied parameters appear once."""
     frozen: dict[str, StoredTensor]
     buffers: dict[str, StoredTensor]
     tied: dict[str, str]
-    """Other name of a parameter -> the name that it has in `trained` or `frozen`."""
+    """Second name of a parameter -> its name in `trained` or `frozen`."""
     moments: dict[str, dict[str, StoredTensor]]
-    """Parameter name -> optimizer's entry ("exp_avg", "step", …) -> tensor; empty before the first step."""
+    """Parameter name -> optimizer entry ("exp_avg", "step", …) -> tensor; empty before the first step."""
     left_out: int = 0
-    """Frozen parameters that were not saved."""
+    """Number of frozen parameters that were not saved."""
 
     def weights(self, everything: bool) -> dict[str, StoredTensor]:
-        """The trained weights as `src.support.weights.trained_weights` names them, or all that DeepSpeed's zero_to_fp32
-        gives.
+        """The trained weights with the names of `src.support.weights.trained_weights`, or with `everything`, all
+        weights.
 
-        With `everything` there is more than zero_to_fp32 gives in one case: frozen parameters of stage 1, which it
-        leaves out.
+        `everything` gives the weights of DeepSpeed's zero_to_fp32, and the frozen parameters of stage 1, which that
+        omits.
 
         Raises:
-            CheckpointError: everything is asked for, and frozen weights were not saved.
+            CheckpointError: `everything` is set, but frozen weights were not saved.
         """
         if everything and not self.stage:
-            raise CheckpointError(
-                f"{self.folder}: of FSDP2, whose checkpoints hold the trained weights alone. Leave out --all."
-            )
+            raise CheckpointError(f"{self.folder}: FSDP2 checkpoints have only trained weights. Leave out --all.")
         if not everything:
             owners = {name.rpartition(".")[0] for name in self.trained}
             return self.trained | {
@@ -71,20 +69,22 @@ class Shards:
             }
         if self.left_out:
             raise CheckpointError(
-                f"{self.folder}: holds the trained weights alone; {self.left_out} frozen parameters are where the "
-                f"model of the experiment "
-                "comes from. Leave out --all."
+                f"{self.folder}: has only trained weights. {self.left_out} frozen parameters are not saved. "
+                "Leave out --all."
             )
-        own = self.buffers | self.frozen | self.trained
-        return own | {name: own[source] for name, source in self.tied.items() if source in own}
+        saved_weights = self.buffers | self.frozen | self.trained
+        return saved_weights | {
+            name: saved_weights[source] for name, source in self.tied.items() if source in saved_weights
+        }
 
 
 def find(path: Path) -> Path | None:
-    """The folder of shards: `path` itself, its zero/, or the one named in DeepSpeed's file `latest`; else None."""
+    """The folder of shards: `path` itself, its zero/, or the folder named in DeepSpeed's file `latest`; None if there
+    are no shards."""
     latest = path / "latest"
     with reading(latest, CheckpointError):
-        tagged = [path / latest.read_text(encoding="utf-8", errors="replace").strip()] if latest.is_file() else []
-    for folder in (path, path / "zero", *tagged):
+        tag_folders = [path / latest.read_text(encoding="utf-8", errors="replace").strip()] if latest.is_file() else []
+    for folder in (path, path / "zero", *tag_folders):
         if any(_OPTIMIZER.fullmatch(file.name) or _MODEL.fullmatch(file.name) for file in folder.glob("*_states.pt")):
             return folder
     return None
@@ -94,8 +94,7 @@ def read(folder: Path) -> Shards:
     """Read the metadata of every shard in `folder`.
 
     Raises:
-        CheckpointError: a shard is missing, too many, damaged, of another step or number of processes, or of a kind
-            that is not known.
+        CheckpointError: a shard is missing, superfluous, damaged, of another step or world size, or not supported.
     """
     pattern = "zero_pp_rank_{}_mp_rank_00_optim_states.pt"
     optimizers = {rank: OptimizerShard(file) for rank, file in _shards_by_rank(folder, _OPTIMIZER, pattern).items()}
@@ -104,7 +103,7 @@ def read(folder: Path) -> Shards:
         raise CheckpointError(f"{folder}: written by ZeRO stage {stage}, expected 1, 2 or 3.")
     world = _common_value(optimizers, "world_size", "of a training of {} processes")
     _check_ranks(folder, optimizers, world, pattern)
-    _common_value(optimizers, "steps", "whose optimizer has made {} steps")
+    _common_value(optimizers, "steps", "after {} optimizer steps")
     pattern = "zero_pp_rank_{}_mp_rank_00_model_states.pt" if stage == 3 else "mp_rank_00_model_states.pt"
     models = {rank: ModelShard(file) for rank, file in _shards_by_rank(folder, _MODEL, pattern).items()}
     _check_ranks(folder, models, world if stage == 3 else 1, pattern)
@@ -122,21 +121,19 @@ def read(folder: Path) -> Shards:
 
 def _shards_by_rank(folder: Path, pattern: re.Pattern[str], example: str) -> dict[int, Path]:
     """The shards of one kind by rank."""
-    found = {}
+    files_by_rank = {}
     for file in sorted(folder.glob("*_states.pt")):
         if match := pattern.fullmatch(file.name):
             if int(match[2]):
-                raise CheckpointError(
-                    f"{file}: a part of a model that is cut over processes (tensor parallel), which is not known here."
-                )
-            found[int(match[1] or 0)] = file
-    if 0 not in found:
+                raise CheckpointError(f"{file}: shard of a tensor-parallel model, which is not supported.")
+            files_by_rank[int(match[1] or 0)] = file
+    if 0 not in files_by_rank:
         raise CheckpointError(f"{folder / example.format(0)}: no such file.")
-    return found
+    return files_by_rank
 
 
 def _check_ranks(folder: Path, shards: Mapping[int, Any], count: int, pattern: str) -> None:
-    """Raises CheckpointError where a rank below `count` has no shard, or one above has."""
+    """Raise CheckpointError unless exactly the ranks below `count` have a shard."""
     for kind, ranks in (
         ("missing", set(range(count)) - shards.keys()),
         ("too many", shards.keys() - set(range(count))),
@@ -147,14 +144,14 @@ def _check_ranks(folder: Path, shards: Mapping[int, Any], count: int, pattern: s
 
 
 def _common_value(shards: Mapping[int, Any], name: str, text: str) -> Any:
-    """The value that `name` has in every shard; CheckpointError where one has another."""
+    """The value of `name` in all shards; CheckpointError if it differs."""
     expected = getattr(shards[0], name)
     for shard in shards.values():
-        found = getattr(shard, name)
-        if found != expected:
+        value = getattr(shard, name)
+        if value != expected:
             raise CheckpointError(
-                f"{shard.file}: {text.format(found)}; {shards[0].file.name}: {text.format(expected)}. "
-                "Shards of one save go together."
+                f"{shard.file}: {text.format(value)}; {shards[0].file.name}: {text.format(expected)}. "
+                "Use the shards of one save."
             )
     return expected
 
@@ -173,10 +170,10 @@ def _assemble(folder: Path, step: int, optimizers: list[OptimizerShard], models:
     trained = dict(sorted(trained.items(), key=lambda item: order.get(item[0], len(order))))
     topology = read_json(folder / TOPOLOGY, CheckpointError, {})
     frozen, left_out = _frozen_weights(stage, models), topology.get("frozen", 0)
-    found = Shards(folder, stage, len(optimizers), step, trained, frozen, first.buffers, first.tied, moments, left_out)
+    shards = Shards(folder, stage, len(optimizers), step, trained, frozen, first.buffers, first.tied, moments, left_out)
     if stage < 3:
-        _check_weight_copies(first, found)
-    return found
+        _check_weight_copies(first, shards)
+    return shards
 
 
 @dataclass(frozen=True)
@@ -185,13 +182,13 @@ class _ParameterSlice:
 
     stage: int
     group: int
-    """Index of the vector that it begins in."""
+    """Index of the vector that it starts in."""
     offset: int
-    """Of its first element: over the group's vectors of all processes (stages 1, 2),
-    or over all vectors of each process (stage 3)."""
+    """Offset of its first element: in the group's vectors of all processes (stages 1, 2), or in all vectors of each
+    process (stage 3)."""
 
     def tensor(self, shape: tuple[int, ...], shards: Sequence[OptimizerShard], key: str | None) -> StoredTensor:
-        """The parameter's part of the weights (key None) or of an entry of the optimizer."""
+        """The parameter's slice of the weights (key None) or of an optimizer entry."""
         count = math.prod(shape)
         if self.stage < 3:
             vectors = [vector for shard in shards for vector in shard.vectors(key, self.group)]
@@ -207,10 +204,10 @@ class _ParameterSlice:
 def _parameter_slices(
     stage: int, model: ModelShard, shards: list[OptimizerShard]
 ) -> Iterator[tuple[str, tuple[int, ...], _ParameterSlice]]:
-    """Name, shape and place of each trained parameter.
+    """Yield name, shape and slice of each trained parameter.
 
     Raises:
-        CheckpointError: parameters and vectors are not of the same size.
+        CheckpointError: parameters and vectors differ in size.
     """
     first, world = shards[0], len(shards)
     if stage == 3:
@@ -226,7 +223,7 @@ def _parameter_slices(
         return
     if len(model.shapes) != len(first.weights):
         raise CheckpointError(
-            f"{model.file}: {len(model.shapes)} groups of parameters, {first.file.name} has {len(first.weights)}."
+            f"{model.file}: {len(model.shapes)} groups of parameters, but {first.file.name} has {len(first.weights)}."
         )
     for group, shapes in enumerate(model.shapes):
         offset = 0
@@ -236,31 +233,32 @@ def _parameter_slices(
         _check_size(model, offset, sum(shard.weights[group].numel for shard in shards), 2 * world)
 
 
-def _check_size(model: ModelShard, wanted: int, found: int, alignment: int) -> None:
+def _check_size(model: ModelShard, num_expected: int, num_stored: int, alignment: int) -> None:
     """Check that the parameters fill the vectors. Stages 1 and 2 pad a group to a multiple of 2 x world size."""
-    if -(-wanted // alignment) != -(-found // alignment) or found < wanted:
+    if -(-num_expected // alignment) != -(-num_stored // alignment) or num_stored < num_expected:
         raise CheckpointError(
-            f"{model.file}: its parameters need {wanted} elements, the optimizer's shards beside it hold {found}."
+            f"{model.file}: its parameters need {num_expected} elements, "
+            f"but the optimizer's shards next to it have {num_stored}."
         )
 
 
 def _slice_vectors(vectors: Sequence[StoredTensor], start: int, count: int) -> tuple[Piece, ...]:
-    """`count` elements from `start` on of the concatenated vectors.
+    """Slice `count` elements from `start` on out of the concatenated vectors.
 
     Raises:
-        CheckpointError: they hold fewer.
+        CheckpointError: the vectors are too short.
     """
     pieces = []
     for piece, size in (
         (piece, vector.dtype.itemsize) for vector in vectors for piece in vector.pieces if isinstance(piece, Piece)
     ):
-        taken = max(0, min(piece.count - start, count))
-        if taken:
-            pieces.append(Piece(piece.file, piece.offset + start * size, taken))
-            count -= taken
+        length = max(0, min(piece.count - start, count))
+        if length:
+            pieces.append(Piece(piece.file, piece.offset + start * size, length))
+            count -= length
         start = max(0, start - piece.count)
     if count:
-        raise CheckpointError(f"{pieces[-1].file if pieces else vectors[0]}: holds {count} elements too few.")
+        raise CheckpointError(f"{pieces[-1].file if pieces else vectors[0]}: {count} elements missing.")
     return tuple(pieces)
 
 
@@ -276,15 +274,15 @@ def _frozen_weights(stage: int, models: list[ModelShard]) -> dict[str, StoredTen
         }
     if first.fragments:
         return {name: stored_tensor(first.file, tensor) for name, tensor in first.fragments.items()}
-    # Stage 1 does not list them: they are what is left of the model.
-    known = first.buffers.keys() | first.tied.keys() | {name for group in first.shapes for name in group}
-    return {name: stored_tensor(first.file, tensor) for name, tensor in first.module.items() if name not in known}
+    # Stage 1 does not list frozen weights: they are the rest of the model.
+    other_names = first.buffers.keys() | first.tied.keys() | {name for group in first.shapes for name in group}
+    return {name: stored_tensor(first.file, tensor) for name, tensor in first.module.items() if name not in other_names}
 
 
 def _check_weight_copies(model: ModelShard, shards: Shards) -> None:
-    """Check that both copies of float32 weights agree:
-    stages 1 and 2 keep one in the model's shard and one in the optimizer's."""
+    """Check that both copies of float32 weights are equal. Stages 1 and 2 save one in the model's shard and one in the
+    optimizer's."""
     twice = {name: stored_tensor(model.file, model.module[name]) for name in shards.trained if name in model.module}
     twice = {name: tensor for name, tensor in twice.items() if tensor.dtype == torch.float32}
     if problem := difference({name: shards.trained[name] for name in twice}, twice):
-        raise CheckpointError(f"{model.file}: not of the same step as the optimizer's shards beside it ({problem}).")
+        raise CheckpointError(f"{model.file}: not of the same step as the optimizer's shards next to it ({problem}).")

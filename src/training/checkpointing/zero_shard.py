@@ -1,7 +1,7 @@
-"""Reads one shard of a DeepSpeed ZeRO checkpoint (format of DeepSpeed 0.19.8):
-its metadata, and the byte ranges of its tensors.
+"""Read the metadata of one shard of a DeepSpeed ZeRO checkpoint (format of DeepSpeed 0.19.8), and the byte ranges of
+its tensors.
 
-Shards are pickles. They are read with `weights_only`, so that nothing in them runs, and without DeepSpeed.
+Shards are pickles. They are read without DeepSpeed and with `weights_only`, so that they cannot run code.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ from src.training.checkpointing.safetensors_stream import Piece, StoredTensor, o
 
 
 class _Placeholder:
-    """Stands in for DeepSpeed objects in a shard that are not needed."""
+    """Placeholder for DeepSpeed objects in a shard that are not needed."""
 
 
 _ALLOWED = [
@@ -62,18 +62,17 @@ class OptimizerShard:
                 )
 
     def vectors(self, key: str | None, group: int | None) -> list[StoredTensor]:
-        """The weights (key None) or an entry of the optimizer: of one group, or of all groups."""
-        chosen = range(len(self.weights)) if group is None else [group]
+        """Vectors of the weights (key None) or of an optimizer entry, of one group or all groups."""
+        groups = range(len(self.weights)) if group is None else [group]
         try:
-            return [self.weights[g] if key is None else self.states[g][key] for g in chosen]
+            return [self.weights[g] if key is None else self.states[g][key] for g in groups]
         except (KeyError, IndexError):
-            raise CheckpointError(
-                f"{self.file}: has no {key or 'weights'} for some parameters that other shards have."
-            ) from None
+            raise CheckpointError(f"{self.file}: no {key or 'weights'} for some parameters of other shards.") from None
 
 
 class ModelShard:
-    """One process's shard of the model: names, shapes, buffers, frozen parameters; in stages 1, 2 all weights too."""
+    """One process's shard of the model: names, shapes, buffers and frozen parameters; in stages 1 and 2 also all
+    weights."""
 
     def __init__(self, file: Path) -> None:
         content = _load(file)
@@ -96,10 +95,10 @@ class ModelShard:
 
 
 def _load(file: Path) -> Any:
-    """Unpickle a shard, its tensors on the meta device.
+    """Unpickle a shard, with its tensors on the meta device.
 
     Raises:
-        CheckpointError: it is damaged, or holds an object of a class that is not known here, which could run code.
+        CheckpointError: it is damaged, or has an object of an unknown class, which could run code.
     """
     try:
         with open_tensors(file) as stream, torch.serialization.safe_globals(_ALLOWED):
@@ -107,9 +106,7 @@ def _load(file: Path) -> Any:
     except pickle.UnpicklingError as error:
         kind = re.search(r"GLOBAL (\S+)", str(error))
         what = (
-            f"holds a {kind[1]}, which is not read, as it could run code"
-            if kind
-            else "damaged, not readable as a shard"
+            f"has a {kind[1]}, which is rejected, as it could run code" if kind else "damaged, not readable as a shard"
         )
         raise CheckpointError(f"{file}: {what}.") from None
     except (RuntimeError, EOFError, KeyError, ValueError) as error:
@@ -133,13 +130,13 @@ def stored_tensor(file: Path, tensor: torch.Tensor) -> StoredTensor:
     """Byte range of a shard's tensor in its file."""
     start = getattr(tensor.untyped_storage(), "_checkpoint_offset", None)
     if start is None or not tensor.is_contiguous():
-        raise CheckpointError(f"{file}: holds a tensor that does not lie in one piece, which is not known here.")
+        raise CheckpointError(f"{file}: has a non-contiguous tensor, which is not supported.")
     offset = start + tensor.storage_offset() * tensor.element_size()
     return StoredTensor(tuple(tensor.shape), tensor.dtype, (Piece(file, offset, tensor.numel()),))
 
 
 def _entry(file: Path, value: Any) -> StoredTensor:
-    """An entry of the optimizer: a vector, or a number, as float32 like AdamW's own step count."""
+    """An optimizer entry: a vector, or a number as float32 like AdamW's step count."""
     return (
         stored_tensor(file, value)
         if isinstance(value, torch.Tensor)

@@ -1,5 +1,4 @@
-"""Writes DeepSpeed's shards so that a process that cannot write does not leave the others waiting.
-Imports DeepSpeed."""
+"""Write DeepSpeed's shards so that other processes do not wait for one that cannot write. Imports DeepSpeed."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,11 +16,11 @@ class ShardWriter(TorchCheckpointEngine):
 
     def __init__(self) -> None:
         super().__init__()
-        self._written: dict[str, int] = {}
-        self._refused: RunError | None = None
+        self._written_sizes: dict[str, int] = {}
+        self._error: RunError | None = None
 
     def save(self, state_dict: Any, path: str) -> None:
-        """Write one shard, or note that it cannot be written."""
+        """Write one shard, or remember the error."""
         try:
             with open(path, "wb") as file:
                 torch.save(state_dict, file)
@@ -29,33 +28,33 @@ class ShardWriter(TorchCheckpointEngine):
             reason = next((e for e in _causes(error) if isinstance(e, OSError)), None)
             if reason is None:
                 raise
-            self._refused = _write_error(path, reason)
+            self._error = _write_error(path, reason)
         else:
-            self._written[path] = Path(path).stat().st_size
+            self._written_sizes[path] = Path(path).stat().st_size
 
     def check(self) -> None:
-        """Check that every process has written all its shards and that rank 0 sees them complete. Collective.
+        """Check that every process has written all its shards, and that rank 0 sees complete files. Collective.
 
         Raises:
-            RunError: the disk refuses one of them, or processes see different disks; on every rank.
+            RunError: the disk refuses a shard, or processes see different disks; on every rank.
         """
-        written, refused = self._written, self._refused
-        self._written, self._refused = {}, None
+        sizes, error = self._written_sizes, self._error
+        self._written_sizes, self._error = {}, None
         with distributed.raise_together():
-            if refused:
-                raise refused
-        everyone = distributed.all_gather_list([(distributed.rank(), *item) for item in written.items()])
+            if error:
+                raise error
+        everyone = distributed.all_gather_list([(distributed.rank(), *item) for item in sizes.items()])
         with distributed.raise_together():
             for rank, path, size in everyone if distributed.is_main() else ():
                 if not Path(path).is_file() or Path(path).stat().st_size != size:
                     raise RunError(
-                        f"{path}: process {rank} has written it, and process 0 does not see it whole. "
-                        "Give -sb a folder on a disk that all machines share."
+                        f"{path}: written by process {rank}, but missing or incomplete for process 0. "
+                        "Set -sb to a folder on a disk shared by all machines."
                     )
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    """`error` and its causes: torch reports a broken archive, and its cause is the operating system's error."""
+    """Yield `error` and its causes. torch reports a broken archive, caused by the operating system's error."""
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__

@@ -1,6 +1,6 @@
-"""Saves the batch of a suspicious step for a person to read: its documents and their text.
+"""Save the documents and text of a suspicious step's batch, for people to read.
 
-<run>/offending/step-00000012-rank-0.json, one of each process, as it had its own share of the batch:
+<run>/offending/step-00000012-rank-0.json, one file per process for its share of the batch:
 {"step": 12, "rank": 0, "documents": [{"micro_batch", "epoch", "index", "tokens", "loss_tokens", "text", "contexts",
 "cut"}, ...]}.
 """
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 
 FOLDER = "offending"
 MOST_FILES = 100
-"""Of one process in one run."""
+"""Maximum number of files per process and run."""
 MOST_TOKENS = 2_000
-"""Of one document, or one chunk of its context, that are decoded."""
+"""Maximum number of tokens to decode per document or context chunk."""
 MOST_CHARACTERS = 500_000
-"""Of text in one file. The documents that come after have everything but their text."""
+"""Maximum number of characters of text per file. Later documents are saved without text."""
 
 log = logging.getLogger(__name__)
 
@@ -37,11 +37,11 @@ def save(
     tokenizer: "PreTrainedTokenizerFast",
     keys: Sequence[Sequence[Key]],
 ) -> Path | None:
-    """Write the documents of `batches`; returns the file. Replaces an older file of the same step. Not collective.
+    """Write the documents of `batches`; returns the file. Overwrites the file of the same step. Not collective.
 
-    batches: micro-batches of `src.experiments.batches`, on any device. keys: of each micro-batch, those of its samples.
-    Row r is of sample `sample_of_row[r]`, of sample r where a batch does not have this entry. Returns None, and writes
-    nothing, where this process has written MOST_FILES files already.
+    batches: micro-batches (see `src.experiments.batches`) on any device. keys: sample keys of each micro-batch. Row r
+    belongs to sample `sample_of_row[r]`, or to sample r if the batch has no such entry. Returns None and writes nothing
+    if this process has already written MOST_FILES files.
 
     Raises:
         RunError: the disk refuses.
@@ -52,31 +52,31 @@ def save(
         folder.mkdir(exist_ok=True)
         if not path.exists() and len(list(folder.glob(f"step-*-rank-{rank}.json"))) >= MOST_FILES:
             log.warning(
-                "%s: holds %d batches of rank %d already, so that of step %d is not saved.",
+                "%s: already has %d batches of rank %d, so the batch of step %d is not saved.",
                 folder,
                 MOST_FILES,
                 rank,
                 step,
             )
             return None
-    left, documents = MOST_CHARACTERS, []
+    characters_left, documents = MOST_CHARACTERS, []
     for number, (batch, rows) in enumerate(zip(batches, keys, strict=True)):
         samples = batch["sample_of_row"].tolist() if "sample_of_row" in batch else range(len(rows))
         assert len(batch["input_ids"]) == len(samples), "a sample for each row"
         for row, sample in enumerate(samples):
             document = {"micro_batch": number, **_key_fields(rows[sample]), **_counts(batch, row)}
-            if left > 0:
-                document |= _texts(batch, row, tokenizer, left)
-                left -= len(document["text"]) + sum(map(len, document.get("contexts", [])))
+            if characters_left > 0:
+                document |= _texts(batch, row, tokenizer, characters_left)
+                characters_left -= len(document["text"]) + sum(map(len, document.get("contexts", [])))
             documents.append(document)
-    # One line a document, so that a person can search it; text as it is, so that a person can read it.
+    # One line per document for searching; text is not escaped for reading.
     lines = ",\n".join(json.dumps(document, ensure_ascii=False) for document in documents)
     write_atomic(path, f'{{"step": {step}, "rank": {rank}, "documents": [\n{lines}\n]}}\n')
     return path
 
 
 def _key_fields(key: Key) -> dict[str, Any]:
-    """{"epoch", "index"} of a data set that is indexed, else {"key"}."""
+    """{"epoch", "index"} for an indexed data set, else {"key"}."""
     return {"epoch": key[0], "index": key[1]} if [type(part) for part in key] == [int, int] else {"key": key}
 
 
@@ -86,22 +86,22 @@ def _counts(batch: Mapping[str, "Tensor"], row: int) -> dict[str, Any]:
 
 
 def _texts(batch: Mapping[str, "Tensor"], row: int, tokenizer: "PreTrainedTokenizerFast", most: int) -> dict[str, Any]:
-    """The document's text and contexts, `most` characters at most; control tokens are shown."""
+    """Text and contexts of a document, with control tokens, up to `most` characters."""
     text, cut = _decode(tokenizer, batch["input_ids"][row][batch["attention_mask"][row].bool()], most)
     if "context_ids" not in batch:
         return {"text": text, "cut": cut}
-    contexts, left = [], most - len(text)
+    contexts, characters_left = [], most - len(text)
     for ids, mask in zip(batch["context_ids"][row], batch["context_mask"][row], strict=True):
         if not mask.any():
-            continue  # a chunk that this sample does not have
-        context, shorter = _decode(tokenizer, ids[mask.bool()], left)
-        cut, left = cut or shorter, left - len(context)
+            continue  # padding chunk
+        context, shorter = _decode(tokenizer, ids[mask.bool()], characters_left)
+        cut, characters_left = cut or shorter, characters_left - len(context)
         contexts.append(context)
     return {"text": text, "contexts": contexts, "cut": cut}
 
 
 def _decode(tokenizer: "PreTrainedTokenizerFast", ids: "Tensor", most: int) -> tuple[str, bool]:
-    """Text of the first ids, and True where it is not the whole text."""
+    """Decode the first ids; returns the text and whether it is truncated."""
     text = tokenizer.decode(ids[:MOST_TOKENS].tolist(), skip_special_tokens=False) if most > 0 else ""
     assert isinstance(text, str), "a list of ids makes one text"
     return text[:most], len(ids) > MOST_TOKENS or len(text) > most or most <= 0

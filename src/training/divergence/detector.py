@@ -1,16 +1,14 @@
-"""Detects divergence, step by step, from the loss, the gradient norm and skipped steps.
+"""Detect divergence, step by step, from the loss, the gradient norm and skipped steps.
 
-Every limit is relative to the recent past of the same run and uses robust statistics, so it needs no knowledge of model
-or task:
+Every limit is relative to recent steps of the same run and uses robust statistics, independent of model and task:
 
-- level: median of the last quarter of a window of losses. On a falling curve it lies above the present loss, so a fall
-  hides no rise of its own making.
-- noise: 1.4826 MAD of the window about its own trend, which for a normal distribution is the standard deviation
-  (Rousseeuw and Croux, Alternatives to the median absolute deviation, 1993). The trend is the line through the medians
-  of the window's two halves.
-- a short past is trusted less: after n values every limit is (1 + 10 / n)^2 times as wide.
+- level: median of the last quarter of a window of losses. On a falling curve it is above the current loss.
+- noise: 1.4826 times the median absolute deviation (MAD) of the window from its trend, which for a normal distribution
+  is the standard deviation (Rousseeuw and Croux, Alternatives to the median absolute deviation, 1993). The trend is the
+  line through the medians of the window's two halves.
+- a short history widens limits: after n values by the factor (1 + 10 / n)^2.
 
-`Detector` draws nothing and reads no clock: on ranks that pass the same values, and after `restore`, it decides alike.
+`Detector` is deterministic: ranks with equal values, and restored detectors, make the same decisions.
 """
 
 import copy
@@ -29,52 +27,54 @@ Action = Literal["warn", "save_batch", "skip_batch", "stop", "rewind"]
 Kind = Literal["non_finite", "loss_spike", "loss_jump", "loss_climb", "loss_drift", "grad_norm", "skipped", "kl"]
 
 SEVERITY: tuple[Action, ...] = ("warn", "save_batch", "skip_batch", "rewind", "stop")
-"""Of several actions at one step the last of these is done. It includes to warn, and all but "warn" save the batch."""
+"""Actions in order of severity. The most severe action of a step is executed. Every action warns, and all except "warn"
+save the batch."""
 MOST_SUSPECTS = 8
 CLIMB_STEPS, CLIMB_DEVIATIONS = 8, 4.0
-"""Steps whose median is compared early in a training, and by how many times the noise of a step it rises in a climb."""
+"""A climb: number of losses per median, and minimum rise of the median in multiples of the noise."""
 NORMAL = 1.4826
-"""Standard deviations in one MAD of a normal distribution."""
+"""Standard deviation of a normal distribution divided by its MAD."""
 
 
 class Config(config.Config):
-    """When a training counts as diverging, and the action then taken.
-    The defaults are tuned by benchmarks/training/divergence.py on real curves."""
+    """Limits for divergence, and the actions. Defaults are tuned by benchmarks/training/divergence.py on real
+    curves."""
 
     window: int = Field(default=100, ge=16)
-    """Steps of the past that a step is compared with."""
+    """Number of previous steps to compare with."""
     noise_floor: float = Field(default=0.005, gt=0)
-    """Least noise, as a share of the level, or of 1 where the level is less."""
+    """Minimum noise, relative to max(level, 1)."""
     loss_deviations: float = Field(default=3.0, gt=0)
     loss_steps: int = Field(default=3, gt=0)
-    """A spike: so many steps in a row so many times the noise above the level."""
+    """Spike: loss > level + loss_deviations * noise, for loss_steps consecutive steps."""
     jump_deviations: float = Field(default=30.0, gt=0)
-    """A jump: a single step so many times the noise above the level."""
+    """Jump: loss > level + jump_deviations * noise, in a single step."""
     climb_ratio: float = Field(default=0.3, gt=0)
-    """A climb, before the window is full:
-    the median of the last 8 losses is above the lowest such median by this share of it, or of 1."""
+    """Climb, before the window is full: the median of the last 8 losses exceeds the lowest such median by climb_ratio *
+    max(lowest, 1)."""
     drift_deviations: float = Field(default=2.0, gt=0)
-    """A drift: the median of the window is so many times the noise above the lowest that it has been."""
+    """Drift: the median of the window exceeds its lowest value by drift_deviations * noise."""
     grad_norm_ratio: float = Field(default=5.0, gt=1)
     grad_norm_steps: int = Field(default=3, gt=0)
-    """An explosion: so many steps in a row above this multiple of the median norm, or one step above its square."""
+    """Explosion: gradient norm > grad_norm_ratio * median for grad_norm_steps consecutive steps, or > grad_norm_ratio^2
+    * median in one step."""
     skipped_steps: int = Field(default=25, gt=0)
-    """A plateau: so many steps without an update among the last `2 * skipped_steps`.
-    A float16 loss scale may need 18 to settle."""
+    """Plateau: skipped_steps steps without an update among the last `2 * skipped_steps`. A float16 loss scale can need
+    18 steps to settle."""
     on_non_finite: Literal["skip_batch", "stop", "rewind"] = "stop"
-    """Never less: the weights would not be finite either."""
+    """Never "warn", as the update would make the weights non-finite."""
     on_loss_spike: Action = "warn"
     on_loss_jump: Action = "warn"
     on_loss_climb: Literal["warn", "stop", "rewind"] = "warn"
     on_loss_drift: Literal["warn", "stop", "rewind"] = "warn"
-    """Of all the steps since the lowest point; no single batch is to blame."""
+    """No "skip_batch", as the drift is over many batches."""
     on_grad_norm: Action = "warn"
     on_skipped: Literal["warn", "save_batch", "stop", "rewind"] = "stop"
     most_kl: float | None = Field(default=None, gt=0)
-    """Nats per token that a policy may be from its reference; None: as many as it likes."""
+    """Maximum KL divergence of a policy from its reference, in nats per token; None: no limit."""
     on_kl: Literal["warn", "stop", "rewind"] = "stop"
     max_rewinds: int = Field(default=3, ge=1)
-    """When a run has so many branches, the action "rewind" is to stop."""
+    """Maximum number of branches of a run; then the action "rewind" stops the training."""
 
     @property
     def actions(self) -> dict[Kind, Action]:
@@ -95,27 +95,27 @@ class Config(config.Config):
         for name in ("loss_steps", "grad_norm_steps"):
             if getattr(self, name) > self.window // 4:
                 raise ValueError(
-                    f"{name} = {getattr(self, name)} is more than a quarter of window = {self.window}: shorten it."
+                    f"{name}: {getattr(self, name)} is more than a quarter of window = {self.window}. Lower it."
                 )
         return self
 
 
 @dataclass(frozen=True)
 class Finding:
-    """A step that looks wrong."""
+    """A suspicious step."""
 
     kind: Kind
     step: int
     message: str
-    """A sentence that begins with the step."""
+    """A sentence that starts with the step."""
     action: Action
     first_step: int
-    """Where it began: the first step of the rise, or the step of the lowest point that the loss has drifted from."""
+    """First step of the rise, or the step of the lowest median before a drift."""
 
     @property
     def suspects(self) -> range:
-        """The steps whose batches are worth a look, at most the last 8."""
-        # These come of many steps, of which the last is as good as any.
+        """The steps with suspicious batches, up to 8."""
+        # These are caused by many steps; the last one is an example.
         one_batch = self.kind in {
             "loss_climb",
             "loss_drift",
@@ -125,23 +125,20 @@ class Finding:
 
 
 def severest(findings: Sequence[Finding]) -> Action | None:
-    """The most severe action among the findings; None if there are no findings."""
+    """The most severe action of the findings; None without findings."""
     actions = {finding.action for finding in findings}
     return next((action for action in reversed(SEVERITY) if action in actions), None)
 
 
 class SpikeTracker:
-    """Keeps a window of values and tracks a rise above it: at least `steps` consecutive values above the limit.
+    """Tracks a window of values and rises above it: at least `steps` consecutive values above the limit.
 
-    Values of a rise enter the window when it is over or reported, so it does not raise the limit that it is measured
-    by.
+    Values of a rise enter the window when it is over or reported, so that a rise does not raise its own limit.
     """
 
     def __init__(self, window: int, steps: int, every: bool) -> None:
         self.window, self.steps = window, steps
-        self.every = (
-            every  # True: each step of a rise is reported once the rise is, as each of its batches is to be skipped
-        )
+        self.every = every  # True: after a rise is reported, report each further step too, to skip its batch
         self.values: list[float] = []
         self.rising: list[float] = []
         self.first_step = 0
@@ -149,7 +146,7 @@ class SpikeTracker:
         self.calm_steps = 0  # since the last step of a reported rise
 
     def rose(self, step: int, value: float, limit: float, at_once: float = math.inf) -> bool:
-        """Add `value`; returns True if a rise is to be reported at this step."""
+        """Add `value`; returns whether to report a rise at this step."""
         if value <= limit:
             self._take([*self.rising, value])
             self.calm_steps += 1
@@ -175,7 +172,7 @@ class SpikeTracker:
         self.rising = []
 
     def state(self) -> dict[str, Any]:
-        """JSON values."""
+        """The state as JSON values."""
         return {
             "values": list(self.values),
             "rising": list(self.rising),
@@ -192,10 +189,10 @@ class Detector:
         self.config = config
         self.losses = SpikeTracker(config.window, config.loss_steps, config.on_loss_spike == "skip_batch")
         self.norms = SpikeTracker(config.window, config.grad_norm_steps, config.on_grad_norm == "skip_batch")
-        self.lowest: float | None = None  # median of the window, where it was lowest
+        self.lowest: float | None = None  # lowest median of the window
         self.lowest_step = 0
         self.climbed = False  # whether the climb was reported
-        self.skips: list[int] = []  # of the last steps, 1 where the weights did not move
+        self.skips: list[int] = []  # 1 for each recent step without an update, else 0
         self.on_plateau = False
         self.far = False  # whether it was reported that the policy is too far from its reference
 
@@ -207,25 +204,25 @@ class Detector:
         skipped: bool = False,
         kl: float | None = None,
     ) -> list[Finding]:
-        """Judge step number `step` (counted from 1), before its update. Values must be the same on every rank.
+        """Check step number `step` (counted from 1) before its update. Values must be equal on every rank.
 
-        loss: mean over the step's loss tokens; None where it is not known.
-        grad_norm: of the global gradient before clipping; None where it is not known, 0 where there is none.
-        kl: of a policy from its reference, in nats per token; None where there is none.
-        skipped: True where the float16 loss scaler leaves the step out; then its gradient norm is not looked at.
+        loss: mean over the step's loss tokens; None if unknown.
+        grad_norm: norm of the global gradient before clipping; None if unknown, 0 without a gradient.
+        kl: KL divergence of a policy from its reference, in nats per token; None without a policy.
+        skipped: whether the float16 loss scaler skips the step; then its gradient norm is ignored.
         """
-        found = []
+        findings = []
         norm = None if skipped else grad_norm
         for name, value in (("loss", loss), ("gradient norm", norm)):
             if value is not None and not math.isfinite(value):
-                found.append(self._finding("non_finite", step, f"the {name} is {value}", step))
+                findings.append(self._finding("non_finite", step, f"the {name} is {value}", step))
         if loss is not None and math.isfinite(loss):
-            found += [*self._spike(step, loss), *self._climb(step, loss), *self._drift(step)]
+            findings += [*self._spike(step, loss), *self._climb(step, loss), *self._drift(step)]
         if norm is not None and math.isfinite(norm):
-            found += self._explosion(step, norm)
+            findings += self._explosion(step, norm)
         if kl is not None:
-            found += self._departure(step, kl)
-        return found + self._plateau(step, skipped or severest(found) == "skip_batch")
+            findings += self._departure(step, kl)
+        return findings + self._plateau(step, skipped or severest(findings) == "skip_batch")
 
     def _spike(self, step: int, loss: float) -> list[Finding]:
         watch, config = self.losses, self.config
@@ -234,8 +231,8 @@ class Detector:
             return []
         level = _median(watch.values[-(config.window // 4) :])
         limit = level + config.loss_deviations * self._floor(level)
-        noise, found = 0.0, list[Finding]()
-        if loss > limit:  # else the noise cannot matter
+        noise, findings = 0.0, list[Finding]()
+        if loss > limit:  # else the noise does not matter
             noise = self._noise(level)
             limit = level + config.loss_deviations * noise
             if loss > level + config.jump_deviations * noise and not (watch.reported and config.on_loss_jump == "warn"):
@@ -244,14 +241,14 @@ class Detector:
                     f"the loss is {loss:.4g}, "
                     f"{times:.0f} times the noise above its level (level {level:.4g}, noise {noise:.2g})"
                 )
-                found.append(self._finding("loss_jump", step, text, step))
+                findings.append(self._finding("loss_jump", step, text, step))
         if not watch.rose(step, loss, limit):
-            return found
+            return findings
         text = (
             f"the loss is {loss:.4g}, "
             f"above {limit:.4g} since step {watch.first_step} (level {level:.4g}, noise {noise:.2g})"
         )
-        return [*found, self._finding("loss_spike", step, text, watch.first_step)]
+        return [*findings, self._finding("loss_spike", step, text, watch.first_step)]
 
     def _climb(self, step: int, loss: float) -> list[Finding]:
         values, ratio = self.losses.values + self.losses.rising, self.config.climb_ratio
@@ -264,7 +261,7 @@ class Detector:
             return []
         medians = [_median(values[i : i + CLIMB_STEPS]) for i in range(len(values) - CLIMB_STEPS + 1)]
         lowest = min(medians)
-        # A climb is their mean, and the noise is what is left.
+        # The noise is the deviation of changes from their median.
         changes = [after - before for before, after in pairwise(values)]
         noise = NORMAL / math.sqrt(2) * _median([abs(change - _median(changes)) for change in changes])
         if medians[-1] - lowest <= max(ratio * max(lowest, 1.0), CLIMB_DEVIATIONS * noise):
@@ -291,14 +288,14 @@ class Detector:
             f"the median of {config.window} "
             f"losses has risen to {level:.4g} from {self.lowest:.4g} at step {self.lowest_step}"
         )
-        found = self._finding("loss_drift", step, text, self.lowest_step)
-        self.lowest, self.lowest_step = level, step  # the next one must rise as far again
-        return [found]
+        finding = self._finding("loss_drift", step, text, self.lowest_step)
+        self.lowest, self.lowest_step = level, step  # the next drift must rise as far again
+        return [finding]
 
     def _explosion(self, step: int, norm: float) -> list[Finding]:
         watch, ratio = self.norms, self.config.grad_norm_ratio
         middle = _median(watch.values) if watch.values else 0.0
-        unit = middle * _widening(len(watch.values)) if middle > 0 else math.inf  # 0: nobody measures it
+        unit = middle * _widening(len(watch.values)) if middle > 0 else math.inf  # 0: the norm is not measured
         if not watch.rose(step, norm, ratio * unit, ratio**2 * unit):
             return []
         text = (
@@ -313,7 +310,7 @@ class Detector:
             return []
         return [
             self._finding(
-                "kl", step, f"the policy is {kl:.4g} nats a token from its reference, more than {most:g}", step
+                "kl", step, f"the KL divergence of the policy is {kl:.4g} nats per token, more than {most:g}", step
             )
         ]
 
@@ -338,7 +335,7 @@ class Detector:
         return Finding(kind, step, f"step {step}: {text}.", self.config.actions[kind], first_step)
 
     def _floor(self, level: float) -> float:
-        """The least that `_noise` can be."""
+        """Minimum of `_noise`."""
         return self.config.noise_floor * max(abs(level), 1.0) * _widening(len(self.losses.values))
 
     def _noise(self, level: float) -> float:
@@ -346,7 +343,7 @@ class Detector:
         return max(self._floor(level), NORMAL * _mad_about_trend(values) * _widening(len(values)))
 
     def state(self) -> dict[str, Any]:
-        """JSON values; floats survive JSON exactly."""
+        """The state as JSON values; floats survive JSON exactly."""
         return {
             "losses": self.losses.state(),
             "norms": self.norms.state(),
@@ -359,10 +356,10 @@ class Detector:
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Continue from `state()` of a detector with the same config; {} starts fresh.
+        """Continue from `state()` of a detector with the same config; {} resets.
 
         Raises:
-            CheckpointError: another version of this code wrote it.
+            CheckpointError: the state is from another version of this code.
         """
         fresh = Detector(self.config)
         if state:
@@ -372,7 +369,7 @@ class Detector:
             )
             if not same:
                 raise CheckpointError(
-                    "the state of the divergence detector was written by another version of this code. Start over."
+                    "the state of the divergence detector is from another version of this code. Start over."
                 )
             for name, part in parts.items():
                 vars(part).update({key: copy.copy(value) for key, value in state[name].items()})
@@ -381,18 +378,19 @@ class Detector:
 
 
 def _widening(count: int) -> float:
-    """Factor by which a limit based on only `count` values is wider."""
+    """Factor that widens a limit based on only `count` values."""
     return (1 + 10 / count) ** 2
 
 
 def _median(values: Sequence[float]) -> float:
-    """statistics.median, several times as fast."""
-    ordered, half = sorted(values), len(values) // 2
-    return ordered[half] if len(ordered) % 2 else (ordered[half - 1] + ordered[half]) / 2
+    """Like statistics.median, but several times as fast."""
+    sorted_values, half = sorted(values), len(values) // 2
+    return sorted_values[half] if len(sorted_values) % 2 else (sorted_values[half - 1] + sorted_values[half]) / 2
 
 
 def _mad_about_trend(values: Sequence[float]) -> float:
-    """Median absolute deviation from the line through both halves' medians; from the median, of fewer than eight."""
+    """Median absolute deviation from the line through both halves' medians; with fewer than eight values, from the
+    median."""
     half = len(values) // 2
     slope = (_median(values[half:]) - _median(values[:half])) / (len(values) - half) if len(values) >= 8 else 0.0
     flat = [value - slope * i for i, value in enumerate(values)]

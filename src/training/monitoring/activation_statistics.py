@@ -13,12 +13,12 @@ from src.training.monitoring import tensor_statistics
 
 @dataclass(frozen=True)
 class Activation:
-    """The sums of one input or output of a module."""
+    """Sums of one input or output of a module."""
 
     name: str
-    """Of the module; "" for the model itself."""
+    """Name of the module; "" for the model itself."""
     type: str
-    """Its class."""
+    """Class of the module."""
     context: str
     """`input[i]`, `input[name]`, `output`, `output[i]`, `output[name]` or `output[i][j]`."""
     sums: Tensor
@@ -26,20 +26,18 @@ class Activation:
 
 
 @contextlib.contextmanager
-def watch_activations(model: nn.Module, found: list[Activation]) -> Iterator[None]:
-    """Within the block, append the statistics of every module's inputs and outputs to `found`.
-    The hooks are removed afterwards.
+def watch_activations(model: nn.Module, activations: list[Activation]) -> Iterator[None]:
+    """Within the block, append the statistics of every module's inputs and outputs to `activations`.
 
-    Tensors of real numbers with a fraction count: no ids, no masks of bool. One entry for each (name, type, context): a
-    module that runs once more, as gradient checkpointing has it do, is left out. Compiled code is not watched: hooks
-    would have it compiled anew.
+    Only floating-point tensors are included. There is one entry per (name, type, context): recomputation by gradient
+    checkpointing is ignored. Compiled models are skipped, as hooks would recompile them.
     """
     if is_compiled(model):
         yield
         return
     seen: set[tuple[str, str]] = set()
     hooks = [
-        module.register_forward_hook(_Hook(name, type(module).__name__, seen, found), with_kwargs=True)
+        module.register_forward_hook(_Hook(name, type(module).__name__, seen, activations), with_kwargs=True)
         for name, module in model.named_modules()
     ]
     try:
@@ -50,28 +48,28 @@ def watch_activations(model: nn.Module, found: list[Activation]) -> Iterator[Non
 
 
 def is_compiled(model: nn.Module) -> bool:
-    """True if the model or a part of it is compiled."""
+    """Whether the model or a part of it is compiled."""
     return any(
         type(part).__name__ == "OptimizedModule" or part._compiled_call_impl is not None for part in model.modules()
     )
 
 
 class _Hook:
-    def __init__(self, name: str, kind: str, seen: set[tuple[str, str]], found: list[Activation]) -> None:
-        self.name, self.kind, self.seen, self.found = name, kind, seen, found
+    def __init__(self, name: str, kind: str, seen: set[tuple[str, str]], activations: list[Activation]) -> None:
+        self.name, self.kind, self.seen, self.activations = name, kind, seen, activations
 
-    def __call__(self, module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any], output: Any) -> None:
+    def __call__(self, module: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         if (self.name, self.kind) in self.seen:
             return
         self.seen.add((self.name, self.kind))
-        entries = [*_tensors("input", inputs, 1), *_tensors("input", named, 1), *_tensors("output", output, 2)]
-        self.found += [
+        entries = [*_tensors("input", inputs, 1), *_tensors("input", kwargs, 1), *_tensors("output", output, 2)]
+        self.activations += [
             Activation(self.name, self.kind, context, tensor_statistics.sums(tensor)) for context, tensor in entries
         ]
 
 
 def _tensors(context: str, value: Any, depth: int) -> Iterator[tuple[str, Tensor]]:
-    """The tensors in `value`, including nested tuples, lists and dicts up to `depth`."""
+    """Yield the tensors in `value`, including nested tuples, lists and dicts up to `depth`."""
     if isinstance(value, Tensor):
         if value.is_floating_point() and value.layout == torch.strided:
             yield context, value

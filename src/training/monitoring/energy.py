@@ -1,4 +1,4 @@
-"""Energy consumed by a GPU, read through NVIDIA's management library if nvidia-ml-py and the driver are installed."""
+"""Energy consumption of a GPU, from NVIDIA's management library, if nvidia-ml-py and the driver are installed."""
 
 import importlib
 import logging
@@ -10,7 +10,7 @@ log = logging.getLogger(__name__)
 
 
 class Energy:
-    """The energy counter of this process's GPU. If it cannot be read, this is logged once."""
+    """Reads the energy counter of this process's GPU. A failure is logged once."""
 
     def __init__(self) -> None:
         self._nvml: Any = None
@@ -19,18 +19,18 @@ class Energy:
             try:
                 self._open()
             except ImportError:
-                log.info("nvidia-ml-py is not installed, so no watts are reported.")
+                log.info("nvidia-ml-py is not installed, so watts are not reported.")
 
     def _open(self) -> None:
         pynvml = importlib.import_module("pynvml")
         try:
             pynvml.nvmlInit()
-            # By its name, as CUDA_VISIBLE_DEVICES counts anew.
+            # By UUID, as CUDA_VISIBLE_DEVICES changes indices.
             uuid = f"GPU-{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}"
             self._handle = pynvml.nvmlDeviceGetHandleByUUID(uuid)
             pynvml.nvmlDeviceGetTotalEnergyConsumption(self._handle)
         except pynvml.NVMLError as error:
-            log.info("NVML: %s, so no watts are reported.", error)
+            log.info("NVML: %s, so watts are not reported.", error)
             return
         self._nvml = pynvml
 
@@ -41,6 +41,6 @@ class Energy:
         try:
             return self._nvml.nvmlDeviceGetTotalEnergyConsumption(self._handle) / 1000
         except self._nvml.NVMLError as error:
-            log.info("NVML: %s, so no more watts are reported.", error)
+            log.info("NVML: %s, so watts are no longer reported.", error)
             self._nvml = None
             return None

@@ -1,5 +1,4 @@
-"""Model FLOPs of the batches of a training, and MFU.
-The formulas are in src/support/flops.py and, of models with parts of their own, in theirs."""
+"""Model FLOPs per batch, and MFU. The formulas are in src/support/flops.py and in custom models."""
 
 import logging
 from collections.abc import Callable, Mapping
@@ -37,21 +36,18 @@ PEAKS = {
     "RTX 4090": 165.2e12,
     "RTX 3090": 71e12,
 }
-"""Operations per second of dense matrices in bfloat16, or in float16 on V100 and T4,
-by a part of the device's name; the first that fits.
+"""Peak dense FLOP/s in bfloat16, or in float16 on V100 and T4, by part of the device's name. The first match counts.
 
-From NVIDIA's data sheets of each product, nvidia.com/en-us/data-center/<product>; where those give the rate with
-sparsity, half of it. GB200: a 72nd of the 360 petaflops with sparsity of the NVL72. A10G: NVIDIA's data sheet for AWS.
-RTX: with sums in float32, from the appendices of the white papers of the architectures GA102 (3090, A6000), Ada (4090,
-6000 Ada) and RTX Blackwell (5090). Those of GB200, A10G
-and RTX were not looked up there again: `benchmarks.gpu` compares one with what its device reaches.
+From NVIDIA's data sheets, nvidia.com/en-us/data-center/<product>; half of rates with sparsity. GB200: half of 1/72 of
+the 360 petaflops with sparsity of the NVL72. A10G: NVIDIA's data sheet for AWS. RTX: with float32 accumulation, from
+the appendices of the white papers of GA102 (3090, A6000), Ada (4090, 6000 Ada) and RTX Blackwell (5090). The values of
+GB200, A10G and RTX are not verified against the sources; `benchmarks.gpu` measures a device's actual rate.
 """
 _WITHOUT_BFLOAT16 = ("v100", "t4")
 
 
 def peak_flops(device_name: str, precision: str) -> float | None:
-    """Operations per second that the device can reach in "bfloat16" or "float16";
-    None for another precision or an unknown device."""
+    """Peak FLOP/s of a device in "bfloat16" or "float16"; None for another precision or an unknown device."""
     if precision not in ("bfloat16", "float16"):
         return None
     words = device_name.lower().replace("-", " ").split()
@@ -63,32 +59,32 @@ def peak_flops(device_name: str, precision: str) -> float | None:
 
 
 def mfu(flops_per_second: float, peak_per_device: float, num_devices: int) -> float:
-    """Model FLOPs utilisation (PaLM, appendix B): the model's own operations as a share of all devices' peak."""
+    """Model FLOPs utilization (PaLM, appendix B): model FLOP/s as a share of the peak of all devices."""
     return flops_per_second / (peak_per_device * num_devices)
 
 
 def batch_flops(model: nn.Module) -> Callable[[Mapping[str, Tensor]], int] | None:
-    """A function from a batch to the operations of a training pass, padding included and recomputation left out.
+    """Return a function from a batch to the FLOPs of a training pass, with padding and without recomputation.
 
-    A model that is none of transformers' known families as it comes may offer it as `training_flops`. None, said in the
-    log, for others, and for a model of which a part is frozen that is not merely adapted.
+    Custom models can define `training_flops`. Returns None, and logs it, for unknown models and for partly frozen
+    models without adapters.
     """
     config = getattr(model, "config", None)
-    known = getattr(config, "model_type", None) in KNOWN
-    if known and hasattr(model, "training_flops"):
+    is_known = getattr(config, "model_type", None) in KNOWN
+    if is_known and hasattr(model, "training_flops"):
         return model.training_flops()  # type: ignore[operator]  a method, not a module
-    if not known or not type(model).__module__.startswith("transformers."):
-        log.info("%s: its operations are not known, so no MFU is reported.", type(model).__name__)
+    if not is_known or not type(model).__module__.startswith("transformers."):
+        log.info("%s: FLOPs unknown, so MFU is not reported.", type(model).__name__)
         return None
     adapters = adapter_weights(model)
     if adapters is None:
-        log.info("%s: a part of it is frozen, so no MFU is reported.", type(model).__name__)
+        log.info("%s: partly frozen, so MFU is not reported.", type(model).__name__)
         return None
     return lambda batch: training_flops(config, *_lengths(batch), adapters=adapters)
 
 
 def _lengths(batch: Mapping[str, Tensor]) -> tuple[int, int, int]:
-    """Samples, tokens, and tokens of the decoder of an encoder-decoder, else 0."""
+    """Number of samples, tokens, and decoder tokens of an encoder-decoder (else 0)."""
     B, T = batch["input_ids"].shape
     decoder = next((batch[name].shape[1] for name in ("decoder_input_ids", "labels") if name in batch), 0)
     return B, T, decoder

@@ -1,8 +1,7 @@
 """Statistics of weights, gradients, moments, updates and activations.
 
-It looks and changes nothing: a training ends with the same bits with it and without it. The loop calls, for each
-optimizer step, `before_step`, `forward` around each forward pass, `after_backward` and `after_step`; between them it
-costs next to nothing in the steps whose statistics are not due.
+Monitoring does not change a bit of the training. For each optimizer step, the loop calls `before_step`, `forward`
+around each forward pass, `after_backward` and `after_step`. The cost is negligible in steps without statistics.
 """
 
 import contextlib
@@ -28,26 +27,25 @@ log = logging.getLogger(__name__)
 
 class Monitor:
     """Writes statistics.jsonl in the save directory `folder`:
-    {"step", "name", "type" (the class, of a module), "context", "var_min", …}.
+    {"step", "name", "type" (class of a module), "context", "var_min", …}.
 
-    The same calls must come on every rank; rank 0 writes.
+    All ranks must make the same calls; rank 0 writes.
 
-    every: optimizer steps between statistics; 0 for none. compiled: whether torch.compile has taken `model`, which is
-    then not hooked.
+    every: optimizer steps between statistics; 0: off. compiled: whether `model` is compiled, so that it gets no hooks.
     """
 
     def __init__(self, folder: Path, model: nn.Module, every: int = DEFAULT_EVERY, *, compiled: bool = False) -> None:
         self.folder, self.model, self.every = folder, model, every
-        self.unhooked = "compiled" if compiled or activation_statistics.is_compiled(model) else ""
+        self.no_hooks_reason = "compiled" if compiled or activation_statistics.is_compiled(model) else ""
         self.step = 0
         self.due = False
         self._gradients: list[TensorSums] = []
         self._activations: list[Activation] = []
-        if every and self.unhooked:
-            log.info("The model is %s, so its activations are not measured.", self.unhooked)
+        if every and self.no_hooks_reason:
+            log.info("The model is %s, so activations are not measured.", self.no_hooks_reason)
 
     def truncate(self, step: int) -> None:
-        """Drop the records after `step`, where the training continues. Call it on rank 0.
+        """Drop the records after `step`, when resuming. Call it on rank 0.
 
         Raises:
             UserError: the disk refuses, or the file is damaged.
@@ -61,12 +59,12 @@ class Monitor:
         self._gradients, self._activations = [], []
 
     def forward(self, last: bool) -> contextlib.AbstractContextManager[None]:
-        """Around a forward pass and its loss, without its backward pass.
-        Watches the `last` of a due step, on rank 0."""
-        hooked = self.due and last and not self.unhooked and distributed.is_main()
+        """Context of a forward pass and its loss, without the backward pass. Measures the `last` pass of a due step, on
+        rank 0."""
+        uses_hooks = self.due and last and not self.no_hooks_reason and distributed.is_main()
         return (
             activation_statistics.watch_activations(self.model, self._activations)
-            if hooked
+            if uses_hooks
             else contextlib.nullcontext()
         )
 
@@ -84,21 +82,21 @@ class Monitor:
         """
         if not self.due:
             return
-        found = parameter_statistics.gather_sums(
+        tensor_sums = parameter_statistics.gather_sums(
             self._gradients + parameter_statistics.weights(self.model, optimizer), self.model
         )
         learning_rate = optimizer.param_groups[0]["lr"]
-        distributed.broadcast_from_rank0(lambda: self._write(found, learning_rate))
+        distributed.broadcast_from_rank0(lambda: self._write(tensor_sums, learning_rate))
         self._gradients, self._activations, self.due = [], [], False
 
-    def _write(self, found: Sequence[TensorSums], learning_rate: float) -> None:
-        """One record for each tensor."""
-        rates = parameter_statistics.update_rates(list(found), learning_rate)
+    def _write(self, tensor_sums: Sequence[TensorSums], learning_rate: float) -> None:
+        """Write one record per tensor."""
+        rates = parameter_statistics.update_rates(list(tensor_sums), learning_rate)
         heads: list[dict[str, Any]] = [
-            {"step": self.step, "name": item.name, "context": item.context} for item in found
+            {"step": self.step, "name": item.name, "context": item.context} for item in tensor_sums
         ]
         heads += [{"step": self.step, "name": a.name, "type": a.type, "context": a.context} for a in self._activations]
-        tables = [item.sums for item in found], [item.sums for item in self._activations]
+        tables = [item.sums for item in tensor_sums], [item.sums for item in self._activations]
         rows = [row for table in tables if table for row in tensor_statistics.rows(torch.stack(table))]
         for head, row in zip(heads, rows, strict=True):
             head |= row

@@ -1,7 +1,7 @@
-"""Statistics of weights, gradients, Adam's moments and updates by parameter, for whole and sharded models.
+"""Statistics of weights, gradients, Adam's moments and updates by parameter, for unsharded and sharded models.
 
-What a process has whole, rank 0 reads alone; of FSDP2's parts each process reads its own, and `gather_sums` joins the
-sums, not the parts; ZeRO's are put together one parameter at a time.
+Rank 0 reads unsharded tensors. Each process reads its own FSDP2 shards, and `gather_sums` joins the sums. ZeRO
+parameters are gathered one at a time.
 """
 
 import math
@@ -24,7 +24,7 @@ class TensorSums:
     """The sums (see `tensor_statistics`) of one tensor, or of this process's shard of it."""
 
     name: str
-    """Of the parameter."""
+    """Name of the parameter."""
     context: str
     sums: Tensor
     """(P,), see statistics.PARTS."""
@@ -32,49 +32,51 @@ class TensorSums:
 
 def gradients(model: nn.Module) -> list[TensorSums]:
     """`hp_grad` of every trained parameter that has a gradient. Collective for sharded models."""
-    return [found for name, p in _trainable_parameters(model) for found in _tensor_sums(name, GRADIENT, _gradient(p))]
+    return [item for name, p in _trainable_parameters(model) for item in _tensor_sums(name, GRADIENT, _gradient(p))]
 
 
 def weights(model: nn.Module, optimizer: Any) -> list[TensorSums]:
     """`hp`, `exp_avg`, `exp_avg_sq` and `effective_update` of every trained parameter. Collective for sharded models.
 
-    The update is m̂ / (√v̂ + ε) with moments freed of their bias (Kingma & Ba 2015, algorithm 1): what Adam's last step
-    subtracted, before the learning rate and without weight decay. With AdamWScale's scale in it, and its ε. An
-    optimizer without Adam's moments has `hp` alone, Adafactor a second moment of vectors besides.
+    The update is m̂ / (√v̂ + ε) with bias-corrected moments (Kingma & Ba 2015, algorithm 1), without learning rate and
+    weight decay, and with the scale of AdamWScale. Optimizers without Adam's moments have only `hp`, and Adafactor also
+    the second moment of vectors.
     """
-    found: list[TensorSums] = []
+    tensor_sums: list[TensorSums] = []
     for name, parameter in _trainable_parameters(model):
-        found += _tensor_sums(name, WEIGHT, _weight(parameter))
+        tensor_sums += _tensor_sums(name, WEIGHT, _weight(parameter))
         adam = _adam(optimizer, parameter)
         first, second = (_moment(optimizer, parameter, key) for key in MOMENTS)
         for context, moment in zip(MOMENTS, (first, second), strict=True):
-            found += _tensor_sums(name, context, moment)
+            tensor_sums += _tensor_sums(name, context, moment)
         if adam is not None and first is not None and second is not None:
             pieces = (adam.update(m, v) for m, v in tensor_statistics.chunks(first, second))
-            found.append(TensorSums(name, UPDATE, tensor_statistics.sums_of(pieces, first.device)))
-    return found
+            tensor_sums.append(TensorSums(name, UPDATE, tensor_statistics.sums_of(pieces, first.device)))
+    return tensor_sums
 
 
-def gather_sums(found: list[TensorSums], model: nn.Module) -> list[TensorSums]:
-    """The sums of whole tensors, on the CPU, from the sums of their shards.
-    Collective under FSDP2; synchronises with the device."""
-    if not found and not _is_sharded(model):
+def gather_sums(tensor_sums: list[TensorSums], model: nn.Module) -> list[TensorSums]:
+    """Join the sums of shards to sums of full tensors, on the CPU. Collective with FSDP2; synchronizes with the
+    device."""
+    if not tensor_sums and not _is_sharded(model):
         return []
     table = (
-        torch.stack([item.sums for item in found]).cpu()
-        if found
+        torch.stack([item.sums for item in tensor_sums]).cpu()
+        if tensor_sums
         else torch.empty(0, len(tensor_statistics.PARTS), dtype=torch.float64)
     )
     if _is_sharded(model):
         table = tensor_statistics.join_sums(torch.stack(distributed.all_gather_list([table])))
-    return [TensorSums(item.name, item.context, sums) for item, sums in zip(found, table, strict=True)]
+    return [TensorSums(item.name, item.context, sums) for item, sums in zip(tensor_sums, table, strict=True)]
 
 
-def update_rates(found: list[TensorSums], learning_rate: float) -> dict[str, float | None]:
-    """By parameter: norm of the last update (learning rate times `effective_update`) over the norm of the parameter."""
+def update_rates(tensor_sums: list[TensorSums], learning_rate: float) -> dict[str, float | None]:
+    """Norm of the last update (learning rate times `effective_update`) over the norm of the parameter, by parameter."""
     norms: dict[str, dict[str, float | None]] = {WEIGHT: {}, UPDATE: {}}
-    if found:
-        for item, norm in zip(found, tensor_statistics.norms(torch.stack([item.sums for item in found])), strict=True):
+    if tensor_sums:
+        for item, norm in zip(
+            tensor_sums, tensor_statistics.norms(torch.stack([item.sums for item in tensor_sums])), strict=True
+        ):
             norms.setdefault(item.context, {})[item.name] = norm
     rates: dict[str, float | None] = {}
     for name, update in norms[UPDATE].items():
@@ -92,7 +94,7 @@ class _Adam:
     scale: float = 1.0
 
     def update(self, first: Tensor, second: Tensor) -> Tensor:
-        """m̂ / (√v̂ + ε), times the scale, in float64, of flat pieces of the moments."""
+        """m̂ / (√v̂ + ε) times the scale, in float64, for flat pieces of the moments."""
         mean = first.double() / (1 - self.beta1**self.steps)
         square = second.double() / (1 - self.beta2**self.steps)
         return mean / (square.sqrt_() + self.epsilon) * self.scale
@@ -107,7 +109,7 @@ def _tensor_sums(name: str, context: str, tensor: Tensor | None) -> list[TensorS
 
 
 def _is_sharded(model: nn.Module) -> bool:
-    """True if processes hold different shards of a parameter."""
+    """Whether processes have different shards of a parameter."""
     return any(_is_part(parameter) for _, parameter in _trainable_parameters(model))
 
 
@@ -120,8 +122,7 @@ def _is_zero(parameter: Tensor) -> bool:
 
 
 def _local_part(tensor: Tensor | None) -> Tensor | None:
-    """The part of a tensor that this process reads:
-    its shard or, of a whole tensor, everything on rank 0 and nothing elsewhere."""
+    """The part of a tensor that this process reads: its shard, or all of an unsharded tensor on rank 0."""
     if tensor is None:
         return None
     if _is_part(tensor):
@@ -162,8 +163,8 @@ def _inner(optimizer: Any) -> Any:
 
 
 def _adam(optimizer: Any, parameter: nn.Parameter) -> _Adam | None:
-    """Adam's settings at the last step; None before the first step, and for other optimizers."""
-    if _is_zero(parameter):  # its groups are flat, and alike but for the decay
+    """Adam's settings at the last step; None before the first step and for other optimizers."""
+    if _is_zero(parameter):  # its groups are flat, and differ only in weight decay
         states, groups = list(_inner(optimizer).state.values()), optimizer.param_groups
     else:
         states = [state] if (state := optimizer.state.get(parameter)) else []
@@ -175,5 +176,5 @@ def _adam(optimizer: Any, parameter: nn.Parameter) -> _Adam | None:
     scale = next((float(state["scale"]) for state in states if "scale" in state), None)
     if scale is None:
         return _Adam(beta1, beta2, epsilon, steps)
-    # AdamWScale adds ε to √v, before the bias is taken out.
+    # AdamWScale adds ε to √v before the bias correction.
     return _Adam(beta1, beta2, epsilon / math.sqrt(1 - beta2**steps), steps, scale)

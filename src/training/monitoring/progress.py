@@ -1,4 +1,4 @@
-"""A progress bar in a terminal, and a line of log for each evaluation and checkpoint, and now and then between."""
+"""A progress bar in a terminal, and log lines at evaluations, checkpoints, and regular intervals."""
 
 import logging
 import sys
@@ -11,7 +11,7 @@ from tqdm import tqdm
 
 log = logging.getLogger(__name__)
 QUIET_SECONDS = 30.0
-"""A row without an evaluation or a checkpoint is logged if none was for so long."""
+"""Minimum time since the last log line before a row without evaluation or checkpoint is logged."""
 NO_SCORES = ("step", "grad_norm", "clip_rate", "skipped_steps", "learning_rate", "tokens")
 
 
@@ -29,12 +29,12 @@ class Progress:
             self.bar.set_postfix_str(f"loss {loss:.4f}  {tokens_per_second:,.0f} tokens/s{self.scores}", refresh=False)
             self.bar.update(step - self.bar.n)
 
-    def on_row(self, row: Mapping[str, Any], perf: Mapping[str, float], settled: bool) -> None:
-        """Log the losses and other scores, the speed and the remaining time: if `settled`, or now and then."""
+    def on_row(self, row: Mapping[str, Any], perf: Mapping[str, float], is_durable: bool) -> None:
+        """Log scores, speed and remaining time, if `is_durable` or after QUIET_SECONDS."""
         scores = {name: value for name, value in row.items() if name not in NO_SCORES}
-        evaluated = "".join(f"  {_spell(name, value)}" for name, value in scores.items() if name != "train_loss")
-        self.scores = evaluated or self.scores
-        if not settled and self.clock() - self.logged < QUIET_SECONDS:
+        score_text = "".join(f"  {_spell(name, value)}" for name, value in scores.items() if name != "train_loss")
+        self.scores = score_text or self.scores
+        if not is_durable and self.clock() - self.logged < QUIET_SECONDS:
             return
         self.logged = self.clock()
         if self.bar is not None:
@@ -44,11 +44,11 @@ class Progress:
             log.info("nothing is trained  %s", line)
             return
         step, rate = row["step"], perf["tokens_per_second"]
-        left = timedelta(seconds=round((self.steps - step) / max(perf["steps_per_second"], 1e-9)))
-        log.info("step %d/%d  %s  %s tokens/s  %s left", step, self.steps, line, f"{rate:,.0f}", left)
+        time_left = timedelta(seconds=round((self.steps - step) / max(perf["steps_per_second"], 1e-9)))
+        log.info("step %d/%d  %s  %s tokens/s  %s left", step, self.steps, line, f"{rate:,.0f}", time_left)
 
     def on_end(self, scores: Mapping[str, float]) -> None:
-        """Log them, without parts such as "inference/em/nq"."""
+        """Log the scores, without parts such as "inference/em/nq"."""
         log.info("%s", "  ".join(f"{name} {value:.4g}" for name, value in scores.items() if name.count("/") < 2))
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Reports scores and timings: scores.jsonl, perf.jsonl, status.json, the progress bar, wandb. Rank 0 only."""
+"""Report scores and timings to scores.jsonl, perf.jsonl, status.json, the progress bar and wandb. Rank 0 only."""
 
 from collections.abc import Mapping
 from typing import Any, Protocol
@@ -15,20 +15,21 @@ from src.training.monitoring.progress import Progress
 
 
 class Callback(Protocol):
-    """Sees every row; changes nothing."""
+    """Receives every row, and must not change it."""
 
-    def on_row(self, row: Mapping[str, Any], perf: Mapping[str, float], settled: bool) -> None:
-        """`row`: scores by name, with "step". `perf`: rates by name. settled: see `Reporter.report`."""
+    def on_row(self, row: Mapping[str, Any], perf: Mapping[str, float], is_durable: bool) -> None:
+        """Called for each row. row: scores by name, with "step". perf: rates by name. is_durable: see
+        `Reporter.report`."""
 
     def on_end(self, scores: Mapping[str, float]) -> None:
-        """`scores` of the trained model, measured once: they are added to the last row."""
+        """Called with the final scores of the trained model, which are added to the last row."""
 
     def close(self) -> None:
-        """The training has ended, finished or not."""
+        """Called at the end of the training, finished or not."""
 
 
 class Reporter:
-    """Writes the files of a run and hands each row to the callbacks. `finished`: steps done before this start."""
+    """Writes the files of a run and passes each row to the callbacks. finished: steps done before this start."""
 
     def __init__(self, run: Run, config: LoopConfig | Evaluation, model: nn.Module, finished: int) -> None:
         self.run, self.config = run, config
@@ -41,27 +42,27 @@ class Reporter:
 
                 self.callbacks.append(Wandb(run, run.options.wandb, model))
 
-    def report(self, row: Mapping[str, Any], perf: Mapping[str, float], settled: bool = True) -> None:
+    def report(self, row: Mapping[str, Any], perf: Mapping[str, float], is_durable: bool = True) -> None:
         """Append a score row and its timings. Call it on rank 0.
 
-        settled: the step has an evaluation or a checkpoint. Then the row is on the disk when this returns, and
-        status.json and haven's file follow. Between such steps rows come often, and must not take long.
+        is_durable: whether the step has an evaluation or a checkpoint. Then the row is synced to disk, and status.json
+        and haven's file are updated. Other rows are frequent and must be fast.
 
         Raises:
             RunError: the disk refuses, or another process has taken over the save directory.
         """
         self.run.dir.confirm()
-        self.run.dir.scores.append(row, durable=settled)
+        self.run.dir.scores.append(row, durable=is_durable)
         jsonl_records.append(
             self.run.path / "perf.jsonl", [{"step": row["step"], **perf}], durable=False, allow_nan=True
         )
-        if settled:
+        if is_durable:
             self.run.dir.scores.export_haven()
             loss = row.get("train_loss")
             loss = loss if is_finite(loss) else None  # JSON has no NaN
             self.run.dir.set_status("running", step=row["step"], steps=self.config.steps, loss=loss)
         for callback in self.callbacks:
-            callback.on_row(row, perf, settled)
+            callback.on_row(row, perf, is_durable)
 
     def complete(self, scores: Mapping[str, float]) -> None:
         """Add scores of the trained model to the last row. Call it on rank 0.
@@ -82,6 +83,6 @@ class Reporter:
             self.heartbeat.on_step(step)
 
     def close(self) -> None:
-        """Let the callbacks finish."""
+        """Close the callbacks."""
         for callback in self.callbacks:
             callback.close()

@@ -1,7 +1,7 @@
 """Eleven statistics of a tensor, from sums that can be combined over pieces and processes.
 
-The numbers and their names are those of HuggingFaceM4's trainer. A piece is read once, in float64, by few kernels;
-nothing waits for the device until `rows`. Shapes: P = len(PARTS) sums, K tensors, R pieces.
+Statistics and names are those of HuggingFaceM4's trainer. A piece is read once, in float64, by few kernels; only `rows`
+synchronizes with the device. Shapes: P = len(PARTS) sums, K tensors, R pieces.
 """
 
 import math
@@ -24,12 +24,13 @@ NAMES = (
     "var_norm_1",
     "nonzero",
 )
-"""`std` is that of a sample (divisor n - 1); the norms are divided by the number of elements; `nonzero` is a count."""
+"""`std` is the sample standard deviation (divisor n - 1); norms are divided by the number of elements; `nonzero` is a
+count."""
 PARTS = ("numel", "min", "max", "abs_min", "mean", "squares", "abs_sum", "nonzero", "nonfinite")
-"""What `sums` gives. `squares`: of the distances to the mean."""
+"""Entries of `sums`. `squares`: sum of squared deviations from the mean."""
 _DIGITS = 7
 _CHUNK = {"cpu": 2**16}
-"""Elements that are turned into float64 at a time: on a CPU what stays in its cache."""
+"""Elements converted to float64 at a time; on a CPU, limited by its cache."""
 _CHUNK_ELSEWHERE = 2**23
 
 
@@ -39,34 +40,34 @@ def describe(tensor: Tensor) -> dict[str, float | int | None]:
 
 
 def sums(tensor: Tensor) -> Tensor:
-    """(P,) float64 on the device of `tensor`, which has any shape, also an empty one, and any type of real numbers."""
+    """Sums (P,) float64 of a real tensor of any shape and type, on its device."""
     return sums_of(chunks(tensor), tensor.device)
 
 
 def sums_of(pieces: Iterable[Tensor], device: torch.device) -> Tensor:
-    """As `sums`, of the tensor that the flat `pieces` on `device` make together."""
+    """Like `sums`, for a tensor given as flat `pieces` on `device`."""
     with torch.no_grad(), torch.autocast(device.type, enabled=False):
-        found = [_piece(piece) for piece in pieces if piece.numel()]
-        return join_sums(torch.stack(found)) if found else empty(device)
+        piece_sums = [_piece(piece) for piece in pieces if piece.numel()]
+        return join_sums(torch.stack(piece_sums)) if piece_sums else empty(device)
 
 
 def empty(device: torch.device) -> Tensor:
-    """The sums of an empty tensor, the neutral element of `join_sums`."""
+    """Sums of an empty tensor, the neutral element of `join_sums`."""
     return torch.tensor([0, math.inf, -math.inf, math.inf, 0, 0, 0, 0, 0], dtype=torch.float64, device=device)
 
 
 def chunks(*tensors: Tensor) -> Iterator:
-    """Flat pieces small enough to be copied; of several tensors of one shape, tuples of pieces."""
+    """Split a tensor into flat pieces small enough to copy; for several tensors of one shape, into tuples of pieces."""
     size = _CHUNK.get(tensors[0].device.type, _CHUNK_ELSEWHERE)
     pieces = [tensor.detach().reshape(-1).split(size) for tensor in tensors]
     return iter(pieces[0]) if len(pieces) == 1 else zip(*pieces, strict=True)
 
 
 def join_sums(parts: Tensor) -> Tensor:
-    """(R, …, P) -> (…, P): the sums of R pieces as those of the whole.
+    """(R, …, P) -> (…, P): join the sums of R pieces.
 
-    Means and squared distances by Chan, Golub & LeVeque, "Updating formulae and a pairwise algorithm for computing
-    sample variances" (1979), which lose no digits where the spread is small beside the mean.
+    Means and squared deviations follow Chan, Golub & LeVeque, "Updating formulae and a pairwise algorithm for computing
+    sample variances" (1979), which is accurate even if the deviation is small relative to the mean.
     """
     if len(parts) == 1:
         return parts[0]
@@ -91,7 +92,7 @@ def join_sums(parts: Tensor) -> Tensor:
 
 
 def to_rows(parts: Tensor) -> Tensor:
-    """(K, P) -> (K, 11) in the order of NAMES. What is not defined, as the mean of no element, is NaN."""
+    """(K, P) -> (K, 11) in the order of NAMES. Undefined values, such as the mean of an empty tensor, are NaN."""
     numel, low, high, abs_low, mean, squares, abs_sum, nonzero, _ = parts.unbind(-1)
     some = torch.where(numel > 0, numel, torch.nan)
     abs_mean = abs_sum / some
@@ -118,24 +119,24 @@ def to_rows(parts: Tensor) -> Tensor:
 
 
 def rows(parts: Tensor) -> list[dict[str, float | int | None]]:
-    """(K, P) -> a dict of NAMES for each tensor, to seven digits. Synchronises with the device once.
+    """(K, P) -> a dict by NAMES for each tensor, rounded to seven digits. Synchronizes with the device once.
 
-    A number that is undefined, or not finite, is None, as JSON has neither; a tensor with such elements has
-    "nonfinite", their count, besides.
+    Undefined and non-finite numbers are None, for JSON. A tensor with non-finite elements also has "nonfinite", their
+    count.
     """
     parts = parts.cpu()
-    described = []
+    statistics = []
     for numbers, nonfinite in zip(to_rows(parts).tolist(), parts[:, -1].tolist(), strict=True):
         row: dict[str, float | int | None] = {
             name: _round_digits(number) for name, number in zip(NAMES[:-1], numbers, strict=False)
         }
         row["nonzero"] = int(numbers[-1])
-        described.append({**row, "nonfinite": int(nonfinite)} if nonfinite else row)
-    return described
+        statistics.append({**row, "nonfinite": int(nonfinite)} if nonfinite else row)
+    return statistics
 
 
 def norms(parts: Tensor) -> Sequence[float | None]:
-    """(K, P) -> the L2 norm of each tensor, not divided; None where it is not finite."""
+    """(K, P) -> L2 norm of each tensor, not divided by its size; None if not finite."""
     parts = parts.cpu()
     square_sums = parts[:, PARTS.index("squares")] + parts[:, 0] * parts[:, PARTS.index("mean")] ** 2
     return [norm if math.isfinite(norm) else None for norm in square_sums.sqrt().tolist()]
@@ -146,7 +147,7 @@ def _round_digits(number: float) -> float | None:
 
 
 def _piece(piece: Tensor) -> Tensor:
-    """(P,): the sums of a flat piece with elements. Two passes over a copy, so that no digits are lost."""
+    """Sums (P,) of a non-empty flat piece, in two passes over a copy for accuracy."""
     numbers, absolute = _scratch(piece)
     numbers.copy_(piece)
     torch.abs(numbers, out=absolute)
@@ -154,7 +155,7 @@ def _piece(piece: Tensor) -> Tensor:
     mean = numbers.mean()
     abs_low, abs_sum = absolute.amin(), absolute.sum()
     numel = torch.full_like(mean, piece.numel())
-    # Counting costs as much as all the rest together. On a CPU, where reading waits for nothing, only if needed.
+    # Counting costs as much as everything else. A CPU, which need not synchronize, counts only if needed.
     look = piece.device.type == "cpu"
     nonzero = numel if look and abs_low > 0 else absolute.count_nonzero().double()
     finite = torch.zeros_like(mean) if look and abs_sum.isfinite() else numel - absolute.isfinite().count_nonzero()
@@ -163,7 +164,7 @@ def _piece(piece: Tensor) -> Tensor:
 
 
 def _scratch(piece: Tensor) -> tuple[Tensor, Tensor]:
-    """Two scratch buffers. Reused on a CPU, where allocating memory costs several times what the sums cost."""
+    """Two scratch buffers, reused on a CPU, where allocation costs several times as much as the sums."""
     if piece.device.type == "cpu" and piece.numel() <= _CHUNK["cpu"]:
         return _cpu_scratch()[0, : piece.numel()], _cpu_scratch()[1, : piece.numel()]
     return torch.empty_like(piece, dtype=torch.float64), torch.empty_like(piece, dtype=torch.float64)

@@ -1,5 +1,4 @@
-"""Throughput, memory, energy and MFU since the last row.
-Timings differ from run to run, so they stay out of scores.jsonl."""
+"""Throughput, memory, energy and MFU since the last row. Not in scores.jsonl, as timings differ between runs."""
 
 import contextlib
 import resource
@@ -21,10 +20,9 @@ T = TypeVar("T")
 
 
 class ThroughputMeter:
-    """Sums since `restart`, on this rank.
-    With `model` and `precision` also model FLOPs and, of a known GPU, the share of its peak.
+    """Measures this rank since `restart`. With `model` and `precision` also model FLOPs and, on a known GPU, MFU.
 
-    With `experience` also the seconds of what a training makes to read, by phase.
+    With `experience` also the seconds of each phase of rollouts.
     """
 
     def __init__(
@@ -44,14 +42,14 @@ class ThroughputMeter:
         self._joules = self._energy.joules()
 
     def waiting(self, batches: Iterator[T]) -> T:
-        """The next item; the time until it arrives is counted as waiting for data."""
+        """Return the next item, and count the time until it arrives as waiting for data."""
         before = time.perf_counter()
         item = next(batches)
         self.wait_seconds += time.perf_counter() - before
         return item
 
     def count(self, step: Step) -> None:
-        """Count one optimizer step: all real tokens that the model reads, contexts included."""
+        """Count one optimizer step, and its tokens without padding, contexts included."""
         self.steps += 1
         self.sequences += step.sequences
         self.tokens += step.read_tokens
@@ -59,7 +57,7 @@ class ThroughputMeter:
             self.flops += sum(map(self._flops_of, step.batches))
 
     def tokens_per_second(self) -> float:
-        """Rate of this rank since `restart`."""
+        """Tokens per second of this rank since `restart`."""
         return self.tokens / max(time.perf_counter() - self.began - self.apart_seconds, 1e-9)
 
     @contextlib.contextmanager
@@ -72,20 +70,20 @@ class ThroughputMeter:
     def row(self) -> dict[str, float]:
         """Rates over all ranks since `restart`. Collective.
 
-        `data_wait_seconds`: of the rank that waited longest, and `data_wait_rate` its share of the training time.
-        `peak_host_memory_bytes`, `peak_memory_bytes` (GPU): of the rank with most, since the process began.
-        `rewards_seconds` and so on: of the phases of rollouts, on this rank, within `data_wait_seconds`.
-        `model_flops_per_second`, `mfu`: see flops.py. `watts`: of all GPUs together, evaluation and checkpoints
-        included.
+        `data_wait_seconds`: of the rank that waited longest; `data_wait_rate`: its share of the training time.
+        `peak_host_memory_bytes`, `peak_memory_bytes` (GPU): maximum over ranks, since the start of the process.
+        `rewards_seconds` etc.: phases of rollouts on this rank, included in `data_wait_seconds`.
+        `model_flops_per_second`, `mfu`: see flops.py. `watts`: sum over all GPUs, including evaluations and
+        checkpoints.
         """
         joules = self._energy.joules()
-        used = None if joules is None or self._joules is None else joules - self._joules
+        energy = None if joules is None or self._joules is None else joules - self._joules
         gpu = torch.cuda.is_available()
         mine = (
             self.tokens,
             self.sequences,
             self.flops,
-            used,
+            energy,
             self.wait_seconds,
             _host_bytes(),
             torch.cuda.max_memory_allocated() if gpu else 0,

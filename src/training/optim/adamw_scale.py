@@ -1,8 +1,7 @@
-"""AdamW whose steps are scaled by the root mean square of each tensor: the optimizer of nanoT5 (arXiv 2309.02373).
+"""AdamW with steps scaled by the root mean square of each tensor: the optimizer of nanoT5 (arXiv 2309.02373).
 
-As in Adafactor (Shazeer & Stern 2018, section 8), the learning rate says by which share of its size a weight moves, so
-one learning rate fits tensors of any size. It is the root mean square of the weights that scales, not that of the
-update.
+As in Adafactor (Shazeer & Stern 2018, section 8), the learning rate is relative to the size of the weights, so that one
+learning rate fits all tensors. The scale is the root mean square of the weights, not of the update.
 """
 
 import math
@@ -17,31 +16,31 @@ from torch.distributed.tensor import DTensor
 from src.support import distributed
 
 _torch: Any = torch
-"""Has functions over lists of tensors, which the type checker does not know."""
+"""For functions over lists of tensors, which have no type stubs."""
 LEAST_SCALE = 1e-3
-"""Scale of a tensor of zeros, which would never move otherwise."""
+"""Minimum scale, so that a tensor of zeros can change."""
 
 
 class AdamWScale(torch.optim.Optimizer):
-    """With moments m and v as in Adam, for a tensor w of n elements in its t-th step:
+    """Step t of a tensor w of n elements, with moments m and v as in Adam:
 
         a = lr · √(1 - β₂ᵗ) / (1 - β₁ᵗ) · max(1e-3, ‖w‖₂ / √n)
         w ← w - a · m / (√v + ε)
         w ← w - lr · weight_decay · w
 
-    Takes whole tensors and the parts that FSDP2 makes of them, and moves both by the same bits: the norm is of the
-    whole tensor, summed in float64 and rounded to float32, and all else is done element by element.
+    Sharded (FSDP2) and unsharded tensors get bitwise equal updates: the norm is that of the full tensor, summed in
+    float64 and rounded to float32, and everything else is element-wise.
     """
 
     def __init__(
         self, params: Any, lr: float, betas: tuple[float, float], eps: float, weight_decay: float = 0.0
     ) -> None:
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
-        self.measured: Sequence[float] | None = None
-        """`norms` for the next step, where they were read together with others; else that reads them."""
+        self.measured_norms: Sequence[float] | None = None
+        """`norms` for the next step if they are already known; None: `step` computes them."""
 
     def norms(self) -> Tensor:
-        """(K,) float64: L2 norms of this process's parts of the parameters that have a gradient, on their device."""
+        """L2 norms, (K,) float64, of this process's shards of the parameters with a gradient, on their device."""
         parts = [_local(parameter) for parameter in self._moving()]
         return (
             torch.stack(list(_torch._foreach_norm(parts, 2, dtype=torch.float64)))
@@ -54,10 +53,10 @@ class AdamWScale(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Update all parameters that have a gradient. Collective for sharded parameters."""
-        assert closure is None, "gradients are made before the step"
+        """Update all parameters with a gradient. Collective for sharded parameters."""
+        assert closure is None, "gradients are computed before the step"
         moving = self._moving()
-        norms, self.measured = self.measured or self.norms().tolist(), None
+        norms, self.measured_norms = self.measured_norms or self.norms().tolist(), None
         for parameter, scale in zip(moving, scales(moving, norms), strict=True):
             state = self.state[parameter]
             if not state:
@@ -80,10 +79,10 @@ class AdamWScale(torch.optim.Optimizer):
 
 @dataclass(frozen=True)
 class _LocalPart:
-    """This process's part of one parameter."""
+    """This process's shard of one parameter."""
 
     rate: float
-    """What m / (√v + ε) is multiplied with."""
+    """Factor of m / (√v + ε)."""
     weight: Tensor
     gradient: Tensor
     first: Tensor
@@ -91,15 +90,15 @@ class _LocalPart:
 
 
 def scales(parameters: list[Tensor], norms: Sequence[float]) -> list[float]:
-    """max(1e-3, root mean square) of each whole tensor. Collective for sharded parameters.
+    """max(1e-3, root mean square) of each full tensor. Collective for sharded parameters.
 
-    norms: of this process's parts.
+    norms: of this process's shards.
     """
     squares = [norm**2 for norm in norms]
     cut = [isinstance(p, DTensor) and any(placement.is_shard() for placement in p.placements) for p in parameters]
     if any(cut):
         sums = distributed.all_reduce_sum(squares)
-        squares = [total if shared else own for total, own, shared in zip(sums, squares, cut, strict=True)]
+        squares = [total if shared else local for total, local, shared in zip(sums, squares, cut, strict=True)]
     means = torch.tensor(
         [math.sqrt(square / p.numel()) for square, p in zip(squares, parameters, strict=True)], dtype=torch.float32
     )

@@ -1,4 +1,4 @@
-"""The optimizers of `loop.optimizer`."""
+"""Build the optimizer of `loop.optimizer`."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 
 
 def build_optimizer(model: nn.Module, config: LoopConfig, device: torch.device) -> torch.optim.Optimizer:
-    """The optimizer that the experiment names, on the parameters that are trained; matrices decay, vectors do not.
+    """Build the experiment's optimizer for the trained parameters. Weight decay applies to matrices, not to vectors.
 
-    device: where the weights are when it steps. They may still be elsewhere.
+    device: device of the weights during training; they can still be on another one.
     """
     if config.optimizer == "adamw":
         return adamw(model, config, device)
@@ -24,30 +24,28 @@ def build_optimizer(model: nn.Module, config: LoopConfig, device: torch.device) 
 
 
 def adamw(model: nn.Module, config: LoopConfig, device: torch.device) -> torch.optim.AdamW:
-    """AdamW (Loshchilov & Hutter 2019) on the parameters that are trained; matrices decay, vectors do not.
+    """AdamW (Loshchilov & Hutter 2019) for the trained parameters. Weight decay applies to matrices, not to vectors.
 
     A single process on a CPU uses PyTorch's fused kernel, which is five times as fast. It rounds the last few elements
-    of a tensor differently, so it would break the bitwise equality of DDP, ZeRO and FSDP2, which shard tensors
-    differently.
+    of a tensor differently, which would break the bitwise equality of DDP, ZeRO and FSDP2.
     """
     alone = distributed.world_size() == 1 and device.type == "cpu"
     return torch.optim.AdamW(_groups(model, config), **_adam(config), fused=alone or None)
 
 
 def adamw_scale(model: nn.Module, config: LoopConfig) -> AdamWScale:
-    """AdamW with steps scaled by the size of the weights: see src/training/optim/adamw_scale.py."""
+    """AdamW with steps scaled by the size of the weights; see src/training/optim/adamw_scale.py."""
     return AdamWScale(_groups(model, config), **_adam(config))
 
 
 def adafactor(model: nn.Module, config: LoopConfig) -> "Adafactor":
     """Adafactor (Shazeer & Stern 2018) as T5 uses it: steps scaled by weights, updates clipped to RMS 1, no momentum.
 
-    The learning rate is the schedule's, which the optimizer's own relative steps would set aside (`relative_step` and a
-    learning rate are refused together). PyTorch's Adafactor caps it at 1/sqrt(step), and so would ignore a schedule
-    that stays above that. Weight decay, of which T5 has none, goes by the scaled learning rate too. Every matrix is
-    factored; T5's own keeps those below 128 x 128 whole.
+    The schedule sets the learning rate, so `relative_step` is off. PyTorch's own Adafactor is not used, as it caps the
+    learning rate at 1/sqrt(step). Weight decay, which T5 does not use, also follows the scaled learning rate. Every
+    matrix is factored; T5 does not factor matrices below 128 x 128.
     """
-    from transformers.optimization import Adafactor  # takes seconds to import, as it loads half of transformers
+    from transformers.optimization import Adafactor  # slow to import
 
     return Adafactor(
         _groups(model, config),

@@ -1,6 +1,6 @@
-"""The learning rate as a pure function of the step: warm-up and schedule, named as in transformers and bit-equal.
+"""The learning rate as a pure function of the step: warm-up and schedules of transformers, bitwise equal.
 
-Changes made by a rewind are applied on top: see `runs.history.branches.override_learning_rate`.
+Changes by a rewind are applied on top; see `runs.history.branches.override_learning_rate`.
 """
 
 import math
@@ -9,11 +9,11 @@ from collections.abc import Callable
 from src.training.config import POLYNOMIAL_END, LoopConfig
 
 DEFAULT_TIMESCALE = 10_000
-"""Of inverse_sqrt without a warm-up, in steps, as in transformers."""
+"""Timescale of inverse_sqrt without a warm-up, in steps, as in transformers."""
 
 
 def learning_rate(config: LoopConfig) -> Callable[[int], float]:
-    """Learning rate of the optimizer step that follows `step` finished ones."""
+    """Return a function from the number of finished steps to the learning rate of the next step."""
     warmup = round(config.warmup_rate * config.steps)
     decay = _DECAYS[config.schedule]
     start, end = config.warmup_start, config.final_rate
@@ -29,7 +29,7 @@ def learning_rate(config: LoopConfig) -> Callable[[int], float]:
 
 
 def _progress(step: int, warmup: int, config: LoopConfig) -> float:
-    """Share of the steps after the warm-up that are finished."""
+    """Finished share of the steps after the warm-up."""
     return (step - warmup) / max(1, config.steps - warmup)
 
 
@@ -71,4 +71,5 @@ _DECAYS: dict[str, Callable[[int, int, LoopConfig], float]] = {
     "polynomial": _polynomial,
     "inverse_sqrt": _inverse_sqrt,
 }
-"""Share of the learning rate at a step after the warm-up, given (step, steps of the warm-up, config)."""
+"""Schedule -> function of (step, warm-up steps, config) that returns the share of the learning rate after the
+warm-up."""

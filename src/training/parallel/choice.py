@@ -1,4 +1,4 @@
-"""Chooses the engine from the command line, and checks its requirements."""
+"""Choose the engine from the command line, and check its requirements."""
 
 from pathlib import Path
 
@@ -16,36 +16,37 @@ from src.training.parallel.engine import DDPEngine, Engine
 
 _INSTEAD = {
     "adamw_scale": "--fsdp instead of --deepspeed",
-    "adafactor": "whole copies (neither --deepspeed nor --fsdp)",
+    "adafactor": "full copies (neither --deepspeed nor --fsdp)",
 }
-"""How an optimizer that ZeRO cannot have shares a model."""
+"""Alternatives to ZeRO for optimizers that it does not support."""
 
 
 def build_accelerator(config: LoopConfig, options: Options) -> Accelerator:
-    """Accelerate for this process, with the precision of `config`.
+    """Build the Accelerator of this process, with the precision of `config`.
 
     Raises:
-        ConfigError: float16 without a GPU, or with a shared model;
-            an optimizer that needs whole tensors, with cut ones; the DeepSpeed json or the launcher says otherwise than
-            the experiment; checkpoints are to be kept at steps at which none is written.
+        ConfigError: float16 without a GPU or with a sharded model; an optimizer that does not support sharding; the
+            DeepSpeed JSON or the launcher contradicts the experiment; the retention rule names steps without
+            checkpoints.
     """
     options.keep.check(options.save_intervals(config.eval_every))
     config.check_accelerate(options.launcher_settings)
     if config.precision == "float16" and (options.deepspeed or options.fsdp):
         raise ConfigError(
-            "loop.precision: 'float16' trains whole models only. Use 'bfloat16', or leave out --deepspeed and --fsdp."
+            "loop.precision: 'float16' does not support sharded models. "
+            "Use 'bfloat16', or leave out --deepspeed and --fsdp."
         )
     if (
         options.deepspeed and config.optimizer != "adamw"
-    ):  # ZeRO joins parameters end to end: it has no tensor whose size could be taken
+    ):  # ZeRO concatenates parameters, so single tensors have no size
         raise ConfigError(
-            f"loop.optimizer: {config.optimizer!r} needs to know each tensor's size, "
-            f"and DeepSpeed shows it flat pieces of many. Use {_INSTEAD[config.optimizer]}, or 'adamw'."
+            f"loop.optimizer: {config.optimizer!r} needs the size of each tensor, "
+            f"but DeepSpeed concatenates tensors. Use {_INSTEAD[config.optimizer]}, or 'adamw'."
         )
     if options.fsdp and config.optimizer == "adafactor":
         raise ConfigError(
-            "loop.optimizer: 'adafactor' needs whole rows and columns, and --fsdp gives it parts. "
-            "Leave out --fsdp (its state is small: each process can have it all), or use 'adamw_scale' or 'adamw'."
+            "loop.optimizer: 'adafactor' needs complete rows and columns, but --fsdp shards them. "
+            "Leave out --fsdp (the optimizer state is small), or use 'adamw_scale' or 'adamw'."
         )
     if options.deepspeed:
         from src.training.parallel.zero import fill_settings
@@ -55,9 +56,9 @@ def build_accelerator(config: LoopConfig, options: Options) -> Accelerator:
 
 
 def plain_accelerator(precision: str, field: str) -> Accelerator:
-    """Accelerate for this process, with `precision`; `field` names it in errors.
+    """Build the Accelerator of this process with `precision`. field: path of the precision for error messages.
 
-    On a CPU the process keeps freed memory from then on (`memory.reuse_freed_memory`).
+    On a CPU, also configure the process to reuse freed memory (`memory.reuse_freed_memory`).
 
     Raises:
         ConfigError: float16 without a GPU.
@@ -66,17 +67,16 @@ def plain_accelerator(precision: str, field: str) -> Accelerator:
     gpu = torch.cuda.is_available()
     if not gpu:
         memory.reuse_freed_memory()
-    # One process may run several experiments, each with its precision.
+    # A process can run several experiments with different precisions.
     AcceleratorState._reset_state(reset_partial_state=True)
     return Accelerator(cpu=not gpu, mixed_precision={"float32": "no", "bfloat16": "bf16", "float16": "fp16"}[precision])
 
 
 def change_layers(model: nn.Module, config: LoopConfig, options: Options) -> None:
-    """Have the layers of `model`, with its weights in it or unfilled, compute as `config` and the command line say.
-    Changed in place.
+    """Apply compilation and gradient checkpointing to the layers of `model`, in place.
 
     Raises:
-        ConfigError: it has no layers that could.
+        ConfigError: the model has no layers for it.
     """
     if config.compile:
         compilation.compile_layers(model)
@@ -87,11 +87,11 @@ def change_layers(model: nn.Module, config: LoopConfig, options: Options) -> Non
 def build_engine(
     accelerator: Accelerator, model: nn.Module, config: LoopConfig, options: Options, checkpoint: Path | None = None
 ) -> Engine:
-    """The engine that the command line asks for: DDP, FSDP2 or ZeRO. Collective.
+    """Build the engine of the command line: DDP, FSDP2 or ZeRO. Collective.
 
-    checkpoint: whose trained weights a model gets that is unfilled; another has them already.
+    checkpoint: trained weights to load into a model without weights; other models already have them.
     """
-    unfilled = is_unfilled(model)
+    without_weights = is_unfilled(model)
     if options.deepspeed:
         from src.training.parallel.zero import ZeroEngine
 
@@ -102,7 +102,7 @@ def build_engine(
         engine = FSDPEngine(accelerator, model, config, options.fsdp_replicas, options.fsdp_sharded_gradients)
     else:
         engine = DDPEngine(accelerator, model, config)
-    if checkpoint and unfilled:
+    if checkpoint and without_weights:
         engine.load_weights(checkpoint / "model.safetensors")
     engine.equalize_forward_passes()
     return engine

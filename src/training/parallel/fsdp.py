@@ -1,7 +1,7 @@
-"""Fully sharded data parallelism (FSDP2): each process holds a shard of every weight, gradient and optimizer state.
+"""Fully sharded data parallelism (FSDP2): each process has a shard of every weight, gradient and optimizer state.
 
-With replicas (HSDP) the processes are cut into equal parts of neighbouring ranks. Each part shards a model of its own,
-and gradients are averaged between the parts.
+With replicas (HSDP) the processes form equal groups of adjacent ranks. Each group shards one model, and gradients are
+averaged between groups.
 """
 
 import contextlib
@@ -34,12 +34,11 @@ _BFLOAT16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.
 
 
 class FSDPEngine(Engine):
-    """Layers are gathered one at a time.
-    Each process saves and loads its part of a checkpoint, for any number of processes.
+    """Gathers layers one at a time. Each process saves and loads its shard of a checkpoint, at any world size.
 
-    In bfloat16 the weights that autocast would cast are gathered as such: it finds nothing to cast, and autograd keeps
-    no whole layer. The numbers are the same bits, as others, such as those of norms, are gathered in float32, and
-    gradients are averaged in it.
+    With precision bfloat16, the weights that autocast would cast are gathered in bfloat16, so that autograd saves no
+    full layer. Results are bitwise equal: other weights, such as those of norms, are gathered in float32, and gradients
+    are averaged in float32.
     """
 
     name = "fsdp"
@@ -57,7 +56,7 @@ class FSDPEngine(Engine):
         """See `Options.fsdp_replicas` and `Options.fsdp_sharded_gradients`."""
         super().__init__(accelerator, module, config)
         distributed.ensure_group()
-        stored = stored_names(module)
+        names_by_folder = stored_names(module)
         self.sharded_gradients = sharded_gradients
         shape = (replicas, distributed.world_size() // replicas) if replicas > 1 else (distributed.world_size(),)
         mesh = init_device_mesh(accelerator.device.type, shape, mesh_dim_names=("replica", "shard")[-len(shape) :])
@@ -67,17 +66,17 @@ class FSDPEngine(Engine):
             fully_shard(layer, mesh=mesh)
         root = fully_shard(module, mesh=mesh)
         assert isinstance(root, FSDPModule)
-        if hasattr(module, "generate"):  # it begins below the root, whose parameters must be whole there too
+        if hasattr(module, "generate"):  # it does not call the root's forward, which gathers
             register_fsdp_forward_method(module, "generate")
         self.model, self.root = module, root
         self.shards = ShardStore()
-        if stored:
-            self._fill(stored)
+        if names_by_folder:
+            self._fill(names_by_folder)
         self.optimizer = optimizers.build_optimizer(module, config, accelerator.device)
 
-    def _fill(self, stored: Mapping[Path, Mapping[str, str]]) -> None:
-        """Read this process's part of the weights that the model was built without. Others keep their numbers.
-        stored: `stored_names`."""
+    def _fill(self, names_by_folder: Mapping[Path, Mapping[str, str]]) -> None:
+        """Load this process's shard of the weights that the model was built without; other tensors do not change.
+        names_by_folder: from `stored_names`."""
         there = {name: tensor.detach().clone() for name, tensor in self._tensors() if not tensor.is_meta}
         self.module.to_empty(device=self.accelerator.device)
         with torch.no_grad():
@@ -85,17 +84,17 @@ class FSDPEngine(Engine):
                 if name in there:
                     tensor.copy_(there[name])
         state = self.module.state_dict()
-        for folder, names in stored.items():
-            log.info("%s: each process reads its part of these weights.", folder)
+        for folder, names in names_by_folder.items():
+            log.info("%s: each process loads its shard of these weights.", folder)
             self.shards.load(folder, {file: state[name] for file, name in names.items()})
 
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Parameters and buffers, by name."""
+        """Yield parameters and buffers with their names."""
         return itertools.chain(self.module.named_parameters(), self.module.named_buffers())
 
     def accumulation_context(self, last: bool) -> contextlib.AbstractContextManager[Any]:
-        """Gradients are reduced over processes only in the last pass:
-        whole until then, or each process's part of its own sums."""
+        """Gradients are reduced only in the last pass, or with `sharded_gradients` after each pass; then only shards
+        are accumulated."""
         self.root.set_requires_gradient_sync(last or self.sharded_gradients)
         self.root.set_requires_all_reduce(last)  # between replicas
         return contextlib.nullcontext()
@@ -109,13 +108,13 @@ class FSDPEngine(Engine):
         return [_local(p.grad) for p in self.module.parameters() if p.grad is not None]
 
     def own_gradients(self) -> Iterable[Tensor]:
-        """Without those of replicas."""
+        """Shards without those of replicas."""
         return [
             _local(p.grad) for p in self.module.parameters() if p.grad is not None and not distributed.is_copy(p.grad)
         ]
 
     def step(self) -> None:
-        """The optimizer's step on this process's shards."""
+        """Update this process's shards."""
         self.optimizer.step()
         self.optimizer.zero_grad()
 
@@ -124,39 +123,40 @@ class FSDPEngine(Engine):
         self.optimizer.zero_grad()
 
     def stage_shards(self) -> Callable[[Path], None] | None:
-        """No process holds more than its part."""
+        """See `Engine`. No process needs memory for more than its shards."""
         return self.shards.stage(
             trained_weights(self.module), checkpoint.optimizer_tensors(self.module, self.optimizer)
         )
 
     def load_weights(self, file: Path) -> None:
-        """Each process reads its part."""
+        """Each process reads its shard."""
         with distributed.raise_together():
             shapes = {name: tensor.shape for name, tensor in safetensors_stream.read(file).items()}
             state = matching_state(self.module, file, shapes)
         self.shards.load(file.parent, state)
 
     def load_optimizer(self, folder: Path) -> None:
-        """Each process reads its part of FSDP2's shards, of any number of processes, or of optimizer.safetensors."""
+        """Each process reads its shard, from FSDP2 shards of any world size or from optimizer.safetensors."""
         self.shards.load_optimizer(folder, self.module, self.optimizer)
 
 
 def sharded_layers(module: nn.Module) -> list[nn.Module]:
-    """The entries of the module lists, which are gathered one at a time; not nested ones, such as T5's sublayers."""
-    found: list[nn.Module] = []
+    """The modules that are gathered one at a time: entries of module lists, without nested ones such as T5's
+    sublayers."""
+    layers: list[nn.Module] = []
     inner: set[int] = set()
     for part in module.modules():
         if isinstance(part, nn.ModuleList) and id(part) not in inner:
-            found += [layer for layer in part if any(True for _ in layer.parameters())]
+            layers += [layer for layer in part if any(True for _ in layer.parameters())]
             inner |= {id(below) for below in part.modules()}
-    return found
+    return layers
 
 
 def cast_modules(layer: nn.Module, model: nn.Module) -> list[nn.Module]:
-    """The parts of a layer whose weights autocast casts, as only they use them."""
+    """The modules of a layer with weights that autocast casts and that no other module uses."""
     uses = Counter(id(weight) for part in model.modules() for weight in part.parameters(recurse=False))
-    found = [part for part in layer.modules() if isinstance(part, _CAST)]
-    return [part for part in found if all(uses[id(weight)] == 1 for weight in part.parameters(recurse=False))]
+    modules = [part for part in layer.modules() if isinstance(part, _CAST)]
+    return [part for part in modules if all(uses[id(weight)] == 1 for weight in part.parameters(recurse=False))]
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -1,9 +1,9 @@
-"""Output projection and cross entropy of some tokens at a time, so that the logits of all are never held at once.
+"""Compute output projection and cross entropy in chunks of tokens, so that not all logits are in memory at once.
 
-A batch of 32,768 tokens has 4 GiB of logits in float32 for a vocabulary of 32,000, and a training holds them several
-times: as logits, their logarithms and their gradients. Here the logits of a chunk are made, summed up as a loss and
-forgotten; the backward pass makes them again (checkpointing, Chen et al. 2016, arXiv 1604.06174), which costs one more
-product with the output matrix.
+A batch of 32,768 tokens has 4 GiB of float32 logits for a vocabulary of 32,000, and a training has several copies:
+logits, log-probabilities and gradients. Here the logits of a chunk are computed, reduced to a loss and freed. The
+backward pass recomputes them (checkpointing, Chen et al. 2016, arXiv 1604.06174), which costs one more product with the
+output matrix.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ _sizes: list[int] = []
 
 @contextlib.contextmanager
 def chunks_of(tokens: int) -> Iterator[None]:
-    """Within the block, `sum_loss` takes so many tokens at a time."""
+    """Within the block, `sum_loss` uses chunks of `tokens` tokens."""
     _sizes.append(tokens)
     try:
         yield
@@ -32,17 +32,17 @@ def chunks_of(tokens: int) -> Iterator[None]:
 
 
 def takes_chunks() -> bool:
-    """Whether this is within `chunks_of`."""
+    """Whether a block of `chunks_of` is active."""
     return bool(_sizes)
 
 
 def sum_loss(model: nn.Module, logits: Callable[[], Tensor], loss: Callable[..., Tensor], *tensors_N: Tensor) -> Tensor:
-    """loss(logits_NV, *tensors_N), a sum over N tokens,
-    where logits() calls `model` and returns its logits (..., V) for them in order.
+    """Compute loss(logits_NV, *tensors_N), a sum over N tokens. logits() calls `model` and returns its logits (..., V)
+    for these tokens in order.
 
-    Within `chunks_of` the output projection of the model makes the loss in the place of the logits, as part of its
-    forward pass: where a model is sharded, the matrix is whole there. Chunks are added in float32 in their order; one
-    chunk of all has the bits of a plain loss.
+    Within `chunks_of`, the output projection returns the loss instead of logits within the model's forward pass, when
+    the matrix of a sharded model is gathered. Chunks are added in order in float32; a single chunk gives the same bits
+    as without chunks.
 
     Raises:
         ConfigError: the model has no output projection, or changes the logits after it.
@@ -50,7 +50,7 @@ def sum_loss(model: nn.Module, logits: Callable[[], Tensor], loss: Callable[...,
     if not _sizes:
         return loss(logits().flatten(0, -2), *tensors_N)
     head = _output_projection(model)
-    given, size, made = head.__dict__.get("forward"), _sizes[-1], []
+    old_forward, size, sums = head.__dict__.get("forward"), _sizes[-1], []
     plain = head.forward
 
     def project(hidden_MD: Tensor, *tensors_M: Tensor) -> Tensor:
@@ -58,48 +58,46 @@ def sum_loss(model: nn.Module, logits: Callable[[], Tensor], loss: Callable[...,
 
     def forward(hidden: Tensor) -> Tensor:
         parts = [tensor.split(size) for tensor in (hidden.flatten(0, -2), *tensors_N)]
-        made.append(torch.stack([_recompute(project, *part) for part in zip(*parts, strict=True)]).sum())
-        return made[0]
+        sums.append(torch.stack([_recompute(project, *part) for part in zip(*parts, strict=True)]).sum())
+        return sums[0]
 
     head.forward = forward
     try:
-        found = logits()
+        output = logits()
     finally:
-        if given is None:
+        if old_forward is None:
             del head.forward
         else:
-            head.forward = given
-    _require_unchanged(model, found, made)
-    return found
+            head.forward = old_forward
+    _require_unchanged(model, output, sums)
+    return output
 
 
-def _recompute(project: Callable[..., Tensor], *given: Tensor) -> Tensor:
-    return checkpoint(project, *given, use_reentrant=False) if torch.is_grad_enabled() else project(*given)
+def _recompute(project: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+    return checkpoint(project, *tensors, use_reentrant=False) if torch.is_grad_enabled() else project(*tensors)
 
 
 def _output_projection(model: nn.Module) -> Any:
-    """The module that makes logits of hidden states, which may lie below wrappers."""
+    """The module that computes logits from hidden states, possibly below wrappers."""
     for part in model.modules():
         if isinstance(getattr(head := getattr(part, "get_output_embeddings", lambda: None)(), "weight", None), Tensor):
             return head
-    raise ConfigError(f"{FIELD}: {type(model).__name__} has no output projection. Leave it out.")
+    raise ConfigError(f"{FIELD}: {type(model).__name__} has no output projection. Remove it.")
 
 
-def _require_unchanged(model: nn.Module, found: Tensor, made: list[Tensor]) -> None:
-    """That the model returns the sum as its projection made it. A scale or a cap of logits would act on the sum.
+def _require_unchanged(model: nn.Module, output: Tensor, sums: list[Tensor]) -> None:
+    """Check that the model returns the sum from its projection unchanged, as scaling or capping of logits would apply
+    to the sum.
 
-    DDP returns a copy, of which the numbers are compared the first time.
+    DDP returns a copy, which is compared in the first pass.
     """
-    if len(made) == 1 and (found is made[0] or "logits_stay_as_they_are" in vars(model)):
+    if len(sums) == 1 and (output is sums[0] or "logits_stay_as_they_are" in vars(model)):
         return
     if (
-        len(made) != 1
-        or found.shape
-        or isinstance(found, FakeTensor)
-        or not torch.equal(found.nan_to_num(), made[0].nan_to_num())
+        len(sums) != 1
+        or output.shape
+        or isinstance(output, FakeTensor)
+        or not torch.equal(output.nan_to_num(), sums[0].nan_to_num())
     ):
-        raise ConfigError(
-            f"{FIELD}: {type(model).__name__} does not give the logits as its output projection makes them. "
-            "Leave it out."
-        )
+        raise ConfigError(f"{FIELD}: {type(model).__name__} changes the logits after its output projection. Remove it.")
     vars(model)["logits_stay_as_they_are"] = True

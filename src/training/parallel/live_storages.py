@@ -1,4 +1,4 @@
-"""Bytes of the tensors that live during a pass, counted by a dispatch mode; with fake tensors, without the memory."""
+"""Count the bytes of live tensors during a pass with a dispatch mode; with fake tensors, without using the memory."""
 
 import contextlib
 import weakref
@@ -20,18 +20,18 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
 PARTS = ("weights", "gradients", "optimizer", "copies", "activations", "logits")
-"""copies: of weights in the precision of the loop, of layers that a sharded model gathers, of gradients that are on
-their way to other processes. logits: with their float32 copies and gradients."""
+"""copies: weights in the precision of the loop, gathered layers of a sharded model, and gradients in communication
+buffers. logits: with their float32 copies and gradients."""
 _MOST_REAL = 2**27
-"""Bytes, above which tokens and masks are fake too."""
+"""Larger tokens and masks are fake too, in bytes."""
 _aten = torch.ops.aten
 _INDEXING = (_aten.index.Tensor, _aten.index_put.default, _aten.index_put_.default, _aten._index_put_impl_.default)
 
 
 class LiveStorages(TorchDispatchMode):
-    """Within the block, counts the bytes of tensors that live, by part, and remembers when they were most.
+    """Within the block, counts the bytes of live tensors by part, and records the peak.
 
-    processes: among which gradients are shared.
+    processes: number of processes that shard the gradients.
     """
 
     def __init__(self, vocabulary: int = 0, processes: int = 1) -> None:
@@ -39,30 +39,30 @@ class LiveStorages(TorchDispatchMode):
         self.vocabulary, self.processes = vocabulary, processes
         self.live: dict[str, int] = dict.fromkeys(PARTS, 0)
         self.at_peak = dict(self.live)
-        self._known = WeakIdKeyDictionary()
+        self._entries = WeakIdKeyDictionary()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = self.compute(func, args, kwargs or {})
-        for tensor in tree_leaves(found):
+        result = self.compute(func, args, kwargs or {})
+        for tensor in tree_leaves(result):
             if isinstance(tensor, Tensor):
                 self.hold(tensor, self._part(func, args, tensor))
-        return found
+        return result
 
     def compute(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """The result of an operation."""
+        """Run an operation."""
         return func(*args, **kwargs)
 
     def hold(self, tensor: Tensor, part: str) -> None:
-        """Count a tensor as `part` until its storage is freed, also where it is counted already."""
+        """Count a tensor as `part` until its storage is freed. A gradient that is already counted changes its part."""
         storage = tensor.untyped_storage()
-        if storage in self._known:
+        if storage in self._entries:
             if part == "gradients":
-                self._move(self._known[storage], part)
+                self._move(self._entries[storage], part)
             return
         free = part == "gathered"
         entry = {"part": "copies" if free else part, "bytes": 0 if free else storage.nbytes()}
         part = entry["part"]
-        self._known[storage] = entry
+        self._entries[storage] = entry
         weakref.finalize(storage, self._free, entry).atexit = False
         self.live[part] += entry["bytes"]
         if self._total(self.live) > self._total(self.at_peak):
@@ -79,57 +79,57 @@ class LiveStorages(TorchDispatchMode):
     def _free(self, entry: dict[str, Any]) -> None:
         self.live[entry["part"]] -= entry["bytes"]
 
-    def _part(self, func: Any, args: Any, made: Tensor) -> str:
+    def _part(self, func: Any, args: Any, output: Tensor) -> str:
         if func is _aten._to_copy.default:
-            entry = self._known.get(args[0].untyped_storage())
+            entry = self._entries.get(args[0].untyped_storage())
             if entry and entry["part"] in ("weights", "copies"):
                 return "gathered" if entry.get("gathered") else "copies"
-        is_logits = made.is_floating_point() and made.ndim > 1 and made.shape[-1] == self.vocabulary
+        is_logits = output.is_floating_point() and output.ndim > 1 and output.shape[-1] == self.vocabulary
         return "logits" if is_logits else "activations"
 
 
 class FakeStorages(LiveStorages):
-    """As `LiveStorages`, where weights and all that is made with them is fake. Tokens, masks and frames are real, so
-    that what depends on them is known."""
+    """Like `LiveStorages`, with fake weights and activations. Tokens, masks and frames are real, as control flow
+    depends on them."""
 
     def __init__(self, vocabulary: int = 0, processes: int = 1, gpu: bool = True) -> None:
-        """gpu: False for what a CPU holds."""
+        """gpu: whether to count the memory of a GPU instead of a CPU."""
         super().__init__(vocabulary, processes)
         self.fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
         self.gathered: set[int] = set()
-        """Ids of the weights that are gathered in the precision of the loop: nothing keeps a copy of them."""
+        """Ids of weights that are gathered in the precision of the loop, so that autograd saves no copy."""
         self.device = _LikeGPU() if gpu else contextlib.nullcontext()
 
     def fake(self, tensor: Tensor) -> Tensor:
-        """A stand-in without numbers, on the CPU."""
+        """A fake tensor on the CPU in place of `tensor`."""
         if isinstance(tensor, FakeTensor):
             return tensor
         with self.fake_mode:
             return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
 
     def compute(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Numbers are computed where all that is read is real and what is made is small, or a view;
-        floating-point ones only of others."""
+        """Run an operation on real tensors if all inputs are real and outputs are small or views. Floating-point
+        outputs also need an input."""
         if func in _INDEXING:
             args = (args[0], [part for index in args[1] for part in self._positions(index)], *args[2:])
-        given = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
+        inputs = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
         stand_ins = tree_map_only(Tensor, self.fake, (args, kwargs))
-        if any(isinstance(value, FakeTensor) for value in given):
+        if any(isinstance(value, FakeTensor) for value in inputs):
             return func(*stand_ins[0], **stand_ins[1])
         try:
             with self.fake_mode:
                 like = func(*stand_ins[0], **stand_ins[1])
         except (DataDependentOutputException, DynamicOutputShapeException):
             return func(*args, **kwargs)
-        made = [value for value in tree_leaves(like) if isinstance(value, Tensor)]
+        outputs = [value for value in tree_leaves(like) if isinstance(value, Tensor)]
         if not func.is_view and any(
-            value.nbytes > _MOST_REAL or (value.is_floating_point() and not given) for value in made
+            value.nbytes > _MOST_REAL or (value.is_floating_point() and not inputs) for value in outputs
         ):
             return like
         return func(*args, **kwargs)
 
     def _positions(self, index: Any) -> tuple[Any, ...]:
-        """Positions instead of a mask; all of them where the mask is fake."""
+        """Replace a mask by positions; by all positions for a fake mask."""
         if not isinstance(index, Tensor) or index.dtype != torch.bool:
             return (index,)
         if not isinstance(index, FakeTensor):
@@ -139,17 +139,21 @@ class FakeStorages(LiveStorages):
 
 
 class _LikeGPU(TorchFunctionMode):
-    """What a GPU computes otherwise than a CPU: norms and softmax in float32 under autocast; dropout keeps a mask of
-    bytes; attention with dropout or a mask has a kernel that keeps no scores."""
+    """Emulates differences of a GPU: norms and softmax in float32 under autocast; dropout saves a byte mask; fused
+    attention with dropout or a mask saves no scores."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in (F.layer_norm, F.softmax, torch.softmax, Tensor.softmax) and torch.is_autocast_enabled("cpu"):
             return func(args[0].float(), *args[1:], **kwargs)
         if func is F.dropout:
-            named = {"p": 0.5, "training": True, **dict(zip(("p", "training"), args[1:], strict=False)), **kwargs}
-            return torch.native_dropout(args[0], named["p"], True)[0] if named["training"] and named["p"] else args[0]
+            arguments = {"p": 0.5, "training": True, **dict(zip(("p", "training"), args[1:], strict=False)), **kwargs}
+            return (
+                torch.native_dropout(args[0], arguments["p"], True)[0]
+                if arguments["training"] and arguments["p"]
+                else args[0]
+            )
         if func is F.scaled_dot_product_attention:
-            named = dict(zip(("attn_mask", "dropout_p", "is_causal"), args[3:], strict=False))
-            return func(*args[:3], **{**named, **kwargs, "dropout_p": 0.0})
+            arguments = dict(zip(("attn_mask", "dropout_p", "is_causal"), args[3:], strict=False))
+            return func(*args[:3], **{**arguments, **kwargs, "dropout_p": 0.0})
         return func(*args, **kwargs)

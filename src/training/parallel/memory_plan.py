@@ -1,9 +1,8 @@
-"""What a GPU holds of a training, and how long the training takes, without a GPU and without memory for the weights.
+"""Estimate the GPU memory and duration of a training, without a GPU and without memory for the weights.
 
-One step's passes run on torch's fake tensors, which have shapes and types and no numbers, through the real model, loss,
-autocast and autograd. A dispatch mode counts the bytes of every storage while it lives, so that what is saved for the
-backward pass, what is computed again, and what a loss copies are counted as they are. Engines' shares, and what they
-hold besides, follow by arithmetic.
+The passes of a step run on torch's fake tensors through the real model, loss, autocast and autograd. A dispatch mode
+counts the bytes of every live storage, which covers saved activations, recomputation and copies by the loss. Sharding
+and buffers of engines are added by formulas.
 """
 
 from collections.abc import Mapping
@@ -27,45 +26,45 @@ from src.training.parallel.compilation import layers
 from src.training.parallel.live_storages import FakeStorages
 
 MFU = 0.4
-"""Share of a GPU's peak at which the time is planned."""
+"""Assumed share of a GPU's peak for the duration."""
 _ZERO_SIZES = {"reduce_bucket_size": 500_000_000, "stage3_max_live_parameters": 1_000_000_000}
-"""Numbers of DeepSpeed's buckets, where its json does not say."""
+"""Default sizes of DeepSpeed's buckets, in elements."""
 
 
 @dataclass(frozen=True)
 class Machines:
-    """Where the training would run."""
+    """The hardware and engine of a planned training."""
 
     gpus: int
     gpu: str
-    """A part of the device's name, such as "H100"."""
+    """Part of the device's name, such as "H100"."""
     fsdp: bool = False
     deepspeed: Path | None = None
     gradient_checkpointing: str | None = None
-    """"full", or "selective"; see `memory.checkpoint_layers`."""
+    """"full" or "selective"; see `memory.checkpoint_layers`."""
     fsdp_sharded_gradients: bool = False
 
     def shares_gradients(self, passes: int) -> bool:
-        """Whether each GPU has a part of the gradients alone:
-        with FSDP2 they may be whole until the last of several passes."""
+        """Whether each GPU has only a shard of the gradients. With FSDP2 they can be unsharded until the last of
+        several passes."""
         if self.deepspeed:
             return self.zero_settings()["stage"] >= 2
         return self.fsdp and (passes == 1 or self.fsdp_sharded_gradients)
 
     def zero_settings(self) -> dict[str, Any]:
-        """`zero_optimization` of the json of --deepspeed.
+        """Read `zero_optimization` from the JSON of --deepspeed.
 
         Raises:
-            ConfigError: there is none.
+            ConfigError: it is missing or has no valid stage.
         """
-        given = read_json(self.deepspeed or Path(), ConfigError)
-        found = given.get("zero_optimization") if isinstance(given, dict) else None
-        if not isinstance(found, dict) or found.get("stage") not in (1, 2, 3):
+        settings = read_json(self.deepspeed or Path(), ConfigError)
+        zero = settings.get("zero_optimization") if isinstance(settings, dict) else None
+        if not isinstance(zero, dict) or zero.get("stage") not in (1, 2, 3):
             raise ConfigError(f"{self.deepspeed}: zero_optimization.stage: expected 1, 2 or 3.")
-        return found
+        return zero
 
     def peak(self, precision: str) -> float | None:
-        """Operations per second of one GPU; None where the table has none in this precision.
+        """Peak FLOP/s of one GPU; None if unknown in this precision.
 
         Raises:
             ConfigError: the GPU is not in the table.
@@ -78,36 +77,36 @@ class Machines:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """What one of the GPUs holds at most, and the time of the whole training."""
+    """Peak memory of one GPU, and duration of the training."""
 
     parameters: int
     trained: int
     parts: Mapping[str, int]
-    """Bytes by `PARTS`, when they are most in all."""
+    """Bytes by `PARTS`, at the peak of the total."""
     tokens_per_second: float | None
-    """Of all GPUs together, at `MFU`; None where the peak or the operations of the model are not known."""
+    """Total of all GPUs, at `MFU`; None if the peak or the model's FLOPs are unknown."""
     hours: float | None
 
     @property
     def total(self) -> int:
-        """Bytes."""
+        """Total in bytes."""
         return sum(self.parts.values())
 
 
 def plan(
     model: nn.Module, loss: Loss, batch: Mapping[str, Tensor], config: LoopConfig, machines: Machines
 ) -> MemoryPlan:
-    """The plan of a model on the meta device, for training on micro-batches like `batch`.
+    """Plan the training of a model on the meta device, on micro-batches like `batch`.
 
     Raises:
-        ConfigError: a GPU or an option is not known to the plan, or there are more GPUs than micro-batches in a step.
+        ConfigError: the GPU or an option is not supported, or there are more GPUs than micro-batches in a step.
     """
     operations, peak = flops.batch_flops(model), machines.peak(config.precision)
     count = config.sequences_per_step // config.micro_batch
     if count < machines.gpus:
         raise ConfigError(
             f"--gpus {machines.gpus}: a step has {count} micro-batches. "
-            "Plan at most that many, or lower loop.micro_batch."
+            f"Use at most {count} GPUs, or lower loop.micro_batch."
         )
     passes = -(-count // machines.gpus)
     if machines.gradient_checkpointing:
@@ -120,7 +119,7 @@ def plan(
     parts = _share(model, pass_peak(storages, model, loss, batch, config.precision, passes), passes, config, machines)
     work = operations(batch) if operations else None
     read = sum(int(batch[name].sum()) for name in ("attention_mask", "context_mask") if name in batch)
-    rate = MFU * peak / work if peak and work else None  # micro-batches a second, of one GPU
+    rate = MFU * peak / work if peak and work else None  # micro-batches per second of one GPU
     every = list(model.parameters())
     return MemoryPlan(
         parameters=sum(parameter.numel() for parameter in every),
@@ -132,13 +131,13 @@ def plan(
 
 
 def _cast_modules(model: nn.Module, machines: Machines) -> list[nn.Module]:
-    """Modules of which no copy in bfloat16 stays until the backward pass: what shares the model gathers them again."""
+    """Modules without a saved bfloat16 copy for the backward pass, as the engine gathers them again."""
     if machines.fsdp:
         return [part for layer in fsdp.sharded_layers(model) for part in fsdp.cast_modules(layer, model)]
     settings = machines.zero_settings() if machines.deepspeed else {}
     if settings.get("stage") != 3:
         return []
-    # By DeepSpeed, and by zero.py.
+    # Linear by DeepSpeed, Conv1D by zero.py.
     kinds = (Conv1D, nn.Linear) if settings.get("memory_efficient_linear", True) else (Conv1D,)
     return [part for part in model.modules() if isinstance(part, kinds)]
 
@@ -146,8 +145,8 @@ def _cast_modules(model: nn.Module, machines: Machines) -> list[nn.Module]:
 def pass_peak(
     storages: FakeStorages, model: nn.Module, loss: Loss, batch: Mapping[str, Tensor], precision: str, passes: int
 ) -> dict[str, int]:
-    """Bytes by part at the peak of the forward and backward passes of a step, of a model that is not shared.
-    `model` becomes fake."""
+    """Bytes by part at the peak of the forward and backward passes of a step, for an unsharded model. `model` becomes
+    fake."""
     _make_fake(model, storages)
     batch = {name: storages.fake(value) if value.is_meta else value for name, value in batch.items()}
     for value in batch.values():
@@ -155,46 +154,52 @@ def pass_peak(
     model.train()
     dtype = torch.float16 if precision == "float16" else torch.bfloat16
     with storages, storages.device:
-        for _ in range(min(passes, 2)):  # the second finds the gradients of the first
+        for _ in range(min(passes, 2)):  # the second pass has the gradients of the first
             with torch.autocast("cpu", dtype, enabled=precision != "float32"):
-                summed = loss(model, batch)
-                summed = summed[0] if isinstance(summed, tuple) else summed
-            # `backward` would leave the mode of functions, also where layers are computed again.
+                loss_sum = loss(model, batch)
+                loss_sum = loss_sum[0] if isinstance(loss_sum, tuple) else loss_sum
+            # `backward` would disable the function mode, including during recomputation.
             _engine_run_backward(
-                (summed,), (torch.ones_like(summed),), False, False, (), allow_unreachable=True, accumulate_grad=True
+                (loss_sum,),
+                (torch.ones_like(loss_sum),),
+                False,
+                False,
+                (),
+                allow_unreachable=True,
+                accumulate_grad=True,
             )
-            del summed
+            del loss_sum
     return storages.at_peak
 
 
 def _make_fake(model: nn.Module, storages: FakeStorages) -> None:
-    """Replace all weights and buffers of `model` by fake ones, tied ones by the same one, and count them."""
-    made: dict[int, Tensor] = {}
+    """Replace all weights and buffers of `model` by fake tensors, preserving ties, and count them."""
+    fakes: dict[int, Tensor] = {}
     for module in model.modules():
         for tensors in (module._parameters, module._buffers):
             for name, tensor in tensors.items():
                 if tensor is None:
                     continue
-                if id(tensor) not in made:
+                if id(tensor) not in fakes:
                     stand_in = storages.fake(tensor)
-                    made[id(tensor)] = (
+                    fakes[id(tensor)] = (
                         nn.Parameter(stand_in, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else stand_in
                     )
-                    storages.hold(made[id(tensor)], "weights")
-                    storages._known[made[id(tensor)].untyped_storage()]["gathered"] = id(tensor) in storages.gathered
+                    storages.hold(fakes[id(tensor)], "weights")
+                    storages._entries[fakes[id(tensor)].untyped_storage()]["gathered"] = id(tensor) in storages.gathered
                     if tensor.requires_grad:
-                        parameter: Any = made[id(tensor)]
+                        parameter: Any = fakes[id(tensor)]
                         parameter.register_post_accumulate_grad_hook(
                             lambda weight: storages.hold(weight.grad, "gradients")
                         )
-                tensors[name] = made[id(tensor)]  # type: ignore[assignment]  of the same kind as before
+                tensors[name] = fakes[id(tensor)]  # type: ignore[assignment]  of the same kind as before
 
 
 def _share(
     model: nn.Module, peak: Mapping[str, int], passes: int, config: LoopConfig, machines: Machines
 ) -> dict[str, int]:
-    """Bytes by part on one of the GPUs:
-    of the peak of a pass, shared as the engine does it, or of the optimizer's step if that is more."""
+    """Bytes by part on one GPU with the engine's sharding: at the peak of a pass, or of the optimizer step if
+    larger."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     gradients, N = sum(parameter.nbytes for parameter in trained), machines.gpus
     parts = {**peak, "optimizer": optimizer_bytes(trained, config.optimizer)}
@@ -213,29 +218,29 @@ def _share(
         parts, step = (
             {**each, **{name: each[name] // N for name in ("weights", "optimizer")}} for each in (parts, step)
         )
-        # Two layers are gathered, of two the gradients are being reduced.
+        # Two layers are gathered, and gradients of two layers are being reduced.
         parts |= {"gradients": whole, "copies": parts["copies"] + 2 * rest + 4 * layer}
         step |= {"gradients": step["gradients"] // N, "copies": step["copies"] // N}
     elif N > 1 and passes > 1:
-        parts["copies"] += gradients  # DDP's buckets, beside the gradients of the passes before the last
+        parts["copies"] += gradients  # DDP's buckets, in addition to the gradients of earlier passes
     return max(parts, step, key=lambda each: sum(each.values()))
 
 
 def _zero(parts: Mapping[str, int], settings: Mapping[str, Any], gradients: int, N: int) -> dict[str, int]:
-    """Shares of DeepSpeed's stages.
-    Each process has a copy of the weights that it moves, and a bucket of gradients to be reduced."""
+    """Apply the sharding of DeepSpeed's stages. Each process has a copy of the weights that it updates, and a bucket of
+    gradients."""
     stage, most = settings["stage"], {name: 4 * _number(settings, name, usual) for name, usual in _ZERO_SIZES.items()}
     bucket = min(gradients, most["reduce_bucket_size"])
-    found = dict(parts)
-    offloaded = (settings.get("offload_optimizer") or {}).get("device", "none") != "none"
-    found["optimizer"] = 0 if offloaded else parts["optimizer"] // N
-    found["copies"] = parts["copies"] + bucket + (0 if offloaded else gradients // N)
+    shares = dict(parts)
+    is_offloaded = (settings.get("offload_optimizer") or {}).get("device", "none") != "none"
+    shares["optimizer"] = 0 if is_offloaded else parts["optimizer"] // N
+    shares["copies"] = parts["copies"] + bucket + (0 if is_offloaded else gradients // N)
     if stage >= 2:
-        found["gradients"] = parts["gradients"] // N
+        shares["gradients"] = parts["gradients"] // N
     if stage == 3:
-        found["weights"] = parts["weights"] // N
-        found["copies"] += min(parts["weights"], most["stage3_max_live_parameters"])
-    return found
+        shares["weights"] = parts["weights"] // N
+        shares["copies"] += min(parts["weights"], most["stage3_max_live_parameters"])
+    return shares
 
 
 def _number(settings: Mapping[str, Any], name: str, usual: int) -> int:
@@ -243,20 +248,21 @@ def _number(settings: Mapping[str, Any], name: str, usual: int) -> int:
 
 
 def _layer_sizes(model: nn.Module) -> tuple[int, int]:
-    """Bytes of the largest layer that FSDP2 gathers, and of all that is in none and stays whole in a pass."""
+    """Bytes of the largest layer that FSDP2 gathers, and of parameters outside of layers, which are unsharded in a
+    pass."""
     sizes = [sum(parameter.nbytes for parameter in layer.parameters()) for layer in layers(model)]
     return max(sizes, default=0), sum(parameter.nbytes for parameter in model.parameters()) - sum(sizes)
 
 
 def optimizer_bytes(trained: list[nn.Parameter], optimizer: str) -> int:
-    """Bytes of the optimizer's state: two moments of each weight, or with adafactor the means of rows and columns."""
+    """Bytes of the optimizer's state: two moments per weight, or with adafactor the means of rows and columns."""
     if optimizer != "adafactor":
         return sum(2 * parameter.nbytes for parameter in trained)
-    factored = [p.numel() // p.shape[-1] + p.numel() // p.shape[-2] if p.ndim > 1 else p.numel() for p in trained]
-    return 4 * sum(factored)
+    sizes = [p.numel() // p.shape[-1] + p.numel() // p.shape[-2] if p.ndim > 1 else p.numel() for p in trained]
+    return 4 * sum(sizes)
 
 
 def vocabulary(model: Any) -> int:
-    """Rows of the matrix that gives the logits; 0 where there is none."""
+    """Rows of the output matrix; 0 without an output matrix."""
     head = getattr(getattr(model, "base", model), "get_output_embeddings", lambda: None)()
     return 0 if head is None else head.weight.shape[0]

@@ -1,7 +1,7 @@
 """DeepSpeed ZeRO (Rajbhandari et al. 2020): processes share optimizer states (stage 1), gradients (2) and weights (3).
 
-The JSON file of --deepspeed sets only how to compute: batch sizes, clipping, precision and learning rate are the
-experiment's.
+The JSON file of --deepspeed sets only the parallelism. Batch sizes, clipping, precision and learning rate are set by
+the experiment.
 """
 
 import contextlib
@@ -48,14 +48,14 @@ _NUMBERS = (
     *("zero_optimization.zero_quantized_weights", "zero_optimization.zero_quantized_gradients"),
     *("zero_optimization.zero_quantized_nontrainable_weights", "zero_optimization.zenflow", "torch_autocast"),
 )
-"""Keys that change numbers. The file is not part of the experiment, so it cannot set them."""
+"""Keys that change results. The file is not part of the experiment, so it cannot set them."""
 
 
 def fill_settings(path: Path, config: LoopConfig) -> dict[str, Any]:
-    """Read the JSON file `path` and fill in the settings of the experiment, which replace "auto".
+    """Read the JSON file `path` and fill in the settings of the experiment in place of "auto".
 
     Raises:
-        ConfigError: the file has no ZeRO stage, or contradicts the experiment; names each such key.
+        ConfigError: the file has no ZeRO stage or contradicts the experiment. The message has each such key.
     """
     settings = read_json(path, ConfigError)
     if not isinstance(settings, dict):
@@ -67,7 +67,7 @@ def fill_settings(path: Path, config: LoopConfig) -> dict[str, Any]:
     )
     if stage not in (1, 2, 3):
         raise ConfigError(f"{path}: zero_optimization.stage: expected 1, 2 or 3, got {json.dumps(stage)}.")
-    # Passes; some can be padding.
+    # Passes per step, including padding.
     count = -(-(config.sequences_per_step // config.micro_batch) // distributed.world_size())
     expected: dict[str, Any] = {
         "train_batch_size": count * config.micro_batch * distributed.world_size(),
@@ -82,23 +82,23 @@ def fill_settings(path: Path, config: LoopConfig) -> dict[str, Any]:
     }
     flat = _flat(settings)
     wrong = [
-        f"{key}: {json.dumps(flat[key])}, but the experiment makes it {json.dumps(value)}"
+        f"{key}: {json.dumps(flat[key])}, but the experiment has {json.dumps(value)}"
         for key, value in expected.items()
         if flat.get(key, "auto") not in ("auto", value)
     ]
     wrong += [
-        f"{key}: {json.dumps(settings[key])}, but the experiment makes it {value}"
+        f"{key}: {json.dumps(settings[key])}, but the experiment has {value}"
         for key, value in _experiment_settings(config).items()
         if settings.get(key, "auto") != "auto"
     ]
     wrong += [
-        f"{key}: {json.dumps(value)}, which changes the experiment's numbers, and the experiment does not set it"
+        f"{key}: {json.dumps(value)} changes results, but is not set by the experiment"
         for key, value in {**settings, **flat}.items()
         if key in _NUMBERS and value not in ("auto", None) and value is not False
     ]
     if wrong:
-        raise ConfigError("\n".join(f'{path}: {text}. Leave it out, or write "auto".' for text in wrong))
-    # The loop clips, autocast sets the precision, and weights are float32: the same in every mode.
+        raise ConfigError("\n".join(f'{path}: {text}. Remove it, or use "auto".' for text in wrong))
+    # As in every engine, the loop clips, autocast sets the precision, and weights are float32.
     return {
         "steps_per_print": 2**62,
         **_without_auto({key: value for key, value in settings.items() if key not in ("bf16", "fp16")}),
@@ -108,7 +108,7 @@ def fill_settings(path: Path, config: LoopConfig) -> dict[str, Any]:
 
 
 def _experiment_settings(config: LoopConfig) -> dict[str, str]:
-    """The experiment's optimizer and schedule in words. DeepSpeed does not build them."""
+    """Description of the experiment's optimizer and schedule, which DeepSpeed does not build."""
     betas = f"betas {config.adam_beta1:g} and {config.adam_beta2:g}, epsilon {config.adam_epsilon:g}"
     return {
         "optimizer": f"AdamW: learning rate {config.learning_rate:g}, {betas}, weight decay {config.weight_decay:g}",
@@ -132,8 +132,7 @@ def _without_auto(nested: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class ZeroEngine(Engine):
-    """Saves optimizer states as DeepSpeed's own shards. Another number of processes puts them together before it loads
-    them."""
+    """Saves optimizer states as DeepSpeed's own shards. Another world size consolidates them before loading."""
 
     shards_gradients = True
 
@@ -146,8 +145,8 @@ class ZeroEngine(Engine):
         settings = fill_settings(path, config)
         self.stage = settings["zero_optimization"]["stage"]
         self.name, self.sharded = f"zero{self.stage}", self.stage == 3
-        # On CPUs it would compile an all-reduce of its own. torch's lock on that outlives a killed process and stops
-        # every later start, and the all-reduce itself waits for ever for a process that is gone.
+        # On CPUs DeepSpeed would compile its own all-reduce. torch's lock on it outlives a killed process and blocks
+        # later starts, and the all-reduce waits forever for a dead process.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         distributed.ensure_group()
         deepspeed.init_distributed(dist_backend=None, auto_mpi_discovery=False)
@@ -156,10 +155,10 @@ class ZeroEngine(Engine):
         adamw = optimizers.adamw(module, config, accelerator.device)
         self.engine, self.optimizer, _, _ = deepspeed.initialize(model=module, optimizer=adamw, config=settings)
         self.model = self.engine
-        self._linked = False
+        self._moments_linked = False
         self.writer = self.engine.checkpoint_engine = ShardWriter()
-        # It would copy scripts into each checkpoint that consolidate.py makes needless, and a full disk would stop it
-        # there.
+        # DeepSpeed would copy a recovery script into each checkpoint, which consolidate.py replaces, and could fail on
+        # a full disk.
         self.engine._copy_recovery_script = lambda save_path: None
 
     def accumulation_context(self, last: bool) -> Any:
@@ -171,7 +170,7 @@ class ZeroEngine(Engine):
         """Add the gradients of `loss`."""
         self.engine.backward(loss, scale_wrt_gas=False)
         if not last:
-            self.engine.step()  # counts the pass, moves nothing
+            self.engine.step()  # counts the pass without an update
 
     def gradients(self) -> Iterable[Tensor]:
         """This process's shards, as DeepSpeed stores them between the last backward pass and its step."""
@@ -182,32 +181,32 @@ class ZeroEngine(Engine):
         return [part for parts in self.optimizer.averaged_gradients.values() for part in parts]
 
     def step(self) -> None:
-        """DeepSpeed's step."""
+        """Run DeepSpeed's step."""
         self.engine.step()
-        if not self._linked:
+        if not self._moments_linked:
             self._link_moments()
 
     def _link_moments(self) -> None:
-        """Make DeepSpeed find each parameter's moments: stages 1 and 2 look only once, in the first step, when only one
-        group has any."""
-        self._linked = True
+        """Make DeepSpeed link each parameter's moments, as stages 1 and 2 link only once, in the first step, when only
+        one group has moments."""
+        self._moments_linked = True
         if self.stage < 3:
             self.optimizer._hp_optimizer_states_linked = False
             self.optimizer._lazy_init_hp_params_optimizer_state()
 
     def skip_step(self) -> None:
-        """Use DeepSpeed's handling of an overflow, which it detects by the norm."""
+        """Skip the step through DeepSpeed's overflow handling, by a NaN norm."""
         name = "_get_norm_groups" if self.stage == 3 else "scaled_global_norm"
-        overflowed = torch.tensor(math.nan)
-        setattr(self.optimizer, name, lambda: [overflowed] if self.stage == 3 else overflowed)
+        nan = torch.tensor(math.nan)
+        setattr(self.optimizer, name, lambda: [nan] if self.stage == 3 else nan)
         try:
             self.engine.step()
         finally:
             delattr(self.optimizer, name)
-        assert self.optimizer.overflow, "the weights have moved on a batch that was to be left out"
+        assert self.optimizer.overflow, "DeepSpeed did not skip the step"
 
     def model_state(self) -> dict[str, Tensor]:
-        """Weights are gathered one by one in stage 3."""
+        """See `Engine`. Stage 3 gathers one weight at a time."""
         if self.stage < 3:
             return super().model_state()
         import deepspeed
@@ -221,7 +220,7 @@ class ZeroEngine(Engine):
         return state
 
     def load_weights(self, file: Path) -> None:
-        """Load the trained weights; stage 3 gathers one parameter at a time."""
+        """See `Engine`. Stage 3 gathers one parameter at a time."""
         if self.stage < 3:
             return super().load_weights(file)
         import deepspeed
@@ -231,15 +230,15 @@ class ZeroEngine(Engine):
         for name, parameter in self.module.named_parameters():
             if parameter.requires_grad:
                 with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
-                    if name in saved:  # tied ones are there once
+                    if name in saved:  # tied parameters are saved once
                         parameter.data.copy_(saved[name])
         return None
 
     def optimizer_state(self) -> None:
-        """None: they are in the shards."""
+        """Return None, as `save_shards` writes the state."""
 
     def save_shards(self, folder: Path) -> None:
-        """DeepSpeed's files below zero/, and which processes they are of."""
+        """Write DeepSpeed's files below zero/, and their topology."""
         self.engine.save_checkpoint(str(folder), tag=SHARDS, save_latest=False, exclude_frozen_parameters=True)
         self.writer.check()
         frozen = sum(not parameter.requires_grad for parameter in self.module.parameters())
@@ -247,22 +246,22 @@ class ZeroEngine(Engine):
         distributed.broadcast_from_rank0(lambda: files.write_json(folder / SHARDS / zero_layout.TOPOLOGY, topology))
 
     def load_optimizer(self, folder: Path) -> None:
-        """From shards of the same world size and stage, else from optimizer.safetensors, which is made where it is not
-        there."""
+        """Load shards of the same world size and stage, else optimizer.safetensors, which is consolidated if
+        missing."""
         topology = folder / SHARDS / zero_layout.TOPOLOGY
         now = {"stage": self.stage, "world_size": distributed.world_size()}
         with distributed.raise_together():
             saved = read_json(topology, CheckpointError, {})
             same = isinstance(saved, dict) and now.items() <= saved.items()
         if same:
-            # Frozen weights are not in it.
+            # Not strict, as frozen weights are not saved.
             self.engine.load_checkpoint(str(folder), tag=SHARDS, load_module_strict=False)
         else:
             checkpoint.ensure_whole_optimizer(folder)
             self._load_parts(folder)
 
     def _load_parts(self, folder: Path) -> None:
-        """Load this process's part of the moments, by parameter name."""
+        """Load this process's shard of the moments, by parameter name."""
         from deepspeed.utils import safe_set_full_optimizer_state, safe_set_local_optimizer_state
 
         with distributed.raise_together():
@@ -273,25 +272,21 @@ class ZeroEngine(Engine):
             if self.stage == 3
             else self.optimizer.single_partition_of_fp32_groups
         )
-        for part in shards:  # torch's AdamW makes them at its first step only
+        for part in shards:  # torch's AdamW creates moments only in its first step
             moments = {key: torch.zeros_like(part) for key in ("exp_avg", "exp_avg_sq")}
             self.optimizer.optimizer.state[part] = {"step": torch.tensor(step), **moments}
         self._link_moments()
         for parameter, key, value in entries:
-            if (
-                key != "step" and self.stage == 3
-            ):  # cut here: DeepSpeed's own cut fails where the parts are not of one size
+            if key != "step" and self.stage == 3:  # sharded here, as DeepSpeed's own sharding fails for unequal sizes
                 safe_set_local_optimizer_state(parameter, _own_part(value).to(parameter.device), key)
             elif key != "step":
                 safe_set_full_optimizer_state(parameter, value.to(parameter.device), key)
 
 
 def release_conv1d_weights(model: nn.Module) -> None:
-    """Let GPT-2's layers hold no gathered weights until the backward pass, as DeepSpeed's own linear layers do not. In
-    place.
+    """Make GPT-2's layers save no gathered weights for the backward pass, like DeepSpeed's linear layers. In place.
 
-    Autograd would keep the bfloat16 copy that autocast makes of each, which is half of the model that stage 3 has
-    shared out.
+    Autograd would save autocast's bfloat16 copies of the weights, half the size of the model that stage 3 shards.
     """
     for module in model.modules():
         if isinstance(module, Conv1D):
@@ -313,7 +308,7 @@ class _ReleasedAddmm(torch.autograd.Function):
     def forward(ctx: Any, bias: Tensor, x: Tensor, weight: Tensor) -> Tensor:
         ctx.weight = weight  # not a saved tensor: --offload_activations would copy the gathered weight
         ctx.save_for_backward(x if ctx.needs_input_grad[2] else None)
-        return torch.addmm(bias.detach(), x, weight.detach())  # detached: of a parameter autocast would keep its copy
+        return torch.addmm(bias.detach(), x, weight.detach())  # detached, as autocast caches copies of parameters
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -326,7 +321,7 @@ class _ReleasedAddmm(torch.autograd.Function):
 
 
 def _own_part(whole: Tensor) -> Tensor:
-    """This process's stage-3 shard of a parameter or its moments: flat, equal sizes, the last padded with zeros."""
+    """This process's stage-3 shard of a parameter or its moments: flat, of equal size, the last one zero-padded."""
     share = -(-whole.numel() // distributed.world_size())
     flat = torch.nn.functional.pad(whole.flatten(), (0, share * distributed.world_size() - whole.numel()))
     return flat[distributed.rank() * share :][:share]

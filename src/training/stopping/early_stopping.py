@@ -1,4 +1,4 @@
-"""Tracks the best step by `loop.best_metric`, and stops early when it no longer improves."""
+"""Track the best step by `loop.best_metric`, and stop when it no longer improves."""
 
 import math
 from collections.abc import Mapping
@@ -21,14 +21,12 @@ class ModelSelection:
         """Add one evaluation. A non-finite value is never an improvement.
 
         Raises:
-            ConfigError: the evaluation does not measure `loop.best_metric`.
+            ConfigError: `loop.best_metric` is not a score of the evaluation.
         """
         metric = self.config.best_metric
         if metric not in scores:
-            error = ConfigError(
-                f"loop.best_metric: the evaluation has no {metric!r}. It has: {', '.join(sorted(scores))}."
-            )
-            error.everywhere = True  # the scores are the same on every rank
+            error = ConfigError(f"loop.best_metric: unknown score {metric!r}. Scores: {', '.join(sorted(scores))}.")
+            error.everywhere = True  # the scores are equal on every rank
             raise error
         value = scores[metric]
         sign = 1 if self.config.best_mode == "max" else -1
@@ -44,12 +42,12 @@ class ModelSelection:
             self.best_value, self.best_step = value, step
 
     def stop(self) -> bool:
-        """True when early stopping's patience is exhausted."""
+        """Whether early stopping's patience is exhausted."""
         stopping = self.config.early_stopping
         return stopping is not None and self.without_gain >= stopping.patience
 
     def state(self) -> dict[str, Any]:
-        """JSON values that `restore` takes back."""
+        """State for `restore`, as JSON values."""
         return {"best_value": self.best_value, "best_step": self.best_step, "without_gain": self.without_gain}
 
     def restore(self, state: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Conditions for a graceful, resumable stop: the time limit, the host's memory, or a stop file."""
+"""Conditions for a graceful, resumable stop: time limit, host memory, or a stop file."""
 
 import time
 from collections.abc import Iterator
@@ -10,8 +10,8 @@ from src.runs.context import Limits
 from src.support import distributed
 
 STOP_FILE = "stop"
-"""Name of the stop file.
-In a save directory it stops that training, in the folder of all runs every one, until it is removed."""
+"""Name of the stop file. In a save directory it stops that training, in the folder of all runs every training, until it
+is removed."""
 LOOK_SECONDS = 1.0
 """Minimum time between two checks of the disk and the memory."""
 _MEMORY = Path("/proc/meminfo")
@@ -20,40 +20,40 @@ _GROUPS = Path("/sys/fs/cgroup")
 
 
 class StopConditions:
-    """Checks `limits` and the stop files of the save directory `run`. Each process checks for itself."""
+    """Checks `limits` and the stop files of the save directory `run`, in each process."""
 
     def __init__(self, limits: Limits, run: Path) -> None:
         self.limits = limits
         self.files = (run / STOP_FILE, run.parent / STOP_FILE)
-        self._looked = float("-inf")
-        self._found: distributed.Reason | None = None
+        self._checked_at = float("-inf")
+        self._reason: distributed.Reason | None = None
 
     def reason(self) -> distributed.Reason | None:
-        """The reason to stop, if there is one."""
+        """The reason to stop, or None."""
         now, end = time.monotonic(), self.limits.end
         if end is not None and now >= end:
             return distributed.Reason("time limit", "limit")
         if (
-            self._found is None and now - self._looked >= LOOK_SECONDS
-        ):  # once a condition is met it stays so, until all ranks have agreed
-            self._looked, self._found = now, self._look()
-        return self._found
+            self._reason is None and now - self._checked_at >= LOOK_SECONDS
+        ):  # a condition stays met until all ranks have agreed to stop
+            self._checked_at, self._reason = now, self._look()
+        return self._reason
 
     def _look(self) -> distributed.Reason | None:
         for file in self.files:
             if file.exists():
-                return distributed.Reason(f"{file} (remove it to let the training go on)", "person")
+                return distributed.Reason(f"{file} (remove it to resume the training)", "person")
         most = self.limits.host_memory
-        if most is not None and (used := memory_used()) >= most:
-            return distributed.Reason(f"{used:.0%} of the host's memory in use", "limit")
+        if most is not None and (share := memory_used()) >= most:
+            return distributed.Reason(f"{share:.0%} of host memory in use", "limit")
         return None
 
 
 def memory_used() -> float:
-    """Share of memory in use: of the machine, or of this process's control groups, whichever is larger.
+    """Share of memory in use, of the machine or of this process's control groups, whichever is larger.
 
     Raises:
-        RunError: this system does not say. Linux does.
+        RunError: the system is not Linux.
     """
     return max(_machine_memory(), *_control_group_memory(), 0.0)
 
@@ -66,22 +66,20 @@ def _machine_memory() -> float:
                 for name, _, rest in (line.partition(":") for line in _MEMORY.read_text().splitlines())
             }
     except FileNotFoundError:
-        raise RunError(
-            f"{_MEMORY}: this system has none, so how much memory is in use is not known. Leave out --max_host_memory."
-        ) from None
+        raise RunError(f"{_MEMORY}: no such file, so memory use is unknown. Leave out --max_host_memory.") from None
     return 1 - facts["MemAvailable"] / facts["MemTotal"]
 
 
 def _control_group_memory() -> Iterator[float]:
-    """Shares of control groups (versions 2 and 1). Reclaimable file cache is not counted."""
+    """Yield the memory shares of control groups (versions 2 and 1), without reclaimable file cache."""
     if not _GROUP.exists():
         return
     for line in _GROUP.read_text().splitlines():
         number, kinds, path = line.split(":", 2)
         if number == "0":
-            top, limit, used, cached = _GROUPS, "memory.max", "memory.current", "inactive_file"
+            top, limit, usage, cached = _GROUPS, "memory.max", "memory.current", "inactive_file"
         elif kinds == "memory":
-            top, limit, used, cached = (
+            top, limit, usage, cached = (
                 _GROUPS / "memory",
                 "memory.limit_in_bytes",
                 "memory.usage_in_bytes",
@@ -95,4 +93,4 @@ def _control_group_memory() -> Iterator[float]:
                 break
             if (group / limit).exists() and (group / limit).read_text().strip() != "max":
                 statistics = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-                yield (int((group / used).read_text()) - int(statistics[cached])) / int((group / limit).read_text())
+                yield (int((group / usage).read_text()) - int(statistics[cached])) / int((group / limit).read_text())

@@ -15,13 +15,13 @@ def test_right_padding_masks_come_from_lengths_even_where_the_pad_id_is_a_real_t
 
 
 def test_left_padding_ends_every_sequence_at_the_same_place():
-    batch = pad_tokens([[5], [6, 7, 8]], [[True], [False, False, True]], pad_id=9, left=True)
+    batch = pad_tokens([[5], [6, 7, 8]], [[True], [False, False, True]], pad_id=9, pad_left=True)
     assert batch["input_ids"].tolist() == [[9, 9, 5], [6, 7, 8]]
     assert batch["attention_mask"].tolist() == [[False, False, True], [True, True, True]]
     assert batch["loss_mask"].tolist() == [[False, False, True], [False, False, True]]
 
 
-def test_sequences_may_be_padded_to_a_length_that_none_has():
+def test_pad_to_length_longer_than_all_sequences():
     batch = pad_tokens([[5], [6, 7]], [[False], [False, True]], pad_id=9, length=4)
     assert batch["input_ids"].tolist() == [[5, 9, 9, 9], [6, 7, 9, 9]]
     assert batch["attention_mask"].tolist() == [[True, False, False, False], [True, True, False, False]]
@@ -55,7 +55,7 @@ def test_seq2seq():
     )
 
 
-def test_seq2seq_shifts_right_with_padding_for_what_is_not_learned():
+def test_seq2seq_shifts_right_and_pads_unlearned_labels():
     batch = seq2seq([[1], [1]], [[5, 6], [5, 6, 7, 8]], pad_id=0, start_id=0)
     assert batch["labels"][0].tolist() == [5, 6, -100, -100]
     assert batch["decoder_input_ids"][0].tolist() == [0, 5, 6, 0]

@@ -74,7 +74,7 @@ CORPORA: dict[str, list[dict[str, Any]]] = {
     ],
     "rte": [{"index": i, "sentence1": "a" * i, "sentence2": "b", "label": "entailment"} for i in range(10)],
 }
-STREAMED = pages.config({"shown": {"path": "shown"}}, sequence_tokens=48)
+STREAM_DATA = pages.config({"shown": {"path": "shown"}}, sequence_tokens=48)
 DENOISERS = [{"rate": 1.0, "mode": "R", "mean_span_tokens": 3.0, "noise_density": 0.15}, {"rate": 1.0}]
 CASES: dict[str, dict[str, Any]] = {
     "conversations": {"corpus": "talk", "sequence_tokens": 16, "random_offset": 0.7},
@@ -115,7 +115,7 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "ranked_replies": {"corpus": "replies", "sequence_tokens": 64, "max_replies": 3},
     "span_corruption": {"corpus": "texts", "input_tokens": 32, "mean_span_tokens": 1.5},
-    "streamed": {key: value for key, value in STREAMED.items() if key != "name"},
+    "streamed": {key: value for key, value in STREAM_DATA.items() if key != "name"},
     "task": {"corpus": "rte", "task": "rte"},
     "text": {"corpus": "texts", "sequence_tokens": 16},
     "ul2": {"corpus": "texts", "input_tokens": 24, "denoisers": DENOISERS},
@@ -279,9 +279,9 @@ def test_workers_and_resumption_change_no_batch(build: Build, name: str, workers
 
 
 @pytest.mark.parametrize("name", sorted(CASES.keys() - {"metadata", "packed", "phases", "streamed", "task"}))
-def test_epochs_may_be_permuted_without_memory(build: Build, name: str):
+def test_feistel_shuffle_permutes_epochs_without_memory(build: Build, name: str):
     data, other = build(name, shuffle="feistel"), build(name)
-    orders = [order_of(made, 0, PER_STEP, STEPS) for made in (data, other)]
+    orders = [order_of(dataset, 0, PER_STEP, STEPS) for dataset in (data, other)]
     assert [order.shuffle for order in orders if isinstance(order, IndexedOrder)] == ["feistel", "numpy"]
     assert data.fingerprint == other.fingerprint, "the samples are the same"
     alone = read_steps(data, 5)
@@ -295,12 +295,12 @@ def test_epochs_may_be_permuted_without_memory(build: Build, name: str):
 def test_where_it_would_be_ignored_it_is_refused(whole: dict[str, Any]):
     part = {"name": "documents", **CASES["documents"], "shuffle": "feistel"}
     raw = {key: {"a": part} if key == "parts" else part if value is ... else value for key, value in whole.items()}
-    with pytest.raises(Problems, match=r"(parts\.a|documents)\.shuffle: would be ignored, .* Leave it out\."):
+    with pytest.raises(Problems, match=r"(parts\.a|documents)\.shuffle: ignored, .* Remove it\."):
         bind(DATASETS, raw)
 
 
 @EVERY
-def test_ranks_read_disjoint_shares_of_what_one_process_reads(build: Build, name: str, monkeypatch: pytest.MonkeyPatch):
+def test_ranks_read_disjoint_shares_of_the_same_samples(build: Build, name: str, monkeypatch: pytest.MonkeyPatch):
     data = build(name)
     count = len(data)  # steps, which are PER_STEP epochs
     for world_size in (1, 2, 3):
@@ -355,21 +355,25 @@ def test_validation_is_the_same_for_every_seed_and_epoch(build: Build, name: str
 def test_the_fingerprint_changes_with_content_and_not_with_location(
     build: Build, name: str, tmp_path: Path, tokenizer: Any
 ):
-    moved = write_world(tmp_path / "moved", tokenizer)
+    moved_world = write_world(tmp_path / "moved", tokenizer)
     changed = {corpus: [*rows, rows[0]] for corpus, rows in CORPORA.items()}
     other = write_world(tmp_path / "other", tokenizer, changed)
-    assert build(name).fingerprint == build(name, seed=1).fingerprint == build(name, places=moved).fingerprint
+    assert build(name).fingerprint == build(name, seed=1).fingerprint == build(name, places=moved_world).fingerprint
     assert build(name).fingerprint != build(name, places=other).fingerprint
 
 
 @EVERY
-def test_the_reader_learns_from_a_batch_what_it_learns_from_its_samples(build: Build, name: str, world: Places):
+def test_batch_loss_is_the_sum_of_sample_losses(build: Build, name: str, world: Places):
     """Padding changes no loss, so masks and labels are right; and the tensors are those of the typed batch."""
     data, kind = build(name), bind(DATASETS, {"name": name, **CASES[name]}).reader
     samples = [data.sample(0, i) for i in range(4)]
     batch: dict[str, Any] = dict(data.collate(samples))
-    declared = {"depth": DepthBatch, "packed": PackedBatch}.get(name, BATCHES[kind])
-    assert declared.__required_keys__ <= batch.keys() <= declared.__required_keys__ | declared.__optional_keys__
+    declared_type = {"depth": DepthBatch, "packed": PackedBatch}.get(name, BATCHES[kind])
+    assert (
+        declared_type.__required_keys__
+        <= batch.keys()
+        <= declared_type.__required_keys__ | declared_type.__optional_keys__
+    )
     for key, tensor in batch.items():
         assert len(tensor) == len(batch.get("sample_of_row", samples)) or key in ("frames", "counted", "cached"), key
         assert tensor.dtype == (torch.bool if "mask" in key else torch.float32 if key == "frames" else torch.int64), key

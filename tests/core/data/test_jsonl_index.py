@@ -42,20 +42,20 @@ def path(tmp_path: Path) -> Path:
 
 def read(path: Path, rules: str = "toy 1") -> tuple[jsonl.Rows, list[str]]:
     """The rows, and the places of those that were checked."""
-    checked: list[str] = []
+    checked_rows: list[str] = []
     return jsonl.read_rows(
-        path, {"text": str}, None, lambda _row, where: checked.append(where), lambda row: row["kind"], rules
-    ), checked
+        path, {"text": str}, None, lambda _row, where: checked_rows.append(where), lambda row: row["kind"], rules
+    ), checked_rows
 
 
 def index_of(path: Path) -> Path:
-    (found,) = path.parent.glob(".*.index")
-    return found
+    (index,) = path.parent.glob(".*.index")
+    return index
 
 
 def test_rows_are_checked_once(path: Path):
-    first, checked = read(path)
-    assert len(checked) == 2000
+    first, checked_rows = read(path)
+    assert len(checked_rows) == 2000
     second, checked_again = read(path)
     assert not checked_again
     for rows in (first, second):
@@ -70,11 +70,11 @@ def test_mapped_rows_cost_no_memory(path: Path):
     tracemalloc.start()
     try:
         rows, _ = read(path)
-        held, _ = tracemalloc.get_traced_memory()
+        num_bytes, _ = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
     assert len(rows) == 2000
-    assert held < 12_000, "2000 rows in memory take 24,000 bytes"
+    assert num_bytes < 12_000, "2000 rows in memory take 24,000 bytes"
 
 
 def test_a_small_file_has_no_index(path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -83,12 +83,12 @@ def test_a_small_file_has_no_index(path: Path, monkeypatch: pytest.MonkeyPatch):
     assert not list(path.parent.glob(".*"))
 
 
-def test_without_rules_there_is_none(path: Path):
+def test_no_index_without_rules(path: Path):
     jsonl.read_rows(path, {"text": str})
     assert not list(path.parent.glob(".*"))
 
 
-def test_a_malformed_row_is_named_and_nothing_is_kept(tmp_path: Path):
+def test_a_malformed_row_is_named_and_no_index_is_saved(tmp_path: Path):
     path = write(tmp_path / "c", [*ROWS[:5], {"text": 3, "kind": "a"}])
     for _ in range(2):
         with pytest.raises(DataError, match=r"c/train\.jsonl:6: field 'text': expected str, got 3 \(int\)\."):
@@ -116,8 +116,8 @@ def prepare_again(path: Path) -> None:
 def test_another_file_is_checked_again(path: Path, change: Callable[[Path], None]):
     read(path)
     change(path)
-    rows, checked = read(path)
-    assert len(checked) == 2000
+    rows, checked_rows = read(path)
+    assert len(checked_rows) == 2000
     assert sorted(row["text"] for row in rows) == sorted(row["text"] for row in ROWS)
     assert not read(path)[1]
 
@@ -156,8 +156,8 @@ def test_where_the_folder_cannot_be_written_the_cache_of_the_user_can(path: Path
     index.unlink()
     index.mkdir()  # in its way, also for root
     assert len(read(path)[1]) == 2000
-    rows, checked = read(path)
-    assert (rows, checked) == (ROWS, [])
+    rows, checked_rows = read(path)
+    assert (rows, checked_rows) == (ROWS, [])
     assert len(list((tmp_path / "cache" / "trainval").iterdir())) == 1
 
 
@@ -168,8 +168,8 @@ def test_where_nothing_can_be_written_rows_are_checked_each_time(path: Path, tmp
     index.mkdir()
     (tmp_path / "cache").write_text("a file")
     for _ in range(2):
-        rows, checked = read(path)
-        assert (rows, len(checked)) == (ROWS, 2000)
+        rows, checked_rows = read(path)
+        assert (rows, len(checked_rows)) == (ROWS, 2000)
 
 
 def test_a_pickled_copy_maps_the_same_index(path: Path):
@@ -180,20 +180,20 @@ def test_a_pickled_copy_maps_the_same_index(path: Path):
     assert pickle.loads(data) == ROWS
     index_of(path).unlink()
     with pytest.raises(
-        DataError, match=r"\.index: this index of rows is gone, or another than when it was opened\. Start again\."
+        DataError, match=r"\.index: the row index was removed or replaced since it was opened\. Start again\."
     ):
         pickle.loads(data)
     assert rows == ROWS, "what is mapped stays"
 
 
-def test_processes_that_begin_together_make_one_whole_index(path: Path):
+def test_concurrent_processes_write_one_complete_index(path: Path):
     context = multiprocessing.get_context("fork")
     barrier, results = context.Barrier(4), context.Queue()
 
     def work() -> None:
         barrier.wait(60)
-        rows, checked = read(path)
-        results.put((len(checked), rows == ROWS, rows.row_index.place is not None))
+        rows, checked_rows = read(path)
+        results.put((len(checked_rows), rows == ROWS, rows.row_index.place is not None))
 
     processes = [context.Process(target=work) for _ in range(4)]
     for process in processes:
@@ -212,10 +212,10 @@ def test_text_is_checked_once_whatever_reads_it(places: Places, tokenizer: Any, 
     read = [documents.read(places, "c", tokenizer, "train") for _ in range(2)]
     assert [ids.tolist() for ids in read[1]] == [tokenizer(text)["input_ids"] for text in ("one. two.", "three.")]
     (index,) = folder.glob(".train.*")
-    made = index.stat().st_ino
+    inode = index.stat().st_ino
     rows = jsonl.read_rows(folder / "train.jsonl", {"text": str}, rules="text 1")
     assert (rows.row_index.place or [None])[0] == index
-    assert index.stat().st_ino == made, "not again"
+    assert index.stat().st_ino == inode, "not again"
 
 
 def test_rows_of_a_task_are_checked_once_and_again_for_other_labels(
@@ -230,9 +230,9 @@ def test_rows_of_a_task_are_checked_once_and_again_for_other_labels(
 
     assert build().target(1) == "pink"
     (index,) = folder.glob(".train.*")
-    made = index.stat().st_ino
+    inode = index.stat().st_ino
     assert build().target(1) == "pink"
-    assert index.stat().st_ino == made, "not again"
+    assert index.stat().st_ino == inode, "not again"
     task["labels"] = ["blue", "grey"]
     with pytest.raises(DataError, match=r"train\.jsonl:2: label 'pink' is none of 'colour': blue, grey"):
         build()

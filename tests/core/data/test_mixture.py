@@ -19,7 +19,7 @@ from src.experiments.registry import DATASETS, bind, resolved_dict
 @pytest.mark.parametrize(
     "counts", [[3, 1], [5, 2], [1], [100, 33, 7, 1], [1000, 1], [40, 40], [31, 32, 33], [3] * 150, [1] * 90 + [700]]
 )
-def test_sample_k_of_a_part_stands_where_its_time_is(counts):
+def test_sample_k_of_a_part_is_placed_by_its_time(counts):
     order = Interleaving(counts)
     times = sorted(((k + 0.5) / count, part, k) for part, count in enumerate(counts) for k in range(count))
     assert [order.place(i) for i in range(len(order))] == [(part, k) for _, part, k in times]
@@ -52,7 +52,7 @@ def test_rates_of_t5():
     assert rates([4, 9, 16], 9, 2.0) == pytest.approx([2 / 8, 3 / 8, 3 / 8])
 
 
-def test_shares_are_whole_and_fill_the_epoch():
+def test_shares_are_integers_and_fill_the_epoch():
     assert shares([1, 1, 1], 10) == [4, 3, 3]
     assert shares([0.5, 0.3, 0.2], 9) == [4, 3, 2]  # 4.5, 2.7, 1.8
     assert shares([3, 5, 7], 15) == [3, 5, 7]
@@ -65,12 +65,12 @@ def build(places, write_corpus, tokenizer):
     """A mixture of text data: part name -> (documents of 3 letters, sequence_tokens)."""
 
     def make(parts, split="train", seed=0, **values):
-        made = {}
+        parts_by_name = {}
         for name, (letters, length) in parts.items():
             rows = [{"text": letter * 3, "source": "s"} for letter in letters]
             write_corpus(name, rows)
-            made[name] = {"name": "text", "corpus": name, "sequence_tokens": length}
-        config = load(dataset.Config, {"parts": made, **values}, "data")
+            parts_by_name[name] = {"name": "text", "corpus": name, "sequence_tokens": length}
+        config = load(dataset.Config, {"parts": parts_by_name, **values}, "data")
         config.check(places)
         return config.build(places, tokenizer, split, seed)
 
@@ -93,7 +93,7 @@ def test_in_proportion_to_examples_an_epoch_is_every_sample_once(build):
     assert data.sources == ["large", "small"]
 
 
-def test_a_part_goes_on_where_it_stopped_and_its_own_epoch_counts_up(build):
+def test_a_part_continues_in_the_next_epoch_and_counts_its_own_epochs(build):
     data = build(ABC, rates={"small": 1, "large": 1}, samples_per_epoch=8)
     read = [data.locate(epoch, i) for epoch in range(9) for i in range(8)]
     for name, size in (("small", 3), ("large", 12)):
@@ -137,7 +137,7 @@ def test_a_batch_of_several_parts_is_padded_in_the_order_of_its_samples(build):
     ]
 
 
-def test_labels_are_padded_with_what_is_not_learned_and_masks_of_pairs_in_both_axes():
+def test_labels_are_padded_with_not_learned_and_pair_masks_in_both_axes():
     wide = {"labels": torch.tensor([[5, 6]]), "attention_mask": torch.ones(1, 2, 2, dtype=torch.bool)}
     slim = {"labels": torch.tensor([[9]]), "attention_mask": torch.ones(1, 1, 1, dtype=torch.bool)}
     batch = dataset.join_batches([(wide, [1]), (slim, [0])], pad_id=3)
@@ -166,7 +166,7 @@ ALIKE = {
 @pytest.mark.parametrize(
     "names", [["documents"] * 3, ["span_corruption", "prefix_lm", "prefix_lm"], ["task", "task", "span_corruption"]]
 )
-def test_parts_that_collate_alike_make_the_batch_that_joining_theirs_makes(places, write_corpus, make_tokenizer, names):
+def test_parts_with_equal_collation_make_the_same_batch_as_joining(places, write_corpus, make_tokenizer, names):
     """But for ids that nothing reads: joining pads with the mixture's token, a part with its own and with what the
     decoder reads last."""
     tokenizer = make_tokenizer(["<|endoftext|>", "<|pad|>", *(f"<extra_id_{n}>" for n in range(40))], "<|pad|>")
@@ -182,7 +182,7 @@ def test_parts_that_collate_alike_make_the_batch_that_joining_theirs_makes(place
         places, tokenizer, "train", 0
     )
     counts = [len(part) for part in data.parts.values()]
-    joined = dataset.MixtureDataset(
+    joined_batch = dataset.MixtureDataset(
         {name: Apart(part) for name, part in data.parts.items()}, counts, 0, tokenizer.pad_token_id
     )
     draw = random.Random(0)
@@ -190,7 +190,7 @@ def test_parts_that_collate_alike_make_the_batch_that_joining_theirs_makes(place
     for _ in range(30):
         samples = [data.sample(0, draw.randrange(len(data))) for _ in range(draw.randint(1, 8))]
         several += len({sample.part for sample in samples}) > 1
-        batch, other = data.collate(samples), joined.collate(samples)
+        batch, other = data.collate(samples), joined_batch.collate(samples)
         assert batch.keys() == other.keys()
         for key, tensor in batch.items():
             mask = {"input_ids": "attention_mask", "decoder_input_ids": "loss_mask"}.get(key)
@@ -221,7 +221,7 @@ class Replies(Apart):
         }
 
 
-def test_parts_that_collate_alike_may_make_batches_that_cannot_be_joined():
+def test_parts_with_equal_collation_do_not_need_joinable_batches():
     data = dataset.MixtureDataset({"a": Replies("replies"), "b": Replies("replies")}, [3, 3], None, 0)
     data.require_same_tensors()
     batch = data.collate([data.sample(0, i) for i in (4, 0, 2)])
@@ -230,10 +230,10 @@ def test_parts_that_collate_alike_may_make_batches_that_cannot_be_joined():
     dataset.MixtureDataset({"a": Replies("replies")}, [3], None, 0).require_same_tensors()
 
 
-def test_parts_whose_samples_have_several_rows_are_refused_where_they_collate_differently():
+def test_multi_row_samples_need_equal_collation():
     data = dataset.MixtureDataset({"a": Replies("one"), "b": Replies("another")}, [3, 3], None, 0)
     with pytest.raises(
-        DataError, match=r"^data\.parts: a sample has several rows in .* Give the data sets an equal `collation`"
+        DataError, match=r"^data\.parts: samples have several rows .* Give the data sets an equal `collation`"
     ):
         data.require_same_tensors()
 
@@ -244,17 +244,16 @@ def test_parts_that_make_other_batches_are_refused():
             fingerprint="f", __len__=None, sample=lambda epoch, index: 0, collate=lambda samples: tensors
         )
 
-    class Sized(SimpleNamespace):
+    class FixedSizeData(SimpleNamespace):
         def __len__(self):
             return 1
 
-    one, other = (Sized(**vars(part(ids=torch.zeros(shape, dtype=torch.int64)))) for shape in ((1, 2), (1, 2, 2)))
-    data = dataset.MixtureDataset({"a": one, "b": other}, [1, 1], None, 0)
-    said = (
-        "data.parts.b: its batches are not of the kind of those of 'a': "
-        "they differ in ids (int64, 2 axes), ids (int64, 3 axes)"
+    one, other = (
+        FixedSizeData(**vars(part(ids=torch.zeros(shape, dtype=torch.int64)))) for shape in ((1, 2), (1, 2, 2))
     )
-    with pytest.raises(DataError, match=re.escape(said)):
+    data = dataset.MixtureDataset({"a": one, "b": other}, [1, 1], None, 0)
+    message = "data.parts.b: its batches differ from those of 'a' in ids (int64, 2 axes), ids (int64, 3 axes)"
+    with pytest.raises(DataError, match=re.escape(message)):
         data.require_same_tensors()
 
 
@@ -276,7 +275,7 @@ def test_tasks_count_as_many_examples_as_in_t5s_mixtures(places, write_corpus, t
 def test_a_share_of_less_than_a_sample_is_refused(build):
     with pytest.raises(
         DataError,
-        match=r"data.parts.small: its share of 15 samples is less than one. Make data.samples_per_epoch larger",
+        match=r"data.parts.small: its share of 15 samples is less than one sample. Make data.samples_per_epoch larger",
     ):
         build(ABC, rates={"small": 1e-4, "large": 1})
 
@@ -291,44 +290,44 @@ def test_a_share_of_less_than_a_sample_is_refused(build):
         ({"small": {"size": 3}}, 3, 12),
     ],
 )
-def test_a_draw_is_an_exact_count_and_the_next_epoch_goes_on_where_it_stopped(build, draw, small, large):
+def test_a_draw_is_an_exact_count_and_the_next_epoch_continues_it(build, draw, small, large):
     """Of every part, also of one that the draw does not name: the reference's fractions ended before its extra data
     sets (B4)."""
     data, epochs = build(ABC, draw=draw), 24
     assert len(data) == small + large
     read = [[data.locate(epoch, i) for i in range(len(data))] for epoch in range(epochs)]
     for name, count, size in (("small", small, 3), ("large", large, 12)):
-        mine = [[(own, index) for part, own, index in epoch if part == name] for epoch in read]
+        mine = [[(part_epoch, index) for part, part_epoch, index in epoch if part == name] for epoch in read]
         assert {len(epoch) for epoch in mine} == {count}
         flat = [key for epoch in mine for key in epoch]
         assert len(set(flat)) == len(flat), "nothing twice in an epoch of the part"
         passes = len(flat) // size
-        assert sorted(flat[: passes * size]) == [(own, index) for own in range(passes) for index in range(size)], (
-            "all before one again"
-        )
+        assert sorted(flat[: passes * size]) == [
+            (part_epoch, index) for part_epoch in range(passes) for index in range(size)
+        ], "all before one again"
     assert sum(data.sample_source(0, i) == "small" for i in range(len(data))) == small
 
 
-def test_a_draw_leaves_the_validation_split_whole(build):
-    whole, drawn = build(ABC, "val"), build(ABC, "val", draw={"large": {"size": 1}})
-    assert [drawn.locate(0, i) for i in range(len(drawn))] == [whole.locate(0, i) for i in range(15)]
+def test_a_draw_does_not_change_the_validation_split(build):
+    plain, with_draw = build(ABC, "val"), build(ABC, "val", draw={"large": {"size": 1}})
+    assert [with_draw.locate(0, i) for i in range(len(with_draw))] == [plain.locate(0, i) for i in range(15)]
 
 
 @pytest.mark.parametrize(
-    ("draw", "said"),
+    ("draw", "message"),
     [
         (
             {"small": {"size": 4}},
-            "data.draw.small.size: the part has only 3 samples. To read some again in each epoch, write a fraction",
+            "data.draw.small.size: 4, but the part has only 3 samples. To repeat samples within an epoch, use",
         ),
         (
             {"small": {"fraction": 0.1}},
-            "data.draw.small.fraction: 0.1 of 3 samples is not one. Write a larger fraction, or a size alone.",
+            "data.draw.small.fraction: 0.1 of 3 samples is less than one sample. Use a larger fraction, or only size.",
         ),
     ],
 )
-def test_a_draw_that_the_part_cannot_give_is_refused(build, draw, said):
-    with pytest.raises(DataError, match="^" + re.escape(said)):
+def test_a_draw_that_the_part_cannot_give_is_refused(build, draw, message):
+    with pytest.raises(DataError, match="^" + re.escape(message)):
         build(ABC, draw=draw)
 
 
@@ -337,14 +336,14 @@ TEXT = {"name": "text", "corpus": "t", "sequence_tokens": 4}
 
 
 @pytest.mark.parametrize(
-    ("values", "said"),
+    ("values", "message"),
     [
         ({"parts": {}}, "data.parts: "),
         ({"parts": {"a": {**TEXT, "sequence_tokens": 1}}}, "data.parts.a.sequence_tokens: "),
         ({"parts": {"a": {**TEXT, "name": "txt"}}}, "data.parts.a.name: unknown dataset 'txt'. Did you mean 'text'?"),
         ({"rates": {"a": 0.0}}, "data.rates: expected numbers above 0, got a: 0.0."),
         ({"rates": {"b": 1.0}}, "data: rates: expected a rate for each part (a), got b."),
-        ({"rates": {"a": 1.0}, "cap": 5}, "data: rates: with them, cap and temperature would be ignored."),
+        ({"rates": {"a": 1.0}, "cap": 5}, "data: rates: cap and temperature are ignored with rates."),
         ({"temperature": 0.5}, "data.temperature: "),
         ({"draw": {"b": {"size": 1}}}, "data: draw: unknown part 'b'. Known: a."),
         ({"draw": {"a": {}}}, "data.draw.a: expected fraction, size, or both."),
@@ -354,28 +353,28 @@ TEXT = {"name": "text", "corpus": "t", "sequence_tokens": 4}
         *[
             (
                 {"draw": {"a": {"size": 1}}, **also},
-                "data: draw: with it, rates, cap, temperature and samples_per_epoch would be ignored.",
+                "data: draw: rates, cap, temperature and samples_per_epoch are ignored with draw.",
             )
             for also in ({"rates": {"a": 1.0}}, {"cap": 5}, {"temperature": 2.0}, {"samples_per_epoch": 9})
         ],
         ({"parts": {"a": QA}}, "data: parts.a: 'qa' data have contexts"),
     ],
 )
-def test_config_refuses(values, said):
-    with pytest.raises(ConfigError, match="^" + re.escape(said)):
+def test_config_refuses(values, message):
+    with pytest.raises(ConfigError, match="^" + re.escape(message)):
         load(dataset.Config, {"parts": {"a": TEXT}, **values}, "data")
 
 
 def test_parts_for_different_models_are_refused():
     spans = {"name": "span_corruption", "corpus": "t"}
     with pytest.raises(
-        ConfigError, match=r"one model cannot read all of them: parts\.a encoder_decoder, parts\.b decoder"
+        ConfigError, match=r"one model cannot read all of these data: parts\.a encoder_decoder, parts\.b decoder"
     ):
         load(dataset.Config, {"parts": {"a": spans, "b": TEXT}}, "data")
     assert load(dataset.Config, {"parts": {"a": spans}}, "data").reader == "encoder_decoder"
 
 
-def test_mistakes_are_told_by_part(places, write_corpus):
+def test_errors_name_the_part(places, write_corpus):
     write_corpus("t", [{"text": "a", "source": "s"}])
     config = load(dataset.Config, {"parts": {"a": {**TEXT, "corpus": "nowhere"}, "b": TEXT}}, "data")
     with pytest.raises(ConfigError, match=r"^data.parts.a: .*nowhere: no such data set"):
@@ -431,7 +430,7 @@ def test_a_compiled_model_sees_one_shape():
         load(dataset.Config, decoders, "data").check_compiled()
 
 
-def test_parts_whose_tokenizer_lacks_sentinels_are_told_ahead(make_tokenizer, tmp_path):
+def test_missing_sentinels_of_a_part_are_found_before_the_training(make_tokenizer, tmp_path):
     make_tokenizer(["<|endoftext|>", *(f"<extra_id_{n}>" for n in range(100))], None).save_pretrained(tmp_path)
     spans = {"name": "span_corruption", "corpus": "t"}
     config = load(dataset.Config, {"parts": {"a": spans, "b": {**spans, "noise_density": 0.5}}}, "data")
@@ -440,13 +439,13 @@ def test_parts_whose_tokenizer_lacks_sentinels_are_told_ahead(make_tokenizer, tm
         config.check_tokenizer(tmp_path)
 
 
-def test_a_mixture_may_be_a_part_of_another():
+def test_a_mixture_can_be_a_part_of_another():
     inner = {"name": "mixture", "parts": {"a": TEXT, "b": TEXT}}
     part = bind(DATASETS, {"name": "mixture", "parts": {"c": inner, "d": TEXT}, "rates": {"c": 2, "d": 1}})
     assert resolved_dict(part)["parts"]["c"]["parts"]["a"]["corpus"] == "t"
 
 
-def test_the_loop_tells_the_parts_apart(build):
+def test_the_loop_logs_the_loss_of_each_part(build):
     from src.training import loader
 
     assert loader.sources(build(ABC)) == ["large", "small"]

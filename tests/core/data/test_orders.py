@@ -83,7 +83,7 @@ def read_keys(
     return [flat[i : i + per_step] for i in range(0, len(flat), per_step)]
 
 
-def drawn(draw: random.Random) -> list[Branch]:
+def random_branches(draw: random.Random) -> list[Branch]:
     """A chain of one to four rewinds."""
     steps = sorted(draw.sample(range(1, 60), draw.randint(1, 4)))
     return [
@@ -103,7 +103,7 @@ def test_a_branch_that_changes_no_data_reads_the_same(keys: Reader):
 @pytest.mark.parametrize("case", range(40))
 def test_after_any_rewinds_the_order_does_not_depend_on_where_one_starts_or_how_many_read(case: int, keys: Reader):
     draw = random.Random(case)
-    branches, num_samples = drawn(draw), draw.choice([13, 50, 64, 300])
+    branches, num_samples = random_branches(draw), draw.choice([13, 50, 64, 300])
     whole = keys(branches, 0, 80, num_samples)
     for first in [branches[-1].from_step, *draw.sample(range(80), 5)]:
         assert keys(branches, first, 80, num_samples) == whole[first:]
@@ -111,9 +111,9 @@ def test_after_any_rewinds_the_order_does_not_depend_on_where_one_starts_or_how_
 
 
 @pytest.mark.parametrize("case", range(40))
-def test_what_was_trained_before_a_rewind_stays_and_no_sample_is_read_twice_in_an_epoch(case: int, keys: Reader):
+def test_a_rewind_changes_no_earlier_step_and_repeats_no_sample_in_an_epoch(case: int, keys: Reader):
     draw = random.Random(case)
-    branches, num_samples = drawn(draw), draw.choice([13, 50, 64, 300])
+    branches, num_samples = random_branches(draw), draw.choice([13, 50, 64, 300])
     whole = keys(branches, 0, 80, num_samples)
     for count in range(len(branches)):
         first = branches[count].from_step
@@ -125,7 +125,7 @@ def test_what_was_trained_before_a_rewind_stays_and_no_sample_is_read_twice_in_a
             assert sorted(index for e, index in flat if e == epoch) == list(range(num_samples))
 
 
-def test_a_reshuffle_reorders_what_is_left_of_its_epoch_and_nothing_else(keys: Reader):
+def test_a_reshuffle_reorders_only_the_rest_of_its_epoch(keys: Reader):
     before = [key for step in keys([], 0, 40, 50) for key in step]
     after = [key for step in keys([Branch(number=1, from_step=15, data="reshuffle")], 0, 40, 50) for key in step]
     assert after[:60] == before[:60]
@@ -139,14 +139,14 @@ def test_each_reshuffle_is_another_order(keys: Reader):
     assert all(a != b for i, a in enumerate(orders) for b in orders[:i])
 
 
-def test_a_skip_passes_over_the_data_of_so_many_steps(keys: Reader):
+def test_a_skip_drops_the_data_of_k_steps(keys: Reader):
     plain = keys([], 0, 60)
     assert keys([Branch(number=1, from_step=10, data="skip:7")], 0, 40) == [*plain[:10], *plain[17:47]]
     two = [Branch(number=1, from_step=10, data="skip:7"), Branch(number=2, from_step=12, data="skip:3")]
     assert keys(two, 0, 40) == [*plain[:10], *plain[17:19], *plain[22:50]]
 
 
-def test_a_reshuffle_after_a_skip_leaves_what_was_skipped_out(keys: Reader):
+def test_a_reshuffle_after_a_skip_omits_the_skipped_samples(keys: Reader):
     branches = [Branch(number=1, from_step=2, data="skip:3"), Branch(number=2, from_step=4, data="reshuffle")]
     flat = [key for step in keys(branches, 0, 10, 50) for key in step]
     skipped = [key for step in keys([], 2, 5, 50) for key in step]
@@ -186,7 +186,7 @@ def read_steps(
     return [[next(streams[g % world_size]).keys for g in range(8 // micro_batch)] for _ in range(steps)]
 
 
-def test_groups_of_like_lengths_read_what_the_steps_of_their_window_would():
+def test_grouping_by_length_reads_the_same_samples_in_each_window():
     order = grouped()
     steps = read_steps(order, 0, 100)
     for begin in (0, 50):
@@ -213,5 +213,5 @@ def test_groups_do_not_depend_on_where_one_starts_nor_on_processes_nor_on_the_mi
 def test_groups_after_a_rewind_pass_over_steps_and_are_not_permuted_again():
     skipped = grouped([Branch(number=1, from_step=10, data="skip:3")])
     assert read_steps(skipped, 10, 20) == read_steps(grouped(), 13, 20)
-    with pytest.raises(RunError, match="cannot be permuted again"):
+    with pytest.raises(RunError, match="cannot be reshuffled"):
         grouped([Branch(number=1, from_step=10, data="reshuffle")])

@@ -16,7 +16,7 @@ from src.data.mixture.dataset import MixtureDataset
 from src.data.orders import Cursor, Key, RankShare
 from src.data.packing import dataset
 from src.data.packing.dataset import PackedDataset, PackedRows, require_token_ids
-from src.data.packing.lanes import MAX_AGE, Lane, LaneOrder, Packing, Permuted, pack_epoch
+from src.data.packing.lanes import MAX_AGE, Lane, LaneOrder, Packing, PermutedArrangement, pack_epoch
 from src.errors import DataError, RunError, UserError
 from src.experiments.config import Problems, added_field
 from src.experiments.registry import DATASETS, bind
@@ -43,7 +43,7 @@ def packing(
             return [(n,)] if n <= ROOM else []
         return [(ROOM,)] * (n // ROOM) + [(n % ROOM,)] * (n % ROOM > 0)
 
-    return Packing(Permuted(len(tokens), seed), sizes, (ROOM,), open_rows, "data.documents", digest)
+    return Packing(PermutedArrangement(len(tokens), seed), sizes, (ROOM,), open_rows, "data.documents", digest)
 
 
 def through_json(cursor: Cursor) -> Cursor:
@@ -90,7 +90,7 @@ def test_a_lane_reads_each_piece_of_an_epoch_exactly_once(lanes: int, too_long: 
     packed = packing(lengths(), too_long)
     rows = [Lane(packed, v, lanes) for v in range(lanes)]
     read: list[list[list[int]]] = []
-    while min(lane.epoch(lane.taken) for lane in rows) < 3:
+    while min(lane.epoch(lane.num_taken) for lane in rows) < 3:
         read.append([lane.next_row() for lane in rows])
     ends = [row for lane in rows for row in lane.flush()]
     counts = pieces([*read, ends])
@@ -106,8 +106,8 @@ def test_a_lane_reads_each_piece_of_an_epoch_exactly_once(lanes: int, too_long: 
 def test_rows_are_well_filled_and_epochs_differ():
     packed = packing(lengths(), open_rows=16)
     steps, _ = read_steps(LaneOrder(packed, LANES), 80)
-    used = sum(packed.sizes(e, d)[p][0] for e, d, p in pieces(steps))
-    assert used / (80 * LANES * ROOM) > 0.97
+    num_used = sum(packed.sizes(e, d)[p][0] for e, d, p in pieces(steps))
+    assert num_used / (80 * LANES * ROOM) > 0.97
     places = {epoch: [d for e, d, _ in pieces(steps) if e == epoch] for epoch in (0, 1)}
     assert places[0] != places[1]
     other, _ = read_steps(LaneOrder(packing(lengths(), open_rows=16, seed=1), LANES), 80)
@@ -116,14 +116,16 @@ def test_rows_are_well_filled_and_epochs_differ():
 
 def lane_of(sizes: Sequence[tuple[int, ...]], room: tuple[int, ...], open_rows: int) -> Lane:
     return Lane(
-        Packing(Permuted(len(sizes), 0), lambda epoch, document: [sizes[document]], room, open_rows, "data"), 0, 1
+        Packing(PermutedArrangement(len(sizes), 0), lambda epoch, document: [sizes[document]], room, open_rows, "data"),
+        0,
+        1,
     )
 
 
 def fill_of(sizes: Sequence[tuple[int, int]], rows: int) -> float:
     lane = lane_of(sizes, (1024, 16), 8)
-    emitted = [lane.next_row() for _ in range(rows)]
-    return sum(sizes[document][0] for row in emitted for document in row[1::3]) / (rows * 1024)
+    emitted_rows = [lane.next_row() for _ in range(rows)]
+    return sum(sizes[document][0] for row in emitted_rows for document in row[1::3]) / (rows * 1024)
 
 
 @pytest.mark.parametrize("images", [(1, 1), (1, 3), (0, 8)])
@@ -152,8 +154,8 @@ def test_an_open_row_is_emitted_although_every_later_document_makes_a_fuller_one
     while len(rows) < 1000 and not any(document == 0 for row in rows for document in row[1::3]):
         lane = Lane(lane.packing, 0, 1, json.loads(json.dumps(lane.state())))  # the age is part of the state
         rows.append(lane.next_row())
-    opened = next(number for number in range(len(sizes)) if lane.document(number)[1] == 0)
-    assert len(rows) - opened <= MAX_AGE * 4 + 4
+    first_number = next(number for number in range(len(sizes)) if lane.document(number)[1] == 0)
+    assert len(rows) - first_number <= MAX_AGE * 4 + 4
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 6])
@@ -219,7 +221,7 @@ def test_a_rewind_reads_no_document_of_an_epoch_twice(kind: str, at: int):
 def test_a_lane_that_no_document_fits_is_refused():
     tokens = [ROOM + 1 + i for i in range(30)]
     with pytest.raises(
-        DataError, match=r"data\.documents: none of 30 documents fits into a row of 64 tokens\. Write a larger seq"
+        DataError, match=r"data\.documents: none of 30 documents fits into a row of 64 tokens\. Use a larger seq"
     ):
         read_steps(LaneOrder(packing(tokens, "drop"), LANES), 1)
     with pytest.raises(DataError, match="none of 30"):
@@ -235,11 +237,11 @@ def test_a_cursor_of_something_else_is_refused():
     for other, message in (
         (
             LaneOrder(packing(lengths()), 10),
-            r"the cursor of step 3 is of 12 lanes, but loop\.sequences_per_step is 10\.$",
+            r"the cursor of step 3 has 12 lanes, but loop\.sequences_per_step is 10\.$",
         ),
         (
             LaneOrder(packing(lengths(), digest="e"), LANES),
-            "the cursor of step 3 is of other documents, or of the same packed in",
+            "the cursor of step 3 has other documents or other packing settings",
         ),
     ):
         with pytest.raises(RunError, match=message):
@@ -276,11 +278,11 @@ def test_counters_report_dropped_documents_and_padding(world_size: int):
             assert each.counters.keys() == {"left_out", "padding"}
             for name, (total, count) in each.counters.items():
                 totals += {name: total, f"all {name}": count}
-    used = sum(packed.sizes(e, d)[p][0] for e, d, p in pieces(steps))
+    num_used = sum(packed.sizes(e, d)[p][0] for e, d, p in pieces(steps))
     assert totals == {
         "left_out": order.describe(60, cursor)["left_out"],
         "all left_out": sum(cursor[str(v)][0] for v in range(LANES)),
-        "padding": 60 * LANES * ROOM - used,
+        "padding": 60 * LANES * ROOM - num_used,
         "all padding": 60 * LANES * ROOM,
     }
 
@@ -354,7 +356,7 @@ def test_a_field_that_is_added_leaves_the_digest_of_older_runs():
     assert [fingerprint == older for fingerprint in later] == [True, False]
 
 
-class Measured(Counting):
+class KnownLengths(Counting):
     """It knows lengths, and makes no samples."""
 
     def length(self, epoch: int, index: int) -> int:
@@ -367,15 +369,15 @@ class Measured(Counting):
 def test_sizes_use_known_lengths_and_check_no_protocol_per_document():
     """Such a check takes longer than all the rest."""
     config = bind(DATASETS, {"name": "packed", "documents": DOCUMENTS, "sequence_tokens": 4})
-    data = PackedDataset(config, MixtureDataset({"a": Measured(), "b": Counting()}, [6, 6], None, 0))
-    called: set[str] = set()
+    data = PackedDataset(config, MixtureDataset({"a": KnownLengths(), "b": Counting()}, [6, 6], None, 0))
+    calls: set[str] = set()
     before = sys.getprofile()
-    sys.setprofile(lambda frame, event, argument: called.add(frame.f_code.co_name))
+    sys.setprofile(lambda frame, event, argument: calls.add(frame.f_code.co_name))
     sizes = [data.sizes(0, i) for i in range(12)]
     sys.setprofile(before)
     assert sizes == [[(1,)], [(2,)], [(3,)], [(4,)], [(4,), (1,)], [(4,), (2,)]] * 2
-    assert {"sizes", "length", "sample"} <= called
-    assert "__instancecheck__" not in called
+    assert {"sizes", "length", "sample"} <= calls
+    assert "__instancecheck__" not in calls
 
 
 QUESTIONS = {
@@ -402,7 +404,7 @@ def test_questions_that_can_be_longer_than_a_row_are_not_cut(documents: Any, pat
     raw = {"name": "packed", "documents": documents}
     with pytest.raises(
         Problems,
-        match=re.escape(f"too_long: samples of {path} ('prompted_qa') may have more than 29 tokens, and the end"),
+        match=re.escape(f"too_long: samples of {path} ('prompted_qa') can have more than 29 tokens"),
     ):
         bind(DATASETS, {**raw, "sequence_tokens": 29})
     bind(DATASETS, {**raw, "sequence_tokens": 29, "too_long": "drop"})
@@ -410,7 +412,7 @@ def test_questions_that_can_be_longer_than_a_row_are_not_cut(documents: Any, pat
 
 
 SHORT = {"name": "mixture", "parts": {"short": {"name": "text", "corpus": "short", "sequence_tokens": 3}}}
-MIXED = {
+MIXTURE = {
     "name": "mixture",
     "parts": {"long": {"name": "documents", "corpus": "long"}, "short": SHORT},
     "draw": {"long": {"size": 4}},
@@ -424,7 +426,7 @@ def corpora(write_corpus: Any) -> None:
 
 
 def test_documents_of_a_mixture_are_packed_by_its_counts(places: Any, tokenizer: Any, corpora: None):
-    config = bind(DATASETS, {"name": "packed", "documents": MIXED, "sequence_tokens": 12})
+    config = bind(DATASETS, {"name": "packed", "documents": MIXTURE, "sequence_tokens": 12})
     config.check(places)
     data = config.build(places, tokenizer, "train", 0)
     assert [sorted(data.sizes(epoch, i)[0][0] for i in range(len(data))) for epoch in (0, 1)] == [
@@ -452,7 +454,7 @@ def split(ids: Sequence[int], sizes: Sequence[int]) -> list[tuple[int, ...]]:
 
 
 def test_mistakes_in_packed_data_have_their_full_path(places: Any, corpora: None):
-    wrong = {**MIXED, "parts": {**MIXED["parts"], "long": {"name": "documents", "corpus": "nowhere"}}}
+    wrong = {**MIXTURE, "parts": {**MIXTURE["parts"], "long": {"name": "documents", "corpus": "nowhere"}}}
     config = bind(DATASETS, {"name": "packed", "documents": wrong, "sequence_tokens": 12})
     with pytest.raises(UserError, match=r"^data\.documents\.parts\.long: .*nowhere: no such data set"):
         config.check(places)
@@ -465,7 +467,7 @@ def test_a_part_with_samples_other_than_token_ids_is_refused(places: Any, tokeni
             return {**super().sample(epoch, index), "weight": 1.0}
 
     documents = MixtureDataset({"a": Counting(), "b": Richer()}, [6, 6], 0, 0)
-    with pytest.raises(DataError, match="cannot be packed, as they are more than token ids"):
+    with pytest.raises(DataError, match="cannot be packed, as they have more fields than token ids"):
         require_token_ids(documents, "mixture")
     require_token_ids(MixtureDataset({"a": Counting(), "b": Counting()}, [6, 6], 0, 0), "mixture")
 

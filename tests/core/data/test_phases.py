@@ -50,7 +50,7 @@ class Unheld(Words):
     shuffle = "feistel"
 
 
-class Sourced(Words):
+class WordsWithSources(Words):
     """Words of two sources."""
 
     sources = ("odd", "even")
@@ -63,9 +63,9 @@ def packed(count: int) -> PackedDataset:
     return PackedDataset(bind(DATASETS, PACKED), Words(count))
 
 
-def phased(until: Sequence[float], data: Sequence[Dataset]) -> PhasedDataset:
-    given = [{"until": share, "data": ANY} for share in until] + [{"data": ANY}]
-    return PhasedDataset(load(phases.Config, {"phases": given}, "data"), data)
+def build_phases(until: Sequence[float], data: Sequence[Dataset]) -> PhasedDataset:
+    phase_dicts = [{"until": share, "data": ANY} for share in until] + [{"data": ANY}]
+    return PhasedDataset(load(phases.Config, {"phases": phase_dicts}, "data"), data)
 
 
 def through_json(value: Any) -> Any:
@@ -96,7 +96,7 @@ def read_steps(
     return [[key for g in groups for key in read[step, g]] for step in range(first, last)], through_json(behind)
 
 
-def drawn(draw: random.Random) -> tuple[PhasedDataset, list[Branch]]:
+def random_phases(draw: random.Random) -> tuple[PhasedDataset, list[Branch]]:
     """Two to four phases, packed or not, and up to three rewinds, often to where a phase begins."""
     until = sorted(draw.sample([0.1, 0.25, 0.3, 0.5, 0.625, 0.9], draw.randint(1, 3)))
     data = [draw.choice([packed, Words, Unheld])(draw.choice([7, 50, 300])) for _ in range(len(until) + 1)]
@@ -105,13 +105,13 @@ def drawn(draw: random.Random) -> tuple[PhasedDataset, list[Branch]]:
         Branch(number=n, from_step=step, data=draw.choice(["same", "reshuffle", f"skip:{draw.randint(1, 9)}"]))
         for n, step in enumerate(dict.fromkeys(steps), start=1)
     ]
-    return phased(until, data), branches
+    return build_phases(until, data), branches
 
 
 @pytest.mark.parametrize("case", range(40))
 def test_restarts_at_any_step_and_number_of_processes_read_the_same(case: int):
     draw = random.Random(case)
-    data, branches = drawn(draw)
+    data, branches = random_phases(draw)
     order = data.order(case, LANES, STEPS, branches)
     whole, end = read_steps(order, 0, STEPS + 3, {})
     begins = data.config.begins(STEPS)
@@ -124,8 +124,8 @@ def test_restarts_at_any_step_and_number_of_processes_read_the_same(case: int):
     read: list[Any] = []
     cursor: Cursor = {}
     for first, last in pairwise(stops):
-        found, cursor = read_steps(order, first, last, cursor, draw.choice([1, 2, 3]))
-        read += found
+        steps_read, cursor = read_steps(order, first, last, cursor, draw.choice([1, 2, 3]))
+        read += steps_read
     assert (read, cursor) == (whole, end)
 
 
@@ -133,7 +133,7 @@ def test_restarts_at_any_step_and_number_of_processes_read_the_same(case: int):
 def test_a_phase_is_what_its_data_would_be_in_a_training_of_their_own(case: int):
     """With the branches that begin in it, counted from its first step, and what skips of earlier phases leave for it to
     pass over."""
-    data, branches = drawn(random.Random(case))
+    data, branches = random_phases(random.Random(case))
     whole, _ = read_steps(data.order(3, LANES, STEPS, branches), 0, STEPS, {})
     begins = [*data.config.begins(STEPS), STEPS]
     for number, part in enumerate(data.phases):
@@ -143,10 +143,12 @@ def test_a_phase_is_what_its_data_would_be_in_a_training_of_their_own(case: int)
             for b in branches
             if b.from_step < begin < b.from_step + b.skipped_steps
         ]
-        own = over + [
+        phase_branches = over + [
             b.model_copy(update={"from_step": b.from_step - begin}) for b in branches if begin <= b.from_step < end
         ]
-        alone, _ = read_steps(order_of(part, phase_seed(3, number), LANES, end - begin, own), 0, end - begin, {})
+        alone, _ = read_steps(
+            order_of(part, phase_seed(3, number), LANES, end - begin, phase_branches), 0, end - begin, {}
+        )
         assert whole[begin:end] == [[(number, key) for key in step] for step in alone]
     assert phase_seed(3, 0) == 3, "the first phase is a training without phases"
     assert len({phase_seed(3, number) for number in range(9)}) == 9
@@ -162,54 +164,56 @@ def test_a_phase_is_what_its_data_would_be_in_a_training_of_their_own(case: int)
         (Branch(number=1, from_step=30, data="skip:7"), range(30, 40)),
     ],
 )
-def test_a_branch_moves_no_boundary_and_changes_its_own_phase_alone(branch: Branch, changed: range):
+def test_a_branch_moves_no_boundary_and_changes_only_its_own_phase(branch: Branch, changed: range):
     """But for a skip that goes beyond its end."""
-    data = phased([0.5], [Words(300), Words(300)])
+    data = build_phases([0.5], [Words(300), Words(300)])
     plain, _ = read_steps(data.order(0, LANES, STEPS, ()), 0, STEPS, {})
-    found, _ = read_steps(data.order(0, LANES, STEPS, [branch]), 0, STEPS, {})
-    assert [step for step in range(STEPS) if found[step] != plain[step]] == list(changed)
+    steps_read, _ = read_steps(data.order(0, LANES, STEPS, [branch]), 0, STEPS, {})
+    assert [step for step in range(STEPS) if steps_read[step] != plain[step]] == list(changed)
 
 
 @pytest.mark.parametrize("make", [Words, packed])
 @pytest.mark.parametrize(("first", "steps"), [(8, 4), (8, 20), (19, 1), (19, 9), (20, 5), (15, 20)])
-def test_what_a_skip_passes_over_is_read_in_no_phase(make: Any, first: int, steps: int):
+def test_skipped_samples_are_read_in_no_phase(make: Any, first: int, steps: int):
     """Where a training diverges behind a boundary and goes back to before it, the batches up to there are not read
     again."""
-    data = phased([0.25, 0.5], [make(3000), make(3000), make(3000)])
+    data = build_phases([0.25, 0.5], [make(3000), make(3000), make(3000)])
     plain, _ = read_steps(data.order(0, LANES, STEPS, ()), 0, STEPS, {})
-    found, _ = read_steps(
+    steps_read, _ = read_steps(
         data.order(0, LANES, STEPS, [Branch(number=1, from_step=first, data=f"skip:{steps}")]), 0, STEPS, {}
     )
-    assert found[:first] == plain[:first]
-    passed, read = ({key for step in part for key in step} for part in (plain[first : first + steps], found[first:]))
-    assert len(passed) == LANES * steps
-    assert not passed & read
+    assert steps_read[:first] == plain[:first]
+    skipped_keys, keys_read = (
+        {key for step in part for key in step} for part in (plain[first : first + steps], steps_read[first:])
+    )
+    assert len(skipped_keys) == LANES * steps
+    assert not skipped_keys & keys_read
 
 
 @pytest.mark.parametrize("make", [Words, packed])
 @pytest.mark.parametrize("skips", [(4, 9), (9, 4), (1, 6), (6, 1), (25, 7), (5, 5, 5)])
-def test_rewinds_over_a_boundary_pass_over_what_was_read_and_no_more(make: Any, skips: Sequence[int]):
+def test_rewinds_over_a_boundary_skip_only_samples_already_read(make: Any, skips: Sequence[int]):
     """A training that goes back to step 16 again and again: each phase reads on where its last attempt has ended."""
-    data, first = phased([0.5, 0.75], [make(3000), make(3000), make(3000)]), 16
+    data, first = build_phases([0.5, 0.75], [make(3000), make(3000), make(3000)]), 16
     begins = [*data.config.begins(STEPS), STEPS]
     alone = [
         read_steps(order_of(part, phase_seed(0, n), LANES, STEPS), 0, 2 * STEPS, {})[0]
         for n, part in enumerate(data.phases)
     ]
     _, cursor = read_steps(data.order(0, LANES, STEPS, ()), 0, first, {})
-    passed = [first + skips[0], *(max(0, first + skips[0] - begin) for begin in begins[1:-1])]
+    num_skipped = [first + skips[0], *(max(0, first + skips[0] - begin) for begin in begins[1:-1])]
     for n, steps in enumerate([*skips[1:], 0], start=1):
         branch = Branch(number=n, from_step=first, data=f"skip:{'+'.join(map(str, skips[:n]))}")
-        found, _ = read_steps(data.order(0, LANES, STEPS, [branch]), first, STEPS, cursor)
+        steps_read, _ = read_steps(data.order(0, LANES, STEPS, [branch]), first, STEPS, cursor)
         for phase, (begin, end) in enumerate(pairwise(begins)):
-            own = [[key for _, key in step] for step in found[max(begin, first) - first : end - first]]
-            assert own == alone[phase][passed[phase] : passed[phase] + len(own)]
-            passed[phase] += max(0, min(end, first + steps) - max(begin, first))
+            phase_keys = [[key for _, key in step] for step in steps_read[max(begin, first) - first : end - first]]
+            assert phase_keys == alone[phase][num_skipped[phase] : num_skipped[phase] + len(phase_keys)]
+            num_skipped[phase] += max(0, min(end, first + steps) - max(begin, first))
 
 
-def test_a_cursor_is_read_by_its_own_phase_alone():
+def test_a_cursor_is_read_only_by_its_own_phase():
     """The lanes of two packed phases have the same names."""
-    data = phased([0.5], [packed(50), packed(60)])
+    data = build_phases([0.5], [packed(50), packed(60)])
     order = data.order(0, LANES, STEPS, ())
     whole, _ = read_steps(order, 0, STEPS, {})
     _, boundary = read_steps(order, 0, 20, {})
@@ -219,15 +223,15 @@ def test_a_cursor_is_read_by_its_own_phase_alone():
     assert {entry[0] for entry in later.values()} == {1}, "nothing is left of the first phase"
     assert later.keys() == boundary.keys()
     assert order.describe(20, boundary) == {"phase": 1, "epoch": 0, "documents": 0, "left_out": 0}
-    found = order.describe(25, later)
-    assert (found["phase"], found["documents"] > 0) == (1, True)
+    description = order.describe(25, later)
+    assert (description["phase"], description["documents"] > 0) == (1, True)
     assert order.describe(19, boundary)["phase"] == 0
-    mixed = phased([0.5], [packed(50), Words(60)]).order(0, LANES, STEPS, ())
-    assert mixed.describe(25, boundary) == {"phase": 1, "epoch": 0, "offset": 30}
+    mixed_order = build_phases([0.5], [packed(50), Words(60)]).order(0, LANES, STEPS, ())
+    assert mixed_order.describe(25, boundary) == {"phase": 1, "epoch": 0, "offset": 30}
 
 
 def test_samples_batches_and_sources_are_those_of_the_phase():
-    data = phased([0.25, 0.5], [Sourced(4), Words(3), packed(20)])
+    data = build_phases([0.25, 0.5], [WordsWithSources(4), Words(3), packed(20)])
     assert data.sample(0, (5, 3)) == (0, Words(4).sample(5, 3))
     assert data.sample(1, (0, 2)) == data.sample(1, [0, 2]) == data.sample(7, 6) == (1, Words(3).sample(0, 2))
     assert data.sample(2, (0, 1, 0, 0, 2, 0)).sample["lengths"] == [2, 3]
@@ -241,10 +245,10 @@ def test_samples_batches_and_sources_are_those_of_the_phase():
         "phases[1]",
         "phases[2]",
     ]
-    assert phased([0.5], [Words(3), Words(4)]).sources == []
+    assert build_phases([0.5], [Words(3), Words(4)]).sources == []
 
 
-def test_a_phase_may_have_keys_of_one_value():
+def test_a_phase_can_have_keys_of_one_value():
     """They are not taken for an epoch and an index."""
 
     class Rollouts(Words):
@@ -253,22 +257,22 @@ def test_a_phase_may_have_keys_of_one_value():
         ) -> Any:  # as a data set with an order of its own, whose keys are numbers
             return {"rollout": epoch} if index is None else super().sample(epoch, index)
 
-    data = phased([0.5], [Words(9), Rollouts(9)])
+    data = build_phases([0.5], [Words(9), Rollouts(9)])
     assert data.sample(1, (4,)) == (1, {"rollout": 4})
     assert data.sample(1, 4) == (0, Words(9).sample(1, 4))
 
 
-def test_the_fingerprint_is_of_all_phases_and_where_they_begin():
-    made = [
-        phased(*given).fingerprint
-        for given in (
+def test_the_fingerprint_covers_all_phases_and_their_starts():
+    fingerprints = [
+        build_phases(*phases).fingerprint
+        for phases in (
             ([0.5], [Words(3), Words(4)]),
             ([0.5], [Words(4), Words(3)]),
             ([0.5], [Words(3), Words(5)]),
             ([0.6], [Words(3), Words(4)]),
         )
     ]
-    assert len(set(made)) == 4
+    assert len(set(fingerprints)) == 4
 
 
 TEXT = {"name": "text", "corpus": "t", "sequence_tokens": 4}
@@ -276,47 +280,50 @@ QA = {"name": "qa", "corpus": "t", "sequence_tokens": 4, "context_tokens": 4, "l
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("phase_dicts", "message"),
     [
         ([], "data.phases: expected a list that is not empty"),
         (
             [{"until": 1.0, "data": TEXT}, {"data": TEXT}],
             "data.phases[0].until: expected a number < 1.0, got 1.0 (float).",
         ),
-        ([{"data": TEXT}, {"data": TEXT}], "data: phases[0].until: missing. Only the last phase has none."),
-        ([{"until": 0.5, "data": TEXT}], "data: phases[0].until: leave it out: the last phase goes on to the end."),
+        ([{"data": TEXT}, {"data": TEXT}], "data: phases[0].until: missing. Only the last phase can omit it."),
+        ([{"until": 0.5, "data": TEXT}], "data: phases[0].until: the last phase ends with the training."),
         (
             [{"until": 0.5, "data": TEXT}, {"until": 0.5, "data": TEXT}, {"data": TEXT}],
-            "data: phases[1].until: 0.5 is not above 0.5, so the phase would never begin.",
+            "data: phases[1].until: 0.5 is not above 0.5, so the phase has no steps.",
         ),
         ([{"until": 0.5, "data": {**TEXT, "corpus": 1}}, {"data": TEXT}], "data.phases[0].data.corpus: "),
-        ([{"data": {"name": "phases", "phases": [{"data": TEXT}]}}], "data: phases[0].data: it has phases of its own."),
+        ([{"data": {"name": "phases", "phases": [{"data": TEXT}]}}], "data: phases[0].data: phases cannot be nested."),
         ([{"until": 0.5, "data": TEXT}, {"data": QA}], "data: phases[1].data: 'qa' data have contexts"),
         (
             [{"until": 0.5, "data": TEXT}, {"data": {"name": "span_corruption", "corpus": "t"}}],
-            "data: phases: one model cannot read all of them: phases[0].data decoder, phases[1].data encoder_decoder.",
+            (
+                "data: phases: one model cannot read all of these data: "
+                "phases[0].data decoder, phases[1].data encoder_decoder."
+            ),
         ),
     ],
 )
-def test_config_refuses(given: list[Any], said: str):
-    with pytest.raises(ConfigError, match="^" + re.escape(said)):
-        load(phases.Config, {"phases": given}, "data")
+def test_config_refuses(phase_dicts: list[Any], message: str):
+    with pytest.raises(ConfigError, match="^" + re.escape(message)):
+        load(phases.Config, {"phases": phase_dicts}, "data")
 
 
 def test_parts_with_an_order_are_phases_and_phases_are_no_part():
     inner = {"name": "phases", "phases": [{"until": 0.1, "data": PACKED}, {"data": TEXT}]}
     assert resolved_dict(bind(DATASETS, inner))["phases"][0]["data"]["documents"]["corpus"] == "any"
-    with pytest.raises(Exception, match="'phases' data come in an order of their own"):
+    with pytest.raises(Exception, match="'phases' data have a fixed order"):
         bind(DATASETS, {"name": "mixture", "parts": {"a": inner}})
-    with pytest.raises(Exception, match="the samples of 'phases' cannot be packed"):
+    with pytest.raises(Exception, match="samples of 'phases' data cannot be packed"):
         bind(DATASETS, {**PACKED, "documents": inner})
 
 
-def check(given: Sequence[Mapping[str, Any]]) -> phases.Config:
-    return load(phases.Config, {"phases": list(given)}, "data")
+def check(phase_dicts: Sequence[Mapping[str, Any]]) -> phases.Config:
+    return load(phases.Config, {"phases": list(phase_dicts)}, "data")
 
 
-def test_mistakes_are_told_by_phase(places: Any, write_corpus: Any):
+def test_errors_name_the_phase(places: Any, write_corpus: Any):
     write_corpus("t", [{"text": "a", "source": "s"}])
     config = check(
         [{"until": 0.5, "data": {**TEXT, "corpus": "nowhere"}}, {"data": {"name": "mixture", "parts": {"a": TEXT}}}]
@@ -329,7 +336,7 @@ def test_mistakes_are_told_by_phase(places: Any, write_corpus: Any):
     ):
         config.check_length(4, 1)
     with pytest.raises(
-        ConfigError, match=r"^data\.phases\[1\]\.data: packed documents were tested with .* family None"
+        ConfigError, match=r"^data\.phases\[1\]\.data: packed documents are not tested with the model family None"
     ):
         check([{"until": 0.5, "data": TEXT}, {"data": PACKED}]).check_model(None)
     with pytest.raises(
@@ -343,7 +350,7 @@ def test_a_phase_without_a_step_is_refused_before_any():
     config.check_steps(100)
     assert config.begins(100) == [0, 4, 98]
     for steps, number in ((10, 0), (20, 2)):
-        with pytest.raises(ConfigError, match=rf"^data\.phases\[{number}\]: no step of loop\.steps = {steps} reads it"):
+        with pytest.raises(ConfigError, match=rf"^data\.phases\[{number}\]: has no steps of loop\.steps = {steps}"):
             config.check_steps(steps)
         with pytest.raises(ConfigError, match="reads it"):
             PhasedDataset(config, [Words(3)] * 3).order(0, LANES, steps, ())

@@ -25,16 +25,16 @@ class World:
 
     def __init__(self, folder: Path) -> None:
         toy.write_data(folder)
-        with new_directory(folder / "say") as made:
+        with new_directory(folder / "say") as target:
             labels = f"[{', '.join(LABELS)}]"
-            (made / "task.yaml").write_text(
+            (target / "task.yaml").write_text(
                 f"say:\n  columns: [text]\n  labels: {labels}\n  metrics: [accuracy]\n  weight: 1\n"
             )
             rows = [
                 {"index": i, "text": " ".join(toy.THINGS[: 3 * i]), "label": label} for i, label in enumerate(LABELS)
             ]
             for split in ("train", "val"):
-                (made / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+                (target / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         places = Places(folder, folder)
         torch.manual_seed(3)
         self.model = bind(MODELS, {"name": "t5", "random": SIZES}).build(places).eval()
@@ -58,23 +58,23 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
     return World(tmp_path_factory.mktemp("answers"))
 
 
-@pytest.mark.parametrize("normalised", [False, True])
-def test_answers_are_ranked_by_their_probability(world: World, normalised: bool):
-    predictor = world.answers(by="rank", length_normalised=normalised)
-    found = predictor.log_probabilities(world.data, [0, 1, 2])
+@pytest.mark.parametrize("per_token", [False, True])
+def test_answers_are_ranked_by_their_probability(world: World, per_token: bool):
+    predictor = world.answers(by="rank", length_normalised=per_token)
+    log_probabilities = predictor.log_probabilities(world.data, [0, 1, 2])
     for row in range(3):
         for number, answer in enumerate(world.data.answer_ids):
             of_tokens = world.logits(row, answer).log_softmax(-1)[range(len(answer)), answer]
-            expected = of_tokens.mean() if normalised else of_tokens.sum()
-            torch.testing.assert_close(found[row, number], expected, rtol=1e-4, atol=1e-4)
+            expected = of_tokens.mean() if per_token else of_tokens.sum()
+            torch.testing.assert_close(log_probabilities[row, number], expected, rtol=1e-4, atol=1e-4)
     texts = [text for some in predictor.batches(world.data, range(3)) for text in some]
-    assert texts == [LABELS[best] for best in found.argmax(1)]
+    assert texts == [LABELS[best] for best in log_probabilities.argmax(1)]
 
 
 def test_teacher_forcing_gives_the_likeliest_token_at_each_place(world: World):
-    found = [text for some in world.answers(by="teacher_forced").batches(world.data, range(3)) for text in some]
+    texts = [text for some in world.answers(by="teacher_forced").batches(world.data, range(3)) for text in some]
     for row in range(3):
         ids = world.logits(row, world.data.sample(0, row)["targets"]).argmax(-1).tolist()
         end = ids.index(world.tokenizer.eos_token_id) if world.tokenizer.eos_token_id in ids else len(ids)
-        assert found[row] == str(world.tokenizer.decode(ids[:end], skip_special_tokens=True)).strip()
-    assert len(set(found)) > 1
+        assert texts[row] == str(world.tokenizer.decode(ids[:end], skip_special_tokens=True)).strip()
+    assert len(set(texts)) > 1

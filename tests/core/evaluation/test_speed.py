@@ -27,7 +27,7 @@ class Ends:
 
 
 @pytest.fixture
-def who() -> AnswerGenerator:
+def generator() -> AnswerGenerator:
     """4 query heads of width 8, which share one head of keys and values."""
     torch.manual_seed(0)
     sizes = {"hidden_size": WIDTH, "intermediate_size": INNER, "num_hidden_layers": LAYERS, "vocab_size": VOCABULARY}
@@ -37,26 +37,28 @@ def who() -> AnswerGenerator:
     return AnswerGenerator(model, Questions(), Ends(), 2, torch.device("cpu"))
 
 
-def test_operations_of_a_token_follow_from_the_sizes(who: AnswerGenerator):
+def test_operations_of_a_token_follow_from_the_sizes(generator: AnswerGenerator):
     """A product of matrices costs two operations a weight; of five tokens the later four read 12 to 15 keys, 13.5 on
     average."""
     weights = LAYERS * (2 * WIDTH * WIDTH + 2 * WIDTH * 8 + 3 * WIDTH * INNER) + WIDTH * VOCABULARY
     attention = LAYERS * 2 * 2 * (PROMPT + 2.5) * WIDTH
-    found = speed.measure(who, 0, 9, tokens=6, seconds=1.5)
-    assert found["flops_per_generated_token"] == 2 * weights + attention
-    assert found["tokens_per_second"] == 4
-    assert 0 < found["seconds_to_first_token"] < 10
-    assert (found["batch_size"], found["processes"], found["device"]) == (2, 1, "cpu")
+    speeds = speed.measure(generator, 0, 9, tokens=6, seconds=1.5)
+    assert speeds["flops_per_generated_token"] == 2 * weights + attention
+    assert speeds["tokens_per_second"] == 4
+    assert 0 < speeds["seconds_to_first_token"] < 10
+    assert (speeds["batch_size"], speeds["processes"], speeds["device"]) == (2, 1, "cpu")
 
 
-def test_where_operations_cannot_be_counted_nothing_is_said(who: AnswerGenerator):
-    assert speed.measure(who, 0, 1, 1, 1.0)["flops_per_generated_token"] is None
-    who.model.register_parameter("packed", torch.nn.Parameter(torch.zeros(1, dtype=torch.uint8), requires_grad=False))
-    assert speed.measure(who, 0, 9, 1, 1.0)["flops_per_generated_token"] is None
+def test_where_operations_cannot_be_counted_nothing_is_said(generator: AnswerGenerator):
+    assert speed.measure(generator, 0, 1, 1, 1.0)["flops_per_generated_token"] is None
+    generator.model.register_parameter(
+        "packed", torch.nn.Parameter(torch.zeros(1, dtype=torch.uint8), requires_grad=False)
+    )
+    assert speed.measure(generator, 0, 9, 1, 1.0)["flops_per_generated_token"] is None
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError, RuntimeError])
-def test_only_a_lack_of_memory_leaves_the_operations_out(who: AnswerGenerator, error: type[Exception]):
+def test_flops_are_omitted_only_on_out_of_memory(generator: AnswerGenerator, error: type[Exception]):
     passes = []
 
     def refuse(*_: object) -> None:
@@ -64,12 +66,12 @@ def test_only_a_lack_of_memory_leaves_the_operations_out(who: AnswerGenerator, e
         if len(passes) > 3:  # the three first tokens are timed before
             raise error("too much")
 
-    who.model.register_forward_pre_hook(refuse)
+    generator.model.register_forward_pre_hook(refuse)
     if error is RuntimeError:
         with pytest.raises(RuntimeError, match="too much"):
-            speed.measure(who, 0, 9, 1, 1.0)
+            speed.measure(generator, 0, 9, 1, 1.0)
     else:
-        assert speed.measure(who, 0, 9, 1, 1.0)["flops_per_generated_token"] is None
+        assert speed.measure(generator, 0, 9, 1, 1.0)["flops_per_generated_token"] is None
 
 
 def test_written_tokens_are_counted_up_to_the_end():

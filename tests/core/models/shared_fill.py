@@ -38,17 +38,17 @@ def main(data: Path, model: dict[str, Any]) -> None:
         Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
         start = kilobytes("VmRSS")
         cut = FSDPEngine(accelerator, config.build_unfilled(places), LOOP).module
-        grown = 1024 * (kilobytes("VmHWM") - start)
+        peak_bytes = 1024 * (kilobytes("VmHWM") - start)
         torch.manual_seed(0)
         whole = config.build(places)
         (data / f"grown-{distributed.rank()}").write_text(
-            json.dumps([grown, sum(weight.nbytes for weight in whole.parameters())])
+            json.dumps([peak_bytes, sum(weight.nbytes for weight in whole.parameters())])
         )
-        found = cut.state_dict()
-        assert found.keys() == whole.state_dict().keys()
+        state = cut.state_dict()
+        assert state.keys() == whole.state_dict().keys()
         for name, tensor in whole.state_dict().items():
             assert torch.equal(
-                found[name].full_tensor() if hasattr(found[name], "full_tensor") else found[name], tensor
+                state[name].full_tensor() if hasattr(state[name], "full_tensor") else state[name], tensor
             ), name
         for (name, one), (other, two) in zip(cut.named_buffers(), whole.named_buffers(), strict=True):
             assert name == other

@@ -61,7 +61,7 @@ def test_light_modules_import_nothing_heavy():
 # ---- gpt_bigcode
 
 
-def test_gpt_bigcode_has_the_sizes_asked_for(places):
+def test_gpt_bigcode_has_the_configured_sizes(places):
     model = part({**GPT, "dropout_rate": 0.25}).build(places)
     assert type(model).__name__ == "GPTBigCodeForCausalLM"
     c = model.config
@@ -106,7 +106,7 @@ def test_gpt_bigcode_refuses(change, message):
 
 def test_gpt_bigcode_names_a_damaged_tokenizer(places):
     (places.data / "tokenizer" / "tokenizer.json").write_text('{"added_tokens": [], "model": {}}')
-    with pytest.raises(DataError, match=r"data/tokenizer: its tokenizer cannot be read \(.+\)\. Prepare it again\.$"):
+    with pytest.raises(DataError, match=r"data/tokenizer: the tokenizer cannot be read \(.+\)\. Prepare it again\.$"):
         part(GPT).build(places)
 
 
@@ -131,7 +131,7 @@ def test_experiment_gives_the_parent_s_weights_and_tokenizer(parent, places):
 
 
 def test_experiment_last_and_best(parent, places):
-    with pytest.raises(ConfigError, match=f"the best checkpoint of parent {PARENT} is not there. .*--with-parents"):
+    with pytest.raises(ConfigError, match=rf"no best checkpoint of parent {PARENT}\. .*--with-parents"):
         part({"name": "experiment", "exp_id": PARENT, "checkpoint": "best"}).build(places)
     write_json(places.runs / PARENT / "checkpoints" / "best.json", {"step": 50})
     best = part({"name": "experiment", "exp_id": PARENT, "checkpoint": "best"}).build(places)
@@ -140,14 +140,14 @@ def test_experiment_last_and_best(parent, places):
 
 def test_experiment_knows_the_parent_s_depth_before_and_after_its_training(places):
     raw = part({"name": "experiment", "exp_id": PARENT})
-    planned = Places(places.data, places.runs, {PARENT: {"recipe": "lm", "model": GPT}})
-    assert raw.architecture(planned).num_layers == 4
-    raw.check(planned)
+    planned_places = Places(places.data, places.runs, {PARENT: {"recipe": "lm", "model": GPT}})
+    assert raw.architecture(planned_places).num_layers == 4
+    raw.check(planned_places)
     with pytest.raises(
         ConfigError,
-        match=rf"the last checkpoint of parent {PARENT} is not there\. Train the parent first: add --with-parents",
+        match=rf"no last checkpoint of parent {PARENT}\. Train the parent first: add --with-parents",
     ):
-        raw.build(planned)
+        raw.build(planned_places)
     with pytest.raises(ConfigError, match=rf"parent {PARENT}: neither under .* nor in exp_configs\.py.*--with-parents"):
         raw.check(places)
     save_checkpoint(part(GPT).build(places), GPT, places)
@@ -155,7 +155,7 @@ def test_experiment_knows_the_parent_s_depth_before_and_after_its_training(place
 
 
 @pytest.mark.parametrize("exp_id", ["0" * 31, "0" * 33, "G" * 32, "../" * 10 + "00"])
-def test_experiment_wants_a_whole_id(exp_id):
+def test_experiment_needs_a_full_id(exp_id):
     with pytest.raises(ValueError, match="exp_id"):
         part({"name": "experiment", "exp_id": exp_id})
 
@@ -166,14 +166,14 @@ def test_experiment_with_a_parent_that_we_cannot_read(places):
         raw.check(
             Places(places.data, places.runs, {PARENT: {"model": {k: v for k, v in GPT.items() if k != "hidden_size"}}})
         )
-    with pytest.raises(ConfigError, match=rf"parent {PARENT}: its experiment has no 'model'"):
+    with pytest.raises(ConfigError, match=rf"parent {PARENT}: the experiment has no 'model'"):
         raw.check(Places(places.data, places.runs, {PARENT: {"recipe": "lm"}}))
-    written = places.runs / PARENT / "exp_dict.json"
-    written.parent.mkdir(parents=True)
-    for damaged in (3, "x model", ["model"]):
-        write_json(written, damaged)
+    config_file = places.runs / PARENT / "exp_dict.json"
+    config_file.parent.mkdir(parents=True)
+    for content in (3, "x model", ["model"]):
+        write_json(config_file, content)
         with pytest.raises(
-            ConfigError, match=rf"parent {PARENT}: {written}: expected a dict, got {type(damaged).__name__}\.$"
+            ConfigError, match=rf"parent {PARENT}: {config_file}: expected a dict, got {type(content).__name__}\.$"
         ):
             raw.check(places)
 
@@ -201,11 +201,11 @@ def test_experiment_with_a_parent_that_we_cannot_read(places):
 )
 def test_every_mistake_in_a_parent_s_model_is_a_line(places, model, lines):
     raw = part({"name": "experiment", "exp_id": PARENT})
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError) as error:
         raw.check(Places(places.data, places.runs, {PARENT: {"model": model}}))
-    found = str(caught.value).split("\n")
-    assert len(found) == len(lines)
-    assert all(line.startswith(f"parent {PARENT}: {expected}") for line, expected in zip(found, lines, strict=True))
+    messages = str(error.value).split("\n")
+    assert len(messages) == len(lines)
+    assert all(line.startswith(f"parent {PARENT}: {expected}") for line, expected in zip(messages, lines, strict=True))
 
 
 def test_cross_attention_on_another_experiment_from_its_own_checkpoint(parent, places, tmp_path):
@@ -224,7 +224,7 @@ def test_cross_attention_on_another_experiment_from_its_own_checkpoint(parent, p
 
 
 def test_cross_attention_is_checked_before_anything_is_loaded(places):
-    planned = Places(places.data, places.runs, {PARENT: {"model": GPT}})
+    planned_places = Places(places.data, places.runs, {PARENT: {"model": GPT}})
     raw = {"name": "cross_attention", "num_layers": 2, "stride": 3, "base": {"name": "experiment", "exp_id": PARENT}}
     with pytest.raises(
         ConfigError,
@@ -233,12 +233,12 @@ def test_cross_attention_is_checked_before_anything_is_loaded(places):
             r"up to 2"
         ),
     ):
-        part(raw).check(planned)
+        part(raw).check(planned_places)
     with pytest.raises(ConfigError, match=f"parent {PARENT}: neither"):
         part(raw).check(places)
     with pytest.raises(ConfigError, match="hidden_size 6 does not divide by num_heads 4"):
-        part({**raw, "stride": 1, "hidden_size": 6}).check(planned)
-    assert part({**raw, "stride": 1}).architecture(planned).num_layers == 4
+        part({**raw, "stride": 1, "hidden_size": 6}).check(planned_places)
+    assert part({**raw, "stride": 1}).architecture(planned_places).num_layers == 4
     with pytest.raises(DataError, match="data/other: no tokenizer here"):
         part({**raw, "stride": 1, "base": {**GPT, "tokenizer": "other"}}).check(places)
     with pytest.raises(ConfigError, match="its weights are drawn at random, and frozen they never learn"):
@@ -249,7 +249,7 @@ def test_cross_attention_is_checked_before_anything_is_loaded(places):
 # ---- weights
 
 
-class Mixed(torch.nn.Module):
+class MixedModel(torch.nn.Module):
     """A frozen part, a trained part with a running mean and a scratch buffer, a tied pair, and a constant of no trained
     module."""
 
@@ -275,13 +275,13 @@ TRAINED = {
 
 
 def test_trained_weights_are_trained_parameters_and_their_modules_buffers():
-    weights = trained_weights(Mixed())
+    weights = trained_weights(MixedModel())
     assert weights.keys() == TRAINED
     assert not any(tensor.requires_grad for tensor in weights.values())
 
 
-def test_load_trained_restores_and_keeps_ties(tmp_path):
-    model, other = Mixed(), Mixed()
+def test_load_trained_restores_tied_weights(tmp_path):
+    model, other = MixedModel(), MixedModel()
     model.norm.running_mean += 3
     save_file(trained_weights(model), tmp_path / "w.safetensors")
     load_trained(other, tmp_path / "w.safetensors")
@@ -305,9 +305,9 @@ def test_load_trained_restores_and_keeps_ties(tmp_path):
     ],
 )
 def test_load_trained_refuses_other_models_and_changes_nothing(tmp_path, change, message):
-    model = Mixed()
+    model = MixedModel()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    weights = dict(trained_weights(Mixed()))
+    weights = dict(trained_weights(MixedModel()))
     change(weights)
     save_file(weights, tmp_path / "w.safetensors")
     with pytest.raises(CheckpointError, match=message):
@@ -318,8 +318,8 @@ def test_load_trained_refuses_other_models_and_changes_nothing(tmp_path, change,
 def test_load_trained_names_a_missing_or_damaged_file(tmp_path):
     file = tmp_path / "w.safetensors"
     with pytest.raises(CheckpointError, match=r"w.safetensors: no such file"):
-        load_trained(Mixed(), file)
-    save_file(trained_weights(Mixed()), file)
+        load_trained(MixedModel(), file)
+    save_file(trained_weights(MixedModel()), file)
     file.write_bytes(file.read_bytes()[:-4])
     with pytest.raises(CheckpointError, match=r"w.safetensors: damaged, not readable as safetensors"):
-        load_trained(Mixed(), file)
+        load_trained(MixedModel(), file)

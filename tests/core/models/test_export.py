@@ -26,7 +26,7 @@ GPT = {
     "num_heads": 4,
     "max_positions": 32,
 }
-ADAPTED = {"name": "lora", "rank": 2, "alpha": 8.0, "target_modules": ["c_attn", "c_fc"], "base": {"name": "hf"}}
+ADAPTERS = {"name": "lora", "rank": 2, "alpha": 8.0, "target_modules": ["c_attn", "c_fc"], "base": {"name": "hf"}}
 IDS = torch.arange(3, 13).view(2, 5)
 
 
@@ -47,10 +47,10 @@ def run(places, *words: object) -> int:
     return main([*map(str, words), "--data_path", str(places.data), "-sb", str(places.runs)])
 
 
-@pytest.mark.parametrize("adapted", [False, True])
-def test_transformers_loads_it(adapted: bool, places, tmp_path: Path):
+@pytest.mark.parametrize("has_adapters", [False, True])
+def test_transformers_loads_it(has_adapters: bool, places, tmp_path: Path):
     bind(MODELS, GPT).build(places).save_pretrained(tmp_path / "base")
-    raw = {**ADAPTED, "base": {"name": "hf", "path": str(tmp_path / "base")}} if adapted else GPT
+    raw = {**ADAPTERS, "base": {"name": "hf", "path": str(tmp_path / "base")}} if has_adapters else GPT
     trained(raw, places, 2)
     model = trained(raw, places, 4)
     assert run(places, places.runs / "run", tmp_path / "out") == 0, "the newest"
@@ -68,7 +68,7 @@ def test_transformers_loads_it(adapted: bool, places, tmp_path: Path):
 def test_what_cannot_be_exported_is_said(places, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     (places.runs / "run").mkdir(parents=True)
     assert run(places, places.runs / "run", tmp_path / "out") == 1
-    assert "run: neither a checkpoint nor a run that has one" in capsys.readouterr().err
+    assert "run: neither a checkpoint nor a run with a checkpoint" in capsys.readouterr().err
     trained(GPT, places, 1)
     (tmp_path / "out").mkdir()
     assert run(places, places.runs / "run", tmp_path / "out") == 1
@@ -92,15 +92,15 @@ def around(base: Any, **settings: Any) -> dict[str, Any]:
 
 @torch.no_grad()
 @pytest.mark.parametrize("case", ["frozen", "learned", "adapted"])
-def test_blocks_are_exported_for_xc_cache_and_are_where_another_training_begins(case: str, places, tmp_path: Path):
+def test_exported_blocks_load_in_xc_cache_and_start_another_training(case: str, places, tmp_path: Path):
     bind(MODELS, GPT).build(places).save_pretrained(tmp_path / "base")
     base = {"name": "hf", "path": str(tmp_path / "base")}
     raw = around(base, train_all_params=case == "learned")
-    model = trained({**ADAPTED, "base": raw} if case == "adapted" else raw, places, 3)
+    model = trained({**ADAPTERS, "base": raw} if case == "adapted" else raw, places, 3)
     assert run(places, places.runs / "run", tmp_path / "out") == 0
     assert (tmp_path / "out" / "base").is_dir() == (case != "frozen")
-    own = base if case == "frozen" else {"name": "hf", "path": str(tmp_path / "out" / "base")}
-    again = bind(MODELS, around(own, weights=str(tmp_path / "out"))).build(places).eval()
+    exported_base = base if case == "frozen" else {"name": "hf", "path": str(tmp_path / "out" / "base")}
+    again = bind(MODELS, around(exported_base, weights=str(tmp_path / "out"))).build(places).eval()
     contexts = {"context_ids": IDS[:, None] - 1, "context_mask": torch.ones(2, 1, 5, dtype=torch.bool)}
     mask = torch.ones(2, 5, dtype=torch.bool)
     torch.testing.assert_close(again(IDS, mask, **contexts), model(IDS, mask, **contexts), rtol=1e-5, atol=1e-5)
@@ -109,24 +109,26 @@ def test_blocks_are_exported_for_xc_cache_and_are_where_another_training_begins(
 @pytest.mark.parametrize("case", ["hub", "folder", "random"])
 def test_the_export_names_its_base(case: str, places, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Also for programs with transformers 4, which do not know the class that 5 writes."""
-    made = tmp_path / "hub" / "models--owner--base" / "snapshots" / "main" if case == "hub" else tmp_path / "base"
-    bind(MODELS, GPT).build(places).save_pretrained(made)
+    base_folder = (
+        tmp_path / "hub" / "models--owner--base" / "snapshots" / "main" if case == "hub" else tmp_path / "base"
+    )
+    bind(MODELS, GPT).build(places).save_pretrained(base_folder)
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
-    base = GPT if case == "random" else {"name": "hf", "path": "owner/base" if case == "hub" else str(made)}
+    base = GPT if case == "random" else {"name": "hf", "path": "owner/base" if case == "hub" else str(base_folder)}
     trained(around(base, train_all_params=case == "random"), places, 3)
     assert run(places, places.runs / "run", tmp_path / "out", "--with_base") == 0
-    named = {"hub": "owner/base", "folder": str(made), "random": str(tmp_path / "out" / "base")}[case]
-    assert json.loads((tmp_path / "out" / "config.json").read_text())["_name_or_path"] == named
+    expected_name = {"hub": "owner/base", "folder": str(base_folder), "random": str(tmp_path / "out" / "base")}[case]
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["_name_or_path"] == expected_name
     assert "transformer.wte.weight" in load_file(tmp_path / "out" / "model.safetensors")
     for folder in (tmp_path / "out", tmp_path / "out" / "base") if case == "random" else (tmp_path / "out",):
-        written = json.loads((folder / "tokenizer_config.json").read_text())
-        assert written["tokenizer_class"] == "PreTrainedTokenizerFast"
-        own, copied = (AutoTokenizer.from_pretrained(path) for path in (places.data / "tokenizer", folder))
-        assert own.get_vocab() == copied.get_vocab()
-        assert sorted(own.all_special_tokens) == sorted(copied.all_special_tokens)
+        tokenizer_config = json.loads((folder / "tokenizer_config.json").read_text())
+        assert tokenizer_config["tokenizer_class"] == "PreTrainedTokenizerFast"
+        original, copy = (AutoTokenizer.from_pretrained(path) for path in (places.data / "tokenizer", folder))
+        assert original.get_vocab() == copy.get_vocab()
+        assert sorted(original.all_special_tokens) == sorted(copy.all_special_tokens)
 
 
-def test_a_standalone_folder_is_refused_for_others_and_pushed_where_there_is_a_hub(
+def test_standalone_is_for_cross_attention_and_push_needs_a_hub(
     places, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
     bind(MODELS, GPT).build(places).save_pretrained(tmp_path / "base")
@@ -134,9 +136,9 @@ def test_a_standalone_folder_is_refused_for_others_and_pushed_where_there_is_a_h
     monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     assert run(places, places.runs / "run", tmp_path / "out", "--standalone", "--push_to_hub", "owner/name") == 1
-    said = capsys.readouterr().err
-    assert "error: --push_to_hub owner/name: not uploaded (" in said
-    assert "is whole; `hf upload` sends it later." in said
+    message = capsys.readouterr().err
+    assert "error: --push_to_hub owner/name: not uploaded (" in message
+    assert "is complete; upload it with `hf upload`." in message
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert set(config["auto_map"]) == {"AutoConfig", "AutoModelForCausalLM"}
     assert len(AutoTokenizer.from_pretrained(tmp_path / "out")) == config["base"]["vocab_size"]
@@ -145,14 +147,14 @@ def test_a_standalone_folder_is_refused_for_others_and_pushed_where_there_is_a_h
     assert "--push_to_hub a/b/c: not uploaded" in capsys.readouterr().err
     trained(GPT, places, 4)
     assert run(places, places.runs / "run", tmp_path / "other", "--standalone") == 1
-    assert "--standalone: is for cross-attention models" in capsys.readouterr().err
+    assert "--standalone: is only for cross-attention models" in capsys.readouterr().err
 
 
 def test_a_run_is_loaded_in_one_call(places, tmp_path: Path):
     bind(MODELS, GPT).build(places).save_pretrained(tmp_path / "base")
     model = trained(around({"name": "hf", "path": str(tmp_path / "base")}), places, 3)
     loaded, tokenizer = load(places.runs / "run", places)
-    given = {
+    inputs = {
         "input_ids": IDS,
         "attention_mask": torch.ones(2, 5, dtype=torch.bool),
         "context_ids": IDS[:, None],
@@ -160,13 +162,13 @@ def test_a_run_is_loaded_in_one_call(places, tmp_path: Path):
         "max_new_tokens": 4,
         "do_sample": False,
     }
-    assert torch.equal(loaded.generate(**given), model.generate(**given))
+    assert torch.equal(loaded.generate(**inputs), model.generate(**inputs))
     assert len(tokenizer) == model.config.vocab_size
     assert {parameter.dtype for parameter in loaded.parameters()} == {torch.float32}
     trained(around({"name": "hf", "path": str(tmp_path / "base"), "dtype": "bfloat16"}), places, 4)
     half, _ = load(places.runs / "run", places)
     assert {parameter.dtype for parameter in half.parameters()} == {torch.bfloat16}, "its blocks, too"
-    assert half.generate(**given).shape == (2, 9)
+    assert half.generate(**inputs).shape == (2, 9)
     (places.runs / "empty").mkdir()
-    with pytest.raises(CheckpointError, match="empty: neither a checkpoint nor a run that has one"):
+    with pytest.raises(CheckpointError, match="empty: neither a checkpoint nor a run with a checkpoint"):
         load(str(places.runs / "empty"), places)

@@ -50,7 +50,7 @@ def eager(model: Any) -> Any:
     return model
 
 
-def adapted(model: Any, names: list[str]) -> Any:
+def add_adapters(model: Any, names: list[str]) -> Any:
     from peft import LoraConfig, inject_adapter_in_model
 
     inject_adapter_in_model(LoraConfig(r=4, target_modules=names), model)
@@ -58,14 +58,14 @@ def adapted(model: Any, names: list[str]) -> Any:
 
 
 def reading(base: Callable[[], Any], adapters: list[str] | None = None, **settings: Any) -> Any:
-    given = {"base": {"name": "hf", "path": "none"}, "num_layers": 2, "stride": 2, **settings}
-    model = CrossAttentionLM(Config.model_validate(given), eager(base()))
+    options = {"base": {"name": "hf", "path": "none"}, "num_layers": 2, "stride": 2, **settings}
+    model = CrossAttentionLM(Config.model_validate(options), eager(base()))
     if adapters:
-        adapted(model.base, adapters)
+        add_adapters(model.base, adapters)
     return model
 
 
-CROSSED: dict[str, tuple[Callable[[], Any], float]] = {
+CROSS_ATTENTION_CASES: dict[str, tuple[Callable[[], Any], float]] = {
     "bigcode": (partial(reading, bigcode), EXACT),
     "llama, after the layers, one for all": (partial(reading, llama, final_layer=True, shared_weights=True), EXACT),
     "one matrix for queries and keys, narrow": (
@@ -89,11 +89,11 @@ def crossed_batch(encoded: bool) -> dict[str, torch.Tensor]:
     return {**batch, "context_ids": torch.randint(1, VOCABULARY, (4, 3, 20)), "context_mask": mask}
 
 
-def counted(model: Any, batch: dict[str, torch.Tensor]) -> int:
+def count_flops(model: Any, batch: dict[str, torch.Tensor]) -> int:
     model.train()
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
-        found = model(**batch)
-        (found if isinstance(found, torch.Tensor) else found.logits).sum().backward()
+        output = model(**batch)
+        (output if isinstance(output, torch.Tensor) else output.logits).sum().backward()
     return counter.get_total_flops()
 
 
@@ -104,29 +104,29 @@ def expected(model: Any, batch: dict[str, torch.Tensor]) -> int:
 
 
 @pytest.mark.parametrize("encoded", [False, True])
-@pytest.mark.parametrize("name", CROSSED)
+@pytest.mark.parametrize("name", CROSS_ATTENTION_CASES)
 def test_cross_attention(name: str, encoded: bool):
-    make, tolerance = CROSSED[name]
+    make, tolerance = CROSS_ATTENTION_CASES[name]
     model, batch = make(), crossed_batch(encoded)
-    assert expected(model, batch) == pytest.approx(counted(model, batch), rel=tolerance)
+    assert expected(model, batch) == pytest.approx(count_flops(model, batch), rel=tolerance)
 
 
 @pytest.mark.parametrize(("names", "tolerance"), [([], EXACT), (["q", "v", "wo"], NEARLY)])
 def test_fusion_in_decoder(names: list[str], tolerance: float):
     base = eager(t5())
-    model = FusionInDecoder(adapted(base, names) if names else base)
+    model = FusionInDecoder(add_adapters(base, names) if names else base)
     mask = torch.arange(15) < torch.tensor([[15, 4, 1], [15, 0, 0]])[..., None]
     batch = {"context_ids": torch.randint(1, VOCABULARY, (2, 3, 15)), "context_mask": mask}
     batch |= {"input_ids": torch.randint(1, VOCABULARY, (2, 9)), "attention_mask": torch.ones(2, 9).bool()}
-    assert expected(model, batch) == pytest.approx(counted(model, batch), rel=tolerance)
+    assert expected(model, batch) == pytest.approx(count_flops(model, batch), rel=tolerance)
 
 
 @pytest.mark.parametrize(
     ("base", "names"), [(llama, ["q_proj", "up_proj"]), (bigcode, ["c_attn"]), (t5, ["q", "k", "wi"])]
 )
 def test_adapters_in_a_frozen_model(base: Callable[[], Any], names: list[str]):
-    model = adapted(eager(base()), names)
+    model = add_adapters(eager(base()), names)
     batch = {"input_ids": torch.randint(1, VOCABULARY, (3, 20))}
     if base is t5:
         batch["decoder_input_ids"] = torch.randint(1, VOCABULARY, (3, 11))
-    assert expected(model, batch) == pytest.approx(counted(model, batch), rel=NEARLY)
+    assert expected(model, batch) == pytest.approx(count_flops(model, batch), rel=NEARLY)

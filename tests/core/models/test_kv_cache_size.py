@@ -44,19 +44,19 @@ def test_a_decoders_cache(base_of, model_type, wide):
         {"shared_projections": True, "num_key_value_heads": 4},
     ],
 )
-def test_what_cross_attention_keeps(make, batch, tmp_path: Path, settings):
+def test_cache_size_of_cross_attention(make, batch, tmp_path: Path, settings):
     model = make("llama", **settings)
     sizes = architecture.from_dict(model.base.config.to_dict())
     model.base.config.save_pretrained(tmp_path)
     base = bind(MODELS, {"name": "hf", "path": str(tmp_path)})
     config = CrossAttentionConfig(base=base, **{"num_layers": 2, "stride": 2, **settings})
-    told = config.cache_bytes(NOWHERE, model.base.dtype.itemsize)
+    cache_sizes = config.cache_bytes(NOWHERE, model.base.dtype.itemsize)
     context = model.encode(batch["context_ids"], batch["context_mask"])
     positions = context.hidden.shape[0] * context.hidden.shape[1]
     with torch.no_grad(), model.reading(context):
         model.base(input_ids=batch["input_ids"])
         projected = nbytes(tensor for pair in model._reading.kv_cache.values() for tensor in pair)
-    assert told == {
+    assert cache_sizes == {
         "cache_bytes_per_context_token": nbytes([context.hidden]) / positions,
         "projected_bytes_per_context_token": projected / positions,
         "decoder_cache_bytes_per_context_token": numbers_per_token(sizes) * 4,

@@ -54,7 +54,7 @@ def pretrained(model_type: str, folder: Path) -> dict[str, str]:
     return {"name": "hf", "path": str(folder)}
 
 
-def moved(model: torch.nn.Module) -> torch.nn.Module:
+def with_random_adapters(model: torch.nn.Module) -> torch.nn.Module:
     """The trained weights after something was learned."""
     generator = torch.Generator().manual_seed(3)
     for tensor in trained_weights(model).values():
@@ -64,12 +64,12 @@ def moved(model: torch.nn.Module) -> torch.nn.Module:
 
 @pytest.mark.parametrize("model_type", DECODERS)
 def test_the_matrices_of_each_family_are_those_that_a_model_has(model_type: str):
-    found = {name.rpartition(".")[2] for name, _ in lora._matrices(make_base(model_type))}
-    assert found == set(lora.MATRICES[model_type])
+    names = {name.rpartition(".")[2] for name, _ in lora._matrices(make_base(model_type))}
+    assert names == set(lora.MATRICES[model_type])
 
 
 @pytest.mark.parametrize("model_type", DECODERS)
-def test_only_adapters_learn_and_they_begin_by_changing_nothing(model_type: str, tmp_path: Path, places):
+def test_only_adapters_learn_and_initially_change_nothing(model_type: str, tmp_path: Path, places):
     name = lora.MATRICES[model_type][0]
     model = (
         bind(MODELS, {**LORA, "target_modules": [name], "base": pretrained(model_type, tmp_path / "m")})
@@ -96,9 +96,9 @@ def test_only_adapters_learn_and_they_begin_by_changing_nothing(model_type: str,
     assert {key for key in after if not torch.equal(after[key], before[key])} == set(trained)
 
 
-def test_what_is_added_is_alpha_over_rank_times_the_product(places):
+def test_an_adapter_adds_alpha_over_rank_times_the_product(places):
     torch.manual_seed(0)
-    model: Any = moved(part().build(places))
+    model: Any = with_random_adapters(part().build(places))
     layer = model.transformer.h[1].mlp.c_fc
     x = torch.randn(3, 16)
     a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
@@ -106,11 +106,11 @@ def test_what_is_added_is_alpha_over_rank_times_the_product(places):
 
 
 def test_adapters_follow_from_the_seed(places):
-    found = []
+    states = []
     for seed in (0, 0, 1):
         torch.manual_seed(seed)
-        found.append(trained_weights(part().build(places)))
-    same = [all(torch.equal(found[0][key], other[key]) for key in other) for other in found[1:]]
+        states.append(trained_weights(part().build(places)))
+    same = [all(torch.equal(states[0][key], other[key]) for key in other) for other in states[1:]]
     assert same == [True, False]
 
 
@@ -121,8 +121,8 @@ def test_adapters_of_a_half_precision_base_are_float32(tmp_path: Path, places):
     assert model(IDS).logits.dtype == torch.bfloat16
 
 
-def test_dropout_acts_in_training_alone(places):
-    model: Any = moved(part(dropout_rate=0.5).build(places))
+def test_dropout_acts_only_in_training(places):
+    model: Any = with_random_adapters(part(dropout_rate=0.5).build(places))
     assert torch.equal(model(IDS).logits, model(IDS).logits)
     model.train()
     assert not torch.equal(model(IDS).logits, model(IDS).logits)
@@ -131,8 +131,10 @@ def test_dropout_acts_in_training_alone(places):
 @pytest.mark.parametrize("model_type", ["gpt2", "gpt_bigcode", "llama"])
 def test_merged_it_is_a_plain_model_that_says_the_same(model_type: str, tmp_path: Path, places):
     names = list(lora.MATRICES[model_type])
-    model: Any = moved(part(target_modules=names, base=pretrained(model_type, tmp_path / "m")).build(places))
-    expected, written = model(IDS).logits, model.generate(IDS, max_new_tokens=8, do_sample=False)
+    model: Any = with_random_adapters(
+        part(target_modules=names, base=pretrained(model_type, tmp_path / "m")).build(places)
+    )
+    expected, text = model(IDS).logits, model.generate(IDS, max_new_tokens=8, do_sample=False)
     assert lora.merge(model) == 4 * sum(
         key.startswith(_layer(model_type, 0)) for key, _ in lora._matrices(make_base(model_type))
     )
@@ -140,7 +142,7 @@ def test_merged_it_is_a_plain_model_that_says_the_same(model_type: str, tmp_path
     assert model.state_dict().keys() == base.state_dict().keys()
     assert not torch.allclose(base(IDS).logits, expected, atol=1e-2)
     torch.testing.assert_close(model(IDS).logits, expected, rtol=1e-5, atol=1e-5)
-    assert torch.equal(model.generate(IDS, max_new_tokens=8, do_sample=False), written)
+    assert torch.equal(model.generate(IDS, max_new_tokens=8, do_sample=False), text)
     assert lora.merge(model) == 0
 
 
@@ -150,7 +152,7 @@ def _layer(model_type: str, index: int) -> str:
 
 def test_around_cross_attention_the_blocks_are_trained_and_the_decoder_adapted(places, batch):
     crossing = {"name": "cross_attention", "num_layers": 1, "stride": 1, "base": GPT}
-    model: Any = moved(part(base=crossing).build(places))
+    model: Any = with_random_adapters(part(base=crossing).build(places))
     names = set(trained_weights(model))
     adapters = {name for name in names if ".lora_" in name}
     assert adapters
@@ -161,14 +163,14 @@ def test_around_cross_attention_the_blocks_are_trained_and_the_decoder_adapted(p
     assert all(parameter.grad is not None for parameter in model.parameters() if parameter.requires_grad)
     model.eval()
     prompts = {**batch, "input_ids": batch["input_ids"].flip(1), "attention_mask": batch["attention_mask"].flip(1)}
-    written = model.generate(**prompts, max_new_tokens=4, do_sample=False)
+    text = model.generate(**prompts, max_new_tokens=4, do_sample=False)
     assert lora.merge(model) == 4, "two layers of two matrices"
-    assert torch.equal(model.generate(**prompts, max_new_tokens=4, do_sample=False), written)
+    assert torch.equal(model.generate(**prompts, max_new_tokens=4, do_sample=False), text)
 
 
 def test_a_checkpoint_of_adapters_is_loaded_again(tmp_path: Path, places):
     torch.manual_seed(0)
-    model = moved(part().build(places))
+    model = with_random_adapters(part().build(places))
     save_file(trained_weights(model), tmp_path / "model.safetensors")
     torch.manual_seed(0)
     other = part().build(places).eval()
@@ -182,7 +184,7 @@ def write_parent(places) -> Any:
     base = make_base("llama")
     base.save_pretrained(places.data / "llama")
     raw = {**LORA, "target_modules": ["q_proj"], "base": {"name": "hf", "path": str(places.data / "llama")}}
-    model = moved(bind(MODELS, raw).build(places))
+    model = with_random_adapters(bind(MODELS, raw).build(places))
     with new_directory(checkpoints.folder(places.runs / PARENT, 4)) as folder:
         save_file(trained_weights(model), folder / "model.safetensors")
         write_json(folder / "model.json", resolved_dict(bind(MODELS, raw)))
@@ -225,21 +227,21 @@ def test_a_name_that_no_matrix_has_is_refused_before_and_while_building(places, 
 @pytest.mark.parametrize(
     ("changes", "path", "message"),
     [
-        ({"base": LORA}, "", "base: a new adapter around a new adapter is one of a higher rank"),
+        ({"base": LORA}, "", "base: adapters cannot be nested"),
         ({"target_modules": []}, "target_modules", "expected a list that is not empty"),
         ({"rank": 0}, "rank", "expected a number > 0, got 0"),
         (
             {"dropout_rate": 0.1, "base": {"name": "cross_attention", "num_layers": 1, "stride": 1, "base": GPT}},
             "",
-            "dropout_rate: the decoder of a cross-attention model drops nothing",
+            "dropout_rate: ignored in the decoder of a cross-attention model",
         ),
     ],
 )
 def test_what_would_be_ignored_is_refused(changes: dict[str, Any], path: str, message: str):
-    with pytest.raises(Problems) as caught:
+    with pytest.raises(Problems) as error:
         part(**changes)
-    assert caught.value.found[0][0] == path
-    assert message in caught.value.found[0][1]
+    assert error.value.found[0][0] == path
+    assert message in error.value.found[0][1]
 
 
 def test_adapters_below_a_cross_attention_model_are_refused():
@@ -260,7 +262,7 @@ def test_fingerprint_is_of_the_base(tmp_path: Path, places):
 
 
 @pytest.mark.parametrize("model_type", ["gpt2", "llama"])  # the output matrix is the embedding, and is not
-def test_of_the_vocabulary_the_rows_of_extra_tokens_alone_are_learned(model_type: str, tmp_path: Path, places: Places):
+def test_only_embedding_rows_of_extra_tokens_are_learned(model_type: str, tmp_path: Path, places: Places):
     tokenizer = AutoTokenizer.from_pretrained(places.data / "tokenizer")
     make_base(model_type, vocab_size=len(tokenizer)).save_pretrained(tmp_path / "base")
     tokenizer.save_pretrained(tmp_path / "base")
@@ -299,6 +301,6 @@ def test_of_the_vocabulary_the_rows_of_extra_tokens_alone_are_learned(model_type
 
 
 def merged(model: torch.nn.Module) -> Any:
-    own = copy.deepcopy(model)
-    assert lora.merge(own)
-    return own
+    merged_model = copy.deepcopy(model)
+    assert lora.merge(merged_model)
+    return merged_model

@@ -27,16 +27,16 @@ LORA["model"] = {
 }
 LORA["loop"] |= {"steps": 6, "eval_every": 3, "micro_batch": 4}
 CHILD: dict[str, Any] = {**LORA, "model": ref(LORA)}
-CROSSED: dict[str, Any] = copy.deepcopy(toy.CROSSATTN)
-CROSSED["model"] = {
+CROSS_ATTENTION: dict[str, Any] = copy.deepcopy(toy.CROSSATTN)
+CROSS_ATTENTION["model"] = {
     "name": "lora",
     "rank": 2,
     "alpha": 4.0,
     "target_modules": ["c_attn"],
     "base": toy.CROSSATTN["model"],
 }
-CROSSED["loop"] |= {"steps": 4, "eval_every": 4}
-GROUPS = {"base": [toy.BASE], "lora": [LORA], "child": [CHILD], "crossed": [CROSSED]}
+CROSS_ATTENTION["loop"] |= {"steps": 4, "eval_every": 4}
+GROUPS = {"base": [toy.BASE], "lora": [LORA], "child": [CHILD], "crossed": [CROSS_ATTENTION]}
 LAST = f"step-{LORA['loop']['steps']:08d}"
 
 
@@ -60,12 +60,12 @@ class World:
 
     def trained(self, mode: str) -> Path:
         """The save directory of a finished run, moved aside."""
-        kept = self.folder / mode
-        if not kept.exists():
+        folder = self.folder / mode
+        if not folder.exists():
             shutil.rmtree(self.run, ignore_errors=True)
             self.start(mode)
-            self.run.rename(kept)
-        return kept
+            self.run.rename(folder)
+        return folder
 
 
 @pytest.fixture(scope="module")
@@ -117,16 +117,16 @@ def test_a_run_that_was_cut_short_ends_with_the_same_bits(world: World):
 
 def test_the_decoder_below_cross_attention_is_adapted(world: World):
     assert toy.main(["-e", "crossed"], GROUPS, world.folder) == 0
-    run = world.folder / "runs" / exp_id(CROSSED)
-    found = names(run, "step-00000004")
-    assert {name.split(".")[0] for name in found} == {"base", "blocks"}
-    assert all(".lora_" in name for name in found if name.startswith("base."))
+    run = world.folder / "runs" / exp_id(CROSS_ATTENTION)
+    tensor_names = names(run, "step-00000004")
+    assert {name.split(".")[0] for name in tensor_names} == {"base", "blocks"}
+    assert all(".lora_" in name for name in tensor_names if name.startswith("base."))
     assert "em" in scores(run)[-1]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["fsdp", "zero2", "zero3"])
-def test_processes_may_share_the_model(world: World, mode: str):
+def test_sharded_training_with_adapters(world: World, mode: str):
     if mode != "fsdp":
         pytest.importorskip("deepspeed", reason="needs deepspeed")
     assert scores(world.trained(mode)) == scores(world.trained("replicated"))

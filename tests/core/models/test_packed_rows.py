@@ -89,7 +89,7 @@ def test_every_decoder_family_with_adapters_was_tested():
 @EVERY
 @pytest.mark.parametrize("attention", ATTENTIONS)
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_packed_documents_learn_what_they_learn_alone(family: str, attention: str, checkpointing: bool):
+def test_packed_documents_have_the_same_gradients_as_unpacked(family: str, attention: str, checkpointing: bool):
     model, batch = build(family, attention).train(), packed_batch()
     if checkpointing:
         checkpoint_layers(model)
@@ -114,9 +114,9 @@ def test_packed_documents_learn_what_they_learn_alone(family: str, attention: st
 @EVERY
 @pytest.mark.parametrize("attention", ATTENTIONS)
 @torch.no_grad()
-def test_with_a_mask_beside_the_positions_documents_would_read_each_other(family: str, attention: str):
+def test_documents_read_each_other_if_a_mask_is_passed_with_positions(family: str, attention: str):
     """Why `causal_lm_loss` passes none. If this fails, transformers has mended it."""
     model, batch = build(family, attention), packed_batch()
     inputs = {"input_ids": batch["input_ids"], "position_ids": batch["position_ids"], "use_cache": False}
-    apart, mixed = model(**inputs).logits, model(**inputs, attention_mask=batch["attention_mask"].long()).logits
-    assert largest([(apart[0, 9:], mixed[0, 9:])]) > 1e-3
+    separate, with_mask = model(**inputs).logits, model(**inputs, attention_mask=batch["attention_mask"].long()).logits
+    assert largest([(separate[0, 9:], with_mask[0, 9:])]) > 1e-3

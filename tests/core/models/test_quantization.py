@@ -60,18 +60,18 @@ def test_what_could_not_learn_is_refused(folder: str, places, monkeypatch: pytes
     exp = {"recipe": "lm", "seed": 0, "model": around(folder, "4bit")["base"], "data": {}, "loop": {}}
     exp["data"] = {"name": "text", "corpus": "c", "sequence_tokens": 8}
     exp["loop"] = {"steps": 1, "sequences_per_step": 1, "micro_batch": 1, "learning_rate": 1e-3, "eval_every": 1}
-    with pytest.raises(ConfigError, match=r"it is quantized, and cannot learn\. Put 'lora' around it"):
+    with pytest.raises(ConfigError, match=r"a quantized model cannot be trained\. Wrap it in 'lora'"):
         load_experiment(exp, "quantized")
     monkeypatch.setattr(src.models.hf, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"pip install -r requirements/bitsandbytes\.txt"):
         bind(MODELS, around(folder, "8bit")["base"]).check(places)
 
 
-@pytest.mark.parametrize("adapted", [False, True])
-def test_a_trained_model_is_quantized_with_its_adapters(folder: str, places, adapted: bool):
+@pytest.mark.parametrize("has_adapters", [False, True])
+def test_a_trained_model_is_quantized_with_its_adapters(folder: str, places, has_adapters: bool):
     config = {"name": "hf", "path": folder}
     lora = {"name": "lora", "rank": 2, "alpha": 4.0, "target_modules": ["q_proj"], "base": config}
-    model: Any = bind(MODELS, lora if adapted else config).build(places).eval()
+    model: Any = bind(MODELS, lora if has_adapters else config).build(places).eval()
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if "lora_B" in name:
@@ -83,7 +83,7 @@ def test_a_trained_model_is_quantized_with_its_adapters(folder: str, places, ada
         near = small(ids).logits.float()
     assert small.model.layers[0].mlp.up_proj.weight.dtype == torch.int8
     assert 0 < (near - exact).norm() / exact.norm() < 0.05
-    assert ((near - other).norm() / exact.norm() > 0.1) == adapted
+    assert ((near - other).norm() / exact.norm() > 0.1) == has_adapters
     with pytest.raises(ConfigError, match="--8bit: the model is already quantized"):
         quantize(small, "cpu")
     with pytest.raises(ConfigError, match="--device: 'cuda:99' cannot be used"):

@@ -51,16 +51,16 @@ def make_t5(logits_tied: bool, vocab_size: int = 60) -> Any:
     return model
 
 
-def built(data: Path, **more: Any) -> tuple[Any, Any]:
+def build_models(data: Path, **more: Any) -> tuple[Any, Any]:
     """The model of data/pretrained, or another around it, whole and for FSDP2. Neither draws more numbers than the
     other."""
     config: Any = bind(MODELS, more if "base" in more else {"name": "hf", "path": "pretrained", **more})
-    places, loaded, drawn = Places(data, data), [], []
+    places, loaded, random_states = Places(data, data), [], []
     for build in (config.build, config.build_unfilled):
         torch.manual_seed(0)
         loaded.append(build(places))
-        drawn.append(torch.get_rng_state())
-    assert torch.equal(*drawn)
+        random_states.append(torch.get_rng_state())
+    assert torch.equal(*random_states)
     return loaded[0], loaded[1]
 
 
@@ -78,14 +78,14 @@ CONVERTED = {
     **PRETRAINED,
     "dtype": "bfloat16",
 }  # transformers does not read weights of the type of the files until they are used
-CROSSED = {"name": "cross_attention", "num_layers": 2, "stride": 2, "feed_forward_size": 64, "base": CONVERTED}
+CROSS_ATTENTION = {"name": "cross_attention", "num_layers": 2, "stride": 2, "feed_forward_size": 64, "base": CONVERTED}
 WRAPPED: dict[str, dict[str, Any]] = {
     "adapters": {"rank": 3, "target_modules": ["q_proj", "down_proj"], "base": CONVERTED},
     "adapters in gpt2": {"rank": 3, "target_modules": ["c_attn", "c_fc"], "base": PRETRAINED},
-    "cross-attention": CROSSED,
-    "one block": {**CROSSED, "shared_weights": True, "base": PRETRAINED},
-    "all is trained": {**CROSSED, "train_all_params": True},
-    "both": {"rank": 3, "target_modules": ["o_proj"], "base": CROSSED},
+    "cross-attention": CROSS_ATTENTION,
+    "one block": {**CROSS_ATTENTION, "shared_weights": True, "base": PRETRAINED},
+    "all is trained": {**CROSS_ATTENTION, "train_all_params": True},
+    "both": {"rank": 3, "target_modules": ["o_proj"], "base": CROSS_ATTENTION},
 }
 """Models around a base."""
 for model in WRAPPED.values():
@@ -101,12 +101,12 @@ def test_new_layers_around_a_base_are_initialised(tmp_path: Path, kind: str):
         "gpt2" if "gpt2" in kind else "llama",
         **({} if "gpt2" in kind else {"tie_word_embeddings": True}),
     )
-    whole, unfilled = built(data, **WRAPPED[kind])
-    parameters = dict(unfilled.named_parameters())
+    whole, model = build_models(data, **WRAPPED[kind])
+    parameters = dict(model.named_parameters())
     assert [*parameters] == [name for name, _ in whole.named_parameters()], "tied alike"
-    ((folder, names),) = stored_names(unfilled).items()
-    held = {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
-    state = unfilled.state_dict(keep_vars=True)
+    ((folder, names),) = stored_names(model).items()
+    file_tensors = {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    state = model.state_dict(keep_vars=True)
     base = {id(state[full]): file for file, full in names.items()}
     for name, expected in whole.named_parameters():
         loaded = parameters[name]
@@ -116,20 +116,22 @@ def test_new_layers_around_a_base_are_initialised(tmp_path: Path, kind: str):
             expected.shape,
         ), name
         assert loaded.is_meta == (id(loaded) in base), name
-        assert torch.equal(held[base[id(loaded)]].to(expected.dtype) if loaded.is_meta else loaded, expected), name
+        assert torch.equal(file_tensors[base[id(loaded)]].to(expected.dtype) if loaded.is_meta else loaded, expected), (
+            name
+        )
     assert any(loaded.requires_grad and not loaded.is_meta for loaded in parameters.values())
-    assert (str(unfilled), unfilled.name_or_path, unfilled.training) == (str(whole), whole.name_or_path, whole.training)
-    unfilled.register_parameter("more", nn.Parameter(torch.empty(2, device="meta")))
+    assert (str(model), model.name_or_path, model.training) == (str(whole), whole.name_or_path, whole.training)
+    model.register_parameter("more", nn.Parameter(torch.empty(2, device="meta")))
     with pytest.raises(AssertionError, match="weights that no file has"):
-        stored_names(unfilled)
+        stored_names(model)
 
 
 def test_layers_around_a_filled_base_are_unchanged(tmp_path: Path):
     data = toy.write_data(tmp_path / "data")
     save(data / "pretrained", "llama")
     base = {**PRETRAINED, "extra_tokens": ["<new>"]}
-    for model in (WRAPPED["adapters"] | {"base": base}, CROSSED | {"train_all_params": True, "base": base}):
-        whole, other = built(data, **model)
+    for model in (WRAPPED["adapters"] | {"base": base}, CROSS_ATTENTION | {"train_all_params": True, "base": base}):
+        whole, other = build_models(data, **model)
         assert not is_unfilled(other)
         assert not stored_names(other)
         for one, two in zip(other.parameters(), whole.parameters(), strict=True):
@@ -147,8 +149,8 @@ def test_no_process_builds_a_full_base(tmp_path: Path, kind: str):
         )
         assert output == ""
     for rank in range(4):
-        grown, whole = json.loads((data / f"grown-{rank}").read_text())
-        assert grown < 0.75 * whole, (
+        peak_bytes, whole = json.loads((data / f"grown-{rank}").read_text())
+        assert peak_bytes < 0.75 * whole, (
             f"process {rank} has held more than its part; a base built whole is 2.8 times the model while converted"
         )
 
@@ -157,24 +159,26 @@ def test_no_process_builds_a_full_base(tmp_path: Path, kind: str):
 def test_all_but_the_weights_is_there(tmp_path: Path, family: str, sizes: dict[str, Any]):
     data = toy.write_data(tmp_path / "data")
     save(data / "pretrained", family, **sizes)
-    whole, unfilled = built(data, **({"name": "t5", "dropout_rate": 0.1} if family == "t5" else {"attention": "eager"}))
-    assert is_unfilled(unfilled)
+    whole, empty = build_models(
+        data, **({"name": "t5", "dropout_rate": 0.1} if family == "t5" else {"attention": "eager"})
+    )
+    assert is_unfilled(empty)
     assert not is_unfilled(whole)
-    assert [*unfilled.state_dict()] == [*whole.state_dict()]
-    assert [name for name, _ in unfilled.named_parameters()] == [name for name, _ in whole.named_parameters()], (
+    assert [*empty.state_dict()] == [*whole.state_dict()]
+    assert [name for name, _ in empty.named_parameters()] == [name for name, _ in whole.named_parameters()], (
         "tied alike"
     )
-    assert all(parameter.is_meta for parameter in unfilled.parameters())
-    buffers = dict(unfilled.named_buffers())
+    assert all(parameter.is_meta for parameter in empty.parameters())
+    buffers = dict(empty.named_buffers())
     assert buffers.keys() == dict(whole.named_buffers()).keys()
     for name, buffer in whole.named_buffers():
         assert torch.equal(buffers[name], buffer), name
-    for model in (whole, unfilled):
+    for model in (whole, empty):
         model.config.name_or_path = ""
-    assert unfilled.config.to_dict() == whole.config.to_dict()
-    assert unfilled.generation_config.to_dict() == whole.generation_config.to_dict()
-    assert str(unfilled) == str(whole), "and dropout"
-    assert (unfilled.name_or_path, unfilled.training, unfilled.dtype) == (
+    assert empty.config.to_dict() == whole.config.to_dict()
+    assert empty.generation_config.to_dict() == whole.generation_config.to_dict()
+    assert str(empty) == str(whole), "and dropout"
+    assert (empty.name_or_path, empty.training, empty.dtype) == (
         whole.name_or_path,
         whole.training,
         whole.dtype,
@@ -184,13 +188,13 @@ def test_all_but_the_weights_is_there(tmp_path: Path, family: str, sizes: dict[s
 def test_tied_weights_that_the_files_have_twice_stay_tied(tmp_path: Path):
     data = toy.write_data(tmp_path / "data")
     folder = save(data / "pretrained", "llama", tie_word_embeddings=True)
-    held = {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    file_tensors = {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
     for path in folder.glob("*.safetensors*"):
         path.unlink()
-    twice = held["model.embed_tokens.weight"]
+    twice = file_tensors["model.embed_tokens.weight"]
     for logits, tied in ((twice.clone(), True), (twice + 1, False)):
-        save_file({**held, "lm_head.weight": logits}, folder / "model.safetensors", {"format": "pt"})
-        for model in built(data):
+        save_file({**file_tensors, "lm_head.weight": logits}, folder / "model.safetensors", {"format": "pt"})
+        for model in build_models(data):
             assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
 
 
@@ -198,29 +202,29 @@ def test_weights_that_cannot_be_read_in_parts_are_loaded_fully(tmp_path: Path):
     data = toy.write_data(tmp_path / "data")
     saved = save(data / "kept", "gpt2")
 
-    def refused(**more: Any) -> bool:
-        whole, other = built(data, **more)
+    def loads_fully(**more: Any) -> bool:
+        whole, other = build_models(data, **more)
         if more:  # its new rows are drawn
             return not is_unfilled(other)
         same = all(torch.equal(one, two) for one, two in zip(other.parameters(), whole.parameters(), strict=True))
         return same and not is_unfilled(other)
 
     shutil.copytree(saved, data / "pretrained")
-    assert is_unfilled(built(data)[1])
-    assert refused(extra_tokens=["<new>"])
+    assert is_unfilled(build_models(data)[1])
+    assert loads_fully(extra_tokens=["<new>"])
     save_file({"x": torch.ones(1)}, data / "pretrained" / "more.safetensors")
-    assert refused(), "another file"
+    assert loads_fully(), "another file"
     shutil.rmtree(data / "pretrained")
     shutil.copytree(saved, data / "pretrained", ignore=shutil.ignore_patterns("*.safetensors*"))
-    held = {name: tensor for file in saved.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    file_tensors = {name: tensor for file in saved.glob("*.safetensors") for name, tensor in load_file(file).items()}
     save_file(
-        {name.removeprefix("transformer."): tensor for name, tensor in held.items()},
+        {name.removeprefix("transformer."): tensor for name, tensor in file_tensors.items()},
         data / "pretrained" / "model.safetensors",
     )
-    assert refused(), "names of the body of the model"
+    assert loads_fully(), "names of the body of the model"
     shutil.rmtree(data / "pretrained")
     save(data / "pretrained", "gpt_neox")
-    assert refused(), "names that transformers changes"
+    assert loads_fully(), "names that transformers changes"
 
 
 @pytest.mark.slow
@@ -232,8 +236,10 @@ def test_a_training_has_the_same_bits_and_resumes(tmp_path: Path, name: str):
     test_seq2seq.write_data(tmp_path)
     data = tmp_path / "data"
     size = len(AutoTokenizer.from_pretrained(data / "toy_tokenizer"))
-    crossed = name in ("cross-attention", "both")
-    exp: dict[str, Any] = copy.deepcopy(test_seq2seq.EXP if name == "t5" else toy.CROSSATTN if crossed else toy.BASE)
+    has_cross_attention = name in ("cross-attention", "both")
+    exp: dict[str, Any] = copy.deepcopy(
+        test_seq2seq.EXP if name == "t5" else toy.CROSSATTN if has_cross_attention else toy.BASE
+    )
     if name == "t5":
         save(data / "pretrained", "t5", logits_tied=False, vocab_size=size)
         exp["model"] = {"name": "t5", "path": "pretrained"}
@@ -242,7 +248,9 @@ def test_a_training_has_the_same_bits_and_resumes(tmp_path: Path, name: str):
         exp["model"] = WRAPPED.get(name, {**PRETRAINED, "dtype": name}) | (
             {"dropout_rate": 0.1} if name == "adapters" else {}
         )
-    exp["loop"] |= {"steps": 6, "eval_every": 3, "learning_rate": 1e-3} | ({"micro_batch": 4} if crossed else {})
+    exp["loop"] |= {"steps": 6, "eval_every": 3, "learning_rate": 1e-3} | (
+        {"micro_batch": 4} if has_cross_attention else {}
+    )
     root = toy.project(tmp_path, f"EXP_GROUPS = {{'x': [{exp!r}]}}\n")
     run, loaded = tmp_path / "runs" / exp_id(exp), {}
     more = data / "pretrained" / "more.safetensors"
@@ -253,7 +261,7 @@ def test_a_training_has_the_same_bits_and_resumes(tmp_path: Path, name: str):
         else:
             more.unlink()
         assert toy.run(root, ["-e", "x", *words], tmp_path, processes=2).returncode == 0
-        assert ("each process reads its part of these weights" in (run / "logs" / "train.log").read_text()) != whole
+        assert ("each process loads its shard of these weights" in (run / "logs" / "train.log").read_text()) != whole
         loaded[whole] = scores(run), weights(run)
         if whole:
             shutil.rmtree(run)

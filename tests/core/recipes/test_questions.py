@@ -30,7 +30,7 @@ DATA: dict[str, dict[str, Any]] = {name: {"name": name, **case} for name, case i
     "phases to packed": {"name": "phases", "phases": [{"until": 0.5, "data": TALK}, {"data": PACKED}]},
     "rollouts": {"name": "rollouts", "prompts": TALK, "rollouts": 4, "group_size": 2, "max_new_tokens": 2},
 }
-ACCEPTED = {
+ACCEPTED_PAIRS = {
     "answers": {
         *(
             "crossattn qa",
@@ -59,7 +59,7 @@ ACCEPTED = {
 @pytest.mark.parametrize("recipe", RECIPES.modules)
 def test_questions_are_checked_before_the_training(recipe: str, option: str):
     field, setting = OPTIONS[option]
-    accepted: set[str] = set()
+    accepted_names: set[str] = set()
     refusals: dict[str, str] = {}
     for name, data in DATA.items():
         model = READERS[bind(DATASETS, data).reader]
@@ -74,8 +74,8 @@ def test_questions_are_checked_before_the_training(recipe: str, option: str):
             continue
         try:
             loaded.check_questions()
-            accepted.add(f"{recipe} {name}")
+            accepted_names.add(f"{recipe} {name}")
         except ConfigError as error:
             refusals[name] = str(error).partition(": ")[0]
     assert set(refusals.values()) <= {option, field}, refusals
-    assert accepted == {each for each in ACCEPTED[option] if each.startswith(f"{recipe} ")}
+    assert accepted_names == {each for each in ACCEPTED_PAIRS[option] if each.startswith(f"{recipe} ")}

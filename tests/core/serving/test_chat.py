@@ -63,15 +63,15 @@ def test_metadata_are_written_as_in_training(linearisation: str, folder: Path):
 def test_lines_are_read_and_sampling_is_that_of_its_seed(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
-    printed = []
+    outputs = []
     for seed in ("1", "1", "2"):
         monkeypatch.setattr("sys.stdin", io.StringIO("the thing1\nthe thing2\n"))
         assert (
             ask(folder, "--metadata", "title=red", "--seed", seed, "--temperature", "3", "--max_new_tokens", "9") == 0
         )
-        printed.append(capsys.readouterr().out)
-    assert printed[0] == printed[1] != printed[2]
-    assert [line.split()[:2] for line in printed[0].splitlines()][:1] == [["the", "thing1"]]
+        outputs.append(capsys.readouterr().out)
+    assert outputs[0] == outputs[1] != outputs[2]
+    assert [line.split()[:2] for line in outputs[0].splitlines()][:1] == [["the", "thing1"]]
 
 
 @pytest.mark.parametrize(
@@ -80,9 +80,9 @@ def test_lines_are_read_and_sampling_is_that_of_its_seed(
         (["--metadata", "titel=red"], "error: --metadata: unknown key 'titel'. Did you mean 'title'?"),
         (["--metadata", "entity=red"], "error: --metadata: unknown key 'entity'."),
         (["--metadata", "title"], "error: --metadata 'title': expected KEY=VALUE, such as url=docs.python.org."),
-        (["--temperature", "nan"], "error: expected --max_new_tokens of at least 1"),
-        (["--max_new_tokens", "1000"], "max_new_tokens 1000 are more than the model's"),
-        (["--temperature", "-1"], "error: expected --max_new_tokens of at least 1, --temperature from 0 on"),
+        (["--temperature", "nan"], "error: expected --max_new_tokens >= 1"),
+        (["--max_new_tokens", "1000"], "max_new_tokens 1000 exceed the 64 positions of the model"),
+        (["--temperature", "-1"], "error: expected --max_new_tokens >= 1, --temperature >= 0"),
         (["--8bit", "--device", "cpu"], "error: --8bit: needs a GPU, got cpu."),
         (["--device", "abacus"], "error: --device: 'abacus' cannot be used"),
     ],

@@ -30,11 +30,11 @@ async def total(body: Numbers) -> dict[str, int]:
     return {"total": sum(body.values)}
 
 
-async def named(name: str) -> dict[str, str]:
+async def by_name(name: str) -> dict[str, str]:
     return {"name": name}
 
 
-ENDPOINTS = [Endpoint("POST", "/total", total, Numbers), Endpoint("GET", "/named/{name}", named)]
+ENDPOINTS = [Endpoint("POST", "/total", total, Numbers), Endpoint("GET", "/named/{name}", by_name)]
 
 
 @pytest.fixture
@@ -66,8 +66,8 @@ def test_simultaneous_connections_are_all_answered(count: int):
 def test_connections_are_accepted_before_the_first_answer():
     """The listen backlog holds a burst that arrives while the server is busy or not running yet."""
     server = Server(ENDPOINTS, MAX_BYTES, options())
-    held = min(BACKLOG, int(Path("/proc/sys/net/core/somaxconn").read_text()), 300)
-    connections = [socket.create_connection(("127.0.0.1", server.port), timeout=60) for _ in range(held)]
+    num_connections = min(BACKLOG, int(Path("/proc/sys/net/core/somaxconn").read_text()), 300)
+    connections = [socket.create_connection(("127.0.0.1", server.port), timeout=60) for _ in range(num_connections)]
     with running(server):
         for connection in connections:
             connection.sendall(b"GET /named/x HTTP/1.1\r\nHost: localhost\r\n\r\n")
@@ -77,13 +77,13 @@ def test_connections_are_accepted_before_the_first_answer():
 
 
 def test_waiting_requests_form_batches_and_a_failure_affects_one_request():
-    started, release = threading.Event(), threading.Event()
+    has_started, release = threading.Event(), threading.Event()
     batches = list[list[int]]()
 
     def answer(batch: Sequence[int]) -> list[float]:
         batches.append(list(batch))
         if len(batches) == 1:
-            started.set()
+            has_started.set()
             assert release.wait(60)
         return [1 / value for value in batch]
 
@@ -100,7 +100,7 @@ def test_waiting_requests_form_batches_and_a_failure_affects_one_request():
     with running(server):
         threads = [threading.Thread(target=ask, args=[value]) for value in (1, 0, 2, 4)]
         threads[0].start()
-        assert started.wait(60)
+        assert has_started.wait(60)
         for thread in threads[1:]:
             thread.start()
         while batcher._waiting.qsize() < 3:
@@ -114,7 +114,7 @@ def test_waiting_requests_form_batches_and_a_failure_affects_one_request():
     assert replies[4][1] == {"value": 0.25}
 
 
-MALFORMED = {
+MALFORMED_BODIES = {
     "empty": b"",
     "truncated": b'{"values": [1',
     "not JSON": b"values=1",
@@ -144,9 +144,9 @@ MALFORMED = {
 }
 
 
-@pytest.mark.parametrize("name", MALFORMED)
+@pytest.mark.parametrize("name", MALFORMED_BODIES)
 def test_malformed_bodies_get_422(root: str, name: str):
-    status, reply = request(f"{root}/total", body=MALFORMED[name])
+    status, reply = request(f"{root}/total", body=MALFORMED_BODIES[name])
     assert status == 422
     assert list(reply) == ["error"]
     assert "\n" not in reply["error"]

@@ -27,10 +27,10 @@ from src.training.stopping import stop_conditions
 from src.training.validation import mean_loss
 from tests.core.training import small
 from tests.core.training.divergence.test_guard import config as diverging
-from tests.core.training.divergence.test_guard import spoiled
+from tests.core.training.divergence.test_guard import spoil
 from tests.core.training.reading import test_counts
 
-STRUCK = 1
+SIGNAL_RANK = 1
 """The process to which it happens, where nothing else is said."""
 LAST_UNDISTURBED = 5
 """Step within which a limit is reached."""
@@ -55,8 +55,8 @@ def start(
         try:
             state, model = small.train(run, config, learn, **more)
         except distributed.TrainingStopped as stopped:
-            ended = {"end": "stopped", "step": stopped.step, "code": stopped.exit_code}
-            return {**ended, "why": str(stopped), "everywhere": stopped.everywhere}
+            outcome = {"end": "stopped", "step": stopped.step, "code": stopped.exit_code}
+            return {**outcome, "why": str(stopped), "everywhere": stopped.everywhere}
         except UserError as error:
             return {"end": "failed", "why": str(error), "everywhere": error.everywhere}
         return {"end": "done", "step": state.step, "weights": model.guess.tolist()}
@@ -74,9 +74,9 @@ def within(step: int, act: Callable[[], object]) -> Learn:
     return learn
 
 
-def struck() -> bool:
+def is_signal_rank() -> bool:
     """Whether it happens to this process."""
-    return distributed.rank() == STRUCK
+    return distributed.rank() == SIGNAL_RANK
 
 
 def time_is_over(folder: Path) -> list[End]:
@@ -87,15 +87,15 @@ def time_is_over(folder: Path) -> list[End]:
         while time.monotonic() < end:
             time.sleep(0.01)
 
-    given = Options(limits=Limits(end=end if struck() else None))
-    return [start(folder, learn=within(LAST_UNDISTURBED, wait), options=given), start(folder)]
+    options = Options(limits=Limits(end=end if is_signal_rank() else None))
+    return [start(folder, learn=within(LAST_UNDISTURBED, wait), options=options), start(folder)]
 
 
 def file_is_seen(folder: Path) -> list[End]:
     """By one, as the other does not look again."""
-    stop_conditions.LOOK_SECONDS = 0.0 if struck() else 1e9
+    stop_conditions.LOOK_SECONDS = 0.0 if is_signal_rank() else 1e9
     file = folder / "runs" / stop_conditions.STOP_FILE
-    first = start(folder, learn=within(LAST_UNDISTURBED, file.touch if struck() else bool))
+    first = start(folder, learn=within(LAST_UNDISTURBED, file.touch if is_signal_rank() else bool))
     distributed.broadcast_from_rank0(file.unlink)
     stop_conditions.LOOK_SECONDS = 1.0
     return [first, start(folder)]
@@ -104,13 +104,13 @@ def file_is_seen(folder: Path) -> list[End]:
 def memory_is_used(folder: Path) -> list[End]:
     """On the machine of one."""
     before = stop_conditions.LOOK_SECONDS, stop_conditions._MEMORY, stop_conditions._GROUP
-    used = folder.with_suffix(f".{distributed.rank()}")
-    used.write_text("MemTotal: 100 kB\nMemAvailable: 90 kB\n")
-    stop_conditions.LOOK_SECONDS, stop_conditions._MEMORY, stop_conditions._GROUP = 0.0, used, folder / "none"
+    memory_file = folder.with_suffix(f".{distributed.rank()}")
+    memory_file.write_text("MemTotal: 100 kB\nMemAvailable: 90 kB\n")
+    stop_conditions.LOOK_SECONDS, stop_conditions._MEMORY, stop_conditions._GROUP = 0.0, memory_file, folder / "none"
 
     def fill() -> None:
-        if struck():
-            used.write_text("MemTotal: 100 kB\nMemAvailable: 1 kB\n")
+        if is_signal_rank():
+            memory_file.write_text("MemTotal: 100 kB\nMemAvailable: 1 kB\n")
 
     first = start(folder, learn=within(LAST_UNDISTURBED, fill), options=Options(limits=Limits(host_memory=0.95)))
     stop_conditions.LOOK_SECONDS, stop_conditions._MEMORY, stop_conditions._GROUP = before
@@ -126,8 +126,8 @@ def signal_in_evaluation(folder: Path, rank: int) -> list[End]:
             os.kill(os.getpid(), signal.SIGTERM)
         return small.loss(model, batch)
 
-    first = start(folder, evaluate=lambda: {"val_loss": evaluated(loss)})
-    second = start(folder, evaluate=lambda: {"val_loss": evaluated(small.loss)})
+    first = start(folder, evaluate=lambda: {"val_loss": evaluate_with(loss)})
+    second = start(folder, evaluate=lambda: {"val_loss": evaluate_with(small.loss)})
     return [{**first, "batches": next(calls)}, second]
 
 
@@ -135,14 +135,14 @@ BATCHES = 4
 """Of each process in one evaluation: 32 samples."""
 
 
-def evaluated(loss: Learn) -> float:
+def evaluate_with(loss: Learn) -> float:
     """The loss of a model that stays as it is."""
     return mean_loss(small.Line(), small.Numbers(), loss, 32 // (2 * BATCHES), small.torch.device("cpu"))
 
 
 def divergence(folder: Path, **actions: Any) -> list[End]:
     """The loss of one is 100 times, or is no, number in step 25; what the next start then reads."""
-    given = diverging(**actions).model_copy(update={"micro_batch": 1})
+    settings = diverging(**actions).model_copy(update={"micro_batch": 1})
     seen: list[list[int]] = []
 
     def learn(model: Any, batch: Mapping[str, Any]) -> Any:
@@ -150,12 +150,12 @@ def divergence(folder: Path, **actions: Any) -> list[End]:
         return small.loss(model, batch)
 
     value = float("nan") if "on_non_finite" in actions else 1000.0
-    first = start(folder, given, spoiled(value, 25) if struck() else small.loss)
-    second = start(folder, given, learn)
+    first = start(folder, settings, spoil(value, 25) if is_signal_rank() else small.loss)
+    second = start(folder, settings, learn)
     return [first, {**second, "seen": [index for batch in seen[:2] for index in batch]}]
 
 
-class Kept:
+class SavedExperience:
     """Experience that asks the other process at a start, and may differ from its."""
 
     def __init__(self, value: float) -> None:
@@ -182,11 +182,11 @@ def experience_is_loaded(folder: Path) -> list[End]:
     first = start(
         folder,
         learn=within(LAST_UNDISTURBED, lambda: os.kill(os.getpid(), signal.SIGTERM)),
-        experience=Kept(1),
+        experience=SavedExperience(1),
         inputs={"a": "0"},
     )
-    second = start(folder, experience=Kept(1), inputs={"a": str(distributed.rank())})
-    return [first, second, start(folder, experience=Kept(1), inputs={"a": "0"})]
+    second = start(folder, experience=SavedExperience(1), inputs={"a": str(distributed.rank())})
+    return [first, second, start(folder, experience=SavedExperience(1), inputs={"a": "0"})]
 
 
 def names_differ(folder: Path) -> list[End]:
@@ -232,12 +232,12 @@ SCENARIOS: dict[str, Callable[[Path], list[End]]] = {
     "time limit": time_is_over,
     "stop file": file_is_seen,
     "memory limit": memory_is_used,
-    "evaluated undisturbed": lambda folder: [start(folder, evaluate=lambda: {"val_loss": evaluated(small.loss)})],
+    "evaluated undisturbed": lambda folder: [start(folder, evaluate=lambda: {"val_loss": evaluate_with(small.loss)})],
     "signal to 0": lambda folder: signal_in_evaluation(folder, 0),
     "signal to 1": lambda folder: signal_in_evaluation(folder, 1),
     "long undisturbed": lambda folder: [start(folder, diverging().model_copy(update={"micro_batch": 1}))],
     "experience loaded": experience_is_loaded,
-    "experience differs": lambda folder: [start(folder, experience=Kept(distributed.rank()))],
+    "experience differs": lambda folder: [start(folder, experience=SavedExperience(distributed.rank()))],
     "names differ": names_differ,
     "replies": replies_are_shared,
     "slow rank 0": rank_0_works_for_long,
@@ -248,11 +248,11 @@ SCENARIOS: dict[str, Callable[[Path], list[End]]] = {
 
 def main(folder: Path) -> None:
     """Run every scenario."""
-    found = {}
+    outcomes = {}
     with distributed.session():
         for name, scenario in SCENARIOS.items():
-            found[name] = scenario(folder / name.replace(" ", "_"))
-    (folder / f"rank-{distributed.rank()}.json").write_text(json.dumps(found))
+            outcomes[name] = scenario(folder / name.replace(" ", "_"))
+    (folder / f"rank-{distributed.rank()}.json").write_text(json.dumps(outcomes))
 
 
 if __name__ == "__main__":

@@ -62,7 +62,7 @@ def loss(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
 
 
 @contextlib.contextmanager
-def opened(folder: Path, options: Options | None = None, exp: dict[str, Any] = EXP) -> Iterator[Run]:
+def open_run(folder: Path, options: Options | None = None, exp: dict[str, Any] = EXP) -> Iterator[Run]:
     """The run below `folder`, new or to be continued; `folder` has data/toy_tokenizer."""
     with RunDir.open(folder / "runs", exp, exp) as run_dir:
         yield Run(run_dir, Places(folder / "data", folder / "runs"), options or Options())
@@ -73,14 +73,14 @@ def opened_together(folder: Path, options: Options | None = None, exp: dict[str,
     """`opened` by rank 0; the other processes attach. Collective."""
     options = options or Options()
     with contextlib.ExitStack() as stack:
-        own: list[Run] = []
+        runs: list[Run] = []
 
         def begin() -> Path:
-            own.append(stack.enter_context(opened(folder, options, exp)))
-            return own[0].path
+            runs.append(stack.enter_context(open_run(folder, options, exp)))
+            return runs[0].path
 
         path = distributed.broadcast_from_rank0(begin)
-        yield own[0] if own else Run(RunDir.attach(path), Places(folder / "data", folder / "runs"), options)
+        yield runs[0] if runs else Run(RunDir.attach(path), Places(folder / "data", folder / "runs"), options)
 
 
 def train(

@@ -14,21 +14,23 @@ from src.training.validation import mean_loss, measure, sample_losses
 
 def test_z_loss_adds_the_squared_logarithm_of_the_softmax_denominator_where_something_is_learned():
     logits = torch.tensor([[math.log(2.0), math.log(6.0)], [5.0, 5.0]])
-    found = cross_entropy(logits, torch.tensor([1, -100]), z_loss=0.5)
-    assert found.item() == pytest.approx(math.log(8 / 6) + 0.5 * math.log(8) ** 2)
+    loss = cross_entropy(logits, torch.tensor([1, -100]), z_loss=0.5)
+    assert loss.item() == pytest.approx(math.log(8 / 6) + 0.5 * math.log(8) ** 2)
 
 
 @pytest.mark.parametrize(
-    ("mask", "poly_epsilon", "wanted"),
+    ("mask", "poly_epsilon", "expected"),
     [("1100", 0.0, 0.813933), ("1111", 0.0, 0.724081), ("0000", 0.0, 0.0), ("1100", 1.0, 1.275687)],
 )
-def test_masked_cross_entropy_and_poly_loss(mask: str, poly_epsilon: float, wanted: float):
+def test_masked_cross_entropy_and_poly_loss(mask: str, poly_epsilon: float, expected: float):
     """Worked examples of the specification; the reference could not make its poly loss (B9), and where nothing is
     learned it is 0."""
     logits = torch.tensor([[2.0, 0.0, -1.0], [0.5, 0.5, 0.0], [0.0, 3.0, 1.0], [1.0, 1.0, 1.0]])
-    targets = torch.tensor([target if own == "1" else -100 for target, own in zip([0, 2, 1, 0], mask, strict=True)])
-    found = cross_entropy(logits, targets, poly_epsilon=poly_epsilon)
-    assert found.item() / max(1, mask.count("1")) == pytest.approx(wanted, abs=1e-6)
+    targets = torch.tensor(
+        [target if is_learned == "1" else -100 for target, is_learned in zip([0, 2, 1, 0], mask, strict=True)]
+    )
+    loss = cross_entropy(logits, targets, poly_epsilon=poly_epsilon)
+    assert loss.item() / max(1, mask.count("1")) == pytest.approx(expected, abs=1e-6)
 
 
 def test_z_loss_pulls_the_logits_to_zero():
@@ -84,17 +86,17 @@ def test_the_loss_of_an_encoder_decoder_is_that_of_its_labels():
 def test_accuracy_is_the_share_of_learned_tokens_that_are_likeliest(batch_size: int):
     """And the loss is of tokens, whatever the batches, the last one too (B7 of BigScience's metadata project: a mean of
     batches' means)."""
-    found = measure(Echo(), Pairs(), seq2seq_loss, batch_size, torch.device("cpu"), accuracy=True)
-    assert (found.loss, found.accuracy) == pytest.approx(((2 * math.log(2) + 4 * math.log(6)) / 6, 2 / 6))
-    assert mean_loss(Echo(), Pairs(), seq2seq_loss, batch_size, torch.device("cpu")) == pytest.approx(found.loss)
+    sums = measure(Echo(), Pairs(), seq2seq_loss, batch_size, torch.device("cpu"), accuracy=True)
+    assert (sums.loss, sums.accuracy) == pytest.approx(((2 * math.log(2) + 4 * math.log(6)) / 6, 2 / 6))
+    assert mean_loss(Echo(), Pairs(), seq2seq_loss, batch_size, torch.device("cpu")) == pytest.approx(sums.loss)
 
 
 def test_a_loss_of_pairs_is_measured_by_the_pair():
-    found = measure(
+    sums = measure(
         Echo(), Pairs(), seq2seq_loss, 2, torch.device("cpu"), accuracy=True, count=lambda batch: len(batch["labels"])
     )
-    assert (found.loss, found.accuracy) == pytest.approx(((2 * math.log(2) + 4 * math.log(6)) / 3, 2 / 6))
-    with pytest.raises(TrainingError, match="nothing to take a mean loss of"):
+    assert (sums.loss, sums.accuracy) == pytest.approx(((2 * math.log(2) + 4 * math.log(6)) / 3, 2 / 6))
+    with pytest.raises(TrainingError, match="no scored tokens"):
         mean_loss(Echo(), Pairs(), seq2seq_loss, 2, torch.device("cpu"), count=lambda _: 0)
 
 
@@ -122,10 +124,10 @@ def test_rows_of_one_sample_are_of_its_group():
 @pytest.mark.parametrize("batch_size", [1, 2, 3])
 def test_the_losses_of_samples_make_the_mean(batch_size: int):
     device = torch.device("cpu")
-    found = sample_losses(Echo(), Pairs(), seq2seq_loss, batch_size, device)
-    assert [tokens for _, tokens in found] == [3, 1, 2]
+    losses = sample_losses(Echo(), Pairs(), seq2seq_loss, batch_size, device)
+    assert [tokens for _, tokens in losses] == [3, 1, 2]
     each = [measure(Echo(), _One(i), seq2seq_loss, 1, device) for i in range(3)]
-    assert [nats for nats, _ in found] == pytest.approx([one.loss_sum for one in each])
+    assert [nats for nats, _ in losses] == pytest.approx([one.loss_sum for one in each])
 
 
 class _One(Pairs):

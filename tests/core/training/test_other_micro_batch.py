@@ -58,7 +58,7 @@ def test_a_run_with_dropout_needs_its_micro_batch(tmp_path: Path, capsys: pytest
     before = {path.name for path in (tmp_path / "runs" / run / "checkpoints").iterdir()}
     assert toy.main([*words, "--micro_batch", "2"], GROUPS, tmp_path) == 1
     assert (
-        "dropout[0]: --micro_batch 2: the model trains with dropout, which depends on the micro-batch"
+        "dropout[0]: --micro_batch 2: the model has dropout, which depends on the micro-batch"
         in capsys.readouterr().err
     )
     assert {path.name for path in (tmp_path / "runs" / run / "checkpoints").iterdir()} == before
@@ -74,7 +74,7 @@ def test_a_run_with_dropout_needs_its_micro_batch(tmp_path: Path, capsys: pytest
             "indexed[0]: --micro_batch 3: loop: sequences_per_step = 8 is not a multiple of micro_batch = 3",
         ),
         ("indexed", "0", "indexed[0]: --micro_batch 0: loop.micro_batch: expected a number > 0"),
-        ("asked", "2", "asked[0]: --micro_batch: it has no loop, so nothing is trained. Leave it out."),
+        ("asked", "2", "asked[0]: --micro_batch: the experiment has no loop, so nothing is trained. Leave it out."),
     ],
 )
 def test_what_cannot_be_is_refused(

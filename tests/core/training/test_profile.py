@@ -15,10 +15,10 @@ def train(folder: Path, *options: str) -> Path:
 
 
 def test_profiled_steps_change_no_number(tmp_path: Path):
-    plain, profiled = train(tmp_path / "plain"), train(tmp_path / "profiled", "--profile", "3")
-    assert (profiled / "scores.jsonl").read_bytes() == (plain / "scores.jsonl").read_bytes()
+    plain, with_profile = train(tmp_path / "plain"), train(tmp_path / "profiled", "--profile", "3")
+    assert (with_profile / "scores.jsonl").read_bytes() == (plain / "scores.jsonl").read_bytes()
     assert not (plain / "profile").exists()
-    assert sorted(path.name for path in (profiled / "profile").iterdir()) == ["key_averages_0.txt", "trace_0.json"]
-    events = json.loads((profiled / "profile" / "trace_0.json").read_text())["traceEvents"]
+    assert sorted(path.name for path in (with_profile / "profile").iterdir()) == ["key_averages_0.txt", "trace_0.json"]
+    events = json.loads((with_profile / "profile" / "trace_0.json").read_text())["traceEvents"]
     assert sum(event["name"] == "Optimizer.step#AdamW.step" for event in events) == 3
-    assert "aten::addmm" in (profiled / "profile" / "key_averages_0.txt").read_text()
+    assert "aten::addmm" in (with_profile / "profile" / "key_averages_0.txt").read_text()

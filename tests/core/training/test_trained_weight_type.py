@@ -43,10 +43,11 @@ def test_only_trained_weights_must_be_float32(tmp_path: Path, dtype: str):
 
 
 def test_a_trained_critic_must_be_float32(tmp_path: Path):
-    adapted = {**ADAPTERS, "base": {"name": "hf", "path": "m", "dtype": "bfloat16"}}
+    adapter_model = {**ADAPTERS, "base": {"name": "hf", "path": "m", "dtype": "bfloat16"}}
     for dtype, expected in (("bfloat16", "bfloat16"), ("float32", "float32")):
         model = bind(
-            MODELS, {"name": "with_values", "base": adapted, "critic": {"name": "hf", "path": "m", "dtype": dtype}}
+            MODELS,
+            {"name": "with_values", "base": adapter_model, "critic": {"name": "hf", "path": "m", "dtype": dtype}},
         )
         assert model.trained_type(Places(tmp_path, tmp_path)) == expected
 

@@ -53,7 +53,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
             {**TALK, "writing": {"template": "tokenizer", "tags": {}}},
             "data.writing: tags: a template of the tokenizer has no place",
         ),
-        ("talk_tokenizer", {**MIXED, "draw": {"a": {"size": 99}}}, "data.draw.a.size: the part has only 24 samples."),
+        (
+            "talk_tokenizer",
+            {**MIXED, "draw": {"a": {"size": 99}}},
+            "data.draw.a.size: 99, but the part has only 24 samples.",
+        ),
         ("good", OWN, None),
         ("no_system", OWN, None),
         ("talk_tokenizer", {**MIXED, "draw": {"a": {"size": 24}, "b": {"size": 99, "fraction": 9.0}}}, None),

@@ -115,12 +115,12 @@ def train(
 
 @pytest.mark.parametrize("stop_after", [1, 2, 3, 7, 8])
 def test_a_restart_in_the_middle_of_a_rollout_reads_on_in_it(tmp_path: Path, stop_after: int):
-    with small.opened(small.write_data(tmp_path / "whole")) as run:
+    with small.open_run(small.write_data(tmp_path / "whole")) as run:
         wanted, everything, rolled_out = train(run)
         weights = (max((run.path / "checkpoints").glob("step-*")) / "model.safetensors").read_bytes()
     assert rolled_out == [0, 1, 2, 3]
     assert len({guess for rows in everything for guess in rows}) == 4 * SIZE, "the model has moved between rollouts"
-    with small.opened(small.write_data(tmp_path / "stopped")) as run:
+    with small.open_run(small.write_data(tmp_path / "stopped")) as run:
         with pytest.raises(distributed.TrainingStopped) as stopped:
             train(run, stop_after)
         step = stopped.value.step
@@ -141,7 +141,7 @@ def test_two_blocks_of_one_step_draw_other_numbers(tmp_path: Path):
             with engine.generating():
                 assert not torch.equal(torch.rand(4), first)
 
-    with small.opened(small.write_data(tmp_path)) as run:
+    with small.open_run(small.write_data(tmp_path)) as run:
         about = CheckpointMetadata({}, tokenizers.load(run.places.data / "toy_tokenizer"))
         data = Twice()
         fit(
@@ -171,7 +171,7 @@ def test_what_an_evaluation_draws_changes_no_rollout_however_often_the_run_is_sa
             with data.engine.generating():
                 return {"val_loss": float(next(losses))}
 
-        with small.opened(small.write_data(tmp_path / str(save_every)), Options(save_every=save_every)) as run:
+        with small.open_run(small.write_data(tmp_path / str(save_every)), Options(save_every=save_every)) as run:
             torch.manual_seed(0)
             about = CheckpointMetadata({}, tokenizers.load(run.places.data / "toy_tokenizer"))
             spec = TrainSpec(
@@ -187,7 +187,7 @@ def test_a_step_of_an_earlier_rollout_is_not_saved_as_what_stands_there_now(tmp_
     config = CONFIG.model_copy(
         update={"steps": 30, "divergence": Divergence(**{**LEAST, "loss_steps": 2, "on_loss_spike": "save_batch"})}
     )
-    with small.opened(small.write_data(tmp_path)) as run:
+    with small.open_run(small.write_data(tmp_path)) as run:
         train(run, config=config, spoiled=(24, 25))
         assert ("loss_spike", 25, "save_batch") in findings(run.path)
         assert list(documents(run.path)) == ["step-00000025-rank-0.json"]

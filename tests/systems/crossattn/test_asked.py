@@ -59,7 +59,7 @@ def test_chosen_questions(settings: dict[str, Any], listed: list[int] | None, ex
             {"index_file": "x.txt"},
             [3, 10],
             DataError,
-            r"^inference\.index_file: x\.txt: row 10 of 10, counted from 0\.$",
+            r"^inference\.index_file: x\.txt: row 10 is out of range, expected 0 to 9\.$",
         ),
         ({"index_file": "x.txt"}, [3, 5, 3], DataError, r"^inference\.index_file: x\.txt: row 3 is listed 2 times\.$"),
         ({"index_file": "x.txt"}, [], DataError, r"^inference: no row of the split is in inference\.index_file"),
@@ -89,11 +89,9 @@ def test_names_of_scores_and_number_of_questions():
         end for name in score_names(answers.metrics) for end in (name, f"{name}_shuffled_context")
     }
     assert answers.score_names() == score_names(answers.metrics)
-    with pytest.raises(
-        ConfigError, match=r"^answers\.shuffled_context: these data are read without contexts\. Leave it out\.$"
-    ):
+    with pytest.raises(ConfigError, match=r"^answers\.shuffled_context: these data have no contexts\. Remove it\.$"):
         control.require(Rows())
-    with pytest.raises(DataError, match=r"^answers\.questions: 11 of a validation set of 10\. Ask for fewer\.$"):
+    with pytest.raises(DataError, match=r"^answers\.questions: 11 requested, only 10 available\. Use fewer\.$"):
         answers.model_copy(update={"questions": 11}).require(Rows())
 
 

@@ -366,18 +366,18 @@ def test_it_stops_when_the_metric_of_the_task_no_longer_grows(folder: Path):
         (
             "answers",
             {"by": "generate", "length_normalised": True},
-            "length_normalised: only ranked answers are, and by is 'generate'.",
+            "length_normalised: needs by 'rank', got 'generate'.",
         ),
         (
             "answers",
             {"length_penalty": 0.6},
-            "length_penalty: it is of beams, and without them it would be ignored. Set num_beams.",
+            "length_penalty: ignored without beam search. Set num_beams.",
         ),
-        ("answers", {"by": "rank", "num_beams": 2}, "num_beams: ranked answers are not searched for. Leave it out."),
+        ("answers", {"by": "rank", "num_beams": 2}, "num_beams: ignored with by 'rank'. Remove it."),
         (
             "loop.precision",
             "float16",
-            "loop.precision: 'float16' needs a GPU, and this machine has no GPU. Use 'bfloat16' or 'float32'.",
+            "loop.precision: 'float16' needs a GPU. Use 'bfloat16' or 'float32'.",
         ),
         ("predictions.splits", [], "predictions.splits: expected a list that is not empty"),
         ("predictions.splits", ["tst"], "predictions.splits[0]: unknown value 'tst'"),

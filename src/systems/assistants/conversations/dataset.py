@@ -280,7 +280,7 @@ class Conversations:
         from src.data import collate
 
         ids, masks = [s["input_ids"] for s in samples], [s["loss_mask"] for s in samples]
-        return collate.pad_tokens(ids, masks, self.renderer.safe.pad_id, left=True)
+        return collate.pad_tokens(ids, masks, self.renderer.safe.pad_id, pad_left=True)
 
     def collate(self, samples: Sequence[Sample]) -> TokenBatch:
         """Padded on the right; padding is masked, so its id does not matter."""

@@ -104,4 +104,4 @@ class Prompts:
         from src.data.collate import pad_tokens
 
         ids = [prompt.ids for prompt in prompts]
-        return pad_tokens(ids, [[False] * len(row) for row in ids], self.renderer.safe.pad_id, left=True)
+        return pad_tokens(ids, [[False] * len(row) for row in ids], self.renderer.safe.pad_id, pad_left=True)

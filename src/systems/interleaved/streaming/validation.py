@@ -140,7 +140,9 @@ class ValidationRows:
 
         from src.data import collate
 
-        batch = collate.pad_tokens([row.input_ids for row in samples], [row.loss_mask for row in samples], 0, left=True)
+        batch = collate.pad_tokens(
+            [row.input_ids for row in samples], [row.loss_mask for row in samples], 0, pad_left=True
+        )
         side = self.data.config.images.frame_size
         frames = [frames for row in samples for frames in row.frames] or [np.ones((1, 3, side, side), dtype=np.float32)]
         return {**batch, "pixel_values": torch.from_numpy(np.concatenate(frames))[None]}

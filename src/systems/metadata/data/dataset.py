@@ -11,7 +11,7 @@ from pydantic import Field, model_validator
 
 from src.data import jsonl
 from src.data.packing.dataset import require_tested_model
-from src.data.packing.lanes import LaneOrder, Packing, Permuted
+from src.data.packing.lanes import LaneOrder, Packing, PermutedArrangement
 from src.data.text.tokenizers import SafeTokenizer
 from src.errors import DataError
 from src.experiments.batches import TokenBatch
@@ -208,7 +208,12 @@ class MetadataDataset:
         config = self.config
         digest = hashlib.sha256(f"{self.fingerprint}/{self.seed}/{seed}".encode()).hexdigest()[:16]
         packing = Packing(
-            Permuted(len(self), seed), self.sizes, (config.sequence_tokens,), config.open_rows, "data", digest
+            PermutedArrangement(len(self), seed),
+            self.sizes,
+            (config.sequence_tokens,),
+            config.open_rows,
+            "data",
+            digest,
         )
         return LaneOrder(packing, per_step, branches)
 

@@ -50,8 +50,8 @@ def write_shard(folder, name, texts, dtype):
         return writer.close()
 
 
-def read_all(found):
-    return [found[i].tolist() for i in range(len(found))]
+def read_all(text):
+    return [text[i].tolist() for i in range(len(text))]
 
 
 SHARDS = [["abc", ""], ["defgh"], ["i", "jk", "l"]]
@@ -63,12 +63,12 @@ FULL = [[string for string in shard if string] for shard in SHARDS]
 @pytest.mark.parametrize("dtype", ["uint16", "uint32"])
 def test_documents_come_back_without_their_end_tokens(places, tokenizer, write_tokens, dtype):
     write_tokens("t", SHARDS, dtype=dtype)
-    found = documents.read(places, "t", tokenizer, "train")
-    assert read_all(found) == [ids(string) for string in TEXTS]
-    assert found[0].dtype == np.int32
-    assert found.num_tokens == 18
+    text = documents.read(places, "t", tokenizer, "train")
+    assert read_all(text) == [ids(string) for string in TEXTS]
+    assert text[0].dtype == np.int32
+    assert text.num_tokens == 18
     with pytest.raises(IndexError, match="document 6 of 6"):
-        found[6]
+        text[6]
 
 
 @pytest.mark.parametrize("length", [1, 2, 3, 4, 5, 7, 17])
@@ -85,7 +85,7 @@ def test_rows_are_the_documents_joined_with_end_tokens(places, tokenizer, write_
             rows.row(len(rows))
 
 
-def test_a_row_may_be_changed_without_changing_the_data(places, tokenizer, write_tokens):
+def test_changing_a_returned_row_does_not_change_the_data(places, tokenizer, write_tokens):
     write_tokens("t", SHARDS)
     rows = PackedRows(documents.read(places, "t", tokenizer, "train"), 4)
     rows.row(0)[:] = 7
@@ -120,28 +120,28 @@ def test_text_data_of_token_files_are_those_of_the_plain_corpus(places, tokenize
         [{"text": t, "source": "s"} for t in ("abcdefgh", "x")],
     )
     for split in ("train", "val"):
-        made = []
+        datasets = []
         for corpus in ("t", "plain"):
             config = load(dataset.Config, {"corpus": corpus, "sequence_tokens": 3, "val_sequences": 2}, "data")
             config.check(places)
             data = config.build(places, tokenizer, split, 0)
-            made.append([data.sample(0, i) for i in range(len(data))])
-        assert made[0] == made[1]
-        assert len(made[0]) == {"train": 5, "val": 2}[split]
+            datasets.append([data.sample(0, i) for i in range(len(data))])
+        assert datasets[0] == datasets[1]
+        assert len(datasets[0]) == {"train": 5, "val": 2}[split]
 
 
 def test_another_tokenizer_is_refused(places, make_tokenizer, write_tokens):
     write_tokens("t", SHARDS)
     other = make_tokenizer(["<|endoftext|>", "<|pad|>", "<more>"])
     with pytest.raises(
-        DataError, match=r"t: tokenised with 'bytes' \(sha256 [0-9a-f]{12}\), but the model's tokenizer is another"
+        DataError, match=r"t: tokenised with 'bytes' \(sha256 [0-9a-f]{12}\), but the model has another tokenizer"
     ):
         documents.read(places, "t", other, "train")
 
 
 def test_another_end_token_is_refused(places, tokenizer, write_tokens):
     write_tokens("t", SHARDS, eos_id=5)
-    with pytest.raises(DataError, match="its documents end with token 5, those of the model with 0"):
+    with pytest.raises(DataError, match="documents end with token 5, but the model's end token is 0"):
         documents.read(places, "t", tokenizer, "train")
 
 
@@ -149,10 +149,10 @@ def test_missing_splits_and_files_are_found_without_reading(places, write_tokens
     folder = write_tokens("t", SHARDS)
     dataset.Config(corpus="t", sequence_tokens=4).check(places)
     (folder / "train-00001.ids").write_bytes(b"1")
-    with pytest.raises(DataError, match=r"train-00001.ids: 1 bytes, but 12 bytes were written"):
+    with pytest.raises(DataError, match=r"train-00001.ids: 1 bytes, expected 12 bytes"):
         dataset.Config(corpus="t", sequence_tokens=4).check(places)
     write_tokens("u", SHARDS, val=[])
-    with pytest.raises(DataError, match=r"u: has no documents for the split 'val'. It has: train, val"):
+    with pytest.raises(DataError, match=r"u: no documents for the split 'val'. Splits: train, val"):
         dataset.Config(corpus="u", sequence_tokens=4).check(places)
     with pytest.raises(DataError, match=r"no such data set: unknown corpus .nothing.*Known: t, u\."):
         dataset.Config(corpus="nothing", sequence_tokens=4).check(places)
@@ -165,20 +165,20 @@ def rewrite(folder, change):
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         (lambda m: m.update(format="token files 9"), "expected the format 'token files 1', got 'token files 9'"),
         (lambda m: m.pop("dtype"), "does not describe token files: KeyError 'dtype'"),
-        (lambda m: m["splits"]["train"][0].update(name="x"), "the files of its shard 'x' are not listed"),
+        (lambda m: m["splits"]["train"][0].update(name="x"), "files of shard 'x' are missing in the manifest"),
         (
             lambda m: m["splits"]["train"][0].update(tokens=4),
-            "train-00000.ids: 10 bytes, but 4 numbers of 2 bytes were written",
+            "train-00000.ids: 10 bytes, expected 4 numbers of 2 bytes",
         ),
     ],
 )
-def test_a_manifest_that_does_not_fit_is_refused(places, tokenizer, write_tokens, change, said):
+def test_a_manifest_that_does_not_fit_is_refused(places, tokenizer, write_tokens, change, message):
     rewrite(write_tokens("t", SHARDS), change)
-    with pytest.raises(DataError, match=re.escape(said)):
+    with pytest.raises(DataError, match=re.escape(message)):
         documents.read(places, "t", tokenizer, "train")
 
 
@@ -191,11 +191,11 @@ def test_ends_that_do_not_fit_are_refused(places, tokenizer, write_tokens):
 
 def test_a_copy_in_another_process_maps_the_same_files_or_refuses(places, tokenizer, write_tokens):
     write_tokens("t", SHARDS)
-    found = documents.read(places, "t", tokenizer, "train")
-    packed = pickle.dumps(PackedRows(found, 4))
+    text = documents.read(places, "t", tokenizer, "train")
+    packed = pickle.dumps(PackedRows(text, 4))
     assert len(packed) < 1000
     assert pickle.loads(packed).row(1).tolist() == [EOS, *ids("def")]
     write_tokens("t", [["other"]])
-    assert read_all(found) == [ids(string) for string in TEXTS]
-    with pytest.raises(DataError, match="other data than when they were opened"):
+    assert read_all(text) == [ids(string) for string in TEXTS]
+    with pytest.raises(DataError, match="changed since it was opened"):
         pickle.loads(packed)

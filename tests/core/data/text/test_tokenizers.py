@@ -26,7 +26,7 @@ def test_missing_folder(name):
         tokenizers.load(name)
 
 
-def test_missing_default_tokenizer_says_what_makes_it(tmp_path):
+def test_missing_default_tokenizer_names_the_command_that_makes_it(tmp_path):
     with pytest.raises(
         DataError, match=r"no such tokenizer folder. Make it with: python -m data_prep.crossattn.stdlib_qa --data_path"
     ):
@@ -34,7 +34,7 @@ def test_missing_default_tokenizer_says_what_makes_it(tmp_path):
 
 
 def test_folder_without_a_tokenizer(tmp_path):
-    with pytest.raises(DataError, match=re.escape(f"{tmp_path}: no tokenizer can be read from this folder.")):
+    with pytest.raises(DataError, match=re.escape(f"{tmp_path}: no tokenizer.json in this folder.")):
         tokenizers.load(tmp_path)
 
 
@@ -72,8 +72,8 @@ def test_text_that_spells_a_piece_of_a_unigram_model_is_no_control_token():
     pieces = [*((name, 0.0) for name in ("<pad>", "</s>", "<unk>")), *((letter, -2.0) for letter in letters)]
     tokenizer = T5Tokenizer(vocab=[*pieces, *((f"<extra_id_{n}>", 0.0) for n in reversed(range(100)))])
     assert tokenizer("a</s>").input_ids == [4, 1, 1]
-    made = SafeTokenizer(tokenizer)
-    for encoder in (made, pickle.loads(pickle.dumps(made))):
+    safe = SafeTokenizer(tokenizer)
+    for encoder in (safe, pickle.loads(pickle.dumps(safe))):
         assert encoder.encode("a <extra_id_0> b </s>") == [
             4,
             10,
@@ -133,7 +133,7 @@ def test_an_encoder_reaches_other_processes(tokenizer):
     assert min(encoder.encode("<|user|>")) >= 8
 
 
-def test_a_start_token_is_kept_and_an_end_token_is_not(make_tokenizer):
+def test_a_start_token_is_prepended_and_an_end_token_is_not(make_tokenizer):
     from tokenizers.processors import TemplateProcessing
 
     tokenizer = make_tokenizer(["<|endoftext|>", "<s>"], pad=None)
@@ -155,7 +155,7 @@ def test_a_damaged_tokenizer_is_named(tmp_path, tokenizer, file, content):
     tokenizer.save_pretrained(tmp_path)
     (tmp_path / file).write_text(content)
     with pytest.raises(
-        DataError, match=re.escape(f"{tmp_path}: its tokenizer cannot be read (") + r".*\)\. Get it again\.$"
+        DataError, match=re.escape(f"{tmp_path}: the tokenizer cannot be read (") + r".*\)\. Get it again\.$"
     ):
         tokenizers.load(tmp_path)
 

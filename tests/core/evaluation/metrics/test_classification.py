@@ -27,7 +27,7 @@ def test_accuracy_is_of_each_answer():
     assert config.score([Prediction(" a\n", ["a"])]) == {"accuracy": [1.0]}
 
 
-def test_f1_takes_what_is_no_label_for_the_wrong_one():
+def test_f1_counts_an_invalid_label_as_the_wrong_class():
     """Of class b: right 1 (first), wrongly b 2 (third, and the fourth that is none of both), missed 2: 2 / (2 + 2 +
     2)."""
     assert of("f1", "b a b x x", "b b a a b", "ab") == pytest.approx(1 / 3)
@@ -53,7 +53,7 @@ def test_nonsense_correlates_with_nothing():
     assert of("matthews", "b x x", "b a b", "ab") == pytest.approx(-50.0)  # as b b a: TP 1, FP 1, FN 1, TN 0
 
 
-def test_what_is_no_label_is_a_class_of_its_own_among_three():
+def test_an_invalid_label_is_a_separate_class_among_three():
     """Gorodkin's R: (c s - sum p t) / sqrt((s^2 - sum p^2) (s^2 - sum t^2)) = (1 * 2 - 1) / sqrt((4 - 2) (4 - 2))."""
     assert of("matthews", "b x", "b a", ABC) == pytest.approx(50.0)
 
@@ -66,34 +66,34 @@ def test_pearson_and_spearman():
 
 
 @pytest.mark.parametrize("text", ["x", "nan", "inf", "-inf"])
-def test_what_is_no_number_is_minus_one(text: str):
+def test_an_answer_without_a_number_is_minus_one(text: str):
     assert of("pearson", f"{text} 1 3", "0 1 2") == pytest.approx(100.0)
     assert of("pearson", f"{text} 1 4", "0 1 2") == pytest.approx(100 * 5 / (2 * 38 / 3) ** 0.5)
 
 
-def test_what_is_always_the_same_correlates_with_nothing():
+def test_constant_answers_have_correlation_zero():
     assert of("pearson", "2 2 2", "0 1 2") == of("spearman", "0 1 2", "1 1 1") == of("pearson", "1", "1") == 0.0
 
 
 def test_multirc():
     """Question 1 all right; of question 2 one of two. F1: right 1 of True, none too many, 1 missed."""
-    given = {
+    answers_by_question = {
         "predictions": "True False False False",
         "references": "True False True False",
         "labels": ["False", "True"],
     }
-    assert of("question_match", **given, groups="1 1 2 2") == 0.5
-    assert of("f1a", **given, groups="1 1 2 2") == pytest.approx(2 / 3)
+    assert of("question_match", **answers_by_question, groups="1 1 2 2") == 0.5
+    assert of("f1a", **answers_by_question, groups="1 1 2 2") == pytest.approx(2 / 3)
 
 
 def test_sets_are_scored_for_each_source_too():
     config = load(Config, {"scores": ["matthews", "accuracy"], "labels": ["a", "b"]}, "metric")
     answers = [Prediction(p, [r], source=s) for p, r, s in ("aax", "bbx", "bay", "aby")]
-    found = scores([config], answers)
-    assert found["accuracy"] == 0.5
-    assert (found["matthews/x"], found["matthews/y"]) == (pytest.approx(100.0), pytest.approx(-100.0))
-    assert found["matthews"] == pytest.approx(0.0)
-    assert (found["accuracy/x"], found["accuracy/y"]) == (1.0, 0.0)
+    values = scores([config], answers)
+    assert values["accuracy"] == 0.5
+    assert (values["matthews/x"], values["matthews/y"]) == (pytest.approx(100.0), pytest.approx(-100.0))
+    assert values["matthews"] == pytest.approx(0.0)
+    assert (values["accuracy/x"], values["accuracy/y"]) == (1.0, 0.0)
 
 
 def test_an_answer_that_is_no_reference_either_is_wrong():
@@ -110,10 +110,10 @@ def test_names():
     [
         ({"scores": []}, r"metric\.scores: expected a list that is not empty"),
         ({"scores": ["mcc"]}, r"metric\.scores\[0\]: unknown value 'mcc'"),
-        ({"scores": ["accuracy", "accuracy"]}, r"metric: scores: one stands there twice"),
-        ({"scores": ["f1"], "labels": ABC}, r"metric: labels: f1 is of two classes, got 3"),
-        ({"scores": ["matthews"]}, r"metric: labels: matthews needs the texts of two classes or more"),
-        ({"scores": ["accuracy"], "labels": ["a", "a"]}, r"metric: labels: one stands there twice"),
+        ({"scores": ["accuracy", "accuracy"]}, r"metric: scores: duplicate entry"),
+        ({"scores": ["f1"], "labels": ABC}, r"metric: labels: f1 needs two labels, got 3"),
+        ({"scores": ["matthews"]}, r"metric: labels: matthews needs two or more labels"),
+        ({"scores": ["accuracy"], "labels": ["a", "a"]}, r"metric: labels: duplicate entry"),
     ],
 )
 def test_config_refuses(values: dict[str, object], message: str):

@@ -36,6 +36,6 @@ def test_parentheses_are_those_of_an_expression():
 
 
 def test_scores_are_of_each_answer():
-    asked = ask(2, 3, 6)
-    answers = [Prediction(text, ["x"], asked) for text in ("2 * 3", "(3 * 2)", "(2 + 3)")]
+    question = ask(2, 3, 6)
+    answers = [Prediction(text, ["x"], question) for text in ("2 * 3", "(3 * 2)", "(2 + 3)")]
     assert Config().score(answers) == {"solved": [1, 1, 0], "in_parentheses": [0, 1, 1]}

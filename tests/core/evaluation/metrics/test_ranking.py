@@ -11,10 +11,10 @@ from src.evaluation.metrics.ranking import correlations
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.integers(-20, 20), min_size=2, max_size=6, unique=True))
 def test_it_is_scipys(rewards: list[int]):
-    (found,) = correlations(rewards, [3] * len(rewards), range(len(rewards)))
-    wanted = [-rank for rank in range(len(rewards))]
-    assert found.kendall == pytest.approx(float(stats.kendalltau(rewards, wanted).statistic))
-    assert found.spearman == pytest.approx(float(stats.spearmanr(rewards, wanted).statistic))
+    (agreement,) = correlations(rewards, [3] * len(rewards), range(len(rewards)))
+    places = [-rank for rank in range(len(rewards))]
+    assert agreement.kendall == pytest.approx(float(stats.kendalltau(rewards, places).statistic))
+    assert agreement.spearman == pytest.approx(float(stats.spearmanr(rewards, places).statistic))
 
 
 def test_ties_and_single_replies():

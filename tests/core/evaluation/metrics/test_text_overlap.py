@@ -28,9 +28,9 @@ def real_pairs(shared_data: Path) -> list[tuple[str, str]]:
     answers = [
         [a["text"] for a in q["answers"]] for article in articles for p in article["paragraphs"] for q in p["qas"]
     ]
-    found = [(some[0], some[-1]) for some in answers if len(some) > 1]
-    assert len(found) > 50
-    return found
+    pairs = [(some[0], some[-1]) for some in answers if len(some) > 1]
+    assert len(pairs) > 50
+    return pairs
 
 
 def test_rouge_by_hand():
@@ -42,7 +42,7 @@ def test_rouge_by_hand():
     assert one(rouge, "sat cat the", "the cat sat")["rougeL"] == pytest.approx(1 / 3)
 
 
-def test_rouge_lsum_takes_lines_apart():
+def test_rouge_lsum_scores_line_by_line():
     scores = one(rouge, "c d\na b", "a b\nc d")
     assert scores["rougeLsum"] == 1
     assert scores["rougeL"] == 1 / 2
@@ -79,7 +79,7 @@ def test_bleu_is_the_librarys(real_pairs: list[tuple[str, str]]):
         assert one(bleu, first, second)["bleu"] == pytest.approx(expected, abs=1e-12), (first, second)
 
 
-def test_bleu_may_pass_over_case():
+def test_bleu_can_ignore_case():
     assert one(bleu, "A B C D", "a b c d", lowercase=True)["bleu"] == 1
     assert one(bleu, "A B C D", "a b c d")["bleu"] == 0
 

@@ -66,21 +66,21 @@ def train(stage: int, out: Path) -> None:
         if step == STEPS:
             engine.save_checkpoint(str(out), tag="zero")
             engine.save_checkpoint(str(out / "ours"), tag="zero", save_latest=False, exclude_frozen_parameters=True)
-            told = said(engine)
+            tensors = engine_tensors(engine)
             dist.barrier()
             if dist.get_rank() == 0:
-                save_file(told, out / "said.safetensors")
+                save_file(tensors, out / "said.safetensors")
                 whole = get_fp32_state_dict_from_zero_checkpoint(str(out), tag="zero")
                 save_file({name: tensor.detach().clone() for name, tensor in whole.items()}, out / "fp32.safetensors")
         ids = batch(step, dist.get_rank())
         engine.backward(engine(input_ids=ids, labels=ids, use_cache=False).loss)
         engine.step()
-    told = said(engine)
+    tensors = engine_tensors(engine)
     if dist.get_rank() == 0:
-        save_file(told, out / "after.safetensors")
+        save_file(tensors, out / "after.safetensors")
 
 
-def said(engine: Any) -> dict[str, Tensor]:
+def engine_tensors(engine: Any) -> dict[str, Tensor]:
     """Weights and moments of trained parameters as DeepSpeed's own look-up gathers them. Collective."""
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
@@ -88,13 +88,13 @@ def said(engine: Any) -> dict[str, Tensor]:
         # Stages 1 and 2 look where an optimizer's moments are before torch's AdamW has made any; here they look again.
         engine.optimizer._hp_optimizer_states_linked = False
         engine.optimizer._lazy_init_hp_params_optimizer_state()
-    found = {}
+    tensors = {}
     for name, parameter in engine.module.named_parameters():
         if parameter.requires_grad:
-            found[name] = safe_get_full_fp32_param(parameter)
+            tensors[name] = safe_get_full_fp32_param(parameter)
             for key in ("exp_avg", "exp_avg_sq"):
-                found[f"{name}::{key}"] = safe_get_full_optimizer_state(parameter, key)
-    return {name: tensor.detach().clone().contiguous() for name, tensor in found.items()}
+                tensors[f"{name}::{key}"] = safe_get_full_optimizer_state(parameter, key)
+    return {name: tensor.detach().clone().contiguous() for name, tensor in tensors.items()}
 
 
 def main() -> None:

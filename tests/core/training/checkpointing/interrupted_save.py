@@ -26,9 +26,9 @@ from tests.core.training import small
 def main(folder: Path, rank: int = -1, step: int = 0, file: str = "") -> None:
     """Train, or go on."""
 
-    def watch(event: str, given: tuple[Any, ...]) -> None:
-        if event == "open" and isinstance(given[0], str):
-            path = Path(given[0])
+    def watch(event: str, arguments: tuple[Any, ...]) -> None:
+        if event == "open" and isinstance(arguments[0], str):
+            path = Path(arguments[0])
             if path.name.startswith(file) and any(part.startswith(f".step-{step:08d}.") for part in path.parts):
                 os.kill(os.getpid(), signal.SIGKILL)
 

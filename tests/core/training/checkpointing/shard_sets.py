@@ -36,8 +36,8 @@ def write(
     model = {"module": module, "buffer_names": [], "param_shapes": shapes, "global_steps": step, "dp_world_size": world}
     for rank in range(world if stage == 3 else 1):
         torch.save(model, folder / f"{f'zero_pp_rank_{rank}_' if stage == 3 else ''}mp_rank_00_model_states.pt")
-    named = {f"{name}::{key}": tensor for key, tensors in moments.items() for name, tensor in tensors.items()}
-    return named | {f"{name}::step": torch.tensor(float(step)) for name in weights}
+    tensors_by_name = {f"{name}::{key}": tensor for key, tensors in moments.items() for name, tensor in tensors.items()}
+    return tensors_by_name | {f"{name}::step": torch.tensor(float(step)) for name in weights}
 
 
 def _vector(stage: int, world: int, rank: int, tensors: dict[str, Tensor], gap: int) -> Tensor:

@@ -30,7 +30,7 @@ from src.training.checkpointing import checkpoint
 from src.training.checkpointing.shard_store import ShardStore
 
 
-def made(replicas: int) -> tuple[nn.Module, torch.optim.AdamW]:
+def make_sharded(replicas: int) -> tuple[nn.Module, torch.optim.AdamW]:
     """Of some tensors there are fewer rows than processes."""
     wide = [nn.Linear(1024, 1024, bias=False) for _ in range(12)]
     model = nn.Sequential(*wide, nn.Linear(1024, 7), nn.BatchNorm1d(7), nn.Linear(7, 3), nn.Linear(3, 1))
@@ -43,15 +43,15 @@ def made(replicas: int) -> tuple[nn.Module, torch.optim.AdamW]:
     return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
 
 
-def known(name: str, tensor: Tensor) -> Tensor:
+def expected_tensor(name: str, tensor: Tensor) -> Tensor:
     """The numbers of a tensor."""
-    drawn = torch.randn(tensor.shape, generator=torch.Generator().manual_seed(zlib.crc32(name.encode())))
-    return drawn.to(tensor.dtype)
+    numbers = torch.randn(tensor.shape, generator=torch.Generator().manual_seed(zlib.crc32(name.encode())))
+    return numbers.to(tensor.dtype)
 
 
 def fill(tensors: dict[str, Tensor]) -> None:
     for name, tensor in tensors.items():
-        numbers = known(name, tensor)
+        numbers = expected_tensor(name, tensor)
         tensor.copy_(
             distribute_tensor(numbers, tensor.device_mesh, tensor.placements)
             if isinstance(tensor, DTensor)
@@ -61,8 +61,8 @@ def fill(tensors: dict[str, Tensor]) -> None:
 
 def compare(tensors: dict[str, Tensor]) -> None:
     for name, tensor in tensors.items():
-        found = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-        assert torch.equal(found, known(name, found)), name
+        full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        assert torch.equal(full, expected_tensor(name, full)), name
 
 
 def kilobytes(field: str) -> int:
@@ -74,7 +74,7 @@ def kilobytes(field: str) -> int:
 
 def main(folder: Path, before: int, replicas: int = 1, apart: int = 0) -> None:
     with distributed.session(), torch.no_grad():
-        model, optimizer = made(replicas)
+        model, optimizer = make_sharded(replicas)
         store = ShardStore()
         if before:
             store.load_optimizer(folder, model, optimizer)
@@ -96,12 +96,12 @@ def main(folder: Path, before: int, replicas: int = 1, apart: int = 0) -> None:
         fill(moments)
         Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
         start = kilobytes("VmRSS")
-        own = folder / str(distributed.rank()) if apart else folder
-        own.mkdir(exist_ok=True)
-        store.stage(weights, moments)(own)
-        grown = 1024 * (kilobytes("VmHWM") - start)
+        rank_folder = folder / str(distributed.rank()) if apart else folder
+        rank_folder.mkdir(exist_ok=True)
+        store.stage(weights, moments)(rank_folder)
+        peak_bytes = 1024 * (kilobytes("VmHWM") - start)
         whole = sum(tensor.numel() * tensor.element_size() for tensor in moments.values())
-        (folder / f"peak-{distributed.rank()}").write_text(json.dumps([grown, whole]))
+        (folder / f"peak-{distributed.rank()}").write_text(json.dumps([peak_bytes, whole]))
 
 
 if __name__ == "__main__":

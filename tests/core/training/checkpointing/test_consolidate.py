@@ -35,7 +35,7 @@ REAL = [(stage, world) for world in (2, 3) for stage in (1, 2, 3)]
 @pytest.fixture(scope="module")
 def real(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """(stage, world size) -> folder with zero/ as DeepSpeed wrote it, and beside it what DeepSpeed says of it."""
-    made: dict[int, Path] = {}
+    folders: dict[int, Path] = {}
 
     def write_shards(world: int) -> Path:
         """By DeepSpeed alone, without a line of ours. Once, on a busy machine, three of its processes waited for each
@@ -50,9 +50,9 @@ def real(tmp_path_factory: pytest.TempPathFactory) -> Any:
         pytest.fail("DeepSpeed's processes do not end")
 
     def folder(stage: int, world: int) -> Path:
-        if world not in made:
-            made[world] = write_shards(world)
-        return made[world] / f"stage{stage}"
+        if world not in folders:
+            folders[world] = write_shards(world)
+        return folders[world] / f"stage{stage}"
 
     return folder
 
@@ -69,12 +69,12 @@ def as_checkpoint(zero: Path, run: Path, step: int, weights: dict[str, Tensor] |
     return final
 
 
-def same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert found.keys() == expected.keys()
+def same(tensors: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert tensors.keys() == expected.keys()
     assert not [
         name
         for name, tensor in expected.items()
-        if tensor.dtype != found[name].dtype or not torch.equal(tensor, found[name])
+        if tensor.dtype != tensors[name].dtype or not torch.equal(tensor, tensors[name])
     ]
 
 
@@ -88,7 +88,7 @@ def test_everything_is_what_deepspeed_gives_bit_for_bit(real: Any, tmp_path: Pat
     parts = {name: load_file(tmp_path / "out" / name) for name in set(index["weight_map"].values())}
     assert len(parts) > 1
     assert max((tmp_path / "out" / name).stat().st_size for name in parts) < 40_000 + 4_000
-    found = {name: parts[file][name] for name, file in index["weight_map"].items()}
+    tensors = {name: parts[file][name] for name, file in index["weight_map"].items()}
     expected = load_file(source / "fp32.safetensors")
     if stage == 1:  # DeepSpeed's own command leaves out frozen weights there
         frozen = {
@@ -98,15 +98,15 @@ def test_everything_is_what_deepspeed_gives_bit_for_bit(real: Any, tmp_path: Pat
         }
         assert not frozen.keys() & (expected.keys() - {"transformer.h.1.ln_1.count"})
         expected |= frozen
-    same(found, expected)
-    assert index["metadata"]["total_size"] == sum(tensor.numel() * tensor.element_size() for tensor in found.values())
-    assert torch.equal(found["lm_head.weight"], found["transformer.wte.weight"])
+    same(tensors, expected)
+    assert index["metadata"]["total_size"] == sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+    assert torch.equal(tensors["lm_head.weight"], tensors["transformer.wte.weight"])
 
 
 @needs_deepspeed
 @pytest.mark.slow
 @pytest.mark.parametrize(("stage", "world"), REAL)
-def test_a_consolidated_checkpoint_goes_on_without_zero(real: Any, tmp_path: Path, stage: int, world: int):
+def test_a_consolidated_checkpoint_resumes_without_zero(real: Any, tmp_path: Path, stage: int, world: int):
     source = real(stage, world)
     folder = as_checkpoint(source / "ours" / "zero", tmp_path / "run", 3)
     assert main([str(tmp_path / "run")]) == 0
@@ -118,14 +118,14 @@ def test_a_consolidated_checkpoint_goes_on_without_zero(real: Any, tmp_path: Pat
             tensor.zero_()
     assert checkpoint.load_weights(folder, model) == {"step": 3}
     checkpoint.load_optimizer(folder, model, optimizer)
-    said = load_file(source / "said.safetensors")
+    engine_tensors = load_file(source / "said.safetensors")
     state = {
         name: tensor
         for name, tensor in checkpoint.optimizer_tensors(model, optimizer).items()
         if not name.endswith("::step")
     }
-    same(state, {name: tensor for name, tensor in said.items() if "::" in name})
-    weights = {name: tensor for name, tensor in said.items() if "::" not in name}
+    same(state, {name: tensor for name, tensor in engine_tensors.items() if "::" in name})
+    weights = {name: tensor for name, tensor in engine_tensors.items() if "::" not in name}
     same({name: tensor for name, tensor in trained_weights(model).items() if name in weights}, weights)
     assert model.transformer.ln_f.beside.tolist() == [float(x) for x in torch.arange(5.0) / 3], (
         "a buffer beside trained weights"
@@ -160,8 +160,8 @@ SMALL = ((7, 3), (5,), (), (1, 1, 13))
 def test_any_sizes_on_any_number_of_processes(tmp_path: Path, stage: int, world: int):
     weights = numbers(*SMALL)
     state = shard_sets.write(tmp_path / "in" / "zero", stage, world, weights)
-    written = consolidate(tmp_path / "in", Export(tmp_path / "out"))
-    assert [path.name for path in written] == ["model.safetensors", "optimizer.safetensors"]
+    paths = consolidate(tmp_path / "in", Export(tmp_path / "out"))
+    assert [path.name for path in paths] == ["model.safetensors", "optimizer.safetensors"]
     same(load_file(tmp_path / "out" / "model.safetensors"), weights)
     same(load_file(tmp_path / "out" / "optimizer.safetensors"), state)
     facts = files.read_manifest(tmp_path / "out", CheckpointError)["consolidated"]
@@ -170,7 +170,7 @@ def test_any_sizes_on_any_number_of_processes(tmp_path: Path, stage: int, world:
     assert facts["tensors"] == digests
 
 
-def test_weights_are_cut_into_files_of_at_most_the_size_asked(tmp_path: Path):
+def test_weights_are_split_into_files_of_the_requested_size(tmp_path: Path):
     weights = numbers((4,), (6,), (50,), (5,))  # 16, 24, 200 and 20 bytes
     shard_sets.write(tmp_path / "in", 3, 2, weights)
     assert main([str(tmp_path / "in"), "--output", str(tmp_path / "out"), "--shard-size", "40"]) == 0
@@ -190,7 +190,7 @@ def test_weights_are_cut_into_files_of_at_most_the_size_asked(tmp_path: Path):
     assert len(verify(tmp_path / "in", tmp_path / "out")) == 4 * len(weights)
 
 
-def test_parameters_may_lie_apart(tmp_path: Path):
+def test_parameters_can_be_padded_to_an_alignment(tmp_path: Path):
     weights = numbers(*SMALL)
     state = shard_sets.write(tmp_path / "in", 2, 3, weights, gap=3)
     consolidate(tmp_path / "in", Export(tmp_path / "out"))
@@ -304,24 +304,24 @@ FIRST, SECOND, THIRD, MODEL = (
         (lambda zero: (zero / MODEL).unlink(), f"{MODEL}: no such file"),
         (lambda zero: shutil.copy(zero / FIRST, zero / FIRST.replace("rank_0_", "rank_3_")), ("too many: "
                                                                                              "zero_pp_rank_3_mp_rank_00")),
-        (lambda zero: shutil.copy(zero / FIRST, zero / FIRST.replace("mp_rank_00", "mp_rank_01")), "tensor parallel"),
+        (lambda zero: shutil.copy(zero / FIRST, zero / FIRST.replace("mp_rank_00", "mp_rank_01")), "tensor-parallel"),
         (lambda zero: os.truncate(zero / SECOND, 700), f"{SECOND}: damaged"),
         (lambda zero: (zero / SECOND).write_bytes(b""), f"{SECOND}: damaged"),
-        (lambda zero: flip(zero / SECOND), f"{SECOND}: damaged: its part"),
-        (lambda zero: rewritten(zero / SECOND, other_step), (f"{SECOND}: whose optimizer has made 6 steps; {FIRST}: "
-                                                            f"whose")),
+        (lambda zero: flip(zero / SECOND), f"{SECOND}: damaged: checksum of"),
+        (lambda zero: rewritten(zero / SECOND, other_step), (f"{SECOND}: after 6 optimizer steps; {FIRST}: "
+                                                            f"after")),
         (lambda zero: rewritten(zero / THIRD, other_world), (f"{THIRD}: of a training of 4 processes; {FIRST}: of a "
                                                             f"training of 3")),
         (lambda zero: rewritten(zero / THIRD, other_stage), f"{THIRD}: of ZeRO stage 1; {FIRST}: of ZeRO stage 2"),
-        (lambda zero: rewritten(zero / MODEL, other_weights), ("not of the same step as the optimizer's shards beside "
-                                                              "it (other numbers")),
-        (lambda zero: rewritten(zero / MODEL, other_model), (f"{MODEL}: its parameters need 80 elements, the "
+        (lambda zero: rewritten(zero / MODEL, other_weights), ("not of the same step as the optimizer's shards next to "
+                                                              "it (different values")),
+        (lambda zero: rewritten(zero / MODEL, other_model), (f"{MODEL}: its parameters need 80 elements, but the "
                                                             f"optimizer's shards")),
-        (lambda zero: rewritten(zero / MODEL, a_path), (f"{MODEL}: holds a pathlib.PosixPath, which is not read, as "
+        (lambda zero: rewritten(zero / MODEL, a_path), (f"{MODEL}: has a pathlib.PosixPath, which is rejected, as "
                                                        f"it could run code")),
         (lambda zero: torch.save({"weights": torch.zeros(2)}, zero / SECOND), (f"{SECOND}: not a shard of DeepSpeed "
                                                                               f"ZeRO")),
-        (shutil.rmtree, "holds no shards of DeepSpeed ZeRO"),
+        (shutil.rmtree, "no shards of DeepSpeed ZeRO"),
     ],
 )  # fmt: skip
 def test_shards_that_do_not_go_together_are_named_in_one_line(
@@ -330,10 +330,10 @@ def test_shards_that_do_not_go_together_are_named_in_one_line(
     shard_sets.write(tmp_path / "in" / "zero", 2, 3, numbers(*SMALL))
     damage(tmp_path / "in" / "zero")
     assert main([str(tmp_path / "in"), "--output", str(tmp_path / "out")]) == 1
-    told = capsys.readouterr().err
-    assert told.startswith("error: ")
-    assert words in told
-    assert told.count("\n") == 1
+    message = capsys.readouterr().err
+    assert message.startswith("error: ")
+    assert words in message
+    assert message.count("\n") == 1
     assert [path.name for path in tmp_path.iterdir()] == ["in"], "nothing is written"
 
 
@@ -346,9 +346,7 @@ def test_frozen_weights_that_were_not_saved_are_not_given_out_as_everything(
         files.write_json(tmp_path / "in" / "zero" / "topology.json", {"stage": 3, "world_size": 2, "frozen": frozen})
         assert main([*command, "--all"]) == code
         assert (tmp_path / "out").exists() == (code == 0)
-        assert (
-            "holds the trained weights alone; 2 frozen parameters are where the model" in capsys.readouterr().err
-        ) == (code == 1)
+        assert ("has only trained weights. 2 frozen parameters are not saved" in capsys.readouterr().err) == (code == 1)
         shutil.rmtree(tmp_path / "out", ignore_errors=True)
     files.write_json(tmp_path / "in" / "zero" / "topology.json", {"stage": 3, "world_size": 2, "frozen": 2})
     assert main(command) == 0
@@ -372,12 +370,14 @@ def test_ranks_of_stage_3_agree_on_the_step(tmp_path: Path):
     rewritten(tmp_path / "zero_pp_rank_1_mp_rank_00_model_states.pt", lambda content: content.update(global_steps=6))
     with pytest.raises(
         CheckpointError,
-        match=r"zero_pp_rank_1_mp_rank_00_model_states.pt: of step 6; .*: of step 4\. Shards of one save",
+        match=r"zero_pp_rank_1_mp_rank_00_model_states.pt: of step 6; .*: of step 4\. Use the shards of one save",
     ):
         consolidate(tmp_path, Export(tmp_path.with_name("out")))
 
 
-def test_in_place_what_is_there_is_compared_and_what_lacks_is_added(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_in_place_existing_files_are_compared_and_missing_ones_added(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     weights = numbers(*SMALL)
     shard_sets.write(tmp_path / "zero", 2, 2, weights)
     folder = as_checkpoint(tmp_path / "zero", tmp_path / "run", 4, weights)
@@ -388,7 +388,7 @@ def test_in_place_what_is_there_is_compared_and_what_lacks_is_added(tmp_path: Pa
     assert (files.defect(folder), consolidate(folder)) == (None, [])
     assert sorted(path.name for path in folder.parent.iterdir()) == ["step-00000004"]
     assert main([str(tmp_path / "run"), "--step", "4", "--verify"]) == 0
-    assert "16 tensors are what the shards hold" in capsys.readouterr().out
+    assert "16 tensors equal the shards" in capsys.readouterr().out
 
     other = as_checkpoint(
         tmp_path / "zero", tmp_path / "run", 6, {name: tensor * 2 for name, tensor in weights.items()}
@@ -396,7 +396,9 @@ def test_in_place_what_is_there_is_compared_and_what_lacks_is_added(tmp_path: Pa
     listing = sorted(other.rglob("*"))
     for command in ([], ["--verify"]):
         assert main([str(other), *command]) == 1
-        assert "model.safetensors: not what the shards hold (other numbers in layer0.weight" in capsys.readouterr().err
+        assert (
+            "model.safetensors: differs from the shards (different values in layer0.weight" in capsys.readouterr().err
+        )
     assert sorted(other.rglob("*")) == listing
 
     flip(folder / "zero" / SECOND)
@@ -407,16 +409,16 @@ def test_in_place_what_is_there_is_compared_and_what_lacks_is_added(tmp_path: Pa
 @pytest.mark.parametrize(
     ("command", "words"),
     [
-        (["run", "--dtype", "bfloat16"], "only with --output"),
-        (["run", "--all"], "only with --output"),
-        (["run", "--verify", "--all"], "--verify: without --shard-size"),
-        (["run", "--step", "5"], "no whole checkpoint of step 5. Steps that are there: 4."),
+        (["run", "--dtype", "bfloat16"], "need --output"),
+        (["run", "--all"], "need --output"),
+        (["run", "--verify", "--all"], "--verify: cannot be combined with --shard-size"),
+        (["run", "--step", "5"], "no complete checkpoint of step 5. Existing steps: 4."),
         (["raw", "--step", "5"], "raw is not the folder of a run"),
-        (["raw"], "raw: is not a checkpoint of a run"),
+        (["raw"], "raw: not a checkpoint of a run"),
         (["gone"], "gone: no such folder"),
-        (["raw", "--output", "run"], "--output run: holds something else"),
-        (["raw", "--output", "run/checkpoints/step-00000004"], "holds something else"),
-        (["raw", "--output", "mine"], "holds something else"),
+        (["raw", "--output", "run"], "--output run: has other files"),
+        (["raw", "--output", "run/checkpoints/step-00000004"], "has other files"),
+        (["raw", "--output", "mine"], "has other files"),
     ],
 )
 def test_what_cannot_be_done_is_refused(
@@ -506,7 +508,7 @@ def test_a_kill_leaves_the_checkpoint_as_it_was(tmp_path: Path, share: float):
     expected = sum(tensor.numel() for tensor in weights.values()) * 12 * share
     child = subprocess.Popen([sys.executable, "-m", "src.training.checkpointing.consolidate", str(folder)], cwd=ROOT)
     deadline = time.monotonic() + 300
-    while written(folder) < expected:
+    while bytes_written(folder) < expected:
         assert child.poll() is None
         assert time.monotonic() < deadline
         time.sleep(0.001)
@@ -536,12 +538,12 @@ def test_of_two_that_consolidate_at_once_one_writes(tmp_path: Path):
     shard_sets.write(tmp_path / "zero", 2, 2, numbers((500, 500)))
     folder = as_checkpoint(tmp_path / "zero", tmp_path / "run", 4)
     with ThreadPoolExecutor() as pool:
-        found = list(pool.map(consolidate, [folder, folder]))
-    assert sorted(map(len, found)) == [0, 2]
+        results = list(pool.map(consolidate, [folder, folder]))
+    assert sorted(map(len, results)) == [0, 2]
     assert files.defect(folder) is None
     assert [path.name for path in folder.parent.iterdir()] == [folder.name]
 
 
-def written(folder: Path) -> int:
+def bytes_written(folder: Path) -> int:
     """Bytes that a consolidation of `folder` has set aside."""
     return sum(path.stat().st_size for path in folder.parent.glob(f".*{folder.name}*/*.safetensors"))

@@ -47,11 +47,11 @@ def test_the_checkpoint_before_stays_usable(modes: Modes, disk: Path, mode: str)
     last = on_disk(whole / "checkpoints" / LAST)
     assert last > 4 * SLACK
     resize(disk, str(on_disk(whole) - last // 2 + SLACK))
-    said = modes.start(mode)
-    assert said.count(f"{LAST}") == 1, "one line, not one of each process"
-    assert "No space left on device" in said
-    assert "Nothing complete was lost; make room or choose another folder." in said
-    assert "Traceback" not in said.partition("failed (exitcode: 1)")[0], "a process has crashed"
+    output = modes.start(mode)
+    assert output.count(f"{LAST}") == 1, "one line, not one of each process"
+    assert "No space left on device" in output
+    assert "Nothing complete was lost; make room or choose another folder." in output
+    assert "Traceback" not in output.partition("failed (exitcode: 1)")[0], "a process has crashed"
     assert [path.name for path in (modes.run() / "checkpoints").glob("*step-*")] == [FIRST]
     assert checkpoints.newest_whole(modes.run()) == modes.run() / "checkpoints" / FIRST
 
@@ -77,9 +77,9 @@ def test_one_process_that_cannot_write_refuses_for_all(modes: Modes, mode: str, 
         assert process.wait(timeout=300) == 1
     finally:
         process.kill()
-    said = modes.log.read_text()
-    assert f"{file}: cannot write: " in said
-    assert "File too large" in said
-    assert said.count("cannot write") == 1, "rank 0 alone says it"
-    assert "Traceback" not in said.partition("failed (exitcode: 1)")[0]
+    output = modes.log.read_text()
+    assert f"{file}: cannot write: " in output
+    assert "File too large" in output
+    assert output.count("cannot write") == 1, "rank 0 alone says it"
+    assert "Traceback" not in output.partition("failed (exitcode: 1)")[0]
     assert not list((modes.run() / "checkpoints").glob("*step-*"))

@@ -35,12 +35,12 @@ CHILD["loop"] |= {
 }
 EXP_CONFIGS = f"EXP_GROUPS = {{'base': [{BASE!r}], 'child': [{CHILD!r}]}}\n"
 ARGUMENTS = ["-e", "child", "--log_every", "2"]
-Started = subprocess.Popen[Any] | warm.Process
-_started: list[Started] = []
+TrainingProcess = subprocess.Popen[Any] | warm.Process
+_processes: list[TrainingProcess] = []
 
 
 @pytest.fixture(scope="module")
-def started(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+def run_folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """(project, folder with data and the parent's run)."""
     folder = tmp_path_factory.mktemp("resume")
     toy.write_data(folder / "data")
@@ -50,9 +50,9 @@ def started(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(started: tuple[Path, Path]) -> dict[str, str]:
+def expected_files(run_folders: tuple[Path, Path]) -> dict[str, str]:
     """Fingerprints of a run with two processes that nobody disturbed; its save directory is moved to `undisturbed`."""
-    root, folder = started
+    root, folder = run_folders
     finish(root, folder)
     hashes = fingerprints(folder)
     (folder / "undisturbed").mkdir()
@@ -61,17 +61,17 @@ def uninterrupted(started: tuple[Path, Path]) -> dict[str, str]:
 
 
 @pytest.fixture(autouse=True)
-def _begins_anew(started: tuple[Path, Path]) -> Iterator[None]:
+def _begins_anew(run_folders: tuple[Path, Path]) -> Iterator[None]:
     """A test that failed half way leaves nothing to the next."""
-    root, folder = started
+    root, folder = run_folders
     shutil.rmtree(folder / "runs" / exp_id(CHILD), ignore_errors=True)
     (root / "exp_configs.py").write_text(EXP_CONFIGS)
     yield
-    for process in _started:
+    for process in _processes:
         if process.poll() is None:
             process.kill()  # and the kernel its ranks
             process.wait()
-    _started.clear()
+    _processes.clear()
 
 
 def fingerprints(folder: Path) -> dict[str, str]:
@@ -90,7 +90,7 @@ def fingerprints(folder: Path) -> dict[str, str]:
     }
 
 
-def ranks(torchrun: Started) -> dict[int, psutil.Process]:
+def ranks(torchrun: TrainingProcess) -> dict[int, psutil.Process]:
     """The training processes by rank."""
     if isinstance(torchrun, warm.Process):
         return torchrun.ranks()
@@ -106,7 +106,7 @@ def ranks(torchrun: Started) -> dict[int, psutil.Process]:
 def start(root: Path, folder: Path, arguments: Sequence[str] = ARGUMENTS, processes: int = 2) -> warm.Process:
     """Its processes are forked from one that has the libraries loaded; what they print goes to `folder`/log."""
     (folder / "log").unlink(missing_ok=True)
-    _started.append(
+    _processes.append(
         process := warm.Process(
             toy.command(root, arguments, folder, processes), toy.environment(), None, folder / "log"
         )
@@ -125,13 +125,13 @@ def finish(root: Path, folder: Path, arguments: Sequence[str] = ARGUMENTS, proce
 def start_anew(root: Path, folder: Path) -> subprocess.Popen[bytes]:
     """By the command line itself: every process loads all that it needs."""
     command, quiet = toy.command(root, ARGUMENTS, folder, processes=2), subprocess.DEVNULL
-    _started.append(
+    _processes.append(
         process := subprocess.Popen(command, env=toy.environment(), stdout=quiet, stderr=quiet, start_new_session=True)
     )
     return process
 
 
-def wait_until(condition: Callable[[], bool], process: Started) -> bool:
+def wait_until(condition: Callable[[], bool], process: TrainingProcess) -> bool:
     """False where the process ended first."""
     while process.poll() is None:
         if condition():
@@ -150,7 +150,7 @@ def began(folder: Path) -> bool:
     return (folder / "runs" / exp_id(CHILD) / "status.json").exists()
 
 
-def kill(torchrun: Started, victims: Sequence[psutil.Process]) -> None:
+def kill(torchrun: TrainingProcess, victims: Sequence[psutil.Process]) -> None:
     """SIGKILL to `victims`; returns when torchrun and all ranks are gone."""
     everyone = [*ranks(torchrun).values(), psutil.Process(torchrun.pid)]
     assert victims
@@ -163,9 +163,9 @@ def kill(torchrun: Started, victims: Sequence[psutil.Process]) -> None:
 
 
 @pytest.mark.slow
-def test_ten_kills_at_random_moments_change_nothing(started: tuple[Path, Path], uninterrupted: dict[str, str]):
+def test_ten_kills_at_random_moments_change_nothing(run_folders: tuple[Path, Path], expected_files: dict[str, str]):
     """The last of them hits processes of torchrun itself, and torchrun itself brings the training to its end."""
-    root, folder = started
+    root, folder = run_folders
     draw = random.Random(20)
     # One kill before the first step, nine spread over the training; each some milliseconds after a row was written.
     moments = [0, *sorted(draw.sample(range(1, STEPS // 2 - 3), 9))]
@@ -193,24 +193,26 @@ def test_ten_kills_at_random_moments_change_nothing(started: tuple[Path, Path], 
     assert log.count("continues from step") >= len(moments) - 2, (
         "they were restarts from the beginning, not continuations"
     )
-    assert fingerprints(folder) == uninterrupted
+    assert fingerprints(folder) == expected_files
 
 
 @pytest.mark.slow
-def test_a_kill_inside_a_checkpoint_write_changes_nothing(started: tuple[Path, Path], uninterrupted: dict[str, str]):
-    root, folder = started
+def test_a_kill_inside_a_checkpoint_write_changes_nothing(
+    run_folders: tuple[Path, Path], expected_files: dict[str, str]
+):
+    root, folder = run_folders
     checkpoints = folder / "runs" / exp_id(CHILD) / "checkpoints"
-    torn: list[Path] = []
+    incomplete_folders: list[Path] = []
     for _ in range(10):
         process = start(root, folder)
         assert wait_until(lambda: any(checkpoints.glob(".step-*")) and steps_written(folder) >= 4, process)
         kill(process, [ranks(process)[0]])
-        torn = list(checkpoints.glob(".step-*"))
-        if torn:
+        incomplete_folders = list(checkpoints.glob(".step-*"))
+        if incomplete_folders:
             break
-    assert torn, "no write was hit in ten attempts"
+    assert incomplete_folders, "no write was hit in ten attempts"
     finish(root, folder)
-    assert fingerprints(folder) == uninterrupted
+    assert fingerprints(folder) == expected_files
     assert not list(checkpoints.glob(".step-*")), "the torn checkpoint is swept up"
 
 
@@ -218,7 +220,9 @@ def status(folder: Path) -> dict[str, Any]:
     return json.loads((folder / "runs" / exp_id(CHILD) / "status.json").read_text())
 
 
-def tell(torchrun: Started, everyone: dict[int, psutil.Process], victim: int | None, number: signal.Signals) -> None:
+def tell(
+    torchrun: TrainingProcess, everyone: dict[int, psutil.Process], victim: int | None, number: signal.Signals
+) -> None:
     """Send a signal to one rank, or to torchrun, which passes it on to all; the training stands still until it has
     arrived."""
     for rank in everyone.values():
@@ -247,9 +251,11 @@ def pending(process: psutil.Process) -> int:
 
 
 @pytest.mark.slow
-def test_a_signal_to_one_rank_stops_all_at_the_same_step(started: tuple[Path, Path], uninterrupted: dict[str, str]):
+def test_a_signal_to_one_rank_stops_all_at_the_same_step(
+    run_folders: tuple[Path, Path], expected_files: dict[str, str]
+):
     """Each stop writes one checkpoint more, ends the session in order, and changes nothing in the end."""
-    root, folder = started
+    root, folder = run_folders
     checkpoints = folder / "runs" / exp_id(CHILD) / "checkpoints"
     stops = [(6, 1, signal.SIGUSR1), (20, None, signal.SIGTERM)]  # None: torchrun, which tells both
     for moment, victim, number in stops:
@@ -268,11 +274,11 @@ def test_a_signal_to_one_rank_stops_all_at_the_same_step(started: tuple[Path, Pa
     finish(root, folder)
     log = (folder / "runs" / exp_id(CHILD) / "logs" / "train.log").read_text()
     assert log.count("continues from step") == len(stops)
-    assert fingerprints(folder) == uninterrupted
+    assert fingerprints(folder) == expected_files
 
 
-def test_a_stopped_process_exits_with_the_code_to_requeue_on_and_starts_nothing_more(started: tuple[Path, Path]):
-    root, folder = started
+def test_a_stopped_process_exits_with_the_code_to_requeue_on_and_starts_nothing_more(run_folders: tuple[Path, Path]):
+    root, folder = run_folders
     second = {**CHILD, "seed": 5}
     (root / "exp_configs.py").write_text(f"EXP_GROUPS = {{'base': [{BASE!r}], 'child': [{CHILD!r}, {second!r}]}}\n")
     process = start(root, folder, processes=1)
@@ -284,8 +290,8 @@ def test_a_stopped_process_exits_with_the_code_to_requeue_on_and_starts_nothing_
     assert not (folder / "runs" / exp_id(second)).exists()
 
 
-def test_a_process_that_is_stopped_while_it_starts_leaves_at_once(started: tuple[Path, Path]):
-    root, folder = started
+def test_a_process_that_is_stopped_while_it_starts_leaves_at_once(run_folders: tuple[Path, Path]):
+    root, folder = run_folders
     process = start(root, folder, processes=1)
     assert wait_until(lambda: began(folder), process)
     os.kill(process.pid, signal.SIGUSR1)
@@ -294,10 +300,10 @@ def test_a_process_that_is_stopped_while_it_starts_leaves_at_once(started: tuple
     assert status(folder)["reason"].startswith("SIGUSR1: stopped while it was starting")
 
 
-def test_one_process_gives_the_numbers_of_two(started: tuple[Path, Path], uninterrupted: dict[str, str]):
+def test_one_process_gives_the_numbers_of_two(run_folders: tuple[Path, Path], expected_files: dict[str, str]):
     """Token-weighted loss, gradient norm and dropout do not depend on how a step is shared: 1 x 4 or 2 x 2
     micro-batches."""
-    root, folder = started
+    root, folder = run_folders
     finish(root, folder, processes=1)
     one = toy.rows(folder, exp_id(CHILD))
     two = [json.loads(line) for line in (folder / "undisturbed" / "runs" / "scores.jsonl").read_text().splitlines()]
@@ -308,9 +314,9 @@ def test_one_process_gives_the_numbers_of_two(started: tuple[Path, Path], uninte
 
 
 @pytest.mark.slow
-def test_three_processes_continue_bit_for_bit(started: tuple[Path, Path]):
+def test_three_processes_continue_bit_for_bit(run_folders: tuple[Path, Path]):
     """With three, sums depend on their order: the restarted run must add in the order of the first."""
-    root, folder = started
+    root, folder = run_folders
     wide = {**CHILD, "seed": 3, "loop": {**CHILD["loop"], "steps": 8, "sequences_per_step": 6}}
     (root / "exp_configs.py").write_text(
         f"EXP_GROUPS = {{'base': [{BASE!r}], 'child': [{CHILD!r}], 'wide': [{wide!r}]}}\n"
@@ -329,12 +335,12 @@ def test_three_processes_continue_bit_for_bit(started: tuple[Path, Path]):
     assert contents[0] == contents[1]
 
 
-def test_restarts_that_would_hang_are_refused(started: tuple[Path, Path], tmp_path: Path):
-    root, folder = started
+def test_restarts_that_would_hang_are_refused(run_folders: tuple[Path, Path], tmp_path: Path):
+    root, folder = run_folders
     command = toy.command(root, ARGUMENTS, folder, processes=2)
     at = command.index("--nproc-per-node")
     command = [*command[:at], "--max-restarts", "1", *command[at:]]
     environment = {name: value for name, value in toy.environment().items() if name != distributed.OWN_STORE}
-    _started.append(process := warm.Process(command, environment, None, tmp_path / "log"))
+    _processes.append(process := warm.Process(command, environment, None, tmp_path / "log"))
     assert process.wait(timeout=300) == 1
     assert f"unless {distributed.OWN_STORE}=1 is set" in (tmp_path / "log").read_text()

@@ -38,11 +38,11 @@ def trained(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("trained")
     (folder / "data").symlink_to(root.parent / "data")
     stop_at(root, folder, MIDDLE)
-    kept = {path.name: path for path in (run_in(folder) / "checkpoints").glob("step-*")}
-    assert f"step-{MIDDLE:08d}" in kept
+    checkpoints_by_name = {path.name: path for path in (run_in(folder) / "checkpoints").glob("step-*")}
+    assert f"step-{MIDDLE:08d}" in checkpoints_by_name
     shutil.copytree(run_in(folder) / "checkpoints", folder / "kept")
     finish(root, folder)
-    for name in kept:
+    for name in checkpoints_by_name:
         if not (run_in(folder) / "checkpoints" / name).exists():
             shutil.copytree(folder / "kept" / name, run_in(folder) / "checkpoints" / name)
     return folder
@@ -137,7 +137,7 @@ def test_an_undone_rewind_ends_with_the_same_bits(root: Path, trained: Path, fol
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=" ".join)
-def test_a_kill_behind_a_rewind_changes_nothing(
+def test_a_kill_after_a_rewind_changes_nothing(
     root: Path, trained: Path, folder: Path, tmp_path: Path, change: Sequence[str]
 ):
     rewind(folder, *change)
@@ -175,11 +175,11 @@ def test_a_held_rate_moves_nothing(root: Path, folder: Path):
     weights = [
         run_in(folder) / "checkpoints" / f"step-{step:08d}" / "model.safetensors" for step in (MIDDLE + 2, MIDDLE + 4)
     ]
-    kept = run_in(folder) / "abandoned/branch-1/before/checkpoints" / f"step-{MIDDLE:08d}" / "model.safetensors"
-    assert weights[1].read_bytes() == kept.read_bytes()
+    old_weights = run_in(folder) / "abandoned/branch-1/before/checkpoints" / f"step-{MIDDLE:08d}" / "model.safetensors"
+    assert weights[1].read_bytes() == old_weights.read_bytes()
 
 
-def test_moments_begin_anew_once(root: Path, folder: Path):
+def test_moments_are_reset_once(root: Path, folder: Path):
     from safetensors.torch import load_file
 
     rewind(folder, "--reset-optimizer")

@@ -27,7 +27,7 @@ def folder(tmp_path: Path) -> Path:
 def trained(folder: Path, name: str, options: Options, **changes: Any) -> Run:
     (folder / name).mkdir()
     (folder / name / "data").symlink_to(folder / "data")
-    with small.opened(folder / name, options) as run:
+    with small.open_run(folder / name, options) as run:
         small.train(run, config=CONFIG.model_copy(update=changes))
     return run
 
@@ -40,7 +40,7 @@ def saved(run: Run) -> list[int]:
     return sorted(map(checkpoints.step_of, checkpoints.list_all(run.path)))
 
 
-def test_the_training_has_a_row_every_ten_steps_beside_the_evaluations(folder: Path):
+def test_the_training_writes_a_row_every_ten_steps_and_at_evaluations(folder: Path):
     """Which are what they are without: --log_every as rare as the evaluations leaves the others out."""
     usual, rare = (
         trained(folder, "usual", Options(keep=KEEP)),
@@ -82,17 +82,17 @@ def test_a_restart_writes_the_same_rows(folder: Path, stop_at: int):
     (folder / "stopped" / "data").symlink_to(folder / "data")
     passes = 0
 
-    def loss(*given: Any) -> Any:
+    def loss(*args: Any) -> Any:
         nonlocal passes
         passes += 1
         if passes == 2 * stop_at - 2:  # the last of the step before; two a step
             os.kill(os.getpid(), signal.SIGTERM)
-        return small.loss(*given)
+        return small.loss(*args)
 
-    with small.opened(folder / "stopped", options) as run, pytest.raises(distributed.TrainingStopped) as stopped:
+    with small.open_run(folder / "stopped", options) as run, pytest.raises(distributed.TrainingStopped) as stop:
         small.train(run, config=CONFIG, learn=loss)
-    assert stopped.value.step == stop_at
-    with small.opened(folder / "stopped", options) as run:
+    assert stop.value.step == stop_at
+    with small.open_run(folder / "stopped", options) as run:
         small.train(run, config=CONFIG)
     assert (run.path / "scores.jsonl").read_bytes() == (whole.path / "scores.jsonl").read_bytes()
     assert saved(run)[-1] == STEPS

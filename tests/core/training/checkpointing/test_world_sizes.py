@@ -27,14 +27,14 @@ from tests.core.training.reading.test_packed_training import write_data
 ZERO = ["zero1", "zero2", "zero3"]
 
 
-def close(run: Path, undisturbed: Path) -> None:
+def close(run: Path, expected_run: Path) -> None:
     """The same sequences, and numbers that differ by rounding alone."""
-    found, wanted = scores(run)[-1], scores(undisturbed)[-1]
-    assert (found["step"], found["tokens"]) == (wanted["step"], wanted["tokens"])
-    assert found["val_loss"] == pytest.approx(wanted["val_loss"], rel=1e-5)
-    assert found["train_loss"] == pytest.approx(wanted["train_loss"], rel=1e-5)
+    row, expected_row = scores(run)[-1], scores(expected_run)[-1]
+    assert (row["step"], row["tokens"]) == (expected_row["step"], expected_row["tokens"])
+    assert row["val_loss"] == pytest.approx(expected_row["val_loss"], rel=1e-5)
+    assert row["train_loss"] == pytest.approx(expected_row["train_loss"], rel=1e-5)
     one, other = (
-        load_file(max((folder / "checkpoints").glob("step-*")) / "model.safetensors") for folder in (run, undisturbed)
+        load_file(max((folder / "checkpoints").glob("step-*")) / "model.safetensors") for folder in (run, expected_run)
     )
     for name, tensor in one.items():
         # A fiftieth of one step's learning rate: Adam moves what has no gradient but rounding (the keys' biases) by
@@ -60,7 +60,7 @@ def test_two_then_one_then_two(modes: Modes, mode: str):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("processes", [1, 3, 4])
-def test_shards_of_fsdp_are_shared_out_anew(modes: Modes, processes: int):
+def test_fsdp_shards_load_on_another_world_size(modes: Modes, processes: int):
     """By nobody: each process reads its part."""
     checkpoint = modes.cut_back("fsdp", "wide")
     assert (checkpoint / MOMENTS).is_dir()
@@ -74,13 +74,16 @@ def test_shards_of_fsdp_are_shared_out_anew(modes: Modes, processes: int):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("mode", "processes"), [("zero1", 3), ("zero2", 1), ("zero2", 4), ("zero3", 1), ("zero3", 4)])
-def test_shards_go_on_elsewhere(modes: Modes, mode: str, processes: int):
+def test_zero_shards_resume_on_another_world_size(modes: Modes, mode: str, processes: int):
     """They are put together first."""
     checkpoint = modes.cut_back(mode, "wide")
     assert not (checkpoint / OPTIMIZER).exists()
     assert modes.start(mode, "wide", processes=processes) == ""
     log = (modes.run("wide") / "logs" / "train.log").read_text()
-    assert log.count(f"{checkpoint}: its optimizer state is in DeepSpeed's shards, which do not fit this start") == 1
+    assert (
+        log.count(f"{checkpoint}: consolidating the optimizer state from DeepSpeed shards, which do not fit this start")
+        == 1
+    )
     assert "continues from step 6" in log
     close(modes.run("wide"), modes.trained(mode, "wide"))
 
@@ -96,7 +99,7 @@ def test_shards_go_on_elsewhere(modes: Modes, mode: str, processes: int):
         pytest.param("fsdp", 2, marks=pytest.mark.matrix),
     ],
 )
-def test_what_was_put_together_is_shared_out_again_exactly(modes: Modes, mode: str, processes: int):
+def test_consolidated_state_is_sharded_again_bit_exactly(modes: Modes, mode: str, processes: int):
     """The shards themselves are gone."""
     shards = MOMENTS if mode == "fsdp" else "zero"
     checkpoint = modes.cut_back(mode, "wide", processes)
@@ -120,8 +123,8 @@ def take_reads(folder: Path) -> dict[int, list[Any]]:
     reads: dict[int, list[Any]] = defaultdict(list)
     for path in folder.glob("keys-*.jsonl"):
         for line in path.read_text().splitlines():
-            told = json.loads(line)
-            reads[told["step"]] += told["keys"]
+            record = json.loads(line)
+            reads[record["step"]] += record["keys"]
         path.unlink()
     return {step: sorted(keys) for step, keys in reads.items()}
 
@@ -132,30 +135,30 @@ def test_packed_rows_are_the_same_on_any_number_of_processes_and_when_it_changes
 
     def start(name: str, processes: int, *kill_in: str) -> tuple[str, dict[int, list[Any]]]:
         folder = tmp_path / name
-        said = warm.torchrun(Path(read_keys.__file__), [str(folder), *kill_in], processes, folder / "log")
-        return said, take_reads(folder)
+        output = warm.torchrun(Path(read_keys.__file__), [str(folder), *kill_in], processes, folder / "log")
+        return output, take_reads(folder)
 
     runs = {name: write_data(tmp_path / name) / "runs" / exp_id(small.EXP) for name in ("1", "2 and 3", "3", "4")}
-    said, wanted = start("1", 1)
-    assert said == ""
-    assert {step: len(keys) for step, keys in wanted.items()} == dict.fromkeys(range(1, 11), 8)
-    said, found = start("2 and 3", 2, "8")
-    assert said != ""
-    assert found == {step: wanted[step] for step in range(1, 9)}
-    said, found = start("2 and 3", 3)
+    output, expected = start("1", 1)
+    assert output == ""
+    assert {step: len(keys) for step, keys in expected.items()} == dict.fromkeys(range(1, 11), 8)
+    output, result = start("2 and 3", 2, "8")
+    assert output != ""
+    assert result == {step: expected[step] for step in range(1, 9)}
+    output, result = start("2 and 3", 3)
     first = [event["step"] for event in ledger.read(runs["2 and 3"]) if event["event"] == "start"][1]
-    assert said == ""
+    assert output == ""
     assert first in (4, 6)
-    assert found == {step: wanted[step] for step in range(first + 1, 11)}
+    assert result == {step: expected[step] for step in range(first + 1, 11)}
     for processes in (3, 4):
-        assert start(str(processes), processes) == ("", wanted)
+        assert start(str(processes), processes) == ("", expected)
     cursors = [
         json.loads((run / "checkpoints" / "step-00000010" / "state.json").read_text())["cursor"]
         for run in runs.values()
     ]
     assert cursors[1:] == cursors[:1] * 3
-    counted = ("step", "tokens", "data/padding", "data/left_out")
+    count_columns = ("step", "tokens", "data/padding", "data/left_out")
     for run in runs.values():
         for row, other in zip(scores(run), scores(runs["1"]), strict=True):
-            assert [row[name] for name in counted] == [other[name] for name in counted]
+            assert [row[name] for name in count_columns] == [other[name] for name in count_columns]
             assert row == pytest.approx(other, rel=1e-4)

@@ -90,13 +90,13 @@ def test_rows_of_one_sample_are_saved_with_its_key(tmp_path: Path, tokenizer: An
     batch: Any = pad_tokens(ids, [[False] * len(row) for row in ids], pad_id=0) | {
         "sample_of_row": torch.tensor([0, 0, 1])
     }
-    found = read(batch_dump.save(tmp_path, 1, 0, [batch], tokenizer, [[("tree", 7, 1), (2, 5)]]))["documents"]
-    assert [document.get("key", (document.get("epoch"), document.get("index"))) for document in found] == [
+    documents = read(batch_dump.save(tmp_path, 1, 0, [batch], tokenizer, [[("tree", 7, 1), (2, 5)]]))["documents"]
+    assert [document.get("key", (document.get("epoch"), document.get("index"))) for document in documents] == [
         ["tree", 7, 1]
     ] * 2 + [(2, 5)]
 
 
-def test_contexts_stand_beside_the_text_and_missing_chunks_are_left_out(tmp_path: Path, tokenizer: Any):
+def test_contexts_are_saved_and_missing_chunks_omitted(tmp_path: Path, tokenizer: Any):
     ids = tokenizer(["red", "blue .", "green"])["input_ids"]
     batch: Any = pad_tokens([ids[0], ids[1]], [[False], [False, True]], pad_id=0)
     batch["context_ids"], batch["context_mask"] = pad_chunks([[ids[1], ids[2]], [ids[2]]], pad_id=0)
@@ -105,7 +105,9 @@ def test_contexts_stand_beside_the_text_and_missing_chunks_are_left_out(tmp_path
     assert (second["text"], second["contexts"]) == ("blue .", ["green"])
 
 
-def test_a_file_is_bounded_and_says_what_was_cut(tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch):
+def test_a_file_is_bounded_and_marks_truncated_documents(
+    tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+):
     long = tokenizer("red " * 5000)["input_ids"]
     batch = pad_tokens([long] * 3, [[False] * 5000] * 3, pad_id=0)
     monkeypatch.setattr(batch_dump, "MOST_CHARACTERS", 10_000)
@@ -116,7 +118,7 @@ def test_a_file_is_bounded_and_says_what_was_cut(tmp_path: Path, tokenizer: Any,
     assert third == {"micro_batch": 0, "epoch": 0, "index": 2, "tokens": 5000, "loss_tokens": 0}
 
 
-def test_a_run_is_bounded_for_each_rank_and_one_step_may_be_written_again(
+def test_files_are_bounded_per_rank_and_a_step_can_be_rewritten(
     tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     monkeypatch.setattr(batch_dump, "MOST_FILES", 2)
@@ -131,7 +133,7 @@ def test_a_run_is_bounded_for_each_rank_and_one_step_may_be_written_again(
     assert save(2, 0)
     assert save(1, 1), "another rank has a share of its own"
     assert save(3, 0) is None
-    assert "that of step 3 is not saved" in caplog.text
+    assert "the batch of step 3 is not saved" in caplog.text
     assert read(save(2, 0, index=7))["documents"][0]["index"] == 7
     assert len(list((tmp_path / "offending").iterdir())) == 3
 

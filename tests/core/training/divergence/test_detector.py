@@ -46,8 +46,12 @@ def wavy(count: int, level: float = 3.0, noise: float = 0.05, seed: int = 0) -> 
 @pytest.mark.parametrize("bad", [NAN, INF, -INF])
 def test_a_value_that_is_not_finite_fires_at_its_step_and_the_first_is_no_exception(bad: float):
     assert brief(Detector(config()).observe(1, bad)) == [("non_finite", 1, 1)]
-    (found,) = Detector(config()).observe(7, 2.0, bad)
-    assert (found.kind, found.action, found.message) == ("non_finite", "stop", f"step 7: the gradient norm is {bad}.")
+    (finding,) = Detector(config()).observe(7, 2.0, bad)
+    assert (finding.kind, finding.action, finding.message) == (
+        "non_finite",
+        "stop",
+        f"step 7: the gradient norm is {bad}.",
+    )
     assert len(Detector(config()).observe(7, bad, bad)) == 2
 
 
@@ -56,7 +60,7 @@ def test_an_overflow_that_the_loss_scaler_leaves_out_is_no_finding_but_its_loss_
     assert brief(Detector(config()).observe(1, NAN, INF, skipped=True)) == [("non_finite", 1, 1)]
 
 
-def test_what_is_not_finite_leaves_no_trace_in_what_later_steps_are_judged_by():
+def test_non_finite_values_do_not_affect_later_limits():
     detector, other = Detector(config(on_non_finite="skip_batch")), Detector(config(on_non_finite="skip_batch"))
     for step, loss in enumerate(wavy(50), 1):
         detector.observe(step, loss, loss)
@@ -65,7 +69,7 @@ def test_what_is_not_finite_leaves_no_trace_in_what_later_steps_are_judged_by():
     assert {**detector.state(), "skips": []} == {**other.state(), "skips": []}
 
 
-def test_a_spike_fires_at_its_mth_step_and_says_where_it_began():
+def test_a_spike_fires_at_its_mth_step_and_names_its_first():
     losses = [*wavy(200), 4.0, 4.2, 3.9, 3.8, *wavy(50, seed=1)]
     assert seen(losses) == [("loss_spike", 201, 203)]
     assert seen(losses, loss_steps=4) == [("loss_spike", 201, 204)]
@@ -110,8 +114,8 @@ def test_with_skip_batch_each_further_step_of_the_rise_is_reported_as_each_batch
 
 
 def test_a_new_level_becomes_the_normal_one_so_that_not_all_batches_are_skipped_for_ever():
-    found = seen([*wavy(200), *wavy(300, level=5.0)], on_loss_spike="skip_batch", skipped_steps=100)
-    assert 1 < len([f for f in found if f[0] == "loss_spike"]) < 30
+    findings = seen([*wavy(200), *wavy(300, level=5.0)], on_loss_spike="skip_batch", skipped_steps=100)
+    assert 1 < len([f for f in findings if f[0] == "loss_spike"]) < 30
 
 
 def test_a_jump_in_the_third_step_of_a_training_fires():
@@ -129,8 +133,8 @@ def test_a_training_that_diverges_in_its_second_step_fires_though_there_is_but_o
 def test_a_slow_divergence_fires(noise: float):
     """0.1 % a step: no step stands out from those before it."""
     losses = [loss * (1 if i < 400 else 1.001 ** (i - 400)) for i, loss in enumerate(wavy(1000, noise=3 * noise))]
-    found = [f for f in seen(losses) if f[2] > 400]
-    assert "loss_drift" in {kind for kind, *_ in found}
+    findings = [f for f in seen(losses) if f[2] > 400]
+    assert "loss_drift" in {kind for kind, *_ in findings}
 
 
 def test_a_drift_is_reported_again_only_when_it_has_gone_as_far_again():
@@ -170,9 +174,11 @@ def test_a_plateau_of_skipped_steps_fires_once_but_a_loss_scale_that_settles_doe
 
 
 def test_batches_that_the_detector_itself_has_skipped_count_as_skipped_so_that_it_ends():
-    found = judged([Step(i, NAN if i > 100 else 3.0) for i in range(1, 200)], config(on_non_finite="skip_batch"))
-    assert [f for f in found if f.kind != "non_finite"] == [Finding("skipped", 125, found[25].message, "stop", 101)]
-    assert found[25].message == "step 125: 25 of the last 50 steps did not move the weights."
+    findings = judged([Step(i, NAN if i > 100 else 3.0) for i in range(1, 200)], config(on_non_finite="skip_batch"))
+    assert [f for f in findings if f.kind != "non_finite"] == [
+        Finding("skipped", 125, findings[25].message, "stop", 101)
+    ]
+    assert findings[25].message == "step 125: 25 of the last 50 steps did not move the weights."
 
 
 # --- what is quiet ----------------------------------------------------------------------------------------------------
@@ -188,7 +194,7 @@ def test_the_steep_fall_of_a_start_is_quiet_and_a_spike_in_it_fires():
 @pytest.mark.parametrize(("noise", "tails"), [(0.01, 0.0), (0.05, 0.0), (0.2, 0.0), (0.05, 0.02)])
 def test_noisy_falling_curves_are_quiet(noise: float, tails: float):
     """40 curves of 600 steps."""
-    wrong = {seed: brief(found) for seed in range(40) if (found := judged(noisy(seed, 600, noise, 0.0, tails)))}
+    wrong = {seed: brief(findings) for seed in range(40) if (findings := judged(noisy(seed, 600, noise, 0.0, tails)))}
     assert len(wrong) <= 1, wrong
 
 
@@ -228,28 +234,28 @@ def test_planted_faults_in_real_healthy_curves_fire(logs: dict[str, list[Step]],
         loss = steps[at].loss
         assert loss is not None
 
-        def planted(changed: dict[int, float], at: int = at) -> list[tuple[str, int]]:
+        def findings_with(changed: dict[int, float], at: int = at) -> list[tuple[str, int]]:
             part = [replace(s, loss=changed.get(i, s.loss)) for i, s in enumerate(steps[: at + 200])]
             number = {s.step: i for i, s in enumerate(part)}
             return [(f.kind, number[f.step] - at) for f in judged(part)]
 
-        assert planted({at: NAN}) == [("non_finite", 0)]
-        assert planted({at: 3 * loss}) == [("loss_jump", 0)]
+        assert findings_with({at: NAN}) == [("non_finite", 0)]
+        assert findings_with({at: 3 * loss}) == [("loss_jump", 0)]
         # The step before the spike may be high by itself, then the rise is a step older; never younger.
-        *jumps, (kind, delay) = planted({at + i: 1.6 * loss for i in range(3)})
+        *jumps, (kind, delay) = findings_with({at + i: 1.6 * loss for i in range(3)})
         assert kind == "loss_spike"
         assert {kind for kind, _ in jumps} <= {"loss_jump"}
         assert 0 <= delay <= 2
         assert any(
             kind in {"loss_drift", "loss_spike"}
-            for kind, _ in planted({at + i: loss * (1 + 0.003 * i) for i in range(200)})
+            for kind, _ in findings_with({at + i: loss * (1 + 0.003 * i) for i in range(200)})
         )
 
 
 # --- resume -----------------------------------------------------------------------------------------------------------
 
 
-def troubled(seed: int) -> list[Step]:
+def troubled_curve(seed: int) -> list[Step]:
     """500 steps with something of everything."""
     draw, steps = random.Random(seed), noisy(seed, 500, 0.03, 0.2, 0.01)
     for at in (draw.randrange(20, 100), draw.randrange(150, 300)):
@@ -263,24 +269,24 @@ def troubled(seed: int) -> list[Step]:
 
 
 @pytest.mark.parametrize("action", ["warn", "skip_batch"])
-def test_a_detector_restored_in_the_middle_decides_alike(action: str):
-    made = config(on_loss_spike=action, on_grad_norm=action, on_non_finite="skip_batch", on_skipped="warn")
+def test_a_restored_detector_makes_the_same_decisions(action: str):
+    settings = config(on_loss_spike=action, on_grad_norm=action, on_non_finite="skip_batch", on_skipped="warn")
     kinds = set()
     for seed in range(6):
-        steps = troubled(seed)
-        whole, detector = judged(steps, made), Detector(made)
+        steps = troubled_curve(seed)
+        whole, detector = judged(steps, settings), Detector(settings)
         kinds |= {f.kind for f in whole}
-        found = []
+        findings = []
         for s in steps:
             saved = json.dumps(detector.state(), allow_nan=False)
-            detector = Detector(made)
+            detector = Detector(settings)
             detector.restore(json.loads(saved))
-            found += detector.observe(s.step, s.loss, s.grad_norm, s.skipped)
-        assert found == whole
+            findings += detector.observe(s.step, s.loss, s.grad_norm, s.skipped)
+        assert findings == whole
     assert kinds == {"non_finite", "loss_spike", "loss_drift", "grad_norm", "skipped"}, "else the test is too easy"
 
 
-def test_a_state_is_a_copy_and_an_empty_one_begins_anew():
+def test_a_state_is_a_copy_and_an_empty_one_resets():
     detector = Detector(config())
     for step, loss in enumerate(wavy(50), 1):
         detector.observe(step, loss, loss)
@@ -310,7 +316,7 @@ def test_a_state_of_another_version_is_refused():
     [
         ({"windw": 100}, r"loop\.divergence: unknown key 'windw'\. Did you mean 'window'\?"),
         ({"window": 8}, r"loop\.divergence\.window: expected a number >= 16, got 8"),
-        ({"loss_steps": 30}, r"loop\.divergence: loss_steps = 30 is more than a quarter of window = 100"),
+        ({"loss_steps": 30}, r"loop\.divergence: loss_steps: 30 is more than a quarter of window = 100"),
         ({"on_loss_spike": "halt"}, (r"loop\.divergence\.on_loss_spike: unknown value 'halt'.*save_batch, skip_batch, "
                                     r"stop, warn")),
         ({"on_non_finite": "warn"}, (r"loop\.divergence\.on_non_finite: unknown value 'warn'.*Known: rewind, "
@@ -348,12 +354,14 @@ def falling(steps: int, seed: int = 0) -> list[float]:
 def kinds_found(losses: list[float], **changes: Any) -> list[tuple[str, int]]:
     detector = Detector(Config(**changes))
     return [
-        (found.kind, found.step) for step, loss in enumerate(losses, start=1) for found in detector.observe(step, loss)
+        (finding.kind, finding.step)
+        for step, loss in enumerate(losses, start=1)
+        for finding in detector.observe(step, loss)
     ]
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_an_early_climb_is_told_from_its_healthy_twin(seed: int):
+def test_an_early_climb_is_distinguished_from_its_healthy_twin(seed: int):
     """From 11.6 to 20.4 over 31 steps, at the very start."""
     draw = random.Random(seed)
     climbing = [(11.6 + 8.8 * step / 30) * math.exp(0.02 * draw.gauss(0, 1)) for step in range(31)]
@@ -384,8 +392,8 @@ def test_the_batches_of_a_jump_of_two_steps_can_be_skipped():
     losses = falling(600)
     losses[300], losses[301] = losses[300] * 3, losses[301] * 3
     detector = Detector(Config(on_loss_jump="skip_batch"))
-    found = [f for step, loss in enumerate(losses, start=1) for f in detector.observe(step, loss)]
-    assert [(f.kind, f.step, f.action) for f in found] == [
+    findings = [f for step, loss in enumerate(losses, start=1) for f in detector.observe(step, loss)]
+    assert [(f.kind, f.step, f.action) for f in findings] == [
         ("loss_jump", 301, "skip_batch"),
         ("loss_jump", 302, "skip_batch"),
     ]

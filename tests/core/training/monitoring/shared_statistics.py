@@ -17,7 +17,7 @@ from src.training.monitoring.parameter_statistics import TensorSums
 STEPS = 3
 
 
-def made() -> tuple[nn.Module, Tensor]:
+def make_layer() -> tuple[nn.Module, Tensor]:
     """The same model and the same input in every process, so that the mean of the gradients is that of one."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, 3)), torch.randn(4, 7)
@@ -28,20 +28,20 @@ def adamw(model: nn.Module) -> torch.optim.AdamW:
 
 
 def trained(model: nn.Module, optimizer: Any, x: Tensor) -> list[TensorSums]:
-    found = []
+    tensor_sums = []
     for _ in range(STEPS):
         optimizer.zero_grad()
         model(x).pow(2).sum().backward()
-        found = parameter_statistics.gradients(model)
+        tensor_sums = parameter_statistics.gradients(model)
         optimizer.step()
-    return parameter_statistics.gather_sums(found + parameter_statistics.weights(model, optimizer), model)
+    return parameter_statistics.gather_sums(tensor_sums + parameter_statistics.weights(model, optimizer), model)
 
 
 def fully_sharded() -> list[TensorSums]:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    model, x = made()
+    model, x = make_layer()
     fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
     return trained(model, adamw(model), x)
 
@@ -52,7 +52,7 @@ def zero(stage: int) -> list[TensorSums]:
     from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 
     set_accelerator(CPU_Accelerator())
-    model, x = made()
+    model, x = make_layer()
     config = {
         "train_batch_size": 2,
         "train_micro_batch_size_per_gpu": 1,
@@ -64,18 +64,18 @@ def zero(stage: int) -> list[TensorSums]:
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # see ZeroEngine
     deepspeed.init_distributed(dist_backend=None, auto_mpi_discovery=False)
     engine, optimizer, _, _ = deepspeed.initialize(model=model, optimizer=adamw(model), config=config)
-    found = []
+    tensor_sums = []
     for _ in range(STEPS):
         engine.backward(engine(x).pow(2).sum())
-        found = parameter_statistics.gradients(model)
+        tensor_sums = parameter_statistics.gradients(model)
         engine.step()
-    return parameter_statistics.gather_sums(found + parameter_statistics.weights(model, optimizer), model)
+    return parameter_statistics.gather_sums(tensor_sums + parameter_statistics.weights(model, optimizer), model)
 
 
 def main() -> None:
     mode = sys.argv[1]
     with distributed.session():
-        model, x = made()
+        model, x = make_layer()
         whole = trained(model, adamw(model), x)
         shared = fully_sharded() if mode == "fsdp" else zero(int(mode))
         if not distributed.is_main():

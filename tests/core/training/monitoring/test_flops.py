@@ -46,7 +46,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def made(name: str) -> Any:
+def make_model(name: str) -> Any:
     family, sizes = MODELS[name]
     config = getattr(transformers, f"{family}Config")(**sizes)
     config._attn_implementation = "eager"  # PyTorch counts no backward of the fused one on a CPU
@@ -61,13 +61,13 @@ def batch_of(name: str) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_the_formula_is_what_pytorch_counts(name: str):
-    model, batch = made(name), batch_of(name)
-    with FlopCounterMode(display=False) as counted:
+    model, batch = make_model(name), batch_of(name)
+    with FlopCounterMode(display=False) as counter:
         logits = model(**batch).logits
-    assert forward_flops(model.config, *flops._lengths(batch)) == counted.get_total_flops()
+    assert forward_flops(model.config, *flops._lengths(batch)) == counter.get_total_flops()
     with FlopCounterMode(display=False) as backward:
         logits.sum().backward()
-    both = counted.get_total_flops() + backward.get_total_flops()
+    both = counter.get_total_flops() + backward.get_total_flops()
     of_batch = flops.batch_flops(model)
     assert of_batch
     assert of_batch(batch) == pytest.approx(both, rel=TOLERANCE)
@@ -82,13 +82,13 @@ def test_by_hand():
 
 def test_a_frozen_part_and_an_unknown_model_have_no_count(caplog: pytest.LogCaptureFixture):
     caplog.set_level("INFO")
-    model = made("gpt2")
+    model = make_model("gpt2")
     model.transformer.wpe.weight.requires_grad_(False)
     assert flops.batch_flops(model) is None
     assert flops.batch_flops(torch.nn.Linear(2, 2)) is None
     assert [record.message for record in caplog.records] == [
-        "GPT2LMHeadModel: a part of it is frozen, so no MFU is reported.",
-        "Linear: its operations are not known, so no MFU is reported.",
+        "GPT2LMHeadModel: partly frozen, so MFU is not reported.",
+        "Linear: FLOPs unknown, so MFU is not reported.",
     ]
 
 
@@ -116,7 +116,7 @@ def test_a_frozen_part_and_an_unknown_model_have_no_count(caplog: pytest.LogCapt
         ("h100 pcie", "bfloat16", 756e12),
     ],
 )
-def test_peaks_are_found_by_whole_words(name: str, precision: str, rate: float | None):
+def test_peaks_are_matched_by_complete_words(name: str, precision: str, rate: float | None):
     assert flops.peak_flops(name, precision) == rate
 
 

@@ -32,16 +32,16 @@ def test_a_row_with_nan_is_null_in_the_files(tmp_path: Path):
     from src.training.config import LoopConfig
 
     config = load(LoopConfig, toy.BASE["loop"], "loop")
-    with RunDir.open(tmp_path / "runs", toy.BASE, {}) as opened:
-        run = context.Run(opened, Places(tmp_path, tmp_path / "runs"), context.Options())
+    with RunDir.open(tmp_path / "runs", toy.BASE, {}) as run_dir:
+        run = context.Run(run_dir, Places(tmp_path, tmp_path / "runs"), context.Options())
         reporter = Reporter(run, config, nn.Linear(1, 1), 0)
         perf = {"tokens_per_second": 1.0, "steps_per_second": 1.0}
         reporter.report({"step": 1, "train_loss": 1.0, "val_loss": 0.4}, perf)
-        assert SavedRun(opened.path).status["loss"] == 1.0
+        assert SavedRun(run_dir.path).status["loss"] == 1.0
         reporter.report({"step": 2, "train_loss": math.nan, "val_loss": math.inf}, perf)
         reporter.close()
-        assert SavedRun(opened.path).status["loss"] is None
-        assert opened.scores.rows()[-1] == {"step": 2, "train_loss": None, "val_loss": None}
+        assert SavedRun(run_dir.path).status["loss"] is None
+        assert run_dir.scores.rows()[-1] == {"step": 2, "train_loss": None, "val_loss": None}
 
 
 WANDB = """

@@ -37,7 +37,7 @@ def test_rows_between_evaluations_are_logged_now_and_then(caplog: pytest.LogCapt
     assert [record.message.split()[1] for record in caplog.records] == ["20/100", "40/100"]
 
 
-def test_the_bar_keeps_the_scores_of_the_last_evaluation(
+def test_the_bar_still_shows_the_scores_of_the_last_evaluation(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)

@@ -66,31 +66,31 @@ def test_the_numbers_are_those_of_a_plain_reference(name: str):
     assert tensor_statistics.describe(tensor) == pytest.approx(expected, rel=1e-6, abs=0)
 
 
-def test_what_is_not_defined_is_none():
+def test_undefined_statistics_are_null():
     nothing = dict.fromkeys(tensor_statistics.NAMES[:-1])
     assert tensor_statistics.describe(torch.empty(0, 3)) == {**nothing, "nonzero": 0}
     two = {**dict.fromkeys(tensor_statistics.NAMES[:-1], 2.0), "var_std": None, "abs_var_std": None, "nonzero": 1}
     assert tensor_statistics.describe(torch.tensor(2.0)) == two
 
 
-def test_what_is_not_finite_is_counted_and_not_raised():
-    described = tensor_statistics.describe(torch.tensor([1.0, math.nan, math.inf, 0.0]))
-    assert described == {**dict.fromkeys(tensor_statistics.NAMES[:-1]), "nonzero": 3, "nonfinite": 2}
-    described = tensor_statistics.describe(torch.tensor([1.0, math.inf, 0.0]))
-    assert (described["var_min"], described["var_max"], described["abs_var_min"], described["nonfinite"]) == (
+def test_non_finite_elements_are_counted_without_an_error():
+    description = tensor_statistics.describe(torch.tensor([1.0, math.nan, math.inf, 0.0]))
+    assert description == {**dict.fromkeys(tensor_statistics.NAMES[:-1]), "nonzero": 3, "nonfinite": 2}
+    description = tensor_statistics.describe(torch.tensor([1.0, math.inf, 0.0]))
+    assert (description["var_min"], description["var_max"], description["abs_var_min"], description["nonfinite"]) == (
         0.0,
         None,
         0.0,
         1,
     )
-    json.dumps(described, allow_nan=False)
+    json.dumps(description, allow_nan=False)
 
 
-def test_pieces_of_any_size_make_the_same_whole():
+def test_pieces_of_any_size_give_the_same_sums():
     tensor = torch.randn(1000) + 5
     pieces = [torch.empty(0), *tensor.split([1, 700, 299]), torch.empty(0)]
-    joined = tensor_statistics.join_sums(torch.stack([tensor_statistics.sums(piece) for piece in pieces]))
-    assert joined.tolist() == pytest.approx(tensor_statistics.sums(tensor).tolist(), rel=1e-12)
+    joined_sums = tensor_statistics.join_sums(torch.stack([tensor_statistics.sums(piece) for piece in pieces]))
+    assert joined_sums.tolist() == pytest.approx(tensor_statistics.sums(tensor).tolist(), rel=1e-12)
 
 
 def test_nothing_of_autograd_or_autocast_is_left():
@@ -117,26 +117,28 @@ def adam() -> tuple[nn.Module, torch.optim.AdamW, dict[str, Tensor]]:
     return layer, optimizer, before
 
 
-def test_the_update_is_what_the_last_step_subtracted(adam: tuple[nn.Linear, torch.optim.AdamW, dict[str, Tensor]]):
+def test_the_update_equals_the_change_of_the_last_step(adam: tuple[nn.Linear, torch.optim.AdamW, dict[str, Tensor]]):
     layer, optimizer, before = adam
-    found = {item.context: item for item in parameter_statistics.weights(layer, optimizer)}
-    assert list(found) == ["hp", "exp_avg", "exp_avg_sq", "effective_update"]
-    moved = before["weight"].double() - layer.weight.detach().double()
+    sums_by_context = {item.context: item for item in parameter_statistics.weights(layer, optimizer)}
+    assert list(sums_by_context) == ["hp", "exp_avg", "exp_avg_sq", "effective_update"]
+    movement = before["weight"].double() - layer.weight.detach().double()
     update = dict(
         zip(
             tensor_statistics.NAMES,
-            tensor_statistics.to_rows(found["effective_update"].sums[None])[0].tolist(),
+            tensor_statistics.to_rows(sums_by_context["effective_update"].sums[None])[0].tolist(),
             strict=True,
         )
     )
-    assert update == pytest.approx(reference(moved / 0.1), rel=1e-4)
+    assert update == pytest.approx(reference(movement / 0.1), rel=1e-4)
     moment = optimizer.state[layer.weight]["exp_avg"]
-    assert tensor_statistics.rows(found["exp_avg"].sums[None])[0] == pytest.approx(reference(moment), rel=1e-6)
-    rates = parameter_statistics.update_rates(list(found.values()), 0.1)
-    assert rates == {"weight": pytest.approx(float(moved.norm() / layer.weight.detach().norm()), rel=1e-4)}
+    assert tensor_statistics.rows(sums_by_context["exp_avg"].sums[None])[0] == pytest.approx(
+        reference(moment), rel=1e-6
+    )
+    rates = parameter_statistics.update_rates(list(sums_by_context.values()), 0.1)
+    assert rates == {"weight": pytest.approx(float(movement.norm() / layer.weight.detach().norm()), rel=1e-4)}
 
 
-def test_only_what_is_trained_is_measured(adam: tuple[nn.Linear, torch.optim.AdamW, Any]):
+def test_only_trained_parameters_are_measured(adam: tuple[nn.Linear, torch.optim.AdamW, Any]):
     layer, optimizer, _ = adam
     assert [(item.name, item.context) for item in parameter_statistics.gradients(layer)] == [("weight", "hp_grad")]
     fresh = torch.optim.SGD([layer.weight], lr=0.1)
@@ -151,25 +153,25 @@ class Inner(nn.Module):
 
 
 class Outer(nn.Module):
-    def __init__(self, checkpointed: bool) -> None:
+    def __init__(self, checkpointing: bool) -> None:
         super().__init__()
-        self.first, self.inner, self.checkpointed = nn.Linear(3, 3), Inner(), checkpointed
+        self.first, self.inner, self.uses_checkpointing = nn.Linear(3, 3), Inner(), checkpointing
 
     def forward(self, x: Tensor) -> Any:
-        x = checkpoint(self.first, x, use_reentrant=False) if self.checkpointed else self.first(x)
+        x = checkpoint(self.first, x, use_reentrant=False) if self.uses_checkpointing else self.first(x)
         assert x is not None
         y, _, _ = self.inner(x, ids=torch.arange(3), scale=torch.tensor(2.0))
         return {"y": y, "loss": y.sum()}
 
 
-@pytest.mark.parametrize("checkpointed", [False, True])
-def test_inputs_and_outputs_of_every_module_once(checkpointed: bool):
-    model, found = Outer(checkpointed), []
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_inputs_and_outputs_of_every_module_once(checkpointing: bool):
+    model, activations = Outer(checkpointing), []
     x = torch.randn(2, 3, requires_grad=True)
-    with activation_statistics.watch_activations(model, found):
+    with activation_statistics.watch_activations(model, activations):
         model(x)["loss"].backward()  # which runs `first` once more when it is checkpointed
         model.first(x)
-    names = [(item.name, item.type, item.context) for item in found]
+    names = [(item.name, item.type, item.context) for item in activations]
     assert names == [
         ("first", "Linear", "input[0]"),
         ("first", "Linear", "output"),
@@ -181,8 +183,8 @@ def test_inputs_and_outputs_of_every_module_once(checkpointed: bool):
         ("", "Outer", "output[y]"),
         ("", "Outer", "output[loss]"),
     ]
-    assert tensor_statistics.rows(found[0].sums[None])[0] == pytest.approx(reference(x), rel=1e-6)
-    assert tensor_statistics.rows(found[1].sums[None])[0] == pytest.approx(reference(model.first(x)), rel=1e-6)
+    assert tensor_statistics.rows(activations[0].sums[None])[0] == pytest.approx(reference(x), rel=1e-6)
+    assert tensor_statistics.rows(activations[1].sums[None])[0] == pytest.approx(reference(model.first(x)), rel=1e-6)
     assert not any(module._forward_hooks for module in model.modules())
 
 
@@ -193,7 +195,7 @@ def test_the_hooks_go_when_the_forward_pass_fails():
     assert not any(module._forward_hooks for module in model.modules())
 
 
-def test_a_compiled_model_is_left_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+def test_a_compiled_model_gets_no_hooks(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     caplog.set_level("INFO")
     compiled: Any = torch.compile(nn.Linear(3, 3), backend="eager")
     watching = Monitor(tmp_path, compiled, 1)
@@ -247,8 +249,8 @@ def train(places: Places, watching: Monitor | None, checkpointing: bool = False,
 def test_not_one_bit_of_the_training_is_another(places: Places, tmp_path: Path, checkpointing: bool):
     *_, bare = train(places, None, checkpointing)
     rng = torch.get_rng_state()
-    *_, watched = train(places, Monitor(tmp_path, nn.Identity(), 1), checkpointing)
-    for (name, one), other in zip(bare.state_dict().items(), watched.state_dict().values(), strict=True):
+    *_, monitored_model = train(places, Monitor(tmp_path, nn.Identity(), 1), checkpointing)
+    for (name, one), other in zip(bare.state_dict().items(), monitored_model.state_dict().values(), strict=True):
         assert torch.equal(one, other), name
     assert torch.equal(torch.get_rng_state(), rng)
     assert len(records(tmp_path)) > 1000
@@ -262,16 +264,16 @@ def test_due_steps_have_every_tensor_once(places: Places, tmp_path: Path):
     watching = Monitor(tmp_path, nn.Identity(), 2)
     *_, model = train(places, watching)
     assert not any(module._forward_hooks for module in model.modules())
-    found = records(tmp_path)
-    assert {record["step"] for record in found} == {2, 4}
-    keys = [(record["step"], record["name"], record.get("type"), record["context"]) for record in found]
+    all_records = records(tmp_path)
+    assert {record["step"] for record in all_records} == {2, 4}
+    keys = [(record["step"], record["name"], record.get("type"), record["context"]) for record in all_records]
     assert len(keys) == len(set(keys))
     names = {name for name, _ in model.named_parameters()}
     for context in ("hp", "hp_grad", "exp_avg", "exp_avg_sq", "effective_update"):
-        assert {record["name"] for record in found if record["context"] == context} == names
+        assert {record["name"] for record in all_records if record["context"] == context} == names
     (last,) = [
         record
-        for record in found
+        for record in all_records
         if record["step"] == 4 and record["name"] == "transformer.ln_f.weight" and record["context"] == "hp"
     ]
     assert {name: last[name] for name in tensor_statistics.NAMES} == pytest.approx(
@@ -279,22 +281,22 @@ def test_due_steps_have_every_tensor_once(places: Places, tmp_path: Path):
     )
     assert all(
         0 < record["update_rate"] < 1
-        for record in found
+        for record in all_records
         if record["context"] == "effective_update" and record["update_rate"]
     )
-    modules = {record["name"] for record in found if "type" in record}
+    modules = {record["name"] for record in all_records if "type" in record}
     assert {"", "transformer.h.2.attn", "lm_head"} <= modules
 
 
 def test_only_the_last_pass_of_a_due_step_is_hooked(tmp_path: Path):
     layer = nn.Linear(2, 2)
     watching = Monitor(tmp_path, layer, 2)
-    hooked = []
+    hook_counts = []
     for step, last in ((1, True), (2, False), (2, True), (3, True)):
         watching.before_step(step)
         with watching.forward(last):
-            hooked.append(bool(layer._forward_hooks))
-    assert hooked == [False, False, True, False]
+            hook_counts.append(bool(layer._forward_hooks))
+    assert hook_counts == [False, False, True, False]
 
 
 def test_none_are_written_where_none_are_due(places: Places, tmp_path: Path):
@@ -303,7 +305,7 @@ def test_none_are_written_where_none_are_due(places: Places, tmp_path: Path):
     assert not (tmp_path / FILE).exists()
 
 
-def test_a_continued_run_drops_what_it_makes_again(places: Places, tmp_path: Path):
+def test_a_resumed_run_drops_records_that_it_repeats(places: Places, tmp_path: Path):
     list(train(places, Monitor(tmp_path, nn.Identity(), 1)))
     whole = (tmp_path / FILE).read_bytes()
     with open(tmp_path / FILE, "ab") as file:
@@ -312,8 +314,8 @@ def test_a_continued_run_drops_what_it_makes_again(places: Places, tmp_path: Pat
     watching.truncate(4)
     assert (tmp_path / FILE).read_bytes() == whole
     watching.truncate(2)
-    kept = (tmp_path / FILE).read_bytes()
-    assert whole.startswith(kept)
+    content = (tmp_path / FILE).read_bytes()
+    assert whole.startswith(content)
     assert [record["step"] for record in records(tmp_path)] == sorted(
         r["step"] for r in map(json.loads, whole.splitlines()) if r["step"] <= 2
     )

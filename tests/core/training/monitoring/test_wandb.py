@@ -72,12 +72,12 @@ def start(root: Path, arguments: list[str], **variables: str) -> warm.Process:
     return warm.Process(command, environment(root, **variables), root, root.parent / "printed")
 
 
-def ended(root: Path, process: warm.Process, code: int) -> str:
+def wait_for_end(root: Path, process: warm.Process, code: int) -> str:
     """What all have printed, when it has ended."""
     result = process.wait(timeout=600)
-    printed = (root.parent / "printed").read_text()
-    assert result == code, printed
-    return printed
+    output = (root.parent / "printed").read_text()
+    assert result == code, output
+    return output
 
 
 @pytest.fixture(scope="module")
@@ -96,8 +96,8 @@ def killed_and_stopped(root: Path) -> tuple[Path, str]:
             time.sleep(0.01)
         if number:
             os.kill(process.pid, number)
-        printed = ended(root, process, {signal.SIGKILL: -9, signal.SIGTERM: 75, None: 0}[number])
-    return run, printed
+        output = wait_for_end(root, process, {signal.SIGKILL: -9, signal.SIGTERM: 75, None: 0}[number])
+    return run, output
 
 
 @pytest.mark.slow
@@ -151,20 +151,20 @@ def test_the_key_is_written_nowhere(root: Path, killed_and_stopped: tuple[Path, 
     """Neither offline nor online, from the environment or netrc: no save directory, log, cache or home holds it, and
     nothing prints it."""
     Refusal.keys.clear()
-    printed = killed_and_stopped[1]
+    output = killed_and_stopped[1]
     command = toy.command(root, [*OFFLINE, "--steps", "3", "--wandb_entity_name", "e"], root.parent)
     for secret in ({"WANDB_API_KEY": KEY}, {}):
         env = environment(root, WANDB_BASE_URL=refusing, **secret)
         done = subprocess.run(command, cwd=root, env=env, capture_output=True, text=True, timeout=600, check=False)
         assert done.returncode == 1, done.stderr
         assert "error: g[0]: wandb: " in done.stderr
-        printed += done.stdout + done.stderr
-    assert "Traceback" not in printed
+        output += done.stdout + done.stderr
+    assert "Traceback" not in output
     for user, key in (("api", KEY), ("user", NETRC_KEY)):
-        coded = base64.b64encode(f"{user}:{key}".encode()).decode()
-        assert f"Basic {coded}" in Refusal.keys, "the key was never used, so nothing was shown"
-        for text in (key, coded):
-            assert text not in printed
+        encoded_key = base64.b64encode(f"{user}:{key}".encode()).decode()
+        assert f"Basic {encoded_key}" in Refusal.keys, "the key was never used, so nothing was shown"
+        for text in (key, encoded_key):
+            assert text not in output
             assert [path for path in holders(root.parent, text) if path.name != ".netrc"] == []
     assert any(path.suffix == ".wandb" for path in (root.parent / "runs").rglob("*"))
 
@@ -173,7 +173,7 @@ def test_the_key_is_written_nowhere(root: Path, killed_and_stopped: tuple[Path, 
 def test_starting_over_is_another_run(root: Path, killed_and_stopped: tuple[Path, str]):
     run = killed_and_stopped[0]
     process = start(root, [*OFFLINE, "-r", "1"])
-    ended(root, process, 0)
+    wait_for_end(root, process, 0)
     ((identity, rows),) = logged(run)
     assert identity == f"{run.name}-1"
     assert [row["_step"] for row in rows] == [*range(1, 31)]
@@ -182,13 +182,13 @@ def test_starting_over_is_another_run(root: Path, killed_and_stopped: tuple[Path
 def test_a_damaged_id_is_named(tmp_path: Path):
     from src.training.monitoring.wandb import Wandb
 
-    with RunDir.open(tmp_path / "runs", EXP, {}) as opened:
-        (opened.path / "wandb.json").write_text("[]")
+    with RunDir.open(tmp_path / "runs", EXP, {}) as run_dir:
+        (run_dir.path / "wandb.json").write_text("[]")
         options = context.Wandb(None, "p", None, False)
-        message = f'{opened.path}/wandb.json: expected {{"id": ...}}. Delete it to start another wandb run.'
+        message = f'{run_dir.path}/wandb.json: expected {{"id": ...}}. Delete it to start another wandb run.'
         with pytest.raises(RunError, match=re.escape(message)):
             Wandb(
-                context.Run(opened, Places(tmp_path, tmp_path / "runs"), context.Options(None, options)),
+                context.Run(run_dir, Places(tmp_path, tmp_path / "runs"), context.Options(None, options)),
                 options,
                 nn.Linear(1, 1),
             )
@@ -215,15 +215,15 @@ def test_a_trial_of_an_agent_is_online_or_refused(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(wandb, "init", init)
     for mode, message in (
         (None, "wandb: no key Run `wandb login`"),
-        ("offline", "WANDB_MODE is 'offline', so this trial's sweep would get no"),
+        ("offline", "WANDB_MODE is 'offline', but the sweep of this trial needs its"),
     ):
         if mode is None:
             monkeypatch.delenv("WANDB_MODE", raising=False)
         else:
             monkeypatch.setenv("WANDB_MODE", mode)
-        with RunDir.open(tmp_path / "runs", EXP, {}) as opened, pytest.raises(RunError, match=re.escape(message)):
+        with RunDir.open(tmp_path / "runs", EXP, {}) as run_dir, pytest.raises(RunError, match=re.escape(message)):
             Wandb(
-                context.Run(opened, Places(tmp_path, tmp_path / "runs"), context.Options(None, options)),
+                context.Run(run_dir, Places(tmp_path, tmp_path / "runs"), context.Options(None, options)),
                 options,
                 nn.Linear(1, 1),
             )

@@ -11,8 +11,8 @@ from tests import toy
 
 
 def start(folder: Path, reset: int) -> str:
-    with RunDir.open(folder, toy.BASE, {}, reset=reset) as opened:
-        return _identity(context.Run(opened, Places(folder, folder), context.Options()))
+    with RunDir.open(folder, toy.BASE, {}, reset=reset) as run_dir:
+        return _identity(context.Run(run_dir, Places(folder, folder), context.Options()))
 
 
 def test_each_restart_has_a_new_id(tmp_path: Path):

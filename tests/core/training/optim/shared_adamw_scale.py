@@ -23,7 +23,7 @@ from src.training.optim.adamw_scale import AdamWScale
 STEPS = 3
 
 
-def made(cut: bool) -> tuple[nn.Module, AdamWScale]:
+def make_model(cut: bool) -> tuple[nn.Module, AdamWScale]:
     """The same weights in every process. Of three rows one process has two, of one vector of length 1 one has
     nothing."""
     torch.manual_seed(0)
@@ -45,21 +45,21 @@ def train(model: nn.Module, optimizer: AdamWScale, steps: range) -> list[paramet
 
 def tensors(model: nn.Module, optimizer: AdamWScale) -> dict[str, Tensor]:
     """Weights and the optimizer's state, whole."""
-    found = {**dict(model.named_parameters()), **checkpoint.optimizer_tensors(model, optimizer)}
+    state = {**dict(model.named_parameters()), **checkpoint.optimizer_tensors(model, optimizer)}
     return {
         name: (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
-        for name, tensor in found.items()
+        for name, tensor in state.items()
     }
 
 
 def main(folder: Path) -> None:
     with distributed.session():
-        whole, cut = made(False), made(True)
+        whole, cut = make_model(False), make_model(True)
         of_whole, of_parts = train(*whole, range(STEPS)), train(*cut, range(STEPS))
-        wanted, found = tensors(*whole), tensors(*cut)
-        assert wanted.keys() == found.keys()
-        for name, tensor in wanted.items():
-            assert torch.equal(found[name], tensor), name
+        expected, result = tensors(*whole), tensors(*cut)
+        assert expected.keys() == result.keys()
+        for name, tensor in expected.items():
+            assert torch.equal(result[name], tensor), name
         for one, other in zip(of_parts, of_whole, strict=distributed.is_main()):
             assert torch.allclose(one.sums, other.sums, rtol=1e-9, atol=0), f"{one.name} {one.context}"
 
@@ -69,15 +69,15 @@ def main(folder: Path) -> None:
                 save_file(dict(whole[0].named_parameters()), beside / "model.safetensors")
 
         distributed.broadcast_from_rank0(write)
-        again, optimizer = made(True)
+        again, optimizer = make_model(True)
         store = ShardStore()
         store.load(folder / "checkpoint", {name: parameter.detach() for name, parameter in again.named_parameters()})
         store.load_optimizer(folder / "checkpoint", again, optimizer)
         for model, its in (whole, (again, optimizer)):
             train(model, its, range(STEPS, 2 * STEPS))
-        wanted, found = tensors(*whole), tensors(again, optimizer)
-        for name, tensor in wanted.items():
-            assert torch.equal(found[name], tensor), f"{name} after a restart"
+        expected, result = tensors(*whole), tensors(again, optimizer)
+        for name, tensor in expected.items():
+            assert torch.equal(result[name], tensor), f"{name} after a restart"
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from tests import warm
 RATE, BETAS, EPSILON = 0.02, (0.9, 0.999), 1e-6
 
 
-def moved(optimizer: torch.optim.Optimizer, gradients: dict[nn.Parameter, Tensor]) -> None:
+def take_step(optimizer: torch.optim.Optimizer, gradients: dict[nn.Parameter, Tensor]) -> None:
     for parameter, gradient in gradients.items():
         parameter.grad = gradient.clone()
     optimizer.step()
@@ -21,7 +21,7 @@ def moved(optimizer: torch.optim.Optimizer, gradients: dict[nn.Parameter, Tensor
 
 def test_the_first_step_of_the_worked_example():
     weight = nn.Parameter(torch.full((2, 2), 2.0))
-    moved(AdamWScale([weight], RATE, BETAS, EPSILON), {weight: torch.full((2, 2), 0.5)})
+    take_step(AdamWScale([weight], RATE, BETAS, EPSILON), {weight: torch.full((2, 2), 0.5)})
     # 0.02 · 2 · 1/(1 + 1e-6/(0.5 √0.001)): with a first gradient g, m/√v is (1 - β₁)/√(1 - β₂), whatever g
     assert (weight.detach() - 2).flatten().tolist() == pytest.approx([-0.0399975] * 4, abs=2e-7)
 
@@ -48,10 +48,10 @@ def test_steps_are_those_of_the_formula(size: float, decay: float):
     other = nn.Parameter(torch.ones(2))  # of another size, and without a gradient in the first step
     optimizer = AdamWScale([{"params": [weight], "weight_decay": decay}, {"params": [other]}], RATE, BETAS, EPSILON)
     gradients = [torch.randn(5, 3, generator=generator, dtype=torch.float64) for _ in range(4)]
-    wanted = reference(weight.flatten().tolist(), [gradient.flatten().tolist() for gradient in gradients], decay)
+    expected = reference(weight.flatten().tolist(), [gradient.flatten().tolist() for gradient in gradients], decay)
     for t, gradient in enumerate(gradients):
-        moved(optimizer, {weight: gradient, **({other: torch.ones(2)} if t else {})})
-    assert weight.flatten().tolist() == pytest.approx(wanted, rel=1e-6, abs=1e-12)
+        take_step(optimizer, {weight: gradient, **({other: torch.ones(2)} if t else {})})
+    assert weight.flatten().tolist() == pytest.approx(expected, rel=1e-6, abs=1e-12)
     assert other.tolist() == pytest.approx(reference([1.0] * 2, [[1.0] * 2] * 3, 0.0), rel=1e-6)
 
 
@@ -98,7 +98,7 @@ def test_all_tensors_at_once_move_by_the_bits_of_one_after_the_other():
 
 def test_it_moves_a_tensor_a_thousand_times_as_large_a_thousand_times_as_far():
     small, large = nn.Parameter(torch.full((3,), 0.01)), nn.Parameter(torch.full((3,), 10.0))
-    moved(AdamWScale([small, large], RATE, BETAS, EPSILON), {small: torch.ones(3), large: torch.ones(3)})
+    take_step(AdamWScale([small, large], RATE, BETAS, EPSILON), {small: torch.ones(3), large: torch.ones(3)})
     assert (large.detach() - 10) / (small.detach() - 0.01) == pytest.approx(torch.full((3,), 1000.0), rel=1e-4)
 
 

@@ -35,7 +35,7 @@ MIDDLE, STEPS = 8, 12
 CPU = torch.device("cpu")
 RATES = {"adamw": 0.05, "adamw_scale": 0.2, "adafactor": 0.2}
 OPTIMIZERS = list(RATES)
-KEPT = {
+STATE_NAMES = {
     "adamw": {"step", "exp_avg", "exp_avg_sq"},
     "adamw_scale": {"step", "exp_avg", "exp_avg_sq", "scale"},
     "adafactor": {"step", "exp_avg_sq_row", "exp_avg_sq_col", "exp_avg_sq", "RMS"},
@@ -60,7 +60,7 @@ def loop(optimizer: str, **changes: Any) -> LoopConfig:
 
 def train(folder: Path, optimizer: str, options: Options | None = None) -> dict[str, str]:
     """Train, or go on; hashes of what is left."""
-    with small.opened(folder, options) as run, distributed.stoppable():
+    with small.open_run(folder, options) as run, distributed.stoppable():
         torch.manual_seed(0)
         about = CheckpointMetadata({}, tokenizers.load(run.places.data / "toy_tokenizer"))
         task = TrainSpec(
@@ -80,7 +80,7 @@ def place(folder: Path) -> Path:
     return folder / "runs" / exp_id(small.EXP)
 
 
-def kept(folder: Path, step: int = STEPS) -> dict[str, Tensor]:
+def saved_state(folder: Path, step: int = STEPS) -> dict[str, Tensor]:
     """The optimizer's state in a checkpoint."""
     return load_file(checkpoints.folder(place(folder), step) / OPTIMIZER)
 
@@ -99,8 +99,8 @@ def folder(data: Path, tmp_path: Path) -> Path:
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_a_training_cut_short_ends_with_the_same_bits(folder: Path, optimizer: str):
     whole = train(folder, optimizer, Options(statistics_every=5))
-    assert {name.rsplit("::")[-1] for name in kept(folder)} == KEPT[optimizer]
-    assert len({name.rsplit("::")[0] for name in kept(folder)}) == 3
+    assert {name.rsplit("::")[-1] for name in saved_state(folder)} == STATE_NAMES[optimizer]
+    assert len({name.rsplit("::")[0] for name in saved_state(folder)}) == 3
     shutil.rmtree(checkpoints.folder(place(folder), STEPS))
     (place(folder) / "status.json").unlink()
     assert train(folder, optimizer) == whole
@@ -108,17 +108,17 @@ def test_a_training_cut_short_ends_with_the_same_bits(folder: Path, optimizer: s
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_a_branch_has_its_rate_and_may_begin_with_no_moments(folder: Path, optimizer: str):
+def test_a_branch_has_its_rate_and_can_reset_the_moments(folder: Path, optimizer: str):
     whole, run = train(folder, optimizer), place(folder)
     before = load_file(checkpoints.folder(run, STEPS) / "model.safetensors")
     assert interventions.main(["rewind", str(run), "--to", str(MIDDLE), "--lr", "hold0:20"]) == 0
     train(folder, optimizer)
-    held = [load_file(checkpoints.folder(run, step) / "model.safetensors") for step in (MIDDLE, STEPS)]
-    assert all(torch.equal(held[0][name], held[1][name]) for name in before), "a rate of 0 moves nothing"
+    weights = [load_file(checkpoints.folder(run, step) / "model.safetensors") for step in (MIDDLE, STEPS)]
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in before), "a rate of 0 moves nothing"
     assert interventions.main(["undo", str(run)]) == 0
     assert interventions.main(["rewind", str(run), "--to", str(MIDDLE), "--reset-optimizer"]) == 0
     reset = train(folder, optimizer)
-    assert {float(value) for name, value in kept(folder).items() if name.endswith("::step")} == {STEPS - MIDDLE}
+    assert {float(value) for name, value in saved_state(folder).items() if name.endswith("::step")} == {STEPS - MIDDLE}
     assert reset["model.safetensors"] != whole["model.safetensors"]
 
 
@@ -155,8 +155,8 @@ def test_adafactor_is_that_of_t5():
     # β̂₂ is 0 in the first step: rows' means of squares (1, 5), columns' (1, 5), so v = [[1, 5], [5, 25]] / 3; the
     # update g/√v has the squares 3, 0.6, 0.6 and 1.08, whose mean of 1.32 is above 1: it is divided by √1.32, and
     # multiplied with 2, the size of the weight.
-    wanted = 0.2 * 2 * torch.tensor([[3, 0.6], [0.6, 1.08]]).sqrt() / 1.32**0.5
-    torch.testing.assert_close(2 - weight.detach(), wanted)
+    expected = 0.2 * 2 * torch.tensor([[3, 0.6], [0.6, 1.08]]).sqrt() / 1.32**0.5
+    torch.testing.assert_close(2 - weight.detach(), expected)
 
 
 def test_adafactor_follows_a_schedule_above_its_own_relative_step():
@@ -174,17 +174,17 @@ def test_adafactor_follows_a_schedule_above_its_own_relative_step():
 
 
 @pytest.mark.parametrize("setting", [{"adam_beta1": 0.8}, {"adam_beta2": 0.99}, {"adam_epsilon": 1e-8}])
-def test_adafactor_refuses_what_is_adams(setting: dict[str, float]):
+def test_adafactor_rejects_settings_of_adam(setting: dict[str, float]):
     (name,) = setting
     with pytest.raises(
         ConfigError,
-        match=rf"loop: {name}: optimizer 'adafactor' has no such setting, and would ignore it\. Leave it out\.",
+        match=rf"loop: {name}: ignored by optimizer 'adafactor'\. Remove it\.",
     ):
         loop("adafactor", **setting)
     assert getattr(loop("adamw_scale", **setting), name) == setting[name]
 
 
-def test_an_unknown_optimizer_is_told_the_known_ones():
+def test_an_unknown_optimizer_error_lists_the_known_ones():
     with pytest.raises(
         ConfigError, match=r"loop\.optimizer: unknown value 'adamwscale'\. Did you mean 'adamw_scale'\?"
     ):
@@ -198,7 +198,7 @@ def test_an_unknown_optimizer_is_told_the_known_ones():
         (
             "adafactor",
             {"deepspeed": Path("zero.json")},
-            r"Use whole copies \(neither --deepspeed nor --fsdp\), or 'adamw'",
+            r"Use full copies \(neither --deepspeed nor --fsdp\), or 'adamw'",
         ),
         ("adafactor", {"fsdp": True}, r"Leave out --fsdp .*, or use 'adamw_scale' or 'adamw'"),
     ],
@@ -217,12 +217,12 @@ def test_statistics_are_of_what_there_is(optimizer: str):
         model({"input_ids": torch.arange(32).expand(2, 32).T}).backward()
         before = {name: value.detach().to(torch.float64, copy=True) for name, value in model.named_parameters()}
         its.step()
-    found = parameter_statistics.weights(model, its)
-    assert {item.name for item in found if item.context == "hp"} == set(before)
-    updates = {item.name: item.sums for item in found if item.context == "effective_update"}
+    tensor_sums = parameter_statistics.weights(model, its)
+    assert {item.name for item in tensor_sums if item.context == "hp"} == set(before)
+    updates = {item.name: item.sums for item in tensor_sums if item.context == "effective_update"}
     if optimizer == "adafactor":
         assert not updates
         return
     for name, parameter in model.named_parameters():
-        moved = (before[name] - parameter.detach().double()) / RATES[optimizer]
-        assert tensor_statistics.norms(updates[name][None])[0] == pytest.approx(float(moved.norm()), rel=1e-3)
+        movement = (before[name] - parameter.detach().double()) / RATES[optimizer]
+        assert tensor_statistics.norms(updates[name][None])[0] == pytest.approx(float(movement.norm()), rel=1e-3)

@@ -71,9 +71,9 @@ def measure(engine: Engine, chunk: int) -> tuple[int, float]:
     with saved_tensors_hooks(pack, lambda tensor: tensor):
         loss = loss_of(engine, chunk)
     weights = {local(weight).untyped_storage().data_ptr() for weight in engine.module.parameters()}
-    kept = sum(storage.nbytes() for storage in storages.values() if storage.data_ptr() not in weights)
+    num_bytes = sum(storage.nbytes() for storage in storages.values() if storage.data_ptr() not in weights)
     engine.backward(loss, True)
-    return kept, engine.norm()
+    return num_bytes, engine.norm()
 
 
 def loss_of(engine: Engine, chunk: int) -> Tensor:
@@ -98,7 +98,7 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def main() -> None:
-    found = []
+    results = []
     decoders = {f"{name} in chunks": model for name, model in models().items() if name != "t5"}
     for name, model in (models() | decoders).items():
         accelerator = choice.plain_accelerator("bfloat16", "precision")
@@ -108,9 +108,9 @@ def main() -> None:
         between = [
             held_between_passes(FSDPEngine(accelerator, copy.deepcopy(model), LOOP, 1, each)) for each in (False, True)
         ]
-        kept, sharded = measure(FSDPEngine(accelerator, model, LOOP), chunk)
-        found.append([name, size, kept, sharded, whole, between])
-    print(json.dumps(found))
+        saved_bytes, sharded = measure(FSDPEngine(accelerator, model, LOOP), chunk)
+        results.append([name, size, saved_bytes, sharded, whole, between])
+    print(json.dumps(results))
 
 
 if __name__ == "__main__":

@@ -134,11 +134,11 @@ class Modes:
 
     def trained(self, mode: str, group: str = "once", processes: int = 2) -> Path:
         """The save directory of a finished run, moved aside."""
-        kept = self.folder / f"{mode}-{group}-{processes}"
-        if not kept.exists():
+        folder = self.folder / f"{mode}-{group}-{processes}"
+        if not folder.exists():
             assert self.start(mode, group, processes) == ""
-            shutil.move(self.run(group), kept)
-        return kept
+            shutil.move(self.run(group), folder)
+        return folder
 
     def cut_back(self, mode: str, group: str = "once", processes: int = 2) -> Path:
         """The run as it was after the last but one of its checkpoints, which is returned."""

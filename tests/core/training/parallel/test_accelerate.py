@@ -47,9 +47,9 @@ class World:
             if (event := json.loads(line))["event"] == "start"
         )
         weights = (self.run / "checkpoints" / "step-00000004" / "model.safetensors").read_bytes()
-        found = f"{start['engine']} {start['world_size']}", (self.run / "scores.jsonl").read_text(), weights
+        result = f"{start['engine']} {start['world_size']}", (self.run / "scores.jsonl").read_text(), weights
         self.run.rename(self.folder / f"run-{len(list(self.folder.iterdir()))}")
-        return found
+        return result
 
 
 @pytest.fixture(scope="module")
@@ -84,12 +84,12 @@ def test_its_options_choose_how_the_model_is_shared(world: World, ours: tuple[st
     [
         (
             "--multi_gpu --num_processes 2 --mixed_precision bf16",
-            "loop.precision is float32, but accelerate launch --mixed_precision says bfloat16.",
+            "loop.precision: float32, but accelerate launch has --mixed_precision bfloat16.",
         ),
         ("--cpu --num_processes 2", "accelerate launch --cpu starts one process whatever --num_processes says."),
     ],
 )
-def test_what_says_otherwise_is_refused_before_the_first_step(world: World, line: str, message: str):
+def test_conflicting_options_are_rejected_before_the_first_step(world: World, line: str, message: str):
     done = world.launch(line)
     assert done.returncode == 1
     assert done.stderr.count(message) == 1, done.stderr

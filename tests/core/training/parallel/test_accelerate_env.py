@@ -20,7 +20,7 @@ Path(f"got.{os.environ.get('RANK', 0)}").write_text(json.dumps(dict(os.environ))
 NO = "--mixed_precision no --dynamo_backend no --num_machines 1 --main_process_port 0"
 
 
-def launched(folder: Path, line: str) -> list[dict[str, str]]:
+def launch(folder: Path, line: str) -> list[dict[str, str]]:
     """The environment of each process that `accelerate launch` starts."""
     (folder / "print.py").write_text(PRINT)
     command = [sys.executable, "-m", "accelerate.commands.launch", *NO.split(), *line.split(), "print.py"]
@@ -33,7 +33,7 @@ def launched(folder: Path, line: str) -> list[dict[str, str]]:
 
 
 @pytest.mark.parametrize(
-    ("line", "wanted"),
+    ("line", "expected"),
     [
         ("--multi_gpu --num_processes 2", Choices()),
         ("--cpu --num_processes 1", Choices()),
@@ -58,28 +58,28 @@ def launched(folder: Path, line: str) -> list[dict[str, str]]:
         ),
     ],
 )
-def test_its_options_are_ours(tmp_path: Path, line: str, wanted: Choices):
+def test_its_options_are_ours(tmp_path: Path, line: str, expected: Choices):
     """Through accelerate itself; afterwards neither it nor transformers finds a choice of its own."""
-    found = launched(tmp_path, line)
-    assert f"--num_processes {len(found)}" in line
-    for environment in found:
-        assert take_choices(environment, len(found)) == wanted
+    environments = launch(tmp_path, line)
+    assert f"--num_processes {len(environments)}" in line
+    for environment in environments:
+        assert take_choices(environment, len(environments)) == expected
         assert [name for name in environment if name.startswith(("ACCELERATE_", "FSDP_"))] == []
-        assert take_choices(environment, len(found)) == Choices(), "nothing is left to take"
+        assert take_choices(environment, len(environments)) == Choices(), "nothing is left to take"
         if "--cpu" in line:
             assert environment["CUDA_VISIBLE_DEVICES"] == ""
-    assert wanted.deepspeed is None or wanted.deepspeed.parent != RESOURCES or wanted.deepspeed.is_file()
+    assert expected.deepspeed is None or expected.deepspeed.parent != RESOURCES or expected.deepspeed.is_file()
 
 
 def test_many_processes_that_accelerate_would_not_start_are_refused(tmp_path: Path):
-    (environment,) = launched(tmp_path, "--cpu --num_processes 2")
+    (environment,) = launch(tmp_path, "--cpu --num_processes 2")
     with pytest.raises(
         ConfigError, match=r"--cpu starts one process whatever --num_processes says\. Write --multi_gpu"
     ):
         take_choices(environment, 1)
 
 
-def test_our_own_options_stand_where_accelerate_was_told_nothing():
+def test_our_options_apply_unless_accelerate_sets_them():
     environment = {
         "ACCELERATE_MIXED_PRECISION": "no",
         "ACCELERATE_DEBUG_MODE": "true",

@@ -43,7 +43,7 @@ def train(compiled: bool, again: bool = False, **sizes: Any) -> Trained:
     torch._dynamo.reset()
     counters.clear()
     model: Any = make_base("gpt_bigcode", **sizes).train()
-    names, found = list(model.state_dict()), Trained()
+    names, result = list(model.state_dict()), Trained()
     if compiled:
         assert compilation.compile_layers(model) == 4
     if again:
@@ -54,7 +54,7 @@ def train(compiled: bool, again: bool = False, **sizes: Any) -> Trained:
         torch.manual_seed(step)
         loss = model(input_ids=IDS + step, attention_mask=torch.ones_like(IDS), labels=IDS + step, use_cache=False).loss
         loss.backward()
-        found.gradients = found.gradients or {name: p.grad for name, p in model.named_parameters()}
+        result.gradients = result.gradients or {name: p.grad for name, p in model.named_parameters()}
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         with torch.no_grad():
@@ -62,10 +62,10 @@ def train(compiled: bool, again: bool = False, **sizes: Any) -> Trained:
             model(input_ids=IDS[:1, :5], use_cache=False)
             model.generate(IDS, max_new_tokens=2, do_sample=False)
             model.train()
-        found.losses.append(loss.detach())
-        found.graphs.append(counters["stats"]["unique_graphs"])
-    found.weights, found.breaks = model.state_dict(), sum(counters["graph_break"].values())
-    return found
+        result.losses.append(loss.detach())
+        result.graphs.append(counters["stats"]["unique_graphs"])
+    result.weights, result.breaks = model.state_dict(), sum(counters["graph_break"].values())
+    return result
 
 
 @pytest.fixture(scope="module", params=["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
@@ -115,7 +115,7 @@ def test_a_batch_of_another_shape_is_refused():
         layer(torch.zeros(1, 5, 4))
     with pytest.raises(
         ConfigError,
-        match=r"loop\.compile: a layer was compiled for \[2, 8, 4\] and now reads \[2, 7, 4\]\. .* pad every",
+        match=r"loop\.compile: a layer was compiled for shape \[2, 8, 4\], got \[2, 7, 4\]\. Pad every",
     ):
         layer(torch.zeros(2, 7, 4))
 
@@ -130,18 +130,18 @@ def test_without_a_compiler_it_says_what_to_install(
     gpu: bool, variable: str, first: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.delenv(variable, raising=False)
-    found = shutil.which(first)
-    if found:
+    compiler = shutil.which(first)
+    if compiler:
         compilation.require_compiler(gpu)
-        monkeypatch.setenv(variable, found)
+        monkeypatch.setenv(variable, compiler)
     monkeypatch.setenv("PATH", str(tmp_path))
-    if found:
+    if compiler:
         compilation.require_compiler(gpu)
     monkeypatch.delenv(variable, raising=False)
     with pytest.raises(
-        ConfigError, match=rf"loop\.compile: torch\.compile needs a compiler, and {first.replace('+', '.')} or clang"
+        ConfigError, match=rf"loop\.compile: torch\.compile needs a compiler, but {first.replace('+', '.')} or clang"
     ):
         compilation.require_compiler(gpu)
     monkeypatch.setenv(variable, "no-such-compiler")
-    with pytest.raises(ConfigError, match=rf"no-such-compiler is not on the PATH\. .* name it in {variable}"):
+    with pytest.raises(ConfigError, match=rf"no-such-compiler is not on the PATH\. .* set {variable}"):
         compilation.require_compiler(gpu)

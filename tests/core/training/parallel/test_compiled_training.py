@@ -28,17 +28,17 @@ PLAIN["loop"] |= {"steps": 4, "eval_every": 2, "micro_batch": 4}
 DROPPING = {**PLAIN, "model": {**PLAIN["model"], "dropout_rate": 0.1}}
 COMPILED = {**PLAIN, "loop": {**PLAIN["loop"], "compile": True}}
 CHILD = {**PLAIN, "seed": 1, "model": ref(COMPILED)}
-CROSSED: dict[str, Any] = copy.deepcopy(toy.CROSSATTN)
-CROSSED["model"]["base"] = ref(COMPILED)
-CROSSED["loop"] |= {"steps": 4, "eval_every": 4, "compile": True}
-FIXED = {**CROSSED, "data": {**CROSSED["data"], "fixed_length": True}}
+CROSS_ATTENTION: dict[str, Any] = copy.deepcopy(toy.CROSSATTN)
+CROSS_ATTENTION["model"]["base"] = ref(COMPILED)
+CROSS_ATTENTION["loop"] |= {"steps": 4, "eval_every": 4, "compile": True}
+FIXED_LENGTH = {**CROSS_ATTENTION, "data": {**CROSS_ATTENTION["data"], "fixed_length": True}}
 GROUPS = {
     "plain": [PLAIN],
     "dropping": [DROPPING],
     "compiled": [COMPILED],
     "child": [CHILD],
-    "crossed": [CROSSED],
-    "fixed": [FIXED],
+    "crossed": [CROSS_ATTENTION],
+    "fixed": [FIXED_LENGTH],
 }
 LAST = f"step-{PLAIN['loop']['steps']:08d}"
 
@@ -124,8 +124,8 @@ def test_less_memory_changes_no_bit(folder: Path, words: list[str]):
     run = trained("dropping", folder, "-r", "1")
     plain = bits(run)
     assert bits(trained("dropping", folder, "-r", "1", *words)) == plain
-    said = "3 layers keep only their inputs for the backward pass" in (run / "logs" / "train.log").read_text()
-    assert said == ("--gradient_checkpointing" in words)
+    is_logged = "3 layers save only their inputs for the backward pass" in (run / "logs" / "train.log").read_text()
+    assert is_logged == ("--gradient_checkpointing" in words)
 
 
 def test_without_a_compiler_the_training_is_refused(
@@ -135,5 +135,5 @@ def test_without_a_compiler_the_training_is_refused(
     monkeypatch.delenv("CXX", raising=False)
     assert toy.main(["-e", "compiled", "-r", "1"], GROUPS, folder) == 1
     assert (
-        "loop.compile: torch.compile needs a compiler, and g++ or clang++ is not on the PATH" in capsys.readouterr().err
+        "loop.compile: torch.compile needs a compiler, but g++ or clang++ is not on the PATH" in capsys.readouterr().err
     )

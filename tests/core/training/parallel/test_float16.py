@@ -49,7 +49,7 @@ def steep(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
 
 
 def test_a_step_that_overflows_is_counted_and_moves_nothing(tmp_path: Path):
-    with small.opened(small.write_data(tmp_path)) as run:
+    with small.open_run(small.write_data(tmp_path)) as run:
         state, _ = small.train(run, CONFIG, steep)
     rows = [json.loads(line) for line in (run.path / "scores.jsonl").read_text().splitlines()]
     assert rows[0]["skipped_steps"] > 0
@@ -66,7 +66,7 @@ def test_a_stop_after_an_overflow_leaves_a_checkpoint(tmp_path: Path):
             os.kill(os.getpid(), signal.SIGTERM)
         return steep(model, batch)
 
-    with small.opened(small.write_data(tmp_path)) as run:
+    with small.open_run(small.write_data(tmp_path)) as run:
         with pytest.raises(distributed.TrainingStopped):
             small.train(run, CONFIG, stop_early)
         newest = checkpoints.newest_whole(run.path)

@@ -61,7 +61,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[..., Tensor], dict[str,
     "cross_attention": (partial(crossing, "gpt_bigcode"), context_lm_loss, LM | CONTEXT, int(MASK.sum())),
 }
 """Model, loss, batch, and the tokens that have logits."""
-SMOOTHED = {"label_smoothing": 0.1, "z_loss": 0.01}
+SMOOTHING = {"label_smoothing": 0.1, "z_loss": 0.01}
 
 
 def taking(chunk: int) -> contextlib.AbstractContextManager[None]:
@@ -83,25 +83,25 @@ def gradients(case: str, chunk: int, precision: str = "float32", **options: floa
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-@pytest.mark.parametrize("options", [{}, SMOOTHED], ids=["plain", "smoothed"])
+@pytest.mark.parametrize("options", [{}, SMOOTHING], ids=["plain", "smoothed"])
 @pytest.mark.parametrize("case", CASES)
 def test_one_chunk_of_all_has_the_bits_of_a_plain_loss(case: str, options: dict[str, float], precision: str):
-    expected, found = gradients(case, 0, precision, **options), gradients(case, CASES[case][3], precision, **options)
-    assert found.keys() == expected.keys()
-    assert len(found) > 4
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    expected, result = gradients(case, 0, precision, **options), gradients(case, CASES[case][3], precision, **options)
+    assert result.keys() == expected.keys()
+    assert len(result) > 4
+    assert all(torch.equal(result[name], expected[name]) for name in expected)
 
 
 @pytest.mark.parametrize("chunk", [1, 7])
-@pytest.mark.parametrize("options", [{}, SMOOTHED], ids=["plain", "smoothed"])
+@pytest.mark.parametrize("options", [{}, SMOOTHING], ids=["plain", "smoothed"])
 @pytest.mark.parametrize("case", CASES)
-def test_chunks_differ_by_rounding_alone(case: str, options: dict[str, float], chunk: int):
+def test_chunks_differ_only_by_rounding(case: str, options: dict[str, float], chunk: int):
     """In float32: a millionth, and of what is 0 but for rounding a millionth of the largest gradient."""
-    expected, found = gradients(case, 0, **options), gradients(case, chunk, **options)
-    assert found.keys() == expected.keys()
+    expected, result = gradients(case, 0, **options), gradients(case, chunk, **options)
+    assert result.keys() == expected.keys()
     largest = max(value.abs().max().item() for name, value in expected.items() if name != "loss")
     for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, rtol=1e-6, atol=1e-6 * largest)
+        torch.testing.assert_close(result[name], value, rtol=1e-6, atol=1e-6 * largest)
 
 
 def test_a_batch_without_anything_to_learn():
@@ -169,18 +169,16 @@ class Copies(nn.Module):
         self.model, self.scale = make_base("gpt_bigcode"), scale
 
     def forward(self, **inputs: Any) -> Any:
-        found = self.model(**inputs)
-        found.logits = found.logits.clone() * self.scale
-        return found
+        output = self.model(**inputs)
+        output.logits = output.logits.clone() * self.scale
+        return output
 
 
-def test_wrappers_may_copy_but_not_change_the_logits():
+def test_wrappers_can_copy_but_not_change_the_logits():
     with chunks_of(4):
         for _ in range(2):
             torch.testing.assert_close(causal_lm_loss(Copies(1.0), LM), causal_lm_loss(make_base("gpt_bigcode"), LM))
-        with pytest.raises(
-            ConfigError, match=r"^loop\.cross_entropy_chunk_tokens: Copies does not give the logits as its"
-        ):
+        with pytest.raises(ConfigError, match=r"^loop\.cross_entropy_chunk_tokens: Copies changes the logits"):
             causal_lm_loss(Copies(0.5), LM)
 
 
@@ -194,9 +192,7 @@ def test_models_that_change_their_logits_are_refused(kind: str, sizes: dict[str,
     for model, loss, batch in ((base, causal_lm_loss, LM), (above, context_lm_loss, LM | CONTEXT)):
         with (
             chunks_of(4),
-            pytest.raises(
-                ConfigError, match=r"does not give the logits as its output projection makes them\. Leave it out"
-            ),
+            pytest.raises(ConfigError, match=r"changes the logits after its output projection\. Remove it"),
         ):
             loss(model, batch)
         assert loss(model, batch).item() > 0
@@ -205,7 +201,7 @@ def test_models_that_change_their_logits_are_refused(kind: str, sizes: dict[str,
 def test_a_model_without_an_output_projection():
     with (
         chunks_of(4),
-        pytest.raises(ConfigError, match=r"chunk_tokens: Linear has no output projection\. Leave it out\."),
+        pytest.raises(ConfigError, match=r"chunk_tokens: Linear has no output projection\. Remove it\."),
     ):
         sum_loss(nn.Linear(2, 2), lambda: torch.zeros(1, 2), F.cross_entropy, torch.zeros(1))
 
@@ -227,12 +223,12 @@ def test_recipes_that_need_all_logits_refuse(recipe: str):
 def test_an_evaluation_takes_chunks_too(tmp_path: Path):
     """Else the first one would need the memory that the training has not."""
     toy.write_data(tmp_path / "data")
-    taken: list[int] = []
+    chunk_sizes: list[int] = []
     exp = override(toy.BASE, {"loop.cross_entropy_chunk_tokens": 10, "loop.steps": 1, "loop.eval_every": 1})
-    with watch_cross_entropy(lambda logits, _: taken.append(len(logits))):
+    with watch_cross_entropy(lambda logits, _: chunk_sizes.append(len(logits))):
         assert toy.main(["-e", "x"], {"x": [exp]}, tmp_path) == 0
-    assert len(taken) > 20
-    assert max(taken) == 10
+    assert len(chunk_sizes) > 20
+    assert max(chunk_sizes) == 10
 
 
 class _Copying(nn.Module):
@@ -243,8 +239,8 @@ class _Copying(nn.Module):
         self.model = model
 
     def forward(self, **inputs: Any) -> Any:
-        found = self.model(**inputs)
-        return type(found)(logits=found.logits.clone())
+        output = self.model(**inputs)
+        return type(output)(logits=output.logits.clone())
 
 
 def test_a_loss_that_is_no_number_is_no_wrong_model():

@@ -43,17 +43,17 @@ DROPOUT = {
 }
 
 
-def adapted() -> nn.Module:
+def model_with_adapters() -> nn.Module:
     config = Lora(
         rank=2, alpha=4.0, target_modules=["c_attn", "c_proj"], dropout_rate=0.1, base=bind(MODELS, PLACEHOLDER)
     )
     base = make_base("gpt_bigcode", **DROPOUT["gpt_bigcode"])
 
-    class Given(ModelConfig):
+    class FixedModel(ModelConfig):
         def build(self, places: Places) -> nn.Module:
             return base
 
-    return config.model_copy(update={"base": Given()}).build(Places(None, None))  # type: ignore[arg-type]  no file is read
+    return config.model_copy(update={"base": FixedModel()}).build(Places(None, None))  # type: ignore[arg-type]  no file is read
 
 
 def crossing() -> nn.Module:
@@ -68,9 +68,9 @@ def t5() -> nn.Module:
     return T5ForConditionalGeneration(T5Config(vocab_size=64, decoder_start_token_id=0, **sizes))
 
 
-MADE: dict[str, Callable[[], nn.Module]] = {
+MODELS_BY_NAME: dict[str, Callable[[], nn.Module]] = {
     **{name: (lambda name=name, rates=rates: make_base(name, **rates)) for name, rates in DROPOUT.items()},
-    "lora": adapted,
+    "lora": model_with_adapters,
     "cross_attention": crossing,
     "t5": t5,
 }
@@ -100,49 +100,49 @@ def gradients(model: nn.Module, offload: bool = False) -> dict[str, Tensor]:
 
 def saved_bytes(model: nn.Module) -> int:
     """What a forward pass keeps for its backward pass, weights left out, each storage once."""
-    found = {}
+    storages = {}
     weights = {p.untyped_storage().data_ptr() for p in [*model.parameters(), *model.buffers()]}
 
     def pack(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in weights:
-            found[storage.data_ptr()] = storage.nbytes()
+            storages[storage.data_ptr()] = storage.nbytes()
         return tensor
 
     with saved_tensors_hooks(pack, lambda tensor: tensor):
-        held = loss(model.train())
-    assert held.requires_grad
-    return sum(found.values())
+        output = loss(model.train())
+    assert output.requires_grad
+    return sum(storages.values())
 
 
-@pytest.mark.parametrize("kind", MADE)
+@pytest.mark.parametrize("kind", MODELS_BY_NAME)
 @pytest.mark.parametrize("way", ["again", "selective", "host", "both"])
 def test_gradients_have_the_same_bits(kind: str, way: str):
-    expected = gradients(MADE[kind]())
-    model = MADE[kind]()
+    expected = gradients(MODELS_BY_NAME[kind]())
+    model = MODELS_BY_NAME[kind]()
     names = list(model.state_dict())
     if way != "host":
         assert memory.checkpoint_layers(model, "selective" if way == "selective" else "full") == (
             6 if kind == "cross_attention" else 4
         )
-    found = gradients(model, offload=way in ("host", "both"))
+    result = gradients(model, offload=way in ("host", "both"))
     assert list(model.state_dict()) == names
-    assert found.keys() == expected.keys()
-    assert len(found) > 1
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert result.keys() == expected.keys()
+    assert len(result) > 1
+    assert all(torch.equal(result[name], expected[name]) for name in expected)
 
 
-@pytest.mark.parametrize("kind", MADE)
+@pytest.mark.parametrize("kind", MODELS_BY_NAME)
 def test_dropout_is_at_work(kind: str):
     """Else the test above would show nothing of the draws."""
-    model = MADE[kind]().train()
+    model = MODELS_BY_NAME[kind]().train()
     torch.manual_seed(0)
     assert not torch.equal(loss(model), loss(model))
 
 
-@pytest.mark.parametrize("kind", MADE)
-def test_a_layer_that_is_computed_again_keeps_little(kind: str):
-    model = MADE[kind]()
+@pytest.mark.parametrize("kind", MODELS_BY_NAME)
+def test_a_checkpointed_layer_saves_little(kind: str):
+    model = MODELS_BY_NAME[kind]()
     whole = saved_bytes(model)
     memory.checkpoint_layers(model)
     assert saved_bytes(model) < whole / 2
@@ -160,23 +160,23 @@ class Products(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("kind", MADE)
+@pytest.mark.parametrize("kind", MODELS_BY_NAME)
 def test_selective_checkpointing_saves_memory_and_repeats_no_product(kind: str):
-    kept, products = {}, {}
+    num_bytes, products = {}, {}
     for how in ("none", "selective", "full"):
-        model = MADE[kind]()
+        model = MODELS_BY_NAME[kind]()
         if how != "none":
             memory.checkpoint_layers(model, how)
         with LiveStorages() as storages:
             for weight in [*model.parameters(), *model.buffers()]:
                 storages.hold(weight, "weights")
-            held = loss(model.train())
-            kept[how] = storages.live["activations"]
-        assert held.requires_grad
-        with Products() as counted:
+            output = loss(model.train())
+            num_bytes[how] = storages.live["activations"]
+        assert output.requires_grad
+        with Products() as counter:
             gradients(model)
-        products[how] = counted.count
-    assert kept["full"] < kept["selective"] < 0.8 * kept["none"]
+        products[how] = counter.count
+    assert num_bytes["full"] < num_bytes["selective"] < 0.8 * num_bytes["none"]
     assert products["selective"] == products["none"] < products["full"]
 
 
@@ -184,22 +184,20 @@ def test_selective_checkpointing_saves_memory_and_repeats_no_product(kind: str):
 def test_fused_attention_is_saved_unless_it_draws(dropout: float, saved: bool):
     states = torch.ones(1, 1, 2, 4)
     attention = torch.ops.aten._scaled_dot_product_flash_attention.default
-    assert memory._is_dear(attention, (states, states, states, dropout), {}) is saved
+    assert memory._is_expensive(attention, (states, states, states, dropout), {}) is saved
     efficient = torch.ops.aten._scaled_dot_product_efficient_attention.default
-    assert memory._is_dear(efficient, (states, states, states, None, True), {"dropout_p": dropout}) is saved
+    assert memory._is_expensive(efficient, (states, states, states, None, True), {"dropout_p": dropout}) is saved
 
 
-def test_compiled_layers_are_saved_whole_or_not_at_all():
+def test_compiled_layers_reject_selective_checkpointing():
     model: Any = make_base("llama")
     model.model.layers[0].forward = Compiled(model.model.layers[0], lambda x: x, lambda _, x: x)
-    with pytest.raises(
-        ConfigError, match=r"^--gradient_checkpointing selective: compiled layers are saved whole or not at all\."
-    ):
+    with pytest.raises(ConfigError, match=r"^--gradient_checkpointing selective: not supported with compiled layers\."):
         memory.checkpoint_layers(model, "selective")
     assert memory.checkpoint_layers(model) == 4
 
 
-def test_a_layer_is_computed_again_in_the_backward_pass_alone():
+def test_a_layer_is_recomputed_only_in_the_backward_pass():
     model: Any = make_base("gpt_bigcode").train()
     calls = []
     model.transformer.h[1].mlp.register_forward_pre_hook(lambda *_: calls.append(torch.is_grad_enabled()))
@@ -227,9 +225,7 @@ def test_lists_within_a_layer_are_part_of_it():
 
 
 def test_a_model_without_layers_is_refused():
-    with pytest.raises(
-        ConfigError, match=r"--gradient_checkpointing: Linear has no layers to compute again\. Leave it out\."
-    ):
+    with pytest.raises(ConfigError, match=r"--gradient_checkpointing: Linear has no layers\. Leave it out\."):
         memory.checkpoint_layers(nn.Linear(2, 2))
 
 
@@ -247,13 +243,13 @@ def test_all_but_weights_and_small_tensors_leave_and_come_back():
         loss(model)
     assert sizes
     for least in (1, 512):
-        with memory.offload_activations(model, least) as found:
+        with memory.offload_activations(model, least) as offload:
             value = loss(model)
         large = [size for size in sizes if size >= least]
-        assert found.num_bytes == sum(large), "none of these tensors has gaps or repeats its numbers"
-        assert found.num_returned == 0
+        assert offload.num_bytes == sum(large), "none of these tensors has gaps or repeats its numbers"
+        assert offload.num_returned == 0
         value.backward()
-        assert found.num_returned == len(large)
+        assert offload.num_returned == len(large)
 
 
 @pytest.mark.parametrize(
@@ -271,9 +267,9 @@ def test_all_but_weights_and_small_tensors_leave_and_come_back():
 def test_a_tensor_comes_back_laid_out_as_it_was(view: Callable[[Tensor], Tensor]):
     offload = memory.Offload(nn.Identity(), least_bytes=1)
     source = view(torch.randn(4, 5, 6))
-    kept = offload.pack(source)
-    assert not isinstance(kept, Tensor)
-    back, expected = offload.unpack(kept), source.clone()
+    packed = offload.pack(source)
+    assert not isinstance(packed, Tensor)
+    back, expected = offload.unpack(packed), source.clone()
     source.zero_()
     assert torch.equal(back, expected), "it is a copy"
     assert (back.shape, back.stride(), back.dtype) == (source.shape, source.stride(), source.dtype)
@@ -294,17 +290,17 @@ def test_on_a_gpu_the_room_is_free_between_the_passes():
         pytest.skip("needs a GPU")
     model = make_base("llama", hidden_size=256).cuda().train()
     ids = torch.randint(3, 20, (8, 64), device="cuda")
-    used = []
+    memory_use = []
     for least in (2**40, 1):
         before = torch.cuda.memory_allocated()
         with memory.offload_activations(model, least):
             value = model(input_ids=ids, use_cache=False).logits.float().logsumexp(-1).mean()
         torch.cuda.synchronize()
-        used.append(torch.cuda.memory_allocated() - before)
+        memory_use.append(torch.cuda.memory_allocated() - before)
         value.backward()
         model.zero_grad(set_to_none=True)
         del value
-    assert used[1] < used[0] / 2
+    assert memory_use[1] < memory_use[0] / 2
 
 
 HUGE = Path("/sys/kernel/mm/transparent_hugepage/enabled")
@@ -333,26 +329,26 @@ print(passes())
 def test_freed_memory_is_not_taken_from_the_kernel_again():
     """160 MiB in each pass."""
     command = [sys.executable, "-c", PAGES]
-    taken, kept = (
+    new_pages, reused_pages = (
         int(subprocess.run([*command, how], capture_output=True, check=True, cwd=ROOT).stdout)
         for how in ("as it comes", "kept")
     )
-    if not taken:
+    if not new_pages:
         pytest.skip("this kernel counts no faults")
-    assert kept < taken / 100
+    assert reused_pages < new_pages / 100
 
 
 @pytest.mark.slow
-def test_a_sharded_model_in_bfloat16_keeps_no_second_copy_of_its_weights():
+def test_a_sharded_model_in_bfloat16_saves_no_second_copy_of_its_weights():
     """Autocast's copies of them would be half of their bytes: as long as autograd keeps them, nothing is sharded. The
     bits are the same."""
     command = [sys.executable, "-m", "tests.core.training.parallel.kept_memory"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, env=environment())
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
-    assert [name for name, *_ in found] == ["llama", "gpt2", "t5", "llama in chunks", "gpt2 in chunks"]
-    for name, size, kept, sharded, whole, between in found:
-        assert kept < 0.1 * size, name
+    results = json.loads(done.stdout.splitlines()[-1])
+    assert [name for name, *_ in results] == ["llama", "gpt2", "t5", "llama in chunks", "gpt2 in chunks"]
+    for name, size, saved_bytes, sharded, whole, between in results:
+        assert saved_bytes < 0.1 * size, name
         assert between == [0, size], (
             f"{name}: between two passes gradients are whole, unless they are shared out after each"
         )
@@ -360,14 +356,14 @@ def test_a_sharded_model_in_bfloat16_keeps_no_second_copy_of_its_weights():
 
 
 @pytest.mark.slow
-def test_zero_3_in_bfloat16_keeps_no_gathered_weights_until_the_backward_pass(tmp_path: Path):
+def test_zero_3_in_bfloat16_saves_no_gathered_weights_for_the_backward_pass(tmp_path: Path):
     """Of all that a forward pass makes: what autograd and autocast keep. The transposed products of GPT-2 are ours and
     lose no bit."""
     assert warm.torchrun(Path(zero_memory.__file__), [str(tmp_path)], 2, tmp_path / "log") == ""
-    found = json.loads((tmp_path / "kept.json").read_text())
-    assert [name for name, *_ in found] == ["llama", "gpt2", "t5", "llama in chunks", "gpt2 in chunks"]
-    for name, size, kept, sharded, whole in found:
-        assert kept < 0.1 * size, name
+    results = json.loads((tmp_path / "kept.json").read_text())
+    assert [name for name, *_ in results] == ["llama", "gpt2", "t5", "llama in chunks", "gpt2 in chunks"]
+    for name, size, saved_bytes, sharded, whole in results:
+        assert saved_bytes < 0.1 * size, name
         if name.startswith("gpt2"):
             assert sharded == whole, name
         assert sharded == pytest.approx(whole, rel=1e-3), (
@@ -376,21 +372,23 @@ def test_zero_3_in_bfloat16_keeps_no_gathered_weights_until_the_backward_pass(tm
 
 
 @pytest.mark.parametrize("frozen", [False, True])
-def test_products_whose_weights_are_released_give_the_same_bits_and_keep_less(frozen: bool):
+def test_released_conv1d_weights_give_the_same_bits_and_save_less(frozen: bool):
     """Of GPT-2: no copies of weights, no inputs of frozen ones, and the parameter itself is no tensor to be moved to
     the host."""
     plain = kept_memory.models()["gpt2"]
     for name, parameter in plain.named_parameters():
         parameter.requires_grad = not frozen or "wte" in name
-    released = copy.deepcopy(plain)
-    zero.release_conv1d_weights(released)
-    ids, found = torch.randint(64, (2, 64)), []
-    for model in (plain, released):
-        with memory.offload_activations(model, 0) as moved, torch.autocast("cpu", torch.bfloat16):
+    released_model = copy.deepcopy(plain)
+    zero.release_conv1d_weights(released_model)
+    ids, results = torch.randint(64, (2, 64)), []
+    for model in (plain, released_model):
+        with memory.offload_activations(model, 0) as offload, torch.autocast("cpu", torch.bfloat16):
             loss = model(input_ids=ids, labels=ids).loss
         loss.backward()
-        found.append((moved.num_bytes, [parameter.grad for parameter in model.parameters() if parameter.requires_grad]))
-    (moved_plain, wanted), (moved_released, gradients) = found
-    assert all(map(torch.equal, gradients, wanted))
+        results.append(
+            (offload.num_bytes, [parameter.grad for parameter in model.parameters() if parameter.requires_grad])
+        )
+    (moved_plain, expected), (moved_released, gradients) = results
+    assert all(map(torch.equal, gradients, expected))
     matrices = sum(module.weight.numel() * 2 for module in plain.modules() if isinstance(module, Conv1D))
     assert moved_plain - moved_released >= matrices

@@ -110,7 +110,7 @@ def places(tmp_path: Path) -> Places:
     return Places(toy.write_data(tmp_path / "data"), tmp_path / "runs")
 
 
-def measured(model: nn.Module, loss: Any, batch: Mapping[str, Tensor], recipe: Any, recompute: str | None) -> int:
+def measure_peak(model: nn.Module, loss: Any, batch: Mapping[str, Tensor], recipe: Any, recompute: str | None) -> int:
     """Bytes of weights, and the most that two steps have taken besides."""
     accelerator = choice.build_accelerator(recipe.loop, Options())
     if recompute:
@@ -118,18 +118,18 @@ def measured(model: nn.Module, loss: Any, batch: Mapping[str, Tensor], recipe: A
     engine = choice.build_engine(accelerator, model, recipe.loop, Options())
     model.train()
     gc.collect()
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         for _ in range(recipe.loop.steps):
             for last in (False, True):
                 with engine.accumulation_context(last):
                     with accelerator.autocast():
-                        found = loss(engine.model, batch)
-                    summed = found[0] if isinstance(found, tuple) else found
-                    engine.backward(summed * 1.0, last)
-                del found, summed
+                        result = loss(engine.model, batch)
+                    loss_sum = result[0] if isinstance(result, tuple) else result
+                    engine.backward(loss_sum * 1.0, last)
+                del result, loss_sum
             engine.clip(engine.norm(), 1.0)
             engine.step()
-    events = [(e.start_ns(), e.nbytes()) for e in recorded.profiler.kineto_results.events() if e.name() == "[memory]"]
+    events = [(e.start_ns(), e.nbytes()) for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
     now = most = 0
     for _, number in sorted(events, key=lambda event: event[0]):
         now += number
@@ -140,7 +140,7 @@ def measured(model: nn.Module, loss: Any, batch: Mapping[str, Tensor], recipe: A
 @pytest.mark.parametrize(
     "case", [case if case in ("lm", "lm recomputed") else pytest.param(case, marks=pytest.mark.slow) for case in CASES]
 )
-def test_the_plan_is_what_a_step_takes(case: str, places: Places):
+def test_the_plan_equals_the_memory_of_a_step(case: str, places: Places):
     exp, recompute = CASES[case]
     recipe: Any = load_experiment(exp, case)
     loss = recipe.training_loss()
@@ -149,21 +149,21 @@ def test_the_plan_is_what_a_step_takes(case: str, places: Places):
     batch = longest_batch(recipe.data, recipe.micro_batch, model.config)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     state = memory_plan.optimizer_bytes(trained, recipe.loop.optimizer)
-    taken = measured(model, loss, batch, recipe, recompute)
+    peak = measure_peak(model, loss, batch, recipe, recompute)
     with torch.device("meta"):
         on_paper = recipe.model.build(replace(places, on_paper=True))
     if recompute:
         memory.checkpoint_layers(on_paper, recompute)
     storages = FakeStorages(vocabulary(on_paper), gpu=False)
     parts = pass_peak(storages, on_paper, loss, batch, recipe.loop.precision, passes=2)
-    assert sum(parts.values()) + state == pytest.approx(taken, rel=TOLERANCE), parts
+    assert sum(parts.values()) + state == pytest.approx(peak, rel=TOLERANCE), parts
     assert sum(parts.values()) + state > 3 * parts["weights"], (
         "little but weights would hide what is wrong with the rest"
     )
 
 
 @pytest.fixture
-def printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Any:
+def run_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Any:
     """A function from groups and arguments to the exit code, the lines of the table and the errors of --dry-run
     --memory."""
     toy.write_data(tmp_path / "data")
@@ -182,9 +182,9 @@ def printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Any:
     return run
 
 
-def test_experiments_that_are_alike_have_one_line_and_no_parent_is_needed(printed: Any, tmp_path: Path):
+def test_equal_experiments_have_one_line_and_need_no_parent(run_plan: Any, tmp_path: Path):
     groups = {"base": [override(toy.BASE, {"seed": seed}) for seed in (0, 1, 2)], "crossattn": [toy.CROSSATTN]}
-    code, rows, err = printed(groups)
+    code, rows, err = run_plan(groups)
     assert (code, err) == (0, "")
     assert [row["experiment"] for row in rows] == ["base[0] and 2 more", "crossattn[0]"]
     places = Places(tmp_path / "data", tmp_path / "runs")
@@ -193,7 +193,7 @@ def test_experiments_that_are_alike_have_one_line_and_no_parent_is_needed(printe
     assert (rows[0]["parameters"], rows[0]["trained"]) == (count, count)
 
 
-def test_a_pretrained_model_needs_its_config_alone(printed: Any, tmp_path: Path):
+def test_a_pretrained_model_needs_only_its_config(run_plan: Any, tmp_path: Path):
     config = {
         "model_type": "llama",
         "vocab_size": 64,
@@ -204,9 +204,9 @@ def test_a_pretrained_model_needs_its_config_alone(printed: Any, tmp_path: Path)
     (tmp_path / "llama").mkdir()
     write_json(tmp_path / "llama" / "config.json", {**config, "intermediate_size": 2048})
     base = {"name": "hf", "path": str(tmp_path / "llama"), "dtype": "bfloat16"}
-    code, rows, err = printed({"pretrained": [override(toy.BASE, {"model": base})]})
+    code, rows, err = run_plan({"pretrained": [override(toy.BASE, {"model": base})]})
     assert code == 1
-    assert "no weights here" in err, "the plan hides nothing of what is missing"
+    assert "no weights." in err, "the plan hides nothing of what is missing"
     assert rows[0]["parameters"] == f"{(2 * 64 * 2048 + 4 * 2048**2 + 3 * 2048**2 + 3 * 2048) / 1e6:,.1f}"
 
 
@@ -220,7 +220,7 @@ def test_a_gpu_computes_norms_in_float32_under_autocast_and_recomputes_them_so(t
         LM, {"model": {"name": "hf", "path": str(tmp_path / "gpt2"), "dtype": "bfloat16"}, "data.sequence_tokens": 64}
     )
     recipe: Any = load_experiment(override(exp, {"loop.precision": "bfloat16"}), "")
-    places, held = Places(tmp_path, tmp_path / "runs", on_paper=True), dict[tuple[bool, bool], int]()
+    places, activation_bytes = Places(tmp_path, tmp_path / "runs", on_paper=True), dict[tuple[bool, bool], int]()
     for gpu, recompute in ((True, False), (True, True), (False, False)):
         with torch.device("meta"):
             model = recipe.model.build(places)
@@ -228,25 +228,25 @@ def test_a_gpu_computes_norms_in_float32_under_autocast_and_recomputes_them_so(t
             memory.checkpoint_layers(model)
         batch = longest_batch(recipe.data, recipe.micro_batch, model.config)
         parts = pass_peak(FakeStorages(gpu=gpu), model, recipe.training_loss(), batch, "bfloat16", passes=1)
-        held[gpu, recompute] = parts["activations"]
-    assert held[True, False] > held[False, False]
-    assert held[True, True] < held[True, False] / 2
+        activation_bytes[gpu, recompute] = parts["activations"]
+    assert activation_bytes[True, False] > activation_bytes[False, False]
+    assert activation_bytes[True, True] < activation_bytes[True, False] / 2
 
 
-def test_time_is_work_by_the_peak(printed: Any, tmp_path: Path):
-    def planned(*arguments: str) -> tuple[float, float]:
+def test_time_is_work_by_the_peak(run_plan: Any, tmp_path: Path):
+    def plan_rates(*arguments: str) -> tuple[float, float]:
         exp = override(LM, {"loop.precision": "bfloat16", "loop.steps": 10**9})
-        _, rows, _ = printed({"lm": [exp]}, *arguments)
+        _, rows, _ = run_plan({"lm": [exp]}, *arguments)
         return float(rows[0]["tokens/s"].replace(",", "")), float(rows[0]["hours"].replace(",", ""))
 
-    rate, hours = planned()
+    rate, hours = plan_rates()
     model = bind(MODELS, LM["model"]).build(Places(tmp_path / "data", tmp_path / "runs"))
     work = flops.batch_flops(model)
     assert work
     assert hours == pytest.approx(10**9 * work({"input_ids": torch.zeros(8, 160)}) / (0.4 * 989e12) / 3600, rel=0.01)
     assert rate * hours * 3600 == pytest.approx(10**9 * 8 * 160, rel=0.01)
-    assert planned("--gpus", "2") == pytest.approx((2 * rate, hours / 2), rel=0.01)
-    assert planned("--gpu", "A100")[1] == pytest.approx(hours * 989 / 312, rel=0.01)
+    assert plan_rates("--gpus", "2") == pytest.approx((2 * rate, hours / 2), rel=0.01)
+    assert plan_rates("--gpu", "A100")[1] == pytest.approx(hours * 989 / 312, rel=0.01)
 
 
 def test_a_shared_model_takes_less(tmp_path: Path):
@@ -256,13 +256,13 @@ def test_a_shared_model_takes_less(tmp_path: Path):
         tmp_path / "zero.json",
         {"zero_optimization": {"stage": 3, "reduce_bucket_size": 1000, "stage3_max_live_parameters": 1000}},
     )
-    given = {"gpus": 4, "gpu": "H100"}
+    machines = {"gpus": 4, "gpu": "H100"}
     sharing = {"fsdp": True}, {"fsdp": True, "fsdp_sharded_gradients": True}, {"deepspeed": tmp_path / "zero.json"}
-    whole, fsdp, each_pass, zero = (recipe.plan_memory(places, **given, **more) for more in ({}, *sharing))
+    whole, fsdp, each_pass, zero = (recipe.plan_memory(places, **machines, **more) for more in ({}, *sharing))
     for part in ("weights", "optimizer"):
         assert fsdp.parts[part] == zero.parts[part] == whole.parts[part] // 4
     one_pass: Any = load_experiment(override(LM, {"loop.micro_batch": 2}), "")
-    alone, shared = (one_pass.plan_memory(places, **{**given, "gpus": gpus}) for gpus in (1, 4))
+    alone, shared = (one_pass.plan_memory(places, **{**machines, "gpus": gpus}) for gpus in (1, 4))
     assert alone.parts["copies"] == shared.parts["copies"], "the gradients of one pass a step lie in DDP's buckets"
     assert fsdp.parts["gradients"] > 0.9 * whole.parts["gradients"], (
         "with two passes a step, they are whole until the last"
@@ -299,14 +299,14 @@ def test_a_model_that_is_gathered_in_bfloat16_leaves_no_copies_to_autocast(tmp_p
     ("arguments", "message"),
     [
         (("--gpu", "H101"), r"--gpu: unknown GPU 'H101'. Did you mean 'H100'\? Known: A10, .*RTX 4090"),
-        (("--gpus", "9"), r"base\[0\]: --gpus 9: a step has 4 micro-batches. Plan at most that many"),
+        (("--gpus", "9"), r"base\[0\]: --gpus 9: a step has 4 micro-batches. Use at most 4 GPUs"),
         (("--gpus", "0"), "--gpus: expected at least 1, got 0"),
         (("--offload_activations",), "--offload_activations leaves on a GPU is not planned"),
         (("--micro_batch", "3"), "--micro_batch 3: .*is not a multiple"),
     ],
 )
-def test_what_cannot_be_planned_is_said(printed: Any, arguments: tuple[str, ...], message: str):
-    code, rows, err = printed({"base": [toy.BASE]}, *arguments)
+def test_what_cannot_be_planned_is_said(run_plan: Any, arguments: tuple[str, ...], message: str):
+    code, rows, err = run_plan({"base": [toy.BASE]}, *arguments)
     assert (code, rows) == (1, [])
     assert re.search(message, err), err
 
@@ -314,27 +314,27 @@ def test_what_cannot_be_planned_is_said(printed: Any, arguments: tuple[str, ...]
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"data": {"name": "documents", "corpus": "toy_text"}}, "data.sequence_tokens is not given"),
+        ({"data": {"name": "documents", "corpus": "toy_text"}}, "data.sequence_tokens is missing"),
         ({"model": {"name": "hf", "path": "gone"}}, "'gone' is neither a folder"),
     ],
 )
-def test_experiments_without_a_plan_are_named(printed: Any, changes: dict[str, Any], message: str):
-    code, rows, err = printed({"odd": [override(toy.BASE, changes)], "base": [toy.BASE]})
+def test_experiments_without_a_plan_are_named(run_plan: Any, changes: dict[str, Any], message: str):
+    code, rows, err = run_plan({"odd": [override(toy.BASE, changes)], "base": [toy.BASE]})
     assert code == 1
     assert [row["experiment"] for row in rows] == ["base[0]"]
     assert re.search(rf"odd\[0\].*{message}", err), err
 
 
-def test_evaluations_are_left_out_beside_trainings(printed: Any):
-    evaluated = override(toy.BASE, {"loop": None, "evaluation": {"micro_batch": 4}})
-    code, rows, _ = printed({"evaluated": [evaluated], "base": [toy.BASE]})
+def test_evaluations_are_omitted_next_to_trainings(run_plan: Any):
+    evaluation_exp = override(toy.BASE, {"loop": None, "evaluation": {"micro_batch": 4}})
+    code, rows, _ = run_plan({"evaluated": [evaluation_exp], "base": [toy.BASE]})
     assert (code, [row["experiment"] for row in rows]) == (0, ["base[0]"])
-    code, rows, err = printed({"evaluated": [evaluated]})
+    code, rows, err = run_plan({"evaluated": [evaluation_exp]})
     assert (code, rows) == (1, [])
-    assert "it has no loop" in err
+    assert "the experiment has no loop" in err
 
 
-def test_memory_alone_runs_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_memory_option_runs_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     for arguments, message in (
         (["--memory"], "Add --dry-run"),
         (["--dry-run", "--gpus", "2"], "Add --dry-run --memory"),

@@ -32,7 +32,7 @@ def main() -> None:
     settings = Path(sys.argv[1]) / f"zero-{distributed.rank()}.json"
     settings.write_text(json.dumps({"zero_optimization": AT_ONCE}))
     accelerator = choice.plain_accelerator("bfloat16", "precision")
-    found = []
+    results = []
     decoders = {f"{name} in chunks": model for name, model in models().items() if name != "t5"}
     for name, model in (models() | decoders).items():
         size = sum(weight.nbytes for weight in model.parameters())
@@ -43,13 +43,13 @@ def main() -> None:
         engine.backward(loss_of(engine, chunk), True)
         norms = engine.norm(), whole.norm()
         engine.step()  # it learns the order of the layers in the first pass
-        with LiveStorages() as made, accelerator.autocast():
+        with LiveStorages() as storages, accelerator.autocast():
             loss = loss_of(engine, chunk)
-            kept = sum(made.live.values())  # autocast's own copies, too
+            saved_bytes = sum(storages.live.values())  # autocast's own copies, too
         engine.backward(loss, True)
-        found.append([name, size, kept, *norms])
+        results.append([name, size, saved_bytes, *norms])
     if distributed.is_main():
-        (Path(sys.argv[1]) / "kept.json").write_text(json.dumps(found))
+        (Path(sys.argv[1]) / "kept.json").write_text(json.dumps(results))
 
 
 if __name__ == "__main__":

@@ -35,26 +35,26 @@ from tests.core.training.reading import test_packed_training
 CONFIG = test_packed_training.CONFIG.model_copy(update={"steps": 10, "sequences_per_step": 8, "eval_every": 10})
 
 
-class Told(PackedDataset):
-    """Packed rows that say which were asked for."""
+class RecordedData(PackedDataset):
+    """Packed rows that record the requested keys."""
 
-    def __init__(self, *given: Any) -> None:
-        super().__init__(*given)
-        self.asked: list[Key] = []
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.requested_keys: list[Key] = []
 
     def sample(self, epoch: int, index: int, *more: int) -> Sample:
-        self.asked.append((epoch, index, *more))
+        self.requested_keys.append((epoch, index, *more))
         return super().sample(epoch, index, *more)
 
 
 def main(folder: Path, kill_in: int = 0) -> None:
-    """Train, or go on. Each process appends {"step", "keys"} of each step to <folder>/keys-RANK.jsonl."""
+    """Train, or resume. Each process appends {"step", "keys"} of each step to <folder>/keys-RANK.jsonl."""
     with distributed.session(), small.opened_together(folder, Options(log_every=2)) as run:
         torch.manual_seed(0)
         model = bind(MODELS, test_packed_training.MODEL).build(run.places)
         tokenizer = tokenizers.load(run.places.data / "toy_tokenizer")
-        made: Any = bind(DATASETS, test_packed_training.DATA).build(run.places, tokenizer, "train", 0)
-        data, calls = Told(made.config, made.documents), itertools.count()
+        dataset: Any = bind(DATASETS, test_packed_training.DATA).build(run.places, tokenizer, "train", 0)
+        data, calls = RecordedData(dataset.config, dataset.documents), itertools.count()
         passes = RankShare(
             CONFIG.sequences_per_step, CONFIG.micro_batch, distributed.rank(), distributed.world_size()
         ).passes
@@ -66,8 +66,8 @@ def main(folder: Path, kill_in: int = 0) -> None:
                     [event["step"] for event in ledger.read(run.path) if event["event"] == "start"][-1] + finished + 1
                 )
                 with open(folder / f"keys-{distributed.rank()}.jsonl", "a") as file:
-                    file.write(json.dumps({"step": step, "keys": data.asked}) + "\n")
-                data.asked = []
+                    file.write(json.dumps({"step": step, "keys": data.requested_keys}) + "\n")
+                data.requested_keys = []
                 if step == kill_in and distributed.rank() == 1:
                     os.kill(os.getpid(), signal.SIGKILL)
             return causal_lm_loss(model, batch)

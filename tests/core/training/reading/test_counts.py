@@ -89,51 +89,53 @@ def rows(run: Run) -> list[dict[str, Any]]:
 
 def test_a_step_is_the_same_however_it_is_cut(tmp_path: Path):
     """The counts of micro-batches differ, so a mean of means would not be."""
-    found = []
+    results = []
     for micro_batch in (1, 2, 4):
-        with small.opened(small.write_data(tmp_path / str(micro_batch))) as run:
+        with small.open_run(small.write_data(tmp_path / str(micro_batch))) as run:
             _, guess = train(run, config(micro_batch=micro_batch))
-            found.append((guess, rows(run)))
-    for guess, scores in found[1:]:
-        assert torch.allclose(guess, found[0][0], rtol=1e-6)
-        assert [row["accuracy"] for row in scores] == [row["accuracy"] for row in found[0][1]]
+            results.append((guess, rows(run)))
+    for guess, scores in results[1:]:
+        assert torch.allclose(guess, results[0][0], rtol=1e-6)
+        assert [row["accuracy"] for row in scores] == [row["accuracy"] for row in results[0][1]]
         for name in ("train_loss", "grad_norm"):
-            assert [row[name] for row in scores] == pytest.approx([row[name] for row in found[0][1]], rel=1e-6)
-    assert 0 < found[0][1][0]["accuracy"] < 1
+            assert [row[name] for row in scores] == pytest.approx([row[name] for row in results[0][1]], rel=1e-6)
+    assert 0 < results[0][1][0]["accuracy"] < 1
 
 
 @pytest.mark.parametrize("stop_after", [1, 2, 6])
-def test_a_stop_between_rows_keeps_the_sums(tmp_path: Path, stop_after: int):
-    with small.opened(small.write_data(tmp_path / "whole")) as run:
+def test_a_stop_between_rows_saves_the_sums(tmp_path: Path, stop_after: int):
+    with small.open_run(small.write_data(tmp_path / "whole")) as run:
         train(run, config())
-        wanted = rows(run)
+        expected = rows(run)
     passes = 0
 
-    def loss(*given: Any) -> Any:
+    def loss(*args: Any) -> Any:
         nonlocal passes
         passes += 1
         if passes == 2 * stop_after:
             os.kill(os.getpid(), signal.SIGTERM)
-        return rank_loss(*given)
+        return rank_loss(*args)
 
-    with small.opened(small.write_data(tmp_path / "stopped")) as run:
+    with small.open_run(small.write_data(tmp_path / "stopped")) as run:
         with pytest.raises(distributed.TrainingStopped):
             train(run, config(), loss)
         saved = json.loads(max((run.path / "checkpoints").glob("step-*/state.json")).read_text())
         assert set(saved["since_row"]["sums"]) == {"accuracy"}
         train(run, config())
-        assert rows(run) == wanted
+        assert rows(run) == expected
 
 
 def test_further_steps_are_evaluated_and_saved(tmp_path: Path):
-    with small.opened(small.write_data(tmp_path)) as run:
+    with small.open_run(small.write_data(tmp_path)) as run:
         train(run, config(also_at=[2, 5]))
         assert [row["step"] for row in rows(run) if "val_loss" in row] == [2, 4, 5, 8, 12]
         events = [event["step"] for event in ledger.read(run.path) if event["event"] == "save"]
         assert events == [2, 4, 5, 8, 12]
 
 
-@pytest.mark.parametrize(("also_at", "message"), [([13], "step 13 is after the last, 12"), ([0], "greater than 0")])
+@pytest.mark.parametrize(
+    ("also_at", "message"), [([13], "step 13 is after the last step, 12"), ([0], "greater than 0")]
+)
 def test_further_steps_that_cannot_be(also_at: list[int], message: str):
     with pytest.raises(ValueError, match=message):
         config(also_at=also_at)
@@ -141,30 +143,30 @@ def test_further_steps_that_cannot_be(also_at: list[int], message: str):
 
 def test_a_step_that_counts_nothing_is_refused(tmp_path: Path):
     with (
-        small.opened(small.write_data(tmp_path)) as run,
-        pytest.raises(TrainingError, match="step 1: none of the 4 sequences has anything"),
+        small.open_run(small.write_data(tmp_path)) as run,
+        pytest.raises(TrainingError, match="step 1: nothing to learn in the 4 sequences"),
     ):
         train(run, config(), count=lambda _: 0)
 
 
-def test_a_step_whose_weights_are_below_zero_together_is_refused(tmp_path: Path):
+def test_a_step_with_a_negative_sum_of_weights_is_rejected(tmp_path: Path):
     """It would be climbed."""
     with (
-        small.opened(small.write_data(tmp_path)) as run,
-        pytest.raises(TrainingError, match=r"their count is -4.*--data skip:1"),
+        small.open_run(small.write_data(tmp_path)) as run,
+        pytest.raises(TrainingError, match=r"count -4.*--data skip:1"),
     ):
         train(run, config(), count=lambda batch: -float(len(batch["sample_of_row"].unique())))
 
 
 @pytest.mark.parametrize("name", ["", "step", "train_loss", "val_accuracy", "learning_rate", "data/padding"])
 def test_a_sum_that_would_hide_a_score_is_refused(tmp_path: Path, name: str):
-    def loss(*given: Any) -> Any:
-        found, named = rank_loss(*given)
-        return found, {name: named["accuracy"]}
+    def loss(*args: Any) -> Any:
+        loss_sum, named_sums = rank_loss(*args)
+        return loss_sum, {name: named_sums["accuracy"]}
 
     with (
-        small.opened(small.write_data(tmp_path)) as run,
-        pytest.raises(TrainingError, match=f"names a sum '{name}'"),
+        small.open_run(small.write_data(tmp_path)) as run,
+        pytest.raises(TrainingError, match=f"sum '{name}' of the loss"),
     ):
         train(run, config(), loss)
 
@@ -172,15 +174,15 @@ def test_a_sum_that_would_hide_a_score_is_refused(tmp_path: Path, name: str):
 def test_a_pass_with_other_names_is_refused(tmp_path: Path):
     passes = 0
 
-    def loss(*given: Any) -> Any:
+    def loss(*args: Any) -> Any:
         nonlocal passes
         passes += 1
-        found, named = rank_loss(*given)
-        return found, named if passes < 4 else {}
+        loss_sum, named_sums = rank_loss(*args)
+        return loss_sum, named_sums if passes < 4 else {}
 
     with (
-        small.opened(small.write_data(tmp_path)) as run,
-        pytest.raises(TrainingError, match=r"the sums \[\] here, and \['accuracy'\]"),
+        small.open_run(small.write_data(tmp_path)) as run,
+        pytest.raises(TrainingError, match=r"are \[\] here, but \['accuracy'\]"),
     ):
         train(run, config(), loss)
 
@@ -188,13 +190,13 @@ def test_a_pass_with_other_names_is_refused(tmp_path: Path):
 def test_rows_of_a_sample_that_diverges_are_saved_with_its_key(tmp_path: Path):
     passes = 0
 
-    def loss(*given: Any) -> Any:
+    def loss(*args: Any) -> Any:
         nonlocal passes
         passes += 1
-        found, named = rank_loss(*given)
-        return found * (math.nan if passes == 4 * 7 else 1), named
+        loss_sum, named_sums = rank_loss(*args)
+        return loss_sum * (math.nan if passes == 4 * 7 else 1), named_sums
 
-    with small.opened(small.write_data(tmp_path), Options(log_every=1)) as run:
+    with small.open_run(small.write_data(tmp_path), Options(log_every=1)) as run:
         with pytest.raises(TrainingError, match="step 7: the loss is nan"):
             train(run, config(sequences_per_step=8, divergence=Divergence(on_non_finite="stop")), loss)
         (dump,) = (run.path / "offending").iterdir()

@@ -42,20 +42,20 @@ signal.pause()
 @pytest.mark.slow
 def test_a_worker_ends_with_a_process_that_was_killed():
     """It would wait for ever to hand over what it has read, and keep the files of the shard cache that it has open."""
-    started = subprocess.Popen([sys.executable, "-c", READING], cwd=ROOT, stdout=subprocess.PIPE)
-    assert started.stdout
-    started.stdout.readline()
-    (worker,) = psutil.Process(started.pid).children()
-    os.kill(started.pid, signal.SIGKILL)
-    started.wait()
-    started.stdout.close()
+    reader = subprocess.Popen([sys.executable, "-c", READING], cwd=ROOT, stdout=subprocess.PIPE)
+    assert reader.stdout
+    reader.stdout.readline()
+    (worker,) = psutil.Process(reader.pid).children()
+    os.kill(reader.pid, signal.SIGKILL)
+    reader.wait()
+    reader.stdout.close()
     _, alive = psutil.wait_procs([worker], timeout=60)
     for process in alive:
         process.kill()
     assert not alive
 
 
-class Noted:
+class RecordedData:
     """Samples that leave a file behind when they are read."""
 
     def __init__(self, folder: Path) -> None:
@@ -77,7 +77,7 @@ def test_the_next_step_is_read_while_one_trains(tmp_path: Path, workers: int):
     """Eight micro-batches of one: torch reads two ahead by itself, and the others would be waited for in each step."""
     values = {"steps": 4, "sequences_per_step": 8, "micro_batch": 1, "learning_rate": 1e-3, "eval_every": 4}
     config = LoopConfig.model_validate({**values, "best_metric": "val_loss", "best_mode": "min"})
-    dataset: Any = Noted(tmp_path)
+    dataset: Any = RecordedData(tmp_path)
     order = order_of(dataset, 0, config.sequences_per_step, config.steps)
     reader = loader.StepLoader(dataset, order, config, torch.device("cpu"), num_workers=workers)
     with contextlib.closing(reader.steps(State(inputs={}))) as steps:

@@ -36,23 +36,23 @@ class Lanes:
         self.lanes, self.left_out = lanes, left_out
 
     def micro_batches(self, first_step: int, share: RankShare, cursor: Cursor) -> Iterator[MicroBatch]:
-        taken = {v: cursor.get(str(v), 0) for v in range(self.lanes)}
+        num_taken = {v: cursor.get(str(v), 0) for v in range(self.lanes)}
         while True:
             for g in share.numbers:
                 lanes = range(g * share.micro_batch, (g + 1) * share.micro_batch)
                 keys = []
                 for v in lanes:
-                    while (taken[v] * self.lanes + v) % 32 in self.left_out:
-                        taken[v] += 1
-                    keys.append(divmod(taken[v] * self.lanes + v, 32))
-                    taken[v] += 1
-                yield MicroBatch(keys, {str(v): taken[v] for v in lanes})
+                    while (num_taken[v] * self.lanes + v) % 32 in self.left_out:
+                        num_taken[v] += 1
+                    keys.append(divmod(num_taken[v] * self.lanes + v, 32))
+                    num_taken[v] += 1
+                yield MicroBatch(keys, {str(v): num_taken[v] for v in lanes})
 
     def describe(self, step: int, cursor: Cursor) -> Mapping[str, Any]:
         return {"taken": sum(cursor.values())}
 
 
-class Filtered(small.Numbers):
+class FilteredNumbers(small.Numbers):
     """Numbers in an order of its own."""
 
     fingerprint = "filtered"
@@ -73,20 +73,20 @@ class Processes:
         for rank in range(world_size):
             self.monkeypatch.setattr(distributed, "rank", lambda rank=rank: rank)
             self.monkeypatch.setattr(distributed, "world_size", lambda: world_size)
-            data = Filtered()
+            data = FilteredNumbers()
             order = order_of(data, 0, CONFIG.sequences_per_step, CONFIG.steps)
-            found = list(
+            keys = list(
                 islice(
                     loader.StepLoader(data, order, CONFIG, torch.device("cpu"), num_workers=num_workers).steps(start),
                     steps,
                 )
             )
-            assert all(step.passes == -(-3 // world_size) for step in found)
-            read.append([[key for rows in step.keys for key in rows] for step in found])
-            for step in found:
+            assert all(step.passes == -(-3 // world_size) for step in keys)
+            read.append([[key for rows in step.keys for key in rows] for step in keys])
+            for step in keys:
                 indices = [index for batch in step.batches for index in batch["input_ids"][:, 1].tolist()]
                 assert indices == [key[1] for rows in step.keys for key in rows], "a batch comes with its own keys"
-            cursor |= found[-1].cursor
+            cursor |= keys[-1].cursor
         return [sorted(key for rank in read for key in rank[s]) for s in range(steps)], cursor
 
 
@@ -110,7 +110,7 @@ def test_a_restart_at_another_world_size_reads_on(processes: Processes, world_si
     assert len({key for step in whole for key in step}) == 66, "nothing twice"
 
 
-def test_an_order_keeps_the_cursor_that_it_was_given():
+def test_an_order_does_not_change_the_given_cursor():
     """The loop adds to that of the state at each checkpoint."""
 
     class Late(Lanes):
@@ -119,7 +119,7 @@ def test_an_order_keeps_the_cursor_that_it_was_given():
                 yield MicroBatch([(0, cursor.get("place", 0))] * share.micro_batch, {})
 
     start = State()
-    steps = loader.StepLoader(Filtered(), Late(6, frozenset()), CONFIG, torch.device("cpu")).steps(start)
+    steps = loader.StepLoader(FilteredNumbers(), Late(6, frozenset()), CONFIG, torch.device("cpu")).steps(start)
     first = next(steps).keys
     start.cursor["place"] = 7
     assert next(steps).keys == first
@@ -138,32 +138,32 @@ def train(run: Run, stop_after: int | None = None) -> tuple[State, list[list[int
 
     about = CheckpointMetadata({}, tokenizers.load(run.places.data / "toy_tokenizer"))
     with distributed.stoppable():
-        spec = TrainSpec(small.Line(), about, Filtered(), {}, loss, lambda _: {"val_loss": 0.0})
+        spec = TrainSpec(small.Line(), about, FilteredNumbers(), {}, loss, lambda _: {"val_loss": 0.0})
         return fit(spec, run, CONFIG, seed=0), seen
 
 
 def test_readers_end_with_the_training_whoever_holds_its_traceback(tmp_path: Path):
     before = set(multiprocessing.active_children())
     with (
-        small.opened(small.write_data(tmp_path), Options(num_workers=2)) as run,
-        pytest.raises(distributed.TrainingStopped) as stopped,
+        small.open_run(small.write_data(tmp_path), Options(num_workers=2)) as run,
+        pytest.raises(distributed.TrainingStopped) as stop,
     ):
         train(run, 3)
-    assert stopped.tb is not None
+    assert stop.tb is not None
     assert set(multiprocessing.active_children()) <= before
 
 
 @pytest.mark.parametrize("stop_after", [1, 3, 4, 8])
-def test_a_stopped_training_reads_on_behind_its_last_step(tmp_path: Path, stop_after: int):
-    with small.opened(small.write_data(tmp_path / "whole")) as run:
-        wanted, everything = train(run)
-    with small.opened(small.write_data(tmp_path / "stopped")) as run:
-        with pytest.raises(distributed.TrainingStopped) as stopped:
+def test_a_stopped_training_resumes_reading_after_its_last_step(tmp_path: Path, stop_after: int):
+    with small.open_run(small.write_data(tmp_path / "whole")) as run:
+        expected, everything = train(run)
+    with small.open_run(small.write_data(tmp_path / "stopped")) as run:
+        with pytest.raises(distributed.TrainingStopped) as stop:
             train(run, stop_after)
-        step = stopped.value.step
+        step = stop.value.step
         assert step is not None
         state, rest = train(run)
-        assert state == wanted
+        assert state == expected
         assert rest == everything[3 * step :]
         starts = [event for event in ledger.read(run.path) if event["event"] == "start"]
         assert starts[1]["cursor"]["taken"] > starts[0]["cursor"]["taken"] == 0

@@ -42,7 +42,7 @@ def send_stop(step: int) -> Any:
 
 
 def test_a_checkpoint_says_which_experiment_and_which_branch_it_is_of(folder: Path):
-    with small.opened(folder) as run:
+    with small.open_run(folder) as run:
         with pytest.raises(distributed.TrainingStopped):
             small.train(run, learn=send_stop(5))
         branch = Branch(number=1, from_step=6, data="skip:2")
@@ -57,7 +57,7 @@ def test_a_checkpoint_says_which_experiment_and_which_branch_it_is_of(folder: Pa
 
 
 def test_an_origin_without_a_branch(folder: Path):
-    with small.opened(folder) as run:
+    with small.open_run(folder) as run:
         small.train(run)
         assert not (checkpoints.folder(run.path, 12) / branches.FILE).exists()
 
@@ -71,7 +71,7 @@ def test_it_does_so_however_the_model_is_shared(modes: Modes, mode: str):
 
 
 def test_a_deleted_config_is_refused_with_advice(folder: Path):
-    with small.opened(folder) as run:
+    with small.open_run(folder) as run:
         (run.path / CONFIG).unlink()
         with pytest.raises(RunError, match=r"config\.json: no such file"):
             small.train(run)
@@ -83,10 +83,10 @@ def test_each_start_is_recorded_with_its_code_job_and_data_position(folder: Path
         "dirty": True,
         "variables": {"SLURM_JOB_ID": "58", "SLURM_ARRAY_JOB_ID": "57", "SLURM_ARRAY_TASK_ID": "3"},
     }
-    with small.opened(folder) as run, pytest.raises(distributed.TrainingStopped):
+    with small.open_run(folder) as run, pytest.raises(distributed.TrainingStopped):
         small.train(run, learn=send_stop(9))
-    with RunDir.open(folder / "runs", small.EXP, small.EXP, facts=facts) as opened:
-        small.train(Run(opened, run.places))
+    with RunDir.open(folder / "runs", small.EXP, small.EXP, facts=facts) as run_dir:
+        small.train(Run(run_dir, run.places))
     first, second = [event for event in ledger.read(run.path) if event["event"] == "start"]
     assert (first["step"], first["cursor"], first["commit"], first["job"]) == (0, {"epoch": 0, "offset": 0}, None, None)
     # An epoch has 32 samples, and a step reads 4.

@@ -30,12 +30,12 @@ from tests.core.training.reading.test_packed_training import (
     write_data,
 )
 
-MIXED = {
+MIXTURE = {
     "name": "mixture",
     "parts": {name: {"name": "text", "corpus": name, "sequence_tokens": 16} for name in ("toy_text", "words")},
 }
 BOUNDARY = 6
-DATA = {"name": "phases", "phases": [{"until": 0.5, "data": MIXED}, {"data": PACKED}]}
+DATA = {"name": "phases", "phases": [{"until": 0.5, "data": MIXTURE}, {"data": PACKED}]}
 EXP: dict[str, Any] = {"recipe": "lm", "seed": 0, "model": MODEL, "data": DATA, "loop": resolved_loop()}
 
 
@@ -43,26 +43,26 @@ EXP: dict[str, Any] = {"recipe": "lm", "seed": 0, "model": MODEL, "data": DATA, 
 def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     """A folder with a finished run that has all checkpoints, and what `train` gave."""
     folder = write_data(tmp_path_factory.mktemp("whole"))
-    with small.opened(folder, Options(keep=RotationRule(last=4))) as run:
+    with small.open_run(folder, Options(keep=RotationRule(last=4))) as run:
         return folder, train(run, config=DATA)
 
 
 def test_each_phase_reads_its_data_and_the_first_is_a_training_without_phases(whole: tuple[Path, Any], tmp_path: Path):
     lengths = [len(rows[0]) for rows in whole[1][2]]
     assert lengths == [16] * BOUNDARY * PASSES + [32] * BOUNDARY * PASSES
-    with small.opened(write_data(tmp_path)) as run:
-        assert train(run, config=MIXED)[2][: BOUNDARY * PASSES] == whole[1][2][: BOUNDARY * PASSES]
+    with small.open_run(write_data(tmp_path)) as run:
+        assert train(run, config=MIXTURE)[2][: BOUNDARY * PASSES] == whole[1][2][: BOUNDARY * PASSES]
 
 
 @pytest.mark.parametrize("stops", [(3,), (BOUNDARY,), (BOUNDARY + 1,), (4, BOUNDARY, 8, 10)])
 def test_stops_in_each_phase_and_between_them_change_no_bit(
     whole: tuple[Path, Any], tmp_path: Path, stops: tuple[int, ...]
 ):
-    with small.opened(write_data(tmp_path)) as run:
+    with small.open_run(write_data(tmp_path)) as run:
         for first, last in pairwise((0, *stops)):
-            with pytest.raises(distributed.TrainingStopped) as stopped:
+            with pytest.raises(distributed.TrainingStopped) as stop:
                 train(run, stop_after=last - first - 1, config=DATA)  # the step after it is finished, too
-            assert stopped.value.step == last
+            assert stop.value.step == last
         end = train(run, config=DATA)
         starts = [event["cursor"]["phase"] for event in ledger.read(run.path) if event["event"] == "start"]
         rows = list(run.dir.scores.rows())
@@ -81,24 +81,24 @@ def test_a_rewind_across_a_boundary_is_the_same_after_a_crash(
 ):
     def rewound(name: str, crash_after: int | None) -> Any:
         shutil.copytree(whole[0], tmp_path / name)
-        with small.opened(tmp_path / name) as run:
+        with small.open_run(tmp_path / name) as run:
             rewind.plan(run.path, Branch(number=1, from_step=from_step, data=data), "a test").apply()
             if crash_after is not None:
                 with pytest.raises(Crash):
                     train(run, crash_after=crash_after, config=DATA)
             return train(run, config=DATA)
 
-    wanted = rewound("whole", None)
-    assert equal(rewound("crashed", 4 if from_step < 9 else 2), wanted)
-    trunk, read = whole[1][2][from_step * PASSES :], wanted[2]
-    own = (BOUNDARY - from_step if from_step < BOUNDARY else 12 - from_step) * PASSES
-    assert (read[:own] == trunk[:own]) == (data == "same")
-    assert (read[own:] == trunk[own:]) == (own == len(read) or data != "skip:7"), (
+    expected = rewound("whole", None)
+    assert equal(rewound("crashed", 4 if from_step < 9 else 2), expected)
+    trunk, read = whole[1][2][from_step * PASSES :], expected[2]
+    num_passes = (BOUNDARY - from_step if from_step < BOUNDARY else 12 - from_step) * PASSES
+    assert (read[:num_passes] == trunk[:num_passes]) == (data == "same")
+    assert (read[num_passes:] == trunk[num_passes:]) == (num_passes == len(read) or data != "skip:7"), (
         "only a skip goes on into the next phase"
     )
 
 
-def test_an_experiment_in_phases_is_measured_on_what_it_ends_with(tmp_path: Path):
+def test_an_experiment_in_phases_is_validated_on_the_last_phase(tmp_path: Path):
     write_data(tmp_path)
     last = {**EXP, "data": PACKED, "loop": {**EXP["loop"], "steps": 3}}
     assert toy.main(["-e", "phased", "packed"], {"phased": [EXP], "packed": [last]}, tmp_path) == 0
@@ -119,4 +119,4 @@ def test_a_phase_without_a_step_is_found_by_a_dry_run(tmp_path: Path, capsys: py
         {"phased": [{**EXP, "loop": {**EXP["loop"], "eval_every": 1}}]},
         tmp_path,
     )
-    assert re.search(r"error: .*data\.phases\[0\]: no step of loop\.steps = 1 reads it\.", capsys.readouterr().err)
+    assert re.search(r"error: .*data\.phases\[0\]: has no steps of loop\.steps = 1\.", capsys.readouterr().err)

@@ -14,38 +14,38 @@ def selection(**changes: object) -> ModelSelection:
     return ModelSelection(load(LoopConfig, {**LOOP, **changes}, "loop"))
 
 
-def follow(chosen: ModelSelection, values: list[float], metric: str = "val_loss") -> list[bool]:
+def follow(model_selection: ModelSelection, values: list[float], metric: str = "val_loss") -> list[bool]:
     stops = []
     for step, value in enumerate(values, start=1):
-        chosen.update(step, {metric: value})
-        stops.append(chosen.stop())
+        model_selection.update(step, {metric: value})
+        stops.append(model_selection.stop())
     return stops
 
 
 def test_the_lowest_loss_is_the_best():
-    chosen = selection()
-    assert follow(chosen, [3.0, 2.0, 2.5, 2.0]) == [False] * 4
-    assert (chosen.best_step, chosen.best_value) == (2, 2.0)
+    model_selection = selection()
+    assert follow(model_selection, [3.0, 2.0, 2.5, 2.0]) == [False] * 4
+    assert (model_selection.best_step, model_selection.best_value) == (2, 2.0)
 
 
 def test_the_highest_score_is_the_best_with_mode_max():
-    chosen = selection(best_metric="em", best_mode="max")
-    follow(chosen, [0.1, 0.4, 0.3], metric="em")
-    assert chosen.best_step == 2
+    model_selection = selection(best_metric="em", best_mode="max")
+    follow(model_selection, [0.1, 0.4, 0.3], metric="em")
+    assert model_selection.best_step == 2
 
 
 def test_stops_after_patience_evaluations_without_gain():
-    chosen = selection(early_stopping={"patience": 2})
-    assert follow(chosen, [3.0, 2.0, 2.1, 1.9, 1.95, 1.9]) == [False, False, False, False, False, True]
+    model_selection = selection(early_stopping={"patience": 2})
+    assert follow(model_selection, [3.0, 2.0, 2.1, 1.9, 1.95, 1.9]) == [False, False, False, False, False, True]
 
 
 def test_a_gain_below_min_gain_uses_up_patience_but_is_still_the_best():
-    chosen = selection(early_stopping={"patience": 2, "min_gain": 0.5})
-    assert follow(chosen, [3.0, 2.9, 2.8]) == [False, False, True]
-    assert chosen.best_step == 3
+    model_selection = selection(early_stopping={"patience": 2, "min_gain": 0.5})
+    assert follow(model_selection, [3.0, 2.9, 2.8]) == [False, False, True]
+    assert model_selection.best_step == 3
 
 
-def test_a_restored_selection_goes_on_as_if_never_stopped():
+def test_a_restored_selection_resumes_as_if_never_stopped():
     first, second = selection(early_stopping={"patience": 2}), selection(early_stopping={"patience": 2})
     follow(first, [3.0, 3.1])
     second.restore(first.state())
@@ -57,11 +57,11 @@ def test_a_restored_selection_goes_on_as_if_never_stopped():
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 def test_a_value_that_is_not_finite_is_no_gain(bad: float):
-    chosen = selection(early_stopping={"patience": 2})
-    assert follow(chosen, [bad, 3.0, bad, bad]) == [False, False, False, True]
-    assert (chosen.best_step, chosen.best_value) == (2, 3.0)
+    model_selection = selection(early_stopping={"patience": 2})
+    assert follow(model_selection, [bad, 3.0, bad, bad]) == [False, False, False, True]
+    assert (model_selection.best_step, model_selection.best_value) == (2, 3.0)
 
 
 def test_a_metric_that_is_not_measured_is_named():
-    with pytest.raises(ConfigError, match=r"loop\.best_metric: the evaluation has no 'f1'\. It has: em, val_loss\."):
+    with pytest.raises(ConfigError, match=r"loop\.best_metric: unknown score 'f1'\. Scores: em, val_loss\."):
         selection(best_metric="f1").update(1, {"val_loss": 1.0, "em": 0.0})

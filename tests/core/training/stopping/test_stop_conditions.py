@@ -42,10 +42,10 @@ def outcome(run: Path) -> dict[str, str]:
     return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in paths}
 
 
-def undisturbed(folder: Path) -> dict[str, str]:
+def expected_files(folder: Path) -> dict[str, str]:
     (folder / "undisturbed").mkdir()
     (folder / "undisturbed" / "data").symlink_to(folder / "data")
-    with small.opened(folder / "undisturbed") as run:
+    with small.open_run(folder / "undisturbed") as run:
         small.train(run)
         return outcome(run.path)
 
@@ -69,49 +69,49 @@ def send_stop(step: int) -> Callable[..., Any]:
 
 @pytest.mark.parametrize("step", [1, 4, 6])
 def test_a_signal_leaves_a_checkpoint_of_the_next_step_and_changes_nothing(folder: Path, step: int):
-    with small.opened(folder) as run:
-        with pytest.raises(distributed.TrainingStopped) as caught:
+    with small.open_run(folder) as run:
+        with pytest.raises(distributed.TrainingStopped) as stop:
             small.train(run, learn=send_stop(step))
         # The signal of a step is counted when the next one begins, which is finished.
-        assert caught.value.step == step + 1
+        assert stop.value.step == step + 1
         assert [checkpoints.step_of(path) for path in checkpoints.list_all(run.path)][-1] == step + 1
         small.train(run)
-        assert outcome(run.path) == undisturbed(folder)
+        assert outcome(run.path) == expected_files(folder)
         assert events(run.path)[0] == ("start", 0)
         assert ("stop", step + 1) in events(run.path)
         assert events(run.path)[-1] == ("stop", 12)
 
 
 def test_an_evaluation_that_is_stopped_is_made_after_the_restart(folder: Path):
-    asked = iter([False, True])
+    answers = iter([False, True])
 
     def evaluate() -> dict[str, float]:
-        if next(asked):
+        if next(answers):
             os.kill(os.getpid(), signal.SIGTERM)
         distributed.stop_together()  # as between two batches
         return {"val_loss": 0.0}
 
-    with small.opened(folder) as run:
-        with pytest.raises(distributed.TrainingStopped) as caught:
+    with small.open_run(folder) as run:
+        with pytest.raises(distributed.TrainingStopped) as stop:
             small.train(run, evaluate=evaluate)
-        assert caught.value.step == 8
+        assert stop.value.step == 8
         assert [row["step"] for row in run.dir.scores.rows()] == [4]
         run.dir.scores.append(
             {"step": 8, "val_loss": 1.0}
         )  # as a kill between the evaluation and its checkpoint leaves it
         small.train(run)
         assert [row["step"] for row in run.dir.scores.rows()] == [4, 8, 10, 12]
-        assert outcome(run.path) == undisturbed(folder)
+        assert outcome(run.path) == expected_files(folder)
 
 
-@pytest.mark.parametrize("stopped", [8, 12])
-def test_the_checkpoint_of_a_stopped_evaluation_is_not_replaced_under_who_works_on_it(folder: Path, stopped: int):
+@pytest.mark.parametrize("stop_step", [8, 12])
+def test_the_checkpoint_of_a_stopped_evaluation_is_not_replaced_while_in_use(folder: Path, stop_step: int):
     """Whose files would change while he reads them, and who would hold a checkpoint that is no more."""
-    with small.opened(folder) as run:
-        step = asked_in_the_evaluation(run, stopped)
-        checkpoint = checkpoints.folder(run.path, stopped)
+    with small.open_run(folder) as run:
+        step = asked_in_the_evaluation(run, stop_step)
+        checkpoint = checkpoints.folder(run.path, stop_step)
         before = manifest_hash(checkpoint)
-        assert step == stopped
+        assert step == stop_step
         assert before
         holder = Lease.acquire(folder / "holder")
         pins.place(run.path, "job", Pin("../../holder", steps={checkpoint.name: before}))
@@ -121,18 +121,18 @@ def test_the_checkpoint_of_a_stopped_evaluation_is_not_replaced_under_who_works_
             holder.release()
         assert manifest_hash(checkpoint) == before
         assert [row["step"] for row in run.dir.scores.rows()] == [4, 8, 10, 12]
-        if stopped == 8:
-            assert outcome(run.path) == undisturbed(folder)
+        if stop_step == 8:
+            assert outcome(run.path) == expected_files(folder)
 
 
 def test_the_checkpoint_of_a_stopped_evaluation_is_replaced_where_nobody_works_on_it(folder: Path):
-    with small.opened(folder) as run:
+    with small.open_run(folder) as run:
         asked_in_the_evaluation(run, 12)
         before = manifest_hash(checkpoints.folder(run.path, 12))
         pins.place(run.path, "job", Pin("../../nobody", steps={"step-00000012": str(before)}))
         small.train(run)
         assert manifest_hash(checkpoints.folder(run.path, 12)) != before
-        assert outcome(run.path) == undisturbed(folder)
+        assert outcome(run.path) == expected_files(folder)
 
 
 def asked_in_the_evaluation(run: Run, step: int) -> int | None:
@@ -145,13 +145,13 @@ def asked_in_the_evaluation(run: Run, step: int) -> int | None:
         distributed.stop_together()
         return {"val_loss": 0.0}
 
-    with pytest.raises(distributed.TrainingStopped) as caught:
+    with pytest.raises(distributed.TrainingStopped) as stop:
         small.train(run, evaluate=evaluate)
-    return caught.value.step
+    return stop.value.step
 
 
 def test_a_checkpoint_that_cannot_be_written_ends_the_training_soon(folder: Path):
-    with small.opened(folder, Options(log_every=200)) as run:
+    with small.open_run(folder, Options(log_every=200)) as run:
 
         def learn(model: Any, batch: Any) -> Any:
             place = run.path / "checkpoints"
@@ -169,25 +169,25 @@ def test_a_checkpoint_that_cannot_be_written_ends_the_training_soon(folder: Path
 
 @pytest.mark.parametrize("where", ["run", "runs"])
 def test_a_stop_file_stops_until_it_is_removed(folder: Path, where: str):
-    with small.opened(folder) as run:
+    with small.open_run(folder) as run:
         with pytest.raises(distributed.TrainingStopped):
             small.train(run, learn=send_stop(5))
         saved = checkpoints.folder(run.path, 6).stat()
         file = (run.path if where == "run" else run.path.parent) / stop_conditions.STOP_FILE
         file.touch()
         for _ in range(2):
-            with pytest.raises(distributed.TrainingStopped, match="remove it") as caught:
+            with pytest.raises(distributed.TrainingStopped, match="remove it") as stop:
                 small.train(run)
-            assert (caught.value.step, caught.value.exit_code) == (6, distributed.INTERRUPTED)
+            assert (stop.value.step, stop.value.exit_code) == (6, distributed.INTERRUPTED)
         assert checkpoints.folder(run.path, 6).stat().st_ino == saved.st_ino, "what is saved is not saved again"
         file.unlink()
         small.train(run)
-        assert outcome(run.path) == undisturbed(folder)
+        assert outcome(run.path) == expected_files(folder)
 
 
 def test_a_stop_file_that_appears_is_seen_soon(folder: Path):
     began = time.monotonic()
-    with small.opened(folder) as run:
+    with small.open_run(folder) as run:
 
         def learn(model: Any, batch: Any) -> Any:
             (run.path / stop_conditions.STOP_FILE).touch()
@@ -199,20 +199,20 @@ def test_a_stop_file_that_appears_is_seen_soon(folder: Path):
 
 
 @pytest.mark.parametrize(
-    ("given", "reason"),
-    [(Limits(end=0.0), "time limit"), (Limits(host_memory=1e-9), "of the host's memory in use")],
+    ("limits", "reason"),
+    [(Limits(end=0.0), "time limit"), (Limits(host_memory=1e-9), "of host memory in use")],
 )
-def test_limits_stop_and_are_to_be_started_again(folder: Path, given: Limits, reason: str):
-    with small.opened(folder, Options(limits=given)) as run:
-        with pytest.raises(distributed.TrainingStopped, match=reason) as caught:
+def test_limits_stop_and_are_to_be_started_again(folder: Path, limits: Limits, reason: str):
+    with small.open_run(folder, Options(limits=limits)) as run:
+        with pytest.raises(distributed.TrainingStopped, match=reason) as stop:
             small.train(run)
-        assert caught.value.exit_code == distributed.REQUEUE
+        assert stop.value.exit_code == distributed.REQUEUE
 
 
 def test_a_limit_that_goes_away_again_has_still_stopped_the_training(folder: Path, monkeypatch: pytest.MonkeyPatch):
     """Between the look that all agreed on and the stop a whole step goes by."""
     monkeypatch.setattr(stop_conditions, "LOOK_SECONDS", 0.0)
-    with small.opened(folder) as run:
+    with small.open_run(folder) as run:
         file, calls = run.path / stop_conditions.STOP_FILE, count()
 
         def learn(model: Any, batch: Any) -> Any:
@@ -277,13 +277,13 @@ def test_control_groups_count_where_they_allow_less(
         assert stop_conditions.memory_used() == pytest.approx(share)
 
 
-def test_a_system_without_meminfo_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_system_without_meminfo_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(stop_conditions, "_MEMORY", tmp_path / "none")
     with pytest.raises(RunError, match="--max_host_memory"):
         stop_conditions.memory_used()
 
 
-class Started:
+class TrainingProcess:
     """trainval.py on a toy experiment that takes long, in a process of its own."""
 
     def __init__(self, folder: Path, *arguments: str) -> None:
@@ -312,21 +312,21 @@ class Started:
 def test_processes_that_read_data_do_not_take_the_signals_of_the_training(tmp_path: Path):
     """A scheduler signals every process of a job: the training stops in order, and those that read for it end with
     it."""
-    started = Started(tmp_path, "--num_workers", "2")
-    started.row()
-    workers = [child for child in psutil.Process(started.process.pid).children() if child.is_running()]
+    training = TrainingProcess(tmp_path, "--num_workers", "2")
+    training.row()
+    workers = [child for child in psutil.Process(training.process.pid).children() if child.is_running()]
     assert len(workers) == 2
     for number in distributed.STOP_SIGNALS:
         for worker in workers:
             worker.send_signal(number)
-    started.row()
+    training.row()
     assert all(worker.is_running() for worker in workers)
-    for process in (*workers, psutil.Process(started.process.pid)):
+    for process in (*workers, psutil.Process(training.process.pid)):
         process.send_signal(signal.SIGTERM)
-    assert started.end() == distributed.REQUEUE
+    assert training.end() == distributed.REQUEUE
     _, alive = psutil.wait_procs(workers, timeout=300)
     assert not alive
-    status = SavedRun(started.run).status
+    status = SavedRun(training.run).status
     assert status["state"] == "stopped"
     assert "SIGTERM" in status["reason"]
 
@@ -337,13 +337,13 @@ def test_processes_that_read_data_do_not_take_the_signals_of_the_training(tmp_pa
     [(["--stop_after", "12"], 75, "time limit", "limit"), ([], 130, "SIGINT", "person")],
 )
 def test_the_command_line_says_why_it_stopped(tmp_path: Path, arguments: list[str], code: int, reason: str, kind: str):
-    started = Started(tmp_path, *arguments)
+    process = TrainingProcess(tmp_path, *arguments)
     if not arguments:
-        started.row()
-        os.kill(started.process.pid, signal.SIGINT)
-    assert started.end() == code
-    assert reason in SavedRun(started.run).status["reason"]
-    assert f'"stopped_by": "{kind}"' in (started.run / "status.json").read_text(), (
+        process.row()
+        os.kill(process.process.pid, signal.SIGINT)
+    assert process.end() == code
+    assert reason in SavedRun(process.run).status["reason"]
+    assert f'"stopped_by": "{kind}"' in (process.run / "status.json").read_text(), (
         "what the script of a Slurm job looks for"
     )
-    assert arguments or checkpoints.newest_whole(started.run) is not None
+    assert arguments or checkpoints.newest_whole(process.run) is not None

@@ -42,16 +42,16 @@ def told_all(process: warm.Process) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", pairs(MODES, "replicated", "fsdp", "zero2"))
 def test_one_signal_stops_both(modes: Modes, mode: str):
-    undisturbed = modes.trained("replicated", "long")
+    expected_run = modes.trained("replicated", "long")
     process = modes.begin(mode, "long", more=ROWS)
     try:
         send_stop(modes, process, rank=1, number=signal.SIGTERM)
         assert process.wait(timeout=300) == 1, "what torchrun makes of exit code 75"
     finally:
         process.kill()
-    said, run = modes.log.read_text(), modes.run("long")
-    assert "exitcode: 75" in said
-    assert "Traceback" not in said.partition("failed (exitcode: 75)")[0]
+    output, run = modes.log.read_text(), modes.run("long")
+    assert "exitcode: 75" in output
+    assert "Traceback" not in output.partition("failed (exitcode: 75)")[0]
     status = json.loads((run / "status.json").read_text())
     assert status["state"] == "stopped"
     assert 8 <= status["step"] < 60
@@ -65,10 +65,10 @@ def test_one_signal_stops_both(modes: Modes, mode: str):
 
     assert modes.start(mode, "long", more=ROWS) == ""
     assert f"continues from step {status['step']}" in (run / "logs" / "train.log").read_text()
-    assert weights(run) == weights(undisturbed)
-    own = {row["step"]: row for row in scores(run)}
-    evaluations = [row for row in scores(undisturbed) if "val_loss" in row]
-    assert [own[row["step"]]["val_loss"] for row in evaluations] == [row["val_loss"] for row in evaluations]
+    assert weights(run) == weights(expected_run)
+    rows = {row["step"]: row for row in scores(run)}
+    evaluations = [row for row in scores(expected_run) if "val_loss" in row]
+    assert [rows[row["step"]]["val_loss"] for row in evaluations] == [row["val_loss"] for row in evaluations]
 
 
 @pytest.mark.slow

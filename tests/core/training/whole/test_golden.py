@@ -75,29 +75,29 @@ def measure(folder: Path) -> dict[str, list[dict[str, float]]]:
         for name, group in GROUPS.items()
     }
     return {
-        name: [{"step": row["step"], **{k: row[k] for k in NAMES if k in row}} for row in found]
-        for name, found in rows.items()
+        name: [{"step": row["step"], **{k: row[k] for k in NAMES if k in row}} for row in recipe_rows]
+        for name, recipe_rows in rows.items()
     }
 
 
 @pytest.fixture(scope="module")
-def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, list[dict[str, float]]]]:
+def measured_losses(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, list[dict[str, float]]]]:
     """(folder of the runs, what was measured)."""
     folder = tmp_path_factory.mktemp("golden")
     return folder, measure(folder)
 
 
-def test_losses_are_where_they_were(measured: tuple[Path, dict[str, list[dict[str, float]]]]):
-    golden, found = json.loads(GOLDEN.read_text()), measured[1]
-    assert found.keys() == golden.keys()
+def test_losses_are_where_they_were(measured_losses: tuple[Path, dict[str, list[dict[str, float]]]]):
+    golden, losses = json.loads(GOLDEN.read_text()), measured_losses[1]
+    assert losses.keys() == golden.keys()
     for name, rows in golden.items():
-        assert [row.keys() for row in found[name]] == [row.keys() for row in rows]
-        for was, now in zip(rows, found[name], strict=True):
+        assert [row.keys() for row in losses[name]] == [row.keys() for row in rows]
+        for was, now in zip(rows, losses[name], strict=True):
             # The last digits depend on the processor and its libraries.
             assert now == pytest.approx(was, rel=1e-3, abs=1e-6), f"{name}, step {was['step']}"
 
 
-def test_every_score_column_is_documented(measured: tuple[Path, Any]):
+def test_every_score_column_is_documented(measured_losses: tuple[Path, Any]):
     """docs/run_directory.md has a pattern for it, such as `val_loss/<part>`."""
     page = (toy.ROOT / "docs" / "run_directory.md").read_text().partition("## Score columns")[2].partition("\n## ")[0]
     cells = re.findall(r"^\| (`.*?) \|", page, re.MULTILINE)
@@ -106,15 +106,15 @@ def test_every_score_column_is_documented(measured: tuple[Path, Any]):
     metrics = "|".join([*squad.Config().score_names(), *words.Config().score_names(), "accuracy", "macro_f1"])
     patterns = "|".join(re.sub(r"<\w+>", ".+", name.replace("<metric>", f"({metrics})")) for name in names | prefixed)
     columns = {
-        column for name, (exp,) in GROUPS.items() for row in toy.rows(measured[0], exp_id(exp)) for column in row
+        column for name, (exp,) in GROUPS.items() for row in toy.rows(measured_losses[0], exp_id(exp)) for column in row
     }
     assert len(columns) > 50
     assert not {column for column in columns if not re.fullmatch(patterns, column)}
 
 
-def test_every_recipe_goes_on_after_a_cut_with_the_same_bits(measured: tuple[Path, Any]):
+def test_every_recipe_resumes_bit_exactly_after_a_kill(measured_losses: tuple[Path, Any]):
     """Parents too: what stands on them goes on although they have been trained anew."""
-    folder, before = measured[0], {}
+    folder, before = measured_losses[0], {}
     assert GROUPS.keys() == set(RECIPES.modules), "a recipe that nobody looks at here"
     for name, (exp,) in GROUPS.items():
         run = folder / "runs" / exp_id(exp)

@@ -55,7 +55,7 @@ def originals() -> dict[str, Any]:
     return json.loads((ROOT / "tests" / "golden" / "originals.json").read_text(encoding="utf-8"))
 
 
-def drawn(name: str, shape: tuple[int, ...]) -> torch.Tensor:
+def seeded_tensor(name: str, shape: tuple[int, ...]) -> torch.Tensor:
     """Weights that are a function of their name and shape."""
     x = np.random.RandomState(zlib.crc32(name.encode())).standard_normal(shape)
     return torch.tensor(
@@ -63,7 +63,7 @@ def drawn(name: str, shape: tuple[int, ...]) -> torch.Tensor:
     )
 
 
-def scored(phase: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def make_scores(phase: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Logits of 8 answers of 9 tokens of 7, their ids, and which are learned; the first four are chosen, the others
     rejected."""
     logits = torch.sin(torch.arange(8 * 9 * 7, dtype=torch.float64) * 1.7 + phase) * 3
@@ -101,12 +101,12 @@ def questions() -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("case", range(10))
 @torch.no_grad()
 def test_logits_are_those_of_xc_cache(make, tmp_path, case: int):  # noqa: F811
-    given = originals()["xc_cache"][case]
-    settings, llama = given["settings"], given["model_type"] == "llama"
-    base = make_base(given["model_type"])
+    case_data = originals()["xc_cache"][case]
+    settings, llama = case_data["settings"], case_data["model_type"] == "llama"
+    base = make_base(case_data["model_type"])
     tied = base.get_output_embeddings().weight is base.get_input_embeddings().weight
     for name, parameter in base.named_parameters():
-        parameter.copy_(drawn(name, tuple(parameter.shape)))
+        parameter.copy_(seeded_tensor(name, tuple(parameter.shape)))
     assert tied is not llama
     options = {
         "num_layers": settings["n"],
@@ -119,15 +119,19 @@ def test_logits_are_those_of_xc_cache(make, tmp_path, case: int):  # noqa: F811
         "num_heads": settings["heads"],
         **({"norm": "layer", "num_key_value_heads": settings.get("kv", settings["heads"])} if llama else {}),
     }
-    model = make(given["model_type"], base=base, **options)
+    model = make(case_data["model_type"], base=base, **options)
     xc_cache_weights.save(model, tmp_path, "base")
     names = {name: tuple(tensor.shape) for name, tensor in load_file(tmp_path / "model.safetensors").items()}
     shared = lambda name: f"cross_attn_layers.3.{name.split('.', 2)[2]}" if settings.get("shared") else name  # noqa: E731
-    save_file({name: drawn(shared(name), shape) for name, shape in names.items()}, tmp_path / "model.safetensors")
+    save_file(
+        {name: seeded_tensor(shared(name), shape) for name, shape in names.items()}, tmp_path / "model.safetensors"
+    )
     xc_cache_weights.load(model, tmp_path)
     logits = model(**questions())
-    found = torch.stack([logits[row, place, :6] for row, length in enumerate((7, 5, 3)) for place in (0, length - 1)])
-    torch.testing.assert_close(found, torch.tensor(given["logits"]), rtol=2e-5, atol=2e-5)
+    first_logits = torch.stack(
+        [logits[row, place, :6] for row, length in enumerate((7, 5, 3)) for place in (0, length - 1)]
+    )
+    torch.testing.assert_close(first_logits, torch.tensor(case_data["logits"]), rtol=2e-5, atol=2e-5)
 
 
 def test_lengths_are_those_of_random_spans_helper():
@@ -144,21 +148,21 @@ def test_rows_are_corrupted_as_t5_does():
 
 @pytest.mark.parametrize("number", range(len(originals()["t5"]["text"])))
 def test_text_is_that_of_t5(number: int):
-    given = originals()["t5"]["text"][number]
-    task = task_table.find(given["task"])
+    example = originals()["t5"]["text"][number]
+    task = task_table.find(example["task"])
     form = task.task.form
-    records = list(FORMS[form](given["row"], "train", "row")) if form else [given["row"]]
-    assert {task.input(record) for record in records} == {given["inputs"]}
+    records = list(FORMS[form](example["row"], "train", "row")) if form else [example["row"]]
+    assert {task.input(record) for record in records} == {example["inputs"]}
     targets = [task.target(record["label"]) for record in records]
-    assert targets == (given["targets"] if form == "record" else [given["targets"]])
+    assert targets == (example["targets"] if form == "record" else [example["targets"]])
 
 
 def test_steps_and_rates_are_those_of_nanot5():
-    wanted = originals()["nanot5"]
+    original = originals()["nanot5"]
     raw = {"steps": 20, "sequences_per_step": 1, "micro_batch": 1, "learning_rate": 2e-2, "eval_every": 1}
     schedule = {"schedule": "cosine", "warmup_rate": 0.2, "warmup_start": 0.5, "final_rate": 1e-5 / 2e-2}
     rate = learning_rate(load(LoopConfig, {**raw, **schedule}, "loop"))
-    assert [rate(step) for step in range(20)] == pytest.approx(wanted["rates"])
+    assert [rate(step) for step in range(20)] == pytest.approx(original["rates"])
 
     def draw(seed: int) -> torch.Tensor:
         return torch.tensor(np.random.RandomState(seed).standard_normal((3, 2)), dtype=torch.float64)
@@ -172,15 +176,15 @@ def test_steps_and_rates_are_those_of_nanot5():
         for i, weight in enumerate(weights):
             weight.grad = draw(100 + 10 * step + i)
         optimizer.step()
-    for weight, expected in zip(weights, wanted["weights"], strict=True):
+    for weight, expected in zip(weights, original["weights"], strict=True):
         assert weight.flatten().tolist() == pytest.approx(expected, rel=1e-5)
 
 
-def pairs_loss(scores: Any, before_scores: Any, kind: Any, beta: float, flipped: float) -> float:
+def pairs_loss(scores: Any, before_scores: Any, kind: Any, beta: float, flip_rate: float) -> float:
     """The mean over pairs. scores, before_scores: as `scored`, of the model and of the reference."""
     ours, before = answer_logps(*scores), answer_logps(*before_scores)
     ratios = (ours.logps - before.logps) / (ours.tokens if kind == "ipo" else 1)
-    return float(pair_loss(*ratios.chunk(2), kind=kind, beta=beta, flipped=flipped)) / (len(ratios) // 2)
+    return float(pair_loss(*ratios.chunk(2), kind=kind, beta=beta, flipped=flip_rate)) / (len(ratios) // 2)
 
 
 def rewards_loss(rewards: torch.Tensor, by: Any, margin: float, centring: float) -> float:
@@ -191,17 +195,17 @@ def rewards_loss(rewards: torch.Tensor, by: Any, margin: float, centring: float)
 
 
 def test_losses_of_preferences_are_those_of_trl():
-    for *options, wanted in originals()["trl"]["pairs"]:
-        assert pairs_loss(scored(0.0), scored(0.4), *options) == pytest.approx(wanted, rel=1e-5)
+    for *options, expected in originals()["trl"]["pairs"]:
+        assert pairs_loss(make_scores(0.0), make_scores(0.4), *options) == pytest.approx(expected, rel=1e-5)
     rewards = torch.sin(torch.arange(8, dtype=torch.float64) * 2.3) * 2
-    for *options, wanted in originals()["trl"]["rewards"]:
+    for *options, expected in originals()["trl"]["rewards"]:
         for by in ("conversations", "pairs"):
-            assert rewards_loss(rewards, by, *options) == pytest.approx(wanted, rel=1e-5)
+            assert rewards_loss(rewards, by, *options) == pytest.approx(expected, rel=1e-5)
 
 
 def test_losses_of_preferences_are_those_of_trl_on_random_logits():
-    for seed, *options, wanted in originals()["trl_random"]["pairs"]:
-        assert pairs_loss(*random_scored(seed)[0], *options) == pytest.approx(wanted, rel=1e-5, abs=1e-6)
-    for seed, *options, wanted in originals()["trl_random"]["rewards"]:
+    for seed, *options, expected in originals()["trl_random"]["pairs"]:
+        assert pairs_loss(*random_scored(seed)[0], *options) == pytest.approx(expected, rel=1e-5, abs=1e-6)
+    for seed, *options, expected in originals()["trl_random"]["rewards"]:
         for by in ("conversations", "pairs"):
-            assert rewards_loss(random_scored(seed)[1], by, *options) == pytest.approx(wanted, rel=1e-5)
+            assert rewards_loss(random_scored(seed)[1], by, *options) == pytest.approx(expected, rel=1e-5)

@@ -110,7 +110,7 @@ def command(folder: Path, *words: str) -> int:
     ("runs", "words", "message"),
     [
         (3, [], "error: expected one run or two, got 3.\n"),
-        (1, ["--top_p", "0"], "error: expected --max_new_tokens of at least 1"),
+        (1, ["--top_p", "0"], "error: expected --max_new_tokens >= 1"),
         (1, ["--address", "256.0.0.1"], "error: --port 0: cannot listen on 256.0.0.1: "),
         (2, ["--output", "torn.jsonl"], "error: torn.jsonl:2: not valid JSON"),
         (

@@ -31,8 +31,8 @@ def test_numbers(places: Places):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("bad.txt", r"bad\.txt:2: expected the number of a row, counted from 0, got 'seven'\.$"),
-        ("script.txt", r"script\.txt:1: expected the number of a row"),
+        ("bad.txt", r"bad\.txt:2: expected a row number, counted from 0, got 'seven'\.$"),
+        ("script.txt", r"script\.txt:1: expected a row number"),
         (
             "none.txt",
             (

@@ -157,7 +157,7 @@ class TestPretrained:
 
     def test_missing_weights_are_named(self, folder: Path, places: Places):
         (folder / "model.safetensors").unlink()
-        with pytest.raises(CheckpointError, match=r"no weights here"):
+        with pytest.raises(CheckpointError, match=r"no weights"):
             config(path=str(folder)).check(places)
 
 
