@@ -30,7 +30,7 @@ def evaluate_only(model: nn.Module, run: Run, config: Evaluation, evaluate: Meas
     whatever the command line says of sharing it.
 
     Raises:
-        distributed.TrainingStopped: a process was asked to stop, or a limit is reached.
+        distributed.StopTraining: a process was asked to stop, or a limit is reached.
         ConfigError: the precision needs another device, or accelerate was told another.
         RunError: the disk refuses; another process took over.
     """

@@ -85,7 +85,7 @@ def gather_batches(
     The same on every rank, and the same batches whatever the number of processes.
 
     Raises:
-        distributed.TrainingStopped: a process was asked to stop meanwhile.
+        distributed.StopTraining: a process was asked to stop meanwhile.
     """
     together = batch_size * distributed.world_size()
     for start in range(0, len(indices), together):
@@ -104,7 +104,7 @@ def evaluate(asked: Answers, generator: AnswerGenerator, shuffled: QuestionDatas
     …}.
 
     Raises:
-        distributed.TrainingStopped: a process was asked to stop meanwhile.
+        distributed.StopTraining: a process was asked to stop meanwhile.
     """
     indices = range(asked.questions)
 

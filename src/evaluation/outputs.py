@@ -61,7 +61,7 @@ class ResumableOutputs:
         settings: what else the outputs depend on.
 
         Raises:
-            distributed.TrainingStopped: a process received a stop signal. The outputs so far are saved.
+            distributed.StopTraining: a process received a stop signal. The outputs so far are saved.
             RunError: the disk refuses, or another process has taken over the save directory.
         """
         key = distributed.broadcast_from_rank0(lambda: self._key(inputs, settings))
@@ -78,7 +78,7 @@ class ResumableOutputs:
 
     def _key(self, inputs: Mapping[str, str], settings: Mapping[str, Any]) -> dict[str, Any]:
         best = checkpoints.best(self.run.path) if self.best else None
-        used = best or checkpoints.newest_whole(self.run.path)  # None where nothing is trained
+        used = best or checkpoints.newest_complete(self.run.path)  # None where nothing is trained
         return {
             "step": checkpoints.step_of(used) if used else 0,
             "weights": read_manifest(used, RunError)["files"]["model.safetensors"]["sha256"] if used else None,

@@ -20,7 +20,7 @@ def evaluate(asked: SampledAnswers, generator: AnswerGenerator) -> dict[str, flo
 
     Raises:
         ConfigError: a metric gives all answers one score together.
-        distributed.TrainingStopped: a process was asked to stop meanwhile.
+        distributed.StopTraining: a process was asked to stop meanwhile.
     """
     options = {
         "do_sample": True,

@@ -61,7 +61,7 @@ class InterleavedBatch(PackedBatch):
     """(B, T) int64: the number of the source of each token; that of padding is not read."""
     loss_weights: NotRequired["Tensor"]
     """(B, T) float32: how much the loss of each token counts; without it all count 1."""
-    counted: "Tensor"
+    source_counts: "Tensor"
     """(S, K) int64: the counts of each source, in the order of `systems.interleaved.streaming.dataset.COUNTED`."""
     cached: "Tensor"
     """(2,) int64: reads of shards that are elsewhere, those from the cache and all."""

@@ -79,8 +79,8 @@ class Config(BaseModel):
 def fill_absences(saved: Any, config: Any) -> Any:
     """Fill the fields missing from `saved`, an older dict of `config`."""
     if isinstance(saved, dict) and isinstance(config, Config):
-        filled = {key: fill_absences(value, getattr(config, key, None)) for key, value in saved.items()}
-        return filled | config.model_dump(mode="json", include=_absent_fields(config) - saved.keys())
+        filled_fields = {key: fill_absences(value, getattr(config, key, None)) for key, value in saved.items()}
+        return filled_fields | config.model_dump(mode="json", include=_absent_fields(config) - saved.keys())
     if isinstance(saved, dict) and isinstance(config, dict):
         return {key: fill_absences(value, config.get(key)) for key, value in saved.items()}
     if isinstance(saved, list) and isinstance(config, (list, tuple)) and len(saved) == len(config):
@@ -88,19 +88,21 @@ def fill_absences(saved: Any, config: Any) -> Any:
     return saved
 
 
-def drop_absences(dumped: Any, config: Any) -> Any:
+def drop_absences(config_json: Any, config: Any) -> Any:
     """Remove added fields at their value for absence from `dumped`, the JSON of `config`.
     A digest of it then stays the same."""
-    if isinstance(dumped, dict) and isinstance(config, Config):
+    if isinstance(config_json, dict) and isinstance(config, Config):
         absent = _absent_fields(config)
         return {
-            key: drop_absences(value, getattr(config, key, None)) for key, value in dumped.items() if key not in absent
+            key: drop_absences(value, getattr(config, key, None))
+            for key, value in config_json.items()
+            if key not in absent
         }
-    if isinstance(dumped, dict) and isinstance(config, dict):
-        return {key: drop_absences(value, config.get(key)) for key, value in dumped.items()}
-    if isinstance(dumped, list) and isinstance(config, (list, tuple)):
-        return [drop_absences(value, item) for value, item in zip(dumped, config, strict=True)]
-    return dumped
+    if isinstance(config_json, dict) and isinstance(config, dict):
+        return {key: drop_absences(value, config.get(key)) for key, value in config_json.items()}
+    if isinstance(config_json, list) and isinstance(config, (list, tuple)):
+        return [drop_absences(value, item) for value, item in zip(config_json, config, strict=True)]
+    return config_json
 
 
 def _absent_fields(config: Config) -> set[str]:
@@ -130,9 +132,9 @@ class Places:
 class Problems(ValueError):
     """Mistakes inside a component, as (path below the component, message)."""
 
-    def __init__(self, found: Iterable[tuple[str, str]]) -> None:
-        self.found = list(found)
-        super().__init__("; ".join(f"{path}: {text}" for path, text in self.found))
+    def __init__(self, problems: Iterable[tuple[str, str]]) -> None:
+        self.problems = list(problems)
+        super().__init__("; ".join(f"{path}: {text}" for path, text in self.problems))
 
 
 C = TypeVar("C", bound=Config)
@@ -157,7 +159,7 @@ def problems(cls: type[Config], error: ValidationError) -> Iterator[tuple[str, s
         path = dotted_path(loc)
         cause = context.get("error")
         if isinstance(cause, Problems):
-            yield from ((join(path, below), text) for below, text in cause.found)
+            yield from ((join(path, below), text) for below, text in cause.problems)
         elif item["type"] == "extra_forbidden":
             yield dotted_path(loc[:-1]), unknown_text("key", str(loc[-1]), _config_at(cls, loc[:-1]).model_fields)
         elif item["type"] == "missing":

@@ -169,9 +169,9 @@ def parse_assignment(text: str) -> tuple[str, Any]:
             ) from None
         return path.strip(), value
     except (RecursionError, ValueError):
-        shown = f"{value[:30]}... ({len(value)} characters)"
+        excerpt = f"{value[:30]}... ({len(value)} characters)"
         raise ConfigError(
-            f"--set: {path.strip()}: nested too deeply, or a number of too many digits: {shown}."
+            f"--set: {path.strip()}: nested too deeply, or a number of too many digits: {excerpt}."
         ) from None
 
 

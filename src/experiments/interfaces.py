@@ -250,7 +250,7 @@ DatasetField = Annotated[DatasetConfig, PlainValidator(partial(bind, DATASETS)),
 MetricField = Annotated[MetricConfig, PlainValidator(partial(bind, METRICS)), PlainSerializer(resolved_dict)]
 
 
-FORWARDED = (
+FORWARDED_METHODS = (
     *("architecture", "cache_bytes", "check_device", "fingerprint", "frame_sizes", "has_random_weights", "is_frozen"),
     *("new_token_ids", "new_tokens", "tokenizer_folder", "trained_type", "weight_type"),
 )
@@ -258,7 +258,7 @@ FORWARDED = (
 
 
 class WrapperConfig(ModelConfig):
-    """A model around `base`. The methods in `FORWARDED` are those of the base, unless a subclass overrides them."""
+    """A model around `base`. The methods in `FORWARDED_METHODS` are those of the base, unless a subclass overrides them."""
 
     base: ModelField
 
@@ -272,7 +272,7 @@ def _forward(name: str) -> Callable[..., Any]:
     return lambda self, *places: call_once(getattr(self.base, name), *places)
 
 
-for _name in FORWARDED:
+for _name in FORWARDED_METHODS:
     setattr(WrapperConfig, _name, _forward(_name))
 
 
@@ -285,5 +285,5 @@ def load_experiment(raw: dict[str, Any], where: str) -> RecipeConfig:
     try:
         return bind(RECIPES, raw, key="recipe")
     except Problems as error:
-        text = "\n".join(f"{where}{'.' if path else ''}{path}: {message}" for path, message in error.found)
+        text = "\n".join(f"{where}{'.' if path else ''}{path}: {message}" for path, message in error.problems)
         raise ConfigError(text) from None

@@ -338,11 +338,11 @@ def training_options(args: argparse.Namespace, processes: int) -> "Options":
     from src.runs.context import Limits, Options, Wandb
 
     choices = accelerate_env.take_choices(os.environ, processes, args.deepspeed, args.fsdp)
-    wanted = args.wandb_entity_name or args.wandb_project_name or args.wandb_run_name or args.wandb_log_gradients
-    wanted = wanted or "WANDB_SWEEP_ID" in os.environ  # a trial of `wandb agent`
+    use_wandb = args.wandb_entity_name or args.wandb_project_name or args.wandb_run_name or args.wandb_log_gradients
+    use_wandb = use_wandb or "WANDB_SWEEP_ID" in os.environ  # a trial of `wandb agent`
     wandb = (
         Wandb(args.wandb_entity_name, args.wandb_project_name, args.wandb_run_name, args.wandb_log_gradients)
-        if wanted
+        if use_wandb
         else None
     )
     options = Options(
@@ -366,7 +366,7 @@ def training_options(args: argparse.Namespace, processes: int) -> "Options":
                 if (value := getattr(args, f"keep_{name}")) is not None
             }
         ),
-        launcher_settings=choices.told,
+        launcher_settings=choices.settings,
     )
     options.check_parts(processes)
     return options

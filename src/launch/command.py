@@ -13,9 +13,9 @@ from src.experiments.config import Config
 from src.launch.job import QUEUE_STOPPED, Job, LauncherConfig
 from src.runs.store import STATUS
 
-STOPPED = 75
+STOPPED_EXIT = 75
 """Exit code of a job that stopped gracefully and continues when it is started again: EX_TEMPFAIL of sysexits.h."""
-INTERRUPTED = 130
+INTERRUPTED_EXIT = 130
 """Exit code of a job that a person stopped: only a person starts it again."""
 STOP_AFTER_FAILURES = f"""\
 # $FAILURES has one line for each of the last jobs of the submission that failed within a minute of their start.
@@ -26,7 +26,7 @@ queue_is_stopped() {{  # then $SAID says why
 count_failure() {{  # $1 the exit code, $2 seconds since the start
     case $1 in
         0) rm -f "$FAILURES" ;;
-        {STOPPED} | {INTERRUPTED}) ;;
+        {STOPPED_EXIT} | {INTERRUPTED_EXIT}) ;;
         *) if [ "$2" -lt 60 ]; then echo "$1" >> "$FAILURES"; else rm -f "$FAILURES"; fi ;;
     esac
 }}
@@ -144,7 +144,7 @@ class Processes(Config):
 class QueueConfig(LauncherConfig):
     """The settings that our launchers share."""
 
-    FIXED: ClassVar[tuple[str, ...]] = ()
+    SUBMISSION_SETTINGS: ClassVar[tuple[str, ...]] = ()
     """Settings that the overrides of an experiment cannot change, as all jobs of a submission share them."""
     stop_after_failures: int = Field(default=5, ge=0)
     """End the submission after so many experiments in a row that failed within a minute of their start. 0: never."""
@@ -155,14 +155,14 @@ class QueueConfig(LauncherConfig):
     """Folder of the submissions. Filled in by `resources.load`; not allowed in a job config."""
 
     def settings_of(self, job: Job) -> Self:
-        """The config of one job, with its overrides. Raises LaunchError if they change one of `FIXED`."""
-        own = job.resources if isinstance(job.resources, type(self)) else self
-        if changed := [name for name in self.FIXED if getattr(own, name) != getattr(self, name)]:
+        """The config of one job, with its overrides. Raises LaunchError if they change one of `SUBMISSION_SETTINGS`."""
+        config = job.resources if isinstance(job.resources, type(self)) else self
+        if changed := [name for name in self.SUBMISSION_SETTINGS if getattr(config, name) != getattr(self, name)]:
             raise LaunchError(
                 f"{job.exp_id}: overrides cannot change {changed[0]} of the launcher {self.name}: "
                 "all jobs of a submission share it."
             )
-        return own
+        return config
 
 
 def shell_line(job: Job, processes: Processes | None = None, environment: Mapping[str, str] | None = None) -> str:
@@ -196,15 +196,15 @@ if [ $JOB_CODE -ne 0 ]; then
     [ "$JOB_AFTER" != "$JOB_BEFORE" ] || JOB_AFTER=
     case "$JOB_AFTER" in
         *'"state": "done"'*) JOB_CODE=0 ;;
-        *'"stopped_by": "person"'*'"state": "stopped"'*) JOB_CODE={INTERRUPTED} ;;
-        *'"state": "stopped"'*'"stopped_by": "person"'*) JOB_CODE={INTERRUPTED} ;;
-        *'"state": "stopped"'*) JOB_CODE={STOPPED} ;;
+        *'"stopped_by": "person"'*'"state": "stopped"'*) JOB_CODE={INTERRUPTED_EXIT} ;;
+        *'"state": "stopped"'*'"stopped_by": "person"'*) JOB_CODE={INTERRUPTED_EXIT} ;;
+        *'"state": "stopped"'*) JOB_CODE={STOPPED_EXIT} ;;
         *'"state": "failed"'*) ;;
-        *) [ -z "$JOB_TOLD" ] || JOB_CODE={STOPPED} ;;
+        *) [ -z "$JOB_TOLD" ] || JOB_CODE={STOPPED_EXIT} ;;
     esac
     JOB_MOVE=-n
     ! grep -qs '"exit code [0-9]* before its training began; its log says why"' "$JOB_STATUS" || JOB_MOVE=-f
-    case $JOB_CODE in {STOPPED} | {INTERRUPTED}) ;; *) [ -e "$JOB_STATUS" ] && [ $JOB_MOVE = -n ] || {{
+    case $JOB_CODE in {STOPPED_EXIT} | {INTERRUPTED_EXIT}) ;; *) [ -e "$JOB_STATUS" ] && [ $JOB_MOVE = -n ] || {{
         printf '{{"state": "failed", "reason": "exit code %s before its training began; its log says why"}}\\n' \\
             $JOB_CODE > "$JOB_STATUS.$$"
         mv $JOB_MOVE "$JOB_STATUS.$$" "$JOB_STATUS"
@@ -252,24 +252,26 @@ def _starter_command(processes: Processes) -> tuple[list[str], str]:
         start = shlex.quote(f"{folder}/{processes.starter}") if folder else f"{python} -m {_MODULES[processes.starter]}"
         several = processes.nodes > 1
         if processes.starter == "torchrun":
-            found = (
+            rendezvous = (
                 '--nnodes "$NNODES" --node-rank "$NODE_RANK" --master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT"'
             )
-            flags = f"{found if several else '--standalone'} --nproc-per-node {each}"
+            flags = f"{rendezvous if several else '--standalone'} --nproc-per-node {each}"
         elif processes.starter == "accelerate":
             # --cpu with several processes would silently start one; --multi_gpu works without a GPU, but only alone.
-            given = {word.partition("=")[0] for word in processes.arguments}
-            many = "" if given & _SHARING else "--multi_gpu"
+            flag_names = {word.partition("=")[0] for word in processes.arguments}
+            many = "" if flag_names & _SHARING else "--multi_gpu"
             before.append(
                 f"JOB_WORLD=$(({processes.nodes} * {each.strip(chr(34))})); JOB_MANY=; "
                 f'[ "$JOB_WORLD" -lt 2 ] || JOB_MANY={many};'
             )
-            found = '--machine_rank "$NODE_RANK" --main_process_ip "$MASTER_ADDR" --main_process_port "$MASTER_PORT"'
+            rendezvous = (
+                '--machine_rank "$NODE_RANK" --main_process_ip "$MASTER_ADDR" --main_process_port "$MASTER_PORT"'
+            )
             flags = (
                 f'$JOB_MANY --num_processes "$JOB_WORLD" --num_machines {processes.nodes} '
-                f"{found if several else '--main_process_port 0'}"
+                f"{rendezvous if several else '--main_process_port 0'}"
             )
-            flags += "" if "--config_file" in given else " --mixed_precision no --dynamo_backend no"
+            flags += "" if "--config_file" in flag_names else " --mixed_precision no --dynamo_backend no"
             start += " launch" if folder else ""
         elif several:
             # Its runner reaches other nodes by ssh; here each node starts its own part, as the scheduler wants it.

@@ -150,7 +150,7 @@ class NoAnswer(LaunchError):
     """No answer of a scheduler in time. It is unknown whether the request was or will be carried out."""
 
 
-def ask_until_answered(call: Callable[[float], T], patience_seconds: float) -> T:
+def retry_until_answered(call: Callable[[float], T], patience_seconds: float) -> T:
     """The result of an idempotent call, which gets the seconds that it can take, and is repeated after `NoAnswer`.
 
     Raises:
@@ -167,7 +167,7 @@ def ask_until_answered(call: Callable[[float], T], patience_seconds: float) -> T
         wait = min(2 * wait, 8.0)
 
 
-def ask(calls: Sequence[Callable[[], T]], seconds: float | None) -> list[T | LaunchError]:
+def query_schedulers(calls: Sequence[Callable[[], T]], seconds: float | None) -> list[T | LaunchError]:
     """What each call to a scheduler returns, or its LaunchError.
     Those that take longer than `seconds` are left alone; None: none is."""
 
@@ -179,13 +179,13 @@ def ask(calls: Sequence[Callable[[], T]], seconds: float | None) -> list[T | Lau
 
     if seconds is None:
         return [answer(call) for call in calls]
-    found: dict[int, T | LaunchError | Exception] = {}
+    results: dict[int, T | LaunchError | Exception] = {}
 
     def work(place: int) -> None:
         try:
-            found[place] = answer(calls[place])
+            results[place] = answer(calls[place])
         except Exception as error:  # noqa: BLE001  raised below, by the thread that asks
-            found[place] = error
+            results[place] = error
 
     # Daemons: a scheduler that hangs does not keep this process from ending.
     workers = [threading.Thread(target=work, args=(place,), daemon=True) for place in range(len(calls))]
@@ -195,7 +195,7 @@ def ask(calls: Sequence[Callable[[], T]], seconds: float | None) -> list[T | Lau
     for worker in workers:
         worker.join(max(0.0, until - time.monotonic()))
     late = LaunchError(f"the scheduler did not answer in {seconds:.2g} s, so what became of the job is not known")
-    answers = [found.get(place, late) for place in range(len(calls))]
+    answers = [results.get(place, late) for place in range(len(calls))]
     for each in answers:
         if isinstance(each, Exception) and not isinstance(each, LaunchError):
             raise each

@@ -34,22 +34,22 @@ def follow(
         for path in _log_files(runs, exp_id):
             places[path] = _size(path)
             yield from (heads[exp_id] + line for line in tail(path, lines, places[path]).splitlines())
-    queried = float("-inf")
+    last_query = float("-inf")
     rows: list[status.Row] = []
     alive: set[str] = set()
-    ended = False
+    all_ended = False
     while True:
-        if time.monotonic() - queried >= STATES_SECONDS:
+        if time.monotonic() - last_query >= STATES_SECONDS:
             rows = status.table(RunStore(runs), exp_ids)
             # A scheduler that does not answer has ended nothing.
             doubtful = {row.exp_id for row in rows if row.doubt or row.state == "unknown"}
             alive = {row.exp_id for row in rows if row.state in ALIVE} | (alive & doubtful)
-            ended = not alive
-            queried = time.monotonic()
+            all_ended = not alive
+            last_query = time.monotonic()
         for exp_id in exp_ids:
             for path in _log_files(runs, exp_id):
-                yield from (heads[exp_id] + line for line in _new_lines(path, places, ended))
-        if ended:
+                yield from (heads[exp_id] + line for line in _new_lines(path, places, all_ended))
+        if all_ended:
             break
         sleep(POLL_SECONDS)
     for row in rows:
@@ -81,8 +81,8 @@ def tail(log: Path, lines: int, end: int | None = None) -> str:
 
 def _log_files(runs: Path, exp_id: str) -> list[Path]:
     """The output files of the job, or the log of the training if they do not exist."""
-    *printed, logged = SavedRun(runs / exp_id).logs
-    return [path for path in printed if path.exists()] or [logged]
+    *output_files, training_log = SavedRun(runs / exp_id).logs
+    return [path for path in output_files if path.exists()] or [training_log]
 
 
 def _new_lines(path: Path, places: dict[Path, int], last: bool) -> list[str]:
@@ -96,9 +96,9 @@ def _new_lines(path: Path, places: dict[Path, int], last: bool) -> list[str]:
             data = file.read()
     except (OSError, RunError):
         return []
-    whole = data if last else data[: data.rfind(b"\n") + 1]
-    places[path] = start + len(whole)
-    return whole.decode("utf-8", errors="replace").splitlines()
+    complete = data if last else data[: data.rfind(b"\n") + 1]
+    places[path] = start + len(complete)
+    return complete.decode("utf-8", errors="replace").splitlines()
 
 
 def _size(path: Path) -> int:

@@ -7,28 +7,30 @@ from typing import Any
 
 from src.errors import UserError
 from src.experiments.config import Places
-from src.runs.plan import Planned
+from src.runs.plan import PlannedExperiment
 from src.support.command_line import aligned_lines
 
 PARTS = ("weights", "gradients", "optimizer", "copies", "activations", "logits")
 """As the plans name them."""
-UNALIKE = ("steps", "sequences_per_step", "micro_batch", "optimizer", "label_smoothing", "z_loss", "precision")
+LOOP_SETTINGS = ("steps", "sequences_per_step", "micro_batch", "optimizer", "label_smoothing", "z_loss", "precision")
 """Settings of a loop on which a plan depends."""
 
 
-def plan_all(planned: Sequence[Planned], places: Places, machines: Mapping[str, Any]) -> tuple[list[str], list[str]]:
+def plan_all(
+    items: Sequence[PlannedExperiment], places: Places, machines: Mapping[str, Any]
+) -> tuple[list[str], list[str]]:
     """Lines of the table, and what is wrong with experiments that have no plan.
     Experiments whose plans are alike share a line.
 
     Those that train nothing are left out, beside others that do.
     """
-    alike: dict[str, list[Planned]] = {}
-    trained = [item for item in planned if item.exp.get("loop")]
-    for item in trained or planned:
-        alike.setdefault(_key(item), []).append(item)
+    groups: dict[str, list[PlannedExperiment]] = {}
+    training_items = [item for item in items if item.exp.get("loop")]
+    for item in training_items or items:
+        groups.setdefault(_key(item), []).append(item)
     rows, mistakes = [], list[str]()
     logging.getLogger("src").setLevel(logging.WARNING)  # what building a model logs is of trainings
-    for same in alike.values():
+    for same in groups.values():
         recipe: Any = same[0].recipe
         try:
             more = f" and {len(same) - 1} more" if len(same) > 1 else ""
@@ -38,10 +40,10 @@ def plan_all(planned: Sequence[Planned], places: Places, machines: Mapping[str, 
     return _table(rows, machines) if rows else [], mistakes
 
 
-def _key(item: Planned) -> str:
+def _key(item: PlannedExperiment) -> str:
     loop = item.exp.get("loop") or {}
     return json.dumps(
-        [item.exp["recipe"], item.exp["model"], item.exp["data"], {name: loop.get(name) for name in UNALIKE}],
+        [item.exp["recipe"], item.exp["model"], item.exp["data"], {name: loop.get(name) for name in LOOP_SETTINGS}],
         sort_keys=True,
     )
 
@@ -69,13 +71,13 @@ def _table(rows: list[list[str]], machines: Mapping[str, Any]) -> list[str]:
         f"ZeRO by {machines['deepspeed'].name}" if machines["deepspeed"] else "FSDP2" if machines["fsdp"] else "DDP"
     )
     kind = f"{machines['gpus']} x {machines['gpu']}" + (f", {sharing}" if machines["gpus"] > 1 else "")
-    recomputed = (
+    checkpointing = (
         f", {machines['gradient_checkpointing']} gradient checkpointing" if machines["gradient_checkpointing"] else ""
     )
     head = ["experiment", "parameters", "trained", *PARTS, "GiB", "tokens/s", "hours"]
     return [
         (
-            f"{kind}{recomputed}. Parameters in millions; "
+            f"{kind}{checkpointing}. Parameters in millions; "
             "GiB of each GPU, where every sequence is as long as the data allow;"
         ),
         "tokens/s of all GPUs and hours at 40 % of their peak; ?: the model's operations or the peak are not known.",

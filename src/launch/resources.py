@@ -75,8 +75,10 @@ def load(name: str, raw: Any, runs: Path, env_path: str | None = None) -> Resour
     overrides = raw.get("overrides", [])
     if not isinstance(overrides, list):
         raise ConfigError(f"{where}.overrides: expected a list, got {describe_value(overrides)}.")
-    checked = tuple(_override(config, override, f"{where}.overrides[{i}]") for i, override in enumerate(overrides))
-    return Resources(name, bind_at(config, where), checked, config)
+    checked_overrides = tuple(
+        _override(config, override, f"{where}.overrides[{i}]") for i, override in enumerate(overrides)
+    )
+    return Resources(name, bind_at(config, where), checked_overrides, config)
 
 
 def load_named(name: str, runs: Path, experiments: Iterable[Mapping[str, Any]]) -> Resources:
@@ -103,9 +105,9 @@ def _override(base: dict[str, Any], override: Any, where: str) -> tuple[expressi
         example = 'an expression such as "model.num_layers > 4"'
         raise ConfigError(f"{where}: expected a dict with 'where', {example}, got {shorten(override)}.")
     changes = {key: value for key, value in override.items() if key != "where"}
-    for fixed in ("launcher", _SUBMISSIONS, "overrides"):
-        if fixed in changes:
-            raise ConfigError(f"{where}.{fixed}: is the same for all jobs of a submission. Leave it out.")
+    for fixed_key in ("launcher", _SUBMISSIONS, "overrides"):
+        if fixed_key in changes:
+            raise ConfigError(f"{where}.{fixed_key}: is the same for all jobs of a submission. Leave it out.")
     if not changes:
         raise ConfigError(f"{where}: changes nothing. Add the changes for these experiments, or remove the override.")
     try:
@@ -121,7 +123,7 @@ def bind_at(raw: Mapping[str, Any], where: str) -> LauncherConfig:
     try:
         return bind_launcher(raw)
     except Problems as error:
-        raise ConfigError("\n".join(f"{join(where, path)}: {text}" for path, text in error.found)) from None
+        raise ConfigError("\n".join(f"{join(where, path)}: {text}" for path, text in error.problems)) from None
 
 
 def with_submissions(launcher: LauncherConfig, folder: Path) -> LauncherConfig:

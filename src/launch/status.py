@@ -17,7 +17,7 @@ from src.experiments.config import unknown
 from src.files import reading
 from src.launch import submissions
 from src.launch.arguments import STATES
-from src.launch.tracking import LOOK, Question, TrackedJob, track
+from src.launch.tracking import LOOK, QueryPolicy, TrackedJob, track
 from src.runs import events, lease, parents
 from src.runs.store import EXP_DICT, RunStore, SavedRun, expand_run
 from src.support.command_line import aligned_lines
@@ -85,7 +85,7 @@ def select_runs(path: Path, group: str | None = None) -> tuple[Path, list[str]]:
 
 
 def table(
-    store: RunStore, exp_ids: Sequence[str], question: Question = LOOK, saved: RowCache | None = None
+    store: RunStore, exp_ids: Sequence[str], policy: QueryPolicy = LOOK, saved: RowCache | None = None
 ) -> list[Row]:
     """One row for each experiment, in the same order. A damaged one is "unknown", with the reason; it never raises.
 
@@ -95,17 +95,17 @@ def table(
     for the rest. Interrupted submissions are reconciled first, unless another process is submitting.
     """
     began = time.monotonic()
-    trouble = _reconcile(store.folder, question)
-    remaining = question.seconds and max(min(0.5, question.seconds), question.seconds - (time.monotonic() - began))
+    trouble = _reconcile(store.folder, policy)
+    remaining = policy.seconds and max(min(0.5, policy.seconds), policy.seconds - (time.monotonic() - began))
     valid, marks = saved.read([exp_id for exp_id in exp_ids if exp_id not in trouble]) if saved else ({}, {})
     unread = [exp_id for exp_id in exp_ids if exp_id not in valid]
-    settled = {exp_id for exp_id in unread if _is_settled(store[exp_id])}
+    settled_ids = {exp_id for exp_id in unread if _is_settled(store[exp_id])}
     requeueable = [exp_id for exp_id, (row, _) in valid.items() if row.job_id and row.state != "done"]
-    tracked, wrong = track(store, unread + requeueable, replace(question, seconds=remaining), settled)
+    jobs, wrong = track(store, unread + requeueable, replace(policy, seconds=remaining), settled_ids)
     rows = {exp_id: row for exp_id, (row, _) in valid.items()}
-    unread += [exp_id for exp_id in requeueable if exp_id in wrong or tracked.get(exp_id) != valid[exp_id][1]]
+    unread += [exp_id for exp_id in requeueable if exp_id in wrong or jobs.get(exp_id) != valid[exp_id][1]]
     for exp_id in unread:
-        job = tracked.get(exp_id)
+        job = jobs.get(exp_id)
         run = store[exp_id]
         row = rows[exp_id] = _row(store, run, job, wrong.get(exp_id) or trouble.get(exp_id) or "")
         if (
@@ -125,22 +125,22 @@ def _has_parents(run: SavedRun) -> bool:
         return True
 
 
-_reconciled: dict[Path, tuple[float, dict[str, str]]] = {}
+_reconcile_results: dict[Path, tuple[float, dict[str, str]]] = {}
 """By folder of runs: when interrupted submissions were last reconciled, and unresolved experiments with a message."""
 
 
-def _reconcile(runs: Path, question: Question) -> dict[str, str]:
+def _reconcile(runs: Path, policy: QueryPolicy) -> dict[str, str]:
     """A message for each unresolved experiment of interrupted submissions."""
-    when, trouble = _reconciled.get(runs, (float("-inf"), {}))
-    if time.monotonic() - when <= question.max_age_seconds:
+    when, trouble = _reconcile_results.get(runs, (float("-inf"), {}))
+    if time.monotonic() - when <= policy.max_age_seconds:
         return trouble
     trouble = {}
     with contextlib.suppress(UserError):
         if submissions.interrupted_names(runs):
             with submissions.lock(runs, wait_seconds=0.0):
-                unclear = submissions.reconcile(runs, question.seconds)
+                unclear = submissions.reconcile(runs, policy.seconds)
                 trouble = {exp_id: one.message for one in unclear for exp_id in one.experiments}
-    _reconciled[runs] = time.monotonic(), trouble
+    _reconcile_results[runs] = time.monotonic(), trouble
     return trouble
 
 
@@ -152,13 +152,13 @@ def _is_settled(run: SavedRun) -> bool:
     return False
 
 
-def _row(store: RunStore, run: SavedRun, tracked: TrackedJob | None, doubt: str) -> Row:
+def _row(store: RunStore, run: SavedRun, job: TrackedJob | None, doubt: str) -> Row:
     """The row of one experiment."""
-    scheduled = tracked.seen if tracked else None
-    if scheduled and scheduled.state == "unknown":
-        doubt = scheduled.reason or f"the scheduler says {scheduled.word}"
+    scheduler_state = job.seen if job else None
+    if scheduler_state and scheduler_state.state == "unknown":
+        doubt = scheduler_state.reason or f"the scheduler says {scheduler_state.word}"
     try:
-        state, reason = _resolve_state(run, tracked, doubt)
+        state, reason = _resolve_state(run, job, doubt)
         seconds = _elapsed_seconds(run.status, state)
     except UserError as error:
         doubt = doubt or str(error)
@@ -174,10 +174,10 @@ def _row(store: RunStore, run: SavedRun, tracked: TrackedJob | None, doubt: str)
     ):
         reason = f"{reason}; {parent}" if reason else parent
     starts = _try_read(lambda: run.attempts, 0)[0]
-    event, damaged = None, ""
+    event, event_error = None, ""
     if state not in ("done", "never"):
-        event, damaged = _try_read(lambda: events.latest_problem(run.path, starts), None)
-    notes = [text for text in (reason, events.describe(event) if event else "", complaint, more, damaged) if text]
+        event, event_error = _try_read(lambda: events.latest_problem(run.path, starts), None)
+    notes = [text for text in (reason, events.describe(event) if event else "", complaint, more, event_error) if text]
     loop = exp.get("loop")
     steps = loop.get("steps") if isinstance(loop, dict) else None
     return Row(
@@ -185,20 +185,20 @@ def _row(store: RunStore, run: SavedRun, tracked: TrackedJob | None, doubt: str)
         run.groups[0] if run.groups else "",
         "unknown" if complaint and state not in ("done", "queued", "running") else state,
         "; ".join(dict.fromkeys(notes)),
-        (scheduled.node if scheduled else "") or (run.holder.host if state in ("running", "lost") else ""),
-        scheduled.seconds if scheduled and scheduled.seconds is not None else seconds,
+        (scheduler_state.node if scheduler_state else "") or (run.holder.host if state in ("running", "lost") else ""),
+        scheduler_state.seconds if scheduler_state and scheduler_state.seconds is not None else seconds,
         starts,
         last.get("step"),
         steps if type(steps) is int else None,
         next((last[name] for name in ("train_loss", "loss") if isinstance(last.get(name), int | float)), None),
         run.holder.seconds,
-        tracked.job_id if tracked else None,
+        job.job_id if job else None,
         next((path for path in run.logs if os.path.exists(path)), None),
         doubt if state not in ("done", "running") or doubt in reason else "",
     )
 
 
-def _resolve_state(run: SavedRun, tracked: TrackedJob | None, doubt: str = "") -> tuple[State, str]:
+def _resolve_state(run: SavedRun, job: TrackedJob | None, doubt: str = "") -> tuple[State, str]:
     """State and reason: "done" if the save directory says so; else the state from the scheduler; else the directory's.
 
     doubt: why the scheduler could not be queried. Raises RunError if status.json is damaged.
@@ -215,30 +215,34 @@ def _resolve_state(run: SavedRun, tracked: TrackedJob | None, doubt: str = "") -
     beats = local_state == "running" and holder.seconds is not None and holder.seconds < lease.SILENT_SECONDS
     if doubt:
         # The state in the save directory counts, unless the job can have started or ended since without an update.
-        has_known_state = tracked is not None and (beats or local_state in ("failed", "stopped"))
+        has_known_state = job is not None and (beats or local_state in ("failed", "stopped"))
         return (local_state if has_known_state else "unknown"), "; ".join(text for text in (message, doubt) if text)  # type: ignore[return-value]
-    scheduled = tracked.seen if tracked else None
-    if tracked is None or (scheduled is None and local_state in ("failed", "stopped")):
+    scheduler_state = job.seen if job else None
+    if job is None or (scheduler_state is None and local_state in ("failed", "stopped")):
         return ("never" if local_state == "new" else local_state), message  # type: ignore[return-value]
-    if scheduled is None:
+    if scheduler_state is None:
         if beats:
-            return "running", f"job {tracked.job_id} is unknown to the scheduler, but its heartbeat is recent"
+            return "running", f"job {job.job_id} is unknown to the scheduler, but its heartbeat is recent"
         if local_state == "new":
-            return "lost", f"submitted as job {tracked.job_id}, which the scheduler no longer knows"
-        gone = holder.lost_contact or "its process is gone"
-        return "lost", f"job {tracked.job_id} is no longer known to the scheduler, and {gone}"
-    if scheduled.state == "completed":
+            return "lost", f"submitted as job {job.job_id}, which the scheduler no longer knows"
+        holder_problem = holder.lost_contact or "its process is gone"
+        return "lost", f"job {job.job_id} is no longer known to the scheduler, and {holder_problem}"
+    if scheduler_state.state == "completed":
         return (
             "failed",
-            f"{scheduled.word or 'COMPLETED'} says the scheduler, but the run is not done (its state: {local_state})",
+            f"{scheduler_state.word or 'COMPLETED'} says the scheduler, but the run is not done (its state: {local_state})",
         )
-    if scheduled.state in ("failed", "cancelled"):
-        word = scheduled.word if scheduled.word and scheduled.word.lower() not in (scheduled.state, "") else ""
-        reason = ": ".join(text for text in (word, scheduled.reason) if text)
+    if scheduler_state.state in ("failed", "cancelled"):
+        word = (
+            scheduler_state.word
+            if scheduler_state.word and scheduler_state.word.lower() not in (scheduler_state.state, "")
+            else ""
+        )
+        reason = ": ".join(text for text in (word, scheduler_state.reason) if text)
         if local_state in ("failed", "stopped") and message and message not in reason:
             reason = f"{message} ({reason})" if reason else message
-        return ("failed" if scheduled.state == "failed" else "stopped"), reason
-    return scheduled.state, scheduled.reason
+        return ("failed" if scheduler_state.state == "failed" else "stopped"), reason
+    return scheduler_state.state, scheduler_state.reason
 
 
 def _try_read(read: Callable[[], Any], default: Any) -> tuple[Any, str]:
@@ -274,8 +278,8 @@ def format_table(rows: Iterable[Row], differences: Mapping[str, str] | None = No
     distinctions = differences or {}
     head = ("id", "group", "state", "job", "node", "time", "starts", "step", "loss", "beat", "differs by", "reason")
     lines = [_cells(row, distinctions.get(row.exp_id, "")) for row in rows]
-    filled = [any(column) for column in zip(*lines, strict=True)]
-    return aligned_lines([list(itertools.compress(line, filled)) for line in (head, *lines)])
+    is_filled = [any(column) for column in zip(*lines, strict=True)]
+    return aligned_lines([list(itertools.compress(line, is_filled)) for line in (head, *lines)])
 
 
 def to_json(rows: Iterable[Row], differences: Mapping[str, str]) -> str:

@@ -17,7 +17,7 @@ from typing import Any
 from src.errors import ConfigError, LaunchError, RunError
 from src.files import defer_sync, read_json, reading, write_json, writing
 from src.launch import resources
-from src.launch.job import LauncherConfig, ask
+from src.launch.job import LauncherConfig, query_schedulers
 from src.runs.store import SavedRun
 
 FOLDER = "submissions"
@@ -84,7 +84,7 @@ def lock(runs: Path, wait_seconds: float = LOCK_SECONDS) -> Iterator[None]:
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o666)
-    until, reported = time.monotonic() + wait_seconds, False
+    until, is_reported = time.monotonic() + wait_seconds, False
     try:
         while True:
             try:
@@ -99,9 +99,9 @@ def lock(runs: Path, wait_seconds: float = LOCK_SECONDS) -> Iterator[None]:
                 raise LaunchError(
                     f"{folder}: this file system offers no locks (flock: {error.strerror}). Choose another folder."
                 ) from None
-            if not reported:
+            if not is_reported:
                 log.info("%s: waiting for another submission to end", folder)
-                reported = True
+                is_reported = True
             time.sleep(0.05)
         yield
     finally:
@@ -120,18 +120,18 @@ def create(
     now = datetime.now(UTC)
     name = f"{now:%Y%m%d-%H%M%S}-{now.microsecond:05x}{uuid.uuid4().hex[:3]}"  # sorted by time
     folder = runs.resolve() / FOLDER / name
-    shown = {exp_id: shlex.join(words) for exp_id, words in commands.items()}
+    command_lines = {exp_id: shlex.join(words) for exp_id, words in commands.items()}
     intent = {
         "launcher": launcher,
         "job_config": job_config,
         "snapshot": snapshot,
         "experiments": list(commands),
-        "commands": shown,
+        "commands": command_lines,
     }
     with writing(folder):
         folder.mkdir(parents=True)
     write_json(folder / INTENT, {**intent, "created": now.isoformat(timespec="seconds")})
-    return Submission(folder, dict(launcher), snapshot, tuple(commands), shown)
+    return Submission(folder, dict(launcher), snapshot, tuple(commands), command_lines)
 
 
 def _without_variables(launcher: Mapping[str, Any]) -> dict[str, Any]:
@@ -247,7 +247,7 @@ def _reconcile_one(runs: Path, submission: Submission, seconds: float | None) ->
         with _in_doubt():
             return launcher.find(submission.folder, list(submission.experiments))
 
-    (result,) = ask([find], seconds)
+    (result,) = query_schedulers([find], seconds)
     if isinstance(result, LaunchError):
         raise result
     with _in_doubt():

@@ -120,7 +120,7 @@ def checkpoint_folder(source: Path) -> Path:
     Raises:
         CheckpointError: missing or damaged.
     """
-    folder = source if (source / "model.json").is_file() else checkpoints.newest_whole(source)
+    folder = source if (source / "model.json").is_file() else checkpoints.newest_complete(source)
     if folder is None and (damaged := checkpoints.list_all(source)):
         raise CheckpointError(
             f"{damaged[-1]}: damaged, as are all of the run. Restore one from a copy, or train again with -r 1."

@@ -136,5 +136,5 @@ def _bind_model(raw: Any, who: str) -> ModelConfig:
     try:
         return bind(MODELS, raw)
     except Problems as error:
-        lines = (f"{who}: {join('model', path)}: {text}" for path, text in error.found)
+        lines = (f"{who}: {join('model', path)}: {text}" for path, text in error.problems)
         raise ConfigError("\n".join(lines)) from None

@@ -18,7 +18,7 @@ from src.runs.checkpoints import checkpoints, pins, retention
 from src.runs.lease import Lease
 from src.runs.parents import parent_ids
 from src.runs.scores import SCORES
-from src.runs.store import DELETED, EXP_DICT, JOB, LOGS, STATUS, RunStore, SavedRun
+from src.runs.store import DELETED_FOLDER, EXP_DICT, JOB, LOGS, STATUS, RunStore, SavedRun
 
 _AGES = (STATUS, SCORES, EXP_DICT)
 _LEFTOVER = re.compile(r"\.[0-9a-f]{32,128}\.[0-9a-f]{8}\.old")
@@ -41,14 +41,14 @@ class Deletion:
         return [*self.runs, *(path for run in self.runs for path in _logs(run)), *self.resets]
 
 
-def plan(runs: Path, chosen: Sequence[Path], before: float) -> Deletion:
+def plan(runs: Path, selected_runs: Sequence[Path], before: float) -> Deletion:
     """The runs of `chosen` that can be deleted, and the content of <runs>/deleted, if unchanged since `before`.
 
     Raises:
         RunError: the folder cannot be read.
     """
     deletion, younger = Deletion(), 0
-    for run in dict.fromkeys(chosen):
+    for run in dict.fromkeys(selected_runs):
         try:
             with reading(run):
                 if _change_time(run) > before:
@@ -62,10 +62,12 @@ def plan(runs: Path, chosen: Sequence[Path], before: float) -> Deletion:
         else:
             deletion.runs.append(run)
     if younger:
-        deletion.warnings.append(f"{younger} of {len(set(chosen))} runs stay: they are younger than --older-than.")
+        deletion.warnings.append(
+            f"{younger} of {len(set(selected_runs))} runs stay: they are younger than --older-than."
+        )
     _exclude_queued(runs, deletion)
     _exclude_ancestors(runs, deletion)
-    folder = runs / DELETED
+    folder = runs / DELETED_FOLDER
     with reading(folder):
         resets = sorted(folder.iterdir()) if folder.is_dir() else []
         resets += [runs / name for name in sorted(os.listdir(runs)) if _LEFTOVER.fullmatch(name)]
@@ -101,12 +103,12 @@ def _exclude_queued(runs: Path, deletion: Deletion) -> None:
 
 def _exclude_ancestors(runs: Path, deletion: Deletion) -> None:
     """Exclude the ancestors of the runs that stay; all runs if the parents of one of those are unknown."""
-    going = {run.name: run for run in deletion.runs}
+    deletable = {run.name: run for run in deletion.runs}
     with reading(runs):
-        names = [name for name in os.listdir(runs) if not name.startswith(".") and name not in going]
-        staying = [name for name in names if (runs / name / EXP_DICT).exists()]
-    while staying:
-        name = staying.pop()
+        names = [name for name in os.listdir(runs) if not name.startswith(".") and name not in deletable]
+        remaining_names = [name for name in names if (runs / name / EXP_DICT).exists()]
+    while remaining_names:
+        name = remaining_names.pop()
         try:
             run = SavedRun(runs / name)
             ancestors = [] if run.is_foreign else parent_ids(run.exp)
@@ -117,10 +119,10 @@ def _exclude_ancestors(runs: Path, deletion: Deletion) -> None:
             deletion.runs = []
             return
         for parent in ancestors:
-            if heir := going.pop(parent, None):
+            if heir := deletable.pop(parent, None):
                 deletion.warnings.append(f"{heir}: stays: {name} starts from it.")
-                staying.append(parent)
-    deletion.runs = list(going.values())
+                remaining_names.append(parent)
+    deletion.runs = list(deletable.values())
 
 
 def _change_time(run: Path) -> float:

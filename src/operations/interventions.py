@@ -56,10 +56,10 @@ def find(name: str, runs: Path) -> Path:
     Raises:
         RunError: there is none, or several.
     """
-    found = expand_run(Path(name), runs)
-    if not (found / EXP_DICT).is_file():
+    path = expand_run(Path(name), runs)
+    if not (path / EXP_DICT).is_file():
         raise RunError(f"{name}: no experiments in {runs} are called that, and it is no save directory.")
-    return found.resolve()
+    return path.resolve()
 
 
 def change(run: Path, decide: "Decide", is_same: "IsSame", dry_run: bool) -> list[str]:
@@ -76,15 +76,19 @@ def change(run: Path, decide: "Decide", is_same: "IsSame", dry_run: bool) -> lis
         if began := journal.describe_unfinished(run):
             return [f"{run}: was interrupted: {began}. Without --dry-run that is finished first."]
         return [f"{run}: would go", *_plan_lines(decide()), "Nothing was changed."]
-    with Lease.acquire(run) as held:
-        ended = journal.finish(run)
-        said = [f"{run}: finished what was interrupted: {ended['event']} to step {ended.get('step')}"] if ended else []
-        if ended and is_same(ended):
-            return said
+    with Lease.acquire(run) as held_lease:
+        finished_event = journal.finish(run)
+        messages = (
+            [f"{run}: finished what was interrupted: {finished_event['event']} to step {finished_event.get('step')}"]
+            if finished_event
+            else []
+        )
+        if finished_event and is_same(finished_event):
+            return messages
         plan = decide()
-        held.confirm()
+        held_lease.confirm()
         plan.apply()
-        return [*said, f"{run}: went", *_plan_lines(plan)]
+        return [*messages, f"{run}: went", *_plan_lines(plan)]
 
 
 def _rewind(run: Path, options: argparse.Namespace) -> list[str]:
@@ -101,13 +105,13 @@ def _rewind(run: Path, options: argparse.Namespace) -> list[str]:
     def decide() -> Plan:
         return rewind.plan(run, branch(archive.next_number(run)), options.why, options.new_wandb_run)
 
-    def is_same(ended: dict[str, Any]) -> bool:
-        if ended["event"] != "rewind":
+    def is_same(event: dict[str, Any]) -> bool:
+        if event["event"] != "rewind":
             return False
-        done = dict(ended["branch"])
-        new_wandb = done.pop("wandb", None) is not None
-        wanted = branch(ended["number"]).model_dump(mode="json", exclude_none=True)
-        return wanted == done and options.new_wandb_run == new_wandb
+        finished_branch = dict(event["branch"])
+        new_wandb = finished_branch.pop("wandb", None) is not None
+        requested_branch = branch(event["number"]).model_dump(mode="json", exclude_none=True)
+        return requested_branch == finished_branch and options.new_wandb_run == new_wandb
 
     return change(run, decide, is_same, options.dry_run)
 
@@ -116,7 +120,7 @@ def _deny(run: Path, options: argparse.Namespace) -> list[str]:
     """A branch from the newest checkpoint, with what the last branch changes if that began there."""
     with reading(options.list, ConfigError):
         entries = branches.parse_denied(options.list.read_text(), str(options.list))
-    newest = checkpoints.newest_whole(run)
+    newest = checkpoints.newest_complete(run)
     if newest is None:
         raise RunError(
             f"{run}: has no whole checkpoint from which the list could hold. Leave the documents out of the data."
@@ -136,14 +140,14 @@ def _deny(run: Path, options: argparse.Namespace) -> list[str]:
     return change(
         run,
         decide,
-        lambda ended: ended["event"] == "rewind" and ended["branch"].get("denied") == entries,
+        lambda event: event["event"] == "rewind" and event["branch"].get("denied") == entries,
         options.dry_run,
     )
 
 
 def _undo(run: Path, options: argparse.Namespace) -> list[str]:
     return change(
-        run, lambda: rewind.plan_undo(run, options.why), lambda ended: ended["event"] == "undo", options.dry_run
+        run, lambda: rewind.plan_undo(run, options.why), lambda event: event["event"] == "undo", options.dry_run
     )
 
 
@@ -151,13 +155,13 @@ def _rollback(run: Path, options: argparse.Namespace) -> list[str]:
     def decide() -> Plan:
         step = options.to
         if step is None:
-            newest = checkpoints.newest_whole(run)
+            newest = checkpoints.newest_complete(run)
             if newest is None:
                 raise RunError(f"{run}: has no whole checkpoint. Say up to which step the evaluations hold: --to STEP.")
             step = checkpoints.step_of(newest)
         return rewind.plan_evaluations(run, step, options.why)
 
-    return change(run, decide, lambda ended: ended["event"] == "rollback-evals", options.dry_run)
+    return change(run, decide, lambda event: event["event"] == "rollback-evals", options.dry_run)
 
 
 def _hold(run: Path, options: argparse.Namespace) -> list[str]:
@@ -213,8 +217,8 @@ def _plan_lines(plan: Plan) -> list[str]:
 def _parser() -> argparse.ArgumentParser:
     parser = make_parser("src.operations.interventions", __doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    made = {name: commands.add_parser(name, help=text) for name, text in _HELP.items()}
-    for name, command in made.items():
+    subparsers = {name: commands.add_parser(name, help=text) for name, text in _HELP.items()}
+    for name, command in subparsers.items():
         command.add_argument("run", metavar="RUN", help="save directory, or the beginning of an id")
         command.add_argument(
             "--runs", type=Path, default=RUNS, metavar="DIR", help=f"folder of save directories (default: {RUNS})"
@@ -223,7 +227,7 @@ def _parser() -> argparse.ArgumentParser:
             command.add_argument("--why", default="", metavar="TEXT", help="for the ledger")
         if name in ("rewind", "deny", "undo", "rollback-evals"):
             command.add_argument("--dry-run", action="store_true", help="print the plan and change nothing")
-    back = made["rewind"]
+    back = subparsers["rewind"]
     back.add_argument("--to", type=int, required=True, metavar="STEP", help="of an intact checkpoint")
     back.add_argument(
         "--data", default="same", metavar="same|skip:K|reshuffle", help="the data from there on (default: same)"
@@ -231,16 +235,16 @@ def _parser() -> argparse.ArgumentParser:
     back.add_argument("--lr", metavar="x0.75|=1e-4|hold0:K", help=branches.LEARNING_RATES)
     back.add_argument("--reset-optimizer", action="store_true", help="reset its moments, once")
     back.add_argument("--new-wandb-run", action="store_true", help="log to another Weights & Biases run from there on")
-    made["deny"].add_argument(
+    subparsers["deny"].add_argument(
         "list",
         type=Path,
         metavar="LIST",
         help='a file with lines "source NAME", "shard SOURCE URL" or "document NUMBER SOURCE URL"',
     )
-    made["rollback-evals"].add_argument(
+    subparsers["rollback-evals"].add_argument(
         "--to", type=int, metavar="STEP", help="remove rows after it (default: the newest checkpoint's)"
     )
-    made["ledger"].add_argument("--json", action="store_true", help="one complete event per line")
+    subparsers["ledger"].add_argument("--json", action="store_true", help="one complete event per line")
     return parser
 
 

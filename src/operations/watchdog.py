@@ -33,7 +33,7 @@ from src.runs.store import STATUS, RunStore, SavedRun
 from src.support.command_line import make_parser, run_command
 from src.support.parsing import parse_json
 
-NEW, KNOWN = 3, 4
+NEW_INCIDENT_EXIT, KNOWN_INCIDENT_EXIT = 3, 4
 SILENT_SECONDS = lease.SILENT_SECONDS
 """A holder without a heartbeat for this long is dead or stopped."""
 _ROWS = 50
@@ -86,7 +86,7 @@ class Pace:
 
 def pace(run: Path, beat: heartbeat.Beat | None) -> Pace:
     """The durations in the newest rows of perf.jsonl; malformed lines are ignored."""
-    steps, rows, apart = [], [], []
+    steps, rows, pauses = [], [], []
     for line in tail(run / "perf.jsonl", _ROWS).splitlines():
         try:
             row = parse_json(line, run / "perf.jsonl", RunError)
@@ -98,9 +98,9 @@ def pace(run: Path, beat: heartbeat.Beat | None) -> Pace:
             rows.append((at, seconds))
     for (before, _), (after, seconds) in pairwise(rows):
         if after > before:
-            apart.append(max(0.0, seconds - (after - before) * median(steps)))
+            pauses.append(max(0.0, seconds - (after - before) * median(steps)))
     step = beat.step_seconds if beat and beat.step_seconds else median(steps) if steps else None
-    return Pace(step, max((seconds for _, seconds in rows), default=0.0), max(apart, default=None))
+    return Pace(step, max((seconds for _, seconds in rows), default=0.0), max(pauses, default=None))
 
 
 def judge(run: Path, row: Row, limits: Limits) -> Verdict:
@@ -128,7 +128,7 @@ def _judge_running(run: SavedRun, row: Row, beat: heartbeat.Beat | None, limits:
         if waits > limits.start_seconds:
             return "hung", f"its job runs, and no process of it has trained for {_format_seconds(waits)}", row.step
         return "running", "", row.step
-    measured = pace(run.path, beat)
+    run_pace = pace(run.path, beat)
     step, age = status.get("step"), _age(run.path / STATUS) or 0.0
     if beat is not None and (beat.age_seconds <= age or type(step) is not int or beat.step >= step):
         step, age = beat.step, min(age, beat.age_seconds)
@@ -136,15 +136,15 @@ def _judge_running(run: SavedRun, row: Row, beat: heartbeat.Beat | None, limits:
         if age <= limits.start_seconds:
             return "running", "", row.step
         return "hung", f"no step since it was started {_format_seconds(age)} ago{_silence_note(silent)}", row.step
-    at_rest = 3 * measured.pause if measured.pause is not None else limits.start_seconds
+    at_rest = 3 * run_pace.pause if run_pace.pause is not None else limits.start_seconds
     allowed = (
-        max(limits.least_seconds, limits.factor * (measured.step or 0.0))
+        max(limits.least_seconds, limits.factor * (run_pace.step or 0.0))
         + at_rest
-        + (measured.row if beat is None else 0.0)
+        + (run_pace.row if beat is None else 0.0)
     )
     if age <= allowed:
         return "running", "", step
-    usual = f"a step takes {_format_seconds(measured.step)}" if measured.step else "the time per step is unknown"
+    usual = f"a step takes {_format_seconds(run_pace.step)}" if run_pace.step else "the time per step is unknown"
     late = f"its last step, {step}, was {_format_seconds(age)} ago; {usual}, and {_format_seconds(allowed)} are allowed"
     return "hung", f"{late}{_silence_note(silent)}", step
 
@@ -180,7 +180,10 @@ def inspect_runs(
             verdict = judge(run, row, limits)
             verdicts.append(verdict)
             logs = SavedRun(runs / row.exp_id).logs
-            new += [(row.exp_id, event) for event in events.scan(run, logs, row.attempts, ended=row.state not in ALIVE)]
+            new += [
+                (row.exp_id, event)
+                for event in events.scan(run, logs, row.attempts, is_complete=row.state not in ALIVE)
+            ]
             new += [
                 (row.exp_id, event) for event in [*events.scan_ledger(run, row.attempts), *_note_incident(run, verdict)]
             ]
@@ -287,8 +290,8 @@ def _run_round(runs: Path, exp_ids: Sequence[str], limits: Limits, command: str 
         if command and event["severity"] != "info":
             notify(command, exp_id, event)
     if trouble or any(event["severity"] == "error" for _, event in new):
-        return NEW
-    return KNOWN if any(verdict.needs_attention for verdict in verdicts) else 0
+        return NEW_INCIDENT_EXIT
+    return KNOWN_INCIDENT_EXIT if any(verdict.needs_attention for verdict in verdicts) else 0
 
 
 if __name__ == "__main__":

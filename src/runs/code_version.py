@@ -134,7 +134,7 @@ class _Changes:
 
     patch: list[tuple[str, bytes]] = field(default_factory=list)
     """Name of a file below the top, and its part of the patch."""
-    omitted: list[tuple[str, str]] = field(default_factory=list)
+    omitted_files: list[tuple[str, str]] = field(default_factory=list)
     """Name of a file below the top, and the reason."""
     submodules: list[dict[str, Any]] = field(default_factory=list)
 
@@ -196,13 +196,17 @@ def _add_version(facts: dict[str, Any], root: Path, leave_out: Sequence[Path]) -
         changes = _Changes()
         _add_changes(changes, git, commit, inside, "", [path.resolve() for path in leave_out])
         patch = _fit(changes)
-        omitted = [_describe(git.folder / name, name, reason) for name, reason in sorted(changes.omitted)[:MAX_OMITTED]]
-    dirty = bool(patch or omitted or changes.submodules)
+        omitted_files = [
+            _describe(git.folder / name, name, reason) for name, reason in sorted(changes.omitted_files)[:MAX_OMITTED]
+        ]
+    dirty = bool(patch or omitted_files or changes.submodules)
     diff = patch.decode("utf-8", "surrogateescape") or ("" if not dirty else None)
     facts |= {"dirty": dirty, "diff": diff}
-    if (more := len(changes.omitted) - MAX_OMITTED) > 0:
-        omitted.append({"name": f"and {more} more"})
-    facts |= {key: entries for key, entries in (("omitted", omitted), ("submodules", changes.submodules)) if entries}
+    if (more := len(changes.omitted_files) - MAX_OMITTED) > 0:
+        omitted_files.append({"name": f"and {more} more"})
+    facts |= {
+        key: entries for key, entries in (("omitted", omitted_files), ("submodules", changes.submodules)) if entries
+    }
 
 
 def _add_changes(
@@ -212,8 +216,8 @@ def _add_changes(
     prefix: of the repository below the top, with a final slash."""
     tree = base or git.try_read("hash-object", "-t", "tree", "-w", "/dev/null") or ""
     _clear_flags(git)
-    recorded = _entries(git, "ls-tree", "-r", "-z", "--full-tree", tree)
-    listed = _entries(git, "ls-files", "-s", "-z")
+    tree_entries = _entries(git, "ls-tree", "-r", "-z", "--full-tree", tree)
+    index_entries = _entries(git, "ls-files", "-s", "-z")
     names = dict.fromkeys(
         git.names("diff", "--name-only", "-z", "--no-renames", "--ignore-submodules=all", tree, "--", inside)
     )
@@ -222,26 +226,28 @@ def _add_changes(
             "diff", "--cached", "--name-only", "-z", "--no-renames", "--ignore-submodules=all", tree, "--", inside
         )
     )
-    others = git.names("ls-files", "-z", "--others", "--exclude-standard", "--full-name", "--", inside)
+    untracked_names = git.names("ls-files", "-z", "--others", "--exclude-standard", "--full-name", "--", inside)
     is_left_out = functools.cache(lambda folder: _is_left_out(git.folder, folder, leave_out))
-    new = [name for name in others if not is_left_out(PurePath(name).parent)]
-    links = {name for entries in (recorded, listed) for name, (mode, _) in entries.items() if mode == "160000"}
+    new = [name for name in untracked_names if not is_left_out(PurePath(name).parent)]
+    links = {
+        name for entries in (tree_entries, index_entries) for name, (mode, _) in entries.items() if mode == "160000"
+    }
     links = {name for name in links if inside == "." or PurePath(name).is_relative_to(inside)}
     repositories = [*sorted(links), *(name.rstrip("/") for name in new if name.endswith("/"))]
     names |= dict.fromkeys(name for name in new if not name.endswith("/") and not looks_secret(PurePath(name).name))
-    chosen = []
+    patch_names = []
     for name in sorted(names.keys() - links):  # a folder that was a file comes before its files
         if reason := _reason_to_omit(git.folder / name, name):
-            changes.omitted.append((prefix + name, reason))
+            changes.omitted_files.append((prefix + name, reason))
         else:
-            chosen.append(name)
-    omitted = names.keys() - set(chosen)
-    restored = b"".join(
-        _index_line(name, *recorded.get(name, ("0", "0" * 40)))
-        for name in omitted
-        if name in recorded or name in listed
+            patch_names.append(name)
+    omitted_names = names.keys() - set(patch_names)
+    index_lines = b"".join(
+        _index_line(name, *tree_entries.get(name, ("0", "0" * 40)))
+        for name in omitted_names
+        if name in tree_entries or name in index_entries
     )
-    git("update-index", "-z", "--index-info", text=restored)
+    git("update-index", "-z", "--index-info", text=index_lines)
     git(
         "update-index",
         "--add",
@@ -249,12 +255,12 @@ def _add_changes(
         "--replace",
         "-z",
         "--stdin",
-        text=b"".join(os.fsencode(name) + b"\0" for name in chosen),
+        text=b"".join(os.fsencode(name) + b"\0" for name in patch_names),
     )
     for part in _parts(git, tree, inside, prefix):
         changes.patch.append(part)
     for name in repositories:
-        _add_submodule(changes, git, name, recorded.get(name), prefix, leave_out)
+        _add_submodule(changes, git, name, tree_entries.get(name), prefix, leave_out)
 
 
 def _parts(git: _Git, tree: str, inside: str, prefix: str) -> Iterable[tuple[str, bytes]]:
@@ -273,11 +279,11 @@ def _parts(git: _Git, tree: str, inside: str, prefix: str) -> Iterable[tuple[str
 
 
 def _add_submodule(
-    changes: _Changes, git: _Git, name: str, recorded: tuple[str, str] | None, prefix: str, leave_out: Sequence[Path]
+    changes: _Changes, git: _Git, name: str, tree_entry: tuple[str, str] | None, prefix: str, leave_out: Sequence[Path]
 ) -> None:
     """Add the changes in a submodule, or an uncommitted repository, from the commit that the outer one recorded."""
     folder = git.folder / name
-    base = recorded[1] if recorded and recorded[0] == "160000" else None
+    base = tree_entry[1] if tree_entry and tree_entry[0] == "160000" else None
     if not (folder / ".git").exists():
         if base and not folder.is_dir():
             changes.submodules.append({"path": prefix + name, "commit": None, "recorded": base, "dirty": True})
@@ -285,9 +291,9 @@ def _add_submodule(
     inner = _Git(folder, git.scratch)
     commit = inner.try_read("rev-parse", "--verify", "HEAD")
     has_base = base and inner.try_read("cat-file", "-e", f"{base}^{{commit}}") is not None
-    before = len(changes.patch), len(changes.omitted), len(changes.submodules)
+    before = len(changes.patch), len(changes.omitted_files), len(changes.submodules)
     _add_changes(changes, inner, base if has_base else commit if base else None, ".", f"{prefix}{name}/", leave_out)
-    dirty = before != (len(changes.patch), len(changes.omitted), len(changes.submodules))
+    dirty = before != (len(changes.patch), len(changes.omitted_files), len(changes.submodules))
     if dirty or commit != base:
         changes.submodules.append({"path": prefix + name, "commit": commit, "recorded": base, "dirty": dirty})
 
@@ -365,7 +371,7 @@ def _fit(changes: _Changes) -> bytes:
         total += len(part)
         if total > MAX_DIFF_BYTES:
             dropped.add(name)
-            changes.omitted.append((name, f"more than {MAX_DIFF_BYTES} bytes of changes"))
+            changes.omitted_files.append((name, f"more than {MAX_DIFF_BYTES} bytes of changes"))
     return b"".join(part for name, part in changes.patch if name not in dropped)
 
 

@@ -109,18 +109,18 @@ def code_digest(root: Path = ROOT) -> str:
 
 def redact(command: Sequence[str]) -> list[str]:
     """`command` with secrets hidden: `--api_key x`, `--api_key=x`, `WANDB_API_KEY=x`, `https://user:x@host`."""
-    shown: list[str] = []
+    words: list[str] = []
     hide_next = False
     for word in command:
         name, equals, _ = word.partition("=")
         if hide_next and not word.startswith("--"):
-            shown.append(_HIDDEN)
+            words.append(_HIDDEN)
         elif equals and _is_secret(name):
-            shown.append(f"{name}={_HIDDEN}")
+            words.append(f"{name}={_HIDDEN}")
         else:
-            shown.append(_IN_ADDRESS.sub(rf"\1{_HIDDEN}@", word))
+            words.append(_IN_ADDRESS.sub(rf"\1{_HIDDEN}@", word))
         hide_next = word.startswith("-") and not equals and _is_secret(word)
-    return shown
+    return words
 
 
 def installed_packages(paths: Iterable[str]) -> dict[str, str]:
@@ -140,14 +140,14 @@ def installed_packages(paths: Iterable[str]) -> dict[str, str]:
 
 def gpu_names() -> list[str]:
     """Model names of this machine's NVIDIA GPUs. Does not load CUDA."""
-    named = []
+    names = []
     for file in sorted(Path("/proc/driver/nvidia/gpus").glob("*/information")):
         match = re.search(r"^Model:\s*(.+)$", file.read_text(encoding="utf-8", errors="replace"), re.MULTILINE)
-        named.append(match.group(1).strip() if match else "unknown")
-    if not named and shutil.which("nvidia-smi"):
+        names.append(match.group(1).strip() if match else "unknown")
+    if not names and shutil.which("nvidia-smi"):
         text = _output(["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"], _GPU_SECONDS)
-        named = [line.strip() for line in (text or "").splitlines() if line.strip()]
-    return named
+        names = [line.strip() for line in (text or "").splitlines() if line.strip()]
+    return names
 
 
 def _is_secret(name: str) -> bool:

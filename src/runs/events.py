@@ -26,8 +26,8 @@ LONGEST_LINE = 64 * 1024
 SAME_INCIDENT = 64 * 1024
 """Bytes of log within which repeated matches of a rule are one event: a hundred ranks report that one is gone."""
 _PIECE = 1 << 20
-_SHOWN = 500
-DIVERGED = (
+_MAX_LINE_CHARACTERS = 500
+DIVERGENCE_ADVICE = (
     "Look at the data of this step (`offending/`), or rewind to an earlier checkpoint with a lower learning rate."
 )
 Event = dict[str, Any]
@@ -35,7 +35,7 @@ Event = dict[str, Any]
 log = logging.getLogger(__name__)
 
 
-def scan(run: Path, logs: Sequence[Path], attempt: int = 0, ended: bool = False) -> list[Event]:
+def scan(run: Path, logs: Sequence[Path], attempt: int = 0, is_complete: bool = False) -> list[Event]:
     """Apply the rules to the new lines of `logs` since the last scan. Records and returns the new events.
 
     attempt: the start of the run that they belong to. ended: the logs are complete, so a last line without newline
@@ -50,31 +50,31 @@ def scan(run: Path, logs: Sequence[Path], attempt: int = 0, ended: bool = False)
     new: list[Event] = []
     with jsonl_records.open_locked(run / EVENTS) as notes:
         cursors = _read_cursors(run)
-        recorded = {_identity(event) for event in notes.rows()}
+        identities = {_identity(event) for event in notes.rows()}
 
         def note(event: Event) -> None:
-            if _identity(event) not in recorded:
+            if _identity(event) not in identities:
                 new.append({"time": now(), **event, "attempt": attempt})
                 notes.append(new[-1])
-                recorded.add(_identity(event))
+                identities.add(_identity(event))
 
         for path in logs:
-            _scan_log(run, path, cursors, ended, note)
+            _scan_log(run, path, cursors, is_complete, note)
     return new
 
 
-def note_once(run: Path, *added: Mapping[str, Any]) -> list[Event]:
+def note_once(run: Path, *events: Mapping[str, Any]) -> list[Event]:
     """Add each event, unless there is one with the same "incident"; returns those that were added.
 
     Raises:
         RunError: the disk refuses.
         DataError: events.jsonl holds a line that is no event.
     """
-    if not added:
+    if not events:
         return []
     with jsonl_records.open_locked(run / EVENTS) as notes:
-        recorded = {old.get("incident") for old in notes.rows()}
-        new = [{"time": now(), **event} for event in added if event["incident"] not in recorded]
+        incidents = {old.get("incident") for old in notes.rows()}
+        new = [{"time": now(), **event} for event in events if event["incident"] not in incidents]
         for event in new:
             notes.append(event)
     return new
@@ -89,12 +89,12 @@ def scan_ledger(run: Path, attempt: int = 0) -> list[Event]:
         RunError: the disk refuses.
         DataError: events.jsonl holds a line that is no event.
     """
-    added = [
+    events = [
         {
             "rule": str(event.get("kind")),
             "severity": "error" if event.get("action") in ("stop", "rewind") else "warning",
             "line": str(event.get("message")),
-            "advice": DIVERGED,
+            "advice": DIVERGENCE_ADVICE,
             "attempt": event.get("attempt", attempt),
             "step": event.get("step"),
             "incident": f"divergence:{event.get('when')}:{event.get('step')}:{event.get('kind')}",
@@ -102,7 +102,7 @@ def scan_ledger(run: Path, attempt: int = 0) -> list[Event]:
         for event in ledger.read(run)
         if event["event"] == "divergence"
     ]
-    return note_once(run, *added)
+    return note_once(run, *events)
 
 
 def latest_problem(run: Path, attempt: int) -> Event | None:
@@ -135,7 +135,7 @@ def _identity(event: Mapping[str, Any]) -> tuple[Any, ...]:
     return tuple(event.get(key) for key in ("log", "offset", "rule", "line", "incident"))
 
 
-def _scan_log(run: Path, path: Path, cursors: dict[str, Any], ended: bool, note: Callable[[Event], None]) -> None:
+def _scan_log(run: Path, path: Path, cursors: dict[str, Any], is_complete: bool, note: Callable[[Event], None]) -> None:
     """Read one log from its cursor on, and move the cursor."""
     name = str(path.relative_to(run.parent)) if path.is_relative_to(run.parent) else str(path)
     before = json.dumps(cursors.get(name))
@@ -145,7 +145,7 @@ def _scan_log(run: Path, path: Path, cursors: dict[str, Any], ended: bool, note:
             cursor = cursors.get(name)
             if cursor is None or facts.st_ino != cursor["inode"] or facts.st_size < cursor["offset"]:
                 cursor = cursors[name] = {"offset": 0, "inode": facts.st_ino, "last": {}}
-            _match_new_lines(file, name, cursor, ended, note)
+            _match_new_lines(file, name, cursor, is_complete, note)
     except FileNotFoundError:
         return
     except RunError as error:
@@ -155,10 +155,12 @@ def _scan_log(run: Path, path: Path, cursors: dict[str, Any], ended: bool, note:
         write_json(run / CURSORS, cursors)
 
 
-def _match_new_lines(file: Any, name: str, cursor: dict[str, Any], ended: bool, note: Callable[[Event], None]) -> None:
+def _match_new_lines(
+    file: Any, name: str, cursor: dict[str, Any], is_complete: bool, note: Callable[[Event], None]
+) -> None:
     """Match every complete line from the cursor on."""
     last = cursor["last"]
-    for start, text in _pieces(file, cursor["offset"], ended):
+    for start, text in _pieces(file, cursor["offset"], is_complete):
         for begin, end, rule in log_rules.matches(text):
             offset = start + begin
             previous = last.get(rule.name)
@@ -175,28 +177,28 @@ def _match_new_lines(file: Any, name: str, cursor: dict[str, Any], ended: bool, 
         cursor["offset"] = start + len(text)
 
 
-def _pieces(file: Any, offset: int, ended: bool) -> Iterator[tuple[int, bytes]]:
+def _pieces(file: Any, offset: int, is_complete: bool) -> Iterator[tuple[int, bytes]]:
     """(offset, complete lines) of at most a MiB from `offset` on.
     A line without end counts when `ended`, or when it is too long."""
     while True:
         text = os.pread(file.fileno(), _PIECE, offset)
         if not text:
             return
-        whole = max(text.rfind(b"\n"), text.rfind(b"\r")) + 1
-        if not whole and len(text) > LONGEST_LINE:
-            whole = LONGEST_LINE
-        elif ended and len(text) < _PIECE:
-            whole = len(text)
-        if not whole:
+        complete_bytes = max(text.rfind(b"\n"), text.rfind(b"\r")) + 1
+        if not complete_bytes and len(text) > LONGEST_LINE:
+            complete_bytes = LONGEST_LINE
+        elif is_complete and len(text) < _PIECE:
+            complete_bytes = len(text)
+        if not complete_bytes:
             return
-        yield offset, text[:whole]
-        offset += whole
+        yield offset, text[:complete_bytes]
+        offset += complete_bytes
 
 
 def _clean_line(text: bytes) -> str:
     decoded = text.decode("utf-8", errors="replace")
     clean = "".join(c if c.isprintable() else " " for c in decoded).strip()
-    return clean if len(clean) <= _SHOWN else clean[: _SHOWN - 3] + "..."
+    return clean if len(clean) <= _MAX_LINE_CHARACTERS else clean[: _MAX_LINE_CHARACTERS - 3] + "..."
 
 
 def _read_cursors(run: Path) -> dict[str, Any]:
@@ -204,13 +206,13 @@ def _read_cursors(run: Path) -> dict[str, Any]:
     if not (run / CURSORS).exists():
         return {}
     try:
-        added = read_json(run / CURSORS, RunError)
+        cursors = read_json(run / CURSORS, RunError)
     except RunError as error:
         log.warning("%s The logs are read from their start.", error)
         return {}
 
-    def is_whole(cursor: Any) -> bool:
+    def is_valid(cursor: Any) -> bool:
         kinds = {"offset": int, "inode": int, "last": dict}
         return isinstance(cursor, dict) and all(isinstance(cursor.get(key), kind) for key, kind in kinds.items())
 
-    return {name: cursor for name, cursor in added.items() if is_whole(cursor)} if isinstance(added, dict) else {}
+    return {name: cursor for name, cursor in cursors.items() if is_valid(cursor)} if isinstance(cursors, dict) else {}

@@ -28,7 +28,7 @@ class Heartbeat:
         self._every = every_seconds
         self._seconds: deque[float] = deque(maxlen=_WINDOW)
         self._last_step: float | None = None
-        self._written = float("-inf")
+        self._last_write = float("-inf")
 
     def on_step(self, step: int) -> None:
         """`step` optimizer steps are finished."""
@@ -36,8 +36,8 @@ class Heartbeat:
         if self._last_step is not None:
             self._seconds.append(now - self._last_step)
         self._last_step = now
-        if now - self._written >= self._every:
-            self._written = now
+        if now - self._last_write >= self._every:
+            self._last_write = now
             facts = {
                 "attempt": self._attempt,
                 "step": step,
@@ -77,7 +77,7 @@ def read(run: Path) -> Beat | None:
     Compares the clock of the disk with ours."""
     path = run / HEARTBEAT
     try:
-        written = path.stat().st_mtime
+        write_time = path.stat().st_mtime
         facts = read_json(path, RunError)
     except (OSError, UserError):
         return None
@@ -88,5 +88,5 @@ def read(run: Path) -> Beat | None:
         facts["attempt"],
         facts["step"],
         seconds if isinstance(seconds, int | float) else None,
-        max(0.0, time.time() - written),
+        max(0.0, time.time() - write_time),
     )

@@ -54,8 +54,8 @@ def open_locked(path: Path, mend: bool = True) -> Iterator[Records]:
     descriptor = _lock_file(path)
     try:
         if mend:
-            whole, _ = next(lines_from_end(path), (0, b""))
-            _truncate(path, whole)
+            size, _ = next(lines_from_end(path), (0, b""))
+            _truncate(path, size)
         yield Records(path, descriptor)
     finally:
         with contextlib.suppress(OSError):
@@ -91,16 +91,16 @@ def truncate_after(path: Path, step: int, kind: str) -> None:
         DataError: a malformed line at the end; quotes it.
         RunError: the disk refuses.
     """
-    whole = 0
+    size = 0
     for end, line in lines_from_end(path):
         try:
             of_line = int(parse_json(line, path, DataError)["step"])
         except (DataError, ValueError, TypeError, KeyError):
             raise DataError(f"{path}: not {kind}: {line[:60].decode(errors='replace')!r}. Remove this line.") from None
         if of_line <= step:
-            whole = end
+            size = end
             break
-    _truncate(path, whole)
+    _truncate(path, size)
 
 
 def rows(path: Path) -> list[Line]:
@@ -162,8 +162,8 @@ def lines_from_end(path: Path) -> Iterator[tuple[int, bytes]]:
                 first = buffer.find(b"\n") + 1 if start else 0  # the line before it can start earlier
                 if start and not first:
                     continue
-                *lines, torn = buffer[first:].split(b"\n")
-                end = start + len(buffer) - len(torn)
+                *lines, partial = buffer[first:].split(b"\n")
+                end = start + len(buffer) - len(partial)
                 for line in reversed(lines):
                     yield end, line
                     end -= len(line) + 1
@@ -242,9 +242,9 @@ def _append(descriptor: int, text: bytes, durable: bool = True) -> None:
     size = os.fstat(descriptor).st_size
     if size and os.pread(descriptor, 1, size - 1) != b"\n":
         text = b"\n" + text
-    written = os.write(descriptor, text)
+    num_written = os.write(descriptor, text)
     try:
-        if written < len(text):
+        if num_written < len(text):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         if durable:
             os.fsync(descriptor)

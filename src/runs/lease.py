@@ -46,15 +46,15 @@ log = logging.getLogger(__name__)
 
 class Lease:
     """Held from `acquire` to `release`.
-    A daemon thread increments the counter; `lost` becomes True when another process took over."""
+    A daemon thread increments the counter; `is_lost` becomes True when another process took over."""
 
     def __init__(self, path: Path, stale_seconds: float, beat_seconds: float) -> None:
         self.path = path
-        self.lost = False
+        self.is_lost = False
         self._stale_seconds = stale_seconds
         self._beat_seconds = beat_seconds
         self._facts = {**this_process(), "token": uuid.uuid4().hex, "since": now()}
-        self._released = threading.Event()
+        self._release_event = threading.Event()
         self._thread = threading.Thread(target=self._beat, name=f"lease {path.name}", daemon=True)
 
     @classmethod
@@ -67,16 +67,19 @@ class Lease:
             RunError: another process, or this one, holds it; or the disk refuses.
         """
         lease = cls(path, stale_seconds, beat_seconds)
-        observed = lease._try_acquire(None)
-        if observed is not None:
+        holder_bytes = lease._try_acquire(None)
+        if holder_bytes is not None:
             log.warning(
-                "%s: waiting up to %g s to see whether its holder is alive: %s", path, stale_seconds, _holder(observed)
+                "%s: waiting up to %g s to see whether its holder is alive: %s",
+                path,
+                stale_seconds,
+                _holder(holder_bytes),
             )
             until = time.monotonic() + stale_seconds
-            while time.monotonic() < until and _read(path) == observed:
+            while time.monotonic() < until and _read(path) == holder_bytes:
                 time.sleep(min(1.0, stale_seconds / 20))
-            if lease._try_acquire(observed) is not None:
-                raise _held_error(path, _read(path) or observed)
+            if lease._try_acquire(holder_bytes) is not None:
+                raise _held_error(path, _read(path) or holder_bytes)
         lease._thread.start()
         return lease
 
@@ -86,12 +89,12 @@ class Lease:
         Raises:
             RunError: another process took over while this one was stopped, or the lease was removed.
         """
-        if self._released.is_set():
+        if self._release_event.is_set():
             raise RunError(f"{self.path}: the lease was released. Open the run again to write.")
         self._check_owner()
-        if self.lost:
-            held = _read(self.path)
-            by = f"held by {_holder(held)} now" if held else "gone"
+        if self.is_lost:
+            content = _read(self.path)
+            by = f"held by {_holder(content)} now" if content else "gone"
             raise RunError(
                 f"{self.path}: this process no longer holds the lease (it is {by}), "
                 "so it stops here and writes nothing more."
@@ -99,9 +102,9 @@ class Lease:
 
     def release(self) -> None:
         """Unlock. Harmless when released, lost, or inherited by a forked process."""
-        if self._facts["pid"] != os.getpid() or self._released.is_set():
+        if self._facts["pid"] != os.getpid() or self._release_event.is_set():
             return
-        self._released.set()
+        self._release_event.set()
         self._thread.join()
         try:
             with directory_lock(self.path, create=False):
@@ -124,7 +127,7 @@ class Lease:
         with directory_lock(self.path), writing(target):
             os.rename(self.path, target)
             (target / LEASE).unlink(missing_ok=True)
-            self._released.set()
+            self._release_event.set()
         self._thread.join()
 
     def __enter__(self) -> Self:
@@ -141,15 +144,15 @@ class Lease:
             RunError: the holder is known to be alive.
         """
         with directory_lock(self.path):
-            held = _read(self.path)
-            if held is not None and held != silent:
-                alive = _alive(_parse(held))
+            content = _read(self.path)
+            if content is not None and content != silent:
+                alive = _alive(_parse(content))
                 if alive:
-                    raise _held_error(self.path, held)
+                    raise _held_error(self.path, content)
                 if alive is None:
-                    return held
-            if held is not None:
-                log.warning("%s: taking over from a dead holder: %s", self.path, _holder(held))
+                    return content
+            if content is not None:
+                log.warning("%s: taking over from a dead holder: %s", self.path, _holder(content))
             self._write(0)
         return None
 
@@ -158,12 +161,12 @@ class Lease:
 
     def _beat(self) -> None:
         beat = 0
-        while not self._released.wait(self._beat_seconds):
+        while not self._release_event.wait(self._beat_seconds):
             beat += 1
             try:
                 with directory_lock(self.path, create=False):
                     self._check_owner()
-                    if self.lost or self._released.is_set():
+                    if self.is_lost or self._release_event.is_set():
                         return
                     self._write(beat)
             except (OSError, RunError) as error:
@@ -176,8 +179,8 @@ class Lease:
         except RunError as error:
             log.warning("%s", error)
             return
-        if _parse(content).get("token") != self._facts["token"] and not self._released.is_set():
-            self.lost = True
+        if _parse(content).get("token") != self._facts["token"] and not self._release_event.is_set():
+            self.is_lost = True
 
 
 @dataclass(frozen=True)
@@ -337,8 +340,8 @@ def _alive(facts: dict[str, Any]) -> bool | None:
     same = all(here[key] is not None and facts.get(key) == here[key] for key in ("boot_id", "pid_namespace"))
     if not same or type(facts.get("pid")) is not int:
         return None
-    started = process_start(facts["pid"])
-    return started is not None and started == facts.get("started")
+    start_ticks = process_start(facts["pid"])
+    return start_ticks is not None and start_ticks == facts.get("started")
 
 
 def _holder(content: bytes) -> str:

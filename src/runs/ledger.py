@@ -30,7 +30,7 @@ def event(name: str, **facts: Any) -> dict[str, Any]:
     return {"event": name, "when": environment.now(), "who": user_and_host(), **facts}
 
 
-def append(run: Path, what: Mapping[str, Any]) -> None:
+def append(run: Path, new_event: Mapping[str, Any]) -> None:
     """Add an `event` to the ledger of the save directory `run`; it is on the disk when this returns. Needs no lease.
 
     An event is not added again if its "id" is in the ledger already: a step repeated after a crash is recorded once.
@@ -39,8 +39,8 @@ def append(run: Path, what: Mapping[str, Any]) -> None:
         RunError: the disk refuses. The ledger is unchanged.
     """
     with jsonl_records.open_locked(run / FILE, mend=False) as file:
-        if what.get("id") is None or all(ids.get("id") != what["id"] for ids in read(run)):
-            file.append(what, ensure_ascii=False)
+        if new_event.get("id") is None or all(old.get("id") != new_event["id"] for old in read(run)):
+            file.append(new_event, ensure_ascii=False)
 
 
 def read(run: Path) -> list[dict[str, Any]]:
@@ -55,7 +55,7 @@ def read(run: Path) -> list[dict[str, Any]]:
             lines = path.read_bytes().split(b"\n")
     except FileNotFoundError:
         return []
-    events, torn = [], []
+    events, partial_lines = [], []
     for number, line in enumerate(lines, start=1):
         if not line:
             continue
@@ -63,9 +63,9 @@ def read(run: Path) -> list[dict[str, Any]]:
         if parsed is not None and isinstance(parsed.get("event"), str):
             events.append(parsed)
         else:
-            torn.append(number)
-    if torn:
-        log.info("%s: passed over what killed writers left, in line %s.", path, ", ".join(map(str, torn)))
+            partial_lines.append(number)
+    if partial_lines:
+        log.info("%s: passed over what killed writers left, in line %s.", path, ", ".join(map(str, partial_lines)))
     return events
 
 
@@ -93,7 +93,7 @@ def attempt(run: Path, step: Callable[[], int], **facts: Any) -> Iterator[None]:
         record("start", world_size=distributed.world_size(), **facts, **last_start(run))
     try:
         yield
-    except distributed.TrainingStopped as stopped:
+    except distributed.StopTraining as stopped:
         record("stop", why=stopped.reason.by)
         raise
     except UserError as error:
@@ -111,13 +111,13 @@ def codes_of_starts(run: Path, step: int) -> list[str]:
     """
     remaining: list[dict[str, Any]] = []
     before: dict[int, list[dict[str, Any]]] = {}  # remaining events at each rewind, by its number
-    for parsed in read(run):
-        if parsed["event"] == "start":
-            remaining = [*(start for start in remaining if start["step"] < parsed["step"]), parsed]
-        elif parsed["event"] == "rewind" and "number" in parsed:
-            before[parsed["number"]] = remaining
-        elif parsed["event"] == "undo":
-            remaining = before.get(parsed.get("undoes", 0), remaining)
+    for entry in read(run):
+        if entry["event"] == "start":
+            remaining = [*(start for start in remaining if start["step"] < entry["step"]), entry]
+        elif entry["event"] == "rewind" and "number" in entry:
+            before[entry["number"]] = remaining
+        elif entry["event"] == "undo":
+            remaining = before.get(entry.get("undoes", 0), remaining)
     return [start["code"] for start in remaining if "code" in start and start["step"] < step]
 
 
@@ -149,5 +149,5 @@ def last_start(run: Path) -> dict[str, str | None]:
 
 
 def _commit(facts: Mapping[str, Any]) -> str | None:
-    named = facts.get("commit")
-    return named and named + ("+" if facts.get("dirty") else "")
+    commit_hash = facts.get("commit")
+    return commit_hash and commit_hash + ("+" if facts.get("dirty") else "")

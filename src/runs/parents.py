@@ -32,28 +32,28 @@ def fingerprints(exp: Experiment, runs: Path) -> dict[str, str]:
         CheckpointError: a checkpoint is missing or damaged.
         RunError: the status of a parent is damaged.
     """
-    found: dict[str, str] = {}
+    digests: dict[str, str] = {}
 
     def visit(value: Experiment) -> None:
         for parent, which in parent_checkpoints(value):
             key = f"{parent}/{which}"
-            if key not in found:
+            if key not in digests:
                 folder = _find_checkpoint(SavedRun(runs / parent), which)
-                found[key] = checkpoints.fingerprint(folder)
+                digests[key] = checkpoints.fingerprint(folder)
                 visit(read_json(folder / "model.json", CheckpointError))
 
     visit(exp)
-    return found
+    return digests
 
 
 def _find_checkpoint(run: SavedRun, which: str, hashes: bool = True) -> Path:
     """The checkpoint "last" or "best" of a finished run. hashes: as of `files.defect`."""
     if which == "last":
         return checkpoints.last(run, hashes)
-    found = checkpoints.best(run.path, hashes)
-    if found is None:
+    checkpoint = checkpoints.best(run.path, hashes)
+    if checkpoint is None:
         raise CheckpointError(f"{run.path}: has no best checkpoint. Use the last one.")
-    return found
+    return checkpoint
 
 
 def _walk_checkpoints(value: Any) -> Iterator[tuple[str, str]]:
@@ -67,15 +67,15 @@ def _walk_checkpoints(value: Any) -> Iterator[tuple[str, str]]:
             yield from _walk_checkpoints(item)
 
 
-def order(selected: Mapping[str, Experiment], known: Mapping[str, Experiment], with_parents: bool) -> list[str]:
+def order(selected: Mapping[str, Experiment], candidates: Mapping[str, Experiment], with_parents: bool) -> list[str]:
     """Ids of `selected`, parents before children and otherwise as given.
 
     selected, known: id -> dict; `known` holds every experiment that can be run.
     with_parents: add the ancestors in `known`. A cycle is impossible: an id is the hash of a dict that holds its
     parents' ids.
     """
-    everything = {**known, **selected}
-    ordered: list[str] = []
+    everything = {**candidates, **selected}
+    ids: list[str] = []
     visited: set[str] = set()
 
     def visit(name: str) -> None:
@@ -85,11 +85,11 @@ def order(selected: Mapping[str, Experiment], known: Mapping[str, Experiment], w
         for parent in parent_ids(everything[name]):
             visit(parent)
         if with_parents or name in selected:
-            ordered.append(name)
+            ids.append(name)
 
     for name in selected:
         visit(name)
-    return ordered
+    return ids
 
 
 def missing_parents(
@@ -105,18 +105,18 @@ def missing_parents(
     store: what is known of `places.runs`: each parent of many children is checked once. For equal `places` only.
     """
     store = RunStore(places.runs) if store is None else store
-    found = []
+    messages = []
     for parent, which in parent_checkpoints(exp):
         if parent not in ahead:
-            lacks = store[parent].lacks
-            if which not in lacks:
-                lacks[which] = _describe_lack(store[parent], which, places)
-            if how := lacks[which]:
-                found.append(f"it starts from experiment {parent}, {how}")
-    return list(dict.fromkeys(found))
+            problems = store[parent].checkpoint_problems
+            if which not in problems:
+                problems[which] = _checkpoint_problem(store[parent], which, places)
+            if problem := problems[which]:
+                messages.append(f"it starts from experiment {parent}, {problem}")
+    return list(dict.fromkeys(messages))
 
 
-def _describe_lack(run: SavedRun, which: str, places: Places) -> str | None:
+def _checkpoint_problem(run: SavedRun, which: str, places: Places) -> str | None:
     parent = run.name
     try:
         state = run.state

@@ -26,7 +26,7 @@ _PARENT = re.compile(r"experiment ([0-9a-f]{32})")
 
 
 @dataclass(frozen=True)
-class Planned:
+class PlannedExperiment:
     """One experiment that is valid as written."""
 
     exp_id: str
@@ -67,7 +67,7 @@ def read_groups() -> Any:
         return top_level("exp_configs", "EXP_GROUPS")
 
 
-def load(exp: Experiment, group: str, where: str) -> Planned:
+def load(exp: Experiment, group: str, where: str) -> PlannedExperiment:
     """Validate one dict. group: "" if not known.
 
     Raises:
@@ -75,11 +75,13 @@ def load(exp: Experiment, group: str, where: str) -> Planned:
     """
     check_values(exp, where)
     recipe = load_experiment(exp, where)
-    spelled = canonical_dict(exp, recipe)
-    return Planned(exp_id(spelled), spelled, recipe, (group,) if group else (), where, operational_values(exp, recipe))
+    canonical = canonical_dict(exp, recipe)
+    return PlannedExperiment(
+        exp_id(canonical), canonical, recipe, (group,) if group else (), where, operational_values(exp, recipe)
+    )
 
 
-def describe_group(experiments: Any, known: Mapping[str, Planned]) -> str:
+def describe_group(experiments: Any, known_items: Mapping[str, PlannedExperiment]) -> str:
     """Recipe, model and data of a group, from the dict of its first experiment: "crossattn: bigcode/starcoder on nq".
 
     known: for the name of the experiment that it starts from.
@@ -90,14 +92,14 @@ def describe_group(experiments: Any, known: Mapping[str, Planned]) -> str:
     model, data = (part if isinstance(part := first.get(name), dict) else {} for name in ("model", "data"))
     base = model["base"] if isinstance(model.get("base"), dict) else model
     parent = str(base.get("exp_id")) if base.get("name") == "experiment" else ""
-    trained = known[parent].where if parent in known else f"experiment {parent[:8]}" if parent else None
+    trained = known_items[parent].where if parent in known_items else f"experiment {parent[:8]}" if parent else None
     return (
         f"{first.get('recipe')}: {trained or base.get('path') or base.get('name')} on "
         f"{data.get('corpus') or data.get('name')}"
     )
 
 
-def replace_micro_batch(item: Planned, micro_batch: int | None) -> Planned:
+def replace_micro_batch(item: PlannedExperiment, micro_batch: int | None) -> PlannedExperiment:
     """`item` to be started with another loop.micro_batch, of the same dict and id. None: `item` itself.
 
     Raises:
@@ -114,7 +116,9 @@ def replace_micro_batch(item: Planned, micro_batch: int | None) -> Planned:
         raise ConfigError(f"--micro_batch {micro_batch}: {str(error).removeprefix('.')}") from None
 
 
-def load_groups(groups: Groups, names: Sequence[str], assignments: Sequence[tuple[str, Any]]) -> list[Planned]:
+def load_groups(
+    groups: Groups, names: Sequence[str], assignments: Sequence[tuple[str, Any]]
+) -> list[PlannedExperiment]:
     """Every experiment of the groups `names`, with the assignments of --set applied.
     "lm[3]" names one experiment of the group "lm".
 
@@ -123,30 +127,30 @@ def load_groups(groups: Groups, names: Sequence[str], assignments: Sequence[tupl
     Raises:
         ConfigError: an unknown or empty group, every mistake of every experiment, or two experiments with one id.
     """
-    planned: list[Planned] = []
+    items: list[PlannedExperiment] = []
     mistakes: list[str] = []
     for text in dict.fromkeys(names):
         name, places = _select(groups, text)
         for i in places:
             where = f"{name}[{i}]"
             try:
-                planned.append(load(_assign(groups[name][i], assignments, name, where), name, where))
+                items.append(load(_assign(groups[name][i], assignments, name, where), name, where))
             except ConfigError as error:
                 mistakes += str(error).splitlines()
     if mistakes:
         raise ConfigError("\n".join(merge_mistakes(mistakes)))
-    return _join_groups(planned, bool(assignments))
+    return _join_groups(items, bool(assignments))
 
 
 def load_combinations(
     groups: Groups, names: Sequence[str], combinations: Sequence[Sequence[tuple[str, Any]]]
-) -> list[Planned]:
+) -> list[PlannedExperiment]:
     """`load_groups` for each combination of assignments, which the places of the experiments name if there are several.
 
     Raises:
         ConfigError: as `load_groups`.
     """
-    planned: dict[str, Planned] = {}
+    items_by_id: dict[str, PlannedExperiment] = {}
     for assignments in combinations:
         differs = [
             f" {path}={value}"
@@ -154,8 +158,8 @@ def load_combinations(
             if len({str(each[i][1]) for each in combinations}) > 1
         ]
         for item in load_groups(groups, names, assignments):
-            planned.setdefault(item.exp_id, replace(item, where=item.where + "".join(differs)))
-    return list(planned.values())
+            items_by_id.setdefault(item.exp_id, replace(item, where=item.where + "".join(differs)))
+    return list(items_by_id.values())
 
 
 def _select(groups: Groups, text: str) -> tuple[str, Sequence[int]]:
@@ -191,25 +195,25 @@ def _assign(exp: Experiment, assignments: Sequence[tuple[str, Any]], group: str,
     return exp
 
 
-def load_all(groups: Groups) -> dict[str, Planned]:
+def load_all(groups: Groups) -> dict[str, PlannedExperiment]:
     """Every valid experiment of `groups` by its id."""
-    planned: dict[str, Planned] = {}
+    items_by_id: dict[str, PlannedExperiment] = {}
     for name, experiments in groups.items():
         for i, exp in enumerate(
             experiments if isinstance(experiments, list) and not isinstance(experiments, BrokenGroup) else []
         ):
             with contextlib.suppress(ConfigError):
                 item = load(exp, name, f"{name}[{i}]")
-                planned.setdefault(item.exp_id, item)
-    return planned
+                items_by_id.setdefault(item.exp_id, item)
+    return items_by_id
 
 
-def _join_groups(planned: list[Planned], made_equal: bool) -> list[Planned]:
+def _join_groups(planned_items: list[PlannedExperiment], made_equal: bool) -> list[PlannedExperiment]:
     """Each id once, with all groups that hold it. made_equal: a group can contain it twice."""
-    places: dict[str, list[Planned]] = {}
-    for item in planned:
-        others = places.setdefault(item.exp_id, [])
-        for other in others:
+    places: dict[str, list[PlannedExperiment]] = {}
+    for item in planned_items:
+        equal_items = places.setdefault(item.exp_id, [])
+        for other in equal_items:
             if other.exp != item.exp:
                 raise ConfigError(
                     f"{item.where} and {other.where} differ but share the id {item.exp_id}. "
@@ -217,11 +221,13 @@ def _join_groups(planned: list[Planned], made_equal: bool) -> list[Planned]:
                 )
             if other.groups == item.groups and not made_equal:
                 raise ConfigError(f"{item.where} is the same experiment as {other.where}. Remove one of them.")
-        others.append(item)
-    return [replace(items[0], groups=tuple(dict.fromkeys(item.group for item in items))) for items in places.values()]
+        equal_items.append(item)
+    return [
+        replace(same_id[0], groups=tuple(dict.fromkeys(item.group for item in same_id))) for same_id in places.values()
+    ]
 
 
-def find(prefix: str, known: Mapping[str, Planned], runs: Path) -> Planned:
+def find(prefix: str, known_items: Mapping[str, PlannedExperiment], runs: Path) -> PlannedExperiment:
     """The experiment with an id that starts with `prefix`, from exp_configs.py or its save directory,
     with the groups recorded there.
 
@@ -229,7 +235,7 @@ def find(prefix: str, known: Mapping[str, Planned], runs: Path) -> Planned:
         ConfigError: neither has it, or there are several.
         RunError: the dict in the save directory is damaged, or has another id.
     """
-    ids = {name for name in known if name.startswith(prefix)}
+    ids = {name for name in known_items if name.startswith(prefix)}
     ids |= set(RunStore(runs).ids(prefix))
     if prefix not in ids and len(ids) > 1:
         raise ConfigError(
@@ -238,8 +244,8 @@ def find(prefix: str, known: Mapping[str, Planned], runs: Path) -> Planned:
     prefix = prefix if prefix in ids or not ids else ids.pop()
     run = SavedRun(runs / prefix)
     file = run.path / EXP_DICT
-    if prefix in known:
-        item = known[prefix]
+    if prefix in known_items:
+        item = known_items[prefix]
     elif file.exists():
         item = load(run.exp, "", str(file))
         if item.exp_id != prefix:
@@ -251,17 +257,21 @@ def find(prefix: str, known: Mapping[str, Planned], runs: Path) -> Planned:
     return replace(item, groups=tuple(run.groups) or item.groups)
 
 
-def add_parents(selected: Sequence[Planned], known: Mapping[str, Planned], add: bool) -> list[Planned]:
+def add_parents(
+    selected: Sequence[PlannedExperiment], known_items: Mapping[str, PlannedExperiment], add: bool
+) -> list[PlannedExperiment]:
     """`selected` with parents before children. add: with their ancestors in `known`."""
-    chosen = {item.exp_id: item for item in selected}
-    everything = {**known, **chosen}
-    ordered = parents.order({i: p.exp for i, p in chosen.items()}, {i: p.exp for i, p in known.items()}, add)
-    return [everything[name] for name in ordered]
+    selected_items = {item.exp_id: item for item in selected}
+    everything = {**known_items, **selected_items}
+    ordered_ids = parents.order(
+        {i: p.exp for i, p in selected_items.items()}, {i: p.exp for i, p in known_items.items()}, add
+    )
+    return [everything[name] for name in ordered_ids]
 
 
 @remember_calls()
 def find_problems(  # noqa: PLR0913, PLR0917
-    planned: Sequence[Planned],
+    items: Sequence[PlannedExperiment],
     places: Places,
     reset: Container[str] = (),
     ahead: Collection[str] = (),
@@ -280,35 +290,35 @@ def find_problems(  # noqa: PLR0913, PLR0917
     problems: dict[str, list[str]] = {}
     before = set(ahead)
     store = RunStore(places.runs) if store is None else store
-    for item in planned:
-        lacks: list[str] = []
+    for item in items:
+        messages: list[str] = []
         try:
             if item.exp_id not in reset and store[item.exp_id].state == "done":
                 continue
         except UserError as error:
-            lacks.append(str(error))
-        lacks += parents.missing_parents(item.exp, places, before, store)
+            messages.append(str(error))
+        messages += parents.missing_parents(item.exp, places, before, store)
         try:
             replace_micro_batch(item, micro_batch).recipe.check(places)
             if here:
                 item.recipe.check_device()
         except UserError as error:
-            lacks.append(str(error))
-        if lacks:
-            problems[item.exp_id] = [f"{item.where}: {line}" for lack in lacks for line in lack.splitlines()]
+            messages.append(str(error))
+        if messages:
+            problems[item.exp_id] = [f"{item.where}: {line}" for message in messages for line in message.splitlines()]
         before.add(item.exp_id)
     return problems
 
 
-def merge_problems(lacks: Mapping[str, Sequence[str]], known: Mapping[str, Planned]) -> list[str]:
+def merge_problems(problems: Mapping[str, Sequence[str]], known_items: Mapping[str, PlannedExperiment]) -> list[str]:
     """What `find_problems` found, each cause once, with the places of `known` parents."""
 
     def name(match: re.Match[str]) -> str:
-        return f"{known[match[1]].where} ({match[1]})" if match[1] in known else match[0]
+        return f"{known_items[match[1]].where} ({match[1]})" if match[1] in known_items else match[0]
 
     return [
         _PARENT.sub(name, line)
-        for line in merge_mistakes(message for messages in lacks.values() for message in messages)
+        for line in merge_mistakes(message for messages in problems.values() for message in messages)
     ]
 
 
@@ -320,6 +330,6 @@ def merge_mistakes(lines: Iterable[str]) -> list[str]:
         key, place = ((match["path"], match["text"]), match["place"] + match["set"]) if match else (("", line), "")
         places.setdefault(key, []).append(place)
     return [
-        f"{found[0]}{f' and {len(found) - 1} more' * (len(found) > 1)}: {text}" if found[0] else text
-        for (_, text), found in places.items()
+        f"{matches[0]}{f' and {len(matches) - 1} more' * (len(matches) > 1)}: {text}" if matches[0] else text
+        for (_, text), matches in places.items()
     ]

@@ -21,7 +21,7 @@ from src.runs.environment import now
 from src.runs.history import journal
 from src.runs.lease import GUARD, LEASE, Lease, directory_lock
 from src.runs.scores import SCORES, Scores
-from src.runs.store import CONFIG, DELETED, DIFF, ENV, EXP_DICT, GROUPS, JOB, REMARKS, STATUS, SavedRun, State
+from src.runs.store import CONFIG, DELETED_FOLDER, DIFF, ENV, EXP_DICT, GROUPS, JOB, REMARKS, STATUS, SavedRun, State
 from src.runs.summary import SUMMARY, summarize
 
 _SHOWN_CHANGES = 10
@@ -43,7 +43,7 @@ class RunDir:
     attempt: int
     lease: Lease | None
     """None: attached, read-only."""
-    found: SavedRun
+    saved_run: SavedRun
     """As it was when it was opened."""
 
     @classmethod
@@ -85,12 +85,12 @@ class RunDir:
             _sweep(path)
             journal.finish(path)
             if reset and _is_used(path):
-                backup = _free_backup_path(runs / DELETED, identity)
+                backup = _free_backup_path(runs / DELETED_FOLDER, identity)
                 lease.move_directory(backup)
                 lease = Lease.acquire(path)
                 _restore_notes(backup, path)
-            found = SavedRun(path)
-            run = cls(path, identity, exp, found.attempts, lease, found)
+            saved_run = SavedRun(path)
+            run = cls(path, identity, exp, saved_run.attempts, lease, saved_run)
             run._check_dict()
             run._check_config(dict(resolved), recipe)
             run._begin(dict(facts or {}))
@@ -106,8 +106,8 @@ class RunDir:
         Raises:
             RunError: there is no experiment in `path`, or its exp_dict.json is damaged.
         """
-        found = SavedRun(path)
-        return cls(path, path.name, found.exp, found.attempts, None, found)
+        saved_run = SavedRun(path)
+        return cls(path, path.name, saved_run.exp, saved_run.attempts, None, saved_run)
 
     @property
     def logs(self) -> Path:
@@ -209,7 +209,7 @@ class RunDir:
                     "To continue it, restore the old defaults; to have both, write the value into the dict (a new "
                     "id); to start over, -r 1."
                 )
-            if not policy or self.found.status["state"] == "done":
+            if not policy or self.saved_run.status["state"] == "done":
                 return
             ledger.append(self.path, ledger.event("policy", changes={path: [old, new] for path, old, new in policy}))
             log.info("%s: %s, from this start on", self.path, _describe(policy))
@@ -217,8 +217,8 @@ class RunDir:
 
     def _begin(self, facts: dict[str, Any]) -> None:
         """Record the environment of this attempt, and the status "running"."""
-        self.found.join_groups(facts.get("groups", ()))
-        if self.found.status["state"] == "done":
+        self.saved_run.join_groups(facts.get("groups", ()))
+        if self.saved_run.status["state"] == "done":
             return
         self.attempt += 1
         diff = facts.pop("diff", None)
@@ -229,7 +229,7 @@ class RunDir:
             write_atomic(history / DIFF, diff.encode("utf-8", "surrogateescape"))
         for folder in (history, self.path):
             write_json(folder / ENV, {"attempt": self.attempt, **facts})
-        self._replace_status(self.found.status, "running", {})
+        self._replace_status(self.saved_run.status, "running", {})
 
 
 def start_over(path: Path) -> None:
@@ -244,7 +244,7 @@ def start_over(path: Path) -> None:
     with Lease.acquire(path) as lease:
         _sweep(path)
         if _is_used(path):
-            backup = _free_backup_path(path.parent / DELETED, path.name)
+            backup = _free_backup_path(path.parent / DELETED_FOLDER, path.name)
             lease.move_directory(backup)
             SavedRun(path).join_groups(SavedRun(backup).groups)
         with writing(path):
@@ -256,13 +256,13 @@ def differences(old: Any, new: Any) -> list[tuple[str, str, str]]:
     before, after = (
         {key: json.dumps(value, sort_keys=True) for key, value in flatten(each).items()} for each in (old, new)
     )
-    shown = [(key, before.get(key, "absent"), after.get(key, "absent")) for key in before | after]
-    return [change for change in shown if change[1] != change[2]]
+    values = [(key, before.get(key, "absent"), after.get(key, "absent")) for key in before | after]
+    return [change for change in values if change[1] != change[2]]
 
 
 def _describe(changes: list[tuple[str, str, str]]) -> str:
-    shown = [f"{key or 'value'} was {old:.60}, is now {new:.60}" for key, old, new in changes[:_SHOWN_CHANGES]]
-    return "; ".join(shown + ([f"and {more} more"] if (more := len(changes) - _SHOWN_CHANGES) > 0 else []))
+    lines = [f"{key or 'value'} was {old:.60}, is now {new:.60}" for key, old, new in changes[:_SHOWN_CHANGES]]
+    return "; ".join(lines + ([f"and {more} more"] if (more := len(changes) - _SHOWN_CHANGES) > 0 else []))
 
 
 def _is_used(path: Path) -> bool:
@@ -270,14 +270,14 @@ def _is_used(path: Path) -> bool:
     return any(entry.name not in _BEFORE_A_START for entry in path.iterdir())
 
 
-def _free_backup_path(deleted: Path, identity: str) -> Path:
+def _free_backup_path(folder: Path, identity: str) -> Path:
     """The first free name: no older backup is replaced."""
-    with writing(deleted):
-        os.makedirs(deleted, exist_ok=True)
-    number, target = 0, deleted / identity
+    with writing(folder):
+        os.makedirs(folder, exist_ok=True)
+    number, target = 0, folder / identity
     while target.exists():
         number += 1
-        target = deleted / f"{identity}.{number}"
+        target = folder / f"{identity}.{number}"
     return target
 
 

@@ -34,8 +34,8 @@ class Scores:
         self.path = path
         self._read_only = read_only
         self._last_step: int | None = None
-        self._mended = False
-        self._unsynced = False
+        self._is_repaired = False
+        self._has_unsynced_rows = False
 
     def append(self, row: Mapping[str, Any], durable: bool = True) -> None:
         """Append a row of numbers with an int "step" greater than that of the last row.
@@ -48,13 +48,13 @@ class Scores:
         """
         self._check_writable()
         values = self._json_values(row)
-        if not self._mended:
+        if not self._is_repaired:
             self.truncate(math.inf)  # a killed process can leave a partial line
         step = row["step"]
         if self._last_step is not None and step <= self._last_step:
             raise ValueError(f"{self.path}: step {step} cannot follow step {self._last_step}: truncate first.")
         jsonl_records.append(self.path, [values], durable)
-        self._unsynced = not durable
+        self._has_unsynced_rows = not durable
         self._last_step = step
 
     def sync(self) -> None:
@@ -63,8 +63,8 @@ class Scores:
         Raises:
             RunError: the disk refuses.
         """
-        if self._unsynced:
-            self._unsynced = False
+        if self._has_unsynced_rows:
+            self._has_unsynced_rows = False
             with writing(self.path), open(self.path, "rb") as file:
                 os.fsync(file.fileno())
             sync_directory(self.path.parent)
@@ -78,8 +78,8 @@ class Scores:
         """
         self._check_writable()
         *before, (_, last) = self._read_lines()
-        added = self._json_values({**scores, "step": last["step"]})
-        lines = [*(line for line, _ in before), json.dumps({**last, **added}).encode()]
+        new_values = self._json_values({**scores, "step": last["step"]})
+        lines = [*(line for line, _ in before), json.dumps({**last, **new_values}).encode()]
         write_atomic(self.path, b"".join(line + b"\n" for line in lines))
 
     def rows(self) -> list[Row]:
@@ -105,7 +105,7 @@ class Scores:
             with writing(self.path):
                 os.truncate(self.path, size)
         self._last_step = rows[-1][1]["step"] if rows else None
-        self._mended = True
+        self._is_repaired = True
 
     def export_haven(self) -> None:
         """Write the rows to score_list.pkl; null becomes NaN, which haven's tables skip.
@@ -258,18 +258,18 @@ _REBUILDERS = {
 """Functions that pickles name for a value, and the value."""
 
 
-def _construct(called: Any, arguments: Any) -> Any:
-    if not isinstance(called, Opaque) or not isinstance(arguments, tuple):
-        raise pickle.UnpicklingError(f"a call of {type(called).__name__}")
-    if constructors := _CONSTRUCTORS.get(called.name):
-        return constructors(*arguments)
-    function = called.name.rpartition(".")[2]
-    if function.startswith("_rebuild_tensor"):
+def _construct(function: Any, arguments: Any) -> Any:
+    if not isinstance(function, Opaque) or not isinstance(arguments, tuple):
+        raise pickle.UnpicklingError(f"a call of {type(function).__name__}")
+    if constructor := _CONSTRUCTORS.get(function.name):
+        return constructor(*arguments)
+    name = function.name.rpartition(".")[2]
+    if name.startswith("_rebuild_tensor"):
         return Opaque("torch.Tensor")
-    if function in _REBUILDERS:
+    if name in _REBUILDERS:
         of_class = arguments[0] if arguments and isinstance(arguments[0], Opaque) else None
-        return Opaque(of_class.name if of_class and function != "_frombuffer" else _REBUILDERS[function])
-    return Opaque(called.name)
+        return Opaque(of_class.name if of_class and name != "_frombuffer" else _REBUILDERS[name])
+    return Opaque(function.name)
 
 
 _Unpickler: Any = pickle._Unpickler  # pyright: ignore[reportAttributeAccessIssue]  not in its stubs
@@ -296,8 +296,8 @@ class _ScoreListReader(_Unpickler):
     def get_extension(self, code: int) -> None:
         self.append(Opaque(f"extension {code}"))
 
-    def _instantiate(self, called: Any, arguments: Any) -> None:
-        self.append(_construct(called, tuple(arguments)))
+    def _instantiate(self, function: Any, arguments: Any) -> None:
+        self.append(_construct(function, tuple(arguments)))
 
     def load_reduce(self) -> None:
         arguments = self.stack.pop()
@@ -308,9 +308,9 @@ class _ScoreListReader(_Unpickler):
         self.load_reduce()
 
     def load_build(self) -> None:
-        state, constructors = self.stack.pop(), self.stack[-1]
-        if isinstance(constructors, _Dtype):
-            constructors.order = state[1] if state[1] in (">", "=") else "<"
+        state, instance = self.stack.pop(), self.stack[-1]
+        if isinstance(instance, _Dtype):
+            instance.order = state[1] if state[1] in (">", "=") else "<"
 
     def load_bytearray8(self) -> None:
         length = int.from_bytes(self.read(8), "little")

@@ -29,7 +29,7 @@ REMARKS = "remarks.json"
 JOB = "job_dict.json"
 CODE_VERSIONS = "code_versions"
 """The key of status.json that says how many versions of the code have trained a run, where it is more than one."""
-LOGS, DELETED = "logs", "deleted"
+LOGS, DELETED_FOLDER = "logs", "deleted"
 """Folders beside the save directories: what jobs print, and runs that were started over."""
 State = Literal["running", "done", "failed", "stopped"]
 
@@ -42,7 +42,7 @@ class SavedRun:
     """
 
     path: Path
-    lacks: dict[str, str | None] = field(default_factory=dict)
+    checkpoint_problems: dict[str, str | None] = field(default_factory=dict)
     """What is wrong with its "last" and "best" checkpoint, as far as they were checked; None: nothing."""
 
     @property
@@ -53,8 +53,8 @@ class SavedRun:
     @property
     def logs(self) -> list[Path]:
         """The output files of its jobs, stderr first, and the log of its training."""
-        printed = [self.path.parent / LOGS / f"{self.name}.{end}.log" for end in ("err", "out")]
-        return [*printed, self.path / "logs" / "train.log"]
+        output_files = [self.path.parent / LOGS / f"{self.name}.{end}.log" for end in ("err", "out")]
+        return [*output_files, self.path / "logs" / "train.log"]
 
     @cached_property
     def exp(self) -> dict[str, Any]:
@@ -135,17 +135,17 @@ class SavedRun:
     def groups(self) -> list[str]:
         """The recorded groups, in the order of recording; empty if not known."""
         try:
-            matches = read_json(self.path / GROUPS, RunError, [])
+            names = read_json(self.path / GROUPS, RunError, [])
         except RunError:
             return []
-        return [name for name in matches if isinstance(name, str)] if isinstance(matches, list) else []
+        return [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
 
     @cached_property
     def remarks(self) -> tuple[list[str], str]:
         """Tags and note that a person gave the experiment; neither belongs to its dict or id."""
         hint = "Repair it or delete it; nothing else reads it."
-        matches = self._read(REMARKS, {"tags": [], "note": ""}, hint)
-        tags, note = (matches.get("tags"), matches.get("note")) if isinstance(matches, dict) else (None, None)
+        content = self._read(REMARKS, {"tags": [], "note": ""}, hint)
+        tags, note = (content.get("tags"), content.get("note")) if isinstance(content, dict) else (None, None)
         if not isinstance(tags, list) or not all(isinstance(tag, str) for tag in tags) or not isinstance(note, str):
             raise RunError(f'{self.path / REMARKS}: expected a dict with a list "tags" and a text "note". {hint}')
         return tags, note
@@ -195,8 +195,8 @@ class SavedRun:
         if set(requested := list(dict.fromkeys(groups))) <= set(self.groups):  # none is ever taken back
             return
         with directory_lock(self.path):
-            noted = SavedRun(self.path).groups
-            self.groups = [*noted, *(group for group in requested if group not in noted)]
+            groups_on_disk = SavedRun(self.path).groups
+            self.groups = [*groups_on_disk, *(group for group in requested if group not in groups_on_disk)]
             write_json(self.path / GROUPS, self.groups)
 
     def write_remarks(self, add: Iterable[str] = (), remove: Iterable[str] = (), note: str | None = None) -> None:
@@ -211,9 +211,9 @@ class SavedRun:
             )
         with directory_lock(self.path):
             tags, old = SavedRun(self.path).remarks
-            gone = set(remove)
+            removed_tags = set(remove)
             self.remarks = (
-                [tag for tag in dict.fromkeys([*tags, *add]) if tag not in gone],
+                [tag for tag in dict.fromkeys([*tags, *add]) if tag not in removed_tags],
                 old if note is None else note,
             )
             write_json(self.path / REMARKS, dict(zip(("tags", "note"), self.remarks, strict=True)))
@@ -228,17 +228,17 @@ class SavedRun:
         """
         path = self.path
         if not path.exists():
-            beside = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
+            temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
             with writing(path):
-                beside.mkdir(parents=True)
-                write_json(beside / EXP_DICT, exp)
-                if named := list(dict.fromkeys(groups)):
-                    write_json(beside / GROUPS, named)
+                temporary.mkdir(parents=True)
+                write_json(temporary / EXP_DICT, exp)
+                if group_names := list(dict.fromkeys(groups)):
+                    write_json(temporary / GROUPS, group_names)
                 try:
-                    os.rename(beside, path)
+                    os.rename(temporary, path)
                     return
                 except OSError as error:
-                    shutil.rmtree(beside, ignore_errors=True)
+                    shutil.rmtree(temporary, ignore_errors=True)
                     if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):  # another process was faster
                         raise
         if not (path / EXP_DICT).exists():

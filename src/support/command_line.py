@@ -15,7 +15,7 @@ from typing import BinaryIO, NoReturn
 from src.errors import ConfigError, print_errors
 
 # Standard input is a pipe that closes when its writer dies. The shell and its watcher outlive stop signals.
-_BOUND = (
+_BOUND_COMMAND = (
     'exec 3<&0 < /dev/null; (trap "" TERM INT HUP USR1; read -r _ <&3; kill -s "$0" 0) & exec 3<&-; '
     'trap : TERM INT HUP USR1; "$@"; code=$?; kill -KILL $!; exit $code'
 )
@@ -80,13 +80,13 @@ def signals_raise() -> Iterator[None]:
 
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
     here = threading.current_thread() is threading.main_thread()
-    replaced = {number: old for number, old in before.items() if here and old is not signal.SIG_IGN}
-    for number in replaced:
+    old_handlers = {number: old for number, old in before.items() if here and old is not signal.SIG_IGN}
+    for number in old_handlers:
         signal.signal(number, leave)
     try:
         yield
     finally:
-        for number, old in replaced.items():
+        for number, old in old_handlers.items():
             signal.signal(number, old)
 
 
@@ -101,7 +101,7 @@ def start_bound(argv: Sequence[str], ending: signal.Signals, out: BinaryIO, err:
 
     The exit code of a command that a signal ended is 128 + its number, as in shells.
     """
-    command = ["/bin/sh", "-c", _BOUND, ending.name.removeprefix("SIG"), *argv]
+    command = ["/bin/sh", "-c", _BOUND_COMMAND, ending.name.removeprefix("SIG"), *argv]
     return subprocess.Popen(command, stdin=_life_line(), stdout=out, stderr=err, start_new_session=True)
 
 

@@ -19,7 +19,7 @@ from src.support import torch_settings
 T = TypeVar("T")
 REQUEUE = 75
 """Exit code of a training that stopped gracefully before its end (EX_TEMPFAIL of sysexits.h): a restart resumes it."""
-INTERRUPTED = 130
+INTERRUPTED_EXIT = 130
 """Exit code of a training that a person stopped, as after Ctrl-C in a shell: no scheduler restarts it."""
 OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 """Environment variable that gives torchrun's agent and the ranks separate rendezvous stores."""
@@ -48,7 +48,7 @@ _deferred = False
 _limit: Callable[[], Reason | None] | None = None
 
 
-class TrainingStopped(BaseException):
+class StopTraining(BaseException):
     """This process was asked to stop. A BaseException, like KeyboardInterrupt, so that no library swallows it."""
 
     def __init__(self, reason: Reason, everywhere: bool = False, step: int | None = None) -> None:
@@ -62,7 +62,7 @@ class TrainingStopped(BaseException):
     @property
     def exit_code(self) -> int:
         """`REQUEUE`, on which schedulers restart the job, or `INTERRUPTED`, on which they do not."""
-        return INTERRUPTED if self.reason.by_hand else REQUEUE
+        return INTERRUPTED_EXIT if self.reason.by_hand else REQUEUE
 
 
 def rank() -> int:
@@ -138,7 +138,7 @@ def session(deterministic: bool = False) -> Iterator[None]:
     dist.init_process_group("cpu:gloo,cuda:nccl" if gpu else "gloo", timeout=torch_settings.COLLECTIVE_TIMEOUT)
     try:
         yield
-    except TrainingStopped as stopped:
+    except StopTraining as stopped:
         if stopped.everywhere:
             _leave_group()
         raise
@@ -177,7 +177,7 @@ def _end_with_parent() -> None:
 
 @contextlib.contextmanager
 def stoppable() -> Iterator[None]:
-    """Within the block a stop signal raises `TrainingStopped` once:
+    """Within the block a stop signal raises `StopTraining` once:
     immediately or, after `defer_stop`, where the training checks for it.
 
     Main thread only. A second Ctrl-C aborts immediately. An ignored SIGINT (nohup) stays ignored.
@@ -191,7 +191,7 @@ def stoppable() -> Iterator[None]:
     before = {number: signal.signal(number, _on_signal) for number in numbers}
     hook = sys.unraisablehook
     # Where Python can raise nothing, as in a callback of an import, it would print a traceback. The stop is recorded.
-    sys.unraisablehook = lambda found: None if isinstance(found.exc_value, TrainingStopped) else hook(found)
+    sys.unraisablehook = lambda unraisable: None if isinstance(unraisable.exc_value, StopTraining) else hook(unraisable)
     try:
         yield
     finally:
@@ -208,12 +208,12 @@ def defer_stop() -> None:
 
 
 def allow_stop() -> None:
-    """From here on a stop signal raises `TrainingStopped` at once; a recorded one does so now."""
+    """From here on a stop signal raises `StopTraining` at once; a recorded one does so now."""
     global _deferred  # noqa: PLW0603  see stoppable
     _deferred = False
     if _requested:
         _deferred = True
-        raise TrainingStopped(_requested)
+        raise StopTraining(_requested)
 
 
 @contextlib.contextmanager
@@ -233,21 +233,19 @@ def stop_requested() -> Reason | None:
 
 
 def stop_together() -> None:
-    """Raise `TrainingStopped` on every process if one of them was asked to stop. Collective.
+    """Raise `StopTraining` on every process if one of them was asked to stop. Collective.
 
     Raises:
-        TrainingStopped: with `everywhere`, and without a step.
+        StopTraining: with `everywhere`, and without a step.
     """
     if any(all_reduce_sum([stop_requested() is not None])):
         raise agreed_stop(None)
 
 
-def agreed_stop(step: int | None) -> TrainingStopped:
+def agreed_stop(step: int | None) -> StopTraining:
     """The exception that every rank raises once they agree that one of them was asked to stop. Collective."""
     reasons = all_gather_list([reason] if (reason := stop_requested()) else [])
-    return TrainingStopped(
-        next((reason for reason in reasons if reason.by_hand), reasons[0]), everywhere=True, step=step
-    )
+    return StopTraining(next((reason for reason in reasons if reason.by_hand), reasons[0]), everywhere=True, step=step)
 
 
 def ignore_stops(_: int = 0) -> None:
@@ -277,7 +275,7 @@ def _on_signal(number: int, _: FrameType | None) -> None:
     _requested = _requested or Reason(signal.Signals(number).name, "person" if number == signal.SIGINT else "signal")
     if not _deferred:
         _deferred = True  # a second signal must not interrupt the handling of the first
-        raise TrainingStopped(_requested)
+        raise StopTraining(_requested)
 
 
 @contextlib.contextmanager

@@ -109,7 +109,7 @@ _DECODERS: dict[str, Callable[[Any], Stack]] = {
     "starcoder2": _starcoder2,
     **dict.fromkeys(_LLAMA_LIKE, _llama),
 }
-KNOWN = {*_DECODERS, "t5", "idefics2", "idefics3", "smolvlm"}
+KNOWN_FAMILIES = {*_DECODERS, "t5", "idefics2", "idefics3", "smolvlm"}
 """The model_type of the families whose operations are known. Models that read images tell them by `training_flops`."""
 
 
@@ -122,11 +122,13 @@ def t5_flops(config: Any, passages: tuple[int, int], answers: tuple[int, int], P
     inner, width = config.num_heads * config.d_kv, config.d_model
     weights = 4 * width * inner + (3 if config.is_gated_act else 2) * width * config.d_ff
     B, D = answers
-    crossed = passes.matrices * 2 * (D + P) * 2 * width * inner + passes.attention * attention_flops(D, P, inner)
+    cross_attention = passes.matrices * 2 * (D + P) * 2 * width * inner + passes.attention * attention_flops(
+        D, P, inner
+    )
     return (
         Stack(config.num_layers, weights, inner).flops(*passages, passes)
         + Stack(config.num_decoder_layers, weights, inner).flops(B, D, passes)
-        + B * (config.num_decoder_layers * crossed + passes.matrices * 2 * D * head_weights(config))
+        + B * (config.num_decoder_layers * cross_attention + passes.matrices * 2 * D * head_weights(config))
     )
 
 

@@ -9,21 +9,21 @@ NOT_OFFERED = {errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EBADF, errno.
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # linux/fcntl.h, linux/fs.h
 
 
-def rename_over(beside: Path, final: Path) -> Path | None:
+def rename_over(source: Path, final: Path) -> Path | None:
     """Rename a folder to `final`; returns the new path of an older `final`, if there was one."""
     try:
-        os.rename(beside, final)
+        os.rename(source, final)
     except OSError as error:
         if error.errno not in {errno.ENOTEMPTY, errno.EEXIST}:
             raise
     else:
         return None
-    if _exchange(beside, final):
-        return beside
-    old = beside.with_name(f"{beside.name}.old")
+    if _exchange(source, final):
+        return source
+    old = source.with_name(f"{source.name}.old")
     try:
         os.rename(final, old)
-        os.rename(beside, final)
+        os.rename(source, final)
     except BaseException:
         if not final.exists():
             os.rename(old, final)

@@ -12,7 +12,7 @@ from src.files import reading
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-STORED = "stored_tensors"
+STORED_TENSORS = "stored_tensors"
 """Attribute of a model of transformers that was built unfilled: its tensors that are in the files of the folder
 `name_or_path`, by name."""
 
@@ -99,9 +99,9 @@ def matching_state(model: "nn.Module", file: Path, shapes: Mapping[str, Sequence
 
 def summarize_names(names: Iterable[str]) -> str:
     """The first three names, and the number of the rest."""
-    listed = sorted(names)
-    more = f" and {len(listed) - 3} more" if len(listed) > 3 else ""
-    return (", ".join(listed[:3]) or "none") + more
+    sorted_names = sorted(names)
+    more = f" and {len(sorted_names) - 3} more" if len(sorted_names) > 3 else ""
+    return (", ".join(sorted_names[:3]) or "none") + more
 
 
 def build_unfilled(build: Callable[[], Any], folder: Path, files: Sequence[Path]) -> Any | None:
@@ -125,19 +125,19 @@ def build_unfilled(build: Callable[[], Any], folder: Path, files: Sequence[Path]
     shapes: dict[str, list[int]] = {}
     holders: dict[str, Path] = {}
     for file in files:
-        with reading_tensors(file), safe_open(file, "pt") as opened:
-            shapes |= {name: opened.get_slice(name).get_shape() for name in opened.keys()}  # noqa: SIM118  it is no dict
-            holders |= dict.fromkeys(opened.keys(), file)
+        with reading_tensors(file), safe_open(file, "pt") as tensors:
+            shapes |= {name: tensors.get_slice(name).get_shape() for name in tensors.keys()}  # noqa: SIM118  it is no dict
+            holders |= dict.fromkeys(tensors.keys(), file)
     _untie(model, holders)
     state = model.state_dict(keep_vars=True)
-    stored = [name for name, tensor in state.items() if shapes.get(name) == list(tensor.shape)]
-    stored_ids = {id(state[name]) for name in stored}
+    stored_names = [name for name, tensor in state.items() if shapes.get(name) == list(tensor.shape)]
+    stored_ids = {id(state[name]) for name in stored_names}
     if any(id(parameter) not in stored_ids for parameter in model.parameters()):
         return None
     if (folder / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(folder)
     model.name_or_path = str(folder)
-    setattr(model, STORED, {name: state[name] for name in stored})
+    setattr(model, STORED_TENSORS, {name: state[name] for name in stored_names})
     return model.eval()
 
 
@@ -151,12 +151,14 @@ def _untie(model: "nn.Module", holders: Mapping[str, Path]) -> None:
     from torch import empty_like, equal, nn
 
     def read(name: str) -> "Tensor":
-        with safe_open(holders[name], "pt") as opened:
-            return opened.get_tensor(name)
+        with safe_open(holders[name], "pt") as tensors:
+            return tensors.get_tensor(name)
 
     first: dict[int, str] = {}
-    held = [(name, parameter) for name, parameter in model.named_parameters(remove_duplicate=False) if name in holders]
-    for name, parameter in held:
+    parameters = [
+        (name, parameter) for name, parameter in model.named_parameters(remove_duplicate=False) if name in holders
+    ]
+    for name, parameter in parameters:
         first_name = first.setdefault(id(parameter), name)
         if first_name != name and not equal(read(first_name), read(name)):
             owner, _, attribute = name.rpartition(".")
@@ -173,15 +175,15 @@ def stored_names(model: "nn.Module") -> dict[Path, dict[str, str]]:
 
     Wrappers and adapters change names, but not the tensors.
     """
-    state, names, named = model.state_dict(keep_vars=True), {}, set()
+    state, names, tensor_ids = model.state_dict(keep_vars=True), {}, set()
     for part in model.modules():
-        if STORED in vars(part):
-            files = {id(tensor): name for name, tensor in getattr(part, STORED).items()}
+        if STORED_TENSORS in vars(part):
+            files = {id(tensor): name for name, tensor in getattr(part, STORED_TENSORS).items()}
             names[Path(str(part.name_or_path))] = {
                 files[id(tensor)]: name for name, tensor in state.items() if id(tensor) in files
             }
-            named |= files.keys()
-    assert all(id(parameter) in named for parameter in model.parameters() if parameter.is_meta), (
+            tensor_ids |= files.keys()
+    assert all(id(parameter) in tensor_ids for parameter in model.parameters() if parameter.is_meta), (
         "weights that no file has"
     )
     return names

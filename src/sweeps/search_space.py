@@ -37,9 +37,9 @@ class SearchDimension:
     choices: Sequence[Any] = ()
     """For kind choice: the drawn number is an index into these."""
 
-    def value(self, drawn: Any) -> Any:
+    def value(self, number: Any) -> Any:
         """The experiment's value for a drawn number."""
-        return self.choices[drawn] if self.kind == "choice" else drawn
+        return self.choices[number] if self.kind == "choice" else number
 
 
 class Parameter(config.Config):
@@ -125,9 +125,9 @@ def grid_draws(dimensions: Sequence[SearchDimension]) -> list[dict[str, int]]:
     return [dict(zip(paths, draw, strict=True)) for draw in draws]
 
 
-def values_of(dimensions: Sequence[SearchDimension], drawn: Mapping[str, Any]) -> dict[str, Any]:
+def values_of(dimensions: Sequence[SearchDimension], numbers: Mapping[str, Any]) -> dict[str, Any]:
     """Dotted path -> value, of the numbers that were drawn."""
-    return {each.path: each.value(drawn[each.path]) for each in dimensions if each.path in drawn}
+    return {each.path: each.value(numbers[each.path]) for each in dimensions if each.path in numbers}
 
 
 def agent_argument(path: str, value: Any, where: str) -> str:
@@ -162,10 +162,10 @@ def _flatten(parameters: Mapping[str, Any], above: str, where: str) -> Iterator[
 
 def random_values(dimensions: Sequence[SearchDimension], draws: random.Random) -> dict[str, Any]:
     """One random combination: dotted path -> value."""
-    drawn = {
+    numbers = {
         each.path: draws.randint(int(each.low), int(each.high))
         if each.kind in ("choice", "int")
         else draws.uniform(each.low, each.high)
         for each in dimensions
     }
-    return values_of(dimensions, drawn)
+    return values_of(dimensions, numbers)

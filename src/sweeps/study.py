@@ -39,7 +39,7 @@ LOCK_SECONDS = 120
 HEARTBEAT_SECONDS = 10
 STALE_SECONDS = 60
 """A trial whose worker was silent for longer is repeated, as a new trial of the same parameters."""
-REASON, ASKED, HEARTBEAT = "reason", "asked", "heartbeat"
+REASON, IDENTITY, HEARTBEAT = "reason", "asked", "heartbeat"
 POLL_SECONDS = 0.2
 EXP_ID = "exp_id"
 """The attribute of a trial that holds its experiment id."""
@@ -47,7 +47,7 @@ GRACE_SECONDS = 60.0
 """Time for a training to stop with a checkpoint before it is killed."""
 RESTARTS = 3
 """How often a training that something else killed is restarted."""
-_INTERRUPTED = {75, 128 + signal.SIGTERM, 128 + signal.SIGKILL, 128 + signal.SIGUSR1}
+_RESTART_EXITS = {75, 128 + signal.SIGTERM, 128 + signal.SIGKILL, 128 + signal.SIGUSR1}
 
 
 @dataclass(frozen=True)
@@ -114,13 +114,13 @@ class Study:
             except DatabaseError as error:
                 raise RunError(f"{file}: cannot be used: {error.orig}. Move it away to begin the sweep anew.") from None
             text = json.dumps(identity, sort_keys=True)
-            if self.study.user_attrs.setdefault(ASKED, text) != text:
+            if self.study.user_attrs.setdefault(IDENTITY, text) != text:
                 self.close()
                 raise ConfigError(
                     f"{file}: this study was begun with another method, metric, experiment or parameters. "
                     "Give the sweep another name, or move that file away."
                 )
-            self.study.set_user_attr(ASKED, text)
+            self.study.set_user_attr(IDENTITY, text)
 
     def close(self) -> None:
         """Close the connections to the database."""
@@ -130,8 +130,8 @@ class Study:
     def trials(self) -> list["optuna.trial.FrozenTrial"]:
         """All trials in their order, without those that were repeated under another number."""
         trials = self.study.get_trials(deepcopy=False)
-        replaced = {number for trial in trials for number in trial.system_attrs.get("retry_history", [])}
-        return [trial for trial in trials if trial.number not in replaced]
+        replaced_numbers = {number for trial in trials for number in trial.system_attrs.get("retry_history", [])}
+        return [trial for trial in trials if trial.number not in replaced_numbers]
 
     def is_finished(self) -> bool:
         """Whether no trial waits or runs."""
@@ -161,7 +161,7 @@ class Study:
             values = values_of(self.dimensions, {each.path: _draw(trial, each) for each in self.dimensions})
         return ClaimedTrial(trial, values, get_heartbeat_thread(trial._trial_id, self.storage))
 
-    def report(self, claimed: ClaimedTrial, values: Sequence[float]) -> bool:
+    def report(self, claim: ClaimedTrial, values: Sequence[float]) -> bool:
         """Report the values so far, the first as iteration 1; True if Optuna wants the trial stopped.
 
         Raises:
@@ -169,7 +169,7 @@ class Study:
         """
         from optuna.exceptions import UpdateFinishedTrialError
 
-        trial = claimed.trial
+        trial = claim.trial
         num_reported = len(self.study.get_trials(deepcopy=False)[trial.number].intermediate_values)
         for iteration in range(num_reported + 1, len(values) + 1):
             try:
@@ -182,27 +182,27 @@ class Study:
                 return True
         return bool(self.sweep.early_terminate and values and trial.should_prune())
 
-    def end(self, claimed: ClaimedTrial, result: TrialResult) -> None:
+    def end(self, claim: ClaimedTrial, result: TrialResult) -> None:
         """Close a trial, unless another worker has taken it over."""
         from optuna.exceptions import UpdateFinishedTrialError
         from optuna.trial import TrialState
 
         if result.reason:
             with contextlib.suppress(UpdateFinishedTrialError):
-                claimed.trial.set_user_attr(REASON, result.reason)
+                claim.trial.set_user_attr(REASON, result.reason)
         state = {"done": TrialState.COMPLETE, "pruned": TrialState.PRUNED, "failed": TrialState.FAIL}[result.state]
         value = result.value if result.value is not None else 0.0  # a grid needs no metric
         self.study.tell(
-            claimed.trial.number, value if result.state == "done" else None, state=state, skip_if_finished=True
+            claim.trial.number, value if result.state == "done" else None, state=state, skip_if_finished=True
         )
 
-    def hand_back(self, claimed: ClaimedTrial) -> None:
+    def hand_back(self, claim: ClaimedTrial) -> None:
         """Let any worker repeat the interrupted trial at once."""
         import optuna
 
         with contextlib.suppress(optuna.exceptions.UpdateFinishedTrialError):
-            self.storage.set_trial_state_values(claimed.trial._trial_id, state=optuna.trial.TrialState.FAIL)
-            failed = self.storage.get_trial(claimed.trial._trial_id)
+            self.storage.set_trial_state_values(claim.trial._trial_id, state=optuna.trial.TrialState.FAIL)
+            failed = self.storage.get_trial(claim.trial._trial_id)
             optuna.storages.RetryHeartbeatStaleTrialCallback()(self.study, failed)
 
     def _begin_heartbeat(self, trial_id: int, number: int) -> None:
@@ -259,7 +259,7 @@ class Training:
     def __post_init__(self) -> None:
         self.child: subprocess.Popen[bytes] | None = None
         self._starts = 0
-        self._known: tuple[object, list[float | None]] = (None, [])
+        self._cached_values: tuple[object, list[float | None]] = (None, [])
         self._holder = StalenessProbe(2 * lease.STALE_SECONDS)
 
     def follow(self, prune: Callable[[Sequence[float]], bool]) -> TrialResult:
@@ -285,9 +285,9 @@ class Training:
         except UserError as error:
             self._stop()
             return TrialResult("failed", reason=str(error))
-        ended = self.child is None or code is not None
+        has_ended = self.child is None or code is not None
         if state == "done":
-            if not ended:
+            if not has_ended:
                 return None
             prune(values)
             return self._final_result()
@@ -296,9 +296,9 @@ class Training:
             if SavedRun(self.run).state == "done":
                 return self._final_result()
             return TrialResult("pruned", values[-1] if values else None)
-        if not ended or not self._holder.is_stale(self.run):
+        if not has_ended or not self._holder.is_stale(self.run):
             return None  # another process trains there: wait for it
-        if code is not None and code >= 0 and code not in _INTERRUPTED:
+        if code is not None and code >= 0 and code not in _RESTART_EXITS:
             reason = (
                 str(SavedRun(self.run).status.get("reason") or f"exit code {code}")
                 if state == "failed"
@@ -346,11 +346,11 @@ class Training:
         except FileNotFoundError:
             return []
         version = (facts.st_ino, facts.st_size, facts.st_mtime_ns)
-        if version != self._known[0]:
+        if version != self._cached_values[0]:
             rows = Scores(file, read_only=True).rows()
             column = [row[self.metric] for row in rows if self.metric in row]
-            self._known = (version, [float(value) if is_finite(value) else None for value in column])
-        return self._known[1]
+            self._cached_values = (version, [float(value) if is_finite(value) else None for value in column])
+        return self._cached_values[1]
 
     def _stop(self) -> None:
         if self.child is not None and self.child.poll() is None:

@@ -120,7 +120,7 @@ class Command:
 
     start: list[str]
     rest: list[str]
-    chosen: str | None
+    group: str | None
     """GROUP or GROUP[i], as -e gives it."""
     exp_id: str | None
     assignments: list[tuple[str, Any]]
@@ -146,9 +146,9 @@ def parse_command(command: Sequence[Any], program: str, where: str) -> Command:
     at = words.index("${program}")
     if PARAMETERS not in words[at:] or words.index(PARAMETERS) < at + 2:
         raise ConfigError(f"{where}: the parameters must reach the program: end it with --set and {PARAMETERS}.")
-    filled = {"${env}": "/usr/bin/env", "${interpreter}": sys.executable, "${program}": program}
+    macros = {"${env}": "/usr/bin/env", "${interpreter}": sys.executable, "${program}": program}
     for item in words:
-        if _MACRO.fullmatch(item) and item not in filled and item != PARAMETERS:
+        if _MACRO.fullmatch(item) and item not in macros and item != PARAMETERS:
             raise ConfigError(f"{where}: {item}: trainval.py takes parameters only as --set {PARAMETERS}.")
     if not Path(program).is_file():
         raise ConfigError(
@@ -178,7 +178,7 @@ def parse_command(command: Sequence[Any], program: str, where: str) -> Command:
         raise ConfigError(f"{where}: {error}") from None
     if args.steps is not None:
         assignments.append(("loop.steps", args.steps))
-    start = [filled.get(item, item) for item in words[: at + 1]]
+    start = [macros.get(item, item) for item in words[: at + 1]]
     return Command(start, rest, args.groups[0] if args.groups else None, args.exp_id, assignments, where)
 
 
@@ -187,11 +187,11 @@ class Source:
     """The experiment that a sweep starts from."""
 
     exp: dict[str, Any]
-    known: Mapping[str, plan.Planned]
+    experiments: Mapping[str, plan.PlannedExperiment]
     """Every experiment of exp_configs.py by its id: where parents are found."""
     where: str
 
-    def trial(self, values: Mapping[str, Any], where: str) -> plan.Planned:
+    def trial(self, values: Mapping[str, Any], where: str) -> plan.PlannedExperiment:
         """The experiment with `values`, by dotted path.
 
         Raises:
@@ -209,23 +209,23 @@ def find_source(command: Command, groups: Any, runs: Path) -> Source:
     Raises:
         ConfigError: none or several, or the command's own --set does not fit.
     """
-    known = plan.load_all(groups)
-    if command.chosen is None:
+    experiments = plan.load_all(groups)
+    if command.group is None:
         assert command.exp_id is not None
-        item = plan.find(command.exp_id, known, runs)
+        item = plan.find(command.exp_id, experiments, runs)
         items = plan.load_groups({command.exp_id: [item.with_operational]}, [command.exp_id], command.assignments)
     else:
-        name = command.chosen
+        name = command.group
         if isinstance(groups.get(name), list) and len(groups[name]) > 1:
             raise ConfigError(
                 f"{command.where}: -e {name}: a sweep starts from one experiment; choose {name}[0] to "
                 f"{name}[{len(groups[name]) - 1}]."
             )
         items = plan.load_groups(groups, [name], command.assignments)
-    return Source(items[0].with_operational, known, items[0].where)
+    return Source(items[0].with_operational, experiments, items[0].where)
 
 
-def check_metric(item: plan.Planned, metric: str, places: Places, where: str) -> None:
+def check_metric(item: plan.PlannedExperiment, metric: str, places: Places, where: str) -> None:
     """Raises ConfigError, with the known names, if the experiment does not log the metric."""
     if metric in ("train_loss", *DIAGNOSTICS):
         return
@@ -249,7 +249,7 @@ class Sweep:
     command: Command
     source: Source
     places: Places
-    example: plan.Planned | None = None
+    example: plan.PlannedExperiment | None = None
 
     @property
     def group(self) -> str:
@@ -276,7 +276,7 @@ def load(path: Path, places: Places) -> Sweep:
     dimensions = parse_dimensions(file.parameters, f"{where}: parameters", file.method == "grid")
     command = parse_command(file.command, file.program, f"{where}: command")
     source = find_source(command, plan.read_groups(), places.runs)
-    places = Places(places.data, places.runs, {exp_id: item.exp for exp_id, item in source.known.items()})
+    places = Places(places.data, places.runs, {exp_id: item.exp for exp_id, item in source.experiments.items()})
     sweep = Sweep(file.name or path.stem, file, dimensions, command, source, places)
     item = check_values(sweep, f"{where}: parameters")
     if sweep.metric is not None:
@@ -284,7 +284,7 @@ def load(path: Path, places: Places) -> Sweep:
     return replace(sweep, example=item)
 
 
-def check_values(sweep: Sweep, where: str) -> plan.Planned:
+def check_values(sweep: Sweep, where: str) -> plan.PlannedExperiment:
     """Check that each value, and each bound, makes a valid experiment with some of the others; one such experiment.
 
     Raises:
@@ -301,7 +301,7 @@ def check_values(sweep: Sweep, where: str) -> plan.Planned:
         ]
         attempts = [[random_values(dimensions, draws) | end for _ in range(TRIES)] for end in ends]
     mistakes: list[str] = []
-    example: plan.Planned | None = None
+    example: plan.PlannedExperiment | None = None
     for alternatives in attempts:
         refusals: list[str] = []
         for values in alternatives:
@@ -318,4 +318,4 @@ def check_values(sweep: Sweep, where: str) -> plan.Planned:
 
 def combinations(sweep: Sweep) -> list[dict[str, Any]]:
     """Every combination of a grid: dotted path -> value."""
-    return [values_of(sweep.dimensions, drawn) for drawn in grid_draws(sweep.dimensions)]
+    return [values_of(sweep.dimensions, numbers) for numbers in grid_draws(sweep.dimensions)]

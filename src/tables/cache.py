@@ -22,7 +22,7 @@ _TABLE = "CREATE TABLE IF NOT EXISTS cached (run TEXT, name TEXT, data BLOB, crc
 _SELECT = """SELECT run, name, data, crc FROM cached
 WHERE run IN (SELECT value FROM json_each(?)) AND name IN (SELECT value FROM json_each(?))"""
 # Result codes of SQLite: a wrong statement (so a table is missing), a damaged file, no database.
-_DAMAGED = {1, 11, 26}
+_DAMAGE_CODES = {1, 11, 26}
 _FORBIDDEN = {sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN}
 Values = dict[str, dict[str, bytes]]
 """By run and name."""
@@ -46,7 +46,7 @@ def read(folder: Path, runs: Sequence[str], names: Sequence[str]) -> Values:
 
 def write(folder: Path, values: Mapping[str, Mapping[str, bytes]], existing: Sequence[str] | None = None) -> None:
     """Cache values by run and name; delete runs that are not in `existing`, if that is given. Raises nothing."""
-    rows = [(run, name, data) for run, named in values.items() for name, data in named.items()]
+    rows = [(run, name, data) for run, values_by_name in values.items() for name, data in values_by_name.items()]
 
     def replace(database: sqlite3.Connection) -> None:
         database.execute("BEGIN IMMEDIATE")
@@ -54,8 +54,10 @@ def write(folder: Path, values: Mapping[str, Mapping[str, bytes]], existing: Seq
             database.execute(
                 "DELETE FROM cached WHERE run NOT IN (SELECT value FROM json_each(?))", [json.dumps(existing)]
             )
-        checked = ((run, name, data, _checksum(run.encode(), name.encode(), data)) for run, name, data in rows)
-        database.executemany("INSERT OR REPLACE INTO cached VALUES (?, ?, ?, ?)", checked)
+        rows_with_checksums = (
+            (run, name, data, _checksum(run.encode(), name.encode(), data)) for run, name, data in rows
+        )
+        database.executemany("INSERT OR REPLACE INTO cached VALUES (?, ?, ?, ?)", rows_with_checksums)
         database.execute("COMMIT")
 
     if rows:
@@ -70,7 +72,7 @@ def _use(path: Path, work: Callable[[sqlite3.Connection], Result]) -> Result | N
                 return work(database)
         except sqlite3.Error as error:
             code = getattr(error, "sqlite_errorcode", 0) & 0xFF
-            if code not in _DAMAGED or not _delete(path) or attempt == 2:
+            if code not in _DAMAGE_CODES or not _delete(path) or attempt == 2:
                 level = logging.INFO if code in _FORBIDDEN else logging.WARNING
                 log.log(level, "%s: not used: %s. Everything is read from the runs.", path, error)
                 return None

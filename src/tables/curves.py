@@ -121,34 +121,34 @@ def choose_values(
         return list(rows), []
     names = list(dict.fromkeys(name for score in score_names(rows) for name in (score, score.removeprefix("score."))))
     result, warnings = histories(runs, [row["exp_id"] for row in rows], names)
-    chosen = [row.replace(_choose_of_run(row, result.get(row["exp_id"], {}), value, at_step)) for row in rows]
-    for row in chosen:
+    new_rows = [row.replace(_choose_of_run(row, result.get(row["exp_id"], {}), value, at_step)) for row in rows]
+    for row in new_rows:
         row.at_step = at_step
-    if at_step is not None and (absent := sum(row["step"] is None for row in chosen)):
-        warnings = [*warnings, f"{absent} of {len(chosen)} runs have no row at step {at_step}; they are left out."]
-    return chosen, warnings
+    if at_step is not None and (absent := sum(row["step"] is None for row in new_rows)):
+        warnings = [*warnings, f"{absent} of {len(new_rows)} runs have no row at step {at_step}; they are left out."]
+    return new_rows, warnings
 
 
 def _choose_of_run(row: Row, columns: Columns, value: str, at_step: int | None) -> dict[str, Any]:
     import numpy as np
 
-    chosen: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for score in row.scores:
         if ended_in_nan(row, score) and at_step is None:
-            chosen[score] = None
+            values[score] = None
             continue
         column = columns.get(score, columns.get(score.removeprefix("score.")))
         if column is None:
-            chosen[score] = row[score] if score == CODE_VERSIONS else None
+            values[score] = row[score] if score == CODE_VERSIONS else None
             continue
         finite = column[np.isfinite(column) & (at_step is None or columns["step"] == at_step)].tolist()
         best = (
             (min if _is_lower_better(row, score) else max) if value == "best" else {"min": min, "max": max}.get(value)
         )
-        chosen[score] = (best(finite) if best else finite[-1]) if finite else None
+        values[score] = (best(finite) if best else finite[-1]) if finite else None
     if at_step is not None:
-        chosen["step"] = at_step if at_step in columns.get("step", ()) else None
-    return chosen
+        values["step"] = at_step if at_step in columns.get("step", ()) else None
+    return values
 
 
 def _is_lower_better(row: Row, score: str) -> bool:
@@ -224,18 +224,18 @@ def _read_history(path: Path, cached: _History | None) -> _History:
     if cached and piece.start:
         if not piece.lines:
             return cached
-        whole = _read_cache(path.parent, [path.name], cached.scores).get(path.name)
-        if whole is None or whole.tail != cached.tail:
+        complete = _read_cache(path.parent, [path.name], cached.scores).get(path.name)
+        if complete is None or complete.tail != cached.tail:
             return _read_history(path, None)
         try:
             new = _columns(parse_rows(piece, path / SCORES))
         except DataError:
             return _read_history(path, None)  # counts lines from the start of the file, for the message
-        lengths = len(whole.columns["step"]), len(new["step"])
+        lengths = len(complete.columns["step"]), len(new["step"])
         absent = [np.full(length, np.nan) for length in lengths]
-        names = dict.fromkeys([*whole.columns, *new])
+        names = dict.fromkeys([*complete.columns, *new])
         columns = {
-            name: np.concatenate([whole.columns.get(name, absent[0]), new.get(name, absent[1])]) for name in names
+            name: np.concatenate([complete.columns.get(name, absent[0]), new.get(name, absent[1])]) for name in names
         }
     elif not piece.lines and not (path / SCORES).exists() and (path / SCORE_LIST).exists():
         columns = _columns(read_score_list(path / SCORE_LIST))
@@ -285,14 +285,14 @@ def _band(runs: Sequence[tuple[Any, Any, Any]]) -> Band:
     """runs: (steps, values, places) of each."""
     import numpy as np
 
-    chosen = []
+    points = []
     for steps, values, places in runs:
         if len(places) == len(steps):
             mask = np.isfinite(values) & np.isfinite(places)
-            chosen.append((steps[mask], values[mask], places[mask]))
-    if not chosen:
+            points.append((steps[mask], values[mask], places[mask]))
+    if not points:
         return Band(*(np.array([]) for _ in range(4)))
-    steps, values, places = (np.concatenate(column) for column in zip(*chosen, strict=True))
+    steps, values, places = (np.concatenate(column) for column in zip(*points, strict=True))
     grid, at = np.unique(steps, return_inverse=True)
     count = np.bincount(at)
     mean = np.bincount(at, values) / count

@@ -27,16 +27,16 @@ def gpu_hours(run: Path) -> float:
         events = [
             event for event in ledger.read(run) if event["event"] in _BY_THE_RUN and isinstance(event.get("when"), str)
         ]
-        found = sorted(_gpus_of_attempts(run))
+        attempts = sorted(_gpus_of_attempts(run))
         places = [place for place, event in enumerate(events) if event["event"] == "start"]
         hours = 0.0
         for place, following in zip(places, [*places[1:], len(events)], strict=True):
             first, last = events[place], events[following - 1]
-            began, ended = (datetime.fromisoformat(event["when"]) for event in (first, last))
+            start, end = (datetime.fromisoformat(event["when"]) for event in (first, last))
             if following == len(events) and last["event"] != "stop" and (run / HEARTBEAT).exists():
-                ended = max(ended, datetime.fromtimestamp((run / HEARTBEAT).stat().st_mtime, UTC))
-            whole, each = next((gpus for when, *gpus in reversed(found) if when <= first["when"]), (0.0, 0.0))
-            hours += max(0.0, (ended - began).total_seconds()) / 3600 * (whole + first.get("world_size", 1) * each)
+                end = max(end, datetime.fromtimestamp((run / HEARTBEAT).stat().st_mtime, UTC))
+            shared_gpus, each = next((gpus for when, *gpus in reversed(attempts) if when <= first["when"]), (0.0, 0.0))
+            hours += max(0.0, (end - start).total_seconds()) / 3600 * (shared_gpus + first.get("world_size", 1) * each)
     except (UserError, OSError, ValueError, TypeError):  # ValueError, TypeError: a line of the ledger that is not ours
         return 0.0
     return hours

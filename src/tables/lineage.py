@@ -10,7 +10,7 @@ from src.errors import ConfigError, DataError, UserError
 from src.experiments.config import Places
 from src.runs.history import branches
 from src.runs.parents import missing_parents, parent_checkpoints
-from src.runs.plan import Planned
+from src.runs.plan import PlannedExperiment
 from src.runs.store import RunStore, SavedRun
 from src.tables import results
 
@@ -108,7 +108,7 @@ class Lineage:
         return graph
 
 
-def build(runs: Path, planned: Mapping[str, Planned] | None = None) -> Lineage:
+def build(runs: Path, planned_items: Mapping[str, PlannedExperiment] | None = None) -> Lineage:
     """The ancestry of every experiment that has a save directory in `runs` or is in `planned`.
 
     planned: experiments of exp_configs.py by id; those without a directory are "new" instead of "missing".
@@ -116,8 +116,8 @@ def build(runs: Path, planned: Mapping[str, Planned] | None = None) -> Lineage:
     Raises:
         DataError: there is no run, and nothing is planned.
     """
-    planned = planned or {}
-    rows, warnings = _rows(runs, bool(planned))
+    planned_items = planned_items or {}
+    rows, warnings = _rows(runs, bool(planned_items))
     nodes: dict[str, Node] = {}
     dicts: dict[str, dict[str, Any]] = {}
     for row in rows:
@@ -127,14 +127,14 @@ def build(runs: Path, planned: Mapping[str, Planned] | None = None) -> Lineage:
         except UserError as error:  # damaged or removed since its row was read
             warnings.append(f"skipped: {error}")
             dicts.pop(row["exp_id"], None)
-    for name, item in planned.items():
+    for name, item in planned_items.items():
         if name not in nodes and not (runs / name / "exp_dict.json").exists():
             nodes[name] = Node(name, "new", item.group, str(item.exp.get("recipe", "")))
             dicts[name] = item.exp
     edges = [Edge(name, parent, which) for name, exp in dicts.items() for parent, which in parent_checkpoints(exp)]
     for parent in dict.fromkeys(edge.parent for edge in edges if edge.parent not in nodes):
         nodes[parent] = _absent_node(runs, parent, warnings)
-    return Lineage(nodes, tuple(edges), tuple(_problems(runs, dicts, planned)), tuple(warnings))
+    return Lineage(nodes, tuple(edges), tuple(_problems(runs, dicts, planned_items)), tuple(warnings))
 
 
 def group_family(runs: Path, lineage: Lineage, group: str) -> Lineage:
@@ -179,7 +179,9 @@ def _absent_node(runs: Path, parent: str, warnings: Iterable[str]) -> Node:
     )
 
 
-def _problems(runs: Path, dicts: Mapping[str, dict[str, Any]], planned: Mapping[str, Planned]) -> list[str]:
-    places = Places(data=runs, runs=runs, experiments={name: item.exp for name, item in planned.items()})
+def _problems(
+    runs: Path, dicts: Mapping[str, dict[str, Any]], planned_items: Mapping[str, PlannedExperiment]
+) -> list[str]:
+    places = Places(data=runs, runs=runs, experiments={name: item.exp for name, item in planned_items.items()})
     store = RunStore(runs)
     return [f"{name}: {text}" for name, exp in dicts.items() for text in missing_parents(exp, places, store=store)]

@@ -19,7 +19,7 @@ from src.support.read_cache import ReadCache
 from src.tables.scan import RunIndex, RunRecord, list_names
 
 FACTS = ("exp_id", "state", "group", "step", "tags", "note")
-AVERAGED = ("exp_ids", "runs", "done", "over", "gpu_hours")
+AVERAGE_COLUMNS = ("exp_ids", "runs", "done", "over", "gpu_hours")
 ENDS = ("_std", "_ci95", "_n", "_nan")
 """Further columns of the rows of `statistics.aggregate`, and the suffixes of its columns for each score."""
 FINISHED = ("done", "haven", "foreign")
@@ -180,10 +180,10 @@ def distinguishing_keys(rows: Sequence[Row], seed: str = SEED) -> list[str]:
         return ["group", *dict.fromkeys(key for group in groups for key in distinguishing_keys(group, seed))]
     keys = [key for key in varying_keys(rows) if key != seed]
     parents = [key for key in keys if key.endswith(".exp_id")]
-    alike = group_rows(rows, [key for key in keys if key not in parents])
+    groups_but_seed = group_rows(rows, [key for key in keys if key not in parents])
 
     def follows_seed(key: str) -> bool:
-        counts = [[len(group_rows(group, by)) for by in ([seed], [key], [seed, key])] for group in alike]
+        counts = [[len(group_rows(group, by)) for by in ([seed], [key], [seed, key])] for group in groups_but_seed]
         return all(len(set(count)) == 1 for count in counts) and any(count[0] > 1 for count in counts)
 
     return [key for key in keys if key not in parents or not follows_seed(key)]
@@ -252,7 +252,7 @@ def short_names(keys: Sequence[str]) -> Mapping[str, str]:
 @lru_cache
 def _short_names(keys: tuple[str, ...]) -> Mapping[str, str]:
     names = {}
-    columns = {*FACTS, *AVERAGED}
+    columns = {*FACTS, *AVERAGE_COLUMNS}
     for key in keys:
         words = [key] if key.startswith("config.") else key.split(".")
         ends = [".".join(words[start:]) for start in range(len(words) - 1, -1, -1)]
@@ -288,8 +288,8 @@ def select(
             )
     if question is None or not rows:
         return rows, warnings
-    chosen = filter_rows(rows, question)
-    if not chosen:
+    matches = filter_rows(rows, question)
+    if not matches:
         names = [
             name
             for name in sorted(expressions.compile(question).names)
@@ -302,7 +302,7 @@ def select(
         raise ConfigError(
             f"--where: {question!r} holds for none of {len(rows)} runs.{f' In these, {examples}.' if examples else ''}"
         )
-    return chosen, warnings
+    return matches, warnings
 
 
 def filter_rows(rows: Sequence[Row], text: str, place: str = "--where") -> list[Row]:
@@ -318,18 +318,20 @@ def filter_rows(rows: Sequence[Row], text: str, place: str = "--where") -> list[
     if not rows:
         return []
     existing = {key for row in rows for key in row}
-    renamed = "status" in expression.names and "status" not in existing
-    check_known("name", sorted(expression.names - {"status"} if renamed else expression.names), existing, place)
-    chosen = []
+    uses_status = "status" in expression.names and "status" not in existing
+    check_known("name", sorted(expression.names - {"status"} if uses_status else expression.names), existing, place)
+    selected_rows = []
     for row in rows:
         candidates = row.in_groups() if "group" in expression.names else [row]
         matches = [
-            each for each in candidates if expression.matches({**each, "status": each["state"]} if renamed else each)
+            each
+            for each in candidates
+            if expression.matches({**each, "status": each["state"]} if uses_status else each)
         ]
         if matches and matches[0] is not row:
             matches[0].groups = tuple(each["group"] for each in matches)
-        chosen += matches[:1]
-    return chosen
+        selected_rows += matches[:1]
+    return selected_rows
 
 
 def _row(run: SavedRun, record: RunRecord, groups: Sequence[str]) -> Row:
@@ -338,14 +340,19 @@ def _row(run: SavedRun, record: RunRecord, groups: Sequence[str]) -> Row:
     row = Row({**facts, "tags": record.tags, "note": record.note})
     row.groups = tuple(groups)
     row.update(
-        {f"config.{key}" if key in FACTS or key in AVERAGED else key: value for key, value in record.config.items()}
+        {
+            f"config.{key}" if key in FACTS or key in AVERAGE_COLUMNS else key: value
+            for key, value in record.config.items()
+        }
     )
     last = {
         str(name): value for name, value in record.summary.last.items()
     }  # haven's rows can have keys that are not texts
-    named = {f"score.{name}" if name in row or name in AVERAGED else name: value for name, value in last.items()}
-    row.scores = tuple(named)
-    row.update(named)
+    scores = {
+        f"score.{name}" if name in row or name in AVERAGE_COLUMNS else name: value for name, value in last.items()
+    }
+    row.scores = tuple(scores)
+    row.update(scores)
     row.contact = run.holder.lost_contact if state == "lost" else ""
     return row
 
@@ -353,9 +360,9 @@ def _row(run: SavedRun, record: RunRecord, groups: Sequence[str]) -> Row:
 def _rename(row: Row, reserved: Collection[str]) -> Row:
     """The row with other names for those of its keys that are `reserved`."""
     names = {key: f"{'score' if key in row.scores else 'config'}.{key}" if key in reserved else key for key in row}
-    renamed = Row({names[key]: value for key, value in row.items()})
-    renamed.scores, renamed.groups, renamed.contact = tuple(names[key] for key in row.scores), row.groups, row.contact
-    return renamed
+    new_row = Row({names[key]: value for key, value in row.items()})
+    new_row.scores, new_row.groups, new_row.contact = tuple(names[key] for key in row.scores), row.groups, row.contact
+    return new_row
 
 
 def resolve_key(existing: Collection[str], key: str) -> str:

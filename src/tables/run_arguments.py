@@ -181,24 +181,25 @@ def paths(options: argparse.Namespace, at_least: int = 0, at_most: int | None = 
         ConfigError: fewer than `at_least` or more than `at_most`; and as `select`.
         DataError: as `select`.
     """
-    chosen = options.paths
-    if options.groups or options.where or not chosen:
+    selected_paths = options.paths
+    if options.groups or options.where or not selected_paths:
         rows, warnings = select(options)
         warn(warnings)
-        chosen = [options.runs / row["exp_id"] for row in rows]
-    if len(chosen) < at_least or (at_most is not None and len(chosen) > at_most):
+        selected_paths = [options.runs / row["exp_id"] for row in rows]
+    if len(selected_paths) < at_least or (at_most is not None and len(selected_paths) > at_most):
         expected = str(at_least) if at_least == at_most else f"at least {at_least}"
-        listed = ", ".join(["", *(path.name[:8] for path in chosen[:_MOST_NAMED])]).replace(",", ":", 1)
+        id_list = ", ".join(["", *(path.name[:8] for path in selected_paths[:_MOST_NAMED])]).replace(",", ":", 1)
         raise ConfigError(
-            f"expected {expected} run{'s' * (at_least > 1)}, got {len(chosen)}{listed}. Name ids, or choose by --where."
+            f"expected {expected} run{'s' * (at_least > 1)}, got {len(selected_paths)}{id_list}. Name ids, or choose by --where."
         )
-    return chosen
+    return selected_paths
 
 
 def add_values(parser: argparse.ArgumentParser) -> None:
     """Add the options for the values and runs that means are over: see `choose_values`."""
     parser.add_argument(
         "--unfinished",
+        dest="include_unfinished",
         action="store_true",
         help="means over all runs that have the score (default: those that are done)",
     )
@@ -213,7 +214,7 @@ def add_values(parser: argparse.ArgumentParser) -> None:
 
 def choose_values(options: argparse.Namespace, rows: Sequence[results.Row]) -> tuple[list[results.Row], list[str]]:
     """The rows with the requested values, and warnings.
-    Sets `unfinished` and `seed_key` of the options to their effective values.
+    Sets `include_unfinished` and `seed_key` of the options to their effective values.
 
     Raises:
         ConfigError: options that contradict each other, or an unknown key.
@@ -224,7 +225,9 @@ def choose_values(options: argparse.Namespace, rows: Sequence[results.Row]) -> t
         keys = {key for row in rows for key in results.config_keys(row)}
         options.seed_key = results.resolve_key(keys, options.seed_key)
         results.check_known("key", [options.seed_key], keys, "--seed-key")
-    options.unfinished = options.unfinished or options.at_step is not None  # at one step all runs can be compared
+    options.include_unfinished = (
+        options.include_unfinished or options.at_step is not None
+    )  # at one step all runs can be compared
     return curves.choose_values(options.runs, rows, options.value, options.at_step)
 
 

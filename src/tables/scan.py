@@ -63,7 +63,7 @@ class RunIndex:
             RunError, DataError: a file of it is damaged or cannot be read.
         """
         with reading(run.path):
-            key, settled = _file_key(run.path)
+            key, is_settled = _file_key(run.path)
             cached = self._cached.get(run.name)
             record = None
             if cached and cached[0] == key:
@@ -73,7 +73,7 @@ class RunIndex:
                 return groups, None
             if record is None:
                 record = _read_record(run, groups)
-                if settled and (record.state not in ("haven", "foreign") or _is_plain(record.summary)):
+                if is_settled and (record.state not in ("haven", "foreign") or _is_plain(record.summary)):
                     facts = {**vars(record), "summary": vars(record.summary)}
                     self._changed[run.name] = {_RECORD: json.dumps([key, facts]).encode()}
         return groups, record
@@ -124,8 +124,8 @@ def _read_record(run: SavedRun, groups: list[str]) -> RunRecord:
 def _groups(run: SavedRun) -> list[str]:
     """The recorded groups, and those of the last start."""
     last = run.env.get("groups")
-    started = [name for name in last if isinstance(name, str)] if isinstance(last, list) else []
-    return list(dict.fromkeys([*run.groups, *started]))
+    start_groups = [name for name in last if isinstance(name, str)] if isinstance(last, list) else []
+    return list(dict.fromkeys([*run.groups, *start_groups]))
 
 
 def _is_plain(summary: Summary) -> bool:

@@ -39,10 +39,10 @@ class Column:
     @property
     def width(self) -> int:
         """Characters."""
-        return max(map(len, [*self.folded.split("\n"), *self.cells]))
+        return max(map(len, [*self.folded_heading.split("\n"), *self.cells]))
 
     @property
-    def folded(self) -> str:
+    def folded_heading(self) -> str:
         """The heading, with line breaks after "_", "/" and "."."""
         room, lines = max([_NARROW, *map(len, self.cells)]), [""]
         for word in re.findall(r"[^_/.]*[_/.]?", self.heading):
@@ -64,7 +64,7 @@ def arrange(
 
     lowest: whether the lowest value of the metric is the best; None decides by its name. interval: "std" or "ci95".
     """
-    ordered = sorted(scores, key=lambda name: name != metric)
+    ordered_scores = sorted(scores, key=lambda name: name != metric)
     lowest = results.lower_is_better(metric or "") if lowest is None else lowest
     marks = {metric: " ↓" if lowest else " ↑"}
     columns = [
@@ -72,9 +72,9 @@ def arrange(
             name,
             plain_score(name, scores) + marks.get(name, ""),
             score_cells(table, name, interval),
-            0 if name == ordered[0] else 2,
+            0 if name == ordered_scores[0] else 2,
         )
-        for name in ordered
+        for name in ordered_scores
     ]
     short = results.short_names(keys)
     columns += [Column(key, short[key], [plain(row[key]) for row in table], 1) for key in keys]
@@ -109,13 +109,13 @@ def score_cells(table: Sequence[dict[str, Any]], name: str, interval: str, count
     digits = max(0, min(_DIGITS, 1 - math.floor(math.log10(min(spreads))))) if spreads else None
 
     def cell(row: dict[str, Any]) -> str:
-        mean, half, covered = row[name], row[f"{name}_{interval}"], statistics.count_runs(row, name)
+        mean, half, run_count = row[name], row[f"{name}_{interval}"], statistics.count_runs(row, name)
         if mean is None:
-            return covered
-        covered = covered or (str(row["runs"]) if count and half is not None else "")
+            return run_count
+        run_count = run_count or (str(row["runs"]) if count and half is not None else "")
         text = f"{mean:.4g}" if digits is None else f"{mean:.{digits}f}"
         text += f" ± {half:.{digits}f}" if digits is not None and half is not None else ""
-        return f"{text} ({covered})" if covered else text
+        return f"{text} ({run_count})" if run_count else text
 
     return [cell(row) for row in table]
 
@@ -137,11 +137,11 @@ def choose(columns: Sequence[Column], names: Sequence[str]) -> list[Column]:
 
 def fit(columns: Sequence[Column], width: int) -> tuple[list[Column], list[str]]:
     """The columns that fit into `width` characters, and the names of the rest. One is always shown."""
-    shown = list(columns)
-    while len(shown) > 1 and sum(column.width + _EDGES for column in shown) + 1 > width:
-        highest = max(column.rank for column in shown)
-        shown.remove([column for column in shown if column.rank == highest][-1])
-    return shown, [column.heading for column in columns if column not in shown]
+    visible = list(columns)
+    while len(visible) > 1 and sum(column.width + _EDGES for column in visible) + 1 > width:
+        highest = max(column.rank for column in visible)
+        visible.remove([column for column in visible if column.rank == highest][-1])
+    return visible, [column.heading for column in columns if column not in visible]
 
 
 def draw(columns: Sequence[Column], notes: Sequence[str], width: int | None = None) -> None:
@@ -151,9 +151,9 @@ def draw(columns: Sequence[Column], notes: Sequence[str], width: int | None = No
 
     console = Console()
     width = width or (console.width if console.is_terminal else 10_000)
-    shown, hidden = fit(columns, width)
-    lines = [list(line) for line in zip(*(column.cells for column in shown), strict=True)]
-    draw_rich([column.folded for column in shown], lines)
+    visible, hidden = fit(columns, width)
+    lines = [list(line) for line in zip(*(column.cells for column in visible), strict=True)]
+    draw_rich([column.folded_heading for column in visible], lines)
     for note in [
         *notes,
         *([f"Not shown, as the terminal is narrow: {', '.join(hidden)}. --columns chooses."] if hidden else []),

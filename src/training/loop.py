@@ -52,7 +52,7 @@ def fit(spec: TrainSpec, run: Run, config: LoopConfig, seed: int) -> State:
     ledger.jsonl.
 
     Raises:
-        distributed.TrainingStopped: a process received a stop signal, or a limit is reached. All stop after the same
+        distributed.StopTraining: a process received a stop signal, or a limit is reached. All stop after the same
             step, or in the evaluation after it, and its checkpoint is written; or the detector of divergence has taken
             the run back to an earlier one.
         ConfigError: the precision needs another device, or the evaluation does not measure `loop.best_metric`.
@@ -166,7 +166,7 @@ class Loop:
         """If the block is stopped, save a checkpoint of the last finished step."""
         try:
             yield
-        except distributed.TrainingStopped as stopped:
+        except distributed.StopTraining as stopped:
             if stopped.step is None:
                 if self.saver.step != self.state.step:
                     self.save()
@@ -332,7 +332,7 @@ class Loop:
     def restore(self) -> None:
         """Continue from the newest complete checkpoint, if there is one.
         Scores after it are dropped and computed again."""
-        folder = distributed.broadcast_from_rank0(lambda: checkpoints.newest_whole(self.run.path))
+        folder = distributed.broadcast_from_rank0(lambda: checkpoints.newest_complete(self.run.path))
         experience: dict[str, Tensor] = {}
         with distributed.raise_together():
             if folder is not None:

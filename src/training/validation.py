@@ -93,7 +93,7 @@ def measure(  # noqa: PLR0913  each is named where it is not plain
     """Summed loss over every sample of `dataset`. Collective: each rank reads every W-th batch.
 
     Raises:
-        distributed.TrainingStopped: a process was asked to stop meanwhile.
+        distributed.StopTraining: a process was asked to stop meanwhile.
         TrainingError: the data set scores no token, or `count` finds nothing.
     """
     loss_sum, tokens, correct, counted, named = 0.0, 0, 0, 0.0, dict[str, list[float]]()

@@ -12,7 +12,7 @@ import pytest
 
 from src.experiments.identity import exp_id
 from src.launch import resources, status
-from src.runs.plan import Planned
+from src.runs.plan import PlannedExperiment
 from src.runs.store import RunStore, SavedRun
 from tests import toy
 from tests.core.launch.test_status import PROGRAM, World, planned
@@ -78,7 +78,7 @@ def grid(cluster: Cluster, tmp_path: Path) -> Grid:
 
 def test_twelve_experiments(cluster: Cluster, grid: Grid):
     cluster.add("second", {"slot": 2})
-    items: list[Planned] = [*PARENTS, *CHILDREN]
+    items: list[PlannedExperiment] = [*PARENTS, *CHILDREN]
     parents, children = [item.exp_id for item in PARENTS], [item.exp_id for item in CHILDREN]
     before = grid.submitted()
     grid.run(items)

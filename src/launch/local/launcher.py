@@ -21,10 +21,10 @@ from src.files import ROOT, writing
 from src.launch.command import QueueConfig, shell_line, without_torchrun
 from src.launch.job import Job, Note, SchedulerState
 from src.launch.local.state import (
-    ABANDONED,
+    ABANDONED_FILE,
     LOCK,
     QUEUE,
-    STARTED,
+    STARTED_FILE,
     Queue,
     find_job,
     group_by_submission,
@@ -46,7 +46,7 @@ log = logging.getLogger(__name__)
 class Config(QueueConfig):
     """Resources of this machine, which the submissions to one runs folder share."""
 
-    FIXED: ClassVar = ("slots", "gpus", "wait", "submissions", "stop_after_failures")
+    SUBMISSION_SETTINGS: ClassVar = ("slots", "gpus", "wait", "submissions", "stop_after_failures")
 
     slots: int = Field(default=1, ge=1)
     """How many jobs run at a time."""
@@ -105,19 +105,19 @@ class Config(QueueConfig):
         return ids
 
     def _describe_job(self, job: Job, index: int, places: dict[str, int]) -> dict[str, object]:
-        own = self.settings_of(job)
+        config = self.settings_of(job)
         return {
             "exp_id": job.exp_id,
-            "line": shell_line(job, own.processes, own.environment),
+            "line": shell_line(job, config.processes, config.environment),
             "cwd": str(job.cwd),
             "out": str(job.log_dir / f"{job.exp_id}.out.log"),
             "err": str(job.log_dir / f"{job.exp_id}.err.log"),
             # A job waits only for jobs before it, so that there is no cycle.
             "after": [places[parent] for parent in job.after if places.get(parent, index) < index],
             "after_jobs": list(job.after_jobs),
-            "gpus": int(own.gpus_per_job) if own.gpus else 0,
-            "twelfths": _twelfths(own.gpus_per_job) if own.gpus else 0,
-            "retries": own.retries,
+            "gpus": int(config.gpus_per_job) if config.gpus else 0,
+            "twelfths": _twelfths(config.gpus_per_job) if config.gpus else 0,
+            "retries": config.retries,
         }
 
     def find(self, folder: Path, exp_ids: Sequence[str]) -> dict[str, str]:
@@ -131,22 +131,22 @@ class Config(QueueConfig):
 
     def states(self, job_ids: Sequence[str]) -> dict[str, SchedulerState]:
         """Jobs of a submission that runs on another machine, or whose folder is damaged, are "unknown"."""
-        found: dict[str, SchedulerState] = {}
+        states: dict[str, SchedulerState] = {}
         for ids in group_by_submission(job_ids):
             try:
                 for queue, indices in self._group_by_queue(ids):
                     queue.check_host()
-                    found |= {f"{queue.folder.name}.{index}": state for index, state in queue.states(indices).items()}
+                    states |= {f"{queue.folder.name}.{index}": state for index, state in queue.states(indices).items()}
             except LaunchError as error:
-                found |= dict.fromkeys(ids, SchedulerState("unknown", reason=str(error)))
-        return found
+                states |= dict.fromkeys(ids, SchedulerState("unknown", reason=str(error)))
+        return states
 
     def _group_by_queue(self, job_ids: Sequence[str]) -> list[tuple[Queue, list[int]]]:
         queues: dict[str, Queue] = {}
         indices: dict[Queue, list[int]] = defaultdict(list)
         for job_id in job_ids:
-            if found := find_job(Path(self.submissions), job_id, queues):
-                indices[found[0]].append(found[1])
+            if match := find_job(Path(self.submissions), job_id, queues):
+                indices[match[0]].append(match[1])
         return list(indices.items())
 
     def kill(self, job_ids: Sequence[str]) -> None:
@@ -158,16 +158,16 @@ class Config(QueueConfig):
                 if not queue.path(f"{index}.end").exists():
                     queue.cancel(index)
         try:
-            left = self._wait_until_ended(job_ids, self.grace_seconds, hard=False)
+            remaining = self._wait_until_ended(job_ids, self.grace_seconds, hard=False)
         except BaseException:
             self._wait_until_ended(job_ids, 0.0, hard=True)
             raise
-        if left and (left := self._wait_until_ended(job_ids, _KILL_SECONDS, hard=True)):
-            raise LaunchError(f"{', '.join(left)}: killed, but still there after {_KILL_SECONDS:g} s.")
+        if remaining and (remaining := self._wait_until_ended(job_ids, _KILL_SECONDS, hard=True)):
+            raise LaunchError(f"{', '.join(remaining)}: killed, but still there after {_KILL_SECONDS:g} s.")
 
     def _wait_until_ended(self, job_ids: Sequence[str], seconds: float, hard: bool) -> list[str]:
         """Stop (or, if `hard`, kill) running jobs until all have ended or the time is up; the ids still running."""
-        until, signalled = time.monotonic() + seconds, set[int]()
+        until, signalled_pids = time.monotonic() + seconds, set[int]()
         while True:
             alive = [
                 job_id
@@ -179,8 +179,8 @@ class Config(QueueConfig):
                 for attempt in (queue.last_attempt(index, names[index]) for index in indices):
                     if attempt.alive and hard:
                         kill_descendants(attempt.pid)
-                    elif attempt.alive and attempt.pid not in signalled:
-                        signalled.add(attempt.pid)
+                    elif attempt.alive and attempt.pid not in signalled_pids:
+                        signalled_pids.add(attempt.pid)
                         signal_group(attempt.pid, signal.SIGTERM)
             if not alive or time.monotonic() > until:
                 return alive
@@ -195,8 +195,8 @@ class Config(QueueConfig):
         if not self.wait:
             return
         queues: dict[str, Queue] = {}
-        found = [job for job_id in job_ids if (job := find_job(Path(self.submissions), job_id, queues))]
-        names = {f"{queue.folder.name}.{index}": queue.content["jobs"][index]["exp_id"] for queue, index in found}
+        jobs = [job for job_id in job_ids if (job := find_job(Path(self.submissions), job_id, queues))]
+        names = {f"{queue.folder.name}.{index}": queue.content["jobs"][index]["exp_id"] for queue, index in jobs}
         logged = dict.fromkeys(job_ids, "queued")
         with signals_raise():
             try:
@@ -241,14 +241,14 @@ def _start_scheduler(folder: Path) -> None:
     except (OSError, subprocess.CalledProcessError) as error:
         raise LaunchError(f"{folder}: the scheduler of the launcher local could not be started: {error}") from None
     until = time.monotonic() + _START_SECONDS
-    while not (folder / STARTED).exists():
+    while not (folder / STARTED_FILE).exists():
         alive = process_start(int(done.stdout)) is not None
-        if (not alive and not (folder / STARTED).exists()) or time.monotonic() > until:
+        if (not alive and not (folder / STARTED_FILE).exists()) or time.monotonic() > until:
             if _abandon(folder):
-                said = log_file.read_text(encoding="utf-8", errors="replace").strip().splitlines() or [
+                output_lines = log_file.read_text(encoding="utf-8", errors="replace").strip().splitlines() or [
                     "it said nothing"
                 ]
-                raise LaunchError(f"{folder}: the scheduler of the launcher local did not start: {said[-1]}")
+                raise LaunchError(f"{folder}: the scheduler of the launcher local did not start: {output_lines[-1]}")
             return
         time.sleep(0.01)
 
@@ -260,7 +260,7 @@ def _abandon(folder: Path) -> bool:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return False
-        if (folder / STARTED).exists():
+        if (folder / STARTED_FILE).exists():
             return False
-        (folder / ABANDONED).touch()
+        (folder / ABANDONED_FILE).touch()
     return True

@@ -13,9 +13,18 @@ from types import FrameType
 from typing import Any
 
 from src.errors import LaunchError
-from src.launch.command import INTERRUPTED, STOPPED
+from src.launch.command import INTERRUPTED_EXIT, STOPPED_EXIT
 from src.launch.job import QUEUE_STOPPED
-from src.launch.local.state import ABANDONED, LOCK, STARTED, Queue, find_job, kill_descendants, signal_group, verdict
+from src.launch.local.state import (
+    ABANDONED_FILE,
+    LOCK,
+    STARTED_FILE,
+    Queue,
+    find_job,
+    kill_descendants,
+    signal_group,
+    verdict,
+)
 from src.runs.environment import JOBS_PER_GPU
 
 _POLL_SECONDS = 0.05
@@ -48,7 +57,7 @@ class _Entry:
     continues: int = 0
     attempt: int = 0
     child: subprocess.Popen[bytes] | None = None
-    signalled: bool = False
+    is_signalled: bool = False
 
 
 @dataclass
@@ -58,7 +67,7 @@ class _Scheduler:
     quick_failures: int = 0
     """In a row, until now."""
     entries: list[_Entry] = field(default_factory=list)
-    ended: dict[int, str] = field(default_factory=dict)
+    end_states: dict[int, str] = field(default_factory=dict)
     """Index -> state of the jobs that have ended."""
     queues: dict[str, Queue] = field(default_factory=dict)
     """Other submissions, by name."""
@@ -71,16 +80,18 @@ class _Scheduler:
         self.entries = [_Entry(index, job) for index, job in enumerate(self.queue.content["jobs"])]
         killed_at = None
         while self.entries:
-            cancelled = self.queue.cancelled_indices() if not self.stopping else {entry.index for entry in self.entries}
+            cancelled_indices = (
+                self.queue.cancelled_indices() if not self.stopping else {entry.index for entry in self.entries}
+            )
             if self.stopping:
                 killed_at = killed_at or time.monotonic() + config["grace_seconds"]
                 self._stop(hard=time.monotonic() > killed_at)
             for entry in list(self.entries):
-                if entry.index in self.ended:  # by another one of this round
+                if entry.index in self.end_states:  # by another one of this round
                     continue
                 if entry.child is not None:
-                    self._reap(entry, entry.index in cancelled)
-                elif entry.index in cancelled:
+                    self._reap(entry, entry.index in cancelled_indices)
+                elif entry.index in cancelled_indices:
                     self._end(
                         entry, "cancelled", "cancelled before it was started" if entry.attempt == 0 else "cancelled"
                     )
@@ -93,23 +104,23 @@ class _Scheduler:
         for entry in self.entries:
             if entry.child is not None and hard:
                 kill_descendants(entry.child.pid)
-            elif entry.child is not None and not entry.signalled:
-                entry.signalled = True
+            elif entry.child is not None and not entry.is_signalled:
+                entry.is_signalled = True
                 signal_group(entry.child.pid, signal.SIGTERM)
 
     def _reason_never_to_start(self, entry: _Entry) -> str | None:
         """Why the job will never be started; None: it may be, now or later."""
-        bad = [index for index in entry.job["after"] if self.ended.get(index, "completed") != "completed"]
+        bad = [index for index in entry.job["after"] if self.end_states.get(index, "completed") != "completed"]
         if bad:
             return f"not started, because {self.queue.content['jobs'][bad[0]]['exp_id']} did not end well"
         for job_id in entry.job["after_jobs"]:
             if (state := self._outside_state(job_id)) not in ("completed", "queued", "running"):
-                known = state in ("failed", "cancelled", "unknown")
-                return f"not started, because {f'job {job_id} did not end well' if known else state}"
+                has_ended = state in ("failed", "cancelled", "unknown")
+                return f"not started, because {f'job {job_id} did not end well' if has_ended else state}"
         return None
 
     def _is_ready(self, entry: _Entry) -> bool:
-        within = all(self.ended.get(index) == "completed" for index in entry.job["after"])
+        within = all(self.end_states.get(index) == "completed" for index in entry.job["after"])
         return within and all(self._outside_state(job_id) == "completed" for job_id in entry.job["after_jobs"])
 
     def _outside_state(self, job_id: str) -> str:
@@ -117,8 +128,8 @@ class _Scheduler:
         in its place why it is not known, where its files are damaged."""
         if time.monotonic() - self.outside.get(job_id, (-1.0, ""))[0] > 1.0:
             try:
-                found = find_job(self.queue.folder.parent, job_id, self.queues)
-                state: str = found[0].states([found[1]])[found[1]].state if found else "unknown"
+                match = find_job(self.queue.folder.parent, job_id, self.queues)
+                state: str = match[0].states([match[1]])[match[1]].state if match else "unknown"
             except LaunchError as error:
                 state = f"what became of job {job_id} is not known: {error}"
             self.outside[job_id] = time.monotonic(), state
@@ -168,7 +179,7 @@ class _Scheduler:
         except OSError as error:
             self._end(entry, "failed", f"could not be started: {error}")
 
-    def _reap(self, entry: _Entry, cancelled: bool) -> None:
+    def _reap(self, entry: _Entry, is_cancelled: bool) -> None:
         """See whether a job has ended, and what comes of it."""
         assert entry.child is not None
         code = entry.child.poll()
@@ -180,11 +191,11 @@ class _Scheduler:
         if code == 0:
             self.quick_failures = 0
             self._end(entry, state, reason)
-        elif cancelled:
+        elif is_cancelled:
             self._end(entry, "cancelled", "cancelled")
-        elif code == STOPPED and entry.continues < _MAX_CONTINUATIONS:
+        elif code == STOPPED_EXIT and entry.continues < _MAX_CONTINUATIONS:
             entry.continues += 1
-        elif code not in (STOPPED, INTERRUPTED) and entry.failures < entry.job["retries"]:
+        elif code not in (STOPPED_EXIT, INTERRUPTED_EXIT) and entry.failures < entry.job["retries"]:
             entry.failures += 1
         else:
             self._end(entry, state, reason)
@@ -203,7 +214,7 @@ class _Scheduler:
 
     def _end(self, entry: _Entry, state: str, reason: str) -> None:
         self.queue.write_end(entry.index, state, reason)
-        self.ended[entry.index] = state
+        self.end_states[entry.index] = state
         self.entries.remove(entry)
 
 
@@ -219,29 +230,29 @@ class Slots:
 
     def take(self, names: list[str], count: int, stack: contextlib.ExitStack) -> dict[str, int] | None:
         """Lock `count` of the files `names`: name -> descriptor, closed by `stack`. None if too few are free."""
-        taken: dict[str, int] = {}
+        locks: dict[str, int] = {}
         for name in names:
-            if len(taken) == count:
+            if len(locks) == count:
                 break
             descriptor = os.open(self.folder / name, os.O_RDWR | os.O_CREAT, 0o666)
             stack.callback(os.close, descriptor)
             with contextlib.suppress(BlockingIOError):
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                taken[name] = descriptor
-        return taken if len(taken) == count else None
+                locks[name] = descriptor
+        return locks if len(locks) == count else None
 
     def take_share(self, gpus: list[str], twelfths: int, stack: contextlib.ExitStack) -> dict[str, int] | None:
         """Lock a part of one of `gpus`, which no job has for itself; as `take`."""
         for gpu in gpus:
-            whole = os.open(self.folder / f"gpu-{gpu}", os.O_RDWR | os.O_CREAT, 0o666)
-            with contextlib.ExitStack() as tried:
-                tried.callback(os.close, whole)
+            device = os.open(self.folder / f"gpu-{gpu}", os.O_RDWR | os.O_CREAT, 0o666)
+            with contextlib.ExitStack() as attempt:
+                attempt.callback(os.close, device)
                 with contextlib.suppress(BlockingIOError):
-                    fcntl.flock(whole, fcntl.LOCK_SH | fcntl.LOCK_NB)
-                    parts = self.take([f"part-{gpu}-{n}" for n in range(12)], twelfths, tried)
+                    fcntl.flock(device, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                    parts = self.take([f"part-{gpu}-{n}" for n in range(12)], twelfths, attempt)
                     if parts is not None:
-                        stack.push(tried.pop_all())
-                        return {f"gpu-{gpu}": whole, **parts}
+                        stack.push(attempt.pop_all())
+                        return {f"gpu-{gpu}": device, **parts}
         return None
 
 
@@ -258,9 +269,9 @@ def main(folder: Path) -> int:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     with open(folder / LOCK, "ab") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if (folder / ABANDONED).exists() or (folder / STARTED).exists():
+        if (folder / ABANDONED_FILE).exists() or (folder / STARTED_FILE).exists():
             return 1
-        (folder / STARTED).touch()
+        (folder / STARTED_FILE).touch()
         scheduler.run()
     return 0
 

@@ -24,13 +24,13 @@ from typing import Any
 
 from src.errors import LaunchError, RunError
 from src.files import read_json, write_atomic, write_json
-from src.launch.command import INTERRUPTED, STOPPED
+from src.launch.command import INTERRUPTED_EXIT, STOPPED_EXIT
 from src.launch.job import SchedulerState
 from src.runs.lease import process_start, this_process
 
 QUEUE = "queue.json"
-STARTED = "started"
-ABANDONED = "abandoned"
+STARTED_FILE = "started"
+ABANDONED_FILE = "abandoned"
 LOCK = "scheduler.lock"
 JOB_ID = re.compile(r"(?P<submission>[\w-]+)\.(?P<index>\d+)")
 
@@ -61,10 +61,12 @@ class Queue:
         Raises:
             LaunchError: the file is missing or damaged.
         """
-        found = read_json(self.folder / QUEUE, LaunchError)
-        if not (isinstance(found, dict) and isinstance(found.get("host"), str) and isinstance(found.get("jobs"), list)):
+        content = read_json(self.folder / QUEUE, LaunchError)
+        if not (
+            isinstance(content, dict) and isinstance(content.get("host"), str) and isinstance(content.get("jobs"), list)
+        ):
             raise LaunchError(f"{self.folder / QUEUE}: expected a dict with a host and a list of jobs.")
-        return found
+        return content
 
     def check_host(self) -> None:
         """Raise LaunchError on a machine other than the one that runs these jobs."""
@@ -106,13 +108,13 @@ class Queue:
 
     def attempts(self) -> dict[int, int]:
         """How often each job was started, by index."""
-        found: dict[int, int] = defaultdict(int)
+        last_attempts: dict[int, int] = defaultdict(int)
         with contextlib.suppress(FileNotFoundError):
             for name in os.listdir(self.folder / "jobs"):
                 if match := re.fullmatch(r"(\d+)\.(\d+)\.pid", name):
                     index, number = map(int, match.groups())
-                    found[index] = max(number, found[index])
-        return found
+                    last_attempts[index] = max(number, last_attempts[index])
+        return last_attempts
 
     def cancelled_indices(self) -> set[int]:
         """Indices of the jobs that were asked to end."""
@@ -176,7 +178,7 @@ def verdict(code: int | None, log: str) -> tuple[Any, str]:
     """State and reason of a job that ended with `code` (None: unknown) and is not started again."""
     if code == 0:
         return "completed", "exit code 0"
-    if code in (STOPPED, INTERRUPTED):
+    if code in (STOPPED_EXIT, INTERRUPTED_EXIT):
         return "cancelled", "stopped in order"
     return "failed", f"{describe_exit(code)}. See {log}"
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from src.errors import LaunchError
-from src.launch.job import NoAnswer, ask_until_answered
+from src.launch.job import NoAnswer, retry_until_answered
 from src.support.parsing import parse_json
 
 DEFAULT_ADDRESS = "http://127.0.0.1:8265"
@@ -19,7 +19,7 @@ HEADERS = "RAY_JOB_HEADERS"
 _TRANSIENT = {408, 425, 429}
 
 
-class Refused(LaunchError):
+class Refusal(LaunchError):
     """Ray, or what answers in its place, refused."""
 
     def __init__(self, address: str, status: int, output: str) -> None:
@@ -40,14 +40,14 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
         return None
 
 
-def find_address(values: str) -> str:
+def find_address(setting: str) -> str:
     """`given`, or what Ray's variables say; GCS addresses among them, such as host:6379, are for other purposes.
     Without a / at the end."""
-    headers = [values, *(os.environ.get(name, "") for name in ("RAY_API_SERVER_ADDRESS", "RAY_ADDRESS"))]
-    return next((address for address in headers if ADDRESS.fullmatch(address)), DEFAULT_ADDRESS).rstrip("/")
+    candidates = [setting, *(os.environ.get(name, "") for name in ("RAY_API_SERVER_ADDRESS", "RAY_ADDRESS"))]
+    return next((address for address in candidates if ADDRESS.fullmatch(address)), DEFAULT_ADDRESS).rstrip("/")
 
 
-def ask(
+def call_api(
     address: str, method: str, path: str, content: Mapping[str, Any] | None = None, patience_seconds: float = 60.0
 ) -> Any:
     """What Ray answers to an idempotent request, which is repeated while there is no answer.
@@ -61,7 +61,7 @@ def ask(
     request = urllib.request.Request(
         f"{address}{path}", body, {"Content-Type": "application/json", **_headers()}, method=method
     )
-    return ask_until_answered(lambda seconds: _ask_once(address, request, seconds), patience_seconds)
+    return retry_until_answered(lambda seconds: _call_once(address, request, seconds), patience_seconds)
 
 
 def _headers() -> dict[str, str]:
@@ -78,7 +78,7 @@ def _headers() -> dict[str, str]:
     return headers
 
 
-def _ask_once(address: str, request: urllib.request.Request, seconds: float) -> Any:
+def _call_once(address: str, request: urllib.request.Request, seconds: float) -> Any:
     try:
         try:
             answer = urllib.request.build_opener(_NoRedirect).open(request, timeout=seconds)
@@ -93,7 +93,7 @@ def _ask_once(address: str, request: urllib.request.Request, seconds: float) -> 
     if status in _TRANSIENT or (status >= 500 and not re.search(r"failed with status code 4\d\d", text)):
         raise NoAnswer(f"{address}: Ray has trouble, status {status}: {brief(text)}.")
     if status != 200:
-        raise Refused(
+        raise Refusal(
             address, status, f"a redirection to {answer.headers.get('Location')}" if 300 <= status < 400 else text
         )
     try:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from src.errors import LaunchError
 from src.launch.command import without_torchrun
-from src.launch.job import NoAnswer, ask_until_answered
+from src.launch.job import NoAnswer, retry_until_answered
 
 # Messages printed while the controller or the database is down, busy or restarting: worth another try.
 _AWAY = re.compile(
@@ -23,25 +23,25 @@ _NOT_OURS = re.compile(r"(SQUEUE|SACCT|SCANCEL)_.*|SLURM_(?!CONF$|CONF_SERVER$|C
 _ID = re.compile(r"(\d+)(?:_(?:(\d+)|\[([\d,\-]*).*))?")
 
 
-class Refused(LaunchError):
+class Refusal(LaunchError):
     """Slurm refused. `said` is its message."""
 
     def __init__(self, command: str, message: str) -> None:
         super().__init__(f"{command}: {message}")
-        self.said = message
+        self.message = message
 
 
-def ask(argv: Sequence[str], patience_seconds: float) -> str:
+def run_slurm(argv: Sequence[str], patience_seconds: float) -> str:
     """The output of an idempotent command, which is run again while Slurm does not answer.
 
     Raises:
         NoAnswer: no answer within `patience_seconds`.
         Refused: it failed for another reason.
     """
-    return ask_until_answered(lambda seconds: ask_once(argv, seconds), patience_seconds)
+    return retry_until_answered(lambda seconds: run_slurm_once(argv, seconds), patience_seconds)
 
 
-def ask_once(argv: Sequence[str], seconds: float) -> str:
+def run_slurm_once(argv: Sequence[str], seconds: float) -> str:
     """The output of a command, which is killed after `seconds`.
 
     Raises:
@@ -65,15 +65,15 @@ def ask_once(argv: Sequence[str], seconds: float) -> str:
             raise NoAnswer(
                 f"{argv[0]}: Slurm does not answer: {words}. Is the controller up? Check with `scontrol ping`."
             )
-        raise Refused(argv[0], words)
+        raise Refusal(argv[0], words)
     return done.stdout.decode(errors="replace")
 
 
 def check_programs(*commands: str) -> None:
     """Raises LaunchError with the names of the `commands` that are not on PATH."""
-    if lacking := [command for command in commands if shutil.which(command) is None]:
+    if missing_commands := [command for command in commands if shutil.which(command) is None]:
         raise LaunchError(
-            f"{', '.join(lacking)}: no such command on PATH. "
+            f"{', '.join(missing_commands)}: no such command on PATH. "
             "Submit from a machine of the cluster, with Slurm's commands."
         )
 
@@ -131,7 +131,7 @@ def _ranges(numbers: Sequence[int]) -> str:
 
 
 # What sbatch says, and the setting to blame.
-_MEANT = {
+_SETTING_BY_MESSAGE = {
     "account/qos|accounting/qos": "The job config exceeds a limit of the cluster: "
     "lower 'time', set another 'account' or 'qos', or queue fewer jobs.",
     "partition specified|partition name": "'partition'",
@@ -148,9 +148,12 @@ _MEANT = {
 }
 
 
-def explain_refusal(error: Refused) -> LaunchError:
+def explain_refusal(error: Refusal) -> LaunchError:
     """The message of sbatch, with the setting to change."""
-    setting = next((setting for words, setting in _MEANT.items() if re.search(words, error.said, re.IGNORECASE)), None)
-    message = error.said if error.said.endswith(".") else f"{error.said}."
+    setting = next(
+        (setting for words, setting in _SETTING_BY_MESSAGE.items() if re.search(words, error.message, re.IGNORECASE)),
+        None,
+    )
+    message = error.message if error.message.endswith(".") else f"{error.message}."
     advice = setting if setting and setting.endswith(".") else f"Change {setting} of the job config." if setting else ""
     return LaunchError(f"sbatch refused the jobs: {message} {advice}".strip())

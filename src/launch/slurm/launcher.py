@@ -13,7 +13,7 @@ from src.experiments.config import unknown_text
 from src.launch.command import QueueConfig, check_no_key
 from src.launch.job import Job, Note, SchedulerState
 from src.launch.slurm import shared_tasks
-from src.launch.slurm.commands import Refused, ask, check_programs, collapse, parse_seconds
+from src.launch.slurm.commands import Refusal, check_programs, collapse, parse_seconds, run_slurm
 from src.launch.slurm.sbatch import job_name, queue_array, sbatch_command
 from src.launch.slurm.script import read_exp_ids, task_line, write_script, write_tasks
 from src.launch.slurm.states import array_ids_by_name, scheduler_states
@@ -105,7 +105,7 @@ class Config(QueueConfig):
     setup: list[Annotated[str, Field(pattern=r"^[^\x00]*$"), AfterValidator(check_no_key)]] = []
     """Bash that each node runs before the command, such as "module load cuda/12"."""
     patience_seconds: float = Field(default=60.0, gt=0)
-    """How long to ask a scheduler that does not answer."""
+    """How long to retry a scheduler that does not answer."""
 
     @model_validator(mode="after")
     def _signal_before_the_end(self) -> "Config":
@@ -142,7 +142,7 @@ class Config(QueueConfig):
         largest = _largest_array(patience)
         script = write_script(folder)
         _refuse_shared_parents(jobs)
-        queued: dict[str, str] = {}
+        job_ids_by_experiment: dict[str, str] = {}
         try:
             waves = Waves(self.max_running)
             for array in self._group_into_arrays(jobs, largest):
@@ -153,19 +153,21 @@ class Config(QueueConfig):
                     program[0] = str(shared_tasks.write_shared_script(folder, self._outcomes).absolute())
                     program += [str(array.jobs_per_task), str(self._outcomes.absolute())]
                 array_id = queue_array(
-                    [*sbatch_command(array, tasks, queued, limit, before), *program], job_name(tasks), patience
+                    [*sbatch_command(array, tasks, job_ids_by_experiment, limit, before), *program],
+                    job_name(tasks),
+                    patience,
                 )
                 waves.add(array, array_id)
                 job_ids = shared_tasks.job_ids(array_id, len(array.jobs), array.jobs_per_task, folder)
                 ids = {job.exp_id: job_id for job, job_id in zip(array.jobs, job_ids, strict=True)}
-                queued |= ids
+                job_ids_by_experiment |= ids
                 note(ids)
                 shared_tasks.forget_notes(array_id, folder, self._outcomes)
         except UserError:
             with contextlib.suppress(LaunchError):  # report the refusal, not this
-                self.kill(list(queued.values()))
+                self.kill(list(job_ids_by_experiment.values()))
             raise
-        return [queued[job.exp_id] for job in jobs]
+        return [job_ids_by_experiment[job.exp_id] for job in jobs]
 
     def states(self, job_ids: Sequence[str]) -> dict[str, SchedulerState]:
         tasks = dict.fromkeys(map(shared_tasks.task_of, job_ids))
@@ -182,18 +184,18 @@ class Config(QueueConfig):
         words = collapse(shared_tasks.kill(job_ids, self._outcomes))
         for i in range(0, len(words), _IDS_PER_CALL):
             try:
-                ask(["scancel", *words[i : i + _IDS_PER_CALL]], self.patience_seconds)
-            except Refused as error:
-                if not re.search("invalid job id|already completing or completed", error.said, re.IGNORECASE):
+                run_slurm(["scancel", *words[i : i + _IDS_PER_CALL]], self.patience_seconds)
+            except Refusal as error:
+                if not re.search("invalid job id|already completing or completed", error.message, re.IGNORECASE):
                     raise
 
     def hold(self, job_ids: Sequence[str]) -> None:
         """Keep `job_ids` from starting, or starting again.
         Raises LaunchError if Slurm refuses, as for jobs that have ended."""
-        ask(["scontrol", "hold", ",".join(_whole_tasks(job_ids))], self.patience_seconds)
+        run_slurm(["scontrol", "hold", ",".join(_require_own_tasks(job_ids))], self.patience_seconds)
 
     def release(self, job_ids: Sequence[str]) -> None:
-        ask(["scontrol", "release", ",".join(_whole_tasks(job_ids))], self.patience_seconds)
+        run_slurm(["scontrol", "release", ",".join(_require_own_tasks(job_ids))], self.patience_seconds)
 
     def throttle(self, job_ids: Sequence[str], max_running: int) -> None:
         """Arrays of one wave share the limit; those of another wave do not run at the same time.
@@ -204,7 +206,7 @@ class Config(QueueConfig):
         arrays = list(dict.fromkeys(job_id.partition("_")[0] for job_id in job_ids))
         waves: dict[str, list[str]] = {}
         if len(arrays) > 1:
-            lines = ask(
+            lines = run_slurm(
                 ["squeue", "--noheader", f"--jobs={','.join(arrays)}", "--format=%F|%E"], self.patience_seconds
             ).splitlines()
             dependencies = {array: text for array, _, text in (line.strip().partition("|") for line in lines)}
@@ -217,7 +219,7 @@ class Config(QueueConfig):
                 )
             for place, array in enumerate(wave):
                 limit = max_running // len(wave) + (place < max_running % len(wave))
-                ask(["scontrol", "update", f"JobId={array}", f"ArrayTaskThrottle={limit}"], self.patience_seconds)
+                run_slurm(["scontrol", "update", f"JobId={array}", f"ArrayTaskThrottle={limit}"], self.patience_seconds)
 
     def find(self, folder: Path, exp_ids: Sequence[str]) -> dict[str, str]:
         tasks_of = {job_name(tasks): tasks for tasks in _task_files(folder)}
@@ -233,7 +235,7 @@ class Config(QueueConfig):
     def check(self) -> None:
         """Raises LaunchError if Slurm's commands are missing, its controller is silent, or has no such partition."""
         check_programs("sbatch", "squeue", "scancel", "scontrol")
-        lines = ask(["scontrol", "--oneliner", "show", "partition"], self.patience_seconds).splitlines()
+        lines = run_slurm(["scontrol", "--oneliner", "show", "partition"], self.patience_seconds).splitlines()
         partitions = re.findall(r"^PartitionName=(\S+)", "\n".join(lines), re.MULTILINE)
         for name in (self.partition or "").split(","):
             if name and name not in partitions:
@@ -247,13 +249,13 @@ class Config(QueueConfig):
         fails.
         """
         place = {job.exp_id: i for i, job in enumerate(jobs)}
-        awaited = {exp_id for i, job in enumerate(jobs) for exp_id in job.after if place.get(exp_id, i) < i}
+        parent_ids = {exp_id for i, job in enumerate(jobs) for exp_id in job.after if place.get(exp_id, i) < i}
         groups: dict[object, Array] = {}
         same_limit = self.model_dump_json()
         for i, job in enumerate(jobs):
             parents = frozenset(exp_id for exp_id in job.after if place.get(exp_id, i) < i)
             resources = self.settings_of(job)
-            each = 1 if job.exp_id in awaited else resources.jobs_per_task
+            each = 1 if job.exp_id in parent_ids else resources.jobs_per_task
             # A config that holds a dict has no hash; its JSON does as well.
             key = (
                 same_limit if resources is self else resources.model_dump_json(),
@@ -269,7 +271,7 @@ class Config(QueueConfig):
         ]
 
 
-def _whole_tasks(job_ids: Sequence[str]) -> list[str]:
+def _require_own_tasks(job_ids: Sequence[str]) -> list[str]:
     """The ids that Slurm knows. Raises LaunchError for experiments that share a task."""
     for job_id in job_ids:
         if shared_tasks.task_of(job_id) != job_id:
@@ -291,7 +293,7 @@ def _refuse_shared_parents(jobs: Sequence[Job]) -> None:
 
 
 def _largest_array(patience_seconds: float) -> int:
-    output = ask(["scontrol", "show", "config"], patience_seconds)
+    output = run_slurm(["scontrol", "show", "config"], patience_seconds)
     match = re.search(r"^MaxArraySize\s*=\s*(\d+)", output, re.MULTILINE)
     return max(1, int(match[1])) if match else 1
 

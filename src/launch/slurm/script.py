@@ -7,13 +7,13 @@ from pathlib import Path
 
 from src.errors import RunError
 from src.files import reading, write_atomic, writing
-from src.launch.command import STOP_AFTER_FAILURES, STOPPED, Processes, shell_line
+from src.launch.command import STOP_AFTER_FAILURES, STOPPED_EXIT, Processes, shell_line
 from src.launch.job import Job
 
 SCRIPT = "job.sh"
 GRACE_SECONDS = 60
 """How long an experiment that shares a task may take to stop before it is killed."""
-REQUEUED = "requeue"
+REQUEUE_OUTCOME = "requeue"
 """In place of the exit code of an experiment that shares a task, and asks for another start."""
 REQUEUE = """\
     for pause in 1 2 4 8 16; do
@@ -124,14 +124,14 @@ while :; do
 done
 # A limit of its own, such as memory, or going back to an earlier checkpoint.
 limit=
-if [ $code -eq STOPPED ] && grep -qs '"stopped_by": "limit"' "${task[1]}/status.json"; then limit=1; fi
+if [ $code -eq STOPPED_EXIT ] && grep -qs '"stopped_by": "limit"' "${task[1]}/status.json"; then limit=1; fi
 if [ -z "$told$limit" ] && [ "$NNODES" -gt 1 ]; then
-    case $code in STOPPED | 143) code=1 ;; esac  # nobody asked for a stop but srun, after the failure of another node
+    case $code in STOPPED_EXIT | 143) code=1 ;; esac  # nobody asked for a stop but srun, after the failure of another node
 fi
 if [ -n "$shared" ] && [ -e "$shared.kill" ]; then exit $code; fi
 if { [ "$told" = USR1 ] || [ -n "$limit" ]; } && [ "${task[4]}" = 1 ]; then
     case $code in
-        STOPPED | 137 | 143)
+        STOPPED_EXIT | 137 | 143)
             if [ "$(newest)" != "$had" ]; then
                 rm -f "$fruitless"
             elif [ -e "$fruitless" ]; then
@@ -155,8 +155,8 @@ count_failure $code $SECONDS
 exit $code
 """
     )
-    .replace("REQUEUED", REQUEUED)
-    .replace("STOPPED", str(STOPPED))
+    .replace("REQUEUED", REQUEUE_OUTCOME)
+    .replace("STOPPED_EXIT", str(STOPPED_EXIT))
 )
 
 
@@ -183,7 +183,7 @@ def write_tasks(tasks: Path, jobs: Sequence[Job], lines: Sequence[str], requeue:
 def task_line(job: Job, processes: Processes, environment: Mapping[str, str], setup: Sequence[str]) -> str:
     """Bash that each node runs for `job`.
 
-    Bash itself outlives the stop signal. Only the first node exits with `STOPPED`: srun would kill it, with the
+    Bash itself outlives the stop signal. Only the first node exits with `STOPPED_EXIT`: srun would kill it, with the
     checkpoint half written, as soon as another node exited with a code other than 0.
     """
     return "\n".join(
@@ -194,7 +194,7 @@ def task_line(job: Job, processes: Processes, environment: Mapping[str, str], se
             *setup,
             f"bash -c {shlex.quote(shell_line(job, processes, environment))}",
             "code=$?",
-            f'[ $code -ne {STOPPED} ] || [ "$NODE_RANK" = 0 ] || code=0',
+            f'[ $code -ne {STOPPED_EXIT} ] || [ "$NODE_RANK" = 0 ] || code=0',
             "exit $code",
         ]
     )

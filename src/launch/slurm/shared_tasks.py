@@ -12,9 +12,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from src.files import write_atomic, writing
-from src.launch.command import STOPPED
+from src.launch.command import STOPPED_EXIT
 from src.launch.job import SchedulerState
-from src.launch.slurm.script import REQUEUE, REQUEUED, SCRIPT
+from src.launch.slurm.script import REQUEUE, REQUEUE_OUTCOME, SCRIPT
 
 FOLDER = "shared_tasks"
 SHARED_SCRIPT = "jobs.sh"
@@ -44,7 +44,7 @@ for ((place = 0; place < count; place++)); do
     ended=$(cat "$file.code" 2> /dev/null)
     if [ -e "$file.kill" ]; then continue; fi
     case $ended in
-        "" | STOPPED | REQUEUED)
+        "" | STOPPED_EXIT | REQUEUE_OUTCOME)
             rm -f "$file.code"
             bash "${1%/*}/SCRIPT" "$1" "$2" $((first + place)) "$file" &
             pids+=($!)
@@ -65,18 +65,18 @@ for ((place = 0; place < count; place++)); do
     if [ -e "$file.kill" ]; then continue; fi
     ended=$(cat "$file.code" 2> /dev/null || echo 1)
     case $ended in
-        REQUEUED) again=1 ;;
-        STOPPED) stopped=1 ;;
+        REQUEUE_OUTCOME) again=1 ;;
+        STOPPED_EXIT) stopped=1 ;;
         *) [ $code -ne 0 ] || code=$ended ;;
     esac
 done
 if [ -n "$again" ]; then
-    code=STOPPED
+    code=STOPPED_EXIT
 """
     + REQUEUE
     + """\
 fi
-[ -z "$stopped" ] || code=STOPPED
+[ -z "$stopped" ] || code=STOPPED_EXIT
 exit $code
 """
 )
@@ -88,7 +88,11 @@ def write_shared_script(folder: Path, outcomes: Path) -> Path:
     Raises:
         RunError: the disk refuses.
     """
-    text = _SCRIPT_TEXT.replace("REQUEUED", REQUEUED).replace("STOPPED", str(STOPPED)).replace("SCRIPT", SCRIPT)
+    text = (
+        _SCRIPT_TEXT.replace("REQUEUE_OUTCOME", REQUEUE_OUTCOME)
+        .replace("STOPPED_EXIT", str(STOPPED_EXIT))
+        .replace("SCRIPT", SCRIPT)
+    )
     write_atomic(folder / SHARED_SCRIPT, text, private=True)
     with writing(outcomes):
         outcomes.mkdir(exist_ok=True)
@@ -116,14 +120,14 @@ def task_of(job_id: str) -> str:
 
 def with_outcomes(ids: Iterable[str], tasks: dict[str, SchedulerState], outcomes: Path) -> dict[str, SchedulerState]:
     """The state of each experiment, from what Slurm says of the `tasks` and from how the experiment itself ended."""
-    found = {}
+    states = {}
     notes = {_job_of(path.stem): path for path in sorted(outcomes.glob("*.why"))}
     for job_id in ids:
         if (task := tasks.get(task_of(job_id))) is not None:
             state = _state_of(outcomes / job_id, task) if _ID.fullmatch(job_id) else task
-            refused = job_id in notes and (state.word, state.reason) == ("FAILED", "exit code 1")
-            found[job_id] = _explain(notes[job_id], state) if refused else state
-    return found
+            was_not_started = job_id in notes and (state.word, state.reason) == ("FAILED", "exit code 1")
+            states[job_id] = _explain(notes[job_id], state) if was_not_started else state
+    return states
 
 
 def forget_notes(array_id: str, folder: Path, outcomes: Path) -> None:
@@ -147,13 +151,13 @@ def _explain(why: Path, failed: SchedulerState) -> SchedulerState:
 
 
 def _state_of(file: Path, task: SchedulerState) -> SchedulerState:
-    killed = file.with_name(f"{file.name}.kill").exists()
+    is_killed = file.with_name(f"{file.name}.kill").exists()
     code = _read_code(file)
     if code == "0":
         return replace(task, state="completed", word="COMPLETED", reason="")
-    if killed and (code is not None or task.state != "running"):
+    if is_killed and (code is not None or task.state != "running"):
         return replace(task, state="cancelled", word="CANCELLED", reason="")
-    if code in (None, str(STOPPED), REQUEUED):
+    if code in (None, str(STOPPED_EXIT), REQUEUE_OUTCOME):
         return task
     return replace(task, state="failed", word="FAILED", reason=f"exit code {code}")
 
@@ -171,10 +175,10 @@ def kill(ids: Sequence[str], outcomes: Path) -> list[str]:
     Raises:
         RunError: the disk refuses.
     """
-    found: dict[str, None] = {}
+    remaining: dict[str, None] = {}
     for job_id in ids:
         if (match := _ID.fullmatch(job_id)) is None:
-            found[job_id] = None
+            remaining[job_id] = None
         elif outcomes.is_dir():
             if not _is_over(outcomes / job_id):
                 with writing(outcomes / job_id):
@@ -183,10 +187,14 @@ def kill(ids: Sequence[str], outcomes: Path) -> list[str]:
                 outcomes / f"{match['task']}+{place}of{match['count']}{match['submission'] or ''}"
                 for place in range(int(match["count"]))
             ]
-            found |= dict.fromkeys([match["task"]] if all(map(_is_over, neighbours)) else [])
-    return list(found)
+            remaining |= dict.fromkeys([match["task"]] if all(map(_is_over, neighbours)) else [])
+    return list(remaining)
 
 
 def _is_over(file: Path) -> bool:
     """Whether the experiment does not start again: it was killed, or has ended for good."""
-    return file.with_name(f"{file.name}.kill").exists() or _read_code(file) not in (None, str(STOPPED), REQUEUED)
+    return file.with_name(f"{file.name}.kill").exists() or _read_code(file) not in (
+        None,
+        str(STOPPED_EXIT),
+        REQUEUE_OUTCOME,
+    )

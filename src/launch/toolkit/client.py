@@ -15,8 +15,8 @@ from src.launch.toolkit.service import (
     JobConfig,
     ListedJob,
     NameTaken,
-    NotReached,
     OutcomeUnknown,
+    ServiceUnreachable,
     Spec,
     call_with_retries,
     has_ended,
@@ -101,14 +101,14 @@ def create(config: JobConfig, client: Client, spec: Spec) -> str:
     while True:
         try:
             return client.create(spec)
-        except NotReached as error:
+        except ServiceUnreachable as error:
             failed: LaunchError = error
         except LaunchError as error:
-            failed, known = error, _find_by_name(config, client, spec, error)
-            over = known is not None and has_ended(scheduler_state(config, known))
-            if known and (doubt or isinstance(error, OutcomeUnknown) or not over):
-                return known.job_id
-            if known and isinstance(
+            failed, existing_job = error, _find_by_name(config, client, spec, error)
+            over = existing_job is not None and has_ended(scheduler_state(config, existing_job))
+            if existing_job and (doubt or isinstance(error, OutcomeUnknown) or not over):
+                return existing_job.job_id
+            if existing_job and isinstance(
                 error, NameTaken
             ):  # of an earlier call for this submission; its name can never be used again
                 number = int(spec.name.removeprefix(name).strip("_") or 1) + 1
@@ -131,10 +131,10 @@ def _find_by_name(config: JobConfig, client: Client, spec: Spec, failed: LaunchE
         LaunchError: it could not be looked up, or belongs to something else.
     """
     try:
-        listed = call_with_retries(config, lambda: client.list_jobs(PAGE))
+        jobs = call_with_retries(config, lambda: client.list_jobs(PAGE))
     except LaunchError as error:
         raise OutcomeUnknown(f"{failed} Whether it is queued as {spec.name} could not be asked: {error}") from None
-    job = next((job for job in listed if job.name == spec.name), None)
+    job = next((job for job in jobs if job.name == spec.name), None)
     if job and (job.submission, job.exp_id) != (spec.submission, spec.exp_id):
         raise LaunchError(
             f"toolkit: the name {spec.name} belongs to job {job.job_id}, which this submission has not queued."
@@ -183,14 +183,16 @@ def _translate_errors(action: str, call: Callable[[], T]) -> T:
         status = getattr(error, "status", None)
         message = f"toolkit, {action} through haven: {error or type(error).__name__}"
         if status == 401 or action == "log in":
-            raise NotReached(f"{message} Log in with `eai login`, or set EAI_TOKEN to a valid token.") from error
+            raise ServiceUnreachable(
+                f"{message} Log in with `eai login`, or set EAI_TOKEN to a valid token."
+            ) from error
         kind: type[LaunchError] = OutcomeUnknown
         if status == 409:
             kind = NameTaken
         elif isinstance(status, int) and 400 <= status < 500:
             kind = LaunchError
         elif _NO_CONNECTION.search(str(error)):
-            kind = NotReached
+            kind = ServiceUnreachable
         raise kind(message) from error
 
 

@@ -5,7 +5,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from src.launch.command import STOP_AFTER_FAILURES, STOPPED, shell_line
+from src.launch.command import STOP_AFTER_FAILURES, STOPPED_EXIT, shell_line
 from src.launch.job import Job
 from src.launch.toolkit.service import JobConfig
 from src.runs.store import STATUS
@@ -26,7 +26,7 @@ export NODE_RANK NNODES MASTER_PORT={PORT}
 # job has given up. A failure that was there when this job was submitted ($3: its digest) does not count: the parent was
 # submitted with it, again.
 _WAIT = f"""\
-end_if_told() {{ [ -z "$TOLD" ] || exit {STOPPED}; }}
+end_if_told() {{ [ -z "$TOLD" ] || exit {STOPPED_EXIT}; }}
 pause() {{ end_if_told; sleep "$1" & wait $!; end_if_told; }}
 GAVE_UP={GAVE_UP}; rm -f "$0$GAVE_UP"
 give_up() {{ echo "not started: it starts from experiment $*" >&2; : > "$0$GAVE_UP"; exit 1; }}
@@ -99,7 +99,7 @@ def render_script(job: Job, parents: Mapping[str, Path], config: JobConfig) -> s
         STOP_AFTER_FAILURES + _WAIT,
         *(f"wait_for {parent} {_quote(run)} {_digest(run / STATUS)}" for parent, run in parents.items()),
         "check_queue",
-        # Waiting for parents counts too. At the stop the training gets SIGUSR1, saves and exits with `STOPPED`.
+        # Waiting for parents counts too. At the stop the training gets SIGUSR1, saves and exits with `STOPPED_EXIT`.
         f"STOP_AFTER=$(({stop_after} > SECONDS ? {stop_after} - SECONDS : 1))",
         f"cd {_quote(job.cwd)} || exit 1",
         f"LINE={shlex.quote(shell_line(job, config.processes))}",
@@ -108,10 +108,10 @@ def render_script(job: Job, parents: Mapping[str, Path], config: JobConfig) -> s
     return "\n".join(lines) + "\n"
 
 
-def parents_to_await(job: Job, submitted: Sequence[str]) -> dict[str, Path]:
+def parents_to_await(job: Job, submitted_ids: Sequence[str]) -> dict[str, Path]:
     """Save directories of the parents to wait for:
     those `submitted` before it, and all if some are queued from an earlier submission."""
-    ahead = set(submitted[: submitted.index(job.exp_id)])
+    ahead = set(submitted_ids[: submitted_ids.index(job.exp_id)])
     return {parent: job.run.parent / parent for parent in job.after if parent in ahead or job.after_jobs}
 
 

@@ -21,7 +21,7 @@ from src.launch.job import SchedulerState
 PAGE = 1000
 """Jobs of one listing, at least."""
 _WAITING = {"QUEUING", "QUEUED", "PENDING"}
-_INTERRUPTED = {"INTERRUPTED", "PREEMPTED"}
+_INTERRUPTED_STATES = {"INTERRUPTED", "PREEMPTED"}
 _STATES = {
     "RUNNING": "running",
     "CANCELLING": "running",
@@ -34,7 +34,7 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 
-class NotReached(LaunchError):
+class ServiceUnreachable(LaunchError):
     """The service was not reached, or the login was refused: nothing was done, and asking again does no harm."""
 
 
@@ -125,8 +125,8 @@ class JobConfig(QueueConfig):
 
     def mounts(self) -> dict[Path, bool]:
         """Folder of each mount, and whether it is writable."""
-        found = [match for mount in self.data if (match := _MOUNT.fullmatch(mount))]
-        return {Path(match[1]): match[2] != "ro" for match in found}
+        matches = [match for mount in self.data if (match := _MOUNT.fullmatch(mount))]
+        return {Path(match[1]): match[2] != "ro" for match in matches}
 
 
 @dataclass(frozen=True)
@@ -159,10 +159,10 @@ class ListedJob:
 
 def scheduler_state(config: JobConfig, job: ListedJob) -> SchedulerState:
     """The state that the toolkit's word means. An unfamiliar word is "unknown", never a failure."""
-    if job.word in _WAITING or (job.word in _INTERRUPTED and config.restartable):
+    if job.word in _WAITING or (job.word in _INTERRUPTED_STATES and config.restartable):
         state = "queued"
     else:
-        state = "failed" if job.word in _INTERRUPTED else _STATES.get(job.word, "unknown")
+        state = "failed" if job.word in _INTERRUPTED_STATES else _STATES.get(job.word, "unknown")
     reason = f"exit code {job.exit_code}" if state == "failed" and job.exit_code is not None else ""
     return SchedulerState(state, job.word, reason, restarts=job.runs - 1)  # type: ignore[arg-type]
 
@@ -182,7 +182,7 @@ def call_with_retries(config: JobConfig, call: Callable[[], T]) -> T:
     while True:
         try:
             return call()
-        except (NotReached, OutcomeUnknown) as error:
+        except (ServiceUnreachable, OutcomeUnknown) as error:
             pause = next(remaining, None)
             if pause is None:
                 raise

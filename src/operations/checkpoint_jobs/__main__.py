@@ -57,7 +57,7 @@ def plan_stages(run: Path, plan: Plan) -> list[list[CheckpointStage]]:
     rules, best, status = plan.checkpoints, checkpoints.best_step(run), SavedRun(run).status
     last = status.get("step") if status["state"] == "done" else None
     tasks = list(plan.evaluate.tasks) if plan.evaluate else []
-    planned = []
+    stages_by_checkpoint = []
     for checkpoint in checkpoints.list_all(run):
         step = checkpoints.step_of(checkpoint)
         selected = (
@@ -68,8 +68,10 @@ def plan_stages(run: Path, plan: Plan) -> list[list[CheckpointStage]]:
             names: list[tuple[Stage, str | None]] = [
                 (stage, task) for stage in plan.stages for task in (tasks if stage == "evaluate" else [None])
             ]
-            planned.append([CheckpointStage(run, checkpoint, branch, stage, task, plan) for stage, task in names])
-    return planned
+            stages_by_checkpoint.append(
+                [CheckpointStage(run, checkpoint, branch, stage, task, plan) for stage, task in names]
+            )
+    return stages_by_checkpoint
 
 
 def stage_status(unit: CheckpointStage, siblings: Sequence[CheckpointStage], retry: bool = False) -> StageStatus:
@@ -97,7 +99,10 @@ def stage_status(unit: CheckpointStage, siblings: Sequence[CheckpointStage], ret
 
 
 def work(
-    run: Path, planned: Sequence[Sequence[CheckpointStage]], statuses: list[list[StageStatus]], retry: bool = False
+    run: Path,
+    stages_by_checkpoint: Sequence[Sequence[CheckpointStage]],
+    statuses: list[list[StageStatus]],
+    retry: bool = False,
 ) -> list[list[StageStatus]]:
     """Make one attempt at each stage that is ready; the statuses afterwards. A run that another process works on stays
     as it is.
@@ -106,11 +111,11 @@ def work(
         DataError, RunError: a file of the run is damaged, or its disk refuses.
     """
     folder = run / stages.FOLDER
-    if not any(one.state == "ready" for known in statuses for one in known) or holder_of(folder).is_dead is False:
+    if not any(one.state == "ready" for row in statuses for one in row) or holder_of(folder).is_dead is False:
         return statuses
     lease = Lease.acquire(folder)
     try:
-        return [[_work_on(unit, siblings, retry, lease) for unit in siblings] for siblings in planned]
+        return [[_work_on(unit, siblings, retry, lease) for unit in siblings] for siblings in stages_by_checkpoint]
     finally:
         lease.release()
 
@@ -133,16 +138,16 @@ def _work_on(unit: CheckpointStage, siblings: Sequence[CheckpointStage], retry: 
 
 
 def _split_by_end(
-    planned: Sequence[Sequence[CheckpointStage]], statuses: Sequence[Sequence[StageStatus]]
+    stages_by_checkpoint: Sequence[Sequence[CheckpointStage]], statuses: Sequence[Sequence[StageStatus]]
 ) -> tuple[list[Path], list[Path]]:
     """The checkpoints that the plan is done with, and the rest.
     If an upload was given up it is not done: there is no other copy."""
-    ended, others = [], []
-    for siblings, known in zip(planned, statuses, strict=True):
-        pairs = zip(siblings, known, strict=True)
+    finished_checkpoints, remaining_checkpoints = [], []
+    for siblings, row in zip(stages_by_checkpoint, statuses, strict=True):
+        pairs = zip(siblings, row, strict=True)
         done = all(one.state == "done" or (one.state == "given up" and unit.stage != "upload") for unit, one in pairs)
-        (ended if done else others).append(siblings[0].checkpoint)
-    return ended, others
+        (finished_checkpoints if done else remaining_checkpoints).append(siblings[0].checkpoint)
+    return finished_checkpoints, remaining_checkpoints
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -190,18 +195,20 @@ def _round(args: argparse.Namespace, plan: Plan, pins: Pins | None) -> int:
     code = 0
     for run in (runs / exp_id for exp_id in exp_ids):
         try:
-            planned = plan_stages(run, plan)
-            statuses = [[stage_status(unit, siblings, args.retry) for unit in siblings] for siblings in planned]
+            stages_by_checkpoint = plan_stages(run, plan)
+            statuses = [
+                [stage_status(unit, siblings, args.retry) for unit in siblings] for siblings in stages_by_checkpoint
+            ]
             if pins:
-                pins.renew(run, *_split_by_end(planned, statuses))
-                statuses = work(run, planned, statuses, args.retry)
-                pins.renew(run, *_split_by_end(planned, statuses))
+                pins.renew(run, *_split_by_end(stages_by_checkpoint, statuses))
+                statuses = work(run, stages_by_checkpoint, statuses, args.retry)
+                pins.renew(run, *_split_by_end(stages_by_checkpoint, statuses))
         except UserError as error:
             log.warning("%s", error)
             code = FAILED
             continue
-        for siblings, known in zip(planned, statuses, strict=True):
-            for unit, status in zip(siblings, known, strict=True):
+        for siblings, row in zip(stages_by_checkpoint, statuses, strict=True):
+            for unit, status in zip(siblings, row, strict=True):
                 if args.dry_run:
                     sys.stdout.write(f"{run.name}  {unit.key}  {unit.name:20}  {status.state:8}  {status.reason}\n")
                     sys.stdout.write(f"    {unit.command(unit.log.parent)}\n" if status.state != "done" else "")

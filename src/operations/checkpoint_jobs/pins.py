@@ -31,13 +31,13 @@ class Pins:
     def __init__(self, runs: Path, plan: Plan) -> None:
         self._every = plan.checkpoints.every
         self._name = uuid.uuid4().hex[:12]
-        self._placed: dict[Path, Pin] = {}
-        for left in (runs / FOLDER).glob("*"):
-            if (left / LEASE).exists() and holder_of(left).is_dead:
-                shutil.rmtree(left, ignore_errors=True)
+        self._pins: dict[Path, Pin] = {}
+        for leftover in (runs / FOLDER).glob("*"):
+            if (leftover / LEASE).exists() and holder_of(leftover).is_dead:
+                shutil.rmtree(leftover, ignore_errors=True)
         self._lease = Lease.acquire(runs / FOLDER / self._name)
 
-    def renew(self, run: Path, ended: Sequence[Path], others: Sequence[Path]) -> None:
+    def renew(self, run: Path, finished_checkpoints: Sequence[Path], remaining_checkpoints: Sequence[Path]) -> None:
         """Pin what is not done in `run`: the checkpoints `others`, and those to come, unless it is done.
         The `ended` are free.
 
@@ -48,13 +48,13 @@ class Pins:
         pin = Pin(
             os.path.relpath(self._lease.path, run),
             every,
-            _manifest_hashes(ended) if every else {},
-            _manifest_hashes(others),
+            _manifest_hashes(finished_checkpoints) if every else {},
+            _manifest_hashes(remaining_checkpoints),
         )
         if not every and not pin.steps:
             self._take_away(run)
-        elif pin != self._placed.get(run):
-            self._placed[run] = pin
+        elif pin != self._pins.get(run):
+            self._pins[run] = pin
             pins.place(run, self._name, pin)
             self._sweep(run)
 
@@ -65,13 +65,13 @@ class Pins:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         with suppress(RunError):  # what cannot be taken away holds nothing without the lease
-            for run in list(self._placed):
+            for run in list(self._pins):
                 self._take_away(run)
         self._lease.release()
         shutil.rmtree(self._lease.path, ignore_errors=True)
 
     def _take_away(self, run: Path) -> None:
-        if self._placed.pop(run, None) is not None:
+        if self._pins.pop(run, None) is not None:
             pins.remove(run, self._name)
 
     def _sweep(self, run: Path) -> None:

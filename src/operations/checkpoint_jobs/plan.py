@@ -151,20 +151,20 @@ class Plan(config.Config):
         return self
 
 
-def _check_template(template: str, needed: str, *known: str) -> None:
+def _check_template(template: str, required_name: str, *optional_names: str) -> None:
     """Raises Problems for a placeholder that is unknown, and if `needed` is missing."""
-    placeholders = (*PLACEHOLDERS, needed, *known)
+    placeholders = (*PLACEHOLDERS, required_name, *optional_names)
     try:
-        used = [name for _, name, _, _ in Formatter().parse(template) if name is not None]
+        names = [name for _, name, _, _ in Formatter().parse(template) if name is not None]
     except ValueError as error:
         raise Problems([("command", f"{error}: a literal brace is written twice, in {template!r}.")]) from None
     mistakes = [
         ("command", f"{{{name}}}: {unknown_text('placeholder', name, placeholders)}")
-        for name in used
+        for name in names
         if name not in placeholders
     ]
-    if needed not in used:
-        mistakes.append(("command", f"has no {{{needed}}} in it: {template!r}."))
+    if required_name not in names:
+        mistakes.append(("command", f"has no {{{required_name}}} in it: {template!r}."))
     if mistakes:
         raise Problems(mistakes)
 

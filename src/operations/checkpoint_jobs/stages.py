@@ -75,8 +75,8 @@ class CheckpointStage:
     @property
     def trials(self) -> Trials:
         """Its command, and how often it is retried."""
-        found = getattr(self.plan, self.stage)
-        return found if self.task is None else found.tasks[self.task]
+        settings = getattr(self.plan, self.stage)
+        return settings if self.task is None else settings.tasks[self.task]
 
     def command(self, work: Path) -> str:
         """The command, for /bin/sh or for people to read. work: the folder for its output."""
@@ -110,14 +110,14 @@ def read_outcome(unit: CheckpointStage) -> dict[str, Any]:
 
 def _read_outcomes(run: Path) -> dict[str, dict[str, dict[str, Any]]]:
     path = run / OUTCOMES
-    found = read_json(path, RunError) if path.exists() else {}
+    outcomes = read_json(path, RunError) if path.exists() else {}
     keys = {"done", "failures", "reason", "time"}
-    if not isinstance(found, dict) or not all(
+    if not isinstance(outcomes, dict) or not all(
         isinstance(names, dict) and all(isinstance(one, dict) and one.keys() == keys for one in names.values())
-        for names in found.values()
+        for names in outcomes.values()
     ):
         raise RunError(f"{path}: expected the outcomes of stages. Delete it: each stage is then repeated.")
-    return found
+    return outcomes
 
 
 def record(unit: CheckpointStage, reason: str) -> None:
@@ -232,8 +232,8 @@ class Destination:
                 while piece := cast(bytes, file.read(_PIECE)):
                     digest.update(piece)
                     size += len(piece)
-        found = digest.hexdigest()
-        return "" if (size, found) == expected else f"{size} bytes of sha256 {found[:12]}…"
+        sha256 = digest.hexdigest()
+        return "" if (size, sha256) == expected else f"{size} bytes of sha256 {sha256[:12]}…"
 
     def send(self, name: str) -> None:
         target = f"{self.path}/{name}"

@@ -29,7 +29,7 @@ def list_all(run: Path) -> list[Path]:
     return sorted((entry for entry in (run / "checkpoints").glob("step-*") if _NAME.fullmatch(entry.name)), key=step_of)
 
 
-def newest_whole(run: Path) -> Path | None:
+def newest_complete(run: Path) -> Path | None:
     """The newest checkpoint without a defect, from which a run resumes; None if there is none.
 
     Damaged ones are skipped with a warning that names the file.
@@ -91,10 +91,10 @@ def best_step(run: Path) -> int | None:
     """
     if not _pointer(run).exists():
         return None
-    named = read_json(_pointer(run), CheckpointError)
-    if not isinstance(named, dict) or type(named.get("step")) is not int:
-        raise CheckpointError(f'{_pointer(run)}: expected {{"step": …}}, got {json.dumps(named)}.')
-    return named["step"]
+    content = read_json(_pointer(run), CheckpointError)
+    if not isinstance(content, dict) or type(content.get("step")) is not int:
+        raise CheckpointError(f'{_pointer(run)}: expected {{"step": …}}, got {json.dumps(content)}.')
+    return content["step"]
 
 
 def fingerprint(checkpoint: Path) -> str:
@@ -104,10 +104,10 @@ def fingerprint(checkpoint: Path) -> str:
         CheckpointError: the manifest is missing or damaged.
     """
     files = read_manifest(checkpoint, CheckpointError)["files"]
-    taken = {
+    digests = {
         name: entry for name, entry in files.items() if name == "model.safetensors" or name.startswith("tokenizer/")
     }
-    return hashlib.sha256(json.dumps(taken, sort_keys=True).encode()).hexdigest()
+    return hashlib.sha256(json.dumps(digests, sort_keys=True).encode()).hexdigest()
 
 
 def mark_best(run: Path, step: int) -> None:

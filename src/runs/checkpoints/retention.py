@@ -24,7 +24,7 @@ from src.runs.scores import SCORES, Scores
 from src.runs.store import EXP_DICT, JOB, STATUS, SavedRun
 
 log = logging.getLogger(__name__)
-_LEFT = ("damaged-step-", ".step-", ".damaged-step-")
+_LEFTOVER_PREFIXES = ("damaged-step-", ".step-", ".damaged-step-")
 """Prefixes of damaged checkpoints that a resume renamed, and of leftovers of killed writers."""
 NeededCheckpoints = AbstractSet[tuple[str, str]]
 """(id, "last" or "best") of the checkpoints that other experiments start from."""
@@ -92,60 +92,64 @@ def plan(run: Path, rule: CleanupRule, by_others: NeededCheckpoints, now: float)
     """
     if reason := describe_holder(run):
         return Plan(run, reason_to_keep=reason)
-    observed = _snapshot(run)
-    whole, torn = [], []
+    snapshot = _snapshot(run)
+    complete_paths, damaged_paths = [], []
     for checkpoint in checkpoints.list_all(run):
-        (torn if defect(checkpoint, hashes=False) else whole).append(checkpoint)
-    torn += [path for path in sorted((run / "checkpoints").glob("*")) if path.name.startswith(_LEFT) and path.is_dir()]
-    required = set(whole[len(whole) - rule.keep_last :]) if rule.keep_last else set()
+        (damaged_paths if defect(checkpoint, hashes=False) else complete_paths).append(checkpoint)
+    damaged_paths += [
+        path
+        for path in sorted((run / "checkpoints").glob("*"))
+        if path.name.startswith(_LEFTOVER_PREFIXES) and path.is_dir()
+    ]
+    required_paths = set(complete_paths[len(complete_paths) - rule.keep_last :]) if rule.keep_last else set()
     state = SavedRun(run).status
     best = checkpoints.best_step(run)
     if best is not None and (rule.keep_best or state["state"] != "done" or (run.name, "best") in by_others):
-        required.add(checkpoints.folder(run, best))
+        required_paths.add(checkpoints.folder(run, best))
     if (run.name, "last") in by_others and type(state.get("step")) is int:
-        required.add(checkpoints.folder(run, state["step"]))
+        required_paths.add(checkpoints.folder(run, state["step"]))
     before = now - rule.older_than_seconds
-    old = [
+    deletable = [
         path
-        for path in (*whole, *torn)
-        if path not in required and not path.is_symlink() and path.stat().st_mtime <= before
+        for path in (*complete_paths, *damaged_paths)
+        if path not in required_paths and not path.is_symlink() and path.stat().st_mtime <= before
     ]
-    if state["state"] != "done" and set(old) & set(whole):
-        newest = checkpoints.newest_whole(run)  # reads every byte, as a resume does
-        old = [path for path in old if path != newest]
-    pinned = _find_pinned(run, old)
-    if old and len(pinned) == len(old):
+    if state["state"] != "done" and set(deletable) & set(complete_paths):
+        newest = checkpoints.newest_complete(run)  # reads every byte, as a resume does
+        deletable = [path for path in deletable if path != newest]
+    pinned = _find_pinned(run, deletable)
+    if deletable and len(pinned) == len(deletable):
         return Plan(run, reason_to_keep=f"what could go is worked on: see {next(iter(pinned.values()))}")
-    return Plan(run, tuple(path for path in old if path not in pinned), snapshot=observed)
+    return Plan(run, tuple(path for path in deletable if path not in pinned), snapshot=snapshot)
 
 
-def remove(decided: Plan) -> None:
+def remove(cleanup: Plan) -> None:
     """Delete the checkpoints of `plan`, if the run has not changed since.
     A crash leaves each checkpoint complete or deleted.
 
     Raises:
         RunError: the run was started or has changed, so nothing is deleted; or the disk refuses.
     """
-    run = decided.run
-    if not decided.deletable:
+    run = cleanup.run
+    if not cleanup.deletable:
         return
-    renamed = []
+    hidden_paths = []
     with directory_lock(run, create=False), writing(run):  # blocks a start of the run, so it must be short
-        if holder_of(run).is_dead is not True or _snapshot(run) != decided.snapshot:
+        if holder_of(run).is_dead is not True or _snapshot(run) != cleanup.snapshot:
             raise RunError(f"{run}: has changed meanwhile, so nothing of it was deleted. Look again.")
-        for path, pin in _find_pinned(run, decided.deletable).items():
+        for path, pin in _find_pinned(run, cleanup.deletable).items():
             raise RunError(
                 f"{path}: somebody works on it since a moment ago (see {pin}), "
                 f"so nothing of {run} was deleted. Look again."
             )
         best = checkpoints.best_step(run)
-        if best is not None and checkpoints.folder(run, best) in decided.deletable:
+        if best is not None and checkpoints.folder(run, best) in cleanup.deletable:
             checkpoints.forget_best(run)
-        for path in decided.deletable:
+        for path in cleanup.deletable:
             # Renamed first: a half deleted folder must not look like a checkpoint.
             hidden = path if path.name.startswith(".") else path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.old")
-            renamed.append(path.rename(hidden))
-    for path in renamed:
+            hidden_paths.append(path.rename(hidden))
+    for path in hidden_paths:
         with writing(path):
             shutil.rmtree(path)
 
@@ -157,7 +161,9 @@ def folder_bytes(path: Path) -> int:
 
 def _find_pinned(run: Path, among: Sequence[Path]) -> dict[Path, str]:
     """The pinned checkpoints of `among`."""
-    return pins.find_pinned(run, [path for path in among if not path.name.startswith(_LEFT)], pins.StalenessProbe())
+    return pins.find_pinned(
+        run, [path for path in among if not path.name.startswith(_LEFTOVER_PREFIXES)], pins.StalenessProbe()
+    )
 
 
 def _is_run(run: Path) -> bool:
@@ -237,8 +243,8 @@ class Rotation:
         best_step: the one in best.json, which stays.
         """
         try:
-            if doomed := self._deletable(step, best_step):
-                self._hide(doomed)
+            if deletable := self._deletable(step, best_step):
+                self._hide(deletable)
         except UserError as error:
             log.warning("%s Until this is fixed, fewer checkpoints are deleted.", error)
         for hidden in (self._run / "checkpoints").glob(".step-*"):
@@ -250,36 +256,36 @@ class Rotation:
         """The checkpoints that the rule does not keep, oldest first; pins are not considered.
         Expensive checks come last."""
         keep = self._keep
-        line = [path for path in checkpoints.list_all(self._run) if checkpoints.step_of(path) <= step]
-        whole = [path for path in line if defect(path, hashes=False) is None]  # a damaged one is no fallback
-        newest = whole[-keep.last :]
+        paths = [path for path in checkpoints.list_all(self._run) if checkpoints.step_of(path) <= step]
+        complete_paths = [path for path in paths if defect(path, hashes=False) is None]  # a damaged one is no fallback
+        newest = complete_paths[-keep.last :]
         if not newest:
             return []
-        doomed = [
+        candidates = [
             path
-            for path in line
+            for path in paths
             if checkpoints.step_of(path) < checkpoints.step_of(newest[0]) and not path.is_symlink()
         ]
-        doomed = [path for path in doomed if checkpoints.step_of(path) != best_step]
+        candidates = [path for path in candidates if checkpoints.step_of(path) != best_step]
         if keep.every is not None:
-            doomed = [path for path in doomed if checkpoints.step_of(path) % keep.every]
-        if doomed and keep.best > 1:
-            best = self._best(whole)
-            doomed = [path for path in doomed if path not in best]
-        if doomed and (before := self._last_offered_step()):
-            doomed = [path for path in doomed if checkpoints.step_of(path) > before]
-        return doomed
+            candidates = [path for path in candidates if checkpoints.step_of(path) % keep.every]
+        if candidates and keep.best > 1:
+            best = self._best(complete_paths)
+            candidates = [path for path in candidates if path not in best]
+        if candidates and (before := self._last_offered_step()):
+            candidates = [path for path in candidates if checkpoints.step_of(path) > before]
+        return candidates
 
-    def _best(self, whole: Collection[Path]) -> set[Path]:
+    def _best(self, complete_paths: Collection[Path]) -> set[Path]:
         """The best evaluated checkpoints; of equals the earliest, as in `ModelSelection`."""
         rows = {row["step"]: row.get(self._metric) for row in Scores(self._run / SCORES, read_only=True).rows()}
-        scored = [
+        ranking = [
             (value, checkpoints.step_of(path), path)
-            for path in whole
+            for path in complete_paths
             if (value := rows.get(checkpoints.step_of(path))) is not None
         ]
-        scored.sort(key=lambda item: (self._sign * item[0], item[1]))
-        return {path for _, _, path in scored[: self._keep.best]}
+        ranking.sort(key=lambda item: (self._sign * item[0], item[1]))
+        return {path for _, _, path in ranking[: self._keep.best]}
 
     def _last_offered_step(self) -> int:
         """Latest checkpoint step that a child experiment can have started from; 0 without one. Never deleted.
@@ -302,12 +308,12 @@ class Rotation:
                 )
         return before if self._is_parent else 0
 
-    def _hide(self, doomed: Collection[Path]) -> None:
+    def _hide(self, deletable: Collection[Path]) -> None:
         """Rename unpinned checkpoints, so that no half deleted folder looks like a checkpoint."""
         folder = self._run / "checkpoints"
         with directory_lock(self._run, create=False), writing(folder):
-            pinned = pins.find_pinned(self._run, doomed, self._silence)
-            for path in doomed:
+            pinned = pins.find_pinned(self._run, deletable, self._silence)
+            for path in deletable:
                 if path not in pinned:
                     with suppress(FileNotFoundError):  # deleted by another process just now
                         path.rename(path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.old"))

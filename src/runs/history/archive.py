@@ -57,9 +57,9 @@ class PlanBuilder:
     steps: list[Step] = field(default_factory=list)
     files: dict[str, str] = field(default_factory=dict)
     """sha256 of the files before the change."""
-    moved: dict[str, str | None] = field(default_factory=dict)
+    moved_checkpoints: dict[str, str | None] = field(default_factory=dict)
     """Hash of the manifest of each checkpoint that is moved to the archive."""
-    archived: dict[str, dict[str, Any]] = field(default_factory=dict)
+    archived_rows: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     @property
     def folder(self) -> str:
@@ -77,21 +77,21 @@ class PlanBuilder:
         """Move the rows after `step` out of a file that was archived before."""
         _, later = journal.rows_after(read_bytes(self.run / name), step)
         if later:
-            self.archived[name] = {"rows": later.count(b"\n"), "sha256": hashlib.sha256(later).hexdigest()}
+            self.archived_rows[name] = {"rows": later.count(b"\n"), "sha256": hashlib.sha256(later).hexdigest()}
             self.add_step(
                 "cut", name, rest=f"{self.folder}/{name}", step=step, **{"from": f"{self.folder}/before/{name}"}
             )
 
     def archive_checkpoint(self, name: str) -> None:
         """Move a checkpoint to the archive."""
-        self.moved[name] = journal.manifest_hash(self.run / "checkpoints" / name)
+        self.moved_checkpoints[name] = journal.manifest_hash(self.run / "checkpoints" / name)
         self.add_step("move", f"{self.folder}/checkpoints/{name}", **{"from": f"checkpoints/{name}"})
 
     def summary_lines(self) -> list[str]:
         """A line for each thing that is moved."""
-        lines = [f"{name} -> {self.folder}/checkpoints" for name in self.moved]
+        lines = [f"{name} -> {self.folder}/checkpoints" for name in self.moved_checkpoints]
         return lines + [
-            f"{facts['rows']} rows of {name} -> {self.folder}/{name}" for name, facts in self.archived.items()
+            f"{facts['rows']} rows of {name} -> {self.folder}/{name}" for name, facts in self.archived_rows.items()
         ]
 
     def build(self, name: str, facts: Mapping[str, Any], every: Sequence[str] | None, messages: Sequence[str]) -> Plan:
@@ -101,14 +101,14 @@ class PlanBuilder:
             id=uuid.uuid4().hex,
             number=self.number,
             commit=ledger.commit(),
-            moved=self.moved,
-            archived=self.archived,
+            moved=self.moved_checkpoints,
+            archived=self.archived_rows,
             **facts,
         )
-        listed = (
+        checkpoint_hashes = (
             None if every is None else {item: journal.manifest_hash(self.run / "checkpoints" / item) for item in every}
         )
-        record = {**event, "before": {"files": self.files, "checkpoints": listed}}
+        record = {**event, "before": {"files": self.files, "checkpoints": checkpoint_hashes}}
         first: Step = {"do": "write", "to": f"{self.folder}/{RECORD}", "json": record}
         return Plan(self.run, (first, *self.steps), event, (*messages, *self.summary_lines()))
 
@@ -119,21 +119,22 @@ def records(run: Path) -> list[dict[str, Any]]:
     Raises:
         RunError: one of them is damaged.
     """
-    branch = []
+    branch_records = []
     for path in (run / FOLDER).glob(f"branch-*/{RECORD}"):
         record = read_json(path, RunError)
         if not isinstance(record, dict) or not {"number", "event", "step", "who", "when", "before"} <= record.keys():
             raise RunError(f"{path}: not written by a rewind.")
-        branch.append(record)
-    return sorted(branch, key=lambda record: record["number"])
+        branch_records.append(record)
+    return sorted(branch_records, key=lambda record: record["number"])
 
 
 def next_number(run: Path) -> int:
     """The number of the next branch; no number is used twice."""
-    named = [re.fullmatch(r"branch-(\d+)", path.name) for path in (run / FOLDER).glob("branch-*")]
+    matches = [re.fullmatch(r"branch-(\d+)", path.name) for path in (run / FOLDER).glob("branch-*")]
     return (
         max(
-            [*(int(match[1]) for match in named if match), *(branch.number for branch in branches.read(run))], default=0
+            [*(int(match[1]) for match in matches if match), *(branch.number for branch in branches.read(run))],
+            default=0,
         )
         + 1
     )

@@ -22,7 +22,7 @@ LEARNING_RATES = (
 )
 _NUMBER = r"[0-9]+(?:\.[0-9]*)?(?:e[-+]?[0-9]+)?|\.[0-9]+(?:e[-+]?[0-9]+)?"
 _COUNT = r"[1-9][0-9]{0,11}"
-_DENIED = {"source": 2, "shard": 3, "document": 4}
+_DENY_WORDS = {"source": 2, "shard": 3, "document": 4}
 _DATA = re.compile(rf"same|reshuffle|skip:{_COUNT}(?:\+{_COUNT})*")
 
 
@@ -117,9 +117,9 @@ def chain(before: Sequence[Branch], new: Branch) -> tuple[Branch, ...]:
 
     What was denied stays so: `new` takes over what branches that are dropped have denied.
     """
-    kept = [branch for branch in before if branch.from_step < new.from_step]
-    denied = dict.fromkeys(entry for branch in (*before[len(kept) :], new) for entry in branch.denied or ())
-    return (*kept, new.model_copy(update={"denied": [*denied] or None}))
+    earlier = [branch for branch in before if branch.from_step < new.from_step]
+    denied_entries = dict.fromkeys(entry for branch in (*before[len(earlier) :], new) for entry in branch.denied or ())
+    return (*earlier, new.model_copy(update={"denied": [*denied_entries] or None}))
 
 
 def parse_denied(text: str, where: str) -> list[str]:
@@ -131,10 +131,10 @@ def parse_denied(text: str, where: str) -> list[str]:
     Raises:
         ConfigError: there is none, or a line is none of these; names `where` and the line.
     """
-    found = list[str]()
+    entries = list[str]()
     for number, line in enumerate(text.splitlines(), 1):
         words = [] if line.lstrip().startswith("#") else line.split()
-        if words and (words[0] not in _DENIED or len(words) < _DENIED[words[0]]):
+        if words and (words[0] not in _DENY_WORDS or len(words) < _DENY_WORDS[words[0]]):
             raise ConfigError(
                 f'{where}:{number}: expected "source NAME", "shard SOURCE URL" or "document NUMBER SOURCE URL", got '
                 f"{line.strip()[:80]!r}."
@@ -142,12 +142,12 @@ def parse_denied(text: str, where: str) -> list[str]:
         if words and words[0] == "document" and not (words[1].isascii() and words[1].isdigit() and len(words[1]) < 12):
             raise ConfigError(f"{where}:{number}: expected the number of a document, counted from 0, got {words[1]!r}.")
         if words:
-            found.append(
-                " ".join([*words[: _DENIED[words[0]] - 1], line.strip().split(None, _DENIED[words[0]] - 1)[-1]])
+            entries.append(
+                " ".join([*words[: _DENY_WORDS[words[0]] - 1], line.strip().split(None, _DENY_WORDS[words[0]] - 1)[-1]])
             )
-    if not found:
+    if not entries:
         raise ConfigError(f"{where}: lists nothing.")
-    return [*dict.fromkeys(found)]
+    return [*dict.fromkeys(entries)]
 
 
 def parse_data(text: str) -> str:

@@ -94,11 +94,11 @@ def rows_after(content: bytes, step: int) -> tuple[bytes, bytes]:
     A last line without newline was cut by a crash; it goes with the later ones.
     """
     earlier, later = [], []
-    *lines, torn = content.split(b"\n")
+    *lines, partial = content.split(b"\n")
     for line in lines:
         at = step_of(line)
         (later if at is not None and at > step else earlier).append(line + b"\n")
-    return b"".join(earlier), b"".join(later) + (torn + b"\n" if torn else b"")
+    return b"".join(earlier), b"".join(later) + (partial + b"\n" if partial else b"")
 
 
 def step_of(line: bytes) -> int | None:
@@ -113,8 +113,8 @@ def step_of(line: bytes) -> int | None:
         if type(row.get(name)) is int:
             return row[name]
     for name in ("model_name_or_path", "checkpoint"):
-        if isinstance(row.get(name), str) and (plan := _IN_PATH.findall(row[name])):
-            return int(plan[-1])
+        if isinstance(row.get(name), str) and (steps := _IN_PATH.findall(row[name])):
+            return int(steps[-1])
     return None
 
 
@@ -162,14 +162,14 @@ def _link(run: Path, step: Step) -> None:
     source, target = run / step["from"], run / step["to"]
     if target.exists() or _is_gone(source):
         return
-    beside = target.with_name(f".{target.name}.linking")
+    temporary = target.with_name(f".{target.name}.linking")
     with writing(target):
         target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(beside, ignore_errors=True)
-        shutil.copytree(source, beside, copy_function=_link_or_copy)
-        for folder in (beside, *(path for path in beside.rglob("*") if path.is_dir())):
+        shutil.rmtree(temporary, ignore_errors=True)
+        shutil.copytree(source, temporary, copy_function=_link_or_copy)
+        for folder in (temporary, *(path for path in temporary.rglob("*") if path.is_dir())):
             sync_directory(folder)
-        os.rename(beside, target)
+        os.rename(temporary, target)
         sync_directory(target.parent)
 
 

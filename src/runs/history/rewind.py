@@ -27,7 +27,7 @@ def plan(run: Path, branch: Branch, why: str = "", new_wandb: bool = False) -> P
         RunError, DataError: a file of the run is damaged.
     """
     step = branch.from_step
-    target = _whole_checkpoint(run, step)
+    target = _complete_checkpoint(run, step)
     status = SavedRun(run).status
     Scores(run / SCORES, read_only=True).rows()  # fails here, before any change, if the scores are damaged
     before = branches.read(run)
@@ -45,7 +45,7 @@ def plan(run: Path, branch: Branch, why: str = "", new_wandb: bool = False) -> P
         builder.archive_checkpoint(name)
     for name in archive.files_of_rows(run):
         builder.archive_rows_after(name, step)
-    best, told = _best_step(run, target)
+    best, warnings = _best_step(run, target)
     if best is None:
         builder.add_step("remove", BEST)
     else:
@@ -58,11 +58,11 @@ def plan(run: Path, branch: Branch, why: str = "", new_wandb: bool = False) -> P
     reason = (
         f"rewound to step {step} by {ledger.user_and_host()}{f' ({why})' if why else ''}; start it again to continue"
     )
-    kept = {key: value for key, value in status.items() if key != "loss"}
+    status_facts = {key: value for key, value in status.items() if key != "loss"}
     builder.add_step(
-        "conclude", STATUS, json={**kept, "state": "stopped", "step": step, "reason": reason, "updated": now()}
+        "conclude", STATUS, json={**status_facts, "state": "stopped", "step": step, "reason": reason, "updated": now()}
     )
-    left = [item.number for item in before if item not in after]
+    dropped_numbers = [item.number for item in before if item not in after]
     facts = {
         "why": why,
         "step": step,
@@ -70,7 +70,10 @@ def plan(run: Path, branch: Branch, why: str = "", new_wandb: bool = False) -> P
         "branch": branch.model_dump(mode="json", exclude_none=True),
     }
     return builder.build(
-        "rewind", facts, every, [f"to step {step}: {describe(branch)}", *told, *_warnings(run, branch, builder, left)]
+        "rewind",
+        facts,
+        every,
+        [f"to step {step}: {describe(branch)}", *warnings, *_warnings(run, branch, builder, dropped_numbers)],
     )
 
 
@@ -85,7 +88,7 @@ def plan_evaluations(run: Path, step: int, why: str = "") -> Plan:
         builder.archive_file(path.name)
     for name in list(builder.files):
         builder.archive_rows_after(name, step)
-    if not builder.archived:
+    if not builder.archived_rows:
         raise RunError(f"{run}: no row of {EVALUATIONS} is of a step after {step}, so there is nothing to roll back.")
     return builder.build("rollback-evals", {"why": why, "step": step}, None, [f"evaluations to step {step}"])
 
@@ -105,15 +108,15 @@ def plan_undo(run: Path, why: str = "") -> Plan:
         raise RunError(f"{run}: there is nothing to undo.{last}")
     record = undoable[-1]
     builder, old = PlanBuilder(run, next_number(run)), f"{archive.FOLDER}/branch-{record['number']}"
-    files, listed = record["before"]["files"], record["before"]["checkpoints"]
+    files, checkpoint_hashes = record["before"]["files"], record["before"]["checkpoints"]
     every = [path.name for path in checkpoints.list_all(run)]
-    touched = sorted(files) if listed is None else sorted({*files, *archive.changeable_files(run)})
-    for name in touched:
+    file_names = sorted(files) if checkpoint_hashes is None else sorted({*files, *archive.changeable_files(run)})
+    for name in file_names:
         if (run / name).is_file():
             builder.archive_file(name)
-    if listed is not None:
-        _restore_checkpoints(builder, old, listed, every)
-    for name in touched:
+    if checkpoint_hashes is not None:
+        _restore_checkpoints(builder, old, checkpoint_hashes, every)
+    for name in file_names:
         if name not in files:
             builder.add_step("remove", name)
         elif not (run / old / "before" / name).is_file():
@@ -121,16 +124,18 @@ def plan_undo(run: Path, why: str = "") -> Plan:
         else:
             builder.add_step("put", name, **{"from": f"{old}/before/{name}"})
     builder.add_step("write", f"{old}/{archive.RECORD}", json={**record, "undone": now()})
-    told = [f"as it was before the {record['event']} to step {record['step']} by {record['who']} at {record['when']}"]
+    messages = [
+        f"as it was before the {record['event']} to step {record['step']} by {record['who']} at {record['when']}"
+    ]
     facts = {"why": why, "step": record["step"], "undoes": record["number"]}
-    return builder.build("undo", facts, None if listed is None else every, told)
+    return builder.build("undo", facts, None if checkpoint_hashes is None else every, messages)
 
 
 def describe(branch: Branch) -> str:
     """The overrides of a branch, for people."""
     rate = branch.learning_rate
-    said = {"same": "the same data", "reshuffle": "the rest of the epoch in another order"}
-    words = [said.get(branch.data, f"{branch.skipped_steps} steps of data passed over")]
+    data_texts = {"same": "the same data", "reshuffle": "the rest of the epoch in another order"}
+    words = [data_texts.get(branch.data, f"{branch.skipped_steps} steps of data passed over")]
     if rate is not None and rate.factor is not None:
         words.append(f"learning rate x{rate.factor:g}")
     elif rate is not None and rate.value is not None:
@@ -147,33 +152,39 @@ def describe(branch: Branch) -> str:
     return ", ".join([*words, *([f"Weights & Biases run {branch.wandb}"] if branch.wandb else [])])
 
 
-def _restore_checkpoints(builder: PlanBuilder, old: str, listed: dict[str, str | None], every: Sequence[str]) -> None:
+def _restore_checkpoints(
+    builder: PlanBuilder, old: str, checkpoint_hashes: dict[str, str | None], every: Sequence[str]
+) -> None:
     """Move later checkpoints away first, then move earlier ones back: both may have a checkpoint of one step."""
     run = builder.run
     for name in every:
         was_moved = (run / old / "checkpoints" / name).is_dir()
-        if was_moved or name not in listed or journal.manifest_hash(run / "checkpoints" / name) != listed[name]:
+        if (
+            was_moved
+            or name not in checkpoint_hashes
+            or journal.manifest_hash(run / "checkpoints" / name) != checkpoint_hashes[name]
+        ):
             builder.archive_checkpoint(name)
-    for name in listed:
-        if name in every and name not in builder.moved:
+    for name in checkpoint_hashes:
+        if name in every and name not in builder.moved_checkpoints:
             continue
         places = {"move": f"{old}/checkpoints/{name}", "link": f"{old}/before/checkpoints/{name}"}
-        found = next(((do, place) for do, place in places.items() if (run / place).is_dir()), None)
-        if found is None:
+        source = next(((do, place) for do, place in places.items() if (run / place).is_dir()), None)
+        if source is None:
             raise RunError(f"{run / places['move']}: gone, so the run cannot be restored.")
-        builder.add_step(found[0], f"checkpoints/{name}", **{"from": found[1]})
+        builder.add_step(source[0], f"checkpoints/{name}", **{"from": source[1]})
 
 
-def _whole_checkpoint(run: Path, step: int) -> Path:
+def _complete_checkpoint(run: Path, step: int) -> Path:
     target = checkpoints.folder(run, step)
     if not target.is_dir():
-        whole = [
+        complete_steps = [
             str(checkpoints.step_of(path)) for path in checkpoints.list_all(run) if defect(path, hashes=False) is None
         ]
         elsewhere = sorted((run / archive.FOLDER).glob(f"branch-*/checkpoints/{target.name}"))
         hint = f" {elsewhere[-1]} is of a branch that was left: `undo` leads back there." if elsewhere else ""
         raise CheckpointError(
-            f"--to {step}: no such checkpoint in {run}. There are: {', '.join(whole) or 'none'}.{hint}"
+            f"--to {step}: no such checkpoint in {run}. There are: {', '.join(complete_steps) or 'none'}.{hint}"
         )
     if (run / "checkpoints").stat().st_dev != run.stat().st_dev:
         raise RunError(
@@ -202,15 +213,17 @@ def _best_step(run: Path, target: Path) -> tuple[int | None, list[str]]:
 
 
 def _wandb_id(run: Path) -> str:
-    found = read_json(run / WANDB, RunError, None)
-    return found["id"] if isinstance(found, dict) and isinstance(found.get("id"), str) else run.name
+    content = read_json(run / WANDB, RunError, None)
+    return content["id"] if isinstance(content, dict) and isinstance(content.get("id"), str) else run.name
 
 
-def _warnings(run: Path, branch: Branch, builder: PlanBuilder, left: Sequence[int]) -> list[str]:
+def _warnings(run: Path, branch: Branch, builder: PlanBuilder, dropped_numbers: Sequence[int]) -> list[str]:
     lines = []
-    if left:
-        lines.append(f"branch {', '.join(map(str, left))} began here or later, so what it changed no longer holds")
-    if builder.moved and run.name in {name for name, _ in retention.needed_by_children(run.parent)[0]}:
+    if dropped_numbers:
+        lines.append(
+            f"branch {', '.join(map(str, dropped_numbers))} began here or later, so what it changed no longer holds"
+        )
+    if builder.moved_checkpoints and run.name in {name for name, _ in retention.needed_by_children(run.parent)[0]}:
         lines.append("another experiment starts from this run, and will find another checkpoint")
     if (run / WANDB).exists() and not branch.wandb:
         lines.append(

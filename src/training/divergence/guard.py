@@ -58,7 +58,7 @@ class DivergenceGuard:
 
         Raises:
             TrainingError: the training must not go on; on every rank.
-            distributed.TrainingStopped: the run was rewound to an earlier checkpoint; on every rank.
+            distributed.StopTraining: the run was rewound to an earlier checkpoint; on every rank.
             RunError: the disk refuses.
         """
         found = self.detector.observe(step, loss, grad_norm, skipped=overflowed, kl=kl)
@@ -104,7 +104,7 @@ class DivergenceGuard:
         if to is None:
             log.warning("%s: it cannot be taken back: %s", self.run.path, refusal)
             return
-        raise distributed.TrainingStopped(
+        raise distributed.StopTraining(
             distributed.Reason(f"taken back to step {to}, as {text}", "limit"), everywhere=True, step=to
         )
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 
 from torch import Tensor, nn
 
-from src.support.flops import KNOWN, adapter_weights, training_flops
+from src.support.flops import KNOWN_FAMILIES, adapter_weights, training_flops
 
 log = logging.getLogger(__name__)
 PEAKS = {
@@ -74,7 +74,7 @@ def batch_flops(model: nn.Module) -> Callable[[Mapping[str, Tensor]], int] | Non
     log, for others, and for a model of which a part is frozen that is not merely adapted.
     """
     config = getattr(model, "config", None)
-    known = getattr(config, "model_type", None) in KNOWN
+    known = getattr(config, "model_type", None) in KNOWN_FAMILIES
     if known and hasattr(model, "training_flops"):
         return model.training_flops()  # type: ignore[operator]  a method, not a module
     if not known or not type(model).__module__.startswith("transformers."):

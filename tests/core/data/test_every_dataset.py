@@ -371,7 +371,11 @@ def test_the_reader_learns_from_a_batch_what_it_learns_from_its_samples(build: B
     declared = {"depth": DepthBatch, "packed": PackedBatch}.get(name, BATCHES[kind])
     assert declared.__required_keys__ <= batch.keys() <= declared.__required_keys__ | declared.__optional_keys__
     for key, tensor in batch.items():
-        assert len(tensor) == len(batch.get("sample_of_row", samples)) or key in ("frames", "counted", "cached"), key
+        assert len(tensor) == len(batch.get("sample_of_row", samples)) or key in (
+            "frames",
+            "source_counts",
+            "cached",
+        ), key
         assert tensor.dtype == (torch.bool if "mask" in key else torch.float32 if key == "frames" else torch.int64), key
     if "labels" in batch:
         assert batch["loss_mask"].equal(batch["labels"] != -100)

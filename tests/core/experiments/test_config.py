@@ -252,7 +252,7 @@ def things(monkeypatch: pytest.MonkeyPatch) -> ComponentTable:
 def problems(table: ComponentTable, raw: Any) -> list[tuple[str, str]]:
     with pytest.raises(config.Problems) as caught:
         bind(table, raw)
-    return caught.value.found
+    return caught.value.problems
 
 
 def test_a_component_is_its_config_and_knows_its_name(things: ComponentTable):

@@ -195,6 +195,6 @@ def test_a_config_of_another_table_is_refused(table: ComponentTable):
     for foreign in (Foreign(), other):
         with pytest.raises(Problems) as caught:
             registry.bind(table, foreign)
-        ((path, message),) = caught.value.found
+        ((path, message),) = caught.value.problems
         assert path == ""
         assert message.startswith("expected a dict with 'name', got ")

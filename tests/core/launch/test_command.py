@@ -15,7 +15,7 @@ import pytest
 
 from src.errors import ConfigError
 from src.experiments.config import load
-from src.launch.command import INTERRUPTED, STOP_AFTER_FAILURES, STOPPED, Config, Environment, Processes, argv
+from src.launch.command import INTERRUPTED_EXIT, STOP_AFTER_FAILURES, STOPPED_EXIT, Config, Environment, Processes, argv
 from src.launch.job import Job
 from src.runs.store import SavedRun
 from tests import toy
@@ -460,16 +460,16 @@ raise SystemExit(int(sys.argv[2]))
 @pytest.mark.parametrize(
     ("before", "state", "code", "ended"),
     [
-        ("", "stopped", 1, STOPPED),  # torchrun makes 1 of 75
-        ("", "stopped", STOPPED, STOPPED),
-        ("", "stopped by signal", 1, STOPPED),
-        ("", "stopped by person", 1, INTERRUPTED),
-        ("", "stopped by person", INTERRUPTED, INTERRUPTED),
+        ("", "stopped", 1, STOPPED_EXIT),  # torchrun makes 1 of 75
+        ("", "stopped", STOPPED_EXIT, STOPPED_EXIT),
+        ("", "stopped by signal", 1, STOPPED_EXIT),
+        ("", "stopped by person", 1, INTERRUPTED_EXIT),
+        ("", "stopped by person", INTERRUPTED_EXIT, INTERRUPTED_EXIT),
         ("stopped by person", "running", 137, 137),
         ("", "failed", 1, 1),
         ("", "running", 137, 137),
         ("stopped", "", 1, 1),  # stopped the time before; now it did not even begin
-        ("stopped", "stopped", 1, STOPPED),
+        ("stopped", "stopped", 1, STOPPED_EXIT),
         ("stopped", "done", 0, 0),
         ("running", "done", 143, 0),  # told to stop while it was ending, or a crash after the end
         ("done", "", 1, 1),  # done the time before; now it did not even begin
@@ -488,8 +488,8 @@ def test_a_job_that_was_stopped_in_order_ends_with_75(tmp_path: Path, before: st
     ("state", "code", "told"),
     [
         ("", 1, "failed"),
-        ("", STOPPED, None),
-        ("", INTERRUPTED, None),
+        ("", STOPPED_EXIT, None),
+        ("", INTERRUPTED_EXIT, None),
         ("", 0, None),
         ("running", 1, "running"),
         ("done", 1, "done"),
@@ -516,7 +516,7 @@ def test_a_later_start_that_fails_before_its_training_says_its_own_exit_code(tmp
 
 @pytest.mark.parametrize(
     ("number", "state", "ended"),
-    [("TERM", "", STOPPED), ("USR1", "", STOPPED), ("TERM", "failed", 143), ("TERM", "done", 0)],
+    [("TERM", "", STOPPED_EXIT), ("USR1", "", STOPPED_EXIT), ("TERM", "failed", 143), ("TERM", "done", 0)],
 )
 def test_a_signal_before_the_program_can_hear_it_is_a_stop_too(tmp_path: Path, number: str, state: str, ended: int):
     """The signal goes to the group, as schedulers send it; bash survives it and tells what became of the program."""
@@ -558,7 +558,7 @@ def test_a_job_that_is_told_to_stop_ends_after_its_processes_have_saved(
         assert time.monotonic() < deadline, (tmp_path / "out").read_text()
         time.sleep(0.05)
     os.killpg(job.pid, number)
-    assert job.wait(LONGEST) == STOPPED
+    assert job.wait(LONGEST) == STOPPED_EXIT
     assert sorted(path.name for path in tmp_path.glob("saved.*")) == ["saved.0", "saved.1"]
 
 

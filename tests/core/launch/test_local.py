@@ -19,7 +19,7 @@ import pytest
 
 from src.errors import ConfigError, LaunchError, RunError
 from src.experiments.config import load
-from src.launch.command import STOPPED, Processes
+from src.launch.command import STOPPED_EXIT, Processes
 from src.launch.job import Job, SchedulerState
 from src.launch.local import launcher
 from src.launch.local.scheduler import _QUICK_SECONDS, _Entry, _Scheduler
@@ -266,7 +266,7 @@ def test_a_failed_job_is_tried_again_and_one_that_stopped_goes_on(world: World):
         starts = Path("starts-" + sys.argv[1])
         starts.write_text(starts.read_text() + "x" if starts.exists() else "x")
         ends = {{
-            "stops": [{STOPPED}, {STOPPED}, 1, {STOPPED}, 0], "fails": [1, 2, 0], "mends": [1, 0], "person": [130, 0]
+            "stops": [{STOPPED_EXIT}, {STOPPED_EXIT}, 1, {STOPPED_EXIT}, 0], "fails": [1, 2, 0], "mends": [1, 0], "person": [130, 0]
         }}
         raise SystemExit(ends[sys.argv[1]][len(starts.read_text()) - 1])
     """

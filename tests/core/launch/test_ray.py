@@ -17,7 +17,7 @@ from src.experiments.config import load
 from src.launch import actions, resources, status
 from src.launch.job import Job
 from src.launch.ray import launcher
-from src.launch.tracking import Question
+from src.launch.tracking import QueryPolicy
 from src.runs.store import RunStore
 from tests.core.launch.fakes.fake_ray.server import Answer, FakeRay
 from tests.core.launch.test_status import World as Suite
@@ -205,7 +205,7 @@ def test_a_look_that_got_no_answer_in_time_forbids_nothing_later(cluster: FakeRa
 
     before = set(threading.enumerate())
     cluster.faults.append(answer_late)
-    (row,) = status.table(RunStore(suite.runs), [item.exp_id], Question(seconds=0.2))
+    (row,) = status.table(RunStore(suite.runs), [item.exp_id], QueryPolicy(seconds=0.2))
     assert "was interrupted, and its jobs are unknown" in row.reason
     late = [thread for thread in threading.enumerate() if thread not in before and thread.name.endswith("(work)")]
     assert late

@@ -28,7 +28,7 @@ from src.files import write_json
 from src.launch import actions, arguments, logs, resources, status, submissions, tracking
 from src.launch.job import SchedulerState
 from src.runs import lease
-from src.runs.plan import Planned
+from src.runs.plan import PlannedExperiment
 from src.runs.store import RunStore, SavedRun
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -74,11 +74,11 @@ class NoRecipe(RecipeConfig):
         raise AssertionError
 
 
-def planned(does: str, name: str = "x", parent: str | None = None, **values: Any) -> Planned:
+def planned(does: str, name: str = "x", parent: str | None = None, **values: Any) -> PlannedExperiment:
     exp = {"does": does, "name_": name, "loop": {"steps": 3}, **values}
     if parent:
         exp["model"] = {"name": "experiment", "exp_id": parent}
-    return Planned(exp_id(exp), exp, NoRecipe(), ("g",), f"g[{name}]")
+    return PlannedExperiment(exp_id(exp), exp, NoRecipe(), ("g",), f"g[{name}]")
 
 
 class World:
@@ -94,22 +94,24 @@ class World:
             "here", {"launcher": "local", "wait": False, "slots": 8, "grace_seconds": 10.0, **values}, self.runs
         )
 
-    def request(self, items: Sequence[Planned], chosen: set[str] | None = None, reset: int = 0) -> actions.Request:
+    def request(
+        self, items: Sequence[PlannedExperiment], chosen: set[str] | None = None, reset: int = 0
+    ) -> actions.Request:
         ids = {item.exp_id for item in items} if chosen is None else chosen
         return actions.Request(
             self.runs, items, ids, self.root, lambda i: ["trainval.py", str(self.runs / i)], reset=reset
         )
 
-    def run(self, items: Sequence[Planned], option: str = "run", reset: int = 0, **values: Any) -> None:
+    def run(self, items: Sequence[PlannedExperiment], option: str = "run", reset: int = 0, **values: Any) -> None:
         actions.run(self.request(items, reset=reset), self.resources_with(**values), option)
 
-    def rows(self, items: Sequence[Planned]) -> list[status.Row]:
+    def rows(self, items: Sequence[PlannedExperiment]) -> list[status.Row]:
         return status.table(RunStore(self.runs), [item.exp_id for item in items])
 
-    def states(self, items: Sequence[Planned]) -> list[str]:
+    def states(self, items: Sequence[PlannedExperiment]) -> list[str]:
         return [row.state for row in self.rows(items)]
 
-    def ended(self, items: Sequence[Planned]) -> list[str]:
+    def ended(self, items: Sequence[PlannedExperiment]) -> list[str]:
         wait_until(lambda: not {"queued", "running"} & set(self.states(items)))
         return self.states(items)
 
@@ -580,7 +582,7 @@ def test_logs_are_followed_to_the_end(world: World, caplog: pytest.LogCaptureFix
     assert f"{'0' * 32}: has printed nothing; its state is never" in caplog.text
 
 
-def look(world: World, items: Sequence[Planned], *words: str) -> int:
+def look(world: World, items: Sequence[PlannedExperiment], *words: str) -> int:
     args = arguments.make_parser("", ROOT).parse_args(["-e", "g", "--job_option", "status", *words])
     arguments.check(args, 1)
     return trainval.look(args, items, Places(world.runs, world.runs, {}))

@@ -24,7 +24,7 @@ from src.experiments.registry import resolved_dict
 from src.launch import resources
 from src.launch.command import Processes
 from src.launch.job import Job, SchedulerState, bind_launcher
-from src.launch.toolkit.launcher import LEFT, Config
+from src.launch.toolkit.launcher import LEFTOVERS, Config
 
 ROOT = Path(__file__).resolve().parents[3]
 SUBMIT, LIST, GET, KILL = "v1_account_job_post", "v1_account_job_get", "v1_cluster_job_get", "v1_job_delete_by_id"
@@ -322,7 +322,7 @@ class TestOutages:
         ):
             launched(tmp_path, [item], retries=1)
         (record,) = client.jobs.records()
-        assert json.loads((folder(tmp_path) / LEFT).read_text())["names"] == {item.exp_id: record["name"]}
+        assert json.loads((folder(tmp_path) / LEFTOVERS).read_text())["names"] == {item.exp_id: record["name"]}
         client.faults.clear()
         assert configured(tmp_path).find(folder(tmp_path), [item.exp_id]) == {item.exp_id: record["id"]}
         assert launched(tmp_path, [item])[1] == [record["id"]]

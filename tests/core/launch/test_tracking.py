@@ -15,9 +15,9 @@ from src.experiments.identity import exp_id
 from src.files import write_json
 from src.launch import actions, logs, resources, status, tracking
 from src.launch.slurm import launcher
-from src.launch.tracking import LOOK, REFRESH, Question
+from src.launch.tracking import LOOK, REFRESH, QueryPolicy
 from src.runs import lease
-from src.runs.plan import Planned
+from src.runs.plan import PlannedExperiment
 from src.runs.store import RunStore
 from src.support import read_cache
 from src.support.read_cache import ReadCache
@@ -41,21 +41,21 @@ def _no_memories(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tracking, "_memory", tracking._Memory())
 
 
-def submit(world: World, count: int, option: str = "run") -> list[Planned]:
+def submit(world: World, count: int, option: str = "run") -> list[PlannedExperiment]:
     items = [planned("end", str(n)) for n in range(count)]
     actions.run(world.request(items), resources.load("there", {"launcher": "slurm"}, world.runs), option)
     return items
 
 
-def say(world: World, item: Planned, state: str, **facts: Any) -> None:
+def say(world: World, item: PlannedExperiment, state: str, **facts: Any) -> None:
     write_json(world.runs / item.exp_id / "status.json", {"state": state, **facts})
 
 
-def hold(world: World, item: Planned, **other: Any) -> None:
+def hold(world: World, item: PlannedExperiment, **other: Any) -> None:
     write_json(world.runs / item.exp_id / "lease", {**lease.this_process(), "beat": 3, **other})
 
 
-def look(world: World, items: list[Planned], question: Question = PATIENT_LOOK) -> list[status.Row]:
+def look(world: World, items: list[PlannedExperiment], question: QueryPolicy = PATIENT_LOOK) -> list[status.Row]:
     return status.table(RunStore(world.runs), [item.exp_id for item in items], question)
 
 
@@ -145,10 +145,10 @@ def test_a_scheduler_that_hangs_is_not_waited_for(world: World, monkeypatch: pyt
 
     monkeypatch.setattr(launcher.Config, "states", hang)
     try:
-        rows = look(world, items, Question(seconds=0.2, max_age_seconds=30.0))
+        rows = look(world, items, QueryPolicy(seconds=0.2, max_age_seconds=30.0))
         assert [row.state for row in rows] == ["failed", "unknown"]
         assert all("the scheduler did not answer in 0.2 s" in row.reason for row in rows)
-        look(world, items, Question(seconds=300.0, max_age_seconds=30.0))
+        look(world, items, QueryPolicy(seconds=300.0, max_age_seconds=30.0))
         assert len(queries) == 1, "that it hangs is remembered, too"
     finally:
         release.set()
@@ -269,7 +269,7 @@ def test_an_interrupted_submission_delays_no_look(world: World, monkeypatch: pyt
 
     monkeypatch.setattr(launcher.Config, "find", hang)
     try:
-        rows = look(world, items, Question(seconds=0.2))
+        rows = look(world, items, QueryPolicy(seconds=0.2))
         assert [row.state for row in rows] == ["unknown", "unknown"]
         assert "was interrupted, and its jobs are unknown" in rows[0].reason
     finally:

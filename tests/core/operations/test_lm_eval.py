@@ -115,7 +115,7 @@ def accuracy(run: Path, places: Places, rows: list[dict]) -> float:
     """The share of rows whose first choice is likelier than the second, by the checkpoint's own model."""
     from src.data.text import tokenizers
 
-    checkpoint = checkpoints.newest_whole(run)
+    checkpoint = checkpoints.newest_complete(run)
     assert checkpoint
     model = from_checkpoint(checkpoint, "here", places).eval()
     tokenizer = tokenizers.load(checkpoint / "tokenizer")

@@ -142,15 +142,19 @@ def test_a_step_older_than_its_median_allows_is_hung_once_and_recovers(world: Wo
     assert (verdict.state, verdict.step) == ("hung", 5)
     assert "its last step, 5, was 120 s ago; a step takes 10 s, and 118 s are allowed" in verdict.reason
     assert world.verdict(factor=11).state == "running"
-    assert [world.look(), world.look(), world.look("--factor", "11")] == [watchdog.NEW, watchdog.KNOWN, 0]
+    assert [world.look(), world.look(), world.look("--factor", "11")] == [
+        watchdog.NEW_INCIDENT_EXIT,
+        watchdog.KNOWN_INCIDENT_EXIT,
+        0,
+    ]
     assert world.noted() == ["hung", "recovered"]
     assert table(RunStore(world.runs), [ID])[0].reason == ""
-    assert world.look() == watchdog.KNOWN  # the same incident, which was told of
+    assert world.look() == watchdog.KNOWN_INCIDENT_EXIT  # the same incident, which was told of
     world.tell("beat 6")
     world.age(heartbeat.HEARTBEAT, 120)
     (world.run / heartbeat.HEARTBEAT).write_text(json.dumps({"attempt": 1, "step": 6, "step_seconds": 10.0}))
     world.age(heartbeat.HEARTBEAT, 120)
-    assert world.look() == watchdog.NEW
+    assert world.look() == watchdog.NEW_INCIDENT_EXIT
     assert world.noted() == ["hung", "recovered", "hung"]
     row = table(RunStore(world.runs), [ID])[0]
     assert row.state == "running"
@@ -198,13 +202,13 @@ def test_a_killed_run_is_dead_once(world: World):
     world.tell("beat 1")
     world.kill()
     poll(lambda: world.verdict().state == "dead")
-    assert [world.look(), world.look()] == [watchdog.NEW, watchdog.KNOWN]
+    assert [world.look(), world.look()] == [watchdog.NEW_INCIDENT_EXIT, watchdog.KNOWN_INCIDENT_EXIT]
     assert world.noted() == ["dead"]
     assert table(RunStore(world.runs), [ID])[0].state == "lost"
     world.start()
     assert world.look() == 0
     world.kill()
-    assert world.look() == watchdog.NEW
+    assert world.look() == watchdog.NEW_INCIDENT_EXIT
     assert world.noted() == ["dead", "dead"]  # another start, another incident
 
 
@@ -212,13 +216,13 @@ def test_finished_and_failed_runs(world: World):
     world.start()
     world.tell("beat 1", "fail")
     world.kill()
-    assert [world.look(), world.look()] == [watchdog.NEW, watchdog.KNOWN]
+    assert [world.look(), world.look()] == [watchdog.NEW_INCIDENT_EXIT, watchdog.KNOWN_INCIDENT_EXIT]
     assert [event["line"] for event in jsonl_records.rows(world.run / events.EVENTS)] == ["out of luck"]
     (world.run / events.EVENTS).unlink()
     command = [sys.executable, "-m", "src.operations.watchdog", str(world.runs), "--once"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr.startswith(f"{ID} error "), "out of luck" in done.stderr) == (
-        watchdog.NEW,
+        watchdog.NEW_INCIDENT_EXIT,
         True,
         True,
     )
@@ -266,7 +270,7 @@ def test_log_events_are_in_the_status_table_and_reported(
     log.write_text("x\nsrun: error: Node failure on node-7\n")
     log_file = tmp_path / "told"
     command = f'cat >> {log_file}; echo "$WATCHDOG_RUN $WATCHDOG_RULE $WATCHDOG_SEVERITY" >> {log_file}; exit 3'
-    assert world.look("--notify", command) == watchdog.NEW
+    assert world.look("--notify", command) == watchdog.NEW_INCIDENT_EXIT
     assert "--notify: the command ended with 3" in caplog.text
     assert world.look("--notify", command) == 0
     event, variables = log_file.read_text().splitlines()
@@ -288,7 +292,7 @@ def test_damaged_files_are_named_and_stop_nothing_else(world: World, caplog: pyt
     assert "expected a JSON object" in table(RunStore(world.runs), [ID])[0].reason
     assert world.verdict().state == "running"
     (world.run / STATUS).write_text("{")
-    assert world.look() == watchdog.NEW
+    assert world.look() == watchdog.NEW_INCIDENT_EXIT
     assert "status.json:1: not valid JSON" in caplog.text
 
 

@@ -230,8 +230,8 @@ def test_a_lost_lease_is_noticed_by_the_heart_and_by_confirm(tmp_path: Path):
         (tmp_path / "new").write_text(taken)
         os.replace(tmp_path / "new", tmp_path / LEASE)
     # The next beat notices. One that does not puts our lease back.
-    assert wait_for(lambda: lease.lost or (tmp_path / LEASE).read_text() != taken)
-    assert lease.lost
+    assert wait_for(lambda: lease.is_lost or (tmp_path / LEASE).read_text() != taken)
+    assert lease.is_lost
     with pytest.raises(RunError, match=r"no longer holds the lease \(it is held by process 1 on host far"):
         lease.confirm()
     assert json.loads((tmp_path / LEASE).read_text())["token"] == "far"

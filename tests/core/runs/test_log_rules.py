@@ -175,7 +175,7 @@ class World:
             file.write(text.encode() if isinstance(text, str) else text)
 
     def scan(self, ended: bool = False) -> list[str]:
-        return [event["rule"] for event in events.scan(self.run, [self.log], ended=ended)]
+        return [event["rule"] for event in events.scan(self.run, [self.log], is_complete=ended)]
 
     def noted(self) -> list[dict[str, Any]]:
         return jsonl_records.rows(self.run / events.EVENTS)
@@ -209,8 +209,8 @@ def test_a_log_that_grows_is_read_once(world: World):
     assert [world.scan(), world.scan()] == [["node_failure"], []]
     world.write(FULL)
     assert world.scan() == []
-    assert world.scan(ended=True) == ["disk_full"]
-    assert world.scan(ended=True) == []
+    assert world.scan(is_complete=True) == ["disk_full"]
+    assert world.scan(is_complete=True) == []
 
 
 def test_a_hundred_ranks_that_say_the_same_are_one_event(world: World):

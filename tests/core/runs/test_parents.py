@@ -163,8 +163,8 @@ def test_a_parent_of_many_is_looked_at_once(places: Places):
     write_run(places.runs, OLD, "w")
     store = RunStore(places.runs)
     assert missing_parents(MIDDLE, places, (), store) == []
-    assert store[exp_id(OLD)].lacks == {"last": None}
-    store[exp_id(OLD)].lacks["last"] = "which is known"
+    assert store[exp_id(OLD)].checkpoint_problems == {"last": None}
+    store[exp_id(OLD)].checkpoint_problems["last"] = "which is known"
     assert missing_parents(child_of(exp_id(OLD), seed=7), places, (), store) == [
         f"it starts from experiment {exp_id(OLD)}, which is known"
     ]

@@ -153,8 +153,8 @@ def child_of(identity: str) -> dict:
     return {"recipe": "toy", "seed": 9, "base": {"name": "experiment", "exp_id": identity}}
 
 
-def item(exp: dict) -> plan.Planned:
-    return plan.Planned(exp_id(exp), exp, plan.load(ONE, "", "x").recipe, ("g",), f"g[{exp['seed']}]")
+def item(exp: dict) -> plan.PlannedExperiment:
+    return plan.PlannedExperiment(exp_id(exp), exp, plan.load(ONE, "", "x").recipe, ("g",), f"g[{exp['seed']}]")
 
 
 def test_a_damaged_status_is_reported_and_the_remaining_experiments_are_checked(tmp_path: Path):

@@ -32,7 +32,7 @@ def tell(number: signal.Signals = signal.SIGTERM) -> None:
 
 @pytest.mark.parametrize("number", distributed.STOP_SIGNALS)
 def test_a_signal_is_raised_at_once(number: signal.Signals):
-    with pytest.raises(distributed.TrainingStopped) as caught, distributed.stoppable():
+    with pytest.raises(distributed.StopTraining) as caught, distributed.stoppable():
         tell(number)
     assert (caught.value.reason.by, caught.value.everywhere, caught.value.step) == (number.name, False, None)
 
@@ -43,7 +43,7 @@ def test_what_is_deferred_is_raised_where_it_is_heeded():
         tell(signal.SIGUSR1)
         tell(signal.SIGTERM)
         assert distributed.stop_requested() == distributed.Reason("SIGUSR1"), "the first counts"
-        with pytest.raises(distributed.TrainingStopped, match="SIGUSR1"):
+        with pytest.raises(distributed.StopTraining, match="SIGUSR1"):
             distributed.allow_stop()
 
 
@@ -52,7 +52,7 @@ def test_a_second_signal_interrupts_nothing_that_the_first_has_begun():
     with distributed.stoppable():
         try:
             tell()
-        except distributed.TrainingStopped:
+        except distributed.StopTraining:
             tell()
             tell(signal.SIGUSR1)
             tidied = True
@@ -95,21 +95,21 @@ def test_an_interruption_that_the_shell_ignores_stays_ignored():
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGUSR1, 75), (signal.SIGINT, 130)])
 def test_the_exit_code_says_whether_a_scheduler_starts_it_again(number: signal.Signals, code: int):
-    with pytest.raises(distributed.TrainingStopped) as caught, distributed.stoppable():
+    with pytest.raises(distributed.StopTraining) as caught, distributed.stoppable():
         tell(number)
     assert caught.value.exit_code == code
 
 
 def test_a_limit_asks_as_a_signal_does():
     reason = distributed.Reason("time limit")
-    with distributed.stop_when(lambda: reason), pytest.raises(distributed.TrainingStopped) as caught:
+    with distributed.stop_when(lambda: reason), pytest.raises(distributed.StopTraining) as caught:
         distributed.stop_together()
     assert (caught.value.reason, caught.value.everywhere, caught.value.step) == (reason, True, None)
     distributed.stop_together()
 
 
 def test_one_signal_stops_one_session_only():
-    with pytest.raises(distributed.TrainingStopped), distributed.stoppable():
+    with pytest.raises(distributed.StopTraining), distributed.stoppable():
         tell()
     with distributed.stoppable():
         distributed.allow_stop()
@@ -171,7 +171,7 @@ def test_a_signal_does_not_keep_a_failure_from_being_written_down(tmp_path: Path
 
 
 def test_two_signals_leave_a_stopped_run(tmp_path: Path):
-    class Twice(distributed.TrainingStopped):
+    class Twice(distributed.StopTraining):
         @property
         def step(self) -> None:
             tell(signal.SIGUSR1)
@@ -190,7 +190,7 @@ def test_two_signals_leave_a_stopped_run(tmp_path: Path):
 
 def test_a_signal_while_it_starts_leaves_a_stopped_run(tmp_path: Path):
     caught, status = carried_out(tmp_path, lambda _: tell(signal.SIGUSR1))
-    assert isinstance(caught, distributed.TrainingStopped)
+    assert isinstance(caught, distributed.StopTraining)
     assert (status["state"], status["reason"]) == (
         "stopped",
         "SIGUSR1: stopped while it was starting; start it again to continue",
@@ -207,7 +207,7 @@ def test_a_connection_that_a_stopped_process_closed_is_no_failure(tmp_path: Path
         raise RuntimeError("Connection closed by peer")
 
     caught, status = carried_out(tmp_path, work)
-    assert isinstance(caught, distributed.TrainingStopped)
+    assert isinstance(caught, distributed.StopTraining)
     assert status["state"] == "stopped"
 
 

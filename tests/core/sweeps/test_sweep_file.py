@@ -198,7 +198,7 @@ def test_the_sweeps_of_the_project_can_be_run(file: Path, tmp_path: Path):
         for name, group in exp_configs.EXP_GROUPS.items()
         for place in (name, *(f"{name}[{i}]" for i in range(len(group))))
     }
-    assert sweep.command.chosen in names
+    assert sweep.command.group in names
 
 
 def test_there_are_sweeps():

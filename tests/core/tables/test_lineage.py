@@ -13,7 +13,7 @@ from src.experiments.identity import exp_id
 from src.experiments.interfaces import RecipeConfig
 from src.files import new_directory, write_json
 from src.runs.checkpoints import checkpoints
-from src.runs.plan import Planned
+from src.runs.plan import PlannedExperiment
 from src.runs.run_dir import RunDir
 from src.tables import lineage
 from src.tables.lineage import Edge, Lineage
@@ -117,7 +117,9 @@ def test_a_damaged_directory_is_named_and_skipped(tmp_path: Path, file: str):
 
 def test_planned_experiments_are_new_and_not_missing(tmp_path: Path):
     part = NoRecipe()
-    planned = {exp_id(e): Planned(exp_id(e), e, part, ("g",), f"g[{i}]") for i, e in enumerate((OLD, MIDDLE, YOUNG))}
+    planned = {
+        exp_id(e): PlannedExperiment(exp_id(e), e, part, ("g",), f"g[{i}]") for i, e in enumerate((OLD, MIDDLE, YOUNG))
+    }
     make(tmp_path, MIDDLE, state="failed")
     graph = lineage.build(tmp_path, planned)
     assert states(graph) == {exp_id(MIDDLE): "failed", exp_id(OLD): "new", exp_id(YOUNG): "new"}
@@ -171,7 +173,7 @@ def test_a_long_chain(tmp_path: Path):
     part = NoRecipe()
     planned, exp = {}, OLD
     for _ in range(1500):
-        planned[exp_id(exp)] = Planned(exp_id(exp), exp, part, (), "")
+        planned[exp_id(exp)] = PlannedExperiment(exp_id(exp), exp, part, (), "")
         exp = child_of(exp)
     graph = lineage.build(tmp_path, planned)
     assert len(graph.family([exp_id(OLD)]).nodes) == 1500

@@ -117,5 +117,7 @@ def test_scores_to_look_at_first():
 
 
 def test_long_headings_are_folded_between_words():
-    assert Column("n", "inference/em_wrong_context", ["0.49 ± 0.04"], 2).folded == "inference/\nem_wrong_\ncontext"
-    assert Column("n", "inference/em", ["0.49 ± 0.04 (2)"], 2).folded == "inference/em"
+    assert (
+        Column("n", "inference/em_wrong_context", ["0.49 ± 0.04"], 2).folded_heading == "inference/\nem_wrong_\ncontext"
+    )
+    assert Column("n", "inference/em", ["0.49 ± 0.04 (2)"], 2).folded_heading == "inference/em"

@@ -12,7 +12,7 @@ from src.experiments.config import load
 from src.launch import actions, resources
 from src.launch.job import Job
 from src.launch.slurm import launcher, script, shared_tasks
-from src.runs.plan import Planned
+from src.runs.plan import PlannedExperiment
 from tests.core.launch.fakes.fake_slurm.cluster import Cluster, job, submit
 from tests.core.launch.slurm.test_slurm import option
 from tests.core.launch.test_local import gone
@@ -230,7 +230,7 @@ def test_job_ids_repeat_on_a_reinstalled_cluster(
 def test_one_of_a_running_task_is_repaired_while_its_neighbour_runs(tmp_path: Path, cluster: Cluster):
     world = World(tmp_path)
     target = resources.load("there", {"launcher": "slurm", "jobs_per_task": 3, "patience_seconds": 300.0}, world.runs)
-    items: list[Planned] = [planned("end"), planned("fail"), planned("end", "long", waits=True)]
+    items: list[PlannedExperiment] = [planned("end"), planned("fail"), planned("end", "long", waits=True)]
     actions.run(world.request(items), target)
     cluster.start("1_0")
 

@@ -54,7 +54,7 @@ def test_no_earlier_one_stands_in_for_a_damaged_last_one(run: Path, caplog: pyte
     )
     with pytest.raises(CheckpointError, match=told):
         checkpoints.last(SavedRun(run))
-    assert checkpoints.newest_whole(run) == checkpoints.folder(run, 2)
+    assert checkpoints.newest_complete(run) == checkpoints.folder(run, 2)
     assert "step-00000004: damaged, so it is passed over" in caplog.text
     shutil.rmtree(checkpoints.folder(run, 4))
     with pytest.raises(CheckpointError, match="step-00000004: the last checkpoint is gone"):
@@ -78,7 +78,7 @@ def test_copies_made_by_hand_are_no_checkpoints(run: Path):
     for name in ("step-00000009.bak", "step-9", "step-000000009", "step-x", "damaged-step-00000009"):
         shutil.copytree(checkpoints.folder(run, 2), run / "checkpoints" / name)
     before = names(run)
-    assert checkpoints.newest_whole(run) == checkpoints.folder(run, 4)
+    assert checkpoints.newest_complete(run) == checkpoints.folder(run, 4)
     checkpoints.set_aside_newer(run, 4)
     assert names(run) == before
 
@@ -92,9 +92,9 @@ def test_what_was_passed_over_is_set_aside_and_no_longer_counts(run: Path, caplo
     assert names(run) == [*aside, "step-00000002", "step-00000004"]
     assert "step-00000006: set aside as damaged-step-00000006.1, as the run goes on from step 4" in caplog.text
     write(run, 6)
-    assert checkpoints.newest_whole(run) == checkpoints.folder(run, 6)
+    assert checkpoints.newest_complete(run) == checkpoints.folder(run, 6)
     checkpoints.set_aside_newer(run, 0)
-    assert checkpoints.newest_whole(run) is None
+    assert checkpoints.newest_complete(run) is None
     checkpoints.set_aside_newer(run / "nowhere", 0)
 
 

@@ -82,7 +82,7 @@ def test_an_unfinished_run_keeps_what_it_resumes_from(tmp_path: Path, state: str
     content = checkpoints.folder(run, 4) / "model.safetensors"
     content.write_text("x" * content.stat().st_size)  # its size tells nothing
     assert clean(tmp_path, run) == [2, 3]
-    assert checkpoints.newest_whole(run) == checkpoints.folder(run, 3)
+    assert checkpoints.newest_complete(run) == checkpoints.folder(run, 3)
 
 
 def test_what_a_child_starts_from_stays(tmp_path: Path):

@@ -164,7 +164,7 @@ def test_the_newest_complete_checkpoint_stays(tmp_path: Path):
         damage(save(tmp_path, step))
     shutil.rmtree(checkpoints.folder(tmp_path, 4))
     Rotation(tmp_path, RotationRule(last=1), "val_loss", "min").rotate(4, None)
-    assert checkpoints.newest_whole(tmp_path) == checkpoints.folder(tmp_path, 1)
+    assert checkpoints.newest_complete(tmp_path) == checkpoints.folder(tmp_path, 1)
     damage(checkpoints.folder(tmp_path, 1))
     Rotation(tmp_path, RotationRule(last=1), "val_loss", "min").rotate(4, None)
     assert steps(tmp_path) == [1, 2, 3]
@@ -308,7 +308,7 @@ def test_a_killed_run_has_the_checkpoints_of_an_undisturbed_one(tmp_path: Path, 
             rotation.rotate(step, best)
         if rng.random() < 0.3 and len(steps(run)) > 1 and steps(run)[-1] < last:
             damage(checkpoints.folder(run, steps(run)[-1]))
-        newest = checkpoints.newest_whole(run)
+        newest = checkpoints.newest_complete(run)
         at = checkpoints.step_of(newest) if newest else 0
         checkpoints.set_aside_newer(run, at)
         write_rows(run, losses, at)

@@ -89,7 +89,7 @@ def test_a_restart_writes_the_same_rows(folder: Path, stop_at: int):
             os.kill(os.getpid(), signal.SIGTERM)
         return small.loss(*given)
 
-    with small.opened(folder / "stopped", options) as run, pytest.raises(distributed.TrainingStopped) as stopped:
+    with small.opened(folder / "stopped", options) as run, pytest.raises(distributed.StopTraining) as stopped:
         small.train(run, config=CONFIG, learn=loss)
     assert stopped.value.step == stop_at
     with small.opened(folder / "stopped", options) as run:

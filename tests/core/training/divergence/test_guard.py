@@ -110,7 +110,7 @@ def test_the_watchdog_tells_of_a_loss_that_is_no_number(folder: Path, caplog: py
     with small.opened(folder) as run, contextlib.suppress(TrainingError):
         small.train(run, config(), spoiled(float("nan"), 25))
     code, said, reason = seen_by_the_watchdog(folder, caplog)
-    assert code == watchdog.NEW
+    assert code == watchdog.NEW_INCIDENT_EXIT
     assert f"{run.path.name} error non_finite: step 25: the loss is nan." in said
     assert "non_finite: step 25: the " in reason
     assert not any("non_finite" in line for line in seen_by_the_watchdog(folder, caplog)[1]), "each once"
@@ -163,9 +163,7 @@ def test_a_batch_that_is_left_out_moves_nothing_but_the_step(folder: Path, value
 def test_the_run_is_taken_back_and_passes_over_what_it_stumbled_on(folder: Path):
     given = config(on_loss_spike="rewind")
     with small.opened(folder) as run:
-        with pytest.raises(
-            distributed.TrainingStopped, match="taken back to step 20, as step 25: the loss is"
-        ) as caught:
+        with pytest.raises(distributed.StopTraining, match="taken back to step 20, as step 25: the loss is") as caught:
             small.train(run, given, spoiled(100.0, 25))
         assert (caught.value.everywhere, caught.value.step, caught.value.exit_code) == (True, 20, distributed.REQUEUE)
         (branch,) = branches.read(run.path)
@@ -187,12 +185,12 @@ def test_the_run_is_taken_back_and_passes_over_what_it_stumbled_on(folder: Path)
 def test_a_second_time_it_passes_over_both_places_and_keeps_what_a_person_changed(folder: Path):
     given = config(on_loss_spike="rewind")
     with small.opened(folder) as run:
-        with pytest.raises(distributed.TrainingStopped):
+        with pytest.raises(distributed.StopTraining):
             small.train(run, given, spoiled(100.0, 25))
         (first,) = branches.read(run.path)
         changed = first.model_copy(update={"learning_rate": branches.parse_rate("x0.5")})
         write_json(run.path / branches.FILE, {"branches": [changed.model_dump(mode="json")]})
-        with pytest.raises(distributed.TrainingStopped, match="taken back to step 20, as step 23"):
+        with pytest.raises(distributed.StopTraining, match="taken back to step 20, as step 23"):
             small.train(run, given, spoiled(100.0, 23, first=21))
         (branch,) = branches.read(run.path)
     assert (branch.number, branch.from_step, branch.data, branch.learning_rate) == (
@@ -216,9 +214,7 @@ def test_behind_a_boundary_of_phases_it_passes_over_what_each_phase_has_read(fol
 
     with small.opened(folder) as run:
         for step, first in ((25, 1), (24, 21)):
-            with pytest.raises(
-                distributed.TrainingStopped, match=f"taken back to step 20, as step {step}: the loss is"
-            ):
+            with pytest.raises(distributed.StopTraining, match=f"taken back to step 20, as step {step}: the loss is"):
                 small.train(run, given, spoiled(100.0, step, first), data=data)
         assert [(branch.from_step, branch.data) for branch in branches.read(run.path)] == [(20, "skip:5+4")]
         small.train(run, given, learn, data=data)
@@ -230,7 +226,7 @@ def test_behind_a_boundary_of_phases_it_passes_over_what_each_phase_has_read(fol
 def test_nothing_is_passed_over_where_a_person_has_changed_the_order(folder: Path, caplog: pytest.LogCaptureFixture):
     given = config(on_loss_spike="rewind")
     with small.opened(folder) as run:
-        with pytest.raises(distributed.TrainingStopped):
+        with pytest.raises(distributed.StopTraining):
             small.train(run, given, spoiled(100.0, 25))
         (first,) = branches.read(run.path)
         changed = first.model_copy(update={"data": "reshuffle"})
@@ -246,7 +242,7 @@ def test_a_run_that_cannot_be_taken_back_stops(folder: Path, why: str, caplog: p
     given = config(on_loss_spike="rewind", max_rewinds=1)
     with small.opened(folder) as run:
         if why == "max_rewinds":
-            with pytest.raises(distributed.TrainingStopped):
+            with pytest.raises(distributed.StopTraining):
                 small.train(run, given, spoiled(100.0, 25))
         step = 25 if why == "max_rewinds" else 8
         with pytest.raises(TrainingError, match=f"step {step}: the loss is"):

@@ -146,7 +146,7 @@ def test_readers_end_with_the_training_whoever_holds_its_traceback(tmp_path: Pat
     before = set(multiprocessing.active_children())
     with (
         small.opened(small.write_data(tmp_path), Options(num_workers=2)) as run,
-        pytest.raises(distributed.TrainingStopped) as stopped,
+        pytest.raises(distributed.StopTraining) as stopped,
     ):
         train(run, 3)
     assert stopped.tb is not None
@@ -158,7 +158,7 @@ def test_a_stopped_training_reads_on_behind_its_last_step(tmp_path: Path, stop_a
     with small.opened(small.write_data(tmp_path / "whole")) as run:
         wanted, everything = train(run)
     with small.opened(small.write_data(tmp_path / "stopped")) as run:
-        with pytest.raises(distributed.TrainingStopped) as stopped:
+        with pytest.raises(distributed.StopTraining) as stopped:
             train(run, stop_after)
         step = stopped.value.step
         assert step is not None
