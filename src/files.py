@@ -197,16 +197,16 @@ def read_yaml(path: Path, expected: str) -> dict[str, Any]:
     """The dict in the YAML file `path`. expected: the expected content, for the message.
 
     Raises:
-        ConfigError: it cannot be read, is no YAML, has a key twice, or is no dict; names the file, and the line where
-            known.
+        ConfigError: it cannot be read, is not YAML, has a duplicate key, or is not a dict; names the file, and the
+            line if known.
     """
-    import yaml  # 30 ms, which most commands need not spend
+    import yaml  # takes 30 ms, and most commands do not need it
 
     class Loader(yaml.SafeLoader):
         def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
             keys = set()
             for key, _ in node.value:
-                if key.value in keys and isinstance(key, yaml.ScalarNode):  # YAML would take the last and say nothing
+                if key.value in keys and isinstance(key, yaml.ScalarNode):  # YAML silently takes the last one
                     raise yaml.constructor.ConstructorError(None, None, f"duplicate key {key.value!r}", key.start_mark)
                 keys.add(str(key.value))
             return super().construct_mapping(node, deep)
@@ -273,7 +273,7 @@ def new_directory(
         temporary, lock = _claim(final)
         try:
             yield temporary
-            for weights in temporary.rglob("*.safetensors"):  # which the library makes readable only by their owner
+            for weights in temporary.rglob("*.safetensors"):  # the library makes them readable only by their owner
                 weights.chmod(temporary.stat().st_mode & 0o666)
             paths = (path for path in sorted(temporary.rglob("*")) if path.is_file() and path != temporary / MANIFEST)
             files = {str(path.relative_to(temporary)): path for path in paths}
@@ -305,7 +305,7 @@ def _claim(final: Path) -> tuple[Path, int | None]:
         try:
             return temporary, _lock(temporary)
         except (BlockingIOError, FileNotFoundError):
-            continue  # swept in the moment before it was locked
+            continue  # another process deleted it just before it was locked
         except OSError as error:
             if error.errno not in NOT_OFFERED:
                 raise
@@ -338,7 +338,7 @@ def _sweep(final: Path) -> None:
     leftovers = [path for path in final.parent.iterdir() if pattern.fullmatch(path.name) and path.is_dir()]
     for path in leftovers:
         if path.suffix == ".old" and not final.is_dir():
-            continue  # the only copy there is
+            continue  # the only copy
         with contextlib.suppress(OSError):
             lock = _lock(path)
             shutil.rmtree(path, ignore_errors=True)
@@ -349,7 +349,7 @@ def defect(directory: Path, hashes: bool = True) -> str | None:
     """The first defect of a folder made by `new_directory`: its manifest, or a missing, short or altered file.
     None if it has no defect.
 
-    hashes: False reads only the manifest, so an altered file of the right size goes unnoticed.
+    hashes: if False, compare only sizes, so an altered file of the same size is not detected.
     """
     try:
         manifest = read_manifest(directory, RunError)

@@ -1,4 +1,4 @@
-"""Experiment dicts become frozen, typed configs here; every mistake is named by its dotted path."""
+"""Frozen, typed configs, made from experiment dicts. Errors name the dotted path of each mistake."""
 
 import inspect
 import re
@@ -27,7 +27,7 @@ def added_field(absence: Any, **constraints: Any) -> Any:
 def operational_field(default: Any) -> Any:
     """A field that changes no number of a finished run, such as how many errors stop it.
 
-    It is no part of the experiment: not of the id, nor of exp_dict.json. It can change each time that a run resumes.
+    It is not part of the id or of exp_dict.json, and can change whenever a run resumes.
     """
     return Field(default=default, json_schema_extra={"operational": True})
 
@@ -51,8 +51,10 @@ def _absence(info: FieldInfo) -> list[Any]:
 
 
 class Config(BaseModel):
-    """Strict (`True` is not an int, `"1e-4"` is refused), frozen, and closed to unknown keys.
-    An int is taken for a float."""
+    """Base class of configs: strict (`True` is not an int, `"1e-4"` is refused), frozen, no unknown keys.
+
+    A float field accepts an int.
+    """
 
     model_config = ConfigDict(
         strict=True,
@@ -65,13 +67,13 @@ class Config(BaseModel):
 
     @classmethod
     def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
-        """Refuse an added field with another default than the value for its absence."""
+        """Refuse an added field with a default that differs from its value for absence."""
         for name, info in cls.model_fields.items():
             default, absence = info.default, _absence(info)[0] if is_added(info) else info.default
             if (type(default), default) != (type(absence), absence):
                 raise ConfigError(
-                    f"{cls.__module__}.{cls.__name__}.{name}: the default {default!r} is not what its absence meant, "
-                    f"{absence!r}: runs made before the field was added would change. "
+                    f"{cls.__module__}.{cls.__name__}.{name}: the default {default!r} differs from the value for its "
+                    f"absence, {absence!r}: runs made before the field was added would change. "
                     "Write the new value into the experiments instead."
                 )
 
@@ -123,10 +125,10 @@ class Places:
     runs: Path
     """Save directories, one per experiment id (`--savedir_base`)."""
     experiments: Mapping[str, dict[str, Any]] = field(default_factory=dict)
-    """Every experiment of exp_configs.py by its id: where `ref` finds a parent that has not run yet."""
+    """Every experiment of exp_configs.py by id. Parents that have not run yet are looked up here."""
     on_paper: bool = False
-    """Whether models are built without weights, below torch.device("meta"): of a pretrained one only config.json is
-    needed, and a parent need not be trained."""
+    """Whether models are built without weights, under torch.device("meta"). A pretrained model then needs only
+    config.json, and a parent need not be trained."""
 
 
 class Problems(ValueError):
@@ -153,7 +155,7 @@ def load(cls: type[C], raw: Any, where: str) -> C:
 
 
 def problems(cls: type[Config], error: ValidationError) -> Iterator[tuple[str, str]]:
-    """Turn pydantic's report into (dotted path, message) pairs, those of nested components included."""
+    """Turn pydantic's report into (dotted path, message) pairs, including those of nested components."""
     for item in error.errors(include_url=False):
         loc, context = item["loc"], item.get("ctx", {})
         path = dotted_path(loc)

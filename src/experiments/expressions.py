@@ -1,12 +1,11 @@
 """Conditions on rows, such as `model.stride > 2 and state == 'done'`: parsed by Python, never evaluated.
 
-An expression is made of dotted names, numbers, texts, lists, None (or null), True and False (or true, false), the
+An expression is made of dotted names, numbers, strings, lists, None (or null), True and False (or true, false), the
 comparisons == != < <= > >= in, not in, also chained (0 < x < 1), and, or, not, parentheses, and two calls:
-`matches(name, 'regular expression')`, which searches a text (RE2, in linear time), and `value('em/nq')` for a name that
-is no dotted name.
+`matches(name, 'regular expression')`, which searches a string (RE2, in linear time), and `value('em/nq')` for a name
+that is not a dotted name.
 
-A name that a row lacks is None. Comparing the order of None, or of a text and a number, gives False. True equals no
-number.
+A missing name is None. Ordering None, or a string and a number, gives False. True does not equal 1.
 """
 
 import ast
@@ -43,10 +42,10 @@ class Query:
 
 
 def compile(text: str, where: str = "query") -> Query:  # noqa: A001  as re.compile
-    """Parse `text`; `where` begins the messages.
+    """Parse `text`. Error messages start with `where`.
 
     Raises:
-        ConfigError: anything but the expressions above; names the place in the text.
+        ConfigError: not such an expression; names the position in the text.
     """
     return _Parser(text, where).query()
 
@@ -166,7 +165,7 @@ class _Parser:
         self.refuse_at(len(before.decode()), problem)
 
     def refuse_at(self, place: int, problem: str) -> NoReturn:
-        """place: characters of `self.line` before the mistake."""
+        """place: number of characters of `self.line` before the mistake."""
         rest = self.line[place : place + 30]
         at = f"at {rest!r}" if rest else "at the end"
         raise ConfigError(f"{self.where}, character {self.cut + place + 1} ({at}): {problem.rstrip('.')}.") from None

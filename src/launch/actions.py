@@ -26,12 +26,12 @@ GONE_SECONDS = 120.0
 _POLL_SECONDS = 0.5
 _SUBMITTED_STATES = {"run": ("never", "stopped", "lost"), "retry": ("failed", "lost"), "reset": status.STATES}
 _HINTS = {
-    "failed": "run leaves it as it is. --job_option retry starts it again, -r 1 starts it over",
-    "stopped": "it is stopped, not failed: run starts it again, and so does a retry of its parents (--with-parents)",
+    "failed": "run skips it. --job_option retry resumes it, -r 1 starts it over",
+    "stopped": "it is stopped, not failed: run restarts it, and so does a retry of its parents (--with-parents)",
     "done": "it is done",
     "queued": "it is queued already",
     "running": "it is running already",
-    "unknown": "what became of it is not known, so nothing is submitted",
+    "unknown": "its state is unknown, so nothing is submitted",
 }
 
 log = logging.getLogger(__name__)
@@ -45,11 +45,11 @@ class Request:
     experiments: Sequence[PlannedExperiment]
     """Parents before children."""
     selected_ids: Collection[str]
-    """The ids that the command line names; the rest are parents that were added."""
+    """The ids that the command line selects; the rest are parents that were added."""
     root: Path
     """The folder that holds trainval.py."""
     command: Callable[[str], Sequence[str]]
-    """exp_id -> trainval.py and its arguments, never with a reset: a job can start again, and resumes each time."""
+    """exp_id -> trainval.py and its arguments, without a reset: a job can restart, and then resumes."""
     python_binary: str | None = None
     reset: int = 0
     leave_out: Sequence[Path] = ()
@@ -57,7 +57,7 @@ class Request:
 
 
 def pending_parents(runs: Path, items: Sequence[PlannedExperiment]) -> set[str]:
-    """Parents of `planned` that are queued or running as jobs: those that a job can wait for."""
+    """Parents of `items` that are queued or running as jobs, so that a job can wait for them."""
     here = {item.exp_id for item in items}
     parents = [parent for item in items for parent in parent_ids(item.exp) if parent not in here]
     jobs = track(RunStore(runs), list(dict.fromkeys(parents)))[0] if parents else {}
@@ -68,12 +68,11 @@ def run(request: Request, target: Resources, option: str = "run") -> None:
     """Submit by `option`: "run" never started, stopped or lost experiments; "retry" failed or lost experiments, and
     those skipped by a queue that failures stopped; "reset" all of them from the start.
 
-    Queued and running jobs are skipped, except that "reset" kills them first, or refuses if the state of one is
-    unknown. Returns when the jobs are queued, or have ended if the launcher waits for them.
+    Queued and running jobs are skipped, except that "reset" kills them first, or fails if the state of one is unknown.
+    Returns when the jobs are queued, or have ended if the launcher waits for them.
 
     Raises:
-        LaunchError: refused by the launcher; a parent that has failed, or is a job of another launcher; jobs that do
-            not end.
+        LaunchError: the launcher refuses; a parent has failed, or is a job of another launcher; jobs do not end.
     """
     with submissions.lock(request.runs):
         submissions.refuse(submissions.reconcile(request.runs), [item.exp_id for item in request.experiments])
@@ -96,7 +95,7 @@ def run(request: Request, target: Resources, option: str = "run") -> None:
 
 
 def _choose(request: Request, rows: Mapping[str, Row], option: str) -> list[PlannedExperiment]:
-    """Those to submit. With a retried parent also its children that were not started, or stopped, as it had failed."""
+    """The experiments to submit. A retry adds children that were not started, or stopped, as their parent failed."""
     todo: dict[str, PlannedExperiment] = {}
     for item in request.experiments:
         row = rows[item.exp_id]
@@ -107,7 +106,7 @@ def _choose(request: Request, rows: Mapping[str, Row], option: str) -> list[Plan
 
 
 def _needs_job(request: Request, row: Row, option: str) -> bool:
-    """Whether to submit a job for this row; logs why not."""
+    """Whether to submit a job for this row; logs the reason if not."""
     is_retry = row.state in _SUBMITTED_STATES["retry"] or (row.state == "stopped" and QUEUE_STOPPED in row.reason)
     starts_over = row.exp_id in request.selected_ids and (request.reset or option == "reset")
     if row.doubt:
@@ -136,7 +135,7 @@ def _build_jobs(
     todo: Sequence[PlannedExperiment],
     option: str,
 ) -> list[Job]:
-    """Prepare the save directories of `todo`; their jobs. Nothing is queued yet."""
+    """Prepare the save directories of `todo` and return their jobs. Nothing is queued yet."""
     after_jobs = _jobs_to_await(target, store, rows, todo)
     overrides = {item.exp_id: target.config_for(item.exp) for item in todo}
     code = snapshot.take(request.root, request.runs.resolve() / SNAPSHOTS, (request.runs, *request.leave_out))
@@ -166,10 +165,10 @@ def _build_jobs(
 def _jobs_to_await(
     target: Resources, store: RunStore, rows: Mapping[str, Row], todo: Sequence[PlannedExperiment]
 ) -> dict[str, tuple[str, ...]]:
-    """Jobs of earlier submissions that each experiment must wait for.
+    """Job ids from earlier submissions that each experiment must wait for.
 
     Raises:
-        LaunchError: a parent that is neither done nor queued nor running, or that is a job of another launcher.
+        LaunchError: a parent is neither done nor queued nor running, or is a job of another launcher.
     """
     here = {item.exp_id for item in todo}
     outside = list(dict.fromkeys(p for item in todo for p in parent_ids(item.exp) if p not in here))
@@ -190,7 +189,7 @@ def _jobs_to_await(
                     wrong.append(
                         f"{item.where}: it starts from experiment {parent}, which is {row.state} as job {row.job_id} "
                         f"of the launcher {job.launcher.name}; {target.launcher.name} cannot wait for that. "
-                        "Wait yourself, or use that launcher."
+                        "Submit it when the parent is done, or use that launcher."
                     )
             else:
                 reason = f" ({row.reason})" if row.reason else ""
@@ -205,15 +204,15 @@ def _jobs_to_await(
 
 
 def _submit(request: Request, target: Resources, jobs: Sequence[Job], new: Sequence[SavedRun]) -> list[str]:
-    """Record the intent, submit the jobs, record their ids.
-    new: save directories to remove again if their jobs are refused."""
+    """Record the submission, submit the jobs, record their ids.
+    new: save directories to remove again if the jobs are refused."""
     resolved = registry.resolved_dict(target.launcher, key="launcher")
     commands = {job.exp_id: job.args for job in jobs}
     submission = submissions.create(request.runs, resolved, target.name, jobs[0].cwd.name, commands)
     try:
         ids = target.launcher.submit(jobs, submission.folder, lambda new_ids: submissions.note(submission, new_ids))
     except (LaunchError, RunError):
-        # A launcher that refuses leaves nothing queued. If it has, reconciling finds it.
+        # A launcher that refuses leaves nothing queued. If it did, reconciling finds it.
         with contextlib.suppress(LaunchError, RunError):
             if submission.name not in [each.folder.name for each in submissions.reconcile(request.runs)]:
                 for run in new:
@@ -240,7 +239,7 @@ def throttle(runs: Path, exp_ids: Sequence[str], max_running: int) -> None:
     """Change how many of the queued jobs of these experiments, and of those submitted with them, run at a time.
 
     Raises:
-        LaunchError: none is queued, a launcher cannot, or a scheduler does not answer or refuses.
+        LaunchError: no job is queued, the launcher cannot do this, or a scheduler does not answer or refuses.
     """
     jobs, wrong = track(RunStore(runs), exp_ids)
     queued_jobs = [
@@ -260,7 +259,7 @@ def throttle(runs: Path, exp_ids: Sequence[str], max_running: int) -> None:
 
 
 def _kill(runs: Path, exp_ids: Sequence[str], all_or_none: bool = False) -> None:
-    """Kill all jobs with a known state, then raise for the rest. all_or_none: raise first."""
+    """Kill all jobs with a known state, then raise for the rest. all_or_none: raise before killing any."""
     store = RunStore(runs)
     jobs, wrong = track(store, exp_ids)
     alive = {exp_id: job for exp_id, job in jobs.items() if job.is_alive}

@@ -1,4 +1,4 @@
-"""Follows the output of jobs."""
+"""Follow the output of jobs."""
 
 import logging
 import time
@@ -14,7 +14,7 @@ from src.runs.store import RunStore, SavedRun
 LINES = 20
 POLL_SECONDS = 0.5
 STATES_SECONDS = 5.0
-"""How often the shared schedulers are queried whether all jobs have ended."""
+"""Interval between queries to the shared schedulers whether all jobs have ended."""
 _SHORT = 8
 
 log = logging.getLogger(__name__)
@@ -23,8 +23,8 @@ log = logging.getLogger(__name__)
 def follow(
     runs: Path, exp_ids: Sequence[str], lines: int = LINES, sleep: Callable[[float], None] = time.sleep
 ) -> Iterator[str]:
-    """The last `lines` lines of each log of the experiments, then every line as it is written, until none is queued or
-    running any more. At the end, those that have printed nothing are logged.
+    """Yield the last `lines` lines of each log, then every new line, until no experiment is queued or running.
+    At the end, log the experiments without output.
 
     With several experiments, each line starts with the first characters of the id.
     """
@@ -41,7 +41,7 @@ def follow(
     while True:
         if time.monotonic() - last_query >= STATES_SECONDS:
             rows = status.table(RunStore(runs), exp_ids)
-            # A scheduler that does not answer has ended nothing.
+            # Without an answer of the scheduler, the jobs count as running.
             doubtful = {row.exp_id for row in rows if row.doubt or row.state == "unknown"}
             alive = {row.exp_id for row in rows if row.state in ALIVE} | (alive & doubtful)
             all_ended = not alive
@@ -55,7 +55,7 @@ def follow(
     for row in rows:
         if not any(map(_size, _log_files(runs, row.exp_id))):
             log.info(
-                "%s: has printed nothing; its state is %s%s",
+                "%s: no output; its state is %s%s",
                 row.exp_id,
                 row.state,
                 f" ({row.reason})" if row.reason else "",
@@ -86,7 +86,7 @@ def _log_files(runs: Path, exp_id: str) -> list[Path]:
 
 
 def _new_lines(path: Path, places: dict[Path, int], last: bool) -> list[str]:
-    """The complete lines since the last call; with `last` also an unfinished line."""
+    """The complete lines since the last call; with `last`, also an unfinished line."""
     start = places.get(path, 0)
     try:
         with reading(path), open(path, "rb") as file:

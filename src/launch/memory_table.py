@@ -1,4 +1,4 @@
-"""The table of `--dry-run --memory`: what a GPU would hold of each training, and how long it would take."""
+"""The table of `--dry-run --memory`: estimated GPU memory and duration of each training."""
 
 import json
 import logging
@@ -11,25 +11,25 @@ from src.runs.plan import PlannedExperiment
 from src.support.command_line import aligned_lines
 
 PARTS = ("weights", "gradients", "optimizer", "copies", "activations", "logits")
-"""As the plans name them."""
+"""Keys of `parts` in a memory plan."""
 LOOP_SETTINGS = ("steps", "sequences_per_step", "micro_batch", "optimizer", "label_smoothing", "z_loss", "precision")
-"""Settings of a loop on which a plan depends."""
+"""Settings of the loop that a memory plan depends on."""
 
 
 def plan_all(
     items: Sequence[PlannedExperiment], places: Places, machines: Mapping[str, Any]
 ) -> tuple[list[str], list[str]]:
-    """Lines of the table, and what is wrong with experiments that have no plan.
-    Experiments whose plans are alike share a line.
+    """Lines of the table, and error messages for experiments without a plan.
+    Experiments with the same plan share a line.
 
-    Those that train nothing are left out, beside others that do.
+    Experiments that train nothing are left out, unless none trains.
     """
     groups: dict[str, list[PlannedExperiment]] = {}
     training_items = [item for item in items if item.exp.get("loop")]
     for item in training_items or items:
         groups.setdefault(_key(item), []).append(item)
     rows, mistakes = [], list[str]()
-    logging.getLogger("src").setLevel(logging.WARNING)  # what building a model logs is of trainings
+    logging.getLogger("src").setLevel(logging.WARNING)  # log messages of model building are for trainings
     for same in groups.values():
         recipe: Any = same[0].recipe
         try:
@@ -76,10 +76,7 @@ def _table(rows: list[list[str]], machines: Mapping[str, Any]) -> list[str]:
     )
     head = ["experiment", "parameters", "trained", *PARTS, "GiB", "tokens/s", "hours"]
     return [
-        (
-            f"{kind}{checkpointing}. Parameters in millions; "
-            "GiB of each GPU, where every sequence is as long as the data allow;"
-        ),
-        "tokens/s of all GPUs and hours at 40 % of their peak; ?: the model's operations or the peak are not known.",
+        (f"{kind}{checkpointing}. Parameters in millions; GiB per GPU, for sequences of maximum length;"),
+        "tokens/s of all GPUs and hours at 40 % of their peak; ?: unknown FLOPs of the model or unknown peak.",
         *aligned_lines([head, *rows]),
     ]

@@ -1,4 +1,4 @@
-"""An entry of job_configs.py, checked: a launcher, its config, and overrides for some experiments."""
+"""A validated entry of job_configs.py: a launcher, its config, and overrides for some experiments."""
 
 import os
 from collections.abc import Iterable, Mapping
@@ -27,19 +27,19 @@ class Resources:
     """Its key in JOB_CONFIGS."""
     launcher: LauncherConfig
     overrides: tuple[tuple[expressions.Query, dict[str, Any]], ...]
-    """Which experiments, and the changes for them."""
+    """(query that selects experiments, changes for them)."""
     raw: dict[str, Any]
 
     @property
     def where(self) -> str:
-        """For messages."""
+        """Its place, for messages."""
         return f"JOB_CONFIGS[{self.name!r}]"
 
     def config_for(self, exp: Mapping[str, Any]) -> LauncherConfig | None:
         """The launcher's config for one experiment; None: no override. Later overrides win.
 
         Raises:
-            ConfigError: the overrides do not fit together.
+            ConfigError: the overrides contradict each other.
         """
         row, raw = flatten(exp), self.raw
         for where, changes in self.overrides:
@@ -47,7 +47,7 @@ class Resources:
         return None if raw is self.raw else bind_at(raw, self.where)
 
     def check_names(self, experiments: Iterable[Mapping[str, Any]]) -> None:
-        """Raises ConfigError, with the nearest name, if an override uses a name that none of the `experiments` has."""
+        """Raise ConfigError, with the nearest name, if an override uses a name that is in none of the `experiments`."""
         names = {name for exp in experiments for name in flatten(exp)}
         for i, (where, _) in enumerate(self.overrides):
             for name in sorted(where.names - names):
@@ -82,7 +82,7 @@ def load(name: str, raw: Any, runs: Path, env_path: str | None = None) -> Resour
 
 
 def load_named(name: str, runs: Path, experiments: Iterable[Mapping[str, Any]]) -> Resources:
-    """The entry `name` of job_configs.py, checked for `experiments` and by its launcher.
+    """Load the entry `name` of job_configs.py; check it for `experiments` and with its launcher.
 
     Raises:
         ConfigError: the entry is missing or invalid.
@@ -119,7 +119,7 @@ def _override(base: dict[str, Any], override: Any, where: str) -> tuple[expressi
 
 
 def bind_at(raw: Mapping[str, Any], where: str) -> LauncherConfig:
-    """The launcher of a config. Raises ConfigError with every mistake, by its path below `where`."""
+    """The launcher of a config. Raises ConfigError with each mistake and its path below `where`."""
     try:
         return bind_launcher(raw)
     except Problems as error:

@@ -1,5 +1,5 @@
-"""A copy of the code from which jobs run, so that later edits do not change them.
-Named by its digest, so copied once."""
+"""A copy of the code for jobs to run, so that later edits do not change them.
+It is named by its digest, so equal code is copied once."""
 
 import hashlib
 import json
@@ -21,28 +21,28 @@ MAX_BYTES = 200_000_000
 MOST_NAMES = 10
 """Maximum number of files named in the log."""
 SKIPPED_FOLDERS = {"__pycache__", "node_modules"}
-"""Folders that are skipped without git, in addition to hidden ones, environments and results."""
+"""Folders that are skipped without git, in addition to hidden folders, environments and results."""
 _RESERVED = {SNAPSHOT, MANIFEST}
 _GIT_SECONDS = 60.0
 _TRIES = 3
 
 log = logging.getLogger(__name__)
 _CodeFiles = dict[str, tuple[Path, bool, str]]
-"""Name below the root -> the file, whether it is executable, and the sha256 of its content."""
+"""Name relative to the root -> (file, whether it is executable, sha256 of its content)."""
 
 
 def take(root: Path, snapshots: Path, leave_out: Sequence[Path] = ()) -> Path:
-    """Copy the code in `root` to <snapshots>/<digest>, unless that is there, and give that folder.
+    """Copy the code in `root` to <snapshots>/<digest>, unless that exists; return that folder.
 
-    The code is what git tracks or would track, but no environment; without git, every file but those of `SKIPPED_FOLDERS`.
-    Links are followed. Likely secrets are excluded, by `looks_secret`, and named in the log.
-    The digest is that of the paths, the modes, the contents and the commit.
+    The code is the files that git tracks or would track, without Python environments; without git, all files outside
+    of `SKIPPED_FOLDERS`. Links are followed. Likely secrets (`looks_secret`) are excluded and logged. The digest is
+    over paths, modes, contents and the commit.
 
     leave_out: folders that are not code, such as save directories.
 
     Raises:
-        LaunchError: a file or all files together are too large, a file cannot be read, has a reserved name, or changes
-            while it is copied.
+        LaunchError: a file, or all files together, are too large; a file cannot be read, has a reserved name, or
+            changes while it is copied.
         RunError: the disk refuses.
     """
     if (root / SNAPSHOT).exists():
@@ -77,12 +77,12 @@ def _collect_files(root: Path, leave_out: Sequence[Path]) -> _CodeFiles:
     secret = sorted(name for name in paths if looks_secret(Path(name).name))
     if secret:
         more = f" and {len(secret) - MOST_NAMES} more" if len(secret) > MOST_NAMES else ""
-        log.info("not copied for the jobs, as they look like keys: %s%s", ", ".join(secret[:MOST_NAMES]), more)
+        log.info("likely secrets, not copied for the jobs: %s%s", ", ".join(secret[:MOST_NAMES]), more)
     files: _CodeFiles = {}
     total = 0
     for name in sorted(paths.keys() - set(secret)):
         if name in _RESERVED:
-            raise LaunchError(f"{root / name}: a copy of the code has a file of its own with this name. Rename it.")
+            raise LaunchError(f"{root / name}: this name is reserved for a file of the snapshot. Rename it.")
         path = paths[name]
         try:
             with reading(path, LaunchError), open(path, "rb") as file:
@@ -93,22 +93,22 @@ def _collect_files(root: Path, leave_out: Sequence[Path]) -> _CodeFiles:
                 _check_size(path, facts.st_size, total)
                 files[name] = path, bool(facts.st_mode & stat.S_IXUSR), hashlib.file_digest(file, "sha256").hexdigest()
         except FileNotFoundError:
-            continue  # tracked by git and deleted, or a link that leads nowhere
+            continue  # tracked by git and deleted, or a broken link
     if not files:
-        raise LaunchError(f"{root}: holds no code.")
+        raise LaunchError(f"{root}: contains no code.")
     return files
 
 
 def _check_size(path: Path, size: int, total: int) -> None:
-    advice = "It is copied with the code for the jobs: move it elsewhere, or name it in .gitignore."
+    advice = "It is copied with the code for the jobs: move it elsewhere, or add it to .gitignore."
     if size > MAX_FILE_BYTES:
-        raise LaunchError(f"{path}: {size:,} bytes, more than the {MAX_FILE_BYTES:,} of a file of code. {advice}")
+        raise LaunchError(f"{path}: {size:,} bytes, the limit for a file of code is {MAX_FILE_BYTES:,}. {advice}")
     if total > MAX_BYTES:
         raise LaunchError(f"{path}: with it the code has more than {MAX_BYTES:,} bytes. {advice}")
 
 
 def _git_files(root: Path, excluded_folders: Sequence[Path]) -> dict[str, Path] | None:
-    """What git tracks or would track below `root`; None where git does not know the code."""
+    """Files that git tracks or would track below `root`; None if the code is not in a git repository."""
     try:
         done = subprocess.run(
             ["git", "-C", str(root), "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
@@ -140,8 +140,8 @@ def _git_files(root: Path, excluded_folders: Sequence[Path]) -> dict[str, Path] 
 def _walk(
     folder: Path, name: str, excluded_folders: Sequence[Path], above: tuple[Path, ...]
 ) -> Iterator[tuple[str, Path]]:
-    """(name below the root, path) of every file below `folder`.
-    Links are followed, but not into a folder that one is in."""
+    """(name relative to the root, path) of every file below `folder`.
+    Links are followed, except into a parent folder."""
     real = folder.resolve()
     if real in above or _is_below(real, excluded_folders):
         return
@@ -163,8 +163,8 @@ def _walk(
 
 
 def _is_in_environment(folder: Path, above: Path) -> bool:
-    """Whether `folder`, an entry of `above`, is an installation of Python or a link to a part of one.
-    The code itself can be in one."""
+    """Whether `folder`, an entry of `above`, is a Python installation or a link into one.
+    Installations around the code itself do not count."""
     real, outside = folder.resolve(), {above.resolve(), *above.resolve().parents}
     return any(is_python_installation(each) for each in (real, *real.parents) if each not in outside)
 
@@ -174,7 +174,7 @@ def _is_below(path: Path, folders: Sequence[Path]) -> bool:
 
 
 def _digest(files: _CodeFiles, version: Mapping[str, Any]) -> str:
-    version_facts = [version["commit"], version["dirty"]]  # equal files of another commit are another snapshot
+    version_facts = [version["commit"], version["dirty"]]  # the same files at another commit are another snapshot
     text = json.dumps([version_facts, *([name, runs, content] for name, (_, runs, content) in sorted(files.items()))])
     return hashlib.sha256(text.encode(errors="surrogateescape")).hexdigest()[:32]
 

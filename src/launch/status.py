@@ -53,28 +53,26 @@ class Row:
 
 
 RowCache = ReadCache[tuple[Row, TrackedJob | None]]
-"""The rows of ended experiments, with the job that each follows from."""
+"""Rows of ended experiments, each with its job."""
 
 
 def select_runs(path: Path, group: str | None = None) -> tuple[Path, list[str]]:
-    """The folder of runs, and the selected ids: all in `path`, or `path` itself if it is one or the prefix of an id.
+    """The folder of runs, and the selected ids: all in `path`, or one if `path` is a save directory or an id prefix.
 
     Raises:
-        ConfigError: no such folder, no run in it, or none of `group`.
+        ConfigError: no such folder, no run in it, or no run of `group`.
         RunError: the folder cannot be read, or several ids have this prefix.
     """
     path = expand_run(path).resolve()
     if not path.is_dir():
-        raise ConfigError(f"{path}: no such folder. Expected one of save directories, or one save directory.")
+        raise ConfigError(f"{path}: no such folder. Expected a folder of save directories, or a save directory.")
     if _ID.fullmatch(path.name):
         runs, names = path.parent, [path.name]
     else:
         with reading(path):
             runs, names = path, sorted(name for name in os.listdir(path) if _ID.fullmatch(name))
         if not names:
-            raise ConfigError(
-                f"{path}: no runs in it. Their save directories are named by the 32 hex digits of their ids."
-            )
+            raise ConfigError(f"{path}: contains no runs. Expected save directories, named by ids of 32 hex digits.")
     if group is None:
         return runs, names
     groups = {name: SavedRun(runs / name).groups for name in names}
@@ -87,12 +85,12 @@ def select_runs(path: Path, group: str | None = None) -> tuple[Path, list[str]]:
 def table(
     store: RunStore, exp_ids: Sequence[str], policy: QueryPolicy = LOOK, saved: RowCache | None = None
 ) -> list[Row]:
-    """One row for each experiment, in the same order. A damaged one is "unknown", with the reason; it never raises.
+    """One row for each experiment, in the same order. Never raises: a damaged run is "unknown", with the reason.
 
-    saved: rows of ended experiments to reuse.
+    saved: cached rows of ended experiments.
 
-    Runs that are done, or held by a living process of this machine, need no scheduler. Each scheduler is queried once
-    for the rest. Interrupted submissions are reconciled first, unless another process is submitting.
+    Runs that are done, or held by a live process on this machine, need no scheduler. Each scheduler is queried once for
+    the rest. Interrupted submissions are reconciled first, unless another process is submitting.
     """
     began = time.monotonic()
     trouble = _reconcile(store.folder, policy)
@@ -126,7 +124,7 @@ def _has_parents(run: SavedRun) -> bool:
 
 
 _reconcile_results: dict[Path, tuple[float, dict[str, str]]] = {}
-"""By folder of runs: when interrupted submissions were last reconciled, and unresolved experiments with a message."""
+"""Folder of runs -> (when interrupted submissions were last reconciled, messages by unresolved experiment)."""
 
 
 def _reconcile(runs: Path, policy: QueryPolicy) -> dict[str, str]:
@@ -145,7 +143,7 @@ def _reconcile(runs: Path, policy: QueryPolicy) -> dict[str, str]:
 
 
 def _is_settled(run: SavedRun) -> bool:
-    """Whether no scheduler must be queried: the run is done, or a living process of this machine trains it."""
+    """Whether no scheduler needs to be queried: the run is done, or a live process on this machine trains it."""
     with contextlib.suppress(UserError):
         state = run.status["state"]
         return state == "done" or (state == "running" and run.holder.is_dead is False)
@@ -156,7 +154,7 @@ def _row(store: RunStore, run: SavedRun, job: TrackedJob | None, doubt: str) -> 
     """The row of one experiment."""
     scheduler_state = job.seen if job else None
     if scheduler_state and scheduler_state.state == "unknown":
-        doubt = scheduler_state.reason or f"the scheduler says {scheduler_state.word}"
+        doubt = scheduler_state.reason or f"the scheduler reports {scheduler_state.word}"
     try:
         state, reason = _resolve_state(run, job, doubt)
         seconds = _elapsed_seconds(run.status, state)
@@ -199,7 +197,7 @@ def _row(store: RunStore, run: SavedRun, job: TrackedJob | None, doubt: str) -> 
 
 
 def _resolve_state(run: SavedRun, job: TrackedJob | None, doubt: str = "") -> tuple[State, str]:
-    """State and reason: "done" if the save directory says so; else the state from the scheduler; else the directory's.
+    """State and reason: "done" if the save directory says so; else the scheduler's state; else the directory's.
 
     doubt: why the scheduler could not be queried. Raises RunError if status.json is damaged.
     """
@@ -210,11 +208,11 @@ def _resolve_state(run: SavedRun, job: TrackedJob | None, doubt: str = "") -> tu
     if local_state == "done":
         return "done", ""
     if local_state == "running" and holder.is_dead is False:
-        # Whatever happened to the job: a process on this machine trains it now.
+        # A process on this machine trains it now, whatever the state of the job.
         return "running", ""
     beats = local_state == "running" and holder.seconds is not None and holder.seconds < lease.SILENT_SECONDS
     if doubt:
-        # The state in the save directory counts, unless the job can have started or ended since without an update.
+        # Use the state in the save directory, unless the job can have started or ended since without updating it.
         has_known_state = job is not None and (beats or local_state in ("failed", "stopped"))
         return (local_state if has_known_state else "unknown"), "; ".join(text for text in (message, doubt) if text)  # type: ignore[return-value]
     scheduler_state = job.seen if job else None
@@ -230,7 +228,7 @@ def _resolve_state(run: SavedRun, job: TrackedJob | None, doubt: str = "") -> tu
     if scheduler_state.state == "completed":
         return (
             "failed",
-            f"{scheduler_state.word or 'COMPLETED'} says the scheduler, but the run is not done (its state: {local_state})",
+            f"the scheduler reports {scheduler_state.word or 'COMPLETED'}, but the run is {local_state}, not done",
         )
     if scheduler_state.state in ("failed", "cancelled"):
         word = (
@@ -254,7 +252,7 @@ def _try_read(read: Callable[[], Any], default: Any) -> tuple[Any, str]:
 
 
 def _failed_parents(store: RunStore, exp: Mapping[str, Any]) -> str:
-    """The failed and lost parents, for a message; "" without any."""
+    """Message that names failed and lost parents; "" if there are none."""
     failed = []
     for parent in parents.parent_ids(dict(exp)):
         with contextlib.suppress(UserError):
@@ -264,7 +262,7 @@ def _failed_parents(store: RunStore, exp: Mapping[str, Any]) -> str:
 
 
 def _elapsed_seconds(status: Mapping[str, Any], state: str) -> float | None:
-    """Run time of the last attempt by its own clock, until now if it runs."""
+    """Duration of the last attempt by its own clock; until now if it is running."""
     with contextlib.suppress(KeyError, TypeError, ValueError):
         start = datetime.fromisoformat(status["started"]).timestamp()
         end = time.time() if state == "running" else datetime.fromisoformat(status["updated"]).timestamp()

@@ -1,4 +1,4 @@
-"""The jobs of experiments, and what their schedulers say of them: one query per scheduler for any number of jobs."""
+"""The jobs of experiments and their states: one query per scheduler for any number of jobs."""
 
 import threading
 import time
@@ -17,20 +17,20 @@ ALIVE = ("queued", "running")
 
 @dataclass(frozen=True)
 class QueryPolicy:
-    """How a scheduler is asked."""
+    """How to query a scheduler."""
 
     seconds: float | None = None
     """How long to wait for its answer; None: as long as the launcher's config says."""
     max_age_seconds: float = 0.0
-    """An answer that another question of this process got is used again until it is so old."""
+    """Maximum age of a cached answer of this process."""
 
 
 ACT = QueryPolicy()
-"""For those who submit or kill: the truth, however long it takes."""
+"""Submit and kill: always query, no timeout."""
 LOOK = QueryPolicy(seconds=5.0)
-"""For those who only look."""
+"""One look at the status: short timeout."""
 REFRESH = QueryPolicy(seconds=5.0, max_age_seconds=30.0)
-"""For those who look again and again, such as a page with several readers."""
+"""Repeated looks, such as a page with several readers: short timeout, cached answers."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class TrackedJob:
     submission: str
     launcher: LauncherConfig | None
     seen: SchedulerState | None
-    """None: the scheduler does not know it, or was not asked."""
+    """None: the scheduler does not know it, or was not queried."""
 
     @property
     def is_alive(self) -> bool:
@@ -50,20 +50,20 @@ class TrackedJob:
 
     @property
     def is_unknown(self) -> bool:
-        """Whether its scheduler answered that it cannot tell."""
+        """Whether its scheduler reports an unknown state."""
         return self.seen is not None and self.seen.state == "unknown"
 
 
 def track(
     store: RunStore, exp_ids: Sequence[str], policy: QueryPolicy = ACT, settled_ids: Collection[str] = ()
 ) -> tuple[dict[str, TrackedJob], dict[str, str]]:
-    """The jobs of these experiments and what went wrong, by experiment. All jobs of a scheduler are asked for at once.
+    """The jobs and the error messages of these experiments, by experiment. Each scheduler is queried once.
 
-    A job that its save directory does not name, such as a removed one, counts only while it is queued or running, or
-    may be.
+    A job that is not recorded in its save directory, for example because that was removed, counts only while it is or
+    can be queued or running.
 
-    settled: experiments whose state is known without a scheduler, which is not asked for their jobs. Of the others
-    that have a job, what `store` has read is forgotten: an end that the scheduler knows of is not missed.
+    settled_ids: experiments with a state that is known without a scheduler. The remaining experiments with a job are
+    dropped from the cache `store`, so that they are read again after the query.
     """
     noted_jobs: dict[str, dict[str, str]] = {}
     wrong: dict[str, str] = {}
@@ -118,12 +118,12 @@ def track(
 
 
 def same_scheduler(one: LauncherConfig, other: LauncherConfig) -> bool:
-    """Whether jobs of the two launchers can be listed, killed and waited for together."""
+    """Whether the two launchers use the same scheduler, so that their jobs can be listed, killed and awaited together."""
     return (one.name, one.scheduler()) == (other.name, other.scheduler())
 
 
 def group_by_scheduler(pairs: Iterable[tuple[LauncherConfig, str]]) -> list[tuple[LauncherConfig, list[str]]]:
-    """For each scheduler a launcher, and all ids that come with launchers of that scheduler."""
+    """(a launcher, all ids with launchers of the same scheduler) for each scheduler."""
     groups: dict[Any, tuple[LauncherConfig, list[str]]] = {}
     for launcher, name in pairs:
         groups.setdefault((launcher.name, launcher.scheduler()), (launcher, []))[1].append(name)
@@ -131,19 +131,19 @@ def group_by_scheduler(pairs: Iterable[tuple[LauncherConfig, str]]) -> list[tupl
 
 
 Answer = dict[str, SchedulerState] | LaunchError
-"""The states of the jobs that a scheduler knows, or why it did not say."""
+"""The states of the jobs that a scheduler knows, or its error."""
 
 
 class _Memory:
     """The last answer of each scheduler, for all threads of this process.
-    One of them asks, the others wait for its answer."""
+    One thread queries, and the rest wait for its answer."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.answers: dict[Any, tuple[float, frozenset[str], Answer]] = {}
 
     def find(self, key: Any, job_ids: Sequence[str], max_age_seconds: float) -> Answer | None:
-        """An answer about all of `job_ids` that is young enough."""
+        """A cached answer about all of `job_ids` that is recent enough, or None."""
         when, asked_ids, answer = self.answers.get(key, (float("-inf"), frozenset(), {}))
         return answer if time.monotonic() - when <= max_age_seconds and asked_ids.issuperset(job_ids) else None
 
@@ -152,7 +152,7 @@ _memory = _Memory()
 
 
 def _query_states(runs: Path, queries: Sequence[tuple[LauncherConfig, list[str]]], policy: QueryPolicy) -> list[Answer]:
-    """What each launcher says of its jobs."""
+    """The answer of each launcher about its jobs."""
     if policy.max_age_seconds <= 0:
         return query_schedulers(
             [lambda launcher=launcher, ids=ids: launcher.states(ids) for launcher, ids in queries], policy.seconds

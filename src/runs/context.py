@@ -75,7 +75,7 @@ class Options:
     `LoopConfig.check_accelerate` refuses those that contradict the experiment."""
 
     def check_parts(self, processes: int) -> None:
-        """Raises ConfigError if this number of `processes` does not fit these options, or no model is sharded."""
+        """Raise ConfigError if this number of `processes` does not fit these options, or no model is sharded."""
         if not self.fsdp:
             refuse_without_fsdp(self)
         if processes % self.fsdp_replicas:
@@ -89,7 +89,7 @@ class Options:
 
 
 def refuse_without_fsdp(options: Any) -> None:
-    """Raises ConfigError where `options`, `Options` or a command line, has options of FSDP2 without --fsdp."""
+    """Raise ConfigError where `options`, `Options` or a command line, has options of FSDP2 without --fsdp."""
     if (options.fsdp_replicas or 1) > 1:
         raise ConfigError("--fsdp_replicas: says how --fsdp shards. Add it, or leave this out.")
     if options.fsdp_sharded_gradients:

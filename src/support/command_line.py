@@ -58,7 +58,7 @@ def run_command(action: Callable[[], int], level: int = logging.INFO) -> int:
 
 
 def require_at_least(least: float, **options: float | None) -> None:
-    """Raises ConfigError for an option below `least`; None is an option that was not given."""
+    """Raise ConfigError for an option below `least`; None is an option that was not given."""
     for name, value in options.items():
         if value is not None and value < least:
             raise ConfigError(f"--{name}: expected at least {least:g}, got {value:g}.")

@@ -226,7 +226,7 @@ def find_source(command: Command, groups: Any, runs: Path) -> Source:
 
 
 def check_metric(item: plan.PlannedExperiment, metric: str, places: Places, where: str) -> None:
-    """Raises ConfigError, with the known names, if the experiment does not log the metric."""
+    """Raise ConfigError, with the known names, if the experiment does not log the metric."""
     if metric in ("train_loss", *DIAGNOSTICS):
         return
     try:  # the recipe knows its scores: the choices of loop.best_metric

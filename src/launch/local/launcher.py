@@ -1,4 +1,4 @@
-"""Runs jobs on this machine: a scheduler process starts one per slot, and outlives the terminal."""
+"""Run jobs on this machine: a scheduler process starts one per slot, and outlives the terminal."""
 
 import fcntl
 import logging
@@ -38,51 +38,50 @@ from src.support.command_line import signals_raise
 _START_SECONDS = 60.0
 _POLL_SECONDS = 0.05
 _KILL_SECONDS = 20.0
-"""How long killed processes may take to disappear."""
+"""Maximum time for killed processes to disappear."""
 
 log = logging.getLogger(__name__)
 
 
 class Config(QueueConfig):
-    """Resources of this machine, which the submissions to one runs folder share."""
+    """Resources of this machine. All submissions to a runs folder share them."""
 
     SUBMISSION_SETTINGS: ClassVar = ("slots", "gpus", "wait", "submissions", "stop_after_failures")
 
     slots: int = Field(default=1, ge=1)
-    """How many jobs run at a time."""
+    """Number of jobs that run at a time."""
     gpus: list[Annotated[int, Field(ge=0)] | Annotated[str, Field(pattern=r"^[\w-]+$")]] = []
-    """Devices to hand out, as CUDA_VISIBLE_DEVICES names them. Empty: every job sees what this process sees."""
+    """Devices for jobs, as in CUDA_VISIBLE_DEVICES. Empty: every job sees the devices of this process."""
     gpus_per_job: float = Field(default=1, gt=0)
-    """How many of `gpus` a job gets for itself. 1/2, 1/3, 1/4, 1/6 or 1/12 (also as 0.33): so many jobs share one,
-    which is not cut up: they must fit into its memory together."""
+    """Number of `gpus` per job. 1/2, 1/3, 1/4, 1/6 or 1/12 (also as 0.33): this share of one GPU. The GPU is not
+    partitioned, so the jobs must fit into its memory together."""
     retries: int = Field(default=0, ge=0)
-    """How often a failed job is started again. One that stopped gracefully (exit code 75) always is."""
+    """How often a failed job is restarted. A job that stopped gracefully (exit code 75) is always restarted."""
     wait: bool = True
-    """True: wait until all have ended, and stop them when interrupted. False: return at once."""
+    """True: wait until all jobs have ended, and stop them on an interrupt. False: return at once."""
     grace_seconds: float = Field(default=60.0, ge=0)
-    """How long a job may take to stop before it is killed."""
+    """How long a job can take to stop before it is killed."""
 
     @model_validator(mode="after")
     def _enough(self) -> "Config":
         if self.gpus_per_job < 1 and not _twelfths(self.gpus_per_job):
             raise ValueError(
-                f"gpus_per_job: expected a whole number, or 1/2, 1/3, 1/4, 1/6 or 1/12, got {self.gpus_per_job:g}."
+                f"gpus_per_job: expected an integer, or 1/2, 1/3, 1/4, 1/6 or 1/12, got {self.gpus_per_job:g}."
             )
         if self.gpus_per_job > 1 and self.gpus_per_job % 1:
-            raise ValueError(f"gpus_per_job: expected a whole number above 1, got {self.gpus_per_job:g}.")
+            raise ValueError(f"gpus_per_job: expected an integer above 1, got {self.gpus_per_job:g}.")
         if self.gpus and self.gpus_per_job > len(self.gpus):
             raise ValueError(f"gpus_per_job is {self.gpus_per_job:g}, but gpus lists {len(self.gpus)}.")
         if len(set(map(str, self.gpus))) < len(self.gpus):
             raise ValueError(f"gpus lists a device twice: {self.gpus}.")
         if self.processes.nodes > 1:
-            raise ValueError("processes.nodes: this machine is one node. Choose a launcher with several.")
+            raise ValueError("processes.nodes: this machine is one node. Choose a launcher for several nodes.")
         return self
 
     def submit(self, jobs: Sequence[Job], folder: Path, note: Note) -> list[str]:
         """Queue `jobs`, start their scheduler, and return the job ids "<submission>.<index>".
 
-        A failing job does not stop the others, except its children. A job inherits the environment, without torchrun's
-        variables.
+        A failing job stops only its children. A job inherits the environment, without torchrun's variables.
         """
         ids = [f"{folder.name}.{index}" for index in range(len(jobs))]
         places = {job.exp_id: index for index, job in enumerate(jobs)}
@@ -112,7 +111,7 @@ class Config(QueueConfig):
             "cwd": str(job.cwd),
             "out": str(job.log_dir / f"{job.exp_id}.out.log"),
             "err": str(job.log_dir / f"{job.exp_id}.err.log"),
-            # A job waits only for jobs before it, so that there is no cycle.
+            # A job waits only for earlier jobs, so there is no cycle.
             "after": [places[parent] for parent in job.after if places.get(parent, index) < index],
             "after_jobs": list(job.after_jobs),
             "gpus": int(config.gpus_per_job) if config.gpus else 0,
@@ -121,7 +120,7 @@ class Config(QueueConfig):
         }
 
     def find(self, folder: Path, exp_ids: Sequence[str]) -> dict[str, str]:
-        """All jobs of `folder`, or none if the scheduler never started (and now never will)."""
+        """All jobs of `folder`. Empty if the scheduler never started; it is then kept from starting."""
         if not (folder / QUEUE).exists() or _abandon(folder):
             return {}
         jobs = Queue(folder).content["jobs"]
@@ -130,7 +129,7 @@ class Config(QueueConfig):
         }
 
     def states(self, job_ids: Sequence[str]) -> dict[str, SchedulerState]:
-        """Jobs of a submission that runs on another machine, or whose folder is damaged, are "unknown"."""
+        """Jobs on another machine, or of a submission with a damaged folder, are "unknown"."""
         states: dict[str, SchedulerState] = {}
         for ids in group_by_submission(job_ids):
             try:
@@ -150,8 +149,8 @@ class Config(QueueConfig):
         return list(indices.items())
 
     def kill(self, job_ids: Sequence[str]) -> None:
-        """Ask the jobs to stop, kill them after the grace, and return when they have ended.
-        Raises LaunchError if some do not."""
+        """Stop the jobs, kill them after the grace period, and return when they have ended.
+        Raises LaunchError if some do not end."""
         for queue, indices in self._group_by_queue(job_ids):
             queue.check_host()
             for index in indices:
@@ -163,10 +162,10 @@ class Config(QueueConfig):
             self._wait_until_ended(job_ids, 0.0, hard=True)
             raise
         if remaining and (remaining := self._wait_until_ended(job_ids, _KILL_SECONDS, hard=True)):
-            raise LaunchError(f"{', '.join(remaining)}: killed, but still there after {_KILL_SECONDS:g} s.")
+            raise LaunchError(f"{', '.join(remaining)}: killed, but still running after {_KILL_SECONDS:g} s.")
 
     def _wait_until_ended(self, job_ids: Sequence[str], seconds: float, hard: bool) -> list[str]:
-        """Stop (or, if `hard`, kill) running jobs until all have ended or the time is up; the ids still running."""
+        """Stop (if `hard`, kill) jobs until all have ended or the time is up; return the ids that still run."""
         until, signalled_pids = time.monotonic() + seconds, set[int]()
         while True:
             alive = [
@@ -190,7 +189,7 @@ class Config(QueueConfig):
         """If `wait` is set, wait until the jobs have ended. SIGINT, SIGTERM and SIGHUP stop all of them.
 
         Raises:
-            LaunchError: at the end, naming each job that did not end well, how it ended and its log.
+            LaunchError: at the end, if jobs did not complete; names each, how it ended and its log.
         """
         if not self.wait:
             return
@@ -214,16 +213,16 @@ class Config(QueueConfig):
                 raise
         bad = [f"{names[job_id]}: {now.reason}." for job_id, now in seen.items() if now.state != "completed"]
         if bad:
-            raise LaunchError("\n".join([f"{len(bad)} of {len(job_ids)} jobs did not end well:", *bad]))
+            raise LaunchError("\n".join([f"{len(bad)} of {len(job_ids)} jobs did not complete:", *bad]))
 
 
 def _twelfths(gpus: float) -> int:
-    """How many twelfths of a GPU a job gets that shares it; 0 if it shares none, or with no whole number of others."""
+    """Share of a GPU in twelfths; 0 if the job does not share a GPU, or the share is not 1/n."""
     return next((count for count in (1, 2, 3, 4, 6) if abs(gpus - count / 12) < 0.01), 0)
 
 
 def _start_scheduler(folder: Path) -> None:
-    """Start the scheduler as a daemon, and wait until it has taken over."""
+    """Start the scheduler as a daemon, and wait until it runs."""
     command = [sys.executable, "-m", "src.launch.local.scheduler", str(folder)]
     log_file = folder / "scheduler.log"
     log_file.touch(mode=0o600)
@@ -246,7 +245,7 @@ def _start_scheduler(folder: Path) -> None:
         if (not alive and not (folder / STARTED_FILE).exists()) or time.monotonic() > until:
             if _abandon(folder):
                 output_lines = log_file.read_text(encoding="utf-8", errors="replace").strip().splitlines() or [
-                    "it said nothing"
+                    "no output"
                 ]
                 raise LaunchError(f"{folder}: the scheduler of the launcher local did not start: {output_lines[-1]}")
             return
@@ -254,7 +253,7 @@ def _start_scheduler(folder: Path) -> None:
 
 
 def _abandon(folder: Path) -> bool:
-    """Keep a scheduler that has not started from ever starting; False if it has started."""
+    """Prevent the scheduler from starting; False if it has already started."""
     with open(folder / LOCK, "ab") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

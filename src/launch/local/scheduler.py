@@ -30,10 +30,10 @@ from src.runs.environment import JOBS_PER_GPU
 _POLL_SECONDS = 0.05
 _QUICK_SECONDS = 60.0
 _MAX_CONTINUATIONS = 100
-"""How often a job that stopped gracefully is started again: one that stops at once must not be restarted for ever."""
-# $1 file for the process, $2 file for the exit code, $3 the job, $4 descriptors whose locks belong to this shell and
-# not to the job. Stop signals go to the group and so reach the job directly; this shell only outlives them, and starts
-# no job after one.
+"""Maximum restarts of a job that stopped gracefully, so that a job that stops at once is not restarted forever."""
+# $1 file for the process id, $2 file for the exit code, $3 the job, $4 descriptors of locks that this shell holds and
+# the job must not inherit. Stop signals go to the process group, so they reach the job directly. This shell ignores
+# them, and starts no job after one.
 _WRAPPER = r"""
 TOLD=
 trap TOLD=1 TERM USR1 HUP INT
@@ -65,17 +65,17 @@ class _Scheduler:
     queue: Queue
     stopping: bool = False
     quick_failures: int = 0
-    """In a row, until now."""
+    """Quick failures in a row so far."""
     entries: list[_Entry] = field(default_factory=list)
     end_states: dict[int, str] = field(default_factory=dict)
     """Index -> state of the jobs that have ended."""
     queues: dict[str, Queue] = field(default_factory=dict)
     """Other submissions, by name."""
     outside: dict[str, tuple[float, str]] = field(default_factory=dict)
-    """When jobs of other submissions were checked, and their states, or why these are not known."""
+    """Jobs of other submissions: when they were checked, and their state, or why it is unknown."""
 
     def run(self) -> None:
-        """Until every job has ended."""
+        """Schedule jobs until all have ended."""
         config = self.queue.content["scheduler"]
         self.entries = [_Entry(index, job) for index, job in enumerate(self.queue.content["jobs"])]
         killed_at = None
@@ -87,7 +87,7 @@ class _Scheduler:
                 killed_at = killed_at or time.monotonic() + config["grace_seconds"]
                 self._stop(hard=time.monotonic() > killed_at)
             for entry in list(self.entries):
-                if entry.index in self.end_states:  # by another one of this round
+                if entry.index in self.end_states:  # ended by another entry of this round
                     continue
                 if entry.child is not None:
                     self._reap(entry, entry.index in cancelled_indices)
@@ -109,14 +109,14 @@ class _Scheduler:
                 signal_group(entry.child.pid, signal.SIGTERM)
 
     def _reason_never_to_start(self, entry: _Entry) -> str | None:
-        """Why the job will never be started; None: it may be, now or later."""
+        """Why the job will never start; None if it can start, now or later."""
         bad = [index for index in entry.job["after"] if self.end_states.get(index, "completed") != "completed"]
         if bad:
-            return f"not started, because {self.queue.content['jobs'][bad[0]]['exp_id']} did not end well"
+            return f"not started, because {self.queue.content['jobs'][bad[0]]['exp_id']} did not complete"
         for job_id in entry.job["after_jobs"]:
             if (state := self._outside_state(job_id)) not in ("completed", "queued", "running"):
                 has_ended = state in ("failed", "cancelled", "unknown")
-                return f"not started, because {f'job {job_id} did not end well' if has_ended else state}"
+                return f"not started, because {f'job {job_id} did not complete' if has_ended else state}"
         return None
 
     def _is_ready(self, entry: _Entry) -> bool:
@@ -124,14 +124,14 @@ class _Scheduler:
         return within and all(self._outside_state(job_id) == "completed" for job_id in entry.job["after_jobs"])
 
     def _outside_state(self, job_id: str) -> str:
-        """State of a job of another submission, at most a second old;
-        in its place why it is not known, where its files are damaged."""
+        """State of a job of another submission, at most a second old.
+        If its files are damaged, a message why the state is unknown."""
         if time.monotonic() - self.outside.get(job_id, (-1.0, ""))[0] > 1.0:
             try:
                 match = find_job(self.queue.folder.parent, job_id, self.queues)
                 state: str = match[0].states([match[1]])[match[1]].state if match else "unknown"
             except LaunchError as error:
-                state = f"what became of job {job_id} is not known: {error}"
+                state = f"the state of job {job_id} is unknown: {error}"
             self.outside[job_id] = time.monotonic(), state
         return self.outside[job_id][1]
 
@@ -144,7 +144,7 @@ class _Scheduler:
                 with contextlib.ExitStack() as stack:
                     slots = Slots(self.queue.folder.parent / "slots")
                     if (slot := slots.take([f"slot-{n}" for n in range(config["slots"])], 1, stack)) is None:
-                        return  # other submissions have them all
+                        return  # other submissions use all of them
                     if twelfths := entry.job.get("twelfths"):
                         devices = slots.take_share(config["gpus"], twelfths, stack)
                     else:
@@ -180,12 +180,12 @@ class _Scheduler:
             self._end(entry, "failed", f"could not be started: {error}")
 
     def _reap(self, entry: _Entry, is_cancelled: bool) -> None:
-        """See whether a job has ended, and what comes of it."""
+        """If the job has ended, record its state, or leave it to be restarted."""
         assert entry.child is not None
         code = entry.child.poll()
         if code is None:
             return
-        signal_group(entry.child.pid, signal.SIGKILL)  # what it has left behind
+        signal_group(entry.child.pid, signal.SIGKILL)  # processes that it left running
         entry.child = None
         state, reason = verdict(code, entry.job["err"])
         if code == 0:
@@ -203,7 +203,7 @@ class _Scheduler:
                 self._count_quick_failure(time.monotonic() - entry.began)
 
     def _count_quick_failure(self, seconds: float) -> None:
-        """One mistake makes all experiments of a group fail alike: after several, the others are not started."""
+        """After several quick failures in a row, do not start the rest: they would fail for the same reason."""
         self.quick_failures = self.quick_failures + 1 if seconds < _QUICK_SECONDS else 0
         most = self.queue.content["scheduler"].get("stop_after_failures", 0)
         if not most or self.quick_failures < most:
@@ -219,9 +219,9 @@ class _Scheduler:
 
 
 class Slots:
-    """Locked files that represent slots and devices; the submissions to one runs folder share them.
+    """Lock files for slots and devices, shared by all submissions to a runs folder.
 
-    The job holds the lock, not its scheduler, so that it is freed when the job has ended, whichever process is killed.
+    The job holds the lock, not its scheduler, so the lock is released when the job ends, whichever process is killed.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -242,7 +242,7 @@ class Slots:
         return locks if len(locks) == count else None
 
     def take_share(self, gpus: list[str], twelfths: int, stack: contextlib.ExitStack) -> dict[str, int] | None:
-        """Lock a part of one of `gpus`, which no job has for itself; as `take`."""
+        """Lock a share of one of `gpus` that no job has exclusively; like `take`."""
         for gpu in gpus:
             device = os.open(self.folder / f"gpu-{gpu}", os.O_RDWR | os.O_CREAT, 0o666)
             with contextlib.ExitStack() as attempt:

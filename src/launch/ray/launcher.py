@@ -1,4 +1,4 @@
-"""Runs each experiment as one job of a Ray cluster, through the HTTP API of Ray Jobs."""
+"""Run each experiment as one job of a Ray cluster, through the HTTP API of Ray Jobs."""
 
 import contextlib
 import re
@@ -20,8 +20,8 @@ from src.runs.store import STATUS
 
 _END_STATUSES = ("SUCCEEDED", "FAILED", "STOPPED")
 _RAY_FIELDS = {"CPU": "num_cpus", "GPU": "num_gpus", "memory": "mem_gb"}
-# What a job runs; its values stand before. Ray knows no dependencies, and starts no job twice. Its stop reaches every
-# process by itself.
+# The script of a job; assignments of its variables are added before it. Ray has no dependencies, and does not restart
+# jobs. It sends stop signals to every process.
 _SCRIPT = f"""
 FAILURES=$FOLDER/quick_failures
 {STOP_AFTER_FAILURES}TOLD=
@@ -52,11 +52,11 @@ while check; do
     began=$SECONDS
     bash -c "$LINE" < /dev/null >> "$OUT" 2>> "$ERR" &
     wait $!; code=$?
-    while kill -0 $! 2> /dev/null; do wait $!; done  # it was told to stop, and writes a checkpoint
+    while kill -0 $! 2> /dev/null; do wait $!; done  # it got a stop signal, and writes a checkpoint
     [ -z "$TOLD" ] || end {STOPPED_EXIT}
     case $code in
         0 | {INTERRUPTED_EXIT}) break ;;
-        {STOPPED_EXIT}) [ $((stops += 1)) -le 100 ] || end $code ;;  # one that stops at once must not be started for ever
+        {STOPPED_EXIT}) [ $((stops += 1)) -le 100 ] || end $code ;;  # do not restart a job forever
         *) [ $((failures += 1)) -le "$RETRIES" ] || break ;;
     esac
     echo "== ray: exit code $code, started again" >> "$ERR"
@@ -67,28 +67,28 @@ end $code
 
 
 class Config(QueueConfig):
-    """The cluster, and what one job gets of it.
-    A job runs on one node, which sees the folders of code, data and runs at the same paths."""
+    """The cluster, and the resources of one job.
+    A job runs on one node, which must see the folders of code, data and runs at the same paths."""
 
     SUBMISSION_SETTINGS: ClassVar = ("address", "submissions", "patience_seconds")
 
     address: str = ""
-    """Of the dashboard, such as "http://127.0.0.1:8265".
-    Empty: as RAY_API_SERVER_ADDRESS or RAY_ADDRESS says, else that one."""
+    """Address of the dashboard, such as "http://127.0.0.1:8265".
+    Empty: RAY_API_SERVER_ADDRESS or RAY_ADDRESS if set, else that default."""
     num_cpus: float = Field(default=1, ge=0)
-    """Processors that Ray counts for a job. With no resource at all it runs on the head node."""
+    """CPUs that Ray reserves for a job. Without any resource, the job runs on the head node."""
     num_gpus: float = Field(default=0, ge=0)
-    """GPUs of a job, which sees no others; 0.5: two jobs share one."""
+    """GPUs that the job can see; 0.5: two jobs share one."""
     mem_gb: float = Field(default=0, ge=0)
-    """Memory that Ray counts for a job."""
+    """Memory that Ray reserves for a job."""
     resources: dict[Annotated[str, Field(min_length=1)], Annotated[float, Field(gt=0)]] = {}
     """Custom resources of Ray, such as {"accelerator_type:H100": 0.001}."""
     retries: int = Field(default=0, ge=0)
-    """How often a failed job is started again on its node. One that stopped gracefully (exit code 75) always is."""
+    """How often a failed job is restarted on its node. After a graceful stop (exit code 75) it is always restarted."""
     grace_seconds: int = Field(default=60, ge=1)
-    """How long a killed job may take to write a checkpoint and stop."""
+    """How long a killed job can take to write a checkpoint and stop."""
     parent_poll_seconds: float = Field(default=5.0, gt=0)
-    """How often a child looks at its parents. A waiting child holds its resources, and so no parent may need more."""
+    """Interval at which a child checks its parents. A waiting child holds its resources, so no parent can need more."""
     parent_wait_seconds: int = Field(default=86_400, ge=0)
     """How long a child waits for a parent that has not started."""
     patience_seconds: float = Field(default=60.0, gt=0)
@@ -106,9 +106,9 @@ class Config(QueueConfig):
     @model_validator(mode="after")
     def _fits_ray(self) -> "Config":
         if self.num_gpus > 1 and self.num_gpus != int(self.num_gpus):
-            raise ValueError(f"num_gpus: above 1 Ray gives whole GPUs, got {self.num_gpus:g}.")
+            raise ValueError(f"num_gpus: expected an integer above 1, got {self.num_gpus:g}.")
         if wrong := [name for name in self.resources if name in _RAY_FIELDS]:
-            raise ValueError(f"resources: write {_RAY_FIELDS[wrong[0]]} in place of {wrong[0]!r}.")
+            raise ValueError(f"resources: use the field {_RAY_FIELDS[wrong[0]]} instead of {wrong[0]!r}.")
         if self.processes.nodes > 1:
             raise ValueError(
                 "processes.nodes: a job of Ray runs on one node. Choose the launcher slurm or toolkit for several."
@@ -116,7 +116,7 @@ class Config(QueueConfig):
         return self
 
     def submit(self, jobs: Sequence[Job], folder: Path, note: Note) -> list[str]:
-        """Queue each job as <submission>.<experiment>. Ray takes no id twice, so that nothing is queued twice."""
+        """Queue each job as <submission>.<experiment>. Ray refuses duplicate ids, so nothing is queued twice."""
         folder = folder.absolute()
         ids: dict[str, str] = {}
         settings = {job.exp_id: self.settings_of(job) for job in jobs}
@@ -136,24 +136,24 @@ class Config(QueueConfig):
                 self._create(ids[job.exp_id], folder / f"{job.exp_id}.sh", settings[job.exp_id])
                 note({job.exp_id: ids[job.exp_id]})
         except UserError as error:
-            _forbid(folder / "cancel", ids)  # so that none of them starts, even if Ray does not hear of it
+            _forbid(folder / "cancel", ids)  # keeps them from starting, even if Ray does not get the request
             try:
                 self.kill(list(ids.values()))
             except LaunchError as second:
                 raise type(error)(
-                    f"{error}\nWhat was queued before will not start, but what runs could not be stopped: {second}"
+                    f"{error}\nQueued jobs will not start, but running ones could not be stopped: {second}"
                 ) from None
             raise
         return list(ids.values())
 
     def states(self, job_ids: Sequence[str]) -> dict[str, SchedulerState]:
-        """With one call for all. A cluster that was started anew knows none of them."""
+        """Uses one call for all jobs. A restarted cluster knows none of them."""
         listed_jobs = self._list_jobs() if job_ids else {}
         return {name: self._state(name, listed_jobs[name]) for name in job_ids if name in listed_jobs}
 
     def kill(self, job_ids: Sequence[str]) -> None:
-        """Tell the jobs to stop.
-        Ray kills them after the grace; one that still waits for resources is kept from starting by a file."""
+        """Stop the jobs. Ray kills them after the grace period.
+        A file keeps jobs that wait for resources from starting."""
         listed_jobs = self._list_jobs() if job_ids else {}
         alive = [
             name
@@ -167,7 +167,7 @@ class Config(QueueConfig):
             self._call("POST", f"/api/jobs/{name}/stop", {})
 
     def find(self, folder: Path, exp_ids: Sequence[str]) -> dict[str, str]:
-        """Those that Ray lists."""
+        """The jobs that Ray lists."""
         listed_jobs = self._list_jobs()
         return {exp_id: name for exp_id in exp_ids if (name := f"{folder.name}.{exp_id}") in listed_jobs}
 
@@ -175,7 +175,7 @@ class Config(QueueConfig):
         _forbid(folder / "cancel", [exp_id for exp_id in exp_ids if (folder / f"{exp_id}.sh").exists()])
 
     def check(self) -> None:
-        """Raises LaunchError if no Ray answers at the address."""
+        """Raise LaunchError if Ray does not answer at the address."""
         self._list_jobs()
 
     def scheduler(self) -> str:
@@ -185,7 +185,7 @@ class Config(QueueConfig):
         return call_api(self.scheduler(), method, path, content, self.patience_seconds)
 
     def _create(self, name: str, script: Path, config: "Config") -> None:
-        """Queue one job. After an error Ray is asked for it: an earlier request may have queued it."""
+        """Queue one job. After an error, look it up: an earlier request can have queued it."""
         content = {
             "submission_id": name,
             "entrypoint": f"exec bash {shlex.quote(str(script))}",
@@ -214,7 +214,7 @@ class Config(QueueConfig):
                 ) from None
 
     def _list_jobs(self) -> dict[str, dict[str, Any]]:
-        """The jobs of the cluster, of whomever, by id."""
+        """All jobs of the cluster, by id."""
         jobs = self._call("GET", "/api/jobs/")
         if not isinstance(jobs, list):
             raise LaunchError(f"{self.scheduler()}: expected a list of jobs, got {brief(str(jobs))!r}.")
@@ -223,7 +223,7 @@ class Config(QueueConfig):
         }
 
     def _place(self, name: str, kind: Literal["cancel", "ended"]) -> Path:
-        """The file that keeps a job from starting, or that it leaves at its end, with the reason."""
+        """The file that keeps a job from starting ("cancel"), or the one it writes at its end, with a reason."""
         submission, _, exp_id = name.partition(".")
         return Path(self.submissions, submission, kind, exp_id)
 
@@ -262,8 +262,8 @@ class Config(QueueConfig):
 
 
 def _refuse_deadlock(exp_id: str, config: Config, parent: str, parent_config: Config) -> None:
-    """A waiting child holds its resources.
-    What its parent needs more of, it could wait for until its children give up."""
+    """Refuse a parent that needs more of a resource than its child: waiting children hold their resources,
+    so the parent could wait until its children give up."""
     needs, most = (
         {**c.resources, "num_cpus": c.num_cpus, "num_gpus": c.num_gpus, "mem_gb": c.mem_gb}
         for c in (config, parent_config)
@@ -271,9 +271,9 @@ def _refuse_deadlock(exp_id: str, config: Config, parent: str, parent_config: Co
     for name, amount in most.items():
         if 0 < needs.get(name, 0) < amount:
             raise LaunchError(
-                f"{exp_id}: its parent {parent} needs {name} {amount:g}, and could wait for ever while children hold "
-                f"{needs[name]:g} each "
-                "and wait for it. Submit the parents first, and their children when they are done."
+                f"{exp_id}: its parent {parent} needs {name} {amount:g}, and could wait forever while children hold "
+                f"{needs[name]:g} each and wait for it. "
+                "Submit the parents first, and their children when they are done."
             )
 
 
@@ -304,7 +304,7 @@ def _render_script(config: Config, job: Job, folder: Path, parents: Iterable[str
 
 
 def _forbid(folder: Path, exp_ids: Iterable[str]) -> None:
-    """Keep jobs from starting: their script looks for these files."""
+    """Keep jobs from starting: their script checks for these files."""
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
         for exp_id in exp_ids:

@@ -1,4 +1,4 @@
-"""Runs Slurm's commands, again while the scheduler does not answer; parses the job ids that they print."""
+"""Run Slurm's commands, with retries while the scheduler does not answer, and parse the job ids in their output."""
 
 import os
 import re
@@ -10,7 +10,7 @@ from src.errors import LaunchError
 from src.launch.command import without_torchrun
 from src.launch.job import NoAnswer, retry_until_answered
 
-# Messages printed while the controller or the database is down, busy or restarting: worth another try.
+# Messages while the controller or the database is down, busy or restarting: worth a retry.
 _AWAY = re.compile(
     "socket timed out|unable to contact slurm controller|connection refused|connection timed out|zero "
     "bytes were transmitted|resource temporarily unavailable|transport "
@@ -18,13 +18,13 @@ _AWAY = re.compile(
     "persconn|unable to establish controller|communication connection failure|connection reset|no route to host",
     re.IGNORECASE,
 )
-# Variables of the user's shell that would change the commands' output; those that locate the cluster stay.
+# Variables of the user's shell that would change the commands' output, without those that locate the cluster.
 _NOT_OURS = re.compile(r"(SQUEUE|SACCT|SCANCEL)_.*|SLURM_(?!CONF$|CONF_SERVER$|CLUSTERS$|JWT$).*")
 _ID = re.compile(r"(\d+)(?:_(?:(\d+)|\[([\d,\-]*).*))?")
 
 
 class Refusal(LaunchError):
-    """Slurm refused. `said` is its message."""
+    """Slurm refused a command. `message` is its output."""
 
     def __init__(self, command: str, message: str) -> None:
         super().__init__(f"{command}: {message}")
@@ -32,20 +32,20 @@ class Refusal(LaunchError):
 
 
 def run_slurm(argv: Sequence[str], patience_seconds: float) -> str:
-    """The output of an idempotent command, which is run again while Slurm does not answer.
+    """Run an idempotent command, with retries while Slurm does not answer; return its output.
 
     Raises:
         NoAnswer: no answer within `patience_seconds`.
-        Refused: it failed for another reason.
+        Refusal: it failed for another reason.
     """
     return retry_until_answered(lambda seconds: run_slurm_once(argv, seconds), patience_seconds)
 
 
 def run_slurm_once(argv: Sequence[str], seconds: float) -> str:
-    """The output of a command, which is killed after `seconds`.
+    """Run a command, with a timeout of `seconds`; return its output.
 
     Raises:
-        NoAnswer, Refused: as `ask`.
+        NoAnswer, Refusal: like `run_slurm`.
         LaunchError: there is no such command on this machine.
     """
     check_programs(argv[0])
@@ -70,7 +70,7 @@ def run_slurm_once(argv: Sequence[str], seconds: float) -> str:
 
 
 def check_programs(*commands: str) -> None:
-    """Raises LaunchError with the names of the `commands` that are not on PATH."""
+    """Raise LaunchError with the names of the `commands` that are not on PATH."""
     if missing_commands := [command for command in commands if shutil.which(command) is None]:
         raise LaunchError(
             f"{', '.join(missing_commands)}: no such command on PATH. "
@@ -130,7 +130,7 @@ def _ranges(numbers: Sequence[int]) -> str:
     return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
 
 
-# What sbatch says, and the setting to blame.
+# Pattern of a message of sbatch -> the setting to change.
 _SETTING_BY_MESSAGE = {
     "account/qos|accounting/qos": "The job config exceeds a limit of the cluster: "
     "lower 'time', set another 'account' or 'qos', or queue fewer jobs.",

@@ -1,4 +1,4 @@
-"""Queues one array with sbatch, at most once."""
+"""Queue one array with sbatch, at most once."""
 
 import contextlib
 import re
@@ -23,9 +23,9 @@ def job_name(tasks: Path) -> str:
 def sbatch_command(
     array: Array, tasks: Path, job_ids_by_experiment: dict[str, str], limit: int | None, before: Sequence[str]
 ) -> list[str]:
-    """The command that queues `array`, without the program. Every value is an argument of its own; no shell parses it.
+    """The sbatch command for `array`, without the program. Every value is a separate argument; no shell parses it.
 
-    limit: of its running tasks. before: arrays that must end first.
+    limit: maximum running tasks. before: ids of arrays that must end first.
     """
     config, job = array.config, array.jobs[0]
     parents = [
@@ -67,18 +67,18 @@ def sbatch_command(
 
 
 def _escape(path: str) -> str:
-    r"""A path that Slurm opens as it is written: it replaces %A and the like, but nothing in a path with a backslash,
-    which it removes."""
+    r"""Escape a path for Slurm, which replaces patterns such as %A. If the path has a backslash, Slurm removes it and
+    replaces nothing."""
     return path.replace("\\", r"\\") if "\\" in path else path.replace("%", "%%")
 
 
 def queue_array(argv: Sequence[str], name: str, patience_seconds: float) -> str:
-    """Run sbatch; return the id of the array. name: the unique name of the array.
+    """Run sbatch; return the id of the array. name: unique name of the array.
 
-    If Slurm does not answer, look up the array by its name before the next try, since it can be queued already.
+    If Slurm does not answer, look up the array by its name before the next try: it can be queued already.
 
     Raises:
-        LaunchError: Slurm refused; or it does not answer, in which case the array is cancelled if possible.
+        LaunchError: Slurm refuses, or does not answer. Then the array is cancelled if possible.
     """
     deadline = time.monotonic() + patience_seconds
     remaining, doubtful = patience_seconds, False
@@ -122,7 +122,5 @@ def _no_answer_error(error: NoAnswer, name: str) -> LaunchError:
     cancel = ["scancel", f"--name={name}"]
     with contextlib.suppress(LaunchError):
         run_slurm_once(cancel, 5.0)
-        return LaunchError(f"{error} Nothing stays queued.")
-    return LaunchError(
-        f"{error} Whether the jobs were queued is not known; once Slurm answers, `{' '.join(cancel)}` cancels them."
-    )
+        return LaunchError(f"{error} No job is queued.")
+    return LaunchError(f"{error} The jobs can be queued; once Slurm answers, `{' '.join(cancel)}` cancels them.")

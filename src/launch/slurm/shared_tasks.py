@@ -1,9 +1,9 @@
-"""Tasks that run several experiments side by side: script, job ids, and how each experiment ended, or never started.
+"""Tasks that run several experiments in parallel: script, job ids, and the outcome of each experiment.
 
-Slurm knows only the task. For each experiment the folder `shared_tasks` next to the submissions has up to three files,
-named by its job id: `.code` with its exit code, once it has ended; `.kill`, if it was killed; `.why`, also for one with
-a task of its own, which says why it was not started, until its next start. Their names include that of the submission,
-as a reinstalled cluster counts from 1 again.
+Slurm knows only the task. For each experiment, the folder `shared_tasks` next to the submissions has up to three files
+named by its job id: `.code` with its exit code, once it has ended; `.kill`, if it was killed; `.why` with the reason if
+it was not started (also for unshared tasks), until its next start. The names include the name of the submission, as a
+reinstalled cluster counts job ids from 1 again.
 """
 
 import re
@@ -22,9 +22,9 @@ _ID = re.compile(r"(?P<task>\d+_\d+)\+(?P<place>\d+)of(?P<count>\d+)(?P<submissi
 _SCRIPT_TEXT = (
     """\
 #!/bin/bash
-# One task of an array with at most $3 experiments in each: starts SCRIPT for each, side by side, and waits for all.
-# The files $4/JOB_ID.code and $4/JOB_ID.kill of each experiment tell how it ended, and whether it was killed.
-# What has ended for good is not started again with its neighbours.
+# One task of an array with at most $3 experiments per task: runs SCRIPT for each in parallel, and waits for all.
+# The file $4/JOB_ID.code has the exit code of each experiment; $4/JOB_ID.kill exists if it was killed.
+# A restart of the task skips experiments that have ended for good.
 this=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID
 SUBMISSION=${1%/*} SUBMISSION=${SUBMISSION##*/}
 first=$(($3 * SLURM_ARRAY_TASK_ID))
@@ -101,7 +101,7 @@ def write_shared_script(folder: Path, outcomes: Path) -> Path:
 
 def job_ids(array_id: str, experiments: int, jobs_per_task: int, folder: Path) -> list[str]:
     """The job id of each experiment of an array of the submission in `folder`:
-    "7_3" where it has the task for itself, else "7_3+0of2.SUBMISSION".
+    "7_3" if it does not share the task, else "7_3+0of2.SUBMISSION".
     """
     if jobs_per_task == 1:
         return [f"{array_id}_{i}" for i in range(experiments)]
@@ -119,7 +119,7 @@ def task_of(job_id: str) -> str:
 
 
 def with_outcomes(ids: Iterable[str], tasks: dict[str, SchedulerState], outcomes: Path) -> dict[str, SchedulerState]:
-    """The state of each experiment, from what Slurm says of the `tasks` and from how the experiment itself ended."""
+    """The state of each experiment, from Slurm's states of the `tasks` and from the experiment's own exit code."""
     states = {}
     notes = {_job_of(path.stem): path for path in sorted(outcomes.glob("*.why"))}
     for job_id in ids:
@@ -131,7 +131,7 @@ def with_outcomes(ids: Iterable[str], tasks: dict[str, SchedulerState], outcomes
 
 
 def forget_notes(array_id: str, folder: Path, outcomes: Path) -> None:
-    """Remove the notes of other submissions than `folder` on an array of this id: the cluster was reinstalled since."""
+    """Remove notes of other submissions on an array with this id, from before the cluster was reinstalled."""
     for path in outcomes.glob(f"{array_id}_*.why"):
         if not path.stem.endswith(f".{folder.name}"):
             with writing(path):
@@ -139,7 +139,7 @@ def forget_notes(array_id: str, folder: Path, outcomes: Path) -> None:
 
 
 def _job_of(stem: str) -> str:
-    """The job id of a note: that of a task of its own lacks the name of the submission."""
+    """The job id of a note. The id of an unshared task does not contain the name of the submission."""
     return stem if "+" in stem else stem.partition(".")[0]
 
 
@@ -170,7 +170,7 @@ def _read_code(file: Path) -> str | None:
 
 
 def kill(ids: Sequence[str], outcomes: Path) -> list[str]:
-    """Let the experiments of shared tasks end, and not start again; the other ids, and tasks with nothing left to run.
+    """Stop experiments in shared tasks for good; return the ids to cancel: unshared tasks, and tasks that are over.
 
     Raises:
         RunError: the disk refuses.
@@ -192,7 +192,7 @@ def kill(ids: Sequence[str], outcomes: Path) -> list[str]:
 
 
 def _is_over(file: Path) -> bool:
-    """Whether the experiment does not start again: it was killed, or has ended for good."""
+    """Whether the experiment was killed, or has ended for good."""
     return file.with_name(f"{file.name}.kill").exists() or _read_code(file) not in (
         None,
         str(STOPPED_EXIT),

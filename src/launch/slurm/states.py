@@ -26,11 +26,11 @@ _REASONS = {
     "OUT_OF_MEMORY": "out of memory",
     "BOOT_FAIL": "the node did not start",
     "DEADLINE": "deadline passed",
-    "PREEMPTED": "preempted, and not to be queued again",
+    "PREEMPTED": "preempted, and not requeued",
 }
 _HOPELESS = "DependencyNeverSatisfied"
 _KILL_REASON, _OUT_OF_MEMORY = "killed by SIGKILL", _REASONS["OUT_OF_MEMORY"]
-_MEMORY_SECONDS, _MEMORY_JOBS = 5.0, 1000  # one short question: the answer is welcome, but nobody should wait for it
+_MEMORY_SECONDS, _MEMORY_JOBS = 5.0, 1000  # a short timeout: the answer is optional
 _QUEUE_FIELDS = {
     "JobArrayID": 64,
     "State": 32,
@@ -50,14 +50,13 @@ _OLD = "1970-01-01"
 
 
 def scheduler_states(job_ids: Sequence[str], patience_seconds: float) -> dict[str, SchedulerState]:
-    """The states of `job_ids`, with at most two calls, and one for the memory of killed jobs.
+    """The states of `job_ids`, with at most two calls, and one more for the memory of killed jobs.
 
-    - The controller knows an id until some minutes after its end; after that accounting has the final state.
-    - If accounting says that a job waits or runs but the controller does not know it, or accounting does not answer:
-      "unknown".
-    - If either knows the array but not this task: "cancelled". Slurm has no record of a task that was cancelled before
-      its start.
-    - If neither knows the array, or the cluster has no accounting: absent.
+    - The controller knows a job until some minutes after its end; later, accounting has the final state.
+    - "unknown": accounting reports a queued or running job that the controller does not know, or does not answer.
+    - "cancelled": either knows the array, but not this task. Slurm has no record of a task that was cancelled before
+      it started.
+    - Absent: neither knows the array, or the cluster has no accounting.
 
     Raises:
         LaunchError: the controller does not answer.
@@ -95,7 +94,7 @@ def array_ids_by_name(
     names: Sequence[str], patience_seconds: float, include_ended: bool = True
 ) -> dict[str, list[str]]:
     """{name of an array: its ids, newest last} of the arrays that Slurm knows.
-    ended: also those that the controller has forgotten.
+    include_ended: also arrays that only accounting knows.
 
     Raises:
         LaunchError: the controller, or accounting, does not answer.
@@ -127,7 +126,7 @@ def array_ids_by_name(
 
 
 def _arrays(job_ids: Iterable[str]) -> str:
-    """For --jobs: the arrays of `job_ids`; empty if that would be too long, so that all jobs must be listed."""
+    """The arrays of `job_ids`, for --jobs; empty if that is too long, so that all jobs must be listed."""
     array_list = ",".join(sorted({job_id.partition("_")[0] for job_id in job_ids}))
     return array_list if len(array_list) < _LONGEST_ARGUMENT else ""
 
@@ -140,7 +139,7 @@ def _query_controller(arrays: str, patience_seconds: float) -> Iterator[tuple[st
             ["squeue", "--noheader", "--array", "--states=all", which, f"--Format={columns}"], patience_seconds
         )
     except Refusal as error:
-        if "invalid job id" in error.message.lower():  # all are forgotten
+        if "invalid job id" in error.message.lower():  # the controller knows none of them
             return
         raise
     for line in text.splitlines():
@@ -176,14 +175,14 @@ def _query_accounting(arrays: str, patience_seconds: float) -> dict[str, Schedul
             word, reason, node, exit_code, float(elapsed) if elapsed.isdigit() else None, len(records) - 1
         )
         if what.state in ("queued", "running"):
-            reason = f"accounting says {what.word}, but the controller does not know the job"
+            reason = f"accounting reports {what.word}, but the controller does not know the job"
             what = SchedulerState("unknown", what.word, reason, what.node, what.seconds, what.restarts)
         states[job_id] = what
     return states
 
 
 def _query_memory(job_ids: Sequence[str]) -> dict[str, tuple[str, str]]:
-    """{job id: (peak memory of steps, requested memory)} in Slurm's form: "531620K", "500M"; {} without an answer."""
+    """{job id: (peak memory of steps, requested memory)} in Slurm's format: "531620K", "500M"; {} without an answer."""
     try:
         argv = ["sacct", "-n", "--parsable2", f"--jobs={','.join(job_ids)}", "--format=JobID,MaxRSS,ReqMem"]
         lines = run_slurm_once(argv, _MEMORY_SECONDS).splitlines() if job_ids else []
@@ -194,13 +193,13 @@ def _query_memory(job_ids: Sequence[str]) -> dict[str, tuple[str, str]]:
         step, peak, limit = [*line.split("|"), "", ""][:3]
         job_id = step.partition(".")[0]
         before = memory_by_job.get(job_id, ("", ""))
-        # The row of the job has the limit, the rows of its steps have the usage; "500Mn" is of each node, before 21.08.
+        # The row of the job has the limit, the rows of its steps have the usage. Before 21.08, "500Mn" is per node.
         memory_by_job[job_id] = max(peak, before[0], key=_bytes), before[1] or limit.removesuffix("n")
     return {job_id: memory for job_id, memory in memory_by_job.items() if _bytes(memory[0]) and job_id in job_ids}
 
 
 def _bytes(text: str) -> float:
-    """Of "531620K" or "4G"; 0 where it is no such number, as in "500Mc", of each processor."""
+    """Bytes in "531620K" or "4G"; 0 for other forms, such as "500Mc" (per CPU)."""
     match = re.fullmatch(r"([\d.]+)([KMGT]?)", text)
     return float(match[1]) * 1024 ** " KMGT".index(match[2] or " ") if match else 0.0
 
@@ -208,11 +207,11 @@ def _bytes(text: str) -> float:
 def _scheduler_state(
     word: str, reason: str, node: str, exit_code: str, seconds: float | None, restarts: int
 ) -> SchedulerState:
-    """`word` is "RUNNING", "CANCELLED by 0", "CANCELLED+"…; `exit_code` is "1:0", code and signal."""
+    """Convert Slurm's state. word: "RUNNING", "CANCELLED by 0", "CANCELLED+"…; exit_code: "1:0", code and signal."""
     word = word.split(maxsplit=1)[0].rstrip("+") if word.strip() else ""
     state = STATES.get(word, "unknown")
     if state == "queued" and reason == _HOPELESS:
-        state = "cancelled"  # Slurm cancels it at its next scheduling pass, due to --kill-on-invalid-dep
+        state = "cancelled"  # Slurm cancels it in its next scheduling pass, due to --kill-on-invalid-dep
     message = "" if reason in ("None", "NonZeroExitCode", "(null)", "N/A") else reason
     if state in ("running", "completed"):
         message = ""

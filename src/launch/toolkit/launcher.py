@@ -1,4 +1,4 @@
-"""Runs each experiment as one job of the toolkit, through haven."""
+"""Run each experiment as one job of the toolkit, through haven."""
 
 import contextlib
 import re
@@ -27,21 +27,21 @@ from src.launch.toolkit.service import (
 )
 
 LEFTOVERS = "left.json"
-"""In the submission's folder: what may still be queued after a failed submission that could not be undone."""
+"""In the submission's folder: jobs that can still be queued after a failed submission that could not be undone."""
 
 
 class Config(JobConfig):
-    """`JobConfig` with what a launcher does."""
+    """`JobConfig` with the methods of a launcher."""
 
     def submit(self, jobs: Sequence[Job], folder: Path, note: Note) -> list[str]:
         """Queue each job under the name hv_<exp id>_<submission>.
-        Calling it again with the same folder queues nothing twice.
+        A second call with the same folder queues nothing twice.
 
-        A child is queued at once and waits inside its job (see script.py), as the toolkit knows no dependencies.
+        A child is queued at once and waits inside its job (see script.py), as the toolkit has no dependencies.
 
         Raises:
-            LaunchError: as documented; if the cancellation of other jobs could not be confirmed, <folder>/left.json
-                names them.
+            LaunchError: the service refuses or does not answer. If the cancellation of other jobs could not be
+                confirmed, <folder>/left.json names them.
         """
         folder = folder.absolute()
         accounts = {config.account: config for config in (self.settings_of(job) for job in jobs)}
@@ -80,7 +80,7 @@ class Config(JobConfig):
         return [job_ids[job.exp_id] for job in jobs]
 
     def states(self, job_ids: Sequence[str]) -> dict[str, SchedulerState]:
-        """One call for all jobs that are listed, and one for each that is not.
+        """Uses one call for all jobs in the toolkit's list, and one for each other job.
         If only the latter fails, the job is "unknown"."""
         requested_ids = list(dict.fromkeys(job_ids))
         if not requested_ids:
@@ -95,7 +95,7 @@ class Config(JobConfig):
 
         def ask(name: str) -> SchedulerState | None:
             if down.is_set():
-                return SchedulerState("unknown", reason="the toolkit could not be asked")
+                return SchedulerState("unknown", reason="the toolkit does not answer")
             try:
                 job = call_with_retries(self, lambda: client.get(name))
             except LaunchError as error:
@@ -103,7 +103,7 @@ class Config(JobConfig):
                 return SchedulerState("unknown", reason=str(error))
             return job and self._state(job)
 
-        absent = [name for name in requested_ids if name not in listed_jobs]  # older than what is listed, or gone
+        absent = [name for name in requested_ids if name not in listed_jobs]  # older than the list, or gone
         with ThreadPoolExecutor(self.calls_at_a_time) as pool:
             answers = dict(zip(absent, pool.map(ask, absent), strict=True))
         return seen | {name: answer for name, answer in answers.items() if answer}
@@ -119,7 +119,7 @@ class Config(JobConfig):
         def end(name: str) -> None:
             try:
                 call_with_retries(self, lambda: client.cancel(name))
-            except LaunchError as error:  # what it means shows in the states
+            except LaunchError as error:  # the states show whether it matters
                 refusals[name] = str(error)
 
         with ThreadPoolExecutor(self.calls_at_a_time) as pool:
@@ -135,14 +135,14 @@ class Config(JobConfig):
                 why = str(error)
             if remaining and time.monotonic() >= deadline:
                 reasons = dict.fromkeys([refusals[name] for name in remaining if name in refusals] or [why])
-                message = f"{len(remaining)} of {len(requested_ids)} jobs are not known to have ended: {', '.join(remaining)}."
-                raise LaunchError(f"toolkit: {message} {' '.join(reasons)}")
+                message = f"{len(remaining)} of {len(requested_ids)} jobs are not known to have ended"
+                raise LaunchError(f"toolkit: {message}: {', '.join(remaining)}. {' '.join(reasons)}")
             if remaining:
                 time.sleep(min(2.0, self.kill_seconds / 20))
 
     def find(self, folder: Path, exp_ids: Sequence[str]) -> dict[str, str]:
-        """Of several jobs of an experiment, the one that is alive, else the last.
-        Jobs older than the toolkit's list, a day, are missed."""
+        """The live job of each experiment, else its last one.
+        Misses jobs that are older than the toolkit's list (a day)."""
         client = self._client()
         listed_jobs = call_with_retries(self, lambda: client.list_jobs(max(PAGE, 4 * len(exp_ids))))
         job_by_experiment: dict[str, ListedJob] = {}
@@ -154,7 +154,7 @@ class Config(JobConfig):
         return {exp_id: job.job_id for exp_id, job in job_by_experiment.items()}
 
     def check(self) -> None:
-        """Raises LaunchError if haven or its client is missing, or the account's variable is not set."""
+        """Raise LaunchError if haven or its client is missing, or the account's variable is not set."""
         self.account_id()
         find_packages()
 
@@ -162,7 +162,7 @@ class Config(JobConfig):
         return self.account, self.restartable
 
     def _state(self, job: ListedJob) -> SchedulerState:
-        """Its state; that of one which did not start, as its queue stopped, with the reason that its script left."""
+        """The state of a job. If its queue was stopped before it started, the reason comes from its script."""
         seen = scheduler_state(self, job)
         if seen.state == "failed" and self.submissions and re.fullmatch(r"[\w-]+", job.submission):
             with contextlib.suppress(OSError):
@@ -178,7 +178,7 @@ class Config(JobConfig):
         return call_with_retries(self, lambda: Client(self))
 
     def _write_spec(self, job: Job, jobs: Sequence[Job], folder: Path) -> Spec:
-        """Write the script of `job`; the specification to queue."""
+        """Write the script of `job` and return the specification to queue."""
         config = self.settings_of(job)
         config._check_mounts(job, folder)
         path = folder / f"{job.exp_id}.sh"
@@ -190,7 +190,7 @@ class Config(JobConfig):
         return Spec(name, ("/bin/bash", str(path)), job.cwd, folder.name, job.exp_id, config)
 
     def _check_mounts(self, job: Job, folder: Path) -> None:
-        """Refuse paths outside the mounts: what a job writes there is lost, and what it reads there is missing."""
+        """Refuse paths outside the mounts: files that a job writes there are lost, and files there cannot be read."""
         mounts = self.mounts()
         for path, is_written in ((job.run, True), (job.log_dir, True), (job.cwd, False), (folder, False)):
             if not any(
@@ -204,12 +204,12 @@ class Config(JobConfig):
                 )
 
     def _undo(self, specs: Sequence[Spec], folder: Path, job_ids: dict[str, str]) -> str:
-        """Cancel what was queued; the end of the error message, which says whether that was confirmed."""
+        """Cancel the queued jobs; return the end of the error message, which says whether that was confirmed."""
         names = {spec.exp_id: spec.name for spec in specs}
         try:
             job_ids |= self.find(folder, list(names))
             self.kill(list(job_ids.values()))
         except LaunchError as error:
             write_json(folder / LEFTOVERS, {"names": names, "job_ids": job_ids})
-            return f"\nWhat was queued before could not be cancelled with certainty; {folder / LEFTOVERS} names it: {error}"
+            return f"\nCancelling the jobs queued before failed; {folder / LEFTOVERS} names them: {error}"
         return f" The {len(job_ids)} jobs queued before were cancelled." if job_ids else " Nothing was queued."

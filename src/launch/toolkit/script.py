@@ -1,4 +1,4 @@
-"""Bash script of a toolkit job: waits for parents, appends to logs, and stops the training before the time limit."""
+"""Bash script of a toolkit job: wait for parents, append to logs, and stop the training before the time limit."""
 
 import hashlib
 import shlex
@@ -11,26 +11,26 @@ from src.launch.toolkit.service import JobConfig
 from src.runs.store import STATUS
 
 GAVE_UP = ".gave_up"
-"""Beside the script of a job that was not started: its name ends so. It holds the reason if the queue was stopped, and
-is empty if the job has waited for a parent in vain."""
+"""Suffix of a file next to the script of a job that was not started. The file has the reason if the queue was stopped,
+and is empty if the job gave up waiting for a parent."""
 PORT = 29501
-"""Where the first of several nodes listens."""
+"""Port on which the first of several nodes listens."""
 
-# The toolkit numbers replicas by torchrun's variables for processes; a training must not mistake them for its own rank.
+# The toolkit numbers replicas with torchrun's variables for ranks; a training must not use them as its rank.
 _NODES = f"""\
 NODE_RANK=${{RANK:-0}}; unset RANK WORLD_SIZE LOCAL_RANK
 export NODE_RANK NNODES MASTER_PORT={PORT}
 [ "$NODE_RANK" = 0 ] || {{ OUT="$OUT.node$NODE_RANK"; ERR="$ERR.node$NODE_RANK"; }}"""
 
-# Waits for a parent's status.json to say "done"; gives up when it has said the same for too long, or the parent's own
-# job has given up. A failure that was there when this job was submitted ($3: its digest) does not count: the parent was
-# submitted with it, again.
+# Waits until a parent's status.json is "done"; gives up if it does not change for too long, or if the parent's own job
+# gave up. A failure from before this job was submitted ($3: digest of the file) does not count: the parent was
+# resubmitted together with it.
 _WAIT = f"""\
 end_if_told() {{ [ -z "$TOLD" ] || exit {STOPPED_EXIT}; }}
 pause() {{ end_if_told; sleep "$1" & wait $!; end_if_told; }}
 GAVE_UP={GAVE_UP}; rm -f "$0$GAVE_UP"
 give_up() {{ echo "not started: it starts from experiment $*" >&2; : > "$0$GAVE_UP"; exit 1; }}
-check_queue() {{  # not for a job that the toolkit starts again, nor on each of several nodes
+check_queue() {{  # only on the first node, and not after a restart
     [ "$NODE_RANK" != 0 ] || [ "${{EAI_RUN_INDEX:-0}}" != 0 ] || ! queue_is_stopped || {{
         echo "$SAID" >&2; echo "$SAID" > "$0$GAVE_UP"; exit 1
     }}
@@ -53,13 +53,13 @@ wait_for() {{
     done
 }}"""
 
-# The training has its own process group, so that a signal reaches all of it; this shell outlives it.
+# The training has its own process group, so that a signal reaches all its processes; this shell outlives it.
 _RUN = """\
 end_if_told
 set -m
 bash -c "$LINE" < /dev/null &
 CHILD=$! BEGAN=$SECONDS EARLY=$TOLD  # one command: no trap runs in between
-[ -z "$EARLY" ] || kill -s KILL -- "-$CHILD"  # it has done nothing yet
+[ -z "$EARLY" ] || kill -s KILL -- "-$CHILD"  # it has not started any work
 { sleep "$STOP_AFTER"; kill -s USR1 -- "-$CHILD"; } 2> /dev/null &
 CLOCK=$!
 set +m
@@ -74,9 +74,9 @@ exit $CODE"""
 
 
 def render_script(job: Job, parents: Mapping[str, Path], config: JobConfig) -> str:
-    """Bash that runs `job` and appends its output to its logs; each replica after the first has logs of its own.
+    """Bash that runs `job` and appends its output to its logs; each replica after the first has separate logs.
 
-    parents: save directories by id. The job waits until they are done, or ends with a message that names the late one.
+    parents: save directories by id. The job waits until they are done, or gives up with a message.
     """
     out, err = (job.log_dir / f"{job.exp_id}.{stream}.log" for stream in ("out", "err"))
     stop_after = config.max_run_seconds - config.stop_before_seconds
@@ -99,7 +99,7 @@ def render_script(job: Job, parents: Mapping[str, Path], config: JobConfig) -> s
         STOP_AFTER_FAILURES + _WAIT,
         *(f"wait_for {parent} {_quote(run)} {_digest(run / STATUS)}" for parent, run in parents.items()),
         "check_queue",
-        # Waiting for parents counts too. At the stop the training gets SIGUSR1, saves and exits with `STOPPED_EXIT`.
+        # The time of waiting for parents counts. At the limit the training gets SIGUSR1, saves, and exits.
         f"STOP_AFTER=$(({stop_after} > SECONDS ? {stop_after} - SECONDS : 1))",
         f"cd {_quote(job.cwd)} || exit 1",
         f"LINE={shlex.quote(shell_line(job, config.processes))}",
@@ -110,7 +110,7 @@ def render_script(job: Job, parents: Mapping[str, Path], config: JobConfig) -> s
 
 def parents_to_await(job: Job, submitted_ids: Sequence[str]) -> dict[str, Path]:
     """Save directories of the parents to wait for:
-    those `submitted` before it, and all if some are queued from an earlier submission."""
+    those earlier in `submitted_ids`, or all if some are queued from an earlier submission."""
     ahead = set(submitted_ids[: submitted_ids.index(job.exp_id)])
     return {parent: job.run.parent / parent for parent in job.after if parent in ahead or job.after_jobs}
 
@@ -120,7 +120,7 @@ def _quote(path: Path) -> str:
 
 
 def _digest(path: Path) -> str:
-    """Of the content of a file, as md5sum writes it; "none" if there is none."""
+    """MD5 digest of a file, as printed by md5sum; "none" without a file."""
     try:
         return hashlib.md5(path.read_bytes(), usedforsecurity=False).hexdigest()
     except FileNotFoundError:
