@@ -63,7 +63,7 @@ _SHARING = {"--use_deepspeed", "--use_fsdp", "--multi_gpu", "--config_file"}
 """Options of accelerate that choose how the model is distributed."""
 
 
-# Names that look like those of secrets, unless the value is a number, a switch or a file; values that look like secrets.
+# Names of likely secrets, unless the value is a number, a switch or a file; and values that look like secrets.
 _SECRET_NAME = re.compile(
     r"(?:^|_)(?:API)?(?:KEY|CREDENTIALS?|AUTH|PASS)(?:$|_)|(?:TOKEN|SECRET|PASSWORD|PASSWD)(?:$|_)", re.IGNORECASE
 )

@@ -118,7 +118,7 @@ def track(
 
 
 def same_scheduler(one: LauncherConfig, other: LauncherConfig) -> bool:
-    """Whether the two launchers use the same scheduler, so that their jobs can be listed, killed and awaited together."""
+    """Whether two launchers use the same scheduler, so that their jobs can be listed, killed and awaited together."""
     return (one.name, one.scheduler()) == (other.name, other.scheduler())
 
 

@@ -1,4 +1,4 @@
-"""The code of a run: its commit and every change to it, as a patch that `git apply` turns into the same tree."""
+"""The code of a run: its commit, and all changes as a patch from which `git apply` restores the same tree."""
 
 import contextlib
 import functools
@@ -18,14 +18,14 @@ from src.errors import RunError
 from src.files import MANIFEST, read_json, read_manifest, sample_digest, sha256
 
 MAX_DIFF_BYTES = 1_000_000
-"""Size limit of a file in the patch, and of the patch. A larger file is listed by name, size and hash."""
+"""Size limit of a file in the patch, and of the patch. Larger files are listed by name, size and hash."""
 MAX_OMITTED = 1000
 """Maximum number of files in the list."""
 _MAX_HASHED_BYTES = 100_000_000
-"""Larger files are hashed by samples."""
+"""For larger files, only samples are hashed."""
 _GIT_SECONDS = 10.0
 SNAPSHOT = "snapshot.json"
-"""In a code snapshot of a job: the `code_version` of the original."""
+"""File in a job's code snapshot: the `code_version` of the original."""
 SECRET_FILES = (
     *(
         ".env",
@@ -54,7 +54,7 @@ SECRET_FILES = (
     ),
     *("key.*", "keys.*", "*[_-]key", "*[_-]key.txt", "*[_-]key.json", "*[_-]keys.json", "*api[_-]key*", "authkey*"),
 )
-"""Names of files that are likely to hold secrets: their content is never recorded."""
+"""Names of files that are likely to contain secrets: their content is never recorded."""
 SECRET_WORDS = {"secret", "secrets", "token", "password", "passwords", "passwd", "apikey", "credential", "credentials"}
 """Files with such a word in their name are likely secrets (wandb_token.txt, secrets.yaml), not modules (token.py)."""
 SECRET_MODULES = {"secret.py", "secrets.py", "credentials.py", "password.py", "passwords.py"}
@@ -89,14 +89,14 @@ _OPTIONS = (
 
 
 def code_version(root: Path, leave_out: Sequence[Path] = ()) -> dict[str, Any]:
-    """The code in the folder `root`; never raises. None: not known.
+    """The code in the folder `root`; never raises. Unknown facts are None.
 
     - "commit", "branch", and "dirty": whether any file of code differs from the commit.
     - "diff": the patch from the commit to the tree, with new files that are not ignored and the content of submodules.
     - "omitted": changed files that are not in the patch: likely secrets, files over `MAX_DIFF_BYTES`, unreadable files.
-    - "submodules": those that are dirty, or at another commit than recorded.
+    - "submodules": submodules that are dirty, or at another commit than recorded.
 
-    A snapshot for a job has no git: a file in it describes the original. leave_out: folders that hold no code.
+    A snapshot for a job has no git repository: a file in it describes the original. leave_out: folders without code.
     """
     try:
         original = read_json(root / SNAPSHOT, RunError, None)
@@ -114,7 +114,7 @@ def code_version(root: Path, leave_out: Sequence[Path] = ()) -> dict[str, Any]:
 
 
 def looks_secret(name: str) -> bool:
-    """Whether a file of this name is likely to hold secrets."""
+    """Whether a file with this name is likely to contain secrets."""
     lower = name.lower()
     if _IS_SECRET_FILE.match(lower) and not lower.endswith(".py"):
         return True
@@ -124,7 +124,7 @@ def looks_secret(name: str) -> bool:
 
 
 def is_python_installation(folder: Path) -> bool:
-    """Whether the folder holds an installation of Python, whatever its name."""
+    """Whether the folder is a Python installation, whatever its name."""
     return any((folder / sign).exists() for sign in ("pyvenv.cfg", "conda-meta"))
 
 
@@ -133,14 +133,14 @@ class _Changes:
     """The changes of a repository and its submodules."""
 
     patch: list[tuple[str, bytes]] = field(default_factory=list)
-    """Name of a file below the top, and its part of the patch."""
+    """(name of a file relative to the top, its part of the patch)."""
     omitted_files: list[tuple[str, str]] = field(default_factory=list)
-    """Name of a file below the top, and the reason."""
+    """(name of a file relative to the top, reason)."""
     submodules: list[dict[str, Any]] = field(default_factory=list)
 
 
 class _Git:
-    """Git with an index and an object store of its own: the repository is only read."""
+    """Git with a separate index and object store, so that the repository is only read."""
 
     def __init__(self, folder: Path, scratch: Path) -> None:
         self.scratch = scratch
@@ -185,12 +185,12 @@ class _Git:
 
 
 def _add_version(facts: dict[str, Any], root: Path, leave_out: Sequence[Path]) -> None:
-    """Add the commit first: it is recorded even if the comparison of the files fails."""
+    """Add commit, patch and omitted files to `facts`. The commit comes first, so that a failing diff does not lose it."""
     with tempfile.TemporaryDirectory() as scratch:
         git = _Git(root, Path(scratch))
         inside = os.path.relpath(root.resolve(), git.folder.resolve())
         if not git.names("ls-files", "-z", "--cached", "--others", "--exclude-standard", "--", inside):
-            return  # a folder that git ignores, in a repository of other code
+            return  # git ignores the folder: the repository is of other code
         facts["commit"] = commit = git.try_read("rev-parse", "--verify", "HEAD")
         facts["branch"] = git.try_read("rev-parse", "--abbrev-ref", "HEAD") if commit else None
         changes = _Changes()
@@ -213,7 +213,7 @@ def _add_changes(
     changes: _Changes, git: _Git, base: str | None, inside: str, prefix: str, leave_out: Sequence[Path]
 ) -> None:
     """Add the changes from the commit `base` to the files below `inside`.
-    prefix: of the repository below the top, with a final slash."""
+    prefix: path of the repository relative to the top, with a final slash."""
     tree = base or git.try_read("hash-object", "-t", "tree", "-w", "/dev/null") or ""
     _clear_flags(git)
     tree_entries = _entries(git, "ls-tree", "-r", "-z", "--full-tree", tree)
@@ -281,7 +281,7 @@ def _parts(git: _Git, tree: str, inside: str, prefix: str) -> Iterable[tuple[str
 def _add_submodule(
     changes: _Changes, git: _Git, name: str, tree_entry: tuple[str, str] | None, prefix: str, leave_out: Sequence[Path]
 ) -> None:
-    """Add the changes in a submodule, or an uncommitted repository, from the commit that the outer one recorded."""
+    """Add the changes in a submodule, or in an uncommitted nested repository, relative to its recorded commit."""
     folder = git.folder / name
     base = tree_entry[1] if tree_entry and tree_entry[0] == "160000" else None
     if not (folder / ".git").exists():
@@ -310,7 +310,7 @@ def _clear_flags(git: _Git) -> None:
 
 
 def _entries(git: _Git, *arguments: str) -> dict[str, tuple[str, str]]:
-    """Mode and hash by name."""
+    """(mode, hash) by name."""
     entries = {}
     for line in git(*arguments).split(b"\0"):
         facts, tab, name = line.partition(b"\t")
@@ -325,7 +325,7 @@ def _index_line(name: str, mode: str, digest: str) -> bytes:
 
 
 def _is_left_out(top: Path, folder: PurePath, leave_out: Sequence[Path]) -> bool:
-    """Whether `folder` is in one that holds no code, such as an installation of Python."""
+    """Whether `folder` is in a folder without code, such as a Python installation."""
     if leave_out and any((top / folder).resolve().is_relative_to(each) for each in leave_out):
         return True
     return any(is_python_installation(top / each) for each in (folder, *folder.parents) if each != PurePath())
@@ -335,7 +335,7 @@ def _reason_to_omit(path: Path, name: str) -> str:
     """Why a changed file is not in the patch; "" if it is."""
     parents = {part.lower() for part in PurePath(name).parts[:-1]}
     if looks_secret(PurePath(name).name) or (parents & _SECRET_FOLDERS and path.suffix not in (".py", ".sh")):
-        return "its name is that of a secret"
+        return "its name looks like a secret"
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         facts = path.lstat()
         if not stat.S_ISREG(facts.st_mode):
@@ -346,14 +346,14 @@ def _reason_to_omit(path: Path, name: str) -> str:
             return "unreadable"
         content = path.read_bytes()
         if path.suffix != ".py" and _PRIVATE_KEY in content:
-            return "it holds a private key"
+            return "it contains a private key"
         if _ACCESS_TOKEN.search(content):
-            return "it holds an access token"
+            return "it contains an access token"
     return ""
 
 
 def _describe(path: Path, name: str, reason: str) -> dict[str, Any]:
-    """Name, size and hash of a file that is not in the patch; no hash of a secret."""
+    """Name, size and hash of a file that is not in the patch; no hash for secrets."""
     facts: dict[str, Any] = {"name": name, "reason": reason}
     with contextlib.suppress(OSError):
         facts["bytes"] = path.stat().st_size
@@ -364,8 +364,7 @@ def _describe(path: Path, name: str, reason: str) -> dict[str, Any]:
 
 
 def _fit(changes: _Changes) -> bytes:
-    """The patch.
-    Drops the largest parts if it exceeds `MAX_DIFF_BYTES`, and lists their files, so that the rest can be applied."""
+    """The patch. If it exceeds `MAX_DIFF_BYTES`, the largest parts are left out and their files listed as omitted."""
     total, dropped = 0, set()
     for name, part in sorted(changes.patch, key=lambda each: len(each[1])):
         total += len(part)
@@ -376,7 +375,7 @@ def _fit(changes: _Changes) -> bytes:
 
 
 def _changes_of_snapshot(root: Path) -> list[dict[str, Any]]:
-    """Files of a snapshot that were changed or removed after it was made, and added modules."""
+    """Files of a snapshot that were changed, removed or (modules) added after it was made."""
     try:
         files: Mapping[str, Any] = read_manifest(root, RunError)["files"]
     except RunError:

@@ -22,7 +22,7 @@ from src.runs.code_version import code_version
 _GPU_SECONDS = 2.0
 
 JOBS_PER_GPU = "JOBS_PER_GPU"
-"""Variable of a job: how many share each of its GPUs."""
+"""Environment variable of a job: number of jobs that share each of its GPUs."""
 # Only these variables are recorded: other variables can hold secrets.
 VARIABLES = (
     "CUDA_VISIBLE_DEVICES",
@@ -56,16 +56,16 @@ _SECRET_WORDS = {
     "auth",
 }
 _OTHER_ROOMS = {"launch", "operations", "serving", "sweeps", "tables"}
-"""Folders of src without training code: they start, serve or show trainings."""
+"""Folders of src without training code: they launch, serve or show trainings."""
 _IN_ADDRESS = re.compile(r"(\w+://)[^/\s@]+@")
 _HIDDEN = "***"
 
 
 def describe(command: Sequence[str], leave_out: Sequence[Path] = ()) -> dict[str, Any]:
-    """The content of env.json, JSON values only, in well under a second; None for unknown facts.
+    """The content of env.json, JSON values only. Unknown facts are None. Takes well under a second.
 
     "diff" is the patch of the uncommitted changes: `RunDir.open` writes it to diff.patch.
-    Values of flags that look like secrets are hidden in "command". leave_out: folders that hold no code.
+    Values of flags that look like secrets are hidden in "command". leave_out: folders without code.
     """
     return {
         "time": now(),
@@ -83,7 +83,7 @@ def describe(command: Sequence[str], leave_out: Sequence[Path] = ()) -> dict[str
 
 
 def now() -> str:
-    """The time in UTC, to the second."""
+    """The current time in UTC, to the second."""
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
@@ -96,13 +96,13 @@ def slurm_job(variables: Mapping[str, str]) -> str | None:
 @functools.cache
 def code_digest(root: Path = ROOT) -> str:
     """Digest of the modules of src that a training can run, without `_OTHER_ROOMS`.
-    The same in a checkout and in a snapshot of it."""
+    Equal for a checkout and its snapshots."""
     digest = hashlib.sha256()
     for path in sorted((root / "src").rglob("*.py")):
         name = path.relative_to(root / "src")
         if name.parts[0] in _OTHER_ROOMS or any(part.startswith(".") for part in name.parts):
             continue
-        with contextlib.suppress(OSError):  # such as a link that leads nowhere
+        with contextlib.suppress(OSError):  # such as a broken link
             digest.update(json.dumps([name.as_posix(), hashlib.sha256(path.read_bytes()).hexdigest()]).encode())
     return digest.hexdigest()[:16]
 

@@ -1,9 +1,8 @@
-"""Incidents of a run: <run>/events.jsonl,
-filled from its logs by `log_rules` as they grow, from its ledger and by the watchdog, each once.
+"""Incidents of a run, in <run>/events.jsonl: from its logs (by `log_rules`), its ledger, and the watchdog.
 
-events.cursors.json holds how far each log was read. A log that shrank, or was replaced by another file, is read from
-its start. A lost or
-outdated cursor only costs time: two events with the same log, offset, rule and line are the same event.
+Each incident is recorded once. events.cursors.json has the position up to which each log was read. A log that shrank,
+or was replaced, is read from its start. A lost or outdated cursor only costs time: two events with the same log,
+offset, rule and line are the same event.
 """
 
 import json
@@ -22,9 +21,9 @@ from src.runs.history import log_rules
 EVENTS = "events.jsonl"
 CURSORS = "events.cursors.json"
 LONGEST_LINE = 64 * 1024
-"""Bytes; longer lines are read as several."""
+"""In bytes; longer lines are split."""
 SAME_INCIDENT = 64 * 1024
-"""Bytes of log within which repeated matches of a rule are one event: a hundred ranks report that one is gone."""
+"""Repeated matches of a rule within this many bytes are one event: many ranks report the same failure."""
 _PIECE = 1 << 20
 _MAX_LINE_CHARACTERS = 500
 DIVERGENCE_ADVICE = (
@@ -36,14 +35,14 @@ log = logging.getLogger(__name__)
 
 
 def scan(run: Path, logs: Sequence[Path], attempt: int = 0, is_complete: bool = False) -> list[Event]:
-    """Apply the rules to the new lines of `logs` since the last scan. Records and returns the new events.
+    """Apply the rules to the lines of `logs` since the last scan. Records and returns the new events.
 
-    attempt: the start of the run that they belong to. ended: the logs are complete, so a last line without newline
-    counts.
+    attempt: number of the start that the events belong to. is_complete: whether the logs have ended, so that a last
+    line without newline counts.
 
     Raises:
         RunError: the disk refuses, or the save directory is gone.
-        DataError: events.jsonl holds a line that is no event.
+        DataError: events.jsonl contains a line that is not an event.
     """
     if not any(path.is_file() for path in logs):
         return []
@@ -64,11 +63,11 @@ def scan(run: Path, logs: Sequence[Path], attempt: int = 0, is_complete: bool = 
 
 
 def note_once(run: Path, *events: Mapping[str, Any]) -> list[Event]:
-    """Add each event, unless there is one with the same "incident"; returns those that were added.
+    """Add each event, unless there is one with the same "incident"; return the added events.
 
     Raises:
         RunError: the disk refuses.
-        DataError: events.jsonl holds a line that is no event.
+        DataError: events.jsonl contains a line that is not an event.
     """
     if not events:
         return []
@@ -81,13 +80,13 @@ def note_once(run: Path, *events: Mapping[str, Any]) -> list[Event]:
 
 
 def scan_ledger(run: Path, attempt: int = 0) -> list[Event]:
-    """Record the findings of the divergence detector since the last scan, from ledger.jsonl; returns the new events.
+    """Record the findings of the divergence detector in ledger.jsonl since the last scan; return the new events.
 
-    attempt: the start that findings without one belong to.
+    attempt: number of the start for findings that do not record it.
 
     Raises:
         RunError: the disk refuses.
-        DataError: events.jsonl holds a line that is no event.
+        DataError: events.jsonl contains a line that is not an event.
     """
     events = [
         {
@@ -126,7 +125,7 @@ def latest_problem(run: Path, attempt: int) -> Event | None:
 
 
 def describe(event: Mapping[str, Any]) -> str:
-    """An event in one short line, for the status table."""
+    """One short line about an event, for the status table."""
     line = str(event.get("line", ""))
     return f"{event.get('rule')}: {line if len(line) <= 120 else line[:117] + '...'}"
 
@@ -136,7 +135,7 @@ def _identity(event: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 def _scan_log(run: Path, path: Path, cursors: dict[str, Any], is_complete: bool, note: Callable[[Event], None]) -> None:
-    """Read one log from its cursor on, and move the cursor."""
+    """Scan one log from its cursor on, and move the cursor."""
     name = str(path.relative_to(run.parent)) if path.is_relative_to(run.parent) else str(path)
     before = json.dumps(cursors.get(name))
     try:
@@ -178,8 +177,8 @@ def _match_new_lines(
 
 
 def _pieces(file: Any, offset: int, is_complete: bool) -> Iterator[tuple[int, bytes]]:
-    """(offset, complete lines) of at most a MiB from `offset` on.
-    A line without end counts when `ended`, or when it is too long."""
+    """(offset, complete lines) in pieces of at most a MiB, from `offset` on.
+    A line without newline counts if `is_complete`, or if it is too long."""
     while True:
         text = os.pread(file.fileno(), _PIECE, offset)
         if not text:
@@ -202,7 +201,7 @@ def _clean_line(text: bytes) -> str:
 
 
 def _read_cursors(run: Path) -> dict[str, Any]:
-    """By log. Damaged cursors are ignored: the log is then read again, and no event is recorded twice."""
+    """Cursors by log. Damaged cursors are ignored: the log is then read again, and no event is recorded twice."""
     if not (run / CURSORS).exists():
         return {}
     try:

@@ -1,12 +1,12 @@
-"""Runs the convert, evaluate, upload and clean-up stages of a plan over checkpoints.
+"""Run the convert, evaluate, upload and clean-up stages of a plan over checkpoints.
 
 python -m src.operations.checkpoint_jobs results/runs --plan resources/checkpoint_jobs.yaml --dry-run
 python -m src.operations.checkpoint_jobs results/runs --plan resources/checkpoint_jobs.yaml --every 300
 
-Several processes can do so, on any machines; each run is worked on by one at a time. If it dies, its command is ended
-and the next process repeats the stage. <run>/checkpoint_jobs.json says what is done; scores are appended to
-<run>/evaluations.jsonl. While a process is alive, trainings delete no checkpoint that its plan is not done with. With
---once the exit code is 0 if all is done or waits, 3 if something failed, 1 if the plan is wrong.
+Several processes can run this on any machines; one at a time works on a run. If it dies, its command is ended and the
+next process repeats the stage. <run>/checkpoint_jobs.json records finished stages; scores are appended to
+<run>/evaluations.jsonl. While a process is alive, trainings do not delete checkpoints with unfinished stages. With
+--once the exit code is 0 if all stages are done or waiting, 3 if a stage failed, 1 if the plan is invalid.
 """
 
 import argparse
@@ -41,15 +41,14 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class StageStatus:
-    """Whether a stage is done, and if not, what it waits for."""
+    """The state of a stage, and the reason if it is not done."""
 
     state: State
     reason: str = ""
 
 
 def plan_stages(run: Path, plan: Plan) -> list[list[CheckpointStage]]:
-    """For each checkpoint of the run that the plan selects, by step, its stages in their order.
-    Damaged checkpoints are left out.
+    """The stages of each selected checkpoint of the run, by step and in order. Damaged checkpoints are left out.
 
     Raises:
         CheckpointError, RunError: best.json, branch.json or status.json is damaged.
@@ -104,8 +103,7 @@ def work(
     statuses: list[list[StageStatus]],
     retry: bool = False,
 ) -> list[list[StageStatus]]:
-    """Make one attempt at each stage that is ready; the statuses afterwards. A run that another process works on stays
-    as it is.
+    """Make one attempt at each stage that is ready; return the new statuses. Skips a run that another process works on.
 
     Raises:
         DataError, RunError: a file of the run is damaged, or its disk refuses.
@@ -140,8 +138,8 @@ def _work_on(unit: CheckpointStage, siblings: Sequence[CheckpointStage], retry: 
 def _split_by_end(
     stages_by_checkpoint: Sequence[Sequence[CheckpointStage]], statuses: Sequence[Sequence[StageStatus]]
 ) -> tuple[list[Path], list[Path]]:
-    """The checkpoints that the plan is done with, and the rest.
-    If an upload was given up it is not done: there is no other copy."""
+    """The checkpoints with all stages finished, and the rest.
+    A checkpoint with a failed upload is not finished: there is no other copy."""
     finished_checkpoints, remaining_checkpoints = [], []
     for siblings, row in zip(stages_by_checkpoint, statuses, strict=True):
         pairs = zip(siblings, row, strict=True)
@@ -158,11 +156,11 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "--plan", type=Path, required=True, metavar="FILE", help="the plan; example: resources/checkpoint_jobs.yaml"
     )
     parser.add_argument("-e", "--group", metavar="GROUP", help="only the runs of this group")
-    parser.add_argument("--once", action="store_true", help="work through all runs once; see the exit code above")
+    parser.add_argument("--once", action="store_true", help="process all runs once; see the exit code above")
     parser.add_argument(
         "--every", type=float, default=300.0, metavar="SECONDS", help="repeat at this interval (default: 300)"
     )
-    parser.add_argument("--retry", action="store_true", help="first retry what failed once, even if given up")
+    parser.add_argument("--retry", action="store_true", help="first retry failed stages once, even those given up")
     parser.add_argument(
         "--dry-run", "--dry_run", action="store_true", help="show each stage and its command; do nothing"
     )
@@ -175,7 +173,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def repeat(args: argparse.Namespace) -> int:
-    """Work through all runs once, or again and again; returns the exit code."""
+    """Process all runs once, or repeatedly; return the exit code."""
     if args.every <= 0:
         raise ConfigError(f"--every: expected a number above 0, got {args.every:g}.")
     plan = read_plan(args.plan)
@@ -190,7 +188,7 @@ def repeat(args: argparse.Namespace) -> int:
 
 
 def _round(args: argparse.Namespace, plan: Plan, pins: Pins | None) -> int:
-    """Work through all runs once; returns the exit code. A run that cannot be read is named, and the others go on."""
+    """Process all runs once; return the exit code. Runs that cannot be read are logged and skipped."""
     runs, exp_ids = select_runs(args.runs, args.group)
     code = 0
     for run in (runs / exp_id for exp_id in exp_ids):

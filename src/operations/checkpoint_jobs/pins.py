@@ -1,8 +1,8 @@
-"""Keeps a plan's checkpoints from deletion, by their training or by cleaning, until the plan is done with them.
+"""Protect checkpoints from deletion, by their training or by cleaning, until the stages of a plan are finished.
 
-One process that works through a plan holds one lease for all runs, <runs>/checkpoint_jobs/<name>/, and has a pin in
-each (see src.runs.checkpoints.pins): of the multiples of `checkpoints.every` those to come are pinned, too. What it
-held is free once it ends.
+A process that works on a plan holds one lease for all runs, <runs>/checkpoint_jobs/<name>/, and places a pin in each
+run (see src.runs.checkpoints.pins). Future checkpoints at multiples of `checkpoints.every` are pinned as well. Pins
+have no effect once the process has ended.
 """
 
 import os
@@ -26,7 +26,7 @@ FOLDER = "checkpoint_jobs"
 
 
 class Pins:
-    """Those of this process. A context manager: leaving it takes them away."""
+    """The pins of this process. A context manager that removes them on exit."""
 
     def __init__(self, runs: Path, plan: Plan) -> None:
         self._every = plan.checkpoints.every
@@ -38,8 +38,8 @@ class Pins:
         self._lease = Lease.acquire(runs / FOLDER / self._name)
 
     def renew(self, run: Path, finished_checkpoints: Sequence[Path], remaining_checkpoints: Sequence[Path]) -> None:
-        """Pin what is not done in `run`: the checkpoints `others`, and those to come, unless it is done.
-        The `ended` are free.
+        """Pin `remaining_checkpoints` of `run`, and its future checkpoints unless the run is done.
+        Unpins `finished_checkpoints`.
 
         Raises:
             RunError: the disk refuses, or status.json is damaged.
@@ -64,7 +64,7 @@ class Pins:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        with suppress(RunError):  # what cannot be taken away holds nothing without the lease
+        with suppress(RunError):  # a pin without its lease has no effect
             for run in list(self._pins):
                 self._take_away(run)
         self._lease.release()
@@ -75,7 +75,7 @@ class Pins:
             pins.remove(run, self._name)
 
     def _sweep(self, run: Path) -> None:
-        """Take away the pins of those whose lease was swept."""
+        """Remove the pins of processes with a deleted lease."""
         for path in (run / pins.FOLDER).glob("[!.]*.json"):
             if not (self._lease.path.parent / path.stem).exists():
                 pins.remove(run, path.stem)

@@ -1,5 +1,4 @@
-"""Plans of a rewind to an earlier checkpoint of a run, of a roll-back of its evaluations,
-and of their undo. See `archive`."""
+"""Plan a rewind to an earlier checkpoint, a roll-back of evaluations, or the undo of either. See `archive`."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,8 +18,8 @@ EVALUATIONS = "evaluations*.jsonl"
 
 
 def plan(run: Path, branch: Branch, why: str = "", new_wandb: bool = False) -> Plan:
-    """The plan of a rewind to the checkpoint of `branch.from_step`.
-    `branch.number` is `next_number(run)`. Changes nothing.
+    """Plan a rewind to the checkpoint of `branch.from_step`.
+    `branch.number` must be `next_number(run)`. Changes nothing.
 
     Raises:
         CheckpointError: there is no such checkpoint, or it is damaged.
@@ -78,10 +77,10 @@ def plan(run: Path, branch: Branch, why: str = "", new_wandb: bool = False) -> P
 
 
 def plan_evaluations(run: Path, step: int, why: str = "") -> Plan:
-    """The plan of moving the rows after `step` out of the evaluations' files. Changes nothing.
+    """Plan to move the rows after `step` out of the evaluation files. Changes nothing.
 
     Raises:
-        RunError: there is none, or a file cannot be read.
+        RunError: there are no such rows, or a file cannot be read.
     """
     builder = PlanBuilder(run, next_number(run))
     for path in sorted(run.glob(EVALUATIONS)):
@@ -89,17 +88,17 @@ def plan_evaluations(run: Path, step: int, why: str = "") -> Plan:
     for name in list(builder.files):
         builder.archive_rows_after(name, step)
     if not builder.archived_rows:
-        raise RunError(f"{run}: no row of {EVALUATIONS} is of a step after {step}, so there is nothing to roll back.")
+        raise RunError(f"{run}: {EVALUATIONS} have no rows after step {step}, so there is nothing to roll back.")
     return builder.build("rollback-evals", {"why": why, "step": step}, None, [f"evaluations to step {step}"])
 
 
 def plan_undo(run: Path, why: str = "") -> Plan:
-    """The plan of restoring the run as it was before the last rewind or roll-back that was not undone. Changes nothing.
+    """Plan to restore the run from before the last rewind or roll-back that was not undone. Changes nothing.
 
-    Later training goes to a branch of its own.
+    Later training is archived as a new branch.
 
     Raises:
-        RunError: there is nothing to undo, or a file that it needs is gone.
+        RunError: there is nothing to undo, or a required file is missing.
     """
     done = [record for record in archive.records(run) if record["event"] != "undo"]
     undoable = [record for record in done if not record.get("undone")]
@@ -120,22 +119,22 @@ def plan_undo(run: Path, why: str = "") -> Plan:
         if name not in files:
             builder.add_step("remove", name)
         elif not (run / old / "before" / name).is_file():
-            raise RunError(f"{run / old / 'before' / name}: gone, so the run cannot be restored.")
+            raise RunError(f"{run / old / 'before' / name}: missing, so the run cannot be restored.")
         else:
             builder.add_step("put", name, **{"from": f"{old}/before/{name}"})
     builder.add_step("write", f"{old}/{archive.RECORD}", json={**record, "undone": now()})
     messages = [
-        f"as it was before the {record['event']} to step {record['step']} by {record['who']} at {record['when']}"
+        f"to the state before the {record['event']} to step {record['step']} by {record['who']} at {record['when']}"
     ]
     facts = {"why": why, "step": record["step"], "undoes": record["number"]}
     return builder.build("undo", facts, None if checkpoint_hashes is None else every, messages)
 
 
 def describe(branch: Branch) -> str:
-    """The overrides of a branch, for people."""
+    """Description of the overrides of a branch."""
     rate = branch.learning_rate
     data_texts = {"same": "the same data", "reshuffle": "the rest of the epoch in another order"}
-    words = [data_texts.get(branch.data, f"{branch.skipped_steps} steps of data passed over")]
+    words = [data_texts.get(branch.data, f"{branch.skipped_steps} steps of data skipped")]
     if rate is not None and rate.factor is not None:
         words.append(f"learning rate x{rate.factor:g}")
     elif rate is not None and rate.value is not None:
@@ -148,14 +147,14 @@ def describe(branch: Branch) -> str:
             f"{', '.join(branch.denied[:3])}{' ...' if len(branch.denied) > 3 else ''}"
         )
     if branch.reset_optimizer:
-        words.append("the optimizer's moments begin anew")
+        words.append("the optimizer's moments are reset")
     return ", ".join([*words, *([f"Weights & Biases run {branch.wandb}"] if branch.wandb else [])])
 
 
 def _restore_checkpoints(
     builder: PlanBuilder, old: str, checkpoint_hashes: dict[str, str | None], every: Sequence[str]
 ) -> None:
-    """Move later checkpoints away first, then move earlier ones back: both may have a checkpoint of one step."""
+    """Archive later checkpoints first, then restore earlier ones: both can have a checkpoint of the same step."""
     run = builder.run
     for name in every:
         was_moved = (run / old / "checkpoints" / name).is_dir()
@@ -171,7 +170,7 @@ def _restore_checkpoints(
         places = {"move": f"{old}/checkpoints/{name}", "link": f"{old}/before/checkpoints/{name}"}
         source = next(((do, place) for do, place in places.items() if (run / place).is_dir()), None)
         if source is None:
-            raise RunError(f"{run / places['move']}: gone, so the run cannot be restored.")
+            raise RunError(f"{run / places['move']}: missing, so the run cannot be restored.")
         builder.add_step(source[0], f"checkpoints/{name}", **{"from": source[1]})
 
 
@@ -182,21 +181,21 @@ def _complete_checkpoint(run: Path, step: int) -> Path:
             str(checkpoints.step_of(path)) for path in checkpoints.list_all(run) if defect(path, hashes=False) is None
         ]
         elsewhere = sorted((run / archive.FOLDER).glob(f"branch-*/checkpoints/{target.name}"))
-        hint = f" {elsewhere[-1]} is of a branch that was left: `undo` leads back there." if elsewhere else ""
+        hint = f" {elsewhere[-1]} is on an abandoned branch: `undo` restores it." if elsewhere else ""
         raise CheckpointError(
             f"--to {step}: no such checkpoint in {run}. There are: {', '.join(complete_steps) or 'none'}.{hint}"
         )
     if (run / "checkpoints").stat().st_dev != run.stat().st_dev:
         raise RunError(
-            f"{run / 'checkpoints'}: a link to another file system, into which nothing can be moved in one step."
+            f"{run / 'checkpoints'}: a link to another file system, so checkpoints cannot be moved atomically."
         )
     if problem := defect(target):
-        raise CheckpointError(f"{target}: damaged ({problem}), so nobody can go back to it. Choose another step.")
+        raise CheckpointError(f"{target}: damaged ({problem}). Choose another step.")
     return target
 
 
 def _best_step(run: Path, target: Path) -> tuple[int | None, list[str]]:
-    """The best step according to the checkpoint `target`, None if none was evaluated or it is gone; and warnings."""
+    """The best step according to the checkpoint `target` (None if unknown or missing), and warnings."""
     state = read_json(target / "state.json", CheckpointError, {})
     selection = state.get("selection") if isinstance(state, dict) else None
     best = selection.get("best_step") if isinstance(selection, dict) else None
@@ -205,8 +204,8 @@ def _best_step(run: Path, target: Path) -> tuple[int | None, list[str]]:
     if problem := defect(checkpoints.folder(run, best), hashes=False):
         return None, [
             (
-                f"the best checkpoint of that time, step {best}, is gone ({problem}); "
-                "none is named best until one is better"
+                f"the best checkpoint at that time, step {best}, is missing ({problem}); "
+                "no checkpoint is marked best until a better one"
             )
         ]
     return best, []
@@ -221,12 +220,12 @@ def _warnings(run: Path, branch: Branch, builder: PlanBuilder, dropped_numbers: 
     lines = []
     if dropped_numbers:
         lines.append(
-            f"branch {', '.join(map(str, dropped_numbers))} began here or later, so what it changed no longer holds"
+            f"branch {', '.join(map(str, dropped_numbers))} started here or later, so its changes no longer apply"
         )
     if builder.moved_checkpoints and run.name in {name for name, _ in retention.needed_by_children(run.parent)[0]}:
-        lines.append("another experiment starts from this run, and will find another checkpoint")
+        lines.append("another experiment starts from this run, and will start from a different checkpoint")
     if (run / WANDB).exists() and not branch.wandb:
         lines.append(
-            "Weights & Biases takes no step twice: without --new-wandb-run, steps that are made again do not show there"
+            "Weights & Biases accepts each step once: without --new-wandb-run, repeated steps are not shown there"
         )
     return lines
