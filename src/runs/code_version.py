@@ -185,7 +185,7 @@ class _Git:
 
 
 def _add_version(facts: dict[str, Any], root: Path, leave_out: Sequence[Path]) -> None:
-    """Add commit, patch and omitted files to `facts`. The commit comes first, so that a failing diff does not lose it."""
+    """Add commit, patch and omitted files to `facts`. The commit comes first, so a failing diff does not lose it."""
     with tempfile.TemporaryDirectory() as scratch:
         git = _Git(root, Path(scratch))
         inside = os.path.relpath(root.resolve(), git.folder.resolve())

@@ -71,10 +71,10 @@ class Options:
     keep: RotationRule = field(default_factory=RotationRule)
     """Rule for which checkpoints to keep."""
     launcher_settings: Mapping[str, str | float] = field(default_factory=dict)
-    """Settings of accelerate's launcher, by name. `LoopConfig.check_accelerate` compares them with the experiment."""
+    """Settings of accelerate's launcher by name; `LoopConfig.check_accelerate` compares them with the experiment."""
 
     def check_parts(self, processes: int) -> None:
-        """Raise ConfigError if the number of `processes` does not fit these options, or FSDP options are used without it."""
+        """Raise ConfigError if the number of `processes` does not fit, or options of FSDP2 are given without --fsdp."""
         if not self.fsdp:
             refuse_without_fsdp(self)
         if processes % self.fsdp_replicas:

@@ -1,12 +1,10 @@
-"""The exclusive lock of a save directory: a file with a counter that its holder increments;
-a dead holder's lease is taken over.
+"""The exclusive lock of a save directory: a file with a counter that its holder increments.
+The lease of a dead holder is taken over.
 
-Every access to the file `lease` holds an flock on `lease.guard`, so check-and-set is atomic. A holder in the same boot
-and pid
-namespace is judged by its process: gone means dead, stopped means alive. Any other holder is judged by its counter,
-observed on the local
-clock: no two clocks are compared. An unreadable lease (none of ours is) is observed likewise, and taken over if it does
-not change.
+Every access to the file `lease` holds an flock on `lease.guard`, so check-and-set is atomic. A holder with the same boot
+id and pid namespace is judged by its process: gone means dead, stopped means alive. Any other holder is judged by its
+counter, observed over time on the local clock; clocks are not compared. An unreadable lease is observed in the same
+way, and taken over if it does not change.
 """
 
 import contextlib
@@ -33,10 +31,10 @@ STALE_SECONDS = 30.0
 """A holder on another machine is dead if its counter does not change for this long."""
 BEAT_SECONDS = 5.0
 SILENT_SECONDS = 10 * STALE_SECONDS
-"""A holder on another machine without a heartbeat for this long counts as not running. Not a proof that it is dead:
-clocks differ, and network file systems cache."""
+"""A holder on another machine without a heartbeat for this long counts as not running. It can still be alive: clocks
+differ, and network file systems cache."""
 GUARD_SECONDS = 20.0
-"""How long to wait for the guard, which is held for milliseconds, before giving up."""
+"""Timeout for the guard, which is normally held for milliseconds."""
 LEASE = "lease"
 GUARD = "lease.guard"
 _POLL_SECONDS = 0.01
@@ -46,7 +44,7 @@ log = logging.getLogger(__name__)
 
 class Lease:
     """Held from `acquire` to `release`.
-    A daemon thread increments the counter; `is_lost` becomes True when another process took over."""
+    A daemon thread increments the counter; `is_lost` becomes True if another process takes over."""
 
     def __init__(self, path: Path, stale_seconds: float, beat_seconds: float) -> None:
         self.path = path
@@ -61,10 +59,10 @@ class Lease:
     def acquire(cls, path: Path, stale_seconds: float = STALE_SECONDS, beat_seconds: float = BEAT_SECONDS) -> "Lease":
         """Lock the save directory `path`, created if missing.
 
-        A dead holder on this machine is replaced at once, a silent one elsewhere after `stale_seconds`.
+        A dead holder on this machine is replaced at once, a silent holder elsewhere after `stale_seconds`.
 
         Raises:
-            RunError: another process, or this one, holds it; or the disk refuses.
+            RunError: this or another process already holds it, or the disk refuses.
         """
         lease = cls(path, stale_seconds, beat_seconds)
         holder_bytes = lease._try_acquire(None)
@@ -84,7 +82,7 @@ class Lease:
         return lease
 
     def confirm(self) -> None:
-        """Check that the lease is still ours; call it before anything of value is written.
+        """Check that this process still holds the lease; call it before writing anything important.
 
         Raises:
             RunError: another process took over while this one was stopped, or the lease was removed.
@@ -94,14 +92,11 @@ class Lease:
         self._check_owner()
         if self.is_lost:
             content = _read(self.path)
-            by = f"held by {_holder(content)} now" if content else "gone"
-            raise RunError(
-                f"{self.path}: this process no longer holds the lease (it is {by}), "
-                "so it stops here and writes nothing more."
-            )
+            by = f"now held by {_holder(content)}" if content else "deleted"
+            raise RunError(f"{self.path}: this process no longer holds the lease ({by}), so it stops without writing.")
 
     def release(self) -> None:
-        """Unlock. Harmless when released, lost, or inherited by a forked process."""
+        """Unlock. Does nothing if the lease is released, lost, or inherited by a forked process."""
         if self._facts["pid"] != os.getpid() or self._release_event.is_set():
             return
         self._release_event.set()
@@ -112,7 +107,7 @@ class Lease:
                     (self.path / LEASE).unlink()
         except (OSError, RunError) as error:
             log.warning(
-                "%s: the lease could not be removed (%s); it counts as dead once this process has ended.",
+                "%s: the lease could not be removed (%s); it is stale once this process has ended.",
                 self.path,
                 error,
             )
@@ -137,8 +132,8 @@ class Lease:
         self.release()
 
     def _try_acquire(self, silent: bytes | None) -> bytes | None:
-        """Take the lease if it is free, dead, or still the `silent` bytes.
-        Else return the bytes of a holder that must be observed.
+        """Take the lease if it is free, dead, or still equal to `silent`; return None.
+        Else return the bytes of the lease, to be observed.
 
         Raises:
             RunError: the holder is known to be alive.
@@ -170,7 +165,7 @@ class Lease:
                         return
                     self._write(beat)
             except (OSError, RunError) as error:
-                # A full disk can have room again before another process takes over.
+                # A full disk can have space again before another process takes over.
                 log.warning("%s: no heartbeat: %s", self.path, error)
 
     def _check_owner(self) -> None:
@@ -185,23 +180,23 @@ class Lease:
 
 @dataclass(frozen=True)
 class Holder:
-    """Who holds a save directory, from its lease."""
+    """The holder of a save directory, from its lease."""
 
     is_dead: bool | None
-    """Whether there is no holder, or a dead one; None if that cannot be judged from here."""
+    """Whether there is no live holder; None if this cannot be judged from this machine."""
     host: str = ""
-    """The machine of its process; "" without a holder, or if the lease is unreadable."""
+    """Host name of the holder; "" without a holder, or if the lease is unreadable."""
     seconds: float | None = None
-    """Since the lease was renewed; None if nobody holds it.
-    For display only: compares the clock of the disk with ours, and is never negative. `is_dead` needs no clock."""
+    """Time since the lease was renewed; None without a holder.
+    For display only: it compares the clock of the disk with the local clock. Never negative."""
     beat: bytes = b""
-    """The lease itself: while it changes, its holder is alive."""
+    """Content of the lease: while it changes, the holder is alive."""
 
     @property
     def lost_contact(self) -> str:
         """ "lost contact 49 min ago" for a holder on another machine that was silent for `SILENT_SECONDS`; else "".
 
-        Sufficient to count the run as not running, not to delete anything: `is_dead` decides that.
+        Such a run counts as not running. To delete anything, check `is_dead`.
         """
         if self.seconds is None or self.seconds <= SILENT_SECONDS or self.is_dead is not None:
             return ""
@@ -227,7 +222,7 @@ def holder_of(path: Path) -> Holder:
 
 
 def this_process() -> dict[str, Any]:
-    """Identifies this process: host, boot, pid namespace, pid and (pids are reused) start time in clock ticks."""
+    """Identity of this process: host, boot id, pid namespace, pid, and start time in clock ticks (pids are reused)."""
     return {
         "host": socket.gethostname(),
         "boot_id": _boot_id(),
@@ -251,17 +246,17 @@ def directory_lock(path: Path, create: bool = True) -> Iterator[None]:
     """Hold the guard of the save directory `path`, for files that any process can write without the lease.
     Not reentrant.
 
-    create: make the directory if it is missing.
+    create: create the directory if it is missing.
 
     Raises:
-        RunError: held for too long, no locks on this file system, or the disk refuses.
+        RunError: timeout, locks are not supported, or the disk refuses.
     """
     with writing(path):
         descriptor = _open_guard(path, create)
     try:
         yield
     finally:
-        fcntl.flock(descriptor, fcntl.LOCK_UN)  # a forked child can hold a copy of the descriptor, and with it the lock
+        fcntl.flock(descriptor, fcntl.LOCK_UN)  # a forked child can have a copy of the descriptor, and with it the lock
         os.close(descriptor)
 
 
@@ -276,14 +271,12 @@ def _open_guard(path: Path, create: bool) -> int:
             if not create:
                 raise
             if time.monotonic() > until:  # not just moved away between the two lines above
-                raise RunError(
-                    f"{path}: the save directory cannot be made: it is gone each time that it was made."
-                ) from None
+                raise RunError(f"{path}: cannot create the save directory: it keeps disappearing.") from None
             time.sleep(_POLL_SECONDS)
             continue
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # If the directory was moved away while we waited, we hold the guard of another directory.
+            # If the directory was moved away meanwhile, this is the guard of the moved directory.
             if os.path.samestat(os.fstat(descriptor), os.stat(path / GUARD)):
                 return descriptor
         except FileNotFoundError:
@@ -297,7 +290,7 @@ def _open_guard(path: Path, create: bool) -> int:
         os.close(descriptor)
         if time.monotonic() > until:
             raise RunError(
-                f"{path / GUARD}: locked for {GUARD_SECONDS:g} s, not milliseconds. Is a process stopped in the middle?"
+                f"{path / GUARD}: locked for {GUARD_SECONDS:g} s. Check for a stopped process that holds it."
             )
         time.sleep(_POLL_SECONDS)
 
@@ -310,7 +303,7 @@ def _make_directory(path: Path) -> None:
         for folder in (path, *path.parents):
             if folder.is_symlink() and not folder.exists():
                 raise RunError(
-                    f"{folder}: a link to {os.readlink(folder)}, which is not there. Make it, or remove the link."
+                    f"{folder}: a link to {os.readlink(folder)}, which does not exist. Create it, or remove the link."
                 ) from None
             if folder.exists() and not folder.is_dir():
                 raise RunError(f"{folder}: a file where the save directory should be. Move it away.") from None
@@ -335,7 +328,7 @@ def _parse(content: bytes | None) -> dict[str, Any]:
 
 
 def _alive(facts: dict[str, Any]) -> bool | None:
-    """Whether the holder is alive; None if it cannot be judged from here."""
+    """Whether the holder is alive; None if this cannot be judged from this machine."""
     here = this_process()
     same = all(here[key] is not None and facts.get(key) == here[key] for key in ("boot_id", "pid_namespace"))
     if not same or type(facts.get("pid")) is not int:

@@ -1,6 +1,6 @@
 """ledger.jsonl of a save directory: actions on the run, with time, person and reason. Append-only.
 
-Each event is one synced line. A partial line of a killed writer stays, on a line of its own, and readers skip it.
+Each event is one synced line. A partial line of a killed writer remains as a separate line, and readers skip it.
 """
 
 import contextlib
@@ -26,14 +26,14 @@ log = logging.getLogger(__name__)
 
 
 def event(name: str, **facts: Any) -> dict[str, Any]:
-    """An event `name` with the present time (UTC), the person (user@host) and `facts`, JSON values only."""
+    """An event `name` with the current time (UTC), the person (user@host) and `facts`, JSON values only."""
     return {"event": name, "when": environment.now(), "who": user_and_host(), **facts}
 
 
 def append(run: Path, new_event: Mapping[str, Any]) -> None:
-    """Add an `event` to the ledger of the save directory `run`; it is on the disk when this returns. Needs no lease.
+    """Append `new_event` to the ledger of the save directory `run` and sync it to disk. Needs no lease.
 
-    An event is not added again if its "id" is in the ledger already: a step repeated after a crash is recorded once.
+    An event with an "id" that is already in the ledger is not added: a step repeated after a crash is recorded once.
 
     Raises:
         RunError: the disk refuses. The ledger is unchanged.
@@ -44,7 +44,7 @@ def append(run: Path, new_event: Mapping[str, Any]) -> None:
 
 
 def read(run: Path) -> list[dict[str, Any]]:
-    """Every event of the save directory `run`, the oldest first. Partial lines of killed writers are skipped.
+    """All events of the save directory `run`, the oldest first. Partial lines of killed writers are skipped.
 
     Raises:
         RunError: the file cannot be read.
@@ -65,17 +65,16 @@ def read(run: Path) -> list[dict[str, Any]]:
         else:
             partial_lines.append(number)
     if partial_lines:
-        log.info("%s: passed over what killed writers left, in line %s.", path, ", ".join(map(str, partial_lines)))
+        log.info("%s: skipped partial lines of killed writers: line %s.", path, ", ".join(map(str, partial_lines)))
     return events
 
 
 @contextlib.contextmanager
 def attempt(run: Path, step: Callable[[], int], **facts: Any) -> Iterator[None]:
-    """Record that this attempt at the run in `run` starts, with `facts`, and at the end of the block why it stopped.
-    Collective.
+    """Record the start of this attempt at `run`, with `facts`, and at the end of the block why it stopped. Collective.
 
-    step: gives the number of finished optimizer steps. The start records the "code" (`environment.code_digest`); where
-    the start before ran other code, a line of the log says so.
+    step: returns the number of finished optimizer steps. The start records the "code" (`environment.code_digest`), and
+    logs a warning if the code differs from the last start.
     """
 
     def record(name: str, **more: Any) -> None:
@@ -88,7 +87,10 @@ def attempt(run: Path, step: Callable[[], int], **facts: Any) -> Iterator[None]:
             facts["code"] = environment.code_digest()
             if codes and codes[-1] != facts["code"]:
                 log.warning(
-                    "%s: continues with other code than at its last start (%s, now %s).", run, codes[-1], facts["code"]
+                    "%s: resumes with different code than at its last start (%s, now %s).",
+                    run,
+                    codes[-1],
+                    facts["code"],
                 )
         record("start", world_size=distributed.world_size(), **facts, **last_start(run))
     try:
@@ -104,10 +106,10 @@ def attempt(run: Path, step: Callable[[], int], **facts: Any) -> Iterator[None]:
 
 
 def codes_of_starts(run: Path, step: int) -> list[str]:
-    """The "code" of the starts of the save directory `run` that recorded one, the oldest first.
+    """The "code" of the recorded starts of the save directory `run`, the oldest first.
 
-    Without those of which nothing is left: a later start was at the same step or before it. step: of the start that
-    comes now.
+    Starts that were fully overwritten, by a later start at the same step or before, are left out. step: step of the
+    current start.
     """
     remaining: list[dict[str, Any]] = []
     before: dict[int, list[dict[str, Any]]] = {}  # remaining events at each rewind, by its number
@@ -125,20 +127,20 @@ def user_and_host() -> str:
     """user@host of this process."""
     try:
         user = getpass.getuser()
-    except (OSError, KeyError):  # no name for this number, as in many containers
+    except (OSError, KeyError):  # the user id has no name, as in many containers
         user = f"uid {os.getuid()}"
     return f"{user}@{socket.gethostname()}"
 
 
 @functools.cache
 def commit() -> str | None:
-    """The git commit of this code, with "+" if it has uncommitted changes; None if not known. Computed once."""
+    """The git commit of this code, with "+" for uncommitted changes; None if unknown. Computed once."""
     return _commit(code_version(ROOT))
 
 
 def last_start(run: Path) -> dict[str, str | None]:
     """ "commit" (see `commit`) and the scheduler's "job" of the last start of the save directory `run`,
-    from env.json; None if not known.
+    from env.json; None if unknown.
 
     Raises:
         RunError: env.json is damaged.

@@ -27,22 +27,22 @@ _PARENT = re.compile(r"experiment ([0-9a-f]{32})")
 
 @dataclass(frozen=True)
 class PlannedExperiment:
-    """One experiment that is valid as written."""
+    """One validated experiment."""
 
     exp_id: str
     exp: Experiment
     """Canonical: the content of exp_dict.json. Its hash is the id."""
     recipe: RecipeConfig
     groups: tuple[str, ...]
-    """The groups that hold it, in order."""
+    """The groups that contain it, in order."""
     where: str
-    """Its first place, for messages, such as "crossattn_tiny[3]"."""
+    """Its first place, such as "crossattn_tiny[3]", for messages."""
     operational: Mapping[str, Any] = field(default_factory=dict)
     """Operational values by dotted path (`config.operational_field`): in `recipe`, but not in `exp`."""
 
     @property
     def set_arguments(self) -> list[str]:
-        """Arguments for trainval.py that set the operational values of a run that starts by its id."""
+        """Arguments for trainval.py that set the operational values of a run that is started by its id."""
         values = [f"{path}={json.dumps(value)}" for path, value in self.operational.items()]
         return ["--set", *values] if values else []
 
@@ -53,22 +53,22 @@ class PlannedExperiment:
 
     @property
     def group(self) -> str:
-        """The first of its groups; "" if none is known."""
+        """The first of its groups; "" if unknown."""
         return self.groups[0] if self.groups else ""
 
 
 def read_groups() -> Any:
-    """EXP_GROUPS of exp_configs.py. A group with a refused grid is a `BrokenGroup`; it does not affect other groups.
+    """EXP_GROUPS of exp_configs.py. A group with an invalid grid is a `BrokenGroup` and does not affect other groups.
 
     Raises:
-        ConfigError: the file raises any other error.
+        ConfigError: the file raises another error.
     """
     with deferred_errors():
         return top_level("exp_configs", "EXP_GROUPS")
 
 
 def load(exp: Experiment, group: str, where: str) -> PlannedExperiment:
-    """Validate one dict. group: "" if not known.
+    """Validate one dict. group: "" if unknown.
 
     Raises:
         ConfigError: one line for each mistake in it.
@@ -84,7 +84,7 @@ def load(exp: Experiment, group: str, where: str) -> PlannedExperiment:
 def describe_group(experiments: Any, known_items: Mapping[str, PlannedExperiment]) -> str:
     """Recipe, model and data of a group, from the dict of its first experiment: "crossattn: bigcode/starcoder on nq".
 
-    known: for the name of the experiment that it starts from.
+    known_items: to look up the name of its parent.
     """
     if isinstance(experiments, BrokenGroup):
         return f"broken: {experiments.error}"
@@ -100,15 +100,15 @@ def describe_group(experiments: Any, known_items: Mapping[str, PlannedExperiment
 
 
 def replace_micro_batch(item: PlannedExperiment, micro_batch: int | None) -> PlannedExperiment:
-    """`item` to be started with another loop.micro_batch, of the same dict and id. None: `item` itself.
+    """`item` with a different loop.micro_batch for this start, and the same dict and id. None: `item` itself.
 
     Raises:
-        ConfigError: it does not train, or the sequences of a step are no multiple.
+        ConfigError: it does not train, or the sequences of a step are not a multiple of `micro_batch`.
     """
     if micro_batch is None:
         return item
     if not item.exp.get("loop"):
-        raise ConfigError("--micro_batch: it has no loop, so nothing is trained. Leave it out.")
+        raise ConfigError("--micro_batch: the experiment has no loop, so nothing is trained. Leave it out.")
     try:
         exp = set_path(item.with_operational, "loop.micro_batch", micro_batch, must_exist=True)
         return replace(item, recipe=load(exp, "", "").recipe)
@@ -122,10 +122,10 @@ def load_groups(
     """Every experiment of the groups `names`, with the assignments of --set applied.
     "lm[3]" names one experiment of the group "lm".
 
-    What assignments make equal is planned once.
+    Experiments that become equal by assignments are planned once.
 
     Raises:
-        ConfigError: an unknown or empty group, every mistake of every experiment, or two experiments with one id.
+        ConfigError: an unknown or empty group, invalid experiments (all mistakes), or two experiments with the same id.
     """
     items: list[PlannedExperiment] = []
     mistakes: list[str] = []
@@ -145,10 +145,10 @@ def load_groups(
 def load_combinations(
     groups: Groups, names: Sequence[str], combinations: Sequence[Sequence[tuple[str, Any]]]
 ) -> list[PlannedExperiment]:
-    """`load_groups` for each combination of assignments, which the places of the experiments name if there are several.
+    """`load_groups` for each combination of assignments. The places of experiments include values that vary.
 
     Raises:
-        ConfigError: as `load_groups`.
+        ConfigError: see `load_groups`.
     """
     items_by_id: dict[str, PlannedExperiment] = {}
     for assignments in combinations:
@@ -183,8 +183,7 @@ def _select(groups: Groups, text: str) -> tuple[str, Sequence[int]]:
 
 
 def _assign(exp: Experiment, assignments: Sequence[tuple[str, Any]], group: str, where: str) -> Experiment:
-    """`exp` with the assignments applied.
-    Errors name the group: a path rarely fails for only one of its experiments."""
+    """`exp` with the assignments applied. Errors name the group, since a wrong path fails for all its experiments."""
     if assignments:
         check_values(exp, where)
     for path, value in assignments:
@@ -196,7 +195,7 @@ def _assign(exp: Experiment, assignments: Sequence[tuple[str, Any]], group: str,
 
 
 def load_all(groups: Groups) -> dict[str, PlannedExperiment]:
-    """Every valid experiment of `groups` by its id."""
+    """Every valid experiment of `groups` by id."""
     items_by_id: dict[str, PlannedExperiment] = {}
     for name, experiments in groups.items():
         for i, exp in enumerate(
@@ -209,7 +208,7 @@ def load_all(groups: Groups) -> dict[str, PlannedExperiment]:
 
 
 def _join_groups(planned_items: list[PlannedExperiment], made_equal: bool) -> list[PlannedExperiment]:
-    """Each id once, with all groups that hold it. made_equal: a group can contain it twice."""
+    """Each id once, with all groups that contain it. made_equal: allow duplicates within a group."""
     places: dict[str, list[PlannedExperiment]] = {}
     for item in planned_items:
         equal_items = places.setdefault(item.exp_id, [])
@@ -232,7 +231,7 @@ def find(prefix: str, known_items: Mapping[str, PlannedExperiment], runs: Path) 
     with the groups recorded there.
 
     Raises:
-        ConfigError: neither has it, or there are several.
+        ConfigError: there is no such experiment, or several.
         RunError: the dict in the save directory is damaged, or has another id.
     """
     ids = {name for name in known_items if name.startswith(prefix)}
@@ -249,9 +248,7 @@ def find(prefix: str, known_items: Mapping[str, PlannedExperiment], runs: Path) 
     elif file.exists():
         item = load(run.exp, "", str(file))
         if item.exp_id != prefix:
-            raise RunError(
-                f"{file}: as numbers are spelled now its id is {item.exp_id}, not {prefix}. Train that one with -e."
-            )
+            raise RunError(f"{file}: its canonical id is {item.exp_id}, not {prefix}. Train that one with -e.")
     else:
         raise ConfigError(f"--exp_id {prefix}: neither in exp_configs.py nor in {runs}.")
     return replace(item, groups=tuple(run.groups) or item.groups)
@@ -260,7 +257,7 @@ def find(prefix: str, known_items: Mapping[str, PlannedExperiment], runs: Path) 
 def add_parents(
     selected: Sequence[PlannedExperiment], known_items: Mapping[str, PlannedExperiment], add: bool
 ) -> list[PlannedExperiment]:
-    """`selected` with parents before children. add: with their ancestors in `known`."""
+    """`selected` with parents before children. add: also their ancestors in `known_items`."""
     selected_items = {item.exp_id: item for item in selected}
     everything = {**known_items, **selected_items}
     ordered_ids = parents.order(
@@ -279,13 +276,13 @@ def find_problems(  # noqa: PLR0913, PLR0917
     here: bool = False,
     store: RunStore | None = None,
 ) -> dict[str, list[str]]:
-    """Problems of each experiment, by id. Loads no model.
+    """Error messages for each experiment, by id. Loads no model.
 
-    reset: ids that start over. Other experiments that are done are not checked.
-    ahead: ids of jobs that end before: as parents they are not missing. So are those that come earlier in `planned`.
+    reset: ids that start over. Other finished experiments are not checked.
+    ahead: ids of jobs that end before these; they, and earlier `items`, do not count as missing parents.
     micro_batch: see `replace_micro_batch`.
-    here: whether they are to run on this machine, so that its devices are looked at too.
-    store: what has been read of `places.runs`.
+    here: whether they will run on this machine, so that its devices are checked.
+    store: cache of `places.runs`.
     """
     problems: dict[str, list[str]] = {}
     before = set(ahead)
@@ -311,7 +308,7 @@ def find_problems(  # noqa: PLR0913, PLR0917
 
 
 def merge_problems(problems: Mapping[str, Sequence[str]], known_items: Mapping[str, PlannedExperiment]) -> list[str]:
-    """What `find_problems` found, each cause once, with the places of `known` parents."""
+    """The messages of `find_problems`, without duplicates, with the places of parents in `known_items`."""
 
     def name(match: re.Match[str]) -> str:
         return f"{known_items[match[1]].where} ({match[1]})" if match[1] in known_items else match[0]
@@ -323,7 +320,7 @@ def merge_problems(problems: Mapping[str, Sequence[str]], known_items: Mapping[s
 
 
 def merge_mistakes(lines: Iterable[str]) -> list[str]:
-    """Each cause once, with its first place and how many more: "lm[0].model and 7 more: unknown key 'stride'"."""
+    """Merge lines with the same cause: "lm[0].model and 7 more: unknown key 'stride'"."""
     places: dict[tuple[str, str], list[str]] = {}
     for line in dict.fromkeys(lines):
         match = _MISTAKE.fullmatch(line)

@@ -33,8 +33,8 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class RunDir:
-    """Opened for writing by one process (`open`), or for reading by any (`attach`).
-    As a context manager it unlocks on exit."""
+    """Opened for writing by one process (`open`), or for reading by any process (`attach`).
+    A context manager that unlocks on exit."""
 
     path: Path
     exp_id: str
@@ -42,9 +42,9 @@ class RunDir:
     """Canonical dict of the experiment."""
     attempt: int
     lease: Lease | None
-    """None: attached, read-only."""
+    """None if attached (read-only)."""
     saved_run: SavedRun
-    """As it was when it was opened."""
+    """The run as it was when it was opened."""
 
     @classmethod
     def open(
@@ -59,21 +59,21 @@ class RunDir:
     ) -> "RunDir":
         """Lock <runs>/<id>, created if missing, and check that it belongs to `exp`.
 
-        Its status is then "running", unless it is "done": of a finished run only the groups change.
+        Sets the status to "running", except for a finished run, of which only the groups change.
 
-        exp: canonical (`registry.canonical_dict`). resolved: with every default (`registry.resolved_dict`).
+        exp: canonical (`registry.canonical_dict`). resolved: with all defaults (`registry.resolved_dict`).
         recipe: the typed experiment. Fields that were added (`added_field`) after the run started can be missing in
         config.json.
-        reset: 1 first moves an older directory to <runs>/deleted/<id>, or <id>.1, <id>.2, … if that exists.
+        reset: 1 first moves an existing directory to <runs>/deleted/<id>, or <id>.1, <id>.2, … if that exists.
             The recorded groups and the submitted job remain.
         facts: for env.json; "groups" lists the groups of this start, and "diff", if any, goes to diff.patch.
 
         An unreadable exp_dict.json is rewritten, as the directory's name is the hash of its content.
 
         Raises:
-            ConfigError: `exp` holds a value that cannot be hashed faithfully.
-            RunError: held by another process; another dict with the same id; defaults that changed since the start;
-                a damaged file; a disk that refuses.
+            ConfigError: `exp` has a value that cannot be hashed faithfully.
+            RunError: another process holds the lease; another dict has the same id; defaults have changed since the
+                start; a file is damaged; or the disk refuses.
         """
         if reset not in (0, 1):
             raise ConfigError(f"-r: expected 0 (continue) or 1 (start over), got {reset}.")
@@ -101,10 +101,10 @@ class RunDir:
 
     @classmethod
     def attach(cls, path: Path) -> "RunDir":
-        """Read a directory that another process can hold: no lock, and every writing method raises RunError.
+        """Open a directory for reading, without the lock: every writing method raises RunError.
 
         Raises:
-            RunError: there is no experiment in `path`, or its exp_dict.json is damaged.
+            RunError: `path` has no experiment, or its exp_dict.json is damaged.
         """
         saved_run = SavedRun(path)
         return cls(path, path.name, saved_run.exp, saved_run.attempts, None, saved_run)
@@ -116,14 +116,14 @@ class RunDir:
 
     @cached_property
     def scores(self) -> Scores:
-        """The scores of this run. A single object, as it caches the last step."""
+        """The scores of this run. One cached object, as it remembers the last step."""
         return Scores(self.path / SCORES, read_only=self.lease is None)
 
     def confirm(self) -> None:
         """Check that this process still holds the lock; call it before writing checkpoints and scores.
 
         Raises:
-            RunError: attached only, or the lease was lost.
+            RunError: attached for reading, or the lease was lost.
         """
         if self.lease is None:
             raise RunError(f"{self.path}: opened for reading only; the process that holds the lease writes.")
@@ -135,7 +135,7 @@ class RunDir:
         Earlier facts of this attempt remain, except for a reason. Adds the last value of each score: see `summary`.
 
         Raises:
-            RunError: attached only, the lease was lost, or the disk refuses.
+            RunError: attached for reading, the lease was lost, or the disk refuses.
         """
         self._replace_status(self.status(), state, facts)
 
@@ -160,7 +160,7 @@ class RunDir:
         return SavedRun(self.path).status
 
     def close(self) -> None:
-        """Unlock. Harmless a second time."""
+        """Unlock. Can be called twice."""
         if self.lease is not None:
             self.lease.release()
 
@@ -178,7 +178,7 @@ class RunDir:
             try:
                 saved = read_json(file, RunError)
             except RunError as error:
-                log.warning("%s Writing it again: the id proves its content.", error)
+                log.warning("%s Rewriting it: the id determines its content.", error)
             else:
                 changes = differences(saved, self.exp)
                 if changes:
@@ -204,10 +204,10 @@ class RunDir:
             policy = [change for change in changes if f"{change[0]}.".startswith(tuple(f"{path}." for path in paths))]
             if len(policy) < len(changes):
                 raise RunError(
-                    f"{file}: this run was started with other defaults: "
+                    f"{file}: this run was started with different defaults: "
                     f"{_describe([c for c in changes if c not in policy])}. "
-                    "To continue it, restore the old defaults; to have both, write the value into the dict (a new "
-                    "id); to start over, -r 1."
+                    "To resume it, restore the old defaults; to run both, write the value into the dict (a new id); "
+                    "to start over, use -r 1."
                 )
             if not policy or self.saved_run.status["state"] == "done":
                 return
@@ -266,12 +266,12 @@ def _describe(changes: list[tuple[str, str, str]]) -> str:
 
 
 def _is_used(path: Path) -> bool:
-    """Whether there is any file but those written before a start."""
+    """Whether the directory has files other than those written before a start."""
     return any(entry.name not in _BEFORE_A_START for entry in path.iterdir())
 
 
 def _free_backup_path(folder: Path, identity: str) -> Path:
-    """The first free name: no older backup is replaced."""
+    """The first unused name for a backup."""
     with writing(folder):
         os.makedirs(folder, exist_ok=True)
     number, target = 0, folder / identity
@@ -282,7 +282,7 @@ def _free_backup_path(folder: Path, identity: str) -> Path:
 
 
 def _sweep(path: Path) -> None:
-    """Delete temporary files of killed writers. Writers hold the lease, as this process does, or the guard."""
+    """Delete temporary files of killed writers. Safe under the lease and the guard, since all writers hold one of them."""
     with directory_lock(path), writing(path):
         for folder in (path, path / "checkpoints", *path.glob("attempts/*")):
             for entry in folder.glob(".*"):

@@ -38,10 +38,9 @@ class Scores:
         self._has_unsynced_rows = False
 
     def append(self, row: Mapping[str, Any], durable: bool = True) -> None:
-        """Append a row of numbers with an int "step" greater than that of the last row.
-        durable: it is on the disk when this returns.
+        """Append a row of numbers with an int "step" greater than that of the last row. durable: sync it to disk.
 
-        NaN and infinity become null, as JSON has neither: one undefined metric must not end a training.
+        NaN and infinity become null, as JSON has neither: an undefined metric must not end a training.
 
         Raises:
             RunError: the disk refuses. The file is unchanged.
@@ -58,7 +57,7 @@ class Scores:
         self._last_step = step
 
     def sync(self) -> None:
-        """Have the rows so far on the disk when this returns.
+        """Sync the rows so far to disk.
 
         Raises:
             RunError: the disk refuses.
@@ -83,7 +82,7 @@ class Scores:
         write_atomic(self.path, b"".join(line + b"\n" for line in lines))
 
     def rows(self) -> list[Row]:
-        """Every complete row. A last line without newline was cut by a crash and is left out.
+        """All complete rows. A last line without newline was truncated by a crash and is left out.
 
         Raises:
             DataError: a line that is not a row; names the file and the line.
@@ -92,7 +91,7 @@ class Scores:
         return [row for _, row in self._read_lines()]
 
     def truncate(self, step: float) -> None:
-        """Drop the rows after `step`, from which a run resumes, and a line that was cut by a crash.
+        """Drop the rows after `step`, from which a run resumes, and a partial line from a crash.
 
         Raises:
             DataError: a line that is not a row.
@@ -111,7 +110,7 @@ class Scores:
         """Write the rows to score_list.pkl; null becomes NaN, which haven's tables skip.
 
         Raises:
-            RunError: the disk refuses. An older score_list.pkl stays.
+            RunError: the disk refuses. An older score_list.pkl is unchanged.
         """
         self._check_writable()
         rows = [{key: math.nan if value is None else value for key, value in row.items()} for row in self.rows()]
@@ -122,7 +121,7 @@ class Scores:
             raise RunError(f"{self.path}: opened for reading only; the process that holds the lease writes.")
 
     def _json_values(self, row: Mapping[str, Any]) -> Row:
-        """The row as it is written."""
+        """The row with JSON values."""
         if type(row.get("step")) is not int:
             raise TypeError(f"{self.path}: a row needs an int 'step', got {row!r}.")
         values = {"step": row["step"]}
@@ -136,7 +135,7 @@ class Scores:
         return values
 
     def _read_lines(self) -> list[tuple[bytes, Row]]:
-        """Complete lines, without their newlines, with their rows."""
+        """(line without newline, row) for each complete line."""
         lines = jsonl_records.complete_lines(self.path)
         return list(zip(lines, parse_lines(lines, self.path), strict=True))
 
@@ -156,7 +155,7 @@ def parse_lines(lines: Sequence[bytes], path: Path) -> list[Row]:
 
 def _load_list(text: bytes) -> list[Any]:
     """A JSON list; empty if it is malformed. An integer of more than 64 bits becomes a float."""
-    import orjson  # 20 ms, which a start need not spend
+    import orjson  # takes 20 ms; not needed at start
 
     with contextlib.suppress(ValueError):  # json also reads NaN, and halves of surrogate pairs
         return orjson.loads(text)
@@ -178,13 +177,13 @@ def last_row(path: Path) -> Row | None:
 
 
 def read_score_list(path: Path) -> list[dict[str, Any]]:
-    """The rows of a score_list.pkl that haven wrote, with numpy's scalars as Python numbers,
-    and `Opaque` for all that is no plain value.
+    """The rows of a score_list.pkl that haven wrote, with numpy scalars as Python numbers,
+    and `Opaque` for other objects.
 
-    Nothing that the file names is imported or called, so an untrusted file cannot run code.
+    Imports and calls nothing that the file names, so an untrusted file cannot run code.
 
     Raises:
-        DataError: the file is damaged, or holds anything but a list of dicts.
+        DataError: the file is damaged, or is not a list of dicts.
     """
     try:
         with reading(path, DataError):
@@ -202,8 +201,8 @@ def read_score_list(path: Path) -> list[dict[str, Any]]:
 
 
 class Opaque:
-    """A value, function or class of a pickle that is not read, as `<numpy.ndarray>`.
-    Its content in the pickle is dropped."""
+    """Placeholder for an object of a pickle that is not read, shown as `<numpy.ndarray>`.
+    Its content is dropped."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -212,7 +211,7 @@ class Opaque:
         return f"<{self.name}>"
 
     def append(self, _: Any) -> None:
-        """An instance of a subclass of list."""
+        """For instances of subclasses of list."""
 
     extend = add = append
 
@@ -220,7 +219,7 @@ class Opaque:
 
 
 class _Dtype(Opaque):
-    """numpy.dtype, so that numpy is not imported."""
+    """Stands in for numpy.dtype, without importing numpy."""
 
     def __init__(self, code: str) -> None:
         super().__init__("numpy.dtype")
@@ -233,7 +232,7 @@ _FORMATS: dict[str, str] = dict(
 
 
 def _scalar(dtype: _Dtype, data: bytes) -> Any:
-    if dtype.code not in _FORMATS:  # a date, a text
+    if dtype.code not in _FORMATS:  # such as a date or a string
         return Opaque(f"numpy.{dtype.code}")
     return struct.unpack(dtype.order + _FORMATS[dtype.code], data)[0]
 
@@ -255,7 +254,7 @@ _REBUILDERS = {
     "_frombuffer": "numpy.ndarray",
     "_rebuild_parameter": "torch.Parameter",
 }
-"""Functions that pickles name for a value, and the value."""
+"""Function in a pickle that rebuilds an object -> name of the object."""
 
 
 def _construct(function: Any, arguments: Any) -> Any:
@@ -276,9 +275,9 @@ _Unpickler: Any = pickle._Unpickler  # pyright: ignore[reportAttributeAccessIssu
 
 
 class _ScoreListReader(_Unpickler):
-    """Reads a pickle and calls nothing that it names.
+    """Reads a pickle without calling anything that it names.
 
-    It is Python's own, written in Python: that in C reserves as much memory as a damaged number says, 64 GB or more.
+    Uses Python's unpickler in Python: the one in C can allocate 64 GB or more for a damaged length.
     """
 
     dispatch: ClassVar = dict(_Unpickler.dispatch)
