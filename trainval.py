@@ -1,11 +1,11 @@
 # PYTHON_ARGCOMPLETE_OK
-"""The command line: check experiments, run them here, or hand them to a launcher.
+"""Check experiments, run them here, or submit them to a launcher.
 
-python trainval.py --list                                        what there is
-python trainval.py -e crossattn_tiny --dry-run                   every mistake that shows without a model
+python trainval.py --list                                        list the groups
+python trainval.py -e crossattn_tiny --dry-run                   find all mistakes, without loading a model
 torchrun --nproc-per-node 2 trainval.py -e crossattn_tiny        train a group, one experiment after another
-python trainval.py -e crossattn_tiny -j local                    one process per experiment, by a launcher
-python trainval.py -e crossattn_tiny --job_option status         their states; also logs, kill, retry, reset
+python trainval.py -e crossattn_tiny -j local                    run each experiment as a job of a launcher
+python trainval.py -e crossattn_tiny --job_option status         show the states; also logs, kill, retry, reset
 """
 
 import argparse
@@ -26,7 +26,7 @@ log = logging.getLogger("trainval")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit code."""
+    """Run the command line; return the exit code."""
     args = arguments.parse(argv, __doc__ or "", ROOT)
     from src.errors import LaunchError, UserError, end_with_reader
     from src.support import distributed
@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def complain(mistakes: str) -> None:
-    """One line for each mistake."""
+    """Print one line per mistake to stderr."""
     for line in mistakes.splitlines():
         print(f"error: {line}", file=sys.stderr)
 
@@ -79,7 +79,7 @@ def act(args: argparse.Namespace) -> int:
         return 0
     store = RunStore(args.savedir_base)
     selected = select(args, groups, store)
-    # Other groups are needed only where these start from experiments of theirs; and their own, if --set changed it.
+    # Other groups are needed only for parents; the selected groups too, if --set changed their experiments.
     others = {name: group for name, group in groups.items() if args.set or args.steps or name not in args.exp_group}
     all_items = plan.load_all(others) if any(parents.parent_ids(item.exp) for item in selected) else {}
     all_items |= {item.exp_id: item for item in selected}
@@ -117,7 +117,7 @@ def describe(items: Sequence[Any]) -> dict[str, str]:
 
 
 def select(args: argparse.Namespace, groups: Any, store: Any) -> list[Any]:
-    """The experiments that the command line names, with --set and --steps made in them."""
+    """The experiments that the command line selects, with --set and --steps applied."""
     from src.experiments.grid import parse_assignments
     from src.runs import plan
 
@@ -134,7 +134,7 @@ def select(args: argparse.Namespace, groups: Any, store: Any) -> list[Any]:
 
 
 def choose(experiments: Sequence[Any], where: str, store: Any) -> list[Any]:
-    """The experiments for which --where holds: of their dicts, and `exp_id`, `group` and `state`."""
+    """The experiments that match --where, by the keys of their dicts and `exp_id`, `group` and `state`."""
     from src.errors import ConfigError
     from src.experiments.config import flatten
     from src.tables import results
@@ -145,19 +145,19 @@ def choose(experiments: Sequence[Any], where: str, store: Any) -> list[Any]:
 
     selected_ids = {each["exp_id"] for each in results.filter_rows([row(item) for item in experiments], where)}
     if not selected_ids:
-        raise ConfigError(f"--where: none of {len(experiments)} experiments answers {where!r}.")
+        raise ConfigError(f"--where: none of {len(experiments)} experiments matches {where!r}.")
     return [item for item in experiments if item.exp_id in selected_ids]
 
 
 def show(items: Sequence[Any], problems: dict[str, list[str]], messages: Sequence[str], store: Any) -> int:
-    """Print the plan and every problem; returns exit code 1 if there is one."""
+    """Print the plan and all problems; return exit code 1 if there is a problem."""
     done = 0
     for item in items:
         state = store[item.exp_id].state_or_damage
         done += state == "done" and item.exp_id not in problems
         print(f"{item.exp_id}  {item.where:<30}  {state}")
     complain("\n".join(messages))
-    not_ready = f", {len(problems)} that cannot run as they are" if problems else ""
+    not_ready = f", {len(problems)} that cannot run" if problems else ""
     print(
         f"{len(items)} experiment{'s' * (len(items) != 1)}: "
         f"{done} done, {len(items) - len(problems) - done} to run{not_ready}."
@@ -166,7 +166,7 @@ def show(items: Sequence[Any], problems: dict[str, list[str]], messages: Sequenc
 
 
 def show_memory(args: argparse.Namespace, items: Sequence[Any], places: Any) -> int:
-    """Print the GPU memory and the hours of each training; returns exit code 1 if one has no plan."""
+    """Print the estimated GPU memory and hours of each training; return exit code 1 if an estimate fails."""
     from src.launch import memory_table
     from src.runs.plan import merge_mistakes, replace_micro_batch
 
@@ -185,7 +185,7 @@ def show_memory(args: argparse.Namespace, items: Sequence[Any], places: Any) -> 
 
 
 def submit(target: Any, args: argparse.Namespace, items: Sequence[Any], selected_ids: set[str], places: Any) -> int:
-    """Hand one job per experiment to the launcher. -r resets only the `chosen` ids."""
+    """Submit one job per experiment to the launcher. -r resets only `selected_ids`."""
     from src.launch import actions
 
     by_id = {item.exp_id: item for item in items}
@@ -201,7 +201,7 @@ def submit(target: Any, args: argparse.Namespace, items: Sequence[Any], selected
 
 
 def look(args: argparse.Namespace, items: Sequence[Any], places: Any) -> int:
-    """Show the state or the logs of the experiments, or end their jobs."""
+    """Show the states or the logs of the experiments, or kill or throttle their jobs."""
     from src.launch import actions, logs, status
     from src.launch.tracking import ALIVE
     from src.runs.store import RunStore
@@ -233,11 +233,11 @@ def look(args: argparse.Namespace, items: Sequence[Any], places: Any) -> int:
 
 
 def train(args: argparse.Namespace, items: Sequence[Any], selected_ids: set[str], places: Any) -> int:
-    """Run the plan here, one experiment after another; every process that torchrun started comes through here.
+    """Run the experiments here, one after another, in every process that torchrun started.
 
-    -r resets the `chosen` ids, not the parents that were added.
+    -r resets `selected_ids`, not the parents that were added.
     """
-    import torch  # noqa: F401  where it is missing, before anything is written
+    import torch  # noqa: F401  fails here if it is missing, before anything is written
 
     from src.errors import UserError
     from src.support import distributed
@@ -248,12 +248,12 @@ def train(args: argparse.Namespace, items: Sequence[Any], selected_ids: set[str]
         for item in items:
             if any(
                 distributed.all_gather_list([distributed.stop_requested()])
-            ):  # at the end of the one before, too late for its loop
+            ):  # signalled at the end of the previous experiment, too late for its loop
                 raise distributed.agreed_stop(None)
             try:
                 run_one(item, args.reset if item.exp_id in selected_ids else 0, places, options, args.micro_batch)
             except UserError as error:
-                # The next experiment can start only if all processes are here; this one cannot know where the rest is.
+                # The next experiment can start only if all ranks failed at the same point; this rank cannot know.
                 if distributed.world_size() > 1 and not error.everywhere:
                     if not distributed.is_main():
                         complain(f"rank {distributed.rank()}: {error}")
@@ -265,8 +265,8 @@ def train(args: argparse.Namespace, items: Sequence[Any], selected_ids: set[str]
 
 
 def run_one(item: Any, reset: int, places: Any, options: Any, micro_batch: int | None = None) -> None:
-    """Train one experiment in its save directory; a finished one is left as it is.
-    micro_batch: instead of the experiment's own."""
+    """Train one experiment in its save directory; does nothing if it is done.
+    micro_batch: replaces the experiment's value."""
     from src.errors import ConfigError
     from src.experiments.registry import resolved_dict
     from src.runs import parents, plan
@@ -297,14 +297,14 @@ def run_one(item: Any, reset: int, places: Any, options: Any, micro_batch: int |
     torch_settings.place_flight_recorder(run_dir.logs)
     with run_dir, log_to_file(run_dir.logs, LOGGERS if distributed.is_main() else ()):
         if state == "done":
-            log.info("%s %s: done already.", item.where, item.exp_id)
+            log.info("%s %s: already done.", item.where, item.exp_id)
         else:
             log.info("%s %s", item.where, run_dir.path)
             carry_out(plan.replace_micro_batch(item, micro_batch), Run(run_dir, places, options))
 
 
 def carry_out(item: Any, run: Any) -> None:
-    """Call the recipe and keep the status true, whatever happens."""
+    """Run the recipe and record its status, also after errors and signals."""
     from src.errors import UserError
     from src.support import distributed
 
@@ -312,7 +312,7 @@ def carry_out(item: Any, run: Any) -> None:
         if distributed.is_main():
             with contextlib.suppress(
                 UserError
-            ):  # a full disk or a lost lease: what ended the run is more worth telling
+            ):  # with a full disk or a lost lease, the original error is more important
                 run.dir.set_status(state, **facts)
 
     try:
@@ -332,7 +332,7 @@ def carry_out(item: Any, run: Any) -> None:
         )
         mark(
             "stopped",
-            reason=f"{stopped.reason.by}: stopped {at}; start it again to continue",
+            reason=f"{stopped.reason.by}: stopped {at}; restart it to resume",
             stopped_by=stopped.reason.kind,
             **step,
         )
@@ -344,10 +344,10 @@ def carry_out(item: Any, run: Any) -> None:
         request = distributed.stop_requested()
         if (
             request and distributed.world_size() > 1
-        ):  # another process left at the same signal while this one waited for it
+        ):  # another rank exited at the same signal while this one waited for it
             mark(
                 "stopped",
-                reason=f"{request.by}: stopped while it was starting; start it again to continue",
+                reason=f"{request.by}: stopped while it was starting; restart it to resume",
                 stopped_by=request.kind,
             )
             raise distributed.StopTraining(request) from error

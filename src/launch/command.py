@@ -19,8 +19,8 @@ INTERRUPTED_EXIT = 130
 """Exit code of a job that a person stopped: it is not restarted automatically."""
 STOP_AFTER_FAILURES = f"""\
 # $FAILURES has one line for each of the last jobs of the submission that failed within a minute of their start.
-queue_is_stopped() {{  # then $SAID says why
-    SAID="not started: $MOST {QUEUE_STOPPED}. See why, then --job_option retry"
+queue_is_stopped() {{  # then $STOP_REASON says why
+    STOP_REASON="not started: $MOST {QUEUE_STOPPED}. See why, then --job_option retry"
     [ "$MOST" -gt 0 ] && [ "$({{ wc -l < "$FAILURES"; }} 2> /dev/null || echo 0)" -ge "$MOST" ]
 }}
 count_failure() {{  # $1 the exit code, $2 seconds since the start
@@ -87,8 +87,7 @@ def check_no_key(text: str) -> str:
     """Return `text`, a line of a job's script. Raises ValueError if part of it looks like a key."""
     if _SECRET_VALUE.search(text):
         raise ValueError(
-            "contains what looks like a key, and everybody who can read the job's files would see it. "
-            "Export it where you submit."
+            "contains what looks like a key, which the job's files would expose. Export it where you submit."
         )
     return text
 
@@ -101,7 +100,7 @@ def _check_variables(environment: dict[str, str]) -> dict[str, str]:
             raise ValueError(f"the value of {name} contains a zero byte, which environment variables cannot.")
         if _looks_like_a_key(name, value):
             raise ValueError(
-                f"{name} looks like a secret, and everybody who can see the job or its files would see it. "
+                f"{name} looks like a secret, which the job and its files would expose. "
                 "Export it where you submit (jobs of local and slurm inherit that), "
                 "put it into the account's secret store, or where the job finds it, such as ~/.netrc."
             )
@@ -150,7 +149,7 @@ class QueueConfig(LauncherConfig):
     """End the submission after this many experiments in a row failed within a minute of their start. 0: never."""
     processes: Processes = Processes()
     environment: Environment = {}
-    """Variables of the job. Everybody who can see the job can read them, so put no secrets here."""
+    """Variables of the job. They are not secret: do not put keys here."""
     submissions: str = ""
     """Folder of the submissions. Filled in by `resources.load`; not allowed in a job config."""
 
@@ -188,7 +187,7 @@ def shell_line(job: Job, processes: Processes | None = None, environment: Mappin
         before = [_COUNT_GPUS] if start != job.python_binary else []
     stopping = (
         f'JOB_STATUS={shlex.quote(str(job.run / STATUS))}; JOB_BEFORE=$(cat "$JOB_STATUS" 2> /dev/null); '
-        "JOB_TOLD=; trap JOB_TOLD=1 TERM USR1;"
+        "JOB_SIGNALLED=; trap JOB_SIGNALLED=1 TERM USR1;"
     )
     ending = f"""
 JOB_CODE=$?; JOB_AFTER=$(cat "$JOB_STATUS" 2> /dev/null)
@@ -200,7 +199,7 @@ if [ $JOB_CODE -ne 0 ]; then
         *'"state": "stopped"'*'"stopped_by": "person"'*) JOB_CODE={INTERRUPTED_EXIT} ;;
         *'"state": "stopped"'*) JOB_CODE={STOPPED_EXIT} ;;
         *'"state": "failed"'*) ;;
-        *) [ -z "$JOB_TOLD" ] || JOB_CODE={STOPPED_EXIT} ;;
+        *) [ -z "$JOB_SIGNALLED" ] || JOB_CODE={STOPPED_EXIT} ;;
     esac
     JOB_MOVE=-n
     ! grep -qs '"exit code [0-9]* before its training began; its log says why"' "$JOB_STATUS" || JOB_MOVE=-f

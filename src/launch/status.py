@@ -252,7 +252,7 @@ def _try_read(read: Callable[[], Any], default: Any) -> tuple[Any, str]:
 
 
 def _failed_parents(store: RunStore, exp: Mapping[str, Any]) -> str:
-    """Message that names failed and lost parents; "" if there are none."""
+    """Message that names failed and lost parents; "" if there are no such parents."""
     failed = []
     for parent in parents.parent_ids(dict(exp)):
         with contextlib.suppress(UserError):

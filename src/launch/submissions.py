@@ -97,7 +97,8 @@ def lock(runs: Path, wait_seconds: float = LOCK_SECONDS) -> Iterator[None]:
                     ) from None
             except OSError as error:
                 raise LaunchError(
-                    f"{folder}: this file system does not support locks (flock: {error.strerror}). Choose another folder."
+                    f"{folder}: this file system does not support locks (flock: {error.strerror}). "
+                    "Choose another folder."
                 ) from None
             if not is_reported:
                 log.info("%s: waiting for another submission to end", folder)

@@ -14,7 +14,7 @@ from src.runs.checkpoints.retention import RotationRule
 from src.runs.run_dir import RunDir
 
 BRIEF_ROW_EVERY = 10
-"""Default of --log_every: steps between rows without evaluation. These rows do not change the others."""
+"""Default of --log_every: steps between rows without evaluation. They do not change the rows of evaluations."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class Options:
     """Settings of accelerate's launcher by name; `LoopConfig.check_accelerate` compares them with the experiment."""
 
     def check_parts(self, processes: int) -> None:
-        """Raise ConfigError if the number of `processes` does not fit, or options of FSDP2 are given without --fsdp."""
+        """Raise ConfigError if the number of `processes` does not fit, or FSDP2 options are given without --fsdp."""
         if not self.fsdp:
             refuse_without_fsdp(self)
         if processes % self.fsdp_replicas:
@@ -111,7 +111,7 @@ class Run:
 
 @contextlib.contextmanager
 def log_to_file(folder: Path, loggers: Iterable[str]) -> Iterator[None]:
-    """Append the messages of `loggers` to <folder>/train.log; later write errors are ignored. Without loggers, no file is created.
+    """Append the messages of `loggers` to <folder>/train.log; later write errors are ignored. Without loggers, no file.
 
     Raises:
         RunError: the file cannot be created.

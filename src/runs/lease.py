@@ -1,9 +1,9 @@
 """The exclusive lock of a save directory: a file with a counter that its holder increments.
 The lease of a dead holder is taken over.
 
-Every access to the file `lease` holds an flock on `lease.guard`, so check-and-set is atomic. A holder with the same boot
-id and pid namespace is judged by its process: gone means dead, stopped means alive. Any other holder is judged by its
-counter, observed over time on the local clock; clocks are not compared. An unreadable lease is observed in the same
+Every access to the file `lease` holds an flock on `lease.guard`, so check-and-set is atomic. A holder with the same
+boot id and pid namespace is judged by its process: gone means dead, stopped means alive. Any other holder is judged by
+its counter, observed over time on the local clock; clocks are not compared. An unreadable lease is observed in the same
 way, and taken over if it does not change.
 """
 
@@ -271,7 +271,7 @@ def _open_guard(path: Path, create: bool) -> int:
             if not create:
                 raise
             if time.monotonic() > until:  # not just moved away between the two lines above
-                raise RunError(f"{path}: cannot create the save directory: it keeps disappearing.") from None
+                raise RunError(f"{path}: cannot create the save directory: it disappears each time.") from None
             time.sleep(_POLL_SECONDS)
             continue
         try:

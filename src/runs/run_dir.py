@@ -282,7 +282,7 @@ def _free_backup_path(folder: Path, identity: str) -> Path:
 
 
 def _sweep(path: Path) -> None:
-    """Delete temporary files of killed writers. Safe under the lease and the guard, since all writers hold one of them."""
+    """Delete temporary files of killed writers. All writers hold the lease, as this process does, or the guard."""
     with directory_lock(path), writing(path):
         for folder in (path, path / "checkpoints", *path.glob("attempts/*")):
             for entry in folder.glob(".*"):

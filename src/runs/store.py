@@ -80,7 +80,7 @@ class SavedRun:
 
     @cached_property
     def is_foreign(self) -> bool:
-        """Whether another program made the directory: its name is another hash of the dict, and it has no file of ours."""
+        """Whether another program made the directory: its name is another hash, and none of our files exist."""
         if any((self.path / name).exists() for name in (CONFIG, ENV, STATUS, GROUPS, SCORES)):
             return False
         try:

@@ -37,7 +37,7 @@ class Summary:
         self.last.pop("step", None)
 
     def to_json(self) -> dict[str, Any]:
-        """The summary as JSON, for `parse_summary`. Lists preserve the order of the scores, as write_json sorts keys."""
+        """The summary as JSON, for `parse_summary`. Lists preserve the order of scores, as write_json sorts keys."""
         return {
             "bytes": self.size,
             "tail": self.tail,

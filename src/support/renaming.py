@@ -1,16 +1,16 @@
-"""Rename a folder over another in one step where the system can, and in two where it cannot."""
+"""Rename a folder over another: atomically if the system supports it, else in two steps."""
 
 import errno
 import os
 from pathlib import Path
 
-# Errors of flock and renameat2 where the file system or the kernel does not support them.
+# Errors of flock and renameat2 if the file system or the kernel does not support them.
 NOT_OFFERED = {errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EBADF, errno.ENOLCK}
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # linux/fcntl.h, linux/fs.h
 
 
 def rename_over(source: Path, final: Path) -> Path | None:
-    """Rename a folder to `final`; returns the new path of an older `final`, if there was one."""
+    """Rename the folder `source` to `final`; return the new path of an older `final`, if any."""
     try:
         os.rename(source, final)
     except OSError as error:
@@ -32,7 +32,7 @@ def rename_over(source: Path, final: Path) -> Path | None:
 
 
 def _exchange(one: Path, other: Path) -> bool:
-    """Exchange two names in one step, with renameat2(2); False where that is not supported."""
+    """Exchange two names atomically, with renameat2(2); False if that is not supported."""
     import ctypes
 
     call = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)

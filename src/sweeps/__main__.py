@@ -1,4 +1,4 @@
-"""Runs a sweep file of Weights & Biases without a server. Any number of these commands can work on one sweep at once.
+"""Run a sweep file of Weights & Biases without a server. Several of these commands can work on a sweep in parallel.
 
 python -m src.sweeps resources/sweeps/base_tiny_bayes.yaml --trials 20 --workers 2
 python -m src.sweeps resources/sweeps/base_tiny_bayes.yaml --dry-run
@@ -51,13 +51,13 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "--workers", type=int, default=1, metavar="K", help="concurrent trials, which split CUDA_VISIBLE_DEVICES evenly"
     )
     parser.add_argument(
-        "--dry-run", "--dry_run", action="store_true", help="check the file, print what would be tried, and exit"
+        "--dry-run", "--dry_run", action="store_true", help="check the file, print the first trials, and exit"
     )
     return parser.parse_args(argv)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit code: 0 where every trial has ended and none failed."""
+    """Run the command line; return the exit code: 0 if every trial has ended and none failed."""
     return run_command(lambda: act(parse(argv)))
 
 
@@ -84,10 +84,10 @@ def act(args: argparse.Namespace) -> int:
 
 
 def check_place(sweep: Sweep) -> None:
-    """Check that this machine has what a trial needs, such as its data and a parent.
+    """Check that this machine has the data and parents that a trial needs.
 
     Raises:
-        ConfigError: one line for each lack.
+        ConfigError: one line for each problem.
     """
     problems = plan.find_problems([sweep.example], sweep.places) if sweep.example else {}
     if problems:
@@ -95,7 +95,7 @@ def check_place(sweep: Sweep) -> None:
 
 
 def describe(sweep: Sweep, total: int) -> list[str]:
-    """The dry run: the first trials of a grid, or an example, and the command."""
+    """Lines of the dry run: the trials of a grid, or an example, and the command."""
     is_grid = sweep.file.method == "grid"
     trial_values = combinations(sweep)[:total] if is_grid else [random_values(sweep.dimensions, random.Random(0))]
     goal = f"{sweep.file.metric.goal} {sweep.metric}" if sweep.file.metric else "no metric"
@@ -127,7 +127,7 @@ def work(sweep: Sweep, study: Study, total: int) -> None:
 
 
 def run_trial(sweep: Sweep, study: Study, claim: "ClaimedTrial") -> None:
-    """Train one trial; an earlier training of the same experiment is continued."""
+    """Train one trial; resumes an earlier training of the same experiment."""
     number = claim.trial.number
     try:
         item = sweep.source.trial(claim.values, "parameters")
@@ -149,7 +149,7 @@ def run_trial(sweep: Sweep, study: Study, claim: "ClaimedTrial") -> None:
 
 
 def table(sweep: Sweep, study: Study) -> list[str]:
-    """The trials in their order, the reasons of failures, and the best."""
+    """Lines with the trials in order, the reasons of failures, and the best trial."""
     trials = study.trials()
     rows = [["trial", "state", sweep.metric or "", *(dimension.path for dimension in sweep.dimensions), "id"]]
     for trial in trials:
@@ -183,20 +183,20 @@ def table(sweep: Sweep, study: Study) -> list[str]:
 
 
 def _trial_count(trials: int | None, sweep: Sweep) -> int:
-    """Trials of the sweep."""
+    """Number of trials of the sweep."""
     size = len(combinations(sweep)) if sweep.file.method == "grid" else None
     limits = [limit for limit in (trials, sweep.file.run_cap, size) if limit is not None]
     if not limits:
         raise ConfigError(
-            f"--trials: how many? A sweep by method {sweep.file.method!r} has no end of its own; "
-            "or write run_cap in its file."
+            f"--trials: missing. A sweep by method {sweep.file.method!r} has no end. "
+            "Give the number of trials, or set run_cap in its file."
         )
     return min(limits)
 
 
 def _run_workers(args: argparse.Namespace, total: int) -> None:
     """Run `args.workers` processes of this command, and wait for them.
-    If one dies, the remaining ones take over its trials."""
+    If one dies, the rest take over its trials."""
     command = [sys.executable, "-m", "src.sweeps", str(args.file), "--trials", str(total)]
     command += ["-sb", str(args.savedir_base), "--data_path", str(args.data_path)]
     devices = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
@@ -212,7 +212,7 @@ def _run_workers(args: argparse.Namespace, total: int) -> None:
             child.wait()
     finally:
         for child in children:
-            child.terminate()  # does nothing where it has ended
+            child.terminate()  # does nothing if it has ended
         for child in children:
             child.wait()
 

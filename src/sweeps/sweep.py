@@ -1,4 +1,4 @@
-"""A sweep file in the schema of Weights & Biases, and the experiments that it would try."""
+"""A sweep file in the schema of Weights & Biases, and its experiments."""
 
 import argparse
 import os
@@ -29,9 +29,9 @@ from src.sweeps.search_space import (
 from src.tables.results import DIAGNOSTICS
 
 TRIES = 50
-"""Random combinations that are tried with a value before it is reported as one that no experiment accepts."""
+"""Number of random combinations to try with a value before it is reported as invalid."""
 MAX_CHECKED = 2000
-"""Combinations of a grid that are checked before its first trial; a later one would fail as a trial."""
+"""Maximum combinations of a grid to check before its first trial; invalid later ones fail as trials."""
 PARAMETERS = "${args_no_hyphens}"
 """The macro of `wandb agent` that becomes path=value for each parameter."""
 _MACRO = re.compile(r"\$\{(\w+)\}")
@@ -39,44 +39,44 @@ _VARIABLE = re.compile(r"\$\{envvar:([A-Z0-9_]*)\}")
 
 
 class Metric(config.Config):
-    """The objective: a score of scores.jsonl. The value of a trial is the last one it reports, as for wandb."""
+    """The objective: a score in scores.jsonl. The value of a trial is its last one, as for wandb."""
 
     name: str = Field(min_length=1)
     goal: Literal["minimize", "maximize"] = "minimize"
     target: float | None = None
-    """No trial is started once one has reached it."""
+    """No new trial is started once a trial has reached it."""
 
 
 class EarlyTerminate(config.Config):
-    """When a bad trial is stopped. An iteration is one row of scores that has the metric, as for wandb."""
+    """When to stop bad trials. An iteration is one row of scores with the metric, as for wandb."""
 
     type: Literal["hyperband", "median"]
-    """"median", which wandb does not have: worse than the median of the others at the same iteration."""
+    """"median" (not in wandb): stop a trial that is worse than the median of all trials at the same iteration."""
     min_iter: int | None = Field(default=None, ge=1)
-    """The first iteration at which a trial may be stopped."""
+    """The first iteration at which a trial can be stopped."""
     max_iter: int | None = Field(default=None, ge=2)
-    """Iterations of a whole training; None: as many as the first trial that ends."""
+    """Iterations of a complete training; None: as many as the first trial that ends."""
     eta: int = Field(default=3, ge=2)
-    """One trial in `eta` goes on at each bracket."""
+    """One in `eta` trials continues at each bracket."""
     s: int | None = Field(default=None, ge=1)
-    """Brackets, counted back from `max_iter`."""
+    """Number of brackets, counted back from `max_iter`."""
 
     @model_validator(mode="after")
     def _enough(self) -> "EarlyTerminate":
         if self.type == "median":
             if {"max_iter", "eta", "s"} & self.model_fields_set:
-                raise ValueError("type 'median' has min_iter alone.")
+                raise ValueError("type 'median' takes only min_iter.")
         elif (self.min_iter is None) == (self.max_iter is None or self.s is None):
             raise ValueError("hyperband needs min_iter, or max_iter and s.")
         elif self.s is not None and self.max_iter is None:
-            raise ValueError("s counts brackets back from max_iter: give both, or min_iter alone.")
+            raise ValueError("s counts brackets back from max_iter: give both, or only min_iter.")
         elif self.max_iter is not None and self.first >= self.max_iter:
             raise ValueError(f"the first bracket would be at iteration {self.first}, and max_iter is {self.max_iter}.")
         return self
 
     @property
     def first(self) -> int:
-        """The first iteration at which a trial may be stopped."""
+        """The first iteration at which a trial can be stopped."""
         if self.max_iter is not None and self.s is not None and self.min_iter is None:
             return max(1, self.max_iter // self.eta**self.s)
         return self.min_iter or 1
@@ -94,9 +94,9 @@ class SweepFile(config.Config):
     metric: Metric | None = None
     early_terminate: EarlyTerminate | None = None
     run_cap: Annotated[int, Field(ge=1)] | None = None
-    """Most trials."""
+    """Maximum number of trials."""
     name: str | None = Field(default=None, pattern=r"^\w[\w.-]*$")
-    """Names the study and the group of its trials; None: the file's name."""
+    """Name of the study and of the group of its trials; None: the file's name."""
     description: str | None = None
     entity: str | None = None
     project: str | None = None
@@ -116,7 +116,7 @@ class _Parser(argparse.ArgumentParser):
 
 @dataclass(frozen=True)
 class Command:
-    """A checked command. start: up to the program; rest: the program's arguments that do not choose the experiment."""
+    """A validated command. start: up to the program; rest: arguments that do not select the experiment."""
 
     start: list[str]
     rest: list[str]
@@ -124,11 +124,11 @@ class Command:
     """GROUP or GROUP[i], as -e gives it."""
     exp_id: str | None
     assignments: list[tuple[str, Any]]
-    """Of --set and --steps, the same in every trial."""
+    """Assignments of --set and --steps, equal in all trials."""
     where: str
 
     def argv(self, exp_id: str, places: Places, values: Sequence[str] = ()) -> list[str]:
-        """The command line of one trial: the same program and arguments, with an id for the chosen experiment."""
+        """The command line of one trial: the same program and arguments, with an id instead of the experiment."""
         paths = ["-sb", str(places.runs.resolve()), "--data_path", str(places.data.resolve())]
         return [*self.start, "--exp_id", exp_id, *paths, *values, *self.rest]
 
@@ -137,12 +137,12 @@ def parse_command(command: Sequence[Any], program: str, where: str) -> Command:
     """Check the `command` list of a sweep file.
 
     Raises:
-        ConfigError: the parameters do not reach --set, the program is not there, or the arguments name no one
-            experiment.
+        ConfigError: the parameters do not reach --set, the program does not exist, or the arguments do not name exactly
+            one experiment.
     """
     words = [_VARIABLE.sub(lambda match: os.environ.get(match[1], match[1]), str(item)) for item in command]
     if "${program}" not in words:
-        raise ConfigError(f"{where}: ${{program}} is missing; wandb agent puts {program} there.")
+        raise ConfigError(f"{where}: ${{program}} is missing; wandb agent replaces it by {program}.")
     at = words.index("${program}")
     if PARAMETERS not in words[at:] or words.index(PARAMETERS) < at + 2:
         raise ConfigError(f"{where}: the parameters must reach the program: end it with --set and {PARAMETERS}.")
@@ -152,7 +152,7 @@ def parse_command(command: Sequence[Any], program: str, where: str) -> Command:
             raise ConfigError(f"{where}: {item}: trainval.py takes parameters only as --set {PARAMETERS}.")
     if not Path(program).is_file():
         raise ConfigError(
-            f"{where}: program {program!r}: no such file in {Path.cwd()}. Start the sweep in the project's folder."
+            f"{where}: program {program!r}: no such file in {Path.cwd()}. Run the sweep in the project's folder."
         )
     parser = _Parser(add_help=False, allow_abbrev=False)
     parser.add_argument("-e", "--exp_group", "--exp_group_list", nargs="+", dest="groups", default=[])
@@ -165,7 +165,7 @@ def parse_command(command: Sequence[Any], program: str, where: str) -> Command:
         args, rest = parser.parse_known_args(words[at + 1 :])
         if args.refused:
             raise ConfigError(
-                "-sb, --data_path, -r and -j are for the command line of the sweep, or have no meaning in one."
+                "-sb, --data_path, -r and -j are not allowed here. Give the former two to the sweep's command line."
             )
         if args.set.count(PARAMETERS) != 1:
             raise ConfigError(f"expected {PARAMETERS} once, after --set.")
@@ -188,14 +188,14 @@ class Source:
 
     exp: dict[str, Any]
     experiments: Mapping[str, plan.PlannedExperiment]
-    """Every experiment of exp_configs.py by its id: where parents are found."""
+    """Every experiment of exp_configs.py by id, to look up parents."""
     where: str
 
     def trial(self, values: Mapping[str, Any], where: str) -> plan.PlannedExperiment:
         """The experiment with `values`, by dotted path.
 
         Raises:
-            ConfigError: a value that --set would read as another, or that the experiment does not take.
+            ConfigError: --set would parse a value differently, or the experiment does not accept it.
         """
         exp = self.exp
         for path, value in values.items():
@@ -204,10 +204,10 @@ class Source:
 
 
 def find_source(command: Command, groups: Any, runs: Path) -> Source:
-    """The one experiment of exp_configs.py that `command` names.
+    """The experiment of exp_configs.py that `command` names.
 
     Raises:
-        ConfigError: none or several, or the command's own --set does not fit.
+        ConfigError: there is no such experiment, or several, or the command's --set is invalid.
     """
     experiments = plan.load_all(groups)
     if command.group is None:
@@ -236,12 +236,12 @@ def check_metric(item: plan.PlannedExperiment, metric: str, places: Places, wher
         for line in str(error).splitlines():
             if line.startswith("loop.best_metric: "):
                 message = line.removeprefix("loop.best_metric: ")
-                raise ConfigError(f"{where}: {message} train_loss is logged, too.") from None
+                raise ConfigError(f"{where}: {message} train_loss is logged as well.") from None
 
 
 @dataclass(frozen=True)
 class Sweep:
-    """A checked sweep."""
+    """A validated sweep."""
 
     name: str
     file: SweepFile
@@ -260,7 +260,7 @@ class Sweep:
         return self.file.metric.name if self.file.metric else None
 
     def identity(self) -> dict[str, Any]:
-        """What all workers must agree on, as JSON values."""
+        """Facts that all workers must agree on, as JSON values."""
         keys = {"method", "parameters", "metric"}
         return {**self.file.model_dump(mode="json", include=keys, exclude_none=True), "experiment": self.source.exp}
 
@@ -285,7 +285,7 @@ def load(path: Path, places: Places) -> Sweep:
 
 
 def check_values(sweep: Sweep, where: str) -> plan.PlannedExperiment:
-    """Check that each value, and each bound, makes a valid experiment with some of the others; one such experiment.
+    """Check that each value, and each bound, is part of some valid combination; return one such experiment.
 
     Raises:
         ConfigError: names the parameter and the reason.

@@ -24,10 +24,10 @@ from src.tables.results import (
 
 
 def grouping_keys(rows: Sequence[Row], by: Sequence[str] | None, seed: str = SEED) -> list[str]:
-    """`by`, or if it is None the `distinguishing_keys` of `rows`: those that differ, but for the key `seed`.
+    """`by`; or if None, the `distinguishing_keys` of `rows`: keys that differ, except for `seed`.
 
     Raises:
-        ConfigError: a key of `by` that no row has.
+        ConfigError: no row has a key of `by`.
     """
     if by is None:
         return distinguishing_keys(rows, seed)
@@ -38,12 +38,12 @@ def grouping_keys(rows: Sequence[Row], by: Sequence[str] | None, seed: str = SEE
 
 
 def averaged_rows(rows: Sequence[Row], include_unfinished: bool = False) -> list[Row]:
-    """The rows that means are over: finished runs. The last score of a crashed or running run is no result."""
+    """The rows to average: finished runs, since the last score of a crashed or running run is not a result."""
     return [row for row in rows if include_unfinished or row["state"] in FINISHED]
 
 
 def mean(rows: Sequence[Row], score: str, include_unfinished: bool = False) -> float | None:
-    """The mean of one score over `averaged_rows`; None if all of these miss it."""
+    """The mean of a score over `averaged_rows`; None if no row has it."""
     values = [row[score] for row in averaged_rows(rows, include_unfinished) if row.get(score) is not None]
     return statistics.fmean(values) if values else None
 
@@ -51,18 +51,18 @@ def mean(rows: Sequence[Row], score: str, include_unfinished: bool = False) -> f
 def aggregate(
     rows: Sequence[Row], by: Sequence[str], scores: Sequence[str], include_unfinished: bool = False
 ) -> list[dict[str, Any]]:
-    """One row for each combination of `by`;
-    its means are over the finished runs, or with `include_unfinished` over all that have the score.
+    """One row for each combination of `by`, with means over the finished runs; with `include_unfinished`, over all runs
+    that have the score.
 
-    Its keys: those of `by`; "exp_ids", "tags" and "note" of its runs; "runs", their number; "done", how many are
-    finished; "state", such as "done" or "2 done, 1 failed"; "over", the runs that count: "done", "all" or "step 10";
-    "step", the last step of the runs that count, or of all if none does, as "5-10" if they differ; and for each score
-    its mean (None over no run), "<score>_std" (sample, n - 1; None for n < 2), "<score>_ci95" (half the width of the 95
-    % confidence interval of the mean, Student's t; None for n < 2), "<score>_n" (runs that the mean is over) and
-    "<score>_nan" (runs left out as the score ended in NaN or infinity).
+    Keys: those of `by`; "exp_ids", "tags" and "note" of the runs; "runs", their number; "done", how many are finished;
+    "state", such as "done" or "2 done, 1 failed"; "over", the averaged runs: "done", "all" or "step 10"; "step", the
+    last step of the averaged runs, or of all runs if no run is averaged, as "5-10" if they differ; and for each score
+    the mean (None without a run), "<score>_std" (sample, n - 1; None for n < 2), "<score>_ci95" (half the width of the
+    95 % confidence interval of the mean, Student's t; None for n < 2), "<score>_n" (number of averaged runs) and
+    "<score>_nan" (number of runs left out because the score ended in NaN or infinity).
 
     Raises:
-        ConfigError: a key of `by` or a score that no row has.
+        ConfigError: no row has a key of `by`, or a score.
     """
     by = grouping_keys(rows, by)
     check_known("score", scores, score_names(rows))
@@ -70,9 +70,9 @@ def aggregate(
 
 
 def count_runs(row: dict[str, Any], score: str) -> str:
-    """The share of runs in the mean of a score in a row of `aggregate`: "3 of 5", or "" for all.
+    """How many runs the mean of a score includes, in a row of `aggregate`: "3 of 5", or "" for all.
 
-    Without a mean "0 of 2 done" or "0 of 2 at step 10"; "NaN" if each value ended in NaN; "-" if the score is missing.
+    Without a mean: "0 of 2 done" or "0 of 2 at step 10"; "NaN" if all values ended in NaN; "-" if the score is missing.
     """
     if row[score] is not None:
         return "" if row[f"{score}_n"] == row["runs"] else f"{row[f'{score}_n']} of {row['runs']}"
@@ -89,7 +89,7 @@ def ended_in_nan(row: Row, score: str) -> bool:
 
 
 def nan_remarks(rows: Sequence[Row], scores: Sequence[str], include_unfinished: bool = False) -> list[str]:
-    """The number of runs that the means leave out as one of the scores ended in NaN or infinity; empty for none."""
+    """A remark with the number of runs that means leave out because a score ended in NaN or infinity; else empty."""
     names = {
         row["exp_id"]: [name for name in scores if ended_in_nan(row, name)]
         for row in averaged_rows(rows, include_unfinished)
@@ -101,14 +101,14 @@ def nan_remarks(rows: Sequence[Row], scores: Sequence[str], include_unfinished: 
 
 
 def missing_seeds(rows: Sequence[Row], by: Sequence[str], seed: str = SEED) -> list[str]:
-    """A sentence for each combination of `by` without a value of `seed` that another has:
-    its mean is over different runs."""
+    """A remark for each combination of `by` that has no run with a seed of other combinations:
+    their means are not over the same seeds."""
     if seed in by:
         return []
     result = []
     for comparable_rows in group_rows(
         rows, ["group"] if "group" in by else []
-    ):  # groups that are rows of their own are not compared
+    ):  # if groups are separate rows, they are not compared
         seeds = sorted(
             {spell(row, seed): row[seed] for row in comparable_rows if seed in row}.items(),
             key=lambda pair: sort_key(pair[1]),
@@ -130,14 +130,14 @@ class Pivot:
     columns: list[Any]
     """Values of the second key, sorted."""
     cells: list[list[dict[str, Any] | None]]
-    """Rows of `aggregate`; None for a combination without runs."""
+    """Rows of `aggregate`; None if a combination has no runs."""
 
 
 def pivot(rows: Sequence[Row], index: str, columns: str, score: str, include_unfinished: bool = False) -> Pivot:
-    """Mean of `score`, as `aggregate` takes it, for each combination of the keys `index` and `columns`.
+    """Mean of `score`, as in `aggregate`, for each combination of the keys `index` and `columns`.
 
     Raises:
-        ConfigError: a key or a score that no row has.
+        ConfigError: no row has a key or the score.
     """
     index, columns = grouping_keys(rows, [index, columns])
     cells = {
@@ -188,8 +188,7 @@ def t_975(freedom: int) -> float:
 
 
 def deviation(values: Sequence[float]) -> float:
-    """The sample standard deviation of at least two values;
-    `statistics.stdev` does the same with fractions, in ten times the time."""
+    """The sample standard deviation of at least two values. Ten times as fast as `statistics.stdev`."""
     mean = statistics.fmean(values)
     return math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1))
 

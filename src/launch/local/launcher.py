@@ -120,7 +120,7 @@ class Config(QueueConfig):
         }
 
     def find(self, folder: Path, exp_ids: Sequence[str]) -> dict[str, str]:
-        """All jobs of `folder`. Empty if the scheduler never started; it is then kept from starting."""
+        """All jobs of `folder`. Empty if the scheduler never started; then this prevents it from starting."""
         if not (folder / QUEUE).exists() or _abandon(folder):
             return {}
         jobs = Queue(folder).content["jobs"]

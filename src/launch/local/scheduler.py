@@ -35,11 +35,11 @@ _MAX_CONTINUATIONS = 100
 # the job must not inherit. Stop signals go to the process group, so they reach the job directly. This shell ignores
 # them, and starts no job after one.
 _WRAPPER = r"""
-TOLD=
-trap TOLD=1 TERM USR1 HUP INT
+SIGNALLED=
+trap SIGNALLED=1 TERM USR1 HUP INT
 read -r -a STAT < /proc/$$/stat
 echo "$$ ${STAT[21]} $(< /proc/sys/kernel/random/boot_id)" > "$1.new" && mv "$1.new" "$1" || exit 1
-( [ -z "$TOLD" ] || exit 143; for DESCRIPTOR in $4; do eval "exec $DESCRIPTOR>&-"; done; exec bash -c "$3" )
+( [ -z "$SIGNALLED" ] || exit 143; for DESCRIPTOR in $4; do eval "exec $DESCRIPTOR>&-"; done; exec bash -c "$3" )
 CODE=$?
 echo $CODE > "$2.new" && mv "$2.new" "$2"
 exit $CODE
@@ -53,7 +53,7 @@ class _Entry:
     index: int
     job: dict[str, Any]
     failures: int = 0
-    began: float = 0.0
+    start_time: float = 0.0
     continues: int = 0
     attempt: int = 0
     child: subprocess.Popen[bytes] | None = None
@@ -156,7 +156,7 @@ class _Scheduler:
     def _start(self, entry: _Entry, locks: dict[str, int]) -> None:
         job = entry.job
         entry.attempt += 1
-        entry.began = time.monotonic()
+        entry.start_time = time.monotonic()
         twelfths = job.get("twelfths")
         environment = {**os.environ, JOBS_PER_GPU: str(12 // twelfths if twelfths else 1)}
         if devices := [name.removeprefix("gpu-") for name in locks if name.startswith("gpu-")]:
@@ -200,7 +200,7 @@ class _Scheduler:
         else:
             self._end(entry, state, reason)
             if state == "failed":
-                self._count_quick_failure(time.monotonic() - entry.began)
+                self._count_quick_failure(time.monotonic() - entry.start_time)
 
     def _count_quick_failure(self, seconds: float) -> None:
         """After several quick failures in a row, do not start the rest: they would fail for the same reason."""

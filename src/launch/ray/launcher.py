@@ -24,12 +24,12 @@ _RAY_FIELDS = {"CPU": "num_cpus", "GPU": "num_gpus", "memory": "mem_gb"}
 # jobs. It sends stop signals to every process.
 _SCRIPT = f"""
 FAILURES=$FOLDER/quick_failures
-{STOP_AFTER_FAILURES}TOLD=
-trap 'TOLD=1' TERM
+{STOP_AFTER_FAILURES}SIGNALLED=
+trap 'SIGNALLED=1' TERM
 end() {{ echo "$2" > "$FOLDER/ended/$ID"; exit "$1"; }}
 refuse() {{ echo "not started, because $1" >> "$ERR"; end {STOPPED_EXIT} "not started, because $1"; }}
-check_queue() {{ ! queue_is_stopped || {{ echo "$SAID" >> "$ERR"; end {STOPPED_EXIT} "$SAID"; }}; }}
-check() {{ if [ -n "$TOLD" ] || [ -e "$FOLDER/cancel/$ID" ]; then end {STOPPED_EXIT}; fi; }}
+check_queue() {{ ! queue_is_stopped || {{ echo "$STOP_REASON" >> "$ERR"; end {STOPPED_EXIT} "$STOP_REASON"; }}; }}
+check() {{ if [ -n "$SIGNALLED" ] || [ -e "$FOLDER/cancel/$ID" ]; then end {STOPPED_EXIT}; fi; }}
 await() {{  # $1 a parent, $2 the folder of its submission, $3 its save directory
     local since=$SECONDS before= ended status now limit
     while check && check_queue; do
@@ -49,11 +49,11 @@ cd -- "$CWD" || end 1
 check_queue
 stops=0 failures=0
 while check; do
-    began=$SECONDS
+    started_at=$SECONDS
     bash -c "$LINE" < /dev/null >> "$OUT" 2>> "$ERR" &
     wait $!; code=$?
     while kill -0 $! 2> /dev/null; do wait $!; done  # it got a stop signal, and writes a checkpoint
-    [ -z "$TOLD" ] || end {STOPPED_EXIT}
+    [ -z "$SIGNALLED" ] || end {STOPPED_EXIT}
     case $code in
         0 | {INTERRUPTED_EXIT}) break ;;
         {STOPPED_EXIT}) [ $((stops += 1)) -le 100 ] || end $code ;;  # do not restart a job forever
@@ -61,7 +61,7 @@ while check; do
     esac
     echo "== ray: exit code $code, started again" >> "$ERR"
 done
-count_failure $code $((SECONDS - began))
+count_failure $code $((SECONDS - started_at))
 end $code
 """
 
@@ -136,7 +136,7 @@ class Config(QueueConfig):
                 self._create(ids[job.exp_id], folder / f"{job.exp_id}.sh", settings[job.exp_id])
                 note({job.exp_id: ids[job.exp_id]})
         except UserError as error:
-            _forbid(folder / "cancel", ids)  # keeps them from starting, even if Ray does not get the request
+            _forbid(folder / "cancel", ids)  # prevents them from starting, even if Ray does not get the request
             try:
                 self.kill(list(ids.values()))
             except LaunchError as second:
@@ -153,7 +153,7 @@ class Config(QueueConfig):
 
     def kill(self, job_ids: Sequence[str]) -> None:
         """Stop the jobs. Ray kills them after the grace period.
-        A file keeps jobs that wait for resources from starting."""
+        A file prevents jobs that wait for resources from starting."""
         listed_jobs = self._list_jobs() if job_ids else {}
         alive = [
             name
@@ -223,7 +223,7 @@ class Config(QueueConfig):
         }
 
     def _place(self, name: str, kind: Literal["cancel", "ended"]) -> Path:
-        """The file that keeps a job from starting ("cancel"), or the one it writes at its end, with a reason."""
+        """The file that prevents a job from starting ("cancel"), or the one it writes at its end, with a reason."""
         submission, _, exp_id = name.partition(".")
         return Path(self.submissions, submission, kind, exp_id)
 

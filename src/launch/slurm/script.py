@@ -57,16 +57,16 @@ FAILURES=${1%/*}/quick_failures MOST=${2:-0}
         + STOP_AFTER_FAILURES
         + """\
 if [ "${SLURM_RESTART_COUNT:-0}" -eq 0 ] && queue_is_stopped; then
-    echo "slurm: $SAID" >&2
-    mkdir -p "${why%/*}" && echo "$SAID" > "$why"
+    echo "slurm: $STOP_REASON" >&2
+    mkdir -p "${why%/*}" && echo "$STOP_REASON" > "$why"
     exit 1
 fi
 newest() { ls "${task[1]}/checkpoints" 2> /dev/null | grep '^step-' | sort -V | tail -n 1; }
 had=$(newest)
 fruitless=${1%.tasks}.$index.fruitless  # exists if the previous start wrote no checkpoint
 
-step= told= signals=0
-tell() {
+step= stop_signal= signals=0
+send_stop() {
     if [ "$NNODES" -eq 1 ]; then
         kill -TERM -- "-$step"
         return
@@ -81,8 +81,8 @@ tell() {
     done
     echo "slurm: the processes could not be signalled that the time limit is near" >&2
 }
-trap 'told=USR1; signals=$((signals + 1)); [ -z "$step" ] || tell' USR1
-trap 'told=${told:-TERM}; signals=$((signals + 1))' TERM
+trap 'stop_signal=USR1; signals=$((signals + 1)); [ -z "$step" ] || send_stop' USR1
+trap 'stop_signal=${stop_signal:-TERM}; signals=$((signals + 1))' TERM
 family() {  # includes processes in other sessions, such as torchrun's ranks
     local child
     for child in $(cat "/proc/$1/task/"*/children 2> /dev/null); do family "$child"; done
@@ -106,11 +106,11 @@ set -m  # run in a separate process group, so that it can be signalled
 "${start[@]}" < /dev/null &
 step=$!
 set +m
-[ "$told" != USR1 ] || tell
+[ "$stop_signal" != USR1 ] || send_stop
 if [ -n "$shared" ]; then
     (
         until [ -e "$shared.kill" ]; do sleep 1; done
-        tell
+        send_stop
         for ((i = 0; i < GRACE_SECONDS; i++)); do sleep 1; done
         kill -KILL -- "-$step" $(family "$step")
     ) &
@@ -125,11 +125,11 @@ done
 # The training stopped at its own limit, such as memory, or to rewind to an earlier checkpoint.
 limit=
 if [ $code -eq STOPPED_EXIT ] && grep -qs '"stopped_by": "limit"' "${task[1]}/status.json"; then limit=1; fi
-if [ -z "$told$limit" ] && [ "$NNODES" -gt 1 ]; then
+if [ -z "$stop_signal$limit" ] && [ "$NNODES" -gt 1 ]; then
     case $code in STOPPED_EXIT | 143) code=1 ;; esac  # stopped by srun, as another node failed
 fi
 if [ -n "$shared" ] && [ -e "$shared.kill" ]; then exit $code; fi
-if { [ "$told" = USR1 ] || [ -n "$limit" ]; } && [ "${task[4]}" = 1 ]; then
+if { [ "$stop_signal" = USR1 ] || [ -n "$limit" ]; } && [ "${task[4]}" = 1 ]; then
     case $code in
         STOPPED_EXIT | 137 | 143)
             if [ "$(newest)" != "$had" ]; then

@@ -35,9 +35,9 @@ if [ $count -eq 0 ]; then
     exit 1
 fi
 export JOBS_PER_GPU=$count${SLURM_GPUS_ON_NODE:+/$SLURM_GPUS_ON_NODE}
-pids=() told= signals=0
-tell() { [ ${#pids[@]} -eq 0 ] || kill -USR1 "${pids[@]}" 2> /dev/null; }
-trap 'told=1; signals=$((signals + 1)); tell' USR1
+pids=() stop_signal= signals=0
+send_stop() { [ ${#pids[@]} -eq 0 ] || kill -USR1 "${pids[@]}" 2> /dev/null; }
+trap 'stop_signal=1; signals=$((signals + 1)); send_stop' USR1
 trap 'signals=$((signals + 1))' TERM
 for ((place = 0; place < count; place++)); do
     file=$4/$this+${place}of$count.$SUBMISSION
@@ -51,7 +51,7 @@ for ((place = 0; place < count; place++)); do
             ;;
     esac
 done
-[ -z "$told" ] || tell
+[ -z "$stop_signal" ] || send_stop
 for pid in "${pids[@]}"; do
     while :; do
         before=$signals

@@ -26,13 +26,13 @@ export NODE_RANK NNODES MASTER_PORT={PORT}
 # gave up. A failure from before this job was submitted ($3: digest of the file) does not count: the parent was
 # resubmitted together with it.
 _WAIT = f"""\
-end_if_told() {{ [ -z "$TOLD" ] || exit {STOPPED_EXIT}; }}
-pause() {{ end_if_told; sleep "$1" & wait $!; end_if_told; }}
+exit_if_signalled() {{ [ -z "$SIGNALLED" ] || exit {STOPPED_EXIT}; }}
+pause() {{ exit_if_signalled; sleep "$1" & wait $!; exit_if_signalled; }}
 GAVE_UP={GAVE_UP}; rm -f "$0$GAVE_UP"
 give_up() {{ echo "not started: it starts from experiment $*" >&2; : > "$0$GAVE_UP"; exit 1; }}
 check_queue() {{  # only on the first node, and not after a restart
     [ "$NODE_RANK" != 0 ] || [ "${{EAI_RUN_INDEX:-0}}" != 0 ] || ! queue_is_stopped || {{
-        echo "$SAID" >&2; echo "$SAID" > "$0$GAVE_UP"; exit 1
+        echo "$STOP_REASON" >&2; echo "$STOP_REASON" > "$0$GAVE_UP"; exit 1
     }}
 }}
 wait_for() {{
@@ -55,21 +55,21 @@ wait_for() {{
 
 # The training has its own process group, so that a signal reaches all its processes; this shell outlives it.
 _RUN = """\
-end_if_told
+exit_if_signalled
 set -m
 bash -c "$LINE" < /dev/null &
-CHILD=$! BEGAN=$SECONDS EARLY=$TOLD  # one command: no trap runs in between
+CHILD=$! START_SECONDS=$SECONDS EARLY=$SIGNALLED  # one command: no trap runs in between
 [ -z "$EARLY" ] || kill -s KILL -- "-$CHILD"  # it has not started any work
 { sleep "$STOP_AFTER"; kill -s USR1 -- "-$CHILD"; } 2> /dev/null &
 CLOCK=$!
 set +m
 wait "$CHILD"; CODE=$?
-while [ -n "$TOLD" ]; do
-    TOLD=; wait "$CHILD"; AGAIN=$?
+while [ -n "$SIGNALLED" ]; do
+    SIGNALLED=; wait "$CHILD"; AGAIN=$?
     [ $AGAIN = 127 ] || CODE=$AGAIN
 done
 kill -- "-$CLOCK" 2> /dev/null
-[ -n "$ASKED" ] || [ "$NODE_RANK" != 0 ] || count_failure $CODE $((SECONDS - BEGAN))
+[ -n "$STOP_REQUESTED" ] || [ "$NODE_RANK" != 0 ] || count_failure $CODE $((SECONDS - START_SECONDS))
 exit $CODE"""
 
 
@@ -82,12 +82,12 @@ def render_script(job: Job, parents: Mapping[str, Path], config: JobConfig) -> s
     stop_after = config.max_run_seconds - config.stop_before_seconds
     lines = [
         "#!/bin/bash",
-        f"OUT={_quote(out)}; ERR={_quote(err)}; TOLD=; ASKED=; CHILD=",
+        f"OUT={_quote(out)}; ERR={_quote(err)}; SIGNALLED=; STOP_REQUESTED=; CHILD=",
         f"NNODES={config.processes.nodes}",
         _NODES,
         'exec >> "$OUT" 2>> "$ERR" || exit 1',
         *(
-            f"""trap 'TOLD=1; ASKED=1; [ -z "$CHILD" ] || kill -s {name} -- "-$CHILD" 2> /dev/null' {name}"""
+            f"""trap 'SIGNALLED=1; STOP_REQUESTED=1; [ -z "$CHILD" ] || kill -s {name} -- "-$CHILD" 2> /dev/null' {name}"""
             for name in ("TERM", "USR1")
         ),
         'echo "== $(date -u +%FT%TZ) job ${EAI_JOB_ID:-?} run ${EAI_RUN_INDEX:-0} on $HOSTNAME" >&2',

@@ -140,7 +140,7 @@ class Plan(config.Config):
         if self.upload and "converted" in self.upload.folders and not self.convert:
             mistakes.append(("upload.folders", "'converted' is made by the stage convert, which is not in the plan."))
         if self.clean_up and not self.upload:
-            mistakes.append(("clean_up", "deletes only what was uploaded: the stage upload must be in the plan."))
+            mistakes.append(("clean_up", "deletes only uploaded folders: the stage upload must be in the plan."))
         elif self.clean_up and self.upload and (extra := set(self.clean_up.delete) - set(self.upload.folders)):
             mistakes.append(
                 ("clean_up.delete", f"{', '.join(sorted(extra))}: not in upload.folders, so it would be lost.")

@@ -187,7 +187,7 @@ def _snapshot(run: Path) -> tuple[bytes, ...]:
 
 @dataclass(frozen=True)
 class RotationRule:
-    """A checkpoint is kept while any of these rules matches.
+    """Rules for checkpoints to keep: one match is enough.
 
     Raises:
         ConfigError: a number is too small.
@@ -239,7 +239,7 @@ class Rotation:
         refuses, nothing is deleted; this logs a warning, and the training continues. The caller holds the lease, and no
         checkpoint is being written.
 
-        best_step: step in best.json; its checkpoint is kept.
+        best_step: step in best.json; its checkpoint is not deleted.
         """
         try:
             if deletable := self._deletable(step, best_step):
@@ -289,7 +289,7 @@ class Rotation:
         return {path for _, _, path in ranking[: self._keep.best]}
 
     def _last_offered_step(self) -> int:
-        """Latest step from which a child experiment can have started; 0 without children. Steps up to it are kept.
+        """Latest step from which a child experiment can have started; 0 without children. Steps up to it are not deleted.
 
         Children start from the last or the best checkpoint of a finished run. Such a run trains again only after a
         rewind, so any checkpoint up to the rewind, or up to a rewind that was undone, can have been the best. The

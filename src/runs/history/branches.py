@@ -154,7 +154,7 @@ def parse_data(text: str) -> str:
     """Validate the value of --data.
 
     Raises:
-        ConfigError: it has none of the three forms.
+        ConfigError: it is malformed.
     """
     if not _DATA.fullmatch(text):
         raise ConfigError(
@@ -167,7 +167,7 @@ def parse_rate(text: str) -> Rate:
     """The value of --lr.
 
     Raises:
-        ConfigError: it has none of the three forms, or the number is not positive and finite.
+        ConfigError: it is malformed, or the number is not positive and finite.
     """
     if match := re.fullmatch(rf"hold0:({_COUNT})", text):
         return Rate(hold_steps=int(match[1]))

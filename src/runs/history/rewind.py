@@ -54,9 +54,7 @@ def plan(run: Path, branch: Branch, why: str = "", new_wandb: bool = False) -> P
         builder.add_step(
             "write", WANDB, json={"id": branch.wandb, "forked_from": {"run": _wandb_id(run), "step": step}}
         )
-    reason = (
-        f"rewound to step {step} by {ledger.user_and_host()}{f' ({why})' if why else ''}; start it again to continue"
-    )
+    reason = f"rewound to step {step} by {ledger.user_and_host()}{f' ({why})' if why else ''}; restart it to resume"
     status_facts = {key: value for key, value in status.items() if key != "loss"}
     builder.add_step(
         "conclude", STATUS, json={**status_facts, "state": "stopped", "step": step, "reason": reason, "updated": now()}

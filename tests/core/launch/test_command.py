@@ -567,7 +567,7 @@ def test_which_ends_count_as_quick_failures(tmp_path: Path, code: int, seconds: 
     (tmp_path / "failures").write_text("1\n1\n")
     script = (
         f"MOST=3; FAILURES={tmp_path / 'failures'}\n{STOP_AFTER_FAILURES}count_failure {code} {seconds}; "
-        f"queue_is_stopped && echo $SAID"
+        f"queue_is_stopped && echo $STOP_REASON"
     )
     done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=False)
     assert ("3 in a row" in done.stdout, done.stderr) == (left == 3, "")
