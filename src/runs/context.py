@@ -79,7 +79,7 @@ class Options:
             refuse_without_fsdp(self)
         if processes % self.fsdp_replicas:
             raise ConfigError(
-                f"--fsdp_replicas {self.fsdp_replicas}: {processes} processes cannot be divided into as many equal parts."
+                f"--fsdp_replicas {self.fsdp_replicas}: {processes} processes cannot be divided into equal parts."
             )
 
     def save_intervals(self, eval_every: int) -> tuple[int, ...]:

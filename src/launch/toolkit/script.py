@@ -87,7 +87,8 @@ def render_script(job: Job, parents: Mapping[str, Path], config: JobConfig) -> s
         _NODES,
         'exec >> "$OUT" 2>> "$ERR" || exit 1',
         *(
-            f"""trap 'SIGNALLED=1; STOP_REQUESTED=1; [ -z "$CHILD" ] || kill -s {name} -- "-$CHILD" 2> /dev/null' {name}"""
+            f"trap 'SIGNALLED=1; STOP_REQUESTED=1; "
+            f"""[ -z "$CHILD" ] || kill -s {name} -- "-$CHILD" 2> /dev/null' {name}"""
             for name in ("TERM", "USR1")
         ),
         'echo "== $(date -u +%FT%TZ) job ${EAI_JOB_ID:-?} run ${EAI_RUN_INDEX:-0} on $HOSTNAME" >&2',

@@ -289,7 +289,7 @@ class Rotation:
         return {path for _, _, path in ranking[: self._keep.best]}
 
     def _last_offered_step(self) -> int:
-        """Latest step from which a child experiment can have started; 0 without children. Steps up to it are not deleted.
+        """Latest step from which a child can have started; 0 without children. Steps up to it are not deleted.
 
         Children start from the last or the best checkpoint of a finished run. Such a run trains again only after a
         rewind, so any checkpoint up to the rewind, or up to a rewind that was undone, can have been the best. The
