@@ -22,5 +22,5 @@ def test_an_array_prepares_what_this_machine_does(cluster: Cluster, tmp_path: Pa
     assert not cluster.alive(), "the command waits for its jobs"
     for name in ("train.jsonl", "val.jsonl", "manifest.json"):
         assert (tmp_path / "array" / "made" / name).read_bytes() == (tmp_path / "here" / "made" / name).read_bytes()
-    asked = ["sacct", "--noheader", "--allocations", "--name=metadata", "--format=state"]
-    wait_until(lambda: command(*asked).split() == ["COMPLETED"] * 5, "the accounting of five tasks")
+    sacct = ["sacct", "--noheader", "--allocations", "--name=metadata", "--format=state"]
+    wait_until(lambda: sacct(*sacct).split() == ["COMPLETED"] * 5, "the accounting of five tasks")

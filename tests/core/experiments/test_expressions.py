@@ -74,9 +74,9 @@ def test_it_does_not_hold(text: str):
 
 
 def test_names_are_those_that_are_read():
-    asked = expressions.compile("a.b.c > 1 and matches(d, 'e') or value('f/g') in [h, 'i', null, true, None]")
-    assert asked.names == {"a.b.c", "d", "f/g", "h"}
-    assert asked.text.startswith("a.b.c")
+    query = expressions.compile("a.b.c > 1 and matches(d, 'e') or value('f/g') in [h, 'i', null, true, None]")
+    assert query.names == {"a.b.c", "d", "f/g", "h"}
+    assert query.text.startswith("a.b.c")
 
 
 @pytest.mark.parametrize(

@@ -29,19 +29,19 @@ def nested_list(rng: random.Random, depth: int) -> list[Any]:
 
 
 def nested_dict(rng: random.Random, depth: int) -> dict[str, Any]:
-    made: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     for _ in range(rng.randrange(5)):
         key = "".join(rng.choices(LETTERS, k=rng.randrange(1, 6)))
         kind = rng.randrange(4) if depth else 0
         if kind == 1:
-            made[key] = nested_dict(rng, depth - 1)
+            result[key] = nested_dict(rng, depth - 1)
         elif kind == 2:
-            made[key] = [nested_dict(rng, depth - 1) for _ in range(rng.randrange(3))]
+            result[key] = [nested_dict(rng, depth - 1) for _ in range(rng.randrange(3))]
         elif kind == 3:
-            made[key] = nested_list(rng, depth)
+            result[key] = nested_list(rng, depth)
         else:
-            made[key] = leaf(rng)
-    return made
+            result[key] = leaf(rng)
+    return result
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -98,14 +98,14 @@ def nested(depth: int) -> dict[str, Any]:
     return value
 
 
-def looped() -> dict[str, Any]:
+def cyclic_dict() -> dict[str, Any]:
     loop: dict[str, Any] = {"a": {}, "b": []}
     loop["a"]["back"] = loop
     loop["b"] += [loop, loop]
     return loop
 
 
-@pytest.mark.parametrize("exp", [nested(51), nested(100_000), looped()], ids=["51", "100000", "loop"])
+@pytest.mark.parametrize("exp", [nested(51), nested(100_000), cyclic_dict()], ids=["51", "100000", "loop"])
 def test_what_is_too_deep_is_refused(exp: Any):
     check_values(nested(50), "g[0]")
     for value in (exp, {"l": [exp]}, [exp]):

@@ -155,8 +155,8 @@ class TestTraining:
         rule = ["--log_every", "1", "--keep_last", "1", "--keep_every", "6", "--keep_best", "3"]
         assert toy.main(["-e", "g", *rule], {"g": [exp]}, folder) == 0
         steps = sorted(p.name for p in (folder / "runs" / exp_id(exp) / "checkpoints").glob("step-*"))
-        evaluated = [row for row in toy.rows(folder, exp_id(exp)) if "val_loss" in row]
-        best = [row["step"] for row in sorted(evaluated, key=lambda row: -row["val_loss"])[:3]]
+        evaluation_rows = [row for row in toy.rows(folder, exp_id(exp)) if "val_loss" in row]
+        best = [row["step"] for row in sorted(evaluation_rows, key=lambda row: -row["val_loss"])[:3]]
         assert steps == [f"step-{step:08d}" for step in sorted({14, 6, 12, *best})]
 
     def test_the_rule_of_a_start_applies_from_its_first_step(self, folder: Path):
@@ -200,12 +200,12 @@ class TestLineage:
     def test_the_child_starts_from_the_parent(self, folder: Path):
         child = changed(SHORT, model=ref(SHORT), loop__steps=1, loop__learning_rate=1e-30)
         assert toy.main(["-e", "child", "--with-parents"], {"base": [SHORT], "child": [child]}, folder) == 0
-        parent, derived = (
+        parent, derived_exp = (
             load_file(folder / "runs" / exp_id(e) / "checkpoints" / s / "model.safetensors")
             for e, s in ((SHORT, "step-00000004"), (child, "step-00000001"))
         )
-        assert parent.keys() == derived.keys()
-        assert all(torch.allclose(parent[name], derived[name]) for name in parent)
+        assert parent.keys() == derived_exp.keys()
+        assert all(torch.allclose(parent[name], derived_exp[name]) for name in parent)
 
     def test_a_changed_parent_is_another_child(self):
         assert exp_id(changed(SHORT, model=ref(SHORT))) != exp_id(changed(SHORT, model=ref(changed(SHORT, seed=1))))
@@ -246,9 +246,9 @@ class TestPlans:
         assert toy.main(["-e", "g"], {"g": [SHORT]}, folder) == 0
         (folder / "runs" / exp_id(SHORT) / "status.json").write_text("{")
         assert toy.main(["-e", "g", "--dry-run"], {"g": [SHORT]}, folder) == 1
-        shown = capsys.readouterr()
-        assert "damaged" in shown.out
-        assert "status.json:1: not valid JSON" in shown.err
+        output = capsys.readouterr()
+        assert "damaged" in output.out
+        assert "status.json:1: not valid JSON" in output.err
 
     def test_set_and_steps_make_another_experiment(self, folder: Path):
         assert toy.main(["-e", "g", "--steps", "2", "--set", "loop.weight_decay=0"], {"g": [SHORT]}, folder) == 0

@@ -101,9 +101,9 @@ def test_what_is_evaluated_in_a_finished_run_is_not_cleaned_away(world: World):
     process = world.start("--every", "0.1")
     try:
         poll(lambda: pinned(world))
-        decided = retention.plan(world.run, rule, set(), time.time() + 1)
-        assert decided.deletable == ()
-        assert "what could go is worked on" in decided.reason_to_keep
+        cleanup = retention.plan(world.run, rule, set(), time.time() + 1)
+        assert cleanup.deletable == ()
+        assert "what could go is worked on" in cleanup.reason_to_keep
         (world.folder / "gate-10").touch()
         poll(lambda: not pinned(world))
         assert retention.plan(world.run, rule, set(), time.time() + 1).deletable == (checkpoints.folder(world.run, 10),)

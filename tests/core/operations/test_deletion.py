@@ -134,15 +134,15 @@ def test_an_ancestor_of_a_run_that_stays_is_never_deleted(tmp_path: Path, capsys
 
 
 def test_no_run_is_deleted_while_the_parents_of_another_are_unknown(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    one, damaged = make(tmp_path, 0), make(tmp_path, 1)
-    (damaged / "exp_dict.json").write_text("{")
+    one, damaged_run = make(tmp_path, 0), make(tmp_path, 1)
+    (damaged_run / "exp_dict.json").write_text("{")
     assert clean.main([str(tmp_path), "-e", "g", "--delete", "--yes"]) == 0
     assert one.exists()
-    assert str(damaged) in capsys.readouterr().err
-    assert clean.main([str(damaged), "--delete", "--yes"]) == 0
+    assert str(damaged_run) in capsys.readouterr().err
+    assert clean.main([str(damaged_run), "--delete", "--yes"]) == 0
     assert clean.main([str(tmp_path), "-e", "g", "--delete", "--yes"]) == 0
     assert not one.exists()
-    assert not damaged.exists()
+    assert not damaged_run.exists()
 
 
 def test_a_live_run_stays(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

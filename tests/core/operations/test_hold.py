@@ -51,17 +51,17 @@ def test_a_job_is_held_and_released_and_the_ledger_says_by_whom_and_why(
     assert capsys.readouterr().out == f"{run}: held job 7_3\n"
     assert interventions.main(["release", str(run)]) == 0
     assert calls.read_text() == "hold 7_3\nrelease 7_3\n"
-    held, released = ledger.read(run)
-    assert (held["event"], held["job"], held["who"], held["why"]) == (
+    hold_event, release_event = ledger.read(run)
+    assert (hold_event["event"], hold_event["job"], hold_event["who"], hold_event["why"]) == (
         "hold",
         "7_3",
         ledger.user_and_host(),
         "the data moves",
     )
-    assert (released["event"], released["job"]) == ("release", "7_3")
+    assert (release_event["event"], release_event["job"]) == ("release", "7_3")
     assert (
         capsys.readouterr().out
-        == f"{run}: released job 7_3, which {ledger.user_and_host()} held since {held['when']} (the data moves)\n"
+        == f"{run}: released job 7_3, which {ledger.user_and_host()} held since {hold_event['when']} (the data moves)\n"
     )
 
 

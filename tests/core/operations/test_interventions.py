@@ -76,10 +76,10 @@ def tell(run: Path, *arguments: str) -> int:
 def state(run: Path) -> dict[str, str]:
     """Hashes of all that a training reads or a person looks at."""
     left_out = ("abandoned/", "attempts/", "lease", ledger.FILE, "env.json")
-    found = {str(path.relative_to(run)): path for path in sorted(run.rglob("*")) if path.is_file()}
+    files = {str(path.relative_to(run)): path for path in sorted(run.rglob("*")) if path.is_file()}
     return {
         name: hashlib.sha256(path.read_bytes()).hexdigest()
-        for name, path in found.items()
+        for name, path in files.items()
         if not name.startswith(left_out)
     }
 
@@ -115,9 +115,9 @@ def test_a_rewind_puts_everything_after_the_step_aside(run: Path, capsys: pytest
         "learning_rate": {"factor": 0.75},
         "reset_optimizer": True,
     }
-    printed = capsys.readouterr().out
-    assert "to step 30: 5 steps of data passed over, learning rate x0.75, the optimizer's moments begin anew" in printed
-    assert "step-00000050 -> abandoned/branch-1/checkpoints" in printed
+    output = capsys.readouterr().out
+    assert "to step 30: 5 steps of data passed over, learning rate x0.75, the optimizer's moments begin anew" in output
+    assert "step-00000050 -> abandoned/branch-1/checkpoints" in output
     assert not (run / journal.FILE).exists()
     assert not (run / "lease").exists()
 
@@ -205,9 +205,9 @@ def test_to_go_back_further_leaves_the_branch_that_began_there(run: Path, capsys
 def test_a_dry_run_changes_nothing(run: Path, capsys: pytest.CaptureFixture[str]):
     before = sorted((str(path), path.stat().st_mtime_ns) for path in run.rglob("*"))
     assert tell(run, "rewind", "--to", "30", "--dry-run") == 0
-    printed = capsys.readouterr().out
-    assert "2 rows of scores.jsonl -> abandoned/branch-1/scores.jsonl" in printed
-    assert printed.endswith("Nothing was changed.\n")
+    output = capsys.readouterr().out
+    assert "2 rows of scores.jsonl -> abandoned/branch-1/scores.jsonl" in output
+    assert output.endswith("Nothing was changed.\n")
     assert sorted((str(path), path.stat().st_mtime_ns) for path in run.rglob("*")) == before
 
 
@@ -235,8 +235,8 @@ def test_a_new_wandb_run_knows_what_it_was_forked_from(run: Path, capsys: pytest
     assert "without --new-wandb-run, steps that are made again do not show there" in capsys.readouterr().out
     assert tell(run, "undo") == 0
     assert tell(run, "rewind", "--to", "30", "--new-wandb-run") == 0
-    found = json.loads((run / "wandb.json").read_text())
-    assert found == {"id": f"{run.name}-branch-3", "forked_from": {"run": "first", "step": 30}}
+    wandb_json = json.loads((run / "wandb.json").read_text())
+    assert wandb_json == {"id": f"{run.name}-branch-3", "forked_from": {"run": "first", "step": 30}}
     assert tell(run, "undo") == 0
     assert json.loads((run / "wandb.json").read_text()) == {"id": "first"}
 
@@ -288,7 +288,7 @@ def test_what_makes_no_sense_is_refused_and_changes_nothing(
     assert ledger.read(run) == []
 
 
-def refused(run: Path, capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+def run_refused(run: Path, capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     """What the command says while it changes nothing."""
     before = state(run)
     capsys.readouterr()
@@ -299,10 +299,10 @@ def refused(run: Path, capsys: pytest.CaptureFixture[str], *arguments: str) -> s
 
 def test_a_damaged_checkpoint_is_no_place_to_go_back_to(run: Path, capsys: pytest.CaptureFixture[str]):
     (checkpoints.folder(run, 30) / "model.safetensors").write_text("weightz at 30")
-    said = refused(run, capsys, "rewind", "--to", "30")
-    assert "its sha256 is not the one that was written), so nobody can go back to it. Choose another step." in said
+    message = run_refused(run, capsys, "rewind", "--to", "30")
+    assert "its sha256 is not the one that was written), so nobody can go back to it. Choose another step." in message
     (checkpoints.folder(run, 30) / "manifest.json").unlink()
-    assert "manifest.json: no such file" in refused(run, capsys, "rewind", "--to", "30")
+    assert "manifest.json: no such file" in run_refused(run, capsys, "rewind", "--to", "30")
 
 
 def test_a_damaged_newer_checkpoint_is_put_aside_like_any_other(run: Path):
@@ -317,7 +317,7 @@ def test_a_damaged_newer_checkpoint_is_put_aside_like_any_other(run: Path):
 def test_damaged_scores_are_named_before_anything_is_changed(run: Path, capsys: pytest.CaptureFixture[str]):
     lines = (run / "scores.jsonl").read_bytes().splitlines(keepends=True)
     (run / "scores.jsonl").write_bytes(b"".join([*lines[:2], b"nonsense\n", *lines[3:]]))
-    assert "scores.jsonl:3: not a row of scores" in refused(run, capsys, "rewind", "--to", "40")
+    assert "scores.jsonl:3: not a row of scores" in run_refused(run, capsys, "rewind", "--to", "40")
     assert not (run / "abandoned").exists()
 
 
@@ -329,8 +329,8 @@ def test_a_live_run_is_left_alone(run: Path, capsys: pytest.CaptureFixture[str])
         assert holder.stdout is not None
         assert holder.stdout.readline() == "held\n"
         for arguments in (["rewind", "--to", "30"], ["undo"], ["rollback-evals", "--to", "30"]):
-            assert "it trains this experiment now. Wait for it, or stop it." in refused(run, capsys, *arguments)
-        assert "trains it now. Stop it first." in refused(run, capsys, "rewind", "--to", "30", "--dry-run")
+            assert "it trains this experiment now. Wait for it, or stop it." in run_refused(run, capsys, *arguments)
+        assert "trains it now. Stop it first." in run_refused(run, capsys, "rewind", "--to", "30", "--dry-run")
     finally:
         holder.communicate("\n", timeout=300)
     assert tell(run, "rewind", "--to", "30") == 0
@@ -348,20 +348,22 @@ lease.release()
 
 
 def test_nothing_to_undo_is_said(run: Path, capsys: pytest.CaptureFixture[str]):
-    assert refused(run, capsys, "undo") == f"error: {run}: there is nothing to undo.\n"
+    assert run_refused(run, capsys, "undo") == f"error: {run}: there is nothing to undo.\n"
 
 
 def test_undo_without_what_it_needs_changes_nothing(run: Path, capsys: pytest.CaptureFixture[str]):
     assert tell(run, "rewind", "--to", "30") == 0
     shutil.rmtree(run / "abandoned/branch-1/checkpoints/step-00000040")
-    assert "branch-1/checkpoints/step-00000040: gone, so the run cannot be restored" in refused(run, capsys, "undo")
+    assert "branch-1/checkpoints/step-00000040: gone, so the run cannot be restored" in run_refused(run, capsys, "undo")
 
 
 def test_a_step_of_a_branch_that_was_left_is_found(run: Path, capsys: pytest.CaptureFixture[str]):
     assert tell(run, "rewind", "--to", "30") == 0
-    said = refused(run, capsys, "rewind", "--to", "50")
-    assert "There are: 10, 20, 30." in said
-    assert "abandoned/branch-1/checkpoints/step-00000050 is of a branch that was left: `undo` leads back there." in said
+    message = run_refused(run, capsys, "rewind", "--to", "50")
+    assert "There are: 10, 20, 30." in message
+    assert (
+        "abandoned/branch-1/checkpoints/step-00000050 is of a branch that was left: `undo` leads back there." in message
+    )
 
 
 def test_a_run_is_found_by_the_beginning_of_its_id(run: Path, capsys: pytest.CaptureFixture[str]):
@@ -386,44 +388,44 @@ def test_the_ledger_is_shown(run: Path, capsys: pytest.CaptureFixture[str]):
 CHANGES = {"os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.link", "os.truncate"}
 
 
-def killed(action: Callable[[], Any], run: Path, moment: int) -> bool:
+def run_killed(action: Callable[[], Any], run: Path, moment: int) -> bool:
     """Do `action` in a process that is killed just before its change number `moment` of the disk; False where it made
     fewer."""
     child = os.fork()
     if child == 0:
-        made = 0
+        num_changes = 0
 
         def watch(event: str, arguments: tuple[Any, ...]) -> None:
-            nonlocal made
+            nonlocal num_changes
             writes = event == "open" and isinstance(arguments[2], int) and arguments[2] & (os.O_WRONLY | os.O_RDWR)
             if (event in CHANGES or writes) and str(run) in str(arguments[0]):
-                made += 1
-                if made > moment:
+                num_changes += 1
+                if num_changes > moment:
                     os.kill(os.getpid(), signal.SIGKILL)
 
         sys.addaudithook(watch)
         with open(os.devnull, "w") as nowhere:
             sys.stdout = sys.stderr = nowhere
             os._exit(action())
-    _, ended = os.waitpid(child, 0)
-    assert os.WIFSIGNALED(ended) or os.WEXITSTATUS(ended) == 0
-    return os.WIFSIGNALED(ended)
+    _, exit_status = os.waitpid(child, 0)
+    assert os.WIFSIGNALED(exit_status) or os.WEXITSTATUS(exit_status) == 0
+    return os.WIFSIGNALED(exit_status)
 
 
 def content(run: Path) -> dict[str, Any]:
     """All of a run, but for moments, ids of events, and the folder's place."""
-    found: dict[str, Any] = {}
+    files: dict[str, Any] = {}
     for path in sorted(run.rglob("*")):
         name = str(path.relative_to(run))
         swept_later = re.fullmatch(r"\.[^/]+\.[0-9a-f]{8}", name)  # by the next start
         if path.is_file() and not swept_later and not name.startswith(("lease", "attempts/")):
-            found[name] = path.read_bytes().replace(str(run).encode(), b"")
+            files[name] = path.read_bytes().replace(str(run).encode(), b"")
             if path.name in ("record.json", "status.json", ledger.FILE):
-                found[name] = [
+                files[name] = [
                     timeless(line)
                     for line in (path.read_text().splitlines() if name == ledger.FILE else [path.read_text()])
                 ]
-    return found
+    return files
 
 
 def timeless(text: str) -> Any:
@@ -442,33 +444,35 @@ def copies(source: Path, folder: Path, number: int) -> Path:
 
 def kill_everywhere(run: Path, folder: Path, *arguments: str) -> int:
     """Kill the command before each change of the disk, call it again, and compare; the number of moments."""
-    undisturbed = copies(run, folder, 0)
-    begun = content(undisturbed)
-    assert tell(undisturbed, *arguments) == 0
-    wanted = content(undisturbed)
-    assert wanted != begun
+    reference = copies(run, folder, 0)
+    initial_content = content(reference)
+    assert tell(reference, *arguments) == 0
+    expected_content = content(reference)
+    assert expected_content != initial_content
     moment = 0
     while True:
         one = copies(run, folder, moment + 1)
-        if not killed(lambda one=one: tell(one, *arguments), one, moment):
+        if not run_killed(lambda one=one: tell(one, *arguments), one, moment):
             break
-        if (one / journal.FILE).exists() or content(one) == begun:  # else it was over, but for letting go of the lease
+        if (one / journal.FILE).exists() or content(
+            one
+        ) == initial_content:  # else it was over, but for letting go of the lease
             assert tell(one, *arguments) == 0
-        assert content(one) == wanted, f"killed before change {moment}"
+        assert content(one) == expected_content, f"killed before change {moment}"
         assert not list(one.rglob(".*.linking"))
         shutil.rmtree(one.parent)
         moment += 1
-    assert content(one) == wanted
+    assert content(one) == expected_content
     return moment
 
 
 @pytest.fixture
-def _unsynced(monkeypatch: pytest.MonkeyPatch) -> None:
+def _without_sync(monkeypatch: pytest.MonkeyPatch) -> None:
     """A killed process leaves what it wrote to the system, synced or not; a hundred times syncing takes minutes."""
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
 
 
-@pytest.mark.usefixtures("_unsynced")
+@pytest.mark.usefixtures("_without_sync")
 @pytest.mark.slow
 def test_a_rewind_that_is_killed_anywhere_is_finished_by_the_next_call(tmp_path: Path):
     run = tmp_path / "runs" / exp_id(EXP)
@@ -481,7 +485,7 @@ def test_a_rewind_that_is_killed_anywhere_is_finished_by_the_next_call(tmp_path:
     )
 
 
-@pytest.mark.usefixtures("_unsynced")
+@pytest.mark.usefixtures("_without_sync")
 @pytest.mark.slow
 def test_an_undo_that_is_killed_anywhere_is_finished_by_the_next_call(tmp_path: Path):
     run = tmp_path / "runs" / exp_id(EXP)
@@ -497,7 +501,7 @@ def test_an_undo_that_is_killed_anywhere_is_finished_by_the_next_call(tmp_path: 
 
 def test_another_command_finishes_what_was_interrupted_before_it_begins(run: Path, capsys: pytest.CaptureFixture[str]):
     before = state(run)
-    assert killed(lambda: tell(run, "rewind", "--to", "30"), run, 30)
+    assert run_killed(lambda: tell(run, "rewind", "--to", "30"), run, 30)
     assert (run / journal.FILE).exists()
     assert tell(run, "rewind", "--to", "30", "--dry-run") == 0
     assert "was interrupted: rewind by" in capsys.readouterr().out
@@ -529,7 +533,7 @@ def test_a_lease_that_a_dead_process_left_is_taken_over(run: Path):
 
 
 def test_the_next_start_of_the_run_finishes_what_was_interrupted(run: Path):
-    assert killed(lambda: tell(run, "rewind", "--to", "30"), run, 30)
+    assert run_killed(lambda: tell(run, "rewind", "--to", "30"), run, 30)
     with RunDir.open(run.parent, EXP, EXP) as directory:
         assert not (run / journal.FILE).exists()
         assert steps(run / "checkpoints") == [10, 20, 30]
@@ -545,7 +549,7 @@ def test_a_row_that_others_add_while_a_rewind_waits_to_be_finished_is_not_lost(r
     ):
         shutil.rmtree(run)
         train(run, 0, 50)
-        assert killed(lambda at=moment: tell(run, "rewind", "--to", "30"), run, moment)
+        assert run_killed(lambda at=moment: tell(run, "rewind", "--to", "30"), run, moment)
         moment += 1
     with open(run / "evaluations.jsonl", "ab") as file:
         file.write(b'{"step": 20, "task": "late"}\n{"step": 40, "task": "late"}\n')
@@ -555,7 +559,7 @@ def test_a_row_that_others_add_while_a_rewind_waits_to_be_finished_is_not_lost(r
 
 
 def test_a_checkpoint_that_retention_deletes_meanwhile_stops_nothing(run: Path):
-    assert killed(lambda: tell(run, "rewind", "--to", "30"), run, 20)
+    assert run_killed(lambda: tell(run, "rewind", "--to", "30"), run, 20)
     shutil.rmtree(checkpoints.folder(run, 50))
     shutil.rmtree(checkpoints.folder(run, 20))
     assert tell(run, "rewind", "--to", "30") == 0

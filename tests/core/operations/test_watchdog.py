@@ -88,8 +88,8 @@ class World:
         then = time.time() - seconds
         os.utime(self.run / name, (then, then))
 
-    def updated(self) -> None:
-        """As if the last row were of another second than the start."""
+    def age_status(self) -> None:
+        """Make the status look as if the last row was written after the start."""
         status = json.loads((self.run / STATUS).read_text())
         (self.run / STATUS).write_text(json.dumps({**status, "started": "2026-01-01T00:00:00+00:00"}))
 
@@ -100,7 +100,7 @@ class World:
         (row,) = table(RunStore(self.runs), [ID])
         return watchdog.judge(self.run, row, watchdog.Limits(**limits))
 
-    def noted(self) -> list[str]:
+    def event_rules(self) -> list[str]:
         return [event["rule"] for event in jsonl_records.rows(self.run / events.EVENTS)]
 
 
@@ -114,9 +114,9 @@ def world(tmp_path: Path) -> Iterator[World]:
     new_world.kill()
 
 
-def poll(happened: Callable[[], Any], seconds: float = 300) -> None:
+def poll(condition: Callable[[], Any], seconds: float = 300) -> None:
     end = time.monotonic() + seconds
-    while not happened():
+    while not condition():
         assert time.monotonic() < end, f"waited {seconds} seconds in vain"
         time.sleep(0.05)
 
@@ -147,7 +147,7 @@ def test_a_step_older_than_its_median_allows_is_hung_once_and_recovers(world: Wo
         watchdog.KNOWN_INCIDENT_EXIT,
         0,
     ]
-    assert world.noted() == ["hung", "recovered"]
+    assert world.event_rules() == ["hung", "recovered"]
     assert table(RunStore(world.runs), [ID])[0].reason == ""
     assert world.look() == watchdog.KNOWN_INCIDENT_EXIT  # the same incident, which was told of
     world.tell("beat 6")
@@ -155,7 +155,7 @@ def test_a_step_older_than_its_median_allows_is_hung_once_and_recovers(world: Wo
     (world.run / heartbeat.HEARTBEAT).write_text(json.dumps({"attempt": 1, "step": 6, "step_seconds": 10.0}))
     world.age(heartbeat.HEARTBEAT, 120)
     assert world.look() == watchdog.NEW_INCIDENT_EXIT
-    assert world.noted() == ["hung", "recovered", "hung"]
+    assert world.event_rules() == ["hung", "recovered", "hung"]
     row = table(RunStore(world.runs), [ID])[0]
     assert row.state == "running"
     assert row.reason.startswith("hung: its last step, 6, was 120 s ago")
@@ -164,7 +164,7 @@ def test_a_step_older_than_its_median_allows_is_hung_once_and_recovers(world: Wo
 def test_without_heartbeats_the_way_to_the_next_row_is_allowed(world: World):
     world.start()
     world.tell("row 40")
-    world.updated()
+    world.age_status()
     world.perf((20, 200.0, 0.1), (40, 260.0, 0.1))  # steps of 10 s, rows every 260 s at most, evaluations of 60 s
     world.age(STATUS, 100 + 180 + 260 - 3)
     assert world.verdict().state == "running"
@@ -203,13 +203,13 @@ def test_a_killed_run_is_dead_once(world: World):
     world.kill()
     poll(lambda: world.verdict().state == "dead")
     assert [world.look(), world.look()] == [watchdog.NEW_INCIDENT_EXIT, watchdog.KNOWN_INCIDENT_EXIT]
-    assert world.noted() == ["dead"]
+    assert world.event_rules() == ["dead"]
     assert table(RunStore(world.runs), [ID])[0].state == "lost"
     world.start()
     assert world.look() == 0
     world.kill()
     assert world.look() == watchdog.NEW_INCIDENT_EXIT
-    assert world.noted() == ["dead", "dead"]  # another start, another incident
+    assert world.event_rules() == ["dead", "dead"]  # another start, another incident
 
 
 def test_finished_and_failed_runs(world: World):

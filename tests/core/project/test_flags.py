@@ -31,8 +31,8 @@ def page() -> str:
     """The whole of docs/flags.md."""
     text = BEGINNING
     for group in arguments.make_parser("", Path("."))._action_groups[2:]:
-        shown = [action for action in group._group_actions if action.help is not argparse.SUPPRESS]
-        rows = "\n".join(row(action) for action in shown)
+        visible_actions = [action for action in group._group_actions if action.help is not argparse.SUPPRESS]
+        rows = "\n".join(row(action) for action in visible_actions)
         text += (
             f"\n## {(title := group.title or '')[:1].upper()}{title[1:]}\n\n| flag | value | meaning "
             f"|\n|---|---|---|\n{rows}\n"

@@ -23,7 +23,7 @@ BEFORE: dict[str, Any] = {
 
 class Leaf(Config):
     width: int = 2
-    turned: bool = added_field(False)
+    is_turned: bool = added_field(False)
 
 
 class Stop(Config):

@@ -43,6 +43,6 @@ for pattern in {CATASTROPHIC!r}:
     ],
 )
 def test_what_is_refused(pattern: str, why: str):
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError) as error_info:
         expressions.compile(f"matches(name, {pattern!r})")
-    assert f"{pattern!r} is no regular expression of RE2: {why}" in str(caught.value)
+    assert f"{pattern!r} is no regular expression of RE2: {why}" in str(error_info.value)

@@ -214,8 +214,8 @@ def test_children_of_a_failed_parent_do_not_run(cluster: Cluster, folder: Path):
 def test_a_refusal_is_passed_on_and_nothing_stays_queued(
     cluster: Cluster, folder: Path, change: dict[str, str], match: str
 ):
-    refused = launcher.Config(patience_seconds=300.0, **change)  # type: ignore[arg-type]
-    jobs = [job(folder, "a"), job(folder, "b"), job(folder, "c", resources=refused)]
+    bad_config = launcher.Config(patience_seconds=300.0, **change)  # type: ignore[arg-type]
+    jobs = [job(folder, "a"), job(folder, "b"), job(folder, "c", resources=bad_config)]
     with pytest.raises(LaunchError, match=match):
         submit(jobs, folder)
     assert len(cluster.calls("sbatch")) == 2

@@ -48,11 +48,11 @@ def test_the_last_is_that_of_the_last_step(run: Path):
 
 def test_no_earlier_one_stands_in_for_a_damaged_last_one(run: Path, caplog: pytest.LogCaptureFixture):
     damage(checkpoints.folder(run, 4))
-    told = (
+    message = (
         rf"00000004: the last checkpoint is damaged \(.*safetensors: 0 bytes.*\)\. Start .* --exp_id {run.name} "
         rf"-r 1, or restore"
     )
-    with pytest.raises(CheckpointError, match=told):
+    with pytest.raises(CheckpointError, match=message):
         checkpoints.last(SavedRun(run))
     assert checkpoints.newest_complete(run) == checkpoints.folder(run, 2)
     assert "step-00000004: damaged, so it is passed over" in caplog.text

@@ -31,11 +31,11 @@ def save(run: Path, step: int, words: str = "weights", best: int | None = None) 
     folder = checkpoints.folder(run, step)
     folder.mkdir(parents=True, exist_ok=True)
     state = json.dumps({"step": step, "selection": {"best_step": best}})
-    listed = {}
+    file_facts = {}
     for name, text in {"model.safetensors": f"{words} of {step}", "state.json": state}.items():
         (folder / name).write_text(text)
-        listed[name] = {"bytes": len(text), "sha256": hashlib.sha256(text.encode()).hexdigest()}
-    (folder / "manifest.json").write_text(json.dumps({"files": listed}))
+        file_facts[name] = {"bytes": len(text), "sha256": hashlib.sha256(text.encode()).hexdigest()}
+    (folder / "manifest.json").write_text(json.dumps({"files": file_facts}))
     return folder
 
 
@@ -136,9 +136,9 @@ def test_an_interval_at_which_no_checkpoint_is_written_is_refused():
         r"--keep_every: .* every 7 and every 10 steps, so .* multiple of 25\. Take a multiple of 7 or of 10, "
         r"or change --save_every"
     )
-    with pytest.raises(ConfigError, match=message) as caught:
+    with pytest.raises(ConfigError, match=message) as error_info:
         RotationRule(every=25).check([10, 7])
-    assert caught.value.everywhere
+    assert error_info.value.everywhere
 
 
 def damage(checkpoint: Path) -> None:
@@ -208,10 +208,10 @@ def test_damaged_scores_delete_nothing_and_are_reported(tmp_path: Path, caplog: 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small disk needs root")
 def test_a_failed_deletion_is_reported_and_retried(tmp_path: Path, caplog: pytest.LogCaptureFixture):
-    stuck = save(tmp_path, 1) / "stuck"
-    stuck.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(stuck)], check=True)
-    (stuck / "file").touch()
+    undeletable = save(tmp_path, 1) / "stuck"
+    undeletable.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(undeletable)], check=True)
+    (undeletable / "file").touch()
     hidden: list[Path] = []
     try:
         assert train(tmp_path, {2: 0.0, 3: 0.0}, RotationRule()) == [2, 3]
@@ -219,7 +219,7 @@ def test_a_failed_deletion_is_reported_and_retried(tmp_path: Path, caplog: pytes
         assert len(hidden) == 1
         assert f"{hidden[0]}: could not be deleted; it is tried again" in caplog.text
     finally:
-        subprocess.run(["umount", str((hidden[0] if hidden else stuck.parent) / "stuck")], check=True)
+        subprocess.run(["umount", str((hidden[0] if hidden else undeletable.parent) / "stuck")], check=True)
     Rotation(tmp_path, RotationRule(), "val_loss", "min").rotate(3, None)
     assert not hidden[0].exists()
 
@@ -240,12 +240,12 @@ def dies(action: Callable[[], Any], when: Callable[[str, str], bool]) -> bool:
         sys.addaudithook(watch)
         action()
         os._exit(0)
-    _, ended = os.waitpid(process, 0)
-    assert os.WIFSIGNALED(ended) or os.WEXITSTATUS(ended) == 0
-    return os.WIFSIGNALED(ended)
+    _, exit_status = os.waitpid(process, 0)
+    assert os.WIFSIGNALED(exit_status) or os.WEXITSTATUS(exit_status) == 0
+    return os.WIFSIGNALED(exit_status)
 
 
-def killed(action: Callable[[], Any], run: Path, moment: int) -> bool:
+def run_killed(action: Callable[[], Any], run: Path, moment: int) -> bool:
     """Do `action` in a process that is killed just before its change number `moment` of the disk; False where it made
     fewer."""
     counter = itertools.count()
@@ -264,7 +264,7 @@ def test_a_kill_at_any_write_leaves_complete_checkpoints(tmp_path: Path):
     def rotate(run: Path, step: int = 10) -> None:
         Rotation(run, keep, "val_loss", "min").rotate(step, 4)
 
-    def started(run: Path) -> Path:
+    def make_run(run: Path) -> Path:
         for step in VALLEY:
             save(run, step)
         write_rows(run, VALLEY, 10)
@@ -272,7 +272,7 @@ def test_a_kill_at_any_write_leaves_complete_checkpoints(tmp_path: Path):
 
     must = {4, 6, 8, 9, 10}
     names = set()
-    while killed(lambda: rotate(run), run := started(tmp_path / f"{moment}"), moment):
+    while run_killed(lambda: rotate(run), run := make_run(tmp_path / f"{moment}"), moment):
         remaining = steps(run)
         assert must <= set(remaining)
         assert all(defect(checkpoints.folder(run, step)) is None for step in remaining)

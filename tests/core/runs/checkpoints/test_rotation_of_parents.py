@@ -129,7 +129,7 @@ def test_whatever_happens_to_a_run_what_others_started_from_stays(tmp_path: Path
     run, keep = tmp_path / exp_id(EXP), RotationRule(rng.randrange(1, 3), rng.choice([None, 4]), rng.randrange(1, 3))
     SavedRun(run).write_exp(EXP, [])
     lines: list[dict[int, float | None]] = [{}]
-    taken: set[str | None] = set()
+    parent_hashes: set[str | None] = set()
     did: list[str] = []
     for line in range(14):
         state, here = SavedRun(run).status["state"], hashes(run)
@@ -142,15 +142,15 @@ def test_whatever_happens_to_a_run_what_others_started_from_stays(tmp_path: Path
             first = max(lines[-1], default=0) + 1
             lines[-1] |= {step: float(rng.randrange(9)) for step in range(first, first + rng.randrange(1, 6))}
             train(run, lines[-1], keep, words=f"line {line}", first=first)
-            assert {name for name in here.values() if name in taken} <= set(hashes(run).values()), did
+            assert {name for name in here.values() if name in parent_hashes} <= set(hashes(run).values()), did
             write_json(run / "status.json", {"state": "stopped", "step": steps(run)[-1], "attempt": 1})
         elif did[-1] == "finish":
             finish(run)
         elif did[-1] == "child":
             which = rng.choice(["last", "best"])
-            found = checkpoints.best(run) if which == "best" else checkpoints.last(SavedRun(run))
-            if found is not None:
-                taken.add(manifest_hash(found))
+            checkpoint = checkpoints.best(run) if which == "best" else checkpoints.last(SavedRun(run))
+            if checkpoint is not None:
+                parent_hashes.add(manifest_hash(checkpoint))
                 exp = {**child(which), "seed": line + 1}
                 SavedRun(tmp_path / exp_id(exp)).write_exp(exp, [])
         elif did[-1] == "rewind":
@@ -160,5 +160,5 @@ def test_whatever_happens_to_a_run_what_others_started_from_stays(tmp_path: Path
         else:
             rewind.plan_undo(run).apply()
             lines.pop()
-    kept = {manifest_hash(path.parent) for path in run.rglob("manifest.json")}
-    assert taken <= kept, did
+    remaining_hashes = {manifest_hash(path.parent) for path in run.rglob("manifest.json")}
+    assert parent_hashes <= remaining_hashes, did

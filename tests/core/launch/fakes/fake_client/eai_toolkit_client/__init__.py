@@ -30,7 +30,7 @@ class JobSpecResources:
 
 
 class JobSpec:
-    KNOWN = frozenset(
+    FIELD_NAMES = frozenset(
         {"name", "image", "data", "environment_vars", "workdir", "command", "interactive"}
         | {"preemptable", "restartable", "bid", "max_run_time", "resources"}
     )
@@ -82,8 +82,8 @@ class JobApi:
     def v1_cluster_job_get(self, q: str) -> SimpleNamespace:
         if error := _call("v1_cluster_job_get"):
             raise error
-        found = [jobs.read(name) for name in q.removeprefix("id__in=").split(",")]
-        return SimpleNamespace(items=[_job(record) for record in found if record])
+        records = [jobs.read(name) for name in q.removeprefix("id__in=").split(",")]
+        return SimpleNamespace(items=[_job(record) for record in records if record])
 
     def v1_job_get_by_id(self, job_id: str) -> SimpleNamespace:
         return _get(job_id)
