@@ -64,7 +64,7 @@ def test_a_killed_job_is_cancelled(every_world: Real):
 
 def test_a_lost_submission_and_jobs_that_wait(cluster: Cluster, every_world: Real):
     """Whose jobs are found, killed while they wait for resources, and never start."""
-    test_every_launcher.test_what_a_lost_submission_has_queued_is_found_again(every_world)
+    test_every_launcher.test_jobs_of_a_lost_submission_are_found(every_world)
     every_world.start(())
     wait_until(lambda: not cluster.alive(), "Ray to start the killed jobs for their end")
     assert not list((every_world.folder / "logs").iterdir())

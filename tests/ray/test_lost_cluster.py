@@ -17,7 +17,7 @@ from tests.ray.test_cluster import Grid, processes
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
 
-def test_what_has_ended_stays_known_without_the_cluster(
+def test_ended_jobs_are_known_without_the_cluster(
     cluster: Cluster, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
     """It takes its running job with it. A test after this one would start a new one."""

@@ -11,7 +11,7 @@ from tests.slurm.real import Cluster, command, wait_until
 pytestmark = [pytest.mark.slurm, pytest.mark.slow]
 
 
-def test_an_array_prepares_what_this_machine_does(cluster: Cluster, tmp_path: Path):
+def test_an_array_prepares_the_same_data_as_this_machine(cluster: Cluster, tmp_path: Path):
     partition = command("sinfo", "--noheader", "--format=%R").split()[0]
     for number in range(5):
         write_json(tmp_path / f"{number}.jsonl.gz", [page(f"p{number}x{i}") for i in range(30)])

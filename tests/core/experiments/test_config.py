@@ -152,7 +152,7 @@ class Short(Config):
         ({"code": "xyz"}, "s.code: expected text of the form ^[a-f]+$, got 'xyz' (str)."),
     ],
 )
-def test_lengths_and_patterns_are_told_in_our_words(raw: Any, message: str):
+def test_errors_describe_lengths_and_patterns(raw: Any, message: str):
     with pytest.raises(ConfigError) as error_info:
         load(Short, raw, "s")
     assert str(error_info.value) == message
@@ -162,7 +162,7 @@ def test_unknown_sorts_names_of_several_types():
     assert str(unknown("group", "b", [2, "a"], "-e")) == ("-e: unknown group 'b'. Known: 2, a.")  # type: ignore[list-item]
 
 
-def test_every_mistake_is_told_at_once():
+def test_all_mistakes_are_reported_at_once():
     assert mistake({"loop": {"steps": "x", "rat": 1}, "label": 2}).splitlines() == [
         "copy_lr[2].loop.steps: expected int, got 'x' (str).",
         "copy_lr[2].loop: unknown key 'rat'. Did you mean 'rate'? Known: betas, rate, schedule, steps, warm.",
@@ -260,7 +260,7 @@ def test_a_component_is_its_config_and_knows_its_name(things: ComponentTable):
     assert (part.name, part.base.name, part.base.width) == ("wrap", "leaf", 2.0)
 
 
-def test_a_part_may_be_given_ready(things: ComponentTable):
+def test_a_component_can_be_passed_as_an_object(things: ComponentTable):
     part = bind(things, {"name": "leaf"})
     assert bind(things, part) is part
 
@@ -301,7 +301,7 @@ def test_a_part_may_be_given_ready(things: ComponentTable):
         ),
     ],
 )
-def test_mistakes_in_parts_are_named_by_the_whole_path(
+def test_mistakes_in_components_have_full_paths(
     things: ComponentTable, raw: Any, expected_problems: list[tuple[str, str]]
 ):
     assert problems(things, raw) == expected_problems

@@ -125,7 +125,7 @@ def test_a_mistake_is_named_with_its_place(text: str, message: str):
         expressions.compile(text)
 
 
-def test_the_place_where_it_stands_begins_the_message():
+def test_messages_start_with_the_place():
     with pytest.raises(ConfigError, match=r"^--where, character 3 "):
         expressions.compile("a b", "--where")
 

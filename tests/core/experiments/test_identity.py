@@ -106,7 +106,7 @@ def cyclic_dict() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("exp", [nested(51), nested(100_000), cyclic_dict()], ids=["51", "100000", "loop"])
-def test_what_is_too_deep_is_refused(exp: Any):
+def test_deep_nesting_is_refused(exp: Any):
     check_values(nested(50), "g[0]")
     for value in (exp, {"l": [exp]}, [exp]):
         with pytest.raises(ConfigError, match=r"^g\[0\]: expected dicts and lists at most 50 deep"):

@@ -135,7 +135,7 @@ def test_fields_are_found():
     assert ("src.launch.local.launcher", "Config", "slots") in set(config_fields())
 
 
-def test_equal_parts_are_asked_once_within_a_block(tmp_path: Path):
+def test_equal_components_are_called_once_within_a_block(tmp_path: Path):
     with new_directory(tmp_path / "corpus") as folder:
         for split in ("train", "val"):
             (folder / f"{split}.jsonl").write_text('{"text": "a", "source": "b"}\n')

@@ -127,13 +127,13 @@ def fake_smi(folder: Path, text: str, code: int = 0) -> str:
         ("NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver.", 9, "1"),
     ],
 )
-def test_ngpus_asks_nvidia_smi_where_nothing_is_set(tmp_path: Path, monkeypatch, listing: str, code: int, count: str):
+def test_ngpus_uses_nvidia_smi_by_default(tmp_path: Path, monkeypatch, listing: str, code: int, count: str):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     path = fake_smi(tmp_path / "bin", listing, code)
     assert run_job(job_of((), tmp_path, python() + "NGPUS "), PATH=path) == [count]
 
 
-def test_ngpus_is_a_whole_word_and_may_stand_in_quotes(tmp_path: Path):
+def test_ngpus_is_a_separate_word_and_can_be_quoted(tmp_path: Path):
     """A variable of the user's own keeps its value; a nested bash sees the count too."""
     line = (
         f"""MY_NGPUS=9 bash -c '{sys.executable} -c "{ECHO}" NGPUS "$MY_NGPUS" "$@"' _ "$NGPUS" "${{NGPUS}}" "NGPUS" """
@@ -206,7 +206,7 @@ def test_each_starter_starts_its_processes(tmp_path: Path, starter, per_node, wo
         (["--config_file", "fsdp.yaml"], ("true", None, "bf16")),
     ],
 )
-def test_accelerate_may_be_told_how_to_share_the_model(tmp_path: Path, arguments: list[str], expected_words: tuple):
+def test_accelerate_accepts_sharding_options(tmp_path: Path, arguments: list[str], expected_words: tuple):
     settings = {"compute_environment": "LOCAL_MACHINE", "distributed_type": "FSDP", "fsdp_config": {"fsdp_version": 2}}
     (tmp_path / "fsdp.yaml").write_text(
         json.dumps({**settings, "mixed_precision": "bf16", "num_machines": 1, "num_processes": 4})
@@ -392,7 +392,7 @@ def test_deepspeed_starts_without_a_gpu_and_gives_no_local_rank_to_the_script(
     )
 
 
-def test_deepspeed_on_nodes_is_told_of_the_world_without_ssh(tmp_path: Path):
+def test_deepspeed_on_several_nodes_needs_no_ssh(tmp_path: Path):
     """By a stand-in for Python itself, so that no installed DeepSpeed answers."""
     environment = tmp_path / "env"
     (environment / "bin").mkdir(parents=True)
@@ -549,9 +549,7 @@ time.sleep(1000)
 @pytest.mark.slow
 @pytest.mark.parametrize("starter", ["torchrun", "deepspeed", "accelerate"])
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_a_job_that_is_told_to_stop_ends_after_its_processes_have_saved(
-    tmp_path: Path, starter, number: signal.Signals
-):
+def test_a_stopped_job_ends_after_its_processes_have_saved(tmp_path: Path, starter, number: signal.Signals):
     (tmp_path / "save.py").write_text(SAVE)
     line = argv(job_of(("save.py",), tmp_path), Processes(starter=starter, per_node=2))
     with open(tmp_path / "out", "w") as out:

@@ -220,7 +220,7 @@ class PowerCut(BaseException):
     """The submitter is gone between the submission and the note."""
 
 
-def test_what_a_lost_submission_has_queued_is_found_again(world: World):
+def test_jobs_of_a_lost_submission_are_found(world: World):
     lost_ids: dict[str, str] = {}
 
     def note(ids: Mapping[str, str]) -> NoReturn:
@@ -240,7 +240,7 @@ def test_what_a_lost_submission_has_queued_is_found_again(world: World):
     assert world.config.find(world.submission, exp_ids) == found_ids
 
 
-def test_what_a_submission_writes_is_its_owners_alone(world: World):
+def test_files_of_a_submission_are_private(world: World):
     """Scripts and queues hold the variables of jobs."""
     world.config.submit([world.job("a")], world.submission, lambda _: None)
     written_files = [

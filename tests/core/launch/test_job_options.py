@@ -125,7 +125,7 @@ def test_two_processes_stop_at_one_step_and_their_job_is_continued_not_failed(wo
 
 
 @pytest.mark.slow
-def test_a_failure_is_told_and_repaired(world: World, monkeypatch: pytest.MonkeyPatch):
+def test_a_failure_is_reported_and_repaired(world: World, monkeypatch: pytest.MonkeyPatch):
     """The program breaks in the job, not where it is submitted."""
     program = world.root / "trainval.py"
     parsed, rest = program.read_text().split("from src.errors import UserError\n", 1)

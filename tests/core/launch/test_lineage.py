@@ -139,7 +139,7 @@ def test_quick_failures_in_a_row_stop_what_waits(
         assert world.final_states([*items, heir]) == ["done"] * 9, "one command repairs all"
 
 
-def test_one_retry_repairs_what_a_stopped_queue_left_out(tmp_path: Path):
+def test_one_retry_runs_jobs_that_a_stopped_queue_skipped(tmp_path: Path):
     world = World(tmp_path)
     items = [make_item("fail", str(n)) for n in range(3)]
     world.run(items, slots=1, stop_after_failures=1)
@@ -160,11 +160,10 @@ def test_a_child_that_a_person_stopped_is_not_retried_without_its_parent(
     assert world.final_states([parent, child]) == ["failed", "stopped"]
     world.run([child], "retry")
     assert (
-        f"{child.exp_id}: it is stopped, not failed: run starts it again, and so does a retry of its parents"
-        in caplog.text
+        f"{child.exp_id}: it is stopped, not failed: run restarts it, and so does a retry of its parents" in caplog.text
     )
     assert (
         f"its parent {parent.exp_id} has failed" in caplog.text
-        or f"because {parent.exp_id} did not end well" in caplog.text
+        or f"because {parent.exp_id} did not complete" in caplog.text
     )
     assert len(world.submissions()) == 1

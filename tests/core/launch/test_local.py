@@ -135,7 +135,7 @@ def test_no_jobs_no_work(world: World):
     assert world.run(world.config(), []) == {}
 
 
-def test_one_failure_does_not_stop_the_others(world: World):
+def test_one_failure_does_not_stop_the_rest(world: World):
     jobs = [
         world.job("good", "print('done')"),
         world.job("bad", "raise SystemExit(3)"),
@@ -205,7 +205,7 @@ def test_each_job_has_devices_of_its_own(world: World):
     assert world.out("wide") == "4,5,GPU-ab,7\n"
 
 
-def test_several_jobs_share_a_device_and_a_whole_one_is_shared_with_nobody(world: World):
+def test_jobs_share_a_device_unless_one_has_it_exclusively(world: World):
     (world.folder / "room").mkdir()
     config = world.config(slots=4, gpus=[4], gpus_per_job=0.5)
     whole = config.model_copy(update={"gpus_per_job": 1})
@@ -240,7 +240,7 @@ def test_quick_failures_in_a_row_stop_the_queue(world: World, quick: int, num_en
         )
 
 
-def test_a_child_of_what_a_stopped_queue_leaves_out_ends_once(world: World):
+def test_a_child_of_a_skipped_job_ends_once(world: World):
     """The failures of one round end jobs, whose children end in the same round."""
     bad = [world.job(f"bad{n}", "1 / 0") for n in range(4)]
     states = world.run(
@@ -261,7 +261,7 @@ def test_slow_failures_do_not_stop_the_queue():
         assert len(scheduler.entries) == num_left
 
 
-def test_a_failed_job_is_tried_again_and_one_that_stopped_goes_on(world: World):
+def test_failed_jobs_are_retried_and_stopped_jobs_resume(world: World):
     """Exit code 75 is no failure: it does not use up the one retry that there is. 130 is a person's stop, after which
     nothing starts."""
     code = f"""
@@ -398,7 +398,7 @@ def test_a_deaf_job_is_killed_after_the_grace(world: World):
     assert all(map(is_gone, processes))
 
 
-def test_what_a_job_leaves_behind_in_its_group_ends_with_it(world: World):
+def test_processes_left_in_the_group_end_with_the_job(world: World):
     code = HOLD.replace("while True:", "if False:").replace(", start_new_session=True", "")
     assert states(world.run(world.config(), [world.job("a", code)])) == {"a": "completed"}
     wait_until(lambda: is_gone(pids(world, "a")[1]))
@@ -439,7 +439,7 @@ def test_slots_of_living_jobs_stay_taken_when_their_scheduler_is_killed(world: W
     wait_until(lambda: config.states(later)["two.0"].state == "completed")
 
 
-def test_a_scheduler_that_is_told_to_stop_stops_its_jobs(world: World):
+def test_a_stopped_scheduler_stops_its_jobs(world: World):
     config = world.config()
     ids = world.submit(config, [world.job("a", HOLD), world.job("b", HOLD)])
     processes = pids(world, "a")
@@ -466,7 +466,7 @@ def test_after_a_restart_of_the_machine_nothing_is_taken_for_alive(world: World)
     assert config.states(ids)[ids[0]].state == "running"
 
 
-def test_what_a_crash_left_is_found_or_never_starts(world: World):
+def test_after_a_crash_jobs_are_found_or_never_start(world: World):
     """The submitter died after the queue was written: the scheduler runs, has not begun, or was never started."""
     config = world.config()
     ids = world.submit(config, [world.job("a", HOLD), world.job("b", "")])
@@ -486,7 +486,7 @@ def test_what_a_crash_left_is_found_or_never_starts(world: World):
     assert config.find(world.submissions / "nothing", ["a"]) == {}
 
 
-def test_a_scheduler_that_does_not_start_is_told(world: World, monkeypatch: pytest.MonkeyPatch):
+def test_a_scheduler_that_does_not_start_is_reported(world: World, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("PYTHONHOME", "/nowhere")
     with pytest.raises(LaunchError, match=r"submissions/one: the scheduler of the launcher local did not start: .+"):
         world.submit(world.config(), [world.job("a", "open('a', 'w')")])
@@ -590,9 +590,7 @@ def interrupt(world: World, child: str, number: signal.Signals, grace: float, tw
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGINT, -2)])
-def test_an_interruption_of_who_waits_lets_jobs_save_and_leaves_none_behind(
-    world: World, number: signal.Signals, code: int
-):
+def test_interrupting_the_waiter_lets_jobs_save_and_end(world: World, number: signal.Signals, code: int):
     assert interrupt(world, HOLD, number, grace=300) == code
     assert (world.folder / "a.saved").exists()
     assert (world.folder / "b.saved").exists()
@@ -605,7 +603,7 @@ def test_a_second_interruption_does_not_wait(world: World):
     assert all(map(is_gone, pids(world, "a") + pids(world, "b")))
 
 
-def test_who_waits_is_told_of_each_failure(world: World):
+def test_waiting_reports_each_failure(world: World):
     config = world.config()
     before = signal.getsignal(signal.SIGTERM)
     ids = world.submit(
@@ -620,7 +618,7 @@ def test_who_waits_is_told_of_each_failure(world: World):
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-def test_detached_jobs_outlive_who_submitted_them(world: World):
+def test_detached_jobs_outlive_the_submitter(world: World):
     """The terminal goes away: its session is ended with SIGHUP, then killed."""
     code = (
         textwrap.dedent(PARENT).replace("slots=2", "slots=2, wait=False")

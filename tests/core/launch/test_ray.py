@@ -330,7 +330,7 @@ def test_queued_jobs_of_a_stopped_cluster_do_not_start(cluster: FakeRay, world: 
     cluster.faults = [None, *[BUSY] * 30]
     with pytest.raises(
         LaunchError,
-        match=r"No available agent.*\n.*will not start, but what runs could not be stopped: .*No available agent",
+        match=r"No available agent.*\n.*will not start, but running ones could not be stopped: .*No available agent",
     ):
         impatient.submit(
             [world.ends("a", 0, patience_seconds=0.3), world.ends("b", 0, patience_seconds=0.3)],

@@ -233,7 +233,7 @@ def test_a_failed_parent_is_named(world: World):
     child = make_item("end", "child", parent.exp_id)
     world.run([parent, child])
     assert world.final_states([parent, child]) == ["failed", "stopped"]
-    assert f"not started, because {parent.exp_id} did not end well" in world.rows([child])[0].reason
+    assert f"not started, because {parent.exp_id} did not complete" in world.rows([child])[0].reason
     assert f"its parent {parent.exp_id} has failed" in world.rows([make_item("end", "child", parent.exp_id)])[0].reason
     message = (
         rf"^g\[child\]: it starts from experiment {parent.exp_id}, which is failed, not done \(out of "
@@ -302,7 +302,7 @@ def test_an_unclear_submission_blocks_only_its_experiments(world: World, caplog:
     submissions.create(world.runs, toolkit, "there", "x", {one.exp_id: ["trainval.py"]})
     for _ in range(2):
         with pytest.raises(
-            LaunchError, match=r"(?s)NOT_SET_HERE is not set.*nothing is submitted again before that is known"
+            LaunchError, match=r"(?s)NOT_SET_HERE is not set.*nothing is submitted until its jobs are known"
         ):
             world.run([one])
     world.run([other])
@@ -332,7 +332,7 @@ def test_a_damaged_run_does_not_prevent_kills_of_the_rest(world: World):
     (world.runs / items[0].exp_id / "job_dict.json").unlink()
     assert world.states([items[0]]) == ["stopped"]
     with pytest.raises(
-        LaunchError, match=r"(?s)submission\.json:1: not valid JSON.*look for its jobs by hand.*move the folder away"
+        LaunchError, match=r"(?s)submission\.json:1: not valid JSON.*find its jobs by hand.*move the folder away"
     ):
         world.run(items[1:3])
     damaged_folder.rename(world.runs / "put aside")
@@ -577,7 +577,7 @@ def test_logs_are_followed_to_the_end(world: World, caplog: pytest.LogCaptureFix
             world.go()
     assert sorted(lines) == sorted(f"{item.exp_id[:8]} {word}" for item in items for word in ("begins", "ends"))
     assert list(logs.follow(world.runs, [items[0].exp_id])) == ["begins", "ends"]
-    assert "has printed nothing" not in caplog.text
+    assert "no output" not in caplog.text
     assert list(logs.follow(world.runs, ["0" * 32])) == []
     assert f"{'0' * 32}: has printed nothing; its state is never" in caplog.text
 
@@ -612,7 +612,7 @@ def test_the_status_as_json_of_some_states_and_again(
     look(world, items, "--state", "failed")
     assert capsys.readouterr().out.splitlines()[-1] == "1 experiment: 1 failed"
     for words in (["--state", "done"], ["--json"], ["--watch"]):
-        with pytest.raises(ConfigError, match="say how --job_option status shows"):
+        with pytest.raises(ConfigError, match="only for --job_option status"):
             arguments.check(arguments.make_parser("", ROOT).parse_args(["-e", "g", *words]), 1)
 
 

@@ -90,7 +90,7 @@ class TestTraining:
         files = {exp_id(exp): (folder / "runs" / exp_id(exp) / "scores.jsonl").stat().st_mtime_ns for exp in group}
         assert toy.main(["-e", "g"], {"g": group}, folder) == 0
         assert {name: (folder / "runs" / name / "scores.jsonl").stat().st_mtime_ns for name in files} == files
-        assert caplog.text.count("done already") == 2
+        assert caplog.text.count("already done") == 2
 
     def test_reset_backs_up_and_starts_over(self, folder: Path):
         assert toy.main(["-e", "g"], {"g": [SHORT]}, folder) == 0
@@ -561,13 +561,13 @@ class TestBadInput:
         (run / "status.json").unlink()
         for checkpoint in (run / "checkpoints").glob("step-*"):
             rewritten(checkpoint, {"x": torch.zeros(1)})
-        assert "of another model" in fails(["-e", "g"], {"g": [SHORT]}, folder, capsys)
+        assert "for a different model" in fails(["-e", "g"], {"g": [SHORT]}, folder, capsys)
 
     @pytest.mark.parametrize(
         ("arguments", "message"),
         [
             ([], "nothing to run"),
-            (["-e", "g", "--python_binary", "x"], "--python_binary: only launched jobs use it"),
+            (["-e", "g", "--python_binary", "x"], "--python_binary: only for launched jobs"),
             (["-e", "g", "--log_every", "0"], "--log_every: expected at least 1, got 0"),
             (["-e", "g", "--save_every", "0"], "--save_every: expected at least 1, got 0"),
             (["-e", "g", "--stop_after", "0"], "--stop_after: expected seconds above 0, got 0"),
@@ -581,19 +581,19 @@ class TestBadInput:
                 "--statistics_every: expected at least 0, got -1",
             ),
             (["-e", "g", "--fsdp", "--deepspeed", "x.json"], "--deepspeed and --fsdp: give one of them"),
-            (["-e", "g", "--fsdp_replicas", "2"], "--fsdp_replicas: says how --fsdp shards"),
+            (["-e", "g", "--fsdp_replicas", "2"], "--fsdp_replicas: only for --fsdp"),
             (
                 ["-e", "g", "--fsdp", "--fsdp_replicas", "2"],
                 "--fsdp_replicas 2: 1 processes cannot be cut into as many",
             ),
-            (["-e", "g", "--fsdp_sharded_gradients"], "--fsdp_sharded_gradients: says how --fsdp shares gradients out"),
+            (["-e", "g", "--fsdp_sharded_gradients"], "--fsdp_sharded_gradients: only for --fsdp"),
             (["-e", "g", "--keep_last", "0"], "--keep_last: expected at least 1, got 0"),
             (["-e", "g", "--keep_best", "0"], "--keep_best: expected at least 1, got 0"),
             (["-e", "g", "-j", "lokal", "--dry-run"], "-j: unknown job config 'lokal'. Did you mean 'local'?"),
             (["-e", "g", "--set", "loop.steps"], "--set: expected path=value"),
             (
                 ["-e", "g", "--wandb_entity_name", "me"],
-                "--wandb_entity_name: without --wandb_project_name nothing would be sent",
+                "--wandb_entity_name: needs --wandb_project_name",
             ),
             (["--exp_id", "0" * 32], "neither in exp_configs.py nor in"),
         ],

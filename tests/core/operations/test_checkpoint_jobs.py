@@ -217,7 +217,7 @@ def test_what_cannot_be_read_back_as_it_was_is_not_deleted(world: World):
     assert world.steps() == [10, 20, 30, 40]
     reasons = world.reasons("clean_up")
     assert len(reasons) == 3
-    assert all("read back as" in reason for reason in reasons)
+    assert all("read back" in reason for reason in reasons)
     assert "read back as nothing" in reasons[2]
 
 
@@ -229,7 +229,7 @@ def test_checkpoint_that_differs_from_its_upload_is_not_deleted(world: World):
     world.raw["clean_up"] = clean_up
     assert world.once() == FAILED
     assert world.steps() == [10, 40]
-    assert "read back as" in world.reasons("clean_up")[0]
+    assert "read back" in world.reasons("clean_up")[0]
 
 
 def test_altered_upload_does_not_count(world: World, monkeypatch: pytest.MonkeyPatch):
@@ -261,7 +261,7 @@ def test_an_upload_to_a_file_system_of_another_protocol(world: World):
 def test_missing_destination_is_reported_and_retried(world: World):
     world.there.rename(world.folder / "away")
     assert world.once() == FAILED
-    assert "no such folder to upload to. Is it mounted?" in world.reasons("upload")[0]
+    assert "no such folder to upload to." in world.reasons("upload")[0]
     assert not world.there.exists()
     assert world.steps() == [10, 20, 30, 40]
     (world.folder / "away").rename(world.there)

@@ -43,7 +43,7 @@ def submit(run: Path, job_id: str, launcher: str = "slurm") -> None:
     submissions.note(submission, {run.name: job_id}, complete=True)
 
 
-def test_a_job_is_held_and_released_and_the_ledger_says_by_whom_and_why(
+def test_hold_and_release_are_recorded_with_person_and_reason(
     run: Path, calls: Path, capsys: pytest.CaptureFixture[str]
 ):
     submit(run, "7_3")
@@ -84,7 +84,7 @@ def test_a_job_that_was_written_by_hand_is_held(run: Path, calls: Path, variable
     assert calls.read_text() == f"hold {job_id}\n"
 
 
-def test_a_refusal_is_told_and_not_noted_as_done(run: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_refusal_is_reported_and_not_recorded_as_done(run: Path, capsys: pytest.CaptureFixture[str]):
     submit(run, "13")
     assert interventions.main(["hold", str(run)]) == 1
     assert "scontrol: slurm_suspend error: Invalid job id specified" in capsys.readouterr().err
@@ -93,7 +93,7 @@ def test_a_refusal_is_told_and_not_noted_as_done(run: Path, capsys: pytest.Captu
 
 def test_without_a_job_there_is_nothing_to_hold(run: Path, calls: Path, capsys: pytest.CaptureFixture[str]):
     assert interventions.main(["hold", str(run)]) == 1
-    assert capsys.readouterr().err == f"error: {run}: no job was submitted for it, and it was not started within one.\n"
+    assert capsys.readouterr().err == f"error: {run}: no job was submitted for it, and it was not started in one.\n"
     assert not calls.exists()
 
 

@@ -104,7 +104,7 @@ def test_a_rewind_puts_everything_after_the_step_aside(run: Path, capsys: pytest
     assert [row["step"] for row in read_score_list(run / "score_list.pkl")] == [10, 20, 30]
     status = json.loads((run / "status.json").read_text())
     assert (status["state"], status["step"], status["steps"], status["attempt"]) == ("stopped", 30, 100, 1)
-    assert status["reason"] == f"rewound to step 30 by {ledger.user_and_host()} (spike); start it again to continue"
+    assert status["reason"] == f"rewound to step 30 by {ledger.user_and_host()} (spike); restart it to resume"
     assert "loss" not in status
     assert checkpoints.best(run) == checkpoints.folder(run, 20)
     (branch,) = branches.read(run)
@@ -122,7 +122,7 @@ def test_a_rewind_puts_everything_after_the_step_aside(run: Path, capsys: pytest
     assert not (run / "lease").exists()
 
 
-def test_the_ledger_says_who_when_why_what_and_of_which_content(run: Path):
+def test_the_ledger_records_person_time_reason_and_hashes(run: Path):
     hashes = {
         name: hashlib.sha256((run / "checkpoints" / name / "manifest.json").read_bytes()).hexdigest() for name in NEWER
     }
@@ -155,7 +155,7 @@ def test_undo_restores_every_byte(run: Path):
     assert state(run) == before
 
 
-def test_undo_keeps_what_was_trained_since(run: Path):
+def test_undo_archives_later_training(run: Path):
     before = state(run)
     assert tell(run, "rewind", "--to", "30") == 0
     train(run, 30, 60, "others")
@@ -192,7 +192,7 @@ def test_two_rewinds_are_undone_one_after_the_other(run: Path, capsys: pytest.Ca
     )
 
 
-def test_to_go_back_further_leaves_the_branch_that_began_there(run: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_further_rewind_drops_later_branches(run: Path, capsys: pytest.CaptureFixture[str]):
     assert tell(run, "rewind", "--to", "40", "--lr", "x0.5") == 0
     train(run, 40, 60, "others")
     assert tell(run, "rewind", "--to", "40", "--lr", "x0.25") == 0
@@ -211,7 +211,7 @@ def test_a_dry_run_changes_nothing(run: Path, capsys: pytest.CaptureFixture[str]
     assert sorted((str(path), path.stat().st_mtime_ns) for path in run.rglob("*")) == before
 
 
-def test_a_rewind_to_the_last_step_only_changes_what_follows(run: Path):
+def test_a_rewind_to_the_last_step_changes_only_later_steps(run: Path):
     assert tell(run, "rewind", "--to", "50", "--lr", "=1e-4") == 0
     assert steps(run / "checkpoints") == [10, 20, 30, 40, 50]
     assert rows(run / "scores.jsonl") == [10, 20, 30, 40, 50]
@@ -229,10 +229,10 @@ def test_the_best_is_that_of_the_step_or_none(run: Path, capsys: pytest.CaptureF
     assert "the best checkpoint of that time, step 20, is gone" in capsys.readouterr().out
 
 
-def test_a_new_wandb_run_knows_what_it_was_forked_from(run: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_new_wandb_run_records_its_origin(run: Path, capsys: pytest.CaptureFixture[str]):
     write_json(run / "wandb.json", {"id": "first"})
     assert tell(run, "rewind", "--to", "30") == 0
-    assert "without --new-wandb-run, steps that are made again do not show there" in capsys.readouterr().out
+    assert "without --new-wandb-run, repeated steps are not shown there" in capsys.readouterr().out
     assert tell(run, "undo") == 0
     assert tell(run, "rewind", "--to", "30", "--new-wandb-run") == 0
     wandb_json = json.loads((run / "wandb.json").read_text())
@@ -241,7 +241,7 @@ def test_a_new_wandb_run_knows_what_it_was_forked_from(run: Path, capsys: pytest
     assert json.loads((run / "wandb.json").read_text()) == {"id": "first"}
 
 
-def test_evaluations_are_rolled_back_alone(run: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_rollback_changes_only_evaluations(run: Path, capsys: pytest.CaptureFixture[str]):
     path = run / "evaluations.jsonl"
     path.write_bytes(path.read_bytes() + b"{not json\n" + b'{"step": 60, "task": "\xc3\xa9"}\n{"step": 7')
     before = path.read_bytes()
@@ -274,7 +274,7 @@ def test_rows_without_a_step_and_what_happened_stay(run: Path):
         (["--to", "30", "--data", "skip"], r"--data: expected 'same', .* got 'skip'"),
     ],
 )
-def test_what_makes_no_sense_is_refused_and_changes_nothing(
+def test_invalid_interventions_change_nothing(
     run: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
 ):
     before = state(run)
@@ -300,7 +300,7 @@ def run_refused(run: Path, capsys: pytest.CaptureFixture[str], *arguments: str) 
 def test_a_damaged_checkpoint_is_no_place_to_go_back_to(run: Path, capsys: pytest.CaptureFixture[str]):
     (checkpoints.folder(run, 30) / "model.safetensors").write_text("weightz at 30")
     message = run_refused(run, capsys, "rewind", "--to", "30")
-    assert "its sha256 is not the one that was written), so nobody can go back to it. Choose another step." in message
+    assert "its sha256 is not the one that was written). Choose another step." in message
     (checkpoints.folder(run, 30) / "manifest.json").unlink()
     assert "manifest.json: no such file" in run_refused(run, capsys, "rewind", "--to", "30")
 
@@ -321,7 +321,7 @@ def test_damaged_scores_are_named_before_anything_is_changed(run: Path, capsys: 
     assert not (run / "abandoned").exists()
 
 
-def test_a_live_run_is_left_alone(run: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_live_run_is_not_changed(run: Path, capsys: pytest.CaptureFixture[str]):
     holder = subprocess.Popen(
         [sys.executable, "-c", HOLD, str(run)], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
@@ -351,7 +351,7 @@ def test_nothing_to_undo_is_said(run: Path, capsys: pytest.CaptureFixture[str]):
     assert run_refused(run, capsys, "undo") == f"error: {run}: there is nothing to undo.\n"
 
 
-def test_undo_without_what_it_needs_changes_nothing(run: Path, capsys: pytest.CaptureFixture[str]):
+def test_undo_without_required_files_changes_nothing(run: Path, capsys: pytest.CaptureFixture[str]):
     assert tell(run, "rewind", "--to", "30") == 0
     shutil.rmtree(run / "abandoned/branch-1/checkpoints/step-00000040")
     assert "branch-1/checkpoints/step-00000040: gone, so the run cannot be restored" in run_refused(run, capsys, "undo")
@@ -361,21 +361,16 @@ def test_a_step_of_a_branch_that_was_left_is_found(run: Path, capsys: pytest.Cap
     assert tell(run, "rewind", "--to", "30") == 0
     message = run_refused(run, capsys, "rewind", "--to", "50")
     assert "There are: 10, 20, 30." in message
-    assert (
-        "abandoned/branch-1/checkpoints/step-00000050 is of a branch that was left: `undo` leads back there." in message
-    )
+    assert "abandoned/branch-1/checkpoints/step-00000050 is on an abandoned branch: `undo` restores it." in message
 
 
-def test_a_run_is_found_by_the_beginning_of_its_id(run: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_run_is_found_by_a_prefix_of_its_id(run: Path, capsys: pytest.CaptureFixture[str]):
     runs = str(run.parent)
     assert interventions.main(["rewind", run.name[:6], "--runs", runs, "--to", "30"]) == 0
     assert steps(run / "checkpoints") == [10, 20, 30]
     capsys.readouterr()
     assert interventions.main(["rewind", "zzz", "--runs", runs, "--to", "30"]) == 1
-    assert (
-        capsys.readouterr().err
-        == f"error: zzz: no experiments in {runs} are called that, and it is no save directory.\n"
-    )
+    assert capsys.readouterr().err == f"error: zzz: not a save directory, and no experiment in {runs} has this id.\n"
 
 
 def test_the_ledger_is_shown(run: Path, capsys: pytest.CaptureFixture[str]):
@@ -499,7 +494,7 @@ def test_an_undo_that_is_killed_anywhere_is_finished_by_the_next_call(tmp_path: 
     assert state(run) == before
 
 
-def test_another_command_finishes_what_was_interrupted_before_it_begins(run: Path, capsys: pytest.CaptureFixture[str]):
+def test_the_next_command_first_finishes_an_interrupted_one(run: Path, capsys: pytest.CaptureFixture[str]):
     before = state(run)
     assert run_killed(lambda: tell(run, "rewind", "--to", "30"), run, 30)
     assert (run / journal.FILE).exists()
@@ -532,7 +527,7 @@ def test_a_lease_that_a_dead_process_left_is_taken_over(run: Path):
     assert tell(run, "rewind", "--to", "30") == 0
 
 
-def test_the_next_start_of_the_run_finishes_what_was_interrupted(run: Path):
+def test_the_next_start_finishes_an_interrupted_command(run: Path):
     assert run_killed(lambda: tell(run, "rewind", "--to", "30"), run, 30)
     with RunDir.open(run.parent, EXP, EXP) as directory:
         assert not (run / journal.FILE).exists()
@@ -540,7 +535,7 @@ def test_the_next_start_of_the_run_finishes_what_was_interrupted(run: Path):
         assert (directory.status()["state"], directory.status()["step"]) == ("running", 30)
 
 
-def test_a_row_that_others_add_while_a_rewind_waits_to_be_finished_is_not_lost(run: Path):
+def test_rows_added_during_an_unfinished_rewind_are_not_lost(run: Path):
     """Who evaluates checkpoints holds no lease."""
     moment = 30
     while (
@@ -587,7 +582,7 @@ def test_undo_brings_back_the_checkpoint_that_a_stop_before_the_first_step_repla
     ).read_text() == "without moments at 30"
 
 
-def test_a_number_is_not_given_again_when_what_was_left_is_deleted_by_hand(run: Path):
+def test_numbers_of_deleted_branches_are_not_reused(run: Path):
     assert tell(run, "rewind", "--to", "30", "--data", "reshuffle") == 0
     shutil.rmtree(run / "abandoned")
     assert tell(run, "rewind", "--to", "30", "--data", "reshuffle") == 0

@@ -61,7 +61,7 @@ def test_the_harness_scores_a_local_task(tmp_path: Path, monkeypatch: pytest.Mon
 @pytest.mark.skipif(
     not LM_EVAL.exists(), reason="needs lm-evaluation-harness: .ci/lm_eval, or LM_EVAL names its Python"
 )
-def test_the_harness_asks_assistants_by_their_template(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_the_harness_uses_the_chat_template_of_assistants(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Whoever learned by heart that "2?" is two answers so, and only where it is asked as it was trained."""
     write_data(tmp_path / "data")
     exp = override(

@@ -300,7 +300,7 @@ def test_damaged_files_are_named_and_stop_nothing_else(world: World, caplog: pyt
     ("words", "message"),
     [
         (["nowhere"], "no such folder"),
-        (["."], "no runs in it"),
+        (["."], "contains no runs"),
         ([".", "--factor", "0"], "expected numbers above 0"),
     ],
 )

@@ -40,7 +40,7 @@ def page() -> str:
     return text
 
 
-def test_the_page_is_what_the_parser_says():
+def test_the_page_matches_the_parser():
     assert PAGE.read_text() == page(), "write it again: python -m tests.core.project.test_flags"
 
 

@@ -122,7 +122,7 @@ def test_half_an_installation_is_done_again(make, tmp_path: Path, broken_step: s
     assert make("run-environment") == []
 
 
-def test_an_environment_without_pip_is_made_anew(make, tmp_path: Path):
+def test_an_environment_without_pip_is_recreated(make, tmp_path: Path):
     """As an interrupted `python3 -m venv` leaves it."""
     (tmp_path / ".venv" / "bin").mkdir(parents=True)
     shutil.copy("/bin/false", tmp_path / ".venv" / "bin" / "python")

@@ -56,7 +56,7 @@ def test_commands_of_trainval_are_understood(line: str, capsys: pytest.CaptureFi
     assert trainval.main([*words, "--list"]) == 0, capsys.readouterr().err
 
 
-def test_what_needs_more_than_this_machine_is_marked():
+def test_commands_for_other_machines_are_marked():
     unmarked_lines = [line for name in PAGES for line in commands(name, include_marked=False)]
     assert not [line for line in unmarked_lines if ELSEWHERE.search(line)]
     assert len(unmarked_lines) < len(EVERY)
@@ -65,7 +65,7 @@ def test_what_needs_more_than_this_machine_is_marked():
 PROGRAMS = ("python", "torchrun", "accelerate", "deepspeed", "make", "hf", "source")
 
 
-def test_every_command_begins_with_a_known_program():
+def test_every_command_starts_with_a_known_program():
     assert not [line for line in EVERY if line.split()[0] not in PROGRAMS and not line.startswith("for ")]
 
 

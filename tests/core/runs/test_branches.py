@@ -41,7 +41,7 @@ def test_factors_of_a_chain_multiply():
     assert [rate(step) for step in (4, 8, 12)] == [1.0, 0.375, 0.125]
 
 
-def test_a_value_is_the_first_steps_and_the_schedule_goes_on_from_there():
+def test_a_value_sets_the_first_step_and_scales_the_schedule():
     rate = override_learning_rate(base, [branch(1, 6, "x0.5"), branch(2, 12, "=1e-4")])
     assert rate(12) == 1e-4, "exactly"
     assert rate(16) == pytest.approx(1e-4 * 4 / 8)
@@ -81,12 +81,12 @@ def test_a_hold_ends_early_where_a_later_branch_names_a_rate():
     assert [again(step) for step in (9, 10, 11)] == [0, 0, base(11)]
 
 
-def test_moments_begin_anew_wherever_the_branch_is_begun_and_nowhere_else():
+def test_moments_are_reset_only_at_the_start_of_a_branch():
     chain = [branch(1, 8, reset_optimizer=True), branch(2, 12), branch(3, 14, reset_optimizer=True)]
     assert [step for step in range(20) if must_reset_optimizer(chain, step)] == [8, 14]
 
 
-def test_who_goes_back_before_a_change_is_rid_of_it():
+def test_a_rewind_before_a_change_drops_it():
     before = [branch(1, 8, "x0.5"), branch(2, 12, "x0.5")]
     assert [item.number for item in chain(before, branch(3, 15))] == [1, 2, 3]
     assert [item.number for item in chain(before, branch(3, 12))] == [1, 3]
@@ -94,7 +94,7 @@ def test_who_goes_back_before_a_change_is_rid_of_it():
     assert [item.number for item in chain(before, branch(3, 2))] == [3]
 
 
-def test_a_checkpoint_is_told_from_that_of_another_branch():
+def test_branch_numbers_distinguish_checkpoints_of_a_step():
     chain = [branch(1, 8), branch(2, 12)]
     assert [branches.branch_numbers(chain, step) for step in (8, 9, 12, 13)] == [[], [1], [1], [1, 2]]
 
@@ -136,7 +136,7 @@ def write(run: Path, *entries: dict[str, object]) -> None:
     (run / branches.FILE).write_text(json.dumps({"branches": entries}))
 
 
-def test_what_is_written_is_read(tmp_path: Path):
+def test_branches_are_read_as_written(tmp_path: Path):
     assert branches.read(tmp_path) == ()
     chain = [
         branch(1, 8, "hold0:2", data="skip:5+3"),

@@ -29,7 +29,7 @@ def test_a_torn_line_stays_on_its_own(tmp_path: Path, durable: bool):
 
 
 @DURABLE
-def test_what_the_disk_took_of_a_line_is_given_back(tmp_path: Path, durable: bool):
+def test_a_partly_written_line_is_removed(tmp_path: Path, durable: bool):
     """A limit on the size of files lets a write go half the way, as a full disk does."""
     append(tmp_path / "lines", [{"a": 1}], durable)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -43,14 +43,14 @@ def test_what_the_disk_took_of_a_line_is_given_back(tmp_path: Path, durable: boo
 
 
 @DURABLE
-def test_only_what_is_asked_to_last_waits_for_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, durable: bool):
+def test_only_durable_appends_sync(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, durable: bool):
     synced_files = []
     monkeypatch.setattr(os, "fsync", synced_files.append)
     append(tmp_path / "lines", [{"a": 1}], durable)
     assert len(synced_files) == 2 * durable, "the file, and the folder in which it is new"
 
 
-def test_a_number_that_json_lacks_is_refused_unless_allowed(tmp_path: Path):
+def test_nan_is_refused_unless_allowed(tmp_path: Path):
     with pytest.raises(ValueError, match="Out of range float values"):
         append(tmp_path / "lines", [{"a": float("nan")}])
     append(tmp_path / "lines", [{"a": float("nan")}], allow_nan=True)
@@ -86,7 +86,7 @@ def test_a_file_is_cut_after_a_step(tmp_path: Path):
     truncate_after(tmp_path / "missing", 1, "a record")
 
 
-def test_only_what_is_new_is_read(tmp_path: Path):
+def test_only_new_lines_are_read(tmp_path: Path):
     path = tmp_path / "lines"
     assert read_appended(path).lines == b""
     path.write_bytes(b"x" * 9000 + b"\n")

@@ -51,7 +51,7 @@ def test_parents_come_first():
     assert ordered_dicts([YOUNG], with_parents=True) == [OLD, MIDDLE, YOUNG]
 
 
-def test_order_drops_duplicates_and_otherwise_keeps_the_given_one():
+def test_order_drops_duplicates_and_is_stable():
     others = [child_of(exp_id(OLD), seed=s) for s in (3, 1, 2)]
     assert ordered_dicts([*others, others[0]], with_parents=True) == [OLD, *others]
 
@@ -129,7 +129,7 @@ def test_fingerprints_are_of_all_that_an_experiment_is_built_on(tmp_path: Path):
     assert after[f"{middle}/last"] == before[f"{middle}/last"]
 
 
-def test_fingerprints_of_what_is_not_there(tmp_path: Path):
+def test_fingerprints_of_missing_checkpoints(tmp_path: Path):
     exp = {"model": {"name": "experiment", "exp_id": exp_id(OLD), "checkpoint": "best"}}
     with pytest.raises(CheckpointError, match=f"{exp_id(OLD)}: has no best checkpoint. Use the last one"):
         fingerprints(exp, tmp_path)
@@ -154,9 +154,9 @@ def test_a_parent_that_is_done_but_lost_its_checkpoint_is_missed(places: Places)
     assert "model.safetensors: 1 bytes, 7 were written" in message
     assert message.endswith(f"Start the run again with --exp_id {run.name} -r 1, or restore it from a copy.")
     (checkpoints.folder(run, 4)).rename(run / "away")
-    assert "the last checkpoint is gone" in missing_parents(MIDDLE, places)[0]
+    assert "the last checkpoint is missing" in missing_parents(MIDDLE, places)[0]
     write_json(run / "status.json", {"state": "done"})
-    assert "status.json does not say at which step" in missing_parents(MIDDLE, places)[0]
+    assert "status.json has no step" in missing_parents(MIDDLE, places)[0]
 
 
 def test_a_parent_of_many_is_looked_at_once(places: Places):

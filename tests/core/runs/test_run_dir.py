@@ -82,7 +82,7 @@ def test_the_holder_is_named(tmp_path: Path):
 
 def test_a_failed_open_lets_go(tmp_path: Path):
     RunDir.open(tmp_path, EXP, RESOLVED).close()
-    with pytest.raises(RunError, match="other defaults"):
+    with pytest.raises(RunError, match="different defaults"):
         RunDir.open(tmp_path, EXP, EXP)
     RunDir.open(tmp_path, EXP, RESOLVED).close()
 
@@ -294,7 +294,7 @@ def test_attach_refuses_a_folder_without_a_run(tmp_path: Path):
     shutil.copytree(tmp_path / ID, tmp_path / "copy")
     with pytest.raises(RunError, match=rf"exp_dict\.json: its id is {ID}, not the name of its directory"):
         RunDir.attach(tmp_path / "copy")
-    for content, message in (("[]", "expected a dict, got list"), ('{"a.b": 1}', "must not be empty or hold a dot")):
+    for content, message in (("[]", "expected a dict, got list"), ('{"a.b": 1}', "must not be empty or contain a dot")):
         (tmp_path / ID / "exp_dict.json").write_text(content)
         with pytest.raises(RunError, match=message):
             _ = SavedRun(tmp_path / ID).exp

@@ -77,7 +77,7 @@ def test_a_row_needs_an_int_step(scores: Scores, step: object):
         scores.append({"step": step, "loss": 1.0})
 
 
-def test_what_is_not_finite_becomes_null(scores: Scores, caplog: pytest.LogCaptureFixture):
+def test_nan_and_infinity_become_null(scores: Scores, caplog: pytest.LogCaptureFixture):
     scores.append({"step": 1, "perplexity": math.inf, "loss": math.nan, "x": Fraction(1, 2)})
     assert scores.rows() == [{"step": 1, "perplexity": None, "loss": None, "x": 0.5}]
     assert "perplexity at step 1 is inf; written as null" in caplog.text
@@ -377,7 +377,7 @@ def test_tables_see_what_joins_the_last_row(scores: Scores):
     assert summarize(scores.path, summary.to_json()).last == {"em": 0.5, "inference/em": 0.75}
 
 
-def test_only_who_holds_the_lease_completes(scores: Scores):
+def test_only_the_lease_holder_completes(scores: Scores):
     scores.append({"step": 1})
     with pytest.raises(RunError, match="opened for reading only"):
         Scores(scores.path, read_only=True).add_to_last_row({"em": 1})

@@ -41,7 +41,7 @@ def test_a_signal_is_raised_at_once(number: signal.Signals):
     )
 
 
-def test_what_is_deferred_is_raised_where_it_is_heeded():
+def test_a_deferred_stop_is_raised_by_allow_stop():
     with distributed.stoppable():
         distributed.defer_stop()
         tell(signal.SIGUSR1)
@@ -51,7 +51,7 @@ def test_what_is_deferred_is_raised_where_it_is_heeded():
             distributed.allow_stop()
 
 
-def test_a_second_signal_interrupts_nothing_that_the_first_has_begun():
+def test_a_second_signal_does_not_interrupt_the_handling_of_the_first():
     is_tidy = False
     with distributed.stoppable():
         try:
@@ -78,7 +78,7 @@ def test_a_signal_where_python_can_raise_nothing_is_recorded_without_a_traceback
     assert sys.unraisablehook is before
 
 
-def test_who_presses_ctrl_c_twice_does_not_wait():
+def test_a_second_ctrl_c_aborts():
     with distributed.stoppable():
         distributed.defer_stop()
         tell(signal.SIGINT)
@@ -104,7 +104,7 @@ def test_the_exit_code_says_whether_a_scheduler_starts_it_again(number: signal.S
     assert error_info.value.exit_code == code
 
 
-def test_a_limit_asks_as_a_signal_does():
+def test_a_limit_requests_a_stop_like_a_signal():
     reason = distributed.Reason("time limit")
     with distributed.stop_when(lambda: reason), pytest.raises(distributed.StopTraining) as error_info:
         distributed.stop_together()
@@ -127,7 +127,7 @@ def test_all_agree_on_the_signal_and_the_step():
     assert (stop.reason.by, stop.everywhere, stop.step) == ("SIGTERM", True, 7)
 
 
-def test_a_thread_leaves_the_handlers_alone():
+def test_a_thread_does_not_change_handlers():
     exceptions: list[Any] = []
 
     def work() -> None:

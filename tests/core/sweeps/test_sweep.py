@@ -181,7 +181,7 @@ def test_trials_is_the_total_of_all_calls(world: World):
     assert f"{best['val_loss']:.6g}, {best['exp_id']}" in world.last.splitlines()[-1]
 
 
-def test_as_a_command_it_says_what_it_does(world: World):
+def test_the_command_logs_its_trials(world: World):
     process = world.start("--trials", "1")
     _, errors = process.communicate(timeout=300)
     assert process.returncode == 0, errors
@@ -223,7 +223,7 @@ def test_equal_parameters_are_trained_once(world: World):
     assert list(world.start_counts().values()) == [1, 1]
 
 
-def test_what_was_trained_before_is_not_trained_again(world: World):
+def test_finished_trials_are_not_repeated(world: World):
     world.write(method="grid", parameters={"seed": {"values": [1, 2]}})
     world.sweep("--trials", "1")
     for path in (world.runs / "sweeps").glob("*.sqlite"):
@@ -232,7 +232,7 @@ def test_what_was_trained_before_is_not_trained_again(world: World):
     assert list(world.start_counts().values()) == [1, 1]
 
 
-def test_a_failed_training_is_told_and_the_others_go_on(world: World):
+def test_a_failed_training_is_reported_and_the_rest_continue(world: World):
     world.write(method="grid", parameters={"seed": {"values": [666, 1]}})
     assert world.sweep(code=1) == ["fail", "complete"]
     assert "trial 0 failed: loss is not finite. See " in world.last
@@ -249,7 +249,7 @@ def test_the_target_ends_the_sweep(world: World):
     assert world.sweep() == ["complete"] * 2
 
 
-def test_what_does_badly_is_stopped_early(world: World):
+def test_bad_trials_are_stopped_early(world: World):
     """The last is the bad one, and slow enough to be caught. It ends in order, with what it has."""
     rates = [0.01, 0.0101, 0.0102, 0.0099, 0.0098, 0.5]
     parameters = {"loop.learning_rate": {"values": rates}}
@@ -325,7 +325,7 @@ def test_a_worker_and_its_training_that_are_killed_lose_nothing(world: World):
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 @pytest.mark.slow
-def test_a_worker_that_is_told_to_stop_stops_its_training_in_order(world: World, number: signal.Signals):
+def test_a_stopped_worker_stops_its_training_gracefully(world: World, number: signal.Signals):
     worker = world.start("--trials", "2", "--workers", "2", HOLD=str(world.folder / "go"))
     wait_for(
         lambda: (

@@ -66,7 +66,7 @@ def parameters(**values: Any) -> dict[str, Any]:
             {"early_terminate": {"type": "hyperband", "min_iter": 9, "max_iter": 9}},
             r"first bracket would be at iteration 9, and max_iter is 9",
         ),
-        ({"early_terminate": {"type": "median", "eta": 3}}, r"type 'median' has min_iter alone"),
+        ({"early_terminate": {"type": "median", "eta": 3}}, r"type 'median' takes only min_iter"),
         (
             {"command": ["${program}", "-e", "base_tiny", "${args}"]},
             r"^{file}: command: the parameters must reach the program",
@@ -82,7 +82,7 @@ def parameters(**values: Any) -> dict[str, Any]:
         ),
         (
             {"command": ["${program}", "-e", "base_tiny", "-r", "1", "--set", "${args_no_hyphens}"]},
-            r"-r and -j are for the command line",
+            r"-r and -j are not allowed here",
         ),
         (
             {"command": [w.replace("base", "bass") for w in FILE["command"]]},

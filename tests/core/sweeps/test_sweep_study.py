@@ -73,7 +73,7 @@ def wait_for_claim(worker: Study, seconds: float = 10) -> ClaimedTrial:
     return trial
 
 
-def test_the_trial_of_a_dead_worker_is_begun_again_under_a_new_number(two: tuple[Study, Study]):
+def test_the_trial_of_a_dead_worker_is_repeated_under_a_new_number(two: tuple[Study, Study]):
     first, second = two
     dead, claim = claim_trial(first), claim_trial(second)
     with claim.heartbeat:
@@ -100,7 +100,7 @@ def test_a_worker_that_died_before_its_first_heartbeat_holds_up_nobody(two: tupl
         assert wait_for_claim(second).values == {"lr": 0.1}
 
 
-def test_a_trial_that_is_handed_back_is_begun_again_at_once_and_once(two: tuple[Study, Study]):
+def test_a_released_trial_is_repeated_once_and_at_once(two: tuple[Study, Study]):
     first, second = two
     claim = claim_trial(first)
     first.hand_back(claim)
@@ -132,7 +132,7 @@ EARLY = [{"type": "median", "min_iter": 2}, {"type": "hyperband", "max_iter": 8,
 
 @pytest.mark.parametrize("together", [1, STEPS], ids=["one by one", "at once"])
 @pytest.mark.parametrize("early", EARLY, ids=["median", "hyperband"])
-def test_what_does_badly_is_stopped_early(tmp_path: Path, early: dict[str, Any], together: int):
+def test_bad_trials_are_stopped_early(tmp_path: Path, early: dict[str, Any], together: int):
     """The last three are the bad ones. Rows may come one by one, or several between two looks."""
     worker = study(tmp_path, method="grid", parameters={"lr": {"values": RATES}}, early_terminate=early)
     for rate in RATES:

@@ -196,7 +196,7 @@ def test_denied_documents_are_not_read_again(tmp_path: Path, capsys: pytest.Capt
 @pytest.mark.parametrize(
     ("text", "match"),
     [
-        ("", "lists nothing"),
+        ("", "has no entries"),
         ("source\n", 'list.txt:1: expected "source NAME"'),
         ("\n# x\nshards a\n", "list.txt:3: expected"),
         ("document a pages 3.tar", "expected the number of a document, counted from 0, got 'a'"),

@@ -280,7 +280,7 @@ def test_sbatch_that_never_answers_leaves_nothing(cluster: Cluster, folder: Path
         times=99,
     )
     cluster.fail("squeue", "say", DOWN, times=99)
-    with pytest.raises(LaunchError, match="Nothing stays queued"):
+    with pytest.raises(LaunchError, match="No job is queued"):
         submit([job(folder, "a")], folder, IMPATIENT)
     assert not cluster.alive()
 

@@ -57,7 +57,7 @@ class Task:
         return (self.job.log_dir / "exp.out.log").read_text()
 
 
-def test_the_time_limit_stops_and_requeues_this_task_alone(cluster: Cluster, folder: Path):
+def test_the_time_limit_stops_and_requeues_only_this_task(cluster: Cluster, folder: Path):
     task = Task(folder, requeue=True)
     task.process.send_signal(signal.SIGUSR1)
     assert task.process.wait(300) == 0
@@ -125,7 +125,7 @@ def test_scancel_and_preemption_requeue_nothing(cluster: Cluster, folder: Path):
 
 
 @pytest.mark.parametrize(("code", "exit_code"), [(75, 1), (143, 1), (137, 137), (3, 3), (0, 0)])
-def test_a_stop_that_nobody_but_srun_asked_for_is_a_failure(cluster: Cluster, folder: Path, code: int, exit_code: int):
+def test_a_stop_by_srun_is_a_failure(cluster: Cluster, folder: Path, code: int, exit_code: int):
     """It stops the other nodes when one has failed, maybe before they can say that they stop in order."""
     (cluster.bin / "srun").write_text(f"#!/bin/sh\nexit {code}\n")
     (cluster.bin / "srun").chmod(0o755)

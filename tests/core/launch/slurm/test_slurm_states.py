@@ -71,7 +71,7 @@ def test_states(cluster: Cluster, folder: Path, task: dict[str, Any], seen: tupl
     state = SOON.states(["1_0"])["1_0"]
     if how_forgotten and seen[0] in ("queued", "running"):
         assert state.state == "unknown"
-        assert f"accounting says {seen[1]}, but the controller does not know" in state.reason
+        assert f"accounting reports {seen[1]}, but the controller does not know" in state.reason
         return
     assert (state.state, state.word, state.reason, state.node, state.seconds, state.restarts) == seen
 
@@ -107,7 +107,7 @@ def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"state": "FAILED", "exit": "1:0"}, ("3G", "2G"), "exit code 1"),
     ],
 )
-def test_a_job_that_needed_more_memory_than_it_asked_for_says_so(
+def test_a_job_over_its_memory_limit_reports_it(
     cluster: Cluster, folder: Path, task: dict[str, Any], memory: Any, reason: str, how_forgotten: str
 ):
     submit([job(folder, "a")], folder)
@@ -135,7 +135,7 @@ def test_without_an_answer_of_accounting_a_killed_job_is_killed(
     assert [job_states[i].reason for i in ids] == ["killed by SIGKILL", "Priority"]
 
 
-def test_accounting_is_asked_for_the_memory_of_killed_jobs_alone(cluster: Cluster, folder: Path):
+def test_accounting_is_queried_only_for_the_memory_of_killed_jobs(cluster: Cluster, folder: Path):
     ids, _ = submit([job(folder, f"e{i}") for i in range(3)], folder)
     cluster.set("1_0", state="FAILED", exit="1:0")
     cluster.forget_calls()
@@ -187,7 +187,7 @@ def test_a_controller_that_does_not_answer_is_an_error_not_a_state(cluster: Clus
         IMPATIENT.states(ids)
 
 
-def test_one_lost_answer_is_asked_for_again(cluster: Cluster, folder: Path):
+def test_a_lost_answer_is_retried(cluster: Cluster, folder: Path):
     ids, _ = submit([job(folder, "a")], folder)
     cluster.fail("squeue", "say", AWAY)
     assert SOON.states(ids)["1_0"].state == "queued"
@@ -218,7 +218,7 @@ def test_settings_of_the_shell_do_not_change_the_question(
     assert {"SLURM_CONF", "PATH", "HOME"} <= names
 
 
-def test_a_kill_of_what_is_ending_is_no_error_and_a_refused_one_is(cluster: Cluster, folder: Path):
+def test_killing_ending_jobs_is_no_error_but_a_refusal_is(cluster: Cluster, folder: Path):
     submit([job(folder, "a")], folder)
     cluster.fail(
         "scancel", "say", "scancel: error: Kill job error on job id 1_0: Job/step already completing or completed"
@@ -229,7 +229,7 @@ def test_a_kill_of_what_is_ending_is_no_error_and_a_refused_one_is(cluster: Clus
         SOON.kill(["1_0"])
 
 
-def test_what_was_cancelled_before_it_started_is_no_longer_listed_and_not_lost(cluster: Cluster, folder: Path):
+def test_jobs_cancelled_before_their_start_are_not_lost(cluster: Cluster, folder: Path):
     ids, _ = submit([job(folder, f"e{i}") for i in range(4)], folder)
     cluster.set("1_0", state="RUNNING")
     SOON.kill(ids[:3])
@@ -242,7 +242,7 @@ def test_what_was_cancelled_before_it_started_is_no_longer_listed_and_not_lost(c
     assert list(SOON.states(ids)) == ["1_0"]
 
 
-def test_find_asks_slurm_for_what_was_not_noted(cluster: Cluster, folder: Path):
+def test_find_queries_slurm_for_unrecorded_jobs(cluster: Cluster, folder: Path):
     jobs = [job(folder, "a"), job(folder, "b"), job(folder, "c", after=("a",))]
     submit(jobs, folder)
     cluster.set("2_0", forgotten="controller")

@@ -46,7 +46,7 @@ def test_the_last_is_that_of_the_last_step(run: Path):
     assert checkpoints.last(SavedRun(run)) == checkpoints.folder(run, 4)
 
 
-def test_no_earlier_one_stands_in_for_a_damaged_last_one(run: Path, caplog: pytest.LogCaptureFixture):
+def test_a_damaged_last_checkpoint_has_no_fallback(run: Path, caplog: pytest.LogCaptureFixture):
     damage(checkpoints.folder(run, 4))
     message = (
         rf"00000004: the last checkpoint is damaged \(.*safetensors: 0 bytes.*\)\. Start .* --exp_id {run.name} "
@@ -83,7 +83,7 @@ def test_copies_made_by_hand_are_no_checkpoints(run: Path):
     assert names(run) == before
 
 
-def test_what_was_passed_over_is_set_aside_and_no_longer_counts(run: Path, caplog: pytest.LogCaptureFixture):
+def test_skipped_checkpoints_are_renamed(run: Path, caplog: pytest.LogCaptureFixture):
     for _ in range(2):
         for step in (6, 8):
             damage(write(run, step))

@@ -213,13 +213,13 @@ def test_cleaning_skips_pinned_checkpoints(run: Path, holder: Lease):
     retention.remove(cleanup)
     cleanup = retention.plan(run, EVERYTHING, set(), time.time() + 1)
     assert (cleanup.deletable, [checkpoints.step_of(path) for path in checkpoints.list_all(run)]) == ((), [2, 4])
-    assert cleanup.reason_to_keep.startswith(f"what could go is worked on: see {run / 'pins/one.json'}, for ")
+    assert cleanup.reason_to_keep.startswith(f"all deletable checkpoints are in use: see {run / 'pins/one.json'}, for ")
 
 
 def test_a_cleaning_is_called_off_when_something_is_pinned_since_the_look(run: Path, holder: Lease):
     cleanup = retention.plan(run, EVERYTHING, set(), time.time() + 1)
     pins.place(run, "one", Pin("../holder", every=4))
-    message = r"step-00000004: somebody works on it since a moment ago \(see .*one\.json, for .*\), so nothing of"
+    message = r"step-00000004: pinned meanwhile \(see .*one\.json, for .*\), so nothing in"
     with pytest.raises(RunError, match=message):
         retention.remove(cleanup)
     assert len(checkpoints.list_all(run)) == 4

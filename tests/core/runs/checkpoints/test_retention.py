@@ -58,7 +58,7 @@ def clean(runs: Path, run: Path, rule: retention.CleanupRule = EVERYTHING) -> li
     return steps_in(run)
 
 
-def test_a_finished_run_keeps_what_the_rule_says(tmp_path: Path):
+def test_the_rule_selects_checkpoints_of_a_finished_run(tmp_path: Path):
     for number, (rule, expected_steps) in enumerate(
         [
             (retention.CleanupRule(), [1, 4]),
@@ -77,7 +77,7 @@ def test_a_finished_run_keeps_what_the_rule_says(tmp_path: Path):
 
 
 @pytest.mark.parametrize("state", ["failed", "stopped", "running"])
-def test_an_unfinished_run_keeps_what_it_resumes_from(tmp_path: Path, state: str):
+def test_checkpoints_to_resume_from_are_not_deleted(tmp_path: Path, state: str):
     run = make(tmp_path, experiment(0), 4, state, best=2)
     content = checkpoints.folder(run, 4) / "model.safetensors"
     content.write_text("x" * content.stat().st_size)  # its size tells nothing
@@ -85,7 +85,7 @@ def test_an_unfinished_run_keeps_what_it_resumes_from(tmp_path: Path, state: str
     assert checkpoints.newest_complete(run) == checkpoints.folder(run, 3)
 
 
-def test_what_a_child_starts_from_stays(tmp_path: Path):
+def test_checkpoints_of_children_are_not_deleted(tmp_path: Path):
     make(tmp_path, child(7, experiment(0)))
     make(tmp_path, child(8, experiment(1), "best"))
     assert clean(tmp_path, make(tmp_path, experiment(0), best=1)) == [3]
@@ -93,7 +93,7 @@ def test_what_a_child_starts_from_stays(tmp_path: Path):
     assert clean(tmp_path, make(tmp_path, experiment(2), best=1)) == []
 
 
-def test_where_a_dict_cannot_be_read_anything_may_be_a_parent(tmp_path: Path):
+def test_with_an_unreadable_dict_any_run_can_be_a_parent(tmp_path: Path):
     run = make(tmp_path, experiment(0), best=1)
     (make(tmp_path, experiment(1)) / "exp_dict.json").write_text("{")
     needed_checkpoints, warnings = retention.needed_by_children(tmp_path)
@@ -102,7 +102,7 @@ def test_where_a_dict_cannot_be_read_anything_may_be_a_parent(tmp_path: Path):
     assert (run.name, "best") in needed_checkpoints
 
 
-def test_where_a_dict_is_lost_anything_may_be_a_parent(tmp_path: Path):
+def test_with_a_missing_dict_any_run_can_be_a_parent(tmp_path: Path):
     run = make(tmp_path, experiment(0), best=1)
     (tmp_path / ("ab" * 16)).mkdir()  # of nobody
     assert retention.needed_by_children(tmp_path)[1] == []
@@ -111,7 +111,7 @@ def test_where_a_dict_is_lost_anything_may_be_a_parent(tmp_path: Path):
     assert clean(tmp_path, run) == [1, 3]
 
 
-def test_what_was_left_behind_goes(tmp_path: Path):
+def test_leftovers_are_deleted(tmp_path: Path):
     run = make(tmp_path, experiment(0), 1)
     for name in ("damaged-step-00000009", ".step-00000007.12345678", "mine"):
         (run / "checkpoints" / name).mkdir()
@@ -142,7 +142,7 @@ def test_a_run_that_moved_on_since_the_look_is_not_touched(tmp_path: Path, chang
             checkpoints.mark_best(run, 1)
         else:
             (run / "status.json").write_text(json.dumps({"state": "done", "step": 3}))
-        with pytest.raises(RunError, match="has changed meanwhile, so nothing of it was deleted"):
+        with pytest.raises(RunError, match="has changed meanwhile, so nothing in it was deleted"):
             retention.remove(cleanup)
     assert steps_in(run)[:3] == [1, 2, 3]
 

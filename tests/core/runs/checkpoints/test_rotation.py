@@ -217,7 +217,7 @@ def test_a_failed_deletion_is_reported_and_retried(tmp_path: Path, caplog: pytes
         assert train(tmp_path, {2: 0.0, 3: 0.0}, RotationRule()) == [2, 3]
         hidden = list((tmp_path / "checkpoints").glob(".step-00000001.*.old"))
         assert len(hidden) == 1
-        assert f"{hidden[0]}: could not be deleted; it is tried again" in caplog.text
+        assert f"{hidden[0]}: could not be deleted; retrying" in caplog.text
     finally:
         subprocess.run(["umount", str((hidden[0] if hidden else undeletable.parent) / "stuck")], check=True)
     Rotation(tmp_path, RotationRule(), "val_loss", "min").rotate(3, None)
