@@ -23,4 +23,4 @@ def test_an_array_prepares_the_same_data_as_this_machine(cluster: Cluster, tmp_p
     for name in ("train.jsonl", "val.jsonl", "manifest.json"):
         assert (tmp_path / "array" / "made" / name).read_bytes() == (tmp_path / "here" / "made" / name).read_bytes()
     sacct = ["sacct", "--noheader", "--allocations", "--name=metadata", "--format=state"]
-    wait_until(lambda: sacct(*sacct).split() == ["COMPLETED"] * 5, "the accounting of five tasks")
+    wait_until(lambda: command(*sacct).split() == ["COMPLETED"] * 5, "the accounting of five tasks")

@@ -120,7 +120,8 @@ def test_each_difference_is_reported_with_its_remedy():
 
 def test_a_default_that_is_not_the_absence_is_refused():
     with pytest.raises(
-        ConfigError, match=r"Wrong\.mode: the default True is not what its absence meant, False: runs made before"
+        ConfigError,
+        match=r"Wrong\.mode: the default True differs from the value for its absence, False: runs made before",
     ):
 
         class Wrong(Config):  # pyright: ignore[reportUnusedClass]

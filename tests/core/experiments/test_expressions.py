@@ -97,7 +97,7 @@ def test_names_are_those_that_are_read():
         ("__import__('os').system('true')", r"the only calls are"),
         ("matches(a)", "the only calls are"),
         ("matches(a, b)", "the only calls are"),
-        ("matches(a, '(')", r"character 12 .*is no regular expression of RE2: missing"),
+        ("matches(a, '(')", r"character 12 .*is not a valid RE2 expression: missing"),
         ("value(a)", "the only calls are"),
         ("a[0] == 1", r"cannot use 'a\[0\]'"),
         ("a[0].b == 1", r"expected a dotted name"),

@@ -70,7 +70,7 @@ def test_zip_axes_goes_position_by_position():
     experiments = zip_axes(BASE, {"model.stride": [1, 2], "seed": [7, 8]})
     assert [(e["model"]["stride"], e["seed"]) for e in experiments] == [(1, 7), (2, 8)]
     with pytest.raises(
-        ConfigError, match=r"^zip_axes: axes of equal length are needed, got model\.stride: 1, seed: 2\.$"
+        ConfigError, match=r"^zip_axes: expected axes of equal length, got model\.stride: 1, seed: 2\.$"
     ):
         zip_axes(BASE, {"model.stride": [1], "seed": [7, 8]})
 

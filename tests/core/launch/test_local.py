@@ -103,14 +103,14 @@ def world(tmp_path: Path) -> Iterator[World]:
             world.config(grace_seconds=0.0).kill([f"{folder.name}.{index}" for index in range(len(jobs))])
 
 
-def states(states_by_id: dict[str, SchedulerState]) -> dict[str, str]:
+def state_names(states_by_id: dict[str, SchedulerState]) -> dict[str, str]:
     return {name: seen.state for name, seen in states_by_id.items()}
 
 
 def test_each_job_has_its_logs_and_its_folder(world: World):
     code = "import os, sys; print(os.getcwd()); print('warned', file=sys.stderr)"
     states = world.run(world.config(), [world.job("a", code), world.job("b", code, cwd=Path("/"))])
-    assert states(states) == {"a": "completed", "b": "completed"}
+    assert state_names(states) == {"a": "completed", "b": "completed"}
     assert world.out("a") == f"{world.folder}\n"
     assert world.out("b") == "/\n"
     assert (world.folder / "logs" / "a.err.log").read_text() == "warned\n"
@@ -144,7 +144,7 @@ def test_one_failure_does_not_stop_the_rest(world: World):
         world.job("nowhere", "pass", cwd=world.folder / "missing"),
     ]
     states = world.run(world.config(slots=2), jobs)
-    assert states(states) == {
+    assert state_names(states) == {
         "good": "completed",
         "bad": "failed",
         "worse": "failed",
@@ -200,7 +200,7 @@ def test_each_job_has_devices_of_its_own(world: World):
     wide = config.model_copy(update={"gpus_per_job": 4})
     print_devices = "import os; print(os.environ['CUDA_VISIBLE_DEVICES'])"
     jobs = [world.job("a", code), world.job("b", code), world.job("wide", print_devices, resources=wide)]
-    assert set(states(world.run(config, jobs)).values()) == {"completed"}
+    assert set(state_names(world.run(config, jobs)).values()) == {"completed"}
     assert {world.out("a"), world.out("b")} == {"4,5\n", "GPU-ab,7\n"}
     assert world.out("wide") == "4,5,GPU-ab,7\n"
 
@@ -278,7 +278,7 @@ def test_failed_jobs_are_retried_and_stopped_jobs_resume(world: World):
     states = world.run(
         world.config(retries=1), [world.job(name, code) for name in ("stops", "fails", "mends", "person")]
     )
-    assert states(states) == {"stops": "completed", "fails": "failed", "mends": "completed", "person": "cancelled"}
+    assert state_names(states) == {"stops": "completed", "fails": "failed", "mends": "completed", "person": "cancelled"}
     assert {name: seen.restarts for name, seen in states.items()} == {"stops": 4, "fails": 1, "mends": 1, "person": 0}
     assert states["fails"].reason.startswith("exit code 2")
 
@@ -304,7 +304,7 @@ def test_a_child_waits_for_its_parent(world: World):
         "orphan": "cancelled",
         "grandchild": "cancelled",
     }
-    assert states(states) == end_times | {"first": "completed", "second": "completed"}
+    assert state_names(states) == end_times | {"first": "completed", "second": "completed"}
     assert states["orphan"].reason == "not started, because bad did not end well"
     assert states["grandchild"].reason == "not started, because orphan did not end well"
     assert not (world.folder / "orphan").exists()
@@ -338,7 +338,7 @@ def test_a_damaged_submission_ends_no_other(world: World, content: str):
     states = world.run(
         world.config(slots=2), [world.job("child", "", after_jobs=tuple(parent)), world.job("other", "pass")], "two"
     )
-    assert states(states) == {"child": "cancelled", "other": "completed"}
+    assert state_names(states) == {"child": "cancelled", "other": "completed"}
     assert states["child"].reason.startswith(f"not started, because what became of job one.0 is not known: {queue}")
     assert "\n" not in states["child"].reason
     wait_until(lambda: not Queue(world.submissions / "two").scheduler_is_alive())
@@ -400,7 +400,7 @@ def test_a_deaf_job_is_killed_after_the_grace(world: World):
 
 def test_processes_left_in_the_group_end_with_the_job(world: World):
     code = HOLD.replace("while True:", "if False:").replace(", start_new_session=True", "")
-    assert states(world.run(world.config(), [world.job("a", code)])) == {"a": "completed"}
+    assert state_names(world.run(world.config(), [world.job("a", code)])) == {"a": "completed"}
     wait_until(lambda: is_gone(pids(world, "a")[1]))
 
 
@@ -416,7 +416,7 @@ def test_a_scheduler_that_is_killed_leaves_no_orphans(world: World):
     states = config.states(ids)
     assert [states[i].state for i in ids] == ["running", "running", "cancelled"]
     assert states[ids[2]].reason == "its scheduler on this machine has ended; it was never started"
-    assert states(world.run(world.config(slots=3), [world.job("d", "")], "two")) == {
+    assert state_names(world.run(world.config(slots=3), [world.job("d", "")], "two")) == {
         "d": "completed"
     }  # their two slots are still theirs
     config.kill([ids[1]])

@@ -157,7 +157,7 @@ def test_a_killed_job_stops_in_order_and_does_not_start_again(world: World):
 def test_a_job_that_is_stopped_in_rays_dashboard_does_not_start_again(world: World):
     (job_id,) = world.submit(world.job("runs", STOPPABLE, retries=1))
     world.wait(lambda: world.log("runs") == ["up"], "the start")
-    launcher.ask(world.config.address, "POST", f"/api/jobs/{job_id}/stop", {})
+    launcher.call_api(world.config.address, "POST", f"/api/jobs/{job_id}/stop", {})
     world.wait_for(job_id, "cancelled", "stopped")
     assert world.log("runs") == ["up", "told", "stopped"]
 
@@ -176,7 +176,7 @@ def test_a_request_that_arrives_after_its_submission_was_given_up_starts_nothing
     assert world.config.find(world.submission, ["a"]) == {}
     world.config.forbid(world.submission, ["a"])
     (world.folder / "logs" / "a.out.log").unlink()
-    launcher.ask(
+    launcher.call_api(
         cluster.address,
         "POST",
         "/api/jobs/",

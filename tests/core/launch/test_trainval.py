@@ -551,7 +551,7 @@ class TestBadInput:
         good = weights.read_bytes()
         weights.write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
         assert toy.main(["-e", "g"], {"g": [SHORT]}, folder) == 0
-        assert re.search(r"step-00000004: damaged, so it is passed over", caplog.text)
+        assert re.search(r"step-00000004: damaged, so it is skipped", caplog.text)
         assert "continues from step 2." in (run / "logs" / "train.log").read_text()
         assert weights.read_bytes() == good, "trained again from step 2, to the same bits"
 

@@ -64,15 +64,15 @@ def test_a_changed_default_is_refused_next_to_an_added_setting(tmp_path: Path):
     class Changed(Toy):
         rate: float = 0.25
 
-    with pytest.raises(RunError, match=r"started with other defaults: rate was 0\.5, is now 0\.25\. To continue it"):
+    with pytest.raises(RunError, match=r"started with different defaults: rate was 0\.5, is now 0\.25\. To resume it"):
         reopen(tmp_path, Changed())
 
 
 def test_an_added_setting_that_says_something_else_is_refused(tmp_path: Path):
     with RunDir.open(tmp_path, EXP, BEFORE):
         pass
-    with pytest.raises(RunError, match=r"by_name\.a\.turned was absent, is now true"):
-        reopen(tmp_path, Toy(by_name={"a": Leaf(width=1, turned=True)}))
+    with pytest.raises(RunError, match=r"by_name\.a\.is_turned was absent, is now true"):
+        reopen(tmp_path, Toy(by_name={"a": Leaf(width=1, is_turned=True)}))
 
 
 def test_a_setting_that_is_not_declared_as_added_is_refused(tmp_path: Path):

@@ -232,7 +232,7 @@ def test_a_lost_lease_is_noticed_by_the_heart_and_by_confirm(tmp_path: Path):
     # The next beat notices. One that does not puts our lease back.
     assert wait_for(lambda: lease.is_lost or (tmp_path / LEASE).read_text() != foreign_lease)
     assert lease.is_lost
-    with pytest.raises(RunError, match=r"no longer holds the lease \(it is held by process 1 on host far"):
+    with pytest.raises(RunError, match=r"no longer holds the lease \(now held by process 1 on host far"):
         lease.confirm()
     assert json.loads((tmp_path / LEASE).read_text())["token"] == "far"
     lease.release()
@@ -301,8 +301,8 @@ def test_a_removed_directory_is_not_made_again(tmp_path: Path):
 @pytest.mark.parametrize(
     ("base", "message"),
     [
-        ("dangling", r"/dangling: a link to .*/nowhere, which is not there\. Make it, or remove the link\.$"),
-        ("dangling/deeper", r"/dangling: a link to .*/nowhere, which is not there"),
+        ("dangling", r"/dangling: a link to .*/nowhere, which does not exist\. Create it, or remove the link\.$"),
+        ("dangling/deeper", r"/dangling: a link to .*/nowhere, which does not exist"),
         ("loop/deeper", r"/loop/deeper/run: cannot write: Too many levels of symbolic links\.$|/loop: a link to "),
         ("n" * 300, r"/run: cannot write: File name too long\.$"),
         ("file", r"/file(/run)?: (cannot write: Not a directory|a file stands)"),
@@ -322,7 +322,7 @@ def test_a_directory_that_vanishes_each_time_is_given_up(tmp_path: Path, monkeyp
     monkeypatch.setattr(
         "src.runs.lease._make_directory", lambda path: None
     )  # as if another process moved it away each time
-    with pytest.raises(RunError, match=r"/run: the save directory cannot be made"):
+    with pytest.raises(RunError, match=r"/run: cannot create the save directory"):
         Lease.acquire(tmp_path / "run")
 
 

@@ -125,9 +125,7 @@ def test_a_dict_with_another_canonical_form_is_not_trained_under_another_id(tmp_
     old = {**ONE, "rate": 1}  # a directory from before the field was a float
     run = saved(tmp_path, old, exp_id(old))
     new = exp_id({**ONE, "rate": 1.0})
-    with pytest.raises(
-        RunError, match=rf"{run}/exp_dict\.json: as numbers are spelled now its id is {new}, not {exp_id(old)}"
-    ):
+    with pytest.raises(RunError, match=rf"{run}/exp_dict\.json: its canonical id is {new}, not {exp_id(old)}"):
         plan.find(exp_id(old), {}, tmp_path)
 
 
@@ -184,7 +182,7 @@ def test_a_parent_that_is_done_is_not_trained_again_so_its_checkpoint_must_be_th
     (saved(tmp_path, ONE, exp_id(ONE)) / "status.json").write_text('{"state": "done", "step": 4}')
     places, heir = Places(data=tmp_path, runs=tmp_path), child_of(exp_id(ONE))
     (message,) = plan.find_problems([item(ONE), item(heir)], places)[exp_id(heir)]
-    assert "step-00000004: the last checkpoint is gone" in message
+    assert "step-00000004: the last checkpoint is missing" in message
     assert plan.find_problems([item(ONE), item(heir)], places, {exp_id(ONE)}) == {}
 
 

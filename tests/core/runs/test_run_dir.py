@@ -110,7 +110,7 @@ def test_a_message_names_some_of_many_changed_defaults(tmp_path: Path):
     [
         (
             {**EXP, "model": {"depth": 2, "rate": 0.1}},
-            r"model\.rate was 0\.5, is now 0\.1\. To continue it, restore the old defaults",
+            r"model\.rate was 0\.5, is now 0\.1\. To resume it, restore the old defaults",
         ),
         ({**EXP, "model": {"depth": 2, "rate": 0.5, "bias": True}}, r"model\.bias was absent, is now true"),
         (EXP, r"model\.rate was 0\.5, is now absent"),
@@ -120,7 +120,7 @@ def test_a_message_names_some_of_many_changed_defaults(tmp_path: Path):
 )
 def test_changed_defaults_are_named(tmp_path: Path, resolved: dict, pattern: str):
     RunDir.open(tmp_path, EXP, RESOLVED).close()
-    with pytest.raises(RunError, match=rf"config\.json: this run was started with other defaults: {pattern}"):
+    with pytest.raises(RunError, match=rf"config\.json: this run was started with different defaults: {pattern}"):
         RunDir.open(tmp_path, EXP, resolved)
     with RunDir.open(tmp_path, EXP, resolved, reset=1) as run:
         assert loaded(run.path / "config.json") == resolved

@@ -188,7 +188,7 @@ def test_two_signals_leave_a_stopped_run(tmp_path: Path):
     assert isinstance(error_info, Twice)
     assert (status["state"], status["reason"]) == (
         "stopped",
-        "SIGTERM: stopped while it was starting; start it again to continue",
+        "SIGTERM: stopped while it was starting; restart it to resume",
     )
 
 
@@ -197,7 +197,7 @@ def test_a_signal_while_it_starts_leaves_a_stopped_run(tmp_path: Path):
     assert isinstance(error_info, distributed.StopTraining)
     assert (status["state"], status["reason"]) == (
         "stopped",
-        "SIGUSR1: stopped while it was starting; start it again to continue",
+        "SIGUSR1: stopped while it was starting; restart it to resume",
     )
 
 

@@ -157,7 +157,7 @@ def test_a_unique_prefix_of_an_id_is_enough(tmp_path: Path):
     ]  # two of 17 begin with the same of 16 characters
     graph = lineage.build(tmp_path)
     assert graph.find(ids[0][:12]) == ids[0]
-    with pytest.raises(ConfigError, match="17 experiments have ids that start like that"):
+    with pytest.raises(ConfigError, match="17 ids start with this"):
         graph.find("")
     with pytest.raises(ConfigError, match=r"--exp_id zz: .* 17 "):
         graph.find("zz")

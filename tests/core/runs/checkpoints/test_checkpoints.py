@@ -55,9 +55,9 @@ def test_a_damaged_last_checkpoint_has_no_fallback(run: Path, caplog: pytest.Log
     with pytest.raises(CheckpointError, match=message):
         checkpoints.last(SavedRun(run))
     assert checkpoints.newest_complete(run) == checkpoints.folder(run, 2)
-    assert "step-00000004: damaged, so it is passed over" in caplog.text
+    assert "step-00000004: damaged, so it is skipped" in caplog.text
     shutil.rmtree(checkpoints.folder(run, 4))
-    with pytest.raises(CheckpointError, match="step-00000004: the last checkpoint is gone"):
+    with pytest.raises(CheckpointError, match="step-00000004: the last checkpoint is missing"):
         checkpoints.last(SavedRun(run))
 
 
@@ -65,7 +65,7 @@ def test_a_damaged_last_checkpoint_has_no_fallback(run: Path, caplog: pytest.Log
     ("status", "message"),
     [
         ({"state": "running", "step": 4}, r"has no last checkpoint yet, as it is running, not done"),
-        ({"state": "done"}, r"status\.json does not say at which step the run ended\. Start the run again"),
+        ({"state": "done"}, r"status\.json has no step\. Start the run again"),
     ],
 )
 def test_there_is_no_last_one_before_the_end(run: Path, status: dict, message: str):
@@ -90,7 +90,7 @@ def test_skipped_checkpoints_are_renamed(run: Path, caplog: pytest.LogCaptureFix
         checkpoints.set_aside_newer(run, 4)
     aside = ["damaged-step-00000006", "damaged-step-00000006.1", "damaged-step-00000008", "damaged-step-00000008.1"]
     assert names(run) == [*aside, "step-00000002", "step-00000004"]
-    assert "step-00000006: set aside as damaged-step-00000006.1, as the run goes on from step 4" in caplog.text
+    assert "step-00000006: renamed to damaged-step-00000006.1, as the run resumes from step 4" in caplog.text
     write(run, 6)
     assert checkpoints.newest_complete(run) == checkpoints.folder(run, 6)
     checkpoints.set_aside_newer(run, 0)

@@ -133,7 +133,7 @@ def test_an_interval_at_which_no_checkpoint_is_written_is_refused():
     RotationRule(every=20).check([7, 10])
     RotationRule(every=21).check([7, 10])
     message = (
-        r"--keep_every: .* every 7 and every 10 steps, so .* multiple of 25\. Take a multiple of 7 or of 10, "
+        r"--keep_every: .* every 7 and every 10 steps, not .* multiple of 25\. Take a multiple of 7 or of 10, "
         r"or change --save_every"
     )
     with pytest.raises(ConfigError, match=message) as error_info:

@@ -60,7 +60,7 @@ def test_a_rewound_run_retains_checkpoints_of_children(parent: Path, which: str,
     go_back(parent, 6)
     assert go_on(parent, BETTER, "others") == [4, 6, 10, 12]
     assert (hashes(parent)[4], hashes(parent)[6]) == (before[4], before[6])
-    assert f"{parent}: another experiment starts from it, so its checkpoints up to step 6 stay." in caplog.text
+    assert f"{parent}: another experiment starts from it, so checkpoints up to step 6 are kept." in caplog.text
     go_back(parent, 6)
     assert go_on(parent, BETTER, "again") == [4, 6, 10, 12]
 
