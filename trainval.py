@@ -80,8 +80,10 @@ def act(args: argparse.Namespace) -> int:
     store = RunStore(args.savedir_base)
     selected = select(args, groups, store)
     # Other groups are needed only for parents; the selected groups too, if --set changed their experiments.
-    others = {name: group for name, group in groups.items() if args.set or args.steps or name not in args.exp_group}
-    all_items = plan.load_all(others) if any(parents.parent_ids(item.exp) for item in selected) else {}
+    other_groups = {
+        name: group for name, group in groups.items() if args.set or args.steps or name not in args.exp_group
+    }
+    all_items = plan.load_all(other_groups) if any(parents.parent_ids(item.exp) for item in selected) else {}
     all_items |= {item.exp_id: item for item in selected}
     places = Places(args.data_path, args.savedir_base, {exp_id: item.exp for exp_id, item in all_items.items()})
     if args.list:

@@ -58,8 +58,8 @@ class Request:
 
 def pending_parents(runs: Path, items: Sequence[PlannedExperiment]) -> set[str]:
     """Parents of `items` that are queued or running as jobs, so that a job can wait for them."""
-    here = {item.exp_id for item in items}
-    parents = [parent for item in items for parent in parent_ids(item.exp) if parent not in here]
+    own_ids = {item.exp_id for item in items}
+    parents = [parent for item in items for parent in parent_ids(item.exp) if parent not in own_ids]
     jobs = track(RunStore(runs), list(dict.fromkeys(parents)))[0] if parents else {}
     return {exp_id for exp_id, job in jobs.items() if job.is_alive}
 
@@ -170,36 +170,37 @@ def _jobs_to_await(
     Raises:
         LaunchError: a parent is neither done nor queued nor running, or is a job of another launcher.
     """
-    here = {item.exp_id for item in todo}
-    outside = list(dict.fromkeys(p for item in todo for p in parent_ids(item.exp) if p not in here))
+    own_ids = {item.exp_id for item in todo}
+    outside = list(dict.fromkeys(p for item in todo for p in parent_ids(item.exp) if p not in own_ids))
     outside_rows = status.table(store, [parent for parent in outside if parent not in rows], ACT)
     rows = {**rows, **{row.exp_id: row for row in outside_rows}}
     jobs = track(store, [parent for parent in outside if rows[parent].state in ALIVE])[0]
-    waits_by_id, wrong = {}, []
+    waits_by_id, messages = {}, []
     for item in todo:
         waits = []
         for parent in parent_ids(item.exp):
-            if parent in here or rows[parent].state == "done":
+            if parent in own_ids or rows[parent].state == "done":
                 continue
             row, job = rows[parent], jobs.get(parent)
             if row.state in ALIVE and job and job.launcher and job.is_alive:
                 if tracking.same_scheduler(job.launcher, target.launcher):
                     waits.append(job.job_id)
                 else:
-                    wrong.append(
+                    messages.append(
                         f"{item.where}: it starts from experiment {parent}, which is {row.state} as job {row.job_id} "
                         f"of the launcher {job.launcher.name}; {target.launcher.name} cannot wait for that. "
                         "Submit it when the parent is done, or use that launcher."
                     )
             else:
                 reason = f" ({row.reason})" if row.reason else ""
-                how = "Repair it first: --job_option retry" if row.state == "failed" else "Run it first"
-                wrong.append(
-                    f"{item.where}: it starts from experiment {parent}, which is {row.state}, not done{reason}. {how}."
+                advice = "Repair it first: --job_option retry" if row.state == "failed" else "Run it first"
+                messages.append(
+                    f"{item.where}: it starts from experiment {parent}, which is {row.state}, not done{reason}. "
+                    f"{advice}."
                 )
         waits_by_id[item.exp_id] = tuple(waits)
-    if wrong:
-        raise LaunchError("\n".join(dict.fromkeys(wrong)))
+    if messages:
+        raise LaunchError("\n".join(dict.fromkeys(messages)))
     return waits_by_id
 
 
@@ -241,13 +242,13 @@ def throttle(runs: Path, exp_ids: Sequence[str], max_running: int) -> None:
     Raises:
         LaunchError: no job is queued, the launcher cannot do this, or a scheduler does not answer or refuses.
     """
-    jobs, wrong = track(RunStore(runs), exp_ids)
+    jobs, messages = track(RunStore(runs), exp_ids)
     queued_jobs = [
         (job.launcher, job.job_id) for job in jobs.values() if job.launcher and job.seen and job.seen.state == "queued"
     ]
     if not queued_jobs:
         raise LaunchError(
-            "\n".join(dict.fromkeys(wrong.values())) or "--job_option throttle: none of these experiments is queued."
+            "\n".join(dict.fromkeys(messages.values())) or "--job_option throttle: none of these experiments is queued."
         )
     for launcher, job_ids in tracking.group_by_scheduler(queued_jobs):
         launcher.throttle(job_ids, max_running)
@@ -261,47 +262,47 @@ def throttle(runs: Path, exp_ids: Sequence[str], max_running: int) -> None:
 def _kill(runs: Path, exp_ids: Sequence[str], all_or_none: bool = False) -> None:
     """Kill all jobs with a known state, then raise for the rest. all_or_none: raise before killing any."""
     store = RunStore(runs)
-    jobs, wrong = track(store, exp_ids)
+    jobs, messages = track(store, exp_ids)
     alive = {exp_id: job for exp_id, job in jobs.items() if job.is_alive}
     for exp_id in exp_ids:
         job = jobs.get(exp_id)
-        if exp_id in alive or exp_id in wrong:
+        if exp_id in alive or exp_id in messages:
             continue
         state = store[exp_id].state_or_damage
         if job and job.seen and job.is_unknown and state != "done":
-            wrong[exp_id] = (
+            messages[exp_id] = (
                 f"{exp_id}: the state of job {job.job_id} is unknown, so it is not killed: {job.seen.reason}"
             )
         else:
             by_hand = "runs, but not as a job: stop it where it was started"
             log.info("%s: %s", exp_id, by_hand if state == "running" else "has no job to kill")
-    if wrong and all_or_none:
-        raise LaunchError("\n".join([*dict.fromkeys(wrong.values()), "Nothing was killed or started over."]))
+    if messages and all_or_none:
+        raise LaunchError("\n".join([*dict.fromkeys(messages.values()), "Nothing was killed or started over."]))
     launchers = tracking.group_by_scheduler((job.launcher, job.job_id) for job in alive.values() if job.launcher)
     for launcher, ids in launchers:
         launcher.kill(ids)
     if alive:
         _wait_until_gone(launchers)
         log.info("killed: %d", len(alive))
-    if wrong:
-        raise LaunchError("\n".join(dict.fromkeys(wrong.values())))
+    if messages:
+        raise LaunchError("\n".join(dict.fromkeys(messages.values())))
 
 
 def _wait_until_gone(launchers: Sequence[tuple[LauncherConfig, list[str]]]) -> None:
     until = time.monotonic() + GONE_SECONDS
     while True:
         remaining: list[str] = []
-        why = ""
+        scheduler_error = ""
         for launcher, ids in launchers:
             try:
                 states = launcher.states(ids)
                 remaining += [job_id for job_id in ids if job_id in states and states[job_id].state in ALIVE]
             except LaunchError as error:
                 remaining += ids
-                why = f" {error}"
+                scheduler_error = f" {error}"
         if not remaining:
             return
         if time.monotonic() > until:
             message = f"{', '.join(remaining)}: still running {GONE_SECONDS:g} s after the kill."
-            raise LaunchError(f"{message} Look again later.{why}")
+            raise LaunchError(f"{message} Look again later.{scheduler_error}")
         time.sleep(_POLL_SECONDS)

@@ -70,7 +70,7 @@ def make_parser(about: str, root: Path) -> argparse.ArgumentParser:
         action="extend",
         default=[],
         metavar="a.b=value",
-        help="change values in each experiment (this changes the id); a.b=1,2,3 makes one experiment per value",
+        help="change values (and the id) of each experiment; a.b=1,2,3: one per value",
     )
     what.add_argument(
         "--where",
@@ -217,7 +217,7 @@ def _add_place(parser: argparse.ArgumentParser, root: Path) -> None:
         nargs="?",
         const="full",
         choices=GRADIENT_CHECKPOINTING,
-        help="recompute layers in the backward pass; selective: all but matrix products",
+        help="recompute layers in the backward pass; selective: not products",
     )
     where.add_argument("--offload_activations", action="store_true", help="keep saved activations in host memory")
     where.add_argument(

@@ -258,10 +258,10 @@ def _starter_command(processes: Processes) -> tuple[list[str], str]:
         elif processes.starter == "accelerate":
             # --cpu with several processes would silently start one; --multi_gpu works without a GPU.
             flag_names = {word.partition("=")[0] for word in processes.arguments}
-            many = "" if flag_names & _SHARING else "--multi_gpu"
+            multi_gpu_flag = "" if flag_names & _SHARING else "--multi_gpu"
             before.append(
                 f"JOB_WORLD=$(({processes.nodes} * {each.strip(chr(34))})); JOB_MANY=; "
-                f'[ "$JOB_WORLD" -lt 2 ] || JOB_MANY={many};'
+                f'[ "$JOB_WORLD" -lt 2 ] || JOB_MANY={multi_gpu_flag};'
             )
             rendezvous = (
                 '--machine_rank "$NODE_RANK" --main_process_ip "$MASTER_ADDR" --main_process_port "$MASTER_PORT"'

@@ -191,8 +191,8 @@ def query_schedulers(calls: Sequence[Callable[[], T]], seconds: float | None) ->
         worker.start()
     for worker in workers:
         worker.join(max(0.0, until - time.monotonic()))
-    late = LaunchError(f"the scheduler did not answer in {seconds:.2g} s, so the state of the job is unknown")
-    answers = [results.get(place, late) for place in range(len(calls))]
+    timeout_error = LaunchError(f"the scheduler did not answer in {seconds:.2g} s, so the state of the job is unknown")
+    answers = [results.get(place, timeout_error) for place in range(len(calls))]
     for each in answers:
         if isinstance(each, Exception) and not isinstance(each, LaunchError):
             raise each

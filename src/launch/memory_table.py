@@ -30,13 +30,13 @@ def plan_all(
         groups.setdefault(_key(item), []).append(item)
     rows, mistakes = [], list[str]()
     logging.getLogger("src").setLevel(logging.WARNING)  # log messages of model building are for trainings
-    for same in groups.values():
-        recipe: Any = same[0].recipe
+    for group in groups.values():
+        recipe: Any = group[0].recipe
         try:
-            more = f" and {len(same) - 1} more" if len(same) > 1 else ""
-            rows.append([same[0].where + more, *_cells(recipe.plan_memory(places, **machines))])
+            more = f" and {len(group) - 1} more" if len(group) > 1 else ""
+            rows.append([group[0].where + more, *_cells(recipe.plan_memory(places, **machines))])
         except UserError as error:
-            mistakes += [f"{same[0].where}: {line}" for line in str(error).splitlines()]
+            mistakes += [f"{group[0].where}: {line}" for line in str(error).splitlines()]
     return _table(rows, machines) if rows else [], mistakes
 
 

@@ -137,9 +137,9 @@ def with_submissions(launcher: LauncherConfig, folder: Path) -> LauncherConfig:
 
 def _merge(raw: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
     """`raw` with `changes`; dicts are merged key by key."""
-    both = {
+    nested = {
         key: _merge(raw[key], value)
         for key, value in changes.items()
         if isinstance(value, dict) and isinstance(raw.get(key), dict)
     }
-    return {**raw, **changes, **both}
+    return {**raw, **changes, **nested}

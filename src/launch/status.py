@@ -92,20 +92,20 @@ def table(
     Runs that are done, or held by a live process on this machine, need no scheduler. Each scheduler is queried once for
     the rest. Interrupted submissions are reconciled first, unless another process is submitting.
     """
-    began = time.monotonic()
-    trouble = _reconcile(store.folder, policy)
-    remaining = policy.seconds and max(min(0.5, policy.seconds), policy.seconds - (time.monotonic() - began))
-    valid, marks = saved.read([exp_id for exp_id in exp_ids if exp_id not in trouble]) if saved else ({}, {})
+    start = time.monotonic()
+    reconcile_messages = _reconcile(store.folder, policy)
+    remaining = policy.seconds and max(min(0.5, policy.seconds), policy.seconds - (time.monotonic() - start))
+    valid, marks = saved.read([exp_id for exp_id in exp_ids if exp_id not in reconcile_messages]) if saved else ({}, {})
     unread = [exp_id for exp_id in exp_ids if exp_id not in valid]
     settled_ids = {exp_id for exp_id in unread if _is_settled(store[exp_id])}
     requeueable = [exp_id for exp_id, (row, _) in valid.items() if row.job_id and row.state != "done"]
-    jobs, wrong = track(store, unread + requeueable, replace(policy, seconds=remaining), settled_ids)
+    jobs, error_messages = track(store, unread + requeueable, replace(policy, seconds=remaining), settled_ids)
     rows = {exp_id: row for exp_id, (row, _) in valid.items()}
-    unread += [exp_id for exp_id in requeueable if exp_id in wrong or jobs.get(exp_id) != valid[exp_id][1]]
+    unread += [exp_id for exp_id in requeueable if exp_id in error_messages or jobs.get(exp_id) != valid[exp_id][1]]
     for exp_id in unread:
         job = jobs.get(exp_id)
         run = store[exp_id]
-        row = rows[exp_id] = _row(store, run, job, wrong.get(exp_id) or trouble.get(exp_id) or "")
+        row = rows[exp_id] = _row(store, run, job, error_messages.get(exp_id) or reconcile_messages.get(exp_id) or "")
         if (
             saved
             and not row.doubt
@@ -129,17 +129,17 @@ _reconcile_results: dict[Path, tuple[float, dict[str, str]]] = {}
 
 def _reconcile(runs: Path, policy: QueryPolicy) -> dict[str, str]:
     """A message for each unresolved experiment of interrupted submissions."""
-    when, trouble = _reconcile_results.get(runs, (float("-inf"), {}))
+    when, messages = _reconcile_results.get(runs, (float("-inf"), {}))
     if time.monotonic() - when <= policy.max_age_seconds:
-        return trouble
-    trouble = {}
+        return messages
+    messages = {}
     with contextlib.suppress(UserError):
         if submissions.interrupted_names(runs):
             with submissions.lock(runs, wait_seconds=0.0):
                 unclear = submissions.reconcile(runs, policy.seconds)
-                trouble = {exp_id: one.message for one in unclear for exp_id in one.experiments}
-    _reconcile_results[runs] = time.monotonic(), trouble
-    return trouble
+                messages = {exp_id: submission.message for submission in unclear for exp_id in submission.experiments}
+    _reconcile_results[runs] = time.monotonic(), messages
+    return messages
 
 
 def _is_settled(run: SavedRun) -> bool:
@@ -161,10 +161,10 @@ def _row(store: RunStore, run: SavedRun, job: TrackedJob | None, doubt: str) -> 
     except UserError as error:
         doubt = doubt or str(error)
         state, reason, seconds = "unknown", doubt, None
-    exp, complaint = _try_read(lambda: run.exp, {})
+    exp, exp_error = _try_read(lambda: run.exp, {})
     with contextlib.suppress(PermissionError):  # of an unreadable directory
-        complaint = complaint if (run.path / EXP_DICT).exists() else ""
-    last, more = _try_read(lambda: run.last_row, {})
+        exp_error = exp_error if (run.path / EXP_DICT).exists() else ""
+    last, score_error = _try_read(lambda: run.last_row, {})
     if (
         state in ("failed", "stopped", "lost", "queued")
         and (parent := _failed_parents(store, exp))
@@ -175,13 +175,15 @@ def _row(store: RunStore, run: SavedRun, job: TrackedJob | None, doubt: str) -> 
     event, event_error = None, ""
     if state not in ("done", "never"):
         event, event_error = _try_read(lambda: events.latest_problem(run.path, starts), None)
-    notes = [text for text in (reason, events.describe(event) if event else "", complaint, more, event_error) if text]
+    notes = [
+        text for text in (reason, events.describe(event) if event else "", exp_error, score_error, event_error) if text
+    ]
     loop = exp.get("loop")
     steps = loop.get("steps") if isinstance(loop, dict) else None
     return Row(
         run.name,
         run.groups[0] if run.groups else "",
-        "unknown" if complaint and state not in ("done", "queued", "running") else state,
+        "unknown" if exp_error and state not in ("done", "queued", "running") else state,
         "; ".join(dict.fromkeys(notes)),
         (scheduler_state.node if scheduler_state else "") or (run.holder.host if state in ("running", "lost") else ""),
         scheduler_state.seconds if scheduler_state and scheduler_state.seconds is not None else seconds,

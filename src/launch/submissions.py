@@ -226,17 +226,17 @@ def reconcile(runs: Path, seconds: float | None = None) -> list[UnresolvedSubmis
 
 def refuse(unclear: Sequence[UnresolvedSubmission], exp_ids: Collection[str]) -> None:
     """Raise LaunchError for unresolved submissions that can have queued one of `exp_ids`; log the rest as warnings."""
-    wrong = []
-    for one in unclear:
-        if one.experiments and not set(exp_ids).intersection(one.experiments):
-            log.warning("%s", one.message)
+    messages = []
+    for submission in unclear:
+        if submission.experiments and not set(exp_ids).intersection(submission.experiments):
+            log.warning("%s", submission.message)
         else:
-            wrong.append(
-                f"{one.message}\n{one.folder}: nothing is submitted until its jobs are known. "
+            messages.append(
+                f"{submission.message}\n{submission.folder}: nothing is submitted until its jobs are known. "
                 "If they stay unknown, find its jobs by hand, end them, and move the folder away."
             )
-    if wrong:
-        raise LaunchError("\n".join(wrong))
+    if messages:
+        raise LaunchError("\n".join(messages))
 
 
 def _reconcile_one(runs: Path, submission: Submission, seconds: float | None) -> None:

@@ -66,13 +66,13 @@ def track(
     dropped from the cache `store`, so that they are read again after the query.
     """
     noted_jobs: dict[str, dict[str, str]] = {}
-    wrong: dict[str, str] = {}
+    messages: dict[str, str] = {}
     for exp_id in exp_ids:
         try:
             if (job := store[exp_id].job) is not None:
                 noted_jobs[exp_id] = job
         except UserError as error:
-            wrong[exp_id] = str(error)
+            messages[exp_id] = str(error)
     elsewhere = submissions.last_jobs(
         store.folder, [exp_id for exp_id in exp_ids if exp_id not in noted_jobs and exp_id not in settled_ids]
     )
@@ -89,7 +89,7 @@ def track(
             except UserError as error:
                 launchers[name] = error
         if isinstance(launcher_or_error := launchers[name], UserError):
-            wrong[exp_id] = f"job {noted_jobs[exp_id]['job_id']}: {launcher_or_error}"
+            messages[exp_id] = f"job {noted_jobs[exp_id]['job_id']}: {launcher_or_error}"
         else:
             launcher_by_experiment[exp_id] = launcher_or_error
     groups = group_by_scheduler((launcher, exp_id) for exp_id, launcher in launcher_by_experiment.items())
@@ -98,7 +98,7 @@ def track(
     for (_, ids), answer in zip(groups, _query_states(store.folder, queries, policy), strict=True):
         for exp_id in ids:
             if isinstance(answer, LaunchError):
-                wrong[exp_id] = str(answer)
+                messages[exp_id] = str(answer)
             elif (state := answer.get(noted_jobs[exp_id]["job_id"])) is not None:
                 seen[exp_id] = state
     for exp_id in open_ids:
@@ -112,14 +112,14 @@ def track(
     }
     return tracked_jobs, {
         exp_id: text
-        for exp_id, text in wrong.items()
+        for exp_id, text in messages.items()
         if exp_id not in tracked_jobs or not tracked_jobs[exp_id].is_alive
     }
 
 
-def same_scheduler(one: LauncherConfig, other: LauncherConfig) -> bool:
+def same_scheduler(first: LauncherConfig, second: LauncherConfig) -> bool:
     """Whether two launchers use the same scheduler, so that their jobs can be listed, killed and awaited together."""
-    return (one.name, one.scheduler()) == (other.name, other.scheduler())
+    return (first.name, first.scheduler()) == (second.name, second.scheduler())
 
 
 def group_by_scheduler(pairs: Iterable[tuple[LauncherConfig, str]]) -> list[tuple[LauncherConfig, list[str]]]:

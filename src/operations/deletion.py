@@ -121,8 +121,8 @@ def _exclude_ancestors(runs: Path, deletion: Deletion) -> None:
             deletion.runs = []
             return
         for parent in ancestors:
-            if heir := deletable.pop(parent, None):
-                deletion.warnings.append(f"{heir}: not deleted: {name} starts from it.")
+            if ancestor := deletable.pop(parent, None):
+                deletion.warnings.append(f"{ancestor}: not deleted: {name} starts from it.")
                 remaining_names.append(parent)
     deletion.runs = list(deletable.values())
 

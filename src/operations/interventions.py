@@ -73,8 +73,8 @@ def change(run: Path, decide: "Decide", is_same: "IsSame", dry_run: bool) -> lis
     if dry_run:
         if (holder := lease.holder_of(run)).is_dead is False:
             raise RunError(f"{run}: a process on {holder.host} trains it now. Stop it first.")
-        if began := journal.describe_unfinished(run):
-            return [f"{run}: was interrupted: {began}. Without --dry-run, this is finished first."]
+        if unfinished_change := journal.describe_unfinished(run):
+            return [f"{run}: was interrupted: {unfinished_change}. Without --dry-run, this is finished first."]
         return [f"{run}: would change:", *_plan_lines(decide()), "Nothing was changed."]
     with Lease.acquire(run) as held_lease:
         finished_event = journal.finish(run)

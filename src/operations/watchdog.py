@@ -119,9 +119,9 @@ def judge(run: Path, row: Row, limits: Limits) -> Verdict:
 
 def _judge_running(run: SavedRun, row: Row, beat: heartbeat.Beat | None, limits: Limits) -> tuple[str, str, int | None]:
     """(state, reason, last step) of a run that is running by its scheduler or its save directory."""
-    status, silent, dead = run.status, row.heartbeat_seconds, run.holder.is_dead
-    if dead is None and silent is not None and silent > SILENT_SECONDS:
-        return "dead", f"no sign of life from {run.holder.host} for {_format_seconds(silent)}", row.step
+    status, silent_seconds, dead = run.status, row.heartbeat_seconds, run.holder.is_dead
+    if dead is None and silent_seconds is not None and silent_seconds > SILENT_SECONDS:
+        return "dead", f"no sign of life from {run.holder.host} for {_format_seconds(silent_seconds)}", row.step
     if status["state"] != "running" or dead:
         # The job runs, but its training has not (re)started yet: torchrun restarts it, or modules are loading.
         waits = min((seconds for seconds in (row.seconds, _age(run.path / STATUS)) if seconds is not None), default=0.0)
@@ -135,7 +135,11 @@ def _judge_running(run: SavedRun, row: Row, beat: heartbeat.Beat | None, limits:
     elif status.get("updated") == status.get("started"):
         if age <= limits.start_seconds:
             return "running", "", row.step
-        return "hung", f"no step since it was started {_format_seconds(age)} ago{_silence_note(silent)}", row.step
+        return (
+            "hung",
+            f"no step since it was started {_format_seconds(age)} ago{_silence_note(silent_seconds)}",
+            row.step,
+        )
     at_rest = 3 * run_pace.pause if run_pace.pause is not None else limits.start_seconds
     allowed = (
         max(limits.least_seconds, limits.factor * (run_pace.step or 0.0))
@@ -144,13 +148,14 @@ def _judge_running(run: SavedRun, row: Row, beat: heartbeat.Beat | None, limits:
     )
     if age <= allowed:
         return "running", "", step
-    usual = f"a step takes {_format_seconds(run_pace.step)}" if run_pace.step else "the time per step is unknown"
-    late = f"its last step, {step}, was {_format_seconds(age)} ago; {usual}, and {_format_seconds(allowed)} are allowed"
-    return "hung", f"{late}{_silence_note(silent)}", step
+    pace_text = f"a step takes {_format_seconds(run_pace.step)}" if run_pace.step else "the time per step is unknown"
+    limit = _format_seconds(allowed)
+    description = f"its last step, {step}, was {_format_seconds(age)} ago; {pace_text}, and {limit} are allowed"
+    return "hung", f"{description}{_silence_note(silent_seconds)}", step
 
 
-def _silence_note(silent: float | None) -> str:
-    if silent is None or silent <= SILENT_SECONDS / 5:
+def _silence_note(silent_seconds: float | None) -> str:
+    if silent_seconds is None or silent_seconds <= SILENT_SECONDS / 5:
         return ""
     return ". Its lease does not beat either: is the process stopped (SIGSTOP), or its disk full?"
 
@@ -171,11 +176,11 @@ def inspect_runs(
     runs: Path, exp_ids: Sequence[str], limits: Limits
 ) -> tuple[list[Verdict], list[tuple[str, events.Event]], list[str]]:
     """Judge each run, scan its logs, and record new events: the verdicts, (id, new event), and errors."""
-    verdicts, new, trouble = [], [], []
+    verdicts, new, errors = [], [], []
     for row in table(RunStore(runs), exp_ids):
         run = runs / row.exp_id
         if row.state == "unknown":
-            trouble.append(f"{run}: {row.reason}")
+            errors.append(f"{run}: {row.reason}")
         try:
             verdict = judge(run, row, limits)
             verdicts.append(verdict)
@@ -188,8 +193,8 @@ def inspect_runs(
                 (row.exp_id, event) for event in [*events.scan_ledger(run, row.attempts), *_note_incident(run, verdict)]
             ]
         except UserError as error:
-            trouble.append(str(error))
-    return verdicts, new, trouble
+            errors.append(str(error))
+    return verdicts, new, errors
 
 
 def _note_incident(run: Path, verdict: Verdict) -> list[events.Event]:
@@ -282,14 +287,14 @@ def watch(args: argparse.Namespace) -> int:
 
 def _run_round(runs: Path, exp_ids: Sequence[str], limits: Limits, command: str | None) -> int:
     """Check the runs once and report new events; return the exit code."""
-    verdicts, new, trouble = inspect_runs(runs, exp_ids, limits)
-    for text in trouble:
+    verdicts, new, errors = inspect_runs(runs, exp_ids, limits)
+    for text in errors:
         log.warning("%s", text)
     for exp_id, event in new:
         log.info("%s %s %s", exp_id, event["severity"], events.describe(event))
         if command and event["severity"] != "info":
             notify(command, exp_id, event)
-    if trouble or any(event["severity"] == "error" for _, event in new):
+    if errors or any(event["severity"] == "error" for _, event in new):
         return NEW_INCIDENT_EXIT
     return KNOWN_INCIDENT_EXIT if any(verdict.needs_attention for verdict in verdicts) else 0
 

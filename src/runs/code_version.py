@@ -384,10 +384,10 @@ def _changes_of_snapshot(root: Path) -> list[dict[str, Any]]:
     for name, facts in files.items():
         path = root / name
         try:
-            same = path.stat().st_size == facts["bytes"] and sha256(path) == facts["sha256"]
+            is_unchanged = path.stat().st_size == facts["bytes"] and sha256(path) == facts["sha256"]
         except OSError:
-            same = False
-        if not same:
+            is_unchanged = False
+        if not is_unchanged:
             changed.append(_describe(path, name, "changed in the snapshot"))
     for path in root.rglob("*.py"):
         name = path.relative_to(root).as_posix()

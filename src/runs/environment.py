@@ -109,18 +109,18 @@ def code_digest(root: Path = ROOT) -> str:
 
 def redact(command: Sequence[str]) -> list[str]:
     """`command` with secrets hidden: `--api_key x`, `--api_key=x`, `WANDB_API_KEY=x`, `https://user:x@host`."""
-    words: list[str] = []
+    shown_words: list[str] = []
     hide_next = False
     for word in command:
         name, equals, _ = word.partition("=")
         if hide_next and not word.startswith("--"):
-            words.append(_HIDDEN)
+            shown_words.append(_HIDDEN)
         elif equals and _is_secret(name):
-            words.append(f"{name}={_HIDDEN}")
+            shown_words.append(f"{name}={_HIDDEN}")
         else:
-            words.append(_IN_ADDRESS.sub(rf"\1{_HIDDEN}@", word))
+            shown_words.append(_IN_ADDRESS.sub(rf"\1{_HIDDEN}@", word))
         hide_next = word.startswith("-") and not equals and _is_secret(word)
-    return words
+    return shown_words
 
 
 def installed_packages(paths: Iterable[str]) -> dict[str, str]:

@@ -330,8 +330,8 @@ def _parse(content: bytes | None) -> dict[str, Any]:
 def _alive(facts: dict[str, Any]) -> bool | None:
     """Whether the holder is alive; None if this cannot be judged from this machine."""
     here = this_process()
-    same = all(here[key] is not None and facts.get(key) == here[key] for key in ("boot_id", "pid_namespace"))
-    if not same or type(facts.get("pid")) is not int:
+    is_same_machine = all(here[key] is not None and facts.get(key) == here[key] for key in ("boot_id", "pid_namespace"))
+    if not is_same_machine or type(facts.get("pid")) is not int:
         return None
     start_ticks = process_start(facts["pid"])
     return start_ticks is not None and start_ticks == facts.get("started")

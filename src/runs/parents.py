@@ -129,8 +129,10 @@ def _checkpoint_problem(run: SavedRun, which: str, places: Places) -> str | None
         return f"which is still running in {run.path}. Wait until it is done."
     if parent in places.experiments:
         recipe = places.experiments[parent].get("recipe")
-        what = "has not been run" if state == "new" else f"is {state}, not done"
-        return f"which {what} (recipe {recipe!r}, expected in {run.path}). Add --with-parents, or run its group first."
+        problem = "has not been run" if state == "new" else f"is {state}, not done"
+        return (
+            f"which {problem} (recipe {recipe!r}, expected in {run.path}). Add --with-parents, or run its group first."
+        )
     if state == "new":
         return (
             f"which is neither in exp_configs.py nor in {places.runs}. Use ref(...) of an experiment, or copy its "

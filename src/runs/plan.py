@@ -164,8 +164,8 @@ def load_combinations(
 
 def _select(groups: Groups, text: str) -> tuple[str, Sequence[int]]:
     """The group that `text` names, and the indices in it: "lm" all, "lm[3]" one."""
-    one = None if text in groups else _ONE.fullmatch(text)
-    name = one[1] if one else text
+    match = None if text in groups else _ONE.fullmatch(text)
+    name = match[1] if match else text
     if name not in groups:
         raise unknown("group", name, groups, "-e")
     group = groups[name]
@@ -175,11 +175,11 @@ def _select(groups: Groups, text: str) -> tuple[str, Sequence[int]]:
         raise ConfigError(f"{name}: expected a list of experiments, got {type(group).__name__}.")
     if not group:
         raise ConfigError(f"{name}: has no experiments.")
-    if one is None:
+    if match is None:
         return name, range(len(group))
-    if int(one[2]) >= len(group):
+    if int(match[2]) >= len(group):
         raise ConfigError(f"-e {text}: the group has the experiments {name}[0] to {name}[{len(group) - 1}].")
-    return name, [int(one[2])]
+    return name, [int(match[2])]
 
 
 def _assign(exp: Experiment, assignments: Sequence[tuple[str, Any]], group: str, where: str) -> Experiment:

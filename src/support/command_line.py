@@ -78,8 +78,8 @@ def signals_raise() -> Iterator[None]:
         raise SystemExit(128 + number)
 
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
-    here = threading.current_thread() is threading.main_thread()
-    old_handlers = {number: old for number, old in before.items() if here and old is not signal.SIG_IGN}
+    is_main_thread = threading.current_thread() is threading.main_thread()
+    old_handlers = {number: old for number, old in before.items() if is_main_thread and old is not signal.SIG_IGN}
     for number in old_handlers:
         signal.signal(number, leave)
     try:

@@ -101,10 +101,10 @@ def parse_dimensions(parameters: Mapping[str, Any], where: str, grid: bool = Fal
     parsed: list[SearchDimension] = []
 
     def parse(path: str, spec: Any) -> None:
-        there = join(where, path)
-        dimension = config.load(Parameter, spec, there).dimension(path, grid)
+        place = join(where, path)
+        dimension = config.load(Parameter, spec, place).dimension(path, grid)
         if grid and dimension.kind != "choice":
-            raise ConfigError(f"{there}: method 'grid' needs values, a value, or int_uniform. Use 'random' or 'bayes'.")
+            raise ConfigError(f"{place}: method 'grid' needs values, a value, or int_uniform. Use 'random' or 'bayes'.")
         parsed.append(dimension)
 
     check_all(*(lambda path=path, spec=spec: parse(path, spec) for path, spec in _flatten(parameters, "", where)))

@@ -104,8 +104,8 @@ class SweepFile(config.Config):
     @model_validator(mode="after")
     def _has_metric(self) -> "SweepFile":
         if self.metric is None and (self.method == "bayes" or self.early_terminate):
-            what = "early_terminate" if self.early_terminate else "method 'bayes'"
-            raise ValueError(f"metric: missing. {what} needs one: metric: {{name: val_loss, goal: minimize}}.")
+            setting = "early_terminate" if self.early_terminate else "method 'bayes'"
+            raise ValueError(f"metric: missing. {setting} needs one: metric: {{name: val_loss, goal: minimize}}.")
         return self
 
 

@@ -170,8 +170,8 @@ class Config(QueueConfig):
         while True:
             alive = [
                 job_id
-                for job_id, seen in self.states(job_ids).items()
-                if seen.state in ("queued", "running", "unknown")
+                for job_id, state in self.states(job_ids).items()
+                if state.state in ("queued", "running", "unknown")
             ]
             for queue, indices in self._group_by_queue(alive):
                 names = queue.attempts()
@@ -211,9 +211,9 @@ class Config(QueueConfig):
             except BaseException:
                 self.kill(job_ids)
                 raise
-        bad = [f"{names[job_id]}: {now.reason}." for job_id, now in seen.items() if now.state != "completed"]
-        if bad:
-            raise LaunchError("\n".join([f"{len(bad)} of {len(job_ids)} jobs did not complete:", *bad]))
+        failures = [f"{names[job_id]}: {now.reason}." for job_id, now in seen.items() if now.state != "completed"]
+        if failures:
+            raise LaunchError("\n".join([f"{len(failures)} of {len(job_ids)} jobs did not complete:", *failures]))
 
 
 def _twelfths(gpus: float) -> int:

@@ -110,9 +110,11 @@ class _Scheduler:
 
     def _reason_never_to_start(self, entry: _Entry) -> str | None:
         """Why the job will never start; None if it can start, now or later."""
-        bad = [index for index in entry.job["after"] if self.end_states.get(index, "completed") != "completed"]
-        if bad:
-            return f"not started, because {self.queue.content['jobs'][bad[0]]['exp_id']} did not complete"
+        failed_parents = [
+            index for index in entry.job["after"] if self.end_states.get(index, "completed") != "completed"
+        ]
+        if failed_parents:
+            return f"not started, because {self.queue.content['jobs'][failed_parents[0]]['exp_id']} did not complete"
         for job_id in entry.job["after_jobs"]:
             if (state := self._outside_state(job_id)) not in ("completed", "queued", "running"):
                 has_ended = state in ("failed", "cancelled", "unknown")
@@ -161,7 +163,7 @@ class _Scheduler:
         environment = {**os.environ, JOBS_PER_GPU: str(12 // twelfths if twelfths else 1)}
         if devices := [name.removeprefix("gpu-") for name in locks if name.startswith("gpu-")]:
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
-        files = [str(self.queue.path(f"{entry.index}.{entry.attempt}.{what}")) for what in ("pid", "code")]
+        files = [str(self.queue.path(f"{entry.index}.{entry.attempt}.{suffix}")) for suffix in ("pid", "code")]
         descriptors = tuple(locks.values())
         command = ["bash", "-c", _WRAPPER, "job", *files, job["line"], " ".join(map(str, descriptors))]
         try:
@@ -205,11 +207,11 @@ class _Scheduler:
     def _count_quick_failure(self, seconds: float) -> None:
         """After several quick failures in a row, do not start the rest: they would fail for the same reason."""
         self.quick_failures = self.quick_failures + 1 if seconds < _QUICK_SECONDS else 0
-        most = self.queue.content["scheduler"].get("stop_after_failures", 0)
-        if not most or self.quick_failures < most:
+        limit = self.queue.content["scheduler"].get("stop_after_failures", 0)
+        if not limit or self.quick_failures < limit:
             return
         for entry in [entry for entry in self.entries if entry.attempt == 0]:
-            reason = f"not started: {most} {QUEUE_STOPPED}. See why, then --job_option retry"
+            reason = f"not started: {limit} {QUEUE_STOPPED}. See why, then --job_option retry"
             self._end(entry, "cancelled", reason)
 
     def _end(self, entry: _Entry, state: str, reason: str) -> None:

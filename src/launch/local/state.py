@@ -134,11 +134,11 @@ class Queue:
 
     def states(self, indices: Sequence[int]) -> dict[int, SchedulerState]:
         """The state of each job."""
-        lives = self.scheduler_is_alive()  # checked first: if it ends in between, its last files are read below
+        is_alive = self.scheduler_is_alive()  # checked first: if it ends in between, its last files are read below
         attempts = self.attempts()
-        return {index: self._state(index, lives, self.last_attempt(index, attempts[index])) for index in indices}
+        return {index: self._state(index, is_alive, self.last_attempt(index, attempts[index])) for index in indices}
 
-    def _state(self, index: int, lives: bool, attempt: Attempt) -> SchedulerState:
+    def _state(self, index: int, is_alive: bool, attempt: Attempt) -> SchedulerState:
         facts: dict[str, Any] = {
             "node": self.content["host"] if attempt.number else "",
             "seconds": attempt.seconds,
@@ -149,9 +149,9 @@ class Queue:
             return SchedulerState(end["state"], end["state"].upper(), end["reason"], **facts)
         if attempt.alive:
             return SchedulerState("running", "RUNNING", **facts)
-        if lives and attempt.number:
+        if is_alive and attempt.number:
             return SchedulerState("running", "ENDING", "its scheduler decides whether to restart it", **facts)
-        if lives:
+        if is_alive:
             return SchedulerState("queued", "PENDING", "waiting for a slot", **facts)
         if attempt.number == 0:
             return SchedulerState(

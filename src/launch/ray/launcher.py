@@ -107,8 +107,8 @@ class Config(QueueConfig):
     def _fits_ray(self) -> "Config":
         if self.num_gpus > 1 and self.num_gpus != int(self.num_gpus):
             raise ValueError(f"num_gpus: expected an integer above 1, got {self.num_gpus:g}.")
-        if wrong := [name for name in self.resources if name in _RAY_FIELDS]:
-            raise ValueError(f"resources: use the field {_RAY_FIELDS[wrong[0]]} instead of {wrong[0]!r}.")
+        if ray_names := [name for name in self.resources if name in _RAY_FIELDS]:
+            raise ValueError(f"resources: use the field {_RAY_FIELDS[ray_names[0]]} instead of {ray_names[0]!r}.")
         if self.processes.nodes > 1:
             raise ValueError(
                 "processes.nodes: a job of Ray runs on one node. Choose the launcher slurm or toolkit for several."
@@ -125,11 +125,11 @@ class Config(QueueConfig):
                 place.mkdir(parents=True, exist_ok=True)
         for job in jobs:
             config = settings[job.exp_id]
-            among = [parent for parent in job.after if parent in ids]
-            for parent in among:
+            earlier_parents = [parent for parent in job.after if parent in ids]
+            for parent in earlier_parents:
                 _refuse_deadlock(job.exp_id, config, parent, settings[parent])
             ids[job.exp_id] = f"{folder.name}.{job.exp_id}"
-            parents = dict.fromkeys([*(ids[parent] for parent in among), *job.after_jobs])
+            parents = dict.fromkeys([*(ids[parent] for parent in earlier_parents), *job.after_jobs])
             write_atomic(folder / f"{job.exp_id}.sh", _render_script(config, job, folder, parents), private=True)
         try:
             for job in jobs:
@@ -264,11 +264,11 @@ class Config(QueueConfig):
 def _refuse_deadlock(exp_id: str, config: Config, parent: str, parent_config: Config) -> None:
     """Refuse a parent that needs more of a resource than its child: waiting children hold their resources,
     so the parent could wait until its children give up."""
-    needs, most = (
+    needs, parent_needs = (
         {**c.resources, "num_cpus": c.num_cpus, "num_gpus": c.num_gpus, "mem_gb": c.mem_gb}
         for c in (config, parent_config)
     )
-    for name, amount in most.items():
+    for name, amount in parent_needs.items():
         if 0 < needs.get(name, 0) < amount:
             raise LaunchError(
                 f"{exp_id}: its parent {parent} needs {name} {amount:g}, and could wait forever while children hold "

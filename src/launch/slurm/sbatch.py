@@ -98,8 +98,10 @@ def queue_array(argv: Sequence[str], name: str, patience_seconds: float) -> str:
                 break
             if remaining <= 0 or ids is None:
                 raise _no_answer_error(error, name) from None
-    if doubtful and (others := [other for other in _find_queued(name, patience_seconds) or () if other != array_id]):
-        run_slurm(["scancel", *others], patience_seconds)
+    if doubtful and (
+        duplicate_ids := [other for other in _find_queued(name, patience_seconds) or () if other != array_id]
+    ):
+        run_slurm(["scancel", *duplicate_ids], patience_seconds)
     return array_id
 
 

@@ -64,8 +64,8 @@ def scheduler_states(job_ids: Sequence[str], patience_seconds: float) -> dict[st
     states = _find_states(set(job_ids), patience_seconds)
     killed_ids = [
         job_id
-        for job_id, what in states.items()
-        if what.state == "failed" and what.reason in (_KILL_REASON, _OUT_OF_MEMORY)
+        for job_id, state in states.items()
+        if state.state == "failed" and state.reason in (_KILL_REASON, _OUT_OF_MEMORY)
     ]
     for job_id, (peak, limit) in _query_memory(killed_ids[:_MEMORY_JOBS]).items():
         if states[job_id].reason == _OUT_OF_MEMORY or _bytes(peak) >= _bytes(limit) > 0:
@@ -133,10 +133,10 @@ def _arrays(job_ids: Iterable[str]) -> str:
 
 def _query_controller(arrays: str, patience_seconds: float) -> Iterator[tuple[str, SchedulerState]]:
     columns = ",".join(f"{name}:{width}|" for name, width in _QUEUE_FIELDS.items())
-    which = f"--jobs={arrays}" if arrays else "--me"
+    selection = f"--jobs={arrays}" if arrays else "--me"
     try:
         text = run_slurm(
-            ["squeue", "--noheader", "--array", "--states=all", which, f"--Format={columns}"], patience_seconds
+            ["squeue", "--noheader", "--array", "--states=all", selection, f"--Format={columns}"], patience_seconds
         )
     except Refusal as error:
         if "invalid job id" in error.message.lower():  # the controller knows none of them
@@ -148,18 +148,20 @@ def _query_controller(arrays: str, patience_seconds: float) -> Iterator[tuple[st
             continue
         job_id, word, reason, node, time_used, restarts, status, start = cells[: len(_QUEUE_FIELDS)]
         exit_code = f"{int(status) >> 8}:{int(status) & 127}" if status.isdigit() else ""
-        what = _scheduler_state(
+        state = _scheduler_state(
             word, reason, node, exit_code, parse_seconds(time_used), int(restarts) if restarts.isdigit() else 0
         )
-        if what.state == "queued" and re.fullmatch(r"[\d-]+T[\d:]+", start):
-            what = replace(what, reason="; ".join(text for text in (what.reason, f"expected to start {start}") if text))
-        yield from ((one, what) for one in expand(job_id))
+        if state.state == "queued" and re.fullmatch(r"[\d-]+T[\d:]+", start):
+            state = replace(
+                state, reason="; ".join(text for text in (state.reason, f"expected to start {start}") if text)
+            )
+        yield from ((one, state) for one in expand(job_id))
 
 
 def _query_accounting(arrays: str, patience_seconds: float) -> dict[str, SchedulerState]:
-    which = [f"--jobs={arrays}"] if arrays else [f"--starttime={_OLD}"]
+    selection = [f"--jobs={arrays}"] if arrays else [f"--starttime={_OLD}"]
     fields = "--format=JobID,State,Reason,NodeList,ElapsedRaw,ExitCode,Submit"
-    text = run_slurm(["sacct", "-n", "-X", "-D", "--parsable2", *which, fields], patience_seconds)
+    text = run_slurm(["sacct", "-n", "-X", "-D", "--parsable2", *selection, fields], patience_seconds)
     attempts: dict[str, list[list[str]]] = {}
     for line in text.splitlines():
         cells = line.split("|")
@@ -171,13 +173,13 @@ def _query_accounting(arrays: str, patience_seconds: float) -> dict[str, Schedul
         # Each start of a requeued job has its own record.
         records.sort(key=lambda cells: cells[6])
         _, word, reason, node, elapsed, exit_code, _ = records[-1]
-        what = _scheduler_state(
+        state = _scheduler_state(
             word, reason, node, exit_code, float(elapsed) if elapsed.isdigit() else None, len(records) - 1
         )
-        if what.state in ("queued", "running"):
-            reason = f"accounting reports {what.word}, but the controller does not know the job"
-            what = SchedulerState("unknown", what.word, reason, what.node, what.seconds, what.restarts)
-        states[job_id] = what
+        if state.state in ("queued", "running"):
+            reason = f"accounting reports {state.word}, but the controller does not know the job"
+            state = SchedulerState("unknown", state.word, reason, state.node, state.seconds, state.restarts)
+        states[job_id] = state
     return states
 
 

@@ -96,7 +96,7 @@ def create(config: JobConfig, client: Client, spec: Spec) -> str:
 
     The service refuses duplicate names, so a request that arrives late cannot queue a second job.
     """
-    remaining, name, doubt = pauses(config), spec.name, False
+    remaining, name, is_uncertain = pauses(config), spec.name, False
     while True:
         try:
             return client.create(spec)
@@ -105,7 +105,7 @@ def create(config: JobConfig, client: Client, spec: Spec) -> str:
         except LaunchError as error:
             failed, existing_job = error, _find_by_name(config, client, spec, error)
             over = existing_job is not None and has_ended(scheduler_state(config, existing_job))
-            if existing_job and (doubt or isinstance(error, OutcomeUnknown) or not over):
+            if existing_job and (is_uncertain or isinstance(error, OutcomeUnknown) or not over):
                 return existing_job.job_id
             if existing_job and isinstance(
                 error, NameTaken
@@ -115,10 +115,10 @@ def create(config: JobConfig, client: Client, spec: Spec) -> str:
                 continue
             if not isinstance(error, OutcomeUnknown | NameTaken):
                 raise
-            doubt = True
+            is_uncertain = True
         pause = next(remaining, None)
         if pause is None:
-            raise OutcomeUnknown(str(failed)) if doubt else failed
+            raise OutcomeUnknown(str(failed)) if is_uncertain else failed
         log.warning("%s Trying again in %g seconds.", failed, pause)
         time.sleep(pause)
 

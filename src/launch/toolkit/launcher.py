@@ -125,16 +125,16 @@ class Config(JobConfig):
         with ThreadPoolExecutor(self.calls_at_a_time) as pool:
             list(pool.map(end, requested_ids))
         deadline = time.monotonic() + self.kill_seconds
-        remaining, why = requested_ids, ""
+        remaining, reason = requested_ids, ""
         while remaining:
             try:
-                now = self.states(remaining)
-                remaining = [name for name in remaining if name in now and not has_ended(now[name])]
-                why = ", ".join(sorted({now[name].word or now[name].state for name in remaining}))
+                states = self.states(remaining)
+                remaining = [name for name in remaining if name in states and not has_ended(states[name])]
+                reason = ", ".join(sorted({states[name].word or states[name].state for name in remaining}))
             except LaunchError as error:
-                why = str(error)
+                reason = str(error)
             if remaining and time.monotonic() >= deadline:
-                reasons = dict.fromkeys([refusals[name] for name in remaining if name in refusals] or [why])
+                reasons = dict.fromkeys([refusals[name] for name in remaining if name in refusals] or [reason])
                 message = f"{len(remaining)} of {len(requested_ids)} jobs are not known to have ended"
                 raise LaunchError(f"toolkit: {message}: {', '.join(remaining)}. {' '.join(reasons)}")
             if remaining:
@@ -197,9 +197,9 @@ class Config(JobConfig):
                 path.is_relative_to(mount) and (writable or not is_written) for mount, writable in mounts.items()
             ):
                 mount_list = ", ".join(self.data) or "none"
-                what = "writes to" if is_written else "reads"
+                verb = "writes to" if is_written else "reads"
                 raise LaunchError(
-                    f"toolkit: a job {what} {path}, "
+                    f"toolkit: a job {verb} {path}, "
                     f"which is below no {'writable ' * is_written}mount of `data` ({mount_list}). Add one."
                 )
 

@@ -112,8 +112,8 @@ def render_script(job: Job, parents: Mapping[str, Path], config: JobConfig) -> s
 def parents_to_await(job: Job, submitted_ids: Sequence[str]) -> dict[str, Path]:
     """Save directories of the parents to wait for:
     those earlier in `submitted_ids`, or all if some are queued from an earlier submission."""
-    ahead = set(submitted_ids[: submitted_ids.index(job.exp_id)])
-    return {parent: job.run.parent / parent for parent in job.after if parent in ahead or job.after_jobs}
+    earlier_ids = set(submitted_ids[: submitted_ids.index(job.exp_id)])
+    return {parent: job.run.parent / parent for parent in job.after if parent in earlier_ids or job.after_jobs}
 
 
 def _quote(path: Path) -> str:

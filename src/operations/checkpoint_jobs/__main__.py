@@ -143,7 +143,9 @@ def _split_by_end(
     finished_checkpoints, remaining_checkpoints = [], []
     for siblings, row in zip(stages_by_checkpoint, statuses, strict=True):
         pairs = zip(siblings, row, strict=True)
-        done = all(one.state == "done" or (one.state == "given up" and unit.stage != "upload") for unit, one in pairs)
+        done = all(
+            status.state == "done" or (status.state == "given up" and unit.stage != "upload") for unit, status in pairs
+        )
         (finished_checkpoints if done else remaining_checkpoints).append(siblings[0].checkpoint)
     return finished_checkpoints, remaining_checkpoints
 

@@ -252,17 +252,17 @@ class Destination:
 def _upload(unit: CheckpointStage, check: Check) -> None:
     assert unit.plan.upload is not None
     for which in unit.plan.upload.folders:
-        there = Destination(unit, which)
-        for name, digest in file_digests(there.folder).items():
+        destination = Destination(unit, which)
+        for name, digest in file_digests(destination.folder).items():
             check()
-            if not there.differs(name, digest):
+            if not destination.differs(name, digest):
                 continue
-            path = there.folder / name
+            path = destination.folder / name
             if (path.stat().st_size, sha256(path)) != digest:
                 raise RunError(f"{path}: differs from {MANIFEST}, so it is not uploaded.")
-            there.send(name)
-            if difference := there.differs(name, digest):
-                raise RunError(f"{there.path}/{name}: expected {digest[0]} bytes, read back {difference}.")
+            destination.send(name)
+            if difference := destination.differs(name, digest):
+                raise RunError(f"{destination.path}/{name}: expected {digest[0]} bytes, read back {difference}.")
     check()
 
 
@@ -287,19 +287,21 @@ def _clean_up(unit: CheckpointStage, check: Check) -> None:
     assert unit.plan.clean_up is not None
     # The checkpoint is deleted last, so that an interrupted clean-up is repeated.
     places = [Destination(unit, which) for which in sorted(unit.plan.clean_up.delete, reverse=True)]
-    places = [there for there in places if there.folder.exists()]
-    for there in places:
-        for name, digest in file_digests(there.folder).items():
+    places = [destination for destination in places if destination.folder.exists()]
+    for destination in places:
+        for name, digest in file_digests(destination.folder).items():
             check()
-            if difference := there.differs(name, digest):
+            if difference := destination.differs(name, digest):
                 raise RunError(
-                    f"{there.path}/{name}: expected {digest[0]} bytes of sha256 {digest[1][:12]}…, read back "
-                    f"{difference}. Nothing in {there.folder} is deleted."
+                    f"{destination.path}/{name}: expected {digest[0]} bytes of sha256 {digest[1][:12]}…, read back "
+                    f"{difference}. Nothing in {destination.folder} is deleted."
                 )
-    for there in places:
+    for destination in places:
         with directory_lock(unit.run, create=False):  # the run cannot start in between
             check()
             if reason := reason_to_keep(unit):
                 raise RunError(f"{unit.checkpoint}: not deleted, as it is {reason}.")
-            hidden = there.folder.rename(there.folder.with_name(f".{there.folder.name}.{uuid.uuid4().hex[:8]}.old"))
+            hidden = destination.folder.rename(
+                destination.folder.with_name(f".{destination.folder.name}.{uuid.uuid4().hex[:8]}.old")
+            )
         shutil.rmtree(hidden, ignore_errors=True)

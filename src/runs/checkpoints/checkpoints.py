@@ -51,17 +51,17 @@ def last(run: SavedRun, hashes: bool = True) -> Path:
         CheckpointError: the run is not done, or the checkpoint is gone or damaged.
         RunError: status.json is damaged.
     """
-    again = f"Start the run again with --exp_id {run.name} -r 1, or restore it from a copy."
+    advice = f"Start the run again with --exp_id {run.name} -r 1, or restore it from a copy."
     status = run.status
     if status["state"] != "done":
         raise CheckpointError(f"{run.path}: has no last checkpoint yet, as it is {status['state']}, not done.")
     if type(status.get("step")) is not int:
-        raise CheckpointError(f"{run.path}: status.json has no step. {again}")
+        raise CheckpointError(f"{run.path}: status.json has no step. {advice}")
     checkpoint = folder(run.path, status["step"])
     if not checkpoint.exists():
-        raise CheckpointError(f"{checkpoint}: the last checkpoint is missing. {again}")
+        raise CheckpointError(f"{checkpoint}: the last checkpoint is missing. {advice}")
     if problem := defect(checkpoint, hashes):
-        raise CheckpointError(f"{checkpoint}: the last checkpoint is damaged ({problem}). {again}")
+        raise CheckpointError(f"{checkpoint}: the last checkpoint is damaged ({problem}). {advice}")
     return checkpoint
 
 
@@ -133,13 +133,13 @@ def set_aside_newer(run: Path, step: int) -> None:
     """
     for checkpoint in list_all(run):
         if step_of(checkpoint) > step:
-            number, aside = 0, checkpoint.with_name(f"damaged-{checkpoint.name}")
-            while aside.exists():
+            number, target = 0, checkpoint.with_name(f"damaged-{checkpoint.name}")
+            while target.exists():
                 number += 1
-                aside = checkpoint.with_name(f"damaged-{checkpoint.name}.{number}")
+                target = checkpoint.with_name(f"damaged-{checkpoint.name}.{number}")
             with writing(checkpoint):
-                checkpoint.rename(aside)
-            log.warning("%s: renamed to %s, as the run resumes from step %d.", checkpoint, aside.name, step)
+                checkpoint.rename(target)
+            log.warning("%s: renamed to %s, as the run resumes from step %d.", checkpoint, target.name, step)
 
 
 def _pointer(run: Path) -> Path:

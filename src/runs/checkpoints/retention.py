@@ -297,8 +297,10 @@ class Rotation:
         """
         chain = branches.read(self._run)
         number, before = (chain[-1].number, chain[-1].from_step) if chain else (0, 0)
-        undone = [one for one in archive.records(self._run) if one["event"] == "rewind" and one["number"] > number]
-        before = max([before, *(one["step"] for one in undone)])
+        undone = [
+            record for record in archive.records(self._run) if record["event"] == "rewind" and record["number"] > number
+        ]
+        before = max([before, *(record["step"] for record in undone)])
         if not before:
             return 0
         if self._is_parent is None:

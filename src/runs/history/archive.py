@@ -65,8 +65,8 @@ class PlanBuilder:
     def folder(self) -> str:
         return f"{FOLDER}/branch-{self.number}"
 
-    def add_step(self, what: str, to: str, **facts: Any) -> None:
-        self.steps.append({"do": what, "to": to, **facts})
+    def add_step(self, action: str, to: str, **facts: Any) -> None:
+        self.steps.append({"do": action, "to": to, **facts})
 
     def archive_file(self, name: str) -> None:
         """Copy a file of the run before it is changed."""
