@@ -437,7 +437,7 @@ class Fields(Config):
         ({"processes": {"pernode": 2}}, r"x\.processes: unknown key 'pernode'\. Did you mean 'per_node'\?"),
         ({"environment": {"A B": "c"}}, r"x\.environment: expected the name of an environment variable, got 'A B'"),
         ({"environment": {"A": 1}}, r"x\.environment\.A: expected str, got 1"),
-        ({"environment": {"A": "\0"}}, r"x\.environment: the value of A holds a zero byte"),
+        ({"environment": {"A": "\0"}}, r"x\.environment: the value of A contains a zero byte"),
     ],
 )
 def test_mistakes_in_a_job_config_are_named(raw: dict, message: str):

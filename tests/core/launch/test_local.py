@@ -339,7 +339,7 @@ def test_a_damaged_submission_ends_no_other(world: World, content: str):
         world.config(slots=2), [world.job("child", "", after_jobs=tuple(parent)), world.job("other", "pass")], "two"
     )
     assert state_names(states) == {"child": "cancelled", "other": "completed"}
-    assert states["child"].reason.startswith(f"not started, because what became of job one.0 is not known: {queue}")
+    assert states["child"].reason.startswith(f"not started, because the state of job one.0 is unknown: {queue}")
     assert "\n" not in states["child"].reason
     wait_until(lambda: not Queue(world.submissions / "two").scheduler_is_alive())
     assert (world.submissions / "two" / "scheduler.log").read_text() == ""
@@ -526,9 +526,9 @@ def test_jobs_of_another_machine_and_damaged_folders(world: World):
         ({"slots": 0}, r"x\.slots: expected a number >= 1"),
         (
             {"gpus": [0], "gpus_per_job": 0.7},
-            r"x: gpus_per_job: expected a whole number, or 1/2, 1/3, 1/4, 1/6 or 1/12, got 0\.7",
+            r"x: gpus_per_job: expected an integer, or 1/2, 1/3, 1/4, 1/6 or 1/12, got 0\.7",
         ),
-        ({"gpus": [0, 1], "gpus_per_job": 1.5}, r"x: gpus_per_job: expected a whole number above 1, got 1\.5"),
+        ({"gpus": [0, 1], "gpus_per_job": 1.5}, r"x: gpus_per_job: expected an integer above 1, got 1\.5"),
         ({"gpus": [0, 1], "gpus_per_job": 3}, r"x: gpus_per_job is 3, but gpus lists 2\."),
         ({"gpus": [0, "0"]}, r"x: gpus lists a device twice"),
         ({"processes": {"starter": "torchrun", "nodes": 2}}, r"x: processes\.nodes: this machine is one node"),

@@ -258,16 +258,16 @@ def cut(answer: Answer) -> Answer:
     ("fault", "match"),
     [
         (HTML, "expected JSON of Ray, got '<!doctype.*'. Is it the address of the dashboard, and are you logged in"),
-        ((502, {}, b"<html>Bad gateway"), "Ray has trouble, status 502: <html>Bad gateway"),
+        ((502, {}, b"<html>Bad gateway"), "Ray fails with status 502: <html>Bad gateway"),
         (
             LOGIN,
-            r"a redirection to https://login.example/\?next= ?\[31m. Put the header that it wants into RAY_JOB_HEADERS",
+            r"a redirection to https://login.example/\?next= ?\[31m. Put the required header into RAY_JOB_HEADERS",
         ),
         (
             (401, {}, b"Unauthorized"),
-            "refused with status 401: Unauthorized. Put the header that it wants into RAY_JOB_HEADERS",
+            "refused with status 401: Unauthorized. Put the required header into RAY_JOB_HEADERS",
         ),
-        (BUSY, r"Ray has trouble, status 500: TimeoutError: No available agent ?\[0m to submit job"),
+        (BUSY, r"Ray fails with status 500: TimeoutError: No available agent ?\[0m to submit job"),
         ((200, {}, b"[" * 200_000), "expected JSON of Ray"),
         ((200, {}, b'{"a": '), "expected JSON of Ray, got '{\"a\":'"),
         ((200, {}, b'{"jobs": []}'), "expected a list of jobs, got"),
@@ -422,7 +422,7 @@ def test_states_of_jobs(cluster: FakeRay, world: World, facts: dict[str, Any], s
     [
         ({"address": "ray://head:10001"}, "expected http://HOST:PORT of Ray's dashboard"),
         ({"address": "http://me:secret@head:8265"}, "without a user or a password"),
-        ({"num_gpus": 1.5}, "above 1 Ray gives whole GPUs, got 1.5"),
+        ({"num_gpus": 1.5}, "expected an integer above 1, got 1.5"),
         ({"resources": {"GPU": 1}}, "write num_gpus in place of 'GPU'"),
         ({"processes": {"starter": "torchrun", "nodes": 2}}, "a job of Ray runs on one node"),
     ],

@@ -152,7 +152,7 @@ def test_the_life_of_a_group(world: World):
     assert (rows[0].step, rows[0].steps, rows[0].loss, rows[0].group) == (3, 3, 0.5, "g")
     assert rows[0].log == world.runs / "logs" / f"{items[0].exp_id}.err.log"
     assert rows[1].reason.startswith("out of luck (exit code 1. See ")
-    assert rows[2].reason == "COMPLETED says the scheduler, but the run is not done (its state: new)"
+    assert rows[2].reason == "the scheduler reports COMPLETED, but the run is new, not done"
     before = world.start_log()
     for option in ("run", "run"):
         world.run(items, option)
@@ -515,7 +515,7 @@ def scheduler_state(state: str, word: str = "", reason: str = "") -> SchedulerSt
         (
             "running",
             scheduler_state("completed", "COMPLETED"),
-            ("failed", "COMPLETED says the scheduler, but the run is not done (its state: running)"),
+            ("failed", "the scheduler reports COMPLETED, but the run is running, not done"),
         ),
         ("lost", scheduler_state("failed", "NODE_FAIL", "node3 died"), ("failed", "NODE_FAIL: node3 died")),
         ("failed", scheduler_state("failed", "FAILED", "exit code 1"), ("failed", "it broke (exit code 1)")),
@@ -579,7 +579,7 @@ def test_logs_are_followed_to_the_end(world: World, caplog: pytest.LogCaptureFix
     assert list(logs.follow(world.runs, [items[0].exp_id])) == ["begins", "ends"]
     assert "no output" not in caplog.text
     assert list(logs.follow(world.runs, ["0" * 32])) == []
-    assert f"{'0' * 32}: has printed nothing; its state is never" in caplog.text
+    assert f"{'0' * 32}: no output; its state is never" in caplog.text
 
 
 def look(world: World, items: Sequence[PlannedExperiment], *words: str) -> int:
@@ -772,7 +772,7 @@ def test_the_variables_of_jobs_are_in_no_readable_file(world: World):
     write_json(
         folder / "submission.json", intent | {"launcher": intent["launcher"] | {"environment": {"HF_TOKEN": "xyzzy"}}}
     )
-    wait_until(lambda: world.rows([item])[0].reason.startswith("COMPLETED says the scheduler"))
+    wait_until(lambda: world.rows([item])[0].reason.startswith("the scheduler reports COMPLETED"))
 
 
 def test_the_job_is_noted_for_haven_too(world: World):

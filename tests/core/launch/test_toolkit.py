@@ -107,8 +107,8 @@ class TestConfig:
     @pytest.mark.parametrize(
         ("values", "message"),
         [
-            ({"image": "python:latest"}, r"toolkit\.image: expected an image with a tag that stays"),
-            ({"image": "registry:5000/python"}, r"toolkit\.image: expected an image with a tag"),
+            ({"image": "python:latest"}, r"toolkit\.image: expected an image with a fixed tag"),
+            ({"image": "registry:5000/python"}, r"toolkit\.image: expected an image with a fixed tag"),
             ({"account": ""}, r"toolkit\.account: expected text that is not empty"),
             ({"data": ["no mount"]}, r"toolkit\.data\[0\]: expected 'account\.name@branch:/folder'"),
             ({"data": ["a:/b:rx"]}, r"toolkit\.data\[0\]: expected"),

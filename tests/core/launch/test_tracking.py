@@ -252,7 +252,7 @@ def test_the_throttle_of_queued_jobs_is_changed(world: World, cluster: Cluster, 
     world.run([make_item("end", "here", waits=True)], slots=1)
     later = make_item("end", "later")
     world.run([later], slots=1)
-    with pytest.raises(LaunchError, match="launcher local: how many jobs run at a time is fixed"):
+    with pytest.raises(LaunchError, match="launcher local: cannot change how many"):
         actions.throttle(world.runs, [later.exp_id], 2)
     actions.kill(world.runs, [later.exp_id, make_item("end", "here", waits=True).exp_id])
 

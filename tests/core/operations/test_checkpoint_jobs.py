@@ -218,7 +218,7 @@ def test_what_cannot_be_read_back_as_it_was_is_not_deleted(world: World):
     reasons = world.reasons("clean_up")
     assert len(reasons) == 3
     assert all("read back" in reason for reason in reasons)
-    assert "read back as nothing" in reasons[2]
+    assert "read back nothing" in reasons[2]
 
 
 def test_checkpoint_that_differs_from_its_upload_is_not_deleted(world: World):
@@ -243,7 +243,7 @@ def test_altered_upload_does_not_count(world: World, monkeypatch: pytest.MonkeyP
             assert world.once() == FAILED
     assert world.steps() == [10, 20, 30, 40]
     assert [outcome["failures"] for outcome in world.outcomes("upload").values()] == [2] * 4
-    assert "read back as 5000 bytes" in world.reasons("upload")[0]
+    assert "read back 5000 bytes" in world.reasons("upload")[0]
     assert world.once() == FAILED, "given up"
     assert world.once("--retry") == 0
     assert world.steps() == [40]
@@ -501,7 +501,7 @@ def mistake(world: World, change: Callable[[Raw], object]) -> str:
         (lambda raw: raw.update(evalute={}), "unknown key 'evalute'. Did you mean 'evaluate'?"),
         (lambda raw: raw["upload"].update(retry=1), "upload: unknown key 'retry'."),
         (lambda raw: raw["checkpoints"].update(evry=2), "checkpoints: unknown key 'evry'. Did you mean 'every'?"),
-        (lambda raw: raw.update(checkpoints={}), "checkpoints: names no checkpoint"),
+        (lambda raw: raw.update(checkpoints={}), "checkpoints: selects no checkpoint"),
         (
             lambda raw: raw["convert"].update(command="x {chekpoint} {output}"),
             "{chekpoint}: unknown placeholder 'chekpoint'. Did you mean 'checkpoint'?",
@@ -513,7 +513,7 @@ def mistake(world: World, change: Callable[[Raw], object]) -> str:
         ),
         (lambda raw: raw["convert"].update(attempts="3"), "convert.attempts: expected int, got '3' (str)."),
         (lambda raw: raw.pop("convert"), "upload.folders: 'converted' is made by the stage convert"),
-        (lambda raw: raw.pop("upload"), "clean_up: deletes only what was uploaded"),
+        (lambda raw: raw.pop("upload"), "clean_up: deletes only uploaded folders"),
         (lambda raw: raw["upload"].update(folders=["checkpoint"]), "clean_up.delete: converted: not in upload.folders"),
         (lambda raw: raw["upload"].update(to="s4://bucket"), "upload.to: unknown protocol 's4'."),
         (lambda raw: raw["upload"].update(to="there"), "upload.to: expected /FOLDER or a URL"),

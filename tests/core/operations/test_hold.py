@@ -100,9 +100,7 @@ def test_without_a_job_there_is_nothing_to_hold(run: Path, calls: Path, capsys: 
 def test_other_launchers_have_no_queue_to_wait_in(run: Path, capsys: pytest.CaptureFixture[str]):
     submit(run, "4", "local")
     assert interventions.main(["hold", str(run)]) == 1
-    assert (
-        "the launcher 'local' of job 4 has no hold: only Slurm's jobs can wait in a queue." in capsys.readouterr().err
-    )
+    assert "the launcher 'local' of job 4 cannot hold it: only Slurm can." in capsys.readouterr().err
 
 
 def test_a_submission_that_cannot_be_read_is_named(run: Path, capsys: pytest.CaptureFixture[str]):

@@ -116,7 +116,7 @@ def test_a_rewind_puts_everything_after_the_step_aside(run: Path, capsys: pytest
         "reset_optimizer": True,
     }
     output = capsys.readouterr().out
-    assert "to step 30: 5 steps of data passed over, learning rate x0.75, the optimizer's moments begin anew" in output
+    assert "to step 30: 5 steps of data skipped, learning rate x0.75, the optimizer's moments are reset" in output
     assert "step-00000050 -> abandoned/branch-1/checkpoints" in output
     assert not (run / journal.FILE).exists()
     assert not (run / "lease").exists()
@@ -196,7 +196,7 @@ def test_a_further_rewind_drops_later_branches(run: Path, capsys: pytest.Capture
     assert tell(run, "rewind", "--to", "40", "--lr", "x0.5") == 0
     train(run, 40, 60, "others")
     assert tell(run, "rewind", "--to", "40", "--lr", "x0.25") == 0
-    assert "branch 1 began here or later, so what it changed no longer holds" in capsys.readouterr().out
+    assert "branch 1 started here or later, so its changes no longer apply" in capsys.readouterr().out
     assert [(branch.number, branch.from_step) for branch in branches.read(run)] == [(2, 40)]
     assert steps(run / "abandoned" / "branch-1" / "checkpoints") == [50]
     assert steps(run / "abandoned" / "branch-2" / "checkpoints") == [50, 60]
@@ -226,7 +226,7 @@ def test_the_best_is_that_of_the_step_or_none(run: Path, capsys: pytest.CaptureF
     shutil.rmtree(checkpoints.folder(run, 20))
     assert tell(run, "rewind", "--to", "30") == 0
     assert checkpoints.best(run) is None, "a pointer to nothing would be called damage"
-    assert "the best checkpoint of that time, step 20, is gone" in capsys.readouterr().out
+    assert "the best checkpoint at that time, step 20, is missing" in capsys.readouterr().out
 
 
 def test_a_new_wandb_run_records_its_origin(run: Path, capsys: pytest.CaptureFixture[str]):
@@ -269,7 +269,7 @@ def test_rows_without_a_step_and_what_happened_stay(run: Path):
     ("arguments", "message"),
     [
         (["--to", "35"], "--to 35: no such checkpoint in .*There are: 10, 20, 30, 40, 50"),
-        (["--to", "0"], r"--to: expected a step of at least 1, got 0\. To begin anew"),
+        (["--to", "0"], r"--to: expected a step of at least 1, got 0\. To start over"),
         (["--to", "30", "--lr", "0.5"], r"--lr: expected 'x0\.75' .* got '0\.5'"),
         (["--to", "30", "--data", "skip"], r"--data: expected 'same', .* got 'skip'"),
     ],
@@ -354,7 +354,9 @@ def test_nothing_to_undo_is_said(run: Path, capsys: pytest.CaptureFixture[str]):
 def test_undo_without_required_files_changes_nothing(run: Path, capsys: pytest.CaptureFixture[str]):
     assert tell(run, "rewind", "--to", "30") == 0
     shutil.rmtree(run / "abandoned/branch-1/checkpoints/step-00000040")
-    assert "branch-1/checkpoints/step-00000040: gone, so the run cannot be restored" in run_refused(run, capsys, "undo")
+    assert "branch-1/checkpoints/step-00000040: missing, so the run cannot be restored" in run_refused(
+        run, capsys, "undo"
+    )
 
 
 def test_a_step_of_a_branch_that_was_left_is_found(run: Path, capsys: pytest.CaptureFixture[str]):
@@ -501,7 +503,7 @@ def test_the_next_command_first_finishes_an_interrupted_one(run: Path, capsys: p
     assert tell(run, "rewind", "--to", "30", "--dry-run") == 0
     assert "was interrupted: rewind by" in capsys.readouterr().out
     assert tell(run, "undo") == 0
-    assert "finished what was interrupted: rewind to step 30" in capsys.readouterr().out
+    assert "finished an interrupted rewind to step 30" in capsys.readouterr().out
     assert state(run) == before
 
 

@@ -359,7 +359,7 @@ def test_a_study_is_for_one_sweep(world: World):
     world.write(method="grid", parameters={"seed": {"values": [1]}})
     code, _, err = world.run("--trials", "2")
     assert code == 1
-    assert "lr.sqlite: this study was begun with another method, metric, experiment or parameters." in err
+    assert "lr.sqlite: this study was started with another method, metric, experiment or parameters." in err
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
@@ -373,7 +373,7 @@ def test_a_damaged_study_is_named(world: World):
 
 
 def test_how_many_must_be_said(world: World):
-    assert "error: --trials: how many?" in world.run()[2]
+    assert "error: --trials: missing." in world.run()[2]
     assert "error: --trials, --workers: expected numbers above 0." in world.run("--trials", "0")[2]
 
 

@@ -105,7 +105,7 @@ def parameters(**values: Any) -> dict[str, Any]:
         ),
         (
             parameters(loop__early_stopping={"values": [None]}),
-            r'wandb agent would pass .*=None.* Write the text "null"',
+            r'wandb agent would pass .*=None.* Write "null"',
         ),
         (
             parameters(x={"distribution": "unifrm", "min": 1, "max": 2}),

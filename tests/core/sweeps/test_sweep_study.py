@@ -82,7 +82,7 @@ def test_the_trial_of_a_dead_worker_is_repeated_under_a_new_number(two: tuple[St
             assert (again.trial.number, again.values) == (2, dead.values)
             assert [trial.number for trial in second.trials()] == [1, 2]
             assert second.claim(2) is None, "the living one keeps its trial"
-            with pytest.raises(RunError, match="trial 0: silent for 2 seconds, so another worker has taken it over"):
+            with pytest.raises(RunError, match="trial 0: no heartbeat for 2 s, so another worker has taken it over"):
                 first.report(dead, [1.0])
             first.end(dead, TrialResult("done", 5.0, "late"))
             second.end(again, TrialResult("done", 1.0))

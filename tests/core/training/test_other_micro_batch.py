@@ -74,7 +74,7 @@ def test_a_run_with_dropout_needs_its_micro_batch(tmp_path: Path, capsys: pytest
             "indexed[0]: --micro_batch 3: loop: sequences_per_step = 8 is not a multiple of micro_batch = 3",
         ),
         ("indexed", "0", "indexed[0]: --micro_batch 0: loop.micro_batch: expected a number > 0"),
-        ("asked", "2", "asked[0]: --micro_batch: it has no loop, so nothing is trained. Leave it out."),
+        ("asked", "2", "asked[0]: --micro_batch: the experiment has no loop, so nothing is trained. Leave it out."),
     ],
 )
 def test_what_cannot_be_is_refused(

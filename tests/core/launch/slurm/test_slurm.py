@@ -289,7 +289,8 @@ def test_an_unknown_outcome_is_reported(cluster: Cluster, folder: Path):
     for command in ("sbatch", "squeue", "scancel"):
         cluster.fail(command, "say", DOWN, times=99)
     with pytest.raises(
-        LaunchError, match=r"not known; once Slurm answers, `scancel --name=20260101-batch.array-000` cancels them"
+        LaunchError,
+        match=r"The jobs can be queued; once Slurm answers, `scancel --name=20260101-batch.array-000` cancels them",
     ):
         submit([job(folder, "a")], folder, IMPATIENT)
 

@@ -270,7 +270,7 @@ def test_check(cluster: Cluster, monkeypatch: pytest.MonkeyPatch):
         ({"time": "soon"}, r"time: expected minutes as an int, 'HH:MM:SS' or 'D-HH:MM:SS', got 'soon'"),
         ({"time": 0}, "longer than 0"),
         ({"time": True}, "time"),
-        ({"time": 1}, r"signal_seconds: 120 seconds before the time limit lie before the start"),
+        ({"time": 1}, r"signal_seconds: 120 seconds before the time limit is before the start"),
         ({"partition": "two words"}, "partition"),
         ({"mem": "much"}, "mem"),
         ({"gpus_per_node": "four"}, "gpus_per_node"),
@@ -284,14 +284,14 @@ def test_check(cluster: Cluster, monkeypatch: pytest.MonkeyPatch):
         ({"partitoin": "x"}, "Did you mean 'partition'"),
         (
             {"setup": ["module load cuda", "export A=hf_xyzzyxyzzyxyzzy"]},
-            r"\.setup\[1\]: it holds what looks like a key",
+            r"\.setup\[1\]: contains what looks like a key",
         ),
         (
             {"processes": {"arguments": ["--x=hf_xyzzyxyzzyxyzzy"]}},
-            r"\.processes\.arguments\[0\]: it holds what looks like a key",
+            r"\.processes\.arguments\[0\]: contains what looks like a key",
         ),
-        ({"options": {"comment": "hf_xyzzyxyzzyxyzzy"}}, r"\.options: it holds what looks like a key"),
-        ({"setup": ["curl http://me:xyzzy@host"]}, r"\.setup\[0\]: it holds what looks like a key"),
+        ({"options": {"comment": "hf_xyzzyxyzzyxyzzy"}}, r"\.options: contains what looks like a key"),
+        ({"setup": ["curl http://me:xyzzy@host"]}, r"\.setup\[0\]: contains what looks like a key"),
         ({"setup": ["a\0b"]}, r"\.setup\[0\]"),
     ],
 )

@@ -120,7 +120,7 @@ ZERO = {"ACCELERATE_USE_DEEPSPEED": "true"}
         ),
         (
             {**ZERO, "ACCELERATE_DEEPSPEED_CONFIG_FILE": "z.json", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3"},
-            "--deepspeed_config_file z.json: --zero_stage belong into that file",
+            "--deepspeed_config_file z.json: --zero_stage belong in that file",
         ),
         (
             {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "many"},
