@@ -362,10 +362,10 @@ def test_a_submission_that_queued_nothing_is_made_again(world: World):
 SUBMIT = """
     import sys
     from pathlib import Path
-    from tests.core.launch.test_status import World, planned
+    from tests.core.launch.test_status import World, make_item
     world = World.__new__(World)
     world.root, world.runs = Path(sys.argv[1]), Path(sys.argv[2])
-    world.run([planned("end", str(n)) for n in range(5)])
+    world.run([make_item("end", str(n)) for n in range(5)])
 """
 
 

@@ -269,7 +269,7 @@ class TestPlans:
         assert "differs by" in head
         assert [re.split(" {2,}", line)[-1] for line in lines] == ["seed=4", "seed=5"]
         assert last == "2 experiments: 2 never"
-        assert "--where: none of 1 experiments answers 'seed > 9'" in fails(
+        assert "--where: none of 1 experiments matches 'seed > 9'" in fails(
             ["-e", "g", "--where", "seed > 9"], {"g": [SHORT]}, folder, capsys
         )
         assert "unknown name 'sed'" in fails(["-e", "g", "--where", "sed > 9"], {"g": [SHORT]}, folder, capsys)

@@ -250,7 +250,7 @@ def test_a_rollback_changes_only_evaluations(run: Path, capsys: pytest.CaptureFi
     assert (run / "abandoned/branch-1/evaluations.jsonl").read_bytes().splitlines()[-2:] == before.splitlines()[-2:]
     assert steps(run / "checkpoints") == [10, 20, 30, 40, 50]
     assert tell(run, "rollback-evals", "--to", "40") == 1
-    assert "no row of evaluations*.jsonl is of a step after 40" in capsys.readouterr().err
+    assert "evaluations*.jsonl have no rows after step 40" in capsys.readouterr().err
     assert tell(run, "rollback-evals", "--to", "30") == 0
     assert rows(run / "abandoned/branch-2/evaluations.jsonl") == [40], "the first archive is not overwritten"
     assert [tell(run, "undo"), tell(run, "undo"), tell(run, "undo")] == [0, 0, 1]
