@@ -1,4 +1,4 @@
-"""Where experiments run: name (given to -j) -> launcher and resources. Nothing here may change a number."""
+"""Launchers and their resources by name, as given to -j. They never change a result."""
 
 JOB_CONFIGS = {
     "local": {"launcher": "local", "slots": 1},

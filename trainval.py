@@ -1,11 +1,11 @@
 # PYTHON_ARGCOMPLETE_OK
-"""The command line: check experiments, run them here, or hand them to a launcher.
+"""Check experiments, run them here, or submit them to a launcher.
 
-python trainval.py --list                                        what there is
-python trainval.py -e crossattn_tiny --dry-run                   every mistake that shows without a model
+python trainval.py --list                                        list the groups
+python trainval.py -e crossattn_tiny --dry-run                   find all mistakes, without loading a model
 torchrun --nproc-per-node 2 trainval.py -e crossattn_tiny        train a group, one experiment after another
-python trainval.py -e crossattn_tiny -j local                    one process per experiment, by a launcher
-python trainval.py -e crossattn_tiny --job_option status         their states; also logs, kill, retry, reset
+python trainval.py -e crossattn_tiny -j local                    run each experiment as a job of a launcher
+python trainval.py -e crossattn_tiny --job_option status         show the states; also logs, kill, retry, reset
 """
 
 import argparse
@@ -26,7 +26,7 @@ log = logging.getLogger("trainval")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit code."""
+    """Run the command line; return the exit code."""
     args = arguments.parse(argv, __doc__ or "", ROOT)
     from src.errors import LaunchError, UserError, end_with_reader
     from src.support import distributed
@@ -43,13 +43,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         return 130
-    except distributed.TrainingStopped as stopped:
+    except distributed.StopTraining as stopped:
         log.info("%s: stopped. The same command resumes from here.", stopped.reason.by)
         return stopped.exit_code
 
 
 def complain(mistakes: str) -> None:
-    """One line for each mistake."""
+    """Print one line per mistake to stderr."""
     for line in mistakes.splitlines():
         print(f"error: {line}", file=sys.stderr)
 
@@ -79,9 +79,11 @@ def act(args: argparse.Namespace) -> int:
         return 0
     store = RunStore(args.savedir_base)
     selected = select(args, groups, store)
-    # Other groups are needed only where these start from experiments of theirs; and their own, if --set changed it.
-    others = {name: group for name, group in groups.items() if args.set or args.steps or name not in args.exp_group}
-    all_items = plan.load_all(others) if any(parents.parent_ids(item.exp) for item in selected) else {}
+    # Other groups are needed only for parents; the selected groups too, if --set changed their experiments.
+    other_groups = {
+        name: group for name, group in groups.items() if args.set or args.steps or name not in args.exp_group
+    }
+    all_items = plan.load_all(other_groups) if any(parents.parent_ids(item.exp) for item in selected) else {}
     all_items |= {item.exp_id: item for item in selected}
     places = Places(args.data_path, args.savedir_base, {exp_id: item.exp for exp_id, item in all_items.items()})
     if args.list:
@@ -89,24 +91,24 @@ def act(args: argparse.Namespace) -> int:
         for line in aligned_lines([[item.exp_id, item.where, differs[item.exp_id]] for item in selected]):
             print(line)
         return 0
-    planned = plan.add_parents(selected, all_items, args.with_parents)
-    chosen = {item.exp_id for item in selected}
+    items = plan.add_parents(selected, all_items, args.with_parents)
+    selected_ids = {item.exp_id for item in selected}
     if args.job_option in ("status", "logs", "kill", "throttle"):
-        return look(args, planned, places)
+        return look(args, items, places)
     target = (
-        resources.load_named(args.job_scheduler, places.runs, [item.exp for item in planned])
+        resources.load_named(args.job_scheduler, places.runs, [item.exp for item in items])
         if args.job_scheduler
         else None
     )
-    queued = actions.pending_parents(places.runs, planned) if target else ()
-    reset = chosen if args.reset or args.job_option == "reset" else ()
-    lacks = plan.find_problems(planned, places, reset, queued, args.micro_batch, target is None, store)
-    messages = plan.merge_problems(lacks, all_items)
+    pending_ids = actions.pending_parents(places.runs, items) if target else ()
+    reset = selected_ids if args.reset or args.job_option == "reset" else ()
+    problems = plan.find_problems(items, places, reset, pending_ids, args.micro_batch, target is None, store)
+    messages = plan.merge_problems(problems, all_items)
     if args.dry_run:
-        return show(planned, lacks, messages, store) | (show_memory(args, planned, places) if args.memory else 0)
-    if lacks:
+        return show(items, problems, messages, store) | (show_memory(args, items, places) if args.memory else 0)
+    if problems:
         raise ConfigError("\n".join(messages))
-    return submit(target, args, planned, chosen, places) if target else train(args, planned, chosen, places)
+    return submit(target, args, items, selected_ids, places) if target else train(args, items, selected_ids, places)
 
 
 def describe(items: Sequence[Any]) -> dict[str, str]:
@@ -117,7 +119,7 @@ def describe(items: Sequence[Any]) -> dict[str, str]:
 
 
 def select(args: argparse.Namespace, groups: Any, store: Any) -> list[Any]:
-    """The experiments that the command line names, with --set and --steps made in them."""
+    """The experiments that the command line selects, with --set and --steps applied."""
     from src.experiments.grid import parse_assignments
     from src.runs import plan
 
@@ -134,7 +136,7 @@ def select(args: argparse.Namespace, groups: Any, store: Any) -> list[Any]:
 
 
 def choose(experiments: Sequence[Any], where: str, store: Any) -> list[Any]:
-    """The experiments for which --where holds: of their dicts, and `exp_id`, `group` and `state`."""
+    """The experiments that match --where, by the keys of their dicts and `exp_id`, `group` and `state`."""
     from src.errors import ConfigError
     from src.experiments.config import flatten
     from src.tables import results
@@ -143,30 +145,30 @@ def choose(experiments: Sequence[Any], where: str, store: Any) -> list[Any]:
         facts = {"exp_id": item.exp_id, "group": item.group, "state": store[item.exp_id].state_or_damage}
         return results.Row({**flatten(item.exp), **facts})
 
-    chosen = {each["exp_id"] for each in results.filter_rows([row(item) for item in experiments], where)}
-    if not chosen:
-        raise ConfigError(f"--where: none of {len(experiments)} experiments answers {where!r}.")
-    return [item for item in experiments if item.exp_id in chosen]
+    selected_ids = {each["exp_id"] for each in results.filter_rows([row(item) for item in experiments], where)}
+    if not selected_ids:
+        raise ConfigError(f"--where: none of {len(experiments)} experiments matches {where!r}.")
+    return [item for item in experiments if item.exp_id in selected_ids]
 
 
-def show(planned: Sequence[Any], lacks: dict[str, list[str]], messages: Sequence[str], store: Any) -> int:
-    """Print the plan and every problem; returns exit code 1 if there is one."""
+def show(items: Sequence[Any], problems: dict[str, list[str]], messages: Sequence[str], store: Any) -> int:
+    """Print the plan and all problems; return exit code 1 if there is a problem."""
     done = 0
-    for item in planned:
+    for item in items:
         state = store[item.exp_id].state_or_damage
-        done += state == "done" and item.exp_id not in lacks
+        done += state == "done" and item.exp_id not in problems
         print(f"{item.exp_id}  {item.where:<30}  {state}")
     complain("\n".join(messages))
-    not_ready = f", {len(lacks)} that cannot run as they are" if lacks else ""
+    not_ready = f", {len(problems)} that cannot run" if problems else ""
     print(
-        f"{len(planned)} experiment{'s' * (len(planned) != 1)}: "
-        f"{done} done, {len(planned) - len(lacks) - done} to run{not_ready}."
+        f"{len(items)} experiment{'s' * (len(items) != 1)}: "
+        f"{done} done, {len(items) - len(problems) - done} to run{not_ready}."
     )
-    return 1 if lacks else 0
+    return 1 if problems else 0
 
 
-def show_memory(args: argparse.Namespace, planned: Sequence[Any], places: Any) -> int:
-    """Print the GPU memory and the hours of each training; returns exit code 1 if one has no plan."""
+def show_memory(args: argparse.Namespace, items: Sequence[Any], places: Any) -> int:
+    """Print the estimated GPU memory and hours of each training; return exit code 1 if an estimate fails."""
     from src.launch import memory_table
     from src.runs.plan import merge_mistakes, replace_micro_batch
 
@@ -175,7 +177,7 @@ def show_memory(args: argparse.Namespace, planned: Sequence[Any], places: Any) -
     }
     machines |= {"gpus": args.gpus or 1, "gpu": args.gpu or "H100"}
     lines, mistakes = memory_table.plan_all(
-        [replace_micro_batch(item, args.micro_batch) for item in planned], places, machines
+        [replace_micro_batch(item, args.micro_batch) for item in items], places, machines
     )
     for line in lines:
         print(line)
@@ -184,29 +186,29 @@ def show_memory(args: argparse.Namespace, planned: Sequence[Any], places: Any) -
     return 1 if mistakes else 0
 
 
-def submit(target: Any, args: argparse.Namespace, planned: Sequence[Any], chosen: set[str], places: Any) -> int:
-    """Hand one job per experiment to the launcher. -r resets only the `chosen` ids."""
+def submit(target: Any, args: argparse.Namespace, items: Sequence[Any], selected_ids: set[str], places: Any) -> int:
+    """Submit one job per experiment to the launcher. -r resets only `selected_ids`."""
     from src.launch import actions
 
-    by_id = {item.exp_id: item for item in planned}
+    by_id = {item.exp_id: item for item in items}
 
     def command(exp_id: str) -> list[str]:
         return ["trainval.py", *arguments.child_arguments(args, exp_id), *by_id[exp_id].set_arguments]
 
     request = actions.Request(
-        places.runs, planned, chosen, ROOT, command, args.python_binary, args.reset, (places.data,)
+        places.runs, items, selected_ids, ROOT, command, args.python_binary, args.reset, (places.data,)
     )
     actions.run(request, target, args.job_option)
     return 0
 
 
-def look(args: argparse.Namespace, planned: Sequence[Any], places: Any) -> int:
-    """Show the state or the logs of the experiments, or end their jobs."""
+def look(args: argparse.Namespace, items: Sequence[Any], places: Any) -> int:
+    """Show the states or the logs of the experiments, or kill or throttle their jobs."""
     from src.launch import actions, logs, status
     from src.launch.tracking import ALIVE
     from src.runs.store import RunStore
 
-    exp_ids = [item.exp_id for item in planned]
+    exp_ids = [item.exp_id for item in items]
     if args.job_option == "kill":
         actions.kill(places.runs, exp_ids)
     elif args.job_option == "throttle":
@@ -215,14 +217,14 @@ def look(args: argparse.Namespace, planned: Sequence[Any], places: Any) -> int:
         for line in logs.follow(places.runs, exp_ids):
             print(line, flush=True)
     else:
-        differs = describe(planned)
+        differs = describe(items)
         while True:
             rows = status.table(RunStore(places.runs), exp_ids)
-            shown = [row for row in rows if not args.state or row.state in args.state]
+            visible_rows = [row for row in rows if not args.state or row.state in args.state]
             if args.json:
-                lines = [status.to_json(shown, differs)]
-            elif shown:
-                lines = [*status.format_table(shown, differs), status.summarize(shown)]
+                lines = [status.to_json(visible_rows, differs)]
+            elif visible_rows:
+                lines = [*status.format_table(visible_rows, differs), status.summarize(visible_rows)]
             else:
                 lines = [f"No experiment has the state {' or '.join(args.state)}. {status.summarize(rows)}"]
             print("\n".join(lines), flush=True)
@@ -232,12 +234,12 @@ def look(args: argparse.Namespace, planned: Sequence[Any], places: Any) -> int:
     return 0
 
 
-def train(args: argparse.Namespace, planned: Sequence[Any], chosen: set[str], places: Any) -> int:
-    """Run the plan here, one experiment after another; every process that torchrun started comes through here.
+def train(args: argparse.Namespace, items: Sequence[Any], selected_ids: set[str], places: Any) -> int:
+    """Run the experiments here, one after another, in every process that torchrun started.
 
-    -r resets the `chosen` ids, not the parents that were added.
+    -r resets `selected_ids`, not the parents that were added.
     """
-    import torch  # noqa: F401  where it is missing, before anything is written
+    import torch  # noqa: F401  fails here if it is missing, before anything is written
 
     from src.errors import UserError
     from src.support import distributed
@@ -245,15 +247,15 @@ def train(args: argparse.Namespace, planned: Sequence[Any], chosen: set[str], pl
     options = arguments.training_options(args, distributed.world_size())
     failed = 0
     with distributed.stoppable(), distributed.session(args.deterministic):
-        for item in planned:
+        for item in items:
             if any(
                 distributed.all_gather_list([distributed.stop_requested()])
-            ):  # at the end of the one before, too late for its loop
+            ):  # signalled at the end of the previous experiment, too late for its loop
                 raise distributed.agreed_stop(None)
             try:
-                run_one(item, args.reset if item.exp_id in chosen else 0, places, options, args.micro_batch)
+                run_one(item, args.reset if item.exp_id in selected_ids else 0, places, options, args.micro_batch)
             except UserError as error:
-                # The next experiment can start only if all processes are here; this one cannot know where the rest is.
+                # The next experiment can start only if all ranks failed at the same point; this rank cannot know.
                 if distributed.world_size() > 1 and not error.everywhere:
                     if not distributed.is_main():
                         complain(f"rank {distributed.rank()}: {error}")
@@ -265,8 +267,8 @@ def train(args: argparse.Namespace, planned: Sequence[Any], chosen: set[str], pl
 
 
 def run_one(item: Any, reset: int, places: Any, options: Any, micro_batch: int | None = None) -> None:
-    """Train one experiment in its save directory; a finished one is left as it is.
-    micro_batch: instead of the experiment's own."""
+    """Train one experiment in its save directory; does nothing if it is done.
+    micro_batch: replaces the experiment's value."""
     from src.errors import ConfigError
     from src.experiments.registry import resolved_dict
     from src.runs import parents, plan
@@ -276,35 +278,35 @@ def run_one(item: Any, reset: int, places: Any, options: Any, micro_batch: int |
     from src.runs.store import SavedRun
     from src.support import distributed, torch_settings
 
-    opened: list[RunDir] = []
+    run_dirs: list[RunDir] = []
 
     def begin() -> str:
-        lacks = parents.missing_parents(item.exp, places)
-        if lacks and (reset or SavedRun(places.runs / item.exp_id).state != "done"):
-            raise ConfigError("\n".join(lacks))
+        problems = parents.missing_parents(item.exp, places)
+        if problems and (reset or SavedRun(places.runs / item.exp_id).state != "done"):
+            raise ConfigError("\n".join(problems))
         facts = {
             "groups": list(item.groups),
             **describe(sys.argv, (places.runs, places.data)),
             "torch": torch_settings.describe(),
         }
         resolved = resolved_dict(item.recipe, key="recipe")
-        opened.append(RunDir.open(places.runs, item.exp, resolved, recipe=item.recipe, reset=reset, facts=facts))
-        return opened[0].found.status["state"]
+        run_dirs.append(RunDir.open(places.runs, item.exp, resolved, recipe=item.recipe, reset=reset, facts=facts))
+        return run_dirs[0].saved_run.status["state"]
 
     distributed.defer_stop()  # until `carry_out` handles the status
     state = distributed.broadcast_from_rank0(begin)
-    run_dir = opened[0] if opened else RunDir.attach(places.runs / item.exp_id)
+    run_dir = run_dirs[0] if run_dirs else RunDir.attach(places.runs / item.exp_id)
     torch_settings.place_flight_recorder(run_dir.logs)
     with run_dir, log_to_file(run_dir.logs, LOGGERS if distributed.is_main() else ()):
         if state == "done":
-            log.info("%s %s: done already.", item.where, item.exp_id)
+            log.info("%s %s: already done.", item.where, item.exp_id)
         else:
             log.info("%s %s", item.where, run_dir.path)
             carry_out(plan.replace_micro_batch(item, micro_batch), Run(run_dir, places, options))
 
 
 def carry_out(item: Any, run: Any) -> None:
-    """Call the recipe and keep the status true, whatever happens."""
+    """Run the recipe and record its status, also after errors and signals."""
     from src.errors import UserError
     from src.support import distributed
 
@@ -312,7 +314,7 @@ def carry_out(item: Any, run: Any) -> None:
         if distributed.is_main():
             with contextlib.suppress(
                 UserError
-            ):  # a full disk or a lost lease: what ended the run is more worth telling
+            ):  # with a full disk or a lost lease, the original error is more important
                 run.dir.set_status(state, **facts)
 
     try:
@@ -324,7 +326,7 @@ def carry_out(item: Any, run: Any) -> None:
     except KeyboardInterrupt:
         mark("stopped", reason="interrupted by the user", stopped_by="person")
         raise
-    except distributed.TrainingStopped as stopped:
+    except distributed.StopTraining as stopped:
         at, step = (
             ("while it was starting", {})
             if stopped.step is None
@@ -332,7 +334,7 @@ def carry_out(item: Any, run: Any) -> None:
         )
         mark(
             "stopped",
-            reason=f"{stopped.reason.by}: stopped {at}; start it again to continue",
+            reason=f"{stopped.reason.by}: stopped {at}; restart it to resume",
             stopped_by=stopped.reason.kind,
             **step,
         )
@@ -344,13 +346,13 @@ def carry_out(item: Any, run: Any) -> None:
         request = distributed.stop_requested()
         if (
             request and distributed.world_size() > 1
-        ):  # another process left at the same signal while this one waited for it
+        ):  # another rank exited at the same signal while this one waited for it
             mark(
                 "stopped",
-                reason=f"{request.by}: stopped while it was starting; start it again to continue",
+                reason=f"{request.by}: stopped while it was starting; restart it to resume",
                 stopped_by=request.kind,
             )
-            raise distributed.TrainingStopped(request) from error
+            raise distributed.StopTraining(request) from error
         mark("failed", reason=f"{type(error).__name__}: {error}")
         raise
     if distributed.is_main():

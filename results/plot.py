@@ -47,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "--at-step and --value are for points, as curves show every step. Name the score of the points with --y."
         )
     rows, left_out = run_arguments.choose_values(options, rows)
-    configs = legend.Configurations(rows, options.by, among, options.unfinished, options.seed_key, options.top)
+    configs = legend.Configurations(rows, options.by, among, options.include_unfinished, options.seed_key, options.top)
     if options.y is None:
         if options.log_x:
             raise ConfigError("--log_x: is for points. Name their score with --y, or leave it out.")
@@ -59,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     unread += save(figure, output)
     drawn_scores = options.metric or [options.y or default_metric(results.score_names(rows)) or ""]
     run_arguments.warn(
-        [*unreadable, *left_out, *unread, *statistics.nan_remarks(rows, drawn_scores, options.unfinished)]
+        [*unreadable, *left_out, *unread, *statistics.nan_remarks(rows, drawn_scores, options.include_unfinished)]
     )
     print(output)
     return 0

@@ -42,7 +42,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         content = replace(content, rows=[row for row in content.rows if row["exp_id"] in exp_ids], jobs=jobs)
     rows, unread = run_arguments.choose_values(options, content.rows)
     content = replace(
-        content, rows=rows, warnings=[*content.warnings, *unread], unfinished=options.unfinished, seed=options.seed_key
+        content,
+        rows=rows,
+        warnings=[*content.warnings, *unread],
+        unfinished=options.include_unfinished,
+        seed=options.seed_key,
     )
     page = render(content, options.groups, options.metric)
     run_arguments.write_page(output, page)

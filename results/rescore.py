@@ -134,7 +134,9 @@ def _metric(text: str) -> MetricConfig:
     try:
         return bind(METRICS, raw)
     except Problems as error:
-        raise ConfigError("\n".join(f"{join('--metrics', path)}: {message}" for path, message in error.found)) from None
+        raise ConfigError(
+            "\n".join(f"{join('--metrics', path)}: {message}" for path, message in error.problems)
+        ) from None
 
 
 def _files(path: Path) -> list[Path]:

@@ -51,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 "--columns and --gpu-hours."
             )
         keys = statistics.grouping_keys(rows, options.pivot)
-        cross, score = pivot_score(rows, keys[0], keys[1], metric, options.unfinished)
+        cross, score = pivot_score(rows, keys[0], keys[1], metric, options.include_unfinished)
         scores_shown = [score]
         output = partial(print_pivot, cross, keys, score, options.format, options.interval)
     else:
@@ -61,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         requested = [_score_name(name, names) for name in options.scores or ()]
         selected = requested or (["all"] if options.format in ("csv", "json") else columns_shown or None)
         by = statistics.grouping_keys(rows, options.by, options.seed_key)
-        table, keys, scores = tabulate(rows, by, selected, metric, options.best, options.unfinished)
+        table, keys, scores = tabulate(rows, by, selected, metric, options.best, options.include_unfinished)
         scores_shown = scores if options.scores or options.columns else headline(results.headline_scores(scores))
         if options.gpu_hours:
             for row in table:
@@ -79,8 +79,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         else:
             best = best_rows(table, metric or next(iter(headline(scores)), None), options.best)
             output = partial(print_table, table, keys, scores, options.format, options.interval, best)
-    nan = statistics.nan_remarks(rows, scores_shown, options.unfinished)
-    run_arguments.warn([*warnings, *unread, *remarks(rows, keys, options.unfinished, options.seed_key), *nan])
+    nan = statistics.nan_remarks(rows, scores_shown, options.include_unfinished)
+    run_arguments.warn([*warnings, *unread, *remarks(rows, keys, options.include_unfinished, options.seed_key), *nan])
     with run_arguments.output_to(options.output):
         output()
     return 0

@@ -24,7 +24,7 @@ class ConfigError(UserError):
 
 
 def print_errors(main: Callable[P, int]) -> Callable[P, int]:
-    """Decorates the `main` of a command: a UserError is printed to stderr as lines `error: ...`, with exit code 1."""
+    """Decorate the `main` of a command: print a UserError to stderr as lines `error: ...`, and exit with code 1."""
 
     @functools.wraps(main)
     def run(*args: P.args, **kwargs: P.kwargs) -> int:
@@ -46,7 +46,7 @@ def print_errors(main: Callable[P, int]) -> Callable[P, int]:
 
 
 def end_with_reader(action: Callable[P, int]) -> Callable[P, int]:
-    """`action`; ends silently with 141 (128 + SIGPIPE) where the reader of its output goes, as `| head` does."""
+    """Wrap `action` to exit silently with 141 (128 + SIGPIPE) when the reader of its output exits, as `| head` does."""
 
     @functools.wraps(action)
     def run(*args: P.args, **kwargs: P.kwargs) -> int:
@@ -93,7 +93,7 @@ class DataError(UserError):
 
 
 class CheckpointError(UserError):
-    """A checkpoint that is missing, torn, or of another model."""
+    """A checkpoint that is missing, damaged, or for a different model."""
 
 
 class RunError(UserError):
@@ -101,8 +101,7 @@ class RunError(UserError):
 
 
 class TrainingError(UserError):
-    """A training that must stop, for example because its loss is not finite.
-    Based on values that all processes share."""
+    """A training that must stop, for example because its loss is not finite. Every process raises it."""
 
     everywhere = True
 

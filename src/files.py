@@ -111,18 +111,18 @@ def write_atomic(path: Path, data: bytes | str, private: bool = False) -> None:
     Raises:
         RunError: the disk refuses.
     """
-    beside = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
     sync = not getattr(_thread, "defers_sync", False)
     with writing(path):
         try:
-            with open(beside, "wb", opener=_open_private if private else None) as file:
+            with open(temporary, "wb", opener=_open_private if private else None) as file:
                 file.write(data.encode() if isinstance(data, str) else data)
                 file.flush()
                 if sync:
                     os.fsync(file.fileno())
-            os.replace(beside, path)
+            os.replace(temporary, path)
         except BaseException:
-            beside.unlink(missing_ok=True)
+            temporary.unlink(missing_ok=True)
             raise
         if sync:
             sync_directory(path.parent)
@@ -197,16 +197,16 @@ def read_yaml(path: Path, expected: str) -> dict[str, Any]:
     """The dict in the YAML file `path`. expected: the expected content, for the message.
 
     Raises:
-        ConfigError: it cannot be read, is no YAML, has a key twice, or is no dict; names the file, and the line where
-            known.
+        ConfigError: it cannot be read, is not YAML, has a duplicate key, or is not a dict; names the file, and the
+            line if known.
     """
-    import yaml  # 30 ms, which most commands need not spend
+    import yaml  # takes 30 ms, and most commands do not need it
 
     class Loader(yaml.SafeLoader):
         def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
             keys = set()
             for key, _ in node.value:
-                if key.value in keys and isinstance(key, yaml.ScalarNode):  # YAML would take the last and say nothing
+                if key.value in keys and isinstance(key, yaml.ScalarNode):  # YAML silently takes the last one
                     raise yaml.constructor.ConstructorError(None, None, f"duplicate key {key.value!r}", key.start_mark)
                 keys.add(str(key.value))
             return super().construct_mapping(node, deep)
@@ -236,10 +236,10 @@ def read_manifest(directory: Path, error: type[UserError]) -> dict[str, Any]:
     """
     path = directory / MANIFEST
     manifest = read_json(path, error)
-    listed = manifest.get("files") if isinstance(manifest, dict) else None
-    if not isinstance(listed, dict):
+    files = manifest.get("files") if isinstance(manifest, dict) else None
+    if not isinstance(files, dict):
         raise error(f'{path}: not a manifest: expected "files" with file names, got {json.dumps(manifest)[:60]}.')
-    for name, facts in listed.items():
+    for name, facts in files.items():
         if not (isinstance(facts, dict) and type(facts.get("bytes")) is int and isinstance(facts.get("sha256"), str)):
             raise error(
                 f'{path}: not a manifest: expected "bytes" and "sha256" of {name!r}, got {json.dumps(facts)[:60]}.'
@@ -270,27 +270,27 @@ def new_directory(
         final = final.resolve()  # replaces the folder and not the link
     with writing(final):
         _sweep(final)
-        beside, lock = _claim(final)
+        temporary, lock = _claim(final)
         try:
-            yield beside
-            for weights in beside.rglob("*.safetensors"):  # which the library makes readable only by their owner
-                weights.chmod(beside.stat().st_mode & 0o666)
-            paths = (path for path in sorted(beside.rglob("*")) if path.is_file() and path != beside / MANIFEST)
-            files = {str(path.relative_to(beside)): path for path in paths}
-            listed = {name: {"bytes": p.stat().st_size, "sha256": sha256(p)} for name, p in files.items()}
+            yield temporary
+            for weights in temporary.rglob("*.safetensors"):  # the library makes them readable only by their owner
+                weights.chmod(temporary.stat().st_mode & 0o666)
+            paths = (path for path in sorted(temporary.rglob("*")) if path.is_file() and path != temporary / MANIFEST)
+            files = {str(path.relative_to(temporary)): path for path in paths}
+            file_facts = {name: {"bytes": p.stat().st_size, "sha256": sha256(p)} for name, p in files.items()}
             for path in files.values():
                 with open(path, "rb") as file:
                     os.fsync(file.fileno())
-            for inner in (path for path in beside.rglob("*") if path.is_dir()):
+            for inner in (path for path in temporary.rglob("*") if path.is_dir()):
                 sync_directory(inner)
-            write_json(beside / MANIFEST, {**(facts or {}), "files": listed})
+            write_json(temporary / MANIFEST, {**(facts or {}), "files": file_facts})
             with around():
-                replaced = rename_over(beside, final)
+                old_folder = rename_over(temporary, final)
             sync_directory(final.parent)
-            if replaced:
-                shutil.rmtree(replaced, ignore_errors=True)  # the next writer sweeps the rest
+            if old_folder:
+                shutil.rmtree(old_folder, ignore_errors=True)  # the next writer sweeps the rest
         except BaseException:
-            shutil.rmtree(beside, ignore_errors=True)
+            shutil.rmtree(temporary, ignore_errors=True)
             raise
         finally:
             if lock is not None:
@@ -300,16 +300,16 @@ def new_directory(
 def _claim(final: Path) -> tuple[Path, int | None]:
     """A new empty folder next to `final`, and the lock that protects it from `_sweep`; None without locks."""
     while True:
-        beside = final.with_name(f".{final.name}.{uuid.uuid4().hex[:8]}")
-        beside.mkdir(parents=True)
+        temporary = final.with_name(f".{final.name}.{uuid.uuid4().hex[:8]}")
+        temporary.mkdir(parents=True)
         try:
-            return beside, _lock(beside)
+            return temporary, _lock(temporary)
         except (BlockingIOError, FileNotFoundError):
-            continue  # swept in the moment before it was locked
+            continue  # another process deleted it just before it was locked
         except OSError as error:
             if error.errno not in NOT_OFFERED:
                 raise
-            return beside, None
+            return temporary, None
 
 
 def _lock(directory: Path) -> int:
@@ -338,7 +338,7 @@ def _sweep(final: Path) -> None:
     leftovers = [path for path in final.parent.iterdir() if pattern.fullmatch(path.name) and path.is_dir()]
     for path in leftovers:
         if path.suffix == ".old" and not final.is_dir():
-            continue  # the only copy there is
+            continue  # the only copy
         with contextlib.suppress(OSError):
             lock = _lock(path)
             shutil.rmtree(path, ignore_errors=True)
@@ -349,7 +349,7 @@ def defect(directory: Path, hashes: bool = True) -> str | None:
     """The first defect of a folder made by `new_directory`: its manifest, or a missing, short or altered file.
     None if it has no defect.
 
-    hashes: False reads only the manifest, so an altered file of the right size goes unnoticed.
+    hashes: if False, compare only sizes, so an altered file of the same size is not detected.
     """
     try:
         manifest = read_manifest(directory, RunError)

@@ -111,7 +111,7 @@ def _image_rows(data: Any, rows: int, config: Any) -> dict[str, Tensor]:
         **batch,
         "frames": torch.ones(rows * frames, 3, side, side),
         "source_ids": torch.zeros(rows, T, dtype=torch.long),
-        "counted": torch.zeros(sources, 6, dtype=torch.long),
+        "source_counts": torch.zeros(sources, 6, dtype=torch.long),
         "cached": torch.zeros(2, dtype=torch.long),
     }
 

@@ -30,7 +30,7 @@ def evaluate_only(model: nn.Module, run: Run, config: Evaluation, evaluate: Meas
     with --deepspeed or --fsdp.
 
     Raises:
-        distributed.TrainingStopped: a process received a stop signal, or a limit is reached.
+        distributed.StopTraining: a process received a stop signal, or a limit is reached.
         ConfigError: the precision needs another device, or accelerate has another precision.
         RunError: the disk refuses; another process took over.
     """

@@ -104,7 +104,7 @@ def evaluate(config: Answers, generator: AnswerGenerator, shuffled: QuestionData
     With `shuffled_context` also score `shuffled`, the same questions with other contexts: {"em_shuffled_context": …}.
 
     Raises:
-        distributed.TrainingStopped: a process received a stop signal.
+        distributed.StopTraining: a process received a stop signal.
     """
     indices = range(config.questions)
 

@@ -60,7 +60,7 @@ class ResumableOutputs:
         `training.state.fingerprints` of the run. settings: everything else that the outputs depend on.
 
         Raises:
-            distributed.TrainingStopped: a process received a stop signal. The outputs so far are saved.
+            distributed.StopTraining: a process received a stop signal. The outputs so far are saved.
             RunError: the disk refuses, or another process has taken over the save directory.
         """
         key = distributed.broadcast_from_rank0(lambda: self._key(inputs, settings))
@@ -77,7 +77,7 @@ class ResumableOutputs:
 
     def _key(self, inputs: Mapping[str, str], settings: Mapping[str, Any]) -> dict[str, Any]:
         best = checkpoints.best(self.run.path) if self.best else None
-        folder = best or checkpoints.newest_whole(self.run.path)  # None if nothing is trained
+        folder = best or checkpoints.newest_complete(self.run.path)  # None if nothing is trained
         return {
             "step": checkpoints.step_of(folder) if folder else 0,
             "weights": read_manifest(folder, RunError)["files"]["model.safetensors"]["sha256"] if folder else None,

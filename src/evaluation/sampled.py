@@ -20,7 +20,7 @@ def evaluate(config: SampledAnswers, generator: AnswerGenerator) -> dict[str, fl
 
     Raises:
         ConfigError: a metric has only a set-level score.
-        distributed.TrainingStopped: a process received a stop signal.
+        distributed.StopTraining: a process received a stop signal.
     """
     options = {
         "do_sample": True,

@@ -25,13 +25,13 @@ class TokenBatch(TypedDict):
     attention_mask: "Tensor"
     """(B, T) bool, True on real tokens."""
     loss_mask: "Tensor"
-    """(B, T) bool, True on tokens that are scored as predictions from the tokens before them. Never True at t = 0."""
+    """(B, T) bool, True on tokens that count in the loss. Never True at t = 0."""
 
 
 class PackedBatch(TokenBatch):
-    """Rows of several documents, none of which reads another: a model gets the positions and no attention mask.
+    """Rows of several documents that do not attend to each other. The model gets positions, and no attention mask.
 
-    Transformers derives from the positions which tokens are of one document. With an attention mask it does not."""
+    Transformers derives the document boundaries from the positions, but only if there is no attention mask."""
 
     position_ids: "Tensor"
     """(B, T) int64: positions within each document, from 0.
@@ -39,32 +39,32 @@ class PackedBatch(TokenBatch):
 
 
 class RankedBatch(TokenBatch):
-    """Replies to conversations, each in a row after its conversation: B rows from C conversations."""
+    """Replies to C conversations: B rows, each a conversation followed by one reply."""
 
     ranks: "Tensor"
-    """(B,) int64: of each reply in its conversation; smaller is better, equal is a tie."""
+    """(B,) int64: rank of each reply within its conversation. Lower is better; equal ranks are ties."""
     sample_of_row: "Tensor"
     """(B,) int64: the number of the conversation of each row, from 0."""
     scores: NotRequired["Tensor"]
     """(B,) float32: the score of each reply in the data, if all have one."""
     reference_logps: NotRequired["Tensor"]
-    """(B,) float32: summed log-probability of the learned tokens of rows under the initial model of the training."""
+    """(B,) float32: summed log-probability of each row's learned tokens under the initial model."""
 
 
 class InterleavedBatch(PackedBatch):
     """Packed rows of documents of text and images.
-    N frames of all rows, E pixels of a side, S sources, K things that are counted."""
+    N frames in all rows, E pixels per side, S sources, K counts."""
 
     frames: "Tensor"
     """(N, 3, E, E) float32: the frames of all images, row by row, in order; N can be 0. There is no padding."""
     source_ids: "Tensor"
-    """(B, T) int64: the number of the source of each token; that of padding is not read."""
+    """(B, T) int64: the number of the source of each token; ignored for padding."""
     loss_weights: NotRequired["Tensor"]
     """(B, T) float32: how much the loss of each token counts; without it all count 1."""
-    counted: "Tensor"
+    source_counts: "Tensor"
     """(S, K) int64: the counts of each source, in the order of `systems.interleaved.streaming.dataset.COUNTED`."""
     cached: "Tensor"
-    """(2,) int64: reads of shards that are elsewhere, those from the cache and all."""
+    """(2,) int64: reads of remote shards: those from the cache, and all."""
 
 
 class ContextBatch(TokenBatch):
@@ -105,7 +105,7 @@ class DepthBatch(Seq2SeqBatch):
 
 
 class EncodedBatch(TokenBatch):
-    """Sequences and contexts that were encoded before."""
+    """Sequences with contexts that are already encoded."""
 
     context_hidden: "Tensor"
     """(B, P, D): hidden states of all chunks of a sample, concatenated; zeros where `context_mask` is False."""

@@ -1,4 +1,4 @@
-"""Experiment dicts become frozen, typed configs here; every mistake is named by its dotted path."""
+"""Frozen, typed configs, made from experiment dicts. Errors name the dotted path of each mistake."""
 
 import inspect
 import re
@@ -27,7 +27,7 @@ def added_field(absence: Any, **constraints: Any) -> Any:
 def operational_field(default: Any) -> Any:
     """A field that changes no number of a finished run, such as how many errors stop it.
 
-    It is no part of the experiment: not of the id, nor of exp_dict.json. It can change each time that a run resumes.
+    It is not part of the id or of exp_dict.json, and can change whenever a run resumes.
     """
     return Field(default=default, json_schema_extra={"operational": True})
 
@@ -51,8 +51,10 @@ def _absence(info: FieldInfo) -> list[Any]:
 
 
 class Config(BaseModel):
-    """Strict (`True` is not an int, `"1e-4"` is refused), frozen, and closed to unknown keys.
-    An int is taken for a float."""
+    """Base class of configs: strict (`True` is not an int, `"1e-4"` is refused), frozen, no unknown keys.
+
+    A float field accepts an int.
+    """
 
     model_config = ConfigDict(
         strict=True,
@@ -65,13 +67,13 @@ class Config(BaseModel):
 
     @classmethod
     def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
-        """Refuse an added field with another default than the value for its absence."""
+        """Refuse an added field with a default that differs from its value for absence."""
         for name, info in cls.model_fields.items():
             default, absence = info.default, _absence(info)[0] if is_added(info) else info.default
             if (type(default), default) != (type(absence), absence):
                 raise ConfigError(
-                    f"{cls.__module__}.{cls.__name__}.{name}: the default {default!r} is not what its absence meant, "
-                    f"{absence!r}: runs made before the field was added would change. "
+                    f"{cls.__module__}.{cls.__name__}.{name}: the default {default!r} differs from the value for its "
+                    f"absence, {absence!r}: runs made before the field was added would change. "
                     "Write the new value into the experiments instead."
                 )
 
@@ -79,8 +81,8 @@ class Config(BaseModel):
 def fill_absences(saved: Any, config: Any) -> Any:
     """Fill the fields missing from `saved`, an older dict of `config`."""
     if isinstance(saved, dict) and isinstance(config, Config):
-        filled = {key: fill_absences(value, getattr(config, key, None)) for key, value in saved.items()}
-        return filled | config.model_dump(mode="json", include=_absent_fields(config) - saved.keys())
+        filled_fields = {key: fill_absences(value, getattr(config, key, None)) for key, value in saved.items()}
+        return filled_fields | config.model_dump(mode="json", include=_absent_fields(config) - saved.keys())
     if isinstance(saved, dict) and isinstance(config, dict):
         return {key: fill_absences(value, config.get(key)) for key, value in saved.items()}
     if isinstance(saved, list) and isinstance(config, (list, tuple)) and len(saved) == len(config):
@@ -88,19 +90,21 @@ def fill_absences(saved: Any, config: Any) -> Any:
     return saved
 
 
-def drop_absences(dumped: Any, config: Any) -> Any:
+def drop_absences(config_json: Any, config: Any) -> Any:
     """Remove added fields at their value for absence from `dumped`, the JSON of `config`.
     A digest of it then stays the same."""
-    if isinstance(dumped, dict) and isinstance(config, Config):
+    if isinstance(config_json, dict) and isinstance(config, Config):
         absent = _absent_fields(config)
         return {
-            key: drop_absences(value, getattr(config, key, None)) for key, value in dumped.items() if key not in absent
+            key: drop_absences(value, getattr(config, key, None))
+            for key, value in config_json.items()
+            if key not in absent
         }
-    if isinstance(dumped, dict) and isinstance(config, dict):
-        return {key: drop_absences(value, config.get(key)) for key, value in dumped.items()}
-    if isinstance(dumped, list) and isinstance(config, (list, tuple)):
-        return [drop_absences(value, item) for value, item in zip(dumped, config, strict=True)]
-    return dumped
+    if isinstance(config_json, dict) and isinstance(config, dict):
+        return {key: drop_absences(value, config.get(key)) for key, value in config_json.items()}
+    if isinstance(config_json, list) and isinstance(config, (list, tuple)):
+        return [drop_absences(value, item) for value, item in zip(config_json, config, strict=True)]
+    return config_json
 
 
 def _absent_fields(config: Config) -> set[str]:
@@ -121,18 +125,18 @@ class Places:
     runs: Path
     """Save directories, one per experiment id (`--savedir_base`)."""
     experiments: Mapping[str, dict[str, Any]] = field(default_factory=dict)
-    """Every experiment of exp_configs.py by its id: where `ref` finds a parent that has not run yet."""
+    """Every experiment of exp_configs.py by id. Parents that have not run yet are looked up here."""
     on_paper: bool = False
-    """Whether models are built without weights, below torch.device("meta"): of a pretrained one only config.json is
-    needed, and a parent need not be trained."""
+    """Whether models are built without weights, under torch.device("meta"). A pretrained model then needs only
+    config.json, and a parent need not be trained."""
 
 
 class Problems(ValueError):
     """Mistakes inside a component, as (path below the component, message)."""
 
-    def __init__(self, found: Iterable[tuple[str, str]]) -> None:
-        self.found = list(found)
-        super().__init__("; ".join(f"{path}: {text}" for path, text in self.found))
+    def __init__(self, problems: Iterable[tuple[str, str]]) -> None:
+        self.problems = list(problems)
+        super().__init__("; ".join(f"{path}: {text}" for path, text in self.problems))
 
 
 C = TypeVar("C", bound=Config)
@@ -151,13 +155,13 @@ def load(cls: type[C], raw: Any, where: str) -> C:
 
 
 def problems(cls: type[Config], error: ValidationError) -> Iterator[tuple[str, str]]:
-    """Turn pydantic's report into (dotted path, message) pairs, those of nested components included."""
+    """Turn pydantic's report into (dotted path, message) pairs, including those of nested components."""
     for item in error.errors(include_url=False):
         loc, context = item["loc"], item.get("ctx", {})
         path = dotted_path(loc)
         cause = context.get("error")
         if isinstance(cause, Problems):
-            yield from ((join(path, below), text) for below, text in cause.found)
+            yield from ((join(path, below), text) for below, text in cause.problems)
         elif item["type"] == "extra_forbidden":
             yield dotted_path(loc[:-1]), unknown_text("key", str(loc[-1]), _config_at(cls, loc[:-1]).model_fields)
         elif item["type"] == "missing":

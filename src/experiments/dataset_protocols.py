@@ -1,4 +1,4 @@
-"""What training and evaluation read of a data set. A data set has the methods of those that fit it."""
+"""Protocols of data sets: the methods that training and evaluation call."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ class Prediction:
     question: str = ""
     contexts: Sequence[str] = ()
     source: str = ""
-    """The group of its scores, such as the data set that the question came from."""
+    """Group for its scores, such as the data set of the question."""
 
     def __post_init__(self) -> None:
         if isinstance(self.references, str) or not self.references:
@@ -47,7 +47,7 @@ class Dataset(Protocol):
 
 @runtime_checkable
 class MeasuredDataset(Dataset, Protocol):
-    """A data set that knows the lengths of its samples without making them."""
+    """A data set that knows the length of a sample without building it."""
 
     def length(self, epoch: int, index: int) -> int:
         """Tokens of sample `index` of an epoch."""
@@ -67,11 +67,11 @@ class SourcedDataset(Dataset, Protocol):
 
     @property
     def sources(self) -> Sequence[str]:
-        """Their names."""
+        """Names of the sources."""
         ...
 
     def sample_source(self, *key: Any) -> str:
-        """The one of `sources` that the sample of a key is from."""
+        """The source of the sample with this key, one of `sources`."""
         ...
 
 
@@ -88,7 +88,7 @@ class QuestionDataset(Dataset, Protocol):
         ...
 
     def source(self, index: int) -> str:
-        """The group of its scores."""
+        """The group for the scores of question `index`."""
         ...
 
     def prompt(self, index: int) -> Any:
@@ -108,7 +108,7 @@ class ContextDataset(QuestionDataset, Protocol):
 
     @property
     def stored_bytes_per_token(self) -> int | None:
-        """Bytes on disk per token of an encoded context; None where contexts are read as text."""
+        """Bytes on disk per token of an encoded context; None if contexts are read as text."""
         ...
 
     def with_shuffled_contexts(self) -> Self:
@@ -120,7 +120,7 @@ class TaskDataset(QuestionDataset, Protocol):
     """Rows of a task that is written as text."""
 
     task: Any
-    """The `systems.t5.tasks.task_table.Named` that the rows are of."""
+    """The task of the rows, a `systems.t5.tasks.task_table.Named`."""
     answer_tokens: int
     """Maximum tokens of an answer."""
 
@@ -138,7 +138,7 @@ class TaskDataset(QuestionDataset, Protocol):
         ...
 
     def prediction(self, index: int, text: str) -> Prediction:
-        """Row `index` with the text of a model, to be scored."""
+        """Row `index` with a model's answer `text`, to be scored."""
         ...
 
     def collate_answers(self, samples: Sequence[Any], answer: Sequence[int]) -> Batch:

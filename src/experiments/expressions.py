@@ -1,12 +1,11 @@
 """Conditions on rows, such as `model.stride > 2 and state == 'done'`: parsed by Python, never evaluated.
 
-An expression is made of dotted names, numbers, texts, lists, None (or null), True and False (or true, false), the
+An expression is made of dotted names, numbers, strings, lists, None (or null), True and False (or true, false), the
 comparisons == != < <= > >= in, not in, also chained (0 < x < 1), and, or, not, parentheses, and two calls:
-`matches(name, 'regular expression')`, which searches a text (RE2, in linear time), and `value('em/nq')` for a name that
-is no dotted name.
+`matches(name, 'regular expression')`, which searches a string (RE2, in linear time), and `value('em/nq')` for a name
+that is not a dotted name.
 
-A name that a row lacks is None. Comparing the order of None, or of a text and a number, gives False. True equals no
-number.
+A missing name is None. Ordering None, or a string and a number, gives False. True does not equal 1.
 """
 
 import ast
@@ -43,10 +42,10 @@ class Query:
 
 
 def compile(text: str, where: str = "query") -> Query:  # noqa: A001  as re.compile
-    """Parse `text`; `where` begins the messages.
+    """Parse `text`. Error messages start with `where`.
 
     Raises:
-        ConfigError: anything but the expressions above; names the place in the text.
+        ConfigError: not such an expression; names the position in the text.
     """
     return _Parser(text, where).query()
 
@@ -88,8 +87,8 @@ class _Parser:
             case ast.UnaryOp(
                 op=ast.USub() | ast.UAdd() as sign, operand=ast.Constant(value=int() | float() as number)
             ) if not isinstance(number, bool):
-                signed = -number if isinstance(sign, ast.USub) else number
-                return lambda _: signed
+                signed_number = -number if isinstance(sign, ast.USub) else number
+                return lambda _: signed_number
             case ast.UnaryOp(op=ast.Not(), operand=operand):
                 inner = self.compile_node(operand)
                 return lambda row: not inner(row)
@@ -125,12 +124,12 @@ class _Parser:
     def comparison(self, node: ast.Compare) -> _Value:
         values = [self.compile_node(value) for value in (node.left, *node.comparators)]
         tests = []
-        for sign, right in zip(node.ops, node.comparators, strict=True):
+        for sign, second in zip(node.ops, node.comparators, strict=True):
             if isinstance(sign, ast.Is | ast.IsNot):
-                self.refuse(right, "write == or != instead of 'is'")
+                self.refuse(second, "write == or != instead of 'is'")
             tests.append(_test(sign))
         links = list(zip(tests, values[:-1], values[1:], strict=True))
-        return lambda row: all(test(left(row), right(row)) for test, left, right in links)
+        return lambda row: all(test(first(row), second(row)) for test, first, second in links)
 
     def call(self, node: ast.Call) -> _Value:
         match node:
@@ -166,7 +165,7 @@ class _Parser:
         self.refuse_at(len(before.decode()), problem)
 
     def refuse_at(self, place: int, problem: str) -> NoReturn:
-        """place: characters of `self.line` before the mistake."""
+        """place: number of characters of `self.line` before the mistake."""
         rest = self.line[place : place + 30]
         at = f"at {rest!r}" if rest else "at the end"
         raise ConfigError(f"{self.where}, character {self.cut + place + 1} ({at}): {problem.rstrip('.')}.") from None
@@ -187,32 +186,32 @@ def _test(sign: ast.cmpop) -> Callable[[Any, Any], bool]:
         case ast.Eq():
             return _is_equal
         case ast.NotEq():
-            return lambda left, right: not _is_equal(left, right)
+            return lambda first, second: not _is_equal(first, second)
         case ast.In():
             return _is_in
         case ast.NotIn():
-            return lambda left, right: not _is_in(left, right)
+            return lambda first, second: not _is_in(first, second)
     compare = _ORDER[type(sign)]
-    return lambda left, right: _have_order(left, right) and compare(left, right)
+    return lambda first, second: _have_order(first, second) and compare(first, second)
 
 
-def _is_equal(left: Any, right: Any) -> bool:
+def _is_equal(first: Any, second: Any) -> bool:
     """As in Python, but True is not 1."""
-    if isinstance(left, bool) or isinstance(right, bool):
-        return left is right
-    if isinstance(left, list) and isinstance(right, list):
-        return len(left) == len(right) and all(map(_is_equal, left, right))
-    return left == right
+    if isinstance(first, bool) or isinstance(second, bool):
+        return first is second
+    if isinstance(first, list) and isinstance(second, list):
+        return len(first) == len(second) and all(map(_is_equal, first, second))
+    return first == second
 
 
-def _is_in(left: Any, right: Any) -> bool:
-    if isinstance(right, list):
-        return any(_is_equal(left, item) for item in right)
-    return isinstance(left, str) and isinstance(right, str) and left in right
+def _is_in(value: Any, container: Any) -> bool:
+    if isinstance(container, list):
+        return any(_is_equal(value, item) for item in container)
+    return isinstance(value, str) and isinstance(container, str) and value in container
 
 
-def _have_order(left: Any, right: Any) -> bool:
-    return (_is_number(left) and _is_number(right)) or (isinstance(left, str) and isinstance(right, str))
+def _have_order(first: Any, second: Any) -> bool:
+    return (_is_number(first) and _is_number(second)) or (isinstance(first, str) and isinstance(second, str))
 
 
 def _is_number(value: Any) -> bool:

@@ -1,4 +1,4 @@
-"""Many experiments from one dict. Files of experiments import this and each other, and nothing else of the project."""
+"""Make many experiments from one dict. Experiment files import only this module and each other."""
 
 import contextlib
 import functools
@@ -28,7 +28,7 @@ _deferring = False
 
 
 class BrokenGroup(list[Experiment]):
-    """The result of a refused call inside `deferred_errors`. Whoever reads it gets the refusal, `error`."""
+    """The result of a failed call inside `deferred_errors`. Reading it raises the error."""
 
     def __init__(self, error: str) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class BrokenGroup(list[Experiment]):
 
 @contextlib.contextmanager
 def deferred_errors() -> Iterator[None]:
-    """Within the block, what `grid`, `zip_axes` and `seeds` refuse breaks the group that it was for, and no other."""
+    """Within the block, an error of `grid`, `zip_axes` or `seeds` breaks only its own group."""
     global _deferring  # noqa: PLW0603
     before, _deferring = _deferring, True
     try:
@@ -73,11 +73,10 @@ def _deferrable(make: Callable[P, list[T]]) -> Callable[P, list[T]]:
 def grid(base: Experiment, axes: Axes, where: Callable[[Experiment], bool] | None = None) -> list[Experiment]:
     """Every combination of the values of `axes` (dotted path -> values), the last axis changing fastest.
 
-    `where` selects the experiments for which it is true. A value that is a list stays a list. The dicts share nothing.
+    `where` filters the experiments. A value that is a list stays a list. The dicts share no objects.
 
     Raises:
-        ConfigError: a `base` that is no dict, a path that is neither in it nor a field of its config, or an axis
-            without values.
+        ConfigError: `base` is not a dict, a path is neither in it nor a field of its config, or an axis has no values.
     """
     _check_axes(axes, "grid")
     experiments = _fill(base, axes, itertools.product(*axes.values()))
@@ -89,14 +88,14 @@ def zip_axes(base: Experiment, axes: Axes) -> list[Experiment]:
     """One experiment for each position in the axes: the first values together, the second values together, and so on.
 
     Raises:
-        ConfigError: axes of different lengths, a path that is neither in `base` nor a field of its config, or an axis
-            without values.
+        ConfigError: the axes differ in length, a path is neither in `base` nor a field of its config, or an axis has
+            no values.
     """
     _check_axes(axes, "zip_axes")
     lengths = {path: len(values) for path, values in axes.items()}
     if len(set(lengths.values())) > 1:
         raise ConfigError(
-            f"zip_axes: axes of equal length are needed, got {', '.join(f'{p}: {n}' for p, n in lengths.items())}."
+            f"zip_axes: expected axes of equal length, got {', '.join(f'{p}: {n}' for p, n in lengths.items())}."
         )
     return _fill(base, axes, zip(*axes.values(), strict=True))
 
@@ -106,7 +105,7 @@ def seeds(experiments: Iterable[Experiment], seeds: int | Sequence[int]) -> list
     """Each experiment once for each seed: 0 … `seeds` - 1, or the seeds listed.
 
     Raises:
-        ConfigError: no seed at all.
+        ConfigError: there are no seeds.
     """
     values = list(range(seeds)) if isinstance(seeds, int) else list(seeds)
     if not values:
@@ -115,8 +114,8 @@ def seeds(experiments: Iterable[Experiment], seeds: int | Sequence[int]) -> list
 
 
 def ref(parent: Experiment, checkpoint: str = "last") -> dict[str, Any]:
-    """The model dict of the model that `parent` trained.
-    It holds the parent's id, so a changed parent makes another child.
+    """Model dict that starts from the model trained by `parent`.
+    It contains the parent's id, so changing the parent changes the child's id.
 
     Raises:
         ConfigError: `parent` is not a valid experiment.
@@ -132,19 +131,19 @@ def ref(parent: Experiment, checkpoint: str = "last") -> dict[str, Any]:
 def set_path(exp: Experiment, path: str, value: Any, must_exist: bool) -> Experiment:
     """A deep copy of `exp` with `value` at the dotted `path`.
 
-    must_exist: also refuse a last key that is not in `exp`; the keys before it must exist in any case.
+    must_exist: also refuse a last key that is not in `exp`; the keys before it must always exist.
 
     Raises:
-        ConfigError: names the key that is missing, or that leads to no dict.
+        ConfigError: a key is missing, or is not a dict.
     """
     return _combine(exp, [(path, value)], must_exist)
 
 
 def override(exp: Experiment, values: Mapping[str, Any]) -> Experiment:
-    """A copy of `exp` with other values: dotted path -> value. A last key can be new: it is checked later.
+    """A copy of `exp` with new values by dotted path. The last key of a path can be new; it is checked later.
 
     Raises:
-        ConfigError: names a key that is not there, or that leads to no dict.
+        ConfigError: a key is missing, or is not a dict.
     """
     return _combine(exp, values.items(), must_exist=False)
 
@@ -169,9 +168,9 @@ def parse_assignment(text: str) -> tuple[str, Any]:
             ) from None
         return path.strip(), value
     except (RecursionError, ValueError):
-        shown = f"{value[:30]}... ({len(value)} characters)"
+        excerpt = f"{value[:30]}... ({len(value)} characters)"
         raise ConfigError(
-            f"--set: {path.strip()}: nested too deeply, or a number of too many digits: {shown}."
+            f"--set: {path.strip()}: nested too deeply, or a number of too many digits: {excerpt}."
         ) from None
 
 
@@ -210,8 +209,8 @@ def parse_assignments(texts: Iterable[str]) -> list[list[tuple[str, Any]]]:
 
 
 def _values(path: str, text: str, value: Any) -> list[Any]:
-    """The values of a sweep, or the only one.
-    text: the argument after "="; it is the value itself if it is not JSON."""
+    """The values of a sweep, or a single value as a list.
+    text: the argument after "=", equal to `value` if it is not JSON."""
     if value != text or "," not in text:
         return [value]
     try:
@@ -239,7 +238,7 @@ def _spell_in_json(text: str) -> str:
 
 
 def _fill(base: Any, axes: Axes, combinations: Iterable[Sequence[Any]]) -> list[Experiment]:
-    """An experiment for each combination of values. A path that is not in `base` must be a field of its config."""
+    """One experiment per combination of values. A path that is not in `base` must be a field of its config."""
     assignments = [list(zip(axes, values, strict=True)) for values in combinations]
     try:
         return [_combine(base, values) for values in assignments]

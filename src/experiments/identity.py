@@ -1,5 +1,5 @@
 """The id of an experiment: haven's hash of its dict.
-Only dicts that haven hashes faithfully and JSON can hold have one."""
+Only dicts that haven can hash faithfully and JSON can store have an id."""
 
 import hashlib
 import math
@@ -9,8 +9,8 @@ from src.errors import ConfigError
 from src.experiments.config import join
 
 DEEPEST = 50
-"""Levels of nested dicts and lists. An experiment needs five; Python gives up at some hundreds."""
-_LARGEST = 10**300  # an int beyond the floats; Python refuses to write one of 4300 digits
+"""Maximum depth of nested dicts and lists. Experiments need five; Python fails at several hundred."""
+_LARGEST = 10**300  # beyond the range of floats; Python cannot print ints of 4300 digits
 
 
 def exp_id(exp: dict[str, Any]) -> str:
@@ -32,7 +32,7 @@ def _text(value: Any) -> str:
 
 
 def check_values(exp: Any, where: str) -> None:
-    """Refuse values that haven cannot hash faithfully or JSON cannot hold.
+    """Refuse values that haven cannot hash faithfully or JSON cannot store.
 
     Raises:
         ConfigError: names the first such value by its path below `where`.
@@ -46,7 +46,7 @@ def check_values(exp: Any, where: str) -> None:
 def _check_depth(value: Any, where: str) -> None:
     level = [value]
     for _ in range(DEEPEST + 1):
-        # Each once, or a cycle would multiply.
+        # Deduplicated, as a cycle would grow the level exponentially.
         holders = {id(holder): holder for holder in level if isinstance(holder, (dict, list, tuple))}
         level = [
             item for holder in holders.values() for item in (holder.values() if isinstance(holder, dict) else holder)
@@ -54,7 +54,7 @@ def _check_depth(value: Any, where: str) -> None:
         if not level:
             return
     raise ConfigError(
-        f"{where}: expected dicts and lists at most {DEEPEST} deep, got deeper ones, or one that holds itself."
+        f"{where}: expected dicts and lists at most {DEEPEST} deep, got deeper ones, or one that contains itself."
     )
 
 
@@ -63,7 +63,9 @@ def _check_dict(value: dict[Any, Any], where: str) -> None:
         if type(key) is not str:
             raise ConfigError(f"{where}: expected keys of type str, got {_describe_value(key)}.")
         if not key or "." in key:
-            raise ConfigError(f"{where}: a key must not be empty or hold a dot, got {key!r}. Nest the dicts instead.")
+            raise ConfigError(
+                f"{where}: a key must not be empty or contain a dot, got {key!r}. Nest the dicts instead."
+            )
         _check_text(key, where)
         _check(item, join(where, key))
 
@@ -90,12 +92,14 @@ def _check(value: Any, where: str) -> None:
 def _check_list(value: list[Any], where: str) -> None:
     dicts = sum(type(item) is dict for item in value)
     if 0 < dicts < len(value):
-        raise ConfigError(f"{where}: a list holds only dicts or none, got {dicts} among {len(value)} values.")
+        raise ConfigError(
+            f"{where}: expected a list with only dicts or no dict, got {dicts} dicts among {len(value)} values."
+        )
     for place, item in enumerate(value):
         below = f"{where}[{place}]"
         if type(item) is list and _holds_dict(item):
             raise ConfigError(
-                f"{below}: a list inside a list must not hold dicts: their key order would change the id."
+                f"{below}: a list inside a list must not contain dicts: their key order would change the id."
             )
         _check(item, below)
 
@@ -106,7 +110,7 @@ def _holds_dict(value: list[Any]) -> bool:
 
 def _check_text(value: str, where: str) -> None:
     if not value.isascii() and any("\ud800" <= character <= "\udfff" for character in value):
-        raise ConfigError(f"{where}: expected text that UTF-8 can hold, got {_describe_value(value)}.")
+        raise ConfigError(f"{where}: expected text that UTF-8 can encode, got {_describe_value(value)}.")
 
 
 def _describe_value(value: Any) -> str:

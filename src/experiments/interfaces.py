@@ -1,8 +1,8 @@
 """The interface of each kind of component: methods that recipes call, with their defaults.
 A new component overrides only some of them.
 
-A component is a `Config` that an experiment names: `registry.bind` makes it from a dict. Nothing here imports torch;
-`build`, `run`, `score` and `submit` do, where they need it.
+A component is a `Config` that an experiment names; `registry.bind` makes it from a dict. This module does not import
+torch; `build`, `run`, `score` and `submit` import it when they need it.
 """
 
 from abc import abstractmethod
@@ -29,7 +29,7 @@ class Component(Config):
 
     @property
     def name(self) -> str:
-        """Its name in an experiment."""
+        """The component's name in an experiment."""
         return name_of(self)
 
 
@@ -38,47 +38,47 @@ class ModelConfig(Component):
 
     @abstractmethod
     def build(self, places: Places) -> Any:
-        """The torch module with its weights, new ones from torch's global generator;
-        `name_or_path` is where its tokenizer is.
+        """Build the torch module with its weights; new weights come from torch's global generator.
+        Its `name_or_path` is the folder of the tokenizer.
 
         Raises:
             UserError: a file it is built from is missing or damaged.
         """
 
     def build_unfilled(self, places: Places) -> Any:
-        """As `build`, for FSDP2: without those weights that each process can read its part of from files.
-        By default with all."""
+        """Like `build`, for FSDP2: leave out the weights that each rank can later read as shards from files.
+        By default, builds all."""
         return self.build(places)
 
     def check(self, places: Places) -> None:
-        """Raises a UserError for what `build` would refuse, as far as it is known without loading weights."""
+        """Raise a UserError if `build` would fail, as far as is known without loading weights."""
 
     def check_device(self) -> None:
-        """Raises a ConfigError if this machine does not have the device that the model needs."""
+        """Raise a ConfigError if this machine does not have the device that the model needs."""
 
     def kind(self, places: Places | None) -> str | None:
         """One of `kinds.KINDS`; None if it depends on a parent and `places` is None."""
         return DECODER
 
     def architecture(self, places: Places) -> Architecture | None:
-        """Its sizes; None if unknown before it is loaded."""
+        """Sizes of the model; None if unknown before it is loaded."""
         return None
 
     def fingerprint(self, places: Places) -> str | None:
-        """Digest of pretrained weights that `build` loads; None where it loads none."""
+        """Digest of the pretrained weights that `build` loads; None without pretrained weights."""
         return None
 
     def identity(self, places: Places) -> str | None:
-        """Digest of all weights that `build` loads, those of parents included;
-        None if it loads none or they are not trained yet."""
+        """Digest of all weights that `build` loads, including those of parents;
+        None if it loads no weights or they are not trained yet."""
         return self.fingerprint(places)
 
     def cache_bytes(self, places: Places, value_bytes: int) -> dict[str, int] | None:
-        """Bytes per token that must be cached of a context, by the name of the score; None if sizes are not known."""
+        """Cache bytes per context token, by score name; None if the sizes are unknown."""
         return None
 
     def tokenizer_folder(self, places: Places) -> Path | None:
-        """Where its tokenizer is, if that is a folder and known before the model is built."""
+        """Folder of its tokenizer, if known before the model is built."""
         return None
 
     def new_tokens(self) -> Sequence[str]:
@@ -90,12 +90,12 @@ class ModelConfig(Component):
         return ()
 
     def weight_type(self, places: Places) -> str | None:
-        """ "float32", "bfloat16" or "float16", of its weights or its base's in memory; None if its config omits it."""
+        """Type of its weights, or its base's, in memory: "float32", "bfloat16" or "float16"; None if not configured."""
         return getattr(self, "dtype", None)
 
     def trained_type(self, places: Places) -> str | None:
-        """As `weight_type`, of the weights that training updates.
-        Adapters and new layers are float32 whatever the base's type."""
+        """Like `weight_type`, for the weights that training updates.
+        Adapters and new layers are always float32."""
         return getattr(self, "dtype", None)
 
     def frame_sizes(self, places: Places) -> tuple[int, int] | None:
@@ -112,14 +112,14 @@ class ModelConfig(Component):
         return False
 
     def require_kind(self, required: str, places: Places | None, field: str = "model") -> None:
-        """Raises ValueError if the model that `field` names is known to be of another kind than `wanted`."""
+        """Raise ValueError if the model in `field` is known not to be of the kind `required`."""
         if (kind_of_model := self.kind(places)) not in (None, required):
             raise ValueError(
                 f"{field}: expected {KINDS[required]}; got {self.name!r}, which is of the kind {kind_of_model!r}."
             )
 
     def check_kind(self, required: str, places: Places, field: str = "model") -> None:
-        """`require_kind` before a start: a ConfigError where the model is of another kind."""
+        """Like `require_kind`, but raise a ConfigError."""
         try:
             self.require_kind(required, places, field)
         except ValueError as error:
@@ -132,7 +132,7 @@ class ModelConfig(Component):
 
 
 def require_fit(field: str, tokens: int, max_positions: int | None) -> None:
-    """Raises ConfigError where `field` allows more tokens than a model has positions (None: unknown, or no limit)."""
+    """Raise ConfigError if `field` allows more tokens than the model has positions (None: unknown or unlimited)."""
     if max_positions is not None and tokens > max_positions:
         raise ConfigError(f"{field}: {tokens} tokens are more than the {max_positions} positions of the model.")
 
@@ -143,9 +143,9 @@ class DatasetConfig(Component):
     same_length_advice: ClassVar[str] = "Leave loop.compile out."
     """Advice in the error of `check_compiled`."""
     writer: ClassVar[str | None] = None
-    """How models trained on it write for people, a key of `registry.WRITERS`; None: they continue texts."""
+    """Key of `registry.WRITERS`: how people use models trained on it. None: they continue text."""
     has_order: ClassVar[bool] = False
-    """Whether training reads it in an order of its own (`orders.OrderedDataset`), so that no mixture can."""
+    """Whether it has its own training order (`orders.OrderedDataset`); mixtures cannot contain it."""
 
     has_questions: ClassVar[bool] = False
     """Whether its data sets are `QuestionDataset`s."""
@@ -167,34 +167,34 @@ class DatasetConfig(Component):
 
     @property
     def validation(self) -> "DatasetConfig":
-        """The data set that validation reads: this one, or the part of it that the training ends with."""
+        """The data set for validation: this one, or the part of it that the training ends with."""
         return self
 
     def check(self, places: Places) -> None:
-        """Raises a UserError where the data are missing or malformed, as far as known without reading the rows."""
+        """Raise a UserError if the data are missing or malformed, as far as is known without reading the rows."""
 
     def check_tokenizer(self, folder: Path | None) -> None:
-        """Raises a UserError if a token is missing in the tokenizer in `folder`, without loading it.
+        """Raise a UserError if the tokenizer in `folder` has no entry for a required token, without loading it.
         None: not known yet."""
 
     def check_length(self, max_positions: int | None, new_tokens: int = 0) -> None:
-        """Raises ConfigError if `max_positions` (None: unknown, no limit) are too few for a sample or `new_tokens`."""
+        """Raise ConfigError if `max_positions` (None: unknown, no limit) are too few for a sample or `new_tokens`."""
 
     def check_model(self, sizes: Architecture | None) -> None:
-        """Raises ConfigError where a model of this architecture (None: unknown) would read the samples wrongly."""
+        """Raise ConfigError if a model of this architecture (None: unknown) would misread the samples."""
 
     def check_scores(self, places: Places) -> None:
-        """Raises a UserError if a ranked reply has no score."""
+        """Raise a UserError if a ranked reply has no score."""
 
     def batch_lengths(self) -> tuple[int, ...] | None:
-        """Tokens of the sequences of every batch, such as those of inputs and targets; None if they differ."""
+        """Sequence lengths of every batch, such as of inputs and targets; None if batches differ in length."""
         return None
 
     def check_steps(self, steps: int) -> None:
-        """Raises ConfigError where a training of `loop.steps` would never read a part of it."""
+        """Raise ConfigError if a training of `loop.steps` would never read part of it."""
 
     def check_compiled(self) -> None:
-        """Raises ConfigError if `loop.compile` would recompile for each length of a batch."""
+        """Raise ConfigError if `loop.compile` would recompile for each length of a batch."""
         if self.batch_lengths() is None:
             raise ConfigError(
                 f"loop.compile: needs batches of one length, and those of {self.name!r} differ. "
@@ -219,7 +219,7 @@ class MetricConfig(Component):
 
     @abstractmethod
     def score(self, answers: Sequence[Prediction]) -> Mapping[str, list[float] | float]:
-        """By name: a list with the score of each answer, or a float where only all of them together have one."""
+        """Scores by name: a list with one per answer, or a float for a score over all answers."""
 
     def score_names(self) -> Sequence[str]:
         """The names that `score` returns. Override this if loading the metric's library is slow."""
@@ -234,11 +234,11 @@ class RecipeConfig(Component):
         """Checks that load nothing; each raises a UserError for an experiment that would fail."""
 
     def check(self, places: Places) -> None:
-        """Raises one ConfigError with a line for everything that is known to fail."""
+        """Raise one ConfigError with a line for everything that is known to fail."""
         check_all(*self.checks(places))
 
     def check_device(self) -> None:
-        """Raises a ConfigError if this machine, where the experiment will run, does not have the required device."""
+        """Raise a ConfigError if this machine, where the experiment will run, does not have the required device."""
 
     @abstractmethod
     def run(self, run: Any) -> None:
@@ -250,20 +250,20 @@ DatasetField = Annotated[DatasetConfig, PlainValidator(partial(bind, DATASETS)),
 MetricField = Annotated[MetricConfig, PlainValidator(partial(bind, METRICS)), PlainSerializer(resolved_dict)]
 
 
-FORWARDED = (
+FORWARDED_METHODS = (
     *("architecture", "cache_bytes", "check_device", "fingerprint", "frame_sizes", "has_random_weights", "is_frozen"),
     *("new_token_ids", "new_tokens", "tokenizer_folder", "trained_type", "weight_type"),
 )
-"""Methods of a `WrapperConfig` that return what its base returns."""
+"""Methods that a `WrapperConfig` forwards to its base."""
 
 
 class WrapperConfig(ModelConfig):
-    """A model around `base`. The methods in `FORWARDED` are those of the base, unless a subclass overrides them."""
+    """A model around `base`. Forwards `FORWARDED_METHODS` to it, unless a subclass overrides them."""
 
     base: ModelField
 
     def check_base(self, places: Places, required: str, field: str = "model.base") -> None:
-        """Raises a UserError if the base cannot be built, or is of another kind than required."""
+        """Raise a UserError if the base cannot be built, or is of another kind than required."""
         call_once(self.base.check, places)
         self.base.check_kind(required, places, field)
 
@@ -272,7 +272,7 @@ def _forward(name: str) -> Callable[..., Any]:
     return lambda self, *places: call_once(getattr(self.base, name), *places)
 
 
-for _name in FORWARDED:
+for _name in FORWARDED_METHODS:
     setattr(WrapperConfig, _name, _forward(_name))
 
 
@@ -285,5 +285,5 @@ def load_experiment(raw: dict[str, Any], where: str) -> RecipeConfig:
     try:
         return bind(RECIPES, raw, key="recipe")
     except Problems as error:
-        text = "\n".join(f"{where}{'.' if path else ''}{path}: {message}" for path, message in error.found)
+        text = "\n".join(f"{where}{'.' if path else ''}{path}: {message}" for path, message in error.problems)
         raise ConfigError(text) from None

@@ -165,7 +165,7 @@ def resolved_dict(component: Config, key: str = "name") -> dict[str, Any]:
 
 
 def sparse_dict(value: Any) -> Any:
-    """The shortest JSON from which a field gets `value`: of configs only the fields that are not at their default."""
+    """The shortest JSON for `value`: configs without the fields that are at their default."""
     if value is None:
         return {}
     if not isinstance(value, Config):
@@ -177,7 +177,7 @@ def sparse_dict(value: Any) -> Any:
 
 
 def canonical_dict(raw: dict[str, Any], recipe: Config) -> dict[str, Any]:
-    """`raw` as its id is computed: 1 written as 1.0 where the config takes a float, without operational fields."""
+    """`raw` in the form that is hashed: 1 as 1.0 for float fields, without operational fields."""
     return _canonical(raw, recipe)
 
 

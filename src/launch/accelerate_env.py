@@ -1,8 +1,7 @@
-"""What `accelerate launch` tells a training, in the words of our own command line.
+"""Translate the options of `accelerate launch` into those of our command line.
 
-Its options arrive as environment variables (accelerate/utils/launch.py, version 1.15). How processes share the model is
-a choice of the command line here too, so `take` gives it; what an experiment decides is checked against it; what we do
-not do is refused.
+They arrive as environment variables (accelerate/utils/launch.py, version 1.15). `take_choices` returns how the model is
+sharded; settings that belong to the experiment are compared with it later; unsupported options are refused.
 """
 
 from collections.abc import MutableMapping
@@ -21,9 +20,9 @@ _STAGES = {
 }
 _ZERO = "ACCELERATE_DEEPSPEED_"
 _SHAPE = {_ZERO + "ZERO_STAGE": "2", _ZERO + "OFFLOAD_OPTIMIZER_DEVICE": "none", _ZERO + "OFFLOAD_PARAM_DEVICE": "none"}
-"""Variables that choose a stage where there is no json, with accelerate's defaults."""
+"""Variables that choose a ZeRO stage without a JSON file, with accelerate's defaults."""
 _PRECISIONS = {"bf16": "bfloat16", "fp16": "float16", "fp8": "float8"}
-_FIXED = {
+_REQUIRED_VALUES = {
     "ACCELERATE_USE_MEGATRON_LM": "false",
     "ACCELERATE_USE_PARALLELISM_CONFIG": "false",
     "ACCELERATE_DYNAMO_BACKEND": "no",
@@ -35,20 +34,20 @@ _FIXED = {
     "FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD": "false",
     "FSDP_IGNORED_MODULES": "",
 }
-"""Variable -> the one value of it that says what we do. Those of FSDP count with --use_fsdp."""
+"""Variable -> its only supported value. Those of FSDP apply only with --use_fsdp."""
 _HARMLESS = ("ACCELERATE_DEBUG_MODE", "ACCELERATE_CPU_AFFINITY")
 
 
 @dataclass(frozen=True)
 class Choices:
-    """What the launcher was told."""
+    """Choices made on the command line of `accelerate launch`, or on ours."""
 
     deepspeed: Path | None = None
     """As --deepspeed."""
     fsdp: bool = False
     """As --fsdp."""
-    told: dict[str, str | float] = field(default_factory=dict)
-    """What the experiment decides, by name: precision, gradient_accumulation_steps and max_grad_norm, if given."""
+    settings: dict[str, str | float] = field(default_factory=dict)
+    """Settings that belong to the experiment: precision, gradient_accumulation_steps and max_grad_norm, if given."""
 
 
 def take_choices(
@@ -56,37 +55,36 @@ def take_choices(
 ) -> Choices:
     """The choices of `accelerate launch` and of our own options `deepspeed` and `fsdp`, for `processes` processes.
 
-    Accelerate's variables leave `environment`, so that neither it nor transformers acts on them; `--cpu` hides the
-    GPUs.
+    Removes accelerate's variables from `environment`, so that neither accelerate nor transformers acts on them. `--cpu`
+    hides the GPUs.
 
     Raises:
-        ConfigError: an option asks for what we do not do, or contradicts another; says which, and what to write
-            instead.
+        ConfigError: an option is not supported, or contradicts another.
     """
     zero, sharded = _is_on(environment, "ACCELERATE_USE_DEEPSPEED"), _is_on(environment, "ACCELERATE_USE_FSDP")
-    refused = [
+    messages = [
         f"accelerate launch --{name.removeprefix('ACCELERATE_').lower()}: "
         f"expected {expected or 'nothing'}, got {value}. Only the number of processes, "
         "the precision, --use_deepspeed and --use_fsdp are taken from accelerate: write the rest in the experiment."
-        for name, expected in _FIXED.items()
+        for name, expected in _REQUIRED_VALUES.items()
         if (sharded or not name.startswith("FSDP_"))
         and (value := environment.get(name, "").lower()) not in ("", expected)
         if (name, value) != ("FSDP_RESHARD_AFTER_FORWARD", "full_shard")
     ]
-    if refused:
-        raise ConfigError("\n".join(refused))
+    if messages:
+        raise ConfigError("\n".join(messages))
     if (zero or sharded) and (deepspeed or fsdp):
         ours, theirs = "--deepspeed" if deepspeed else "--fsdp", "--use_deepspeed" if zero else "--use_fsdp"
         raise ConfigError(f"accelerate launch {theirs} and trainval.py {ours}: give one of them.")
     if processes == 1:
         _check_process_count(environment)
-    path, told = _deepspeed_json(environment) if zero else None, _read_settings(environment)
+    path, settings = _deepspeed_json(environment) if zero else None, _read_settings(environment)
     if _is_on(environment, "ACCELERATE_USE_CPU"):
         environment["CUDA_VISIBLE_DEVICES"] = ""
     for name in list(environment):
         if (name.startswith("ACCELERATE_") and name not in _HARMLESS) or (sharded and name.startswith("FSDP_")):
             del environment[name]
-    return Choices(path or deepspeed, sharded or fsdp, told)
+    return Choices(path or deepspeed, sharded or fsdp, settings)
 
 
 def _is_on(environment: MutableMapping[str, str], name: str) -> bool:
@@ -94,27 +92,27 @@ def _is_on(environment: MutableMapping[str, str], name: str) -> bool:
 
 
 def _deepspeed_json(environment: MutableMapping[str, str]) -> Path:
-    given = environment.get(_ZERO + "CONFIG_FILE", "none")
-    said = {name: environment[name] for name in _SHAPE if environment.get(name, "none") != "none"}
-    if given != "none":
-        if said:
-            names = " and ".join("--" + name.removeprefix(_ZERO).lower() for name in said)
+    config_file = environment.get(_ZERO + "CONFIG_FILE", "none")
+    stage_options = {name: environment[name] for name in _SHAPE if environment.get(name, "none") != "none"}
+    if config_file != "none":
+        if stage_options:
+            names = " and ".join("--" + name.removeprefix(_ZERO).lower() for name in stage_options)
             raise ConfigError(
-                f"accelerate launch --deepspeed_config_file {given}: {names} belong into that file. Leave them out."
+                f"accelerate launch --deepspeed_config_file {config_file}: {names} belong in that file. Leave them out."
             )
-        return Path(given)
+        return Path(config_file)
     stage, optimizer, weights = (environment.get(name, default) for name, default in _SHAPE.items())
     if (stage, optimizer, weights) not in _STAGES:
         raise ConfigError(
             f"accelerate launch --zero_stage {stage} --offload_optimizer_device {optimizer} "
-            f"--offload_param_device {weights}: known are {', '.join(' '.join(known) for known in _STAGES)}. "
-            "For others give a json with --deepspeed_config_file."
+            f"--offload_param_device {weights}: expected one of {', '.join(' '.join(each) for each in _STAGES)}. "
+            "For other settings, give a JSON file with --deepspeed_config_file."
         )
     return RESOURCES / _STAGES[stage, optimizer, weights]
 
 
 def _check_process_count(environment: MutableMapping[str, str]) -> None:
-    """With --cpu accelerate sets an address for several processes to meet at, and then starts one."""
+    """Refuse --cpu with several processes: accelerate sets their rendezvous address, but starts only one."""
     if (
         _is_on(environment, "ACCELERATE_USE_CPU")
         and environment.get("MASTER_ADDR") == "127.0.0.1"
@@ -127,11 +125,11 @@ def _check_process_count(environment: MutableMapping[str, str]) -> None:
 
 
 def _read_settings(environment: MutableMapping[str, str]) -> dict[str, str | float]:
-    """accelerate says "no" also where nobody chose a precision."""
-    told: dict[str, str | float] = {}
+    """Settings in the environment. The precision "no" counts as not set: it is also accelerate's default."""
+    settings: dict[str, str | float] = {}
     precision = environment.get("ACCELERATE_MIXED_PRECISION", "no").lower()
     if precision != "no":
-        told["precision"] = _PRECISIONS.get(precision, precision)
+        settings["precision"] = _PRECISIONS.get(precision, precision)
     for name, variable in (
         ("gradient_accumulation_steps", "GRADIENT_ACCUMULATION_STEPS"),
         ("max_grad_norm", "GRADIENT_CLIPPING"),
@@ -139,9 +137,9 @@ def _read_settings(environment: MutableMapping[str, str]) -> dict[str, str | flo
         value = environment.get("ACCELERATE_" + variable, "auto").lower()
         if value not in ("auto", "none", ""):
             try:
-                told[name] = float(value)
+                settings[name] = float(value)
             except ValueError:
                 raise ConfigError(
                     f"accelerate launch --{variable.lower()}: expected a number or auto, got {value!r}."
                 ) from None
-    return told
+    return settings

@@ -17,21 +17,21 @@ from src.launch.status import Row
 from src.launch.tracking import ACT, ALIVE, track
 from src.runs import run_dir
 from src.runs.parents import parent_ids
-from src.runs.plan import Planned
+from src.runs.plan import PlannedExperiment
 from src.runs.store import LOGS, RunStore, SavedRun
 
 SNAPSHOTS = "snapshots"
 GONE_SECONDS = 120.0
 """How long to wait until killed jobs are gone."""
 _POLL_SECONDS = 0.5
-_SUBMITTED = {"run": ("never", "stopped", "lost"), "retry": ("failed", "lost"), "reset": status.STATES}
+_SUBMITTED_STATES = {"run": ("never", "stopped", "lost"), "retry": ("failed", "lost"), "reset": status.STATES}
 _HINTS = {
-    "failed": "run leaves it as it is. --job_option retry starts it again, -r 1 starts it over",
-    "stopped": "it is stopped, not failed: run starts it again, and so does a retry of its parents (--with-parents)",
+    "failed": "run skips it. --job_option retry resumes it, -r 1 starts it over",
+    "stopped": "it is stopped, not failed: run restarts it, and so does a retry of its parents (--with-parents)",
     "done": "it is done",
     "queued": "it is queued already",
     "running": "it is running already",
-    "unknown": "what became of it is not known, so nothing is submitted",
+    "unknown": "its state is unknown, so nothing is submitted",
 }
 
 log = logging.getLogger(__name__)
@@ -42,49 +42,48 @@ class Request:
     """The request of a command line."""
 
     runs: Path
-    planned: Sequence[Planned]
+    experiments: Sequence[PlannedExperiment]
     """Parents before children."""
-    chosen: Collection[str]
-    """The ids that the command line names; the rest are parents that were added."""
+    selected_ids: Collection[str]
+    """The ids that the command line selects; the rest are parents that were added."""
     root: Path
     """The folder that holds trainval.py."""
     command: Callable[[str], Sequence[str]]
-    """exp_id -> trainval.py and its arguments, never with a reset: a job can start again, and resumes each time."""
+    """exp_id -> trainval.py and its arguments, without a reset: a job can restart, and then resumes."""
     python_binary: str | None = None
     reset: int = 0
     leave_out: Sequence[Path] = ()
     """Folders that are not part of the code."""
 
 
-def pending_parents(runs: Path, planned: Sequence[Planned]) -> set[str]:
-    """Parents of `planned` that are queued or running as jobs: those that a job can wait for."""
-    here = {item.exp_id for item in planned}
-    parents = [parent for item in planned for parent in parent_ids(item.exp) if parent not in here]
-    tracked = track(RunStore(runs), list(dict.fromkeys(parents)))[0] if parents else {}
-    return {exp_id for exp_id, job in tracked.items() if job.is_alive}
+def pending_parents(runs: Path, items: Sequence[PlannedExperiment]) -> set[str]:
+    """Parents of `items` that are queued or running as jobs, so that a job can wait for them."""
+    own_ids = {item.exp_id for item in items}
+    parents = [parent for item in items for parent in parent_ids(item.exp) if parent not in own_ids]
+    jobs = track(RunStore(runs), list(dict.fromkeys(parents)))[0] if parents else {}
+    return {exp_id for exp_id, job in jobs.items() if job.is_alive}
 
 
 def run(request: Request, target: Resources, option: str = "run") -> None:
     """Submit by `option`: "run" never started, stopped or lost experiments; "retry" failed or lost experiments, and
     those skipped by a queue that failures stopped; "reset" all of them from the start.
 
-    Queued and running jobs are skipped, except that "reset" kills them first, or refuses if the state of one is
-    unknown. Returns when the jobs are queued, or have ended if the launcher waits for them.
+    Queued and running jobs are skipped, except that "reset" kills them first, or fails if the state of one is unknown.
+    Returns when the jobs are queued, or have ended if the launcher waits for them.
 
     Raises:
-        LaunchError: refused by the launcher; a parent that has failed, or is a job of another launcher; jobs that do
-            not end.
+        LaunchError: the launcher refuses; a parent has failed, or is a job of another launcher; jobs do not end.
     """
     with submissions.lock(request.runs):
-        submissions.refuse(submissions.reconcile(request.runs), [item.exp_id for item in request.planned])
+        submissions.refuse(submissions.reconcile(request.runs), [item.exp_id for item in request.experiments])
         if option == "reset":
             _kill(
                 request.runs,
-                [item.exp_id for item in request.planned if item.exp_id in request.chosen],
+                [item.exp_id for item in request.experiments if item.exp_id in request.selected_ids],
                 all_or_none=True,
             )
         store = RunStore(request.runs)
-        rows = {row.exp_id: row for row in status.table(store, [item.exp_id for item in request.planned], ACT)}
+        rows = {row.exp_id: row for row in status.table(store, [item.exp_id for item in request.experiments], ACT)}
         todo = _choose(request, rows, option)
         if not todo:
             log.info("nothing to submit")
@@ -95,28 +94,28 @@ def run(request: Request, target: Resources, option: str = "run") -> None:
     target.launcher.wait_for(ids)
 
 
-def _choose(request: Request, rows: Mapping[str, Row], option: str) -> list[Planned]:
-    """Those to submit. With a retried parent also its children that were not started, or stopped, as it had failed."""
-    todo: dict[str, Planned] = {}
-    for item in request.planned:
+def _choose(request: Request, rows: Mapping[str, Row], option: str) -> list[PlannedExperiment]:
+    """The experiments to submit. A retry adds children that were not started, or stopped, as their parent failed."""
+    todo: dict[str, PlannedExperiment] = {}
+    for item in request.experiments:
         row = rows[item.exp_id]
-        orphaned = option == "retry" and row.state in ("never", "stopped") and not row.doubt
-        if (orphaned and not todo.keys().isdisjoint(parent_ids(item.exp))) or _needs_job(request, row, option):
+        is_orphan = option == "retry" and row.state in ("never", "stopped") and not row.doubt
+        if (is_orphan and not todo.keys().isdisjoint(parent_ids(item.exp))) or _needs_job(request, row, option):
             todo[item.exp_id] = item
     return list(todo.values())
 
 
 def _needs_job(request: Request, row: Row, option: str) -> bool:
-    """Whether to submit a job for this row; logs why not."""
-    retried = row.state in _SUBMITTED["retry"] or (row.state == "stopped" and QUEUE_STOPPED in row.reason)
-    starts_over = row.exp_id in request.chosen and (request.reset or option == "reset")
+    """Whether to submit a job for this row; logs the reason if not."""
+    is_retry = row.state in _SUBMITTED_STATES["retry"] or (row.state == "stopped" and QUEUE_STOPPED in row.reason)
+    starts_over = row.exp_id in request.selected_ids and (request.reset or option == "reset")
     if row.doubt:
         log.info("%s: %s (%s)", row.exp_id, _HINTS["unknown"], row.reason)
         return False
     if starts_over and row.state not in (*ALIVE, "unknown"):
-        return option != "retry" or retried
-    states = _SUBMITTED["run"] if option == "reset" else _SUBMITTED[option]
-    if row.state in states or (option == "retry" and retried):
+        return option != "retry" or is_retry
+    states = _SUBMITTED_STATES["run"] if option == "reset" else _SUBMITTED_STATES[option]
+    if row.state in states or (option == "retry" and is_retry):
         return True
     hint = _HINTS.get(row.state, f"it is {row.state}, not failed")
     log.info(
@@ -133,10 +132,10 @@ def _build_jobs(
     target: Resources,
     store: RunStore,
     rows: Mapping[str, Row],
-    todo: Sequence[Planned],
+    todo: Sequence[PlannedExperiment],
     option: str,
 ) -> list[Job]:
-    """Prepare the save directories of `todo`; their jobs. Nothing is queued yet."""
+    """Prepare the save directories of `todo` and return their jobs. Nothing is queued yet."""
     after_jobs = _jobs_to_await(target, store, rows, todo)
     overrides = {item.exp_id: target.config_for(item.exp) for item in todo}
     code = snapshot.take(request.root, request.runs.resolve() / SNAPSHOTS, (request.runs, *request.leave_out))
@@ -144,7 +143,7 @@ def _build_jobs(
     with files.defer_sync(runs):
         for item in todo:
             run = store[item.exp_id]
-            if item.exp_id in request.chosen and (request.reset or option == "reset") and run.path.exists():
+            if item.exp_id in request.selected_ids and (request.reset or option == "reset") and run.path.exists():
                 run_dir.start_over(run.path)
             run.write_exp(item.exp, item.groups)
     return [
@@ -164,56 +163,57 @@ def _build_jobs(
 
 
 def _jobs_to_await(
-    target: Resources, store: RunStore, rows: Mapping[str, Row], todo: Sequence[Planned]
+    target: Resources, store: RunStore, rows: Mapping[str, Row], todo: Sequence[PlannedExperiment]
 ) -> dict[str, tuple[str, ...]]:
-    """Jobs of earlier submissions that each experiment must wait for.
+    """Job ids from earlier submissions that each experiment must wait for.
 
     Raises:
-        LaunchError: a parent that is neither done nor queued nor running, or that is a job of another launcher.
+        LaunchError: a parent is neither done nor queued nor running, or is a job of another launcher.
     """
-    here = {item.exp_id for item in todo}
-    outside = list(dict.fromkeys(p for item in todo for p in parent_ids(item.exp) if p not in here))
-    others = status.table(store, [parent for parent in outside if parent not in rows], ACT)
-    rows = {**rows, **{row.exp_id: row for row in others}}
-    tracked = track(store, [parent for parent in outside if rows[parent].state in ALIVE])[0]
-    waits_by_id, wrong = {}, []
+    own_ids = {item.exp_id for item in todo}
+    outside = list(dict.fromkeys(p for item in todo for p in parent_ids(item.exp) if p not in own_ids))
+    outside_rows = status.table(store, [parent for parent in outside if parent not in rows], ACT)
+    rows = {**rows, **{row.exp_id: row for row in outside_rows}}
+    jobs = track(store, [parent for parent in outside if rows[parent].state in ALIVE])[0]
+    waits_by_id, messages = {}, []
     for item in todo:
         waits = []
         for parent in parent_ids(item.exp):
-            if parent in here or rows[parent].state == "done":
+            if parent in own_ids or rows[parent].state == "done":
                 continue
-            row, job = rows[parent], tracked.get(parent)
+            row, job = rows[parent], jobs.get(parent)
             if row.state in ALIVE and job and job.launcher and job.is_alive:
                 if tracking.same_scheduler(job.launcher, target.launcher):
                     waits.append(job.job_id)
                 else:
-                    wrong.append(
+                    messages.append(
                         f"{item.where}: it starts from experiment {parent}, which is {row.state} as job {row.job_id} "
                         f"of the launcher {job.launcher.name}; {target.launcher.name} cannot wait for that. "
-                        "Wait yourself, or use that launcher."
+                        "Submit it when the parent is done, or use that launcher."
                     )
             else:
                 reason = f" ({row.reason})" if row.reason else ""
-                how = "Repair it first: --job_option retry" if row.state == "failed" else "Run it first"
-                wrong.append(
-                    f"{item.where}: it starts from experiment {parent}, which is {row.state}, not done{reason}. {how}."
+                advice = "Repair it first: --job_option retry" if row.state == "failed" else "Run it first"
+                messages.append(
+                    f"{item.where}: it starts from experiment {parent}, which is {row.state}, not done{reason}. "
+                    f"{advice}."
                 )
         waits_by_id[item.exp_id] = tuple(waits)
-    if wrong:
-        raise LaunchError("\n".join(dict.fromkeys(wrong)))
+    if messages:
+        raise LaunchError("\n".join(dict.fromkeys(messages)))
     return waits_by_id
 
 
 def _submit(request: Request, target: Resources, jobs: Sequence[Job], new: Sequence[SavedRun]) -> list[str]:
-    """Record the intent, submit the jobs, record their ids.
-    new: save directories to remove again if their jobs are refused."""
+    """Record the submission, submit the jobs, record their ids.
+    new: save directories to remove again if the jobs are refused."""
     resolved = registry.resolved_dict(target.launcher, key="launcher")
     commands = {job.exp_id: job.args for job in jobs}
     submission = submissions.create(request.runs, resolved, target.name, jobs[0].cwd.name, commands)
     try:
-        ids = target.launcher.submit(jobs, submission.folder, lambda noted: submissions.note(submission, noted))
+        ids = target.launcher.submit(jobs, submission.folder, lambda new_ids: submissions.note(submission, new_ids))
     except (LaunchError, RunError):
-        # A launcher that refuses leaves nothing queued. If it has, reconciling finds it.
+        # A launcher that refuses leaves nothing queued. If it did, reconciling finds it.
         with contextlib.suppress(LaunchError, RunError):
             if submission.name not in [each.folder.name for each in submissions.reconcile(request.runs)]:
                 for run in new:
@@ -240,69 +240,69 @@ def throttle(runs: Path, exp_ids: Sequence[str], max_running: int) -> None:
     """Change how many of the queued jobs of these experiments, and of those submitted with them, run at a time.
 
     Raises:
-        LaunchError: none is queued, a launcher cannot, or a scheduler does not answer or refuses.
+        LaunchError: no job is queued, the launcher cannot do this, or a scheduler does not answer or refuses.
     """
-    tracked, wrong = track(RunStore(runs), exp_ids)
-    queued = [
-        (job.launcher, job.job_id)
-        for job in tracked.values()
-        if job.launcher and job.seen and job.seen.state == "queued"
+    jobs, messages = track(RunStore(runs), exp_ids)
+    queued_jobs = [
+        (job.launcher, job.job_id) for job in jobs.values() if job.launcher and job.seen and job.seen.state == "queued"
     ]
-    if not queued:
+    if not queued_jobs:
         raise LaunchError(
-            "\n".join(dict.fromkeys(wrong.values())) or "--job_option throttle: none of these experiments is queued."
+            "\n".join(dict.fromkeys(messages.values())) or "--job_option throttle: none of these experiments is queued."
         )
-    for launcher, job_ids in tracking.group_by_scheduler(queued):
+    for launcher, job_ids in tracking.group_by_scheduler(queued_jobs):
         launcher.throttle(job_ids, max_running)
     log.info(
-        "throttled: %d queued, %s at a time", len(queued), f"at most {max_running}" if max_running else "any number"
+        "throttled: %d queued, %s at a time",
+        len(queued_jobs),
+        f"at most {max_running}" if max_running else "any number",
     )
 
 
 def _kill(runs: Path, exp_ids: Sequence[str], all_or_none: bool = False) -> None:
-    """Kill all jobs with a known state, then raise for the rest. all_or_none: raise first."""
+    """Kill all jobs with a known state, then raise for the rest. all_or_none: raise before killing any."""
     store = RunStore(runs)
-    tracked, wrong = track(store, exp_ids)
-    alive = {exp_id: job for exp_id, job in tracked.items() if job.is_alive}
+    jobs, messages = track(store, exp_ids)
+    alive = {exp_id: job for exp_id, job in jobs.items() if job.is_alive}
     for exp_id in exp_ids:
-        job = tracked.get(exp_id)
-        if exp_id in alive or exp_id in wrong:
+        job = jobs.get(exp_id)
+        if exp_id in alive or exp_id in messages:
             continue
         state = store[exp_id].state_or_damage
         if job and job.seen and job.is_unknown and state != "done":
-            wrong[exp_id] = (
+            messages[exp_id] = (
                 f"{exp_id}: the state of job {job.job_id} is unknown, so it is not killed: {job.seen.reason}"
             )
         else:
             by_hand = "runs, but not as a job: stop it where it was started"
             log.info("%s: %s", exp_id, by_hand if state == "running" else "has no job to kill")
-    if wrong and all_or_none:
-        raise LaunchError("\n".join([*dict.fromkeys(wrong.values()), "Nothing was killed or started over."]))
+    if messages and all_or_none:
+        raise LaunchError("\n".join([*dict.fromkeys(messages.values()), "Nothing was killed or started over."]))
     launchers = tracking.group_by_scheduler((job.launcher, job.job_id) for job in alive.values() if job.launcher)
     for launcher, ids in launchers:
         launcher.kill(ids)
     if alive:
         _wait_until_gone(launchers)
         log.info("killed: %d", len(alive))
-    if wrong:
-        raise LaunchError("\n".join(dict.fromkeys(wrong.values())))
+    if messages:
+        raise LaunchError("\n".join(dict.fromkeys(messages.values())))
 
 
 def _wait_until_gone(launchers: Sequence[tuple[LauncherConfig, list[str]]]) -> None:
     until = time.monotonic() + GONE_SECONDS
     while True:
         remaining: list[str] = []
-        why = ""
+        scheduler_error = ""
         for launcher, ids in launchers:
             try:
                 states = launcher.states(ids)
                 remaining += [job_id for job_id in ids if job_id in states and states[job_id].state in ALIVE]
             except LaunchError as error:
                 remaining += ids
-                why = f" {error}"
+                scheduler_error = f" {error}"
         if not remaining:
             return
         if time.monotonic() > until:
             message = f"{', '.join(remaining)}: still running {GONE_SECONDS:g} s after the kill."
-            raise LaunchError(f"{message} Look again later.{why}")
+            raise LaunchError(f"{message} Look again later.{scheduler_error}")
         time.sleep(_POLL_SECONDS)

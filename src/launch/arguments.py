@@ -11,11 +11,11 @@ from src.errors import ConfigError
 from src.support.command_line import parse_arguments, require_at_least
 from src.support.torch_settings import GRADIENT_CHECKPOINTING
 
-if TYPE_CHECKING:  # --help must not wait for what checks experiments
+if TYPE_CHECKING:  # --help must not wait for this import
     from src.runs.context import Options
 
 STATES = ("never", "queued", "running", "done", "failed", "stopped", "lost", "unknown")
-"""What an experiment can be, by src/launch/status.py."""
+"""States of an experiment in src/launch/status.py."""
 JOB_OPTIONS = ("run", "status", "logs", "kill", "reset", "retry", "throttle")
 PASSED_ON = (
     *(
@@ -30,14 +30,14 @@ PASSED_ON = (
     ),
     *("keep_last", "keep_every", "keep_best", "fsdp_replicas", "gradient_checkpointing"),
 )
-"""Arguments that launched experiments get too, besides those for Weights & Biases and for sharded models."""
+"""Arguments passed on to launched experiments, in addition to those for Weights & Biases and for sharded models."""
 LEAST = {
     0: ("max_running", "statistics_every", "profile", "num_workers"),
     1: ("log_every", "save_every", "keep_last", "keep_every", "keep_best", "fsdp_replicas", "gpus"),
 }
-"""The smallest value of arguments that are numbers."""
+"""Minimum value -> numeric arguments with this minimum."""
 SWITCHES = ("fsdp", "fsdp_sharded_gradients", "offload_activations", "deterministic", "wandb_log_gradients")
-"""Switches that launched experiments get too."""
+"""Switches passed on to launched experiments."""
 
 
 def parse(argv: Sequence[str] | None, about: str, root: Path) -> argparse.Namespace:
@@ -46,7 +46,7 @@ def parse(argv: Sequence[str] | None, about: str, root: Path) -> argparse.Namesp
 
 
 def make_parser(about: str, root: Path) -> argparse.ArgumentParser:
-    """The parser of `parse`, whose arguments are named as in haven where haven has them."""
+    """The parser for `parse`. Argument names follow haven where haven has the same argument."""
     parser = argparse.ArgumentParser(
         prog="trainval.py", description=about, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
@@ -62,7 +62,7 @@ def make_parser(about: str, root: Path) -> argparse.ArgumentParser:
     )
     groups.completer = _complete_names("exp_configs", "EXP_GROUPS")  # type: ignore[attr-defined]  argcomplete's
     what.add_argument(
-        "--exp_id", metavar="ID", help="one experiment, by the name of its save directory or the beginning of it"
+        "--exp_id", metavar="ID", help="one experiment, by its id (the name of its save directory) or a prefix of it"
     )
     what.add_argument(
         "--set",
@@ -70,16 +70,16 @@ def make_parser(about: str, root: Path) -> argparse.ArgumentParser:
         action="extend",
         default=[],
         metavar="a.b=value",
-        help="change values in each experiment (another id); a.b=1,2,3 makes one of each",
+        help="change values (and the id) of each experiment; a.b=1,2,3: one per value",
     )
     what.add_argument(
         "--where",
         metavar="EXPR",
-        help="only experiments for which it holds, such as \"seed == 0 and state == 'failed'\"",
+        help="only experiments that match, such as \"seed == 0 and state == 'failed'\"",
     )
     what.add_argument("--steps", type=int, metavar="N", help="short for --set loop.steps=N")
     what.add_argument(
-        "--with-parents", "--with_parents", action="store_true", help="first run the experiments that these start from"
+        "--with-parents", "--with_parents", action="store_true", help="first run the parents of these experiments"
     )
     what.add_argument("--list", action="store_true", help="print the groups, or the experiments of -e, and exit")
     what.add_argument(
@@ -91,11 +91,11 @@ def make_parser(about: str, root: Path) -> argparse.ArgumentParser:
     what.add_argument(
         "--memory",
         action="store_true",
-        help="with --dry-run: also what a GPU would hold, tokens a second and hours; loads no weights",
+        help="with --dry-run: also estimate GPU memory, tokens per second and hours; loads no weights",
     )
-    what.add_argument("--gpus", type=int, metavar="N", help="with --memory: of so many GPUs (default: 1)")
+    what.add_argument("--gpus", type=int, metavar="N", help="with --memory: number of GPUs (default: 1)")
     what.add_argument(
-        "--gpu", metavar="NAME", help='with --memory: their kind, such as H100 or "RTX 4090" (default: H100)'
+        "--gpu", metavar="NAME", help='with --memory: GPU model, such as H100 or "RTX 4090" (default: H100)'
     )
     _add_place(parser, root)
     _add_wandb(parser)
@@ -121,7 +121,7 @@ def _add_place(parser: argparse.ArgumentParser, root: Path) -> None:
     )
     where.add_argument("-r", "--reset", type=int, choices=(0, 1), default=0, help="1: back up the run and start over")
     where.add_argument(
-        "--log_every", type=int, metavar="N", help="steps between score rows (default: 10; each evaluation has one)"
+        "--log_every", type=int, metavar="N", help="steps between score rows (default: 10; each evaluation adds one)"
     )
     where.add_argument(
         "--save_every",
@@ -147,7 +147,7 @@ def _add_place(parser: argparse.ArgumentParser, root: Path) -> None:
         default=[],
         choices=STATES,
         metavar="STATE",
-        help="with --job_option status: only these, such as failed lost",
+        help="with --job_option status: only these states, such as failed lost",
     )
     where.add_argument("--json", action="store_true", help="with --job_option status: as JSON, for programs")
     where.add_argument(
@@ -156,7 +156,7 @@ def _add_place(parser: argparse.ArgumentParser, root: Path) -> None:
         type=float,
         const=30.0,
         metavar="SECONDS",
-        help="with --job_option status: again (30), until none is alive",
+        help="with --job_option status: repeat at this interval (default: 30) until no job is alive",
     )
     where.add_argument(
         "--max_running",
@@ -167,13 +167,16 @@ def _add_place(parser: argparse.ArgumentParser, root: Path) -> None:
     where.add_argument(
         "--python_binary",
         metavar="COMMAND",
-        help='with -j: "torchrun --nproc-per-node NGPUS"; NGPUS is filled in there',
+        help='with -j: "torchrun --nproc-per-node NGPUS"; NGPUS becomes the number of GPUs there',
     )
     where.add_argument(
-        "--stop_after", type=float, metavar="SECONDS", help="stop gracefully, resumable, this long after the start"
+        "--stop_after", type=float, metavar="SECONDS", help="stop gracefully (resumable) this long after the start"
     )
     where.add_argument(
-        "--max_host_memory", type=float, metavar="SHARE", help="stop gracefully when this share is in use, such as 0.9"
+        "--max_host_memory",
+        type=float,
+        metavar="SHARE",
+        help="stop gracefully when this share of host memory is in use, such as 0.9",
     )
     where.add_argument(
         "--num_workers", type=int, metavar="N", help="data-loading processes per rank (default: 2 with a GPU)"
@@ -183,7 +186,7 @@ def _add_place(parser: argparse.ArgumentParser, root: Path) -> None:
         "--micro-batch",
         type=int,
         metavar="N",
-        help="instead of loop.micro_batch, for this start: same id, no dropout",
+        help="replace loop.micro_batch for this start: same id, no dropout",
     )
     where.add_argument(
         "--statistics_every", type=int, metavar="N", default=50, help="steps between statistics; 0: none (default: 50)"
@@ -193,9 +196,11 @@ def _add_place(parser: argparse.ArgumentParser, root: Path) -> None:
     )
     where.add_argument("--keep_last", type=int, metavar="N", help="newest checkpoints to keep (default: 2)")
     where.add_argument(
-        "--keep_every", type=int, metavar="N", help="also keep those at multiples of N steps (default: none)"
+        "--keep_every", type=int, metavar="N", help="also keep checkpoints at multiples of N steps (default: off)"
     )
-    where.add_argument("--keep_best", type=int, metavar="N", help="and the N best by loop.best_metric (default: 1)")
+    where.add_argument(
+        "--keep_best", type=int, metavar="N", help="also keep the N best by loop.best_metric (default: 1)"
+    )
     where.add_argument("--deepspeed", type=Path, metavar="JSON", help="shard the model with DeepSpeed ZeRO")
     where.add_argument("--fsdp", action="store_true", help="shard the model with FSDP2")
     where.add_argument(
@@ -205,20 +210,20 @@ def _add_place(parser: argparse.ArgumentParser, root: Path) -> None:
         help="shard within each of N equal parts of the processes (default: 1)",
     )
     where.add_argument(
-        "--fsdp_sharded_gradients", action="store_true", help="hold no whole gradients between the passes of a step"
+        "--fsdp_sharded_gradients", action="store_true", help="keep gradients sharded between the passes of a step"
     )
     where.add_argument(
         "--gradient_checkpointing",
         nargs="?",
         const="full",
         choices=GRADIENT_CHECKPOINTING,
-        help="recompute layers in the backward pass; selective: all but products",
+        help="recompute layers in the backward pass; selective: not products",
     )
     where.add_argument("--offload_activations", action="store_true", help="keep saved activations in host memory")
     where.add_argument(
         "--deterministic",
         action="store_true",
-        help="only algorithms of torch that give the same bits each time; slower",
+        help="use only deterministic algorithms of torch; slower",
     )
     where.add_argument(
         "--local_rank", type=int, help=argparse.SUPPRESS
@@ -229,7 +234,7 @@ def _add_wandb(parser: argparse.ArgumentParser) -> None:
     logs = parser.add_argument_group("Weights & Biases (offline unless entity and project are given)")
     logs.add_argument("--wandb_entity_name", metavar="NAME", help="user or team; with a project: log online")
     logs.add_argument("--wandb_project_name", metavar="NAME", help="project")
-    logs.add_argument("--wandb_run_name", metavar="NAME", help="name that it shows (default: the group)")
+    logs.add_argument("--wandb_run_name", metavar="NAME", help="name of the run (default: the group)")
     logs.add_argument(
         "--wandb_log_gradients",
         nargs="?",
@@ -242,7 +247,7 @@ def _add_wandb(parser: argparse.ArgumentParser) -> None:
 
 
 def _complete_names(module: str, name: str) -> Callable[..., list[str]]:
-    """A completer of argcomplete: the keys of the dict `name` of a top-level file."""
+    """A completer for argcomplete: the keys of the dict `name` in a top-level file."""
 
     def names(**_: object) -> list[str]:
         from src.experiments.config import top_level
@@ -259,7 +264,7 @@ def _flag(text: str) -> bool:
 
 
 def check(args: argparse.Namespace, processes: int) -> None:
-    """Raises ConfigError for arguments that would be ignored. processes: those that torchrun has started."""
+    """Raise ConfigError for arguments that would be ignored. processes: number started by torchrun."""
     if args.job_scheduler in ("None", "0"):
         args.job_scheduler = None
     if not args.list and not args.exp_group and not args.exp_id:
@@ -271,16 +276,14 @@ def check(args: argparse.Namespace, processes: int) -> None:
     if args.job_option in ("reset", "retry") and not args.job_scheduler:
         raise ConfigError(f"--job_option {args.job_option}: submits jobs. Add -j NAME, a launcher of job_configs.py.")
     if args.job_option != "status" and (args.state or args.json or args.watch is not None):
-        raise ConfigError(
-            "--state, --json and --watch: say how --job_option status shows experiments. Add it, or leave them out."
-        )
+        raise ConfigError("--state, --json and --watch: only for --job_option status. Add it, or leave them out.")
     if (args.job_option == "throttle") != (args.max_running is not None):
         raise ConfigError("--job_option throttle and --max_running N: each needs the other.")
     if args.watch is not None and not args.watch > 0:
         raise ConfigError(f"--watch: expected seconds above 0, got {args.watch:g}.")
     if args.python_binary and not args.job_scheduler:
         raise ConfigError(
-            "--python_binary: only launched jobs use it. Add -j NAME, or start trainval.py with that command itself."
+            "--python_binary: only for launched jobs. Add -j NAME, or start trainval.py with that command."
         )
     if args.job_scheduler and processes > 1:
         raise ConfigError(
@@ -293,10 +296,7 @@ def check(args: argparse.Namespace, processes: int) -> None:
             "Start trainval.py with python."
         )
     if args.wandb_entity_name and not args.wandb_project_name:
-        raise ConfigError(
-            "--wandb_entity_name: without --wandb_project_name nothing would be sent. "
-            "Give both, or neither to log to files."
-        )
+        raise ConfigError("--wandb_entity_name: needs --wandb_project_name. Give both, or neither to log to files.")
     for least, names in LEAST.items():
         require_at_least(least, **{name: getattr(args, name) for name in names})
     if args.stop_after is not None and not args.stop_after > 0:
@@ -308,7 +308,7 @@ def check(args: argparse.Namespace, processes: int) -> None:
         raise ConfigError("--deepspeed and --fsdp: give one of them.")
     if (
         args.dry_run and not args.fsdp and "ACCELERATE_USE_FSDP" not in os.environ
-    ):  # `Options.check_parts` asks for a training
+    ):  # a training does this in `Options.check_parts`
         from src.runs.context import refuse_without_fsdp
 
         refuse_without_fsdp(args)
@@ -316,15 +316,11 @@ def check(args: argparse.Namespace, processes: int) -> None:
 
 def _check_memory(args: argparse.Namespace) -> None:
     if args.memory and not args.dry_run:
-        raise ConfigError("--memory: it is planned, and nothing runs. Add --dry-run.")
+        raise ConfigError("--memory: only for --dry-run. Add it.")
     if not args.memory and (args.gpus is not None or args.gpu):
-        raise ConfigError(
-            "--gpus and --gpu: say for which GPUs --memory plans. Add --dry-run --memory, or leave them out."
-        )
+        raise ConfigError("--gpus and --gpu: only for --memory. Add --dry-run --memory, or leave them out.")
     if args.memory and args.offload_activations:
-        raise ConfigError(
-            "--memory: what --offload_activations leaves on a GPU is not planned. Leave one of the two out."
-        )
+        raise ConfigError("--memory: cannot estimate --offload_activations. Leave one of the two out.")
 
 
 def training_options(args: argparse.Namespace, processes: int) -> "Options":
@@ -338,11 +334,11 @@ def training_options(args: argparse.Namespace, processes: int) -> "Options":
     from src.runs.context import Limits, Options, Wandb
 
     choices = accelerate_env.take_choices(os.environ, processes, args.deepspeed, args.fsdp)
-    wanted = args.wandb_entity_name or args.wandb_project_name or args.wandb_run_name or args.wandb_log_gradients
-    wanted = wanted or "WANDB_SWEEP_ID" in os.environ  # a trial of `wandb agent`
+    use_wandb = args.wandb_entity_name or args.wandb_project_name or args.wandb_run_name or args.wandb_log_gradients
+    use_wandb = use_wandb or "WANDB_SWEEP_ID" in os.environ  # a trial of `wandb agent`
     wandb = (
         Wandb(args.wandb_entity_name, args.wandb_project_name, args.wandb_run_name, args.wandb_log_gradients)
-        if wanted
+        if use_wandb
         else None
     )
     options = Options(
@@ -366,7 +362,7 @@ def training_options(args: argparse.Namespace, processes: int) -> "Options":
                 if (value := getattr(args, f"keep_{name}")) is not None
             }
         ),
-        launcher_settings=choices.told,
+        launcher_settings=choices.settings,
     )
     options.check_parts(processes)
     return options

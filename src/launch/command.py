@@ -1,4 +1,4 @@
-"""The command of one experiment, written in bash so that every value arrives unchanged."""
+"""The command of one experiment in bash, quoted so that every value arrives unchanged."""
 
 import re
 import shlex
@@ -13,25 +13,25 @@ from src.experiments.config import Config
 from src.launch.job import QUEUE_STOPPED, Job, LauncherConfig
 from src.runs.store import STATUS
 
-STOPPED = 75
-"""Exit code of a job that stopped gracefully and continues when it is started again: EX_TEMPFAIL of sysexits.h."""
-INTERRUPTED = 130
-"""Exit code of a job that a person stopped: only a person starts it again."""
+STOPPED_EXIT = 75
+"""Exit code of a job that stopped gracefully and resumes when it is restarted: EX_TEMPFAIL of sysexits.h."""
+INTERRUPTED_EXIT = 130
+"""Exit code of a job that a person stopped: it is not restarted automatically."""
 STOP_AFTER_FAILURES = f"""\
 # $FAILURES has one line for each of the last jobs of the submission that failed within a minute of their start.
-queue_is_stopped() {{  # then $SAID says why
-    SAID="not started: $MOST {QUEUE_STOPPED}. See why, then --job_option retry"
+queue_is_stopped() {{  # then $STOP_REASON says why
+    STOP_REASON="not started: $MOST {QUEUE_STOPPED}. See why, then --job_option retry"
     [ "$MOST" -gt 0 ] && [ "$({{ wc -l < "$FAILURES"; }} 2> /dev/null || echo 0)" -ge "$MOST" ]
 }}
 count_failure() {{  # $1 the exit code, $2 seconds since the start
     case $1 in
         0) rm -f "$FAILURES" ;;
-        {STOPPED} | {INTERRUPTED}) ;;
+        {STOPPED_EXIT} | {INTERRUPTED_EXIT}) ;;
         *) if [ "$2" -lt 60 ]; then echo "$1" >> "$FAILURES"; else rm -f "$FAILURES"; fi ;;
     esac
 }}
 """
-"""Bash by which the jobs of a submission tell each other that it is to stop, after $MOST quick failures in a row."""
+"""Bash that stops the queue of a submission after $MOST quick failures in a row."""
 _OF_TORCHRUN = re.compile(
     r"RANK|WORLD_SIZE|(LOCAL|GROUP|ROLE)_(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)|TORCHELASTIC_.*"
 )
@@ -41,12 +41,12 @@ _COUNT_GPUS = (
     " else nvidia-smi -L 2> /dev/null | grep '^GPU '; fi | grep -c '^[^-]');"
     ' [ "$GPUS_HERE" -gt 0 ] || GPUS_HERE=1;'
 )
-# DeepSpeed must be told that a machine has no GPU.
+# DeepSpeed does not detect that a machine has no GPU.
 _WITHOUT_GPU = (
     '[ -n "${DS_ACCELERATOR+set}${CUDA_VISIBLE_DEVICES:+set}" ] || nvidia-smi -L > /dev/null 2>&1 || '
     "export DS_ACCELERATOR=cpu;"
 )
-# DeepSpeed's starters die of signals that their processes handle, and kill these before they have written a checkpoint.
+# DeepSpeed's launchers die of signals that their processes handle, and kill these before they write a checkpoint.
 _DEAF = """bash -c 'trap "" TERM USR1; exec "$@"' _ """
 _WORLD_INFO = (
     "import base64, json, sys; nodes, each = map(int, sys.argv[1:]);"
@@ -63,7 +63,7 @@ _SHARING = {"--use_deepspeed", "--use_fsdp", "--multi_gpu", "--config_file"}
 """Options of accelerate that choose how the model is distributed."""
 
 
-# What looks like a key by its name, unless its value is a number, a switch or a file; and what looks like one itself.
+# Names of likely secrets, unless the value is a number, a switch or a file; and values that look like secrets.
 _SECRET_NAME = re.compile(
     r"(?:^|_)(?:API)?(?:KEY|CREDENTIALS?|AUTH|PASS)(?:$|_)|(?:TOKEN|SECRET|PASSWORD|PASSWD)(?:$|_)", re.IGNORECASE
 )
@@ -84,11 +84,10 @@ def _looks_like_a_key(name: str, value: str) -> bool:
 
 
 def check_no_key(text: str) -> str:
-    """`text`, a line of a job's script. Raises ValueError where something in it looks like a key."""
+    """Return `text`, a line of a job's script. Raises ValueError if part of it looks like a key."""
     if _SECRET_VALUE.search(text):
         raise ValueError(
-            "it holds what looks like a key, which everybody who sees the job's files would see. "
-            "Export it where you submit."
+            "contains what looks like a key, which the job's files would expose. Export it where you submit."
         )
     return text
 
@@ -98,10 +97,10 @@ def _check_variables(environment: dict[str, str]) -> dict[str, str]:
         if not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII):
             raise ValueError(f"expected the name of an environment variable, got {name!r}.")
         if "\0" in value:
-            raise ValueError(f"the value of {name} holds a zero byte, which no environment can.")
+            raise ValueError(f"the value of {name} contains a zero byte, which environment variables cannot.")
         if _looks_like_a_key(name, value):
             raise ValueError(
-                f"{name} looks like a secret, and everybody who sees the job or its files would see it. "
+                f"{name} looks like a secret, which the job and its files would expose. "
                 "Export it where you submit (jobs of local and slurm inherit that), "
                 "put it into the account's secret store, or where the job finds it, such as ~/.netrc."
             )
@@ -110,7 +109,7 @@ def _check_variables(environment: dict[str, str]) -> dict[str, str]:
 
 def _check_word(word: str) -> str:
     if "\0" in word:
-        raise ValueError(f"a zero byte, which no argument of a command can hold, in {word!r}.")
+        raise ValueError(f"a zero byte, which command arguments cannot contain, in {word!r}.")
     return word
 
 
@@ -123,14 +122,14 @@ class Processes(Config):
 
     starter: Literal["python", "torchrun", "deepspeed", "accelerate"] = "python"
     per_node: Annotated[int, Field(ge=1)] | Literal["gpus"] = 1
-    """Processes on each node; "gpus": one for each GPU of the node, counted there, at least 1."""
+    """Processes on each node; "gpus": one per GPU of the node, counted there, at least 1."""
     nodes: int = Field(default=1, ge=1)
     arguments: list[Annotated[str, AfterValidator(_check_word), AfterValidator(check_no_key)]] = []
-    """More arguments of the starter."""
+    """Additional arguments of the starter."""
     env_path: Annotated[str, Field(min_length=1), AfterValidator(_check_word)] | None = None
-    """Folder of the Python environment, whose bin/ holds the starter. None: ENV_PATH if set, else this Python's."""
+    """Folder of the Python environment with the starter in its bin/. None: ENV_PATH if set, else this Python's."""
     stop_seconds: int = Field(default=120, ge=1)
-    """How long torchrun lets its processes finish a step and write a checkpoint when it is stopped."""
+    """How long torchrun waits for its processes to finish a step and write a checkpoint when it is stopped."""
 
     @model_validator(mode="after")
     def _check_starter(self) -> "Processes":
@@ -142,39 +141,39 @@ class Processes(Config):
 
 
 class QueueConfig(LauncherConfig):
-    """The settings that our launchers share."""
+    """Settings that all launchers share."""
 
-    FIXED: ClassVar[tuple[str, ...]] = ()
-    """Settings that the overrides of an experiment cannot change, as all jobs of a submission share them."""
+    SUBMISSION_SETTINGS: ClassVar[tuple[str, ...]] = ()
+    """Settings that the overrides of an experiment cannot change: all jobs of a submission share them."""
     stop_after_failures: int = Field(default=5, ge=0)
-    """End the submission after so many experiments in a row that failed within a minute of their start. 0: never."""
+    """End the submission after this many experiments in a row failed within a minute of their start. 0: never."""
     processes: Processes = Processes()
     environment: Environment = {}
-    """Variables of the job. Everybody who sees the job can read them, so no secrets."""
+    """Variables of the job. They are not secret: do not put keys here."""
     submissions: str = ""
     """Folder of the submissions. Filled in by `resources.load`; not allowed in a job config."""
 
     def settings_of(self, job: Job) -> Self:
-        """The config of one job, with its overrides. Raises LaunchError if they change one of `FIXED`."""
-        own = job.resources if isinstance(job.resources, type(self)) else self
-        if changed := [name for name in self.FIXED if getattr(own, name) != getattr(self, name)]:
+        """The config of one job, with its overrides. Raises LaunchError if they change one of `SUBMISSION_SETTINGS`."""
+        config = job.resources if isinstance(job.resources, type(self)) else self
+        if changed := [name for name in self.SUBMISSION_SETTINGS if getattr(config, name) != getattr(self, name)]:
             raise LaunchError(
                 f"{job.exp_id}: overrides cannot change {changed[0]} of the launcher {self.name}: "
                 "all jobs of a submission share it."
             )
-        return own
+        return config
 
 
 def shell_line(job: Job, processes: Processes | None = None, environment: Mapping[str, str] | None = None) -> str:
-    """Bash that runs `job` and exits with its code; an argument of `bash -c`, not part of a line.
+    """Bash that runs `job` and exits with its code; a complete argument of `bash -c`.
 
-    Each of several nodes runs it, with the variables MASTER_ADDR, MASTER_PORT, NODE_RANK and NNODES set.
+    With several nodes, each node runs it, with MASTER_ADDR, MASTER_PORT, NODE_RANK and NNODES set.
 
-    The exit code is `STOPPED` if the job stopped gracefully: if its save directory says so, as torchrun turns every
-    other code into 1, or if SIGTERM or SIGUSR1 came before it could handle them. It is `INTERRUPTED` if a person
-    stopped it, and 0 if the run was done before the command failed, as when a signal comes while the processes end.
-    bash itself outlives both signals. Where the command failed before its save directory had a status, or one but from
-    here, this says "failed" in it, for those who cannot ask the scheduler.
+    The exit code is `STOPPED_EXIT` if the job stopped gracefully: if its save directory says so (torchrun turns every
+    other code into 1), or if SIGTERM or SIGUSR1 came before it could handle them. It is `INTERRUPTED_EXIT` if a person
+    stopped it, and 0 if the run was done before the command failed, for example by a signal while the processes end.
+    bash itself ignores both signals. If the command fails before the training writes a status, this writes the status
+    "failed", for readers that cannot query the scheduler.
 
     NGPUS in `job.python_binary`, which replaces the starter, becomes the number of GPUs of the machine that runs the
     line: those of CUDA_VISIBLE_DEVICES if set, else those of `nvidia-smi -L`, at least 1.
@@ -188,7 +187,7 @@ def shell_line(job: Job, processes: Processes | None = None, environment: Mappin
         before = [_COUNT_GPUS] if start != job.python_binary else []
     stopping = (
         f'JOB_STATUS={shlex.quote(str(job.run / STATUS))}; JOB_BEFORE=$(cat "$JOB_STATUS" 2> /dev/null); '
-        "JOB_TOLD=; trap JOB_TOLD=1 TERM USR1;"
+        "JOB_SIGNALLED=; trap JOB_SIGNALLED=1 TERM USR1;"
     )
     ending = f"""
 JOB_CODE=$?; JOB_AFTER=$(cat "$JOB_STATUS" 2> /dev/null)
@@ -196,15 +195,15 @@ if [ $JOB_CODE -ne 0 ]; then
     [ "$JOB_AFTER" != "$JOB_BEFORE" ] || JOB_AFTER=
     case "$JOB_AFTER" in
         *'"state": "done"'*) JOB_CODE=0 ;;
-        *'"stopped_by": "person"'*'"state": "stopped"'*) JOB_CODE={INTERRUPTED} ;;
-        *'"state": "stopped"'*'"stopped_by": "person"'*) JOB_CODE={INTERRUPTED} ;;
-        *'"state": "stopped"'*) JOB_CODE={STOPPED} ;;
+        *'"stopped_by": "person"'*'"state": "stopped"'*) JOB_CODE={INTERRUPTED_EXIT} ;;
+        *'"state": "stopped"'*'"stopped_by": "person"'*) JOB_CODE={INTERRUPTED_EXIT} ;;
+        *'"state": "stopped"'*) JOB_CODE={STOPPED_EXIT} ;;
         *'"state": "failed"'*) ;;
-        *) [ -z "$JOB_TOLD" ] || JOB_CODE={STOPPED} ;;
+        *) [ -z "$JOB_SIGNALLED" ] || JOB_CODE={STOPPED_EXIT} ;;
     esac
     JOB_MOVE=-n
     ! grep -qs '"exit code [0-9]* before its training began; its log says why"' "$JOB_STATUS" || JOB_MOVE=-f
-    case $JOB_CODE in {STOPPED} | {INTERRUPTED}) ;; *) [ -e "$JOB_STATUS" ] && [ $JOB_MOVE = -n ] || {{
+    case $JOB_CODE in {STOPPED_EXIT} | {INTERRUPTED_EXIT}) ;; *) [ -e "$JOB_STATUS" ] && [ $JOB_MOVE = -n ] || {{
         printf '{{"state": "failed", "reason": "exit code %s before its training began; its log says why"}}\\n' \\
             $JOB_CODE > "$JOB_STATUS.$$"
         mv $JOB_MOVE "$JOB_STATUS.$$" "$JOB_STATUS"
@@ -218,7 +217,7 @@ exit $JOB_CODE"""
 
 
 def without_torchrun(environment: Mapping[str, str]) -> dict[str, str]:
-    """`environment` without torchrun's variables: a job is no rank of the torchrun that started this process."""
+    """`environment` without torchrun's variables: a job is not a rank of the torchrun that started this process."""
     return {name: value for name, value in environment.items() if not _OF_TORCHRUN.fullmatch(name)}
 
 
@@ -228,9 +227,9 @@ def argv(job: Job, processes: Processes | None = None, environment: Mapping[str,
 
 
 def _torchrun_variables(processes: Processes) -> list[str]:
-    """A job may be started by torchrun whatever the starter, and its variables harm nobody else.
+    """Exports for torchrun. They are set for every starter: `python_binary` can use torchrun, and they do no harm.
 
-    Without the first, a restart after the death of a rank hangs or fails in every second case (torch 2.13 with gloo).
+    Without the first, a restart after a rank dies hangs or fails half of the time (torch 2.13 with gloo).
     """
     return [
         "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1;",
@@ -240,7 +239,7 @@ def _torchrun_variables(processes: Processes) -> list[str]:
 
 
 def _starter_command(processes: Processes) -> tuple[list[str], str]:
-    """Bash to run first, and the beginning of the command, for a job without `python_binary`."""
+    """Bash to run first, and the start of the command, for a job without `python_binary`."""
     folder = processes.env_path and processes.env_path.rstrip("/") + "/bin"
     python = shlex.quote(f"{folder}/python" if folder else sys.executable)
     each = '"$GPUS_HERE"' if processes.per_node == "gpus" else str(processes.per_node)
@@ -252,27 +251,29 @@ def _starter_command(processes: Processes) -> tuple[list[str], str]:
         start = shlex.quote(f"{folder}/{processes.starter}") if folder else f"{python} -m {_MODULES[processes.starter]}"
         several = processes.nodes > 1
         if processes.starter == "torchrun":
-            found = (
+            rendezvous = (
                 '--nnodes "$NNODES" --node-rank "$NODE_RANK" --master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT"'
             )
-            flags = f"{found if several else '--standalone'} --nproc-per-node {each}"
+            flags = f"{rendezvous if several else '--standalone'} --nproc-per-node {each}"
         elif processes.starter == "accelerate":
-            # --cpu with several processes would silently start one; --multi_gpu works without a GPU, but only alone.
-            given = {word.partition("=")[0] for word in processes.arguments}
-            many = "" if given & _SHARING else "--multi_gpu"
+            # --cpu with several processes would silently start one; --multi_gpu works without a GPU.
+            flag_names = {word.partition("=")[0] for word in processes.arguments}
+            multi_gpu_flag = "" if flag_names & _SHARING else "--multi_gpu"
             before.append(
                 f"JOB_WORLD=$(({processes.nodes} * {each.strip(chr(34))})); JOB_MANY=; "
-                f'[ "$JOB_WORLD" -lt 2 ] || JOB_MANY={many};'
+                f'[ "$JOB_WORLD" -lt 2 ] || JOB_MANY={multi_gpu_flag};'
             )
-            found = '--machine_rank "$NODE_RANK" --main_process_ip "$MASTER_ADDR" --main_process_port "$MASTER_PORT"'
+            rendezvous = (
+                '--machine_rank "$NODE_RANK" --main_process_ip "$MASTER_ADDR" --main_process_port "$MASTER_PORT"'
+            )
             flags = (
                 f'$JOB_MANY --num_processes "$JOB_WORLD" --num_machines {processes.nodes} '
-                f"{found if several else '--main_process_port 0'}"
+                f"{rendezvous if several else '--main_process_port 0'}"
             )
-            flags += "" if "--config_file" in given else " --mixed_precision no --dynamo_backend no"
+            flags += "" if "--config_file" in flag_names else " --mixed_precision no --dynamo_backend no"
             start += " launch" if folder else ""
         elif several:
-            # Its runner reaches other nodes by ssh; here each node starts its own part, as the scheduler wants it.
+            # DeepSpeed's runner uses ssh to reach other nodes; here the scheduler starts each node's processes.
             before.append(_WITHOUT_GPU)
             start = f"{_DEAF}{python} -m deepspeed.launcher.launch"
             world = f'--world_info="$({python} -c {shlex.quote(_WORLD_INFO)} "$NNODES" {each})"'

@@ -13,13 +13,13 @@ from src.experiments.interfaces import Component
 from src.experiments.registry import LAUNCHERS, bind
 
 Note = Callable[[Mapping[str, str]], None]
-"""Called by a launcher with {exp_id: job id} as soon as the scheduler has given ids, before anything else can fail."""
+"""A launcher calls this with {exp_id: job id} as soon as the scheduler returns ids, before anything else can fail."""
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Job:
-    """One experiment to be run somewhere."""
+    """One experiment to run."""
 
     exp_id: str
     args: tuple[str, ...]
@@ -29,20 +29,20 @@ class Job:
     run: Path
     """The save directory of the experiment."""
     log_dir: Path
-    """What the job prints is appended to <log_dir>/<exp_id>.out.log and <exp_id>.err.log."""
+    """The output of the job is appended to <log_dir>/<exp_id>.out.log and <exp_id>.err.log."""
     python_binary: str | None = None
     """Bash before `args`, such as "source activate ENV ; torchrun --nproc-per-node NGPUS ".
     None: as the launcher's config says."""
     after: tuple[str, ...] = ()
-    """Ids of experiments that must be completed before it starts; those not before it in the submission are ignored."""
+    """Ids of experiments that must complete before it starts. Only those earlier in the submission count."""
     after_jobs: tuple[str, ...] = ()
-    """Job ids of the same launcher, from earlier submissions, that must be completed before it starts."""
+    """Job ids of the same launcher, from earlier submissions, that must complete before it starts."""
     resources: "LauncherConfig | None" = None
     """The launcher's config with the `overrides` for this experiment; None: no override."""
 
 
 QUEUE_STOPPED = "in a row failed within 60 s of their start"
-"""In the reason of each experiment that a launcher did not start because of `stop_after_failures`."""
+"""Part of the reason for each experiment that was not started because of `stop_after_failures`."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class SchedulerState:
     word: str = ""
     """The scheduler's own word, such as NODE_FAIL."""
     reason: str = ""
-    """Why it waits, or how it ended."""
+    """Why the job waits, or how it ended."""
     node: str = ""
     seconds: float | None = None
     """Run time of the current or last attempt."""
@@ -61,35 +61,35 @@ class SchedulerState:
 
 
 class LauncherConfig(Component):
-    """Where jobs run: the fields that an entry of job_configs.py may set."""
+    """A launcher: the fields of an entry of job_configs.py, and how to submit, query and kill jobs."""
 
     holds_jobs: ClassVar[bool] = False
-    """Whether a queued job can be kept from starting, by `hold` and `release`."""
+    """Whether `hold` and `release` work on queued jobs."""
 
     @abstractmethod
     def submit(self, jobs: Sequence[Job], folder: Path, note: Note) -> list[str]:
-        """Queue `jobs`, parents before children; their job ids, in the same order.
-        folder: of the submission, for the launcher's files.
+        """Queue `jobs`, parents before children; return their job ids, in the same order.
+        folder: folder of the submission, for the launcher's files.
 
-        Calls `note` with the ids as soon as there are any, so that no queued job is forgotten. Each job appends its
+        Calls `note` with the ids as soon as they are known, so that no queued job is forgotten. Each job appends its
         output to its logs.
 
         Raises:
-            LaunchError: the scheduler refuses or does not answer. What was queued is cancelled.
-            RunError: the disk refuses; likewise.
+            LaunchError: the scheduler refuses or does not answer. Jobs that were queued are cancelled.
+            RunError: the disk refuses. Jobs that were queued are cancelled.
         """
 
     @abstractmethod
     def states(self, job_ids: Sequence[str]) -> dict[str, SchedulerState]:
-        """The state of each job that the scheduler knows, others are absent; with a few calls for any number of jobs.
+        """The state of each job that the scheduler knows. Uses a few calls for any number of jobs.
 
         Raises:
-            LaunchError: it does not answer.
+            LaunchError: the scheduler does not answer.
         """
 
     @abstractmethod
     def kill(self, job_ids: Sequence[str]) -> None:
-        """End the jobs for good. Those that have ended, or are unknown, are no error.
+        """End the jobs for good. Jobs that have ended or are unknown are ignored.
 
         Raises:
             LaunchError: the scheduler refuses.
@@ -97,17 +97,17 @@ class LauncherConfig(Component):
 
     @abstractmethod
     def find(self, folder: Path, exp_ids: Sequence[str]) -> dict[str, str]:
-        """{experiment id: job id} of the jobs that an interrupted submission with this folder has queued, noted or not.
+        """{experiment id: job id} of the jobs that an interrupted submission with this folder queued, noted or not.
 
-        `status` stops waiting for it after some seconds, and the call goes on alone: what depends on its answer is done
-        by `forbid`.
+        `status` stops waiting for this call after some seconds, and it continues in a thread. Actions that depend on
+        its result belong in `forbid`.
 
         Raises:
             LaunchError: the scheduler does not answer.
         """
 
     def forbid(self, folder: Path, exp_ids: Sequence[str]) -> None:
-        """Keep jobs that `find` did not find from starting: a request may still be on its way to the scheduler.
+        """Keep jobs that `find` did not return from starting: a request can still be on its way to the scheduler.
 
         Raises:
             RunError: the disk refuses.
@@ -117,10 +117,10 @@ class LauncherConfig(Component):
         """Wait until the jobs have ended, if this launcher does that."""
 
     def check(self) -> None:
-        """Raises LaunchError if no job could be queued from here."""
+        """Raise LaunchError if no job could be queued from here."""
 
     def scheduler(self) -> object:
-        """Launchers of the same name whose values of this are equal can ask for their jobs in one call."""
+        """Identifies the scheduler: launchers with equal name and value can query their jobs in one call."""
         return None
 
     def hold(self, job_ids: Sequence[str]) -> None:
@@ -130,15 +130,12 @@ class LauncherConfig(Component):
         """Let held jobs start; only where `holds_jobs`."""
 
     def throttle(self, job_ids: Sequence[str], max_running: int) -> None:
-        """Let at most `max_running` of the queued jobs that were submitted together run at a time; 0: any number.
+        """Run at most `max_running` of the queued jobs that were submitted together at a time; 0: no limit.
 
         Raises:
             LaunchError: this launcher cannot, or the scheduler refuses.
         """
-        raise LaunchError(
-            f"launcher {self.name}: how many jobs run at a time is fixed when they are submitted. "
-            "Only Slurm can change it."
-        )
+        raise LaunchError(f"launcher {self.name}: cannot change how many queued jobs run at a time. Only Slurm can.")
 
 
 def bind_launcher(raw: object) -> LauncherConfig:
@@ -147,14 +144,14 @@ def bind_launcher(raw: object) -> LauncherConfig:
 
 
 class NoAnswer(LaunchError):
-    """No answer of a scheduler in time. It is unknown whether the request was or will be carried out."""
+    """The scheduler did not answer in time. It is unknown whether the request was or will be carried out."""
 
 
-def ask_until_answered(call: Callable[[float], T], patience_seconds: float) -> T:
-    """The result of an idempotent call, which gets the seconds that it can take, and is repeated after `NoAnswer`.
+def retry_until_answered(call: Callable[[float], T], patience_seconds: float) -> T:
+    """Repeat an idempotent call until it does not raise `NoAnswer`; return its result. It gets a timeout in seconds.
 
     Raises:
-        NoAnswer: none within `patience_seconds`.
+        NoAnswer: no answer within `patience_seconds`.
     """
     deadline, wait = time.monotonic() + patience_seconds, 0.25
     while True:
@@ -167,9 +164,9 @@ def ask_until_answered(call: Callable[[float], T], patience_seconds: float) -> T
         wait = min(2 * wait, 8.0)
 
 
-def ask(calls: Sequence[Callable[[], T]], seconds: float | None) -> list[T | LaunchError]:
-    """What each call to a scheduler returns, or its LaunchError.
-    Those that take longer than `seconds` are left alone; None: none is."""
+def query_schedulers(calls: Sequence[Callable[[], T]], seconds: float | None) -> list[T | LaunchError]:
+    """The result of each call to a scheduler, or its LaunchError.
+    Calls that take longer than `seconds` are abandoned; None: wait for all."""
 
     def answer(call: Callable[[], T]) -> T | LaunchError:
         try:
@@ -179,23 +176,23 @@ def ask(calls: Sequence[Callable[[], T]], seconds: float | None) -> list[T | Lau
 
     if seconds is None:
         return [answer(call) for call in calls]
-    found: dict[int, T | LaunchError | Exception] = {}
+    results: dict[int, T | LaunchError | Exception] = {}
 
     def work(place: int) -> None:
         try:
-            found[place] = answer(calls[place])
-        except Exception as error:  # noqa: BLE001  raised below, by the thread that asks
-            found[place] = error
+            results[place] = answer(calls[place])
+        except Exception as error:  # noqa: BLE001  raised below, in the calling thread
+            results[place] = error
 
-    # Daemons: a scheduler that hangs does not keep this process from ending.
+    # Daemon threads, so that a hanging scheduler does not keep this process alive.
     workers = [threading.Thread(target=work, args=(place,), daemon=True) for place in range(len(calls))]
     until = time.monotonic() + seconds
     for worker in workers:
         worker.start()
     for worker in workers:
         worker.join(max(0.0, until - time.monotonic()))
-    late = LaunchError(f"the scheduler did not answer in {seconds:.2g} s, so what became of the job is not known")
-    answers = [found.get(place, late) for place in range(len(calls))]
+    timeout_error = LaunchError(f"the scheduler did not answer in {seconds:.2g} s, so the state of the job is unknown")
+    answers = [results.get(place, timeout_error) for place in range(len(calls))]
     for each in answers:
         if isinstance(each, Exception) and not isinstance(each, LaunchError):
             raise each

@@ -1,4 +1,4 @@
-"""Follows the output of jobs."""
+"""Follow the output of jobs."""
 
 import logging
 import time
@@ -14,7 +14,7 @@ from src.runs.store import RunStore, SavedRun
 LINES = 20
 POLL_SECONDS = 0.5
 STATES_SECONDS = 5.0
-"""How often the shared schedulers are queried whether all jobs have ended."""
+"""Interval between queries to the shared schedulers whether all jobs have ended."""
 _SHORT = 8
 
 log = logging.getLogger(__name__)
@@ -23,8 +23,8 @@ log = logging.getLogger(__name__)
 def follow(
     runs: Path, exp_ids: Sequence[str], lines: int = LINES, sleep: Callable[[float], None] = time.sleep
 ) -> Iterator[str]:
-    """The last `lines` lines of each log of the experiments, then every line as it is written, until none is queued or
-    running any more. At the end, those that have printed nothing are logged.
+    """Yield the last `lines` lines of each log, then every new line, until no experiment is queued or running.
+    At the end, log the experiments without output.
 
     With several experiments, each line starts with the first characters of the id.
     """
@@ -34,28 +34,28 @@ def follow(
         for path in _log_files(runs, exp_id):
             places[path] = _size(path)
             yield from (heads[exp_id] + line for line in tail(path, lines, places[path]).splitlines())
-    queried = float("-inf")
+    last_query = float("-inf")
     rows: list[status.Row] = []
     alive: set[str] = set()
-    ended = False
+    all_ended = False
     while True:
-        if time.monotonic() - queried >= STATES_SECONDS:
+        if time.monotonic() - last_query >= STATES_SECONDS:
             rows = status.table(RunStore(runs), exp_ids)
-            # A scheduler that does not answer has ended nothing.
+            # Without an answer of the scheduler, the jobs count as running.
             doubtful = {row.exp_id for row in rows if row.doubt or row.state == "unknown"}
             alive = {row.exp_id for row in rows if row.state in ALIVE} | (alive & doubtful)
-            ended = not alive
-            queried = time.monotonic()
+            all_ended = not alive
+            last_query = time.monotonic()
         for exp_id in exp_ids:
             for path in _log_files(runs, exp_id):
-                yield from (heads[exp_id] + line for line in _new_lines(path, places, ended))
-        if ended:
+                yield from (heads[exp_id] + line for line in _new_lines(path, places, all_ended))
+        if all_ended:
             break
         sleep(POLL_SECONDS)
     for row in rows:
         if not any(map(_size, _log_files(runs, row.exp_id))):
             log.info(
-                "%s: has printed nothing; its state is %s%s",
+                "%s: no output; its state is %s%s",
                 row.exp_id,
                 row.state,
                 f" ({row.reason})" if row.reason else "",
@@ -81,12 +81,12 @@ def tail(log: Path, lines: int, end: int | None = None) -> str:
 
 def _log_files(runs: Path, exp_id: str) -> list[Path]:
     """The output files of the job, or the log of the training if they do not exist."""
-    *printed, logged = SavedRun(runs / exp_id).logs
-    return [path for path in printed if path.exists()] or [logged]
+    *output_files, training_log = SavedRun(runs / exp_id).logs
+    return [path for path in output_files if path.exists()] or [training_log]
 
 
 def _new_lines(path: Path, places: dict[Path, int], last: bool) -> list[str]:
-    """The complete lines since the last call; with `last` also an unfinished line."""
+    """The complete lines since the last call; with `last`, also an unfinished line."""
     start = places.get(path, 0)
     try:
         with reading(path), open(path, "rb") as file:
@@ -96,9 +96,9 @@ def _new_lines(path: Path, places: dict[Path, int], last: bool) -> list[str]:
             data = file.read()
     except (OSError, RunError):
         return []
-    whole = data if last else data[: data.rfind(b"\n") + 1]
-    places[path] = start + len(whole)
-    return whole.decode("utf-8", errors="replace").splitlines()
+    complete = data if last else data[: data.rfind(b"\n") + 1]
+    places[path] = start + len(complete)
+    return complete.decode("utf-8", errors="replace").splitlines()
 
 
 def _size(path: Path) -> int:

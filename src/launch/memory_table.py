@@ -1,4 +1,4 @@
-"""The table of `--dry-run --memory`: what a GPU would hold of each training, and how long it would take."""
+"""The table of `--dry-run --memory`: estimated GPU memory and duration of each training."""
 
 import json
 import logging
@@ -7,41 +7,43 @@ from typing import Any
 
 from src.errors import UserError
 from src.experiments.config import Places
-from src.runs.plan import Planned
+from src.runs.plan import PlannedExperiment
 from src.support.command_line import aligned_lines
 
 PARTS = ("weights", "gradients", "optimizer", "copies", "activations", "logits")
-"""As the plans name them."""
-UNALIKE = ("steps", "sequences_per_step", "micro_batch", "optimizer", "label_smoothing", "z_loss", "precision")
-"""Settings of a loop on which a plan depends."""
+"""Keys of `parts` in a memory plan."""
+LOOP_SETTINGS = ("steps", "sequences_per_step", "micro_batch", "optimizer", "label_smoothing", "z_loss", "precision")
+"""Settings of the loop that a memory plan depends on."""
 
 
-def plan_all(planned: Sequence[Planned], places: Places, machines: Mapping[str, Any]) -> tuple[list[str], list[str]]:
-    """Lines of the table, and what is wrong with experiments that have no plan.
-    Experiments whose plans are alike share a line.
+def plan_all(
+    items: Sequence[PlannedExperiment], places: Places, machines: Mapping[str, Any]
+) -> tuple[list[str], list[str]]:
+    """Lines of the table, and error messages for experiments without a plan.
+    Experiments with the same plan share a line.
 
-    Those that train nothing are left out, beside others that do.
+    Experiments that train nothing are left out, unless none trains.
     """
-    alike: dict[str, list[Planned]] = {}
-    trained = [item for item in planned if item.exp.get("loop")]
-    for item in trained or planned:
-        alike.setdefault(_key(item), []).append(item)
+    groups: dict[str, list[PlannedExperiment]] = {}
+    training_items = [item for item in items if item.exp.get("loop")]
+    for item in training_items or items:
+        groups.setdefault(_key(item), []).append(item)
     rows, mistakes = [], list[str]()
-    logging.getLogger("src").setLevel(logging.WARNING)  # what building a model logs is of trainings
-    for same in alike.values():
-        recipe: Any = same[0].recipe
+    logging.getLogger("src").setLevel(logging.WARNING)  # log messages of model building are for trainings
+    for group in groups.values():
+        recipe: Any = group[0].recipe
         try:
-            more = f" and {len(same) - 1} more" if len(same) > 1 else ""
-            rows.append([same[0].where + more, *_cells(recipe.plan_memory(places, **machines))])
+            more = f" and {len(group) - 1} more" if len(group) > 1 else ""
+            rows.append([group[0].where + more, *_cells(recipe.plan_memory(places, **machines))])
         except UserError as error:
-            mistakes += [f"{same[0].where}: {line}" for line in str(error).splitlines()]
+            mistakes += [f"{group[0].where}: {line}" for line in str(error).splitlines()]
     return _table(rows, machines) if rows else [], mistakes
 
 
-def _key(item: Planned) -> str:
+def _key(item: PlannedExperiment) -> str:
     loop = item.exp.get("loop") or {}
     return json.dumps(
-        [item.exp["recipe"], item.exp["model"], item.exp["data"], {name: loop.get(name) for name in UNALIKE}],
+        [item.exp["recipe"], item.exp["model"], item.exp["data"], {name: loop.get(name) for name in LOOP_SETTINGS}],
         sort_keys=True,
     )
 
@@ -69,15 +71,12 @@ def _table(rows: list[list[str]], machines: Mapping[str, Any]) -> list[str]:
         f"ZeRO by {machines['deepspeed'].name}" if machines["deepspeed"] else "FSDP2" if machines["fsdp"] else "DDP"
     )
     kind = f"{machines['gpus']} x {machines['gpu']}" + (f", {sharing}" if machines["gpus"] > 1 else "")
-    recomputed = (
+    checkpointing = (
         f", {machines['gradient_checkpointing']} gradient checkpointing" if machines["gradient_checkpointing"] else ""
     )
     head = ["experiment", "parameters", "trained", *PARTS, "GiB", "tokens/s", "hours"]
     return [
-        (
-            f"{kind}{recomputed}. Parameters in millions; "
-            "GiB of each GPU, where every sequence is as long as the data allow;"
-        ),
-        "tokens/s of all GPUs and hours at 40 % of their peak; ?: the model's operations or the peak are not known.",
+        (f"{kind}{checkpointing}. Parameters in millions; GiB per GPU, for sequences of maximum length;"),
+        "tokens/s of all GPUs and hours at 40 % of their peak; ?: unknown FLOPs of the model or unknown peak.",
         *aligned_lines([head, *rows]),
     ]

@@ -1,4 +1,4 @@
-"""An entry of job_configs.py, checked: a launcher, its config, and overrides for some experiments."""
+"""A validated entry of job_configs.py: a launcher, its config, and overrides for some experiments."""
 
 import os
 from collections.abc import Iterable, Mapping
@@ -27,19 +27,19 @@ class Resources:
     """Its key in JOB_CONFIGS."""
     launcher: LauncherConfig
     overrides: tuple[tuple[expressions.Query, dict[str, Any]], ...]
-    """Which experiments, and the changes for them."""
+    """(query that selects experiments, changes for them)."""
     raw: dict[str, Any]
 
     @property
     def where(self) -> str:
-        """For messages."""
+        """Its place, for messages."""
         return f"JOB_CONFIGS[{self.name!r}]"
 
     def config_for(self, exp: Mapping[str, Any]) -> LauncherConfig | None:
         """The launcher's config for one experiment; None: no override. Later overrides win.
 
         Raises:
-            ConfigError: the overrides do not fit together.
+            ConfigError: the overrides contradict each other.
         """
         row, raw = flatten(exp), self.raw
         for where, changes in self.overrides:
@@ -47,7 +47,7 @@ class Resources:
         return None if raw is self.raw else bind_at(raw, self.where)
 
     def check_names(self, experiments: Iterable[Mapping[str, Any]]) -> None:
-        """Raises ConfigError, with the nearest name, if an override uses a name that none of the `experiments` has."""
+        """Raise ConfigError, with the nearest name, if an override uses a name that is in none of the `experiments`."""
         names = {name for exp in experiments for name in flatten(exp)}
         for i, (where, _) in enumerate(self.overrides):
             for name in sorted(where.names - names):
@@ -75,12 +75,14 @@ def load(name: str, raw: Any, runs: Path, env_path: str | None = None) -> Resour
     overrides = raw.get("overrides", [])
     if not isinstance(overrides, list):
         raise ConfigError(f"{where}.overrides: expected a list, got {describe_value(overrides)}.")
-    checked = tuple(_override(config, override, f"{where}.overrides[{i}]") for i, override in enumerate(overrides))
-    return Resources(name, bind_at(config, where), checked, config)
+    checked_overrides = tuple(
+        _override(config, override, f"{where}.overrides[{i}]") for i, override in enumerate(overrides)
+    )
+    return Resources(name, bind_at(config, where), checked_overrides, config)
 
 
 def load_named(name: str, runs: Path, experiments: Iterable[Mapping[str, Any]]) -> Resources:
-    """The entry `name` of job_configs.py, checked for `experiments` and by its launcher.
+    """Load the entry `name` of job_configs.py; check it for `experiments` and with its launcher.
 
     Raises:
         ConfigError: the entry is missing or invalid.
@@ -103,9 +105,9 @@ def _override(base: dict[str, Any], override: Any, where: str) -> tuple[expressi
         example = 'an expression such as "model.num_layers > 4"'
         raise ConfigError(f"{where}: expected a dict with 'where', {example}, got {shorten(override)}.")
     changes = {key: value for key, value in override.items() if key != "where"}
-    for fixed in ("launcher", _SUBMISSIONS, "overrides"):
-        if fixed in changes:
-            raise ConfigError(f"{where}.{fixed}: is the same for all jobs of a submission. Leave it out.")
+    for fixed_key in ("launcher", _SUBMISSIONS, "overrides"):
+        if fixed_key in changes:
+            raise ConfigError(f"{where}.{fixed_key}: is the same for all jobs of a submission. Leave it out.")
     if not changes:
         raise ConfigError(f"{where}: changes nothing. Add the changes for these experiments, or remove the override.")
     try:
@@ -117,11 +119,11 @@ def _override(base: dict[str, Any], override: Any, where: str) -> tuple[expressi
 
 
 def bind_at(raw: Mapping[str, Any], where: str) -> LauncherConfig:
-    """The launcher of a config. Raises ConfigError with every mistake, by its path below `where`."""
+    """The launcher of a config. Raises ConfigError with each mistake and its path below `where`."""
     try:
         return bind_launcher(raw)
     except Problems as error:
-        raise ConfigError("\n".join(f"{join(where, path)}: {text}" for path, text in error.found)) from None
+        raise ConfigError("\n".join(f"{join(where, path)}: {text}" for path, text in error.problems)) from None
 
 
 def with_submissions(launcher: LauncherConfig, folder: Path) -> LauncherConfig:
@@ -135,9 +137,9 @@ def with_submissions(launcher: LauncherConfig, folder: Path) -> LauncherConfig:
 
 def _merge(raw: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
     """`raw` with `changes`; dicts are merged key by key."""
-    both = {
+    nested = {
         key: _merge(raw[key], value)
         for key, value in changes.items()
         if isinstance(value, dict) and isinstance(raw.get(key), dict)
     }
-    return {**raw, **changes, **both}
+    return {**raw, **changes, **nested}

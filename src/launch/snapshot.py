@@ -1,5 +1,5 @@
-"""A copy of the code from which jobs run, so that later edits do not change them.
-Named by its digest, so copied once."""
+"""A copy of the code for jobs to run, so that later edits do not change them.
+It is named by its digest, so equal code is copied once."""
 
 import hashlib
 import json
@@ -20,29 +20,29 @@ MAX_FILE_BYTES = 20_000_000
 MAX_BYTES = 200_000_000
 MOST_NAMES = 10
 """Maximum number of files named in the log."""
-LEFT_OUT = {"__pycache__", "node_modules"}
-"""Folders that are skipped without git, in addition to hidden ones, environments and results."""
+SKIPPED_FOLDERS = {"__pycache__", "node_modules"}
+"""Folders that are skipped without git, in addition to hidden folders, environments and results."""
 _RESERVED = {SNAPSHOT, MANIFEST}
 _GIT_SECONDS = 60.0
 _TRIES = 3
 
 log = logging.getLogger(__name__)
-_Found = dict[str, tuple[Path, bool, str]]
-"""Name below the root -> the file, whether it is executable, and the sha256 of its content."""
+_CodeFiles = dict[str, tuple[Path, bool, str]]
+"""Name relative to the root -> (file, whether it is executable, sha256 of its content)."""
 
 
 def take(root: Path, snapshots: Path, leave_out: Sequence[Path] = ()) -> Path:
-    """Copy the code in `root` to <snapshots>/<digest>, unless that is there, and give that folder.
+    """Copy the code in `root` to <snapshots>/<digest>, unless that exists; return that folder.
 
-    The code is what git tracks or would track, but no environment; without git, every file but those of `LEFT_OUT`.
-    Links are followed. Likely secrets are excluded, by `looks_secret`, and named in the log.
-    The digest is that of the paths, the modes, the contents and the commit.
+    The code is the files that git tracks or would track, without Python environments; without git, all files outside
+    of `SKIPPED_FOLDERS`. Links are followed. Likely secrets (`looks_secret`) are excluded and logged. The digest is
+    over paths, modes, contents and the commit.
 
     leave_out: folders that are not code, such as save directories.
 
     Raises:
-        LaunchError: a file or all files together are too large, a file cannot be read, has a reserved name, or changes
-            while it is copied.
+        LaunchError: a file, or all files together, are too large; a file cannot be read, has a reserved name, or
+            changes while it is copied.
         RunError: the disk refuses.
     """
     if (root / SNAPSHOT).exists():
@@ -70,19 +70,19 @@ class _ChangedError(Exception):
     """A file changed after it was hashed."""
 
 
-def _collect_files(root: Path, leave_out: Sequence[Path]) -> _Found:
+def _collect_files(root: Path, leave_out: Sequence[Path]) -> _CodeFiles:
     """Every file of the code, with its hash."""
-    apart = [path.resolve() for path in leave_out]
-    paths = dict(_git_files(root, apart) or _walk(root, "", apart, ()))
+    excluded_folders = [path.resolve() for path in leave_out]
+    paths = dict(_git_files(root, excluded_folders) or _walk(root, "", excluded_folders, ()))
     secret = sorted(name for name in paths if looks_secret(Path(name).name))
     if secret:
         more = f" and {len(secret) - MOST_NAMES} more" if len(secret) > MOST_NAMES else ""
-        log.info("not copied for the jobs, as they look like keys: %s%s", ", ".join(secret[:MOST_NAMES]), more)
-    files: _Found = {}
+        log.info("likely secrets, not copied for the jobs: %s%s", ", ".join(secret[:MOST_NAMES]), more)
+    files: _CodeFiles = {}
     total = 0
     for name in sorted(paths.keys() - set(secret)):
         if name in _RESERVED:
-            raise LaunchError(f"{root / name}: a copy of the code has a file of its own with this name. Rename it.")
+            raise LaunchError(f"{root / name}: this name is reserved for a file of the snapshot. Rename it.")
         path = paths[name]
         try:
             with reading(path, LaunchError), open(path, "rb") as file:
@@ -93,22 +93,22 @@ def _collect_files(root: Path, leave_out: Sequence[Path]) -> _Found:
                 _check_size(path, facts.st_size, total)
                 files[name] = path, bool(facts.st_mode & stat.S_IXUSR), hashlib.file_digest(file, "sha256").hexdigest()
         except FileNotFoundError:
-            continue  # tracked by git and deleted, or a link that leads nowhere
+            continue  # tracked by git and deleted, or a broken link
     if not files:
-        raise LaunchError(f"{root}: holds no code.")
+        raise LaunchError(f"{root}: contains no code.")
     return files
 
 
 def _check_size(path: Path, size: int, total: int) -> None:
-    advice = "It is copied with the code for the jobs: move it elsewhere, or name it in .gitignore."
+    advice = "It is copied with the code for the jobs: move it elsewhere, or add it to .gitignore."
     if size > MAX_FILE_BYTES:
-        raise LaunchError(f"{path}: {size:,} bytes, more than the {MAX_FILE_BYTES:,} of a file of code. {advice}")
+        raise LaunchError(f"{path}: {size:,} bytes, the limit for a file of code is {MAX_FILE_BYTES:,}. {advice}")
     if total > MAX_BYTES:
         raise LaunchError(f"{path}: with it the code has more than {MAX_BYTES:,} bytes. {advice}")
 
 
-def _git_files(root: Path, apart: Sequence[Path]) -> dict[str, Path] | None:
-    """What git tracks or would track below `root`; None where git does not know the code."""
+def _git_files(root: Path, excluded_folders: Sequence[Path]) -> dict[str, Path] | None:
+    """Files that git tracks or would track below `root`; None if the code is not in a git repository."""
     try:
         done = subprocess.run(
             ["git", "-C", str(root), "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
@@ -130,18 +130,20 @@ def _git_files(root: Path, apart: Sequence[Path]) -> dict[str, Path] | None:
         if not environments.isdisjoint(PurePath(name).parents):
             continue
         if path.is_dir():  # a link to a folder, or a repository within this one
-            if not _is_in_environment(path, root) and not _is_below(path.resolve(), apart):
-                files.update(_walk(path, name, apart, (root.resolve(),)))
-        elif not apart or not _is_below(path.resolve(), apart):
+            if not _is_in_environment(path, root) and not _is_below(path.resolve(), excluded_folders):
+                files.update(_walk(path, name, excluded_folders, (root.resolve(),)))
+        elif not excluded_folders or not _is_below(path.resolve(), excluded_folders):
             files[name] = path
     return files
 
 
-def _walk(folder: Path, name: str, apart: Sequence[Path], above: tuple[Path, ...]) -> Iterator[tuple[str, Path]]:
-    """(name below the root, path) of every file below `folder`.
-    Links are followed, but not into a folder that one is in."""
+def _walk(
+    folder: Path, name: str, excluded_folders: Sequence[Path], above: tuple[Path, ...]
+) -> Iterator[tuple[str, Path]]:
+    """(name relative to the root, path) of every file below `folder`.
+    Links are followed, except into a parent folder."""
     real = folder.resolve()
-    if real in above or _is_below(real, apart):
+    if real in above or _is_below(real, excluded_folders):
         return
     with reading(folder, LaunchError):
         entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
@@ -150,15 +152,19 @@ def _walk(folder: Path, name: str, apart: Sequence[Path], above: tuple[Path, ...
         if entry.name.startswith("."):
             continue
         if entry.is_dir():
-            if inner != "results" and entry.name not in LEFT_OUT and not _is_in_environment(Path(entry.path), folder):
-                yield from _walk(Path(entry.path), inner, apart, (*above, real))
+            if (
+                inner != "results"
+                and entry.name not in SKIPPED_FOLDERS
+                and not _is_in_environment(Path(entry.path), folder)
+            ):
+                yield from _walk(Path(entry.path), inner, excluded_folders, (*above, real))
         elif not entry.name.endswith((".pyc", ".pyo")):
             yield inner, Path(entry.path)
 
 
 def _is_in_environment(folder: Path, above: Path) -> bool:
-    """Whether `folder`, an entry of `above`, is an installation of Python or a link to a part of one.
-    The code itself can be in one."""
+    """Whether `folder`, an entry of `above`, is a Python installation or a link into one.
+    Installations around the code itself do not count."""
     real, outside = folder.resolve(), {above.resolve(), *above.resolve().parents}
     return any(is_python_installation(each) for each in (real, *real.parents) if each not in outside)
 
@@ -167,13 +173,13 @@ def _is_below(path: Path, folders: Sequence[Path]) -> bool:
     return any(path.is_relative_to(folder) for folder in folders)
 
 
-def _digest(files: _Found, version: Mapping[str, Any]) -> str:
-    described = [version["commit"], version["dirty"]]  # equal files of another commit are another snapshot
-    text = json.dumps([described, *([name, runs, content] for name, (_, runs, content) in sorted(files.items()))])
+def _digest(files: _CodeFiles, version: Mapping[str, Any]) -> str:
+    version_facts = [version["commit"], version["dirty"]]  # the same files at another commit are another snapshot
+    text = json.dumps([version_facts, *([name, runs, content] for name, (_, runs, content) in sorted(files.items()))])
     return hashlib.sha256(text.encode(errors="surrogateescape")).hexdigest()[:32]
 
 
-def _copy(files: _Found, folder: Path) -> None:
+def _copy(files: _CodeFiles, folder: Path) -> None:
     for name, (path, runs, content) in files.items():
         target = folder / name
         target.parent.mkdir(parents=True, exist_ok=True)

@@ -17,7 +17,7 @@ from src.experiments.config import unknown
 from src.files import reading
 from src.launch import submissions
 from src.launch.arguments import STATES
-from src.launch.tracking import LOOK, Question, TrackedJob, track
+from src.launch.tracking import LOOK, QueryPolicy, TrackedJob, track
 from src.runs import events, lease, parents
 from src.runs.store import EXP_DICT, RunStore, SavedRun, expand_run
 from src.support.command_line import aligned_lines
@@ -53,28 +53,26 @@ class Row:
 
 
 RowCache = ReadCache[tuple[Row, TrackedJob | None]]
-"""The rows of ended experiments, with the job that each follows from."""
+"""Rows of ended experiments, each with its job."""
 
 
 def select_runs(path: Path, group: str | None = None) -> tuple[Path, list[str]]:
-    """The folder of runs, and the selected ids: all in `path`, or `path` itself if it is one or the prefix of an id.
+    """The folder of runs, and the selected ids: all in `path`, or one if `path` is a save directory or an id prefix.
 
     Raises:
-        ConfigError: no such folder, no run in it, or none of `group`.
+        ConfigError: no such folder, no run in it, or no run of `group`.
         RunError: the folder cannot be read, or several ids have this prefix.
     """
     path = expand_run(path).resolve()
     if not path.is_dir():
-        raise ConfigError(f"{path}: no such folder. Expected one of save directories, or one save directory.")
+        raise ConfigError(f"{path}: no such folder. Expected a folder of save directories, or a save directory.")
     if _ID.fullmatch(path.name):
         runs, names = path.parent, [path.name]
     else:
         with reading(path):
             runs, names = path, sorted(name for name in os.listdir(path) if _ID.fullmatch(name))
         if not names:
-            raise ConfigError(
-                f"{path}: no runs in it. Their save directories are named by the 32 hex digits of their ids."
-            )
+            raise ConfigError(f"{path}: contains no runs. Expected save directories, named by ids of 32 hex digits.")
     if group is None:
         return runs, names
     groups = {name: SavedRun(runs / name).groups for name in names}
@@ -85,29 +83,29 @@ def select_runs(path: Path, group: str | None = None) -> tuple[Path, list[str]]:
 
 
 def table(
-    store: RunStore, exp_ids: Sequence[str], question: Question = LOOK, saved: RowCache | None = None
+    store: RunStore, exp_ids: Sequence[str], policy: QueryPolicy = LOOK, saved: RowCache | None = None
 ) -> list[Row]:
-    """One row for each experiment, in the same order. A damaged one is "unknown", with the reason; it never raises.
+    """One row for each experiment, in the same order. Never raises: a damaged run is "unknown", with the reason.
 
-    saved: rows of ended experiments to reuse.
+    saved: cached rows of ended experiments.
 
-    Runs that are done, or held by a living process of this machine, need no scheduler. Each scheduler is queried once
-    for the rest. Interrupted submissions are reconciled first, unless another process is submitting.
+    Runs that are done, or held by a live process on this machine, need no scheduler. Each scheduler is queried once for
+    the rest. Interrupted submissions are reconciled first, unless another process is submitting.
     """
-    began = time.monotonic()
-    trouble = _reconcile(store.folder, question)
-    remaining = question.seconds and max(min(0.5, question.seconds), question.seconds - (time.monotonic() - began))
-    valid, marks = saved.read([exp_id for exp_id in exp_ids if exp_id not in trouble]) if saved else ({}, {})
+    start = time.monotonic()
+    reconcile_messages = _reconcile(store.folder, policy)
+    remaining = policy.seconds and max(min(0.5, policy.seconds), policy.seconds - (time.monotonic() - start))
+    valid, marks = saved.read([exp_id for exp_id in exp_ids if exp_id not in reconcile_messages]) if saved else ({}, {})
     unread = [exp_id for exp_id in exp_ids if exp_id not in valid]
-    settled = {exp_id for exp_id in unread if _is_settled(store[exp_id])}
+    settled_ids = {exp_id for exp_id in unread if _is_settled(store[exp_id])}
     requeueable = [exp_id for exp_id, (row, _) in valid.items() if row.job_id and row.state != "done"]
-    tracked, wrong = track(store, unread + requeueable, replace(question, seconds=remaining), settled)
+    jobs, error_messages = track(store, unread + requeueable, replace(policy, seconds=remaining), settled_ids)
     rows = {exp_id: row for exp_id, (row, _) in valid.items()}
-    unread += [exp_id for exp_id in requeueable if exp_id in wrong or tracked.get(exp_id) != valid[exp_id][1]]
+    unread += [exp_id for exp_id in requeueable if exp_id in error_messages or jobs.get(exp_id) != valid[exp_id][1]]
     for exp_id in unread:
-        job = tracked.get(exp_id)
+        job = jobs.get(exp_id)
         run = store[exp_id]
-        row = rows[exp_id] = _row(store, run, job, wrong.get(exp_id) or trouble.get(exp_id) or "")
+        row = rows[exp_id] = _row(store, run, job, error_messages.get(exp_id) or reconcile_messages.get(exp_id) or "")
         if (
             saved
             and not row.doubt
@@ -125,48 +123,48 @@ def _has_parents(run: SavedRun) -> bool:
         return True
 
 
-_reconciled: dict[Path, tuple[float, dict[str, str]]] = {}
-"""By folder of runs: when interrupted submissions were last reconciled, and unresolved experiments with a message."""
+_reconcile_results: dict[Path, tuple[float, dict[str, str]]] = {}
+"""Folder of runs -> (when interrupted submissions were last reconciled, messages by unresolved experiment)."""
 
 
-def _reconcile(runs: Path, question: Question) -> dict[str, str]:
+def _reconcile(runs: Path, policy: QueryPolicy) -> dict[str, str]:
     """A message for each unresolved experiment of interrupted submissions."""
-    when, trouble = _reconciled.get(runs, (float("-inf"), {}))
-    if time.monotonic() - when <= question.max_age_seconds:
-        return trouble
-    trouble = {}
+    when, messages = _reconcile_results.get(runs, (float("-inf"), {}))
+    if time.monotonic() - when <= policy.max_age_seconds:
+        return messages
+    messages = {}
     with contextlib.suppress(UserError):
         if submissions.interrupted_names(runs):
             with submissions.lock(runs, wait_seconds=0.0):
-                unclear = submissions.reconcile(runs, question.seconds)
-                trouble = {exp_id: one.message for one in unclear for exp_id in one.experiments}
-    _reconciled[runs] = time.monotonic(), trouble
-    return trouble
+                unclear = submissions.reconcile(runs, policy.seconds)
+                messages = {exp_id: submission.message for submission in unclear for exp_id in submission.experiments}
+    _reconcile_results[runs] = time.monotonic(), messages
+    return messages
 
 
 def _is_settled(run: SavedRun) -> bool:
-    """Whether no scheduler must be queried: the run is done, or a living process of this machine trains it."""
+    """Whether no scheduler needs to be queried: the run is done, or a live process on this machine trains it."""
     with contextlib.suppress(UserError):
         state = run.status["state"]
         return state == "done" or (state == "running" and run.holder.is_dead is False)
     return False
 
 
-def _row(store: RunStore, run: SavedRun, tracked: TrackedJob | None, doubt: str) -> Row:
+def _row(store: RunStore, run: SavedRun, job: TrackedJob | None, doubt: str) -> Row:
     """The row of one experiment."""
-    scheduled = tracked.seen if tracked else None
-    if scheduled and scheduled.state == "unknown":
-        doubt = scheduled.reason or f"the scheduler says {scheduled.word}"
+    scheduler_state = job.seen if job else None
+    if scheduler_state and scheduler_state.state == "unknown":
+        doubt = scheduler_state.reason or f"the scheduler reports {scheduler_state.word}"
     try:
-        state, reason = _resolve_state(run, tracked, doubt)
+        state, reason = _resolve_state(run, job, doubt)
         seconds = _elapsed_seconds(run.status, state)
     except UserError as error:
         doubt = doubt or str(error)
         state, reason, seconds = "unknown", doubt, None
-    exp, complaint = _try_read(lambda: run.exp, {})
+    exp, exp_error = _try_read(lambda: run.exp, {})
     with contextlib.suppress(PermissionError):  # of an unreadable directory
-        complaint = complaint if (run.path / EXP_DICT).exists() else ""
-    last, more = _try_read(lambda: run.last_row, {})
+        exp_error = exp_error if (run.path / EXP_DICT).exists() else ""
+    last, score_error = _try_read(lambda: run.last_row, {})
     if (
         state in ("failed", "stopped", "lost", "queued")
         and (parent := _failed_parents(store, exp))
@@ -174,32 +172,34 @@ def _row(store: RunStore, run: SavedRun, tracked: TrackedJob | None, doubt: str)
     ):
         reason = f"{reason}; {parent}" if reason else parent
     starts = _try_read(lambda: run.attempts, 0)[0]
-    event, damaged = None, ""
+    event, event_error = None, ""
     if state not in ("done", "never"):
-        event, damaged = _try_read(lambda: events.latest_problem(run.path, starts), None)
-    notes = [text for text in (reason, events.describe(event) if event else "", complaint, more, damaged) if text]
+        event, event_error = _try_read(lambda: events.latest_problem(run.path, starts), None)
+    notes = [
+        text for text in (reason, events.describe(event) if event else "", exp_error, score_error, event_error) if text
+    ]
     loop = exp.get("loop")
     steps = loop.get("steps") if isinstance(loop, dict) else None
     return Row(
         run.name,
         run.groups[0] if run.groups else "",
-        "unknown" if complaint and state not in ("done", "queued", "running") else state,
+        "unknown" if exp_error and state not in ("done", "queued", "running") else state,
         "; ".join(dict.fromkeys(notes)),
-        (scheduled.node if scheduled else "") or (run.holder.host if state in ("running", "lost") else ""),
-        scheduled.seconds if scheduled and scheduled.seconds is not None else seconds,
+        (scheduler_state.node if scheduler_state else "") or (run.holder.host if state in ("running", "lost") else ""),
+        scheduler_state.seconds if scheduler_state and scheduler_state.seconds is not None else seconds,
         starts,
         last.get("step"),
         steps if type(steps) is int else None,
         next((last[name] for name in ("train_loss", "loss") if isinstance(last.get(name), int | float)), None),
         run.holder.seconds,
-        tracked.job_id if tracked else None,
+        job.job_id if job else None,
         next((path for path in run.logs if os.path.exists(path)), None),
         doubt if state not in ("done", "running") or doubt in reason else "",
     )
 
 
-def _resolve_state(run: SavedRun, tracked: TrackedJob | None, doubt: str = "") -> tuple[State, str]:
-    """State and reason: "done" if the save directory says so; else the state from the scheduler; else the directory's.
+def _resolve_state(run: SavedRun, job: TrackedJob | None, doubt: str = "") -> tuple[State, str]:
+    """State and reason: "done" if the save directory says so; else the scheduler's state; else the directory's.
 
     doubt: why the scheduler could not be queried. Raises RunError if status.json is damaged.
     """
@@ -210,35 +210,39 @@ def _resolve_state(run: SavedRun, tracked: TrackedJob | None, doubt: str = "") -
     if local_state == "done":
         return "done", ""
     if local_state == "running" and holder.is_dead is False:
-        # Whatever happened to the job: a process on this machine trains it now.
+        # A process on this machine trains it now, whatever the state of the job.
         return "running", ""
     beats = local_state == "running" and holder.seconds is not None and holder.seconds < lease.SILENT_SECONDS
     if doubt:
-        # The state in the save directory counts, unless the job can have started or ended since without an update.
-        has_known_state = tracked is not None and (beats or local_state in ("failed", "stopped"))
+        # Use the state in the save directory, unless the job can have started or ended since without updating it.
+        has_known_state = job is not None and (beats or local_state in ("failed", "stopped"))
         return (local_state if has_known_state else "unknown"), "; ".join(text for text in (message, doubt) if text)  # type: ignore[return-value]
-    scheduled = tracked.seen if tracked else None
-    if tracked is None or (scheduled is None and local_state in ("failed", "stopped")):
+    scheduler_state = job.seen if job else None
+    if job is None or (scheduler_state is None and local_state in ("failed", "stopped")):
         return ("never" if local_state == "new" else local_state), message  # type: ignore[return-value]
-    if scheduled is None:
+    if scheduler_state is None:
         if beats:
-            return "running", f"job {tracked.job_id} is unknown to the scheduler, but its heartbeat is recent"
+            return "running", f"job {job.job_id} is unknown to the scheduler, but its heartbeat is recent"
         if local_state == "new":
-            return "lost", f"submitted as job {tracked.job_id}, which the scheduler no longer knows"
-        gone = holder.lost_contact or "its process is gone"
-        return "lost", f"job {tracked.job_id} is no longer known to the scheduler, and {gone}"
-    if scheduled.state == "completed":
+            return "lost", f"submitted as job {job.job_id}, which the scheduler no longer knows"
+        holder_problem = holder.lost_contact or "its process is gone"
+        return "lost", f"job {job.job_id} is no longer known to the scheduler, and {holder_problem}"
+    if scheduler_state.state == "completed":
         return (
             "failed",
-            f"{scheduled.word or 'COMPLETED'} says the scheduler, but the run is not done (its state: {local_state})",
+            f"the scheduler reports {scheduler_state.word or 'COMPLETED'}, but the run is {local_state}, not done",
         )
-    if scheduled.state in ("failed", "cancelled"):
-        word = scheduled.word if scheduled.word and scheduled.word.lower() not in (scheduled.state, "") else ""
-        reason = ": ".join(text for text in (word, scheduled.reason) if text)
+    if scheduler_state.state in ("failed", "cancelled"):
+        word = (
+            scheduler_state.word
+            if scheduler_state.word and scheduler_state.word.lower() not in (scheduler_state.state, "")
+            else ""
+        )
+        reason = ": ".join(text for text in (word, scheduler_state.reason) if text)
         if local_state in ("failed", "stopped") and message and message not in reason:
             reason = f"{message} ({reason})" if reason else message
-        return ("failed" if scheduled.state == "failed" else "stopped"), reason
-    return scheduled.state, scheduled.reason
+        return ("failed" if scheduler_state.state == "failed" else "stopped"), reason
+    return scheduler_state.state, scheduler_state.reason
 
 
 def _try_read(read: Callable[[], Any], default: Any) -> tuple[Any, str]:
@@ -250,7 +254,7 @@ def _try_read(read: Callable[[], Any], default: Any) -> tuple[Any, str]:
 
 
 def _failed_parents(store: RunStore, exp: Mapping[str, Any]) -> str:
-    """The failed and lost parents, for a message; "" without any."""
+    """Message that names failed and lost parents; "" if there are no such parents."""
     failed = []
     for parent in parents.parent_ids(dict(exp)):
         with contextlib.suppress(UserError):
@@ -260,7 +264,7 @@ def _failed_parents(store: RunStore, exp: Mapping[str, Any]) -> str:
 
 
 def _elapsed_seconds(status: Mapping[str, Any], state: str) -> float | None:
-    """Run time of the last attempt by its own clock, until now if it runs."""
+    """Duration of the last attempt by its own clock; until now if it is running."""
     with contextlib.suppress(KeyError, TypeError, ValueError):
         start = datetime.fromisoformat(status["started"]).timestamp()
         end = time.time() if state == "running" else datetime.fromisoformat(status["updated"]).timestamp()
@@ -274,8 +278,8 @@ def format_table(rows: Iterable[Row], differences: Mapping[str, str] | None = No
     distinctions = differences or {}
     head = ("id", "group", "state", "job", "node", "time", "starts", "step", "loss", "beat", "differs by", "reason")
     lines = [_cells(row, distinctions.get(row.exp_id, "")) for row in rows]
-    filled = [any(column) for column in zip(*lines, strict=True)]
-    return aligned_lines([list(itertools.compress(line, filled)) for line in (head, *lines)])
+    is_filled = [any(column) for column in zip(*lines, strict=True)]
+    return aligned_lines([list(itertools.compress(line, is_filled)) for line in (head, *lines)])
 
 
 def to_json(rows: Iterable[Row], differences: Mapping[str, str]) -> str:

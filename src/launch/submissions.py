@@ -1,4 +1,4 @@
-"""The log of submissions, written before and after: an interrupted one leaves neither orphaned nor duplicate jobs."""
+"""Records of submissions, written before and after: an interruption leaves neither orphaned nor duplicate jobs."""
 
 import contextlib
 import fcntl
@@ -17,13 +17,13 @@ from typing import Any
 from src.errors import ConfigError, LaunchError, RunError
 from src.files import defer_sync, read_json, reading, write_json, writing
 from src.launch import resources
-from src.launch.job import LauncherConfig, ask
+from src.launch.job import LauncherConfig, query_schedulers
 from src.runs.store import SavedRun
 
 FOLDER = "submissions"
 INTENT = "submission.json"
 JOBS = "jobs.json"
-"""{"jobs": {exp_id: job id}, "complete": bool}: the ids noted so far, and whether they are all."""
+"""{"jobs": {exp_id: job id}, "complete": bool}: the job ids so far, and whether these are all."""
 LOCK_SECONDS = 600.0
 """How long to wait for another submission to the same runs folder."""
 
@@ -41,7 +41,7 @@ class Submission:
     snapshot: str
     experiments: tuple[str, ...]
     commands: Mapping[str, str]
-    """The command of each job, for people to read."""
+    """The command line of each job, for display."""
 
     @property
     def name(self) -> str:
@@ -49,7 +49,7 @@ class Submission:
         return self.folder.name
 
     def load_launcher(self) -> LauncherConfig:
-        """Its launcher. Raises LaunchError if this version does not know it, or not with this config."""
+        """Its launcher. Raises LaunchError if this version does not know it or its config."""
         try:
             launcher = resources.bind_at(self.launcher, str(self.folder / INTENT))
         except ConfigError as error:
@@ -59,32 +59,32 @@ class Submission:
 
 @dataclass(frozen=True)
 class UnresolvedSubmission:
-    """An interrupted submission with unknown jobs: its launcher cannot list them."""
+    """An interrupted submission; its launcher cannot list the jobs."""
 
     folder: Path
     experiments: tuple[str, ...]
-    """Empty: unknown."""
+    """Empty if unknown."""
     error: str
 
     @property
     def message(self) -> str:
-        """For people."""
+        """A line for display."""
         return f"submission {self.folder.name} was interrupted, and its jobs are unknown: {self.error}"
 
 
 @contextlib.contextmanager
 def lock(runs: Path, wait_seconds: float = LOCK_SECONDS) -> Iterator[None]:
-    """Exclude other submissions to `runs`, from the decision to the note.
+    """Lock `runs` against other submissions, from the decision until the jobs are recorded.
 
     Raises:
-        LaunchError: another holds the lock for longer than `wait_seconds`, or there are no locks here.
+        LaunchError: another process holds the lock for longer than `wait_seconds`, or locks are not supported.
         RunError: the disk refuses.
     """
     folder = runs / FOLDER
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o666)
-    until, reported = time.monotonic() + wait_seconds, False
+    until, is_reported = time.monotonic() + wait_seconds, False
     try:
         while True:
             try:
@@ -97,11 +97,12 @@ def lock(runs: Path, wait_seconds: float = LOCK_SECONDS) -> Iterator[None]:
                     ) from None
             except OSError as error:
                 raise LaunchError(
-                    f"{folder}: this file system offers no locks (flock: {error.strerror}). Choose another folder."
+                    f"{folder}: this file system does not support locks (flock: {error.strerror}). "
+                    "Choose another folder."
                 ) from None
-            if not reported:
+            if not is_reported:
                 log.info("%s: waiting for another submission to end", folder)
-                reported = True
+                is_reported = True
             time.sleep(0.05)
         yield
     finally:
@@ -111,27 +112,27 @@ def lock(runs: Path, wait_seconds: float = LOCK_SECONDS) -> Iterator[None]:
 def create(
     runs: Path, launcher: Mapping[str, Any], job_config: str, snapshot: str, commands: Mapping[str, Sequence[str]]
 ) -> Submission:
-    """Record the intent to submit. commands: exp_id -> trainval.py and its arguments.
+    """Record a submission before it is made. commands: exp_id -> trainval.py and its arguments.
 
     Raises:
-        RunError: the disk refuses; submit nothing.
+        RunError: the disk refuses; nothing must be submitted.
     """
     launcher = _without_variables(launcher)
     now = datetime.now(UTC)
     name = f"{now:%Y%m%d-%H%M%S}-{now.microsecond:05x}{uuid.uuid4().hex[:3]}"  # sorted by time
     folder = runs.resolve() / FOLDER / name
-    shown = {exp_id: shlex.join(words) for exp_id, words in commands.items()}
+    command_lines = {exp_id: shlex.join(words) for exp_id, words in commands.items()}
     intent = {
         "launcher": launcher,
         "job_config": job_config,
         "snapshot": snapshot,
         "experiments": list(commands),
-        "commands": shown,
+        "commands": command_lines,
     }
     with writing(folder):
         folder.mkdir(parents=True)
     write_json(folder / INTENT, {**intent, "created": now.isoformat(timespec="seconds")})
-    return Submission(folder, dict(launcher), snapshot, tuple(commands), shown)
+    return Submission(folder, dict(launcher), snapshot, tuple(commands), command_lines)
 
 
 def _without_variables(launcher: Mapping[str, Any]) -> dict[str, Any]:
@@ -159,13 +160,11 @@ def read(runs: Path, name: str) -> Submission:
             dict(result["commands"]),
         )
     except (AttributeError, KeyError, TypeError, ValueError):
-        raise LaunchError(
-            f"{folder / INTENT}: expected the intent of a submission. Look for its jobs by hand."
-        ) from None
+        raise LaunchError(f"{folder / INTENT}: not a record of a submission. Look for its jobs by hand.") from None
 
 
 def note(submission: Submission, jobs: Mapping[str, str], complete: bool = False) -> None:
-    """Record job ids by experiment: first all in one file, then in each save directory.
+    """Record job ids by experiment: first in one file, then in each save directory.
 
     Raises:
         RunError: the disk refuses.
@@ -201,10 +200,10 @@ def _submission_names(runs: Path) -> list[str]:
 
 
 def reconcile(runs: Path, seconds: float | None = None) -> list[UnresolvedSubmission]:
-    """Ask the launchers of interrupted submissions for their jobs, and note them;
-    the ones left unresolved. Call it under `lock`.
+    """Query the launchers of interrupted submissions for their jobs, and record them.
+    Returns the submissions that stay unresolved. Call it under `lock`.
 
-    seconds: how long to wait for their schedulers, all together; None: as long as the launchers do.
+    seconds: total time to wait for schedulers; None: as long as the launchers do.
 
     Raises:
         RunError: the disk refuses.
@@ -214,7 +213,7 @@ def reconcile(runs: Path, seconds: float | None = None) -> list[UnresolvedSubmis
     for name in interrupted_names(runs):
         folder = runs / FOLDER / name
         if not (folder / INTENT).exists():
-            continue  # interrupted before the intent was recorded, so nothing was queued
+            continue  # interrupted before it was recorded, so nothing was queued
         experiments: tuple[str, ...] = ()
         try:
             submission = read(runs, name)
@@ -226,18 +225,18 @@ def reconcile(runs: Path, seconds: float | None = None) -> list[UnresolvedSubmis
 
 
 def refuse(unclear: Sequence[UnresolvedSubmission], exp_ids: Collection[str]) -> None:
-    """Raise LaunchError for unresolved submissions that can have queued one of `exp_ids`; warn of the rest."""
-    wrong = []
-    for one in unclear:
-        if one.experiments and not set(exp_ids).intersection(one.experiments):
-            log.warning("%s", one.message)
+    """Raise LaunchError for unresolved submissions that can have queued one of `exp_ids`; log the rest as warnings."""
+    messages = []
+    for submission in unclear:
+        if submission.experiments and not set(exp_ids).intersection(submission.experiments):
+            log.warning("%s", submission.message)
         else:
-            wrong.append(
-                f"{one.message}\n{one.folder}: nothing is submitted again before that is known. "
-                "Should it never be known, look for its jobs by hand, end them, and move the folder away."
+            messages.append(
+                f"{submission.message}\n{submission.folder}: nothing is submitted until its jobs are known. "
+                "If they stay unknown, find its jobs by hand, end them, and move the folder away."
             )
-    if wrong:
-        raise LaunchError("\n".join(wrong))
+    if messages:
+        raise LaunchError("\n".join(messages))
 
 
 def _reconcile_one(runs: Path, submission: Submission, seconds: float | None) -> None:
@@ -247,16 +246,14 @@ def _reconcile_one(runs: Path, submission: Submission, seconds: float | None) ->
         with _in_doubt():
             return launcher.find(submission.folder, list(submission.experiments))
 
-    (result,) = ask([find], seconds)
+    (result,) = query_schedulers([find], seconds)
     if isinstance(result, LaunchError):
         raise result
     with _in_doubt():
         launcher.forbid(submission.folder, [exp_id for exp_id in submission.experiments if exp_id not in result])
-    log.info(
-        "%s: was interrupted; %d of its %d jobs are there", submission.name, len(result), len(submission.experiments)
-    )
+    log.info("%s: was interrupted; found %d of its %d jobs", submission.name, len(result), len(submission.experiments))
     before, _ = _read_noted_jobs(submission.folder)
-    if before is None:  # damaged: if an experiment was submitted again since, the later job counts
+    if before is None:  # damaged; if an experiment was submitted again later, that job counts
         result = {
             exp_id: job_id for exp_id, job_id in result.items() if _submission_of(runs / exp_id) <= submission.name
         }
@@ -266,7 +263,7 @@ def _reconcile_one(runs: Path, submission: Submission, seconds: float | None) ->
 
 @contextlib.contextmanager
 def _in_doubt() -> Iterator[None]:
-    """Turn an unreadable or unwritable file into doubt about the jobs of one submission, and nothing else."""
+    """Turn a file error into a LaunchError, so that only this submission stays unresolved."""
     try:
         yield
     except RunError as error:
@@ -280,7 +277,7 @@ def _submission_of(run: Path) -> str:
 
 
 def last_jobs(runs: Path, exp_ids: Collection[str]) -> dict[str, tuple[str, str]]:
-    """The last job id and submission of each of `exp_ids` that was ever submitted.
+    """The last (job id, submission) of each of `exp_ids` that was ever submitted.
 
     Raises:
         RunError: the folder cannot be read.
@@ -293,7 +290,7 @@ def last_jobs(runs: Path, exp_ids: Collection[str]) -> dict[str, tuple[str, str]
 
 
 def _read_noted_jobs(folder: Path) -> tuple[dict[str, Any] | None, bool]:
-    """The noted job ids, and whether they are all. None: the file is damaged, so the launcher must be asked again."""
+    """The recorded job ids, and whether these are all. None: the file is damaged, so query the launcher again."""
     try:
         result = read_json(folder / JOBS, RunError, {"jobs": {}, "complete": False})
         return dict(result["jobs"]), result["complete"] is True

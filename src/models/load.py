@@ -119,7 +119,7 @@ def checkpoint_folder(source: Path) -> Path:
     Raises:
         CheckpointError: missing or damaged.
     """
-    folder = source if (source / "model.json").is_file() else checkpoints.newest_whole(source)
+    folder = source if (source / "model.json").is_file() else checkpoints.newest_complete(source)
     if folder is None and (damaged_folders := checkpoints.list_all(source)):
         raise CheckpointError(
             f"{damaged_folders[-1]}: damaged, like all checkpoints of the run. "

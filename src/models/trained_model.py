@@ -137,5 +137,5 @@ def _bind_model(raw: Any, subject: str) -> ModelConfig:
     try:
         return bind(MODELS, raw)
     except Problems as error:
-        lines = (f"{subject}: {join('model', path)}: {text}" for path, text in error.found)
+        lines = (f"{subject}: {join('model', path)}: {text}" for path, text in error.problems)
         raise ConfigError("\n".join(lines)) from None

@@ -1,6 +1,6 @@
-"""Deletion of complete runs: `plan` chooses runs, `delete` removes them.
+"""Deletion of runs: `plan` selects runs, `delete` removes them.
 
-A run stays if it is alive, has a queued job, is pinned by an evaluation, or is an ancestor of a run that stays.
+A run is not deleted if it is alive, has a queued job, is pinned by an evaluation, or is an ancestor of a remaining run.
 """
 
 import os
@@ -18,7 +18,7 @@ from src.runs.checkpoints import checkpoints, pins, retention
 from src.runs.lease import Lease
 from src.runs.parents import parent_ids
 from src.runs.scores import SCORES
-from src.runs.store import DELETED, EXP_DICT, JOB, LOGS, STATUS, RunStore, SavedRun
+from src.runs.store import DELETED_FOLDER, EXP_DICT, JOB, LOGS, STATUS, RunStore, SavedRun
 
 _AGES = (STATUS, SCORES, EXP_DICT)
 _LEFTOVER = re.compile(r"\.[0-9a-f]{32,128}\.[0-9a-f]{8}\.old")
@@ -34,21 +34,21 @@ class Deletion:
     resets: list[Path] = field(default_factory=list)
     """Save directories in <runs>/deleted, from restarts with -r 1, and leftovers of an interrupted deletion."""
     warnings: list[str] = field(default_factory=list)
-    """One line for each chosen run that stays."""
+    """One line for each selected run that is not deleted."""
 
     def paths(self) -> list[Path]:
         """All files and folders to delete."""
         return [*self.runs, *(path for run in self.runs for path in _logs(run)), *self.resets]
 
 
-def plan(runs: Path, chosen: Sequence[Path], before: float) -> Deletion:
-    """The runs of `chosen` that can be deleted, and the content of <runs>/deleted, if unchanged since `before`.
+def plan(runs: Path, selected_runs: Sequence[Path], before: float) -> Deletion:
+    """The `selected_runs` that can be deleted, and the content of <runs>/deleted, if unchanged since `before`.
 
     Raises:
         RunError: the folder cannot be read.
     """
     deletion, younger = Deletion(), 0
-    for run in dict.fromkeys(chosen):
+    for run in dict.fromkeys(selected_runs):
         try:
             with reading(run):
                 if _change_time(run) > before:
@@ -58,14 +58,16 @@ def plan(runs: Path, chosen: Sequence[Path], before: float) -> Deletion:
         except UserError as error:
             reason = str(error)
         if reason:
-            deletion.warnings.append(f"{run}: stays: {reason}")
+            deletion.warnings.append(f"{run}: not deleted: {reason}")
         else:
             deletion.runs.append(run)
     if younger:
-        deletion.warnings.append(f"{younger} of {len(set(chosen))} runs stay: they are younger than --older-than.")
+        deletion.warnings.append(
+            f"{younger} of {len(set(selected_runs))} runs are not deleted: they are younger than --older-than."
+        )
     _exclude_queued(runs, deletion)
     _exclude_ancestors(runs, deletion)
-    folder = runs / DELETED
+    folder = runs / DELETED_FOLDER
     with reading(folder):
         resets = sorted(folder.iterdir()) if folder.is_dir() else []
         resets += [runs / name for name in sorted(os.listdir(runs)) if _LEFTOVER.fullmatch(name)]
@@ -89,24 +91,26 @@ def _exclude_queued(runs: Path, deletion: Deletion) -> None:
     """Exclude runs with a queued or running job, or with a scheduler that cannot be queried."""
     with_job = [run.name for run in deletion.runs if (run / JOB).exists() and SavedRun(run).state_or_damage != "done"]
     jobs, problems = tracking.track(RunStore(runs), with_job)
-    reasons = {name: f"{problem} Until its job is known to have ended, it stays." for name, problem in problems.items()}
+    reasons = {
+        name: f"{problem} It is not deleted until its job is known to have ended." for name, problem in problems.items()
+    }
     reasons |= {
         name: f"its job {job.job_id} is queued or running."
         for name, job in jobs.items()
         if job.is_alive or job.is_unknown
     }
-    deletion.warnings += [f"{run}: stays: {reasons[run.name]}" for run in deletion.runs if run.name in reasons]
+    deletion.warnings += [f"{run}: not deleted: {reasons[run.name]}" for run in deletion.runs if run.name in reasons]
     deletion.runs = [run for run in deletion.runs if run.name not in reasons]
 
 
 def _exclude_ancestors(runs: Path, deletion: Deletion) -> None:
-    """Exclude the ancestors of the runs that stay; all runs if the parents of one of those are unknown."""
-    going = {run.name: run for run in deletion.runs}
+    """Exclude the ancestors of remaining runs; exclude all runs if the parents of a remaining run are unknown."""
+    deletable = {run.name: run for run in deletion.runs}
     with reading(runs):
-        names = [name for name in os.listdir(runs) if not name.startswith(".") and name not in going]
-        staying = [name for name in names if (runs / name / EXP_DICT).exists()]
-    while staying:
-        name = staying.pop()
+        names = [name for name in os.listdir(runs) if not name.startswith(".") and name not in deletable]
+        remaining_names = [name for name in names if (runs / name / EXP_DICT).exists()]
+    while remaining_names:
+        name = remaining_names.pop()
         try:
             run = SavedRun(runs / name)
             ancestors = [] if run.is_foreign else parent_ids(run.exp)
@@ -117,10 +121,10 @@ def _exclude_ancestors(runs: Path, deletion: Deletion) -> None:
             deletion.runs = []
             return
         for parent in ancestors:
-            if heir := going.pop(parent, None):
-                deletion.warnings.append(f"{heir}: stays: {name} starts from it.")
-                staying.append(parent)
-    deletion.runs = list(going.values())
+            if ancestor := deletable.pop(parent, None):
+                deletion.warnings.append(f"{ancestor}: not deleted: {name} starts from it.")
+                remaining_names.append(parent)
+    deletion.runs = list(deletable.values())
 
 
 def _change_time(run: Path) -> float:
@@ -134,7 +138,7 @@ def _logs(run: Path) -> list[Path]:
 
 
 def delete(deletion: Deletion) -> list[str]:
-    """Delete what `plan` found; returns a message for each run that was not deleted.
+    """Delete the runs and folders of a plan; return a message for each that could not be deleted.
     A crash leaves each run complete or gone."""
     failed = []
     for run in deletion.runs:

@@ -1,17 +1,17 @@
-"""Interventions in a run that goes wrong: rewind, undo, and hold its job.
+"""Intervene in a run that goes wrong: rewind, undo, and hold its job.
 
 python -m src.operations.interventions rewind RUN --to 2000 --data skip:50 --lr x0.75 --why "loss spike at 2140"
-python -m src.operations.interventions undo RUN             as before the last rewind or deny, to the byte
-python -m src.operations.interventions deny RUN LIST        leave out the documents that a file lists (streamed data)
+python -m src.operations.interventions undo RUN             restore the bytes from before the last rewind or deny
+python -m src.operations.interventions deny RUN LIST        skip the documents that a file lists (streamed data)
 python -m src.operations.interventions rollback-evals RUN [--to STEP]
-python -m src.operations.interventions hold RUN             Slurm does not start its job until `release RUN`
-python -m src.operations.interventions ledger RUN           who did what, when and why
+python -m src.operations.interventions hold RUN             keep Slurm from starting its job until `release RUN`
+python -m src.operations.interventions ledger RUN           print past interventions: person, time, reason
 
 To stop a run, make a file `stop` in its save directory: see src/training/stopping/stop_conditions.py. A changed
 learning rate is applied by src/runs/history/branches.py.
 
-RUN is a save directory, or the beginning of an id in --runs. `--dry-run` prints the plan and changes nothing. An
-interrupted command is finished by the next one, or by the next start of the run.
+RUN is a save directory, or a prefix of an id in --runs. `--dry-run` prints the plan and changes nothing. An interrupted
+command is finished by the next command, or by the next start of the run.
 """
 
 import argparse
@@ -39,7 +39,7 @@ RUNS = Path("results/runs")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit code, 1 if it was refused."""
+    """Run the command line; return the exit code, 1 if the command was refused."""
     options = _parser().parse_args(arguments)
 
     def act() -> int:
@@ -51,47 +51,51 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def find(name: str, runs: Path) -> Path:
-    """The save directory called `name`: a path, or the beginning of an id in the folder `runs`.
+    """The save directory called `name`: a path, or a prefix of an id in the folder `runs`.
 
     Raises:
-        RunError: there is none, or several.
+        RunError: there is no such run, or several.
     """
-    found = expand_run(Path(name), runs)
-    if not (found / EXP_DICT).is_file():
-        raise RunError(f"{name}: no experiments in {runs} are called that, and it is no save directory.")
-    return found.resolve()
+    path = expand_run(Path(name), runs)
+    if not (path / EXP_DICT).is_file():
+        raise RunError(f"{name}: not a save directory, and no experiment in {runs} has this id.")
+    return path.resolve()
 
 
 def change(run: Path, decide: "Decide", is_same: "IsSame", dry_run: bool) -> list[str]:
-    """Under the lease of `run`: finish an interrupted change,
-    then make the one that `decide` plans, unless it `is_same` as the other.
+    """Under the lease of `run`, finish an interrupted change. Then make the change that `decide` plans, unless
+    `is_same` says that the interrupted change was the same.
 
     Raises:
         RunError: the run is alive.
-        UserError: what `decide` raises.
+        UserError: an error of `decide`.
     """
     if dry_run:
         if (holder := lease.holder_of(run)).is_dead is False:
             raise RunError(f"{run}: a process on {holder.host} trains it now. Stop it first.")
-        if began := journal.describe_unfinished(run):
-            return [f"{run}: was interrupted: {began}. Without --dry-run that is finished first."]
-        return [f"{run}: would go", *_plan_lines(decide()), "Nothing was changed."]
-    with Lease.acquire(run) as held:
-        ended = journal.finish(run)
-        said = [f"{run}: finished what was interrupted: {ended['event']} to step {ended.get('step')}"] if ended else []
-        if ended and is_same(ended):
-            return said
+        if unfinished_change := journal.describe_unfinished(run):
+            return [f"{run}: was interrupted: {unfinished_change}. Without --dry-run, this is finished first."]
+        return [f"{run}: would change:", *_plan_lines(decide()), "Nothing was changed."]
+    with Lease.acquire(run) as held_lease:
+        finished_event = journal.finish(run)
+        messages = (
+            [f"{run}: finished an interrupted {finished_event['event']} to step {finished_event.get('step')}"]
+            if finished_event
+            else []
+        )
+        if finished_event and is_same(finished_event):
+            return messages
         plan = decide()
-        held.confirm()
+        held_lease.confirm()
         plan.apply()
-        return [*said, f"{run}: went", *_plan_lines(plan)]
+        return [*messages, f"{run}: changed:", *_plan_lines(plan)]
 
 
 def _rewind(run: Path, options: argparse.Namespace) -> list[str]:
     data = branches.parse_data(options.data)
     rate = branches.parse_rate(options.lr) if options.lr else None
     if options.to < 1:
-        raise ConfigError(f"--to: expected a step of at least 1, got {options.to}. To begin anew: trainval.py … -r 1.")
+        raise ConfigError(f"--to: expected a step of at least 1, got {options.to}. To start over: trainval.py … -r 1.")
 
     def branch(number: int) -> Branch:
         return Branch(
@@ -101,26 +105,24 @@ def _rewind(run: Path, options: argparse.Namespace) -> list[str]:
     def decide() -> Plan:
         return rewind.plan(run, branch(archive.next_number(run)), options.why, options.new_wandb_run)
 
-    def is_same(ended: dict[str, Any]) -> bool:
-        if ended["event"] != "rewind":
+    def is_same(event: dict[str, Any]) -> bool:
+        if event["event"] != "rewind":
             return False
-        done = dict(ended["branch"])
-        new_wandb = done.pop("wandb", None) is not None
-        wanted = branch(ended["number"]).model_dump(mode="json", exclude_none=True)
-        return wanted == done and options.new_wandb_run == new_wandb
+        finished_branch = dict(event["branch"])
+        new_wandb = finished_branch.pop("wandb", None) is not None
+        requested_branch = branch(event["number"]).model_dump(mode="json", exclude_none=True)
+        return requested_branch == finished_branch and options.new_wandb_run == new_wandb
 
     return change(run, decide, is_same, options.dry_run)
 
 
 def _deny(run: Path, options: argparse.Namespace) -> list[str]:
-    """A branch from the newest checkpoint, with what the last branch changes if that began there."""
+    """Add a branch from the newest checkpoint. It inherits the changes of an earlier branch from there."""
     with reading(options.list, ConfigError):
         entries = branches.parse_denied(options.list.read_text(), str(options.list))
-    newest = checkpoints.newest_whole(run)
+    newest = checkpoints.newest_complete(run)
     if newest is None:
-        raise RunError(
-            f"{run}: has no whole checkpoint from which the list could hold. Leave the documents out of the data."
-        )
+        raise RunError(f"{run}: has no complete checkpoint to branch from. Remove the documents from the data instead.")
     step = checkpoints.step_of(newest)
 
     def branch(number: int) -> Branch:
@@ -136,14 +138,14 @@ def _deny(run: Path, options: argparse.Namespace) -> list[str]:
     return change(
         run,
         decide,
-        lambda ended: ended["event"] == "rewind" and ended["branch"].get("denied") == entries,
+        lambda event: event["event"] == "rewind" and event["branch"].get("denied") == entries,
         options.dry_run,
     )
 
 
 def _undo(run: Path, options: argparse.Namespace) -> list[str]:
     return change(
-        run, lambda: rewind.plan_undo(run, options.why), lambda ended: ended["event"] == "undo", options.dry_run
+        run, lambda: rewind.plan_undo(run, options.why), lambda event: event["event"] == "undo", options.dry_run
     )
 
 
@@ -151,13 +153,13 @@ def _rollback(run: Path, options: argparse.Namespace) -> list[str]:
     def decide() -> Plan:
         step = options.to
         if step is None:
-            newest = checkpoints.newest_whole(run)
+            newest = checkpoints.newest_complete(run)
             if newest is None:
-                raise RunError(f"{run}: has no whole checkpoint. Say up to which step the evaluations hold: --to STEP.")
+                raise RunError(f"{run}: has no complete checkpoint. Give the last step to keep: --to STEP.")
             step = checkpoints.step_of(newest)
         return rewind.plan_evaluations(run, step, options.why)
 
-    return change(run, decide, lambda ended: ended["event"] == "rollback-evals", options.dry_run)
+    return change(run, decide, lambda event: event["event"] == "rollback-evals", options.dry_run)
 
 
 def _hold(run: Path, options: argparse.Namespace) -> list[str]:
@@ -165,10 +167,7 @@ def _hold(run: Path, options: argparse.Namespace) -> list[str]:
     earlier = [event for event in ledger.read(run) if event["event"] in ("hold", "release")]
     job_id, launcher = _find_job(run)
     if not launcher.holds_jobs:
-        raise LaunchError(
-            f"{run}: the launcher {launcher.name!r} of job {job_id} has no {verb}: "
-            "only Slurm's jobs can wait in a queue."
-        )
+        raise LaunchError(f"{run}: the launcher {launcher.name!r} of job {job_id} cannot {verb} it: only Slurm can.")
     (launcher.hold if verb == "hold" else launcher.release)([job_id])
     ledger.append(run, ledger.event(verb, job=job_id, why=options.why, commit=ledger.commit()))
     line = f"{run}: {'held' if verb == 'hold' else 'released'} job {job_id}"
@@ -178,7 +177,7 @@ def _hold(run: Path, options: argparse.Namespace) -> list[str]:
 
 
 def _find_job(run: Path) -> tuple[str, LauncherConfig]:
-    """The job that was last submitted for `run`, or else the one that last ran it, and its launcher."""
+    """The job id last submitted for `run`, else the one that last ran it, and its launcher."""
     saved = SavedRun(run)
     job = saved.job
     if job and job["submission"]:
@@ -188,7 +187,7 @@ def _find_job(run: Path) -> tuple[str, LauncherConfig]:
     else:
         job_id = environment.slurm_job(saved.env.get("variables") or {})
     if not job_id:
-        raise LaunchError(f"{run}: no job was submitted for it, and it was not started within one.")
+        raise LaunchError(f"{run}: no job was submitted for it, and it was not started in one.")
     return job_id, bind_launcher({"launcher": "slurm"})
 
 
@@ -213,34 +212,34 @@ def _plan_lines(plan: Plan) -> list[str]:
 def _parser() -> argparse.ArgumentParser:
     parser = make_parser("src.operations.interventions", __doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    made = {name: commands.add_parser(name, help=text) for name, text in _HELP.items()}
-    for name, command in made.items():
-        command.add_argument("run", metavar="RUN", help="save directory, or the beginning of an id")
+    subparsers = {name: commands.add_parser(name, help=text) for name, text in _HELP.items()}
+    for name, command in subparsers.items():
+        command.add_argument("run", metavar="RUN", help="save directory, or prefix of an id")
         command.add_argument(
             "--runs", type=Path, default=RUNS, metavar="DIR", help=f"folder of save directories (default: {RUNS})"
         )
         if name != "ledger":
-            command.add_argument("--why", default="", metavar="TEXT", help="for the ledger")
+            command.add_argument("--why", default="", metavar="TEXT", help="reason, for the ledger")
         if name in ("rewind", "deny", "undo", "rollback-evals"):
             command.add_argument("--dry-run", action="store_true", help="print the plan and change nothing")
-    back = made["rewind"]
-    back.add_argument("--to", type=int, required=True, metavar="STEP", help="of an intact checkpoint")
+    back = subparsers["rewind"]
+    back.add_argument("--to", type=int, required=True, metavar="STEP", help="step of an intact checkpoint")
     back.add_argument(
         "--data", default="same", metavar="same|skip:K|reshuffle", help="the data from there on (default: same)"
     )
     back.add_argument("--lr", metavar="x0.75|=1e-4|hold0:K", help=branches.LEARNING_RATES)
-    back.add_argument("--reset-optimizer", action="store_true", help="reset its moments, once")
+    back.add_argument("--reset-optimizer", action="store_true", help="reset the moments, once")
     back.add_argument("--new-wandb-run", action="store_true", help="log to another Weights & Biases run from there on")
-    made["deny"].add_argument(
+    subparsers["deny"].add_argument(
         "list",
         type=Path,
         metavar="LIST",
         help='a file with lines "source NAME", "shard SOURCE URL" or "document NUMBER SOURCE URL"',
     )
-    made["rollback-evals"].add_argument(
+    subparsers["rollback-evals"].add_argument(
         "--to", type=int, metavar="STEP", help="remove rows after it (default: the newest checkpoint's)"
     )
-    made["ledger"].add_argument("--json", action="store_true", help="one complete event per line")
+    subparsers["ledger"].add_argument("--json", action="store_true", help="one complete event per line")
     return parser
 
 
@@ -248,12 +247,12 @@ Decide = Callable[[], Plan]
 IsSame = Callable[[dict[str, Any]], bool]
 _HELP = {
     "rewind": "go back to a checkpoint; later training is archived",
-    "deny": "from the newest checkpoint on, leave out documents, shards or sources",
-    "undo": "restore what was before the last rewind, deny or rollback-evals",
+    "deny": "from the newest checkpoint on, skip documents, shards or sources",
+    "undo": "restore the state before the last rewind, deny or rollback-evals",
     "rollback-evals": "archive the rows of evaluations*.jsonl after a step",
     "hold": "keep the run's Slurm job from starting",
     "release": "let the run's Slurm job start",
-    "ledger": "print what was done to the run",
+    "ledger": "print past interventions in the run",
 }
 _COMMANDS: Mapping[str, Callable[[Path, argparse.Namespace], list[str]]] = {
     "rewind": _rewind,

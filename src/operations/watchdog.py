@@ -1,14 +1,14 @@
-"""Watches trainings: which is hung, dead or diverging, and what their logs say.
+"""Watch trainings for hangs, deaths, divergence, and errors in their logs.
 Each incident is recorded once, in <run>/events.jsonl.
 
 python -m src.operations.watchdog results/runs --once                  for cron
 python -m src.operations.watchdog results/runs -e base_tiny --every 60 \\
     --notify 'mail -s "$WATCHDOG_RULE $WATCHDOG_RUN" me'
 
-A run is hung when its process lives but its last step is older than FACTOR times its median step, plus the time of an
-evaluation; it is dead when its process is gone without a final status. The command of --notify gets each new event as
-JSON on its standard input. With --once the exit code is 0 if nothing is wrong, 3 for a new incident or an unreadable
-run, 4 if all are known, 1 for a wrong command.
+A run is hung if its process is alive but its last step is older than FACTOR times its median step, plus the time of an
+evaluation. It is dead if its process is gone without a final status. The command of --notify gets each new event as
+JSON on its standard input. With --once the exit code is 0 without incidents, 3 for a new incident or an unreadable run,
+4 if all incidents are known, 1 for an invalid command.
 """
 
 import argparse
@@ -33,9 +33,9 @@ from src.runs.store import STATUS, RunStore, SavedRun
 from src.support.command_line import make_parser, run_command
 from src.support.parsing import parse_json
 
-NEW, KNOWN = 3, 4
+NEW_INCIDENT_EXIT, KNOWN_INCIDENT_EXIT = 3, 4
 SILENT_SECONDS = lease.SILENT_SECONDS
-"""A holder without a heartbeat for this long is dead or stopped."""
+"""A lease holder without a heartbeat for this long is dead or stopped."""
 _ROWS = 50
 """Newest rows of perf.jsonl from which durations are estimated."""
 _NOTIFY_SECONDS = 60.0
@@ -45,14 +45,14 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Limits:
-    """What counts as too long."""
+    """Limits for the age of the last step."""
 
     factor: float = 10.0
-    """Duration of the median step."""
+    """Multiple of the median step."""
     least_seconds: float = 60.0
-    """However fast the steps are."""
+    """Lower bound, for fast steps."""
     start_seconds: float = 1800.0
-    """Until the first step, while data are read and kernels compiled; and for an evaluation, until one was seen."""
+    """Limit until the first step (reading data, compiling kernels), and for an evaluation before one was measured."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Verdict:
 
     exp_id: str
     state: str
-    """"hung" or "dead", else as in the status table."""
+    """"hung" or "dead", else the state in the status table."""
     reason: str
     attempt: int
     step: int | None
@@ -77,16 +77,16 @@ class Pace:
     """Durations in a run, in seconds, from perf.jsonl and the heartbeat."""
 
     step: float | None
-    """Median of one optimizer step."""
+    """Median duration of an optimizer step."""
     row: float
     """The longest time between two rows."""
     pause: float | None
-    """The longest evaluation with its checkpoint; None: none was seen."""
+    """The longest evaluation with its checkpoint; None before the first."""
 
 
 def pace(run: Path, beat: heartbeat.Beat | None) -> Pace:
     """The durations in the newest rows of perf.jsonl; malformed lines are ignored."""
-    steps, rows, apart = [], [], []
+    steps, rows, pauses = [], [], []
     for line in tail(run / "perf.jsonl", _ROWS).splitlines():
         try:
             row = parse_json(line, run / "perf.jsonl", RunError)
@@ -98,9 +98,9 @@ def pace(run: Path, beat: heartbeat.Beat | None) -> Pace:
             rows.append((at, seconds))
     for (before, _), (after, seconds) in pairwise(rows):
         if after > before:
-            apart.append(max(0.0, seconds - (after - before) * median(steps)))
+            pauses.append(max(0.0, seconds - (after - before) * median(steps)))
     step = beat.step_seconds if beat and beat.step_seconds else median(steps) if steps else None
-    return Pace(step, max((seconds for _, seconds in rows), default=0.0), max(apart, default=None))
+    return Pace(step, max((seconds for _, seconds in rows), default=0.0), max(pauses, default=None))
 
 
 def judge(run: Path, row: Row, limits: Limits) -> Verdict:
@@ -108,7 +108,7 @@ def judge(run: Path, row: Row, limits: Limits) -> Verdict:
     Raises RunError if status.json is damaged."""
     state, reason, step = row.state, row.reason, row.step
     if state == "lost":
-        state, reason = "dead", reason or "its process is gone, and has not said why"
+        state, reason = "dead", reason or "its process is gone, without a reason"
     elif state == "running":
         beat = heartbeat.read(run)
         state, reason, step = _judge_running(
@@ -119,38 +119,43 @@ def judge(run: Path, row: Row, limits: Limits) -> Verdict:
 
 def _judge_running(run: SavedRun, row: Row, beat: heartbeat.Beat | None, limits: Limits) -> tuple[str, str, int | None]:
     """(state, reason, last step) of a run that is running by its scheduler or its save directory."""
-    status, silent, dead = run.status, row.heartbeat_seconds, run.holder.is_dead
-    if dead is None and silent is not None and silent > SILENT_SECONDS:
-        return "dead", f"no sign of life from {run.holder.host} for {_format_seconds(silent)}", row.step
+    status, silent_seconds, dead = run.status, row.heartbeat_seconds, run.holder.is_dead
+    if dead is None and silent_seconds is not None and silent_seconds > SILENT_SECONDS:
+        return "dead", f"no sign of life from {run.holder.host} for {_format_seconds(silent_seconds)}", row.step
     if status["state"] != "running" or dead:
-        # The job runs but its training does not (again) yet: torchrun restarts it, modules are loaded.
+        # The job runs, but its training has not (re)started yet: torchrun restarts it, or modules are loading.
         waits = min((seconds for seconds in (row.seconds, _age(run.path / STATUS)) if seconds is not None), default=0.0)
         if waits > limits.start_seconds:
-            return "hung", f"its job runs, and no process of it has trained for {_format_seconds(waits)}", row.step
+            return "hung", f"its job runs, but none of its processes has trained for {_format_seconds(waits)}", row.step
         return "running", "", row.step
-    measured = pace(run.path, beat)
+    run_pace = pace(run.path, beat)
     step, age = status.get("step"), _age(run.path / STATUS) or 0.0
     if beat is not None and (beat.age_seconds <= age or type(step) is not int or beat.step >= step):
         step, age = beat.step, min(age, beat.age_seconds)
     elif status.get("updated") == status.get("started"):
         if age <= limits.start_seconds:
             return "running", "", row.step
-        return "hung", f"no step since it was started {_format_seconds(age)} ago{_silence_note(silent)}", row.step
-    at_rest = 3 * measured.pause if measured.pause is not None else limits.start_seconds
+        return (
+            "hung",
+            f"no step since it was started {_format_seconds(age)} ago{_silence_note(silent_seconds)}",
+            row.step,
+        )
+    at_rest = 3 * run_pace.pause if run_pace.pause is not None else limits.start_seconds
     allowed = (
-        max(limits.least_seconds, limits.factor * (measured.step or 0.0))
+        max(limits.least_seconds, limits.factor * (run_pace.step or 0.0))
         + at_rest
-        + (measured.row if beat is None else 0.0)
+        + (run_pace.row if beat is None else 0.0)
     )
     if age <= allowed:
         return "running", "", step
-    usual = f"a step takes {_format_seconds(measured.step)}" if measured.step else "the time per step is unknown"
-    late = f"its last step, {step}, was {_format_seconds(age)} ago; {usual}, and {_format_seconds(allowed)} are allowed"
-    return "hung", f"{late}{_silence_note(silent)}", step
+    pace_text = f"a step takes {_format_seconds(run_pace.step)}" if run_pace.step else "the time per step is unknown"
+    limit = _format_seconds(allowed)
+    description = f"its last step, {step}, was {_format_seconds(age)} ago; {pace_text}, and {limit} are allowed"
+    return "hung", f"{description}{_silence_note(silent_seconds)}", step
 
 
-def _silence_note(silent: float | None) -> str:
-    if silent is None or silent <= SILENT_SECONDS / 5:
+def _silence_note(silent_seconds: float | None) -> str:
+    if silent_seconds is None or silent_seconds <= SILENT_SECONDS / 5:
         return ""
     return ". Its lease does not beat either: is the process stopped (SIGSTOP), or its disk full?"
 
@@ -171,26 +176,29 @@ def inspect_runs(
     runs: Path, exp_ids: Sequence[str], limits: Limits
 ) -> tuple[list[Verdict], list[tuple[str, events.Event]], list[str]]:
     """Judge each run, scan its logs, and record new events: the verdicts, (id, new event), and errors."""
-    verdicts, new, trouble = [], [], []
+    verdicts, new, errors = [], [], []
     for row in table(RunStore(runs), exp_ids):
         run = runs / row.exp_id
         if row.state == "unknown":
-            trouble.append(f"{run}: {row.reason}")
+            errors.append(f"{run}: {row.reason}")
         try:
             verdict = judge(run, row, limits)
             verdicts.append(verdict)
             logs = SavedRun(runs / row.exp_id).logs
-            new += [(row.exp_id, event) for event in events.scan(run, logs, row.attempts, ended=row.state not in ALIVE)]
+            new += [
+                (row.exp_id, event)
+                for event in events.scan(run, logs, row.attempts, is_complete=row.state not in ALIVE)
+            ]
             new += [
                 (row.exp_id, event) for event in [*events.scan_ledger(run, row.attempts), *_note_incident(run, verdict)]
             ]
         except UserError as error:
-            trouble.append(str(error))
-    return verdicts, new, trouble
+            errors.append(str(error))
+    return verdicts, new, errors
 
 
 def _note_incident(run: Path, verdict: Verdict) -> list[events.Event]:
-    """Record the verdict as an event, if it is one and new; returns it in a list."""
+    """Record the verdict as an event if it is a new incident; return it in a list."""
     facts = {"attempt": verdict.attempt, "step": verdict.step}
     if verdict.needs_attention:
         at = f":{verdict.step}" if verdict.state == "hung" else ""
@@ -239,7 +247,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = make_parser("src.operations.watchdog", __doc__)
     parser.add_argument("runs", type=Path, metavar="RUNS", help="folder of save directories, or one of them")
     parser.add_argument("-e", "--group", metavar="GROUP", help="only the runs of this group")
-    parser.add_argument("--once", action="store_true", help="look once; see the exit code above")
+    parser.add_argument("--once", action="store_true", help="check once; see the exit code above")
     parser.add_argument(
         "--every", type=float, default=60.0, metavar="SECONDS", help="repeat at this interval (default: 60)"
     )
@@ -251,7 +259,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         type=float,
         default=60.0,
         metavar="SECONDS",
-        help="allowed age however fast the steps are (default: 60)",
+        help="minimum allowed age of the last step (default: 60)",
     )
     parser.add_argument(
         "--start", type=float, default=1800.0, metavar="SECONDS", help="allowed until the first step (default: 1800)"
@@ -266,7 +274,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def watch(args: argparse.Namespace) -> int:
-    """Look once, or repeatedly; returns the exit code."""
+    """Check the runs once, or repeatedly; return the exit code."""
     if min(args.every, args.factor, args.least, args.start) <= 0:
         raise ConfigError("--every, --factor, --least, --start: expected numbers above 0.")
     limits = Limits(args.factor, args.least, args.start)
@@ -278,17 +286,17 @@ def watch(args: argparse.Namespace) -> int:
 
 
 def _run_round(runs: Path, exp_ids: Sequence[str], limits: Limits, command: str | None) -> int:
-    """Look once and report new events; the exit code."""
-    verdicts, new, trouble = inspect_runs(runs, exp_ids, limits)
-    for text in trouble:
+    """Check the runs once and report new events; return the exit code."""
+    verdicts, new, errors = inspect_runs(runs, exp_ids, limits)
+    for text in errors:
         log.warning("%s", text)
     for exp_id, event in new:
         log.info("%s %s %s", exp_id, event["severity"], events.describe(event))
         if command and event["severity"] != "info":
             notify(command, exp_id, event)
-    if trouble or any(event["severity"] == "error" for _, event in new):
-        return NEW
-    return KNOWN if any(verdict.needs_attention for verdict in verdicts) else 0
+    if errors or any(event["severity"] == "error" for _, event in new):
+        return NEW_INCIDENT_EXIT
+    return KNOWN_INCIDENT_EXIT if any(verdict.needs_attention for verdict in verdicts) else 0
 
 
 if __name__ == "__main__":

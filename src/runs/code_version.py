@@ -1,4 +1,4 @@
-"""The code of a run: its commit and every change to it, as a patch that `git apply` turns into the same tree."""
+"""The code of a run: its commit, and all changes as a patch from which `git apply` restores the same tree."""
 
 import contextlib
 import functools
@@ -18,14 +18,14 @@ from src.errors import RunError
 from src.files import MANIFEST, read_json, read_manifest, sample_digest, sha256
 
 MAX_DIFF_BYTES = 1_000_000
-"""Size limit of a file in the patch, and of the patch. A larger file is listed by name, size and hash."""
+"""Size limit of a file in the patch, and of the patch. Larger files are listed by name, size and hash."""
 MAX_OMITTED = 1000
 """Maximum number of files in the list."""
 _MAX_HASHED_BYTES = 100_000_000
-"""Larger files are hashed by samples."""
+"""For larger files, only samples are hashed."""
 _GIT_SECONDS = 10.0
 SNAPSHOT = "snapshot.json"
-"""In a code snapshot of a job: the `code_version` of the original."""
+"""File in a job's code snapshot: the `code_version` of the original."""
 SECRET_FILES = (
     *(
         ".env",
@@ -54,7 +54,7 @@ SECRET_FILES = (
     ),
     *("key.*", "keys.*", "*[_-]key", "*[_-]key.txt", "*[_-]key.json", "*[_-]keys.json", "*api[_-]key*", "authkey*"),
 )
-"""Names of files that are likely to hold secrets: their content is never recorded."""
+"""Names of files that are likely to contain secrets: their content is never recorded."""
 SECRET_WORDS = {"secret", "secrets", "token", "password", "passwords", "passwd", "apikey", "credential", "credentials"}
 """Files with such a word in their name are likely secrets (wandb_token.txt, secrets.yaml), not modules (token.py)."""
 SECRET_MODULES = {"secret.py", "secrets.py", "credentials.py", "password.py", "passwords.py"}
@@ -89,14 +89,14 @@ _OPTIONS = (
 
 
 def code_version(root: Path, leave_out: Sequence[Path] = ()) -> dict[str, Any]:
-    """The code in the folder `root`; never raises. None: not known.
+    """The code in the folder `root`; never raises. Unknown facts are None.
 
     - "commit", "branch", and "dirty": whether any file of code differs from the commit.
     - "diff": the patch from the commit to the tree, with new files that are not ignored and the content of submodules.
     - "omitted": changed files that are not in the patch: likely secrets, files over `MAX_DIFF_BYTES`, unreadable files.
-    - "submodules": those that are dirty, or at another commit than recorded.
+    - "submodules": submodules that are dirty, or at another commit than recorded.
 
-    A snapshot for a job has no git: a file in it describes the original. leave_out: folders that hold no code.
+    A snapshot for a job has no git repository: a file in it describes the original. leave_out: folders without code.
     """
     try:
         original = read_json(root / SNAPSHOT, RunError, None)
@@ -114,7 +114,7 @@ def code_version(root: Path, leave_out: Sequence[Path] = ()) -> dict[str, Any]:
 
 
 def looks_secret(name: str) -> bool:
-    """Whether a file of this name is likely to hold secrets."""
+    """Whether a file with this name is likely to contain secrets."""
     lower = name.lower()
     if _IS_SECRET_FILE.match(lower) and not lower.endswith(".py"):
         return True
@@ -124,7 +124,7 @@ def looks_secret(name: str) -> bool:
 
 
 def is_python_installation(folder: Path) -> bool:
-    """Whether the folder holds an installation of Python, whatever its name."""
+    """Whether the folder is a Python installation, whatever its name."""
     return any((folder / sign).exists() for sign in ("pyvenv.cfg", "conda-meta"))
 
 
@@ -133,14 +133,14 @@ class _Changes:
     """The changes of a repository and its submodules."""
 
     patch: list[tuple[str, bytes]] = field(default_factory=list)
-    """Name of a file below the top, and its part of the patch."""
-    omitted: list[tuple[str, str]] = field(default_factory=list)
-    """Name of a file below the top, and the reason."""
+    """(name of a file relative to the top, its part of the patch)."""
+    omitted_files: list[tuple[str, str]] = field(default_factory=list)
+    """(name of a file relative to the top, reason)."""
     submodules: list[dict[str, Any]] = field(default_factory=list)
 
 
 class _Git:
-    """Git with an index and an object store of its own: the repository is only read."""
+    """Git with a separate index and object store, so that the repository is only read."""
 
     def __init__(self, folder: Path, scratch: Path) -> None:
         self.scratch = scratch
@@ -185,35 +185,39 @@ class _Git:
 
 
 def _add_version(facts: dict[str, Any], root: Path, leave_out: Sequence[Path]) -> None:
-    """Add the commit first: it is recorded even if the comparison of the files fails."""
+    """Add commit, patch and omitted files to `facts`. The commit comes first, so a failing diff does not lose it."""
     with tempfile.TemporaryDirectory() as scratch:
         git = _Git(root, Path(scratch))
         inside = os.path.relpath(root.resolve(), git.folder.resolve())
         if not git.names("ls-files", "-z", "--cached", "--others", "--exclude-standard", "--", inside):
-            return  # a folder that git ignores, in a repository of other code
+            return  # git ignores the folder: the repository is of other code
         facts["commit"] = commit = git.try_read("rev-parse", "--verify", "HEAD")
         facts["branch"] = git.try_read("rev-parse", "--abbrev-ref", "HEAD") if commit else None
         changes = _Changes()
         _add_changes(changes, git, commit, inside, "", [path.resolve() for path in leave_out])
         patch = _fit(changes)
-        omitted = [_describe(git.folder / name, name, reason) for name, reason in sorted(changes.omitted)[:MAX_OMITTED]]
-    dirty = bool(patch or omitted or changes.submodules)
+        omitted_files = [
+            _describe(git.folder / name, name, reason) for name, reason in sorted(changes.omitted_files)[:MAX_OMITTED]
+        ]
+    dirty = bool(patch or omitted_files or changes.submodules)
     diff = patch.decode("utf-8", "surrogateescape") or ("" if not dirty else None)
     facts |= {"dirty": dirty, "diff": diff}
-    if (more := len(changes.omitted) - MAX_OMITTED) > 0:
-        omitted.append({"name": f"and {more} more"})
-    facts |= {key: entries for key, entries in (("omitted", omitted), ("submodules", changes.submodules)) if entries}
+    if (more := len(changes.omitted_files) - MAX_OMITTED) > 0:
+        omitted_files.append({"name": f"and {more} more"})
+    facts |= {
+        key: entries for key, entries in (("omitted", omitted_files), ("submodules", changes.submodules)) if entries
+    }
 
 
 def _add_changes(
     changes: _Changes, git: _Git, base: str | None, inside: str, prefix: str, leave_out: Sequence[Path]
 ) -> None:
     """Add the changes from the commit `base` to the files below `inside`.
-    prefix: of the repository below the top, with a final slash."""
+    prefix: path of the repository relative to the top, with a final slash."""
     tree = base or git.try_read("hash-object", "-t", "tree", "-w", "/dev/null") or ""
     _clear_flags(git)
-    recorded = _entries(git, "ls-tree", "-r", "-z", "--full-tree", tree)
-    listed = _entries(git, "ls-files", "-s", "-z")
+    tree_entries = _entries(git, "ls-tree", "-r", "-z", "--full-tree", tree)
+    index_entries = _entries(git, "ls-files", "-s", "-z")
     names = dict.fromkeys(
         git.names("diff", "--name-only", "-z", "--no-renames", "--ignore-submodules=all", tree, "--", inside)
     )
@@ -222,26 +226,28 @@ def _add_changes(
             "diff", "--cached", "--name-only", "-z", "--no-renames", "--ignore-submodules=all", tree, "--", inside
         )
     )
-    others = git.names("ls-files", "-z", "--others", "--exclude-standard", "--full-name", "--", inside)
+    untracked_names = git.names("ls-files", "-z", "--others", "--exclude-standard", "--full-name", "--", inside)
     is_left_out = functools.cache(lambda folder: _is_left_out(git.folder, folder, leave_out))
-    new = [name for name in others if not is_left_out(PurePath(name).parent)]
-    links = {name for entries in (recorded, listed) for name, (mode, _) in entries.items() if mode == "160000"}
+    new = [name for name in untracked_names if not is_left_out(PurePath(name).parent)]
+    links = {
+        name for entries in (tree_entries, index_entries) for name, (mode, _) in entries.items() if mode == "160000"
+    }
     links = {name for name in links if inside == "." or PurePath(name).is_relative_to(inside)}
     repositories = [*sorted(links), *(name.rstrip("/") for name in new if name.endswith("/"))]
     names |= dict.fromkeys(name for name in new if not name.endswith("/") and not looks_secret(PurePath(name).name))
-    chosen = []
+    patch_names = []
     for name in sorted(names.keys() - links):  # a folder that was a file comes before its files
         if reason := _reason_to_omit(git.folder / name, name):
-            changes.omitted.append((prefix + name, reason))
+            changes.omitted_files.append((prefix + name, reason))
         else:
-            chosen.append(name)
-    omitted = names.keys() - set(chosen)
-    restored = b"".join(
-        _index_line(name, *recorded.get(name, ("0", "0" * 40)))
-        for name in omitted
-        if name in recorded or name in listed
+            patch_names.append(name)
+    omitted_names = names.keys() - set(patch_names)
+    index_lines = b"".join(
+        _index_line(name, *tree_entries.get(name, ("0", "0" * 40)))
+        for name in omitted_names
+        if name in tree_entries or name in index_entries
     )
-    git("update-index", "-z", "--index-info", text=restored)
+    git("update-index", "-z", "--index-info", text=index_lines)
     git(
         "update-index",
         "--add",
@@ -249,12 +255,12 @@ def _add_changes(
         "--replace",
         "-z",
         "--stdin",
-        text=b"".join(os.fsencode(name) + b"\0" for name in chosen),
+        text=b"".join(os.fsencode(name) + b"\0" for name in patch_names),
     )
     for part in _parts(git, tree, inside, prefix):
         changes.patch.append(part)
     for name in repositories:
-        _add_submodule(changes, git, name, recorded.get(name), prefix, leave_out)
+        _add_submodule(changes, git, name, tree_entries.get(name), prefix, leave_out)
 
 
 def _parts(git: _Git, tree: str, inside: str, prefix: str) -> Iterable[tuple[str, bytes]]:
@@ -273,11 +279,11 @@ def _parts(git: _Git, tree: str, inside: str, prefix: str) -> Iterable[tuple[str
 
 
 def _add_submodule(
-    changes: _Changes, git: _Git, name: str, recorded: tuple[str, str] | None, prefix: str, leave_out: Sequence[Path]
+    changes: _Changes, git: _Git, name: str, tree_entry: tuple[str, str] | None, prefix: str, leave_out: Sequence[Path]
 ) -> None:
-    """Add the changes in a submodule, or an uncommitted repository, from the commit that the outer one recorded."""
+    """Add the changes in a submodule, or in an uncommitted nested repository, relative to its recorded commit."""
     folder = git.folder / name
-    base = recorded[1] if recorded and recorded[0] == "160000" else None
+    base = tree_entry[1] if tree_entry and tree_entry[0] == "160000" else None
     if not (folder / ".git").exists():
         if base and not folder.is_dir():
             changes.submodules.append({"path": prefix + name, "commit": None, "recorded": base, "dirty": True})
@@ -285,9 +291,9 @@ def _add_submodule(
     inner = _Git(folder, git.scratch)
     commit = inner.try_read("rev-parse", "--verify", "HEAD")
     has_base = base and inner.try_read("cat-file", "-e", f"{base}^{{commit}}") is not None
-    before = len(changes.patch), len(changes.omitted), len(changes.submodules)
+    before = len(changes.patch), len(changes.omitted_files), len(changes.submodules)
     _add_changes(changes, inner, base if has_base else commit if base else None, ".", f"{prefix}{name}/", leave_out)
-    dirty = before != (len(changes.patch), len(changes.omitted), len(changes.submodules))
+    dirty = before != (len(changes.patch), len(changes.omitted_files), len(changes.submodules))
     if dirty or commit != base:
         changes.submodules.append({"path": prefix + name, "commit": commit, "recorded": base, "dirty": dirty})
 
@@ -304,7 +310,7 @@ def _clear_flags(git: _Git) -> None:
 
 
 def _entries(git: _Git, *arguments: str) -> dict[str, tuple[str, str]]:
-    """Mode and hash by name."""
+    """(mode, hash) by name."""
     entries = {}
     for line in git(*arguments).split(b"\0"):
         facts, tab, name = line.partition(b"\t")
@@ -319,7 +325,7 @@ def _index_line(name: str, mode: str, digest: str) -> bytes:
 
 
 def _is_left_out(top: Path, folder: PurePath, leave_out: Sequence[Path]) -> bool:
-    """Whether `folder` is in one that holds no code, such as an installation of Python."""
+    """Whether `folder` is in a folder without code, such as a Python installation."""
     if leave_out and any((top / folder).resolve().is_relative_to(each) for each in leave_out):
         return True
     return any(is_python_installation(top / each) for each in (folder, *folder.parents) if each != PurePath())
@@ -329,7 +335,7 @@ def _reason_to_omit(path: Path, name: str) -> str:
     """Why a changed file is not in the patch; "" if it is."""
     parents = {part.lower() for part in PurePath(name).parts[:-1]}
     if looks_secret(PurePath(name).name) or (parents & _SECRET_FOLDERS and path.suffix not in (".py", ".sh")):
-        return "its name is that of a secret"
+        return "its name looks like a secret"
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         facts = path.lstat()
         if not stat.S_ISREG(facts.st_mode):
@@ -340,14 +346,14 @@ def _reason_to_omit(path: Path, name: str) -> str:
             return "unreadable"
         content = path.read_bytes()
         if path.suffix != ".py" and _PRIVATE_KEY in content:
-            return "it holds a private key"
+            return "it contains a private key"
         if _ACCESS_TOKEN.search(content):
-            return "it holds an access token"
+            return "it contains an access token"
     return ""
 
 
 def _describe(path: Path, name: str, reason: str) -> dict[str, Any]:
-    """Name, size and hash of a file that is not in the patch; no hash of a secret."""
+    """Name, size and hash of a file that is not in the patch; no hash for secrets."""
     facts: dict[str, Any] = {"name": name, "reason": reason}
     with contextlib.suppress(OSError):
         facts["bytes"] = path.stat().st_size
@@ -358,19 +364,18 @@ def _describe(path: Path, name: str, reason: str) -> dict[str, Any]:
 
 
 def _fit(changes: _Changes) -> bytes:
-    """The patch.
-    Drops the largest parts if it exceeds `MAX_DIFF_BYTES`, and lists their files, so that the rest can be applied."""
+    """The patch. If it exceeds `MAX_DIFF_BYTES`, the largest parts are left out and their files listed as omitted."""
     total, dropped = 0, set()
     for name, part in sorted(changes.patch, key=lambda each: len(each[1])):
         total += len(part)
         if total > MAX_DIFF_BYTES:
             dropped.add(name)
-            changes.omitted.append((name, f"more than {MAX_DIFF_BYTES} bytes of changes"))
+            changes.omitted_files.append((name, f"more than {MAX_DIFF_BYTES} bytes of changes"))
     return b"".join(part for name, part in changes.patch if name not in dropped)
 
 
 def _changes_of_snapshot(root: Path) -> list[dict[str, Any]]:
-    """Files of a snapshot that were changed or removed after it was made, and added modules."""
+    """Files of a snapshot that were changed, removed or (modules) added after it was made."""
     try:
         files: Mapping[str, Any] = read_manifest(root, RunError)["files"]
     except RunError:
@@ -379,10 +384,10 @@ def _changes_of_snapshot(root: Path) -> list[dict[str, Any]]:
     for name, facts in files.items():
         path = root / name
         try:
-            same = path.stat().st_size == facts["bytes"] and sha256(path) == facts["sha256"]
+            is_unchanged = path.stat().st_size == facts["bytes"] and sha256(path) == facts["sha256"]
         except OSError:
-            same = False
-        if not same:
+            is_unchanged = False
+        if not is_unchanged:
             changed.append(_describe(path, name, "changed in the snapshot"))
     for path in root.rglob("*.py"):
         name = path.relative_to(root).as_posix()

@@ -22,7 +22,7 @@ from src.runs.code_version import code_version
 _GPU_SECONDS = 2.0
 
 JOBS_PER_GPU = "JOBS_PER_GPU"
-"""Variable of a job: how many share each of its GPUs."""
+"""Environment variable of a job: number of jobs that share each of its GPUs."""
 # Only these variables are recorded: other variables can hold secrets.
 VARIABLES = (
     "CUDA_VISIBLE_DEVICES",
@@ -56,16 +56,16 @@ _SECRET_WORDS = {
     "auth",
 }
 _OTHER_ROOMS = {"launch", "operations", "serving", "sweeps", "tables"}
-"""Folders of src without training code: they start, serve or show trainings."""
+"""Folders of src without training code: they launch, serve or show trainings."""
 _IN_ADDRESS = re.compile(r"(\w+://)[^/\s@]+@")
 _HIDDEN = "***"
 
 
 def describe(command: Sequence[str], leave_out: Sequence[Path] = ()) -> dict[str, Any]:
-    """The content of env.json, JSON values only, in well under a second; None for unknown facts.
+    """The content of env.json, JSON values only. Unknown facts are None. Takes well under a second.
 
     "diff" is the patch of the uncommitted changes: `RunDir.open` writes it to diff.patch.
-    Values of flags that look like secrets are hidden in "command". leave_out: folders that hold no code.
+    Values of flags that look like secrets are hidden in "command". leave_out: folders without code.
     """
     return {
         "time": now(),
@@ -83,7 +83,7 @@ def describe(command: Sequence[str], leave_out: Sequence[Path] = ()) -> dict[str
 
 
 def now() -> str:
-    """The time in UTC, to the second."""
+    """The current time in UTC, to the second."""
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
@@ -96,31 +96,31 @@ def slurm_job(variables: Mapping[str, str]) -> str | None:
 @functools.cache
 def code_digest(root: Path = ROOT) -> str:
     """Digest of the modules of src that a training can run, without `_OTHER_ROOMS`.
-    The same in a checkout and in a snapshot of it."""
+    Equal for a checkout and its snapshots."""
     digest = hashlib.sha256()
     for path in sorted((root / "src").rglob("*.py")):
         name = path.relative_to(root / "src")
         if name.parts[0] in _OTHER_ROOMS or any(part.startswith(".") for part in name.parts):
             continue
-        with contextlib.suppress(OSError):  # such as a link that leads nowhere
+        with contextlib.suppress(OSError):  # such as a broken link
             digest.update(json.dumps([name.as_posix(), hashlib.sha256(path.read_bytes()).hexdigest()]).encode())
     return digest.hexdigest()[:16]
 
 
 def redact(command: Sequence[str]) -> list[str]:
     """`command` with secrets hidden: `--api_key x`, `--api_key=x`, `WANDB_API_KEY=x`, `https://user:x@host`."""
-    shown: list[str] = []
+    shown_words: list[str] = []
     hide_next = False
     for word in command:
         name, equals, _ = word.partition("=")
         if hide_next and not word.startswith("--"):
-            shown.append(_HIDDEN)
+            shown_words.append(_HIDDEN)
         elif equals and _is_secret(name):
-            shown.append(f"{name}={_HIDDEN}")
+            shown_words.append(f"{name}={_HIDDEN}")
         else:
-            shown.append(_IN_ADDRESS.sub(rf"\1{_HIDDEN}@", word))
+            shown_words.append(_IN_ADDRESS.sub(rf"\1{_HIDDEN}@", word))
         hide_next = word.startswith("-") and not equals and _is_secret(word)
-    return shown
+    return shown_words
 
 
 def installed_packages(paths: Iterable[str]) -> dict[str, str]:
@@ -140,14 +140,14 @@ def installed_packages(paths: Iterable[str]) -> dict[str, str]:
 
 def gpu_names() -> list[str]:
     """Model names of this machine's NVIDIA GPUs. Does not load CUDA."""
-    named = []
+    names = []
     for file in sorted(Path("/proc/driver/nvidia/gpus").glob("*/information")):
         match = re.search(r"^Model:\s*(.+)$", file.read_text(encoding="utf-8", errors="replace"), re.MULTILINE)
-        named.append(match.group(1).strip() if match else "unknown")
-    if not named and shutil.which("nvidia-smi"):
+        names.append(match.group(1).strip() if match else "unknown")
+    if not names and shutil.which("nvidia-smi"):
         text = _output(["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"], _GPU_SECONDS)
-        named = [line.strip() for line in (text or "").splitlines() if line.strip()]
-    return named
+        names = [line.strip() for line in (text or "").splitlines() if line.strip()]
+    return names
 
 
 def _is_secret(name: str) -> bool:

@@ -1,9 +1,8 @@
-"""Incidents of a run: <run>/events.jsonl,
-filled from its logs by `log_rules` as they grow, from its ledger and by the watchdog, each once.
+"""Incidents of a run, in <run>/events.jsonl: from its logs (by `log_rules`), its ledger, and the watchdog.
 
-events.cursors.json holds how far each log was read. A log that shrank, or was replaced by another file, is read from
-its start. A lost or
-outdated cursor only costs time: two events with the same log, offset, rule and line are the same event.
+Each incident is recorded once. events.cursors.json has the position up to which each log was read. A log that shrank,
+or was replaced, is read from its start. A lost or outdated cursor only costs time: two events with the same log,
+offset, rule and line are the same event.
 """
 
 import json
@@ -22,12 +21,12 @@ from src.runs.history import log_rules
 EVENTS = "events.jsonl"
 CURSORS = "events.cursors.json"
 LONGEST_LINE = 64 * 1024
-"""Bytes; longer lines are read as several."""
+"""In bytes; longer lines are split."""
 SAME_INCIDENT = 64 * 1024
-"""Bytes of log within which repeated matches of a rule are one event: a hundred ranks report that one is gone."""
+"""Repeated matches of a rule within this many bytes are one event: many ranks report the same failure."""
 _PIECE = 1 << 20
-_SHOWN = 500
-DIVERGED = (
+_MAX_LINE_CHARACTERS = 500
+DIVERGENCE_ADVICE = (
     "Look at the data of this step (`offending/`), or rewind to an earlier checkpoint with a lower learning rate."
 )
 Event = dict[str, Any]
@@ -35,66 +34,66 @@ Event = dict[str, Any]
 log = logging.getLogger(__name__)
 
 
-def scan(run: Path, logs: Sequence[Path], attempt: int = 0, ended: bool = False) -> list[Event]:
-    """Apply the rules to the new lines of `logs` since the last scan. Records and returns the new events.
+def scan(run: Path, logs: Sequence[Path], attempt: int = 0, is_complete: bool = False) -> list[Event]:
+    """Apply the rules to the lines of `logs` since the last scan. Records and returns the new events.
 
-    attempt: the start of the run that they belong to. ended: the logs are complete, so a last line without newline
-    counts.
+    attempt: number of the start that the events belong to. is_complete: whether the logs have ended, so that a last
+    line without newline counts.
 
     Raises:
         RunError: the disk refuses, or the save directory is gone.
-        DataError: events.jsonl holds a line that is no event.
+        DataError: events.jsonl contains a line that is not an event.
     """
     if not any(path.is_file() for path in logs):
         return []
     new: list[Event] = []
     with jsonl_records.open_locked(run / EVENTS) as notes:
         cursors = _read_cursors(run)
-        recorded = {_identity(event) for event in notes.rows()}
+        identities = {_identity(event) for event in notes.rows()}
 
         def note(event: Event) -> None:
-            if _identity(event) not in recorded:
+            if _identity(event) not in identities:
                 new.append({"time": now(), **event, "attempt": attempt})
                 notes.append(new[-1])
-                recorded.add(_identity(event))
+                identities.add(_identity(event))
 
         for path in logs:
-            _scan_log(run, path, cursors, ended, note)
+            _scan_log(run, path, cursors, is_complete, note)
     return new
 
 
-def note_once(run: Path, *added: Mapping[str, Any]) -> list[Event]:
-    """Add each event, unless there is one with the same "incident"; returns those that were added.
+def note_once(run: Path, *events: Mapping[str, Any]) -> list[Event]:
+    """Add each event, unless there is one with the same "incident"; return the added events.
 
     Raises:
         RunError: the disk refuses.
-        DataError: events.jsonl holds a line that is no event.
+        DataError: events.jsonl contains a line that is not an event.
     """
-    if not added:
+    if not events:
         return []
     with jsonl_records.open_locked(run / EVENTS) as notes:
-        recorded = {old.get("incident") for old in notes.rows()}
-        new = [{"time": now(), **event} for event in added if event["incident"] not in recorded]
+        incidents = {old.get("incident") for old in notes.rows()}
+        new = [{"time": now(), **event} for event in events if event["incident"] not in incidents]
         for event in new:
             notes.append(event)
     return new
 
 
 def scan_ledger(run: Path, attempt: int = 0) -> list[Event]:
-    """Record the findings of the divergence detector since the last scan, from ledger.jsonl; returns the new events.
+    """Record the findings of the divergence detector in ledger.jsonl since the last scan; return the new events.
 
-    attempt: the start that findings without one belong to.
+    attempt: number of the start for findings that do not record it.
 
     Raises:
         RunError: the disk refuses.
-        DataError: events.jsonl holds a line that is no event.
+        DataError: events.jsonl contains a line that is not an event.
     """
-    added = [
+    events = [
         {
             "rule": str(event.get("kind")),
             "severity": "error" if event.get("action") in ("stop", "rewind") else "warning",
             "line": str(event.get("message")),
-            "advice": DIVERGED,
+            "advice": DIVERGENCE_ADVICE,
             "attempt": event.get("attempt", attempt),
             "step": event.get("step"),
             "incident": f"divergence:{event.get('when')}:{event.get('step')}:{event.get('kind')}",
@@ -102,7 +101,7 @@ def scan_ledger(run: Path, attempt: int = 0) -> list[Event]:
         for event in ledger.read(run)
         if event["event"] == "divergence"
     ]
-    return note_once(run, *added)
+    return note_once(run, *events)
 
 
 def latest_problem(run: Path, attempt: int) -> Event | None:
@@ -126,7 +125,7 @@ def latest_problem(run: Path, attempt: int) -> Event | None:
 
 
 def describe(event: Mapping[str, Any]) -> str:
-    """An event in one short line, for the status table."""
+    """One short line about an event, for the status table."""
     line = str(event.get("line", ""))
     return f"{event.get('rule')}: {line if len(line) <= 120 else line[:117] + '...'}"
 
@@ -135,8 +134,8 @@ def _identity(event: Mapping[str, Any]) -> tuple[Any, ...]:
     return tuple(event.get(key) for key in ("log", "offset", "rule", "line", "incident"))
 
 
-def _scan_log(run: Path, path: Path, cursors: dict[str, Any], ended: bool, note: Callable[[Event], None]) -> None:
-    """Read one log from its cursor on, and move the cursor."""
+def _scan_log(run: Path, path: Path, cursors: dict[str, Any], is_complete: bool, note: Callable[[Event], None]) -> None:
+    """Scan one log from its cursor on, and move the cursor."""
     name = str(path.relative_to(run.parent)) if path.is_relative_to(run.parent) else str(path)
     before = json.dumps(cursors.get(name))
     try:
@@ -145,7 +144,7 @@ def _scan_log(run: Path, path: Path, cursors: dict[str, Any], ended: bool, note:
             cursor = cursors.get(name)
             if cursor is None or facts.st_ino != cursor["inode"] or facts.st_size < cursor["offset"]:
                 cursor = cursors[name] = {"offset": 0, "inode": facts.st_ino, "last": {}}
-            _match_new_lines(file, name, cursor, ended, note)
+            _match_new_lines(file, name, cursor, is_complete, note)
     except FileNotFoundError:
         return
     except RunError as error:
@@ -155,10 +154,12 @@ def _scan_log(run: Path, path: Path, cursors: dict[str, Any], ended: bool, note:
         write_json(run / CURSORS, cursors)
 
 
-def _match_new_lines(file: Any, name: str, cursor: dict[str, Any], ended: bool, note: Callable[[Event], None]) -> None:
+def _match_new_lines(
+    file: Any, name: str, cursor: dict[str, Any], is_complete: bool, note: Callable[[Event], None]
+) -> None:
     """Match every complete line from the cursor on."""
     last = cursor["last"]
-    for start, text in _pieces(file, cursor["offset"], ended):
+    for start, text in _pieces(file, cursor["offset"], is_complete):
         for begin, end, rule in log_rules.matches(text):
             offset = start + begin
             previous = last.get(rule.name)
@@ -175,42 +176,42 @@ def _match_new_lines(file: Any, name: str, cursor: dict[str, Any], ended: bool, 
         cursor["offset"] = start + len(text)
 
 
-def _pieces(file: Any, offset: int, ended: bool) -> Iterator[tuple[int, bytes]]:
-    """(offset, complete lines) of at most a MiB from `offset` on.
-    A line without end counts when `ended`, or when it is too long."""
+def _pieces(file: Any, offset: int, is_complete: bool) -> Iterator[tuple[int, bytes]]:
+    """(offset, complete lines) in pieces of at most a MiB, from `offset` on.
+    A line without newline counts if `is_complete`, or if it is too long."""
     while True:
         text = os.pread(file.fileno(), _PIECE, offset)
         if not text:
             return
-        whole = max(text.rfind(b"\n"), text.rfind(b"\r")) + 1
-        if not whole and len(text) > LONGEST_LINE:
-            whole = LONGEST_LINE
-        elif ended and len(text) < _PIECE:
-            whole = len(text)
-        if not whole:
+        complete_bytes = max(text.rfind(b"\n"), text.rfind(b"\r")) + 1
+        if not complete_bytes and len(text) > LONGEST_LINE:
+            complete_bytes = LONGEST_LINE
+        elif is_complete and len(text) < _PIECE:
+            complete_bytes = len(text)
+        if not complete_bytes:
             return
-        yield offset, text[:whole]
-        offset += whole
+        yield offset, text[:complete_bytes]
+        offset += complete_bytes
 
 
 def _clean_line(text: bytes) -> str:
     decoded = text.decode("utf-8", errors="replace")
     clean = "".join(c if c.isprintable() else " " for c in decoded).strip()
-    return clean if len(clean) <= _SHOWN else clean[: _SHOWN - 3] + "..."
+    return clean if len(clean) <= _MAX_LINE_CHARACTERS else clean[: _MAX_LINE_CHARACTERS - 3] + "..."
 
 
 def _read_cursors(run: Path) -> dict[str, Any]:
-    """By log. Damaged cursors are ignored: the log is then read again, and no event is recorded twice."""
+    """Cursors by log. Damaged cursors are ignored: the log is then read again, and no event is recorded twice."""
     if not (run / CURSORS).exists():
         return {}
     try:
-        added = read_json(run / CURSORS, RunError)
+        cursors = read_json(run / CURSORS, RunError)
     except RunError as error:
         log.warning("%s The logs are read from their start.", error)
         return {}
 
-    def is_whole(cursor: Any) -> bool:
+    def is_valid(cursor: Any) -> bool:
         kinds = {"offset": int, "inode": int, "last": dict}
         return isinstance(cursor, dict) and all(isinstance(cursor.get(key), kind) for key, kind in kinds.items())
 
-    return {name: cursor for name, cursor in added.items() if is_whole(cursor)} if isinstance(added, dict) else {}
+    return {name: cursor for name, cursor in cursors.items() if is_valid(cursor)} if isinstance(cursors, dict) else {}

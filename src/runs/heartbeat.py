@@ -1,6 +1,6 @@
 """Progress of a training for its observers: <run>/heartbeat.json, written every few seconds.
 
-The lease does not show it: it is renewed even while a step hangs.
+The lease does not show progress: it is renewed even while a step hangs.
 """
 
 import contextlib
@@ -28,16 +28,16 @@ class Heartbeat:
         self._every = every_seconds
         self._seconds: deque[float] = deque(maxlen=_WINDOW)
         self._last_step: float | None = None
-        self._written = float("-inf")
+        self._last_write = float("-inf")
 
     def on_step(self, step: int) -> None:
-        """`step` optimizer steps are finished."""
+        """Call this after `step` optimizer steps are finished."""
         now = time.monotonic()
         if self._last_step is not None:
             self._seconds.append(now - self._last_step)
         self._last_step = now
-        if now - self._written >= self._every:
-            self._written = now
+        if now - self._last_write >= self._every:
+            self._last_write = now
             facts = {
                 "attempt": self._attempt,
                 "step": step,
@@ -48,7 +48,7 @@ class Heartbeat:
 
 
 def refresh(run: Path, attempt: int, step: int) -> None:
-    """Report that something other than a step is running after `step`, such as an inference. Cheap to call often."""
+    """Report activity outside of a step, such as inference after `step`. Cheap to call often."""
     path = run / HEARTBEAT
     with contextlib.suppress(UserError, OSError):
         if not path.exists() or time.time() - path.stat().st_mtime >= EVERY_SECONDS:
@@ -56,28 +56,28 @@ def refresh(run: Path, attempt: int, step: int) -> None:
 
 
 def keep_alive(run: Path, attempt: int) -> None:
-    """Report that the training lives, while it waits within a step. Cheap to call often."""
+    """Report that the training is alive while it waits within a step. Cheap to call often."""
     with contextlib.suppress(OSError):
         (run / HEARTBEAT).touch() if (run / HEARTBEAT).exists() else refresh(run, attempt, 0)
 
 
 @dataclass(frozen=True)
 class Beat:
-    """Content and age of the file."""
+    """Content and age of heartbeat.json."""
 
     attempt: int
     step: int
     step_seconds: float | None
-    """Median time between the ends of steps; None after the first."""
+    """Median time between the ends of steps; None before the second step."""
     age_seconds: float
 
 
 def read(run: Path) -> Beat | None:
     """The heartbeat of the save directory `run`; None if it is missing or unreadable.
-    Compares the clock of the disk with ours."""
+    Its age compares the clock of the disk with the local clock."""
     path = run / HEARTBEAT
     try:
-        written = path.stat().st_mtime
+        write_time = path.stat().st_mtime
         facts = read_json(path, RunError)
     except (OSError, UserError):
         return None
@@ -88,5 +88,5 @@ def read(run: Path) -> Beat | None:
         facts["attempt"],
         facts["step"],
         seconds if isinstance(seconds, int | float) else None,
-        max(0.0, time.time() - written),
+        max(0.0, time.time() - write_time),
     )

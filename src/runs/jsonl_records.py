@@ -1,4 +1,4 @@
-"""JSON lines files: atomic appends, truncation after a step, and reads from the start, the end, or a known position."""
+"""JSON Lines files: atomic appends, truncation after a step, and reads from the start, the end, or a position."""
 
 import contextlib
 import errno
@@ -33,7 +33,7 @@ class Records:
         return rows(self.path)
 
     def append(self, row: Mapping[str, Any], ensure_ascii: bool = True) -> None:
-        """Add a line; it is on the disk when this returns.
+        """Append a line and sync it to disk.
 
         Raises:
             RunError: the disk refuses. The file is unchanged.
@@ -54,8 +54,8 @@ def open_locked(path: Path, mend: bool = True) -> Iterator[Records]:
     descriptor = _lock_file(path)
     try:
         if mend:
-            whole, _ = next(lines_from_end(path), (0, b""))
-            _truncate(path, whole)
+            size, _ = next(lines_from_end(path), (0, b""))
+            _truncate(path, size)
         yield Records(path, descriptor)
     finally:
         with contextlib.suppress(OSError):
@@ -64,8 +64,7 @@ def open_locked(path: Path, mend: bool = True) -> Iterator[Records]:
 
 
 def append(path: Path, rows: Iterable[Mapping[str, Any]], durable: bool = True, allow_nan: bool = False) -> None:
-    """Append lines to a file that only this process writes, created if missing.
-    durable: they are on the disk when this returns.
+    """Append lines to a file that only this process writes, created if missing. durable: sync it to disk.
 
     Raises:
         RunError: the disk refuses. The file is unchanged.
@@ -85,29 +84,29 @@ def append(path: Path, rows: Iterable[Mapping[str, Any]], durable: bool = True, 
 def truncate_after(path: Path, step: int, kind: str) -> None:
     """Drop the lines after `step`, and a partial line of a killed writer. Reads from the end, as the file can be long.
 
-    The lines, each with a "step", are in the order of their steps. kind: the expected content, for the message.
+    Each line has a "step", in increasing order. kind: the expected content, for the message.
 
     Raises:
-        DataError: a malformed line at the end; quotes it.
+        DataError: a line at the end is malformed; quotes it.
         RunError: the disk refuses.
     """
-    whole = 0
+    size = 0
     for end, line in lines_from_end(path):
         try:
             of_line = int(parse_json(line, path, DataError)["step"])
         except (DataError, ValueError, TypeError, KeyError):
             raise DataError(f"{path}: not {kind}: {line[:60].decode(errors='replace')!r}. Remove this line.") from None
         if of_line <= step:
-            whole = end
+            size = end
             break
-    _truncate(path, whole)
+    _truncate(path, size)
 
 
 def rows(path: Path) -> list[Line]:
-    """Every complete line. A last line without newline was cut by a crash, or is being written, and is left out.
+    """All complete lines. A last line without newline was truncated by a crash, or is being written, and is left out.
 
     Raises:
-        DataError: a line that is no JSON object; names the file and the line.
+        DataError: a line is not a JSON object; names the file and the line.
         RunError: the file cannot be read.
     """
     result = []
@@ -132,7 +131,7 @@ def parse_object(line: bytes) -> Line | None:
 
 
 def complete_lines(path: Path) -> list[bytes]:
-    """The lines of a file, without their newlines, except for a last one without newline. Empty if there is no file.
+    """The lines of a file that end with a newline, without the newlines. Empty if there is no file.
 
     Raises:
         RunError: the file cannot be read.
@@ -146,7 +145,7 @@ def complete_lines(path: Path) -> list[bytes]:
 
 def lines_from_end(path: Path) -> Iterator[tuple[int, bytes]]:
     """(position after its newline, line without newline) of each complete line, the last first.
-    Nothing if there is no file.
+    Empty if there is no file.
 
     Raises:
         RunError: the file cannot be read.
@@ -162,8 +161,8 @@ def lines_from_end(path: Path) -> Iterator[tuple[int, bytes]]:
                 first = buffer.find(b"\n") + 1 if start else 0  # the line before it can start earlier
                 if start and not first:
                     continue
-                *lines, torn = buffer[first:].split(b"\n")
-                end = start + len(buffer) - len(torn)
+                *lines, partial = buffer[first:].split(b"\n")
+                end = start + len(buffer) - len(partial)
                 for line in reversed(lines):
                     yield end, line
                     end -= len(line) + 1
@@ -176,11 +175,11 @@ class AppendedLines(NamedTuple):
     """The result of `read_appended`."""
 
     start: int
-    """Bytes that were known already."""
+    """Number of bytes that were read before."""
     lines: bytes
-    """The complete lines after them."""
+    """The complete lines after `start`."""
     tail: str
-    """sha256 of the last `TAIL_BYTES` bytes of both."""
+    """sha256 of the last `TAIL_BYTES` bytes up to the end of `lines`."""
 
     @property
     def end(self) -> int:
@@ -188,10 +187,10 @@ class AppendedLines(NamedTuple):
 
 
 def read_appended(path: Path, size: int = 0, tail: str = _EMPTY) -> AppendedLines:
-    """The complete lines after the first `size` bytes of a file, if these still end with `tail`; else all.
+    """The complete lines after the first `size` bytes of a file, if these still end with `tail`; else all lines.
     Empty if there is no file.
 
-    Relies on what `Scores` does: a file is only appended to, or replaced by one that differs near its end.
+    Assumes that a file is only appended to, or replaced by one that differs near its end, as `Scores` does.
 
     Raises:
         RunError: the file cannot be read.
@@ -224,17 +223,17 @@ def _lock_file(path: Path) -> int:
             if os.path.samestat(os.fstat(descriptor), os.stat(path)):
                 return descriptor
         except FileNotFoundError:
-            pass  # replaced, as a rewind does, while we waited
+            pass  # replaced while we waited, for example by a rewind
         except OSError as error:
             os.close(descriptor)
             raise RunError(
-                f"{path}: this file system offers no locks (flock: {error.strerror}). Choose another folder."
+                f"{path}: this file system does not support locks (flock: {error.strerror}). Choose another folder."
             ) from error
         os.close(descriptor)
 
 
 def _append(descriptor: int, text: bytes, durable: bool = True) -> None:
-    """Append `text`, which ends with a newline, on a line of its own, also after a partial line of a killed writer.
+    """Append `text`, which ends with a newline. After a partial line of a killed writer, it starts on a new line.
 
     Raises:
         OSError: the disk refuses. The file is unchanged.
@@ -242,9 +241,9 @@ def _append(descriptor: int, text: bytes, durable: bool = True) -> None:
     size = os.fstat(descriptor).st_size
     if size and os.pread(descriptor, 1, size - 1) != b"\n":
         text = b"\n" + text
-    written = os.write(descriptor, text)
+    num_written = os.write(descriptor, text)
     try:
-        if written < len(text):
+        if num_written < len(text):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         if durable:
             os.fsync(descriptor)
@@ -254,7 +253,7 @@ def _append(descriptor: int, text: bytes, durable: bool = True) -> None:
 
 
 def _truncate(path: Path, size: int) -> None:
-    """Cut a file to `size` bytes, if it is longer."""
+    """Truncate a file to `size` bytes, if it is longer."""
     if path.exists() and path.stat().st_size > size:
         with writing(path):
             os.truncate(path, size)

@@ -1,12 +1,10 @@
-"""The exclusive lock of a save directory: a file with a counter that its holder increments;
-a dead holder's lease is taken over.
+"""The exclusive lock of a save directory: a file with a counter that its holder increments.
+The lease of a dead holder is taken over.
 
-Every access to the file `lease` holds an flock on `lease.guard`, so check-and-set is atomic. A holder in the same boot
-and pid
-namespace is judged by its process: gone means dead, stopped means alive. Any other holder is judged by its counter,
-observed on the local
-clock: no two clocks are compared. An unreadable lease (none of ours is) is observed likewise, and taken over if it does
-not change.
+Every access to the file `lease` holds an flock on `lease.guard`, so check-and-set is atomic. A holder with the same
+boot id and pid namespace is judged by its process: gone means dead, stopped means alive. Any other holder is judged by
+its counter, observed over time on the local clock; clocks are not compared. An unreadable lease is observed in the same
+way, and taken over if it does not change.
 """
 
 import contextlib
@@ -33,10 +31,10 @@ STALE_SECONDS = 30.0
 """A holder on another machine is dead if its counter does not change for this long."""
 BEAT_SECONDS = 5.0
 SILENT_SECONDS = 10 * STALE_SECONDS
-"""A holder on another machine without a heartbeat for this long counts as not running. Not a proof that it is dead:
-clocks differ, and network file systems cache."""
+"""A holder on another machine without a heartbeat for this long counts as not running. It can still be alive: clocks
+differ, and network file systems cache."""
 GUARD_SECONDS = 20.0
-"""How long to wait for the guard, which is held for milliseconds, before giving up."""
+"""Timeout for the guard, which is normally held for milliseconds."""
 LEASE = "lease"
 GUARD = "lease.guard"
 _POLL_SECONDS = 0.01
@@ -46,62 +44,62 @@ log = logging.getLogger(__name__)
 
 class Lease:
     """Held from `acquire` to `release`.
-    A daemon thread increments the counter; `lost` becomes True when another process took over."""
+    A daemon thread increments the counter; `is_lost` becomes True if another process takes over."""
 
     def __init__(self, path: Path, stale_seconds: float, beat_seconds: float) -> None:
         self.path = path
-        self.lost = False
+        self.is_lost = False
         self._stale_seconds = stale_seconds
         self._beat_seconds = beat_seconds
         self._facts = {**this_process(), "token": uuid.uuid4().hex, "since": now()}
-        self._released = threading.Event()
+        self._release_event = threading.Event()
         self._thread = threading.Thread(target=self._beat, name=f"lease {path.name}", daemon=True)
 
     @classmethod
     def acquire(cls, path: Path, stale_seconds: float = STALE_SECONDS, beat_seconds: float = BEAT_SECONDS) -> "Lease":
         """Lock the save directory `path`, created if missing.
 
-        A dead holder on this machine is replaced at once, a silent one elsewhere after `stale_seconds`.
+        A dead holder on this machine is replaced at once, a silent holder elsewhere after `stale_seconds`.
 
         Raises:
-            RunError: another process, or this one, holds it; or the disk refuses.
+            RunError: this or another process already holds it, or the disk refuses.
         """
         lease = cls(path, stale_seconds, beat_seconds)
-        observed = lease._try_acquire(None)
-        if observed is not None:
+        holder_bytes = lease._try_acquire(None)
+        if holder_bytes is not None:
             log.warning(
-                "%s: waiting up to %g s to see whether its holder is alive: %s", path, stale_seconds, _holder(observed)
+                "%s: waiting up to %g s to see whether its holder is alive: %s",
+                path,
+                stale_seconds,
+                _holder(holder_bytes),
             )
             until = time.monotonic() + stale_seconds
-            while time.monotonic() < until and _read(path) == observed:
+            while time.monotonic() < until and _read(path) == holder_bytes:
                 time.sleep(min(1.0, stale_seconds / 20))
-            if lease._try_acquire(observed) is not None:
-                raise _held_error(path, _read(path) or observed)
+            if lease._try_acquire(holder_bytes) is not None:
+                raise _held_error(path, _read(path) or holder_bytes)
         lease._thread.start()
         return lease
 
     def confirm(self) -> None:
-        """Check that the lease is still ours; call it before anything of value is written.
+        """Check that this process still holds the lease; call it before writing anything important.
 
         Raises:
             RunError: another process took over while this one was stopped, or the lease was removed.
         """
-        if self._released.is_set():
+        if self._release_event.is_set():
             raise RunError(f"{self.path}: the lease was released. Open the run again to write.")
         self._check_owner()
-        if self.lost:
-            held = _read(self.path)
-            by = f"held by {_holder(held)} now" if held else "gone"
-            raise RunError(
-                f"{self.path}: this process no longer holds the lease (it is {by}), "
-                "so it stops here and writes nothing more."
-            )
+        if self.is_lost:
+            content = _read(self.path)
+            by = f"now held by {_holder(content)}" if content else "deleted"
+            raise RunError(f"{self.path}: this process no longer holds the lease ({by}), so it stops without writing.")
 
     def release(self) -> None:
-        """Unlock. Harmless when released, lost, or inherited by a forked process."""
-        if self._facts["pid"] != os.getpid() or self._released.is_set():
+        """Unlock. Does nothing if the lease is released, lost, or inherited by a forked process."""
+        if self._facts["pid"] != os.getpid() or self._release_event.is_set():
             return
-        self._released.set()
+        self._release_event.set()
         self._thread.join()
         try:
             with directory_lock(self.path, create=False):
@@ -109,7 +107,7 @@ class Lease:
                     (self.path / LEASE).unlink()
         except (OSError, RunError) as error:
             log.warning(
-                "%s: the lease could not be removed (%s); it counts as dead once this process has ended.",
+                "%s: the lease could not be removed (%s); it is stale once this process has ended.",
                 self.path,
                 error,
             )
@@ -124,7 +122,7 @@ class Lease:
         with directory_lock(self.path), writing(target):
             os.rename(self.path, target)
             (target / LEASE).unlink(missing_ok=True)
-            self._released.set()
+            self._release_event.set()
         self._thread.join()
 
     def __enter__(self) -> Self:
@@ -134,22 +132,22 @@ class Lease:
         self.release()
 
     def _try_acquire(self, silent: bytes | None) -> bytes | None:
-        """Take the lease if it is free, dead, or still the `silent` bytes.
-        Else return the bytes of a holder that must be observed.
+        """Take the lease if it is free, dead, or still equal to `silent`; return None.
+        Else return the bytes of the lease, to be observed.
 
         Raises:
             RunError: the holder is known to be alive.
         """
         with directory_lock(self.path):
-            held = _read(self.path)
-            if held is not None and held != silent:
-                alive = _alive(_parse(held))
+            content = _read(self.path)
+            if content is not None and content != silent:
+                alive = _alive(_parse(content))
                 if alive:
-                    raise _held_error(self.path, held)
+                    raise _held_error(self.path, content)
                 if alive is None:
-                    return held
-            if held is not None:
-                log.warning("%s: taking over from a dead holder: %s", self.path, _holder(held))
+                    return content
+            if content is not None:
+                log.warning("%s: taking over from a dead holder: %s", self.path, _holder(content))
             self._write(0)
         return None
 
@@ -158,16 +156,16 @@ class Lease:
 
     def _beat(self) -> None:
         beat = 0
-        while not self._released.wait(self._beat_seconds):
+        while not self._release_event.wait(self._beat_seconds):
             beat += 1
             try:
                 with directory_lock(self.path, create=False):
                     self._check_owner()
-                    if self.lost or self._released.is_set():
+                    if self.is_lost or self._release_event.is_set():
                         return
                     self._write(beat)
             except (OSError, RunError) as error:
-                # A full disk can have room again before another process takes over.
+                # A full disk can have space again before another process takes over.
                 log.warning("%s: no heartbeat: %s", self.path, error)
 
     def _check_owner(self) -> None:
@@ -176,29 +174,29 @@ class Lease:
         except RunError as error:
             log.warning("%s", error)
             return
-        if _parse(content).get("token") != self._facts["token"] and not self._released.is_set():
-            self.lost = True
+        if _parse(content).get("token") != self._facts["token"] and not self._release_event.is_set():
+            self.is_lost = True
 
 
 @dataclass(frozen=True)
 class Holder:
-    """Who holds a save directory, from its lease."""
+    """The holder of a save directory, from its lease."""
 
     is_dead: bool | None
-    """Whether there is no holder, or a dead one; None if that cannot be judged from here."""
+    """Whether there is no live holder; None if this cannot be judged from this machine."""
     host: str = ""
-    """The machine of its process; "" without a holder, or if the lease is unreadable."""
+    """Host name of the holder; "" without a holder, or if the lease is unreadable."""
     seconds: float | None = None
-    """Since the lease was renewed; None if nobody holds it.
-    For display only: compares the clock of the disk with ours, and is never negative. `is_dead` needs no clock."""
+    """Time since the lease was renewed; None without a holder.
+    For display only: it compares the clock of the disk with the local clock. Never negative."""
     beat: bytes = b""
-    """The lease itself: while it changes, its holder is alive."""
+    """Content of the lease: while it changes, the holder is alive."""
 
     @property
     def lost_contact(self) -> str:
         """ "lost contact 49 min ago" for a holder on another machine that was silent for `SILENT_SECONDS`; else "".
 
-        Sufficient to count the run as not running, not to delete anything: `is_dead` decides that.
+        Such a run counts as not running. To delete anything, check `is_dead`.
         """
         if self.seconds is None or self.seconds <= SILENT_SECONDS or self.is_dead is not None:
             return ""
@@ -224,7 +222,7 @@ def holder_of(path: Path) -> Holder:
 
 
 def this_process() -> dict[str, Any]:
-    """Identifies this process: host, boot, pid namespace, pid and (pids are reused) start time in clock ticks."""
+    """Identity of this process: host, boot id, pid namespace, pid, and start time in clock ticks (pids are reused)."""
     return {
         "host": socket.gethostname(),
         "boot_id": _boot_id(),
@@ -248,17 +246,17 @@ def directory_lock(path: Path, create: bool = True) -> Iterator[None]:
     """Hold the guard of the save directory `path`, for files that any process can write without the lease.
     Not reentrant.
 
-    create: make the directory if it is missing.
+    create: create the directory if it is missing.
 
     Raises:
-        RunError: held for too long, no locks on this file system, or the disk refuses.
+        RunError: timeout, locks are not supported, or the disk refuses.
     """
     with writing(path):
         descriptor = _open_guard(path, create)
     try:
         yield
     finally:
-        fcntl.flock(descriptor, fcntl.LOCK_UN)  # a forked child can hold a copy of the descriptor, and with it the lock
+        fcntl.flock(descriptor, fcntl.LOCK_UN)  # a forked child can have a copy of the descriptor, and with it the lock
         os.close(descriptor)
 
 
@@ -273,14 +271,12 @@ def _open_guard(path: Path, create: bool) -> int:
             if not create:
                 raise
             if time.monotonic() > until:  # not just moved away between the two lines above
-                raise RunError(
-                    f"{path}: the save directory cannot be made: it is gone each time that it was made."
-                ) from None
+                raise RunError(f"{path}: cannot create the save directory: it disappears each time.") from None
             time.sleep(_POLL_SECONDS)
             continue
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # If the directory was moved away while we waited, we hold the guard of another directory.
+            # If the directory was moved away meanwhile, this is the guard of the moved directory.
             if os.path.samestat(os.fstat(descriptor), os.stat(path / GUARD)):
                 return descriptor
         except FileNotFoundError:
@@ -294,7 +290,7 @@ def _open_guard(path: Path, create: bool) -> int:
         os.close(descriptor)
         if time.monotonic() > until:
             raise RunError(
-                f"{path / GUARD}: locked for {GUARD_SECONDS:g} s, not milliseconds. Is a process stopped in the middle?"
+                f"{path / GUARD}: locked for {GUARD_SECONDS:g} s. Check for a stopped process that holds it."
             )
         time.sleep(_POLL_SECONDS)
 
@@ -307,7 +303,7 @@ def _make_directory(path: Path) -> None:
         for folder in (path, *path.parents):
             if folder.is_symlink() and not folder.exists():
                 raise RunError(
-                    f"{folder}: a link to {os.readlink(folder)}, which is not there. Make it, or remove the link."
+                    f"{folder}: a link to {os.readlink(folder)}, which does not exist. Create it, or remove the link."
                 ) from None
             if folder.exists() and not folder.is_dir():
                 raise RunError(f"{folder}: a file where the save directory should be. Move it away.") from None
@@ -332,13 +328,13 @@ def _parse(content: bytes | None) -> dict[str, Any]:
 
 
 def _alive(facts: dict[str, Any]) -> bool | None:
-    """Whether the holder is alive; None if it cannot be judged from here."""
+    """Whether the holder is alive; None if this cannot be judged from this machine."""
     here = this_process()
-    same = all(here[key] is not None and facts.get(key) == here[key] for key in ("boot_id", "pid_namespace"))
-    if not same or type(facts.get("pid")) is not int:
+    is_same_machine = all(here[key] is not None and facts.get(key) == here[key] for key in ("boot_id", "pid_namespace"))
+    if not is_same_machine or type(facts.get("pid")) is not int:
         return None
-    started = process_start(facts["pid"])
-    return started is not None and started == facts.get("started")
+    start_ticks = process_start(facts["pid"])
+    return start_ticks is not None and start_ticks == facts.get("started")
 
 
 def _holder(content: bytes) -> str:

@@ -1,6 +1,6 @@
 """ledger.jsonl of a save directory: actions on the run, with time, person and reason. Append-only.
 
-Each event is one synced line. A partial line of a killed writer stays, on a line of its own, and readers skip it.
+Each event is one synced line. A partial line of a killed writer remains as a separate line, and readers skip it.
 """
 
 import contextlib
@@ -26,25 +26,25 @@ log = logging.getLogger(__name__)
 
 
 def event(name: str, **facts: Any) -> dict[str, Any]:
-    """An event `name` with the present time (UTC), the person (user@host) and `facts`, JSON values only."""
+    """An event `name` with the current time (UTC), the person (user@host) and `facts`, JSON values only."""
     return {"event": name, "when": environment.now(), "who": user_and_host(), **facts}
 
 
-def append(run: Path, what: Mapping[str, Any]) -> None:
-    """Add an `event` to the ledger of the save directory `run`; it is on the disk when this returns. Needs no lease.
+def append(run: Path, new_event: Mapping[str, Any]) -> None:
+    """Append `new_event` to the ledger of the save directory `run` and sync it to disk. Needs no lease.
 
-    An event is not added again if its "id" is in the ledger already: a step repeated after a crash is recorded once.
+    An event with an "id" that is already in the ledger is not added: a step repeated after a crash is recorded once.
 
     Raises:
         RunError: the disk refuses. The ledger is unchanged.
     """
     with jsonl_records.open_locked(run / FILE, mend=False) as file:
-        if what.get("id") is None or all(ids.get("id") != what["id"] for ids in read(run)):
-            file.append(what, ensure_ascii=False)
+        if new_event.get("id") is None or all(old.get("id") != new_event["id"] for old in read(run)):
+            file.append(new_event, ensure_ascii=False)
 
 
 def read(run: Path) -> list[dict[str, Any]]:
-    """Every event of the save directory `run`, the oldest first. Partial lines of killed writers are skipped.
+    """All events of the save directory `run`, the oldest first. Partial lines of killed writers are skipped.
 
     Raises:
         RunError: the file cannot be read.
@@ -55,7 +55,7 @@ def read(run: Path) -> list[dict[str, Any]]:
             lines = path.read_bytes().split(b"\n")
     except FileNotFoundError:
         return []
-    events, torn = [], []
+    events, partial_lines = [], []
     for number, line in enumerate(lines, start=1):
         if not line:
             continue
@@ -63,19 +63,18 @@ def read(run: Path) -> list[dict[str, Any]]:
         if parsed is not None and isinstance(parsed.get("event"), str):
             events.append(parsed)
         else:
-            torn.append(number)
-    if torn:
-        log.info("%s: passed over what killed writers left, in line %s.", path, ", ".join(map(str, torn)))
+            partial_lines.append(number)
+    if partial_lines:
+        log.info("%s: skipped partial lines of killed writers: line %s.", path, ", ".join(map(str, partial_lines)))
     return events
 
 
 @contextlib.contextmanager
 def attempt(run: Path, step: Callable[[], int], **facts: Any) -> Iterator[None]:
-    """Record that this attempt at the run in `run` starts, with `facts`, and at the end of the block why it stopped.
-    Collective.
+    """Record the start of this attempt at `run`, with `facts`, and at the end of the block why it stopped. Collective.
 
-    step: gives the number of finished optimizer steps. The start records the "code" (`environment.code_digest`); where
-    the start before ran other code, a line of the log says so.
+    step: returns the number of finished optimizer steps. The start records the "code" (`environment.code_digest`), and
+    logs a warning if the code differs from the last start.
     """
 
     def record(name: str, **more: Any) -> None:
@@ -88,12 +87,15 @@ def attempt(run: Path, step: Callable[[], int], **facts: Any) -> Iterator[None]:
             facts["code"] = environment.code_digest()
             if codes and codes[-1] != facts["code"]:
                 log.warning(
-                    "%s: continues with other code than at its last start (%s, now %s).", run, codes[-1], facts["code"]
+                    "%s: resumes with different code than at its last start (%s, now %s).",
+                    run,
+                    codes[-1],
+                    facts["code"],
                 )
         record("start", world_size=distributed.world_size(), **facts, **last_start(run))
     try:
         yield
-    except distributed.TrainingStopped as stopped:
+    except distributed.StopTraining as stopped:
         record("stop", why=stopped.reason.by)
         raise
     except UserError as error:
@@ -104,20 +106,20 @@ def attempt(run: Path, step: Callable[[], int], **facts: Any) -> Iterator[None]:
 
 
 def codes_of_starts(run: Path, step: int) -> list[str]:
-    """The "code" of the starts of the save directory `run` that recorded one, the oldest first.
+    """The "code" of the recorded starts of the save directory `run`, the oldest first.
 
-    Without those of which nothing is left: a later start was at the same step or before it. step: of the start that
-    comes now.
+    Starts that were fully overwritten, by a later start at the same step or before, are left out. step: step of the
+    current start.
     """
     remaining: list[dict[str, Any]] = []
     before: dict[int, list[dict[str, Any]]] = {}  # remaining events at each rewind, by its number
-    for parsed in read(run):
-        if parsed["event"] == "start":
-            remaining = [*(start for start in remaining if start["step"] < parsed["step"]), parsed]
-        elif parsed["event"] == "rewind" and "number" in parsed:
-            before[parsed["number"]] = remaining
-        elif parsed["event"] == "undo":
-            remaining = before.get(parsed.get("undoes", 0), remaining)
+    for entry in read(run):
+        if entry["event"] == "start":
+            remaining = [*(start for start in remaining if start["step"] < entry["step"]), entry]
+        elif entry["event"] == "rewind" and "number" in entry:
+            before[entry["number"]] = remaining
+        elif entry["event"] == "undo":
+            remaining = before.get(entry.get("undoes", 0), remaining)
     return [start["code"] for start in remaining if "code" in start and start["step"] < step]
 
 
@@ -125,20 +127,20 @@ def user_and_host() -> str:
     """user@host of this process."""
     try:
         user = getpass.getuser()
-    except (OSError, KeyError):  # no name for this number, as in many containers
+    except (OSError, KeyError):  # the user id has no name, as in many containers
         user = f"uid {os.getuid()}"
     return f"{user}@{socket.gethostname()}"
 
 
 @functools.cache
 def commit() -> str | None:
-    """The git commit of this code, with "+" if it has uncommitted changes; None if not known. Computed once."""
+    """The git commit of this code, with "+" for uncommitted changes; None if unknown. Computed once."""
     return _commit(code_version(ROOT))
 
 
 def last_start(run: Path) -> dict[str, str | None]:
     """ "commit" (see `commit`) and the scheduler's "job" of the last start of the save directory `run`,
-    from env.json; None if not known.
+    from env.json; None if unknown.
 
     Raises:
         RunError: env.json is damaged.
@@ -149,5 +151,5 @@ def last_start(run: Path) -> dict[str, str | None]:
 
 
 def _commit(facts: Mapping[str, Any]) -> str | None:
-    named = facts.get("commit")
-    return named and named + ("+" if facts.get("dirty") else "")
+    commit_hash = facts.get("commit")
+    return commit_hash and commit_hash + ("+" if facts.get("dirty") else "")

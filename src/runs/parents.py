@@ -14,46 +14,46 @@ Experiment = dict[str, Any]
 
 
 def parent_ids(exp: Experiment) -> list[str]:
-    """Ids of the experiments that `exp` names at any depth, in order of appearance, each once."""
+    """Ids of the parents named anywhere in `exp`, in order of appearance, without duplicates."""
     return list(dict.fromkeys(parent for parent, _ in parent_checkpoints(exp)))
 
 
 def parent_checkpoints(exp: Experiment) -> list[tuple[str, str]]:
-    """(id, "last" or "best") of the checkpoints that `exp` names at any depth, in order of appearance, each once."""
+    """(id, "last" or "best") of the checkpoints named anywhere in `exp`, in order of appearance, without duplicates."""
     return list(dict.fromkeys(_walk_checkpoints(exp)))
 
 
 def fingerprints(exp: Experiment, runs: Path) -> dict[str, str]:
     """{"<id>/<last or best>": fingerprint} of the checkpoints of all ancestors of `exp`.
 
-    A parent that was trained on top of another stores only the weights that it trained, so its parents count as well.
+    A parent that was itself trained from a parent stores only the weights that it trained, so all ancestors count.
 
     Raises:
         CheckpointError: a checkpoint is missing or damaged.
         RunError: the status of a parent is damaged.
     """
-    found: dict[str, str] = {}
+    digests: dict[str, str] = {}
 
     def visit(value: Experiment) -> None:
         for parent, which in parent_checkpoints(value):
             key = f"{parent}/{which}"
-            if key not in found:
+            if key not in digests:
                 folder = _find_checkpoint(SavedRun(runs / parent), which)
-                found[key] = checkpoints.fingerprint(folder)
+                digests[key] = checkpoints.fingerprint(folder)
                 visit(read_json(folder / "model.json", CheckpointError))
 
     visit(exp)
-    return found
+    return digests
 
 
 def _find_checkpoint(run: SavedRun, which: str, hashes: bool = True) -> Path:
-    """The checkpoint "last" or "best" of a finished run. hashes: as of `files.defect`."""
+    """The checkpoint "last" or "best" of a finished run. hashes: see `files.defect`."""
     if which == "last":
         return checkpoints.last(run, hashes)
-    found = checkpoints.best(run.path, hashes)
-    if found is None:
+    checkpoint = checkpoints.best(run.path, hashes)
+    if checkpoint is None:
         raise CheckpointError(f"{run.path}: has no best checkpoint. Use the last one.")
-    return found
+    return checkpoint
 
 
 def _walk_checkpoints(value: Any) -> Iterator[tuple[str, str]]:
@@ -67,15 +67,15 @@ def _walk_checkpoints(value: Any) -> Iterator[tuple[str, str]]:
             yield from _walk_checkpoints(item)
 
 
-def order(selected: Mapping[str, Experiment], known: Mapping[str, Experiment], with_parents: bool) -> list[str]:
-    """Ids of `selected`, parents before children and otherwise as given.
+def order(selected: Mapping[str, Experiment], candidates: Mapping[str, Experiment], with_parents: bool) -> list[str]:
+    """Ids of `selected`, parents before children, else in the given order.
 
-    selected, known: id -> dict; `known` holds every experiment that can be run.
-    with_parents: add the ancestors in `known`. A cycle is impossible: an id is the hash of a dict that holds its
-    parents' ids.
+    selected, candidates: id -> dict; `candidates` has every experiment that can run.
+    with_parents: add the ancestors in `candidates`. There are no cycles: an id is the hash of a dict that contains the
+    ids of its parents.
     """
-    everything = {**known, **selected}
-    ordered: list[str] = []
+    everything = {**candidates, **selected}
+    ids: list[str] = []
     visited: set[str] = set()
 
     def visit(name: str) -> None:
@@ -85,11 +85,11 @@ def order(selected: Mapping[str, Experiment], known: Mapping[str, Experiment], w
         for parent in parent_ids(everything[name]):
             visit(parent)
         if with_parents or name in selected:
-            ordered.append(name)
+            ids.append(name)
 
     for name in selected:
         visit(name)
-    return ordered
+    return ids
 
 
 def missing_parents(
@@ -101,22 +101,22 @@ def missing_parents(
     """One message for each parent of `exp` that is not in `ahead` and has no usable checkpoint:
     its id, the problem, and the remedy.
 
-    Only sizes of files are compared; `checkpoints.last` and `best` compare hashes when a checkpoint is used.
-    store: what is known of `places.runs`: each parent of many children is checked once. For equal `places` only.
+    This compares only file sizes; `checkpoints.last` and `best` compare hashes when a checkpoint is used.
+    store: cache of `places.runs`, so that a parent of many children is checked once. Use it only with equal `places`.
     """
     store = RunStore(places.runs) if store is None else store
-    found = []
+    messages = []
     for parent, which in parent_checkpoints(exp):
         if parent not in ahead:
-            lacks = store[parent].lacks
-            if which not in lacks:
-                lacks[which] = _describe_lack(store[parent], which, places)
-            if how := lacks[which]:
-                found.append(f"it starts from experiment {parent}, {how}")
-    return list(dict.fromkeys(found))
+            problems = store[parent].checkpoint_problems
+            if which not in problems:
+                problems[which] = _checkpoint_problem(store[parent], which, places)
+            if problem := problems[which]:
+                messages.append(f"it starts from experiment {parent}, {problem}")
+    return list(dict.fromkeys(messages))
 
 
-def _describe_lack(run: SavedRun, which: str, places: Places) -> str | None:
+def _checkpoint_problem(run: SavedRun, which: str, places: Places) -> str | None:
     parent = run.name
     try:
         state = run.state
@@ -129,11 +129,13 @@ def _describe_lack(run: SavedRun, which: str, places: Places) -> str | None:
         return f"which is still running in {run.path}. Wait until it is done."
     if parent in places.experiments:
         recipe = places.experiments[parent].get("recipe")
-        what = "has not been run" if state == "new" else f"is {state}, not done"
-        return f"which {what} (recipe {recipe!r}, wanted in {run.path}). Add --with-parents, or run its group first."
+        problem = "has not been run" if state == "new" else f"is {state}, not done"
+        return (
+            f"which {problem} (recipe {recipe!r}, expected in {run.path}). Add --with-parents, or run its group first."
+        )
     if state == "new":
         return (
             f"which is neither in exp_configs.py nor in {places.runs}. Use ref(...) of an experiment, or copy its "
-            f"save directory there."
+            "save directory there."
         )
     return f"which is {state}, not done, and no longer in exp_configs.py. Finish it with --exp_id {parent}."

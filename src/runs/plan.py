@@ -26,23 +26,23 @@ _PARENT = re.compile(r"experiment ([0-9a-f]{32})")
 
 
 @dataclass(frozen=True)
-class Planned:
-    """One experiment that is valid as written."""
+class PlannedExperiment:
+    """One validated experiment."""
 
     exp_id: str
     exp: Experiment
     """Canonical: the content of exp_dict.json. Its hash is the id."""
     recipe: RecipeConfig
     groups: tuple[str, ...]
-    """The groups that hold it, in order."""
+    """The groups that contain it, in order."""
     where: str
-    """Its first place, for messages, such as "crossattn_tiny[3]"."""
+    """Its first place, such as "crossattn_tiny[3]", for messages."""
     operational: Mapping[str, Any] = field(default_factory=dict)
     """Operational values by dotted path (`config.operational_field`): in `recipe`, but not in `exp`."""
 
     @property
     def set_arguments(self) -> list[str]:
-        """Arguments for trainval.py that set the operational values of a run that starts by its id."""
+        """Arguments for trainval.py that set the operational values of a run that is started by its id."""
         values = [f"{path}={json.dumps(value)}" for path, value in self.operational.items()]
         return ["--set", *values] if values else []
 
@@ -53,36 +53,38 @@ class Planned:
 
     @property
     def group(self) -> str:
-        """The first of its groups; "" if none is known."""
+        """The first of its groups; "" if unknown."""
         return self.groups[0] if self.groups else ""
 
 
 def read_groups() -> Any:
-    """EXP_GROUPS of exp_configs.py. A group with a refused grid is a `BrokenGroup`; it does not affect other groups.
+    """EXP_GROUPS of exp_configs.py. A group with an invalid grid is a `BrokenGroup` and does not affect other groups.
 
     Raises:
-        ConfigError: the file raises any other error.
+        ConfigError: the file raises another error.
     """
     with deferred_errors():
         return top_level("exp_configs", "EXP_GROUPS")
 
 
-def load(exp: Experiment, group: str, where: str) -> Planned:
-    """Validate one dict. group: "" if not known.
+def load(exp: Experiment, group: str, where: str) -> PlannedExperiment:
+    """Validate one dict. group: "" if unknown.
 
     Raises:
         ConfigError: one line for each mistake in it.
     """
     check_values(exp, where)
     recipe = load_experiment(exp, where)
-    spelled = canonical_dict(exp, recipe)
-    return Planned(exp_id(spelled), spelled, recipe, (group,) if group else (), where, operational_values(exp, recipe))
+    canonical = canonical_dict(exp, recipe)
+    return PlannedExperiment(
+        exp_id(canonical), canonical, recipe, (group,) if group else (), where, operational_values(exp, recipe)
+    )
 
 
-def describe_group(experiments: Any, known: Mapping[str, Planned]) -> str:
+def describe_group(experiments: Any, known_items: Mapping[str, PlannedExperiment]) -> str:
     """Recipe, model and data of a group, from the dict of its first experiment: "crossattn: bigcode/starcoder on nq".
 
-    known: for the name of the experiment that it starts from.
+    known_items: to look up the name of its parent.
     """
     if isinstance(experiments, BrokenGroup):
         return f"broken: {experiments.error}"
@@ -90,23 +92,23 @@ def describe_group(experiments: Any, known: Mapping[str, Planned]) -> str:
     model, data = (part if isinstance(part := first.get(name), dict) else {} for name in ("model", "data"))
     base = model["base"] if isinstance(model.get("base"), dict) else model
     parent = str(base.get("exp_id")) if base.get("name") == "experiment" else ""
-    trained = known[parent].where if parent in known else f"experiment {parent[:8]}" if parent else None
+    trained = known_items[parent].where if parent in known_items else f"experiment {parent[:8]}" if parent else None
     return (
         f"{first.get('recipe')}: {trained or base.get('path') or base.get('name')} on "
         f"{data.get('corpus') or data.get('name')}"
     )
 
 
-def replace_micro_batch(item: Planned, micro_batch: int | None) -> Planned:
-    """`item` to be started with another loop.micro_batch, of the same dict and id. None: `item` itself.
+def replace_micro_batch(item: PlannedExperiment, micro_batch: int | None) -> PlannedExperiment:
+    """`item` with a different loop.micro_batch for this start, and the same dict and id. None: `item` itself.
 
     Raises:
-        ConfigError: it does not train, or the sequences of a step are no multiple.
+        ConfigError: it does not train, or the sequences of a step are not a multiple of `micro_batch`.
     """
     if micro_batch is None:
         return item
     if not item.exp.get("loop"):
-        raise ConfigError("--micro_batch: it has no loop, so nothing is trained. Leave it out.")
+        raise ConfigError("--micro_batch: the experiment has no loop, so nothing is trained. Leave it out.")
     try:
         exp = set_path(item.with_operational, "loop.micro_batch", micro_batch, must_exist=True)
         return replace(item, recipe=load(exp, "", "").recipe)
@@ -114,39 +116,41 @@ def replace_micro_batch(item: Planned, micro_batch: int | None) -> Planned:
         raise ConfigError(f"--micro_batch {micro_batch}: {str(error).removeprefix('.')}") from None
 
 
-def load_groups(groups: Groups, names: Sequence[str], assignments: Sequence[tuple[str, Any]]) -> list[Planned]:
+def load_groups(
+    groups: Groups, names: Sequence[str], assignments: Sequence[tuple[str, Any]]
+) -> list[PlannedExperiment]:
     """Every experiment of the groups `names`, with the assignments of --set applied.
     "lm[3]" names one experiment of the group "lm".
 
-    What assignments make equal is planned once.
+    Experiments that become equal by assignments are planned once.
 
     Raises:
-        ConfigError: an unknown or empty group, every mistake of every experiment, or two experiments with one id.
+        ConfigError: an unknown or empty group, invalid experiments (all mistakes), or two experiments with the same id.
     """
-    planned: list[Planned] = []
+    items: list[PlannedExperiment] = []
     mistakes: list[str] = []
     for text in dict.fromkeys(names):
         name, places = _select(groups, text)
         for i in places:
             where = f"{name}[{i}]"
             try:
-                planned.append(load(_assign(groups[name][i], assignments, name, where), name, where))
+                items.append(load(_assign(groups[name][i], assignments, name, where), name, where))
             except ConfigError as error:
                 mistakes += str(error).splitlines()
     if mistakes:
         raise ConfigError("\n".join(merge_mistakes(mistakes)))
-    return _join_groups(planned, bool(assignments))
+    return _join_groups(items, bool(assignments))
 
 
 def load_combinations(
     groups: Groups, names: Sequence[str], combinations: Sequence[Sequence[tuple[str, Any]]]
-) -> list[Planned]:
-    """`load_groups` for each combination of assignments, which the places of the experiments name if there are several.
+) -> list[PlannedExperiment]:
+    """`load_groups` for each combination of assignments. The places of experiments include values that vary.
 
     Raises:
-        ConfigError: as `load_groups`.
+        ConfigError: see `load_groups`.
     """
-    planned: dict[str, Planned] = {}
+    items_by_id: dict[str, PlannedExperiment] = {}
     for assignments in combinations:
         differs = [
             f" {path}={value}"
@@ -154,14 +158,14 @@ def load_combinations(
             if len({str(each[i][1]) for each in combinations}) > 1
         ]
         for item in load_groups(groups, names, assignments):
-            planned.setdefault(item.exp_id, replace(item, where=item.where + "".join(differs)))
-    return list(planned.values())
+            items_by_id.setdefault(item.exp_id, replace(item, where=item.where + "".join(differs)))
+    return list(items_by_id.values())
 
 
 def _select(groups: Groups, text: str) -> tuple[str, Sequence[int]]:
     """The group that `text` names, and the indices in it: "lm" all, "lm[3]" one."""
-    one = None if text in groups else _ONE.fullmatch(text)
-    name = one[1] if one else text
+    match = None if text in groups else _ONE.fullmatch(text)
+    name = match[1] if match else text
     if name not in groups:
         raise unknown("group", name, groups, "-e")
     group = groups[name]
@@ -171,16 +175,15 @@ def _select(groups: Groups, text: str) -> tuple[str, Sequence[int]]:
         raise ConfigError(f"{name}: expected a list of experiments, got {type(group).__name__}.")
     if not group:
         raise ConfigError(f"{name}: has no experiments.")
-    if one is None:
+    if match is None:
         return name, range(len(group))
-    if int(one[2]) >= len(group):
+    if int(match[2]) >= len(group):
         raise ConfigError(f"-e {text}: the group has the experiments {name}[0] to {name}[{len(group) - 1}].")
-    return name, [int(one[2])]
+    return name, [int(match[2])]
 
 
 def _assign(exp: Experiment, assignments: Sequence[tuple[str, Any]], group: str, where: str) -> Experiment:
-    """`exp` with the assignments applied.
-    Errors name the group: a path rarely fails for only one of its experiments."""
+    """`exp` with the assignments applied. Errors name the group, since a wrong path fails for all its experiments."""
     if assignments:
         check_values(exp, where)
     for path, value in assignments:
@@ -191,25 +194,25 @@ def _assign(exp: Experiment, assignments: Sequence[tuple[str, Any]], group: str,
     return exp
 
 
-def load_all(groups: Groups) -> dict[str, Planned]:
-    """Every valid experiment of `groups` by its id."""
-    planned: dict[str, Planned] = {}
+def load_all(groups: Groups) -> dict[str, PlannedExperiment]:
+    """Every valid experiment of `groups` by id."""
+    items_by_id: dict[str, PlannedExperiment] = {}
     for name, experiments in groups.items():
         for i, exp in enumerate(
             experiments if isinstance(experiments, list) and not isinstance(experiments, BrokenGroup) else []
         ):
             with contextlib.suppress(ConfigError):
                 item = load(exp, name, f"{name}[{i}]")
-                planned.setdefault(item.exp_id, item)
-    return planned
+                items_by_id.setdefault(item.exp_id, item)
+    return items_by_id
 
 
-def _join_groups(planned: list[Planned], made_equal: bool) -> list[Planned]:
-    """Each id once, with all groups that hold it. made_equal: a group can contain it twice."""
-    places: dict[str, list[Planned]] = {}
-    for item in planned:
-        others = places.setdefault(item.exp_id, [])
-        for other in others:
+def _join_groups(planned_items: list[PlannedExperiment], made_equal: bool) -> list[PlannedExperiment]:
+    """Each id once, with all groups that contain it. made_equal: allow duplicates within a group."""
+    places: dict[str, list[PlannedExperiment]] = {}
+    for item in planned_items:
+        equal_items = places.setdefault(item.exp_id, [])
+        for other in equal_items:
             if other.exp != item.exp:
                 raise ConfigError(
                     f"{item.where} and {other.where} differ but share the id {item.exp_id}. "
@@ -217,19 +220,21 @@ def _join_groups(planned: list[Planned], made_equal: bool) -> list[Planned]:
                 )
             if other.groups == item.groups and not made_equal:
                 raise ConfigError(f"{item.where} is the same experiment as {other.where}. Remove one of them.")
-        others.append(item)
-    return [replace(items[0], groups=tuple(dict.fromkeys(item.group for item in items))) for items in places.values()]
+        equal_items.append(item)
+    return [
+        replace(same_id[0], groups=tuple(dict.fromkeys(item.group for item in same_id))) for same_id in places.values()
+    ]
 
 
-def find(prefix: str, known: Mapping[str, Planned], runs: Path) -> Planned:
+def find(prefix: str, known_items: Mapping[str, PlannedExperiment], runs: Path) -> PlannedExperiment:
     """The experiment with an id that starts with `prefix`, from exp_configs.py or its save directory,
     with the groups recorded there.
 
     Raises:
-        ConfigError: neither has it, or there are several.
+        ConfigError: there is no such experiment, or several.
         RunError: the dict in the save directory is damaged, or has another id.
     """
-    ids = {name for name in known if name.startswith(prefix)}
+    ids = {name for name in known_items if name.startswith(prefix)}
     ids |= set(RunStore(runs).ids(prefix))
     if prefix not in ids and len(ids) > 1:
         raise ConfigError(
@@ -238,30 +243,32 @@ def find(prefix: str, known: Mapping[str, Planned], runs: Path) -> Planned:
     prefix = prefix if prefix in ids or not ids else ids.pop()
     run = SavedRun(runs / prefix)
     file = run.path / EXP_DICT
-    if prefix in known:
-        item = known[prefix]
+    if prefix in known_items:
+        item = known_items[prefix]
     elif file.exists():
         item = load(run.exp, "", str(file))
         if item.exp_id != prefix:
-            raise RunError(
-                f"{file}: as numbers are spelled now its id is {item.exp_id}, not {prefix}. Train that one with -e."
-            )
+            raise RunError(f"{file}: its canonical id is {item.exp_id}, not {prefix}. Train that one with -e.")
     else:
         raise ConfigError(f"--exp_id {prefix}: neither in exp_configs.py nor in {runs}.")
     return replace(item, groups=tuple(run.groups) or item.groups)
 
 
-def add_parents(selected: Sequence[Planned], known: Mapping[str, Planned], add: bool) -> list[Planned]:
-    """`selected` with parents before children. add: with their ancestors in `known`."""
-    chosen = {item.exp_id: item for item in selected}
-    everything = {**known, **chosen}
-    ordered = parents.order({i: p.exp for i, p in chosen.items()}, {i: p.exp for i, p in known.items()}, add)
-    return [everything[name] for name in ordered]
+def add_parents(
+    selected: Sequence[PlannedExperiment], known_items: Mapping[str, PlannedExperiment], add: bool
+) -> list[PlannedExperiment]:
+    """`selected` with parents before children. add: also their ancestors in `known_items`."""
+    selected_items = {item.exp_id: item for item in selected}
+    everything = {**known_items, **selected_items}
+    ordered_ids = parents.order(
+        {i: p.exp for i, p in selected_items.items()}, {i: p.exp for i, p in known_items.items()}, add
+    )
+    return [everything[name] for name in ordered_ids]
 
 
 @remember_calls()
 def find_problems(  # noqa: PLR0913, PLR0917
-    planned: Sequence[Planned],
+    items: Sequence[PlannedExperiment],
     places: Places,
     reset: Container[str] = (),
     ahead: Collection[str] = (),
@@ -269,57 +276,57 @@ def find_problems(  # noqa: PLR0913, PLR0917
     here: bool = False,
     store: RunStore | None = None,
 ) -> dict[str, list[str]]:
-    """Problems of each experiment, by id. Loads no model.
+    """Error messages for each experiment, by id. Loads no model.
 
-    reset: ids that start over. Other experiments that are done are not checked.
-    ahead: ids of jobs that end before: as parents they are not missing. So are those that come earlier in `planned`.
+    reset: ids that start over. Other finished experiments are not checked.
+    ahead: ids of jobs that end before these; they, and earlier `items`, do not count as missing parents.
     micro_batch: see `replace_micro_batch`.
-    here: whether they are to run on this machine, so that its devices are looked at too.
-    store: what has been read of `places.runs`.
+    here: whether they will run on this machine, so that its devices are checked.
+    store: cache of `places.runs`.
     """
     problems: dict[str, list[str]] = {}
     before = set(ahead)
     store = RunStore(places.runs) if store is None else store
-    for item in planned:
-        lacks: list[str] = []
+    for item in items:
+        messages: list[str] = []
         try:
             if item.exp_id not in reset and store[item.exp_id].state == "done":
                 continue
         except UserError as error:
-            lacks.append(str(error))
-        lacks += parents.missing_parents(item.exp, places, before, store)
+            messages.append(str(error))
+        messages += parents.missing_parents(item.exp, places, before, store)
         try:
             replace_micro_batch(item, micro_batch).recipe.check(places)
             if here:
                 item.recipe.check_device()
         except UserError as error:
-            lacks.append(str(error))
-        if lacks:
-            problems[item.exp_id] = [f"{item.where}: {line}" for lack in lacks for line in lack.splitlines()]
+            messages.append(str(error))
+        if messages:
+            problems[item.exp_id] = [f"{item.where}: {line}" for message in messages for line in message.splitlines()]
         before.add(item.exp_id)
     return problems
 
 
-def merge_problems(lacks: Mapping[str, Sequence[str]], known: Mapping[str, Planned]) -> list[str]:
-    """What `find_problems` found, each cause once, with the places of `known` parents."""
+def merge_problems(problems: Mapping[str, Sequence[str]], known_items: Mapping[str, PlannedExperiment]) -> list[str]:
+    """The messages of `find_problems`, without duplicates, with the places of parents in `known_items`."""
 
     def name(match: re.Match[str]) -> str:
-        return f"{known[match[1]].where} ({match[1]})" if match[1] in known else match[0]
+        return f"{known_items[match[1]].where} ({match[1]})" if match[1] in known_items else match[0]
 
     return [
         _PARENT.sub(name, line)
-        for line in merge_mistakes(message for messages in lacks.values() for message in messages)
+        for line in merge_mistakes(message for messages in problems.values() for message in messages)
     ]
 
 
 def merge_mistakes(lines: Iterable[str]) -> list[str]:
-    """Each cause once, with its first place and how many more: "lm[0].model and 7 more: unknown key 'stride'"."""
+    """Merge lines with the same cause: "lm[0].model and 7 more: unknown key 'stride'"."""
     places: dict[tuple[str, str], list[str]] = {}
     for line in dict.fromkeys(lines):
         match = _MISTAKE.fullmatch(line)
         key, place = ((match["path"], match["text"]), match["place"] + match["set"]) if match else (("", line), "")
         places.setdefault(key, []).append(place)
     return [
-        f"{found[0]}{f' and {len(found) - 1} more' * (len(found) > 1)}: {text}" if found[0] else text
-        for (_, text), found in places.items()
+        f"{matches[0]}{f' and {len(matches) - 1} more' * (len(matches) > 1)}: {text}" if matches[0] else text
+        for (_, text), matches in places.items()
     ]

@@ -21,7 +21,7 @@ from src.runs.environment import now
 from src.runs.history import journal
 from src.runs.lease import GUARD, LEASE, Lease, directory_lock
 from src.runs.scores import SCORES, Scores
-from src.runs.store import CONFIG, DELETED, DIFF, ENV, EXP_DICT, GROUPS, JOB, REMARKS, STATUS, SavedRun, State
+from src.runs.store import CONFIG, DELETED_FOLDER, DIFF, ENV, EXP_DICT, GROUPS, JOB, REMARKS, STATUS, SavedRun, State
 from src.runs.summary import SUMMARY, summarize
 
 _SHOWN_CHANGES = 10
@@ -33,8 +33,8 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class RunDir:
-    """Opened for writing by one process (`open`), or for reading by any (`attach`).
-    As a context manager it unlocks on exit."""
+    """Opened for writing by one process (`open`), or for reading by any process (`attach`).
+    A context manager that unlocks on exit."""
 
     path: Path
     exp_id: str
@@ -42,9 +42,9 @@ class RunDir:
     """Canonical dict of the experiment."""
     attempt: int
     lease: Lease | None
-    """None: attached, read-only."""
-    found: SavedRun
-    """As it was when it was opened."""
+    """None if attached (read-only)."""
+    saved_run: SavedRun
+    """The run as it was when it was opened."""
 
     @classmethod
     def open(
@@ -59,21 +59,21 @@ class RunDir:
     ) -> "RunDir":
         """Lock <runs>/<id>, created if missing, and check that it belongs to `exp`.
 
-        Its status is then "running", unless it is "done": of a finished run only the groups change.
+        Sets the status to "running", except for a finished run, of which only the groups change.
 
-        exp: canonical (`registry.canonical_dict`). resolved: with every default (`registry.resolved_dict`).
+        exp: canonical (`registry.canonical_dict`). resolved: with all defaults (`registry.resolved_dict`).
         recipe: the typed experiment. Fields that were added (`added_field`) after the run started can be missing in
         config.json.
-        reset: 1 first moves an older directory to <runs>/deleted/<id>, or <id>.1, <id>.2, … if that exists.
+        reset: 1 first moves an existing directory to <runs>/deleted/<id>, or <id>.1, <id>.2, … if that exists.
             The recorded groups and the submitted job remain.
         facts: for env.json; "groups" lists the groups of this start, and "diff", if any, goes to diff.patch.
 
         An unreadable exp_dict.json is rewritten, as the directory's name is the hash of its content.
 
         Raises:
-            ConfigError: `exp` holds a value that cannot be hashed faithfully.
-            RunError: held by another process; another dict with the same id; defaults that changed since the start;
-                a damaged file; a disk that refuses.
+            ConfigError: `exp` has a value that cannot be hashed faithfully.
+            RunError: another process holds the lease; another dict has the same id; defaults have changed since the
+                start; a file is damaged; or the disk refuses.
         """
         if reset not in (0, 1):
             raise ConfigError(f"-r: expected 0 (continue) or 1 (start over), got {reset}.")
@@ -85,12 +85,12 @@ class RunDir:
             _sweep(path)
             journal.finish(path)
             if reset and _is_used(path):
-                backup = _free_backup_path(runs / DELETED, identity)
+                backup = _free_backup_path(runs / DELETED_FOLDER, identity)
                 lease.move_directory(backup)
                 lease = Lease.acquire(path)
                 _restore_notes(backup, path)
-            found = SavedRun(path)
-            run = cls(path, identity, exp, found.attempts, lease, found)
+            saved_run = SavedRun(path)
+            run = cls(path, identity, exp, saved_run.attempts, lease, saved_run)
             run._check_dict()
             run._check_config(dict(resolved), recipe)
             run._begin(dict(facts or {}))
@@ -101,13 +101,13 @@ class RunDir:
 
     @classmethod
     def attach(cls, path: Path) -> "RunDir":
-        """Read a directory that another process can hold: no lock, and every writing method raises RunError.
+        """Open a directory for reading, without the lock: every writing method raises RunError.
 
         Raises:
-            RunError: there is no experiment in `path`, or its exp_dict.json is damaged.
+            RunError: `path` has no experiment, or its exp_dict.json is damaged.
         """
-        found = SavedRun(path)
-        return cls(path, path.name, found.exp, found.attempts, None, found)
+        saved_run = SavedRun(path)
+        return cls(path, path.name, saved_run.exp, saved_run.attempts, None, saved_run)
 
     @property
     def logs(self) -> Path:
@@ -116,14 +116,14 @@ class RunDir:
 
     @cached_property
     def scores(self) -> Scores:
-        """The scores of this run. A single object, as it caches the last step."""
+        """The scores of this run. One cached object, as it remembers the last step."""
         return Scores(self.path / SCORES, read_only=self.lease is None)
 
     def confirm(self) -> None:
         """Check that this process still holds the lock; call it before writing checkpoints and scores.
 
         Raises:
-            RunError: attached only, or the lease was lost.
+            RunError: attached for reading, or the lease was lost.
         """
         if self.lease is None:
             raise RunError(f"{self.path}: opened for reading only; the process that holds the lease writes.")
@@ -135,7 +135,7 @@ class RunDir:
         Earlier facts of this attempt remain, except for a reason. Adds the last value of each score: see `summary`.
 
         Raises:
-            RunError: attached only, the lease was lost, or the disk refuses.
+            RunError: attached for reading, the lease was lost, or the disk refuses.
         """
         self._replace_status(self.status(), state, facts)
 
@@ -160,7 +160,7 @@ class RunDir:
         return SavedRun(self.path).status
 
     def close(self) -> None:
-        """Unlock. Harmless a second time."""
+        """Unlock. Can be called twice."""
         if self.lease is not None:
             self.lease.release()
 
@@ -178,7 +178,7 @@ class RunDir:
             try:
                 saved = read_json(file, RunError)
             except RunError as error:
-                log.warning("%s Writing it again: the id proves its content.", error)
+                log.warning("%s Rewriting it: the id determines its content.", error)
             else:
                 changes = differences(saved, self.exp)
                 if changes:
@@ -204,12 +204,12 @@ class RunDir:
             policy = [change for change in changes if f"{change[0]}.".startswith(tuple(f"{path}." for path in paths))]
             if len(policy) < len(changes):
                 raise RunError(
-                    f"{file}: this run was started with other defaults: "
+                    f"{file}: this run was started with different defaults: "
                     f"{_describe([c for c in changes if c not in policy])}. "
-                    "To continue it, restore the old defaults; to have both, write the value into the dict (a new "
-                    "id); to start over, -r 1."
+                    "To resume it, restore the old defaults; to run both, write the value into the dict (a new id); "
+                    "to start over, use -r 1."
                 )
-            if not policy or self.found.status["state"] == "done":
+            if not policy or self.saved_run.status["state"] == "done":
                 return
             ledger.append(self.path, ledger.event("policy", changes={path: [old, new] for path, old, new in policy}))
             log.info("%s: %s, from this start on", self.path, _describe(policy))
@@ -217,8 +217,8 @@ class RunDir:
 
     def _begin(self, facts: dict[str, Any]) -> None:
         """Record the environment of this attempt, and the status "running"."""
-        self.found.join_groups(facts.get("groups", ()))
-        if self.found.status["state"] == "done":
+        self.saved_run.join_groups(facts.get("groups", ()))
+        if self.saved_run.status["state"] == "done":
             return
         self.attempt += 1
         diff = facts.pop("diff", None)
@@ -229,7 +229,7 @@ class RunDir:
             write_atomic(history / DIFF, diff.encode("utf-8", "surrogateescape"))
         for folder in (history, self.path):
             write_json(folder / ENV, {"attempt": self.attempt, **facts})
-        self._replace_status(self.found.status, "running", {})
+        self._replace_status(self.saved_run.status, "running", {})
 
 
 def start_over(path: Path) -> None:
@@ -244,7 +244,7 @@ def start_over(path: Path) -> None:
     with Lease.acquire(path) as lease:
         _sweep(path)
         if _is_used(path):
-            backup = _free_backup_path(path.parent / DELETED, path.name)
+            backup = _free_backup_path(path.parent / DELETED_FOLDER, path.name)
             lease.move_directory(backup)
             SavedRun(path).join_groups(SavedRun(backup).groups)
         with writing(path):
@@ -256,33 +256,33 @@ def differences(old: Any, new: Any) -> list[tuple[str, str, str]]:
     before, after = (
         {key: json.dumps(value, sort_keys=True) for key, value in flatten(each).items()} for each in (old, new)
     )
-    shown = [(key, before.get(key, "absent"), after.get(key, "absent")) for key in before | after]
-    return [change for change in shown if change[1] != change[2]]
+    values = [(key, before.get(key, "absent"), after.get(key, "absent")) for key in before | after]
+    return [change for change in values if change[1] != change[2]]
 
 
 def _describe(changes: list[tuple[str, str, str]]) -> str:
-    shown = [f"{key or 'value'} was {old:.60}, is now {new:.60}" for key, old, new in changes[:_SHOWN_CHANGES]]
-    return "; ".join(shown + ([f"and {more} more"] if (more := len(changes) - _SHOWN_CHANGES) > 0 else []))
+    lines = [f"{key or 'value'} was {old:.60}, is now {new:.60}" for key, old, new in changes[:_SHOWN_CHANGES]]
+    return "; ".join(lines + ([f"and {more} more"] if (more := len(changes) - _SHOWN_CHANGES) > 0 else []))
 
 
 def _is_used(path: Path) -> bool:
-    """Whether there is any file but those written before a start."""
+    """Whether the directory has files other than those written before a start."""
     return any(entry.name not in _BEFORE_A_START for entry in path.iterdir())
 
 
-def _free_backup_path(deleted: Path, identity: str) -> Path:
-    """The first free name: no older backup is replaced."""
-    with writing(deleted):
-        os.makedirs(deleted, exist_ok=True)
-    number, target = 0, deleted / identity
+def _free_backup_path(folder: Path, identity: str) -> Path:
+    """The first unused name for a backup."""
+    with writing(folder):
+        os.makedirs(folder, exist_ok=True)
+    number, target = 0, folder / identity
     while target.exists():
         number += 1
-        target = deleted / f"{identity}.{number}"
+        target = folder / f"{identity}.{number}"
     return target
 
 
 def _sweep(path: Path) -> None:
-    """Delete temporary files of killed writers. Writers hold the lease, as this process does, or the guard."""
+    """Delete temporary files of killed writers. All writers hold the lease, as this process does, or the guard."""
     with directory_lock(path), writing(path):
         for folder in (path, path / "checkpoints", *path.glob("attempts/*")):
             for entry in folder.glob(".*"):

@@ -34,37 +34,36 @@ class Scores:
         self.path = path
         self._read_only = read_only
         self._last_step: int | None = None
-        self._mended = False
-        self._unsynced = False
+        self._is_repaired = False
+        self._has_unsynced_rows = False
 
     def append(self, row: Mapping[str, Any], durable: bool = True) -> None:
-        """Append a row of numbers with an int "step" greater than that of the last row.
-        durable: it is on the disk when this returns.
+        """Append a row of numbers with an int "step" greater than that of the last row. durable: sync it to disk.
 
-        NaN and infinity become null, as JSON has neither: one undefined metric must not end a training.
+        NaN and infinity become null, as JSON has neither: an undefined metric must not end a training.
 
         Raises:
             RunError: the disk refuses. The file is unchanged.
         """
         self._check_writable()
         values = self._json_values(row)
-        if not self._mended:
+        if not self._is_repaired:
             self.truncate(math.inf)  # a killed process can leave a partial line
         step = row["step"]
         if self._last_step is not None and step <= self._last_step:
             raise ValueError(f"{self.path}: step {step} cannot follow step {self._last_step}: truncate first.")
         jsonl_records.append(self.path, [values], durable)
-        self._unsynced = not durable
+        self._has_unsynced_rows = not durable
         self._last_step = step
 
     def sync(self) -> None:
-        """Have the rows so far on the disk when this returns.
+        """Sync the rows so far to disk.
 
         Raises:
             RunError: the disk refuses.
         """
-        if self._unsynced:
-            self._unsynced = False
+        if self._has_unsynced_rows:
+            self._has_unsynced_rows = False
             with writing(self.path), open(self.path, "rb") as file:
                 os.fsync(file.fileno())
             sync_directory(self.path.parent)
@@ -78,12 +77,12 @@ class Scores:
         """
         self._check_writable()
         *before, (_, last) = self._read_lines()
-        added = self._json_values({**scores, "step": last["step"]})
-        lines = [*(line for line, _ in before), json.dumps({**last, **added}).encode()]
+        new_values = self._json_values({**scores, "step": last["step"]})
+        lines = [*(line for line, _ in before), json.dumps({**last, **new_values}).encode()]
         write_atomic(self.path, b"".join(line + b"\n" for line in lines))
 
     def rows(self) -> list[Row]:
-        """Every complete row. A last line without newline was cut by a crash and is left out.
+        """All complete rows. A last line without newline was truncated by a crash and is left out.
 
         Raises:
             DataError: a line that is not a row; names the file and the line.
@@ -92,7 +91,7 @@ class Scores:
         return [row for _, row in self._read_lines()]
 
     def truncate(self, step: float) -> None:
-        """Drop the rows after `step`, from which a run resumes, and a line that was cut by a crash.
+        """Drop the rows after `step`, from which a run resumes, and a partial line from a crash.
 
         Raises:
             DataError: a line that is not a row.
@@ -105,13 +104,13 @@ class Scores:
             with writing(self.path):
                 os.truncate(self.path, size)
         self._last_step = rows[-1][1]["step"] if rows else None
-        self._mended = True
+        self._is_repaired = True
 
     def export_haven(self) -> None:
         """Write the rows to score_list.pkl; null becomes NaN, which haven's tables skip.
 
         Raises:
-            RunError: the disk refuses. An older score_list.pkl stays.
+            RunError: the disk refuses. An older score_list.pkl is unchanged.
         """
         self._check_writable()
         rows = [{key: math.nan if value is None else value for key, value in row.items()} for row in self.rows()]
@@ -122,7 +121,7 @@ class Scores:
             raise RunError(f"{self.path}: opened for reading only; the process that holds the lease writes.")
 
     def _json_values(self, row: Mapping[str, Any]) -> Row:
-        """The row as it is written."""
+        """The row with JSON values."""
         if type(row.get("step")) is not int:
             raise TypeError(f"{self.path}: a row needs an int 'step', got {row!r}.")
         values = {"step": row["step"]}
@@ -136,7 +135,7 @@ class Scores:
         return values
 
     def _read_lines(self) -> list[tuple[bytes, Row]]:
-        """Complete lines, without their newlines, with their rows."""
+        """(line without newline, row) for each complete line."""
         lines = jsonl_records.complete_lines(self.path)
         return list(zip(lines, parse_lines(lines, self.path), strict=True))
 
@@ -156,7 +155,7 @@ def parse_lines(lines: Sequence[bytes], path: Path) -> list[Row]:
 
 def _load_list(text: bytes) -> list[Any]:
     """A JSON list; empty if it is malformed. An integer of more than 64 bits becomes a float."""
-    import orjson  # 20 ms, which a start need not spend
+    import orjson  # takes 20 ms; not needed at start
 
     with contextlib.suppress(ValueError):  # json also reads NaN, and halves of surrogate pairs
         return orjson.loads(text)
@@ -178,13 +177,13 @@ def last_row(path: Path) -> Row | None:
 
 
 def read_score_list(path: Path) -> list[dict[str, Any]]:
-    """The rows of a score_list.pkl that haven wrote, with numpy's scalars as Python numbers,
-    and `Opaque` for all that is no plain value.
+    """The rows of a score_list.pkl that haven wrote, with numpy scalars as Python numbers,
+    and `Opaque` for other objects.
 
-    Nothing that the file names is imported or called, so an untrusted file cannot run code.
+    Imports and calls nothing that the file names, so an untrusted file cannot run code.
 
     Raises:
-        DataError: the file is damaged, or holds anything but a list of dicts.
+        DataError: the file is damaged, or is not a list of dicts.
     """
     try:
         with reading(path, DataError):
@@ -202,8 +201,8 @@ def read_score_list(path: Path) -> list[dict[str, Any]]:
 
 
 class Opaque:
-    """A value, function or class of a pickle that is not read, as `<numpy.ndarray>`.
-    Its content in the pickle is dropped."""
+    """Placeholder for an object of a pickle that is not read, shown as `<numpy.ndarray>`.
+    Its content is dropped."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -212,7 +211,7 @@ class Opaque:
         return f"<{self.name}>"
 
     def append(self, _: Any) -> None:
-        """An instance of a subclass of list."""
+        """For instances of subclasses of list."""
 
     extend = add = append
 
@@ -220,7 +219,7 @@ class Opaque:
 
 
 class _Dtype(Opaque):
-    """numpy.dtype, so that numpy is not imported."""
+    """Stands in for numpy.dtype, without importing numpy."""
 
     def __init__(self, code: str) -> None:
         super().__init__("numpy.dtype")
@@ -233,7 +232,7 @@ _FORMATS: dict[str, str] = dict(
 
 
 def _scalar(dtype: _Dtype, data: bytes) -> Any:
-    if dtype.code not in _FORMATS:  # a date, a text
+    if dtype.code not in _FORMATS:  # such as a date or a string
         return Opaque(f"numpy.{dtype.code}")
     return struct.unpack(dtype.order + _FORMATS[dtype.code], data)[0]
 
@@ -255,30 +254,30 @@ _REBUILDERS = {
     "_frombuffer": "numpy.ndarray",
     "_rebuild_parameter": "torch.Parameter",
 }
-"""Functions that pickles name for a value, and the value."""
+"""Function in a pickle that rebuilds an object -> name of the object."""
 
 
-def _construct(called: Any, arguments: Any) -> Any:
-    if not isinstance(called, Opaque) or not isinstance(arguments, tuple):
-        raise pickle.UnpicklingError(f"a call of {type(called).__name__}")
-    if constructors := _CONSTRUCTORS.get(called.name):
-        return constructors(*arguments)
-    function = called.name.rpartition(".")[2]
-    if function.startswith("_rebuild_tensor"):
+def _construct(function: Any, arguments: Any) -> Any:
+    if not isinstance(function, Opaque) or not isinstance(arguments, tuple):
+        raise pickle.UnpicklingError(f"a call of {type(function).__name__}")
+    if constructor := _CONSTRUCTORS.get(function.name):
+        return constructor(*arguments)
+    name = function.name.rpartition(".")[2]
+    if name.startswith("_rebuild_tensor"):
         return Opaque("torch.Tensor")
-    if function in _REBUILDERS:
+    if name in _REBUILDERS:
         of_class = arguments[0] if arguments and isinstance(arguments[0], Opaque) else None
-        return Opaque(of_class.name if of_class and function != "_frombuffer" else _REBUILDERS[function])
-    return Opaque(called.name)
+        return Opaque(of_class.name if of_class and name != "_frombuffer" else _REBUILDERS[name])
+    return Opaque(function.name)
 
 
 _Unpickler: Any = pickle._Unpickler  # pyright: ignore[reportAttributeAccessIssue]  not in its stubs
 
 
 class _ScoreListReader(_Unpickler):
-    """Reads a pickle and calls nothing that it names.
+    """Reads a pickle without calling anything that it names.
 
-    It is Python's own, written in Python: that in C reserves as much memory as a damaged number says, 64 GB or more.
+    Uses Python's unpickler in Python: the one in C can allocate 64 GB or more for a damaged length.
     """
 
     dispatch: ClassVar = dict(_Unpickler.dispatch)
@@ -296,8 +295,8 @@ class _ScoreListReader(_Unpickler):
     def get_extension(self, code: int) -> None:
         self.append(Opaque(f"extension {code}"))
 
-    def _instantiate(self, called: Any, arguments: Any) -> None:
-        self.append(_construct(called, tuple(arguments)))
+    def _instantiate(self, function: Any, arguments: Any) -> None:
+        self.append(_construct(function, tuple(arguments)))
 
     def load_reduce(self) -> None:
         arguments = self.stack.pop()
@@ -308,9 +307,9 @@ class _ScoreListReader(_Unpickler):
         self.load_reduce()
 
     def load_build(self) -> None:
-        state, constructors = self.stack.pop(), self.stack[-1]
-        if isinstance(constructors, _Dtype):
-            constructors.order = state[1] if state[1] in (">", "=") else "<"
+        state, instance = self.stack.pop(), self.stack[-1]
+        if isinstance(instance, _Dtype):
+            instance.order = state[1] if state[1] in (">", "=") else "<"
 
     def load_bytearray8(self) -> None:
         length = int.from_bytes(self.read(8), "little")

@@ -1,4 +1,4 @@
-"""Save directories: `RunStore` is a folder of them, `SavedRun` is one, whose small files are each opened once."""
+"""Save directories: `SavedRun` is one, with cached reads of its small files; `RunStore` is a folder of them."""
 
 import contextlib
 import errno
@@ -28,47 +28,46 @@ GROUPS = "groups.json"
 REMARKS = "remarks.json"
 JOB = "job_dict.json"
 CODE_VERSIONS = "code_versions"
-"""The key of status.json that says how many versions of the code have trained a run, where it is more than one."""
-LOGS, DELETED = "logs", "deleted"
-"""Folders beside the save directories: what jobs print, and runs that were started over."""
+"""Key of status.json: how many versions of the code have trained the run, if more than one."""
+LOGS, DELETED_FOLDER = "logs", "deleted"
+"""Folders next to the save directories: output of jobs, and backups of runs that were started over."""
 State = Literal["running", "done", "failed", "stopped"]
 
 
 @dataclass
 class SavedRun:
-    """The save directory `path`, as each of its small files was when it was first asked for. Needs no lease.
+    """The save directory `path`. Each of its small files is read once, when first needed. Needs no lease.
 
-    To look again, make another. Each property raises RunError if its file is damaged or cannot be read.
+    To read again, make a new object. Each property raises RunError if its file is damaged or cannot be read.
     """
 
     path: Path
-    lacks: dict[str, str | None] = field(default_factory=dict)
-    """What is wrong with its "last" and "best" checkpoint, as far as they were checked; None: nothing."""
+    checkpoint_problems: dict[str, str | None] = field(default_factory=dict)
+    """Problem with its "last" and "best" checkpoint, if checked; None: no problem."""
 
     @property
     def name(self) -> str:
-        """That of the directory: the id of its experiment."""
+        """Name of the directory: the id of its experiment."""
         return self.path.name
 
     @property
     def logs(self) -> list[Path]:
         """The output files of its jobs, stderr first, and the log of its training."""
-        printed = [self.path.parent / LOGS / f"{self.name}.{end}.log" for end in ("err", "out")]
-        return [*printed, self.path / "logs" / "train.log"]
+        output_files = [self.path.parent / LOGS / f"{self.name}.{end}.log" for end in ("err", "out")]
+        return [*output_files, self.path / "logs" / "train.log"]
 
     @cached_property
     def exp(self) -> dict[str, Any]:
-        """The dict of the experiment; RunError also if its id is not the directory's name."""
+        """The dict of the experiment. RunError also if its id is not the directory's name."""
         if (identity := exp_id(self.foreign_exp)) != self.name:
             raise RunError(
-                f"{self.path / EXP_DICT}: its id is {identity}, not the name of its directory. "
-                "It was changed by hand, or moved."
+                f"{self.path / EXP_DICT}: its id is {identity}, not the name of its directory. It was edited or moved."
             )
         return self.foreign_exp
 
     @cached_property
     def foreign_exp(self) -> dict[str, Any]:
-        """The dict, whatever hash of it is the directory's name; RunError also for values that no dict of ours has."""
+        """The dict, even if the directory's name is another hash of it. RunError also for values we never write."""
         file = self.path / EXP_DICT
         exp = read_json(file, RunError)
         if not isinstance(exp, dict):
@@ -81,8 +80,7 @@ class SavedRun:
 
     @cached_property
     def is_foreign(self) -> bool:
-        """Whether another program made the directory, and named it by another hash of its dict:
-        there is nothing of ours in it."""
+        """Whether another program made the directory: its name is another hash, and none of our files exist."""
         if any((self.path / name).exists() for name in (CONFIG, ENV, STATUS, GROUPS, SCORES)):
             return False
         try:
@@ -114,13 +112,13 @@ class SavedRun:
             return state
         if _mark(self.path / STATUS) == self._status_mark:
             return "lost"
-        now = SavedRun(self.path)  # it has ended, or started again, since
+        now = SavedRun(self.path)  # it has ended or restarted since
         self.status = now.status
         return now.state
 
     @property
     def state_or_damage(self) -> str:
-        """The state; "damaged" if status.json is."""
+        """The state; "damaged" if status.json is damaged."""
         try:
             return self.state
         except RunError:
@@ -128,32 +126,31 @@ class SavedRun:
 
     @cached_property
     def holder(self) -> lease.Holder:
-        """Who holds the lease. Ask for it after `status`: a run that starts takes its lease first."""
+        """The holder of the lease. Read this after `status`: a run takes its lease before it writes its status."""
         return lease.holder_of(self.path)
 
     @cached_property
     def groups(self) -> list[str]:
-        """The recorded groups, in the order of recording; empty if not known."""
+        """The recorded groups, in the order of recording; empty if unknown."""
         try:
-            matches = read_json(self.path / GROUPS, RunError, [])
+            names = read_json(self.path / GROUPS, RunError, [])
         except RunError:
             return []
-        return [name for name in matches if isinstance(name, str)] if isinstance(matches, list) else []
+        return [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
 
     @cached_property
     def remarks(self) -> tuple[list[str], str]:
-        """Tags and note that a person gave the experiment; neither belongs to its dict or id."""
+        """(tags, note) by a person. They are not part of the experiment's dict or id."""
         hint = "Repair it or delete it; nothing else reads it."
-        matches = self._read(REMARKS, {"tags": [], "note": ""}, hint)
-        tags, note = (matches.get("tags"), matches.get("note")) if isinstance(matches, dict) else (None, None)
+        content = self._read(REMARKS, {"tags": [], "note": ""}, hint)
+        tags, note = (content.get("tags"), content.get("note")) if isinstance(content, dict) else (None, None)
         if not isinstance(tags, list) or not all(isinstance(tag, str) for tag in tags) or not isinstance(note, str):
             raise RunError(f'{self.path / REMARKS}: expected a dict with a list "tags" and a text "note". {hint}')
         return tags, note
 
     @cached_property
     def job(self) -> dict[str, str] | None:
-        """The last job that was submitted:
-        "job_id", "command" and "submission" ("" if haven wrote it); None if none."""
+        """The last submitted job: "job_id", "command" and "submission" ("" if haven wrote it). None without a job."""
         hint, absent = "Delete it once you know that its job has ended.", object()
         job = self._read(JOB, absent, hint)
         if job is absent:
@@ -170,14 +167,14 @@ class SavedRun:
 
     @cached_property
     def attempts(self) -> int:
-        """How often it was started."""
+        """Number of starts."""
         with reading(self.path):
             names = [entry.name for entry in (self.path / "attempts").glob("*") if re.fullmatch(r"\d{3,}", entry.name)]
         return max(map(int, names), default=0)
 
     @cached_property
     def last_row(self) -> dict[str, Any]:
-        """The last complete row of its scores, empty before the first; DataError if that is no row."""
+        """The last complete row of its scores; empty before the first. DataError if the line is not a row."""
         return last_row(self.path / SCORES) or {}
 
     def _read(self, name: str, missing: object, hint: str) -> Any:
@@ -187,33 +184,31 @@ class SavedRun:
             raise RunError(f"{error} {hint}") from None
 
     def join_groups(self, groups: Iterable[str]) -> None:
-        """Record that `groups` contain the experiment. It is trained once for all groups.
+        """Record that `groups` contain the experiment, which is trained once for all groups.
 
         Raises:
             RunError: the disk refuses.
         """
-        if set(requested := list(dict.fromkeys(groups))) <= set(self.groups):  # none is ever taken back
+        if set(requested := list(dict.fromkeys(groups))) <= set(self.groups):  # groups are never removed
             return
         with directory_lock(self.path):
-            noted = SavedRun(self.path).groups
-            self.groups = [*noted, *(group for group in requested if group not in noted)]
+            groups_on_disk = SavedRun(self.path).groups
+            self.groups = [*groups_on_disk, *(group for group in requested if group not in groups_on_disk)]
             write_json(self.path / GROUPS, self.groups)
 
     def write_remarks(self, add: Iterable[str] = (), remove: Iterable[str] = (), note: str | None = None) -> None:
-        """Add and remove tags, and replace the note unless that is None.
+        """Add and remove tags, and replace the note unless `note` is None.
 
         Raises:
             RunError: the remarks are damaged, or the disk refuses.
         """
         if self.is_foreign:
-            raise RunError(
-                f"{self.path}: another program made this directory; it is only read, so it takes no remarks."
-            )
+            raise RunError(f"{self.path}: another program made this directory, so it cannot have remarks.")
         with directory_lock(self.path):
             tags, old = SavedRun(self.path).remarks
-            gone = set(remove)
+            removed_tags = set(remove)
             self.remarks = (
-                [tag for tag in dict.fromkeys([*tags, *add]) if tag not in gone],
+                [tag for tag in dict.fromkeys([*tags, *add]) if tag not in removed_tags],
                 old if note is None else note,
             )
             write_json(self.path / REMARKS, dict(zip(("tags", "note"), self.remarks, strict=True)))
@@ -221,24 +216,24 @@ class SavedRun:
     def write_exp(self, exp: Mapping[str, Any], groups: Iterable[str]) -> None:
         """Write the dict and the groups before a job starts, as haven does.
 
-        A new directory appears atomically and without lock files: a thousand of them are written at once.
+        A new directory is created atomically and without lock files, so that thousands can be written at once.
 
         Raises:
             RunError: the disk refuses.
         """
         path = self.path
         if not path.exists():
-            beside = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
+            temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
             with writing(path):
-                beside.mkdir(parents=True)
-                write_json(beside / EXP_DICT, exp)
-                if named := list(dict.fromkeys(groups)):
-                    write_json(beside / GROUPS, named)
+                temporary.mkdir(parents=True)
+                write_json(temporary / EXP_DICT, exp)
+                if group_names := list(dict.fromkeys(groups)):
+                    write_json(temporary / GROUPS, group_names)
                 try:
-                    os.rename(beside, path)
+                    os.rename(temporary, path)
                     return
                 except OSError as error:
-                    shutil.rmtree(beside, ignore_errors=True)
+                    shutil.rmtree(temporary, ignore_errors=True)
                     if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):  # another process was faster
                         raise
         if not (path / EXP_DICT).exists():
@@ -256,20 +251,20 @@ class SavedRun:
             if set(os.listdir(self.path)) <= {EXP_DICT, GROUPS}:
                 for name in (GROUPS, EXP_DICT):
                     (self.path / name).unlink(missing_ok=True)
-                with contextlib.suppress(OSError):  # a start has just written to it
+                with contextlib.suppress(OSError):  # a start just wrote to it
                     self.path.rmdir()
 
     def write_job(self, job_id: str, command: str, submission: str = "") -> None:
         """Record the job that was submitted, as haven's job manager does.
 
-        submission: name of the folder below <runs>/submissions that says which launcher has the job.
+        submission: name of the folder in <runs>/submissions that records the launcher of the job.
 
         Raises:
             RunError: the disk refuses.
         """
         self.job = {"job_id": job_id, "command": command, "submission": submission}
         if self.path.is_dir():
-            with contextlib.suppress(RunError):  # moved away just now, or refused: the next line raises
+            with contextlib.suppress(RunError):  # moved away just now, or the disk refuses: the code below raises
                 write_json(self.path / JOB, self.job)
                 return
         with directory_lock(self.path):
@@ -277,7 +272,7 @@ class SavedRun:
 
 
 class RunStore(dict[str, SavedRun]):
-    """A folder of save directories, for one look: the `SavedRun` of each id that was asked for."""
+    """A folder of save directories: caches the `SavedRun` of each requested id."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__()
@@ -295,7 +290,7 @@ class RunStore(dict[str, SavedRun]):
 
 
 def expand_run(path: Path, runs: Path = Path("results/runs")) -> Path:
-    """`path`, or the save directory with its name as prefix of the id. A bare name is looked up in `runs`.
+    """`path`, or the save directory with an id that starts with its name. A bare name is looked up in `runs`.
 
     Raises:
         RunError: several ids start with it.
@@ -310,7 +305,7 @@ def expand_run(path: Path, runs: Path = Path("results/runs")) -> Path:
 
 
 def _mark(path: Path) -> tuple[int, int] | None:
-    """Differs for each content of a file that is replaced as a whole; None without the file."""
+    """Identifies the version of a file that is replaced atomically; None without the file."""
     with contextlib.suppress(OSError):
         facts = os.stat(path)
         return facts.st_ino, facts.st_mtime_ns

@@ -1,5 +1,5 @@
-"""The last value of each score of a run, so that a table need not read histories.
-Valid while scores.jsonl starts with the same bytes."""
+"""The last value of each score of a run, so that tables need not read histories.
+A summary is valid while scores.jsonl starts with the same bytes."""
 
 import hashlib
 from collections.abc import Iterable, Mapping
@@ -26,10 +26,10 @@ class Summary:
     """The last value of each score, in order of first appearance; None for a score that ended in NaN or infinity."""
 
     def add(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Add later rows. Null, NaN or infinity replaces an earlier value; a missing key does not.
+        """Add later rows. Null, NaN and infinity replace an earlier value; missing keys do not.
         Values of other types are ignored."""
         for row in rows:
-            if is_finite(step := row.get("step")):  # haven's rows can hold anything
+            if is_finite(step := row.get("step")):  # haven's rows can contain anything
                 self.step = step
             for name, value in row.items():
                 if value is None or isinstance(value, int | float):
@@ -37,7 +37,7 @@ class Summary:
         self.last.pop("step", None)
 
     def to_json(self) -> dict[str, Any]:
-        """For `parse_summary`. Lists keep the order of the scores, as write_json sorts keys."""
+        """The summary as JSON, for `parse_summary`. Lists preserve the order of scores, as write_json sorts keys."""
         return {
             "bytes": self.size,
             "tail": self.tail,
@@ -71,7 +71,7 @@ def parse_summary(value: Any) -> Summary | None:
 def summarize(path: Path, saved: Any = None) -> Summary:
     """Summary of the scores.jsonl `path`, which need not exist.
 
-    saved: what `Summary.to_json` gave earlier. Where it is still valid, only later rows are read.
+    saved: an earlier result of `Summary.to_json`. If it is still valid, only later rows are read.
 
     Raises:
         DataError: a line that is not a row; names the file and the line.

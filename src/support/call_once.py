@@ -1,4 +1,4 @@
-"""Methods of components called once within a block.
+"""Cache component method calls inside a `with` block.
 
 A dry run over a thousand experiments then checks each model and each data set once, not a thousand times.
 """
@@ -33,12 +33,12 @@ def call_once(method: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
     key = (type(component), component, method.__name__, tuple(id(a) if isinstance(a, Places) else a for a in args))
     try:
         hash(key)
-    except TypeError:  # a config that holds a list has no hash
+    except TypeError:  # a config that contains a list cannot be hashed
         return method(*args, **kwargs)
     if _results is None or kwargs:
         return method(*args, **kwargs)
     if key not in _results:
-        # Keeps the arguments alive, so that no other object gets their ids.
+        # Stores the arguments too, so that no other object can get their ids.
         _results[key] = (
             args,
             method(*args, **kwargs),

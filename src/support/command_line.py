@@ -1,4 +1,4 @@
-"""Shared by our command lines: parser, exit codes, and child processes that end with us."""
+"""Parser, exit codes and child processes for all command lines."""
 
 import argparse
 import contextlib
@@ -14,15 +14,15 @@ from typing import BinaryIO, NoReturn
 
 from src.errors import ConfigError, print_errors
 
-# Standard input is a pipe that closes when its writer dies. The shell and its watcher outlive stop signals.
-_BOUND = (
+# Standard input is a pipe that closes when its writer dies. The shell and its watcher ignore stop signals.
+_BOUND_COMMAND = (
     'exec 3<&0 < /dev/null; (trap "" TERM INT HUP USR1; read -r _ <&3; kill -s "$0" 0) & exec 3<&-; '
     'trap : TERM INT HUP USR1; "$@"; code=$?; kill -KILL $!; exit $code'
 )
 
 
 def make_parser(module: str, description: str | None) -> argparse.ArgumentParser:
-    """The parser of `python -m MODULE`, whose help begins with the module's docstring."""
+    """The parser for `python -m MODULE`. Its help starts with `description`."""
     layout = argparse.RawDescriptionHelpFormatter
     return argparse.ArgumentParser(
         prog=f"python -m {module}", description=description, formatter_class=layout, allow_abbrev=False
@@ -30,20 +30,19 @@ def make_parser(module: str, description: str | None) -> argparse.ArgumentParser
 
 
 def parse_arguments(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
-    """What `parser` makes of `argv`.
-    Where a shell asks to complete a command line, it is answered, and the process ends."""
+    """Parse `argv`. If a shell requests completions (argcomplete), print them and exit."""
     if "_ARGCOMPLETE" in os.environ:
         import argcomplete
 
         argcomplete.autocomplete(parser)
-    return parser.parse_intermixed_args(argv)  # a list of positional arguments may be anywhere among the options
+    return parser.parse_intermixed_args(argv)  # positional arguments can be anywhere among the options
 
 
 def run_command(action: Callable[[], int], level: int = logging.INFO) -> int:
-    """Run `action`; the exit code.
-    A UserError is printed as lines `error: ...` and gives 1, Ctrl-C gives 130. level: of logging."""
+    """Run `action` and return the exit code. A UserError is printed as lines `error: ...` and gives 1, Ctrl-C 130.
+    level: logging level."""
     logging.basicConfig(format="%(message)s")
-    ours = [logging.getLogger(name) for name in ("src", "__main__")]  # __main__: a module of ours that `python -m` runs
+    ours = [logging.getLogger(name) for name in ("src", "__main__")]  # __main__: a module that `python -m` runs
     before = [logger.level for logger in ours]
     for logger in ours:
         logger.setLevel(level)
@@ -58,55 +57,55 @@ def run_command(action: Callable[[], int], level: int = logging.INFO) -> int:
 
 
 def require_at_least(least: float, **options: float | None) -> None:
-    """Raises ConfigError for an option below `least`; None is an option that was not given."""
+    """Raise ConfigError for an option below `least`. None: the option was not given."""
     for name, value in options.items():
         if value is not None and value < least:
             raise ConfigError(f"--{name}: expected at least {least:g}, got {value:g}.")
 
 
 def aligned_lines(rows: Sequence[Sequence[str]]) -> list[str]:
-    """A line for each row of cells, whose columns are aligned."""
+    """One line per row of cells, with aligned columns."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
 @contextlib.contextmanager
 def signals_raise() -> Iterator[None]:
-    """Let SIGTERM and SIGHUP raise SystemExit, as SIGINT raises KeyboardInterrupt.
+    """Within the block, SIGTERM and SIGHUP raise SystemExit, as SIGINT raises KeyboardInterrupt.
     An ignored signal (nohup) stays ignored."""
 
     def leave(number: int, _: FrameType | None) -> NoReturn:
         raise SystemExit(128 + number)
 
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
-    here = threading.current_thread() is threading.main_thread()
-    replaced = {number: old for number, old in before.items() if here and old is not signal.SIG_IGN}
-    for number in replaced:
+    is_main_thread = threading.current_thread() is threading.main_thread()
+    old_handlers = {number: old for number, old in before.items() if is_main_thread and old is not signal.SIG_IGN}
+    for number in old_handlers:
         signal.signal(number, leave)
     try:
         yield
     finally:
-        for number, old in replaced.items():
+        for number, old in old_handlers.items():
             signal.signal(number, old)
 
 
 @cache
 def _life_line() -> int:
-    """The read end of a pipe that closes when this process ends, which alone has the other end."""
+    """The read end of a pipe that closes when this process ends: only this process has the write end."""
     return os.pipe()[0]
 
 
 def start_bound(argv: Sequence[str], ending: signal.Signals, out: BinaryIO, err: BinaryIO) -> "subprocess.Popen[bytes]":
-    """Start a command, in its own session, that gets the signal `ending` when this process dies, however it dies.
+    """Start a command in its own session. It gets the signal `ending` when this process dies, for any reason.
 
-    The exit code of a command that a signal ended is 128 + its number, as in shells.
+    If a signal ends the command, the exit code is 128 + its number, as in shells.
     """
-    command = ["/bin/sh", "-c", _BOUND, ending.name.removeprefix("SIG"), *argv]
+    command = ["/bin/sh", "-c", _BOUND_COMMAND, ending.name.removeprefix("SIG"), *argv]
     return subprocess.Popen(command, stdin=_life_line(), stdout=out, stderr=err, start_new_session=True)
 
 
 def end_session(process: "subprocess.Popen[bytes]", seconds: float) -> None:
-    """End a session leader and its session: SIGTERM first, then SIGKILL after `seconds` at the latest."""
+    """End a session leader and its session: SIGTERM, then SIGKILL after at most `seconds`."""
     with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
         os.killpg(process.pid, signal.SIGTERM)
         process.wait(seconds)

@@ -19,12 +19,12 @@ from src.support import torch_settings
 T = TypeVar("T")
 REQUEUE = 75
 """Exit code of a training that stopped gracefully before its end (EX_TEMPFAIL of sysexits.h): a restart resumes it."""
-INTERRUPTED = 130
-"""Exit code of a training that a person stopped, as after Ctrl-C in a shell: no scheduler restarts it."""
+INTERRUPTED_EXIT = 130
+"""Exit code of a training that a person stopped, as after Ctrl-C in a shell: schedulers do not restart it."""
 OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
-"""Environment variable that gives torchrun's agent and the ranks separate rendezvous stores."""
+"""Environment variable for separate rendezvous stores of torchrun's agent and the ranks."""
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-"""Sent by schedulers before a kill, by schedulers before the time limit, and by a person."""
+"""Sent by schedulers before a kill and before the time limit, and by a person."""
 _PARENT = os.getppid()
 
 
@@ -39,7 +39,7 @@ class Reason:
 
     @property
     def by_hand(self) -> bool:
-        """Whether a person asked for it."""
+        """Whether a person requested the stop."""
         return self.kind == "person"
 
 
@@ -48,8 +48,8 @@ _deferred = False
 _limit: Callable[[], Reason | None] | None = None
 
 
-class TrainingStopped(BaseException):
-    """This process was asked to stop. A BaseException, like KeyboardInterrupt, so that no library swallows it."""
+class StopTraining(BaseException):
+    """Stops the training of this process. A BaseException, like KeyboardInterrupt, so that no library swallows it."""
 
     def __init__(self, reason: Reason, everywhere: bool = False, step: int | None = None) -> None:
         super().__init__(reason.by)
@@ -57,12 +57,12 @@ class TrainingStopped(BaseException):
         self.everywhere = everywhere
         """True if every rank raises it at the same point."""
         self.step = step
-        """Step of the last checkpoint; None if the training had not begun."""
+        """Step of the last checkpoint; None if the training had not started."""
 
     @property
     def exit_code(self) -> int:
-        """`REQUEUE`, on which schedulers restart the job, or `INTERRUPTED`, on which they do not."""
-        return INTERRUPTED if self.reason.by_hand else REQUEUE
+        """`REQUEUE`, after which schedulers restart the job, or `INTERRUPTED_EXIT`, after which they do not."""
+        return INTERRUPTED_EXIT if self.reason.by_hand else REQUEUE
 
 
 def rank() -> int:
@@ -81,7 +81,7 @@ def world_size() -> int:
 
 
 def local_world_size() -> int:
-    """Number of those that are on this machine."""
+    """Number of processes on this machine."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
 
@@ -91,7 +91,7 @@ def is_main() -> bool:
 
 
 def is_copy(tensor: Any) -> bool:
-    """Whether a process of lower rank has the same part of a DTensor that is sharded over processes."""
+    """Whether a lower rank has the same shard of a DTensor."""
     mesh = getattr(tensor, "device_mesh", None)
     return mesh is not None and any(
         part.is_replicate() and place for part, place in zip(tensor.placements, mesh.get_coordinate(), strict=True)
@@ -100,14 +100,14 @@ def is_copy(tensor: Any) -> bool:
 
 @contextlib.contextmanager
 def session(deterministic: bool = False) -> Iterator[None]:
-    """Join the process group on entry and leave it gracefully on success;
-    a failing process leaves at once. Makes `torch_settings`.
+    """Join the process group on entry, and leave it gracefully on success; a failing process exits at once.
+    Applies `torch_settings`.
 
-    Backend: nccl between GPUs where the machine has any, one for each process; gloo between CPUs.
+    Backend: nccl on machines with GPUs, one GPU per process; gloo on CPUs.
 
     Raises:
-        LaunchError: fewer GPUs than processes on this machine; incomplete variables of the launcher, or settings with
-            which its restarts of killed processes would hang.
+        LaunchError: fewer GPUs than processes on this machine; or variables of the launcher that are incomplete, or
+            with which restarts of killed processes would hang.
     """
     torch_settings.make(deterministic)
     if world_size() == 1:
@@ -118,9 +118,8 @@ def session(deterministic: bool = False) -> Iterator[None]:
 
     if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) and os.environ.get(OWN_STORE) != "1":
         raise LaunchError(
-            f"--max-restarts: with torch 2.13 a restart after the death of a process hangs in every second case, "
-            f"unless {OWN_STORE}=1 is "
-            "set. Write it before torchrun, or leave --max-restarts out."
+            f"--max-restarts: with torch 2.13, half of the restarts after the death of a process hang, unless "
+            f"{OWN_STORE}=1 is set. Set it for torchrun, or leave --max-restarts out."
         )
     _end_with_parent()
     gpu = torch.cuda.is_available()
@@ -138,7 +137,7 @@ def session(deterministic: bool = False) -> Iterator[None]:
     dist.init_process_group("cpu:gloo,cuda:nccl" if gpu else "gloo", timeout=torch_settings.COLLECTIVE_TIMEOUT)
     try:
         yield
-    except TrainingStopped as stopped:
+    except StopTraining as stopped:
         if stopped.everywhere:
             _leave_group()
         raise
@@ -146,8 +145,8 @@ def session(deterministic: bool = False) -> Iterator[None]:
 
 
 def ensure_group() -> None:
-    """Make a single-process group if the launcher has made none: some libraries require one.
-    It ends with the process."""
+    """Create a single-process group if the launcher has not created a group: some libraries require one.
+    It exists until the process ends."""
     import torch
     import torch.distributed as dist
     from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]  it is in torch's manual
@@ -156,7 +155,7 @@ def ensure_group() -> None:
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo", store=HashStore(), rank=0, world_size=1
         )
-        os.environ.setdefault("OMPI_COMM_WORLD_LOCAL_RANK", "0")  # where DeepSpeed looks when nobody launched it
+        os.environ.setdefault("OMPI_COMM_WORLD_LOCAL_RANK", "0")  # DeepSpeed reads this without a launcher
 
 
 def _leave_group() -> None:
@@ -167,7 +166,7 @@ def _leave_group() -> None:
 
 
 def _end_with_parent() -> None:
-    """Have the kernel kill this process when the launcher dies; a rank could hang forever otherwise. Linux only."""
+    """Let the kernel kill this process when the launcher dies, since a rank could hang forever. Linux only."""
     if sys.platform == "linux":
         pr_set_pdeathsig = 1
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
@@ -177,8 +176,8 @@ def _end_with_parent() -> None:
 
 @contextlib.contextmanager
 def stoppable() -> Iterator[None]:
-    """Within the block a stop signal raises `TrainingStopped` once:
-    immediately or, after `defer_stop`, where the training checks for it.
+    """Within the block, a stop signal raises `StopTraining` once:
+    immediately or, after `defer_stop`, when the training checks for it.
 
     Main thread only. A second Ctrl-C aborts immediately. An ignored SIGINT (nohup) stays ignored.
     """
@@ -190,8 +189,8 @@ def stoppable() -> Iterator[None]:
     numbers = [n for n in STOP_SIGNALS if n != signal.SIGINT or signal.getsignal(n) is not signal.SIG_IGN]
     before = {number: signal.signal(number, _on_signal) for number in numbers}
     hook = sys.unraisablehook
-    # Where Python can raise nothing, as in a callback of an import, it would print a traceback. The stop is recorded.
-    sys.unraisablehook = lambda found: None if isinstance(found.exc_value, TrainingStopped) else hook(found)
+    # If Python cannot raise, as in a callback of an import, it would print a traceback. The stop is recorded anyway.
+    sys.unraisablehook = lambda unraisable: None if isinstance(unraisable.exc_value, StopTraining) else hook(unraisable)
     try:
         yield
     finally:
@@ -202,23 +201,23 @@ def stoppable() -> Iterator[None]:
 
 
 def defer_stop() -> None:
-    """From here on, until `allow_stop`, a stop signal is only recorded: `stop_requested` returns it."""
+    """Only record stop signals until `allow_stop`; `stop_requested` returns them."""
     global _deferred  # noqa: PLW0603  see stoppable
     _deferred = True
 
 
 def allow_stop() -> None:
-    """From here on a stop signal raises `TrainingStopped` at once; a recorded one does so now."""
+    """From now on, a stop signal raises `StopTraining` at once. Raises it now for a recorded signal."""
     global _deferred  # noqa: PLW0603  see stoppable
     _deferred = False
     if _requested:
         _deferred = True
-        raise TrainingStopped(_requested)
+        raise StopTraining(_requested)
 
 
 @contextlib.contextmanager
 def stop_when(limit: Callable[[], Reason | None]) -> Iterator[None]:
-    """Within the block `stop_requested` also returns the result of `limit`."""
+    """Within the block, `stop_requested` also returns the result of `limit`."""
     global _limit  # noqa: PLW0603  see stoppable
     _limit = limit
     try:
@@ -228,31 +227,28 @@ def stop_when(limit: Callable[[], Reason | None]) -> Iterator[None]:
 
 
 def stop_requested() -> Reason | None:
-    """Why this process is to stop: a signal, or a limit that is reached. None if it may go on."""
+    """Why this process should stop: a signal, or a limit. None if it can continue."""
     return _requested or (_limit() if _limit else None)
 
 
 def stop_together() -> None:
-    """Raise `TrainingStopped` on every process if one of them was asked to stop. Collective.
+    """Raise `StopTraining` on every rank if any rank should stop. Collective.
 
     Raises:
-        TrainingStopped: with `everywhere`, and without a step.
+        StopTraining: with `everywhere`, and without a step.
     """
     if any(all_reduce_sum([stop_requested() is not None])):
         raise agreed_stop(None)
 
 
-def agreed_stop(step: int | None) -> TrainingStopped:
-    """The exception that every rank raises once they agree that one of them was asked to stop. Collective."""
+def agreed_stop(step: int | None) -> StopTraining:
+    """The exception for every rank to raise after they agreed to stop. Collective."""
     reasons = all_gather_list([reason] if (reason := stop_requested()) else [])
-    return TrainingStopped(
-        next((reason for reason in reasons if reason.by_hand), reasons[0]), everywhere=True, step=step
-    )
+    return StopTraining(next((reason for reason in reasons if reason.by_hand), reasons[0]), everywhere=True, step=step)
 
 
 def ignore_stops(_: int = 0) -> None:
-    """For worker processes: a signal to the process group stops the main process,
-    and the workers end with it, also where it is killed."""
+    """For worker processes: ignore stop signals, and end when the main process ends or is killed."""
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=_end_after, args=(os.getppid(),), daemon=True).start()
@@ -261,9 +257,8 @@ def ignore_stops(_: int = 0) -> None:
 def _end_after(parent: int) -> None:
     """End this process once its parent has ended.
 
-    A worker of torch's DataLoader whose parent was killed waits for ever to hand over what it has read: the other end
-    of the pipe is open in the worker itself. It would keep its memory, its ports, and the shards of the cache that it
-    has open.
+    If its parent is killed, a worker of torch's DataLoader waits forever to deliver its batch, since the other end of
+    the pipe is open in the worker itself. It would not free its memory, its ports, and open shards of the cache.
     """
     while os.getppid() == parent:
         time.sleep(1)
@@ -277,13 +272,13 @@ def _on_signal(number: int, _: FrameType | None) -> None:
     _requested = _requested or Reason(signal.Signals(number).name, "person" if number == signal.SIGINT else "signal")
     if not _deferred:
         _deferred = True  # a second signal must not interrupt the handling of the first
-        raise TrainingStopped(_requested)
+        raise StopTraining(_requested)
 
 
 @contextlib.contextmanager
 def raise_together() -> Iterator[None]:
     """If any rank raises a UserError inside the block, every rank raises the first one.
-    Collective; do not call collectives inside."""
+    Collective; the block must not call collectives."""
     failures: list[UserError] = []
     try:
         yield
@@ -296,15 +291,15 @@ def raise_together() -> Iterator[None]:
 
 
 def broadcast_from_rank0(compute: Callable[[], T], timeout: timedelta | None = None) -> T:
-    """Call `compute` on rank 0 only and give its result, or its exception, to every rank. Results must be picklable.
+    """Call `compute` on rank 0, and return its result, or raise its exception, on every rank. Must be picklable.
 
-    timeout: how long the others wait. None: `torch_settings.COLLECTIVE_TIMEOUT`, as in every collective.
+    timeout: how long the other ranks wait. None: `torch_settings.COLLECTIVE_TIMEOUT`, as in every collective.
     """
     if world_size() == 1:
         return compute()
     import torch.distributed as dist
 
-    # A wait's length is that of its group.
+    # The timeout is a property of the group.
     group: Any = dist.new_group(backend="gloo", timeout=timeout) if timeout else None
     box: list[Any] = [None, None]
     if is_main():

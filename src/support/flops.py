@@ -1,10 +1,10 @@
 """Floating-point operations of models, computed from their configs.
 
-An addition and a multiplication are two operations. Matrix products count, which are more than 99 % of a language
-model's work; norms, activation functions, softmax and look-ups do not. Attention counts whole, causal or not, as the
-products are computed. Backward takes twice
-the forward: once for the inputs, once for the weights (Kaplan et al. 2020, section 2.1; PaLM, Chowdhery et al. 2022,
-appendix B). A frozen matrix takes the first of the two alone, and none below the lowest weight that is trained.
+An addition and a multiplication are two operations. Only matrix products count, which are more than 99 % of a language
+model's work; norms, activation functions, softmax and embedding look-ups do not. Attention counts in full, causal or
+not, since the products are computed. The backward pass takes twice the forward pass: once for the inputs, once for the
+weights (Kaplan et al. 2020, section 2.1; PaLM, Chowdhery et al. 2022, appendix B). A frozen matrix takes only the
+former, and neither if no trained weight is below it.
 
 Shapes: B samples, T tokens, D tokens of a decoder, P positions that its cross-attention reads.
 """
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Passes(NamedTuple):
-    """How often the products of the forward pass are computed in all."""
+    """Multipliers on forward matmul FLOPs."""
 
     matrices: int
     """Inputs times weights."""
@@ -26,7 +26,7 @@ class Passes(NamedTuple):
 
 
 FORWARD, TRAINED, FROZEN = Passes(1, 1), Passes(3, 3), Passes(2, 3)
-"""FORWARD: no gradients. FROZEN: gradients pass through to what is trained below."""
+"""FORWARD: no gradients. FROZEN: gradients pass through to trained weights below."""
 
 
 class Stack(NamedTuple):
@@ -34,12 +34,12 @@ class Stack(NamedTuple):
 
     layers: int
     weights: int
-    """Of the matrices of one layer."""
+    """Number of weights in the matrices of one layer."""
     width: int
-    """Of all heads together."""
+    """Total width of all heads."""
 
     def flops(self, B: int, T: int, passes: Passes) -> int:
-        """Operations on B sequences of T tokens, each of which attends to all."""
+        """FLOPs for B sequences of T tokens, with full attention."""
         return (
             B
             * self.layers
@@ -48,7 +48,7 @@ class Stack(NamedTuple):
 
 
 def attention_flops(queries: int, keys: int, width: int) -> int:
-    """Queries times keys, and weights times values, in a forward pass. width: of all heads together."""
+    """FLOPs of queries times keys and weights times values in a forward pass. width: total width of all heads."""
     return 2 * 2 * queries * keys * width
 
 
@@ -58,7 +58,7 @@ def decoder_stack(config: Any) -> Stack:
 
 
 def head_weights(config: Any) -> int:
-    """Of the matrix that gives the logits."""
+    """Number of weights in the matrix of the logits."""
     return config.hidden_size * config.vocab_size
 
 
@@ -109,34 +109,36 @@ _DECODERS: dict[str, Callable[[Any], Stack]] = {
     "starcoder2": _starcoder2,
     **dict.fromkeys(_LLAMA_LIKE, _llama),
 }
-KNOWN = {*_DECODERS, "t5", "idefics2", "idefics3", "smolvlm"}
-"""The model_type of the families whose operations are known. Models that read images tell them by `training_flops`."""
+KNOWN_FAMILIES = {*_DECODERS, "t5", "idefics2", "idefics3", "smolvlm"}
+"""The model_type of families with known FLOPs. Models that read images compute them in their `training_flops`."""
 
 
 def t5_flops(config: Any, passages: tuple[int, int], answers: tuple[int, int], P: int, passes: Passes) -> int:
-    """Operations of a T5.
-    passages: number and tokens of what the encoder reads; answers: of what the decoder does, each with P positions.
+    """FLOPs of a T5. passages: (number, tokens) of encoder inputs; answers: (number, tokens) of decoder inputs.
+    P: encoder positions that each answer attends to.
 
-    The logits count for all tokens of the answers.
+    Logits are computed for all tokens of the answers.
     """
     inner, width = config.num_heads * config.d_kv, config.d_model
     weights = 4 * width * inner + (3 if config.is_gated_act else 2) * width * config.d_ff
     B, D = answers
-    crossed = passes.matrices * 2 * (D + P) * 2 * width * inner + passes.attention * attention_flops(D, P, inner)
+    cross_attention = passes.matrices * 2 * (D + P) * 2 * width * inner + passes.attention * attention_flops(
+        D, P, inner
+    )
     return (
         Stack(config.num_layers, weights, inner).flops(*passages, passes)
         + Stack(config.num_decoder_layers, weights, inner).flops(B, D, passes)
-        + B * (config.num_decoder_layers * crossed + passes.matrices * 2 * D * head_weights(config))
+        + B * (config.num_decoder_layers * cross_attention + passes.matrices * 2 * D * head_weights(config))
     )
 
 
 def forward_flops(config: Any, B: int, T: int, decoder_tokens: int = 0, passes: Passes = FORWARD) -> int:
-    """Operations of a forward pass (or `passes`) over B sequences of T tokens by a model of a transformers `config`.
+    """FLOPs of a forward pass (or of `passes`) over B sequences of T tokens, for a transformers `config`.
 
-    decoder_tokens: of an encoder-decoder, whose encoder reads the T.
+    decoder_tokens: for an encoder-decoder; its encoder reads the T tokens.
 
     Raises:
-        KeyError: a family that is not in `KNOWN`.
+        KeyError: the family is not in `KNOWN_FAMILIES`.
     """
     if config.model_type == "t5":
         return t5_flops(config, (B, T), (B, decoder_tokens), T, passes)
@@ -144,20 +146,20 @@ def forward_flops(config: Any, B: int, T: int, decoder_tokens: int = 0, passes: 
 
 
 class Adapters(NamedTuple):
-    """Weights of trained low-rank adapters, by the tokens that they read."""
+    """Number of weights in trained low-rank adapters, by the tokens that they process."""
 
     inputs: int = 0
     decoder: int = 0
-    """On the decoder's tokens of an encoder-decoder."""
+    """Adapters on the decoder tokens of an encoder-decoder."""
 
     def flops(self, input_tokens: int, decoder_tokens: int, passes: Passes = TRAINED) -> int:
-        """Operations of the adapters alone."""
+        """FLOPs of the adapters only."""
         return passes.matrices * 2 * (input_tokens * self.inputs + decoder_tokens * self.decoder)
 
 
 def adapter_weights(model: "nn.Module") -> Adapters | None:
-    """The adapters of a model of which they alone are trained; none where all of it is.
-    None where another part is frozen."""
+    """The adapters of a model of which only adapters are trained; zeros if the full model is trained.
+    None if another part is frozen."""
     trained = [(name, parameter.numel()) for name, parameter in model.named_parameters() if parameter.requires_grad]
     if len(trained) == sum(1 for _ in model.parameters()):
         return Adapters()
@@ -172,9 +174,9 @@ def _reads_encoder(name: str) -> bool:
 
 
 def training_flops(config: Any, B: int, T: int, decoder_tokens: int = 0, adapters: Adapters = Adapters()) -> int:  # noqa: B008  no list
-    """Operations of a forward and a backward pass: of all weights, or through frozen ones to those of `adapters`.
+    """FLOPs of a forward and a backward pass: for all weights, or through frozen weights to `adapters`.
 
-    The lowest layer of a frozen model counts whole, though what is below its lowest adapter needs no gradients.
+    The lowest layer of a frozen model counts in full, although matrices below its lowest adapter need no gradients.
     """
     passes = FROZEN if any(adapters) else TRAINED
     return forward_flops(config, B, T, decoder_tokens, passes) + adapters.flops(B * T, B * decoder_tokens)

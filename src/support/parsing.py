@@ -1,4 +1,4 @@
-"""JSON text of files, lines, requests and answers: the only reader, so that no input ends in a traceback."""
+"""The JSON parser for files, lines, requests and responses. Invalid input raises a UserError."""
 
 import json
 from pathlib import Path
@@ -7,13 +7,13 @@ from typing import Any
 from src.errors import UserError
 
 MAX_DEPTH = 200
-"""Deepest nesting of JSON: below Python's recursion limit also for code that walks the value."""
+"""Maximum nesting of JSON: low enough that code that walks the value stays below Python's recursion limit."""
 
 
 def parse_json(text: bytes | str, where: Path | str, error: type[UserError]) -> Any:
-    """The JSON value in `text`: the only JSON reader for files, lines, requests and answers of servers.
+    """Parse the JSON value in `text`.
 
-    where: a path, or a place such as "FILE:LINE" or "POST /reward".
+    where: a path, or a place such as "FILE:LINE" or "POST /reward", for messages.
 
     Raises:
         error: not UTF-8, not JSON, nested deeper than `MAX_DEPTH`, or a number with thousands of digits; names `where`.
@@ -37,7 +37,7 @@ def parse_json(text: bytes | str, where: Path | str, error: type[UserError]) -> 
 
 
 def _count_brackets(text: bytes | str) -> int:
-    """Upper limit of the depth; cheap."""
+    """A cheap upper bound of the depth."""
     if isinstance(text, str):
         return text.count("[") + text.count("{")
     return text.count(b"[") + text.count(b"{")

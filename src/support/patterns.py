@@ -1,9 +1,8 @@
-"""Linear-time regular expressions (RE2), however repetitions are nested.
+"""Linear-time regular expressions (RE2).
 
-Python's own can take for ever, on what a model writes or a user types: `(a+)+b` on thirty letters a. RE2 has all but
-what needs a way back
-in the text: no lookahead, lookbehind or references to groups. Its `\\d`, `\\w` and `\\b` know ASCII alone, and `$` is
-the very end.
+Python's `re` can take exponential time on model outputs or user input: `(a+)+b` on thirty letters a. RE2 has everything
+except features that need backtracking: no lookahead, lookbehind or back-references. Its `\\d`, `\\w` and `\\b` match
+only ASCII, and `$` matches only at the end.
 """
 
 import re
@@ -13,10 +12,10 @@ _NEEDS_A_WAY_BACK = re.compile(r"\(\?<?[=!]|\(\?P=|\\[1-9]")
 
 
 def compile_pattern(pattern: str, dot_is_any: bool = False) -> Any:
-    """A compiled pattern with `search` and `fullmatch`. dot_is_any: whether `.` is a new line, too.
+    """A compiled pattern with `search` and `fullmatch`. dot_is_any: whether `.` also matches a newline.
 
     Raises:
-        ValueError: it is no regular expression, or one that RE2 does not have; says why.
+        ValueError: it is not a regular expression that RE2 supports; gives the reason.
     """
     import re2
 
@@ -26,5 +25,5 @@ def compile_pattern(pattern: str, dot_is_any: bool = False) -> Any:
         return re2.compile(pattern, options)
     except re2.error as error:
         why = error.args[0].decode() if isinstance(error.args[0], bytes) else str(error.args[0])
-        advice = " It has no lookahead, lookbehind or references." if _NEEDS_A_WAY_BACK.search(pattern) else ""
-        raise ValueError(f"{pattern!r} is no regular expression of RE2: {why}.{advice}") from None
+        advice = " RE2 has no lookahead, lookbehind or back-references." if _NEEDS_A_WAY_BACK.search(pattern) else ""
+        raise ValueError(f"{pattern!r} is not a valid RE2 expression: {why}.{advice}") from None

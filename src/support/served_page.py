@@ -1,4 +1,4 @@
-"""Pages of Panel that a command serves. As in Jupyter, its printed address has a token that browsers need."""
+"""Serve Panel pages from a command. As in Jupyter, the printed address contains a token that browsers need."""
 
 import argparse
 import asyncio
@@ -15,17 +15,17 @@ from src.errors import ConfigError, UserError
 
 _TOKEN = "token"
 _DAYS = 30
-_ASKS = "This page needs the token of the address that its command has printed: http://.../?token=...\n"
+_ASKS = "This page needs the token in the address that its command printed: http://.../?token=...\n"
 
 
 def add_address(parser: argparse.ArgumentParser, port: int, readers: str) -> None:
     """Add the options of a command that serves pages: --port and those of `add_access`."""
-    parser.add_argument("--port", type=int, default=port, help=f"0 takes a free one (default: {port})")
+    parser.add_argument("--port", type=int, default=port, help=f"port; 0: any free port (default: {port})")
     add_access(parser, readers)
 
 
 def add_access(parser: argparse.ArgumentParser, readers: str) -> None:
-    """Add --address, --origin and --token. readers: a clause about the rights of a person with the token."""
+    """Add --address, --origin and --token. readers: help text about the rights of a person with the token."""
     parser.add_argument("--address", default="127.0.0.1", help=f"where to listen; {readers} (default: 127.0.0.1)")
     parser.add_argument(
         "--origin",
@@ -34,7 +34,7 @@ def add_access(parser: argparse.ArgumentParser, readers: str) -> None:
         help="another address of this server, such as that of a tunnel; repeatable",
     )
     parser.add_argument(
-        "--token", help="token that requests need, as in ?token=...; empty: none (default: a new one, printed)"
+        "--token", help="token that requests need, as in ?token=...; empty: no token (default: a new one, printed)"
     )
 
 
@@ -44,10 +44,10 @@ def serve_page(
     title: str,
     documents: Mapping[str, Callable[[str], str]] | None = None,
 ) -> None:
-    """Serve what `make_page` gives each browser, a view of Panel, until interrupted;
-    prints the address when it can be opened.
+    """Serve the Panel view that `make_page` creates for each browser, until interrupted.
+    Prints the address once it can be opened.
 
-    documents: more HTML pages by the pattern of their path, such as "run/(\\w+)"; each gets the match of the pattern.
+    documents: additional HTML pages by path pattern, such as "run/(\\w+)"; each function gets the matched group.
 
     Raises:
         ConfigError: the address or the port is not free.
@@ -82,13 +82,13 @@ def serve_page(
     sys.stdout.flush()
     with contextlib.redirect_stdout(
         io.StringIO()
-    ):  # a closed pipe would raise in Bokeh's handler of SIGTERM, before it stops
+    ):  # a closed pipe would raise in Bokeh's SIGTERM handler, before it stops
         server.run_until_shutdown()
 
 
 def _knows(handler: Any, token: str) -> bool:
-    """Whether a request has the token, in its address or in a cookie, which it then gets."""
-    cookie = "trainval_" + re.sub(r"[^A-Za-z0-9]", "_", handler.request.host)  # "[::1]:5006" is no name of a cookie
+    """Whether a request has the token in its address or a cookie. Sets the cookie for the former."""
+    cookie = "trainval_" + re.sub(r"[^A-Za-z0-9]", "_", handler.request.host)  # "[::1]:5006" is not a valid cookie name
     argument, saved = handler.get_query_argument(_TOKEN, ""), handler.get_cookie(cookie, "")
     if hmac.compare_digest(argument.encode(), token.encode()):
         handler.set_cookie(cookie, token, expires_days=_DAYS, httponly=True, samesite="Strict")

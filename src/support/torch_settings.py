@@ -1,7 +1,7 @@
-"""Settings of torch for rounding, memory and the end of hanging trainings: the only place that makes them.
+"""All settings of torch for rounding, memory, and the end of hanging trainings.
 
-Settings in the environment take precedence. docs/long_trainings.md explains each choice; env.json records the settings
-in force.
+Settings in the environment take precedence. docs/long_trainings.md explains each choice; env.json records the effective
+settings.
 """
 
 import os
@@ -10,17 +10,17 @@ from pathlib import Path
 from typing import Any
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
-"""Timeout of a collective. Only rank 0 scores answers and writes checkpoints meanwhile."""
+"""Timeout of a collective. Other ranks wait while rank 0 scores answers and writes checkpoints."""
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-"""Environment variables of the allocator of GPU memory: the name of torch 2.9 and later, and the older one."""
+"""Environment variables of the GPU memory allocator: for torch 2.9 and later, and for older versions."""
 ENVIRONMENT = {
-    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "3",  # a failed or late collective ends the process; the GPU would wait forever
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "3",  # a failed or late collective ends the process, not just hangs
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
     "TORCH_FR_BUFFER_SIZE": "2000",
 }
-"""Environment variables of NCCL's watchdog, and of its flight recorder: the last collectives of each process."""
+"""Environment variables of NCCL's watchdog and flight recorder (the last collectives of each process)."""
 DUMP = "TORCH_FR_DUMP_TEMP_FILE"
-"""Environment variable: the path prefix of the flight recorder's files. torch appends the rank."""
+"""Environment variable: path prefix of the flight recorder's files, to which torch appends the rank."""
 GRADIENT_CHECKPOINTING = ("full", "selective")
 """Ways to recompute layers in the backward pass; see `training.parallel.memory.checkpoint_layers`."""
 WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
@@ -29,16 +29,16 @@ _dump_is_the_users = DUMP in os.environ
 
 
 def make(deterministic: bool = False) -> None:
-    """Make the settings in this process, before it touches a GPU or joins a process group.
+    """Apply the settings in this process, before it uses a GPU or joins a process group.
 
-    Products of float32 matrices are of float32, never TF32, and no kernel is chosen by a race. deterministic: only
-    algorithms that give the same bits each time; torch raises a RuntimeError at an operation without one.
+    Matrix products of float32 use float32, never TF32, and kernels are not chosen by benchmarks. deterministic: use
+    only deterministic algorithms; torch raises a RuntimeError for operations without one.
     """
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     if not any(name in os.environ for name in ALLOCATOR):
         os.environ[ALLOCATOR[0]] = (
-            "expandable_segments:True"  # batches have many lengths, and fixed segments would fragment
+            "expandable_segments:True"  # batches vary in length, and fixed segments would fragment
         )
     if deterministic:
         os.environ.setdefault(WORKSPACE, ":4096:8")  # required by cuBLAS
@@ -49,18 +49,18 @@ def make(deterministic: bool = False) -> None:
     torch.backends.cudnn.benchmark = False
     if (
         deterministic or torch.are_deterministic_algorithms_enabled()
-    ):  # any call imports torch._inductor, for 0.8 s of processor time
+    ):  # any call imports torch._inductor, which takes 0.8 s
         torch.use_deterministic_algorithms(deterministic)
 
 
 def place_flight_recorder(folder: Path) -> None:
-    """Have a failed or late collective leave <folder>/flight_recorder_RANK, unless the user names another place."""
+    """Let failed or late collectives write <folder>/flight_recorder_RANK, unless the user sets another path."""
     if not _dump_is_the_users:
         os.environ[DUMP] = str(folder.resolve() / "flight_recorder_")
 
 
 def describe() -> dict[str, Any]:
-    """The settings in force, as JSON values, for env.json."""
+    """The effective settings as JSON values, for env.json."""
     import torch
     import torch.cuda.nccl
 

@@ -1,5 +1,4 @@
-"""The trained weights of a model: those that a checkpoint stores, and loading them. Models on the meta device, filled
-later."""
+"""Trained weights of a model: which ones a checkpoint stores, and how to load them. Models on the meta device."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -12,31 +11,31 @@ from src.files import reading
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-STORED = "stored_tensors"
-"""Attribute of a model of transformers that was built unfilled: its tensors that are in the files of the folder
-`name_or_path`, by name."""
+STORED_TENSORS = "stored_tensors"
+"""Attribute of a transformers model that was built unfilled: its tensors that are stored in the folder `name_or_path`,
+by name."""
 
 
 def trained_weights(model: "nn.Module") -> "dict[str, Tensor]":
     """The entries of the state dict that training changes, detached and contiguous, by name.
 
-    These are the parameters that require a gradient and the buffers of the modules that hold such a parameter.
-    Frozen parameters are left out. Tensors that are tied are there once, under the name that comes first.
+    These are the parameters that require a gradient, and the buffers of modules with such a parameter. Frozen
+    parameters are left out. Tied tensors appear once, under the first name.
     """
     names = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     for prefix, module in model.named_modules():
         if any(parameter.requires_grad for parameter in module.parameters(recurse=False)):
             names.update(f"{prefix}.{name}" if prefix else name for name, _ in module.named_buffers(recurse=False))
-    # The state dict has the last word: it leaves out the buffers that are not persistent.
+    # The state dict leaves out buffers that are not persistent.
     return {name: tensor.contiguous() for name, tensor in model.state_dict().items() if name in names}
 
 
 def load_trained(model: "nn.Module", file: Path) -> None:
-    """Copy what `trained_weights` gave, saved as safetensors in `file`, into `model`, which is changed in place.
+    """Load the `trained_weights` saved as safetensors in `file` into `model`, in place.
 
     Raises:
-        CheckpointError: the file is missing or damaged, or its names or shapes are not those of the trained weights
-            of `model`. `model` is unchanged then.
+        CheckpointError: the file is missing or damaged, or its names or shapes differ from those of the trained
+            weights of `model`. `model` is then unchanged.
     """
     import torch
 
@@ -76,22 +75,24 @@ def reading_tensors(file: Path) -> Iterator[None]:
 
 
 def matching_state(model: "nn.Module", file: Path, shapes: Mapping[str, Sequence[int]]) -> "dict[str, Tensor]":
-    """The entries of the state dict that `trained_weights` names, to copy into. shapes: of the tensors in `file`, by
-    name.
+    """The entries of the state dict for the names of `trained_weights`, to copy into.
+    shapes: shapes of the tensors in `file`, by name.
 
     Raises:
-        CheckpointError: these are not the names or the shapes of the trained weights of `model`.
+        CheckpointError: names or shapes differ from those of the trained weights of `model`.
     """
     names = trained_weights(model)
     if shapes.keys() != names.keys():
         absent, extra = names.keys() - shapes.keys(), shapes.keys() - names.keys()
         raise CheckpointError(
-            f"{file}: of another model. Missing: {summarize_names(absent)}; unexpected: {summarize_names(extra)}."
+            f"{file}: checkpoint is for a different model. Missing: {summarize_names(absent)}; "
+            f"unexpected: {summarize_names(extra)}."
         )
     for name, tensor in names.items():
         if tuple(shapes[name]) != tuple(tensor.shape):
             raise CheckpointError(
-                f"{file}: of another model. {name} is {list(shapes[name])}, expected {list(tensor.shape)}."
+                f"{file}: checkpoint is for a different model. {name} is {list(shapes[name])}, "
+                f"expected {list(tensor.shape)}."
             )
     state = model.state_dict()
     return {name: state[name] for name in names}
@@ -99,16 +100,16 @@ def matching_state(model: "nn.Module", file: Path, shapes: Mapping[str, Sequence
 
 def summarize_names(names: Iterable[str]) -> str:
     """The first three names, and the number of the rest."""
-    listed = sorted(names)
-    more = f" and {len(listed) - 3} more" if len(listed) > 3 else ""
-    return (", ".join(listed[:3]) or "none") + more
+    sorted_names = sorted(names)
+    more = f" and {len(sorted_names) - 3} more" if len(sorted_names) > 3 else ""
+    return (", ".join(sorted_names[:3]) or "none") + more
 
 
 def build_unfilled(build: Callable[[], Any], folder: Path, files: Sequence[Path]) -> Any | None:
-    """Build a pretrained model of transformers with parameters on the meta device; its buffers have their values.
+    """Build a pretrained transformers model with parameters on the meta device and real buffers.
 
-    FSDP2 shards it first, and each process then reads its part of `files`, which must be all weights in `folder`.
-    None if the files cannot be read directly: not safetensors, or without a weight of the model by name or shape.
+    FSDP2 shards it first; each rank then reads its shards from `files`, which must be all weight files in `folder`.
+    None if the files cannot be read directly: not safetensors, or a weight of the model is missing by name or shape.
 
     Raises:
         CheckpointError: a file is damaged.
@@ -125,25 +126,24 @@ def build_unfilled(build: Callable[[], Any], folder: Path, files: Sequence[Path]
     shapes: dict[str, list[int]] = {}
     holders: dict[str, Path] = {}
     for file in files:
-        with reading_tensors(file), safe_open(file, "pt") as opened:
-            shapes |= {name: opened.get_slice(name).get_shape() for name in opened.keys()}  # noqa: SIM118  it is no dict
-            holders |= dict.fromkeys(opened.keys(), file)
+        with reading_tensors(file), safe_open(file, "pt") as tensors:
+            shapes |= {name: tensors.get_slice(name).get_shape() for name in tensors.keys()}  # noqa: SIM118  not a dict
+            holders |= dict.fromkeys(tensors.keys(), file)
     _untie(model, holders)
     state = model.state_dict(keep_vars=True)
-    stored = [name for name, tensor in state.items() if shapes.get(name) == list(tensor.shape)]
-    stored_ids = {id(state[name]) for name in stored}
+    stored_names = [name for name, tensor in state.items() if shapes.get(name) == list(tensor.shape)]
+    stored_ids = {id(state[name]) for name in stored_names}
     if any(id(parameter) not in stored_ids for parameter in model.parameters()):
         return None
     if (folder / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(folder)
     model.name_or_path = str(folder)
-    setattr(model, STORED, {name: state[name] for name in stored})
+    setattr(model, STORED_TENSORS, {name: state[name] for name in stored_names})
     return model.eval()
 
 
 def _untie(model: "nn.Module", holders: Mapping[str, Path]) -> None:
-    """Part weights that are tied, and that the files have with different numbers: transformers does so, and T5 v1.1
-    counts on it.
+    """Untie weights that differ in the files. Transformers does so too, and T5 v1.1 needs it.
 
     holders: the file of each weight, by name.
     """
@@ -151,12 +151,14 @@ def _untie(model: "nn.Module", holders: Mapping[str, Path]) -> None:
     from torch import empty_like, equal, nn
 
     def read(name: str) -> "Tensor":
-        with safe_open(holders[name], "pt") as opened:
-            return opened.get_tensor(name)
+        with safe_open(holders[name], "pt") as tensors:
+            return tensors.get_tensor(name)
 
     first: dict[int, str] = {}
-    held = [(name, parameter) for name, parameter in model.named_parameters(remove_duplicate=False) if name in holders]
-    for name, parameter in held:
+    parameters = [
+        (name, parameter) for name, parameter in model.named_parameters(remove_duplicate=False) if name in holders
+    ]
+    for name, parameter in parameters:
         first_name = first.setdefault(id(parameter), name)
         if first_name != name and not equal(read(first_name), read(name)):
             owner, _, attribute = name.rpartition(".")
@@ -164,33 +166,33 @@ def _untie(model: "nn.Module", holders: Mapping[str, Path]) -> None:
 
 
 def is_unfilled(model: "nn.Module") -> bool:
-    """Whether weights of it are not there yet: all, or those of a base."""
+    """Whether weights of the model, or of its base, are still on the meta device."""
     return any(parameter.is_meta for parameter in model.parameters())
 
 
 def stored_names(model: "nn.Module") -> dict[Path, dict[str, str]]:
-    """Names of missing weights in the state dict of `model`, by their names in the files, by folder.
+    """{folder: {name in its files: name in the state dict of `model`}} of the weights to read.
 
-    Wrappers and adapters change names, but not the tensors.
+    Wrappers and adapters change names, but not tensors.
     """
-    state, names, named = model.state_dict(keep_vars=True), {}, set()
+    state, names, tensor_ids = model.state_dict(keep_vars=True), {}, set()
     for part in model.modules():
-        if STORED in vars(part):
-            files = {id(tensor): name for name, tensor in getattr(part, STORED).items()}
+        if STORED_TENSORS in vars(part):
+            files = {id(tensor): name for name, tensor in getattr(part, STORED_TENSORS).items()}
             names[Path(str(part.name_or_path))] = {
                 files[id(tensor)]: name for name, tensor in state.items() if id(tensor) in files
             }
-            named |= files.keys()
-    assert all(id(parameter) in named for parameter in model.parameters() if parameter.is_meta), (
-        "weights that no file has"
+            tensor_ids |= files.keys()
+    assert all(id(parameter) in tensor_ids for parameter in model.parameters() if parameter.is_meta), (
+        "weights that are in no file"
     )
     return names
 
 
 @contextmanager
 def appear_filled(model: "nn.Module") -> Iterator[None]:
-    """Inside this `with` weights that are not there yet seem to be on the CPU, where peft then puts its adapters. They
-    take no memory."""
+    """Within the block, weights on the meta device appear to be on the CPU, so that peft puts its adapters there.
+    They take no memory."""
     import torch
     from torch import nn
     from torch.utils import swap_tensors

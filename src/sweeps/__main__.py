@@ -1,4 +1,4 @@
-"""Runs a sweep file of Weights & Biases without a server. Any number of these commands can work on one sweep at once.
+"""Run a sweep file of Weights & Biases without a server. Several of these commands can work on a sweep in parallel.
 
 python -m src.sweeps resources/sweeps/base_tiny_bayes.yaml --trials 20 --workers 2
 python -m src.sweeps resources/sweeps/base_tiny_bayes.yaml --dry-run
@@ -51,13 +51,13 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "--workers", type=int, default=1, metavar="K", help="concurrent trials, which split CUDA_VISIBLE_DEVICES evenly"
     )
     parser.add_argument(
-        "--dry-run", "--dry_run", action="store_true", help="check the file, print what would be tried, and exit"
+        "--dry-run", "--dry_run", action="store_true", help="check the file, print the first trials, and exit"
     )
     return parser.parse_args(argv)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit code: 0 where every trial has ended and none failed."""
+    """Run the command line; return the exit code: 0 if every trial has ended and none failed."""
     return run_command(lambda: act(parse(argv)))
 
 
@@ -84,26 +84,26 @@ def act(args: argparse.Namespace) -> int:
 
 
 def check_place(sweep: Sweep) -> None:
-    """Check that this machine has what a trial needs, such as its data and a parent.
+    """Check that this machine has the data and parents that a trial needs.
 
     Raises:
-        ConfigError: one line for each lack.
+        ConfigError: one line for each problem.
     """
-    lacks = plan.find_problems([sweep.example], sweep.places) if sweep.example else {}
-    if lacks:
-        raise ConfigError("\n".join(message for messages in lacks.values() for message in messages))
+    problems = plan.find_problems([sweep.example], sweep.places) if sweep.example else {}
+    if problems:
+        raise ConfigError("\n".join(message for messages in problems.values() for message in messages))
 
 
 def describe(sweep: Sweep, total: int) -> list[str]:
-    """The dry run: the first trials of a grid, or an example, and the command."""
+    """Lines of the dry run: the trials of a grid, or an example, and the command."""
     is_grid = sweep.file.method == "grid"
-    made = combinations(sweep)[:total] if is_grid else [random_values(sweep.dimensions, random.Random(0))]
+    trial_values = combinations(sweep)[:total] if is_grid else [random_values(sweep.dimensions, random.Random(0))]
     goal = f"{sweep.file.metric.goal} {sweep.metric}" if sweep.file.metric else "no metric"
     lines = [sweep.file.description] if sweep.file.description else []
     lines += [
         f"{sweep.group}: {sweep.file.method}, {total} trials that start from {sweep.source.where}, {goal}; such as"
     ]
-    for values in made:
+    for values in trial_values:
         item = sweep.source.trial(values, "parameters")
         lines.append(f"{item.exp_id}  {' '.join(f'{path}={value}' for path, value in values.items())}")
     return [*lines, " ".join(sweep.command.argv("ID", sweep.places))]
@@ -112,13 +112,13 @@ def describe(sweep: Sweep, total: int) -> list[str]:
 def work(sweep: Sweep, study: Study, total: int) -> None:
     """Run trials sequentially until all have ended, including those of dead workers."""
     while True:
-        claimed = study.claim(total)
-        if claimed is not None:
-            with claimed.heartbeat:
+        claim = study.claim(total)
+        if claim is not None:
+            with claim.heartbeat:
                 try:
-                    run_trial(sweep, study, claimed)
+                    run_trial(sweep, study, claim)
                 except (KeyboardInterrupt, SystemExit):
-                    study.hand_back(claimed)
+                    study.hand_back(claim)
                     raise
         elif study.is_finished():
             return
@@ -126,30 +126,30 @@ def work(sweep: Sweep, study: Study, total: int) -> None:
             time.sleep(POLL_SECONDS)
 
 
-def run_trial(sweep: Sweep, study: Study, claimed: "ClaimedTrial") -> None:
-    """Train one trial; an earlier training of the same experiment is continued."""
-    number = claimed.trial.number
+def run_trial(sweep: Sweep, study: Study, claim: "ClaimedTrial") -> None:
+    """Train one trial; resumes an earlier training of the same experiment."""
+    number = claim.trial.number
     try:
-        item = sweep.source.trial(claimed.values, "parameters")
+        item = sweep.source.trial(claim.values, "parameters")
     except ConfigError as error:
-        study.end(claimed, TrialResult("failed", reason=str(error).splitlines()[0]))
+        study.end(claim, TrialResult("failed", reason=str(error).splitlines()[0]))
         return
-    claimed.trial.set_user_attr(EXP_ID, item.exp_id)
+    claim.trial.set_user_attr(EXP_ID, item.exp_id)
     log.info(
-        "trial %d: %s %s", number, item.exp_id, " ".join(f"{path}={value}" for path, value in claimed.values.items())
+        "trial %d: %s %s", number, item.exp_id, " ".join(f"{path}={value}" for path, value in claim.values.items())
     )
     run = sweep.places.runs / item.exp_id
     SavedRun(run).write_exp(item.exp, [sweep.group])
     training = Training(run, sweep.command.argv(item.exp_id, sweep.places, item.set_arguments), sweep.metric)
-    result = training.follow(lambda values: study.report(claimed, values))
-    study.end(claimed, result)
+    result = training.follow(lambda values: study.report(claim, values))
+    study.end(claim, result)
     log.info(
         "trial %d: %s %s%s", number, result.state, "" if result.value is None else f"{result.value:g} ", result.reason
     )
 
 
 def table(sweep: Sweep, study: Study) -> list[str]:
-    """The trials in their order, the reasons of failures, and the best."""
+    """Lines with the trials in order, the reasons of failures, and the best trial."""
     trials = study.trials()
     rows = [["trial", "state", sweep.metric or "", *(dimension.path for dimension in sweep.dimensions), "id"]]
     for trial in trials:
@@ -159,18 +159,20 @@ def table(sweep: Sweep, study: Study) -> list[str]:
             if trial.value is not None
             else trial.intermediate_values.get(max(trial.intermediate_values, default=0))
         )
-        shown = "" if last is None or sweep.metric is None or trial.state.name == "FAIL" else f"{last:.6g}"
-        drawn = [values.get(dimension.path, "") for dimension in sweep.dimensions]
-        cells = [f"{value:.6g}" if isinstance(value, float) else str(value) for value in drawn]
-        rows.append([str(trial.number), trial.state.name.lower(), shown, *cells, str(trial.user_attrs.get(EXP_ID, ""))])
+        metric_cell = "" if last is None or sweep.metric is None or trial.state.name == "FAIL" else f"{last:.6g}"
+        trial_values = [values.get(dimension.path, "") for dimension in sweep.dimensions]
+        cells = [f"{value:.6g}" if isinstance(value, float) else str(value) for value in trial_values]
+        rows.append(
+            [str(trial.number), trial.state.name.lower(), metric_cell, *cells, str(trial.user_attrs.get(EXP_ID, ""))]
+        )
     lines = aligned_lines(rows)
     reasons = [
         f"trial {t.number} failed: {t.user_attrs['reason']}"
         for t in trials
         if t.state.name == "FAIL" and "reason" in t.user_attrs
     ]
-    ended = [trial for trial in trials if trial.state.name == "COMPLETE"]
-    if not sweep.metric or not ended:
+    complete_trials = [trial for trial in trials if trial.state.name == "COMPLETE"]
+    if not sweep.metric or not complete_trials:
         return [*lines, *reasons]
     best = study.study.best_trial
     return [
@@ -181,20 +183,20 @@ def table(sweep: Sweep, study: Study) -> list[str]:
 
 
 def _trial_count(trials: int | None, sweep: Sweep) -> int:
-    """Trials of the sweep."""
+    """Number of trials of the sweep."""
     size = len(combinations(sweep)) if sweep.file.method == "grid" else None
-    bounds = [bound for bound in (trials, sweep.file.run_cap, size) if bound is not None]
-    if not bounds:
+    limits = [limit for limit in (trials, sweep.file.run_cap, size) if limit is not None]
+    if not limits:
         raise ConfigError(
-            f"--trials: how many? A sweep by method {sweep.file.method!r} has no end of its own; "
-            "or write run_cap in its file."
+            f"--trials: missing. A sweep by method {sweep.file.method!r} has no end. "
+            "Give the number of trials, or set run_cap in its file."
         )
-    return min(bounds)
+    return min(limits)
 
 
 def _run_workers(args: argparse.Namespace, total: int) -> None:
     """Run `args.workers` processes of this command, and wait for them.
-    If one dies, the remaining ones take over its trials."""
+    If one dies, the rest take over its trials."""
     command = [sys.executable, "-m", "src.sweeps", str(args.file), "--trials", str(total)]
     command += ["-sb", str(args.savedir_base), "--data_path", str(args.data_path)]
     devices = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
@@ -210,7 +212,7 @@ def _run_workers(args: argparse.Namespace, total: int) -> None:
             child.wait()
     finally:
         for child in children:
-            child.terminate()  # does nothing where it has ended
+            child.terminate()  # does nothing if it has ended
         for child in children:
             child.wait()
 

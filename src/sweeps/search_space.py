@@ -1,4 +1,4 @@
-"""The parameters of a sweep file: what a sampler draws, and the values of an experiment that follow."""
+"""The parameters of a sweep file: the numbers that a sampler draws, and the resulting values of an experiment."""
 
 import contextlib
 import itertools
@@ -37,16 +37,16 @@ class SearchDimension:
     choices: Sequence[Any] = ()
     """For kind choice: the drawn number is an index into these."""
 
-    def value(self, drawn: Any) -> Any:
+    def value(self, number: Any) -> Any:
         """The experiment's value for a drawn number."""
-        return self.choices[drawn] if self.kind == "choice" else drawn
+        return self.choices[number] if self.kind == "choice" else number
 
 
 class Parameter(config.Config):
     """A parameter of a sweep file."""
 
     distribution: Literal["constant", "categorical", "int_uniform", "uniform", "log_uniform_values"] | None = None
-    """As in wandb, two integer bounds mean int_uniform if it is not given."""
+    """If not given, two integer bounds mean int_uniform, as in wandb."""
     value: Any = None
     values: Annotated[list[Any], Field(min_length=1)] | None = None
     min: Annotated[Any, AfterValidator(_check_number)] = None
@@ -81,7 +81,7 @@ class Parameter(config.Config):
         return self
 
     def dimension(self, path: str, grid: bool) -> SearchDimension:
-        """What a sampler draws. grid: an integer range is a choice."""
+        """The dimension for the sampler. grid: an integer range becomes a choice."""
         values, low, high = self.values or [self.value], self.min, self.max
         if self.kind == "int_uniform" and grid:
             values = range(low, high + 1)
@@ -93,7 +93,7 @@ class Parameter(config.Config):
 
 
 def parse_dimensions(parameters: Mapping[str, Any], where: str, grid: bool = False) -> list[SearchDimension]:
-    """The parameters of a sweep file; nested ones by their dotted path. grid: each a choice among all its values.
+    """The parameters of a sweep file, nested ones by dotted path. grid: each becomes a choice among all its values.
 
     Raises:
         ConfigError: one line for each mistake, with its path below `where`.
@@ -101,16 +101,16 @@ def parse_dimensions(parameters: Mapping[str, Any], where: str, grid: bool = Fal
     parsed: list[SearchDimension] = []
 
     def parse(path: str, spec: Any) -> None:
-        there = join(where, path)
-        dimension = config.load(Parameter, spec, there).dimension(path, grid)
+        place = join(where, path)
+        dimension = config.load(Parameter, spec, place).dimension(path, grid)
         if grid and dimension.kind != "choice":
-            raise ConfigError(f"{there}: method 'grid' needs values, a value, or int_uniform. Use 'random' or 'bayes'.")
+            raise ConfigError(f"{place}: method 'grid' needs values, a value, or int_uniform. Use 'random' or 'bayes'.")
         parsed.append(dimension)
 
     check_all(*(lambda path=path, spec=spec: parse(path, spec) for path, spec in _flatten(parameters, "", where)))
     for first, second in itertools.permutations((dimension.path for dimension in parsed), 2):
         if first == second or first.startswith(second + "."):
-            raise ConfigError(f"{join(where, first)}: set twice, here and by {second}.")
+            raise ConfigError(f"{join(where, first)}: also set by {second}.")
     if grid and (count := math.prod(len(dimension.choices) for dimension in parsed)) > MAX_COMBINATIONS:
         raise ConfigError(
             f"{where}: {count} combinations; the limit of a grid is {MAX_COMBINATIONS}. Use method 'random' or 'bayes'."
@@ -125,16 +125,16 @@ def grid_draws(dimensions: Sequence[SearchDimension]) -> list[dict[str, int]]:
     return [dict(zip(paths, draw, strict=True)) for draw in draws]
 
 
-def values_of(dimensions: Sequence[SearchDimension], drawn: Mapping[str, Any]) -> dict[str, Any]:
-    """Dotted path -> value, of the numbers that were drawn."""
-    return {each.path: each.value(drawn[each.path]) for each in dimensions if each.path in drawn}
+def values_of(dimensions: Sequence[SearchDimension], numbers: Mapping[str, Any]) -> dict[str, Any]:
+    """Dotted path -> value, from the drawn numbers."""
+    return {each.path: each.value(numbers[each.path]) for each in dimensions if each.path in numbers}
 
 
 def agent_argument(path: str, value: Any, where: str) -> str:
-    """The argument that `wandb agent` passes for a value: path=value, as Python spells it.
+    """The argument that `wandb agent` passes for a value: path=value, in Python's spelling.
 
     Raises:
-        ConfigError: --set would read another value in it, as in True and None, which JSON does not have.
+        ConfigError: --set would parse it as a different value, such as True and None, which are not JSON.
     """
     text = f"{path}={value}"
     with contextlib.suppress(ConfigError):
@@ -142,8 +142,8 @@ def agent_argument(path: str, value: Any, where: str) -> str:
         if isinstance(value, str) or (type(back) is type(value) and back == value):
             return text
     raise ConfigError(
-        f"{join(where, path)}: wandb agent would pass {text!r}, in which --set does not find {value!r} again. "
-        f"Write the text {json.dumps(json.dumps(value))}: --set reads it as JSON."
+        f"{join(where, path)}: wandb agent would pass {text!r}, which --set does not parse as {value!r}. "
+        f"Write {json.dumps(json.dumps(value))}: --set parses it as JSON."
     )
 
 
@@ -162,10 +162,10 @@ def _flatten(parameters: Mapping[str, Any], above: str, where: str) -> Iterator[
 
 def random_values(dimensions: Sequence[SearchDimension], draws: random.Random) -> dict[str, Any]:
     """One random combination: dotted path -> value."""
-    drawn = {
+    numbers = {
         each.path: draws.randint(int(each.low), int(each.high))
         if each.kind in ("choice", "int")
         else draws.uniform(each.low, each.high)
         for each in dimensions
     }
-    return values_of(dimensions, drawn)
+    return values_of(dimensions, numbers)

@@ -1,7 +1,7 @@
-"""The Optuna study of a sweep, in SQLite, shared by any number of workers, and the trainings of its trials.
+"""The Optuna study of a sweep, in SQLite, shared by all workers, and the trainings of its trials.
 
-Optuna's heartbeats reveal the trials of dead workers. A trial is an ordinary training in its own save directory, run as
-a child process and followed through its scores.
+Optuna's heartbeats detect dead workers. A trial is an ordinary training in its own save directory, which runs as a
+child process and is followed through its scores.
 """
 
 import contextlib
@@ -35,24 +35,24 @@ if TYPE_CHECKING:
     from optuna.storages._heartbeat import BaseHeartbeatThread
 
 LOCK_SECONDS = 120
-"""How long a worker waits for another that writes to the database."""
+"""Timeout for another worker that writes to the database."""
 HEARTBEAT_SECONDS = 10
 STALE_SECONDS = 60
-"""A trial whose worker was silent for longer is repeated, as a new trial of the same parameters."""
-REASON, ASKED, HEARTBEAT = "reason", "asked", "heartbeat"
+"""If a worker is silent for longer, its trial is repeated as a new trial with the same parameters."""
+REASON, IDENTITY, HEARTBEAT = "reason", "asked", "heartbeat"
 POLL_SECONDS = 0.2
 EXP_ID = "exp_id"
 """The attribute of a trial that holds its experiment id."""
 GRACE_SECONDS = 60.0
 """Time for a training to stop with a checkpoint before it is killed."""
 RESTARTS = 3
-"""How often a training that something else killed is restarted."""
-_INTERRUPTED = {75, 128 + signal.SIGTERM, 128 + signal.SIGKILL, 128 + signal.SIGUSR1}
+"""How often a training that was killed from outside is restarted."""
+_RESTART_EXITS = {75, 128 + signal.SIGTERM, 128 + signal.SIGKILL, 128 + signal.SIGUSR1}
 
 
 @dataclass(frozen=True)
 class TrialResult:
-    """How a trial ended. value: the last one of the metric, None without a metric."""
+    """How a trial ended. value: last value of the metric; None without a metric."""
 
     state: Literal["done", "pruned", "failed"]
     value: float | None = None
@@ -61,7 +61,7 @@ class TrialResult:
 
 @dataclass
 class ClaimedTrial:
-    """A trial of this worker."""
+    """A trial that this worker runs."""
 
     trial: "optuna.Trial"
     values: dict[str, Any]
@@ -80,10 +80,10 @@ class Study:
         dimensions: Sequence[SearchDimension],
         identity: Mapping[str, Any],
     ) -> None:
-        """`identity`: what all workers must agree on, JSON values.
+        """identity: facts that all workers must agree on, JSON values.
 
         Raises:
-            ConfigError: a study of that name was begun for something else.
+            ConfigError: a study with this name exists for another sweep.
             RunError: the disk refuses.
         """
         import optuna
@@ -112,15 +112,15 @@ class Study:
                     pruner=_pruner(sweep.early_terminate),
                 )
             except DatabaseError as error:
-                raise RunError(f"{file}: cannot be used: {error.orig}. Move it away to begin the sweep anew.") from None
+                raise RunError(f"{file}: cannot be used: {error.orig}. Move it away to restart the sweep.") from None
             text = json.dumps(identity, sort_keys=True)
-            if self.study.user_attrs.setdefault(ASKED, text) != text:
+            if self.study.user_attrs.setdefault(IDENTITY, text) != text:
                 self.close()
                 raise ConfigError(
-                    f"{file}: this study was begun with another method, metric, experiment or parameters. "
-                    "Give the sweep another name, or move that file away."
+                    f"{file}: this study was started with another method, metric, experiment or parameters. "
+                    "Give the sweep another name, or move the file away."
                 )
-            self.study.set_user_attr(ASKED, text)
+            self.study.set_user_attr(IDENTITY, text)
 
     def close(self) -> None:
         """Close the connections to the database."""
@@ -128,17 +128,17 @@ class Study:
         self.storage.engine.dispose()
 
     def trials(self) -> list["optuna.trial.FrozenTrial"]:
-        """All trials in their order, without those that were repeated under another number."""
+        """All trials in order, without those that were repeated under another number."""
         trials = self.study.get_trials(deepcopy=False)
-        replaced = {number for trial in trials for number in trial.system_attrs.get("retry_history", [])}
-        return [trial for trial in trials if trial.number not in replaced]
+        replaced_numbers = {number for trial in trials for number in trial.system_attrs.get("retry_history", [])}
+        return [trial for trial in trials if trial.number not in replaced_numbers]
 
     def is_finished(self) -> bool:
-        """Whether no trial waits or runs."""
+        """Whether all trials have ended."""
         return all(trial.state.is_finished() for trial in self.trials())
 
     def claim(self, total: int) -> ClaimedTrial | None:
-        """The trial of a dead worker, else a new one while there are fewer than `total`; None: nothing to do now."""
+        """The trial of a dead worker, else a new one if there are fewer than `total`; None without a trial to run."""
         import optuna
         from optuna.storages._heartbeat import get_heartbeat_thread
 
@@ -147,7 +147,7 @@ class Study:
                 if trial.state.name == "RUNNING" and trial.user_attrs.get(HEARTBEAT) != trial.number:
                     self._begin_heartbeat(
                         trial._trial_id, trial.number
-                    )  # its worker died right after asking: Optuna would wait for ever
+                    )  # its worker died before the first heartbeat: Optuna would wait forever
             optuna.storages.fail_stale_trials(self.study)
             trials = self.trials()
             if not any(trial.state.name == "WAITING" for trial in trials):
@@ -161,48 +161,48 @@ class Study:
             values = values_of(self.dimensions, {each.path: _draw(trial, each) for each in self.dimensions})
         return ClaimedTrial(trial, values, get_heartbeat_thread(trial._trial_id, self.storage))
 
-    def report(self, claimed: ClaimedTrial, values: Sequence[float]) -> bool:
-        """Report the values so far, the first as iteration 1; True if Optuna wants the trial stopped.
+    def report(self, claim: ClaimedTrial, values: Sequence[float]) -> bool:
+        """Report the values so far, the first as iteration 1; return True if Optuna prunes the trial.
 
         Raises:
-            RunError: another worker has taken the trial over.
+            RunError: another worker has taken over the trial.
         """
         from optuna.exceptions import UpdateFinishedTrialError
 
-        trial = claimed.trial
+        trial = claim.trial
         num_reported = len(self.study.get_trials(deepcopy=False)[trial.number].intermediate_values)
         for iteration in range(num_reported + 1, len(values) + 1):
             try:
                 trial.report(values[iteration - 1], step=iteration)
             except UpdateFinishedTrialError:
                 raise RunError(
-                    f"trial {trial.number}: silent for {STALE_SECONDS} seconds, so another worker has taken it over."
+                    f"trial {trial.number}: no heartbeat for {STALE_SECONDS} s, so another worker has taken it over."
                 ) from None
             if self.sweep.early_terminate and iteration < len(values) and trial.should_prune():
                 return True
         return bool(self.sweep.early_terminate and values and trial.should_prune())
 
-    def end(self, claimed: ClaimedTrial, result: TrialResult) -> None:
-        """Close a trial, unless another worker has taken it over."""
+    def end(self, claim: ClaimedTrial, result: TrialResult) -> None:
+        """Record the result of a trial, unless another worker has taken it over."""
         from optuna.exceptions import UpdateFinishedTrialError
         from optuna.trial import TrialState
 
         if result.reason:
             with contextlib.suppress(UpdateFinishedTrialError):
-                claimed.trial.set_user_attr(REASON, result.reason)
+                claim.trial.set_user_attr(REASON, result.reason)
         state = {"done": TrialState.COMPLETE, "pruned": TrialState.PRUNED, "failed": TrialState.FAIL}[result.state]
         value = result.value if result.value is not None else 0.0  # a grid needs no metric
         self.study.tell(
-            claimed.trial.number, value if result.state == "done" else None, state=state, skip_if_finished=True
+            claim.trial.number, value if result.state == "done" else None, state=state, skip_if_finished=True
         )
 
-    def hand_back(self, claimed: ClaimedTrial) -> None:
-        """Let any worker repeat the interrupted trial at once."""
+    def hand_back(self, claim: ClaimedTrial) -> None:
+        """Release the interrupted trial, so that any worker can repeat it at once."""
         import optuna
 
         with contextlib.suppress(optuna.exceptions.UpdateFinishedTrialError):
-            self.storage.set_trial_state_values(claimed.trial._trial_id, state=optuna.trial.TrialState.FAIL)
-            failed = self.storage.get_trial(claimed.trial._trial_id)
+            self.storage.set_trial_state_values(claim.trial._trial_id, state=optuna.trial.TrialState.FAIL)
+            failed = self.storage.get_trial(claim.trial._trial_id)
             optuna.storages.RetryHeartbeatStaleTrialCallback()(self.study, failed)
 
     def _begin_heartbeat(self, trial_id: int, number: int) -> None:
@@ -217,7 +217,7 @@ class Study:
         return any(value <= metric.target if metric.goal == "minimize" else value >= metric.target for value in values)
 
     def _sampler(self, number: int) -> "optuna.samplers.BaseSampler":
-        """Seeded by the trial's number, so that a single worker always draws the same trials."""
+        """A sampler seeded by the trial's number, so that a single worker always draws the same trials."""
         import optuna
 
         seed = zlib.crc32(f"{self.name}/{number}".encode())
@@ -246,7 +246,7 @@ def _pruner(early: EarlyTerminate | None) -> "optuna.pruners.BasePruner":
 
 @dataclass
 class Training:
-    """Follows the training in the save directory `run`, which `argv` starts unless another process trains there.
+    """Starts `argv` to train in the save directory `run`, unless another process trains there, and follows the scores.
 
     If this process dies, the training that it started is stopped.
     """
@@ -259,13 +259,13 @@ class Training:
     def __post_init__(self) -> None:
         self.child: subprocess.Popen[bytes] | None = None
         self._starts = 0
-        self._known: tuple[object, list[float | None]] = (None, [])
+        self._cached_values: tuple[object, list[float | None]] = (None, [])
         self._holder = StalenessProbe(2 * lease.STALE_SECONDS)
 
     def follow(self, prune: Callable[[Sequence[float]], bool]) -> TrialResult:
         """Train to the end. `prune` gets all values so far whenever there can be new ones; True stops the training.
 
-        An interruption of this process stops the training gracefully first.
+        If this process is interrupted, it first stops the training gracefully.
 
         Raises:
             RunError: the log cannot be written, or the command cannot be started.
@@ -279,15 +279,15 @@ class Training:
         return result
 
     def _step(self, prune: Callable[[Sequence[float]], bool]) -> TrialResult | None:
-        code = self.child.poll() if self.child else None  # before the files are read: they are final if it has ended
+        code = self.child.poll() if self.child else None  # before reading the files: they are final if it has ended
         try:
             state, values = SavedRun(self.run).state, self._finite_values()
         except UserError as error:
             self._stop()
             return TrialResult("failed", reason=str(error))
-        ended = self.child is None or code is not None
+        has_ended = self.child is None or code is not None
         if state == "done":
-            if not ended:
+            if not has_ended:
                 return None
             prune(values)
             return self._final_result()
@@ -296,9 +296,9 @@ class Training:
             if SavedRun(self.run).state == "done":
                 return self._final_result()
             return TrialResult("pruned", values[-1] if values else None)
-        if not ended or not self._holder.is_stale(self.run):
+        if not has_ended or not self._holder.is_stale(self.run):
             return None  # another process trains there: wait for it
-        if code is not None and code >= 0 and code not in _INTERRUPTED:
+        if code is not None and code >= 0 and code not in _RESTART_EXITS:
             reason = (
                 str(SavedRun(self.run).status.get("reason") or f"exit code {code}")
                 if state == "failed"
@@ -315,7 +315,7 @@ class Training:
         with writing(logs[0].parent):
             logs[0].parent.mkdir(parents=True, exist_ok=True)
         if shutil.which(self.argv[0]) is None:
-            raise RunError(f"{self.argv[0]}: no such program. Look at `command` of the sweep file.")
+            raise RunError(f"{self.argv[0]}: no such program. Check `command` of the sweep file.")
         with writing(logs[0]), open(logs[0], "ab") as out, open(logs[1], "ab") as err:
             self.child = start_bound(self.argv, signal.SIGTERM, out, err)
         return None
@@ -325,7 +325,7 @@ class Training:
         return folder / f"{self.run.name}.out.log", folder / f"{self.run.name}.err.log"
 
     def _final_result(self) -> TrialResult:
-        """The result of a training that is done: it failed if its metric is missing or ended in NaN or infinity."""
+        """The result of a finished training: failed if its metric is missing or ended in NaN or infinity."""
         values = self._values()
         if self.metric is not None and not values:
             return TrialResult(
@@ -346,11 +346,11 @@ class Training:
         except FileNotFoundError:
             return []
         version = (facts.st_ino, facts.st_size, facts.st_mtime_ns)
-        if version != self._known[0]:
+        if version != self._cached_values[0]:
             rows = Scores(file, read_only=True).rows()
             column = [row[self.metric] for row in rows if self.metric in row]
-            self._known = (version, [float(value) if is_finite(value) else None for value in column])
-        return self._known[1]
+            self._cached_values = (version, [float(value) if is_finite(value) else None for value in column])
+        return self._cached_values[1]
 
     def _stop(self) -> None:
         if self.child is not None and self.child.poll() is None:

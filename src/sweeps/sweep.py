@@ -1,4 +1,4 @@
-"""A sweep file in the schema of Weights & Biases, and the experiments that it would try."""
+"""A sweep file in the schema of Weights & Biases, and its experiments."""
 
 import argparse
 import os
@@ -29,9 +29,9 @@ from src.sweeps.search_space import (
 from src.tables.results import DIAGNOSTICS
 
 TRIES = 50
-"""Random combinations that are tried with a value before it is reported as one that no experiment accepts."""
+"""Number of random combinations to try with a value before it is reported as invalid."""
 MAX_CHECKED = 2000
-"""Combinations of a grid that are checked before its first trial; a later one would fail as a trial."""
+"""Maximum combinations of a grid to check before its first trial; invalid later ones fail as trials."""
 PARAMETERS = "${args_no_hyphens}"
 """The macro of `wandb agent` that becomes path=value for each parameter."""
 _MACRO = re.compile(r"\$\{(\w+)\}")
@@ -39,44 +39,44 @@ _VARIABLE = re.compile(r"\$\{envvar:([A-Z0-9_]*)\}")
 
 
 class Metric(config.Config):
-    """The objective: a score of scores.jsonl. The value of a trial is the last one it reports, as for wandb."""
+    """The objective: a score in scores.jsonl. The value of a trial is its last one, as for wandb."""
 
     name: str = Field(min_length=1)
     goal: Literal["minimize", "maximize"] = "minimize"
     target: float | None = None
-    """No trial is started once one has reached it."""
+    """No new trial is started once a trial has reached it."""
 
 
 class EarlyTerminate(config.Config):
-    """When a bad trial is stopped. An iteration is one row of scores that has the metric, as for wandb."""
+    """When to stop bad trials. An iteration is one row of scores with the metric, as for wandb."""
 
     type: Literal["hyperband", "median"]
-    """"median", which wandb does not have: worse than the median of the others at the same iteration."""
+    """"median" (not in wandb): stop a trial that is worse than the median of all trials at the same iteration."""
     min_iter: int | None = Field(default=None, ge=1)
-    """The first iteration at which a trial may be stopped."""
+    """The first iteration at which a trial can be stopped."""
     max_iter: int | None = Field(default=None, ge=2)
-    """Iterations of a whole training; None: as many as the first trial that ends."""
+    """Iterations of a complete training; None: as many as the first trial that ends."""
     eta: int = Field(default=3, ge=2)
-    """One trial in `eta` goes on at each bracket."""
+    """One in `eta` trials continues at each bracket."""
     s: int | None = Field(default=None, ge=1)
-    """Brackets, counted back from `max_iter`."""
+    """Number of brackets, counted back from `max_iter`."""
 
     @model_validator(mode="after")
     def _enough(self) -> "EarlyTerminate":
         if self.type == "median":
             if {"max_iter", "eta", "s"} & self.model_fields_set:
-                raise ValueError("type 'median' has min_iter alone.")
+                raise ValueError("type 'median' takes only min_iter.")
         elif (self.min_iter is None) == (self.max_iter is None or self.s is None):
             raise ValueError("hyperband needs min_iter, or max_iter and s.")
         elif self.s is not None and self.max_iter is None:
-            raise ValueError("s counts brackets back from max_iter: give both, or min_iter alone.")
+            raise ValueError("s counts brackets back from max_iter: give both, or only min_iter.")
         elif self.max_iter is not None and self.first >= self.max_iter:
             raise ValueError(f"the first bracket would be at iteration {self.first}, and max_iter is {self.max_iter}.")
         return self
 
     @property
     def first(self) -> int:
-        """The first iteration at which a trial may be stopped."""
+        """The first iteration at which a trial can be stopped."""
         if self.max_iter is not None and self.s is not None and self.min_iter is None:
             return max(1, self.max_iter // self.eta**self.s)
         return self.min_iter or 1
@@ -94,9 +94,9 @@ class SweepFile(config.Config):
     metric: Metric | None = None
     early_terminate: EarlyTerminate | None = None
     run_cap: Annotated[int, Field(ge=1)] | None = None
-    """Most trials."""
+    """Maximum number of trials."""
     name: str | None = Field(default=None, pattern=r"^\w[\w.-]*$")
-    """Names the study and the group of its trials; None: the file's name."""
+    """Name of the study and of the group of its trials; None: the file's name."""
     description: str | None = None
     entity: str | None = None
     project: str | None = None
@@ -104,8 +104,8 @@ class SweepFile(config.Config):
     @model_validator(mode="after")
     def _has_metric(self) -> "SweepFile":
         if self.metric is None and (self.method == "bayes" or self.early_terminate):
-            what = "early_terminate" if self.early_terminate else "method 'bayes'"
-            raise ValueError(f"metric: missing. {what} needs one: metric: {{name: val_loss, goal: minimize}}.")
+            setting = "early_terminate" if self.early_terminate else "method 'bayes'"
+            raise ValueError(f"metric: missing. {setting} needs one: metric: {{name: val_loss, goal: minimize}}.")
         return self
 
 
@@ -116,19 +116,19 @@ class _Parser(argparse.ArgumentParser):
 
 @dataclass(frozen=True)
 class Command:
-    """A checked command. start: up to the program; rest: the program's arguments that do not choose the experiment."""
+    """A validated command. start: up to the program; rest: arguments that do not select the experiment."""
 
     start: list[str]
     rest: list[str]
-    chosen: str | None
+    group: str | None
     """GROUP or GROUP[i], as -e gives it."""
     exp_id: str | None
     assignments: list[tuple[str, Any]]
-    """Of --set and --steps, the same in every trial."""
+    """Assignments of --set and --steps, equal in all trials."""
     where: str
 
     def argv(self, exp_id: str, places: Places, values: Sequence[str] = ()) -> list[str]:
-        """The command line of one trial: the same program and arguments, with an id for the chosen experiment."""
+        """The command line of one trial: the same program and arguments, with an id instead of the experiment."""
         paths = ["-sb", str(places.runs.resolve()), "--data_path", str(places.data.resolve())]
         return [*self.start, "--exp_id", exp_id, *paths, *values, *self.rest]
 
@@ -137,22 +137,22 @@ def parse_command(command: Sequence[Any], program: str, where: str) -> Command:
     """Check the `command` list of a sweep file.
 
     Raises:
-        ConfigError: the parameters do not reach --set, the program is not there, or the arguments name no one
-            experiment.
+        ConfigError: the parameters do not reach --set, the program does not exist, or the arguments do not name exactly
+            one experiment.
     """
     words = [_VARIABLE.sub(lambda match: os.environ.get(match[1], match[1]), str(item)) for item in command]
     if "${program}" not in words:
-        raise ConfigError(f"{where}: ${{program}} is missing; wandb agent puts {program} there.")
+        raise ConfigError(f"{where}: ${{program}} is missing; wandb agent replaces it by {program}.")
     at = words.index("${program}")
     if PARAMETERS not in words[at:] or words.index(PARAMETERS) < at + 2:
         raise ConfigError(f"{where}: the parameters must reach the program: end it with --set and {PARAMETERS}.")
-    filled = {"${env}": "/usr/bin/env", "${interpreter}": sys.executable, "${program}": program}
+    macros = {"${env}": "/usr/bin/env", "${interpreter}": sys.executable, "${program}": program}
     for item in words:
-        if _MACRO.fullmatch(item) and item not in filled and item != PARAMETERS:
+        if _MACRO.fullmatch(item) and item not in macros and item != PARAMETERS:
             raise ConfigError(f"{where}: {item}: trainval.py takes parameters only as --set {PARAMETERS}.")
     if not Path(program).is_file():
         raise ConfigError(
-            f"{where}: program {program!r}: no such file in {Path.cwd()}. Start the sweep in the project's folder."
+            f"{where}: program {program!r}: no such file in {Path.cwd()}. Run the sweep in the project's folder."
         )
     parser = _Parser(add_help=False, allow_abbrev=False)
     parser.add_argument("-e", "--exp_group", "--exp_group_list", nargs="+", dest="groups", default=[])
@@ -165,7 +165,7 @@ def parse_command(command: Sequence[Any], program: str, where: str) -> Command:
         args, rest = parser.parse_known_args(words[at + 1 :])
         if args.refused:
             raise ConfigError(
-                "-sb, --data_path, -r and -j are for the command line of the sweep, or have no meaning in one."
+                "-sb, --data_path, -r and -j are not allowed here. Give the former two to the sweep's command line."
             )
         if args.set.count(PARAMETERS) != 1:
             raise ConfigError(f"expected {PARAMETERS} once, after --set.")
@@ -178,7 +178,7 @@ def parse_command(command: Sequence[Any], program: str, where: str) -> Command:
         raise ConfigError(f"{where}: {error}") from None
     if args.steps is not None:
         assignments.append(("loop.steps", args.steps))
-    start = [filled.get(item, item) for item in words[: at + 1]]
+    start = [macros.get(item, item) for item in words[: at + 1]]
     return Command(start, rest, args.groups[0] if args.groups else None, args.exp_id, assignments, where)
 
 
@@ -187,15 +187,15 @@ class Source:
     """The experiment that a sweep starts from."""
 
     exp: dict[str, Any]
-    known: Mapping[str, plan.Planned]
-    """Every experiment of exp_configs.py by its id: where parents are found."""
+    experiments: Mapping[str, plan.PlannedExperiment]
+    """Every experiment of exp_configs.py by id, to look up parents."""
     where: str
 
-    def trial(self, values: Mapping[str, Any], where: str) -> plan.Planned:
+    def trial(self, values: Mapping[str, Any], where: str) -> plan.PlannedExperiment:
         """The experiment with `values`, by dotted path.
 
         Raises:
-            ConfigError: a value that --set would read as another, or that the experiment does not take.
+            ConfigError: --set would parse a value differently, or the experiment does not accept it.
         """
         exp = self.exp
         for path, value in values.items():
@@ -204,29 +204,29 @@ class Source:
 
 
 def find_source(command: Command, groups: Any, runs: Path) -> Source:
-    """The one experiment of exp_configs.py that `command` names.
+    """The experiment of exp_configs.py that `command` names.
 
     Raises:
-        ConfigError: none or several, or the command's own --set does not fit.
+        ConfigError: there is no such experiment, or several, or the command's --set is invalid.
     """
-    known = plan.load_all(groups)
-    if command.chosen is None:
+    experiments = plan.load_all(groups)
+    if command.group is None:
         assert command.exp_id is not None
-        item = plan.find(command.exp_id, known, runs)
+        item = plan.find(command.exp_id, experiments, runs)
         items = plan.load_groups({command.exp_id: [item.with_operational]}, [command.exp_id], command.assignments)
     else:
-        name = command.chosen
+        name = command.group
         if isinstance(groups.get(name), list) and len(groups[name]) > 1:
             raise ConfigError(
                 f"{command.where}: -e {name}: a sweep starts from one experiment; choose {name}[0] to "
                 f"{name}[{len(groups[name]) - 1}]."
             )
         items = plan.load_groups(groups, [name], command.assignments)
-    return Source(items[0].with_operational, known, items[0].where)
+    return Source(items[0].with_operational, experiments, items[0].where)
 
 
-def check_metric(item: plan.Planned, metric: str, places: Places, where: str) -> None:
-    """Raises ConfigError, with the known names, if the experiment does not log the metric."""
+def check_metric(item: plan.PlannedExperiment, metric: str, places: Places, where: str) -> None:
+    """Raise ConfigError, with the known names, if the experiment does not log the metric."""
     if metric in ("train_loss", *DIAGNOSTICS):
         return
     try:  # the recipe knows its scores: the choices of loop.best_metric
@@ -236,12 +236,12 @@ def check_metric(item: plan.Planned, metric: str, places: Places, where: str) ->
         for line in str(error).splitlines():
             if line.startswith("loop.best_metric: "):
                 message = line.removeprefix("loop.best_metric: ")
-                raise ConfigError(f"{where}: {message} train_loss is logged, too.") from None
+                raise ConfigError(f"{where}: {message} train_loss is logged as well.") from None
 
 
 @dataclass(frozen=True)
 class Sweep:
-    """A checked sweep."""
+    """A validated sweep."""
 
     name: str
     file: SweepFile
@@ -249,7 +249,7 @@ class Sweep:
     command: Command
     source: Source
     places: Places
-    example: plan.Planned | None = None
+    example: plan.PlannedExperiment | None = None
 
     @property
     def group(self) -> str:
@@ -260,7 +260,7 @@ class Sweep:
         return self.file.metric.name if self.file.metric else None
 
     def identity(self) -> dict[str, Any]:
-        """What all workers must agree on, as JSON values."""
+        """Facts that all workers must agree on, as JSON values."""
         keys = {"method", "parameters", "metric"}
         return {**self.file.model_dump(mode="json", include=keys, exclude_none=True), "experiment": self.source.exp}
 
@@ -276,7 +276,7 @@ def load(path: Path, places: Places) -> Sweep:
     dimensions = parse_dimensions(file.parameters, f"{where}: parameters", file.method == "grid")
     command = parse_command(file.command, file.program, f"{where}: command")
     source = find_source(command, plan.read_groups(), places.runs)
-    places = Places(places.data, places.runs, {exp_id: item.exp for exp_id, item in source.known.items()})
+    places = Places(places.data, places.runs, {exp_id: item.exp for exp_id, item in source.experiments.items()})
     sweep = Sweep(file.name or path.stem, file, dimensions, command, source, places)
     item = check_values(sweep, f"{where}: parameters")
     if sweep.metric is not None:
@@ -284,8 +284,8 @@ def load(path: Path, places: Places) -> Sweep:
     return replace(sweep, example=item)
 
 
-def check_values(sweep: Sweep, where: str) -> plan.Planned:
-    """Check that each value, and each bound, makes a valid experiment with some of the others; one such experiment.
+def check_values(sweep: Sweep, where: str) -> plan.PlannedExperiment:
+    """Check that each value, and each bound, is part of some valid combination; return one such experiment.
 
     Raises:
         ConfigError: names the parameter and the reason.
@@ -301,7 +301,7 @@ def check_values(sweep: Sweep, where: str) -> plan.Planned:
         ]
         attempts = [[random_values(dimensions, draws) | end for _ in range(TRIES)] for end in ends]
     mistakes: list[str] = []
-    example: plan.Planned | None = None
+    example: plan.PlannedExperiment | None = None
     for alternatives in attempts:
         refusals: list[str] = []
         for values in alternatives:
@@ -318,4 +318,4 @@ def check_values(sweep: Sweep, where: str) -> plan.Planned:
 
 def combinations(sweep: Sweep) -> list[dict[str, Any]]:
     """Every combination of a grid: dotted path -> value."""
-    return [values_of(sweep.dimensions, drawn) for drawn in grid_draws(sweep.dimensions)]
+    return [values_of(sweep.dimensions, numbers) for numbers in grid_draws(sweep.dimensions)]

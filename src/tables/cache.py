@@ -1,7 +1,7 @@
-"""<runs>/index.sqlite: a cache of parsed facts of runs. Results do not depend on it.
+"""<runs>/index.sqlite: a cache of parsed facts about runs. Results do not depend on it.
 
-It uses a rollback journal, as a write-ahead log needs shared memory and a cluster has several machines. Each value has
-a checksum. A file that is damaged, or of another version, is deleted and created again.
+It uses a rollback journal, since a write-ahead log needs shared memory and a cluster has several machines. Each value
+has a checksum. A file that is damaged, or of another version, is deleted and recreated.
 """
 
 import contextlib
@@ -17,22 +17,22 @@ from urllib.parse import quote
 CACHE = "index.sqlite"
 VERSION = 4
 WAIT_SECONDS = 5.0
-"""How long to wait for another process that writes."""
+"""Timeout for another process that writes."""
 _TABLE = "CREATE TABLE IF NOT EXISTS cached (run TEXT, name TEXT, data BLOB, crc INTEGER, PRIMARY KEY (run, name))"
 _SELECT = """SELECT run, name, data, crc FROM cached
 WHERE run IN (SELECT value FROM json_each(?)) AND name IN (SELECT value FROM json_each(?))"""
-# Result codes of SQLite: a wrong statement (so a table is missing), a damaged file, no database.
-_DAMAGED = {1, 11, 26}
+# Result codes of SQLite: an invalid statement (as a table is missing), a damaged file, not a database.
+_DAMAGE_CODES = {1, 11, 26}
 _FORBIDDEN = {sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN}
 Values = dict[str, dict[str, bytes]]
-"""By run and name."""
+"""Values by run and name."""
 Result = TypeVar("Result")
 
 log = logging.getLogger(__name__)
 
 
 def read(folder: Path, runs: Sequence[str], names: Sequence[str]) -> Values:
-    """The cached ones of the values `names` of the runs with the ids `runs` in `folder`. Raises nothing."""
+    """The cached values `names` of the runs with the ids `runs` in `folder`. Never raises."""
 
     def select(database: sqlite3.Connection) -> Values:
         result: Values = {}
@@ -45,8 +45,8 @@ def read(folder: Path, runs: Sequence[str], names: Sequence[str]) -> Values:
 
 
 def write(folder: Path, values: Mapping[str, Mapping[str, bytes]], existing: Sequence[str] | None = None) -> None:
-    """Cache values by run and name; delete runs that are not in `existing`, if that is given. Raises nothing."""
-    rows = [(run, name, data) for run, named in values.items() for name, data in named.items()]
+    """Cache values by run and name; delete runs that are not in `existing`, if given. Never raises."""
+    rows = [(run, name, data) for run, values_by_name in values.items() for name, data in values_by_name.items()]
 
     def replace(database: sqlite3.Connection) -> None:
         database.execute("BEGIN IMMEDIATE")
@@ -54,8 +54,10 @@ def write(folder: Path, values: Mapping[str, Mapping[str, bytes]], existing: Seq
             database.execute(
                 "DELETE FROM cached WHERE run NOT IN (SELECT value FROM json_each(?))", [json.dumps(existing)]
             )
-        checked = ((run, name, data, _checksum(run.encode(), name.encode(), data)) for run, name, data in rows)
-        database.executemany("INSERT OR REPLACE INTO cached VALUES (?, ?, ?, ?)", checked)
+        rows_with_checksums = (
+            (run, name, data, _checksum(run.encode(), name.encode(), data)) for run, name, data in rows
+        )
+        database.executemany("INSERT OR REPLACE INTO cached VALUES (?, ?, ?, ?)", rows_with_checksums)
         database.execute("COMMIT")
 
     if rows:
@@ -70,7 +72,7 @@ def _use(path: Path, work: Callable[[sqlite3.Connection], Result]) -> Result | N
                 return work(database)
         except sqlite3.Error as error:
             code = getattr(error, "sqlite_errorcode", 0) & 0xFF
-            if code not in _DAMAGED or not _delete(path) or attempt == 2:
+            if code not in _DAMAGE_CODES or not _delete(path) or attempt == 2:
                 level = logging.INFO if code in _FORBIDDEN else logging.WARNING
                 log.log(level, "%s: not used: %s. Everything is read from the runs.", path, error)
                 return None

@@ -25,13 +25,13 @@ VALUES = ("last", "best", "max", "min")
 """Which value of a run a table shows."""
 _BATCH = 500
 _HEAD = ""
-"""The name of the column that describes the remaining ones. The names of scores are stored as JSON."""
+"""Cache name of the header of a history. The names of scores are stored as JSON, so they differ."""
 Columns = dict[str, "np.ndarray"]
 """float64 by score, and "step", all of one length; NaN if a row has no such score."""
 
 
 class _History(NamedTuple):
-    """Columns of the first `size` bytes of a scores.jsonl; its end has the hash `tail`. scores: all names, in order."""
+    """Columns of the first `size` bytes of a scores.jsonl. tail: hash of their end. scores: all names, in order."""
 
     size: int
     tail: str
@@ -46,13 +46,13 @@ class Band:
     x: "np.ndarray"
     mean: "np.ndarray"
     std: "np.ndarray"
-    """Sample standard deviation (n - 1); NaN where there is one run."""
+    """Sample standard deviation (n - 1); NaN for a single run."""
     count: "np.ndarray"
-    """Runs that have a finite value."""
+    """Number of runs with a finite value."""
 
     def half_width(self, interval: str = "std") -> "np.ndarray":
         """Half the width of the band: "std", or "ci95", the 95 % confidence interval of the mean.
-        NaN where there is one run."""
+        NaN for a single run."""
         import numpy as np
 
         if interval == "std":
@@ -61,8 +61,8 @@ class Band:
         return self.std * np.array([wide.get(int(n), np.nan) for n in self.count])
 
     def smooth(self, weight: float) -> "Band":
-        """With exponential moving averages of means and deviations:
-        `weight`, in [0, 1), of those before, without a bias at the start."""
+        """The band smoothed by exponential moving averages, with bias correction.
+        weight: of earlier values, in [0, 1)."""
         return (
             replace(self, mean=_moving_average(self.mean, weight), std=_moving_average(self.std, weight))
             if weight
@@ -81,9 +81,9 @@ def _moving_average(values: "np.ndarray", weight: float) -> "np.ndarray":
 
 
 def histories(runs: Path, names: Iterable[str], scores: Sequence[str]) -> tuple[dict[str, Columns], list[str]]:
-    """By run, columns of "step" and of those of `scores` that it has; and a warning for each run that cannot be read.
+    """Columns of "step" and the available `scores`, by run; and a warning for each run that cannot be read.
 
-    Rows of haven without a step are numbered. Only rows that were appended since the last call are parsed.
+    Rows of haven without a step are numbered. Only rows appended since the last call are parsed.
     """
     result: dict[str, Columns] = {}
     warnings: list[str] = []
@@ -109,46 +109,45 @@ def histories(runs: Path, names: Iterable[str], scores: Sequence[str]) -> tuple[
 def choose_values(
     runs: Path, rows: Sequence[Row], value: str = "last", at_step: int | None = None
 ) -> tuple[list[Row], list[str]]:
-    """The rows with a different value of each score than the last, and warnings:
-    of unreadable histories, and of runs without the step.
+    """The rows with the requested value of each score, and warnings about unreadable histories and missing steps.
 
-    value: one of `VALUES`, over all steps; the best is that by `loop.best_mode` of the dict for its `loop.best_metric`,
-    and by the name for other scores. A score that ended in NaN or infinity has no best, max or min either: such a run
-    heads no ranking.
-    at_step: the values at exactly this step, None if a run has no row or no value there.
+    value: one of `VALUES`, over all steps. "best" follows `loop.best_mode` for `loop.best_metric`, and the name for
+    other scores. A score that ended in NaN or infinity also has no best, max or min, so that such a run is never ranked
+    first.
+    at_step: use the values at exactly this step; None if a run has no row or no value there.
     """
     if value == "last" and at_step is None:
         return list(rows), []
     names = list(dict.fromkeys(name for score in score_names(rows) for name in (score, score.removeprefix("score."))))
     result, warnings = histories(runs, [row["exp_id"] for row in rows], names)
-    chosen = [row.replace(_choose_of_run(row, result.get(row["exp_id"], {}), value, at_step)) for row in rows]
-    for row in chosen:
+    new_rows = [row.replace(_choose_of_run(row, result.get(row["exp_id"], {}), value, at_step)) for row in rows]
+    for row in new_rows:
         row.at_step = at_step
-    if at_step is not None and (absent := sum(row["step"] is None for row in chosen)):
-        warnings = [*warnings, f"{absent} of {len(chosen)} runs have no row at step {at_step}; they are left out."]
-    return chosen, warnings
+    if at_step is not None and (absent := sum(row["step"] is None for row in new_rows)):
+        warnings = [*warnings, f"{absent} of {len(new_rows)} runs have no row at step {at_step}; they are left out."]
+    return new_rows, warnings
 
 
 def _choose_of_run(row: Row, columns: Columns, value: str, at_step: int | None) -> dict[str, Any]:
     import numpy as np
 
-    chosen: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for score in row.scores:
         if ended_in_nan(row, score) and at_step is None:
-            chosen[score] = None
+            values[score] = None
             continue
         column = columns.get(score, columns.get(score.removeprefix("score.")))
         if column is None:
-            chosen[score] = row[score] if score == CODE_VERSIONS else None
+            values[score] = row[score] if score == CODE_VERSIONS else None
             continue
         finite = column[np.isfinite(column) & (at_step is None or columns["step"] == at_step)].tolist()
         best = (
             (min if _is_lower_better(row, score) else max) if value == "best" else {"min": min, "max": max}.get(value)
         )
-        chosen[score] = (best(finite) if best else finite[-1]) if finite else None
+        values[score] = (best(finite) if best else finite[-1]) if finite else None
     if at_step is not None:
-        chosen["step"] = at_step if at_step in columns.get("step", ()) else None
-    return chosen
+        values["step"] = at_step if at_step in columns.get("step", ()) else None
+    return values
 
 
 def _is_lower_better(row: Row, score: str) -> bool:
@@ -162,10 +161,10 @@ def bands(
 ) -> tuple[list[list[Band]], list[str]]:
     """For each score a band for each group of rows (`rows.load_rows`), at each step where any run has a finite value.
 
-    x: "step", "seconds" of training, or a score such as "tokens"; at each step its mean over the runs.
+    x: "step", "seconds" of training, or a score such as "tokens": its mean over the runs at each step.
 
     Raises:
-        DataError: no run has any `x`.
+        DataError: no run has values of `x`.
     """
     names = [name.removeprefix("score.") for name in scores]
     requested = list(dict.fromkeys([*scores, *names, x]))
@@ -173,14 +172,14 @@ def bands(
     if x != "step":
         places = {name: _x_values(runs / name, columns, x) for name, columns in result.items()}
         if not any(len(of_run) for of_run in places.values()):
-            raise DataError(f"{runs}: no run has {x!r} in its scores, nor in its {PERF}, to be drawn over.")
+            raise DataError(f"{runs}: no run has {x!r} in its scores or its {PERF}, so it cannot be the x axis.")
     else:
         places = {}
 
     def points(group: Sequence[Mapping[str, Any]], score: str, name: str) -> Iterator[tuple[Any, Any, Any]]:
         for row in sorted(
             group, key=lambda row: row["exp_id"]
-        ):  # so that the order of the runs does not change the last digits
+        ):  # sorted, so that the order of the runs does not change the last digits
             columns = result.get(row["exp_id"], {})
             values = columns.get(score, columns.get(name))
             if values is not None:
@@ -212,7 +211,7 @@ def _pack(history: _History) -> dict[str, bytes]:
 
 
 def _read_history(path: Path, cached: _History | None) -> _History:
-    """The history of the run in `path`: `cached` itself if nothing was appended, else with all columns.
+    """The history of the run in `path`: `cached` itself if no row was appended, else one with all columns.
 
     Raises:
         DataError: the scores are damaged.
@@ -224,18 +223,18 @@ def _read_history(path: Path, cached: _History | None) -> _History:
     if cached and piece.start:
         if not piece.lines:
             return cached
-        whole = _read_cache(path.parent, [path.name], cached.scores).get(path.name)
-        if whole is None or whole.tail != cached.tail:
+        complete = _read_cache(path.parent, [path.name], cached.scores).get(path.name)
+        if complete is None or complete.tail != cached.tail:
             return _read_history(path, None)
         try:
             new = _columns(parse_rows(piece, path / SCORES))
         except DataError:
             return _read_history(path, None)  # counts lines from the start of the file, for the message
-        lengths = len(whole.columns["step"]), len(new["step"])
+        lengths = len(complete.columns["step"]), len(new["step"])
         absent = [np.full(length, np.nan) for length in lengths]
-        names = dict.fromkeys([*whole.columns, *new])
+        names = dict.fromkeys([*complete.columns, *new])
         columns = {
-            name: np.concatenate([whole.columns.get(name, absent[0]), new.get(name, absent[1])]) for name in names
+            name: np.concatenate([complete.columns.get(name, absent[0]), new.get(name, absent[1])]) for name in names
         }
     elif not piece.lines and not (path / SCORES).exists() and (path / SCORE_LIST).exists():
         columns = _columns(read_score_list(path / SCORE_LIST))
@@ -257,7 +256,7 @@ def _column(values: list[Any]) -> "np.ndarray":
         column = np.array(values, dtype=np.float64)
     except (TypeError, ValueError, OverflowError):
         column = None
-    if column is None or column.ndim != 1:  # haven's rows can hold anything
+    if column is None or column.ndim != 1:  # haven's rows can contain anything
         return np.array([float(value) if is_finite(value) and abs(value) < 1e308 else np.nan for value in values])
     return column
 
@@ -282,17 +281,17 @@ def _x_values(path: Path, columns: Columns, x: str) -> "np.ndarray":
 
 
 def _band(runs: Sequence[tuple[Any, Any, Any]]) -> Band:
-    """runs: (steps, values, places) of each."""
+    """The band of `runs`: (steps, values, positions on the x axis) of each."""
     import numpy as np
 
-    chosen = []
+    points = []
     for steps, values, places in runs:
         if len(places) == len(steps):
             mask = np.isfinite(values) & np.isfinite(places)
-            chosen.append((steps[mask], values[mask], places[mask]))
-    if not chosen:
+            points.append((steps[mask], values[mask], places[mask]))
+    if not points:
         return Band(*(np.array([]) for _ in range(4)))
-    steps, values, places = (np.concatenate(column) for column in zip(*chosen, strict=True))
+    steps, values, places = (np.concatenate(column) for column in zip(*points, strict=True))
     grid, at = np.unique(steps, return_inverse=True)
     count = np.bincount(at)
     mean = np.bincount(at, values) / count

@@ -1,4 +1,4 @@
-"""What runs have cost: hours of GPUs over all their attempts, also failed ones and steps trained again."""
+"""GPU hours of runs over all attempts, including failed attempts and repeated steps."""
 
 from collections.abc import Iterator
 from datetime import UTC, datetime
@@ -12,39 +12,38 @@ from src.runs.heartbeat import HEARTBEAT
 from src.runs.store import ENV
 
 _BY_THE_RUN = ("start", "save", "divergence", "stop")
-"""Events of the ledger that a training writes: others are of persons, at any time."""
+"""Events of the ledger that a training writes. Events by people can happen at any time."""
 
 
 def gpu_hours(run: Path) -> float:
-    """Hours times GPUs of the save directory `run`: from each start to its stop, or a killed one's last sign of life.
+    """GPU hours of the save directory `run`: from each start to its stop, or to the last sign of life if killed.
 
-    Signs of life are checkpoints and, of the last attempt, the heartbeat: of an earlier one that was killed, the time
-    since its last checkpoint is missing. A process has one GPU, or its part of one that jobs share, or none where
-    env.json of its attempt names none; of a Slurm task that jobs share each has its part of all GPUs, however many
-    processes it has. What cannot be read counts nothing.
+    Signs of life are checkpoints and, for the last attempt, the heartbeat. For earlier killed attempts, the time since
+    the last checkpoint is missing. A process has one GPU, or its share of a GPU that jobs share, or no GPU if env.json
+    of its attempt lists no GPUs. In a shared Slurm task, each job has an equal share of all GPUs, whatever its number
+    of processes. Unreadable files count as 0.
     """
     try:
         events = [
             event for event in ledger.read(run) if event["event"] in _BY_THE_RUN and isinstance(event.get("when"), str)
         ]
-        found = sorted(_gpus_of_attempts(run))
+        attempts = sorted(_gpus_of_attempts(run))
         places = [place for place, event in enumerate(events) if event["event"] == "start"]
         hours = 0.0
         for place, following in zip(places, [*places[1:], len(events)], strict=True):
             first, last = events[place], events[following - 1]
-            began, ended = (datetime.fromisoformat(event["when"]) for event in (first, last))
+            start, end = (datetime.fromisoformat(event["when"]) for event in (first, last))
             if following == len(events) and last["event"] != "stop" and (run / HEARTBEAT).exists():
-                ended = max(ended, datetime.fromtimestamp((run / HEARTBEAT).stat().st_mtime, UTC))
-            whole, each = next((gpus for when, *gpus in reversed(found) if when <= first["when"]), (0.0, 0.0))
-            hours += max(0.0, (ended - began).total_seconds()) / 3600 * (whole + first.get("world_size", 1) * each)
-    except (UserError, OSError, ValueError, TypeError):  # ValueError, TypeError: a line of the ledger that is not ours
+                end = max(end, datetime.fromtimestamp((run / HEARTBEAT).stat().st_mtime, UTC))
+            shared_gpus, each = next((gpus for when, *gpus in reversed(attempts) if when <= first["when"]), (0.0, 0.0))
+            hours += max(0.0, (end - start).total_seconds()) / 3600 * (shared_gpus + first.get("world_size", 1) * each)
+    except (UserError, OSError, ValueError, TypeError):  # ValueError, TypeError: a malformed line in the ledger
         return 0.0
     return hours
 
 
 def _gpus_of_attempts(run: Path) -> Iterator[tuple[str, float, float]]:
-    """When each attempt began, how many GPUs it had as a whole, and, where that was not told,
-    how much of one each of its processes."""
+    """(start time, GPUs of the attempt, GPUs per process) of each attempt; only one of the latter two is not 0."""
     for path in (run / "attempts").glob(f"*/{ENV}"):
         env = read_json(path, RunError)
         if isinstance(env, dict) and isinstance(env.get("time"), str):

@@ -1,4 +1,4 @@
-"""Ancestry in a folder of runs: which experiment started from which, and which parents are missing or failed."""
+"""Ancestry in a folder of runs: parents and children of experiments, and parents that are missing or failed."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -10,7 +10,7 @@ from src.errors import ConfigError, DataError, UserError
 from src.experiments.config import Places
 from src.runs.history import branches
 from src.runs.parents import missing_parents, parent_checkpoints
-from src.runs.plan import Planned
+from src.runs.plan import PlannedExperiment
 from src.runs.store import RunStore, SavedRun
 from src.tables import results
 
@@ -21,15 +21,14 @@ class Node:
 
     exp_id: str
     state: str
-    """That of `SavedRun.state`, or "haven": written by haven; "missing": known only as a parent;
-    "damaged": unreadable."""
+    """`SavedRun.state`, or "haven": written by haven; "missing": known only as a parent; "damaged": unreadable."""
     group: str = ""
     recipe: str = ""
     step: int | None = None
     scores: Mapping[str, float | None] = field(default_factory=dict)
     """The last value of each headline score; None for NaN or infinity."""
     reason: str = ""
-    """Why it failed, stopped, is missing or damaged, if known."""
+    """Why the run failed, stopped, is missing or damaged, if known."""
     branches: tuple[tuple[int, int], ...] = ()
     """(number, step) of each branch after a rewind, the oldest first."""
 
@@ -46,7 +45,7 @@ class Edge:
 @dataclass(frozen=True)
 class Lineage:
     """Experiments by id, and their parents.
-    There is no cycle: an id is the hash of a dict that holds its parents' ids."""
+    There are no cycles: an id is the hash of a dict that contains the ids of its parents."""
 
     nodes: Mapping[str, Node]
     edges: tuple[Edge, ...]
@@ -67,19 +66,14 @@ class Lineage:
         """The only id that starts with `prefix`.
 
         Raises:
-            ConfigError: none does, or several do.
+            ConfigError: no id does, or several do.
         """
         matches = [name for name in self.nodes if name.startswith(prefix)]
         if not matches:
-            raise ConfigError(
-                f"--exp_id {prefix}: no experiment among these {len(self.nodes)} has an id that starts like that."
-            )
+            raise ConfigError(f"--exp_id {prefix}: no id of these {len(self.nodes)} experiments starts with this.")
         if len(matches) > 1:
             names = ", ".join(matches)
-            raise ConfigError(
-                f"--exp_id {prefix}: {len(matches)} experiments have ids that start like that: "
-                f"{names}. Write more of it."
-            )
+            raise ConfigError(f"--exp_id {prefix}: {len(matches)} ids start with this: {names}. Use more digits.")
         return matches[0]
 
     def family(self, members: Iterable[str]) -> "Lineage":
@@ -108,16 +102,16 @@ class Lineage:
         return graph
 
 
-def build(runs: Path, planned: Mapping[str, Planned] | None = None) -> Lineage:
-    """The ancestry of every experiment that has a save directory in `runs` or is in `planned`.
+def build(runs: Path, planned_items: Mapping[str, PlannedExperiment] | None = None) -> Lineage:
+    """The ancestry of every experiment that has a save directory in `runs` or is in `planned_items`.
 
-    planned: experiments of exp_configs.py by id; those without a directory are "new" instead of "missing".
+    planned_items: experiments of exp_configs.py by id; those without a directory are "new" instead of "missing".
 
     Raises:
-        DataError: there is no run, and nothing is planned.
+        DataError: there are no runs and no planned experiments.
     """
-    planned = planned or {}
-    rows, warnings = _rows(runs, bool(planned))
+    planned_items = planned_items or {}
+    rows, warnings = _rows(runs, bool(planned_items))
     nodes: dict[str, Node] = {}
     dicts: dict[str, dict[str, Any]] = {}
     for row in rows:
@@ -127,21 +121,21 @@ def build(runs: Path, planned: Mapping[str, Planned] | None = None) -> Lineage:
         except UserError as error:  # damaged or removed since its row was read
             warnings.append(f"skipped: {error}")
             dicts.pop(row["exp_id"], None)
-    for name, item in planned.items():
+    for name, item in planned_items.items():
         if name not in nodes and not (runs / name / "exp_dict.json").exists():
             nodes[name] = Node(name, "new", item.group, str(item.exp.get("recipe", "")))
             dicts[name] = item.exp
     edges = [Edge(name, parent, which) for name, exp in dicts.items() for parent, which in parent_checkpoints(exp)]
     for parent in dict.fromkeys(edge.parent for edge in edges if edge.parent not in nodes):
         nodes[parent] = _absent_node(runs, parent, warnings)
-    return Lineage(nodes, tuple(edges), tuple(_problems(runs, dicts, planned)), tuple(warnings))
+    return Lineage(nodes, tuple(edges), tuple(_problems(runs, dicts, planned_items)), tuple(warnings))
 
 
 def group_family(runs: Path, lineage: Lineage, group: str) -> Lineage:
     """The family of the runs of `group`.
 
     Raises:
-        ConfigError: no run is of `group`.
+        ConfigError: `group` has no run.
     """
     names = {node.exp_id for node in lineage.nodes.values() if node.group == group}
     try:
@@ -179,7 +173,9 @@ def _absent_node(runs: Path, parent: str, warnings: Iterable[str]) -> Node:
     )
 
 
-def _problems(runs: Path, dicts: Mapping[str, dict[str, Any]], planned: Mapping[str, Planned]) -> list[str]:
-    places = Places(data=runs, runs=runs, experiments={name: item.exp for name, item in planned.items()})
+def _problems(
+    runs: Path, dicts: Mapping[str, dict[str, Any]], planned_items: Mapping[str, PlannedExperiment]
+) -> list[str]:
+    places = Places(data=runs, runs=runs, experiments={name: item.exp for name, item in planned_items.items()})
     store = RunStore(runs)
     return [f"{name}: {text}" for name, exp in dicts.items() for text in missing_parents(exp, places, store=store)]

@@ -1,4 +1,4 @@
-"""Experiments as rows for tables and plots, finished or running.
+"""Experiments as rows for tables and plots, whether finished or running.
 Reads only the save directories, not exp_configs.py."""
 
 import json
@@ -19,13 +19,13 @@ from src.support.read_cache import ReadCache
 from src.tables.scan import RunIndex, RunRecord, list_names
 
 FACTS = ("exp_id", "state", "group", "step", "tags", "note")
-AVERAGED = ("exp_ids", "runs", "done", "over", "gpu_hours")
+AVERAGE_COLUMNS = ("exp_ids", "runs", "done", "over", "gpu_hours")
 ENDS = ("_std", "_ci95", "_n", "_nan")
-"""Further columns of the rows of `statistics.aggregate`, and the suffixes of its columns for each score."""
+"""AVERAGE_COLUMNS: additional columns of `statistics.aggregate`. ENDS: suffixes of its columns for each score."""
 FINISHED = ("done", "haven", "foreign")
-"""States in which the last scores are results. Runs of haven and other programs have only scores."""
+"""States in which the last scores are final results. Runs of haven and other programs have only scores."""
 SEED = "seed"
-"""The key that means are taken over, unless another is named."""
+"""The default key to average over."""
 _LOWER_IS_BETTER = {
     "loss",
     "ppl",
@@ -46,7 +46,7 @@ _LOWER_IS_BETTER = {
 
 _SIZES = ("projected_bytes_per_context_token", "decoder_cache_bytes_per_context_token")
 DIAGNOSTICS = ("grad_norm", "clip_rate", "skipped_steps", "learning_rate", "tokens", CODE_VERSIONS, *_SIZES)
-"""Scores that are not results: diagnostics of the training loop, and the sizes that a model's own is compared with."""
+"""Scores that are not results: diagnostics of the training loop, and reference cache sizes."""
 
 
 class Row(dict[str, Any]):
@@ -71,7 +71,7 @@ class Row(dict[str, Any]):
     __hash__ = None  # type: ignore[assignment]  mutable, as a dict is
 
     def replace(self, values: Mapping[str, Any]) -> "Row":
-        """A copy with different values of some keys."""
+        """A copy with new values for some keys."""
         changed = Row({**self, **values})
         changed.scores, changed.groups = self.scores, self.groups
         changed.at_step, changed.contact = self.at_step, self.contact
@@ -88,7 +88,7 @@ class Row(dict[str, Any]):
 
 
 RowCache = ReadCache[tuple[list[str], RunRecord, dict[tuple[str, ...], Row]]]
-"""The groups of a run, its record and its rows by their groups."""
+"""The groups of a run, its record, and its rows by requested groups."""
 
 
 def load_rows(
@@ -96,16 +96,16 @@ def load_rows(
 ) -> tuple[list[Row], list[str]]:
     """One row for each save directory in `runs`, and a warning for each that cannot be read.
 
-    group: only the runs of one or several groups; see `Row.groups`. saved: rows to reuse.
+    group: only the runs of one or several groups; see `Row.groups`. saved: cached rows.
 
-    "tags" (a list) and "note" are a person's remarks. "state" is `SavedRun.state`, or "haven" for a directory that
-    haven wrote, or "foreign" for one with an id of another program. "step" is that of the last row of scores, or None.
-    A config key with the name of a fact or of a column of tables ("runs", "loss_std") is called "config.<name>", a
-    score with such a name or that of a config key "score.<name>".
+    "tags" (a list) and "note" are a person's remarks. "state" is `SavedRun.state`, or "haven" for a directory written
+    by haven, or "foreign" for one with an id of another program. "step" is the step of the last row of scores, or None.
+    A config key with the name of a fact or of a table column ("runs", "loss_std") becomes "config.<name>"; a score with
+    such a name, or the name of a config key, becomes "score.<name>".
 
     Raises:
-        DataError: there is no such folder, or it holds no run.
-        ConfigError: no run is of `group`, or of one of them.
+        DataError: there is no such folder, or it contains no run.
+        ConfigError: a group has no run.
     """
     if not runs.is_dir():
         raise DataError(
@@ -171,19 +171,19 @@ def _varies(rows: Sequence[Row], key: str) -> bool:
 
 
 def distinguishing_keys(rows: Sequence[Row], seed: str = SEED) -> list[str]:
-    """`varying_keys` without the key `seed`, and without the id of a parent if each seed has a parent of its own.
+    """`varying_keys` without the key `seed`, and without the id of a parent if each seed has its own parent.
 
-    For several groups "group" and the keys that vary within one of them: two groups can differ in everything.
+    For several groups: "group", and the keys that vary within a group, since two groups can differ in every key.
     """
     groups = group_rows(rows, ["group"])
     if len(groups) > 1:
         return ["group", *dict.fromkeys(key for group in groups for key in distinguishing_keys(group, seed))]
     keys = [key for key in varying_keys(rows) if key != seed]
     parents = [key for key in keys if key.endswith(".exp_id")]
-    alike = group_rows(rows, [key for key in keys if key not in parents])
+    groups_but_seed = group_rows(rows, [key for key in keys if key not in parents])
 
     def follows_seed(key: str) -> bool:
-        counts = [[len(group_rows(group, by)) for by in ([seed], [key], [seed, key])] for group in alike]
+        counts = [[len(group_rows(group, by)) for by in ([seed], [key], [seed, key])] for group in groups_but_seed]
         return all(len(set(count)) == 1 for count in counts) and any(count[0] > 1 for count in counts)
 
     return [key for key in keys if key not in parents or not follows_seed(key)]
@@ -203,7 +203,7 @@ def describe_differences(experiments: Mapping[str, tuple[str, Mapping[str, Any]]
 
 
 def config_keys(row: Row) -> list[str]:
-    """Keys of the row from its experiment dict."""
+    """Keys of the row that come from its experiment dict."""
     return [key for key in row if key not in FACTS and key not in row.scores]
 
 
@@ -219,21 +219,20 @@ def score_names(rows: Iterable[Row]) -> list[str]:
 
 
 def headline_scores(names: Sequence[str]) -> list[str]:
-    """The most interesting scores: no diagnostics, no parts such as "em/nq" or "inference/em/nq";
-    all scores if none of them remains."""
+    """The main scores: no diagnostics, no parts such as "em/nq" or "inference/em/nq"; all scores if none remains."""
     return [name for name in names if name not in DIAGNOSTICS and "/" not in name.removeprefix("inference/")] or list(
         names
     )
 
 
 def lower_is_better(name: str) -> bool:
-    """Whether a score of this name is a loss, a perplexity or an error. All other scores are better when higher."""
+    """Whether a score with this name is a loss, a perplexity or an error. For all other scores, higher is better."""
     return any(word in _LOWER_IS_BETTER for word in re.split(r"[^a-z0-9]+", name.lower()))
 
 
 def sort_best_first(rows: Iterable[dict[str, Any]], metric: str, lowest: bool | None = None) -> list[dict[str, Any]]:
-    """Rows sorted by `metric`; those without it last.
-    lowest: put the lowest first; None decides by the metric's name."""
+    """Rows sorted by `metric`; rows without it last.
+    lowest: put the lowest first; None: decide by the metric's name."""
     lowest = lower_is_better(metric) if lowest is None else lowest
 
     def place(row: dict[str, Any]) -> tuple[bool, float]:
@@ -244,15 +243,15 @@ def sort_best_first(rows: Iterable[dict[str, Any]], metric: str, lowest: bool | 
 
 
 def short_names(keys: Sequence[str]) -> Mapping[str, str]:
-    """Each dotted key with its shortest unique suffix: {"model.stride": "stride"}.
-    None is a column of tables, such as "runs"."""
+    """The shortest unique suffix of each dotted key: {"model.stride": "stride"}.
+    It is never the name of a table column, such as "runs"."""
     return _short_names(tuple(keys))
 
 
 @lru_cache
 def _short_names(keys: tuple[str, ...]) -> Mapping[str, str]:
     names = {}
-    columns = {*FACTS, *AVERAGED}
+    columns = {*FACTS, *AVERAGE_COLUMNS}
     for key in keys:
         words = [key] if key.startswith("config.") else key.split(".")
         ends = [".".join(words[start:]) for start in range(len(words) - 1, -1, -1)]
@@ -271,11 +270,13 @@ def select(
     question: str | None = None,
     names: Collection[str] | None = None,
 ) -> tuple[list[Row], list[str]]:
-    """`load_rows`, then only runs with the ids `names`, then `filter_rows`; at least one row, unless none can be read.
+    """`load_rows`, then only runs with the ids `names`, then `filter_rows`. Empty only if no run is readable.
+
+    question: an expression, see `filter_rows`.
 
     Raises:
-        DataError: there is no such folder, or it holds no run.
-        ConfigError: a group without runs, or a question that is malformed or matches no run.
+        DataError: there is no such folder, or it contains no run.
+        ConfigError: a group has no runs, or `question` is malformed or matches no run.
     """
     rows, warnings = load_rows(runs, group)
     if names is not None:
@@ -288,8 +289,8 @@ def select(
             )
     if question is None or not rows:
         return rows, warnings
-    chosen = filter_rows(rows, question)
-    if not chosen:
+    matches = filter_rows(rows, question)
+    if not matches:
         names = [
             name
             for name in sorted(expressions.compile(question).names)
@@ -300,36 +301,38 @@ def select(
             f"{name} is {', '.join(of_name[:5])}{', …' * (len(of_name) > 5)}" for name, of_name in values.items()
         )
         raise ConfigError(
-            f"--where: {question!r} holds for none of {len(rows)} runs.{f' In these, {examples}.' if examples else ''}"
+            f"--where: {question!r} matches none of {len(rows)} runs.{f' In these, {examples}.' if examples else ''}"
         )
-    return chosen, warnings
+    return matches, warnings
 
 
 def filter_rows(rows: Sequence[Row], text: str, place: str = "--where") -> list[Row]:
-    """The rows for which the expression `text` holds: see `expressions`.
+    """The rows that match the expression `text`: see `expressions`.
     "status" means "state", unless it is a config key.
 
-    Without rows any name is accepted. place: the start of each message.
+    Without rows, any name is accepted. place: start of error messages.
 
     Raises:
-        ConfigError: it is malformed, or uses a name that no row has.
+        ConfigError: the expression is malformed, or uses a name that no row has.
     """
     expression = expressions.compile(text, place)
     if not rows:
         return []
     existing = {key for row in rows for key in row}
-    renamed = "status" in expression.names and "status" not in existing
-    check_known("name", sorted(expression.names - {"status"} if renamed else expression.names), existing, place)
-    chosen = []
+    uses_status = "status" in expression.names and "status" not in existing
+    check_known("name", sorted(expression.names - {"status"} if uses_status else expression.names), existing, place)
+    selected_rows = []
     for row in rows:
         candidates = row.in_groups() if "group" in expression.names else [row]
         matches = [
-            each for each in candidates if expression.matches({**each, "status": each["state"]} if renamed else each)
+            each
+            for each in candidates
+            if expression.matches({**each, "status": each["state"]} if uses_status else each)
         ]
         if matches and matches[0] is not row:
             matches[0].groups = tuple(each["group"] for each in matches)
-        chosen += matches[:1]
-    return chosen
+        selected_rows += matches[:1]
+    return selected_rows
 
 
 def _row(run: SavedRun, record: RunRecord, groups: Sequence[str]) -> Row:
@@ -338,33 +341,38 @@ def _row(run: SavedRun, record: RunRecord, groups: Sequence[str]) -> Row:
     row = Row({**facts, "tags": record.tags, "note": record.note})
     row.groups = tuple(groups)
     row.update(
-        {f"config.{key}" if key in FACTS or key in AVERAGED else key: value for key, value in record.config.items()}
+        {
+            f"config.{key}" if key in FACTS or key in AVERAGE_COLUMNS else key: value
+            for key, value in record.config.items()
+        }
     )
     last = {
         str(name): value for name, value in record.summary.last.items()
-    }  # haven's rows can have keys that are not texts
-    named = {f"score.{name}" if name in row or name in AVERAGED else name: value for name, value in last.items()}
-    row.scores = tuple(named)
-    row.update(named)
+    }  # haven's rows can have keys that are not strings
+    scores = {
+        f"score.{name}" if name in row or name in AVERAGE_COLUMNS else name: value for name, value in last.items()
+    }
+    row.scores = tuple(scores)
+    row.update(scores)
     row.contact = run.holder.lost_contact if state == "lost" else ""
     return row
 
 
 def _rename(row: Row, reserved: Collection[str]) -> Row:
-    """The row with other names for those of its keys that are `reserved`."""
+    """The row with new names for its `reserved` keys."""
     names = {key: f"{'score' if key in row.scores else 'config'}.{key}" if key in reserved else key for key in row}
-    renamed = Row({names[key]: value for key, value in row.items()})
-    renamed.scores, renamed.groups, renamed.contact = tuple(names[key] for key in row.scores), row.groups, row.contact
-    return renamed
+    new_row = Row({names[key]: value for key, value in row.items()})
+    new_row.scores, new_row.groups, new_row.contact = tuple(names[key] for key in row.scores), row.groups, row.contact
+    return new_row
 
 
 def resolve_key(existing: Collection[str], key: str) -> str:
-    """`key` or, where that is no `existing` key but the name of a column, "config.<key>"."""
+    """`key`, or "config.<key>" if that is the existing key because `key` is the name of a column."""
     return key if key in existing or f"config.{key}" not in existing else f"config.{key}"
 
 
 def sort_key(value: Any) -> tuple[int, Any, str]:
-    """Sorts numbers by size, then texts, then all other values."""
+    """Key to sort numbers by value, then strings, then all other values."""
     if is_finite(value):
         return 0, value, ""
     return (1, 0, value) if isinstance(value, str) else (2, 0, json.dumps(value))
@@ -376,7 +384,7 @@ def spell(row: Mapping[str, Any], key: str) -> str:
     value = row[key]
     plain = (
         type(value) is str or type(value) is int or (type(value) is float and value)
-    )  # the cache would take 0.0 for -0.0
+    )  # the cache would confuse 0.0 and -0.0
     return _spell_scalar(value) if plain else json.dumps(value, sort_keys=True)
 
 

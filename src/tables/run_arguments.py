@@ -71,24 +71,24 @@ def add(parser: argparse.ArgumentParser, groups: str = "only the runs of these g
     parser.add_argument("-r", "--runs", type=Path, metavar="DIR", help=f"folder of the ids (default: {RUNS})")
     parser.add_argument("-e", "--group", dest="groups", nargs="+", action="extend", metavar="GROUP", help=groups)
     parser.add_argument(
-        "--where", metavar="EXPR", help="only the runs for which this holds: \"model.stride > 2 and state == 'done'\""
+        "--where", metavar="EXPR", help="only the runs that match: \"model.stride > 2 and state == 'done'\""
     )
     parser.add_argument(
         "-o",
         "--output",
         type=Path,
         metavar="FILE",
-        help=output or "write the text to this file, and not to the terminal",
+        help=output or "write the text to this file instead of the terminal",
     )
 
 
 def parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> argparse.Namespace:
     """The arguments, with `runs`, a folder; `groups`, names or None for all; `paths`, the named save directories.
 
-    The last word after -e is the folder of the runs if there are several words, it is a folder, and no other is named.
+    With several words after -e, the last one is the folder of runs if it is a folder and no other folder is given.
 
     Raises:
-        ConfigError: two folders of runs, or an id that no run or several have.
+        ConfigError: two folders of runs, or an id prefix that matches no run or several.
         DataError: no such folder.
         RunError: the folder cannot be read.
     """
@@ -111,11 +111,11 @@ def parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> a
 
 
 def find_run(word: str, runs: Path) -> Path:
-    """The save directory `word`, or the one with an id that starts with its last part:
+    """The save directory `word`, or the one with an id that starts with the last part of `word`,
     in the folder before that part, else in `runs`.
 
     Raises:
-        ConfigError: no run's id starts with it, or several do; names them.
+        ConfigError: no id starts with it, or several do; names them.
         DataError: no such folder.
         RunError: the folder cannot be read.
     """
@@ -143,10 +143,10 @@ def find_run(word: str, runs: Path) -> Path:
 
 
 def _is_folder_of_runs(word: str) -> bool:
-    """Whether the word names a folder of runs; not a save directory, and not the start of an id.
+    """Whether the word is a folder of runs; False for a save directory or the start of an id.
 
     Raises:
-        DataError: neither of these.
+        DataError: the word is neither of them.
     """
     path = Path(word)
     if word and path.is_dir():
@@ -159,11 +159,11 @@ def _is_folder_of_runs(word: str) -> bool:
 
 
 def select(options: argparse.Namespace) -> tuple[list[results.Row], list[str]]:
-    """The rows of the chosen runs, and warnings: see `rows.select`.
+    """The rows of the selected runs, and warnings: see `results.select`.
 
     Raises:
-        DataError: there is no such folder, or it holds no run.
-        ConfigError: a group without runs, an expression that is malformed or matches no run, or save directories of
+        DataError: there is no such folder, or it contains no run.
+        ConfigError: a group has no runs, the expression is malformed or matches no run, or the save directories are in
             several folders.
     """
     if not options.paths:
@@ -175,56 +175,62 @@ def select(options: argparse.Namespace) -> tuple[list[results.Row], list[str]]:
 
 
 def paths(options: argparse.Namespace, at_least: int = 0, at_most: int | None = None) -> list[Path]:
-    """The save directories of the chosen runs: the named ones, or those of the groups and the expression.
+    """The save directories of the selected runs: the named ones, or those that match the groups and the expression.
 
     Raises:
-        ConfigError: fewer than `at_least` or more than `at_most`; and as `select`.
-        DataError: as `select`.
+        ConfigError: fewer than `at_least` or more than `at_most`; also see `select`.
+        DataError: see `select`.
     """
-    chosen = options.paths
-    if options.groups or options.where or not chosen:
+    selected_paths = options.paths
+    if options.groups or options.where or not selected_paths:
         rows, warnings = select(options)
         warn(warnings)
-        chosen = [options.runs / row["exp_id"] for row in rows]
-    if len(chosen) < at_least or (at_most is not None and len(chosen) > at_most):
+        selected_paths = [options.runs / row["exp_id"] for row in rows]
+    if len(selected_paths) < at_least or (at_most is not None and len(selected_paths) > at_most):
         expected = str(at_least) if at_least == at_most else f"at least {at_least}"
-        listed = ", ".join(["", *(path.name[:8] for path in chosen[:_MOST_NAMED])]).replace(",", ":", 1)
+        id_list = ", ".join(["", *(path.name[:8] for path in selected_paths[:_MOST_NAMED])]).replace(",", ":", 1)
         raise ConfigError(
-            f"expected {expected} run{'s' * (at_least > 1)}, got {len(chosen)}{listed}. Name ids, or choose by --where."
+            f"expected {expected} run{'s' * (at_least > 1)}, got {len(selected_paths)}{id_list}. "
+            "Name ids, or select by --where."
         )
-    return chosen
+    return selected_paths
 
 
 def add_values(parser: argparse.ArgumentParser) -> None:
-    """Add the options for the values and runs that means are over: see `choose_values`."""
+    """Add the options that select values and runs for means: see `choose_values`."""
     parser.add_argument(
         "--unfinished",
+        dest="include_unfinished",
         action="store_true",
-        help="means over all runs that have the score (default: those that are done)",
+        help="average over all runs that have the score (default: finished runs)",
     )
     parser.add_argument(
-        "--at-step", type=int, metavar="N", help="the values at exactly this step, also of runs that are not done"
+        "--at-step", type=int, metavar="N", help="use the values at exactly this step, also of unfinished runs"
     )
     parser.add_argument("--value", choices=curves.VALUES, default="last", help="which value of a run (default: last)")
     parser.add_argument(
-        "--seed-key", default=results.SEED, metavar="KEY", help=f"the key that means are over (default: {results.SEED})"
+        "--seed-key", default=results.SEED, metavar="KEY", help=f"the key to average over (default: {results.SEED})"
     )
 
 
 def choose_values(options: argparse.Namespace, rows: Sequence[results.Row]) -> tuple[list[results.Row], list[str]]:
     """The rows with the requested values, and warnings.
-    Sets `unfinished` and `seed_key` of the options to their effective values.
+    Sets `include_unfinished` and `seed_key` of the options to their effective values.
 
     Raises:
         ConfigError: options that contradict each other, or an unknown key.
     """
     if options.at_step is not None and options.value != "last":
-        raise ConfigError("--at-step takes the value at one step, --value one of all steps: leave one of them out.")
+        raise ConfigError(
+            "--at-step uses the value at one step, --value a value over all steps: leave one of them out."
+        )
     if rows and options.seed_key != results.SEED:
         keys = {key for row in rows for key in results.config_keys(row)}
         options.seed_key = results.resolve_key(keys, options.seed_key)
         results.check_known("key", [options.seed_key], keys, "--seed-key")
-    options.unfinished = options.unfinished or options.at_step is not None  # at one step all runs can be compared
+    options.include_unfinished = (
+        options.include_unfinished or options.at_step is not None
+    )  # at one step all runs can be compared
     return curves.choose_values(options.runs, rows, options.value, options.at_step)
 
 

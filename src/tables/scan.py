@@ -1,5 +1,5 @@
-"""One record for each run in a folder, from its small files; read again only if they have changed.
-Reads no histories: see `summary`."""
+"""One record for each run in a folder, from its small files, which are read again only if they have changed.
+Does not read histories: see `summary`."""
 
 import json
 import os
@@ -23,7 +23,7 @@ _RECORD = "record"
 """The name of a record in the cache."""
 _ID = re.compile(r"[0-9a-f]{32}")
 _OTHER_HASH = re.compile(r"[0-9a-f]{8,128}")
-"""Names that other programs give to directories of experiments."""
+"""Directory names that other programs use for experiments."""
 
 
 @dataclass
@@ -32,19 +32,19 @@ class RunRecord:
 
     groups: list[str]
     state: str
-    """As in status.json, so "running" can be a lost run;
+    """As in status.json, so "running" can be a lost run.
     "haven" if haven wrote the directory, "foreign" if its id is another hash."""
     config: dict[str, Any]
     """The experiment dict by dotted key."""
     summary: Summary
     tags: list[str]
     note: str
-    """Both from a person: `SavedRun.remarks`."""
+    """`tags` and `note` come from a person: see `SavedRun.remarks`."""
 
 
 class RunIndex:
     """The records of runs in a folder.
-    names: the ids of all, from `list_names`; unread: those that `read` is called for (default: all)."""
+    names: all ids, from `list_names`; unread: ids to read (default: all)."""
 
     def __init__(self, runs: Path, names: Sequence[str], unread: Sequence[str] | None = None) -> None:
         self.runs, self.names = runs, names
@@ -57,13 +57,13 @@ class RunIndex:
         cache.write(self.runs, self._changed, self.names)
 
     def read(self, run: SavedRun, among: Collection[str] | None = None) -> tuple[list[str], RunRecord | None]:
-        """The groups of a run, and its record; None if no group is in `among`.
+        """The groups of a run, and its record, or None if no group is in `among`.
 
         Raises:
-            RunError, DataError: a file of it is damaged or cannot be read.
+            RunError, DataError: a file of the run is damaged or cannot be read.
         """
         with reading(run.path):
-            key, settled = _file_key(run.path)
+            key, is_settled = _file_key(run.path)
             cached = self._cached.get(run.name)
             record = None
             if cached and cached[0] == key:
@@ -73,7 +73,7 @@ class RunIndex:
                 return groups, None
             if record is None:
                 record = _read_record(run, groups)
-                if settled and (record.state not in ("haven", "foreign") or _is_plain(record.summary)):
+                if is_settled and (record.state not in ("haven", "foreign") or _is_plain(record.summary)):
                     facts = {**vars(record), "summary": vars(record.summary)}
                     self._changed[run.name] = {_RECORD: json.dumps([key, facts]).encode()}
         return groups, record
@@ -89,8 +89,8 @@ def _is_other(path: Path) -> bool:
 
 
 def _file_key(path: Path) -> tuple[str, bool]:
-    """A text that changes whenever one of the files does;
-    and whether the last change is so old that the next one will show.
+    """A string that changes whenever one of the files changes,
+    and whether the last change is old enough that a new change will have another timestamp.
 
     Raises:
         OSError: a file cannot be examined.
@@ -124,12 +124,12 @@ def _read_record(run: SavedRun, groups: list[str]) -> RunRecord:
 def _groups(run: SavedRun) -> list[str]:
     """The recorded groups, and those of the last start."""
     last = run.env.get("groups")
-    started = [name for name in last if isinstance(name, str)] if isinstance(last, list) else []
-    return list(dict.fromkeys([*run.groups, *started]))
+    start_groups = [name for name in last if isinstance(name, str)] if isinstance(last, list) else []
+    return list(dict.fromkeys([*run.groups, *start_groups]))
 
 
 def _is_plain(summary: Summary) -> bool:
-    """Whether JSON can hold the values of haven's pickle."""
+    """Whether JSON can store the values of haven's pickle."""
     values = (summary.step, *summary.last.values())
     return all(type(name) is str for name in summary.last) and all(
         type(value) in (int, float, bool, type(None)) for value in values

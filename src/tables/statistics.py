@@ -24,10 +24,10 @@ from src.tables.results import (
 
 
 def grouping_keys(rows: Sequence[Row], by: Sequence[str] | None, seed: str = SEED) -> list[str]:
-    """`by`, or if it is None the `distinguishing_keys` of `rows`: those that differ, but for the key `seed`.
+    """`by`; or if None, the `distinguishing_keys` of `rows`: keys that differ, except for `seed`.
 
     Raises:
-        ConfigError: a key of `by` that no row has.
+        ConfigError: no row has a key of `by`.
     """
     if by is None:
         return distinguishing_keys(rows, seed)
@@ -37,42 +37,42 @@ def grouping_keys(rows: Sequence[Row], by: Sequence[str] | None, seed: str = SEE
     return by
 
 
-def averaged_rows(rows: Sequence[Row], unfinished: bool = False) -> list[Row]:
-    """The rows that means are over: finished runs. The last score of a crashed or running run is no result."""
-    return [row for row in rows if unfinished or row["state"] in FINISHED]
+def averaged_rows(rows: Sequence[Row], include_unfinished: bool = False) -> list[Row]:
+    """The rows to average: finished runs, since the last score of a crashed or running run is not a result."""
+    return [row for row in rows if include_unfinished or row["state"] in FINISHED]
 
 
-def mean(rows: Sequence[Row], score: str, unfinished: bool = False) -> float | None:
-    """The mean of one score over `averaged_rows`; None if all of these miss it."""
-    values = [row[score] for row in averaged_rows(rows, unfinished) if row.get(score) is not None]
+def mean(rows: Sequence[Row], score: str, include_unfinished: bool = False) -> float | None:
+    """The mean of a score over `averaged_rows`; None if no row has it."""
+    values = [row[score] for row in averaged_rows(rows, include_unfinished) if row.get(score) is not None]
     return statistics.fmean(values) if values else None
 
 
 def aggregate(
-    rows: Sequence[Row], by: Sequence[str], scores: Sequence[str], unfinished: bool = False
+    rows: Sequence[Row], by: Sequence[str], scores: Sequence[str], include_unfinished: bool = False
 ) -> list[dict[str, Any]]:
-    """One row for each combination of `by`;
-    its means are over the finished runs, or with `unfinished` over all that have the score.
+    """One row for each combination of `by`, with means over the finished runs; with `include_unfinished`, over all runs
+    that have the score.
 
-    Its keys: those of `by`; "exp_ids", "tags" and "note" of its runs; "runs", their number; "done", how many are
-    finished; "state", such as "done" or "2 done, 1 failed"; "over", the runs that count: "done", "all" or "step 10";
-    "step", the last step of the runs that count, or of all if none does, as "5-10" if they differ; and for each score
-    its mean (None over no run), "<score>_std" (sample, n - 1; None for n < 2), "<score>_ci95" (half the width of the 95
-    % confidence interval of the mean, Student's t; None for n < 2), "<score>_n" (runs that the mean is over) and
-    "<score>_nan" (runs left out as the score ended in NaN or infinity).
+    Keys: those of `by`; "exp_ids", "tags" and "note" of the runs; "runs", their number; "done", how many are finished;
+    "state", such as "done" or "2 done, 1 failed"; "over", the averaged runs: "done", "all" or "step 10"; "step", the
+    last step of the averaged runs, or of all runs if no run is averaged, as "5-10" if they differ; and for each score
+    the mean (None without a run), "<score>_std" (sample, n - 1; None for n < 2), "<score>_ci95" (half the width of the
+    95 % confidence interval of the mean, Student's t; None for n < 2), "<score>_n" (number of averaged runs) and
+    "<score>_nan" (number of runs left out because the score ended in NaN or infinity).
 
     Raises:
-        ConfigError: a key of `by` or a score that no row has.
+        ConfigError: no row has a key of `by`, or a score.
     """
     by = grouping_keys(rows, by)
     check_known("score", scores, score_names(rows))
-    return [_aggregate_group(group, by, scores, unfinished) for group in group_rows(rows, by)]
+    return [_aggregate_group(group, by, scores, include_unfinished) for group in group_rows(rows, by)]
 
 
 def count_runs(row: dict[str, Any], score: str) -> str:
-    """The share of runs in the mean of a score in a row of `aggregate`: "3 of 5", or "" for all.
+    """How many runs the mean of a score includes, in a row of `aggregate`: "3 of 5", or "" for all.
 
-    Without a mean "0 of 2 done" or "0 of 2 at step 10"; "NaN" if each value ended in NaN; "-" if the score is missing.
+    Without a mean: "0 of 2 done" or "0 of 2 at step 10"; "NaN" if all values ended in NaN; "-" if the score is missing.
     """
     if row[score] is not None:
         return "" if row[f"{score}_n"] == row["runs"] else f"{row[f'{score}_n']} of {row['runs']}"
@@ -88,35 +88,36 @@ def ended_in_nan(row: Row, score: str) -> bool:
     return row.get(score, 0.0) is None and score in row.scores and row.at_step is None
 
 
-def nan_remarks(rows: Sequence[Row], scores: Sequence[str], unfinished: bool = False) -> list[str]:
-    """The number of runs that the means leave out as one of the scores ended in NaN or infinity; empty for none."""
+def nan_remarks(rows: Sequence[Row], scores: Sequence[str], include_unfinished: bool = False) -> list[str]:
+    """A remark with the number of runs that means leave out because a score ended in NaN or infinity; else empty."""
     names = {
         row["exp_id"]: [name for name in scores if ended_in_nan(row, name)]
-        for row in averaged_rows(rows, unfinished)
+        for row in averaged_rows(rows, include_unfinished)
         if None in row.values()
     }
     count = sum(map(bool, names.values()))
-    affected = [name for name in scores if any(name in of_run for of_run in names.values())]
-    return [f"{count} run{'s' * (count > 1)} ended in NaN: {', '.join(affected)}."] if count else []
+    score_list = [name for name in scores if any(name in of_run for of_run in names.values())]
+    return [f"{count} run{'s' * (count > 1)} ended in NaN: {', '.join(score_list)}."] if count else []
 
 
 def missing_seeds(rows: Sequence[Row], by: Sequence[str], seed: str = SEED) -> list[str]:
-    """A sentence for each combination of `by` without a value of `seed` that another has:
-    its mean is over different runs."""
+    """A remark for each combination of `by` that has no run with a seed of other combinations:
+    their means are not over the same seeds."""
     if seed in by:
         return []
     result = []
-    for alike in group_rows(
+    for comparable_rows in group_rows(
         rows, ["group"] if "group" in by else []
-    ):  # groups that are rows of their own are not compared
+    ):  # if groups are separate rows, they are not compared
         seeds = sorted(
-            {spell(row, seed): row[seed] for row in alike if seed in row}.items(), key=lambda pair: sort_key(pair[1])
+            {spell(row, seed): row[seed] for row in comparable_rows if seed in row}.items(),
+            key=lambda pair: sort_key(pair[1]),
         )
-        for group in group_rows(alike, by):
+        for group in group_rows(comparable_rows, by):
             has = {spell(row, seed) for row in group}
-            if absent := [value for spelled, value in seeds if spelled not in has]:
-                named = ", ".join(f"{key}={group[0].get(key)}" for key in by) or "all"
-                result.append(f"{named}: no run with {seed} {', '.join(map(str, absent))}; other rows have it.")
+            if absent := [value for text, value in seeds if text not in has]:
+                values = ", ".join(f"{key}={group[0].get(key)}" for key in by) or "all"
+                result.append(f"{values}: no run with {seed} {', '.join(map(str, absent))}; other rows have it.")
     return result
 
 
@@ -129,30 +130,32 @@ class Pivot:
     columns: list[Any]
     """Values of the second key, sorted."""
     cells: list[list[dict[str, Any] | None]]
-    """Rows of `aggregate`; None for a combination without runs."""
+    """Rows of `aggregate`; None if a combination has no runs."""
 
 
-def pivot(rows: Sequence[Row], index: str, columns: str, score: str, unfinished: bool = False) -> Pivot:
-    """Mean of `score`, as `aggregate` takes it, for each combination of the keys `index` and `columns`.
+def pivot(rows: Sequence[Row], index: str, columns: str, score: str, include_unfinished: bool = False) -> Pivot:
+    """Mean of `score`, as in `aggregate`, for each combination of the keys `index` and `columns`.
 
     Raises:
-        ConfigError: a key or a score that no row has.
+        ConfigError: no row has a key or the score.
     """
     index, columns = grouping_keys(rows, [index, columns])
     cells = {
         (spell(cell, index), spell(cell, columns)): cell
-        for cell in aggregate(rows, [index, columns], [score], unfinished)
+        for cell in aggregate(rows, [index, columns], [score], include_unfinished)
     }
     downwards, across = ({spell(row, key): row.get(key) for row in rows} for key in (index, columns))
     down, over = (
-        sorted(values, key=lambda spelled, values=values: sort_key(values[spelled])) for values in (downwards, across)
+        sorted(values, key=lambda text, values=values: sort_key(values[text])) for values in (downwards, across)
     )
     table = [[cells.get((one, other)) for other in over] for one in down]
     return Pivot([downwards[one] for one in down], [across[other] for other in over], table)
 
 
-def _aggregate_group(rows: Sequence[Row], by: Sequence[str], scores: Sequence[str], unfinished: bool) -> dict[str, Any]:
-    over = averaged_rows(rows, unfinished)
+def _aggregate_group(
+    rows: Sequence[Row], by: Sequence[str], scores: Sequence[str], include_unfinished: bool
+) -> dict[str, Any]:
+    over = averaged_rows(rows, include_unfinished)
     states = [(row["state"] == "lost" and row.contact) or row["state"] for row in rows]
     counts = {state: states.count(state) for state in dict.fromkeys(states)}
     at_step = rows[0].at_step
@@ -162,7 +165,7 @@ def _aggregate_group(rows: Sequence[Row], by: Sequence[str], scores: Sequence[st
     result["runs"] = len(rows)
     result["done"] = len(averaged_rows(rows))
     result["state"] = states[0] if len(counts) == 1 else ", ".join(f"{n} {state}" for state, n in counts.items())
-    result["over"] = f"step {at_step}" if at_step is not None else "all" if unfinished else "done"
+    result["over"] = f"step {at_step}" if at_step is not None else "all" if include_unfinished else "done"
     result["step"] = f"{min(steps)}-{max(steps)}" if len(set(steps)) > 1 else next(iter(steps), None)
     result["tags"] = sorted({tag for row in rows for tag in row["tags"]})
     result["note"] = "; ".join(dict.fromkeys(row["note"] for row in rows if row["note"]))
@@ -185,8 +188,7 @@ def t_975(freedom: int) -> float:
 
 
 def deviation(values: Sequence[float]) -> float:
-    """The sample standard deviation of at least two values;
-    `statistics.stdev` does the same with fractions, in ten times the time."""
+    """The sample standard deviation of at least two values. Ten times as fast as `statistics.stdev`."""
     mean = statistics.fmean(values)
     return math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1))
 

@@ -1,4 +1,4 @@
-"""A table of scores that fits the terminal: scores first, digits by their spread, and a line of omitted columns."""
+"""A table of scores that fits the terminal: scores first, digits by their spread, and a list of omitted columns."""
 
 import json
 import math
@@ -16,7 +16,7 @@ FACTS = ("runs", "state", "step")
 _DIGITS = 6
 """Maximum number of decimals."""
 _NARROW = 12
-"""Headings are folded to the width of their cells, but not to fewer characters than this."""
+"""Minimum width to which headings are folded; wider cells allow more."""
 _EDGES = 3
 """Characters between the texts of two columns."""
 
@@ -24,7 +24,7 @@ _EDGES = 3
 @dataclass(frozen=True)
 class Column:
     """One column.
-    rank: of the columns with the highest rank, the last is left out first where the terminal is too narrow."""
+    rank: if the terminal is too narrow, the last column with the highest rank is left out first."""
 
     name: str
     heading: str
@@ -38,11 +38,11 @@ class Column:
 
     @property
     def width(self) -> int:
-        """Characters."""
-        return max(map(len, [*self.folded.split("\n"), *self.cells]))
+        """Width in characters."""
+        return max(map(len, [*self.folded_heading.split("\n"), *self.cells]))
 
     @property
-    def folded(self) -> str:
+    def folded_heading(self) -> str:
         """The heading, with line breaks after "_", "/" and "."."""
         room, lines = max([_NARROW, *map(len, self.cells)]), [""]
         for word in re.findall(r"[^_/.]*[_/.]?", self.heading):
@@ -60,11 +60,11 @@ def arrange(
     lowest: bool | None,
     interval: str,
 ) -> tuple[list[Column], list[Column]]:
-    """The columns of rows of `statistics.aggregate`, the `metric` first; and those that are the same in all rows.
+    """The columns for rows of `statistics.aggregate`, the `metric` first; and the columns that are equal in all rows.
 
-    lowest: whether the lowest value of the metric is the best; None decides by its name. interval: "std" or "ci95".
+    lowest: whether the lowest value of the metric is the best; None: decide by its name. interval: "std" or "ci95".
     """
-    ordered = sorted(scores, key=lambda name: name != metric)
+    ordered_scores = sorted(scores, key=lambda name: name != metric)
     lowest = results.lower_is_better(metric or "") if lowest is None else lowest
     marks = {metric: " ↓" if lowest else " ↑"}
     columns = [
@@ -72,9 +72,9 @@ def arrange(
             name,
             plain_score(name, scores) + marks.get(name, ""),
             score_cells(table, name, interval),
-            0 if name == ordered[0] else 2,
+            0 if name == ordered_scores[0] else 2,
         )
-        for name in ordered
+        for name in ordered_scores
     ]
     short = results.short_names(keys)
     columns += [Column(key, short[key], [plain(row[key]) for row in table], 1) for key in keys]
@@ -95,27 +95,27 @@ def facts(table: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def plain_score(name: str, candidates: Sequence[str]) -> str:
-    """A score without "inference/", unless another of `candidates` has that name."""
+    """The name of a score without "inference/", unless another of `candidates` has that name."""
     short = name.removeprefix(f"{INFERENCE}/")
     return name if short in candidates else short
 
 
 def score_cells(table: Sequence[dict[str, Any]], name: str, interval: str, count: bool = False) -> list[str]:
-    """Means ± deviations of a score, to two digits of the smallest deviation, and "3 of 5" unless the mean is over all.
+    """Mean ± deviation of a score, to two digits of the smallest deviation, with "3 of 5" if not over all runs.
 
-    count: add the number of runs also if the mean is over all.
+    count: add the number of runs also if the mean is over all runs.
     """
     spreads = [half for row in table if (half := row[f"{name}_{interval}"])]
     digits = max(0, min(_DIGITS, 1 - math.floor(math.log10(min(spreads))))) if spreads else None
 
     def cell(row: dict[str, Any]) -> str:
-        mean, half, covered = row[name], row[f"{name}_{interval}"], statistics.count_runs(row, name)
+        mean, half, run_count = row[name], row[f"{name}_{interval}"], statistics.count_runs(row, name)
         if mean is None:
-            return covered
-        covered = covered or (str(row["runs"]) if count and half is not None else "")
+            return run_count
+        run_count = run_count or (str(row["runs"]) if count and half is not None else "")
         text = f"{mean:.4g}" if digits is None else f"{mean:.{digits}f}"
         text += f" ± {half:.{digits}f}" if digits is not None and half is not None else ""
-        return f"{text} ({covered})" if covered else text
+        return f"{text} ({run_count})" if run_count else text
 
     return [cell(row) for row in table]
 
@@ -136,33 +136,33 @@ def choose(columns: Sequence[Column], names: Sequence[str]) -> list[Column]:
 
 
 def fit(columns: Sequence[Column], width: int) -> tuple[list[Column], list[str]]:
-    """The columns that fit into `width` characters, and the names of the rest. One is always shown."""
-    shown = list(columns)
-    while len(shown) > 1 and sum(column.width + _EDGES for column in shown) + 1 > width:
-        highest = max(column.rank for column in shown)
-        shown.remove([column for column in shown if column.rank == highest][-1])
-    return shown, [column.heading for column in columns if column not in shown]
+    """The columns that fit into `width` characters, and the headings of the rest. Shows a minimum of one column."""
+    visible = list(columns)
+    while len(visible) > 1 and sum(column.width + _EDGES for column in visible) + 1 > width:
+        highest = max(column.rank for column in visible)
+        visible.remove([column for column in visible if column.rank == highest][-1])
+    return visible, [column.heading for column in columns if column not in visible]
 
 
 def draw(columns: Sequence[Column], notes: Sequence[str], width: int | None = None) -> None:
-    """Print the columns that fit to stdout, and lines of `notes` below.
-    width: None for the terminal's, or all columns without one."""
+    """Print the columns that fit to stdout, then the lines of `notes`.
+    width: None: width of the terminal, or all columns without a terminal."""
     from rich.console import Console
 
     console = Console()
     width = width or (console.width if console.is_terminal else 10_000)
-    shown, hidden = fit(columns, width)
-    lines = [list(line) for line in zip(*(column.cells for column in shown), strict=True)]
-    draw_rich([column.folded for column in shown], lines)
+    visible, hidden = fit(columns, width)
+    lines = [list(line) for line in zip(*(column.cells for column in visible), strict=True)]
+    draw_rich([column.folded_heading for column in visible], lines)
     for note in [
         *notes,
-        *([f"Not shown, as the terminal is narrow: {', '.join(hidden)}. --columns chooses."] if hidden else []),
+        *([f"Not shown, as the terminal is too narrow: {', '.join(hidden)}. Select with --columns."] if hidden else []),
     ]:
         sys.stdout.write(f"{note}\n")
 
 
 def draw_rich(headings: Sequence[str], lines: Sequence[Sequence[str]], caption: str = "") -> None:
-    """Print a table to stdout, at full width if that is no terminal."""
+    """Print a table to stdout, at full width if that is not a terminal."""
     from rich.console import Console
     from rich.measure import Measurement
     from rich.table import Table as RichTable
@@ -174,14 +174,14 @@ def draw_rich(headings: Sequence[str], lines: Sequence[Sequence[str]], caption: 
     for line in lines:
         table.add_row(*map(Text, line))
     console = Console()
-    if not console.is_terminal:  # a log file has no width: cut nothing
+    if not console.is_terminal:  # a log file has no width limit
         wide = Measurement.get(console, console.options.update(max_width=10_000), table).maximum
         console = Console(width=max(console.width, wide))
     console.print(table)
 
 
 def plain(value: Any) -> str:
-    """A value of the config or a fact as a cell; ids are cut."""
+    """A config value or a fact as a cell; ids are shortened."""
     if value is None:
         return "-"
     if isinstance(value, str):

@@ -51,7 +51,7 @@ def fit(spec: TrainSpec, run: Run, config: LoopConfig, seed: int) -> State:
     perf.jsonl, events to ledger.jsonl.
 
     Raises:
-        distributed.TrainingStopped: a process received a stop signal, or a limit is reached. All processes stop after
+        distributed.StopTraining: a process received a stop signal, or a limit is reached. All processes stop after
             the same step, or in the evaluation after it, and save a checkpoint. Or the divergence guard has rewound the
             run.
         ConfigError: the precision needs another device, or `loop.best_metric` is not a score of the evaluation.
@@ -166,7 +166,7 @@ class Loop:
         """Save a checkpoint of the last finished step if the block is stopped."""
         try:
             yield
-        except distributed.TrainingStopped as stopped:
+        except distributed.StopTraining as stopped:
             if stopped.step is None:
                 if self.saver.step != self.state.step:
                     self.save()
@@ -331,7 +331,7 @@ class Loop:
 
     def restore(self) -> None:
         """Resume from the newest complete checkpoint, if any. Later scores are dropped and recomputed."""
-        folder = distributed.broadcast_from_rank0(lambda: checkpoints.newest_whole(self.run.path))
+        folder = distributed.broadcast_from_rank0(lambda: checkpoints.newest_complete(self.run.path))
         experience: dict[str, Tensor] = {}
         with distributed.raise_together():
             if folder is not None:

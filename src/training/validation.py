@@ -94,7 +94,7 @@ def measure(  # noqa: PLR0913  call sites pass the optional ones by name
     """Sum the loss over all samples of `dataset`. Collective: each rank reads every W-th batch.
 
     Raises:
-        distributed.TrainingStopped: a process received a stop signal.
+        distributed.StopTraining: a process received a stop signal.
         TrainingError: the data set has no scored tokens, or the sum of `count` is not positive.
     """
     loss_sum, tokens, correct, denominator, named_sums = 0.0, 0, 0, 0.0, dict[str, list[float]]()

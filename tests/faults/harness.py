@@ -27,7 +27,7 @@ import psutil
 from src.training.checkpointing import dcp_shards
 from tests import warm
 
-Started = subprocess.Popen[bytes] | warm.Process
+TrainingProcess = subprocess.Popen[bytes] | warm.Process
 FAULTS = ("SIGKILL", "SIGTERM", "SIGSTOP")
 _DEADLINE = 300.0
 """Seconds without progress after which a training is taken to hang."""
@@ -45,7 +45,7 @@ class Training:
     warm: bool = False
     """Fork its processes from one that has the libraries loaded: tests/warm.py."""
 
-    def start(self, log: Path) -> "Started":
+    def start(self, log: Path) -> "TrainingProcess":
         """Start or continue it."""
         if self.warm:
             return warm.Process(self.command, self.environment, self.cwd, log)
@@ -68,10 +68,10 @@ class Training:
         """Hashes of what must come out the same: the scores, and the tensors and the state of the last checkpoint."""
         last = max((self.run / "checkpoints").glob("step-*"))
         names = [path.relative_to(last) for path in (*last.glob("*.safetensors"), last / "state.json")]
-        found = {str(name): _sha256(last / name) for name in sorted(names)}
+        digests = {str(name): _sha256(last / name) for name in sorted(names)}
         shards = dcp_shards.tensors(last / dcp_shards.MOMENTS)  # their headers have no order of their own
-        found |= {name: tensor.digest() for name, tensor in shards.items()}
-        return {**found, "last": last.name, "scores.jsonl": _sha256(self.run / "scores.jsonl")}
+        digests |= {name: tensor.digest() for name, tensor in shards.items()}
+        return {**digests, "last": last.name, "scores.jsonl": _sha256(self.run / "scores.jsonl")}
 
 
 @dataclass
@@ -90,31 +90,31 @@ def _sha256(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def processes(torchrun: Started) -> list[psutil.Process]:
+def processes(torchrun: TrainingProcess) -> list[psutil.Process]:
     """The processes that train, by rank; fewer while they start or end."""
-    found = {}
+    members = {}
     try:
         children = psutil.Process(torchrun.pid).children()
         if isinstance(torchrun, warm.Process):  # they have the environment of whom they were forked from
             return children
         for child in children:
             try:
-                found[int(child.environ()["RANK"])] = child
+                members[int(child.environ()["RANK"])] = child
             except (psutil.Error, KeyError):
                 continue
     except psutil.NoSuchProcess:
         return []
-    return [found[rank] for rank in sorted(found)]
+    return [members[rank] for rank in sorted(members)]
 
 
-def undisturbed(training: Training, log: Path) -> dict[str, str]:
+def run_undisturbed(training: Training, log: Path) -> dict[str, str]:
     """Run it to its end; its fingerprints. The save directory is deleted."""
     code = training.start(log).wait()
     if code != 0:
         raise RuntimeError(f"the undisturbed training ended with exit code {code}:\n{log.read_text()[-3000:]}")
-    found = training.fingerprints()
+    digests = training.fingerprints()
     shutil.rmtree(training.run)
-    return found
+    return digests
 
 
 def disturb(
@@ -127,7 +127,7 @@ def disturb(
         AssertionError: it ended otherwise than the undisturbed training.
         RuntimeError: it failed, or hangs.
     """
-    wanted = undisturbed(training, log)
+    expected_digests = run_undisturbed(training, log)
     report = Report(kinds)
     while len(report.faults) < faults:
         if report.starts > 20 and not report.faults:
@@ -135,10 +135,10 @@ def disturb(
                 f"{training.run}: none of {report.starts} starts could be disturbed: is it a launcher with processes?"
             )
         _train(training, faults, draw, log, world_size, report)
-        found = training.fingerprints()
-        assert found == wanted, (
+        digests = training.fingerprints()
+        assert digests == expected_digests, (
             f"{training.run}: {report.faults}: differs in "
-            f"{[name for name in wanted if found.get(name) != wanted[name]]}"
+            f"{[name for name in expected_digests if digests.get(name) != expected_digests[name]]}"
         )
         report.scores = (training.run / "scores.jsonl").read_text()
         shutil.rmtree(training.run)
@@ -165,9 +165,11 @@ def _train(training: Training, faults: int, draw: random.Random, log: Path, worl
             )
 
 
-def _moments(training: Training, process: Started, draw: random.Random, left: int, world_size: int) -> Iterator[None]:
+def _moments(
+    training: Training, process: TrainingProcess, draw: random.Random, num_left: int, world_size: int
+) -> Iterator[None]:
     """Random moments of one start: some rows from now, or while it starts, and some milliseconds."""
-    for _ in range(left):
+    for _ in range(num_left):
         rows, starting = training.rows() + draw.choice((0, 1, 1, 2, 2)), draw.random() * (1 if training.warm else 3)
         now = training.rows()
         while process.poll() is None and (training.rows() < rows or len(processes(process)) < world_size):
@@ -178,7 +180,7 @@ def _moments(training: Training, process: Started, draw: random.Random, left: in
         yield
 
 
-def strike(process: Started, draw: random.Random, report: Report) -> bool:
+def strike(process: TrainingProcess, draw: random.Random, report: Report) -> bool:
     """One fault on one process; False where it ends the training."""
     everyone = processes(process)
     if not everyone:
@@ -197,7 +199,7 @@ def strike(process: Started, draw: random.Random, report: Report) -> bool:
     return name == "SIGSTOP"
 
 
-def _wait(process: Started, training: Training) -> None:
+def _wait(process: TrainingProcess, training: Training) -> None:
     """Until the launcher has ended."""
     rows, since = training.rows(), time.monotonic()
     while process.poll() is None:
@@ -208,7 +210,7 @@ def _wait(process: Started, training: Training) -> None:
         time.sleep(0.01)
 
 
-def _end(process: Started) -> None:
+def _end(process: TrainingProcess) -> None:
     """Nothing of this start lives on."""
     everyone = processes(process)
     if process.poll() is None:

@@ -113,7 +113,7 @@ def test_torchrun_starts_killed_processes_again(world: tuple[Path, Path], tmp_pa
     command = [*command[:at], "--max-restarts", "30", *command[at:-1], str(tmp_path / "runs")]
     environment = {**toy.environment(), distributed.OWN_STORE: "1"}
     training = harness.Training(command, tmp_path / "runs" / exp_id(exp), environment, warm=True)
-    wanted = harness.undisturbed(training, tmp_path / "log")
+    expected_digests = harness.run_undisturbed(training, tmp_path / "log")
     process, draw, kills = training.start(tmp_path / "log"), random.Random(5), 0
     try:
         while kills < 6:
@@ -128,4 +128,4 @@ def test_torchrun_starts_killed_processes_again(world: tuple[Path, Path], tmp_pa
         assert process.wait(timeout=300) == 0
     finally:
         process.kill()
-    assert training.fingerprints() == wanted
+    assert training.fingerprints() == expected_digests

@@ -41,24 +41,24 @@ class Halves(PackedDataset):
 
 def hits_and_loss(model: Any, batch: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, tuple[Tensor, Tensor]]]:
     """The loss of a language model, and how often its guess is right."""
-    found: list[Tensor] = []
+    values: list[Tensor] = []
 
     def count(logits_NV: Tensor, targets_N: Tensor) -> None:
-        learned = targets_N >= 0
-        found.append(torch.stack([(logits_NV.argmax(-1) == targets_N)[learned].sum(), learned.sum()]))
+        mask = targets_N >= 0
+        values.append(torch.stack([(logits_NV.argmax(-1) == targets_N)[mask].sum(), mask.sum()]))
 
     with watch_cross_entropy(count):
         loss = causal_lm_loss(model, batch)
-    return loss, {"right": (found[0][0], found[0][1])}
+    return loss, {"right": (values[0][0], values[0][1])}
 
 
 def packed(run: Run) -> None:
     torch.manual_seed(0)
     model = bind(MODELS, test_packed_training.MODEL).build(run.places)
     tokenizer = tokenizers.load(run.places.data / "toy_tokenizer")
-    made: Any = bind(DATASETS, test_packed_training.DATA).build(run.places, tokenizer, "train", 0)
+    dataset: Any = bind(DATASETS, test_packed_training.DATA).build(run.places, tokenizer, "train", 0)
     config = test_packed_training.CONFIG.model_copy(update={"steps": STEPS["packed"], "eval_every": 20})
-    about, data = CheckpointMetadata({}, tokenizer), Halves(made.config, made.documents)
+    about, data = CheckpointMetadata({}, tokenizer), Halves(dataset.config, dataset.documents)
     fit(TrainSpec(model, about, data, {}, hits_and_loss, lambda _: {"val_loss": 0.0}), run, config, seed=0)
 
 

@@ -15,12 +15,12 @@ def _cluster_of_the_session() -> Iterator[Cluster]:
     real = Cluster()
     yield real
     real.close()
-    left = [
+    remaining = [
         process.pid
         for process in psutil.process_iter(["cmdline"])
         if str(real.folder) in " ".join(process.info["cmdline"] or ())
     ]
-    assert not left, "processes of Ray outlive it"
+    assert not remaining, "processes of Ray outlive it"
 
 
 @pytest.fixture

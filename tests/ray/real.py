@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 
 from src.errors import LaunchError
-from src.launch.ray.api import ask
+from src.launch.ray.api import call_api
 from tests.conftest import ROOT
 
 PYTHON = ROOT / ".ray" / "bin" / "python"
@@ -91,7 +91,7 @@ class Cluster:
         def answers() -> bool:
             assert self.nodes["head"].poll() is None, (self.folder / "head.log").read_text()
             try:
-                return bool(ask(self.address, "GET", "/api/version", patience_seconds=1.0))
+                return bool(call_api(self.address, "GET", "/api/version", patience_seconds=1.0))
             except LaunchError:
                 return False
 
@@ -101,12 +101,12 @@ class Cluster:
         """Start another node, and wait until it has run a job. Ray gives one up that needs more than 30 s, as on a busy
         machine."""
         probe = {"submission_id": f"probe.{name}", "entrypoint": "true", "entrypoint_resources": {name: 1}}
-        ask(self.address, "POST", "/api/jobs/", probe)
+        call_api(self.address, "POST", "/api/jobs/", probe)
 
         def serves() -> bool:
             if name not in self.nodes or self.nodes[name].poll() is not None:
                 self._start(name, ["--address", f"127.0.0.1:{self.gcs}"], {**resources, name: 1})
-            return ask(self.address, "GET", f"/api/jobs/probe.{name}")["status"] == "SUCCEEDED"
+            return call_api(self.address, "GET", f"/api/jobs/probe.{name}")["status"] == "SUCCEEDED"
 
         wait_until(serves, f"the node {name}")
 
@@ -144,7 +144,7 @@ class Cluster:
         kill_family(self.nodes.pop(name))
 
     def jobs(self) -> list[dict[str, Any]]:
-        return ask(self.address, "GET", "/api/jobs/")
+        return call_api(self.address, "GET", "/api/jobs/")
 
     def alive(self) -> list[str]:
         return [job["submission_id"] for job in self.jobs() if job["status"] in ("PENDING", "RUNNING")]
@@ -155,7 +155,7 @@ class Cluster:
             self.lose(name)
         if "head" in self.nodes:
             for name in self.alive():
-                ask(self.address, "POST", f"/api/jobs/{name}/stop", {})
+                call_api(self.address, "POST", f"/api/jobs/{name}/stop", {})
             wait_until(lambda: not self.alive(), "the jobs of a test to end")
 
     def close(self) -> None:

@@ -12,15 +12,15 @@ import pytest
 
 from src.experiments.identity import exp_id
 from src.launch import resources, status
-from src.runs.plan import Planned
+from src.runs.plan import PlannedExperiment
 from src.runs.store import RunStore, SavedRun
 from tests import toy
-from tests.core.launch.test_status import PROGRAM, World, planned
+from tests.core.launch.test_status import PROGRAM, World, make_item
 from tests.ray.real import Cluster, wait_until
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
-PARENTS = [planned("end", f"parent {n}", waits="parents may end") for n in range(2)]
-CHILDREN = [planned("end", f"child {n}", PARENTS[n % 2].exp_id, waits="children may end") for n in range(10)]
+PARENTS = [make_item("end", f"parent {n}", waits="parents may end") for n in range(2)]
+CHILDREN = [make_item("end", f"child {n}", PARENTS[n % 2].exp_id, waits="children may end") for n in range(10)]
 LONG = [
     {**toy.BASE, "seed": seed, "loop": {**toy.BASE["loop"], "steps": 20_000, "eval_every": 10_000}} for seed in (8, 9)
 ]
@@ -47,7 +47,7 @@ class Grid(World):
     def let(self, event: str) -> None:
         (self.runs / event).touch()
 
-    def submitted(self) -> Counter[str]:
+    def submit_counts(self) -> Counter[str]:
         return Counter(
             job["submission_id"].rpartition(".")[2]
             for job in self.cluster.jobs()
@@ -60,9 +60,9 @@ def processes(identity: str) -> Iterator[psutil.Process]:
     for process in psutil.process_iter():
         try:
             words = process.cmdline()
-            named = any(word.rpartition("/")[2] == identity for word in words)
+            is_named = any(word.rpartition("/")[2] == identity for word in words)
             if (
-                named
+                is_named
                 and any(word.endswith("trainval.py") for word in words)
                 and Path(words[0]).name.startswith("python")
             ):
@@ -78,24 +78,24 @@ def grid(cluster: Cluster, tmp_path: Path) -> Grid:
 
 def test_twelve_experiments(cluster: Cluster, grid: Grid):
     cluster.add("second", {"slot": 2})
-    items: list[Planned] = [*PARENTS, *CHILDREN]
+    items: list[PlannedExperiment] = [*PARENTS, *CHILDREN]
     parents, children = [item.exp_id for item in PARENTS], [item.exp_id for item in CHILDREN]
-    before = grid.submitted()
+    before = grid.submit_counts()
     grid.run(items)
     once = dict.fromkeys((*parents, *children), 1)
 
     # A worker is killed: its node starts it again. All are alive, so that nothing more is submitted.
-    wait_until(lambda: set(grid.started()) == set(parents), "the parents to start")
+    wait_until(lambda: set(grid.start_log()) == set(parents), "the parents to start")
     for process in processes(parents[0]):
         process.kill()
-    wait_until(lambda: grid.started().count(parents[0]) == 2, "its second start")
+    wait_until(lambda: grid.start_log().count(parents[0]) == 2, "its second start")
     grid.run(items)
-    assert grid.submitted() - before == once
-    assert Counter(grid.started()) == {parents[0]: 2, parents[1]: 1}, "children wait for their parents"
+    assert grid.submit_counts() - before == once
+    assert Counter(grid.start_log()) == {parents[0]: 2, parents[1]: 1}, "children wait for their parents"
 
     # A node dies, with the two children that run there.
     grid.let("parents may end")
-    wait_until(lambda: len(set(grid.started()) & set(children)) == 4, "children on both nodes")
+    wait_until(lambda: len(set(grid.start_log()) & set(children)) == 4, "children on both nodes")
 
     def running() -> dict[str, str]:  # Ray says so some time after they have begun
         return {
@@ -122,12 +122,12 @@ def test_twelve_experiments(cluster: Cluster, grid: Grid):
 
     # Only what the node took with it is submitted again, once.
     grid.run(items)
-    assert grid.submitted() - before == once
+    assert grid.submit_counts() - before == once
     grid.run(items, "retry")
-    assert set(grid.ended(items)) == {"done"}
+    assert set(grid.final_states(items)) == {"done"}
     grid.run(items, "retry")
-    assert grid.submitted() - before == {identity: 1 + (identity in victims) for identity in once}
-    assert Counter(grid.started()) == {
+    assert grid.submit_counts() - before == {identity: 1 + (identity in victims) for identity in once}
+    assert Counter(grid.start_log()) == {
         identity: 1 + (identity in victims or identity == parents[0]) for identity in once
     }
 
@@ -170,7 +170,7 @@ def test_a_stopped_training_resumes(cluster: Cluster, tmp_path: Path):
     assert list((run / "checkpoints").glob("step-*")), "it has written a checkpoint"
     wait_until(lambda: not cluster.alive(), "Ray to start the other for its end")
     assert SavedRun(tmp_path / "runs" / second).attempts == 0
-    written = rows_written(tmp_path, first)
+    row_steps = rows_written(tmp_path, first)
     trainval("--exp_id", first, "-j", "whole", "--log_every", "5")
-    wait_until(lambda: rows_written(tmp_path, first) > written, "the training to go on")
+    wait_until(lambda: rows_written(tmp_path, first) > row_steps, "the training to go on")
     assert "continues from step" in (run / "logs" / "train.log").read_text()

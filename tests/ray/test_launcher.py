@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from src.launch.ray import launcher
-from src.launch.ray.api import ask
+from src.launch.ray.api import call_api
 from tests.core.launch import test_every_launcher, test_ray
 from tests.ray.real import Cluster, wait_until
 
@@ -31,11 +31,11 @@ class Real(test_every_launcher.World):
         )
         self.blocker = f"blocker.{self.folder.name}"
         content = {"submission_id": self.blocker, "entrypoint": "exec sleep 1000", "entrypoint_resources": {"slot": 2}}
-        ask(self.address, "POST", "/api/jobs/", content)
+        call_api(self.address, "POST", "/api/jobs/", content)
         self.wait_for([self.blocker], "running")
 
     def start(self, ids: Sequence[str]) -> None:
-        ask(self.address, "POST", f"/api/jobs/{self.blocker}/stop", {})
+        call_api(self.address, "POST", f"/api/jobs/{self.blocker}/stop", {})
 
     def close(self) -> None:
         """The cluster ends them."""
@@ -64,7 +64,7 @@ def test_a_killed_job_is_cancelled(every_world: Real):
 
 def test_a_lost_submission_and_jobs_that_wait(cluster: Cluster, every_world: Real):
     """Whose jobs are found, killed while they wait for resources, and never start."""
-    test_every_launcher.test_what_a_lost_submission_has_queued_is_found_again(every_world)
+    test_every_launcher.test_jobs_of_a_lost_submission_are_found(every_world)
     every_world.start(())
     wait_until(lambda: not cluster.alive(), "Ray to start the killed jobs for their end")
     assert not list((every_world.folder / "logs").iterdir())

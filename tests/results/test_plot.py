@@ -142,7 +142,7 @@ def test_another_axis(runs: Path):
 
 
 def test_seconds_that_nobody_measured(runs: Path):
-    with pytest.raises(DataError, match=r"no run has 'seconds' in its scores, nor in its perf\.jsonl"):
+    with pytest.raises(DataError, match=r"no run has 'seconds' in its scores or its perf\.jsonl"):
         plot.draw_panels(runs, legend.Configurations(results.load_rows(runs)[0]), x="seconds")
     with pytest.raises(ConfigError, match=r"unknown axis 'tokns'"):
         plot.draw_panels(runs, legend.Configurations(results.load_rows(runs)[0]), x="tokns")

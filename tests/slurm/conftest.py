@@ -12,20 +12,20 @@ import pytest
 from tests.conftest import ROOT
 from tests.slurm.real import Cluster
 
-NEEDED = ("slurmctld", "slurmd", "slurmdbd", "munged", "mariadbd", "sbatch")
+REQUIRED_PROGRAMS = ("slurmctld", "slurmd", "slurmdbd", "munged", "mariadbd", "sbatch")
 
 
 @pytest.fixture(scope="session")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     path = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])
-    if lacking := [name for name in NEEDED if shutil.which(name, path=path) is None]:
+    if lacking := [name for name in REQUIRED_PROGRAMS if shutil.which(name, path=path) is None]:
         pytest.skip(f"no Slurm on this machine: {', '.join(lacking)} not found; `bash .ci/slurm install` installs it")
     folder = tmp_path_factory.mktemp("slurm")
     script = ["bash", str(ROOT / ".ci" / "slurm")]
-    started = subprocess.run(
+    process = subprocess.run(
         [*script, "start", str(folder), str(os.getpid())], capture_output=True, text=True, check=False
     )
-    assert started.returncode == 0, started.stderr
+    assert process.returncode == 0, process.stderr
     patch = pytest.MonkeyPatch()
     patch.setenv("SLURM_CONF", str(folder / "slurm.conf"))
     try:

@@ -34,8 +34,8 @@ class Cluster:
 
     def job(self, job_id: str) -> dict[str, str]:
         """What `scontrol show job` says of one job."""
-        said = command("scontrol", "--oneliner", "show", "job", job_id)
-        return dict(re.findall(r"(\S+?)=(\S*)", said))
+        output = command("scontrol", "--oneliner", "show", "job", job_id)
+        return dict(re.findall(r"(\S+?)=(\S*)", output))
 
     def nodes(self, job_id: str) -> list[str]:
         return command("scontrol", "show", "hostnames", self.job(job_id)["NodeList"]).split()
@@ -43,8 +43,8 @@ class Cluster:
     def alive(self) -> list[str]:
         """Ids of the jobs that wait, run or end."""
         lines = command("squeue", "--noheader", "--array", "--states=all", "--format=%i %T").splitlines()
-        ended = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED"}
-        return [job_id for job_id, word in map(str.split, lines) if word not in ended]
+        end_states = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED"}
+        return [job_id for job_id, word in map(str.split, lines) if word not in end_states]
 
     def hurry(self) -> None:
         """Let jobs that were queued again start now: Slurm would have them wait two minutes.
@@ -53,8 +53,8 @@ class Cluster:
         """
         now = time.monotonic()
         lines = command("squeue", "--noheader", "--array", "--states=PENDING", "--format=%i %r").splitlines()
-        held = [line.split()[0] for line in lines if line.split()[1] == "BeginTime"]
-        self._waiting = {job_id: self._waiting.get(job_id, now) for job_id in held}
+        held_ids = [line.split()[0] for line in lines if line.split()[1] == "BeginTime"]
+        self._waiting = {job_id: self._waiting.get(job_id, now) for job_id in held_ids}
         for job_id, since in self._waiting.items():
             if now - since > 2:
                 subprocess.run(

@@ -27,7 +27,7 @@ PARENT: dict[str, Any] = copy.deepcopy(toy.BASE)
 CHILD: dict[str, Any] = copy.deepcopy(toy.CROSSATTN)
 CHILD["loop"] |= {"steps": STEPS, "sequences_per_step": 8, "micro_batch": 2, "eval_every": 8}
 GRID = grid({**CHILD, "model": {**CHILD["model"], "base": ref(PARENT)}}, {"seed": [0, 1]})
-LIMITED, PREEMPTED = map(exp_id, GRID)
+LIMITED_ID, PREEMPTED_ID = map(exp_id, GRID)
 """The second loses a node, too, when it trains again."""
 SMALL: dict[str, Any] = {**copy.deepcopy(toy.BASE)}
 SMALL["loop"] = {**SMALL["loop"], "steps": 8}
@@ -119,17 +119,17 @@ class Disturbances:
 
     def __init__(self, cluster: Cluster, folder: Path) -> None:
         self.cluster, self.folder = cluster, folder
-        self.due = {LIMITED: ["limit"], PREEMPTED: ["preempt", "lose"]}
-        self.frozen: dict[str, list[psutil.Process]] = {LIMITED: [], PREEMPTED: []}
+        self.due = {LIMITED_ID: ["limit"], PREEMPTED_ID: ["preempt", "lose"]}
+        self.frozen: dict[str, list[psutil.Process]] = {LIMITED_ID: [], PREEMPTED_ID: []}
         self.rows = dict.fromkeys(self.due, 0)
-        self.limited: list[psutil.Process] = []
+        self.limited_processes: list[psutil.Process] = []
         self.nodes_down: list[str] = []
         self.hit: list[str] = []
 
     @property
     def over(self) -> list[str]:
         """What was done, once nothing of it lasts."""
-        return sorted(self.hit) if not self.limited and not self.nodes_down else []
+        return sorted(self.hit) if not self.limited_processes and not self.nodes_down else []
 
     def step(self) -> bool:
         """Do what is due; True once all jobs have ended."""
@@ -137,33 +137,33 @@ class Disturbances:
         for victim, due in self.due.items():
             if due and self.rows[victim] + 3 <= rows_written(self.folder, victim) < STEPS - 8:
                 self.freeze(victim)
-        if self.limited and all(map(told_to_stop, self.limited)):
+        if self.limited_processes and all(map(told_to_stop, self.limited_processes)):
             self.cluster.extend(
-                job_id(self.folder, LIMITED)
+                job_id(self.folder, LIMITED_ID)
             )  # else it would reach the limit again after its next start
-            for process in self.limited:
+            for process in self.limited_processes:
                 process.resume()
-            self.limited = []
+            self.limited_processes = []
         if self.nodes_down:
-            job = self.cluster.job(job_id(self.folder, PREEMPTED))
+            job = self.cluster.job(job_id(self.folder, PREEMPTED_ID))
             if job["Restarts"] == "2" and job["JobState"] in {"RUNNING", "COMPLETED"}:
                 # Not sooner: what Slurm still sends there to end the second start would end the third.
                 self.cluster.regain(self.nodes_down.pop())
         return not self.cluster.alive()
 
     def freeze(self, victim: str) -> None:
-        found = list(ranks(victim))
-        if len(found) != 2 or set(found) & set(self.frozen[victim]):
+        processes = list(ranks(victim))
+        if len(processes) != 2 or set(processes) & set(self.frozen[victim]):
             return
-        for process in found:
+        for process in processes:
             process.suspend()
-        self.frozen[victim], self.rows[victim] = found, rows_written(self.folder, victim)
+        self.frozen[victim], self.rows[victim] = processes, rows_written(self.folder, victim)
         self.hit.append(self.due[victim].pop(0))
         where = job_id(self.folder, victim)
         if self.hit[-1] == "preempt":
             self.cluster.preempt(where)  # Slurm wakes the processes when it tells them to stop
         elif self.hit[-1] == "limit":
-            self.limited = found
+            self.limited_processes = processes
             self.cluster.shorten(where)
         else:
             self.nodes_down.append(self.cluster.nodes(where)[-1])
@@ -172,12 +172,12 @@ class Disturbances:
 
 def test_a_grid_over_two_nodes_ends_as_an_uninterrupted_local_run(cluster: Cluster, world: tuple[Path, Path]):
     root, folder = world
-    undisturbed = folder / "local"
-    undisturbed.mkdir()
-    (undisturbed / "data").symlink_to(folder / "data")
+    reference_folder = folder / "local"
+    reference_folder.mkdir()
+    (reference_folder / "data").symlink_to(folder / "data")
     arguments = ["-e", "grid", "--with-parents", "--log_every", "1"]
-    said = trainval(world, *arguments, "-j", "two_nodes")
-    assert "nothing to submit" in trainval(world, *arguments, "-j", "two_nodes"), said
+    output = trainval(world, *arguments, "-j", "two_nodes")
+    assert "nothing to submit" in trainval(world, *arguments, "-j", "two_nodes"), output
     arrays = {job_id(folder, exp_id(exp)).partition("_")[0] for exp in [PARENT, *GRID]}
     assert len(arrays) == 3, "the parent, its children, and the one that the override names"
     disturbances = Disturbances(cluster, folder)
@@ -185,7 +185,7 @@ def test_a_grid_over_two_nodes_ends_as_an_uninterrupted_local_run(cluster: Clust
     assert disturbances.over == ["limit", "lose", "preempt"]
     rows = {row.exp_id: row for row in status.table(RunStore(folder / "runs"), [exp_id(exp) for exp in GRID])}
     assert {row.state for row in rows.values()} == {"done"}, rows
-    for victim, restarts in ((LIMITED, 1), (PREEMPTED, 2)):
+    for victim, restarts in ((LIMITED_ID, 1), (PREEMPTED_ID, 2)):
         assert cluster.job(job_id(folder, victim))["Restarts"] == str(restarts)
         assert "continues from step" in (folder / "runs" / victim / "logs" / "train.log").read_text()
         assert rows[victim].attempts == 1 + restarts
@@ -193,11 +193,11 @@ def test_a_grid_over_two_nodes_ends_as_an_uninterrupted_local_run(cluster: Clust
     assert not cluster.alive()
 
     for group, processes in (("parents", 1), ("grid", 2)):
-        done = toy.run(root, ["-e", group, "--log_every", "1"], undisturbed, processes=processes)
+        done = toy.run(root, ["-e", group, "--log_every", "1"], reference_folder, processes=processes)
         assert done.returncode == 0, done.stderr
     for exp in [PARENT, *GRID]:
         steps = exp["loop"]["steps"]
-        assert fingerprints(folder, exp_id(exp), steps) == fingerprints(undisturbed, exp_id(exp), steps)
+        assert fingerprints(folder, exp_id(exp), steps) == fingerprints(reference_folder, exp_id(exp), steps)
 
 
 def submissions(folder: Path) -> list[list[str]]:
@@ -247,12 +247,12 @@ def test_jobs_are_watched_and_ended(cluster: Cluster, world: tuple[Path, Path]):
     trainval(world, "-e", "long", "--job_option", "kill")
     assert states(world, "long") == {first: "stopped", second: "stopped"}
     assert not cluster.alive()
-    written = rows_written(folder, first)
+    row_steps = rows_written(folder, first)
     trainval(world, "-e", "long", "--job_option", "kill")  # what is dead stays so
-    assert rows_written(folder, first) == written
+    assert rows_written(folder, first) == row_steps
     assert first[:8] in trainval(world, "-e", "long", "--job_option", "logs")
     trainval(world, "--exp_id", first, "-j", "one", "--log_every", "5")
-    wait_until(lambda: rows_written(folder, first) > written, "the run to go on where it was stopped")
+    wait_until(lambda: rows_written(folder, first) > row_steps, "the run to go on where it was stopped")
     assert "continues from step" in (folder / "runs" / first / "logs" / "train.log").read_text()
     trainval(world, "-e", "long", "--job_option", "kill")
     assert states(world, "long")[first] == "stopped"

@@ -70,24 +70,24 @@ def test_a_lineage_is_read_without_the_controller_and_repaired_with_it(
     sound = rows.read_bytes()
     rows.write_bytes(b"?" * len(sound))  # of the length that is checked before the run begins
     command("scontrol", "release", *(job_id(tmp_path, identity) for identity in IDS if identity != OPEN_ID))
-    held = job_id(tmp_path, OPEN_ID)
-    cluster.wait_for_all(300, but=held)
+    open_job_id = job_id(tmp_path, OPEN_ID)
+    cluster.wait_for_all(300, but=open_job_id)
 
-    known = {FRAGILE_ID: "failed", WELL_ID: "done"}
+    known_states = {FRAGILE_ID: "failed", WELL_ID: "done"}
     with cluster.without_controller():
         began = time.monotonic()
-        said = trainval(tmp_path, "--job_option", "status")
-        found = overview.load(runs)
+        output = trainval(tmp_path, "--job_option", "status")
+        content = overview.load(runs)
         assert report.main([str(runs), "-o", str(tmp_path / "report.html")]) == 0
         assert time.monotonic() - began < PATIENCE_SECONDS / 2, "who only looks is less patient than who acts"
         capsys.readouterr()
         assert table.main([str(runs), "--format", "csv", "--by", "exp_id"]) == 0
-    told = known | {OPEN_ID: "unknown", CHILD_ID: "unknown"}
-    assert dict(re.findall(r"^([0-9a-f]{32}) +\S+ +(\w+)", said, re.MULTILINE)) == told
-    assert len(NO_ANSWER.findall(said)) == 3
-    seen = {job.exp_id: job for job in found.jobs}
-    assert {identity: job.state for identity, job in seen.items()} == told
-    assert {row["exp_id"]: row["state"] for row in found.rows} == told
+    expected_states = known_states | {OPEN_ID: "unknown", CHILD_ID: "unknown"}
+    assert dict(re.findall(r"^([0-9a-f]{32}) +\S+ +(\w+)", output, re.MULTILINE)) == expected_states
+    assert len(NO_ANSWER.findall(output)) == 3
+    seen = {job.exp_id: job for job in content.jobs}
+    assert {identity: job.state for identity, job in seen.items()} == expected_states
+    assert {row["exp_id"]: row["state"] for row in content.rows} == expected_states
     for identity in (OPEN_ID, CHILD_ID, FRAGILE_ID):
         assert NO_ANSWER.search(seen[identity].reason), seen[identity]
     assert "fragile/train.jsonl:1: not valid JSON" in seen[FRAGILE_ID].reason
@@ -95,13 +95,15 @@ def test_a_lineage_is_read_without_the_controller_and_repaired_with_it(
     page = (tmp_path / "report.html").read_text()
     assert len(NO_ANSWER.findall(page)) >= 3
     assert all(text in page for text in ("1 done", "2 unknown", "1 failed", "not valid JSON"))
-    listed = {line["exp_id"]: line["state"] for line in csv.DictReader(io.StringIO(capsys.readouterr().out))}
-    assert listed == known | {OPEN_ID: "new", CHILD_ID: "new"}, "what the save directories say, whom nobody need ask"
-    assert cluster.alive() == [held], "whoever looks submits nothing"
+    listed_states = {line["exp_id"]: line["state"] for line in csv.DictReader(io.StringIO(capsys.readouterr().out))}
+    assert listed_states == known_states | {OPEN_ID: "new", CHILD_ID: "new"}, (
+        "what the save directories say, whom nobody need ask"
+    )
+    assert cluster.alive() == [open_job_id], "whoever looks submits nothing"
 
     rows.write_bytes(sound)
     trainval(tmp_path, "-j", "one", "--job_option", "retry")
-    command("scontrol", "release", held)
+    command("scontrol", "release", open_job_id)
     cluster.wait_for_all(300)
     assert [row.state for row in status.table(RunStore(runs), IDS)] == ["done"] * 4
     assert [SavedRun(runs / identity).attempts for identity in IDS] == [2, 1, 1, 1]

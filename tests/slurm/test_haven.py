@@ -39,8 +39,8 @@ def haven(root: Path, folder: Path, option: str) -> list[str]:
     """Choose `option` in the menu of haven's job manager; returns the states that it then sees."""
     words = toy.command(root, ["--exp_id", "EXP_ID"], folder)
     command = " ".join(words).replace("EXP_ID", "<exp_id>")
-    given = json.dumps([EXPERIMENTS, str(folder / "runs"), str(root), command, option])
-    python = [sys.executable, "-W", "ignore", "-c", HAVEN, given]
+    arguments = json.dumps([EXPERIMENTS, str(folder / "runs"), str(root), command, option])
+    python = [sys.executable, "-W", "ignore", "-c", HAVEN, arguments]
     done = subprocess.run(python, capture_output=True, text=True, env=toy.environment(), cwd=folder, check=False)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
@@ -60,6 +60,6 @@ def test_havens_job_manager_runs_our_experiments(cluster: Cluster, tmp_path: Pat
     assert [row.state for row in rows] == ["done"]
     assert all(row.job_id and row.job_id.isdigit() for row in rows)
     assert [SavedRun(runs / identity).attempts for identity in ids] == [1]
-    found, complaints = results.load_rows(runs)
-    assert {row["exp_id"] for row in found} == set(ids)
+    table_rows, complaints = results.load_rows(runs)
+    assert {row["exp_id"] for row in table_rows} == set(ids)
     assert not complaints

@@ -100,11 +100,11 @@ def test_accounting_says_the_same(cluster: Cluster, folder: Path, tmp_path: Path
     folder.joinpath("squeue").chmod(0o755)
     monkeypatch.setenv("PATH", str(folder), prepend=":")
 
-    def recorded() -> bool:
+    def is_recorded() -> bool:
         states = SETTINGS.states(ids)
         return {i: steps.state for i, steps in states.items()} == {i: steps.state for i, steps in outcome.items()}
 
-    wait_until(recorded, "accounting to say what the controller said", 300)
+    wait_until(is_recorded, "accounting to say what the controller said", 300)
     states = SETTINGS.states(ids)
     assert (states[ids[1]].reason, states[ids[1]].word) == ("exit code 3", "FAILED")
     assert SETTINGS.states(["999999_0"]) == {}
@@ -122,9 +122,11 @@ def test_accounting_says_the_same(cluster: Cluster, folder: Path, tmp_path: Path
     ],
 )
 def test_a_refusal_leaves_nothing_queued(cluster: Cluster, folder: Path, change: dict[str, str], match: str):
-    refused = launcher.Config.model_validate({"patience_seconds": 300.0, **change})
+    bad_config = launcher.Config.model_validate({"patience_seconds": 300.0, **change})
     with pytest.raises(LaunchError, match=match):
-        submit([job(folder, "a", "import time; time.sleep(60)"), job(folder, "b", "pass", resources=refused)], folder)
+        submit(
+            [job(folder, "a", "import time; time.sleep(60)"), job(folder, "b", "pass", resources=bad_config)], folder
+        )
     wait_until(lambda: not cluster.alive(), "nothing to be queued")
 
 
@@ -136,9 +138,9 @@ def test_check(cluster: Cluster):
 
 def test_a_thousand_jobs_are_queried_in_one_call(cluster: Cluster, folder: Path):
     """More than the cluster's MaxArraySize, so two arrays; held, so that none runs."""
-    held = launcher.Config(patience_seconds=300.0, options={"hold": True}, max_running=4)
+    held_config = launcher.Config(patience_seconds=300.0, options={"hold": True}, max_running=4)
     begin = time.process_time()
-    ids = submit([job(folder, f"{i:032x}", "pass") for i in range(1200)], folder, held)
+    ids = submit([job(folder, f"{i:032x}", "pass") for i in range(1200)], folder, held_config)
     assert time.process_time() - begin < 3, "seconds of our own"
     assert len({i.partition("_")[0] for i in ids}) == 2
     states = SETTINGS.states(ids)
@@ -258,14 +260,14 @@ def test_experiments_that_share_a_task_end_each_by_itself(cluster: Cluster, fold
 def test_a_lost_node_queues_the_job_again(cluster: Cluster, folder: Path, two_nodes: launcher.Config):
     (one,) = submit([stoppable(folder)], folder, two_nodes)
     wait_until(lambda: log(folder, "e").count("up") == 2, "both nodes")
-    lost = cluster.nodes(one)[-1]
-    cluster.lose(lost)
+    lost_node = cluster.nodes(one)[-1]
+    cluster.lose(lost_node)
     try:
         wait_until(lambda: two_nodes.states([one])[one].state == "queued", "the job to be queued again")
         wait_until(lambda: cluster.hurry() or log(folder, "e").count("up") == 4, "the second start")
         assert two_nodes.states([one])[one].restarts == 1
     finally:
-        cluster.regain(lost)
+        cluster.regain(lost_node)
 
 
 def test_a_controller_that_is_down_is_reported(cluster: Cluster, folder: Path, monkeypatch: pytest.MonkeyPatch):

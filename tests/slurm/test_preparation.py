@@ -11,7 +11,7 @@ from tests.slurm.real import Cluster, command, wait_until
 pytestmark = [pytest.mark.slurm, pytest.mark.slow]
 
 
-def test_an_array_prepares_what_this_machine_does(cluster: Cluster, tmp_path: Path):
+def test_an_array_prepares_the_same_data_as_this_machine(cluster: Cluster, tmp_path: Path):
     partition = command("sinfo", "--noheader", "--format=%R").split()[0]
     for number in range(5):
         write_json(tmp_path / f"{number}.jsonl.gz", [page(f"p{number}x{i}") for i in range(30)])
@@ -22,5 +22,5 @@ def test_an_array_prepares_what_this_machine_does(cluster: Cluster, tmp_path: Pa
     assert not cluster.alive(), "the command waits for its jobs"
     for name in ("train.jsonl", "val.jsonl", "manifest.json"):
         assert (tmp_path / "array" / "made" / name).read_bytes() == (tmp_path / "here" / "made" / name).read_bytes()
-    asked = ["sacct", "--noheader", "--allocations", "--name=metadata", "--format=state"]
-    wait_until(lambda: command(*asked).split() == ["COMPLETED"] * 5, "the accounting of five tasks")
+    sacct = ["sacct", "--noheader", "--allocations", "--name=metadata", "--format=state"]
+    wait_until(lambda: command(*sacct).split() == ["COMPLETED"] * 5, "the accounting of five tasks")

@@ -1,4 +1,4 @@
-"""Runs jobs on this machine: a scheduler process starts one per slot, and outlives the terminal."""
+"""Run jobs on this machine: a scheduler process starts one per slot, and outlives the terminal."""
 
 import fcntl
 import logging
@@ -21,10 +21,10 @@ from src.files import ROOT, writing
 from src.launch.command import QueueConfig, shell_line, without_torchrun
 from src.launch.job import Job, Note, SchedulerState
 from src.launch.local.state import (
-    ABANDONED,
+    ABANDONED_FILE,
     LOCK,
     QUEUE,
-    STARTED,
+    STARTED_FILE,
     Queue,
     find_job,
     group_by_submission,
@@ -38,51 +38,50 @@ from src.support.command_line import signals_raise
 _START_SECONDS = 60.0
 _POLL_SECONDS = 0.05
 _KILL_SECONDS = 20.0
-"""How long killed processes may take to disappear."""
+"""Maximum time for killed processes to disappear."""
 
 log = logging.getLogger(__name__)
 
 
 class Config(QueueConfig):
-    """Resources of this machine, which the submissions to one runs folder share."""
+    """Resources of this machine. All submissions to a runs folder share them."""
 
-    FIXED: ClassVar = ("slots", "gpus", "wait", "submissions", "stop_after_failures")
+    SUBMISSION_SETTINGS: ClassVar = ("slots", "gpus", "wait", "submissions", "stop_after_failures")
 
     slots: int = Field(default=1, ge=1)
-    """How many jobs run at a time."""
+    """Number of jobs that run at a time."""
     gpus: list[Annotated[int, Field(ge=0)] | Annotated[str, Field(pattern=r"^[\w-]+$")]] = []
-    """Devices to hand out, as CUDA_VISIBLE_DEVICES names them. Empty: every job sees what this process sees."""
+    """Devices for jobs, as in CUDA_VISIBLE_DEVICES. Empty: every job sees the devices of this process."""
     gpus_per_job: float = Field(default=1, gt=0)
-    """How many of `gpus` a job gets for itself. 1/2, 1/3, 1/4, 1/6 or 1/12 (also as 0.33): so many jobs share one,
-    which is not cut up: they must fit into its memory together."""
+    """Number of `gpus` per job. 1/2, 1/3, 1/4, 1/6 or 1/12 (also as 0.33): this share of one GPU. The GPU is not
+    partitioned, so the jobs must fit into its memory together."""
     retries: int = Field(default=0, ge=0)
-    """How often a failed job is started again. One that stopped gracefully (exit code 75) always is."""
+    """How often a failed job is restarted. A job that stopped gracefully (exit code 75) is always restarted."""
     wait: bool = True
-    """True: wait until all have ended, and stop them when interrupted. False: return at once."""
+    """True: wait until all jobs have ended, and stop them on an interrupt. False: return at once."""
     grace_seconds: float = Field(default=60.0, ge=0)
-    """How long a job may take to stop before it is killed."""
+    """How long a job can take to stop before it is killed."""
 
     @model_validator(mode="after")
     def _enough(self) -> "Config":
         if self.gpus_per_job < 1 and not _twelfths(self.gpus_per_job):
             raise ValueError(
-                f"gpus_per_job: expected a whole number, or 1/2, 1/3, 1/4, 1/6 or 1/12, got {self.gpus_per_job:g}."
+                f"gpus_per_job: expected an integer, or 1/2, 1/3, 1/4, 1/6 or 1/12, got {self.gpus_per_job:g}."
             )
         if self.gpus_per_job > 1 and self.gpus_per_job % 1:
-            raise ValueError(f"gpus_per_job: expected a whole number above 1, got {self.gpus_per_job:g}.")
+            raise ValueError(f"gpus_per_job: expected an integer above 1, got {self.gpus_per_job:g}.")
         if self.gpus and self.gpus_per_job > len(self.gpus):
             raise ValueError(f"gpus_per_job is {self.gpus_per_job:g}, but gpus lists {len(self.gpus)}.")
         if len(set(map(str, self.gpus))) < len(self.gpus):
             raise ValueError(f"gpus lists a device twice: {self.gpus}.")
         if self.processes.nodes > 1:
-            raise ValueError("processes.nodes: this machine is one node. Choose a launcher with several.")
+            raise ValueError("processes.nodes: this machine is one node. Choose a launcher for several nodes.")
         return self
 
     def submit(self, jobs: Sequence[Job], folder: Path, note: Note) -> list[str]:
         """Queue `jobs`, start their scheduler, and return the job ids "<submission>.<index>".
 
-        A failing job does not stop the others, except its children. A job inherits the environment, without torchrun's
-        variables.
+        A failing job stops only its children. A job inherits the environment, without torchrun's variables.
         """
         ids = [f"{folder.name}.{index}" for index in range(len(jobs))]
         places = {job.exp_id: index for index, job in enumerate(jobs)}
@@ -105,23 +104,23 @@ class Config(QueueConfig):
         return ids
 
     def _describe_job(self, job: Job, index: int, places: dict[str, int]) -> dict[str, object]:
-        own = self.settings_of(job)
+        config = self.settings_of(job)
         return {
             "exp_id": job.exp_id,
-            "line": shell_line(job, own.processes, own.environment),
+            "line": shell_line(job, config.processes, config.environment),
             "cwd": str(job.cwd),
             "out": str(job.log_dir / f"{job.exp_id}.out.log"),
             "err": str(job.log_dir / f"{job.exp_id}.err.log"),
-            # A job waits only for jobs before it, so that there is no cycle.
+            # A job waits only for earlier jobs, so there is no cycle.
             "after": [places[parent] for parent in job.after if places.get(parent, index) < index],
             "after_jobs": list(job.after_jobs),
-            "gpus": int(own.gpus_per_job) if own.gpus else 0,
-            "twelfths": _twelfths(own.gpus_per_job) if own.gpus else 0,
-            "retries": own.retries,
+            "gpus": int(config.gpus_per_job) if config.gpus else 0,
+            "twelfths": _twelfths(config.gpus_per_job) if config.gpus else 0,
+            "retries": config.retries,
         }
 
     def find(self, folder: Path, exp_ids: Sequence[str]) -> dict[str, str]:
-        """All jobs of `folder`, or none if the scheduler never started (and now never will)."""
+        """All jobs of `folder`. Empty if the scheduler never started; then this prevents it from starting."""
         if not (folder / QUEUE).exists() or _abandon(folder):
             return {}
         jobs = Queue(folder).content["jobs"]
@@ -130,57 +129,57 @@ class Config(QueueConfig):
         }
 
     def states(self, job_ids: Sequence[str]) -> dict[str, SchedulerState]:
-        """Jobs of a submission that runs on another machine, or whose folder is damaged, are "unknown"."""
-        found: dict[str, SchedulerState] = {}
+        """Jobs on another machine, or of a submission with a damaged folder, are "unknown"."""
+        states: dict[str, SchedulerState] = {}
         for ids in group_by_submission(job_ids):
             try:
                 for queue, indices in self._group_by_queue(ids):
                     queue.check_host()
-                    found |= {f"{queue.folder.name}.{index}": state for index, state in queue.states(indices).items()}
+                    states |= {f"{queue.folder.name}.{index}": state for index, state in queue.states(indices).items()}
             except LaunchError as error:
-                found |= dict.fromkeys(ids, SchedulerState("unknown", reason=str(error)))
-        return found
+                states |= dict.fromkeys(ids, SchedulerState("unknown", reason=str(error)))
+        return states
 
     def _group_by_queue(self, job_ids: Sequence[str]) -> list[tuple[Queue, list[int]]]:
         queues: dict[str, Queue] = {}
         indices: dict[Queue, list[int]] = defaultdict(list)
         for job_id in job_ids:
-            if found := find_job(Path(self.submissions), job_id, queues):
-                indices[found[0]].append(found[1])
+            if match := find_job(Path(self.submissions), job_id, queues):
+                indices[match[0]].append(match[1])
         return list(indices.items())
 
     def kill(self, job_ids: Sequence[str]) -> None:
-        """Ask the jobs to stop, kill them after the grace, and return when they have ended.
-        Raises LaunchError if some do not."""
+        """Stop the jobs, kill them after the grace period, and return when they have ended.
+        Raises LaunchError if some do not end."""
         for queue, indices in self._group_by_queue(job_ids):
             queue.check_host()
             for index in indices:
                 if not queue.path(f"{index}.end").exists():
                     queue.cancel(index)
         try:
-            left = self._wait_until_ended(job_ids, self.grace_seconds, hard=False)
+            remaining = self._wait_until_ended(job_ids, self.grace_seconds, hard=False)
         except BaseException:
             self._wait_until_ended(job_ids, 0.0, hard=True)
             raise
-        if left and (left := self._wait_until_ended(job_ids, _KILL_SECONDS, hard=True)):
-            raise LaunchError(f"{', '.join(left)}: killed, but still there after {_KILL_SECONDS:g} s.")
+        if remaining and (remaining := self._wait_until_ended(job_ids, _KILL_SECONDS, hard=True)):
+            raise LaunchError(f"{', '.join(remaining)}: killed, but still running after {_KILL_SECONDS:g} s.")
 
     def _wait_until_ended(self, job_ids: Sequence[str], seconds: float, hard: bool) -> list[str]:
-        """Stop (or, if `hard`, kill) running jobs until all have ended or the time is up; the ids still running."""
-        until, signalled = time.monotonic() + seconds, set[int]()
+        """Stop (if `hard`, kill) jobs until all have ended or the time is up; return the ids that still run."""
+        until, signalled_pids = time.monotonic() + seconds, set[int]()
         while True:
             alive = [
                 job_id
-                for job_id, seen in self.states(job_ids).items()
-                if seen.state in ("queued", "running", "unknown")
+                for job_id, state in self.states(job_ids).items()
+                if state.state in ("queued", "running", "unknown")
             ]
             for queue, indices in self._group_by_queue(alive):
                 names = queue.attempts()
                 for attempt in (queue.last_attempt(index, names[index]) for index in indices):
                     if attempt.alive and hard:
                         kill_descendants(attempt.pid)
-                    elif attempt.alive and attempt.pid not in signalled:
-                        signalled.add(attempt.pid)
+                    elif attempt.alive and attempt.pid not in signalled_pids:
+                        signalled_pids.add(attempt.pid)
                         signal_group(attempt.pid, signal.SIGTERM)
             if not alive or time.monotonic() > until:
                 return alive
@@ -190,13 +189,13 @@ class Config(QueueConfig):
         """If `wait` is set, wait until the jobs have ended. SIGINT, SIGTERM and SIGHUP stop all of them.
 
         Raises:
-            LaunchError: at the end, naming each job that did not end well, how it ended and its log.
+            LaunchError: at the end, if jobs did not complete; names each, how it ended and its log.
         """
         if not self.wait:
             return
         queues: dict[str, Queue] = {}
-        found = [job for job_id in job_ids if (job := find_job(Path(self.submissions), job_id, queues))]
-        names = {f"{queue.folder.name}.{index}": queue.content["jobs"][index]["exp_id"] for queue, index in found}
+        jobs = [job for job_id in job_ids if (job := find_job(Path(self.submissions), job_id, queues))]
+        names = {f"{queue.folder.name}.{index}": queue.content["jobs"][index]["exp_id"] for queue, index in jobs}
         logged = dict.fromkeys(job_ids, "queued")
         with signals_raise():
             try:
@@ -212,18 +211,18 @@ class Config(QueueConfig):
             except BaseException:
                 self.kill(job_ids)
                 raise
-        bad = [f"{names[job_id]}: {now.reason}." for job_id, now in seen.items() if now.state != "completed"]
-        if bad:
-            raise LaunchError("\n".join([f"{len(bad)} of {len(job_ids)} jobs did not end well:", *bad]))
+        failures = [f"{names[job_id]}: {now.reason}." for job_id, now in seen.items() if now.state != "completed"]
+        if failures:
+            raise LaunchError("\n".join([f"{len(failures)} of {len(job_ids)} jobs did not complete:", *failures]))
 
 
 def _twelfths(gpus: float) -> int:
-    """How many twelfths of a GPU a job gets that shares it; 0 if it shares none, or with no whole number of others."""
+    """Share of a GPU in twelfths; 0 if the job does not share a GPU, or the share is not 1/n."""
     return next((count for count in (1, 2, 3, 4, 6) if abs(gpus - count / 12) < 0.01), 0)
 
 
 def _start_scheduler(folder: Path) -> None:
-    """Start the scheduler as a daemon, and wait until it has taken over."""
+    """Start the scheduler as a daemon, and wait until it runs."""
     command = [sys.executable, "-m", "src.launch.local.scheduler", str(folder)]
     log_file = folder / "scheduler.log"
     log_file.touch(mode=0o600)
@@ -241,26 +240,26 @@ def _start_scheduler(folder: Path) -> None:
     except (OSError, subprocess.CalledProcessError) as error:
         raise LaunchError(f"{folder}: the scheduler of the launcher local could not be started: {error}") from None
     until = time.monotonic() + _START_SECONDS
-    while not (folder / STARTED).exists():
+    while not (folder / STARTED_FILE).exists():
         alive = process_start(int(done.stdout)) is not None
-        if (not alive and not (folder / STARTED).exists()) or time.monotonic() > until:
+        if (not alive and not (folder / STARTED_FILE).exists()) or time.monotonic() > until:
             if _abandon(folder):
-                said = log_file.read_text(encoding="utf-8", errors="replace").strip().splitlines() or [
-                    "it said nothing"
+                output_lines = log_file.read_text(encoding="utf-8", errors="replace").strip().splitlines() or [
+                    "no output"
                 ]
-                raise LaunchError(f"{folder}: the scheduler of the launcher local did not start: {said[-1]}")
+                raise LaunchError(f"{folder}: the scheduler of the launcher local did not start: {output_lines[-1]}")
             return
         time.sleep(0.01)
 
 
 def _abandon(folder: Path) -> bool:
-    """Keep a scheduler that has not started from ever starting; False if it has started."""
+    """Prevent the scheduler from starting; False if it has already started."""
     with open(folder / LOCK, "ab") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return False
-        if (folder / STARTED).exists():
+        if (folder / STARTED_FILE).exists():
             return False
-        (folder / ABANDONED).touch()
+        (folder / ABANDONED_FILE).touch()
     return True

@@ -1,10 +1,10 @@
 """The files of a submission to this machine. Each job writes its own, so that they outlive the scheduler.
 
-jobs/<index>.<attempt>.pid   written by the job as it starts: its process, when that started, the boot of the machine
-jobs/<index>.<attempt>.code  written by the job as it ends: its exit code
-jobs/<index>.end             written by the scheduler once the job will not be started again
-cancel/<index>               written to ask for the end of the job
-scheduler.lock               locked (flock) as long as the scheduler lives
+jobs/<index>.<attempt>.pid   written by the job when it starts: process id, start time, boot id
+jobs/<index>.<attempt>.code  written by the job when it ends: exit code
+jobs/<index>.end             written by the scheduler once the job will not be restarted
+cancel/<index>               written to request the end of the job
+scheduler.lock               locked (flock) while the scheduler runs
 """
 
 import contextlib
@@ -24,13 +24,13 @@ from typing import Any
 
 from src.errors import LaunchError, RunError
 from src.files import read_json, write_atomic, write_json
-from src.launch.command import INTERRUPTED, STOPPED
+from src.launch.command import INTERRUPTED_EXIT, STOPPED_EXIT
 from src.launch.job import SchedulerState
 from src.runs.lease import process_start, this_process
 
 QUEUE = "queue.json"
-STARTED = "started"
-ABANDONED = "abandoned"
+STARTED_FILE = "started"
+ABANDONED_FILE = "abandoned"
 LOCK = "scheduler.lock"
 JOB_ID = re.compile(r"(?P<submission>[\w-]+)\.(?P<index>\d+)")
 
@@ -40,11 +40,11 @@ class Attempt:
     """One start of a job."""
 
     number: int
-    """1, 2, …; 0: it was never started."""
+    """1, 2, …; 0 if never started."""
     pid: int = 0
     alive: bool = False
     code: int | None = None
-    """None: it has not ended, or was killed before it could write the code."""
+    """None if it has not ended, or was killed before it could write the code."""
     seconds: float | None = None
 
 
@@ -56,21 +56,23 @@ class Queue:
 
     @cached_property
     def content(self) -> dict[str, Any]:
-        """What was submitted: "host", "scheduler" (its config) and "jobs".
+        """The submission: "host", "scheduler" (its config) and "jobs".
 
         Raises:
             LaunchError: the file is missing or damaged.
         """
-        found = read_json(self.folder / QUEUE, LaunchError)
-        if not (isinstance(found, dict) and isinstance(found.get("host"), str) and isinstance(found.get("jobs"), list)):
+        content = read_json(self.folder / QUEUE, LaunchError)
+        if not (
+            isinstance(content, dict) and isinstance(content.get("host"), str) and isinstance(content.get("jobs"), list)
+        ):
             raise LaunchError(f"{self.folder / QUEUE}: expected a dict with a host and a list of jobs.")
-        return found
+        return content
 
     def check_host(self) -> None:
         """Raise LaunchError on a machine other than the one that runs these jobs."""
         host = self.content.get("host")
         if host != socket.gethostname():
-            raise LaunchError(f"{self.folder}: its jobs run on {host}, and only that machine knows of them.")
+            raise LaunchError(f"{self.folder}: its jobs run on {host}, and only that machine can query them.")
 
     def scheduler_is_alive(self) -> bool:
         """Whether the scheduler process still runs."""
@@ -88,7 +90,7 @@ class Queue:
         return self.folder / "jobs" / name
 
     def last_attempt(self, index: int, number: int) -> Attempt:
-        """The last start of job `index`, which is its `number`th; 0: it was never started."""
+        """The last start of job `index`, with this `number`; 0: it was never started."""
         pid_file, code_file = self.path(f"{index}.{number}.pid"), self.path(f"{index}.{number}.code")
         pid, alive = 0, False
         with contextlib.suppress(OSError, ValueError):
@@ -105,38 +107,38 @@ class Queue:
         return Attempt(number, pid, alive and code is None, code, seconds)
 
     def attempts(self) -> dict[int, int]:
-        """How often each job was started, by index."""
-        found: dict[int, int] = defaultdict(int)
+        """Number of starts of each job, by index."""
+        last_attempts: dict[int, int] = defaultdict(int)
         with contextlib.suppress(FileNotFoundError):
             for name in os.listdir(self.folder / "jobs"):
                 if match := re.fullmatch(r"(\d+)\.(\d+)\.pid", name):
                     index, number = map(int, match.groups())
-                    found[index] = max(number, found[index])
-        return found
+                    last_attempts[index] = max(number, last_attempts[index])
+        return last_attempts
 
     def cancelled_indices(self) -> set[int]:
-        """Indices of the jobs that were asked to end."""
+        """Indices of the jobs with a request to end."""
         try:
             return {int(name) for name in os.listdir(self.folder / "cancel") if name.isdecimal()}
         except FileNotFoundError:
             return set()
 
     def cancel(self, index: int) -> None:
-        """Ask for the end of a job. The caller also signals it."""
+        """Request the end of a job. The caller also signals it."""
         (self.folder / "cancel").mkdir(exist_ok=True)
         (self.folder / "cancel" / str(index)).touch()
 
     def write_end(self, index: int, state: str, reason: str) -> None:
-        """Note that a job will not be started again."""
+        """Record that a job will not be restarted."""
         write_json(self.path(f"{index}.end"), {"state": state, "reason": reason})
 
     def states(self, indices: Sequence[int]) -> dict[int, SchedulerState]:
         """The state of each job."""
-        lives = self.scheduler_is_alive()  # checked first: if it ends in between, what it wrote last is read below
+        is_alive = self.scheduler_is_alive()  # checked first: if it ends in between, its last files are read below
         attempts = self.attempts()
-        return {index: self._state(index, lives, self.last_attempt(index, attempts[index])) for index in indices}
+        return {index: self._state(index, is_alive, self.last_attempt(index, attempts[index])) for index in indices}
 
-    def _state(self, index: int, lives: bool, attempt: Attempt) -> SchedulerState:
+    def _state(self, index: int, is_alive: bool, attempt: Attempt) -> SchedulerState:
         facts: dict[str, Any] = {
             "node": self.content["host"] if attempt.number else "",
             "seconds": attempt.seconds,
@@ -147,10 +149,10 @@ class Queue:
             return SchedulerState(end["state"], end["state"].upper(), end["reason"], **facts)
         if attempt.alive:
             return SchedulerState("running", "RUNNING", **facts)
-        if lives and attempt.number:
-            return SchedulerState("running", "ENDING", "its scheduler decides whether it is started again", **facts)
-        if lives:
-            return SchedulerState("queued", "PENDING", "waits for its turn", **facts)
+        if is_alive and attempt.number:
+            return SchedulerState("running", "ENDING", "its scheduler decides whether to restart it", **facts)
+        if is_alive:
+            return SchedulerState("queued", "PENDING", "waiting for a slot", **facts)
         if attempt.number == 0:
             return SchedulerState(
                 "cancelled", "CANCELLED", "its scheduler on this machine has ended; it was never started", **facts
@@ -173,18 +175,18 @@ def descendants(pid: int) -> list[int]:
 
 
 def verdict(code: int | None, log: str) -> tuple[Any, str]:
-    """State and reason of a job that ended with `code` (None: unknown) and is not started again."""
+    """State and reason of a job that ended with `code` (None: unknown) and is not restarted."""
     if code == 0:
         return "completed", "exit code 0"
-    if code in (STOPPED, INTERRUPTED):
+    if code in (STOPPED_EXIT, INTERRUPTED_EXIT):
         return "cancelled", "stopped in order"
     return "failed", f"{describe_exit(code)}. See {log}"
 
 
 def describe_exit(code: int | None) -> str:
-    """bash reports a command that was killed by signal n, as the out-of-memory killer does, as exit code 128 + n."""
+    """Describe an exit code. bash reports a command that was killed by signal n as exit code 128 + n."""
     if code is None:
-        return "killed, with all that it had started"
+        return "killed, with all its processes"
     number = -code if code < 0 else code - 128
     name = f" ({signal.Signals(number).name})" if number in set(signal.Signals) else ""
     return f"exit code {code}{name}"
@@ -224,4 +226,4 @@ def group_by_submission(job_ids: Sequence[str]) -> list[list[str]]:
 def write_queue(folder: Path, content: dict[str, Any]) -> None:
     """Write the jobs of a submission."""
     (folder / "jobs").mkdir(parents=True, exist_ok=True)
-    write_atomic(folder / QUEUE, json.dumps(content), private=True)  # it holds the variables of the jobs
+    write_atomic(folder / QUEUE, json.dumps(content), private=True)  # it contains the jobs' environment variables

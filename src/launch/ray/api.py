@@ -1,4 +1,4 @@
-"""The HTTP API of Ray Jobs. Answers are not trusted: they can come from a proxy or a login page, or be incomplete."""
+"""The HTTP API of Ray Jobs. Responses are validated: they can come from a proxy or a login page, or be incomplete."""
 
 import http.client
 import json
@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from src.errors import LaunchError
-from src.launch.job import NoAnswer, ask_until_answered
+from src.launch.job import NoAnswer, retry_until_answered
 from src.support.parsing import parse_json
 
 DEFAULT_ADDRESS = "http://127.0.0.1:8265"
@@ -19,53 +19,53 @@ HEADERS = "RAY_JOB_HEADERS"
 _TRANSIENT = {408, 425, 429}
 
 
-class Refused(LaunchError):
-    """Ray, or what answers in its place, refused."""
+class Refusal(LaunchError):
+    """Ray, or a server in its place, refused the request."""
 
     def __init__(self, address: str, status: int, output: str) -> None:
         hint = (
-            f" Put the header that it wants into {HEADERS}, as for `ray job submit`."
+            f" Put the required header into {HEADERS}, as for `ray job submit`."
             if status in (401, 403) or status < 400
             else ""
         )
         super().__init__(f"{address}: refused with status {status}: {brief(output)}.{hint}")
         self.missing = status == 404 and "does not exist" in output
-        """Whether Ray says that there is no such job."""
+        """Whether Ray reports that there is no such job."""
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """A redirection leads to a login page, which must not get the headers."""
+    """Do not follow redirects: they lead to a login page, which must not get the headers."""
 
     def redirect_request(self, req: Any, fp: Any, code: Any, msg: Any, headers: Any, newurl: Any) -> None:
         return None
 
 
-def find_address(values: str) -> str:
-    """`given`, or what Ray's variables say; GCS addresses among them, such as host:6379, are for other purposes.
-    Without a / at the end."""
-    headers = [values, *(os.environ.get(name, "") for name in ("RAY_API_SERVER_ADDRESS", "RAY_ADDRESS"))]
-    return next((address for address in headers if ADDRESS.fullmatch(address)), DEFAULT_ADDRESS).rstrip("/")
+def find_address(setting: str) -> str:
+    """The address in `setting` or in Ray's variables, without a final slash.
+    GCS addresses such as host:6379 are skipped."""
+    candidates = [setting, *(os.environ.get(name, "") for name in ("RAY_API_SERVER_ADDRESS", "RAY_ADDRESS"))]
+    return next((address for address in candidates if ADDRESS.fullmatch(address)), DEFAULT_ADDRESS).rstrip("/")
 
 
-def ask(
+def call_api(
     address: str, method: str, path: str, content: Mapping[str, Any] | None = None, patience_seconds: float = 60.0
 ) -> Any:
-    """What Ray answers to an idempotent request, which is repeated while there is no answer.
+    """Send an idempotent request to Ray, with retries while there is no answer; return the parsed response.
 
     Raises:
-        NoAnswer: none within `patience_seconds`.
-        Refused: the request is wrong, or not allowed.
-        LaunchError: what answers is not Ray.
+        NoAnswer: no answer within `patience_seconds`.
+        Refusal: the request is wrong, or not allowed.
+        LaunchError: the response is not from Ray.
     """
     body = None if content is None else json.dumps(content).encode()
     request = urllib.request.Request(
         f"{address}{path}", body, {"Content-Type": "application/json", **_headers()}, method=method
     )
-    return ask_until_answered(lambda seconds: _ask_once(address, request, seconds), patience_seconds)
+    return retry_until_answered(lambda seconds: _call_once(address, request, seconds), patience_seconds)
 
 
 def _headers() -> dict[str, str]:
-    """The headers in the environment. Their values are secrets, so no message has them."""
+    """The headers in the environment. Their values are secrets, so they appear in no message."""
     try:
         headers = {
             name: str(value)
@@ -78,7 +78,7 @@ def _headers() -> dict[str, str]:
     return headers
 
 
-def _ask_once(address: str, request: urllib.request.Request, seconds: float) -> Any:
+def _call_once(address: str, request: urllib.request.Request, seconds: float) -> Any:
     try:
         try:
             answer = urllib.request.build_opener(_NoRedirect).open(request, timeout=seconds)
@@ -89,11 +89,11 @@ def _ask_once(address: str, request: urllib.request.Request, seconds: float) -> 
     except (OSError, http.client.HTTPException) as error:
         reason = brief(str(getattr(error, "reason", None) or error)) or type(error).__name__
         raise NoAnswer(f"{address}: Ray does not answer: {reason}. Does its dashboard run there?") from None
-    # Ray's head hands a request on to its agent, and answers 500 where that refuses with 400.
+    # Ray's head forwards a request to its agent, and answers 500 if the agent refuses with 400.
     if status in _TRANSIENT or (status >= 500 and not re.search(r"failed with status code 4\d\d", text)):
-        raise NoAnswer(f"{address}: Ray has trouble, status {status}: {brief(text)}.")
+        raise NoAnswer(f"{address}: Ray fails with status {status}: {brief(text)}.")
     if status != 200:
-        raise Refused(
+        raise Refusal(
             address, status, f"a redirection to {answer.headers.get('Location')}" if 300 <= status < 400 else text
         )
     try:
@@ -106,7 +106,8 @@ def _ask_once(address: str, request: urllib.request.Request, seconds: float) -> 
 
 
 def brief(output: object) -> str:
-    """The last line with words in it, which is the error of a traceback; printable and short. "" if not a text."""
+    """The last line with words, which is the error of a traceback, in at most 300 printable characters.
+    "" if `output` is not a string."""
     lines = [line for line in output.splitlines() if re.search(r"\w", line)] if isinstance(output, str) else []
     words = " ".join("".join(letter if letter.isprintable() else " " for letter in lines[-1]).split()) if lines else ""
     return (words if len(words) <= 300 else f"{words[:300]}…").rstrip(".")

@@ -1,4 +1,4 @@
-"""Runs Slurm's commands, again while the scheduler does not answer; parses the job ids that they print."""
+"""Run Slurm's commands, with retries while the scheduler does not answer, and parse the job ids in their output."""
 
 import os
 import re
@@ -8,9 +8,9 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from src.errors import LaunchError
 from src.launch.command import without_torchrun
-from src.launch.job import NoAnswer, ask_until_answered
+from src.launch.job import NoAnswer, retry_until_answered
 
-# Messages printed while the controller or the database is down, busy or restarting: worth another try.
+# Messages while the controller or the database is down, busy or restarting: worth a retry.
 _AWAY = re.compile(
     "socket timed out|unable to contact slurm controller|connection refused|connection timed out|zero "
     "bytes were transmitted|resource temporarily unavailable|transport "
@@ -18,34 +18,34 @@ _AWAY = re.compile(
     "persconn|unable to establish controller|communication connection failure|connection reset|no route to host",
     re.IGNORECASE,
 )
-# Variables of the user's shell that would change the commands' output; those that locate the cluster stay.
+# Variables of the user's shell that would change the commands' output, without those that locate the cluster.
 _NOT_OURS = re.compile(r"(SQUEUE|SACCT|SCANCEL)_.*|SLURM_(?!CONF$|CONF_SERVER$|CLUSTERS$|JWT$).*")
 _ID = re.compile(r"(\d+)(?:_(?:(\d+)|\[([\d,\-]*).*))?")
 
 
-class Refused(LaunchError):
-    """Slurm refused. `said` is its message."""
+class Refusal(LaunchError):
+    """Slurm refused a command. `message` is its output."""
 
     def __init__(self, command: str, message: str) -> None:
         super().__init__(f"{command}: {message}")
-        self.said = message
+        self.message = message
 
 
-def ask(argv: Sequence[str], patience_seconds: float) -> str:
-    """The output of an idempotent command, which is run again while Slurm does not answer.
+def run_slurm(argv: Sequence[str], patience_seconds: float) -> str:
+    """Run an idempotent command, with retries while Slurm does not answer; return its output.
 
     Raises:
         NoAnswer: no answer within `patience_seconds`.
-        Refused: it failed for another reason.
+        Refusal: it failed for another reason.
     """
-    return ask_until_answered(lambda seconds: ask_once(argv, seconds), patience_seconds)
+    return retry_until_answered(lambda seconds: run_slurm_once(argv, seconds), patience_seconds)
 
 
-def ask_once(argv: Sequence[str], seconds: float) -> str:
-    """The output of a command, which is killed after `seconds`.
+def run_slurm_once(argv: Sequence[str], seconds: float) -> str:
+    """Run a command, with a timeout of `seconds`; return its output.
 
     Raises:
-        NoAnswer, Refused: as `ask`.
+        NoAnswer, Refusal: like `run_slurm`.
         LaunchError: there is no such command on this machine.
     """
     check_programs(argv[0])
@@ -65,15 +65,15 @@ def ask_once(argv: Sequence[str], seconds: float) -> str:
             raise NoAnswer(
                 f"{argv[0]}: Slurm does not answer: {words}. Is the controller up? Check with `scontrol ping`."
             )
-        raise Refused(argv[0], words)
+        raise Refusal(argv[0], words)
     return done.stdout.decode(errors="replace")
 
 
 def check_programs(*commands: str) -> None:
-    """Raises LaunchError with the names of the `commands` that are not on PATH."""
-    if lacking := [command for command in commands if shutil.which(command) is None]:
+    """Raise LaunchError with the names of the `commands` that are not on PATH."""
+    if missing_commands := [command for command in commands if shutil.which(command) is None]:
         raise LaunchError(
-            f"{', '.join(lacking)}: no such command on PATH. "
+            f"{', '.join(missing_commands)}: no such command on PATH. "
             "Submit from a machine of the cluster, with Slurm's commands."
         )
 
@@ -130,8 +130,8 @@ def _ranges(numbers: Sequence[int]) -> str:
     return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
 
 
-# What sbatch says, and the setting to blame.
-_MEANT = {
+# Pattern of a message of sbatch -> the setting to change.
+_SETTING_BY_MESSAGE = {
     "account/qos|accounting/qos": "The job config exceeds a limit of the cluster: "
     "lower 'time', set another 'account' or 'qos', or queue fewer jobs.",
     "partition specified|partition name": "'partition'",
@@ -148,9 +148,12 @@ _MEANT = {
 }
 
 
-def explain_refusal(error: Refused) -> LaunchError:
+def explain_refusal(error: Refusal) -> LaunchError:
     """The message of sbatch, with the setting to change."""
-    setting = next((setting for words, setting in _MEANT.items() if re.search(words, error.said, re.IGNORECASE)), None)
-    message = error.said if error.said.endswith(".") else f"{error.said}."
+    setting = next(
+        (setting for words, setting in _SETTING_BY_MESSAGE.items() if re.search(words, error.message, re.IGNORECASE)),
+        None,
+    )
+    message = error.message if error.message.endswith(".") else f"{error.message}."
     advice = setting if setting and setting.endswith(".") else f"Change {setting} of the job config." if setting else ""
     return LaunchError(f"sbatch refused the jobs: {message} {advice}".strip())

@@ -1,4 +1,4 @@
-"""Queues jobs on a Slurm cluster: one array for all experiments of a submission with equal resources and parents."""
+"""Queue jobs on a Slurm cluster: one array for all experiments of a submission with equal resources and parents."""
 
 import contextlib
 import re
@@ -13,14 +13,14 @@ from src.experiments.config import unknown_text
 from src.launch.command import QueueConfig, check_no_key
 from src.launch.job import Job, Note, SchedulerState
 from src.launch.slurm import shared_tasks
-from src.launch.slurm.commands import Refused, ask, check_programs, collapse, parse_seconds
+from src.launch.slurm.commands import Refusal, check_programs, collapse, parse_seconds, run_slurm
 from src.launch.slurm.sbatch import job_name, queue_array, sbatch_command
 from src.launch.slurm.script import read_exp_ids, task_line, write_script, write_tasks
 from src.launch.slurm.states import array_ids_by_name, scheduler_states
 from src.launch.slurm.waves import Array, Waves
 
 _TIME = re.compile(r"(\d+-)?\d+:[0-5]?\d:[0-5]?\d")
-_TASKS = re.compile(r"array-\d+(?:x(\d+))?")  # with the number of experiments in each task, where these share one
+_TASKS = re.compile(r"array-\d+(?:x(\d+))?")  # x<number of experiments per task>, if more than one
 _IDS_PER_CALL = 500
 # Options of sbatch that this file sets itself, and the setting to use instead; None: it cannot be changed.
 _OURS = {
@@ -71,7 +71,7 @@ Word = Annotated[str, Field(pattern=r"^[^\s\x00-\x1f]+$")]
 
 
 class Config(QueueConfig):
-    """Resources of one job, and how Slurm treats it. None: the default of the cluster."""
+    """Resources and Slurm options of one job. None: the default of the cluster."""
 
     holds_jobs: ClassVar[bool] = True
 
@@ -80,39 +80,38 @@ class Config(QueueConfig):
     qos: Word | None = None
     constraint: Word | None = None
     time: Annotated[int | str, AfterValidator(_check_time)] | None = None
-    """Longest run of one attempt: minutes, "HH:MM:SS" or "D-HH:MM:SS"."""
+    """Time limit of one attempt: minutes, "HH:MM:SS" or "D-HH:MM:SS"."""
     cpus_per_task: Annotated[int, Field(ge=1)] | None = None
-    """Processors on each node."""
+    """CPUs per node."""
     mem: Annotated[str, Field(pattern=r"^\d+[KMGT]?$")] | None = None
-    """Memory on each node, such as "32G"."""
+    """Memory per node, such as "32G"."""
     gpus_per_node: Annotated[int, Field(ge=0)] | Annotated[str, Field(pattern=r"^[\w.-]+:\d+$")] | None = None
     """Number, or type and number such as "a100:4"."""
     max_running: Annotated[int, Field(ge=1)] | None = None
-    """Limit of running tasks of a submission. Where it takes several arrays, those that exceed the limit together run
-    one after
-    another: an array then starts when all tasks of the arrays before it have ended."""
+    """Maximum running tasks of a submission. If several arrays together exceed it, they run in waves: an array starts
+    when all tasks of the earlier arrays have ended."""
     jobs_per_task: int = Field(default=1, ge=1)
-    """Number of experiments that run in parallel in one task and share its processors, memory and GPUs. A parent of
-    another experiment of the submission has its own task."""
+    """Number of experiments that run in parallel in one task and share its CPUs, memory and GPUs. An experiment with
+    children in the submission has its own task."""
     signal_seconds: int = Field(default=120, ge=0, le=65535)
     """How long before the time limit the job writes a checkpoint and is requeued.
     Slurm can signal up to a minute early. 0: never."""
     requeue: bool = True
-    """Whether a job is requeued near its time limit, after a preemption and when its node fails.
-    Near its time limit, not if two starts in a row wrote no new checkpoint."""
+    """Whether a job is requeued near its time limit, after a preemption and when its node fails. At the time limit, it
+    is not requeued if two starts in a row wrote no new checkpoint."""
     options: Annotated[dict[str, str | int | StrictBool], AfterValidator(_check_options)] = {}
-    """More long options of sbatch: {"exclude": "node7", "exclusive": true}."""
+    """Additional long options of sbatch: {"exclude": "node7", "exclusive": true}."""
     setup: list[Annotated[str, Field(pattern=r"^[^\x00]*$"), AfterValidator(check_no_key)]] = []
     """Bash that each node runs before the command, such as "module load cuda/12"."""
     patience_seconds: float = Field(default=60.0, gt=0)
-    """How long to ask a scheduler that does not answer."""
+    """How long to retry a scheduler that does not answer."""
 
     @model_validator(mode="after")
     def _signal_before_the_end(self) -> "Config":
         if self.time is not None and self.signal_seconds >= _seconds(self.time):
             raise ValueError(
-                f"signal_seconds: {self.signal_seconds} seconds before the time limit lie before the start. Write "
-                f"fewer than 'time' has."
+                f"signal_seconds: {self.signal_seconds} seconds before the time limit is before the start. "
+                "Write less than 'time'."
             )
         return self
 
@@ -127,14 +126,14 @@ class Config(QueueConfig):
 
     @property
     def _outcomes(self) -> Path:
-        """How the experiments of shared tasks ended."""
+        """Folder with the exit codes of experiments in shared tasks."""
         return Path(self.submissions, shared_tasks.FOLDER)
 
     def submit(self, jobs: Sequence[Job], folder: Path, note: Note) -> list[str]:
-        """Queue `jobs`; returns "ARRAY_TASK" for each, with "+PLACEofCOUNT.SUBMISSION" where it shares the task.
+        """Queue `jobs`; return "ARRAY_TASK" for each, with "+PLACEofCOUNT.SUBMISSION" if it shares the task.
 
         One array holds all jobs with the same resources and parents, up to the cluster's MaxArraySize. Job names start
-        with the name of `folder`, which `find` looks for.
+        with the name of `folder`, so that `find` can find them.
         """
         if not jobs:
             return []
@@ -142,7 +141,7 @@ class Config(QueueConfig):
         largest = _largest_array(patience)
         script = write_script(folder)
         _refuse_shared_parents(jobs)
-        queued: dict[str, str] = {}
+        job_ids_by_experiment: dict[str, str] = {}
         try:
             waves = Waves(self.max_running)
             for array in self._group_into_arrays(jobs, largest):
@@ -153,19 +152,21 @@ class Config(QueueConfig):
                     program[0] = str(shared_tasks.write_shared_script(folder, self._outcomes).absolute())
                     program += [str(array.jobs_per_task), str(self._outcomes.absolute())]
                 array_id = queue_array(
-                    [*sbatch_command(array, tasks, queued, limit, before), *program], job_name(tasks), patience
+                    [*sbatch_command(array, tasks, job_ids_by_experiment, limit, before), *program],
+                    job_name(tasks),
+                    patience,
                 )
                 waves.add(array, array_id)
                 job_ids = shared_tasks.job_ids(array_id, len(array.jobs), array.jobs_per_task, folder)
                 ids = {job.exp_id: job_id for job, job_id in zip(array.jobs, job_ids, strict=True)}
-                queued |= ids
+                job_ids_by_experiment |= ids
                 note(ids)
                 shared_tasks.forget_notes(array_id, folder, self._outcomes)
         except UserError:
-            with contextlib.suppress(LaunchError):  # report the refusal, not this
-                self.kill(list(queued.values()))
+            with contextlib.suppress(LaunchError):  # the refusal is reported, not this error
+                self.kill(list(job_ids_by_experiment.values()))
             raise
-        return [queued[job.exp_id] for job in jobs]
+        return [job_ids_by_experiment[job.exp_id] for job in jobs]
 
     def states(self, job_ids: Sequence[str]) -> dict[str, SchedulerState]:
         tasks = dict.fromkeys(map(shared_tasks.task_of, job_ids))
@@ -173,38 +174,38 @@ class Config(QueueConfig):
         return shared_tasks.with_outcomes(job_ids, states, self._outcomes)
 
     def kill(self, job_ids: Sequence[str]) -> None:
-        """Cancel `job_ids`, which are not requeued. Other experiments in their tasks continue.
+        """Cancel the jobs; they are not requeued. Other experiments in their tasks continue.
 
         Raises:
-            LaunchError: Slurm does not answer, or refuses, for example to cancel jobs of another user.
+            LaunchError: Slurm does not answer, or refuses, for example because the jobs belong to another user.
             RunError: the disk refuses.
         """
         words = collapse(shared_tasks.kill(job_ids, self._outcomes))
         for i in range(0, len(words), _IDS_PER_CALL):
             try:
-                ask(["scancel", *words[i : i + _IDS_PER_CALL]], self.patience_seconds)
-            except Refused as error:
-                if not re.search("invalid job id|already completing or completed", error.said, re.IGNORECASE):
+                run_slurm(["scancel", *words[i : i + _IDS_PER_CALL]], self.patience_seconds)
+            except Refusal as error:
+                if not re.search("invalid job id|already completing or completed", error.message, re.IGNORECASE):
                     raise
 
     def hold(self, job_ids: Sequence[str]) -> None:
-        """Keep `job_ids` from starting, or starting again.
-        Raises LaunchError if Slurm refuses, as for jobs that have ended."""
-        ask(["scontrol", "hold", ",".join(_whole_tasks(job_ids))], self.patience_seconds)
+        """Keep the jobs from starting or restarting.
+        Raises LaunchError if Slurm refuses, for example because they have ended."""
+        run_slurm(["scontrol", "hold", ",".join(_require_own_tasks(job_ids))], self.patience_seconds)
 
     def release(self, job_ids: Sequence[str]) -> None:
-        ask(["scontrol", "release", ",".join(_whole_tasks(job_ids))], self.patience_seconds)
+        run_slurm(["scontrol", "release", ",".join(_require_own_tasks(job_ids))], self.patience_seconds)
 
     def throttle(self, job_ids: Sequence[str], max_running: int) -> None:
-        """Arrays of one wave share the limit; those of another wave do not run at the same time.
+        """Set the limit of running tasks. The arrays of a wave share it; waves do not run at the same time.
 
         Raises:
-            LaunchError: Slurm refuses, or there are more arrays than `max_running`.
+            LaunchError: Slurm refuses, or a wave has more arrays than `max_running`.
         """
         arrays = list(dict.fromkeys(job_id.partition("_")[0] for job_id in job_ids))
         waves: dict[str, list[str]] = {}
         if len(arrays) > 1:
-            lines = ask(
+            lines = run_slurm(
                 ["squeue", "--noheader", f"--jobs={','.join(arrays)}", "--format=%F|%E"], self.patience_seconds
             ).splitlines()
             dependencies = {array: text for array, _, text in (line.strip().partition("|") for line in lines)}
@@ -217,7 +218,7 @@ class Config(QueueConfig):
                 )
             for place, array in enumerate(wave):
                 limit = max_running // len(wave) + (place < max_running % len(wave))
-                ask(["scontrol", "update", f"JobId={array}", f"ArrayTaskThrottle={limit}"], self.patience_seconds)
+                run_slurm(["scontrol", "update", f"JobId={array}", f"ArrayTaskThrottle={limit}"], self.patience_seconds)
 
     def find(self, folder: Path, exp_ids: Sequence[str]) -> dict[str, str]:
         tasks_of = {job_name(tasks): tasks for tasks in _task_files(folder)}
@@ -231,30 +232,29 @@ class Config(QueueConfig):
         return {exp_id: job_ids_by_experiment[exp_id] for exp_id in exp_ids if exp_id in job_ids_by_experiment}
 
     def check(self) -> None:
-        """Raises LaunchError if Slurm's commands are missing, its controller is silent, or has no such partition."""
+        """Raise LaunchError if Slurm's commands or the partition are missing, or the controller does not answer."""
         check_programs("sbatch", "squeue", "scancel", "scontrol")
-        lines = ask(["scontrol", "--oneliner", "show", "partition"], self.patience_seconds).splitlines()
+        lines = run_slurm(["scontrol", "--oneliner", "show", "partition"], self.patience_seconds).splitlines()
         partitions = re.findall(r"^PartitionName=(\S+)", "\n".join(lines), re.MULTILINE)
         for name in (self.partition or "").split(","):
             if name and name not in partitions:
                 raise LaunchError(f"partition: {unknown_text('partition', name, partitions)}")
 
     def _group_into_arrays(self, jobs: Sequence[Job], largest: int) -> "list[Array]":
-        """Arrays of jobs with equal resources and parents.
-        Parents' arrays come first, as a group's first job comes after its parents.
+        """Group jobs with equal resources and parents into arrays, the arrays of parents first.
 
-        A parent does not share a task: its children would wait for every experiment in it, and not start if another one
-        fails.
+        A parent does not share a task: its children would wait for all experiments of the task, and not start if
+        another one fails.
         """
         place = {job.exp_id: i for i, job in enumerate(jobs)}
-        awaited = {exp_id for i, job in enumerate(jobs) for exp_id in job.after if place.get(exp_id, i) < i}
+        parent_ids = {exp_id for i, job in enumerate(jobs) for exp_id in job.after if place.get(exp_id, i) < i}
         groups: dict[object, Array] = {}
         same_limit = self.model_dump_json()
         for i, job in enumerate(jobs):
             parents = frozenset(exp_id for exp_id in job.after if place.get(exp_id, i) < i)
             resources = self.settings_of(job)
-            each = 1 if job.exp_id in awaited else resources.jobs_per_task
-            # A config that holds a dict has no hash; its JSON does as well.
+            each = 1 if job.exp_id in parent_ids else resources.jobs_per_task
+            # A config that contains a dict cannot be hashed; its JSON can.
             key = (
                 same_limit if resources is self else resources.model_dump_json(),
                 each,
@@ -269,8 +269,8 @@ class Config(QueueConfig):
         ]
 
 
-def _whole_tasks(job_ids: Sequence[str]) -> list[str]:
-    """The ids that Slurm knows. Raises LaunchError for experiments that share a task."""
+def _require_own_tasks(job_ids: Sequence[str]) -> list[str]:
+    """`job_ids`, if each has a task of its own. Raises LaunchError for experiments that share a task."""
     for job_id in job_ids:
         if shared_tasks.task_of(job_id) != job_id:
             raise LaunchError(
@@ -280,7 +280,7 @@ def _whole_tasks(job_ids: Sequence[str]) -> list[str]:
 
 
 def _refuse_shared_parents(jobs: Sequence[Job]) -> None:
-    """Raises LaunchError for a job that waits for an experiment, of an earlier submission, that shares its task."""
+    """Raise LaunchError for a job that waits for an experiment of an earlier submission in a shared task."""
     for job in jobs:
         for parent in job.after_jobs:
             if shared_tasks.task_of(parent) != parent:
@@ -291,7 +291,7 @@ def _refuse_shared_parents(jobs: Sequence[Job]) -> None:
 
 
 def _largest_array(patience_seconds: float) -> int:
-    output = ask(["scontrol", "show", "config"], patience_seconds)
+    output = run_slurm(["scontrol", "show", "config"], patience_seconds)
     match = re.search(r"^MaxArraySize\s*=\s*(\d+)", output, re.MULTILINE)
     return max(1, int(match[1])) if match else 1
 

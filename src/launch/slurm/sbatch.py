@@ -1,4 +1,4 @@
-"""Queues one array with sbatch, at most once."""
+"""Queue one array with sbatch, at most once."""
 
 import contextlib
 import re
@@ -8,7 +8,7 @@ from pathlib import Path
 
 from src.errors import LaunchError
 from src.launch.job import NoAnswer
-from src.launch.slurm.commands import Refused, ask, ask_once, explain_refusal
+from src.launch.slurm.commands import Refusal, explain_refusal, run_slurm, run_slurm_once
 from src.launch.slurm.states import array_ids_by_name
 from src.launch.slurm.waves import Array
 
@@ -21,14 +21,19 @@ def job_name(tasks: Path) -> str:
 
 
 def sbatch_command(
-    array: Array, tasks: Path, queued: dict[str, str], limit: int | None, before: Sequence[str]
+    array: Array, tasks: Path, job_ids_by_experiment: dict[str, str], limit: int | None, before: Sequence[str]
 ) -> list[str]:
-    """The command that queues `array`, without the program. Every value is an argument of its own; no shell parses it.
+    """The sbatch command for `array`, without the program. Every value is a separate argument; no shell parses it.
 
-    limit: of its running tasks. before: arrays that must end first.
+    limit: maximum running tasks. before: ids of arrays that must end first.
     """
     config, job = array.config, array.jobs[0]
-    parents = [*dict.fromkeys([queued[exp_id] for exp_id in job.after if exp_id in queued] + list(job.after_jobs))]
+    parents = [
+        *dict.fromkeys(
+            [job_ids_by_experiment[exp_id] for exp_id in job.after if exp_id in job_ids_by_experiment]
+            + list(job.after_jobs)
+        )
+    ]
     waits = [f"{kind}:{':'.join(ids)}" for kind, ids in (("afterok", parents), ("afterany", before)) if ids]
     throttle = f"%{limit}" if limit else ""
     options: dict[str, object] = {
@@ -62,26 +67,26 @@ def sbatch_command(
 
 
 def _escape(path: str) -> str:
-    r"""A path that Slurm opens as it is written: it replaces %A and the like, but nothing in a path with a backslash,
-    which it removes."""
+    r"""Escape a path for Slurm, which replaces patterns such as %A. If the path has a backslash, Slurm removes it and
+    replaces nothing."""
     return path.replace("\\", r"\\") if "\\" in path else path.replace("%", "%%")
 
 
 def queue_array(argv: Sequence[str], name: str, patience_seconds: float) -> str:
-    """Run sbatch; return the id of the array. name: the unique name of the array.
+    """Run sbatch; return the id of the array. name: unique name of the array.
 
-    If Slurm does not answer, look up the array by its name before the next try, since it can be queued already.
+    If Slurm does not answer, look up the array by its name before the next try: it can be queued already.
 
     Raises:
-        LaunchError: Slurm refused; or it does not answer, in which case the array is cancelled if possible.
+        LaunchError: Slurm refuses, or does not answer. Then the array is cancelled if possible.
     """
     deadline = time.monotonic() + patience_seconds
     remaining, doubtful = patience_seconds, False
     while True:
         try:
-            array_id = _parse_array_id(ask_once(argv, max(0.1, remaining / 2)))
+            array_id = _parse_array_id(run_slurm_once(argv, max(0.1, remaining / 2)))
             break
-        except Refused as error:
+        except Refusal as error:
             raise explain_refusal(error) from None
         except NoAnswer as error:
             doubtful = True
@@ -93,31 +98,31 @@ def queue_array(argv: Sequence[str], name: str, patience_seconds: float) -> str:
                 break
             if remaining <= 0 or ids is None:
                 raise _no_answer_error(error, name) from None
-    if doubtful and (others := [other for other in _find_queued(name, patience_seconds) or () if other != array_id]):
-        ask(["scancel", *others], patience_seconds)
+    if doubtful and (
+        duplicate_ids := [other for other in _find_queued(name, patience_seconds) or () if other != array_id]
+    ):
+        run_slurm(["scancel", *duplicate_ids], patience_seconds)
     return array_id
 
 
 def _find_queued(name: str, seconds: float) -> list[str] | None:
     """Ids of the arrays called `name`, the newest last; None if Slurm does not answer."""
     try:
-        return array_ids_by_name([name], seconds, ended=False).get(name, [])
+        return array_ids_by_name([name], seconds, include_ended=False).get(name, [])
     except LaunchError:
         return None
 
 
-def _parse_array_id(printed: str) -> str:
-    match = re.search(r"^(\d+)(;\S*)?$", printed.strip(), re.MULTILINE)
+def _parse_array_id(output: str) -> str:
+    match = re.search(r"^(\d+)(;\S*)?$", output.strip(), re.MULTILINE)
     if not match:
-        raise LaunchError(f"sbatch: expected the id of a job, got {printed.strip()[:200]!r}.")
+        raise LaunchError(f"sbatch: expected the id of a job, got {output.strip()[:200]!r}.")
     return match[1]
 
 
 def _no_answer_error(error: NoAnswer, name: str) -> LaunchError:
     cancel = ["scancel", f"--name={name}"]
     with contextlib.suppress(LaunchError):
-        ask_once(cancel, 5.0)
-        return LaunchError(f"{error} Nothing stays queued.")
-    return LaunchError(
-        f"{error} Whether the jobs were queued is not known; once Slurm answers, `{' '.join(cancel)}` cancels them."
-    )
+        run_slurm_once(cancel, 5.0)
+        return LaunchError(f"{error} No job is queued.")
+    return LaunchError(f"{error} The jobs can be queued; once Slurm answers, `{' '.join(cancel)}` cancels them.")

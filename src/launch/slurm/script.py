@@ -1,4 +1,4 @@
-"""What a Slurm array runs: one fixed script, and a file with the command of each task."""
+"""The script of a Slurm array, the same for all tasks, and a file with the command of each task."""
 
 import os
 import shlex
@@ -7,33 +7,33 @@ from pathlib import Path
 
 from src.errors import RunError
 from src.files import reading, write_atomic, writing
-from src.launch.command import STOP_AFTER_FAILURES, STOPPED, Processes, shell_line
+from src.launch.command import STOP_AFTER_FAILURES, STOPPED_EXIT, Processes, shell_line
 from src.launch.job import Job
 
 SCRIPT = "job.sh"
 GRACE_SECONDS = 60
-"""How long an experiment that shares a task may take to stop before it is killed."""
-REQUEUED = "requeue"
-"""In place of the exit code of an experiment that shares a task, and asks for another start."""
+"""How long an experiment in a shared task can take to stop before it is killed."""
+REQUEUE_OUTCOME = "requeue"
+"""Replaces the exit code of an experiment in a shared task that requests a requeue."""
 REQUEUE = """\
     for pause in 1 2 4 8 16; do
         if scontrol requeue "$this"; then exit 0; fi
         sleep $pause
     done
-    echo "slurm: a limit is reached, and the job could not be queued again; submit it again" >&2
+    echo "slurm: a limit is reached, and the job could not be requeued; submit it again" >&2
 """
 _SCRIPT_TEXT = (
     (
         """\
 #!/bin/bash
-# One experiment of an array: number $3, or that of the task. The file $1 holds six fields for each, each ended by a
-# zero byte: its experiment, its save directory, where its output and its errors go, whether it may be queued again,
-# the bash that it runs.
-# Near the time limit Slurm sends USR1 to this script alone: the task is told to stop, and queued again once it has
-# written its checkpoint. So is one that stopped at a limit of its own.
-# Slurm's TERM (a preemption, scancel) reaches every process by itself; what follows then is Slurm's to decide.
-# One that shares its task (see jobs.sh) writes its exit code into $4.code, or that it asks for another start.
-# If there is $4.kill, it is told to stop, and killed after a grace.
+# One experiment of an array: number $3, or the number of the task. The file $1 has six fields per experiment, each
+# terminated by a zero byte: experiment id, save directory, files for output and errors, whether to requeue it, and the
+# bash to run.
+# Near the time limit Slurm sends USR1 only to this script. It stops the task, and requeues it once the task has written
+# its checkpoint. A task that stopped at its own limit is requeued as well.
+# Slurm's TERM (preemption, scancel) reaches every process; Slurm decides whether to requeue.
+# An experiment in a shared task (see jobs.sh) writes its exit code, or a request to requeue, into $4.code.
+# If the file $4.kill exists, the experiment is stopped, and killed after a grace period.
 this=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID
 index=${3:-$SLURM_ARRAY_TASK_ID} shared=$4 ended= watch=
 if [ -n "$shared" ]; then
@@ -50,28 +50,28 @@ if [ ${#task[@]} -ne 6 ]; then
 fi
 exec >> "${task[2]}" 2>> "${task[3]}"
 submission=${1%/*} submission=${submission##*/}
-why=${shared:-${1%/*/*}/shared_tasks/$this.$submission}.why  # there when it was not started
+why=${shared:-${1%/*/*}/shared_tasks/$this.$submission}.why  # exists if it was not started
 rm -f "$why"
 FAILURES=${1%/*}/quick_failures MOST=${2:-0}
 """
         + STOP_AFTER_FAILURES
         + """\
 if [ "${SLURM_RESTART_COUNT:-0}" -eq 0 ] && queue_is_stopped; then
-    echo "slurm: $SAID" >&2
-    mkdir -p "${why%/*}" && echo "$SAID" > "$why"
+    echo "slurm: $STOP_REASON" >&2
+    mkdir -p "${why%/*}" && echo "$STOP_REASON" > "$why"
     exit 1
 fi
 newest() { ls "${task[1]}/checkpoints" 2> /dev/null | grep '^step-' | sort -V | tail -n 1; }
 had=$(newest)
-fruitless=${1%.tasks}.$index.fruitless  # there when the start before this one wrote no checkpoint
+fruitless=${1%.tasks}.$index.fruitless  # exists if the previous start wrote no checkpoint
 
-step= told= signals=0
-tell() {
+step= stop_signal= signals=0
+send_stop() {
     if [ "$NNODES" -eq 1 ]; then
         kill -TERM -- "-$step"
         return
     fi
-    # srun would kill its tasks if it were told itself.
+    # A signal to srun itself would kill its tasks.
     local i
     for i in 1 2 3 4 5 6 7 8 9 10; do
         if squeue --noheader --steps="$this.0" --format=%i 2> /dev/null | grep -q . &&
@@ -79,11 +79,11 @@ tell() {
         kill -0 "$step" 2> /dev/null || return
         sleep 1
     done
-    echo "slurm: the processes could not be told that the time limit is near" >&2
+    echo "slurm: the processes could not be signalled that the time limit is near" >&2
 }
-trap 'told=USR1; signals=$((signals + 1)); [ -z "$step" ] || tell' USR1
-trap 'told=${told:-TERM}; signals=$((signals + 1))' TERM
-family() {  # also what has a session of its own, as the ranks of torchrun
+trap 'stop_signal=USR1; signals=$((signals + 1)); [ -z "$step" ] || send_stop' USR1
+trap 'stop_signal=${stop_signal:-TERM}; signals=$((signals + 1))' TERM
+family() {  # includes processes in other sessions, such as torchrun's ranks
     local child
     for child in $(cat "/proc/$1/task/"*/children 2> /dev/null); do family "$child"; done
     echo "$1"
@@ -95,22 +95,22 @@ export MASTER_PORT=$((20000 + (SLURM_JOB_ID + 3989 * ${SLURM_RESTART_COUNT:-0} +
 start=(bash -c "${task[5]}")
 if [ "$NNODES" -gt 1 ]; then
     first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-    # Its address, as names of nodes need not mean anything outside Slurm.
+    # The address, as node names need not resolve outside Slurm.
     MASTER_ADDR=$(scontrol --oneliner show node "$first" | grep -o ' NodeAddr=[^ ]*' | cut -d= -f2)
     MASTER_ADDR=${MASTER_ADDR:-$first}
     [ -z "$SLURM_CPUS_PER_TASK" ] || export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK
-    # A rank that fails ends the others.
+    # A failed rank ends all ranks.
     start=(srun --nodes="$NNODES" --ntasks="$NNODES" --ntasks-per-node=1 --kill-on-bad-exit=1 "${start[@]}")
 fi
-set -m  # a process group of its own, to which signals can be sent
+set -m  # run in a separate process group, so that it can be signalled
 "${start[@]}" < /dev/null &
 step=$!
 set +m
-[ "$told" != USR1 ] || tell
+[ "$stop_signal" != USR1 ] || send_stop
 if [ -n "$shared" ]; then
     (
         until [ -e "$shared.kill" ]; do sleep 1; done
-        tell
+        send_stop
         for ((i = 0; i < GRACE_SECONDS; i++)); do sleep 1; done
         kill -KILL -- "-$step" $(family "$step")
     ) &
@@ -122,21 +122,21 @@ while :; do
     code=$?
     [ "$signals" != "$before" ] || break
 done
-# A limit of its own, such as memory, or going back to an earlier checkpoint.
+# The training stopped at its own limit, such as memory, or to rewind to an earlier checkpoint.
 limit=
-if [ $code -eq STOPPED ] && grep -qs '"stopped_by": "limit"' "${task[1]}/status.json"; then limit=1; fi
-if [ -z "$told$limit" ] && [ "$NNODES" -gt 1 ]; then
-    case $code in STOPPED | 143) code=1 ;; esac  # nobody asked for a stop but srun, after the failure of another node
+if [ $code -eq STOPPED_EXIT ] && grep -qs '"stopped_by": "limit"' "${task[1]}/status.json"; then limit=1; fi
+if [ -z "$stop_signal$limit" ] && [ "$NNODES" -gt 1 ]; then
+    case $code in STOPPED_EXIT | 143) code=1 ;; esac  # stopped by srun, as another node failed
 fi
 if [ -n "$shared" ] && [ -e "$shared.kill" ]; then exit $code; fi
-if { [ "$told" = USR1 ] || [ -n "$limit" ]; } && [ "${task[4]}" = 1 ]; then
+if { [ "$stop_signal" = USR1 ] || [ -n "$limit" ]; } && [ "${task[4]}" = 1 ]; then
     case $code in
-        STOPPED | 137 | 143)
+        STOPPED_EXIT | 137 | 143)
             if [ "$(newest)" != "$had" ]; then
                 rm -f "$fruitless"
             elif [ -e "$fruitless" ]; then
                 echo "slurm: two starts in a row reached their limit without a new checkpoint," \
-                    "so it is not queued again. Raise 'time' of the job config, then submit it again" >&2
+                    "so it is not requeued. Raise 'time' of the job config, then submit it again" >&2
                 exit $code
             else
                 touch "$fruitless"
@@ -155,8 +155,8 @@ count_failure $code $SECONDS
 exit $code
 """
     )
-    .replace("REQUEUED", REQUEUED)
-    .replace("STOPPED", str(STOPPED))
+    .replace("REQUEUED", REQUEUE_OUTCOME)
+    .replace("STOPPED_EXIT", str(STOPPED_EXIT))
 )
 
 
@@ -183,8 +183,8 @@ def write_tasks(tasks: Path, jobs: Sequence[Job], lines: Sequence[str], requeue:
 def task_line(job: Job, processes: Processes, environment: Mapping[str, str], setup: Sequence[str]) -> str:
     """Bash that each node runs for `job`.
 
-    Bash itself outlives the stop signal. Only the first node exits with `STOPPED`: srun would kill it, with the
-    checkpoint half written, as soon as another node exited with a code other than 0.
+    Bash itself ignores the stop signal. Only the first node exits with `STOPPED_EXIT`: srun would kill it in the middle
+    of writing the checkpoint as soon as another node exits with a code other than 0.
     """
     return "\n".join(
         [
@@ -194,7 +194,7 @@ def task_line(job: Job, processes: Processes, environment: Mapping[str, str], se
             *setup,
             f"bash -c {shlex.quote(shell_line(job, processes, environment))}",
             "code=$?",
-            f'[ $code -ne {STOPPED} ] || [ "$NODE_RANK" = 0 ] || code=0',
+            f'[ $code -ne {STOPPED_EXIT} ] || [ "$NODE_RANK" = 0 ] || code=0',
             "exit $code",
         ]
     )

@@ -1,4 +1,4 @@
-"""The limit of running tasks of a submission that takes several arrays."""
+"""The limit of running tasks for a submission with several arrays."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
@@ -20,19 +20,19 @@ class Array(NamedTuple):
 
 
 class Waves:
-    """Enforces `max_running` across the arrays of a submission, each of which has only a limit of its own in Slurm.
+    """Enforces `max_running` across the arrays of a submission; Slurm can only limit each array.
 
-    Arrays that together stay within the limit form a wave. Each array of the next wave waits until every array of this
-    wave has ended.
+    Arrays that together stay within the limit form a wave. The arrays of the next wave wait until all arrays of this
+    wave have ended.
     """
 
     def __init__(self, max_running: int | None) -> None:
-        """max_running: of the job config; an override can set a lower limit for its own arrays."""
+        """max_running: limit of the job config; an override can set a lower limit for its arrays."""
         self._max_running = max_running
         self._waves: dict[int | None, list[list[tuple[Array, str]]]] = {}
 
     def place(self, array: Array) -> tuple[int | None, list[str]]:
-        """The limit of its tasks, and the ids of the arrays that it waits for. Starts a new wave if it does not fit."""
+        """The limit of the array's tasks, and the arrays that it waits for. Starts a new wave if it does not fit."""
         limits = [limit for limit in (self._max_running, array.config.max_running) if limit]
         if not limits:
             return None, []
@@ -45,13 +45,13 @@ class Waves:
         return min(limits), [array_id for _, array_id in waves[-2]]
 
     def add(self, array: Array, array_id: str) -> None:
-        """Note the id of the array that was placed last."""
+        """Record the id of the array that was placed last."""
         if key := self._max_running or array.config.max_running:
             self._waves[key][-1].append((array, array_id))
 
     def _running(self, wave: Sequence[tuple[Array, str]], array: Array, same_limit: bool) -> int:
-        """Upper limit of running tasks of `wave` and `array`; same_limit:
-        only of arrays with the limit of `array`. 0 for a new wave."""
+        """Upper bound of running tasks of `wave` and `array`; 0 for a new wave.
+        same_limit: only of arrays with the limit of `array`."""
         arrays = [each for each, _ in wave if not same_limit or each.config.max_running == array.config.max_running]
         limits = [[each.tasks, each.config.max_running, self._max_running] for each in (*arrays, array)]
         return sum(min(filter(None, each)) for each in limits) if wave else 0

@@ -1,4 +1,4 @@
-"""The toolkit's jobs, through haven and its closed client `eai_toolkit_client`."""
+"""Client for jobs of the toolkit, through haven and its closed-source client `eai_toolkit_client`."""
 
 import logging
 import os
@@ -15,8 +15,8 @@ from src.launch.toolkit.service import (
     JobConfig,
     ListedJob,
     NameTaken,
-    NotReached,
     OutcomeUnknown,
+    ServiceUnreachable,
     Spec,
     call_with_retries,
     has_ended,
@@ -32,10 +32,10 @@ log = logging.getLogger(__name__)
 
 
 class Client:
-    """Each method makes one call. A job of ours is recognised by the script that it runs.
+    """Each method makes one call. Our jobs are recognised by the script that they run.
 
     Raises:
-        LaunchError: haven or the client is not installed, or nobody is logged in.
+        LaunchError: haven or the client is not installed, or the user is not logged in.
     """
 
     def __init__(self, config: JobConfig) -> None:
@@ -69,9 +69,9 @@ class Client:
         )
 
     def list_jobs(self, limit: int) -> list[ListedJob]:
-        """At most `limit` recent jobs of the account, the newest first; a job that is not among them can still exist.
+        """At most `limit` recent jobs of the account, the newest first. Other jobs can exist.
 
-        haven's own listing omits names and commands, by which we recognise our jobs.
+        haven's own listing has no names and commands, which are needed to recognise our jobs.
         """
 
         def request() -> Any:
@@ -82,59 +82,58 @@ class Client:
         return [_read_job(job) for job in _translate_errors("list", request)]
 
     def get(self, job_id: str) -> ListedJob | None:
-        """None: there is no such job."""
+        """The job with this id, or None."""
         matches = _translate_errors("status", lambda: self.toolkit.get_jobs_dict(self.api, [job_id]))
         return _read_job(matches[job_id]) if job_id in matches else None
 
     def cancel(self, job_id: str) -> None:
-        """Send the request only: haven's own kill_job waits forever if a job stays CANCELLING."""
+        """Request the cancellation without waiting: haven's kill_job waits forever if a job stays CANCELLING."""
         _translate_errors("kill", lambda: self.api.v1_job_delete_by_id(job_id))
 
 
 def create(config: JobConfig, client: Client, spec: Spec) -> str:
-    """Queue one job exactly once: after a call of unknown outcome,
-    the job is looked up by its name before the call is repeated.
+    """Queue one job exactly once: after a call with unknown outcome, look up the job by name before a retry.
 
-    The service takes no name twice, so that even a request that arrives late cannot queue a second job.
+    The service refuses duplicate names, so a request that arrives late cannot queue a second job.
     """
-    remaining, name, doubt = pauses(config), spec.name, False
+    remaining, name, is_uncertain = pauses(config), spec.name, False
     while True:
         try:
             return client.create(spec)
-        except NotReached as error:
+        except ServiceUnreachable as error:
             failed: LaunchError = error
         except LaunchError as error:
-            failed, known = error, _find_by_name(config, client, spec, error)
-            over = known is not None and has_ended(scheduler_state(config, known))
-            if known and (doubt or isinstance(error, OutcomeUnknown) or not over):
-                return known.job_id
-            if known and isinstance(
+            failed, existing_job = error, _find_by_name(config, client, spec, error)
+            over = existing_job is not None and has_ended(scheduler_state(config, existing_job))
+            if existing_job and (is_uncertain or isinstance(error, OutcomeUnknown) or not over):
+                return existing_job.job_id
+            if existing_job and isinstance(
                 error, NameTaken
-            ):  # of an earlier call for this submission; its name can never be used again
+            ):  # from an earlier call for this submission; names cannot be reused
                 number = int(spec.name.removeprefix(name).strip("_") or 1) + 1
                 spec = replace(spec, name=f"{name}_{number}")
                 continue
             if not isinstance(error, OutcomeUnknown | NameTaken):
                 raise
-            doubt = True
+            is_uncertain = True
         pause = next(remaining, None)
         if pause is None:
-            raise OutcomeUnknown(str(failed)) if doubt else failed
+            raise OutcomeUnknown(str(failed)) if is_uncertain else failed
         log.warning("%s Trying again in %g seconds.", failed, pause)
         time.sleep(pause)
 
 
 def _find_by_name(config: JobConfig, client: Client, spec: Spec, failed: LaunchError) -> ListedJob | None:
-    """The job called `spec.name`, if there is one.
+    """The job called `spec.name`, if it exists.
 
     Raises:
-        LaunchError: it could not be looked up, or belongs to something else.
+        LaunchError: the lookup failed, or the job is from another submission.
     """
     try:
-        listed = call_with_retries(config, lambda: client.list_jobs(PAGE))
+        jobs = call_with_retries(config, lambda: client.list_jobs(PAGE))
     except LaunchError as error:
-        raise OutcomeUnknown(f"{failed} Whether it is queued as {spec.name} could not be asked: {error}") from None
-    job = next((job for job in listed if job.name == spec.name), None)
+        raise OutcomeUnknown(f"{failed} The lookup of {spec.name} failed: {error}") from None
+    job = next((job for job in jobs if job.name == spec.name), None)
     if job and (job.submission, job.exp_id) != (spec.submission, spec.exp_id):
         raise LaunchError(
             f"toolkit: the name {spec.name} belongs to job {job.job_id}, which this submission has not queued."
@@ -143,7 +142,7 @@ def _find_by_name(config: JobConfig, client: Client, spec: Spec, failed: LaunchE
 
 
 def find_packages() -> tuple[Any, Any]:
-    """The client, and haven's module that uses it.
+    """The client package, and haven's module that uses it.
 
     Raises:
         LaunchError: one of them is not installed.
@@ -164,7 +163,7 @@ def find_packages() -> tuple[Any, Any]:
 
 
 def _connect(client: Any) -> Any:
-    """Replaces haven's get_api, which fails with a token, and without one exits the process if its server is absent."""
+    """Replaces haven's get_api, which fails with a token; without one, it exits the process if its server is down."""
     from haven import haven_utils
 
     token = os.environ.get("EAI_TOKEN") or haven_utils.subprocess_call("eai login token -H").split()[-1]
@@ -176,26 +175,28 @@ def _connect(client: Any) -> Any:
 
 
 def _translate_errors(action: str, call: Callable[[], T]) -> T:
-    """`call()`, with the exceptions of the client and of haven translated into ours."""
+    """Return `call()`; translate exceptions of the client and of haven into LaunchErrors."""
     try:
         return call()
     except (Exception, SystemExit) as error:
         status = getattr(error, "status", None)
         message = f"toolkit, {action} through haven: {error or type(error).__name__}"
         if status == 401 or action == "log in":
-            raise NotReached(f"{message} Log in with `eai login`, or set EAI_TOKEN to a valid token.") from error
+            raise ServiceUnreachable(
+                f"{message} Log in with `eai login`, or set EAI_TOKEN to a valid token."
+            ) from error
         kind: type[LaunchError] = OutcomeUnknown
         if status == 409:
             kind = NameTaken
         elif isinstance(status, int) and 400 <= status < 500:
             kind = LaunchError
         elif _NO_CONNECTION.search(str(error)):
-            kind = NotReached
+            kind = ServiceUnreachable
         raise kind(message) from error
 
 
 def _read_job(job: Any) -> ListedJob:
-    """From haven's dict of a job, or the client's own object."""
+    """Convert haven's dict of a job, or the client's object."""
 
     def fact(name: str) -> Any:
         return job.get(name) if isinstance(job, dict) else getattr(job, name, None)

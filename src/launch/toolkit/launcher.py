@@ -1,4 +1,4 @@
-"""Runs each experiment as one job of the toolkit, through haven."""
+"""Run each experiment as one job of the toolkit, through haven."""
 
 import contextlib
 import re
@@ -26,37 +26,37 @@ from src.launch.toolkit.service import (
     scheduler_state,
 )
 
-LEFT = "left.json"
-"""In the submission's folder: what may still be queued after a failed submission that could not be undone."""
+LEFTOVERS = "left.json"
+"""In the submission's folder: jobs that can still be queued after a failed submission that could not be undone."""
 
 
 class Config(JobConfig):
-    """`JobConfig` with what a launcher does."""
+    """`JobConfig` with the methods of a launcher."""
 
     def submit(self, jobs: Sequence[Job], folder: Path, note: Note) -> list[str]:
         """Queue each job under the name hv_<exp id>_<submission>.
-        Calling it again with the same folder queues nothing twice.
+        A second call with the same folder queues nothing twice.
 
-        A child is queued at once and waits inside its job (see script.py), as the toolkit knows no dependencies.
+        A child is queued at once and waits inside its job (see script.py), as the toolkit has no dependencies.
 
         Raises:
-            LaunchError: as documented; if the cancellation of other jobs could not be confirmed, <folder>/left.json
-                names them.
+            LaunchError: the service refuses or does not answer. If the cancellation of other jobs could not be
+                confirmed, <folder>/left.json names them.
         """
         folder = folder.absolute()
-        accounts = {own.account: own for own in (self.settings_of(job) for job in jobs)}
-        clients = {account: own._client() for account, own in accounts.items()}
+        accounts = {config.account: config for config in (self.settings_of(job) for job in jobs)}
+        clients = {account: config._client() for account, config in accounts.items()}
         specs = [self._write_spec(job, jobs, folder) for job in jobs]
-        made: dict[str, str] = {}
+        job_ids: dict[str, str] = {}
         stop, lock = threading.Event(), threading.Lock()
 
         def queue(job: Job, spec: Spec) -> None:
             if stop.is_set():
                 return
             try:
-                job_id = create(own := self.settings_of(job), clients[own.account], spec)
+                job_id = create(config := self.settings_of(job), clients[config.account], spec)
                 with lock:
-                    made[job.exp_id] = job_id
+                    job_ids[job.exp_id] = job_id
                     note({job.exp_id: job_id})
             except BaseException:
                 stop.set()
@@ -73,28 +73,29 @@ class Config(JobConfig):
                 if not isinstance(error, UserError):
                     raise
                 ends = [future.exception() for future in futures if not future.cancelled()]
-                in_doubt = bool(made) or any(isinstance(end, OutcomeUnknown | NameTaken) for end in ends)
+                in_doubt = bool(job_ids) or any(isinstance(end, OutcomeUnknown | NameTaken) for end in ends)
                 raise type(error)(
-                    f"{error}{self._undo(specs, folder, made) if in_doubt else ' Nothing was queued.'}"
+                    f"{error}{self._undo(specs, folder, job_ids) if in_doubt else ' Nothing was queued.'}"
                 ) from error
-        return [made[job.exp_id] for job in jobs]
+        return [job_ids[job.exp_id] for job in jobs]
 
     def states(self, job_ids: Sequence[str]) -> dict[str, SchedulerState]:
-        """One call for all jobs that are listed, and one for each that is not.
+        """Uses one call for all jobs in the toolkit's list, and one for each other job.
         If only the latter fails, the job is "unknown"."""
-        wanted = list(dict.fromkeys(job_ids))
-        if not wanted:
+        requested_ids = list(dict.fromkeys(job_ids))
+        if not requested_ids:
             return {}
         client = self._client()
-        found = {
-            job.job_id: job for job in call_with_retries(self, lambda: client.list_jobs(max(PAGE, 2 * len(wanted))))
+        listed_jobs = {
+            job.job_id: job
+            for job in call_with_retries(self, lambda: client.list_jobs(max(PAGE, 2 * len(requested_ids))))
         }
-        seen = {name: self._state(found[name]) for name in wanted if name in found}
+        seen = {name: self._state(listed_jobs[name]) for name in requested_ids if name in listed_jobs}
         down = threading.Event()
 
         def ask(name: str) -> SchedulerState | None:
             if down.is_set():
-                return SchedulerState("unknown", reason="the toolkit could not be asked")
+                return SchedulerState("unknown", reason="the toolkit does not answer")
             try:
                 job = call_with_retries(self, lambda: client.get(name))
             except LaunchError as error:
@@ -102,7 +103,7 @@ class Config(JobConfig):
                 return SchedulerState("unknown", reason=str(error))
             return job and self._state(job)
 
-        absent = [name for name in wanted if name not in found]  # older than what is listed, or gone
+        absent = [name for name in requested_ids if name not in listed_jobs]  # older than the list, or gone
         with ThreadPoolExecutor(self.calls_at_a_time) as pool:
             answers = dict(zip(absent, pool.map(ask, absent), strict=True))
         return seen | {name: answer for name, answer in answers.items() if answer}
@@ -110,48 +111,50 @@ class Config(JobConfig):
     def kill(self, job_ids: Sequence[str]) -> None:
         """End the jobs and wait until they have ended.
         Raises LaunchError with the ids of those not known to have ended."""
-        wanted = list(dict.fromkeys(job_ids))
-        if not wanted:
+        requested_ids = list(dict.fromkeys(job_ids))
+        if not requested_ids:
             return
         client, refusals = self._client(), {}
 
         def end(name: str) -> None:
             try:
                 call_with_retries(self, lambda: client.cancel(name))
-            except LaunchError as error:  # what it means shows in the states
+            except LaunchError as error:  # the states show whether it matters
                 refusals[name] = str(error)
 
         with ThreadPoolExecutor(self.calls_at_a_time) as pool:
-            list(pool.map(end, wanted))
+            list(pool.map(end, requested_ids))
         deadline = time.monotonic() + self.kill_seconds
-        left, why = wanted, ""
-        while left:
+        remaining, reason = requested_ids, ""
+        while remaining:
             try:
-                now = self.states(left)
-                left = [name for name in left if name in now and not has_ended(now[name])]
-                why = ", ".join(sorted({now[name].word or now[name].state for name in left}))
+                states = self.states(remaining)
+                remaining = [name for name in remaining if name in states and not has_ended(states[name])]
+                reason = ", ".join(sorted({states[name].word or states[name].state for name in remaining}))
             except LaunchError as error:
-                why = str(error)
-            if left and time.monotonic() >= deadline:
-                reasons = dict.fromkeys([refusals[name] for name in left if name in refusals] or [why])
-                told = f"{len(left)} of {len(wanted)} jobs are not known to have ended: {', '.join(left)}."
-                raise LaunchError(f"toolkit: {told} {' '.join(reasons)}")
-            if left:
+                reason = str(error)
+            if remaining and time.monotonic() >= deadline:
+                reasons = dict.fromkeys([refusals[name] for name in remaining if name in refusals] or [reason])
+                message = f"{len(remaining)} of {len(requested_ids)} jobs are not known to have ended"
+                raise LaunchError(f"toolkit: {message}: {', '.join(remaining)}. {' '.join(reasons)}")
+            if remaining:
                 time.sleep(min(2.0, self.kill_seconds / 20))
 
     def find(self, folder: Path, exp_ids: Sequence[str]) -> dict[str, str]:
-        """Of several jobs of an experiment, the one that is alive, else the last.
-        Jobs older than the toolkit's list, a day, are missed."""
+        """The live job of each experiment, else its last one.
+        Misses jobs that are older than the toolkit's list (a day)."""
         client = self._client()
-        listed = call_with_retries(self, lambda: client.list_jobs(max(PAGE, 4 * len(exp_ids))))
-        found: dict[str, ListedJob] = {}
-        for job in sorted(listed, key=lambda job: (not has_ended(scheduler_state(self, job)), len(job.name), job.name)):
+        listed_jobs = call_with_retries(self, lambda: client.list_jobs(max(PAGE, 4 * len(exp_ids))))
+        job_by_experiment: dict[str, ListedJob] = {}
+        for job in sorted(
+            listed_jobs, key=lambda job: (not has_ended(scheduler_state(self, job)), len(job.name), job.name)
+        ):
             if job.exp_id in exp_ids and job.submission == folder.name:
-                found[job.exp_id] = job
-        return {exp_id: job.job_id for exp_id, job in found.items()}
+                job_by_experiment[job.exp_id] = job
+        return {exp_id: job.job_id for exp_id, job in job_by_experiment.items()}
 
     def check(self) -> None:
-        """Raises LaunchError if haven or its client is missing, or the account's variable is not set."""
+        """Raise LaunchError if haven or its client is missing, or the account's variable is not set."""
         self.account_id()
         find_packages()
 
@@ -159,7 +162,7 @@ class Config(JobConfig):
         return self.account, self.restartable
 
     def _state(self, job: ListedJob) -> SchedulerState:
-        """Its state; that of one which did not start, as its queue stopped, with the reason that its script left."""
+        """The state of a job. If its queue was stopped before it started, the reason comes from its script."""
         seen = scheduler_state(self, job)
         if seen.state == "failed" and self.submissions and re.fullmatch(r"[\w-]+", job.submission):
             with contextlib.suppress(OSError):
@@ -175,36 +178,38 @@ class Config(JobConfig):
         return call_with_retries(self, lambda: Client(self))
 
     def _write_spec(self, job: Job, jobs: Sequence[Job], folder: Path) -> Spec:
-        """Write the script of `job`; the specification to queue."""
-        own = self.settings_of(job)
-        own._check_mounts(job, folder)
+        """Write the script of `job` and return the specification to queue."""
+        config = self.settings_of(job)
+        config._check_mounts(job, folder)
         path = folder / f"{job.exp_id}.sh"
-        text = render_script(job, parents_to_await(job, [other.exp_id for other in jobs]), own)
+        text = render_script(job, parents_to_await(job, [other.exp_id for other in jobs]), config)
         with writing(path):
             job.log_dir.mkdir(parents=True, exist_ok=True)
         write_atomic(path, text, private=True)
         name = re.sub(r"[^a-z0-9_]", "_", f"hv_{job.exp_id}_{folder.name}".lower())
-        return Spec(name, ("/bin/bash", str(path)), job.cwd, folder.name, job.exp_id, own)
+        return Spec(name, ("/bin/bash", str(path)), job.cwd, folder.name, job.exp_id, config)
 
     def _check_mounts(self, job: Job, folder: Path) -> None:
-        """Refuse paths outside the mounts: what a job writes there is lost, and what it reads there is missing."""
+        """Refuse paths outside the mounts: files that a job writes there are lost, and files there cannot be read."""
         mounts = self.mounts()
-        for path, written in ((job.run, True), (job.log_dir, True), (job.cwd, False), (folder, False)):
-            if not any(path.is_relative_to(mount) and (writable or not written) for mount, writable in mounts.items()):
-                shown = ", ".join(self.data) or "none"
-                what = "writes to" if written else "reads"
+        for path, is_written in ((job.run, True), (job.log_dir, True), (job.cwd, False), (folder, False)):
+            if not any(
+                path.is_relative_to(mount) and (writable or not is_written) for mount, writable in mounts.items()
+            ):
+                mount_list = ", ".join(self.data) or "none"
+                verb = "writes to" if is_written else "reads"
                 raise LaunchError(
-                    f"toolkit: a job {what} {path}, "
-                    f"which is below no {'writable ' * written}mount of `data` ({shown}). Add one."
+                    f"toolkit: a job {verb} {path}, "
+                    f"which is below no {'writable ' * is_written}mount of `data` ({mount_list}). Add one."
                 )
 
-    def _undo(self, specs: Sequence[Spec], folder: Path, made: dict[str, str]) -> str:
-        """Cancel what was queued; the end of the error message, which says whether that was confirmed."""
+    def _undo(self, specs: Sequence[Spec], folder: Path, job_ids: dict[str, str]) -> str:
+        """Cancel the queued jobs; return the end of the error message, which says whether that was confirmed."""
         names = {spec.exp_id: spec.name for spec in specs}
         try:
-            made |= self.find(folder, list(names))
-            self.kill(list(made.values()))
+            job_ids |= self.find(folder, list(names))
+            self.kill(list(job_ids.values()))
         except LaunchError as error:
-            write_json(folder / LEFT, {"names": names, "job_ids": made})
-            return f"\nWhat was queued before could not be cancelled with certainty; {folder / LEFT} names it: {error}"
-        return f" The {len(made)} jobs queued before were cancelled." if made else " Nothing was queued."
+            write_json(folder / LEFTOVERS, {"names": names, "job_ids": job_ids})
+            return f"\nCancelling the jobs queued before failed; {folder / LEFTOVERS} names them: {error}"
+        return f" The {len(job_ids)} jobs queued before were cancelled." if job_ids else " Nothing was queued."

@@ -1,6 +1,6 @@
-"""The settings and states of toolkit jobs, and retries for a service that fails now and then.
+"""Settings and states of toolkit jobs, and retries for an unreliable service.
 
-Nothing is queued twice, and a failed call is never mistaken for a failed job.
+No job is queued twice, and a failed call is never taken for a failed job.
 """
 
 import logging
@@ -19,9 +19,9 @@ from src.launch.command import QueueConfig
 from src.launch.job import SchedulerState
 
 PAGE = 1000
-"""Jobs of one listing, at least."""
+"""Minimum number of jobs to list in one call."""
 _WAITING = {"QUEUING", "QUEUED", "PENDING"}
-_INTERRUPTED = {"INTERRUPTED", "PREEMPTED"}
+_INTERRUPTED_STATES = {"INTERRUPTED", "PREEMPTED"}
 _STATES = {
     "RUNNING": "running",
     "CANCELLING": "running",
@@ -34,24 +34,22 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 
-class NotReached(LaunchError):
-    """The service was not reached, or the login was refused: nothing was done, and asking again does no harm."""
+class ServiceUnreachable(LaunchError):
+    """The service was not reached, or refused the login: nothing was done, so a retry is safe."""
 
 
 class OutcomeUnknown(LaunchError):
-    """The request may have been carried out: the service failed, timed out, or gave an answer that cannot be parsed."""
+    """The request can have been carried out: the service failed, timed out, or sent an unreadable response."""
 
 
 class NameTaken(LaunchError):
-    """A job of this name exists already, though it may have ended."""
+    """A job with this name already exists; it can have ended."""
 
 
 def _check_image(image: str) -> str:
     tag = image.rpartition("/")[2].partition(":")[2]
     if "@" not in image and tag in ("", "latest"):
-        raise ValueError(
-            f"expected an image with a tag that stays what it is, such as name:v3 or name@sha256:…, got {image!r}."
-        )
+        raise ValueError(f"expected an image with a fixed tag, such as name:v3 or name@sha256:…, got {image!r}.")
     return image
 
 
@@ -62,44 +60,44 @@ def _check_mount(mount: str) -> str:
 
 
 class JobConfig(QueueConfig):
-    """Resources of one job, how its processes start, and how often a failed call of the toolkit is repeated."""
+    """Resources of one job, how its processes start, and retries of failed calls."""
 
     account: str = Field(min_length=1)
     """Id or full name; "$NAME" is read from the environment."""
     image: Annotated[str, Field(min_length=1), AfterValidator(_check_image)]
-    """Docker image, never `:latest`: a restarted job must find the same software."""
+    """Docker image, not `:latest`: a restarted job must run the same software."""
     data: list[Annotated[str, AfterValidator(_check_mount)]] = []
     """Mounts, "account.name@branch:/folder[:ro|rw]"; rw by default."""
     cpu: int = Field(default=4, ge=1)
     mem_gb: int = Field(default=16, ge=1)
     gpus: int = Field(default=0, ge=0)
-    """Of each node."""
+    """GPUs per node."""
     gpu_mem_gb: int | None = Field(default=None, ge=1)
-    """Least memory of each GPU."""
+    """Minimum memory of each GPU."""
     gpu_model: str | None = None
-    """Such as "A100" or "!A100"."""
+    """GPU model, such as "A100" or "!A100"."""
     preemptable: bool = True
     restartable: bool = True
-    """True: the toolkit restarts it after a preemption, and it goes on from its last checkpoint."""
+    """True: the toolkit restarts it after a preemption, and it resumes from its last checkpoint."""
     bid: int | None = Field(default=None, ge=0, le=9999)
     max_run_seconds: int = Field(ge=60)
-    """The toolkit ends the job after this; the time that a child waits for its parents counts."""
+    """The toolkit ends the job after this time, including the time that a child waits for its parents."""
     stop_before_seconds: int = Field(default=300, ge=1)
-    """How long before `max_run_seconds` are over the training is told to write a checkpoint and end."""
+    """How long before `max_run_seconds` the training gets the signal to write a checkpoint and stop."""
     parent_poll_seconds: float = Field(default=30.0, gt=0)
-    """How often a child looks at its parents' states.
-    A waiting child holds its resources: submit parents alone if that is expensive."""
+    """Interval at which a child checks its parents' states.
+    A waiting child holds its resources: submit parents separately if that is expensive."""
     parent_patience_seconds: int = Field(default=600, ge=0)
-    """How long a parent may be failed or stopped, and be retried meanwhile, before its child gives up."""
+    """How long a parent can be failed or stopped (and be retried) before its child gives up."""
     parent_wait_seconds: int = Field(default=86_400, ge=0)
-    """How long a parent may be queued, or running, before its child gives up."""
+    """How long a parent can be queued or running before its child gives up."""
     calls_at_a_time: int = Field(default=8, ge=1)
     kill_seconds: float = Field(default=180.0, ge=0)
     """How long to wait until killed jobs have ended."""
     retries: int = Field(default=5, ge=0)
-    """How often a failed call is repeated."""
+    """Number of retries of a failed call."""
     backoff_seconds: float = Field(default=2.0, ge=0)
-    """Pause before the first repetition; doubled each time, at most a minute."""
+    """Pause before the first retry; doubled each time, at most a minute."""
 
     @model_validator(mode="after")
     def _check_together(self) -> "JobConfig":
@@ -109,11 +107,11 @@ class JobConfig(QueueConfig):
                 f"{self.max_run_seconds}."
             )
         if self.gpus == 0 and (self.gpu_mem_gb is not None or self.gpu_model is not None):
-            raise ValueError("gpu_mem_gb and gpu_model say something of GPUs, but gpus is 0.")
+            raise ValueError("gpu_mem_gb and gpu_model need gpus of at least 1, got 0.")
         return self
 
     def account_id(self) -> str:
-        """The account, looked up if it is a variable. Raises LaunchError if that is not set."""
+        """The account id, read from the environment if it is a variable. Raises LaunchError if that is not set."""
         if not self.account.startswith("$"):
             return self.account
         name = self.account[1:].strip("{}")
@@ -125,16 +123,16 @@ class JobConfig(QueueConfig):
 
     def mounts(self) -> dict[Path, bool]:
         """Folder of each mount, and whether it is writable."""
-        found = [match for mount in self.data if (match := _MOUNT.fullmatch(mount))]
-        return {Path(match[1]): match[2] != "ro" for match in found}
+        matches = [match for mount in self.data if (match := _MOUNT.fullmatch(mount))]
+        return {Path(match[1]): match[2] != "ro" for match in matches}
 
 
 @dataclass(frozen=True)
 class Spec:
-    """One job to be created."""
+    """One job to create."""
 
     name: str
-    """Of [a-z0-9_]; no two jobs of an account share one, not even with one that was cancelled."""
+    """Characters [a-z0-9_]; unique among all jobs of the account, including cancelled ones."""
     command: tuple[str, ...]
     workdir: Path
     submission: str
@@ -158,11 +156,11 @@ class ListedJob:
 
 
 def scheduler_state(config: JobConfig, job: ListedJob) -> SchedulerState:
-    """The state that the toolkit's word means. An unfamiliar word is "unknown", never a failure."""
-    if job.word in _WAITING or (job.word in _INTERRUPTED and config.restartable):
+    """Convert the toolkit's state. An unfamiliar word is "unknown", never a failure."""
+    if job.word in _WAITING or (job.word in _INTERRUPTED_STATES and config.restartable):
         state = "queued"
     else:
-        state = "failed" if job.word in _INTERRUPTED else _STATES.get(job.word, "unknown")
+        state = "failed" if job.word in _INTERRUPTED_STATES else _STATES.get(job.word, "unknown")
     reason = f"exit code {job.exit_code}" if state == "failed" and job.exit_code is not None else ""
     return SchedulerState(state, job.word, reason, restarts=job.runs - 1)  # type: ignore[arg-type]
 
@@ -176,13 +174,13 @@ def pauses(config: JobConfig) -> Iterator[float]:
 
 
 def call_with_retries(config: JobConfig, call: Callable[[], T]) -> T:
-    """Repeat an idempotent call until it is answered.
-    Raises LaunchError if refused, or not answered at the last try."""
+    """Repeat an idempotent call until it succeeds.
+    Raises LaunchError if it is refused, or fails at the last try."""
     remaining = pauses(config)
     while True:
         try:
             return call()
-        except (NotReached, OutcomeUnknown) as error:
+        except (ServiceUnreachable, OutcomeUnknown) as error:
             pause = next(remaining, None)
             if pause is None:
                 raise

@@ -1,12 +1,12 @@
-"""Runs the convert, evaluate, upload and clean-up stages of a plan over checkpoints.
+"""Run the convert, evaluate, upload and clean-up stages of a plan over checkpoints.
 
 python -m src.operations.checkpoint_jobs results/runs --plan resources/checkpoint_jobs.yaml --dry-run
 python -m src.operations.checkpoint_jobs results/runs --plan resources/checkpoint_jobs.yaml --every 300
 
-Several processes can do so, on any machines; each run is worked on by one at a time. If it dies, its command is ended
-and the next process repeats the stage. <run>/checkpoint_jobs.json says what is done; scores are appended to
-<run>/evaluations.jsonl. While a process is alive, trainings delete no checkpoint that its plan is not done with. With
---once the exit code is 0 if all is done or waits, 3 if something failed, 1 if the plan is wrong.
+Several processes can run this on any machines; one at a time works on a run. If it dies, its command is ended and the
+next process repeats the stage. <run>/checkpoint_jobs.json records finished stages; scores are appended to
+<run>/evaluations.jsonl. While a process is alive, trainings do not delete checkpoints with unfinished stages. With
+--once the exit code is 0 if all stages are done or waiting, 3 if a stage failed, 1 if the plan is invalid.
 """
 
 import argparse
@@ -41,15 +41,14 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class StageStatus:
-    """Whether a stage is done, and if not, what it waits for."""
+    """The state of a stage, and the reason if it is not done."""
 
     state: State
     reason: str = ""
 
 
 def plan_stages(run: Path, plan: Plan) -> list[list[CheckpointStage]]:
-    """For each checkpoint of the run that the plan selects, by step, its stages in their order.
-    Damaged checkpoints are left out.
+    """The stages of each selected checkpoint of the run, by step and in order. Damaged checkpoints are left out.
 
     Raises:
         CheckpointError, RunError: best.json, branch.json or status.json is damaged.
@@ -57,7 +56,7 @@ def plan_stages(run: Path, plan: Plan) -> list[list[CheckpointStage]]:
     rules, best, status = plan.checkpoints, checkpoints.best_step(run), SavedRun(run).status
     last = status.get("step") if status["state"] == "done" else None
     tasks = list(plan.evaluate.tasks) if plan.evaluate else []
-    planned = []
+    stages_by_checkpoint = []
     for checkpoint in checkpoints.list_all(run):
         step = checkpoints.step_of(checkpoint)
         selected = (
@@ -68,8 +67,10 @@ def plan_stages(run: Path, plan: Plan) -> list[list[CheckpointStage]]:
             names: list[tuple[Stage, str | None]] = [
                 (stage, task) for stage in plan.stages for task in (tasks if stage == "evaluate" else [None])
             ]
-            planned.append([CheckpointStage(run, checkpoint, branch, stage, task, plan) for stage, task in names])
-    return planned
+            stages_by_checkpoint.append(
+                [CheckpointStage(run, checkpoint, branch, stage, task, plan) for stage, task in names]
+            )
+    return stages_by_checkpoint
 
 
 def stage_status(unit: CheckpointStage, siblings: Sequence[CheckpointStage], retry: bool = False) -> StageStatus:
@@ -97,20 +98,22 @@ def stage_status(unit: CheckpointStage, siblings: Sequence[CheckpointStage], ret
 
 
 def work(
-    run: Path, planned: Sequence[Sequence[CheckpointStage]], statuses: list[list[StageStatus]], retry: bool = False
+    run: Path,
+    stages_by_checkpoint: Sequence[Sequence[CheckpointStage]],
+    statuses: list[list[StageStatus]],
+    retry: bool = False,
 ) -> list[list[StageStatus]]:
-    """Make one attempt at each stage that is ready; the statuses afterwards. A run that another process works on stays
-    as it is.
+    """Make one attempt at each stage that is ready; return the new statuses. Skips a run that another process works on.
 
     Raises:
         DataError, RunError: a file of the run is damaged, or its disk refuses.
     """
     folder = run / stages.FOLDER
-    if not any(one.state == "ready" for known in statuses for one in known) or holder_of(folder).is_dead is False:
+    if not any(one.state == "ready" for row in statuses for one in row) or holder_of(folder).is_dead is False:
         return statuses
     lease = Lease.acquire(folder)
     try:
-        return [[_work_on(unit, siblings, retry, lease) for unit in siblings] for siblings in planned]
+        return [[_work_on(unit, siblings, retry, lease) for unit in siblings] for siblings in stages_by_checkpoint]
     finally:
         lease.release()
 
@@ -133,16 +136,18 @@ def _work_on(unit: CheckpointStage, siblings: Sequence[CheckpointStage], retry: 
 
 
 def _split_by_end(
-    planned: Sequence[Sequence[CheckpointStage]], statuses: Sequence[Sequence[StageStatus]]
+    stages_by_checkpoint: Sequence[Sequence[CheckpointStage]], statuses: Sequence[Sequence[StageStatus]]
 ) -> tuple[list[Path], list[Path]]:
-    """The checkpoints that the plan is done with, and the rest.
-    If an upload was given up it is not done: there is no other copy."""
-    ended, others = [], []
-    for siblings, known in zip(planned, statuses, strict=True):
-        pairs = zip(siblings, known, strict=True)
-        done = all(one.state == "done" or (one.state == "given up" and unit.stage != "upload") for unit, one in pairs)
-        (ended if done else others).append(siblings[0].checkpoint)
-    return ended, others
+    """The checkpoints with all stages finished, and the rest.
+    A checkpoint with a failed upload is not finished: there is no other copy."""
+    finished_checkpoints, remaining_checkpoints = [], []
+    for siblings, row in zip(stages_by_checkpoint, statuses, strict=True):
+        pairs = zip(siblings, row, strict=True)
+        done = all(
+            status.state == "done" or (status.state == "given up" and unit.stage != "upload") for unit, status in pairs
+        )
+        (finished_checkpoints if done else remaining_checkpoints).append(siblings[0].checkpoint)
+    return finished_checkpoints, remaining_checkpoints
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -153,11 +158,11 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "--plan", type=Path, required=True, metavar="FILE", help="the plan; example: resources/checkpoint_jobs.yaml"
     )
     parser.add_argument("-e", "--group", metavar="GROUP", help="only the runs of this group")
-    parser.add_argument("--once", action="store_true", help="work through all runs once; see the exit code above")
+    parser.add_argument("--once", action="store_true", help="process all runs once; see the exit code above")
     parser.add_argument(
         "--every", type=float, default=300.0, metavar="SECONDS", help="repeat at this interval (default: 300)"
     )
-    parser.add_argument("--retry", action="store_true", help="first retry what failed once, even if given up")
+    parser.add_argument("--retry", action="store_true", help="first retry failed stages once, even those given up")
     parser.add_argument(
         "--dry-run", "--dry_run", action="store_true", help="show each stage and its command; do nothing"
     )
@@ -170,7 +175,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def repeat(args: argparse.Namespace) -> int:
-    """Work through all runs once, or again and again; returns the exit code."""
+    """Process all runs once, or repeatedly; return the exit code."""
     if args.every <= 0:
         raise ConfigError(f"--every: expected a number above 0, got {args.every:g}.")
     plan = read_plan(args.plan)
@@ -185,23 +190,25 @@ def repeat(args: argparse.Namespace) -> int:
 
 
 def _round(args: argparse.Namespace, plan: Plan, pins: Pins | None) -> int:
-    """Work through all runs once; returns the exit code. A run that cannot be read is named, and the others go on."""
+    """Process all runs once; return the exit code. Runs that cannot be read are logged and skipped."""
     runs, exp_ids = select_runs(args.runs, args.group)
     code = 0
     for run in (runs / exp_id for exp_id in exp_ids):
         try:
-            planned = plan_stages(run, plan)
-            statuses = [[stage_status(unit, siblings, args.retry) for unit in siblings] for siblings in planned]
+            stages_by_checkpoint = plan_stages(run, plan)
+            statuses = [
+                [stage_status(unit, siblings, args.retry) for unit in siblings] for siblings in stages_by_checkpoint
+            ]
             if pins:
-                pins.renew(run, *_split_by_end(planned, statuses))
-                statuses = work(run, planned, statuses, args.retry)
-                pins.renew(run, *_split_by_end(planned, statuses))
+                pins.renew(run, *_split_by_end(stages_by_checkpoint, statuses))
+                statuses = work(run, stages_by_checkpoint, statuses, args.retry)
+                pins.renew(run, *_split_by_end(stages_by_checkpoint, statuses))
         except UserError as error:
             log.warning("%s", error)
             code = FAILED
             continue
-        for siblings, known in zip(planned, statuses, strict=True):
-            for unit, status in zip(siblings, known, strict=True):
+        for siblings, row in zip(stages_by_checkpoint, statuses, strict=True):
+            for unit, status in zip(siblings, row, strict=True):
                 if args.dry_run:
                     sys.stdout.write(f"{run.name}  {unit.key}  {unit.name:20}  {status.state:8}  {status.reason}\n")
                     sys.stdout.write(f"    {unit.command(unit.log.parent)}\n" if status.state != "done" else "")

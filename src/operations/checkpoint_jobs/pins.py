@@ -1,8 +1,8 @@
-"""Keeps a plan's checkpoints from deletion, by their training or by cleaning, until the plan is done with them.
+"""Protect checkpoints from deletion, by their training or by cleaning, until the stages of a plan are finished.
 
-One process that works through a plan holds one lease for all runs, <runs>/checkpoint_jobs/<name>/, and has a pin in
-each (see src.runs.checkpoints.pins): of the multiples of `checkpoints.every` those to come are pinned, too. What it
-held is free once it ends.
+A process that works on a plan holds one lease for all runs, <runs>/checkpoint_jobs/<name>/, and places a pin in each
+run (see src.runs.checkpoints.pins). Future checkpoints at multiples of `checkpoints.every` are pinned as well. Pins
+have no effect once the process has ended.
 """
 
 import os
@@ -26,20 +26,20 @@ FOLDER = "checkpoint_jobs"
 
 
 class Pins:
-    """Those of this process. A context manager: leaving it takes them away."""
+    """The pins of this process. A context manager that removes them on exit."""
 
     def __init__(self, runs: Path, plan: Plan) -> None:
         self._every = plan.checkpoints.every
         self._name = uuid.uuid4().hex[:12]
-        self._placed: dict[Path, Pin] = {}
-        for left in (runs / FOLDER).glob("*"):
-            if (left / LEASE).exists() and holder_of(left).is_dead:
-                shutil.rmtree(left, ignore_errors=True)
+        self._pins: dict[Path, Pin] = {}
+        for leftover in (runs / FOLDER).glob("*"):
+            if (leftover / LEASE).exists() and holder_of(leftover).is_dead:
+                shutil.rmtree(leftover, ignore_errors=True)
         self._lease = Lease.acquire(runs / FOLDER / self._name)
 
-    def renew(self, run: Path, ended: Sequence[Path], others: Sequence[Path]) -> None:
-        """Pin what is not done in `run`: the checkpoints `others`, and those to come, unless it is done.
-        The `ended` are free.
+    def renew(self, run: Path, finished_checkpoints: Sequence[Path], remaining_checkpoints: Sequence[Path]) -> None:
+        """Pin `remaining_checkpoints` of `run`, and its future checkpoints unless the run is done.
+        Unpins `finished_checkpoints`.
 
         Raises:
             RunError: the disk refuses, or status.json is damaged.
@@ -48,13 +48,13 @@ class Pins:
         pin = Pin(
             os.path.relpath(self._lease.path, run),
             every,
-            _manifest_hashes(ended) if every else {},
-            _manifest_hashes(others),
+            _manifest_hashes(finished_checkpoints) if every else {},
+            _manifest_hashes(remaining_checkpoints),
         )
         if not every and not pin.steps:
             self._take_away(run)
-        elif pin != self._placed.get(run):
-            self._placed[run] = pin
+        elif pin != self._pins.get(run):
+            self._pins[run] = pin
             pins.place(run, self._name, pin)
             self._sweep(run)
 
@@ -64,18 +64,18 @@ class Pins:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        with suppress(RunError):  # what cannot be taken away holds nothing without the lease
-            for run in list(self._placed):
+        with suppress(RunError):  # a pin without its lease has no effect
+            for run in list(self._pins):
                 self._take_away(run)
         self._lease.release()
         shutil.rmtree(self._lease.path, ignore_errors=True)
 
     def _take_away(self, run: Path) -> None:
-        if self._placed.pop(run, None) is not None:
+        if self._pins.pop(run, None) is not None:
             pins.remove(run, self._name)
 
     def _sweep(self, run: Path) -> None:
-        """Take away the pins of those whose lease was swept."""
+        """Remove the pins of processes with a deleted lease."""
         for path in (run / pins.FOLDER).glob("[!.]*.json"):
             if not (self._lease.path.parent / path.stem).exists():
                 pins.remove(run, path.stem)

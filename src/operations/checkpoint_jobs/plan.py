@@ -1,7 +1,6 @@
-"""A plan of what is done with the checkpoints of a run: convert, evaluate, upload, clean up.
-Read from YAML and checked as a whole.
+"""A plan for the checkpoints of a run: convert, evaluate, upload, clean up. Read from YAML and validated.
 
-Commands are templates for /bin/sh; the value of a placeholder is quoted. A literal brace is written twice: {{ }}.
+Commands are templates for /bin/sh; values of placeholders are quoted. A literal brace is doubled: {{ }}.
 """
 
 from pathlib import Path
@@ -21,41 +20,41 @@ Stage = Literal["convert", "evaluate", "upload", "clean_up"]
 Folder = Literal["checkpoint", "converted"]
 STAGES: tuple[Stage, ...] = ("convert", "evaluate", "upload", "clean_up")
 PLACEHOLDERS = ("run", "exp_id", "checkpoint", "converted", "step", "branch")
-"""Placeholders of every command."""
+"""Placeholders in all commands."""
 OBJECT_STORES = ("s3", "gs", "az")
 """Protocols that obstore serves to fsspec."""
 
 
 class Checkpoints(config.Config):
-    """Which checkpoints: those for which any of these holds."""
+    """Selects checkpoints that match any of these rules."""
 
     every: int | None = Field(default=None, ge=1)
-    """At multiples of so many steps."""
+    """Checkpoints at multiples of this step."""
     last: bool = False
-    """The last one of a run that is done."""
+    """The last checkpoint of a run that is done."""
     best: bool = False
-    """The best one, as it stands when it is looked at."""
+    """The best checkpoint so far."""
 
     @model_validator(mode="after")
     def _check_selection(self) -> "Checkpoints":
         if self.every is None and not self.last and not self.best:
-            raise ValueError("names no checkpoint: expected every: N, last: true or best: true.")
+            raise ValueError("selects no checkpoint: expected every: N, last: true or best: true.")
         return self
 
 
 class Trials(config.Config):
-    """How often a stage is tried."""
+    """Retries of a stage."""
 
     attempts: int = Field(default=3, ge=1)
-    """Failures in a row after which it is left alone."""
+    """Failures in a row after which it is not retried."""
     retry_seconds: float = Field(default=60.0, ge=0)
-    """Until the second attempt; doubled each time after."""
+    """Pause before the second attempt; doubled for each later one."""
     timeout_seconds: float = Field(default=86_400.0, gt=0)
-    """After so long a command is ended."""
+    """Timeout of a command."""
 
 
 class Convert(Trials):
-    """Makes of {checkpoint} what others read, in the new folder {output}."""
+    """Convert {checkpoint} to another format, in the new folder {output}."""
 
     command: str = Field(min_length=1)
 
@@ -77,7 +76,7 @@ class Task(Trials):
 
 
 class Evaluate(config.Config):
-    """Evaluations by name; each is done, and tried again, by itself."""
+    """Evaluations by name; each runs, and is retried, separately."""
 
     tasks: dict[str, Task] = Field(min_length=1)
 
@@ -90,11 +89,11 @@ class Evaluate(config.Config):
 
 
 class Upload(Trials):
-    """Copies folders elsewhere, file by file, and reads size and sha256 of each back."""
+    """Copy folders to a remote place, file by file, and verify size and sha256 of each."""
 
     folders: list[Folder] = Field(default=["checkpoint"], min_length=1)
     to: str
-    """Where fsspec writes: a folder that exists (file:///archive or /archive), s3://bucket/prefix, hf://owner/model."""
+    """Destination for fsspec: an existing folder (file:///archive or /archive), s3://bucket/prefix, hf://owner/model."""
 
     @model_validator(mode="after")
     def _check_destination(self) -> "Upload":
@@ -107,11 +106,11 @@ class Upload(Trials):
 
 
 class CleanUp(Trials):
-    """Deletes folders that were uploaded, but none that something else needs."""
+    """Delete uploaded folders, except those that are still needed."""
 
     delete: list[Folder] = Field(default=["checkpoint"], min_length=1)
     keep_last: int = Field(default=2, ge=1)
-    """Newest checkpoints that stay."""
+    """Number of newest checkpoints that are not deleted."""
 
 
 class Plan(config.Config):
@@ -125,7 +124,7 @@ class Plan(config.Config):
 
     @property
     def stages(self) -> list[Stage]:
-        """Those of the plan, in their order."""
+        """The stages of the plan, in order."""
         return [stage for stage in STAGES if getattr(self, stage) is not None]
 
     def prerequisites(self, stage: Stage) -> list[Stage]:
@@ -137,11 +136,11 @@ class Plan(config.Config):
     def _check_stages(self) -> "Plan":
         mistakes: list[tuple[str, str]] = []
         if not self.stages:
-            mistakes.append(("", f"names no stage. Known: {', '.join(STAGES)}."))
+            mistakes.append(("", f"has no stage. Known: {', '.join(STAGES)}."))
         if self.upload and "converted" in self.upload.folders and not self.convert:
             mistakes.append(("upload.folders", "'converted' is made by the stage convert, which is not in the plan."))
         if self.clean_up and not self.upload:
-            mistakes.append(("clean_up", "deletes only what was uploaded: the stage upload must be in the plan."))
+            mistakes.append(("clean_up", "deletes only uploaded folders: the stage upload must be in the plan."))
         elif self.clean_up and self.upload and (extra := set(self.clean_up.delete) - set(self.upload.folders)):
             mistakes.append(
                 ("clean_up.delete", f"{', '.join(sorted(extra))}: not in upload.folders, so it would be lost.")
@@ -151,20 +150,20 @@ class Plan(config.Config):
         return self
 
 
-def _check_template(template: str, needed: str, *known: str) -> None:
-    """Raises Problems for a placeholder that is unknown, and if `needed` is missing."""
-    placeholders = (*PLACEHOLDERS, needed, *known)
+def _check_template(template: str, required_name: str, *optional_names: str) -> None:
+    """Raise Problems for unknown placeholders, or if `required_name` is missing."""
+    placeholders = (*PLACEHOLDERS, required_name, *optional_names)
     try:
-        used = [name for _, name, _, _ in Formatter().parse(template) if name is not None]
+        names = [name for _, name, _, _ in Formatter().parse(template) if name is not None]
     except ValueError as error:
         raise Problems([("command", f"{error}: a literal brace is written twice, in {template!r}.")]) from None
     mistakes = [
         ("command", f"{{{name}}}: {unknown_text('placeholder', name, placeholders)}")
-        for name in used
+        for name in names
         if name not in placeholders
     ]
-    if needed not in used:
-        mistakes.append(("command", f"has no {{{needed}}} in it: {template!r}."))
+    if required_name not in names:
+        mistakes.append(("command", f"has no {{{required_name}}} in it: {template!r}."))
     if mistakes:
         raise Problems(mistakes)
 
@@ -173,7 +172,7 @@ def open_destination(url: str) -> tuple[AbstractFileSystem, str]:
     """The file system of `url`, and the path in it.
 
     Raises:
-        RunError: it cannot be opened, or is a folder that does not exist.
+        RunError: it cannot be opened, or the folder does not exist.
     """
     if url.partition("://")[0] in OBJECT_STORES:
         try:
@@ -186,7 +185,7 @@ def open_destination(url: str) -> tuple[AbstractFileSystem, str]:
     except (ImportError, ValueError, OSError) as error:
         raise RunError(f"{url}: cannot be opened: {error}") from None
     if "file" in files.protocol and not files.isdir(path):
-        raise RunError(f"{path}: no such folder to upload to. Is it mounted? It is not made here.")
+        raise RunError(f"{path}: no such folder to upload to. Check that it is mounted, or create it.")
     return files, path.rstrip("/")
 
 
@@ -194,6 +193,6 @@ def read(path: Path) -> Plan:
     """The plan in the file `path`.
 
     Raises:
-        ConfigError: it cannot be read, is no YAML, or has a mistake; names the file, and the line or the key.
+        ConfigError: it cannot be read, is not YAML, or is invalid; names the file, and the line or the key.
     """
     return config.load(Plan, read_yaml(path, f"the keys of a plan (checkpoints, {', '.join(STAGES)})"), str(path))

@@ -1,7 +1,7 @@
-"""One stage of one checkpoint: its command, its result, and whether it can run.
+"""One stage of one checkpoint: its command and its result.
 
-The outcome of the last attempt is in <run>/checkpoint_jobs.json, the output of its commands in
-<run>/checkpoint_jobs/<branch and step>/<stage>.log, and scores are lines of <run>/evaluations.jsonl.
+The outcome of the last attempt is in <run>/checkpoint_jobs.json, the output of its command in
+<run>/checkpoint_jobs/<branch and step>/<stage>.log. Scores are lines of <run>/evaluations.jsonl.
 """
 
 import contextlib
@@ -44,7 +44,7 @@ class CheckpointStage:
     run: Path
     checkpoint: Path
     branch: int
-    """Number of the branch on which the step was trained; 0: no rewind before it."""
+    """Number of the branch on which the step was trained; 0 without a rewind before it."""
     stage: Stage
     task: str | None
     plan: Plan
@@ -55,7 +55,7 @@ class CheckpointStage:
 
     @property
     def key(self) -> str:
-        """Identifies the checkpoint among those of all branches."""
+        """Identifies the checkpoint among all branches."""
         return f"branch-{self.branch}-step-{self.step:08d}"
 
     @property
@@ -74,12 +74,12 @@ class CheckpointStage:
 
     @property
     def trials(self) -> Trials:
-        """Its command, and how often it is retried."""
-        found = getattr(self.plan, self.stage)
-        return found if self.task is None else found.tasks[self.task]
+        """The settings of the stage: its command and its retries."""
+        settings = getattr(self.plan, self.stage)
+        return settings if self.task is None else settings.tasks[self.task]
 
     def command(self, work: Path) -> str:
-        """The command, for /bin/sh or for people to read. work: the folder for its output."""
+        """The command for /bin/sh, or a description of the stage. work: the folder for its output."""
         if self.plan.upload and self.stage == "upload":
             return f"copy {', '.join(self.plan.upload.folders)} to {self.plan.upload.to}"
         if self.plan.clean_up and self.stage == "clean_up":
@@ -100,7 +100,7 @@ class CheckpointStage:
 
 
 def read_outcome(unit: CheckpointStage) -> dict[str, Any]:
-    """{"done": bool, "failures": int, "reason": str, "time": float} of the last attempt; {} if there was none.
+    """{"done": bool, "failures": int, "reason": str, "time": float} of the last attempt; {} without an attempt.
 
     Raises:
         RunError: the file is damaged.
@@ -110,18 +110,18 @@ def read_outcome(unit: CheckpointStage) -> dict[str, Any]:
 
 def _read_outcomes(run: Path) -> dict[str, dict[str, dict[str, Any]]]:
     path = run / OUTCOMES
-    found = read_json(path, RunError) if path.exists() else {}
+    outcomes = read_json(path, RunError) if path.exists() else {}
     keys = {"done", "failures", "reason", "time"}
-    if not isinstance(found, dict) or not all(
+    if not isinstance(outcomes, dict) or not all(
         isinstance(names, dict) and all(isinstance(one, dict) and one.keys() == keys for one in names.values())
-        for names in found.values()
+        for names in outcomes.values()
     ):
-        raise RunError(f"{path}: expected the outcomes of stages. Delete it: each stage is then repeated.")
-    return found
+        raise RunError(f"{path}: expected the outcomes of stages. Delete the file to repeat all stages.")
+    return outcomes
 
 
 def record(unit: CheckpointStage, reason: str) -> None:
-    """Write down how an attempt ended. reason: of its failure; empty if it succeeded."""
+    """Record the outcome of an attempt. reason: of its failure; empty if it succeeded."""
     outcomes, before = _read_outcomes(unit.run), read_outcome(unit)
     failures = before.get("failures", 0) + 1 if reason else 0
     outcome = {"done": not reason, "failures": failures, "reason": reason, "time": time.time()}
@@ -130,7 +130,7 @@ def record(unit: CheckpointStage, reason: str) -> None:
 
 
 def is_done(unit: CheckpointStage) -> bool:
-    """Whether it succeeded; an evaluation also needs its row, which a rollback can remove."""
+    """Whether the stage succeeded; an evaluation also needs its row, which a rollback can remove."""
     return bool(read_outcome(unit).get("done")) and (unit.task is None or _has_scores(unit))
 
 
@@ -140,7 +140,7 @@ def _has_scores(unit: CheckpointStage) -> bool:
 
 
 def run_stage(unit: CheckpointStage, check: Check) -> None:
-    """Make one attempt, which can repeat an interrupted one. check: raises if the lease is lost.
+    """Make one attempt, also after an interrupted one. check: raises if the lease is lost.
 
     Raises:
         RunError: it failed, or must not run.
@@ -154,7 +154,7 @@ def _convert(unit: CheckpointStage, check: Check) -> None:
     with new_directory(unit.converted_folder) as output:
         run_command(unit, output, check)
         if not any(path.is_file() for path in output.rglob("*")):
-            raise RunError(f"{output}: the command ended well, but wrote no file to {{output}}.")
+            raise RunError(f"{output}: the command succeeded, but wrote no file to {{output}}.")
 
 
 def _evaluate(unit: CheckpointStage, check: Check) -> None:
@@ -177,10 +177,10 @@ def _evaluate(unit: CheckpointStage, check: Check) -> None:
 
 
 def run_command(unit: CheckpointStage, work: Path, check: Check) -> None:
-    """Run the command to its end, or to ours, with its output in the log.
+    """Run the command, with its output in the log. It is ended if this process ends.
 
     Raises:
-        RunError: it failed, or took too long.
+        RunError: it failed or timed out.
     """
     limit = unit.trials.timeout_seconds
     until = time.monotonic() + limit
@@ -195,7 +195,7 @@ def run_command(unit: CheckpointStage, work: Path, check: Check) -> None:
     except BaseException:
         end_session(process, _END_SECONDS)
         raise
-    if process.returncode < 0:  # something else killed the shell: the command must not continue during the next attempt
+    if process.returncode < 0:  # the shell was killed: its command must not continue during the next attempt
         end_session(process, _END_SECONDS)
     if process.returncode:
         raise RunError(f"exit code {process.returncode}")
@@ -214,7 +214,7 @@ def file_digests(folder: Path) -> dict[str, tuple[int, str]]:
 
 
 class Destination:
-    """A folder of a checkpoint there, and here."""
+    """The remote and the local folder of a checkpoint."""
 
     def __init__(self, unit: CheckpointStage, which: str) -> None:
         assert unit.plan.upload is not None
@@ -223,7 +223,7 @@ class Destination:
         self.path = f"{root}/{unit.run.name}/{unit.key}/{which}"
 
     def differs(self, name: str, expected: tuple[int, str]) -> str:
-        """What is read back there as `name`, if not the file of this size and sha256; else ""."""
+        """Compare the remote file `name` with a size and sha256; "" if equal, else a description of the remote file."""
         digest, size, path = hashlib.sha256(), 0, f"{self.path}/{name}"
         with self._reaching(name):
             if not self.files.isfile(path):
@@ -232,8 +232,8 @@ class Destination:
                 while piece := cast(bytes, file.read(_PIECE)):
                     digest.update(piece)
                     size += len(piece)
-        found = digest.hexdigest()
-        return "" if (size, found) == expected else f"{size} bytes of sha256 {found[:12]}…"
+        sha256 = digest.hexdigest()
+        return "" if (size, sha256) == expected else f"{size} bytes of sha256 {sha256[:12]}…"
 
     def send(self, name: str) -> None:
         target = f"{self.path}/{name}"
@@ -252,24 +252,24 @@ class Destination:
 def _upload(unit: CheckpointStage, check: Check) -> None:
     assert unit.plan.upload is not None
     for which in unit.plan.upload.folders:
-        there = Destination(unit, which)
-        for name, digest in file_digests(there.folder).items():
+        destination = Destination(unit, which)
+        for name, digest in file_digests(destination.folder).items():
             check()
-            if not there.differs(name, digest):
+            if not destination.differs(name, digest):
                 continue
-            path = there.folder / name
+            path = destination.folder / name
             if (path.stat().st_size, sha256(path)) != digest:
-                raise RunError(f"{path}: not as it was written (see {MANIFEST}), so it is not uploaded.")
-            there.send(name)
-            if difference := there.differs(name, digest):
-                raise RunError(f"{there.path}/{name}: read back as {difference}, sent were {digest[0]} bytes.")
+                raise RunError(f"{path}: differs from {MANIFEST}, so it is not uploaded.")
+            destination.send(name)
+            if difference := destination.differs(name, digest):
+                raise RunError(f"{destination.path}/{name}: expected {digest[0]} bytes, read back {difference}.")
     check()
 
 
 def reason_to_keep(unit: CheckpointStage) -> str:
     """Why the checkpoint cannot be deleted now; "" if it can.
 
-    The last and the best checkpoint of a run stay, as other experiments can start from them.
+    The last and the best checkpoint of a run are never deleted, as other experiments can start from them.
 
     Raises:
         CheckpointError, RunError: best.json or status.json is damaged.
@@ -285,21 +285,23 @@ def reason_to_keep(unit: CheckpointStage) -> str:
 
 def _clean_up(unit: CheckpointStage, check: Check) -> None:
     assert unit.plan.clean_up is not None
-    # The checkpoint last, so that an interrupted clean-up is repeated.
+    # The checkpoint is deleted last, so that an interrupted clean-up is repeated.
     places = [Destination(unit, which) for which in sorted(unit.plan.clean_up.delete, reverse=True)]
-    places = [there for there in places if there.folder.exists()]
-    for there in places:
-        for name, digest in file_digests(there.folder).items():
+    places = [destination for destination in places if destination.folder.exists()]
+    for destination in places:
+        for name, digest in file_digests(destination.folder).items():
             check()
-            if difference := there.differs(name, digest):
+            if difference := destination.differs(name, digest):
                 raise RunError(
-                    f"{there.path}/{name}: read back as {difference}, expected {digest[0]} bytes of sha256 "
-                    f"{digest[1][:12]}…. Nothing of {there.folder} is deleted."
+                    f"{destination.path}/{name}: expected {digest[0]} bytes of sha256 {digest[1][:12]}…, read back "
+                    f"{difference}. Nothing in {destination.folder} is deleted."
                 )
-    for there in places:
+    for destination in places:
         with directory_lock(unit.run, create=False):  # the run cannot start in between
             check()
             if reason := reason_to_keep(unit):
-                raise RunError(f"{unit.checkpoint}: must stay, as it is {reason}.")
-            hidden = there.folder.rename(there.folder.with_name(f".{there.folder.name}.{uuid.uuid4().hex[:8]}.old"))
+                raise RunError(f"{unit.checkpoint}: not deleted, as it is {reason}.")
+            hidden = destination.folder.rename(
+                destination.folder.with_name(f".{destination.folder.name}.{uuid.uuid4().hex[:8]}.old")
+            )
         shutil.rmtree(hidden, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""The checkpoints of a save directory: which are whole, which is the last, which is the best."""
+"""The checkpoints of a save directory: complete ones, the last one, the best one."""
 
 import hashlib
 import json
@@ -25,51 +25,51 @@ def step_of(checkpoint: Path) -> int:
 
 
 def list_all(run: Path) -> list[Path]:
-    """All checkpoints, whole or not, by step. Other folders, such as copies made by hand, are ignored."""
+    """All checkpoints by step, complete or not. Other folders, such as copies made by hand, are ignored."""
     return sorted((entry for entry in (run / "checkpoints").glob("step-*") if _NAME.fullmatch(entry.name)), key=step_of)
 
 
-def newest_whole(run: Path) -> Path | None:
-    """The newest checkpoint without a defect, from which a run resumes; None if there is none.
+def newest_complete(run: Path) -> Path | None:
+    """The newest checkpoint without a defect, from which a run resumes, or None.
 
-    Damaged ones are skipped with a warning that names the file.
+    Damaged checkpoints are skipped with a warning that names the file.
     """
     for checkpoint in reversed(list_all(run)):
         problem = defect(checkpoint)
         if problem is None:
             return checkpoint
-        log.warning("%s: damaged, so it is passed over (%s).", checkpoint, problem)
+        log.warning("%s: damaged, so it is skipped (%s).", checkpoint, problem)
     return None
 
 
 def last(run: SavedRun, hashes: bool = True) -> Path:
-    """The checkpoint of the last step of a run that is done, from which its children start. Never an earlier one.
+    """The checkpoint of the last step of a finished run, from which its children start. Never an earlier one.
 
-    hashes: as of `files.defect`.
+    hashes: see `files.defect`.
 
     Raises:
         CheckpointError: the run is not done, or the checkpoint is gone or damaged.
         RunError: status.json is damaged.
     """
-    again = f"Start the run again with --exp_id {run.name} -r 1, or restore it from a copy."
+    advice = f"Start the run again with --exp_id {run.name} -r 1, or restore it from a copy."
     status = run.status
     if status["state"] != "done":
         raise CheckpointError(f"{run.path}: has no last checkpoint yet, as it is {status['state']}, not done.")
     if type(status.get("step")) is not int:
-        raise CheckpointError(f"{run.path}: status.json does not say at which step the run ended. {again}")
+        raise CheckpointError(f"{run.path}: status.json has no step. {advice}")
     checkpoint = folder(run.path, status["step"])
     if not checkpoint.exists():
-        raise CheckpointError(f"{checkpoint}: the last checkpoint is gone. {again}")
+        raise CheckpointError(f"{checkpoint}: the last checkpoint is missing. {advice}")
     if problem := defect(checkpoint, hashes):
-        raise CheckpointError(f"{checkpoint}: the last checkpoint is damaged ({problem}). {again}")
+        raise CheckpointError(f"{checkpoint}: the last checkpoint is damaged ({problem}). {advice}")
     return checkpoint
 
 
 def best(run: Path, hashes: bool = True) -> Path | None:
-    """The checkpoint that `mark_best` named, if any. hashes: as of `files.defect`.
+    """The checkpoint that `mark_best` recorded, if any. hashes: see `files.defect`.
 
     Raises:
-        CheckpointError: the one named is gone or damaged, or best.json is.
+        CheckpointError: the checkpoint is missing or damaged, or best.json is damaged.
     """
     step = best_step(run)
     if step is None:
@@ -84,34 +84,34 @@ def best(run: Path, hashes: bool = True) -> Path | None:
 
 
 def best_step(run: Path) -> int | None:
-    """The step that `mark_best` named, if any. Its checkpoint may be gone.
+    """The step that `mark_best` recorded, if any. Its checkpoint can be missing.
 
     Raises:
         CheckpointError: best.json is damaged.
     """
     if not _pointer(run).exists():
         return None
-    named = read_json(_pointer(run), CheckpointError)
-    if not isinstance(named, dict) or type(named.get("step")) is not int:
-        raise CheckpointError(f'{_pointer(run)}: expected {{"step": …}}, got {json.dumps(named)}.')
-    return named["step"]
+    content = read_json(_pointer(run), CheckpointError)
+    if not isinstance(content, dict) or type(content.get("step")) is not int:
+        raise CheckpointError(f'{_pointer(run)}: expected {{"step": …}}, got {json.dumps(content)}.')
+    return content["step"]
 
 
 def fingerprint(checkpoint: Path) -> str:
-    """Hex digest of the weights and the tokenizer of a whole checkpoint, from its manifest.
+    """Hex digest of the weights and the tokenizer of a complete checkpoint, from its manifest.
 
     Raises:
         CheckpointError: the manifest is missing or damaged.
     """
     files = read_manifest(checkpoint, CheckpointError)["files"]
-    taken = {
+    digests = {
         name: entry for name, entry in files.items() if name == "model.safetensors" or name.startswith("tokenizer/")
     }
-    return hashlib.sha256(json.dumps(taken, sort_keys=True).encode()).hexdigest()
+    return hashlib.sha256(json.dumps(digests, sort_keys=True).encode()).hexdigest()
 
 
 def mark_best(run: Path, step: int) -> None:
-    """Name the checkpoint of `step` as the best."""
+    """Record the checkpoint of `step` as the best."""
     write_json(_pointer(run), {"step": step})
 
 
@@ -133,13 +133,13 @@ def set_aside_newer(run: Path, step: int) -> None:
     """
     for checkpoint in list_all(run):
         if step_of(checkpoint) > step:
-            number, aside = 0, checkpoint.with_name(f"damaged-{checkpoint.name}")
-            while aside.exists():
+            number, target = 0, checkpoint.with_name(f"damaged-{checkpoint.name}")
+            while target.exists():
                 number += 1
-                aside = checkpoint.with_name(f"damaged-{checkpoint.name}.{number}")
+                target = checkpoint.with_name(f"damaged-{checkpoint.name}.{number}")
             with writing(checkpoint):
-                checkpoint.rename(aside)
-            log.warning("%s: set aside as %s, as the run goes on from step %d.", checkpoint, aside.name, step)
+                checkpoint.rename(target)
+            log.warning("%s: renamed to %s, as the run resumes from step %d.", checkpoint, target.name, step)
 
 
 def _pointer(run: Path) -> Path:

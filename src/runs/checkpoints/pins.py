@@ -1,7 +1,7 @@
-"""Pins protect checkpoints from deletion while a process works on them: a file in <run>/pins/ for each holder.
+"""Pins protect checkpoints from deletion while a process works on them: one file in <run>/pins/ per holder.
 
-A pin counts while its holder renews its lease (see `lease`); the file of a dead holder is ignored. Pins are written,
-and checked, under the guard of the run, so a checkpoint that exists when it is pinned exists until the pin is removed.
+A pin is valid while its holder renews its lease (see `lease`); pins of dead holders are ignored. Pins are written and
+checked under the guard of the run, so a checkpoint that exists when it is pinned exists until the pin is removed.
 """
 
 import json
@@ -28,11 +28,11 @@ class Pin:
     """The checkpoints that one holder needs."""
 
     holder: str
-    """The folder with its lease, relative to the run."""
+    """The folder with the holder's lease, relative to the run."""
     every: Annotated[int, Field(gt=0)] | None = None
-    """Interval in steps: present and future checkpoints at its multiples are pinned, except for the `ended`."""
+    """Interval in steps: existing and future checkpoints at its multiples are pinned, except for those in `ended`."""
     ended: dict[str, str] = field(default_factory=dict)
-    """"step-00000040" -> hash of its manifest: on another branch the step has another checkpoint."""
+    """"step-00000040" -> hash of its manifest: the checkpoint of this step differs between branches."""
     steps: dict[str, str] = field(default_factory=dict)
     """Single checkpoints, as in `ended`."""
 
@@ -46,14 +46,14 @@ class Pin:
 
 class StalenessProbe:
     """Detects stale leases.
-    A remote holder is stale only if its counter did not change between two observations on the local clock."""
+    A remote holder is stale if its counter did not change between two observations, by the local clock."""
 
     def __init__(self, stale_seconds: float = STALE_SECONDS) -> None:
         self._stale_seconds = stale_seconds
         self._seen: dict[Path, tuple[bytes, float]] = {}
 
     def is_stale(self, folder: Path) -> bool:
-        """Whether the lease in `folder` has no living holder; False if that is not known yet."""
+        """Whether the lease in `folder` has no live holder; False if not known yet."""
         holder = holder_of(folder)
         if holder.is_dead is not None:
             return holder.is_dead
@@ -92,7 +92,7 @@ def remove(run: Path, name: str) -> None:
 
 
 def find_pinned(run: Path, among: Collection[Path], silence: StalenessProbe) -> dict[Path, str]:
-    """The pinned checkpoints of `among`, with their pin and holder, for people. Call it under the guard of `run`.
+    """The pinned checkpoints of `among`, with a description of pin and holder. Call it under the guard of `run`.
 
     Raises:
         RunError: a pin is damaged, or cannot be read.
@@ -110,7 +110,7 @@ def find_pinned(run: Path, among: Collection[Path], silence: StalenessProbe) -> 
 
 
 def _read_pin(path: Path) -> Pin | None:
-    """The pin in a file; None if it was removed just now."""
+    """The pin in a file; None if it was just removed."""
     try:
         raw = read_json(path, RunError)
     except RunError as error:

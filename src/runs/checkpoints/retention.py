@@ -1,6 +1,6 @@
 """Deletion of old checkpoints: `Rotation` while a run trains, `plan` and `remove` afterwards.
 
-Never deleted: checkpoints that a run resumes from, that another experiment starts from, or that are pinned.
+Checkpoints that a run resumes from, that another experiment starts from, or that are pinned are never deleted.
 """
 
 import logging
@@ -24,7 +24,7 @@ from src.runs.scores import SCORES, Scores
 from src.runs.store import EXP_DICT, JOB, STATUS, SavedRun
 
 log = logging.getLogger(__name__)
-_LEFT = ("damaged-step-", ".step-", ".damaged-step-")
+_LEFTOVER_PREFIXES = ("damaged-step-", ".step-", ".damaged-step-")
 """Prefixes of damaged checkpoints that a resume renamed, and of leftovers of killed writers."""
 NeededCheckpoints = AbstractSet[tuple[str, str]]
 """(id, "last" or "best") of the checkpoints that other experiments start from."""
@@ -38,7 +38,7 @@ class CleanupRule:
     """Number of newest complete checkpoints of each run."""
     keep_best: bool = True
     older_than_seconds: float = 0.0
-    """Keep younger checkpoints."""
+    """Keep checkpoints younger than this."""
 
 
 @dataclass(frozen=True)
@@ -50,13 +50,13 @@ class Plan:
     reason_to_keep: str = ""
     """Why nothing of this run can be deleted."""
     snapshot: tuple[bytes, ...] = ()
-    """State of the run that the decision is based on."""
+    """State of the run on which the plan is based."""
 
 
 def needed_by_children(runs: Path) -> tuple[set[tuple[str, str]], list[str]]:
     """The checkpoints that experiments in the folder `runs` start from, and a warning for each unreadable dict.
 
-    The parents of an unreadable dict are unknown: then the last and the best checkpoint of every run are needed.
+    The parents in an unreadable dict are unknown: then the last and the best checkpoint of every run are needed.
     """
     result: set[tuple[str, str]] = set()
     warnings = []
@@ -65,15 +65,17 @@ def needed_by_children(runs: Path) -> tuple[set[tuple[str, str]], list[str]]:
         try:
             result.update(parents.parent_checkpoints(SavedRun(runs / name).exp))
         except UserError as error:
-            warnings.append(f"{error} Its parent is unknown, so the last and the best checkpoint of every run stay.")
+            warnings.append(
+                f"{error} Its parent is unknown, so the last and the best checkpoint of every run are kept."
+            )
     if warnings:
         result.update((name, which) for name in names for which in ("last", "best"))
     return result, warnings
 
 
 def describe_holder(run: Path) -> str:
-    """Why nothing of a run can be deleted: a process can still hold it.
-    "" for no holder or a dead one; silence is no proof of death."""
+    """Why nothing of a run can be deleted, if a process can still hold it; else "".
+    A silent holder on another machine can be alive."""
     holder = holder_of(run)
     if holder.is_dead is True:
         return ""
@@ -83,7 +85,7 @@ def describe_holder(run: Path) -> str:
 
 
 def plan(run: Path, rule: CleanupRule, by_others: NeededCheckpoints, now: float) -> Plan:
-    """The deletable checkpoints of the save directory `run`, damaged ones and leftovers of killed writers included.
+    """The deletable checkpoints of the save directory `run`, including damaged ones and leftovers of killed writers.
 
     by_others: see `needed_by_children`. now: seconds since the epoch, by the clock of the disk.
 
@@ -92,76 +94,79 @@ def plan(run: Path, rule: CleanupRule, by_others: NeededCheckpoints, now: float)
     """
     if reason := describe_holder(run):
         return Plan(run, reason_to_keep=reason)
-    observed = _snapshot(run)
-    whole, torn = [], []
+    snapshot = _snapshot(run)
+    complete_paths, damaged_paths = [], []
     for checkpoint in checkpoints.list_all(run):
-        (torn if defect(checkpoint, hashes=False) else whole).append(checkpoint)
-    torn += [path for path in sorted((run / "checkpoints").glob("*")) if path.name.startswith(_LEFT) and path.is_dir()]
-    required = set(whole[len(whole) - rule.keep_last :]) if rule.keep_last else set()
+        (damaged_paths if defect(checkpoint, hashes=False) else complete_paths).append(checkpoint)
+    damaged_paths += [
+        path
+        for path in sorted((run / "checkpoints").glob("*"))
+        if path.name.startswith(_LEFTOVER_PREFIXES) and path.is_dir()
+    ]
+    required_paths = set(complete_paths[len(complete_paths) - rule.keep_last :]) if rule.keep_last else set()
     state = SavedRun(run).status
     best = checkpoints.best_step(run)
     if best is not None and (rule.keep_best or state["state"] != "done" or (run.name, "best") in by_others):
-        required.add(checkpoints.folder(run, best))
+        required_paths.add(checkpoints.folder(run, best))
     if (run.name, "last") in by_others and type(state.get("step")) is int:
-        required.add(checkpoints.folder(run, state["step"]))
+        required_paths.add(checkpoints.folder(run, state["step"]))
     before = now - rule.older_than_seconds
-    old = [
+    deletable = [
         path
-        for path in (*whole, *torn)
-        if path not in required and not path.is_symlink() and path.stat().st_mtime <= before
+        for path in (*complete_paths, *damaged_paths)
+        if path not in required_paths and not path.is_symlink() and path.stat().st_mtime <= before
     ]
-    if state["state"] != "done" and set(old) & set(whole):
-        newest = checkpoints.newest_whole(run)  # reads every byte, as a resume does
-        old = [path for path in old if path != newest]
-    pinned = _find_pinned(run, old)
-    if old and len(pinned) == len(old):
-        return Plan(run, reason_to_keep=f"what could go is worked on: see {next(iter(pinned.values()))}")
-    return Plan(run, tuple(path for path in old if path not in pinned), snapshot=observed)
+    if state["state"] != "done" and set(deletable) & set(complete_paths):
+        newest = checkpoints.newest_complete(run)  # reads every byte, as a resume does
+        deletable = [path for path in deletable if path != newest]
+    pinned = _find_pinned(run, deletable)
+    if deletable and len(pinned) == len(deletable):
+        return Plan(run, reason_to_keep=f"all deletable checkpoints are in use: see {next(iter(pinned.values()))}")
+    return Plan(run, tuple(path for path in deletable if path not in pinned), snapshot=snapshot)
 
 
-def remove(decided: Plan) -> None:
-    """Delete the checkpoints of `plan`, if the run has not changed since.
+def remove(cleanup: Plan) -> None:
+    """Delete the checkpoints of a plan, if the run has not changed since.
     A crash leaves each checkpoint complete or deleted.
 
     Raises:
         RunError: the run was started or has changed, so nothing is deleted; or the disk refuses.
     """
-    run = decided.run
-    if not decided.deletable:
+    run = cleanup.run
+    if not cleanup.deletable:
         return
-    renamed = []
+    hidden_paths = []
     with directory_lock(run, create=False), writing(run):  # blocks a start of the run, so it must be short
-        if holder_of(run).is_dead is not True or _snapshot(run) != decided.snapshot:
-            raise RunError(f"{run}: has changed meanwhile, so nothing of it was deleted. Look again.")
-        for path, pin in _find_pinned(run, decided.deletable).items():
-            raise RunError(
-                f"{path}: somebody works on it since a moment ago (see {pin}), "
-                f"so nothing of {run} was deleted. Look again."
-            )
+        if holder_of(run).is_dead is not True or _snapshot(run) != cleanup.snapshot:
+            raise RunError(f"{run}: has changed meanwhile, so nothing in it was deleted. Try again.")
+        for path, pin in _find_pinned(run, cleanup.deletable).items():
+            raise RunError(f"{path}: pinned meanwhile (see {pin}), so nothing in {run} was deleted. Try again.")
         best = checkpoints.best_step(run)
-        if best is not None and checkpoints.folder(run, best) in decided.deletable:
+        if best is not None and checkpoints.folder(run, best) in cleanup.deletable:
             checkpoints.forget_best(run)
-        for path in decided.deletable:
+        for path in cleanup.deletable:
             # Renamed first: a half deleted folder must not look like a checkpoint.
             hidden = path if path.name.startswith(".") else path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.old")
-            renamed.append(path.rename(hidden))
-    for path in renamed:
+            hidden_paths.append(path.rename(hidden))
+    for path in hidden_paths:
         with writing(path):
             shutil.rmtree(path)
 
 
 def folder_bytes(path: Path) -> int:
-    """Bytes of the files below a folder."""
+    """Total size of the files below a folder, in bytes."""
     return sum(entry.lstat().st_size for entry in path.rglob("*") if not entry.is_dir())
 
 
 def _find_pinned(run: Path, among: Sequence[Path]) -> dict[Path, str]:
     """The pinned checkpoints of `among`."""
-    return pins.find_pinned(run, [path for path in among if not path.name.startswith(_LEFT)], pins.StalenessProbe())
+    return pins.find_pinned(
+        run, [path for path in among if not path.name.startswith(_LEFTOVER_PREFIXES)], pins.StalenessProbe()
+    )
 
 
 def _is_run(run: Path) -> bool:
-    """Whether it is a save directory of an experiment, even if its dict is lost."""
+    """Whether the folder is a save directory of an experiment, even if its dict is missing."""
     try:
         return any((run / name).exists() for name in (EXP_DICT, STATUS, JOB))
     except PermissionError:
@@ -182,16 +187,16 @@ def _snapshot(run: Path) -> tuple[bytes, ...]:
 
 @dataclass(frozen=True)
 class RotationRule:
-    """A checkpoint stays while any of these holds.
+    """Rules for checkpoints to keep: one match is enough.
 
     Raises:
-        ConfigError: a number that is too small.
+        ConfigError: a number is too small.
     """
 
     last: int = 2
-    """Number of newest checkpoints: the second newest is a fallback for resuming."""
+    """Number of newest checkpoints. The second newest is a fallback for resuming."""
     every: int | None = None
-    """Its step is a multiple of this."""
+    """Interval: steps that are multiples of this."""
     best: int = 1
     """Number of best checkpoints by `loop.best_metric`."""
 
@@ -204,13 +209,13 @@ class RotationRule:
         """Refuse an `every` without checkpoints at its multiples. intervals: steps between checkpoints.
 
         Raises:
-            ConfigError: checkpoints are not written at each multiple of `every`; the same on all ranks.
+            ConfigError: checkpoints are not written at each multiple of `every`. Raised on all ranks.
         """
         steps = sorted(set(intervals))
         if self.every is not None and all(self.every % interval for interval in steps):
             error = ConfigError(
                 f"--keep_every: checkpoints are written every {' and every '.join(map(str, steps))} steps, "
-                f"so there is not one at each multiple of {self.every}. "
+                f"not at each multiple of {self.every}. "
                 f"Take a multiple of {' or of '.join(map(str, steps))}, or change --save_every."
             )
             error.everywhere = True
@@ -218,8 +223,8 @@ class RotationRule:
 
 
 class Rotation:
-    """Applies the rule `keep` to the present branch of a run while it trains.
-    It is stateless: checkpoints and scores decide."""
+    """Applies the rule `keep` to the current branch of a run while it trains.
+    It is stateless: it reads checkpoints and scores each time."""
 
     def __init__(self, run: Path, keep: RotationRule, metric: str, mode: Literal["min", "max"]) -> None:
         self._run, self._keep, self._metric = run, keep, metric
@@ -228,86 +233,90 @@ class Rotation:
         self._is_parent: bool | None = None
 
     def rotate(self, step: int, best_step: int | None) -> None:
-        """Delete old checkpoints after that of `step` is written, and leftovers of killed writers.
+        """Delete old checkpoints after the checkpoint of `step` is written, and leftovers of killed writers.
 
         A crash leaves each checkpoint complete or deleted. If the required checkpoints are unknown, or the disk
-        refuses, all stay with a warning, and the training continues. The caller holds the lease, and no checkpoint is
-        being written.
+        refuses, nothing is deleted; this logs a warning, and the training continues. The caller holds the lease, and no
+        checkpoint is being written.
 
-        best_step: the one in best.json, which stays.
+        best_step: step in best.json; its checkpoint is not deleted.
         """
         try:
-            if doomed := self._deletable(step, best_step):
-                self._hide(doomed)
+            if deletable := self._deletable(step, best_step):
+                self._hide(deletable)
         except UserError as error:
             log.warning("%s Until this is fixed, fewer checkpoints are deleted.", error)
         for hidden in (self._run / "checkpoints").glob(".step-*"):
             shutil.rmtree(hidden, ignore_errors=True)
             if hidden.exists():
-                log.warning("%s: could not be deleted; it is tried again after the next checkpoint.", hidden)
+                log.warning("%s: could not be deleted; retrying after the next checkpoint.", hidden)
 
     def _deletable(self, step: int, best_step: int | None) -> list[Path]:
         """The checkpoints that the rule does not keep, oldest first; pins are not considered.
         Expensive checks come last."""
         keep = self._keep
-        line = [path for path in checkpoints.list_all(self._run) if checkpoints.step_of(path) <= step]
-        whole = [path for path in line if defect(path, hashes=False) is None]  # a damaged one is no fallback
-        newest = whole[-keep.last :]
+        paths = [path for path in checkpoints.list_all(self._run) if checkpoints.step_of(path) <= step]
+        complete_paths = [
+            path for path in paths if defect(path, hashes=False) is None
+        ]  # a damaged checkpoint is not a fallback
+        newest = complete_paths[-keep.last :]
         if not newest:
             return []
-        doomed = [
+        candidates = [
             path
-            for path in line
+            for path in paths
             if checkpoints.step_of(path) < checkpoints.step_of(newest[0]) and not path.is_symlink()
         ]
-        doomed = [path for path in doomed if checkpoints.step_of(path) != best_step]
+        candidates = [path for path in candidates if checkpoints.step_of(path) != best_step]
         if keep.every is not None:
-            doomed = [path for path in doomed if checkpoints.step_of(path) % keep.every]
-        if doomed and keep.best > 1:
-            best = self._best(whole)
-            doomed = [path for path in doomed if path not in best]
-        if doomed and (before := self._last_offered_step()):
-            doomed = [path for path in doomed if checkpoints.step_of(path) > before]
-        return doomed
+            candidates = [path for path in candidates if checkpoints.step_of(path) % keep.every]
+        if candidates and keep.best > 1:
+            best = self._best(complete_paths)
+            candidates = [path for path in candidates if path not in best]
+        if candidates and (before := self._last_offered_step()):
+            candidates = [path for path in candidates if checkpoints.step_of(path) > before]
+        return candidates
 
-    def _best(self, whole: Collection[Path]) -> set[Path]:
-        """The best evaluated checkpoints; of equals the earliest, as in `ModelSelection`."""
+    def _best(self, complete_paths: Collection[Path]) -> set[Path]:
+        """The best evaluated checkpoints; ties go to the earliest, as in `ModelSelection`."""
         rows = {row["step"]: row.get(self._metric) for row in Scores(self._run / SCORES, read_only=True).rows()}
-        scored = [
+        ranking = [
             (value, checkpoints.step_of(path), path)
-            for path in whole
+            for path in complete_paths
             if (value := rows.get(checkpoints.step_of(path))) is not None
         ]
-        scored.sort(key=lambda item: (self._sign * item[0], item[1]))
-        return {path for _, _, path in scored[: self._keep.best]}
+        ranking.sort(key=lambda item: (self._sign * item[0], item[1]))
+        return {path for _, _, path in ranking[: self._keep.best]}
 
     def _last_offered_step(self) -> int:
-        """Latest checkpoint step that a child experiment can have started from; 0 without one. Never deleted.
+        """Latest step from which a child can have started; 0 without children. Steps up to it are not deleted.
 
-        Children start from the last or the best checkpoint of a run that is done. Such a run trains again only after a
-        rewind, so the checkpoints up to the rewind, or to a rewind that was undone, can have been the best. The folder
-        of runs is searched once: later children start from the checkpoints that the run has when it is done again.
+        Children start from the last or the best checkpoint of a finished run. Such a run trains again only after a
+        rewind, so any checkpoint up to the rewind, or up to a rewind that was undone, can have been the best. The
+        folder of runs is searched once: later children start from checkpoints after the run is done again.
         """
         chain = branches.read(self._run)
         number, before = (chain[-1].number, chain[-1].from_step) if chain else (0, 0)
-        undone = [one for one in archive.records(self._run) if one["event"] == "rewind" and one["number"] > number]
-        before = max([before, *(one["step"] for one in undone)])
+        undone = [
+            record for record in archive.records(self._run) if record["event"] == "rewind" and record["number"] > number
+        ]
+        before = max([before, *(record["step"] for record in undone)])
         if not before:
             return 0
         if self._is_parent is None:
             self._is_parent = self._run.name in {name for name, _ in needed_by_children(self._run.parent)[0]}
             if self._is_parent:
                 log.info(
-                    "%s: another experiment starts from it, so its checkpoints up to step %d stay.", self._run, before
+                    "%s: another experiment starts from it, so checkpoints up to step %d are kept.", self._run, before
                 )
         return before if self._is_parent else 0
 
-    def _hide(self, doomed: Collection[Path]) -> None:
+    def _hide(self, deletable: Collection[Path]) -> None:
         """Rename unpinned checkpoints, so that no half deleted folder looks like a checkpoint."""
         folder = self._run / "checkpoints"
         with directory_lock(self._run, create=False), writing(folder):
-            pinned = pins.find_pinned(self._run, doomed, self._silence)
-            for path in doomed:
+            pinned = pins.find_pinned(self._run, deletable, self._silence)
+            for path in deletable:
                 if path not in pinned:
                     with suppress(FileNotFoundError):  # deleted by another process just now
                         path.rename(path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.old"))

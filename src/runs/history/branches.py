@@ -1,8 +1,8 @@
-"""Overrides after a rewind (learning rate, data order, optimizer reset): branch.json, and functions of it and the step.
+"""Overrides after a rewind (learning rate, data order, optimizer reset): branch.json, and how it changes each step.
 
-The file lists the branches on the way to the present state, the oldest first. The overrides of a branch apply to the
-optimizer steps that follow `from_step` finished ones. They depend on the step alone, so a restart at any point of a
-branch repeats the same steps.
+The file lists the branches that led to the current state, the oldest first. The overrides of a branch apply to the
+optimizer steps after `from_step`. They depend only on the step, so a restart at any point of a branch repeats the same
+steps.
 """
 
 import re
@@ -22,7 +22,7 @@ LEARNING_RATES = (
 )
 _NUMBER = r"[0-9]+(?:\.[0-9]*)?(?:e[-+]?[0-9]+)?|\.[0-9]+(?:e[-+]?[0-9]+)?"
 _COUNT = r"[1-9][0-9]{0,11}"
-_DENIED = {"source": 2, "shard": 3, "document": 4}
+_DENY_WORDS = {"source": 2, "shard": 3, "document": 4}
 _DATA = re.compile(rf"same|reshuffle|skip:{_COUNT}(?:\+{_COUNT})*")
 
 
@@ -32,9 +32,9 @@ class Rate(Config):
     factor: float | None = Field(default=None, gt=0)
     """Multiplies the rate of the schedule and of earlier branches."""
     value: float | None = Field(default=None, gt=0)
-    """The rate of the first step of the branch; later steps follow the shape of the schedule from there."""
+    """The rate of the first step of the branch; later steps follow the shape of the schedule."""
     hold_steps: int | None = Field(default=None, gt=0)
-    """The rate is 0 for so many steps, then unchanged."""
+    """The rate is 0 for this many steps, then unchanged."""
 
     @model_validator(mode="after")
     def _exactly_one(self) -> "Rate":
@@ -47,25 +47,25 @@ class Branch(Config):
     """The overrides of one rewind."""
 
     number: int = Field(gt=0)
-    """Never given twice in a run, not even after `undo`."""
+    """Never reused in a run, not even after `undo`."""
     from_step: int = Field(gt=0)
-    """Finished steps at its beginning."""
+    """Number of finished steps at the start of the branch."""
     data: Annotated[str, Field(pattern=f"^(?:{_DATA.pattern})$")] = "same"
     """"same"; "skip:K": skip the data of K steps; "reshuffle": the rest of the epoch in another order.
 
-    "skip:K+L": what K steps have read from here, and after that L steps that began here, too: two rewinds to one step.
+    "skip:K+L": skip the data that K steps read from here, and then that of L steps: two rewinds to the same step.
     """
     learning_rate: Rate | None = None
     reset_optimizer: bool = False
-    """Whether its moments are reset at the beginning."""
+    """Whether the optimizer's moments are reset at the start of the branch."""
     denied: list[str] | None = None
-    """What is not read from here on, by lines of a deny list: see `parse_denied`."""
+    """Documents, shards and sources to skip from here on, as lines of a deny list: see `parse_denied`."""
     wandb: str | None = None
     """Id of a new Weights & Biases run for the branch."""
 
     @property
     def skips(self) -> list[int]:
-        """The numbers of "skip:", else none."""
+        """The numbers of "skip:"; empty for other values."""
         return (
             [int(steps) for steps in self.data.removeprefix("skip:").split("+")]
             if self.data.startswith("skip:")
@@ -74,7 +74,7 @@ class Branch(Config):
 
     @property
     def skipped_steps(self) -> int:
-        """Steps whose data are skipped."""
+        """Number of steps with skipped data."""
         return sum(self.skips)
 
 
@@ -98,7 +98,7 @@ def read(run: Path) -> tuple[Branch, ...]:
     """The branches of the save directory `run`, the oldest first; empty without a rewind.
 
     Raises:
-        RunError: branch.json is damaged: without it the training would differ.
+        RunError: branch.json is damaged. Without it the training would differ.
     """
     if not (run / FILE).exists():
         return ()
@@ -107,34 +107,34 @@ def read(run: Path) -> tuple[Branch, ...]:
         return tuple(load(Branches, raw, str(run / FILE)).branches)
     except ConfigError as error:
         raise RunError(
-            f"{error} `python -m src.operations.interventions undo {run}` restores what was before."
+            f"{error} `python -m src.operations.interventions undo {run}` restores the state before."
         ) from None
 
 
 def chain(before: Sequence[Branch], new: Branch) -> tuple[Branch, ...]:
-    """The branches of `before` that begin before `new`, and `new`.
+    """The branches of `before` that start before `new`, followed by `new`.
     A rewind to the first step of a branch drops that branch.
 
-    What was denied stays so: `new` takes over what branches that are dropped have denied.
+    `new` inherits the denied entries of dropped branches.
     """
-    kept = [branch for branch in before if branch.from_step < new.from_step]
-    denied = dict.fromkeys(entry for branch in (*before[len(kept) :], new) for entry in branch.denied or ())
-    return (*kept, new.model_copy(update={"denied": [*denied] or None}))
+    earlier = [branch for branch in before if branch.from_step < new.from_step]
+    denied_entries = dict.fromkeys(entry for branch in (*before[len(earlier) :], new) for entry in branch.denied or ())
+    return (*earlier, new.model_copy(update={"denied": [*denied_entries] or None}))
 
 
 def parse_denied(text: str, where: str) -> list[str]:
-    """The lines of a deny list but empty ones and comments (#), with single blanks.
+    """The entries of a deny list, with single blanks, without empty lines and comments (#).
 
     Each is "source NAME", "shard SOURCE URL" or "document NUMBER SOURCE URL", with the number of a document in its
     shard, counted from 0.
 
     Raises:
-        ConfigError: there is none, or a line is none of these; names `where` and the line.
+        ConfigError: there are no entries, or a line is malformed; names `where` and the line.
     """
-    found = list[str]()
+    entries = list[str]()
     for number, line in enumerate(text.splitlines(), 1):
         words = [] if line.lstrip().startswith("#") else line.split()
-        if words and (words[0] not in _DENIED or len(words) < _DENIED[words[0]]):
+        if words and (words[0] not in _DENY_WORDS or len(words) < _DENY_WORDS[words[0]]):
             raise ConfigError(
                 f'{where}:{number}: expected "source NAME", "shard SOURCE URL" or "document NUMBER SOURCE URL", got '
                 f"{line.strip()[:80]!r}."
@@ -142,19 +142,19 @@ def parse_denied(text: str, where: str) -> list[str]:
         if words and words[0] == "document" and not (words[1].isascii() and words[1].isdigit() and len(words[1]) < 12):
             raise ConfigError(f"{where}:{number}: expected the number of a document, counted from 0, got {words[1]!r}.")
         if words:
-            found.append(
-                " ".join([*words[: _DENIED[words[0]] - 1], line.strip().split(None, _DENIED[words[0]] - 1)[-1]])
+            entries.append(
+                " ".join([*words[: _DENY_WORDS[words[0]] - 1], line.strip().split(None, _DENY_WORDS[words[0]] - 1)[-1]])
             )
-    if not found:
-        raise ConfigError(f"{where}: lists nothing.")
-    return [*dict.fromkeys(found)]
+    if not entries:
+        raise ConfigError(f"{where}: has no entries.")
+    return [*dict.fromkeys(entries)]
 
 
 def parse_data(text: str) -> str:
     """Validate the value of --data.
 
     Raises:
-        ConfigError: it is none of the three forms.
+        ConfigError: it is malformed.
     """
     if not _DATA.fullmatch(text):
         raise ConfigError(
@@ -167,7 +167,7 @@ def parse_rate(text: str) -> Rate:
     """The value of --lr.
 
     Raises:
-        ConfigError: it is none of the three forms, or not a positive finite number.
+        ConfigError: it is malformed, or the number is not positive and finite.
     """
     if match := re.fullmatch(rf"hold0:({_COUNT})", text):
         return Rate(hold_steps=int(match[1]))
@@ -179,13 +179,13 @@ def parse_rate(text: str) -> Rate:
 
 
 def override_learning_rate(base: Callable[[int], float], branches: Sequence[Branch]) -> Callable[[int], float]:
-    """The learning rate of the optimizer step that follows `step` finished ones. base: the schedule without branches.
+    """The learning rate of the optimizer step after `step` finished steps. base: the schedule without branches.
 
-    Factors multiply along the chain. A value replaces earlier overrides. A hold ends early where a later branch sets a
+    Factors multiply along the chain. A value replaces earlier overrides. A hold ends early if a later branch sets a
     rate.
 
     Raises:
-        ConfigError: a branch sets a value where the schedule is at 0, so that there is no shape to follow.
+        ConfigError: a branch sets a value where the schedule is 0, so that it has no shape to follow.
     """
     rate = base
     holds: list[tuple[int, int]] = []
@@ -202,8 +202,8 @@ def override_learning_rate(base: Callable[[int], float], branches: Sequence[Bran
             if rate(first) == 0:
                 error = ConfigError(
                     f"branch {branch.number}: the schedule's learning rate is 0 after step {first}, "
-                    f"so none can be derived from --lr ={change.value:g}. "
-                    "Undo the rewind, and go back to another step or use --lr xFACTOR."
+                    f"so it cannot be scaled to --lr ={change.value:g}. "
+                    "Undo the rewind, then rewind to another step or use --lr xFACTOR."
                 )
                 error.everywhere = True  # the branches are the same on every rank
                 raise error
@@ -222,27 +222,26 @@ def _override(rate: Callable[[int], float], first: int, value: float) -> Callabl
 
 
 def must_reset_optimizer(branches: Sequence[Branch], step: int) -> bool:
-    """Whether a start from a checkpoint of `step` must reset the moments; also after a crash early in the branch."""
+    """Whether a start from the checkpoint of `step` must reset the moments (also after a crash early in the branch)."""
     return any(branch.reset_optimizer and branch.from_step == step for branch in branches)
 
 
 def check_start(branches: Sequence[Branch], step: int) -> None:
-    """Check that a start from a checkpoint of `step` does not pass by a reset of the optimizer:
-    that happens at the start of a branch only.
+    """Check that a start from the checkpoint of `step` does not miss a reset of the optimizer,
+    which happens only at the start of a branch.
 
     Raises:
-        RunError: a branch that resets the optimizer begins later; the checkpoint that it begins with is gone or
-            damaged.
+        RunError: a branch that resets the optimizer starts later, and its first checkpoint is missing or damaged.
     """
     later = [branch for branch in branches if branch.reset_optimizer and branch.from_step > step]
     if later:
         raise RunError(
-            f"branch {later[0].number} resets the optimizer at step {later[0].from_step}, whose checkpoint is "
-            f"damaged or gone: the newest "
-            f"whole one is of step {step}. Undo the rewind, or rewind to an earlier step with --reset-optimizer."
+            f"branch {later[0].number} resets the optimizer at step {later[0].from_step}, but the checkpoint of that "
+            f"step is damaged or missing: the newest complete one is of step {step}. "
+            "Undo the rewind, or rewind to an earlier step with --reset-optimizer."
         )
 
 
 def branch_numbers(branches: Sequence[Branch], step: int) -> list[int]:
-    """Numbers of the branches of the first `step` steps; they distinguish checkpoints of one step by branch."""
+    """Numbers of the branches within the first `step` steps. They distinguish checkpoints of a step by branch."""
     return [branch.number for branch in branches if branch.from_step < step]

@@ -1,7 +1,7 @@
 """Crash-safe multi-file transactions on a save directory: write a journal, apply its steps, delete it.
 
-The steps are idempotent. A process that finds a journal repeats all of them, so an interrupted change is finished by
-the next process that opens the run. Nothing is deleted before it is stored elsewhere. Paths are relative to the run.
+The steps are idempotent. A process that finds a journal repeats all of its steps, so the next process that opens the
+run finishes an interrupted change. Nothing is deleted before it is stored elsewhere. Paths are relative to the run.
 """
 
 import contextlib
@@ -40,7 +40,7 @@ def begin(run: Path, steps: Sequence[Step], event: Mapping[str, Any]) -> None:
     Raises:
         RunError: the disk refuses. The next `finish` completes the transaction.
     """
-    assert event.get("id"), "without an id an interrupted event would be recorded twice"
+    assert event.get("id"), "without an id, an interrupted event would be recorded twice"
     write_json(run / FILE, {"steps": list(steps), "event": dict(event)})
     finish(run)
 
@@ -48,7 +48,7 @@ def begin(run: Path, steps: Sequence[Step], event: Mapping[str, Any]) -> None:
 def finish(run: Path) -> dict[str, Any] | None:
     """Complete an interrupted transaction of `run`; return its event, if any. The caller must hold the lease.
 
-    Writers call it before they read anything of the run.
+    Writers call it before they read any file of the run.
 
     Raises:
         RunError: the disk refuses, or the journal is damaged.
@@ -61,7 +61,7 @@ def finish(run: Path) -> dict[str, Any] | None:
         steps, event = [(_STEPS[step["do"]], step) for step in plan["steps"]], dict(plan["event"])
     except (KeyError, TypeError, ValueError):
         raise RunError(
-            f"{path}: not a list of steps that this version knows. Finish with the version that started: "
+            f"{path}: not a list of steps that this version knows. Finish it with the version that started it: "
             f"{describe_event(plan)}"
         ) from None
     with _lock_rows(run, plan["steps"]):
@@ -76,12 +76,12 @@ def finish(run: Path) -> dict[str, Any] | None:
 
 
 def describe_unfinished(run: Path) -> str | None:
-    """The unfinished transaction of `run`, for people; None without one."""
+    """Description of the unfinished transaction of `run`, or None."""
     return describe_event(read_json(run / FILE, RunError)) if (run / FILE).exists() else None
 
 
 def describe_event(journal: Any) -> str:
-    """The event of a journal, for people."""
+    """Description of the event of a journal."""
     event = journal.get("event") if isinstance(journal, dict) else None
     return (
         f"{event.get('event')} by {event.get('who')} at {event.get('when')}" if isinstance(event, dict) else "unknown"
@@ -89,16 +89,16 @@ def describe_event(journal: Any) -> str:
 
 
 def rows_after(content: bytes, step: int) -> tuple[bytes, bytes]:
-    """Splits the lines of a file: those up to `step` or without a step, and later ones. Both parts end with a newline.
+    """Split the lines of a file: those up to `step` or without a step, and later ones. Both parts end with a newline.
 
-    A last line without newline was cut by a crash; it goes with the later ones.
+    A last line without newline was truncated by a crash; it is in the second part.
     """
     earlier, later = [], []
-    *lines, torn = content.split(b"\n")
+    *lines, partial = content.split(b"\n")
     for line in lines:
         at = step_of(line)
         (later if at is not None and at > step else earlier).append(line + b"\n")
-    return b"".join(earlier), b"".join(later) + (torn + b"\n" if torn else b"")
+    return b"".join(earlier), b"".join(later) + (partial + b"\n" if partial else b"")
 
 
 def step_of(line: bytes) -> int | None:
@@ -113,13 +113,13 @@ def step_of(line: bytes) -> int | None:
         if type(row.get(name)) is int:
             return row[name]
     for name in ("model_name_or_path", "checkpoint"):
-        if isinstance(row.get(name), str) and (plan := _IN_PATH.findall(row[name])):
-            return int(plan[-1])
+        if isinstance(row.get(name), str) and (steps := _IN_PATH.findall(row[name])):
+            return int(steps[-1])
     return None
 
 
 def manifest_hash(checkpoint: Path) -> str | None:
-    """sha256 of the manifest, which has the hash of every file; None without one."""
+    """sha256 of the manifest, which contains the hash of every file; None without a manifest."""
     with contextlib.suppress(FileNotFoundError):
         return hashlib.sha256(read_bytes(checkpoint / "manifest.json")).hexdigest()
     return None
@@ -127,7 +127,7 @@ def manifest_hash(checkpoint: Path) -> str | None:
 
 @contextlib.contextmanager
 def _lock_rows(run: Path, steps: Sequence[Step]) -> Iterator[None]:
-    """Lock the files of rows that are changed: evaluations of checkpoints append to them without the lease."""
+    """Lock the row files that the steps change: evaluations of checkpoints append to them without the lease."""
     names = {step["to"] for step in steps if step["do"] in ("cut", "put") and step["to"].endswith(".jsonl")}
     with contextlib.ExitStack() as stack:
         for path in (run / name for name in sorted(names) if (run / name).exists()):
@@ -138,7 +138,7 @@ def _lock_rows(run: Path, steps: Sequence[Step]) -> Iterator[None]:
 
 
 def _sweep(run: Path) -> None:
-    """Delete temporary files of killed processes below the run's folders; in the run itself the next start does."""
+    """Delete temporary files of killed processes in subfolders of the run; the next start cleans the run itself."""
     with writing(run):
         for path in run.glob("*/**/.*"):
             if TEMPORARY.fullmatch(path.name) and path.is_file():
@@ -146,7 +146,7 @@ def _sweep(run: Path) -> None:
 
 
 def _move(run: Path, step: Step) -> None:
-    """Rename a folder. An existing "to" was moved there by this journal, so it stays."""
+    """Rename a folder. If "to" exists, an earlier attempt already moved it."""
     source, target = run / step["from"], run / step["to"]
     if target.exists() or _is_gone(source):
         return
@@ -158,25 +158,25 @@ def _move(run: Path, step: Step) -> None:
 
 
 def _link(run: Path, step: Step) -> None:
-    """Copy a folder with hard links to its files; with copies of them where links are not supported."""
+    """Copy a folder with hard links to its files, or with copies if links are not supported."""
     source, target = run / step["from"], run / step["to"]
     if target.exists() or _is_gone(source):
         return
-    beside = target.with_name(f".{target.name}.linking")
+    temporary = target.with_name(f".{target.name}.linking")
     with writing(target):
         target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(beside, ignore_errors=True)
-        shutil.copytree(source, beside, copy_function=_link_or_copy)
-        for folder in (beside, *(path for path in beside.rglob("*") if path.is_dir())):
+        shutil.rmtree(temporary, ignore_errors=True)
+        shutil.copytree(source, temporary, copy_function=_link_or_copy)
+        for folder in (temporary, *(path for path in temporary.rglob("*") if path.is_dir())):
             sync_directory(folder)
-        os.rename(beside, target)
+        os.rename(temporary, target)
         sync_directory(target.parent)
 
 
 def _is_gone(source: Path) -> bool:
-    """Whether a folder was deleted since, for example by retention; the remaining steps are applied."""
+    """Whether the folder was deleted since the plan, for example by retention. The other steps are still applied."""
     if not source.is_dir():
-        log.warning("%s: gone in the meantime, so it stays gone.", source)
+        log.warning("%s: deleted meanwhile, so it is skipped.", source)
         return True
     return False
 
@@ -210,7 +210,7 @@ def _restore(run: Path, step: Step) -> None:
 
 
 def _cut_rows(run: Path, step: Step) -> None:
-    """Move the lines after "step" from "to" to "rest". Done already if "to" no longer starts with its copy "from"."""
+    """Move the lines after "step" from "to" to "rest". If "to" does not start with its copy "from", this is done."""
     target = run / step["to"]
     with writing(target):
         before, content = read_bytes(run / step["from"]), read_bytes(target)
@@ -227,7 +227,7 @@ def _write(run: Path, step: Step) -> None:
 
 
 def _remove(run: Path, step: Step) -> None:
-    """Delete a file that was copied before."""
+    """Delete a file that is already copied to the archive."""
     with writing(run / step["to"]):
         (run / step["to"]).unlink(missing_ok=True)
         sync_directory((run / step["to"]).parent)

@@ -1,4 +1,4 @@
-"""Rules that recognise incidents in lines of logs. They are in resources/log_rules.yaml."""
+"""Rules that detect incidents in log lines, from resources/log_rules.yaml."""
 
 import re
 from collections.abc import Iterator
@@ -11,21 +11,21 @@ FILE = ROOT / "resources" / "log_rules.yaml"
 
 
 class Rule(NamedTuple):
-    """One kind of trouble."""
+    """A rule for one kind of incident."""
 
     name: str
     severity: Literal["info", "warning", "error"]
     advice: str
     aftermath: bool
-    """Whether other ranks report it after one has failed for another reason."""
+    """Whether ranks report it as a consequence of another rank's failure."""
     patterns: list[tuple[bytes, "re.Pattern[bytes]"]]
-    """(text to search first, pattern around it), as bytes: logs need not be UTF-8.
+    """(literal text to search first, pattern that contains it), as bytes: logs need not be UTF-8.
     A pattern matches within one line."""
 
 
 @cache
 def rules() -> tuple[Rule, ...]:
-    """All rules; the first that matches a line counts.
+    """All rules, by priority: the first match in a line counts.
 
     Raises:
         ConfigError: the file is missing or damaged.
@@ -45,14 +45,14 @@ def rules() -> tuple[Rule, ...]:
 
 
 def is_aftermath(name: object) -> bool:
-    """Whether the rule `name` recognises a consequence of another failure."""
+    """Whether the rule `name` detects a consequence of another failure."""
     return any(rule.name == name and rule.aftermath for rule in rules())
 
 
 def matches(text: bytes) -> Iterator[tuple[int, int, Rule]]:
     """(start, end without newline, rule) of each line of `text` that a rule matches, in order, each line once.
 
-    Carriage returns, as progress bars write them, end lines too.
+    Carriage returns, as in progress bars, also end lines.
     """
     lines = text.replace(b"\r", b"\n")
     order_at: dict[int, int] = {}

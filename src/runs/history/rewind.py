@@ -1,5 +1,4 @@
-"""Plans of a rewind to an earlier checkpoint of a run, of a roll-back of its evaluations,
-and of their undo. See `archive`."""
+"""Plan a rewind to an earlier checkpoint, a roll-back of evaluations, or the undo of either. See `archive`."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,15 +18,15 @@ EVALUATIONS = "evaluations*.jsonl"
 
 
 def plan(run: Path, branch: Branch, why: str = "", new_wandb: bool = False) -> Plan:
-    """The plan of a rewind to the checkpoint of `branch.from_step`.
-    `branch.number` is `next_number(run)`. Changes nothing.
+    """Plan a rewind to the checkpoint of `branch.from_step`.
+    `branch.number` must be `next_number(run)`. Changes nothing.
 
     Raises:
         CheckpointError: there is no such checkpoint, or it is damaged.
         RunError, DataError: a file of the run is damaged.
     """
     step = branch.from_step
-    target = _whole_checkpoint(run, step)
+    target = _complete_checkpoint(run, step)
     status = SavedRun(run).status
     Scores(run / SCORES, read_only=True).rows()  # fails here, before any change, if the scores are damaged
     before = branches.read(run)
@@ -45,7 +44,7 @@ def plan(run: Path, branch: Branch, why: str = "", new_wandb: bool = False) -> P
         builder.archive_checkpoint(name)
     for name in archive.files_of_rows(run):
         builder.archive_rows_after(name, step)
-    best, told = _best_step(run, target)
+    best, warnings = _best_step(run, target)
     if best is None:
         builder.add_step("remove", BEST)
     else:
@@ -55,14 +54,12 @@ def plan(run: Path, branch: Branch, why: str = "", new_wandb: bool = False) -> P
         builder.add_step(
             "write", WANDB, json={"id": branch.wandb, "forked_from": {"run": _wandb_id(run), "step": step}}
         )
-    reason = (
-        f"rewound to step {step} by {ledger.user_and_host()}{f' ({why})' if why else ''}; start it again to continue"
-    )
-    kept = {key: value for key, value in status.items() if key != "loss"}
+    reason = f"rewound to step {step} by {ledger.user_and_host()}{f' ({why})' if why else ''}; restart it to resume"
+    status_facts = {key: value for key, value in status.items() if key != "loss"}
     builder.add_step(
-        "conclude", STATUS, json={**kept, "state": "stopped", "step": step, "reason": reason, "updated": now()}
+        "conclude", STATUS, json={**status_facts, "state": "stopped", "step": step, "reason": reason, "updated": now()}
     )
-    left = [item.number for item in before if item not in after]
+    dropped_numbers = [item.number for item in before if item not in after]
     facts = {
         "why": why,
         "step": step,
@@ -70,33 +67,36 @@ def plan(run: Path, branch: Branch, why: str = "", new_wandb: bool = False) -> P
         "branch": branch.model_dump(mode="json", exclude_none=True),
     }
     return builder.build(
-        "rewind", facts, every, [f"to step {step}: {describe(branch)}", *told, *_warnings(run, branch, builder, left)]
+        "rewind",
+        facts,
+        every,
+        [f"to step {step}: {describe(branch)}", *warnings, *_warnings(run, branch, builder, dropped_numbers)],
     )
 
 
 def plan_evaluations(run: Path, step: int, why: str = "") -> Plan:
-    """The plan of moving the rows after `step` out of the evaluations' files. Changes nothing.
+    """Plan to move the rows after `step` out of the evaluation files. Changes nothing.
 
     Raises:
-        RunError: there is none, or a file cannot be read.
+        RunError: there are no such rows, or a file cannot be read.
     """
     builder = PlanBuilder(run, next_number(run))
     for path in sorted(run.glob(EVALUATIONS)):
         builder.archive_file(path.name)
     for name in list(builder.files):
         builder.archive_rows_after(name, step)
-    if not builder.archived:
-        raise RunError(f"{run}: no row of {EVALUATIONS} is of a step after {step}, so there is nothing to roll back.")
+    if not builder.archived_rows:
+        raise RunError(f"{run}: {EVALUATIONS} have no rows after step {step}, so there is nothing to roll back.")
     return builder.build("rollback-evals", {"why": why, "step": step}, None, [f"evaluations to step {step}"])
 
 
 def plan_undo(run: Path, why: str = "") -> Plan:
-    """The plan of restoring the run as it was before the last rewind or roll-back that was not undone. Changes nothing.
+    """Plan to restore the run from before the last rewind or roll-back that was not undone. Changes nothing.
 
-    Later training goes to a branch of its own.
+    Later training is archived as a new branch.
 
     Raises:
-        RunError: there is nothing to undo, or a file that it needs is gone.
+        RunError: there is nothing to undo, or a required file is missing.
     """
     done = [record for record in archive.records(run) if record["event"] != "undo"]
     undoable = [record for record in done if not record.get("undone")]
@@ -105,32 +105,34 @@ def plan_undo(run: Path, why: str = "") -> Plan:
         raise RunError(f"{run}: there is nothing to undo.{last}")
     record = undoable[-1]
     builder, old = PlanBuilder(run, next_number(run)), f"{archive.FOLDER}/branch-{record['number']}"
-    files, listed = record["before"]["files"], record["before"]["checkpoints"]
+    files, checkpoint_hashes = record["before"]["files"], record["before"]["checkpoints"]
     every = [path.name for path in checkpoints.list_all(run)]
-    touched = sorted(files) if listed is None else sorted({*files, *archive.changeable_files(run)})
-    for name in touched:
+    file_names = sorted(files) if checkpoint_hashes is None else sorted({*files, *archive.changeable_files(run)})
+    for name in file_names:
         if (run / name).is_file():
             builder.archive_file(name)
-    if listed is not None:
-        _restore_checkpoints(builder, old, listed, every)
-    for name in touched:
+    if checkpoint_hashes is not None:
+        _restore_checkpoints(builder, old, checkpoint_hashes, every)
+    for name in file_names:
         if name not in files:
             builder.add_step("remove", name)
         elif not (run / old / "before" / name).is_file():
-            raise RunError(f"{run / old / 'before' / name}: gone, so the run cannot be restored.")
+            raise RunError(f"{run / old / 'before' / name}: missing, so the run cannot be restored.")
         else:
             builder.add_step("put", name, **{"from": f"{old}/before/{name}"})
     builder.add_step("write", f"{old}/{archive.RECORD}", json={**record, "undone": now()})
-    told = [f"as it was before the {record['event']} to step {record['step']} by {record['who']} at {record['when']}"]
+    messages = [
+        f"to the state before the {record['event']} to step {record['step']} by {record['who']} at {record['when']}"
+    ]
     facts = {"why": why, "step": record["step"], "undoes": record["number"]}
-    return builder.build("undo", facts, None if listed is None else every, told)
+    return builder.build("undo", facts, None if checkpoint_hashes is None else every, messages)
 
 
 def describe(branch: Branch) -> str:
-    """The overrides of a branch, for people."""
+    """Description of the overrides of a branch."""
     rate = branch.learning_rate
-    said = {"same": "the same data", "reshuffle": "the rest of the epoch in another order"}
-    words = [said.get(branch.data, f"{branch.skipped_steps} steps of data passed over")]
+    data_texts = {"same": "the same data", "reshuffle": "the rest of the epoch in another order"}
+    words = [data_texts.get(branch.data, f"{branch.skipped_steps} steps of data skipped")]
     if rate is not None and rate.factor is not None:
         words.append(f"learning rate x{rate.factor:g}")
     elif rate is not None and rate.value is not None:
@@ -143,49 +145,55 @@ def describe(branch: Branch) -> str:
             f"{', '.join(branch.denied[:3])}{' ...' if len(branch.denied) > 3 else ''}"
         )
     if branch.reset_optimizer:
-        words.append("the optimizer's moments begin anew")
+        words.append("the optimizer's moments are reset")
     return ", ".join([*words, *([f"Weights & Biases run {branch.wandb}"] if branch.wandb else [])])
 
 
-def _restore_checkpoints(builder: PlanBuilder, old: str, listed: dict[str, str | None], every: Sequence[str]) -> None:
-    """Move later checkpoints away first, then move earlier ones back: both may have a checkpoint of one step."""
+def _restore_checkpoints(
+    builder: PlanBuilder, old: str, checkpoint_hashes: dict[str, str | None], every: Sequence[str]
+) -> None:
+    """Archive later checkpoints first, then restore earlier ones: both can have a checkpoint of the same step."""
     run = builder.run
     for name in every:
         was_moved = (run / old / "checkpoints" / name).is_dir()
-        if was_moved or name not in listed or journal.manifest_hash(run / "checkpoints" / name) != listed[name]:
+        if (
+            was_moved
+            or name not in checkpoint_hashes
+            or journal.manifest_hash(run / "checkpoints" / name) != checkpoint_hashes[name]
+        ):
             builder.archive_checkpoint(name)
-    for name in listed:
-        if name in every and name not in builder.moved:
+    for name in checkpoint_hashes:
+        if name in every and name not in builder.moved_checkpoints:
             continue
         places = {"move": f"{old}/checkpoints/{name}", "link": f"{old}/before/checkpoints/{name}"}
-        found = next(((do, place) for do, place in places.items() if (run / place).is_dir()), None)
-        if found is None:
-            raise RunError(f"{run / places['move']}: gone, so the run cannot be restored.")
-        builder.add_step(found[0], f"checkpoints/{name}", **{"from": found[1]})
+        source = next(((do, place) for do, place in places.items() if (run / place).is_dir()), None)
+        if source is None:
+            raise RunError(f"{run / places['move']}: missing, so the run cannot be restored.")
+        builder.add_step(source[0], f"checkpoints/{name}", **{"from": source[1]})
 
 
-def _whole_checkpoint(run: Path, step: int) -> Path:
+def _complete_checkpoint(run: Path, step: int) -> Path:
     target = checkpoints.folder(run, step)
     if not target.is_dir():
-        whole = [
+        complete_steps = [
             str(checkpoints.step_of(path)) for path in checkpoints.list_all(run) if defect(path, hashes=False) is None
         ]
         elsewhere = sorted((run / archive.FOLDER).glob(f"branch-*/checkpoints/{target.name}"))
-        hint = f" {elsewhere[-1]} is of a branch that was left: `undo` leads back there." if elsewhere else ""
+        hint = f" {elsewhere[-1]} is on an abandoned branch: `undo` restores it." if elsewhere else ""
         raise CheckpointError(
-            f"--to {step}: no such checkpoint in {run}. There are: {', '.join(whole) or 'none'}.{hint}"
+            f"--to {step}: no such checkpoint in {run}. There are: {', '.join(complete_steps) or 'none'}.{hint}"
         )
     if (run / "checkpoints").stat().st_dev != run.stat().st_dev:
         raise RunError(
-            f"{run / 'checkpoints'}: a link to another file system, into which nothing can be moved in one step."
+            f"{run / 'checkpoints'}: a link to another file system, so checkpoints cannot be moved atomically."
         )
     if problem := defect(target):
-        raise CheckpointError(f"{target}: damaged ({problem}), so nobody can go back to it. Choose another step.")
+        raise CheckpointError(f"{target}: damaged ({problem}). Choose another step.")
     return target
 
 
 def _best_step(run: Path, target: Path) -> tuple[int | None, list[str]]:
-    """The best step according to the checkpoint `target`, None if none was evaluated or it is gone; and warnings."""
+    """The best step according to the checkpoint `target` (None if unknown or missing), and warnings."""
     state = read_json(target / "state.json", CheckpointError, {})
     selection = state.get("selection") if isinstance(state, dict) else None
     best = selection.get("best_step") if isinstance(selection, dict) else None
@@ -194,26 +202,28 @@ def _best_step(run: Path, target: Path) -> tuple[int | None, list[str]]:
     if problem := defect(checkpoints.folder(run, best), hashes=False):
         return None, [
             (
-                f"the best checkpoint of that time, step {best}, is gone ({problem}); "
-                "none is named best until one is better"
+                f"the best checkpoint at that time, step {best}, is missing ({problem}); "
+                "no checkpoint is marked best until a better one"
             )
         ]
     return best, []
 
 
 def _wandb_id(run: Path) -> str:
-    found = read_json(run / WANDB, RunError, None)
-    return found["id"] if isinstance(found, dict) and isinstance(found.get("id"), str) else run.name
+    content = read_json(run / WANDB, RunError, None)
+    return content["id"] if isinstance(content, dict) and isinstance(content.get("id"), str) else run.name
 
 
-def _warnings(run: Path, branch: Branch, builder: PlanBuilder, left: Sequence[int]) -> list[str]:
+def _warnings(run: Path, branch: Branch, builder: PlanBuilder, dropped_numbers: Sequence[int]) -> list[str]:
     lines = []
-    if left:
-        lines.append(f"branch {', '.join(map(str, left))} began here or later, so what it changed no longer holds")
-    if builder.moved and run.name in {name for name, _ in retention.needed_by_children(run.parent)[0]}:
-        lines.append("another experiment starts from this run, and will find another checkpoint")
+    if dropped_numbers:
+        lines.append(
+            f"branch {', '.join(map(str, dropped_numbers))} started here or later, so its changes no longer apply"
+        )
+    if builder.moved_checkpoints and run.name in {name for name, _ in retention.needed_by_children(run.parent)[0]}:
+        lines.append("another experiment starts from this run, and will start from a different checkpoint")
     if (run / WANDB).exists() and not branch.wandb:
         lines.append(
-            "Weights & Biases takes no step twice: without --new-wandb-run, steps that are made again do not show there"
+            "Weights & Biases accepts each step once: without --new-wandb-run, repeated steps are not shown there"
         )
     return lines

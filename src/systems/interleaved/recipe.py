@@ -64,7 +64,7 @@ class Config(TrainingRecipe):
                 summed = whole(model, batch)
             rows = torch.tensor(float(len(batch["input_ids"])))
             counted = {
-                f"{kind}/{name}": (batch["counted"][source, number], rows)
+                f"{kind}/{name}": (batch["source_counts"][source, number], rows)
                 for source, name in enumerate(names)
                 for number, kind in enumerate(dataset.COUNTED)
             }

@@ -71,7 +71,7 @@ def locate(path: Path, step: int | None = None) -> Path:
         if not path.is_dir():
             raise CheckpointError(f"{path}: no such folder.")
         return path.resolve()
-    checkpoint = checkpoints.newest_whole(path) if step is None else checkpoints.folder(path, step)
+    checkpoint = checkpoints.newest_complete(path) if step is None else checkpoints.folder(path, step)
     if checkpoint is None or not checkpoint.is_dir():
         there = ", ".join(str(checkpoints.step_of(entry)) for entry in checkpoints.list_all(path)) or "none"
         raise CheckpointError(

@@ -60,7 +60,7 @@ class DivergenceGuard:
 
         Raises:
             TrainingError: the training must stop; on every rank.
-            distributed.TrainingStopped: the run was rewound to an earlier checkpoint; on every rank.
+            distributed.StopTraining: the run was rewound to an earlier checkpoint; on every rank.
             RunError: the disk refuses.
         """
         findings = self.detector.observe(step, loss, grad_norm, skipped=overflow, kl=kl)
@@ -106,7 +106,7 @@ class DivergenceGuard:
         if to is None:
             log.warning("%s: cannot rewind: %s", self.run.path, refusal)
             return
-        raise distributed.TrainingStopped(
+        raise distributed.StopTraining(
             distributed.Reason(f"rewound to step {to}: {text}", "limit"), everywhere=True, step=to
         )
 

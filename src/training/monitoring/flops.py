@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 
 from torch import Tensor, nn
 
-from src.support.flops import KNOWN, adapter_weights, training_flops
+from src.support.flops import KNOWN_FAMILIES, adapter_weights, training_flops
 
 log = logging.getLogger(__name__)
 PEAKS = {
@@ -70,7 +70,7 @@ def batch_flops(model: nn.Module) -> Callable[[Mapping[str, Tensor]], int] | Non
     models without adapters.
     """
     config = getattr(model, "config", None)
-    is_known = getattr(config, "model_type", None) in KNOWN
+    is_known = getattr(config, "model_type", None) in KNOWN_FAMILIES
     if is_known and hasattr(model, "training_flops"):
         return model.training_flops()  # type: ignore[operator]  a method, not a module
     if not is_known or not type(model).__module__.startswith("transformers."):

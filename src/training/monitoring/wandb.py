@@ -16,7 +16,7 @@ from torch import nn
 from src.errors import RunError
 from src.files import read_json, write_json
 from src.runs import context
-from src.runs.store import DELETED
+from src.runs.store import DELETED_FOLDER
 from src.support.parsing import parse_json
 
 ID = "wandb.json"
@@ -101,7 +101,7 @@ def _identity(run: context.Run) -> str:
         if isinstance(saved, dict) and isinstance(saved.get("id"), str):
             return saved["id"]
         raise RunError(f'{file}: expected {{"id": ...}}. Delete it to start another wandb run.')
-    resets = list((run.places.runs / DELETED).glob(f"{run.dir.exp_id}*"))
+    resets = list((run.places.runs / DELETED_FOLDER).glob(f"{run.dir.exp_id}*"))
     number = max([len(resets), *(1 + _reset_number(path / ID) for path in resets)])  # older runs can have been deleted
     identity = f"{run.dir.exp_id}-{number}" if number else run.dir.exp_id
     write_json(file, {"id": identity})

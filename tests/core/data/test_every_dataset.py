@@ -375,7 +375,11 @@ def test_batch_loss_is_the_sum_of_sample_losses(build: Build, name: str, world: 
         <= declared_type.__required_keys__ | declared_type.__optional_keys__
     )
     for key, tensor in batch.items():
-        assert len(tensor) == len(batch.get("sample_of_row", samples)) or key in ("frames", "counted", "cached"), key
+        assert len(tensor) == len(batch.get("sample_of_row", samples)) or key in (
+            "frames",
+            "source_counts",
+            "cached",
+        ), key
         assert tensor.dtype == (torch.bool if "mask" in key else torch.float32 if key == "frames" else torch.int64), key
     if "labels" in batch:
         assert batch["loss_mask"].equal(batch["labels"] != -100)

@@ -41,9 +41,9 @@ class Outer(Config):
 
 
 def mistake(raw: Any) -> str:
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError) as error_info:
         load(Outer, raw, "copy_lr[2]")
-    return str(caught.value)
+    return str(error_info.value)
 
 
 def test_defaults_are_written_out():
@@ -152,17 +152,17 @@ class Short(Config):
         ({"code": "xyz"}, "s.code: expected text of the form ^[a-f]+$, got 'xyz' (str)."),
     ],
 )
-def test_lengths_and_patterns_are_told_in_our_words(raw: Any, message: str):
-    with pytest.raises(ConfigError) as caught:
+def test_errors_describe_lengths_and_patterns(raw: Any, message: str):
+    with pytest.raises(ConfigError) as error_info:
         load(Short, raw, "s")
-    assert str(caught.value) == message
+    assert str(error_info.value) == message
 
 
 def test_unknown_sorts_names_of_several_types():
     assert str(unknown("group", "b", [2, "a"], "-e")) == ("-e: unknown group 'b'. Known: 2, a.")  # type: ignore[list-item]
 
 
-def test_every_mistake_is_told_at_once():
+def test_all_mistakes_are_reported_at_once():
     assert mistake({"loop": {"steps": "x", "rat": 1}, "label": 2}).splitlines() == [
         "copy_lr[2].loop.steps: expected int, got 'x' (str).",
         "copy_lr[2].loop: unknown key 'rat'. Did you mean 'rate'? Known: betas, rate, schedule, steps, warm.",
@@ -250,9 +250,9 @@ def things(monkeypatch: pytest.MonkeyPatch) -> ComponentTable:
 
 
 def problems(table: ComponentTable, raw: Any) -> list[tuple[str, str]]:
-    with pytest.raises(config.Problems) as caught:
+    with pytest.raises(config.Problems) as error_info:
         bind(table, raw)
-    return caught.value.found
+    return error_info.value.problems
 
 
 def test_a_component_is_its_config_and_knows_its_name(things: ComponentTable):
@@ -260,13 +260,13 @@ def test_a_component_is_its_config_and_knows_its_name(things: ComponentTable):
     assert (part.name, part.base.name, part.base.width) == ("wrap", "leaf", 2.0)
 
 
-def test_a_part_may_be_given_ready(things: ComponentTable):
+def test_a_component_can_be_passed_as_an_object(things: ComponentTable):
     part = bind(things, {"name": "leaf"})
     assert bind(things, part) is part
 
 
 @pytest.mark.parametrize(
-    ("raw", "found"),
+    ("raw", "expected_problems"),
     [
         ({}, [("name", "missing. Known: leaf, wrap.")]),
         ("leaf", [("", "expected a dict with 'name', got 'leaf' (str).")]),
@@ -301,8 +301,10 @@ def test_a_part_may_be_given_ready(things: ComponentTable):
         ),
     ],
 )
-def test_mistakes_in_parts_are_named_by_the_whole_path(things: ComponentTable, raw: Any, found: list[tuple[str, str]]):
-    assert problems(things, raw) == found
+def test_mistakes_in_components_have_full_paths(
+    things: ComponentTable, raw: Any, expected_problems: list[tuple[str, str]]
+):
+    assert problems(things, raw) == expected_problems
 
 
 def test_resolved_writes_every_default(things: ComponentTable):
@@ -319,10 +321,10 @@ def test_canonical_spells_ints_as_floats_where_the_config_says_float(things: Com
         "parts": [{"name": "leaf"}, {"name": "leaf", "width": 3}],
         "rank": 4,
     }
-    spelled = canonical_dict(raw, bind(things, raw))
-    assert spelled == raw
-    assert repr(spelled) == repr(raw).replace("'width': 2", "'width': 2.0").replace("'width': 3", "'width': 3.0")
-    assert canonical_dict(spelled, bind(things, spelled)) == spelled
+    canonical = canonical_dict(raw, bind(things, raw))
+    assert canonical == raw
+    assert repr(canonical) == repr(raw).replace("'width': 2", "'width': 2.0").replace("'width': 3", "'width': 3.0")
+    assert canonical_dict(canonical, bind(things, canonical)) == canonical
 
 
 def test_canonical_reaches_lists_dicts_and_options():

@@ -64,9 +64,9 @@ def test_every_experiment_loads_under_an_id_of_its_own():
         assert experiments, group
         for i, exp in enumerate(experiments):
             recipe = load_experiment(exp, f"{group}[{i}]")
-            found = exp_id(canonical_dict(exp, recipe))
-            assert found not in ids, f"{group}[{i}] is {ids[found]}"
-            ids[found] = f"{group}[{i}]"
+            identity = exp_id(canonical_dict(exp, recipe))
+            assert identity not in ids, f"{group}[{i}] is {ids[identity]}"
+            ids[identity] = f"{group}[{i}]"
 
 
 @pytest.mark.parametrize("group", GROUPS)
@@ -74,12 +74,12 @@ def test_the_published_values(group: str):
     (exp,) = exp_configs.EXP_GROUPS[group]
     config: Any = load_experiment(exp, group)
     model, loop = config.model, config.loop
-    found = (
+    expected_values = (
         *(model.num_layers, model.stride, model.shared_weights, model.final_layer, model.hidden_size, model.num_heads),
         *(model.context_dropout_rate, config.data.context_tokens, loop.sequences_per_step),
         *(loop.learning_rate, loop.schedule, loop.weight_decay),
     )
-    assert found == GROUPS[group]
+    assert expected_values == GROUPS[group]
     assert (loop.warmup_rate, loop.adam_beta1, loop.adam_beta2, loop.adam_epsilon, loop.max_grad_norm) == (
         0.05,
         0.9,
@@ -113,11 +113,11 @@ def test_it_is_built_on_a_small_base_of_its_family(group: str, tmp_path: Path):
     assert model.layer_indices == expected
     assert list(model.blocks) == (["shared"] if config.model.shared_weights else [str(i) for i in expected])
     ids = torch.randint(3, VOCABULARY, (1, 5))
-    known = {"input_ids": ids, "attention_mask": torch.ones(1, 5, dtype=torch.bool)}
+    inputs = {"input_ids": ids, "attention_mask": torch.ones(1, 5, dtype=torch.bool)}
     contexts = [
         {"context_ids": ids[None] + shift, "context_mask": torch.ones(1, 1, 5, dtype=torch.bool)} for shift in (0, -1)
     ]
     with torch.no_grad():
-        one, other = (model(**known, **context) for context in contexts)
+        one, other = (model(**inputs, **context) for context in contexts)
     assert one.isfinite().all()
     assert not torch.equal(one, other), "the context is read"

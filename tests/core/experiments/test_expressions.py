@@ -74,9 +74,9 @@ def test_it_does_not_hold(text: str):
 
 
 def test_names_are_those_that_are_read():
-    asked = expressions.compile("a.b.c > 1 and matches(d, 'e') or value('f/g') in [h, 'i', null, true, None]")
-    assert asked.names == {"a.b.c", "d", "f/g", "h"}
-    assert asked.text.startswith("a.b.c")
+    query = expressions.compile("a.b.c > 1 and matches(d, 'e') or value('f/g') in [h, 'i', null, true, None]")
+    assert query.names == {"a.b.c", "d", "f/g", "h"}
+    assert query.text.startswith("a.b.c")
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,7 @@ def test_names_are_those_that_are_read():
         ("__import__('os').system('true')", r"the only calls are"),
         ("matches(a)", "the only calls are"),
         ("matches(a, b)", "the only calls are"),
-        ("matches(a, '(')", r"character 12 .*is no regular expression of RE2: missing"),
+        ("matches(a, '(')", r"character 12 .*is not a valid RE2 expression: missing"),
         ("value(a)", "the only calls are"),
         ("a[0] == 1", r"cannot use 'a\[0\]'"),
         ("a[0].b == 1", r"expected a dotted name"),
@@ -125,7 +125,7 @@ def test_a_mistake_is_named_with_its_place(text: str, message: str):
         expressions.compile(text)
 
 
-def test_the_place_where_it_stands_begins_the_message():
+def test_messages_start_with_the_place():
     with pytest.raises(ConfigError, match=r"^--where, character 3 "):
         expressions.compile("a b", "--where")
 

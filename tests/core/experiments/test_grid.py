@@ -70,7 +70,7 @@ def test_zip_axes_goes_position_by_position():
     experiments = zip_axes(BASE, {"model.stride": [1, 2], "seed": [7, 8]})
     assert [(e["model"]["stride"], e["seed"]) for e in experiments] == [(1, 7), (2, 8)]
     with pytest.raises(
-        ConfigError, match=r"^zip_axes: axes of equal length are needed, got model\.stride: 1, seed: 2\.$"
+        ConfigError, match=r"^zip_axes: expected axes of equal length, got model\.stride: 1, seed: 2\.$"
     ):
         zip_axes(BASE, {"model.stride": [1], "seed": [7, 8]})
 
@@ -137,9 +137,9 @@ def test_a_base_that_is_no_dict_is_refused(base: object):
 
 
 def test_ref_is_the_id_of_the_canonical_parent(toy_recipe: None):
-    whole, spelled = ({"recipe": "toy", "seed": 0, "rate": rate} for rate in (1, 1.0))
-    assert ref(whole) == ref(spelled) == {"name": "experiment", "exp_id": exp_id(spelled), "checkpoint": "last"}
-    assert exp_id(canonical_dict(whole, load_experiment(whole, "x"))) == exp_id(spelled) != exp_id(whole)
+    whole, decimal = ({"recipe": "toy", "seed": 0, "rate": rate} for rate in (1, 1.0))
+    assert ref(whole) == ref(decimal) == {"name": "experiment", "exp_id": exp_id(decimal), "checkpoint": "last"}
+    assert exp_id(canonical_dict(whole, load_experiment(whole, "x"))) == exp_id(decimal) != exp_id(whole)
     assert ref(whole, checkpoint="best")["checkpoint"] == "best"
     assert ref({**whole, "seed": 1})["exp_id"] != ref(whole)["exp_id"]
 
@@ -176,21 +176,21 @@ def test_such_an_axis_is_checked_by_the_config(axes: dict, message: str):
 
 def test_a_refused_grid_breaks_only_its_own_group():
     with deferred_errors():
-        broken = grid(BASE, {"sed": [1]})
+        group = grid(BASE, {"sed": [1]})
         whole = grid(BASE, {"seed": [1, 2]})
-        around = [seeds(broken, 2), whole + broken, broken + whole]
+        around = [seeds(group, 2), whole + group, group + whole]
     assert len(whole) == 2
-    assert isinstance(broken, BrokenGroup)
+    assert isinstance(group, BrokenGroup)
     line = re.match(
         rf"^{re.escape(__file__)}:(\d+): unknown key 'sed'|^{re.escape(__file__)}:(\d+): sed: unknown key 'sed'",
-        broken.error,
+        group.error,
     )
-    assert line, broken.error
-    assert [each.error for each in around if isinstance(each, BrokenGroup)] == [broken.error] * 3, (
+    assert line, group.error
+    assert [each.error for each in around if isinstance(each, BrokenGroup)] == [group.error] * 3, (
         "the place where it began"
     )
     with pytest.raises(ConfigError, match="unknown key 'sed'"):
-        list(broken)
+        list(group)
     with pytest.raises(ConfigError, match=r"^sed: unknown key 'sed'"):
         grid(BASE, {"sed": [1]})
 
@@ -228,11 +228,11 @@ def test_numbers_between_commas_make_a_grid(texts: list[str], combinations: list
 def test_commas_between_values_that_are_not_json_are_refused_with_both_spellings(
     text: str, several: str, one: str, values: list
 ):
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError) as error_info:
         parse_assignments([text])
-    assert text.partition("=")[0] in str(caught.value)
-    assert shlex.quote(several) in str(caught.value)
-    assert shlex.quote(one) in str(caught.value)
+    assert text.partition("=")[0] in str(error_info.value)
+    assert shlex.quote(several) in str(error_info.value)
+    assert shlex.quote(one) in str(error_info.value)
     assert [value for ((_, value),) in parse_assignments([several])] == values
     assert parse_assignments([one]) == [[text.partition("=")[::2]]]
 
@@ -252,7 +252,7 @@ def test_commas_between_values_that_are_not_json_are_refused_with_both_spellings
     ],
 )
 def test_a_number_that_json_spells_differently_is_refused_with_that_spelling(value: str, spelling: str):
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError) as error_info:
         parse_assignment(f"loop.x={value}")
-    assert f"loop.x: {value} " in str(caught.value)
-    assert f"loop.x={spelling}" in str(caught.value)
+    assert f"loop.x: {value} " in str(error_info.value)
+    assert f"loop.x={spelling}" in str(error_info.value)

@@ -29,19 +29,19 @@ def nested_list(rng: random.Random, depth: int) -> list[Any]:
 
 
 def nested_dict(rng: random.Random, depth: int) -> dict[str, Any]:
-    made: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     for _ in range(rng.randrange(5)):
         key = "".join(rng.choices(LETTERS, k=rng.randrange(1, 6)))
         kind = rng.randrange(4) if depth else 0
         if kind == 1:
-            made[key] = nested_dict(rng, depth - 1)
+            result[key] = nested_dict(rng, depth - 1)
         elif kind == 2:
-            made[key] = [nested_dict(rng, depth - 1) for _ in range(rng.randrange(3))]
+            result[key] = [nested_dict(rng, depth - 1) for _ in range(rng.randrange(3))]
         elif kind == 3:
-            made[key] = nested_list(rng, depth)
+            result[key] = nested_list(rng, depth)
         else:
-            made[key] = leaf(rng)
-    return made
+            result[key] = leaf(rng)
+    return result
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -63,7 +63,7 @@ def test_a_known_id_never_moves():
     ("exp", "message"),
     [
         ({1: "a"}, r"^g\[0\]: expected keys of type str, got 1 \(int\)\.$"),
-        ({"m": {"a.b": 1}}, r"^g\[0\]\.m: a key must not be empty or hold a dot, got 'a\.b'"),
+        ({"m": {"a.b": 1}}, r"^g\[0\]\.m: a key must not be empty or contain a dot, got 'a\.b'"),
         ({"m": {"": 1}}, r"^g\[0\]\.m: a key must not be empty"),
         (
             {"m": {"t": (1, 2)}},
@@ -77,11 +77,11 @@ def test_a_known_id_never_moves():
         ({"x": np.zeros(2)}, r"^g\[0\]\.x: .*\(ndarray\)"),
         ({"p": pathlib.Path("a")}, r"^g\[0\]\.p: .*Path"),
         ({"f": len}, r"^g\[0\]\.f: .*builtin"),
-        ({"l": [{"a": 1}, 2]}, r"^g\[0\]\.l: a list holds only dicts or none, got 1 among 2 values"),
-        ({"l": [0, {"a": 1}]}, r"^g\[0\]\.l: a list holds only dicts or none"),
-        ({"l": [[1], [{"a": 1, "b": 2}]]}, r"^g\[0\]\.l\[1\]: a list inside a list must not hold dicts"),
-        ({"x": "\ud800"}, r"^g\[0\]\.x: expected text that UTF-8 can hold"),
-        ({"\udcff": 1}, r"^g\[0\]: expected text that UTF-8 can hold"),
+        ({"l": [{"a": 1}, 2]}, r"^g\[0\]\.l: expected a list with only dicts or no dict, got 1 dicts among 2 values"),
+        ({"l": [0, {"a": 1}]}, r"^g\[0\]\.l: expected a list with only dicts or no dict"),
+        ({"l": [[1], [{"a": 1, "b": 2}]]}, r"^g\[0\]\.l\[1\]: a list inside a list must not contain dicts"),
+        ({"x": "\ud800"}, r"^g\[0\]\.x: expected text that UTF-8 can encode"),
+        ({"\udcff": 1}, r"^g\[0\]: expected text that UTF-8 can encode"),
         ({"x": [10**5000]}, r"^g\[0\]\.x\[0\]: expected a number of at most 300 digits"),
         ([], r"^g\[0\]: expected a dict, got \[\] \(list\)"),
     ],
@@ -98,15 +98,15 @@ def nested(depth: int) -> dict[str, Any]:
     return value
 
 
-def looped() -> dict[str, Any]:
+def cyclic_dict() -> dict[str, Any]:
     loop: dict[str, Any] = {"a": {}, "b": []}
     loop["a"]["back"] = loop
     loop["b"] += [loop, loop]
     return loop
 
 
-@pytest.mark.parametrize("exp", [nested(51), nested(100_000), looped()], ids=["51", "100000", "loop"])
-def test_what_is_too_deep_is_refused(exp: Any):
+@pytest.mark.parametrize("exp", [nested(51), nested(100_000), cyclic_dict()], ids=["51", "100000", "loop"])
+def test_deep_nesting_is_refused(exp: Any):
     check_values(nested(50), "g[0]")
     for value in (exp, {"l": [exp]}, [exp]):
         with pytest.raises(ConfigError, match=r"^g\[0\]: expected dicts and lists at most 50 deep"):

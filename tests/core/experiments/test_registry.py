@@ -89,13 +89,13 @@ def config_fields() -> Iterator[tuple[str, str, str]]:
                         yield module, node.name, line.target.id
 
 
-def reads(tree: ast.Module, excluded: str | None) -> set[str]:
+def reads(tree: ast.Module, excluded_name: str | None) -> set[str]:
     """Attribute names read in a module, but for the checks of the class called `excluded`."""
-    found: set[str] = set()
+    names: set[str] = set()
     waiting: list[ast.AST] = [tree]
     while waiting:
         node = waiting.pop()
-        if isinstance(node, ast.ClassDef) and node.name == excluded:
+        if isinstance(node, ast.ClassDef) and node.name == excluded_name:
             waiting.extend(
                 part
                 for part in node.body
@@ -103,9 +103,9 @@ def reads(tree: ast.Module, excluded: str | None) -> set[str]:
             )
             continue
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
-            found.add(node.attr)
+            names.add(node.attr)
         waiting.extend(ast.iter_child_nodes(node))
-    return found
+    return names
 
 
 def unread(fields: Iterator[tuple[str, str, str]]) -> list[str]:
@@ -135,7 +135,7 @@ def test_fields_are_found():
     assert ("src.launch.local.launcher", "Config", "slots") in set(config_fields())
 
 
-def test_equal_parts_are_asked_once_within_a_block(tmp_path: Path):
+def test_equal_components_are_called_once_within_a_block(tmp_path: Path):
     with new_directory(tmp_path / "corpus") as folder:
         for split in ("train", "val"):
             (folder / f"{split}.jsonl").write_text('{"text": "a", "source": "b"}\n')
@@ -160,17 +160,19 @@ def test_parts_that_mixtures_share_are_read_once_below_the_top_level(tmp_path: P
     part = {"name": "text", "corpus": "corpus", "sequence_tokens": 2}
     bodies = [{"parts": {"shared": part}, "temperature": float(number)} for number in (1, 2, 3)]
     mixtures = [registry.bind(registry.DATASETS, {"name": "mixture", **body}) for body in bodies]
-    opened: list[str] = []
+    opened_files: list[str] = []
     sys.addaudithook(
-        lambda event, args: opened.append(str(args[0])) if event == "open" and str(tmp_path) in str(args[0]) else None
+        lambda event, args: (
+            opened_files.append(str(args[0])) if event == "open" and str(tmp_path) in str(args[0]) else None
+        )
     )
 
     def count(components: list[interfaces.DatasetConfig], memory: contextlib.AbstractContextManager[None]) -> int:
-        opened.clear()
+        opened_files.clear()
         with memory:
             for component in components:
                 call_once(component.check, places)
-        return len(opened)
+        return len(opened_files)
 
     once = count(mixtures[:1], remember_calls())
     assert once
@@ -193,8 +195,8 @@ def test_a_component_without_a_line_has_no_name():
 def test_a_config_of_another_table_is_refused(table: ComponentTable):
     other = Foreign() if table is registry.LAUNCHERS else registry.bind(registry.LAUNCHERS, {"name": "local"})
     for foreign in (Foreign(), other):
-        with pytest.raises(Problems) as caught:
+        with pytest.raises(Problems) as error_info:
             registry.bind(table, foreign)
-        ((path, message),) = caught.value.found
+        ((path, message),) = error_info.value.problems
         assert path == ""
         assert message.startswith("expected a dict with 'name', got ")

@@ -29,8 +29,10 @@ def _no_process_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
-        while left := [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if _names(pid, folder)]:
-            for pid in left:
+        while remaining_pids := [
+            pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if _names(pid, folder)
+        ]:
+            for pid in remaining_pids:
                 with contextlib.suppress(OSError):
                     os.kill(pid, signal.SIGKILL)
 
@@ -40,8 +42,8 @@ def _names(pid: int, folder: Path) -> bool:
     not."""
     name = os.fsencode(folder)
     with contextlib.suppress(OSError):
-        said = b"".join(Path("/proc", str(pid), file).read_bytes() for file in ("cmdline", "environ"))
-        return pid != os.getpid() and (name + b"/" in said or name + b"\0" in said)
+        process_text = b"".join(Path("/proc", str(pid), file).read_bytes() for file in ("cmdline", "environ"))
+        return pid != os.getpid() and (name + b"/" in process_text or name + b"\0" in process_text)
     return False
 
 

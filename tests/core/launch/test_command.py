@@ -15,7 +15,7 @@ import pytest
 
 from src.errors import ConfigError
 from src.experiments.config import load
-from src.launch.command import INTERRUPTED, STOP_AFTER_FAILURES, STOPPED, Config, Environment, Processes, argv
+from src.launch.command import INTERRUPTED_EXIT, STOP_AFTER_FAILURES, STOPPED_EXIT, Config, Environment, Processes, argv
 from src.launch.job import Job
 from src.runs.store import SavedRun
 from tests import toy
@@ -60,7 +60,7 @@ def job_of(words: tuple[str, ...], folder: Path, python_binary: str | None = Non
     return Job("id", words, folder, folder / "run", folder / "logs", python_binary)
 
 
-def received(job: Job, **env: str) -> list[str]:
+def run_job(job: Job, **env: str) -> list[str]:
     done = subprocess.run(
         argv(job), cwd=job.cwd, env={**os.environ, **env}, capture_output=True, text=True, timeout=LONGEST, check=False
     )
@@ -78,19 +78,19 @@ def test_every_value_arrives_unchanged(tmp_path: Path, python_binary: str | None
     script.write_text(ECHO)
     binary = f"X=1 ; {sys.executable}" if python_binary else None
     job = job_of((script.name, *NASTY), tmp_path, binary)
-    assert received(job) == NASTY
+    assert run_job(job) == NASTY
 
 
 def test_random_values_arrive_unchanged(tmp_path: Path):
     draw = random.Random(0)
     alphabet = "ab '\"$`\\\n\t*?!#&|;<>(){}[]~^=%-é漢🙂\x01\x7f"
     words = tuple("".join(draw.choices(alphabet, k=draw.randrange(12))) for _ in range(400))
-    assert received(job_of(words, tmp_path, python())) == list(words)
+    assert run_job(job_of(words, tmp_path, python())) == list(words)
 
 
 def test_the_default_is_this_python(tmp_path: Path):
     job = job_of(("-c", "import sys, json; print(json.dumps([sys.executable]))"), tmp_path)
-    assert received(job) == [sys.executable]
+    assert run_job(job) == [sys.executable]
 
 
 def test_a_prefix_is_bash(tmp_path: Path):
@@ -98,7 +98,7 @@ def test_a_prefix_is_bash(tmp_path: Path):
     (tmp_path / "activate").write_text("export GREETING=hello\n")
     code = 'import json, os, sys; print(json.dumps([os.environ["GREETING"], *sys.argv[1:]]))'
     environment = f"source {tmp_path}/activate ENV ; {sys.executable} -c '{code}' "
-    assert received(job_of(("--x", "a b"), tmp_path, environment)) == ["hello", "--x", "a b"]
+    assert run_job(job_of(("--x", "a b"), tmp_path, environment)) == ["hello", "--x", "a b"]
 
 
 @pytest.mark.parametrize(
@@ -107,7 +107,7 @@ def test_a_prefix_is_bash(tmp_path: Path):
 )
 def test_ngpus_counts_the_visible_devices_of_the_node(tmp_path: Path, visible: str, count: str):
     job = job_of(("NGPUS",), tmp_path, python() + "--nproc-per-node NGPUS ")
-    assert received(job, CUDA_VISIBLE_DEVICES=visible) == ["--nproc-per-node", count, "NGPUS"]
+    assert run_job(job, CUDA_VISIBLE_DEVICES=visible) == ["--nproc-per-node", count, "NGPUS"]
 
 
 def fake_smi(folder: Path, text: str, code: int = 0) -> str:
@@ -127,18 +127,18 @@ def fake_smi(folder: Path, text: str, code: int = 0) -> str:
         ("NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver.", 9, "1"),
     ],
 )
-def test_ngpus_asks_nvidia_smi_where_nothing_is_set(tmp_path: Path, monkeypatch, listing: str, code: int, count: str):
+def test_ngpus_uses_nvidia_smi_by_default(tmp_path: Path, monkeypatch, listing: str, code: int, count: str):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     path = fake_smi(tmp_path / "bin", listing, code)
-    assert received(job_of((), tmp_path, python() + "NGPUS "), PATH=path) == [count]
+    assert run_job(job_of((), tmp_path, python() + "NGPUS "), PATH=path) == [count]
 
 
-def test_ngpus_is_a_whole_word_and_may_stand_in_quotes(tmp_path: Path):
+def test_ngpus_is_a_separate_word_and_can_be_quoted(tmp_path: Path):
     """A variable of the user's own keeps its value; a nested bash sees the count too."""
-    quoted = (
+    line = (
         f"""MY_NGPUS=9 bash -c '{sys.executable} -c "{ECHO}" NGPUS "$MY_NGPUS" "$@"' _ "$NGPUS" "${{NGPUS}}" "NGPUS" """
     )
-    assert received(job_of(("x",), tmp_path, quoted), CUDA_VISIBLE_DEVICES="4,5,6", NGPUS="7") == [
+    assert run_job(job_of(("x",), tmp_path, line), CUDA_VISIBLE_DEVICES="4,5,6", NGPUS="7") == [
         "3",
         "9",
         "7",
@@ -199,14 +199,14 @@ def test_each_starter_starts_its_processes(tmp_path: Path, starter, per_node, wo
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "expected_words"),
     [
         (["--use_fsdp", "--fsdp_version=2"], ("true", None, "no")),
         (["--use_deepspeed", "--zero_stage", "1"], (None, "true", "no")),
         (["--config_file", "fsdp.yaml"], ("true", None, "bf16")),
     ],
 )
-def test_accelerate_may_be_told_how_to_share_the_model(tmp_path: Path, arguments: list[str], told: tuple):
+def test_accelerate_accepts_sharding_options(tmp_path: Path, arguments: list[str], expected_words: tuple):
     settings = {"compute_environment": "LOCAL_MACHINE", "distributed_type": "FSDP", "fsdp_config": {"fsdp_version": 2}}
     (tmp_path / "fsdp.yaml").write_text(
         json.dumps({**settings, "mixed_precision": "bf16", "num_machines": 1, "num_processes": 4})
@@ -229,7 +229,7 @@ def test_accelerate_may_be_told_how_to_share_the_model(tmp_path: Path, arguments
     ]
     assert {
         (f["ACCELERATE_USE_FSDP"], f["ACCELERATE_USE_DEEPSPEED"], f["ACCELERATE_MIXED_PRECISION"]) for f, _ in got
-    } == {told}
+    } == {expected_words}
 
 
 @pytest.mark.slow
@@ -383,8 +383,8 @@ def test_deepspeed_starts_without_a_gpu_and_gives_no_local_rank_to_the_script(
     )
     env = told_nothing(CUDA_VISIBLE_DEVICES=devices)
     done = subprocess.run(line, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=LONGEST, check=False)
-    name, told, *words = json.loads(done.stdout)
-    assert (name, told, words[:3], words[4:]) == (
+    name, local_rank, *words = json.loads(done.stdout)
+    assert (name, local_rank, words[:3], words[4:]) == (
         "deepspeed",
         accelerator,
         ["--num_gpus", str(per_node), "--master_port"],
@@ -392,7 +392,7 @@ def test_deepspeed_starts_without_a_gpu_and_gives_no_local_rank_to_the_script(
     )
 
 
-def test_deepspeed_on_nodes_is_told_of_the_world_without_ssh(tmp_path: Path):
+def test_deepspeed_on_several_nodes_needs_no_ssh(tmp_path: Path):
     """By a stand-in for Python itself, so that no installed DeepSpeed answers."""
     environment = tmp_path / "env"
     (environment / "bin").mkdir(parents=True)
@@ -437,7 +437,7 @@ class Fields(Config):
         ({"processes": {"pernode": 2}}, r"x\.processes: unknown key 'pernode'\. Did you mean 'per_node'\?"),
         ({"environment": {"A B": "c"}}, r"x\.environment: expected the name of an environment variable, got 'A B'"),
         ({"environment": {"A": 1}}, r"x\.environment\.A: expected str, got 1"),
-        ({"environment": {"A": "\0"}}, r"x\.environment: the value of A holds a zero byte"),
+        ({"environment": {"A": "\0"}}, r"x\.environment: the value of A contains a zero byte"),
     ],
 )
 def test_mistakes_in_a_job_config_are_named(raw: dict, message: str):
@@ -458,51 +458,55 @@ raise SystemExit(int(sys.argv[2]))
 
 
 @pytest.mark.parametrize(
-    ("before", "state", "code", "ended"),
+    ("before", "state", "code", "exit_code"),
     [
-        ("", "stopped", 1, STOPPED),  # torchrun makes 1 of 75
-        ("", "stopped", STOPPED, STOPPED),
-        ("", "stopped by signal", 1, STOPPED),
-        ("", "stopped by person", 1, INTERRUPTED),
-        ("", "stopped by person", INTERRUPTED, INTERRUPTED),
+        ("", "stopped", 1, STOPPED_EXIT),  # torchrun makes 1 of 75
+        ("", "stopped", STOPPED_EXIT, STOPPED_EXIT),
+        ("", "stopped by signal", 1, STOPPED_EXIT),
+        ("", "stopped by person", 1, INTERRUPTED_EXIT),
+        ("", "stopped by person", INTERRUPTED_EXIT, INTERRUPTED_EXIT),
         ("stopped by person", "running", 137, 137),
         ("", "failed", 1, 1),
         ("", "running", 137, 137),
         ("stopped", "", 1, 1),  # stopped the time before; now it did not even begin
-        ("stopped", "stopped", 1, STOPPED),
+        ("stopped", "stopped", 1, STOPPED_EXIT),
         ("stopped", "done", 0, 0),
         ("running", "done", 143, 0),  # told to stop while it was ending, or a crash after the end
         ("done", "", 1, 1),  # done the time before; now it did not even begin
     ],
 )
-def test_a_job_that_was_stopped_in_order_ends_with_75(tmp_path: Path, before: str, state: str, code: int, ended: int):
+def test_a_job_that_was_stopped_in_order_ends_with_75(
+    tmp_path: Path, before: str, state: str, code: int, exit_code: int
+):
     (tmp_path / "status.py").write_text(STATUS)
     for what, number in ((before, 0), (state, code)):
         done = subprocess.run(
             argv(job_of(("status.py", what, str(number)), tmp_path)), cwd=tmp_path, timeout=LONGEST, check=False
         )
-    assert done.returncode == ended
+    assert done.returncode == exit_code
 
 
 @pytest.mark.parametrize(
-    ("state", "code", "told"),
+    ("state", "code", "reason"),
     [
         ("", 1, "failed"),
-        ("", STOPPED, None),
-        ("", INTERRUPTED, None),
+        ("", STOPPED_EXIT, None),
+        ("", INTERRUPTED_EXIT, None),
         ("", 0, None),
         ("running", 1, "running"),
         ("done", 1, "done"),
     ],
 )
-def test_a_job_that_failed_before_there_was_a_status_says_so(tmp_path: Path, state: str, code: int, told: str | None):
+def test_a_job_that_failed_before_there_was_a_status_says_so(tmp_path: Path, state: str, code: int, reason: str | None):
     """A status of the run itself stays as it is, though another process, which holds the run, may have written it."""
     (tmp_path / "status.py").write_text(STATUS)
     if state:
         subprocess.run([sys.executable, "status.py", state, "0"], cwd=tmp_path, check=True)
     job = job_of(("status.py", "", str(code)), tmp_path)
     assert subprocess.run(argv(job), cwd=tmp_path, timeout=LONGEST, check=False).returncode == code
-    assert (SavedRun(tmp_path / "run").status["state"] if (tmp_path / "run" / "status.json").exists() else None) == told
+    assert (
+        SavedRun(tmp_path / "run").status["state"] if (tmp_path / "run" / "status.json").exists() else None
+    ) == reason
     assert {path.name for path in (tmp_path / "run").iterdir()} <= {"status.json"}
 
 
@@ -515,16 +519,16 @@ def test_a_later_start_that_fails_before_its_training_says_its_own_exit_code(tmp
 
 
 @pytest.mark.parametrize(
-    ("number", "state", "ended"),
-    [("TERM", "", STOPPED), ("USR1", "", STOPPED), ("TERM", "failed", 143), ("TERM", "done", 0)],
+    ("number", "state", "exit_code"),
+    [("TERM", "", STOPPED_EXIT), ("USR1", "", STOPPED_EXIT), ("TERM", "failed", 143), ("TERM", "done", 0)],
 )
-def test_a_signal_before_the_program_can_hear_it_is_a_stop_too(tmp_path: Path, number: str, state: str, ended: int):
+def test_a_signal_before_the_program_can_hear_it_is_a_stop_too(tmp_path: Path, number: str, state: str, exit_code: int):
     """The signal goes to the group, as schedulers send it; bash survives it and tells what became of the program."""
     death = f"import os, signal; os.killpg(0, signal.SIG{number}); raise"
     (tmp_path / "status.py").write_text(STATUS.replace("raise", death))
     job = job_of(("status.py", state, "143"), tmp_path)
     done = subprocess.run(argv(job), cwd=tmp_path, timeout=LONGEST, check=False, start_new_session=True)
-    assert done.returncode == ended
+    assert done.returncode == exit_code
 
 
 SAVE = """
@@ -545,9 +549,7 @@ time.sleep(1000)
 @pytest.mark.slow
 @pytest.mark.parametrize("starter", ["torchrun", "deepspeed", "accelerate"])
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_a_job_that_is_told_to_stop_ends_after_its_processes_have_saved(
-    tmp_path: Path, starter, number: signal.Signals
-):
+def test_a_stopped_job_ends_after_its_processes_have_saved(tmp_path: Path, starter, number: signal.Signals):
     (tmp_path / "save.py").write_text(SAVE)
     line = argv(job_of(("save.py",), tmp_path), Processes(starter=starter, per_node=2))
     with open(tmp_path / "out", "w") as out:
@@ -558,18 +560,20 @@ def test_a_job_that_is_told_to_stop_ends_after_its_processes_have_saved(
         assert time.monotonic() < deadline, (tmp_path / "out").read_text()
         time.sleep(0.05)
     os.killpg(job.pid, number)
-    assert job.wait(LONGEST) == STOPPED
+    assert job.wait(LONGEST) == STOPPED_EXIT
     assert sorted(path.name for path in tmp_path.glob("saved.*")) == ["saved.0", "saved.1"]
 
 
-@pytest.mark.parametrize(("code", "seconds", "left"), [(1, 59, 3), (1, 60, 0), (0, 1, 0), (75, 1, 2), (130, 1, 2)])
-def test_which_ends_count_as_quick_failures(tmp_path: Path, code: int, seconds: int, left: int):
+@pytest.mark.parametrize(
+    ("code", "seconds", "expected_failures"), [(1, 59, 3), (1, 60, 0), (0, 1, 0), (75, 1, 2), (130, 1, 2)]
+)
+def test_which_ends_count_as_quick_failures(tmp_path: Path, code: int, seconds: int, expected_failures: int):
     (tmp_path / "failures").write_text("1\n1\n")
     script = (
         f"MOST=3; FAILURES={tmp_path / 'failures'}\n{STOP_AFTER_FAILURES}count_failure {code} {seconds}; "
-        f"queue_is_stopped && echo $SAID"
+        f"queue_is_stopped && echo $STOP_REASON"
     )
     done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=False)
-    assert ("3 in a row" in done.stdout, done.stderr) == (left == 3, "")
-    assert (tmp_path / "failures").exists() == (left > 0)
-    assert not left or len((tmp_path / "failures").read_text().splitlines()) == left
+    assert ("3 in a row" in done.stdout, done.stderr) == (expected_failures == 3, "")
+    assert (tmp_path / "failures").exists() == (expected_failures > 0)
+    assert not expected_failures or len((tmp_path / "failures").read_text().splitlines()) == expected_failures

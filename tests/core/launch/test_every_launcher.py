@@ -67,12 +67,12 @@ class World(ABC):
         return Job(exp_id, ("-c", CODE, str(code)), self.folder, self.folder / "runs" / exp_id, self.folder / "logs")
 
     def states(self, ids: Sequence[str]) -> list[str]:
-        found = self.config.states(ids)
-        return [found[job_id].state for job_id in ids]
+        states = self.config.states(ids)
+        return [states[job_id].state for job_id in ids]
 
-    def wait_for(self, ids: Sequence[str], *wanted: str) -> None:
+    def wait_for(self, ids: Sequence[str], *expected_states: str) -> None:
         end = time.monotonic() + 300
-        while (seen := self.states(ids)) != list(wanted):
+        while (seen := self.states(ids)) != list(expected_states):
             assert time.monotonic() < end, seen
             time.sleep(0.02)
 
@@ -187,9 +187,9 @@ def world(
 
 
 def test_the_life_of_a_job(world: World):
-    jobs, noted = [world.job("good"), world.job("bad", 3)], dict[str, str]()
-    ids = world.config.submit(jobs, world.submission, noted.update)
-    assert noted == dict(zip([job.exp_id for job in jobs], ids, strict=True))
+    jobs, noted_ids = [world.job("good"), world.job("bad", 3)], dict[str, str]()
+    ids = world.config.submit(jobs, world.submission, noted_ids.update)
+    assert noted_ids == dict(zip([job.exp_id for job in jobs], ids, strict=True))
     assert world.states(ids) == ["queued", "queued"]
     world.start(ids)
     world.wait_for(ids, "running", "running")
@@ -220,34 +220,34 @@ class PowerCut(BaseException):
     """The submitter is gone between the submission and the note."""
 
 
-def test_what_a_lost_submission_has_queued_is_found_again(world: World):
-    lost: dict[str, str] = {}
+def test_jobs_of_a_lost_submission_are_found(world: World):
+    lost_ids: dict[str, str] = {}
 
     def note(ids: Mapping[str, str]) -> NoReturn:
-        lost.update(ids)
+        lost_ids.update(ids)
         raise PowerCut
 
     exp_ids = [world.job(name).exp_id for name in "ab"]
     with pytest.raises(PowerCut):
         world.config.submit([world.job(name) for name in "ab"], world.submission, note)
-    found = world.config.find(world.submission, [*exp_ids, "f" * 32])
-    assert lost.items() <= found.items()
-    assert set(found) <= set(exp_ids)
-    assert set(world.states(list(found.values()))) == {"queued"}
+    found_ids = world.config.find(world.submission, [*exp_ids, "f" * 32])
+    assert lost_ids.items() <= found_ids.items()
+    assert set(found_ids) <= set(exp_ids)
+    assert set(world.states(list(found_ids.values()))) == {"queued"}
     assert world.config.find(world.submission, exp_ids[:1]).keys() <= {exp_ids[0]}
     assert world.config.find(world.submission.parent / "other", exp_ids) == {}
-    world.config.kill(list(found.values()))
-    assert world.config.find(world.submission, exp_ids) == found
+    world.config.kill(list(found_ids.values()))
+    assert world.config.find(world.submission, exp_ids) == found_ids
 
 
-def test_what_a_submission_writes_is_its_owners_alone(world: World):
+def test_files_of_a_submission_are_private(world: World):
     """Scripts and queues hold the variables of jobs."""
     world.config.submit([world.job("a")], world.submission, lambda _: None)
-    written = [
+    written_files = [
         path for path in world.submission.iterdir() if path.is_file() and path.suffix != ".lock" and path.stat().st_size
     ]
-    assert written
-    assert {stat.filemode(path.stat().st_mode) for path in written} == {"-rw-------"}
+    assert written_files
+    assert {stat.filemode(path.stat().st_mode) for path in written_files} == {"-rw-------"}
 
 
 BEGINNINGS = [
@@ -293,9 +293,9 @@ def test_a_value_that_looks_like_a_key_is_refused(world: World):
     kind = type(world.config)
     raw = {name: value for name, value in world.config.model_dump().items() if name not in ("environment", "launcher")}
     for name, value in KEYS:
-        with pytest.raises(ConfigError, match=rf"environment: {name} looks like a secret") as caught:
+        with pytest.raises(ConfigError, match=rf"environment: {name} looks like a secret") as error_info:
             load(kind, {**raw, "environment": {name: value}}, "here")
-        assert "xyzzy" not in str(caught.value)
+        assert "xyzzy" not in str(error_info.value)
     harmless = {
         "HF_HUB_DISABLE_IMPLICIT_TOKEN": "1",
         "WANDB_API_KEY_FILE": "/home/me/.key",
@@ -316,7 +316,7 @@ def test_a_value_that_looks_like_a_key_is_refused(world: World):
 
 
 @pytest.mark.parametrize(
-    ("kind", "given", "told"),
+    ("kind", "options", "expected_share"),
     [
         (Local, {"gpus": [0], "gpus_per_job": 0.5}, "2"),
         (Local, {"gpus": [0]}, "1"),
@@ -328,24 +328,26 @@ def test_a_value_that_looks_like_a_key_is_refused(world: World):
 )
 def test_a_job_knows_how_many_share_its_gpus(
     kind: Callable[[Path, pytest.MonkeyPatch], World],
-    given: dict[str, Any],
-    told: str,
+    options: dict[str, Any],
+    expected_share: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ):
     """What its GPU-hours are divided by. Not what a job that submits others was told."""
     monkeypatch.setenv(JOBS_PER_GPU, "12")
-    monkeypatch.setenv("SLURM_GPUS_ON_NODE", told.partition("/")[2])
+    monkeypatch.setenv("SLURM_GPUS_ON_NODE", expected_share.partition("/")[2])
     world = kind(tmp_path, monkeypatch)
     try:
-        world.config = world.config.model_copy(update=given)
+        world.config = world.config.model_copy(update=options)
         code = f"import os; print(os.environ['{JOBS_PER_GPU}'], flush=True)\n{CODE}"
         jobs = [replace(world.job(name), args=("-c", code, "0")) for name in "ab"]
         ids = world.config.submit(jobs, world.submission, lambda _: None)
         world.finish({})
         world.start(ids)
         world.wait_for(ids, "completed", "completed")
-        assert [(world.folder / "logs" / f"{job.exp_id}.out.log").read_text() for job in jobs] == [f"{told}\n"] * 2
+        assert [(world.folder / "logs" / f"{job.exp_id}.out.log").read_text() for job in jobs] == [
+            f"{expected_share}\n"
+        ] * 2
     finally:
         world.close()
 

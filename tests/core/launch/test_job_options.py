@@ -62,9 +62,9 @@ class World:
         return states
 
 
-def wait_until(happened: Callable[[], object], seconds: float = 300) -> None:
+def wait_until(condition: Callable[[], object], seconds: float = 300) -> None:
     end = time.monotonic() + seconds
-    while not happened():
+    while not condition():
         assert time.monotonic() < end, f"waited {seconds} seconds in vain"
         time.sleep(0.1)
 
@@ -125,7 +125,7 @@ def test_two_processes_stop_at_one_step_and_their_job_is_continued_not_failed(wo
 
 
 @pytest.mark.slow
-def test_a_failure_is_told_and_repaired(world: World, monkeypatch: pytest.MonkeyPatch):
+def test_a_failure_is_reported_and_repaired(world: World, monkeypatch: pytest.MonkeyPatch):
     """The program breaks in the job, not where it is submitted."""
     program = world.root / "trainval.py"
     parsed, rest = program.read_text().split("from src.errors import UserError\n", 1)

@@ -11,7 +11,7 @@ from src.launch import actions, logs, resources
 from src.runs.store import SavedRun
 from tests.core.launch.fakes.fake_ray.server import FakeRay
 from tests.core.launch.fakes.fake_slurm.cluster import Cluster
-from tests.core.launch.test_status import World, planned
+from tests.core.launch.test_status import World, make_item
 
 LAUNCHERS = {
     "local": {"launcher": "local", "wait": False, "slots": 4},
@@ -42,25 +42,25 @@ def test_one_retry_repairs_a_lineage(launcher: str, tmp_path: Path, cluster: Clu
 def _repair(tmp_path: Path, launcher: str) -> None:
     world = World(tmp_path)
     raw = LAUNCHERS[launcher] | ({"data": [f"a:{tmp_path}"]} if launcher == "toolkit" else {})
-    given = resources.load("here", raw, world.runs)
-    parent = planned("fail", "parent")
-    child = planned("end", "child", parent.exp_id)
-    grandchild = planned("end", "grandchild", child.exp_id)
-    well = planned("end", "well")
-    heir = planned("end", "heir", well.exp_id)
+    target = resources.load("here", raw, world.runs)
+    parent = make_item("fail", "parent")
+    child = make_item("end", "child", parent.exp_id)
+    grandchild = make_item("end", "grandchild", child.exp_id)
+    well = make_item("end", "well")
+    heir = make_item("end", "heir", well.exp_id)
     items = [parent, well, child, heir, grandchild]
-    actions.run(world.request(items), given)
-    assert world.ended(items)[:2] == ["failed", "done"]
+    actions.run(world.request(items), target)
+    assert world.final_states(items)[:2] == ["failed", "done"]
     assert set(world.states([child, grandchild])) <= {"stopped", "failed"}, (
         "failed where the job itself waits for the parent"
     )
     assert world.states([heir]) == ["done"]
     (world.runs / "mended").touch()
-    before = world.started()
-    actions.run(world.request(items), given, "retry")
-    assert world.ended(items) == ["done"] * 5
-    assert world.started()[len(before) :] == [item.exp_id for item in (parent, child, grandchild)]
-    actions.run(world.request(items), given, "retry")
+    before = world.start_log()
+    actions.run(world.request(items), target, "retry")
+    assert world.final_states(items) == ["done"] * 5
+    assert world.start_log()[len(before) :] == [item.exp_id for item in (parent, child, grandchild)]
+    actions.run(world.request(items), target, "retry")
     assert len(world.submissions()) == 2
 
 
@@ -94,20 +94,20 @@ class OneByOne:
         """There are resources for all from now on."""
         monkeypatch.delenv("FAKE_TOOLKIT_HOLD")
         if self.ray:
-            self.ray.held = False
+            self.ray.is_held = False
 
 
-@pytest.mark.parametrize(("most", "started"), [(3, 5), (0, 8)])
+@pytest.mark.parametrize(("most", "num_started"), [(3, 5), (0, 8)])
 @pytest.mark.parametrize("launcher", ["toolkit", "ray"])
 def test_quick_failures_in_a_row_stop_what_waits(
-    launcher: str, most: int, started: int, tmp_path: Path, client: ModuleType, monkeypatch: pytest.MonkeyPatch
+    launcher: str, most: int, num_started: int, tmp_path: Path, client: ModuleType, monkeypatch: pytest.MonkeyPatch
 ):
     """As on this machine and on Slurm: see test_local.py and test_tracking.py. A child that waits holds resources, and
     gives them back."""
     world = World(tmp_path)
     raw = LAUNCHERS[launcher] | ({"data": [f"a:{tmp_path}"]} if launcher == "toolkit" else {})
-    items = [planned("fail", "one"), planned("end", "well"), *(planned("fail", str(n)) for n in range(6))]
-    heir = planned("end", "heir", items[-1].exp_id)
+    items = [make_item("fail", "one"), make_item("end", "well"), *(make_item("fail", str(n)) for n in range(6))]
+    heir = make_item("end", "heir", items[-1].exp_id)
     with contextlib.ExitStack() as stack:
         scheduler = OneByOne(launcher, client, monkeypatch, stack)
         actions.run(
@@ -119,34 +119,34 @@ def test_quick_failures_in_a_row_stop_what_waits(
             scheduler.start(ids[item.exp_id])
             scheduler.wait_for(ids[item.exp_id])
         scheduler.wait_for(ids[heir.exp_id])
-        assert world.started() == [item.exp_id for item in items[:started]]
-        told = "not started: 3 in a row failed within 60 s of their start. See why, then --job_option retry"
+        assert world.start_log() == [item.exp_id for item in items[:num_started]]
+        expected_reason = "not started: 3 in a row failed within 60 s of their start. See why, then --job_option retry"
         for item, row in zip(items, rows := world.rows(items), strict=True):
-            if item.exp_id not in world.started():
+            if item.exp_id not in world.start_log():
                 assert row.state == "stopped"
-                assert row.reason.removeprefix("JOB_ENTRYPOINT_COMMAND_ERROR: ") == told
-                assert told in logs.tail(world.runs / "logs" / f"{item.exp_id}.err.log", 1)
+                assert row.reason.removeprefix("JOB_ENTRYPOINT_COMMAND_ERROR: ") == expected_reason
+                assert expected_reason in logs.tail(world.runs / "logs" / f"{item.exp_id}.err.log", 1)
         assert [row.state for row in rows] == [
             "failed",
             "done",
-            *["failed"] * (started - 2),
-            *["stopped"] * (8 - started),
+            *["failed"] * (num_started - 2),
+            *["stopped"] * (8 - num_started),
         ]
-        assert told in world.rows([heir])[0].reason or not most
+        assert expected_reason in world.rows([heir])[0].reason or not most
         scheduler.give_all(monkeypatch)
         (world.runs / "mended").touch()
         actions.run(world.request([*items, heir]), resources.load("here", raw, world.runs), "retry")
-        assert world.ended([*items, heir]) == ["done"] * 9, "one command repairs all"
+        assert world.final_states([*items, heir]) == ["done"] * 9, "one command repairs all"
 
 
-def test_one_retry_repairs_what_a_stopped_queue_left_out(tmp_path: Path):
+def test_one_retry_runs_jobs_that_a_stopped_queue_skipped(tmp_path: Path):
     world = World(tmp_path)
-    items = [planned("fail", str(n)) for n in range(3)]
+    items = [make_item("fail", str(n)) for n in range(3)]
     world.run(items, slots=1, stop_after_failures=1)
-    assert world.ended(items) == ["failed", "stopped", "stopped"]
+    assert world.final_states(items) == ["failed", "stopped", "stopped"]
     (world.runs / "mended").touch()
     world.run(items, "retry")
-    assert world.ended(items) == ["done"] * 3
+    assert world.final_states(items) == ["done"] * 3
 
 
 def test_a_child_that_a_person_stopped_is_not_retried_without_its_parent(
@@ -154,17 +154,16 @@ def test_a_child_that_a_person_stopped_is_not_retried_without_its_parent(
 ):
     caplog.set_level("INFO")
     world = World(tmp_path)
-    parent = planned("fail", "parent")
-    child = planned("end", "child", parent.exp_id)
+    parent = make_item("fail", "parent")
+    child = make_item("end", "child", parent.exp_id)
     world.run([parent, child])
-    assert world.ended([parent, child]) == ["failed", "stopped"]
+    assert world.final_states([parent, child]) == ["failed", "stopped"]
     world.run([child], "retry")
     assert (
-        f"{child.exp_id}: it is stopped, not failed: run starts it again, and so does a retry of its parents"
-        in caplog.text
+        f"{child.exp_id}: it is stopped, not failed: run restarts it, and so does a retry of its parents" in caplog.text
     )
     assert (
         f"its parent {parent.exp_id} has failed" in caplog.text
-        or f"because {parent.exp_id} did not end well" in caplog.text
+        or f"because {parent.exp_id} did not complete" in caplog.text
     )
     assert len(world.submissions()) == 1

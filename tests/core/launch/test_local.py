@@ -19,7 +19,7 @@ import pytest
 
 from src.errors import ConfigError, LaunchError, RunError
 from src.experiments.config import load
-from src.launch.command import STOPPED, Processes
+from src.launch.command import STOPPED_EXIT, Processes
 from src.launch.job import Job, SchedulerState
 from src.launch.local import launcher
 from src.launch.local.scheduler import _QUICK_SECONDS, _Entry, _Scheduler
@@ -47,27 +47,29 @@ class World:
     def submit(self, config: launcher.Config, jobs: list[Job], name: str = "one") -> list[str]:
         folder = self.submissions / name
         folder.mkdir(parents=True)
-        noted: dict[str, str] = {}
-        ids = config.submit(jobs, folder, noted.update)
-        assert noted == dict(zip([job.exp_id for job in jobs], ids, strict=True))
+        noted_ids: dict[str, str] = {}
+        ids = config.submit(jobs, folder, noted_ids.update)
+        assert noted_ids == dict(zip([job.exp_id for job in jobs], ids, strict=True))
         return ids
 
     def run(self, config: launcher.Config, jobs: list[Job], name: str = "one") -> dict[str, SchedulerState]:
         """Submit, wait for the end of all, and what is known of each, by experiment."""
         ids = self.submit(config, jobs, name)
         wait_until(lambda: all(seen.state not in ("queued", "running") for seen in config.states(ids).values()))
-        found = config.states(ids)
-        return {job.exp_id: found[job_id] for job, job_id in zip(jobs, ids, strict=True)}
+        states = config.states(ids)
+        return {job.exp_id: states[job_id] for job, job_id in zip(jobs, ids, strict=True)}
 
     def out(self, name: str) -> str:
         return (self.folder / "logs" / f"{name}.out.log").read_text()
 
     def scheduler(self, name: str = "one") -> int:
         """Its process id."""
-        marked = f"local.scheduler\0{self.submissions / name}\0".encode()
-        found = [int(p.name) for p in Path("/proc").iterdir() if p.name.isdecimal() and marked in read(p / "cmdline")]
-        assert len(found) == 1
-        return found[0]
+        command_line = f"local.scheduler\0{self.submissions / name}\0".encode()
+        pids = [
+            int(p.name) for p in Path("/proc").iterdir() if p.name.isdecimal() and command_line in read(p / "cmdline")
+        ]
+        assert len(pids) == 1
+        return pids[0]
 
 
 def read(path: Path) -> bytes:
@@ -77,14 +79,14 @@ def read(path: Path) -> bytes:
         return b""
 
 
-def wait_until(happened: Callable[[], object], seconds: float = 300) -> None:
+def wait_until(condition: Callable[[], object], seconds: float = 300) -> None:
     end = time.monotonic() + seconds
-    while not happened():
+    while not condition():
         assert time.monotonic() < end, f"waited {seconds} seconds in vain"
         time.sleep(0.02)
 
 
-def gone(pid: int) -> bool:
+def is_gone(pid: int) -> bool:
     """True once the process has ended; a zombie that nobody has reaped yet has ended too."""
     stat = read(Path("/proc", str(pid), "stat"))
     return not stat or stat.rpartition(b")")[2].split()[0] == b"Z"
@@ -101,14 +103,14 @@ def world(tmp_path: Path) -> Iterator[World]:
             world.config(grace_seconds=0.0).kill([f"{folder.name}.{index}" for index in range(len(jobs))])
 
 
-def states(found: dict[str, SchedulerState]) -> dict[str, str]:
-    return {name: seen.state for name, seen in found.items()}
+def state_names(states_by_id: dict[str, SchedulerState]) -> dict[str, str]:
+    return {name: seen.state for name, seen in states_by_id.items()}
 
 
 def test_each_job_has_its_logs_and_its_folder(world: World):
     code = "import os, sys; print(os.getcwd()); print('warned', file=sys.stderr)"
-    found = world.run(world.config(), [world.job("a", code), world.job("b", code, cwd=Path("/"))])
-    assert states(found) == {"a": "completed", "b": "completed"}
+    states = world.run(world.config(), [world.job("a", code), world.job("b", code, cwd=Path("/"))])
+    assert state_names(states) == {"a": "completed", "b": "completed"}
     assert world.out("a") == f"{world.folder}\n"
     assert world.out("b") == "/\n"
     assert (world.folder / "logs" / "a.err.log").read_text() == "warned\n"
@@ -133,7 +135,7 @@ def test_no_jobs_no_work(world: World):
     assert world.run(world.config(), []) == {}
 
 
-def test_one_failure_does_not_stop_the_others(world: World):
+def test_one_failure_does_not_stop_the_rest(world: World):
     jobs = [
         world.job("good", "print('done')"),
         world.job("bad", "raise SystemExit(3)"),
@@ -141,17 +143,17 @@ def test_one_failure_does_not_stop_the_others(world: World):
         world.job("late", "print('done')"),
         world.job("nowhere", "pass", cwd=world.folder / "missing"),
     ]
-    found = world.run(world.config(slots=2), jobs)
-    assert states(found) == {
+    states = world.run(world.config(slots=2), jobs)
+    assert state_names(states) == {
         "good": "completed",
         "bad": "failed",
         "worse": "failed",
         "late": "completed",
         "nowhere": "failed",
     }
-    assert re.fullmatch(r"exit code 3\. See .*/bad\.err\.log", found["bad"].reason)
-    assert found["worse"].reason.startswith("exit code 137 (SIGKILL). See")
-    assert re.match(r"could not be started: .*missing", found["nowhere"].reason)
+    assert re.fullmatch(r"exit code 3\. See .*/bad\.err\.log", states["bad"].reason)
+    assert states["worse"].reason.startswith("exit code 137 (SIGKILL). See")
+    assert re.match(r"could not be started: .*missing", states["nowhere"].reason)
     assert world.out("late") == "done\n"
 
 
@@ -196,14 +198,14 @@ def test_each_job_has_devices_of_its_own(world: World):
     (world.folder / "room").mkdir()
     config = world.config(slots=2, gpus=[4, 5, "GPU-ab", 7], gpus_per_job=2)
     wide = config.model_copy(update={"gpus_per_job": 4})
-    shown = "import os; print(os.environ['CUDA_VISIBLE_DEVICES'])"
-    jobs = [world.job("a", code), world.job("b", code), world.job("wide", shown, resources=wide)]
-    assert set(states(world.run(config, jobs)).values()) == {"completed"}
+    print_devices = "import os; print(os.environ['CUDA_VISIBLE_DEVICES'])"
+    jobs = [world.job("a", code), world.job("b", code), world.job("wide", print_devices, resources=wide)]
+    assert set(state_names(world.run(config, jobs)).values()) == {"completed"}
     assert {world.out("a"), world.out("b")} == {"4,5\n", "GPU-ab,7\n"}
     assert world.out("wide") == "4,5,GPU-ab,7\n"
 
 
-def test_several_jobs_share_a_device_and_a_whole_one_is_shared_with_nobody(world: World):
+def test_jobs_share_a_device_unless_one_has_it_exclusively(world: World):
     (world.folder / "room").mkdir()
     config = world.config(slots=4, gpus=[4], gpus_per_job=0.5)
     whole = config.model_copy(update={"gpus_per_job": 1})
@@ -218,8 +220,8 @@ def test_several_jobs_share_a_device_and_a_whole_one_is_shared_with_nobody(world
     assert world.out("whole") == "0 4\n"
 
 
-@pytest.mark.parametrize(("quick", "ended"), [(3, 3), (0, 6)])
-def test_quick_failures_in_a_row_stop_the_queue(world: World, quick: int, ended: int):
+@pytest.mark.parametrize(("quick", "num_ended"), [(3, 3), (0, 6)])
+def test_quick_failures_in_a_row_stop_the_queue(world: World, quick: int, num_ended: int):
     """All experiments of a group have the same mistake. A job that ends well in between shows that it is another's."""
     config = world.config(stop_after_failures=quick)
     jobs = [
@@ -227,10 +229,10 @@ def test_quick_failures_in_a_row_stop_the_queue(world: World, quick: int, ended:
         world.job("well", "pass"),
         *(world.job(f"bad{n}", "1 / 0") for n in range(6)),
     ]
-    found = world.run(config, jobs)
-    assert [found[name].state for name in ("one", "well")] == ["failed", "completed"]
-    rest = [found[f"bad{n}"] for n in range(6)]
-    assert [seen.state for seen in rest] == ["failed"] * ended + ["cancelled"] * (6 - ended)
+    states = world.run(config, jobs)
+    assert [states[name].state for name in ("one", "well")] == ["failed", "completed"]
+    rest = [states[f"bad{n}"] for n in range(6)]
+    assert [seen.state for seen in rest] == ["failed"] * num_ended + ["cancelled"] * (6 - num_ended)
     if quick:
         assert (
             rest[-1].reason
@@ -238,26 +240,28 @@ def test_quick_failures_in_a_row_stop_the_queue(world: World, quick: int, ended:
         )
 
 
-def test_a_child_of_what_a_stopped_queue_leaves_out_ends_once(world: World):
+def test_a_child_of_a_skipped_job_ends_once(world: World):
     """The failures of one round end jobs, whose children end in the same round."""
     bad = [world.job(f"bad{n}", "1 / 0") for n in range(4)]
-    found = world.run(world.config(stop_after_failures=2, slots=2), [*bad, world.job("child", "pass", after=("bad3",))])
-    assert found["child"].state == "cancelled"
-    assert found["child"].reason.startswith("not started: 2 in a row failed")
-    assert all(seen.state in ("failed", "cancelled") for seen in found.values())
+    states = world.run(
+        world.config(stop_after_failures=2, slots=2), [*bad, world.job("child", "pass", after=("bad3",))]
+    )
+    assert states["child"].state == "cancelled"
+    assert states["child"].reason.startswith("not started: 2 in a row failed")
+    assert all(seen.state in ("failed", "cancelled") for seen in states.values())
     wait_until(lambda: not Queue(world.submissions / "one").scheduler_is_alive())
     assert (world.submissions / "one" / "scheduler.log").read_text() == ""
 
 
 def test_slow_failures_do_not_stop_the_queue():
     queue = SimpleNamespace(content={"scheduler": {"stop_after_failures": 1}}, write_end=lambda *_: None)
-    for seconds, left in ((_QUICK_SECONDS, 1), (_QUICK_SECONDS - 1, 0)):
+    for seconds, num_left in ((_QUICK_SECONDS, 1), (_QUICK_SECONDS - 1, 0)):
         scheduler = _Scheduler(queue, entries=[_Entry(0, {})])  # type: ignore[arg-type]
         scheduler._count_quick_failure(seconds)
-        assert len(scheduler.entries) == left
+        assert len(scheduler.entries) == num_left
 
 
-def test_a_failed_job_is_tried_again_and_one_that_stopped_goes_on(world: World):
+def test_failed_jobs_are_retried_and_stopped_jobs_resume(world: World):
     """Exit code 75 is no failure: it does not use up the one retry that there is. 130 is a person's stop, after which
     nothing starts."""
     code = f"""
@@ -266,16 +270,17 @@ def test_a_failed_job_is_tried_again_and_one_that_stopped_goes_on(world: World):
         starts = Path("starts-" + sys.argv[1])
         starts.write_text(starts.read_text() + "x" if starts.exists() else "x")
         ends = {{
-            "stops": [{STOPPED}, {STOPPED}, 1, {STOPPED}, 0], "fails": [1, 2, 0], "mends": [1, 0], "person": [130, 0]
+            "stops": [{STOPPED_EXIT}, {STOPPED_EXIT}, 1, {STOPPED_EXIT}, 0],
+            "fails": [1, 2, 0], "mends": [1, 0], "person": [130, 0]
         }}
         raise SystemExit(ends[sys.argv[1]][len(starts.read_text()) - 1])
     """
-    found = world.run(
+    states = world.run(
         world.config(retries=1), [world.job(name, code) for name in ("stops", "fails", "mends", "person")]
     )
-    assert states(found) == {"stops": "completed", "fails": "failed", "mends": "completed", "person": "cancelled"}
-    assert {name: seen.restarts for name, seen in found.items()} == {"stops": 4, "fails": 1, "mends": 1, "person": 0}
-    assert found["fails"].reason.startswith("exit code 2")
+    assert state_names(states) == {"stops": "completed", "fails": "failed", "mends": "completed", "person": "cancelled"}
+    assert {name: seen.restarts for name, seen in states.items()} == {"stops": 4, "fails": 1, "mends": 1, "person": 0}
+    assert states["fails"].reason.startswith("exit code 2")
 
 
 def test_a_child_waits_for_its_parent(world: World):
@@ -291,17 +296,17 @@ def test_a_child_waits_for_its_parent(world: World):
         world.job("first", "", after=("second",)),
         world.job("second", ""),
     ]
-    found = world.run(world.config(slots=3), jobs)
-    ended = {
+    states = world.run(world.config(slots=3), jobs)
+    end_times = {
         "parent": "completed",
         "bad": "failed",
         "child": "completed",
         "orphan": "cancelled",
         "grandchild": "cancelled",
     }
-    assert states(found) == ended | {"first": "completed", "second": "completed"}
-    assert found["orphan"].reason == "not started, because bad did not end well"
-    assert found["grandchild"].reason == "not started, because orphan did not end well"
+    assert state_names(states) == end_times | {"first": "completed", "second": "completed"}
+    assert states["orphan"].reason == "not started, because bad did not end well"
+    assert states["grandchild"].reason == "not started, because orphan did not end well"
     assert not (world.folder / "orphan").exists()
 
 
@@ -330,12 +335,12 @@ def test_a_damaged_submission_ends_no_other(world: World, content: str):
     queue = world.submissions / "one" / "queue.json"
     whole = queue.read_text()
     queue.write_text(content)
-    found = world.run(
+    states = world.run(
         world.config(slots=2), [world.job("child", "", after_jobs=tuple(parent)), world.job("other", "pass")], "two"
     )
-    assert states(found) == {"child": "cancelled", "other": "completed"}
-    assert found["child"].reason.startswith(f"not started, because what became of job one.0 is not known: {queue}")
-    assert "\n" not in found["child"].reason
+    assert state_names(states) == {"child": "cancelled", "other": "completed"}
+    assert states["child"].reason.startswith(f"not started, because the state of job one.0 is unknown: {queue}")
+    assert "\n" not in states["child"].reason
     wait_until(lambda: not Queue(world.submissions / "two").scheduler_is_alive())
     assert (world.submissions / "two" / "scheduler.log").read_text() == ""
     queue.write_text(whole)
@@ -371,16 +376,16 @@ def test_kill_lets_a_job_save_and_leaves_nothing_of_it(world: World):
     ids = world.submit(config, [world.job(name, HOLD) for name in "abc"])
     processes = pids(world, "a") + pids(world, "b")
     config.kill([ids[0], ids[2]])
-    found = config.states(ids)
-    assert [found[i].state for i in ids] == ["cancelled", "running", "cancelled"]
+    states = config.states(ids)
+    assert [states[i].state for i in ids] == ["cancelled", "running", "cancelled"]
     assert (world.folder / "a.saved").exists()
     assert not (world.folder / "c.pids").exists()
-    assert all(map(gone, processes[:2]))
-    assert not any(map(gone, processes[2:]))
+    assert all(map(is_gone, processes[:2]))
+    assert not any(map(is_gone, processes[2:]))
     config.kill(ids)
     config.kill([*ids, "unheard-of.3", "one.99"])
     assert {seen.state for seen in config.states(ids).values()} == {"cancelled"}
-    assert all(map(gone, processes))
+    assert all(map(is_gone, processes))
 
 
 @pytest.mark.slow
@@ -390,13 +395,13 @@ def test_a_deaf_job_is_killed_after_the_grace(world: World):
     processes = pids(world, "a")
     config.kill(ids)
     assert (world.folder / "a.saved").exists()
-    assert all(map(gone, processes))
+    assert all(map(is_gone, processes))
 
 
-def test_what_a_job_leaves_behind_in_its_group_ends_with_it(world: World):
+def test_processes_left_in_the_group_end_with_the_job(world: World):
     code = HOLD.replace("while True:", "if False:").replace(", start_new_session=True", "")
-    assert states(world.run(world.config(), [world.job("a", code)])) == {"a": "completed"}
-    wait_until(lambda: gone(pids(world, "a")[1]))
+    assert state_names(world.run(world.config(), [world.job("a", code)])) == {"a": "completed"}
+    wait_until(lambda: is_gone(pids(world, "a")[1]))
 
 
 def test_a_scheduler_that_is_killed_leaves_no_orphans(world: World):
@@ -408,15 +413,15 @@ def test_a_scheduler_that_is_killed_leaves_no_orphans(world: World):
     wait_until(lambda: config.states(ids)[ids[0]].state == "running")
     os.kill(world.scheduler(), signal.SIGKILL)
     wait_until(lambda: config.states(ids)[ids[2]].state == "cancelled")
-    found = config.states(ids)
-    assert [found[i].state for i in ids] == ["running", "running", "cancelled"]
-    assert found[ids[2]].reason == "its scheduler on this machine has ended; it was never started"
-    assert states(world.run(world.config(slots=3), [world.job("d", "")], "two")) == {
+    states = config.states(ids)
+    assert [states[i].state for i in ids] == ["running", "running", "cancelled"]
+    assert states[ids[2]].reason == "its scheduler on this machine has ended; it was never started"
+    assert state_names(world.run(world.config(slots=3), [world.job("d", "")], "two")) == {
         "d": "completed"
     }  # their two slots are still theirs
     config.kill([ids[1]])
     assert config.states(ids)[ids[1]].state == "cancelled"
-    assert all(map(gone, processes))
+    assert all(map(is_gone, processes))
     (world.folder / "go").touch()
     wait_until(lambda: config.states(ids)[ids[0]].state == "completed")
     assert not (world.folder / "c").exists()
@@ -434,14 +439,14 @@ def test_slots_of_living_jobs_stay_taken_when_their_scheduler_is_killed(world: W
     wait_until(lambda: config.states(later)["two.0"].state == "completed")
 
 
-def test_a_scheduler_that_is_told_to_stop_stops_its_jobs(world: World):
+def test_a_stopped_scheduler_stops_its_jobs(world: World):
     config = world.config()
     ids = world.submit(config, [world.job("a", HOLD), world.job("b", HOLD)])
     processes = pids(world, "a")
     os.kill(world.scheduler(), signal.SIGTERM)
     wait_until(lambda: {seen.state for seen in config.states(ids).values()} == {"cancelled"})
     assert (world.folder / "a.saved").exists()
-    assert all(map(gone, processes))
+    assert all(map(is_gone, processes))
 
 
 def test_after_a_restart_of_the_machine_nothing_is_taken_for_alive(world: World):
@@ -452,16 +457,16 @@ def test_after_a_restart_of_the_machine_nothing_is_taken_for_alive(world: World)
     os.kill(world.scheduler(), signal.SIGKILL)
     wait_until(lambda: not Queue(world.submissions / "one").scheduler_is_alive())
     file = world.submissions / "one" / "jobs" / "0.1.pid"
-    written = file.read_text()
-    pid, start, boot = written.split()
+    original = file.read_text()
+    pid, start, boot = original.split()
     for other in (f"{pid} {int(start) + 1} {boot}", f"{pid} {start} {boot[:-1]}x", "torn"):
         file.write_text(other)
         assert config.states(ids)[ids[0]].state == "failed"
-    file.write_text(written)
+    file.write_text(original)
     assert config.states(ids)[ids[0]].state == "running"
 
 
-def test_what_a_crash_left_is_found_or_never_starts(world: World):
+def test_after_a_crash_jobs_are_found_or_never_start(world: World):
     """The submitter died after the queue was written: the scheduler runs, has not begun, or was never started."""
     config = world.config()
     ids = world.submit(config, [world.job("a", HOLD), world.job("b", "")])
@@ -481,7 +486,7 @@ def test_what_a_crash_left_is_found_or_never_starts(world: World):
     assert config.find(world.submissions / "nothing", ["a"]) == {}
 
 
-def test_a_scheduler_that_does_not_start_is_told(world: World, monkeypatch: pytest.MonkeyPatch):
+def test_a_scheduler_that_does_not_start_is_reported(world: World, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("PYTHONHOME", "/nowhere")
     with pytest.raises(LaunchError, match=r"submissions/one: the scheduler of the launcher local did not start: .+"):
         world.submit(world.config(), [world.job("a", "open('a', 'w')")])
@@ -521,9 +526,9 @@ def test_jobs_of_another_machine_and_damaged_folders(world: World):
         ({"slots": 0}, r"x\.slots: expected a number >= 1"),
         (
             {"gpus": [0], "gpus_per_job": 0.7},
-            r"x: gpus_per_job: expected a whole number, or 1/2, 1/3, 1/4, 1/6 or 1/12, got 0\.7",
+            r"x: gpus_per_job: expected an integer, or 1/2, 1/3, 1/4, 1/6 or 1/12, got 0\.7",
         ),
-        ({"gpus": [0, 1], "gpus_per_job": 1.5}, r"x: gpus_per_job: expected a whole number above 1, got 1\.5"),
+        ({"gpus": [0, 1], "gpus_per_job": 1.5}, r"x: gpus_per_job: expected an integer above 1, got 1\.5"),
         ({"gpus": [0, 1], "gpus_per_job": 3}, r"x: gpus_per_job is 3, but gpus lists 2\."),
         ({"gpus": [0, "0"]}, r"x: gpus lists a device twice"),
         ({"processes": {"starter": "torchrun", "nodes": 2}}, r"x: processes\.nodes: this machine is one node"),
@@ -541,9 +546,9 @@ def test_overrides_that_one_scheduler_cannot_follow(world: World):
 
 
 def test_each_job_has_its_own_processes_and_environment(world: World):
-    own = world.config(environment={"X": "own"}, processes=Processes(arguments=["-X", "utf8"]))
+    config = world.config(environment={"X": "own"}, processes=Processes(arguments=["-X", "utf8"]))
     code = "import os, sys; print(os.environ['X'], sys.flags.utf8_mode)"
-    world.run(world.config(environment={"X": "all"}), [world.job("a", code), world.job("b", code, resources=own)])
+    world.run(world.config(environment={"X": "all"}), [world.job("a", code), world.job("b", code, resources=config)])
     assert (world.out("a").split()[0], world.out("b")) == ("all", "own 1\n")
 
 
@@ -585,22 +590,20 @@ def interrupt(world: World, child: str, number: signal.Signals, grace: float, tw
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGINT, -2)])
-def test_an_interruption_of_who_waits_lets_jobs_save_and_leaves_none_behind(
-    world: World, number: signal.Signals, code: int
-):
+def test_interrupting_the_waiter_lets_jobs_save_and_end(world: World, number: signal.Signals, code: int):
     assert interrupt(world, HOLD, number, grace=300) == code
     assert (world.folder / "a.saved").exists()
     assert (world.folder / "b.saved").exists()
     assert not (world.folder / "c.pids").exists()
-    assert all(map(gone, pids(world, "a") + pids(world, "b")))
+    assert all(map(is_gone, pids(world, "a") + pids(world, "b")))
 
 
 def test_a_second_interruption_does_not_wait(world: World):
     assert interrupt(world, DEAF, signal.SIGTERM, grace=300, twice=True) == 143
-    assert all(map(gone, pids(world, "a") + pids(world, "b")))
+    assert all(map(is_gone, pids(world, "a") + pids(world, "b")))
 
 
-def test_who_waits_is_told_of_each_failure(world: World):
+def test_waiting_reports_each_failure(world: World):
     config = world.config()
     before = signal.getsignal(signal.SIGTERM)
     ids = world.submit(
@@ -615,7 +618,7 @@ def test_who_waits_is_told_of_each_failure(world: World):
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-def test_detached_jobs_outlive_who_submitted_them(world: World):
+def test_detached_jobs_outlive_the_submitter(world: World):
     """The terminal goes away: its session is ended with SIGHUP, then killed."""
     code = (
         textwrap.dedent(PARENT).replace("slots=2", "slots=2, wait=False")
@@ -632,4 +635,4 @@ def test_detached_jobs_outlive_who_submitted_them(world: World):
         os.killpg(parent.pid, signal.SIGKILL)
     config = world.config(grace_seconds=5)
     assert config.states(["one.0"])["one.0"].state == "running"
-    assert not any(map(gone, processes))
+    assert not any(map(is_gone, processes))

@@ -24,9 +24,9 @@ CHILDREN = [set_path(toy.CROSSATTN, "model.num_layers", layers, must_exist=True)
 GROUPS = {"base": GROUP, "children": CHILDREN}
 
 
-def opened(action: Callable[[], Any], folder: Path) -> Counter[str]:
+def count_opens(action: Callable[[], Any], folder: Path) -> Counter[str]:
     """How often `action`, in a process of its own, opens each small file below `folder` to read."""
-    found = folder / "opened.json"
+    counts_file = folder / "opened.json"
     if (child := os.fork()) == 0:
         counts: Counter[str] = Counter()
 
@@ -43,11 +43,11 @@ def opened(action: Callable[[], Any], folder: Path) -> Counter[str]:
         try:
             code = action()
         finally:
-            found.write_text(json.dumps(counts))
+            counts_file.write_text(json.dumps(counts))
             os._exit(code)
-    _, ended = os.waitpid(child, 0)
-    assert os.WEXITSTATUS(ended) == 0
-    return Counter(json.loads(found.read_text()))
+    _, exit_status = os.waitpid(child, 0)
+    assert os.WEXITSTATUS(exit_status) == 0
+    return Counter(json.loads(counts_file.read_text()))
 
 
 @pytest.fixture
@@ -62,32 +62,34 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def repeated(counts: Counter[str]) -> dict[str, int]:
+def repeated_opens(counts: Counter[str]) -> dict[str, int]:
     assert counts
     return {name: number for name, number in counts.items() if number > 1}
 
 
 def test_a_table_opens_each_file_once(folder: Path):
-    assert repeated(opened(lambda: table.main([str(folder / "runs"), "--format", "json"]), folder)) == {}
+    assert repeated_opens(count_opens(lambda: table.main([str(folder / "runs"), "--format", "json"]), folder)) == {}
 
 
 @pytest.mark.parametrize("group", ["base", "children"])
 @pytest.mark.parametrize("words", [["--job_option", "status"], ["--dry-run"], ["--dry-run", "--where", "state != 'x'"]])
 def test_a_look_opens_each_file_once(folder: Path, words: list[str], group: str):
     words = ["-e", group, *words, *(["--with-parents"] if group == "children" else [])]
-    assert repeated(opened(lambda: toy.main(words, GROUPS, folder) and 0, folder)) == {}
+    assert repeated_opens(count_opens(lambda: toy.main(words, GROUPS, folder) and 0, folder)) == {}
 
 
 def test_a_submission_opens_each_file_once_before_the_lock_and_once_under_it(folder: Path):
     (folder / "runs" / exp_id(GROUP[3]) / "status.json").unlink()  # and one job is submitted, which ends at once
     words = ["-e", "base[0]", "base[1]", "base[2]", "base[3]", "-j", "local", "--job_option", "retry"]
-    counts = opened(lambda: toy.main(words, GROUPS, folder) and 0, folder)
-    assert {name: 2 for name in repeated(counts) if name.endswith("status.json")} == repeated(counts)
+    counts = count_opens(lambda: toy.main(words, GROUPS, folder) and 0, folder)
+    assert {name: 2 for name in repeated_opens(counts) if name.endswith("status.json")} == repeated_opens(counts)
 
 
 def test_a_start_opens_each_file_once_before_the_lock_and_once_under_it(folder: Path):
     for place in (0, 4):
-        counts = repeated(opened(lambda place=place: toy.main(["-e", f"base[{place}]"], GROUPS, folder), folder))
+        counts = repeated_opens(
+            count_opens(lambda place=place: toy.main(["-e", f"base[{place}]"], GROUPS, folder), folder)
+        )
         # The lease is confirmed, and the status changed, each time that something is written.
         assert not place or {name.partition("/")[2] for name in counts} <= {"lease", "status.json", "scores.jsonl"}
         assert place or set(counts.values()) <= {2}

@@ -17,11 +17,11 @@ from src.experiments.config import load
 from src.launch import actions, resources, status
 from src.launch.job import Job
 from src.launch.ray import launcher
-from src.launch.tracking import Question
+from src.launch.tracking import QueryPolicy
 from src.runs.store import RunStore
 from tests.core.launch.fakes.fake_ray.server import Answer, FakeRay
 from tests.core.launch.test_status import World as Suite
-from tests.core.launch.test_status import planned
+from tests.core.launch.test_status import make_item
 
 STOPPABLE = """
 import signal, sys, time
@@ -157,7 +157,7 @@ def test_a_killed_job_stops_in_order_and_does_not_start_again(world: World):
 def test_a_job_that_is_stopped_in_rays_dashboard_does_not_start_again(world: World):
     (job_id,) = world.submit(world.job("runs", STOPPABLE, retries=1))
     world.wait(lambda: world.log("runs") == ["up"], "the start")
-    launcher.ask(world.config.address, "POST", f"/api/jobs/{job_id}/stop", {})
+    launcher.call_api(world.config.address, "POST", f"/api/jobs/{job_id}/stop", {})
     world.wait_for(job_id, "cancelled", "stopped")
     assert world.log("runs") == ["up", "told", "stopped"]
 
@@ -176,7 +176,7 @@ def test_a_request_that_arrives_after_its_submission_was_given_up_starts_nothing
     assert world.config.find(world.submission, ["a"]) == {}
     world.config.forbid(world.submission, ["a"])
     (world.folder / "logs" / "a.out.log").unlink()
-    launcher.ask(
+    launcher.call_api(
         cluster.address,
         "POST",
         "/api/jobs/",
@@ -189,11 +189,11 @@ def test_a_request_that_arrives_after_its_submission_was_given_up_starts_nothing
 def test_a_look_that_got_no_answer_in_time_forbids_nothing_later(cluster: FakeRay, tmp_path: Path):
     """Its answer, which is older than the job, comes when another command has found the job."""
     suite = Suite(tmp_path)
-    item = planned("end", waits=True)
+    item = make_item("end", waits=True)
     target = resources.load(
         "there", {"launcher": "ray", "address": cluster.address, "patience_seconds": 300.0}, suite.runs
     )
-    cluster.held = True
+    cluster.is_held = True
     actions.run(suite.request([item]), target)
     (folder,) = suite.submissions()
     (folder / "jobs.json").unlink()
@@ -205,7 +205,7 @@ def test_a_look_that_got_no_answer_in_time_forbids_nothing_later(cluster: FakeRa
 
     before = set(threading.enumerate())
     cluster.faults.append(answer_late)
-    (row,) = status.table(RunStore(suite.runs), [item.exp_id], Question(seconds=0.2))
+    (row,) = status.table(RunStore(suite.runs), [item.exp_id], QueryPolicy(seconds=0.2))
     assert "was interrupted, and its jobs are unknown" in row.reason
     late = [thread for thread in threading.enumerate() if thread not in before and thread.name.endswith("(work)")]
     assert late
@@ -215,11 +215,11 @@ def test_a_look_that_got_no_answer_in_time_forbids_nothing_later(cluster: FakeRa
         thread.join()
     cluster.release()
     suite.go()
-    assert suite.ended([item]) == ["done"]
+    assert suite.final_states([item]) == ["done"]
 
 
 def test_a_restarted_cluster_has_no_jobs(cluster: FakeRay, world: World):
-    cluster.held = True
+    cluster.is_held = True
     (job_id,) = world.submit(world.ends("a", 0))
     cluster.jobs.clear()
     assert world.config.states([job_id]) == {}
@@ -258,16 +258,16 @@ def cut(answer: Answer) -> Answer:
     ("fault", "match"),
     [
         (HTML, "expected JSON of Ray, got '<!doctype.*'. Is it the address of the dashboard, and are you logged in"),
-        ((502, {}, b"<html>Bad gateway"), "Ray has trouble, status 502: <html>Bad gateway"),
+        ((502, {}, b"<html>Bad gateway"), "Ray fails with status 502: <html>Bad gateway"),
         (
             LOGIN,
-            r"a redirection to https://login.example/\?next= ?\[31m. Put the header that it wants into RAY_JOB_HEADERS",
+            r"a redirection to https://login.example/\?next= ?\[31m. Put the required header into RAY_JOB_HEADERS",
         ),
         (
             (401, {}, b"Unauthorized"),
-            "refused with status 401: Unauthorized. Put the header that it wants into RAY_JOB_HEADERS",
+            "refused with status 401: Unauthorized. Put the required header into RAY_JOB_HEADERS",
         ),
-        (BUSY, r"Ray has trouble, status 500: TimeoutError: No available agent ?\[0m to submit job"),
+        (BUSY, r"Ray fails with status 500: TimeoutError: No available agent ?\[0m to submit job"),
         ((200, {}, b"[" * 200_000), "expected JSON of Ray"),
         ((200, {}, b'{"a": '), "expected JSON of Ray, got '{\"a\":'"),
         ((200, {}, b'{"jobs": []}'), "expected a list of jobs, got"),
@@ -277,10 +277,10 @@ def cut(answer: Answer) -> Answer:
 def test_other_answers_are_one_line(cluster: FakeRay, world: World, fault: Answer, match: str):
     impatient = world.config.model_copy(update={"patience_seconds": 0.3})
     cluster.faults = [fault] * 20
-    with pytest.raises(LaunchError, match=match) as caught:
+    with pytest.raises(LaunchError, match=match) as error_info:
         impatient.states(["20260101-batch.a"])
-    assert str(caught.value).isprintable()
-    assert len(str(caught.value)) < 500
+    assert str(error_info.value).isprintable()
+    assert len(str(error_info.value)) < 500
 
 
 def test_a_cluster_that_is_not_there(world: World, monkeypatch: pytest.MonkeyPatch):
@@ -301,7 +301,7 @@ def test_a_server_that_says_nothing_is_given_up():
 
 
 def test_a_lost_answer_queues_nothing_twice(cluster: FakeRay, world: World):
-    cluster.held = True
+    cluster.is_held = True
     cluster.faults = [cut, BUSY, cut, None, BUSY]
     assert world.submit(world.ends("a", 0), world.ends("b", 0)) == list(cluster.jobs)
 
@@ -310,7 +310,7 @@ def test_a_lost_answer_queues_nothing_twice(cluster: FakeRay, world: World):
     "fault", [(400, {}, b"TypeError: entrypoint_num_gpus must be a number"), (403, {}, b"Forbidden")]
 )
 def test_a_refusal_leaves_nothing_queued(cluster: FakeRay, world: World, fault: Answer):
-    cluster.held = True
+    cluster.is_held = True
     cluster.faults = [None, fault]
     with pytest.raises(
         LaunchError, match=r"refused with status 40[03]: (TypeError: entrypoint_num_gpus must be a number|Forbidden)"
@@ -325,12 +325,12 @@ def test_a_refusal_leaves_nothing_queued(cluster: FakeRay, world: World, fault: 
 
 
 def test_queued_jobs_of_a_stopped_cluster_do_not_start(cluster: FakeRay, world: World):
-    cluster.held = True
+    cluster.is_held = True
     impatient = world.config.model_copy(update={"patience_seconds": 0.3})
     cluster.faults = [None, *[BUSY] * 30]
     with pytest.raises(
         LaunchError,
-        match=r"No available agent.*\n.*will not start, but what runs could not be stopped: .*No available agent",
+        match=r"No available agent.*\n.*will not start, but running ones could not be stopped: .*No available agent",
     ):
         impatient.submit(
             [world.ends("a", 0, patience_seconds=0.3), world.ends("b", 0, patience_seconds=0.3)],
@@ -344,7 +344,7 @@ def test_queued_jobs_of_a_stopped_cluster_do_not_start(cluster: FakeRay, world: 
 
 
 def test_an_id_of_somebody_else_is_refused(cluster: FakeRay, world: World):
-    cluster.held = True
+    cluster.is_held = True
     world.submit(world.ends("a", 0))
     cluster.jobs[f"{world.submission.name}.a"]["entrypoint"] = "rm -rf /"
     with pytest.raises(LaunchError, match="belongs to a job that this submission has not queued"):
@@ -372,12 +372,12 @@ def test_headers_come_from_the_environment_and_stay_with_ray(
         '{"A:": "secret-of-mine"}',
     ):
         monkeypatch.setenv("RAY_JOB_HEADERS", wrong)
-        with pytest.raises(LaunchError, match=r"^RAY_JOB_HEADERS: ") as caught:
+        with pytest.raises(LaunchError, match=r"^RAY_JOB_HEADERS: ") as error_info:
             world.config.check()
-        assert "secret-of-mine" not in str(caught.value)
+        assert "secret-of-mine" not in str(error_info.value)
 
 
-DIED = (
+DEATH_MESSAGE = (
     "Job supervisor actor died: The actor died.\n\tpid: 1\nThe actor died because its node has died.\n\thealth "
     "check failed\x1b[2J"
 )
@@ -387,7 +387,7 @@ DIED = (
     ("facts", "state", "reason"),
     [
         (
-            {"status": "FAILED", "error_type": "JOB_SUPERVISOR_ACTOR_DIED", "message": DIED},
+            {"status": "FAILED", "error_type": "JOB_SUPERVISOR_ACTOR_DIED", "message": DEATH_MESSAGE},
             "failed",
             "Ray lost it: health check failed [2J",
         ),
@@ -422,7 +422,7 @@ def test_states_of_jobs(cluster: FakeRay, world: World, facts: dict[str, Any], s
     [
         ({"address": "ray://head:10001"}, "expected http://HOST:PORT of Ray's dashboard"),
         ({"address": "http://me:secret@head:8265"}, "without a user or a password"),
-        ({"num_gpus": 1.5}, "above 1 Ray gives whole GPUs, got 1.5"),
+        ({"num_gpus": 1.5}, "expected an integer above 1, got 1.5"),
         ({"resources": {"GPU": 1}}, "write num_gpus in place of 'GPU'"),
         ({"processes": {"starter": "torchrun", "nodes": 2}}, "a job of Ray runs on one node"),
     ],
@@ -433,15 +433,15 @@ def test_mistakes_in_a_job_config(raw: dict[str, Any], match: str):
 
 
 def test_overrides_choose_resources_but_no_other_cluster(cluster: FakeRay, world: World):
-    cluster.held = True
+    cluster.is_held = True
     world.submit(world.ends("a", 0, num_gpus=0.5, mem_gb=2, resources={"a b": 0.1}))
-    sent = cluster.jobs[f"{world.submission.name}.a"]
-    assert (sent["entrypoint_num_gpus"], sent["entrypoint_memory"], sent["entrypoint_resources"]) == (
+    request = cluster.jobs[f"{world.submission.name}.a"]
+    assert (request["entrypoint_num_gpus"], request["entrypoint_memory"], request["entrypoint_resources"]) == (
         0.5,
         2 << 30,
         {"a b": 0.1},
     )
-    assert json.loads(json.dumps(sent["runtime_env"])) == {
+    assert json.loads(json.dumps(request["runtime_env"])) == {
         "env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": "300", "RAY_JOB_STOP_SIGNAL": "SIGTERM"}
     }
     with pytest.raises(LaunchError, match="a: overrides cannot change address of the launcher ray"):
@@ -457,7 +457,7 @@ def test_a_parent_that_could_wait_for_what_its_children_hold(cluster: FakeRay, w
     ):
         world.submit(big, small)
     assert cluster.jobs == {}
-    cluster.held = True
+    cluster.is_held = True
     world.submit(
         replace(big, resources=None), small, world.job("elsewhere", "print(1)", after=("big",), resources={"other": 1})
     )

@@ -198,7 +198,7 @@ def test_files_that_look_like_keys_are_left_out_and_named(
         file_names = names(snapshot.take(root, tmp_path / "snapshots"))
     assert file_names - {".gitignore"} == CODE | set(NOT_SECRET)
     assert "deep/kaggle.json" in caplog.text
-    logged = caplog.text.partition("look like keys: ")[2]
+    logged = caplog.text.partition("likely secrets, not copied for the jobs: ")[2]
     assert len(logged.split(", ")) == snapshot.MOST_NAMES == 10
     assert (" and 3 more" in logged) == with_git, "git names the hidden ones, too"
 
@@ -208,7 +208,7 @@ def test_a_large_file_is_refused_by_name(root: Path, tmp_path: Path):
         file.truncate(snapshot.MAX_FILE_BYTES + 1)
     with pytest.raises(
         LaunchError,
-        match=r"project/weights\.bin: 20,000,001 bytes, more than the 20,000,000 of a file of code\. .*\.gitignore",
+        match=r"project/weights\.bin: 20,000,001 bytes, the limit for a file of code is 20,000,000\. .*\.gitignore",
     ):
         snapshot.take(root, tmp_path / "snapshots")
     assert not (tmp_path / "snapshots").exists()
@@ -229,7 +229,7 @@ def test_a_damaged_snapshot_is_made_again(root: Path, tmp_path: Path):
 
 def test_a_reserved_name_is_refused(root: Path, tmp_path: Path):
     (root / "manifest.json").write_text("{}")
-    with pytest.raises(LaunchError, match=r"project/manifest\.json: a copy of the code has a file of its own"):
+    with pytest.raises(LaunchError, match=r"project/manifest\.json: this name is reserved"):
         snapshot.take(root, tmp_path / "snapshots")
 
 

@@ -28,7 +28,7 @@ from src.files import write_json
 from src.launch import actions, arguments, logs, resources, status, submissions, tracking
 from src.launch.job import SchedulerState
 from src.runs import lease
-from src.runs.plan import Planned
+from src.runs.plan import PlannedExperiment
 from src.runs.store import RunStore, SavedRun
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -74,11 +74,11 @@ class NoRecipe(RecipeConfig):
         raise AssertionError
 
 
-def planned(does: str, name: str = "x", parent: str | None = None, **values: Any) -> Planned:
+def make_item(does: str, name: str = "x", parent: str | None = None, **values: Any) -> PlannedExperiment:
     exp = {"does": does, "name_": name, "loop": {"steps": 3}, **values}
     if parent:
         exp["model"] = {"name": "experiment", "exp_id": parent}
-    return Planned(exp_id(exp), exp, NoRecipe(), ("g",), f"g[{name}]")
+    return PlannedExperiment(exp_id(exp), exp, NoRecipe(), ("g",), f"g[{name}]")
 
 
 class World:
@@ -94,26 +94,28 @@ class World:
             "here", {"launcher": "local", "wait": False, "slots": 8, "grace_seconds": 10.0, **values}, self.runs
         )
 
-    def request(self, items: Sequence[Planned], chosen: set[str] | None = None, reset: int = 0) -> actions.Request:
-        ids = {item.exp_id for item in items} if chosen is None else chosen
+    def request(
+        self, items: Sequence[PlannedExperiment], selected_ids: set[str] | None = None, reset: int = 0
+    ) -> actions.Request:
+        ids = {item.exp_id for item in items} if selected_ids is None else selected_ids
         return actions.Request(
             self.runs, items, ids, self.root, lambda i: ["trainval.py", str(self.runs / i)], reset=reset
         )
 
-    def run(self, items: Sequence[Planned], option: str = "run", reset: int = 0, **values: Any) -> None:
+    def run(self, items: Sequence[PlannedExperiment], option: str = "run", reset: int = 0, **values: Any) -> None:
         actions.run(self.request(items, reset=reset), self.resources_with(**values), option)
 
-    def rows(self, items: Sequence[Planned]) -> list[status.Row]:
+    def rows(self, items: Sequence[PlannedExperiment]) -> list[status.Row]:
         return status.table(RunStore(self.runs), [item.exp_id for item in items])
 
-    def states(self, items: Sequence[Planned]) -> list[str]:
+    def states(self, items: Sequence[PlannedExperiment]) -> list[str]:
         return [row.state for row in self.rows(items)]
 
-    def ended(self, items: Sequence[Planned]) -> list[str]:
+    def final_states(self, items: Sequence[PlannedExperiment]) -> list[str]:
         wait_until(lambda: not {"queued", "running"} & set(self.states(items)))
         return self.states(items)
 
-    def started(self) -> list[str]:
+    def start_log(self) -> list[str]:
         return (self.runs / "started").read_text().split() if (self.runs / "started").exists() else []
 
     def go(self) -> None:
@@ -123,9 +125,9 @@ class World:
         return sorted(path for path in (self.runs / "submissions").iterdir() if (path / "submission.json").exists())
 
 
-def wait_until(happened: Callable[[], object], seconds: float = 300) -> None:
+def wait_until(condition: Callable[[], object], seconds: float = 300) -> None:
     end = time.monotonic() + seconds
-    while not happened():
+    while not condition():
         assert time.monotonic() < end, f"waited {seconds} seconds in vain"
         time.sleep(0.02)
 
@@ -142,32 +144,32 @@ def world(tmp_path: Path) -> Iterator[World]:
 
 def test_the_life_of_a_group(world: World):
     """Queued, run, told of, failed, repaired; the same command again submits nothing."""
-    items = [planned("end"), planned("fail"), planned("forget"), planned("end", "y")]
+    items = [make_item("end"), make_item("fail"), make_item("forget"), make_item("end", "y")]
     assert world.states(items) == ["never"] * 4
     world.run(items)
-    assert world.ended(items) == ["done", "failed", "failed", "done"]
+    assert world.final_states(items) == ["done", "failed", "failed", "done"]
     rows = world.rows(items)
     assert (rows[0].step, rows[0].steps, rows[0].loss, rows[0].group) == (3, 3, 0.5, "g")
     assert rows[0].log == world.runs / "logs" / f"{items[0].exp_id}.err.log"
     assert rows[1].reason.startswith("out of luck (exit code 1. See ")
-    assert rows[2].reason == "COMPLETED says the scheduler, but the run is not done (its state: new)"
-    before = world.started()
+    assert rows[2].reason == "the scheduler reports COMPLETED, but the run is new, not done"
+    before = world.start_log()
     for option in ("run", "run"):
         world.run(items, option)
-    assert world.started() == before
+    assert world.start_log() == before
     (world.runs / "mended").touch()
     world.run(items, "retry")
-    assert world.ended(items) == ["done"] * 4
-    assert sorted(world.started()) == sorted([*before, *(item.exp_id for item in items[1:3])])
+    assert world.final_states(items) == ["done"] * 4
+    assert sorted(world.start_log()) == sorted([*before, *(item.exp_id for item in items[1:3])])
     world.run(items, "retry")
     assert len(world.submissions()) == 2
     assert len(list((world.runs / "snapshots").iterdir())) == 1
 
 
 def test_live_jobs_are_skipped_killed_and_resumed(world: World):
-    items = [planned("end", waits=True), planned("end", "y", waits=True), planned("fail")]
+    items = [make_item("end", waits=True), make_item("end", "y", waits=True), make_item("fail")]
     world.run(items, slots=1)
-    wait_until(world.started)
+    wait_until(world.start_log)
     assert world.states(items) == ["running", "queued", "queued"]
     world.run(items, slots=1)
     world.run(items, "retry")
@@ -175,64 +177,64 @@ def test_live_jobs_are_skipped_killed_and_resumed(world: World):
     actions.kill(world.runs, [item.exp_id for item in items[:2]])
     assert world.states(items)[:2] == ["stopped", "stopped"]
     assert "SIGTERM: stopped at step 1" in world.rows(items)[0].reason
-    assert world.ended(items) == ["stopped", "stopped", "failed"]
+    assert world.final_states(items) == ["stopped", "stopped", "failed"]
     actions.kill(world.runs, [item.exp_id for item in items])
     world.go()
     world.run(items)
-    assert world.ended(items) == ["done", "done", "failed"]
+    assert world.final_states(items) == ["done", "done", "failed"]
 
 
 def test_reset_kills_and_starts_over(world: World):
-    item = planned("end", waits=True)
+    item = make_item("end", waits=True)
     world.run([item])
-    wait_until(world.started)
+    wait_until(world.start_log)
     (world.runs / item.exp_id / "old").touch()
     world.run([item], "reset")
-    wait_until(lambda: len(world.started()) == 2)
+    wait_until(lambda: len(world.start_log()) == 2)
     assert world.states([item]) == ["running"]
     assert (world.runs / "deleted" / item.exp_id / "old").exists()
     assert not (world.runs / item.exp_id / "old").exists()
     world.go()
-    assert world.ended([item]) == ["done"]
+    assert world.final_states([item]) == ["done"]
     world.run([item], reset=1)
-    assert world.ended([item]) == ["done"]
-    assert len(world.started()) == 3
+    assert world.final_states([item]) == ["done"]
+    assert len(world.start_log()) == 3
     assert (world.runs / "deleted" / f"{item.exp_id}.1" / "scores.jsonl").exists()
 
 
 def test_an_edit_while_jobs_wait_changes_none_of_them(world: World):
-    first, second = planned("end", waits=True), planned("end", "y")
+    first, second = make_item("end", waits=True), make_item("end", "y")
     world.run([first, second], slots=1)
     (world.root / "trainval.py").write_text("raise SystemExit('edited')")
     world.go()
-    assert world.ended([first, second]) == ["done", "done"]
-    late = planned("end", "late")
+    assert world.final_states([first, second]) == ["done", "done"]
+    late = make_item("end", "late")
     world.run([late])
-    assert world.ended([late]) == ["failed"]
+    assert world.final_states([late]) == ["failed"]
     assert "edited" in logs.tail(world.runs / "logs" / f"{late.exp_id}.err.log", 1)
     assert len(list((world.runs / "snapshots").iterdir())) == 2
 
 
 def test_children_wait_for_parents_of_this_and_of_earlier_submissions(world: World):
-    parent = planned("end", "parent", waits=True)
-    child, grandchild = planned("end", "child", parent.exp_id), planned("end", "early", parent.exp_id)
+    parent = make_item("end", "parent", waits=True)
+    child, grandchild = make_item("end", "child", parent.exp_id), make_item("end", "early", parent.exp_id)
     world.run([parent, grandchild])
     world.run([child])
     assert actions.pending_parents(world.runs, [child]) == {parent.exp_id}
     wait_until(lambda: world.states([parent]) == ["running"])
     assert world.states([child, grandchild]) == ["queued", "queued"]
     world.go()
-    assert world.ended([parent, child, grandchild]) == ["done"] * 3
-    assert world.started()[0] == parent.exp_id
+    assert world.final_states([parent, child, grandchild]) == ["done"] * 3
+    assert world.start_log()[0] == parent.exp_id
 
 
 def test_a_failed_parent_is_named(world: World):
-    parent = planned("fail", "parent")
-    child = planned("end", "child", parent.exp_id)
+    parent = make_item("fail", "parent")
+    child = make_item("end", "child", parent.exp_id)
     world.run([parent, child])
-    assert world.ended([parent, child]) == ["failed", "stopped"]
-    assert f"not started, because {parent.exp_id} did not end well" in world.rows([child])[0].reason
-    assert f"its parent {parent.exp_id} has failed" in world.rows([planned("end", "child", parent.exp_id)])[0].reason
+    assert world.final_states([parent, child]) == ["failed", "stopped"]
+    assert f"not started, because {parent.exp_id} did not complete" in world.rows([child])[0].reason
+    assert f"its parent {parent.exp_id} has failed" in world.rows([make_item("end", "child", parent.exp_id)])[0].reason
     message = (
         rf"^g\[child\]: it starts from experiment {parent.exp_id}, which is failed, not done \(out of "
         rf"luck.*Repair it first"
@@ -244,7 +246,7 @@ def test_a_failed_parent_is_named(world: World):
 
 def test_an_interrupted_submission_is_cleared_up_first(world: World):
     """The submitter died between queueing and noting: the jobs are there, but nothing here says so."""
-    items = [planned("end", str(n), waits=True) for n in range(3)]
+    items = [make_item("end", str(n), waits=True) for n in range(3)]
     world.run(items)
     (folder,) = world.submissions()
     (folder / "jobs.json").unlink()
@@ -256,14 +258,14 @@ def test_an_interrupted_submission_is_cleared_up_first(world: World):
     (world.runs / items[0].exp_id / "job_dict.json").unlink()
     wait_until(lambda: world.states(items) == ["running"] * 3)
     world.go()
-    assert world.ended(items) == ["done"] * 3
-    assert sorted(world.started()) == sorted(item.exp_id for item in items)
+    assert world.final_states(items) == ["done"] * 3
+    assert sorted(world.start_log()) == sorted(item.exp_id for item in items)
 
 
 def test_an_old_note_that_is_damaged_hides_no_later_job(world: World):
-    item = planned("end", waits=True)
+    item = make_item("end", waits=True)
     world.run([item])
-    wait_until(world.started)
+    wait_until(world.start_log)
     actions.kill(world.runs, [item.exp_id])
     (first,) = world.submissions()
     world.run([item])
@@ -278,14 +280,14 @@ def test_an_old_note_that_is_damaged_hides_no_later_job(world: World):
     world.run([item])
     assert len(world.submissions()) == 2
     world.go()
-    assert world.ended([item]) == ["done"]
+    assert world.final_states([item]) == ["done"]
 
 
 def test_a_damaged_list_of_jobs_is_rewritten(world: World):
     """Also the jobs that their save directories still name: they may be removed tomorrow."""
-    items = [planned("end", str(n)) for n in range(2)]
+    items = [make_item("end", str(n)) for n in range(2)]
     world.run(items)
-    assert world.ended(items) == ["done", "done"]
+    assert world.final_states(items) == ["done", "done"]
     (folder,) = world.submissions()
     before = json.loads((folder / "jobs.json").read_text())
     (folder / "jobs.json").write_text('{"jobs": {"torn')
@@ -294,18 +296,18 @@ def test_a_damaged_list_of_jobs_is_rewritten(world: World):
 
 
 def test_an_unclear_submission_blocks_only_its_experiments(world: World, caplog: pytest.LogCaptureFixture):
-    one, other = planned("end", "one"), planned("end", "other")
+    one, other = make_item("end", "one"), make_item("end", "other")
     toolkit = {"launcher": "toolkit", "account": "$NOT_SET_HERE", "image": "a:b", "max_run_seconds": 600}
     world.run([])
     submissions.create(world.runs, toolkit, "there", "x", {one.exp_id: ["trainval.py"]})
     for _ in range(2):
         with pytest.raises(
-            LaunchError, match=r"(?s)NOT_SET_HERE is not set.*nothing is submitted again before that is known"
+            LaunchError, match=r"(?s)NOT_SET_HERE is not set.*nothing is submitted until its jobs are known"
         ):
             world.run([one])
     world.run([other])
     assert "was interrupted, and its jobs are unknown" in caplog.text
-    assert world.ended([other]) == ["done"]
+    assert world.final_states([other]) == ["done"]
     assert world.states([one]) == ["unknown"]
     with pytest.raises(LaunchError, match="NOT_SET_HERE is not set"):
         actions.kill(world.runs, [one.exp_id])
@@ -313,16 +315,16 @@ def test_an_unclear_submission_blocks_only_its_experiments(world: World, caplog:
 
 
 def test_a_damaged_run_does_not_prevent_kills_of_the_rest(world: World):
-    items = [planned("end", str(n), waits=True) for n in range(4)]
+    items = [make_item("end", str(n), waits=True) for n in range(4)]
     world.run(items[:3])
-    wait_until(lambda: len(world.started()) == 3)
+    wait_until(lambda: len(world.start_log()) == 3)
     (world.runs / items[0].exp_id / "job_dict.json").write_text("{")
     (world.runs / items[3].exp_id).mkdir()
     (world.runs / items[3].exp_id / "status.json").write_text("{")
     (world.runs / items[3].exp_id / "job_dict.json").write_text("{")
-    torn = world.runs / "submissions" / "20260101-000000-00000000"
-    torn.mkdir()
-    (torn / "submission.json").write_text("{")
+    damaged_folder = world.runs / "submissions" / "20260101-000000-00000000"
+    damaged_folder.mkdir()
+    (damaged_folder / "submission.json").write_text("{")
     with pytest.raises(LaunchError, match=rf"{items[3].exp_id}/job_dict\.json:1: not valid JSON.* Delete it once"):
         actions.kill(world.runs, [item.exp_id for item in items])
     assert world.states(items[1:3]) == ["stopped", "stopped"]
@@ -330,18 +332,18 @@ def test_a_damaged_run_does_not_prevent_kills_of_the_rest(world: World):
     (world.runs / items[0].exp_id / "job_dict.json").unlink()
     assert world.states([items[0]]) == ["stopped"]
     with pytest.raises(
-        LaunchError, match=r"(?s)submission\.json:1: not valid JSON.*look for its jobs by hand.*move the folder away"
+        LaunchError, match=r"(?s)submission\.json:1: not valid JSON.*find its jobs by hand.*move the folder away"
     ):
         world.run(items[1:3])
-    torn.rename(world.runs / "put aside")
+    damaged_folder.rename(world.runs / "put aside")
     world.go()
     world.run(items[1:3])
-    assert world.ended(items[1:3]) == ["done", "done"]
+    assert world.final_states(items[1:3]) == ["done", "done"]
 
 
 def test_a_submission_that_queued_nothing_is_made_again(world: World):
     """The submitter died after it wrote what it wanted to submit."""
-    item = planned("end")
+    item = make_item("end")
     world.run([])
     resources_with = world.resources_with()
     submissions.create(
@@ -353,33 +355,33 @@ def test_a_submission_that_queued_nothing_is_made_again(world: World):
     )
     (world.runs / "submissions" / "20260101-000000-00000000").mkdir()
     world.run([item])
-    assert world.ended([item]) == ["done"]
+    assert world.final_states([item]) == ["done"]
     assert submissions.interrupted_names(world.runs) == ["20260101-000000-00000000"]
 
 
 SUBMIT = """
     import sys
     from pathlib import Path
-    from tests.core.launch.test_status import World, planned
+    from tests.core.launch.test_status import World, make_item
     world = World.__new__(World)
     world.root, world.runs = Path(sys.argv[1]), Path(sys.argv[2])
-    world.run([planned("end", str(n)) for n in range(5)])
+    world.run([make_item("end", str(n)) for n in range(5)])
 """
 
 
 def test_two_submitters_at_once_submit_once(world: World):
-    items = [planned("end", str(n)) for n in range(5)]
+    items = [make_item("end", str(n)) for n in range(5)]
     command = [sys.executable, "-c", textwrap.dedent(SUBMIT), str(world.root), str(world.runs)]
     both = [subprocess.Popen(command, cwd=ROOT) for _ in range(2)]
     assert [one.wait(timeout=300) for one in both] == [0, 0]
-    assert world.ended(items) == ["done"] * 5
-    assert sorted(world.started()) == sorted(item.exp_id for item in items)
+    assert world.final_states(items) == ["done"] * 5
+    assert sorted(world.start_log()) == sorted(item.exp_id for item in items)
     assert len(world.submissions()) == 1
 
 
 @pytest.mark.slow
 def test_a_submitter_killed_at_any_moment_leaves_no_duplicates_and_no_orphans(world: World):
-    items = [planned("end", str(n)) for n in range(5)]
+    items = [make_item("end", str(n)) for n in range(5)]
     command = [sys.executable, "-c", textwrap.dedent(SUBMIT), str(world.root), str(world.runs)]
     for delay in [0.2 + 0.05 * n for n in range(12)]:
         one = subprocess.Popen(command, cwd=ROOT, start_new_session=True)
@@ -387,8 +389,8 @@ def test_a_submitter_killed_at_any_moment_leaves_no_duplicates_and_no_orphans(wo
         os.killpg(one.pid, signal.SIGKILL)
         one.wait()
     world.run(items)
-    assert world.ended(items) == ["done"] * 5
-    assert sorted(world.started()) == sorted(item.exp_id for item in items)
+    assert world.final_states(items) == ["done"] * 5
+    assert sorted(world.start_log()) == sorted(item.exp_id for item in items)
 
 
 def test_a_lock_that_is_held_too_long(world: World):
@@ -402,7 +404,7 @@ def test_a_lock_that_is_held_too_long(world: World):
 
 
 def test_an_unreachable_scheduler_makes_no_run_failed(world: World):
-    item = planned("end", waits=True)
+    item = make_item("end", waits=True)
     world.run([item])
     wait_until(lambda: world.states([item]) == ["running"])
     queue = world.submissions()[0] / "queue.json"
@@ -418,7 +420,7 @@ def test_an_unreachable_scheduler_makes_no_run_failed(world: World):
         actions.kill(world.runs, [item.exp_id])
     queue.write_text(content)
     world.go()
-    assert world.ended([item]) == ["done"]
+    assert world.final_states([item]) == ["done"]
 
 
 @pytest.mark.parametrize(
@@ -426,27 +428,27 @@ def test_an_unreachable_scheduler_makes_no_run_failed(world: World):
     [('{"host": "elsewhere", "jobs": [{}, {}]}', "its jobs run on elsewhere"), ("{", "not valid JSON")],
 )
 def test_an_unreadable_queue_makes_only_its_jobs_doubtful(world: World, damage: str, doubt: str):
-    lost, gone, other = (
-        planned("end", "lost", waits=True),
-        planned("end", "gone", waits=True),
-        planned("end", "other", waits=True),
+    lost_item, gone_item, other = (
+        make_item("end", "lost", waits=True),
+        make_item("end", "gone", waits=True),
+        make_item("end", "other", waits=True),
     )
-    done = planned("end", "done")
-    world.run([done, lost])
-    world.run([gone])
+    done = make_item("end", "done")
+    world.run([done, lost_item])
+    world.run([gone_item])
     world.run([other])
-    wait_until(lambda: world.states([lost, gone, other, done]) == ["running"] * 3 + ["done"])
+    wait_until(lambda: world.states([lost_item, gone_item, other, done]) == ["running"] * 3 + ["done"])
     queues = [folder / "queue.json" for folder in world.submissions()[:2]]
     sound = [queue.read_text() for queue in queues]
     for queue in queues:
         queue.write_text(damage)
-    (world.runs / gone.exp_id).rename(world.runs / "moved")
-    assert world.states([lost, gone, other]) == ["unknown", "unknown", "running"]
-    assert doubt in world.rows([lost])[0].reason
-    world.run([lost, gone, other])
+    (world.runs / gone_item.exp_id).rename(world.runs / "moved")
+    assert world.states([lost_item, gone_item, other]) == ["unknown", "unknown", "running"]
+    assert doubt in world.rows([lost_item])[0].reason
+    world.run([lost_item, gone_item, other])
     assert len(world.submissions()) == 3, "nothing is submitted twice"
     with pytest.raises(LaunchError, match=doubt):
-        actions.kill(world.runs, [lost.exp_id, other.exp_id])
+        actions.kill(world.runs, [lost_item.exp_id, other.exp_id])
     assert world.states([other]) == ["stopped"], "what can be killed is"
     actions.kill(world.runs, [done.exp_id])
     for queue, text in zip(queues, sound, strict=True):
@@ -454,9 +456,9 @@ def test_an_unreadable_queue_makes_only_its_jobs_doubtful(world: World, damage: 
 
 
 def test_damaged_files_are_named_and_hurt_nobody_else(world: World):
-    items = [planned("end", str(n)) for n in range(6)]
+    items = [make_item("end", str(n)) for n in range(6)]
     world.run(items)
-    assert world.ended(items) == ["done"] * 6
+    assert world.final_states(items) == ["done"] * 6
     runs = [world.runs / item.exp_id for item in items]
     (runs[0] / "status.json").write_text('{"state": ')
     (runs[1] / "job_dict.json").write_text("[]")
@@ -483,9 +485,9 @@ def test_damaged_files_are_named_and_hurt_nobody_else(world: World):
 
 
 def test_a_run_directory_removed_under_a_living_job(world: World):
-    item = planned("end", waits=True)
+    item = make_item("end", waits=True)
     world.run([item])
-    wait_until(world.started)
+    wait_until(world.start_log)
     run = world.runs / item.exp_id
     run.rename(world.runs / "elsewhere")
     assert world.states([item]) == ["running"]
@@ -495,7 +497,7 @@ def test_a_run_directory_removed_under_a_living_job(world: World):
     assert world.states([item]) == ["never"]
     world.run([item])
     world.go()
-    assert world.ended([item]) == ["done"]
+    assert world.final_states([item]) == ["done"]
 
 
 def scheduler_state(state: str, word: str = "", reason: str = "") -> SchedulerState:
@@ -513,7 +515,7 @@ def scheduler_state(state: str, word: str = "", reason: str = "") -> SchedulerSt
         (
             "running",
             scheduler_state("completed", "COMPLETED"),
-            ("failed", "COMPLETED says the scheduler, but the run is not done (its state: running)"),
+            ("failed", "the scheduler reports COMPLETED, but the run is running, not done"),
         ),
         ("lost", scheduler_state("failed", "NODE_FAIL", "node3 died"), ("failed", "NODE_FAIL: node3 died")),
         ("failed", scheduler_state("failed", "FAILED", "exit code 1"), ("failed", "it broke (exit code 1)")),
@@ -564,9 +566,9 @@ def test_a_training_by_hand_is_seen_though_its_old_job_failed(tmp_path: Path):
 
 def test_logs_are_followed_to_the_end(world: World, caplog: pytest.LogCaptureFixture):
     caplog.set_level(logging.INFO)
-    items = [planned("end", waits=True), planned("end", "y", waits=True)]
+    items = [make_item("end", waits=True), make_item("end", "y", waits=True)]
     world.run(items)
-    wait_until(lambda: len(world.started()) == 2)
+    wait_until(lambda: len(world.start_log()) == 2)
     wait_until(lambda: all((world.runs / "logs" / f"{item.exp_id}.out.log").read_text() for item in items))
     lines: list[str] = []
     for line in logs.follow(world.runs, [item.exp_id for item in items], sleep=lambda seconds: time.sleep(0.05)):
@@ -575,12 +577,12 @@ def test_logs_are_followed_to_the_end(world: World, caplog: pytest.LogCaptureFix
             world.go()
     assert sorted(lines) == sorted(f"{item.exp_id[:8]} {word}" for item in items for word in ("begins", "ends"))
     assert list(logs.follow(world.runs, [items[0].exp_id])) == ["begins", "ends"]
-    assert "has printed nothing" not in caplog.text
+    assert "no output" not in caplog.text
     assert list(logs.follow(world.runs, ["0" * 32])) == []
-    assert f"{'0' * 32}: has printed nothing; its state is never" in caplog.text
+    assert f"{'0' * 32}: no output; its state is never" in caplog.text
 
 
-def look(world: World, items: Sequence[Planned], *words: str) -> int:
+def look(world: World, items: Sequence[PlannedExperiment], *words: str) -> int:
     args = arguments.make_parser("", ROOT).parse_args(["-e", "g", "--job_option", "status", *words])
     arguments.check(args, 1)
     return trainval.look(args, items, Places(world.runs, world.runs, {}))
@@ -590,14 +592,14 @@ def test_the_status_as_json_of_some_states_and_again(
     world: World, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
     """--watch ends when nothing is alive."""
-    items = [planned("end", waits=True, size=1), planned("end", "y", waits=True, size=2), planned("fail", "z")]
+    items = [make_item("end", waits=True, size=1), make_item("end", "y", waits=True, size=2), make_item("fail", "z")]
     world.run(items)
     wait_until(lambda: world.states(items) == ["running", "running", "failed"])
 
     def sleep(seconds: float) -> None:
         assert seconds == 7
         world.go()
-        world.ended(items)
+        world.final_states(items)
 
     monkeypatch.setattr(trainval, "time", SimpleNamespace(sleep=sleep))
     assert look(world, items, "--json", "--state", "failed", "done", "--watch", "7") == 0
@@ -610,7 +612,7 @@ def test_the_status_as_json_of_some_states_and_again(
     look(world, items, "--state", "failed")
     assert capsys.readouterr().out.splitlines()[-1] == "1 experiment: 1 failed"
     for words in (["--state", "done"], ["--json"], ["--watch"]):
-        with pytest.raises(ConfigError, match="say how --job_option status shows"):
+        with pytest.raises(ConfigError, match="only for --job_option status"):
             arguments.check(arguments.make_parser("", ROOT).parse_args(["-e", "g", *words]), 1)
 
 
@@ -618,9 +620,9 @@ def test_a_watch_continues_while_a_job_is_unknown(
     world: World, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
     """But not for what is damaged and has no job, which nobody will ever know more of."""
-    item, damaged = planned("end", waits=True), planned("end", "damaged")
-    (world.runs / damaged.exp_id).mkdir(parents=True)
-    (world.runs / damaged.exp_id / "status.json").write_text("{")
+    item, damaged_item = make_item("end", waits=True), make_item("end", "damaged")
+    (world.runs / damaged_item.exp_id).mkdir(parents=True)
+    (world.runs / damaged_item.exp_id / "status.json").write_text("{")
     world.run([item])
     wait_until(lambda: world.states([item]) == ["running"])
     queue = world.submissions()[0] / "queue.json"
@@ -633,10 +635,10 @@ def test_a_watch_continues_while_a_job_is_unknown(
         sleeps.append(seconds)
         queue.write_text(content)
         world.go()
-        world.ended([item])
+        world.final_states([item])
 
     monkeypatch.setattr(trainval, "time", SimpleNamespace(sleep=sleep))
-    assert look(world, [item, damaged], "--watch") == 0
+    assert look(world, [item, damaged_item], "--watch") == 0
     assert sleeps == [30]
     queue_state = [line for line in capsys.readouterr().out.splitlines() if line.startswith("2 experiments")]
     assert queue_state == ["2 experiments: 2 unknown", "2 experiments: 1 done, 1 unknown"]
@@ -644,23 +646,23 @@ def test_a_watch_continues_while_a_job_is_unknown(
 
 @pytest.mark.slow
 def test_a_line_written_while_the_last_ones_are_shown_is_shown_once(world: World):
-    item = planned("end", waits=True)
+    item = make_item("end", waits=True)
     world.run([item])
-    wait_until(world.started)
+    wait_until(world.start_log)
     log = world.runs / "logs" / f"{item.exp_id}.out.log"
     wait_until(lambda: log.read_text() == "begins\n")
     lines = logs.follow(world.runs, [item.exp_id], sleep=lambda seconds: time.sleep(0.05))
-    shown = [next(lines)]
+    shown_lines = [next(lines)]
     with open(log, "a") as file:
         file.write("in between\n")
     world.go()
-    assert [*shown, *lines] == ["begins", "in between", "ends"]
+    assert [*shown_lines, *lines] == ["begins", "in between", "ends"]
     assert logs.tail(log, 2, end=len("begins\nin between\n")) == "begins\nin between"
 
 
 def test_logs_are_followed_while_the_scheduler_does_not_answer(world: World, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(logs, "STATES_SECONDS", 0.0)
-    item = planned("end", waits=True)
+    item = make_item("end", waits=True)
     world.run([item])
     wait_until(lambda: world.states([item]) == ["running"])
     queue = world.submissions()[0] / "queue.json"
@@ -695,15 +697,15 @@ def test_overrides_give_single_experiments_other_resources(world: World):
         {"where": "does == 'end' and size >= 8", "retries": 2},
     ]
     resources_with = world.resources_with(overrides=overrides, processes={"stop_seconds": 7})
-    configs = [resources_with.config_for(planned("end", size=size).exp) for size in (1, 5, 8)]
+    configs = [resources_with.config_for(make_item("end", size=size).exp) for size in (1, 5, 8)]
     assert configs[0] is None
     assert [(c.retries, c.processes.arguments, c.processes.stop_seconds) for c in configs[1:]] == [
         (1, ["-u"], 7),
         (2, ["-u"], 7),
     ]  # type: ignore[union-attr]
-    item = planned("end", size=5)
+    item = make_item("end", size=5)
     world.run([item], overrides=overrides)
-    assert world.ended([item]) == ["done"]
+    assert world.final_states([item]) == ["done"]
     content = json.loads((world.submissions()[0] / "queue.json").read_text())
     assert [job["retries"] for job in content["jobs"]] == [1]
 
@@ -744,7 +746,7 @@ def test_an_override_with_an_unknown_name(world: World, monkeypatch: pytest.Monk
     monkeypatch.setattr(job_configs, "JOB_CONFIGS", {"here": entry})
     message = HERE + r"\.overrides\[0\]\.where: unknown name 'loop\.step'\. Did you mean 'loop\.steps'\?"
     with pytest.raises(ConfigError, match=message):
-        resources.load_named("here", world.runs, [planned("end").exp])
+        resources.load_named("here", world.runs, [make_item("end").exp])
 
 
 def test_the_environment_of_the_jobs_comes_from_env_path(world: World, tmp_path: Path):
@@ -758,9 +760,9 @@ def test_the_environment_of_the_jobs_comes_from_env_path(world: World, tmp_path:
 def test_the_variables_of_jobs_are_in_no_readable_file(world: World):
     """Others need the log of submissions, to submit nothing twice; one of an older version may hold what is refused
     today."""
-    item = planned("end")
+    item = make_item("end")
     world.run([item], environment={"COLOUR": "mauve"})
-    assert world.ended([item]) == ["done"]
+    assert world.final_states([item]) == ["done"]
     (folder,) = world.submissions()
     readable = [path for path in folder.rglob("*") if path.is_file() and path.stat().st_mode & 0o077]
     assert {"submission.json", "jobs.json"} <= {path.name for path in readable}
@@ -770,11 +772,11 @@ def test_the_variables_of_jobs_are_in_no_readable_file(world: World):
     write_json(
         folder / "submission.json", intent | {"launcher": intent["launcher"] | {"environment": {"HF_TOKEN": "xyzzy"}}}
     )
-    wait_until(lambda: world.rows([item])[0].reason.startswith("COMPLETED says the scheduler"))
+    wait_until(lambda: world.rows([item])[0].reason.startswith("the scheduler reports COMPLETED"))
 
 
 def test_the_job_is_noted_for_haven_too(world: World):
-    item = planned("end")
+    item = make_item("end")
     world.run([item])
     job = json.loads((world.runs / item.exp_id / "job_dict.json").read_text())
     assert job == {

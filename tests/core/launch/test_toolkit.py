@@ -24,7 +24,7 @@ from src.experiments.registry import resolved_dict
 from src.launch import resources
 from src.launch.command import Processes
 from src.launch.job import Job, SchedulerState, bind_launcher
-from src.launch.toolkit.launcher import LEFT, Config
+from src.launch.toolkit.launcher import LEFTOVERS, Config
 
 ROOT = Path(__file__).resolve().parents[3]
 SUBMIT, LIST, GET, KILL = "v1_account_job_post", "v1_account_job_get", "v1_cluster_job_get", "v1_job_delete_by_id"
@@ -43,7 +43,7 @@ def hold(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FAKE_TOOLKIT_HOLD", "1")
 
 
-def configured(tmp_path: Path, **values: Any) -> Config:
+def make_config(tmp_path: Path, **values: Any) -> Config:
     raw = {
         "account": "$EAI_ACCOUNT_ID",
         "image": "registry:5000/python:3.11",
@@ -71,21 +71,23 @@ def folder(tmp_path: Path, name: str = "20261121-1f") -> Path:
     return path
 
 
-def launched(tmp_path: Path, jobs: Sequence[Job], **values: Any) -> tuple[Config, list[str], dict[str, str]]:
-    config, noted = configured(tmp_path, **values), {}
-    ids = config.submit(jobs, folder(tmp_path), noted.update)
-    return config, ids, noted
+def submit_jobs(tmp_path: Path, jobs: Sequence[Job], **values: Any) -> tuple[Config, list[str], dict[str, str]]:
+    config, noted_ids = make_config(tmp_path, **values), {}
+    ids = config.submit(jobs, folder(tmp_path), noted_ids.update)
+    return config, ids, noted_ids
 
 
-def wait_until(happened: Callable[[], Any], seconds: float = 300) -> None:
+def wait_until(condition: Callable[[], Any], seconds: float = 300) -> None:
     end = time.monotonic() + seconds
-    while not happened():
+    while not condition():
         assert time.monotonic() < end, f"waited {seconds} seconds in vain"
         time.sleep(0.03)
 
 
-def wait_for(config: Config, job_id: str, *wanted: str) -> SchedulerState:
-    wait_until(lambda: config.states([job_id])[job_id].state in (wanted or ("completed", "failed", "cancelled")))
+def wait_for(config: Config, job_id: str, *expected_states: str) -> SchedulerState:
+    wait_until(
+        lambda: config.states([job_id])[job_id].state in (expected_states or ("completed", "failed", "cancelled"))
+    )
     return config.states([job_id])[job_id]
 
 
@@ -105,20 +107,20 @@ class TestConfig:
     @pytest.mark.parametrize(
         ("values", "message"),
         [
-            ({"image": "python:latest"}, r"toolkit\.image: expected an image with a tag that stays"),
-            ({"image": "registry:5000/python"}, r"toolkit\.image: expected an image with a tag"),
+            ({"image": "python:latest"}, r"toolkit\.image: expected an image with a fixed tag"),
+            ({"image": "registry:5000/python"}, r"toolkit\.image: expected an image with a fixed tag"),
             ({"account": ""}, r"toolkit\.account: expected text that is not empty"),
             ({"data": ["no mount"]}, r"toolkit\.data\[0\]: expected 'account\.name@branch:/folder'"),
             ({"data": ["a:/b:rx"]}, r"toolkit\.data\[0\]: expected"),
             ({"environment": {"A B": "c"}}, "expected the name of an environment variable"),
-            ({"gpu_model": "A100"}, "gpu_mem_gb and gpu_model say something of GPUs, but gpus is 0"),
+            ({"gpu_model": "A100"}, "gpu_mem_gb and gpu_model need gpus"),
             ({"bid": 10_000}, r"toolkit\.bid: expected a number <= 9999"),
             ({"max_run_seconds": 100}, "stop_before_seconds is 300, expected less than max_run_seconds, 100"),
         ],
     )
     def test_mistakes(self, tmp_path: Path, values: dict[str, Any], message: str):
         with pytest.raises(ConfigError, match=message):
-            configured(tmp_path, **values)
+            make_config(tmp_path, **values)
 
     def test_the_length_of_a_job_must_be_said(self):
         with pytest.raises(ConfigError, match=r"toolkit\.max_run_seconds: missing"):
@@ -144,21 +146,21 @@ class TestSubmit:
         item = job(tmp_path, "a", f"{code}; print('w', file=sys.stderr)", *words)
         item.log_dir.mkdir(parents=True)
         (item.log_dir / f"{item.exp_id}.out.log").write_text("before\n")
-        config, (job_id,), noted = launched(tmp_path, [item], environment={"A": "x y$z"})
+        config, (job_id,), noted_ids = submit_jobs(tmp_path, [item], environment={"A": "x y$z"})
         assert wait_for(config, job_id) == SchedulerState("completed", "SUCCEEDED")
         assert log(item) == f"before\n{tmp_path} 0 x y$z {' '.join(words)}\n"
         assert log(item, "err").splitlines()[-1] == "w"
         assert f"job {job_id} run 0" in log(item, "err")
-        assert noted == {item.exp_id: job_id}
+        assert noted_ids == {item.exp_id: job_id}
         assert client.ApiClient.headers == {"Authorization": "Bearer token-1"}
 
     @pytest.mark.usefixtures("hold")
     def test_what_haven_submits(self, tmp_path: Path, client: ModuleType):
-        item, big = job(tmp_path, "a"), job(tmp_path, "big", resources=configured(tmp_path, mem_gb=99))
+        item, big = job(tmp_path, "a"), job(tmp_path, "big", resources=make_config(tmp_path, mem_gb=99))
         values = {"gpus": 2, "gpu_mem_gb": 80, "gpu_model": "!A100", "bid": 7, "cpu": 8}
         processes = {"starter": "torchrun", "nodes": 2, "per_node": "gpus"}
         flags = {"preemptable": False, "restartable": False, "environment": {"A": "b=c"}}
-        launched(tmp_path, [item, big], **values, **flags, processes=processes)
+        submit_jobs(tmp_path, [item, big], **values, **flags, processes=processes)
         one, other = sorted(client.jobs.records(), key=lambda record: record["resources"]["mem"])
         assert {name: one[name] for name in client.JobSpec.KNOWN if name in one} == {
             "name": f"hv_{item.exp_id}_20261121_1f",
@@ -180,55 +182,55 @@ class TestSubmit:
         with pytest.raises(
             LaunchError, match=r"a job writes to .*, which is below no writable mount of `data` \(none\)"
         ):
-            launched(tmp_path, [item], data=[])
+            submit_jobs(tmp_path, [item], data=[])
         with pytest.raises(LaunchError, match="a job writes to"):
-            launched(tmp_path, [item], data=[f"a:{tmp_path}:ro"])
+            submit_jobs(tmp_path, [item], data=[f"a:{tmp_path}:ro"])
         with pytest.raises(LaunchError, match=r"a job reads .*, which is below no mount"):
-            launched(tmp_path, [item], data=[f"a:{tmp_path / 'runs'}:rw"])
+            submit_jobs(tmp_path, [item], data=[f"a:{tmp_path / 'runs'}:rw"])
         assert client.calls == []
 
     def test_an_account_that_is_not_set(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         monkeypatch.delenv("EAI_ACCOUNT_ID")
         with pytest.raises(LaunchError, match=r"account is '\$EAI_ACCOUNT_ID', but EAI_ACCOUNT_ID is not set"):
-            launched(tmp_path, [job(tmp_path, "a")])
+            submit_jobs(tmp_path, [job(tmp_path, "a")])
         with pytest.raises(LaunchError, match="EAI_ACCOUNT_ID is not set"):
-            configured(tmp_path).check()
+            make_config(tmp_path).check()
 
     def test_without_the_client(self, tmp_path: Path, client: ModuleType, monkeypatch: pytest.MonkeyPatch):
-        configured(tmp_path).check()
+        make_config(tmp_path).check()
         assert client.calls == []
         monkeypatch.setitem(sys.modules, "eai_toolkit_client", None)
         with pytest.raises(LaunchError, match="needs the client eai_toolkit_client, which is not installed"):
-            configured(tmp_path).check()
+            make_config(tmp_path).check()
         with pytest.raises(LaunchError, match="needs the client eai_toolkit_client, which is not installed"):
-            launched(tmp_path, [job(tmp_path, "a")])
+            submit_jobs(tmp_path, [job(tmp_path, "a")])
 
     def test_the_token_of_the_login(self, tmp_path: Path, client: ModuleType, monkeypatch: pytest.MonkeyPatch):
         monkeypatch.delenv("EAI_TOKEN")
         monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
         with pytest.raises(LaunchError, match="Log in with `eai login`, or set EAI_TOKEN"):
-            configured(tmp_path).states(["x"])
+            make_config(tmp_path).states(["x"])
         (tmp_path / "eai").write_text('#!/bin/sh\n[ "$*" = "login token -H" ] && echo Authorization: Bearer token-2\n')
         (tmp_path / "eai").chmod(0o755)
-        configured(tmp_path).states(["x"])
+        make_config(tmp_path).states(["x"])
         assert client.ApiClient.headers == {"Authorization": "Bearer token-2"}
 
     def test_a_refusal_leaves_nothing_queued(self, tmp_path: Path, client: ModuleType):
         """The second job is refused: the message is passed on, and the first is cancelled."""
         slow = job(tmp_path, "slow", "import time; time.sleep(300)")
-        refused = job(tmp_path, "b", resources=configured(tmp_path, image="refused:1"))
+        refused_job = job(tmp_path, "b", resources=make_config(tmp_path, image="refused:1"))
         with pytest.raises(LaunchError, match=r"you may not use this image The 1 jobs queued before were cancelled\."):
-            launched(tmp_path, [slow, refused], calls_at_a_time=1)
+            submit_jobs(tmp_path, [slow, refused_job], calls_at_a_time=1)
         assert [record["state"] for record in client.jobs.records()] == ["CANCELLED"]
 
     @pytest.mark.usefixtures("hold")
     def test_the_same_submission_twice_queues_nothing_twice(self, tmp_path: Path, client: ModuleType):
         jobs = [job(tmp_path, name) for name in "abc"]
-        config, first, _ = launched(tmp_path, jobs)
-        assert launched(tmp_path, jobs)[1] == first
+        config, first, _ = submit_jobs(tmp_path, jobs)
+        assert submit_jobs(tmp_path, jobs)[1] == first
         assert len(client.jobs.records()) == 3
         config.kill(first[:1])
-        again = launched(tmp_path, jobs)[1]
+        again = submit_jobs(tmp_path, jobs)[1]
         assert again[1:] == first[1:]
         assert again[0] != first[0]
         assert f"hv_{jobs[0].exp_id}_20261121_1f_2" in {record["name"] for record in client.jobs.records()}
@@ -238,10 +240,10 @@ class TestSubmit:
 
     @pytest.mark.usefixtures("hold")
     def test_a_name_of_another_job_is_refused(self, tmp_path: Path, client: ModuleType):
-        _, (job_id,), _ = launched(tmp_path, [job(tmp_path, "a")])
+        _, (job_id,), _ = submit_jobs(tmp_path, [job(tmp_path, "a")])
         client.jobs.edit(job_id, command=["/bin/bash", "-c", f"/bin/bash other/{job(tmp_path, 'a').exp_id}.sh"])
         with pytest.raises(LaunchError, match=f"belongs to job {job_id}, which this submission has not queued"):
-            launched(tmp_path, [job(tmp_path, "a")])
+            submit_jobs(tmp_path, [job(tmp_path, "a")])
 
 
 FAULTS: dict[str, dict[str, Any] | None] = {
@@ -269,27 +271,27 @@ class TestFaults:
     def test_submitting_through_a_fault(self, tmp_path: Path, client: ModuleType, fault: str):
         fail(client, fault, SUBMIT, SUBMIT, LIST)
         jobs = [job(tmp_path, name) for name in "abc"]
-        _, ids, noted = launched(tmp_path, jobs)
-        queued = {record["id"]: record for record in client.jobs.records()}
-        assert sorted(ids) == sorted(queued)
-        assert len(queued) == 3
-        assert noted == {item.exp_id: job_id for item, job_id in zip(jobs, ids, strict=True)}
-        assert all(item.exp_id in queued[job_id]["name"] for item, job_id in zip(jobs, ids, strict=True))
+        _, ids, noted_ids = submit_jobs(tmp_path, jobs)
+        queued_jobs = {record["id"]: record for record in client.jobs.records()}
+        assert sorted(ids) == sorted(queued_jobs)
+        assert len(queued_jobs) == 3
+        assert noted_ids == {item.exp_id: job_id for item, job_id in zip(jobs, ids, strict=True)}
+        assert all(item.exp_id in queued_jobs[job_id]["name"] for item, job_id in zip(jobs, ids, strict=True))
 
     def test_submitting_into_an_outage(self, tmp_path: Path, client: ModuleType, fault: str):
         """Every submission fails, but the rest answers: a job that was created is found, never forgotten."""
         fail(client, fault, SUBMIT, always=True)
         jobs = [job(tmp_path, name) for name in "ab"]
         if "after" in fault:
-            _, ids, _ = launched(tmp_path, jobs)
+            _, ids, _ = submit_jobs(tmp_path, jobs)
             assert sorted(ids) == sorted(record["id"] for record in client.jobs.records())
         else:
             with pytest.raises(LaunchError, match="Nothing was queued"):
-                launched(tmp_path, jobs, retries=1)
+                submit_jobs(tmp_path, jobs, retries=1)
             assert client.jobs.records() == []
 
     def test_a_failed_poll_is_no_failed_job(self, tmp_path: Path, client: ModuleType, fault: str):
-        config, ids, _ = launched(tmp_path, [job(tmp_path, name) for name in "ab"], retries=1)
+        config, ids, _ = submit_jobs(tmp_path, [job(tmp_path, name) for name in "ab"], retries=1)
         fail(client, fault, LIST)
         assert {seen.state for seen in config.states(ids).values()} == {"queued"}
         fail(client, fault, LIST, always=True)
@@ -304,7 +306,7 @@ class TestFaults:
         assert (seen[ids[0]].state, seen[ids[1]].state) == ("queued", "unknown")
 
     def test_killing_through_a_fault(self, tmp_path: Path, client: ModuleType, fault: str):
-        config, ids, _ = launched(tmp_path, [job(tmp_path, name) for name in "ab"])
+        config, ids, _ = submit_jobs(tmp_path, [job(tmp_path, name) for name in "ab"])
         fail(client, fault, KILL, LIST)
         config.kill(ids)
         assert {record["state"] for record in client.jobs.records()} == {"CANCELLED"}
@@ -318,23 +320,23 @@ class TestOutages:
         item = job(tmp_path, "a")
         with pytest.raises(
             LaunchError,
-            match=r"(?s)Bad Gateway.*could not be asked: .*could not be cancelled with certainty; .*left\.json",
+            match=r"(?s)Bad Gateway.*The lookup of .* failed: .*Cancelling .*failed; .*left\.json",
         ):
-            launched(tmp_path, [item], retries=1)
+            submit_jobs(tmp_path, [item], retries=1)
         (record,) = client.jobs.records()
-        assert json.loads((folder(tmp_path) / LEFT).read_text())["names"] == {item.exp_id: record["name"]}
+        assert json.loads((folder(tmp_path) / LEFTOVERS).read_text())["names"] == {item.exp_id: record["name"]}
         client.faults.clear()
-        assert configured(tmp_path).find(folder(tmp_path), [item.exp_id]) == {item.exp_id: record["id"]}
-        assert launched(tmp_path, [item])[1] == [record["id"]]
+        assert make_config(tmp_path).find(folder(tmp_path), [item.exp_id]) == {item.exp_id: record["id"]}
+        assert submit_jobs(tmp_path, [item])[1] == [record["id"]]
 
-    def test_an_outage_is_not_asked_about_for_each_of_many_jobs(self, tmp_path: Path, client: ModuleType):
+    def test_an_outage_is_not_queried_once_per_job(self, tmp_path: Path, client: ModuleType):
         fail(client, "no connection", GET, always=True)
-        config = configured(tmp_path, retries=1, calls_at_a_time=2)
+        config = make_config(tmp_path, retries=1, calls_at_a_time=2)
         assert {seen.state for seen in config.states([f"old-{i}" for i in range(50)]).values()} == {"unknown"}
         assert client.calls.count(GET) <= 6
 
     def test_a_kill_that_is_not_confirmed_is_reported(self, tmp_path: Path, client: ModuleType):
-        config, ids, _ = launched(tmp_path, [job(tmp_path, "a")], retries=0, kill_seconds=0.2)
+        config, ids, _ = submit_jobs(tmp_path, [job(tmp_path, "a")], retries=0, kill_seconds=0.2)
         fail(client, "500", KILL, always=True)
         with pytest.raises(LaunchError, match=f"1 of 1 jobs are not known to have ended: {ids[0]}. .*500"):
             config.kill(ids)
@@ -361,15 +363,15 @@ class TestStates:
         ],
     )
     def test_words(self, tmp_path: Path, client: ModuleType, word: str, state: str):
-        config, (job_id,), _ = launched(tmp_path, [job(tmp_path, "a")])
+        config, (job_id,), _ = submit_jobs(tmp_path, [job(tmp_path, "a")])
         client.jobs.edit(job_id, state=word)
         assert config.states([job_id]) == {job_id: SchedulerState(state, word.upper())}  # type: ignore[arg-type]
         if word in ("INTERRUPTED", "PREEMPTED"):
-            assert configured(tmp_path, restartable=False).states([job_id])[job_id].state == "failed"
+            assert make_config(tmp_path, restartable=False).states([job_id])[job_id].state == "failed"
 
     @pytest.mark.usefixtures("hold")
     def test_many_jobs_in_one_call_and_an_old_one_in_another(self, tmp_path: Path, client: ModuleType):
-        config, ids, _ = launched(tmp_path, [job(tmp_path, str(i)) for i in range(20)])
+        config, ids, _ = submit_jobs(tmp_path, [job(tmp_path, str(i)) for i in range(20)])
         client.jobs.edit(ids[0], old=True, state="FAILED", runs=[{"exit_code": 1}, {"exit_code": 3}])
         client.calls.clear()
         seen = config.states([*ids, "0-gone"])
@@ -412,7 +414,7 @@ class TestEndings:
     ):
         monkeypatch.setenv("FAKE_TOOLKIT_CANCEL_SECONDS", "2.5")
         item = training(tmp_path)
-        config, ids, _ = launched(tmp_path, [item])
+        config, ids, _ = submit_jobs(tmp_path, [item])
         wait_until(lambda: "training" in log(item))
         config.kill(ids)
         assert config.states(ids)[ids[0]] == SchedulerState("cancelled", "CANCELLED")
@@ -426,19 +428,19 @@ class TestEndings:
             .replace("exit(75)", "exit(1)")
             .replace("sys.argv[1]", "os.environ['RUN']")
         )
-        killed = job(tmp_path, "killed", code)
-        config, ids, _ = launched(tmp_path, [killed], environment={"RUN": str(killed.run)})
-        wait_until(lambda: "training" in log(killed))
+        killed_job = job(tmp_path, "killed", code)
+        config, ids, _ = submit_jobs(tmp_path, [killed_job], environment={"RUN": str(killed_job.run)})
+        wait_until(lambda: "training" in log(killed_job))
         config.kill(ids)
-        assert "saved on SIGTERM" in log(killed)
+        assert "saved on SIGTERM" in log(killed_job)
         assert not (folder(tmp_path) / "quick_failures").exists()
-        _, ids, _ = launched(tmp_path, [job(tmp_path, "bad", "1 / 0")])
+        _, ids, _ = submit_jobs(tmp_path, [job(tmp_path, "bad", "1 / 0")])
         assert wait_for(config, ids[0]).state == "failed"
         assert (folder(tmp_path) / "quick_failures").exists()
 
-    def test_a_preempted_job_saves_and_goes_on_by_itself(self, tmp_path: Path, client: ModuleType):
+    def test_a_preempted_job_saves_and_resumes(self, tmp_path: Path, client: ModuleType):
         item = training(tmp_path)
-        config, (job_id,), _ = launched(tmp_path, [item])
+        config, (job_id,), _ = submit_jobs(tmp_path, [item])
         wait_until(lambda: "training" in log(item))
         (folder(tmp_path) / "quick_failures").write_text("1\n" * 9)  # of others, since it began
         client.jobs.preempt(job_id)
@@ -450,22 +452,24 @@ class TestEndings:
 
     def test_a_job_that_is_not_restartable_fails_when_interrupted(self, tmp_path: Path, client: ModuleType):
         item = training(tmp_path)
-        config, (job_id,), _ = launched(tmp_path, [item], restartable=False)
+        config, (job_id,), _ = submit_jobs(tmp_path, [item], restartable=False)
         wait_until(lambda: "training" in log(item))
         client.jobs.preempt(job_id)
         assert wait_for(config, job_id) == SchedulerState("failed", "INTERRUPTED", "exit code 75")
 
     @pytest.mark.slow
-    def test_the_training_is_told_before_the_time_is_over(self, tmp_path: Path, client: ModuleType):
+    def test_the_training_is_signalled_before_the_time_limit(self, tmp_path: Path, client: ModuleType):
         item = training(tmp_path)
-        config, (job_id,), _ = launched(tmp_path, [item], max_run_seconds=60, stop_before_seconds=54)
+        config, (job_id,), _ = submit_jobs(tmp_path, [item], max_run_seconds=60, stop_before_seconds=54)
         assert wait_for(config, job_id).state == "failed"
         assert log(item) == "training\nsaved on SIGUSR1\n"
         assert client.jobs.records()[0]["runs"][-1]["exit_code"] == 75
 
     def test_the_clock_ends_with_the_job(self, tmp_path: Path):
         item = job(tmp_path, "a")
-        config, (job_id,), _ = launched(tmp_path, [item], max_run_seconds=os.getpid() * 100 + 99, stop_before_seconds=1)
+        config, (job_id,), _ = submit_jobs(
+            tmp_path, [item], max_run_seconds=os.getpid() * 100 + 99, stop_before_seconds=1
+        )
         wait_for(config, job_id)
         sleeping = subprocess.run(
             ["pgrep", "-f", f"sleep {os.getpid()}[0-9][0-9]$"], capture_output=True, text=True, check=False
@@ -479,7 +483,7 @@ class TestEndings:
             tmp_path, "a", f"import os; print([os.environ.get(n) for n in {names}])", python_binary=sys.executable
         )
         processes = Processes(starter="torchrun", nodes=3)
-        configured(tmp_path, processes=processes.model_dump()).submit([item], folder(tmp_path), lambda _: None)
+        make_config(tmp_path, processes=processes.model_dump()).submit([item], folder(tmp_path), lambda _: None)
         path = item.log_dir / f"{item.exp_id}.out.log"
         wait_until(lambda: log(item))
         env = os.environ | {"RANK": "2", "WORLD_SIZE": "3"}
@@ -503,7 +507,7 @@ class TestParents:
     def test_a_child_waits_for_its_parent(self, tmp_path: Path):
         parent = job(tmp_path, "parent", "print('ran')")
         child = job(tmp_path, "child", "print('ran')", after=(parent.exp_id, "f" * 32))
-        config, (one, other), _ = launched(tmp_path, [parent, child])
+        config, (one, other), _ = submit_jobs(tmp_path, [parent, child])
         wait_for(config, one)
         status(tmp_path, parent, "running")
         wait_until(lambda: "job" in log(child, "err"))
@@ -514,19 +518,20 @@ class TestParents:
         assert log(child) == "ran\n"
 
     @pytest.mark.parametrize(
-        ("state", "told"),
+        ("state", "message"),
         [("failed", "is failed for 0"), ("stopped", "is stopped for 0"), (None, "is not started for 0")],
     )
-    def test_a_child_of_a_parent_that_fails_names_it(self, tmp_path: Path, state: str | None, told: str):
+    def test_a_child_of_a_parent_that_fails_names_it(self, tmp_path: Path, state: str | None, message: str):
         parent = job(tmp_path, "parent", "raise SystemExit(1)")
         child = job(tmp_path, "child", "print('ran')", after=(parent.exp_id,))
         patience = {"parent_patience_seconds": 0} if state else {"parent_wait_seconds": 0}
-        config, (_, other), _ = launched(tmp_path, [parent, child], **patience)
+        config, (_, other), _ = submit_jobs(tmp_path, [parent, child], **patience)
         if state:
             status(tmp_path, parent, state)
         assert wait_for(config, other).state == "failed"
-        assert f"not started: it starts from experiment {parent.exp_id}, which {told} seconds; see {parent.run}" in log(
-            child, "err"
+        assert (
+            f"not started: it starts from experiment {parent.exp_id}, which {message} seconds; see {parent.run}"
+            in log(child, "err")
         )
         assert log(child) == ""
 
@@ -534,7 +539,7 @@ class TestParents:
         parent = job(tmp_path, "parent", "import time; time.sleep(60)")
         child = job(tmp_path, "child", "print('ran')", after=(parent.exp_id,))
         status(tmp_path, parent, "failed")
-        config, (first, other), _ = launched(
+        config, (first, other), _ = submit_jobs(
             tmp_path, [parent, child], parent_patience_seconds=0, parent_poll_seconds=0.617
         )
         wait_until(lambda: pauses("0.617") or config.states([other])[other].state == "failed")
@@ -545,7 +550,7 @@ class TestParents:
     def test_parents_of_earlier_submissions_are_waited_for(self, tmp_path: Path):
         parent = job(tmp_path, "parent")
         child = job(tmp_path, "child", "print('ran')", after=(parent.exp_id,), after_jobs=("some-job",))
-        config, (job_id,), _ = launched(tmp_path, [child])
+        config, (job_id,), _ = submit_jobs(tmp_path, [child])
         wait_for(config, job_id, "running")
         status(tmp_path, parent, "done")
         assert wait_for(config, job_id).state == "completed"
@@ -553,7 +558,7 @@ class TestParents:
     def test_a_waiting_child_can_be_killed(self, tmp_path: Path, client: ModuleType):
         parent = job(tmp_path, "parent")
         child = job(tmp_path, "child", after=(parent.exp_id,))
-        config, ids, _ = launched(tmp_path, [parent, child], parent_poll_seconds=300)
+        config, ids, _ = submit_jobs(tmp_path, [parent, child], parent_poll_seconds=300)
         wait_until(lambda: "job" in log(child, "err"))
         config.kill(ids)
         record = next(record for record in client.jobs.records() if record["id"] == ids[1])
@@ -564,9 +569,9 @@ class TestParents:
 def test_the_examples_are_valid(tmp_path: Path, launcher: str):
     text = (ROOT / "resources" / "job_configs" / f"{launcher}.md").read_text()
     (block,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-    found: dict[str, Any] = {}
-    exec(block, found)
-    for name, raw in found["JOB_CONFIGS"].items():
+    configs: dict[str, Any] = {}
+    exec(block, configs)
+    for name, raw in configs["JOB_CONFIGS"].items():
         assert resources.load(name, raw, tmp_path).launcher.name == launcher
 
 
@@ -591,10 +596,10 @@ def test_the_real_toolkit(monkeypatch: pytest.MonkeyPatch):
     }
     config = load(Config, raw, "toolkit")
     item = job(home, "live", python_binary="sleep 600; true")
-    sent = folder(home, f"smoke{int(time.time())}")
-    (job_id,) = config.submit([item], sent, lambda _: None)
+    submission_folder = folder(home, f"smoke{int(time.time())}")
+    (job_id,) = config.submit([item], submission_folder, lambda _: None)
     try:
-        assert config.find(sent, [item.exp_id]) == {item.exp_id: job_id}
+        assert config.find(submission_folder, [item.exp_id]) == {item.exp_id: job_id}
         wait_until(lambda: config.states([job_id])[job_id].state == "running", seconds=600)
     finally:
         config.kill([job_id])

@@ -15,14 +15,14 @@ from src.experiments.identity import exp_id
 from src.files import write_json
 from src.launch import actions, logs, resources, status, tracking
 from src.launch.slurm import launcher
-from src.launch.tracking import LOOK, REFRESH, Question
+from src.launch.tracking import LOOK, REFRESH, QueryPolicy
 from src.runs import lease
-from src.runs.plan import Planned
+from src.runs.plan import PlannedExperiment
 from src.runs.store import RunStore
 from src.support import read_cache
 from src.support.read_cache import ReadCache
 from tests.core.launch.fakes.fake_slurm.cluster import Cluster
-from tests.core.launch.test_status import World, planned
+from tests.core.launch.test_status import World, make_item
 
 DOWN = "slurm_load_jobs error: Unable to contact slurm controller (connect failure)"
 HANGS_SECONDS = 30
@@ -41,21 +41,21 @@ def _no_memories(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tracking, "_memory", tracking._Memory())
 
 
-def submit(world: World, count: int, option: str = "run") -> list[Planned]:
-    items = [planned("end", str(n)) for n in range(count)]
+def submit(world: World, count: int, option: str = "run") -> list[PlannedExperiment]:
+    items = [make_item("end", str(n)) for n in range(count)]
     actions.run(world.request(items), resources.load("there", {"launcher": "slurm"}, world.runs), option)
     return items
 
 
-def say(world: World, item: Planned, state: str, **facts: Any) -> None:
+def say(world: World, item: PlannedExperiment, state: str, **facts: Any) -> None:
     write_json(world.runs / item.exp_id / "status.json", {"state": state, **facts})
 
 
-def hold(world: World, item: Planned, **other: Any) -> None:
+def hold(world: World, item: PlannedExperiment, **other: Any) -> None:
     write_json(world.runs / item.exp_id / "lease", {**lease.this_process(), "beat": 3, **other})
 
 
-def look(world: World, items: list[Planned], question: Question = PATIENT_LOOK) -> list[status.Row]:
+def look(world: World, items: list[PlannedExperiment], question: QueryPolicy = PATIENT_LOOK) -> list[status.Row]:
     return status.table(RunStore(world.runs), [item.exp_id for item in items], question)
 
 
@@ -86,15 +86,15 @@ def test_the_last_known_state_is_shown_during_an_outage(world: World, cluster: C
     assert [row.state for row in rows] == ["failed", "stopped", "running", "unknown", "unknown"]
     assert all("Unable to contact slurm controller" in row.reason for row in rows)
     assert [row.reason.partition(";")[0] for row in rows[:2]] == ["out of luck", "time is up"]
-    queued = len(cluster.alive())
+    num_queued = len(cluster.alive())
     for option in ("run", "retry"):  # what is not known is not submitted again
         submit(world, 5, option)
-    assert len(cluster.alive()) == queued
+    assert len(cluster.alive()) == num_queued
 
 
 def test_a_job_that_failed_before_its_training_is_known_to_have_failed(world: World, cluster: Cluster):
     cluster.configure(run=True)
-    items = [planned("refuse"), planned("fail"), planned("end")]
+    items = [make_item("refuse"), make_item("fail"), make_item("end")]
     actions.run(world.request(items), resources.load("there", {"launcher": "slurm"}, world.runs))
     cluster.fail("squeue", "say", DOWN, times=1000)
     rows = look(world, items)
@@ -127,7 +127,7 @@ def test_one_query_serves_all_readers(world: World, cluster: Cluster, monkeypatc
     assert [row.state for row in look(world, items, PATIENT_REFRESH)][3:] == ["queued", "running", "queued"]
     submit(world, 7)
     cluster.forget_calls()
-    look(world, [*items, planned("end", "6")], PATIENT_REFRESH)
+    look(world, [*items, make_item("end", "6")], PATIENT_REFRESH)
     assert len(cluster.calls("squeue")) == 1
     assert LOOK.seconds == REFRESH.seconds == 5
     assert REFRESH.max_age_seconds <= 30
@@ -145,33 +145,33 @@ def test_a_scheduler_that_hangs_is_not_waited_for(world: World, monkeypatch: pyt
 
     monkeypatch.setattr(launcher.Config, "states", hang)
     try:
-        rows = look(world, items, Question(seconds=0.2, max_age_seconds=30.0))
+        rows = look(world, items, QueryPolicy(seconds=0.2, max_age_seconds=30.0))
         assert [row.state for row in rows] == ["failed", "unknown"]
         assert all("the scheduler did not answer in 0.2 s" in row.reason for row in rows)
-        look(world, items, Question(seconds=300.0, max_age_seconds=30.0))
+        look(world, items, QueryPolicy(seconds=300.0, max_age_seconds=30.0))
         assert len(queries) == 1, "that it hangs is remembered, too"
     finally:
         release.set()
 
 
 @pytest.mark.parametrize("jobs_per_task", [1, 2])
-@pytest.mark.parametrize(("most", "started"), [(3, 5), (0, 8)])
+@pytest.mark.parametrize(("most", "num_started"), [(3, 5), (0, 8)])
 def test_quick_failures_in_a_row_stop_what_waits(
-    world: World, cluster: Cluster, most: int, started: int, jobs_per_task: int
+    world: World, cluster: Cluster, most: int, num_started: int, jobs_per_task: int
 ):
     """As on this machine: see test_local.py."""
     cluster.configure(run=True)
-    items = [planned("fail", "one"), planned("end", "well"), *(planned("fail", str(n)) for n in range(6))]
+    items = [make_item("fail", "one"), make_item("end", "well"), *(make_item("fail", str(n)) for n in range(6))]
     config = {"launcher": "slurm", "stop_after_failures": most, "jobs_per_task": jobs_per_task}
     actions.run(world.request(items), resources.load("there", config, world.runs))
     rows = look(world, items)
-    ran = len(world.started())
-    assert ran == started if jobs_per_task == 1 or not most else 4 <= ran < 8, "side by side the order is not known"
-    stopped = [row for row in rows if row.state == "stopped"]
+    ran = len(world.start_log())
+    assert ran == num_started if jobs_per_task == 1 or not most else 4 <= ran < 8, "side by side the order is not known"
+    stopped_rows = [row for row in rows if row.state == "stopped"]
     assert sorted(row.state for row in rows) == ["done"] + ["failed"] * (ran - 1) + ["stopped"] * (8 - ran)
-    assert bool(stopped) == bool(most)
-    for row in stopped:
-        assert row.exp_id not in world.started()
+    assert bool(stopped_rows) == bool(most)
+    for row in stopped_rows:
+        assert row.exp_id not in world.start_log()
         assert (
             row.reason == "not started: 3 in a row failed within 60 s of their start. See why, then --job_option retry"
         )
@@ -185,7 +185,7 @@ def test_notes_of_a_reinstalled_cluster_are_ignored(world: World, cluster: Clust
     cluster.configure(run=True)
     (world.runs / "submissions" / "shared_tasks").mkdir(parents=True)
     (world.runs / "submissions" / "shared_tasks" / "1_0.why").write_text("not started")
-    item = planned("fail")
+    item = make_item("fail")
     actions.run(world.request([item]), resources.load("there", {"launcher": "slurm"}, world.runs))
     assert [row.state for row in look(world, [item])] == ["failed"]
 
@@ -218,7 +218,7 @@ def test_a_reset_that_is_refused_kills_nobody(world: World, cluster: Cluster):
 
 def test_setup_commands_are_in_private_files_only(world: World, cluster: Cluster):
     """One of an older version may hold what is refused today."""
-    item = planned("end")
+    item = make_item("end")
     actions.run(
         world.request([item]), resources.load("there", {"launcher": "slurm", "setup": ["echo mauve"]}, world.runs)
     )
@@ -249,12 +249,12 @@ def test_the_throttle_of_queued_jobs_is_changed(world: World, cluster: Cluster, 
     cluster.configure(arrays={})
     with pytest.raises(LaunchError, match="none of these experiments is queued"):
         actions.throttle(world.runs, ids, 2)
-    world.run([planned("end", "here", waits=True)], slots=1)
-    later = planned("end", "later")
+    world.run([make_item("end", "here", waits=True)], slots=1)
+    later = make_item("end", "later")
     world.run([later], slots=1)
-    with pytest.raises(LaunchError, match="launcher local: how many jobs run at a time is fixed"):
+    with pytest.raises(LaunchError, match="launcher local: cannot change how many"):
         actions.throttle(world.runs, [later.exp_id], 2)
-    actions.kill(world.runs, [later.exp_id, planned("end", "here", waits=True).exp_id])
+    actions.kill(world.runs, [later.exp_id, make_item("end", "here", waits=True).exp_id])
 
 
 def test_an_interrupted_submission_delays_no_look(world: World, monkeypatch: pytest.MonkeyPatch):
@@ -269,7 +269,7 @@ def test_an_interrupted_submission_delays_no_look(world: World, monkeypatch: pyt
 
     monkeypatch.setattr(launcher.Config, "find", hang)
     try:
-        rows = look(world, items, Question(seconds=0.2))
+        rows = look(world, items, QueryPolicy(seconds=0.2))
         assert [row.state for row in rows] == ["unknown", "unknown"]
         assert "was interrupted, and its jobs are unknown" in rows[0].reason
     finally:

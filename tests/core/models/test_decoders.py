@@ -293,7 +293,10 @@ def test_load_trained_restores_tied_weights(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda w: w.pop("norm.bias"), r"w.safetensors: of another model. Missing: norm.bias; unexpected: none\."),
+        (
+            lambda w: w.pop("norm.bias"),
+            r"w.safetensors: checkpoint is for a different model. Missing: norm.bias; unexpected: none\.",
+        ),
         (
             lambda w: w.update({f"x{i}": torch.ones(1) for i in range(5)}),
             r"Missing: none; unexpected: x0, x1, x2 and 2 more\.",

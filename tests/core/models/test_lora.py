@@ -240,8 +240,8 @@ def test_a_name_that_no_matrix_has_is_refused_before_and_while_building(places, 
 def test_what_would_be_ignored_is_refused(changes: dict[str, Any], path: str, message: str):
     with pytest.raises(Problems) as error:
         part(**changes)
-    assert error.value.found[0][0] == path
-    assert message in error.value.found[0][1]
+    assert error.value.problems[0][0] == path
+    assert message in error.value.problems[0][1]
 
 
 def test_adapters_below_a_cross_attention_model_are_refused():

@@ -57,7 +57,7 @@ def go_on(world: World, *steps: int) -> list[int]:
     return world.steps()
 
 
-def test_a_training_deletes_what_was_evaluated(world: World, watcher: subprocess.Popen[bytes]):
+def test_a_training_deletes_evaluated_checkpoints(world: World, watcher: subprocess.Popen[bytes]):
     assert go_on(world, 15, 20, 25, 30, 31) == [10, 20, 30, 31]
     (world.folder / "gate-10").touch()
     poll(lambda: "step-00000010" in json.loads(pinned(world)[0].read_text())["ended"])
@@ -95,15 +95,15 @@ def test_the_pins_of_the_dead_are_taken_away_by_the_next(world: World, watcher: 
     assert list((world.runs / "checkpoint_jobs").iterdir()) == []
 
 
-def test_what_is_evaluated_in_a_finished_run_is_not_cleaned_away(world: World):
+def test_cleaning_skips_checkpoints_under_evaluation(world: World):
     write_json(world.run / STATUS, {"state": "done", "step": 10, "attempt": 1})
     rule = retention.CleanupRule(keep_last=0, keep_best=False)
     process = world.start("--every", "0.1")
     try:
         poll(lambda: pinned(world))
-        decided = retention.plan(world.run, rule, set(), time.time() + 1)
-        assert decided.deletable == ()
-        assert "what could go is worked on" in decided.reason_to_keep
+        cleanup = retention.plan(world.run, rule, set(), time.time() + 1)
+        assert cleanup.deletable == ()
+        assert "all deletable checkpoints are in use" in cleanup.reason_to_keep
         (world.folder / "gate-10").touch()
         poll(lambda: not pinned(world))
         assert retention.plan(world.run, rule, set(), time.time() + 1).deletable == (checkpoints.folder(world.run, 10),)

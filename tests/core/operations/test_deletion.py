@@ -127,22 +127,22 @@ def test_an_ancestor_of_a_run_that_stays_is_never_deleted(tmp_path: Path, capsys
     assert clean.main([str(tmp_path), "-e", "g", "--delete", "--yes"]) == 0
     error = capsys.readouterr().err
     assert [run.exists() for run in (first, second, third, alone)] == [True, True, True, False]
-    assert f"{second}: stays: {third.name}" in error
-    assert f"{first}: stays: {second.name}" in error
+    assert f"{second}: not deleted: {third.name}" in error
+    assert f"{first}: not deleted: {second.name}" in error
     assert clean.main([str(tmp_path), "-e", "g", "kept", "--delete", "--yes"]) == 0
     assert not any(run.exists() for run in (first, second, third))
 
 
 def test_no_run_is_deleted_while_the_parents_of_another_are_unknown(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    one, damaged = make(tmp_path, 0), make(tmp_path, 1)
-    (damaged / "exp_dict.json").write_text("{")
+    one, damaged_run = make(tmp_path, 0), make(tmp_path, 1)
+    (damaged_run / "exp_dict.json").write_text("{")
     assert clean.main([str(tmp_path), "-e", "g", "--delete", "--yes"]) == 0
     assert one.exists()
-    assert str(damaged) in capsys.readouterr().err
-    assert clean.main([str(damaged), "--delete", "--yes"]) == 0
+    assert str(damaged_run) in capsys.readouterr().err
+    assert clean.main([str(damaged_run), "--delete", "--yes"]) == 0
     assert clean.main([str(tmp_path), "-e", "g", "--delete", "--yes"]) == 0
     assert not one.exists()
-    assert not damaged.exists()
+    assert not damaged_run.exists()
 
 
 def test_a_live_run_stays(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -157,7 +157,7 @@ def test_a_live_run_stays(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     evaluation.release()
     assert [run.exists() for run in (live, elsewhere, pinned, other)] == [True, True, True, False]
     error = capsys.readouterr().err
-    assert all(f"{run}: stays: " in error for run in (live, elsewhere, pinned))
+    assert all(f"{run}: not deleted: " in error for run in (live, elsewhere, pinned))
 
 
 def test_a_run_with_a_job_that_can_still_start_stays(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -169,7 +169,7 @@ def test_a_run_with_a_job_that_can_still_start_stays(tmp_path: Path, capsys: pyt
         SavedRun(run).write_job("1", "c", "s1")
     assert clean.main([str(tmp_path), "-e", "g", "--delete", "--yes"]) == 0
     assert (waiting.exists(), finished.exists()) == (True, False)
-    assert f"{waiting}: stays: " in capsys.readouterr().err
+    assert f"{waiting}: not deleted: " in capsys.readouterr().err
 
 
 def test_a_parent_of_a_child_that_appears_before_the_confirmation_stays(
@@ -201,7 +201,7 @@ def test_a_link_to_a_run_stays(tmp_path: Path, capsys: pytest.CaptureFixture[str
     run.symlink_to(disk)
     assert clean.main([str(run.parent), "-e", "g", "--delete", "--yes"]) == 0
     assert (run / "scores.jsonl").exists()
-    assert f"{run}: stays: it is a link to {disk}" in capsys.readouterr().err
+    assert f"{run}: not deleted: it is a link to {disk}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -43,7 +43,7 @@ def submit(run: Path, job_id: str, launcher: str = "slurm") -> None:
     submissions.note(submission, {run.name: job_id}, complete=True)
 
 
-def test_a_job_is_held_and_released_and_the_ledger_says_by_whom_and_why(
+def test_hold_and_release_are_recorded_with_person_and_reason(
     run: Path, calls: Path, capsys: pytest.CaptureFixture[str]
 ):
     submit(run, "7_3")
@@ -51,17 +51,17 @@ def test_a_job_is_held_and_released_and_the_ledger_says_by_whom_and_why(
     assert capsys.readouterr().out == f"{run}: held job 7_3\n"
     assert interventions.main(["release", str(run)]) == 0
     assert calls.read_text() == "hold 7_3\nrelease 7_3\n"
-    held, released = ledger.read(run)
-    assert (held["event"], held["job"], held["who"], held["why"]) == (
+    hold_event, release_event = ledger.read(run)
+    assert (hold_event["event"], hold_event["job"], hold_event["who"], hold_event["why"]) == (
         "hold",
         "7_3",
         ledger.user_and_host(),
         "the data moves",
     )
-    assert (released["event"], released["job"]) == ("release", "7_3")
+    assert (release_event["event"], release_event["job"]) == ("release", "7_3")
     assert (
         capsys.readouterr().out
-        == f"{run}: released job 7_3, which {ledger.user_and_host()} held since {held['when']} (the data moves)\n"
+        == f"{run}: released job 7_3, which {ledger.user_and_host()} held since {hold_event['when']} (the data moves)\n"
     )
 
 
@@ -84,7 +84,7 @@ def test_a_job_that_was_written_by_hand_is_held(run: Path, calls: Path, variable
     assert calls.read_text() == f"hold {job_id}\n"
 
 
-def test_a_refusal_is_told_and_not_noted_as_done(run: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_refusal_is_reported_and_not_recorded_as_done(run: Path, capsys: pytest.CaptureFixture[str]):
     submit(run, "13")
     assert interventions.main(["hold", str(run)]) == 1
     assert "scontrol: slurm_suspend error: Invalid job id specified" in capsys.readouterr().err
@@ -93,16 +93,14 @@ def test_a_refusal_is_told_and_not_noted_as_done(run: Path, capsys: pytest.Captu
 
 def test_without_a_job_there_is_nothing_to_hold(run: Path, calls: Path, capsys: pytest.CaptureFixture[str]):
     assert interventions.main(["hold", str(run)]) == 1
-    assert capsys.readouterr().err == f"error: {run}: no job was submitted for it, and it was not started within one.\n"
+    assert capsys.readouterr().err == f"error: {run}: no job was submitted for it, and it was not started in one.\n"
     assert not calls.exists()
 
 
 def test_other_launchers_have_no_queue_to_wait_in(run: Path, capsys: pytest.CaptureFixture[str]):
     submit(run, "4", "local")
     assert interventions.main(["hold", str(run)]) == 1
-    assert (
-        "the launcher 'local' of job 4 has no hold: only Slurm's jobs can wait in a queue." in capsys.readouterr().err
-    )
+    assert "the launcher 'local' of job 4 cannot hold it: only Slurm can." in capsys.readouterr().err
 
 
 def test_a_submission_that_cannot_be_read_is_named(run: Path, capsys: pytest.CaptureFixture[str]):

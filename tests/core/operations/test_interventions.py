@@ -76,10 +76,10 @@ def tell(run: Path, *arguments: str) -> int:
 def state(run: Path) -> dict[str, str]:
     """Hashes of all that a training reads or a person looks at."""
     left_out = ("abandoned/", "attempts/", "lease", ledger.FILE, "env.json")
-    found = {str(path.relative_to(run)): path for path in sorted(run.rglob("*")) if path.is_file()}
+    files = {str(path.relative_to(run)): path for path in sorted(run.rglob("*")) if path.is_file()}
     return {
         name: hashlib.sha256(path.read_bytes()).hexdigest()
-        for name, path in found.items()
+        for name, path in files.items()
         if not name.startswith(left_out)
     }
 
@@ -104,7 +104,7 @@ def test_a_rewind_puts_everything_after_the_step_aside(run: Path, capsys: pytest
     assert [row["step"] for row in read_score_list(run / "score_list.pkl")] == [10, 20, 30]
     status = json.loads((run / "status.json").read_text())
     assert (status["state"], status["step"], status["steps"], status["attempt"]) == ("stopped", 30, 100, 1)
-    assert status["reason"] == f"rewound to step 30 by {ledger.user_and_host()} (spike); start it again to continue"
+    assert status["reason"] == f"rewound to step 30 by {ledger.user_and_host()} (spike); restart it to resume"
     assert "loss" not in status
     assert checkpoints.best(run) == checkpoints.folder(run, 20)
     (branch,) = branches.read(run)
@@ -115,14 +115,14 @@ def test_a_rewind_puts_everything_after_the_step_aside(run: Path, capsys: pytest
         "learning_rate": {"factor": 0.75},
         "reset_optimizer": True,
     }
-    printed = capsys.readouterr().out
-    assert "to step 30: 5 steps of data passed over, learning rate x0.75, the optimizer's moments begin anew" in printed
-    assert "step-00000050 -> abandoned/branch-1/checkpoints" in printed
+    output = capsys.readouterr().out
+    assert "to step 30: 5 steps of data skipped, learning rate x0.75, the optimizer's moments are reset" in output
+    assert "step-00000050 -> abandoned/branch-1/checkpoints" in output
     assert not (run / journal.FILE).exists()
     assert not (run / "lease").exists()
 
 
-def test_the_ledger_says_who_when_why_what_and_of_which_content(run: Path):
+def test_the_ledger_records_person_time_reason_and_hashes(run: Path):
     hashes = {
         name: hashlib.sha256((run / "checkpoints" / name / "manifest.json").read_bytes()).hexdigest() for name in NEWER
     }
@@ -155,7 +155,7 @@ def test_undo_restores_every_byte(run: Path):
     assert state(run) == before
 
 
-def test_undo_keeps_what_was_trained_since(run: Path):
+def test_undo_archives_later_training(run: Path):
     before = state(run)
     assert tell(run, "rewind", "--to", "30") == 0
     train(run, 30, 60, "others")
@@ -192,11 +192,11 @@ def test_two_rewinds_are_undone_one_after_the_other(run: Path, capsys: pytest.Ca
     )
 
 
-def test_to_go_back_further_leaves_the_branch_that_began_there(run: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_further_rewind_drops_later_branches(run: Path, capsys: pytest.CaptureFixture[str]):
     assert tell(run, "rewind", "--to", "40", "--lr", "x0.5") == 0
     train(run, 40, 60, "others")
     assert tell(run, "rewind", "--to", "40", "--lr", "x0.25") == 0
-    assert "branch 1 began here or later, so what it changed no longer holds" in capsys.readouterr().out
+    assert "branch 1 started here or later, so its changes no longer apply" in capsys.readouterr().out
     assert [(branch.number, branch.from_step) for branch in branches.read(run)] == [(2, 40)]
     assert steps(run / "abandoned" / "branch-1" / "checkpoints") == [50]
     assert steps(run / "abandoned" / "branch-2" / "checkpoints") == [50, 60]
@@ -205,13 +205,13 @@ def test_to_go_back_further_leaves_the_branch_that_began_there(run: Path, capsys
 def test_a_dry_run_changes_nothing(run: Path, capsys: pytest.CaptureFixture[str]):
     before = sorted((str(path), path.stat().st_mtime_ns) for path in run.rglob("*"))
     assert tell(run, "rewind", "--to", "30", "--dry-run") == 0
-    printed = capsys.readouterr().out
-    assert "2 rows of scores.jsonl -> abandoned/branch-1/scores.jsonl" in printed
-    assert printed.endswith("Nothing was changed.\n")
+    output = capsys.readouterr().out
+    assert "2 rows of scores.jsonl -> abandoned/branch-1/scores.jsonl" in output
+    assert output.endswith("Nothing was changed.\n")
     assert sorted((str(path), path.stat().st_mtime_ns) for path in run.rglob("*")) == before
 
 
-def test_a_rewind_to_the_last_step_only_changes_what_follows(run: Path):
+def test_a_rewind_to_the_last_step_changes_only_later_steps(run: Path):
     assert tell(run, "rewind", "--to", "50", "--lr", "=1e-4") == 0
     assert steps(run / "checkpoints") == [10, 20, 30, 40, 50]
     assert rows(run / "scores.jsonl") == [10, 20, 30, 40, 50]
@@ -226,22 +226,22 @@ def test_the_best_is_that_of_the_step_or_none(run: Path, capsys: pytest.CaptureF
     shutil.rmtree(checkpoints.folder(run, 20))
     assert tell(run, "rewind", "--to", "30") == 0
     assert checkpoints.best(run) is None, "a pointer to nothing would be called damage"
-    assert "the best checkpoint of that time, step 20, is gone" in capsys.readouterr().out
+    assert "the best checkpoint at that time, step 20, is missing" in capsys.readouterr().out
 
 
-def test_a_new_wandb_run_knows_what_it_was_forked_from(run: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_new_wandb_run_records_its_origin(run: Path, capsys: pytest.CaptureFixture[str]):
     write_json(run / "wandb.json", {"id": "first"})
     assert tell(run, "rewind", "--to", "30") == 0
-    assert "without --new-wandb-run, steps that are made again do not show there" in capsys.readouterr().out
+    assert "without --new-wandb-run, repeated steps are not shown there" in capsys.readouterr().out
     assert tell(run, "undo") == 0
     assert tell(run, "rewind", "--to", "30", "--new-wandb-run") == 0
-    found = json.loads((run / "wandb.json").read_text())
-    assert found == {"id": f"{run.name}-branch-3", "forked_from": {"run": "first", "step": 30}}
+    wandb_json = json.loads((run / "wandb.json").read_text())
+    assert wandb_json == {"id": f"{run.name}-branch-3", "forked_from": {"run": "first", "step": 30}}
     assert tell(run, "undo") == 0
     assert json.loads((run / "wandb.json").read_text()) == {"id": "first"}
 
 
-def test_evaluations_are_rolled_back_alone(run: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_rollback_changes_only_evaluations(run: Path, capsys: pytest.CaptureFixture[str]):
     path = run / "evaluations.jsonl"
     path.write_bytes(path.read_bytes() + b"{not json\n" + b'{"step": 60, "task": "\xc3\xa9"}\n{"step": 7')
     before = path.read_bytes()
@@ -250,7 +250,7 @@ def test_evaluations_are_rolled_back_alone(run: Path, capsys: pytest.CaptureFixt
     assert (run / "abandoned/branch-1/evaluations.jsonl").read_bytes().splitlines()[-2:] == before.splitlines()[-2:]
     assert steps(run / "checkpoints") == [10, 20, 30, 40, 50]
     assert tell(run, "rollback-evals", "--to", "40") == 1
-    assert "no row of evaluations*.jsonl is of a step after 40" in capsys.readouterr().err
+    assert "evaluations*.jsonl have no rows after step 40" in capsys.readouterr().err
     assert tell(run, "rollback-evals", "--to", "30") == 0
     assert rows(run / "abandoned/branch-2/evaluations.jsonl") == [40], "the first archive is not overwritten"
     assert [tell(run, "undo"), tell(run, "undo"), tell(run, "undo")] == [0, 0, 1]
@@ -269,12 +269,12 @@ def test_rows_without_a_step_and_what_happened_stay(run: Path):
     ("arguments", "message"),
     [
         (["--to", "35"], "--to 35: no such checkpoint in .*There are: 10, 20, 30, 40, 50"),
-        (["--to", "0"], r"--to: expected a step of at least 1, got 0\. To begin anew"),
+        (["--to", "0"], r"--to: expected a step of at least 1, got 0\. To start over"),
         (["--to", "30", "--lr", "0.5"], r"--lr: expected 'x0\.75' .* got '0\.5'"),
         (["--to", "30", "--data", "skip"], r"--data: expected 'same', .* got 'skip'"),
     ],
 )
-def test_what_makes_no_sense_is_refused_and_changes_nothing(
+def test_invalid_interventions_change_nothing(
     run: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
 ):
     before = state(run)
@@ -288,7 +288,7 @@ def test_what_makes_no_sense_is_refused_and_changes_nothing(
     assert ledger.read(run) == []
 
 
-def refused(run: Path, capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+def run_refused(run: Path, capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     """What the command says while it changes nothing."""
     before = state(run)
     capsys.readouterr()
@@ -299,10 +299,10 @@ def refused(run: Path, capsys: pytest.CaptureFixture[str], *arguments: str) -> s
 
 def test_a_damaged_checkpoint_is_no_place_to_go_back_to(run: Path, capsys: pytest.CaptureFixture[str]):
     (checkpoints.folder(run, 30) / "model.safetensors").write_text("weightz at 30")
-    said = refused(run, capsys, "rewind", "--to", "30")
-    assert "its sha256 is not the one that was written), so nobody can go back to it. Choose another step." in said
+    message = run_refused(run, capsys, "rewind", "--to", "30")
+    assert "its sha256 is not the one that was written). Choose another step." in message
     (checkpoints.folder(run, 30) / "manifest.json").unlink()
-    assert "manifest.json: no such file" in refused(run, capsys, "rewind", "--to", "30")
+    assert "manifest.json: no such file" in run_refused(run, capsys, "rewind", "--to", "30")
 
 
 def test_a_damaged_newer_checkpoint_is_put_aside_like_any_other(run: Path):
@@ -317,11 +317,11 @@ def test_a_damaged_newer_checkpoint_is_put_aside_like_any_other(run: Path):
 def test_damaged_scores_are_named_before_anything_is_changed(run: Path, capsys: pytest.CaptureFixture[str]):
     lines = (run / "scores.jsonl").read_bytes().splitlines(keepends=True)
     (run / "scores.jsonl").write_bytes(b"".join([*lines[:2], b"nonsense\n", *lines[3:]]))
-    assert "scores.jsonl:3: not a row of scores" in refused(run, capsys, "rewind", "--to", "40")
+    assert "scores.jsonl:3: not a row of scores" in run_refused(run, capsys, "rewind", "--to", "40")
     assert not (run / "abandoned").exists()
 
 
-def test_a_live_run_is_left_alone(run: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_live_run_is_not_changed(run: Path, capsys: pytest.CaptureFixture[str]):
     holder = subprocess.Popen(
         [sys.executable, "-c", HOLD, str(run)], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
@@ -329,8 +329,8 @@ def test_a_live_run_is_left_alone(run: Path, capsys: pytest.CaptureFixture[str])
         assert holder.stdout is not None
         assert holder.stdout.readline() == "held\n"
         for arguments in (["rewind", "--to", "30"], ["undo"], ["rollback-evals", "--to", "30"]):
-            assert "it trains this experiment now. Wait for it, or stop it." in refused(run, capsys, *arguments)
-        assert "trains it now. Stop it first." in refused(run, capsys, "rewind", "--to", "30", "--dry-run")
+            assert "it trains this experiment now. Wait for it, or stop it." in run_refused(run, capsys, *arguments)
+        assert "trains it now. Stop it first." in run_refused(run, capsys, "rewind", "--to", "30", "--dry-run")
     finally:
         holder.communicate("\n", timeout=300)
     assert tell(run, "rewind", "--to", "30") == 0
@@ -348,32 +348,31 @@ lease.release()
 
 
 def test_nothing_to_undo_is_said(run: Path, capsys: pytest.CaptureFixture[str]):
-    assert refused(run, capsys, "undo") == f"error: {run}: there is nothing to undo.\n"
+    assert run_refused(run, capsys, "undo") == f"error: {run}: there is nothing to undo.\n"
 
 
-def test_undo_without_what_it_needs_changes_nothing(run: Path, capsys: pytest.CaptureFixture[str]):
+def test_undo_without_required_files_changes_nothing(run: Path, capsys: pytest.CaptureFixture[str]):
     assert tell(run, "rewind", "--to", "30") == 0
     shutil.rmtree(run / "abandoned/branch-1/checkpoints/step-00000040")
-    assert "branch-1/checkpoints/step-00000040: gone, so the run cannot be restored" in refused(run, capsys, "undo")
+    assert "branch-1/checkpoints/step-00000040: missing, so the run cannot be restored" in run_refused(
+        run, capsys, "undo"
+    )
 
 
 def test_a_step_of_a_branch_that_was_left_is_found(run: Path, capsys: pytest.CaptureFixture[str]):
     assert tell(run, "rewind", "--to", "30") == 0
-    said = refused(run, capsys, "rewind", "--to", "50")
-    assert "There are: 10, 20, 30." in said
-    assert "abandoned/branch-1/checkpoints/step-00000050 is of a branch that was left: `undo` leads back there." in said
+    message = run_refused(run, capsys, "rewind", "--to", "50")
+    assert "There are: 10, 20, 30." in message
+    assert "abandoned/branch-1/checkpoints/step-00000050 is on an abandoned branch: `undo` restores it." in message
 
 
-def test_a_run_is_found_by_the_beginning_of_its_id(run: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_run_is_found_by_a_prefix_of_its_id(run: Path, capsys: pytest.CaptureFixture[str]):
     runs = str(run.parent)
     assert interventions.main(["rewind", run.name[:6], "--runs", runs, "--to", "30"]) == 0
     assert steps(run / "checkpoints") == [10, 20, 30]
     capsys.readouterr()
     assert interventions.main(["rewind", "zzz", "--runs", runs, "--to", "30"]) == 1
-    assert (
-        capsys.readouterr().err
-        == f"error: zzz: no experiments in {runs} are called that, and it is no save directory.\n"
-    )
+    assert capsys.readouterr().err == f"error: zzz: not a save directory, and no experiment in {runs} has this id.\n"
 
 
 def test_the_ledger_is_shown(run: Path, capsys: pytest.CaptureFixture[str]):
@@ -386,44 +385,44 @@ def test_the_ledger_is_shown(run: Path, capsys: pytest.CaptureFixture[str]):
 CHANGES = {"os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.link", "os.truncate"}
 
 
-def killed(action: Callable[[], Any], run: Path, moment: int) -> bool:
+def run_killed(action: Callable[[], Any], run: Path, moment: int) -> bool:
     """Do `action` in a process that is killed just before its change number `moment` of the disk; False where it made
     fewer."""
     child = os.fork()
     if child == 0:
-        made = 0
+        num_changes = 0
 
         def watch(event: str, arguments: tuple[Any, ...]) -> None:
-            nonlocal made
+            nonlocal num_changes
             writes = event == "open" and isinstance(arguments[2], int) and arguments[2] & (os.O_WRONLY | os.O_RDWR)
             if (event in CHANGES or writes) and str(run) in str(arguments[0]):
-                made += 1
-                if made > moment:
+                num_changes += 1
+                if num_changes > moment:
                     os.kill(os.getpid(), signal.SIGKILL)
 
         sys.addaudithook(watch)
         with open(os.devnull, "w") as nowhere:
             sys.stdout = sys.stderr = nowhere
             os._exit(action())
-    _, ended = os.waitpid(child, 0)
-    assert os.WIFSIGNALED(ended) or os.WEXITSTATUS(ended) == 0
-    return os.WIFSIGNALED(ended)
+    _, exit_status = os.waitpid(child, 0)
+    assert os.WIFSIGNALED(exit_status) or os.WEXITSTATUS(exit_status) == 0
+    return os.WIFSIGNALED(exit_status)
 
 
 def content(run: Path) -> dict[str, Any]:
     """All of a run, but for moments, ids of events, and the folder's place."""
-    found: dict[str, Any] = {}
+    files: dict[str, Any] = {}
     for path in sorted(run.rglob("*")):
         name = str(path.relative_to(run))
         swept_later = re.fullmatch(r"\.[^/]+\.[0-9a-f]{8}", name)  # by the next start
         if path.is_file() and not swept_later and not name.startswith(("lease", "attempts/")):
-            found[name] = path.read_bytes().replace(str(run).encode(), b"")
+            files[name] = path.read_bytes().replace(str(run).encode(), b"")
             if path.name in ("record.json", "status.json", ledger.FILE):
-                found[name] = [
+                files[name] = [
                     timeless(line)
                     for line in (path.read_text().splitlines() if name == ledger.FILE else [path.read_text()])
                 ]
-    return found
+    return files
 
 
 def timeless(text: str) -> Any:
@@ -442,33 +441,35 @@ def copies(source: Path, folder: Path, number: int) -> Path:
 
 def kill_everywhere(run: Path, folder: Path, *arguments: str) -> int:
     """Kill the command before each change of the disk, call it again, and compare; the number of moments."""
-    undisturbed = copies(run, folder, 0)
-    begun = content(undisturbed)
-    assert tell(undisturbed, *arguments) == 0
-    wanted = content(undisturbed)
-    assert wanted != begun
+    reference = copies(run, folder, 0)
+    initial_content = content(reference)
+    assert tell(reference, *arguments) == 0
+    expected_content = content(reference)
+    assert expected_content != initial_content
     moment = 0
     while True:
         one = copies(run, folder, moment + 1)
-        if not killed(lambda one=one: tell(one, *arguments), one, moment):
+        if not run_killed(lambda one=one: tell(one, *arguments), one, moment):
             break
-        if (one / journal.FILE).exists() or content(one) == begun:  # else it was over, but for letting go of the lease
+        if (one / journal.FILE).exists() or content(
+            one
+        ) == initial_content:  # else it was over, but for letting go of the lease
             assert tell(one, *arguments) == 0
-        assert content(one) == wanted, f"killed before change {moment}"
+        assert content(one) == expected_content, f"killed before change {moment}"
         assert not list(one.rglob(".*.linking"))
         shutil.rmtree(one.parent)
         moment += 1
-    assert content(one) == wanted
+    assert content(one) == expected_content
     return moment
 
 
 @pytest.fixture
-def _unsynced(monkeypatch: pytest.MonkeyPatch) -> None:
+def _without_sync(monkeypatch: pytest.MonkeyPatch) -> None:
     """A killed process leaves what it wrote to the system, synced or not; a hundred times syncing takes minutes."""
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
 
 
-@pytest.mark.usefixtures("_unsynced")
+@pytest.mark.usefixtures("_without_sync")
 @pytest.mark.slow
 def test_a_rewind_that_is_killed_anywhere_is_finished_by_the_next_call(tmp_path: Path):
     run = tmp_path / "runs" / exp_id(EXP)
@@ -481,7 +482,7 @@ def test_a_rewind_that_is_killed_anywhere_is_finished_by_the_next_call(tmp_path:
     )
 
 
-@pytest.mark.usefixtures("_unsynced")
+@pytest.mark.usefixtures("_without_sync")
 @pytest.mark.slow
 def test_an_undo_that_is_killed_anywhere_is_finished_by_the_next_call(tmp_path: Path):
     run = tmp_path / "runs" / exp_id(EXP)
@@ -495,14 +496,14 @@ def test_an_undo_that_is_killed_anywhere_is_finished_by_the_next_call(tmp_path: 
     assert state(run) == before
 
 
-def test_another_command_finishes_what_was_interrupted_before_it_begins(run: Path, capsys: pytest.CaptureFixture[str]):
+def test_the_next_command_first_finishes_an_interrupted_one(run: Path, capsys: pytest.CaptureFixture[str]):
     before = state(run)
-    assert killed(lambda: tell(run, "rewind", "--to", "30"), run, 30)
+    assert run_killed(lambda: tell(run, "rewind", "--to", "30"), run, 30)
     assert (run / journal.FILE).exists()
     assert tell(run, "rewind", "--to", "30", "--dry-run") == 0
     assert "was interrupted: rewind by" in capsys.readouterr().out
     assert tell(run, "undo") == 0
-    assert "finished what was interrupted: rewind to step 30" in capsys.readouterr().out
+    assert "finished an interrupted rewind to step 30" in capsys.readouterr().out
     assert state(run) == before
 
 
@@ -528,15 +529,15 @@ def test_a_lease_that_a_dead_process_left_is_taken_over(run: Path):
     assert tell(run, "rewind", "--to", "30") == 0
 
 
-def test_the_next_start_of_the_run_finishes_what_was_interrupted(run: Path):
-    assert killed(lambda: tell(run, "rewind", "--to", "30"), run, 30)
+def test_the_next_start_finishes_an_interrupted_command(run: Path):
+    assert run_killed(lambda: tell(run, "rewind", "--to", "30"), run, 30)
     with RunDir.open(run.parent, EXP, EXP) as directory:
         assert not (run / journal.FILE).exists()
         assert steps(run / "checkpoints") == [10, 20, 30]
         assert (directory.status()["state"], directory.status()["step"]) == ("running", 30)
 
 
-def test_a_row_that_others_add_while_a_rewind_waits_to_be_finished_is_not_lost(run: Path):
+def test_rows_added_during_an_unfinished_rewind_are_not_lost(run: Path):
     """Who evaluates checkpoints holds no lease."""
     moment = 30
     while (
@@ -545,7 +546,7 @@ def test_a_row_that_others_add_while_a_rewind_waits_to_be_finished_is_not_lost(r
     ):
         shutil.rmtree(run)
         train(run, 0, 50)
-        assert killed(lambda at=moment: tell(run, "rewind", "--to", "30"), run, moment)
+        assert run_killed(lambda at=moment: tell(run, "rewind", "--to", "30"), run, moment)
         moment += 1
     with open(run / "evaluations.jsonl", "ab") as file:
         file.write(b'{"step": 20, "task": "late"}\n{"step": 40, "task": "late"}\n')
@@ -555,7 +556,7 @@ def test_a_row_that_others_add_while_a_rewind_waits_to_be_finished_is_not_lost(r
 
 
 def test_a_checkpoint_that_retention_deletes_meanwhile_stops_nothing(run: Path):
-    assert killed(lambda: tell(run, "rewind", "--to", "30"), run, 20)
+    assert run_killed(lambda: tell(run, "rewind", "--to", "30"), run, 20)
     shutil.rmtree(checkpoints.folder(run, 50))
     shutil.rmtree(checkpoints.folder(run, 20))
     assert tell(run, "rewind", "--to", "30") == 0
@@ -583,7 +584,7 @@ def test_undo_brings_back_the_checkpoint_that_a_stop_before_the_first_step_repla
     ).read_text() == "without moments at 30"
 
 
-def test_a_number_is_not_given_again_when_what_was_left_is_deleted_by_hand(run: Path):
+def test_numbers_of_deleted_branches_are_not_reused(run: Path):
     assert tell(run, "rewind", "--to", "30", "--data", "reshuffle") == 0
     shutil.rmtree(run / "abandoned")
     assert tell(run, "rewind", "--to", "30", "--data", "reshuffle") == 0

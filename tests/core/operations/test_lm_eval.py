@@ -49,10 +49,10 @@ def test_the_harness_scores_a_local_task(tmp_path: Path, monkeypatch: pytest.Mon
         "target_delimiter": "",
         "metric_list": [{"metric": "acc"}],
     }
-    (found,) = score(tmp_path, monkeypatch, "checkpoint_jobs_lm_eval.yaml", "arc_easy", task, SHORT)
+    (result,) = score(tmp_path, monkeypatch, "checkpoint_jobs_lm_eval.yaml", "arc_easy", task, SHORT)
     run = tmp_path / "runs" / exp_id(SHORT)
-    assert (found["step"], found["task"]) == (40, "colours")
-    assert found["scores"]["colours/acc"] == pytest.approx(
+    assert (result["step"], result["task"]) == (40, "colours")
+    assert result["scores"]["colours/acc"] == pytest.approx(
         accuracy(run, Places(tmp_path / "data", tmp_path / "runs"), rows)
     )
 
@@ -61,13 +61,13 @@ def test_the_harness_scores_a_local_task(tmp_path: Path, monkeypatch: pytest.Mon
 @pytest.mark.skipif(
     not LM_EVAL.exists(), reason="needs lm-evaluation-harness: .ci/lm_eval, or LM_EVAL names its Python"
 )
-def test_the_harness_asks_assistants_by_their_template(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_the_harness_uses_the_chat_template_of_assistants(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Whoever learned by heart that "2?" is two answers so, and only where it is asked as it was trained."""
     write_data(tmp_path / "data")
-    learned = override(
+    exp = override(
         SFT, {"model.hidden_size": 32, "loop.steps": 200, "loop.eval_every": 100, "loop.learning_rate": 1e-2}
     )
-    assert toy.main(["-e", "learned"], {"learned": [learned]}, tmp_path) == 0
+    assert toy.main(["-e", "learned"], {"learned": [exp]}, tmp_path) == 0
     rows = [{"question": f"{number}?", "answer": WORDS[number - 1]} for number in range(1, 9)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     task = {
@@ -77,8 +77,8 @@ def test_the_harness_asks_assistants_by_their_template(tmp_path: Path, monkeypat
         "generation_kwargs": {"until": ["\n"], "max_gen_toks": 8},
         "metric_list": [{"metric": "exact_match"}],
     }
-    (found,) = score(tmp_path, monkeypatch, "checkpoint_jobs_lm_eval_chat.yaml", "gsm8k", task, learned)
-    assert found["scores"]["colours/exact_match"] >= 0.75
+    (result,) = score(tmp_path, monkeypatch, "checkpoint_jobs_lm_eval_chat.yaml", "gsm8k", task, exp)
+    assert result["scores"]["colours/exact_match"] >= 0.75
 
 
 def score(
@@ -115,7 +115,7 @@ def accuracy(run: Path, places: Places, rows: list[dict]) -> float:
     """The share of rows whose first choice is likelier than the second, by the checkpoint's own model."""
     from src.data.text import tokenizers
 
-    checkpoint = checkpoints.newest_whole(run)
+    checkpoint = checkpoints.newest_complete(run)
     assert checkpoint
     model = from_checkpoint(checkpoint, "here", places).eval()
     tokenizer = tokenizers.load(checkpoint / "tokenizer")
@@ -123,9 +123,11 @@ def accuracy(run: Path, places: Places, rows: list[dict]) -> float:
     for row in rows:
         likelihoods = []
         for choice in row["choices"]:
-            begun, whole = tokenizer(row["text"])["input_ids"], tokenizer(row["text"] + choice)["input_ids"]
+            prompt_ids, whole = tokenizer(row["text"])["input_ids"], tokenizer(row["text"] + choice)["input_ids"]
             with torch.no_grad():
                 logs = model(torch.tensor([whole])).logits[0].log_softmax(-1)
-            likelihoods.append(sum(float(logs[place - 1, whole[place]]) for place in range(len(begun), len(whole))))
+            likelihoods.append(
+                sum(float(logs[place - 1, whole[place]]) for place in range(len(prompt_ids), len(whole)))
+            )
         right += likelihoods[0] > likelihoods[1]
     return right / len(rows)

@@ -88,8 +88,8 @@ class World:
         then = time.time() - seconds
         os.utime(self.run / name, (then, then))
 
-    def updated(self) -> None:
-        """As if the last row were of another second than the start."""
+    def age_status(self) -> None:
+        """Make the status look as if the last row was written after the start."""
         status = json.loads((self.run / STATUS).read_text())
         (self.run / STATUS).write_text(json.dumps({**status, "started": "2026-01-01T00:00:00+00:00"}))
 
@@ -100,7 +100,7 @@ class World:
         (row,) = table(RunStore(self.runs), [ID])
         return watchdog.judge(self.run, row, watchdog.Limits(**limits))
 
-    def noted(self) -> list[str]:
+    def event_rules(self) -> list[str]:
         return [event["rule"] for event in jsonl_records.rows(self.run / events.EVENTS)]
 
 
@@ -114,9 +114,9 @@ def world(tmp_path: Path) -> Iterator[World]:
     new_world.kill()
 
 
-def poll(happened: Callable[[], Any], seconds: float = 300) -> None:
+def poll(condition: Callable[[], Any], seconds: float = 300) -> None:
     end = time.monotonic() + seconds
-    while not happened():
+    while not condition():
         assert time.monotonic() < end, f"waited {seconds} seconds in vain"
         time.sleep(0.05)
 
@@ -142,16 +142,20 @@ def test_a_step_older_than_its_median_allows_is_hung_once_and_recovers(world: Wo
     assert (verdict.state, verdict.step) == ("hung", 5)
     assert "its last step, 5, was 120 s ago; a step takes 10 s, and 118 s are allowed" in verdict.reason
     assert world.verdict(factor=11).state == "running"
-    assert [world.look(), world.look(), world.look("--factor", "11")] == [watchdog.NEW, watchdog.KNOWN, 0]
-    assert world.noted() == ["hung", "recovered"]
+    assert [world.look(), world.look(), world.look("--factor", "11")] == [
+        watchdog.NEW_INCIDENT_EXIT,
+        watchdog.KNOWN_INCIDENT_EXIT,
+        0,
+    ]
+    assert world.event_rules() == ["hung", "recovered"]
     assert table(RunStore(world.runs), [ID])[0].reason == ""
-    assert world.look() == watchdog.KNOWN  # the same incident, which was told of
+    assert world.look() == watchdog.KNOWN_INCIDENT_EXIT  # the same incident, which was told of
     world.tell("beat 6")
     world.age(heartbeat.HEARTBEAT, 120)
     (world.run / heartbeat.HEARTBEAT).write_text(json.dumps({"attempt": 1, "step": 6, "step_seconds": 10.0}))
     world.age(heartbeat.HEARTBEAT, 120)
-    assert world.look() == watchdog.NEW
-    assert world.noted() == ["hung", "recovered", "hung"]
+    assert world.look() == watchdog.NEW_INCIDENT_EXIT
+    assert world.event_rules() == ["hung", "recovered", "hung"]
     row = table(RunStore(world.runs), [ID])[0]
     assert row.state == "running"
     assert row.reason.startswith("hung: its last step, 6, was 120 s ago")
@@ -160,7 +164,7 @@ def test_a_step_older_than_its_median_allows_is_hung_once_and_recovers(world: Wo
 def test_without_heartbeats_the_way_to_the_next_row_is_allowed(world: World):
     world.start()
     world.tell("row 40")
-    world.updated()
+    world.age_status()
     world.perf((20, 200.0, 0.1), (40, 260.0, 0.1))  # steps of 10 s, rows every 260 s at most, evaluations of 60 s
     world.age(STATUS, 100 + 180 + 260 - 3)
     assert world.verdict().state == "running"
@@ -198,27 +202,27 @@ def test_a_killed_run_is_dead_once(world: World):
     world.tell("beat 1")
     world.kill()
     poll(lambda: world.verdict().state == "dead")
-    assert [world.look(), world.look()] == [watchdog.NEW, watchdog.KNOWN]
-    assert world.noted() == ["dead"]
+    assert [world.look(), world.look()] == [watchdog.NEW_INCIDENT_EXIT, watchdog.KNOWN_INCIDENT_EXIT]
+    assert world.event_rules() == ["dead"]
     assert table(RunStore(world.runs), [ID])[0].state == "lost"
     world.start()
     assert world.look() == 0
     world.kill()
-    assert world.look() == watchdog.NEW
-    assert world.noted() == ["dead", "dead"]  # another start, another incident
+    assert world.look() == watchdog.NEW_INCIDENT_EXIT
+    assert world.event_rules() == ["dead", "dead"]  # another start, another incident
 
 
 def test_finished_and_failed_runs(world: World):
     world.start()
     world.tell("beat 1", "fail")
     world.kill()
-    assert [world.look(), world.look()] == [watchdog.NEW, watchdog.KNOWN]
+    assert [world.look(), world.look()] == [watchdog.NEW_INCIDENT_EXIT, watchdog.KNOWN_INCIDENT_EXIT]
     assert [event["line"] for event in jsonl_records.rows(world.run / events.EVENTS)] == ["out of luck"]
     (world.run / events.EVENTS).unlink()
     command = [sys.executable, "-m", "src.operations.watchdog", str(world.runs), "--once"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr.startswith(f"{ID} error "), "out of luck" in done.stderr) == (
-        watchdog.NEW,
+        watchdog.NEW_INCIDENT_EXIT,
         True,
         True,
     )
@@ -266,7 +270,7 @@ def test_log_events_are_in_the_status_table_and_reported(
     log.write_text("x\nsrun: error: Node failure on node-7\n")
     log_file = tmp_path / "told"
     command = f'cat >> {log_file}; echo "$WATCHDOG_RUN $WATCHDOG_RULE $WATCHDOG_SEVERITY" >> {log_file}; exit 3'
-    assert world.look("--notify", command) == watchdog.NEW
+    assert world.look("--notify", command) == watchdog.NEW_INCIDENT_EXIT
     assert "--notify: the command ended with 3" in caplog.text
     assert world.look("--notify", command) == 0
     event, variables = log_file.read_text().splitlines()
@@ -288,7 +292,7 @@ def test_damaged_files_are_named_and_stop_nothing_else(world: World, caplog: pyt
     assert "expected a JSON object" in table(RunStore(world.runs), [ID])[0].reason
     assert world.verdict().state == "running"
     (world.run / STATUS).write_text("{")
-    assert world.look() == watchdog.NEW
+    assert world.look() == watchdog.NEW_INCIDENT_EXIT
     assert "status.json:1: not valid JSON" in caplog.text
 
 
@@ -296,7 +300,7 @@ def test_damaged_files_are_named_and_stop_nothing_else(world: World, caplog: pyt
     ("words", "message"),
     [
         (["nowhere"], "no such folder"),
-        (["."], "no runs in it"),
+        (["."], "contains no runs"),
         ([".", "--factor", "0"], "expected numbers above 0"),
     ],
 )

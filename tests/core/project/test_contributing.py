@@ -52,14 +52,14 @@ def test_a_metric_and_an_experiment_as_shown(tmp_path: Path):
     registry.write_text(registry.read_text().replace(before, before + line))
 
     (root / "test_prefix_match.py").write_text(test)
-    own = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "test_prefix_match.py"],
         cwd=root,
         capture_output=True,
         text=True,
         check=False,
     )
-    assert own.returncode == 0, own.stdout
+    assert process.returncode == 0, process.stdout
     done = toy.run(root, ["-e", "crossattn_tiny_prefix", "--with-parents"], tmp_path)
     assert done.returncode == 0, done.stderr
     table = subprocess.run(
@@ -105,10 +105,12 @@ def test_a_recipe_a_model_a_data_set_and_a_launcher_as_shown(tmp_path: Path):
     rows = [json.loads(line) for line in (run / "scores.jsonl").read_text().splitlines()]
     assert rows[-1]["step"] == 4
     assert rows[-1]["val_loss"] > 0
-    shown = toy.run(root, ["-e", "bigrams", "-j", "here", "--job_option", "status"], tmp_path)
-    assert shown.returncode == 0, shown.stderr
-    assert "done" in shown.stdout
+    output = toy.run(root, ["-e", "bigrams", "-j", "here", "--job_option", "status"], tmp_path)
+    assert output.returncode == 0, output.stderr
+    assert "done" in output.stdout
     (code,) = (tmp_path / "runs").rglob("*.code")
     state = 'from src.launch.job import bind_launcher; print(bind_launcher({"launcher": "foreground"}).states(["%s"]))'
-    told = subprocess.run([sys.executable, "-c", state % code], cwd=root, capture_output=True, text=True, check=False)
-    assert "completed" in told.stdout, told.stderr
+    process = subprocess.run(
+        [sys.executable, "-c", state % code], cwd=root, capture_output=True, text=True, check=False
+    )
+    assert "completed" in process.stdout, process.stderr

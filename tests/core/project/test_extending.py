@@ -25,9 +25,9 @@ def weighted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, objec
         spec = importlib.util.spec_from_file_location(module, file)
         assert spec is not None
         assert spec.loader is not None
-        made = importlib.util.module_from_spec(spec)
-        monkeypatch.setitem(sys.modules, module, made)
-        spec.loader.exec_module(made)
+        new_module = importlib.util.module_from_spec(spec)
+        monkeypatch.setitem(sys.modules, module, new_module)
+        spec.loader.exec_module(new_module)
         monkeypatch.setitem(table.modules, name, module)
     toy.write_data(tmp_path / "data")
     rows = [
@@ -38,29 +38,29 @@ def weighted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, objec
         for i in range(80)
     ]
     (tmp_path / "data" / "weighted.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    written = {"EXP_GROUPS": {}}
-    exec(BLOCKS["exp_configs.py"].replace("stdlib_tokenizer", "toy_tokenizer"), written)
-    experiment = written["EXP_GROUPS"]["weighted"][0]
+    namespace = {"EXP_GROUPS": {}}
+    exec(BLOCKS["exp_configs.py"].replace("stdlib_tokenizer", "toy_tokenizer"), namespace)
+    experiment = namespace["EXP_GROUPS"]["weighted"][0]
     return {**experiment, "loop": {**experiment["loop"], "steps": 4, "eval_every": 2, "learning_rate": 1e-2}}
 
 
 def losses(folder: Path) -> dict[int, list[tuple[float, float]]]:
     """(train_loss, val_loss) of each row, by the micro-batch of the run."""
-    found = {}
+    result = {}
     for path in (folder / "runs").glob("*/scores.jsonl"):
         rows = [json.loads(line) for line in path.read_text().splitlines()]
         loop = json.loads((path.parent / "config.json").read_text())["loop"]
-        found[loop["micro_batch"]] = [(row["train_loss"], row["val_loss"]) for row in rows]
-    return found
+        result[loop["micro_batch"]] = [(row["train_loss"], row["val_loss"]) for row in rows]
+    return result
 
 
 def test_the_example_trains_and_does_not_depend_on_micro_batches(weighted: dict[str, object], tmp_path: Path):
     groups = {"weighted": [weighted, {**weighted, "loop": {**weighted["loop"], "micro_batch": 4}}]}  # type: ignore[dict-item]
     assert toy.main(["-e", "weighted", "--dry-run"], groups, tmp_path) == 0
     assert toy.main(["-e", "weighted"], groups, tmp_path) == 0
-    found = losses(tmp_path)
-    assert found.keys() == {16, 4}
-    for one, other in zip(found[16], found[4], strict=True):
+    result = losses(tmp_path)
+    assert result.keys() == {16, 4}
+    for one, other in zip(result[16], result[4], strict=True):
         assert one == pytest.approx(other, rel=1e-4)
 
 

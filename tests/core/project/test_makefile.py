@@ -57,7 +57,7 @@ def make(tmp_path: Path):
     return run
 
 
-HASHED = "--no-deps --require-hashes -r "
+HASH_OPTIONS = "--no-deps --require-hashes -r "
 
 
 def torch_pin() -> str:
@@ -66,20 +66,20 @@ def torch_pin() -> str:
     )
 
 
-def installed(lines: list[str]) -> list[str]:
-    return [line.removeprefix("-m pip install ").removeprefix(HASHED) for line in lines if "pip install" in line]
+def installed_packages(lines: list[str]) -> list[str]:
+    return [line.removeprefix("-m pip install ").removeprefix(HASH_OPTIONS) for line in lines if "pip install" in line]
 
 
 def test_torch_comes_first_and_the_second_time_nothing_is_done(make):
     lines = make("run-environment")
     assert "-m venv .venv" in lines
-    assert installed(lines) == [torch_pin(), "requirements.lock"]
-    assert f"-m pip install {HASHED}requirements.lock" in lines
+    assert installed_packages(lines) == [torch_pin(), "requirements.lock"]
+    assert f"-m pip install {HASH_OPTIONS}requirements.lock" in lines
     assert make("run-environment") == []
 
 
 def test_the_tests_need_the_second_file_too(make):
-    assert "requirements-dev.lock" in installed(make("test"))
+    assert "requirements-dev.lock" in installed_packages(make("test"))
     assert make("test") == [FAST]
 
 
@@ -108,21 +108,21 @@ def test_a_changed_file_is_installed_again(make, tmp_path: Path, changed: str, a
         file.write("another==1.0\n")
     lines = make("dev-environment")
     assert "-m venv .venv" not in lines
-    assert installed(lines) == [word for name in again for word in (torch_pin(), name)]
+    assert installed_packages(lines) == [word for name in again for word in (torch_pin(), name)]
     assert make("dev-environment") == []
 
 
-@pytest.mark.parametrize("broken", ["torch==", "-r requirements.lock"])
-def test_half_an_installation_is_done_again(make, tmp_path: Path, broken: str):
+@pytest.mark.parametrize("broken_step", ["torch==", "-r requirements.lock"])
+def test_half_an_installation_is_done_again(make, tmp_path: Path, broken_step: str):
     make("run-environment")
     with open(tmp_path / "requirements.txt", "a") as file:
         file.write("another==1.0\n")
-    make("run-environment", fail_on=broken)
-    assert installed(make("run-environment"))[-1] == "requirements.lock"
+    make("run-environment", fail_on=broken_step)
+    assert installed_packages(make("run-environment"))[-1] == "requirements.lock"
     assert make("run-environment") == []
 
 
-def test_an_environment_without_pip_is_made_anew(make, tmp_path: Path):
+def test_an_environment_without_pip_is_recreated(make, tmp_path: Path):
     """As an interrupted `python3 -m venv` leaves it."""
     (tmp_path / ".venv" / "bin").mkdir(parents=True)
     shutil.copy("/bin/false", tmp_path / ".venv" / "bin" / "python")
@@ -132,14 +132,14 @@ def test_an_environment_without_pip_is_made_anew(make, tmp_path: Path):
 def test_every_line_of_the_study_is_understood(make):
     """The recorder ran no Python: here the real parsers read what it was asked."""
     lines = make("study", TRAINVAL_DATA="released")
-    asked = {words[1]: words[2:] for line in lines if (words := shlex.split(line))[:1] == ["-m"]}
+    arguments_by_module = {words[1]: words[2:] for line in lines if (words := shlex.split(line))[:1] == ["-m"]}
     trained = ["study_crossattn", "study_prompted"]
     for module, groups in ((plot, trained), (table, [*trained, "study_untrained"])):
-        options = run_arguments.parse(module._parser(), asked[module.__name__])
+        options = run_arguments.parse(module._parser(), arguments_by_module[module.__name__])
         assert (options.groups, options.runs) == (groups, run_arguments.RUNS)
     (training,) = (shlex.split(line)[1:] for line in lines if line.startswith("trainval.py"))
     assert arguments.parse(training, "", ROOT).exp_group == options.groups
     prepare_qa._add_options(parser := argparse.ArgumentParser())
-    prepared = parser.parse_args(asked["data_prep.crossattn.prepare_qa"])
-    assert [path.split("/")[0] for path in prepared.train] == ["released", "released"]
+    prepared_options = parser.parse_args(arguments_by_module["data_prep.crossattn.prepare_qa"])
+    assert [path.split("/")[0] for path in prepared_options.train] == ["released", "released"]
     assert set(options.groups) <= EXP_GROUPS.keys()

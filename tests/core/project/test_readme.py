@@ -22,22 +22,22 @@ ELSEWHERE = re.compile(
 """What shows that a command needs such a thing."""
 
 
-def commands(name: str, marked: bool = True) -> list[str]:
+def commands(name: str, include_marked: bool = True) -> list[str]:
     """Each command of the document's bash blocks, with what the block exports filled in. marked: with those that bear a
     mark."""
-    found = []
+    result = []
     for block in re.findall(r"```bash\n(.*?)```", (ROOT / name).read_text(), re.DOTALL):
-        exported: dict[str, str] = {}
+        variables: dict[str, str] = {}
         first, _, _ = block.partition("\n")
         for line in re.sub(r"\s*\\\n\s*", " ", block).splitlines():
             text = re.sub(
-                r"\$(\w+)", lambda match, known=exported: known[match[1]], re.split("(?:^| +)#", line)[0].strip()
+                r"\$(\w+)", lambda match, values=variables: values[match[1]], re.split("(?:^| +)#", line)[0].strip()
             )
             if text.startswith("export "):
-                exported |= dict(word.split("=", 1) for word in shlex.split(text)[1:])
-            elif text and (marked or (not NEEDS.search(line) and not NEEDS.match(first))):
-                found.append(text)
-    return found
+                variables |= dict(word.split("=", 1) for word in shlex.split(text)[1:])
+            elif text and (include_marked or (not NEEDS.search(line) and not NEEDS.match(first))):
+                result.append(text)
+    return result
 
 
 EVERY = [line for name in PAGES for line in commands(name)]
@@ -56,16 +56,16 @@ def test_commands_of_trainval_are_understood(line: str, capsys: pytest.CaptureFi
     assert trainval.main([*words, "--list"]) == 0, capsys.readouterr().err
 
 
-def test_what_needs_more_than_this_machine_is_marked():
-    unmarked = [line for name in PAGES for line in commands(name, marked=False)]
-    assert not [line for line in unmarked if ELSEWHERE.search(line)]
-    assert len(unmarked) < len(EVERY)
+def test_commands_for_other_machines_are_marked():
+    unmarked_lines = [line for name in PAGES for line in commands(name, include_marked=False)]
+    assert not [line for line in unmarked_lines if ELSEWHERE.search(line)]
+    assert len(unmarked_lines) < len(EVERY)
 
 
 PROGRAMS = ("python", "torchrun", "accelerate", "deepspeed", "make", "hf", "source")
 
 
-def test_every_command_begins_with_a_known_program():
+def test_every_command_starts_with_a_known_program():
     assert not [line for line in EVERY if line.split()[0] not in PROGRAMS and not line.startswith("for ")]
 
 
@@ -82,20 +82,20 @@ def test_commands_of_modules_have_the_flags_shown(line: str, capsys: pytest.Capt
     place = f"{module}.__main__" if (ROOT / module.replace(".", "/")).is_dir() else module
     with pytest.raises(SystemExit, match=r"^0$"):
         import_module(place).main(["--help"])
-    known = set(re.findall(r"(?<![\w-])-{1,2}[a-z0-9][\w-]*", capsys.readouterr().out))
-    assert {word for word in words if word.startswith("-")} <= known
+    flags = set(re.findall(r"(?<![\w-])-{1,2}[a-z0-9][\w-]*", capsys.readouterr().out))
+    assert {word for word in words if word.startswith("-")} <= flags
 
 
 @pytest.mark.parametrize("launcher", ["local", "slurm", "ray", "toolkit"])
 def test_launchers_have_the_methods_that_the_docs_show(launcher: str):
     text = (ROOT / "docs/dev/add_a_component.md").read_text()
     (row,) = re.findall(r"^\| launcher \|.*?`(submit\(.*?\))", text, re.MULTILINE)
-    shown = [row, *re.findall(r"`((?:states|kill|find)\(.*?\))`", text)]
+    shown_methods = [row, *re.findall(r"`((?:states|kill|find)\(.*?\))`", text)]
     module = import_module(f"src.launch.{launcher}.launcher")
-    found = {
+    methods = {
         name: list(inspect.signature(getattr(module.Config, name)).parameters)[1:]
         for name in ("submit", "states", "kill", "find")
     }
     assert {
-        name: words.split(", ") for name, words in (re.findall(r"(\w+)\((.*)\)", verb)[0] for verb in shown)
-    } == found
+        name: words.split(", ") for name, words in (re.findall(r"(\w+)\((.*)\)", verb)[0] for verb in shown_methods)
+    } == methods

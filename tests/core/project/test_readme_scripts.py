@@ -40,12 +40,12 @@ ON_A_PROCESSOR = "loop.sequences_per_step=4 loop.micro_batch=2 loop.eval_every=1
 VALUES = {"EXP_GROUP": f'"{GROUP} --set {ON_A_PROCESSOR} data.sequence_tokens=32"', "NSTEPS": "2", "LOG_NSTEPS": "1"}
 STARTERS = {"python": "", "torchrun": "-m torch.distributed.run", "deepspeed": "-m deepspeed.launcher.runner"}
 KEY = hashlib.sha1(b"looks like a key").hexdigest()
-ENDED = ("SUCCEEDED", "FAILED", "CANCELLED", "INTERRUPTED")
+END_STATES = ("SUCCEEDED", "FAILED", "CANCELLED", "INTERRUPTED")
 
 
 def below(root: Path, text: str) -> str:
     """`text` with the page's folders below `root`."""
-    return re.sub(r"(?<![\w.])/(home/project|data|runs)(?!\w)", lambda found: f"{root}{found[0]}", text)
+    return re.sub(r"(?<![\w.])/(home/project|data|runs)(?!\w)", lambda match: f"{root}{match[0]}", text)
 
 
 def script(root: Path, line: str) -> str:
@@ -53,8 +53,8 @@ def script(root: Path, line: str) -> str:
     blocks = re.findall(r"```bash\n(.*?)```", (toy.ROOT / "docs" / "crossattn.md").read_text(), re.DOTALL)
     (text,) = [block for block in blocks if f"EXP_GROUP={json.dumps(GROUP)}" in block and line in block]
     for name, value in VALUES.items():
-        text, found = re.subn(rf'\b{name}=("[^"]*"|\S+)', lambda _, new=f"{name}={value}": new, text)
-        assert found == 1, f"{name} is not set once"
+        text, num_replaced = re.subn(rf'\b{name}=("[^"]*"|\S+)', lambda _, new=f"{name}={value}": new, text)
+        assert num_replaced == 1, f"{name} is not set once"
     return below(root, text)
 
 
@@ -85,7 +85,7 @@ def root(tmp_path_factory: pytest.TempPathFactory, weights_and_biases: Server) -
     shutil.copytree(toy.ROOT / "resources", project / "resources")
     yield root
     for job in jobs(root):
-        if job["state"] not in ENDED:
+        if job["state"] not in END_STATES:
             with contextlib.suppress(KeyError, ProcessLookupError):
                 os.kill(job["pid"], signal.SIGTERM)
 
@@ -126,10 +126,10 @@ def environment(root: Path) -> dict[str, str]:
     """That of a person who is logged in on the toolkit; nothing of the one that runs the tests."""
     home = root / "home" / "project"
     path = f"{home / 'envs' / 'train' / 'bin'}:{os.environ['PATH']}"
-    own = {"HOME": str(home), "PATH": path, "EAI_ACCOUNT_ID": "account-1", "EAI_TOKEN": "token"}
+    variables = {"HOME": str(home), "PATH": path, "EAI_ACCOUNT_ID": "account-1", "EAI_TOKEN": "token"}
     haven = {"PYTHONPATH": str(FAKES / "fake_client"), "FAKE_TOOLKIT": str(root / "toolkit")}
     settings = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    return {name: os.environ[name] for name in ("LANG", "TMPDIR") if name in os.environ} | own | haven | settings
+    return {name: os.environ[name] for name in ("LANG", "TMPDIR") if name in os.environ} | variables | haven | settings
 
 
 def carry_out(root: Path, text: str) -> str:
@@ -145,19 +145,21 @@ def carry_out(root: Path, text: str) -> str:
 def trained(runs: Path) -> dict[str, dict[str, Any]]:
     """The last row of each run below `runs`, as our table, haven and the run itself all tell it. Every run must be
     done."""
-    found = {path.parent.name: path.parent for path in runs.glob("*/exp_dict.json")}
+    runs_by_id = {path.parent.name: path.parent for path in runs.glob("*/exp_dict.json")}
     rows = {
         name: [json.loads(line) for line in (run / "scores.jsonl").read_text().splitlines()]
-        for name, run in found.items()
+        for name, run in runs_by_id.items()
     }
-    assert {json.loads((run / "status.json").read_text())["state"] for run in found.values()} == {"done"}
-    assert {name: [row["step"] for row in own] for name, own in rows.items()} == {name: [1, 2] for name in found}
-    last = {name: own[-1] for name, own in rows.items()}
+    assert {json.loads((run / "status.json").read_text())["state"] for run in runs_by_id.values()} == {"done"}
+    assert {name: [row["step"] for row in run_rows] for name, run_rows in rows.items()} == {
+        name: [1, 2] for name in runs_by_id
+    }
+    last = {name: run_rows[-1] for name, run_rows in rows.items()}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # haven uses deprecated modules and calls
         from haven.haven_results import ResultManager
 
-        manager = ResultManager(savedir_base=str(runs), exp_ids=list(found), verbose=False)
+        manager = ResultManager(savedir_base=str(runs), exp_ids=list(runs_by_id), verbose=False)
         assert manager.get_score_lists(return_as_dict=True) == rows
     return last
 
@@ -188,9 +190,9 @@ def write_job_config(root: Path, server: Server, **values: Any) -> tuple[str, ..
     (text,) = re.findall(
         r"```python\n(.*?)```", (toy.ROOT / "resources" / "job_configs" / "toolkit.md").read_text(), re.DOTALL
     )
-    found: dict[str, Any] = {}
-    exec(below(root, text), found)
-    entry = found["JOB_CONFIGS"]["toolkit"] | values
+    config: dict[str, Any] = {}
+    exec(below(root, text), config)
+    entry = config["JOB_CONFIGS"]["toolkit"] | values
     entry["environment"] |= {"WANDB_BASE_URL": server.url, "OMP_NUM_THREADS": "1"}
     (root / "project" / "job_configs.py").write_text(f"JOB_CONFIGS = {{'toolkit': {entry!r}}}\n")
     return tuple(mount.split(":")[1] for mount in entry["data"])
@@ -206,7 +208,7 @@ def the_job(root: Path) -> dict[str, Any]:
     end = time.monotonic() + 600
     while True:
         job = max(jobs(root), key=lambda job: job["createdOn"])
-        if job["state"] in ENDED:
+        if job["state"] in END_STATES:
             return job
         assert time.monotonic() < end, f"the job is {job['state']} after ten minutes"
         time.sleep(0.1)
@@ -232,13 +234,17 @@ def test_the_script_for_the_toolkit(root: Path, weights_and_biases: Server, caps
     start = json.loads((runs / name / "ledger.jsonl").read_text().partition("\n")[0])
     assert (start["world_size"], start["job"]) == (gpus, job["id"])
     setting = text.rpartition("python trainval.py")[0]
-    shown = carry_out(
+    output = carry_out(
         root, f"{setting}python trainval.py -e $EXP_GROUP --steps $NSTEPS -sb $EXP_SAVEDIR --job_option status"
     )
-    assert re.search(rf"^{name} +{GROUP} +done +{job['id']} .* 2/2 ", shown, re.MULTILINE), shown
+    assert re.search(rf"^{name} +{GROUP} +done +{job['id']} .* 2/2 ", output, re.MULTILINE), output
     identity = json.loads((runs / name / "wandb.json").read_text())["id"]
-    sent = weights_and_biases.runs[identity]
-    assert (sent["entity"], sent["project"], sent["displayName"]) == ("team", "natural_questions", GROUP)
+    logged_run = weights_and_biases.runs[identity]
+    assert (logged_run["entity"], logged_run["project"], logged_run["displayName"]) == (
+        "team",
+        "natural_questions",
+        GROUP,
+    )
     assert [line["_step"] for line in weights_and_biases.rows[identity]] == [1, 2]
     assert weights_and_biases.rows[identity][-1]["train_loss"] == row["train_loss"]
     assert f"Basic {base64.b64encode(f'api:{KEY}'.encode()).decode()}" in weights_and_biases.keys

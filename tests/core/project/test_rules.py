@@ -49,12 +49,12 @@ for module in sys.argv[1].split(","):
 )
 def test_a_violation_is_reported_with_its_line(path: str, code: str, expected: str | None):
     module = rules.Module(path, code)
-    reported = [
+    reported_lines = [
         *rules.layer_errors(module),
         *rules.naming_errors(module),
         *rules.alias_errors(module, {"src.models.hf"}),
     ]
-    assert [message.startswith(f"{path}{expected}") for message in reported] == ([True] if expected else [])
+    assert [message.startswith(f"{path}{expected}") for message in reported_lines] == ([True] if expected else [])
 
 
 def test_a_cycle_through_an_import_in_a_function_is_reported():
@@ -77,8 +77,8 @@ def test_a_system_without_a_page_or_with_a_dead_path_is_reported(tmp_path: Path)
 
 
 def test_a_crowded_folder_is_reported():
-    crowded = [f"tests/core/f{number}.py" for number in range(17)]
-    assert any(line.startswith("tests/core: 17 entries") for line in rules.size_errors([], crowded))
+    file_names = [f"tests/core/f{number}.py" for number in range(17)]
+    assert any(line.startswith("tests/core: 17 entries") for line in rules.size_errors([], file_names))
 
 
 def test_the_command_line_loads_nothing_heavy():

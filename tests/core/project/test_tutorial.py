@@ -40,12 +40,12 @@ Carry = Callable[[str], str]
 def carry_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Carry:
     """Run a command next to data, a text and the experiments of the tutorial; return its output."""
     (block,) = re.findall(r"```python\n(MINE = .*?)```", (toy.ROOT / "docs/tutorial.md").read_text(), re.DOTALL)
-    block, found = re.subn(
+    block, num_replaced = re.subn(
         r'"steps": \d+(.*"eval_every": )\d+', r'"steps": 4\g<1>2', block.replace("stdlib_tokenizer", "toy_tokenizer")
     )
-    assert found == 1
-    written: dict[str, Any] = {"EXP_GROUPS": {}, "grid": grid}
-    exec(block, written)
+    assert num_replaced == 1
+    namespace: dict[str, Any] = {"EXP_GROUPS": {}, "grid": grid}
+    exec(block, namespace)
     toy.write_data(tmp_path / "results" / "data")
     (tmp_path / "my.jsonl").write_text(
         "".join(json.dumps({"text": f"the thing{i % 16} is red . " * 8}) + "\n" for i in range(60))
@@ -55,28 +55,30 @@ def carry_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     def run(line: str) -> str:
         _, *words = shlex.split(line.replace("stdlib_tokenizer", "toy_tokenizer"))
         if words[0] == "trainval.py":
-            code = toy.main(words[1:], written["EXP_GROUPS"], tmp_path / "results")
+            code = toy.main(words[1:], namespace["EXP_GROUPS"], tmp_path / "results")
         else:
             code = import_module(words[1]).main(words[2:])
-        shown = capsys.readouterr()
-        assert code == 0, f"{line}: {shown.err}"
-        return shown.out
+        output_by_command = capsys.readouterr()
+        assert code == 0, f"{line}: {output_by_command.err}"
+        return output_by_command.out
 
     return run
 
 
 def test_the_first_experiment(carry_out: Carry, tmp_path: Path):
-    shown = {line: carry_out(line) for line in commands("docs/tutorial.md") if not line.startswith(LEFT_OUT)}
-    assert len(shown) >= 5
+    output_by_command = {
+        line: carry_out(line) for line in commands("docs/tutorial.md") if not line.startswith(LEFT_OUT)
+    }
+    assert len(output_by_command) >= 5
     ends = [
         [row["step"] for row in map(json.loads, path.read_text().splitlines())]
         for path in tmp_path.rglob("scores.jsonl")
     ]
     assert len(ends) >= 4
     assert all(steps == [2, 4] for steps in ends)
-    (table,) = [out for line, out in shown.items() if "results.table" in line]
+    (table,) = [out for line, out in output_by_command.items() if "results.table" in line]
     assert "standard deviation" in table
-    (plot,) = [out for line, out in shown.items() if "results.plot" in line]
+    (plot,) = [out for line, out in output_by_command.items() if "results.plot" in line]
     assert (tmp_path / plot.strip()).stat().st_size > 1000
 
 
@@ -86,13 +88,13 @@ def test_the_commands_of_the_page_of_results(carry_out: Carry, tmp_path: Path):
         if "data_prep.tokenize" in line or line == "python trainval.py -e mine":
             carry_out(line)
     ids = sorted(path.parent.name for path in tmp_path.rglob("scores.jsonl"))
-    asked = [
+    page_commands = [
         line
         for line in commands("docs/results.md")
         if "results." in line and not re.search("dashboard|answers|sweep", line)
     ]
-    assert len(asked) >= 9
-    for line in asked:
+    assert len(page_commands) >= 9
+    for line in page_commands:
         for there, here in RESULTS.items():
             line = line.replace(there, here)
         carry_out(line.replace("ID1", ids[0]).replace("ID2", ids[1]).replace("ID", ids[0]))

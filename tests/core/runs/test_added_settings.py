@@ -23,7 +23,7 @@ BEFORE: dict[str, Any] = {
 
 class Leaf(Config):
     width: int = 2
-    turned: bool = added_field(False)
+    is_turned: bool = added_field(False)
 
 
 class Stop(Config):
@@ -49,7 +49,7 @@ def reopen(runs: Path, recipe: Config) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("state", ["stopped", "done"])
-def test_a_run_goes_on_without_the_settings_that_were_added_after_it_began(tmp_path: Path, state: Any):
+def test_a_run_resumes_without_settings_added_after_its_start(tmp_path: Path, state: Any):
     with RunDir.open(tmp_path, EXP, BEFORE) as run:
         run.set_status(state, step=3)
     assert reopen(tmp_path, Toy()) == BEFORE
@@ -57,22 +57,22 @@ def test_a_run_goes_on_without_the_settings_that_were_added_after_it_began(tmp_p
         assert run.status()["state"] == ("done" if state == "done" else "running")
 
 
-def test_a_changed_default_is_refused_beside_an_added_setting(tmp_path: Path):
+def test_a_changed_default_is_refused_next_to_an_added_setting(tmp_path: Path):
     with RunDir.open(tmp_path, EXP, BEFORE):
         pass
 
     class Changed(Toy):
         rate: float = 0.25
 
-    with pytest.raises(RunError, match=r"started with other defaults: rate was 0\.5, is now 0\.25\. To continue it"):
+    with pytest.raises(RunError, match=r"started with different defaults: rate was 0\.5, is now 0\.25\. To resume it"):
         reopen(tmp_path, Changed())
 
 
 def test_an_added_setting_that_says_something_else_is_refused(tmp_path: Path):
     with RunDir.open(tmp_path, EXP, BEFORE):
         pass
-    with pytest.raises(RunError, match=r"by_name\.a\.turned was absent, is now true"):
-        reopen(tmp_path, Toy(by_name={"a": Leaf(width=1, turned=True)}))
+    with pytest.raises(RunError, match=r"by_name\.a\.is_turned was absent, is now true"):
+        reopen(tmp_path, Toy(by_name={"a": Leaf(width=1, is_turned=True)}))
 
 
 def test_a_setting_that_is_not_declared_as_added_is_refused(tmp_path: Path):
@@ -86,7 +86,7 @@ def test_a_setting_that_is_not_declared_as_added_is_refused(tmp_path: Path):
         reopen(tmp_path, Careless())
 
 
-def test_what_a_run_has_of_an_added_setting_is_compared(tmp_path: Path):
+def test_recorded_values_of_added_settings_are_compared(tmp_path: Path):
     with RunDir.open(tmp_path, EXP, {**resolved(Toy()), "later": {"after": 4}}):
         pass
     with pytest.raises(RunError, match=r"later\.after was 4, is now 3"):

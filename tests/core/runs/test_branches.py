@@ -41,7 +41,7 @@ def test_factors_of_a_chain_multiply():
     assert [rate(step) for step in (4, 8, 12)] == [1.0, 0.375, 0.125]
 
 
-def test_a_value_is_the_first_steps_and_the_schedule_goes_on_from_there():
+def test_a_value_sets_the_first_step_and_scales_the_schedule():
     rate = override_learning_rate(base, [branch(1, 6, "x0.5"), branch(2, 12, "=1e-4")])
     assert rate(12) == 1e-4, "exactly"
     assert rate(16) == pytest.approx(1e-4 * 4 / 8)
@@ -60,33 +60,33 @@ def test_a_hold_ends_by_itself():
 
 
 def test_a_hold_ends_early_where_a_later_branch_names_a_rate():
-    held = branch(1, 8, "hold0:8")
-    assert [override_learning_rate(base, [held, branch(2, 10)])(step) for step in (9, 10, 15, 16)] == [
+    hold_branch = branch(1, 8, "hold0:8")
+    assert [override_learning_rate(base, [hold_branch, branch(2, 10)])(step) for step in (9, 10, 15, 16)] == [
         0,
         0,
         0,
         base(16),
     ]
-    assert [override_learning_rate(base, [held, branch(2, 10, "x2")])(step) for step in (9, 10, 15)] == [
+    assert [override_learning_rate(base, [hold_branch, branch(2, 10, "x2")])(step) for step in (9, 10, 15)] == [
         0,
         2 * base(10),
         2 * base(15),
     ]
-    assert [override_learning_rate(base, [held, branch(2, 10, "=0.125")])(step) for step in (9, 10, 15)] == [
+    assert [override_learning_rate(base, [hold_branch, branch(2, 10, "=0.125")])(step) for step in (9, 10, 15)] == [
         0,
         0.125,
         0.0625,
     ]
-    again = override_learning_rate(base, [held, branch(2, 10, "hold0:1")])
+    again = override_learning_rate(base, [hold_branch, branch(2, 10, "hold0:1")])
     assert [again(step) for step in (9, 10, 11)] == [0, 0, base(11)]
 
 
-def test_moments_begin_anew_wherever_the_branch_is_begun_and_nowhere_else():
-    chained = [branch(1, 8, reset_optimizer=True), branch(2, 12), branch(3, 14, reset_optimizer=True)]
-    assert [step for step in range(20) if must_reset_optimizer(chained, step)] == [8, 14]
+def test_moments_are_reset_only_at_the_start_of_a_branch():
+    chain = [branch(1, 8, reset_optimizer=True), branch(2, 12), branch(3, 14, reset_optimizer=True)]
+    assert [step for step in range(20) if must_reset_optimizer(chain, step)] == [8, 14]
 
 
-def test_who_goes_back_before_a_change_is_rid_of_it():
+def test_a_rewind_before_a_change_drops_it():
     before = [branch(1, 8, "x0.5"), branch(2, 12, "x0.5")]
     assert [item.number for item in chain(before, branch(3, 15))] == [1, 2, 3]
     assert [item.number for item in chain(before, branch(3, 12))] == [1, 3]
@@ -94,9 +94,9 @@ def test_who_goes_back_before_a_change_is_rid_of_it():
     assert [item.number for item in chain(before, branch(3, 2))] == [3]
 
 
-def test_a_checkpoint_is_told_from_that_of_another_branch():
-    chained = [branch(1, 8), branch(2, 12)]
-    assert [branches.branch_numbers(chained, step) for step in (8, 9, 12, 13)] == [[], [1], [1], [1, 2]]
+def test_branch_numbers_distinguish_checkpoints_of_a_step():
+    chain = [branch(1, 8), branch(2, 12)]
+    assert [branches.branch_numbers(chain, step) for step in (8, 9, 12, 13)] == [[], [1], [1], [1, 2]]
 
 
 @pytest.mark.parametrize(
@@ -132,22 +132,22 @@ def test_other_data_is_refused(text: str):
         parse_data(text)
 
 
-def write(run: Path, *written: dict[str, object]) -> None:
-    (run / branches.FILE).write_text(json.dumps({"branches": written}))
+def write(run: Path, *entries: dict[str, object]) -> None:
+    (run / branches.FILE).write_text(json.dumps({"branches": entries}))
 
 
-def test_what_is_written_is_read(tmp_path: Path):
+def test_branches_are_read_as_written(tmp_path: Path):
     assert branches.read(tmp_path) == ()
-    chained = [
+    chain = [
         branch(1, 8, "hold0:2", data="skip:5+3"),
         branch(4, 9, "=1e-4", reset_optimizer=True, wandb="abc-branch-4"),
     ]
-    write(tmp_path, *(item.model_dump(mode="json") for item in chained))
-    assert branches.read(tmp_path) == tuple(chained)
+    write(tmp_path, *(item.model_dump(mode="json") for item in chain))
+    assert branches.read(tmp_path) == tuple(chain)
 
 
 @pytest.mark.parametrize(
-    ("written", "message"),
+    ("entries", "message"),
     [
         ([{"number": 1}], r"branches\[0\]\.from_step: missing"),
         ([{"number": 1, "from_step": 0}], r"branches\[0\]\.from_step: expected a number > 0, got 0"),
@@ -167,11 +167,11 @@ def test_what_is_written_is_read(tmp_path: Path):
         ),
     ],
 )
-def test_a_damaged_file_is_refused(tmp_path: Path, written: list[dict[str, object]], message: str):
-    write(tmp_path, *written)
-    with pytest.raises(RunError, match=message) as caught:
+def test_a_damaged_file_is_refused(tmp_path: Path, entries: list[dict[str, object]], message: str):
+    write(tmp_path, *entries)
+    with pytest.raises(RunError, match=message) as error_info:
         branches.read(tmp_path)
-    assert str(caught.value).startswith(str(tmp_path / branches.FILE))
+    assert str(error_info.value).startswith(str(tmp_path / branches.FILE))
 
 
 def test_a_torn_file_is_refused(tmp_path: Path):

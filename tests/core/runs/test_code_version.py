@@ -91,7 +91,7 @@ def tree_of(root: Path) -> dict[str, Any]:
     return content_by_name
 
 
-def applied(root: Path, facts: dict[str, Any], target: Path) -> dict[str, Any]:
+def apply_patch(root: Path, facts: dict[str, Any], target: Path) -> dict[str, Any]:
     """The tree of a clone at the recorded commit with the recorded patch."""
     git(target.parent, "clone", "-q", "--recurse-submodules", str(root), str(target))
     git(target, "checkout", "-q", facts["commit"])
@@ -160,7 +160,7 @@ def test_the_patch_reproduces_the_tree(root: Path, tmp_path: Path, config: dict[
     assert git(root, "status", "--porcelain") == before
     assert facts["dirty"] is True
     assert "omitted" not in facts
-    assert applied(root, facts, tmp_path / "copy") == tree_of(root)
+    assert apply_patch(root, facts, tmp_path / "copy") == tree_of(root)
 
 
 def test_a_new_file_is_dirty(root: Path):
@@ -230,7 +230,7 @@ def test_filters_and_checks_of_git_that_fail_hide_nothing(root: Path, tmp_path: 
     for key, value in {"filter.gone.clean": "no-such-program", "filter.gone.required": "true"}.items():
         git(root, "config", key, value)
     write(root, {"a.dat": "2\n", "new.py": "1\n"})
-    assert applied(root, code_version(root), tmp_path / "copy") == tree_of(root)
+    assert apply_patch(root, code_version(root), tmp_path / "copy") == tree_of(root)
     git(root, "config", "core.autocrlf", "input")
     git(root, "config", "core.safecrlf", "true")
     write(root, {"crlf.py": "a\r\nb\r\n"})
@@ -258,7 +258,7 @@ def test_large_files_are_listed_and_the_patch_still_applies(root: Path, tmp_path
     (large,) = facts["omitted"]
     assert (large["name"], large["bytes"], len(large["sha256"])) == ("large.bin", MAX_DIFF_BYTES + 1, 64)
     (root / "large.bin").unlink()
-    assert applied(root, facts, tmp_path / "copy") == tree_of(root)
+    assert apply_patch(root, facts, tmp_path / "copy") == tree_of(root)
     for number in range(4):
         write(root, {f"random{number}.bin": os.urandom(MAX_DIFF_BYTES // 3)})
     facts = code_version(root)
@@ -266,7 +266,7 @@ def test_large_files_are_listed_and_the_patch_still_applies(root: Path, tmp_path
     missing = {each["name"] for each in facts["omitted"]}
     assert missing < {f"random{number}.bin" for number in range(4)}
     expected = {name: content for name, content in tree_of(root).items() if name not in missing}
-    assert applied(root, facts, tmp_path / "second") == expected
+    assert apply_patch(root, facts, tmp_path / "second") == expected
 
 
 def test_submodules(root: Path, tmp_path: Path):
@@ -291,7 +291,7 @@ def test_submodules(root: Path, tmp_path: Path):
     (submodule,) = facts["submodules"]
     assert submodule["commit"] == git(inner, "rev-parse", "HEAD") != submodule["recorded"]
     (inner / ".env").unlink()
-    assert applied(root, facts, tmp_path / "copy") == tree_of(root)
+    assert apply_patch(root, facts, tmp_path / "copy") == tree_of(root)
 
 
 def test_a_repository_within_the_code(root: Path, tmp_path: Path):
@@ -299,7 +299,7 @@ def test_a_repository_within_the_code(root: Path, tmp_path: Path):
     git(root / "plugin", "init", "-q")
     facts = code_version(root)
     assert facts["dirty"] is True
-    assert applied(root, facts, tmp_path / "copy") == tree_of(root)
+    assert apply_patch(root, facts, tmp_path / "copy") == tree_of(root)
 
 
 @pytest.mark.parametrize("flag", ["--assume-unchanged", "--skip-worktree"])
@@ -314,7 +314,7 @@ def test_a_project_in_a_folder_of_a_repository(root: Path, tmp_path: Path):
     facts = code_version(root / "src")
     assert "elsewhere" not in facts["diff"]
     (root / "elsewhere.py").unlink()
-    assert applied(root, facts, tmp_path / "copy") == tree_of(root)
+    assert apply_patch(root, facts, tmp_path / "copy") == tree_of(root)
 
 
 def test_a_copy_that_a_repository_ignores_has_no_commit(root: Path):

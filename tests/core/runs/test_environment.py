@@ -23,7 +23,7 @@ def test_everything_is_there_quickly_and_fits_json():
 
 
 @pytest.mark.parametrize(
-    ("command", "shown"),
+    ("command", "expected_words"),
     [
         (["--api_key", "abc", "-e", "g"], ["--api_key", "***", "-e", "g"]),
         (["--hub-token=abc"], ["--hub-token=***"]),
@@ -37,8 +37,8 @@ def test_everything_is_there_quickly_and_fits_json():
         ),
     ],
 )
-def test_secrets_in_the_command_are_hidden(command: list[str], shown: list[str]):
-    assert environment.redact(command) == shown
+def test_secrets_in_the_command_are_hidden(command: list[str], expected_words: list[str]):
+    assert environment.redact(command) == expected_words
 
 
 def test_only_listed_variables_are_recorded(monkeypatch: pytest.MonkeyPatch):

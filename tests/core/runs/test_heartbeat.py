@@ -7,7 +7,7 @@ from pathlib import Path
 from src.runs import heartbeat
 
 
-def test_what_is_no_step_beats_too_but_not_often(tmp_path: Path):
+def test_refresh_writes_at_most_every_few_seconds(tmp_path: Path):
     heartbeat.refresh(tmp_path, attempt=2, step=30)
     beat = heartbeat.read(tmp_path)
     assert beat is not None

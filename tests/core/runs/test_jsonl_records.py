@@ -29,7 +29,7 @@ def test_a_torn_line_stays_on_its_own(tmp_path: Path, durable: bool):
 
 
 @DURABLE
-def test_what_the_disk_took_of_a_line_is_given_back(tmp_path: Path, durable: bool):
+def test_a_partly_written_line_is_removed(tmp_path: Path, durable: bool):
     """A limit on the size of files lets a write go half the way, as a full disk does."""
     append(tmp_path / "lines", [{"a": 1}], durable)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -43,14 +43,14 @@ def test_what_the_disk_took_of_a_line_is_given_back(tmp_path: Path, durable: boo
 
 
 @DURABLE
-def test_only_what_is_asked_to_last_waits_for_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, durable: bool):
-    synced = []
-    monkeypatch.setattr(os, "fsync", synced.append)
+def test_only_durable_appends_sync(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, durable: bool):
+    synced_files = []
+    monkeypatch.setattr(os, "fsync", synced_files.append)
     append(tmp_path / "lines", [{"a": 1}], durable)
-    assert len(synced) == 2 * durable, "the file, and the folder in which it is new"
+    assert len(synced_files) == 2 * durable, "the file, and the folder in which it is new"
 
 
-def test_a_number_that_json_lacks_is_refused_unless_allowed(tmp_path: Path):
+def test_nan_is_refused_unless_allowed(tmp_path: Path):
     with pytest.raises(ValueError, match="Out of range float values"):
         append(tmp_path / "lines", [{"a": float("nan")}])
     append(tmp_path / "lines", [{"a": float("nan")}], allow_nan=True)
@@ -66,27 +66,27 @@ def test_lines_from_the_end_are_the_lines_backwards(
 ):
     monkeypatch.setattr(jsonl_records, "_WINDOW", window)
     (tmp_path / "lines").write_bytes(content)
-    found = list(lines_from_end(tmp_path / "lines"))
-    assert [line for _, line in found] == content.split(b"\n")[:-1][::-1]
-    assert all(content[:end].endswith(line + b"\n") for end, line in found)
+    lines = list(lines_from_end(tmp_path / "lines"))
+    assert [line for _, line in lines] == content.split(b"\n")[:-1][::-1]
+    assert all(content[:end].endswith(line + b"\n") for end, line in lines)
     assert list(lines_from_end(tmp_path / "missing")) == []
 
 
 def test_a_file_is_cut_after_a_step(tmp_path: Path):
     path = tmp_path / "lines"
     append(path, [{"step": step} for step in (1, 2, 2, 5)])
-    for step, kept in ((5, [1, 2, 2, 5]), (4, [1, 2, 2]), (1, [1]), (0, [])):
+    for step, expected_steps in ((5, [1, 2, 2, 5]), (4, [1, 2, 2]), (1, [1]), (0, [])):
         with open(path, "a") as file:
             file.write('{"step"')
         truncate_after(path, step, "a record")
-        assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == kept
+        assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == expected_steps
     path.write_text("[1]\n")
     with pytest.raises(DataError, match=r"lines: not a record: '\[1\]'. Remove this line."):
         truncate_after(path, 1, "a record")
     truncate_after(tmp_path / "missing", 1, "a record")
 
 
-def test_only_what_is_new_is_read(tmp_path: Path):
+def test_only_new_lines_are_read(tmp_path: Path):
     path = tmp_path / "lines"
     assert read_appended(path).lines == b""
     path.write_bytes(b"x" * 9000 + b"\n")

@@ -70,12 +70,12 @@ class Racer:
 
 @contextmanager
 def racers(number: int) -> Iterator[list[Racer]]:
-    started = [Racer() for _ in range(number)]
+    processes = [Racer() for _ in range(number)]
     try:
-        assert [racer.answer() for racer in started] == ["ready"] * number
-        yield started
+        assert [racer.answer() for racer in processes] == ["ready"] * number
+        yield processes
     finally:
-        for racer in started:
+        for racer in processes:
             racer.end()
 
 
@@ -93,7 +93,7 @@ def foreign(beat: int = 0) -> str:
 
 @pytest.mark.slow
 def test_exactly_one_of_eight_racers_wins_every_round(tmp_path: Path):
-    with racers(8) as started:
+    with racers(8) as processes:
         dead, elsewhere = json.dumps(dead_process()), foreign()
         for number in range(45):
             path = tmp_path / str(number)
@@ -103,9 +103,9 @@ def test_exactly_one_of_eight_racers_wins_every_round(tmp_path: Path):
             if number % 15 == 2:  # left behind on another machine
                 path.mkdir()
                 (path / LEASE).write_text(elsewhere)
-            for racer in started:
+            for racer in processes:
                 racer.tell(path)
-            answers = [racer.answer() for racer in started]
+            answers = [racer.answer() for racer in processes]
             assert answers.count("won") == 1, answers
             assert sum("held by process" in answer for answer in answers) == 7
 
@@ -114,11 +114,11 @@ def test_the_refusal_names_the_holder(tmp_path: Path):
     with racers(1) as (owner,):
         owner.tell(tmp_path)
         assert owner.answer() == "won"
-        told = (
+        message = (
             rf"{tmp_path}: held by process {owner.process.pid} on host .* since 20.*; it trains .* Wait for it, "
             rf"or stop it"
         )
-        with pytest.raises(RunError, match=told):
+        with pytest.raises(RunError, match=message):
             Lease.acquire(tmp_path)
 
 
@@ -160,7 +160,7 @@ def test_a_silent_foreign_holder_is_replaced_after_the_watch(tmp_path: Path):
     lease.release()
 
 
-def test_a_beating_foreign_holder_keeps_the_lease(tmp_path: Path):
+def test_a_foreign_holder_with_a_heartbeat_retains_the_lease(tmp_path: Path):
     (tmp_path / LEASE).write_text(foreign())
     done = threading.Event()
 
@@ -225,24 +225,24 @@ def wait_for(condition, seconds: float = 300) -> bool:
 
 def test_a_lost_lease_is_noticed_by_the_heart_and_by_confirm(tmp_path: Path):
     lease = Lease.acquire(tmp_path, beat_seconds=0.01)
-    taken = foreign()
+    foreign_lease = foreign()
     with directory_lock(tmp_path):  # between two beats
-        (tmp_path / "new").write_text(taken)
+        (tmp_path / "new").write_text(foreign_lease)
         os.replace(tmp_path / "new", tmp_path / LEASE)
     # The next beat notices. One that does not puts our lease back.
-    assert wait_for(lambda: lease.lost or (tmp_path / LEASE).read_text() != taken)
-    assert lease.lost
-    with pytest.raises(RunError, match=r"no longer holds the lease \(it is held by process 1 on host far"):
+    assert wait_for(lambda: lease.is_lost or (tmp_path / LEASE).read_text() != foreign_lease)
+    assert lease.is_lost
+    with pytest.raises(RunError, match=r"no longer holds the lease \(now held by process 1 on host far"):
         lease.confirm()
     assert json.loads((tmp_path / LEASE).read_text())["token"] == "far"
     lease.release()
-    assert (tmp_path / LEASE).read_text() == taken
+    assert (tmp_path / LEASE).read_text() == foreign_lease
 
 
 def test_confirm_notices_without_the_heart(tmp_path: Path):
     lease = Lease.acquire(tmp_path)
     (tmp_path / LEASE).unlink()
-    with pytest.raises(RunError, match=r"no longer holds the lease \(it is gone now\)|it is gone"):
+    with pytest.raises(RunError, match=r"no longer holds the lease \(deleted\)"):
         lease.confirm()
     lease.release()
     with pytest.raises(RunError, match="was released"):
@@ -301,8 +301,8 @@ def test_a_removed_directory_is_not_made_again(tmp_path: Path):
 @pytest.mark.parametrize(
     ("base", "message"),
     [
-        ("dangling", r"/dangling: a link to .*/nowhere, which is not there\. Make it, or remove the link\.$"),
-        ("dangling/deeper", r"/dangling: a link to .*/nowhere, which is not there"),
+        ("dangling", r"/dangling: a link to .*/nowhere, which does not exist\. Create it, or remove the link\.$"),
+        ("dangling/deeper", r"/dangling: a link to .*/nowhere, which does not exist"),
         ("loop/deeper", r"/loop/deeper/run: cannot write: Too many levels of symbolic links\.$|/loop: a link to "),
         ("n" * 300, r"/run: cannot write: File name too long\.$"),
         ("file", r"/file(/run)?: (cannot write: Not a directory|a file stands)"),
@@ -322,7 +322,7 @@ def test_a_directory_that_vanishes_each_time_is_given_up(tmp_path: Path, monkeyp
     monkeypatch.setattr(
         "src.runs.lease._make_directory", lambda path: None
     )  # as if another process moved it away each time
-    with pytest.raises(RunError, match=r"/run: the save directory cannot be made"):
+    with pytest.raises(RunError, match=r"/run: cannot create the save directory"):
         Lease.acquire(tmp_path / "run")
 
 

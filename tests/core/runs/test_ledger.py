@@ -13,7 +13,7 @@ from src.errors import RunError
 from src.runs import ledger
 
 
-def test_events_come_back_in_their_order_with_who_and_when(tmp_path: Path):
+def test_events_are_read_in_order_with_person_and_time(tmp_path: Path):
     ledger.append(tmp_path, ledger.event("start", step=0))
     ledger.append(tmp_path, ledger.event("rewind", step=40, why="Verlustspitze ↑"))
     first, second = ledger.read(tmp_path)
@@ -47,7 +47,7 @@ def test_an_event_that_was_written_but_for_its_newline_is_there_once(tmp_path: P
     assert ledger.read(tmp_path) == [event]
 
 
-def test_an_event_with_an_id_is_told_once(tmp_path: Path):
+def test_an_event_with_an_id_is_recorded_once(tmp_path: Path):
     for _ in range(2):
         ledger.append(tmp_path, ledger.event("rewind", id="abc"))
         ledger.append(tmp_path, ledger.event("save"))

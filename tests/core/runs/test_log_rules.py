@@ -174,10 +174,10 @@ class World:
         with open(self.log, "ab") as file:
             file.write(text.encode() if isinstance(text, str) else text)
 
-    def scan(self, ended: bool = False) -> list[str]:
-        return [event["rule"] for event in events.scan(self.run, [self.log], ended=ended)]
+    def scan(self, is_complete: bool = False) -> list[str]:
+        return [event["rule"] for event in events.scan(self.run, [self.log], is_complete=is_complete)]
 
-    def noted(self) -> list[dict[str, Any]]:
+    def events(self) -> list[dict[str, Any]]:
         return jsonl_records.rows(self.run / events.EVENTS)
 
 
@@ -189,7 +189,7 @@ def world(tmp_path: Path) -> World:
 def test_an_event_says_what_where_and_when(world: World):
     world.write(f"one\n{NODE}\n")
     assert world.scan() == ["node_failure"]
-    (event,) = world.noted()
+    (event,) = world.events()
     assert event.pop("time").endswith("+00:00")
     assert event.pop("advice").startswith("A machine was lost.")
     assert event == {
@@ -209,8 +209,8 @@ def test_a_log_that_grows_is_read_once(world: World):
     assert [world.scan(), world.scan()] == [["node_failure"], []]
     world.write(FULL)
     assert world.scan() == []
-    assert world.scan(ended=True) == ["disk_full"]
-    assert world.scan(ended=True) == []
+    assert world.scan(is_complete=True) == ["disk_full"]
+    assert world.scan(is_complete=True) == []
 
 
 def test_a_hundred_ranks_that_say_the_same_are_one_event(world: World):
@@ -245,7 +245,7 @@ def test_a_log_that_is_read_again_notes_nothing_twice(world: World):
 def test_bytes_that_are_no_text_and_lines_without_end(world: World):
     world.write(b"\xff\xfe\x00" * 1000 + b"\n\x80 " + NODE.encode() + b" \x80\x1b[0m\n")
     assert world.scan() == ["node_failure"]
-    assert world.noted()[0]["line"] == f"\ufffd {NODE} \ufffd [0m"
+    assert world.events()[0]["line"] == f"\ufffd {NODE} \ufffd [0m"
     before = world.log.stat().st_size
     world.write(
         b"\r".join(b"step %d" % i for i in range(400_000)) + b" " * (3 * events.LONGEST_LINE)
@@ -256,7 +256,7 @@ def test_bytes_that_are_no_text_and_lines_without_end(world: World):
     assert world.log.stat().st_size - cursor["offset"] <= events.LONGEST_LINE < before + 6_000_000
     world.write(f"\n{FULL}\n")
     assert world.scan() == ["disk_full"]
-    assert all(len(event["line"]) <= 500 for event in world.noted())
+    assert all(len(event["line"]) <= 500 for event in world.events())
 
 
 def test_a_lost_or_damaged_cursor_notes_nothing_twice(world: World):
@@ -266,7 +266,7 @@ def test_a_lost_or_damaged_cursor_notes_nothing_twice(world: World):
     assert world.scan() == []
     (world.run / events.CURSORS).write_text("{")
     assert world.scan() == []
-    assert len(world.noted()) == 1
+    assert len(world.events()) == 1
 
 
 def test_a_torn_line_of_the_journal_is_cut(world: World):
@@ -276,7 +276,7 @@ def test_a_torn_line_of_the_journal_is_cut(world: World):
         file.write('{"rule": "half')
     world.write("x\n" * events.SAME_INCIDENT + f"{FULL}\n")
     assert world.scan() == ["disk_full"]
-    assert [event["rule"] for event in world.noted()] == ["node_failure", "disk_full"]
+    assert [event["rule"] for event in world.events()] == ["node_failure", "disk_full"]
 
 
 SCANNER = """
@@ -296,13 +296,13 @@ def test_scanners_at_once_and_killed_at_any_moment_note_each_event_once(world: W
     command = [sys.executable, "-c", SCANNER, str(world.run), str(world.log)]
     world.write("begins\n")
 
-    def started() -> subprocess.Popen[bytes]:
+    def start_scanner() -> subprocess.Popen[bytes]:
         scanner = subprocess.Popen(command, stdout=subprocess.PIPE)
         assert scanner.stdout is not None
         assert scanner.stdout.readline() == b"looked\n"
         return scanner
 
-    scanners = [started() for _ in range(2)]
+    scanners = [start_scanner() for _ in range(2)]
     try:
         for i in range(60):
             world.write(far + f"{NODE} {i}\n")
@@ -311,21 +311,21 @@ def test_scanners_at_once_and_killed_at_any_moment_note_each_event_once(world: W
                 victim = scanners.pop(0)
                 victim.kill()
                 victim.communicate()
-                scanners.append(started())
+                scanners.append(start_scanner())
     finally:
         for scanner in scanners:
             scanner.kill()
             scanner.communicate()
     world.scan()
-    assert [event["line"] for event in world.noted()] == [f"{NODE} {i}" for i in range(60)]
+    assert [event["line"] for event in world.events()] == [f"{NODE} {i}" for i in range(60)]
 
 
 def test_the_table_shows_the_cause_and_not_its_consequences(world: World):
-    def shown() -> str | None:
+    def latest_rule() -> str | None:
         event = events.latest_problem(world.run, 0)
         return event["rule"] if event else None
 
-    assert shown() is None
+    assert latest_rule() is None
     peer, memory, failed = LINES["peer_lost"][0], LINES["device_out_of_memory"][0], LINES["process_failed"][0]
     for line, expected in (
         (peer, "peer_lost"),
@@ -335,7 +335,7 @@ def test_the_table_shows_the_cause_and_not_its_consequences(world: World):
     ):
         world.write(f"{line}\n")
         world.scan()
-        assert shown() == expected
+        assert latest_rule() == expected
     assert events.latest_problem(world.run, 1) is None
     assert {name for name in LINES if log_rules.is_aftermath(name)} == {
         "collective_timeout",

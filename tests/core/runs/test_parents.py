@@ -25,7 +25,7 @@ def child_of(*ids: str, seed: int = 0) -> dict:
 OLD = {"recipe": "lm", "seed": 0}
 MIDDLE = child_of(exp_id(OLD))
 YOUNG = child_of(exp_id(MIDDLE), exp_id(OLD))
-KNOWN = {exp_id(e): e for e in (YOUNG, MIDDLE, OLD)}
+CANDIDATES = {exp_id(e): e for e in (YOUNG, MIDDLE, OLD)}
 
 
 def test_parents_are_found_at_any_depth_once_and_in_order():
@@ -39,31 +39,31 @@ def test_parents_are_found_at_any_depth_once_and_in_order():
     assert parent_ids({"model": {"name": "hf", "exp_id": a}}) == []
 
 
-def ordered(selected: list[dict[str, Any]], with_parents: bool) -> list[dict[str, Any]]:
-    chosen = {exp_id(e): e for e in selected}
-    return [{**KNOWN, **chosen}[name] for name in order(chosen, KNOWN, with_parents)]
+def ordered_dicts(selected: list[dict[str, Any]], with_parents: bool) -> list[dict[str, Any]]:
+    selected_dicts = {exp_id(e): e for e in selected}
+    return [{**CANDIDATES, **selected_dicts}[name] for name in order(selected_dicts, CANDIDATES, with_parents)]
 
 
 def test_parents_come_first():
-    assert ordered([YOUNG, MIDDLE, OLD], with_parents=False) == [OLD, MIDDLE, YOUNG]
-    assert ordered([YOUNG, OLD], with_parents=False) == [OLD, YOUNG]
-    assert ordered([YOUNG], with_parents=False) == [YOUNG]
-    assert ordered([YOUNG], with_parents=True) == [OLD, MIDDLE, YOUNG]
+    assert ordered_dicts([YOUNG, MIDDLE, OLD], with_parents=False) == [OLD, MIDDLE, YOUNG]
+    assert ordered_dicts([YOUNG, OLD], with_parents=False) == [OLD, YOUNG]
+    assert ordered_dicts([YOUNG], with_parents=False) == [YOUNG]
+    assert ordered_dicts([YOUNG], with_parents=True) == [OLD, MIDDLE, YOUNG]
 
 
-def test_order_drops_duplicates_and_otherwise_keeps_the_given_one():
+def test_order_drops_duplicates_and_is_stable():
     others = [child_of(exp_id(OLD), seed=s) for s in (3, 1, 2)]
-    assert ordered([*others, others[0]], with_parents=True) == [OLD, *others]
+    assert ordered_dicts([*others, others[0]], with_parents=True) == [OLD, *others]
 
 
 def test_a_parent_that_nobody_knows_is_left_to_missing():
     orphan = child_of("c" * 32)
-    assert ordered([orphan], with_parents=True) == [orphan]
+    assert ordered_dicts([orphan], with_parents=True) == [orphan]
 
 
 @pytest.fixture
 def places(tmp_path: Path) -> Places:
-    return Places(data=tmp_path, runs=tmp_path / "runs", experiments=KNOWN)
+    return Places(data=tmp_path, runs=tmp_path / "runs", experiments=CANDIDATES)
 
 
 def test_a_parent_that_was_never_run_says_how_to_run_it(places: Places):
@@ -82,8 +82,8 @@ def test_each_state_of_a_parent_has_its_message(places: Places):
         assert "still running" in missing_parents(MIDDLE, places)[0]
         run.set_status("failed", reason="boom")
         assert "is failed, not done" in missing_parents(MIDDLE, places)[0]
-        forgotten = Places(data=places.data, runs=places.runs)
-        assert f"Finish it with --exp_id {run.exp_id}" in missing_parents(MIDDLE, forgotten)[0]
+        other_places = Places(data=places.data, runs=places.runs)
+        assert f"Finish it with --exp_id {run.exp_id}" in missing_parents(MIDDLE, other_places)[0]
         run.set_status("running")
     assert "is lost, not done" in missing_parents(MIDDLE, places)[0]
     write_run(places.runs, OLD, "w")
@@ -129,7 +129,7 @@ def test_fingerprints_are_of_all_that_an_experiment_is_built_on(tmp_path: Path):
     assert after[f"{middle}/last"] == before[f"{middle}/last"]
 
 
-def test_fingerprints_of_what_is_not_there(tmp_path: Path):
+def test_fingerprints_of_missing_checkpoints(tmp_path: Path):
     exp = {"model": {"name": "experiment", "exp_id": exp_id(OLD), "checkpoint": "best"}}
     with pytest.raises(CheckpointError, match=f"{exp_id(OLD)}: has no best checkpoint. Use the last one"):
         fingerprints(exp, tmp_path)
@@ -154,17 +154,17 @@ def test_a_parent_that_is_done_but_lost_its_checkpoint_is_missed(places: Places)
     assert "model.safetensors: 1 bytes, 7 were written" in message
     assert message.endswith(f"Start the run again with --exp_id {run.name} -r 1, or restore it from a copy.")
     (checkpoints.folder(run, 4)).rename(run / "away")
-    assert "the last checkpoint is gone" in missing_parents(MIDDLE, places)[0]
+    assert "the last checkpoint is missing" in missing_parents(MIDDLE, places)[0]
     write_json(run / "status.json", {"state": "done"})
-    assert "status.json does not say at which step" in missing_parents(MIDDLE, places)[0]
+    assert "status.json has no step" in missing_parents(MIDDLE, places)[0]
 
 
 def test_a_parent_of_many_is_looked_at_once(places: Places):
     write_run(places.runs, OLD, "w")
     store = RunStore(places.runs)
     assert missing_parents(MIDDLE, places, (), store) == []
-    assert store[exp_id(OLD)].lacks == {"last": None}
-    store[exp_id(OLD)].lacks["last"] = "which is known"
+    assert store[exp_id(OLD)].checkpoint_problems == {"last": None}
+    store[exp_id(OLD)].checkpoint_problems["last"] = "which is known"
     assert missing_parents(child_of(exp_id(OLD), seed=7), places, (), store) == [
         f"it starts from experiment {exp_id(OLD)}, which is known"
     ]

@@ -28,8 +28,8 @@ def saved(runs: Path, exp: dict, name: str) -> Path:
 
 def test_an_experiment_of_several_groups_is_planned_once_for_all_of_them():
     groups = {"a": [ONE, TWO], "b": [TWO], "c": [TWO]}
-    planned = plan.load_groups(groups, ["a", "b"], [])
-    assert [(item.exp, item.groups, item.where) for item in planned] == [
+    items = plan.load_groups(groups, ["a", "b"], [])
+    assert [(item.exp, item.groups, item.where) for item in items] == [
         (ONE, ("a",), "a[0]"),
         (TWO, ("a", "b"), "a[1]"),
     ]
@@ -87,9 +87,9 @@ def test_equal_causes_are_one_line():
     lacks = {"a": ["g[0]: data: gone.", "g[0]: model: gone."], "b": ["g[1]: data: gone."], "c": ["h[0]: data: gone."]}
     assert plan.merge_problems(lacks, {}) == ["g[0] and 2 more: data: gone.", "g[0]: model: gone."]
     groups = {"a": [{**ONE, "sed": 1}, {**TWO, "sed": 1}, {**TWO, "seed": "x"}]}
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError) as error_info:
         plan.load_groups(groups, ["a"], [])
-    first, second = str(caught.value).splitlines()
+    first, second = str(error_info.value).splitlines()
     assert re.match(r"a\[0\] and 1 more: unknown key 'sed'\. Did you mean 'seed'", first)
     assert second.startswith("a[2].seed: expected int")
 
@@ -125,9 +125,7 @@ def test_a_dict_with_another_canonical_form_is_not_trained_under_another_id(tmp_
     old = {**ONE, "rate": 1}  # a directory from before the field was a float
     run = saved(tmp_path, old, exp_id(old))
     new = exp_id({**ONE, "rate": 1.0})
-    with pytest.raises(
-        RunError, match=rf"{run}/exp_dict\.json: as numbers are spelled now its id is {new}, not {exp_id(old)}"
-    ):
+    with pytest.raises(RunError, match=rf"{run}/exp_dict\.json: its canonical id is {new}, not {exp_id(old)}"):
         plan.find(exp_id(old), {}, tmp_path)
 
 
@@ -144,17 +142,19 @@ def test_an_unknown_group_among_names_of_several_types():
 
 
 def test_an_assignment_that_fits_nowhere_is_reported_once_per_group():
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError) as error_info:
         plan.load_groups({"a": [ONE, TWO], "b": [ONE]}, ["a", "b"], [("lop.steps", 3)])
-    assert str(caught.value).splitlines() == [f"{g}: lop.steps: unknown key 'lop'. Known: rate, seed." for g in "ab"]
+    assert str(error_info.value).splitlines() == [
+        f"{g}: lop.steps: unknown key 'lop'. Known: rate, seed." for g in "ab"
+    ]
 
 
 def child_of(identity: str) -> dict:
     return {"recipe": "toy", "seed": 9, "base": {"name": "experiment", "exp_id": identity}}
 
 
-def item(exp: dict) -> plan.Planned:
-    return plan.Planned(exp_id(exp), exp, plan.load(ONE, "", "x").recipe, ("g",), f"g[{exp['seed']}]")
+def item(exp: dict) -> plan.PlannedExperiment:
+    return plan.PlannedExperiment(exp_id(exp), exp, plan.load(ONE, "", "x").recipe, ("g",), f"g[{exp['seed']}]")
 
 
 def test_a_damaged_status_is_reported_and_the_remaining_experiments_are_checked(tmp_path: Path):
@@ -182,13 +182,13 @@ def test_a_parent_that_is_done_is_not_trained_again_so_its_checkpoint_must_be_th
     (saved(tmp_path, ONE, exp_id(ONE)) / "status.json").write_text('{"state": "done", "step": 4}')
     places, heir = Places(data=tmp_path, runs=tmp_path), child_of(exp_id(ONE))
     (message,) = plan.find_problems([item(ONE), item(heir)], places)[exp_id(heir)]
-    assert "step-00000004: the last checkpoint is gone" in message
+    assert "step-00000004: the last checkpoint is missing" in message
     assert plan.find_problems([item(ONE), item(heir)], places, {exp_id(ONE)}) == {}
 
 
 def test_several_values_of_an_assignment_make_several_experiments():
-    planned = plan.load_combinations({"a": [ONE]}, ["a"], [[("seed", 1)], [("seed", 2)]])
-    assert [(item.exp, item.where) for item in planned] == [(ONE, "a[0] seed=1"), (TWO, "a[0] seed=2")]
+    items = plan.load_combinations({"a": [ONE]}, ["a"], [[("seed", 1)], [("seed", 2)]])
+    assert [(item.exp, item.where) for item in items] == [(ONE, "a[0] seed=1"), (TWO, "a[0] seed=2")]
     assert [item.where for item in plan.load_combinations({"a": [ONE]}, ["a"], [[("seed", 2)]])] == ["a[0]"]
 
 

@@ -50,10 +50,10 @@ def test_opening_again_resumes_with_the_history(tmp_path: Path):
     with RunDir.open(tmp_path, EXP, RESOLVED, facts={"groups": ["g"], "commit": "first"}) as run:
         run.set_status("failed", step=7, reason="boom")
         assert run.status()["reason"] == "boom"
-        started = run.status()["started"]
+        start_time = run.status()["started"]
         run.set_status("stopped")
         assert "reason" not in run.status()
-        assert run.status()["started"] == started
+        assert run.status()["started"] == start_time
     with RunDir.open(tmp_path, EXP, RESOLVED, facts={"groups": ["h"], "commit": "second"}) as run:
         status = run.status()
         assert (run.attempt, status["attempt"], status["state"], status["step"]) == (2, 2, "running", 7)
@@ -82,7 +82,7 @@ def test_the_holder_is_named(tmp_path: Path):
 
 def test_a_failed_open_lets_go(tmp_path: Path):
     RunDir.open(tmp_path, EXP, RESOLVED).close()
-    with pytest.raises(RunError, match="other defaults"):
+    with pytest.raises(RunError, match="different defaults"):
         RunDir.open(tmp_path, EXP, EXP)
     RunDir.open(tmp_path, EXP, RESOLVED).close()
 
@@ -110,7 +110,7 @@ def test_a_message_names_some_of_many_changed_defaults(tmp_path: Path):
     [
         (
             {**EXP, "model": {"depth": 2, "rate": 0.1}},
-            r"model\.rate was 0\.5, is now 0\.1\. To continue it, restore the old defaults",
+            r"model\.rate was 0\.5, is now 0\.1\. To resume it, restore the old defaults",
         ),
         ({**EXP, "model": {"depth": 2, "rate": 0.5, "bias": True}}, r"model\.bias was absent, is now true"),
         (EXP, r"model\.rate was 0\.5, is now absent"),
@@ -120,7 +120,7 @@ def test_a_message_names_some_of_many_changed_defaults(tmp_path: Path):
 )
 def test_changed_defaults_are_named(tmp_path: Path, resolved: dict, pattern: str):
     RunDir.open(tmp_path, EXP, RESOLVED).close()
-    with pytest.raises(RunError, match=rf"config\.json: this run was started with other defaults: {pattern}"):
+    with pytest.raises(RunError, match=rf"config\.json: this run was started with different defaults: {pattern}"):
         RunDir.open(tmp_path, EXP, resolved)
     with RunDir.open(tmp_path, EXP, resolved, reset=1) as run:
         assert loaded(run.path / "config.json") == resolved
@@ -155,15 +155,20 @@ def test_reset_forgets_neither_the_groups_nor_the_submitted_job(tmp_path: Path):
 
 def test_what_killed_writers_left_is_swept_up_and_nothing_else(tmp_path: Path):
     RunDir.open(tmp_path, EXP, RESOLVED).close()
-    torn = [".status.json.0a1b2c3d", ".lease.00000000", ".exp_dict.json.ffffffff", "checkpoints/.best.json.12345678"]
-    torn += ["attempts/001/.env.json.12345678"]
+    temporary_names = [
+        ".status.json.0a1b2c3d",
+        ".lease.00000000",
+        ".exp_dict.json.ffffffff",
+        "checkpoints/.best.json.12345678",
+    ]
+    temporary_names += ["attempts/001/.env.json.12345678"]
     contents = [".notes", ".status.json.0a1b2c3", "status.json.0a1b2c3d", "logs/.train.log.12345678"]
-    for name in [*torn, *contents]:
+    for name in [*temporary_names, *contents]:
         (tmp_path / ID / name).parent.mkdir(exist_ok=True)
         (tmp_path / ID / name).write_text("{")
     (tmp_path / ID / ".folder.12345678").mkdir()
     RunDir.open(tmp_path, EXP, RESOLVED).close()
-    assert [name for name in torn if (tmp_path / ID / name).exists()] == []
+    assert [name for name in temporary_names if (tmp_path / ID / name).exists()] == []
     assert [name for name in contents if not (tmp_path / ID / name).exists()] == []
     assert (tmp_path / ID / ".folder.12345678").is_dir()
 
@@ -171,10 +176,10 @@ def test_what_killed_writers_left_is_swept_up_and_nothing_else(tmp_path: Path):
 def test_notes_without_the_lease_wait_for_the_sweep(tmp_path: Path):
     """Many launchers note groups while the experiment is opened again and again: none is lost, none is disturbed."""
     with ThreadPoolExecutor(8) as pool:
-        noted = [pool.submit(SavedRun(tmp_path / ID).join_groups, [f"g{number}"]) for number in range(40)]
+        futures = [pool.submit(SavedRun(tmp_path / ID).join_groups, [f"g{number}"]) for number in range(40)]
         for _ in range(10):
             RunDir.open(tmp_path, EXP, RESOLVED).close()
-    for future in noted:
+    for future in futures:
         future.result()
     assert sorted(SavedRun(tmp_path / ID).groups) == sorted(f"g{number}" for number in range(40))
 
@@ -289,7 +294,7 @@ def test_attach_refuses_a_folder_without_a_run(tmp_path: Path):
     shutil.copytree(tmp_path / ID, tmp_path / "copy")
     with pytest.raises(RunError, match=rf"exp_dict\.json: its id is {ID}, not the name of its directory"):
         RunDir.attach(tmp_path / "copy")
-    for content, message in (("[]", "expected a dict, got list"), ('{"a.b": 1}', "must not be empty or hold a dot")):
+    for content, message in (("[]", "expected a dict, got list"), ('{"a.b": 1}', "must not be empty or contain a dot")):
         (tmp_path / ID / "exp_dict.json").write_text(content)
         with pytest.raises(RunError, match=message):
             _ = SavedRun(tmp_path / ID).exp
@@ -444,9 +449,9 @@ def test_a_full_disk_loses_nothing_and_says_so(small_disk: Path):
 
 def test_opening_on_a_full_disk_is_one_line(small_disk: Path):
     fill(small_disk)
-    with pytest.raises(RunError, match=rf"{ID}.*: cannot write: No space left on device") as caught:
+    with pytest.raises(RunError, match=rf"{ID}.*: cannot write: No space left on device") as error_info:
         RunDir.open(small_disk / "runs", EXP, RESOLVED)
-    assert "\n" not in str(caught.value)
+    assert "\n" not in str(error_info.value)
     (small_disk / "filler").unlink()
     RunDir.open(small_disk / "runs", EXP, RESOLVED).close()
 
@@ -462,9 +467,9 @@ def test_a_read_only_disk_refuses_in_one_line(small_disk: Path):
             lambda: RunDir.open(small_disk, other, other),
             lambda: RunDir.open(small_disk / "new" / "runs", EXP, RESOLVED),
         ):
-            with pytest.raises(RunError, match="cannot write: Read-only file system") as caught:
+            with pytest.raises(RunError, match="cannot write: Read-only file system") as error_info:
                 write()
-            assert "\n" not in str(caught.value)
+            assert "\n" not in str(error_info.value)
         run.close()
         assert RunDir.attach(run.path).exp == EXP
     finally:

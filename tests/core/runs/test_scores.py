@@ -77,7 +77,7 @@ def test_a_row_needs_an_int_step(scores: Scores, step: object):
         scores.append({"step": step, "loss": 1.0})
 
 
-def test_what_is_not_finite_becomes_null(scores: Scores, caplog: pytest.LogCaptureFixture):
+def test_nan_and_infinity_become_null(scores: Scores, caplog: pytest.LogCaptureFixture):
     scores.append({"step": 1, "perplexity": math.inf, "loss": math.nan, "x": Fraction(1, 2)})
     assert scores.rows() == [{"step": 1, "perplexity": None, "loss": None, "x": 0.5}]
     assert "perplexity at step 1 is inf; written as null" in caplog.text
@@ -102,10 +102,10 @@ def test_truncate_drops_later_rows_and_the_torn_one(scores: Scores):
 
 
 @pytest.mark.parametrize(
-    "torn", [b'{"step": 2, "lo', b"{", b'{"step": 2}', '{"step": 2, "é'.encode()[:-1], b"\x00\x00\x00"]
+    "partial_line", [b'{"step": 2, "lo', b"{", b'{"step": 2}', '{"step": 2, "é'.encode()[:-1], b"\x00\x00\x00"]
 )
-def test_a_torn_last_line_is_ignored_and_never_glued_to(scores: Scores, torn: bytes):
-    scores.path.write_bytes(b'{"step": 1}\n' + torn)
+def test_a_torn_last_line_is_ignored_and_never_glued_to(scores: Scores, partial_line: bytes):
+    scores.path.write_bytes(b'{"step": 1}\n' + partial_line)
     assert scores.rows() == [{"step": 1}]
     scores.append({"step": 2, "whole": 1})
     assert scores.path.read_text() == '{"step": 1}\n{"step": 2, "whole": 1}\n'
@@ -130,21 +130,21 @@ def test_a_corrupt_line_elsewhere_is_named(scores: Scores, line: str, message: s
 
 def test_a_writer_killed_at_random_moments_loses_no_finished_row(scores: Scores):
     rng = random.Random(0)
-    promised = 0
+    num_promised = 0
     for _ in range(8):
         writer = subprocess.Popen(
             [sys.executable, "-c", WRITER, str(scores.path)], cwd=ROOT, stdout=subprocess.PIPE, text=True
         )
         for _ in range(rng.randrange(1, 60)):
-            promised = int(writer.stdout.readline())
+            num_promised = int(writer.stdout.readline())
         os.kill(writer.pid, signal.SIGKILL)
-        printed = writer.stdout.read().split()
+        output_words = writer.stdout.read().split()
         writer.wait()
         writer.stdout.close()
-        promised = int(printed[-1]) if printed else promised
+        num_promised = int(output_words[-1]) if output_words else num_promised
         steps = [row["step"] for row in scores.rows()]
         assert steps == list(range(1, len(steps) + 1))
-        assert len(steps) in (promised, promised + 1)
+        assert len(steps) in (num_promised, num_promised + 1)
         if rng.random() < 0.5:  # no kill is quick enough to cut 60 bytes in two, so cut by hand
             whole = scores.path.read_bytes()
             scores.path.write_bytes(whole + b'{"step": 99999, "lo'[: rng.randrange(1, 20)])
@@ -372,12 +372,12 @@ def test_scores_that_join_a_row_before_a_torn_line(scores: Scores):
 
 def test_tables_see_what_joins_the_last_row(scores: Scores):
     scores.append({"step": 1, "em": 0.5})
-    known = summarize(scores.path)
+    summary = summarize(scores.path)
     scores.add_to_last_row({"inference/em": 0.75})
-    assert summarize(scores.path, known.to_json()).last == {"em": 0.5, "inference/em": 0.75}
+    assert summarize(scores.path, summary.to_json()).last == {"em": 0.5, "inference/em": 0.75}
 
 
-def test_only_who_holds_the_lease_completes(scores: Scores):
+def test_only_the_lease_holder_completes(scores: Scores):
     scores.append({"step": 1})
     with pytest.raises(RunError, match="opened for reading only"):
         Scores(scores.path, read_only=True).add_to_last_row({"em": 1})

@@ -32,31 +32,35 @@ def tell(number: signal.Signals = signal.SIGTERM) -> None:
 
 @pytest.mark.parametrize("number", distributed.STOP_SIGNALS)
 def test_a_signal_is_raised_at_once(number: signal.Signals):
-    with pytest.raises(distributed.TrainingStopped) as caught, distributed.stoppable():
+    with pytest.raises(distributed.StopTraining) as error_info, distributed.stoppable():
         tell(number)
-    assert (caught.value.reason.by, caught.value.everywhere, caught.value.step) == (number.name, False, None)
+    assert (error_info.value.reason.by, error_info.value.everywhere, error_info.value.step) == (
+        number.name,
+        False,
+        None,
+    )
 
 
-def test_what_is_deferred_is_raised_where_it_is_heeded():
+def test_a_deferred_stop_is_raised_by_allow_stop():
     with distributed.stoppable():
         distributed.defer_stop()
         tell(signal.SIGUSR1)
         tell(signal.SIGTERM)
         assert distributed.stop_requested() == distributed.Reason("SIGUSR1"), "the first counts"
-        with pytest.raises(distributed.TrainingStopped, match="SIGUSR1"):
+        with pytest.raises(distributed.StopTraining, match="SIGUSR1"):
             distributed.allow_stop()
 
 
-def test_a_second_signal_interrupts_nothing_that_the_first_has_begun():
-    tidied = False
+def test_a_second_signal_does_not_interrupt_the_handling_of_the_first():
+    is_tidy = False
     with distributed.stoppable():
         try:
             tell()
-        except distributed.TrainingStopped:
+        except distributed.StopTraining:
             tell()
             tell(signal.SIGUSR1)
-            tidied = True
-    assert tidied
+            is_tidy = True
+    assert is_tidy
 
 
 def test_a_signal_where_python_can_raise_nothing_is_recorded_without_a_traceback(capsys: pytest.CaptureFixture[str]):
@@ -67,14 +71,14 @@ def test_a_signal_where_python_can_raise_nothing_is_recorded_without_a_traceback
     before = sys.unraisablehook
     with distributed.stoppable():
         Signals()
-        asked = distributed.stop_requested()
-    assert asked
-    assert asked.by == "SIGTERM"
+        reason = distributed.stop_requested()
+    assert reason
+    assert reason.by == "SIGTERM"
     assert not capsys.readouterr().err
     assert sys.unraisablehook is before
 
 
-def test_who_presses_ctrl_c_twice_does_not_wait():
+def test_a_second_ctrl_c_aborts():
     with distributed.stoppable():
         distributed.defer_stop()
         tell(signal.SIGINT)
@@ -95,21 +99,21 @@ def test_an_interruption_that_the_shell_ignores_stays_ignored():
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGUSR1, 75), (signal.SIGINT, 130)])
 def test_the_exit_code_says_whether_a_scheduler_starts_it_again(number: signal.Signals, code: int):
-    with pytest.raises(distributed.TrainingStopped) as caught, distributed.stoppable():
+    with pytest.raises(distributed.StopTraining) as error_info, distributed.stoppable():
         tell(number)
-    assert caught.value.exit_code == code
+    assert error_info.value.exit_code == code
 
 
-def test_a_limit_asks_as_a_signal_does():
+def test_a_limit_requests_a_stop_like_a_signal():
     reason = distributed.Reason("time limit")
-    with distributed.stop_when(lambda: reason), pytest.raises(distributed.TrainingStopped) as caught:
+    with distributed.stop_when(lambda: reason), pytest.raises(distributed.StopTraining) as error_info:
         distributed.stop_together()
-    assert (caught.value.reason, caught.value.everywhere, caught.value.step) == (reason, True, None)
+    assert (error_info.value.reason, error_info.value.everywhere, error_info.value.step) == (reason, True, None)
     distributed.stop_together()
 
 
 def test_one_signal_stops_one_session_only():
-    with pytest.raises(distributed.TrainingStopped), distributed.stoppable():
+    with pytest.raises(distributed.StopTraining), distributed.stoppable():
         tell()
     with distributed.stoppable():
         distributed.allow_stop()
@@ -119,34 +123,34 @@ def test_all_agree_on_the_signal_and_the_step():
     with distributed.stoppable():
         distributed.defer_stop()
         tell()
-        stopped = distributed.agreed_stop(7)
-    assert (stopped.reason.by, stopped.everywhere, stopped.step) == ("SIGTERM", True, 7)
+        stop = distributed.agreed_stop(7)
+    assert (stop.reason.by, stop.everywhere, stop.step) == ("SIGTERM", True, 7)
 
 
-def test_a_thread_leaves_the_handlers_alone():
-    found: list[Any] = []
+def test_a_thread_does_not_change_handlers():
+    exceptions: list[Any] = []
 
     def work() -> None:
         with distributed.stoppable():
-            found.append(signal.getsignal(signal.SIGTERM))
+            exceptions.append(signal.getsignal(signal.SIGTERM))
 
     before = signal.getsignal(signal.SIGTERM)
     thread = threading.Thread(target=work)
     thread.start()
     thread.join()
-    assert found == [before]
+    assert exceptions == [before]
 
 
 def carried_out(folder: Path, work: Any) -> tuple[BaseException | None, dict[str, Any]]:
     """What `carry_out` raises and leaves in status.json where `work` is the recipe."""
-    caught = None
-    with distributed.stoppable(), RunDir.open(folder, toy.BASE, {}) as opened:
+    exception = None
+    with distributed.stoppable(), RunDir.open(folder, toy.BASE, {}) as run_dir:
         distributed.defer_stop()
         try:
-            trainval.carry_out(SimpleNamespace(recipe=SimpleNamespace(run=work)), SimpleNamespace(dir=opened))
+            trainval.carry_out(SimpleNamespace(recipe=SimpleNamespace(run=work)), SimpleNamespace(dir=run_dir))
         except BaseException as error:  # noqa: BLE001  whatever it is, it is what is looked at
-            caught = error
-        return caught, opened.status()
+            exception = error
+        return exception, run_dir.status()
 
 
 def failing(error: BaseException) -> Any:
@@ -156,7 +160,7 @@ def failing(error: BaseException) -> Any:
     return work
 
 
-class Interrupted(RunError):
+class InterruptingError(RunError):
     """Its reason is asked for when the status is written, which a signal interrupts."""
 
     def __str__(self) -> str:
@@ -165,13 +169,13 @@ class Interrupted(RunError):
 
 
 def test_a_signal_does_not_keep_a_failure_from_being_written_down(tmp_path: Path):
-    caught, status = carried_out(tmp_path, failing(Interrupted()))
-    assert isinstance(caught, Interrupted)
+    error_info, status = carried_out(tmp_path, failing(InterruptingError()))
+    assert isinstance(error_info, InterruptingError)
     assert (status["state"], status["reason"]) == ("failed", "the disk is full")
 
 
 def test_two_signals_leave_a_stopped_run(tmp_path: Path):
-    class Twice(distributed.TrainingStopped):
+    class Twice(distributed.StopTraining):
         @property
         def step(self) -> None:
             tell(signal.SIGUSR1)
@@ -180,20 +184,20 @@ def test_two_signals_leave_a_stopped_run(tmp_path: Path):
         def step(self, _: Any) -> None:
             pass
 
-    caught, status = carried_out(tmp_path, failing(Twice(distributed.Reason("SIGTERM"))))
-    assert isinstance(caught, Twice)
+    error_info, status = carried_out(tmp_path, failing(Twice(distributed.Reason("SIGTERM"))))
+    assert isinstance(error_info, Twice)
     assert (status["state"], status["reason"]) == (
         "stopped",
-        "SIGTERM: stopped while it was starting; start it again to continue",
+        "SIGTERM: stopped while it was starting; restart it to resume",
     )
 
 
 def test_a_signal_while_it_starts_leaves_a_stopped_run(tmp_path: Path):
-    caught, status = carried_out(tmp_path, lambda _: tell(signal.SIGUSR1))
-    assert isinstance(caught, distributed.TrainingStopped)
+    error_info, status = carried_out(tmp_path, lambda _: tell(signal.SIGUSR1))
+    assert isinstance(error_info, distributed.StopTraining)
     assert (status["state"], status["reason"]) == (
         "stopped",
-        "SIGUSR1: stopped while it was starting; start it again to continue",
+        "SIGUSR1: stopped while it was starting; restart it to resume",
     )
 
 
@@ -206,12 +210,12 @@ def test_a_connection_that_a_stopped_process_closed_is_no_failure(tmp_path: Path
         tell()
         raise RuntimeError("Connection closed by peer")
 
-    caught, status = carried_out(tmp_path, work)
-    assert isinstance(caught, distributed.TrainingStopped)
+    error_info, status = carried_out(tmp_path, work)
+    assert isinstance(error_info, distributed.StopTraining)
     assert status["state"] == "stopped"
 
 
 def test_an_interruption_by_the_user_says_so(tmp_path: Path):
-    caught, status = carried_out(tmp_path, failing(KeyboardInterrupt()))
-    assert isinstance(caught, KeyboardInterrupt)
+    error_info, status = carried_out(tmp_path, failing(KeyboardInterrupt()))
+    assert isinstance(error_info, KeyboardInterrupt)
     assert (status["state"], status["reason"]) == ("stopped", "interrupted by the user")

@@ -105,7 +105,7 @@ def test_a_command_names_the_error_and_exits_with_1(
 
 
 @pytest.mark.parametrize("command", ["trainval.py --list", "-m data_prep.t5.prepare_task --help"])
-def test_a_reader_may_go(command: str):
+def test_a_reader_can_exit(command: str):
     """As `| head` does: the pipe is closed before the first line."""
     process = subprocess.Popen(
         [sys.executable, *command.split()], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE

@@ -239,7 +239,7 @@ def kill_at_a_random_moment(code: str, target: Path, chance: random.Random) -> i
 def test_a_killed_writer_leaves_the_old_folder_or_the_new_one(tmp_path):
     """Thirty kills; each time the folder is there, whole, of the last turn told or the one after, and leftovers do not
     pile up."""
-    chance, torn = random.Random(0), 0
+    chance, num_leftovers = random.Random(0), 0
     for _ in range(30):
         turn = kill_at_a_random_moment(WRITE_FOLDERS, tmp_path / "a", chance)
         assert files.defect(tmp_path / "a") is None
@@ -248,8 +248,8 @@ def test_a_killed_writer_leaves_the_old_folder_or_the_new_one(tmp_path):
         assert int(x.split("\n", 1)[0]) in {turn, turn + 1}
         temporary_names = [name for name in names(tmp_path) if name.startswith(".a.")]
         assert len(temporary_names) <= 1
-        torn += len(temporary_names)
-    assert torn > 0, "no kill met a writer at work, so nothing was tested"
+        num_leftovers += len(temporary_names)
+    assert num_leftovers > 0, "no kill met a writer at work, so nothing was tested"
 
 
 def test_a_reader_always_finds_a_folder(tmp_path):
@@ -429,15 +429,15 @@ def test_nan_is_not_written(tmp_path):
 
 
 def test_many_small_files_are_synced_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    synced: list[int] = []
+    synced_descriptors: list[int] = []
     real = os.fsync
-    monkeypatch.setattr(os, "fsync", lambda descriptor: (synced.append(descriptor), real(descriptor))[1])
+    monkeypatch.setattr(os, "fsync", lambda descriptor: (synced_descriptors.append(descriptor), real(descriptor))[1])
     with files.defer_sync(tmp_path):
         for i in range(3):
             files.write_atomic(tmp_path / f"{i}", "x")
-        assert not synced
+        assert not synced_descriptors
     files.write_atomic(tmp_path / "3", "x")
-    assert len(synced) == 2, "a file and its folder"
+    assert len(synced_descriptors) == 2, "a file and its folder"
     assert sorted(path.read_text() for path in tmp_path.iterdir()) == ["x"] * 4
 
 

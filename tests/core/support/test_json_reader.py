@@ -64,11 +64,11 @@ def test_many_brackets_without_depth_are_accepted():
 def test_malformed_json_names_the_file_and_the_line(content: bytes, where: str, tmp_path: Path):
     path = tmp_path / "a.json"
     path.write_bytes(content)
-    with pytest.raises(DataError) as caught:
+    with pytest.raises(DataError) as error_info:
         files.read_json(path, DataError)
-    assert str(caught.value).startswith(str(path))
-    assert where in str(caught.value)
-    assert "\n" not in str(caught.value)
+    assert str(error_info.value).startswith(str(path))
+    assert where in str(error_info.value)
+    assert "\n" not in str(error_info.value)
 
 
 def test_a_deeply_nested_lease_has_no_known_holder(tmp_path: Path):

@@ -42,7 +42,7 @@ for pattern in {CATASTROPHIC!r}:
         ("(", "missing )"),
     ],
 )
-def test_what_is_refused(pattern: str, why: str):
-    with pytest.raises(ConfigError) as caught:
+def test_invalid_patterns_are_refused(pattern: str, why: str):
+    with pytest.raises(ConfigError) as error_info:
         expressions.compile(f"matches(name, {pattern!r})")
-    assert f"{pattern!r} is no regular expression of RE2: {why}" in str(caught.value)
+    assert f"{pattern!r} is not a valid RE2 expression: {why}" in str(error_info.value)

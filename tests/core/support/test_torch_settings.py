@@ -84,13 +84,13 @@ def test_the_flight_recorder_writes_into_each_run_or_where_the_user_says(
 
 
 def test_a_training_that_must_be_deterministic_ends_with_the_bits_of_any_other(tmp_path: Path):
-    weights, recorded = [], []
+    weights, recorded_settings = [], []
     for options in ([], ["--deterministic"]):
         folder = tmp_path / str(len(options))
         toy.write_data(folder / "data")
         assert toy.main(["-e", "base", *options], {"base": [toy.BASE]}, folder) == 0
         run = folder / "runs" / exp_id(toy.BASE)
         weights.append((run / "checkpoints" / "step-00000012" / "model.safetensors").read_bytes())
-        recorded.append(json.loads((run / "env.json").read_text())["torch"]["deterministic"])
+        recorded_settings.append(json.loads((run / "env.json").read_text())["torch"]["deterministic"])
     assert weights[0] == weights[1]
-    assert recorded == [False, True]
+    assert recorded_settings == [False, True]

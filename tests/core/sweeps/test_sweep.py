@@ -81,9 +81,9 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a project with data."""
     folder = tmp_path_factory.mktemp("sweep")
     toy.write_data(folder / "data")
-    made = toy.project(folder, f"EXP_GROUPS = {{'base': [{BASE!r}]}}\n")
-    (made / "trainer.py").write_text(textwrap.dedent(TRAINER))
-    return made
+    project = toy.project(folder, f"EXP_GROUPS = {{'base': [{BASE!r}]}}\n")
+    (project / "trainer.py").write_text(textwrap.dedent(TRAINER))
+    return project
 
 
 class World:
@@ -137,7 +137,7 @@ class World:
         assert got == code, self.err
         return self.states()
 
-    def started(self) -> dict[str, int]:
+    def start_counts(self) -> dict[str, int]:
         """How often each run was started, by id."""
         return {
             path.parent.name: len(list((path.parent / "attempts").iterdir()))
@@ -150,17 +150,17 @@ class World:
 
 @pytest.fixture
 def world(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
-    made = World(root, tmp_path, monkeypatch)
-    made.write()
-    return made
+    new_world = World(root, tmp_path, monkeypatch)
+    new_world.write()
+    return new_world
 
 
-def wait_for(happened: Callable[[], Any], seconds: float = 300) -> Any:
+def wait_for(condition: Callable[[], Any], seconds: float = 300) -> Any:
     end = time.monotonic() + seconds
-    while not (found := happened()):
+    while not (result := condition()):
         assert time.monotonic() < end, f"waited {seconds} seconds in vain"
         time.sleep(0.02)
-    return found
+    return result
 
 
 def test_trials_is_the_total_of_all_calls(world: World):
@@ -173,7 +173,7 @@ def test_trials_is_the_total_of_all_calls(world: World):
     ]
     assert world.sweep("--trials", "5") == ["complete"] * 5
     assert world.sweep("--trials", "3") == ["complete"] * 5
-    assert set(world.started().values()) == {1}
+    assert set(world.start_counts().values()) == {1}
     rows = world.rows()
     assert [row["state"] for row in rows] == ["done"] * 5
     assert {row["group"] for row in rows} == {"sweep/lr"}
@@ -181,13 +181,13 @@ def test_trials_is_the_total_of_all_calls(world: World):
     assert f"{best['val_loss']:.6g}, {best['exp_id']}" in world.last.splitlines()[-1]
 
 
-def test_as_a_command_it_says_what_it_does(world: World):
+def test_the_command_logs_its_trials(world: World):
     process = world.start("--trials", "1")
     _, errors = process.communicate(timeout=300)
     assert process.returncode == 0, errors
     (row,) = world.rows()
-    said = [line for line in errors.splitlines() if line.startswith("trial 0: ")]
-    assert said == [
+    trial_lines = [line for line in errors.splitlines() if line.startswith("trial 0: ")]
+    assert trial_lines == [
         f"trial 0: {row['exp_id']} loop.learning_rate={row['loop.learning_rate']}",
         f"trial 0: done {row['val_loss']:g} ",
     ]
@@ -200,8 +200,8 @@ def test_a_grid_goes_in_order_and_needs_no_metric(world: World):
         parameters={"seed": {"values": [3, 1, 2]}, "loop.learning_rate": {"values": [0.1, 0.01]}},
     )
     assert world.sweep("--trials", "4") == ["complete"] * 4
-    shown = [line.split()[2:4] for line in world.last.splitlines()[1:]]
-    assert shown == [["3", "0.1"], ["3", "0.01"], ["1", "0.1"], ["1", "0.01"]]
+    cells = [line.split()[2:4] for line in world.last.splitlines()[1:]]
+    assert cells == [["3", "0.1"], ["3", "0.01"], ["1", "0.1"], ["1", "0.01"]]
     assert len(world.sweep()) == 6
     assert len(world.sweep("--trials", "100")) == 6
 
@@ -220,24 +220,24 @@ def test_the_training_gets_the_arguments_of_the_file(world: World):
 def test_equal_parameters_are_trained_once(world: World):
     world.write(parameters={"loop.learning_rate": {"values": [0.1, 0.01]}}, run_cap=8)
     assert world.sweep("--workers", "2") == ["complete"] * 8
-    assert list(world.started().values()) == [1, 1]
+    assert list(world.start_counts().values()) == [1, 1]
 
 
-def test_what_was_trained_before_is_not_trained_again(world: World):
+def test_finished_trials_are_not_repeated(world: World):
     world.write(method="grid", parameters={"seed": {"values": [1, 2]}})
     world.sweep("--trials", "1")
     for path in (world.runs / "sweeps").glob("*.sqlite"):
         path.unlink()
     assert world.sweep() == ["complete"] * 2
-    assert list(world.started().values()) == [1, 1]
+    assert list(world.start_counts().values()) == [1, 1]
 
 
-def test_a_failed_training_is_told_and_the_others_go_on(world: World):
+def test_a_failed_training_is_reported_and_the_rest_continue(world: World):
     world.write(method="grid", parameters={"seed": {"values": [666, 1]}})
     assert world.sweep(code=1) == ["fail", "complete"]
     assert "trial 0 failed: loss is not finite. See " in world.last
     assert world.sweep(code=1) == ["fail", "complete"]
-    assert set(world.started().values()) == {1}
+    assert set(world.start_counts().values()) == {1}
 
 
 def test_the_target_ends_the_sweep(world: World):
@@ -249,7 +249,7 @@ def test_the_target_ends_the_sweep(world: World):
     assert world.sweep() == ["complete"] * 2
 
 
-def test_what_does_badly_is_stopped_early(world: World):
+def test_bad_trials_are_stopped_early(world: World):
     """The last is the bad one, and slow enough to be caught. It ends in order, with what it has."""
     rates = [0.01, 0.0101, 0.0102, 0.0099, 0.0098, 0.5]
     parameters = {"loop.learning_rate": {"values": rates}}
@@ -260,13 +260,13 @@ def test_what_does_badly_is_stopped_early(world: World):
     assert [rows[rate]["state"] for rate in rates] == ["done"] * 5 + ["stopped"]
     assert rows[0.5]["step"] < 8
     assert world.sweep() == states, "what was pruned stays so"
-    assert set(world.started().values()) == {1}
+    assert set(world.start_counts().values()) == {1}
 
 
 def test_a_training_that_dies_of_a_signal_is_started_again(world: World):
     world.write(method="grid", parameters={"seed": {"values": [15]}})
     assert world.sweep() == ["complete"]
-    assert list(world.started().values()) == [2]
+    assert list(world.start_counts().values()) == [2]
 
 
 def test_a_training_that_always_dies_is_given_up(world: World):
@@ -291,7 +291,7 @@ def test_a_killed_worker_loses_nothing(world: World):
     assert world.sweep("--trials", "3") == ["complete"] * 3
     assert [line.split()[0] for line in world.last.splitlines()[1:4]] == ["1", "2", "3"]
     assert trial_states(world) == ["FAIL", *["COMPLETE"] * 3]
-    assert sorted(world.started().values()) == [1, 1, 2]
+    assert sorted(world.start_counts().values()) == [1, 1, 2]
 
 
 def expire_heartbeats(world: World) -> None:
@@ -316,7 +316,7 @@ def test_a_worker_and_its_training_that_are_killed_lose_nothing(world: World):
             trainer.kill()
     expire_heartbeats(world)
     assert world.sweep("--trials", "2") == ["complete"] * 2
-    assert sorted(world.started().values()) == [1, 2]
+    assert sorted(world.start_counts().values()) == [1, 2]
     assert all(
         [json.loads(line)["step"] for line in path.read_text().splitlines()] == [*range(1, 9)]
         for path in world.runs.glob("*/scores.jsonl")
@@ -325,7 +325,7 @@ def test_a_worker_and_its_training_that_are_killed_lose_nothing(world: World):
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 @pytest.mark.slow
-def test_a_worker_that_is_told_to_stop_stops_its_training_in_order(world: World, number: signal.Signals):
+def test_a_stopped_worker_stops_its_training_gracefully(world: World, number: signal.Signals):
     worker = world.start("--trials", "2", "--workers", "2", HOLD=str(world.folder / "go"))
     wait_for(
         lambda: (
@@ -341,7 +341,7 @@ def test_a_worker_that_is_told_to_stop_stops_its_training_in_order(world: World,
 
 
 def trainers(world: World) -> list[psutil.Process]:
-    found = []
+    pids = []
     for process in psutil.process_iter(["cmdline"]):
         words = process.info["cmdline"] or []
         if (
@@ -350,8 +350,8 @@ def trainers(world: World) -> list[psutil.Process]:
             and words[0] != "/bin/sh"
             and process.status() != psutil.STATUS_ZOMBIE
         ):
-            found.append(process)
-    return found
+            pids.append(process)
+    return pids
 
 
 def test_a_study_is_for_one_sweep(world: World):
@@ -359,7 +359,7 @@ def test_a_study_is_for_one_sweep(world: World):
     world.write(method="grid", parameters={"seed": {"values": [1]}})
     code, _, err = world.run("--trials", "2")
     assert code == 1
-    assert "lr.sqlite: this study was begun with another method, metric, experiment or parameters." in err
+    assert "lr.sqlite: this study was started with another method, metric, experiment or parameters." in err
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
@@ -373,7 +373,7 @@ def test_a_damaged_study_is_named(world: World):
 
 
 def test_how_many_must_be_said(world: World):
-    assert "error: --trials: how many?" in world.run()[2]
+    assert "error: --trials: missing." in world.run()[2]
     assert "error: --trials, --workers: expected numbers above 0." in world.run("--trials", "0")[2]
 
 

@@ -46,10 +46,10 @@ def _no_connection_stays_open() -> Iterator[None]:
         OPEN.pop().close()
 
 
-def claimed(worker: Study, total: int = 100) -> ClaimedTrial:
-    found = worker.claim(total)
-    assert found is not None
-    return found
+def claim_trial(worker: Study, total: int = 100) -> ClaimedTrial:
+    trial = worker.claim(total)
+    assert trial is not None
+    return trial
 
 
 def states(worker: Study) -> list[str]:
@@ -67,26 +67,26 @@ def two(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Study, Study]:
 
 def wait_for_claim(worker: Study, seconds: float = 10) -> ClaimedTrial:
     end = time.monotonic() + seconds
-    while (found := worker.claim(2)) is None:
+    while (trial := worker.claim(2)) is None:
         assert time.monotonic() < end
         time.sleep(0.1)
-    return found
+    return trial
 
 
-def test_the_trial_of_a_dead_worker_is_begun_again_under_a_new_number(two: tuple[Study, Study]):
+def test_the_trial_of_a_dead_worker_is_repeated_under_a_new_number(two: tuple[Study, Study]):
     first, second = two
-    dead, held = claimed(first), claimed(second)
-    with held.heartbeat:
+    dead, claim = claim_trial(first), claim_trial(second)
+    with claim.heartbeat:
         again = wait_for_claim(second)
         with again.heartbeat:
             assert (again.trial.number, again.values) == (2, dead.values)
             assert [trial.number for trial in second.trials()] == [1, 2]
             assert second.claim(2) is None, "the living one keeps its trial"
-            with pytest.raises(RunError, match="trial 0: silent for 2 seconds, so another worker has taken it over"):
+            with pytest.raises(RunError, match="trial 0: no heartbeat for 2 s, so another worker has taken it over"):
                 first.report(dead, [1.0])
             first.end(dead, TrialResult("done", 5.0, "late"))
             second.end(again, TrialResult("done", 1.0))
-        second.end(held, TrialResult("done", 2.0))
+        second.end(claim, TrialResult("done", 2.0))
     assert [trial.value for trial in second.trials()] == [2.0, 1.0]
     assert second.is_finished()
 
@@ -96,16 +96,16 @@ def test_a_worker_that_died_before_its_first_heartbeat_holds_up_nobody(two: tupl
     first, second = two
     first.study.enqueue_trial(first.grid[0])  # type: ignore[index]
     first.study.ask()
-    with claimed(second).heartbeat:
+    with claim_trial(second).heartbeat:
         assert wait_for_claim(second).values == {"lr": 0.1}
 
 
-def test_a_trial_that_is_handed_back_is_begun_again_at_once_and_once(two: tuple[Study, Study]):
+def test_a_released_trial_is_repeated_once_and_at_once(two: tuple[Study, Study]):
     first, second = two
-    held = claimed(first)
-    first.hand_back(held)
-    first.hand_back(held)
-    assert claimed(second).values == held.values
+    claim = claim_trial(first)
+    first.hand_back(claim)
+    first.hand_back(claim)
+    assert claim_trial(second).values == claim.values
     assert [trial.number for trial in second.trials()] == [1]
 
 
@@ -115,9 +115,9 @@ def test_bayes_looks_where_it_was_good(tmp_path: Path):
     worker = study(tmp_path, method="bayes")
     distances = []
     for _ in range(30):
-        held = claimed(worker)
-        distances.append(abs(math.log10(held.values["lr"]) + 2))
-        worker.end(held, TrialResult("done", loss(held.values["lr"], STEPS)))
+        claim = claim_trial(worker)
+        distances.append(abs(math.log10(claim.values["lr"]) + 2))
+        worker.end(claim, TrialResult("done", loss(claim.values["lr"], STEPS)))
     assert sum(distances[10:]) / 20 < 0.75
 
 
@@ -132,41 +132,41 @@ EARLY = [{"type": "median", "min_iter": 2}, {"type": "hyperband", "max_iter": 8,
 
 @pytest.mark.parametrize("together", [1, STEPS], ids=["one by one", "at once"])
 @pytest.mark.parametrize("early", EARLY, ids=["median", "hyperband"])
-def test_what_does_badly_is_stopped_early(tmp_path: Path, early: dict[str, Any], together: int):
+def test_bad_trials_are_stopped_early(tmp_path: Path, early: dict[str, Any], together: int):
     """The last three are the bad ones. Rows may come one by one, or several between two looks."""
     worker = study(tmp_path, method="grid", parameters={"lr": {"values": RATES}}, early_terminate=early)
     for rate in RATES:
-        held = claimed(worker)
+        claim = claim_trial(worker)
         values = [loss(rate, step) for step in range(1, STEPS + 1)]
-        asked = any(worker.report(held, values[:seen]) for seen in range(together, STEPS + 1, together))
-        worker.end(held, TrialResult("pruned" if asked else "done", values[-1]))
-    ended = states(worker)
-    assert ended[0] == "COMPLETE"
-    assert "PRUNED" in ended[5:]
+        is_pruned = any(worker.report(claim, values[:seen]) for seen in range(together, STEPS + 1, together))
+        worker.end(claim, TrialResult("pruned" if is_pruned else "done", values[-1]))
+    end_states = states(worker)
+    assert end_states[0] == "COMPLETE"
+    assert "PRUNED" in end_states[5:]
 
 
 def test_what_did_badly_before_it_was_looked_at_is_stopped(tmp_path: Path):
     """Several rows come at once, and the last is good: it would have been stopped before."""
     worker = study(tmp_path, method="grid", parameters={"lr": {"values": RATES}}, early_terminate=EARLY[0])
     for _ in range(5):
-        held = claimed(worker)
-        worker.report(held, [1.0, 0.9, 0.8])
-        worker.end(held, TrialResult("done", 0.8))
-    assert worker.report(claimed(worker), [9.0, 8.0, 0.1])
+        claim = claim_trial(worker)
+        worker.report(claim, [1.0, 0.9, 0.8])
+        worker.end(claim, TrialResult("done", 0.8))
+    assert worker.report(claim_trial(worker), [9.0, 8.0, 0.1])
 
 
 def test_without_early_termination_nothing_is_stopped(tmp_path: Path):
     worker = study(tmp_path)
-    held = claimed(worker)
-    assert not worker.report(held, [1.0, 100.0])
+    claim = claim_trial(worker)
+    assert not worker.report(claim, [1.0, 100.0])
     assert worker.trials()[0].intermediate_values == {1: 1.0, 2: 100.0}
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> Iterator[RunDir]:
     """A save directory that this process trains in."""
-    with RunDir.open(tmp_path / "runs", toy.BASE, {}) as made:
-        yield made
+    with RunDir.open(tmp_path / "runs", toy.BASE, {}) as run_dir:
+        yield run_dir
 
 
 def training(run: RunDir) -> tuple[Training, Path]:
@@ -177,11 +177,11 @@ def training(run: RunDir) -> tuple[Training, Path]:
 
 def looks(run: RunDir, number: int) -> Any:
     """Never prunes; after `number` looks the training ends well."""
-    left = [number]
+    remaining = [number]
 
     def prune(_: Sequence[float]) -> bool:
-        left[0] -= 1
-        if left[0] == 0:
+        remaining[0] -= 1
+        if remaining[0] == 0:
             run.scores.append({"step": 1, "val_loss": 0.5})
             run.set_status("done", step=1)
         return False
@@ -191,9 +191,9 @@ def looks(run: RunDir, number: int) -> Any:
 
 def test_a_training_that_runs_already_is_followed_and_never_doubled(run: RunDir):
     """A killed worker leaves it behind."""
-    followed, mark = training(run)
-    assert followed.follow(looks(run, 5)) == TrialResult("done", 0.5)
-    assert followed.child is None
+    follower, mark = training(run)
+    assert follower.follow(looks(run, 5)) == TrialResult("done", 0.5)
+    assert follower.child is None
     assert not mark.exists()
 
 
@@ -213,8 +213,8 @@ def test_a_training_of_another_machine_is_followed_while_it_beats_and_started_ag
             assert not mark.exists()
         return False
 
-    followed, mark = training(run)
+    follower, mark = training(run)
     prune([])
-    ending = followed.follow(prune)
+    ending = follower.follow(prune)
     assert mark.exists()
     assert ending.state == "failed", "what was started left the status as it was"

@@ -45,7 +45,7 @@ def test_each_looks_for_the_best_by_the_score_of_its_task(task: str, tmp_path: P
     }
 
 
-def written(folder: Path, sweep: dict[str, Any]) -> Path:
+def write_sweep(folder: Path, sweep: dict[str, Any]) -> Path:
     """A sweep file, beside the prepared task that it needs."""
     for split, kind in (("train", "film"), ("val", "play")):
         (folder / f"{split}.tsv").write_text(f"sentence\tlabel\na good {kind}\t1\na bad {kind}\t0\n")
@@ -57,15 +57,15 @@ def written(folder: Path, sweep: dict[str, Any]) -> Path:
 
 @pytest.mark.parametrize("name", ["eval/accuracy", "eval/example_accuracy", "matthews"])
 def test_a_metric_that_nobody_logs_is_refused(name: str, tmp_path: Path):
-    given = yaml.safe_load((FOLDER / "t5_base_sst2.yaml").read_text())
-    load(written(tmp_path, given), Places(tmp_path, tmp_path))
-    given["metric"]["name"] = name
+    sweep = yaml.safe_load((FOLDER / "t5_base_sst2.yaml").read_text())
+    load(write_sweep(tmp_path, sweep), Places(tmp_path, tmp_path))
+    sweep["metric"]["name"] = name
     with pytest.raises(ConfigError, match=rf"metric\.name: unknown score '{name}'.* Known: .*accuracy"):
-        load(written(tmp_path, given), Places(tmp_path, tmp_path))
+        load(write_sweep(tmp_path, sweep), Places(tmp_path, tmp_path))
 
 
 def test_a_command_that_has_slipped_below_the_parameters_is_refused(tmp_path: Path):
-    given = yaml.safe_load((FOLDER / "t5_base_sst2.yaml").read_text())
-    given["parameters"]["command"] = given.pop("command")
+    sweep = yaml.safe_load((FOLDER / "t5_base_sst2.yaml").read_text())
+    sweep["parameters"]["command"] = sweep.pop("command")
     with pytest.raises(ConfigError, match=r"sweep\.yaml\.command: missing"):
-        load(written(tmp_path, given), Places(tmp_path, tmp_path))
+        load(write_sweep(tmp_path, sweep), Places(tmp_path, tmp_path))

@@ -11,7 +11,7 @@ from src.tables import statistics
 # Table of percentage points of the t distribution, P = 0.975 (NIST/SEMATECH e-Handbook of Statistical Methods,
 # 1.3.6.7.2).
 @pytest.mark.parametrize(
-    ("freedom", "published"),
+    ("freedom", "expected"),
     [
         (1, 12.706),
         (2, 4.303),
@@ -26,8 +26,8 @@ from src.tables import statistics
         (100, 1.984),
     ],
 )
-def test_published_values(freedom: int, published: float):
-    assert statistics.t_975(freedom) == pytest.approx(published, abs=5.1e-4)
+def test_published_values(freedom: int, expected: float):
+    assert statistics.t_975(freedom) == pytest.approx(expected, abs=5.1e-4)
 
 
 def test_closed_forms():

@@ -62,8 +62,8 @@ def test_hours_of_all_attempts(
 def test_a_gpu_that_jobs_share_counts_once(tmp_path: Path):
     path = make(tmp_path, 0, [("start", 0), ("stop", 1), ("start", 2), ("stop", 3)], [True, True])
     env = path / "attempts" / "002" / "env.json"
-    for told, hours in (("2", 2), ("2/4", 2), ("2/8", 4), ("3/1", 1 / 3)):  # of four processes
-        env.write_text(json.dumps({**json.loads(env.read_text()), "variables": {environment.JOBS_PER_GPU: told}}))
+    for share, hours in (("2", 2), ("2/4", 2), ("2/8", 4), ("3/1", 1 / 3)):  # of four processes
+        env.write_text(json.dumps({**json.loads(env.read_text()), "variables": {environment.JOBS_PER_GPU: share}}))
         assert gpu_hours(path) == pytest.approx(4 + hours)
 
 

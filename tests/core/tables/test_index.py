@@ -280,13 +280,13 @@ def test_many_processes_at_once(runs: Path):
     )
     first = answer(runs)
     (runs / CACHE).unlink()
-    started = [
+    processes = [
         subprocess.Popen(
             [sys.executable, "-c", code, str(runs)], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )
         for _ in range(4)
     ]
-    for process in started:
+    for process in processes:
         out, err = process.communicate(timeout=300)
         assert (out.split(), err) == (["6"] * 20, "")
     assert answer(runs) == first
@@ -324,12 +324,12 @@ def test_a_run_without_a_summary_in_its_status_is_read_from_its_scores(tmp_path:
 
 def test_runs_that_are_gone_are_forgotten(runs: Path):
     answer(runs)
-    gone = exp_id(experiment(1))
-    shutil.rmtree(runs / gone)
+    removed_id = exp_id(experiment(1))
+    shutil.rmtree(runs / removed_id)
     make(runs, 7)
     tick(runs)
     answer(runs)
-    assert cache.read(runs, [gone], ["record"]) == {}
+    assert cache.read(runs, [removed_id], ["record"]) == {}
     assert len(cached(runs)) == 6
 
 
@@ -411,14 +411,14 @@ def test_only_appended_rows_are_parsed(runs: Path, monkeypatch: pytest.MonkeyPat
     with open(runs / name / "scores.jsonl", "a") as file:
         file.write('{"step": 4, "loss": 0.125}\n')
     tick(runs)
-    collected = []
+    parsed_rows = []
     real = curves.parse_rows
-    monkeypatch.setattr(curves, "parse_rows", lambda piece, path: collected.append(piece.lines) or real(piece, path))
+    monkeypatch.setattr(curves, "parse_rows", lambda piece, path: parsed_rows.append(piece.lines) or real(piece, path))
     result, _ = curves.histories(runs, [name], ["loss"])
     assert result[name]["loss"].tolist() == [2.0, 1.5, 1 + 1 / 3, 0.125]
-    assert collected == [b'{"step": 4, "loss": 0.125}\n']
+    assert parsed_rows == [b'{"step": 4, "loss": 0.125}\n']
     curves.histories(runs, [name], ["loss", "em"])
-    assert len(collected) == 1, "nothing changed, so nothing was read"
+    assert len(parsed_rows) == 1, "nothing changed, so nothing was read"
 
 
 def test_damaged_scores_are_named_and_the_remaining_runs_listed(runs: Path):

@@ -13,7 +13,7 @@ from src.experiments.identity import exp_id
 from src.experiments.interfaces import RecipeConfig
 from src.files import new_directory, write_json
 from src.runs.checkpoints import checkpoints
-from src.runs.plan import Planned
+from src.runs.plan import PlannedExperiment
 from src.runs.run_dir import RunDir
 from src.tables import lineage
 from src.tables.lineage import Edge, Lineage
@@ -104,8 +104,8 @@ def test_a_missing_and_a_failed_parent_are_named(tmp_path: Path):
 @pytest.mark.parametrize("file", ["exp_dict.json", "status.json"])
 def test_a_damaged_directory_is_named_and_skipped(tmp_path: Path, file: str):
     old, middle, other = make(tmp_path, OLD), make(tmp_path, MIDDLE), make(tmp_path, OTHER)
-    for damaged in (old, other):
-        (tmp_path / damaged / file).write_text("{")
+    for damaged_exp in (old, other):
+        (tmp_path / damaged_exp / file).write_text("{")
     graph = lineage.build(tmp_path)
     assert states(graph) == {middle: "done", old: "damaged"}
     assert len(graph.warnings) == 2
@@ -117,15 +117,17 @@ def test_a_damaged_directory_is_named_and_skipped(tmp_path: Path, file: str):
 
 def test_planned_experiments_are_new_and_not_missing(tmp_path: Path):
     part = NoRecipe()
-    planned = {exp_id(e): Planned(exp_id(e), e, part, ("g",), f"g[{i}]") for i, e in enumerate((OLD, MIDDLE, YOUNG))}
+    planned_items = {
+        exp_id(e): PlannedExperiment(exp_id(e), e, part, ("g",), f"g[{i}]") for i, e in enumerate((OLD, MIDDLE, YOUNG))
+    }
     make(tmp_path, MIDDLE, state="failed")
-    graph = lineage.build(tmp_path, planned)
+    graph = lineage.build(tmp_path, planned_items)
     assert states(graph) == {exp_id(MIDDLE): "failed", exp_id(OLD): "new", exp_id(YOUNG): "new"}
     assert (graph.nodes[exp_id(YOUNG)].recipe, graph.nodes[exp_id(YOUNG)].group) == ("lm", "g")
     assert [edge.parent for edge in graph.parents(exp_id(YOUNG))] == [exp_id(MIDDLE), exp_id(OLD)]
     assert any("has not been run" in problem and "--with-parents" in problem for problem in graph.problems)
     shutil.rmtree(tmp_path / exp_id(MIDDLE))
-    assert set(states(lineage.build(tmp_path / "nowhere", planned)).values()) == {"new"}
+    assert set(states(lineage.build(tmp_path / "nowhere", planned_items)).values()) == {"new"}
 
 
 def test_a_family_has_ancestors_and_descendants(tmp_path: Path):
@@ -155,7 +157,7 @@ def test_a_unique_prefix_of_an_id_is_enough(tmp_path: Path):
     ]  # two of 17 begin with the same of 16 characters
     graph = lineage.build(tmp_path)
     assert graph.find(ids[0][:12]) == ids[0]
-    with pytest.raises(ConfigError, match="17 experiments have ids that start like that"):
+    with pytest.raises(ConfigError, match="17 ids start with this"):
         graph.find("")
     with pytest.raises(ConfigError, match=r"--exp_id zz: .* 17 "):
         graph.find("zz")
@@ -169,9 +171,9 @@ def test_an_empty_folder_is_said(tmp_path: Path):
 def test_a_long_chain(tmp_path: Path):
     """No recursion: a thousand generations are as good as three."""
     part = NoRecipe()
-    planned, exp = {}, OLD
+    planned_items, exp = {}, OLD
     for _ in range(1500):
-        planned[exp_id(exp)] = Planned(exp_id(exp), exp, part, (), "")
+        planned_items[exp_id(exp)] = PlannedExperiment(exp_id(exp), exp, part, (), "")
         exp = child_of(exp)
-    graph = lineage.build(tmp_path, planned)
+    graph = lineage.build(tmp_path, planned_items)
     assert len(graph.family([exp_id(OLD)]).nodes) == 1500

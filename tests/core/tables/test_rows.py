@@ -198,7 +198,7 @@ def test_missing_scores_and_mixed_states_show(tmp_path: Path):
     (row,) = statistics.aggregate(rows, ["model.stride"], ["loss", "em"])
     assert (row["loss"], row["loss_n"], row["loss_std"], row["done"], row["runs"]) == (1.0, 1, None, 1, 2)
     assert row["step"] == 2, "the step of the run in the mean, not of the failed one"
-    (row,) = statistics.aggregate(rows, ["model.stride"], ["loss", "em"], unfinished=True)
+    (row,) = statistics.aggregate(rows, ["model.stride"], ["loss", "em"], include_unfinished=True)
     assert (row["loss"], row["loss_n"], row["loss_std"]) == (1.5, 2, stdev([1.0, 2.0]))
     assert (row["em"], row["em_n"], row["em_std"]) == (0.5, 1, None)
     assert row["state"] in ("1 done, 1 failed", "1 failed, 1 done")
@@ -293,7 +293,7 @@ def test_a_pivot_holds_what_aggregate_holds(tmp_path: Path):
     missing = statistics.pivot(rows, "model.stride", "seed", "loss").cells[0][0]
     assert missing is not None
     assert (missing["loss"], missing["runs"]) == (None, 1), "seed 0 failed"
-    result = statistics.pivot(rows, "model.stride", "seed", "loss", unfinished=True)
+    result = statistics.pivot(rows, "model.stride", "seed", "loss", include_unfinished=True)
     assert (result.rows, result.columns) == ([2, 3, 10], [0, 1, 5])
     assert [[cell and cell["loss"] for cell in line] for line in result.cells] == [
         [2.0, 2.1, None],
@@ -305,9 +305,9 @@ def test_a_pivot_holds_what_aggregate_holds(tmp_path: Path):
 
 
 def test_rows_have_intervals_and_deviations(tmp_path: Path):
-    (row,) = statistics.aggregate(grid(tmp_path, (1,)), [], ["loss"], unfinished=True)
+    (row,) = statistics.aggregate(grid(tmp_path, (1,)), [], ["loss"], include_unfinished=True)
     assert row["loss_ci95"] == pytest.approx(4.302652729911275 * row["loss_std"] / 3**0.5, rel=1e-9)
-    (alone,) = statistics.aggregate(grid(tmp_path / "other", (1,), (0,)), [], ["loss"], unfinished=True)
+    (alone,) = statistics.aggregate(grid(tmp_path / "other", (1,), (0,)), [], ["loss"], include_unfinished=True)
     assert alone["loss_ci95"] is None
 
 

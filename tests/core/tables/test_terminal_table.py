@@ -10,7 +10,7 @@ from src.tables import terminal_table
 from src.tables.terminal_table import Column
 
 
-def drawn(runs: Path, capsys: pytest.CaptureFixture[str], *arguments: str) -> list[str]:
+def draw_table(runs: Path, capsys: pytest.CaptureFixture[str], *arguments: str) -> list[str]:
     assert table.main([str(runs), *arguments]) == 0
     return capsys.readouterr().out.splitlines()
 
@@ -20,7 +20,7 @@ def row(mean: float | None, half: float | None, count: int = 2) -> dict[str, Any
 
 
 def test_scores_come_first_and_constants_are_one_line(runs: Path, capsys: pytest.CaptureFixture[str]):
-    lines = drawn(runs, capsys)
+    lines = draw_table(runs, capsys)
     headings = [text.strip() for text in lines[1].split("┃")[1:-1]]
     assert headings == ["val_loss ↓", "em", "stride"]
     assert [text.strip() for text in lines[3].split("│")[1:-1]] == ["0.68 ± 0.10", "0.25", "1"]
@@ -28,8 +28,8 @@ def test_scores_come_first_and_constants_are_one_line(runs: Path, capsys: pytest
 
 
 def test_the_end_of_the_metric_that_is_best_is_marked(runs: Path, capsys: pytest.CaptureFixture[str]):
-    assert "em ↑" in drawn(runs, capsys, "--metric", "em")[1]
-    assert "em ↓" in drawn(runs, capsys, "--metric", "em", "--best", "min")[1]
+    assert "em ↑" in draw_table(runs, capsys, "--metric", "em")[1]
+    assert "em ↓" in draw_table(runs, capsys, "--metric", "em", "--best", "min")[1]
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ def test_no_line_is_wider_than_the_terminal_and_no_cell_is_cut(
 
 
 def test_columns_are_chosen_by_name_in_any_order(runs: Path, capsys: pytest.CaptureFixture[str]):
-    lines = drawn(runs, capsys, "--columns", "stride", "em", "model.stride")
+    lines = draw_table(runs, capsys, "--columns", "stride", "em", "model.stride")
     assert [text.strip() for text in lines[1].split("┃")[1:-1]] == ["stride", "em ↑", "stride"]
     assert table.main([str(runs), "--columns", "strid"]) == 1
     assert "--columns: unknown column 'strid'. Did you mean 'stride'?" in capsys.readouterr().err
@@ -93,12 +93,12 @@ def test_columns_are_chosen_by_name_in_any_order(runs: Path, capsys: pytest.Capt
 
 def test_the_table_after_the_demo_starts_with_the_answers(demo_runs: Path, capsys: pytest.CaptureFixture[str]):
     """As the dashboard does; "em" is inference/em, and what is the same in all rows can be chosen, too."""
-    above = [line for line in drawn(demo_runs, capsys, "-e", "demo") if line.startswith("┃")]
+    above = [line for line in draw_table(demo_runs, capsys, "-e", "demo") if line.startswith("┃")]
     assert above[-1].split("┃")[1].strip() == "em ↑"
-    lines = drawn(demo_runs, capsys, "-e", "demo", "--columns", "val_loss", "em", "runs")
+    lines = draw_table(demo_runs, capsys, "-e", "demo", "--columns", "val_loss", "em", "runs")
     assert [text.strip() for text in lines[1].split("┃")[1:-1]] == ["val_loss", "em ↑", "runs"]
     assert "runs 2" not in lines[-1]
-    assert "em ↑" in "".join(drawn(demo_runs, capsys, "-e", "demo", "--scores", "em", "--metric", "em"))
+    assert "em ↑" in "".join(draw_table(demo_runs, capsys, "-e", "demo", "--scores", "em", "--metric", "em"))
 
 
 def test_scores_to_look_at_first():
@@ -117,5 +117,7 @@ def test_scores_to_look_at_first():
 
 
 def test_long_headings_are_folded_between_words():
-    assert Column("n", "inference/em_wrong_context", ["0.49 ± 0.04"], 2).folded == "inference/\nem_wrong_\ncontext"
-    assert Column("n", "inference/em", ["0.49 ± 0.04 (2)"], 2).folded == "inference/em"
+    assert (
+        Column("n", "inference/em_wrong_context", ["0.49 ± 0.04"], 2).folded_heading == "inference/\nem_wrong_\ncontext"
+    )
+    assert Column("n", "inference/em", ["0.49 ± 0.04 (2)"], 2).folded_heading == "inference/em"

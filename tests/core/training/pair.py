@@ -54,7 +54,7 @@ def start(
     with small.opened_together(folder, options) as run:
         try:
             state, model = small.train(run, config, learn, **more)
-        except distributed.TrainingStopped as stopped:
+        except distributed.StopTraining as stopped:
             outcome = {"end": "stopped", "step": stopped.step, "code": stopped.exit_code}
             return {**outcome, "why": str(stopped), "everywhere": stopped.everywhere}
         except UserError as error:

@@ -62,7 +62,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
     [
         ("time limit", distributed.REQUEUE, "time limit"),
         ("memory limit", distributed.REQUEUE, "99% of host memory in use"),
-        ("stop file", distributed.INTERRUPTED, "runs/stop (remove it to resume the training)"),
+        ("stop file", distributed.INTERRUPTED_EXIT, "runs/stop (remove it to resume the training)"),
     ],
 )
 def test_a_limit_that_one_reaches_stops_both(pair: Pair, name: str, code: int, why: str):

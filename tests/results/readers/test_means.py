@@ -265,7 +265,7 @@ def test_means_over_another_key_than_the_seed(tmp_path: Path, capsys: pytest.Cap
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--at-step", "1", "--value", "best"], "--at-step takes the value at one step, --value one of all steps"),
+        (["--at-step", "1", "--value", "best"], "--at-step uses the value at one step, --value a value over all steps"),
         (["--seed-key", "sed"], "--seed-key: unknown key 'sed'. Did you mean 'seed'?"),
     ],
 )
@@ -310,7 +310,7 @@ def test_runs_with_the_ids_of_another_program_are_read_and_marked(
     assert report.main([str(planted), "-o", str(planted.parent / "report.html")]) == 0
     assert ">foreign<" in run_page.render(path)
     assert f"{path.name[:8]}" in tree(lineage.build(planted).family([path.name, "gone"]))
-    with pytest.raises(RunError, match="another program made this directory; it is only read"):
+    with pytest.raises(RunError, match="another program made this directory"):
         SavedRun(path).write_remarks(add=["good"])
     assert clean.main([str(planted), "--keep-last", "0", "--apply"]) == 0
     assert {file.name: file.read_bytes() for file in path.iterdir()} == before
@@ -320,7 +320,7 @@ def test_a_dict_of_ours_that_was_changed_is_not_foreign(planted: Path, capsys: p
     path = planted / exp_id(experiment(1, 0))
     (path / "exp_dict.json").write_text(json.dumps(experiment(1, 7)))
     assert table.main([str(planted)]) == 0
-    assert "not the name of its directory. It was changed by hand, or moved." in capsys.readouterr().err
+    assert "not the name of its directory. It was edited or moved." in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["0" * 32, "0" * 40])

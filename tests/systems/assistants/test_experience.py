@@ -121,7 +121,7 @@ def test_a_restart_in_the_middle_of_a_rollout_reads_on_in_it(tmp_path: Path, sto
     assert rolled_out == [0, 1, 2, 3]
     assert len({guess for rows in everything for guess in rows}) == 4 * SIZE, "the model has moved between rollouts"
     with small.open_run(small.write_data(tmp_path / "stopped")) as run:
-        with pytest.raises(distributed.TrainingStopped) as stopped:
+        with pytest.raises(distributed.StopTraining) as stopped:
             train(run, stop_after)
         step = stopped.value.step
         assert step is not None

@@ -163,7 +163,7 @@ class TestScoring:
         assert toy.main(["-e", "scored"], GROUPS, folder) == 0
         before = bits(scored, "scores.jsonl", "inference/val.jsonl")
         assert toy.main(["-e", "scored"], GROUPS, folder) == 0
-        assert "done already" in caplog.text
+        assert "already done" in caplog.text
         status = json.loads((scored / "status.json").read_text())
         (scored / "status.json").write_text(json.dumps({**status, "state": "running"}))
         with (scored / "scores.jsonl").open("a") as file:

@@ -196,7 +196,7 @@ def test_denied_documents_are_not_read_again(tmp_path: Path, capsys: pytest.Capt
 @pytest.mark.parametrize(
     ("text", "match"),
     [
-        ("", "lists nothing"),
+        ("", "has no entries"),
         ("source\n", 'list.txt:1: expected "source NAME"'),
         ("\n# x\nshards a\n", "list.txt:3: expected"),
         ("document a pages 3.tar", "expected the number of a document, counted from 0, got 'a'"),
@@ -328,7 +328,7 @@ def test_ten_trainings_are_killed_and_end_with_the_same_bits(tmp_path: Path):
     launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0", "--rdzv-backend", "c10d"]
     command = [sys.executable, *launcher, "--rdzv-endpoint", "localhost:0", train_pages.__file__, str(tmp_path)]
     training = harness.Training(command, tmp_path / "runs" / exp_id(train_pages.EXP), toy.environment(), warm=True)
-    expected = harness.undisturbed(training, log)
+    expected = harness.run_undisturbed(training, log)
     for number in range(10):
         for path in tmp_path.glob("keys-*.jsonl"):
             path.unlink()

@@ -134,7 +134,7 @@ class Experience:
 
         Raises:
             RunError: a reward gives no numbers.
-            distributed.TrainingStopped: a process received a stop, or a server stays away.
+            distributed.StopTraining: a process received a stop, or a server stays away.
         """
         numbers = self.numbers(iteration)
         local: list[tuple[int, list[dict[str, Any]]]] = []
@@ -198,7 +198,7 @@ class Experience:
                 ]
         except ServerAway as error:
             distributed.stop_together()  # requested by the user
-            raise distributed.TrainingStopped(distributed.Reason(str(error), "limit"), everywhere=True) from None
+            raise distributed.StopTraining(distributed.Reason(str(error), "limit"), everywhere=True) from None
         if not counts:
             return []
         for row, logps in zip(tokens, served or (), strict=False):

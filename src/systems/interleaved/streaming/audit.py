@@ -68,7 +68,7 @@ def replay(run: Path, data_path: Path, step: int | None = None) -> Delivered:
     experiment: Any = load_experiment(SavedRun(run).exp, str(run))
     if not isinstance(getattr(experiment, "data", None), Config) or not experiment.loop:
         raise ConfigError(f"{run}: its data set is not 'streamed'. Name a run that trains on streamed data.")
-    folder = checkpoints.newest_whole(run) if step is None else checkpoints.folder(run, step)
+    folder = checkpoints.newest_complete(run) if step is None else checkpoints.folder(run, step)
     if folder is None or not folder.is_dir():
         raise CheckpointError(f"{run}: has no checkpoint{'' if step is None else f' of step {step}'}.")
     from src.data.text import tokenizers

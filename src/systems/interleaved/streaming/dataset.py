@@ -389,7 +389,7 @@ class StreamedDataset:
             **collate.pack_tokens(ids, masks, [row.lengths for row in samples], 0, most),
             "frames": torch.from_numpy(frames),
             "source_ids": source_ids,
-            "counted": torch.tensor([row.counted for row in samples]).sum(0),
+            "source_counts": torch.tensor([row.counted for row in samples]).sum(0),
             "cached": torch.tensor([row.cached for row in samples]).sum(0),
         }
         if set(self.weights) != {1.0}:

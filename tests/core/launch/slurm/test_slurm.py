@@ -214,8 +214,8 @@ def test_children_of_a_failed_parent_do_not_run(cluster: Cluster, folder: Path):
 def test_a_refusal_is_passed_on_and_nothing_stays_queued(
     cluster: Cluster, folder: Path, change: dict[str, str], match: str
 ):
-    refused = launcher.Config(patience_seconds=300.0, **change)  # type: ignore[arg-type]
-    jobs = [job(folder, "a"), job(folder, "b"), job(folder, "c", resources=refused)]
+    bad_config = launcher.Config(patience_seconds=300.0, **change)  # type: ignore[arg-type]
+    jobs = [job(folder, "a"), job(folder, "b"), job(folder, "c", resources=bad_config)]
     with pytest.raises(LaunchError, match=match):
         submit(jobs, folder)
     assert len(cluster.calls("sbatch")) == 2
@@ -280,7 +280,7 @@ def test_sbatch_that_never_answers_leaves_nothing(cluster: Cluster, folder: Path
         times=99,
     )
     cluster.fail("squeue", "say", DOWN, times=99)
-    with pytest.raises(LaunchError, match="Nothing stays queued"):
+    with pytest.raises(LaunchError, match="No job is queued"):
         submit([job(folder, "a")], folder, IMPATIENT)
     assert not cluster.alive()
 
@@ -289,7 +289,8 @@ def test_an_unknown_outcome_is_reported(cluster: Cluster, folder: Path):
     for command in ("sbatch", "squeue", "scancel"):
         cluster.fail(command, "say", DOWN, times=99)
     with pytest.raises(
-        LaunchError, match=r"not known; once Slurm answers, `scancel --name=20260101-batch.array-000` cancels them"
+        LaunchError,
+        match=r"The jobs can be queued; once Slurm answers, `scancel --name=20260101-batch.array-000` cancels them",
     ):
         submit([job(folder, "a")], folder, IMPATIENT)
 

@@ -57,7 +57,7 @@ class Task:
         return (self.job.log_dir / "exp.out.log").read_text()
 
 
-def test_the_time_limit_stops_and_requeues_this_task_alone(cluster: Cluster, folder: Path):
+def test_the_time_limit_stops_and_requeues_only_this_task(cluster: Cluster, folder: Path):
     task = Task(folder, requeue=True)
     task.process.send_signal(signal.SIGUSR1)
     assert task.process.wait(300) == 0
@@ -77,10 +77,10 @@ def test_a_task_that_never_gets_to_a_checkpoint_is_not_requeued_for_ever(cluster
     """One fruitless start may be the fault of a slow disk; a checkpoint in between makes up for it."""
     checkpoints = job(folder, "exp").run / "checkpoints"
     codes = []
-    for made in ("", "step-00000009", "", "step-00000010", "", ""):
+    for checkpoint in ("", "step-00000009", "", "step-00000010", "", ""):
         (folder / "up").unlink(missing_ok=True)
         task = Task(folder, requeue=True)
-        (checkpoints / made).mkdir(parents=True, exist_ok=True)
+        (checkpoints / checkpoint).mkdir(parents=True, exist_ok=True)
         task.process.send_signal(signal.SIGUSR1)
         codes.append(task.process.wait(300))
     assert codes == [0, 0, 0, 0, 0, 75]
@@ -100,14 +100,14 @@ def test_the_time_limit_requeues_no_job_that_shall_not_or_that_ended(
     assert not cluster.calls("scontrol")
 
 
-@pytest.mark.parametrize(("by", "requeued"), [("limit", True), ("signal", False), ("person", False)])
-def test_a_limit_of_its_own_requeues_as_the_time_limit_does(cluster: Cluster, folder: Path, by: str, requeued: bool):
+@pytest.mark.parametrize(("by", "is_requeued"), [("limit", True), ("signal", False), ("person", False)])
+def test_a_limit_of_its_own_requeues_as_the_time_limit_does(cluster: Cluster, folder: Path, by: str, is_requeued: bool):
     task = Task(folder, requeue=True, CODE="75")
     task.job.run.mkdir(parents=True, exist_ok=True)
     (task.job.run / "status.json").write_text(json.dumps({"state": "stopped", "stopped_by": by}, indent=4))
     task.let.touch()
-    assert task.process.wait(300) == (0 if requeued else 75)
-    assert cluster.calls("scontrol") == ([["scontrol", "requeue", "41_0"]] if requeued else [])
+    assert task.process.wait(300) == (0 if is_requeued else 75)
+    assert cluster.calls("scontrol") == ([["scontrol", "requeue", "41_0"]] if is_requeued else [])
 
 
 def test_scancel_and_preemption_requeue_nothing(cluster: Cluster, folder: Path):
@@ -124,15 +124,15 @@ def test_scancel_and_preemption_requeue_nothing(cluster: Cluster, folder: Path):
     assert not cluster.calls("scontrol")
 
 
-@pytest.mark.parametrize(("code", "told"), [(75, 1), (143, 1), (137, 137), (3, 3), (0, 0)])
-def test_a_stop_that_nobody_but_srun_asked_for_is_a_failure(cluster: Cluster, folder: Path, code: int, told: int):
+@pytest.mark.parametrize(("code", "exit_code"), [(75, 1), (143, 1), (137, 137), (3, 3), (0, 0)])
+def test_a_stop_by_srun_is_a_failure(cluster: Cluster, folder: Path, code: int, exit_code: int):
     """It stops the other nodes when one has failed, maybe before they can say that they stop in order."""
     (cluster.bin / "srun").write_text(f"#!/bin/sh\nexit {code}\n")
     (cluster.bin / "srun").chmod(0o755)
     write_tasks(folder / "array-000.tasks", [job(folder, "exp")], ["true"], True)
     names = {"SLURM_ARRAY_JOB_ID": "41", "SLURM_ARRAY_TASK_ID": "0", "SLURM_JOB_ID": "57", "SLURM_NNODES": "2"}
     command = ["bash", str(write_script(folder)), str(folder / "array-000.tasks")]
-    assert subprocess.run(command, env={**os.environ, **names}, check=False).returncode == told
+    assert subprocess.run(command, env={**os.environ, **names}, check=False).returncode == exit_code
 
 
 def test_a_task_without_a_command_says_so(folder: Path):

@@ -12,11 +12,11 @@ from src.experiments.config import load
 from src.launch import actions, resources
 from src.launch.job import Job
 from src.launch.slurm import launcher, script, shared_tasks
-from src.runs.plan import Planned
+from src.runs.plan import PlannedExperiment
 from tests.core.launch.fakes.fake_slurm.cluster import Cluster, job, submit
 from tests.core.launch.slurm.test_slurm import option
-from tests.core.launch.test_local import gone
-from tests.core.launch.test_status import World, planned, wait_until
+from tests.core.launch.test_local import is_gone
+from tests.core.launch.test_status import World, make_item, wait_until
 
 # Ends as the file OUTCOME says, once it is there; stops in order when it is told to.
 STOPPABLE = """
@@ -46,13 +46,13 @@ def start(cluster: Cluster, folder: Path, config: launcher.Config) -> Callable[[
             config,
         )
         cluster.start("1_0")
-        wait_until(lambda: sorted(started(folder)) == ["a", "b"])
+        wait_until(lambda: sorted(start_log(folder)) == ["a", "b"])
         return ids
 
     return start
 
 
-def started(folder: Path) -> str:
+def start_log(folder: Path) -> str:
     return (folder / "started").read_text() if (folder / "started").exists() else ""
 
 
@@ -61,7 +61,7 @@ def end(folder: Path, name: str, code: int) -> None:
     (folder / "new").rename(folder / name)
 
 
-def written(submissions: Path) -> dict[str, int]:
+def code_write_times(submissions: Path) -> dict[str, int]:
     """When the exit code of each experiment that has ended was written."""
     return {
         path.name.removesuffix(".code"): path.stat().st_mtime_ns
@@ -113,7 +113,7 @@ def test_each_experiment_ends_by_itself(
     ids = start()
     assert states(config, cluster, ids) == ["running", "running"]
     end(folder, "b", 3)
-    wait_until(lambda: written(folder.parent))
+    wait_until(lambda: code_write_times(folder.parent))
     assert states(config, cluster, ids) == ["running", "failed exit code 3"]
     end(folder, "a", 0)
     wait_until(lambda: states(config, cluster, ids) == ["completed", "failed exit code 3"])
@@ -128,7 +128,7 @@ def test_a_requeue_restarts_unfinished_experiments(
     ids = start()
     end(folder, "a", code)
     wait_until(lambda: states(config, cluster, ids)[0] != "running")
-    task = cluster.started["1_0"]
+    task = cluster.batch_processes["1_0"]
     task.send_signal(signal.SIGUSR1)
     assert task.wait(300) == 0
     assert cluster.calls("scontrol")[-1:] == [["scontrol", "requeue", "1_0"]]
@@ -136,11 +136,11 @@ def test_a_requeue_restarts_unfinished_experiments(
     cluster.set("1_0", state="PENDING", reason="BeginTime")
     state = states(config, cluster, ids)[0]
     assert states(config, cluster, ids) == [state, "queued BeginTime"]
-    before = len(started(folder))
+    before = len(start_log(folder))
     end(folder, "b", 0)
     task = cluster.start("1_0")
     assert task.wait(300) == code
-    assert started(folder)[before:] == again
+    assert start_log(folder)[before:] == again
     assert states(config, cluster, ids) == [state, "completed"]
 
 
@@ -151,13 +151,13 @@ def test_a_stop_outweighs_a_failure(
     ids = start()
     end(folder, "a", 75)
     end(folder, "b", 3)
-    assert cluster.started["1_0"].wait(300) == 75
+    assert cluster.batch_processes["1_0"].wait(300) == 75
     assert not [call for call in cluster.calls("scontrol") if call[1] == "requeue"]
     assert states(config, cluster, ids) == ["failed exit code 75", "failed exit code 3"]
     (folder / "a").unlink()
     end(folder, "a", 0)
     cluster.start("1_0").wait(300)
-    assert started(folder)[2:] == "a"
+    assert start_log(folder)[2:] == "a"
 
 
 def test_a_killed_experiment_does_not_come_back_with_its_neighbour(
@@ -167,16 +167,16 @@ def test_a_killed_experiment_does_not_come_back_with_its_neighbour(
     config.kill(ids[:1])
     wait_until(lambda: states(config, cluster, ids) == ["cancelled", "running"])
     assert not cluster.calls("scancel")
-    task = cluster.started["1_0"]
+    task = cluster.batch_processes["1_0"]
     task.send_signal(signal.SIGUSR1)
     assert task.wait(300) == 0
     cluster.set("1_0", state="PENDING", reason="BeginTime")
     assert states(config, cluster, ids) == ["cancelled", "queued BeginTime"]
     end(folder, "b", 0)
-    before = written(folder.parent)[ids[0]]
+    before = code_write_times(folder.parent)[ids[0]]
     assert cluster.start("1_0").wait(300) == 0
-    assert started(folder)[2:] == "b"
-    assert written(folder.parent)[ids[0]] == before, "not even to be killed again"
+    assert start_log(folder)[2:] == "b"
+    assert code_write_times(folder.parent)[ids[0]] == before, "not even to be killed again"
     assert states(config, cluster, ids) == ["cancelled", "completed"]
 
 
@@ -200,12 +200,12 @@ def test_a_killed_experiment_that_does_not_stop_is_killed_with_all_that_it_start
     jobs = [Job(name, ("-c", code, name), folder, folder / name, folder / "logs") for name, code in codes.items()]
     ids, _ = submit(jobs, folder, config)
     task = cluster.start("1_0")
-    wait_until(lambda: (folder / "rank").exists() and started(folder) == "b")
+    wait_until(lambda: (folder / "rank").exists() and start_log(folder) == "b")
     config.kill(ids[:1])
     wait_until(lambda: states(config, cluster, ids) == ["cancelled", "running"])
     assert (folder / "told").exists(), "it is asked first"
     assert not (folder / "quick_failures").exists(), "what a person killed is no failure"
-    wait_until(lambda: gone(int((folder / "pid").read_text())))
+    wait_until(lambda: is_gone(int((folder / "pid").read_text())))
     end(folder, "b", 0)
     assert task.wait(300) == 0
 
@@ -230,7 +230,7 @@ def test_job_ids_repeat_on_a_reinstalled_cluster(
 def test_one_of_a_running_task_is_repaired_while_its_neighbour_runs(tmp_path: Path, cluster: Cluster):
     world = World(tmp_path)
     target = resources.load("there", {"launcher": "slurm", "jobs_per_task": 3, "patience_seconds": 300.0}, world.runs)
-    items: list[Planned] = [planned("end"), planned("fail"), planned("end", "long", waits=True)]
+    items: list[PlannedExperiment] = [make_item("end"), make_item("fail"), make_item("end", "long", waits=True)]
     actions.run(world.request(items), target)
     cluster.start("1_0")
 
@@ -238,16 +238,16 @@ def test_one_of_a_running_task_is_repaired_while_its_neighbour_runs(tmp_path: Pa
         cluster.reap()
         return world.states(items)
 
-    wait_until(lambda: len(written(world.runs / "submissions")) == 2 and len(world.started()) == 3)
+    wait_until(lambda: len(code_write_times(world.runs / "submissions")) == 2 and len(world.start_log()) == 3)
     assert look() == ["done", "failed", "running"]
-    before = world.started()
+    before = world.start_log()
     (world.runs / "mended").touch()
     actions.run(world.request(items), target, "retry")
     assert [len(call) > 0 for call in cluster.calls("sbatch")] == [True, True]
     assert look() == ["done", "queued", "running"]
     cluster.start("2_0")
     wait_until(lambda: look() == ["done", "done", "running"])
-    assert world.started()[len(before) :] == [items[1].exp_id]
+    assert world.start_log()[len(before) :] == [items[1].exp_id]
     actions.run(world.request(items), target, "retry")
     assert len(cluster.calls("sbatch")) == 2
     for item in items:

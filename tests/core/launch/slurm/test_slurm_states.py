@@ -62,26 +62,29 @@ def test_every_word_of_slurm_has_a_state(word: str):
         ({"state": "BRAND_NEW", "reason": "None"}, ("unknown", "BRAND_NEW", "", "", 0.0, 0)),
     ],
 )
-@pytest.mark.parametrize("forgotten", ["", "controller"])
-def test_states(cluster: Cluster, folder: Path, task: dict[str, Any], seen: tuple[Any, ...], forgotten: str):
+@pytest.mark.parametrize("how_forgotten", ["", "controller"])
+def test_states(cluster: Cluster, folder: Path, task: dict[str, Any], seen: tuple[Any, ...], how_forgotten: str):
     """The controller and, for what it has forgotten, accounting say the same; but what accounting thinks alive then is
     not known."""
     submit([job(folder, "a")], folder)
-    cluster.set("1_0", **{"reason": "None", **task, "forgotten": forgotten})
-    found = SOON.states(["1_0"])["1_0"]
-    if forgotten and seen[0] in ("queued", "running"):
-        assert found.state == "unknown"
-        assert f"accounting says {seen[1]}, but the controller does not know" in found.reason
+    cluster.set("1_0", **{"reason": "None", **task, "forgotten": how_forgotten})
+    state = SOON.states(["1_0"])["1_0"]
+    if how_forgotten and seen[0] in ("queued", "running"):
+        assert state.state == "unknown"
+        assert f"accounting reports {seen[1]}, but the controller does not know" in state.reason
         return
-    assert (found.state, found.word, found.reason, found.node, found.seconds, found.restarts) == seen
+    assert (state.state, state.word, state.reason, state.node, state.seconds, state.restarts) == seen
 
 
 def test_when_a_waiting_job_is_expected_to_start(cluster: Cluster, folder: Path):
     submit([job(folder, "a"), job(folder, "b")], folder)
     cluster.set("1_0", start="2026-01-01T12:30:00")
     cluster.set("1_1", start="2026-01-01T12:30:00", state="RUNNING")
-    found = SOON.states(["1_0", "1_1"])
-    assert [found[name].reason for name in ("1_0", "1_1")] == ["Priority; expected to start 2026-01-01T12:30:00", ""]
+    job_states = SOON.states(["1_0", "1_1"])
+    assert [job_states[name].reason for name in ("1_0", "1_1")] == [
+        "Priority; expected to start 2026-01-01T12:30:00",
+        "",
+    ]
 
 
 @pytest.fixture
@@ -90,7 +93,7 @@ def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("_patience")
-@pytest.mark.parametrize("forgotten", ["", "controller"])
+@pytest.mark.parametrize("how_forgotten", ["", "controller"])
 @pytest.mark.parametrize(
     ("task", "memory", "reason"),
     [
@@ -104,11 +107,11 @@ def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"state": "FAILED", "exit": "1:0"}, ("3G", "2G"), "exit code 1"),
     ],
 )
-def test_a_job_that_needed_more_memory_than_it_asked_for_says_so(
-    cluster: Cluster, folder: Path, task: dict[str, Any], memory: Any, reason: str, forgotten: str
+def test_a_job_over_its_memory_limit_reports_it(
+    cluster: Cluster, folder: Path, task: dict[str, Any], memory: Any, reason: str, how_forgotten: str
 ):
     submit([job(folder, "a")], folder)
-    cluster.set("1_0", **task, memory=memory, forgotten=forgotten)
+    cluster.set("1_0", **task, memory=memory, forgotten=how_forgotten)
     assert SOON.states(["1_0"])["1_0"].reason == reason
 
 
@@ -128,11 +131,11 @@ def test_without_an_answer_of_accounting_a_killed_job_is_killed(
         cluster.fail("sacct", "hang")
     else:
         cluster.fail("sacct", "garbage", text="1_0.batch|\nwhat is this\n||\n9_9.batch|3G|2G\n")
-    found = SOON.states(ids)
-    assert [found[i].reason for i in ids] == ["killed by SIGKILL", "Priority"]
+    job_states = SOON.states(ids)
+    assert [job_states[i].reason for i in ids] == ["killed by SIGKILL", "Priority"]
 
 
-def test_accounting_is_asked_for_the_memory_of_killed_jobs_alone(cluster: Cluster, folder: Path):
+def test_accounting_is_queried_only_for_the_memory_of_killed_jobs(cluster: Cluster, folder: Path):
     ids, _ = submit([job(folder, f"e{i}") for i in range(3)], folder)
     cluster.set("1_0", state="FAILED", exit="1:0")
     cluster.forget_calls()
@@ -146,8 +149,8 @@ def test_accounting_is_asked_for_the_memory_of_killed_jobs_alone(cluster: Cluste
 def test_the_last_record_of_a_requeued_job_counts(cluster: Cluster, folder: Path):
     submit([job(folder, "a")], folder)
     cluster.set("1_0", state="COMPLETED", restarts=3, forgotten="controller")
-    found = SOON.states(["1_0"])["1_0"]
-    assert (found.state, found.restarts) == ("completed", 3)
+    state = SOON.states(["1_0"])["1_0"]
+    assert (state.state, state.restarts) == ("completed", 3)
 
 
 def test_a_forgotten_array_is_absent(cluster: Cluster, folder: Path):
@@ -172,9 +175,9 @@ def test_accounting_that_is_down_makes_no_job_gone(cluster: Cluster, folder: Pat
     ids, _ = submit([job(folder, "a"), job(folder, "b")], folder)
     cluster.set("1_0", forgotten="controller")
     cluster.fail("sacct", "say", "sacct: error: Problem talking to the database: Connection refused", times=99)
-    found = IMPATIENT.states(ids)
-    assert (found["1_0"].state, found["1_1"].state) == ("unknown", "queued")
-    assert "Connection refused" in found["1_0"].reason
+    job_states = IMPATIENT.states(ids)
+    assert (job_states["1_0"].state, job_states["1_1"].state) == ("unknown", "queued")
+    assert "Connection refused" in job_states["1_0"].reason
 
 
 def test_a_controller_that_does_not_answer_is_an_error_not_a_state(cluster: Cluster, folder: Path):
@@ -184,7 +187,7 @@ def test_a_controller_that_does_not_answer_is_an_error_not_a_state(cluster: Clus
         IMPATIENT.states(ids)
 
 
-def test_one_lost_answer_is_asked_for_again(cluster: Cluster, folder: Path):
+def test_a_lost_answer_is_retried(cluster: Cluster, folder: Path):
     ids, _ = submit([job(folder, "a")], folder)
     cluster.fail("squeue", "say", AWAY)
     assert SOON.states(ids)["1_0"].state == "queued"
@@ -215,7 +218,7 @@ def test_settings_of_the_shell_do_not_change_the_question(
     assert {"SLURM_CONF", "PATH", "HOME"} <= names
 
 
-def test_a_kill_of_what_is_ending_is_no_error_and_a_refused_one_is(cluster: Cluster, folder: Path):
+def test_killing_ending_jobs_is_no_error_but_a_refusal_is(cluster: Cluster, folder: Path):
     submit([job(folder, "a")], folder)
     cluster.fail(
         "scancel", "say", "scancel: error: Kill job error on job id 1_0: Job/step already completing or completed"
@@ -226,20 +229,20 @@ def test_a_kill_of_what_is_ending_is_no_error_and_a_refused_one_is(cluster: Clus
         SOON.kill(["1_0"])
 
 
-def test_what_was_cancelled_before_it_started_is_no_longer_listed_and_not_lost(cluster: Cluster, folder: Path):
+def test_jobs_cancelled_before_their_start_are_not_lost(cluster: Cluster, folder: Path):
     ids, _ = submit([job(folder, f"e{i}") for i in range(4)], folder)
     cluster.set("1_0", state="RUNNING")
     SOON.kill(ids[:3])
-    found = SOON.states(ids)
-    assert [found[i].state for i in ids] == ["cancelled"] * 3 + ["queued"]
-    assert found["1_1"].reason == "cancelled before it started"
+    job_states = SOON.states(ids)
+    assert [job_states[i].state for i in ids] == ["cancelled"] * 3 + ["queued"]
+    assert job_states["1_1"].reason == "cancelled before it started"
     SOON.kill(ids[3:])
     assert [SOON.states([i])[i].state for i in ids] == ["cancelled"] * 4
     cluster.configure(accounting=False)
     assert list(SOON.states(ids)) == ["1_0"]
 
 
-def test_find_asks_slurm_for_what_was_not_noted(cluster: Cluster, folder: Path):
+def test_find_queries_slurm_for_unrecorded_jobs(cluster: Cluster, folder: Path):
     jobs = [job(folder, "a"), job(folder, "b"), job(folder, "c", after=("a",))]
     submit(jobs, folder)
     cluster.set("2_0", forgotten="controller")
@@ -267,7 +270,7 @@ def test_check(cluster: Cluster, monkeypatch: pytest.MonkeyPatch):
         ({"time": "soon"}, r"time: expected minutes as an int, 'HH:MM:SS' or 'D-HH:MM:SS', got 'soon'"),
         ({"time": 0}, "longer than 0"),
         ({"time": True}, "time"),
-        ({"time": 1}, r"signal_seconds: 120 seconds before the time limit lie before the start"),
+        ({"time": 1}, r"signal_seconds: 120 seconds before the time limit is before the start"),
         ({"partition": "two words"}, "partition"),
         ({"mem": "much"}, "mem"),
         ({"gpus_per_node": "four"}, "gpus_per_node"),
@@ -281,14 +284,14 @@ def test_check(cluster: Cluster, monkeypatch: pytest.MonkeyPatch):
         ({"partitoin": "x"}, "Did you mean 'partition'"),
         (
             {"setup": ["module load cuda", "export A=hf_xyzzyxyzzyxyzzy"]},
-            r"\.setup\[1\]: it holds what looks like a key",
+            r"\.setup\[1\]: contains what looks like a key",
         ),
         (
             {"processes": {"arguments": ["--x=hf_xyzzyxyzzyxyzzy"]}},
-            r"\.processes\.arguments\[0\]: it holds what looks like a key",
+            r"\.processes\.arguments\[0\]: contains what looks like a key",
         ),
-        ({"options": {"comment": "hf_xyzzyxyzzyxyzzy"}}, r"\.options: it holds what looks like a key"),
-        ({"setup": ["curl http://me:xyzzy@host"]}, r"\.setup\[0\]: it holds what looks like a key"),
+        ({"options": {"comment": "hf_xyzzyxyzzyxyzzy"}}, r"\.options: contains what looks like a key"),
+        ({"setup": ["curl http://me:xyzzy@host"]}, r"\.setup\[0\]: contains what looks like a key"),
         ({"setup": ["a\0b"]}, r"\.setup\[0\]"),
     ],
 )

@@ -46,18 +46,18 @@ def test_the_last_is_that_of_the_last_step(run: Path):
     assert checkpoints.last(SavedRun(run)) == checkpoints.folder(run, 4)
 
 
-def test_no_earlier_one_stands_in_for_a_damaged_last_one(run: Path, caplog: pytest.LogCaptureFixture):
+def test_a_damaged_last_checkpoint_has_no_fallback(run: Path, caplog: pytest.LogCaptureFixture):
     damage(checkpoints.folder(run, 4))
-    told = (
+    message = (
         rf"00000004: the last checkpoint is damaged \(.*safetensors: 0 bytes.*\)\. Start .* --exp_id {run.name} "
         rf"-r 1, or restore"
     )
-    with pytest.raises(CheckpointError, match=told):
+    with pytest.raises(CheckpointError, match=message):
         checkpoints.last(SavedRun(run))
-    assert checkpoints.newest_whole(run) == checkpoints.folder(run, 2)
-    assert "step-00000004: damaged, so it is passed over" in caplog.text
+    assert checkpoints.newest_complete(run) == checkpoints.folder(run, 2)
+    assert "step-00000004: damaged, so it is skipped" in caplog.text
     shutil.rmtree(checkpoints.folder(run, 4))
-    with pytest.raises(CheckpointError, match="step-00000004: the last checkpoint is gone"):
+    with pytest.raises(CheckpointError, match="step-00000004: the last checkpoint is missing"):
         checkpoints.last(SavedRun(run))
 
 
@@ -65,7 +65,7 @@ def test_no_earlier_one_stands_in_for_a_damaged_last_one(run: Path, caplog: pyte
     ("status", "message"),
     [
         ({"state": "running", "step": 4}, r"has no last checkpoint yet, as it is running, not done"),
-        ({"state": "done"}, r"status\.json does not say at which step the run ended\. Start the run again"),
+        ({"state": "done"}, r"status\.json has no step\. Start the run again"),
     ],
 )
 def test_there_is_no_last_one_before_the_end(run: Path, status: dict, message: str):
@@ -78,23 +78,23 @@ def test_copies_made_by_hand_are_no_checkpoints(run: Path):
     for name in ("step-00000009.bak", "step-9", "step-000000009", "step-x", "damaged-step-00000009"):
         shutil.copytree(checkpoints.folder(run, 2), run / "checkpoints" / name)
     before = names(run)
-    assert checkpoints.newest_whole(run) == checkpoints.folder(run, 4)
+    assert checkpoints.newest_complete(run) == checkpoints.folder(run, 4)
     checkpoints.set_aside_newer(run, 4)
     assert names(run) == before
 
 
-def test_what_was_passed_over_is_set_aside_and_no_longer_counts(run: Path, caplog: pytest.LogCaptureFixture):
+def test_skipped_checkpoints_are_renamed(run: Path, caplog: pytest.LogCaptureFixture):
     for _ in range(2):
         for step in (6, 8):
             damage(write(run, step))
         checkpoints.set_aside_newer(run, 4)
     aside = ["damaged-step-00000006", "damaged-step-00000006.1", "damaged-step-00000008", "damaged-step-00000008.1"]
     assert names(run) == [*aside, "step-00000002", "step-00000004"]
-    assert "step-00000006: set aside as damaged-step-00000006.1, as the run goes on from step 4" in caplog.text
+    assert "step-00000006: renamed to damaged-step-00000006.1, as the run resumes from step 4" in caplog.text
     write(run, 6)
-    assert checkpoints.newest_whole(run) == checkpoints.folder(run, 6)
+    assert checkpoints.newest_complete(run) == checkpoints.folder(run, 6)
     checkpoints.set_aside_newer(run, 0)
-    assert checkpoints.newest_whole(run) is None
+    assert checkpoints.newest_complete(run) is None
     checkpoints.set_aside_newer(run / "nowhere", 0)
 
 

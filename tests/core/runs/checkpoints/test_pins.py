@@ -55,7 +55,7 @@ def holder(tmp_path: Path) -> Any:
     lease.release()
 
 
-def held(run: Path, silence: StalenessProbe | None = None) -> list[int]:
+def pinned_steps(run: Path, silence: StalenessProbe | None = None) -> list[int]:
     return sorted(
         checkpoints.step_of(path)
         for path in pins.find_pinned(run, checkpoints.list_all(run), silence or StalenessProbe())
@@ -77,32 +77,32 @@ def elsewhere(folder: Path, beat: int) -> None:
 
 
 def test_nobody_holds_anything_where_there_are_no_pins(run: Path):
-    assert held(run) == []
+    assert pinned_steps(run) == []
 
 
 def test_multiples_and_single_ones(run: Path, holder: Lease):
     pins.place(run, "one", Pin("../holder", every=2))
-    assert held(run) == [2, 4]
+    assert pinned_steps(run) == [2, 4]
     pins.place(run, "other", Pin("../holder", steps={"step-00000001": str(manifest_hash(checkpoints.folder(run, 1)))}))
-    assert held(run) == [1, 2, 4]
+    assert pinned_steps(run) == [1, 2, 4]
     save(run, 6)
-    assert held(run) == [1, 2, 4, 6], "those to come among them"
+    assert pinned_steps(run) == [1, 2, 4, 6], "those to come among them"
     pins.remove(run, "one")
     pins.remove(run, "one")
-    assert held(run) == [1]
+    assert pinned_steps(run) == [1]
 
 
 def test_another_checkpoint_of_the_same_step_is_another(run: Path, holder: Lease):
-    named = {"step-00000002": str(manifest_hash(checkpoints.folder(run, 2)))}
-    pins.place(run, "ended", Pin("../holder", every=2, ended=named))
-    assert held(run) == [4]
-    pins.place(run, "ended", Pin("../holder", steps=named))
-    assert held(run) == [2]
+    hashes = {"step-00000002": str(manifest_hash(checkpoints.folder(run, 2)))}
+    pins.place(run, "ended", Pin("../holder", every=2, ended=hashes))
+    assert pinned_steps(run) == [4]
+    pins.place(run, "ended", Pin("../holder", steps=hashes))
+    assert pinned_steps(run) == [2]
     with new_directory(checkpoints.folder(run, 2)) as folder:
         (folder / "model.safetensors").write_text("of another branch")
-    assert held(run) == []
-    pins.place(run, "ended", Pin("../holder", every=2, ended=named))
-    assert held(run) == [2, 4]
+    assert pinned_steps(run) == []
+    pins.place(run, "ended", Pin("../holder", every=2, ended=hashes))
+    assert pinned_steps(run) == [2, 4]
 
 
 def test_the_holder_of_a_pin_is_named(run: Path, holder: Lease):
@@ -115,7 +115,7 @@ def test_the_holder_of_a_pin_is_named(run: Path, holder: Lease):
 
 def test_the_dead_hold_nothing(run: Path, tmp_path: Path):
     pins.place(run, "one", Pin("../holder", every=2))
-    assert held(run) == [], "nobody has taken the lease"
+    assert pinned_steps(run) == [], "nobody has taken the lease"
     process = subprocess.Popen(
         [sys.executable, "-c", HOLD, str(tmp_path / "holder")],
         cwd=ROOT,
@@ -127,11 +127,13 @@ def test_the_dead_hold_nothing(run: Path, tmp_path: Path):
     assert process.stdout.readline() == "held\n"
     silence = StalenessProbe(stale_seconds=0.0)
     process.send_signal(signal.SIGSTOP)
-    assert [held(run, silence) for _ in range(3)] == [[2, 4]] * 3, "who stands still on this machine is not dead"
+    assert [pinned_steps(run, silence) for _ in range(3)] == [[2, 4]] * 3, (
+        "who stands still on this machine is not dead"
+    )
     process.kill()
     process.communicate()
     assert (tmp_path / "holder" / LEASE).exists()
-    assert held(run) == []
+    assert pinned_steps(run) == []
 
 
 def test_one_elsewhere_is_dead_when_he_was_seen_standing_still(
@@ -143,18 +145,18 @@ def test_one_elsewhere_is_dead_when_he_was_seen_standing_still(
     elsewhere(tmp_path / "holder", 0)
     pins.place(run, "one", Pin("../holder", every=2))
     silence = StalenessProbe(stale_seconds=20.0)
-    assert held(run, silence) == [2, 4]
+    assert pinned_steps(run, silence) == [2, 4]
     for beat in range(1, 6):
         now += 15
         elsewhere(tmp_path / "holder", beat)
-        assert held(run, silence) == [2, 4]
+        assert pinned_steps(run, silence) == [2, 4]
     now += 19
-    assert held(run, silence) == [2, 4]
+    assert pinned_steps(run, silence) == [2, 4]
     now += 1
-    assert held(run, silence) == []
+    assert pinned_steps(run, silence) == []
     elsewhere(tmp_path / "holder", 6)
-    assert held(run, silence) == [2, 4], "he was only asleep"
-    assert held(run, StalenessProbe()) == [2, 4], "one look tells nothing"
+    assert pinned_steps(run, silence) == [2, 4], "he was only asleep"
+    assert pinned_steps(run, StalenessProbe()) == [2, 4], "one look tells nothing"
 
 
 @pytest.mark.parametrize(
@@ -174,7 +176,7 @@ def test_a_damaged_pin_is_named(run: Path, content: str, message: str):
     with pytest.raises(
         RunError, match=rf"{message}.*\. Delete it, if nobody evaluates or uploads the checkpoints of this run\."
     ):
-        held(run)
+        pinned_steps(run)
 
 
 def test_a_pin_of_no_run_is_refused(tmp_path: Path):
@@ -195,10 +197,10 @@ def test_a_pin_waits_for_the_guard(run: Path, holder: Lease):
         assert process.stdout.readline() == "1\n"
         with pytest.raises(subprocess.TimeoutExpired):
             process.wait(timeout=0.3)
-        assert held(run) == [], "what is looked for under the guard holds for as long"
+        assert pinned_steps(run) == [], "what is looked for under the guard holds for as long"
     assert process.wait(timeout=300) == 0
     process.stdout.close()
-    assert held(run) == [2, 4]
+    assert pinned_steps(run) == [2, 4]
 
 
 EVERYTHING = retention.CleanupRule(keep_last=0, keep_best=False)
@@ -206,20 +208,20 @@ EVERYTHING = retention.CleanupRule(keep_last=0, keep_best=False)
 
 def test_cleaning_skips_pinned_checkpoints(run: Path, holder: Lease):
     pins.place(run, "one", Pin("../holder", every=2))
-    decided = retention.plan(run, EVERYTHING, set(), time.time() + 1)
-    assert [checkpoints.step_of(path) for path in decided.deletable] == [1, 3]
-    retention.remove(decided)
-    decided = retention.plan(run, EVERYTHING, set(), time.time() + 1)
-    assert (decided.deletable, [checkpoints.step_of(path) for path in checkpoints.list_all(run)]) == ((), [2, 4])
-    assert decided.reason_to_keep.startswith(f"what could go is worked on: see {run / 'pins/one.json'}, for ")
+    cleanup = retention.plan(run, EVERYTHING, set(), time.time() + 1)
+    assert [checkpoints.step_of(path) for path in cleanup.deletable] == [1, 3]
+    retention.remove(cleanup)
+    cleanup = retention.plan(run, EVERYTHING, set(), time.time() + 1)
+    assert (cleanup.deletable, [checkpoints.step_of(path) for path in checkpoints.list_all(run)]) == ((), [2, 4])
+    assert cleanup.reason_to_keep.startswith(f"all deletable checkpoints are in use: see {run / 'pins/one.json'}, for ")
 
 
 def test_a_cleaning_is_called_off_when_something_is_pinned_since_the_look(run: Path, holder: Lease):
-    decided = retention.plan(run, EVERYTHING, set(), time.time() + 1)
+    cleanup = retention.plan(run, EVERYTHING, set(), time.time() + 1)
     pins.place(run, "one", Pin("../holder", every=4))
-    message = r"step-00000004: somebody works on it since a moment ago \(see .*one\.json, for .*\), so nothing of"
+    message = r"step-00000004: pinned meanwhile \(see .*one\.json, for .*\), so nothing in"
     with pytest.raises(RunError, match=message):
-        retention.remove(decided)
+        retention.remove(cleanup)
     assert len(checkpoints.list_all(run)) == 4
 
 

@@ -53,13 +53,13 @@ def steps_in(run: Path) -> list[int]:
 
 
 def clean(runs: Path, run: Path, rule: retention.CleanupRule = EVERYTHING) -> list[int]:
-    decided = retention.plan(run, rule, retention.needed_by_children(runs)[0], time.time() + 1)
-    retention.remove(decided)
+    cleanup = retention.plan(run, rule, retention.needed_by_children(runs)[0], time.time() + 1)
+    retention.remove(cleanup)
     return steps_in(run)
 
 
-def test_a_finished_run_keeps_what_the_rule_says(tmp_path: Path):
-    for number, (rule, kept) in enumerate(
+def test_the_rule_selects_checkpoints_of_a_finished_run(tmp_path: Path):
+    for number, (rule, expected_steps) in enumerate(
         [
             (retention.CleanupRule(), [1, 4]),
             (retention.CleanupRule(keep_last=2), [1, 3, 4]),
@@ -70,22 +70,22 @@ def test_a_finished_run_keeps_what_the_rule_says(tmp_path: Path):
         ]
     ):
         run = make(tmp_path, experiment(number), 4, best=1)
-        assert clean(tmp_path, run, rule) == kept
-        assert (run / "checkpoints" / "best.json").exists() == (1 in kept), (
+        assert clean(tmp_path, run, rule) == expected_steps
+        assert (run / "checkpoints" / "best.json").exists() == (1 in expected_steps), (
             "a pointer to nothing would be called damage"
         )
 
 
 @pytest.mark.parametrize("state", ["failed", "stopped", "running"])
-def test_an_unfinished_run_keeps_what_it_resumes_from(tmp_path: Path, state: str):
+def test_checkpoints_to_resume_from_are_not_deleted(tmp_path: Path, state: str):
     run = make(tmp_path, experiment(0), 4, state, best=2)
     content = checkpoints.folder(run, 4) / "model.safetensors"
     content.write_text("x" * content.stat().st_size)  # its size tells nothing
     assert clean(tmp_path, run) == [2, 3]
-    assert checkpoints.newest_whole(run) == checkpoints.folder(run, 3)
+    assert checkpoints.newest_complete(run) == checkpoints.folder(run, 3)
 
 
-def test_what_a_child_starts_from_stays(tmp_path: Path):
+def test_checkpoints_of_children_are_not_deleted(tmp_path: Path):
     make(tmp_path, child(7, experiment(0)))
     make(tmp_path, child(8, experiment(1), "best"))
     assert clean(tmp_path, make(tmp_path, experiment(0), best=1)) == [3]
@@ -93,16 +93,16 @@ def test_what_a_child_starts_from_stays(tmp_path: Path):
     assert clean(tmp_path, make(tmp_path, experiment(2), best=1)) == []
 
 
-def test_where_a_dict_cannot_be_read_anything_may_be_a_parent(tmp_path: Path):
+def test_with_an_unreadable_dict_any_run_can_be_a_parent(tmp_path: Path):
     run = make(tmp_path, experiment(0), best=1)
     (make(tmp_path, experiment(1)) / "exp_dict.json").write_text("{")
-    found, warnings = retention.needed_by_children(tmp_path)
+    needed_checkpoints, warnings = retention.needed_by_children(tmp_path)
     assert "exp_dict.json:1: not valid JSON" in warnings[0]
     assert clean(tmp_path, run) == [1, 3]
-    assert (run.name, "best") in found
+    assert (run.name, "best") in needed_checkpoints
 
 
-def test_where_a_dict_is_lost_anything_may_be_a_parent(tmp_path: Path):
+def test_with_a_missing_dict_any_run_can_be_a_parent(tmp_path: Path):
     run = make(tmp_path, experiment(0), best=1)
     (tmp_path / ("ab" * 16)).mkdir()  # of nobody
     assert retention.needed_by_children(tmp_path)[1] == []
@@ -111,7 +111,7 @@ def test_where_a_dict_is_lost_anything_may_be_a_parent(tmp_path: Path):
     assert clean(tmp_path, run) == [1, 3]
 
 
-def test_what_was_left_behind_goes(tmp_path: Path):
+def test_leftovers_are_deleted(tmp_path: Path):
     run = make(tmp_path, experiment(0), 1)
     for name in ("damaged-step-00000009", ".step-00000007.12345678", "mine"):
         (run / "checkpoints" / name).mkdir()
@@ -123,16 +123,16 @@ def test_what_was_left_behind_goes(tmp_path: Path):
 def test_a_run_that_is_alive_is_not_touched(tmp_path: Path):
     run = make(tmp_path, experiment(0))
     with RunDir.open(tmp_path, experiment(0), experiment(0)):
-        decided = retention.plan(run, EVERYTHING, set(), time.time() + 1)
-    assert decided.deletable == ()
-    assert "running" in decided.reason_to_keep
+        cleanup = retention.plan(run, EVERYTHING, set(), time.time() + 1)
+    assert cleanup.deletable == ()
+    assert "running" in cleanup.reason_to_keep
 
 
 @pytest.mark.parametrize("change", ["start", "checkpoint", "best", "status"])
 def test_a_run_that_moved_on_since_the_look_is_not_touched(tmp_path: Path, change: str):
     run = make(tmp_path, experiment(0), state="stopped")
-    decided = retention.plan(run, retention.CleanupRule(), set(), time.time() + 1)
-    assert len(decided.deletable) == 2
+    cleanup = retention.plan(run, retention.CleanupRule(), set(), time.time() + 1)
+    assert len(cleanup.deletable) == 2
     with contextlib.ExitStack() as stack:
         if change == "start":
             stack.enter_context(RunDir.open(tmp_path, experiment(0), experiment(0)))
@@ -142,8 +142,8 @@ def test_a_run_that_moved_on_since_the_look_is_not_touched(tmp_path: Path, chang
             checkpoints.mark_best(run, 1)
         else:
             (run / "status.json").write_text(json.dumps({"state": "done", "step": 3}))
-        with pytest.raises(RunError, match="has changed meanwhile, so nothing of it was deleted"):
-            retention.remove(decided)
+        with pytest.raises(RunError, match="has changed meanwhile, so nothing in it was deleted"):
+            retention.remove(cleanup)
     assert steps_in(run)[:3] == [1, 2, 3]
 
 
@@ -162,8 +162,8 @@ def test_whatever_the_rule_nothing_that_is_needed_goes(tmp_path: Path, seed: int
                 save(runs[exp["seed"]], steps + 1)
             if rng.random() < 0.3:
                 next((checkpoints.list_all(runs[exp["seed"]])[-1]).glob("model.*")).unlink()
-        wanted = [(number, rng.choice(["last", "best"])) for number in range(4) if rng.random() < 0.5]
-        for number, which in wanted:
+        parent_checkpoints = [(number, rng.choice(["last", "best"])) for number in range(4) if rng.random() < 0.5]
+        for number, which in parent_checkpoints:
             make(tmp_path, child(10 + number, parents[number], which), rng.randrange(3))
         alive = rng.choice(parents)
         if rng.random() < 0.5:
@@ -173,9 +173,9 @@ def test_whatever_the_rule_nothing_that_is_needed_goes(tmp_path: Path, seed: int
         before = shutil.copytree(tmp_path, tmp_path.with_name("before"), symlinks=True)
         by_others, _ = retention.needed_by_children(tmp_path)
         for path in [tmp_path / exp_id(exp) for exp in parents]:
-            decided = retention.plan(path, rule, by_others, time.time() + 1)
+            cleanup = retention.plan(path, rule, by_others, time.time() + 1)
             assert steps_in(path) == steps_in(before / path.name), "a plan changes nothing"
-            retention.remove(decided)
+            retention.remove(cleanup)
         for exp in parents:
             run, old = tmp_path / exp_id(exp), before / exp_id(exp)
             whole = [step for step in steps_in(old) if (checkpoints.folder(old, step) / "model.safetensors").exists()]
@@ -185,11 +185,13 @@ def test_whatever_the_rule_nothing_that_is_needed_goes(tmp_path: Path, seed: int
             state = json.loads((old / "status.json").read_text())
             must = set(whole[len(whole) - rule.keep_last :] if rule.keep_last else [])
             best = old / "checkpoints" / "best.json"
-            if best.exists() and (rule.keep_best or state["state"] != "done" or (exp["seed"], "best") in wanted):
+            if best.exists() and (
+                rule.keep_best or state["state"] != "done" or (exp["seed"], "best") in parent_checkpoints
+            ):
                 must.add(json.loads(best.read_text())["step"])
             if state["state"] != "done":
                 must.update(whole[-1:])
-            if (exp["seed"], "last") in wanted:
+            if (exp["seed"], "last") in parent_checkpoints:
                 must.add(state["step"])
             assert steps_in(run) == sorted(must & set(steps_in(old)))
         shutil.rmtree(before)

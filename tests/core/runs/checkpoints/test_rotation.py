@@ -31,11 +31,11 @@ def save(run: Path, step: int, words: str = "weights", best: int | None = None) 
     folder = checkpoints.folder(run, step)
     folder.mkdir(parents=True, exist_ok=True)
     state = json.dumps({"step": step, "selection": {"best_step": best}})
-    listed = {}
+    file_facts = {}
     for name, text in {"model.safetensors": f"{words} of {step}", "state.json": state}.items():
         (folder / name).write_text(text)
-        listed[name] = {"bytes": len(text), "sha256": hashlib.sha256(text.encode()).hexdigest()}
-    (folder / "manifest.json").write_text(json.dumps({"files": listed}))
+        file_facts[name] = {"bytes": len(text), "sha256": hashlib.sha256(text.encode()).hexdigest()}
+    (folder / "manifest.json").write_text(json.dumps({"files": file_facts}))
     return folder
 
 
@@ -133,12 +133,12 @@ def test_an_interval_at_which_no_checkpoint_is_written_is_refused():
     RotationRule(every=20).check([7, 10])
     RotationRule(every=21).check([7, 10])
     message = (
-        r"--keep_every: .* every 7 and every 10 steps, so .* multiple of 25\. Take a multiple of 7 or of 10, "
+        r"--keep_every: .* every 7 and every 10 steps, not .* multiple of 25\. Take a multiple of 7 or of 10, "
         r"or change --save_every"
     )
-    with pytest.raises(ConfigError, match=message) as caught:
+    with pytest.raises(ConfigError, match=message) as error_info:
         RotationRule(every=25).check([10, 7])
-    assert caught.value.everywhere
+    assert error_info.value.everywhere
 
 
 def damage(checkpoint: Path) -> None:
@@ -164,7 +164,7 @@ def test_the_newest_complete_checkpoint_stays(tmp_path: Path):
         damage(save(tmp_path, step))
     shutil.rmtree(checkpoints.folder(tmp_path, 4))
     Rotation(tmp_path, RotationRule(last=1), "val_loss", "min").rotate(4, None)
-    assert checkpoints.newest_whole(tmp_path) == checkpoints.folder(tmp_path, 1)
+    assert checkpoints.newest_complete(tmp_path) == checkpoints.folder(tmp_path, 1)
     damage(checkpoints.folder(tmp_path, 1))
     Rotation(tmp_path, RotationRule(last=1), "val_loss", "min").rotate(4, None)
     assert steps(tmp_path) == [1, 2, 3]
@@ -208,18 +208,18 @@ def test_damaged_scores_delete_nothing_and_are_reported(tmp_path: Path, caplog: 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small disk needs root")
 def test_a_failed_deletion_is_reported_and_retried(tmp_path: Path, caplog: pytest.LogCaptureFixture):
-    stuck = save(tmp_path, 1) / "stuck"
-    stuck.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(stuck)], check=True)
-    (stuck / "file").touch()
+    undeletable = save(tmp_path, 1) / "stuck"
+    undeletable.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(undeletable)], check=True)
+    (undeletable / "file").touch()
     hidden: list[Path] = []
     try:
         assert train(tmp_path, {2: 0.0, 3: 0.0}, RotationRule()) == [2, 3]
         hidden = list((tmp_path / "checkpoints").glob(".step-00000001.*.old"))
         assert len(hidden) == 1
-        assert f"{hidden[0]}: could not be deleted; it is tried again" in caplog.text
+        assert f"{hidden[0]}: could not be deleted; retrying" in caplog.text
     finally:
-        subprocess.run(["umount", str((hidden[0] if hidden else stuck.parent) / "stuck")], check=True)
+        subprocess.run(["umount", str((hidden[0] if hidden else undeletable.parent) / "stuck")], check=True)
     Rotation(tmp_path, RotationRule(), "val_loss", "min").rotate(3, None)
     assert not hidden[0].exists()
 
@@ -240,12 +240,12 @@ def dies(action: Callable[[], Any], when: Callable[[str, str], bool]) -> bool:
         sys.addaudithook(watch)
         action()
         os._exit(0)
-    _, ended = os.waitpid(process, 0)
-    assert os.WIFSIGNALED(ended) or os.WEXITSTATUS(ended) == 0
-    return os.WIFSIGNALED(ended)
+    _, exit_status = os.waitpid(process, 0)
+    assert os.WIFSIGNALED(exit_status) or os.WEXITSTATUS(exit_status) == 0
+    return os.WIFSIGNALED(exit_status)
 
 
-def killed(action: Callable[[], Any], run: Path, moment: int) -> bool:
+def run_killed(action: Callable[[], Any], run: Path, moment: int) -> bool:
     """Do `action` in a process that is killed just before its change number `moment` of the disk; False where it made
     fewer."""
     counter = itertools.count()
@@ -264,7 +264,7 @@ def test_a_kill_at_any_write_leaves_complete_checkpoints(tmp_path: Path):
     def rotate(run: Path, step: int = 10) -> None:
         Rotation(run, keep, "val_loss", "min").rotate(step, 4)
 
-    def started(run: Path) -> Path:
+    def make_run(run: Path) -> Path:
         for step in VALLEY:
             save(run, step)
         write_rows(run, VALLEY, 10)
@@ -272,7 +272,7 @@ def test_a_kill_at_any_write_leaves_complete_checkpoints(tmp_path: Path):
 
     must = {4, 6, 8, 9, 10}
     names = set()
-    while killed(lambda: rotate(run), run := started(tmp_path / f"{moment}"), moment):
+    while run_killed(lambda: rotate(run), run := make_run(tmp_path / f"{moment}"), moment):
         remaining = steps(run)
         assert must <= set(remaining)
         assert all(defect(checkpoints.folder(run, step)) is None for step in remaining)
@@ -308,7 +308,7 @@ def test_a_killed_run_has_the_checkpoints_of_an_undisturbed_one(tmp_path: Path, 
             rotation.rotate(step, best)
         if rng.random() < 0.3 and len(steps(run)) > 1 and steps(run)[-1] < last:
             damage(checkpoints.folder(run, steps(run)[-1]))
-        newest = checkpoints.newest_whole(run)
+        newest = checkpoints.newest_complete(run)
         at = checkpoints.step_of(newest) if newest else 0
         checkpoints.set_aside_newer(run, at)
         write_rows(run, losses, at)

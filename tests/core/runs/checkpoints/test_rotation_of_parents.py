@@ -53,16 +53,14 @@ def go_on(run: Path, losses: Losses, words: str) -> list[int]:
 
 
 @pytest.mark.parametrize("which", ["best", "last"])
-def test_what_a_child_started_from_stays_in_a_run_that_is_rewound(
-    parent: Path, which: str, caplog: pytest.LogCaptureFixture
-):
+def test_a_rewound_run_retains_checkpoints_of_children(parent: Path, which: str, caplog: pytest.LogCaptureFixture):
     caplog.set_level("INFO")
     SavedRun(parent.parent / exp_id(child(which))).write_exp(child(which), [])
     before = hashes(parent)
     go_back(parent, 6)
     assert go_on(parent, BETTER, "others") == [4, 6, 10, 12]
     assert (hashes(parent)[4], hashes(parent)[6]) == (before[4], before[6])
-    assert f"{parent}: another experiment starts from it, so its checkpoints up to step 6 stay." in caplog.text
+    assert f"{parent}: another experiment starts from it, so checkpoints up to step 6 are kept." in caplog.text
     go_back(parent, 6)
     assert go_on(parent, BETTER, "again") == [4, 6, 10, 12]
 
@@ -74,7 +72,7 @@ def test_what_nobody_started_from_goes(parent: Path):
     assert go_on(parent, BETTER, "others") == [10, 12]
 
 
-def test_what_a_child_may_start_from_stays_where_its_dict_cannot_be_read(parent: Path):
+def test_with_an_unreadable_dict_possible_parents_are_retained(parent: Path):
     SavedRun(parent.parent / exp_id(child("best"))).write_exp(child("best"), [])
     (parent.parent / exp_id(child("best")) / "exp_dict.json").write_text("{")
     go_back(parent, 6)
@@ -92,7 +90,7 @@ def test_other_experiments_are_not_read_where_nobody_went_back(tmp_path: Path):
     assert steps(run) == [10, 12]
 
 
-def test_what_was_trained_after_the_place_that_a_run_went_back_to_is_nobodys(parent: Path):
+def test_checkpoints_after_a_rewind_have_no_children(parent: Path):
     SavedRun(parent.parent / exp_id(child("best"))).write_exp(child("best"), [])
     go_back(parent, 6)
     assert go_on(parent, BETTER, "others") == [4, 6, 10, 12]
@@ -100,14 +98,14 @@ def test_what_was_trained_after_the_place_that_a_run_went_back_to_is_nobodys(par
     assert go_on(parent, BETTER, "again") == [4, 10, 12]
 
 
-def test_what_a_child_started_from_stays_where_the_abandoned_branches_were_deleted(parent: Path):
+def test_checkpoints_of_children_are_retained_without_the_archive(parent: Path):
     SavedRun(parent.parent / exp_id(child("best"))).write_exp(child("best"), [])
     go_back(parent, 6)
     shutil.rmtree(parent / "abandoned")
     assert go_on(parent, BETTER, "others") == [4, 6, 10, 12]
 
 
-def test_what_a_child_of_a_branch_started_from_stays_when_that_is_undone(tmp_path: Path):
+def test_checkpoints_of_children_are_retained_after_an_undo(tmp_path: Path):
     run = tmp_path / exp_id(EXP)
     SavedRun(run).write_exp(EXP, [])
     assert train(run, {2: 1.0, 4: 3.0, 6: 2.0}, RotationRule()) == [2, 4, 6]
@@ -123,13 +121,13 @@ def test_what_a_child_of_a_branch_started_from_stays_when_that_is_undone(tmp_pat
 
 
 @pytest.mark.parametrize("seed", range(16))
-def test_whatever_happens_to_a_run_what_others_started_from_stays(tmp_path: Path, seed: int):
+def test_checkpoints_of_children_are_always_retained(tmp_path: Path, seed: int):
     """Only a rewind or an undo takes it out of the run, to where it is kept."""
     rng = random.Random(seed)
     run, keep = tmp_path / exp_id(EXP), RotationRule(rng.randrange(1, 3), rng.choice([None, 4]), rng.randrange(1, 3))
     SavedRun(run).write_exp(EXP, [])
     lines: list[dict[int, float | None]] = [{}]
-    taken: set[str | None] = set()
+    parent_hashes: set[str | None] = set()
     did: list[str] = []
     for line in range(14):
         state, here = SavedRun(run).status["state"], hashes(run)
@@ -142,15 +140,15 @@ def test_whatever_happens_to_a_run_what_others_started_from_stays(tmp_path: Path
             first = max(lines[-1], default=0) + 1
             lines[-1] |= {step: float(rng.randrange(9)) for step in range(first, first + rng.randrange(1, 6))}
             train(run, lines[-1], keep, words=f"line {line}", first=first)
-            assert {name for name in here.values() if name in taken} <= set(hashes(run).values()), did
+            assert {name for name in here.values() if name in parent_hashes} <= set(hashes(run).values()), did
             write_json(run / "status.json", {"state": "stopped", "step": steps(run)[-1], "attempt": 1})
         elif did[-1] == "finish":
             finish(run)
         elif did[-1] == "child":
             which = rng.choice(["last", "best"])
-            found = checkpoints.best(run) if which == "best" else checkpoints.last(SavedRun(run))
-            if found is not None:
-                taken.add(manifest_hash(found))
+            checkpoint = checkpoints.best(run) if which == "best" else checkpoints.last(SavedRun(run))
+            if checkpoint is not None:
+                parent_hashes.add(manifest_hash(checkpoint))
                 exp = {**child(which), "seed": line + 1}
                 SavedRun(tmp_path / exp_id(exp)).write_exp(exp, [])
         elif did[-1] == "rewind":
@@ -160,5 +158,5 @@ def test_whatever_happens_to_a_run_what_others_started_from_stays(tmp_path: Path
         else:
             rewind.plan_undo(run).apply()
             lines.pop()
-    kept = {manifest_hash(path.parent) for path in run.rglob("manifest.json")}
-    assert taken <= kept, did
+    remaining_hashes = {manifest_hash(path.parent) for path in run.rglob("manifest.json")}
+    assert parent_hashes <= remaining_hashes, did

@@ -52,7 +52,7 @@ def test_a_kill_in_the_middle_of_a_save_leaves_the_checkpoint_before(tmp_path: P
         if name:
             assert start(folder, "1" if name.startswith("shard") else "0", "8", name) != ""
             assert [path.name for path in checkpoints.list_all(run)] == ["step-00000004"], name
-            assert checkpoints.newest_whole(run) == checkpoints.folder(run, 4)
+            assert checkpoints.newest_complete(run) == checkpoints.folder(run, 4)
         assert start(folder) == ""
         assert not list((run / "checkpoints").glob(".step*")), "what was half written is gone"
     reference, rows = tensors(runs[""]), (runs[""] / "scores.jsonl").read_bytes()

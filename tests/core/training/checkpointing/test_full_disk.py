@@ -53,7 +53,7 @@ def test_the_checkpoint_before_stays_usable(modes: Modes, disk: Path, mode: str)
     assert "Nothing complete was lost; make room or choose another folder." in output
     assert "Traceback" not in output.partition("failed (exitcode: 1)")[0], "a process has crashed"
     assert [path.name for path in (modes.run() / "checkpoints").glob("*step-*")] == [FIRST]
-    assert checkpoints.newest_whole(modes.run()) == modes.run() / "checkpoints" / FIRST
+    assert checkpoints.newest_complete(modes.run()) == modes.run() / "checkpoints" / FIRST
 
     resize(disk, "64m")
     assert modes.start(mode) == ""

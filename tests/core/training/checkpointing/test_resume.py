@@ -267,7 +267,7 @@ def test_a_signal_to_one_rank_stops_all_at_the_same_step(
         assert not psutil.wait_procs(everyone.values(), timeout=300)[1], "some live on"
         record = status(folder)
         assert record["state"] == "stopped"
-        assert record["reason"] == f"{number.name}: stopped at step {record['step']}; start it again to continue"
+        assert record["reason"] == f"{number.name}: stopped at step {record['step']}; restart it to resume"
         assert moment <= record["step"] < STEPS
         assert max(checkpoints.glob("step-*")).name == f"step-{record['step']:08d}"
         assert not (folder / "runs" / exp_id(CHILD) / "lease").exists(), "it was not unlocked"

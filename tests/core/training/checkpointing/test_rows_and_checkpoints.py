@@ -89,7 +89,7 @@ def test_a_restart_writes_the_same_rows(folder: Path, stop_at: int):
             os.kill(os.getpid(), signal.SIGTERM)
         return small.loss(*args)
 
-    with small.open_run(folder / "stopped", options) as run, pytest.raises(distributed.TrainingStopped) as stop:
+    with small.open_run(folder / "stopped", options) as run, pytest.raises(distributed.StopTraining) as stop:
         small.train(run, config=CONFIG, learn=loss)
     assert stop.value.step == stop_at
     with small.open_run(folder / "stopped", options) as run:

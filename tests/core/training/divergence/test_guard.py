@@ -110,7 +110,7 @@ def test_the_watchdog_reports_a_nan_loss(folder: Path, caplog: pytest.LogCapture
     with small.open_run(folder) as run, contextlib.suppress(TrainingError):
         small.train(run, config(), spoil(float("nan"), 25))
     code, messages, reason = seen_by_the_watchdog(folder, caplog)
-    assert code == watchdog.NEW
+    assert code == watchdog.NEW_INCIDENT_EXIT
     assert f"{run.path.name} error non_finite: step 25: the loss is nan." in messages
     assert "non_finite: step 25: the " in reason
     assert not any("non_finite" in line for line in seen_by_the_watchdog(folder, caplog)[1]), "each once"
@@ -163,7 +163,7 @@ def test_a_batch_that_is_left_out_moves_nothing_but_the_step(folder: Path, value
 def test_a_run_is_rewound_and_skips_the_diverging_batch(folder: Path):
     settings = config(on_loss_spike="rewind")
     with small.open_run(folder) as run:
-        with pytest.raises(distributed.TrainingStopped, match="rewound to step 20: step 25: the loss is") as stop:
+        with pytest.raises(distributed.StopTraining, match="rewound to step 20: step 25: the loss is") as stop:
             small.train(run, settings, spoil(100.0, 25))
         assert (stop.value.everywhere, stop.value.step, stop.value.exit_code) == (True, 20, distributed.REQUEUE)
         (branch,) = branches.read(run.path)
@@ -185,12 +185,12 @@ def test_a_run_is_rewound_and_skips_the_diverging_batch(folder: Path):
 def test_a_second_rewind_skips_both_batches_and_retains_manual_changes(folder: Path):
     settings = config(on_loss_spike="rewind")
     with small.open_run(folder) as run:
-        with pytest.raises(distributed.TrainingStopped):
+        with pytest.raises(distributed.StopTraining):
             small.train(run, settings, spoil(100.0, 25))
         (first,) = branches.read(run.path)
         changed = first.model_copy(update={"learning_rate": branches.parse_rate("x0.5")})
         write_json(run.path / branches.FILE, {"branches": [changed.model_dump(mode="json")]})
-        with pytest.raises(distributed.TrainingStopped, match="rewound to step 20: step 23"):
+        with pytest.raises(distributed.StopTraining, match="rewound to step 20: step 23"):
             small.train(run, settings, spoil(100.0, 23, first=21))
         (branch,) = branches.read(run.path)
     assert (branch.number, branch.from_step, branch.data, branch.learning_rate) == (
@@ -214,7 +214,7 @@ def test_a_rewind_after_a_phase_boundary_skips_the_samples_read_in_each_phase(fo
 
     with small.open_run(folder) as run:
         for step, first in ((25, 1), (24, 21)):
-            with pytest.raises(distributed.TrainingStopped, match=f"rewound to step 20: step {step}: the loss is"):
+            with pytest.raises(distributed.StopTraining, match=f"rewound to step 20: step {step}: the loss is"):
                 small.train(run, settings, spoil(100.0, step, first), data=data)
         assert [(branch.from_step, branch.data) for branch in branches.read(run.path)] == [(20, "skip:5+4")]
         small.train(run, settings, learn, data=data)
@@ -226,7 +226,7 @@ def test_a_rewind_after_a_phase_boundary_skips_the_samples_read_in_each_phase(fo
 def test_nothing_is_passed_over_where_a_person_has_changed_the_order(folder: Path, caplog: pytest.LogCaptureFixture):
     settings = config(on_loss_spike="rewind")
     with small.open_run(folder) as run:
-        with pytest.raises(distributed.TrainingStopped):
+        with pytest.raises(distributed.StopTraining):
             small.train(run, settings, spoil(100.0, 25))
         (first,) = branches.read(run.path)
         changed = first.model_copy(update={"data": "reshuffle"})
@@ -242,7 +242,7 @@ def test_a_run_that_cannot_be_taken_back_stops(folder: Path, why: str, caplog: p
     settings = config(on_loss_spike="rewind", max_rewinds=1)
     with small.open_run(folder) as run:
         if why == "max_rewinds":
-            with pytest.raises(distributed.TrainingStopped):
+            with pytest.raises(distributed.StopTraining):
                 small.train(run, settings, spoil(100.0, 25))
         step = 25 if why == "max_rewinds" else 8
         with pytest.raises(TrainingError, match=f"step {step}: the loss is"):

@@ -128,7 +128,8 @@ def test_a_reset_of_the_optimizer_that_a_start_would_pass_by_is_refused(folder: 
     assert interventions.main(["rewind", str(run), "--to", str(MIDDLE), "--reset-optimizer"]) == 0
     (checkpoints.folder(run, MIDDLE) / "model.safetensors").write_bytes(b"")
     with pytest.raises(
-        RunError, match=f"branch 1 resets the optimizer at step {MIDDLE}, whose checkpoint is damaged or gone"
+        RunError,
+        match=f"branch 1 resets the optimizer at step {MIDDLE}, but the checkpoint of that step is damaged or missing",
     ):
         train(folder, "adamw")
 

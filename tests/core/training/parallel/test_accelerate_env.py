@@ -112,7 +112,7 @@ ZERO = {"ACCELERATE_USE_DEEPSPEED": "true"}
         ({"ACCELERATE_USE_MEGATRON_LM": "true"}, "--use_megatron_lm: expected false, got true"),
         (
             {**ZERO, "ACCELERATE_DEEPSPEED_ZERO_STAGE": "0"},
-            "--zero_stage 0 .*known are 1 none none, 2 none none, .*give a json",
+            "--zero_stage 0 .*expected one of 1 none none, 2 none none, .*give a JSON file",
         ),
         (
             {**ZERO, "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": "nvme"},
@@ -120,7 +120,7 @@ ZERO = {"ACCELERATE_USE_DEEPSPEED": "true"}
         ),
         (
             {**ZERO, "ACCELERATE_DEEPSPEED_CONFIG_FILE": "z.json", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3"},
-            "--deepspeed_config_file z.json: --zero_stage belong into that file",
+            "--deepspeed_config_file z.json: --zero_stage belong in that file",
         ),
         (
             {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "many"},

@@ -67,9 +67,9 @@ def test_a_stop_after_an_overflow_leaves_a_checkpoint(tmp_path: Path):
         return steep(model, batch)
 
     with small.open_run(small.write_data(tmp_path)) as run:
-        with pytest.raises(distributed.TrainingStopped):
+        with pytest.raises(distributed.StopTraining):
             small.train(run, CONFIG, stop_early)
-        newest = checkpoints.newest_whole(run.path)
+        newest = checkpoints.newest_complete(run.path)
         assert newest is not None
         saved = json.loads((newest / "state.json").read_text())
     assert saved["since_row"]["skipped"] > 0

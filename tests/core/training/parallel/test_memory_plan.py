@@ -301,7 +301,7 @@ def test_a_model_that_is_gathered_in_bfloat16_leaves_no_copies_to_autocast(tmp_p
         (("--gpu", "H101"), r"--gpu: unknown GPU 'H101'. Did you mean 'H100'\? Known: A10, .*RTX 4090"),
         (("--gpus", "9"), r"base\[0\]: --gpus 9: a step has 4 micro-batches. Use at most 4 GPUs"),
         (("--gpus", "0"), "--gpus: expected at least 1, got 0"),
-        (("--offload_activations",), "--offload_activations leaves on a GPU is not planned"),
+        (("--offload_activations",), "cannot estimate --offload_activations"),
         (("--micro_batch", "3"), "--micro_batch 3: .*is not a multiple"),
     ],
 )
@@ -336,7 +336,7 @@ def test_evaluations_are_omitted_next_to_trainings(run_plan: Any):
 
 def test_memory_option_runs_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     for arguments, message in (
-        (["--memory"], "Add --dry-run"),
+        (["--memory"], "only for --dry-run"),
         (["--dry-run", "--gpus", "2"], "Add --dry-run --memory"),
     ):
         assert toy.main(["-e", "base", *arguments], {"base": [toy.BASE]}, tmp_path) == 1

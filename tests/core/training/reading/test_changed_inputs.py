@@ -39,7 +39,7 @@ def test_changed_code_is_in_the_log_and_the_table(root: Path, tmp_path: Path, ca
     run = tmp_path / "runs" / RUN
     toy.kill_midway(root, ARGUMENTS, tmp_path, RUN)
     toy.kill_midway(root, ARGUMENTS, tmp_path, RUN)
-    assert "other code" not in (run / "logs" / "train.log").read_text()
+    assert "different code" not in (run / "logs" / "train.log").read_text()
     assert table.main([str(tmp_path / "runs"), "--format", "markdown"]) == 0
     assert "code_versions" not in capsys.readouterr().out
     loss = root / "src" / "training" / "loss.py"
@@ -47,7 +47,7 @@ def test_changed_code_is_in_the_log_and_the_table(root: Path, tmp_path: Path, ca
     assert toy.run(root, ARGUMENTS, tmp_path).returncode == 0
     first, second, third = (event["code"] for event in ledger.read(run) if event["event"] == "start")
     assert first == second != third
-    text = f"continues with other code than at its last start ({second}, now {third})."
+    text = f"resumes with different code than at its last start ({second}, now {third})."
     assert (run / "logs" / "train.log").read_text().count(text) == 1
     assert table.main([str(tmp_path / "runs"), "--format", "json"]) == 0
     (row,) = json.loads(capsys.readouterr().out)

@@ -117,7 +117,7 @@ def test_a_stop_between_rows_saves_the_sums(tmp_path: Path, stop_after: int):
         return rank_loss(*args)
 
     with small.open_run(small.write_data(tmp_path / "stopped")) as run:
-        with pytest.raises(distributed.TrainingStopped):
+        with pytest.raises(distributed.StopTraining):
             train(run, config(), loss)
         saved = json.loads(max((run.path / "checkpoints").glob("step-*/state.json")).read_text())
         assert set(saved["since_row"]["sums"]) == {"accuracy"}

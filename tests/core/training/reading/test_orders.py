@@ -146,7 +146,7 @@ def test_readers_end_with_the_training_whoever_holds_its_traceback(tmp_path: Pat
     before = set(multiprocessing.active_children())
     with (
         small.open_run(small.write_data(tmp_path), Options(num_workers=2)) as run,
-        pytest.raises(distributed.TrainingStopped) as stop,
+        pytest.raises(distributed.StopTraining) as stop,
     ):
         train(run, 3)
     assert stop.tb is not None
@@ -158,7 +158,7 @@ def test_a_stopped_training_resumes_reading_after_its_last_step(tmp_path: Path, 
     with small.open_run(small.write_data(tmp_path / "whole")) as run:
         expected, everything = train(run)
     with small.open_run(small.write_data(tmp_path / "stopped")) as run:
-        with pytest.raises(distributed.TrainingStopped) as stop:
+        with pytest.raises(distributed.StopTraining) as stop:
             train(run, stop_after)
         step = stop.value.step
         assert step is not None

@@ -43,7 +43,7 @@ def send_stop(step: int) -> Any:
 
 def test_a_checkpoint_says_which_experiment_and_which_branch_it_is_of(folder: Path):
     with small.open_run(folder) as run:
-        with pytest.raises(distributed.TrainingStopped):
+        with pytest.raises(distributed.StopTraining):
             small.train(run, learn=send_stop(5))
         branch = Branch(number=1, from_step=6, data="skip:2")
         write_json(run.path / branches.FILE, {"branches": [branch.model_dump(mode="json")]})
@@ -83,7 +83,7 @@ def test_each_start_is_recorded_with_its_code_job_and_data_position(folder: Path
         "dirty": True,
         "variables": {"SLURM_JOB_ID": "58", "SLURM_ARRAY_JOB_ID": "57", "SLURM_ARRAY_TASK_ID": "3"},
     }
-    with small.open_run(folder) as run, pytest.raises(distributed.TrainingStopped):
+    with small.open_run(folder) as run, pytest.raises(distributed.StopTraining):
         small.train(run, learn=send_stop(9))
     with RunDir.open(folder / "runs", small.EXP, small.EXP, facts=facts) as run_dir:
         small.train(Run(run_dir, run.places))

@@ -123,7 +123,7 @@ def test_stops_change_no_bit(whole: tuple[Path, Any], tmp_path: Path, steps: tup
     read: list[Any] = []
     with small.open_run(write_data(tmp_path)) as run:
         for count in steps:
-            with pytest.raises(distributed.TrainingStopped):
+            with pytest.raises(distributed.StopTraining):
                 read += train(run, stop_after=count)[2]
         end = train(run)
         starts = [event["cursor"] for event in ledger.read(run.path) if event["event"] == "start"]
@@ -150,7 +150,7 @@ def test_a_start_on_other_data_is_refused_and_loses_nothing(
     whole: tuple[Path, Any], tmp_path: Path, config: Any, message: str
 ):
     with small.open_run(write_data(tmp_path)) as run:
-        with pytest.raises(distributed.TrainingStopped):
+        with pytest.raises(distributed.StopTraining):
             train(run, stop_after=3)
         with pytest.raises(RunError, match=message):
             train(run, config=config)
@@ -159,7 +159,7 @@ def test_a_start_on_other_data_is_refused_and_loses_nothing(
 
 def test_a_run_on_data_without_a_cursor_is_not_continued_on_packed_rows(tmp_path: Path):
     with small.open_run(write_data(tmp_path)) as run:
-        with pytest.raises(distributed.TrainingStopped):
+        with pytest.raises(distributed.StopTraining):
             train(run, stop_after=3, config={"name": "text", "corpus": "words", "sequence_tokens": 16})
         with pytest.raises(
             RunError, match=r"the checkpoint of step 4 has no cursor of packed rows\. It was trained on other data"
@@ -195,7 +195,7 @@ def test_a_rewind_delivers_each_document_at_most_once_and_undo_restores(
 ):
     read: list[Any] = []
     with small.open_run(write_data(tmp_path)) as run:
-        with pytest.raises(distributed.TrainingStopped):
+        with pytest.raises(distributed.StopTraining):
             train(run, stop_after=8, read=read)
         documents_before, before = documents_of(read[: 6 * PASSES]), files_in(run.path)
         rewind.plan(run.path, Branch(number=1, from_step=6, data=data), "a test").apply()

@@ -60,7 +60,7 @@ def test_stops_in_each_phase_and_between_them_change_no_bit(
 ):
     with small.open_run(write_data(tmp_path)) as run:
         for first, last in pairwise((0, *stops)):
-            with pytest.raises(distributed.TrainingStopped) as stop:
+            with pytest.raises(distributed.StopTraining) as stop:
                 train(run, stop_after=last - first - 1, config=DATA)  # the step after it is finished, too
             assert stop.value.step == last
         end = train(run, config=DATA)

@@ -70,7 +70,7 @@ def send_stop(step: int) -> Callable[..., Any]:
 @pytest.mark.parametrize("step", [1, 4, 6])
 def test_a_signal_leaves_a_checkpoint_of_the_next_step_and_changes_nothing(folder: Path, step: int):
     with small.open_run(folder) as run:
-        with pytest.raises(distributed.TrainingStopped) as stop:
+        with pytest.raises(distributed.StopTraining) as stop:
             small.train(run, learn=send_stop(step))
         # The signal of a step is counted when the next one begins, which is finished.
         assert stop.value.step == step + 1
@@ -92,7 +92,7 @@ def test_an_evaluation_that_is_stopped_is_made_after_the_restart(folder: Path):
         return {"val_loss": 0.0}
 
     with small.open_run(folder) as run:
-        with pytest.raises(distributed.TrainingStopped) as stop:
+        with pytest.raises(distributed.StopTraining) as stop:
             small.train(run, evaluate=evaluate)
         assert stop.value.step == 8
         assert [row["step"] for row in run.dir.scores.rows()] == [4]
@@ -145,7 +145,7 @@ def asked_in_the_evaluation(run: Run, step: int) -> int | None:
         distributed.stop_together()
         return {"val_loss": 0.0}
 
-    with pytest.raises(distributed.TrainingStopped) as stop:
+    with pytest.raises(distributed.StopTraining) as stop:
         small.train(run, evaluate=evaluate)
     return stop.value.step
 
@@ -170,15 +170,15 @@ def test_a_checkpoint_that_cannot_be_written_ends_the_training_soon(folder: Path
 @pytest.mark.parametrize("where", ["run", "runs"])
 def test_a_stop_file_stops_until_it_is_removed(folder: Path, where: str):
     with small.open_run(folder) as run:
-        with pytest.raises(distributed.TrainingStopped):
+        with pytest.raises(distributed.StopTraining):
             small.train(run, learn=send_stop(5))
         saved = checkpoints.folder(run.path, 6).stat()
         file = (run.path if where == "run" else run.path.parent) / stop_conditions.STOP_FILE
         file.touch()
         for _ in range(2):
-            with pytest.raises(distributed.TrainingStopped, match="remove it") as stop:
+            with pytest.raises(distributed.StopTraining, match="remove it") as stop:
                 small.train(run)
-            assert (stop.value.step, stop.value.exit_code) == (6, distributed.INTERRUPTED)
+            assert (stop.value.step, stop.value.exit_code) == (6, distributed.INTERRUPTED_EXIT)
         assert checkpoints.folder(run.path, 6).stat().st_ino == saved.st_ino, "what is saved is not saved again"
         file.unlink()
         small.train(run)
@@ -194,7 +194,7 @@ def test_a_stop_file_that_appears_is_seen_soon(folder: Path):
             assert time.monotonic() - began < 300, "nobody looks at the file"
             return small.loss(model, batch)
 
-        with pytest.raises(distributed.TrainingStopped, match="remove it"):
+        with pytest.raises(distributed.StopTraining, match="remove it"):
             small.train(run, small.CONFIG.model_copy(update={"steps": 10**6, "eval_every": 10**6}), learn)
 
 
@@ -204,7 +204,7 @@ def test_a_stop_file_that_appears_is_seen_soon(folder: Path):
 )
 def test_limits_stop_and_are_to_be_started_again(folder: Path, limits: Limits, reason: str):
     with small.open_run(folder, Options(limits=limits)) as run:
-        with pytest.raises(distributed.TrainingStopped, match=reason) as stop:
+        with pytest.raises(distributed.StopTraining, match=reason) as stop:
             small.train(run)
         assert stop.value.exit_code == distributed.REQUEUE
 
@@ -223,7 +223,7 @@ def test_a_limit_that_goes_away_again_has_still_stopped_the_training(folder: Pat
                 file.unlink()
             return small.loss(model, batch)
 
-        with pytest.raises(distributed.TrainingStopped, match="remove it"):
+        with pytest.raises(distributed.StopTraining, match="remove it"):
             small.train(run, small.CONFIG.model_copy(update={"steps": 10**5, "eval_every": 100}), learn)
 
 
@@ -346,4 +346,4 @@ def test_the_command_line_says_why_it_stopped(tmp_path: Path, arguments: list[st
     assert f'"stopped_by": "{kind}"' in (process.run / "status.json").read_text(), (
         "what the script of a Slurm job looks for"
     )
-    assert arguments or checkpoints.newest_whole(process.run) is not None
+    assert arguments or checkpoints.newest_complete(process.run) is not None

@@ -56,7 +56,7 @@ def test_one_signal_stops_both(modes: Modes, mode: str):
     assert status["state"] == "stopped"
     assert 8 <= status["step"] < 60
     *before, last = checkpoints.list_all(run)
-    assert last == checkpoints.newest_whole(run)
+    assert last == checkpoints.newest_complete(run)
     assert checkpoints.step_of(last) == status["step"]
     assert all(checkpoints.step_of(folder) % 4 == 0 for folder in before), (
         "each stands where a row does, but for the one of the stop"

@@ -19,9 +19,9 @@ def test_all_of_an_answer_has_the_form():
 
 
 def test_a_bad_pattern_is_refused_when_the_experiment_is_read():
-    with pytest.raises(ValueError, match=r"pattern: '\(a' is no regular expression of RE2: missing \): \(a\."):
+    with pytest.raises(ValueError, match=r"pattern: '\(a' is not a valid RE2 expression: missing \): \(a\."):
         bind(REWARDS, {"name": "format", "pattern": "(a"})
-    with pytest.raises(ValueError, match="It has no lookahead"):
+    with pytest.raises(ValueError, match="RE2 has no lookahead"):
         bind(REWARDS, {"name": "format", "pattern": "(?=a)a"})
 
 

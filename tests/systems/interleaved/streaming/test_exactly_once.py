@@ -75,7 +75,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def digest(batch: Any) -> str:
     """Of everything that a model would see of a row."""
-    names = ("input_ids", "loss_mask", "position_ids", "frames", "source_ids", "counted")
+    names = ("input_ids", "loss_mask", "position_ids", "frames", "source_ids", "source_counts")
     return hashlib.sha256(b"".join(batch[name].numpy().tobytes() for name in names)).hexdigest()
 
 

@@ -92,7 +92,7 @@ def test_row_has_complete_pages_with_frames_and_counts(two: Path):
         assert len(collated["frames"]) == frames
         image_tokens = torch.tensor([TOKENIZER.convert_tokens_to_ids(token) for token in pages.TOKENS])
         assert not collated["loss_mask"][torch.isin(ids, image_tokens)].any(), "nothing is learned of images"
-        counted += collated["counted"]
+        counted += collated["source_counts"]
     assert len(pages_read) > 60
     assert counted[:, COUNTED.index("unreadable")].sum() == 0
     assert (counted[:, :4] > 0).all()
@@ -316,7 +316,7 @@ def test_what_turns_out_bad_is_padding_and_no_row_moves(tmp_path: Path):
         assert torch.equal(collated["position_ids"], whole["position_ids"])
         for row in bad:
             assert collated["loss_mask"][row].sum() < whole["loss_mask"][row].sum()
-        assert collated["counted"][0, -1] == len(bad)
+        assert collated["source_counts"][0, -1] == len(bad)
         touched += len(bad)
     assert touched
     (record,) = [json.loads(line) for line in (tmp_path / FILE).read_text().splitlines()]

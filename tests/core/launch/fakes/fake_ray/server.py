@@ -27,7 +27,7 @@ class FakeRay:
 
     def __init__(self) -> None:
         self.jobs: dict[str, dict[str, Any]] = {}
-        self.held = True
+        self.is_held = True
         self.requests: list[tuple[str, str, dict[str, str]]] = []
         self.faults: list[Answer | Callable[[Answer], Answer] | None] = []
         """A function gets the true answer: the request was carried out."""
@@ -56,7 +56,7 @@ class FakeRay:
     def release(self) -> None:
         """There are resources from now on."""
         with self._lock:
-            self.held = False
+            self.is_held = False
             for name, job in self.jobs.items():
                 if job["status"] == "PENDING":
                     self._run(name)
@@ -120,13 +120,13 @@ class FakeRay:
     def _submit(self, content: dict[str, Any]) -> Answer:
         name = content["submission_id"]
         if name in self.jobs:
-            told = (
+            message = (
                 f"ValueError: Job with submission_id {name} already exists. Please use a different submission_id.\n.\n"
             )
             return (
                 500,
                 {"Content-Type": "text/plain"},
-                f"RuntimeError: Request failed with status code 400: Traceback\n{told}".encode(),
+                f"RuntimeError: Request failed with status code 400: Traceback\n{message}".encode(),
             )
         wait = " It may be waiting for resources (CPUs, GPUs, memory, custom resources) to become available."
         self.jobs[name] = {
@@ -135,7 +135,7 @@ class FakeRay:
             "status": "PENDING",
             "message": f"Job has not started yet.{wait}",
         }
-        if not self.held:
+        if not self.is_held:
             self._run(name)
         return _json({"job_id": name, "submission_id": name})
 
@@ -160,7 +160,7 @@ class FakeRay:
 
     def _watch(self, name: str) -> None:
         process = self._processes[name]
-        said = process.communicate()[0]
+        output = process.communicate()[0]
         with self._lock:
             code = process.returncode
             if name in self._stopping:
@@ -172,12 +172,17 @@ class FakeRay:
                     "driver_exit_code": 0,
                 }
             else:
-                told = (
+                message = (
                     f"Job entrypoint command failed with exit code {code}, last available logs (truncated to "
-                    f"20,000 chars):\n{said}"
+                    f"20,000 chars):\n{output}"
                 )
                 kind = "JOB_ENTRYPOINT_COMMAND_ERROR"
-                self.jobs[name] |= {"status": "FAILED", "message": told, "error_type": kind, "driver_exit_code": code}
+                self.jobs[name] |= {
+                    "status": "FAILED",
+                    "message": message,
+                    "error_type": kind,
+                    "driver_exit_code": code,
+                }
 
     def _stop(self, name: str) -> None:
         """Tell all processes of a running job, and kill those that are left after the grace."""

@@ -44,7 +44,7 @@ class Cluster:
     def __init__(self, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.home = home
         self.clock = Clock()
-        self.started: dict[str, subprocess.Popen[bytes]] = {}
+        self.batch_processes: dict[str, subprocess.Popen[bytes]] = {}
         for module in ("src.launch.job", "src.launch.slurm.sbatch"):
             monkeypatch.setattr(f"{module}.time", self.clock)
         self.bin = home / "bin"
@@ -92,20 +92,20 @@ class Cluster:
         script = next(place for place, word in enumerate(call) if word.endswith(".sh"))
         process = subprocess.Popen(["bash", *call[script:]], env=environment, start_new_session=True)
         self.set(job_id, state="RUNNING", node="n1", pid=process.pid)
-        self.started[job_id] = process
+        self.batch_processes[job_id] = process
         return process
 
     def reap(self) -> None:
         """Let the tasks that `start` began and that have ended be over."""
-        for job_id, process in list(self.started.items()):
+        for job_id, process in list(self.batch_processes.items()):
             if (code := process.poll()) is not None:
-                del self.started[job_id]
+                del self.batch_processes[job_id]
                 if self.task(job_id)["state"] == "RUNNING":
                     self.set(job_id, state="FAILED" if code else "COMPLETED", exit=f"{code}:0")
 
     def close(self) -> None:
         """Leave no process of a task."""
-        for process in self.started.values():
+        for process in self.batch_processes.values():
             subprocess.run(["pkill", "-KILL", "-s", str(process.pid)], check=False)
             process.wait()
 
@@ -118,8 +118,8 @@ class Cluster:
     def calls(self, command: str | None = None) -> list[list[str]]:
         """Every call so far as [command, arguments…]."""
         path = self.home / CALLS_NAME
-        found = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-        return [call for call in found if command in (None, call[0])]
+        calls = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        return [call for call in calls if command in (None, call[0])]
 
     def forget_calls(self) -> None:
         (self.home / CALLS_NAME).unlink(missing_ok=True)

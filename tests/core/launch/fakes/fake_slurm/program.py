@@ -30,7 +30,16 @@ EMPTY: dict[str, Any] = {
     "run": False,  # whether sbatch runs the tasks, one after another, before it returns
     "arrays": {},
 }
-ENDED = {"COMPLETED", "FAILED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "CANCELLED by 0", "CANCELLED"}
+END_STATES = {
+    "COMPLETED",
+    "FAILED",
+    "TIMEOUT",
+    "NODE_FAIL",
+    "OUT_OF_MEMORY",
+    "PREEMPTED",
+    "CANCELLED by 0",
+    "CANCELLED",
+}
 
 
 def fail(text: str) -> None:
@@ -61,10 +70,10 @@ def main(command: str, arguments: list[str]) -> None:
         wrong = fault(command)
         if wrong is None or wrong["do"].endswith("_after"):
             state = json.loads(STATE.read_text()) if STATE.exists() else EMPTY
-            printed = COMMANDS[command](state, arguments)
+            output = COMMANDS[command](state, arguments)
             STATE.write_text(json.dumps(state))
     if wrong is None:
-        sys.stdout.write(printed)
+        sys.stdout.write(output)
     elif wrong["do"].startswith("hang"):
         time.sleep(600)
     elif wrong["do"] == "garbage":
@@ -156,7 +165,7 @@ def run(state: dict[str, Any], array_id: str, i: str, args: argparse.Namespace) 
     task.update(state="FAILED" if done.returncode else "COMPLETED", exit=f"{done.returncode}:0", node="n1", seconds=1)
 
 
-def chosen(state: dict[str, Any], arguments: list[str]) -> list[tuple[str, str, dict[str, Any]]]:
+def select_tasks(state: dict[str, Any], arguments: list[str]) -> list[tuple[str, str, dict[str, Any]]]:
     """(array id, task, facts) of all that --jobs or --name asks for."""
     options = dict(word.removeprefix("--").partition("=")[::2] for word in arguments if word.startswith("--"))
     rows = []
@@ -169,7 +178,7 @@ def chosen(state: dict[str, Any], arguments: list[str]) -> list[tuple[str, str, 
 
 
 def squeue(state: dict[str, Any], arguments: list[str]) -> str:
-    rows = [row for row in chosen(state, arguments) if not row[2]["forgotten"] and not row[2].get("vanished")]
+    rows = [row for row in select_tasks(state, arguments) if not row[2]["forgotten"] and not row[2].get("vanished")]
     requested_jobs = next((word.partition("=")[2].split(",") for word in arguments if word.startswith("--jobs=")), [])
     if len(requested_jobs) == 1 and requested_jobs[0] not in {row[0] for row in rows}:
         fail("slurm_load_jobs error: Invalid job id specified")
@@ -197,15 +206,17 @@ def squeue(state: dict[str, Any], arguments: list[str]) -> str:
 def sacct(state: dict[str, Any], arguments: list[str]) -> str:
     if not state["accounting"]:
         fail("Slurm accounting storage is disabled")
-    rows = [row for row in chosen(state, arguments) if row[2]["forgotten"] != "everywhere"]
-    vanished = sorted({array for array, _, task in rows if task.get("vanished")})
+    rows = [row for row in select_tasks(state, arguments) if row[2]["forgotten"] != "everywhere"]
+    vanished_arrays = sorted({array for array, _, task in rows if task.get("vanished")})
     rows = [row for row in rows if not row[2].get("vanished")]
     if any(word.endswith("JobID,JobName") for word in arguments):
-        listed = [*(f"{array}_{i}" for array, i, _ in rows), *vanished]
-        return "".join(f"{job}|{state['arrays'][job.partition('_')[0]]['name']}\n" for job in listed)
+        job_ids = [*(f"{array}_{i}" for array, i, _ in rows), *vanished_arrays]
+        return "".join(f"{job}|{state['arrays'][job.partition('_')[0]]['name']}\n" for job in job_ids)
     if any(word.endswith("MaxRSS,ReqMem") for word in arguments):
         steps = [(f"{array}_{i}", *task["memory"]) for array, i, task in rows if task.get("memory")]
-        return "".join(f"{job}||{options}\n{job}.batch|{used}|\n{job}.extern|4K|\n" for job, used, options in steps)
+        return "".join(
+            f"{job}||{options}\n{job}.batch|{max_rss}|\n{job}.extern|4K|\n" for job, max_rss, options in steps
+        )
     lines = []
     for array, i, task in rows:
         node = task["node"] or "None assigned"
@@ -213,7 +224,7 @@ def sacct(state: dict[str, Any], arguments: list[str]) -> str:
         lines += [f"{array}_{i}|{earlier}{n:02}\n" for n in range(task["restarts"])]
         elapsed, submit = task["seconds"], f"2026-01-01T00:01:{task['restarts']:02}"
         lines.append(f"{array}_{i}|{task['state']}|{task['reason']}|{node}|{elapsed}|{task['exit']}|{submit}\n")
-    lines += [f"{array}|CANCELLED by 0|None|None assigned|0|0:0|2026-01-01T00:02:00\n" for array in vanished]
+    lines += [f"{array}|CANCELLED by 0|None|None assigned|0|0:0|2026-01-01T00:02:00\n" for array in vanished_arrays]
     return "".join(reversed(lines))
 
 
@@ -243,7 +254,7 @@ def scancel(state: dict[str, Any], arguments: list[str]) -> str:
             )  # all of its session, which Cluster.start made
         if task["state"] == "PENDING":
             task.update(state="CANCELLED", vanished=True)  # Slurm keeps no record of a task that never started
-        if task["state"] not in ENDED:
+        if task["state"] not in END_STATES:
             task.update(state="CANCELLED by 0", reason="None")
     return ""
 

@@ -32,23 +32,23 @@ class Server(http.server.ThreadingHTTPServer):
 
 class Answer(http.server.BaseHTTPRequestHandler):
     @property
-    def taken(self) -> Server:
-        """Where what comes is kept."""
+    def wandb_server(self) -> Server:
+        """The server, which stores the runs."""
         assert isinstance(self.server, Server)
         return self.server
 
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         body = gzip.decompress(body) if self.headers.get("Content-Encoding") == "gzip" else body
-        self.taken.keys.add(self.headers.get("Authorization", ""))
+        self.wandb_server.keys.add(self.headers.get("Authorization", ""))
         answer = {}
         if self.path == "/graphql":
-            answer = {"data": self.asked(json.loads(body))}
-        elif found := re.fullmatch(r"/files/[^/]+/[^/]+/([^/]+)/file_stream", self.path):
-            sent = json.loads(body).get("files", {}).get("wandb-history.jsonl", {})
-            rows = self.taken.rows.setdefault(found[1], [])
-            rows[sent.get("offset", len(rows)) :] = [
-                json.loads(line) for line in sent.get("content", [])
+            answer = {"data": self.answer_query(json.loads(body))}
+        elif match := re.fullmatch(r"/files/[^/]+/[^/]+/([^/]+)/file_stream", self.path):
+            new_rows = json.loads(body).get("files", {}).get("wandb-history.jsonl", {})
+            rows = self.wandb_server.rows.setdefault(match[1], [])
+            rows[new_rows.get("offset", len(rows)) :] = [
+                json.loads(line) for line in new_rows.get("content", [])
             ]  # a client may send twice
         out = json.dumps(answer).encode()
         self.send_response(200)
@@ -59,12 +59,12 @@ class Answer(http.server.BaseHTTPRequestHandler):
 
     do_GET = do_PUT = do_POST  # noqa: N815
 
-    def asked(self, request: dict[str, Any]) -> dict[str, Any]:
-        """One answer for all questions: who is asking, that the run is new, and that no file is wanted."""
+    def answer_query(self, request: dict[str, Any]) -> dict[str, Any]:
+        """One response for all queries: the user, a new run, and no files to upload."""
         values, name = request.get("variables") or {}, ""
         if re.search(r"mutation\s+UpsertBucket", request["query"]):
             name = values["name"]
-            self.taken.runs.setdefault(name, values)
+            self.wandb_server.runs.setdefault(name, values)
         project = {"id": "p", "name": values.get("project"), "entity": {"id": "e", "name": values.get("entity")}}
         bucket = {
             "id": "r",

@@ -30,13 +30,13 @@ class JobSpecResources:
 
 
 class JobSpec:
-    KNOWN = frozenset(
+    FIELD_NAMES = frozenset(
         {"name", "image", "data", "environment_vars", "workdir", "command", "interactive"}
         | {"preemptable", "restartable", "bid", "max_run_time", "resources"}
     )
 
     def __init__(self, **facts: Any) -> None:
-        if unknown := set(facts) - set(self.KNOWN):
+        if unknown := set(facts) - set(self.FIELD_NAMES):
             raise TypeError(f"got an unexpected keyword argument {unknown.pop()!r}")
         self.facts = facts
 
@@ -59,7 +59,7 @@ class JobApi:
             raise rest.ApiException(400, f"invalid name {facts['name']!r}: must match ^[a-z0-9_]+$")
         if facts["image"].startswith("refused"):
             raise rest.ApiException(403, "you may not use this image")
-        with jobs.locked():
+        with jobs.hold_lock():
             if any(job["name"] == facts["name"] for job in jobs.records()):
                 raise rest.ApiException(409, "Conflict")
             job = {"id": str(uuid.uuid4()), "account": account_id, "state": "QUEUED", "createdOn": jobs.now()}
@@ -75,15 +75,15 @@ class JobApi:
         assert order == "-created"
         if error:
             raise error
-        with jobs.locked():
+        with jobs.hold_lock():
             records = [job for job in jobs.records() if job["account"] == account_id and not job.get("old")]
         return SimpleNamespace(items=[_job(job) for job in records[:limit]])
 
     def v1_cluster_job_get(self, q: str) -> SimpleNamespace:
         if error := _call("v1_cluster_job_get"):
             raise error
-        found = [jobs.read(name) for name in q.removeprefix("id__in=").split(",")]
-        return SimpleNamespace(items=[_job(record) for record in found if record])
+        records = [jobs.read(name) for name in q.removeprefix("id__in=").split(",")]
+        return SimpleNamespace(items=[_job(record) for record in records if record])
 
     def v1_job_get_by_id(self, job_id: str) -> SimpleNamespace:
         return _get(job_id)

@@ -27,7 +27,7 @@ LIVE = ("QUEUING", "QUEUED", "RUNNING", "CANCELLING")
 
 
 @contextlib.contextmanager
-def locked() -> Iterator[Path]:
+def hold_lock() -> Iterator[Path]:
     folder = Path(os.environ["FAKE_TOOLKIT"])
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / "lock", "w") as file:
@@ -53,7 +53,7 @@ def write(job: dict[str, Any]) -> None:
 
 
 def edit(job_id: str, **facts: Any) -> None:
-    with locked():
+    with hold_lock():
         write((read(job_id) or {}) | facts)
 
 
@@ -67,7 +67,7 @@ def run(job_id: str) -> None:
     """Run the job's command to its end, and again after each interruption of a restartable one."""
     again = True
     while again:
-        with locked() as folder:
+        with hold_lock() as folder:
             job = read(job_id) or {}
             if job["state"] != "QUEUED":
                 return
@@ -89,18 +89,20 @@ def run(job_id: str) -> None:
             time.sleep(0.02)
         while (wait := (read(job_id) or {}).get("cancelUntil", 0) - time.time()) > 0:
             time.sleep(wait)
-        with locked():
+        with hold_lock():
             job = read(job_id) or {}
-            cancelled, interrupted = job["state"] == "CANCELLING", job.pop("preempted", False)
-            end = "CANCELLED" if cancelled else "INTERRUPTED" if interrupted else "FAILED" if code else "SUCCEEDED"
+            is_cancelled, is_interrupted = job["state"] == "CANCELLING", job.pop("preempted", False)
+            end = (
+                "CANCELLED" if is_cancelled else "INTERRUPTED" if is_interrupted else "FAILED" if code else "SUCCEEDED"
+            )
             job["runs"][-1] = {"state": end, "exit_code": code}
-            again = interrupted and job["restartable"] and not cancelled
+            again = is_interrupted and job["restartable"] and not is_cancelled
             write(job | {"state": "QUEUED" if again else end})
 
 
 def cancel(job_id: str) -> None:
     """A job that runs is told to end: only the main process of its container. It is killed if it does not."""
-    with locked():
+    with hold_lock():
         job = read(job_id) or {}
         running = job["state"] == "RUNNING"
         if running:
