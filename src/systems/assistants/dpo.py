@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import torch
 
 
-REPORTED = ("accuracy", "margin", "chosen_logratio", "rejected_logratio")
+REPORTED_SCORES = ("accuracy", "margin", "chosen_logratio", "rejected_logratio")
 """Named sums of the loss that an evaluation reports."""
 _ROUNDING = 1e-3
 """Largest difference in nats between log-probabilities of one model in two passes."""
@@ -74,7 +74,7 @@ class Config(TrainingRecipe):
         return self
 
     def checks(self, places: Places) -> list[Callable[[], object]]:
-        return pretraining.checks(self, places, pretraining.score_names(REPORTED))
+        return pretraining.checks(self, places, pretraining.score_names(REPORTED_SCORES))
 
     def loss(self) -> Callable[..., Any]:
         """Summed loss; and by name, over pairs: accuracy, the share in which the chosen answer has gained more on the
@@ -104,21 +104,21 @@ class Config(TrainingRecipe):
             else:
                 reference = batch["reference_logps"]
             ratios = sums.logps - reference
-            compared = ratios / sums.tokens if preference.kind == "ipo" else ratios
+            loss_ratios = ratios / sums.tokens if preference.kind == "ipo" else ratios
             loss = pair_loss(
-                *pairs(compared), kind=preference.kind, beta=preference.beta, flipped=preference.flipped
+                *pairs(loss_ratios), kind=preference.kind, beta=preference.beta, flip_rate=preference.flipped
             )  # fmt: skip
             if preference.sft_weight:
                 loss = loss - preference.sft_weight * pairs(sums.logps / sums.tokens)[0].sum()
-            chosen, rejected = pairs(ratios.detach())
+            chosen_ratios, rejected_ratios = pairs(ratios.detach())
             values_by_name = (
-                (chosen > rejected + _ROUNDING).float(),
-                preference.beta * (chosen - rejected),
-                chosen,
-                rejected,
+                (chosen_ratios > rejected_ratios + _ROUNDING).float(),
+                preference.beta * (chosen_ratios - rejected_ratios),
+                chosen_ratios,
+                rejected_ratios,
             )
-            count = torch.tensor(float(len(chosen)))
-            return loss, {name: (each.sum(), count) for name, each in zip(REPORTED, values_by_name, strict=True)}
+            count = torch.tensor(float(len(chosen_ratios)))
+            return loss, {name: (each.sum(), count) for name, each in zip(REPORTED_SCORES, values_by_name, strict=True)}
 
         return loss_and_sums
 
@@ -140,11 +140,14 @@ class Config(TrainingRecipe):
             logps = with_references(model, parts, run.path, self.micro_batch, self.precision[0])
             return WithReference(train, logps), WithReference(val, logps)
 
-        stored = self.preference.reference == "stored"
+        uses_stored_reference = self.preference.reference == "stored"
         pretraining.train_on_text(
             self,
             run,
             pretraining.TextTraining(
-                self.loss(), reported=REPORTED, count=self.count, prepare=add_reference if stored else None
+                self.loss(),
+                reported=REPORTED_SCORES,
+                count=self.count,
+                prepare=add_reference if uses_stored_reference else None,
             ),
         )

@@ -207,8 +207,8 @@ def chain(seed: int) -> dict[str, dict[str, Any]]:
     base = override(BASE_TINY, {"seed": seed})
     sft = override(SFT_TINY, {"seed": seed, "model": ref(base)})
     reward = override(REWARD_TINY, {"seed": seed, "model.base": ref(sft)})
-    judged = {**PPO_TINY["rewards"][1], "model": ref(reward)}
-    ppo = override(PPO_TINY, {"seed": seed, "model.base": ref(sft), "rewards": [PPO_TINY["rewards"][0], judged]})
+    reward_config = {**PPO_TINY["rewards"][1], "model": ref(reward)}
+    ppo = override(PPO_TINY, {"seed": seed, "model.base": ref(sft), "rewards": [PPO_TINY["rewards"][0], reward_config]})
     return {
         "base": base,
         "sft": sft,

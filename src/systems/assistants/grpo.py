@@ -129,15 +129,15 @@ class Config(TrainingRecipe):
 
         grpo, tokens, scores = self.grpo, rollouts.tokens, rollouts.scores
         if grpo.unended == "penalise":
-            scores = torch.where(rollouts.ended, scores, grpo.unended_reward)
+            scores = torch.where(rollouts.is_complete, scores, grpo.unended_reward)
         if grpo.kl_weight and grpo.kl_in == "reward":
             kl = torch.where(tokens["sampled"], tokens["logps"] - tokens["reference_logps"], 0.0)
             scores = scores - grpo.kl_weight * kl.sum(dim=1)
         worth, differ = group_advantages(scores, rollouts_of(self).group_size, grpo.baseline, grpo.by_deviation)
-        learned = tokens["sampled"] & differ[:, None]
+        loss_mask = tokens["sampled"] & differ[:, None]
         if grpo.unended == "mask":
-            learned = learned & rollouts.ended[:, None]
-        columns = {"learned": learned, "advantages": torch.where(learned, worth[:, None], 0.0)}
+            loss_mask = loss_mask & rollouts.is_complete[:, None]
+        columns = {"learned": loss_mask, "advantages": torch.where(loss_mask, worth[:, None], 0.0)}
         columns |= {name: tokens[name] for name in ("logps", "reference_logps") if name in tokens}
         return Estimates(columns, {"equal_groups": 1 - differ.float()}, {})
 
@@ -153,18 +153,18 @@ class Config(TrainingRecipe):
         from src.systems.assistants.rl import losses
         from src.systems.assistants.rl.policy import score_tokens
 
-        grpo, learned = self.grpo, batch["learned"]
-        scored = score_tokens(
+        grpo, loss_mask = self.grpo, batch["learned"]
+        token_scores = score_tokens(
             model,
             batch,
             rollouts_of(self).sampling.temperature,
             entropy_gradient=grpo.entropy_weight > 0,
         )
         policy = losses.policy_loss(
-            scored.logps,
-            batch.get("logps", scored.logps.detach()),
+            token_scores.logps,
+            batch.get("logps", token_scores.logps.detach()),
             batch["advantages"],
-            learned,
+            loss_mask,
             clip_low=grpo.clip_low,
             clip_high=grpo.clip_high,
             ratio=grpo.ratio,
@@ -174,7 +174,12 @@ class Config(TrainingRecipe):
             kl_weight=grpo.kl_weight if grpo.kl_in == "loss" else 0.0,
             corrected_kl=grpo.corrected_kl,
         )
-        loss = policy.loss - grpo.entropy_weight * losses.token_sum(scored.entropies, learned, grpo.normalisation)
-        sums = {"clipped": policy.clipped, "entropy": losses.token_sum(scored.entropies.detach(), learned, "tokens")}
+        loss = policy.loss - grpo.entropy_weight * losses.token_sum(
+            token_scores.entropies, loss_mask, grpo.normalisation
+        )
+        sums = {
+            "clipped": policy.clipped,
+            "entropy": losses.token_sum(token_scores.entropies.detach(), loss_mask, "tokens"),
+        }
         sums |= {"kl": policy.kl} if "reference_logps" in batch else {}
-        return loss, {name: (each, learned.sum()) for name, each in sums.items()}
+        return loss, {name: (each, loss_mask.sum()) for name, each in sums.items()}

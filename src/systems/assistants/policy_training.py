@@ -182,8 +182,8 @@ def train_policy(recipe: TrainingRecipe, run: Run, scoring: Scoring, method: Pol
         wait = Patience(run).wait
         setting = RewardSetting(run.places, device, recipe.micro_batch, tokenizer, tokenizers.load, write_with, wait)
         kind, temperature = method.reference, data.sampling.temperature
-        served = find_reference_server(method.policy_config, setting, temperature) if kind != "none" else None
-        reference = None if served else build_reference(kind, method.policy_of(model), device, temperature)
+        reference_server = find_reference_server(method.policy_config, setting, temperature) if kind != "none" else None
+        reference = None if reference_server else build_reference(kind, method.policy_of(model), device, temperature)
         judges = Judges(
             scoring.reward_names,
             [reward.scorer(setting) for reward in scoring.rewards],
@@ -209,15 +209,15 @@ def train_policy(recipe: TrainingRecipe, run: Run, scoring: Scoring, method: Pol
             ends,
             never,
             continuous=data.sampling.batching == "continuous",
-            repeated=data.group_size > 1,
+            has_repeated_prompts=data.group_size > 1,
         ),
         decode=lambda ids: str(tokenizer.decode([*ids], skip_special_tokens=True)),
         judges=judges,
         estimate=method.estimate,
         record=Recorder(run.path).record,
         reference=reference,
-        served=served.logps if served else None,
-        measured=method.needs_sampled_logps,
+        server_logps=reference_server.logps if reference_server else None,
+        needs_sampled_logps=method.needs_sampled_logps,
     )
     train.fill = experience.roll_out
 
@@ -242,10 +242,10 @@ def with_facts(method: PolicyMethod, scoring: Scoring) -> "Callable[[Any, Batch]
     names += method.fact_names
 
     def loss(model: Any, batch: "Batch") -> "tuple[torch.Tensor, NamedSums]":
-        summed, named = method.token_losses(model, batch)
+        total_loss, named_sums = method.token_losses(model, batch)
         count = torch.tensor(float(len(batch["facts"])))
         columns = zip(names, batch["facts"].T, strict=True)
-        return summed, {**{name: (column.sum(), count) for name, column in columns}, **named}
+        return total_loss, {**{name: (column.sum(), count) for name, column in columns}, **named_sums}
 
     return loss
 

@@ -132,32 +132,32 @@ class Config(TrainingRecipe):
             )
             kl = torch.where(sampled, kl, 0.0)
         scores, moments = self._scale(rollouts.scores, cursor)
-        learned = sampled
+        loss_mask = sampled
         if ppo.unended == "penalise":
-            scores = torch.where(rollouts.ended, scores, ppo.unended_reward)
+            scores = torch.where(rollouts.is_complete, scores, ppo.unended_reward)
         elif ppo.unended == "mask":
-            learned = sampled & rollouts.ended[:, None]
+            loss_mask = sampled & rollouts.is_complete[:, None]
         rewards = advantages.token_rewards(scores, kl, sampled, weight)
         gains = advantages.generalized_advantages(values, rewards, sampled, ppo.gamma, ppo.lam)
         worth = gains.advantages
         if ppo.whiten:
-            worth = advantages.whiten(worth, learned, advantages.Moments.measure(worth, learned))
+            worth = advantages.whiten(worth, loss_mask, advantages.Moments.measure(worth, loss_mask))
         error = advantages.Moments.measure(gains.returns - values, sampled).deviation
         spread = advantages.Moments.measure(gains.returns, sampled).deviation
-        explained = 1 - (error / spread) ** 2 if spread else 0.0
+        explained_variance = 1 - (error / spread) ** 2 if spread else 0.0
         changes = {"kl_weight": weight} if ppo.kl else {}
         if ppo.kl and ppo.kl.target:
             mean = float(kl.sum() / sampled.sum())
             changes["kl_weight"] = advantages.next_kl_weight(weight, mean, len(scores), ppo.kl.target, ppo.kl.horizon)
         columns = {
-            "learned": learned,
+            "learned": loss_mask,
             "advantages": worth,
             "logps": logps,
             "values": values,
             "returns": gains.returns,
             "kl": kl,
         }
-        facts = {"explained_variance": torch.full_like(scores, explained)}
+        facts = {"explained_variance": torch.full_like(scores, explained_variance)}
         facts |= {"kl_weight": torch.full_like(scores, weight)} if ppo.kl else {}
         return Estimates(columns, facts, {**changes, **moments})
 
@@ -185,27 +185,27 @@ class Config(TrainingRecipe):
         from src.systems.assistants.rl import losses
         from src.systems.assistants.rl.policy import score_tokens
 
-        ppo, learned = self.ppo, batch["learned"]
-        scored = score_tokens(
+        ppo, loss_mask = self.ppo, batch["learned"]
+        token_scores = score_tokens(
             model,
             batch,
             rollouts_of(self).sampling.temperature,
             entropy_gradient=ppo.entropy_weight > 0,
         )
-        assert scored.values is not None, "the model is 'with_values'"
+        assert token_scores.values is not None, "the model is 'with_values'"
         policy = losses.policy_loss(
-            scored.logps,
+            token_scores.logps,
             batch["logps"],
             batch["advantages"],
-            learned,
+            loss_mask,
             clip_low=ppo.clip,
             clip_high=ppo.clip,
             dual_clip=ppo.dual_clip,
         )
-        value = losses.value_loss(scored.values, batch["values"], batch["returns"], learned, ppo.value_clip)
-        entropy = losses.token_sum(scored.entropies, learned, "tokens")
+        value = losses.value_loss(token_scores.values, batch["values"], batch["returns"], loss_mask, ppo.value_clip)
+        entropy = losses.token_sum(token_scores.entropies, loss_mask, "tokens")
         loss = policy.loss + ppo.value_weight * value - ppo.entropy_weight * entropy
-        count = learned.sum()
-        sums = {"kl": losses.token_sum(batch["kl"], learned, "tokens")} if ppo.kl else {}
+        count = loss_mask.sum()
+        sums = {"kl": losses.token_sum(batch["kl"], loss_mask, "tokens")} if ppo.kl else {}
         sums |= {"clipped": policy.clipped, "entropy": entropy, "value_loss": value}
         return loss, {name: (each, count) for name, each in sums.items()}

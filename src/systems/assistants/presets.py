@@ -73,10 +73,10 @@ def conversations(
         }
         for name in corpora
     }
-    whole = parts[corpora[0]] if len(parts) == 1 else {
+    data = parts[corpora[0]] if len(parts) == 1 else {
         "name": "mixture", "parts": parts, "draw": {name: {"fraction": 1.0, "size": MOST} for name in parts},
     }  # fmt: skip
-    return {"name": "packed", "documents": whole, "sequence_tokens": tokens} if packed else whole
+    return {"name": "packed", "documents": data, "sequence_tokens": tokens} if packed else data
 
 
 def sft(section: str, corpora: Sequence[str] = DEFAULT_MIX, **model: Any) -> dict[str, Any]:

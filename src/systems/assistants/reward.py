@@ -15,7 +15,7 @@ from src.runs.context import Run
 if TYPE_CHECKING:
     import torch
 
-REPORTED = ("accuracy", "kendall", "spearman", "best_reward", "worst_reward")
+REPORTED_SCORES = ("accuracy", "kendall", "spearman", "best_reward", "worst_reward")
 """Named sums of the loss that an evaluation reports."""
 
 
@@ -45,10 +45,10 @@ class Config(TrainingRecipe):
         return self
 
     def checks(self, places: Places) -> list[Callable[[], object]]:
-        scored = self.ranking.margin == "scores"
+        needs_scores = self.ranking.margin == "scores"
         return [
-            *pretraining.checks(self, places, pretraining.score_names(REPORTED)),
-            lambda: scored and self.data.check_scores(places),
+            *pretraining.checks(self, places, pretraining.score_names(REPORTED_SCORES)),
+            lambda: needs_scores and self.data.check_scores(places),
         ]
 
     def loss(self) -> Callable[..., Any]:
@@ -60,13 +60,13 @@ class Config(TrainingRecipe):
 
         settings = self.ranking
 
-        def loss_and_sums(model: Any, batch: "Mapping[str, torch.Tensor]", correlated: bool = True) -> Any:
+        def loss_and_sums(model: Any, batch: "Mapping[str, torch.Tensor]", with_correlations: bool = True) -> Any:
             import torch
 
             rewards_R = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"])
             conversations_R, ranks_R = batch["sample_of_row"], batch["ranks"]
             margin = batch["scores"] if settings.margin == "scores" else settings.margin
-            summed = ranking_loss(
+            total_loss = ranking_loss(
                 rewards_R,
                 conversations_R,
                 ranks_R,
@@ -75,16 +75,16 @@ class Config(TrainingRecipe):
                 margin=margin,
                 centring=settings.centring,
             )
-            if not correlated:
+            if not with_correlations:
                 *sums, count = agreement(rewards_R, conversations_R, ranks_R)
-                return summed, {
+                return total_loss, {
                     name: (each, count)
                     for name, each in zip(("accuracy", "best_reward", "worst_reward"), sums, strict=True)
                 }
-            ranked = correlations(rewards_R.tolist(), conversations_R.tolist(), ranks_R.tolist())
-            count = torch.tensor(float(len(ranked)))
-            sums = {name: sum(getattr(each, name) for each in ranked) for name in REPORTED}
-            return summed, {name: (torch.tensor(each, dtype=torch.float64), count) for name, each in sums.items()}
+            conversation_scores = correlations(rewards_R.tolist(), conversations_R.tolist(), ranks_R.tolist())
+            count = torch.tensor(float(len(conversation_scores)))
+            sums = {name: sum(getattr(each, name) for each in conversation_scores) for name in REPORTED_SCORES}
+            return total_loss, {name: (torch.tensor(each, dtype=torch.float64), count) for name, each in sums.items()}
 
         return loss_and_sums
 
@@ -100,4 +100,6 @@ class Config(TrainingRecipe):
 
     def run(self, run: Run) -> None:
         """Train to the last step, or evaluate. Scores: val_loss and the means of `REPORTED`. Collective."""
-        pretraining.train_on_text(self, run, pretraining.TextTraining(self.loss(), reported=REPORTED, count=self.count))
+        pretraining.train_on_text(
+            self, run, pretraining.TextTraining(self.loss(), reported=REPORTED_SCORES, count=self.count)
+        )

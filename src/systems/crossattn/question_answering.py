@@ -42,8 +42,8 @@ def checks(
         lambda: inference and row_index.check(places, data, inference.split, inference.index_file),
     ]
     if loop:
-        measured = {*VAL_LOSSES, *(answers.score_names() if answers else [])}
-        checks += [recipe.check_compiled, lambda: loop.check(measured)]
+        score_names = {*VAL_LOSSES, *(answers.score_names() if answers else [])}
+        checks += [recipe.check_compiled, lambda: loop.check(score_names)]
     return checks
 
 

@@ -54,8 +54,8 @@ STUDY_CLOSED_BOOK = override(
         "inference.wrong_contexts": False,
     },
 )
-UNTRAINED = {"loop": None, "evaluation": {"micro_batch": 8}}
-BASE_ALONE = {**UNTRAINED, "model": STUDY_BASE}
+WITHOUT_TRAINING = {"loop": None, "evaluation": {"micro_batch": 8}}
+UNTRAINED_BASE = {**WITHOUT_TRAINING, "model": STUDY_BASE}
 
 BLOCKS = grid(
     STUDY_CROSSATTN,
@@ -76,8 +76,8 @@ GROUPS = {
     ),
     "study_prompted": seeds([STUDY_PROMPTED, STUDY_CLOSED_BOOK], 3),
     "study_untrained": [
-        *seeds([override(STUDY_CROSSATTN, UNTRAINED)], 3),
-        override(STUDY_PROMPTED, BASE_ALONE),
-        override(STUDY_CLOSED_BOOK, BASE_ALONE),
+        *seeds([override(STUDY_CROSSATTN, WITHOUT_TRAINING)], 3),
+        override(STUDY_PROMPTED, UNTRAINED_BASE),
+        override(STUDY_CLOSED_BOOK, UNTRAINED_BASE),
     ],
 }

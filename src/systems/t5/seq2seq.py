@@ -40,9 +40,11 @@ class Config(TrainingRecipe):
         for part in self.predictions.also if self.predictions else []:
             if part.name != TASK:
                 raise ValueError(f"predictions.also: expected data sets {TASK!r}, got {part.name!r}.")
-        twice = [name for name, count in Counter(part.task for part in self.tasks_to_predict).items() if count > 1]
-        if twice:
-            raise ValueError(f"data: the task {twice[0]!r} stands there twice, and its scores would have one name.")
+        duplicates = [name for name, count in Counter(part.task for part in self.tasks_to_predict).items() if count > 1]
+        if duplicates:
+            raise ValueError(
+                f"data: the task {duplicates[0]!r} stands there twice, and its scores would have one name."
+            )
         return self
 
     @property
@@ -76,9 +78,9 @@ class Config(TrainingRecipe):
         def check_best_metric() -> None:
             if loop is None:
                 return
-            known = score_names([task.find_task(places) for task in self.tasks])
-            if loop.best_metric not in known:
-                raise ConfigError(f"loop.best_metric: {unknown_text('score', loop.best_metric, known)}")
+            known_scores = score_names([task.find_task(places) for task in self.tasks])
+            if loop.best_metric not in known_scores:
+                raise ConfigError(f"loop.best_metric: {unknown_text('score', loop.best_metric, known_scores)}")
             lower = loop.best_metric.partition("/")[0] in (LOSS, PERPLEXITY)
             if (loop.best_mode == "min") != lower:
                 right, better = ("min", "lower") if lower else ("max", "higher")
@@ -113,19 +115,19 @@ class Config(TrainingRecipe):
         if self.predictions is None:
             return []
         tasks, splits = self.tasks_to_predict, list(dict.fromkeys(self.predictions.splits))
-        found = [(task, split) for task in tasks for split in splits if task.has_split(places, split)]
+        task_splits = [(task, split) for task in tasks for split in splits if task.has_split(places, split)]
         for split in splits:
-            if split not in {has for _, has in found}:
+            if split not in {has for _, has in task_splits}:
                 names = ", ".join(repr(task.task) for task in tasks)
                 raise ConfigError(
                     f"predictions.splits: none of {names} has the split {split!r}. data_prep.t5.prepare_task makes it."
                 )
         for task in tasks:
-            if task not in [with_split for with_split, _ in found]:
+            if task not in [with_split for with_split, _ in task_splits]:
                 raise ConfigError(
                     f"predictions: {task.task!r} has none of the splits {', '.join(self.predictions.splits)}."
                 )
-        return found
+        return task_splits
 
     def training_loss(self) -> Callable[..., Any]:
         from src.training.loss import seq2seq_loss
@@ -158,23 +160,28 @@ class Config(TrainingRecipe):
             val = [task.build(run.places, tokenizer, "val", self.seed) for task in tasks]
             splits = []
             for task, split in self.splits_to_predict(run.places):
-                known = [data for data, own in zip(val, tasks, strict=True) if own is task and split == "val"]
+                val_data = [
+                    data for data, val_task in zip(val, tasks, strict=True) if val_task is task and split == "val"
+                ]
                 splits.append(
-                    TaskSplit(known[0] if known else task.build(run.places, tokenizer, split, self.seed), split)
+                    TaskSplit(val_data[0] if val_data else task.build(run.places, tokenizer, split, self.seed), split)
                 )
             train = self.data.build(run.places, tokenizer, "train", self.seed) if self.loop else val[0]
             inputs = fingerprints(run, train, tokenizer, self.model.fingerprint(run.places))
 
         def evaluate(accelerator: Any) -> dict[str, float]:
-            predictor, found = TaskPredictor(model, tokenizer, self.answers, batch_size, accelerator.device), {}
+            predictor, scores_by_task = (
+                TaskPredictor(model, tokenizer, self.answers, batch_size, accelerator.device),
+                {},
+            )
             for data in val:
                 texts = [text for batch in predictor.batches(data, range(len(data))) for text in batch]
                 scores = task_scores(data.task, [data.prediction(i, text) for i, text in enumerate(texts)])
                 scores[LOSS] = mean_loss(model, data, seq2seq_loss, batch_size, accelerator.device)
                 if data.task.task.kind == "text":
                     scores[PERPLEXITY] = float(torch.tensor(scores[LOSS]).exp())
-                found[data.task.name] = scores
-            return _name_scores(found)
+                scores_by_task[data.task.name] = scores
+            return _name_scores(scores_by_task)
 
         def finish(accelerator: Any) -> dict[str, float]:
             answering = self.answers if self.answers.by != "teacher_forced" else Answering()
@@ -182,13 +189,15 @@ class Config(TrainingRecipe):
             of_files = make(run, splits, predictor, inputs, best)
             scores: dict[str, float] = {}
             for split in dict.fromkeys(some.split for some in splits):
-                own = {
+                scores_by_task = {
                     some.dataset.task.name: of_files[some.name]
                     for some in splits
                     if some.split == split and some.name in of_files
                 }
-                named = _name_scores(own, several=len(self.tasks_to_predict) > 1) if own else {}
-                scores |= {f"predictions/{split}/{name}": value for name, value in named.items()}
+                named_scores = (
+                    _name_scores(scores_by_task, several=len(self.tasks_to_predict) > 1) if scores_by_task else {}
+                )
+                scores |= {f"predictions/{split}/{name}": value for name, value in named_scores.items()}
             return scores
 
         about = CheckpointMetadata(resolved_dict(self.model), tokenizer)
@@ -210,21 +219,23 @@ def score_names(tasks: "Sequence[NamedTask]") -> list[str]:
     Those of several tasks are called "accuracy/<task>".
     """
 
-    def own(task: "NamedTask") -> list[str]:
+    def names_of(task: "NamedTask") -> list[str]:
         return [TASK_SCORE, *task.task.metrics, *([PERPLEXITY] if task.task.kind == "text" else [])]
 
     if len(tasks) == 1:
-        return [LOSS, *own(tasks[0])]
-    return [LOSS, TASK_SCORE, *(f"{name}/{task.name}" for task in tasks for name in own(task))]
+        return [LOSS, *names_of(tasks[0])]
+    return [LOSS, TASK_SCORE, *(f"{name}/{task.name}" for task in tasks for name in names_of(task))]
 
 
-def _name_scores(found: dict[str, dict[str, float]], several: bool = False) -> dict[str, float]:
+def _name_scores(scores_by_task: dict[str, dict[str, float]], several: bool = False) -> dict[str, float]:
     """Scores by task as one dict: those of one task as they are,
     of several under "accuracy/<task>", with means of what all have."""
-    if len(found) == 1 and not several:
-        return dict(next(iter(found.values())))
-    scores = {f"{name}/{task}": value for task, own in found.items() for name, value in own.items()}
+    if len(scores_by_task) == 1 and not several:
+        return dict(next(iter(scores_by_task.values())))
+    scores = {
+        f"{name}/{task}": value for task, task_scores in scores_by_task.items() for name, value in task_scores.items()
+    }
     for name in (LOSS, TASK_SCORE):
-        values = [own[name] for own in found.values() if name in own]
+        values = [task_scores[name] for task_scores in scores_by_task.values() if name in task_scores]
         scores |= {name: sum(values) / len(values)} if values else {}
     return scores

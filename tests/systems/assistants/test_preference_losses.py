@@ -113,7 +113,7 @@ def test_a_training_reports_the_agreement_that_an_evaluation_finds(replies: list
 @pytest.mark.parametrize("flipped", [0.0, 0.2])
 def test_losses_of_pairs_are_those_of_the_papers(kind, flipped: float):
     chosen, rejected = [0.5, -2.0, 3.0], [-0.5, 1.0, 3.0]
-    result = pair_loss(torch.tensor(chosen), torch.tensor(rejected), kind=kind, beta=0.3, flipped=flipped)
+    result = pair_loss(torch.tensor(chosen), torch.tensor(rejected), kind=kind, beta=0.3, flip_rate=flipped)
     expected = sum(by_hand(kind, c - r, 0.3, flipped) for c, r in zip(chosen, rejected, strict=True))
     assert float(result) == pytest.approx(expected, rel=1e-6)
 

@@ -51,37 +51,41 @@ class Tags(StrictConfig):
         return [self.write(message, draw) if message.role == "assistant" else "" for message in messages]
 
 
-def window(found: Rendered, most: int, offset_probability: float, draw: Callable[[], Random] | None) -> Rendered:
+def window(
+    rendered: Rendered, max_tokens: int, offset_probability: float, draw: Callable[[], Random] | None
+) -> Rendered:
     """A conversation of at most `most` tokens, in which something is learned if anything is.
 
     With `offset_probability` it begins at a random token, as long as that leaves something to learn; else at its own
     beginning. Where all that would be learned comes later, it begins so that half of it is before the first token that
     is learned. draw: None in evaluations, which read the beginning.
     """
-    if len(found.ids) <= most:
-        return found
-    learned = [place for place, wanted in enumerate(found.learned) if wanted]
-    if not learned:
-        return found.part(0, most)
-    last = min(len(found.ids) - most, learned[-1] - 1)  # the first token of a sequence is never learned
+    if len(rendered.ids) <= max_tokens:
+        return rendered
+    learned_positions = [place for place, is_learned in enumerate(rendered.loss_mask) if is_learned]
+    if not learned_positions:
+        return rendered.part(0, max_tokens)
+    last = min(
+        len(rendered.ids) - max_tokens, learned_positions[-1] - 1
+    )  # the first token of a sequence is never learned
     if draw is not None:
-        own = draw()
-        if own.random() < offset_probability:
-            begins = [
+        rng = draw()
+        if rng.random() < offset_probability:
+            starts = [
                 begin
-                for begin in range(max(0, learned[0] - most + 1), last + 1)
-                if _learns(learned, begin, begin + most)
+                for begin in range(max(0, learned_positions[0] - max_tokens + 1), last + 1)
+                if _learns(learned_positions, begin, begin + max_tokens)
             ]
-            return _part(found, own.choice(begins), most)
-    begin = 0 if learned[0] < most else learned[0] - most // 2
-    return _part(found, min(begin, len(found.ids) - most), most)
+            return _part(rendered, rng.choice(starts), max_tokens)
+    begin = 0 if learned_positions[0] < max_tokens else learned_positions[0] - max_tokens // 2
+    return _part(rendered, min(begin, len(rendered.ids) - max_tokens), max_tokens)
 
 
-def _part(found: Rendered, begin: int, most: int) -> Rendered:
-    return found.part(begin, begin + most)
+def _part(rendered: Rendered, begin: int, max_tokens: int) -> Rendered:
+    return rendered.part(begin, begin + max_tokens)
 
 
-def _learns(learned: Sequence[int], begin: int, end: int) -> bool:
+def _learns(learned_positions: Sequence[int], begin: int, end: int) -> bool:
     """Whether a token that is learned is within, behind the first."""
-    after = bisect_right(learned, begin)
-    return after < len(learned) and learned[after] < end
+    after = bisect_right(learned_positions, begin)
+    return after < len(learned_positions) and learned_positions[after] < end

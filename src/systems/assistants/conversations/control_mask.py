@@ -17,7 +17,7 @@ class Mask:
     """Replaces control tokens that messages spell, so that a template can only write its own."""
 
     def __init__(self, controls: re.Pattern[str]) -> None:
-        self._spelled = list[str]()
+        self._masked_texts = list[str]()
         self._controls = re.compile(f"{controls.pattern}|{CONTROL}|{MASK}")
 
     def message(self, message: Message) -> dict[str, Any]:
@@ -36,10 +36,10 @@ class Mask:
         return [self.mask(each) for each in value] if isinstance(value, list | tuple) else value
 
     def _note(self, match: re.Match[str]) -> str:
-        self._spelled.append(match.group())
-        return f"{MASK}{len(self._spelled) - 1}{MASK}"
+        self._masked_texts.append(match.group())
+        return f"{MASK}{len(self._masked_texts) - 1}{MASK}"
 
     def restore(self, span: Span) -> Iterator[Span]:
         """Split a span at its masks, which become plain text."""
         for place, piece in enumerate(re.split(f"{MASK}([0-9]+){MASK}", span.text)):
-            yield Span(self._spelled[int(piece)], span.role) if place % 2 else Span(piece, span.role, True)
+            yield Span(self._masked_texts[int(piece)], span.role) if place % 2 else Span(piece, span.role, True)

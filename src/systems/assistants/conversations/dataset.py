@@ -24,13 +24,13 @@ from src.systems.assistants.conversations.choices import Tags, draws, window
 from src.systems.assistants.conversations.entries import Entry, Message, read_entry
 from src.systems.assistants.conversations.refusals import refuses
 from src.systems.assistants.conversations.rendering import Rendered, Renderer
-from src.systems.assistants.conversations.rows import ANSWERED, EMPTY, PROMPT, ConversationRows, read_rows
+from src.systems.assistants.conversations.rows import ANSWERED_ROW, EMPTY_ROW, PROMPT_ROW, ConversationRows, read_rows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 log = logging.getLogger(__name__)
-CHECKED = 256
+NUM_CHECKED_SAMPLES = 256
 """Samples that are rendered at the start."""
 
 
@@ -164,40 +164,45 @@ class Conversations:
         name: of the data, in messages."""
         self.config, self.renderer, self.fingerprint, self.shuffle = config, renderer, digest, config.shuffle
         self._rows, self._seed, self._name = rows, seed, name
-        self._chosen = self._choose()
-        for index in range(min(len(self), CHECKED)):  # templates refuse some messages: fail before the first step
+        self._row_indices = self._choose()
+        for index in range(
+            min(len(self), NUM_CHECKED_SAMPLES)
+        ):  # templates refuse some messages: fail before the first step
             self.render(0, index)
 
     def _choose(self) -> Sequence[int]:
         """Numbers of the rows that are read."""
-        if prompts := self._rows.numbers_of(PROMPT):
+        if prompts := self._rows.numbers_of(PROMPT_ROW):
             raise DataError(
                 f"{self._rows.location(prompts[0])}: a prompt without an answer. Use data 'rollouts', or add an answer."
             )
         total = range(len(self._rows))
-        saying = total if self.config.learn_all else self._rows.numbers_of(EMPTY, others=True)
-        if not saying:
+        nonempty = total if self.config.learn_all else self._rows.numbers_of(EMPTY_ROW, invert=True)
+        if not nonempty:
             raise DataError(
                 f"{self._name}: the assistant says nothing in any conversation, so there is nothing to learn."
             )
-        if len(saying) < len(total):
-            counts = len(total) - len(saying), len(total)
+        if len(nonempty) < len(total):
+            counts = len(total) - len(nonempty), len(total)
             log.info("%s: the assistant says nothing in %d of %d conversations; they are skipped.", self._name, *counts)
         if not self.config.without_refusals:
-            return saying
-        chosen = [i for i in saying if not refuses(read_entry(self._rows[i], self._name).conversation)]
+            return nonempty
+        row_indices = [i for i in nonempty if not refuses(read_entry(self._rows[i], self._name).conversation)]
         log.info(
-            "%s: %d of %d conversations refuse; they are skipped.", self._name, len(saying) - len(chosen), len(saying)
+            "%s: %d of %d conversations refuse; they are skipped.",
+            self._name,
+            len(nonempty) - len(row_indices),
+            len(nonempty),
         )
-        if not chosen:
+        if not row_indices:
             raise DataError(
                 f"{self._name}: the assistant refuses in every conversation. Write without_refusals: false."
             )
-        return chosen
+        return row_indices
 
     def __len__(self) -> int:
         """Conversations."""
-        return len(self._chosen)
+        return len(self._row_indices)
 
     def length(self, epoch: int, index: int) -> int:
         """Tokens of sample `index` of an epoch."""
@@ -207,7 +212,7 @@ class Conversations:
         """Sample `index` of an epoch with its roles."""
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
-        config, row = self.config, self._chosen[index]
+        config, row = self.config, self._row_indices[index]
         entry = read_entry(self._rows[row], self._rows.location(row))
         key = None if self._seed is None else (self._seed, epoch, index)
         if entry.text is not None:
@@ -218,11 +223,11 @@ class Conversations:
             config.writing.tags.write_all(messages, draws("tags", *key) if key else None) if config.writing.tags else ()
         )
         try:
-            whole = self.renderer.render(messages, tags)
+            rendered = self.renderer.render(messages, tags)
         except DataError as error:
             raise DataError(f"{self._rows.location(row)}: {error}") from None
         return window(
-            whole, config.sequence_tokens, config.random_offset, (lambda: draws("window", *key)) if key else None
+            rendered, config.sequence_tokens, config.random_offset, (lambda: draws("window", *key)) if key else None
         )
 
     def _another_answer(self, index: int, entry: Entry) -> Sequence[Message]:
@@ -233,7 +238,9 @@ class Conversations:
             if len(self) > 1
             else index
         )
-        others = read_entry(self._rows[self._chosen[other]], self._rows.location(self._chosen[other])).conversation
+        others = read_entry(
+            self._rows[self._row_indices[other]], self._rows.location(self._row_indices[other])
+        ).conversation
         place = max(place for place, message in enumerate(messages) if message.role == "assistant")
         answer = next((message for message in reversed(others) if message.role == "assistant"), messages[place])
         return [*messages[:place], replace(answer, tags={}, tools=()), *messages[place + 1 :]]
@@ -241,28 +248,33 @@ class Conversations:
     def sample(self, epoch: int, index: int) -> Sample:
         """Sample `index` of an epoch."""
         rendered = self.render(epoch, index)
-        learned = [place > 0 for place in range(len(rendered.ids))] if self.config.learn_all else rendered.learned
-        return {"input_ids": rendered.ids, "loss_mask": learned}
+        loss_mask = [place > 0 for place in range(len(rendered.ids))] if self.config.learn_all else rendered.loss_mask
+        return {"input_ids": rendered.ids, "loss_mask": loss_mask}
 
     @property
     def num_questions(self) -> int:
         """Number of conversations that end with an answer."""
-        return len(self._answered)
+        return len(self._answered_indices)
 
     @cached_property
-    def _answered(self) -> Sequence[int]:
-        numbers = self._rows.numbers_of(ANSWERED)
-        if isinstance(self._chosen, range):
+    def _answered_indices(self) -> Sequence[int]:
+        numbers = self._rows.numbers_of(ANSWERED_ROW)
+        if isinstance(self._row_indices, range):
             return numbers
         import numpy as np
 
-        return np.flatnonzero(np.isin(np.asarray(self._chosen), np.asarray(numbers))).tolist()
+        return np.flatnonzero(np.isin(np.asarray(self._row_indices), np.asarray(numbers))).tolist()
 
     def row(self, index: int) -> dict[str, Any]:
         """The last question of conversation `index` and its answer."""
-        row = self._chosen[self._answered[index]]
+        row = self._row_indices[self._answered_indices[index]]
         *before, answer = read_entry(self._rows[row], self._rows.location(row)).messages
-        return {"question": before[-1].written, "answer": answer.written, "context": "", "dataset": self.config.corpus}
+        return {
+            "question": before[-1].full_text,
+            "answer": answer.full_text,
+            "context": "",
+            "dataset": self.config.corpus,
+        }
 
     def source(self, index: int) -> str:
         """The group of its scores: the corpus."""
@@ -270,7 +282,7 @@ class Conversations:
 
     def prompt(self, index: int) -> Sample:
         """A conversation up to its last answer; a long one is truncated from the left."""
-        row = self._rows[self._chosen[self._answered[index]]]
+        row = self._rows[self._row_indices[self._answered_indices[index]]]
         *before, answer = read_entry(row, self._name).messages
         ids = render_prompt(self.renderer, self.config.writing, before, answer)[-self.config.sequence_tokens :]
         return {"input_ids": ids, "loss_mask": [False] * len(ids)}

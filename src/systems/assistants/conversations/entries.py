@@ -61,7 +61,7 @@ class Message:
     """Id of each call, "" without one."""
 
     @property
-    def written(self) -> str:
+    def full_text(self) -> str:
         """The content, and each call of a tool as a line of JSON."""
         return "\n".join([*([self.content] if self.content or not self.calls else []), *map(json_line, self.calls)])
 

@@ -163,10 +163,10 @@ class Jinja:
                     f"{{% generation %}} marks only a part of {shorten(message['content'])}. Mark the complete answer."
                 )
             same = _shared_length(last, text)
-            marked = [end for begin, end in regions if end > start and begin <= max(same, start)]
+            region_ends = [end for begin, end in regions if end > start and begin <= max(same, start)]
             ends = (
-                [match.end() for match in self._controls.finditer(text, start, marked[-1])]
-                if marked and same >= start
+                [match.end() for match in self._controls.finditer(text, start, region_ends[-1])]
+                if region_ends and same >= start
                 else []
             )
             return Answer(start, ends[-1], prompt[start:]) if ends else None
@@ -222,18 +222,20 @@ class Jinja:
         Raises:
             DataError: the template omits or repeats one.
         """
-        marked = [
+        marked_messages = [
             {**message, "content": f"{MASK}{MASK}m{number}{MASK}"}
             if message["role"] != "assistant" and message["content"]
             else message
             for number, message in enumerate(raw)
         ]
-        first, *pieces = _MARK.split(self._fill(marked, tools, answering)[0])
+        first, *pieces = _MARK.split(self._fill(marked_messages, tools, answering)[0])
         numbers = [*map(int, pieces[::2])]
-        expected = [number for number, message in enumerate(marked) if message["content"] != raw[number]["content"]]
+        expected = [
+            number for number, message in enumerate(marked_messages) if message["content"] != raw[number]["content"]
+        ]
         if sorted(numbers) != expected:
-            written = f"messages {' '.join(map(str, numbers)) or 'none'} of {' '.join(map(str, expected))}"
-            raise DataError(f"{WHERE}: the template writes {written}. Take one that writes each message once.")
+            description = f"messages {' '.join(map(str, numbers)) or 'none'} of {' '.join(map(str, expected))}"
+            raise DataError(f"{WHERE}: the template writes {description}. Take one that writes each message once.")
         parts, place = dict[int, tuple[int, int, Role, str]](), len(first)
         for number, following in zip(numbers, pieces[1::2], strict=True) if text.startswith(first) else ():
             content = raw[number]["content"]
@@ -290,25 +292,25 @@ class Jinja:
             except DataError:
                 raise error from None
             log.info("%s: it requires a system message in each conversation.", WHERE)
-        errors, learned = dict[str, DataError](), dict[str, bool]()
+        errors, learns_earlier = dict[str, DataError](), dict[str, bool]()
         for name, change in (
             ("answer", lambda turn: turn),
             ("reasoning", _with_reasoning),
             ("inline reasoning", _with_inline_reasoning),
         ):
             try:
-                learned[name] = self._learns_earlier(
+                learns_earlier[name] = self._learns_earlier(
                     [change(turn) if turn.role == "assistant" else turn for turn in turns]
                 )
             except DataError as error:
                 errors[name] = error
-        if not learned:
+        if not learns_earlier:
             raise errors["answer"]
         if "answer" in errors:
             log.info(
                 "%s: only answers with reasoning can be learned: the generation prompt starts the reasoning.", WHERE
             )
-        for name in (name for name, earlier in learned.items() if not earlier):
+        for name in (name for name, earlier in learns_earlier.items() if not earlier):
             kind = "" if name == "answer" else f" with {name}"
             log.info(
                 "%s: it changes an answer%s once another message follows. Only a last answer%s is learned.",
@@ -336,17 +338,17 @@ class Jinja:
                         "last answer too. Write it only if add_generation_prompt is true."
                     )
                 return
-            written = " ".join(str(number) for number, count in enumerate(counts) for _ in range(count)) or "none"
+            numbers = " ".join(str(number) for number, count in enumerate(counts) for _ in range(count)) or "none"
             advice = "Take one that writes each message once."
-            errors.append(DataError(f"{WHERE}: the template writes messages {written} of 0 1 2 3. {advice}"))
+            errors.append(DataError(f"{WHERE}: the template writes messages {numbers} of 0 1 2 3. {advice}"))
         raise errors[0]
 
     def _learns_earlier(self, turns: Sequence[Message]) -> bool:
         """Whether both answers of a conversation are learned.
         Raises DataError if the last is not, with or without the first two turns."""
-        learned = [span.text for span in self.spans([*self.opening, *turns]) if span.role is Role.ASSISTANT]
+        answers = [span.text for span in self.spans([*self.opening, *turns]) if span.role is Role.ASSISTANT]
         self.spans([*self.opening, *turns[:2]])
-        return any(turns[1].content in text for text in learned)
+        return any(turns[1].content in text for text in answers)
 
 
 def _with_reasoning(message: Message) -> Message:

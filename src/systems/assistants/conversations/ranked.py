@@ -12,10 +12,10 @@ from src.experiments.config import Places
 from src.experiments.kinds import REWARD
 from src.systems.assistants.conversations import templates
 from src.systems.assistants.conversations.choices import draws
-from src.systems.assistants.conversations.dataset import CHECKED, ConversationConfig, with_system
+from src.systems.assistants.conversations.dataset import NUM_CHECKED_SAMPLES, ConversationConfig, with_system
 from src.systems.assistants.conversations.entries import Message, Reply, read_entry
-from src.systems.assistants.conversations.rendering import LEARNED, Rendered, Renderer, Role
-from src.systems.assistants.conversations.rows import RANKED, SCORED, ConversationRows
+from src.systems.assistants.conversations.rendering import LEARNED_ROLES, Rendered, Renderer, Role
+from src.systems.assistants.conversations.rows import RANKED_ROW, SCORED_ROW, ConversationRows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -41,7 +41,7 @@ class Config(ConversationConfig):
     def check_scores(self, places: Places) -> None:
         for split in ("train", "val"):
             rows = self.read(places, split)
-            if without := rows.numbers_of(RANKED):
+            if without := rows.numbers_of(RANKED_ROW):
                 raise DataError(
                     f'{rows.location(without[0])}: replies: no "score" ({len(without)} of {len(rows)} rows). '
                     "Add one to each reply."
@@ -83,18 +83,20 @@ class RankedReplies:
         """seed: draws the replies that an epoch reads; None: always the same. name: of the data, in messages."""
         self.config, self.renderer, self.fingerprint, self.shuffle = config, renderer, digest, config.shuffle
         self._rows, self._seed, self._name = rows, seed, name
-        self._chosen = rows.numbers_of(RANKED, SCORED)
-        if not self._chosen:
+        self._row_indices = rows.numbers_of(RANKED_ROW, SCORED_ROW)
+        if not self._row_indices:
             raise DataError(f"{name}: no conversation has replies of different ranks. Add some: ties teach nothing.")
-        if len(self._chosen) < len(rows):
-            counts = len(rows) - len(self._chosen), len(rows)
+        if len(self._row_indices) < len(rows):
+            counts = len(rows) - len(self._row_indices), len(rows)
             log.info("%s: %d of %d rows have no replies of different ranks; they are skipped.", name, *counts)
-        for index in range(min(len(self), CHECKED)):  # templates refuse some messages: fail before the first step
+        for index in range(
+            min(len(self), NUM_CHECKED_SAMPLES)
+        ):  # templates refuse some messages: fail before the first step
             self.render(0, index)
 
     def __len__(self) -> int:
         """Conversations."""
-        return len(self._chosen)
+        return len(self._row_indices)
 
     def length(self, epoch: int, index: int) -> int:
         """Tokens of the longest row of conversation `index` of an epoch."""
@@ -103,7 +105,7 @@ class RankedReplies:
     def sample(self, epoch: int, index: int) -> Sample:
         """Conversation `index` of an epoch, its best reply first."""
         rendered, ranks, scores = self._render(epoch, index)
-        masks = [each.learned for each in rendered]
+        masks = [each.loss_mask for each in rendered]
         return {"input_ids": [each.ids for each in rendered], "loss_mask": masks, "ranks": ranks, "scores": scores}
 
     def render(self, epoch: int, index: int) -> list[Rendered]:
@@ -114,7 +116,7 @@ class RankedReplies:
         """The conversation with each reply, the ranks and the scores. Replies equal once truncated are a tie."""
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
-        row = self._chosen[index]
+        row = self._row_indices[index]
         entry = read_entry(self._rows[row], self._rows.location(row))
         key = None if self._seed is None else (self._seed, epoch, index)
         replies, labels = self._choose(entry.replies, epoch, index)
@@ -133,17 +135,17 @@ class RankedReplies:
         self, replies: Sequence[Reply], epoch: int, index: int
     ) -> tuple[list[Reply], list[tuple[int, float | None]]]:
         """The replies that are read, best first, and the rank and score of each."""
-        ordered = sorted(replies, key=lambda reply: reply.rank)  # stable: tied ones stay as in the row
+        ranked_replies = sorted(replies, key=lambda reply: reply.rank)  # stable: tied ones stay as in the row
         most = self.config.max_replies
-        if len(ordered) > most:
-            places = range(1, len(ordered) - 1)
+        if len(ranked_replies) > most:
+            places = range(1, len(ranked_replies) - 1)
             key = (0,) if self._seed is None else (self._seed, epoch)
             between = sorted(draws("replies", *key, index).sample(places, most - 2))
-            ordered = [ordered[place] for place in (0, *between, len(ordered) - 1)]
-        labels = [(reply.rank, reply.score) for reply in ordered]
+            ranked_replies = [ranked_replies[place] for place in (0, *between, len(ranked_replies) - 1)]
+        labels = [(reply.rank, reply.score) for reply in ranked_replies]
         if self.config.shuffled_ranks and self._seed is not None:
             draws("ranks", self._seed, index).shuffle(labels)
-        return ordered, labels
+        return ranked_replies, labels
 
     def collate(self, samples: Sequence[Sample]) -> RankedBatch:
         """All replies of all conversations, padded on the right; padding is masked, so its id does not matter."""
@@ -186,15 +188,16 @@ def render_reply(
     messages = with_system(messages, config.writing.system)
     tags, texts = config.writing.tags, list[str]()
     if tags:
-        drawn = [None if key is None else draws("tags", *key, *more) for more in ((), (place,))]
-        texts = [*tags.write_all(messages, drawn[0]), tags.write(reply.message, drawn[1])]
+        rngs = [None if key is None else draws("tags", *key, *more) for more in ((), (place,))]
+        texts = [*tags.write_all(messages, rngs[0]), tags.write(reply.message, rngs[1])]
     rendered, most = renderer.render([*messages, reply.message], texts), config.sequence_tokens
     answer = rendered.last_answer()
     prompt, end = answer.start, len(rendered.ids)
     room = max(most - (end - prompt), min(config.min_prompt_tokens, most // 2), 1)  # of the prompt, from its end
     begin = max(0, prompt - room)
-    cut = rendered.part(begin, begin + most)
+    sample = rendered.part(begin, begin + most)
     before = prompt - begin
     return Rendered(
-        cut.ids, [Role.TEMPLATE if i < before and role in LEARNED else role for i, role in enumerate(cut.roles)]
+        sample.ids,
+        [Role.TEMPLATE if i < before and role in LEARNED_ROLES else role for i, role in enumerate(sample.roles)],
     )

@@ -39,7 +39,7 @@ class Role(IntEnum):
     """Plain text."""
 
 
-LEARNED = frozenset({Role.ASSISTANT, Role.TEXT})
+LEARNED_ROLES = frozenset({Role.ASSISTANT, Role.TEXT})
 ROLE_OF = {"system": Role.SYSTEM, "user": Role.USER, "assistant": Role.ASSISTANT, "tool": Role.TOOL}
 
 
@@ -78,9 +78,9 @@ class Rendered:
     """A `Role` for each id."""
 
     @property
-    def learned(self) -> list[bool]:
+    def loss_mask(self) -> list[bool]:
         """Whether each id is learned; never the first, which has no context."""
-        return [place > 0 and role in LEARNED for place, role in enumerate(self.roles)]
+        return [place > 0 and role in LEARNED_ROLES for place, role in enumerate(self.roles)]
 
     def last_answer(self) -> range:
         """Places of the last answer; empty, at the end, without one."""

@@ -8,7 +8,14 @@ from typing import Any
 from src.data import jsonl
 from src.systems.assistants.conversations.entries import check_row
 
-ANSWERED, RANKED, SCORED, PROMPT, OTHER, EMPTY = "answered", "ranked", "scored", "prompt", "other", "empty"
+ANSWERED_ROW, RANKED_ROW, SCORED_ROW, PROMPT_ROW, OTHER_ROW, EMPTY_ROW = (
+    "answered",
+    "ranked",
+    "scored",
+    "prompt",
+    "other",
+    "empty",
+)
 """Kinds of rows: the last message is the assistant's; replies of different ranks; these with a score for each reply; a
 prompt without an answer; none of these; the assistant never says anything."""
 _RULES = "conversations 5"
@@ -17,21 +24,21 @@ _RULES = "conversations 5"
 def kind_of(row: dict[str, Any]) -> str:
     """The kind of a row that is an entry."""
     if "prompt" in row:
-        return PROMPT
+        return PROMPT_ROW
     replies = row.get("replies") or ()
     if len({reply["rank"] for reply in replies}) > 1:
-        return RANKED if any(reply.get("score") is None for reply in replies) else SCORED
+        return RANKED_ROW if any(reply.get("score") is None for reply in replies) else SCORED_ROW
     messages = [*row.get("messages", ()), *({"role": "assistant", **reply} for reply in replies)]
     if messages and not any(
         (each.get("content") or "").strip() or each.get("tool_calls")
         for each in messages
         if each["role"] == "assistant"
     ):
-        return EMPTY
+        return EMPTY_ROW
     return (
-        ANSWERED
+        ANSWERED_ROW
         if row.get("replies") is None and "messages" in row and row["messages"][-1]["role"] == "assistant"
-        else OTHER
+        else OTHER_ROW
     )
 
 
@@ -47,34 +54,34 @@ def read_rows(path: Path) -> jsonl.Rows:
 class ConversationRows(Sequence[dict[str, Any]]):
     """Some rows of a file, or all, parsed on access."""
 
-    def __init__(self, rows: jsonl.Rows, chosen: Sequence[int] | None = None) -> None:
+    def __init__(self, rows: jsonl.Rows, row_indices: Sequence[int] | None = None) -> None:
         """chosen: their numbers in the file, in order; None: all."""
-        self._rows, self._chosen = rows, chosen if chosen is not None else range(len(rows))
+        self._rows, self._row_indices = rows, row_indices if row_indices is not None else range(len(rows))
 
     def __len__(self) -> int:
-        return len(self._chosen)
+        return len(self._row_indices)
 
     def __getitem__(self, index: Any) -> Any:
         return (
             [self[i] for i in range(*index.indices(len(self)))]
             if isinstance(index, slice)
-            else self._rows[self._chosen[index]]
+            else self._rows[self._row_indices[index]]
         )
 
     def location(self, index: int) -> str:
         """FILE:LINE of a row."""
-        return f"{self._rows.path}:{self._chosen[index] + 1}"
+        return f"{self._rows.path}:{self._row_indices[index] + 1}"
 
-    def numbers_of(self, *kinds: str, others: bool = False) -> Sequence[int]:
+    def numbers_of(self, *kinds: str, invert: bool = False) -> Sequence[int]:
         """Places of the rows of these kinds, or of all other kinds: four bytes each, or a range if all match."""
         import numpy as np
 
         index = self._rows.row_index
         codes = [index.names.index(kind) for kind in kinds if kind in index.names]
         if not codes:
-            return range(len(self)) if others else ()
+            return range(len(self)) if invert else ()
         groups = np.asarray(index.groups, dtype=np.uint32)
-        if len(self) != len(groups) or not isinstance(self._chosen, range):
-            groups = groups[np.fromiter(self._chosen, dtype=np.int64, count=len(self))]
-        matches = np.isin(groups, codes) != others
+        if len(self) != len(groups) or not isinstance(self._row_indices, range):
+            groups = groups[np.fromiter(self._row_indices, dtype=np.int64, count=len(self))]
+        matches = np.isin(groups, codes) != invert
         return range(len(self)) if matches.all() else array("I", np.flatnonzero(matches).astype(np.uint32).tobytes())

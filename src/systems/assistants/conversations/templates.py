@@ -17,7 +17,7 @@ OASST_TOKENS = ("<|prompter|>", "<|assistant|>", "<|system|>", "<|prefix_begin|>
 CHATML_TOKENS = ("<|im_start|>", "<|im_end|>")
 _OASST = {"user": "<|prompter|>", "assistant": "<|assistant|>", "system": "<|system|>", "tool": "<|prompter|>"}
 NAMES = ("chatml", "oasst", "tokenizer")
-_OWN = "own_chat_template"
+_ORIGINAL_TEMPLATE = "own_chat_template"
 
 
 def find(name: str, tokenizer: "PreTrainedTokenizerFast") -> Template:
@@ -34,7 +34,7 @@ def find(name: str, tokenizer: "PreTrainedTokenizerFast") -> Template:
         require_controls(tokenizer, CHATML_TOKENS, name)
         _set_source(tokenizer, name)
         return ChatML()
-    source = getattr(tokenizer, _OWN, tokenizer.chat_template)
+    source = getattr(tokenizer, _ORIGINAL_TEMPLATE, tokenizer.chat_template)
     if not isinstance(source, str):
         raise DataError(f"{WHERE}: the tokenizer has no chat template of its own. Take 'oasst' or 'chatml'.")
     tokens = {name: str(token) for name, token in tokenizer.special_tokens_map.items() if isinstance(token, str)}
@@ -44,7 +44,7 @@ def find(name: str, tokenizer: "PreTrainedTokenizerFast") -> Template:
 def _set_source(tokenizer: "PreTrainedTokenizerFast", name: str) -> None:
     """Set the tokenizer's chat template. `find` still returns the original one for "tokenizer"."""
     if tokenizer.chat_template is not None:
-        setattr(tokenizer, _OWN, getattr(tokenizer, _OWN, tokenizer.chat_template))
+        setattr(tokenizer, _ORIGINAL_TEMPLATE, getattr(tokenizer, _ORIGINAL_TEMPLATE, tokenizer.chat_template))
     tokenizer.chat_template = read_source(name)
 
 
@@ -69,7 +69,7 @@ class OpenAssistant:
             spans += (
                 self._turn("<|system|>", tags[number], Role.TEMPLATE) if number < len(tags) and tags[number] else []
             )
-            spans += self._turn(_OASST[message.role], message.written, ROLE_OF[message.role])
+            spans += self._turn(_OASST[message.role], message.full_text, ROLE_OF[message.role])
         spans += (
             self._turn("<|system|>", tags[-1], Role.TEMPLATE)
             if answering and len(tags) > len(messages) and tags[-1]
@@ -93,7 +93,7 @@ class ChatML:
         spans = self._turn("system", tools, Role.SYSTEM) if tools else []
         for number, message in enumerate(messages):
             spans += self._turn("system", tags[number], Role.TEMPLATE) if number < len(tags) and tags[number] else []
-            spans += self._turn(message.role, message.written, ROLE_OF[message.role])
+            spans += self._turn(message.role, message.full_text, ROLE_OF[message.role])
         spans += (
             self._turn("system", tags[-1], Role.TEMPLATE)
             if answering and len(tags) > len(messages) and tags[-1]

@@ -94,10 +94,10 @@ class Config(WrapperConfig):
         if sizes:
             self._require_layers(sizes.num_layers)
 
-    def _require_layers(self, there: int) -> None:
-        if self.frozen_layers >= there:
+    def _require_layers(self, num_layers: int) -> None:
+        if self.frozen_layers >= num_layers:
             raise ConfigError(
-                f"model.frozen_layers: {self.frozen_layers} of {there} layers leave none to train. "
+                f"model.frozen_layers: {self.frozen_layers} of {num_layers} layers leave none to train. "
                 "Write a smaller number."
             )
 
@@ -106,13 +106,15 @@ def _layers(decoder: Any) -> "list[nn.Module]":
     """The layers of a transformers model, from the first on."""
     from torch import nn
 
-    wanted = decoder.config.num_hidden_layers
-    found = [part for part in decoder.base_model.modules() if isinstance(part, nn.ModuleList) and len(part) == wanted]
-    if not found:
+    num_layers = decoder.config.num_hidden_layers
+    candidates = [
+        part for part in decoder.base_model.modules() if isinstance(part, nn.ModuleList) and len(part) == num_layers
+    ]
+    if not candidates:
         raise ConfigError(
             f"model.base: the layers of {decoder.config.model_type!r} were not found, so it cannot be regularized."
         )
-    return list(found[0])
+    return list(candidates[0])
 
 
 def _embeddings(decoder: Any) -> "Iterator[nn.Module]":
@@ -134,8 +136,8 @@ def _add_dropout(layer: "nn.Module", rate: float) -> None:
     for names in (_ATTENTION, _FEED_FORWARD):
         parts = [part for name, part in layer.named_children() if name in names]
         if len(parts) != 1:
-            known = ", ".join(name for name, _ in layer.named_children())
+            child_names = ", ".join(name for name, _ in layer.named_children())
             raise ConfigError(
-                f"model.residual_dropout: a layer of the base has the parts {known}, and none of {', '.join(names)}."
+                f"model.residual_dropout: a layer of the base has the parts {child_names}, and none of {', '.join(names)}."
             )
         parts[0].register_forward_hook(drop)

@@ -43,12 +43,12 @@ class PolicyWithValues(Wrapper):
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None, **options: Any) -> PolicyOutput:
         """Logits of the policy, and values."""
         shared = self.critic is None
-        found = self.base(input_ids=input_ids, attention_mask=attention_mask, output_hidden_states=shared, **options)
+        outputs = self.base(input_ids=input_ids, attention_mask=attention_mask, output_hidden_states=shared, **options)
         if self.critic is not None:
             hidden_BTD = self.critic(
                 input_ids=input_ids, attention_mask=attention_mask, use_cache=False
             ).last_hidden_state
         else:
-            hidden_BTD = found.hidden_states[-1]
+            hidden_BTD = outputs.hidden_states[-1]
         with torch.autocast(hidden_BTD.device.type, enabled=False):
-            return PolicyOutput(found.logits, self.values(hidden_BTD.float()).squeeze(-1))
+            return PolicyOutput(outputs.logits, self.values(hidden_BTD.float()).squeeze(-1))

@@ -99,8 +99,8 @@ def agreement(rewards_R: Tensor, conversations_R: Tensor, ranks_R: Tensor) -> Ag
 
     def mean_rewards(end: int) -> Tensor:
         rows = [pair[end].double() for pair in ends]
-        chosen_CR = torch.stack(rows) if rows else rewards_R.new_zeros(0, len(ranks_R), dtype=torch.float64)
-        return chosen_CR @ rewards_R.detach().double() / chosen_CR.sum(dim=1)
+        selected_CR = torch.stack(rows) if rows else rewards_R.new_zeros(0, len(ranks_R), dtype=torch.float64)
+        return selected_CR @ rewards_R.detach().double() / selected_CR.sum(dim=1)
 
     best_C, worst_C = mean_rewards(0), mean_rewards(1)
     return AgreementSums((best_C > worst_C).double().sum(), best_C.sum(), worst_C.sum(), torch.tensor(float(len(ends))))
@@ -131,7 +131,7 @@ def answer_logps(logits_RTV: Tensor, input_ids: Tensor, loss_mask: Tensor) -> An
 
 
 def pair_loss(
-    chosen_P: Tensor, rejected_P: Tensor, *, kind: PairLoss = "sigmoid", beta: float = 0.1, flipped: float = 0.0
+    chosen_P: Tensor, rejected_P: Tensor, *, kind: PairLoss = "sigmoid", beta: float = 0.1, flip_rate: float = 0.0
 ) -> Tensor:
     """Sum over pairs of a loss of direct preference optimisation. chosen_P, rejected_P: log pi(y|x) - log pi_ref(y|x)
     of each answer, summed over its tokens; for "ipo" their mean over its tokens.
@@ -151,5 +151,5 @@ def pair_loss(
         return F.relu(1 - beta * margin_P).sum()
     right, wrong = -F.logsigmoid(beta * margin_P), -F.logsigmoid(-beta * margin_P)
     if kind == "robust":
-        return (((1 - flipped) * right - flipped * wrong) / (1 - 2 * flipped)).sum()
-    return ((1 - flipped) * right + flipped * wrong).sum()
+        return (((1 - flip_rate) * right - flip_rate * wrong) / (1 - 2 * flip_rate)).sum()
+    return ((1 - flip_rate) * right + flip_rate * wrong).sum()

@@ -31,8 +31,10 @@ class WithReference:
     @property
     def parts(self) -> "Mapping[str, WithReference]":
         """Those of a mixture, or the whole."""
-        own = getattr(self.data, "parts", None)
-        return {name: WithReference(part, self.logps) for name, part in own.items()} if own else {"": self}
+        inner_parts = getattr(self.data, "parts", None)
+        return (
+            {name: WithReference(part, self.logps) for name, part in inner_parts.items()} if inner_parts else {"": self}
+        )
 
     def __getattr__(self, name: str) -> Any:
         """All else is the data set's own."""
@@ -49,14 +51,14 @@ class WithReference:
         Raises:
             RunError: there are none, as the sample is another one than when they were made.
         """
-        found = self.data.sample(*key)
-        logps = self.logps.get(digest(found))
+        sample = self.data.sample(*key)
+        logps = self.logps.get(digest(sample))
         if logps is None:
             raise RunError(
                 f"sample {key}: {FILE} has no log-probabilities of it. "
                 "Delete that file of the run, and it is made anew."
             )
-        return found, logps
+        return sample, logps
 
     def collate(self, samples: Sequence[tuple[Any, Sequence[float]]]) -> Batch:
         """The data set's own batch with (B,) float32 `reference_logps`."""
@@ -83,23 +85,26 @@ def with_references(
     Raises:
         RunError: the disk refuses, or the run's file is of other data.
     """
-    key = {name: [data.fingerprint for data in own] for name, own in parts.items()}
+    key = {name: [data.fingerprint for data in datasets] for name, datasets in parts.items()}
     path = run / FILE
     if distributed.broadcast_from_rank0(path.is_file):
         with distributed.raise_together():
-            kept = read_json(path, RunError)
-            if kept.get("of") != key:
+            saved = read_json(path, RunError)
+            if saved.get("of") != key:
                 raise RunError(
                     f"{path}: of other data. Delete it, and it is made anew by the model that the training began with."
                 )
-        return kept["logps"]
+        return saved["logps"]
     device = torch.device("cuda", distributed.local_rank()) if torch.cuda.is_available() else torch.device("cpu")
     model.to(device).eval()
-    found = [
-        pair for own in parts.values() for data in own for pair in _logps(model, data, micro_batch, device, precision)
+    local_logps = [
+        pair
+        for datasets in parts.values()
+        for data in datasets
+        for pair in _logps(model, data, micro_batch, device, precision)
     ]
     model.to("cpu")
-    logps = dict(sorted(distributed.all_gather_list(found)))
+    logps = dict(sorted(distributed.all_gather_list(local_logps)))
     with distributed.raise_together():
         if distributed.is_main():
             write_json(path, {"of": key, "logps": logps})
@@ -121,7 +126,7 @@ def _logps(
             logps: Tensor = answer_logps(model_logits(model, batch), batch["input_ids"], batch["loss_mask"]).logps
         if counts:
             rows = logps.cpu().split([len(sample["ranks"]) for sample in samples])
-            yield from ((digest(sample), own.tolist()) for sample, own in zip(samples, rows, strict=True))
+            yield from ((digest(sample), row_logps.tolist()) for sample, row_logps in zip(samples, rows, strict=True))
 
 
 @contextlib.contextmanager

@@ -15,5 +15,5 @@ class Config(RewardConfig):
 
     def score(self, rollout: Rollout) -> float:
         """`right` where the answer has ended, uses both numbers of the task and has the value."""
-        solved = rollout.ended and expressions.solves(rollout.messages[-1]["content"], rollout.text)
-        return self.right if solved else self.wrong
+        is_solved = rollout.is_complete and expressions.solves(rollout.messages[-1]["content"], rollout.text)
+        return self.right if is_solved else self.wrong

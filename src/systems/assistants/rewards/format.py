@@ -26,6 +26,6 @@ class Config(RewardConfig):
 
         def score(rollout: Rollout) -> float:
             """`right` where the answer has ended and matches."""
-            return self.right if rollout.ended and form.fullmatch(rollout.text.strip()) else self.wrong
+            return self.right if rollout.is_complete and form.fullmatch(rollout.text.strip()) else self.wrong
 
         return lambda rollouts: [*map(score, rollouts)]

@@ -29,7 +29,7 @@ class Rollout:
     """Token ids of prompt and answer, as the policy reads them."""
     sampled: int
     """How many of `ids`, at the end, the policy has sampled."""
-    ended: bool
+    is_complete: bool
     """Whether the answer ended by itself, before the token limit."""
 
 

@@ -31,7 +31,11 @@ READY = b"ready\n"
 _VALUE = "<value>"
 """The variable of the last line's value. No program can have one of this name."""
 
-_FORWARDED = {"dataclasses": ("asdict", "astuple", "fields", "replace"), "inspect": ("signature",), "asyncio": ("run",)}
+_FORWARDED_FUNCTIONS = {
+    "dataclasses": ("asdict", "astuple", "fields", "replace"),
+    "inspect": ("signature",),
+    "asyncio": ("run",),
+}
 """Functions that look into an object."""
 
 
@@ -59,7 +63,7 @@ class _Program:
             value = read_value(write_plain(value), lambda *_: None)
         except TypeError:
             value = str(value)
-        return [value, self._peer.take_printed()[-10_000:]]
+        return [value, self._peer.take_stdout()[-10_000:]]
 
     def find(self, name: str) -> Any:
         """A global variable. Raises KeyError."""
@@ -80,7 +84,7 @@ def serve() -> None:
     peer = Peer(inbound, outbound, is_judge=False)
     program = _Program(peer)
     builtins.exit = builtins.quit = sys.exit  # type: ignore[assignment]  as `site` does
-    sys.argv, sys.stdout, sys.modules["__main__"] = ["program"], peer.printed, program.module
+    sys.argv, sys.stdout, sys.modules["__main__"] = ["program"], peer.stdout, program.module
     peer.serve_forever(program.serve)
 
 
@@ -96,7 +100,7 @@ class _Names(dict[str, object]):
             raise KeyError(name)
         value = self._peer.ask("find", name)
         if isinstance(value, RemoteType) and name.lstrip("_")[:1].isupper():
-            self._peer.trusted.add(id(value))
+            self._peer.trusted_ids.add(id(value))
         return value
 
 
@@ -116,7 +120,7 @@ def judge(inbound: int, outbound: int) -> None:
     for module in order["modules"]:
         with contextlib.suppress(ImportError):
             names[module] = __import__(module)
-    for module, functions in _FORWARDED.items():
+    for module, functions in _FORWARDED_FUNCTIONS.items():
         if any(module in test for test in order["tests"]):
             for name in functions:
                 forward(__import__(module), name)

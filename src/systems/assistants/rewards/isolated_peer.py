@@ -40,7 +40,7 @@ MAX_BYTES = 1 << 24
 """Maximum size of one message."""
 _SHARED, _SHARED_BYTES = 32, 1 << 14
 """Maximum number of shared containers, and the size of each as JSON."""
-_PRINTED = 1 << 20
+_MAX_PRINTED_CHARACTERS = 1 << 20
 """Maximum length of the printed text that one message has."""
 
 
@@ -70,14 +70,16 @@ class Peer:
 
     def __init__(self, inbound: int, outbound: int, is_judge: bool) -> None:
         self._inbound, self._outbound, self._is_judge = inbound, outbound, is_judge
-        self._answered = Exception if is_judge else BaseException  # an exit of the program is an error of its answer
+        self._caught_errors = (
+            Exception if is_judge else BaseException
+        )  # an exit of the program is an error of its answer
         self._objects: list[Any] = []
         self._numbers: dict[int, int] = {}
         self._proxies: dict[int, Any] = {}
         self._shared: dict[int, tuple[Any, Any]] = {}
         """Lists, dicts and sets that both ends change, by number: each with its JSON at the last exchange."""
-        self.printed = io.StringIO()
-        self.trusted: set[int] = set()
+        self.stdout = io.StringIO()
+        self.trusted_ids: set[int] = set()
         """`id` of objects that a test constructed, and of their classes."""
 
     def ask(self, verb: str, *arguments: Any) -> Any:
@@ -118,17 +120,17 @@ class Peer:
                 if len(json.dumps(message)) <= _SHARED_BYTES:
                     self._share(number, value)
                     message["shared"] = number
-        except self._answered as error:
+        except self._caught_errors as error:
             message = {"error": self._write_error(error)}
         if not self._is_judge:
-            message |= {"changes": self._changes(), "printed": self.take_printed()[-_PRINTED:]}
+            message |= {"changes": self._changes(), "printed": self.take_stdout()[-_MAX_PRINTED_CHARACTERS:]}
         return message
 
-    def take_printed(self) -> str:
+    def take_stdout(self) -> str:
         """The text that the program printed since the last call."""
-        text = self.printed.getvalue()
-        self.printed.seek(0)
-        self.printed.truncate()
+        text = self.stdout.getvalue()
+        self.stdout.seek(0)
+        self.stdout.truncate()
         return text
 
     def _share(self, number: int, value: Any) -> Any:
@@ -203,8 +205,8 @@ class Peer:
         state = STATES.get(id(value))
         if state is not None:
             return {"yours": state[1]}
-        if (written := write_standard(value, self._refer)) is not None:
-            return written
+        if (standard := write_standard(value, self._refer)) is not None:
+            return standard
         if self._is_judge:
             if (place := _global_place(value)) is not None:
                 return {"global": place}
@@ -233,7 +235,7 @@ class Peer:
     def _make_proxy(self, number: int) -> Any:
         if not self._is_judge:  # a program gets objects of a test without their classes
             proxy: Any = object.__new__(Remote)
-            self.trusted.add(id(proxy))
+            self.trusted_ids.add(id(proxy))
         else:
             self._send(["describe", {"yours": number}])
             is_class, name, bases, plain = self.read(self._receive()["value"])

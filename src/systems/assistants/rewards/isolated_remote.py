@@ -118,7 +118,7 @@ def _ask(value: Any, verb: str, *arguments: Any) -> Any:
 
 def _is_trusted(value: Any) -> bool:
     state = STATES.get(id(value))
-    return state is not None and id(value) in state[0].trusted
+    return state is not None and id(value) in state[0].trusted_ids
 
 
 def _is_remote(value: Any) -> bool:
@@ -132,7 +132,7 @@ def _call(value: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> An
     if type(same) is int and 0 <= same < len(arguments):  # `f(x) is x`
         result = arguments[same]
     if _is_trusted(value) and _is_remote(result):
-        STATES[id(result)][0].trusted.add(id(result))
+        STATES[id(result)][0].trusted_ids.add(id(result))
     return result
 
 
@@ -302,11 +302,11 @@ def _plain(value: Any) -> Any:
 def _operate(name: str, one: Any, other: Any) -> Any:
     """A binary operation of which at least one operand is remote."""
     remote = [each for each in (one, other) if _is_remote(each)]
-    trusted = any(map(_is_trusted, remote))
-    if len(remote) == 2 or (trusted and name not in ORDER):
+    is_trusted = any(map(_is_trusted, remote))
+    if len(remote) == 2 or (is_trusted and name not in ORDER):
         result = _ask(remote[0], "operate", name, one, other)
-        if trusted and _is_remote(result):
-            STATES[id(result)][0].trusted.add(id(result))
+        if is_trusted and _is_remote(result):
+            STATES[id(result)][0].trusted_ids.add(id(result))
         return result
     if isinstance(remote[0], _MUTABLE) and name in ORDER:
         return NotImplemented
@@ -343,7 +343,7 @@ def _add_methods() -> None:
 
 def _mark(value: Any, result: Any) -> Any:
     if _is_trusted(value) and _is_remote(result):
-        STATES[id(result)][0].trusted.add(id(result))
+        STATES[id(result)][0].trusted_ids.add(id(result))
     return result
 
 

@@ -29,11 +29,11 @@ _ADDRESS = re.compile(
 )
 
 
-class Away(Exception):
+class UnavailableError(Exception):
     """No answer now. The server can come back."""
 
 
-class NotLoaded(Exception):
+class NotLoadedError(Exception):
     """The server does not have the model now: it is loading it, or the name is wrong."""
 
 
@@ -63,7 +63,7 @@ class Tensor:
 
 class Connection(Protocol):
     """A connection to one server.
-    A call raises Away or NotLoaded for a temporary problem and a UserError for a permanent one."""
+    A call raises UnavailableError or NotLoadedError for a temporary problem and a UserError for a permanent one."""
 
     def infer(
         self, rows: Sequence[Sequence[int]], masks: Sequence[Sequence[int]], output: str, seconds: float
@@ -192,11 +192,11 @@ class HttpConnection:
                 raise ConfigError(
                     f"{self._address}: does not speak HTTP. Is it its gRPC port? Then leave http:// out."
                 ) from None
-            raise Away(_reason(error)) from None
+            raise UnavailableError(_reason(error)) from None
         except self._errors.HTTPError as error:
-            raise Away(_reason(error)) from None
+            raise UnavailableError(_reason(error)) from None
         if answer.status >= 500 or answer.status in _TRANSIENT:
-            raise Away(f"status {answer.status}: {_beginning(_error_text(data))}")
+            raise UnavailableError(f"status {answer.status}: {_beginning(_error_text(data))}")
         try:
             content = parse_json(data, str(self._address), RunError)
         except RunError:
@@ -212,7 +212,7 @@ class HttpConnection:
             or "not ready" in message
             or "no available versions" in message
         ):
-            raise NotLoaded(message)
+            raise NotLoadedError(message)
         if answer.status in (401, 403):
             raise ConfigError(f"{self._address}: refuses access: {_beginning(message)}")
         raise RunError(f"{self._address}: refuses the batch: {_beginning(message)}")
@@ -291,10 +291,10 @@ class GrpcConnection:
                 ) from None
             unknown = "unknown model" in message or "no available versions" in message
             if code == codes.NOT_FOUND or (code == codes.UNAVAILABLE and unknown):
-                raise NotLoaded(message) from None
+                raise NotLoadedError(message) from None
             if code in (codes.INVALID_ARGUMENT, codes.OUT_OF_RANGE):
                 raise RunError(f"{self._address}: refuses the batch: {message}") from None
-            raise Away(f"{code.name}: {message}") from None
+            raise UnavailableError(f"{code.name}: {message}") from None
 
 
 def refuse_nonsense(address: Address, problem: str, content: Any) -> NoReturn:
@@ -372,13 +372,13 @@ def _messages() -> dict[str, Any]:
 def _add_field(message: Any, package: str, name: str, number: str, kind: str) -> None:
     """kind: s (text), b (bytes), i (int64) or a message; * before it: repeated; %: a map from texts."""
     scalar = {"s": 9, "b": 12, "i": 3}
-    repeated, inner = kind[0] in "*%", kind.lstrip("*%")
+    is_repeated, inner = kind[0] in "*%", kind.lstrip("*%")
     if kind[0] == "%":
         entry = message.nested_type.add(name=f"{name.title()}Entry")
         entry.options.map_entry = True
         _add_field(entry, package, "key", "1", "s")
         _add_field(entry, package, "value", "2", inner)
         inner = f"{message.name}.{entry.name}"
-    field = message.field.add(name=name, number=int(number), label=3 if repeated else 1, type=scalar.get(inner, 11))
+    field = message.field.add(name=name, number=int(number), label=3 if is_repeated else 1, type=scalar.get(inner, 11))
     if inner not in scalar:
         field.type_name = f".{package}.{inner}"

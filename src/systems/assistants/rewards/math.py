@@ -41,7 +41,7 @@ _MEMORY = 2 << 30
 _QUICK_SECONDS = 0.1
 """Processor time of the first try. Answers of a few tokens take about 0.02 s."""
 _SLOW_AT_ONCE = 16
-_BOXED = re.compile(r"\\boxed\{((?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*)\}")
+_BOXED_ANSWER = re.compile(r"\\boxed\{((?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*)\}")
 _CONCLUSION = re.compile(r"(?i:\banswer(?: is:?|:))\s*(.+)")
 _WRAPPED = re.compile(
     r"^(?:\\(?:boxed|text|textbf|mathbf|mathrm)\{([^{}]*)\}|\$+([^$]*)\$+|\*+([^*]+)\*+|\(([A-Za-z])\)|([A-Za-z])\)|(.+?)\.|([^\W\d_]{2,})!)$"
@@ -75,7 +75,7 @@ class Config(RewardConfig):
     def scores(self, judge: "Judge", rollouts: Sequence[Rollout]) -> list[float]:
         """One score per rollout."""
         pairs = [(rollout.text, str(row_entry(rollout.row, "answer"))) for rollout in rollouts]
-        complete = [place for place, rollout in enumerate(rollouts) if rollout.ended]
+        complete = [place for place, rollout in enumerate(rollouts) if rollout.is_complete]
         scores = [self.wrong] * len(rollouts)
         for place, is_right in zip(complete, judge.agree([pairs[place] for place in complete]), strict=True):
             scores[place] = self.right if is_right else self.wrong
@@ -163,7 +163,7 @@ def compare(answer: str, expected: str) -> str:
 
     if _as_text(answer) == (text := _as_text(expected)) != "":
         return _RIGHT
-    conclusion = (_BOXED.findall(answer) or _CONCLUSION.findall(answer) or [""])[-1]
+    conclusion = (_BOXED_ANSWER.findall(answer) or _CONCLUSION.findall(answer) or [""])[-1]
     if conclusion and _as_text(conclusion) == text:
         return _RIGHT
     if (

@@ -84,7 +84,7 @@ class Config(RewardConfig):
             _Value(row) if self.by == "value" else _Tests(rollout.row, row)
             for rollout, row in zip(rollouts, rows, strict=True)
         ]
-        run = [place for place, rollout in enumerate(rollouts) if rollout.ended]
+        run = [place for place, rollout in enumerate(rollouts) if rollout.is_complete]
         programs = [orders[place].make_program(code_of(rollouts[place].text)) for place in run]
         shares = [0.0] * len(rollouts)
         for place, result in zip(run, sandbox.run_programs(programs, self.limits), strict=True):
@@ -110,15 +110,15 @@ class _Value:
     def share(self, result: sandbox.Result) -> float:
         """1 for the right value, else 0."""
         output = result.output
-        if result.ended != "exit" or len(output) < 4 or int.from_bytes(output[:4], "big") != len(output) - 4:
+        if result.end_reason != "exit" or len(output) < 4 or int.from_bytes(output[:4], "big") != len(output) - 4:
             return 0.0
         try:
-            value, printed = isolated_values.read_value(json.loads(output[4:])["value"], _find_nothing)
+            value, stdout = isolated_values.read_value(json.loads(output[4:])["value"], _find_nothing)
         except Exception:  # noqa: BLE001  the program may have written these bytes: no matter what is in them, the training goes on
             return 0.0
-        if value is None and isinstance(printed, str):
-            lines = printed.strip().splitlines()
-            return float(any(agrees(text, self.answer) for text in (printed, *lines[-1:])))
+        if value is None and isinstance(stdout, str):
+            lines = stdout.strip().splitlines()
+            return float(any(agrees(text, self.answer) for text in (stdout, *lines[-1:])))
         return float(agrees(value, self.answer))
 
 
@@ -131,8 +131,8 @@ def agrees(value: Any, expected: Any) -> bool:
     else of one type, or as one text."""
     one, other = _number(value), _number(expected)
     if one is not None and other is not None:
-        whole = one.denominator == other.denominator == 1
-        return one == other or (not whole and abs(one - other) <= max(abs(one), abs(other)) / 10**9)
+        are_integers = one.denominator == other.denominator == 1
+        return one == other or (not are_integers and abs(one - other) <= max(abs(one), abs(other)) / 10**9)
     if isinstance(expected, str) and not isinstance(value, str):
         try:
             expected = ast.literal_eval(expected)
@@ -182,9 +182,9 @@ class _Tests:
     def share(self, result: sandbox.Result) -> float:
         """Share of passed tests; below 1 if the judge did not get past the last one."""
         lines = set(result.output.decode(errors="replace").split("\n"))
-        held = sum(f"{self.nonce} {number}" in lines for number in range(len(self.tests)))
-        whole = f"{self.nonce} end" in lines and result.ended == "exit"
-        return held / len(self.tests) if whole else min(held, len(self.tests) - 1) / len(self.tests)
+        num_passed = sum(f"{self.nonce} {number}" in lines for number in range(len(self.tests)))
+        is_complete = f"{self.nonce} end" in lines and result.end_reason == "exit"
+        return num_passed / len(self.tests) if is_complete else min(num_passed, len(self.tests) - 1) / len(self.tests)
 
 
 def _names_before_dots(tree: ast.AST) -> Iterator[str]:

@@ -14,7 +14,15 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotYet
 
 from src.errors import ConfigError, RunError
-from src.systems.assistants.rewards.kserve import Address, Away, Connection, NotLoaded, Tensor, connect, parse_addresses
+from src.systems.assistants.rewards.kserve import (
+    Address,
+    Connection,
+    NotLoadedError,
+    Tensor,
+    UnavailableError,
+    connect,
+    parse_addresses,
+)
 
 log = logging.getLogger(__name__)
 
@@ -102,17 +110,19 @@ class RemoteModel:
         longest = max(map(len, ids))
         rows = [[*row, *[0] * (longest - len(row))] for row in ids]
         masks = [[1] * len(row) + [0] * (longest - len(row)) for row in ids]
-        began = time.monotonic()
+        start_time = time.monotonic()
         while True:
             instance = self._choose_instance()
             if instance is None:
                 pause = min(each.ready_at for each in self._instances) - time.monotonic()
-                self._wait("; ".join(f"{each.address}: {each.trouble}" for each in self._instances), began)
+                self._wait("; ".join(f"{each.address}: {each.trouble}" for each in self._instances), start_time)
                 time.sleep(min(max(pause, 0.0), BEAT_SECONDS))
                 continue
             try:
-                answer = self._beat_until_done(instance, began, lambda each=instance: each.infer(rows, masks, output))
-            except Away as error:
+                answer = self._beat_until_done(
+                    instance, start_time, lambda each=instance: each.infer(rows, masks, output)
+                )
+            except UnavailableError as error:
                 instance.note_failure(str(error))
                 continue
             instance.note_answer()
@@ -138,7 +148,7 @@ class RemoteModel:
             except BaseException as error:  # noqa: BLE001  raised again where it is waited for
                 done.set_exception(error)
 
-        began = time.monotonic()
+        start_time = time.monotonic()
         threading.Thread(target=run, name=f"request to {instance.address}", daemon=True).start()
         while True:
             try:
@@ -146,7 +156,7 @@ class RemoteModel:
             except NotYet:
                 if done.done():
                     return done.result()
-                self._wait(f"{instance.address}: has not answered for {time.monotonic() - began:.0f} s", since)
+                self._wait(f"{instance.address}: has not answered for {time.monotonic() - start_time:.0f} s", since)
 
 
 class _Instance:
@@ -162,7 +172,7 @@ class _Instance:
         """Send one request. The model is compared after it, too: a server can exchange it at any moment.
 
         Raises:
-            Away: nothing answers.
+            UnavailableError: nothing answers.
             UserError: the response does not match the request.
         """
         try:
@@ -170,13 +180,13 @@ class _Instance:
                 self._compare()
             answer = self._connection.infer(rows, masks, output, self._request_seconds)
             self._compare()
-        except NotLoaded as error:
-            served = self._connection.models()
-            if self.address.model not in served:
+        except NotLoadedError as error:
+            model_names = self._connection.models()
+            if self.address.model not in model_names:
                 raise ConfigError(
-                    f"{self.address}: no such model there. It has {', '.join(served) or 'none'}."
+                    f"{self.address}: no such model there. It has {', '.join(model_names) or 'none'}."
                 ) from None
-            raise Away(f"not loaded: {error}") from None
+            raise UnavailableError(f"not loaded: {error}") from None
         self._is_known = True
         return answer
 

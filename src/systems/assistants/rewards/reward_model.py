@@ -50,8 +50,8 @@ class Config(RewardConfig):
     def scorer(self, setting: RewardSetting) -> Scorer:
         """Raises ConfigError where the model has another vocabulary than the policy and there is no template."""
         if os.environ.get(SERVERS):
-            served, folder = find_served(SERVERS, "rewards.model", self.model, setting)
-            tokenizer, ask = setting.load_tokenizer(folder, self.model.new_tokens()), served.rewards
+            remote_model, folder = find_served(SERVERS, "rewards.model", self.model, setting)
+            tokenizer, ask = setting.load_tokenizer(folder, self.model.new_tokens()), remote_model.rewards
         else:
             model: Any = self.model.build(setting.places).to(setting.device).eval()
             tokenizer = setting.load_tokenizer(model.name_or_path, self.model.new_tokens())

@@ -108,7 +108,7 @@ class Result:
 
     output: bytes
     """Its output after the start."""
-    ended: Literal["exit", "time", "output"]
+    end_reason: Literal["exit", "time", "output"]
     """Its own end, the time limit, or the output limit."""
 
 
@@ -180,9 +180,9 @@ def _attempt(program: Program, limits: Limits) -> Result | str:
             for end in (answers, to_judge, requests, to_program):
                 end.close()
         inlet.close()
-        output, ended = _read(outlet.fileno(), limits)
+        output, end_reason = _read(outlet.fileno(), limits)
         if output.startswith(isolated.READY):
-            return Result(output.removeprefix(isolated.READY), ended)
+            return Result(output.removeprefix(isolated.READY), end_reason)
         for sandbox in sandboxes:
             sandbox.end()
         complaints = [line for sandbox in sandboxes for line in sandbox.complaints()]
@@ -193,7 +193,7 @@ def _read(outlet: int, limits: Limits) -> tuple[bytes, Literal["exit", "time", "
     """Output until the last writer ends or a limit is reached, and the reason of the end."""
     poll = select.poll()
     poll.register(outlet, select.POLLIN)
-    output, deadline, started = b"", time.monotonic() + _START_SECONDS, False
+    output, deadline, is_started = b"", time.monotonic() + _START_SECONDS, False
     while True:
         remaining = deadline - time.monotonic()
         if remaining <= 0:
@@ -204,8 +204,8 @@ def _read(outlet: int, limits: Limits) -> tuple[bytes, Literal["exit", "time", "
         output += piece
         if not piece:
             return output, "exit"
-        if not started and output.startswith(isolated.READY):
-            started, deadline = True, time.monotonic() + limits.seconds
+        if not is_started and output.startswith(isolated.READY):
+            is_started, deadline = True, time.monotonic() + limits.seconds
         if len(output) > limits.output_kb << 10:
             return output, "output"
 

@@ -66,8 +66,8 @@ def generalized_advantages(
         after = torch.where(sampled_BT[:, t], here, after)
         value_after = torch.where(sampled_BT[:, t], values[:, t], value_after)
         advantages[:, t] = here
-    found = advantages * sampled
-    return Estimates(found.to(values_BT.dtype), (found + values * sampled).to(values_BT.dtype))
+    masked_advantages = advantages * sampled
+    return Estimates(masked_advantages.to(values_BT.dtype), (masked_advantages + values * sampled).to(values_BT.dtype))
 
 
 @dataclass(frozen=True)
@@ -79,10 +79,10 @@ class Moments:
     squares: float
 
     @classmethod
-    def measure(cls, numbers: Tensor, chosen: Tensor) -> "Moments":
+    def measure(cls, numbers: Tensor, mask: Tensor) -> "Moments":
         """Of the numbers where `chosen` is true."""
-        picked = numbers[chosen].double()
-        return cls(picked.numel(), picked.sum().item(), picked.square().sum().item())
+        values = numbers[mask].double()
+        return cls(values.numel(), values.sum().item(), values.square().sum().item())
 
     def __add__(self, other: "Moments") -> "Moments":
         return Moments(self.count + other.count, self.total + other.total, self.squares + other.squares)
@@ -120,13 +120,13 @@ def group_advantages(
     if group_size < 2 or len(scores_B) % group_size:
         raise ValueError(f"expected groups of at least 2, got {len(scores_B)} rollouts in groups of {group_size}.")
     scores = scores_B.double().view(-1, group_size)
-    found = scores - scores.mean(dim=1, keepdim=True)
+    advantages = scores - scores.mean(dim=1, keepdim=True)
     differ = (scores != scores[:, :1]).any(dim=1, keepdim=True).expand_as(scores)
     if baseline == "others":
-        found = found * (group_size / (group_size - 1))
+        advantages = advantages * (group_size / (group_size - 1))
     if by_deviation:
-        found = found / (scores.std(dim=1, keepdim=True) + 1e-4)
-    return torch.where(differ, found, 0.0).flatten().to(scores_B.dtype), differ.flatten()
+        advantages = advantages / (scores.std(dim=1, keepdim=True) + 1e-4)
+    return torch.where(differ, advantages, 0.0).flatten().to(scores_B.dtype), differ.flatten()
 
 
 def next_kl_weight(weight: float, kl: float, rollouts: int, target: float, horizon: int) -> float:

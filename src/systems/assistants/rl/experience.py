@@ -22,14 +22,14 @@ from src.runs import jsonl_records
 from src.support import distributed
 from src.systems.assistants.rewards.interface import Rollout
 from src.systems.assistants.rl.policy import Generation, score_tokens
-from src.systems.assistants.rl.scoring import Judges, Scores, ServerAway
+from src.systems.assistants.rl.scoring import Judges, Scores, ServerUnavailableError
 from src.training.parallel.engine import Engine
 from src.training.seeds import rollout_seed
 from src.training.validation import rank_batches
 
 FILE = "rollouts.jsonl"
 """In a save directory: rollouts for people to read."""
-KEPT = 64
+NUM_SAVED_ROLLOUTS = 64
 """Rollouts of an iteration that are written there; all of them would dominate the size of a run."""
 
 
@@ -48,7 +48,7 @@ class Rollouts(NamedTuple):
     they are saved, "values" if the policy has some, "reference_logps" if there is a reference."""
     scores: Tensor
     """(N,) float32."""
-    ended: Tensor
+    is_complete: Tensor
     """(N,) bool: which answers ended by themselves."""
 
 
@@ -89,9 +89,9 @@ class Experience:
     estimate: Estimate
     record: Record
     reference: Reference | None = None
-    served: Callable[[Sequence[Sequence[int]], Sequence[int]], list[list[float]]] | None = None
+    server_logps: Callable[[Sequence[Sequence[int]], Sequence[int]], list[list[float]]] | None = None
     """(ids, how many are sampled) -> log-probabilities of these under a reference that servers have."""
-    measured: bool = True
+    needs_sampled_logps: bool = True
     """Whether to save log-probabilities and values of sampled tokens. Not if each rollout is learned from before the
     policy changes: its log-probabilities are then those of the step."""
     _seconds: dict[str, float] = field(default_factory=dict)
@@ -149,11 +149,11 @@ class Experience:
         tokens = {
             name: pad_sequence([row["tokens"][name] for row in rows], batch_first=True) for name in rows[0]["tokens"]
         }
-        scores, ended = (
+        scores, is_complete = (
             torch.tensor([row["score"] for row in rows]),
-            torch.tensor([rollout.ended for rollout in rollouts]),
+            torch.tensor([rollout.is_complete for rollout in rollouts]),
         )
-        estimates = self.estimate(Rollouts(tokens, scores, ended), cursor)
+        estimates = self.estimate(Rollouts(tokens, scores, is_complete), cursor)
         facts = {
             "reward": scores,
             **{
@@ -161,7 +161,7 @@ class Experience:
                 for place, name in enumerate(self.judges.names)
             },
             "answer_tokens": tokens["sampled"].sum(dim=1).float(),
-            "ended": ended.float(),
+            "ended": is_complete.float(),
             **estimates.facts,
         }
         self.data.buffer = {
@@ -174,8 +174,10 @@ class Experience:
         with distributed.raise_together():
             if distributed.is_main():
                 gains = estimates.tokens["advantages"].sum(dim=1) / estimates.tokens["learned"].sum(dim=1).clamp(min=1)
-                shown = {**facts, "advantage": gains}
-                rows = [{name: float(fact[place]) for name, fact in shown.items()} for place in range(len(rollouts))]
+                logged_facts = {**facts, "advantage": gains}
+                rows = [
+                    {name: float(fact[place]) for name, fact in logged_facts.items()} for place in range(len(rollouts))
+                ]
                 self.record(step, iteration, rollouts, rows)
         return estimates.cursor
 
@@ -191,17 +193,21 @@ class Experience:
             with self._phase("rewards"), distributed.raise_together():
                 scores = self.judges.score(rollouts) if counts else Scores((), ())
                 lengths = [each.sampled for each in rollouts]
-                served = self.served([each.ids for each in rollouts], lengths) if self.served and counts else None
+                served_logps = (
+                    self.server_logps([each.ids for each in rollouts], lengths)
+                    if self.server_logps and counts
+                    else None
+                )
             with self._phase("measuring"), self.engine.generating() as model:
                 tokens = [
                     row for part in _split(rollouts, self.micro_batch) for row in self._measure(model, part, device)
                 ]
-        except ServerAway as error:
+        except ServerUnavailableError as error:
             distributed.stop_together()  # requested by the user
             raise distributed.TrainingStopped(distributed.Reason(str(error), "limit"), everywhere=True) from None
         if not counts:
             return []
-        for row, logps in zip(tokens, served or (), strict=False):
+        for row, logps in zip(tokens, served_logps or (), strict=False):
             row["reference_logps"] = torch.cat([torch.zeros(len(row["input_ids"]) - len(logps)), torch.tensor(logps)])
         return [
             {"rollout": rollout, "score": total, "parts": parts, "tokens": row}
@@ -209,10 +215,10 @@ class Experience:
         ]
 
     def _rollout(self, prompt: Any, sampled: list[int]) -> Rollout:
-        ended = self.generation.has_ended(sampled)
+        is_complete = self.generation.has_ended(sampled)
         messages = [message.raw for message in prompt.messages]
-        text = self.decode(sampled[:-1] if ended else sampled)
-        return Rollout(messages, text, prompt.row, [*prompt.ids, *sampled], len(sampled), ended)
+        text = self.decode(sampled[:-1] if is_complete else sampled)
+        return Rollout(messages, text, prompt.row, [*prompt.ids, *sampled], len(sampled), is_complete)
 
     def _measure(self, model: Any, rollouts: Sequence[Rollout], device: torch.device) -> list[dict[str, Tensor]]:
         """Log-probabilities and values of each token, by the policy and the reference."""
@@ -223,7 +229,7 @@ class Experience:
         sampled_BT = real_BT & (places_T >= lengths_B1 - torch.tensor([[rollout.sampled] for rollout in rollouts]))
         batch = to_device({"input_ids": ids, "attention_mask": real_BT, "sampled": sampled_BT}, device)
         columns: dict[str, Tensor | None] = {"reference_logps": self.reference and self.reference(model, batch)}
-        if self.measured:
+        if self.needs_sampled_logps:
             sampled = score_tokens(model, batch, self.generation.temperature)
             columns |= {"logps": sampled.logps, "values": sampled.values}
         columns_BT = {
@@ -262,6 +268,6 @@ class Recorder:
                 "answer": rollout.text,
                 **values,
             }
-            for rollout, values in list(zip(rollouts, facts, strict=True))[:KEPT]
+            for rollout, values in list(zip(rollouts, facts, strict=True))[:NUM_SAVED_ROLLOUTS]
         ]
         jsonl_records.append(self.path, rows)

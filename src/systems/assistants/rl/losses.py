@@ -59,17 +59,17 @@ def policy_loss(  # noqa: PLR0913  each is named
     bias (DeepSeek-V3.2, arXiv 2512.02556, section 3.1). The sum is over tokens; with "rollouts" over the means of each
     rollout.
     """
-    moved = torch.where(sampled_BT, logps_BT - sampled_logps_BT, 0.0)
+    log_ratios = torch.where(sampled_BT, logps_BT - sampled_logps_BT, 0.0)
     lengths_B1 = sampled_BT.sum(dim=1, keepdim=True).clamp(min=1)
     if ratio != "token":
-        moved = moved.sum(dim=1, keepdim=True)
-        moved = (moved / lengths_B1 if ratio == "sequence" else moved).expand_as(sampled_BT)
+        log_ratios = log_ratios.sum(dim=1, keepdim=True)
+        log_ratios = (log_ratios / lengths_B1 if ratio == "sequence" else log_ratios).expand_as(sampled_BT)
     advantages = torch.where(sampled_BT, advantages_BT, 0.0)
     largest = torch.where(
         advantages < 0, math.inf if dual_clip is None else math.log(dual_clip), math.log1p(clip_high) + 1
     )
     ratios = torch.minimum(
-        moved, largest
+        log_ratios, largest
     ).exp()  # a positive advantage is clipped below: only a gradient of 0 * inf is avoided
     cut = ratios.clamp(1 - clip_low, 1 + clip_high)
     losses = -torch.min(ratios * advantages, cut * advantages)
@@ -77,16 +77,22 @@ def policy_loss(  # noqa: PLR0913  each is named
     if reference_logps_BT is not None:
         # before exp: its overflow is NaN
         current, reference = (torch.where(sampled_BT, each, 0.0) for each in (logps_BT, reference_logps_BT))
-        kl = kl_terms(current, reference, "k3") * (moved.clamp(max=_LARGEST_LOG_RATIO).exp() if corrected_kl else 1.0)
+        kl = kl_terms(current, reference, "k3") * (
+            log_ratios.clamp(max=_LARGEST_LOG_RATIO).exp() if corrected_kl else 1.0
+        )
         losses = losses + kl_weight * kl
-    clipped = ((cut * advantages < ratios * advantages) | (moved > largest)) & sampled_BT
+    clipped = ((cut * advantages < ratios * advantages) | (log_ratios > largest)) & sampled_BT
     return PolicyLoss(token_sum(losses, sampled_BT, normalisation), clipped.sum(), kl.detach().sum())
 
 
 def token_sum(numbers_BT: Tensor, sampled_BT: Tensor, normalisation: Normalisation) -> Tensor:
     """Sum over sampled tokens, to be divided by `count`; with "rollouts" over the means of each rollout."""
-    chosen = torch.where(sampled_BT, numbers_BT, 0.0)
-    return (chosen / sampled_BT.sum(dim=1, keepdim=True).clamp(min=1) if normalisation == "rollouts" else chosen).sum()
+    masked_numbers = torch.where(sampled_BT, numbers_BT, 0.0)
+    return (
+        masked_numbers / sampled_BT.sum(dim=1, keepdim=True).clamp(min=1)
+        if normalisation == "rollouts"
+        else masked_numbers
+    ).sum()
 
 
 def value_loss(values_BT: Tensor, old_values_BT: Tensor, returns_BT: Tensor, sampled_BT: Tensor, clip: float) -> Tensor:

@@ -35,12 +35,12 @@ def score_tokens(
 ) -> TokenScores:
     """`TokenScores` of "input_ids" (B, T) with their "attention_mask", padded on the right."""
     ids = batch["input_ids"]
-    found = model(input_ids=ids, attention_mask=batch["attention_mask"].long(), use_cache=False)
-    all_BTV = (found.logits[:, :-1].float() / temperature).log_softmax(dim=-1)
+    outputs = model(input_ids=ids, attention_mask=batch["attention_mask"].long(), use_cache=False)
+    all_BTV = (outputs.logits[:, :-1].float() / temperature).log_softmax(dim=-1)
     logps = all_BTV.gather(2, ids[:, 1:, None]).squeeze(2)
     with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
         entropies = -(all_BTV.exp() * all_BTV).sum(dim=-1)
-    values = getattr(found, "state_values", None)
+    values = getattr(outputs, "state_values", None)
     return TokenScores(_shift(logps), _shift(entropies), None if values is None else _shift(values[:, :-1].float()))
 
 
@@ -62,7 +62,7 @@ class Generation:
     """Tokens that are never drawn; None for none."""
     continuous: bool = False
     """Whether an answer that has ended makes room for the next prompt at once; see `generate_batch` of transformers."""
-    repeated: bool = False
+    has_repeated_prompts: bool = False
     """Whether a prompt stands in several rows, one behind the other: it is then read once for all of them."""
 
     def sample(self, model: Any, prompts: Mapping[str, Tensor], seed: int) -> list[list[int]]:
@@ -85,7 +85,9 @@ class Generation:
                 return [self.end(row) for row in _generate_continuously(model, prompts, settings, seed)]
             together = distributed.world_size() > 1  # where the model is shared, every rank must make as many passes
             read = (
-                {"past_key_values": cache} if self.repeated and (cache := _read_once(model, prompts, together)) else {}
+                {"past_key_values": cache}
+                if self.has_repeated_prompts and (cache := _read_once(model, prompts, together))
+                else {}
             )
             torch.manual_seed(seed)
             ids = model.generate(
@@ -111,18 +113,18 @@ class Generation:
 def _no_own_settings(model: Any) -> Iterator[None]:
     """In the block `generate` adds nothing of the model's generation_config.json, such as a penalty for repetition, to
     what it is given: else it would draw from another distribution than the one whose log-probabilities are learned."""
-    kept = [
-        (module, own)
+    saved_configs = [
+        (module, config)
         for module in model.modules()
-        if isinstance(own := vars(module).get("generation_config"), GenerationConfig)
+        if isinstance(config := vars(module).get("generation_config"), GenerationConfig)
     ]
-    for module, _ in kept:
+    for module, _ in saved_configs:
         module.generation_config = GenerationConfig()
     try:
         yield
     finally:
-        for module, own in kept:
-            module.generation_config = own
+        for module, config in saved_configs:
+            module.generation_config = config
 
 
 def _read_once(model: Any, prompts: Mapping[str, Tensor], together: bool) -> DynamicCache | None:
@@ -158,10 +160,12 @@ def _generate_continuously(
     mask_BT = prompts["attention_mask"].bool()
     rows = [ids[real].tolist() for ids, real in zip(prompts["input_ids"], mask_BT, strict=True)]
     options = ContinuousBatchingConfig(seed=seed, drop_unsupported_processors=False)
-    found = [*model.generate_batch(rows, generation_config=settings, continuous_batching_config=options).values()]
-    if len(found) != len(rows) or any(one.error for one in found):
-        told = next((one.error for one in found if one.error), "its thread has ended; the log above says why")
-        raise RunError(
-            f"data.sampling.batching: continuous: answered {len(found)} of {len(rows)} prompts: {told}. Write static."
+    results = [*model.generate_batch(rows, generation_config=settings, continuous_batching_config=options).values()]
+    if len(results) != len(rows) or any(result.error for result in results):
+        reason = next(
+            (result.error for result in results if result.error), "its thread has ended; the log above says why"
         )
-    return [one.generated_tokens for one in found]
+        raise RunError(
+            f"data.sampling.batching: continuous: answered {len(results)} of {len(rows)} prompts: {reason}. Write static."
+        )
+    return [result.generated_tokens for result in results]

@@ -19,7 +19,7 @@ MOST_SECONDS = 900.0
 """That a run waits for a server: half of what processes wait for each other."""
 
 
-class ServerAway(UserError):
+class ServerUnavailableError(UserError):
     """A reward or a reference cannot be asked, and the run stops, to be started again."""
 
 
@@ -28,23 +28,23 @@ class Patience:
 
     def __init__(self, run: Run) -> None:
         self._run = run
-        self._told = 0.0
+        self._logged_wait = 0.0
 
     def wait(self, text: str, since: float) -> None:
         """See `systems.assistants.rewards.interface.RewardSetting.wait`.
 
         Raises:
-            ServerAway: a process is asked to stop, or nothing has answered for long.
+            ServerUnavailableError: a process is asked to stop, or nothing has answered for long.
         """
-        waited = time.monotonic() - since
-        if waited > _LONG and self._told != since:
+        wait_seconds = time.monotonic() - since
+        if wait_seconds > _LONG and self._logged_wait != since:
             log.warning("%s: waits for %s.", self._run.path, text)
-            self._told = since
+            self._logged_wait = since
         heartbeat.keep_alive(self._run.path, self._run.dir.attempt)
         if distributed.stop_requested():
-            raise ServerAway(f"asked to stop while waiting for {text}")
-        if waited > MOST_SECONDS:
-            raise ServerAway(f"waited {MOST_SECONDS:.0f} s for {text}")
+            raise ServerUnavailableError(f"asked to stop while waiting for {text}")
+        if wait_seconds > MOST_SECONDS:
+            raise ServerUnavailableError(f"waited {MOST_SECONDS:.0f} s for {text}")
 
 
 @dataclass(frozen=True)
@@ -82,23 +82,25 @@ class Judges:
         )
 
 
-def require_scores(name: str, found: object, wanted: int) -> list[float]:
+def require_scores(name: str, scores: object, num_rollouts: int) -> list[float]:
     """The scores as floats.
 
     Raises:
         RunError: they are no list of `wanted` finite numbers; names the reward.
     """
-    if isinstance(found, str) or not isinstance(found, Sequence) or len(found) != wanted:
-        told = (
-            f"{len(found)} scores" if isinstance(found, Sequence) and not isinstance(found, str) else f"{found!r:.40}"
+    if isinstance(scores, str) or not isinstance(scores, Sequence) or len(scores) != num_rollouts:
+        description = (
+            f"{len(scores)} scores"
+            if isinstance(scores, Sequence) and not isinstance(scores, str)
+            else f"{scores!r:.40}"
         )
-        raise RunError(f"reward {name!r}: expected a score for each of {wanted} rollouts, got {told}.")
-    for place, value in enumerate(found):
+        raise RunError(f"reward {name!r}: expected a score for each of {num_rollouts} rollouts, got {description}.")
+    for place, value in enumerate(scores):
         if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < math.inf:
             raise RunError(
-                f"reward {name!r}: rollout {place} of {wanted}: expected a finite number, got {value!r:.40}."
+                f"reward {name!r}: rollout {place} of {num_rollouts}: expected a finite number, got {value!r:.40}."
             )
     try:
-        return [float(value) for value in found]
+        return [float(value) for value in scores]
     except OverflowError:
         raise RunError(f"reward {name!r}: a score is too large for a number of 64 bits.") from None

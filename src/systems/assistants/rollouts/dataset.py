@@ -119,19 +119,21 @@ class Config(DatasetConfig):
         assert isinstance(self.prompts, dataset.Config), "the validator has checked it"
         if split != "train":
             return self.prompts.build(places, tokenizer, split, seed)
-        own = self.prompts
-        renderer = Renderer(tokenizer, templates.find(own.writing.template, tokenizer))
-        prompts = Prompts(own.read(places, split), renderer, own.writing, str(places.data / own.corpus))
-        prompts.limit(own.sequence_tokens, self.long_prompts)
-        return Rollouts(self, prompts, own.digest(places))
+        conversations = self.prompts
+        renderer = Renderer(tokenizer, templates.find(conversations.writing.template, tokenizer))
+        prompts = Prompts(
+            conversations.read(places, split), renderer, conversations.writing, str(places.data / conversations.corpus)
+        )
+        prompts.limit(conversations.sequence_tokens, self.long_prompts)
+        return Rollouts(self, prompts, conversations.digest(places))
 
 
 class Rollouts:
     """The buffer of an iteration, whose rows are samples."""
 
     def __init__(self, config: Config, prompts: Prompts, digest: str) -> None:
-        told = [digest, config.model_dump(mode="json", exclude={"prompts"})]
-        self.fingerprint = hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
+        identity = [digest, config.model_dump(mode="json", exclude={"prompts"})]
+        self.fingerprint = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
         self.config, self.prompts = config, prompts
         self.buffer: dict[str, Tensor] = {}
         """An iteration's rollouts: "input_ids" and more (N, T), "lengths" (N,), "facts" (N, K), and "iteration" ()."""

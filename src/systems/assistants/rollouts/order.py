@@ -79,8 +79,8 @@ class RolloutOrder:
             rows = self.permutation(iteration, place * self.per_step // self.rows)
             first = place * self.per_step % self.rows
             for g in share.numbers:
-                own = rows[first + g * share.micro_batch : first + (g + 1) * share.micro_batch]
-                yield MicroBatch([(iteration, int(row)) for row in own], dict(state))
+                batch_rows = rows[first + g * share.micro_batch : first + (g + 1) * share.micro_batch]
+                yield MicroBatch([(iteration, int(row)) for row in batch_rows], dict(state))
 
     def permutation(self, iteration: int, number: int) -> "np.ndarray":
         """(rows,) int64: the rows of a buffer in the order of pass `number`."""

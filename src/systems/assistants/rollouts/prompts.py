@@ -12,7 +12,14 @@ from src.experiments.batches import TokenBatch
 from src.systems.assistants.conversations.dataset import Writing, render_prompt
 from src.systems.assistants.conversations.entries import Message, check_row, read_entry
 from src.systems.assistants.conversations.rendering import Renderer
-from src.systems.assistants.conversations.rows import ANSWERED, PROMPT, RANKED, SCORED, ConversationRows, kind_of
+from src.systems.assistants.conversations.rows import (
+    ANSWERED_ROW,
+    PROMPT_ROW,
+    RANKED_ROW,
+    SCORED_ROW,
+    ConversationRows,
+    kind_of,
+)
 from src.systems.assistants.rewards.interface import row_entry
 
 log = logging.getLogger(__name__)
@@ -27,7 +34,7 @@ class Prompt(NamedTuple):
     """Its row of the prepared data."""
 
 
-_KINDS = (ANSWERED, RANKED, SCORED, PROMPT)
+_KINDS = (ANSWERED_ROW, RANKED_ROW, SCORED_ROW, PROMPT_ROW)
 """Of rows that ask something."""
 _LOOKED_AT = 1000
 """Rows at the start of a file that a check parses."""
@@ -51,7 +58,7 @@ class Prompts:
     def __init__(self, rows: ConversationRows, renderer: Renderer, writing: Writing, name: str) -> None:
         """name: of the data, in messages."""
         self._rows, self.renderer, self._writing, self._name = rows, renderer, writing, name
-        self._chosen: Sequence[int] = rows.numbers_of(*_KINDS)
+        self._row_indices: Sequence[int] = rows.numbers_of(*_KINDS)
 
     def limit(self, tokens: int, long: Literal["refuse", "leave_out"]) -> None:
         """Leave out prompts of more tokens, or refuse them.
@@ -60,11 +67,11 @@ class Prompts:
             DataError: there is a longer one that is refused, or no other; names its row.
         """
         lengths = [len(self[index].ids) for index in range(len(self))]
-        fit = [row for row, length in zip(self._chosen, lengths, strict=True) if length <= tokens]
+        fit = [row for row, length in zip(self._row_indices, lengths, strict=True) if length <= tokens]
         longer = next((index for index, length in enumerate(lengths) if length > tokens), None)
         if longer is not None and (long == "refuse" or not fit):
             raise DataError(
-                f"{self._rows.location(self._chosen[longer])}: its prompt has {lengths[longer]} tokens, more "
+                f"{self._rows.location(self._row_indices[longer])}: its prompt has {lengths[longer]} tokens, more "
                 f"than the {tokens} of data.prompts.sequence_tokens. Make room, or write data.long_prompts: leave_out."
             )
         if not fit:
@@ -78,22 +85,22 @@ class Prompts:
                 len(lengths),
                 tokens,
             )
-        self._chosen = fit
+        self._row_indices = fit
 
     def require(self, keys: Sequence[str]) -> None:
         """Raises DataError where a prompt's row has nothing under one of `keys`, which rewards read; names the row."""
-        for number, key in itertools.product(self._chosen if keys else (), keys):
+        for number, key in itertools.product(self._row_indices if keys else (), keys):
             row_entry(self._rows[number], key, self._rows.location(number))
 
     def __len__(self) -> int:
-        return len(self._chosen)
+        return len(self._row_indices)
 
     def __getitem__(self, index: int) -> Prompt:
-        number = self._chosen[index]
+        number = self._row_indices[index]
         row = self._rows[number]
         entry = read_entry(row, self._rows.location(number))
-        answered = not entry.is_prompt and not entry.replies
-        messages, answer = (entry.messages[:-1], entry.messages[-1]) if answered else (entry.messages, None)
+        has_answer = not entry.is_prompt and not entry.replies
+        messages, answer = (entry.messages[:-1], entry.messages[-1]) if has_answer else (entry.messages, None)
         try:
             return Prompt(render_prompt(self.renderer, self._writing, messages, answer), messages, row)
         except DataError as error:

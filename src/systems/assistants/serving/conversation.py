@@ -31,8 +31,8 @@ class Talk(Writer):
         self._renderer: Renderer | None = _find_renderer(tokenizer, data)
         ends, never = self._renderer.answer_ends() if self._renderer else ([tokenizer.eos_token_id], [])
         if data is None:  # as transformers would
-            configured = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
-            ends, never = [*ends, *(configured if isinstance(configured, list) else [configured])], []
+            configured_ends = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+            ends, never = [*ends, *(configured_ends if isinstance(configured_ends, list) else [configured_ends])], []
         self._ends, self._never = [*dict.fromkeys(end for end in ends if end is not None)], never or None
         self.messages: list[Message] = []
 

@@ -45,8 +45,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _act(args: argparse.Namespace) -> int:
     count, scores = _measure(args, Places(args.data_path, args.savedir_base))
-    named = {NAMES.get(name, name): value for name, value in scores.items()}
-    report = {"model": str(args.run), "dataset": args.folder, "split": args.split, "conversations": count, **named}
+    report_scores = {NAMES.get(name, name): value for name, value in scores.items()}
+    report = {
+        "model": str(args.run),
+        "dataset": args.folder,
+        "split": args.split,
+        "conversations": count,
+        **report_scores,
+    }
     if args.report:
         write_json(args.report, report)
     for line in aligned_lines(

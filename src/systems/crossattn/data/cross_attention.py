@@ -75,12 +75,12 @@ class Config(questions.DecoderConfig):
                 contexts were encoded with other options.
         """
         rows, fingerprint = questions.read(places, self, split)
-        made = QADataset(
+        dataset = QADataset(
             self, rows, tokenizer, seed, both_views=self.include_contexts and split == "train", fingerprint=fingerprint
         )
         if self.encoded_contexts:
-            made.use_store(self._check_store(places), places.data / self.corpus / encoded_store.FOLDER, tokenizer)
-        return made
+            dataset.use_store(self._check_store(places), places.data / self.corpus / encoded_store.FOLDER, tokenizer)
+        return dataset
 
     def encoding_options(self) -> encoder_inputs.EncodingOptions:
         """The options that decide what the encoder reads."""
@@ -148,18 +148,18 @@ class QADataset(questions.DecoderQuestions):
             DataError: it was made with another tokenizer, or an index is damaged.
         """
         digest = tokenizer_digest(tokenizer)
-        if digest not in {made["tokenizer"] for made in store["prepared"]}:
+        if digest not in {entry["tokenizer"] for entry in store["prepared"]}:
             raise DataError(
                 f"{folder}: encoded with another tokenizer than the one of this base. {encoded_store.AGAIN}"
             )
         self._store, self.stored_bytes_per_token = encoded_store.Store(folder, store), encoded_store.row_bytes(store)
-        said = [self.fingerprint, store["dtype"], encoded_store.base_content(store["model"])]
-        self.fingerprint = hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
+        identity = [self.fingerprint, store["dtype"], encoded_store.base_content(store["model"])]
+        self.fingerprint = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
 
-    def _collate(self, samples: Sequence[Sample], left: bool) -> ContextBatch | EncodedBatch:
+    def _collate(self, samples: Sequence[Sample], pad_left: bool) -> ContextBatch | EncodedBatch:
         from src.data import collate
 
-        tokens, chunks = super()._collate(samples, left), [s["context_chunks"] for s in samples]
+        tokens, chunks = super()._collate(samples, pad_left), [s["context_chunks"] for s in samples]
         if self._store is not None:
             context_hidden, context_mask = self._store.pad(chunks)
             return {**tokens, "context_hidden": context_hidden, "context_mask": context_mask}
@@ -171,18 +171,18 @@ class QADataset(questions.DecoderQuestions):
         most = self._config.context_tokens
         row = index - len(self._rows)
         ids = self._prompter.context(" ".join(questions.useful_contexts(self._rows[row])), "", most)
-        moved = fim.maybe_fill_in_the_middle(ids, self._fim_tokens, most, self._seed, epoch, index)
-        ended = [*moved, self._encoder.eos_id][:most]
+        reordered_ids = fim.maybe_fill_in_the_middle(ids, self._fim_tokens, most, self._seed, epoch, index)
+        input_ids = [*reordered_ids, self._encoder.eos_id][:most]
         return {
-            "input_ids": ended,
-            "loss_mask": [False] + [True] * (len(ended) - 1),
+            "input_ids": input_ids,
+            "loss_mask": [False] + [True] * (len(input_ids) - 1),
             "context_chunks": self._chunks(row),
         }
 
     def _chunks(self, index: int) -> list[list[int]]:
         row = self._context_row(index)
-        asked = row if self._store is not None else self._rows[index]
-        chunks, too_long = self._inputs.chunks_and_cuts(row, asked["question"])
+        question_row = row if self._store is not None else self._rows[index]
+        chunks, too_long = self._inputs.chunks_and_cuts(row, question_row["question"])
         if self._config.too_long == "truncate":  # where a context is one chunk
             self._truncations.count(len(chunks), too_long)
         return chunks

@@ -54,8 +54,8 @@ class Writer:
         """
         import torch
 
-        stored = states.to(getattr(torch, self._dtype)).cpu().contiguous()
-        if not bool(stored.isfinite().all()):
+        cpu_states = states.to(getattr(torch, self._dtype)).cpu().contiguous()
+        if not bool(cpu_states.isfinite().all()):
             advice = (
                 " float16 ends at 65504: take bfloat16."
                 if self._dtype == "float16"
@@ -64,7 +64,7 @@ class Writer:
             raise DataError(
                 f"{self._path}: states of an input of {len(states)} tokens are not finite in {self._dtype}.{advice}"
             )
-        data = stored.view(torch.uint8).numpy().data
+        data = cpu_states.view(torch.uint8).numpy().data
         with writing(self._path):
             self._states.write(data)
         self._records.append((key, self._tokens, len(states), zlib.crc32(data)))
@@ -94,11 +94,11 @@ class Writer:
 
 
 def _make_records(rows: Sequence[tuple[Any, ...]]) -> np.ndarray:
-    made = np.zeros(len(rows), RECORD)
+    records = np.zeros(len(rows), RECORD)
     for i, row in enumerate(rows):
-        made[i] = (*row, 0)
-    made["record_crc"] = _checksums(made)
-    return made
+        records[i] = (*row, 0)
+    records["record_crc"] = _checksums(records)
+    return records
 
 
 def _checksums(records: np.ndarray) -> list[int]:
@@ -118,17 +118,17 @@ def read_index(folder: Path, name: str, entries: int | None = None) -> np.ndarra
     data = path.read_bytes()
     records = np.frombuffer(data[: len(data) // RECORD.itemsize * RECORD.itemsize], RECORD)
     good = records["record_crc"] == np.array(_checksums(records), "<u4")
-    whole = len(records) if good.all() else int(good.argmin())
+    num_intact = len(records) if good.all() else int(good.argmin())
     if entries is None:
-        return records[:whole]
-    if whole != entries or len(data) != entries * RECORD.itemsize:
+        return records[:num_intact]
+    if num_intact != entries or len(data) != entries * RECORD.itemsize:
         raise DataError(
-            f"{path}: damaged: {whole} of {entries} records are whole. Run data_prep.crossattn.preproc_nq again."
+            f"{path}: damaged: {num_intact} of {entries} records are whole. Run data_prep.crossattn.preproc_nq again."
         )
     return records
 
 
-def recover(folder: Path, name: str, row_bytes: int, compared: int = 64) -> np.ndarray:
+def recover(folder: Path, name: str, row_bytes: int, num_compared: int = 64) -> np.ndarray:
     """Repair the shard of a killed writer:
     cut off an incomplete end, delete a shard without records. Returns its records.
 
@@ -147,21 +147,21 @@ def recover(folder: Path, name: str, row_bytes: int, compared: int = 64) -> np.n
         _wait_for_lock(file, index)
         records, size = read_index(folder, name), states.stat().st_size if states.is_file() else 0
         ends = (records["first"] + records["tokens"]) * row_bytes
-        kept = int((np.append(ends, 2**62) > size).argmax())
-        if kept:
+        num_valid = int((np.append(ends, 2**62) > size).argmax())
+        if num_valid:
             with open(states, "rb") as data:
-                first = max(kept - compared, 0)
-                kept = first + _count_whole_states(records[first:kept], data, row_bytes)
-        if not kept:
+                first = max(num_valid - num_compared, 0)
+                num_valid = first + _count_whole_states(records[first:num_valid], data, row_bytes)
+        if not num_valid:
             states.unlink(missing_ok=True)
             index.unlink()
             return records[:0]
-        file.truncate(kept * RECORD.itemsize)
+        file.truncate(num_valid * RECORD.itemsize)
         os.fsync(file.fileno())
         with open(states, "r+b") as data:
-            data.truncate(int(ends[kept - 1]))
+            data.truncate(int(ends[num_valid - 1]))
             os.fsync(data.fileno())
-        return records[:kept]
+        return records[:num_valid]
 
 
 def _count_whole_states(records: np.ndarray, file: Any, row_bytes: int) -> int:
@@ -185,6 +185,6 @@ def _wait_for_lock(file: Any, path: Path) -> None:
             time.sleep(0.05)
 
 
-def unlisted_shards(folder: Path, listed: Sequence[str]) -> list[str]:
+def unlisted_shards(folder: Path, listed_names: Sequence[str]) -> list[str]:
     """Names of the shards in `folder` that are not `listed`."""
-    return sorted(path.stem for path in folder.glob(f"*{INDEX}") if path.stem not in listed)
+    return sorted(path.stem for path in folder.glob(f"*{INDEX}") if path.stem not in listed_names)

@@ -52,8 +52,8 @@ def base_identity(model: ModelConfig, places: Places) -> dict[str, Any] | None:
         UserError: an unknown experiment, or damaged files.
     """
     base, changed = _find_encoder(model, places)
-    found = None if changed else call_once(base.identity, places)
-    return {"name": base.name, "fingerprint": found, **base.model_dump(mode="json")} if found else None
+    fingerprint = None if changed else call_once(base.identity, places)
+    return {"name": base.name, "fingerprint": fingerprint, **base.model_dump(mode="json")} if fingerprint else None
 
 
 def _find_encoder(model: ModelConfig, places: Places) -> tuple[ModelConfig, str]:
@@ -117,13 +117,13 @@ def row_bytes(store: Mapping[str, Any]) -> int:
 
 def defects(folder: Path, store: Mapping[str, Any]) -> dict[str, str]:
     """Shards that are missing or of the wrong size, with a description."""
-    found = {}
+    problems = {}
     for name, facts in store["shards"].items():
         path = folder / f"{name}.states"
         size, right = path.stat().st_size if path.is_file() else None, facts["tokens"] * row_bytes(store)
         if size != right:
-            found[name] = f"{path}: {'missing' if size is None else f'{size} bytes'}, but {right} bytes were written"
-    return found
+            problems[name] = f"{path}: {'missing' if size is None else f'{size} bytes'}, but {right} bytes were written"
+    return problems
 
 
 def check(folder: Path, rules: EncodingOptions, corpus: str) -> dict[str, Any]:
@@ -139,10 +139,10 @@ def check(folder: Path, rules: EncodingOptions, corpus: str) -> dict[str, Any]:
         raise DataError(f"{problem}. {AGAIN}")
     if not store["prepared"]:
         raise DataError(f"{folder}: not finished. {AGAIN}")
-    wanted = asdict(rules)
-    if not any(_options(made) == wanted for made in store["prepared"]):
-        raise ConfigError(f"{folder}: {_differences(wanted, _options(store['prepared'][-1]))}")
-    if not any(_options(made) == wanted and made["corpus"] == corpus for made in store["prepared"]):
+    expected_options = asdict(rules)
+    if not any(_options(entry) == expected_options for entry in store["prepared"]):
+        raise ConfigError(f"{folder}: {_differences(expected_options, _options(store['prepared'][-1]))}")
+    if not any(_options(entry) == expected_options and entry["corpus"] == corpus for entry in store["prepared"]):
         raise DataError(f"{folder}: these rows are others than those that were encoded. {AGAIN}")
     return store
 
@@ -158,22 +158,26 @@ def check_base(folder: Path, model: ModelConfig, places: Places) -> None:
         raise ConfigError(
             f"data.encoded_contexts: true, but what encodes the contexts changes in training ({changed}). Write false."
         )
-    made, mine = read_store(folder)["model"], base_identity(model, places)
-    if mine is not None and not same_base(made, mine):
+    stored_base, own_base = read_store(folder)["model"], base_identity(model, places)
+    if own_base is not None and not same_base(stored_base, own_base):
         raise ConfigError(
-            f"{folder}: encoded by {describe_base(made)}, but the base of this model is {describe_base(mine)}. Run "
+            f"{folder}: encoded by {describe_base(stored_base)}, but the base of this model is {describe_base(own_base)}. Run "
             f"data_prep.crossattn.preproc_nq "
             "with this base, below another --data_cache_path, or name the one that encoded them."
         )
 
 
-def _options(made: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: made[name] for name in FLAGS}
+def _options(entry: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: entry[name] for name in FLAGS}
 
 
-def _differences(wanted: Mapping[str, Any], made: Mapping[str, Any]) -> str:
-    found = [f"data.{k} is {wanted[k]!r}, encoded with {made[k]!r} ({FLAGS[k]})" for k in FLAGS if wanted[k] != made[k]]
-    return f"{'; '.join(found)}. Make them agree, or run data_prep.crossattn.preproc_nq again with these options."
+def _differences(expected_options: Mapping[str, Any], saved_options: Mapping[str, Any]) -> str:
+    differences = [
+        f"data.{k} is {expected_options[k]!r}, encoded with {saved_options[k]!r} ({FLAGS[k]})"
+        for k in FLAGS
+        if expected_options[k] != saved_options[k]
+    ]
+    return f"{'; '.join(differences)}. Make them agree, or run data_prep.crossattn.preproc_nq again with these options."
 
 
 class Store:
@@ -204,7 +208,7 @@ class Store:
         starts = _key_prefixes(records)
         order = starts.argsort(kind="stable")
         self._records, self._shards, self._starts = records[order], shards[order], starts[order]
-        self._compared = np.zeros(len(records), bool)
+        self._is_verified = np.zeros(len(records), bool)
         self._maps: dict[int, Any] = {}
 
     def __len__(self) -> int:
@@ -245,14 +249,14 @@ class Store:
         record = self._records[place]
         first = int(record["first"])
         source = self._map(int(self._shards[place]))[first : first + len(ids)]
-        if not self._compared[place]:
+        if not self._is_verified[place]:
             if int(record["tokens"]) != len(ids) or zlib.crc32(source) != int(record["states_crc"]):  # type: ignore[arg-type]  a buffer
                 name = self._names[int(self._shards[place])]
                 raise DataError(
                     f"{self._folder / name}.states: damaged from token {first} on. "
                     "Run data_prep.crossattn.preproc_nq again with --verify."
                 )
-            self._compared[place] = True
+            self._is_verified[place] = True
         out[:] = source
 
     def _find(self, ids: Sequence[int]) -> int:
@@ -264,14 +268,14 @@ class Store:
             if self._records[place]["key"].tobytes() == key:
                 return place
             place += 1
-        made = (
+        options_text = (
             json.dumps({name: self._store["prepared"][-1][name] for name in FLAGS})
             if self._store["prepared"]
             else "nothing"
         )
         raise DataError(
             f"{self._folder}: has no states of an input of {len(ids)} tokens (sha256 {key.hex()[:12]}). "
-            f"It was made with {made}; the rows or the tokenizer are others now. {AGAIN}"
+            f"It was made with {options_text}; the rows or the tokenizer are others now. {AGAIN}"
         )
 
     def _map(self, shard: int) -> "np.ndarray":

@@ -44,30 +44,30 @@ class EncoderInputs:
         """The `chunks`, and how many of the contexts were too long: truncated or cut into chunks."""
         contexts = answers.contexts(row)
         texts = contexts if self.rules.chunked_contexts else [" ".join(contexts)]
-        fitted = [self._fit(text, question if self.rules.questions_on_contexts else "") for text in texts]
-        return [chunk for chunks, _ in fitted for chunk in chunks], sum(cut for _, cut in fitted)
+        results = [self._fit(text, question if self.rules.questions_on_contexts else "") for text in texts]
+        return [chunk for chunks, _ in results for chunk in chunks], sum(cut for _, cut in results)
 
     def _fit(self, text: str, question: str) -> tuple[list[list[int]], bool]:
         """Encoder inputs of one context, and whether it had to be cut."""
-        most, whole = self.rules.context_tokens, self._prompter.context(text, question, _ALL)
-        if len(whole) <= most:
-            return [whole], False
+        most, all_ids = self.rules.context_tokens, self._prompter.context(text, question, _ALL)
+        if len(all_ids) <= most:
+            return [all_ids], False
         if self.rules.too_long == "refuse":
             raise DataError(
-                f"a context of {len(whole)} tokens with its template, but data.context_tokens is {most}, and "
+                f"a context of {len(all_ids)} tokens with its template, but data.context_tokens is {most}, and "
                 f"too_long is 'refuse'. "
                 f"It begins {text[:60]!r}. Allow more tokens, or write 'truncate' or 'chunk'."
             )
         if self.rules.too_long == "truncate":
             return [self._prompter.context(text, question, most)], True
-        return self._split(text, question, whole), True
+        return self._split(text, question, all_ids), True
 
-    def _split(self, text: str, question: str, whole: list[int]) -> list[list[int]]:
+    def _split(self, text: str, question: str, all_ids: list[int]) -> list[list[int]]:
         """The context in pieces, each after the same template.
         A long question leaves half of the room to the context."""
         most, prompter = self.rules.context_tokens, self._prompter
-        ids = whole[len(prompter.context("", question, _ALL)) :]
-        fixed = prompter.fixed_context_tokens
-        head = prompter.context("", question, fixed + (most - fixed) // 2)
+        ids = all_ids[len(prompter.context("", question, _ALL)) :]
+        num_fixed_tokens = prompter.fixed_context_tokens
+        head = prompter.context("", question, num_fixed_tokens + (most - num_fixed_tokens) // 2)
         room = most - len(head)
         return [[*head, *ids[first : first + room]] for first in range(0, max(len(ids), 1), room)]

@@ -90,9 +90,9 @@ class _Words(NamedTuple):
     title: list[int]
     context: list[int]
 
-    def count(self, titled: bool) -> int:
+    def count(self, with_title: bool) -> int:
         """Tokens of a passage that are neither question nor title nor context; one is the end token."""
-        return len(self.question) + titled * len(self.title) + len(self.context) + 1
+        return len(self.question) + with_title * len(self.title) + len(self.context) + 1
 
 
 class FidQADataset(questions.Questions):
@@ -112,7 +112,7 @@ class FidQADataset(questions.Questions):
         self._words = _Words(*(self._encoder.encode(word) for word in ("question:", " title:", " context:")))
         self._truncations = questions.truncation_counter(config.corpus, "passage_tokens", config.passage_tokens)
         self.keeps_useful = False
-        questions.require_room("passage_tokens", config.passage_tokens, self._words.count(titled=True) + 4)
+        questions.require_room("passage_tokens", config.passage_tokens, self._words.count(with_title=True) + 4)
 
     def sample(self, epoch: int, index: int) -> Sample:
         """Passages and answer, whatever the epoch."""
@@ -155,13 +155,13 @@ class FidQADataset(questions.Questions):
             return [[*self._words.question, *question[max(0, len(question) - most) :], self._encoder.eos_id]]
         row = self._context_row(index)
         titles, contexts = row.get("titles_list") or [], answers.contexts(row)
-        chosen = questions.useful_indices(row) if self._config.contexts == "useful" else range(len(contexts))
+        indices = questions.useful_indices(row) if self._config.contexts == "useful" else range(len(contexts))
         if self.keeps_useful:
             useful = {*questions.useful_indices(row)}
-            first = sorted(chosen, key=lambda i: (i not in useful, i))[: self._config.num_passages]
-            chosen = sorted(first)
-        chosen = chosen[: self._config.num_passages]  # each is a passage at least
-        passages = [part for i in chosen for part in self._parts(question, titles[i] if titles else "", contexts[i])]
+            first = sorted(indices, key=lambda i: (i not in useful, i))[: self._config.num_passages]
+            indices = sorted(first)
+        indices = indices[: self._config.num_passages]  # each is a passage at least
+        passages = [part for i in indices for part in self._parts(question, titles[i] if titles else "", contexts[i])]
         return passages[: self._config.num_passages]
 
     def _parts(self, question: Sequence[int], title: str, context: str) -> list[list[int]]:
@@ -172,8 +172,8 @@ class FidQADataset(questions.Questions):
         if len(question) + len(title_ids) + len(context_ids) > room:
             question, title_ids = question[max(0, len(question) - room // 2) :], title_ids[: room // 4]
         head = [*words.question, *question, *(words.title if title_ids else ()), *title_ids, *words.context]
-        left = room - len(question) - len(title_ids)
+        context_room = room - len(question) - len(title_ids)
         if self._config.too_long == "truncate":
-            self._truncations.count(1, len(context_ids) > left)
-        starts = range(0, max(1, len(context_ids)), left) if self._config.too_long == "split" else [0]
-        return [[*head, *context_ids[start : start + left], self._encoder.eos_id] for start in starts]
+            self._truncations.count(1, len(context_ids) > context_room)
+        starts = range(0, max(1, len(context_ids)), context_room) if self._config.too_long == "split" else [0]
+        return [[*head, *context_ids[start : start + context_room], self._encoder.eos_id] for start in starts]

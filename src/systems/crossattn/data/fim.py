@@ -41,13 +41,13 @@ def fill_in_the_middle(ids: Sequence[int], tokens: FimTokens, rng: Random, max_t
     appendix D), [prefix] [suffix] S [middle] P M. At most `max_tokens` come out: the suffix loses its end. A sequence
     too short to be cut comes back as it is.
     """
-    added = len(tokens.prefix) + len(tokens.middle) + len(tokens.suffix)
-    last = min(max_tokens - added - 1, len(ids) - 1)
+    num_marker_tokens = len(tokens.prefix) + len(tokens.middle) + len(tokens.suffix)
+    last = min(max_tokens - num_marker_tokens - 1, len(ids) - 1)
     if last <= skip:
         return list(ids)
     first_cut, second_cut = sorted(rng.randrange(skip, last) for _ in range(2))
     prefix, middle = ids[:first_cut], ids[first_cut:second_cut]
-    suffix = ids[second_cut : max_tokens - added]
+    suffix = ids[second_cut : max_tokens - num_marker_tokens]
     if rng.random() < _SPM_RATE:
         return [*tokens.prefix, *tokens.suffix, *suffix, *tokens.middle, *prefix, *middle]
     return [*tokens.prefix, *prefix, *tokens.suffix, *suffix, *tokens.middle, *middle]

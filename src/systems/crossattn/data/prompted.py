@@ -77,10 +77,10 @@ class PromptedQADataset(questions.DecoderQuestions):
 
     def _require_short_contexts(self, row: questions.Row) -> None:
         """Raises DataError where the contexts of a row would be cut."""
-        needed = self._context_tokens(" ".join(self._texts_of(row)))
-        if self._max_context is not None and needed > self._max_context:
+        num_tokens = self._context_tokens(" ".join(self._texts_of(row)))
+        if self._max_context is not None and num_tokens > self._max_context:
             raise DataError(
-                f"its contexts take {needed} tokens, more than data.context_tokens, {self._max_context}. "
+                f"its contexts take {num_tokens} tokens, more than data.context_tokens, {self._max_context}. "
                 "Allow more, or write too_long 'truncate'."
             )
 

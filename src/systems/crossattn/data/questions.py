@@ -68,8 +68,8 @@ def useful_contexts(row: Row) -> list[str]:
 
 def useful_indices(row: Row) -> list[int]:
     """Indices of the contexts that are marked as useful; all where none is."""
-    marked = [i for i, mark in enumerate(row.get("useful_contexts") or []) if mark]
-    return marked or list(range(len(answers.contexts(row))))
+    marked_indices = [i for i, mark in enumerate(row.get("useful_contexts") or []) if mark]
+    return marked_indices or list(range(len(answers.contexts(row))))
 
 
 class TruncationCounter:
@@ -181,12 +181,12 @@ class Questions:
                 raise DataError(f"{self._name}: row {row_number(self._rows, index) + 1}: {error}") from None
 
 
-def require_room(field: str, given: int, needed: int) -> None:
+def require_room(field: str, allowed_tokens: int, needed_tokens: int) -> None:
     """Raises ConfigError where the template alone takes more tokens than are allowed."""
-    if given < needed:
+    if allowed_tokens < needed_tokens:
         raise ConfigError(
-            f"data.{field}: {given} tokens leave no room beside the template in this vocabulary; "
-            f"expected at least {needed}."
+            f"data.{field}: {allowed_tokens} tokens leave no room beside the template in this vocabulary; "
+            f"expected at least {needed_tokens}."
         )
 
 
@@ -248,8 +248,11 @@ class DecoderQuestions(Questions):
             raise IndexError(f"sample {index} of {len(self)}")
         answer = self._prompter.answer(self._rows[index]["answer"], self._most - self._prompter.fixed_tokens)
         prompt = self._prompt_ids(index, self._most - len(answer))
-        unscored = len(prompt) if self._loss_on == "answer" else 1
-        return {"input_ids": prompt + answer, "loss_mask": [i >= unscored for i in range(len(prompt) + len(answer))]}
+        first_scored = len(prompt) if self._loss_on == "answer" else 1
+        return {
+            "input_ids": prompt + answer,
+            "loss_mask": [i >= first_scored for i in range(len(prompt) + len(answer))],
+        }
 
     def prompt(self, index: int) -> Sample:
         """What generation starts from: the sample without its answer."""
@@ -258,14 +261,14 @@ class DecoderQuestions(Questions):
 
     def collate(self, samples: Sequence[Any]) -> TokenBatch:
         """Pad on the right."""
-        return self._collate(samples, left=False)
+        return self._collate(samples, pad_left=False)
 
     def collate_prompts(self, samples: Sequence[Any]) -> TokenBatch:
         """Pad the prompts on the left, so that all end where generation begins; contexts on the right."""
-        return self._collate(samples, left=True)
+        return self._collate(samples, pad_left=True)
 
-    def _collate(self, samples: Sequence[Any], left: bool) -> TokenBatch:
+    def _collate(self, samples: Sequence[Any], pad_left: bool) -> TokenBatch:
         from src.data import collate
 
         ids, masks = [s["input_ids"] for s in samples], [s["loss_mask"] for s in samples]
-        return collate.pad_tokens(ids, masks, self._encoder.pad_id, left, None if left else self._length)
+        return collate.pad_tokens(ids, masks, self._encoder.pad_id, pad_left, None if pad_left else self._length)

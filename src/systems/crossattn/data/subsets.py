@@ -41,9 +41,9 @@ class RowsConfig(ShuffledConfig):
     @field_validator("train_datasets", "val_datasets")
     @classmethod
     def _each_once(cls, names: list[str] | None) -> list[str] | None:
-        twice = [name for name, times in Counter(names or ()).items() if times > 1]
-        if twice:
-            raise ValueError(f"{', '.join(twice)} stands there more than once. Name each source once.")
+        duplicates = [name for name, times in Counter(names or ()).items() if times > 1]
+        if duplicates:
+            raise ValueError(f"{', '.join(duplicates)} stands there more than once. Name each source once.")
         return names
 
     @property
@@ -73,10 +73,10 @@ class RowsConfig(ShuffledConfig):
         return {"train": self.train_datasets, "val": self.val_datasets}.get(split)
 
 
-def _require_known(config: RowsConfig, split: str, known: Iterable[str]) -> None:
+def _require_known(config: RowsConfig, split: str, known_sources: Iterable[str]) -> None:
     for name in config.datasets(split) or ():
-        if name not in known:
-            raise unknown("source", name, known, f"data.{split}_datasets: {config.corpus}/{split}.jsonl")
+        if name not in known_sources:
+            raise unknown("source", name, known_sources, f"data.{split}_datasets: {config.corpus}/{split}.jsonl")
 
 
 def select_sources(config: RowsConfig, split: str, rows: jsonl.Rows) -> Sequence[Row]:
@@ -85,12 +85,12 @@ def select_sources(config: RowsConfig, split: str, rows: jsonl.Rows) -> Sequence
     Raises:
         ConfigError: a source has no row; names those that have.
     """
-    wanted, index = config.datasets(split), rows.row_index
-    if wanted is None:
+    sources, index = config.datasets(split), rows.row_index
+    if sources is None:
         return rows
     _require_known(config, split, index.names)
-    chosen = {index.names.index(name) for name in wanted}
-    return Subset(rows, array("Q", (number for number, group in enumerate(index.groups) if group in chosen)))
+    selected_groups = {index.names.index(name) for name in sources}
+    return Subset(rows, array("Q", (number for number, group in enumerate(index.groups) if group in selected_groups)))
 
 
 def sources_of(rows: Sequence[Row]) -> list[str]:

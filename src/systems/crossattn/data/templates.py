@@ -82,8 +82,8 @@ class Prompter:
                 return ids
         question_ids = self._encoder.encode(question)
         room = max(0, max_tokens - self.fixed_tokens)
-        kept = question_ids[max(0, len(question_ids) - room) :]
-        return self._assemble(kept, [], None if context_ids is None else context_ids[:context_room])
+        truncated_ids = question_ids[max(0, len(question_ids) - room) :]
+        return self._assemble(truncated_ids, [], None if context_ids is None else context_ids[:context_room])
 
     def answer(self, answer: str, max_tokens: int) -> list[int]:
         """Ids of the answer and the end token; a longer answer than `max_tokens` loses its end and the end token."""

@@ -97,6 +97,6 @@ class FusionInDecoder(Wrapper):
 
     def _with_start_token(self, input_ids: Tensor) -> Tensor:
         """(B, T) with the base's start token in the first column."""
-        started = input_ids.clone()
-        started[:, 0] = self.config.decoder_start_token_id
-        return started
+        decoder_ids = input_ids.clone()
+        decoder_ids[:, 0] = self.config.decoder_start_token_id
+        return decoder_ids

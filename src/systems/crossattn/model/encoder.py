@@ -30,7 +30,7 @@ def encode(
     model: Any,
     ids: Tensor,
     mask: Tensor,
-    passes: Callable[[int], int] = lambda needed: needed,
+    passes: Callable[[int], int] = lambda num_passes: num_passes,
     together: int | None = None,
 ) -> Tensor:
     """Hidden states (N, S, D) of sequences (N, S), each on its own; zero where a sequence has no token.
@@ -68,8 +68,8 @@ class EncodedInMemory:
         new = {key: n for n, key in enumerate(keys) if key not in self._states}
         rows = torch.tensor([*new.values()], dtype=torch.int64)
         encoded = encode(model, ids[rows], mask[rows], passes, together=1)
-        for key, states, own in zip(new, encoded.cpu() if new else (), real[rows], strict=True):
-            self._states[key] = states[own]
+        for key, states, row_mask in zip(new, encoded.cpu() if new else (), real[rows], strict=True):
+            self._states[key] = states[row_mask]
         width = model.config.get_text_config().hidden_size
         hidden = torch.zeros(*ids.shape, width, dtype=model.dtype)
         for n, key in enumerate(keys):

@@ -41,11 +41,11 @@ def training_flops(model: "CrossAttentionLM") -> Callable[[Mapping[str, Tensor]]
 
     def flops(batch: Mapping[str, Tensor]) -> int:
         B, T = batch["input_ids"].shape
-        scored = int(batch["loss_mask"][:, 1:].sum()) if "loss_mask" in batch else B * T
+        num_scored = int(batch["loss_mask"][:, 1:].sum()) if "loss_mask" in batch else B * T
         total = stack._replace(layers=below).flops(B, T, FORWARD) + stack._replace(layers=stack.layers - below).flops(
             B, T, through
         )
-        total += through.matrices * 2 * scored * head_weights(config) + adapters.flops(B * T, 0)
+        total += through.matrices * 2 * num_scored * head_weights(config) + adapters.flops(B * T, 0)
         P = batch["context_mask"][0].numel()
         if "context_hidden" not in batch and not model.settings.cache_contexts:
             for n, S in _encoding_passes(batch["context_mask"]):

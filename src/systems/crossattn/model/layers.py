@@ -43,8 +43,8 @@ def rotate(x: Tensor, positions: Tensor, theta: float) -> Tensor:
     frequencies = theta ** (-torch.arange(half, device=x.device, dtype=torch.float32) / half)
     angles = positions[..., None, None].float() * frequencies
     cos, sin = angles.cos(), angles.sin()
-    left, right = x.float().chunk(2, dim=-1)
-    return torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1).to(x.dtype)
+    x1, x2 = x.float().chunk(2, dim=-1)
+    return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1).to(x.dtype)
 
 
 class CrossAttention(nn.Module):
@@ -201,7 +201,7 @@ class CrossAttentionLM(Wrapper):
         blocks = {key: Block(config, base.config.get_text_config(), sizes) for key in keys}
         self.blocks = nn.ModuleDict(blocks)
         """By the index of the decoder layer, or one for all of them."""
-        self.num_passes: Callable[[int], int] = lambda needed: needed
+        self.num_passes: Callable[[int], int] = lambda num_passes: num_passes
         """Passes through the base that `encode` makes if it needs this many: more if ranks must make equally many."""
         self._encode = EncodedInMemory().encode if config.cache_contexts else encode
         for i in sizes.layer_indices:
@@ -377,13 +377,13 @@ def output_logits(base: PreTrainedModel, hidden: Tensor) -> Tensor:
 
 def _plan_for(config: "Config", base: PreTrainedModel) -> Plan:
     """The settings for this base."""
-    known = architecture.from_dict(base.config.get_text_config().to_dict())
-    if known is None or known.model_type not in FAMILIES:
+    sizes = architecture.from_dict(base.config.get_text_config().to_dict())
+    if sizes is None or sizes.model_type not in FAMILIES:
         raise ConfigError(
             f"cross_attention: {type(base).__name__} has no list of decoder layers that we know. Known families: "
             f"{', '.join(sorted(FAMILIES))}. Add a row to FAMILIES in src/systems/crossattn/model/families.py."
         )
-    return config.plan(known)
+    return config.plan(sizes)
 
 
 def _decoder_layers(base: PreTrainedModel, path: str) -> nn.ModuleList:

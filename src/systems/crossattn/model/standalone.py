@@ -99,20 +99,20 @@ def save(model: CrossAttentionLM, folder: Path) -> None:
     plan = asdict(layers._plan_for(model.settings, model.base))
     base = {**model.base.config.to_dict(), "_name_or_path": "", "dtype": str(model.base.dtype).removeprefix("torch.")}
     config = CrossAttentionConfig(base=base, settings=settings, plan=plan)
-    made = CrossAttentionForCausalLM(config).to(model.base.dtype)
-    made.base.load_state_dict(model.base.state_dict())
-    made.blocks.load_state_dict(model.blocks.state_dict())
-    made.blocks.to(next(model.blocks.parameters()).dtype)
-    made.save_pretrained(folder)
+    exported_model = CrossAttentionForCausalLM(config).to(model.base.dtype)
+    exported_model.base.load_state_dict(model.base.state_dict())
+    exported_model.blocks.load_state_dict(model.blocks.state_dict())
+    exported_model.blocks.to(next(model.blocks.parameters()).dtype)
+    exported_model.save_pretrained(folder)
     (folder / CODE).write_text(source(), encoding="utf-8")
-    found = CrossAttentionConfig.from_pretrained(folder)
+    saved_config = CrossAttentionConfig.from_pretrained(folder)
     stem = CODE.removesuffix(".py")
-    found.auto_map = {
+    saved_config.auto_map = {
         "AutoConfig": f"{stem}.CrossAttentionConfig",
         "AutoModelForCausalLM": f"{stem}.CrossAttentionForCausalLM",
     }
-    found.architectures = ["CrossAttentionForCausalLM"]
-    found.save_pretrained(folder)
+    saved_config.architectures = ["CrossAttentionForCausalLM"]
+    saved_config.save_pretrained(folder)
     shutil.rmtree(folder / "__pycache__", ignore_errors=True)
 
 
@@ -141,9 +141,9 @@ def _without_imports(code: str) -> str:
     """Without the module's docstring and its imports from this project."""
     lines, tree = code.splitlines(), ast.parse(code)
     for node in ast.walk(tree):
-        own = isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "src"
+        is_internal = isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "src"
         types = isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
-        if (own or types or node is tree.body[0]) and isinstance(node, ast.stmt):
+        if (is_internal or types or node is tree.body[0]) and isinstance(node, ast.stmt):
             for number in range(node.lineno - 1, (node.end_lineno or node.lineno)):
                 lines[number] = ""
     return "\n".join(lines)

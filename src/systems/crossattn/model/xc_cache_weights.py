@@ -50,14 +50,14 @@ def names(model: "CrossAttentionLM") -> dict[str, list[str]]:
     table = _LLAMA if gated else _GPT_TOGETHER if together else _GPT_APART
     # There blocks of the Llama style have two matrices all the same, which are then equal.
     twin = {table["attention.q"]: table["attention.k"]} if gated and together else {}
-    found = {}
+    names_by_weight = {}
     for key in model.blocks.state_dict():
         place, _, rest = key.partition(".")
         part, _, kind = rest.rpartition(".")
         indices = model.layer_indices if place == "shared" else [int(place)]
         parts = [table[part], *([twin[table[part]]] if table[part] in twin else [])]
-        found[f"blocks.{key}"] = [f"{_PREFIX}.{i}.{name}.{kind}" for i in indices for name in parts]
-    return found
+        names_by_weight[f"blocks.{key}"] = [f"{_PREFIX}.{i}.{name}.{kind}" for i in indices for name in parts]
+    return names_by_weight
 
 
 def require(folder: Path) -> list[Path]:
@@ -66,12 +66,12 @@ def require(folder: Path) -> list[Path]:
     Raises:
         CheckpointError: there is none.
     """
-    found = next((sorted(folder.glob(pattern)) for pattern in _PATTERNS if any(folder.glob(pattern))), [])
-    if not found:
+    paths = next((sorted(folder.glob(pattern)) for pattern in _PATTERNS if any(folder.glob(pattern))), [])
+    if not paths:
         raise CheckpointError(
             f"{folder}: no weights here. Expected {' or '.join(_PATTERNS)}, as XC-Cache saves a model."
         )
-    return found
+    return paths
 
 
 def fingerprint(folder: Path, base: str | None) -> str:
@@ -91,15 +91,15 @@ def load(model: "CrossAttentionLM", folder: Path) -> None:
     saved: dict[str, Tensor] = {}
     for path in require(folder):
         saved |= _read_blocks(path)
-    wanted, weights = names(model), model.state_dict()
-    expected = {theirs for several in wanted.values() for theirs in several}
+    names_by_weight, weights = names(model), model.state_dict()
+    expected = {theirs for several in names_by_weight.values() for theirs in several}
     if saved.keys() != expected:
         absent, extra = summarize_names(expected - saved.keys()), summarize_names(saved.keys() - expected)
         raise CheckpointError(
             f"{folder}: of other blocks. "
             f"Missing: {absent}; unexpected: {extra}. Compare its config.json with the experiment's model."
         )
-    for ours, several in wanted.items():
+    for ours, several in names_by_weight.items():
         for theirs in several:
             if saved[theirs].shape != weights[ours].shape:
                 raise CheckpointError(
@@ -111,14 +111,14 @@ def load(model: "CrossAttentionLM", folder: Path) -> None:
                     f"{folder}: {several[0]} and {theirs} differ, but are one by shared_weights or shared_projections."
                 )
     with torch.no_grad():
-        for ours, several in wanted.items():
+        for ours, several in names_by_weight.items():
             weights[ours].copy_(saved[several[0]])
 
 
 def _check_config(model: "CrossAttentionLM", folder: Path) -> None:
     """Refuse blocks with other settings in their config.json."""
     path = folder / "config.json"
-    told = read_json(path, CheckpointError) if path.is_file() else {}
+    saved_config = read_json(path, CheckpointError) if path.is_file() else {}
     ours = _settings(model)
     ignored = {"cross_attn_dropout_prob"}  # dropout belongs to the training
     if model.unique_blocks()[0].mlp.gate is not None:
@@ -126,9 +126,9 @@ def _check_config(model: "CrossAttentionLM", folder: Path) -> None:
     if model.config.model_type == "mistral":
         ignored |= {f"cross_attn_{name}" for name in ("num_attention_heads", "num_key_value_heads", "attention_bias")}
     wrong = [
-        f"{name} is {told[name]!r}, the experiment's is {value!r}"
+        f"{name} is {saved_config[name]!r}, the experiment's is {value!r}"
         for name, value in ours.items()
-        if name not in ignored and told.get(name) not in (None, value)
+        if name not in ignored and saved_config.get(name) not in (None, value)
     ]
     if wrong:
         raise CheckpointError(f"{path}: of other blocks: {'; '.join(wrong)}. Change the experiment's model.")
@@ -144,15 +144,15 @@ def save(model: "CrossAttentionLM", folder: Path, base: str, with_base: bool = F
     from safetensors.torch import save_file
 
     weights = model.state_dict()
-    found = {theirs: weights[ours] for ours, several in names(model).items() for theirs in several}
+    tensors = {theirs: weights[ours] for ours, several in names(model).items() for theirs in several}
     if with_base:
-        own = model.base.state_dict()
-        found |= {
-            f"transformer.{name.removeprefix('model.')}" if name.startswith("model.") else name: own[name]
-            for name in own
+        base_weights = model.base.state_dict()
+        tensors |= {
+            f"transformer.{name.removeprefix('model.')}" if name.startswith("model.") else name: base_weights[name]
+            for name in base_weights
         }
     save_file(
-        {name: tensor.detach().cpu().contiguous().clone() for name, tensor in found.items()},
+        {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()},
         folder / "model.safetensors",
     )
     write_json(folder / "config.json", {**model.config.to_dict(), **_settings(model), "_name_or_path": base})
@@ -162,7 +162,7 @@ def unlike_reference(model: "CrossAttentionLM") -> list[str]:
     """What XC-Cache's code cannot have of these blocks, so that it would not load them."""
     block, base = model.unique_blocks()[0], model.config
     attention, width = block.attention, block.attention.heads * block.attention.head_size
-    given = {
+    differences = {
         f"bases of type {base.model_type!r}": base.model_type not in ("gpt_bigcode", "llama", "mistral"),
         "RMSNorm in blocks": not hasattr(block.norm1, "bias"),
         "Mistral blocks with other heads than the base's": base.model_type == "mistral"
@@ -170,7 +170,7 @@ def unlike_reference(model: "CrossAttentionLM") -> list[str]:
         != (base.hidden_size, base.num_attention_heads, base.num_key_value_heads),
         "feed_forward_size": base.model_type != "mistral" and block.mlp.up.out_features != 4 * width,
     }
-    return [what for what, true in given.items() if true]
+    return [what for what, true in differences.items() if true]
 
 
 def _settings(model: "CrossAttentionLM") -> dict[str, Any]:

@@ -41,19 +41,19 @@ class MaskRng(NamedTuple):
     """Random draws of one split."""
 
     seed: int
-    fixed: bool
+    is_fixed: bool
     """Whether they are the same in every epoch."""
 
     def generator(self, epoch: int, *index: int) -> "np.random.Generator":
         """The generator of one sample, or of anything else with an index."""
         import numpy as np
 
-        return np.random.default_rng([self.seed, 0 if self.fixed else epoch, *index])
+        return np.random.default_rng([self.seed, 0 if self.is_fixed else epoch, *index])
 
 
 def mask_rng(split: str, seed: int) -> MaskRng:
     """In training, draws that change with `seed` and epoch; in other splits, always the same ones."""
-    return MaskRng(seed, fixed=False) if split == "train" else MaskRng(VAL_SEED, fixed=True)
+    return MaskRng(seed, is_fixed=False) if split == "train" else MaskRng(VAL_SEED, is_fixed=True)
 
 
 class DenoisingDataset:

@@ -56,18 +56,22 @@ class DenoiserMixture(DenoisingDataset):
         self._documents, self._kinds = documents, kinds
         self._block = shares([kind.rate for kind in kinds], BLOCK)
         self._block_tokens = self._tokens(self._block)
-        blocks, left = divmod(documents.num_tokens, self._block_tokens)
-        self._last = self._largest_block(left)
+        blocks, remaining_tokens = divmod(documents.num_tokens, self._block_tokens)
+        self._last = self._largest_block(remaining_tokens)
         total = blocks * BLOCK + sum(self._last)
         if not total:
-            raise DataError(f"{documents.path}: {left} tokens are too few for one sequence of the likeliest denoiser.")
-        self._chosen = range(total) if most is None else jsonl.select_validation_rows(total, most, documents.path)
+            raise DataError(
+                f"{documents.path}: {remaining_tokens} tokens are too few for one sequence of the likeliest denoiser."
+            )
+        self._sample_indices = (
+            range(total) if most is None else jsonl.select_validation_rows(total, most, documents.path)
+        )
         self._full_blocks = blocks
         super().__init__(draws, encoder, documents.fingerprint, config.shuffle, config.batch_lengths() or (0, 0))
 
     def __len__(self) -> int:
         """Samples in one epoch."""
-        return len(self._chosen)
+        return len(self._sample_indices)
 
     def sample(self, epoch: int, index: int) -> Sample:
         """Sample `index` of this epoch."""
@@ -87,7 +91,7 @@ class DenoiserMixture(DenoisingDataset):
         """(number of the denoiser that makes sample `index` of this epoch, first token of its row)."""
         import numpy as np
 
-        block, place = divmod(self._chosen[index], BLOCK)
+        block, place = divmod(self._sample_indices[index], BLOCK)
         numbers = np.repeat(np.arange(len(self._kinds)), self._block if block < self._full_blocks else self._last)
         self._draws.generator(epoch, block, 1).shuffle(numbers)
         before = np.bincount(numbers[:place], minlength=len(self._kinds))

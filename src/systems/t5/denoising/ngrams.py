@@ -89,21 +89,21 @@ class Ngrams:
         """(mask, starts), each (length,) bool: True on masked tokens, and on the first token of each run of them."""
         import numpy as np
 
-        wanted = noise.counts(len(row), *self._shares)
+        counts = noise.counts(len(row), *self._shares)
         first, sizes = self.units(row, rng)
-        if sizes.sum() < wanted.noise:  # almost only control tokens
+        if sizes.sum() < counts.noise:  # almost only control tokens
             first, sizes = np.arange(len(row)), np.ones(len(row), dtype=np.int64)
-        first, sizes = split_longest(wanted.spans, first, sizes)
-        begin = draw_first_units(sizes, wanted, rng)
-        sizes[begin] = shorten(sizes[begin], wanted.noise)
-        taken, heads = extend_runs(first, sizes, begin, wanted.noise, rng)
+        first, sizes = split_longest(counts.spans, first, sizes)
+        begin = draw_first_units(sizes, counts, rng)
+        sizes[begin] = shorten(sizes[begin], counts.noise)
+        is_masked, heads = extend_runs(first, sizes, begin, counts.noise, rng)
         starts = np.zeros(len(row), dtype=bool)
         starts[first[heads]] = True
-        first, sizes = first[taken], sizes[taken]
+        first, sizes = first[is_masked], sizes[is_masked]
         within = np.arange(sizes.sum()) - (sizes.cumsum() - sizes).repeat(sizes)
         mask = np.zeros(len(row), dtype=bool)
         mask[first.repeat(sizes) + within] = True
-        grow(mask, starts, self._words.control[row], wanted.noise - len(within))
+        grow(mask, starts, self._words.control[row], counts.noise - len(within))
         return mask, starts
 
     def units(self, row: "np.ndarray", rng: "np.random.Generator") -> "tuple[np.ndarray, np.ndarray]":
@@ -112,35 +112,35 @@ class Ngrams:
         import numpy as np
 
         bounds = np.append(self._words.starts(row).nonzero()[0], len(row))
-        spelled = self._words.word_texts(row, bounds)
-        joined = np.zeros(len(spelled), dtype=bool)  # with the previous word
-        parted = np.zeros(len(spelled), dtype=bool)  # already part of an n-gram
-        for first, last in self._find_ngrams(spelled, rng):
-            if not parted[first:last].any():
-                parted[first:last] = True
-                joined[first + 1 : last] = True
-        begins = bounds[:-1][~joined]
+        words = self._words.word_texts(row, bounds)
+        is_joined = np.zeros(len(words), dtype=bool)  # with the previous word
+        is_in_ngram = np.zeros(len(words), dtype=bool)  # already part of an n-gram
+        for first, last in self._find_ngrams(words, rng):
+            if not is_in_ngram[first:last].any():
+                is_in_ngram[first:last] = True
+                is_joined[first + 1 : last] = True
+        begins = bounds[:-1][~is_joined]
         sizes = np.diff(np.append(begins, len(row)))
         real = ~self._words.control[row[begins]]
         return begins[real], sizes[real]
 
-    def _find_ngrams(self, spelled: list[str], rng: "np.random.Generator") -> list[tuple[int, int]]:
+    def _find_ngrams(self, words: list[str], rng: "np.random.Generator") -> list[tuple[int, int]]:
         """(first, last) words, the last not included, of all n-grams that occur:
         longest first, equally long ones in random order."""
-        found, (ngrams, beginnings, _) = [], self._vocabulary
-        likely = [first for first, word in enumerate(spelled) if word.lstrip() in beginnings]
+        matches, (ngrams, beginnings, _) = [], self._vocabulary
+        likely = [first for first, word in enumerate(words) if word.lstrip() in beginnings]
         for first in likely:
-            text = spelled[first].lstrip()
-            for last in range(first + 1, len(spelled)):
-                if not spelled[last]:
+            text = words[first].lstrip()
+            for last in range(first + 1, len(words)):
+                if not words[last]:
                     break
-                text += spelled[last]
+                text += words[last]
                 if text not in beginnings:
                     break
                 if text in ngrams:
-                    found.append((first, last + 1))
-        order = rng.permutation(len(found)).tolist()
-        return sorted((found[i] for i in order), key=lambda place: place[0] - place[1])
+                    matches.append((first, last + 1))
+        order = rng.permutation(len(matches)).tolist()
+        return sorted((matches[i] for i in order), key=lambda place: place[0] - place[1])
 
 
 def split_longest(spans: int, first: "np.ndarray", sizes: "np.ndarray") -> "tuple[np.ndarray, np.ndarray]":
@@ -156,24 +156,24 @@ def split_longest(spans: int, first: "np.ndarray", sizes: "np.ndarray") -> "tupl
     return first, sizes
 
 
-def draw_first_units(sizes: "np.ndarray", wanted: noise.Counts, rng: "np.random.Generator") -> "np.ndarray":
+def draw_first_units(sizes: "np.ndarray", counts: noise.Counts, rng: "np.random.Generator") -> "np.ndarray":
     """(spans,) int64: units that begin runs, in random order;
     together at most `wanted.noise` tokens if exchanges can achieve it."""
     import numpy as np
 
     order = rng.permutation(len(sizes))
-    excess = int(sizes[order[: wanted.spans]].sum()) - wanted.noise
-    moved = True
-    while excess > 0 and moved:
-        moved = False
-        for place in range(wanted.spans):
-            shorter = np.flatnonzero(sizes[order[wanted.spans :]] < sizes[order[place]])
+    excess = int(sizes[order[: counts.spans]].sum()) - counts.noise
+    has_changed = True
+    while excess > 0 and has_changed:
+        has_changed = False
+        for place in range(counts.spans):
+            shorter = np.flatnonzero(sizes[order[counts.spans :]] < sizes[order[place]])
             if excess > 0 and len(shorter):
-                other = wanted.spans + shorter[rng.integers(len(shorter))]
+                other = counts.spans + shorter[rng.integers(len(shorter))]
                 excess -= int(sizes[order[place]] - sizes[order[other]])
                 order[[place, other]] = order[[other, place]]
-                moved = True
-    return order[: wanted.spans]
+                has_changed = True
+    return order[: counts.spans]
 
 
 def extend_runs(
@@ -186,38 +186,41 @@ def extend_runs(
     import numpy as np
 
     adjacent = (first[1:] == first[:-1] + sizes[:-1]).tolist()  # unit i and unit i + 1
-    lengths, taken = sizes.tolist(), [False] * len(sizes)
+    lengths, is_taken = sizes.tolist(), [False] * len(sizes)
     for unit in begin.tolist():
-        taken[unit] = True
-    left = tokens - int(sizes[begin].sum())
+        is_taken[unit] = True
+    remaining = tokens - int(sizes[begin].sum())
 
     def free(unit: int, step: int) -> bool:
         """Whether the neighbouring unit is free and short enough."""
-        beside = unit + step
+        neighbor = unit + step
         return (
-            0 <= beside < len(taken) and adjacent[min(unit, beside)] and not taken[beside] and lengths[beside] <= left
+            0 <= neighbor < len(is_taken)
+            and adjacent[min(unit, neighbor)]
+            and not is_taken[neighbor]
+            and lengths[neighbor] <= remaining
         )
 
     def walk(step: int) -> list[int]:
         """Extend runs in one direction; returns the last unit of each."""
-        nonlocal left
-        going, done = begin.tolist(), []
-        draws = rng.random(left + len(going)).tolist()  # each takes a unit or ends a run
-        while going and left:
-            place = int(draws.pop() * len(going))
-            if free(going[place], step):
-                going[place] += step
-                taken[going[place]] = True
-                left -= lengths[going[place]]
+        nonlocal remaining
+        active, done = begin.tolist(), []
+        draws = rng.random(remaining + len(active)).tolist()  # each takes a unit or ends a run
+        while active and remaining:
+            place = int(draws.pop() * len(active))
+            if free(active[place], step):
+                active[place] += step
+                is_taken[active[place]] = True
+                remaining -= lengths[active[place]]
             else:
-                done.append(going[place])
-                going[place] = going[-1]
-                going.pop()
-        return done + going
+                done.append(active[place])
+                active[place] = active[-1]
+                active.pop()
+        return done + active
 
     walk(1)
     heads = walk(-1)
-    return np.array(taken), heads
+    return np.array(is_taken), heads
 
 
 def shorten(sizes: "np.ndarray", tokens: int) -> "np.ndarray":

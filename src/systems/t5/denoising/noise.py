@@ -85,9 +85,9 @@ def longest_row(inputs: int, density: float, mean_span: float) -> tuple[int, Cou
     """
     raw, _ = lengths(inputs, density, mean_span)
     while raw >= 2:
-        found = counts(raw, density, mean_span)
-        if found.input_tokens <= inputs:
-            return raw, found
+        row_counts = counts(raw, density, mean_span)
+        if row_counts.input_tokens <= inputs:
+            return raw, row_counts
         raw -= 1
     raise ConfigError(f"{inputs} input tokens are too few for a row with a masked token. Write more.")
 
@@ -99,13 +99,13 @@ def exact_lengths(inputs: int, density: float, mean_span: float) -> tuple[int, C
         ConfigError: there is no such row.
     """
     raw, targets = lengths(inputs, density, mean_span)
-    found = counts(raw, density, mean_span)
-    if raw < 2 or (found.input_tokens, found.target_tokens) != (inputs, targets):
+    row_counts = counts(raw, density, mean_span)
+    if raw < 2 or (row_counts.input_tokens, row_counts.target_tokens) != (inputs, targets):
         raise ConfigError(
             f"no row of tokens gives exactly {inputs} input tokens at "
             f"noise density {density} and mean span {mean_span}. Write more input tokens or a higher density."
         )
-    return raw, found
+    return raw, row_counts
 
 
 def composition(items: int, parts: int, rng: "Random") -> "np.ndarray":
@@ -132,13 +132,15 @@ def noise_mask(length: int, density: float, mean_span: float, rng: "Random", rol
     """
     import numpy as np
 
-    wanted = counts(length, density, mean_span)
-    if not wanted.noise:
+    row_counts = counts(length, density, mean_span)
+    if not row_counts.noise:
         return np.zeros(length, dtype=bool)
-    runs = np.empty(2 * wanted.spans, dtype=np.int64)
-    runs[1::2] = composition(wanted.noise, wanted.spans, rng)  # before the kept ones: seeded draws depend on the order
-    runs[::2] = composition(wanted.keep, wanted.spans, rng)
-    alternating = np.zeros(2 * wanted.spans, dtype=bool)
+    runs = np.empty(2 * row_counts.spans, dtype=np.int64)
+    runs[1::2] = composition(
+        row_counts.noise, row_counts.spans, rng
+    )  # before the kept ones: seeded draws depend on the order
+    runs[::2] = composition(row_counts.keep, row_counts.spans, rng)
+    alternating = np.zeros(2 * row_counts.spans, dtype=bool)
     alternating[1::2] = True
     mask = alternating.repeat(runs)[:length]
     return np.roll(mask, int(rng.uniform(0, length))) if roll else mask
@@ -170,9 +172,9 @@ def corrupt(
     place = first.cumsum()
     spans = int(place[-1]) if len(place) else 0
     row[starts] = sentinels[:spans]
-    kept = row[starts | ~mask]
-    inputs = np.empty(len(kept) + 1, dtype=ids.dtype)
-    inputs[:-1], inputs[-1] = kept, eos_id
+    kept_ids = row[starts | ~mask]
+    inputs = np.empty(len(kept_ids) + 1, dtype=ids.dtype)
+    inputs[:-1], inputs[-1] = kept_ids, eos_id
     place += np.arange(len(first))
     targets = np.empty(len(first) + spans + 1, dtype=ids.dtype)
     targets[place] = ids[mask]

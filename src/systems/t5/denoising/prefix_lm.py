@@ -56,11 +56,11 @@ class Config(DenoisingConfig):
             DataError: the data set is missing, incomplete, malformed, or too small for one sequence or for
                 `val_sequences`.
         """
-        found = documents.read(places, self.corpus, tokenizer, split)
-        rows = documents.PackedRows(found, self.sequence_tokens, self.max_samples(split))
-        objective = partial(cut_row, eos_id=found.eos_id, prefix_tokens=self.prefix_tokens)
+        corpus = documents.read(places, self.corpus, tokenizer, split)
+        rows = documents.PackedRows(corpus, self.sequence_tokens, self.max_samples(split))
+        objective = partial(cut_row, eos_id=corpus.eos_id, prefix_tokens=self.prefix_tokens)
         return SingleObjectiveDataset(
-            rows, objective, mask_rng(split, seed), SafeTokenizer(tokenizer), found.fingerprint, self.shuffle
+            rows, objective, mask_rng(split, seed), SafeTokenizer(tokenizer), corpus.fingerprint, self.shuffle
         )
 
 

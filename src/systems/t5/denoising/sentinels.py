@@ -29,21 +29,21 @@ def sentinel_ids(tokenizer: "PreTrainedTokenizerFast") -> list[int]:
     )
 
 
-def require(tokenizer: "PreTrainedTokenizerFast", needed: int, field: str) -> list[int]:
+def require(tokenizer: "PreTrainedTokenizerFast", num_needed: int, field: str) -> list[int]:
     """The first `needed` sentinels.
 
     Raises:
         DataError: the tokenizer has no sentinels.
         ConfigError: there are fewer than `field` of the experiment needs.
     """
-    return _take_first(sentinel_ids(tokenizer), needed, field, tokenizer.name_or_path)
+    return _take_first(sentinel_ids(tokenizer), num_needed, field, tokenizer.name_or_path)
 
 
-def require_in_folder(folder: Path | None, needed: int, field: str) -> None:
+def require_in_folder(folder: Path | None, num_needed: int, field: str) -> None:
     """As `require`, from tokenizer.json without loading the tokenizer. Passes where there is no such file."""
-    added = read_added_tokens(folder)
-    if added is not None:
-        _take_first(_consecutive_ids(added, str(folder)), needed, field, str(folder))
+    added_tokens = read_added_tokens(folder)
+    if added_tokens is not None:
+        _take_first(_consecutive_ids(added_tokens, str(folder)), num_needed, field, str(folder))
 
 
 def read_added_tokens(folder: Path | None) -> dict[str, tuple[int, bool]] | None:
@@ -57,26 +57,26 @@ def read_added_tokens(folder: Path | None) -> dict[str, tuple[int, bool]] | None
         return None  # damaged: loading it will say how
 
 
-def _consecutive_ids(added: Mapping[str, tuple[int, bool]], where: str) -> list[int]:
+def _consecutive_ids(added_tokens: Mapping[str, tuple[int, bool]], where: str) -> list[int]:
     """added: id of each added token, and whether it is special."""
-    names = list(takewhile(added.__contains__, (f"<extra_id_{number}>" for number in count())))
+    names = list(takewhile(added_tokens.__contains__, (f"<extra_id_{number}>" for number in count())))
     if not names:
         raise DataError(
             f"{where}: this tokenizer has no sentinels <extra_id_0>, <extra_id_1>, ... for masked text. {AGAIN}"
         )
-    if plain := [name for name in names if not added[name][1]]:
+    if plain := [name for name in names if not added_tokens[name][1]]:
         raise DataError(
             f"{where}: {plain[0]} is no special token, so that text could turn into it. "
             "Add sentinels as special tokens."
         )
-    return [added[name][0] for name in names]
+    return [added_tokens[name][0] for name in names]
 
 
-def _take_first(ids: list[int], needed: int, field: str, where: str) -> list[int]:
-    if needed > len(ids):
+def _take_first(ids: list[int], num_needed: int, field: str, where: str) -> list[int]:
+    if num_needed > len(ids):
         raise ConfigError(
-            f"{field}: masks {needed} runs in a sequence, each with a sentinel of its own, but {where} has {len(ids)}. "
+            f"{field}: masks {num_needed} runs in a sequence, each with a sentinel of its own, but {where} has {len(ids)}. "
             "Write fewer input tokens, a lower noise_density or a longer mean_span_tokens, "
-            f"or make a tokenizer with more: python -m data_prep.t5.t5_tokenizer --sentinels {needed}."
+            f"or make a tokenizer with more: python -m data_prep.t5.t5_tokenizer --sentinels {num_needed}."
         )
-    return ids[:needed]
+    return ids[:num_needed]

@@ -79,14 +79,14 @@ class Config(DenoisingConfig):
 
         raw, counts = self._lengths()
         ids = np.array(sentinels.require(tokenizer, counts.spans, "data.input_tokens"), dtype=np.int32)
-        found = documents.read(places, self.corpus, tokenizer, split)
-        rows = documents.PackedRows(found, raw, self.max_samples(split))
-        fingerprint = found.fingerprint
+        corpus = documents.read(places, self.corpus, tokenizer, split)
+        rows = documents.PackedRows(corpus, raw, self.max_samples(split))
+        fingerprint = corpus.fingerprint
         shares = self.noise_density, self.mean_span_tokens
-        objective: Objective = partial(mask_spans, shares=shares, sentinels=ids, eos_id=found.eos_id)
+        objective: Objective = partial(mask_spans, shares=shares, sentinels=ids, eos_id=corpus.eos_id)
         if self.ngrams:
             vocabulary = ngrams.read_vocabulary(places.data / self.ngrams)
-            objective = ngrams.Ngrams(Words(tokenizer), vocabulary, shares, ids, found.eos_id)
+            objective = ngrams.Ngrams(Words(tokenizer), vocabulary, shares, ids, corpus.eos_id)
             fingerprint = f"{fingerprint} {vocabulary.fingerprint}"
         return SingleObjectiveDataset(
             rows, objective, mask_rng(split, seed), SafeTokenizer(tokenizer), fingerprint, self.shuffle

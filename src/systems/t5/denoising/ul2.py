@@ -103,15 +103,15 @@ class Config(DenoisingConfig):
 
     def check_tokenizer(self, folder: Path | None) -> None:
         for number, denoiser in enumerate(self.denoisers):
-            most_of_mode = len(denoiser.mode.encode()) + 1  # at most so many tokens
+            max_mode_tokens = len(denoiser.mode.encode()) + 1  # at most so many tokens
             if (
                 denoiser.noise_density is not None
                 and denoiser.mean_span_tokens is not None
-                and self.input_tokens > 2 * most_of_mode
+                and self.input_tokens > 2 * max_mode_tokens
             ):
-                room = self.input_tokens - most_of_mode
-                needed = noise.longest_row(room, denoiser.noise_density, denoiser.mean_span_tokens)[1].spans
-                sentinels.require_in_folder(folder, needed, f"data.denoisers[{number}]")
+                room = self.input_tokens - max_mode_tokens
+                num_sentinels = noise.longest_row(room, denoiser.noise_density, denoiser.mean_span_tokens)[1].spans
+                sentinels.require_in_folder(folder, num_sentinels, f"data.denoisers[{number}]")
 
     def check_length(self, max_positions: int | None, new_tokens: int = 0) -> None:
         require_fit("data.input_tokens", self.input_tokens, max_positions)
@@ -139,8 +139,8 @@ class Config(DenoisingConfig):
         """
         encoder = SafeTokenizer(tokenizer)
         kinds = [self._make_spec(number, encoder, tokenizer) for number in range(len(self.denoisers))]
-        found = documents.read(places, self.corpus, tokenizer, split)
-        return DenoiserMixture(found, kinds, mask_rng(split, seed), encoder, self.max_samples(split), self)
+        corpus = documents.read(places, self.corpus, tokenizer, split)
+        return DenoiserMixture(corpus, kinds, mask_rng(split, seed), encoder, self.max_samples(split), self)
 
     def _make_spec(self, number: int, encoder: SafeTokenizer, tokenizer: "PreTrainedTokenizerFast") -> DenoiserSpec:
         """Denoiser `number`, ready to be used. Raises as `build`."""

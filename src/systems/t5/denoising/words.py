@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 _SPACE = "▁"
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
-_ESCAPED = "surrogateescape"  # for bytes of a character that is split between tokens
+_BYTE_ERRORS = "surrogateescape"  # for bytes of a character that is split between tokens
 
 
 class Words:
@@ -57,7 +57,7 @@ class Words:
 
 
 def _decode_word(text: str) -> str:
-    return text if text.isascii() else text.encode(errors=_ESCAPED).decode(errors="replace").lower()
+    return text if text.isascii() else text.encode(errors=_BYTE_ERRORS).decode(errors="replace").lower()
 
 
 def _in_word(letter: str) -> bool:
@@ -80,13 +80,13 @@ def _speller(tokenizer: "PreTrainedTokenizerFast") -> Callable[[str], str]:
 
 def _sentence_piece(token: str) -> str:
     if byte := _BYTE.fullmatch(token):
-        return bytes([int(byte[1], 16)]).decode(errors=_ESCAPED).lower()
+        return bytes([int(byte[1], 16)]).decode(errors=_BYTE_ERRORS).lower()
     return token.replace(_SPACE, " ").lower()
 
 
 def _byte_level(token: str) -> str:
     letters = _letters()
-    return bytes(letters[letter] for letter in token if letter in letters).decode(errors=_ESCAPED).lower()
+    return bytes(letters[letter] for letter in token if letter in letters).decode(errors=_BYTE_ERRORS).lower()
 
 
 @cache

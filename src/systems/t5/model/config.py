@@ -86,21 +86,21 @@ class Config(ModelConfig):
         Raises:
             UserError: the model at `path`, or the tokenizer, is missing or damaged; or that model is no T5.
         """
-        return self._build(places, unfilled=False)
+        return self._build(places, without_weights=False)
 
     def build_unfilled(self, places: Places) -> "T5ForConditionalGeneration":
         """As `build`, for FSDP2: without weights where each process can read its part of pretrained ones."""
-        return self._build(places, unfilled=True)
+        return self._build(places, without_weights=True)
 
-    def _build(self, places: Places, unfilled: bool) -> "T5ForConditionalGeneration":
+    def _build(self, places: Places, without_weights: bool) -> "T5ForConditionalGeneration":
         self.check(places)
         if self.random:
             model: Any = _build_random(self.random, self.dropout_rate or 0.0, places.data / self.random.tokenizer)
         else:
-            known = self._hf_config().architecture(places)
-            assert known, "check has seen it"
+            architecture = self._hf_config().architecture(places)
+            assert architecture, "check has seen it"
             base = self._hf_config()
-            model = (base.load_unfilled if unfilled else base.load)(places, CLASSES[known.model_type])
+            model = (base.load_unfilled if without_weights else base.load)(places, CLASSES[architecture.model_type])
             if self.dropout_rate is not None:
                 _set_dropout(model, self.dropout_rate)
         masks.accept(model)
@@ -111,10 +111,10 @@ class Config(ModelConfig):
             prepared_tokenizer.require(places.data / self.random.tokenizer)
             return
         self._hf_config().require_files(places)
-        known = self._hf_config().architecture(places)
-        if known is None or known.model_type not in CLASSES:
+        architecture = self._hf_config().architecture(places)
+        if architecture is None or architecture.model_type not in CLASSES:
             raise ConfigError(
-                f"{self.path}: a model of type {known.model_type if known else 'unknown'!r}; expected a T5."
+                f"{self.path}: a model of type {architecture.model_type if architecture else 'unknown'!r}; expected a T5."
             )
 
     def architecture(self, places: Places) -> Architecture | None:
@@ -123,8 +123,8 @@ class Config(ModelConfig):
             return Architecture(
                 "t5", sizes.num_layers, sizes.hidden_size, sizes.num_heads, num_key_value_heads=sizes.num_heads
             )
-        found = self._hf_config().architecture(places)
-        return replace(found, max_positions=None) if found else None
+        architecture = self._hf_config().architecture(places)
+        return replace(architecture, max_positions=None) if architecture else None
 
     def fingerprint(self, places: Places) -> str | None:
         """Of the pretrained weights; None where there are none."""

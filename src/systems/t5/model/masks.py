@@ -27,32 +27,32 @@ def accept(model: "T5ForConditionalGeneration") -> None:
 
 
 def _without_cross_mask(
-    encoder: Any, args: tuple[Any, ...], given: dict[str, Any]
+    encoder: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    given.pop(CROSS_MASK, None)
-    if encoder.config.model_type == "longt5" and given.get("attention_mask") is not None:
-        given["attention_mask"] = given["attention_mask"].long()  # numbers of blocks are computed with it
-    return args, _to_additive(encoder, given, "attention_mask")
+    kwargs.pop(CROSS_MASK, None)
+    if encoder.config.model_type == "longt5" and kwargs.get("attention_mask") is not None:
+        kwargs["attention_mask"] = kwargs["attention_mask"].long()  # numbers of blocks are computed with it
+    return args, _to_additive(encoder, kwargs, "attention_mask")
 
 
 def _with_cross_mask(
-    decoder: Any, args: tuple[Any, ...], given: dict[str, Any]
+    decoder: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    cross_mask = given.pop(CROSS_MASK, None)
+    cross_mask = kwargs.pop(CROSS_MASK, None)
     if cross_mask is not None:
-        given["encoder_attention_mask"] = cross_mask
-    return args, _to_additive(decoder, given, "attention_mask", "encoder_attention_mask")
+        kwargs["encoder_attention_mask"] = cross_mask
+    return args, _to_additive(decoder, kwargs, "attention_mask", "encoder_attention_mask")
 
 
-def _to_additive(stack: Any, given: dict[str, Any], *names: str) -> dict[str, Any]:
+def _to_additive(stack: Any, kwargs: dict[str, Any], *names: str) -> dict[str, Any]:
     """`given`, with masks of four axes as `stack`'s attention takes them: eager attention adds them to its logits."""
     import torch
 
     if stack.config._attn_implementation == "eager":
         for name in names:
-            mask: Tensor | None = given.get(name)
+            mask: Tensor | None = kwargs.get(name)
             if mask is not None and mask.dim() == 4 and mask.dtype == torch.bool:
-                given[name] = torch.zeros_like(mask, dtype=stack.dtype).masked_fill_(
+                kwargs[name] = torch.zeros_like(mask, dtype=stack.dtype).masked_fill_(
                     ~mask, torch.finfo(stack.dtype).min
                 )
-    return given
+    return kwargs

@@ -201,10 +201,10 @@ class TaskDataset:
         lengths = [len(self._sentinel) + len(ids) + 1 for ids in self._encoder.encode_all(texts)]
         long = [i for i, length in enumerate(lengths) if length > config.target_tokens]
         if long and config.long_targets == "refuse":
-            told = self._too_long(texts[long[0]], lengths[long[0]], "target_tokens")
-            others = f" So have {len(long) - 1} more." if len(long) > 1 else ""
+            message = self._too_long(texts[long[0]], lengths[long[0]], "target_tokens")
+            rest = f" So have {len(long) - 1} more." if len(long) > 1 else ""
             raise DataError(
-                f"{told}{others} Allow more, or set data.long_targets: "
+                f"{message}{rest} Allow more, or set data.long_targets: "
                 "'drop' leaves such rows out, 'cut' cuts their targets."
             )
         if len(long) == len(rows):
@@ -310,8 +310,8 @@ class TaskDataset:
 
     def _warn(self) -> None:
         """Called at the first input that is cut, the 10th, the 100th and so on."""
-        found = f"{self._cut} of {self._read} inputs that this process has read so far lost their end"
-        log.warning("%s: %s: data.input_tokens is %d.", self._config.corpus, found, self._config.input_tokens)
+        summary = f"{self._cut} of {self._read} inputs that this process has read so far lost their end"
+        log.warning("%s: %s: data.input_tokens is %d.", self._config.corpus, summary, self._config.input_tokens)
         self._next = 10 ** len(str(self._cut))
 
     def _encode_target(self, text: str) -> list[int]:

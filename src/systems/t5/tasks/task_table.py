@@ -22,9 +22,9 @@ from src.experiments.registry import METRICS, bind
 from src.files import ROOT, read_yaml
 
 FOLDER = ROOT / "resources" / "tasks"
-OWN = "task.yaml"
+TASK_FILE = "task.yaml"
 """File of a prepared data set with the task of a user."""
-UNLABELLED = "<unk>"
+MISSING_LABEL = "<unk>"
 """What T5 writes for the label of a row that has none."""
 
 FIELDS = ("index", "label", "answers", "group")
@@ -105,18 +105,18 @@ class Task(Config):
             raise ValueError(
                 f"labels: {len(self.labels)} for kind {self.kind!r}; 'classes' has two or more, the others none."
             )
-        if any(not text or text != text.strip() or text == UNLABELLED for text in self.labels):
+        if any(not text or text != text.strip() or text == MISSING_LABEL for text in self.labels):
             raise ValueError(
-                f"labels: expected texts without blanks around them, none {UNLABELLED!r}; got {self.labels}."
+                f"labels: expected texts without blanks around them, none {MISSING_LABEL!r}; got {self.labels}."
             )
         if (self.kind == "regression") != (self.range is not None):
             raise ValueError("range: [lowest, highest] belongs to kind 'regression', and to no other.")
         if self.range is not None and not (len(self.range) == 2 and self.range[0] < self.range[1]):
             raise ValueError(f"range: expected [lowest, highest], got {self.range}.")
-        known = {"classes": _OF_CLASSES, "regression": _OF_NUMBERS, "text": set(_OF_TEXT)}[self.kind]
+        known_metrics = {"classes": _OF_CLASSES, "regression": _OF_NUMBERS, "text": set(_OF_TEXT)}[self.kind]
         for name in self.metrics:
-            if name not in known:
-                raise ValueError(f"metrics: {unknown_text(f'metric of kind {self.kind!r}', name, known)}")
+            if name not in known_metrics:
+                raise ValueError(f"metrics: {unknown_text(f'metric of kind {self.kind!r}', name, known_metrics)}")
         if self.optimise is not None and self.optimise not in self.metrics:
             raise ValueError(f"optimise: {unknown_text('metric of this task', self.optimise, self.metrics)}")
         if {"f1", "f1a"} & set(self.metrics) and self.kind == "classes" and len(self.labels) != 2:
@@ -125,14 +125,14 @@ class Task(Config):
         return self
 
     def _layouts_fit(self) -> None:
-        known = [*self.columns, "label", "index"]
+        known_columns = [*self.columns, "label", "index"]
         for name in self.names:
-            if name not in known:
-                raise ValueError(f"names: {unknown_text('column', name, known)}")
+            if name not in known_columns:
+                raise ValueError(f"names: {unknown_text('column', name, known_columns)}")
         for line in self.plain:
             for name in line:
-                if name not in [*known, "_"]:
-                    raise ValueError(f"plain: {unknown_text('column', name, [*known, '_'])}")
+                if name not in [*known_columns, "_"]:
+                    raise ValueError(f"plain: {unknown_text('column', name, [*known_columns, '_'])}")
             if missing := [name for name in self.columns if name not in line]:
                 raise ValueError(f"plain: {line} lacks the column {missing[0]!r}.")
         if len({len(line) for line in self.plain}) < len(self.plain):
@@ -140,9 +140,9 @@ class Task(Config):
 
 
 def _require_distinct(field: str, values: list[str]) -> None:
-    twice = sorted({value for value in values if values.count(value) > 1})
-    if twice:
-        raise ValueError(f"{field}: {', '.join(map(repr, twice))} stands there twice.")
+    duplicates = sorted({value for value in values if values.count(value) > 1})
+    if duplicates:
+        raise ValueError(f"{field}: {', '.join(map(repr, duplicates))} stands there twice.")
 
 
 class NamedTask:
@@ -179,7 +179,7 @@ class NamedTask:
         """Text that the model should write.
         label: a class, an answer, or the number of a regression; None: no label."""
         if label is None:
-            return UNLABELLED
+            return MISSING_LABEL
         if self.task.kind == "regression":
             return f"{round(float(label) * _STEPS) / _STEPS:.1f}"
         return str(label)
@@ -205,29 +205,29 @@ class NamedTask:
         return [bind(METRICS, {"name": "classification", "scores": self.task.metrics, "labels": self.task.labels})]
 
 
-def find(name: str, own: Path | None = None) -> NamedTask:
+def find(name: str, user_file: Path | None = None) -> NamedTask:
     """The task called `name`. own: a user's file with tasks beside those of resources/tasks.
 
     Raises:
         ConfigError: no file has it; or a file has a mistake: names the file, the task and the field.
     """
-    known: dict[str, Path] = {}
+    paths: dict[str, Path] = {}
     entries: dict[str, Any] = {}
-    for path in [*sorted(FOLDER.glob("*.yaml")), *([own] if own else [])]:
+    for path in [*sorted(FOLDER.glob("*.yaml")), *([user_file] if user_file else [])]:
         for task, raw in _read_tasks(path).items():
-            if task in known:
-                raise ConfigError(f"{path}: {task}: a task of this name stands in {known[task]}. Call it otherwise.")
-            known[task], entries[task] = path, raw
+            if task in paths:
+                raise ConfigError(f"{path}: {task}: a task of this name stands in {paths[task]}. Call it otherwise.")
+            paths[task], entries[task] = path, raw
     if name not in entries:
         raise ConfigError(
-            f"task: {unknown_text('task', name, known)} Another is added by an entry in a file of {FOLDER}."
+            f"task: {unknown_text('task', name, paths)} Another is added by an entry in a file of {FOLDER}."
         )
-    return NamedTask(name, load_config(Task, entries[name], f"{known[name]}: {name}"))
+    return NamedTask(name, load_config(Task, entries[name], f"{paths[name]}: {name}"))
 
 
 def find_in_corpus(name: str, folder: Path) -> NamedTask:
     """The task `name`, which the prepared data set in `folder` may define itself."""
-    return find(name, folder / OWN if (folder / OWN).is_file() else None)
+    return find(name, folder / TASK_FILE if (folder / TASK_FILE).is_file() else None)
 
 
 def _read_tasks(path: Path) -> dict[str, Any]:
@@ -235,9 +235,9 @@ def _read_tasks(path: Path) -> dict[str, Any]:
 
 
 @lru_cache(maxsize=16)
-def _parse_tasks(path: Path, written: int) -> dict[str, Any]:
+def _parse_tasks(path: Path, mtime: int) -> dict[str, Any]:
     """The entries of a file, as it was `written`."""
-    del written
+    del mtime
     raw = read_yaml(path, "tasks by name")
     wrong = [name for name in raw if not isinstance(name, str)]
     if wrong:

@@ -154,7 +154,7 @@ def test_a_window_always_has_something_to_learn(roles: list[Role], most: int, pr
         part = window(whole, most, probability, draw)
         assert len(part.ids) == min(most, len(roles))
         assert part.ids == whole.ids[part.ids[0] : part.ids[0] + len(part.ids)]
-        assert any(part.learned) == any(whole.learned)
+        assert any(part.loss_mask) == any(whole.loss_mask)
         assert part == window(whole, most, probability, draw)
 
 

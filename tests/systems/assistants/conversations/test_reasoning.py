@@ -46,7 +46,7 @@ def learned(source: str, *messages: Message) -> list[str]:
     writer = renderer(source, "<|E|>")
     rendered = writer.render(messages)
     parts, previous = list[list[int]](), False
-    for token, is_learned in zip(rendered.ids, rendered.learned, strict=True):
+    for token, is_learned in zip(rendered.ids, rendered.loss_mask, strict=True):
         if is_learned:
             parts[-1:] = [[*parts[-1], token]] if previous else [*parts[-1:], [token]]
         previous = is_learned
@@ -168,7 +168,7 @@ def test_empty_answer_of_a_stripping_template_follows_its_prompt():
     assert rendered.ids[: len(prompt)] == prompt
     assert [rendered.ids[place] for place in rendered.last_answer()] == [writer.safe.control_id("<|im_end|>")]
     several = writer.render([ASK, Message("assistant", ""), ASK, Message("assistant", "two")])
-    assert sum(several.learned) == len("two") + 1, "an earlier empty answer is not learned"
+    assert sum(several.loss_mask) == len("two") + 1, "an earlier empty answer is not learned"
 
 
 @pytest.mark.parametrize("scheme", ["bytes", "first", "always"])

@@ -52,7 +52,7 @@ def test_open_assistants_form():
     assert talk.shown(sample, MADE, [Role.ASSISTANT]) == "Hello<end>See you<end>", "B1: never the system's"
     prompt = RENDERERS["oasst"].render(talk.messages("Hi"), answering=True)
     assert talk.shown(prompt, MADE, ALL) == "<|prompter|>Hi<end><|assistant|>"
-    assert not any(prompt.learned)
+    assert not any(prompt.loss_mask)
 
 
 def test_chatml():
@@ -95,7 +95,7 @@ def test_prompt_is_a_prefix_of_its_conversation(contents: list[str], system: str
             answered = renderer.render(conversation[: number + 1])
             learned = [
                 token
-                for token, is_learned in list(zip(answered.ids, answered.learned, strict=True))[len(prompt.ids) :]
+                for token, is_learned in list(zip(answered.ids, answered.loss_mask, strict=True))[len(prompt.ids) :]
                 if is_learned
             ]
             assert MADE.decode(learned) == message.content + ("<end>" if "oasst" in name else "<|im_end|>")
@@ -215,7 +215,7 @@ def test_plain_text_is_learned_to_its_end():
     """B12: its last token was trained on the first one."""
     sample = RENDERERS["oasst"].render_text("ab<|assistant|>")
     assert MADE.decode(sample.ids) == "ab<|assistant|><end>"
-    assert sample.learned == [False] + [True] * (len(sample.ids) - 1)
+    assert sample.loss_mask == [False] + [True] * (len(sample.ids) - 1)
 
 
 def test_ids_do_not_depend_on_the_seed_of_hashes():
@@ -230,7 +230,7 @@ def test_ids_do_not_depend_on_the_seed_of_hashes():
         "tokenizer = talk.tokenizer([*talk.TOKENS, '<e>', '<e>x', '<e>xx'], template=source);"
         "renderers = [Renderer(tokenizer, find(name, tokenizer)) for name in ('oasst', 'chatml', 'tokenizer')];"
         "samples = [renderer.render(talk.messages('a', 'b', system='c')) for renderer in renderers];"
-        "print([(each.ids, each.learned) for each in samples], talk.shown(samples[2], tokenizer, [Role.ASSISTANT]))"
+        "print([(each.ids, each.loss_mask) for each in samples], talk.shown(samples[2], tokenizer, [Role.ASSISTANT]))"
     )
     outputs = {
         subprocess.run(
@@ -285,4 +285,4 @@ def test_no_start_token_is_within_a_conversation():
         sample = ranked.render_reply(config, renderer, talk.messages("a"), Reply("b", 0))
         assert sample.ids[: len(prompt.ids)] == prompt.ids
         assert [place for place, token in enumerate(sample.ids) if token == start] == [0]
-        assert not sample.learned[0]
+        assert not sample.loss_mask[0]

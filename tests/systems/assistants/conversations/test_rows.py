@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from src.data import jsonl, jsonl_index
 from src.errors import DataError
 from src.experiments.config import Places
-from src.systems.assistants.conversations.rows import ANSWERED, EMPTY, RANKED, ConversationRows, read_rows
+from src.systems.assistants.conversations.rows import ANSWERED_ROW, EMPTY_ROW, RANKED_ROW, ConversationRows, read_rows
 from tests.systems.assistants.conversations.talk import row, write_rows
 
 ROWS: list[dict[str, Any]] = [
@@ -23,7 +23,7 @@ ROWS: list[dict[str, Any]] = [
     row("a", " ", "c", ""),
     {**row("a"), "replies": [{"content": "", "rank": 0}]},
 ]
-WANTED = {ANSWERED: {0}, RANKED: {2}, EMPTY: {6, 7}}
+WANTED = {ANSWERED_ROW: {0}, RANKED_ROW: {2}, EMPTY_ROW: {6, 7}}
 
 
 @given(places=st.lists(st.sampled_from(range(len(ROWS))), min_size=1, max_size=12), large=st.booleans(), data=st.data())
@@ -45,7 +45,7 @@ def test_kinds_are_those_of_the_rows(
         assert rows[:] == [ROWS[place] for place in own]
         for kind, wanted in WANTED.items():
             assert [*rows.numbers_of(kind)] == [i for i, place in enumerate(own) if place in wanted]
-            assert [*rows.numbers_of(kind, others=True)] == [i for i, place in enumerate(own) if place not in wanted]
+            assert [*rows.numbers_of(kind, invert=True)] == [i for i, place in enumerate(own) if place not in wanted]
 
 
 def test_a_large_file_is_parsed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -55,7 +55,7 @@ def test_a_large_file_is_parsed_once(tmp_path: Path, monkeypatch: pytest.MonkeyP
     parsed: list[str] = []
     monkeypatch.setattr(jsonl, "parse", lambda line, where: parsed.append(where))
     rows = ConversationRows(read_rows(tmp_path / "corpus" / "train.jsonl"))
-    assert [*rows.numbers_of(ANSWERED), *rows.numbers_of(RANKED)] == [0, 2]
+    assert [*rows.numbers_of(ANSWERED_ROW), *rows.numbers_of(RANKED_ROW)] == [0, 2]
     assert not parsed
 
 

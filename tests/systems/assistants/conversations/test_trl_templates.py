@@ -95,7 +95,7 @@ def test_answer_is_learned_from_the_end_of_its_generation_prompt(path: Path):
         answer = rendered.last_answer()
         assert answer.start == len(prompt), name
         assert rendered.ids[answer.stop - 1] in ends, (name, tokenizer.decode(rendered.ids[answer.start : answer.stop]))
-        assert all(rendered.learned[place] for place in answer)
+        assert all(rendered.loss_mask[place] for place in answer)
         after = tokenizer.decode(rendered.ids[answer.stop :]).strip()
         assert after in ("", "<|tool_response>"), name  # one template ends a call before the mark of its result
         text = tokenizer.decode(rendered.ids[answer.start : answer.stop])

@@ -289,7 +289,7 @@ def test_instances_take_turns_and_a_failing_one_is_skipped(
 
     def fail(*_: Any) -> None:
         tried.append(1)
-        raise kserve.Away("gone")
+        raise kserve.UnavailableError("gone")
 
     monkeypatch.setattr(down, "infer", fail)
     for _ in range(20):

@@ -126,14 +126,14 @@ ENDLESS = {
 def test_endless_programs_are_killed(name: str, limits: Limits):
     limits = limits.model_copy(update={"seconds": 1.0})
     (result,) = sandbox.run_programs([order(ENDLESS[name])], limits)
-    assert (result.output, result.ended) == (b"", "time")
+    assert (result.output, result.end_reason) == (b"", "time")
     assert not marked_processes(limits)
 
 
 @needs_bubblewrap
 def test_processor_time_is_limited_by_itself():
     (result,) = sandbox.run_programs([order("while True:\n    pass")], Limits(seconds=300, cpu_seconds=1))
-    assert (result.output, result.ended) == (b"", "exit")
+    assert (result.output, result.end_reason) == (b"", "exit")
 
 
 def order(source: str) -> sandbox.Program:
@@ -145,7 +145,7 @@ def test_a_flood_is_read_up_to_its_limit():
     (result,) = sandbox.run_programs(
         [order("while True:\n    import os; os.write(4, bytes(65536))")], Limits(output_kb=256)
     )
-    assert result.ended == "output"
+    assert result.end_reason == "output"
     assert abs(len(result.output) - (256 << 10)) <= 64 << 10  # what one look at a pipe gives
 
 

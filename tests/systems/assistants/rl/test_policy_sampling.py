@@ -55,7 +55,9 @@ def sample(model: Any, batch: dict[str, torch.Tensor], repeated: bool) -> tuple[
     read: list[int] = []
     handle = model.get_input_embeddings().register_forward_pre_hook(lambda _, given: read.append(given[0].numel()))
     with torch.no_grad():
-        found = Generation(5, 1.0, {"top_p": 1.0, "top_k": 0}, [1], [3], repeated=repeated).sample(model, batch, seed=7)
+        found = Generation(
+            5, 1.0, {"top_p": 1.0, "top_k": 0}, [1], [3], has_repeated_prompts=has_repeated_prompts
+        ).sample(model, batch, seed=7)
     handle.remove()
     return found, sum(read)
 

@@ -269,7 +269,7 @@ def test_recovery_cuts_at_the_first_damage(tmp_path):
     data = bytearray((tmp_path / "e" / "s0.states").read_bytes())
     data[0] ^= 1
     (tmp_path / "e" / "s0.states").write_bytes(data)
-    assert len(recover(tmp_path / "e", "s0", D * 2, compared=1)) == 2  # the first is not looked at
+    assert len(recover(tmp_path / "e", "s0", D * 2, num_compared=1)) == 2  # the first is not looked at
     assert len(recover(tmp_path / "e", "s0", D * 2)) == 0
     assert not list((tmp_path / "e").glob("s0*"))
 

@@ -28,11 +28,14 @@ class Model:
             CheckpointError: the run has other weights by now than when the repository was written.
             UserError: a part of the model is missing.
         """
-        run, wanted = Path(self.run), json.loads(args["model_config"])["parameters"][FINGERPRINT]["string_value"]
+        run, expected_fingerprint = (
+            Path(self.run),
+            json.loads(args["model_config"])["parameters"][FINGERPRINT]["string_value"],
+        )
         device = f"cuda:{args['model_instance_device_id']}" if args["model_instance_kind"] == "GPU" else "cpu"
         self._triton: Any = import_module("triton_python_backend_utils")
         self._model = load_served(run, Places(Path(self.data), run.parent), device, self.mode)
-        if self._model.fingerprint != wanted:
+        if self._model.fingerprint != expected_fingerprint:
             raise CheckpointError(f"{run}: was trained again since this repository was written. Write it again.")
 
     def execute(self, requests: list[Any]) -> list[Any]:
@@ -42,13 +45,13 @@ class Model:
     def _answer(self, request: Any) -> Any:
         import torch
 
-        codes, refused = self._triton.TritonError, self._triton.InferenceResponse
+        codes, make_response = self._triton.TritonError, self._triton.InferenceResponse
         try:
             inputs = [self._triton.get_input_tensor_by_name(request, name).as_numpy() for name in INPUTS]
-            found = self._model.score(*(torch.tensor(values) for values in inputs)).numpy()
+            scores = self._model.score(*(torch.tensor(values) for values in inputs)).numpy()
         except UserError as error:
-            return refused(error=codes(str(error), codes.INVALID_ARG))
+            return make_response(error=codes(str(error), codes.INVALID_ARG))
         except Exception as error:  # noqa: BLE001  the server goes on
-            return refused(error=codes(f"{type(error).__name__}: {error}", codes.INTERNAL))
-        values = found[:, None] if found.ndim == 1 else found
+            return make_response(error=codes(f"{type(error).__name__}: {error}", codes.INTERNAL))
+        values = scores[:, None] if scores.ndim == 1 else scores
         return self._triton.InferenceResponse(output_tensors=[self._triton.Tensor(self._model.output, values)])

@@ -157,16 +157,18 @@ def write_model(source: Path, folder: Path, places: Places, options: argparse.Na
         folder.mkdir(parents=True, exist_ok=True)
     if not (folder / MARKER).is_file():
         write_json(folder / MARKER, {"kind": KIND})
-    with new_directory(folder / name, {"triton": facts}) as made:
-        (made / "config.pbtxt").write_text(config, encoding="utf-8")
-        (made / "1").mkdir()
+    with new_directory(folder / name, {"triton": facts}) as model_folder:
+        (model_folder / "config.pbtxt").write_text(config, encoding="utf-8")
+        (model_folder / "1").mkdir()
         if options.backend == "python":
             model = _MODEL.format(
                 root=str(ROOT), run=str(run.resolve()), data=str(places.data.resolve()), mode=options.mode
             )
-            (made / "1" / "model.py").write_text(model, encoding="utf-8")
+            (model_folder / "1" / "model.py").write_text(model, encoding="utf-8")
         else:
-            trace(load_served(run, places, options.device, options.mode)).save(str(made / "1" / "traced-model.pt"))
+            trace(load_served(run, places, options.device, options.mode)).save(
+                str(model_folder / "1" / "traced-model.pt")
+            )
     return name
 
 
@@ -178,10 +180,10 @@ def _write_device(device: str | None) -> str:
     """The part of a config that says where the model runs."""
     import torch
 
-    found = re.fullmatch(r"cpu|cuda(?::(\d+))?", device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    if found is None:
+    match = re.fullmatch(r"cpu|cuda(?::(\d+))?", device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if match is None:
         raise ConfigError(f"--device: expected cpu, cuda or cuda:N, got {device!r}.")
-    return "kind: KIND_CPU" if found[0] == "cpu" else f"kind: KIND_GPU gpus: [ {found[1] or 0} ]"
+    return "kind: KIND_CPU" if match[0] == "cpu" else f"kind: KIND_GPU gpus: [ {match[1] or 0} ]"
 
 
 def trace(model: ServedModel) -> Any:
@@ -198,21 +200,21 @@ def trace(model: ServedModel) -> Any:
     longest = min(TRACED_TOKENS, model.longest or TRACED_TOKENS)
     with torch.inference_mode(False), torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of the tracer, about sizes: they are compared here
-        traced: Any = torch.jit.trace(model.module, _make_batch(model, 2, longest), check_trace=False)
+        traced_model: Any = torch.jit.trace(model.module, _make_batch(model, 2, longest), check_trace=False)
         for sizes in ((1, 1), (3, longest), (5, max(longest // 3, 2))):
             batch = _make_batch(model, *sizes)
             try:
-                apart = (traced(*batch).float() - model.module(*batch).float()).abs().max().item()
+                difference = (traced_model(*batch).float() - model.module(*batch).float()).abs().max().item()
             except (RuntimeError, IndexError) as error:
                 raise ConfigError(
                     f"its trace fails on {sizes[0]} x {sizes[1]} tokens ({str(error)[:80]!r}). Use --backend python."
                 ) from None
-            if not apart <= 1e-4:
+            if not difference <= 1e-4:
                 raise ConfigError(
-                    f"its trace differs by {apart:.2g} from the model on {sizes[0]} x {sizes[1]} tokens. "
+                    f"its trace differs by {difference:.2g} from the model on {sizes[0]} x {sizes[1]} tokens. "
                     "Use --backend python."
                 )
-    return traced
+    return traced_model
 
 
 def _make_batch(model: ServedModel, rows: int, tokens: int) -> tuple[Any, Any]:

@@ -70,10 +70,10 @@ class Config(DenoisingConfig):
         jsonl.require_splits(places, self.corpus)
 
     def check_tokenizer(self, folder: Path | None) -> None:
-        added = sentinels.read_added_tokens(folder)
-        if added is not None:
+        added_tokens = sentinels.read_added_tokens(folder)
+        if added_tokens is not None:
             _require_sentence_tokens(
-                [name for name, (_, special) in added.items() if special], self.num_sentences, str(folder)
+                [name for name, (_, special) in added_tokens.items() if special], self.num_sentences, str(folder)
             )
             sentinels.require_in_folder(folder, 1, "data")
 
@@ -108,9 +108,11 @@ class Config(DenoisingConfig):
         groups = Groups((row["text"] for row in rows), tokenizer, room, self.num_sentences, jsonl.fingerprint(folder))
         if not len(groups):
             raise DataError(f"{path}: no text but white space.")
-        some = self.max_samples(split)
-        chosen = range(len(groups)) if some is None else jsonl.select_validation_rows(len(groups), some, path)
-        return DepthDataset(self, groups, chosen, words, (split, seed))
+        max_samples = self.max_samples(split)
+        group_indices = (
+            range(len(groups)) if max_samples is None else jsonl.select_validation_rows(len(groups), max_samples, path)
+        )
+        return DepthDataset(self, groups, group_indices, words, (split, seed))
 
 
 def sentence_tokens(number: int) -> list[str]:
@@ -120,15 +122,15 @@ def sentence_tokens(number: int) -> list[str]:
 
 def _require_sentence_tokens(special: Container[str], number: int, where: str) -> list[str]:
     """`sentence_tokens`. Raises DataError where the special tokens of the tokenizer in `where` lack one."""
-    wanted = sentence_tokens(number)
-    missing = [name for name in wanted if name not in special]
+    names = sentence_tokens(number)
+    missing = [name for name in names if name not in special]
     if missing:
         raise DataError(
-            f"{where}: has no special token {missing[0]}; data.num_sentences {number} needs {EOSEN} and {wanted[1]} to "
-            f"{wanted[-1]}. Add them: python -m data_prep.t5.t5_tokenizer --from {where} --name NAME --sentences "
+            f"{where}: has no special token {missing[0]}; data.num_sentences {number} needs {EOSEN} and {names[1]} to "
+            f"{names[-1]}. Add them: python -m data_prep.t5.t5_tokenizer --from {where} --name NAME --sentences "
             f"{number}"
         )
-    return wanted
+    return names
 
 
 class Words:
@@ -139,8 +141,8 @@ class Words:
         import numpy as np
 
         special = {str(token): index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
-        wanted = _require_sentence_tokens(special, num_sentences, tokenizer.name_or_path)
-        self.eosen, *sentences = (special[name] for name in wanted)
+        names = _require_sentence_tokens(special, num_sentences, tokenizer.name_or_path)
+        self.eosen, *sentences = (special[name] for name in names)
         self.sentences = np.array(sentences, np.int32)
         self.sentinels = np.array(sentinels.sentinel_ids(tokenizer), np.int32)
         assert isinstance(tokenizer.eos_token_id, int), "load refuses a tokenizer without an end token"
@@ -152,25 +154,25 @@ class DepthDataset:
     """Samples are pure functions of (seed, epoch, index)."""
 
     def __init__(
-        self, config: Config, groups: Groups, chosen: Sequence[int], words: Words, drawn_for: tuple[str, int]
+        self, config: Config, groups: Groups, group_indices: Sequence[int], words: Words, drawn_for: tuple[str, int]
     ) -> None:
         """drawn_for: split and seed."""
         self.fingerprint, self.shuffle = groups.fingerprint, config.shuffle
-        self._config, self._groups, self._chosen, self._words = config, groups, chosen, words
+        self._config, self._groups, self._group_indices, self._words = config, groups, group_indices, words
         self._draws = mask_rng(*drawn_for)
         self._sentences_alone = False
         self._weighted = drawn_for[0] == "train" and config.sentence_weight != 1
 
     def __len__(self) -> int:
         """Samples in one epoch."""
-        return len(self._chosen)
+        return len(self._group_indices)
 
     def sample(self, epoch: int, index: int) -> Sample:
         """Sentences as input and target of this epoch."""
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
         rng = self._draws.generator(epoch, index)
-        ids, bounds = self._groups.sentences(self._chosen[index])
+        ids, bounds = self._groups.sentences(self._group_indices[index])
         count, config = len(bounds) - 1, self._config
         names = rng.permutation(self._words.sentences)[:count]
         shuffled = rng.random() < config.shuffle_rate
@@ -230,21 +232,21 @@ def corrupt(
 
     starts = noise.run_starts(mask)
     starts[bounds[:-1]] = mask[bounds[:-1]]
-    row, numbered, first = ids.copy(), np.zeros_like(ids), 0
+    row, run_sentinels, first = ids.copy(), np.zeros_like(ids), 0
     for j in order:
         places = starts[bounds[j] : bounds[j + 1]].nonzero()[0] + bounds[j]
-        row[places] = numbered[places] = sentinels[first : first + len(places)]
+        row[places] = run_sentinels[places] = sentinels[first : first + len(places)]
         first += len(places)
-    kept = starts | ~mask
+    input_mask = starts | ~mask
     repeats = mask.astype(np.int64) + starts
     places = np.arange(len(ids)).repeat(repeats)
-    written = ids[places]
+    target_ids = ids[places]
     ends = repeats.cumsum()
-    written[ends[starts] - 2] = numbered[starts]
+    target_ids[ends[starts] - 2] = run_sentinels[starts]
     cuts = np.concatenate([[0], ends])[bounds]
     sentences = range(len(bounds) - 1)
-    inputs = [row[bounds[j] : bounds[j + 1]][kept[bounds[j] : bounds[j + 1]]] for j in sentences]
-    return inputs, [written[cuts[j] : cuts[j + 1]] for j in sentences]
+    inputs = [row[bounds[j] : bounds[j + 1]][input_mask[bounds[j] : bounds[j + 1]]] for j in sentences]
+    return inputs, [target_ids[cuts[j] : cuts[j + 1]] for j in sentences]
 
 
 def with_masks(batch: Seq2SeqBatch, sentence_ids: "Tensor") -> DepthBatch:

@@ -42,13 +42,13 @@ class Room:
 
     def _fits(self, tokens: int, num_sentences: int) -> bool:
         input_tokens, target_tokens, num_sentinels = self._limits
-        wanted = noise.counts(tokens, self._density, self._mean_span)
+        counts = noise.counts(tokens, self._density, self._mean_span)
         # One more where the mask is turned round, and at each end of a sentence.
-        runs = min(wanted.noise, wanted.spans + num_sentences)
+        runs = min(counts.noise, counts.spans + num_sentences)
         marks = 2 * num_sentences + 2
         return (
-            wanted.keep + runs + marks <= input_tokens
-            and wanted.noise + runs + marks <= target_tokens
+            counts.keep + runs + marks <= input_tokens
+            and counts.noise + runs + marks <= target_tokens
             and runs <= num_sentinels
         )
 
@@ -98,12 +98,16 @@ class Groups:
 
     def _firsts(self, lengths: list[int]) -> Iterator[int]:
         """The first sentence of each group of a document."""
-        tokens = held = 0
+        tokens = num_sentences = 0
         for number, length in enumerate(lengths):
-            if not held or held == self._num_sentences or tokens + length > self._room.max_tokens(held + 1):
+            if (
+                not num_sentences
+                or num_sentences == self._num_sentences
+                or tokens + length > self._room.max_tokens(num_sentences + 1)
+            ):
                 yield number
-                tokens = held = 0
-            tokens, held = tokens + length, held + 1
+                tokens = num_sentences = 0
+            tokens, num_sentences = tokens + length, num_sentences + 1
 
 
 def _tokenise(texts: Iterable[str], encoder: SafeTokenizer) -> "Iterator[list[np.ndarray]]":
@@ -115,8 +119,8 @@ def _tokenise(texts: Iterable[str], encoder: SafeTokenizer) -> "Iterator[list[np
     def encode_waiting() -> "Iterator[list[np.ndarray]]":
         ids = encoder.encode_all([sentence for document in waiting for sentence in document])
         for document in waiting:
-            found = [np.array(next(ids), np.int32) for _ in document]
-            yield [sentence for sentence in found if len(sentence)]
+            encoded = [np.array(next(ids), np.int32) for _ in document]
+            yield [sentence for sentence in encoded if len(sentence)]
         waiting.clear()
 
     for text in texts:

@@ -29,7 +29,7 @@ def split(text: str) -> list[str]:
     A sentence also ends before an empty line, as headings and code have no full stop. Empty where there is nothing but
     white space.
     """
-    ends = {end for _, end in _punkt().span_tokenize(text)} | {found.start() for found in _BLANK_LINE.finditer(text)}
+    ends = {end for _, end in _punkt().span_tokenize(text)} | {match.start() for match in _BLANK_LINE.finditer(text)}
     bounds = [0]
     for end in sorted(ends):
         if text[bounds[-1] : end].strip():
@@ -43,6 +43,6 @@ def split(text: str) -> list[str]:
 def _punkt() -> "PunktSentenceTokenizer":
     from nltk.tokenize.punkt import PunktParameters, PunktSentenceTokenizer
 
-    known = PunktParameters()
-    known.abbrev_types = set(ABBREVIATIONS)
-    return PunktSentenceTokenizer(known)
+    parameters = PunktParameters()
+    parameters.abbrev_types = set(ABBREVIATIONS)
+    return PunktSentenceTokenizer(parameters)
