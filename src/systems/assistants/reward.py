@@ -1,4 +1,4 @@
-"""Recipe `reward`: train a reward model on ranked replies, after Ouyang et al. 2022 (arXiv 2203.02155, section 3.5)."""
+"""Recipe `reward`: train a reward model on ranked replies (Ouyang et al. 2022, arXiv 2203.02155, section 3.5)."""
 
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
@@ -23,13 +23,13 @@ class Ranking(StrictConfig):
     """The loss of ranked replies; see `systems.assistants.preferences.losses.ranking_loss`."""
 
     by: Literal["conversations", "pairs"] = "conversations"
-    """What counts 1: a conversation, however many replies it has, or each pair of replies."""
+    """Unit of the loss: each conversation has weight 1, or each pair of replies has."""
     l2: float = Field(default=0.001, ge=0)
     """Weight of the squared rewards."""
     margin: Annotated[float, Field(ge=0)] | Literal["scores"] = 0.0
-    """How far the reward of the better reply should be ahead; "scores": by the difference of their "score"."""
+    """Required margin of the better reply's reward. "scores": the difference of the replies' "score"."""
     centring: float = Field(default=0.0, ge=0)
-    """Weight of the squared sums of both rewards of a pair."""
+    """Weight of the squared sum of the two rewards of a pair."""
 
 
 class Config(TrainingRecipe):
@@ -52,9 +52,11 @@ class Config(TrainingRecipe):
         ]
 
     def loss(self) -> Callable[..., Any]:
-        """Summed loss; and by name, over the conversations that have a preference: accuracy, the share in which the
-        best reply has more than the worst; kendall and spearman, correlations with the ranks; best_reward and
-        worst_reward."""
+        """A function that returns the summed loss and, by name, sums over the conversations that have a preference.
+
+        accuracy: whether the best reply has a higher reward than the worst. kendall, spearman: correlations of rewards
+        and ranks. best_reward, worst_reward: rewards of the best and the worst reply.
+        """
         from src.evaluation.metrics.ranking import correlations
         from src.systems.assistants.preferences.losses import agreement, ranking_loss
 
@@ -93,13 +95,13 @@ class Config(TrainingRecipe):
         return lambda model, batch: loss(model, batch, correlated=False)
 
     def count(self, batch: "Mapping[str, torch.Tensor]") -> float:
-        """Conversations with a preference, or pairs."""
+        """Number of conversations with a preference, or of pairs."""
         from src.systems.assistants.preferences.losses import count_ranked
 
         return count_ranked(batch["sample_of_row"], batch["ranks"], self.ranking.by)
 
     def run(self, run: Run) -> None:
-        """Train to the last step, or evaluate. Scores: val_loss and the means of `REPORTED`. Collective."""
+        """Train to the last step, or evaluate. Scores: val_loss and the means of `REPORTED_SCORES`. Collective."""
         pretraining.train_on_text(
             self, run, pretraining.TextTraining(self.loss(), reported=REPORTED_SCORES, count=self.count)
         )

@@ -20,8 +20,8 @@ TEMPLATES = {
     "good": ENDS,
     "no_template": None,
 }
-OWN = {**TALK, "writing": {"template": "tokenizer"}}
-MIXED = {"name": "mixture", "parts": {"a": TALK, "b": {**TALK, "sequence_tokens": 32}}}
+OWN_TEMPLATE = {**TALK, "writing": {"template": "tokenizer"}}
+MIXTURE = {"name": "mixture", "parts": {"a": TALK, "b": {**TALK, "sequence_tokens": 32}}}
 
 
 @pytest.fixture(scope="module")
@@ -39,9 +39,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("tokenizer", "data", "message"),
     [
-        ("raises", OWN, "data.writing.template: the template refuses user assistant user assistant (never)."),
-        ("endless", OWN, "data.writing.template: no control token ends the answer"),
-        ("no_template", OWN, "data.writing.template: the tokenizer has no chat template of its own."),
+        ("raises", OWN_TEMPLATE, "data.writing.template: the template refuses user assistant user assistant (never)."),
+        ("endless", OWN_TEMPLATE, "data.writing.template: no control token ends the answer"),
+        ("no_template", OWN_TEMPLATE, "data.writing.template: the tokenizer has no chat template of its own."),
         (
             "no_system",
             {**TALK, "writing": {"template": "tokenizer", "system": "x"}},
@@ -53,10 +53,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
             {**TALK, "writing": {"template": "tokenizer", "tags": {}}},
             "data.writing: tags: a template of the tokenizer has no place",
         ),
-        ("talk_tokenizer", {**MIXED, "draw": {"a": {"size": 99}}}, "data.draw.a.size: the part has only 24 samples."),
-        ("good", OWN, None),
-        ("no_system", OWN, None),
-        ("talk_tokenizer", {**MIXED, "draw": {"a": {"size": 24}, "b": {"size": 99, "fraction": 9.0}}}, None),
+        ("talk_tokenizer", {**MIXTURE, "draw": {"a": {"size": 99}}}, "data.draw.a.size: the part has only 24 samples."),
+        ("good", OWN_TEMPLATE, None),
+        ("no_system", OWN_TEMPLATE, None),
+        ("talk_tokenizer", {**MIXTURE, "draw": {"a": {"size": 24}, "b": {"size": 99, "fraction": 9.0}}}, None),
     ],
 )
 def test_dry_run_refuses(

@@ -312,10 +312,10 @@ def test_run_without_its_server_stops_with_code_75(
     assert toy.main(["-e", "x"], {"x": [REWARD]}, tmp_path / "world") == 0
     monkeypatch.setenv(variable, "http://127.0.0.1:9/nobody")
     monkeypatch.setattr(scoring, "MOST_SECONDS", 0.0)
-    assert toy.main(["-e", "x"], {"x": [JUDGED]}, tmp_path / "world") == 75
-    assert "waited 0 s for" in (run_of(tmp_path / "world", JUDGED) / "ledger.jsonl").read_text()
+    assert toy.main(["-e", "x"], {"x": [PPO_WITH_REWARD_MODEL]}, tmp_path / "world") == 75
+    assert "waited 0 s for" in (run_of(tmp_path / "world", PPO_WITH_REWARD_MODEL) / "ledger.jsonl").read_text()
     monkeypatch.delenv(variable)
-    assert toy.main(["-e", "x"], {"x": [JUDGED]}, tmp_path / "world") == 0
+    assert toy.main(["-e", "x"], {"x": [PPO_WITH_REWARD_MODEL]}, tmp_path / "world") == 0
 
 
 @pytest.mark.parametrize(
@@ -352,9 +352,9 @@ def begin_anew(exp: dict[str, Any], reward: str, seed: int, steps: int) -> dict[
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_known_optimum_is_reached_and_noise_moves_nothing(folder: Path, tmp_path: Path, name: str):
     shutil.copytree(folder / "data", tmp_path / "data")
-    learned = [begin_anew(RECIPES[name], "letters", seed, 120) for seed in (1, 2, 3)]
+    letter_runs = [begin_anew(RECIPES[name], "letters", seed, 120) for seed in (1, 2, 3)]
     noisy = begin_anew(RECIPES[name], "noise", 1, 120)
-    assert toy.main(["-e", "x"], {"x": [*learned, noisy]}, tmp_path) == 0
+    assert toy.main(["-e", "x"], {"x": [*letter_runs, noisy]}, tmp_path) == 0
 
     def share(exp: dict[str, Any], last: bool) -> float:
         samples = rollouts(run_of(tmp_path, exp))
@@ -362,7 +362,7 @@ def test_a_known_optimum_is_reached_and_noise_moves_nothing(folder: Path, tmp_pa
         texts = [row["answer"] for row in samples if row["iteration"] == iteration]
         return sum("a" <= text[:1] <= "z" for text in texts) / len(texts)
 
-    for exp in learned:
+    for exp in letter_runs:
         assert share(exp, last=False) < 0.4
         assert share(exp, last=True) >= 0.95
     assert abs(share(noisy, last=True) - share(noisy, last=False)) < 0.25
@@ -488,7 +488,7 @@ def test_a_policy_that_runs_away_is_taken_back_to_where_it_was_near(folder: Path
     assert (8 + int(branch["data"].removeprefix("skip:"))) % 4 == 0
 
 
-JUDGED = override(
+PPO_WITH_REWARD_MODEL = override(
     PPO, {"rewards": [{"name": "reward_model", "model": ref(REWARD), "squash": 2.0}], "ppo.kl": {"weight": 0.5}}
 )
 
@@ -501,18 +501,18 @@ def test_models_on_servers_give_the_same_numbers(
     for world in ("here", "there", "wrong"):
         shutil.copytree(folder, tmp_path / world)
         assert toy.main(["-e", "x"], {"x": [REWARD]}, tmp_path / world) == 0
-    assert toy.main(["-e", "x"], {"x": [JUDGED]}, tmp_path / "here") == 0
+    assert toy.main(["-e", "x"], {"x": [PPO_WITH_REWARD_MODEL]}, tmp_path / "here") == 0
     places = Places(tmp_path / "there/data", tmp_path / "there/runs")
     with serve(places.runs / exp_id(REWARD), places) as judge, serve(places.runs / exp_id(SFT), places) as reference:
         monkeypatch.setenv("TRITON_HOST_RM", judge)
         monkeypatch.setenv("TRITON_HOST_REF", reference)
-        assert toy.main(["-e", "x"], {"x": [JUDGED]}, tmp_path / "there") == 0
+        assert toy.main(["-e", "x"], {"x": [PPO_WITH_REWARD_MODEL]}, tmp_path / "there") == 0
         monkeypatch.setenv("TRITON_HOST_RM", reference)
         capsys.readouterr()
-        assert toy.main(["-e", "x"], {"x": [JUDGED]}, tmp_path / "wrong") == 1
+        assert toy.main(["-e", "x"], {"x": [PPO_WITH_REWARD_MODEL]}, tmp_path / "wrong") == 1
         (line,) = capsys.readouterr().err.strip().splitlines()
         assert line.startswith("error: ")
-    here, there = (toy.rows(tmp_path / world, exp_id(JUDGED)) for world in ("here", "there"))
+    here, there = (toy.rows(tmp_path / world, exp_id(PPO_WITH_REWARD_MODEL)) for world in ("here", "there"))
     assert [row.keys() for row in here] == [row.keys() for row in there]
     for one, other in zip(here, there, strict=True):
         assert one == pytest.approx(other, abs=1e-4)
@@ -535,7 +535,7 @@ def test_an_entropy_bonus_has_a_gradient_and_its_absence_none():
     assert not score_tokens(model, batch).entropies.requires_grad
     samples = score_tokens(model, batch, temperature=2.0, entropy_gradient=True)
     assert samples.entropies.requires_grad
-    halved = torch.distributions.Categorical(logits=model.table[torch.tensor([0, 1])] / 2)
-    assert torch.allclose(samples.entropies[0, 1:], halved.entropy())
-    assert torch.allclose(samples.logps[0, 1:], halved.log_prob(torch.tensor([1, 2])))
+    halved_logits = torch.distributions.Categorical(logits=model.table[torch.tensor([0, 1])] / 2)
+    assert torch.allclose(samples.entropies[0, 1:], halved_logits.entropy())
+    assert torch.allclose(samples.logps[0, 1:], halved_logits.log_prob(torch.tensor([1, 2])))
     assert samples.logps[0, 0] == 0

@@ -67,7 +67,7 @@ def test_simultaneous_requests_get_the_answers_of_single_ones(answerer: ask.Answ
     assert len(set(expected)) > 4, "the models answers differ"
 
 
-MALFORMED = {
+MALFORMED_REQUESTS = {
     "truncated": b"{",
     "list": b"[]",
     "missing field": b'{"context": "a"}',
@@ -83,7 +83,7 @@ MALFORMED = {
 
 def test_malformed_requests_get_422_and_the_server_continues(answerer: ask.Answerer):
     with running(ask.make_server(answerer, options())) as root:
-        for name, body in MALFORMED.items():
+        for name, body in MALFORMED_REQUESTS.items():
             status, reply = request(f"{root}/", body=body)
             assert (status, list(reply)) == (422, ["error"]), name
         assert request(f"{root}/", body=b" " * (ask.MAX_BYTES + 1))[0] == 413

@@ -1,4 +1,4 @@
-"""Masks of control tokens that a message spells: the template does not see them, and they stay plain text."""
+"""Mask control tokens spelled out in messages: the template does not see them, and they stay plain text."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -9,12 +9,12 @@ from src.systems.assistants.conversations.rendering import Span
 
 CONTROL = r"<\|[^|\s]+\|>"
 MASK = "\x7f"
-"""Surrounds the number of a masked text; twice before "m" and the number of a marked message.
+"""Delimiter around the number of a masked text; doubled before "m" and the number of a marked message.
 JSON does not escape it."""
 
 
 class Mask:
-    """Replaces control tokens that messages spell, so that a template can only write its own."""
+    """Replaces control tokens spelled out in messages, so that only the template writes control tokens."""
 
     def __init__(self, controls: re.Pattern[str]) -> None:
         self._masked_texts = list[str]()
@@ -28,7 +28,7 @@ class Mask:
         }
 
     def mask(self, value: Any) -> Any:
-        """The value with each spelled control token masked."""
+        """The value with each spelled-out control token masked."""
         if isinstance(value, str):
             return self._controls.sub(self._note, value)
         if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""Rows of a file of conversations, and their kinds: read from the index of a large file, without parsing."""
+"""Rows of a file of conversations, and their kinds, which are read from the file's index without parsing rows."""
 
 from array import array
 from collections.abc import Sequence
@@ -16,13 +16,13 @@ ANSWERED_ROW, RANKED_ROW, SCORED_ROW, PROMPT_ROW, OTHER_ROW, EMPTY_ROW = (
     "other",
     "empty",
 )
-"""Kinds of rows: the last message is the assistant's; replies of different ranks; these with a score for each reply; a
-prompt without an answer; none of these; the assistant never says anything."""
+"""Kinds of rows. answered: the last message is the assistant's. ranked: replies of different ranks. scored: ranked, and
+every reply has a score. prompt: no answer. empty: all answers are empty. other: the rest."""
 _RULES = "conversations 5"
 
 
 def kind_of(row: dict[str, Any]) -> str:
-    """The kind of a row that is an entry."""
+    """The kind of a valid row."""
     if "prompt" in row:
         return PROMPT_ROW
     replies = row.get("replies") or ()
@@ -43,19 +43,19 @@ def kind_of(row: dict[str, Any]) -> str:
 
 
 def read_rows(path: Path) -> jsonl.Rows:
-    """The rows of a file, each an entry, grouped by kind.
+    """Read and check the rows of a file, grouped by kind.
 
     Raises:
-        DataError: the folder or the file is missing or incomplete, or a line is no entry; names it.
+        DataError: the folder or the file is missing or incomplete, or a line is invalid; reports FILE:LINE.
     """
     return jsonl.read_rows(path, {}, check=check_row, group=kind_of, rules=_RULES)
 
 
 class ConversationRows(Sequence[dict[str, Any]]):
-    """Some rows of a file, or all, parsed on access."""
+    """All or some rows of a file, parsed on access."""
 
     def __init__(self, rows: jsonl.Rows, row_indices: Sequence[int] | None = None) -> None:
-        """chosen: their numbers in the file, in order; None: all."""
+        """row_indices: indices in the file, in order; None for all rows."""
         self._rows, self._row_indices = rows, row_indices if row_indices is not None else range(len(rows))
 
     def __len__(self) -> int:
@@ -73,7 +73,8 @@ class ConversationRows(Sequence[dict[str, Any]]):
         return f"{self._rows.path}:{self._row_indices[index] + 1}"
 
     def numbers_of(self, *kinds: str, invert: bool = False) -> Sequence[int]:
-        """Places of the rows of these kinds, or of all other kinds: four bytes each, or a range if all match."""
+        """Indices of the rows of these kinds, or with `invert` of all other kinds: an array of four bytes each, or a
+        range if all rows match."""
         import numpy as np
 
         index = self._rows.row_index

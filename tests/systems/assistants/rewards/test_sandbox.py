@@ -25,9 +25,9 @@ GOOD = "def f(n):\n    return SECRET * n"
 @pytest.fixture
 def limits() -> Iterator[Limits]:
     """Limits that mark every process by a number in its command line; none may be left."""
-    marked = Limits(seconds=120, cpu_seconds=random.SystemRandom().randrange(10**6, 10**7))
-    yield marked
-    assert not marked_processes(marked)
+    unique_limits = Limits(seconds=120, cpu_seconds=random.SystemRandom().randrange(10**6, 10**7))
+    yield unique_limits
+    assert not marked_processes(unique_limits)
 
 
 def marked_processes(limits: Limits) -> list[psutil.Process]:
@@ -315,9 +315,9 @@ def test_no_program_outlives_a_training_that_is_killed(limits: Limits):
     wait_until(lambda: not marked_processes(limits))
 
 
-def wait_until(happened: Callable[[], object], seconds: float = 300) -> None:
+def wait_until(condition: Callable[[], object], seconds: float = 300) -> None:
     end = time.monotonic() + seconds
-    while not happened():
+    while not condition():
         assert time.monotonic() < end
         time.sleep(0.02)
 

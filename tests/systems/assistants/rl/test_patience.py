@@ -13,8 +13,8 @@ from src.systems.assistants.rl.scoring import MOST_SECONDS, Patience, ServerUnav
 
 def test_one_wait_may_be_too_long_and_many_short_ones_may_not(tmp_path: Path):
     exp = {"recipe": "toy"}
-    with RunDir.open(tmp_path, exp, exp) as opened:
-        patience = Patience(Run(opened, Places(tmp_path, tmp_path)))
+    with RunDir.open(tmp_path, exp, exp) as run_dir:
+        patience = Patience(Run(run_dir, Places(tmp_path, tmp_path)))
         now = time.monotonic()
         for _ in range(3):
             patience.wait("the judge", now)

@@ -18,8 +18,8 @@ from tests import toy
 from tests.systems.assistants.train_assistants import DPO, REWARD, SFT, write_data
 
 TALKER = {name: part for name, part in override(SFT, {"loop.steps": 4}).items() if name != "answers"}
-MADE = {"model": ref(TALKER), "data.corpus": "preferences", "loop.steps": 4}
-JUDGE = override(REWARD, {**MADE, "model": {"name": "reward", "base": ref(TALKER)}})
+FROM_PREFERENCES = {"model": ref(TALKER), "data.corpus": "preferences", "loop.steps": 4}
+JUDGE = override(REWARD, {**FROM_PREFERENCES, "model": {"name": "reward", "base": ref(TALKER)}})
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +60,7 @@ def test_reward_models_and_preferences_train_on_preferred_replies(conversation: 
     assert prepare_conversations.main(
         ["--form", "ranked", "--train", source, "--val", source, "--name", "preferences", "--data_path", str(data)]
     ) == 0  # fmt: skip
-    assert toy.main(["-e", "reward", "dpo"], {"reward": [JUDGE], "dpo": [override(DPO, MADE)]}, folder) == 0
+    assert toy.main(["-e", "reward", "dpo"], {"reward": [JUDGE], "dpo": [override(DPO, FROM_PREFERENCES)]}, folder) == 0
 
 
 def test_conversation_continues_with_the_preferred_reply(conversation: Conversation):
@@ -130,14 +130,14 @@ def test_mistakes_are_one_line(
     capsys: pytest.CaptureFixture[str],
 ):
     monkeypatch.chdir(folder)
-    torn = '{"text": "whole"}\n{"text": "to'
-    Path("torn.jsonl").write_text(torn)
+    truncated_rows = '{"text": "whole"}\n{"text": "to'
+    Path("torn.jsonl").write_text(truncated_rows)
     Path("foreign.jsonl").write_text('{"a": 1}\n')
     assert command(folder, *[str(folder / "runs" / exp_id(TALKER))] * runs, *words) == 1
     error = capsys.readouterr().err
     assert error.startswith(message)
     assert error.count("\n") == 1
-    assert Path("torn.jsonl").read_text() == torn
+    assert Path("torn.jsonl").read_text() == truncated_rows
 
 
 def test_a_reward_model_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]):

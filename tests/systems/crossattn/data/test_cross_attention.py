@@ -138,10 +138,10 @@ def test_config_refuses(change):
 
 def test_several_contexts_are_joined_or_kept_as_chunks(build, tokenizer):
     rows = [row(context="all", contexts_list=["one", "two"], useful_contexts=[0, 1]), row(context="only")]
-    joined, chunked = build(rows), build(rows, chunked_contexts=True)
-    assert [tokenizer.decode(c)[29:] for c in joined.sample(0, 0)["context_chunks"]] == ["one two"]
-    assert [tokenizer.decode(c)[29:] for c in chunked.sample(0, 0)["context_chunks"]] == ["one", "two"]
-    batch = chunked.collate([chunked.sample(0, i) for i in range(2)])
+    as_one, as_chunks = build(rows), build(rows, chunked_contexts=True)
+    assert [tokenizer.decode(c)[29:] for c in as_one.sample(0, 0)["context_chunks"]] == ["one two"]
+    assert [tokenizer.decode(c)[29:] for c in as_chunks.sample(0, 0)["context_chunks"]] == ["one", "two"]
+    batch = as_chunks.collate([as_chunks.sample(0, i) for i in range(2)])
     assert batch["context_mask"].any(-1).tolist() == [[True, True], [True, False]]
 
 
@@ -178,9 +178,9 @@ def test_a_long_context_as_language_keeps_to_its_length(build):
 
 def test_validation_rows_are_the_same_for_every_seed(build):
     rows = [row(f"question {i}") for i in range(50)]
-    chosen = [build(rows, split="val", seed=seed, val_samples=10) for seed in range(2)]
-    assert len(chosen[0]) == 10
-    assert [chosen[0].sample(0, i) for i in range(10)] == [chosen[1].sample(0, i) for i in range(10)]
+    splits = [build(rows, split="val", seed=seed, val_samples=10) for seed in range(2)]
+    assert len(splits[0]) == 10
+    assert [splits[0].sample(0, i) for i in range(10)] == [splits[1].sample(0, i) for i in range(10)]
     assert len(build(rows, split="train", val_samples=10)) == 50
     with pytest.raises(DataError, match=r"val.jsonl: 51 validation samples are wanted, it has 50"):
         build(rows, split="val", val_samples=51)
@@ -196,8 +196,8 @@ def test_shuffled_contexts_are_always_of_another_text(build):
         assert wrong["input_ids"] == right["input_ids"]
         assert wrong["loss_mask"] == right["loss_mask"]
         assert wrong["context_chunks"] != right["context_chunks"]
-    used = {tuple(shuffled.sample(0, i)["context_chunks"][0]) for i in range(30)}
-    assert used == {tuple(data.sample(0, i)["context_chunks"][0]) for i in range(30)}
+    contexts = {tuple(shuffled.sample(0, i)["context_chunks"][0]) for i in range(30)}
+    assert contexts == {tuple(data.sample(0, i)["context_chunks"][0]) for i in range(30)}
     assert data.sample(0, 0) == build(rows).sample(0, 0)  # the right one is as it was
 
 
@@ -323,12 +323,12 @@ def test_squad_as_it_is(build, shared_data):
 @pytest.mark.parametrize(("both", "length"), [(False, 48), (True, 64)])
 def test_batches_of_one_length_hold_what_the_others_hold(build, both, length):
     rows = [row(f"q{i}?", "a" * (i + 1), "ctx " * i or "c", contexts_list=["ctx"]) for i in range(6)]
-    fixed = build(rows, sequence_tokens=48, fixed_length=True, include_contexts=both)
+    fixed_length = build(rows, sequence_tokens=48, fixed_length=True, include_contexts=both)
     plain = build(rows, sequence_tokens=48, include_contexts=both)
     for first in range(0, len(plain), 2):
-        one, other = ([data.sample(0, i) for i in (first, first + 1)] for data in (fixed, plain))
+        one, other = ([data.sample(0, i) for i in (first, first + 1)] for data in (fixed_length, plain))
         assert one == other
-        long, short = fixed.collate(one), plain.collate(other)
+        long, short = fixed_length.collate(one), plain.collate(other)
         width = short["input_ids"].shape[1]
         assert width < length
         for name in ("input_ids", "attention_mask", "loss_mask"):
@@ -337,7 +337,7 @@ def test_batches_of_one_length_hold_what_the_others_hold(build, both, length):
         assert not long["attention_mask"][:, width:].any()
         assert not long["loss_mask"][:, width:].any()
         assert (long["context_ids"] == short["context_ids"]).all()
-    prompts = fixed.collate_prompts([fixed.prompt(0), fixed.prompt(1)])
+    prompts = fixed_length.collate_prompts([fixed_length.prompt(0), fixed_length.prompt(1)])
     assert prompts["input_ids"].shape[1] < 48, "generation goes on from prompts that end where the batch does"
 
 

@@ -38,19 +38,19 @@ def states_of(ids, dtype=torch.float32):
 def write_store(folder, chunks, dtype="bfloat16", shards=2, **facts):
     """A finished store with `chunks` dealt to `shards`."""
     folder.mkdir(parents=True)
-    listed = {}
+    shard_facts = {}
     for n in range(shards):
         writer = Writer(folder, f"s{n}", D, dtype)
         for ids in chunks[n::shards]:
             writer.append(encoded_store.context_key(ids), states_of(ids))
         writer.close()
-        listed[f"s{n}"] = {"entries": len(chunks[n::shards]), "tokens": sum(map(len, chunks[n::shards]))}
+        shard_facts[f"s{n}"] = {"entries": len(chunks[n::shards]), "tokens": sum(map(len, chunks[n::shards]))}
     store = {
         "format": 1,
         "model": {"name": "hf", "path": "p", "fingerprint": "f"},
         "hidden_size": D,
         "dtype": dtype,
-        "shards": listed,
+        "shards": shard_facts,
     }
     write_json(folder / "store.json", {**store, "prepared": [{**RULES, "corpus": "c", "tokenizer": "t"}], **facts})
     return encoded_store.Store(folder, encoded_store.read_store(folder))
@@ -182,10 +182,10 @@ def cross(base, **more):
 
 
 def test_the_base_must_be_the_one_that_encoded(tmp_path, places, base):
-    mine, moved, other = base(), base("moved"), base("other", b"x")
-    made = encoded_store.base_identity(bind(MODELS, mine), places)
-    write_store(tmp_path / "e", CHUNKS, model=made)
-    for same in (mine, moved):
+    mine, moved_base, other = base(), base("moved"), base("other", b"x")
+    stored_base = encoded_store.base_identity(bind(MODELS, mine), places)
+    write_store(tmp_path / "e", CHUNKS, model=stored_base)
+    for same in (mine, moved_base):
         encoded_store.check_base(tmp_path / "e", cross(same), places)
     message = (
         r"e: encoded by \S+/base \(fingerprint \w{12}, float32\), but the base of this model is \S+/other \(fingerprint"
@@ -196,45 +196,45 @@ def test_the_base_must_be_the_one_that_encoded(tmp_path, places, base):
         ConfigError, match=r"float32\), but the base of this model is \S+/base \(fingerprint \w{12}, bfloat16\)"
     ):
         encoded_store.check_base(tmp_path / "e", cross({**mine, "dtype": "bfloat16"}), places)
-    adapted = {
+    with_adapters = {
         "name": "lora",
         "rank": 1,
         "alpha": 1.0,
         "target_modules": ["x"],
         "base": {**cross(mine).model_dump(mode="json")},
     }
-    adapted["base"]["name"] = "cross_attention"
+    with_adapters["base"]["name"] = "cross_attention"
     with pytest.raises(
         ConfigError,
         match=r"data\.encoded_contexts: true, but what encodes the contexts changes in training \(adapters\)",
     ):
-        encoded_store.check_base(tmp_path / "e", bind(MODELS, adapted), places)
+        encoded_store.check_base(tmp_path / "e", bind(MODELS, with_adapters), places)
     with pytest.raises(ConfigError, match=r"changes in training \(train_all_params\)"):
         encoded_store.check_base(tmp_path / "e", cross(mine, train_all_params=True), places)
 
 
 def test_what_a_run_trained_around_a_base_is_encoded_by_that_base(tmp_path, places, base):
     mine = base()
-    made = encoded_store.base_identity(bind(MODELS, mine), places)
-    write_store(tmp_path / "e", CHUNKS, model=made)
-    written = cross(mine).model_dump(mode="json") | {"name": "cross_attention"}
-    adapted = {"name": "lora", "rank": 1, "alpha": 1.0, "target_modules": ["x"], "base": written}
+    stored_base = encoded_store.base_identity(bind(MODELS, mine), places)
+    write_store(tmp_path / "e", CHUNKS, model=stored_base)
+    cross_config = cross(mine).model_dump(mode="json") | {"name": "cross_attention"}
+    with_adapters = {"name": "lora", "rank": 1, "alpha": 1.0, "target_modules": ["x"], "base": cross_config}
 
     def child(exp_id, model):
         (places.runs / exp_id).mkdir(parents=True, exist_ok=True)
         write_json(places.runs / exp_id / "exp_dict.json", {"recipe": "crossattn", "model": model})
         return bind(MODELS, {"name": "experiment", "exp_id": exp_id})
 
-    trained = child("1" * 32, written)  # not trained yet: its base is known all the same
+    trained = child("1" * 32, cross_config)  # not trained yet: its base is known all the same
     grandchild = child("2" * 32, {"name": "experiment", "exp_id": "1" * 32})
     for model in (trained, grandchild):
-        assert encoded_store.base_identity(model, places) == made
+        assert encoded_store.base_identity(model, places) == stored_base
         encoded_store.check_base(tmp_path / "e", model, places)
     with pytest.raises(ConfigError, match=r"e: encoded by \S+/base \(.*\), but the base of this model is \S+/other \("):
-        encoded_store.check_base(tmp_path / "e", child("3" * 32, {**written, "base": base("other", b"x")}), places)
+        encoded_store.check_base(tmp_path / "e", child("3" * 32, {**cross_config, "base": base("other", b"x")}), places)
     for exp_id, model, how in (
-        ("4" * 32, adapted, "adapters"),
-        ("5" * 32, {**written, "train_all_params": True}, "train_all_params"),
+        ("4" * 32, with_adapters, "adapters"),
+        ("5" * 32, {**cross_config, "train_all_params": True}, "train_all_params"),
     ):
         assert encoded_store.base_identity(child(exp_id, model), places) is None
         with pytest.raises(
@@ -337,14 +337,14 @@ def encoded_corpus(places, write_corpus, tokenizer):
         rules = EncodingOptions(**{**RULES, **more})
         inputs = EncoderInputs(templates.Prompter(tokenizers.SafeTokenizer(tokenizer), "assistant"), rules)
         chunks = [ids for row in rows for ids in inputs.chunks(row, row["question"])]
-        made = {
+        entry = {
             **RULES,
             **more,
             "corpus": cross_attention.jsonl.fingerprint(folder),
             "tokenizer": tokenizer_digest(tokenizer),
         }
         write_store(
-            folder / "encoded", [list(ids) for ids in dict.fromkeys(map(tuple, chunks))], "float32", prepared=[made]
+            folder / "encoded", [list(ids) for ids in dict.fromkeys(map(tuple, chunks))], "float32", prepared=[entry]
         )
         config = load(
             cross_attention.Config,
@@ -434,12 +434,12 @@ def test_contexts_that_lose_their_end_are_told_without_reading_them_first(places
         data.with_shuffled_contexts().sample(0, 5),
     ):
         assert len(sample["context_chunks"][0]) <= 64
-    told = "contexts read by this process lost their end: data.context_tokens is 64, and data.too_long 'truncate'."
-    assert caplog.messages == [f"c: 1 of 2 {told}"]
+    warning = "contexts read by this process lost their end: data.context_tokens is 64, and data.too_long 'truncate'."
+    assert caplog.messages == [f"c: 1 of 2 {warning}"]
     for i in range(1, 13):
         for _ in range(8):
             data.sample(0, i)
-    assert caplog.messages[1:] == [f"c: 100 of 101 {told}"], "whichever data set read them"
+    assert caplog.messages[1:] == [f"c: 100 of 101 {warning}"], "whichever data set read them"
     caplog.clear()
     data = load(cross_attention.Config, {**raw, "too_long": "chunk"}, "data").build(places, tokenizer, "train", 0)
     assert len(data.sample(0, 1)["context_chunks"]) == 2

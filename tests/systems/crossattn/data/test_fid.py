@@ -95,11 +95,11 @@ def test_contexts_that_lose_their_end_are_told(build, caplog):
     contexts = ["x" * 10, "x" * 100, "x" * 100]
     data = build([row(contexts_list=contexts)], num_passages=2)
     data.sample(0, 0)
-    told = (
+    warning = (
         "c: 1 of 2 contexts read by this process lost their end: "
         "data.passage_tokens is 64, and data.too_long 'truncate'."
     )
-    assert caplog.messages == [told]
+    assert caplog.messages == [warning]
     caplog.clear()
     build([row(contexts_list=contexts)], too_long="split").sample(0, 0)
     assert not caplog.messages
@@ -208,16 +208,16 @@ def pieces(model: bytes) -> list[tuple[str, float]]:
             if byte < 128:
                 return value, at
 
-    found, at = [], 0
+    parts, at = [], 0
     while model[at] == 0x0A:
         size, at = varint(at + 1)
         assert model[at] == 0x0A
         length, start = varint(at + 1)
         assert model[start + length] == 0x15
         (score,) = struct.unpack_from("<f", model, start + length + 1)
-        found.append((model[start : start + length].decode(), score))
+        parts.append((model[start : start + length].decode(), score))
         at += size
-    return found
+    return parts
 
 
 def test_squad_in_the_vocabulary_of_t5(build, shared_data):
@@ -244,9 +244,9 @@ def test_useful_passages_are_kept_in_training(build, texts):
     """Others make room for them, in the order of the contexts; a validation reads the first ones, as an application
     does."""
     many = {"contexts_list": list("abcde"), "titles_list": [""] * 5, "useful_contexts": [0, 0, 1, 0, 1]}
-    given = {"num_passages": 3, "keep_useful": True}
-    assert [text.partition("context: ")[2][0] for text in texts(build([row(**many)], **given))] == ["a", "c", "e"]
-    assert [text.partition("context: ")[2][0] for text in texts(build([row(**many)], split="val", **given))] == [
+    options = {"num_passages": 3, "keep_useful": True}
+    assert [text.partition("context: ")[2][0] for text in texts(build([row(**many)], **options))] == ["a", "c", "e"]
+    assert [text.partition("context: ")[2][0] for text in texts(build([row(**many)], split="val", **options))] == [
         "a",
         "b",
         "c",

@@ -101,11 +101,11 @@ def test_contexts_that_lose_their_end_are_told(build, caplog):
     data = build([row(context="x" * 52), row(context="x" * 53), row(question="y" * 99)], sequence_tokens=16)
     for i in range(3):
         data.sample(0, i)
-    told = (
+    warning = (
         "c: 1 of 2 contexts read by this process lost their end: "
         "data.context_tokens is 64, and data.too_long 'truncate'."
     )
-    assert caplog.messages == [told]  # the template adds 12 tokens
+    assert caplog.messages == [warning]  # the template adds 12 tokens
 
 
 def test_contexts_that_are_too_long_are_refused_where_that_is_wanted(build):
@@ -148,8 +148,8 @@ def test_the_instruct_template_and_a_start_token(build, make_tokenizer, context_
     plain = make_tokenizer(["<|endoftext|>", "<s>"], pad=None)
     plain.backend_tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
     data = build([row(context="c" * 30)], tokenizer=plain, template="instruct", context_tokens=context_tokens)
-    shown = "c" * min(30, context_tokens - 1)
-    assert plain.decode(data.sample(0, 0)["input_ids"]) == f"<s>[INST] {shown}\nq? [/INST] an<|endoftext|>"
+    context_text = "c" * min(30, context_tokens - 1)
+    assert plain.decode(data.sample(0, 0)["input_ids"]) == f"<s>[INST] {context_text}\nq? [/INST] an<|endoftext|>"
 
 
 def test_shuffled_contexts_are_of_another_text_than_is_read(build):
@@ -205,10 +205,12 @@ def test_context_question_and_new_tokens_must_fit_the_positions_together():
         ConfigError, match=r"data\.sequence_tokens \+ data\.context_tokens: 121 tokens are more than the 120 positions"
     ):
         config.check_length(120, 1)
-    closed = load(prompted.Config, {"corpus": "c", "contexts": "none", "sequence_tokens": 20, "loss_on": "all"}, "data")
-    closed.check_length(24, 4)
+    without_contexts = load(
+        prompted.Config, {"corpus": "c", "contexts": "none", "sequence_tokens": 20, "loss_on": "all"}, "data"
+    )
+    without_contexts.check_length(24, 4)
     with pytest.raises(ConfigError, match=r"data\.sequence_tokens: 25 tokens are more than the 24 positions"):
-        closed.check_length(24, 5)
+        without_contexts.check_length(24, 5)
 
 
 def test_too_few_tokens_for_the_template_are_refused(build):

@@ -70,12 +70,12 @@ def test_only_rows_of_these_sources_are_used(build, write_corpus, kind):
 def test_an_index_gives_the_same_rows_and_sources(build, write_corpus, places, kind, monkeypatch):
     write_corpus("c", ROWS)
     values = [{}, {"train_datasets": ["nq", "msmarco_hard"]}]
-    wanted = [build("train", kind, **given) for given in values]
+    expected_datasets = [build("train", kind, **options) for options in values]
     monkeypatch.setattr(jsonl_index, "LEAST_BYTES", 1)
     for _ in ("made", "mapped"):
-        for given, data in zip(values, wanted, strict=True):
-            found = build("train", kind, **given)
-            assert (questions_of(found), found.sources, found.fingerprint) == (
+        for options, data in zip(values, expected_datasets, strict=True):
+            dataset = build("train", kind, **options)
+            assert (questions_of(dataset), dataset.sources, dataset.fingerprint) == (
                 questions_of(data),
                 data.sources,
                 data.fingerprint,
@@ -210,7 +210,7 @@ def test_encoded_contexts_are_those_of_the_chosen_rows(build, places, write_corp
         writer.append(encoded_store.context_key(ids), torch.full((len(ids), 1), i + 1.0))
         tokens += len(ids)
     writer.close()
-    made = {
+    entry = {
         **vars(rules),
         "corpus": cross_attention.jsonl.fingerprint(folder),
         "tokenizer": tokenizer_digest(tokenizer),
@@ -220,7 +220,7 @@ def test_encoded_contexts_are_those_of_the_chosen_rows(build, places, write_corp
         "model": {"name": "hf", "fingerprint": "f"},
         "hidden_size": 1,
         "dtype": "float32",
-        "prepared": [made],
+        "prepared": [entry],
     }
     write_json(folder / "encoded" / "store.json", {**store, "shards": {"s": {"entries": len(ROWS), "tokens": tokens}}})
     data = build("train", train_datasets=["squad", "msmarco_hard"], encoded_contexts=True)

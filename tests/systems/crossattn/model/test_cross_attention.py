@@ -116,9 +116,9 @@ def test_placement_in_the_model_and_shared_weights(make):
     assert list(make().blocks) == ["3", "1"]
     shared = make(shared_weights=True)
     assert list(shared.blocks) == ["shared"]
-    hooked = [hook.args[0] for i in (1, 3) for hook in shared.base.transformer.h[i]._forward_pre_hooks.values()]
-    assert len(hooked) == 2
-    assert all(block is shared.blocks["shared"] for block in hooked)
+    hooked_blocks = [hook.args[0] for i in (1, 3) for hook in shared.base.transformer.h[i]._forward_pre_hooks.values()]
+    assert len(hooked_blocks) == 2
+    assert all(block is shared.blocks["shared"] for block in hooked_blocks)
 
 
 def test_shared_block_projects_its_context_once(make, batch):
@@ -259,8 +259,8 @@ def test_padding_on_the_left_is_accepted(make, batch, model_type):
     for b, n in enumerate(lengths.tolist()):
         torch.testing.assert_close(got[b, 7 - n :], expected[b, :n], atol=1e-5, rtol=1e-5)
     chunk, mask = batch["context_ids"][:1, 1:], batch["context_mask"][:1, 1:]
-    plain, rolled = model.encode(chunk, mask), model.encode(chunk.roll(2, dims=-1), mask.roll(2, dims=-1))
-    torch.testing.assert_close(rolled.hidden[0, 2:], plain.hidden[0, :3], atol=1e-5, rtol=1e-5)
+    plain, left_padded = model.encode(chunk, mask), model.encode(chunk.roll(2, dims=-1), mask.roll(2, dims=-1))
+    torch.testing.assert_close(left_padded.hidden[0, 2:], plain.hidden[0, :3], atol=1e-5, rtol=1e-5)
 
 
 def test_encoding_and_training_compute_no_needless_logits(make, batch):
@@ -286,14 +286,14 @@ def test_no_context_at_all(make, batch):
 
 
 def test_outside_of_a_reading_the_base_is_as_it_was(make, base_of, batch):
-    model, untouched = make(), base_of("gpt_bigcode")
+    model, plain_base = make(), base_of("gpt_bigcode")
     model(**batch)
     with (
         pytest.raises(RuntimeError, match="stop"),
         model.reading(model.encode(batch["context_ids"], batch["context_mask"])),
     ):
         raise RuntimeError("stop")
-    expected = untouched(batch["input_ids"]).logits
+    expected = plain_base(batch["input_ids"]).logits
     assert torch.equal(model.base(batch["input_ids"]).logits, expected)
 
 

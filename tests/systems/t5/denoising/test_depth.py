@@ -20,7 +20,7 @@ CONTROLS = (
     "<eosen>",
     *[f"<sent_{k}>" for k in range(NAMES)],  # 103..106; byte b is 107 + b
 )
-EOS, PAD, FIRST, EOSEN, SENT = 0, 1, 101, 102, 103
+EOS, PAD, FIRST, EOSEN, FIRST_SENTENCE = 0, 1, 101, 102, 103
 TEXTS = [
     f"Number {i} is here. Then {'it grows and ' * (i % 5)}it goes on! Does it? It does. At last it ends."
     for i in range(12)
@@ -55,23 +55,23 @@ def parts(ids):
     assert ids[-2:] == [EOSEN, EOS]
     cut = "".join(chr(i) for i in ids[:-1]).split(chr(EOSEN))
     assert cut[0] == cut[-1] == ""
-    found = [[ord(c) for c in piece] for piece in cut[1:-1]]
-    assert all(SENT <= piece[0] < SENT + NAMES for piece in found)
-    return [(piece[0], piece[1:]) for piece in found]
+    pieces = [[ord(c) for c in piece] for piece in cut[1:-1]]
+    assert all(FIRST_SENTENCE <= piece[0] < FIRST_SENTENCE + NAMES for piece in pieces)
+    return [(piece[0], piece[1:]) for piece in pieces]
 
 
 def is_sentinel(token):
     return 1 < token <= FIRST
 
 
-def restored(sample):
+def restore(sample):
     """The text of a sample: runs go back where their sentinels stand, and sentences into the order of the target."""
     inputs, targets = dict(parts(sample["input_ids"])), parts(sample["labels"])
     assert len(inputs) == len(parts(sample["input_ids"])), "a name stands for one sentence"
     text = []
-    for name, written in targets:
+    for name, target_ids in targets:
         runs = []
-        for token in written:
+        for token in target_ids:
             if is_sentinel(token):
                 runs.append((token, []))
             else:
@@ -106,7 +106,7 @@ def test_all_text_comes_back_in_its_order(build):
     data = build(texts)
     expected = [token for text in texts if text.strip() for token in byte_ids(text)]
     for epoch in (0, 1):
-        assert [token for sample in everything(data, [epoch]) for token in restored(sample)] == expected
+        assert [token for sample in everything(data, [epoch]) for token in restore(sample)] == expected
 
 
 def test_no_sample_is_longer_than_allowed_whatever_is_masked(build):
@@ -146,20 +146,20 @@ def test_few_sentinels_make_shorter_samples(build):
 
 def test_the_share_that_is_masked_and_shuffled(build):
     data = build([TEXTS[4]] * 50, noise_density=0.3, shuffle_rate=0.25, input_tokens=256, target_tokens=128)
-    masked = words = moved = 0
+    masked = words = num_shuffled = 0
     for sample in everything(data, range(20)):
         targets = parts(sample["labels"])
-        written = [token for _, part in targets for token in part]
-        masked += sum(not is_sentinel(token) for token in written)
-        words += len(restored(sample))
-        moved += [name for name, _ in parts(sample["input_ids"])] != [name for name, _ in targets]
+        target_ids = [token for _, part in targets for token in part]
+        masked += sum(not is_sentinel(token) for token in target_ids)
+        words += len(restore(sample))
+        num_shuffled += [name for name, _ in parts(sample["input_ids"])] != [name for name, _ in targets]
     assert abs(masked / words - 0.3) < 0.005
     assert len(data) == 100, "four sentences and one"
     assert (
-        195 < moved < 285
+        195 < num_shuffled < 285
     )  # 1000 samples of four sentences, a quarter of them in random order, of which one in 24 is the right one
     for sample in everything(build(noise_density=0.0, shuffle_rate=0.0)):
-        assert restored(sample) == [token for _, part in parts(sample["input_ids"]) for token in part]
+        assert restore(sample) == [token for _, part in parts(sample["input_ids"]) for token in part]
 
 
 def test_neither_names_nor_sentinels_tell_the_order(build):
@@ -174,31 +174,36 @@ def test_neither_names_nor_sentinels_tell_the_order(build):
         if len(targets) == NAMES:
             first_names.append(targets[0][0])
             places.append([name for name, _ in inputs].index(targets[0][0]))
-    for found in (first_names, places):
-        counts = np.bincount(np.array(found) - min(found), minlength=NAMES)
-        assert (abs(counts - len(found) / NAMES) < 5 * (len(found) * 3 / 16) ** 0.5).all()
+    for orders in (first_names, places):
+        counts = np.bincount(np.array(orders) - min(orders), minlength=NAMES)
+        assert (abs(counts - len(orders) / NAMES) < 5 * (len(orders) * 3 / 16) ** 0.5).all()
 
 
 def test_the_last_word_is_masked_no_more_often_than_others(build):
     """A mask that always ended with the last word would tell which sentence is the last."""
     samples = everything(build(["Abc def. Ghi jkl. Mno pqr. Stu vwx."] * 300))
-    ended = sum(bool(parts(s["labels"])[-1][1]) and restored(s)[-1] == parts(s["labels"])[-1][1][-1] for s in samples)
-    assert ended / len(samples) < 0.5
+    num_masked = sum(
+        bool(parts(s["labels"])[-1][1]) and restore(s)[-1] == parts(s["labels"])[-1][1][-1] for s in samples
+    )
+    assert num_masked / len(samples) < 0.5
 
 
 def test_batches_and_masks(build):
     data = build(["A. B."], num_sentences=2, noise_density=0.0)
     one = {
-        "input_ids": np.array([EOSEN, SENT + 1, 201, EOSEN, SENT, 202, E0, EOSEN, EOS], np.int32),
-        "labels": np.array([EOSEN, SENT, E0, 203, EOSEN, SENT + 1, EOSEN, EOS], np.int32),
+        "input_ids": np.array([EOSEN, FIRST_SENTENCE + 1, 201, EOSEN, FIRST_SENTENCE, 202, E0, EOSEN, EOS], np.int32),
+        "labels": np.array([EOSEN, FIRST_SENTENCE, E0, 203, EOSEN, FIRST_SENTENCE + 1, EOSEN, EOS], np.int32),
     }
-    two = {"input_ids": np.array([EOSEN, SENT, 204, EOSEN, EOS]), "labels": np.array([EOSEN, SENT, EOSEN, EOS])}
+    two = {
+        "input_ids": np.array([EOSEN, FIRST_SENTENCE, 204, EOSEN, EOS]),
+        "labels": np.array([EOSEN, FIRST_SENTENCE, EOSEN, EOS]),
+    }
     batch = data.collate([one, two])
-    assert batch["input_ids"].tolist()[1] == [EOSEN, SENT, 204, EOSEN, EOS, PAD, PAD, PAD, PAD]
+    assert batch["input_ids"].tolist()[1] == [EOSEN, FIRST_SENTENCE, 204, EOSEN, EOS, PAD, PAD, PAD, PAD]
     assert batch["attention_mask"].int().tolist()[1] == [1, 1, 1, 1, 1, 0, 0, 0, 0]
     assert batch["decoder_input_ids"].tolist() == [
-        [PAD, EOSEN, SENT, E0, 203, EOSEN, SENT + 1, EOSEN],
-        [PAD, EOSEN, SENT, EOSEN, EOS, *[PAD] * 3],
+        [PAD, EOSEN, FIRST_SENTENCE, E0, 203, EOSEN, FIRST_SENTENCE + 1, EOSEN],
+        [PAD, EOSEN, FIRST_SENTENCE, EOSEN, EOS, *[PAD] * 3],
     ]
     assert batch["labels"].tolist() == [one["labels"].tolist(), [*two["labels"].tolist(), *[-100] * 4]]
     assert batch["loss_mask"].equal(batch["labels"] != -100)
@@ -233,14 +238,14 @@ def test_batches_and_masks(build):
 def test_the_encoder_sees_what_the_reference_lets_it_see(build):
     """Golden: the masks that the DEPTH authors' collator gives two sentences of three words and of three, <eosen> and
     </s>."""
-    ids = np.array([EOSEN, SENT, 201, 202, 203, EOSEN, SENT + 1, 204, 205, EOSEN, EOS], np.int32)[
+    ids = np.array([EOSEN, FIRST_SENTENCE, 201, 202, 203, EOSEN, FIRST_SENTENCE + 1, 204, 205, EOSEN, EOS], np.int32)[
         [0, 1, 2, 3, 5, 6, 7, 8, 4, 9, 10]
     ]
     mask = build(["A. B."], num_sentences=2).collate([{"input_ids": ids, "labels": np.array([EOSEN, EOS], np.int32)}])[
         "encoder_mask"
     ]
-    found = ["".join(map(str, row.int().tolist())) for row in mask[0][[1, 5]]]
-    assert found == ["11111000000", "00000111111"]
+    mask_rows = ["".join(map(str, row.int().tolist())) for row in mask[0][[1, 5]]]
+    assert mask_rows == ["11111000000", "00000111111"]
 
 
 def test_batches_of_one_length(build):
@@ -269,20 +274,20 @@ def test_batches_of_one_length(build):
 def test_sentence_tokens_are_weighed_in_training_alone(build):
     data = build(sentence_weight=2.5)
     batch = data.collate([data.sample(0, 0)])
-    named = (batch["labels"] >= SENT) & (batch["labels"] < SENT + NAMES)
-    assert named.sum() > 1
-    assert batch["loss_weights"].equal(named.float() * 1.5 + 1)
+    is_sentence = (batch["labels"] >= FIRST_SENTENCE) & (batch["labels"] < FIRST_SENTENCE + NAMES)
+    assert is_sentence.sum() > 1
+    assert batch["loss_weights"].equal(is_sentence.float() * 1.5 + 1)
     assert "loss_weights" not in build(split="val", sentence_weight=2.5).collate([data.sample(0, 0)])
     view = data.sentence_targets().collate([data.sample(0, 0)])
-    assert view["loss_mask"].equal(named)
-    assert view["labels"].equal(batch["labels"].where(named, -100))
+    assert view["loss_mask"].equal(is_sentence)
+    assert view["labels"].equal(batch["labels"].where(is_sentence, -100))
     assert view["decoder_mask"].equal(batch["decoder_mask"])
 
 
 def test_validation_may_be_some_samples(build):
     whole, some = build(split="val"), build(split="val", val_sequences=5)
     assert len(some) == 5 < len(whole)
-    assert {tuple(restored(s)) for s in everything(some)} < {tuple(restored(s)) for s in everything(whole)}
+    assert {tuple(restore(s)) for s in everything(some)} < {tuple(restore(s)) for s in everything(whole)}
     with pytest.raises(DataError, match=r"val\.jsonl: 999 validation samples are wanted"):
         build(split="val", val_sequences=999)
 
@@ -291,7 +296,7 @@ def test_control_tokens_in_text_stay_text(build):
     text = "Say <eosen><sent_0> or <extra_id_0>. Then <|endoftext|>."
     assert len(split(text)) == 2
     (sample,) = everything(build([text], input_tokens=128))
-    assert restored(sample) == byte_ids(text)
+    assert restore(sample) == byte_ids(text)
 
 
 def test_what_is_refused(build):

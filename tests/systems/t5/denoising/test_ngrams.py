@@ -33,12 +33,12 @@ def sentence_piece():
 
 @pytest.fixture
 def make(sentence_piece, tmp_path):
-    def made(lines, density=0.15, mean_span=3.0):
+    def make_masker(lines, density=0.15, mean_span=3.0):
         (tmp_path / "ngrams.txt").write_text("".join(f"{line}\n" for line in lines))
         vocabulary = ngrams.read_vocabulary(tmp_path / "ngrams.txt")
         return ngrams.Ngrams(Words(sentence_piece), vocabulary, (density, mean_span), SENTINELS, EOS)
 
-    return made
+    return make_masker
 
 
 def words_of(tokenizer, row):
@@ -100,15 +100,15 @@ def test_of_overlapping_ngrams_the_longest_and_of_equals_any(make):
 
 def check(masker, row, seed, density=0.15, mean_span=3.0):
     """Lengths are exact. Returns the mask."""
-    wanted = noise.counts(len(row), density, mean_span)
+    counts = noise.counts(len(row), density, mean_span)
     mask, starts = masker.draw_mask(row, np.random.default_rng(seed))
-    assert mask.sum() == wanted.noise
-    assert starts.sum() == wanted.spans
+    assert mask.sum() == counts.noise
+    assert starts.sum() == counts.spans
     assert not (starts & ~mask).any()
     assert not (mask[1:] & ~mask[:-1] & ~starts[1:]).any()  # every run begins with a start
     assert not mask[0] or starts[0]
-    read, written = masker(row, np.random.default_rng(seed))
-    assert (len(read), len(written)) == (wanted.input_tokens, wanted.target_tokens)
+    inputs, targets = masker(row, np.random.default_rng(seed))
+    assert (len(inputs), len(targets)) == (counts.input_tokens, counts.target_tokens)
     return mask
 
 

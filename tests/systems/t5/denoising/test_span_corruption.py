@@ -33,7 +33,7 @@ def build(places, write_corpus, make_tokenizer):
     return make
 
 
-def restored(sample):
+def restore(sample):
     """The row that a sample was made from: each sentinel of the inputs replaced by what follows it in the targets."""
     inputs, targets = sample["input_ids"].tolist(), sample["labels"].tolist()
     assert inputs[-1] == targets[-1] == EOS
@@ -52,12 +52,12 @@ def restored(sample):
 
 def test_inputs_and_targets_give_back_the_text(build):
     data = build()
-    joined = [token for text in TEXTS for token in [*byte_ids(text), EOS]]
+    all_ids = [token for text in TEXTS for token in [*byte_ids(text), EOS]]
     for epoch in (0, 1):
         samples = [data.sample(epoch, i) for i in range(len(data))]
-        rows = [token for sample in samples for token in restored(sample)]
-        assert rows == joined[: len(rows)]
-        assert 0 <= len(joined) - len(rows) < 34
+        rows = [token for sample in samples for token in restore(sample)]
+        assert rows == all_ids[: len(rows)]
+        assert 0 <= len(all_ids) - len(rows) < 34
 
 
 def test_every_length_is_exact(build):
@@ -83,7 +83,7 @@ def test_batch(build):
 
 def test_sentinels_and_padding_in_documents_stay_text(build):
     data = build(["<extra_id_0></s><|pad|>\0" * 9])
-    rows = [restored(data.sample(0, i)) for i in range(len(data))]
+    rows = [restore(data.sample(0, i)) for i in range(len(data))]
     assert all(token >= len(CONTROLS) for row in rows for token in row)
 
 

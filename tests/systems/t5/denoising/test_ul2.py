@@ -13,7 +13,7 @@ from src.systems.t5.denoising.denoiser_mixture import BLOCK
 CONTROLS = ("<|endoftext|>", "<|pad|>", "[S2S]", *[f"<extra_id_{k}>" for k in range(99, -1, -1)])
 FIRST, BYTES = len(CONTROLS) - 1, len(CONTROLS)
 TEXTS = [f"Document {i} says {'more and ' * i}no more." for i in range(60)]
-JOINED = [token for text in TEXTS for token in [*(BYTES + b for b in text.encode()), 0]]
+ALL_IDS = [token for text in TEXTS for token in [*(BYTES + b for b in text.encode()), 0]]
 DENOISERS = [
     {"rate": 1.0, "mode": "R", "mean_span_tokens": 3.0, "noise_density": 0.15},
     {"rate": 2.0, "mode": "[S2S]"},
@@ -51,7 +51,7 @@ def test_every_token_is_read_once_an_epoch_by_denoisers_in_their_shares(build):
     data = build()
     assert len(data) > BLOCK  # a whole block and a part
     for epoch in (0, 1):
-        rows, made = {}, Counter()
+        rows, num_samples = {}, Counter()
         for index in range(len(data)):
             number, first = data.locate(epoch, index)
             sample = data.sample(epoch, index)
@@ -61,11 +61,11 @@ def test_every_token_is_read_once_an_epoch_by_denoisers_in_their_shares(build):
             assert len(inputs) == 24 or (number == 1 and len(inputs) < 24)
             assert inputs[-1] == targets[-1] == 0
             rows[first] = text_of(inputs[len(mode) :], targets)
-            made[number] += index < BLOCK
-        joined = [token for first in sorted(rows) for token in rows[first]]
-        assert joined == JOINED[: len(joined)]
-        assert len(JOINED) - len(joined) < 40
-        assert made == {0: 100, 1: 200, 2: 100}
+            num_samples[number] += index < BLOCK
+        all_ids = [token for first in sorted(rows) for token in rows[first]]
+        assert all_ids == ALL_IDS[: len(all_ids)]
+        assert len(ALL_IDS) - len(all_ids) < 40
+        assert num_samples == {0: 100, 1: 200, 2: 100}
 
 
 def test_a_mode_that_leaves_a_length_which_no_row_gives(build):
@@ -110,9 +110,9 @@ def test_published_mixture():
     assert [d.mode for d in config.denoisers] == ["[NLU]"] * 2 + ["[S2S]"] + ["[NLG]"] * 4
     with pytest.raises(ConfigError, match=r"compile: needs batches of one length, and those of 'ul2' differ"):
         config.check_compiled()
-    fixed = load(ul2.Config, {"corpus": "t", "fixed_length": True}, "data")
-    fixed.check_compiled()
-    assert fixed.batch_lengths() == (512, 512)
+    fixed_length = load(ul2.Config, {"corpus": "t", "fixed_length": True}, "data")
+    fixed_length.check_compiled()
+    assert fixed_length.batch_lengths() == (512, 512)
     with pytest.raises(ConfigError, match=r"^data\.denoisers: their targets have up to \d+ tokens"):
         load(ul2.Config, {"corpus": "t", "input_tokens": 10, "denoisers": [_dense()]}, "data").check_length(10)
 

@@ -70,17 +70,17 @@ def test_the_loss_of_v1_1_begins_at_that_of_knowing_nothing(places: Places):
     """ln V, and half the variance of logits, which is 1. A matrix that is drawn as the embedding is gives logits of
     variance 256."""
     torch.manual_seed(0)
-    found = logits(config(random={**SIZES, "hidden_size": 256}).build(places)).detach()
-    assert 0.5 < found.var().item() < 2.0
-    loss = torch.nn.functional.cross_entropy(found.flatten(0, 1), torch.randint(0, VOCABULARY, (6,)))
+    initial_logits = logits(config(random={**SIZES, "hidden_size": 256}).build(places)).detach()
+    assert 0.5 < initial_logits.var().item() < 2.0
+    loss = torch.nn.functional.cross_entropy(initial_logits.flatten(0, 1), torch.randint(0, VOCABULARY, (6,)))
     assert abs(loss.item() - math.log(VOCABULARY) - 0.5) < 1.0
 
 
 def test_both_matrices_of_v1_1_come_back_from_a_checkpoint_and_from_a_folder(places: Places, tmp_path: Path):
     from safetensors.torch import save_file
 
-    made = config(random=SIZES)
-    model, other = made.build(places), made.build(places)
+    t5_config = config(random=SIZES)
+    model, other = t5_config.build(places), t5_config.build(places)
     save_file({name: tensor.clone() for name, tensor in trained_weights(model).items()}, tmp_path / "model.safetensors")
     assert not torch.equal(logits(other), logits(model))
     load_trained(other, tmp_path / "model.safetensors")
@@ -92,12 +92,12 @@ def test_both_matrices_of_v1_1_come_back_from_a_checkpoint_and_from_a_folder(pla
 
 
 def test_random_weights_follow_the_seed_and_dropout_is_as_told(places: Places):
-    found = []
+    outputs = []
     for seed in (0, 0, 1):
         torch.manual_seed(seed)
-        found.append(logits(config(random=SIZES).build(places)))
-    assert torch.equal(found[0], found[1])
-    assert not torch.equal(found[0], found[2])
+        outputs.append(logits(config(random=SIZES).build(places)))
+    assert torch.equal(outputs[0], outputs[1])
+    assert not torch.equal(outputs[0], outputs[2])
     assert dropout_rates(config(random=SIZES).build(places)) == {0.0}
     assert dropout_rates(config(random=SIZES, dropout_rate=0.25).build(places)) == {0.25}
 
@@ -114,7 +114,7 @@ def test_adapters_know_its_matrices(places: Places):
     )
 
 
-class TestPretrained:
+class TestPretrainedModels:
     @pytest.fixture
     def folder(self, places: Places, tmp_path: Path) -> Path:
         """An original T5 as others have saved it, with dropout."""

@@ -25,7 +25,9 @@ def ids(text: str) -> list[int]:
 
 
 @pytest.fixture
-def made(places: Places, tokenizer: Any, write_corpus: Callable[..., Path]) -> Callable[..., dataset.TaskDataset]:
+def make_dataset(
+    places: Places, tokenizer: Any, write_corpus: Callable[..., Path]
+) -> Callable[..., dataset.TaskDataset]:
     """A data set of rows."""
 
     def make(rows: list[dict[str, Any]], split: str = "train", name: str = "rte", **values: Any) -> dataset.TaskDataset:
@@ -35,8 +37,8 @@ def made(places: Places, tokenizer: Any, write_corpus: Callable[..., Path]) -> C
     return make
 
 
-def test_a_sample_is_the_text_and_the_label_each_with_its_end(made: Callable[..., dataset.TaskDataset]):
-    data = made([RTE])
+def test_a_sample_is_the_text_and_the_label_each_with_its_end(make_dataset: Callable[..., dataset.TaskDataset]):
+    data = make_dataset([RTE])
     text = "rte sentence1: é sentence2: b\tc"
     assert data.sample(0, 0) == data.sample(3, 0) == {"inputs": [*ids(text), EOS], "targets": [*ids("entailment"), EOS]}
     assert (data.input(0), data.target(0), data.prompt(0)["inputs"]) == (text, "entailment", [*ids(text), EOS])
@@ -46,8 +48,8 @@ def test_a_sample_is_the_text_and_the_label_each_with_its_end(made: Callable[...
         data.sample(0, 1)
 
 
-def test_a_batch(made: Callable[..., dataset.TaskDataset]):
-    data = made([{**RTE, "sentence2": ""}, {**RTE, "label": "not_entailment"}])
+def test_a_batch(make_dataset: Callable[..., dataset.TaskDataset]):
+    data = make_dataset([{**RTE, "sentence2": ""}, {**RTE, "label": "not_entailment"}])
     batch = data.collate([data.sample(0, i) for i in range(2)])
     short, long = data.sample(0, 0)["targets"], data.sample(0, 1)["targets"]
     assert batch["labels"].tolist() == [[*short, *[-100] * 4], long]
@@ -61,9 +63,9 @@ def test_a_batch(made: Callable[..., dataset.TaskDataset]):
 
 
 def test_inputs_are_cut_and_counted_once_each(
-    made: Callable[..., dataset.TaskDataset], caplog: pytest.LogCaptureFixture
+    make_dataset: Callable[..., dataset.TaskDataset], caplog: pytest.LogCaptureFixture
 ):
-    data = made([RTE, {**RTE, "sentence1": "", "sentence2": ""}], input_tokens=29)
+    data = make_dataset([RTE, {**RTE, "sentence1": "", "sentence2": ""}], input_tokens=29)
     with caplog.at_level(logging.WARNING):
         for epoch in range(2):
             for i in range(2):
@@ -75,15 +77,15 @@ def test_inputs_are_cut_and_counted_once_each(
     ]
 
 
-def test_a_target_is_never_cut(made: Callable[..., dataset.TaskDataset]):
+def test_a_target_is_never_cut(make_dataset: Callable[..., dataset.TaskDataset]):
     message = (
         r"task 'rte': the target 'not_entailment' has 15 tokens with its end token, and data\.target_tokens is 14\."
     )
     with pytest.raises(DataError, match=message):
-        made([RTE], target_tokens=14, long_targets="cut")
+        make_dataset([RTE], target_tokens=14, long_targets="cut")
     with pytest.raises(DataError, match=r"data\.max_new_tokens is 14\. Labels are never cut"):
-        made([RTE], max_new_tokens=14)
-    assert len(made([RTE], target_tokens=15)) == 1
+        make_dataset([RTE], max_new_tokens=14)
+    assert len(make_dataset([RTE], target_tokens=15)) == 1
 
 
 class TestOfText:
@@ -99,50 +101,52 @@ class TestOfText:
         "group": "7",
     }
 
-    def test_every_answer_is_right(self, made: Callable[..., dataset.TaskDataset]):
-        data = made([self.ROW], name="record")
+    def test_every_answer_is_right(self, make_dataset: Callable[..., dataset.TaskDataset]):
+        data = make_dataset([self.ROW], name="record")
         assert data.sample(0, 0)["targets"] == [*ids("B"), EOS]
         assert data.prediction(0, "x") == Prediction("x", ["B", "Be"], "7", source="record")
         assert data.answer_ids == []
 
     LONG = {**ROW, "label": "Wonderful"}
 
-    def test_a_long_target_is_refused(self, made: Callable[..., dataset.TaskDataset]):
+    def test_a_long_target_is_refused(self, make_dataset: Callable[..., dataset.TaskDataset]):
         message = (
             r"the target 'Wonderful' has 10 tokens with its end token, .* is 9\. So have 1 more\. .*'drop' "
             r"leaves such rows out"
         )
         with pytest.raises(DataError, match=message):
-            made([self.ROW, self.LONG, self.LONG], name="record", target_tokens=9)
-        assert len(made([self.LONG], name="record", target_tokens=10)) == 1
+            make_dataset([self.ROW, self.LONG, self.LONG], name="record", target_tokens=9)
+        assert len(make_dataset([self.LONG], name="record", target_tokens=10)) == 1
 
-    def test_a_long_target_is_cut(self, made: Callable[..., dataset.TaskDataset]):
-        data = made([self.LONG], name="record", target_tokens=9, long_targets="cut")
+    def test_a_long_target_is_cut(self, make_dataset: Callable[..., dataset.TaskDataset]):
+        data = make_dataset([self.LONG], name="record", target_tokens=9, long_targets="cut")
         assert data.sample(0, 0)["targets"] == [*ids("Wonderfu"), EOS]
         assert data.prediction(0, "x").references == ["B", "Be"], "answers are compared with the whole text"
 
     def test_rows_with_long_targets_are_left_out(
-        self, made: Callable[..., dataset.TaskDataset], caplog: pytest.LogCaptureFixture
+        self, make_dataset: Callable[..., dataset.TaskDataset], caplog: pytest.LogCaptureFixture
     ):
-        data = made([self.LONG, self.ROW, self.LONG], name="record", target_tokens=9, long_targets="drop")
+        data = make_dataset([self.LONG, self.ROW, self.LONG], name="record", target_tokens=9, long_targets="drop")
         assert (len(data), data.num_questions, data.target(0)) == (1, 1, "B")
         assert caplog.messages == ["c: 2 of 3 rows are left out: their targets are longer than 9."]
         with pytest.raises(DataError, match=r"every target is longer than data\.target_tokens, 9\. Allow more\."):
-            made([self.LONG], name="record", target_tokens=9, long_targets="drop")
+            make_dataset([self.LONG], name="record", target_tokens=9, long_targets="drop")
 
-    def test_answers_have_a_length_of_their_own(self, made: Callable[..., dataset.TaskDataset]):
-        assert made([self.ROW], name="record").answer_tokens == 64
-        assert made([self.ROW], name="record", max_new_tokens=5).answer_tokens == 5
+    def test_answers_have_a_length_of_their_own(self, make_dataset: Callable[..., dataset.TaskDataset]):
+        assert make_dataset([self.ROW], name="record").answer_tokens == 64
+        assert make_dataset([self.ROW], name="record", max_new_tokens=5).answer_tokens == 5
 
 
-def test_a_number_is_written_in_steps(made: Callable[..., dataset.TaskDataset]):
-    data = made([{"index": 0, "sentence1": "a", "sentence2": "b", "label": "3.75"}], name="stsb")
+def test_a_number_is_written_in_steps(make_dataset: Callable[..., dataset.TaskDataset]):
+    data = make_dataset([{"index": 0, "sentence1": "a", "sentence2": "b", "label": "3.75"}], name="stsb")
     assert data.target(0) == "3.8"
     assert data.prediction(0, "1.0") == Prediction("1.0", ["3.8"], source="stsb")
     assert len(data.answer_ids) == 26
 
 
-def test_only_test_rows_may_lack_a_label(made: Callable[..., dataset.TaskDataset], places: Places, tokenizer: Any):
+def test_only_test_rows_may_lack_a_label(
+    make_dataset: Callable[..., dataset.TaskDataset], places: Places, tokenizer: Any
+):
     with new_directory(places.data / "c") as folder:
         for split in ("val", "test"):
             (folder / f"{split}.jsonl").write_text(json.dumps({**RTE, "label": None}) + "\n")
@@ -186,10 +190,10 @@ def test_only_test_rows_may_lack_a_label(made: Callable[..., dataset.TaskDataset
     ],
 )
 def test_rows_that_do_not_fit(
-    made: Callable[..., dataset.TaskDataset], row: dict[str, Any], values: dict[str, Any], message: str
+    make_dataset: Callable[..., dataset.TaskDataset], row: dict[str, Any], values: dict[str, Any], message: str
 ):
     with pytest.raises(DataError, match=message):
-        made([row], **values)
+        make_dataset([row], **values)
 
 
 def test_what_is_refused_before_rows_are_read(places: Places, write_corpus: Callable[..., Path]):
@@ -222,23 +226,23 @@ def test_a_tokenizer_that_cannot_write_a_label_is_refused(places: Places, write_
         load(dataset.Config, {"task": "boolq", "corpus": "c"}, "data").build(places, lower, "train", 0)
 
 
-def test_validation_rows_are_the_same_whatever_the_seed(made: Callable[..., dataset.TaskDataset]):
+def test_validation_rows_are_the_same_whatever_the_seed(make_dataset: Callable[..., dataset.TaskDataset]):
     rows = [{**RTE, "index": i} for i in range(9)]
-    data = made(rows, split="val", val_samples=4)
+    data = make_dataset(rows, split="val", val_samples=4)
     assert len({data.row(i)["index"] for i in range(4)}) == len(data) == 4
     with pytest.raises(DataError, match="10 validation samples are wanted, it has 9"):
-        made(rows, split="val", val_samples=10)
+        make_dataset(rows, split="val", val_samples=10)
 
 
-def test_the_task_is_part_of_the_fingerprint(made: Callable[..., dataset.TaskDataset]):
+def test_the_task_is_part_of_the_fingerprint(make_dataset: Callable[..., dataset.TaskDataset]):
     row = {**RTE, "premise": "", "hypothesis": "", "sentence1": "", "sentence2": ""}
-    prints = {made([row], name=name).fingerprint for name in ("rte", "mnli", "wnli")}
+    prints = {make_dataset([row], name=name).fingerprint for name in ("rte", "mnli", "wnli")}
     assert len(prints) == 3
-    assert made([row]).fingerprint in prints
+    assert make_dataset([row]).fingerprint in prints
 
 
 def test_a_sentinel_ends_inputs_and_begins_targets(
-    places: Places, write_corpus: Callable[..., Path], made: Callable[..., dataset.TaskDataset]
+    places: Places, write_corpus: Callable[..., Path], make_dataset: Callable[..., dataset.TaskDataset]
 ):
     """As `*_1_sentinel` of T5's code."""
     write_corpus("c", [RTE])
@@ -251,4 +255,4 @@ def test_a_sentinel_ends_inputs_and_begins_targets(
     assert [answer[0] for answer in data.answer_ids] == [mark, mark]
     assert data.prompt(0)["targets"] == [tokenizer.eos_token_id]
     with pytest.raises(DataError, match="sentinel"):
-        made([RTE], sentinel=True)
+        make_dataset([RTE], sentinel=True)

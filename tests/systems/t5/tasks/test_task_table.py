@@ -141,7 +141,7 @@ def test_numbers_of_relations(task: str, count: int):
     assert len(find(task).answers) == count
 
 
-class TestDefectsOfTheSeed:
+class TestDefectsInSeedRepo:
     """Each of these was wrong in the code that this table takes the place of."""
 
     def test_rte_is_no_sentiment_and_has_its_colons(self):
