@@ -79,7 +79,7 @@ class Config(TrainingRecipe):
     def loss(self) -> Callable[..., Any]:
         """A function that returns the summed loss and, by name, sums over pairs.
 
-        chosen_logratio and rejected_logratio: log-probability of each reply relative to the reference. accuracy: whether
+        chosen_logratio and rejected_logratio: log-probability of each reply relative to the reference. accuracy: 1 if
         the first is larger than the second by more than rounding. margin: beta times their difference.
         """
         from src.systems.assistants.preferences.losses import answer_logps, pair_loss

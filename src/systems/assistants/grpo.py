@@ -43,7 +43,7 @@ class Settings(StrictConfig):
     kl_weight: float = Field(default=0.0, ge=0)
     """Weight of the KL divergence from the reference; 0 for no reference."""
     kl_in: Literal["loss", "reward"] = "loss"
-    """Where to apply the divergence: as k3 in each token's loss, or as summed k1 subtracted from the answer's reward."""
+    """loss: add the divergence to each token's loss, as k3. reward: subtract it from the answer's reward, as k1."""
     corrected_kl: bool = False
     """Whether to weight each token's divergence in the loss by its ratio, so that it has no bias after several steps
     on the same rollouts."""
@@ -82,7 +82,8 @@ class Config(TrainingRecipe):
             )
         if self.grpo.corrected_kl and not (self.grpo.kl_weight and self.grpo.kl_in == "loss"):
             raise ValueError(
-                "grpo.corrected_kl: needs a divergence in the loss. Set kl_weight above 0 and kl_in 'loss', or remove it."
+                "grpo.corrected_kl: needs a divergence in the loss. "
+                "Set kl_weight above 0 and kl_in 'loss', or remove it."
             )
         if self.grpo.kl_in == "reward" and not self.grpo.kl_weight:
             raise ValueError("grpo.kl_in: 'reward' needs kl_weight above 0. Set it, or remove kl_in.")

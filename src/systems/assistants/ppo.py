@@ -116,7 +116,7 @@ class Config(TrainingRecipe):
         policy_training.train_policy(self, run, self.scoring, method)
 
     def estimate(self, rollouts: "Rollouts", cursor: "Cursor") -> "Estimates":
-        """Generalised advantages of the scaled rewards minus the KL penalty; the next KL weight and the reward scale."""
+        """Generalised advantages of the scaled rewards minus the KL penalty; the next KL weight and reward moments."""
         import torch
 
         from src.systems.assistants.rl import advantages

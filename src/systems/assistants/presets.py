@@ -180,8 +180,8 @@ def reward(size: str) -> dict[str, Any]:
 def rlhf(policy: dict[str, Any], size: str) -> dict[str, Any]:
     """pythia_rlhf and llama_rlhf: PPO with the reward model of this size.
 
-    Differences: a step has 128 rollouts, a divisor of those of an iteration, instead of 18 per process. The KL is a mean
-    over answers, instead of over prompts, answers and padding.
+    Differences: a step has 128 rollouts, a divisor of those of an iteration, instead of 18 per process. The KL is a
+    mean over answers, instead of over prompts, answers and padding.
     """
     prompts = {"name": "conversations", "corpus": "oasst_export", "sequence_tokens": 1520, "writing": _WRITING}
     return {

@@ -46,7 +46,7 @@ class Config(TrainingRecipe):
         return self.in_chunks(lambda model, batch: causal_lm_loss(model, batch, *options))
 
     def run(self, run: Run) -> None:
-        """Train to the last step, or evaluate. Additional scores: val_accuracy and the scores of answers. Collective."""
+        """Train to the last step, or evaluate. More scores: val_accuracy and the scores of answers. Collective."""
         from src.training.loss import causal_lm_loss
 
         def require_questions(train: Dataset, val: Any) -> Mapping[str, str]:

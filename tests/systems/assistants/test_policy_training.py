@@ -311,7 +311,7 @@ def test_run_without_its_server_stops_with_code_75(
     shutil.copytree(folder, tmp_path / "world")
     assert toy.main(["-e", "x"], {"x": [REWARD]}, tmp_path / "world") == 0
     monkeypatch.setenv(variable, "http://127.0.0.1:9/nobody")
-    monkeypatch.setattr(scoring, "MOST_SECONDS", 0.0)
+    monkeypatch.setattr(scoring, "MAX_WAIT_SECONDS", 0.0)
     assert toy.main(["-e", "x"], {"x": [PPO_WITH_REWARD_MODEL]}, tmp_path / "world") == 75
     assert "waited 0 s for" in (run_of(tmp_path / "world", PPO_WITH_REWARD_MODEL) / "ledger.jsonl").read_text()
     monkeypatch.delenv(variable)

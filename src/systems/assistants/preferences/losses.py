@@ -136,8 +136,8 @@ def pair_loss(
     each reply, summed over its tokens; for "ipo" the mean over its tokens. flip_rate: assumed share of wrong labels.
 
     With h = chosen - rejected and s = log sigmoid:
-    sigmoid: -(1 - flip_rate) s(beta h) - flip_rate s(-beta h): Rafailov et al. 2023 (arXiv 2305.18290, equation 7); with
-    flip_rate above 0 the conservative form (Mitchell 2023).
+    sigmoid: -(1 - flip_rate) s(beta h) - flip_rate s(-beta h): Rafailov et al. 2023 (arXiv 2305.18290, equation 7);
+    with flip_rate above 0 the conservative form (Mitchell 2023).
     robust: [-(1 - flip_rate) s(beta h) + flip_rate s(-beta h)] / (1 - 2 flip_rate): Chowdhury et al. 2024 (arXiv
     2403.00409).
     ipo: (h - 1 / (2 beta))^2: Azar et al. 2023 (arXiv 2310.12036, equation 17).

@@ -1,7 +1,7 @@
-"""Makes the rollouts of an iteration: samples answers, scores them, and computes the advantage of each token.
+"""Sample answers, score them and compute advantages: the rollouts of an iteration.
 
-Everything is done in batches of a fixed composition, each on one process, and gathered: neither the samples nor the
-scores depend on how many processes there are. Shapes: N rollouts of an iteration, T tokens of the longest.
+Batches have a fixed composition. Each is processed by one process, and the results are gathered, so samples and scores
+do not depend on the number of processes. Shapes: N rollouts of an iteration, T tokens of the longest.
 """
 
 import contextlib
@@ -28,9 +28,9 @@ from src.training.seeds import rollout_seed
 from src.training.validation import rank_batches
 
 FILE = "rollouts.jsonl"
-"""In a save directory: rollouts for people to read."""
+"""File in a save directory with rollouts for people to read."""
 NUM_SAVED_ROLLOUTS = 64
-"""Rollouts of an iteration that are written there; all of them would dominate the size of a run."""
+"""Number of rollouts per iteration to save in `FILE`. Saving all of them would dominate the size of a run."""
 
 
 class RolloutData(Protocol):
@@ -44,31 +44,31 @@ class Rollouts(NamedTuple):
     """The rollouts of an iteration, without advantages. Padded on the right with zeros."""
 
     tokens: Mapping[str, Tensor]
-    """"input_ids" (N, T) int64; "sampled" (N, T) bool, true on sampled tokens; and float32, 0 elsewhere: "logps" if
-    they are saved, "values" if the policy has some, "reference_logps" if there is a reference."""
+    """"input_ids" (N, T) int64; "sampled" (N, T) bool, True on sampled tokens; and (N, T) float32, 0 elsewhere: "logps"
+    if they are saved, "values" if the policy has values, "reference_logps" if there is a reference."""
     scores: Tensor
     """(N,) float32."""
     is_complete: Tensor
-    """(N,) bool: which answers ended by themselves."""
+    """(N,) bool, False for truncated answers."""
 
 
 class Estimates(NamedTuple):
-    """Targets of the steps."""
+    """Advantages and other inputs of the training steps."""
 
     tokens: Mapping[str, Tensor]
     """Inputs of the loss by name, (N, T): "learned", bool, the tokens that count; "advantages", float32, and more."""
     facts: Mapping[str, Tensor]
-    """Facts by name, (N,): score rows report their means."""
+    """Facts by name, (N,). Score rows have their means."""
     cursor: Cursor
     """State for the next iteration."""
 
 
 Estimate = Callable[[Rollouts, Cursor], Estimates]
-"""Computes advantages. The cursor is that before the iteration."""
+"""Computes advantages. The cursor is the one before the iteration."""
 Reference = Callable[[Any, Mapping[str, Tensor]], Tensor]
 """(training model, batch with "input_ids", "attention_mask" and "sampled") -> (B, T) reference log-probabilities."""
 Record = Callable[[int, int, Sequence[Rollout], Sequence[Mapping[str, float]]], None]
-"""(finished steps, iteration, rollouts, facts of each): saves them for people to read. Called on rank 0."""
+"""(finished steps, iteration, rollouts, facts of each): saves rollouts for people to read. Called on rank 0."""
 
 
 @dataclass
@@ -78,11 +78,11 @@ class Experience:
     seed: int
     data: RolloutData
     numbers: Callable[[int], Sequence[int]]
-    """The prompts of an iteration, each as often as it is answered."""
+    """iteration -> indices of its prompts, one per rollout."""
     batch: int
-    """Rollouts that are made and scored together."""
+    """Number of rollouts that are generated and scored together."""
     micro_batch: int
-    """Rollouts in a forward pass."""
+    """Number of rollouts per forward pass."""
     generation: Generation
     decode: Callable[[Sequence[int]], str]
     judges: Judges
@@ -90,22 +90,22 @@ class Experience:
     record: Record
     reference: Reference | None = None
     server_logps: Callable[[Sequence[Sequence[int]], Sequence[int]], list[list[float]]] | None = None
-    """(ids, how many are sampled) -> log-probabilities of these under a reference that servers have."""
+    """(ids, numbers of sampled tokens) -> reference log-probabilities of the sampled tokens, from servers."""
     needs_sampled_logps: bool = True
-    """Whether to save log-probabilities and values of sampled tokens. Not if each rollout is learned from before the
-    policy changes: its log-probabilities are then those of the step."""
+    """Whether to save log-probabilities and values of sampled tokens. Not needed if an iteration is a single step,
+    which computes the same log-probabilities."""
     _seconds: dict[str, float] = field(default_factory=dict)
 
     def begin(self, engine: Engine) -> None:
         """See `training.spec.Experience`.
 
         Raises:
-            ConfigError: continuous batches of a model that processes share.
+            ConfigError: continuous batching with a sharded model.
         """
         if self.generation.continuous and engine.sharded:
             raise ConfigError(
-                "data.sampling.batching: "
-                f"continuous: processes that share a model ({engine.name}) must make as many passes each. Write static."
+                "data.sampling.batching: continuous batching does not support sharded models "
+                f"({engine.name}). Use static."
             )
         self.engine = engine
 
@@ -114,7 +114,7 @@ class Experience:
         return self.data.buffer
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take the buffer back."""
+        """Restore the buffer."""
         self.data.buffer = dict(tensors)
 
     def seconds(self) -> dict[str, float]:
@@ -129,12 +129,12 @@ class Experience:
         self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - before
 
     def roll_out(self, step: int, iteration: int, cursor: Cursor) -> Cursor:
-        """Make the buffer of an iteration, after `step` finished steps;
-        returns the changed entries of the cursor. Collective.
+        """Fill the buffer of an iteration, after `step` finished steps.
+        Returns the changed entries of the cursor. Collective.
 
         Raises:
-            RunError: a reward gives no numbers.
-            distributed.TrainingStopped: a process received a stop, or a server stays away.
+            RunError: a reward returns invalid scores.
+            distributed.TrainingStopped: a process received a stop request, or a server stays unavailable.
         """
         numbers = self.numbers(iteration)
         local: list[tuple[int, list[dict[str, Any]]]] = []
@@ -182,7 +182,8 @@ class Experience:
         return estimates.cursor
 
     def _make(self, iteration: int, number: int, indices: Sequence[int], counts: bool) -> list[dict[str, Any]]:
-        """One batch: sampled, scored and measured. A batch that does not count gets no scores."""
+        """Sample, score and measure one batch. counts: False for a batch that only keeps processes in step; it gets no
+        scores and returns no rows."""
         device = self.engine.accelerator.device
         prompts = [self.data.prompts[index] for index in indices]
         with self._phase("generation"), self.engine.generating() as model:
@@ -221,7 +222,7 @@ class Experience:
         return Rollout(messages, text, prompt.row, [*prompt.ids, *sampled], len(sampled), is_complete)
 
     def _measure(self, model: Any, rollouts: Sequence[Rollout], device: torch.device) -> list[dict[str, Tensor]]:
-        """Log-probabilities and values of each token, by the policy and the reference."""
+        """Log-probabilities of each token under the policy and the reference, and values."""
         rows = [torch.tensor(rollout.ids) for rollout in rollouts]
         ids, lengths_B1 = pad_sequence(rows, batch_first=True), torch.tensor([[len(row)] for row in rows])
         places_T = torch.arange(ids.shape[1])
@@ -246,7 +247,7 @@ def _split(rollouts: Sequence[Rollout], size: int) -> list[Sequence[Rollout]]:
 
 
 class Recorder:
-    """Appends rollouts to `FILE` of a save directory. Rollouts that a restart repeats replace the old ones."""
+    """Appends rollouts to `FILE` in a save directory. After a restart, repeated rollouts replace the old ones."""
 
     def __init__(self, run: Path) -> None:
         self.path = run / FILE
@@ -257,7 +258,7 @@ class Recorder:
         """See `Record`.
 
         Raises:
-            RunError: the disk refuses.
+            RunError: the file cannot be written.
         """
         jsonl_records.truncate_after(self.path, step - 1, "a rollout")
         rows = [

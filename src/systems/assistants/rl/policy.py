@@ -1,4 +1,4 @@
-"""A policy as a model: what it samples behind prompts, and how likely it finds tokens.
+"""Sample answers from a policy, and compute log-probabilities of tokens.
 
 Shapes: B rollouts, T tokens of the longest, V tokens of the vocabulary.
 """
@@ -19,21 +19,20 @@ from src.support import distributed
 
 
 class TokenScores(NamedTuple):
-    """What a model finds of each token of sequences (B, T), from the tokens before it;
-    0 for the first, which follows from nothing."""
+    """Scores (B, T) of each token given the tokens before it. The first token has no context and score 0."""
 
     logps: Tensor
     """Log-probabilities, in nats, float32."""
     entropies: Tensor
-    """Of the distribution that the token was drawn from, in nats; without gradient unless asked for."""
+    """Entropies of the distributions of the tokens, in nats. They have a gradient only on request."""
     values: Tensor | None
-    """Of the state before the token, where the model has values."""
+    """Values of the states before the tokens; None if the model has no values."""
 
 
 def score_tokens(
     model: Any, batch: Mapping[str, Tensor], temperature: float = 1.0, entropy_gradient: bool = False
 ) -> TokenScores:
-    """`TokenScores` of "input_ids" (B, T) with their "attention_mask", padded on the right."""
+    """Score "input_ids" (B, T) with their "attention_mask", padded on the right."""
     ids = batch["input_ids"]
     outputs = model(input_ids=ids, attention_mask=batch["attention_mask"].long(), use_cache=False)
     all_BTV = (outputs.logits[:, :-1].float() / temperature).log_softmax(dim=-1)
@@ -50,26 +49,26 @@ def _shift(numbers: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Generation:
-    """How answers are sampled."""
+    """How to sample answers."""
 
     max_new_tokens: int
     temperature: float
     options: Mapping[str, Any]
-    """For transformers' `generate`: what draws beside the temperature."""
+    """More sampling options for transformers' `generate`."""
     end_ids: Sequence[int]
-    """Tokens that end an answer; the first also pads."""
+    """Tokens that end an answer. The first is also the padding."""
     never: Sequence[int] | None
-    """Tokens that are never drawn; None for none."""
+    """Tokens that are never sampled; None if all can be."""
     continuous: bool = False
-    """Whether an answer that has ended makes room for the next prompt at once; see `generate_batch` of transformers."""
+    """Whether a finished answer is replaced by the next prompt immediately; see transformers' `generate_batch`."""
     has_repeated_prompts: bool = False
-    """Whether a prompt stands in several rows, one behind the other: it is then read once for all of them."""
+    """Whether a prompt can be in several consecutive rows, so that it is processed only once for all of them."""
 
     def sample(self, model: Any, prompts: Mapping[str, Tensor], seed: int) -> list[list[int]]:
-        """What is sampled behind B prompts, padded on the left, with the token that ends it where it has ended.
-        Collective for shards.
+        """Sample answers to B prompts, padded on the left. Answers include the token that ends them.
+        Collective for sharded models.
 
-        Draws depend on `seed` and on the prompts of the batch alone.
+        Samples depend only on `seed` and on the prompts of the batch.
         """
         settings = GenerationConfig(
             do_sample=True,
@@ -83,7 +82,7 @@ class Generation:
         with _no_own_settings(model):
             if self.continuous:
                 return [self.end(row) for row in _generate_continuously(model, prompts, settings, seed)]
-            together = distributed.world_size() > 1  # where the model is shared, every rank must make as many passes
+            together = distributed.world_size() > 1  # if the model is sharded, every rank must make equally many passes
             read = (
                 {"past_key_values": cache}
                 if self.has_repeated_prompts and (cache := _read_once(model, prompts, together))
@@ -100,19 +99,21 @@ class Generation:
         return [self.end(row) for row in ids[:, prompts["input_ids"].shape[1] :].tolist()]
 
     def end(self, ids: Sequence[int]) -> list[int]:
-        """The tokens up to the first that ends an answer, with it."""
+        """The tokens up to and including the first that ends an answer."""
         end = next((place for place, token in enumerate(ids) if token in self.end_ids), len(ids) - 1)
         return list(ids[: end + 1])
 
     def has_ended(self, sampled: Sequence[int]) -> bool:
-        """Whether an answer ended by itself."""
+        """Whether an answer ends with an end token."""
         return bool(sampled) and sampled[-1] in self.end_ids
 
 
 @contextmanager
 def _no_own_settings(model: Any) -> Iterator[None]:
-    """In the block `generate` adds nothing of the model's generation_config.json, such as a penalty for repetition, to
-    what it is given: else it would draw from another distribution than the one whose log-probabilities are learned."""
+    """Ignore the model's generation_config.json, such as a repetition penalty, inside the block.
+
+    Otherwise `generate` would sample from a different distribution than the one that is trained.
+    """
     saved_configs = [
         (module, config)
         for module in model.modules()
@@ -128,8 +129,9 @@ def _no_own_settings(model: Any) -> Iterator[None]:
 
 
 def _read_once(model: Any, prompts: Mapping[str, Tensor], together: bool) -> DynamicCache | None:
-    """Keys and values of all tokens of prompts (B, T) but the last, where each run of equal rows is read as one. None
-    for a model that does not keep those of every token, and where there is only the last.
+    """Key/value cache of all but the last token of prompts (B, T); each run of equal rows is processed once.
+
+    None if the model does not cache every token, or if there is only one token.
     """
     mask_BT = prompts["attention_mask"].long()
     rows_BT, run_B = torch.unique_consecutive(prompts["input_ids"].where(mask_BT > 0, -1), dim=0, return_inverse=True)
@@ -152,10 +154,10 @@ def _read_once(model: Any, prompts: Mapping[str, Tensor], together: bool) -> Dyn
 def _generate_continuously(
     model: Any, prompts: Mapping[str, Tensor], settings: GenerationConfig, seed: int
 ) -> list[list[int]]:
-    """What is sampled behind each prompt.
+    """Sample an answer to each prompt by continuous batching.
 
     Raises:
-        RunError: some prompts were not answered, as the thread that answers them has failed.
+        RunError: the generating thread has failed, so some prompts have no answer.
     """
     mask_BT = prompts["attention_mask"].bool()
     rows = [ids[real].tolist() for ids, real in zip(prompts["input_ids"], mask_BT, strict=True)]
@@ -166,6 +168,7 @@ def _generate_continuously(
             (result.error for result in results if result.error), "its thread has ended; the log above says why"
         )
         raise RunError(
-            f"data.sampling.batching: continuous: answered {len(results)} of {len(rows)} prompts: {reason}. Write static."
+            f"data.sampling.batching: continuous batching answered {len(results)} of {len(rows)} prompts: {reason}. "
+            "Use static."
         )
     return [result.generated_tokens for result in results]

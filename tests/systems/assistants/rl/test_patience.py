@@ -8,7 +8,7 @@ import pytest
 from src.experiments.config import Places
 from src.runs.context import Run
 from src.runs.run_dir import RunDir
-from src.systems.assistants.rl.scoring import MOST_SECONDS, Patience, ServerUnavailableError
+from src.systems.assistants.rl.scoring import MAX_WAIT_SECONDS, Patience, ServerUnavailableError
 
 
 def test_one_wait_may_be_too_long_and_many_short_ones_may_not(tmp_path: Path):
@@ -19,5 +19,5 @@ def test_one_wait_may_be_too_long_and_many_short_ones_may_not(tmp_path: Path):
         for _ in range(3):
             patience.wait("the judge", now)
         with pytest.raises(ServerUnavailableError, match=r"waited 900 s for the judge"):
-            patience.wait("the judge", now - MOST_SECONDS - 1)
+            patience.wait("the judge", now - MAX_WAIT_SECONDS - 1)
         patience.wait("the judge", now)

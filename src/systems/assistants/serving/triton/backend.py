@@ -1,5 +1,4 @@
-"""What Triton's Python backend runs: a trained model, as `1/model.py` of a repository names it;
-for the server's own Python."""
+"""A trained model for Triton's Python backend. `1/model.py` of a repository imports it in the server's Python."""
 
 import json
 from importlib import import_module
@@ -13,7 +12,7 @@ from src.systems.assistants.rewards.kserve import FINGERPRINT, INPUTS
 
 
 class Model:
-    """One instance of the model. Triton calls the methods, by these names."""
+    """One instance of the model. Triton defines the names of the methods."""
 
     run: str
     """Save directory of the run."""
@@ -25,7 +24,7 @@ class Model:
         """Load the weights.
 
         Raises:
-            CheckpointError: the run has other weights by now than when the repository was written.
+            CheckpointError: the run's weights have changed since the repository was written.
             UserError: a part of the model is missing.
         """
         run, expected_fingerprint = (
@@ -36,10 +35,10 @@ class Model:
         self._triton: Any = import_module("triton_python_backend_utils")
         self._model = load_served(run, Places(Path(self.data), run.parent), device, self.mode)
         if self._model.fingerprint != expected_fingerprint:
-            raise CheckpointError(f"{run}: was trained again since this repository was written. Write it again.")
+            raise CheckpointError(f"{run}: the weights have changed since this repository was written. Write it again.")
 
     def execute(self, requests: list[Any]) -> list[Any]:
-        """One answer for each request, which is a batch by itself: no other request changes its padding or rounding."""
+        """Answer requests. Each is a separate batch, so other requests do not change its padding or rounding."""
         return [self._answer(request) for request in requests]
 
     def _answer(self, request: Any) -> Any:
@@ -51,7 +50,7 @@ class Model:
             scores = self._model.score(*(torch.tensor(values) for values in inputs)).numpy()
         except UserError as error:
             return make_response(error=codes(str(error), codes.INVALID_ARG))
-        except Exception as error:  # noqa: BLE001  the server goes on
+        except Exception as error:  # noqa: BLE001  the server must continue
             return make_response(error=codes(f"{type(error).__name__}: {error}", codes.INTERNAL))
         values = scores[:, None] if scores.ndim == 1 else scores
         return self._triton.InferenceResponse(output_tensors=[self._triton.Tensor(self._model.output, values)])
