@@ -141,7 +141,7 @@ def evaluation_of(trained: dict[str, Any]) -> dict[str, Any]:
 
 
 # Real questions, and a pretrained model of 260,000 parameters (data_prep.llama2c). GSM8K and Alpaca are prepared from
-# their releases by data_prep.assistants.prepare_conversations. The control pairs questions with the answers of others.
+# their releases by data_prep.assistants.prepare_conversations. The control pairs questions with wrong answers.
 REAL = ("alpaca", "gsm8k")
 STORIES = {"name": "hf", "path": "stories260k", "extra_tokens": ["<|prompter|>", "<|assistant|>", "<|system|>"]}
 

@@ -1,9 +1,9 @@
-"""`make study`: cross-attention compared with prompting and with no context, on real questions."""
+"""`make study`: compare cross-attention with prompting and with closed-book answers, on real questions."""
 
 from src.experiments.grid import grid, override, seeds
 
-# A study on real questions that one core can carry out: a decoder of 260 thousand parameters that knows children's
-# stories is to answer from 192 tokens of Wikipedia. Data and base: `make study`.
+# A study on real questions for one CPU core: a decoder of 260,000 parameters, pretrained on children's stories, answers
+# questions from 192 tokens of Wikipedia. `make study` prepares the data and the base.
 STUDY_DATA = {
     "corpus": "squad_nq",
     "context_tokens": 192,
@@ -64,7 +64,7 @@ BLOCKS = grid(
 )
 
 GROUPS = {
-    # Which learning rate suits each, on a seed that the study does not have.
+    # Search for learning rates, with a seed that the study does not use.
     "study_rates": [
         override(e, {"loop.learning_rate": rate, "loop.max_grad_norm": norm, "seed": 100, "inference": None})
         for e in [*BLOCKS, STUDY_PROMPTED, STUDY_CLOSED_BOOK]

@@ -1,4 +1,4 @@
-"""Recipe `seq2seq`: an encoder-decoder is fine-tuned and evaluated on text tasks, such as GLUE and SuperGLUE."""
+"""Recipe `seq2seq`: fine-tune and evaluate an encoder-decoder on text tasks, such as GLUE and SuperGLUE."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from src.systems.t5.tasks.task_table import NamedTask
 
 TASK = "task"
-"""Name of the data set whose rows are answered."""
+"""Name of the data set with tasks."""
 LOSS, PERPLEXITY, TASK_SCORE = "val_loss", "val_perplexity", "task_score"
 
 
@@ -36,20 +36,20 @@ class Config(TrainingRecipe):
     def _fits_together(self) -> "Config":
         self.model.require_kind(ENCODER_DECODER, None)
         if not self.tasks:
-            raise ValueError(f"data: expected {TASK!r}, or a 'mixture' with such a part; got {self.data.name!r}.")
+            raise ValueError(f"data: expected {TASK!r}, or a 'mixture' of it, got {self.data.name!r}.")
         for part in self.predictions.also if self.predictions else []:
             if part.name != TASK:
                 raise ValueError(f"predictions.also: expected data sets {TASK!r}, got {part.name!r}.")
         duplicates = [name for name, count in Counter(part.task for part in self.tasks_to_predict).items() if count > 1]
         if duplicates:
             raise ValueError(
-                f"data: the task {duplicates[0]!r} stands there twice, and its scores would have one name."
+                f"data: duplicate task {duplicates[0]!r}, so that two scores would have the same name. Remove one."
             )
         return self
 
     @property
     def tasks(self) -> "list[TaskConfig]":
-        """The tasks in `data`; where it has phases, in the last."""
+        """The tasks in `data`; if it has phases, in the last phase."""
         return list(_tasks(self.data))
 
     @property
@@ -72,7 +72,7 @@ class Config(TrainingRecipe):
             for task in self.tasks_to_predict:
                 if self.answers.by == "rank" and not task.find_task(places).answers:
                     raise ConfigError(
-                        f"answers.by: the answers of task {task.task!r} are any text, so there is no list to rank."
+                        f"answers.by: 'rank' needs a list of answers, but task {task.task!r} has free text."
                     )
 
         def check_best_metric() -> None:
@@ -85,7 +85,8 @@ class Config(TrainingRecipe):
             if (loop.best_mode == "min") != lower:
                 right, better = ("min", "lower") if lower else ("max", "higher")
                 raise ConfigError(
-                    f"loop.best_mode: the better {loop.best_metric} is the {better} one. Write {right!r}."
+                    f"loop.best_mode: expected {right!r} for {loop.best_metric}, as {better} is better, "
+                    f"got {loop.best_mode!r}."
                 )
             loop.check({loop.best_metric.partition("/")[0]})
 
@@ -106,11 +107,11 @@ class Config(TrainingRecipe):
         ]
 
     def splits_to_predict(self, places: Places) -> "list[tuple[TaskConfig, str]]":
-        """The rows that are predicted, as tasks with splits.
+        """The tasks and splits to predict.
 
         Raises:
-            ConfigError: no data set has a split, or one has none of the splits.
-            UserError: a data set is missing, or its task unknown.
+            ConfigError: no task has one of the splits, or a task has no split.
+            UserError: a data set is missing, or its task is unknown.
         """
         if self.predictions is None:
             return []
@@ -120,12 +121,12 @@ class Config(TrainingRecipe):
             if split not in {has for _, has in task_splits}:
                 names = ", ".join(repr(task.task) for task in tasks)
                 raise ConfigError(
-                    f"predictions.splits: none of {names} has the split {split!r}. data_prep.t5.prepare_task makes it."
+                    f"predictions.splits: no {split!r} split in {names}. Prepare it with data_prep.t5.prepare_task."
                 )
         for task in tasks:
             if task not in [with_split for with_split, _ in task_splits]:
                 raise ConfigError(
-                    f"predictions: {task.task!r} has none of the splits {', '.join(self.predictions.splits)}."
+                    f"predictions: {task.task!r} has no split {' or '.join(self.predictions.splits)}. Prepare one."
                 )
         return task_splits
 
@@ -135,9 +136,9 @@ class Config(TrainingRecipe):
         return self.with_loop_options(seq2seq_loss)
 
     def run(self, run: Run) -> None:
-        """Train, or evaluate without training; then make the predictions. Collective.
+        """Train, or evaluate without training; then write predictions. Collective.
 
-        Scores: train_loss and those of `score_names`; at the end "predictions/<split>/<metric>", of several tasks
+        Scores: train_loss and `score_names`; at the end "predictions/<split>/<metric>", or with several tasks
         "predictions/<split>/<metric>/<task>".
         """
         import torch
@@ -208,15 +209,15 @@ class Config(TrainingRecipe):
 def _tasks(data: DatasetConfig) -> "Iterator[TaskConfig]":
     data = data.validation
     if data.name == TASK:
-        yield data  # type: ignore[misc]  its name says so
+        yield data  # type: ignore[misc]  by its name
     for part in getattr(data, "parts", {}).values():
         yield from _tasks(part)
 
 
 def score_names(tasks: "Sequence[NamedTask]") -> list[str]:
-    """Names of the scores of an evaluation: `val_loss`, `task_score`, metrics and of texts `val_perplexity`.
+    """Names of the scores of an evaluation: `val_loss`, `task_score`, metrics, and `val_perplexity` for text tasks.
 
-    Those of several tasks are called "accuracy/<task>".
+    With several tasks, names have the suffix "/<task>", as in "accuracy/<task>".
     """
 
     def names_of(task: "NamedTask") -> list[str]:
@@ -228,8 +229,8 @@ def score_names(tasks: "Sequence[NamedTask]") -> list[str]:
 
 
 def _name_scores(scores_by_task: dict[str, dict[str, float]], several: bool = False) -> dict[str, float]:
-    """Scores by task as one dict: those of one task as they are,
-    of several under "accuracy/<task>", with means of what all have."""
+    """Merge scores by task into one dict. With several tasks, names have the suffix "/<task>", and the means of the
+    loss and the task score are added."""
     if len(scores_by_task) == 1 and not several:
         return dict(next(iter(scores_by_task.values())))
     scores = {

@@ -119,7 +119,7 @@ def test_gradient_checkpointing_changes_no_bit(folder: Path):
         weights = (run / "checkpoints" / "step-00000004" / "model.safetensors").read_bytes()
         results.append((hashlib.sha256(weights).hexdigest(), toy.rows(folder, exp_id(SHORT))))
         shutil.rmtree(run)
-    assert results[0] == found[1]
+    assert results[0] == results[1]
 
 
 def test_what_processes_gather_together_is_a_whole_block(folder: Path):

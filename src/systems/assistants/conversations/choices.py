@@ -29,7 +29,7 @@ class Tags(StrictConfig):
     """Whether to write the length too: number of words // 5 + 1."""
 
     def write(self, message: Message, draw: Random | None) -> str:
-        """Write a message's properties as "key: value" lines, or "" if there are none.
+        """Write a message's properties as "key: value" lines; "" without properties.
 
         draw: source of the dropout; None writes all properties. With dropout the lines are shuffled, except for the
         context, which is last. Shares have one decimal.

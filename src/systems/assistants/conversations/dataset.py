@@ -40,7 +40,7 @@ class Writing(StrictConfig):
     template: Literal["oasst", "chatml", "tokenizer"] = "oasst"
     """oasst: Open-Assistant's v2.5. tokenizer: the tokenizer's chat template."""
     system: str | None = Field(default=None, min_length=1)
-    """System message for conversations that have none."""
+    """System message for conversations without one."""
     tags: Tags | None = None
     """Properties written before answers; None: nothing."""
 

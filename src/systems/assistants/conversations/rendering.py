@@ -82,7 +82,7 @@ class Rendered:
         return [place > 0 and role in LEARNED_ROLES for place, role in enumerate(self.roles)]
 
     def last_answer(self) -> range:
-        """Positions of the last answer; empty, at the end, if there is none."""
+        """Positions of the last answer; an empty range at the end if there is no answer."""
         end = len(self.ids)
         while end and self.roles[end - 1] != Role.ASSISTANT:
             end -= 1
@@ -162,7 +162,7 @@ class Renderer:
                     [*self.template.opening, Message("user", "?"), Message("assistant", marks[1], reasoning=reasoning)]
                 )
             except DataError:
-                continue  # the template requires reasoning, or has none
+                continue  # the template requires reasoning, or cannot write it
             answer = "".join(span.text for span in spans if span.role is Role.ASSISTANT).partition(marks[1])[0]
             before, _, between = answer.partition(reasoning) if reasoning else (answer, "", "")
             forms.append((before, between))

@@ -20,7 +20,7 @@ class RewardModel(Wrapper):
     """`base` is the body of a transformers decoder, without its output matrix."""
 
     def __init__(self, decoder: Any, pooling: str) -> None:
-        """decoder: the model whose body to use. pooling: "last" or "mean"."""
+        """decoder: a causal language model, of which only the body is used. pooling: "last" or "mean"."""
         super().__init__()
         self.base, self.pooling = decoder.base_model, pooling
         self.base.name_or_path = decoder.name_or_path

@@ -24,7 +24,7 @@ class PolicyWithValues(Wrapper):
     """A transformers decoder, `base`, with a value head. Logits and generation are those of `base`."""
 
     def __init__(self, base: Any, critic: Any = None) -> None:
-        """critic: decoder whose body computes the values; None to read values from the hidden states of `base`."""
+        """critic: a decoder for the values, without its head; None to read values from the hidden states of `base`."""
         super().__init__()
         self.base, self.critic = base, None if critic is None else critic.base_model
         hidden = (critic or base).config.hidden_size

@@ -56,7 +56,7 @@ def ranking_loss(  # noqa: PLR0913  all but three are keywords
     a cross entropy with two classes). Ties and single replies make no pair.
 
     l2: weight of (r_better^2 + r_worse^2) / 2. margin: see Touvron et al. 2023 (arXiv 2307.09288, equation 2); one
-    number for all pairs, or scores (R,) whose difference is the margin of a pair. centring: weight of
+    number for all pairs, or scores (R,), where a pair's margin is the difference of its scores. centring: weight of
     (r_better + r_worse)^2, which pulls rewards to 0 (Eisenstein et al. 2023, arXiv 2312.09244).
     """
     better, worse = ranked_pairs(conversations_R, ranks_R)

@@ -367,7 +367,7 @@ def _messages() -> dict[str, Any]:
 
 
 def _add_field(message: Any, package: str, name: str, number: str, kind: str) -> None:
-    """Add a field. kind: s (string), b (bytes), i (int64) or a message; prefix * for repeated, % for a map by string."""
+    """Add a field. kind: s (string), b (bytes), i (int64) or a message; prefix *: repeated, %: a map by string."""
     scalar = {"s": 9, "b": 12, "i": 3}
     is_repeated, inner = kind[0] in "*%", kind.lstrip("*%")
     if kind[0] == "%":

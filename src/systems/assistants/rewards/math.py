@@ -3,7 +3,7 @@
 For example, 1/2 equals 0.5 and \\frac{1}{2}, and x + 1 equals 1 + x.
 Words and letters, such as "yes" or the choice "A", are compared as text. An answer can end in `#### 42`, as in GSM8K.
 
-The library calls sympy, which may never return for some texts. So it runs in another process, which forks for each
+The library calls sympy, which never returns for some texts. So it runs in another process, which forks for each
 answer. Answers that time out quickly are judged a second time, all in parallel, and are wrong at the end of one longer
 time limit.
 """
@@ -103,7 +103,7 @@ class Judge:
         if not pairs:
             return []
         request = [[final_answer(answer), final_answer(expected)] for answer, expected in pairs]
-        # The system may have killed the process since the last batch.
+        # Try twice: the system can have killed the process since the last batch.
         verdicts = self._ask(request) or self._ask(request)
         if verdicts is None:
             raise ConfigError("reward 'math': the judging process dies. Check that there is enough memory.")

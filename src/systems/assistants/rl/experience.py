@@ -182,8 +182,8 @@ class Experience:
         return estimates.cursor
 
     def _make(self, iteration: int, number: int, indices: Sequence[int], counts: bool) -> list[dict[str, Any]]:
-        """Sample, score and measure one batch. counts: False for a batch that only keeps processes in step; it gets no
-        scores and returns no rows."""
+        """Sample, score and measure one batch. counts: False for a filler batch, so that all processes make equally
+        many passes; it gets no scores and returns no rows."""
         device = self.engine.accelerator.device
         prompts = [self.data.prompts[index] for index in indices]
         with self._phase("generation"), self.engine.generating() as model:

@@ -13,9 +13,9 @@ from torch import Tensor
 from src.systems.assistants.rl.advantages import kl_terms
 
 Normalisation = Literal["tokens", "rollouts", "room"]
-"""Divisor of the loss. tokens: the number of sampled tokens in the global batch (DAPO). rollouts: take the mean over the
-tokens of each rollout, then over rollouts (GRPO). room: the maximum number of tokens of a rollout, so that no length is
-favoured (Dr. GRPO, Liu et al. 2025, arXiv 2503.20783)."""
+"""Divisor of the loss. tokens: the number of sampled tokens in the global batch (DAPO). rollouts: take the mean over
+the tokens of each rollout, then over rollouts (GRPO). room: the maximum number of tokens of a rollout, so that no
+length is favoured (Dr. GRPO, Liu et al. 2025, arXiv 2503.20783)."""
 _LARGEST_LOG_RATIO = 20.0
 """Limit of the log-ratio that weights a divergence, as in verl. Larger values could overflow."""
 Ratio = Literal["token", "sequence", "sequence_sum"]
@@ -73,7 +73,7 @@ def policy_loss(  # noqa: PLR0913  most are keywords
     losses = -torch.min(ratios * advantages, cut * advantages)
     kl = torch.zeros_like(losses)
     if reference_logps_BT is not None:
-        # mask before exp, whose overflow would give NaN
+        # mask before exp, as an overflow would give NaN
         current, reference = (torch.where(sampled_BT, each, 0.0) for each in (logps_BT, reference_logps_BT))
         kl = kl_terms(current, reference, "k3") * (
             log_ratios.clamp(max=_LARGEST_LOG_RATIO).exp() if corrected_kl else 1.0

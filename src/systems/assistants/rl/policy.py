@@ -164,9 +164,7 @@ def _generate_continuously(
     options = ContinuousBatchingConfig(seed=seed, drop_unsupported_processors=False)
     results = [*model.generate_batch(rows, generation_config=settings, continuous_batching_config=options).values()]
     if len(results) != len(rows) or any(result.error for result in results):
-        reason = next(
-            (result.error for result in results if result.error), "its thread has ended; the log above says why"
-        )
+        reason = next((result.error for result in results if result.error), "its thread has died; see the log above")
         raise RunError(
             f"data.sampling.batching: continuous batching answered {len(results)} of {len(rows)} prompts: {reason}. "
             "Use static."

@@ -43,7 +43,7 @@ class RolloutOrder:
                 more = self.steps - ends % self.steps
                 raise RunError(
                     f"skip:{branch.skipped_steps} from step {branch.from_step} "
-                    f"ends in the middle of an iteration of {self.steps} steps, whose rollouts are not saved. "
+                    f"ends in the middle of an iteration of {self.steps} steps, and its rollouts are not saved. "
                     f"Undo the rewind, and skip {branch.skipped_steps + more} steps."
                 )
 

@@ -167,7 +167,7 @@ def load_sides(sources: Sequence[Path], places: Places, device: str | None) -> l
         UserError: a part of a model is missing.
     """
     if len(sources) > MAX_RUNS:
-        raise ConfigError(f"expected one run or two, got {len(sources)}.")
+        raise ConfigError(f"expected one or two runs, got {len(sources)}.")
     loaded, sides = dict[str, Side](), list[Side]()
     for source in sources:
         name = source_name(source, places)

@@ -1,10 +1,10 @@
-"""Sample answers to prompts with several configurations: `python -m src.systems.assistants.serving.sampling_report MODEL
---prompts FILE --report FILE`.
+"""Sample answers to prompts with several configurations:
+`python -m src.systems.assistants.serving.sampling_report MODEL --prompts FILE --report FILE`.
 
 MODEL is a run that was trained on conversations (its save directory or a prefix of its id), a checkpoint, an export, a
 folder of save_pretrained, or an id on the hub. Each line of --prompts is JSON: a text, an object with "prompt", or, as
-in prepared folders, an object with "messages", whose first user message is the prompt. --config is a YAML file of named
-sampling configurations (resources/sampling.yaml) with generate_args, pre_text (a prefix of each prompt) and
+in prepared folders, an object with "messages", in which the first user message is the prompt. --config is a YAML file
+of named sampling configurations (resources/sampling.yaml) with generate_args, pre_text (a prefix of each prompt) and
 system_profile (the system message).
 
 Greedy configurations generate one answer, sampling configurations --num_samples answers. Samples depend only on --seed,

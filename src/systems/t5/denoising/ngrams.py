@@ -1,11 +1,11 @@
-"""Masks of n-grams: sequences of a vocabulary, and single words (PMI-masking, Levine et al. 2021, arXiv 2010.01825).
+"""Mask n-grams of a vocabulary and single words (PMI-masking, Levine et al. 2021, arXiv 2010.01825).
 
-A row is split into units: the n-grams of the vocabulary that occur in it (of overlapping ones the longest; ties at
-random), and single words. As many runs are masked as in span corruption, with exactly as many tokens together, so
-inputs and targets have its lengths. Each run starts at a unit drawn uniformly and grows by the units that follow, in
-random turns, until enough tokens are masked. Runs may be adjacent; each has its own sentinel.
+A row is split into units: the n-grams of the vocabulary that occur in it (the longest of overlapping ones, ties at
+random), and single words. The numbers of masked runs and tokens are those of span corruption, so inputs and targets
+have the same lengths. Each run starts at a unit drawn uniformly and grows by the units that follow, in random turns,
+until enough tokens are masked. Runs can be adjacent; each has its own sentinel.
 
-If the drawn units are too long together, some are exchanged at random for shorter ones. A unit is cut only if whole
+If the drawn units have too many tokens, some are exchanged at random for shorter ones. A unit is split only if complete
 units cannot give the exact number of tokens.
 """
 
@@ -27,7 +27,7 @@ _WORD = re.compile(r"\w+|[^\w\s]")
 
 
 class Vocabulary(NamedTuple):
-    """N-grams in lower case, with spaces between words as in the text."""
+    """N-grams in lower case, with the spaces between words as in text."""
 
     ngrams: frozenset[str]
     beginnings: frozenset[str]
@@ -37,19 +37,18 @@ class Vocabulary(NamedTuple):
 
 
 def require_file(path: Path) -> None:
-    """Raises DataError where there is no such file."""
+    """Raises DataError if the file is missing."""
     if not path.is_file():
         raise DataError(
-            f"{path}: no such file. "
-            "data.ngrams names a text file below --data_path with one n-gram of words on each line."
+            f"{path}: no such file. data.ngrams must be a text file below --data_path with one n-gram per line."
         )
 
 
 def read_vocabulary(path: Path) -> Vocabulary:
-    """A text file with one n-gram on each line.
+    """Read a text file with one n-gram per line.
 
     Raises:
-        DataError: there is no such file, it is empty or no UTF-8, or a line has fewer than two words.
+        DataError: the file is missing, empty or not UTF-8, or a line has fewer than two words.
     """
     require_file(path)
     with reading(path, DataError):
@@ -62,16 +61,16 @@ def read_vocabulary(path: Path) -> Vocabulary:
             raise DataError(f"{path}:{number}: not UTF-8 ({error.reason}).") from None
         ends = [word.end() for word in _WORD.finditer(text)]
         if len(ends) < 2:
-            raise DataError(f"{path}:{number}: expected an n-gram of two words or more, got {text!r}.")
+            raise DataError(f"{path}:{number}: expected an n-gram of two or more words, got {text!r}.")
         ngrams.add(text)
         beginnings.update(text[:end] for end in ends)
     if not ngrams:
-        raise DataError(f"{path}: empty. It should have one n-gram of words on each line.")
+        raise DataError(f"{path}: empty. Expected one n-gram of words per line.")
     return Vocabulary(frozenset(ngrams), frozenset(beginnings), hashlib.sha256(content).hexdigest())
 
 
 class Ngrams:
-    """Masks units of a row. Row lengths, and those of inputs and targets, are those of span corruption."""
+    """Masks units of a row. The lengths of rows, inputs and targets are those of span corruption."""
 
     def __init__(
         self, words: "Words", vocabulary: Vocabulary, shares: tuple[float, float], sentinels: "np.ndarray", eos_id: int
@@ -86,7 +85,7 @@ class Ngrams:
         return noise.corrupt(row, mask, starts, self._sentinels, self._eos_id)
 
     def draw_mask(self, row: "np.ndarray", rng: "np.random.Generator") -> "tuple[np.ndarray, np.ndarray]":
-        """(mask, starts), each (length,) bool: True on masked tokens, and on the first token of each run of them."""
+        """(mask, starts), each (length,) bool: True on masked tokens, and on the first token of each masked run."""
         import numpy as np
 
         counts = noise.counts(len(row), *self._shares)
@@ -107,8 +106,8 @@ class Ngrams:
         return mask, starts
 
     def units(self, row: "np.ndarray", rng: "np.random.Generator") -> "tuple[np.ndarray, np.ndarray]":
-        """(first token, tokens) of each unit of a row in order, each (units,) int64.
-        Control tokens are in none, and end n-grams."""
+        """(first token, number of tokens) of each unit of a row in order, each (units,) int64.
+        Control tokens are not part of units, and end n-grams."""
         import numpy as np
 
         bounds = np.append(self._words.starts(row).nonzero()[0], len(row))
@@ -125,8 +124,7 @@ class Ngrams:
         return begins[real], sizes[real]
 
     def _find_ngrams(self, words: list[str], rng: "np.random.Generator") -> list[tuple[int, int]]:
-        """(first, last) words, the last not included, of all n-grams that occur:
-        longest first, equally long ones in random order."""
+        """(first word, last word + 1) of all n-grams in the row, longest first, and in random order if equally long."""
         matches, (ngrams, beginnings, _) = [], self._vocabulary
         likely = [first for first, word in enumerate(words) if word.lstrip() in beginnings]
         for first in likely:
@@ -157,8 +155,8 @@ def split_longest(spans: int, first: "np.ndarray", sizes: "np.ndarray") -> "tupl
 
 
 def draw_first_units(sizes: "np.ndarray", counts: noise.Counts, rng: "np.random.Generator") -> "np.ndarray":
-    """(spans,) int64: units that begin runs, in random order;
-    together at most `wanted.noise` tokens if exchanges can achieve it."""
+    """Draw the units that start runs, (spans,) int64, in random order.
+    If possible, exchanges units until they have at most `counts.noise` tokens."""
     import numpy as np
 
     order = rng.permutation(len(sizes))
@@ -179,7 +177,7 @@ def draw_first_units(sizes: "np.ndarray", counts: noise.Counts, rng: "np.random.
 def extend_runs(
     first: "np.ndarray", sizes: "np.ndarray", begin: "np.ndarray", tokens: int, rng: "np.random.Generator"
 ) -> "tuple[np.ndarray, list[int]]":
-    """Extend the runs that begin with the units `begin`, first to the right, then to the left, up to `tokens` tokens.
+    """Extend the runs that start with these units, first to the right, then to the left, up to `tokens` tokens.
 
     Returns (units,) bool, True on all units of runs, and the first unit of each run.
     """
@@ -231,7 +229,8 @@ def shorten(sizes: "np.ndarray", tokens: int) -> "np.ndarray":
 
 
 def grow(mask: "np.ndarray", starts: "np.ndarray", control: "np.ndarray", tokens: int) -> None:
-    """Mask `tokens` more: each time the token after a masked one, preferably no control token; else the one before."""
+    """Mask `tokens` more tokens: each time the token after a masked one, preferably not a control token, or if there is
+    no such token the one before."""
     import numpy as np
 
     for _ in range(tokens):
@@ -239,6 +238,6 @@ def grow(mask: "np.ndarray", starts: "np.ndarray", control: "np.ndarray", tokens
         if len(after):
             mask[after[control[after].argmin()]] = True
         else:
-            begin = int(mask.argmax())  # all from here to the end are masked
+            begin = int(mask.argmax())  # all tokens from here are masked
             mask[begin - 1] = starts[begin - 1] = True
             starts[begin] = False

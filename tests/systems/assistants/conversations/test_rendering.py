@@ -237,7 +237,8 @@ def test_ids_do_not_depend_on_the_seed_of_hashes():
         "tokenizer = talk.tokenizer([*talk.TOKENS, '<e>', '<e>x', '<e>xx'], template=source);"
         "renderers = [Renderer(tokenizer, find(name, tokenizer)) for name in ('oasst', 'chatml', 'tokenizer')];"
         "samples = [renderer.render(talk.messages('a', 'b', system='c')) for renderer in renderers];"
-        "print([(each.ids, each.loss_mask) for each in samples], talk.mark_roles(samples[2], tokenizer, [Role.ASSISTANT]))"
+        "marked = talk.mark_roles(samples[2], tokenizer, [Role.ASSISTANT]);"
+        "print([(each.ids, each.loss_mask) for each in samples], marked)"
     )
     outputs = {
         subprocess.run(

@@ -208,11 +208,12 @@ def trace(model: ServedModel) -> Any:
                 difference = (traced_model(*batch).float() - model.module(*batch).float()).abs().max().item()
             except (RuntimeError, IndexError) as error:
                 raise ConfigError(
-                    f"the traced model fails on {sizes[0]} x {sizes[1]} tokens ({str(error)[:80]!r}). Use --backend python."
+                    f"the traced model fails on {sizes[0]} x {sizes[1]} tokens ({str(error)[:80]!r}). "
+                    "Use --backend python."
                 ) from None
             if not difference <= 1e-4:
                 raise ConfigError(
-                    f"the traced model differs by {difference:.2g} from the model on {sizes[0]} x {sizes[1]} tokens. "
+                    f"the traced model differs by {difference:.2g} on {sizes[0]} x {sizes[1]} tokens. "
                     "Use --backend python."
                 )
     return traced_model

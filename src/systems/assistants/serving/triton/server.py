@@ -1,8 +1,9 @@
 """Run a Triton server on a model repository in this terminal. Press Ctrl-C to stop it.
 
 make triton                                                      installs the server in .triton, once
-python -m src.systems.assistants.serving.triton.server FOLDER    prints the addresses of the models in FOLDER, written by
-                                                                 src.systems.assistants.serving.triton.repository
+python -m src.systems.assistants.serving.triton.server FOLDER    serves the models in FOLDER and prints their addresses
+
+src.systems.assistants.serving.triton.repository writes models to FOLDER.
 """
 
 import hashlib

@@ -1,4 +1,4 @@
-"""Groups sentences of documents so that each group fits a sample whatever is masked: no text is cut off or lost."""
+"""Group sentences of documents so that each group fits a sample for every mask, without truncation."""
 
 import hashlib
 from collections.abc import Iterable, Iterator
@@ -18,24 +18,24 @@ _BATCH = 1024
 
 
 class Room:
-    """How many tokens of text fit in a sample.
-    A sentence adds <eosen> and its name, a sample a last <eosen> and the end token."""
+    """Computes how many tokens of text fit in a sample.
+    Each sentence adds <eosen> and its name, each sample a last <eosen> and the end token."""
 
     def __init__(
         self, input_tokens: int, target_tokens: int, density: float, mean_span: float, num_sentinels: int
     ) -> None:
-        """Raises ConfigError where not even two tokens of one sentence fit, or no mask has this density and runs."""
+        """Raises ConfigError if less than two tokens of a sentence fit, or no mask has this density and mean span."""
         self._limits = input_tokens, target_tokens, num_sentinels
         self._density, self._mean_span = density, mean_span
         self._most: dict[int, int] = {}
         if self.max_tokens(1) < 2:
             raise ConfigError(
                 f"input_tokens {input_tokens} and target_tokens {target_tokens}, "
-                f"with {num_sentinels} sentinels at most, leave no room for text. Write more."
+                f"with at most {num_sentinels} sentinels, leave no room for text. Raise them."
             )
 
     def max_tokens(self, num_sentences: int) -> int:
-        """Most tokens of text in so many sentences; 0 where nothing fits."""
+        """Maximum tokens of text in `num_sentences` sentences; 0 if nothing fits."""
         if num_sentences not in self._most:
             self._most[num_sentences] = next(n for n in count() if not self._fits(n + 1, num_sentences))
         return self._most[num_sentences]
@@ -43,7 +43,7 @@ class Room:
     def _fits(self, tokens: int, num_sentences: int) -> bool:
         input_tokens, target_tokens, num_sentinels = self._limits
         counts = noise.counts(tokens, self._density, self._mean_span)
-        # One more where the mask is turned round, and at each end of a sentence.
+        # Rotating the mask adds at most one run, and so does each end of a sentence.
         runs = min(counts.noise, counts.spans + num_sentences)
         marks = 2 * num_sentences + 2
         return (
@@ -54,8 +54,8 @@ class Room:
 
 
 class Groups:
-    """Groups of consecutive sentences of one document, as many as fit a sample.
-    A sentence that is too long is cut into several."""
+    """Groups of as many consecutive sentences of one document as fit a sample.
+    A sentence that is too long is split."""
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class Groups:
         num_sentences: int,
         fingerprint: str,
     ) -> None:
-        """fingerprint: of the data set."""
+        """fingerprint: fingerprint of the data set."""
         import numpy as np
 
         self._room, self._num_sentences = room, num_sentences
@@ -83,7 +83,7 @@ class Groups:
         self._bounds = np.cumsum([0, *map(len, pieces)])
         self._firsts_of_groups = np.array([*firsts, len(pieces)])
         digest = hashlib.sha256(fingerprint.encode())
-        for part in (self._ids, self._bounds):  # they depend on tokenizer and segmenter too
+        for part in (self._ids, self._bounds):  # also depends on tokenizer and segmenter
             digest.update(part.tobytes())
         self.fingerprint = digest.hexdigest()
 
@@ -91,7 +91,7 @@ class Groups:
         return len(self._firsts_of_groups) - 1
 
     def sentences(self, index: int) -> "tuple[np.ndarray, np.ndarray]":
-        """Ids (N,) int32 of the K sentences of a group, and (K + 1,) where they begin and end."""
+        """Ids (N,) int32 of the K sentences of a group, and their boundaries (K + 1,)."""
         first, last = self._firsts_of_groups[index : index + 2]
         bounds = self._bounds[first : last + 1]
         return self._ids[bounds[0] : bounds[-1]], bounds - bounds[0]
@@ -111,7 +111,7 @@ class Groups:
 
 
 def _tokenise(texts: Iterable[str], encoder: SafeTokenizer) -> "Iterator[list[np.ndarray]]":
-    """Of each document the ids of its sentences, none empty."""
+    """The ids of the non-empty sentences of each document."""
     import numpy as np
 
     waiting: list[list[str]] = []
