@@ -436,7 +436,7 @@ def test_parts_whose_tokenizer_lacks_sentinels_are_told_ahead(make_tokenizer, tm
     spans = {"name": "span_corruption", "corpus": "t"}
     config = load(dataset.Config, {"parts": {"a": spans, "b": {**spans, "noise_density": 0.5}}}, "data")
     config.check_tokenizer(None)
-    with pytest.raises(ConfigError, match=r"^data.parts.b.input_tokens: masks 128 runs in a sequence, .* has 100"):
+    with pytest.raises(ConfigError, match=r"^data.parts.b.input_tokens: masks 128 runs per sequence, .* has 100"):
         config.check_tokenizer(tmp_path)
 
 

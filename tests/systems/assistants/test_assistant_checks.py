@@ -39,19 +39,19 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("tokenizer", "data", "message"),
     [
-        ("raises", OWN_TEMPLATE, "data.writing.template: the template refuses user assistant user assistant (never)."),
+        ("raises", OWN_TEMPLATE, "data.writing.template: the template rejects user assistant user assistant (never)."),
         ("endless", OWN_TEMPLATE, "data.writing.template: no control token ends the answer"),
-        ("no_template", OWN_TEMPLATE, "data.writing.template: the tokenizer has no chat template of its own."),
+        ("no_template", OWN_TEMPLATE, "data.writing.template: the tokenizer has no chat template."),
         (
             "no_system",
             {**TALK, "writing": {"template": "tokenizer", "system": "x"}},
-            "the template refuses system user (no system).",
+            "the template rejects system user (no system).",
         ),
         ("no_end", TALK, "this tokenizer has no eos_token"),
         (
             "good",
             {**TALK, "writing": {"template": "tokenizer", "tags": {}}},
-            "data.writing: tags: a template of the tokenizer has no place",
+            "data.writing: tags: a tokenizer's chat template cannot write them",
         ),
         ("talk_tokenizer", {**MIXTURE, "draw": {"a": {"size": 99}}}, "data.draw.a.size: the part has only 24 samples."),
         ("good", OWN_TEMPLATE, None),

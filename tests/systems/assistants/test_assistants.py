@@ -257,12 +257,12 @@ def test_shuffled_ranks_affect_only_the_training_split(folder: Path):
 @pytest.mark.parametrize(
     ("exp", "changes", "match"),
     [
-        (DPO, {"data": REPLIES}, "this recipe reads pairs: 'ranked_replies' with max_replies 2"),
+        (DPO, {"data": REPLIES}, "this recipe needs pairs: use 'ranked_replies' with max_replies 2"),
         (DPO, {"data": TALK}, "data: 'conversations' is for a decoder"),
         (
             DPO,
             {"data.writing": {"tags": {"dropout": 0.5}}},
-            "another text in each epoch has no stored reference. Write 0",
+            "stored references need the same text in each epoch",
         ),
         (DPO, {"preference": {"kind": "ipo", "flipped": 0.1}}, "'ipo' has no such setting"),
         (DPO, {"preference": {"kind": "sigmoidal"}}, "preference.kind"),
@@ -432,7 +432,7 @@ def test_references_are_complete_and_of_their_data(folder: Path, tmp_path: Path,
     (run / "status.json").unlink()
     shutil.rmtree(run / "checkpoints" / "step-00000008")
     assert toy.main(["-e", "x"], {"x": [DPO]}, tmp_path / "world") == 1
-    assert "reference.json: of other data. Delete it" in capsys.readouterr().err
+    assert "reference.json: belongs to other data. Delete it" in capsys.readouterr().err
     (run / "reference.json").unlink()
     assert toy.main(["-e", "x"], {"x": [DPO]}, tmp_path / "world") == 0
     assert (run / "reference.json").read_text() == whole, "made by the model that the training began with"

@@ -162,7 +162,7 @@ def test_two_blocks_of_one_step_draw_other_numbers(tmp_path: Path):
         )
 
 
-def test_what_an_evaluation_draws_changes_no_rollout_however_often_the_run_is_saved(tmp_path: Path):
+def test_evaluation_samples_do_not_change_rollouts(tmp_path: Path):
     """Evaluated after every third step, saved after each, or after the first (the best) and the last; steps 4, 7, 10
     roll out."""
     results = []
@@ -184,7 +184,7 @@ def test_what_an_evaluation_draws_changes_no_rollout_however_often_the_run_is_sa
     assert results[0] == results[1]
 
 
-def test_a_step_of_an_earlier_rollout_is_not_saved_as_what_stands_there_now(tmp_path: Path):
+def test_step_of_an_earlier_rollout_does_not_save_the_new_buffer(tmp_path: Path):
     """Step 24 is the last of a rollout, and its keys are rows of the next when step 25 is judged."""
     config = CONFIG.model_copy(
         update={"steps": 30, "divergence": Divergence(**{**LEAST, "loss_steps": 2, "on_loss_spike": "save_batch"})}

@@ -141,18 +141,22 @@ def test_skipped_steps_must_be_complete_iterations(folder: Path, tmp_path: Path,
 
 BAD = [
     (GRPO, {"data.group_size": 1}, "data.group_size: GRPO compares"),
-    (GRPO, {"data.rollouts": 10}, "rollouts: 10 are no whole number of groups of 8"),
+    (GRPO, {"data.rollouts": 10}, "rollouts: expected a multiple of group_size = 8, got 10"),
     (GRPO, {"data": SFT["data"]}, "expected 'rollouts', got 'conversations'"),
-    (GRPO, {"sampled": None}, "write at least one of them"),
+    (GRPO, {"sampled": None}, "answers, sampled: both are missing"),
     (GRPO, {"rewards": []}, "rewards"),
     (GRPO, {"rewards": [{"name": "lenght"}]}, "Did you mean 'length'"),
     (GRPO, {"rewards": [{"name": "reward_model", "model": SFT["model"]}]}, "expected 'reward' around a decoder"),
     (GRPO, {"model": PPO["model"]}, "needs no values"),
     (GRPO, {"grpo": {"kl_weight": 0.1, "reference": "adapters_off"}}, "only model 'lora' has adapters"),
     (PPO, {"model": GRPO["model"]}, "expected 'with_values'"),
-    (PPO, {"ppo.kl": None, "loop.divergence": {"most_kl": 1.0}}, "without a reference nobody measures a KL"),
-    (GRPO, {"loop.divergence": {"most_kl": 1.0}}, "without a reference nobody measures a KL"),
-    (GRPO, {"rewards": [{"name": "length", "free_tokens": 4, "worst_tokens": 4}]}, "4 is not above free_tokens = 4"),
+    (PPO, {"ppo.kl": None, "loop.divergence": {"most_kl": 1.0}}, "there is no KL without a reference"),
+    (GRPO, {"loop.divergence": {"most_kl": 1.0}}, "there is no KL without a reference"),
+    (
+        GRPO,
+        {"rewards": [{"name": "length", "free_tokens": 4, "worst_tokens": 4}]},
+        "expected more than free_tokens = 4, got 4",
+    ),
     (PPO, {"ppo.kl": {"reference": "adapters_off"}}, "only model 'lora' has adapters"),
 ]
 
@@ -172,7 +176,7 @@ def test_a_value_head_on_an_encoder_decoder_is_refused():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"loop.sequences_per_step": 6}, "no multiple of loop.sequences_per_step"),
+        ({"loop.sequences_per_step": 6}, "expected a multiple of loop.sequences_per_step"),
         ({"data.max_new_tokens": 90}, "more than the 96 positions"),
     ],
 )
@@ -192,7 +196,7 @@ def test_a_prompt_longer_than_its_room_is_refused_or_left_out(
     talk.write_rows(tmp_path / "world/data/asked", {"train": [short, long, short], "val": [talk.row("1?", "one")] * 4})
     exp = override(GRPO, {"data.prompts": {**TALK, "corpus": "asked"}})
     assert toy.main(["-e", "x"], {"x": [exp]}, tmp_path / "world") == 1
-    assert "train.jsonl:2: its prompt has" in capsys.readouterr().err
+    assert "train.jsonl:2: the prompt has" in capsys.readouterr().err
     without = override(exp, {"data.long_prompts": "leave_out"})
     assert toy.main(["-e", "x"], {"x": [without]}, tmp_path / "world") == 0
     assert {row["prompt"] for row in rollouts(run_of(tmp_path / "world", without))} == {"b"}
@@ -212,7 +216,10 @@ def test_row_without_the_key_of_a_reward_is_refused_before_the_start(
     )
     for words in (["--dry-run"], []):
         assert toy.main(["-e", "x", *words], {"x": [exp]}, tmp_path) == 1
-        assert "asked/train.jsonl:2: a reward reads 'answer'; the row has 'prompt'." in capsys.readouterr().err
+        assert (
+            "asked/train.jsonl:2: a reward reads 'answer', but the row has the keys 'prompt'."
+            in capsys.readouterr().err
+        )
     monkeypatch.setattr(prompts, "_LOOKED_AT", 1)  # a large file is looked through when it is opened
     assert toy.main(["-e", "x", "--dry-run"], {"x": [exp]}, tmp_path) == 0
     assert toy.main(["-e", "x"], {"x": [exp]}, tmp_path) == 1
@@ -263,7 +270,7 @@ def test_answers_of_continuous_batches_are_learned_from(folder: Path, tmp_path: 
     shutil.copytree(folder, tmp_path / "shared")
     done = toy.run(project(tmp_path / "shared", exp), ["-e", "x", "--fsdp"], tmp_path / "shared", processes=2)
     assert done.returncode == 1
-    assert "data.sampling.batching: continuous: processes that share a model" in done.stderr
+    assert "data.sampling.batching: continuous batching does not support sharded models" in done.stderr
 
 
 def test_draws_of_an_evaluation_do_not_depend_on_the_micro_batch(
@@ -299,7 +306,7 @@ def test_a_reward_model_reads_the_longest_rollout(folder: Path, capsys: pytest.C
     judge = {"name": "reward_model", "model": {"name": "reward", "base": short}}
     exp = override(GRPO, {"rewards": [judge]})
     assert toy.main(["-e", "x", "--dry-run"], {"x": [exp]}, folder) == 1
-    assert "reward 'reward_model': it reads 20 tokens, and a rollout can have" in capsys.readouterr().err
+    assert "reward 'reward_model': reads at most 20 tokens, but a rollout can have" in capsys.readouterr().err
     exp = override(GRPO, {"rewards": [{**judge, "template": "oasst"}]})
     assert toy.main(["-e", "x", "--dry-run"], {"x": [exp]}, folder) == 0
 

@@ -105,7 +105,7 @@ def test_a_reply_without_a_reference_is_refused(folder: Path, capsys: pytest.Cap
     (folder / "runs" / exp_id(longer)).mkdir()
     (folder / "runs" / exp_id(longer) / "reference.json").write_text(json.dumps({**reference, "logps": {}}))
     assert toy.main(["-e", "x"], {"x": [longer]}, folder) == 1
-    assert "reference.json has no log-probabilities of it. Delete that file of the run" in capsys.readouterr().err
+    assert "reference.json has no log-probabilities of it. Delete that file in the run" in capsys.readouterr().err
 
 
 def test_the_scores_of_replies_are_margins(folder: Path, capsys: pytest.CaptureFixture[str]):

@@ -100,7 +100,7 @@ def test_the_command(folder: Path, answerer: ask.Answerer, tmp_path: Path, capsy
     expected = answerer.answer([ask.Query(FACTS[2][0], question) for question in (QUESTION, "what ?")])
     assert capsys.readouterr().out.splitlines() == expected
     assert ask.main([run, *place]) == 1
-    assert "error: expected --context FILE with questions, or --serve PORT." in capsys.readouterr().err
+    assert "error: expected either --context FILE with questions, or --serve PORT." in capsys.readouterr().err
     assert (
         ask.main([str(folder / "runs" / exp_id(BASE)), "--context", str(tmp_path / "context.txt"), QUESTION, *place])
         == 0

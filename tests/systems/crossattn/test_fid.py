@@ -72,7 +72,7 @@ def test_a_run_that_was_cut_short_ends_with_the_same_bits(folder: Path):
     assert [hashlib.sha256(file.read_bytes()).hexdigest() for file in files] == before
 
 
-def test_another_run_may_start_from_it_or_score_it(folder: Path):
+def test_another_run_can_start_from_it_or_score_it(folder: Path):
     child = {**EVALUATION, "model": ref(FID)}
     assert toy.main(["-e", "g"], {"g": [child], "fid": [FID]}, folder) == 0
     (row,) = toy.rows(folder, exp_id(child))
@@ -122,7 +122,7 @@ def test_gradient_checkpointing_changes_no_bit(folder: Path):
     assert results[0] == results[1]
 
 
-def test_what_processes_gather_together_is_a_whole_block(folder: Path):
+def test_processes_gather_complete_blocks(folder: Path):
     """A block of T5 has a list of its own parts, which go with it."""
     from src.experiments.config import Places
     from src.experiments.registry import MODELS, bind
@@ -147,7 +147,7 @@ def test_two_processes_score_it_together(folder: Path):
 
 
 @pytest.mark.slow
-def test_processes_may_share_the_model(tmp_path: Path):
+def test_model_can_be_sharded(tmp_path: Path):
     """The shares add up in another order, so the last digits may differ."""
     toy.write_data(tmp_path / "data")
     root, results = toy.project(tmp_path, f"EXP_GROUPS = {{'g': [{SHORT!r}]}}\n"), []
@@ -177,12 +177,12 @@ def test_processes_may_share_the_model(tmp_path: Path):
             ),
         ),
         ("model.base", toy.BASE["model"], "expected an encoder-decoder, such as 't5'; got 'gpt_bigcode'"),
-        ("data", toy.CROSSATTN["data"], "data: the data of this recipe are 'fid_qa', got 'qa'."),
+        ("data", toy.CROSSATTN["data"], "data: expected 'fid_qa', got 'qa'."),
         ("loop.compile", True, "loop.compile: needs batches of one length, and those of 'fid_qa' differ."),
         ("model.base.random.tokenizer", "nowhere", "nowhere: no tokenizer here"),
     ],
 )
-def test_what_does_not_fit_is_told_before_anything_starts(
+def test_invalid_settings_are_reported_before_the_start(
     folder: Path, capsys: pytest.CaptureFixture[str], path: str, value: Any, message: str
 ):
     assert toy.main(["-e", "g", "--dry-run"], {"g": [set_path(FID, path, value, must_exist=False)]}, folder) == 1

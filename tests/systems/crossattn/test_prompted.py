@@ -126,7 +126,7 @@ class TestTraining:
         assert last["val_loss"] < 0.8
         assert last["em"] > 0.25
 
-    def test_adapters_alone_learn_and_a_run_that_was_cut_short_ends_with_the_same_bits(self, folder: Path):
+    def test_only_adapters_learn_and_resume_is_bit_exact(self, folder: Path):
         run, last = folder / "runs" / exp_id(LORA), "checkpoints/step-00000006"
         assert toy.main(["-e", "lora"], GROUPS, folder) == 0
         files = (f"{last}/model.safetensors", f"{last}/optimizer.safetensors", f"{last}/state.json", "scores.jsonl")
@@ -187,7 +187,7 @@ class TestScoring:
         assert toy.main(["-e", "scored"], GROUPS, folder) == 0
         assert len(toy.rows(folder, exp_id(EVALUATION))) == 1
 
-    def test_prompts_of_several_lengths_are_answered_together_as_alone(self, folder: Path):
+    def test_batched_prompts_of_different_lengths_have_the_same_answers(self, folder: Path):
         """Padded on the left, they keep their positions, and nothing reads the padding."""
         lines = (folder / "data" / "toy_qa" / "val.jsonl").read_text().splitlines()
         rows = [json.loads(line) for line in lines]
@@ -215,7 +215,7 @@ class TestScoring:
         for name in ("val_loss", "val_loss_shuffled_context"):
             assert many[name] == pytest.approx(one[name], rel=1e-5)
 
-    def test_without_contexts_there_are_none_to_shuffle(self, folder: Path):
+    def test_without_contexts_nothing_is_shuffled(self, folder: Path):
         assert toy.main(["-e", "closed"], GROUPS, folder) == 0
         (row,) = toy.rows(folder, exp_id(CLOSED_BOOK))
         assert row["val_loss"] > toy.rows(folder, exp_id(PROMPTED_TRAINING))[-1]["val_loss"]
@@ -247,7 +247,7 @@ class TestFilesFromElsewhere:
 
         return score, run
 
-    def test_answers_of_other_files_are_made_anew(self, elsewhere: tuple[Callable[[int], list[str]], Path]):
+    def test_answers_of_other_files_are_recomputed(self, elsewhere: tuple[Callable[[int], list[str]], Path]):
         score, run = elsewhere
         first = score(0)
         inode = (run / "inference").stat().st_ino
@@ -255,7 +255,7 @@ class TestFilesFromElsewhere:
         assert (run / "inference").stat().st_ino == inode, "the same files, so the same answers"
         assert score(1) != first
 
-    def test_an_answered_part_is_of_use_for_the_same_files_alone(
+    def test_partial_answers_are_only_reused_for_the_same_files(
         self, elsewhere: tuple[Callable[[int], list[str]], Path]
     ):
         score, run = elsewhere
@@ -279,7 +279,7 @@ class TestRefusals:
                 toy.CROSSATTN["model"],
                 "model: expected a decoder, such as 'hf' or 'gpt_bigcode'; got 'cross_attention'",
             ),
-            ("data", toy.CROSSATTN["data"], "data: the data of this recipe are 'prompted_qa', got 'qa'."),
+            ("data", toy.CROSSATTN["data"], "data: expected 'prompted_qa', got 'qa'."),
             ("evaluation", {"micro_batch": 1}, "expected either loop, which trains the model, or evaluation"),
             ("loop", None, "expected either loop, which trains the model, or evaluation"),
             (
@@ -296,12 +296,12 @@ class TestRefusals:
             ("data.corpus", "toy_q", "no such data set"),
         ],
     )
-    def test_what_does_not_fit_is_told_before_anything_starts(
+    def test_invalid_settings_are_reported_before_the_start(
         self, folder: Path, capsys: pytest.CaptureFixture[str], path: str, value: Any, message: str
     ):
         assert message in errors(set_path(PROMPTED_TRAINING, path, value, must_exist=False), folder, capsys)
 
-    def test_a_parent_that_reads_contexts_beside_its_prompt(self, folder: Path, capsys: pytest.CaptureFixture[str]):
+    def test_parent_with_cross_attention_is_refused(self, folder: Path, capsys: pytest.CaptureFixture[str]):
         stderr = errors({**PROMPTED_TRAINING, "model": ref(toy.CROSSATTN)}, folder, capsys, toy.CROSSATTN)
         assert "model: expected a decoder" in stderr
         assert "got 'experiment', which is of the kind 'cross_attention'" in stderr
@@ -314,7 +314,7 @@ class TestRefusals:
         stderr = errors({**PROMPTED_TRAINING, "model": ref(EVALUATION)}, folder, capsys, EVALUATION, PROMPTED_TRAINING)
         assert "its experiment trains nothing. Take the model that it evaluates." in stderr
 
-    def test_another_precision_that_the_launcher_was_told(self):
+    def test_other_precision_of_the_launcher_is_refused(self):
         from src.errors import ConfigError
         from src.experiments.config import load
         from src.training.config import Evaluation

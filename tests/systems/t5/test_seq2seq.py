@@ -353,9 +353,9 @@ def test_it_stops_when_the_metric_of_the_task_no_longer_grows(folder: Path):
             "model: expected an encoder-decoder, such as 't5'; got 'experiment', which is of the kind 'decoder'",
         ),
         ("model", {"name": "fusion_in_decoder", "base": T5}, "model: expected an encoder-decoder"),
-        ("data", toy.BASE["data"], "data: expected 'task', or a 'mixture' with such a part; got 'text'."),
+        ("data", toy.BASE["data"], "data: expected 'task', or a 'mixture' of it, got 'text'."),
         ("data.task", "pain", "task: unknown task 'pain'. Did you mean 'paint'?"),
-        ("data.task", "rte", "paint/train.jsonl:1: no column 'sentence1' of task 'rte'."),
+        ("data.task", "rte", "paint/train.jsonl:1: missing column 'sentence1' of task 'rte'"),
         ("data.corpus", "nowhere", "nowhere: no such data set"),
         ("data.input_token", 3, "g[0].data: unknown key 'input_token'. Did you mean 'input_tokens'?"),
         ("loop.best_metric", "matthews", "loop.best_metric: unknown score 'matthews'."),
@@ -381,10 +381,14 @@ def test_it_stops_when_the_metric_of_the_task_no_longer_grows(folder: Path):
         ),
         ("predictions.splits", [], "predictions.splits: expected a list that is not empty"),
         ("predictions.splits", ["tst"], "predictions.splits[0]: unknown value 'tst'"),
-        ("predictions.also", [PAINT], "data: the task 'paint' stands there twice"),
-        ("loop.best_mode", "min", "loop.best_mode: the better macro_f1 is the higher one. Write 'max'."),
+        ("predictions.also", [PAINT], "data: duplicate task 'paint'"),
+        ("loop.best_mode", "min", "loop.best_mode: expected 'max' for macro_f1"),
         ("predictions.also", [{**TEXT_TASK, "task": "sad"}], "task: unknown task 'sad'. Did you mean 'said'?"),
-        ("predictions.also", [{**TEXT_TASK, "task": "rte"}], "said/val.jsonl:1: no column 'sentence1' of task 'rte'."),
+        (
+            "predictions.also",
+            [{**TEXT_TASK, "task": "rte"}],
+            "said/val.jsonl:1: missing column 'sentence1' of task 'rte'",
+        ),
         ("predictions.also", [toy.BASE["data"]], "predictions.also: expected data sets 'task', got 'text'."),
     ],
 )
@@ -401,21 +405,21 @@ def test_an_invalid_experiment_is_refused_before_the_start(
     [
         (
             {"data": TEXT_TASK, "answers": {"by": "rank"}},
-            "answers.by: the answers of task 'said' are any text, so there is no list to rank.",
+            "answers.by: 'rank' needs a list of answers, but task 'said' has free text.",
         ),
         (
             {"data": TEXT_TASK, "predictions": {"splits": ["test"]}},
-            "predictions.splits: none of 'said' has the split 'test'.",
+            "predictions.splits: no 'test' split in 'said'.",
         ),
         (
             {"answers": {"by": "rank"}, "predictions": {"also": [TEXT_TASK]}},
-            "answers.by: the answers of task 'said' are any text",
+            "answers.by: 'rank' needs a list of answers, but task 'said' has free text",
         ),
         (
             {"predictions": {"splits": ["test"], "also": [TEXT_TASK]}},
-            "predictions: 'said' has none of the splits test.",
+            "predictions: 'said' has no split test.",
         ),
-        ({"data": {"name": "mixture", "parts": {"a": PAINT, "b": PAINT}}}, "data: the task 'paint' stands there twice"),
+        ({"data": {"name": "mixture", "parts": {"a": PAINT, "b": PAINT}}}, "data: duplicate task 'paint'"),
     ],
 )
 def test_contradicting_settings_are_refused(

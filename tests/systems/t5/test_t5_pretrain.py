@@ -58,7 +58,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_it_learns_what_is_missing(folder: Path):
+def test_model_learns_masked_text(folder: Path):
     first, last = toy.evaluations(folder, exp_id(T5))
     places = Places(folder / "data", folder / "runs")
     assert last["val_loss"] < 0.6 * unigram_loss(load_experiment(T5, "t5"), places)
@@ -95,7 +95,7 @@ def test_depth_is_trained_under_its_masks_and_its_sentences_are_scored(folder: P
         assert toy.rows(folder, exp_id(alone))[0]["val_loss"] == pytest.approx(first["val_loss"], rel=0.2)
 
 
-def test_a_curriculum_is_measured_as_what_it_ends_with(folder: Path):
+def test_curriculum_is_evaluated_on_its_last_phase(folder: Path):
     """Whose scores may be the best_metric; the phase before has none of them."""
     depth = {"name": "depth", "corpus": "toy_text", "input_tokens": 64, "target_tokens": 64, "num_sentences": 4}
     loop = {**T5["loop"], "steps": 2, "eval_every": 1, "best_metric": "val_sentence_accuracy", "best_mode": "max"}
@@ -127,7 +127,7 @@ def prepared_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_all_may_be_made_of_ones_own_text(prepared_folder: Path):
+def test_everything_can_be_prepared_from_own_text(prepared_folder: Path):
     """The ids are those of the new tokenizer, and the masks whole n-grams of the new list."""
     data = {
         "name": "span_corruption",
@@ -144,7 +144,7 @@ def test_all_may_be_made_of_ones_own_text(prepared_folder: Path):
     assert last["val_loss"] < first["val_loss"]
 
 
-def test_a_longt5_goes_on_from_its_folder(prepared_folder: Path):
+def test_longt5_continues_from_its_folder(prepared_folder: Path):
     """Whose inputs are longer than what a position sees of them."""
     from transformers import LongT5Config, LongT5ForConditionalGeneration
 
@@ -212,7 +212,7 @@ def test_processes_that_share_the_model_have_the_losses_of_those_that_do_not(sha
         ({"loop": {**T5["loop"], "best_metric": "em"}}, "loop.best_metric: unknown score 'em'"),
     ],
 )
-def test_what_does_not_fit_is_refused_before_it_starts(
+def test_invalid_settings_are_refused_before_the_start(
     change: dict[str, Any], message: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ):
     assert toy.main(["-e", "g", "--dry-run"], {"g": [{**T5, **change}]}, folder) == 1
@@ -220,7 +220,9 @@ def test_what_does_not_fit_is_refused_before_it_starts(
     assert re.search(message, stderr), stderr
 
 
-def test_a_tokenizer_without_sentinels_is_refused_with_what_makes_one(folder: Path, capsys: pytest.CaptureFixture[str]):
+def test_tokenizer_without_sentinels_is_refused_with_the_command_to_make_one(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+):
     exp = copy.deepcopy(T5)
     exp["model"]["random"]["tokenizer"] = "toy_tokenizer"
     assert toy.main(["-e", "g", "--dry-run"], {"g": [exp]}, folder) == 1

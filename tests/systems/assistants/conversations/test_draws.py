@@ -55,7 +55,7 @@ def test_processes_of_torchrun_read_the_drawn_samples_once(folder: Path, process
 @pytest.mark.parametrize(
     ("world_size", "per_step"), [(1, 6), (2, 6), (3, 6), (4, 6), (8, 6), (4, 12), (5, 12), (6, 12), (8, 24), (12, 24)]
 )
-def test_processes_on_any_number_of_nodes_read_what_one_would(folder: Path, world_size: int, per_step: int):
+def test_processes_on_several_nodes_read_the_same_samples(folder: Path, world_size: int, per_step: int):
     """Four processes may be two nodes of two: a share depends on the rank among all (B13), and micro-batches need not
     divide (B14)."""
     shares = [RankShare(per_step, 2, rank, world_size) for rank in range(world_size)]
@@ -99,7 +99,7 @@ draws = st.none() | st.builds(
 
 @settings(max_examples=150, deadline=None)
 @given(st.lists(st.tuples(st.integers(1, 50), draws), min_size=1, max_size=4), st.integers(0, 3))
-def test_what_is_drawn_is_exact_for_any_size(given_parts: list[tuple[int, dict[str, Any] | None]], seed: int):
+def test_draws_are_exact_for_any_size(given_parts: list[tuple[int, dict[str, Any] | None]], seed: int):
     """Or is refused; and all of a part is read before some of it again. (The reference drew by chance, and the same in
     each epoch, B8.)"""
     sizes = {f"part_{n}": size for n, (size, _) in enumerate(given_parts)}

@@ -41,9 +41,9 @@ def build(folder: Path, split: str, **options: Any) -> Any:
 @pytest.mark.parametrize(
     ("raw", "match"),
     [
-        ({}, "expected a list of messages, or a text; the row has nothing"),
+        ({}, "expected messages, prompt or text, got the keys"),
         ({"text": "a", "messages": []}, "expected either text or messages, got both"),
-        ({"text": ""}, "text: empty, so there is nothing to learn"),
+        ({"text": ""}, "text: empty"),
         ({"text": 3}, r"text: expected text, got 3 \(int\)"),
         ({"messages": []}, "no message is the assistant's"),
         ({"messages": [{"role": "user", "content": "a"}]}, "no message is the assistant's"),
@@ -65,7 +65,7 @@ def build(folder: Path, split: str, **options: Any) -> Any:
         ({**row("a"), "replies": [{"content": "b"}]}, r"replies\[0\]: rank: expected an integer.*, got None"),
         (
             {**row("a"), "replies": [{"content": "b", "rank": 0}, {"content": "b", "rank": 2}]},
-            r"replies\[0\] and replies\[1\] say the same, with ranks 0 and 2",
+            r"replies\[0\] and replies\[1\] are equal but have ranks 0 and 2",
         ),
         ({**row("a", "b"), "replies": [{"content": "c", "rank": 0}]}, "the messages before replies end with assistant"),
     ],
@@ -182,7 +182,7 @@ def test_refusals_match_complete_words(text: str, is_refusal: bool, tmp_path: Pa
     assert len(write(tmp_path, rows, without_refusals=True)) == 2 - is_refusal
     if is_refusal:
         talk.write_rows(tmp_path / "talk", {"train": rows[1:], "val": rows})
-        with pytest.raises(DataError, match="the assistant refuses in every conversation"):
+        with pytest.raises(DataError, match="every conversation is a refusal"):
             build(tmp_path, "train", without_refusals=True)
 
 
@@ -207,10 +207,10 @@ def test_conversations_without_an_answer_are_counted_and_left_out(tmp_path: Path
     rows = [row("a", ""), row("b", "c"), row("d", " ", "e", ""), row("f", "", "g", "h"), {"text": "i"}]
     data = write(tmp_path, rows)
     assert [TOKENIZER.decode(data.sample(0, n)["input_ids"])[12:13] for n in range(len(data))] == ["b", "f", ""]
-    assert "the assistant says nothing in 2 of 5 conversations" in caplog.text
+    assert "2 of 5 conversations have only empty answers" in caplog.text
     assert [data.row(n)["question"] for n in range(data.num_questions)] == ["b", "g"]
     assert len(build(tmp_path, "train", learn_all=True)) == 5
-    with pytest.raises(DataError, match="the assistant says nothing in any conversation, so there is nothing to learn"):
+    with pytest.raises(DataError, match="all answers of the assistant are empty"):
         write(tmp_path, [row("a", "")] * 3)
 
 

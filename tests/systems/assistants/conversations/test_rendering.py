@@ -140,7 +140,7 @@ CHANGES = (
             "messages 0 0 1 1 2 2 3 3 of 0 1 2 3",
         ),
         ("{{ raise_exception('no') }}", r"user assistant user assistant \(no\)"),
-        ("{% for m in messages %}{{ m['content'] }}", "the template refuses"),
+        ("{% for m in messages %}{{ m['content'] }}", "the template rejects"),
         (
             "{{ messages | length }}{% for m in messages %}{{ m['content'] }}{% endfor %}",
             "'3Probe 0.* against '4Probe 0",
@@ -214,7 +214,7 @@ def test_missing_control_tokens_are_refused():
     for name, lacks in (("oasst", "<|prompter|>"), ("chatml", "<|im_start|>")):
         with pytest.raises(DataError, match=rf"{name}.*{lacks[2:-2]}.*which the tokenizer does not have"):
             find(name, talk.tokenizer([]))
-    with pytest.raises(DataError, match="the tokenizer has no chat template of its own"):
+    with pytest.raises(DataError, match="the tokenizer has no chat template"):
         find("tokenizer", TOKENIZER)
 
 

@@ -64,7 +64,7 @@ def test_a_large_file_is_parsed_once(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize(("name", "command"), [("webgpt", "--name webgpt "), ("joke", "--name joke "), ("jok", None)])
-def test_a_release_that_is_not_prepared_is_told_with_its_command(name: str, command: str | None, tmp_path: Path):
+def test_unprepared_release_is_reported_with_its_command(name: str, command: str | None, tmp_path: Path):
     with pytest.raises(DataError, match="no such data set") as error_info:
         jsonl.corpus_folder(Places(tmp_path, tmp_path), name)
     assert (f"python -m data_prep.assistants.prepare_conversations {command}" in str(error_info.value)) == (

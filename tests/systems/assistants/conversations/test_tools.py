@@ -96,7 +96,7 @@ def test_they_never_become_control_tokens(template: str):
     [
         (
             row(call={"name": 3}),
-            r"messages\[1\]: tool_calls: expected the name of a tool, and its arguments as an object",
+            r"messages\[1\]: tool_calls: expected the name of a tool and its arguments as an object",
         ),
         (row(call={"name": "a", "arguments": "{"}), "arguments: expected JSON, got '{'"),
         (row(tools="x"), "here: tools: expected JSON, got 'x'"),
@@ -117,7 +117,7 @@ def test_template_without_tools_is_refused():
     tokenizer = talk.tokenizer(["<start_of_turn>", "<end_of_turn>", "<bos>"], template=GEMMA)
     tokenizer.bos_token = "<bos>"
     renderer = Renderer(tokenizer, find("tokenizer", tokenizer))
-    with pytest.raises(DataError, match="writes no tools"):
+    with pytest.raises(DataError, match="ignores tools"):
         renderer.render(read_entry(row("a"), "here").messages)
     with pytest.raises(DataError, match="drops the tool call 'add'"):
         renderer.render(read_entry(row("a", tools=None), "here").messages)

@@ -72,7 +72,7 @@ def build(raw: dict[str, Any], folder: Path) -> Any:
 
 
 @EVERY
-def test_dropout_changes_training_alone(family: str, tmp_path: Path):
+def test_dropout_only_affects_training(family: str, tmp_path: Path):
     base = saved(tmp_path, family)
     plain, dropped = (
         build(base, tmp_path),
@@ -100,7 +100,7 @@ def test_the_first_layers_and_the_embeddings_are_not_trained(family: str, tmp_pa
     assert whole.get_input_embeddings().weight.requires_grad
 
 
-def test_the_rate_grows_from_nothing_in_the_first_layer_to_the_whole_in_the_last(tmp_path: Path):
+def test_growing_dropout_rises_from_zero_to_the_full_rate(tmp_path: Path):
     part = {
         "name": "regularized",
         "base": saved(tmp_path, "llama"),
@@ -119,10 +119,10 @@ def test_the_rate_grows_from_nothing_in_the_first_layer_to_the_whole_in_the_last
     assert [sum(rates) / len(rates) for rates in drops] == pytest.approx([0.0, 0.15, 0.3], abs=0.03)
 
 
-def test_nothing_is_asked_for_that_does_nothing(tmp_path: Path):
+def test_settings_without_effect_are_refused(tmp_path: Path):
     base = saved(tmp_path, "llama")
     for wrong, message in (
-        ({}, "without them it is its base"),
+        ({}, "expected residual_dropout, frozen_layers or frozen_embeddings"),
         ({"dropout_by_layer": "growing", "frozen_layers": 1}, "nothing grows"),
         ({"frozen_layers": 1, "base": RANDOM}, "its weights are random"),
         ({"frozen_embeddings": True, "base": {**base, "extra_tokens": ["<a>"]}}, "would not be learned"),

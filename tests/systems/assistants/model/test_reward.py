@@ -52,7 +52,7 @@ def test_padding_changes_no_reward(places: Places, pooling: str):
     assert len(set(together.tolist())) == 3
 
 
-def test_the_reward_is_of_the_hidden_state_that_is_asked_for(places: Places):
+def test_reward_reads_the_selected_hidden_state(places: Places):
     last, mean = build(places), build(places, pooling="mean")
     batch = rows([6])
     with torch.no_grad():
@@ -61,7 +61,7 @@ def test_the_reward_is_of_the_hidden_state_that_is_asked_for(places: Places):
         assert mean(**batch).item() == pytest.approx(float(hidden.mean(0) @ mean.head.weight[0]), abs=1e-6)
 
 
-def test_adapters_are_trained_beside_the_head(places: Places):
+def test_adapters_and_head_are_trained(places: Places):
     model = bind(
         MODELS,
         {
@@ -107,7 +107,7 @@ def test_operations_are_those_of_the_body(places: Places):
 
 def test_the_base_must_be_a_decoder():
     lora = {"name": "lora", "rank": 2, "alpha": 4.0, "target_modules": ["c_attn"], "base": BASE}
-    with pytest.raises(Problems, match="put 'lora' around 'reward'"):
+    with pytest.raises(Problems, match="'lora' must wrap 'reward'"):
         bind(MODELS, {"name": "reward", "base": lora})
     with pytest.raises(Problems, match="expected a decoder"):
         bind(MODELS, {"name": "reward", "base": {"name": "reward", "base": BASE}})

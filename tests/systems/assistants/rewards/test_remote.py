@@ -86,13 +86,19 @@ def test_batch_is_sent_unchanged(protocol: str, stack: ExitStack):
     [
         (
             {"fingerprint": "e" * 64},
-            r"/judge: serves another model \(fingerprint eeeeeeeeeeee\) than the experiment \(ffffffffffff\)\.",
+            r"/judge: expected the model with fingerprint ffffffffffff, .* got eeeeeeeeeeee\.",
         ),
-        ({"fingerprint": None}, r"/judge: reports no fingerprint"),
-        ({"scores": lambda *_: ([2], [1.0, 2.0])}, r"/judge: gave 2 numbers of the shape \[2\] for 3 sequences"),
-        ({"scores": lambda *_: ([3], [1.0, 2.0])}, r"/judge: gave 2 numbers of the shape \[3\] for 3 sequences"),
+        ({"fingerprint": None}, r"/judge: the model has no fingerprint"),
+        (
+            {"scores": lambda *_: ([2], [1.0, 2.0])},
+            r"/judge: expected one reward for each of 3 sequences, got 2 numbers of shape \[2\]",
+        ),
+        (
+            {"scores": lambda *_: ([3], [1.0, 2.0])},
+            r"/judge: expected one reward for each of 3 sequences, got 2 numbers of shape \[3\]",
+        ),
         ({"scores": lambda *_: ([3], [1.0, float("nan"), 2.0])}, r"/judge: the reward of sequence 2 of 3 is nan"),
-        ({"models": ["reward", "base"]}, r"/judge: no such model there\. It has base, reward\."),
+        ({"models": ["reward", "base"]}, r"/judge: no such model\. The server has: base, reward\."),
     ],
 )
 def test_what_cannot_be_right_is_one_line(changes: dict[str, Any], message: str, protocol: str, stack: ExitStack):
@@ -109,7 +115,7 @@ def test_what_cannot_be_right_is_one_line(changes: dict[str, Any], message: str,
         (404, "<html>not here</html>", "answers with no JSON"),
         (302, "{}", "answers with the status 302"),
         (200, "[1]", "answers with no config of a model"),
-        (400, '{"error": "too long"}', "refuses the batch: too long"),
+        (400, '{"error": "too long"}', "rejects the batch: too long"),
     ],
 )
 def test_an_answer_of_another_kind_is_one_line(status: int, body: str, message: str, stack: ExitStack):
@@ -123,7 +129,7 @@ def test_an_answer_of_another_kind_is_one_line(status: int, body: str, message: 
 )
 def test_log_probabilities_are_of_every_token(values: tuple[list[int], list[float]], protocol: str, stack: ExitStack):
     port = stack.enter_context(SERVE[protocol](Script(scores=lambda *_: values)))
-    with pytest.raises(RunError, match=r"for 3 sequences of up to 3 tokens|sequence 1 of 3 is no finite number"):
+    with pytest.raises(RunError, match=r"of 3 sequences of up to 3 tokens|sequence 1 of 3 is not finite"):
         make_client(stack, f"{protocol}://127.0.0.1:{port}/judge").logps(IDS, [2, 0, 1])
 
 
@@ -171,7 +177,7 @@ def test_a_server_that_does_not_answer_is_waited_for_with_a_beat(
         if len(messages) == 3:
             raise StopWaiting(text)
 
-    with pytest.raises(StopWaiting, match=r"/judge: has not answered for \d+ s"):
+    with pytest.raises(StopWaiting, match=r"/judge: no answer for \d+ s"):
         make_client(stack, f"{protocol}://127.0.0.1:{port}/judge", wait).rewards(IDS)
     go_on.set()
 
@@ -250,7 +256,7 @@ def test_a_model_that_is_exchanged_gives_no_score(protocol: str, stack: ExitStac
     client = make_client(stack, f"{protocol}://127.0.0.1:{stack.enter_context(SERVE[protocol](script))}/judge")
     assert client.rewards(IDS) == [6, 4, 11]
     script.after = lambda: setattr(script, "fingerprint", "e" * 64)
-    with pytest.raises(ConfigError, match="serves another model"):
+    with pytest.raises(ConfigError, match="expected the model with fingerprint"):
         client.rewards(IDS)
 
 
@@ -269,7 +275,7 @@ def test_another_model_after_a_restart_is_refused(protocol: str, stack: ExitStac
     client = make_client(stack, f"{protocol}://127.0.0.1:{port}/judge", restart)
     assert client.rewards(IDS) == [6, 4, 11]
     server.close()
-    with pytest.raises(ConfigError, match="serves another model"):
+    with pytest.raises(ConfigError, match="expected the model with fingerprint"):
         client.rewards(IDS)
 
 
@@ -362,7 +368,5 @@ def test_without_the_package_grpc_is_refused(monkeypatch: pytest.MonkeyPatch):
     import sys
 
     monkeypatch.setitem(sys.modules, "grpc", None)
-    with pytest.raises(
-        ConfigError, match=r"pip install -r requirements/serving\.txt; or name its HTTP port by http://"
-    ):
+    with pytest.raises(ConfigError, match=r"pip install -r requirements/serving\.txt\. Or use the HTTP port"):
         RemoteModel("host:8001/m", FINGERPRINT, never)

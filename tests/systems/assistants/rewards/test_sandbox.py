@@ -335,7 +335,7 @@ def test_a_machine_without_bubblewrap_is_refused(by: str, monkeypatch: pytest.Mo
     monkeypatch.setenv("PATH", str(tmp_path))
     config = Config.model_validate({"by": by})
     with pytest.raises(
-        ConfigError, match=r"^programs that a model wrote run in bubblewrap, .*: apt-get install bubblewrap$"
+        ConfigError, match=r"^running programs that a model wrote requires bubblewrap, .*: apt-get install bubblewrap$"
     ):
         config.scores([rollout("1", answer=1, tests="assert 1")])
 

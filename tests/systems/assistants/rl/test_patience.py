@@ -11,7 +11,7 @@ from src.runs.run_dir import RunDir
 from src.systems.assistants.rl.scoring import MAX_WAIT_SECONDS, Patience, ServerUnavailableError
 
 
-def test_one_wait_may_be_too_long_and_many_short_ones_may_not(tmp_path: Path):
+def test_long_wait_raises_but_many_short_waits_do_not(tmp_path: Path):
     exp = {"recipe": "toy"}
     with RunDir.open(tmp_path, exp, exp) as run_dir:
         patience = Patience(Run(run_dir, Places(tmp_path, tmp_path)))

@@ -90,7 +90,7 @@ def test_short_prompts(length: int):
 @pytest.mark.parametrize(
     "settings", [{"min_p": 0.9}, {"typical_p": 0.1}, {"repetition_penalty": 9.0}, {"no_repeat_ngram_size": 1}]
 )
-def test_settings_of_a_pretrained_model_do_not_change_what_is_drawn(settings: dict[str, float]):
+def test_generation_config_of_pretrained_model_is_ignored(settings: dict[str, float]):
     """Its generation_config.json; else the log-probabilities that are learned would be those of another
     distribution."""
     torch.manual_seed(0)

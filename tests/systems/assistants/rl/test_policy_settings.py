@@ -57,7 +57,7 @@ def test_the_loss_of_grpo_falls_with_the_entropy(entropy_weight: float):
     assert loss.item() == pytest.approx(-3 - entropy_weight * 2 * -LOGP)
 
 
-def test_ppo_whitens_over_what_is_learned_alone():
+def test_ppo_whitens_over_learned_tokens():
     """With a half of each later gain: 0.5 and 1 of the answer that has ended, mean 0.75, deviation 0.5 ** 1.5. Nothing
     of the other is learned."""
     ppo = recipe("ppo", kl=None, gamma=1.0, lam=0.5, whiten=True, unended="mask")

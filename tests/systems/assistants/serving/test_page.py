@@ -109,14 +109,14 @@ def command(folder: Path, *words: str) -> int:
 @pytest.mark.parametrize(
     ("runs", "words", "message"),
     [
-        (3, [], "error: expected one run or two, got 3.\n"),
+        (3, [], "error: expected one or two runs, got 3.\n"),
         (1, ["--top_p", "0"], "error: expected --max_new_tokens of at least 1"),
         (1, ["--address", "256.0.0.1"], "error: --port 0: cannot listen on 256.0.0.1: "),
         (2, ["--output", "torn.jsonl"], "error: torn.jsonl:2: not valid JSON"),
         (
             2,
             ["--output", "foreign.jsonl"],
-            "error: foreign.jsonl:1: expected a list of messages, or a text; the row has a.\n",
+            "error: foreign.jsonl:1: expected messages, prompt or text, got the keys a.\n",
         ),
         (2, ["--output", "torn.jsonl/x"], "error: torn.jsonl/x: cannot write: "),
     ],

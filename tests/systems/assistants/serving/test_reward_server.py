@@ -74,7 +74,7 @@ def test_other_models_are_refused(places: Places):
     judge, talker = (places.runs / exp_id(exp) for exp in (JUDGE, TALKER))
     fingerprint = fingerprint_of(judge, places)
     with serve(talker, places) as address:
-        with pytest.raises(ConfigError, match="serves another model"):
+        with pytest.raises(ConfigError, match="expected the model with fingerprint"):
             RemoteModel(address, fingerprint, never).rewards(IDS)
         with pytest.raises(RunError, match=r"outputs: .*'rewards'"):
             RemoteModel(address, fingerprint_of(talker, places), never).rewards(IDS)

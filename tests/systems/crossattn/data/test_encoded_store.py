@@ -57,7 +57,7 @@ def write_store(folder, chunks, dtype="bfloat16", shards=2, **facts):
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-def test_what_was_written_comes_out_bit_for_bit(tmp_path, dtype):
+def test_states_are_read_bit_exactly(tmp_path, dtype):
     store = write_store(tmp_path / "e", CHUNKS, dtype)
     kind = getattr(torch, dtype)
     for copy in (store, pickle.loads(pickle.dumps(store))):
@@ -75,7 +75,7 @@ def test_batches_have_each_chunk_where_encoding_puts_it(tmp_path):
     assert mask.int().tolist() == [[1, 0, 0, 1, 1, 0], [1, 1, 1, 0, 0, 0]]
 
 
-def test_keys_that_begin_alike_are_told_apart(tmp_path):
+def test_keys_with_equal_prefixes_are_distinguished(tmp_path):
     folder = tmp_path / "e"
     folder.mkdir()
     writer = Writer(folder, "s", D, "float32")
@@ -90,7 +90,7 @@ def test_keys_that_begin_alike_are_told_apart(tmp_path):
 def test_an_input_that_was_not_encoded_is_named(tmp_path):
     store = write_store(tmp_path / "e", CHUNKS)
     message = (
-        r"e: has no states of an input of 2 tokens \(sha256 [0-9a-f]{12}\)\. It was made with "
+        r"e: no states for an input of 2 tokens \(sha256 [0-9a-f]{12}\)\. "
         r".*context_tokens.*64.*preproc_nq again"
     )
     with pytest.raises(DataError, match=message):
@@ -146,20 +146,20 @@ def test_only_the_options_and_rows_that_were_encoded_pass(tmp_path):
     assert encoded_store.check(tmp_path / "e", EncodingOptions(**RULES), "c")["hidden_size"] == D
     with pytest.raises(
         ConfigError,
-        match=r"e: data\.context_tokens is 32, encoded with 64 \(--maximum_input_length\)\. Make them agree",
+        match=r"e: data\.context_tokens is 32, encoded with 64 \(--maximum_input_length\)\. Make them equal",
     ):
         encoded_store.check(tmp_path / "e", EncodingOptions(**{**RULES, "context_tokens": 32}), "c")
     with pytest.raises(ConfigError, match=r"data\.chunked_contexts is True, encoded with False \(--chunked_contexts\)"):
         encoded_store.check(tmp_path / "e", EncodingOptions(**{**RULES, "chunked_contexts": True}), "c")
-    with pytest.raises(DataError, match=r"e: these rows are others than those that were encoded"):
+    with pytest.raises(DataError, match=r"e: the rows have changed since they were encoded"):
         encoded_store.check(tmp_path / "e", EncodingOptions(**RULES), "d")
     write_store(tmp_path / "unfinished", CHUNKS, prepared=[])
     with pytest.raises(
         DataError,
-        match=r"unfinished: not finished\. Run data_prep\.crossattn\.preproc_nq again: what is encoded already is kept",
+        match=r"unfinished: not finished\. Run data_prep\.crossattn\.preproc_nq again\.",
     ):
         encoded_store.check(tmp_path / "unfinished", EncodingOptions(**RULES), "c")
-    with pytest.raises(DataError, match=r"none: no such folder: contexts are not encoded"):
+    with pytest.raises(DataError, match=r"none: no such folder\. Run data_prep\.crossattn\.preproc_nq"):
         encoded_store.check(tmp_path / "none", EncodingOptions(**RULES), "c")
 
 
@@ -187,13 +187,11 @@ def test_the_base_must_be_the_one_that_encoded(tmp_path, places, base):
     write_store(tmp_path / "e", CHUNKS, model=stored_base)
     for same in (mine, moved_base):
         encoded_store.check_base(tmp_path / "e", cross(same), places)
-    message = (
-        r"e: encoded by \S+/base \(fingerprint \w{12}, float32\), but the base of this model is \S+/other \(fingerprint"
-    )
+    message = r"e: expected contexts .* \S+/other \(fingerprint \w{12}, float32\), got \S+/base \(fingerprint"
     with pytest.raises(ConfigError, match=message):
         encoded_store.check_base(tmp_path / "e", cross(other), places)
     with pytest.raises(
-        ConfigError, match=r"float32\), but the base of this model is \S+/base \(fingerprint \w{12}, bfloat16\)"
+        ConfigError, match=r"\S+/base \(fingerprint \w{12}, bfloat16\), got \S+/base \(fingerprint \w{12}, float32\)"
     ):
         encoded_store.check_base(tmp_path / "e", cross({**mine, "dtype": "bfloat16"}), places)
     with_adapters = {
@@ -206,14 +204,14 @@ def test_the_base_must_be_the_one_that_encoded(tmp_path, places, base):
     with_adapters["base"]["name"] = "cross_attention"
     with pytest.raises(
         ConfigError,
-        match=r"data\.encoded_contexts: true, but what encodes the contexts changes in training \(adapters\)",
+        match=r"data\.encoded_contexts: true, but the encoder of the contexts changes in training \(adapters\)",
     ):
         encoded_store.check_base(tmp_path / "e", bind(MODELS, with_adapters), places)
     with pytest.raises(ConfigError, match=r"changes in training \(train_all_params\)"):
         encoded_store.check_base(tmp_path / "e", cross(mine, train_all_params=True), places)
 
 
-def test_what_a_run_trained_around_a_base_is_encoded_by_that_base(tmp_path, places, base):
+def test_model_of_a_run_is_encoded_by_its_base(tmp_path, places, base):
     mine = base()
     stored_base = encoded_store.base_identity(bind(MODELS, mine), places)
     write_store(tmp_path / "e", CHUNKS, model=stored_base)
@@ -230,7 +228,7 @@ def test_what_a_run_trained_around_a_base_is_encoded_by_that_base(tmp_path, plac
     for model in (trained, grandchild):
         assert encoded_store.base_identity(model, places) == stored_base
         encoded_store.check_base(tmp_path / "e", model, places)
-    with pytest.raises(ConfigError, match=r"e: encoded by \S+/base \(.*\), but the base of this model is \S+/other \("):
+    with pytest.raises(ConfigError, match=r"e: expected contexts .* \S+/other \(.*\), got \S+/base \("):
         encoded_store.check_base(tmp_path / "e", child("3" * 32, {**cross_config, "base": base("other", b"x")}), places)
     for exp_id, model, how in (
         ("4" * 32, with_adapters, "adapters"),
@@ -238,12 +236,12 @@ def test_what_a_run_trained_around_a_base_is_encoded_by_that_base(tmp_path, plac
     ):
         assert encoded_store.base_identity(child(exp_id, model), places) is None
         with pytest.raises(
-            ConfigError, match=rf"what encodes the contexts changes in training \({how} of {exp_id}\)\. Write false"
+            ConfigError, match=rf"the encoder of the contexts changes in training \({how} of {exp_id}\)\."
         ):
             encoded_store.check_base(tmp_path / "e", child(exp_id, model), places)
 
 
-def test_a_killed_writer_leaves_what_it_committed(tmp_path):
+def test_killed_writer_leaves_committed_entries(tmp_path):
     writer = Writer(tmp_path, "s", D, "float32")
     for ids in CHUNKS[:2]:
         writer.append(encoded_store.context_key(ids), states_of(ids))
@@ -308,7 +306,7 @@ def test_a_long_context_is_cut_short_cut_in_chunks_or_refused(inputs, tokenizer)
     assert inputs(context_tokens=16).chunks_and_cuts(row, "q")[1] == 0
     with pytest.raises(
         DataError,
-        match=r"a context of 16 tokens with its template, but data\.context_tokens is 10, .* begins '0123456789'",
+        match=r"the context '0123456789'\.\.\. has 16 tokens with its template, but data\.context_tokens is 10",
     ):
         texts(too_long="refuse")
 
@@ -361,7 +359,7 @@ def row(question, context, **more):
     return {"question": question, "answer": "an", "context": context, "dataset": "d", **more}
 
 
-def test_batches_are_of_states_and_otherwise_the_same(encoded_corpus, places, tokenizer):
+def test_batches_have_states_and_are_equal_except_for_them(encoded_corpus, places, tokenizer):
     rows = [row("q1", "ctx"), row("q2", "Ünï 漢字", contexts_list=["Ünï", "漢字"])]
     config = encoded_corpus(rows, chunked_contexts=True)
     data = config.build(places, tokenizer, "train", 0)
@@ -408,7 +406,7 @@ def test_altered_rows_and_options_are_found_without_reading_rows(encoded_corpus,
     manifest = json.loads((places.data / "c" / "manifest.json").read_text())
     manifest["files"]["train.jsonl"]["sha256"] = "0" * 64
     (places.data / "c" / "manifest.json").write_text(json.dumps(manifest))
-    with pytest.raises(DataError, match=r"these rows are others than those that were encoded"):
+    with pytest.raises(DataError, match=r"the rows have changed since they were encoded"):
         config.check(places)
 
 
@@ -419,11 +417,11 @@ def test_too_long_contexts_are_refused_before_the_first_step(places, write_corpu
         {"corpus": "c", "sequence_tokens": 64, "loss_on": "answer", **RULES, "too_long": "refuse"},
         "data",
     )
-    with pytest.raises(DataError, match=re.escape("c: row 2: a context of 66 tokens with its template")):
+    with pytest.raises(DataError, match=r"c: row 2: the context .* has 66 tokens with its template"):
         config.build(places, tokenizer, "train", 0)
 
 
-def test_contexts_that_lose_their_end_are_told_without_reading_them_first(places, write_corpus, tokenizer, caplog):
+def test_truncated_contexts_are_logged_without_reading_them_first(places, write_corpus, tokenizer, caplog):
     write_corpus("c", [row("q", "short"), *(row("q", f"{n}" + "x" * 60) for n in range(12))])
     raw = {"corpus": "c", "sequence_tokens": 64, "loss_on": "answer", **RULES}
     data = load(cross_attention.Config, raw, "data").build(places, tokenizer, "train", 0)
@@ -434,7 +432,7 @@ def test_contexts_that_lose_their_end_are_told_without_reading_them_first(places
         data.with_shuffled_contexts().sample(0, 5),
     ):
         assert len(sample["context_chunks"][0]) <= 64
-    warning = "contexts read by this process lost their end: data.context_tokens is 64, and data.too_long 'truncate'."
+    warning = "contexts read by this process: data.context_tokens is 64 and data.too_long is 'truncate'."
     assert caplog.messages == [f"c: 1 of 2 {warning}"]
     for i in range(1, 13):
         for _ in range(8):

@@ -58,7 +58,7 @@ def test_too_short_to_cut_comes_back(length):
     assert fill_in_the_middle(list(range(length)), TOKENS, Random(0), max_tokens=20) == list(range(length))
 
 
-def test_markers_are_spelled_out_where_the_vocabulary_lacks_them(make_tokenizer):
+def test_missing_markers_are_spelled_out(make_tokenizer):
     tokenizer = make_tokenizer(["<|endoftext|>", "<fim_prefix>"], pad=None)
     tokens = fim_tokens(SafeTokenizer(tokenizer))
     assert list(tokens.prefix) == [1]

@@ -46,7 +46,7 @@ def test_contexts_questions_and_answers_reach_the_samples(places, tokenizer, tmp
     assert len(config.build(places, tokenizer, "val", seed=0)) == 2
 
 
-def test_questions_alone_can_be_trained_on_too(places, tokenizer, tmp_path):
+def test_questions_without_contexts_can_be_trained_on(places, tokenizer, tmp_path):
     (tmp_path / "o.jsonl").write_text(
         "".join(json.dumps({"question": f"who is {i}", "answer": [f"a{i}"]}) + "\n" for i in range(40))
     )

@@ -45,7 +45,7 @@ def test_they_are_a_sequence(rows, raw_rows):
             rows[index]
 
 
-def test_the_row_asked_for_last_is_parsed_once(rows):
+def test_last_row_is_parsed_once(rows):
     assert rows[3] is rows[3]
     assert rows[3] is not rows[4]
 
@@ -62,7 +62,7 @@ def test_they_cost_a_few_bytes_each(tmp_path):
     assert used_bytes < 400_000, "eight bytes a row and some slack; as dicts they take ten megabytes"
 
 
-def test_a_pickled_copy_reads_the_file_anew(rows, raw_rows):
+def test_pickled_copy_reads_the_file_again(rows, raw_rows):
     rows[0]
     data = pickle.dumps(rows)
     assert len(data) < 1000
@@ -119,7 +119,7 @@ def test_forked_workers_read_through_the_descriptor_of_their_parent(rows):
     assert process.exitcode == 0
 
 
-def test_a_caller_may_check_rows_too(tmp_path):
+def test_caller_can_check_rows(tmp_path):
     def check(row, where):
         if row["n"] > 1:
             raise DataError(f"{where}: too many.")
@@ -129,7 +129,7 @@ def test_a_caller_may_check_rows_too(tmp_path):
         jsonl.read_rows(path, {"n": int}, check=check)
 
 
-def test_who_asks_for_an_unknown_corpus_is_told_what_prepares_one(places):
+def test_unknown_corpus_is_reported_with_the_command_to_prepare_it(places):
     with pytest.raises(
         DataError,
         match=r"With --data_path \S+ --name nq, .* releases \(SQuAD, .*\) by python -m data_prep.crossattn.prepare_qa",

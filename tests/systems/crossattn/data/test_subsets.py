@@ -104,7 +104,7 @@ def test_val_samples_are_taken_of_these_sources(build, write_corpus):
         build("val", val_datasets=["squad"], val_samples=21)
 
 
-def test_other_splits_are_used_whole(build, places):
+def test_all_rows_of_other_splits_are_used(build, places):
     with new_directory(places.data / "c") as folder:
         for split in ("train", "val", "test"):
             (folder / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
@@ -113,7 +113,7 @@ def test_other_splits_are_used_whole(build, places):
 
 def test_rows_are_named_by_their_place_in_the_file(build, write_corpus):
     write_corpus("c", [*ROWS, {**ROWS[1], "context": "x" * 90}])
-    for kind, message in ((cross_attention, r"^c: row 7: a context of"), (prompted, r"^c: row 7: its contexts take")):
+    for kind, message in ((cross_attention, r"^c: row 7: the context '"), (prompted, r"^c: row 7: the contexts have")):
         assert build("train", kind, train_datasets=["nq"], too_long="refuse")
         with pytest.raises(DataError, match=message):
             build("train", kind, train_datasets=["squad"], too_long="refuse")
@@ -170,7 +170,7 @@ def test_other_manifests_say_nothing_of_sources(places, counts):
     ("names", "message"),
     [
         ([], "data.train_datasets: expected"),
-        (["nq", "squad", "nq"], r"data.train_datasets: nq stands there more than once\. Name each source once\."),
+        (["nq", "squad", "nq"], r"data.train_datasets: duplicate sources: nq\."),
         ("nq", "data.train_datasets: expected"),
     ],
 )
@@ -179,7 +179,7 @@ def test_lists_that_are_refused(kind, names, message):
         load(kind.Config, {"corpus": "c", **VALUES[kind], "train_datasets": names}, "data")
 
 
-def test_numbers_of_rows_are_refused_where_they_would_be_those_of_others(places, write_corpus):
+def test_row_indices_of_a_subset_are_refused(places, write_corpus):
     folder = write_corpus("c", ROWS)
     (folder / "hard.txt").write_text("1\n")
     manifest = json.loads((folder / "manifest.json").read_text())
@@ -191,7 +191,7 @@ def test_numbers_of_rows_are_refused_where_they_would_be_those_of_others(places,
     with pytest.raises(
         ConfigError,
         match=(
-            r"^inference\.index_file: counts the rows of train\.jsonl, of which data\.train_datasets uses some\. "
+            r"^inference\.index_file: refers to all rows of train\.jsonl, but data\.train_datasets selects some\. "
             r"Leave one"
         ),
     ):

@@ -34,24 +34,24 @@ def test_placement_that_does_not_fit():
     with pytest.raises(
         ConfigError,
         match=(
-            r"num_layers 6 x stride 3 needs 18 decoder layers, the base has 16. Fits: num_layers up to 5 or stride "
+            r"num_layers 6 x stride 3 needs 18 decoder layers, but the base has 16. Use num_layers up to 5 or stride "
             r"up to 2."
         ),
     ):
         layer_indices(16, 6, 3)
     with pytest.raises(ConfigError, match=r"num_layers 2 x stride 9 .* the base has 8. Fits: stride up to 4."):
         layer_indices(8, 2, 9)
-    with pytest.raises(ConfigError, match=r"Both must be smaller: their product can be 4 at most"):
+    with pytest.raises(ConfigError, match=r"Lower both: their product can be at most 4"):
         layer_indices(4, 5, 6)
-    with pytest.raises(ConfigError, match=r"num_layers 0 and stride 1 must be at least 1"):
+    with pytest.raises(ConfigError, match=r"expected num_layers and stride of at least 1, got 0 and 1"):
         layer_indices(4, 0, 1)
 
 
 @pytest.mark.parametrize(
     ("model_type", "settings", "message"),
     [
-        ("gpt_bigcode", {"num_layers": 3}, "num_layers 3 x stride 2 needs 6 decoder layers, the base has 4"),
-        ("gpt_bigcode", {"hidden_size": 18}, "hidden_size 18 does not divide by num_heads 4"),
+        ("gpt_bigcode", {"num_layers": 3}, "num_layers 3 x stride 2 needs 6 decoder layers, but the base has 4"),
+        ("gpt_bigcode", {"hidden_size": 18}, "hidden_size 18 is not divisible by num_heads 4"),
         (
             "gpt_bigcode",
             {"num_key_value_heads": 2},
@@ -62,10 +62,10 @@ def test_placement_that_does_not_fit():
             {"attention_bias": True},
             "attention_bias is for Llama-style bases; on 'gpt_neox' it would be ignored",
         ),
-        ("llama", {"num_heads": 8, "num_key_value_heads": 3}, "num_heads 8 does not divide by num_key_value_heads 3"),
-        ("llama", {"hidden_size": 12}, "rotary positions need an even width per head, 12 / 4 is 3"),
-        ("llama", {"shared_projections": True}, "shared_projections needs .* set num_key_value_heads to 4, got 2"),
-        ("mamba", {}, "MambaForCausalLM has no list of decoder layers that we know. Known families: bloom, cohere"),
+        ("llama", {"num_heads": 8, "num_key_value_heads": 3}, "num_heads 8 is not divisible by num_key_value_heads 3"),
+        ("llama", {"hidden_size": 12}, "rotary positions need an even head size, got 12 / 4 = 3"),
+        ("llama", {"shared_projections": True}, "shared_projections needs .* got 2. Set num_key_value_heads to 4"),
+        ("mamba", {}, "MambaForCausalLM is not of a known family: bloom, cohere"),
     ],
 )
 def test_blocks_that_do_not_fit_are_refused(make, base_of, model_type, settings, message):
@@ -76,7 +76,7 @@ def test_blocks_that_do_not_fit_are_refused(make, base_of, model_type, settings,
 
 def test_a_wrapped_model_is_no_base(make):
     with pytest.raises(
-        ConfigError, match=r"CrossAttentionLM has no 'transformer.h'. Take a plain causal language model"
+        ConfigError, match=r"CrossAttentionLM has no 'transformer.h'. Use a plain causal language model"
     ):
         make(base=make())
 
@@ -359,7 +359,7 @@ def test_contexts_in_memory_are_encoded_once_and_depend_on_no_other(make):
 
 def test_changing_contexts_are_not_cached():
     model = {"name": "cross_attention", "num_layers": 1, "stride": 1, "cache_contexts": True, "base": PLACEHOLDER}
-    with pytest.raises(Problems, match=r"cache_contexts: the base learns \(train_all_params\)"):
+    with pytest.raises(Problems, match=r"cache_contexts: the base is trained \(train_all_params\)"):
         bind(MODELS, {**model, "train_all_params": True})
     with pytest.raises(Problems, match="it has cache_contexts, but adapters change"):
         bind(MODELS, {"name": "lora", "rank": 1, "alpha": 1.0, "target_modules": ["c_attn"], "base": model})

@@ -153,7 +153,7 @@ def test_rows_that_share_a_context_read_as_if_it_were_repeated(make):
     torch.testing.assert_close(once, with_repeats, atol=1e-6, rtol=1e-5)
 
 
-def test_context_dropout_hides_whole_positions_in_training_only(make):
+def test_context_dropout_hides_positions_only_in_training(make):
     block = make("gpt_bigcode", context_dropout_rate=0.5).blocks["3"]
     h, context, mask = torch.randn(4, 3, 16), torch.randn(4, 8, 16), torch.ones(4, 8, dtype=torch.bool)
     projected = block.project(context, mask)

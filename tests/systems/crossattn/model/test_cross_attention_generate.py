@@ -54,7 +54,7 @@ def test_the_context_is_encoded_and_projected_once_and_past_tokens_never_again(m
 
 
 @pytest.mark.parametrize("threads", [2, 4])
-def test_threads_keep_their_contexts_apart(make, batch, threads):
+def test_threads_have_separate_contexts(make, batch, threads):
     model = make()
     inputs = prompts_and_contexts(batch)
     requests = [{name: tensor[[i % 3]] for name, tensor in inputs.items()} for i in range(24)]
@@ -91,7 +91,7 @@ def test_further_questions_on_one_context(make, batch):
     assert len(projected) == 1
     for question, answer in zip(questions, answers, strict=True):
         assert torch.equal(answer, model.generate(**{**inputs, **question}, **GREEDY))
-    with pytest.raises(ConfigError, match=r"no context to read: give context_ids and context_mask, or call it inside"):
+    with pytest.raises(ConfigError, match=r"no context: pass context_ids and context_mask, or call it inside"):
         model.generate(**questions[0], **GREEDY)
 
 

@@ -91,7 +91,7 @@ def test_with_caches_as_without(make, batch, model_type: str):
 
 
 @pytest.mark.parametrize("model_type", SIZES)
-def test_the_blocks_alone_get_gradients(make, batch, model_type: str):
+def test_only_blocks_get_gradients(make, batch, model_type: str):
     model = make(model_type, base=tiny(model_type)).train()
     model(**batch).logsumexp(-1).sum().backward()
     assert all(parameter.grad is not None and parameter.grad.abs().sum() > 0 for parameter in model.blocks.parameters())

@@ -152,7 +152,7 @@ def test_the_order_of_passages_changes_nothing(t5, batch):
     torch.testing.assert_close(model(**reordered_batch), model(**batch), rtol=1e-5, atol=1e-5)
 
 
-def test_generation_in_a_batch_is_that_of_each_sample_alone(t5, batch):
+def test_generation_in_a_batch_equals_single_samples(t5, batch):
     model = FusionInDecoder(t5)
     start = {"input_ids": torch.full((3, 1), 5), "attention_mask": torch.ones(3, 1, dtype=torch.bool)}
     got = model.generate(**start, context_ids=batch["context_ids"], context_mask=batch["context_mask"], **GREEDY)
@@ -176,7 +176,7 @@ def test_every_weight_learns_and_no_empty_passage_is_encoded(t5, batch):
 
 
 class TestConfig:
-    def test_the_base_is_built_and_tells_its_tokenizer(self, places: Places):
+    def test_base_is_built_with_its_tokenizer(self, places: Places):
         config = load(Config, {"base": T5}, "model")
         config.check(places)
         model = config.build(places)
@@ -243,7 +243,7 @@ class TestConfig:
             lora.merge(model) == len(trained_names) // 2 == 2 * 2 + 2 * 4
         )  # q and v of encoder layers, twice of the decoder's
         torch.testing.assert_close(model(**batch), before)
-        with pytest.raises(ConfigError, match="put 'lora' around 'fusion_in_decoder'"):
+        with pytest.raises(ConfigError, match="'lora' must wrap 'fusion_in_decoder'"):
             load(
                 Config,
                 {"base": {"name": "lora", "rank": 2, "alpha": 4.0, "target_modules": ["q"], "base": T5}},

@@ -55,7 +55,7 @@ torch.save(found, sys.argv[3])
     ],
 )
 @torch.no_grad()
-def test_transformers_alone_loads_it(
+def test_transformers_loads_it_without_this_project(
     make: Any, batch: dict[str, torch.Tensor], tmp_path: Path, model_type: str, settings: dict[str, Any]
 ):
     model = make(model_type, **settings)

@@ -125,7 +125,7 @@ def test_published_blocks_give_their_logits(make, batch, tmp_path: Path, kind: s
 
 @pytest.mark.parametrize("settings", [{}, {"shared_weights": True}, {"shared_projections": True}])
 @pytest.mark.parametrize("model_type", ["gpt_bigcode", "llama"])
-def test_what_is_saved_is_loaded(make, tmp_path: Path, model_type: str, settings: dict):
+def test_saved_blocks_can_be_loaded(make, tmp_path: Path, model_type: str, settings: dict):
     model_settings = {**settings, **({"num_key_value_heads": 4} if model_type == "llama" else {})}
     model, other = make(model_type, **model_settings), make(model_type, noise=0.3, **model_settings)
     (tmp_path / "out").mkdir()
@@ -150,12 +150,12 @@ def test_what_is_saved_is_loaded(make, tmp_path: Path, model_type: str, settings
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"num_heads": 2}, "cross_attn_num_attention_heads is 4, the experiment's is 2"),
-        ({"final_layer": True}, "cross_attn_final_layer is False, the experiment's is True"),
-        ({"skip_connections": True}, "cross_attn_skip_connections is False, the experiment's is True"),
+        ({"num_heads": 2}, "cross_attn_num_attention_heads: expected 2, .* got 4"),
+        ({"final_layer": True}, "cross_attn_final_layer: expected True, .* got False"),
+        ({"skip_connections": True}, "cross_attn_skip_connections: expected True, .* got False"),
     ],
 )
-def test_blocks_that_compute_otherwise_are_refused(make, tmp_path: Path, settings: dict, message: str):
+def test_blocks_with_other_settings_are_refused(make, tmp_path: Path, settings: dict, message: str):
     xc_cache_weights.save(make(context_dropout_rate=0.5), tmp_path, "base")
     xc_cache_weights.load(make(), tmp_path)
     with pytest.raises(CheckpointError, match=message):
@@ -182,7 +182,7 @@ def test_other_blocks_are_refused_and_nothing_changes(make, tmp_path: Path):
         with pytest.raises(CheckpointError, match=message):
             xc_cache_weights.load(model, tmp_path)
 
-    with pytest.raises(CheckpointError, match="no weights here"):
+    with pytest.raises(CheckpointError, match="no weights"):
         xc_cache_weights.load(model, tmp_path)
     require_refusal(
         {"cross_attn_layers.0.ln_1.weight": torch.ones(16)},
@@ -194,7 +194,7 @@ def test_other_blocks_are_refused_and_nothing_changes(make, tmp_path: Path):
         xc_cache_weights.load(model, tmp_path)
     shared = make(hidden_size=WIDTH, num_heads=HEADS, shared_weights=True)
     save_file(saved, tmp_path / "model.safetensors")
-    with pytest.raises(CheckpointError, match="differ, but are one by shared_weights"):
+    with pytest.raises(CheckpointError, match="differ, but shared_weights"):
         xc_cache_weights.load(shared, tmp_path)
     assert all(torch.equal(one, two) for one, two in zip(before, model.parameters(), strict=True))
 
@@ -209,7 +209,7 @@ def test_weights_are_checked_and_belong_to_the_fingerprint(places, tmp_path: Pat
     }
     plain, with_weights = bind(MODELS, raw), bind(MODELS, {**raw, "weights": str(tmp_path / "published")})
     (tmp_path / "published").mkdir()
-    with pytest.raises(CheckpointError, match="published: no weights here"):
+    with pytest.raises(CheckpointError, match="published: no weights"):
         with_weights.check(places)
     model = plain.build(places)
     xc_cache_weights.save(model, tmp_path / "published", "base")
@@ -244,7 +244,7 @@ REFERENCE: dict[str, tuple[str, dict[str, tuple[int, ...]], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("case", REFERENCE)
-def test_with_the_base_it_is_what_the_reference_loads_strictly(make, tmp_path: Path, case: str):
+def test_reference_loads_the_export_with_base_strictly(make, tmp_path: Path, case: str):
     """Its loader makes a model from `_name_or_path` and loads all weight files into it with `strict`: the base's
     weights under their own names, but "transformer." instead of "model.", and a block for each of its layers."""
     model_type, shapes, settings = REFERENCE[case]
@@ -269,7 +269,7 @@ def test_with_the_base_it_is_what_the_reference_loads_strictly(make, tmp_path: P
         ("gpt_neox", {}, "bases of type 'gpt_neox'"),
     ],
 )
-def test_what_the_reference_does_not_have_is_told(make, model_type: str, settings: dict[str, Any], what: str):
+def test_unsupported_features_of_the_reference_are_logged(make, model_type: str, settings: dict[str, Any], what: str):
     assert xc_cache_weights.unlike_reference(make(model_type, **settings)) == [what]
 
 

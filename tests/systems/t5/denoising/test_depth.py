@@ -87,7 +87,7 @@ def restore(sample):
     return text
 
 
-def test_what_is_masked_and_shuffled():
+def test_masks_and_shuffles():
     ids, bounds = np.arange(50, 60, dtype=np.int32), np.array([0, 4, 7, 10])
     mask = np.array([0, 1, 1, 1, 1, 0, 0, 1, 0, 1], bool)  # the first run goes on in the second sentence: two runs
     inputs, targets = dataset.corrupt(ids, bounds, mask, [2, 0, 1], np.array([9, 8, 7, 6, 5], np.int32))
@@ -140,7 +140,7 @@ def test_few_sentinels_make_shorter_samples(build):
     ]
     assert max(runs) == 6
     assert len(data) > len(build(TEXTS))
-    with pytest.raises(ConfigError, match=r"with 0 sentinels at most, leave no room"):
+    with pytest.raises(ConfigError, match=r"with at most 0 sentinels, leave no room"):
         Room(96, 64, 0.3, 3.0, 0)
 
 
@@ -162,7 +162,7 @@ def test_the_share_that_is_masked_and_shuffled(build):
         assert restore(sample) == [token for _, part in parts(sample["input_ids"]) for token in part]
 
 
-def test_neither_names_nor_sentinels_tell_the_order(build):
+def test_names_and_sentinels_do_not_reveal_the_order(build):
     data = build([TEXTS[0]] * 400, shuffle_rate=1.0, num_sentences=NAMES)
     first_names, places = [], []
     for sample in everything(data):
@@ -179,7 +179,7 @@ def test_neither_names_nor_sentinels_tell_the_order(build):
         assert (abs(counts - len(orders) / NAMES) < 5 * (len(orders) * 3 / 16) ** 0.5).all()
 
 
-def test_the_last_word_is_masked_no_more_often_than_others(build):
+def test_last_word_is_masked_as_often_as_other_words(build):
     """A mask that always ended with the last word would tell which sentence is the last."""
     samples = everything(build(["Abc def. Ghi jkl. Mno pqr. Stu vwx."] * 300))
     num_masked = sum(
@@ -235,7 +235,7 @@ def test_batches_and_masks(build):
     assert "loss_weights" not in batch
 
 
-def test_the_encoder_sees_what_the_reference_lets_it_see(build):
+def test_encoder_mask_equals_the_reference(build):
     """Golden: the masks that the DEPTH authors' collator gives two sentences of three words and of three, <eosen> and
     </s>."""
     ids = np.array([EOSEN, FIRST_SENTENCE, 201, 202, 203, EOSEN, FIRST_SENTENCE + 1, 204, 205, EOSEN, EOS], np.int32)[
@@ -271,7 +271,7 @@ def test_batches_of_one_length(build):
     load(dataset.Config, {"corpus": "t", "fixed_length": True}, "data").check_compiled()
 
 
-def test_sentence_tokens_are_weighed_in_training_alone(build):
+def test_sentence_tokens_are_only_weighted_in_training(build):
     data = build(sentence_weight=2.5)
     batch = data.collate([data.sample(0, 0)])
     is_sentence = (batch["labels"] >= FIRST_SENTENCE) & (batch["labels"] < FIRST_SENTENCE + NAMES)
@@ -284,7 +284,7 @@ def test_sentence_tokens_are_weighed_in_training_alone(build):
     assert view["decoder_mask"].equal(batch["decoder_mask"])
 
 
-def test_validation_may_be_some_samples(build):
+def test_validation_can_be_a_subset(build):
     whole, some = build(split="val"), build(split="val", val_sequences=5)
     assert len(some) == 5 < len(whole)
     assert {tuple(restore(s)) for s in everything(some)} < {tuple(restore(s)) for s in everything(whole)}
@@ -299,7 +299,7 @@ def test_control_tokens_in_text_stay_text(build):
     assert restore(sample) == byte_ids(text)
 
 
-def test_what_is_refused(build):
+def test_invalid_settings_are_refused(build):
     with pytest.raises(
         DataError,
         match=r"no special token <sent_3>; .*needs <eosen> and <sent_0> to <sent_3>\. Add them: .*--sentences 4",
@@ -309,5 +309,5 @@ def test_what_is_refused(build):
         build(controls=[name for name in CONTROLS if name != "<eosen>"])
     with pytest.raises(DataError, match=r"has no sentinels"):
         build(controls=[name for name in CONTROLS if "extra" not in name])
-    with pytest.raises(DataError, match=r"train\.jsonl: no text but white space"):
+    with pytest.raises(DataError, match=r"train\.jsonl: no text except white space"):
         build([" \n"])

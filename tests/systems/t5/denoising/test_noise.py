@@ -73,7 +73,7 @@ def test_density_of_nine_tenths():
     mask = noise_mask(100, 0.9, 9, np.random.default_rng(0))
     assert (mask.sum(), run_starts(mask).sum()) == (90, 10)
     with pytest.raises(
-        ConfigError, match=r"90 of 100 tokens in 30 runs leave 10 kept tokens, too few .* smaller noise density"
+        ConfigError, match=r"90 of 100 tokens in 30 runs leaves 10 tokens, too few .* smaller noise density"
     ):
         noise_mask(100, 0.9, 3, np.random.default_rng(0))
 
@@ -140,7 +140,7 @@ def test_a_run_that_follows_another_has_its_own_sentinel():
     assert targets.tolist() == [999, 11, 12, 998, 13, 1]
 
 
-def test_targets_are_those_of_google_for_masks_that_begin_kept():
+def test_targets_equal_google_for_masks_that_start_unmasked():
     """Its targets are the row with each kept run replaced by the next sentinel."""
     ids, sentinels = np.arange(100, 140), np.arange(999, 900, -1)
     for seed in range(50):

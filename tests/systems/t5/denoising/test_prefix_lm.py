@@ -63,7 +63,7 @@ def test_one_shape_needs_a_fixed_cut():
 
 
 def test_refusals(build):
-    with pytest.raises(ConfigError, match="prefix_tokens: 16 leave nothing to write of 16 sequence_tokens"):
+    with pytest.raises(ConfigError, match="prefix_tokens: expected less than sequence_tokens = 16, got 16"):
         build(prefix_tokens=16)
     with pytest.raises(DataError, match="fewer than 16 tokens"):
         build(["short"])

@@ -95,7 +95,7 @@ def test_ids_are_those_of_the_table_however_it_is_ordered(build):
 
 def test_more_sentinels_than_there_are_is_refused_before_documents_are_read(build):
     with pytest.raises(
-        ConfigError, match=r"^data\.input_tokens: masks 128 runs in a sequence, .* has 100\. Write fewer"
+        ConfigError, match=r"^data\.input_tokens: masks 128 runs per sequence, .* has 100 sentinels\. Use fewer"
     ):
         build(["too short"], input_tokens=512, noise_density=0.5)
     with pytest.raises(DataError, match="has no sentinels"):
@@ -111,7 +111,7 @@ def test_too_few_sentinels_are_found_without_loading_the_tokenizer(make_tokenize
     dense.check_tokenizer(None)
     dense.check_tokenizer(tmp_path)
     sparse.check_tokenizer(tmp_path / "hundred")
-    with pytest.raises(ConfigError, match=r"^data\.input_tokens: masks 128 runs in a sequence, .*hundred has 100"):
+    with pytest.raises(ConfigError, match=r"^data\.input_tokens: masks 128 runs per sequence, .*hundred has 100"):
         dense.check_tokenizer(tmp_path / "hundred")
     with pytest.raises(DataError, match="none: this tokenizer has no sentinels"):
         sparse.check_tokenizer(tmp_path / "none")
@@ -135,7 +135,7 @@ def test_too_little_text(build):
         ({"input_tokens": 2}, r"data\.input_tokens: "),
         ({"val_sequences": 0}, r"data\.val_sequences: "),
         ({"input_tokens": 3}, r"data: no row of tokens gives exactly 3 input tokens"),
-        ({"input_tokens": 512, "noise_density": 0.9}, r"data: .* leave \d+ kept tokens, too few to part the runs"),
+        ({"input_tokens": 512, "noise_density": 0.9}, r"data: .* leaves \d+ tokens, too few to separate the runs"),
     ],
 )
 def test_config_refuses(values, message):

@@ -84,7 +84,7 @@ def test_batch_is_padded(build):
     assert len({len(s["labels"]) for s in samples}) > 2
 
 
-def test_batches_of_all_denoisers_may_have_one_shape(build):
+def test_batches_of_all_denoisers_can_have_one_shape(build):
     data, plain = build(fixed_length=True), build()
     assert {
         tuple(data.collate([data.sample(0, i)])[name].shape[1] for name in ("input_ids", "labels")) for i in range(40)
@@ -124,7 +124,7 @@ def _dense():
 def test_more_sentinels_than_there_are_is_refused(build):
     span = {"rate": 1.0, "mean_span_tokens": 3.0, "noise_density": 0.5}
     with pytest.raises(
-        ConfigError, match=r"^data\.denoisers\[1\]: masks 128 runs in a sequence, .* has 100\. Write fewer"
+        ConfigError, match=r"^data\.denoisers\[1\]: masks 128 runs per sequence, .* has 100 sentinels\. Use fewer"
     ):
         build(input_tokens=512, denoisers=[DENOISERS[1], span])
     assert len(build(input_tokens=400, denoisers=[span]))
@@ -134,7 +134,7 @@ def test_too_few_sentinels_are_found_without_loading_the_tokenizer(make_tokenize
     make_tokenizer(CONTROLS, "<|pad|>").save_pretrained(tmp_path)
     config = load(ul2.Config, {"corpus": "t"}, "data")
     config.check_tokenizer(None)
-    with pytest.raises(ConfigError, match=r"^data\.denoisers\[3\]: masks 12\d runs in a sequence, .* has 100"):
+    with pytest.raises(ConfigError, match=r"^data\.denoisers\[3\]: masks 12\d runs per sequence, .* has 100"):
         config.check_tokenizer(tmp_path)
     load(ul2.Config, {"corpus": "t", "input_tokens": 400}, "data").check_tokenizer(tmp_path)
 
@@ -158,7 +158,7 @@ def test_too_few_sentinels_are_found_without_loading_the_tokenizer(make_tokenize
         ),
         (
             {"denoisers": [{**DENOISERS[0], "mode": "m" * 22}]},
-            r"data\.denoisers\[0\]: beside the 22 tokens of its mode, 2 input tokens",
+            r"data\.denoisers\[0\]: without the 22 tokens of its mode, 2 input tokens",
         ),
     ],
 )
@@ -168,5 +168,5 @@ def test_refusals(build, values, message):
 
 
 def test_too_little_text(build):
-    with pytest.raises(DataError, match=r"train.jsonl: 6 tokens are too few for one sequence"):
+    with pytest.raises(DataError, match=r"train.jsonl: 6 tokens are too few"):
         build(["short"])

@@ -48,7 +48,7 @@ def test_v1_1_has_gates_and_a_matrix_of_its_own_for_the_logits(places: Places):
     assert model.name_or_path == str(places.data / "tokenizer")
 
 
-def test_the_embedding_may_have_rows_that_no_token_has(places: Places):
+def test_embedding_can_have_unused_rows(places: Places):
     model = config(random={**SIZES, "vocabulary_multiple": 64}).build(places)
     rows = -(-VOCABULARY // 64) * 64
     assert rows > VOCABULARY
@@ -66,7 +66,7 @@ def test_the_original_takes_logits_from_the_scaled_embedding(places: Places):
     torch.testing.assert_close(before, logits(model) * 32**-0.5)
 
 
-def test_the_loss_of_v1_1_begins_at_that_of_knowing_nothing(places: Places):
+def test_initial_loss_of_v1_1_is_that_of_uniform_predictions(places: Places):
     """ln V, and half the variance of logits, which is 1. A matrix that is drawn as the embedding is gives logits of
     variance 256."""
     torch.manual_seed(0)
@@ -91,7 +91,7 @@ def test_both_matrices_of_v1_1_come_back_from_a_checkpoint_and_from_a_folder(pla
     assert again.lm_head.weight is not again.shared.weight
 
 
-def test_random_weights_follow_the_seed_and_dropout_is_as_told(places: Places):
+def test_random_weights_follow_the_seed_and_dropout_the_config(places: Places):
     outputs = []
     for seed in (0, 0, 1):
         torch.manual_seed(seed)
@@ -150,7 +150,7 @@ class TestPretrainedModels:
 
     def test_a_decoder_is_no_t5_and_a_t5_no_decoder(self, folder: Path, places: Places, base_of: Any, tmp_path: Path):
         base_of("gpt2").save_pretrained(tmp_path / "gpt2")
-        with pytest.raises(ConfigError, match=r"gpt2: a model of type 'gpt2'; expected a T5\."):
+        with pytest.raises(ConfigError, match=r"gpt2: expected a model of type t5, .* got 'gpt2'\."):
             config(path=str(tmp_path / "gpt2")).check(places)
         with pytest.raises(ConfigError, match=r"config.json: of an encoder-decoder.*The model part 't5' reads a T5"):
             load(hf.Config, {"path": str(folder)}, "model").check(places)
@@ -192,7 +192,7 @@ def test_a_longt5_is_read_from_a_folder(attention: str, places: Places, tmp_path
     sizes_known = part.architecture(places)
     assert sizes_known is not None
     assert (sizes_known.model_type, sizes_known.max_positions) == ("longt5", None)
-    with pytest.raises(ConfigError, match=r"DEPTH's masks have a row for each token, and LongT5's encoder takes none"):
+    with pytest.raises(ConfigError, match=r"DEPTH needs attention masks with a row per token"):
         load(dataset.Config, {"corpus": "x"}, "data").check_model(sizes_known)
 
     ids = torch.randint(4, VOCABULARY, (1, 600))
@@ -211,15 +211,15 @@ def test_a_longt5_is_read_from_a_folder(attention: str, places: Places, tmp_path
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({}, "model: expected either path, of pretrained weights, or random"),
+        ({}, "model: expected either path, for pretrained weights, or random"),
         ({"path": "google/flan-t5-xl", "random": SIZES}, "model: expected either path"),
         (
             {"random": SIZES, "dtype": "bfloat16"},
-            "model: dtype: it is of pretrained weights, so random ones would ignore it.",
+            "model: dtype: only for pretrained weights.",
         ),
         (
             {"random": {**SIZES, "num_heads": 5}},
-            "model.random: hidden_size 32 does not divide by num_heads 5. Write head_size.",
+            "model.random: hidden_size 32 is not divisible by num_heads 5. Set head_size.",
         ),
         (
             {"random": {**SIZES, "version": "1.1"}},

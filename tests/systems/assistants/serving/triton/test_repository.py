@@ -27,7 +27,7 @@ def write(run: Path, folder: Path, places: Places, **changes: Any) -> str:
     return repository.write_model(run, folder, places, Namespace(**options))
 
 
-def test_the_config_tells_the_model_that_a_child_names(places: Places, tmp_path: Path):
+def test_config_has_the_fingerprint_of_the_model(places: Places, tmp_path: Path):
     run = run_of(places, "judge")
     name = write(run, tmp_path / "models", places)
     config = (tmp_path / "models" / name / "config.pbtxt").read_text()
@@ -44,7 +44,7 @@ def test_the_config_tells_the_model_that_a_child_names(places: Places, tmp_path:
 
 @pytest.mark.parametrize("name", ["../../out", "..", ".hidden", "/tmp/x", "a b", "a\n", "-x", "x" * 300, "ü"])
 def test_no_name_leaves_the_folder(name: str, places: Places, tmp_path: Path):
-    with pytest.raises(ConfigError, match="cannot be a model's name"):
+    with pytest.raises(ConfigError, match="invalid model name"):
         write(run_of(places, "judge"), tmp_path / "models", places, name=name)
     assert not list(tmp_path.iterdir())
 
@@ -54,11 +54,11 @@ def test_a_slash_becomes_a_dash(places: Places, tmp_path: Path):
     assert sorted(path.name for path in (tmp_path / "models").iterdir()) == ["lab-..-judge", repository.MARKER]
 
 
-def test_what_is_not_ours_is_left_alone(places: Places, tmp_path: Path):
+def test_foreign_folders_are_not_overwritten(places: Places, tmp_path: Path):
     run = run_of(places, "judge")
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "notes.txt").write_text("mine")
-    with pytest.raises(RunError, match=r"other: holds other things than a model repository of ours"):
+    with pytest.raises(RunError, match=r"other: not empty, and not a model repository"):
         write(run, tmp_path / "other", places)
     with pytest.raises(RunError, match=r"notes\.txt: is no folder"):
         write(run, tmp_path / "other" / "notes.txt", places)
@@ -67,10 +67,10 @@ def test_what_is_not_ours_is_left_alone(places: Places, tmp_path: Path):
     (tmp_path / "models" / "handmade").mkdir()
     (tmp_path / "models" / "linked").symlink_to(tmp_path / "other")
     for name in ("handmade", "linked"):
-        with pytest.raises(RunError, match=f"{name}: was not written by this command"):
+        with pytest.raises(RunError, match=f"{name}: not written by this command"):
             write(run, tmp_path / "models", places, name=name)
     assert (tmp_path / "other" / "notes.txt").read_text() == "mine"
-    with pytest.raises(RunError, match="no model repository of ours"):
+    with pytest.raises(RunError, match="not a model repository of this project"):
         server.command(tmp_path / "other", "127.0.0.1", {})
 
 
@@ -124,9 +124,7 @@ def test_a_trace_that_holds_sizes_is_refused(places: Places):
             return input_ids.float().sum(1) + float(input_ids.shape[1])
 
     model.module = FixedSize()
-    with pytest.raises(
-        ConfigError, match=r"its trace differs by \d+ from the model on 1 x 1 tokens\. Use --backend python"
-    ):
+    with pytest.raises(ConfigError, match=r"the traced model differs by \d+ on 1 x 1 tokens\. Use --backend python"):
         repository.trace(model)
 
 

@@ -60,7 +60,7 @@ def root(request: pytest.FixtureRequest, triton_server: Server) -> str:
 
 
 def never(text: str, since: float) -> None:
-    if "has not answered for" not in text:
+    if "no answer for" not in text:
         pytest.fail(f"waited: {text}")
 
 
@@ -85,13 +85,13 @@ def test_log_probabilities_are_those_in_process(root: str, places: Places):
     ]
 
 
-def test_what_is_wrong_is_one_line(root: str, places: Places):
+def test_mistakes_are_one_line(root: str, places: Places):
     judge, other = (fingerprint_of(run_of(places, which), places) for which in ("judge", "other"))
     for name, fingerprint, ids, message in (
-        ("judges", judge, IDS, r"no such model there\. It has judge, talker\."),
-        ("judge", other, IDS, "serves another model"),
-        ("judge", judge, [[10**6]], "refuses the batch: a token id is 1000000"),
-        ("judge", judge, [[1]] * 65, r"refuses the batch: .*batch-size must be <= 64"),
+        ("judges", judge, IDS, r"no such model\. The server has: judge, talker\."),
+        ("judge", other, IDS, "expected the model with fingerprint"),
+        ("judge", judge, [[10**6]], "rejects the batch: a token id is 1000000"),
+        ("judge", judge, [[1]] * 65, r"rejects the batch: .*batch-size must be <= 64"),
     ):
         with pytest.raises((ConfigError, RunError), match=message):
             RemoteModel(f"{root}/{name}", fingerprint, never).rewards(ids)
@@ -122,7 +122,7 @@ def test_a_dead_process_of_the_backend_is_noticed_and_replaced(triton_server: Se
     assert triton_server.answers("talker")
 
 
-def test_new_weights_are_loaded_and_told_apart(triton_server: Server, places: Places):
+def test_new_weights_are_loaded_and_distinguished(triton_server: Server, places: Places):
     root = triton_server.address("http")
     client = RemoteModel(f"{root}/judge", fingerprint_of(run_of(places, "judge"), places), never)
     assert client.rewards(IDS) == rewards_of(places)
@@ -130,7 +130,7 @@ def test_new_weights_are_loaded_and_told_apart(triton_server: Server, places: Pl
         write(triton_server.folder, places, "other", "judge")
         assert not triton_server.answers("judge")
         triton_server.reload("judge")
-        with pytest.raises(ConfigError, match="serves another model"):
+        with pytest.raises(ConfigError, match="expected the model with fingerprint"):
             client.rewards(IDS)
         other = RemoteModel(f"{root}/judge", fingerprint_of(run_of(places, "other"), places), never)
         assert other.rewards(IDS) == rewards_of(places, "other")
