@@ -92,7 +92,7 @@ class Config(TrainingRecipe):
 
     def training_loss(self) -> Callable[..., Any]:
         loss = self.loss()
-        return lambda model, batch: loss(model, batch, correlated=False)
+        return lambda model, batch: loss(model, batch, with_correlations=False)
 
     def count(self, batch: "Mapping[str, torch.Tensor]") -> float:
         """Number of conversations with a preference, or of pairs."""

@@ -421,7 +421,7 @@ def test_a_compiled_model_sees_one_shape():
     with pytest.raises(
         ConfigError,
         match=(
-            r"data.parts.b: loop.compile: needs batches of one length.* Write a number as "
+            r"data.parts.b: loop.compile: needs batches of one length.* Set "
             r"data\.parts\.b\.prefix_tokens"
         ),
     ):

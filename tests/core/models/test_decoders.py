@@ -236,7 +236,7 @@ def test_cross_attention_is_checked_before_anything_is_loaded(places):
         part(raw).check(planned)
     with pytest.raises(ConfigError, match=f"parent {PARENT}: neither"):
         part(raw).check(places)
-    with pytest.raises(ConfigError, match="hidden_size 6 does not divide by num_heads 4"):
+    with pytest.raises(ConfigError, match="hidden_size 6 is not divisible by num_heads 4"):
         part({**raw, "stride": 1, "hidden_size": 6}).check(planned)
     assert part({**raw, "stride": 1}).architecture(planned).num_layers == 4
     with pytest.raises(DataError, match="data/other: no tokenizer here"):

@@ -478,5 +478,7 @@ def test_a_batch_is_one_pass_whatever_its_size(request_of, monkeypatch):
 def test_marks_that_are_not_as_many_as_the_contexts_are_told(request_of, cache):
     row = {**rows_of(cache / "toy_qa")[0], "contexts_list": ["a", "b"], "useful_contexts": [1]}
     rewrite(cache, [row])
-    with pytest.raises(DataError, match=r"train\.jsonl:1: field 'useful_contexts': 1 entries for 2 in 'contexts_list'"):
+    with pytest.raises(
+        DataError, match=r"train\.jsonl:1: field 'useful_contexts': expected 2 entries, as in 'contexts_list', got 1"
+    ):
         preproc_nq.prepare(request_of("one"))

@@ -220,7 +220,7 @@ def test_row_without_the_key_of_a_reward_is_refused_before_the_start(
             "asked/train.jsonl:2: a reward reads 'answer', but the row has the keys 'prompt'."
             in capsys.readouterr().err
         )
-    monkeypatch.setattr(prompts, "_LOOKED_AT", 1)  # a large file is looked through when it is opened
+    monkeypatch.setattr(prompts, "_NUM_CHECKED_ROWS", 1)  # a large file is looked through when it is opened
     assert toy.main(["-e", "x", "--dry-run"], {"x": [exp]}, tmp_path) == 0
     assert toy.main(["-e", "x"], {"x": [exp]}, tmp_path) == 1
     assert "asked/train.jsonl:2: a reward reads 'answer'" in capsys.readouterr().err

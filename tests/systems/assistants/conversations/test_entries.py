@@ -45,8 +45,8 @@ def build(folder: Path, split: str, **options: Any) -> Any:
         ({"text": "a", "messages": []}, "expected either text or messages, got both"),
         ({"text": ""}, "text: empty"),
         ({"text": 3}, r"text: expected text, got 3 \(int\)"),
-        ({"messages": []}, "no message is the assistant's"),
-        ({"messages": [{"role": "user", "content": "a"}]}, "no message is the assistant's"),
+        ({"messages": []}, "no message of the assistant"),
+        ({"messages": [{"role": "user", "content": "a"}]}, "no message of the assistant"),
         (
             {"messages": [{"role": "human", "content": "a"}]},
             r"messages\[0\]: role: expected one of system, user, assistant, tool, got 'human'",

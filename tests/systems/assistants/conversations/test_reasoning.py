@@ -134,7 +134,7 @@ def test_reasoning_reaches_the_prompt_of_a_reward_model():
         ({"messages": [row()["messages"][0]] * 2}, "here: messages[1]", "user"),
         ({"messages": []}, "here", "assistant"),
         ({"text": " \n"}, "here: text", "empty"),
-        ({}, "here", "nothing"),
+        ({}, "here", "(none)"),
     ],
 )
 def test_wrong_row_is_refused_with_its_place(raw: dict[str, Any], place: str, value: str):
@@ -147,7 +147,7 @@ def test_wrong_row_is_refused_with_its_place(raw: dict[str, Any], place: str, va
 def test_answer_starts_where_the_generation_prompt_ends():
     assert learned_texts(THINKS, ASK, ANSWER) == ["<think>\none, two\n</think>\ntwo<|im_end|>"]
     assert learned_texts(STARTS_THINKING, ASK, ANSWER) == ["one, two\n</think>\ntwo<|im_end|>"]
-    with pytest.raises(DataError, match=r"assistant\\n<think>\\n' against '.*assistant\\ntwo"):
+    with pytest.raises(DataError, match=r"assistant\\n<think>\\n' vs. '.*assistant\\ntwo"):
         learned_texts(STARTS_THINKING, ASK, Message("assistant", "two"))
 
 

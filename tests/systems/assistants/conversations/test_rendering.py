@@ -143,7 +143,7 @@ CHANGES = (
         ("{% for m in messages %}{{ m['content'] }}", "the template rejects"),
         (
             "{{ messages | length }}{% for m in messages %}{{ m['content'] }}{% endfor %}",
-            "'3Probe 0.* against '4Probe 0",
+            "'3Probe 0.* vs\\. '4Probe 0",
         ),
         (NO_END, "no control token ends the answer 'Probe 3.'"),
         (NO_END.replace(": ", "<|im_start|>"), "no control token ends the answer"),  # the next turn's is no end
@@ -212,7 +212,7 @@ def test_answer_that_the_template_changes_later_is_not_learned(marks: bool):
 
 def test_missing_control_tokens_are_refused():
     for name, lacks in (("oasst", "<|prompter|>"), ("chatml", "<|im_start|>")):
-        with pytest.raises(DataError, match=rf"{name}.*{lacks[2:-2]}.*which the tokenizer does not have"):
+        with pytest.raises(DataError, match=rf"{name}.*{lacks[2:-2]}.*missing from the tokenizer"):
             find(name, talk.tokenizer([]))
     with pytest.raises(DataError, match="the tokenizer has no chat template"):
         find("tokenizer", TOKENIZER)

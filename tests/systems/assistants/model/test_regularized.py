@@ -123,7 +123,7 @@ def test_settings_without_effect_are_refused(tmp_path: Path):
     base = saved(tmp_path, "llama")
     for wrong, message in (
         ({}, "expected residual_dropout, frozen_layers or frozen_embeddings"),
-        ({"dropout_by_layer": "growing", "frozen_layers": 1}, "nothing grows"),
+        ({"dropout_by_layer": "growing", "frozen_layers": 1}, "'growing' needs residual_dropout"),
         ({"frozen_layers": 1, "base": RANDOM}, "its weights are random"),
         ({"frozen_embeddings": True, "base": {**base, "extra_tokens": ["<a>"]}}, "would not be learned"),
     ):

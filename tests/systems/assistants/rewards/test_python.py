@@ -129,7 +129,7 @@ def test_what_agrees():
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"answer": "1"}, r"^a row: a reward reads 'tests'.*; the row has the keys 'answer'\."),
+        ({"answer": "1"}, r"^a row: a reward reads 'tests'.*, but the row has the keys 'answer'\."),
         (
             {"id": 1, "tests": "assert ("},
             r"^a row with the keys 'id', 'tests': \"tests\" is not Python: '\(' was never closed \(.*\)\.",

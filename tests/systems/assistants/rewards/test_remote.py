@@ -97,7 +97,10 @@ def test_batch_is_sent_unchanged(protocol: str, stack: ExitStack):
             {"scores": lambda *_: ([3], [1.0, 2.0])},
             r"/judge: expected one reward for each of 3 sequences, got 2 numbers of shape \[3\]",
         ),
-        ({"scores": lambda *_: ([3], [1.0, float("nan"), 2.0])}, r"/judge: the reward of sequence 2 of 3 is nan"),
+        (
+            {"scores": lambda *_: ([3], [1.0, float("nan"), 2.0])},
+            r"/judge: expected a number as the reward of sequence 2 of 3, got nan",
+        ),
         ({"models": ["reward", "base"]}, r"/judge: no such model\. The server has: base, reward\."),
     ],
 )
@@ -111,10 +114,10 @@ def test_what_cannot_be_right_is_one_line(changes: dict[str, Any], message: str,
 @pytest.mark.parametrize(
     ("status", "body", "message"),
     [
-        (200, "<html>\nWelcome</html>", "answers with no JSON .*: '<html> Welcome</html>'"),
-        (404, "<html>not here</html>", "answers with no JSON"),
-        (302, "{}", "answers with the status 302"),
-        (200, "[1]", "answers with no config of a model"),
+        (200, "<html>\nWelcome</html>", "got no JSON: '<html> Welcome</html>'"),
+        (404, "<html>not here</html>", "got no JSON"),
+        (302, "{}", "got status 302"),
+        (200, "[1]", "got no config of a model"),
         (400, '{"error": "too long"}', "rejects the batch: too long"),
     ],
 )

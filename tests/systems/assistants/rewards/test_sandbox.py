@@ -348,6 +348,7 @@ def test_a_machine_without_namespaces_is_refused(monkeypatch: pytest.MonkeyPatch
     (tmp_path / "bwrap").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(
-        ConfigError, match=r"cannot start a program on this machine: bwrap: No permissions to create new namespace\. It"
+        ConfigError,
+        match=r"cannot start a program on this machine: bwrap: No permissions to create new namespace\. Allow",
     ):
         sandbox.require()

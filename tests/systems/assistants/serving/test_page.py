@@ -96,7 +96,7 @@ def test_what_cannot_be_written_can_be_preferred_again(conversation: Conversatio
     conversation.output.write_text('{"text": "a last line without its end"}')
     conversation.prefer(1)
     assert len(rows(conversation)) == 2
-    with pytest.raises(ConfigError, match="nothing to prefer"):
+    with pytest.raises(ConfigError, match="no replies to compare"):
         conversation.prefer(0)
     assert len(rows(conversation)) == 2
 

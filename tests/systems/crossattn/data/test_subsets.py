@@ -192,7 +192,7 @@ def test_row_indices_of_a_subset_are_refused(places, write_corpus):
         ConfigError,
         match=(
             r"^inference\.index_file: refers to all rows of train\.jsonl, but data\.train_datasets selects some\. "
-            r"Leave one"
+            r"Remove one"
         ),
     ):
         row_index.check(places, config, "train", "hard.txt")

@@ -39,7 +39,7 @@ def test_placement_that_does_not_fit():
         ),
     ):
         layer_indices(16, 6, 3)
-    with pytest.raises(ConfigError, match=r"num_layers 2 x stride 9 .* the base has 8. Fits: stride up to 4."):
+    with pytest.raises(ConfigError, match=r"num_layers 2 x stride 9 .* the base has 8. Use stride up to 4."):
         layer_indices(8, 2, 9)
     with pytest.raises(ConfigError, match=r"Lower both: their product can be at most 4"):
         layer_indices(4, 5, 6)

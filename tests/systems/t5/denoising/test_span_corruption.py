@@ -113,7 +113,7 @@ def test_too_few_sentinels_are_found_without_loading_the_tokenizer(make_tokenize
     sparse.check_tokenizer(tmp_path / "hundred")
     with pytest.raises(ConfigError, match=r"^data\.input_tokens: masks 128 runs per sequence, .*hundred has 100"):
         dense.check_tokenizer(tmp_path / "hundred")
-    with pytest.raises(DataError, match="none: this tokenizer has no sentinels"):
+    with pytest.raises(DataError, match="none: the tokenizer has no sentinels"):
         sparse.check_tokenizer(tmp_path / "none")
     (tmp_path / "none" / "tokenizer.json").write_text("[")
     sparse.check_tokenizer(tmp_path / "none")

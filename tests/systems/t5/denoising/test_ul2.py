@@ -150,7 +150,7 @@ def test_too_few_sentinels_are_found_without_loading_the_tokenizer(make_tokenize
         ),
         (
             {"denoisers": [*DENOISERS, _dense() | {"mean_span_tokens": 1.0}]},
-            r"data: denoisers\[3\]: \d+ of \d+ tokens in \d+ runs leave",
+            r"data: denoisers\[3\]: masking \d+ of \d+ tokens in \d+ runs leaves",
         ),
         (
             {"denoisers": [{"rate": 1.0, "mode": "m" * 23}]},

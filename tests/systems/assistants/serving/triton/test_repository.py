@@ -60,7 +60,7 @@ def test_foreign_folders_are_not_overwritten(places: Places, tmp_path: Path):
     (tmp_path / "other" / "notes.txt").write_text("mine")
     with pytest.raises(RunError, match=r"other: not empty, and not a model repository"):
         write(run, tmp_path / "other", places)
-    with pytest.raises(RunError, match=r"notes\.txt: is no folder"):
+    with pytest.raises(RunError, match=r"notes\.txt: not a folder"):
         write(run, tmp_path / "other" / "notes.txt", places)
     assert [path.name for path in (tmp_path / "other").iterdir()] == ["notes.txt"]
     write(run, tmp_path / "models", places)
