@@ -98,7 +98,7 @@ def measure_rendering(places: Places, tokenizer: Any, rounds: int) -> None:
     def ours() -> list[Any]:
         found = [renderer.render(read_entry(row, "").messages) for row in rows]
         start = len(renderer.safe.start)  # which their template leaves out
-        return [(each.ids[start:], each.learned[start:]) for each in found]
+        return [(each.ids[start:], each.loss_mask[start:]) for each in found]
 
     def theirs() -> list[Any]:
         asked = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}

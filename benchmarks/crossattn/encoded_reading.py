@@ -105,7 +105,7 @@ def readers(
         return lambda numbers: store.pad([[all_ids[n]] for n in numbers])
 
     def first_time(numbers: list[int]) -> Batch:
-        first._compared[:] = False
+        first._is_verified[:] = False
         return first.pad([[all_ids[n]] for n in numbers])
 
     return {

@@ -51,7 +51,7 @@ def ours(sequences: int) -> SingleObjectiveDataset:
     return SingleObjectiveDataset(
         PackedRows(documents, RAW),
         partial(mask_spans, shares=(DENSITY, MEAN_SPAN), sentinels=SENTINELS, eos_id=EOS),
-        MaskRng(0, fixed=False),
+        MaskRng(0, is_fixed=False),
         encoder,
         "",
     )
@@ -107,7 +107,7 @@ def published(rows: np.ndarray, masks: np.ndarray) -> dict[str, torch.Tensor]:
 
 def compare(data: SingleObjectiveDataset, rows: Sequence[np.ndarray]) -> None:
     """Both give the same batch where they draw the same masks."""
-    masks = [noise.noise_mask(RAW, DENSITY, MEAN_SPAN, MaskRng(0, fixed=False).generator(0, i)) for i in range(8)]
+    masks = [noise.noise_mask(RAW, DENSITY, MEAN_SPAN, MaskRng(0, is_fixed=False).generator(0, i)) for i in range(8)]
     batch: Any = data.collate([data.sample(0, i) for i in range(8)])
     for name, tensor in published(np.stack(rows[:8]), np.stack(masks)).items():
         assert torch.equal(batch[name], tensor), name

@@ -45,7 +45,7 @@ from src.errors import ConfigError, DataError
 from src.experiments.config import load as load_config
 from src.systems.assistants.conversations.entries import Entry, check_strings, read_entry
 from src.systems.assistants.conversations.refusals import refuses
-from src.systems.assistants.conversations.rows import EMPTY, kind_of
+from src.systems.assistants.conversations.rows import EMPTY_ROW, kind_of
 
 COMMAND = "python -m data_prep.assistants.prepare_conversations"
 SPLITS = ("train", "val")
@@ -366,7 +366,7 @@ class _Work:
 
     def _reason_to_skip(self, row: Row, entry: Entry) -> str:
         """The name of a count in `_SKIPPED`, or "" for a row to write."""
-        if kind_of(row) == EMPTY or (entry.replies and not any(reply.content.strip() for reply in entry.replies)):
+        if kind_of(row) == EMPTY_ROW or (entry.replies and not any(reply.content.strip() for reply in entry.replies)):
             return "silent"
         prompts = [message for message in entry.messages if message.role in ("user", "tool")]
         if prompts and not any(message.content.strip() for message in prompts):
@@ -434,7 +434,7 @@ def _texts_of(entry: Entry) -> list[str]:
         for message in (*entry.messages, *(reply.message for reply in entry.replies))
         if message.role != "system"
     ]
-    return [f"{message.role} {message.written} {message.reasoning}" for message in messages] or [entry.text or ""]
+    return [f"{message.role} {message.full_text} {message.reasoning}" for message in messages] or [entry.text or ""]
 
 
 def _digest(*texts: str) -> bytes:

@@ -195,7 +195,7 @@ def read_sample(name: str, data: Any, epoch: int, index: int) -> list[Shown]:
         rendered, masks = [data.render(epoch, index)], [data.sample(epoch, index)["loss_mask"]]
     elif isinstance(data, RankedReplies):
         rendered = data.render(epoch, index)
-        masks = [each.learned for each in rendered]
+        masks = [each.loss_mask for each in rendered]
     else:
         raise ConfigError(f"{name}: a data set {type(data).__name__} has no conversations.")
     return [Shown(name, index, each.ids, each.roles, mask) for each, mask in zip(rendered, masks, strict=True)]

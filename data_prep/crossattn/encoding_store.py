@@ -53,4 +53,4 @@ def _records(folder: Path, name: str, store: dict[str, Any], size: int, everythi
             return encoded_shards.read_index(folder, name, store["shards"][name]["entries"])
         except DataError as error:
             log.warning("%s It is encoded anew.", str(error).removesuffix(" Run data_prep.crossattn.preproc_nq again."))
-    return encoded_shards.recover(folder, name, size, compared=2**62 if everything else 64)
+    return encoded_shards.recover(folder, name, size, num_compared=2**62 if everything else 64)

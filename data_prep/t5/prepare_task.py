@@ -120,7 +120,7 @@ def _write(
         inputs[split] = {task.input(row) for row in rows[split]}
     if options.task_file is not None:
         entry = task.task.model_dump(mode="json", exclude_defaults=True)
-        (beside / task_table.OWN).write_text(
+        (beside / task_table.TASK_FILE).write_text(
             yaml.safe_dump({task.name: entry}, sort_keys=False, allow_unicode=True), encoding="utf-8"
         )
     both = inputs.get("train", set()) & (inputs.get("val", set()) | inputs.get("test", set()))

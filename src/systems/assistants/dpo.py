@@ -1,4 +1,4 @@
-"""Recipe `dpo`: direct preference optimisation (Rafailov et al. 2023, arXiv 2305.18290) on the best and worst reply."""
+"""Recipe `dpo`: direct preference optimisation (Rafailov et al. 2023, arXiv 2305.18290) on pairs of replies."""
 
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     import torch
 
 
-REPORTED = ("accuracy", "margin", "chosen_logratio", "rejected_logratio")
+REPORTED_SCORES = ("accuracy", "margin", "chosen_logratio", "rejected_logratio")
 """Named sums of the loss that an evaluation reports."""
 _ROUNDING = 1e-3
-"""Largest difference in nats between log-probabilities of one model in two passes."""
+"""Maximum difference, in nats, between log-probabilities of one model in two passes."""
 
 
 class Preference(StrictConfig):
@@ -30,21 +30,21 @@ class Preference(StrictConfig):
 
     kind: Literal["sigmoid", "ipo", "robust", "hinge"] = "sigmoid"
     beta: float = Field(default=0.1, gt=0)
-    """Cost of leaving the initial model; for ipo its tau."""
+    """Strength of the pull towards the reference model; for ipo this is tau."""
     flipped: float = Field(default=0.0, ge=0, lt=0.5)
-    """Share of the preferences that are taken to be the wrong way round: with sigmoid the conservative loss."""
+    """Assumed share of wrong preference labels. With kind sigmoid this gives conservative DPO."""
     sft_weight: float = Field(default=0.0, ge=0)
-    """Weight of the loss of the chosen answer, in nats a token (Pang et al. 2024, arXiv 2404.19733)."""
+    """Weight of the loss on the chosen reply, in nats per token (Pang et al. 2024, arXiv 2404.19733)."""
 
     reference: Literal["stored", "adapters_off"] = "stored"
-    """The reference log-probabilities. stored: computed once and saved in the run. adapters_off: computed in each step
-    by model `lora` without its adapters, for texts that change in each epoch (tags with dropout) or too many replies to
-    store."""
+    """Source of the reference log-probabilities. stored: computed once and saved in the run. adapters_off: computed at
+    each step by model `lora` without its adapters, for texts that change with the epoch (tags with dropout) or too many
+    replies to store."""
 
     @model_validator(mode="after")
     def _nothing_is_ignored(self) -> "Preference":
         if self.kind in ("ipo", "hinge") and self.flipped:
-            raise ValueError(f"flipped: {self.kind!r} has no such setting, and would ignore it. Leave it out.")
+            raise ValueError(f"flipped: {self.kind!r} has no such setting. Remove it.")
         return self
 
 
@@ -60,26 +60,28 @@ class Config(TrainingRecipe):
         pretraining.require_text(self, DECODER, REWARD)
         for path, data in leaf_configs("data", self.data):
             if not isinstance(data, ranked.Config) or data.max_replies != 2:
-                raise ValueError(f"{path}: this recipe reads pairs: 'ranked_replies' with max_replies 2.")
+                raise ValueError(f"{path}: this recipe needs pairs: use 'ranked_replies' with max_replies 2.")
             if data.writing.tags and data.writing.tags.dropout and self.preference.reference == "stored":
                 raise ValueError(
-                    f"{path}.writing.tags.dropout: another text in each epoch has no stored reference. "
-                    "Write 0, or with model 'lora' preference.reference: adapters_off."
+                    f"{path}.writing.tags.dropout: stored references need the same text in each epoch. "
+                    "Set it to 0, or with model 'lora' set preference.reference: adapters_off."
                 )
         if self.preference.reference == "adapters_off" and self.model.name != "lora":
             raise ValueError(
                 "preference.reference: only model 'lora' has adapters to switch off. "
-                "Put it around the model, or write stored."
+                "Wrap the model in 'lora', or use stored."
             )
         return self
 
     def checks(self, places: Places) -> list[Callable[[], object]]:
-        return pretraining.checks(self, places, pretraining.score_names(REPORTED))
+        return pretraining.checks(self, places, pretraining.score_names(REPORTED_SCORES))
 
     def loss(self) -> Callable[..., Any]:
-        """Summed loss; and by name, over pairs: accuracy, the share in which the chosen answer has gained more on the
-        reference than the rejected one, beyond rounding; margin, beta times by how much; chosen_logratio and
-        rejected_logratio, each one's gain."""
+        """A function that returns the summed loss and, by name, sums over pairs.
+
+        chosen_logratio and rejected_logratio: log-probability of each reply relative to the reference. accuracy: 1 if
+        the first is larger than the second by more than rounding. margin: beta times their difference.
+        """
         from src.systems.assistants.preferences.losses import answer_logps, pair_loss
         from src.systems.assistants.preferences.reference import adapters_off, model_logits
 
@@ -92,8 +94,8 @@ class Config(TrainingRecipe):
             differ = first != second
 
             def pairs(values: torch.Tensor) -> list[torch.Tensor]:
-                """Values of the chosen and of the rejected answers, without ties.
-                With shuffled ranks some are swapped."""
+                """Values of the chosen and of the rejected replies, without ties.
+                With shuffled ranks some pairs are swapped."""
                 both = values[::2], values[1::2]
                 return [torch.where(first < second, *order)[differ] for order in (both, both[::-1])]
 
@@ -104,21 +106,21 @@ class Config(TrainingRecipe):
             else:
                 reference = batch["reference_logps"]
             ratios = sums.logps - reference
-            compared = ratios / sums.tokens if preference.kind == "ipo" else ratios
+            loss_ratios = ratios / sums.tokens if preference.kind == "ipo" else ratios
             loss = pair_loss(
-                *pairs(compared), kind=preference.kind, beta=preference.beta, flipped=preference.flipped
+                *pairs(loss_ratios), kind=preference.kind, beta=preference.beta, flip_rate=preference.flipped
             )  # fmt: skip
             if preference.sft_weight:
                 loss = loss - preference.sft_weight * pairs(sums.logps / sums.tokens)[0].sum()
-            chosen, rejected = pairs(ratios.detach())
+            chosen_ratios, rejected_ratios = pairs(ratios.detach())
             values_by_name = (
-                (chosen > rejected + _ROUNDING).float(),
-                preference.beta * (chosen - rejected),
-                chosen,
-                rejected,
+                (chosen_ratios > rejected_ratios + _ROUNDING).float(),
+                preference.beta * (chosen_ratios - rejected_ratios),
+                chosen_ratios,
+                rejected_ratios,
             )
-            count = torch.tensor(float(len(chosen)))
-            return loss, {name: (each.sum(), count) for name, each in zip(REPORTED, values_by_name, strict=True)}
+            count = torch.tensor(float(len(chosen_ratios)))
+            return loss, {name: (each.sum(), count) for name, each in zip(REPORTED_SCORES, values_by_name, strict=True)}
 
         return loss_and_sums
 
@@ -126,11 +128,11 @@ class Config(TrainingRecipe):
         return self.loss()
 
     def count(self, batch: "Mapping[str, torch.Tensor]") -> float:
-        """Pairs of different ranks."""
+        """Number of pairs with different ranks."""
         return float((batch["ranks"][::2] != batch["ranks"][1::2]).sum())
 
     def run(self, run: Run) -> None:
-        """Train to the last step, or evaluate. Scores: val_loss and the means of `REPORTED`. Collective."""
+        """Train to the last step, or evaluate. Scores: val_loss and the means of `REPORTED_SCORES`. Collective."""
 
         def add_reference(model: Any, train: Any, val: Any) -> tuple[Any, Any]:
             """Add the log-probabilities of the initial model to both data sets."""
@@ -140,11 +142,14 @@ class Config(TrainingRecipe):
             logps = with_references(model, parts, run.path, self.micro_batch, self.precision[0])
             return WithReference(train, logps), WithReference(val, logps)
 
-        stored = self.preference.reference == "stored"
+        uses_stored_reference = self.preference.reference == "stored"
         pretraining.train_on_text(
             self,
             run,
             pretraining.TextTraining(
-                self.loss(), reported_sums=REPORTED, count=self.count, prepare=add_reference if stored else None
+                self.loss(),
+                reported_sums=REPORTED_SCORES,
+                count=self.count,
+                prepare=add_reference if uses_stored_reference else None,
             ),
         )

@@ -7,7 +7,7 @@ from src.experiments.grid import override, ref
 _WRITING = {"template": "oasst"}
 _METRICS = [{"name": "expressions"}]
 
-# What the assistants begin with: every token of the standard library's doctests (python -m
+# Base model of the assistants, trained on every token of the standard library's doctests (python -m
 # data_prep.assistants.stdlib_conversations).
 BASE_TINY: dict[str, Any] = {
     "recipe": "sft",
@@ -41,7 +41,7 @@ BASE_TINY: dict[str, Any] = {
         "eval_every": 100,
     },
 }
-# Expressions of two numbers with a given value, judged by this Python.
+# Tasks: write an expression of two numbers with a given value. Answers are evaluated in Python.
 SFT_TINY: dict[str, Any] = {
     "recipe": "sft",
     "seed": 0,
@@ -77,7 +77,7 @@ DPO_TINY: dict[str, Any] = {
 }
 
 
-# What each reward teaches: the verifier, the verifier and the reward model, the reward model alone.
+# Policies with three rewards: the verifier, the verifier and the reward model, only the reward model.
 SAMPLED = {"questions": 100, "samples": 4, "max_new_tokens": 12, "metrics": _METRICS}
 GRPO_TINY: dict[str, Any] = {
     "recipe": "grpo",
@@ -122,13 +122,13 @@ PPO_TINY: dict[str, Any] = {
 
 
 def without_verifier(ppo: dict[str, Any]) -> dict[str, Any]:
-    """The same with the reward model alone, whose weaknesses the policy finds."""
+    """The same with only the reward model, to show reward hacking."""
     rewards = [{**ppo["rewards"][1], "weight": 1.0, "squash": None}]
     return override(ppo, {"rewards": rewards, "loop.steps": 200, "loop.eval_every": 50})
 
 
 def evaluation_of(trained: dict[str, Any]) -> dict[str, Any]:
-    """What a link of the chain is worth: tasks solved, and answers in the preferred style."""
+    """Evaluate one model of the chain: share of solved tasks, with greedy and with sampled answers."""
     return {
         "recipe": "sft",
         "seed": trained["seed"],
@@ -140,15 +140,14 @@ def evaluation_of(trained: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-# Real questions, and a pretrained model of 260,000 parameters (data_prep.llama2c): GSM8K and Alpaca as
-# data_prep.assistants.prepare_conversations makes them of their releases. What the control lacks is the connection of
-# question and answer.
+# Real questions, and a pretrained model of 260,000 parameters (data_prep.llama2c). GSM8K and Alpaca are prepared from
+# their releases by data_prep.assistants.prepare_conversations. The control pairs questions with wrong answers.
 REAL = ("alpaca", "gsm8k")
 STORIES = {"name": "hf", "path": "stories260k", "extra_tokens": ["<|prompter|>", "<|assistant|>", "<|system|>"]}
 
 
 def real(seed: int, shuffled: bool) -> dict[str, Any]:
-    """A fine-tuning on both; shuffled: with another question's answers."""
+    """Fine-tuning on both data sets. shuffled: with the answers of other questions, as a control."""
     more = {"shuffled_answers": True} if shuffled else {}
     parts = {
         name: {
@@ -171,7 +170,7 @@ def real(seed: int, shuffled: bool) -> dict[str, Any]:
 
 
 def ranking_of(corpus: str, seed: int, shuffled: bool) -> dict[str, Any]:
-    """A reward model of ranked replies that people wrote; shuffled: with the ranks of other replies."""
+    """A reward model trained on ranked replies that people wrote. shuffled: with shuffled ranks, as a control."""
     more = {"shuffled_ranks": True} if shuffled else {}
     return {
         "recipe": "reward",
@@ -197,18 +196,18 @@ def ranking_of(corpus: str, seed: int, shuffled: bool) -> dict[str, Any]:
 
 
 def folds(shuffled: bool) -> list[dict[str, Any]]:
-    """Of preference pairs, in five parts; and of the forks of Open-Assistant's trees, by three seeds."""
+    """Reward models on five folds of preference pairs, and on forks of Open-Assistant's trees with three seeds."""
     pairs = [ranking_of(f"pairs_{k}", 0, shuffled) for k in range(1, 6)]
     return [*pairs, *(ranking_of("oasst_forks", seed, shuffled) for seed in range(3))]
 
 
 def chain(seed: int) -> dict[str, dict[str, Any]]:
-    """The links with one seed, by name."""
+    """The experiments of the chain with one seed, by name."""
     base = override(BASE_TINY, {"seed": seed})
     sft = override(SFT_TINY, {"seed": seed, "model": ref(base)})
     reward = override(REWARD_TINY, {"seed": seed, "model.base": ref(sft)})
-    judged = {**PPO_TINY["rewards"][1], "model": ref(reward)}
-    ppo = override(PPO_TINY, {"seed": seed, "model.base": ref(sft), "rewards": [PPO_TINY["rewards"][0], judged]})
+    reward_config = {**PPO_TINY["rewards"][1], "model": ref(reward)}
+    ppo = override(PPO_TINY, {"seed": seed, "model.base": ref(sft), "rewards": [PPO_TINY["rewards"][0], reward_config]})
     return {
         "base": base,
         "sft": sft,

@@ -1,8 +1,10 @@
-"""Recipe `grpo`: a policy learns from the better of several answers to a prompt (Shao et al. 2024, arXiv 2402.03300).
+"""Recipe `grpo`: a policy learns by comparing several answers to a prompt (Shao et al. 2024, arXiv 2402.03300).
 
-The settings cover its variants: Dr. GRPO is by_deviation False with normalisation "room"; DAPO normalisation "tokens"
-with clip_high above clip_low; GSPO ratio "sequence"; RLOO baseline "others", by_deviation False, ratio "sequence_sum",
-normalisation "rollouts", kl_in "reward".
+Settings for its variants:
+- Dr. GRPO: by_deviation False, normalisation "room".
+- DAPO: normalisation "tokens", clip_high above clip_low.
+- GSPO: ratio "sequence".
+- RLOO: baseline "others", by_deviation False, ratio "sequence_sum", normalisation "rollouts", kl_in "reward".
 """
 
 from collections.abc import Callable, Mapping
@@ -27,30 +29,30 @@ if TYPE_CHECKING:
 
 
 class Settings(StrictConfig):
-    """How rollouts become advantages and a loss; see src/systems/assistants/rl/advantages.py and
+    """Settings of the advantages and the loss; see src/systems/assistants/rl/advantages.py and
     src/systems/assistants/rl/losses.py."""
 
     baseline: Literal["group", "others"] = "group"
-    """The baseline of an answer: the mean of its group, or the mean of the rest of its group."""
+    """Baseline of an answer: the mean reward of its group, or of the other answers in its group."""
     by_deviation: bool = True
-    """Whether advantages are divided by the deviation of the group's rewards."""
+    """Whether to divide advantages by the standard deviation of the group's rewards."""
     ratio: Literal["token", "sequence", "sequence_sum"] = "token"
     normalisation: Literal["tokens", "rollouts", "room"] = "tokens"
     clip_low: float = Field(default=0.2, gt=0)
     clip_high: float = Field(default=0.2, gt=0)
     kl_weight: float = Field(default=0.0, ge=0)
-    """Weight of the divergence from the reference; 0: there is no reference."""
+    """Weight of the KL divergence from the reference; 0 for no reference."""
     kl_in: Literal["loss", "reward"] = "loss"
-    """Where the divergence is subtracted: as k3 in each token's loss, or as summed k1 from the answer's reward."""
+    """loss: add the divergence to each token's loss, as k3. reward: subtract it from the answer's reward, as k1."""
     corrected_kl: bool = False
-    """Whether to weight each token's divergence in the loss by its ratio:
-    without bias after several steps on the same rollouts."""
+    """Whether to weight each token's divergence in the loss by its ratio, so that it has no bias after several steps
+    on the same rollouts."""
     dual_clip: float | None = Field(default=None, gt=1)
-    """Maximum ratio where the advantage is negative, for example 3; None for no maximum."""
+    """Maximum ratio for tokens with a negative advantage, for example 3; None for no maximum."""
     reference: Literal["copy", "adapters_off"] = "copy"
     entropy_weight: float = Field(default=0.0, ge=0)
     unended: Literal["keep", "penalise", "mask"] = "keep"
-    """Answers that did not end: scored normally; with reward `unended_reward`; or not trained on."""
+    """Truncated answers: keep their reward, replace it by `unended_reward`, or do not train on them."""
     unended_reward: float = -1.0
 
 
@@ -62,9 +64,9 @@ class Config(TrainingRecipe):
     rewards: list[RewardField] = Field(min_length=1)
     """Scores of an answer; their weighted sum is its reward."""
     answers: Answers | None = None
-    """Questions of the validation set, answered greedily and scored at each evaluation; None for none."""
+    """Validation questions to answer greedily and score at each evaluation; None for no questions."""
     sampled: SampledAnswers | None = None
-    """The same by drawing, several answers to each."""
+    """Validation questions to answer by sampling, several times each."""
     grpo: Settings = Settings()
 
     @model_validator(mode="after")
@@ -73,23 +75,24 @@ class Config(TrainingRecipe):
         if rollouts_of(self).group_size < 2:
             raise ValueError("data.group_size: GRPO compares answers within a group; use at least 2.")
         if self.model.name == "with_values":
-            raise ValueError("model: this recipe needs no values. Take the base of 'with_values'.")
+            raise ValueError("model: this recipe needs no values. Use the base of 'with_values'.")
         if self.grpo.kl_weight and self.grpo.reference == "adapters_off" and self.model.name != "lora":
             raise ValueError(
-                "grpo.reference: only model 'lora' has adapters to switch off. Put it around the model, or write copy."
+                "grpo.reference: only model 'lora' has adapters to switch off. Wrap the model in 'lora', or use copy."
             )
         if self.grpo.corrected_kl and not (self.grpo.kl_weight and self.grpo.kl_in == "loss"):
             raise ValueError(
-                "grpo.corrected_kl: needs a divergence in the loss: "
-                "kl_weight above 0 and kl_in 'loss'. Or leave it out."
+                "grpo.corrected_kl: needs a divergence in the loss. "
+                "Set kl_weight above 0 and kl_in 'loss', or remove it."
             )
         if self.grpo.kl_in == "reward" and not self.grpo.kl_weight:
-            raise ValueError("grpo.kl_in: 'reward' needs kl_weight above 0. Set it, or leave kl_in out.")
+            raise ValueError("grpo.kl_in: 'reward' needs kl_weight above 0. Set it, or remove kl_in.")
         return self
 
     @property
     def needs_sampled_logps(self) -> bool:
-        """Not where an iteration is one step: the policy that learns is the one that has sampled, all ratios are 1."""
+        """Whether the loss needs the log-probabilities at sampling time. Not if an iteration is one step: the policy
+        has not changed, so all ratios are 1."""
         if self.grpo.kl_weight and self.grpo.kl_in == "reward":
             return True
         data = rollouts_of(self)
@@ -121,7 +124,7 @@ class Config(TrainingRecipe):
         policy_training.train_policy(self, run, self.scoring, method)
 
     def estimate(self, rollouts: "Rollouts", cursor: "Cursor") -> "Estimates":
-        """Advantages of the answers in their groups. Groups of equal rewards teach nothing and are skipped."""
+        """Advantages of the answers within their groups. Groups with equal rewards are skipped."""
         import torch
 
         from src.systems.assistants.rl.advantages import group_advantages
@@ -129,15 +132,15 @@ class Config(TrainingRecipe):
 
         grpo, tokens, scores = self.grpo, rollouts.tokens, rollouts.scores
         if grpo.unended == "penalise":
-            scores = torch.where(rollouts.ended, scores, grpo.unended_reward)
+            scores = torch.where(rollouts.is_complete, scores, grpo.unended_reward)
         if grpo.kl_weight and grpo.kl_in == "reward":
             kl = torch.where(tokens["sampled"], tokens["logps"] - tokens["reference_logps"], 0.0)
             scores = scores - grpo.kl_weight * kl.sum(dim=1)
         worth, differ = group_advantages(scores, rollouts_of(self).group_size, grpo.baseline, grpo.by_deviation)
-        learned = tokens["sampled"] & differ[:, None]
+        loss_mask = tokens["sampled"] & differ[:, None]
         if grpo.unended == "mask":
-            learned = learned & rollouts.ended[:, None]
-        columns = {"learned": learned, "advantages": torch.where(learned, worth[:, None], 0.0)}
+            loss_mask = loss_mask & rollouts.is_complete[:, None]
+        columns = {"learned": loss_mask, "advantages": torch.where(loss_mask, worth[:, None], 0.0)}
         columns |= {name: tokens[name] for name in ("logps", "reference_logps") if name in tokens}
         return Estimates(columns, {"equal_groups": 1 - differ.float()}, {})
 
@@ -148,23 +151,23 @@ class Config(TrainingRecipe):
         return count(batch["learned"], self.grpo.normalisation, rollouts_of(self).max_new_tokens)
 
     def token_losses(self, model: Any, batch: "Mapping[str, torch.Tensor]") -> Any:
-        """The clipped loss, less the entropy; over learned tokens:
-        clipped, entropy, and kl where there is a reference."""
+        """The clipped loss minus the entropy bonus; and sums over learned tokens: clipped, entropy and, with a
+        reference, kl."""
         from src.systems.assistants.rl import losses
         from src.systems.assistants.rl.policy import score_tokens
 
-        grpo, learned = self.grpo, batch["learned"]
-        scored = score_tokens(
+        grpo, loss_mask = self.grpo, batch["learned"]
+        token_scores = score_tokens(
             model,
             batch,
             rollouts_of(self).sampling.temperature,
             entropy_gradient=grpo.entropy_weight > 0,
         )
         policy = losses.policy_loss(
-            scored.logps,
-            batch.get("logps", scored.logps.detach()),
+            token_scores.logps,
+            batch.get("logps", token_scores.logps.detach()),
             batch["advantages"],
-            learned,
+            loss_mask,
             clip_low=grpo.clip_low,
             clip_high=grpo.clip_high,
             ratio=grpo.ratio,
@@ -174,7 +177,12 @@ class Config(TrainingRecipe):
             kl_weight=grpo.kl_weight if grpo.kl_in == "loss" else 0.0,
             corrected_kl=grpo.corrected_kl,
         )
-        loss = policy.loss - grpo.entropy_weight * losses.token_sum(scored.entropies, learned, grpo.normalisation)
-        sums = {"clipped": policy.clipped, "entropy": losses.token_sum(scored.entropies.detach(), learned, "tokens")}
+        loss = policy.loss - grpo.entropy_weight * losses.token_sum(
+            token_scores.entropies, loss_mask, grpo.normalisation
+        )
+        sums = {
+            "clipped": policy.clipped,
+            "entropy": losses.token_sum(token_scores.entropies.detach(), loss_mask, "tokens"),
+        }
         sums |= {"kl": policy.kl} if "reference_logps" in batch else {}
-        return loss, {name: (each, learned.sum()) for name, each in sums.items()}
+        return loss, {name: (each, loss_mask.sum()) for name, each in sums.items()}

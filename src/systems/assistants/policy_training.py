@@ -1,6 +1,6 @@
-"""Training a policy on its own answers, for the recipes `ppo` and `grpo`: each has its advantages and its loss.
+"""Training a policy on its own answers. The recipes `ppo` and `grpo` provide the advantages and the loss.
 
-A recipe calls `require_rollouts` when it is loaded, `checks` before a start and `train_policy` to run.
+A recipe calls `require_rollouts` when it is loaded, `checks` before it starts and `train_policy` to run.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -33,18 +33,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Scoring:
-    """How answers of a policy are scored."""
+    """How to score a policy's answers."""
 
     rewards: Sequence[RewardConfig]
     """Their weighted sum is the reward of an answer."""
     answers: Answers | None
-    """Questions of the validation set, answered greedily and scored at each evaluation; None for none."""
+    """Validation questions to answer greedily and score at each evaluation; None for no questions."""
     sampled: SampledAnswers | None
-    """The same by drawing, several answers to each."""
+    """Validation questions to answer by sampling, several times each."""
 
     @property
     def reward_names(self) -> list[str]:
-        """Names of the rewards in score rows: the second of a name gets a number."""
+        """Names of the rewards in score rows. Repeated names get a number."""
         names = [reward.name for reward in self.rewards]
         return [
             f"{name}{names[:place].count(name) + 1}" if name in names[:place] else name
@@ -63,46 +63,46 @@ class Scoring:
 
 @dataclass(frozen=True)
 class PolicyMethod:
-    """What `ppo` or `grpo` adds."""
+    """The part of the training that differs between `ppo` and `grpo`."""
 
     reference: "ReferenceKind"
     """The source of the reference's log-probabilities."""
     estimate: "Estimate"
     """(rollouts, cursor) -> the advantages of rollouts."""
     token_losses: "Callable[[Any, Batch], tuple[torch.Tensor, NamedSums]]"
-    """(model, batch) -> summed loss, and named sums with their counts."""
+    """(model, batch) -> summed loss, and sums with their counts by name."""
     fact_names: Sequence[str]
-    """Names of the facts that `estimate` finds."""
+    """Names of the facts that `estimate` returns."""
     policy_config: ModelConfig
     """Config of the part of the model that answers."""
     policy_of: Callable[[Any], Any] = lambda model: model
-    """The part of the model that answers: the reference is a copy of it."""
+    """The part of the model that answers. The reference is a copy of it."""
     count: "Callable[[Batch], float]" = lambda batch: float(batch["learned"].sum())
-    """The divisor of a batch's loss: its learned tokens."""
+    """The divisor of a batch's loss, by default its learned tokens."""
     needs_sampled_logps: bool = True
-    """Whether the loss needs log-probabilities that a step does not compute."""
+    """Whether the loss needs the log-probabilities at sampling time."""
 
 
 def require_rollouts(recipe: TrainingRecipe, scoring: Scoring, reference: "ReferenceKind") -> None:
-    """Raises ValueError if parts of the experiment do not fit together."""
+    """Raises ValueError if the settings of the experiment are inconsistent."""
     loop = recipe.loop
     if loop is None:
-        raise ValueError("loop: missing. This recipe trains; recipe 'sft' with evaluation scores a policy.")
+        raise ValueError("loop: missing. To evaluate a policy without training, use recipe 'sft' with evaluation.")
     if not isinstance(recipe.data, RolloutsConfig):
         raise ValueError(f"data: expected 'rollouts', got {recipe.data.name!r}.")
     recipe.model.require_kind(DECODER, None)
     if recipe.model.is_frozen():
-        raise ValueError("model: it is quantized, and cannot learn. Put 'lora' around it, or leave quantization out.")
+        raise ValueError(
+            "model: quantized weights cannot be trained. Wrap the model in 'lora', or remove quantization."
+        )
     if not scoring.questions:
-        raise ValueError("answers, sampled: write at least one of them, or nothing would be measured.")
+        raise ValueError("answers, sampled: both are missing, so evaluations have no score. Set at least one.")
     if loop.label_smoothing or loop.z_loss:
         raise ValueError(
-            "loop: label_smoothing and z_loss are of tokens that somebody wrote, and would be ignored. Leave them out."
+            "loop: label_smoothing and z_loss would be ignored, as tokens are sampled from the policy. Remove them."
         )
     if loop.divergence.most_kl and reference == "none":
-        raise ValueError(
-            "loop.divergence.most_kl: without a reference nobody measures a KL. Write a weight of it, or leave it out."
-        )
+        raise ValueError("loop.divergence.most_kl: there is no KL without a reference. Set a KL weight, or remove it.")
 
 
 def rollouts_of(recipe: TrainingRecipe) -> RolloutsConfig:
@@ -141,17 +141,17 @@ def check_rewards_room(data: RolloutsConfig, places: Places, scoring: Scoring) -
         room = reward.longest_rollout(places)
         if room is not None and longest > room:
             raise ConfigError(
-                f"reward {name!r}: it reads {room} tokens, and a rollout can have {longest}: "
-                "data.prompts.sequence_tokens + data.max_new_tokens. Make one of them smaller, or take a reward model "
-                "that reads more."
+                f"reward {name!r}: reads at most {room} tokens, but a rollout can have {longest}: "
+                "data.prompts.sequence_tokens + data.max_new_tokens. Lower one of them, or use a reward model that "
+                "reads more."
             )
 
 
 def train_policy(recipe: TrainingRecipe, run: Run, scoring: Scoring, method: PolicyMethod) -> None:
     """Train to the last step. Collective.
 
-    Scores: train_loss; of rollouts reward, reward/NAME of each part, answer_tokens and ended; those of the recipe;
-    the scores of `answers` and `sampled`.
+    Scores: train_loss; means over rollouts of reward, reward/NAME for each reward, answer_tokens and ended; the
+    recipe's own scores; the scores of `answers` and `sampled`.
     """
     import torch
 
@@ -182,8 +182,8 @@ def train_policy(recipe: TrainingRecipe, run: Run, scoring: Scoring, method: Pol
         wait = Patience(run).wait
         setting = RewardSetting(run.places, device, recipe.micro_batch, tokenizer, tokenizers.load, write_with, wait)
         kind, temperature = method.reference, data.sampling.temperature
-        served = find_reference_server(method.policy_config, setting, temperature) if kind != "none" else None
-        reference = None if served else build_reference(kind, method.policy_of(model), device, temperature)
+        reference_server = find_reference_server(method.policy_config, setting, temperature) if kind != "none" else None
+        reference = None if reference_server else build_reference(kind, method.policy_of(model), device, temperature)
         judges = Judges(
             scoring.reward_names,
             [reward.scorer(setting) for reward in scoring.rewards],
@@ -209,15 +209,15 @@ def train_policy(recipe: TrainingRecipe, run: Run, scoring: Scoring, method: Pol
             ends,
             never,
             continuous=data.sampling.batching == "continuous",
-            repeated=data.group_size > 1,
+            has_repeated_prompts=data.group_size > 1,
         ),
         decode=lambda ids: str(tokenizer.decode([*ids], skip_special_tokens=True)),
         judges=judges,
         estimate=method.estimate,
         record=Recorder(run.path).record,
         reference=reference,
-        served=served.logps if served else None,
-        measured=method.needs_sampled_logps,
+        server_logps=reference_server.logps if reference_server else None,
+        needs_sampled_logps=method.needs_sampled_logps,
     )
     train.fill = experience.roll_out
 
@@ -235,17 +235,17 @@ def train_policy(recipe: TrainingRecipe, run: Run, scoring: Scoring, method: Pol
 
 
 def with_facts(method: PolicyMethod, scoring: Scoring) -> "Callable[[Any, Batch], tuple[torch.Tensor, NamedSums]]":
-    """The loss of a method, with the means of all facts of rollouts by name."""
+    """The loss of a method, with the sums of all facts of the rollouts by name."""
     import torch
 
     names = ["reward", *(f"reward/{name}" for name in scoring.reward_names), "answer_tokens", "ended"]
     names += method.fact_names
 
     def loss(model: Any, batch: "Batch") -> "tuple[torch.Tensor, NamedSums]":
-        summed, named = method.token_losses(model, batch)
+        total_loss, named_sums = method.token_losses(model, batch)
         count = torch.tensor(float(len(batch["facts"])))
         columns = zip(names, batch["facts"].T, strict=True)
-        return summed, {**{name: (column.sum(), count) for name, column in columns}, **named}
+        return total_loss, {**{name: (column.sum(), count) for name, column in columns}, **named_sums}
 
     return loss
 
@@ -257,7 +257,7 @@ def _device() -> "torch.device":
 
 
 def write_with(tokenizer: Any, template: str) -> Callable[[Rollout], list[int]]:
-    """How a rollout is written for a reward model, as text: see `systems.assistants.rewards.interface.RewardSetting`.
+    """A function that renders rollouts for a reward model: see `systems.assistants.rewards.interface.RewardSetting`.
 
     Raises:
         DataError: the template does not fit the tokenizer.

@@ -23,41 +23,41 @@ if TYPE_CHECKING:
 
 
 class KL(StrictConfig):
-    """Cost of leaving the initial policy."""
+    """Penalty on the KL divergence from the initial policy."""
 
     weight: float = Field(default=0.05, ge=0)
-    """Taken from the reward of each token, per nat."""
+    """Subtracted from each token's reward, per nat."""
     estimate: Literal["k1", "k3"] = "k1"
     target: float | None = Field(default=None, gt=0)
-    """Nats per token that the weight is changed to come near to; None: the weight stays."""
+    """Target KL in nats per token, for an adaptive weight; None for a constant weight."""
     horizon: int = Field(default=10000, gt=0)
-    """Rollouts in which it comes there."""
+    """Number of rollouts in which the adaptive weight reaches the target."""
     reference: Literal["copy", "adapters_off"] = "copy"
-    """copy: a second model in memory. adapters_off: the policy without its adapters, where model 'lora' is in it."""
+    """copy: a second model in memory. adapters_off: the policy without its adapters; needs model 'lora'."""
 
 
 class Settings(StrictConfig):
-    """How rollouts become advantages and a loss."""
+    """Settings of the advantages and the loss."""
 
     kl: KL | None = KL()
-    """None: no reference."""
+    """None for no reference."""
     gamma: float = Field(default=1.0, gt=0, le=1)
     lam: float = Field(default=0.95, ge=0, le=1)
     clip: float = Field(default=0.2, gt=0)
-    """Largest change of a token's probability, as a ratio to 1, before its gradient is cut."""
+    """Range of the probability ratio around 1, outside of which a token's gradient is clipped."""
     dual_clip: float | None = Field(default=None, gt=1)
-    """Maximum ratio where the advantage is negative, for example 3; None for no maximum."""
+    """Maximum ratio for tokens with a negative advantage, for example 3; None for no maximum."""
     value_clip: float = Field(default=0.2, gt=0)
     value_weight: float = Field(default=1.0, ge=0)
     entropy_weight: float = Field(default=0.0, ge=0)
     whiten: bool = True
-    """Whether advantages have mean 0 and deviation 1 over the tokens of an iteration."""
+    """Whether to normalise advantages to mean 0 and standard deviation 1 over the tokens of an iteration."""
     scale: Literal["none", "running", "first"] = "none"
-    """Rewards are divided by their deviation: over all iterations so far, or over the first."""
+    """Divide rewards by their standard deviation over all iterations so far, or over the first iteration."""
     reward_clip: float | None = Field(default=None, gt=0)
-    """Limit of a scaled reward's absolute value."""
+    """Maximum absolute value of a scaled reward."""
     unended: Literal["keep", "penalise", "mask"] = "keep"
-    """Answers that did not end: scored normally; with reward `unended_reward`; or not trained on."""
+    """Truncated answers: keep their reward, replace it by `unended_reward`, or do not train on them."""
     unended_reward: float = -1.0
 
 
@@ -69,9 +69,9 @@ class Config(TrainingRecipe):
     rewards: list[RewardField] = Field(min_length=1)
     """Scores of an answer; their weighted sum is its reward."""
     answers: Answers | None = None
-    """Questions of the validation set, answered greedily and scored at each evaluation; None for none."""
+    """Validation questions to answer greedily and score at each evaluation; None for no questions."""
     sampled: SampledAnswers | None = None
-    """The same by drawing, several answers to each."""
+    """Validation questions to answer by sampling, several times each."""
     ppo: Settings = Settings()
 
     @model_validator(mode="after")
@@ -81,7 +81,7 @@ class Config(TrainingRecipe):
             raise ValueError(f"model: expected 'with_values' around the policy, got {self.model.name!r}.")
         if self.ppo.kl and self.ppo.kl.reference == "adapters_off" and self.policy_config.name != "lora":
             raise ValueError(
-                "ppo.kl.reference: only model 'lora' has adapters to switch off. Put it around base, or write copy."
+                "ppo.kl.reference: only model 'lora' has adapters to switch off. Wrap the base in 'lora', or use copy."
             )
         return self
 
@@ -116,7 +116,7 @@ class Config(TrainingRecipe):
         policy_training.train_policy(self, run, self.scoring, method)
 
     def estimate(self, rollouts: "Rollouts", cursor: "Cursor") -> "Estimates":
-        """Generalised advantages of the scaled rewards less the KL; the next KL weight, and the reward scale."""
+        """Generalised advantages of the scaled rewards minus the KL penalty; the next KL weight and reward moments."""
         import torch
 
         from src.systems.assistants.rl import advantages
@@ -132,37 +132,37 @@ class Config(TrainingRecipe):
             )
             kl = torch.where(sampled, kl, 0.0)
         scores, moments = self._scale(rollouts.scores, cursor)
-        learned = sampled
+        loss_mask = sampled
         if ppo.unended == "penalise":
-            scores = torch.where(rollouts.ended, scores, ppo.unended_reward)
+            scores = torch.where(rollouts.is_complete, scores, ppo.unended_reward)
         elif ppo.unended == "mask":
-            learned = sampled & rollouts.ended[:, None]
+            loss_mask = sampled & rollouts.is_complete[:, None]
         rewards = advantages.token_rewards(scores, kl, sampled, weight)
         gains = advantages.generalized_advantages(values, rewards, sampled, ppo.gamma, ppo.lam)
         worth = gains.advantages
         if ppo.whiten:
-            worth = advantages.whiten(worth, learned, advantages.Moments.measure(worth, learned))
+            worth = advantages.whiten(worth, loss_mask, advantages.Moments.measure(worth, loss_mask))
         error = advantages.Moments.measure(gains.returns - values, sampled).deviation
         spread = advantages.Moments.measure(gains.returns, sampled).deviation
-        explained = 1 - (error / spread) ** 2 if spread else 0.0
+        explained_variance = 1 - (error / spread) ** 2 if spread else 0.0
         changes = {"kl_weight": weight} if ppo.kl else {}
         if ppo.kl and ppo.kl.target:
             mean = float(kl.sum() / sampled.sum())
             changes["kl_weight"] = advantages.next_kl_weight(weight, mean, len(scores), ppo.kl.target, ppo.kl.horizon)
         columns = {
-            "learned": learned,
+            "learned": loss_mask,
             "advantages": worth,
             "logps": logps,
             "values": values,
             "returns": gains.returns,
             "kl": kl,
         }
-        facts = {"explained_variance": torch.full_like(scores, explained)}
+        facts = {"explained_variance": torch.full_like(scores, explained_variance)}
         facts |= {"kl_weight": torch.full_like(scores, weight)} if ppo.kl else {}
         return Estimates(columns, facts, {**changes, **moments})
 
     def _scale(self, scores: "torch.Tensor", cursor: "Cursor") -> "tuple[torch.Tensor, Cursor]":
-        """Scaled and clipped rewards, and the sums that they are scaled by."""
+        """Scaled and clipped rewards, and the moments of the scale."""
         import torch
 
         from src.systems.assistants.rl.advantages import Moments
@@ -180,32 +180,32 @@ class Config(TrainingRecipe):
         ), state
 
     def token_losses(self, model: Any, batch: "Mapping[str, torch.Tensor]") -> Any:
-        """Clipped losses of policy and values, less the entropy; over learned tokens:
-        kl, clipped, entropy, value_loss."""
+        """Clipped losses of policy and values minus the entropy bonus; and sums over learned tokens: kl, clipped,
+        entropy, value_loss."""
         from src.systems.assistants.rl import losses
         from src.systems.assistants.rl.policy import score_tokens
 
-        ppo, learned = self.ppo, batch["learned"]
-        scored = score_tokens(
+        ppo, loss_mask = self.ppo, batch["learned"]
+        token_scores = score_tokens(
             model,
             batch,
             rollouts_of(self).sampling.temperature,
             entropy_gradient=ppo.entropy_weight > 0,
         )
-        assert scored.values is not None, "the model is 'with_values'"
+        assert token_scores.values is not None, "the model is 'with_values'"
         policy = losses.policy_loss(
-            scored.logps,
+            token_scores.logps,
             batch["logps"],
             batch["advantages"],
-            learned,
+            loss_mask,
             clip_low=ppo.clip,
             clip_high=ppo.clip,
             dual_clip=ppo.dual_clip,
         )
-        value = losses.value_loss(scored.values, batch["values"], batch["returns"], learned, ppo.value_clip)
-        entropy = losses.token_sum(scored.entropies, learned, "tokens")
+        value = losses.value_loss(token_scores.values, batch["values"], batch["returns"], loss_mask, ppo.value_clip)
+        entropy = losses.token_sum(token_scores.entropies, loss_mask, "tokens")
         loss = policy.loss + ppo.value_weight * value - ppo.entropy_weight * entropy
-        count = learned.sum()
-        sums = {"kl": losses.token_sum(batch["kl"], learned, "tokens")} if ppo.kl else {}
+        count = loss_mask.sum()
+        sums = {"kl": losses.token_sum(batch["kl"], loss_mask, "tokens")} if ppo.kl else {}
         sums |= {"clipped": policy.clipped, "entropy": entropy, "value_loss": value}
         return loss, {name: (each, count) for name, each in sums.items()}

@@ -1,9 +1,9 @@
-"""Open-Assistant's settings of its models (model/model_training/configs of LAION-AI/Open-Assistant, January 2024).
+"""Open-Assistant's model settings (model/model_training/configs of LAION-AI/Open-Assistant, January 2024).
 
-A group is called by its section there, such as assistant_pythia-12b. Data sets are prepared by `python -m
-data_prep.assistants.prepare_conversations` under the names that they have here. Numbers of tokens, sequences, epochs
-and learning rates are the original's; its half precision is bfloat16 here, and an epoch has at most `MOST` samples of
-each data set, another part of it each time.
+A group is named after its section there, for example assistant_pythia-12b. Prepare the data sets under the names used
+here with `python -m data_prep.assistants.prepare_conversations`. Numbers of tokens, sequences, epochs and learning
+rates are the original's. Half precision is bfloat16 here. An epoch has at most `MAX_SAMPLES` samples of each data set,
+different ones in each epoch.
 """
 
 from collections.abc import Sequence
@@ -12,17 +12,17 @@ from typing import Any
 from src.experiments.grid import override, ref
 
 CONTROL_TOKENS = ["<|prompter|>", "<|assistant|>", "<|system|>", "<|prefix_begin|>", "<|prefix_end|>"]
-MOST = 20_000
+MAX_SAMPLES = 20_000
 DEVICES = 8
-"""Among which the sequences of a step are meant to be shared, of all but the smallest models."""
-# The section "defaults", and its mixes.
+"""Number of GPUs that share the sequences of a step, for all but the smallest models."""
+# The section "defaults" and its mixes.
 DEFAULT_MIX = (
     "adversarial_qa", "cnn_dailymail", "dive_mt", "gsm8k", "joke", "multi_news", "samsum", "scitldr", "soda",
     "soda_dialogue", "squad_v2", "ted_trans_de-ja", "ted_trans_nl-en", "trivia_qa_nocontext", "webgpt",
     "wmt2019_de-en", "wmt2019_ru-en", "wmt2019_zh-en", "xsum",
 )  # fmt: skip
 FEWER = {"gsm8k": 7473, "joke": 301, "samsum": 14732, "scitldr": 1992, "webgpt": 14251}
-"""Training samples of the sets of the mixes that have fewer than `MOST`."""
+"""Number of training samples of the data sets that have fewer than `MAX_SAMPLES`."""
 REWARD_MIX = {
     "anthropic_rlhf": {"fraction": 0.1},
     "augment_oasst": {"fraction": 1.0},
@@ -32,9 +32,9 @@ REWARD_MIX = {
     "webgpt_ranked": {"fraction": 1.0},
 }
 REWARD_SAMPLES = 16_000 + 20_000 + 9_000 + 20_000 + 39_000 + 14_000
-"""Conversations of an epoch of it, roughly: more or fewer change where the schedule ends, and nothing else."""
-# Section: (hub id, learning rate, tokens, sequences of a pass and passes of a process, epochs, warm-up steps, whether
-# rows are packed)
+"""Approximate number of conversations in an epoch of `REWARD_MIX`; only the end of the schedule depends on it."""
+# Section: (hub id, learning rate, tokens, sequences per pass, passes per process, epochs, warm-up steps, whether rows
+# are packed)
 SFT: dict[str, tuple[str, float, int, int, int, int, int, bool]] = {
     "galactica-125m": ("facebook/galactica-125m", 5e-5, 512, 4, 2, 3, 600, False),
     "pythia-70m-deduped": ("EleutherAI/pythia-70m-deduped", 8e-6, 520, 2, 9, 3, 1000, True),
@@ -52,9 +52,9 @@ SFT: dict[str, tuple[str, float, int, int, int, int, int, bool]] = {
     "falcon-7b": ("tiiuae/falcon-7b", 1e-5, 2048, 1, 2, 8, 100, False),
 }
 LORA = {"llama-13b": (24, 1), "llama-30b": (4, 1), "llama-65b": (12, 1)}
-"""Base -> sequences of a pass, passes of a process; 12 epochs of 2,048 tokens, 300 steps of warm-up."""
+"""Base -> sequences per pass, passes per process. All: 12 epochs, 2,048 tokens, 300 warm-up steps."""
 REWARD = {"6.9b": (1e-5, 3), "2.8b": (1e-5, 3), "1.4b": (8e-6, 2), "1b": (8e-6, 2)}
-"""Size of Pythia -> learning rate, epochs; 2,048 tokens."""
+"""Size of Pythia -> learning rate, epochs. All: 2,048 tokens."""
 _SMALL = ("galactica-125m", "pythia-70m-deduped")
 _WRITING = {"template": "oasst"}
 
@@ -62,7 +62,7 @@ _WRITING = {"template": "oasst"}
 def conversations(
     corpora: Sequence[str], tokens: int, packed: bool = False, random_offset: float = 0.8
 ) -> dict[str, Any]:
-    """The data of a supervised fine-tuning: one data set, or several, at most `MOST` samples of each in an epoch."""
+    """Data of supervised fine-tuning: one data set, or a mixture with at most `MAX_SAMPLES` of each per epoch."""
     parts = {
         name: {
             "name": "conversations",
@@ -73,18 +73,18 @@ def conversations(
         }
         for name in corpora
     }
-    whole = parts[corpora[0]] if len(parts) == 1 else {
-        "name": "mixture", "parts": parts, "draw": {name: {"fraction": 1.0, "size": MOST} for name in parts},
+    data = parts[corpora[0]] if len(parts) == 1 else {
+        "name": "mixture", "parts": parts, "draw": {name: {"fraction": 1.0, "size": MAX_SAMPLES} for name in parts},
     }  # fmt: skip
-    return {"name": "packed", "documents": whole, "sequence_tokens": tokens} if packed else whole
+    return {"name": "packed", "documents": data, "sequence_tokens": tokens} if packed else data
 
 
 def sft(section: str, corpora: Sequence[str] = DEFAULT_MIX, **model: Any) -> dict[str, Any]:
-    """A section of supervised fine-tuning on some data sets. model: more fields of its 'hf'."""
+    """A section of supervised fine-tuning on these data sets. model: more fields of its 'hf' model."""
     path, rate, tokens, micro_batch, passes, epochs, warmup, packed = SFT[section]
-    samples = sum(FEWER.get(name, MOST) for name in corpora)
+    samples = sum(FEWER.get(name, MAX_SAMPLES) for name in corpora)
     base = {"name": "hf", "path": path, "extra_tokens": CONTROL_TOKENS, **model}
-    if section == "galactica-125m":  # whose own tokenizer names no end token
+    if section == "galactica-125m":  # its own tokenizer has no end token
         base = {"name": "hf", "path": path, "tokenizer": "galactica_oasst"}
     if section == "falcon-7b":
         base = {"name": "regularized", "base": base, "residual_dropout": 0.3, "dropout_by_layer": "growing"}
@@ -108,10 +108,9 @@ def sft(section: str, corpora: Sequence[str] = DEFAULT_MIX, **model: Any) -> dic
 
 
 def loop(micro_batch: int, sequences: int, samples: int, warmup: int, rate: float) -> dict[str, Any]:
-    """Section "defaults", and what others change of it. sequences: of a step.
-    samples: of all epochs; rows that are packed make more.
+    """The section "defaults" with these changes.
 
-    warmup: steps.
+    sequences: per step. samples: in all epochs, before packing. warmup: steps.
     """
     steps = max(1, samples // sequences)
     return {
@@ -128,12 +127,12 @@ def loop(micro_batch: int, sequences: int, samples: int, warmup: int, rate: floa
 
 
 def lora(section: str) -> dict[str, Any]:
-    """A fine-tuning of low-rank adapters in all matrices."""
+    """Fine-tuning of low-rank adapters in all matrices."""
     micro_batch, passes = LORA[section]
     path = SFT[section][0] if section in SFT else "huggyllama/llama-65b"
     names = ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
     base = {"name": "hf", "path": path, "dtype": "bfloat16", "extra_tokens": CONTROL_TOKENS}
-    samples = sum(FEWER.get(name, MOST) for name in DEFAULT_MIX)
+    samples = sum(FEWER.get(name, MAX_SAMPLES) for name in DEFAULT_MIX)
     return override(
         sft("llama-13b"),
         {
@@ -179,8 +178,11 @@ def reward(size: str) -> dict[str, Any]:
 
 
 def rlhf(policy: dict[str, Any], size: str) -> dict[str, Any]:
-    """pythia_rlhf and llama_rlhf: PPO with the reward model of a size. Rollouts of a step divide those of an iteration
-    here: 128, not 18 of each process. The KL is a mean over answers here, and over prompts and padding, too, there."""
+    """pythia_rlhf and llama_rlhf: PPO with the reward model of this size.
+
+    Differences: a step has 128 rollouts, a divisor of those of an iteration, instead of 18 per process. The KL is a
+    mean over answers, instead of over prompts, answers and padding.
+    """
     prompts = {"name": "conversations", "corpus": "oasst_export", "sequence_tokens": 1520, "writing": _WRITING}
     return {
         "recipe": "ppo",
@@ -248,4 +250,4 @@ RLHF = {
     "assistant_pythia_rlhf": [rlhf(ref(sft("pythia-12b")), "1.4b")],
     "assistant_llama_rlhf": [rlhf({"name": "regularized", "base": ref(sft("llama-30b")), "frozen_layers": 52}, "6.9b")],
 }
-"""Policies, which begin with models of `GROUPS`."""
+"""Policies that start from models of `GROUPS`."""

@@ -1,4 +1,4 @@
-"""Recipe `reward`: train a reward model on ranked replies, after Ouyang et al. 2022 (arXiv 2203.02155, section 3.5)."""
+"""Recipe `reward`: train a reward model on ranked replies (Ouyang et al. 2022, arXiv 2203.02155, section 3.5)."""
 
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
@@ -15,7 +15,7 @@ from src.runs.context import Run
 if TYPE_CHECKING:
     import torch
 
-REPORTED = ("accuracy", "kendall", "spearman", "best_reward", "worst_reward")
+REPORTED_SCORES = ("accuracy", "kendall", "spearman", "best_reward", "worst_reward")
 """Named sums of the loss that an evaluation reports."""
 
 
@@ -23,13 +23,13 @@ class Ranking(StrictConfig):
     """The loss of ranked replies; see `systems.assistants.preferences.losses.ranking_loss`."""
 
     by: Literal["conversations", "pairs"] = "conversations"
-    """What counts 1: a conversation, however many replies it has, or each pair of replies."""
+    """Unit of the loss: each conversation has weight 1, or each pair of replies has."""
     l2: float = Field(default=0.001, ge=0)
     """Weight of the squared rewards."""
     margin: Annotated[float, Field(ge=0)] | Literal["scores"] = 0.0
-    """How far the reward of the better reply should be ahead; "scores": by the difference of their "score"."""
+    """Required margin of the better reply's reward. "scores": the difference of the replies' "score"."""
     centring: float = Field(default=0.0, ge=0)
-    """Weight of the squared sums of both rewards of a pair."""
+    """Weight of the squared sum of the two rewards of a pair."""
 
 
 class Config(TrainingRecipe):
@@ -45,28 +45,30 @@ class Config(TrainingRecipe):
         return self
 
     def checks(self, places: Places) -> list[Callable[[], object]]:
-        scored = self.ranking.margin == "scores"
+        needs_scores = self.ranking.margin == "scores"
         return [
-            *pretraining.checks(self, places, pretraining.score_names(REPORTED)),
-            lambda: scored and self.data.check_scores(places),
+            *pretraining.checks(self, places, pretraining.score_names(REPORTED_SCORES)),
+            lambda: needs_scores and self.data.check_scores(places),
         ]
 
     def loss(self) -> Callable[..., Any]:
-        """Summed loss; and by name, over the conversations that have a preference: accuracy, the share in which the
-        best reply has more than the worst; kendall and spearman, correlations with the ranks; best_reward and
-        worst_reward."""
+        """A function that returns the summed loss and, by name, sums over the conversations that have a preference.
+
+        accuracy: whether the best reply has a higher reward than the worst. kendall, spearman: correlations of rewards
+        and ranks. best_reward, worst_reward: rewards of the best and the worst reply.
+        """
         from src.evaluation.metrics.ranking import correlations
         from src.systems.assistants.preferences.losses import agreement, ranking_loss
 
         settings = self.ranking
 
-        def loss_and_sums(model: Any, batch: "Mapping[str, torch.Tensor]", correlated: bool = True) -> Any:
+        def loss_and_sums(model: Any, batch: "Mapping[str, torch.Tensor]", with_correlations: bool = True) -> Any:
             import torch
 
             rewards_R = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"])
             conversations_R, ranks_R = batch["sample_of_row"], batch["ranks"]
             margin = batch["scores"] if settings.margin == "scores" else settings.margin
-            summed = ranking_loss(
+            total_loss = ranking_loss(
                 rewards_R,
                 conversations_R,
                 ranks_R,
@@ -75,31 +77,31 @@ class Config(TrainingRecipe):
                 margin=margin,
                 centring=settings.centring,
             )
-            if not correlated:
+            if not with_correlations:
                 *sums, count = agreement(rewards_R, conversations_R, ranks_R)
-                return summed, {
+                return total_loss, {
                     name: (each, count)
                     for name, each in zip(("accuracy", "best_reward", "worst_reward"), sums, strict=True)
                 }
-            ranked = correlations(rewards_R.tolist(), conversations_R.tolist(), ranks_R.tolist())
-            count = torch.tensor(float(len(ranked)))
-            sums = {name: sum(getattr(each, name) for each in ranked) for name in REPORTED}
-            return summed, {name: (torch.tensor(each, dtype=torch.float64), count) for name, each in sums.items()}
+            conversation_scores = correlations(rewards_R.tolist(), conversations_R.tolist(), ranks_R.tolist())
+            count = torch.tensor(float(len(conversation_scores)))
+            sums = {name: sum(getattr(each, name) for each in conversation_scores) for name in REPORTED_SCORES}
+            return total_loss, {name: (torch.tensor(each, dtype=torch.float64), count) for name, each in sums.items()}
 
         return loss_and_sums
 
     def training_loss(self) -> Callable[..., Any]:
         loss = self.loss()
-        return lambda model, batch: loss(model, batch, correlated=False)
+        return lambda model, batch: loss(model, batch, with_correlations=False)
 
     def count(self, batch: "Mapping[str, torch.Tensor]") -> float:
-        """Conversations with a preference, or pairs."""
+        """Number of conversations with a preference, or of pairs."""
         from src.systems.assistants.preferences.losses import count_ranked
 
         return count_ranked(batch["sample_of_row"], batch["ranks"], self.ranking.by)
 
     def run(self, run: Run) -> None:
-        """Train to the last step, or evaluate. Scores: val_loss and the means of `REPORTED`. Collective."""
+        """Train to the last step, or evaluate. Scores: val_loss and the means of `REPORTED_SCORES`. Collective."""
         pretraining.train_on_text(
-            self, run, pretraining.TextTraining(self.loss(), reported_sums=REPORTED, count=self.count)
+            self, run, pretraining.TextTraining(self.loss(), reported_sums=REPORTED_SCORES, count=self.count)
         )

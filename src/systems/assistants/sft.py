@@ -1,4 +1,4 @@
-"""Recipe `sft`: supervised fine-tuning on conversations, in which what the assistant says is learned."""
+"""Recipe `sft`: supervised fine-tuning on conversations, with loss on the assistant's answers."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -18,11 +18,11 @@ class Config(TrainingRecipe):
     """An experiment of this recipe, without its "recipe" key."""
 
     answers: Answers | None = None
-    """The last answers of validation conversations, generated and scored at each evaluation; None for none."""
+    """Last answers of validation conversations to generate and score at each evaluation; None for no answers."""
     sampled: SampledAnswers | None = None
-    """The same by drawing from the model, several answers to each."""
+    """Last answers of validation conversations to generate by sampling, several times each."""
     poly_epsilon: float = Field(default=0.0, ge=0)
-    """Weight of 1 - p of each target, p being its probability, in training; see `training.loss.cross_entropy`."""
+    """Weight of 1 - p in the training loss, where p is the target's probability; see `training.loss.cross_entropy`."""
 
     @model_validator(mode="after")
     def _reads_text(self) -> "Config":
@@ -30,7 +30,7 @@ class Config(TrainingRecipe):
         return self
 
     def checks(self, places: Places) -> list[Callable[[], object]]:
-        """Those of text, and that answers fit after their prompts."""
+        """The checks of text recipes, and that prompts and answers fit the model."""
         questions = [each for each in (self.answers, self.sampled) if each]
         names = [name for each in questions for name in each.score_names()]
         longest = max((each.max_new_tokens for each in questions), default=0)
@@ -46,7 +46,7 @@ class Config(TrainingRecipe):
         return self.in_chunks(lambda model, batch: causal_lm_loss(model, batch, *options))
 
     def run(self, run: Run) -> None:
-        """Train to the last step, or evaluate. Scores: also val_accuracy and those of answers. Collective."""
+        """Train to the last step, or evaluate. More scores: val_accuracy and the scores of answers. Collective."""
         from src.training.loss import causal_lm_loss
 
         def require_questions(train: Dataset, val: Any) -> Mapping[str, str]:

@@ -3,8 +3,8 @@
 from src.experiments.grid import grid, override, ref
 from src.systems.crossattn.groups import BASE_TINY, CROSSATTN_TINY, CROSSATTN_TULU
 
-# The baselines that XC-Cache compares with. That tiny decoder with the context in its prompt, or without any:
-# as it stands, with adapters, trained whole.
+# The baselines of XC-Cache. The tiny decoder with the context in its prompt, or without a context: untrained, with
+# adapters, fully fine-tuned.
 TINY_QUESTIONS = {"corpus": "stdlib_qa", "sequence_tokens": 64, "loss_on": "answer", "val_samples": 192}
 PROMPTED_TINY = override(
     CROSSATTN_TINY,
@@ -52,8 +52,8 @@ FID_TINY = override(
         },
     },
 )
-# Prompted Tulu 2: the adapters and rates of XC-Cache's larger configuration, which has its base in 8 bits, and as many
-# context tokens as cross-attention reads there. In bfloat16; run with --gradient_checkpointing.
+# Prompted Tulu 2: adapters and learning rates of XC-Cache's larger configuration, with as many context tokens as its
+# cross-attention reads. The base is in bfloat16 instead of 8 bits. Run with --gradient_checkpointing.
 PROMPTED_TULU = override(
     CROSSATTN_TULU,
     {
@@ -90,9 +90,9 @@ PROMPTED_TULU_AS_IT_IS = {
     "evaluation": {"micro_batch": 1},
     "inference": QUESTIONS_ASKED,
 }
-# Fusion-in-Decoder with the options of XC-Cache's baselines/fid: passages of 512 tokens, 8 at most, 2 questions on each
-# GPU, a constant rate after 1,000 steps. The number of steps and of GPUs is not published: as many steps as for the
-# others, 8 GPUs.
+# Fusion-in-Decoder with the options of XC-Cache's baselines/fid: up to 8 passages of 512 tokens, 2 questions per GPU, a
+# constant rate after 1,000 steps. The numbers of steps and GPUs are not published. We use the steps of the other
+# configurations and 8 GPUs.
 FID_T5 = {
     "recipe": "fid",
     "seed": 0,

@@ -1,4 +1,4 @@
-"""The demo: a tiny model tells which exception Python code raises, which only its cross-attention layers read."""
+"""The demo: a tiny model predicts which exception Python code raises. Only its cross-attention layers read the code."""
 
 from src.experiments.grid import grid, override, ref
 from src.systems.crossattn.groups import BASE_TINY, CROSSATTN_TINY

@@ -1,4 +1,4 @@
-"""Recipe `fid`: Fusion-in-Decoder: the encoder reads each passage separately, the decoder all of them together."""
+"""Recipe `fid`: Fusion-in-Decoder. The encoder reads each passage separately, the decoder reads all passages."""
 
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -19,9 +19,9 @@ class Config(TrainingRecipe):
     takes_chunks: ClassVar[bool] = False
 
     answers: Answers | None = None
-    """Answers to validation questions, generated and scored at each evaluation; None for none."""
+    """Validation questions to answer and score at each evaluation; None for no questions."""
     inference: Inference | None = None
-    """Answers to the questions of a split, at the end; None for none."""
+    """Questions to answer after training; None for no questions."""
 
     @model_validator(mode="after")
     def _reads_questions(self) -> "Config":
@@ -37,7 +37,7 @@ class Config(TrainingRecipe):
         return self.with_loop_options(context_lm_loss)
 
     def run(self, run: Run) -> None:
-        """Train, or evaluate without training; then run the inference. Collective."""
+        """Train, or evaluate without training; then run inference. Collective."""
         from src.training.loss import context_lm_loss
 
         question_answering.train_on_questions(self, run, context_lm_loss, self.answers, self.inference)

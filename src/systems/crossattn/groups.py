@@ -27,7 +27,7 @@ BASE_TINY = {
     },
 }
 
-# Cross-attention layers in that model, trained to answer questions about a function or class that only they can read.
+# Cross-attention layers in that model, trained to answer questions about a function or class, which only they can read.
 CROSSATTN_TINY = {
     "recipe": "crossattn",
     "seed": 0,
@@ -52,9 +52,10 @@ CROSSATTN_TINY = {
     "answers": {"questions": 32, "max_new_tokens": 12, "metrics": [{"name": "squad"}]},
 }
 
-# XC-Cache on Natural Questions (arXiv 2404.15420): the sizes, placements and rates of its released configurations.
-# Needs the base model, the prepared data and GPUs. A step reads what one GPU read between two updates there. All are in
-# bfloat16, which needs no loss scale and can be shared by processes; the smaller ones were published in float16.
+# XC-Cache on Natural Questions (arXiv 2404.15420), with the sizes, placements and learning rates of its released
+# configurations. Needs the base model, the prepared data and GPUs. A step has as many sequences as one GPU between two
+# updates there. All use bfloat16, which needs no loss scaling and supports sharding; the smaller configurations were
+# published in float16.
 CROSSATTN = {
     "recipe": "crossattn",
     "seed": 0,
@@ -130,7 +131,7 @@ CROSSATTN_STARCHAT = override(
         "loop.weight_decay": 1e-2,
     },
 )
-# XC-Cache's blocks of the Llama style have LayerNorm.
+# XC-Cache's Llama-style blocks have LayerNorm.
 CROSSATTN_TULU = override(
     CROSSATTN,
     {
@@ -189,7 +190,7 @@ GROUPS = {
             },
         )
     ],
-    # Its contexts are encoded by data_prep.crossattn.preproc_nq, before the training; those of the others at each step.
+    # Its contexts are encoded in advance by data_prep.crossattn.preproc_nq; the other groups encode them at each step.
     "crossattn_starcoderbase-3b": [override(CROSSATTN_STARCODERBASE_3B, {"data.encoded_contexts": True})],
     "crossattn_starcoderbase-7b": [
         override(
@@ -212,8 +213,8 @@ GROUPS = {
     "crossattn_starchat-alpha": [CROSSATTN_STARCHAT],
     "crossattn_tulu-7b": [CROSSATTN_TULU],
     "crossattn_tulu-13b": [override(CROSSATTN_TULU, {"model.base.path": "allenai/tulu-2-dpo-13b"})],
-    # XC-Cache's code gives Mistral blocks the heads of the base, whatever its configuration says, and the MLP of the
-    # smaller ones.
+    # XC-Cache's code gives Mistral blocks the base's heads, regardless of the configuration, and the MLP of its smaller
+    # blocks.
     "crossattn_mistral-7b": [
         override(
             CROSSATTN_TULU,
@@ -227,7 +228,7 @@ GROUPS = {
             },
         )
     ],
-    # Llama 2 reads 4,096 tokens at most; the published configuration asks for 6,144.
+    # Llama 2 supports at most 4,096 tokens; the published configuration has 6,144.
     **{
         f"crossattn_llama-{size}": [
             override(CROSSATTN_TULU, {"model.base.path": f"meta-llama/Llama-2-{size}-hf", "data.context_tokens": 4096})

@@ -1,5 +1,5 @@
-"""Recipe `prompted`: a decoder answers questions about contexts in its prompt.
-Fully fine-tuned, trained with adapters, or not trained."""
+"""Recipe `prompted`: a decoder answers questions about contexts in its prompt. It can be fully fine-tuned, trained with
+adapters, or not trained."""
 
 from collections.abc import Callable
 from typing import Any
@@ -18,9 +18,9 @@ class Config(TrainingRecipe):
     """An experiment of this recipe, without its "recipe" key."""
 
     answers: Answers | None = None
-    """Answers to validation questions, generated and scored at each evaluation; None for none."""
+    """Validation questions to answer and score at each evaluation; None for no questions."""
     inference: Inference | None = None
-    """Answers to the questions of a split, at the end; None for none."""
+    """Questions to answer after training; None for no questions."""
 
     @model_validator(mode="after")
     def _reads_questions(self) -> "Config":
@@ -36,7 +36,7 @@ class Config(TrainingRecipe):
         return self.with_loop_options(causal_lm_loss)
 
     def run(self, run: Run) -> None:
-        """Train, or evaluate without training; then run the inference. Collective."""
+        """Train, or evaluate without training; then run inference. Collective."""
         from src.training.loss import causal_lm_loss
 
         question_answering.train_on_questions(self, run, causal_lm_loss, self.answers, self.inference)

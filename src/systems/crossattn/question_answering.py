@@ -1,4 +1,4 @@
-"""Training and evaluating models that answer questions, for the recipes `crossattn`, `prompted` and `fid`."""
+"""Train and evaluate models that answer questions, for the recipes `crossattn`, `prompted` and `fid`."""
 
 from collections.abc import Callable
 from typing import Any
@@ -19,7 +19,7 @@ def require_questions(recipe: TrainingRecipe, model_kind: str, dataset_name: str
     """Raises ValueError if the model or the data are not for this recipe."""
     recipe.model.require_kind(model_kind, None)
     if recipe.data.name != dataset_name:
-        raise ValueError(f"data: the data of this recipe are {dataset_name!r}, got {recipe.data.name!r}.")
+        raise ValueError(f"data: expected {dataset_name!r}, got {recipe.data.name!r}.")
 
 
 def checks(
@@ -42,8 +42,8 @@ def checks(
         lambda: inference and row_index.check(places, data, inference.split, inference.index_file),
     ]
     if loop:
-        measured = {*VAL_LOSSES, *(answers.score_names() if answers else [])}
-        checks += [recipe.check_compiled, lambda: loop.check(measured)]
+        score_names = {*VAL_LOSSES, *(answers.score_names() if answers else [])}
+        checks += [recipe.check_compiled, lambda: loop.check(score_names)]
     return checks
 
 
@@ -56,8 +56,8 @@ def train_on_questions(
 ) -> None:
     """Train, or evaluate without training; then answer the questions of `inference`. Collective.
 
-    Scores: train_loss, val_loss and, if there are contexts, val_loss_shuffled_context (nats per token), the metrics of
-    `answers`; at the end the bytes cached per context, if known, and the metrics of `inference`.
+    Scores: train_loss, val_loss, val_loss_shuffled_context if there are contexts (nats per token), and the metrics of
+    `answers`; at the end the bytes cached per context token, if known, and the metrics of `inference`.
 
     loss: (model, batch) -> summed loss of an evaluation.
     """

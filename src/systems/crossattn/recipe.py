@@ -19,9 +19,9 @@ class Config(TrainingRecipe):
     """An experiment of this recipe, without its "recipe" key."""
 
     answers: Answers | None = None
-    """Answers to validation questions, generated and scored at each evaluation; None for none."""
+    """Validation questions to answer and score at each evaluation; None for no questions."""
     inference: Inference | None = None
-    """Answers to the questions of a split, at the end; None for none."""
+    """Questions to answer after training; None for no questions."""
 
     @model_validator(mode="after")
     def _reads_questions(self) -> "Config":
@@ -29,7 +29,7 @@ class Config(TrainingRecipe):
         return self
 
     def checks(self, places: Places) -> list[Callable[[], object]]:
-        """Those of every recipe of questions, and that contexts encoded in advance are of this base."""
+        """The checks of `question_answering`, and that this model's base has encoded the stored contexts."""
         checks = question_answering.checks(self, places, CROSS_ATTENTION, self.answers, self.inference)
         return [*checks, lambda: call_once(self._check_base, places)]
 
@@ -39,7 +39,7 @@ class Config(TrainingRecipe):
         return self.with_loop_options(context_lm_loss)
 
     def run(self, run: Run) -> None:
-        """Train, or evaluate without training; then run the inference. Collective."""
+        """Train, or evaluate without training; then run inference. Collective."""
         from src.training.loss import context_lm_loss
 
         with distributed.raise_together():

@@ -1,9 +1,9 @@
-"""`make study`: cross-attention compared with prompting and with no context, on real questions."""
+"""`make study`: compare cross-attention with prompting and with closed-book answers, on real questions."""
 
 from src.experiments.grid import grid, override, seeds
 
-# A study on real questions that one core can carry out: a decoder of 260 thousand parameters that knows children's
-# stories is to answer from 192 tokens of Wikipedia. Data and base: `make study`.
+# A study on real questions for one CPU core: a decoder of 260,000 parameters, pretrained on children's stories, answers
+# questions from 192 tokens of Wikipedia. `make study` prepares the data and the base.
 STUDY_DATA = {
     "corpus": "squad_nq",
     "context_tokens": 192,
@@ -54,8 +54,8 @@ STUDY_CLOSED_BOOK = override(
         "inference.wrong_contexts": False,
     },
 )
-UNTRAINED = {"loop": None, "evaluation": {"micro_batch": 8}}
-BASE_ALONE = {**UNTRAINED, "model": STUDY_BASE}
+WITHOUT_TRAINING = {"loop": None, "evaluation": {"micro_batch": 8}}
+UNTRAINED_BASE = {**WITHOUT_TRAINING, "model": STUDY_BASE}
 
 BLOCKS = grid(
     STUDY_CROSSATTN,
@@ -64,7 +64,7 @@ BLOCKS = grid(
 )
 
 GROUPS = {
-    # Which learning rate suits each, on a seed that the study does not have.
+    # Search for learning rates, with a seed that the study does not use.
     "study_rates": [
         override(e, {"loop.learning_rate": rate, "loop.max_grad_norm": norm, "seed": 100, "inference": None})
         for e in [*BLOCKS, STUDY_PROMPTED, STUDY_CLOSED_BOOK]
@@ -76,8 +76,8 @@ GROUPS = {
     ),
     "study_prompted": seeds([STUDY_PROMPTED, STUDY_CLOSED_BOOK], 3),
     "study_untrained": [
-        *seeds([override(STUDY_CROSSATTN, UNTRAINED)], 3),
-        override(STUDY_PROMPTED, BASE_ALONE),
-        override(STUDY_CLOSED_BOOK, BASE_ALONE),
+        *seeds([override(STUDY_CROSSATTN, WITHOUT_TRAINING)], 3),
+        override(STUDY_PROMPTED, UNTRAINED_BASE),
+        override(STUDY_CLOSED_BOOK, UNTRAINED_BASE),
     ],
 }

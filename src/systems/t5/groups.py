@@ -1,10 +1,10 @@
-"""T5: pre-training on masked text, and fine-tuning on tasks that are written as text."""
+"""T5: pre-training on masked text, and fine-tuning on text-to-text tasks."""
 
 from typing import Any
 
 from src.experiments.grid import override, ref, seeds
 
-# A small T5 learns on this machine to fill gaps in the source of Python's standard library, in five core minutes.
+# A small T5 that learns to fill gaps in the source of Python's standard library, in five minutes on one CPU core.
 TINY_TEXT = {"corpus": "stdlib_text", "input_tokens": 128, "val_sequences": 128}
 TINY_DENOISERS = [
     {"rate": 1.0, "mode": "[NLU]", "mean_span_tokens": 3.0, "noise_density": 0.15},
@@ -40,8 +40,8 @@ T5_TINY: dict[str, Any] = {
 
 T5_TINY_SHORT = override(T5_TINY, {"loop.steps": 1_000, "loop.eval_every": 250})
 
-# nanoT5's recipe (Nawrot 2023, arXiv 2309.02373): T5 v1.1-base on C4, 2^16 steps of 128 sequences, in bfloat16. The
-# corpus is made by data_prep.tokenize, the tokenizer by data_prep.t5.t5_tokenizer from T5's SentencePiece model.
+# nanoT5's recipe (Nawrot 2023, arXiv 2309.02373): T5 v1.1-base on C4, 2^16 steps of 128 sequences, in bfloat16. Prepare
+# the corpus with data_prep.tokenize, and the tokenizer with data_prep.t5.t5_tokenizer from T5's SentencePiece model.
 T5_V1_1_BASE: dict[str, Any] = {
     "recipe": "t5_pretrain",
     "seed": 0,
@@ -74,7 +74,7 @@ T5_V1_1_BASE: dict[str, Any] = {
     },
 }
 
-# Goes on from Google's weights, whose tokenizer is another file than ours: the corpus is tokenised with it.
+# Continues from Google's weights. Their tokenizer is a different file, so the corpus is tokenised with it.
 T5_BASE_CONTINUED = override(
     T5_V1_1_BASE,
     {
@@ -85,7 +85,8 @@ T5_BASE_CONTINUED = override(
     },
 )
 
-# Fine-tuning on one task: rates and epochs of principled pre-training's README for T5-base, in steps of 16 sequences.
+# Fine-tuning on one task: learning rates and epochs for T5-base from the README of "principled pre-training", with 16
+# sequences per step.
 T5_BASE_TASK: dict[str, Any] = {
     "recipe": "seq2seq",
     "seed": 0,
@@ -107,7 +108,7 @@ T5_BASE_TASK: dict[str, Any] = {
     "predictions": {},
 }
 TASKS = {
-    # task: (rows of the training split, epochs, steps between evaluations, what is optimised)
+    # task: (training rows, epochs, steps between evaluations, metric to optimise)
     "cola": (8_551, 20, 500, "matthews"),
     "sst2": (67_349, 10, 500, "accuracy"),
     "mrpc": (3_668, 50, 100, "f1"),
@@ -127,7 +128,8 @@ def task(name: str) -> dict[str, Any]:
     return override(T5_BASE_TASK, {"data.task": name, "data.corpus": name, **changes})
 
 
-# All of GLUE but WNLI at once, mixed by T5's numbers of examples; T5's constant rate, 2^18 steps of 128 sequences.
+# A mixture of all GLUE tasks except WNLI, weighted by T5's numbers of examples, with T5's constant learning rate and
+# 2^18 steps of 128 sequences.
 T5_BASE_GLUE = override(
     T5_BASE_TASK,
     {
@@ -147,7 +149,7 @@ T5_BASE_GLUE = override(
     },
 )
 
-# Super-Natural-Instructions as nanoT5 fine-tunes on it: 100 instances of 757 tasks, two epochs in steps of 8, without
+# Super-Natural-Instructions as in nanoT5: 100 instances of 757 tasks, two epochs, 8 sequences per step, no gradient
 # clipping.
 T5_BASE_SNI = override(
     T5_BASE_TASK,
@@ -175,7 +177,7 @@ T5_BASE_SNI = override(
     },
 )
 
-# The small T5 on real tasks: `t5_tiny` goes on, and the same model from random weights beside it.
+# The small T5 on real tasks, from the weights of `t5_tiny` and from random weights.
 T5_TINY_TASK = override(
     T5_BASE_TASK,
     {
@@ -191,7 +193,7 @@ T5_TINY_TASK = override(
 )
 
 
-# What pre-training is worth: the small T5 reads code, and writes its docstring's first sentence or its name.
+# The benefit of pre-training: the small T5 reads code, and predicts its name or the first sentence of its docstring.
 T5_TINY_CODE: dict[str, Any] = {
     "recipe": "seq2seq",
     "seed": 0,
@@ -218,19 +220,19 @@ T5_TINY_CODE: dict[str, Any] = {
 }
 
 
-def beside_random_weights(trained: dict[str, Any]) -> list[dict[str, Any]]:
-    """An experiment that starts from the small T5, and the same from random weights; three seeds of each."""
+def with_random_baseline(trained: dict[str, Any]) -> list[dict[str, Any]]:
+    """An experiment from the small T5's weights, and the same from random weights, with three seeds each."""
     return seeds([trained, override(trained, {"model": T5_TINY["model"]})], 3)
 
 
 def tiny_task(name: str) -> list[dict[str, Any]]:
-    """The small T5 on one task, pre-trained and not."""
+    """The small T5 on one task, with and without pre-training."""
     trained = override(T5_TINY_TASK, {"data.task": name, "data.corpus": name, "loop.best_metric": TASKS[name][3]})
     return [trained, override(trained, {"model": T5_TINY["model"]})]
 
 
 def budget(steps: int, warmup: int) -> dict[str, Any]:
-    """nanoT5's recipe for so many steps of 256 sequences, in halves."""
+    """nanoT5's recipe with this number of steps, of 256 sequences each."""
     return override(
         T5_V1_1_BASE,
         {
@@ -259,8 +261,8 @@ GROUPS: dict[str, list[dict[str, Any]]] = {
     "t5_base_glue": [T5_BASE_GLUE],
     "t5_base_sni": [T5_BASE_SNI],
     **{f"t5_tiny_{name}": tiny_task(name) for name in ("rte", "sst2", "cola")},
-    "t5_tiny_codedoc": beside_random_weights(T5_TINY_CODE),
-    "t5_tiny_codename": beside_random_weights(
+    "t5_tiny_codedoc": with_random_baseline(T5_TINY_CODE),
+    "t5_tiny_codename": with_random_baseline(
         override(T5_TINY_CODE, {"data.task": "codename", "data.corpus": "codename"})
     ),
     "t5_tiny_objectives": [

@@ -1,7 +1,8 @@
-"""Recipe `t5_pretrain`: an encoder-decoder is pre-trained by denoising text, from scratch or from given weights.
+"""Recipe `t5_pretrain`: pre-train an encoder-decoder by denoising text, from scratch or from existing weights.
 
-Beside the scores of every pre-training: val_accuracy, the share of target tokens that the model finds the likeliest,
-given those before; with `depth` data val_sentence_loss and val_sentence_accuracy, over the sentence tokens only.
+In addition to the scores of every pre-training it has val_accuracy, the share of target tokens that are the most likely
+ones given the tokens before; and with `depth` data val_sentence_loss and val_sentence_accuracy, only over sentence
+tokens.
 """
 
 from collections.abc import Callable
@@ -16,7 +17,7 @@ from src.recipes.training_recipe import TrainingRecipe
 from src.runs.context import Run
 
 SENTENCE_SCORES = ("val_sentence_loss", "val_sentence_accuracy")
-"""Of data sets with `sentence_targets`."""
+"""Scores of data sets with `sentence_targets`."""
 
 
 class Config(TrainingRecipe):
@@ -53,7 +54,7 @@ def denoising_loss(model: Any, batch: Any, *options: float) -> Any:
 
 
 def sentence_scores(val: Any, scorer: pretraining.Scorer) -> dict[str, float]:
-    """`SENTENCE_SCORES` of `depth` data; none of other data."""
+    """`SENTENCE_SCORES` of `depth` data; empty for other data."""
     sentence_targets = getattr(val, "sentence_targets", None)
     if sentence_targets is None:
         return {}

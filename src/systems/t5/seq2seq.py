@@ -1,4 +1,4 @@
-"""Recipe `seq2seq`: an encoder-decoder is fine-tuned and evaluated on text tasks, such as GLUE and SuperGLUE."""
+"""Recipe `seq2seq`: fine-tune and evaluate an encoder-decoder on text tasks, such as GLUE and SuperGLUE."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from src.systems.t5.tasks.task_table import NamedTask
 
 TASK = "task"
-"""Name of the data set whose rows are answered."""
+"""Name of the data set with tasks."""
 LOSS, PERPLEXITY, TASK_SCORE = "val_loss", "val_perplexity", "task_score"
 
 
@@ -36,18 +36,20 @@ class Config(TrainingRecipe):
     def _fits_together(self) -> "Config":
         self.model.require_kind(ENCODER_DECODER, None)
         if not self.tasks:
-            raise ValueError(f"data: expected {TASK!r}, or a 'mixture' with such a part; got {self.data.name!r}.")
+            raise ValueError(f"data: expected {TASK!r}, or a 'mixture' of it, got {self.data.name!r}.")
         for part in self.predictions.also if self.predictions else []:
             if part.name != TASK:
                 raise ValueError(f"predictions.also: expected data sets {TASK!r}, got {part.name!r}.")
-        twice = [name for name, count in Counter(part.task for part in self.tasks_to_predict).items() if count > 1]
-        if twice:
-            raise ValueError(f"data: the task {twice[0]!r} stands there twice, and its scores would have one name.")
+        duplicates = [name for name, count in Counter(part.task for part in self.tasks_to_predict).items() if count > 1]
+        if duplicates:
+            raise ValueError(
+                f"data: duplicate task {duplicates[0]!r}, so that two scores would have the same name. Remove one."
+            )
         return self
 
     @property
     def tasks(self) -> "list[TaskConfig]":
-        """The tasks in `data`; where it has phases, in the last."""
+        """The tasks in `data`; if it has phases, in the last phase."""
         return list(_tasks(self.data))
 
     @property
@@ -70,20 +72,21 @@ class Config(TrainingRecipe):
             for task in self.tasks_to_predict:
                 if self.answers.by == "rank" and not task.find_task(places).answers:
                     raise ConfigError(
-                        f"answers.by: the answers of task {task.task!r} are any text, so there is no list to rank."
+                        f"answers.by: 'rank' needs a list of answers, but task {task.task!r} has free text."
                     )
 
         def check_best_metric() -> None:
             if loop is None:
                 return
-            known = score_names([task.find_task(places) for task in self.tasks])
-            if loop.best_metric not in known:
-                raise ConfigError(f"loop.best_metric: {unknown_text('score', loop.best_metric, known)}")
+            known_scores = score_names([task.find_task(places) for task in self.tasks])
+            if loop.best_metric not in known_scores:
+                raise ConfigError(f"loop.best_metric: {unknown_text('score', loop.best_metric, known_scores)}")
             lower = loop.best_metric.partition("/")[0] in (LOSS, PERPLEXITY)
             if (loop.best_mode == "min") != lower:
                 right, better = ("min", "lower") if lower else ("max", "higher")
                 raise ConfigError(
-                    f"loop.best_mode: the better {loop.best_metric} is the {better} one. Write {right!r}."
+                    f"loop.best_mode: expected {right!r} for {loop.best_metric}, as {better} is better, "
+                    f"got {loop.best_mode!r}."
                 )
             loop.check({loop.best_metric.partition("/")[0]})
 
@@ -104,28 +107,28 @@ class Config(TrainingRecipe):
         ]
 
     def splits_to_predict(self, places: Places) -> "list[tuple[TaskConfig, str]]":
-        """The rows that are predicted, as tasks with splits.
+        """The tasks and splits to predict.
 
         Raises:
-            ConfigError: no data set has a split, or one has none of the splits.
-            UserError: a data set is missing, or its task unknown.
+            ConfigError: no task has one of the splits, or a task has no split.
+            UserError: a data set is missing, or its task is unknown.
         """
         if self.predictions is None:
             return []
         tasks, splits = self.tasks_to_predict, list(dict.fromkeys(self.predictions.splits))
-        found = [(task, split) for task in tasks for split in splits if task.has_split(places, split)]
+        task_splits = [(task, split) for task in tasks for split in splits if task.has_split(places, split)]
         for split in splits:
-            if split not in {has for _, has in found}:
+            if split not in {has for _, has in task_splits}:
                 names = ", ".join(repr(task.task) for task in tasks)
                 raise ConfigError(
-                    f"predictions.splits: none of {names} has the split {split!r}. data_prep.t5.prepare_task makes it."
+                    f"predictions.splits: no {split!r} split in {names}. Prepare it with data_prep.t5.prepare_task."
                 )
         for task in tasks:
-            if task not in [with_split for with_split, _ in found]:
+            if task not in [with_split for with_split, _ in task_splits]:
                 raise ConfigError(
-                    f"predictions: {task.task!r} has none of the splits {', '.join(self.predictions.splits)}."
+                    f"predictions: {task.task!r} has no split {' or '.join(self.predictions.splits)}. Prepare one."
                 )
-        return found
+        return task_splits
 
     def training_loss(self) -> Callable[..., Any]:
         from src.training.loss import seq2seq_loss
@@ -133,9 +136,9 @@ class Config(TrainingRecipe):
         return self.with_loop_options(seq2seq_loss)
 
     def run(self, run: Run) -> None:
-        """Train, or evaluate without training; then make the predictions. Collective.
+        """Train, or evaluate without training; then write predictions. Collective.
 
-        Scores: train_loss and those of `score_names`; at the end "predictions/<split>/<metric>", of several tasks
+        Scores: train_loss and `score_names`; at the end "predictions/<split>/<metric>", or with several tasks
         "predictions/<split>/<metric>/<task>".
         """
         import torch
@@ -158,23 +161,28 @@ class Config(TrainingRecipe):
             val = [task.build(run.places, tokenizer, "val", self.seed) for task in tasks]
             splits = []
             for task, split in self.splits_to_predict(run.places):
-                known = [data for data, own in zip(val, tasks, strict=True) if own is task and split == "val"]
+                val_data = [
+                    data for data, val_task in zip(val, tasks, strict=True) if val_task is task and split == "val"
+                ]
                 splits.append(
-                    TaskSplit(known[0] if known else task.build(run.places, tokenizer, split, self.seed), split)
+                    TaskSplit(val_data[0] if val_data else task.build(run.places, tokenizer, split, self.seed), split)
                 )
             train = self.data.build(run.places, tokenizer, "train", self.seed) if self.loop else val[0]
             inputs = fingerprints(run, train, tokenizer, self.model.fingerprint(run.places))
 
         def evaluate(accelerator: Any) -> dict[str, float]:
-            predictor, found = TaskPredictor(model, tokenizer, self.answers, batch_size, accelerator.device), {}
+            predictor, scores_by_task = (
+                TaskPredictor(model, tokenizer, self.answers, batch_size, accelerator.device),
+                {},
+            )
             for data in val:
                 texts = [text for batch in predictor.batches(data, range(len(data))) for text in batch]
                 scores = task_scores(data.task, [data.prediction(i, text) for i, text in enumerate(texts)])
                 scores[LOSS] = mean_loss(model, data, seq2seq_loss, batch_size, accelerator.device)
                 if data.task.task.kind == "text":
                     scores[PERPLEXITY] = float(torch.tensor(scores[LOSS]).exp())
-                found[data.task.name] = scores
-            return _name_scores(found)
+                scores_by_task[data.task.name] = scores
+            return _name_scores(scores_by_task)
 
         def finish(accelerator: Any) -> dict[str, float]:
             answering = self.answers if self.answers.by != "teacher_forced" else Answering()
@@ -182,13 +190,15 @@ class Config(TrainingRecipe):
             of_files = make(run, splits, predictor, inputs, best)
             scores: dict[str, float] = {}
             for split in dict.fromkeys(some.split for some in splits):
-                own = {
+                scores_by_task = {
                     some.dataset.task.name: of_files[some.name]
                     for some in splits
                     if some.split == split and some.name in of_files
                 }
-                named = _name_scores(own, several=len(self.tasks_to_predict) > 1) if own else {}
-                scores |= {f"predictions/{split}/{name}": value for name, value in named.items()}
+                named_scores = (
+                    _name_scores(scores_by_task, several=len(self.tasks_to_predict) > 1) if scores_by_task else {}
+                )
+                scores |= {f"predictions/{split}/{name}": value for name, value in named_scores.items()}
             return scores
 
         about = CheckpointMetadata(resolved_dict(self.model), tokenizer)
@@ -199,32 +209,34 @@ class Config(TrainingRecipe):
 def _tasks(data: DatasetConfig) -> "Iterator[TaskConfig]":
     data = data.validation
     if data.name == TASK:
-        yield data  # type: ignore[misc]  its name says so
+        yield data  # type: ignore[misc]  by its name
     for part in getattr(data, "parts", {}).values():
         yield from _tasks(part)
 
 
 def score_names(tasks: "Sequence[NamedTask]") -> list[str]:
-    """Names of the scores of an evaluation: `val_loss`, `task_score`, metrics and of texts `val_perplexity`.
+    """Names of the scores of an evaluation: `val_loss`, `task_score`, metrics, and `val_perplexity` for text tasks.
 
-    Those of several tasks are called "accuracy/<task>".
+    With several tasks, names have the suffix "/<task>", as in "accuracy/<task>".
     """
 
-    def own(task: "NamedTask") -> list[str]:
+    def names_of(task: "NamedTask") -> list[str]:
         return [TASK_SCORE, *task.task.metrics, *([PERPLEXITY] if task.task.kind == "text" else [])]
 
     if len(tasks) == 1:
-        return [LOSS, *own(tasks[0])]
-    return [LOSS, TASK_SCORE, *(f"{name}/{task.name}" for task in tasks for name in own(task))]
+        return [LOSS, *names_of(tasks[0])]
+    return [LOSS, TASK_SCORE, *(f"{name}/{task.name}" for task in tasks for name in names_of(task))]
 
 
-def _name_scores(found: dict[str, dict[str, float]], several: bool = False) -> dict[str, float]:
-    """Scores by task as one dict: those of one task as they are,
-    of several under "accuracy/<task>", with means of what all have."""
-    if len(found) == 1 and not several:
-        return dict(next(iter(found.values())))
-    scores = {f"{name}/{task}": value for task, own in found.items() for name, value in own.items()}
+def _name_scores(scores_by_task: dict[str, dict[str, float]], several: bool = False) -> dict[str, float]:
+    """Merge scores by task into one dict. With several tasks, names have the suffix "/<task>", and the means of the
+    loss and the task score are added."""
+    if len(scores_by_task) == 1 and not several:
+        return dict(next(iter(scores_by_task.values())))
+    scores = {
+        f"{name}/{task}": value for task, task_scores in scores_by_task.items() for name, value in task_scores.items()
+    }
     for name in (LOSS, TASK_SCORE):
-        values = [own[name] for own in found.values() if name in own]
+        values = [task_scores[name] for task_scores in scores_by_task.values() if name in task_scores]
         scores |= {name: sum(values) / len(values)} if values else {}
     return scores

@@ -225,7 +225,7 @@ def test_rows_of_a_task_are_checked_once_and_again_for_other_labels(
     task = {"columns": ["thing"], "labels": ["blue", "pink"], "metrics": ["accuracy"], "weight": 1}
 
     def build() -> Any:
-        (folder / task_table.OWN).write_text(json.dumps({"colour": task}))
+        (folder / task_table.TASK_FILE).write_text(json.dumps({"colour": task}))
         return load(dataset.Config, {"task": "colour", "corpus": "c"}, "data").build(places, tokenizer, "train", 0)
 
     assert build().target(1) == "pink"

@@ -420,7 +420,7 @@ def test_a_compiled_model_sees_one_shape():
     with pytest.raises(
         ConfigError,
         match=(
-            r"data.parts.b: loop.compile: needs batches of one length.* Write a number as "
+            r"data.parts.b: loop.compile: needs batches of one length.* Set "
             r"data\.parts\.b\.prefix_tokens"
         ),
     ):
@@ -435,7 +435,7 @@ def test_missing_sentinels_of_a_part_are_found_before_the_training(make_tokenize
     spans = {"name": "span_corruption", "corpus": "t"}
     config = load(dataset.Config, {"parts": {"a": spans, "b": {**spans, "noise_density": 0.5}}}, "data")
     config.check_tokenizer(None)
-    with pytest.raises(ConfigError, match=r"^data.parts.b.input_tokens: masks 128 runs in a sequence, .* has 100"):
+    with pytest.raises(ConfigError, match=r"^data.parts.b.input_tokens: masks 128 runs per sequence, .* has 100"):
         config.check_tokenizer(tmp_path)
 
 

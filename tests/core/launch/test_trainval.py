@@ -406,7 +406,7 @@ class TestBadInput:
     @pytest.mark.parametrize(
         ("recipe", "values", "message"),
         [
-            ("crossattn", {"data": SHORT["data"]}, "the data of this recipe are 'qa', got 'text'"),
+            ("crossattn", {"data": SHORT["data"]}, "data: expected 'qa', got 'text'"),
             (
                 "crossattn",
                 {"model": SHORT["model"]},

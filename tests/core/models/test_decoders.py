@@ -229,19 +229,19 @@ def test_cross_attention_is_checked_before_anything_is_loaded(places):
     with pytest.raises(
         ConfigError,
         match=(
-            r"num_layers 2 x stride 3 needs 6 decoder layers, the base has 4. Fits: num_layers up to 1 or stride "
+            r"num_layers 2 x stride 3 needs 6 decoder layers, but the base has 4. Use num_layers up to 1 or stride "
             r"up to 2"
         ),
     ):
         part(raw).check(planned_places)
     with pytest.raises(ConfigError, match=f"parent {PARENT}: neither"):
         part(raw).check(places)
-    with pytest.raises(ConfigError, match="hidden_size 6 does not divide by num_heads 4"):
+    with pytest.raises(ConfigError, match="hidden_size 6 is not divisible by num_heads 4"):
         part({**raw, "stride": 1, "hidden_size": 6}).check(planned_places)
     assert part({**raw, "stride": 1}).architecture(planned_places).num_layers == 4
     with pytest.raises(DataError, match="data/other: no tokenizer here"):
         part({**raw, "stride": 1, "base": {**GPT, "tokenizer": "other"}}).check(places)
-    with pytest.raises(ConfigError, match="its weights are drawn at random, and frozen they never learn"):
+    with pytest.raises(ConfigError, match="its weights are random and frozen"):
         part({**raw, "stride": 1, "base": GPT}).check(places)
     part({**raw, "stride": 1, "base": GPT, "train_all_params": True}).check(places)
 

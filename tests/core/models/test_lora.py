@@ -246,7 +246,7 @@ def test_what_would_be_ignored_is_refused(changes: dict[str, Any], path: str, me
 
 def test_adapters_below_a_cross_attention_model_are_refused():
     with pytest.raises(
-        Problems, match=r"it is frozen, so new adapters in it would be ignored\. Put 'lora' around 'cross_attention'"
+        Problems, match=r"it is frozen, so new adapters in it would not be trained\. Wrap 'cross_attention' in 'lora'"
     ):
         bind(MODELS, {"name": "cross_attention", "num_layers": 1, "stride": 1, "base": LORA})
 

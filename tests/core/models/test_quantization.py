@@ -55,7 +55,7 @@ def test_blocks_around_it_learn_and_it_does_not(folder: str, places, batch, quan
 
 
 def test_what_could_not_learn_is_refused(folder: str, places, monkeypatch: pytest.MonkeyPatch):
-    with pytest.raises(Exception, match="train_all_params: the base is quantized, and cannot learn"):
+    with pytest.raises(Exception, match="train_all_params: quantized weights cannot be trained"):
         bind(MODELS, around(folder, "4bit", train_all_params=True))
     exp = {"recipe": "lm", "seed": 0, "model": around(folder, "4bit")["base"], "data": {}, "loop": {}}
     exp["data"] = {"name": "text", "corpus": "c", "sequence_tokens": 8}

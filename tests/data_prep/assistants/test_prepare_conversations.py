@@ -77,7 +77,7 @@ def test_calls_of_tools_are_unchanged(tmp_path: Path):
     ]
     (row,) = load_form("messages", "form").read({"messages": talk, "tools": '[{"name": "add"}]'}, "here")
     entry = read_entry(row, "here")
-    assert [(message.role, message.written) for message in entry.messages] == [
+    assert [(message.role, message.full_text) for message in entry.messages] == [
         ("user", "a"), ("assistant", '{"name": "add", "arguments": {"a": 2}}'), ("tool", "5"), ("assistant", "b"),
     ]  # fmt: skip
     assert entry.messages[0].tools == [{"name": "add"}]

@@ -64,8 +64,8 @@ def test_the_first_batch_is_shown_with_what_is_learned(show, data: Path):
     keys = IndexedOrder(0, len(own), 4).keys()
     for _ in range(SFT["loop"]["micro_batch"]):
         found = own.render(*next(keys))
-        said = talk.shown(found, talk.tokenizer(), [*show_conversations.Role])
-        assert f": {len(found.ids)} tokens, {sum(found.learned)} learned\n" in out
+        said = talk.mark_roles(found, talk.tokenizer(), [*show_conversations.Role])
+        assert f": {len(found.ids)} tokens, {sum(found.loss_mask)} learned\n" in out
         assert f"\n{said}\n" in re.sub(r"assistant\[\[|\]\]", "", out)
     assert len(SHOWN.findall(out)) == SFT["loop"]["micro_batch"]
     assert re.search(r"<\|prompter\|>\d\?<end><\|assistant\|>assistant\[\[\w+<end>\]\]", out)

@@ -20,8 +20,8 @@ TEMPLATES = {
     "good": ENDS,
     "no_template": None,
 }
-OWN = {**TALK, "writing": {"template": "tokenizer"}}
-MIXED = {"name": "mixture", "parts": {"a": TALK, "b": {**TALK, "sequence_tokens": 32}}}
+OWN_TEMPLATE = {**TALK, "writing": {"template": "tokenizer"}}
+MIXTURE = {"name": "mixture", "parts": {"a": TALK, "b": {**TALK, "sequence_tokens": 32}}}
 
 
 @pytest.fixture(scope="module")
@@ -39,28 +39,28 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("tokenizer", "data", "message"),
     [
-        ("raises", OWN, "data.writing.template: the template refuses user assistant user assistant (never)."),
-        ("endless", OWN, "data.writing.template: no control token ends the answer"),
-        ("no_template", OWN, "data.writing.template: the tokenizer has no chat template of its own."),
+        ("raises", OWN_TEMPLATE, "data.writing.template: the template rejects user assistant user assistant (never)."),
+        ("endless", OWN_TEMPLATE, "data.writing.template: no control token ends the answer"),
+        ("no_template", OWN_TEMPLATE, "data.writing.template: the tokenizer has no chat template."),
         (
             "no_system",
             {**TALK, "writing": {"template": "tokenizer", "system": "x"}},
-            "the template refuses system user (no system).",
+            "the template rejects system user (no system).",
         ),
         ("no_end", TALK, "this tokenizer has no eos_token"),
         (
             "good",
             {**TALK, "writing": {"template": "tokenizer", "tags": {}}},
-            "data.writing: tags: a template of the tokenizer has no place",
+            "data.writing: tags: a tokenizer's chat template cannot write them",
         ),
         (
             "talk_tokenizer",
-            {**MIXED, "draw": {"a": {"size": 99}}},
+            {**MIXTURE, "draw": {"a": {"size": 99}}},
             "data.draw.a.size: 99, but the part has only 24 samples.",
         ),
-        ("good", OWN, None),
-        ("no_system", OWN, None),
-        ("talk_tokenizer", {**MIXED, "draw": {"a": {"size": 24}, "b": {"size": 99, "fraction": 9.0}}}, None),
+        ("good", OWN_TEMPLATE, None),
+        ("no_system", OWN_TEMPLATE, None),
+        ("talk_tokenizer", {**MIXTURE, "draw": {"a": {"size": 24}, "b": {"size": 99, "fraction": 9.0}}}, None),
     ],
 )
 def test_dry_run_refuses(

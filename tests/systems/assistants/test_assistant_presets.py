@@ -56,9 +56,9 @@ BASES: dict[str, tuple[str, dict[str, Any]]] = {
     "tiiuae/falcon-7b": ("falcon", {"hidden_size": 8, "num_hidden_layers": 3, "num_attention_heads": 2}),
 }
 """Family and sizes of stand-ins; positions are the originals'."""
-ASKED = {"role": "user", "content": "2 and 3"}
-TALK = {"messages": [ASKED, {"role": "assistant", "content": "23"}]}
-RANKED = {"messages": [ASKED], "replies": [{"content": "23", "rank": 0}, {"content": "32", "rank": 1}]}
+QUESTION = {"role": "user", "content": "2 and 3"}
+TALK = {"messages": [QUESTION, {"role": "assistant", "content": "23"}]}
+RANKED_ROW = {"messages": [QUESTION], "replies": [{"content": "23", "rank": 0}, {"content": "32", "rank": 1}]}
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +74,9 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> Places:
     chat_tokenizer.prepare(folder, "facebook/galactica-125m", "oasst", "galactica_oasst")
     for name in (*DEFAULT_MIX, *REWARD_MIX, "oasst_export"):
         if not (folder / name).exists():
-            write_rows(folder / name, dict.fromkeys(("train", "val"), [RANKED if name in REWARD_MIX else TALK] * 20))
+            write_rows(
+                folder / name, dict.fromkeys(("train", "val"), [RANKED_ROW if name in REWARD_MIX else TALK] * 20)
+            )
     return Places(folder, folder)
 
 
@@ -88,10 +90,12 @@ def test_it_learns_on_a_small_base_of_its_family(group: str, places: Places):
     recipe.check(places)
     torch.manual_seed(0)
     model = recipe.model.build(places).float().train()
-    own = PreTrainedTokenizerFast.from_pretrained(model.name_or_path)
-    own.add_special_tokens({"extra_special_tokens": [*recipe.model.new_tokens()]}, replace_extra_special_tokens=False)
-    assert own.convert_tokens_to_ids([*OASST_TOKENS]) == list(range(len(own) - 5, len(own)))
-    data = recipe.data.build(places, own, "train", 0)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(model.name_or_path)
+    tokenizer.add_special_tokens(
+        {"extra_special_tokens": [*recipe.model.new_tokens()]}, replace_extra_special_tokens=False
+    )
+    assert tokenizer.convert_tokens_to_ids([*OASST_TOKENS]) == list(range(len(tokenizer) - 5, len(tokenizer)))
+    data = recipe.data.build(places, tokenizer, "train", 0)
     key = (0, 0)
     batch = data.collate([data.sample(*key)])
     loss = recipe.training_loss()(model, batch)
@@ -127,7 +131,7 @@ def test_a_policy_learns_from_small_parents(name: str, places: Places, tmp_path:
     for path in places.data.iterdir():
         (tmp_path / "data" / path.name).symlink_to(path)
     (tmp_path / "data" / "oasst_export").unlink()
-    write_rows(tmp_path / "data" / "oasst_export", {"train": [{"prompt": [ASKED]}] * 8, "val": [TALK] * 20})
+    write_rows(tmp_path / "data" / "oasst_export", {"train": [{"prompt": [QUESTION]}] * 8, "val": [TALK] * 20})
     small = {
         "model.base": base,
         "rewards": [{**exp["rewards"][0], "model": judge["model"]}],
@@ -157,8 +161,8 @@ def test_the_commands_that_open_assistants_readme_has(places: Places):
     lines = [re.split(" +#", line)[0] for line in block.splitlines()]
     rows, run = [{"instruction": f"Add 1 to {i}.", "input": "", "output": str(i + 1)} for i in range(20)], ""
     (places.runs / "alpaca.json").write_text(json.dumps(rows))
-    made = ["--data_path", str(places.data), "--name", "alpaca", "--train", str(places.runs / "alpaca.json")]
-    assert prepare_conversations.main(made) == 0
+    arguments = ["--data_path", str(places.data), "--name", "alpaca", "--train", str(places.runs / "alpaca.json")]
+    assert prepare_conversations.main(arguments) == 0
     for line in lines:
         program, *words = shlex.split(line)
         more = ["--data_path", str(places.data)]

@@ -75,9 +75,9 @@ def test_preferences_start_at_the_reference(folder: Path):
         results = answer_logps(model_logits(model, batch), batch["input_ids"], batch["loss_mask"]).logps
     assert torch.allclose(results, batch["reference_logps"], atol=1e-4)
     experiment: Any = load_experiment(DPO, "here")
-    loss, named = experiment.loss()(model, batch)
+    loss, named_sums = experiment.loss()(model, batch)
     assert loss.item() / experiment.count(batch) == pytest.approx(math.log(2), abs=1e-4)
-    assert named["margin"][0].item() == pytest.approx(0, abs=1e-3)
+    assert named_sums["margin"][0].item() == pytest.approx(0, abs=1e-3)
 
 
 @pytest.mark.parametrize("new_tokens", [False, True])
@@ -90,28 +90,33 @@ def test_adapters_switched_off_are_the_stored_reference(folder: Path, new_tokens
         talk.tokenizer(()).save_pretrained(folder / "data" / "pretrained")
         base = {"name": "hf", "path": "pretrained", "extra_tokens": talk.TOKENS}
     lora = {"name": "lora", "rank": 2, "alpha": 8.0, "target_modules": ["c_attn", "c_fc"], "base": base}
-    stored = override(DPO, {"model": lora, "loop.steps": 16, "loop.learning_rate": 3e-2})
-    switched = override(stored, {"preference": {"reference": "adapters_off"}})
-    assert toy.main(["-e", "both"], {"both": [stored, switched]}, folder) == 0
-    first, second = (toy.evaluations(folder, exp_id(exp))[-1] for exp in (stored, switched))
+    with_stored = override(DPO, {"model": lora, "loop.steps": 16, "loop.learning_rate": 3e-2})
+    with_adapters_off = override(with_stored, {"preference": {"reference": "adapters_off"}})
+    assert toy.main(["-e", "both"], {"both": [with_stored, with_adapters_off]}, folder) == 0
+    first, second = (toy.evaluations(folder, exp_id(exp))[-1] for exp in (with_stored, with_adapters_off))
     assert first["val_margin"] > 0.01
     assert {name: second[name] for name in first} == pytest.approx(first, rel=1e-4, abs=1e-5)
-    assert not (folder / "runs" / exp_id(switched) / "reference.json").exists()
+    assert not (folder / "runs" / exp_id(with_adapters_off) / "reference.json").exists()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("words", [["--fsdp"], ["--deepspeed", str(toy.ROOT / "resources" / "ds_config_zero3.json")]])
 def test_adapters_are_switched_off_in_shards_too(folder: Path, tmp_path: Path, words: list[str]):
     lora = {"name": "lora", "rank": 2, "alpha": 8.0, "target_modules": ["c_attn", "c_fc"], "base": SFT["model"]}
-    switched = override(DPO, {"model": lora, "loop.learning_rate": 3e-2, "preference": {"reference": "adapters_off"}})
-    stored = override(switched, {"preference": {"reference": "stored"}})
-    assert toy.main(["-e", "stored"], {"stored": [stored]}, folder) == 0
+    with_adapters_off = override(
+        DPO, {"model": lora, "loop.learning_rate": 3e-2, "preference": {"reference": "adapters_off"}}
+    )
+    with_stored = override(with_adapters_off, {"preference": {"reference": "stored"}})
+    assert toy.main(["-e", "stored"], {"stored": [with_stored]}, folder) == 0
     write_data(tmp_path / "data")
     shutil.copytree(folder / "runs" / exp_id(SFT), tmp_path / "runs" / exp_id(SFT))
-    root = toy.project(tmp_path, f"EXP_GROUPS = {{'switched': [{switched!r}]}}\n")
+    root = toy.project(tmp_path, f"EXP_GROUPS = {{'switched': [{with_adapters_off!r}]}}\n")
     done = toy.run(root, ["-e", "switched", *words], tmp_path, processes=2)
     assert done.returncode == 0, done.stderr[-3000:]
-    expected, results = toy.evaluations(folder, exp_id(stored))[-1], toy.evaluations(tmp_path, exp_id(switched))[-1]
+    expected, results = (
+        toy.evaluations(folder, exp_id(with_stored))[-1],
+        toy.evaluations(tmp_path, exp_id(with_adapters_off))[-1],
+    )
     assert {name: results[name] for name in expected if "val_" in name} == pytest.approx(
         {name: value for name, value in expected.items() if "val_" in name}, rel=1e-3, abs=1e-5
     )
@@ -130,13 +135,13 @@ def test_adapters_come_back_as_they_were(folder: Path):
         "dropout_rate": 0.5,
     }
     model = model_of(folder, lora).train()
-    learned = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    trained_names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     with adapters_off(model):
         assert not model.training
     with pytest.raises(KeyError), adapters_off(model):
         raise KeyError
     assert model.training
-    assert [name for name, parameter in model.named_parameters() if parameter.requires_grad] == learned
+    assert [name for name, parameter in model.named_parameters() if parameter.requires_grad] == trained_names
     ids = torch.arange(8)[None]
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
@@ -196,16 +201,16 @@ def test_ranked_replies_are_rows_of_one_conversation(folder: Path):
     words = talk.tokenizer()
     batch: Any = data.collate([data.sample(0, i) for i in range(5)])
     assert batch["sample_of_row"].tolist() == [0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 4, 4, 4]
-    learned = [words.decode(ids[mask]) for ids, mask in zip(batch["input_ids"], batch["loss_mask"], strict=True)]
-    assert learned[:2] == ["one<end>", "two<end>"]
-    assert learned[5] == "three<end>"
-    assert learned[7] == "none of none of <end>", "of more replies than are read the best and the worst are kept"
+    learned_texts = [words.decode(ids[mask]) for ids, mask in zip(batch["input_ids"], batch["loss_mask"], strict=True)]
+    assert learned_texts[:2] == ["one<end>", "two<end>"]
+    assert learned_texts[5] == "three<end>"
+    assert learned_texts[7] == "none of none of <end>", "of more replies than are read the best and the worst are kept"
     assert words.decode(batch["input_ids"][0][batch["attention_mask"][0]]) == "<|prompter|>1?<end><|assistant|>one<end>"
 
 
 def write_one(folder: Path, prompt: str, replies: list[str]) -> None:
-    ranked = [{"content": text, "rank": rank} for rank, text in enumerate(replies)]
-    rows = [{"messages": [{"role": "user", "content": prompt}], "replies": ranked}]
+    replies_with_ranks = [{"content": text, "rank": rank} for rank, text in enumerate(replies)]
+    rows = [{"messages": [{"role": "user", "content": prompt}], "replies": replies_with_ranks}]
     talk.write_rows(folder / "data" / "replies", {"train": rows, "val": rows})
 
 
@@ -230,19 +235,19 @@ def test_long_prompts_are_cut_at_the_start_and_long_replies_at_the_end(
 
 
 def test_only_ties_are_an_error(tmp_path: Path, folder: Path):
-    ranked = [{"content": text, "rank": 1} for text in ("a", "b")]
-    rows = [{"messages": [{"role": "user", "content": "x"}], "replies": ranked}]
+    replies = [{"content": text, "rank": 1} for text in ("a", "b")]
+    rows = [{"messages": [{"role": "user", "content": "x"}], "replies": replies}]
     talk.write_rows(tmp_path / "data" / "replies", {"train": rows, "val": rows})
     with pytest.raises(DataError, match="no conversation has replies of different ranks"):
         data_of(tmp_path, REPLIES)
 
 
 def test_shuffled_ranks_affect_only_the_training_split(folder: Path):
-    plain, mixed = data_of(folder, REPLIES), data_of(folder, {**REPLIES, "shuffled_ranks": True})
-    ranks = [(plain.sample(0, i)["ranks"], mixed.sample(0, i)["ranks"]) for i in range(24)]
-    assert all(sorted(exported) == sorted(other) for exported, other in ranks)
-    assert any(exported != other for exported, other in ranks)
-    assert all(mixed.sample(3, i)["ranks"] == other for i, (_, other) in enumerate(ranks)), "the same in every epoch"
+    plain, shuffled = data_of(folder, REPLIES), data_of(folder, {**REPLIES, "shuffled_ranks": True})
+    ranks = [(plain.sample(0, i)["ranks"], shuffled.sample(0, i)["ranks"]) for i in range(24)]
+    assert all(sorted(plain_ranks) == sorted(other) for plain_ranks, other in ranks)
+    assert any(plain_ranks != other for plain_ranks, other in ranks)
+    assert all(shuffled.sample(3, i)["ranks"] == other for i, (_, other) in enumerate(ranks)), "the same in every epoch"
     val = data_of(folder, {**REPLIES, "shuffled_ranks": True}, "val")
     assert [val.sample(0, i)["ranks"] for i in range(6)] == [
         data_of(folder, REPLIES, "val").sample(0, i)["ranks"] for i in range(6)
@@ -252,12 +257,12 @@ def test_shuffled_ranks_affect_only_the_training_split(folder: Path):
 @pytest.mark.parametrize(
     ("exp", "changes", "match"),
     [
-        (DPO, {"data": REPLIES}, "this recipe reads pairs: 'ranked_replies' with max_replies 2"),
+        (DPO, {"data": REPLIES}, "this recipe needs pairs: use 'ranked_replies' with max_replies 2"),
         (DPO, {"data": TALK}, "data: 'conversations' is for a decoder"),
         (
             DPO,
             {"data.writing": {"tags": {"dropout": 0.5}}},
-            "another text in each epoch has no stored reference. Write 0",
+            "stored references need the same text in each epoch",
         ),
         (DPO, {"preference": {"kind": "ipo", "flipped": 0.1}}, "'ipo' has no such setting"),
         (DPO, {"preference": {"kind": "sigmoidal"}}, "preference.kind"),
@@ -289,13 +294,13 @@ def test_a_reward_model_is_exported_with_its_rewards(folder: Path, tmp_path: Pat
         export([str(run), str(tmp_path / "out"), "--data_path", str(folder / "data"), "-sb", str(folder / "runs")]) == 0
     )
     model, _ = load(run, Places(folder / "data", folder / "runs"))
-    theirs, exported = (
+    theirs, exported_rewards = (
         AutoModelForSequenceClassification.from_pretrained(tmp_path / "out"),
         AutoTokenizer.from_pretrained(tmp_path / "out"),
     )
-    assert theirs.config.pad_token_id == exported.pad_token_id != exported.eos_token_id
+    assert theirs.config.pad_token_id == exported_rewards.pad_token_id != exported_rewards.eos_token_id
     texts = ["<|prompter|>1?<end><|assistant|>one<end>", "<|prompter|>2?<end><|assistant|>none of none of <end>"]
-    batch = exported(texts, return_tensors="pt", padding=True)
+    batch = exported_rewards(texts, return_tensors="pt", padding=True)
     with torch.no_grad():
         results = theirs(**batch).logits[:, 0]
         expected = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"].bool())
@@ -427,7 +432,7 @@ def test_references_are_complete_and_of_their_data(folder: Path, tmp_path: Path,
     (run / "status.json").unlink()
     shutil.rmtree(run / "checkpoints" / "step-00000008")
     assert toy.main(["-e", "x"], {"x": [DPO]}, tmp_path / "world") == 1
-    assert "reference.json: of other data. Delete it" in capsys.readouterr().err
+    assert "reference.json: belongs to other data. Delete it" in capsys.readouterr().err
     (run / "reference.json").unlink()
     assert toy.main(["-e", "x"], {"x": [DPO]}, tmp_path / "world") == 0
     assert (run / "reference.json").read_text() == whole, "made by the model that the training began with"

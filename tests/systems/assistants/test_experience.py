@@ -63,24 +63,24 @@ class Rollouts(small.Numbers):
 
     # orders.Order
     def micro_batches(self, first_step: int, share: RankShare, cursor: Cursor) -> Iterator[MicroBatch]:
-        iteration, taken = cursor.get("iteration", -1), cursor.get("taken", SIZE)
+        iteration, num_read = cursor.get("iteration", -1), cursor.get("taken", SIZE)
         while True:
-            if taken == SIZE:
-                iteration, taken = iteration + 1, 0
+            if num_read == SIZE:
+                iteration, num_read = iteration + 1, 0
                 self.rolled_out.append(iteration)
-                own = SIZE // share.world_size
+                local_size = SIZE // share.world_size
                 with self.engine.generating() as model:
                     assert not model.training
-                    part = model.guess.sum() + torch.rand(own)
+                    part = model.guess.sum() + torch.rand(local_size)
                 with self.engine.generating() as model:
-                    part += torch.rand(own) / 8
+                    part += torch.rand(local_size) / 8
                 self.buffer = torch.tensor(distributed.all_gather_list(part.tolist()))
             for g in share.numbers:
-                rows = range(taken + g * share.micro_batch, taken + (g + 1) * share.micro_batch)
+                rows = range(num_read + g * share.micro_batch, num_read + (g + 1) * share.micro_batch)
                 yield MicroBatch(
-                    [(iteration, row) for row in rows], {"iteration": iteration, "taken": taken + share.per_step}
+                    [(iteration, row) for row in rows], {"iteration": iteration, "taken": num_read + share.per_step}
                 )
-            taken += share.per_step
+            num_read += share.per_step
 
     def describe(self, step: int, cursor: Cursor) -> Mapping[str, Any]:
         return cursor
@@ -93,7 +93,7 @@ class Rollouts(small.Numbers):
 
 
 def train(
-    run: Run, stop_after: int | None = None, config: LoopConfig = CONFIG, spoiled: Collection[int] = ()
+    run: Run, stop_after: int | None = None, config: LoopConfig = CONFIG, spoiled_steps: Collection[int] = ()
 ) -> tuple[State, list[list[float]], list[int]]:
     """Final state, the guesses in each micro-batch, and the rollouts made. spoiled: steps whose loss is 1000 times."""
     torch.manual_seed(0)
@@ -104,7 +104,9 @@ def train(
         seen.append(batch["guesses"].tolist())
         if len(seen) == 2 * (stop_after or 0):
             os.kill(os.getpid(), signal.SIGTERM)
-        return ((model(batch) - batch["guesses"] - 0.1) ** 2).sum() * (1000 if (len(seen) + 1) // 2 in spoiled else 1)
+        return ((model(batch) - batch["guesses"] - 0.1) ** 2).sum() * (
+            1000 if (len(seen) + 1) // 2 in spoiled_steps else 1
+        )
 
     data = Rollouts()
     about = CheckpointMetadata({}, tokenizers.load(run.places.data / "toy_tokenizer"))
@@ -116,17 +118,17 @@ def train(
 @pytest.mark.parametrize("stop_after", [1, 2, 3, 7, 8])
 def test_a_restart_in_the_middle_of_a_rollout_reads_on_in_it(tmp_path: Path, stop_after: int):
     with small.open_run(small.write_data(tmp_path / "whole")) as run:
-        wanted, everything, rolled_out = train(run)
+        expected_weights, everything, rolled_out = train(run)
         weights = (max((run.path / "checkpoints").glob("step-*")) / "model.safetensors").read_bytes()
     assert rolled_out == [0, 1, 2, 3]
     assert len({guess for rows in everything for guess in rows}) == 4 * SIZE, "the model has moved between rollouts"
     with small.open_run(small.write_data(tmp_path / "stopped")) as run:
-        with pytest.raises(distributed.StopTraining) as stopped:
+        with pytest.raises(distributed.StopTraining) as error_info:
             train(run, stop_after)
-        step = stopped.value.step
+        step = error_info.value.step
         assert step is not None
         state, rest, rolled_out = train(run)
-        assert state == wanted
+        assert state == expected_weights
         assert rest == everything[2 * step :]
         assert rolled_out == list(range(-(-step // 3), 4)), "what was begun is not made again"
         assert (max((run.path / "checkpoints").glob("step-*")) / "model.safetensors").read_bytes() == weights
@@ -160,10 +162,10 @@ def test_two_blocks_of_one_step_draw_other_numbers(tmp_path: Path):
         )
 
 
-def test_what_an_evaluation_draws_changes_no_rollout_however_often_the_run_is_saved(tmp_path: Path):
+def test_evaluation_samples_do_not_change_rollouts(tmp_path: Path):
     """Evaluated after every third step, saved after each, or after the first (the best) and the last; steps 4, 7, 10
     roll out."""
-    found = []
+    results = []
     for save_every in (3, 12):
         data, losses = Rollouts(), count()
 
@@ -178,16 +180,16 @@ def test_what_an_evaluation_draws_changes_no_rollout_however_often_the_run_is_sa
                 Guess(), about, data, {}, lambda model, batch: ((model(batch) - batch["guesses"]) ** 2).sum(), evaluate
             )
             fit(replace(spec, experience=data), run, CONFIG.model_copy(update={"eval_every": 3}), seed=0)
-        found.append(data.buffer.tolist())
-    assert found[0] == found[1]
+        results.append(data.buffer.tolist())
+    assert results[0] == results[1]
 
 
-def test_a_step_of_an_earlier_rollout_is_not_saved_as_what_stands_there_now(tmp_path: Path):
+def test_step_of_an_earlier_rollout_does_not_save_the_new_buffer(tmp_path: Path):
     """Step 24 is the last of a rollout, and its keys are rows of the next when step 25 is judged."""
     config = CONFIG.model_copy(
         update={"steps": 30, "divergence": Divergence(**{**LEAST, "loss_steps": 2, "on_loss_spike": "save_batch"})}
     )
     with small.open_run(small.write_data(tmp_path)) as run:
-        train(run, config=config, spoiled=(24, 25))
+        train(run, config=config, spoiled_steps=(24, 25))
         assert ("loss_spike", 25, "save_batch") in findings(run.path)
         assert list(documents(run.path)) == ["step-00000025-rank-0.json"]

@@ -141,18 +141,22 @@ def test_skipped_steps_must_be_complete_iterations(folder: Path, tmp_path: Path,
 
 BAD = [
     (GRPO, {"data.group_size": 1}, "data.group_size: GRPO compares"),
-    (GRPO, {"data.rollouts": 10}, "rollouts: 10 are no whole number of groups of 8"),
+    (GRPO, {"data.rollouts": 10}, "rollouts: expected a multiple of group_size = 8, got 10"),
     (GRPO, {"data": SFT["data"]}, "expected 'rollouts', got 'conversations'"),
-    (GRPO, {"sampled": None}, "write at least one of them"),
+    (GRPO, {"sampled": None}, "answers, sampled: both are missing"),
     (GRPO, {"rewards": []}, "rewards"),
     (GRPO, {"rewards": [{"name": "lenght"}]}, "Did you mean 'length'"),
     (GRPO, {"rewards": [{"name": "reward_model", "model": SFT["model"]}]}, "expected 'reward' around a decoder"),
     (GRPO, {"model": PPO["model"]}, "needs no values"),
     (GRPO, {"grpo": {"kl_weight": 0.1, "reference": "adapters_off"}}, "only model 'lora' has adapters"),
     (PPO, {"model": GRPO["model"]}, "expected 'with_values'"),
-    (PPO, {"ppo.kl": None, "loop.divergence": {"most_kl": 1.0}}, "without a reference nobody measures a KL"),
-    (GRPO, {"loop.divergence": {"most_kl": 1.0}}, "without a reference nobody measures a KL"),
-    (GRPO, {"rewards": [{"name": "length", "free_tokens": 4, "worst_tokens": 4}]}, "4 is not above free_tokens = 4"),
+    (PPO, {"ppo.kl": None, "loop.divergence": {"most_kl": 1.0}}, "there is no KL without a reference"),
+    (GRPO, {"loop.divergence": {"most_kl": 1.0}}, "there is no KL without a reference"),
+    (
+        GRPO,
+        {"rewards": [{"name": "length", "free_tokens": 4, "worst_tokens": 4}]},
+        "expected more than free_tokens = 4, got 4",
+    ),
     (PPO, {"ppo.kl": {"reference": "adapters_off"}}, "only model 'lora' has adapters"),
 ]
 
@@ -172,7 +176,7 @@ def test_a_value_head_on_an_encoder_decoder_is_refused():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"loop.sequences_per_step": 6}, "no multiple of loop.sequences_per_step"),
+        ({"loop.sequences_per_step": 6}, "expected a multiple of loop.sequences_per_step"),
         ({"data.max_new_tokens": 90}, "more than the 96 positions"),
     ],
 )
@@ -192,7 +196,7 @@ def test_a_prompt_longer_than_its_room_is_refused_or_left_out(
     talk.write_rows(tmp_path / "world/data/asked", {"train": [short, long, short], "val": [talk.row("1?", "one")] * 4})
     exp = override(GRPO, {"data.prompts": {**TALK, "corpus": "asked"}})
     assert toy.main(["-e", "x"], {"x": [exp]}, tmp_path / "world") == 1
-    assert "train.jsonl:2: its prompt has" in capsys.readouterr().err
+    assert "train.jsonl:2: the prompt has" in capsys.readouterr().err
     without = override(exp, {"data.long_prompts": "leave_out"})
     assert toy.main(["-e", "x"], {"x": [without]}, tmp_path / "world") == 0
     assert {row["prompt"] for row in rollouts(run_of(tmp_path / "world", without))} == {"b"}
@@ -212,8 +216,11 @@ def test_row_without_the_key_of_a_reward_is_refused_before_the_start(
     )
     for words in (["--dry-run"], []):
         assert toy.main(["-e", "x", *words], {"x": [exp]}, tmp_path) == 1
-        assert "asked/train.jsonl:2: a reward reads 'answer'; the row has 'prompt'." in capsys.readouterr().err
-    monkeypatch.setattr(prompts, "_LOOKED_AT", 1)  # a large file is looked through when it is opened
+        assert (
+            "asked/train.jsonl:2: a reward reads 'answer', but the row has the keys 'prompt'."
+            in capsys.readouterr().err
+        )
+    monkeypatch.setattr(prompts, "_NUM_CHECKED_ROWS", 1)  # a large file is looked through when it is opened
     assert toy.main(["-e", "x", "--dry-run"], {"x": [exp]}, tmp_path) == 0
     assert toy.main(["-e", "x"], {"x": [exp]}, tmp_path) == 1
     assert "asked/train.jsonl:2: a reward reads 'answer'" in capsys.readouterr().err
@@ -263,7 +270,7 @@ def test_answers_of_continuous_batches_are_learned_from(folder: Path, tmp_path: 
     shutil.copytree(folder, tmp_path / "shared")
     done = toy.run(project(tmp_path / "shared", exp), ["-e", "x", "--fsdp"], tmp_path / "shared", processes=2)
     assert done.returncode == 1
-    assert "data.sampling.batching: continuous: processes that share a model" in done.stderr
+    assert "data.sampling.batching: continuous batching does not support sharded models" in done.stderr
 
 
 def test_draws_of_an_evaluation_do_not_depend_on_the_micro_batch(
@@ -299,7 +306,7 @@ def test_a_reward_model_reads_the_longest_rollout(folder: Path, capsys: pytest.C
     judge = {"name": "reward_model", "model": {"name": "reward", "base": short}}
     exp = override(GRPO, {"rewards": [judge]})
     assert toy.main(["-e", "x", "--dry-run"], {"x": [exp]}, folder) == 1
-    assert "reward 'reward_model': it reads 20 tokens, and a rollout can have" in capsys.readouterr().err
+    assert "reward 'reward_model': reads at most 20 tokens, but a rollout can have" in capsys.readouterr().err
     exp = override(GRPO, {"rewards": [{**judge, "template": "oasst"}]})
     assert toy.main(["-e", "x", "--dry-run"], {"x": [exp]}, folder) == 0
 
@@ -311,11 +318,11 @@ def test_run_without_its_server_stops_with_code_75(
     shutil.copytree(folder, tmp_path / "world")
     assert toy.main(["-e", "x"], {"x": [REWARD]}, tmp_path / "world") == 0
     monkeypatch.setenv(variable, "http://127.0.0.1:9/nobody")
-    monkeypatch.setattr(scoring, "MOST_SECONDS", 0.0)
-    assert toy.main(["-e", "x"], {"x": [JUDGED]}, tmp_path / "world") == 75
-    assert "waited 0 s for" in (run_of(tmp_path / "world", JUDGED) / "ledger.jsonl").read_text()
+    monkeypatch.setattr(scoring, "MAX_WAIT_SECONDS", 0.0)
+    assert toy.main(["-e", "x"], {"x": [PPO_WITH_REWARD_MODEL]}, tmp_path / "world") == 75
+    assert "waited 0 s for" in (run_of(tmp_path / "world", PPO_WITH_REWARD_MODEL) / "ledger.jsonl").read_text()
     monkeypatch.delenv(variable)
-    assert toy.main(["-e", "x"], {"x": [JUDGED]}, tmp_path / "world") == 0
+    assert toy.main(["-e", "x"], {"x": [PPO_WITH_REWARD_MODEL]}, tmp_path / "world") == 0
 
 
 @pytest.mark.parametrize(
@@ -352,9 +359,9 @@ def begin_anew(exp: dict[str, Any], reward: str, seed: int, steps: int) -> dict[
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_known_optimum_is_reached_and_noise_moves_nothing(folder: Path, tmp_path: Path, name: str):
     shutil.copytree(folder / "data", tmp_path / "data")
-    learned = [begin_anew(RECIPES[name], "letters", seed, 120) for seed in (1, 2, 3)]
+    letter_runs = [begin_anew(RECIPES[name], "letters", seed, 120) for seed in (1, 2, 3)]
     noisy = begin_anew(RECIPES[name], "noise", 1, 120)
-    assert toy.main(["-e", "x"], {"x": [*learned, noisy]}, tmp_path) == 0
+    assert toy.main(["-e", "x"], {"x": [*letter_runs, noisy]}, tmp_path) == 0
 
     def share(exp: dict[str, Any], last: bool) -> float:
         samples = rollouts(run_of(tmp_path, exp))
@@ -362,7 +369,7 @@ def test_a_known_optimum_is_reached_and_noise_moves_nothing(folder: Path, tmp_pa
         texts = [row["answer"] for row in samples if row["iteration"] == iteration]
         return sum("a" <= text[:1] <= "z" for text in texts) / len(texts)
 
-    for exp in learned:
+    for exp in letter_runs:
         assert share(exp, last=False) < 0.4
         assert share(exp, last=True) >= 0.95
     assert abs(share(noisy, last=True) - share(noisy, last=False)) < 0.25
@@ -488,7 +495,7 @@ def test_a_policy_that_runs_away_is_taken_back_to_where_it_was_near(folder: Path
     assert (8 + int(branch["data"].removeprefix("skip:"))) % 4 == 0
 
 
-JUDGED = override(
+PPO_WITH_REWARD_MODEL = override(
     PPO, {"rewards": [{"name": "reward_model", "model": ref(REWARD), "squash": 2.0}], "ppo.kl": {"weight": 0.5}}
 )
 
@@ -501,18 +508,18 @@ def test_models_on_servers_give_the_same_numbers(
     for world in ("here", "there", "wrong"):
         shutil.copytree(folder, tmp_path / world)
         assert toy.main(["-e", "x"], {"x": [REWARD]}, tmp_path / world) == 0
-    assert toy.main(["-e", "x"], {"x": [JUDGED]}, tmp_path / "here") == 0
+    assert toy.main(["-e", "x"], {"x": [PPO_WITH_REWARD_MODEL]}, tmp_path / "here") == 0
     places = Places(tmp_path / "there/data", tmp_path / "there/runs")
     with serve(places.runs / exp_id(REWARD), places) as judge, serve(places.runs / exp_id(SFT), places) as reference:
         monkeypatch.setenv("TRITON_HOST_RM", judge)
         monkeypatch.setenv("TRITON_HOST_REF", reference)
-        assert toy.main(["-e", "x"], {"x": [JUDGED]}, tmp_path / "there") == 0
+        assert toy.main(["-e", "x"], {"x": [PPO_WITH_REWARD_MODEL]}, tmp_path / "there") == 0
         monkeypatch.setenv("TRITON_HOST_RM", reference)
         capsys.readouterr()
-        assert toy.main(["-e", "x"], {"x": [JUDGED]}, tmp_path / "wrong") == 1
+        assert toy.main(["-e", "x"], {"x": [PPO_WITH_REWARD_MODEL]}, tmp_path / "wrong") == 1
         (line,) = capsys.readouterr().err.strip().splitlines()
         assert line.startswith("error: ")
-    here, there = (toy.rows(tmp_path / world, exp_id(JUDGED)) for world in ("here", "there"))
+    here, there = (toy.rows(tmp_path / world, exp_id(PPO_WITH_REWARD_MODEL)) for world in ("here", "there"))
     assert [row.keys() for row in here] == [row.keys() for row in there]
     for one, other in zip(here, there, strict=True):
         assert one == pytest.approx(other, abs=1e-4)
@@ -535,7 +542,7 @@ def test_an_entropy_bonus_has_a_gradient_and_its_absence_none():
     assert not score_tokens(model, batch).entropies.requires_grad
     samples = score_tokens(model, batch, temperature=2.0, entropy_gradient=True)
     assert samples.entropies.requires_grad
-    halved = torch.distributions.Categorical(logits=model.table[torch.tensor([0, 1])] / 2)
-    assert torch.allclose(samples.entropies[0, 1:], halved.entropy())
-    assert torch.allclose(samples.logps[0, 1:], halved.log_prob(torch.tensor([1, 2])))
+    halved_logits = torch.distributions.Categorical(logits=model.table[torch.tensor([0, 1])] / 2)
+    assert torch.allclose(samples.entropies[0, 1:], halved_logits.entropy())
+    assert torch.allclose(samples.logps[0, 1:], halved_logits.log_prob(torch.tensor([1, 2])))
     assert samples.logps[0, 0] == 0

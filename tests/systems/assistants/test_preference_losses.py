@@ -34,10 +34,13 @@ def test_open_assistants_losses(by, l2: float, expected: float):
 
 def test_of_two_replies_it_is_the_loss_of_a_pair():
     """With the margin and the centring that others add to it."""
-    chosen, rejected = torch.randn(7, generator=torch.Generator().manual_seed(0)), torch.zeros(7)
-    rewards, of = torch.stack([chosen, rejected], dim=1).flatten(), torch.arange(7).repeat_interleave(2)
+    chosen_logps, rejected_logps = torch.randn(7, generator=torch.Generator().manual_seed(0)), torch.zeros(7)
+    rewards, of = torch.stack([chosen_logps, rejected_logps], dim=1).flatten(), torch.arange(7).repeat_interleave(2)
     ranks = torch.tensor([0, 1]).repeat(7)
-    expected = -torch.nn.functional.logsigmoid(chosen - rejected - 0.3) + 0.01 * (chosen + rejected) ** 2
+    expected = (
+        -torch.nn.functional.logsigmoid(chosen_logps - rejected_logps - 0.3)
+        + 0.01 * (chosen_logps + rejected_logps) ** 2
+    )
     for by in ("conversations", "pairs"):
         result = ranking_loss(rewards, of, ranks, by=by, margin=0.3, centring=0.01)
         assert torch.allclose(result, expected.sum())
@@ -67,9 +70,11 @@ def test_one_reply_and_ties_count_nothing():
 def test_a_sum_over_a_batch_is_that_over_its_parts(conversations: list[list[tuple[int, int]]], data: st.DataObject):
     """However the batch is cut, and in whatever order its replies are."""
 
-    def sums(chosen: list[list[tuple[int, int]]], order: list[int] | None = None) -> tuple[float, int]:
+    def sums(conversations: list[list[tuple[int, int]]], order: list[int] | None = None) -> tuple[float, int]:
         flat = [
-            (reward / 10, number, rank) for number, pairs_of_one in enumerate(chosen) for reward, rank in pairs_of_one
+            (reward / 10, number, rank)
+            for number, pairs_of_one in enumerate(conversations)
+            for reward, rank in pairs_of_one
         ]
         flat = [flat[i] for i in order] if order else flat
         rewards, of, ranks = (torch.tensor(values) for values in zip(*flat, strict=True))
@@ -84,16 +89,16 @@ def test_a_sum_over_a_batch_is_that_over_its_parts(conversations: list[list[tupl
     assert sums(conversations, order)[0] == pytest.approx(whole[0], abs=1e-4)
 
 
-def by_hand(kind: str, h: float, beta: float, flipped: float) -> float:
+def by_hand(kind: str, h: float, beta: float, flip_rate: float) -> float:
     def log_sigmoid(x: float) -> float:
         return -math.log1p(math.exp(-x))
 
     if kind == "ipo":
         return (h - 1 / (2 * beta)) ** 2
-    clean, turned = log_sigmoid(beta * h), log_sigmoid(-beta * h)
+    log_right, log_wrong = log_sigmoid(beta * h), log_sigmoid(-beta * h)
     if kind == "robust":
-        return (-(1 - flipped) * clean + flipped * turned) / (1 - 2 * flipped)
-    return -(1 - flipped) * clean - flipped * turned
+        return (-(1 - flip_rate) * log_right + flip_rate * log_wrong) / (1 - 2 * flip_rate)
+    return -(1 - flip_rate) * log_right - flip_rate * log_wrong
 
 
 @settings(max_examples=30, deadline=None)
@@ -110,11 +115,13 @@ def test_a_training_reports_the_agreement_that_an_evaluation_finds(replies: list
 
 
 @pytest.mark.parametrize("kind", ["sigmoid", "ipo", "robust"])
-@pytest.mark.parametrize("flipped", [0.0, 0.2])
-def test_losses_of_pairs_are_those_of_the_papers(kind, flipped: float):
-    chosen, rejected = [0.5, -2.0, 3.0], [-0.5, 1.0, 3.0]
-    result = pair_loss(torch.tensor(chosen), torch.tensor(rejected), kind=kind, beta=0.3, flipped=flipped)
-    expected = sum(by_hand(kind, c - r, 0.3, flipped) for c, r in zip(chosen, rejected, strict=True))
+@pytest.mark.parametrize("flip_rate", [0.0, 0.2])
+def test_losses_of_pairs_are_those_of_the_papers(kind, flip_rate: float):
+    chosen_logps, rejected_logps = [0.5, -2.0, 3.0], [-0.5, 1.0, 3.0]
+    result = pair_loss(
+        torch.tensor(chosen_logps), torch.tensor(rejected_logps), kind=kind, beta=0.3, flip_rate=flip_rate
+    )
+    expected = sum(by_hand(kind, c - r, 0.3, flip_rate) for c, r in zip(chosen_logps, rejected_logps, strict=True))
     assert float(result) == pytest.approx(expected, rel=1e-6)
 
 
@@ -132,8 +139,8 @@ def test_logps_only_of_learned_tokens():
 
 def test_the_hinge_loss_of_pairs():
     """max(0, 1 - beta h), as TRL 1.16.0 has it."""
-    chosen, rejected = torch.tensor([3.0, 30.0, -2.0]), torch.tensor([1.0, 2.0, 2.0])
-    assert pair_loss(chosen, rejected, kind="hinge", beta=0.1).item() == pytest.approx(0.8 + 0.0 + 1.4)
+    chosen_logps, rejected_logps = torch.tensor([3.0, 30.0, -2.0]), torch.tensor([1.0, 2.0, 2.0])
+    assert pair_loss(chosen_logps, rejected_logps, kind="hinge", beta=0.1).item() == pytest.approx(0.8 + 0.0 + 1.4)
 
 
 @pytest.mark.parametrize("by", ["conversations", "pairs"])

@@ -21,7 +21,7 @@ from tests.systems.assistants.conversations import talk
 from tests.systems.assistants.train_assistants import DPO, REPLIES, REWARD, SFT, write_data
 
 PAIRS: dict[str, Any] = {**REPLIES, "max_replies": 2}
-TOLD = {"lang": "en", "quality": 0.9, "humor": 0.1}
+TAGS = {"lang": "en", "quality": 0.9, "humor": 0.1}
 
 
 @pytest.fixture(scope="module")
@@ -30,8 +30,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("preferences")
     write_data(folder / "data")
     rows = [json.loads(line) for line in io.StringIO((folder / "data/replies/train.jsonl").read_text())]
-    tagged = [{**row, "replies": [{**reply, **TOLD} for reply in row["replies"]]} for row in rows]
-    talk.write_rows(folder / "data" / "tagged", {"train": tagged, "val": tagged[:6]})
+    tagged_rows = [{**row, "replies": [{**reply, **TAGS} for reply in row["replies"]]} for row in rows]
+    talk.write_rows(folder / "data" / "tagged", {"train": tagged_rows, "val": tagged_rows[:6]})
     assert toy.main(["-e", "sft"], {"sft": [SFT]}, folder) == 0
     return folder
 
@@ -52,22 +52,22 @@ def test_preferences_of_several_data_sets(folder: Path):
 
 def test_shuffled_ranks_are_learned(folder: Path):
     """A control: half of the pairs are learned the wrong way round, and those for validation stay."""
-    plain, mixed = (
+    plain, shuffled = (
         train(folder, override(DPO, {"loop.steps": 40, "data": {**PAIRS, "shuffled_ranks": on}}))
         for on in (False, True)
     )
-    assert plain[-1]["val_margin"] > 2 * abs(mixed[-1]["val_margin"])
+    assert plain[-1]["val_margin"] > 2 * abs(shuffled[-1]["val_margin"])
     experiment: Any = load_experiment(override(DPO, {"data.shuffled_ranks": True, "preference": {"beta": 1.0}}), "here")
     ranks = torch.tensor([0, 1, 1, 0, 2, 2])
     batch = {"ranks": ranks, "input_ids": torch.tensor([[5, 6]] * 6), "loss_mask": torch.tensor([[False, True]] * 6)}
     batch["reference_logps"] = torch.tensor([-5.0, -4.0, -3.0, -2.0, -1.0, 0.0])
-    loss, named = experiment.loss()(
+    loss, named_sums = experiment.loss()(
         lambda **_: SimpleNamespace(logits=torch.zeros(6, 2, 8)), {**batch, "attention_mask": ranks >= 0}
     )
     margins = torch.tensor([1.0, -1.0])  # of what is tied there is none
     assert loss.item() == pytest.approx(-torch.nn.functional.logsigmoid(margins).sum().item())
     assert experiment.count(batch) == 2
-    assert named["accuracy"][0] == 1
+    assert named_sums["accuracy"][0] == 1
 
 
 def test_replies_that_are_cut_to_the_same_are_tied(folder: Path):
@@ -100,25 +100,25 @@ def test_a_reply_without_a_reference_is_refused(folder: Path, capsys: pytest.Cap
     exp = override(DPO, {"seed": 3})
     train(folder, exp)
     path = folder / "runs" / exp_id(exp) / "reference.json"
-    stored = json.loads(path.read_text())
+    reference = json.loads(path.read_text())
     longer = override(exp, {"loop.steps": 12})
     (folder / "runs" / exp_id(longer)).mkdir()
-    (folder / "runs" / exp_id(longer) / "reference.json").write_text(json.dumps({**stored, "logps": {}}))
+    (folder / "runs" / exp_id(longer) / "reference.json").write_text(json.dumps({**reference, "logps": {}}))
     assert toy.main(["-e", "x"], {"x": [longer]}, folder) == 1
-    assert "reference.json has no log-probabilities of it. Delete that file of the run" in capsys.readouterr().err
+    assert "reference.json has no log-probabilities of it. Delete that file in the run" in capsys.readouterr().err
 
 
 def test_the_scores_of_replies_are_margins(folder: Path, capsys: pytest.CaptureFixture[str]):
     rows = [json.loads(line) for line in io.StringIO((folder / "data/replies/train.jsonl").read_text())]
-    scored = [
+    scored_rows = [
         {**row, "replies": [{**reply, "score": -3.0 * reply["rank"]} for reply in row["replies"]]} for row in rows
     ]
-    talk.write_rows(folder / "data" / "scored", {"train": scored, "val": scored[:6]})
+    talk.write_rows(folder / "data" / "scored", {"train": scored_rows, "val": scored_rows[:6]})
     exp = override(REWARD, {"data.corpus": "scored", "ranking": {"margin": "scores"}, "loop.steps": 2})
     plain = override(REWARD, {"data.corpus": "scored", "loop.steps": 2})
     assert train(folder, exp)[-1]["train_loss"] > train(folder, plain)[-1]["train_loss"] + 1.0
-    del scored[1]["replies"][0]["score"]
-    talk.write_rows(folder / "data" / "partly", {"train": scored, "val": scored[:1]})
+    del scored_rows[1]["replies"][0]["score"]
+    talk.write_rows(folder / "data" / "partly", {"train": scored_rows, "val": scored_rows[:1]})
     capsys.readouterr()
     for corpus, line in (("replies", 1), ("partly", 2)):
         assert toy.main(["-e", "x", "--dry-run"], {"x": [override(exp, {"data.corpus": corpus})]}, folder) == 1

@@ -93,15 +93,15 @@ def test_grpo_learns_from_reward_math_on_rows_of_gsm8k(shared_data: Path, tmp_pa
     guesses = tmp_path / "data" / "guesses"
     guesses.mkdir()
     for split in ("train", "val"):
-        prepared = [
+        prepared_rows = [
             json.loads(line) for line in (tmp_path / "data" / "gsm8k" / f"{split}.jsonl").read_text().splitlines()
         ]
-        answers = ["#### " + row["answer"].rpartition("#### ")[2] for row in prepared]
-        guessed = [
+        answers = ["#### " + row["answer"].rpartition("#### ")[2] for row in prepared_rows]
+        guess_rows = [
             {"messages": [row["messages"][0], {"role": "assistant", "content": a}]}
-            for row, a in zip(prepared, answers, strict=True)
+            for row, a in zip(prepared_rows, answers, strict=True)
         ]
-        (guesses / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in guessed))
+        (guesses / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in guess_rows))
     sft = override(
         SFT, {"data.corpus": "guesses", "data.sequence_tokens": 192, "model.max_positions": 224, "loop.steps": 80}
     )

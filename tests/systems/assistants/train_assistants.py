@@ -44,12 +44,12 @@ DPO: dict[str, Any] = {
 def write_data(data: Path) -> Path:
     """Write conversations, ranked replies and their tokenizer below `data`."""
     rows = [talk.row(f"{i % 8 + 1}?", WORDS[i % 8], *(["more", "no"] if i % 3 == 0 else [])) for i in range(24)]
-    ranked = []
+    ranked_rows = []
     for i in range(24):
         replies = [WORDS[i % 8], WORDS[(i + 1) % 8], "x" * (i % 5 + 1), "none of " * 2][: 2 + i % 3]
-        told = [{"content": text, "rank": rank} for rank, text in enumerate(replies)]
-        ranked.append({"messages": [{"role": "user", "content": f"{i % 8 + 1}?"}], "replies": told})
+        ranked_replies = [{"content": text, "rank": rank} for rank, text in enumerate(replies)]
+        ranked_rows.append({"messages": [{"role": "user", "content": f"{i % 8 + 1}?"}], "replies": ranked_replies})
     talk.write_rows(data / "numbers", {"train": rows, "val": rows[:6]})
-    talk.write_rows(data / "replies", {"train": ranked, "val": ranked[:6]})
+    talk.write_rows(data / "replies", {"train": ranked_rows, "val": ranked_rows[:6]})
     talk.tokenizer().save_pretrained(data / "talk_tokenizer")
     return data

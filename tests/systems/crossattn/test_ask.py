@@ -67,7 +67,7 @@ def test_simultaneous_requests_get_the_answers_of_single_ones(answerer: ask.Answ
     assert len(set(expected)) > 4, "the models answers differ"
 
 
-MALFORMED = {
+MALFORMED_REQUESTS = {
     "truncated": b"{",
     "list": b"[]",
     "missing field": b'{"context": "a"}',
@@ -83,7 +83,7 @@ MALFORMED = {
 
 def test_malformed_requests_get_422_and_the_server_continues(answerer: ask.Answerer):
     with running(ask.make_server(answerer, options())) as root:
-        for name, body in MALFORMED.items():
+        for name, body in MALFORMED_REQUESTS.items():
             status, reply = request(f"{root}/", body=body)
             assert (status, list(reply)) == (422, ["error"]), name
         assert request(f"{root}/", body=b" " * (ask.MAX_BYTES + 1))[0] == 413
@@ -100,7 +100,7 @@ def test_the_command(folder: Path, answerer: ask.Answerer, tmp_path: Path, capsy
     expected = answerer.answer([ask.Query(FACTS[2][0], question) for question in (QUESTION, "what ?")])
     assert capsys.readouterr().out.splitlines() == expected
     assert ask.main([run, *place]) == 1
-    assert "error: expected --context FILE with questions, or --serve PORT." in capsys.readouterr().err
+    assert "error: expected either --context FILE with questions, or --serve PORT." in capsys.readouterr().err
     assert (
         ask.main([str(folder / "runs" / exp_id(BASE)), "--context", str(tmp_path / "context.txt"), QUESTION, *place])
         == 0

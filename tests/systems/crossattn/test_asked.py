@@ -30,7 +30,7 @@ def inference(**settings: Any) -> Inference:
 
 
 @pytest.mark.parametrize(
-    ("settings", "listed", "expected"),
+    ("settings", "row_indices", "expected"),
     [
         ({}, None, list(range(10))),
         ({"rows": 3}, None, [0, 1, 2]),
@@ -41,12 +41,12 @@ def inference(**settings: Any) -> Inference:
         ({"index_file": "x.txt", "datasets": ["even"], "rows": 1}, [9, 4, 0], [4]),
     ],
 )
-def test_chosen_questions(settings: dict[str, Any], listed: list[int] | None, expected: list[int]):
-    assert inference(**settings).select(Rows(), listed) == expected
+def test_chosen_questions(settings: dict[str, Any], row_indices: list[int] | None, expected: list[int]):
+    assert inference(**settings).select(Rows(), row_indices) == expected
 
 
 @pytest.mark.parametrize(
-    ("settings", "listed", "error", "message"),
+    ("settings", "row_indices", "error", "message"),
     [
         ({"rows": 11}, None, DataError, r"^inference\.rows: 11 of 10 that there are to choose from\."),
         (
@@ -72,10 +72,10 @@ def test_chosen_questions(settings: dict[str, Any], listed: list[int] | None, ex
     ],
 )
 def test_questions_that_do_not_exist(
-    settings: dict[str, Any], listed: list[int] | None, error: type[Exception], message: str
+    settings: dict[str, Any], row_indices: list[int] | None, error: type[Exception], message: str
 ):
     with pytest.raises(error, match=message):
-        inference(**settings).select(Rows(), listed)
+        inference(**settings).select(Rows(), row_indices)
 
 
 def test_names_of_scores_and_number_of_questions():

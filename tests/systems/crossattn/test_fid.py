@@ -32,11 +32,11 @@ FID: dict[str, Any] = {
     "loop": {"steps": 80, "sequences_per_step": 16, "micro_batch": 8, "learning_rate": 1e-2, "eval_every": 40},
     "answers": {"shuffled_context": True, "questions": 16, "max_new_tokens": 4, "metrics": METRICS},
 }
-SCORED: dict[str, Any] = {name: value for name, value in FID.items() if name != "loop"} | {
+EVALUATION: dict[str, Any] = {name: value for name, value in FID.items() if name != "loop"} | {
     "model": {"name": "fusion_in_decoder", "base": T5},
     "evaluation": {"micro_batch": 8},
 }
-GROUPS = {"fid": [FID], "scored": [SCORED]}
+GROUPS = {"fid": [FID], "scored": [EVALUATION]}
 
 
 @pytest.fixture(scope="module")
@@ -72,8 +72,8 @@ def test_a_run_that_was_cut_short_ends_with_the_same_bits(folder: Path):
     assert [hashlib.sha256(file.read_bytes()).hexdigest() for file in files] == before
 
 
-def test_another_run_may_start_from_it_or_score_it(folder: Path):
-    child = {**SCORED, "model": ref(FID)}
+def test_another_run_can_start_from_it_or_score_it(folder: Path):
+    child = {**EVALUATION, "model": ref(FID)}
     assert toy.main(["-e", "g"], {"g": [child], "fid": [FID]}, folder) == 0
     (row,) = toy.rows(folder, exp_id(child))
     expected = toy.rows(folder, exp_id(FID))[-1]
@@ -103,7 +103,7 @@ def test_another_program_reads_it_as_the_t5_that_it_is(folder: Path, tmp_path: P
 
 def test_without_training_it_knows_nothing(folder: Path):
     assert toy.main(["-e", "scored"], GROUPS, folder) == 0
-    (row,) = toy.rows(folder, exp_id(SCORED))
+    (row,) = toy.rows(folder, exp_id(EVALUATION))
     assert row["step"] == 0
     assert row["val_loss"] > 3.0  # ln 39 = 3.7 of that vocabulary
 
@@ -112,17 +112,17 @@ SHORT = {**FID, "loop": {**FID["loop"], "steps": 4, "eval_every": 2}}
 
 
 def test_gradient_checkpointing_changes_no_bit(folder: Path):
-    found = []
+    results = []
     for words in ([], ["--gradient_checkpointing"]):
         assert toy.main(["-e", "g", *words], {"g": [SHORT]}, folder) == 0
         run = folder / "runs" / exp_id(SHORT)
         weights = (run / "checkpoints" / "step-00000004" / "model.safetensors").read_bytes()
-        found.append((hashlib.sha256(weights).hexdigest(), toy.rows(folder, exp_id(SHORT))))
+        results.append((hashlib.sha256(weights).hexdigest(), toy.rows(folder, exp_id(SHORT))))
         shutil.rmtree(run)
-    assert found[0] == found[1]
+    assert results[0] == results[1]
 
 
-def test_what_processes_gather_together_is_a_whole_block(folder: Path):
+def test_processes_gather_complete_blocks(folder: Path):
     """A block of T5 has a list of its own parts, which go with it."""
     from src.experiments.config import Places
     from src.experiments.registry import MODELS, bind
@@ -135,28 +135,28 @@ def test_what_processes_gather_together_is_a_whole_block(folder: Path):
 @pytest.mark.slow
 def test_two_processes_score_it_together(folder: Path):
     """Each has the whole model, also where the command line would have them share one that is trained."""
-    root, run = toy.project(folder, f"EXP_GROUPS = {GROUPS!r}\n"), folder / "runs" / exp_id(SCORED)
+    root, run = toy.project(folder, f"EXP_GROUPS = {GROUPS!r}\n"), folder / "runs" / exp_id(EVALUATION)
     shutil.rmtree(run, ignore_errors=True)
     assert toy.main(["-e", "scored"], GROUPS, folder) == 0
-    alone = toy.rows(folder, exp_id(SCORED))
+    alone = toy.rows(folder, exp_id(EVALUATION))
     shutil.rmtree(run)
     done = toy.run(root, ["-e", "scored", "--fsdp"], folder, processes=2)
     assert done.returncode == 0, done.stderr
     assert "nothing is trained, so every process has the full model" in done.stderr
-    assert toy.rows(folder, exp_id(SCORED)) == alone
+    assert toy.rows(folder, exp_id(EVALUATION)) == alone
 
 
 @pytest.mark.slow
-def test_processes_may_share_the_model(tmp_path: Path):
+def test_model_can_be_sharded(tmp_path: Path):
     """The shares add up in another order, so the last digits may differ."""
     toy.write_data(tmp_path / "data")
-    root, found = toy.project(tmp_path, f"EXP_GROUPS = {{'g': [{SHORT!r}]}}\n"), []
+    root, results = toy.project(tmp_path, f"EXP_GROUPS = {{'g': [{SHORT!r}]}}\n"), []
     for words in ([], ["--fsdp"]):
         done = toy.run(root, ["-e", "g", *words], tmp_path, processes=2)
         assert done.returncode == 0, done.stderr
-        found.append(toy.rows(tmp_path, exp_id(SHORT)))
+        results.append(toy.rows(tmp_path, exp_id(SHORT)))
         shutil.rmtree(tmp_path / "runs")
-    for alone, shared in zip(*found, strict=True):
+    for alone, shared in zip(*results, strict=True):
         assert shared == pytest.approx(alone, rel=1e-4)
 
 
@@ -177,12 +177,12 @@ def test_processes_may_share_the_model(tmp_path: Path):
             ),
         ),
         ("model.base", toy.BASE["model"], "expected an encoder-decoder, such as 't5'; got 'gpt_bigcode'"),
-        ("data", toy.CROSSATTN["data"], "data: the data of this recipe are 'fid_qa', got 'qa'."),
+        ("data", toy.CROSSATTN["data"], "data: expected 'fid_qa', got 'qa'."),
         ("loop.compile", True, "loop.compile: needs batches of one length, and those of 'fid_qa' differ."),
         ("model.base.random.tokenizer", "nowhere", "nowhere: no tokenizer here"),
     ],
 )
-def test_what_does_not_fit_is_told_before_anything_starts(
+def test_invalid_settings_are_reported_before_the_start(
     folder: Path, capsys: pytest.CaptureFixture[str], path: str, value: Any, message: str
 ):
     assert toy.main(["-e", "g", "--dry-run"], {"g": [set_path(FID, path, value, must_exist=False)]}, folder) == 1

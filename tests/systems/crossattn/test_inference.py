@@ -117,7 +117,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
 
 
 @pytest.fixture
-def ended(world: World) -> Path:
+def finished_run(world: World) -> Path:
     """The save directory of "all", finished, but for the last word of it: a start goes on from its last checkpoint."""
     shutil.rmtree(world.run("all"))
     shutil.copytree(world.folder / "undisturbed", world.run("all"))
@@ -189,35 +189,35 @@ def test_its_speed_is_recorded(world: World):
 def test_scores_can_be_recomputed_from_the_file(world: World):
     run = world.folder / "undisturbed"
     metrics = [bind(METRICS, metric) for metric in EXP["inference"]["metrics"]]
-    computed = rescore.score_answers(metrics, rescore.read(run / "inference" / "test.jsonl"), best_answer=False)
-    again = {f"inference/{name}": value for name, value in computed["all"].items() if name != "rows"}
+    new_scores = rescore.score_answers(metrics, rescore.read(run / "inference" / "test.jsonl"), best_answer=False)
+    again = {f"inference/{name}": value for name, value in new_scores["all"].items() if name != "rows"}
     again |= {
-        f"inference/{name}/{s}": computed[s][name] for s in ("one", "two") for name in computed[s] if name != "rows"
+        f"inference/{name}/{s}": new_scores[s][name] for s in ("one", "two") for name in new_scores[s] if name != "rows"
     }
     assert again == {name: value for name, value in last_row(run).items() if name.startswith("inference/")}
 
 
 def test_tables_show_the_scores_of_the_trained_model(world: World):
     rows, _ = results.load_rows(world.folder / "runs")
-    shown = results.headline_scores(results.score_names(rows))
-    assert {"inference/em", "inference/f1", "cache_bytes_per_context_token"} <= set(shown)
+    score_names = results.headline_scores(results.score_names(rows))
+    assert {"inference/em", "inference/f1", "cache_bytes_per_context_token"} <= set(score_names)
     assert not {"inference/em/one", "projected_bytes_per_context_token", "decoder_cache_bytes_per_context_token"} & set(
-        shown
+        score_names
     )
 
 
-def test_a_finished_inference_is_not_made_again(world: World, ended: Path):
-    new_world, row = (ended / "inference").stat().st_ino, last_row(ended)
+def test_a_finished_inference_is_not_made_again(world: World, finished_run: Path):
+    new_world, row = (finished_run / "inference").stat().st_ino, last_row(finished_run)
     assert world.main("all") == 0
-    assert (ended / "inference").stat().st_ino == new_world
-    assert last_row(ended) == row
+    assert (finished_run / "inference").stat().st_ino == new_world
+    assert last_row(finished_run) == row
 
 
 @pytest.mark.parametrize(
     "damage", ["of other weights", "of other inputs", "of another batch size", "torn", "a part of other weights"]
 )
-def test_outputs_with_another_key_are_recomputed(world: World, ended: Path, damage: str):
-    expected, folder = lines(ended), ended / "inference"
+def test_outputs_with_another_key_are_recomputed(world: World, finished_run: Path, damage: str):
+    expected, folder = lines(finished_run), finished_run / "inference"
     facts = {
         name: value for name, value in json.loads((folder / "manifest.json").read_text()).items() if name != "files"
     }
@@ -235,13 +235,13 @@ def test_outputs_with_another_key_are_recomputed(world: World, ended: Path, dama
             )
     else:
         shutil.rmtree(folder)
-        (ended / "inference.part.jsonl").write_text(json.dumps(others, sort_keys=True) + '\n"wrong"\n"wrong"\n')
+        (finished_run / "inference.part.jsonl").write_text(json.dumps(others, sort_keys=True) + '\n"wrong"\n"wrong"\n')
     assert world.main("all") == 0
-    assert lines(ended) == expected
+    assert lines(finished_run) == expected
     assert defect(folder) is None
 
 
-def interrupted(world: World, run: Path) -> int:
+def interrupt_inference(world: World, run: Path) -> int:
     """Send SIGTERM to this process, which trains, when some answers are noted; the exit code."""
     part, over = run / "inference.part.jsonl", threading.Event()
 
@@ -262,53 +262,55 @@ def interrupted(world: World, run: Path) -> int:
         thread.join()
 
 
-def test_an_interrupted_inference_resumes(world: World, ended: Path, caplog: pytest.LogCaptureFixture):
-    shutil.rmtree(ended / "inference")
-    assert interrupted(world, ended) == 75
-    status = json.loads((ended / "status.json").read_text())
+def test_an_interrupted_inference_resumes(world: World, finished_run: Path, caplog: pytest.LogCaptureFixture):
+    shutil.rmtree(finished_run / "inference")
+    assert interrupt_inference(world, finished_run) == 75
+    status = json.loads((finished_run / "status.json").read_text())
     assert (status["state"], status["step"]) == ("stopped", 4)
     assert "SIGTERM: stopped at step 4" in status["reason"]
-    assert not (ended / "inference").exists()
-    done = (ended / "inference.part.jsonl").read_bytes().count(b"\n") - 1
+    assert not (finished_run / "inference").exists()
+    done = (finished_run / "inference.part.jsonl").read_bytes().count(b"\n") - 1
     assert 4 <= done < ROWS
-    with open(ended / "inference.part.jsonl", "ab") as file:
+    with open(finished_run / "inference.part.jsonl", "ab") as file:
         file.write(b'\x00\x00\x00\n"a line that a kill has to')  # as a power cut leaves it
 
     caplog.clear()
     assert world.main("all") == 0
     assert f"resumes after {done} of {ROWS} inputs" in caplog.text
     for name in ("inference/test.jsonl", "inference/manifest.json", "scores.jsonl"):
-        assert (ended / name).read_bytes() == (world.folder / "undisturbed" / name).read_bytes()
+        assert (finished_run / name).read_bytes() == (world.folder / "undisturbed" / name).read_bytes()
 
 
 @pytest.mark.parametrize(("processes", "more"), [(3, []), (2, ["--fsdp"])], ids=["replicated", "fsdp"])
-def test_several_processes_give_the_same_answers(world: World, ended: Path, processes: int, more: list[str]):
+def test_several_processes_give_the_same_answers(world: World, finished_run: Path, processes: int, more: list[str]):
     """21 rows in batches of 4; the first is answered already, and a row of the second. Three do not share the five
     others evenly."""
-    shutil.rmtree(ended / "inference")
+    shutil.rmtree(finished_run / "inference")
     head = json.loads((world.folder / "undisturbed" / "inference" / "manifest.json").read_text())
     del head["files"]
     first = [json.dumps(row["answer_pred"]) for row in lines(world.folder / "undisturbed")][:4]
-    (ended / "inference.part.jsonl").write_text("\n".join([json.dumps(head, sort_keys=True), *first, '"wrong"', ""]))
+    (finished_run / "inference.part.jsonl").write_text(
+        "\n".join([json.dumps(head, sort_keys=True), *first, '"wrong"', ""])
+    )
     log = world.start(processes, more)
     assert "resumes after 4 of 21 inputs" in log
-    assert lines(ended) == lines(world.folder / "undisturbed")
-    assert last_row(ended) == last_row(world.folder / "undisturbed")
+    assert lines(finished_run) == lines(world.folder / "undisturbed")
+    assert last_row(finished_run) == last_row(world.folder / "undisturbed")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [2, 3])
-def test_a_start_under_zero_that_has_only_the_inference_left(world: World, ended: Path, stage: int):
+def test_a_start_under_zero_that_has_only_the_inference_left(world: World, finished_run: Path, stage: int):
     """The base is frozen, so it is in no shard that DeepSpeed reads back."""
     pytest.importorskip("deepspeed", reason="needs deepspeed")
     settings = world.folder / "zero.json"
     settings.write_text(json.dumps({"zero_optimization": {"stage": stage}, "train_batch_size": "auto"}))
-    shutil.rmtree(ended)
+    shutil.rmtree(finished_run)
     world.start(2, ["--deepspeed", str(settings)])
-    shutil.rmtree(ended / "inference")
-    (ended / "status.json").unlink()
+    shutil.rmtree(finished_run / "inference")
+    (finished_run / "status.json").unlink()
     assert "continues from step 4" in world.start(2, ["--deepspeed", str(settings)])
-    assert lines(ended) == lines(world.folder / "undisturbed")
+    assert lines(finished_run) == lines(world.folder / "undisturbed")
 
 
 def test_some_rows(world: World):

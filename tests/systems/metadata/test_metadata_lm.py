@@ -238,7 +238,7 @@ def test_new_control_tokens_are_learned_saved_and_exported_b18(folder: Path):
 
 def test_new_tokens_of_a_frozen_model_are_refused():
     base = {**TOLD["model"], "extra_tokens": ["<E>"]}
-    with pytest.raises(ConfigError, match="it has extra_tokens, and it is frozen"):
+    with pytest.raises(ConfigError, match="it is frozen, so its extra_tokens"):
         load_experiment(
             {**TOLD, "model": {"name": "cross_attention", "num_layers": 1, "stride": 1, "base": base}}, "here"
         )

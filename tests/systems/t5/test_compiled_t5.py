@@ -31,7 +31,7 @@ are given."""
 
 
 @pytest.fixture(autouse=True)
-def traced(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def reset_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Graphs are made as ever, and then run as they are: generating C++ takes a minute, and comes after all that is
     counted here."""
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
@@ -41,7 +41,7 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch._dynamo.reset()
 
 
-def made(version: str) -> Any:
+def make_model(version: str) -> Any:
     kind = {
         "v1.1": {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False},
         "original": {"feed_forward_proj": "relu"},
@@ -62,12 +62,12 @@ def batch(step: int, padded: bool) -> dict[str, torch.Tensor]:
 
 
 def step_on(model: Any, step: int, padded: bool) -> torch.Tensor:
-    given = batch(step, padded)
+    inputs = batch(step, padded)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        loss = seq2seq_loss(model, given, z_loss=1e-4)
+        loss = seq2seq_loss(model, inputs, z_loss=1e-4)
     loss.backward()
     with torch.no_grad():
-        seq2seq_loss(model, {name: tensor[:1] for name, tensor in given.items()})
+        seq2seq_loss(model, {name: tensor[:1] for name, tensor in inputs.items()})
     return loss.detach()
 
 
@@ -78,11 +78,11 @@ def step_on(model: Any, step: int, padded: bool) -> torch.Tensor:
 )
 def test_each_kind_of_layer_is_one_graph_from_the_first_step_on(version: str, padded: bool, graphs: list[int]):
     """Where batches are padded there is one more set: transformers gives layers no mask where it is all True."""
-    model, plain = made(version), made(version)
+    model, plain = make_model(version), make_model(version)
     assert compilation.compile_layers(model) == 2 * LAYERS
-    found = []
+    counts = []
     for step in range(STEPS):
         assert step_on(model, step, padded).item() == pytest.approx(step_on(plain, step, padded).item(), rel=1e-2)
-        found.append(counters["stats"]["unique_graphs"])
-    assert found == graphs
+        counts.append(counters["stats"]["unique_graphs"])
+    assert counts == graphs
     assert not counters["graph_break"]

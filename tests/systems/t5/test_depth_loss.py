@@ -61,7 +61,7 @@ def make_model(width):
 
 def test_sentence_tokens_count_as_they_are_weighed(build):
     model = make_model(16)
-    plain, weighed = build("train"), build("train", sentence_weight=3.0)
+    plain, weighted_data = build("train"), build("train", sentence_weight=3.0)
     samples = [plain.sample(0, i) for i in range(4)]
     batch = plain.collate(samples)
     masks = {
@@ -72,13 +72,17 @@ def test_sentence_tokens_count_as_they_are_weighed(build):
     ids = {name: batch[name] for name in ("input_ids", "decoder_input_ids")}
     logits = model(**ids, **{name: batch[field][:, None] for name, field in masks.items()}).logits
     each = F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), reduction="none", ignore_index=-100)
-    named = torch.isin(batch["labels"].flatten(), torch.tensor([CONTROLS.index(f"<sent_{k}>") for k in range(NAMES)]))
-    torch.testing.assert_close(depth_loss(model, batch), each.sum())
-    torch.testing.assert_close(depth_loss(model, weighed.collate(samples)), each.sum() + 2 * each[named].sum())
-    torch.testing.assert_close(
-        depth_loss(model, build("train", sentence_weight=0.0).collate(samples)), each[~named].sum()
+    is_sentence = torch.isin(
+        batch["labels"].flatten(), torch.tensor([CONTROLS.index(f"<sent_{k}>") for k in range(NAMES)])
     )
-    torch.testing.assert_close(depth_loss(model, plain.sentence_targets().collate(samples)), each[named].sum())
+    torch.testing.assert_close(depth_loss(model, batch), each.sum())
+    torch.testing.assert_close(
+        depth_loss(model, weighted_data.collate(samples)), each.sum() + 2 * each[is_sentence].sum()
+    )
+    torch.testing.assert_close(
+        depth_loss(model, build("train", sentence_weight=0.0).collate(samples)), each[~is_sentence].sum()
+    )
+    torch.testing.assert_close(depth_loss(model, plain.sentence_targets().collate(samples)), each[is_sentence].sum())
 
 
 def test_padding_changes_nothing(build):
@@ -100,6 +104,6 @@ def test_a_tiny_model_learns_to_put_sentences_in_order(build):
         (depth_loss(model, batch) / batch["loss_mask"].sum()).backward()
         optimizer.step()
     view, device = val.sentence_targets(), torch.device("cpu")
-    found = measure(model.eval(), view, depth_loss, 48, device, accuracy=True)
-    assert found.loss < math.log(math.factorial(NAMES)) / NAMES / 2
-    assert found.accuracy > 0.9
+    sums = measure(model.eval(), view, depth_loss, 48, device, accuracy=True)
+    assert sums.loss < math.log(math.factorial(NAMES)) / NAMES / 2
+    assert sums.accuracy > 0.9

@@ -14,8 +14,8 @@ from src.experiments.grid import ref
 from src.experiments.identity import exp_id
 from tests import toy
 
-RELEASED = Path(os.environ.get("TRAINVAL_DATA") or "/nowhere")
-pytestmark = pytest.mark.skipif(not RELEASED.is_dir(), reason="needs TRAINVAL_DATA, the folder of the released data")
+RELEASES = Path(os.environ.get("TRAINVAL_DATA") or "/nowhere")
+pytestmark = pytest.mark.skipif(not RELEASES.is_dir(), reason="needs TRAINVAL_DATA, the folder of the released data")
 
 PRETRAINED: dict[str, Any] = {
     "recipe": "t5_pretrain",
@@ -41,14 +41,14 @@ TASKS = {
 }
 
 
-def tuned(task: str) -> dict[str, Any]:
+def fine_tuning(task: str) -> dict[str, Any]:
     """The pre-trained model on a task."""
     loop = {**PRETRAINED["loop"], "best_metric": TASKS[task][3], "best_mode": "max"}
     data = {"name": "task", "task": task, "corpus": task, "input_tokens": 64, "target_tokens": 12, "val_samples": 24}
     return {"recipe": "seq2seq", "seed": 0, "model": ref(PRETRAINED), "data": data, "loop": loop, "predictions": {}}
 
 
-GROUPS = {"t5": [PRETRAINED], **{task: [tuned(task)] for task in TASKS}}
+GROUPS = {"t5": [PRETRAINED], **{task: [fine_tuning(task)] for task in TASKS}}
 
 
 @pytest.fixture(scope="module")
@@ -57,10 +57,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("real")
     place = ["--data_path", str(folder / "data")]
     t5_tokenizer.main(
-        [*place, "--spiece", str(RELEASED / "tokenizer" / "t5" / "spiece.model"), "--name", "t5_tokenizer"]
+        [*place, "--spiece", str(RELEASES / "tokenizer" / "t5" / "spiece.model"), "--name", "t5_tokenizer"]
     )
     text = folder / "wiki.txt"
-    text.write_bytes((RELEASED / "lm" / "wikitext2" / "wiki.valid.tokens").read_bytes())
+    text.write_bytes((RELEASES / "lm" / "wikitext2" / "wiki.valid.tokens").read_bytes())
     sources = ["--train", str(text), "--val_rate", "0.1", "--documents_by", "line", "--processes", "1"]
     tokenize.main([*place, "--name", "wikitext", "--tokenizer", "t5_tokenizer", *sources])
     assert toy.main(["-e", "t5"], GROUPS, folder) == 0
@@ -75,11 +75,11 @@ def test_pre_training_on_token_files_learns(folder: Path):
 @pytest.mark.parametrize("task", list(TASKS))
 def test_the_model_is_fine_tuned_and_answers(folder: Path, task: str):
     name, train, val, metric = TASKS[task]
-    files = ["--train", str(RELEASED / "glue" / name / train), "--val", str(RELEASED / "glue" / name / val)]
+    files = ["--train", str(RELEASES / "glue" / name / train), "--val", str(RELEASES / "glue" / name / val)]
     prepare_task.main(["--data_path", str(folder / "data"), "--task", task, *files])
     assert toy.main(["-e", task], GROUPS, folder) == 0
-    run = folder / "runs" / exp_id(tuned(task))
-    last = toy.rows(folder, exp_id(tuned(task)))[-1]
+    run = folder / "runs" / exp_id(fine_tuning(task))
+    last = toy.rows(folder, exp_id(fine_tuning(task)))[-1]
     assert {metric, "task_score", f"predictions/val/{metric}"} <= last.keys()
     predictions = [json.loads(line) for line in (run / "predictions" / f"{task}.val.jsonl").read_text().splitlines()]
     assert len(predictions) == 24

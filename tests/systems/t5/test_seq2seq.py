@@ -19,7 +19,7 @@ from src.files import read_json
 from src.models.load import load
 from tests import toy
 
-OWN = f"""
+OWN_TASKS = f"""
 paint:
   columns: [text]
   labels: [{", ".join(toy.COLOURS)}]
@@ -45,7 +45,7 @@ T5: dict[str, Any] = {
     "dropout_rate": 0.05,
 }
 PAINT = {"name": "task", "task": "paint", "corpus": "paint", "input_tokens": 12, "target_tokens": 4}
-SAID = {**PAINT, "task": "said", "corpus": "said"}
+TEXT_TASK = {**PAINT, "task": "said", "corpus": "said"}
 EXP: dict[str, Any] = {
     "recipe": "seq2seq",
     "seed": 0,
@@ -62,14 +62,14 @@ EXP: dict[str, Any] = {
     },
     "predictions": {"splits": ["val", "test"]},
 }
-SCORED: dict[str, Any] = {name: value for name, value in EXP.items() if name != "loop"} | {
+EVALUATION: dict[str, Any] = {name: value for name, value in EXP.items() if name != "loop"} | {
     "model": ref(EXP),
     "evaluation": {"micro_batch": 5},
 }
 FEW = {**EXP["loop"], "steps": 2, "eval_every": 1}
-MIXED: dict[str, Any] = {
+MIXTURE: dict[str, Any] = {
     **EXP,
-    "data": {"name": "mixture", "parts": {"one": PAINT, "two": SAID}, "rates": {"one": 3.0, "two": 1.0}},
+    "data": {"name": "mixture", "parts": {"one": PAINT, "two": TEXT_TASK}, "rates": {"one": 3.0, "two": 1.0}},
     "loop": {**FEW, "best_metric": "macro_f1/paint"},
     "predictions": {},
 }
@@ -80,17 +80,17 @@ TEST_ROWS = 18
 def write_data(folder: Path) -> None:
     """The toy world below `folder`/data, and in it two tasks of one's own."""
     toy.write_data(folder / "data")
-    (folder / "own.yaml").write_text(OWN)
+    (folder / "own.yaml").write_text(OWN_TASKS)
     facts = [(thing, toy.COLOURS[(i * 5 + j) % 8]) for i, thing in enumerate(toy.THINGS) for j in range(4)]
     rows = [
         {"text": f"the {thing} is {colour} .", "label": colour, "idx": 100 + i}
         for i, (thing, colour) in enumerate(facts)
     ]
-    unlabelled = [{"text": row["text"], "idx": row["idx"]} for row in rows[:TEST_ROWS]]
+    test_rows = [{"text": row["text"], "idx": row["idx"]} for row in rows[:TEST_ROWS]]
     for name, some in (
         ("train", [row for i, row in enumerate(rows) if i % 4]),
         ("val", rows[::4]),
-        ("test", unlabelled),
+        ("test", test_rows),
     ):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in some))
     for task, splits in (("paint", ("train", "val", "test")), ("said", ("train", "val"))):
@@ -144,9 +144,9 @@ def test_predictions_are_rows_with_the_generated_text(folder: Path):
         assert row["class"] == (toy.COLOURS.index(row["prediction"]) if row["prediction"] in toy.COLOURS else None)
     test = lines(predictions / "paint.test.jsonl")
     assert {row["target"] for row in test} == {None}
-    written = (predictions / "PAINT.tsv").read_text().splitlines()
-    assert written[0] == "index\tprediction"
-    assert written[1:] == [f"{100 + i}\t{row['class'] or 0}" for i, row in enumerate(test)]
+    tsv_lines = (predictions / "PAINT.tsv").read_text().splitlines()
+    assert tsv_lines[0] == "index\tprediction"
+    assert tsv_lines[1:] == [f"{100 + i}\t{row['class'] or 0}" for i, row in enumerate(test)]
     assert len(test) == TEST_ROWS
 
 
@@ -162,8 +162,8 @@ def test_a_run_that_was_cut_short_ends_with_the_same_bits(folder: Path):
     assert [hashlib.sha256(file.read_bytes()).hexdigest() for file in files] == before
 
 
-@pytest.mark.parametrize(("noted", "saved"), [(21, 16), (15, 8), (33, 32)])
-def test_predictions_resume_from_the_last_complete_batch(folder: Path, noted: int, saved: int):
+@pytest.mark.parametrize(("num_recorded", "saved"), [(21, 16), (15, 8), (33, 32)])
+def test_predictions_resume_from_the_last_complete_batch(folder: Path, num_recorded: int, saved: int):
     """16 rows of val and 18 of test, in batches of 8, which never hold rows of both."""
     run = run_of(folder, EXP)
     facts = {
@@ -175,7 +175,7 @@ def test_predictions_resume_from_the_last_complete_batch(folder: Path, noted: in
     shutil.rmtree(run / "predictions")
     noted_lines = [
         json.dumps(facts, sort_keys=True),
-        *(json.dumps(text) for text in ["said before"] * noted),
+        *(json.dumps(text) for text in ["said before"] * num_recorded),
         '"cut sho',
     ]
     (run / "predictions.part.jsonl").write_text("\n".join(noted_lines))
@@ -203,7 +203,7 @@ def test_complete_predictions_are_generated_once(folder: Path):
     "answers", [{"by": "generate"}, {"by": "rank"}, {"by": "rank", "length_normalised": True}, {"by": "teacher_forced"}]
 )
 def test_all_ways_of_answering_agree_on_words_of_one_token(folder: Path, answers: dict[str, Any]):
-    exp = {**SCORED, "answers": answers, "predictions": {"splits": ["test"]}}
+    exp = {**EVALUATION, "answers": answers, "predictions": {"splits": ["test"]}}
     assert toy.main(["-e", "g"], {"g": [exp], "paint": [EXP]}, folder) == 0
     (row,) = toy.rows(folder, exp_id(exp))
     expected = toy.rows(folder, exp_id(EXP))[-1]
@@ -215,7 +215,7 @@ def test_all_ways_of_answering_agree_on_words_of_one_token(folder: Path, answers
     )
 
 
-RUINED: dict[str, Any] = {**EXP, "model": ref(EXP), "loop": {**FEW, "learning_rate": 0.3, "warmup_rate": 0.99}}
+HIGH_RATE: dict[str, Any] = {**EXP, "model": ref(EXP), "loop": {**FEW, "learning_rate": 0.3, "warmup_rate": 0.99}}
 """The trained model: its first step is small, the second one ruins it."""
 ENGINES: dict[str, list[str]] = {
     "copies": [],
@@ -227,7 +227,7 @@ ENGINES: dict[str, list[str]] = {
 @pytest.mark.parametrize("checkpoint", ["best", "last"])
 @pytest.mark.parametrize("engine", ["here", *(pytest.param(name, marks=pytest.mark.slow) for name in ENGINES)])
 def test_predictions_use_the_selected_weights(folder: Path, tmp_path: Path, engine: str, checkpoint: str):
-    exp = {**RUINED, "predictions": {"checkpoint": checkpoint}, "seed": ["here", *ENGINES].index(engine)}
+    exp = {**HIGH_RATE, "predictions": {"checkpoint": checkpoint}, "seed": ["here", *ENGINES].index(engine)}
     groups = {"g": [exp], "paint": [EXP]}
     if engine == "here":
         assert toy.main(["-e", "g"], groups, folder) == 0
@@ -245,7 +245,7 @@ def test_predictions_use_the_selected_weights(folder: Path, tmp_path: Path, engi
 def test_beams_are_those_of_transformers(folder: Path):
     exp = {
         **EXP,
-        "data": {**SAID, "target_tokens": 8},
+        "data": {**TEXT_TASK, "target_tokens": 8},
         "loop": {**FEW, "best_metric": "em"},
         "answers": {"num_beams": 3, "length_penalty": 0.6},
     }
@@ -277,7 +277,7 @@ def test_beams_are_those_of_transformers(folder: Path):
 @pytest.mark.slow
 def test_two_processes_answer_as_one(folder: Path, tmp_path: Path):
     """16 and 18 rows in batches of 5: the last round of each has a batch for one of them alone."""
-    exp = {**SCORED, "answers": {"by": "rank"}, "seed": 1}
+    exp = {**EVALUATION, "answers": {"by": "rank"}, "seed": 1}
     groups = {"g": [exp], "paint": [EXP]}
     assert toy.main(["-e", "g"], groups, folder) == 0
     run = run_of(folder, exp)
@@ -302,7 +302,7 @@ def test_processes_that_share_the_model_rank_together(folder: Path, tmp_path: Pa
 
 
 def test_phases_are_scored_on_the_tasks_of_the_last(folder: Path):
-    data = {"name": "phases", "phases": [{"until": 0.5, "data": MIXED["data"]}, {"data": PAINT}]}
+    data = {"name": "phases", "phases": [{"until": 0.5, "data": MIXTURE["data"]}, {"data": PAINT}]}
     exp = {**EXP, "data": data, "loop": FEW, "predictions": {}}
     assert toy.main(["-e", "g"], {"g": [exp]}, folder) == 0
     first, last = toy.evaluations(folder, exp_id(exp))
@@ -312,8 +312,8 @@ def test_phases_are_scored_on_the_tasks_of_the_last(folder: Path):
 
 
 def test_several_tasks_at_once(folder: Path):
-    assert toy.main(["-e", "g"], {"g": [MIXED]}, folder) == 0
-    last = toy.rows(folder, exp_id(MIXED))[-1]
+    assert toy.main(["-e", "g"], {"g": [MIXTURE]}, folder) == 0
+    last = toy.rows(folder, exp_id(MIXTURE))[-1]
     names = {f"{name}/paint" for name in ("accuracy", "macro_f1")} | {"em/said"}
     assert (
         names | {f"{name}/{task}" for name in ("val_loss", "task_score") for task in ("paint", "said")} <= last.keys()
@@ -323,13 +323,13 @@ def test_several_tasks_at_once(folder: Path):
     assert "val_perplexity/paint" not in last, "labels are no text"
     assert last["task_score"] == pytest.approx((100 * last["macro_f1/paint"] + 100 * last["em/said"]) / 2)
     assert last["predictions/val/em/said"] == last["em/said"]
-    run = run_of(folder, MIXED)
+    run = run_of(folder, MIXTURE)
     assert sorted(path.name for path in (run / "predictions").glob("*.jsonl")) == ["paint.val.jsonl", "said.val.jsonl"]
     assert "class" not in lines(run / "predictions" / "said.val.jsonl")[0]
 
 
 def test_a_task_without_training_is_evaluated(folder: Path):
-    exp = {**EXP, "loop": FEW, "predictions": {"also": [SAID]}}
+    exp = {**EXP, "loop": FEW, "predictions": {"also": [TEXT_TASK]}}
     assert toy.main(["-e", "g"], {"g": [exp]}, folder) == 0
     last = toy.rows(folder, exp_id(exp))[-1]
     assert {"accuracy", "predictions/val/accuracy/paint", "predictions/val/em/said"} <= last.keys()
@@ -353,9 +353,9 @@ def test_it_stops_when_the_metric_of_the_task_no_longer_grows(folder: Path):
             "model: expected an encoder-decoder, such as 't5'; got 'experiment', which is of the kind 'decoder'",
         ),
         ("model", {"name": "fusion_in_decoder", "base": T5}, "model: expected an encoder-decoder"),
-        ("data", toy.BASE["data"], "data: expected 'task', or a 'mixture' with such a part; got 'text'."),
+        ("data", toy.BASE["data"], "data: expected 'task', or a 'mixture' of it, got 'text'."),
         ("data.task", "pain", "task: unknown task 'pain'. Did you mean 'paint'?"),
-        ("data.task", "rte", "paint/train.jsonl:1: no column 'sentence1' of task 'rte'."),
+        ("data.task", "rte", "paint/train.jsonl:1: missing column 'sentence1' of task 'rte'"),
         ("data.corpus", "nowhere", "nowhere: no such data set"),
         ("data.input_token", 3, "g[0].data: unknown key 'input_token'. Did you mean 'input_tokens'?"),
         ("loop.best_metric", "matthews", "loop.best_metric: unknown score 'matthews'."),
@@ -381,10 +381,14 @@ def test_it_stops_when_the_metric_of_the_task_no_longer_grows(folder: Path):
         ),
         ("predictions.splits", [], "predictions.splits: expected a list that is not empty"),
         ("predictions.splits", ["tst"], "predictions.splits[0]: unknown value 'tst'"),
-        ("predictions.also", [PAINT], "data: the task 'paint' stands there twice"),
-        ("loop.best_mode", "min", "loop.best_mode: the better macro_f1 is the higher one. Write 'max'."),
-        ("predictions.also", [{**SAID, "task": "sad"}], "task: unknown task 'sad'. Did you mean 'said'?"),
-        ("predictions.also", [{**SAID, "task": "rte"}], "said/val.jsonl:1: no column 'sentence1' of task 'rte'."),
+        ("predictions.also", [PAINT], "data: duplicate task 'paint'"),
+        ("loop.best_mode", "min", "loop.best_mode: expected 'max' for macro_f1"),
+        ("predictions.also", [{**TEXT_TASK, "task": "sad"}], "task: unknown task 'sad'. Did you mean 'said'?"),
+        (
+            "predictions.also",
+            [{**TEXT_TASK, "task": "rte"}],
+            "said/val.jsonl:1: missing column 'sentence1' of task 'rte'",
+        ),
         ("predictions.also", [toy.BASE["data"]], "predictions.also: expected data sets 'task', got 'text'."),
     ],
 )
@@ -400,19 +404,22 @@ def test_an_invalid_experiment_is_refused_before_the_start(
     ("changes", "message"),
     [
         (
-            {"data": SAID, "answers": {"by": "rank"}},
-            "answers.by: the answers of task 'said' are any text, so there is no list to rank.",
+            {"data": TEXT_TASK, "answers": {"by": "rank"}},
+            "answers.by: 'rank' needs a list of answers, but task 'said' has free text.",
         ),
         (
-            {"data": SAID, "predictions": {"splits": ["test"]}},
-            "predictions.splits: none of 'said' has the split 'test'.",
+            {"data": TEXT_TASK, "predictions": {"splits": ["test"]}},
+            "predictions.splits: no 'test' split in 'said'.",
         ),
         (
-            {"answers": {"by": "rank"}, "predictions": {"also": [SAID]}},
-            "answers.by: the answers of task 'said' are any text",
+            {"answers": {"by": "rank"}, "predictions": {"also": [TEXT_TASK]}},
+            "answers.by: 'rank' needs a list of answers, but task 'said' has free text",
         ),
-        ({"predictions": {"splits": ["test"], "also": [SAID]}}, "predictions: 'said' has none of the splits test."),
-        ({"data": {"name": "mixture", "parts": {"a": PAINT, "b": PAINT}}}, "data: the task 'paint' stands there twice"),
+        (
+            {"predictions": {"splits": ["test"], "also": [TEXT_TASK]}},
+            "predictions: 'said' has no split test.",
+        ),
+        ({"data": {"name": "mixture", "parts": {"a": PAINT, "b": PAINT}}}, "data: duplicate task 'paint'"),
     ],
 )
 def test_contradicting_settings_are_refused(

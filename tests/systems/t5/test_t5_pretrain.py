@@ -58,7 +58,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_it_learns_what_is_missing(folder: Path):
+def test_model_learns_masked_text(folder: Path):
     first, last = toy.evaluations(folder, exp_id(T5))
     places = Places(folder / "data", folder / "runs")
     assert last["val_loss"] < 0.6 * unigram_loss(load_experiment(T5, "t5"), places)
@@ -80,22 +80,22 @@ def test_a_run_that_was_cut_short_ends_with_the_same_bits(folder: Path):
     assert [hashlib.sha256(file.read_bytes()).hexdigest() for file in files] == before
 
 
-@pytest.mark.parametrize("mixed", [False, True])
-def test_depth_is_trained_under_its_masks_and_its_sentences_are_scored(folder: Path, mixed: bool):
+@pytest.mark.parametrize("is_mixture", [False, True])
+def test_depth_is_trained_under_its_masks_and_its_sentences_are_scored(folder: Path, is_mixture: bool):
     depth = {"name": "depth", "corpus": "toy_text", "input_tokens": 64, "target_tokens": 64, "num_sentences": 4}
-    data = {"name": "mixture", "parts": {"one": depth}} if mixed else depth
+    data = {"name": "mixture", "parts": {"one": depth}} if is_mixture else depth
     exp = {**T5, "data": data, "loop": {**T5["loop"], "steps": 2, "eval_every": 1}}
     assert toy.main(["-e", "g"], {"g": [exp]}, folder) == 0
     first, last = toy.evaluations(folder, exp_id(exp))
     assert last["val_loss"] < first["val_loss"]
-    assert mixed or last["val_sentence_loss"] < first["val_sentence_loss"]
-    if mixed:  # the same as alone: the masks are those of the batch
+    assert is_mixture or last["val_sentence_loss"] < first["val_sentence_loss"]
+    if is_mixture:  # the same as alone: the masks are those of the batch
         alone = {**exp, "data": depth}
         assert toy.main(["-e", "g"], {"g": [alone]}, folder) == 0
         assert toy.rows(folder, exp_id(alone))[0]["val_loss"] == pytest.approx(first["val_loss"], rel=0.2)
 
 
-def test_a_curriculum_is_measured_as_what_it_ends_with(folder: Path):
+def test_curriculum_is_evaluated_on_its_last_phase(folder: Path):
     """Whose scores may be the best_metric; the phase before has none of them."""
     depth = {"name": "depth", "corpus": "toy_text", "input_tokens": 64, "target_tokens": 64, "num_sentences": 4}
     loop = {**T5["loop"], "steps": 2, "eval_every": 1, "best_metric": "val_sentence_accuracy", "best_mode": "max"}
@@ -109,25 +109,25 @@ def test_a_curriculum_is_measured_as_what_it_ends_with(folder: Path):
 
 
 @pytest.fixture(scope="module")
-def own(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def prepared_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tokenizer, tokens and a list of n-grams, each made of the same text by one command."""
     folder = tmp_path_factory.mktemp("own")
     pages = [path.read_text(encoding="utf-8") for path in sorted((toy.ROOT / "docs").glob("*.md"))]
     sections = [section for page in pages for section in page.split("\n## ")]
     (folder / "docs.jsonl").write_text("".join(json.dumps({"text": section}) + "\n" for section in sections))
-    given = ["--data_path", str(folder / "data"), "--train", str(folder / "docs.jsonl")]
-    assert t5_tokenizer.main([*given, "--name", "own_tokenizer", "--vocab_size", "700", "--sentinels", "20"]) == 0
+    arguments = ["--data_path", str(folder / "data"), "--train", str(folder / "docs.jsonl")]
+    assert t5_tokenizer.main([*arguments, "--name", "own_tokenizer", "--vocab_size", "700", "--sentinels", "20"]) == 0
     assert (
         tokenize.main(
-            [*given, "--name", "own", "--tokenizer", "own_tokenizer", "--val_rate", "0.3", "--processes", "1"]
+            [*arguments, "--name", "own", "--tokenizer", "own_tokenizer", "--val_rate", "0.3", "--processes", "1"]
         )
         == 0
     )
-    assert pmi_vocabulary.main([*given, "--name", "own_pmi", "--min_count", "5", "--size", "400"]) == 0
+    assert pmi_vocabulary.main([*arguments, "--name", "own_pmi", "--min_count", "5", "--size", "400"]) == 0
     return folder
 
 
-def test_all_may_be_made_of_ones_own_text(own: Path):
+def test_everything_can_be_prepared_from_own_text(prepared_folder: Path):
     """The ids are those of the new tokenizer, and the masks whole n-grams of the new list."""
     data = {
         "name": "span_corruption",
@@ -139,27 +139,27 @@ def test_all_may_be_made_of_ones_own_text(own: Path):
     exp = copy.deepcopy({**T5, "data": data})
     exp["model"]["random"]["tokenizer"] = "own_tokenizer"
     exp["loop"] |= {"steps": 2, "eval_every": 1}
-    assert toy.main(["-e", "g"], {"g": [exp]}, own) == 0
-    first, last = toy.evaluations(own, exp_id(exp))
+    assert toy.main(["-e", "g"], {"g": [exp]}, prepared_folder) == 0
+    first, last = toy.evaluations(prepared_folder, exp_id(exp))
     assert last["val_loss"] < first["val_loss"]
 
 
-def test_a_longt5_goes_on_from_its_folder(own: Path):
+def test_longt5_continues_from_its_folder(prepared_folder: Path):
     """Whose inputs are longer than what a position sees of them."""
     from transformers import LongT5Config, LongT5ForConditionalGeneration
 
-    tokenizer = tokenizers.load(own / "data" / "own_tokenizer")
+    tokenizer = tokenizers.load(prepared_folder / "data" / "own_tokenizer")
     sizes: dict[str, Any] = {"d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 1, "num_heads": 2, "local_radius": 7}
     local = {"global_block_size": 4, "encoder_attention_type": "transient-global", "decoder_start_token_id": 0}
     LongT5ForConditionalGeneration(LongT5Config(vocab_size=len(tokenizer), **sizes, **local)).save_pretrained(
-        own / "long"
+        prepared_folder / "long"
     )
-    tokenizer.save_pretrained(own / "long")
+    tokenizer.save_pretrained(prepared_folder / "long")
     data = {"name": "span_corruption", "corpus": "own", "input_tokens": 100, "val_sequences": 4}
     loop = {**T5["loop"], "steps": 2, "eval_every": 1, "learning_rate": 1e-2}
-    exp = {**T5, "model": {"name": "t5", "path": str(own / "long")}, "data": data, "loop": loop}
-    assert toy.main(["-e", "g"], {"g": [exp]}, own) == 0
-    first, last = toy.evaluations(own, exp_id(exp))
+    exp = {**T5, "model": {"name": "t5", "path": str(prepared_folder / "long")}, "data": data, "loop": loop}
+    assert toy.main(["-e", "g"], {"g": [exp]}, prepared_folder) == 0
+    first, last = toy.evaluations(prepared_folder, exp_id(exp))
     assert last["val_loss"] < first["val_loss"]
 
 
@@ -167,7 +167,7 @@ def test_a_longt5_goes_on_from_its_folder(own: Path):
 def shared(folder: Path) -> dict[str, list[dict[str, Any]]]:
     """Score rows of two processes by how they share the model."""
     pytest.importorskip("deepspeed", reason="needs deepspeed")
-    root, found = toy.project(folder, f"EXP_GROUPS = {GROUPS!r}\n"), {}
+    root, results = toy.project(folder, f"EXP_GROUPS = {GROUPS!r}\n"), {}
     for mode in ("replicated", "zero2", "zero3", "fsdp"):
         words = {"replicated": [], "fsdp": ["--fsdp"]}.get(mode, ["--deepspeed", f"resources/ds_config_{mode}.json"])
         words = [str(toy.ROOT / word) if word.startswith("resources") else word for word in words]
@@ -181,13 +181,13 @@ def shared(folder: Path) -> dict[str, list[dict[str, Any]]]:
             assert process.wait(timeout=600) == 0, (folder / f"{mode}.log").read_text()
         finally:
             process.kill()
-        found[mode] = toy.rows(folder, exp_id(SHARED))
+        results[mode] = toy.rows(folder, exp_id(SHARED))
         events = [
             json.loads(line) for line in (folder / "runs" / exp_id(SHARED) / "ledger.jsonl").read_text().splitlines()
         ]
         assert [event["engine"] for event in events if event["event"] == "start"] == [mode]
         shutil.rmtree(folder / "runs" / exp_id(SHARED))
-    return found
+    return results
 
 
 @pytest.mark.slow
@@ -212,15 +212,17 @@ def test_processes_that_share_the_model_have_the_losses_of_those_that_do_not(sha
         ({"loop": {**T5["loop"], "best_metric": "em"}}, "loop.best_metric: unknown score 'em'"),
     ],
 )
-def test_what_does_not_fit_is_refused_before_it_starts(
+def test_invalid_settings_are_refused_before_the_start(
     change: dict[str, Any], message: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ):
     assert toy.main(["-e", "g", "--dry-run"], {"g": [{**T5, **change}]}, folder) == 1
-    told = capsys.readouterr().err
-    assert re.search(message, told), told
+    stderr = capsys.readouterr().err
+    assert re.search(message, stderr), stderr
 
 
-def test_a_tokenizer_without_sentinels_is_refused_with_what_makes_one(folder: Path, capsys: pytest.CaptureFixture[str]):
+def test_tokenizer_without_sentinels_is_refused_with_the_command_to_make_one(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+):
     exp = copy.deepcopy(T5)
     exp["model"]["random"]["tokenizer"] = "toy_tokenizer"
     assert toy.main(["-e", "g", "--dry-run"], {"g": [exp]}, folder) == 1

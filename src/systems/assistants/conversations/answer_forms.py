@@ -1,35 +1,35 @@
-"""Where an answer stands in a rendered conversation, found again without rendering by the text around it."""
+"""Locate answers in a rendered conversation by the text around them, without rendering again."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 
 class Answer(NamedTuple):
-    """The part of a rendered conversation that is an answer."""
+    """Span of an answer in a rendered conversation."""
 
     begin: int
     end: int
     missing: str = ""
-    """Blanks of the generation prompt that the template strips before an empty answer."""
+    """White space of the generation prompt that the template strips before an empty answer."""
 
 
 class Form(NamedTuple):
-    """The text around an answer without reasoning and calls, after which another message follows.
+    """The text around an answer that has no reasoning or tool calls and is followed by another message.
 
-    Earlier answers of the conversation with the same text around them need no rendering of their own, so time is linear
-    in the messages.
+    Earlier answers with the same text around them need no rendering of their own, so the time is linear in the number
+    of messages.
     """
 
     lead: str
     """Text between the previous message and the content."""
     prompt: int
-    """Length of its part before the answer."""
+    """Length of the part of `lead` before the answer."""
     end: str
     """Text between the content and the end of the answer."""
 
     @classmethod
     def find(cls, message: Any, text: str, place: int, answer: Answer) -> "Form | None":
-        """The form of an answer; None without one. place: end of the previous message."""
+        """The form of an answer, or None. place: end of the previous message."""
         for content in forms_of(message["content"]) if place >= 0 and _is_plain(message) else ():
             begin = text.find(content, answer.begin, answer.end)
             if begin >= 0:
@@ -37,7 +37,7 @@ class Form(NamedTuple):
         return None
 
     def match(self, message: Any, text: str, place: int, regions: Sequence[tuple[int, int]]) -> Answer | None:
-        """The answer after `place`; None if it has another form. regions: those within {% generation %}."""
+        """The answer after `place`, or None if its form differs. regions: spans within {% generation %}."""
         if place < 0 or not _is_plain(message) or not text.startswith(self.lead, place):
             return None
         begin = place + len(self.lead)
@@ -51,7 +51,7 @@ class Form(NamedTuple):
 
 
 def _is_plain(message: Any) -> bool:
-    """Whether an answer is only text, without reasoning, which templates can move or drop."""
+    """Whether an answer is only text. Templates can move or drop reasoning."""
     return (
         bool(message["content"].strip())
         and not message.get("tool_calls")
@@ -61,5 +61,5 @@ def _is_plain(message: Any) -> bool:
 
 
 def forms_of(content: str) -> tuple[str, ...]:
-    """A content as templates write it."""
+    """Variants of a message's content, as templates write it."""
     return content, content.strip(), content.lstrip(), content.rstrip()

@@ -1,4 +1,4 @@
-"""The part of a conversation that an epoch reads, and what it tells of answers, by (seed, epoch, index)."""
+"""Random choices by (seed, epoch, index): the window of a long conversation, and the tags before answers."""
 
 import hashlib
 import re
@@ -16,23 +16,23 @@ _WORD = re.compile(r"\w+")
 
 
 def draws(*key: object) -> Random:
-    """Random numbers that depend on `key` alone: the same in every process and under every PYTHONHASHSEED."""
+    """Random numbers that depend only on `key`: the same in every process and under every PYTHONHASHSEED."""
     return Random(hashlib.sha256("/".join(map(str, key)).encode()).digest())
 
 
 class Tags(StrictConfig):
-    """What is told about an answer before it is written, as Open-Assistant's system tag does."""
+    """Properties of an answer that are written before it, like Open-Assistant's system tag."""
 
     dropout: float = Field(default=0.5, ge=0, le=1)
-    """Share of the properties that are not told, each drawn by itself; in evaluations all are told."""
+    """Probability of dropping each property in training. Evaluations write all of them."""
     length: bool = False
-    """Whether the length is told, too: a fifth of the words, and one."""
+    """Whether to write the length too: number of words // 5 + 1."""
 
     def write(self, message: Message, draw: Random | None) -> str:
-        """Lines "key: value" about a message, which end with an end of line;
-        "" if there is nothing to tell. draw: None to tell all.
+        """Write a message's properties as "key: value" lines; "" without properties.
 
-        Where some are dropped they are shuffled, but for the context, which comes last. Shares have one decimal.
+        draw: source of the dropout; None writes all properties. With dropout the lines are shuffled, except for the
+        context, which is last. Shares have one decimal.
         """
         lines = [f"{name}: {float(message.tags[name]):.1f}" if name in SHARES else f"{name}: {message.tags[name]}"
                  for name in ("lang", *SHARES) if str(message.tags.get(name, "")).strip()]  # fmt: skip
@@ -47,41 +47,45 @@ class Tags(StrictConfig):
         return "".join(f"{line}\n" for line in lines)
 
     def write_all(self, messages: Sequence[Message], draw: Random | None) -> list[str]:
-        """What is told before each message: something before those of the assistant alone."""
+        """The text before each message; empty except before the assistant's messages."""
         return [self.write(message, draw) if message.role == "assistant" else "" for message in messages]
 
 
-def window(found: Rendered, most: int, offset_probability: float, draw: Callable[[], Random] | None) -> Rendered:
-    """A conversation of at most `most` tokens, in which something is learned if anything is.
+def window(
+    rendered: Rendered, max_tokens: int, offset_probability: float, draw: Callable[[], Random] | None
+) -> Rendered:
+    """Cut a conversation to `max_tokens`, with at least one learned token if there is one.
 
-    With `offset_probability` it begins at a random token, as long as that leaves something to learn; else at its own
-    beginning. Where all that would be learned comes later, it begins so that half of it is before the first token that
-    is learned. draw: None in evaluations, which read the beginning.
+    With `offset_probability` the window starts at a random token that leaves a token to learn, else at the first token.
+    If the first learned token comes later than `max_tokens`, half of the window precedes that token. draw: None in
+    evaluations, which never start at a random token.
     """
-    if len(found.ids) <= most:
-        return found
-    learned = [place for place, wanted in enumerate(found.learned) if wanted]
-    if not learned:
-        return found.part(0, most)
-    last = min(len(found.ids) - most, learned[-1] - 1)  # the first token of a sequence is never learned
+    if len(rendered.ids) <= max_tokens:
+        return rendered
+    learned_positions = [place for place, is_learned in enumerate(rendered.loss_mask) if is_learned]
+    if not learned_positions:
+        return rendered.part(0, max_tokens)
+    last = min(
+        len(rendered.ids) - max_tokens, learned_positions[-1] - 1
+    )  # the first token of a sequence is never learned
     if draw is not None:
-        own = draw()
-        if own.random() < offset_probability:
-            begins = [
+        rng = draw()
+        if rng.random() < offset_probability:
+            starts = [
                 begin
-                for begin in range(max(0, learned[0] - most + 1), last + 1)
-                if _learns(learned, begin, begin + most)
+                for begin in range(max(0, learned_positions[0] - max_tokens + 1), last + 1)
+                if _learns(learned_positions, begin, begin + max_tokens)
             ]
-            return _part(found, own.choice(begins), most)
-    begin = 0 if learned[0] < most else learned[0] - most // 2
-    return _part(found, min(begin, len(found.ids) - most), most)
+            return _part(rendered, rng.choice(starts), max_tokens)
+    begin = 0 if learned_positions[0] < max_tokens else learned_positions[0] - max_tokens // 2
+    return _part(rendered, min(begin, len(rendered.ids) - max_tokens), max_tokens)
 
 
-def _part(found: Rendered, begin: int, most: int) -> Rendered:
-    return found.part(begin, begin + most)
+def _part(rendered: Rendered, begin: int, max_tokens: int) -> Rendered:
+    return rendered.part(begin, begin + max_tokens)
 
 
-def _learns(learned: Sequence[int], begin: int, end: int) -> bool:
-    """Whether a token that is learned is within, behind the first."""
-    after = bisect_right(learned, begin)
-    return after < len(learned) and learned[after] < end
+def _learns(learned_positions: Sequence[int], begin: int, end: int) -> bool:
+    """Whether a learned token is within the range, after its first token."""
+    after = bisect_right(learned_positions, begin)
+    return after < len(learned_positions) and learned_positions[after] < end

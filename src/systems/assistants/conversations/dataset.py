@@ -1,4 +1,4 @@
-"""Conversations to learn answers from: each is a sample, and the answers of the assistant are learned."""
+"""Conversations as samples, with loss on the assistant's answers."""
 
 import hashlib
 import json
@@ -24,23 +24,23 @@ from src.systems.assistants.conversations.choices import Tags, draws, window
 from src.systems.assistants.conversations.entries import Entry, Message, read_entry
 from src.systems.assistants.conversations.refusals import refuses
 from src.systems.assistants.conversations.rendering import Rendered, Renderer
-from src.systems.assistants.conversations.rows import ANSWERED, EMPTY, PROMPT, ConversationRows, read_rows
+from src.systems.assistants.conversations.rows import ANSWERED_ROW, EMPTY_ROW, PROMPT_ROW, ConversationRows, read_rows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 log = logging.getLogger(__name__)
-CHECKED = 256
-"""Samples that are rendered at the start."""
+NUM_CHECKED_SAMPLES = 256
+"""Number of samples that are rendered at the start, to find errors early."""
 
 
 class Writing(StrictConfig):
     """How conversations are written."""
 
     template: Literal["oasst", "chatml", "tokenizer"] = "oasst"
-    """oasst: Open-Assistant's v2.5. tokenizer: the chat template that comes with the tokenizer."""
+    """oasst: Open-Assistant's v2.5. tokenizer: the tokenizer's chat template."""
     system: str | None = Field(default=None, min_length=1)
-    """System message of conversations that come without one."""
+    """System message for conversations without one."""
     tags: Tags | None = None
     """Properties written before answers; None: nothing."""
 
@@ -48,14 +48,13 @@ class Writing(StrictConfig):
     def _tags_have_a_place(self) -> "Writing":
         if self.tags and self.template == "tokenizer":
             raise ValueError(
-                "tags: a template of the tokenizer has no place for them. "
-                "Leave them out, or take template 'oasst' or 'chatml'."
+                "tags: a tokenizer's chat template cannot write them. Remove them, or use template 'oasst' or 'chatml'."
             )
         return self
 
 
 class ConversationConfig(ShuffledConfig):
-    """Source and format of conversations; shared by the data sets of answers and of ranked replies."""
+    """Source and format of conversations; the base of `conversations` and `ranked_replies`."""
 
     writer: ClassVar[str | None] = "conversation"
 
@@ -66,7 +65,7 @@ class ConversationConfig(ShuffledConfig):
     """Maximum tokens per sample."""
     writing: Writing = Writing()
     val_samples: int | None = Field(default=None, gt=0)
-    """Rows of the validation split that are used, the same ones whatever the seed; None for all."""
+    """Number of validation rows to use, the same rows for every seed; None for all."""
 
     @property
     def is_measured(self) -> bool:
@@ -80,11 +79,11 @@ class ConversationConfig(ShuffledConfig):
             call_once(self._check_writing, folder)
 
     def _check_writing(self, folder: Path) -> None:
-        """Raises DataError if the tokenizer has no end token, or its template fits no training or system message."""
+        """Raises DataError if the tokenizer has no end token or its template cannot be trained with."""
         from src.data.text import tokenizers
 
         if self.writing.template != "tokenizer" and tokenizers.names_end_token(folder):
-            return  # without a wait for transformers
+            return  # without importing transformers, which is slow
         tokenizer = tokenizers.load(folder)
         if self.writing.template == "tokenizer":
             system = [Message("system", self.writing.system)] if self.writing.system else []
@@ -114,18 +113,18 @@ class ConversationConfig(ShuffledConfig):
 
 
 class Config(ConversationConfig):
-    """Conversations, and plain text."""
+    """Conversations and plain text."""
 
     has_questions: ClassVar[bool] = True
 
     random_offset: float = Field(default=0.0, ge=0, le=1)
-    """Share of the too long conversations that start at a random token; the rest are truncated."""
+    """Share of too-long conversations that start at a random token; the rest are truncated at the end."""
     without_refusals: bool = False
     """Whether to skip conversations in which the assistant refuses or says that it is a model."""
     shuffled_answers: bool = False
-    """Whether training conversations end with the last answer of another one: a control."""
+    """Whether to replace the last answer of each training conversation with another conversation's: a control."""
     learn_all: bool = False
-    """Whether the tokens of all roles are learned."""
+    """Whether to learn the tokens of all roles."""
 
     def build(self, places: Places, tokenizer: "PreTrainedTokenizerFast", split: str, seed: int) -> "Conversations":
         """The conversations of one split, tokenised on access.
@@ -153,51 +152,52 @@ class Sample(TypedDict):
 
 
 class Conversations:
-    """Samples of conversations; those without anything to learn are skipped."""
+    """Samples of conversations. Conversations with nothing to learn are skipped."""
 
     collation = "conversations"
 
     def __init__(
         self, config: Config, rows: ConversationRows, renderer: Renderer, seed: int | None, digest: str, name: str
     ) -> None:
-        """seed: draws the part of a conversation that an epoch reads; None: always the same.
-        name: of the data, in messages."""
+        """seed: for the part of a conversation that an epoch reads; None for always the same part.
+        name: the data's name in messages."""
         self.config, self.renderer, self.fingerprint, self.shuffle = config, renderer, digest, config.shuffle
         self._rows, self._seed, self._name = rows, seed, name
-        self._chosen = self._choose()
-        for index in range(min(len(self), CHECKED)):  # templates refuse some messages: fail before the first step
+        self._row_indices = self._choose()
+        for index in range(
+            min(len(self), NUM_CHECKED_SAMPLES)
+        ):  # templates refuse some messages: fail before the first step
             self.render(0, index)
 
     def _choose(self) -> Sequence[int]:
-        """Numbers of the rows that are read."""
-        if prompts := self._rows.numbers_of(PROMPT):
+        """Indices of the rows to read."""
+        if prompts := self._rows.numbers_of(PROMPT_ROW):
             raise DataError(
-                f"{self._rows.location(prompts[0])}: a prompt without an answer. Use data 'rollouts', or add an answer."
+                f"{self._rows.location(prompts[0])}: prompt without an answer. Use data 'rollouts', or add an answer."
             )
         total = range(len(self._rows))
-        saying = total if self.config.learn_all else self._rows.numbers_of(EMPTY, others=True)
-        if not saying:
-            raise DataError(
-                f"{self._name}: the assistant says nothing in any conversation, so there is nothing to learn."
-            )
-        if len(saying) < len(total):
-            counts = len(total) - len(saying), len(total)
-            log.info("%s: the assistant says nothing in %d of %d conversations; they are skipped.", self._name, *counts)
+        nonempty = total if self.config.learn_all else self._rows.numbers_of(EMPTY_ROW, invert=True)
+        if not nonempty:
+            raise DataError(f"{self._name}: all answers of the assistant are empty, so there is nothing to learn.")
+        if len(nonempty) < len(total):
+            counts = len(total) - len(nonempty), len(total)
+            log.info("%s: %d of %d conversations have only empty answers and are skipped.", self._name, *counts)
         if not self.config.without_refusals:
-            return saying
-        chosen = [i for i in saying if not refuses(read_entry(self._rows[i], self._name).conversation)]
+            return nonempty
+        row_indices = [i for i in nonempty if not refuses(read_entry(self._rows[i], self._name).conversation)]
         log.info(
-            "%s: %d of %d conversations refuse; they are skipped.", self._name, len(saying) - len(chosen), len(saying)
+            "%s: %d of %d conversations are refusals and are skipped.",
+            self._name,
+            len(nonempty) - len(row_indices),
+            len(nonempty),
         )
-        if not chosen:
-            raise DataError(
-                f"{self._name}: the assistant refuses in every conversation. Write without_refusals: false."
-            )
-        return chosen
+        if not row_indices:
+            raise DataError(f"{self._name}: every conversation is a refusal. Set without_refusals: false.")
+        return row_indices
 
     def __len__(self) -> int:
         """Conversations."""
-        return len(self._chosen)
+        return len(self._row_indices)
 
     def length(self, epoch: int, index: int) -> int:
         """Tokens of sample `index` of an epoch."""
@@ -207,7 +207,7 @@ class Conversations:
         """Sample `index` of an epoch with its roles."""
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
-        config, row = self.config, self._chosen[index]
+        config, row = self.config, self._row_indices[index]
         entry = read_entry(self._rows[row], self._rows.location(row))
         key = None if self._seed is None else (self._seed, epoch, index)
         if entry.text is not None:
@@ -218,22 +218,24 @@ class Conversations:
             config.writing.tags.write_all(messages, draws("tags", *key) if key else None) if config.writing.tags else ()
         )
         try:
-            whole = self.renderer.render(messages, tags)
+            rendered = self.renderer.render(messages, tags)
         except DataError as error:
             raise DataError(f"{self._rows.location(row)}: {error}") from None
         return window(
-            whole, config.sequence_tokens, config.random_offset, (lambda: draws("window", *key)) if key else None
+            rendered, config.sequence_tokens, config.random_offset, (lambda: draws("window", *key)) if key else None
         )
 
     def _another_answer(self, index: int, entry: Entry) -> Sequence[Message]:
-        """The conversation with the assistant's last answer from another, the same in every epoch."""
+        """The conversation with its last answer replaced by another conversation's, the same one in every epoch."""
         messages = entry.conversation
         other = (
             (index + draws("answers", self._seed, index).randrange(1, len(self))) % len(self)
             if len(self) > 1
             else index
         )
-        others = read_entry(self._rows[self._chosen[other]], self._rows.location(self._chosen[other])).conversation
+        others = read_entry(
+            self._rows[self._row_indices[other]], self._rows.location(self._row_indices[other])
+        ).conversation
         place = max(place for place, message in enumerate(messages) if message.role == "assistant")
         answer = next((message for message in reversed(others) if message.role == "assistant"), messages[place])
         return [*messages[:place], replace(answer, tags={}, tools=()), *messages[place + 1 :]]
@@ -241,49 +243,54 @@ class Conversations:
     def sample(self, epoch: int, index: int) -> Sample:
         """Sample `index` of an epoch."""
         rendered = self.render(epoch, index)
-        learned = [place > 0 for place in range(len(rendered.ids))] if self.config.learn_all else rendered.learned
-        return {"input_ids": rendered.ids, "loss_mask": learned}
+        loss_mask = [place > 0 for place in range(len(rendered.ids))] if self.config.learn_all else rendered.loss_mask
+        return {"input_ids": rendered.ids, "loss_mask": loss_mask}
 
     @property
     def num_questions(self) -> int:
         """Number of conversations that end with an answer."""
-        return len(self._answered)
+        return len(self._answered_indices)
 
     @cached_property
-    def _answered(self) -> Sequence[int]:
-        numbers = self._rows.numbers_of(ANSWERED)
-        if isinstance(self._chosen, range):
+    def _answered_indices(self) -> Sequence[int]:
+        numbers = self._rows.numbers_of(ANSWERED_ROW)
+        if isinstance(self._row_indices, range):
             return numbers
         import numpy as np
 
-        return np.flatnonzero(np.isin(np.asarray(self._chosen), np.asarray(numbers))).tolist()
+        return np.flatnonzero(np.isin(np.asarray(self._row_indices), np.asarray(numbers))).tolist()
 
     def row(self, index: int) -> dict[str, Any]:
         """The last question of conversation `index` and its answer."""
-        row = self._chosen[self._answered[index]]
+        row = self._row_indices[self._answered_indices[index]]
         *before, answer = read_entry(self._rows[row], self._rows.location(row)).messages
-        return {"question": before[-1].written, "answer": answer.written, "context": "", "dataset": self.config.corpus}
+        return {
+            "question": before[-1].full_text,
+            "answer": answer.full_text,
+            "context": "",
+            "dataset": self.config.corpus,
+        }
 
     def source(self, index: int) -> str:
-        """The group of its scores: the corpus."""
+        """Name of the score group: the corpus."""
         return self.config.corpus
 
     def prompt(self, index: int) -> Sample:
-        """A conversation up to its last answer; a long one is truncated from the left."""
-        row = self._rows[self._chosen[self._answered[index]]]
+        """A conversation up to its last answer, truncated from the left if too long."""
+        row = self._rows[self._row_indices[self._answered_indices[index]]]
         *before, answer = read_entry(row, self._name).messages
         ids = render_prompt(self.renderer, self.config.writing, before, answer)[-self.config.sequence_tokens :]
         return {"input_ids": ids, "loss_mask": [False] * len(ids)}
 
     def collate_prompts(self, samples: Sequence[Sample]) -> TokenBatch:
-        """Padded on the left, for `generate`."""
+        """Pad on the left, for `generate`."""
         from src.data import collate
 
         ids, masks = [s["input_ids"] for s in samples], [s["loss_mask"] for s in samples]
         return collate.pad_tokens(ids, masks, self.renderer.safe.pad_id, pad_left=True)
 
     def collate(self, samples: Sequence[Sample]) -> TokenBatch:
-        """Padded on the right; padding is masked, so its id does not matter."""
+        """Pad on the right. Padding is masked, so its id does not matter."""
         from src.data import collate
 
         return collate.pad_tokens(
@@ -294,7 +301,7 @@ class Conversations:
 def render_prompt(
     renderer: Renderer, writing: Writing, messages: Sequence[Message], answer: Message | None = None
 ) -> list[int]:
-    """Ids of messages up to the answer to the last one. answer: the answer that tags describe, if known."""
+    """Ids of messages, up to the answer to the last message. answer: the answer that the tags describe, if known."""
     messages = with_system(messages, writing.system)
     tags = (
         [*writing.tags.write_all(messages, None), writing.tags.write(answer or Message("assistant", ""), None)]

@@ -1,4 +1,4 @@
-"""Conversations and ranked replies as rows of JSON, and their validation.
+"""Conversations and ranked replies as JSON rows, and their validation.
 
 {"messages": [{"role": "user", "content": "2 + 3?"}, {"role": "assistant", "content": "5"}]}
 {"messages": [...], "replies": [{"content": "5", "rank": 0}, {"content": "six", "rank": 1}]}
@@ -6,11 +6,11 @@
 {"messages": [..., {"role": "assistant", "content": null, "tool_calls": [...]}, {"role": "tool", "content": "5"}, ...],
 "tools": [...]} {"text": "Plain text."}
 
-A call of a tool is {"name", "arguments"}, also within {"function"}; arguments and tools are JSON, or a text of JSON. An
-answer can have reasoning as "reasoning_content", "thinking" or "reasoning".
+A tool call is {"name", "arguments"}, or {"function": {"name", "arguments"}}. Arguments and tools are JSON, or a string
+of JSON. An answer can have reasoning as "reasoning_content", "thinking" or "reasoning".
 
 Roles: system (first, at most once), user, assistant, and tool after an assistant. A message can have "lang", "quality",
-"humor", "creativity" (0 to 1) and "context". Ranks: smaller is better, and equal ranks are a tie. Rewards read the
+"humor", "creativity" (0 to 1) and "context". Ranks: smaller is better, equal ranks are a tie. Rewards can read the
 other keys of a row.
 """
 
@@ -25,13 +25,13 @@ from src.support.parsing import parse_json
 
 ROLES = ("system", "user", "assistant", "tool")
 _LARGEST_SCORE = 1e30
-"""Scores are float32 in the loss."""
+"""Maximum absolute score: scores are float32 in the loss."""
 SHARES = ("quality", "humor", "creativity")
 TAGS = ("lang", *SHARES, "context")
 LINKS = ("name", "tool_call_id")
-"""Keys by which the result of a tool refers to its call."""
+"""Keys by which a tool's result refers to its call."""
 REASONING = ("reasoning_content", "thinking", "reasoning")
-"""Names of the reasoning before an answer, as different templates read it."""
+"""Keys of the reasoning before an answer; templates differ in which one they read."""
 _AFTER = {
     "": ("system", "user"),
     "system": ("user",),
@@ -48,26 +48,26 @@ class Message:
     role: str
     content: str
     tags: Mapping[str, str | float] = field(default_factory=dict)
-    """Its properties, by the names in `TAGS`."""
+    """Properties by their names in `TAGS`."""
     calls: Sequence[Mapping[str, Any]] = ()
-    """Calls of tools by the assistant, {"name", "arguments"} each."""
+    """Tool calls of the assistant, {"name", "arguments"} each."""
     tools: Sequence[Mapping[str, Any]] = ()
-    """Tools of the conversation, on its first message."""
+    """Tools of the conversation; only on its first message."""
     reasoning: str = ""
     """Reasoning of the assistant before its answer."""
     links: Mapping[str, str] = field(default_factory=dict)
-    """Keys in `LINKS` of a tool's message."""
+    """Values of the keys in `LINKS`, on a tool's message."""
     call_ids: Sequence[str] = ()
-    """Id of each call, "" without one."""
+    """Id of each call, or ""."""
 
     @property
-    def written(self) -> str:
-        """The content, and each call of a tool as a line of JSON."""
+    def full_text(self) -> str:
+        """The content and each tool call as a line of JSON."""
         return "\n".join([*([self.content] if self.content or not self.calls else []), *map(json_line, self.calls)])
 
     @property
     def raw(self) -> dict[str, Any]:
-        """The object that `read_message` reads, without tags."""
+        """The JSON object of the message, as `read_message` reads it, without tags."""
         reasoning: dict[str, Any] = {REASONING[0]: self.reasoning} if self.reasoning else {}
         ids = [*self.call_ids, *[""] * len(self.calls)]
         calls = [
@@ -92,7 +92,7 @@ class Reply:
     tags: Mapping[str, str | float] = field(default_factory=dict)
     reasoning: str = ""
     score: float | None = None
-    """How good it is, in any unit; a difference of scores can be the margin of a pair."""
+    """Quality in any unit. The difference of two scores can be the margin of a pair."""
 
     @property
     def message(self) -> Message:
@@ -101,48 +101,48 @@ class Reply:
 
 @dataclass(frozen=True)
 class Entry:
-    """A row."""
+    """A parsed row."""
 
     messages: Sequence[Message] = ()
     replies: Sequence[Reply] = ()
-    """To the last of the messages, which is not an assistant's."""
+    """Replies to the last message, which is not the assistant's."""
     text: str | None = None
     is_prompt: bool = False
-    """Whether the messages have no answer, and a policy answers them."""
+    """Whether the messages are a prompt without an answer, for a policy."""
 
     @property
     def conversation(self) -> Sequence[Message]:
-        """The messages; with the best of the replies, the first of several, if there are some."""
+        """The messages, with the first of the best replies appended if there are replies."""
         return (
             [*self.messages, min(self.replies, key=lambda reply: reply.rank).message] if self.replies else self.messages
         )
 
 
 def check_row(row: dict[str, Any], where: str) -> None:
-    """Raises DataError for a wrong row; names `where`."""
+    """Raises DataError, with `where`, for an invalid row."""
     read_entry(row, where)
 
 
 def read_entry(row: Mapping[str, Any], where: str) -> Entry:
-    """The entry of a row.
+    """Parse a row.
 
     Raises:
-        DataError: the row is wrong; names `where` and the field.
+        DataError: the row is invalid; reports `where` and the field.
     """
     if "text" in row:
         if row.keys() & {"messages", "replies"}:
             raise DataError(f"{where}: expected either text or messages, got both.")
         text = _text(row["text"], f"{where}: text")
         if not text.strip():
-            raise DataError(f"{where}: text: empty, so there is nothing to learn. Remove the row.")
+            raise DataError(f"{where}: text: empty. Remove the row.")
         return Entry(text=text)
     name = "prompt" if "prompt" in row else "messages"
     if not isinstance(row.get(name), list):
-        raise DataError(f"{where}: expected a list of messages, or a text; the row has {', '.join(row) or 'nothing'}.")
+        raise DataError(f"{where}: expected messages, prompt or text, got the keys {', '.join(row) or '(none)'}.")
     messages = [read_message(raw, f"{where}: {name}[{i}]") for i, raw in enumerate(row[name])]
     replies = row.get("replies")
     if name == "prompt" and row.keys() & {"messages", "replies"}:
-        raise DataError(f"{where}: expected either a prompt, or messages, got both.")
+        raise DataError(f"{where}: expected either a prompt or messages, got both.")
     if messages and (tools := _objects(row.get("tools"), f"{where}: tools")):
         messages[0] = replace(messages[0], tools=tools)
     _check_roles(
@@ -160,14 +160,14 @@ def read_entry(row: Mapping[str, Any], where: str) -> Entry:
         other, rank = ranks.setdefault((reply.content, reply.reasoning), (place, reply.rank))
         if rank != reply.rank:
             raise DataError(
-                f"{where}: replies[{other}] and replies[{place}] say the same, "
-                f"with ranks {rank} and {reply.rank}. Leave one out."
+                f"{where}: replies[{other}] and replies[{place}] are equal but have ranks {rank} and {reply.rank}. "
+                "Remove one."
             )
     return Entry(messages, parsed)
 
 
 def _check_roles(roles: Sequence[str], where: str, missing: str) -> None:
-    """missing: the part of the row after the messages, "" without one."""
+    """Require alternating roles. missing: the part of the row that follows the messages, or ""."""
     before = ""
     for place, role in enumerate(roles):
         if role not in _AFTER[before]:
@@ -181,14 +181,14 @@ def _check_roles(roles: Sequence[str], where: str, missing: str) -> None:
             f"{where}: the messages before {missing} end with {before or 'nothing'}. Expected user or tool."
         )
     if not missing and "assistant" not in roles:
-        raise DataError(f"{where}: no message is the assistant's, so there is nothing to learn.")
+        raise DataError(f"{where}: no message of the assistant, so there is nothing to learn. Remove the row.")
 
 
 def read_message(raw: Any, where: str) -> Message:
-    """The message of an object with role and content.
+    """Parse an object with role and content.
 
     Raises:
-        DataError: a field is wrong; names it after `where`.
+        DataError: a field is invalid; reports `where` and the field.
     """
     if not isinstance(raw, dict):
         raise DataError(f"{where}: expected an object with role and content, got {type(raw).__name__}.")
@@ -208,20 +208,20 @@ def read_message(raw: Any, where: str) -> Message:
 
 
 def _reasoning(raw: Mapping[str, Any], where: str) -> str:
-    """The reasoning of an answer under one of its names, "" without."""
+    """The reasoning of an answer under any of its keys, or ""."""
     texts = {name: _text(raw[name], f"{where}: {name}") for name in REASONING if raw.get(name) is not None}
     if len({*texts.values()} - {""}) > 1:
-        raise DataError(f"{where}: {' and '.join(texts)} differ. Leave one out.")
+        raise DataError(f"{where}: {' and '.join(texts)} differ. Remove one.")
     return next((text for text in texts.values() if text), "")
 
 
 def json_line(value: Any) -> str:
-    """JSON as templates write it: without escapes of non-ASCII letters."""
+    """JSON as templates write it: non-ASCII letters are not escaped."""
     return json.dumps(value, ensure_ascii=False)
 
 
 def _objects(raw: Any, where: str) -> list[dict[str, Any]]:
-    """A list of objects, possibly empty; also of its JSON."""
+    """Parse a list of objects, given as a list, as JSON text or as None."""
     value = _parse_json(raw, where) if isinstance(raw, str) else raw
     if value is not None and not (isinstance(value, list) and all(isinstance(each, dict) for each in value)):
         raise DataError(f"{where}: expected a list of objects, got {raw!r:.60} ({type(raw).__name__}).")
@@ -230,7 +230,7 @@ def _objects(raw: Any, where: str) -> list[dict[str, Any]]:
 
 
 def check_strings(value: Any, where: str) -> None:
-    """Raises DataError if a string within JSON cannot be encoded or has NUL."""
+    """Raises DataError if a string in a JSON value cannot be encoded or contains NUL."""
     if isinstance(value, str):
         _text(value, where)
     for part in [*value, *value.values()] if isinstance(value, dict) else value if isinstance(value, list) else ():
@@ -238,12 +238,12 @@ def check_strings(value: Any, where: str) -> None:
 
 
 def _call(raw: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """{"name", "arguments"} of a call in any form."""
+    """{"name", "arguments"} of a call in either form."""
     function = raw.get("function", raw)
     name, value = (function.get("name"), function.get("arguments", {})) if isinstance(function, dict) else (None, {})
     arguments = _parse_json(value, f"{where}: arguments") if isinstance(value, str) else value
     if not isinstance(name, str) or not isinstance(arguments, dict):
-        raise DataError(f"{where}: expected the name of a tool, and its arguments as an object; got {raw!r:.80}.")
+        raise DataError(f"{where}: expected the name of a tool and its arguments as an object, got {raw!r:.80}.")
     check_strings(arguments, f"{where}: arguments")
     return {"name": name, "arguments": arguments}
 

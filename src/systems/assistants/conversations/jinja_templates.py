@@ -1,8 +1,8 @@
-"""Jinja templates of tokenizers, rendered with the real messages, so the text equals that of `apply_chat_template`.
+"""Tokenizers' Jinja templates, rendered with the real messages, so the text equals that of `apply_chat_template`.
 
-Control tokens that a message spells are masked before rendering and restored as plain text after it. An answer starts
-where the generation prompt ends: `Jinja.spans` renders the prompt of each answer and requires that it is a prefix of
-the conversation.
+Control tokens spelled out in a message are masked before rendering and restored as plain text afterwards. An answer
+starts where the generation prompt ends: `Jinja.spans` renders the prompt of each answer and requires that it is a
+prefix of the conversation.
 """
 
 import logging
@@ -38,11 +38,11 @@ _FIXED_DATE = (
     + "".join(f" | replace('{code}', '{text}')" for code, text in {**_DATE, "%M": "00", "%S": "00"}.items())
     + " -}}{%- endmacro -%}"
 )
-"""Replaces the clock: a resumed training must read the same tokens on another day."""
+"""A fixed date instead of today's: a training that resumes on another day must read the same tokens."""
 
 
 def tools_of(messages: Sequence[Message]) -> Sequence[Mapping[str, Any]]:
-    """The tools of a conversation, on whichever message they are."""
+    """The tools of a conversation, from the first message that has any."""
     return next((message.tools for message in messages if message.tools), ())
 
 
@@ -51,11 +51,11 @@ class _Unlearnable(Exception):
 
 
 class Jinja:
-    """A Jinja template of a tokenizer."""
+    """A tokenizer's Jinja template."""
 
     def __init__(self, source: str, tokens: Mapping[str, str], controls: Sequence[str] = ()) -> None:
         """tokens: control tokens by the names that the template uses, such as eos_token.
-        controls: further ones of the vocabulary.
+        controls: the other control tokens of the vocabulary.
 
         Raises:
             DataError: the template omits or repeats a message, the generation prompt is not a prefix of the
@@ -69,26 +69,25 @@ class Jinja:
         self._controls = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
         self.opening: Sequence[Message] = ()
         self._in_parts = False
-        """Whether the template reads content as a list of parts, as those of vision models do."""
+        """Whether the template reads content as a list of parts, like templates of vision models."""
         self._check()
 
     def spans(self, messages: Sequence[Message], tags: Sequence[str] = (), answering: bool = False) -> list[Span]:
         """See `rendering.Template`.
-        An earlier answer that the template changes once another message follows is not learned.
+        An earlier answer is not learned if the template changes it once another message follows.
 
         Raises:
-            DataError: the template refuses the messages, omits or repeats one, or the last answer cannot be learned.
+            DataError: the template rejects the messages, omits or repeats one, or the last answer cannot be learned.
         """
         if any(tags):
             raise DataError(
-                "data.writing.tags: a template of the tokenizer has no place for them. "
-                "Take template 'oasst' or 'chatml'."
+                "data.writing.tags: a tokenizer's chat template cannot write them. Use template 'oasst' or 'chatml'."
             )
         mask = Mask(self._controls)
         raw, tools = [mask.message(message) for message in messages], mask.mask(tools_of(messages)) or None
         text, regions = self._fill(raw, tools, answering)
         if tools and text == self._fill(raw, None, answering)[0]:
-            raise DataError(f"{WHERE}: the template writes no tools. Remove them, or take another template.")
+            raise DataError(f"{WHERE}: the template ignores tools. Remove them, or use another template.")
         parts = self._locate(raw, tools, answering, text)
         before = {number: end for number, (_, end, _, _) in parts.items()}
         form: Form | None = None
@@ -107,13 +106,13 @@ class Jinja:
                 continue
             if answer is not None:
                 parts[number] = (answer.begin, answer.end, Role.ASSISTANT, answer.missing)
-                if number < len(messages) - 1:  # the template can write the last answer in another way
+                if number < len(messages) - 1:  # the template can write the last answer differently
                     form = form or Form.find(raw[number], text, place, answer)
         spans, place = list[Span](), 0
         for begin, end, role, missing in sorted(parts.values()):
             if begin < place:
                 marks = " within {% generation %}" if self.marks_answers else ""
-                advice = "Mark only answers" if self.marks_answers else "Take one that writes messages in order"
+                advice = "Mark only answers" if self.marks_answers else "Use a template that writes messages in order"
                 raise DataError(
                     f"{WHERE}: an answer{marks} overlaps another message: {shorten(text[begin:place])}. {advice}."
                 )
@@ -130,11 +129,11 @@ class Jinja:
         regions: Sequence[tuple[int, int]],
         answering: bool,
     ) -> Answer | None:
-        """Message `number` within `text`; None if the template changes it once another message follows.
-        answering: it is only read.
+        """Locate message `number` in `text`; None if the template changes it once another message follows.
+        answering: the text is a prompt, so no message is learned.
 
         Raises:
-            _Unlearnable: even as the last message it does not continue its generation prompt, or nothing ends it.
+            _Unlearnable: even as the last message it does not continue its generation prompt, or has no end token.
             DataError: even as the last message it is incomplete.
         """
         message = raw[number]
@@ -153,20 +152,20 @@ class Jinja:
             ends = [end for end in ends if end <= max((end for _, end in of_last), default=0)]
         if not ends:
             raise _Unlearnable(
-                f"no control token ends the answer {shorten(last[start:])}, so no model would learn to stop. "
-                f"Write the end token after each answer{inside}, or take another template."
+                f"no control token ends the answer {shorten(last[start:])}, so a model would not learn to stop. "
+                f"Write the end token after each answer{inside}, or use another template."
             )
         if self.marks_answers:
             content = _without_blanks(message["content"].rpartition("</think>")[2])
             if content not in _without_blanks(last[start : ends[-1]]):
                 raise _Unlearnable(
-                    f"{{% generation %}} marks only a part of {shorten(message['content'])}. Mark the complete answer."
+                    f"{{% generation %}} marks only part of {shorten(message['content'])}. Mark the complete answer."
                 )
             same = _shared_length(last, text)
-            marked = [end for begin, end in regions if end > start and begin <= max(same, start)]
+            region_ends = [end for begin, end in regions if end > start and begin <= max(same, start)]
             ends = (
-                [match.end() for match in self._controls.finditer(text, start, marked[-1])]
-                if marked and same >= start
+                [match.end() for match in self._controls.finditer(text, start, region_ends[-1])]
+                if region_ends and same >= start
                 else []
             )
             return Answer(start, ends[-1], prompt[start:]) if ends else None
@@ -185,7 +184,7 @@ class Jinja:
 
     @staticmethod
     def _parts_of(message: Any) -> list[tuple[str, str]]:
-        """Names and texts of the parts of a message that a template must write."""
+        """(name, text) of each part of a message that a template must write."""
         texts = [(name, message.get(name, "")) for name in ("content", "reasoning_content")]
         return texts + [("tool call", call["function"]["name"]) for call in message.get("tool_calls", ())]
 
@@ -194,46 +193,48 @@ class Jinja:
     ) -> None:
         """Raises DataError if `last` drops a part of message `number`. start: end of its generation prompt.
 
-        answering: templates can drop reasoning within the content of earlier answers.
+        answering: allow templates to drop reasoning from the content of earlier answers.
         """
         if self._is_complete(raw[number], last[start:]):
             return
-        # With the generation prompt, which can write <think>.
+        # Include the generation prompt, which can contain <think>.
         turn = last[_shared_length(self._fill(raw[:number], tools)[0], last) :]
         for name, text in self._parts_of(raw[number]):
             text = text.rpartition("</think>")[2] if answering else text
             if _without_blanks(text) not in _without_blanks(turn):
                 reason = f"the template drops the {name} {shorten(text)} of messages[{number}]"
-                raise DataError(f"{WHERE}: {reason}. Remove it, or take another template.")
+                raise DataError(f"{WHERE}: {reason}. Remove it, or use another template.")
 
     @staticmethod
     def _refuse_prefix(prompt: str, text: str, shared: int) -> NoReturn:
         part = slice(max(0, shared - 40), shared + 40)
         raise _Unlearnable(
-            f"the generation prompt is not a prefix of the conversation: {prompt[part]!r} against {text[part]!r}. "
-            "Take a template that writes both the same."
+            f"the generation prompt is not a prefix of the conversation: {prompt[part]!r} vs. {text[part]!r}. "
+            "Use a template that writes both the same way."
         )
 
     def _locate(
         self, raw: Sequence[Any], tools: Any, answering: bool, text: str
     ) -> dict[int, tuple[int, int, Role, str]]:
-        """Places in `text` of the messages that are not answers, by their numbers.
+        """Locate the messages other than answers in `text`, by number.
 
         Raises:
-            DataError: the template omits or repeats one.
+            DataError: the template omits or repeats a message.
         """
-        marked = [
+        marked_messages = [
             {**message, "content": f"{MASK}{MASK}m{number}{MASK}"}
             if message["role"] != "assistant" and message["content"]
             else message
             for number, message in enumerate(raw)
         ]
-        first, *pieces = _MARK.split(self._fill(marked, tools, answering)[0])
+        first, *pieces = _MARK.split(self._fill(marked_messages, tools, answering)[0])
         numbers = [*map(int, pieces[::2])]
-        expected = [number for number, message in enumerate(marked) if message["content"] != raw[number]["content"]]
+        expected = [
+            number for number, message in enumerate(marked_messages) if message["content"] != raw[number]["content"]
+        ]
         if sorted(numbers) != expected:
-            written = f"messages {' '.join(map(str, numbers)) or 'none'} of {' '.join(map(str, expected))}"
-            raise DataError(f"{WHERE}: the template writes {written}. Take one that writes each message once.")
+            description = f"messages {' '.join(map(str, numbers)) or 'none'} of {' '.join(map(str, expected))}"
+            raise DataError(f"{WHERE}: the template writes {description}. Use one that writes each message once.")
         parts, place = dict[int, tuple[int, int, Role, str]](), len(first)
         for number, following in zip(numbers, pieces[1::2], strict=True) if text.startswith(first) else ():
             content = raw[number]["content"]
@@ -245,14 +246,14 @@ class Jinja:
                 ),
                 None,
             )
-            if form is None:  # the template reads contents: the rest has the role of the template
+            if form is None:  # the template changed the content: the rest has the role of the template
                 break
             parts[number] = (place, place + len(form), ROLE_OF[raw[number]["role"]], "")
             place += len(form) + len(following)
         return parts
 
     def _fill(self, raw: Sequence[Any], tools: Any, answering: bool = False) -> tuple[str, Sequence[tuple[int, int]]]:
-        """The text of messages, and its regions within {% generation %}.
+        """Render messages; returns the text and its spans within {% generation %}.
 
         Raises:
             DataError: the template fails.
@@ -273,13 +274,13 @@ class Jinja:
             )
         except Exception as error:  # noqa: BLE001  a template can raise anything, such as ZeroDivisionError
             roles, reason = " ".join(message["role"] for message in raw), " ".join(str(error).split())[:200]
-            advice = "Change the messages, or take another template."
-            raise DataError(f"{WHERE}: the template refuses {roles} ({reason}). {advice}") from None
+            advice = "Change the messages, or use another template."
+            raise DataError(f"{WHERE}: the template rejects {roles} ({reason}). {advice}") from None
         return texts[0], regions[0] if self.marks_answers else []
 
     def _check(self) -> None:
-        """Raises DataError if the template cannot be trained with.
-        Tries two turns and one, plain and with reasoning."""
+        """Raises DataError if the template cannot be used for training.
+        Renders one and two turns, with and without reasoning."""
         turns = [Message(("user", "assistant")[number % 2], f"Probe {number}.") for number in range(4)]
         try:
             self._set_parts(turns)
@@ -289,37 +290,37 @@ class Jinja:
                 self._set_parts(turns)
             except DataError:
                 raise error from None
-            log.info("%s: it requires a system message in each conversation.", WHERE)
-        errors, learned = dict[str, DataError](), dict[str, bool]()
+            log.info("%s: the template requires a system message in each conversation.", WHERE)
+        errors, learns_earlier = dict[str, DataError](), dict[str, bool]()
         for name, change in (
             ("answer", lambda turn: turn),
             ("reasoning", _with_reasoning),
             ("inline reasoning", _with_inline_reasoning),
         ):
             try:
-                learned[name] = self._learns_earlier(
+                learns_earlier[name] = self._learns_earlier(
                     [change(turn) if turn.role == "assistant" else turn for turn in turns]
                 )
             except DataError as error:
                 errors[name] = error
-        if not learned:
+        if not learns_earlier:
             raise errors["answer"]
         if "answer" in errors:
             log.info(
                 "%s: only answers with reasoning can be learned: the generation prompt starts the reasoning.", WHERE
             )
-        for name in (name for name, earlier in learned.items() if not earlier):
+        for name in (name for name, earlier in learns_earlier.items() if not earlier):
             kind = "" if name == "answer" else f" with {name}"
             log.info(
-                "%s: it changes an answer%s once another message follows. Only a last answer%s is learned.",
+                "%s: the template changes an answer%s once another message follows. Only a last answer%s is learned.",
                 WHERE,
                 kind,
                 kind,
             )
 
     def _set_parts(self, turns: Sequence[Message]) -> None:
-        """Find out whether contents must be lists of parts.
-        Raises DataError if the template omits or repeats a message either way."""
+        """Detect whether contents must be lists of parts.
+        Raises DataError if the template omits or repeats a message in both forms."""
         raw, errors = [Mask(self._controls).message(turn) for turn in (*self.opening, *turns)], list[DataError]()
         for self._in_parts in (False, True):
             try:
@@ -336,17 +337,17 @@ class Jinja:
                         "last answer too. Write it only if add_generation_prompt is true."
                     )
                 return
-            written = " ".join(str(number) for number, count in enumerate(counts) for _ in range(count)) or "none"
-            advice = "Take one that writes each message once."
-            errors.append(DataError(f"{WHERE}: the template writes messages {written} of 0 1 2 3. {advice}"))
+            numbers = " ".join(str(number) for number, count in enumerate(counts) for _ in range(count)) or "none"
+            advice = "Use one that writes each message once."
+            errors.append(DataError(f"{WHERE}: the template writes messages {numbers} of 0 1 2 3. {advice}"))
         raise errors[0]
 
     def _learns_earlier(self, turns: Sequence[Message]) -> bool:
         """Whether both answers of a conversation are learned.
-        Raises DataError if the last is not, with or without the first two turns."""
-        learned = [span.text for span in self.spans([*self.opening, *turns]) if span.role is Role.ASSISTANT]
+        Raises DataError if the last answer is not learned, with or without the first turn."""
+        answers = [span.text for span in self.spans([*self.opening, *turns]) if span.role is Role.ASSISTANT]
         self.spans([*self.opening, *turns[:2]])
-        return any(turns[1].content in text for text in learned)
+        return any(turns[1].content in text for text in answers)
 
 
 def _with_reasoning(message: Message) -> Message:

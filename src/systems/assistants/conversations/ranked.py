@@ -1,4 +1,4 @@
-"""Conversations with ranked replies: each a sample of as many rows as it has replies."""
+"""Conversations with ranked replies: a sample has one row per reply."""
 
 import logging
 from collections.abc import Sequence
@@ -12,10 +12,10 @@ from src.experiments.config import Places
 from src.experiments.kinds import REWARD
 from src.systems.assistants.conversations import templates
 from src.systems.assistants.conversations.choices import draws
-from src.systems.assistants.conversations.dataset import CHECKED, ConversationConfig, with_system
+from src.systems.assistants.conversations.dataset import NUM_CHECKED_SAMPLES, ConversationConfig, with_system
 from src.systems.assistants.conversations.entries import Message, Reply, read_entry
-from src.systems.assistants.conversations.rendering import LEARNED, Rendered, Renderer, Role
-from src.systems.assistants.conversations.rows import RANKED, SCORED, ConversationRows
+from src.systems.assistants.conversations.rendering import LEARNED_ROLES, Rendered, Renderer, Role
+from src.systems.assistants.conversations.rows import RANKED_ROW, SCORED_ROW, ConversationRows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -24,13 +24,13 @@ log = logging.getLogger(__name__)
 
 
 class Config(ConversationConfig):
-    """Source of ranked replies, and how many of a conversation are read."""
+    """Source of ranked replies, and the number of replies per conversation."""
 
     max_replies: int = Field(default=5, gt=1)
-    """Replies of a conversation: the best, the worst, and some between them, drawn again in each epoch."""
+    """Maximum replies per conversation: the best, the worst, and a random selection between them in each epoch."""
     min_prompt_tokens: int = Field(default=256, ge=0)
-    """Tokens of a long conversation before a long reply, truncated from the left; then the reply is truncated.
-    Limited to half a sample."""
+    """If conversation and reply are too long, truncate the conversation from the left, but to no fewer tokens than
+    this; then truncate the reply. Limited to half a sample."""
     shuffled_ranks: bool = False
     """Whether to shuffle the ranks of each conversation's replies in training: a control."""
 
@@ -41,9 +41,9 @@ class Config(ConversationConfig):
     def check_scores(self, places: Places) -> None:
         for split in ("train", "val"):
             rows = self.read(places, split)
-            if without := rows.numbers_of(RANKED):
+            if without := rows.numbers_of(RANKED_ROW):
                 raise DataError(
-                    f'{rows.location(without[0])}: replies: no "score" ({len(without)} of {len(rows)} rows). '
+                    f'{rows.location(without[0])}: replies: missing "score" ({len(without)} of {len(rows)} rows). '
                     "Add one to each reply."
                 )
 
@@ -52,7 +52,7 @@ class Config(ConversationConfig):
 
         Raises:
             DataError: the data set is missing, incomplete or malformed; the template does not fit the tokenizer; or no
-                replies are ranked.
+                conversation has replies of different ranks.
         """
         renderer = Renderer(tokenizer, templates.find(self.writing.template, tokenizer))
         name = str(places.data / self.corpus)
@@ -66,44 +66,46 @@ class Sample(TypedDict):
 
     input_ids: list[list[int]]
     loss_mask: list[list[bool]]
-    """True on the tokens of the replies."""
+    """True on the tokens of the reply."""
     ranks: list[int]
     scores: list[float | None]
-    """From the data; None for a reply without one."""
+    """Scores from the data; None for a reply without one."""
 
 
 class RankedReplies:
-    """Conversations with replies of different ranks; rows without these are skipped."""
+    """Conversations with replies of different ranks. Other rows are skipped."""
 
     collation = "ranked"
 
     def __init__(
         self, config: Config, rows: ConversationRows, renderer: Renderer, seed: int | None, digest: str, name: str
     ) -> None:
-        """seed: draws the replies that an epoch reads; None: always the same. name: of the data, in messages."""
+        """seed: selects the replies of an epoch; None for always the same. name: the data's name in messages."""
         self.config, self.renderer, self.fingerprint, self.shuffle = config, renderer, digest, config.shuffle
         self._rows, self._seed, self._name = rows, seed, name
-        self._chosen = rows.numbers_of(RANKED, SCORED)
-        if not self._chosen:
-            raise DataError(f"{name}: no conversation has replies of different ranks. Add some: ties teach nothing.")
-        if len(self._chosen) < len(rows):
-            counts = len(rows) - len(self._chosen), len(rows)
-            log.info("%s: %d of %d rows have no replies of different ranks; they are skipped.", name, *counts)
-        for index in range(min(len(self), CHECKED)):  # templates refuse some messages: fail before the first step
+        self._row_indices = rows.numbers_of(RANKED_ROW, SCORED_ROW)
+        if not self._row_indices:
+            raise DataError(f"{name}: no conversation has replies of different ranks. Add some.")
+        if len(self._row_indices) < len(rows):
+            counts = len(rows) - len(self._row_indices), len(rows)
+            log.info("%s: %d of %d rows have no replies of different ranks and are skipped.", name, *counts)
+        for index in range(
+            min(len(self), NUM_CHECKED_SAMPLES)
+        ):  # templates refuse some messages: fail before the first step
             self.render(0, index)
 
     def __len__(self) -> int:
         """Conversations."""
-        return len(self._chosen)
+        return len(self._row_indices)
 
     def length(self, epoch: int, index: int) -> int:
         """Tokens of the longest row of conversation `index` of an epoch."""
         return max(map(len, self.sample(epoch, index)["input_ids"]))
 
     def sample(self, epoch: int, index: int) -> Sample:
-        """Conversation `index` of an epoch, its best reply first."""
+        """Conversation `index` of an epoch, with its best reply first."""
         rendered, ranks, scores = self._render(epoch, index)
-        masks = [each.learned for each in rendered]
+        masks = [each.loss_mask for each in rendered]
         return {"input_ids": [each.ids for each in rendered], "loss_mask": masks, "ranks": ranks, "scores": scores}
 
     def render(self, epoch: int, index: int) -> list[Rendered]:
@@ -111,10 +113,10 @@ class RankedReplies:
         return self._render(epoch, index)[0]
 
     def _render(self, epoch: int, index: int) -> tuple[list[Rendered], list[int], list[float | None]]:
-        """The conversation with each reply, the ranks and the scores. Replies equal once truncated are a tie."""
+        """The conversation with each reply, the ranks and the scores. Replies that truncation makes equal are tied."""
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
-        row = self._chosen[index]
+        row = self._row_indices[index]
         entry = read_entry(self._rows[row], self._rows.location(row))
         key = None if self._seed is None else (self._seed, epoch, index)
         replies, labels = self._choose(entry.replies, epoch, index)
@@ -132,21 +134,21 @@ class RankedReplies:
     def _choose(
         self, replies: Sequence[Reply], epoch: int, index: int
     ) -> tuple[list[Reply], list[tuple[int, float | None]]]:
-        """The replies that are read, best first, and the rank and score of each."""
-        ordered = sorted(replies, key=lambda reply: reply.rank)  # stable: tied ones stay as in the row
+        """Select the replies to read, best first; returns them with the rank and score of each."""
+        ranked_replies = sorted(replies, key=lambda reply: reply.rank)  # stable: tied ones stay as in the row
         most = self.config.max_replies
-        if len(ordered) > most:
-            places = range(1, len(ordered) - 1)
+        if len(ranked_replies) > most:
+            places = range(1, len(ranked_replies) - 1)
             key = (0,) if self._seed is None else (self._seed, epoch)
             between = sorted(draws("replies", *key, index).sample(places, most - 2))
-            ordered = [ordered[place] for place in (0, *between, len(ordered) - 1)]
-        labels = [(reply.rank, reply.score) for reply in ordered]
+            ranked_replies = [ranked_replies[place] for place in (0, *between, len(ranked_replies) - 1)]
+        labels = [(reply.rank, reply.score) for reply in ranked_replies]
         if self.config.shuffled_ranks and self._seed is not None:
             draws("ranks", self._seed, index).shuffle(labels)
-        return ordered, labels
+        return ranked_replies, labels
 
     def collate(self, samples: Sequence[Sample]) -> RankedBatch:
-        """All replies of all conversations, padded on the right; padding is masked, so its id does not matter."""
+        """Stack all replies of all conversations, padded on the right. Padding is masked, so its id does not matter."""
         import torch
 
         from src.data import collate
@@ -175,26 +177,26 @@ def render_reply(
     key: tuple[int, int, int] | None = None,
     place: int = 0,
 ) -> Rendered:
-    """The end of a conversation with a reply, up to `sequence_tokens`; only the reply is learned.
+    """The end of a conversation with a reply, up to `sequence_tokens`. Only the reply is learned.
 
-    key: (seed, epoch, index) by which tags are dropped; None: all are written. place: of the reply among those of the
-    conversation.
+    key: (seed, epoch, index) for dropping tags; None writes all tags. place: index of the reply in its conversation.
 
-    Both are tokenised together: no start token is put before the reply (B24). A prompt shorter than `min_prompt_tokens`
-    leaves the remaining room to the reply (B5), and the sample is never too long (B6).
+    Both are tokenised together, so no start token precedes the reply (B24). A prompt shorter than `min_prompt_tokens`
+    leaves the rest of the sample to the reply (B5), and the sample is never too long (B6).
     """
     messages = with_system(messages, config.writing.system)
     tags, texts = config.writing.tags, list[str]()
     if tags:
-        drawn = [None if key is None else draws("tags", *key, *more) for more in ((), (place,))]
-        texts = [*tags.write_all(messages, drawn[0]), tags.write(reply.message, drawn[1])]
+        rngs = [None if key is None else draws("tags", *key, *more) for more in ((), (place,))]
+        texts = [*tags.write_all(messages, rngs[0]), tags.write(reply.message, rngs[1])]
     rendered, most = renderer.render([*messages, reply.message], texts), config.sequence_tokens
     answer = rendered.last_answer()
     prompt, end = answer.start, len(rendered.ids)
-    room = max(most - (end - prompt), min(config.min_prompt_tokens, most // 2), 1)  # of the prompt, from its end
+    room = max(most - (end - prompt), min(config.min_prompt_tokens, most // 2), 1)  # prompt tokens
     begin = max(0, prompt - room)
-    cut = rendered.part(begin, begin + most)
+    sample = rendered.part(begin, begin + most)
     before = prompt - begin
     return Rendered(
-        cut.ids, [Role.TEMPLATE if i < before and role in LEARNED else role for i, role in enumerate(cut.roles)]
+        sample.ids,
+        [Role.TEMPLATE if i < before and role in LEARNED_ROLES else role for i, role in enumerate(sample.roles)],
     )

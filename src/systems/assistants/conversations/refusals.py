@@ -1,4 +1,4 @@
-"""Tells conversations in which the assistant refuses, or talks of being a language model, by whole words."""
+"""Detect conversations in which the assistant refuses or calls itself a language model, by fixed phrases."""
 
 import re
 from collections.abc import Sequence
@@ -33,7 +33,7 @@ PHRASES = (
     "it is not appropriate for me",
     "it would be unethical for me",
 )
-"""In lower case. A name such as "OpenAI", or "as a machine learning engineer", is none of them."""
+"""Phrases in lower case. "OpenAI" or "as a machine learning engineer" must not match."""
 _ANY = re.compile("|".join(rf"(?<!\w){re.escape(phrase)}(?!\w)" for phrase in PHRASES))
 
 

@@ -1,9 +1,8 @@
-"""Conversations as token ids with a role for each token; the roles decide which tokens are learned.
+"""Conversations as token ids with a role for each token. The roles decide which tokens are learned.
 
-Text of messages never becomes a control token. The text between two control tokens is tokenised at once, as
-`apply_chat_template` does,
-unless a token would span a generation prompt and its answer: the ids of a prompt are a prefix of those of its
-conversation.
+Text of messages never becomes a control token. The text between two control tokens is tokenised in one piece, as
+`apply_chat_template` does, unless a token would span a generation prompt and its answer. So the ids of a prompt are a
+prefix of the ids of its conversation.
 """
 
 import re
@@ -22,14 +21,14 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 _BLANKS = "\t\n\v\f\r \x85\xa0\u1680\u2028\u2029\u202f\u205f\u3000" + "".join(map(chr, range(0x2000, 0x200B)))
-"""Blanks that control tokens strip: Unicode's White_Space. Python's own `strip` has U+001C to U+001F, too."""
+"""White space that control tokens strip: Unicode's White_Space. Python's `strip` also removes U+001C to U+001F."""
 
 
 class Role(IntEnum):
     """Source of a token."""
 
     TEMPLATE = 0
-    """Text of a template around messages, and tags before an answer."""
+    """Text of the template around messages, and tags before an answer."""
     SYSTEM = 1
     USER = 2
     ASSISTANT = 3
@@ -39,7 +38,7 @@ class Role(IntEnum):
     """Plain text."""
 
 
-LEARNED = frozenset({Role.ASSISTANT, Role.TEXT})
+LEARNED_ROLES = frozenset({Role.ASSISTANT, Role.TEXT})
 ROLE_OF = {"system": Role.SYSTEM, "user": Role.USER, "assistant": Role.ASSISTANT, "tool": Role.TOOL}
 
 
@@ -49,7 +48,7 @@ class Span(NamedTuple):
     text: str
     role: Role
     controls: bool = False
-    """Whether its spelled control tokens are control tokens."""
+    """Whether control tokens spelled out in the text become control tokens."""
 
 
 class Template(Protocol):
@@ -57,33 +56,33 @@ class Template(Protocol):
 
     @property
     def opening(self) -> Sequence[Message]:
-        """A system message that each conversation must start with, or nothing."""
+        """The system message that each conversation must start with, or nothing."""
         ...
 
     def spans(self, messages: Sequence[Message], tags: Sequence[str] = (), answering: bool = False) -> list[Span]:
         """The text of a conversation.
 
-        tags: text about each message that is written before it, or "". answering: end with the generation prompt of the
-        next answer.
+        tags: for each message, text to write before it, or "". answering: end with the generation prompt of the next
+        answer.
         """
         ...
 
 
 @dataclass
 class Rendered:
-    """A conversation, or a part of it."""
+    """Token ids of a conversation or of a part of it."""
 
     ids: list[int] = field(default_factory=list)
     roles: list[int] = field(default_factory=list)
     """A `Role` for each id."""
 
     @property
-    def learned(self) -> list[bool]:
-        """Whether each id is learned; never the first, which has no context."""
-        return [place > 0 and role in LEARNED for place, role in enumerate(self.roles)]
+    def loss_mask(self) -> list[bool]:
+        """Whether each id is learned. The first id never is, as it has no context."""
+        return [place > 0 and role in LEARNED_ROLES for place, role in enumerate(self.roles)]
 
     def last_answer(self) -> range:
-        """Places of the last answer; empty, at the end, without one."""
+        """Positions of the last answer; an empty range at the end if there is no answer."""
         end = len(self.ids)
         while end and self.roles[end - 1] != Role.ASSISTANT:
             end -= 1
@@ -98,7 +97,7 @@ class Rendered:
 
 
 class Renderer:
-    """Ids of conversations, by one tokenizer and template."""
+    """Renders conversations as ids, with one tokenizer and template."""
 
     def __init__(self, tokenizer: "PreTrainedTokenizerFast", template: Template) -> None:
         self.safe, self.template = SafeTokenizer(tokenizer), template
@@ -109,16 +108,16 @@ class Renderer:
         self._controls = re.compile("|".join(map(re.escape, names)) or r"(?!)")
 
     def render(self, messages: Sequence[Message], tags: Sequence[str] = (), answering: bool = False) -> Rendered:
-        """See `Template.spans`. The tokenizer's start tokens come first."""
+        """See `Template.spans`. The ids start with the tokenizer's start tokens."""
         return self.encode(self.template.spans(messages, tags, answering))
 
     def render_text(self, text: str) -> Rendered:
-        """Plain text and its end token, all of one role."""
+        """Plain text and an end token, with the role TEXT."""
         rendered = self.encode([Span(text, Role.TEXT)])
         return Rendered([*rendered.ids, self.safe.eos_id], [*rendered.roles, Role.TEXT])
 
     def answer_ends(self) -> tuple[list[int], list[int]]:
-        """Tokens that end an answer, the end token first, and the control tokens that no answer contains."""
+        """The tokens that end an answer, the end token first, and the control tokens that no answer contains."""
         tool = {
             "type": "function",
             "function": {"name": "add", "description": "Add.", "parameters": {"type": "object", "properties": {}}},
@@ -139,11 +138,11 @@ class Renderer:
                     if span.text
                 ]
             except DataError:
-                continue  # the template needs reasoning, or writes none, or writes no tools
+                continue  # the template requires reasoning, or has no reasoning or no tools
             answers += [[*part] for role, part in groupby(spans, key=lambda span: span.role) if role is Role.ASSISTANT]
 
         def ends(span: Span) -> bool:
-            """Whether only blanks and control tokens follow it, wherever it is in an answer."""
+            """Whether only white space and control tokens follow `span` in every answer that contains it."""
             places = [(part, place) for part in answers for place, each in enumerate(part) if each == span]
             return all(each.controls or not each.text.strip() for part, place in places for each in part[place:])
 
@@ -154,7 +153,8 @@ class Renderer:
 
     @cached_property
     def _answer_forms(self) -> list[tuple[str, str]]:
-        """(text before the reasoning, or before the content; text between both, or "") as the template writes them."""
+        """The template's (text before the reasoning, text between reasoning and content), and without reasoning
+        (text before the content, "")."""
         forms, marks = list[tuple[str, str]](), ("\u2042reasoning", "\u2042content")
         for reasoning in (marks[0], ""):
             try:
@@ -162,14 +162,14 @@ class Renderer:
                     [*self.template.opening, Message("user", "?"), Message("assistant", marks[1], reasoning=reasoning)]
                 )
             except DataError:
-                continue  # the template needs reasoning, or writes none
+                continue  # the template requires reasoning, or cannot write it
             answer = "".join(span.text for span in spans if span.role is Role.ASSISTANT).partition(marks[1])[0]
             before, _, between = answer.partition(reasoning) if reasoning else (answer, "", "")
             forms.append((before, between))
         return forms
 
     def read_answer(self, text: str) -> Message:
-        """The message of a generated answer: its reasoning and content. text: decoded with its control tokens."""
+        """Parse a generated answer into reasoning and content. text: the answer, decoded with its control tokens."""
         message = Message("assistant", text)
         for before, between in self._answer_forms:
             if text.startswith(before):
@@ -183,7 +183,7 @@ class Renderer:
         return Message("assistant", clean[0], reasoning=clean[1])
 
     def encode(self, spans: Sequence[Span]) -> Rendered:
-        """Ids of spans. A token of two roles is of the later one's."""
+        """Ids of spans. A token that spans two roles gets the later role."""
         rendered = Rendered()
         start = self.safe.start
         text, ends = "", list[tuple[int, Role]]()
@@ -218,7 +218,7 @@ class Renderer:
         return rendered
 
     def _strip(self, spans: list[Span]) -> list[Span]:
-        """Remove blanks next to control tokens that strip them, as Phi's do."""
+        """Remove white space next to control tokens that strip it, like Phi's."""
         for names, step in ((self._strip_behind, 1), (self._strip_before, -1)):
             stripping = False
             for place in range(len(spans))[::step] if names else ():
@@ -238,7 +238,7 @@ class Renderer:
         """Append the ids of text without control tokens. ends: end and role of each part.
         continues: the text continues the last token."""
         begins = not rendered.ids
-        if len(ends) <= 1:  # the usual case: control tokens separate the roles
+        if len(ends) <= 1:  # usually control tokens separate the roles
             ids = self.safe.encode(text, begins, continues)
             rendered.ids += ids
             rendered.roles += [role for _, role in ends] * len(ids)
@@ -262,11 +262,11 @@ class Renderer:
 
 
 def require_controls(tokenizer: "PreTrainedTokenizerFast", tokens: Sequence[str], template: str) -> None:
-    """Raises DataError if the vocabulary has not all control tokens of a template."""
+    """Raises DataError if the vocabulary does not have all control tokens of a template."""
     vocabulary = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
     missing = [token for token in tokens if token not in vocabulary]
     if missing:
         raise DataError(
-            f"data.writing.template: {template!r} needs {', '.join(missing)}, which the tokenizer does not have. "
-            "Write them into the model's extra_tokens."
+            f"data.writing.template: {template!r} needs {', '.join(missing)}, missing from the tokenizer. "
+            "Add them to the model's extra_tokens."
         )

@@ -1,4 +1,4 @@
-"""Templates that write conversations: Open-Assistant's, ChatML, and the Jinja templates of tokenizers."""
+"""Templates of conversations: Open-Assistant's, ChatML, and tokenizers' Jinja templates."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -17,14 +17,14 @@ OASST_TOKENS = ("<|prompter|>", "<|assistant|>", "<|system|>", "<|prefix_begin|>
 CHATML_TOKENS = ("<|im_start|>", "<|im_end|>")
 _OASST = {"user": "<|prompter|>", "assistant": "<|assistant|>", "system": "<|system|>", "tool": "<|prompter|>"}
 NAMES = ("chatml", "oasst", "tokenizer")
-_OWN = "own_chat_template"
+_ORIGINAL_TEMPLATE = "own_chat_template"
 
 
 def find(name: str, tokenizer: "PreTrainedTokenizerFast") -> Template:
-    """Return the named template. The tokenizer gets its source, so that exports of the run write the same text.
+    """Return the named template, and set it as the tokenizer's, so that exports of the run write the same text.
 
     Raises:
-        DataError: the tokenizer has no such control tokens or no template, or its template cannot be trained with.
+        DataError: the tokenizer has no template or not all control tokens, or its template cannot be trained with.
     """
     if name == "oasst":
         require_controls(tokenizer, OASST_TOKENS[:3], name)
@@ -34,9 +34,9 @@ def find(name: str, tokenizer: "PreTrainedTokenizerFast") -> Template:
         require_controls(tokenizer, CHATML_TOKENS, name)
         _set_source(tokenizer, name)
         return ChatML()
-    source = getattr(tokenizer, _OWN, tokenizer.chat_template)
+    source = getattr(tokenizer, _ORIGINAL_TEMPLATE, tokenizer.chat_template)
     if not isinstance(source, str):
-        raise DataError(f"{WHERE}: the tokenizer has no chat template of its own. Take 'oasst' or 'chatml'.")
+        raise DataError(f"{WHERE}: the tokenizer has no chat template. Use 'oasst' or 'chatml'.")
     tokens = {name: str(token) for name, token in tokenizer.special_tokens_map.items() if isinstance(token, str)}
     return Jinja(source, tokens, [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special])
 
@@ -44,12 +44,12 @@ def find(name: str, tokenizer: "PreTrainedTokenizerFast") -> Template:
 def _set_source(tokenizer: "PreTrainedTokenizerFast", name: str) -> None:
     """Set the tokenizer's chat template. `find` still returns the original one for "tokenizer"."""
     if tokenizer.chat_template is not None:
-        setattr(tokenizer, _OWN, getattr(tokenizer, _OWN, tokenizer.chat_template))
+        setattr(tokenizer, _ORIGINAL_TEMPLATE, getattr(tokenizer, _ORIGINAL_TEMPLATE, tokenizer.chat_template))
     tokenizer.chat_template = read_source(name)
 
 
 def read_source(name: str) -> str:
-    """The template "oasst" or "chatml" as Jinja."""
+    """Jinja source of the template "oasst" or "chatml"."""
     return (ROOT / "resources" / "chat_templates" / f"{name}.jinja").read_text(encoding="utf-8")
 
 
@@ -62,14 +62,14 @@ class OpenAssistant:
     opening: Sequence[Message] = ()
 
     def spans(self, messages: Sequence[Message], tags: Sequence[str] = (), answering: bool = False) -> list[Span]:
-        """See `rendering.Template`. A tag is a system turn before its answer."""
+        """See `rendering.Template`. Tags are a system turn before their answer."""
         messages, tools = _write_tools(messages, "oasst")
         spans = self._turn("<|system|>", tools, Role.SYSTEM) if tools else []
         for number, message in enumerate(messages):
             spans += (
                 self._turn("<|system|>", tags[number], Role.TEMPLATE) if number < len(tags) and tags[number] else []
             )
-            spans += self._turn(_OASST[message.role], message.written, ROLE_OF[message.role])
+            spans += self._turn(_OASST[message.role], message.full_text, ROLE_OF[message.role])
         spans += (
             self._turn("<|system|>", tags[-1], Role.TEMPLATE)
             if answering and len(tags) > len(messages) and tags[-1]
@@ -93,7 +93,7 @@ class ChatML:
         spans = self._turn("system", tools, Role.SYSTEM) if tools else []
         for number, message in enumerate(messages):
             spans += self._turn("system", tags[number], Role.TEMPLATE) if number < len(tags) and tags[number] else []
-            spans += self._turn(message.role, message.written, ROLE_OF[message.role])
+            spans += self._turn(message.role, message.full_text, ROLE_OF[message.role])
         spans += (
             self._turn("system", tags[-1], Role.TEMPLATE)
             if answering and len(tags) > len(messages) and tags[-1]
@@ -108,7 +108,8 @@ class ChatML:
 
 
 def _write_tools(messages: Sequence[Message], name: str) -> tuple[Sequence[Message], str]:
-    """Append the tools to the system message, one line of JSON per tool; without a system message return them as text.
+    """Append the tools to the system message, one line of JSON per tool. Returns (messages, tools as text), where the
+    text is empty if there is a system message.
 
     Raises:
         DataError: a message has reasoning, which these templates cannot write.

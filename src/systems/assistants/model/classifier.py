@@ -1,4 +1,4 @@
-"""A reward model in a folder that transformers loads as a model for sequence classification with one label."""
+"""Export a reward model as a transformers model for sequence classification with one label."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,20 +15,19 @@ PAD = "<|padding|>"
 
 
 def sequence_classifier(model: "RewardModel", pad_id: int) -> Any:
-    """The model as transformers' class, which shares its weights. pad_id: of a token that no sequence has.
+    """The model as transformers' class, with shared weights. pad_id: id of a token that no sequence contains.
 
-    That class takes the last token that is not `pad_id` for the end: where padding is the end token, it reads the token
-    before.
+    That class reads the last token that is not `pad_id`. If the end token were the padding, it would read the token
+    before it.
 
     Raises:
-        ConfigError: transformers has no such class for the family, or none that takes a mean.
+        ConfigError: transformers has no such class for the family, or the model pools by the mean.
     """
     from transformers import AutoModelForSequenceClassification
 
     if model.pooling != "last":
         raise ConfigError(
-            f"pooling {model.pooling!r}: transformers reads rewards only from the last token. "
-            "Load it with this project."
+            f"pooling {model.pooling!r}: transformers only supports the last token. Load the model with this project."
         )
     config = type(model.config).from_dict({**model.config.to_dict(), "num_labels": 1, "pad_token_id": pad_id})
     try:
@@ -36,7 +35,7 @@ def sequence_classifier(model: "RewardModel", pad_id: int) -> Any:
             classifier: Any = AutoModelForSequenceClassification.from_config(config, dtype=model.base.dtype)
     except ValueError:
         raise ConfigError(
-            f"transformers has no {config.model_type!r} for sequence classification. Load it with this project."
+            f"transformers has no {config.model_type!r} for sequence classification. Load the model with this project."
         ) from None
     setattr(classifier, classifier.base_model_prefix, model.base)
     classifier.score = model.head.to(model.base.dtype)
@@ -44,10 +43,10 @@ def sequence_classifier(model: "RewardModel", pad_id: int) -> Any:
 
 
 def save(model: "RewardModel", folder: Path) -> None:
-    """Write the model into `folder`, where its tokenizer is; add a padding token to both if there is no separate one.
+    """Write the model into `folder`, next to its tokenizer. Adds a padding token to both if there is no separate one.
 
     Raises:
-        ConfigError: as `sequence_classifier`.
+        ConfigError: see `sequence_classifier`.
     """
     tokenizer = prepared_tokenizer.load(folder)
     if tokenizer.pad_token is None or tokenizer.pad_token_id == tokenizer.eos_token_id:

@@ -1,4 +1,4 @@
-"""Config of a reward model: a decoder that gives each sequence one number."""
+"""Config of a reward model: a decoder with a head that returns one number per sequence."""
 
 from typing import TYPE_CHECKING, Literal
 
@@ -13,26 +13,26 @@ if TYPE_CHECKING:
 
 
 class Config(WrapperConfig):
-    """Which decoder, and what of it the reward is read from."""
+    """Base and pooling of a reward model."""
 
     base: ModelField
-    """The decoder, such as ref(...) to a fine-tuned one.
-    It is trained, too; with 'lora' around the reward model only adapters and head."""
+    """The decoder, for example ref(...) to a fine-tuned one. It is trained too; with 'lora' around the reward model
+    only the adapters and the head are."""
     pooling: Literal["last", "mean"] = "last"
     """last: the hidden state of the last token. mean: the mean over all tokens."""
 
     @model_validator(mode="after")
     def _base_is_a_decoder(self) -> "Config":
         if self.base.name == "lora":
-            raise ValueError("base: put 'lora' around 'reward'.")
+            raise ValueError("base: 'lora' must wrap 'reward', not its base.")
         self.base.require_kind(DECODER, None, "base")
         return self
 
     def build(self, places: Places) -> "RewardModel":
-        """The base without its output matrix, and a new head, drawn from torch's generator after the base's weights.
+        """The base without its output matrix, and a new head, initialised from torch's generator after the base.
 
         Raises:
-            UserError: whatever is wrong with the base, or it is no decoder.
+            UserError: the base cannot be built, or is not a decoder.
         """
         from src.systems.assistants.model.layers import RewardModel
 

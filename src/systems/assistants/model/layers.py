@@ -1,4 +1,4 @@
-"""A reward model: one number for a sequence, from the hidden states after the last layer of a decoder.
+"""A reward model: one number per sequence, from the last hidden states of a decoder.
 
 Shapes: B sequences, T tokens of the longest, D hidden size.
 """
@@ -20,7 +20,7 @@ class RewardModel(Wrapper):
     """`base` is the body of a transformers decoder, without its output matrix."""
 
     def __init__(self, decoder: Any, pooling: str) -> None:
-        """decoder: of which the body is taken. pooling: "last" or "mean"."""
+        """decoder: a causal language model, of which only the body is used. pooling: "last" or "mean"."""
         super().__init__()
         self.base, self.pooling = decoder.base_model, pooling
         self.base.name_or_path = decoder.name_or_path
@@ -35,7 +35,7 @@ class RewardModel(Wrapper):
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         """Rewards (B,) float32 of sequences (B, T).
-        attention_mask: (B, T) bool, True on real tokens, on whichever side padding is."""
+        attention_mask: (B, T) bool, True on real tokens. Padding can be on either side."""
         hidden_BTD = self.base(
             input_ids=input_ids, attention_mask=attention_mask.long(), use_cache=False
         ).last_hidden_state
@@ -50,7 +50,7 @@ class RewardModel(Wrapper):
         return self.head(pooled_BD.to(self.head.weight.dtype)).squeeze(-1).float()
 
     def training_flops(self) -> Callable[[Mapping[str, Tensor]], int]:
-        """A function from a batch to the operations of one training pass over it, padding included."""
+        """A function from a batch to the FLOPs of one training pass over it, padding included."""
         adapters = adapter_weights(self.base) or Adapters()
         passes = FROZEN if any(adapters) else TRAINED
 

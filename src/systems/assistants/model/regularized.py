@@ -1,6 +1,6 @@
-"""A decoder that changes little: dropout after attention and feed-forward parts, and untrained layers.
+"""Regularise a decoder: residual dropout after attention and feed-forward modules, and frozen layers.
 
-Neither changes a weight's name: a checkpoint has the weights that are trained, and an exported model has all, without
+Neither changes a weight's name: a checkpoint has the trained weights, and an exported model has all weights and no
 hooks.
 """
 
@@ -22,46 +22,43 @@ _FEED_FORWARD = ("mlp", "feed_forward", "fc2")
 
 
 class Config(WrapperConfig):
-    """Which decoder, and what keeps it."""
+    """A decoder and its regularisation."""
 
     base: ModelField
     residual_dropout: float = Field(default=0.0, ge=0, lt=1)
-    """Dropout of what each layer's attention and feed-forward part add to its input, in training."""
+    """Training dropout on the outputs of each layer's attention and feed-forward modules."""
     dropout_by_layer: Literal["same", "growing"] = "same"
-    """growing: layer i of L, from 0 on, has i / (L - 1) of the rate (LIMA, arXiv 2305.11206, section 3)."""
+    """growing: layer i of L, counted from 0, has i / (L - 1) of the rate (LIMA, arXiv 2305.11206, section 3)."""
     frozen_layers: int = Field(default=0, ge=0)
-    """The first so many layers are not trained."""
+    """Number of frozen layers, from the first."""
     frozen_embeddings: bool = False
-    """Whether the embeddings are not trained, of tokens and of positions; nor the output matrix if it is the same."""
+    """Whether to freeze the token and position embeddings, and with tied weights the output matrix."""
 
     @model_validator(mode="after")
     def _something_is_kept(self) -> "Config":
         if self.base.name == "lora":
-            raise ValueError("base: put 'lora' around 'regularized'.")
+            raise ValueError("base: 'lora' must wrap 'regularized', not its base.")
         self.base.require_kind(DECODER, None, "base")
         if not (self.residual_dropout or self.frozen_layers or self.frozen_embeddings):
-            raise ValueError(
-                "expected residual_dropout, frozen_layers or frozen_embeddings; without them it is its base."
-            )
+            raise ValueError("expected residual_dropout, frozen_layers or frozen_embeddings. Set one, or use the base.")
         if self.dropout_by_layer == "growing" and not self.residual_dropout:
-            raise ValueError("dropout_by_layer: without residual_dropout nothing grows. Leave it out.")
+            raise ValueError("dropout_by_layer: 'growing' needs residual_dropout. Set it, or remove dropout_by_layer.")
         if (self.frozen_layers or self.frozen_embeddings) and self.base.has_random_weights():
             raise ValueError(
-                "base: its weights are random, and what is frozen would never be learned. "
-                "Freeze parts of a trained model."
+                "base: its weights are random, so frozen layers would never be trained. Use a trained model."
             )
         if self.frozen_embeddings and self.base.new_tokens():
             raise ValueError(
-                "frozen_embeddings: the base has extra_tokens, which would not be learned. Leave one of the two out."
+                "frozen_embeddings: the base has extra_tokens, which would not be learned. Remove one of the two."
             )
         return self
 
     def build(self, places: Places) -> "nn.Module":
-        """The base itself, with hooks, and with parameters that need no gradient.
+        """The base with dropout hooks and frozen parameters.
 
         Raises:
-            ConfigError: it has no more layers than are frozen, or its parts are not found by their names.
-            UserError: whatever is wrong with the base.
+            ConfigError: all layers would be frozen, or the names of the base's modules are unknown.
+            UserError: the base cannot be built.
         """
         self.check(places)
         model = self.base.build(places)
@@ -78,7 +75,7 @@ class Config(WrapperConfig):
         return model
 
     def dropout_rates(self, num_layers: int) -> list[float]:
-        """Of each layer."""
+        """One rate per layer."""
         if self.dropout_by_layer == "same" or num_layers == 1:
             return [self.residual_dropout] * num_layers
         return [self.residual_dropout * i / (num_layers - 1) for i in range(num_layers)]
@@ -87,36 +84,36 @@ class Config(WrapperConfig):
         self.check_base(places, DECODER)
         if self.frozen_embeddings and self.base.new_token_ids(places):
             raise ConfigError(
-                "model.frozen_embeddings: "
-                "the base's tokenizer has new tokens, which would not be learned. Leave one out."
+                "model.frozen_embeddings: the base's tokenizer has new tokens, which would not be learned. "
+                "Remove one of the two."
             )
         sizes = self.architecture(places)
         if sizes:
             self._require_layers(sizes.num_layers)
 
-    def _require_layers(self, there: int) -> None:
-        if self.frozen_layers >= there:
+    def _require_layers(self, num_layers: int) -> None:
+        if self.frozen_layers >= num_layers:
             raise ConfigError(
-                f"model.frozen_layers: {self.frozen_layers} of {there} layers leave none to train. "
-                "Write a smaller number."
+                f"model.frozen_layers: {self.frozen_layers} of {num_layers} layers leave none to train. "
+                "Use a smaller number."
             )
 
 
 def _layers(decoder: Any) -> "list[nn.Module]":
-    """The layers of a transformers model, from the first on."""
+    """The layers of a transformers model, in order."""
     from torch import nn
 
-    wanted = decoder.config.num_hidden_layers
-    found = [part for part in decoder.base_model.modules() if isinstance(part, nn.ModuleList) and len(part) == wanted]
-    if not found:
-        raise ConfigError(
-            f"model.base: the layers of {decoder.config.model_type!r} were not found, so it cannot be regularized."
-        )
-    return list(found[0])
+    num_layers = decoder.config.num_hidden_layers
+    candidates = [
+        part for part in decoder.base_model.modules() if isinstance(part, nn.ModuleList) and len(part) == num_layers
+    ]
+    if not candidates:
+        raise ConfigError(f"model.base: cannot find the layers of {decoder.config.model_type!r}. Use another base.")
+    return list(candidates[0])
 
 
 def _embeddings(decoder: Any) -> "Iterator[nn.Module]":
-    """Of tokens, and of positions where they are learned; they stand beside the layers, not in them."""
+    """The embeddings of tokens and of learned positions: all embeddings outside of the layers."""
     from torch import nn
 
     inner = {id(part) for layer in _layers(decoder) for part in layer.modules()}
@@ -134,8 +131,9 @@ def _add_dropout(layer: "nn.Module", rate: float) -> None:
     for names in (_ATTENTION, _FEED_FORWARD):
         parts = [part for name, part in layer.named_children() if name in names]
         if len(parts) != 1:
-            known = ", ".join(name for name, _ in layer.named_children())
+            child_names = ", ".join(name for name, _ in layer.named_children())
             raise ConfigError(
-                f"model.residual_dropout: a layer of the base has the parts {known}, and none of {', '.join(names)}."
+                f"model.residual_dropout: the base's layers have the modules {child_names}; expected exactly one of "
+                f"{', '.join(names)}."
             )
         parts[0].register_forward_hook(drop)

@@ -17,31 +17,31 @@ if TYPE_CHECKING:
 
 
 class Config(WrapperConfig):
-    """Which decoder, and where its values come from."""
+    """A policy and the source of its values."""
 
     base: ModelField
-    """The policy, such as ref(...) to a fine-tuned decoder, with 'lora' around it or not."""
+    """The policy, for example ref(...) to a fine-tuned decoder, optionally wrapped in 'lora'."""
     critic: ModelField | None = None
-    """A separate decoder for the values; None: values are read from the hidden states of the policy."""
+    """A separate decoder for the values; None to read values from the policy's hidden states."""
 
     @model_validator(mode="after")
     def _both_are_decoders(self) -> "Config":
         self.base.require_kind(DECODER, None, "base")
         if self.base.name == "with_values":
-            raise ValueError("base: it has values already.")
+            raise ValueError("base: already 'with_values'. Use its base.")
         if self.critic:
             self.critic.require_kind(DECODER, None, "critic")
         if self.critic and self.critic.is_frozen():
             raise ValueError(
-                "critic: it is quantized, and cannot learn. Put 'lora' around it, or leave quantization out."
+                "critic: quantized weights cannot be trained. Wrap the critic in 'lora', or remove quantization."
             )
         return self
 
     def build(self, places: Places) -> "PolicyWithValues":
-        """The policy, the critic and a new head, drawn from torch's global generator in this order.
+        """The policy, the critic and a new head, initialised from torch's global generator in this order.
 
         Raises:
-            UserError: whatever is wrong with the parts.
+            UserError: the policy or the critic cannot be built.
         """
         from src.systems.assistants.model.value_layers import PolicyWithValues
 

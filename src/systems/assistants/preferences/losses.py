@@ -1,6 +1,7 @@
-"""Preference losses: of ranked replies by their rewards, and of pairs of answers by their log-probabilities.
+"""Preference losses on the rewards of ranked replies, and on the log-probabilities of pairs of replies.
 
-All are sums, to be divided by the count of the global batch. Shapes: R replies, K of one conversation, P pairs.
+All losses are sums, to be divided by the count of the global batch. Shapes: R replies, K replies of one conversation, P
+pairs.
 """
 
 from typing import Literal, NamedTuple
@@ -14,7 +15,7 @@ PairLoss = Literal["sigmoid", "ipo", "robust", "hinge"]
 
 
 class Pairs(NamedTuple):
-    """Places of replies of one conversation of which one is better."""
+    """Indices of the better and the worse reply of each pair."""
 
     better: Tensor
     """(P,) int64."""
@@ -23,10 +24,9 @@ class Pairs(NamedTuple):
 
 
 def ranked_pairs(conversations_R: Tensor, ranks_R: Tensor) -> Pairs:
-    """All pairs of replies of one conversation with different ranks: of K that are never tied, K (K - 1) / 2.
+    """All pairs of replies of the same conversation with different ranks: K (K - 1) / 2 pairs for K untied replies.
 
-    conversations_R: int64, the number of the conversation of each reply. ranks_R: int64, smaller is better, and equal
-    ranks are a tie.
+    conversations_R: int64, the conversation of each reply. ranks_R: int64, smaller is better, equal ranks are a tie.
     """
     same_RR = conversations_R[:, None] == conversations_R[None]
     better, worse = (same_RR & (ranks_R[:, None] < ranks_R[None])).nonzero(as_tuple=True)
@@ -34,12 +34,12 @@ def ranked_pairs(conversations_R: Tensor, ranks_R: Tensor) -> Pairs:
 
 
 def count_ranked(conversations_R: Tensor, ranks_R: Tensor, by: RankingLoss) -> int:
-    """What `ranking_loss` is a sum over: conversations with a pair that is not tied, or such pairs."""
+    """Number of terms that `ranking_loss` sums: conversations with an untied pair, or untied pairs."""
     better, _ = ranked_pairs(conversations_R, ranks_R)
     return len(better) if by == "pairs" else len(conversations_R[better].unique())
 
 
-def ranking_loss(  # noqa: PLR0913  each is named where it is not plain
+def ranking_loss(  # noqa: PLR0913  all but three are keywords
     rewards_R: Tensor,
     conversations_R: Tensor,
     ranks_R: Tensor,
@@ -51,14 +51,13 @@ def ranking_loss(  # noqa: PLR0913  each is named where it is not plain
 ) -> Tensor:
     """Sum of -log sigmoid(r_better - r_worse - margin), the Bradley-Terry loss (arXiv 2203.02155, equation 1).
 
-    by "conversations": the sum over conversations of the mean over the pairs of each, so that one with many replies
-    does not weigh more ("RMLoss" of Open-Assistant). by "pairs": the sum over all pairs ("RMCLSLoss", a cross entropy
-    of two classes). Tied replies make no pair, and one reply makes none.
+    by "conversations": the mean over the pairs of each conversation, summed over conversations, so that conversations
+    with many replies do not weigh more ("RMLoss" of Open-Assistant). by "pairs": the sum over all pairs ("RMCLSLoss",
+    a cross entropy with two classes). Ties and single replies make no pair.
 
-    l2: weight of (r_better^2 + r_worse^2) / 2. margin: see Touvron et al. 2023 (arXiv 2307.09288, equation 2); one for
-    all pairs, or (R,)
-    scores of the replies: the margin of a pair is their difference. centring: weight of (r_better + r_worse)^2, which
-    pulls rewards to 0 (Eisenstein et al. 2023, arXiv 2312.09244).
+    l2: weight of (r_better^2 + r_worse^2) / 2. margin: see Touvron et al. 2023 (arXiv 2307.09288, equation 2); one
+    number for all pairs, or scores (R,), where a pair's margin is the difference of its scores. centring: weight of
+    (r_better + r_worse)^2, which pulls rewards to 0 (Eisenstein et al. 2023, arXiv 2312.09244).
     """
     better, worse = ranked_pairs(conversations_R, ranks_R)
     better_P, worse_P = (rewards_R[each].float() for each in (better, worse))
@@ -73,23 +72,23 @@ def ranking_loss(  # noqa: PLR0913  each is named where it is not plain
     if by == "conversations":
         own_P = conversations_R[better]
         loss_P = loss_P / torch.bincount(own_P)[own_P]
-    return loss_P.sum() + 0.0 * rewards_R.float().sum()  # without a pair, too, a gradient reaches every process
+    return loss_P.sum() + 0.0 * rewards_R.float().sum()  # every process needs a gradient, even without a pair
 
 
 class AgreementSums(NamedTuple):
     """Agreement of rewards with ranks, () float64 each: sums over conversations with replies of different ranks."""
 
     accuracy: Tensor
-    """1 where a best reply has more than a worst one, else 0."""
+    """1 if the best replies have a higher mean reward than the worst, else 0."""
     best_reward: Tensor
     """Mean reward of the replies of the best rank."""
     worst_reward: Tensor
     conversations: Tensor
-    """Such conversations."""
+    """Number of these conversations."""
 
 
 def agreement(rewards_R: Tensor, conversations_R: Tensor, ranks_R: Tensor) -> AgreementSums:
-    """As `evaluation.metrics.ranking.correlations` finds for each conversation, on the device of the rewards."""
+    """The same sums as `evaluation.metrics.ranking.correlations`, computed on the device of the rewards."""
     masks = [conversations_R == number for number in dict.fromkeys(conversations_R.tolist())]
     ends = [
         [each & (ranks_R == end) for end in ranks_R[each].aminmax()]
@@ -99,20 +98,20 @@ def agreement(rewards_R: Tensor, conversations_R: Tensor, ranks_R: Tensor) -> Ag
 
     def mean_rewards(end: int) -> Tensor:
         rows = [pair[end].double() for pair in ends]
-        chosen_CR = torch.stack(rows) if rows else rewards_R.new_zeros(0, len(ranks_R), dtype=torch.float64)
-        return chosen_CR @ rewards_R.detach().double() / chosen_CR.sum(dim=1)
+        selected_CR = torch.stack(rows) if rows else rewards_R.new_zeros(0, len(ranks_R), dtype=torch.float64)
+        return selected_CR @ rewards_R.detach().double() / selected_CR.sum(dim=1)
 
     best_C, worst_C = mean_rewards(0), mean_rewards(1)
     return AgreementSums((best_C > worst_C).double().sum(), best_C.sum(), worst_C.sum(), torch.tensor(float(len(ends))))
 
 
 class AnswerSums(NamedTuple):
-    """Sums over the tokens of answers, (R,) each."""
+    """Sums over the learned tokens of each row, (R,) each."""
 
     logps: Tensor
-    """Summed log-probabilities of the learned tokens, in nats, float32."""
+    """Summed log-probabilities, in nats, float32."""
     tokens: Tensor
-    """Learned tokens."""
+    """Number of learned tokens."""
 
 
 def answer_logps(logits_RTV: Tensor, input_ids: Tensor, loss_mask: Tensor) -> AnswerSums:
@@ -122,7 +121,7 @@ def answer_logps(logits_RTV: Tensor, input_ids: Tensor, loss_mask: Tensor) -> An
         ValueError: the mask includes the first token of a sequence.
     """
     if bool(loss_mask[:, 0].any()):
-        raise ValueError("loss_mask: the first token of a sequence is predicted from nothing")
+        raise ValueError("loss_mask: the first token of a sequence has no context, so it cannot be learned")
     mask = loss_mask[:, 1:]
     losses = F.cross_entropy(
         logits_RTV[:, :-1].float().flatten(0, 1), input_ids[:, 1:].flatten(), reduction="none"
@@ -131,15 +130,16 @@ def answer_logps(logits_RTV: Tensor, input_ids: Tensor, loss_mask: Tensor) -> An
 
 
 def pair_loss(
-    chosen_P: Tensor, rejected_P: Tensor, *, kind: PairLoss = "sigmoid", beta: float = 0.1, flipped: float = 0.0
+    chosen_P: Tensor, rejected_P: Tensor, *, kind: PairLoss = "sigmoid", beta: float = 0.1, flip_rate: float = 0.0
 ) -> Tensor:
-    """Sum over pairs of a loss of direct preference optimisation. chosen_P, rejected_P: log pi(y|x) - log pi_ref(y|x)
-    of each answer, summed over its tokens; for "ipo" their mean over its tokens.
+    """Sum over pairs of a direct preference optimisation loss. chosen_P, rejected_P: log pi(y|x) - log pi_ref(y|x) of
+    each reply, summed over its tokens; for "ipo" the mean over its tokens. flip_rate: assumed share of wrong labels.
 
     With h = chosen - rejected and s = log sigmoid:
-    sigmoid: -(1 - flipped) s(beta h) - flipped s(-beta h): Rafailov et al. 2023 (arXiv 2305.18290, equation 7), and
-    with a share `flipped` of labels that are taken to be wrong the conservative form (Mitchell 2023).
-    robust: [-(1 - flipped) s(beta h) + flipped s(-beta h)] / (1 - 2 flipped): Chowdhury et al. 2024 (arXiv 2403.00409).
+    sigmoid: -(1 - flip_rate) s(beta h) - flip_rate s(-beta h): Rafailov et al. 2023 (arXiv 2305.18290, equation 7);
+    with flip_rate above 0 the conservative form (Mitchell 2023).
+    robust: [-(1 - flip_rate) s(beta h) + flip_rate s(-beta h)] / (1 - 2 flip_rate): Chowdhury et al. 2024 (arXiv
+    2403.00409).
     ipo: (h - 1 / (2 beta))^2: Azar et al. 2023 (arXiv 2310.12036, equation 17).
     hinge: max(0, 1 - beta h): Zhao et al. 2023 (arXiv 2305.10425, equation 10), with log-ratios in place of
     log-probabilities.
@@ -151,5 +151,5 @@ def pair_loss(
         return F.relu(1 - beta * margin_P).sum()
     right, wrong = -F.logsigmoid(beta * margin_P), -F.logsigmoid(-beta * margin_P)
     if kind == "robust":
-        return (((1 - flipped) * right - flipped * wrong) / (1 - 2 * flipped)).sum()
-    return ((1 - flipped) * right + flipped * wrong).sum()
+        return (((1 - flip_rate) * right - flip_rate * wrong) / (1 - 2 * flip_rate)).sum()
+    return ((1 - flip_rate) * right + flip_rate * wrong).sum()

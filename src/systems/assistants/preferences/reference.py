@@ -1,4 +1,4 @@
-"""Log-probabilities of answers under the model that a training begins with: made once, and kept in the run."""
+"""Log-probabilities of replies under the initial model: computed once and saved in the run."""
 
 import contextlib
 import hashlib
@@ -22,20 +22,22 @@ FILE = "reference.json"
 
 
 class WithReference:
-    """A data set of ranked replies, whose batches have `reference_logps`."""
+    """A data set of ranked replies with `reference_logps` in its batches."""
 
     def __init__(self, data: Any, logps: Mapping[str, Sequence[float]]) -> None:
-        """logps: of each row of a sample, by `digest`."""
+        """logps: one number per row of a sample, by the sample's `digest`."""
         self.data, self.logps = data, logps
 
     @property
     def parts(self) -> "Mapping[str, WithReference]":
-        """Those of a mixture, or the whole."""
-        own = getattr(self.data, "parts", None)
-        return {name: WithReference(part, self.logps) for name, part in own.items()} if own else {"": self}
+        """The parts of a mixture, or the data set itself."""
+        inner_parts = getattr(self.data, "parts", None)
+        return (
+            {name: WithReference(part, self.logps) for name, part in inner_parts.items()} if inner_parts else {"": self}
+        )
 
     def __getattr__(self, name: str) -> Any:
-        """All else is the data set's own."""
+        """Delegate all other attributes to the data set."""
         if name in ("data", "logps"):
             raise AttributeError(name)
         return getattr(self.data, name)
@@ -44,28 +46,28 @@ class WithReference:
         return len(self.data)
 
     def sample(self, *key: Any) -> tuple[Any, Sequence[float]]:
-        """A sample, and the log-probabilities of its rows.
+        """A sample and the log-probabilities of its rows.
 
         Raises:
-            RunError: there are none, as the sample is another one than when they were made.
+            RunError: the sample has changed since the log-probabilities were computed.
         """
-        found = self.data.sample(*key)
-        logps = self.logps.get(digest(found))
+        sample = self.data.sample(*key)
+        logps = self.logps.get(digest(sample))
         if logps is None:
             raise RunError(
                 f"sample {key}: {FILE} has no log-probabilities of it. "
-                "Delete that file of the run, and it is made anew."
+                "Delete that file in the run to compute them again."
             )
-        return found, logps
+        return sample, logps
 
     def collate(self, samples: Sequence[tuple[Any, Sequence[float]]]) -> Batch:
-        """The data set's own batch with (B,) float32 `reference_logps`."""
+        """The data set's batch with `reference_logps`, (B,) float32."""
         batch = self.data.collate([sample for sample, _ in samples])
         return {**batch, "reference_logps": torch.tensor([value for _, values in samples for value in values])}
 
 
 def digest(sample: Any) -> str:
-    """Of the tokens of a sample and of which are learned; a mixture's is that of its part."""
+    """Digest of a sample's tokens and loss mask. A mixture's sample has the digest of its part's sample."""
     while isinstance(sample, tuple):  # (number of the part, its sample)
         sample = sample[-1]
     return hashlib.blake2b(json.dumps([sample["input_ids"], sample["loss_mask"]]).encode(), digest_size=12).hexdigest()
@@ -74,32 +76,33 @@ def digest(sample: Any) -> str:
 def with_references(
     model: nn.Module, parts: Mapping[str, Sequence[Dataset]], run: Path, micro_batch: int, precision: str
 ) -> dict[str, list[float]]:
-    """Summed log-probabilities of the learned tokens of each row of every sample of data sets, by `digest`;
-    from the run where it has them.
+    """Summed log-probabilities of the learned tokens of each row of every sample, by `digest`.
+    Loads them from the run if they are saved there, else computes and saves them.
 
-    model: a causal language model with the weights that the training begins with. parts: data sets by what they are of,
-    whose samples are the same in every epoch. Collective: each process reads every W-th batch.
+    model: a causal language model with the initial weights. parts: data sets by split, with the same samples in every
+    epoch. Collective: each of W processes reads every W-th batch.
 
     Raises:
-        RunError: the disk refuses, or the run's file is of other data.
+        RunError: the file cannot be written, or the run's file belongs to other data.
     """
-    key = {name: [data.fingerprint for data in own] for name, own in parts.items()}
+    key = {name: [data.fingerprint for data in datasets] for name, datasets in parts.items()}
     path = run / FILE
     if distributed.broadcast_from_rank0(path.is_file):
         with distributed.raise_together():
-            kept = read_json(path, RunError)
-            if kept.get("of") != key:
-                raise RunError(
-                    f"{path}: of other data. Delete it, and it is made anew by the model that the training began with."
-                )
-        return kept["logps"]
+            saved = read_json(path, RunError)
+            if saved.get("of") != key:
+                raise RunError(f"{path}: belongs to other data. Delete it to compute it again with the initial model.")
+        return saved["logps"]
     device = torch.device("cuda", distributed.local_rank()) if torch.cuda.is_available() else torch.device("cpu")
     model.to(device).eval()
-    found = [
-        pair for own in parts.values() for data in own for pair in _logps(model, data, micro_batch, device, precision)
+    local_logps = [
+        pair
+        for datasets in parts.values()
+        for data in datasets
+        for pair in _logps(model, data, micro_batch, device, precision)
     ]
     model.to("cpu")
-    logps = dict(sorted(distributed.all_gather_list(found)))
+    logps = dict(sorted(distributed.all_gather_list(local_logps)))
     with distributed.raise_together():
         if distributed.is_main():
             write_json(path, {"of": key, "logps": logps})
@@ -121,13 +124,12 @@ def _logps(
             logps: Tensor = answer_logps(model_logits(model, batch), batch["input_ids"], batch["loss_mask"]).logps
         if counts:
             rows = logps.cpu().split([len(sample["ranks"]) for sample in samples])
-            yield from ((digest(sample), own.tolist()) for sample, own in zip(samples, rows, strict=True))
+            yield from ((digest(sample), row_logps.tolist()) for sample, row_logps in zip(samples, rows, strict=True))
 
 
 @contextlib.contextmanager
 def adapters_off(model: nn.Module) -> Iterator[None]:
-    """In the block the model is the one that its adapters were put around, without dropout,
-    and nothing is remembered for gradients."""
+    """Disable adapters, dropout and gradients inside the block."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     layers, training = [module for module in model.modules() if isinstance(module, BaseTunerLayer)], model.training

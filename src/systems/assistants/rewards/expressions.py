@@ -14,6 +14,6 @@ class Config(RewardConfig):
         return lambda rollouts: [self.score(rollout) for rollout in rollouts]
 
     def score(self, rollout: Rollout) -> float:
-        """`right` where the answer has ended, uses both numbers of the task and has the value."""
-        solved = rollout.ended and expressions.solves(rollout.messages[-1]["content"], rollout.text)
-        return self.right if solved else self.wrong
+        """`right` if the answer is complete, uses both numbers of the task and has the right value, else `wrong`."""
+        is_solved = rollout.is_complete and expressions.solves(rollout.messages[-1]["content"], rollout.text)
+        return self.right if is_solved else self.wrong

@@ -1,4 +1,4 @@
-"""Whether an answer has a form, such as `<think>...</think><answer>...</answer>`."""
+"""Whether an answer has a given form, such as `<think>...</think><answer>...</answer>`."""
 
 from pydantic import field_validator
 
@@ -7,7 +7,7 @@ from src.systems.assistants.rewards.interface import RewardConfig, RewardSetting
 
 
 class Config(RewardConfig):
-    """The form, and scores of answers with and without it."""
+    """The form, and the scores of answers with and without it."""
 
     pattern: str
     """Regular expression (RE2) that the answer must match from start to end, without outer whitespace;
@@ -25,7 +25,7 @@ class Config(RewardConfig):
         form = compile_pattern(self.pattern, dot_is_any=True)
 
         def score(rollout: Rollout) -> float:
-            """`right` where the answer has ended and matches."""
-            return self.right if rollout.ended and form.fullmatch(rollout.text.strip()) else self.wrong
+            """`right` if the answer is complete and matches, else `wrong`."""
+            return self.right if rollout.is_complete and form.fullmatch(rollout.text.strip()) else self.wrong
 
         return lambda rollouts: [*map(score, rollouts)]

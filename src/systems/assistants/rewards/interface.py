@@ -1,4 +1,4 @@
-"""The interface of rewards, and rollouts: the answers of a policy to prompts."""
+"""The interface of rewards, and rollouts: a policy's answers to prompts."""
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -16,21 +16,21 @@ from src.experiments.registry import REWARDS, bind, resolved_dict
 
 @dataclass(frozen=True)
 class Rollout:
-    """An answer of a policy to a prompt, as rewards read it."""
+    """A policy's answer to a prompt, as rewards read it."""
 
     messages: Sequence[Mapping[str, Any]]
-    """The prompt as in rows: {"role", "content"}, "tool_calls" and "reasoning_content" of each message.
-    The policy answers the last."""
+    """The prompt, in the format of rows: each message has "role", "content", and optionally "tool_calls" and
+    "reasoning_content". The policy answers the last message."""
     text: str
     """The answer, without control tokens."""
     row: Mapping[str, Any]
-    """The prompt's row of the prepared data: more keys, such as "answer" or "tests", are for rewards."""
+    """The prompt's row of the prepared data, including keys for rewards such as "answer" or "tests"."""
     ids: Sequence[int]
     """Token ids of prompt and answer, as the policy reads them."""
     sampled: int
-    """How many of `ids`, at the end, the policy has sampled."""
-    ended: bool
-    """Whether the answer ended by itself, before the token limit."""
+    """Number of sampled tokens, at the end of `ids`."""
+    is_complete: bool
+    """Whether the answer has an end token; False if it was truncated at the token limit."""
 
 
 Scorer = Callable[[Sequence[Rollout]], Sequence[float]]
@@ -39,7 +39,7 @@ Scorer = Callable[[Sequence[Rollout]], Sequence[float]]
 
 @dataclass(frozen=True)
 class RewardSetting:
-    """Services of a training for its rewards."""
+    """The training's resources, for its rewards."""
 
     places: Places
     device: Any
@@ -47,13 +47,13 @@ class RewardSetting:
     micro_batch: int
     """Maximum sequences per forward pass."""
     tokenizer: Any
-    """The policy's."""
+    """The policy's tokenizer."""
     load_tokenizer: Callable[[str, Sequence[str]], Any]
     """(folder, control tokens to add) -> a tokenizer."""
     write_with: Callable[[Any, str], Callable[[Rollout], list[int]]]
-    """(tokenizer, template) -> how a rollout is written as text, for a model of another vocabulary."""
+    """(tokenizer, template) -> a function that renders rollouts, for a model with another vocabulary."""
     wait: Callable[[str, float], None]
-    """Called at least every second during a wait, with its name and the time.monotonic() of its start.
+    """(description, time.monotonic() of its start): call at least every second during a wait.
     Raises if the run must stop."""
 
 
@@ -65,15 +65,15 @@ class RewardConfig(Component):
 
     @property
     def row_key(self) -> str | None:
-        """The key of a prompt's row that it reads, such as "answer"; None for none."""
+        """The key of a prompt's row that the reward reads, such as "answer"; None if it reads no key."""
         return None
 
     @abstractmethod
     def scorer(self, setting: RewardSetting) -> Scorer:
-        """Make what scores rollouts. Batches have a fixed composition, whatever the number of processes.
+        """Make the function that scores rollouts. Its batches are the same for any number of processes.
 
         Raises:
-            UserError: something that it needs is missing on this machine.
+            UserError: a requirement is missing on this machine.
         """
 
     def longest_rollout(self, places: Places) -> int | None:
@@ -81,30 +81,31 @@ class RewardConfig(Component):
         return None
 
     def check(self, places: Places) -> None:
-        """Raises a UserError for what `scorer` would refuse, as far as it is known without loading anything."""
+        """Raises a UserError if `scorer` would fail, as far as this is known without loading anything."""
 
 
 RewardField = Annotated[RewardConfig, PlainValidator(partial(bind, REWARDS)), PlainSerializer(resolved_dict)]
 
 
 def row_entry(row: Mapping[str, Any], key: str, where: str = "a row") -> Any:
-    """The value of `key` in the row of a prompt. where: names the row in the error.
+    """The value of `key` in a prompt's row. where: describes the row in errors.
 
     Raises:
-        DataError: it has no such entry, or an empty one.
+        DataError: the value is missing or empty.
     """
     if row.get(key) in (None, "", []):
         if key in row:
             raise DataError(
-                f"{where}: a reward reads {key!r}, which is {row[key]!r}. Remove the row, or fill the column."
+                f"{where}: {key!r} is {row[key]!r}, but a reward reads it. Remove the row, or fill in the value."
             )
-        keys = ", ".join(map(repr, row)) or "nothing"
+        keys = ", ".join(map(repr, row)) or "(none)"
         raise DataError(
-            f"{where}: a reward reads {key!r}; the row has {keys}. Add it: prepare_conversations --keep {key}."
+            f"{where}: a reward reads {key!r}, but the row has the keys {keys}. "
+            f"Add it: prepare_conversations --keep {key}."
         )
     return row[key]
 
 
 def final_answer(text: str) -> str:
-    """The text after the last `####`, where GSM8K's rows have the answer; without it, all of the text."""
+    """The text after the last `####`, as in GSM8K; all of the text if there is no `####`."""
     return text.rpartition("####")[2].strip()

@@ -1,11 +1,11 @@
 """The connection between the two sandboxes of src/systems/assistants/rewards/isolated.py.
-Runs inside them: it imports only the standard library.
+Runs inside them, so it imports only the standard library.
 
-Each end can ask the other one about its objects, also while it answers a question itself: a program does so when it
-calls a function that a test passed to it.
+Each peer can send requests about the other's objects, even while it answers a request. For example, a program calls a
+function that a test passed to it.
 """
 
-from __future__ import annotations  # types are not loaded: start-up time counts
+from __future__ import annotations  # do not load types, to start faster
 
 import contextlib
 import io
@@ -39,19 +39,19 @@ if TYPE_CHECKING:
 MAX_BYTES = 1 << 24
 """Maximum size of one message."""
 _SHARED, _SHARED_BYTES = 32, 1 << 14
-"""Maximum number of shared containers, and the size of each as JSON."""
-_PRINTED = 1 << 20
-"""Maximum length of the printed text that one message has."""
+"""Maximum number of shared containers, and maximum size of each as JSON."""
+_MAX_PRINTED_CHARACTERS = 1 << 20
+"""Maximum length of the printed text in one message."""
 
 
 def write_message(message: Any) -> bytes:
-    """Its length and its JSON."""
+    """Encode a message as its length and its JSON."""
     body = json.dumps(message).encode()
     return len(body).to_bytes(4, "big") + body
 
 
 def read_exactly(descriptor: int, count: int) -> bytes:
-    """Raises EOFError if the writer has ended."""
+    """Read `count` bytes. Raises EOFError if the writer has closed the pipe."""
     data = b""
     while len(data) < count:
         piece = os.read(descriptor, min(count - len(data), 1 << 16))
@@ -62,7 +62,7 @@ def read_exactly(descriptor: int, count: int) -> bytes:
 
 
 class ProgramEnd(BaseException):
-    """The program has ended or breaks the protocol. No test can catch it by `except Exception`."""
+    """The program has exited or violates the protocol. Tests cannot catch it with `except Exception`."""
 
 
 class Peer:
@@ -70,18 +70,20 @@ class Peer:
 
     def __init__(self, inbound: int, outbound: int, is_judge: bool) -> None:
         self._inbound, self._outbound, self._is_judge = inbound, outbound, is_judge
-        self._answered = Exception if is_judge else BaseException  # an exit of the program is an error of its answer
+        self._caught_errors = (
+            Exception if is_judge else BaseException
+        )  # an exit of the program is an error of its answer
         self._objects: list[Any] = []
         self._numbers: dict[int, int] = {}
         self._proxies: dict[int, Any] = {}
         self._shared: dict[int, tuple[Any, Any]] = {}
-        """Lists, dicts and sets that both ends change, by number: each with its JSON at the last exchange."""
-        self.printed = io.StringIO()
-        self.trusted: set[int] = set()
+        """Containers that both peers can change, by number: each with its JSON at the last exchange."""
+        self.stdout = io.StringIO()
+        self.trusted_ids: set[int] = set()
         """`id` of objects that a test constructed, and of their classes."""
 
     def ask(self, verb: str, *arguments: Any) -> Any:
-        """The other end's answer. Raises the exception that it answers with."""
+        """Send a request and return the answer. Raises the exception that the other peer answers with."""
         request = [verb, *map(self.write, arguments)]
         try:
             if self._is_judge and (changes := self._changes()):
@@ -106,7 +108,7 @@ class Peer:
         raise error
 
     def reply(self, request: Any, serve: Callable[..., Any]) -> Any:
-        """The answer to a request of the other end."""
+        """The answer to a request from the other peer."""
         try:
             verb, *arguments = request
             if verb == "renew" and not self._is_judge:
@@ -118,36 +120,36 @@ class Peer:
                 if len(json.dumps(message)) <= _SHARED_BYTES:
                     self._share(number, value)
                     message["shared"] = number
-        except self._answered as error:
+        except self._caught_errors as error:
             message = {"error": self._write_error(error)}
         if not self._is_judge:
-            message |= {"changes": self._changes(), "printed": self.take_printed()[-_PRINTED:]}
+            message |= {"changes": self._changes(), "printed": self.take_stdout()[-_MAX_PRINTED_CHARACTERS:]}
         return message
 
-    def take_printed(self) -> str:
+    def take_stdout(self) -> str:
         """The text that the program printed since the last call."""
-        text = self.printed.getvalue()
-        self.printed.seek(0)
-        self.printed.truncate()
+        text = self.stdout.getvalue()
+        self.stdout.seek(0)
+        self.stdout.truncate()
         return text
 
     def _share(self, number: int, value: Any) -> Any:
-        """The container of this end with this number: `value` if it is new."""
+        """The shared container with this number; `value` if the number is new."""
         value, _ = self._shared.setdefault(number, (value, self.write(value)))
         return value
 
     def _changes(self) -> list[Any]:
-        """[number, JSON] of each shared container that changed at this end."""
+        """[number, JSON] of each shared container that this peer changed."""
         changes = []
         for number, (value, old) in self._shared.items():
-            with contextlib.suppress(TypeError):  # the other end cannot have it
+            with contextlib.suppress(TypeError):  # it now contains an object that cannot be sent
                 if (wire := self.write(value)) != old:
                     changes.append([number, wire])
         self._shared |= {number: (self._shared[number][0], wire) for number, wire in changes}
         return changes
 
     def _renew(self, changes: Any) -> None:
-        """Apply changes of the other end."""
+        """Apply changes that the other peer made."""
         for number, wire in changes:
             value, _ = self._shared[number]
             update(value, self.read(wire))
@@ -166,7 +168,7 @@ class Peer:
             return type(error).__name__
 
     def serve_forever(self, serve: Callable[..., Any]) -> None:
-        """Answer requests until the other end closes."""
+        """Answer requests until the other peer closes the connection."""
         self.serve = serve
         while True:
             try:
@@ -176,7 +178,7 @@ class Peer:
             self._send(self.reply(message, serve))
 
     def serve(self, verb: str, target: Any, *arguments: Any) -> Any:
-        """Let a program call functions of a test and use the public part of instances of the test's classes."""
+        """Answer a program's request: it can call the tests' functions and use public attributes of their instances."""
         if verb == "attribute" and arguments[0] in ("__name__", "__qualname__", "__doc__", "__module__"):
             return str(getattr(target, arguments[0]))
         operands = arguments[1:] if verb == "operate" else ()
@@ -192,25 +194,25 @@ class Peer:
         return VERBS[verb](target, *arguments)
 
     def write(self, value: Any) -> Any:
-        """`value` as JSON; objects as references."""
+        """`value` as JSON, with references to objects."""
         return write_value(value, self._refer)
 
     def read(self, wire: Any) -> Any:
-        """The value that the other end wrote."""
+        """The value of JSON that the other peer wrote."""
         return read_value(wire, self._find)
 
     def _refer(self, value: Any) -> Any:
         state = STATES.get(id(value))
         if state is not None:
             return {"yours": state[1]}
-        if (written := write_standard(value, self._refer)) is not None:
-            return written
+        if (standard := write_standard(value, self._refer)) is not None:
+            return standard
         if self._is_judge:
             if (place := _global_place(value)) is not None:
                 return {"global": place}
             if not callable(value) and type(value).__module__ != "tests" and not hasattr(value, "__next__"):
                 raise TypeError(
-                    f"a program gets plain data, functions and objects of the tests, no {type(value).__name__}"
+                    f"cannot pass {type(value).__name__} to a program: only plain data, functions and tests' objects"
                 )
         return {"mine": self._number(value)}
 
@@ -231,9 +233,9 @@ class Peer:
         return read_standard(kind, inner, self._find)
 
     def _make_proxy(self, number: int) -> Any:
-        if not self._is_judge:  # a program gets objects of a test without their classes
+        if not self._is_judge:  # a program gets a test's objects without their classes
             proxy: Any = object.__new__(Remote)
-            self.trusted.add(id(proxy))
+            self.trusted_ids.add(id(proxy))
         else:
             self._send(["describe", {"yours": number}])
             is_class, name, bases, plain = self.read(self._receive()["value"])
@@ -258,7 +260,7 @@ def _is_private(name: str) -> bool:
 
 
 def describe(value: Any) -> tuple[bool, str, Any, Any]:
-    """(whether it is a class, name, bases or class, plain value or arguments of an exception), for `Peer`."""
+    """(whether `value` is a class, its name, its bases or class, its plain value or exception arguments)."""
     if isinstance(value, type):
         return True, value.__name__, list(value.__bases__), None
     plain = (
@@ -272,7 +274,7 @@ def describe(value: Any) -> tuple[bool, str, Any, Any]:
 
 
 def _global_place(value: Any) -> list[str] | None:
-    """[module, qualified name] of a function or class of the standard library."""
+    """[module, qualified name] of a function or class of the standard library, else None."""
     owner = getattr(value, "__objclass__", value)
     module, names = getattr(owner, "__module__", None), getattr(value, "__qualname__", None)
     if (

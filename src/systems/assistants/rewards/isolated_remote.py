@@ -1,15 +1,15 @@
-"""Objects that live in the other sandbox of src/systems/assistants/rewards/isolated.py.
-Runs inside the sandboxes: it imports only the standard library.
+"""Proxies of objects in the other sandbox of src/systems/assistants/rewards/isolated.py.
+Runs inside the sandboxes, so it imports only the standard library.
 
-A `Remote` is such an object. It passes on every operation. A program must neither learn the value that it is compared
-with nor decide a comparison with plain data:
-- A `Remote` equals no plain data and has no order with it, unless its class is a subclass of a plain type: then its
+A `Remote` is a proxy that forwards every operation, with exceptions. A program must neither learn the value that it is
+compared with nor decide a comparison with plain data:
+- A `Remote` never equals plain data and has no order with it, unless its class is a subclass of a plain type: then its
   plain value is compared here.
-- Arithmetic and `in` with plain data are passed on only for objects that a test constructed, as in `Vector(1, 2) * 3`.
-- Comparisons of two objects of the program are passed on.
+- Arithmetic and `in` with plain data are forwarded only for objects that a test constructed, as in `Vector(1, 2) * 3`.
+- Comparisons of two objects of the program are forwarded.
 """
 
-from __future__ import annotations  # types are not loaded: start-up time counts
+from __future__ import annotations  # do not load types, to start faster
 
 import builtins
 import collections
@@ -67,17 +67,17 @@ _ERROR_ATTRIBUTES = (
 )
 
 STATES: dict[int, tuple[Peer, int]] = {}
-"""Peer and number of each remote object and class, by its `id`. `Peer._proxies` holds a reference to each."""
+"""Peer and number of each proxy, by its `id`. `Peer._proxies` holds a reference to each proxy."""
 
 
 def load_module(name: str) -> Any:
-    """A module of the standard library by its full name."""
+    """Import a module of the standard library by its full name."""
     __import__(name)
     return sys.modules[name]
 
 
 def is_container(value: Any) -> bool:
-    """Whether both ends change a value: it is sent by value, and can change."""
+    """Whether a value is sent by value and mutable, so that both peers can change it."""
     return type(value) in (
         *_MUTABLE,
         collections.deque,
@@ -88,7 +88,7 @@ def is_container(value: Any) -> bool:
 
 
 def make_class(name: Any, bases: Any) -> Any:
-    """A class of the program, with the bases that it has there."""
+    """A proxy of a class of the program, with the same bases."""
     remote = [base for base in bases if isinstance(base, RemoteType)] or [Remote]
     plain = [
         base for base in bases if not isinstance(base, RemoteType) and issubclass(base, (*PLAIN_BASES, BaseException))
@@ -100,9 +100,9 @@ def make_class(name: Any, bases: Any) -> Any:
 
 
 def make_instance(kind: Any, plain: Any) -> Any:
-    """An object of a class of `make_class`. plain: its plain value, or the arguments of an exception."""
+    """A proxy of an object. kind: from `make_class`. plain: its plain value, or the arguments of an exception."""
     if not isinstance(kind, RemoteType):
-        raise ValueError(f"{kind}: no class of the program")
+        raise ValueError(f"{kind}: not a class of the program")
     if issubclass(kind, BaseException):
         with contextlib.suppress(TypeError):
             return kind.__new__(kind, *plain)
@@ -112,13 +112,13 @@ def make_instance(kind: Any, plain: Any) -> Any:
 
 def _ask(value: Any, verb: str, *arguments: Any) -> Any:
     if id(value) not in STATES:
-        raise AttributeError(f"{type(value).__name__}: no object of a program")
+        raise AttributeError(f"{type(value).__name__}: not an object of a program")
     return STATES[id(value)][0].ask(verb, value, *arguments)
 
 
 def _is_trusted(value: Any) -> bool:
     state = STATES.get(id(value))
-    return state is not None and id(value) in state[0].trusted
+    return state is not None and id(value) in state[0].trusted_ids
 
 
 def _is_remote(value: Any) -> bool:
@@ -132,12 +132,12 @@ def _call(value: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> An
     if type(same) is int and 0 <= same < len(arguments):  # `f(x) is x`
         result = arguments[same]
     if _is_trusted(value) and _is_remote(result):
-        STATES[id(result)][0].trusted.add(id(result))
+        STATES[id(result)][0].trusted_ids.add(id(result))
     return result
 
 
 def update(value: Any, changed: Any) -> None:
-    """Change a container to the contents of `changed`, a copy that the other end changed."""
+    """Copy the contents of `changed`, the other peer's copy, into the container `value`."""
     if type(value) is not type(changed) or value is changed:
         return
     if isinstance(value, list) and len(value) == len(changed):
@@ -158,7 +158,7 @@ def update(value: Any, changed: Any) -> None:
 
 
 class RemoteType(type):
-    """The class of the classes of a program."""
+    """The metaclass of proxies of a program's classes."""
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         return _call(cls, args, kwargs)
@@ -189,7 +189,7 @@ class RemoteType(type):
 
 
 class Remote(metaclass=RemoteType):
-    """An object of the other sandbox."""
+    """A proxy of an object in the other sandbox."""
 
     __slots__ = ()
 
@@ -272,7 +272,7 @@ def _copy(value: Any, name: str) -> Any:
 
 
 def forward(module: Any, name: str) -> None:
-    """Let a function of the library run in the program if its first argument is an object of it."""
+    """Patch a library function to run in the program's process if its first argument is a proxy."""
     function = getattr(module, name)
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -293,20 +293,20 @@ def _contains(value: Any, item: Any) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    """The plain value of an instance of a subclass of a plain type, as it is now, or None."""
+    """The current plain value of an instance of a subclass of a plain type, or None."""
     if isinstance(value, _MUTABLE):
         return _ask(value, "plain")
-    return plain_base(value)  # of the copy here: a program could answer each comparison with another value
+    return plain_base(value)  # from the local copy: a program could answer each comparison differently
 
 
 def _operate(name: str, one: Any, other: Any) -> Any:
-    """A binary operation of which at least one operand is remote."""
+    """A binary operation with at least one proxy as operand."""
     remote = [each for each in (one, other) if _is_remote(each)]
-    trusted = any(map(_is_trusted, remote))
-    if len(remote) == 2 or (trusted and name not in ORDER):
+    is_trusted = any(map(_is_trusted, remote))
+    if len(remote) == 2 or (is_trusted and name not in ORDER):
         result = _ask(remote[0], "operate", name, one, other)
-        if trusted and _is_remote(result):
-            STATES[id(result)][0].trusted.add(id(result))
+        if is_trusted and _is_remote(result):
+            STATES[id(result)][0].trusted_ids.add(id(result))
         return result
     if isinstance(remote[0], _MUTABLE) and name in ORDER:
         return NotImplemented
@@ -324,7 +324,7 @@ for _name in (*BINARY, *ORDER, "eq", "ne"):
 
 
 def _add_methods() -> None:
-    """Give `Remote` the methods of operators and conversions."""
+    """Add the methods of operators and conversions to `Remote`."""
 
     def add(name: str, method: Any) -> None:
         type.__setattr__(Remote, f"__{name}__", method)
@@ -343,7 +343,7 @@ def _add_methods() -> None:
 
 def _mark(value: Any, result: Any) -> Any:
     if _is_trusted(value) and _is_remote(result):
-        STATES[id(result)][0].trusted.add(id(result))
+        STATES[id(result)][0].trusted_ids.add(id(result))
     return result
 
 
@@ -359,7 +359,7 @@ def _exit(value: Any, kind: Any, error: Any) -> Any:
 
 
 def _call_here(function: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
-    """[result, arguments afterwards, the place of the argument that is the result or None]."""
+    """[result, arguments after the call, index of the argument that is the result or None]."""
     result = function(*args, **kwargs)
     same = [place for place, each in enumerate(args) if each is result and isinstance(each, _MUTABLE)]
     return [result, args, same[0] if same else None]
@@ -391,4 +391,4 @@ VERBS: dict[str, Callable[..., Any]] = {
     "convert": lambda value, name: getattr(builtins, name)(value) if name in _CONVERSIONS else None,
     "plain": plain_base,
 }
-"""Operations on an object."""
+"""Operations on an object, by name."""

@@ -1,11 +1,10 @@
-"""Values as JSON, between the two sandboxes of src/systems/assistants/rewards/isolated.py.
+"""Values as JSON, for messages between the two sandboxes of src/systems/assistants/rewards/isolated.py.
 Runs inside them, so it imports only the standard library.
 
-The reader of a message trusts none of it: it gets exact plain types, values of the standard library in `STANDARD`, and
-nothing else.
+Messages are not trusted: their reader only makes values of exact plain types and of the types in `STANDARD`.
 """
 
-from __future__ import annotations  # types are not loaded: start-up time counts
+from __future__ import annotations  # do not load types, to start faster
 
 import builtins
 import sys
@@ -16,11 +15,11 @@ if TYPE_CHECKING:
     from typing import Any
 
 PLAIN_BASES = (int, float, complex, str, bytes, tuple, frozenset, list, dict, set, bytearray)
-"""Types of plain values, which a program can subclass."""
+"""Types of plain values. A program can subclass them."""
 TYPES: dict[str, type] = {kind.__name__: kind for kind in (object, type(None), bool, range, slice, *PLAIN_BASES)} | {
     name: kind for name, kind in vars(builtins).items() if isinstance(kind, type) and issubclass(kind, BaseException)
 }
-"""Classes that both sides know by name."""
+"""Classes that are sent by name."""
 
 STANDARD: dict[str, tuple[str, Callable[[Any], tuple[Any, ...]]]] = {
     "Fraction": ("fractions", lambda value: (value.numerator, value.denominator)),
@@ -44,11 +43,11 @@ STANDARD: dict[str, tuple[str, Callable[[Any], tuple[Any, ...]]]] = {
     "array": ("array", lambda value: (value.typecode, list(value))),
     "UUID": ("uuid", lambda value: (str(value),)),
 }  # fmt: skip
-"""Types of the standard library that are sent by value: their module, and the arguments that make an equal value."""
+"""Types of the standard library that are sent by value: module, and constructor arguments of an equal value."""
 
 
 def write_value(value: Any, refer: Callable[[Any], Any]) -> Any:
-    """`value` as JSON. refer: writes anything that is not plain data of an exact type."""
+    """`value` as JSON. refer: writes values that are not of an exact plain type."""
     kind = type(value)
     if value is None or kind in (bool, str, float):
         return value
@@ -74,23 +73,23 @@ def write_value(value: Any, refer: Callable[[Any], Any]) -> Any:
 
 
 def write_plain(value: Any) -> Any:
-    """`value` as JSON, instances of subclasses as their plain base.
+    """`value` as JSON, with instances of subclasses converted to their plain base.
 
     Raises:
-        TypeError: it has no plain base.
+        TypeError: a value has no plain base.
     """
 
     def refer(value: Any) -> Any:
         base = plain_base(value)
         if base is None:
-            raise TypeError(f"{type(value).__name__} is no plain data")
+            raise TypeError(f"{type(value).__name__}: not plain data")
         return write_value(base, refer)
 
     return write_value(value, refer)
 
 
 def plain_base(value: Any) -> Any:
-    """The value of an instance of a subclass of a plain type, in the plain type; None if it is not one."""
+    """Convert an instance of a subclass of a plain type to the plain type; None for other values."""
     bases: list[Any] = [each for each in PLAIN_BASES if isinstance(value, each)]
     base = bases[0] if bases else None
     if base is None:
@@ -102,7 +101,7 @@ def plain_base(value: Any) -> Any:
 
 
 def write_standard(value: Any, refer: Callable[[Any], Any]) -> Any:
-    """A value of `STANDARD`, a class of `TYPES` or an exception as JSON; None if it is neither."""
+    """JSON of a value or class of `STANDARD`, a class of `TYPES` or an exception; None for other values."""
     kind = type(value)
     module, arguments = STANDARD.get(kind.__name__, ("", tuple))
     if module and kind is getattr(sys.modules.get(module), kind.__name__, None):
@@ -121,10 +120,10 @@ def write_standard(value: Any, refer: Callable[[Any], Any]) -> Any:
 
 
 def read_value(wire: Any, find: Callable[[str, Any], Any]) -> Any:
-    """The value that `write_value` wrote. find: reads other kinds.
+    """Read the JSON of `write_value`. find: reads other kinds.
 
     Raises:
-        Exception: nothing that it wrote.
+        Exception: the JSON is not from `write_value`.
     """
     if isinstance(wire, list):
         return [read_value(item, find) for item in wire]
@@ -149,19 +148,19 @@ def read_value(wire: Any, find: Callable[[str, Any], Any]) -> Any:
     if kind not in makers:
         return find(kind, inner)
     if not isinstance(inner, list):
-        raise ValueError(f"{kind}: no kind of value")
+        raise ValueError(f"{kind}: unknown kind of value")
     return makers[kind]([read_value(item, find) for item in inner])
 
 
 def read_standard(kind: str, inner: Any, find: Callable[[str, Any], Any]) -> Any:
-    """The value that `write_standard` wrote.
+    """Read the JSON of `write_standard`.
 
     Raises:
-        Exception: nothing that it wrote.
+        Exception: the JSON is not from `write_standard`.
     """
     if kind == "type":
         return TYPES[inner] if inner in TYPES else _standard_class(inner)
-    if kind == "stdlib":  # only of a module that is loaded here: a message imports nothing
+    if kind == "stdlib":  # only from loaded modules: a message must not import anything
         module, name = inner
         error_class = getattr(sys.modules.get(module), name, None) if _is_standard(module) else None
         return error_class if isinstance(error_class, type) and issubclass(error_class, Exception) else RuntimeError
@@ -171,9 +170,9 @@ def read_standard(kind: str, inner: Any, find: Callable[[str, Any], Any]) -> Any
     if kind == "exception" and isinstance(values[0], type) and issubclass(values[0], BaseException):
         try:
             return values[0](*values[1:])
-        except TypeError:  # its arguments are not those of its constructor
+        except TypeError:  # `args` differ from the constructor's arguments
             return values[0].__new__(values[0], *values[1:])
-    raise ValueError(f"{kind}: no kind of value")
+    raise ValueError(f"{kind}: unknown kind of value")
 
 
 def _is_standard(module: Any) -> bool:

@@ -1,6 +1,6 @@
-"""The KServe v2 inference protocol, over HTTP with JSON and over gRPC, as far as scores of token ids need it.
+"""A client for the KServe v2 inference protocol, over HTTP with JSON and over gRPC, limited to scores of token ids.
 
-Triton speaks both; src.systems.assistants.serving.reward_server speaks the first. Shapes: B sequences, T tokens of the
+Triton supports both; src.systems.assistants.serving.reward_server supports HTTP. Shapes: B sequences, T tokens of the
 longest.
 """
 
@@ -21,7 +21,7 @@ from src.support.parsing import parse_json
 GRPC_PACKAGE = "requirements/serving.txt"
 INPUTS = ("input_ids", "attention_mask")
 FINGERPRINT = "fingerprint"
-"""The parameter of a model's config that says which weights it has."""
+"""The parameter of a model's config that identifies its weights."""
 CONNECT_SECONDS = 5.0
 _TRANSIENT = {408, 425, 429}
 _ADDRESS = re.compile(
@@ -29,17 +29,17 @@ _ADDRESS = re.compile(
 )
 
 
-class Away(Exception):
-    """No answer now. The server can come back."""
+class UnavailableError(Exception):
+    """The server does not answer at the moment."""
 
 
-class NotLoaded(Exception):
-    """The server does not have the model now: it is loading it, or the name is wrong."""
+class NotLoadedError(Exception):
+    """The server is still loading the model, or has no model of this name."""
 
 
 @dataclass(frozen=True)
 class Address:
-    """Where one instance of a model is served."""
+    """Address of one instance of a model."""
 
     protocol: str
     """ "grpc" or "http"."""
@@ -55,7 +55,7 @@ class Address:
 
 @dataclass(frozen=True)
 class Tensor:
-    """Numbers from a server, row by row."""
+    """Numbers from a server, in row-major order."""
 
     shape: tuple[int, ...]
     values: Sequence[float]
@@ -63,7 +63,7 @@ class Tensor:
 
 class Connection(Protocol):
     """A connection to one server.
-    A call raises Away or NotLoaded for a temporary problem and a UserError for a permanent one."""
+    Calls raise UnavailableError or NotLoadedError for temporary problems and a UserError for permanent ones."""
 
     def infer(
         self, rows: Sequence[Sequence[int]], masks: Sequence[Sequence[int]], output: str, seconds: float
@@ -76,7 +76,7 @@ class Connection(Protocol):
         ...
 
     def models(self) -> list[str]:
-        """Names of all models that the server has, loaded or not."""
+        """Names of all models on the server, loaded or not."""
         ...
 
     def close(self) -> None:
@@ -85,10 +85,10 @@ class Connection(Protocol):
 
 
 def parse_addresses(text: str) -> list[Address]:
-    """The instances of `[grpc://|http://]HOST:PORT/MODEL,…`; without a protocol it is gRPC.
+    """Parse addresses `[grpc://|http://]HOST:PORT/MODEL,…`. The default protocol is gRPC.
 
     Raises:
-        ConfigError: malformed, or a duplicate address.
+        ConfigError: an address is malformed or duplicate.
     """
     addresses = []
     for part in text.split(","):
@@ -101,7 +101,7 @@ def parse_addresses(text: str) -> list[Address]:
             raise ConfigError(f"{part.partition('?')[0].strip()!r}: expected {expected}.")
         addresses.append(Address(match[1] or "grpc", match[2], int(match[3]), match[4], match[5] or ""))
     if len({str(address) for address in addresses}) < len(addresses):
-        raise ConfigError(f"{', '.join(map(str, addresses))}: duplicate address. Name each instance once.")
+        raise ConfigError(f"{', '.join(map(str, addresses))}: duplicate address. List each instance once.")
     return addresses
 
 
@@ -109,13 +109,13 @@ def connect(address: Address) -> Connection:
     """A connection, opened at its first use.
 
     Raises:
-        ConfigError: the package that speaks the protocol is not installed.
+        ConfigError: the protocol's package is not installed.
     """
     return HttpConnection(address) if address.protocol == "http" else GrpcConnection(address)
 
 
 class HttpConnection:
-    """Persistent HTTP/1.1 with tensors as JSON."""
+    """A persistent HTTP/1.1 connection, with tensors as JSON."""
 
     def __init__(self, address: Address) -> None:
         import urllib3
@@ -190,13 +190,13 @@ class HttpConnection:
         except self._errors.ProtocolError as error:
             if "BadStatusLine" in repr(error):
                 raise ConfigError(
-                    f"{self._address}: does not speak HTTP. Is it its gRPC port? Then leave http:// out."
+                    f"{self._address}: does not speak HTTP. If it is a gRPC port, remove http://."
                 ) from None
-            raise Away(_reason(error)) from None
+            raise UnavailableError(_reason(error)) from None
         except self._errors.HTTPError as error:
-            raise Away(_reason(error)) from None
+            raise UnavailableError(_reason(error)) from None
         if answer.status >= 500 or answer.status in _TRANSIENT:
-            raise Away(f"status {answer.status}: {_beginning(_error_text(data))}")
+            raise UnavailableError(f"status {answer.status}: {_beginning(_error_text(data))}")
         try:
             content = parse_json(data, str(self._address), RunError)
         except RunError:
@@ -205,36 +205,36 @@ class HttpConnection:
             return content
         message = content.get("error") if isinstance(content, dict) else None
         if not isinstance(message, str):
-            refuse_nonsense(self._address, f"the status {answer.status}", content)
+            refuse_nonsense(self._address, f"status {answer.status}", content)
         if (
             answer.status == 404
             or "unknown model" in message
             or "not ready" in message
             or "no available versions" in message
         ):
-            raise NotLoaded(message)
+            raise NotLoadedError(message)
         if answer.status in (401, 403):
-            raise ConfigError(f"{self._address}: refuses access: {_beginning(message)}")
-        raise RunError(f"{self._address}: refuses the batch: {_beginning(message)}")
+            raise ConfigError(f"{self._address}: access denied: {_beginning(message)}")
+        raise RunError(f"{self._address}: rejects the batch: {_beginning(message)}")
 
 
 class GrpcConnection:
-    """gRPC, with tensors as raw bytes."""
+    """A gRPC connection, with tensors as raw bytes."""
 
     def __init__(self, address: Address) -> None:
         try:
             self._grpc: Any = import_module("grpc")
         except ModuleNotFoundError:
             raise ConfigError(
-                f"{address}: the package that speaks gRPC is not installed: pip install -r {GRPC_PACKAGE}; or name "
-                f"its HTTP port by http://."
+                f"{address}: gRPC is not installed. Run: pip install -r {GRPC_PACKAGE}. Or use the HTTP port, with "
+                "http://."
             ) from None
         self._address = address
         options = [
             ("grpc.max_receive_message_length", -1),
             ("grpc.max_send_message_length", -1),
             ("grpc.enable_http_proxy", 0),
-            ("grpc.use_local_subchannel_pool", 1),  # no other channel's pause before it connects again
+            ("grpc.use_local_subchannel_pool", 1),  # do not share another channel's reconnect delay
             ("grpc.max_reconnect_backoff_ms", 1000),
         ]
         self._channel: Any = self._grpc.insecure_channel(f"{address.host}:{address.port}", options)
@@ -252,7 +252,7 @@ class GrpcConnection:
         answer = self._call("ModelInfer", request, "ModelInferResponse", seconds)
         place = next((i for i, tensor in enumerate(answer.outputs) if tensor.name == output), None)
         if place is None or place >= len(answer.raw_output_contents) or answer.outputs[place].datatype != "FP32":
-            refuse_nonsense(self._address, f"no output {output!r} of the type FP32", str(answer))
+            refuse_nonsense(self._address, f"no output {output!r} of type FP32", str(answer))
         raw = answer.raw_output_contents[place]
         if len(raw) % 4:
             refuse_nonsense(self._address, f"{len(raw)} bytes in {output!r}", raw[:20].hex())
@@ -284,30 +284,27 @@ class GrpcConnection:
         except self._grpc.RpcError as error:
             code, message = error.code(), _beginning(error.details() or "")
             if code == codes.UNIMPLEMENTED:
-                refuse_nonsense(self._address, f"nothing to {method}", message)
+                refuse_nonsense(self._address, f"no method {method}", message)
             if "http1" in message or "parsing HTTP/2" in message:
                 raise ConfigError(
-                    f"{self._address}: does not speak gRPC. Is it its HTTP port? Then write http:// before it."
+                    f"{self._address}: does not speak gRPC. If it is an HTTP port, add http:// before it."
                 ) from None
             unknown = "unknown model" in message or "no available versions" in message
             if code == codes.NOT_FOUND or (code == codes.UNAVAILABLE and unknown):
-                raise NotLoaded(message) from None
+                raise NotLoadedError(message) from None
             if code in (codes.INVALID_ARGUMENT, codes.OUT_OF_RANGE):
-                raise RunError(f"{self._address}: refuses the batch: {message}") from None
-            raise Away(f"{code.name}: {message}") from None
+                raise RunError(f"{self._address}: rejects the batch: {message}") from None
+            raise UnavailableError(f"{code.name}: {message}") from None
 
 
 def refuse_nonsense(address: Address, problem: str, content: Any) -> NoReturn:
-    """Raise the RunError for an answer that is not of the protocol."""
+    """Raise a RunError for an answer that violates the protocol."""
     text = content if isinstance(content, str) else json.dumps(content, default=str)
-    raise RunError(
-        f"{address}: answers with {problem} instead of scores (KServe v2): {_beginning(text)!r}. "
-        "Is it the right address?"
-    )
+    raise RunError(f"{address}: expected scores (KServe v2), got {problem}: {_beginning(text)!r}. Check the address.")
 
 
 def _are_numbers(values: Any) -> TypeGuard[list[float]]:
-    """Whether it is a list of numbers; integers must fit into 64 bits."""
+    """Whether `values` is a list of numbers. Integers must fit into 64 bits."""
     kinds = isinstance(values, list) and all(
         isinstance(value, int | float) and not isinstance(value, bool) for value in values
     )
@@ -328,7 +325,7 @@ def _beginning(text: str) -> str:
 
 
 def _reason(error: Exception) -> str:
-    """urllib3 puts the repr of the connection before the reason."""
+    """The reason of a urllib3 error, without the repr of the connection before it."""
     return _beginning(str(error).rpartition(": ")[2] or type(error).__name__)
 
 
@@ -340,7 +337,7 @@ def _little_endian(values: "array[Any]") -> "array[Any]":
 
 @cache
 def _messages() -> dict[str, Any]:
-    """Classes of messages, with the used fields, as numbered in KServe's and Triton's grpc_service.proto."""
+    """Message classes with the fields that we use, numbered as in KServe's and Triton's grpc_service.proto."""
     from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
     tensor = "name:1:s datatype:2:s shape:3:*i"
@@ -370,15 +367,15 @@ def _messages() -> dict[str, Any]:
 
 
 def _add_field(message: Any, package: str, name: str, number: str, kind: str) -> None:
-    """kind: s (text), b (bytes), i (int64) or a message; * before it: repeated; %: a map from texts."""
+    """Add a field. kind: s (string), b (bytes), i (int64) or a message; prefix *: repeated, %: a map by string."""
     scalar = {"s": 9, "b": 12, "i": 3}
-    repeated, inner = kind[0] in "*%", kind.lstrip("*%")
+    is_repeated, inner = kind[0] in "*%", kind.lstrip("*%")
     if kind[0] == "%":
         entry = message.nested_type.add(name=f"{name.title()}Entry")
         entry.options.map_entry = True
         _add_field(entry, package, "key", "1", "s")
         _add_field(entry, package, "value", "2", inner)
         inner = f"{message.name}.{entry.name}"
-    field = message.field.add(name=name, number=int(number), label=3 if repeated else 1, type=scalar.get(inner, 11))
+    field = message.field.add(name=name, number=int(number), label=3 if is_repeated else 1, type=scalar.get(inner, 11))
     if inner not in scalar:
         field.type_name = f".{package}.{inner}"

@@ -1,4 +1,4 @@
-"""A reward that falls after a number of tokens."""
+"""A reward that penalises long answers."""
 
 from pydantic import Field, model_validator
 
@@ -6,24 +6,26 @@ from src.systems.assistants.rewards.interface import RewardConfig, RewardSetting
 
 
 class Config(RewardConfig):
-    """From which length on an answer is too long."""
+    """Lengths at which the penalty starts and ends."""
 
     free_tokens: int = Field(ge=0)
-    """Sampled tokens that cost nothing."""
+    """Maximum number of sampled tokens without a penalty."""
     worst_tokens: int = Field(gt=0)
-    """Tokens from which the score is -1;
-    between the two it falls linearly (DAPO, Yu et al. 2025, arXiv 2503.14476, equation 13)."""
+    """Number of tokens from which the score is -1.
+    Between the two it falls linearly (DAPO, Yu et al. 2025, arXiv 2503.14476, equation 13)."""
 
     @model_validator(mode="after")
     def _falls(self) -> "Config":
         if self.free_tokens >= self.worst_tokens:
-            raise ValueError(f"worst_tokens: {self.worst_tokens} is not above free_tokens = {self.free_tokens}.")
+            raise ValueError(
+                f"worst_tokens: expected more than free_tokens = {self.free_tokens}, got {self.worst_tokens}."
+            )
         return self
 
     def scorer(self, setting: RewardSetting) -> Scorer:
         return lambda rollouts: [self.score(rollout) for rollout in rollouts]
 
     def score(self, rollout: Rollout) -> float:
-        """Between -1 and 0."""
+        """A score between -1 and 0."""
         over = rollout.sampled - self.free_tokens
         return -min(1.0, max(0.0, over / (self.worst_tokens - self.free_tokens)))

@@ -1,10 +1,11 @@
-"""Whether an answer equals "answer" as mathematics: 1/2 is 0.5 and \\frac{1}{2}, x + 1 is 1 + x (library math-verify).
+"""Whether an answer is mathematically equal to the row's "answer", by the library math-verify.
 
-Words and letters, such as "yes" or the choice "A", are compared as text. An answer can end as GSM8K's do, in `#### 42`.
+For example, 1/2 equals 0.5 and \\frac{1}{2}, and x + 1 equals 1 + x.
+Words and letters, such as "yes" or the choice "A", are compared as text. An answer can end in `#### 42`, as in GSM8K.
 
-The library calls sympy, which can compute forever on the text of a model. So it runs in another process, which forks
-for each answer. Answers that are not judged at once are judged a second time, all at the same time, and are wrong at
-the end of one time limit.
+The library calls sympy, which never returns for some texts. So it runs in another process, which forks for each
+answer. Answers that time out quickly are judged a second time, all in parallel, and are wrong at the end of one longer
+time limit.
 """
 
 import json
@@ -37,11 +38,11 @@ from src.systems.assistants.rewards.interface import (
 
 _RIGHT, _WRONG, _NOTHING, _READY = "right", "wrong", "nothing", b"ready\n"
 _MEMORY = 2 << 30
-"""Bytes of addresses of one judging process."""
+"""Bytes of address space per judging process."""
 _QUICK_SECONDS = 0.1
-"""Processor time of the first try. Answers of a few tokens take about 0.02 s."""
+"""CPU time of the first try. Answers of a few tokens take about 0.02 s."""
 _SLOW_AT_ONCE = 16
-_BOXED = re.compile(r"\\boxed\{((?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*)\}")
+_BOXED_ANSWER = re.compile(r"\\boxed\{((?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*)\}")
 _CONCLUSION = re.compile(r"(?i:\banswer(?: is:?|:))\s*(.+)")
 _WRAPPED = re.compile(
     r"^(?:\\(?:boxed|text|textbf|mathbf|mathrm)\{([^{}]*)\}|\$+([^$]*)\$+|\*+([^*]+)\*+|\(([A-Za-z])\)|([A-Za-z])\)|(.+?)\.|([^\W\d_]{2,})!)$"
@@ -55,7 +56,7 @@ class Config(RewardConfig):
     right: float = 1.0
     wrong: float = 0.0
     cpu_seconds: float = Field(default=5.0, gt=0)
-    """Processor time of one answer, and time for all slow answers of a batch together; after it they are wrong."""
+    """CPU time limit of one answer, and time limit for all slow answers of a batch; after it they are wrong."""
 
     @property
     def row_key(self) -> str:
@@ -63,9 +64,7 @@ class Config(RewardConfig):
 
     def check(self, places: Places) -> None:
         if find_spec("math_verify") is None:
-            raise ConfigError(
-                "reward 'math': the package math-verify is not installed: pip install -r requirements/math.txt"
-            )
+            raise ConfigError("reward 'math': math-verify is not installed. Run: pip install -r requirements/math.txt")
 
     def scorer(self, setting: RewardSetting) -> Scorer:
         self.check(setting.places)
@@ -75,7 +74,7 @@ class Config(RewardConfig):
     def scores(self, judge: "Judge", rollouts: Sequence[Rollout]) -> list[float]:
         """One score per rollout."""
         pairs = [(rollout.text, str(row_entry(rollout.row, "answer"))) for rollout in rollouts]
-        complete = [place for place, rollout in enumerate(rollouts) if rollout.ended]
+        complete = [place for place, rollout in enumerate(rollouts) if rollout.is_complete]
         scores = [self.wrong] * len(rollouts)
         for place, is_right in zip(complete, judge.agree([pairs[place] for place in complete]), strict=True):
             scores[place] = self.right if is_right else self.wrong
@@ -83,7 +82,7 @@ class Config(RewardConfig):
 
 
 class Judge:
-    """The judging process. It ends with this object or this process."""
+    """The judging process. It is killed when this object is deleted or this process ends."""
 
     def __init__(self, cpu_seconds: float) -> None:
         self.cpu_seconds = cpu_seconds
@@ -91,30 +90,32 @@ class Judge:
         self._end: weakref.finalize | None = None
 
     def agrees(self, answer: str, expected: str) -> bool:
-        """See `agree`."""
+        """Whether one answer is equal to the expected answer; see `agree`."""
         return self.agree([(answer, expected)])[0]
 
     def agree(self, pairs: Sequence[tuple[str, str]]) -> list[bool]:
-        """Whether each (answer, expected answer) is equal.
+        """Whether the answers of each (answer, expected answer) are equal.
 
         Raises:
-            DataError: an expected answer is no mathematics.
+            DataError: an expected answer cannot be parsed.
             ConfigError: the process cannot be started.
         """
         if not pairs:
             return []
         request = [[final_answer(answer), final_answer(expected)] for answer, expected in pairs]
-        # The system can have ended the process since the last batch.
+        # Try twice: the system can have killed the process since the last batch.
         verdicts = self._ask(request) or self._ask(request)
         if verdicts is None:
-            raise ConfigError("reward 'math': the judging process ends. Is there enough memory?")
+            raise ConfigError("reward 'math': the judging process dies. Check that there is enough memory.")
         for (_, expected), verdict in zip(pairs, verdicts, strict=True):
             if verdict == _NOTHING:
-                raise DataError(f"reward 'math': a row's \"answer\" is no mathematics: {expected[-200:]!r}")
+                raise DataError(
+                    f"reward 'math': cannot parse a row's \"answer\": {expected[-200:]!r}. Change or remove the row."
+                )
         return [verdict == _RIGHT for verdict in verdicts]
 
     def _ask(self, request: list[list[str]]) -> list[str] | None:
-        """The verdicts; None if the process has ended."""
+        """The verdicts; None if the process has died."""
         process = self._process or self._start()
         assert process.stdin is not None
         assert process.stdout is not None
@@ -158,12 +159,12 @@ def _stop(process: "subprocess.Popen[bytes]") -> None:
 
 
 def compare(answer: str, expected: str) -> str:
-    """The verdict on an answer. Can take any time."""
+    """The verdict on an answer. There is no time limit."""
     from math_verify import parse, verify
 
     if _as_text(answer) == (text := _as_text(expected)) != "":
         return _RIGHT
-    conclusion = (_BOXED.findall(answer) or _CONCLUSION.findall(answer) or [""])[-1]
+    conclusion = (_BOXED_ANSWER.findall(answer) or _CONCLUSION.findall(answer) or [""])[-1]
     if conclusion and _as_text(conclusion) == text:
         return _RIGHT
     if (
@@ -181,8 +182,8 @@ def compare(answer: str, expected: str) -> str:
 
 
 def _as_text(answer: str) -> str:
-    r"""The answer without \boxed, \text, dollar signs, asterisks, parentheses around a letter, and a full stop; words
-    in lower case."""
+    r"""The answer without \boxed, \text, dollar signs, asterisks, parentheses around a letter and the final period.
+    Words are in lower case."""
     text = " ".join(answer.split())
     while True:
         shorter = _WRAPPED.sub(_first_group, text).strip()
@@ -197,8 +198,7 @@ def _first_group(match: re.Match[str]) -> str:
 
 
 def _judge_all(pairs: Sequence[Sequence[str]], seconds: float) -> list[str]:
-    """The verdict on each pair: at first with little processor time,
-    and on the slow ones at the same time until one limit."""
+    """The verdict on each pair: first with little CPU time, then all slow pairs in parallel with one time limit."""
     verdicts = [_WRONG] * len(pairs)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     slow = _judge(pairs, range(len(pairs)), verdicts, min(_QUICK_SECONDS, seconds), cores, None)
@@ -215,7 +215,7 @@ def _judge(
     at_once: int,
     deadline: float | None,
 ) -> list[int]:
-    """Fill in `verdicts` of these places, by a child process each; returns the places without one."""
+    """Fill in `verdicts` at these places, with one child process each; returns the places without a verdict."""
     waiting, running, failed = list(reversed(places)), dict[int, tuple[int, int]](), list[int]()
     poll = select.poll()
     while (waiting and (deadline is None or time.monotonic() < deadline)) or running:
@@ -226,7 +226,7 @@ def _judge(
             poll.register(descriptor, select.POLLIN)
         remaining = None if deadline is None else max(0.0, deadline - time.monotonic())
         events = poll.poll(None if remaining is None else remaining * 1000)
-        for descriptor in [descriptor for descriptor, _ in events] or [*running]:  # none: the deadline
+        for descriptor in [descriptor for descriptor, _ in events] or [*running]:  # no events: the deadline has passed
             place, child = running.pop(descriptor)
             if not events:
                 os.kill(child, signal.SIGKILL)
@@ -242,8 +242,8 @@ def _judge(
 
 
 def _fork(pair: Sequence[str], cpu_seconds: float) -> tuple[int, int]:
-    """A child process that writes its verdict to a pipe: its descriptor and its id.
-    The timer has no handler, so it ends the child."""
+    """Start a child process that writes its verdict to a pipe; returns the pipe's descriptor and the child's id.
+    The timer has no handler, so it kills the child."""
     outlet, inlet = os.pipe()
     child = os.fork()
     if child:
@@ -257,14 +257,14 @@ def _fork(pair: Sequence[str], cpu_seconds: float) -> tuple[int, int]:
 
 
 def main() -> None:
-    """Judge batches of standard input until its end."""
+    """Judge batches from standard input until it ends."""
     import resource
 
     logging.disable(logging.CRITICAL)
     resource.setrlimit(resource.RLIMIT_AS, (_MEMORY, _MEMORY))
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     for answer, expected in (("$\\frac{1}{2}$", "0.5"), ("so 42", "7"), ("1", "")):
-        compare(answer, expected)  # loads and compiles everything that the children need
+        compare(answer, expected)  # load and compile everything that the children need
     answers = sys.stdout.buffer
     answers.write(_READY)
     answers.flush()

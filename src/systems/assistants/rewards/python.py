@@ -1,21 +1,19 @@
 """Whether a program that a model wrote computes the right value or passes its tests.
 
-Defended. A program runs in a sandbox (src/systems/assistants/rewards/sandbox.py) that contains no answers. With `by:
+Protection. A program runs in a sandbox (src/systems/assistants/rewards/sandbox.py) that contains no answers. With `by:
 value` the program is evaluated there and its value is compared here. With `by: tests` the tests run in a second
-sandbox, which the program can neither see, read nor kill. Names that the tests take from the program are objects there
-that pass operations through a pipe. Plain data, values of the standard library, functions and objects cross the pipe in
-both directions; a result of the program equals plain data only as plain data of an exact type
-(src/systems/assistants/rewards/isolated_remote.py has the rules). A test passes if the second sandbox writes the nonce
-of this run after it. So a program gains nothing by ending (exit 0), a guessed nonce, changed builtins, `assert` or
-`__eq__`, `atexit`, threads, or a search through
-frames, files and descriptors: it only gets the arguments of its calls. Names of builtins and, before a dot, of modules
-of the standard library never come from the program.
+sandbox, which the program cannot see, read or kill. The tests use the program through proxies, which send operations
+through a pipe. Plain data, values of the standard library, functions and objects can cross the pipe in both directions.
+A result of the program equals plain data only if it is plain data of an exact type (for the rules, see
+src/systems/assistants/rewards/isolated_remote.py). A test passes if the second sandbox writes the nonce of this run
+after it. So a program gains nothing by exiting (exit 0), guessing a nonce, changing builtins, `assert` or `__eq__`,
+`atexit`, threads, or searching frames, files and descriptors: it only gets the arguments of its calls. Names of
+builtins and, before a dot, of modules of the standard library are never taken from the program.
 
-Not defended. Values that can be guessed: half of all guesses pass a test for True or False, so write several tests.
-Some tests let the
-program decide: comparisons of two of its results (`assert f(1) == f(1)`), a function of the program that judges, and
-arithmetic or `in` with an object that the test constructs (`abs(Money(5) - 3) < 1`). Tests that read the text of the
-program always fail.
+Limits of the protection. Values can be guessed: half of all guesses pass a test for True or False, so write several
+tests. In some tests the program decides: comparisons of two of its results (`assert f(1) == f(1)`), tests that call a
+checker of the program, and arithmetic or `in` with an object that the test constructs (`abs(Money(5) - 3) < 1`). Tests
+that read the program's source always fail.
 """
 
 import ast
@@ -52,18 +50,18 @@ class Config(RewardConfig):
     """How a program is judged. A truncated answer is wrong."""
 
     by: Literal["value", "tests"]
-    """value: its last expression, or else its last printed line, is the row's "answer".
-    tests: it passes the row's "tests"."""
+    """value: the last expression, or else the last printed line, must equal the row's "answer".
+    tests: the program must pass the row's "tests"."""
     right: float = 1.0
     wrong: float = 0.0
     share: bool = False
-    """Whether a program that passes some tests gets that share of the way from `wrong` to `right`."""
+    """Whether to interpolate between `wrong` and `right` by the share of passed tests."""
     limits: sandbox.Limits = sandbox.Limits()
 
     @model_validator(mode="after")
     def _check_share(self) -> Self:
         if self.share and self.by == "value":
-            raise ValueError("share: a value is right or wrong; only tests have a share.")
+            raise ValueError("share: only for by 'tests'. Remove it.")
         return self
 
     @property
@@ -78,13 +76,13 @@ class Config(RewardConfig):
         return self.scores
 
     def scores(self, rollouts: Sequence[Rollout]) -> list[float]:
-        """One for each."""
+        """One score per rollout."""
         rows = [row_entry(rollout.row, self.row_key) for rollout in rollouts]
         orders = [
             _Value(row) if self.by == "value" else _Tests(rollout.row, row)
             for rollout, row in zip(rollouts, rows, strict=True)
         ]
-        run = [place for place, rollout in enumerate(rollouts) if rollout.ended]
+        run = [place for place, rollout in enumerate(rollouts) if rollout.is_complete]
         programs = [orders[place].make_program(code_of(rollouts[place].text)) for place in run]
         shares = [0.0] * len(rollouts)
         for place, result in zip(run, sandbox.run_programs(programs, self.limits), strict=True):
@@ -110,29 +108,29 @@ class _Value:
     def share(self, result: sandbox.Result) -> float:
         """1 for the right value, else 0."""
         output = result.output
-        if result.ended != "exit" or len(output) < 4 or int.from_bytes(output[:4], "big") != len(output) - 4:
+        if result.end_reason != "exit" or len(output) < 4 or int.from_bytes(output[:4], "big") != len(output) - 4:
             return 0.0
         try:
-            value, printed = isolated_values.read_value(json.loads(output[4:])["value"], _find_nothing)
-        except Exception:  # noqa: BLE001  the program may have written these bytes: no matter what is in them, the training goes on
+            value, stdout = isolated_values.read_value(json.loads(output[4:])["value"], _find_nothing)
+        except Exception:  # noqa: BLE001  the program can write any bytes; the training must continue
             return 0.0
-        if value is None and isinstance(printed, str):
-            lines = printed.strip().splitlines()
-            return float(any(agrees(text, self.answer) for text in (printed, *lines[-1:])))
+        if value is None and isinstance(stdout, str):
+            lines = stdout.strip().splitlines()
+            return float(any(agrees(text, self.answer) for text in (stdout, *lines[-1:])))
         return float(agrees(value, self.answer))
 
 
 def _find_nothing(kind: str, _: Any) -> NoReturn:
-    raise ValueError(f"{kind}: no plain data")
+    raise ValueError(f"{kind}: not plain data")
 
 
 def agrees(value: Any, expected: Any) -> bool:
-    """Whether two values are equal: numbers also as texts, and with a fraction to nine digits;
-    else of one type, or as one text."""
+    """Whether two values are equal. Numbers can be texts, and are compared to nine digits unless both are integers.
+    Other values must have the same type, or be equal as texts."""
     one, other = _number(value), _number(expected)
     if one is not None and other is not None:
-        whole = one.denominator == other.denominator == 1
-        return one == other or (not whole and abs(one - other) <= max(abs(one), abs(other)) / 10**9)
+        are_integers = one.denominator == other.denominator == 1
+        return one == other or (not are_integers and abs(one - other) <= max(abs(one), abs(other)) / 10**9)
     if isinstance(expected, str) and not isinstance(value, str):
         try:
             expected = ast.literal_eval(expected)
@@ -167,11 +165,12 @@ class _Tests:
             self.tests = split_tests(tests)
             trees = [ast.parse(test) for test in self.tests]
         except (SyntaxError, ValueError) as error:
-            raise DataError(f'a row with the keys {", ".join(map(repr, row))}: "tests" is no Python: {error}') from None
-        if not self.tests:
             raise DataError(
-                f'a row with the keys {", ".join(map(repr, row))}: "tests" is empty, so every program would pass them.'
-            )
+                f'a row with the keys {", ".join(map(repr, row))}: "tests" is not Python: {error}. '
+                "Change or remove the row."
+            ) from None
+        if not self.tests:
+            raise DataError(f'a row with the keys {", ".join(map(repr, row))}: "tests" has no tests. Remove the row.')
         before_dots = {name for tree in trees for name in _names_before_dots(tree)}
         self.modules = sorted(before_dots & sys.stdlib_module_names)
 
@@ -180,11 +179,11 @@ class _Tests:
         return sandbox.Program("judge", json.dumps(order).encode())
 
     def share(self, result: sandbox.Result) -> float:
-        """Share of passed tests; below 1 if the judge did not get past the last one."""
+        """Share of passed tests; below 1 if the judge did not finish."""
         lines = set(result.output.decode(errors="replace").split("\n"))
-        held = sum(f"{self.nonce} {number}" in lines for number in range(len(self.tests)))
-        whole = f"{self.nonce} end" in lines and result.ended == "exit"
-        return held / len(self.tests) if whole else min(held, len(self.tests) - 1) / len(self.tests)
+        num_passed = sum(f"{self.nonce} {number}" in lines for number in range(len(self.tests)))
+        is_complete = f"{self.nonce} end" in lines and result.end_reason == "exit"
+        return num_passed / len(self.tests) if is_complete else min(num_passed, len(self.tests) - 1) / len(self.tests)
 
 
 def _names_before_dots(tree: ast.AST) -> Iterator[str]:
@@ -194,10 +193,11 @@ def _names_before_dots(tree: ast.AST) -> Iterator[str]:
 
 
 def split_tests(tests: Any) -> list[str]:
-    """The tests of a list, or of a text: each top-level assertion or call with the statements before it.
+    """Split tests, given as a list or a text: a test is a top-level assertion or call with the statements before it.
 
     Raises:
-        ValueError, SyntaxError: it is neither, or no Python.
+        ValueError: neither a list of texts nor a text.
+        SyntaxError: not Python.
     """
     if isinstance(tests, list) and all(isinstance(test, str) for test in tests):
         return tests

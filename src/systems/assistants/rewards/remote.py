@@ -1,7 +1,7 @@
-"""A model that servers run, maybe several instances of it: rewards and log-probabilities of token ids.
+"""Rewards and log-probabilities of token ids from a model on one or several servers.
 
-A server that is away is waited for. One that serves another model, or answers what cannot be right, ends the run with
-one line.
+The client waits for an unavailable server. It raises an error if a server has another model or gives an impossible
+answer.
 """
 
 import logging
@@ -14,23 +14,31 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotYet
 
 from src.errors import ConfigError, RunError
-from src.systems.assistants.rewards.kserve import Address, Away, Connection, NotLoaded, Tensor, connect, parse_addresses
+from src.systems.assistants.rewards.kserve import (
+    Address,
+    Connection,
+    NotLoadedError,
+    Tensor,
+    UnavailableError,
+    connect,
+    parse_addresses,
+)
 
 log = logging.getLogger(__name__)
 
 REQUEST_SECONDS = 120.0
 """Time limit of one request."""
 FAILURES = 3
-"""Failures in a row after which an instance is skipped for a while."""
+"""Consecutive failures after which an instance is skipped for a while."""
 SHORT_PAUSE, FIRST_REST, LONGEST_REST = 0.1, 1.0, 10.0
-"""Seconds: before the second try of an instance, twice that before the third; after FAILURES;
-and at most, as it doubles each time."""
+"""Seconds. SHORT_PAUSE: before the second try of an instance, doubled before the third. FIRST_REST: after FAILURES
+failures, then doubled after each failure up to LONGEST_REST."""
 BEAT_SECONDS = 1.0
-"""How often `wait` is called while nothing answers."""
+"""Interval at which `wait` is called while no server answers."""
 
 
 class RemoteModel:
-    """The model with a fingerprint, wherever it runs."""
+    """A client for the instances of one model, identified by its fingerprint."""
 
     def __init__(
         self,
@@ -39,12 +47,12 @@ class RemoteModel:
         wait: Callable[[str, float], None],
         request_seconds: float = REQUEST_SECONDS,
     ) -> None:
-        """addresses: as `parse_addresses` reads them. fingerprint: the identity of the expected model.
+        """addresses: see `parse_addresses`. fingerprint: identity of the expected model.
 
         wait: see `RewardSetting.wait`. The wait of a batch starts with its first request.
 
         Raises:
-            ConfigError: an address cannot be read, or a package is missing.
+            ConfigError: an address is malformed, or a package is missing.
         """
         self._instances = [_Instance(address, fingerprint, request_seconds) for address in parse_addresses(addresses)]
         self._wait = wait
@@ -54,39 +62,40 @@ class RemoteModel:
         """One reward per sequence, all in one batch.
 
         Raises:
-            UserError: another model is served, or the answer cannot be right.
+            UserError: the server has another model, or its answer is impossible.
         """
         answer, address = self._ask(ids, "rewards")
         if answer.shape not in ((len(ids),), (len(ids), 1)) or len(answer.values) != len(ids):
-            raise RunError(
-                f"{address}: gave {_describe(answer)} for {len(ids)} sequences. Expected one reward for each."
-            )
+            raise RunError(f"{address}: expected one reward for each of {len(ids)} sequences, got {_describe(answer)}.")
         for row, value in enumerate(answer.values):
             if not math.isfinite(value):
                 raise RunError(
-                    f"{address}: the reward of sequence {row + 1} of {len(ids)} is {value}. Expected a number."
+                    f"{address}: expected a number as the reward of sequence {row + 1} of {len(ids)}, got {value}."
                 )
         return [float(value) for value in answer.values]
 
     def logps(self, ids: Sequence[Sequence[int]], sampled: Sequence[int]) -> list[list[float]]:
         """Log-probabilities of the last `sampled[i]` tokens of each sequence, all in one batch.
-        The first one of a sequence has none.
+        They cannot include the first token, which has no log-probability.
 
         Raises:
-            UserError: another model is served, or the answer cannot be right.
+            UserError: the server has another model, or its answer is impossible.
         """
         for row, count in zip(ids, sampled, strict=True):
             assert 0 <= count < len(row), "the first token has no log-probability"
         answer, address = self._ask(ids, "logps")
         longest = max(map(len, ids), default=0)
         if answer.shape != (len(ids), longest) or len(answer.values) != len(ids) * longest:
-            raise RunError(f"{address}: gave {_describe(answer)} for {len(ids)} sequences of up to {longest} tokens.")
+            raise RunError(
+                f"{address}: expected log-probabilities of {len(ids)} sequences of up to {longest} tokens, "
+                f"got {_describe(answer)}."
+            )
         logps = []
         for i, (row, count) in enumerate(zip(ids, sampled, strict=True)):
             end = i * longest + len(row)
             logps.append([float(value) for value in answer.values[end - count : end]])
             if not all(map(math.isfinite, logps[-1])):
-                raise RunError(f"{address}: a log-probability of sequence {i + 1} of {len(ids)} is no finite number.")
+                raise RunError(f"{address}: a log-probability of sequence {i + 1} of {len(ids)} is not finite.")
         return logps
 
     def close(self) -> None:
@@ -95,31 +104,33 @@ class RemoteModel:
             instance.close()
 
     def _ask(self, ids: Sequence[Sequence[int]], output: str) -> tuple[Tensor, Address]:
-        """The answer to one batch, and which instance gave it."""
+        """The answer to one batch, and the address of the instance that gave it."""
         if not ids:
             return Tensor((0,) if output == "rewards" else (0, 0), []), self._instances[0].address
         assert all(ids), "a sequence has tokens"
         longest = max(map(len, ids))
         rows = [[*row, *[0] * (longest - len(row))] for row in ids]
         masks = [[1] * len(row) + [0] * (longest - len(row)) for row in ids]
-        began = time.monotonic()
+        start_time = time.monotonic()
         while True:
             instance = self._choose_instance()
             if instance is None:
                 pause = min(each.ready_at for each in self._instances) - time.monotonic()
-                self._wait("; ".join(f"{each.address}: {each.trouble}" for each in self._instances), began)
+                self._wait("; ".join(f"{each.address}: {each.trouble}" for each in self._instances), start_time)
                 time.sleep(min(max(pause, 0.0), BEAT_SECONDS))
                 continue
             try:
-                answer = self._beat_until_done(instance, began, lambda each=instance: each.infer(rows, masks, output))
-            except Away as error:
+                answer = self._beat_until_done(
+                    instance, start_time, lambda each=instance: each.infer(rows, masks, output)
+                )
+            except UnavailableError as error:
                 instance.note_failure(str(error))
                 continue
             instance.note_answer()
             return answer, instance.address
 
     def _choose_instance(self) -> "_Instance | None":
-        """The next instance that is not paused, in turn."""
+        """The next instance, in turn, that is not paused."""
         now = time.monotonic()
         for step in range(len(self._instances)):
             instance = self._instances[(self._next + step) % len(self._instances)]
@@ -129,16 +140,16 @@ class RemoteModel:
         return None
 
     def _beat_until_done(self, instance: "_Instance", since: float, work: Callable[[], Tensor]) -> Tensor:
-        """What `work` returns or raises. It runs in a thread that the process does not wait for at its end."""
+        """Return or raise the result of `work`, calling `wait` meanwhile. `work` runs in a daemon thread."""
         done: Future[Tensor] = Future()
 
         def run() -> None:
             try:
                 done.set_result(work())
-            except BaseException as error:  # noqa: BLE001  raised again where it is waited for
+            except BaseException as error:  # noqa: BLE001  raised again in the waiting thread
                 done.set_exception(error)
 
-        began = time.monotonic()
+        start_time = time.monotonic()
         threading.Thread(target=run, name=f"request to {instance.address}", daemon=True).start()
         while True:
             try:
@@ -146,11 +157,11 @@ class RemoteModel:
             except NotYet:
                 if done.done():
                     return done.result()
-                self._wait(f"{instance.address}: has not answered for {time.monotonic() - began:.0f} s", since)
+                self._wait(f"{instance.address}: no answer for {time.monotonic() - start_time:.0f} s", since)
 
 
 class _Instance:
-    """One address: its connection, whether its model is known to be the right one, and how it has failed lately."""
+    """One instance: its connection, whether its model has been verified, and its recent failures."""
 
     def __init__(self, address: Address, fingerprint: str, request_seconds: float) -> None:
         self.address, self.trouble, self.ready_at = address, "", 0.0
@@ -159,49 +170,46 @@ class _Instance:
         self._failures, self._is_known = 0, False
 
     def infer(self, rows: Sequence[Sequence[int]], masks: Sequence[Sequence[int]], output: str) -> Tensor:
-        """Send one request. The model is compared after it, too: a server can exchange it at any moment.
+        """Send one request. Verify the model after it too, as a server can replace the model at any time.
 
         Raises:
-            Away: nothing answers.
-            UserError: the response does not match the request.
+            UnavailableError: the server does not answer.
+            UserError: the answer does not match the request.
         """
         try:
             if not self._is_known:
                 self._compare()
             answer = self._connection.infer(rows, masks, output, self._request_seconds)
             self._compare()
-        except NotLoaded as error:
-            served = self._connection.models()
-            if self.address.model not in served:
+        except NotLoadedError as error:
+            model_names = self._connection.models()
+            if self.address.model not in model_names:
                 raise ConfigError(
-                    f"{self.address}: no such model there. It has {', '.join(served) or 'none'}."
+                    f"{self.address}: no such model. The server has: {', '.join(model_names) or '(none)'}."
                 ) from None
-            raise Away(f"not loaded: {error}") from None
+            raise UnavailableError(f"not loaded: {error}") from None
         self._is_known = True
         return answer
 
     def _compare(self) -> None:
-        """Raises a ConfigError where the server has another model than the experiment names."""
+        """Raises a ConfigError if the server has another model than the experiment."""
         fingerprint = self._connection.fingerprint()
         if fingerprint is None:
-            raise ConfigError(
-                f"{self.address}: reports no fingerprint of its model. Serve it with a command of src.serving."
-            )
+            raise ConfigError(f"{self.address}: the model has no fingerprint. Serve it with a command of src.serving.")
         if fingerprint != self._fingerprint:
             raise ConfigError(
-                f"{self.address}: serves another model (fingerprint {fingerprint[:12]}) than the experiment "
-                f"({self._fingerprint[:12]}). "
-                "Serve that one, or give the address where it is."
+                f"{self.address}: expected the model with fingerprint {self._fingerprint[:12]}, as in the experiment, "
+                f"got {fingerprint[:12]}. Serve that model, or change the address."
             )
 
     def note_answer(self) -> None:
-        """Its failures are forgotten."""
+        """Reset the count of failures."""
         if self._failures >= FAILURES:
             log.warning("%s: answers again.", self.address)
         self._failures = 0
 
     def note_failure(self, trouble: str) -> None:
-        """Pause the instance: briefly at first, longer after FAILURES in a row."""
+        """Pause the instance: briefly at first, longer after FAILURES consecutive failures."""
         self.trouble, self._is_known = trouble, False
         self._failures += 1
         over = self._failures - FAILURES
@@ -213,9 +221,9 @@ class _Instance:
         self.ready_at = time.monotonic() + pause
 
     def close(self) -> None:
-        """Its connection is closed."""
+        """Close the connection."""
         self._connection.close()
 
 
 def _describe(answer: Tensor) -> str:
-    return f"{len(answer.values)} numbers of the shape {list(answer.shape)}"
+    return f"{len(answer.values)} numbers of shape {list(answer.shape)}"

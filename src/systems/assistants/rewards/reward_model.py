@@ -1,7 +1,7 @@
-"""A reward model that another experiment trained: in this process, or on the servers that TRITON_HOST_RM names.
+"""A reward model from another experiment, in this process or on the servers in TRITON_HOST_RM.
 
-The place where it runs is not part of an experiment. A server reports the fingerprint of its model; any other model is
-refused.
+Where it runs is not part of the experiment. A server reports the fingerprint of its model, and other models are
+rejected.
 """
 
 import math
@@ -20,20 +20,19 @@ from src.systems.assistants.rewards.interface import RewardConfig, RewardSetting
 from src.systems.assistants.rewards.remote import RemoteModel
 
 SERVERS = "TRITON_HOST_RM"
-"""Environment variable with the addresses of servers, as src/systems/assistants/rewards/remote.py reads them."""
+"""Environment variable with the addresses of servers; for the format see `kserve.parse_addresses`."""
 
 
 class Config(RewardConfig):
-    """Which model."""
+    """The reward model and how it reads rollouts."""
 
     model: ModelField
-    """Such as ref(...) to an experiment of recipe 'reward'."""
+    """The reward model, for example ref(...) to an experiment of recipe 'reward'."""
     squash: float | None = Field(default=None, gt=0)
-    """The score is the tanh of the reward divided by this, between -1 and 1,
-    so that outliers gain little; None: the reward."""
+    """If set, the score is tanh(reward / squash), between -1 and 1, which limits outliers."""
     template: str | None = None
-    """How conversations are written for a model with another vocabulary than the policy's: "oasst", "chatml" or
-    "tokenizer". None: it reads the policy's token ids."""
+    """Template for a model with another vocabulary than the policy's: "oasst", "chatml" or "tokenizer". None: the model
+    reads the policy's token ids."""
 
     @model_validator(mode="after")
     def _gives_rewards(self) -> "Config":
@@ -48,10 +47,10 @@ class Config(RewardConfig):
         return None if self.template else self.model.longest_sequence(places)
 
     def scorer(self, setting: RewardSetting) -> Scorer:
-        """Raises ConfigError where the model has another vocabulary than the policy and there is no template."""
+        """Raises ConfigError if the model has another vocabulary than the policy and there is no template."""
         if os.environ.get(SERVERS):
-            served, folder = find_served(SERVERS, "rewards.model", self.model, setting)
-            tokenizer, ask = setting.load_tokenizer(folder, self.model.new_tokens()), served.rewards
+            remote_model, folder = find_served(SERVERS, "rewards.model", self.model, setting)
+            tokenizer, ask = setting.load_tokenizer(folder, self.model.new_tokens()), remote_model.rewards
         else:
             model: Any = self.model.build(setting.places).to(setting.device).eval()
             tokenizer = setting.load_tokenizer(model.name_or_path, self.model.new_tokens())
@@ -62,8 +61,7 @@ class Config(RewardConfig):
             write = _own_ids
         else:
             raise ConfigError(
-                "rewards: the reward model has another vocabulary than the policy. "
-                "Write into template how they are written for it."
+                "rewards: the reward model has another vocabulary than the policy. Set the reward's template."
             )
         return lambda rollouts: self._squash_all(ask([write(rollout) for rollout in rollouts]))
 
@@ -72,16 +70,16 @@ class Config(RewardConfig):
 
 
 def find_served(variable: str, field: str, model: ModelConfig, setting: RewardSetting) -> tuple[RemoteModel, str]:
-    """A model on the servers that an environment variable names, and the folder of its tokenizer.
+    """A client for a model on the servers in an environment variable, and the folder of its tokenizer.
 
     Raises:
-        ConfigError: no experiment trained it, or an address cannot be read.
+        ConfigError: the model is not from an experiment, or an address is malformed.
     """
     identity, folder = model.identity(setting.places), model.tokenizer_folder(setting.places)
     if identity is None or folder is None:
         raise ConfigError(
-            f"{variable}: servers only have models of experiments; {field} names another one. "
-            "Write ref(...), or unset it."
+            f"{variable}: servers only have models of experiments, and {field} is not one. "
+            "Use ref(...), or unset the variable."
         )
     return RemoteModel(os.environ[variable], identity, setting.wait), str(folder)
 
@@ -98,9 +96,7 @@ def _ask_here(model: Any, most: int | None, setting: RewardSetting) -> Any:
         rewards: list[float] = []
         longest = max(map(len, ids), default=0)
         if most and longest > most:
-            raise RunError(
-                f"rewards: a rollout of {longest} tokens is longer than the {most} positions of the reward model."
-            )
+            raise RunError(f"rewards: a rollout has {longest} tokens, but the reward model has {most} positions.")
         for first in range(0, len(ids), setting.micro_batch):
             rows = [torch.tensor(row) for row in ids[first : first + setting.micro_batch]]
             lengths = torch.tensor([[len(row)] for row in rows])

@@ -1,13 +1,12 @@
-"""Run programs that a model wrote in bubblewrap, many at once, each in a new sandbox that is removed afterwards.
+"""Run programs that a model wrote in bubblewrap, in parallel, each in a new sandbox that is removed afterwards.
 
-A program has no network, no home, no environment, no /proc, and sees of the system /usr, /lib and this Python, all
-read-only; it writes into a small /tmp in memory that ends with it. It starts no process (a filter of system calls,
-which also closes sockets, shared memory and most of the kernel's less tried doors), so that limits of its processor
-time, memory and files are limits of all that it does. After its time limit the first process of its PID namespace is
-killed, and with it the namespace.
+A program has no network, home, environment variables or /proc. It can read /usr, /lib and this Python, and write to a
+small /tmp in memory. It cannot start processes, so the limits of its CPU time, memory and files cannot be exceeded. A
+filter of system calls also blocks sockets, shared memory and most of the kernel's rarely used interfaces. After the
+time limit the first process of its PID namespace is killed, and with it the namespace.
 
-Not defended: a kernel bug in the remaining system calls, and timing side channels. All programs together can use
-`at_once` times their memory.
+Not protected against: kernel bugs in the remaining system calls, and timing side channels. All programs together can
+use `at_once` times their memory.
 """
 
 import contextlib
@@ -46,10 +45,10 @@ for name, code in marshal.loads(os.read(descriptor, 1 << 20)):
 os.close(descriptor)
 module.main()"""
 _START_SECONDS = 60.0
-"""For bubblewrap and Python, on a busy machine. The time of a program starts after it."""
+"""Time limit for starting bubblewrap and Python on a busy machine. A program's own time limit starts afterwards."""
 _STARTS = 3
 
-# Numbers of system calls on x86_64 and aarch64 (None: missing), from the kernel's tables. `clone` stays for threads.
+# Numbers of blocked system calls on x86_64 and aarch64 (None: missing), from the kernel's tables. Threads need `clone`.
 _NUMBERS: dict[str, tuple[int | None, int | None]] = {
     "fork": (57, None), "vfork": (58, None), "socket": (41, 198), "ptrace": (101, 117), "kcmp": (312, 272),
     "process_vm_readv": (310, 270), "process_vm_writev": (311, 271), "shmget": (29, 194), "msgget": (68, 186),
@@ -63,7 +62,7 @@ _NUMBERS: dict[str, tuple[int | None, int | None]] = {
     "personality": (135, 92),
 }  # fmt: skip
 _MACHINES = {"x86_64": (0, 0xC000003E, 56), "aarch64": (1, 0xC00000B7, 220)}
-"""Column of the table, the kernel's name of the machine (AUDIT_ARCH), `clone`."""
+"""Column of the table, the kernel's number of the architecture (AUDIT_ARCH), number of `clone`."""
 _CLONE3, _CLONE_THREAD, _X32 = 435, 0x10000, 0x40000000
 _LOAD, _EQUAL, _AT_LEAST, _BITS, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 _ALLOW, _KILL, _REFUSE = 0x7FFF0000, 0x80000000, 0x00050000
@@ -76,16 +75,16 @@ class Limits(Config):
     """Wall-clock time from its first line to its last."""
     cpu_seconds: int = Field(default=5, gt=0)
     memory_mb: int = Field(default=512, ge=64)
-    """MiB of addresses, of each of its two sides where it is tested."""
+    """MiB of address space, for each process."""
     file_mb: int = Field(default=8, gt=0)
-    """MiB of a file, and of its /tmp."""
+    """MiB of a file, and of /tmp."""
     output_kb: int = Field(default=1024, gt=0)
-    """KiB of output; with more it is killed."""
+    """KiB of output, after which the program is killed."""
     at_once: int | None = Field(default=None, gt=0)
-    """Programs at the same time; None: the number of cores of this process."""
+    """Number of parallel programs; None for the number of cores of this process."""
 
     def resources(self) -> str:
-        """As `isolated.limit_resources` reads them."""
+        """The limits as JSON, for `isolated.limit_resources`."""
         mb = 1 << 20
         sizes = {"RLIMIT_AS": self.memory_mb * mb, "RLIMIT_FSIZE": self.file_mb * mb, "RLIMIT_CPU": self.cpu_seconds}
         return json.dumps(sizes | {"RLIMIT_NOFILE": 64, "RLIMIT_CORE": 0})
@@ -96,10 +95,10 @@ class Program:
     """A program to run."""
 
     role: Literal["serve", "judge"]
-    """Role of src/systems/assistants/rewards/isolated.py: `serve` answers one request; `judge` tests a program in
-    another sandbox."""
+    """See src/systems/assistants/rewards/isolated.py. serve: evaluate a program. judge: test a program in another
+    sandbox."""
     order: bytes
-    """Its standard input."""
+    """Standard input of the process."""
 
 
 @dataclass(frozen=True)
@@ -107,39 +106,39 @@ class Result:
     """The result of a program."""
 
     output: bytes
-    """Its output after the start."""
-    ended: Literal["exit", "time", "output"]
-    """Its own end, the time limit, or the output limit."""
+    """The output."""
+    end_reason: Literal["exit", "time", "output"]
+    """Why the program ended: by itself, or by the time or output limit."""
 
 
 def run_programs(programs: Sequence[Program], limits: Limits) -> list[Result]:
-    """Results in order. No process and no file of the programs remains, even after an exception.
+    """Run programs; returns their results in order. No process or file of them remains, even after an exception.
 
     Raises:
-        ConfigError: this machine cannot isolate them.
+        ConfigError: this machine cannot isolate programs.
     """
     require()
     if not programs:
         return []
     most = limits.at_once or len(os.sched_getaffinity(0))
-    # A sandbox ends with the thread that started it (--die-with-parent), so each thread waits for its own.
+    # A sandbox dies with the thread that started it (--die-with-parent), so each thread waits for its own sandbox.
     with ThreadPoolExecutor(min(most, len(programs))) as pool:
         return list(pool.map(partial(_run, limits=limits), programs))
 
 
 @cache
 def require() -> None:
-    """Raise ConfigError, with advice, if this machine cannot isolate programs."""
+    """Raises ConfigError if this machine cannot isolate programs."""
     if sys.platform != "linux" or platform.machine() not in _MACHINES:
         raise ConfigError(
-            f"programs that a model wrote run in bubblewrap, on Linux on {' or '.join(_MACHINES)}; "
-            "this is another machine."
+            f"running programs that a model wrote requires Linux on {' or '.join(_MACHINES)}, "
+            f"got {sys.platform} on {platform.machine()}."
         )
     _find_bubblewrap()
     result = _run(Program("serve", isolated.write_message(["evaluate", "7 + 12"])), Limits(at_once=1))
     if b"[19, " not in result.output:
         raise ConfigError(
-            f"bubblewrap is installed, but a program in it that computes 7 + 12 answers {result.output[:100]!r}."
+            f"bubblewrap is installed, but a test program that computes 7 + 12 printed {result.output[:100]!r}."
         )
 
 
@@ -147,7 +146,8 @@ def _find_bubblewrap() -> str:
     path = shutil.which("bwrap")
     if path is None:
         raise ConfigError(
-            "programs that a model wrote run in bubblewrap, which is not installed: apt-get install bubblewrap"
+            "running programs that a model wrote requires bubblewrap, which is not installed. "
+            "Run: apt-get install bubblewrap"
         )
     return path
 
@@ -161,8 +161,8 @@ def _run(program: Program, limits: Limits) -> Result:
         problem = result
     raise ConfigError(
         f"bubblewrap is installed, but cannot start a program on this machine: {problem}. "
-        "It needs namespaces of its own (user, PID, network): "
-        "in a container, `--security-opt seccomp=unconfined`; on Ubuntu, an AppArmor profile for bwrap."
+        "Allow user, PID and network namespaces: "
+        "in a container with `--security-opt seccomp=unconfined`, on Ubuntu with an AppArmor profile for bwrap."
     )
 
 
@@ -180,9 +180,9 @@ def _attempt(program: Program, limits: Limits) -> Result | str:
             for end in (answers, to_judge, requests, to_program):
                 end.close()
         inlet.close()
-        output, ended = _read(outlet.fileno(), limits)
+        output, end_reason = _read(outlet.fileno(), limits)
         if output.startswith(isolated.READY):
-            return Result(output.removeprefix(isolated.READY), ended)
+            return Result(output.removeprefix(isolated.READY), end_reason)
         for sandbox in sandboxes:
             sandbox.end()
         complaints = [line for sandbox in sandboxes for line in sandbox.complaints()]
@@ -190,10 +190,10 @@ def _attempt(program: Program, limits: Limits) -> Result | str:
 
 
 def _read(outlet: int, limits: Limits) -> tuple[bytes, Literal["exit", "time", "output"]]:
-    """Output until the last writer ends or a limit is reached, and the reason of the end."""
+    """Read output until the last writer exits or a limit is reached; returns it with the end reason."""
     poll = select.poll()
     poll.register(outlet, select.POLLIN)
-    output, deadline, started = b"", time.monotonic() + _START_SECONDS, False
+    output, deadline, is_started = b"", time.monotonic() + _START_SECONDS, False
     while True:
         remaining = deadline - time.monotonic()
         if remaining <= 0:
@@ -204,21 +204,21 @@ def _read(outlet: int, limits: Limits) -> tuple[bytes, Literal["exit", "time", "
         output += piece
         if not piece:
             return output, "exit"
-        if not started and output.startswith(isolated.READY):
-            started, deadline = True, time.monotonic() + limits.seconds
+        if not is_started and output.startswith(isolated.READY):
+            is_started, deadline = True, time.monotonic() + limits.seconds
         if len(output) > limits.output_kb << 10:
             return output, "output"
 
 
 @dataclass
 class _Sandbox:
-    """One bubblewrap, which waits for the first process of its PID namespace."""
+    """A bubblewrap process, which waits for the first process of its PID namespace."""
 
     process: "subprocess.Popen[bytes]"
     errors: FileIO
     """Messages of bubblewrap."""
     first: int | None = None
-    """Descriptor of that process; None if it did not start or has ended."""
+    """Descriptor of that first process; None if it did not start or has ended."""
 
     def end(self) -> None:
         """Kill the processes and wait for their end."""
@@ -236,7 +236,7 @@ class _Sandbox:
         return os.pread(self.errors.fileno(), 4096, 0).decode(errors="replace").splitlines()
 
 
-def _start(  # order: its standard input; peer: more descriptors
+def _start(
     stack: contextlib.ExitStack,
     limits: Limits,
     role: list[str],
@@ -244,7 +244,7 @@ def _start(  # order: its standard input; peer: more descriptors
     outlet: FileIO,
     peer: Sequence[FileIO] = (),
 ) -> _Sandbox:
-    """Start a role of src/systems/assistants/rewards/isolated.py."""
+    """Start a role of src/systems/assistants/rewards/isolated.py. order: standard input. peer: more descriptors."""
     errors, rules, code = _file(stack, b""), _file(stack, _filter_rules()), _file(stack, _code())
     info, info_end = _pipe(stack)
     arguments = [*role, limits.resources(), *(str(file.fileno()) for file in peer)]
@@ -267,7 +267,7 @@ def _start(  # order: its standard input; peer: more descriptors
 
 
 def _view(tmp_mb: int) -> Iterator[str]:
-    """Options of bubblewrap: the file system of a program."""
+    """Options of bubblewrap: namespaces and file system of a program."""
     yield from (
         "--unshare-all",
         "--unshare-user",
@@ -298,8 +298,7 @@ def _view(tmp_mb: int) -> Iterator[str]:
 
 @cache
 def _code() -> bytes:
-    """src/systems/assistants/rewards/isolated*.py, compiled by the Python that runs them, each after those that it
-    imports."""
+    """src/systems/assistants/rewards/isolated*.py, compiled, in the order of their imports."""
     modules = (isolated_values, isolated_remote, isolated_peer, isolated)
     return marshal.dumps(
         [(each.__name__, compile(Path(str(each.__file__)).read_bytes(), each.__name__, "exec")) for each in modules]
@@ -308,8 +307,8 @@ def _code() -> bytes:
 
 @cache
 def _filter_rules() -> bytes:
-    """The program for seccomp: other machines' calls kill;
-    calls of the table fail with EPERM, and so does a clone that is no thread."""
+    """The seccomp program. System calls of other architectures kill the process; the table's calls, and `clone` except
+    for threads, fail with EPERM."""
     column, machine, clone = _MACHINES[platform.machine()]
     refusal = _REFUSE | errno.EPERM
     rules = [(_LOAD, 0, 0, 4), (_EQUAL, 1, 0, machine), (_RETURN, 0, 0, _KILL), (_LOAD, 0, 0, 0)]
@@ -319,7 +318,10 @@ def _filter_rules() -> bytes:
         number = numbers[column]
         if number is not None:
             rules += [(_EQUAL, 0, 1, number), (_RETURN, 0, 0, refusal)]
-    rules += [(_EQUAL, 0, 1, _CLONE3), (_RETURN, 0, 0, _REFUSE | errno.ENOSYS)]  # the C library then takes `clone`
+    rules += [
+        (_EQUAL, 0, 1, _CLONE3),
+        (_RETURN, 0, 0, _REFUSE | errno.ENOSYS),
+    ]  # the C library then falls back to `clone`
     rules += [
         (_EQUAL, 0, 4, clone),
         (_LOAD, 0, 0, 16),
@@ -332,7 +334,7 @@ def _filter_rules() -> bytes:
 
 
 def _file(stack: contextlib.ExitStack, content: bytes) -> FileIO:
-    """An unnamed file in memory, at its start."""
+    """An unnamed file in memory, positioned at its start."""
     file = stack.enter_context(FileIO(os.memfd_create("sandbox"), "r+"))
     file.write(content)
     file.seek(0)

@@ -1,7 +1,7 @@
-"""Makes the rollouts of an iteration: samples answers, scores them, and computes the advantage of each token.
+"""Sample answers, score them and compute advantages: the rollouts of an iteration.
 
-Everything is done in batches of a fixed composition, each on one process, and gathered: neither the samples nor the
-scores depend on how many processes there are. Shapes: N rollouts of an iteration, T tokens of the longest.
+Batches have a fixed composition. Each is processed by one process, and the results are gathered, so samples and scores
+do not depend on the number of processes. Shapes: N rollouts of an iteration, T tokens of the longest.
 """
 
 import contextlib
@@ -22,15 +22,15 @@ from src.runs import jsonl_records
 from src.support import distributed
 from src.systems.assistants.rewards.interface import Rollout
 from src.systems.assistants.rl.policy import Generation, score_tokens
-from src.systems.assistants.rl.scoring import Judges, Scores, ServerAway
+from src.systems.assistants.rl.scoring import Judges, Scores, ServerUnavailableError
 from src.training.parallel.engine import Engine
 from src.training.seeds import rollout_seed
 from src.training.validation import rank_batches
 
 FILE = "rollouts.jsonl"
-"""In a save directory: rollouts for people to read."""
-KEPT = 64
-"""Rollouts of an iteration that are written there; all of them would dominate the size of a run."""
+"""File in a save directory with rollouts for people to read."""
+NUM_SAVED_ROLLOUTS = 64
+"""Number of rollouts per iteration to save in `FILE`. Saving all of them would dominate the size of a run."""
 
 
 class RolloutData(Protocol):
@@ -44,31 +44,31 @@ class Rollouts(NamedTuple):
     """The rollouts of an iteration, without advantages. Padded on the right with zeros."""
 
     tokens: Mapping[str, Tensor]
-    """"input_ids" (N, T) int64; "sampled" (N, T) bool, true on sampled tokens; and float32, 0 elsewhere: "logps" if
-    they are saved, "values" if the policy has some, "reference_logps" if there is a reference."""
+    """"input_ids" (N, T) int64; "sampled" (N, T) bool, True on sampled tokens; and (N, T) float32, 0 elsewhere: "logps"
+    if they are saved, "values" if the policy has values, "reference_logps" if there is a reference."""
     scores: Tensor
     """(N,) float32."""
-    ended: Tensor
-    """(N,) bool: which answers ended by themselves."""
+    is_complete: Tensor
+    """(N,) bool, False for truncated answers."""
 
 
 class Estimates(NamedTuple):
-    """Targets of the steps."""
+    """Advantages and other inputs of the training steps."""
 
     tokens: Mapping[str, Tensor]
     """Inputs of the loss by name, (N, T): "learned", bool, the tokens that count; "advantages", float32, and more."""
     facts: Mapping[str, Tensor]
-    """Facts by name, (N,): score rows report their means."""
+    """Facts by name, (N,). Score rows have their means."""
     cursor: Cursor
     """State for the next iteration."""
 
 
 Estimate = Callable[[Rollouts, Cursor], Estimates]
-"""Computes advantages. The cursor is that before the iteration."""
+"""Computes advantages. The cursor is the one before the iteration."""
 Reference = Callable[[Any, Mapping[str, Tensor]], Tensor]
 """(training model, batch with "input_ids", "attention_mask" and "sampled") -> (B, T) reference log-probabilities."""
 Record = Callable[[int, int, Sequence[Rollout], Sequence[Mapping[str, float]]], None]
-"""(finished steps, iteration, rollouts, facts of each): saves them for people to read. Called on rank 0."""
+"""(finished steps, iteration, rollouts, facts of each): saves rollouts for people to read. Called on rank 0."""
 
 
 @dataclass
@@ -78,34 +78,34 @@ class Experience:
     seed: int
     data: RolloutData
     numbers: Callable[[int], Sequence[int]]
-    """The prompts of an iteration, each as often as it is answered."""
+    """iteration -> indices of its prompts, one per rollout."""
     batch: int
-    """Rollouts that are made and scored together."""
+    """Number of rollouts that are generated and scored together."""
     micro_batch: int
-    """Rollouts in a forward pass."""
+    """Number of rollouts per forward pass."""
     generation: Generation
     decode: Callable[[Sequence[int]], str]
     judges: Judges
     estimate: Estimate
     record: Record
     reference: Reference | None = None
-    served: Callable[[Sequence[Sequence[int]], Sequence[int]], list[list[float]]] | None = None
-    """(ids, how many are sampled) -> log-probabilities of these under a reference that servers have."""
-    measured: bool = True
-    """Whether to save log-probabilities and values of sampled tokens. Not if each rollout is learned from before the
-    policy changes: its log-probabilities are then those of the step."""
+    server_logps: Callable[[Sequence[Sequence[int]], Sequence[int]], list[list[float]]] | None = None
+    """(ids, numbers of sampled tokens) -> reference log-probabilities of the sampled tokens, from servers."""
+    needs_sampled_logps: bool = True
+    """Whether to save log-probabilities and values of sampled tokens. Not needed if an iteration is a single step,
+    which computes the same log-probabilities."""
     _seconds: dict[str, float] = field(default_factory=dict)
 
     def begin(self, engine: Engine) -> None:
         """See `training.spec.Experience`.
 
         Raises:
-            ConfigError: continuous batches of a model that processes share.
+            ConfigError: continuous batching with a sharded model.
         """
         if self.generation.continuous and engine.sharded:
             raise ConfigError(
-                "data.sampling.batching: "
-                f"continuous: processes that share a model ({engine.name}) must make as many passes each. Write static."
+                "data.sampling.batching: continuous batching does not support sharded models "
+                f"({engine.name}). Use static."
             )
         self.engine = engine
 
@@ -114,7 +114,7 @@ class Experience:
         return self.data.buffer
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take the buffer back."""
+        """Restore the buffer."""
         self.data.buffer = dict(tensors)
 
     def seconds(self) -> dict[str, float]:
@@ -129,12 +129,12 @@ class Experience:
         self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - before
 
     def roll_out(self, step: int, iteration: int, cursor: Cursor) -> Cursor:
-        """Make the buffer of an iteration, after `step` finished steps;
-        returns the changed entries of the cursor. Collective.
+        """Fill the buffer of an iteration, after `step` finished steps.
+        Returns the changed entries of the cursor. Collective.
 
         Raises:
-            RunError: a reward gives no numbers.
-            distributed.StopTraining: a process received a stop, or a server stays away.
+            RunError: a reward returns invalid scores.
+            distributed.StopTraining: a process received a stop request, or a server stays unavailable.
         """
         numbers = self.numbers(iteration)
         local: list[tuple[int, list[dict[str, Any]]]] = []
@@ -149,11 +149,11 @@ class Experience:
         tokens = {
             name: pad_sequence([row["tokens"][name] for row in rows], batch_first=True) for name in rows[0]["tokens"]
         }
-        scores, ended = (
+        scores, is_complete = (
             torch.tensor([row["score"] for row in rows]),
-            torch.tensor([rollout.ended for rollout in rollouts]),
+            torch.tensor([rollout.is_complete for rollout in rollouts]),
         )
-        estimates = self.estimate(Rollouts(tokens, scores, ended), cursor)
+        estimates = self.estimate(Rollouts(tokens, scores, is_complete), cursor)
         facts = {
             "reward": scores,
             **{
@@ -161,7 +161,7 @@ class Experience:
                 for place, name in enumerate(self.judges.names)
             },
             "answer_tokens": tokens["sampled"].sum(dim=1).float(),
-            "ended": ended.float(),
+            "ended": is_complete.float(),
             **estimates.facts,
         }
         self.data.buffer = {
@@ -174,13 +174,16 @@ class Experience:
         with distributed.raise_together():
             if distributed.is_main():
                 gains = estimates.tokens["advantages"].sum(dim=1) / estimates.tokens["learned"].sum(dim=1).clamp(min=1)
-                shown = {**facts, "advantage": gains}
-                rows = [{name: float(fact[place]) for name, fact in shown.items()} for place in range(len(rollouts))]
+                logged_facts = {**facts, "advantage": gains}
+                rows = [
+                    {name: float(fact[place]) for name, fact in logged_facts.items()} for place in range(len(rollouts))
+                ]
                 self.record(step, iteration, rollouts, rows)
         return estimates.cursor
 
     def _make(self, iteration: int, number: int, indices: Sequence[int], counts: bool) -> list[dict[str, Any]]:
-        """One batch: sampled, scored and measured. A batch that does not count gets no scores."""
+        """Sample, score and measure one batch. counts: False for a filler batch, so that all processes make equally
+        many passes; it gets no scores and returns no rows."""
         device = self.engine.accelerator.device
         prompts = [self.data.prompts[index] for index in indices]
         with self._phase("generation"), self.engine.generating() as model:
@@ -191,17 +194,21 @@ class Experience:
             with self._phase("rewards"), distributed.raise_together():
                 scores = self.judges.score(rollouts) if counts else Scores((), ())
                 lengths = [each.sampled for each in rollouts]
-                served = self.served([each.ids for each in rollouts], lengths) if self.served and counts else None
+                served_logps = (
+                    self.server_logps([each.ids for each in rollouts], lengths)
+                    if self.server_logps and counts
+                    else None
+                )
             with self._phase("measuring"), self.engine.generating() as model:
                 tokens = [
                     row for part in _split(rollouts, self.micro_batch) for row in self._measure(model, part, device)
                 ]
-        except ServerAway as error:
+        except ServerUnavailableError as error:
             distributed.stop_together()  # requested by the user
             raise distributed.StopTraining(distributed.Reason(str(error), "limit"), everywhere=True) from None
         if not counts:
             return []
-        for row, logps in zip(tokens, served or (), strict=False):
+        for row, logps in zip(tokens, served_logps or (), strict=False):
             row["reference_logps"] = torch.cat([torch.zeros(len(row["input_ids"]) - len(logps)), torch.tensor(logps)])
         return [
             {"rollout": rollout, "score": total, "parts": parts, "tokens": row}
@@ -209,13 +216,13 @@ class Experience:
         ]
 
     def _rollout(self, prompt: Any, sampled: list[int]) -> Rollout:
-        ended = self.generation.has_ended(sampled)
+        is_complete = self.generation.has_ended(sampled)
         messages = [message.raw for message in prompt.messages]
-        text = self.decode(sampled[:-1] if ended else sampled)
-        return Rollout(messages, text, prompt.row, [*prompt.ids, *sampled], len(sampled), ended)
+        text = self.decode(sampled[:-1] if is_complete else sampled)
+        return Rollout(messages, text, prompt.row, [*prompt.ids, *sampled], len(sampled), is_complete)
 
     def _measure(self, model: Any, rollouts: Sequence[Rollout], device: torch.device) -> list[dict[str, Tensor]]:
-        """Log-probabilities and values of each token, by the policy and the reference."""
+        """Log-probabilities of each token under the policy and the reference, and values."""
         rows = [torch.tensor(rollout.ids) for rollout in rollouts]
         ids, lengths_B1 = pad_sequence(rows, batch_first=True), torch.tensor([[len(row)] for row in rows])
         places_T = torch.arange(ids.shape[1])
@@ -223,7 +230,7 @@ class Experience:
         sampled_BT = real_BT & (places_T >= lengths_B1 - torch.tensor([[rollout.sampled] for rollout in rollouts]))
         batch = to_device({"input_ids": ids, "attention_mask": real_BT, "sampled": sampled_BT}, device)
         columns: dict[str, Tensor | None] = {"reference_logps": self.reference and self.reference(model, batch)}
-        if self.measured:
+        if self.needs_sampled_logps:
             sampled = score_tokens(model, batch, self.generation.temperature)
             columns |= {"logps": sampled.logps, "values": sampled.values}
         columns_BT = {
@@ -240,7 +247,7 @@ def _split(rollouts: Sequence[Rollout], size: int) -> list[Sequence[Rollout]]:
 
 
 class Recorder:
-    """Appends rollouts to `FILE` of a save directory. Rollouts that a restart repeats replace the old ones."""
+    """Appends rollouts to `FILE` in a save directory. After a restart, repeated rollouts replace the old ones."""
 
     def __init__(self, run: Path) -> None:
         self.path = run / FILE
@@ -251,7 +258,7 @@ class Recorder:
         """See `Record`.
 
         Raises:
-            RunError: the disk refuses.
+            RunError: the file cannot be written.
         """
         jsonl_records.truncate_after(self.path, step - 1, "a rollout")
         rows = [
@@ -262,6 +269,6 @@ class Recorder:
                 "answer": rollout.text,
                 **values,
             }
-            for rollout, values in list(zip(rollouts, facts, strict=True))[:KEPT]
+            for rollout, values in list(zip(rollouts, facts, strict=True))[:NUM_SAVED_ROLLOUTS]
         ]
         jsonl_records.append(self.path, rows)

@@ -1,4 +1,4 @@
-"""A policy as a model: what it samples behind prompts, and how likely it finds tokens.
+"""Sample answers from a policy, and compute log-probabilities of tokens.
 
 Shapes: B rollouts, T tokens of the longest, V tokens of the vocabulary.
 """
@@ -19,28 +19,27 @@ from src.support import distributed
 
 
 class TokenScores(NamedTuple):
-    """What a model finds of each token of sequences (B, T), from the tokens before it;
-    0 for the first, which follows from nothing."""
+    """Scores (B, T) of each token given the tokens before it. The first token has no context and score 0."""
 
     logps: Tensor
     """Log-probabilities, in nats, float32."""
     entropies: Tensor
-    """Of the distribution that the token was drawn from, in nats; without gradient unless asked for."""
+    """Entropies of the distributions of the tokens, in nats. They have a gradient only on request."""
     values: Tensor | None
-    """Of the state before the token, where the model has values."""
+    """Values of the states before the tokens; None if the model has no values."""
 
 
 def score_tokens(
     model: Any, batch: Mapping[str, Tensor], temperature: float = 1.0, entropy_gradient: bool = False
 ) -> TokenScores:
-    """`TokenScores` of "input_ids" (B, T) with their "attention_mask", padded on the right."""
+    """Score "input_ids" (B, T) with their "attention_mask", padded on the right."""
     ids = batch["input_ids"]
-    found = model(input_ids=ids, attention_mask=batch["attention_mask"].long(), use_cache=False)
-    all_BTV = (found.logits[:, :-1].float() / temperature).log_softmax(dim=-1)
+    outputs = model(input_ids=ids, attention_mask=batch["attention_mask"].long(), use_cache=False)
+    all_BTV = (outputs.logits[:, :-1].float() / temperature).log_softmax(dim=-1)
     logps = all_BTV.gather(2, ids[:, 1:, None]).squeeze(2)
     with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
         entropies = -(all_BTV.exp() * all_BTV).sum(dim=-1)
-    values = getattr(found, "state_values", None)
+    values = getattr(outputs, "state_values", None)
     return TokenScores(_shift(logps), _shift(entropies), None if values is None else _shift(values[:, :-1].float()))
 
 
@@ -50,26 +49,26 @@ def _shift(numbers: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Generation:
-    """How answers are sampled."""
+    """How to sample answers."""
 
     max_new_tokens: int
     temperature: float
     options: Mapping[str, Any]
-    """For transformers' `generate`: what draws beside the temperature."""
+    """More sampling options for transformers' `generate`."""
     end_ids: Sequence[int]
-    """Tokens that end an answer; the first also pads."""
+    """Tokens that end an answer. The first is also the padding."""
     never: Sequence[int] | None
-    """Tokens that are never drawn; None for none."""
+    """Tokens that are never sampled; None if all can be."""
     continuous: bool = False
-    """Whether an answer that has ended makes room for the next prompt at once; see `generate_batch` of transformers."""
-    repeated: bool = False
-    """Whether a prompt stands in several rows, one behind the other: it is then read once for all of them."""
+    """Whether a finished answer is replaced by the next prompt immediately; see transformers' `generate_batch`."""
+    has_repeated_prompts: bool = False
+    """Whether a prompt can be in several consecutive rows, so that it is processed only once for all of them."""
 
     def sample(self, model: Any, prompts: Mapping[str, Tensor], seed: int) -> list[list[int]]:
-        """What is sampled behind B prompts, padded on the left, with the token that ends it where it has ended.
-        Collective for shards.
+        """Sample answers to B prompts, padded on the left. Answers include the token that ends them.
+        Collective for sharded models.
 
-        Draws depend on `seed` and on the prompts of the batch alone.
+        Samples depend only on `seed` and on the prompts of the batch.
         """
         settings = GenerationConfig(
             do_sample=True,
@@ -83,9 +82,11 @@ class Generation:
         with _no_own_settings(model):
             if self.continuous:
                 return [self.end(row) for row in _generate_continuously(model, prompts, settings, seed)]
-            together = distributed.world_size() > 1  # where the model is shared, every rank must make as many passes
+            together = distributed.world_size() > 1  # if the model is sharded, every rank must make equally many passes
             read = (
-                {"past_key_values": cache} if self.repeated and (cache := _read_once(model, prompts, together)) else {}
+                {"past_key_values": cache}
+                if self.has_repeated_prompts and (cache := _read_once(model, prompts, together))
+                else {}
             )
             torch.manual_seed(seed)
             ids = model.generate(
@@ -98,36 +99,39 @@ class Generation:
         return [self.end(row) for row in ids[:, prompts["input_ids"].shape[1] :].tolist()]
 
     def end(self, ids: Sequence[int]) -> list[int]:
-        """The tokens up to the first that ends an answer, with it."""
+        """The tokens up to and including the first that ends an answer."""
         end = next((place for place, token in enumerate(ids) if token in self.end_ids), len(ids) - 1)
         return list(ids[: end + 1])
 
     def has_ended(self, sampled: Sequence[int]) -> bool:
-        """Whether an answer ended by itself."""
+        """Whether an answer ends with an end token."""
         return bool(sampled) and sampled[-1] in self.end_ids
 
 
 @contextmanager
 def _no_own_settings(model: Any) -> Iterator[None]:
-    """In the block `generate` adds nothing of the model's generation_config.json, such as a penalty for repetition, to
-    what it is given: else it would draw from another distribution than the one whose log-probabilities are learned."""
-    kept = [
-        (module, own)
+    """Ignore the model's generation_config.json, such as a repetition penalty, inside the block.
+
+    Otherwise `generate` would sample from a different distribution than the one that is trained.
+    """
+    saved_configs = [
+        (module, config)
         for module in model.modules()
-        if isinstance(own := vars(module).get("generation_config"), GenerationConfig)
+        if isinstance(config := vars(module).get("generation_config"), GenerationConfig)
     ]
-    for module, _ in kept:
+    for module, _ in saved_configs:
         module.generation_config = GenerationConfig()
     try:
         yield
     finally:
-        for module, own in kept:
-            module.generation_config = own
+        for module, config in saved_configs:
+            module.generation_config = config
 
 
 def _read_once(model: Any, prompts: Mapping[str, Tensor], together: bool) -> DynamicCache | None:
-    """Keys and values of all tokens of prompts (B, T) but the last, where each run of equal rows is read as one. None
-    for a model that does not keep those of every token, and where there is only the last.
+    """Key/value cache of all but the last token of prompts (B, T); each run of equal rows is processed once.
+
+    None if the model does not cache every token, or if there is only one token.
     """
     mask_BT = prompts["attention_mask"].long()
     rows_BT, run_B = torch.unique_consecutive(prompts["input_ids"].where(mask_BT > 0, -1), dim=0, return_inverse=True)
@@ -150,18 +154,19 @@ def _read_once(model: Any, prompts: Mapping[str, Tensor], together: bool) -> Dyn
 def _generate_continuously(
     model: Any, prompts: Mapping[str, Tensor], settings: GenerationConfig, seed: int
 ) -> list[list[int]]:
-    """What is sampled behind each prompt.
+    """Sample an answer to each prompt by continuous batching.
 
     Raises:
-        RunError: some prompts were not answered, as the thread that answers them has failed.
+        RunError: the generating thread has failed, so some prompts have no answer.
     """
     mask_BT = prompts["attention_mask"].bool()
     rows = [ids[real].tolist() for ids, real in zip(prompts["input_ids"], mask_BT, strict=True)]
     options = ContinuousBatchingConfig(seed=seed, drop_unsupported_processors=False)
-    found = [*model.generate_batch(rows, generation_config=settings, continuous_batching_config=options).values()]
-    if len(found) != len(rows) or any(one.error for one in found):
-        told = next((one.error for one in found if one.error), "its thread has ended; the log above says why")
+    results = [*model.generate_batch(rows, generation_config=settings, continuous_batching_config=options).values()]
+    if len(results) != len(rows) or any(result.error for result in results):
+        reason = next((result.error for result in results if result.error), "its thread has died; see the log above")
         raise RunError(
-            f"data.sampling.batching: continuous: answered {len(found)} of {len(rows)} prompts: {told}. Write static."
+            f"data.sampling.batching: continuous batching answered {len(results)} of {len(rows)} prompts: {reason}. "
+            "Use static."
         )
-    return [one.generated_tokens for one in found]
+    return [result.generated_tokens for result in results]

@@ -1,6 +1,6 @@
-"""The model that a policy is kept near: how likely it finds the tokens that the policy has sampled.
+"""The reference of a policy's KL penalty: log-probabilities of sampled tokens.
 
-Only log-probabilities are kept, never logits.
+Logits are never stored or sent.
 """
 
 import copy
@@ -21,29 +21,30 @@ from src.systems.assistants.rl.experience import Reference
 from src.systems.assistants.rl.policy import score_tokens
 
 SERVERS = "TRITON_HOST_REF"
-"""Environment variable with the addresses of servers that have the reference."""
+"""Environment variable with the addresses of the reference's servers."""
 ReferenceKind = Literal["none", "copy", "adapters_off"]
-"""copy: the policy as the training begins, beside it in memory.
-adapters_off: the policy without its adapters, which takes no memory."""
+"""copy: a second copy of the initial policy in memory. adapters_off: the policy without its adapters, which takes no
+memory."""
 
 
 def find_reference_server(config: ModelConfig, setting: RewardSetting, temperature: float) -> RemoteModel | None:
-    """The policy that `config` makes, on the servers that the environment names; None where it names none.
+    """A client for the initial policy on the servers in `SERVERS`; None if the variable is not set.
 
     Raises:
-        ConfigError: servers are named that cannot have it.
+        ConfigError: servers cannot have this policy, or an address is malformed.
     """
     if not os.environ.get(SERVERS):
         return None
     if temperature != 1:
         raise ConfigError(
-            f"{SERVERS}: servers answer at temperature 1, and data.sampling.temperature is {temperature:g}."
+            f"{SERVERS}: servers only support temperature 1, but data.sampling.temperature is {temperature:g}. "
+            "Set it to 1, or unset the variable."
         )
     return find_served(SERVERS, "the policy", config, setting)[0]
 
 
 def build_reference(kind: ReferenceKind, policy: Any, device: torch.device, temperature: float) -> Reference | None:
-    """Of a policy with the weights that the training begins with; None for none."""
+    """The reference of a policy with initial weights; None for kind "none"."""
     if kind == "none":
         return None
     if kind == "adapters_off":

@@ -1,4 +1,4 @@
-"""Scores of rollouts: each reward's, and their weighted sum."""
+"""Scores of rollouts by each reward, and their weighted sums."""
 
 import logging
 import math
@@ -13,48 +13,48 @@ from src.support import distributed
 from src.systems.assistants.rewards.interface import Rollout, Scorer
 
 log = logging.getLogger(__name__)
-_LONG = 5.0
-"""Seconds of a wait after which it is told."""
-MOST_SECONDS = 900.0
-"""That a run waits for a server: half of what processes wait for each other."""
+_LOG_AFTER_SECONDS = 5.0
+"""Log a wait after this time."""
+MAX_WAIT_SECONDS = 900.0
+"""Maximum wait for a server: half of the timeout of collective operations."""
 
 
-class ServerAway(UserError):
-    """A reward or a reference cannot be asked, and the run stops, to be started again."""
+class ServerUnavailableError(UserError):
+    """A server of a reward or of the reference is unavailable, so the run stops and can be restarted."""
 
 
 class Patience:
-    """Waits for a server: shows that the run lives, and ends the wait."""
+    """Keeps the run's heartbeat alive while it waits for a server, and limits the wait."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
-        self._told = 0.0
+        self._logged_wait = 0.0
 
     def wait(self, text: str, since: float) -> None:
         """See `systems.assistants.rewards.interface.RewardSetting.wait`.
 
         Raises:
-            ServerAway: a process is asked to stop, or nothing has answered for long.
+            ServerUnavailableError: a process has received a stop request, or the wait has reached its limit.
         """
-        waited = time.monotonic() - since
-        if waited > _LONG and self._told != since:
-            log.warning("%s: waits for %s.", self._run.path, text)
-            self._told = since
+        wait_seconds = time.monotonic() - since
+        if wait_seconds > _LOG_AFTER_SECONDS and self._logged_wait != since:
+            log.warning("%s: waiting for %s.", self._run.path, text)
+            self._logged_wait = since
         heartbeat.keep_alive(self._run.path, self._run.dir.attempt)
         if distributed.stop_requested():
-            raise ServerAway(f"asked to stop while waiting for {text}")
-        if waited > MOST_SECONDS:
-            raise ServerAway(f"waited {MOST_SECONDS:.0f} s for {text}")
+            raise ServerUnavailableError(f"stop requested while waiting for {text}")
+        if wait_seconds > MAX_WAIT_SECONDS:
+            raise ServerUnavailableError(f"waited {MAX_WAIT_SECONDS:.0f} s for {text}")
 
 
 @dataclass(frozen=True)
 class Scores:
-    """What several rewards say of rollouts."""
+    """Scores of rollouts."""
 
     parts: Sequence[Sequence[float]]
-    """Of each rollout, the scores of the rewards in their order."""
+    """For each rollout, the score of each reward."""
     totals: Sequence[float]
-    """The weighted sum of each."""
+    """For each rollout, the weighted sum of its scores."""
 
 
 @dataclass(frozen=True)
@@ -62,15 +62,15 @@ class Judges:
     """The rewards of an experiment, ready to score."""
 
     names: Sequence[str]
-    """As score rows have them."""
+    """Names in score rows."""
     scorers: Sequence[Scorer]
     weights: Sequence[float]
 
     def score(self, rollouts: Sequence[Rollout]) -> Scores:
-        """One batch of rollouts.
+        """Score one batch of rollouts.
 
         Raises:
-            RunError: a reward gives too few scores, or no finite numbers; names it.
+            RunError: a reward returns a wrong number of scores, or scores that are not finite.
         """
         columns = [
             require_scores(name, scorer(rollouts), len(rollouts))
@@ -82,23 +82,25 @@ class Judges:
         )
 
 
-def require_scores(name: str, found: object, wanted: int) -> list[float]:
-    """The scores as floats.
+def require_scores(name: str, scores: object, num_rollouts: int) -> list[float]:
+    """Check the scores of the reward `name`; returns them as floats.
 
     Raises:
-        RunError: they are no list of `wanted` finite numbers; names the reward.
+        RunError: not a sequence of `num_rollouts` finite numbers.
     """
-    if isinstance(found, str) or not isinstance(found, Sequence) or len(found) != wanted:
-        told = (
-            f"{len(found)} scores" if isinstance(found, Sequence) and not isinstance(found, str) else f"{found!r:.40}"
+    if isinstance(scores, str) or not isinstance(scores, Sequence) or len(scores) != num_rollouts:
+        description = (
+            f"{len(scores)} scores"
+            if isinstance(scores, Sequence) and not isinstance(scores, str)
+            else f"{scores!r:.40}"
         )
-        raise RunError(f"reward {name!r}: expected a score for each of {wanted} rollouts, got {told}.")
-    for place, value in enumerate(found):
+        raise RunError(f"reward {name!r}: expected a score for each of {num_rollouts} rollouts, got {description}.")
+    for place, value in enumerate(scores):
         if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < math.inf:
             raise RunError(
-                f"reward {name!r}: rollout {place} of {wanted}: expected a finite number, got {value!r:.40}."
+                f"reward {name!r}: rollout {place} of {num_rollouts}: expected a finite number, got {value!r:.40}."
             )
     try:
-        return [float(value) for value in found]
+        return [float(value) for value in scores]
     except OverflowError:
-        raise RunError(f"reward {name!r}: a score is too large for a number of 64 bits.") from None
+        raise RunError(f"reward {name!r}: a score is too large for a 64-bit float.") from None

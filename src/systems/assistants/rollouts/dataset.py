@@ -1,7 +1,6 @@
-"""Answers of the policy to prompts of a data set, made while it trains.
+"""The policy's answers to prompts, generated during training.
 
-What is made, and how it is scored, recipes say: they put `fill` into the data set. Here is where prompts come from, and
-how the buffer is read.
+This module has the prompts and reads the buffer. Recipes set `Rollouts.fill`, which generates and scores the answers.
 """
 
 import hashlib
@@ -29,59 +28,58 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 ROWS = "input_ids"
-"""The tensor whose length is that of the buffer."""
+"""The tensor that defines the length of the buffer."""
 LENGTHS, ITERATION = "lengths", "iteration"
 
 
 class Sampling(StrictConfig):
-    """How a token is drawn."""
+    """How to sample a token."""
 
     temperature: float = Field(default=1.0, gt=0)
-    """Logits are divided by it, also where the loss asks how likely a token was."""
+    """Divisor of the logits, also in the loss."""
     top_p: float = Field(default=1.0, gt=0, le=1)
-    """Draw among the likeliest tokens that have so much of the probability together."""
+    """Sample from the most likely tokens with this total probability. The loss ignores it."""
     top_k: int = Field(default=0, ge=0)
-    """Draw among so many of the likeliest tokens; 0: among all.
-    The log-probabilities that the loss compares know neither it nor top_p."""
+    """Sample from this many of the most likely tokens; 0 for all. The loss ignores it."""
     batching: Literal["static", "continuous"] = "static"
-    """continuous: an answer that has ended makes room for the next prompt at once, for GPUs and answers of uneven
-    lengths (transformers' generate_batch). When a prompt is taken in is a matter of time, so that a restart may not
-    draw what was drawn before."""
+    """continuous: replace finished answers by new prompts immediately, for GPUs and answers of uneven lengths
+    (transformers' generate_batch). The order depends on timing, so a restart can sample different answers."""
 
     def options(self) -> dict[str, Any]:
-        """For transformers' `generate`, beside the temperature."""
+        """Options for transformers' `generate`, except the temperature."""
         return {"top_p": self.top_p, "top_k": self.top_k}
 
 
 class Config(DatasetConfig):
-    """Which prompts, how many answers at a time, and how often each is learned from."""
+    """Prompts, and the number and use of rollouts per iteration."""
 
     has_order: ClassVar[bool] = True
 
     prompts: DatasetField
-    """Conversations; an answer that a conversation ends with is left out, and only rewards read it."""
+    """Conversations. If a conversation ends with an answer, only rewards read that answer."""
     rollouts: int = Field(gt=0)
-    """Of an iteration, between which the policy learns."""
+    """Number of rollouts per iteration. The policy does not change while they are generated."""
     group_size: int = Field(default=1, gt=0)
-    """Answers to each prompt."""
+    """Number of answers per prompt."""
     passes: int = Field(default=1, gt=0)
-    """Times that each rollout is learned from."""
+    """Number of training passes over each rollout."""
     max_new_tokens: int = Field(gt=0)
-    """Of an answer."""
+    """Maximum tokens of an answer."""
     sampling: Sampling = Sampling()
     generation_batch: int = Field(default=64, gt=0)
-    """Rollouts that are made and scored together. What is drawn depends on it, not on the number of processes."""
+    """Number of rollouts that are generated and scored together. Samples depend on it, but not on the number of
+    processes."""
     long_prompts: Literal["refuse", "leave_out"] = "refuse"
-    """What becomes of prompts that have more tokens than prompts.sequence_tokens."""
+    """Whether prompts with more than prompts.sequence_tokens tokens raise an error or are skipped."""
 
     @model_validator(mode="after")
     def _consistent(self) -> "Config":
         if not isinstance(self.prompts, dataset.Config):
-            raise ValueError(f"prompts: expected data of the name 'conversations', got {self.prompts.name!r}.")
+            raise ValueError(f"prompts: expected 'conversations', got {self.prompts.name!r}.")
         if self.prompts.shuffle != "numpy":
-            raise ValueError("prompts.shuffle: would be ignored: rollouts have an order of their own. Leave it out.")
+            raise ValueError("prompts.shuffle: would be ignored, as rollouts have their own order. Remove it.")
         if self.rollouts % self.group_size:
-            raise ValueError(f"rollouts: {self.rollouts} are no whole number of groups of {self.group_size}.")
+            raise ValueError(f"rollouts: expected a multiple of group_size = {self.group_size}, got {self.rollouts}.")
         return self
 
     @property
@@ -92,7 +90,7 @@ class Config(DatasetConfig):
         self.prompts.check(places)
 
     def check_rows(self, places: Places, keys: Sequence[str]) -> None:
-        """Raises DataError where rewards read `keys` of rows, and one of the first thousand lacks one."""
+        """Raises DataError if one of the first thousand prompts has no value for one of `keys`."""
         assert isinstance(self.prompts, dataset.Config), "the validator has checked it"
         check_beginning(jsonl.require_file(jsonl.corpus_folder(places, self.prompts.corpus), "train.jsonl"), keys)
 
@@ -103,15 +101,15 @@ class Config(DatasetConfig):
         self.prompts.check_length(max_positions, max(self.max_new_tokens, new_tokens))
 
     def check_loop(self, sequences_per_step: int, steps: int) -> None:
-        """Raises ConfigError where a step reads no whole part of an iteration."""
+        """Raises ConfigError unless an iteration is a multiple of a step."""
         if self.rollouts % sequences_per_step:
             raise ConfigError(
-                f"data.rollouts: {self.rollouts} are no multiple of loop.sequences_per_step = {sequences_per_step}, "
-                "so a step would read rollouts of two policies."
+                f"data.rollouts: expected a multiple of loop.sequences_per_step = {sequences_per_step}, so that a step "
+                f"has rollouts of one policy, got {self.rollouts}."
             )
 
     def build(self, places: Places, tokenizer: "PreTrainedTokenizerFast", split: str, seed: int) -> Any:
-        """The rollouts of the training split; of another split its conversations.
+        """The rollouts of the training split, or the conversations of another split.
 
         Raises:
             DataError: the prompts are missing or malformed, or one is too long.
@@ -119,34 +117,36 @@ class Config(DatasetConfig):
         assert isinstance(self.prompts, dataset.Config), "the validator has checked it"
         if split != "train":
             return self.prompts.build(places, tokenizer, split, seed)
-        own = self.prompts
-        renderer = Renderer(tokenizer, templates.find(own.writing.template, tokenizer))
-        prompts = Prompts(own.read(places, split), renderer, own.writing, str(places.data / own.corpus))
-        prompts.limit(own.sequence_tokens, self.long_prompts)
-        return Rollouts(self, prompts, own.digest(places))
+        conversations = self.prompts
+        renderer = Renderer(tokenizer, templates.find(conversations.writing.template, tokenizer))
+        prompts = Prompts(
+            conversations.read(places, split), renderer, conversations.writing, str(places.data / conversations.corpus)
+        )
+        prompts.limit(conversations.sequence_tokens, self.long_prompts)
+        return Rollouts(self, prompts, conversations.digest(places))
 
 
 class Rollouts:
-    """The buffer of an iteration, whose rows are samples."""
+    """The buffer of an iteration. Its rows are samples."""
 
     def __init__(self, config: Config, prompts: Prompts, digest: str) -> None:
-        told = [digest, config.model_dump(mode="json", exclude={"prompts"})]
-        self.fingerprint = hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
+        identity = [digest, config.model_dump(mode="json", exclude={"prompts"})]
+        self.fingerprint = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
         self.config, self.prompts = config, prompts
         self.buffer: dict[str, Tensor] = {}
         """An iteration's rollouts: "input_ids" and more (N, T), "lengths" (N,), "facts" (N, K), and "iteration" ()."""
         self.fill: Callable[[int, int, Cursor], Cursor] | None = None
-        """Put in by the recipe: see `RolloutOrder.roll_out`."""
+        """Set by the recipe: see `RolloutOrder.roll_out`."""
 
     def order(self, seed: int, per_step: int, steps: int, branches: Sequence[Branch]) -> RolloutOrder:
         """See `orders.OrderedDataset`."""
         if any(branch.denied for branch in branches):
-            raise DataError("a deny list is for data that are streamed from tars, and these are not. Undo it.")
+            raise DataError("rollouts: deny lists are only for data that is streamed from tars. Undo the deny.")
         assert self.fill is not None, "the recipe has put it in"
         return RolloutOrder(seed, len(self), per_step, self.config.passes, self.fill, self.is_filled, branches)
 
     def is_filled(self, iteration: int) -> bool:
-        """Whether the buffer is that of an iteration."""
+        """Whether the buffer has the rollouts of an iteration."""
         return ITERATION in self.buffer and int(self.buffer[ITERATION]) == iteration
 
     def __len__(self) -> int:
@@ -156,16 +156,16 @@ class Rollouts:
         """Row `index` of the buffer of an iteration, without padding.
 
         Raises:
-            IndexError: the buffer is of another iteration.
+            IndexError: the buffer has another iteration.
         """
         if not self.is_filled(epoch):
-            raise IndexError(f"row {index} of iteration {epoch}, whose buffer is not here")
+            raise IndexError(f"row {index} of iteration {epoch}, which is not in the buffer")
         length = int(self.buffer[LENGTHS][index])
         rows = {name: tensor[index] for name, tensor in self.buffer.items() if name not in (ITERATION, LENGTHS)}
         return {name: row if name in PER_ROLLOUT else row[:length] for name, row in rows.items()}
 
     def collate(self, samples: Sequence[Mapping[str, "Tensor"]]) -> Batch:
-        """Padded on the right: what has a value for each token gets zeros behind it."""
+        """Stack rows, with zeros as padding on the right of the values per token."""
         import torch
         from torch.nn.utils.rnn import pad_sequence
 
@@ -179,4 +179,4 @@ class Rollouts:
 
 
 PER_ROLLOUT = frozenset({"facts"})
-"""Tensors of the buffer whose rows are no tokens."""
+"""Tensors of the buffer that have values per rollout, not per token."""

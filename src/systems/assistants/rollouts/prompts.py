@@ -12,7 +12,14 @@ from src.experiments.batches import TokenBatch
 from src.systems.assistants.conversations.dataset import Writing, render_prompt
 from src.systems.assistants.conversations.entries import Message, check_row, read_entry
 from src.systems.assistants.conversations.rendering import Renderer
-from src.systems.assistants.conversations.rows import ANSWERED, PROMPT, RANKED, SCORED, ConversationRows, kind_of
+from src.systems.assistants.conversations.rows import (
+    ANSWERED_ROW,
+    PROMPT_ROW,
+    RANKED_ROW,
+    SCORED_ROW,
+    ConversationRows,
+    kind_of,
+)
 from src.systems.assistants.rewards.interface import row_entry
 
 log = logging.getLogger(__name__)
@@ -24,20 +31,19 @@ class Prompt(NamedTuple):
     ids: list[int]
     messages: Sequence[Message]
     row: Mapping[str, Any]
-    """Its row of the prepared data."""
+    """The prompt's row of the prepared data."""
 
 
-_KINDS = (ANSWERED, RANKED, SCORED, PROMPT)
-"""Of rows that ask something."""
-_LOOKED_AT = 1000
-"""Rows at the start of a file that a check parses."""
+_KINDS = (ANSWERED_ROW, RANKED_ROW, SCORED_ROW, PROMPT_ROW)
+"""Kinds of rows that have a prompt."""
+_NUM_CHECKED_ROWS = 1000
+"""Number of rows at the start of a file that a check parses."""
 
 
 def check_beginning(path: Path, keys: Sequence[str]) -> None:
-    """Raises DataError if a prompt in the first thousand rows of a file has no value for one of
-    `keys`; names the row."""
+    """Raises DataError, with FILE:LINE, if a prompt in the first thousand rows has no value for one of `keys`."""
     with open(path, "rb") as file:
-        for number, line in enumerate(itertools.islice(file, _LOOKED_AT if keys else 0), 1):
+        for number, line in enumerate(itertools.islice(file, _NUM_CHECKED_ROWS if keys else 0), 1):
             where = f"{path}:{number}"
             row = jsonl.parse(line, where)
             check_row(row, where)
@@ -49,58 +55,58 @@ class Prompts:
     """The prompts of a split: conversations up to their last answer or ranked replies, and rows with only a prompt."""
 
     def __init__(self, rows: ConversationRows, renderer: Renderer, writing: Writing, name: str) -> None:
-        """name: of the data, in messages."""
+        """name: the data's name in messages."""
         self._rows, self.renderer, self._writing, self._name = rows, renderer, writing, name
-        self._chosen: Sequence[int] = rows.numbers_of(*_KINDS)
+        self._row_indices: Sequence[int] = rows.numbers_of(*_KINDS)
 
     def limit(self, tokens: int, long: Literal["refuse", "leave_out"]) -> None:
-        """Leave out prompts of more tokens, or refuse them.
+        """Skip prompts that have more than `tokens` tokens, or raise an error for them.
 
         Raises:
-            DataError: there is a longer one that is refused, or no other; names its row.
+            DataError: a prompt is too long and `long` is "refuse", or all prompts are too long.
         """
         lengths = [len(self[index].ids) for index in range(len(self))]
-        fit = [row for row, length in zip(self._chosen, lengths, strict=True) if length <= tokens]
+        fit = [row for row, length in zip(self._row_indices, lengths, strict=True) if length <= tokens]
         longer = next((index for index, length in enumerate(lengths) if length > tokens), None)
         if longer is not None and (long == "refuse" or not fit):
             raise DataError(
-                f"{self._rows.location(self._chosen[longer])}: its prompt has {lengths[longer]} tokens, more "
-                f"than the {tokens} of data.prompts.sequence_tokens. Make room, or write data.long_prompts: leave_out."
+                f"{self._rows.location(self._row_indices[longer])}: the prompt has {lengths[longer]} tokens, but "
+                f"data.prompts.sequence_tokens is {tokens}. Raise it, or set data.long_prompts: leave_out."
             )
         if not fit:
-            raise DataError(f"{self._name}: no conversation has something to answer.")
+            raise DataError(f"{self._name}: no conversation has a prompt.")
         if longer is not None:
             left_out = len(lengths) - len(fit)
             log.info(
-                "%s: %d of %d prompts have more than %d tokens, and are left out.",
+                "%s: %d of %d prompts have more than %d tokens and are skipped.",
                 self._name,
                 left_out,
                 len(lengths),
                 tokens,
             )
-        self._chosen = fit
+        self._row_indices = fit
 
     def require(self, keys: Sequence[str]) -> None:
-        """Raises DataError where a prompt's row has nothing under one of `keys`, which rewards read; names the row."""
-        for number, key in itertools.product(self._chosen if keys else (), keys):
+        """Raises DataError, with FILE:LINE, if a prompt's row has no value for one of `keys`."""
+        for number, key in itertools.product(self._row_indices if keys else (), keys):
             row_entry(self._rows[number], key, self._rows.location(number))
 
     def __len__(self) -> int:
-        return len(self._chosen)
+        return len(self._row_indices)
 
     def __getitem__(self, index: int) -> Prompt:
-        number = self._chosen[index]
+        number = self._row_indices[index]
         row = self._rows[number]
         entry = read_entry(row, self._rows.location(number))
-        answered = not entry.is_prompt and not entry.replies
-        messages, answer = (entry.messages[:-1], entry.messages[-1]) if answered else (entry.messages, None)
+        has_answer = not entry.is_prompt and not entry.replies
+        messages, answer = (entry.messages[:-1], entry.messages[-1]) if has_answer else (entry.messages, None)
         try:
             return Prompt(render_prompt(self.renderer, self._writing, messages, answer), messages, row)
         except DataError as error:
             raise DataError(f"{self._rows.location(number)}: {error}") from None
 
     def collate(self, prompts: Sequence[Prompt]) -> TokenBatch:
-        """Padded on the left, for `generate`."""
+        """Pad on the left, for `generate`."""
         from src.data.collate import pad_tokens
 
         ids = [prompt.ids for prompt in prompts]

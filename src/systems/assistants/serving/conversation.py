@@ -1,4 +1,4 @@
-"""A conversation with a model, written by the template of its experiment or of its tokenizer."""
+"""A conversation with a model, rendered by the template of its experiment or its tokenizer."""
 
 from collections.abc import Callable
 from typing import Any
@@ -18,21 +18,19 @@ class Talk(Writer):
     verb = "answers"
 
     def __init__(self, model: Any, tokenizer: Any, data: ConversationConfig | None = None) -> None:
-        """data: how the model's experiment writes conversations; None: the tokenizer's chat template.
+        """data: the config of the model's experiment, for its template; None for the tokenizer's chat template.
 
         Raises:
-            ConfigError: a reward model, which only scores.
+            ConfigError: the model is a reward model, which only scores.
         """
         if isinstance(model, RewardModel):
-            raise ConfigError(
-                "a reward model scores conversations and writes nothing. Name the run that it was trained from."
-            )
+            raise ConfigError("a reward model cannot generate text. Use the run of its base model.")
         self._model, self._tokenizer, self._system = model, tokenizer, data.writing.system if data else None
         self._renderer: Renderer | None = _find_renderer(tokenizer, data)
         ends, never = self._renderer.answer_ends() if self._renderer else ([tokenizer.eos_token_id], [])
-        if data is None:  # as transformers would
-            configured = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
-            ends, never = [*ends, *(configured if isinstance(configured, list) else [configured])], []
+        if data is None:  # like transformers
+            configured_ends = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+            ends, never = [*ends, *(configured_ends if isinstance(configured_ends, list) else [configured_ends])], []
         self._ends, self._never = [*dict.fromkeys(end for end in ends if end is not None)], never or None
         self.messages: list[Message] = []
 
@@ -64,7 +62,7 @@ class Talk(Writer):
         """Ids of `messages`, up to the next answer.
 
         Raises:
-            DataError: the template refuses these messages.
+            DataError: the template rejects the messages.
         """
         messages = list(with_system(messages, self._system))
         if self._renderer:
@@ -73,16 +71,16 @@ class Talk(Writer):
             ids = self._tokenizer.apply_chat_template(
                 [message.raw for message in messages], add_generation_prompt=True, return_dict=True
             )
-        except Exception as error:  # noqa: BLE001  templates are programs of other people
+        except Exception as error:  # noqa: BLE001  a template can raise anything
             raise DataError(
-                f"the model's chat template refuses the conversation: {str(error).splitlines()[0]}"
+                f"the model's chat template rejects the conversation: {str(error).splitlines()[0]}"
             ) from None
         return list(ids["input_ids"])
 
     def answer(self, text: str, streamer: Any = None, **options: Any) -> str:
-        """Answer the next message of the user. `RESET` restarts the conversation and has no answer.
+        """Answer the user's next message. `RESET` restarts the conversation and returns "".
 
-        streamer: of transformers, which gets tokens as they come. options: of transformers' `generate`.
+        streamer: transformers' streamer, which gets each token. options: for transformers' `generate`.
 
         Raises:
             ConfigError: the conversation is too long for the model. The message is removed.
@@ -108,7 +106,7 @@ class Talk(Writer):
         return answer
 
     def generate(self, prompt: list[int], streamer: Any = None, **options: Any) -> list[str]:
-        """Answers to the ids of a prompt: one, or `num_return_sequences`. See `answer`.
+        """Answers to a prompt, given as ids: one, or `num_return_sequences`. See `answer`.
 
         Raises:
             ConfigError: an answer could be too long for the model.
@@ -136,7 +134,7 @@ class Talk(Writer):
 
 
 def _find_renderer(tokenizer: Any, data: ConversationConfig | None) -> Renderer | None:
-    """None for a chat template that our renderer cannot read; transformers then renders it."""
+    """The renderer; None for a chat template that only transformers can render."""
     if data:
         return Renderer(tokenizer, templates.find(data.writing.template, tokenizer))
     try:

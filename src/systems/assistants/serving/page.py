@@ -32,7 +32,7 @@ from src.systems.assistants.serving.conversation import Talk
 from src.systems.assistants.serving.preferences import Conversation, Side, check_output
 
 PORT = 5007
-MOST_RUNS = 2
+MAX_RUNS = 2
 _WRAPPED = {"white-space": "pre-wrap", "overflow-wrap": "anywhere"}
 _SEND, _CLEAR, _NONE = (
     (
@@ -41,36 +41,36 @@ _SEND, _CLEAR, _NONE = (
     )
     for shape in ('<path d="M4 12h15M13 6l6 6-6 6"/>', '<path d="M5 7h14M10 7V4h4v3M7 7l1 13h8l1-13"/>', "")
 )
-"""Panel's own icons are loaded from another machine."""
+"""Inline icons, as Panel would load its icons from the internet."""
 
 
 class _Message(pn.chat.ChatMessage):
-    """One without icons."""
+    """A chat message without icons."""
 
     def __init__(self, *args: Any, **params: Any) -> None:
         super().__init__(*args, **params)
-        self.edit_icon.param.update(icon=_NONE, active_icon=_NONE)  # a view is made of it, though it is hidden
+        self.edit_icon.param.update(icon=_NONE, active_icon=_NONE)  # Panel renders the hidden icon too
 
 
 class _Chat(pn.chat.ChatInterface):
-    """Of such messages."""
+    """A chat of such messages."""
 
     _message_type = _Message
 
 
 def make_page(conversation: Conversation) -> pn.viewable.Viewable:
-    """The view of a conversation."""
+    """The page of a conversation."""
     pn.extension(inline=True, notifications=False)
     return Page(conversation).chat
 
 
 class Page:
-    """A conversation, in `chat`."""
+    """The page of a conversation; its view is `chat`."""
 
     def __init__(self, conversation: Conversation) -> None:
         self._conversation = conversation
         self._open: list[pn.widgets.Button] = []
-        """Buttons that prefer a reply to the last message."""
+        """Visible buttons that select the better reply to the last message."""
         self.chat = _Chat(
             callback=self._answer,
             callback_user="Reply" if len(conversation.sides) == 1 else "Replies",
@@ -97,7 +97,7 @@ class Page:
         buttons = [pn.widgets.Button(label="Better", visible=False) for _ in panes] if len(panes) > 1 else []
         note = _text("")
         yield self._layout(panes, buttons, note)
-        # A thread generates; only the event loop changes the page, so that a browser gets the pieces in order.
+        # A thread generates, but only the event loop changes the page, so a browser gets the pieces in order.
         loop, pieces = asyncio.get_running_loop(), asyncio.Queue[tuple[Any, str] | None]()
         shows = [lambda text, pane=pane: loop.call_soon_threadsafe(pieces.put_nowait, (pane, text)) for pane in panes]
         replying = asyncio.create_task(asyncio.to_thread(self._conversation.ask, html.unescape(message), shows))
@@ -115,7 +115,7 @@ class Page:
             interface.clear()
             return
         for pane, reply in zip(panes, replies, strict=True):
-            pane.object = html.escape(reply or "(says nothing)")
+            pane.object = html.escape(reply or "(empty reply)")
         self._close()
         if len(set(replies)) > 1:
             self._open = buttons
@@ -123,7 +123,7 @@ class Page:
                 button.on_click(partial(self._prefer, number, note))
                 button.visible = True
         elif buttons:
-            note.object = "Both say the same."
+            note.object = "Both replies are equal."
 
     def _layout(self, panes: Sequence[Any], buttons: Sequence[Any], note: Any) -> pn.Column:
         names = [f"{number}: {side.name}" for number, side in enumerate(self._conversation.sides, 1)]
@@ -142,7 +142,7 @@ class Page:
             note.object = html.escape(f"error: {error}")
             return
         self._close()
-        note.object = html.escape(f"{number + 1} is better: written to {self._conversation.output}.")
+        note.object = html.escape(f"{number + 1} is better: saved to {self._conversation.output}.")
 
     def _close(self) -> None:
         for button in self._open:
@@ -155,19 +155,19 @@ class Page:
 
 
 def _text(text: str, **styles: str) -> pn.pane.HTML:
-    """Literal text: HTML in it is escaped."""
+    """Escaped text."""
     return pn.pane.HTML(html.escape(text), styles={**_WRAPPED, **styles}, sizing_mode="stretch_width", margin=(5, 10))
 
 
 def load_sides(sources: Sequence[Path], places: Places, device: str | None) -> list[Side]:
-    """A side for each run or checkpoint; one that is named twice is loaded once.
+    """Load a side for each run or checkpoint. A model that is given twice is loaded once.
 
     Raises:
-        ConfigError: there are more than two, or one was not trained on conversations, or is a reward model.
+        ConfigError: there are more than two, or a model was not trained on conversations or is a reward model.
         UserError: a part of a model is missing.
     """
-    if len(sources) > MOST_RUNS:
-        raise ConfigError(f"expected one run or two, got {len(sources)}.")
+    if len(sources) > MAX_RUNS:
+        raise ConfigError(f"expected one or two runs, got {len(sources)}.")
     loaded, sides = dict[str, Side](), list[Side]()
     for source in sources:
         name = source_name(source, places)
@@ -175,7 +175,8 @@ def load_sides(sources: Sequence[Path], places: Places, device: str | None) -> l
             talk, model = load_writer(source, places)
             if not isinstance(talk, Talk):
                 raise ConfigError(
-                    f"{source}: its model has no chat template. python -m src.serving.chat continues texts with it."
+                    f"{source}: the model has no chat template. To continue texts with it, use python -m "
+                    "src.serving.chat."
                 )
             move(model, device)
             loaded[name] = Side(name, talk)

@@ -1,6 +1,6 @@
-"""A conversation with one model or two, and the preferences of a person as rows for reward models and dpo.
+"""A conversation with one or two models, and a person's preferences as rows for the recipes `reward` and `dpo`.
 
-src/systems/assistants/conversations/entries.py describes the rows; each reply also has the name of its model ("by").
+For the rows see src/systems/assistants/conversations/entries.py. Each reply also has the name of its model, "by".
 """
 
 from collections.abc import Callable, Sequence
@@ -18,18 +18,18 @@ from src.systems.assistants.serving.conversation import Talk
 
 
 class Side(NamedTuple):
-    """One that answers."""
+    """A model that answers."""
 
     name: str
     talk: Talk
 
 
 def check_output(path: Path) -> None:
-    """Create the file that rows are appended to, unless it exists.
+    """Create the file that rows are appended to, or check its rows if it exists.
 
     Raises:
-        DataError: a line of it is no row; names it.
-        RunError: it cannot be written.
+        DataError: a line is not a valid row; reports FILE:LINE.
+        RunError: the file cannot be written.
     """
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -40,13 +40,13 @@ def check_output(path: Path) -> None:
 
 
 class Conversation:
-    """Messages of a person, and the answers of each side.
+    """A person's messages and the answers of each side.
 
-    It continues with the preferred reply; with the first one until then.
+    The conversation continues with the preferred reply, or with the first reply if there is no preference.
     """
 
     def __init__(self, sides: Sequence[Side], output: Path, lock: Lock, options: dict[str, Any]) -> None:
-        """output: what rows are appended to. lock: held while a side answers. options: of transformers' `generate`."""
+        """output: file to append rows to. lock: held while a side answers. options: for transformers' `generate`."""
         self.sides, self.output = sides, output
         self.messages: list[Message] = []
         self._lock, self._options = lock, options
@@ -54,11 +54,11 @@ class Conversation:
         """Replies to the last message, until one is preferred."""
 
     def ask(self, text: str, shows: Sequence[Callable[[str], object]]) -> list[str]:
-        """The reply of each side; none to a message that restarts the conversation.
-        shows: of each side, given the reply piece by piece.
+        """The reply of each side; empty for a message that restarts the conversation.
+        shows: for each side, a function that gets the reply piece by piece.
 
         Raises:
-            ConfigError: the conversation has become longer than a model can read. Nothing is changed.
+            ConfigError: the conversation is too long for a model. The conversation is unchanged.
             DataError: the text has half a surrogate pair.
         """
         if is_reset(text):
@@ -66,7 +66,7 @@ class Conversation:
             return []
         jsonl.check_text(text, "the message")
         before, texts, replies = self.messages, list[str](), list[Message]()
-        previous, self._replies = self._replies, ()  # too late to prefer one while the next replies come
+        previous, self._replies = self._replies, ()  # no preferences while the next replies are generated
         try:
             with self._lock:
                 for side, show in zip(self.sides, shows, strict=True):
@@ -85,15 +85,15 @@ class Conversation:
         self.messages, self._replies = [], ()
 
     def prefer(self, number: int) -> None:
-        """Write that reply `number` to the last message is the best, and continue with it.
-        The row is on the disk when this returns.
+        """Save that reply `number` to the last message is the best, and continue with it.
+        The row is on disk when this returns.
 
         Raises:
-            ConfigError: one is preferred already, or all say the same.
-            RunError: the row cannot be written. Nothing is changed.
+            ConfigError: there already is a preference, or all replies are equal.
+            RunError: the row cannot be written. The conversation is unchanged.
         """
         if len({(reply.content, reply.reasoning) for reply in self._replies}) < 2:
-            raise ConfigError("nothing to prefer: say something new.")
+            raise ConfigError("no replies to compare. Send another message.")
         replies = [
             {**reply.raw, "rank": int(place != number), "by": side.name}
             for place, (reply, side) in enumerate(zip(self._replies, self.sides, strict=True))

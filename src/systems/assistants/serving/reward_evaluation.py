@@ -1,10 +1,10 @@
-"""Measures a reward model on ranked replies: `python -m src.systems.assistants.serving.reward_evaluation RUN FOLDER
+"""Evaluate a reward model on ranked replies: `python -m src.systems.assistants.serving.reward_evaluation RUN FOLDER
 --report FILE`.
 
 RUN is a save directory of recipe `reward`, a prefix of its id, or a checkpoint. FOLDER is a prepared folder of ranked
-replies, below --data_path or anywhere else. The report is JSON with the scores of an evaluation in training: accuracy
-is the share of conversations in which the best reply gets a higher reward than the worst; kendalltau and spearmanr are
-correlations of rewards and ranks.
+replies, below --data_path or anywhere else. The report is JSON with the same scores as evaluations in training:
+accuracy is the share of conversations in which the best reply gets a higher reward than the worst; kendalltau and
+spearmanr are correlations of rewards and ranks.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from src.systems.assistants.conversations import ranked, templates
 from src.systems.assistants.conversations.rendering import Renderer
 
 NAMES = {"kendall": "kendalltau", "spearman": "spearmanr"}
-"""What scores are called in the report."""
+"""Names of scores in the report."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -45,8 +45,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _act(args: argparse.Namespace) -> int:
     count, scores = _measure(args, Places(args.data_path, args.savedir_base))
-    named = {NAMES.get(name, name): value for name, value in scores.items()}
-    report = {"model": str(args.run), "dataset": args.folder, "split": args.split, "conversations": count, **named}
+    report_scores = {NAMES.get(name, name): value for name, value in scores.items()}
+    report = {
+        "model": str(args.run),
+        "dataset": args.folder,
+        "split": args.split,
+        "conversations": count,
+        **report_scores,
+    }
     if args.report:
         write_json(args.report, report)
     for line in aligned_lines(
@@ -57,11 +63,11 @@ def _act(args: argparse.Namespace) -> int:
 
 
 def _measure(args: argparse.Namespace, places: Places) -> tuple[int, Mapping[str, float]]:
-    """Conversations with ranked replies in the folder, and the recipe's evaluation scores on them by name.
+    """(number of conversations in the folder, the recipe's evaluation scores by name).
 
     Raises:
-        ConfigError: it is no reward model, or the device or --micro_batch cannot be used.
-        DataError: the folder is missing or malformed, or has no ranks.
+        ConfigError: the run has no reward model, or the device or --micro_batch is invalid.
+        DataError: the folder is missing or malformed, or has no replies of different ranks.
         UserError: a part of the model is missing.
     """
     from src.training.validation import measure
@@ -72,7 +78,7 @@ def _measure(args: argparse.Namespace, places: Places) -> tuple[int, Mapping[str
     run = checkpoint_folder(source).parents[1]
     recipe: Any = load_experiment(SavedRun(run).exp, str(run))
     if recipe.name != "reward":
-        raise ConfigError(f"{run}: no reward model. Name a run of recipe 'reward'.")
+        raise ConfigError(f"{run}: expected a run of recipe 'reward', got {recipe.name!r}.")
     parts = leaf_configs("data", recipe.data)
     config = next((part for _, part in parts if isinstance(part, ranked.Config)), None)
     assert config is not None, "the recipe reads only ranked replies"

@@ -1,12 +1,12 @@
-"""Serves scores of a trained model over HTTP, for machines without Triton:
-rewards of a reward model, log-probabilities of a decoder.
+"""Serve scores of a trained model over HTTP, for machines without Triton:
+rewards of a reward model, or log-probabilities of a decoder.
 
 python -m src.systems.assistants.serving.reward_server RUN --port 8010
 TRITON_HOST_RM='http://127.0.0.1:8010/RUN?token=...' python trainval.py -e ...      # the printed address
 
-RUN is the save directory of a finished run, or a prefix of its id. The protocol is KServe v2 with tensors as JSON, as
-Triton speaks it: GET /v2/health/ready, /v2/models/NAME and /v2/models/NAME/config, POST /v2/models/NAME/infer and
-/v2/repository/index. Each request is one batch. No other request changes its padding or rounding.
+RUN is the save directory of a finished run, or a prefix of its id. The protocol is KServe v2 with tensors as JSON, like
+Triton's: GET /v2/health/ready, /v2/models/NAME and /v2/models/NAME/config, POST /v2/models/NAME/infer and
+/v2/repository/index. Each request is a separate batch, so other requests do not change its padding or rounding.
 """
 
 import argparse
@@ -35,7 +35,7 @@ _Int32 = Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)]
 
 
 class InputTensor(BaseModel):
-    """Token ids or an attention mask, row by row."""
+    """Token ids or an attention mask, in row-major order."""
 
     name: Literal["input_ids", "attention_mask"]
     shape: Annotated[list[_Size], Field(min_length=2, max_length=2)]
@@ -56,7 +56,7 @@ class OutputName(BaseModel):
 
 
 class InferRequest(BaseModel):
-    """The body of an inference."""
+    """The body of an inference request."""
 
     inputs: Annotated[list[InputTensor], Field(min_length=2, max_length=2)]
     outputs: Annotated[list[OutputName], Field(max_length=1)] = []
@@ -136,7 +136,7 @@ def _infer(model: ServedModel, request: InferRequest) -> dict[str, Any]:
     scores = model.score(**tensors)
     if not scores.isfinite().all():
         raise ConfigError(
-            f"{model.output}: not all are finite numbers. The model's weights are damaged or its training diverged."
+            f"{model.output}: some are not finite. The model's weights are damaged, or its training diverged."
         )
     return {**_describe(model), "shape": list(scores.shape), "data": scores.flatten().tolist()}
 

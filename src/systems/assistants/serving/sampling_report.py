@@ -1,15 +1,15 @@
-"""Sample answers to prompts in many ways: `python -m src.systems.assistants.serving.sampling_report MODEL --prompts
-FILE --report FILE`.
+"""Sample answers to prompts with several configurations:
+`python -m src.systems.assistants.serving.sampling_report MODEL --prompts FILE --report FILE`.
 
 MODEL is a run that was trained on conversations (its save directory or a prefix of its id), a checkpoint, an export, a
-folder of save_pretrained, or an id on the hub. Each line of --prompts is JSON: a text, or an object with "prompt" or,
-as in prepared folders, "messages", of which the first user message is the prompt. --config is a YAML file of named
-sampling configurations (resources/sampling.yaml): generate_args; pre_text, which is put before each prompt; and
-system_profile, the system message.
+folder of save_pretrained, or an id on the hub. Each line of --prompts is JSON: a text, an object with "prompt", or, as
+in prepared folders, an object with "messages", in which the first user message is the prompt. --config is a YAML file
+of named sampling configurations (resources/sampling.yaml) with generate_args, pre_text (a prefix of each prompt) and
+system_profile (the system message).
 
-Greedy configurations answer once, sampling ones --num_samples times. Samples depend only on --seed, the configuration
-and the number of the prompt. The report is JSON: {"model_name", "date", "args", "prompts": [{"prompt", "results":
-[{"sampling_config", "sampling_params", "outputs": [...]}]}]}
+Greedy configurations generate one answer, sampling configurations --num_samples answers. Samples depend only on --seed,
+the configuration and the number of the prompt. The report is JSON: {"model_name", "date", "args", "prompts":
+[{"prompt", "results": [{"sampling_config", "sampling_params", "outputs": [...]}]}]}
 """
 
 import argparse
@@ -34,16 +34,16 @@ from src.support.parsing import parse_json
 from src.systems.assistants.conversations.entries import Message
 from src.systems.assistants.serving.conversation import Talk
 
-_OF_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
-"""Arguments of `generate` that change nothing where no token is drawn."""
+_SAMPLING_ARGUMENTS = ("temperature", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
+"""Arguments of `generate` that have no effect without sampling."""
 
 
 class Sampling(config.Config):
-    """One way to sample."""
+    """A sampling configuration."""
 
     name: str = Field(min_length=1)
     generate_args: dict[str, Any] = {}
-    """Of transformers' `generate`."""
+    """Arguments for transformers' `generate`."""
     pre_text: str = ""
     system_profile: str | None = None
 
@@ -67,19 +67,19 @@ class Sampling(config.Config):
 
 
 def read_samplings(path: Path, names: Sequence[str] | None) -> list[Sampling]:
-    """The configurations of a file, merged with its default.
-    Without do_sample the sampling arguments of the default are dropped.
+    """Read the configurations of a file and merge them with its default.
+    Without do_sample the default's sampling arguments are dropped.
 
-    names: the configurations to take; None: all.
+    names: the configurations to read; None for all.
 
     Raises:
-        ConfigError: the file, or a name, is wrong.
+        ConfigError: the file is invalid, or a name is unknown.
     """
     raw = read_yaml(path, "default and configurations")
     default, entries = raw.get("default", {}), raw.get("configurations")
     if raw.keys() - {"default", "configurations"} or not isinstance(default, dict) or not isinstance(entries, list):
         raise ConfigError(
-            f"{path}: expected default, an object, and configurations, a list of objects; it has "
+            f"{path}: expected default, an object, and configurations, a list of objects; got the keys "
             f"{', '.join(map(str, raw))}."
         )
     samplings: dict[str, Sampling] = {}
@@ -89,10 +89,10 @@ def read_samplings(path: Path, names: Sequence[str] | None) -> list[Sampling]:
             raise ConfigError(f"{where}: expected an object with name and generate_args.")
         merged = {**default.get("generate_args", {}), **arguments}
         if not merged.get("do_sample"):
-            ignored = [name for name in _OF_SAMPLING if arguments.get(name) is not None]
+            ignored = [name for name in _SAMPLING_ARGUMENTS if arguments.get(name) is not None]
             if ignored:
-                raise ConfigError(f"{where}: {ignored[0]}: would be ignored without do_sample. Leave it out.")
-            merged = {name: value for name, value in merged.items() if name not in _OF_SAMPLING}
+                raise ConfigError(f"{where}: {ignored[0]}: would be ignored without do_sample. Remove it.")
+            merged = {name: value for name, value in merged.items() if name not in _SAMPLING_ARGUMENTS}
         sampling = config.load(Sampling, {**default, **entry, "generate_args": merged}, where)
         if samplings.setdefault(sampling.name, sampling) is not sampling:
             raise ConfigError(f"{where}: duplicate name {sampling.name!r}. Rename one.")
@@ -106,7 +106,7 @@ def read_prompts(path: Path) -> list[str]:
     """The prompt of each line.
 
     Raises:
-        DataError: the file is missing or empty, or a line has no prompt; names the line.
+        DataError: the file is missing or empty, or a line has no prompt; reports FILE:LINE.
     """
     try:
         with reading(path, DataError):
@@ -114,7 +114,7 @@ def read_prompts(path: Path) -> list[str]:
     except FileNotFoundError:
         raise DataError(f"{path}: no such file.") from None
     if not lines:
-        raise DataError(f"{path}: empty. It should have a prompt on each line.")
+        raise DataError(f"{path}: empty. Expected one prompt per line.")
     return [_prompt(line, f"{path}:{number}") for number, line in enumerate(lines, 1)]
 
 
@@ -140,10 +140,10 @@ def _prompt(line: bytes, where: str) -> str:
 def sample(
     talk: Talk, samplings: Sequence[Sampling], prompts: Sequence[str], count: int, seed: int
 ) -> list[Mapping[str, Any]]:
-    """The "prompts" of a report. count: samples of each prompt.
+    """Generate the "prompts" of a report. count: number of samples per prompt.
 
     Raises:
-        ConfigError: a prompt is too long, or transformers refuses a configuration.
+        ConfigError: a prompt is too long, or transformers rejects a configuration.
     """
     import torch
 
@@ -181,7 +181,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         metavar="FILE",
         help="(default: resources/sampling.yaml)",
     )
-    add("--only", nargs="+", metavar="NAME", help="configurations to take (default: all)")
+    add("--only", nargs="+", metavar="NAME", help="configurations to use (default: all)")
     add("--num_samples", type=int, default=2, metavar="N", help="(default: %(default)s)")
     add("--seed", type=int, default=42, help="(default: %(default)s)")
     add_options(parser)
@@ -195,9 +195,7 @@ def _act(args: argparse.Namespace) -> int:
     samplings, prompts = read_samplings(args.config, args.only), read_prompts(args.prompts)
     talk, model = load_writer(args.run, Places(args.data_path, args.savedir_base))
     if not isinstance(talk, Talk):
-        raise ConfigError(
-            f"{args.run}: its model has no chat template. Name a model that was trained on conversations."
-        )
+        raise ConfigError(f"{args.run}: the model has no chat template. Use a model that was trained on conversations.")
     move(model, args.device)
     arguments = {name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()}
     report = {

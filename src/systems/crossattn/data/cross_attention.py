@@ -1,4 +1,4 @@
-"""Questions on contexts: the decoder reads question and answer, the encoder reads the context."""
+"""Questions about contexts: the decoder reads question and answer, the encoder reads the context."""
 
 import hashlib
 import json
@@ -22,21 +22,20 @@ if TYPE_CHECKING:
 
 
 class Config(questions.DecoderConfig):
-    """How contexts are written for the encoder."""
+    """Questions, and how the encoder reads their contexts."""
 
     context_tokens: int = Field(gt=0)
-    """Most tokens of one encoder input: of all contexts joined, or of each with `chunked_contexts`."""
+    """Maximum tokens of one encoder input: of all contexts joined, or with `chunked_contexts` of each context."""
     questions_on_contexts: bool = False
-    """The encoder reads the question before the context."""
+    """Whether the encoder reads the question before the context."""
     chunked_contexts: bool = False
-    """Encode each of a row's contexts on its own, rather than all joined by spaces."""
+    """Whether to encode each of a row's contexts separately, instead of all contexts joined by spaces."""
     include_contexts: bool = False
-    """The training set is seen twice: then as a language model of the useful contexts,
-    half of them with the middle to fill in."""
+    """Whether an epoch also trains language modelling of the useful contexts, half of them by filling in the middle."""
     too_long: encoder_inputs.TooLong = "truncate"
-    """A context of more tokens loses its end, becomes several chunks, or is refused when the data are read."""
+    """Whether to truncate longer contexts, split them into chunks, or raise an error when the data is loaded."""
     encoded_contexts: bool = False
-    """Read the hidden states that data_prep.crossattn.preproc_nq wrote beside the rows; else encode contexts at each
+    """Whether to read the hidden states written by data_prep.crossattn.preproc_nq, instead of encoding contexts at each
     step."""
 
     @property
@@ -49,10 +48,10 @@ class Config(questions.DecoderConfig):
             self._check_store(places)
 
     def check_base(self, places: Places, model: ModelConfig) -> None:
-        """With `encoded_contexts`, refuse a `model` whose base is not the one that encoded them.
+        """With `encoded_contexts`, require that the base of `model` has encoded the contexts.
 
         Raises:
-            ConfigError: names both bases.
+            ConfigError: another base has encoded the contexts.
             DataError: the contexts are not encoded.
         """
         if self.encoded_contexts:
@@ -69,27 +68,26 @@ class Config(questions.DecoderConfig):
         """The rows of one split, tokenised on access.
 
         Raises:
-            DataError: the data set is missing, incomplete or malformed, or what is used of it smaller than
-                `val_samples`.
-            ConfigError: too few tokens are allowed for the template alone, no row is of one of the sources, or the
-                contexts were encoded with other options.
+            DataError: the data set is missing, incomplete or malformed, or has fewer than `val_samples` rows.
+            ConfigError: the token limits are too small for the template, a source has no rows, or the contexts were
+                encoded with other options.
         """
         rows, fingerprint = questions.read(places, self, split)
-        made = QADataset(
+        dataset = QADataset(
             self, rows, tokenizer, seed, both_views=self.include_contexts and split == "train", fingerprint=fingerprint
         )
         if self.encoded_contexts:
-            made.use_store(self._check_store(places), places.data / self.corpus / encoded_store.FOLDER, tokenizer)
-        return made
+            dataset.use_store(self._check_store(places), places.data / self.corpus / encoded_store.FOLDER, tokenizer)
+        return dataset
 
     def encoding_options(self) -> encoder_inputs.EncodingOptions:
-        """The options that decide what the encoder reads."""
+        """The options that define the encoder inputs."""
         return encoder_inputs.EncodingOptions(
             self.context_tokens, self.template, self.questions_on_contexts, self.chunked_contexts, self.too_long
         )
 
     def _check_store(self, places: Places) -> dict[str, Any]:
-        """Content of store.json. Raises a UserError where the contexts were not encoded with these options."""
+        """Content of store.json. Raises a UserError if the contexts were not encoded with these options."""
         folder = places.data / self.corpus
         return encoded_store.check(folder / encoded_store.FOLDER, self.encoding_options(), jsonl.fingerprint(folder))
 
@@ -98,7 +96,7 @@ class Sample(questions.Sample):
     """One training sample, or one prompt."""
 
     context_chunks: list[list[int]]
-    """At least one, none of them empty."""
+    """One or more chunks, none empty."""
 
 
 class QADataset(questions.DecoderQuestions):
@@ -113,7 +111,7 @@ class QADataset(questions.DecoderQuestions):
         both_views: bool,
         fingerprint: str,
     ) -> None:
-        """both_views: the contexts are further samples, as `include_contexts` says."""
+        """both_views: whether the contexts are samples too, see `include_contexts`."""
         super().__init__(config, rows, tokenizer, seed, fingerprint)
         self._config = config
         self._both_views = both_views
@@ -130,36 +128,34 @@ class QADataset(questions.DecoderQuestions):
         return len(self._rows) * (2 if self._both_views else 1)
 
     def sample(self, epoch: int, index: int) -> Sample:
-        """Question and answer for index < number of rows; from there on the contexts, for the language model."""
+        """Question and answer of a row if `index` is below the number of rows, else a row's contexts as text."""
         if self._both_views and len(self._rows) <= index < len(self):
             return self._context_sample(epoch, index)
         return {**super().sample(epoch, index), "context_chunks": self._chunks(index)}
 
     def prompt(self, index: int) -> Sample:
-        """What generation starts from: the sample without its answer. Only for the rows themselves."""
+        """The sample without its answer, for generation. `index` must be below the number of rows."""
         return {**super().prompt(index), "context_chunks": self._chunks(index)}
 
     def use_store(self, store: dict[str, Any], folder: Path, tokenizer: "PreTrainedTokenizerFast") -> None:
-        """Make EncodedBatches from now on, with the states in `folder`. store: what `encoded_store.check` returned.
+        """Make EncodedBatches from now on, with the states in `folder`. store: from `encoded_store.check`.
 
-        Shuffled contexts that were encoded after a question keep that question, as no other was encoded.
+        Shuffled contexts that were encoded after a question are read with that question, as no other is encoded.
 
         Raises:
-            DataError: it was made with another tokenizer, or an index is damaged.
+            DataError: the contexts were encoded with another tokenizer, or an index is damaged.
         """
         digest = tokenizer_digest(tokenizer)
-        if digest not in {made["tokenizer"] for made in store["prepared"]}:
-            raise DataError(
-                f"{folder}: encoded with another tokenizer than the one of this base. {encoded_store.AGAIN}"
-            )
+        if digest not in {entry["tokenizer"] for entry in store["prepared"]}:
+            raise DataError(f"{folder}: encoded with another tokenizer than this base's. {encoded_store.AGAIN}")
         self._store, self.stored_bytes_per_token = encoded_store.Store(folder, store), encoded_store.row_bytes(store)
-        said = [self.fingerprint, store["dtype"], encoded_store.base_content(store["model"])]
-        self.fingerprint = hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
+        identity = [self.fingerprint, store["dtype"], encoded_store.base_content(store["model"])]
+        self.fingerprint = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
 
-    def _collate(self, samples: Sequence[Sample], left: bool) -> ContextBatch | EncodedBatch:
+    def _collate(self, samples: Sequence[Sample], pad_left: bool) -> ContextBatch | EncodedBatch:
         from src.data import collate
 
-        tokens, chunks = super()._collate(samples, left), [s["context_chunks"] for s in samples]
+        tokens, chunks = super()._collate(samples, pad_left), [s["context_chunks"] for s in samples]
         if self._store is not None:
             context_hidden, context_mask = self._store.pad(chunks)
             return {**tokens, "context_hidden": context_hidden, "context_mask": context_mask}
@@ -167,22 +163,22 @@ class QADataset(questions.DecoderQuestions):
         return {**tokens, "context_ids": context_ids, "context_mask": context_mask}
 
     def _context_sample(self, epoch: int, index: int) -> Sample:
-        """A row's useful contexts as text to predict, cut to an encoder input's length; if uncut, with end token."""
+        """A row's useful contexts as text to predict, truncated to `context_tokens`, with an end token if it fits."""
         most = self._config.context_tokens
         row = index - len(self._rows)
         ids = self._prompter.context(" ".join(questions.useful_contexts(self._rows[row])), "", most)
-        moved = fim.maybe_fill_in_the_middle(ids, self._fim_tokens, most, self._seed, epoch, index)
-        ended = [*moved, self._encoder.eos_id][:most]
+        reordered_ids = fim.maybe_fill_in_the_middle(ids, self._fim_tokens, most, self._seed, epoch, index)
+        input_ids = [*reordered_ids, self._encoder.eos_id][:most]
         return {
-            "input_ids": ended,
-            "loss_mask": [False] + [True] * (len(ended) - 1),
+            "input_ids": input_ids,
+            "loss_mask": [False] + [True] * (len(input_ids) - 1),
             "context_chunks": self._chunks(row),
         }
 
     def _chunks(self, index: int) -> list[list[int]]:
         row = self._context_row(index)
-        asked = row if self._store is not None else self._rows[index]
-        chunks, too_long = self._inputs.chunks_and_cuts(row, asked["question"])
-        if self._config.too_long == "truncate":  # where a context is one chunk
+        question_row = row if self._store is not None else self._rows[index]
+        chunks, too_long = self._inputs.chunks_and_cuts(row, question_row["question"])
+        if self._config.too_long == "truncate":  # one chunk per context
             self._truncations.count(len(chunks), too_long)
         return chunks

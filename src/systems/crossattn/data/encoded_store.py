@@ -1,10 +1,10 @@
-"""Contexts encoded in advance: hidden states on disk, found by the ids of the encoder input, copied from a memory map.
+"""Contexts encoded in advance: hidden states on disk, looked up by the ids of the encoder input.
 
 A store is a folder with store.json and shards (src/systems/crossattn/data/encoded_shards.py). The key of an entry is
-the sha256 of its ids, so equal inputs share one. data_prep.crossattn.preproc_nq writes it beside the rows, as
-`encoded`.
+the sha256 of its ids, so equal inputs share an entry. data_prep.crossattn.preproc_nq writes the store to the folder
+`encoded` next to the rows.
 
-Shapes: B samples, C context chunks of the sample with most, S tokens of the longest chunk, P = C * S positions, D
+Shapes: B samples, C maximum number of context chunks per sample, S tokens of the longest chunk, P = C * S positions, D
 hidden size.
 """
 
@@ -32,10 +32,10 @@ FOLDER, STORE = "encoded", "store.json"
 FORMAT = 1
 WHERE = frozenset({"path", "revision", "exp_id", "checkpoint"})
 """Identity fields that describe location, not content."""
-AGAIN = "Run data_prep.crossattn.preproc_nq again: what is encoded already is kept."
-_ALIKE = ("template", "questions_on_contexts", "chunked_contexts", "too_long")
-FLAGS = {"context_tokens": "--maximum_input_length", **{name: f"--{name}" for name in _ALIKE}}
-"""Options of a data set that decide what is encoded, and those of data_prep.crossattn.preproc_nq."""
+AGAIN = "Run data_prep.crossattn.preproc_nq again. It reuses finished parts."
+_SAME_NAMES = ("template", "questions_on_contexts", "chunked_contexts", "too_long")
+FLAGS = {"context_tokens": "--maximum_input_length", **{name: f"--{name}" for name in _SAME_NAMES}}
+"""Options of a data set that define the encoder inputs, and the flags of data_prep.crossattn.preproc_nq for them."""
 
 
 def context_key(ids: Sequence[int]) -> bytes:
@@ -44,22 +44,22 @@ def context_key(ids: Sequence[int]) -> bytes:
 
 
 def base_identity(model: ModelConfig, places: Places) -> dict[str, Any] | None:
-    """Identity of the encoder of `model`'s contexts; None where it is not known before training.
+    """Identity of the encoder of `model`'s contexts; None if it is not known before training.
 
-    {"name", "fingerprint", and what the config of the base says}. Compare with `same_base`.
+    {"name", "fingerprint", and the fields of the base's config}. Compare with `same_base`.
 
     Raises:
         UserError: an unknown experiment, or damaged files.
     """
     base, changed = _find_encoder(model, places)
-    found = None if changed else call_once(base.identity, places)
-    return {"name": base.name, "fingerprint": found, **base.model_dump(mode="json")} if found else None
+    fingerprint = None if changed else call_once(base.identity, places)
+    return {"name": base.name, "fingerprint": fingerprint, **base.model_dump(mode="json")} if fingerprint else None
 
 
 def _find_encoder(model: ModelConfig, places: Places) -> tuple[ModelConfig, str]:
-    """The model that encodes the contexts of `model`, and the setting that trains it; "" where none does.
+    """The model that encodes the contexts of `model`, and the setting that trains it, or "".
 
-    For a cross-attention model, also one that an experiment trained, it is the base. Any other model is its own
+    The encoder of a cross-attention model, or of an experiment with one, is its base. Any other model is its own
     encoder.
     """
     if model.name == "lora" or getattr(model, "train_all_params", False):
@@ -67,40 +67,40 @@ def _find_encoder(model: ModelConfig, places: Places) -> tuple[ModelConfig, str]
     if model.kind(places) != CROSS_ATTENTION:
         return model, ""
     if model.name == "cross_attention":
-        return model.base, ""  # type: ignore[attr-defined]  its Config has one
-    parent: ModelConfig = model.parent(places)  # type: ignore[attr-defined]  only an experiment is of this kind, too
+        return model.base, ""  # type: ignore[attr-defined]  of this config
+    parent: ModelConfig = model.parent(places)  # type: ignore[attr-defined]  it is an experiment
     base, changed = _find_encoder(parent, places)
-    return base, changed and f"{changed} of {model.exp_id}"  # type: ignore[attr-defined]  an experiment's has one
+    return base, changed and f"{changed} of {model.exp_id}"  # type: ignore[attr-defined]  it is an experiment
 
 
 def same_base(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Whether two identities are of the same weights in the same type."""
+    """Whether two identities have the same weights in the same type."""
     return base_content(one) == base_content(other)
 
 
 def base_content(base: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of an identity that describe content. Unset options are omitted."""
+    """The fields of an identity that describe content, without unset options."""
     return {k: v for k, v in base.items() if k not in WHERE and v is not None}
 
 
 def describe_base(base: Mapping[str, Any]) -> str:
-    """An identity in words."""
+    """An identity as text, for messages."""
     name = base.get("path") or base.get("exp_id") or base["name"]
     more = f", {base['dtype']}" if "dtype" in base else ""
     return f"{name} (fingerprint {base['fingerprint'][:12]}{more})"
 
 
 def read_store(folder: Path) -> dict[str, Any]:
-    """store.json: {"model", "hidden_size", "dtype", "shards": {name:
-    {"entries", "tokens"}}, "prepared": [...]}. Reads no shard.
+    """Read store.json, but no shard: {"model", "hidden_size", "dtype", "shards": {name: {"entries", "tokens"}},
+    "prepared": [...]}.
 
     Raises:
-        DataError: it is missing, of another format or incomplete, or a shard is not there as it was written.
+        DataError: the file is missing, incomplete or of another format.
     """
     path = folder / STORE
     if not folder.is_dir():
         raise DataError(
-            f"{folder}: no such folder: contexts are not encoded. Run data_prep.crossattn.preproc_nq, or write "
+            f"{folder}: no such folder. Run data_prep.crossattn.preproc_nq to encode the contexts, or set "
             f"encoded_contexts: false."
         )
     store = read_json(path, DataError)
@@ -116,71 +116,76 @@ def row_bytes(store: Mapping[str, Any]) -> int:
 
 
 def defects(folder: Path, store: Mapping[str, Any]) -> dict[str, str]:
-    """Shards that are missing or of the wrong size, with a description."""
-    found = {}
+    """Descriptions of the shards that are missing or have a wrong size, by name."""
+    problems = {}
     for name, facts in store["shards"].items():
         path = folder / f"{name}.states"
         size, right = path.stat().st_size if path.is_file() else None, facts["tokens"] * row_bytes(store)
         if size != right:
-            found[name] = f"{path}: {'missing' if size is None else f'{size} bytes'}, but {right} bytes were written"
-    return found
+            problems[name] = f"{path}: expected {right} bytes, got {'no file' if size is None else size}"
+    return problems
 
 
 def check(folder: Path, rules: EncodingOptions, corpus: str) -> dict[str, Any]:
-    """The store in `folder`, if it is complete for `rules` and the rows with the fingerprint `corpus`.
-    Reads no rows and no states.
+    """The content of store.json in `folder`, which must be complete for `rules` and the corpus with fingerprint
+    `corpus`. Reads no rows and no states.
 
     Raises:
-        DataError: it is missing, unfinished or damaged, or of other rows.
-        ConfigError: it was made with other options; says which.
+        DataError: the store is missing, unfinished or damaged, or has other rows.
+        ConfigError: the store was written with other options.
     """
     store = read_store(folder)
     for problem in defects(folder, store).values():
         raise DataError(f"{problem}. {AGAIN}")
     if not store["prepared"]:
         raise DataError(f"{folder}: not finished. {AGAIN}")
-    wanted = asdict(rules)
-    if not any(_options(made) == wanted for made in store["prepared"]):
-        raise ConfigError(f"{folder}: {_differences(wanted, _options(store['prepared'][-1]))}")
-    if not any(_options(made) == wanted and made["corpus"] == corpus for made in store["prepared"]):
-        raise DataError(f"{folder}: these rows are others than those that were encoded. {AGAIN}")
+    expected_options = asdict(rules)
+    if not any(_options(entry) == expected_options for entry in store["prepared"]):
+        raise ConfigError(f"{folder}: {_differences(expected_options, _options(store['prepared'][-1]))}")
+    if not any(_options(entry) == expected_options and entry["corpus"] == corpus for entry in store["prepared"]):
+        raise DataError(f"{folder}: the rows have changed since they were encoded. {AGAIN}")
     return store
 
 
 def check_base(folder: Path, model: ModelConfig, places: Places) -> None:
-    """Refuse a model whose encoder did not write the store in `folder`. An encoder that is not trained yet passes.
+    """Require that the encoder of `model` has written the store in `folder`. An encoder that is not trained yet passes.
 
     Raises:
-        ConfigError: names both, or says why the contexts of `model` cannot be encoded in advance.
+        ConfigError: another base has written the store, or the encoder changes in training.
     """
     changed = _find_encoder(model, places)[1]
     if changed:
         raise ConfigError(
-            f"data.encoded_contexts: true, but what encodes the contexts changes in training ({changed}). Write false."
+            f"data.encoded_contexts: true, but the encoder of the contexts changes in training ({changed}). "
+            "Set it to false."
         )
-    made, mine = read_store(folder)["model"], base_identity(model, places)
-    if mine is not None and not same_base(made, mine):
+    stored_base, own_base = read_store(folder)["model"], base_identity(model, places)
+    if own_base is not None and not same_base(stored_base, own_base):
         raise ConfigError(
-            f"{folder}: encoded by {describe_base(made)}, but the base of this model is {describe_base(mine)}. Run "
-            f"data_prep.crossattn.preproc_nq "
-            "with this base, below another --data_cache_path, or name the one that encoded them."
+            f"{folder}: expected contexts encoded by the model's base, {describe_base(own_base)}, "
+            f"got {describe_base(stored_base)}. Run data_prep.crossattn.preproc_nq with this base and another "
+            "--data_cache_path, or use the base that encoded them."
         )
 
 
-def _options(made: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: made[name] for name in FLAGS}
+def _options(entry: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: entry[name] for name in FLAGS}
 
 
-def _differences(wanted: Mapping[str, Any], made: Mapping[str, Any]) -> str:
-    found = [f"data.{k} is {wanted[k]!r}, encoded with {made[k]!r} ({FLAGS[k]})" for k in FLAGS if wanted[k] != made[k]]
-    return f"{'; '.join(found)}. Make them agree, or run data_prep.crossattn.preproc_nq again with these options."
+def _differences(expected_options: Mapping[str, Any], saved_options: Mapping[str, Any]) -> str:
+    differences = [
+        f"data.{k} is {expected_options[k]!r}, encoded with {saved_options[k]!r} ({FLAGS[k]})"
+        for k in FLAGS
+        if expected_options[k] != saved_options[k]
+    ]
+    return f"{'; '.join(differences)}. Make them equal, or run data_prep.crossattn.preproc_nq again with these options."
 
 
 class Store:
-    """Reads the states of a finished store. May be pickled: each process maps the files itself."""
+    """Reads the states of a finished store. Can be pickled: each process maps the files itself."""
 
     def __init__(self, folder: Path, store: Mapping[str, Any]) -> None:
-        """store: from `read_store` or `check`. Raises DataError where an index is damaged."""
+        """store: from `read_store` or `check`. Raises DataError if an index is damaged."""
         self._folder, self._store = folder, store
         self.hidden_size: int = store["hidden_size"]
         self._load()
@@ -204,7 +209,7 @@ class Store:
         starts = _key_prefixes(records)
         order = starts.argsort(kind="stable")
         self._records, self._shards, self._starts = records[order], shards[order], starts[order]
-        self._compared = np.zeros(len(records), bool)
+        self._is_verified = np.zeros(len(records), bool)
         self._maps: dict[int, Any] = {}
 
     def __len__(self) -> int:
@@ -213,10 +218,10 @@ class Store:
     def pad(self, samples: Sequence[Sequence[Sequence[int]]]) -> tuple["Tensor", "Tensor"]:
         """States (B, P, D) of the chunks of B samples, zero at padding, and a mask (B, P), True on real tokens.
 
-        Chunk c of a sample begins at position c * S, as when contexts are encoded at each step.
+        Chunk c of a sample starts at position c * S, as when contexts are encoded at each step.
 
         Raises:
-            DataError: an input is not in the store, or damaged.
+            DataError: an input is missing from the store, or damaged.
         """
         import torch
 
@@ -232,7 +237,7 @@ class Store:
         return hidden.view(B, C * S, -1), mask.view(B, C * S)
 
     def _bits(self, tensor: "Tensor") -> "np.ndarray":
-        """The memory of `tensor` as integers: numpy has no bfloat16."""
+        """The memory of `tensor` as integers, since numpy has no bfloat16."""
         import torch
 
         return tensor.view(torch.int32 if tensor.dtype == torch.float32 else torch.int16).numpy()
@@ -245,14 +250,14 @@ class Store:
         record = self._records[place]
         first = int(record["first"])
         source = self._map(int(self._shards[place]))[first : first + len(ids)]
-        if not self._compared[place]:
+        if not self._is_verified[place]:
             if int(record["tokens"]) != len(ids) or zlib.crc32(source) != int(record["states_crc"]):  # type: ignore[arg-type]  a buffer
                 name = self._names[int(self._shards[place])]
                 raise DataError(
                     f"{self._folder / name}.states: damaged from token {first} on. "
                     "Run data_prep.crossattn.preproc_nq again with --verify."
                 )
-            self._compared[place] = True
+            self._is_verified[place] = True
         out[:] = source
 
     def _find(self, ids: Sequence[int]) -> int:
@@ -264,14 +269,14 @@ class Store:
             if self._records[place]["key"].tobytes() == key:
                 return place
             place += 1
-        made = (
+        options_text = (
             json.dumps({name: self._store["prepared"][-1][name] for name in FLAGS})
             if self._store["prepared"]
             else "nothing"
         )
         raise DataError(
-            f"{self._folder}: has no states of an input of {len(ids)} tokens (sha256 {key.hex()[:12]}). "
-            f"It was made with {made}; the rows or the tokenizer are others now. {AGAIN}"
+            f"{self._folder}: no states for an input of {len(ids)} tokens (sha256 {key.hex()[:12]}). The rows or the "
+            f"tokenizer have changed since the store was written with the options {options_text}. {AGAIN}"
         )
 
     def _map(self, shard: int) -> "np.ndarray":

@@ -1,7 +1,7 @@
-"""Questions for Fusion-in-Decoder: the encoder reads question and one passage at a time, the decoder writes the answer.
+"""Questions for Fusion-in-Decoder: the encoder reads the question with one passage at a time, the decoder writes the
+answer.
 
-Passages are written as in Izacard & Grave 2021 (arXiv 2007.01282): "question: … title: … context: …", and the end
-token.
+The format of a passage is "question: … title: … context: …" and the end token (Izacard & Grave 2021, arXiv 2007.01282).
 """
 
 from collections.abc import Sequence
@@ -23,32 +23,31 @@ if TYPE_CHECKING:
 
 
 class Config(RowsConfig):
-    """How passages and answers are written."""
+    """Format of passages and answers."""
 
     contexts: Literal["all", "useful", "none"]
-    """Which of a row's contexts become passages. useful: all of them where none is marked.
-    none: one passage, of the question alone."""
+    """Contexts of a row to use as passages. useful: the ones marked as useful, or all if no context is marked. none: a
+    single passage with only the question."""
     num_passages: int | None = Field(default=None, gt=0)
-    """Most passages of a question: the first ones. None: all."""
+    """Maximum number of passages per question, from the first; None for all."""
     keep_useful: bool = False
-    """Where `num_passages` leaves some out in training: these are contexts not marked as useful, if possible."""
+    """Whether `num_passages` should, in training, first drop contexts that are not marked as useful."""
     passage_tokens: int = Field(gt=0)
-    """Most tokens of one passage, with question, title and end token. Where that is too few, a question of more than
-    half of them loses its beginning, a title of more than a quarter its end, and then the context as `too_long`
-    says."""
+    """Maximum tokens of a passage with question, title and end token. In longer passages, first the question is
+    truncated from the left to half of the tokens and the title to a quarter; for the context see `too_long`."""
     too_long: Literal["truncate", "split"] = "truncate"
-    """A context that is too long for a passage loses its end, or continues in passages with question and title."""
+    """Whether to truncate contexts that are too long, or split them into several passages with question and title."""
     answer_tokens: int = Field(gt=0)
-    """Most tokens of an answer and its end token; a longer one loses its end."""
+    """Maximum tokens of an answer with its end token; longer answers are truncated."""
 
     @model_validator(mode="after")
     def _passages_are_read(self) -> "Config":
         if self.keep_useful and self.num_passages is None:
-            raise ValueError("keep_useful: no passage is left out without num_passages. Remove it.")
+            raise ValueError("keep_useful: has no effect without num_passages. Remove it.")
         if self.contexts == "none" and (self.num_passages is not None or self.too_long != "truncate"):
             raise ValueError(
-                "contexts: with 'none' there is one passage, "
-                "so num_passages and too_long would be ignored. Remove them."
+                "contexts: with 'none' there is one passage, so num_passages and too_long would be ignored. "
+                "Remove them."
             )
         return self
 
@@ -64,10 +63,8 @@ class Config(RowsConfig):
         """The rows of one split, tokenised on access.
 
         Raises:
-            DataError: the data set is missing, incomplete or malformed, or what is used of it smaller than
-                `val_samples`.
-            ConfigError: too few tokens are allowed for the words around question, title and context, or no row is of
-                one of the sources.
+            DataError: the data set is missing, incomplete or malformed, or has fewer than `val_samples` rows.
+            ConfigError: `passage_tokens` is too small for the format, or a source has no rows.
         """
         rows, fingerprint = questions.read(places, self, split)
         data = FidQADataset(self, rows, tokenizer, seed, fingerprint)
@@ -77,10 +74,10 @@ class Config(RowsConfig):
 
 class Sample(questions.Sample):
     """One training sample, or one prompt.
-    `input_ids`: a first token, which the model replaces by its own, and the answer."""
+    `input_ids`: a placeholder for the model's start token, and the answer."""
 
     passages: list[list[int]]
-    """At least one."""
+    """One or more passages."""
 
 
 class _Words(NamedTuple):
@@ -90,9 +87,9 @@ class _Words(NamedTuple):
     title: list[int]
     context: list[int]
 
-    def count(self, titled: bool) -> int:
-        """Tokens of a passage that are neither question nor title nor context; one is the end token."""
-        return len(self.question) + titled * len(self.title) + len(self.context) + 1
+    def count(self, with_title: bool) -> int:
+        """Number of fixed tokens in a passage: these words and the end token."""
+        return len(self.question) + with_title * len(self.title) + len(self.context) + 1
 
 
 class FidQADataset(questions.Questions):
@@ -112,10 +109,10 @@ class FidQADataset(questions.Questions):
         self._words = _Words(*(self._encoder.encode(word) for word in ("question:", " title:", " context:")))
         self._truncations = questions.truncation_counter(config.corpus, "passage_tokens", config.passage_tokens)
         self.keeps_useful = False
-        questions.require_room("passage_tokens", config.passage_tokens, self._words.count(titled=True) + 4)
+        questions.require_room("passage_tokens", config.passage_tokens, self._words.count(with_title=True) + 4)
 
     def sample(self, epoch: int, index: int) -> Sample:
-        """Passages and answer, whatever the epoch."""
+        """Passages and answer, the same in every epoch."""
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
         answer = [*self._encoder.encode(self._rows[index]["answer"]), self._encoder.eos_id][
@@ -128,11 +125,11 @@ class FidQADataset(questions.Questions):
         }
 
     def prompt(self, index: int) -> Sample:
-        """What generation starts from: the sample without its answer."""
+        """The sample without its answer, for generation."""
         return {"input_ids": [self._encoder.pad_id], "loss_mask": [False], "passages": self._passages(index)}
 
     def collate(self, samples: Sequence[Sample]) -> ContextBatch:
-        """Pad on the right: answers to (B, T), passages to (B, C, S). A sample with fewer passages gets empty ones."""
+        """Pad answers to (B, T) and passages to (B, C, S), on the right. Missing passages are empty."""
         from src.data import collate
 
         ids, masks = [s["input_ids"] for s in samples], [s["loss_mask"] for s in samples]
@@ -144,36 +141,36 @@ class FidQADataset(questions.Questions):
         }
 
     def collate_prompts(self, samples: Sequence[Sample]) -> ContextBatch:
-        """As `collate`: the decoder's part is one token, so nothing is padded on the left."""
+        """See `collate`. The decoder input is one token, so left padding is not needed."""
         return self.collate(samples)
 
     def _passages(self, index: int) -> list[list[int]]:
-        """In the order of the contexts; the parts of a context that is split follow each other."""
+        """Passages of a row, in the order of its contexts. The parts of a split context are consecutive."""
         question = self._encoder.encode(f" {self._rows[index]['question']}")
         if not self.reads_contexts:
             most = self._config.passage_tokens - 1 - len(self._words.question)
             return [[*self._words.question, *question[max(0, len(question) - most) :], self._encoder.eos_id]]
         row = self._context_row(index)
         titles, contexts = row.get("titles_list") or [], answers.contexts(row)
-        chosen = questions.useful_indices(row) if self._config.contexts == "useful" else range(len(contexts))
+        indices = questions.useful_indices(row) if self._config.contexts == "useful" else range(len(contexts))
         if self.keeps_useful:
             useful = {*questions.useful_indices(row)}
-            first = sorted(chosen, key=lambda i: (i not in useful, i))[: self._config.num_passages]
-            chosen = sorted(first)
-        chosen = chosen[: self._config.num_passages]  # each is a passage at least
-        passages = [part for i in chosen for part in self._parts(question, titles[i] if titles else "", contexts[i])]
+            first = sorted(indices, key=lambda i: (i not in useful, i))[: self._config.num_passages]
+            indices = sorted(first)
+        indices = indices[: self._config.num_passages]  # each context gives at least one passage
+        passages = [part for i in indices for part in self._parts(question, titles[i] if titles else "", contexts[i])]
         return passages[: self._config.num_passages]
 
     def _parts(self, question: Sequence[int], title: str, context: str) -> list[list[int]]:
-        """The passage of one context, or several where it is split."""
+        """The passage of one context, or several if it is split."""
         words, context_ids = self._words, self._encoder.encode(f" {context}" if context else "")
         title_ids = self._encoder.encode(f" {title}" if title else "")
         room = self._config.passage_tokens - words.count(bool(title_ids))
         if len(question) + len(title_ids) + len(context_ids) > room:
             question, title_ids = question[max(0, len(question) - room // 2) :], title_ids[: room // 4]
         head = [*words.question, *question, *(words.title if title_ids else ()), *title_ids, *words.context]
-        left = room - len(question) - len(title_ids)
+        context_room = room - len(question) - len(title_ids)
         if self._config.too_long == "truncate":
-            self._truncations.count(1, len(context_ids) > left)
-        starts = range(0, max(1, len(context_ids)), left) if self._config.too_long == "split" else [0]
-        return [[*head, *context_ids[start : start + left], self._encoder.eos_id] for start in starts]
+            self._truncations.count(1, len(context_ids) > context_room)
+        starts = range(0, max(1, len(context_ids)), context_room) if self._config.too_long == "split" else [0]
+        return [[*head, *context_ids[start : start + context_room], self._encoder.eos_id] for start in starts]

@@ -1,4 +1,4 @@
-"""Fill in the middle: a sequence cut in three, with the middle moved to the end."""
+"""Fill in the middle: split a sequence into three parts and move the middle to the end."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ _RATE = 0.5
 
 @dataclass(frozen=True)
 class FimTokens:
-    """Ids before each part; more than one id where the vocabulary lacks the control token."""
+    """Ids of the marker before each part; several ids if the vocabulary has no such control token."""
 
     prefix: Sequence[int]
     middle: Sequence[int]
@@ -27,27 +27,25 @@ def fim_tokens(encoder: SafeTokenizer) -> FimTokens:
 def maybe_fill_in_the_middle(
     ids: Sequence[int], tokens: FimTokens, max_tokens: int, seed: int, epoch: int, index: int
 ) -> list[int]:
-    """`fill_in_the_middle` with probability 1/2.
-    Whether, where and in which order is a pure function of (seed, epoch, index)."""
+    """Apply `fill_in_the_middle` with probability 1/2. All choices are a pure function of (seed, epoch, index)."""
     rng = Random(f"fim/{seed}/{epoch}/{index}")
     return fill_in_the_middle(ids, tokens, rng, max_tokens) if rng.random() < _RATE else list(ids)
 
 
 def fill_in_the_middle(ids: Sequence[int], tokens: FimTokens, rng: Random, max_tokens: int, skip: int = 4) -> list[int]:
-    """Cut `ids` at two random points after the first `skip` and put the middle last;
-    PSM or SPM with probability 1/2 each.
+    """Split `ids` at two random points after the first `skip` tokens and move the middle to the end.
 
-    PSM is [prefix] P [suffix] S [middle] M; SPM is variant 2 of Bavarian et al. 2022 (arXiv:2207.14255, section 3 and
-    appendix D), [prefix] [suffix] S [middle] P M. At most `max_tokens` come out: the suffix loses its end. A sequence
-    too short to be cut comes back as it is.
+    The format is PSM or SPM, with probability 1/2 each. PSM is [prefix] P [suffix] S [middle] M. SPM is variant 2 of
+    Bavarian et al. 2022 (arXiv:2207.14255, section 3 and appendix D), [prefix] [suffix] S [middle] P M. The suffix is
+    truncated to return at most `max_tokens`. A sequence that is too short to split is returned unchanged.
     """
-    added = len(tokens.prefix) + len(tokens.middle) + len(tokens.suffix)
-    last = min(max_tokens - added - 1, len(ids) - 1)
+    num_marker_tokens = len(tokens.prefix) + len(tokens.middle) + len(tokens.suffix)
+    last = min(max_tokens - num_marker_tokens - 1, len(ids) - 1)
     if last <= skip:
         return list(ids)
     first_cut, second_cut = sorted(rng.randrange(skip, last) for _ in range(2))
     prefix, middle = ids[:first_cut], ids[first_cut:second_cut]
-    suffix = ids[second_cut : max_tokens - added]
+    suffix = ids[second_cut : max_tokens - num_marker_tokens]
     if rng.random() < _SPM_RATE:
         return [*tokens.prefix, *tokens.suffix, *suffix, *tokens.middle, *prefix, *middle]
     return [*tokens.prefix, *prefix, *tokens.suffix, *suffix, *tokens.middle, *middle]

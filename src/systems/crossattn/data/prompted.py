@@ -1,4 +1,4 @@
-"""Questions for a decoder alone, with the contexts in the prompt or without."""
+"""Questions for a decoder, with or without contexts in the prompt."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
@@ -15,26 +15,23 @@ if TYPE_CHECKING:
 
 
 class Config(questions.DecoderConfig):
-    """How contexts are read in the prompt, before the question."""
+    """Questions, and the contexts in the prompt before them."""
 
     contexts: Literal["all", "useful", "none"]
-    """Which of a row's contexts are in the prompt, joined by spaces. useful: all of them where none is marked."""
+    """Contexts of a row to join by spaces in the prompt. useful: the ones marked as useful, or all if no context is
+    marked."""
     context_tokens: int | None = Field(default=None, gt=0)
-    """Most tokens that the contexts add to a prompt."""
+    """Maximum tokens that the contexts add to a prompt."""
     too_long: Literal["truncate", "refuse"] = "truncate"
-    """Contexts of more tokens lose their end, or are refused when the data are read."""
+    """Whether to truncate longer contexts, or raise an error when the data is loaded."""
 
     @model_validator(mode="after")
     def _tokens_for_contexts(self) -> "Config":
         if self.contexts == "none" and (self.context_tokens is not None or self.too_long != "truncate"):
             ignored = "context_tokens" if self.context_tokens is not None else "too_long"
-            raise ValueError(
-                f"{ignored}: with contexts 'none' there is nothing to read, so it would be ignored. Remove it."
-            )
+            raise ValueError(f"{ignored}: would be ignored with contexts 'none'. Remove it.")
         if self.contexts != "none" and self.context_tokens is None:
-            raise ValueError(
-                f"context_tokens: missing. With contexts {self.contexts!r} it says how much of them is read."
-            )
+            raise ValueError(f"context_tokens: missing. Set the maximum tokens of contexts {self.contexts!r}.")
         return self
 
     def check_length(self, max_positions: int | None, new_tokens: int = 0) -> None:
@@ -45,9 +42,9 @@ class Config(questions.DecoderConfig):
         """The rows of one split, tokenised on access.
 
         Raises:
-            DataError: the data set is missing, incomplete or malformed, or what is used of it smaller than
-                `val_samples`; or a context is too long and refused.
-            ConfigError: too few tokens are allowed for the template alone, or no row is of one of the sources.
+            DataError: the data set is missing, incomplete or malformed, or has fewer than `val_samples` rows; or a
+                context is too long and `too_long` is "refuse".
+            ConfigError: the token limits are too small for the template, or a source has no rows.
         """
         rows, fingerprint = questions.read(places, self, split)
         return PromptedQADataset(self, rows, tokenizer, seed, fingerprint)
@@ -76,16 +73,16 @@ class PromptedQADataset(questions.DecoderQuestions):
                 self._check_rows(self._require_short_contexts)
 
     def _require_short_contexts(self, row: questions.Row) -> None:
-        """Raises DataError where the contexts of a row would be cut."""
-        needed = self._context_tokens(" ".join(self._texts_of(row)))
-        if self._max_context is not None and needed > self._max_context:
+        """Raises DataError if the contexts of a row would be truncated."""
+        num_tokens = self._context_tokens(" ".join(self._texts_of(row)))
+        if self._max_context is not None and num_tokens > self._max_context:
             raise DataError(
-                f"its contexts take {needed} tokens, more than data.context_tokens, {self._max_context}. "
-                "Allow more, or write too_long 'truncate'."
+                f"the contexts have {num_tokens} tokens, but data.context_tokens is {self._max_context}. "
+                "Raise it, or set data.too_long to 'truncate'."
             )
 
     def _context_tokens(self, context: str) -> int:
-        """Tokens that a context adds to a prompt where it is not cut."""
+        """Number of tokens that a context adds to a prompt if it is not truncated."""
         return len(self._encoder.encode(context)) + self._prompter.fixed_reading_tokens
 
     def _prompt_ids(self, index: int, max_tokens: int) -> list[int]:
@@ -94,7 +91,7 @@ class PromptedQADataset(questions.DecoderQuestions):
             return self._prompter.prompt(question, max_tokens)
         context = " ".join(self._texts_of(self._context_row(index)))
         ids = self._prompter.prompt(question, max_tokens, context, most)
-        # Only then it may have been cut, and tokens are counted once more.
+        # Count the context's tokens again only if it can have been truncated.
         full = len(ids) >= most + self._prompter.fixed_tokens
         self._truncations.count(1, full and self._context_tokens(context) > most)
         return ids

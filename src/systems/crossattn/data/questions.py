@@ -1,4 +1,4 @@
-"""Rows of questions, answers and contexts: what all data sets made of them share."""
+"""Rows of questions, answers and contexts: the common part of the data sets made of them."""
 
 import copy
 import logging
@@ -32,15 +32,15 @@ OPTIONAL = {
     "kind": str,
 }
 RULES = "questions 1"
-"""Of what is checked of the rows and how they are grouped: with another number, files are checked again."""
+"""Version of the rows' checks and groups. If it changes, files are checked again."""
 
 
 def read(places: Places, config: RowsConfig, split: str) -> tuple[Sequence[Row], str]:
-    """The rows of one split of a prepared data set that `config` uses, and the fingerprint of the whole data set.
+    """The rows of a split that `config` selects, and the fingerprint of the data set.
 
     Raises:
-        DataError: the data set is missing, incomplete or malformed, or what is used of it smaller than `val_samples`.
-        ConfigError: no row is of one of the sources.
+        DataError: the data set is missing, incomplete or malformed, or has fewer than `val_samples` rows.
+        ConfigError: a source has no rows.
     """
     folder = jsonl.corpus_folder(places, config.corpus)
     path = jsonl.require_file(folder, f"{split}.jsonl")
@@ -53,28 +53,29 @@ def read(places: Places, config: RowsConfig, split: str) -> tuple[Sequence[Row],
 
 
 def require_equal_lengths(row: Row, where: str) -> None:
-    """Raises DataError where a list with one entry per context has another length."""
+    """Raises DataError if a list with one entry per context has a different length."""
     for field in ("useful_contexts", "titles_list"):
         values, contexts = row.get(field), row.get("contexts_list") or []
         if values is not None and len(values) != len(contexts):
-            raise DataError(f"{where}: field {field!r}: {len(values)} entries for {len(contexts)} in 'contexts_list'.")
+            raise DataError(
+                f"{where}: field {field!r}: expected {len(contexts)} entries, as in 'contexts_list', got {len(values)}."
+            )
 
 
 def useful_contexts(row: Row) -> list[str]:
-    """All of them where none is marked."""
+    """The contexts that are marked as useful, or all if no context is marked."""
     contexts = answers.contexts(row)
     return [contexts[i] for i in useful_indices(row)]
 
 
 def useful_indices(row: Row) -> list[int]:
-    """Indices of the contexts that are marked as useful; all where none is."""
-    marked = [i for i, mark in enumerate(row.get("useful_contexts") or []) if mark]
-    return marked or list(range(len(answers.contexts(row))))
+    """Indices of the contexts that are marked as useful, or all if no context is marked."""
+    marked_indices = [i for i, mark in enumerate(row.get("useful_contexts") or []) if mark]
+    return marked_indices or list(range(len(answers.contexts(row))))
 
 
 class TruncationCounter:
-    """Counts the contexts of which this process cut the end off.
-    Warns at the first, the 100th, the 10,000th and so on."""
+    """Counts the contexts that this process truncates, and warns at the first, the 100th, the 10,000th and so on."""
 
     def __init__(self, name: str, why: str) -> None:
         self._name, self._why = name, why
@@ -82,12 +83,12 @@ class TruncationCounter:
         self._next = 1
 
     def count(self, read: int, cut: int) -> None:
-        """Add `read` contexts, of which `cut` lost their end."""
+        """Add `read` contexts, of which `cut` were truncated."""
         self.read += read
         self.cut += cut
         if self.cut >= self._next:
             log.warning(
-                "%s: %d of %d contexts read by this process lost their end: %s.",
+                "%s: truncated %d of %d contexts read by this process: %s.",
                 self._name,
                 self.cut,
                 self.read,
@@ -99,19 +100,19 @@ class TruncationCounter:
 
 @cache
 def truncation_counter(name: str, field: str, most: int) -> TruncationCounter:
-    """The counter that all data sets of `name` in this process share.
-    field: the config field that allows `most` tokens."""
-    return TruncationCounter(name, f"data.{field} is {most}, and data.too_long 'truncate'")
+    """The counter of all data sets called `name` in this process.
+    field: the config field with the maximum number of tokens, `most`."""
+    return TruncationCounter(name, f"data.{field} is {most} and data.too_long is 'truncate'")
 
 
 class Questions:
-    """Rows, each asked with its own contexts or, as a control, with another row's."""
+    """Questions, each with its own contexts or, as a control, with another row's."""
 
     stored_bytes_per_token: int | None = None
-    """On disk, of a token of a context that was encoded before; None where contexts are read as text."""
+    """Bytes on disk per token of contexts that are encoded in advance; None if contexts are read as text."""
 
     def __init__(self, rows: Sequence[Row], seed: int, name: str, fingerprint: str, contexts: str = "all") -> None:
-        """contexts: which of a row's are read: "all", "useful" or "none"."""
+        """contexts: which contexts of a row to read: "all", "useful" or "none"."""
         self.fingerprint = fingerprint
         self.reads_contexts = contexts != "none"
         self._rows = rows
@@ -126,7 +127,7 @@ class Questions:
 
     @property
     def num_questions(self) -> int:
-        """Rows that can be asked."""
+        """Number of questions."""
         return len(self._rows)
 
     def row(self, index: int) -> Row:
@@ -134,7 +135,7 @@ class Questions:
         return self._rows[index]
 
     def source(self, index: int) -> str:
-        """Group of scores: the dataset a row came from, with its kind of question if any, as "stdlib_calls"."""
+        """Name of the score group: the row's dataset and its kind of question, if any, for example "stdlib_calls"."""
         return answers.source(self._rows[index % len(self._rows)])
 
     def sample_source(self, epoch: int, index: int) -> str:
@@ -147,9 +148,9 @@ class Questions:
         return sources_of(self._rows)
 
     def with_shuffled_contexts(self) -> Self:
-        """The same questions, each with another sample's context, never one of the same text.
+        """The same questions, each with another row's context of different text.
 
-        A control: a model that reads its context does worse here. Depends on the rows and the seed alone.
+        A control: a model that uses its contexts has a higher loss. Depends only on the rows and the seed.
 
         Raises:
             DataError: all rows have the same context.
@@ -159,7 +160,7 @@ class Questions:
             by_text.setdefault(tuple(self._texts_of(row)), index)
         if len(by_text) < 2:
             raise DataError(
-                f"{self._name}: all {len(self._rows)} rows have the same context; shuffling needs at least two."
+                f"{self._name}: all {len(self._rows)} rows have the same context. Shuffling needs two or more."
             )
         order = list(by_text)
         Random(f"contexts/{self._seed}").shuffle(order)
@@ -169,11 +170,11 @@ class Questions:
         return shuffled
 
     def _context_row(self, index: int) -> Row:
-        """The row whose contexts are read with question `index`."""
+        """The row that provides the contexts of question `index`."""
         return self._rows[self._context_rows[index]]
 
     def _check_rows(self, check: Callable[[Row], object]) -> None:
-        """Call `check` with each row. A DataError that it raises gets the row's number."""
+        """Call `check` with each row, and add the row's number to its DataErrors."""
         for index, row in enumerate(self._rows):
             try:
                 check(row)
@@ -181,31 +182,31 @@ class Questions:
                 raise DataError(f"{self._name}: row {row_number(self._rows, index) + 1}: {error}") from None
 
 
-def require_room(field: str, given: int, needed: int) -> None:
-    """Raises ConfigError where the template alone takes more tokens than are allowed."""
-    if given < needed:
+def require_room(field: str, allowed_tokens: int, needed_tokens: int) -> None:
+    """Raises ConfigError if the template leaves no tokens for text."""
+    if allowed_tokens < needed_tokens:
         raise ConfigError(
-            f"data.{field}: {given} tokens leave no room beside the template in this vocabulary; "
-            f"expected at least {needed}."
+            f"data.{field}: expected at least {needed_tokens} tokens for the template in this vocabulary, "
+            f"got {allowed_tokens}."
         )
 
 
 class DecoderConfig(RowsConfig):
-    """Questions that a decoder reads in the template of a chat, and answers."""
+    """Questions and answers that a decoder reads in a chat template."""
 
-    same_length_advice: ClassVar[str] = "Write data.fixed_length: true, or leave loop.compile out."
+    same_length_advice: ClassVar[str] = "Set data.fixed_length: true, or remove loop.compile."
     sequence_tokens: int = Field(gt=0)
-    """Most tokens of question and answer.
-    A longer question loses its beginning; an answer that alone is too long loses its end."""
+    """Maximum tokens of question and answer. Longer questions are truncated from the left; an answer that is too long
+    by itself is truncated at the end."""
     loss_on: Literal["answer", "all"]
-    """Score the answer and the end token, or every token but the first."""
+    """Whether the loss is on the answer and the end token, or on every token but the first."""
     template: templates.Name = "assistant"
     fixed_length: bool = False
-    """Pad every batch to the length of the longest possible sequence, not of its own longest, for `loop.compile`."""
+    """Whether to pad every batch to the maximum length, instead of its longest sequence, for `loop.compile`."""
 
     @abstractmethod
     def longest(self) -> int:
-        """Most tokens of a sequence."""
+        """Maximum tokens of a sequence."""
 
     def batch_lengths(self) -> tuple[int, ...] | None:
         return (self.longest(),) if self.fixed_length else None
@@ -216,7 +217,7 @@ class Sample(TypedDict):
 
     input_ids: list[int]
     loss_mask: list[bool]
-    """As long as input_ids. True where the prediction of the token is scored."""
+    """One per token of input_ids; True on tokens in the loss."""
 
 
 class DecoderQuestions(Questions):
@@ -239,33 +240,36 @@ class DecoderQuestions(Questions):
         require_room("sequence_tokens", config.sequence_tokens, self._prompter.fixed_tokens + 2)
 
     def _prompt_ids(self, index: int, max_tokens: int) -> list[int]:
-        """Ids up to where the answer begins, of which question and template take `max_tokens` at most."""
+        """Ids before the answer. Question and template have at most `max_tokens`."""
         return self._prompter.prompt(self._rows[index]["question"], max_tokens)
 
     def sample(self, epoch: int, index: int) -> Sample:
-        """Question and answer, whatever the epoch."""
+        """Question and answer, the same in every epoch."""
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
         answer = self._prompter.answer(self._rows[index]["answer"], self._most - self._prompter.fixed_tokens)
         prompt = self._prompt_ids(index, self._most - len(answer))
-        unscored = len(prompt) if self._loss_on == "answer" else 1
-        return {"input_ids": prompt + answer, "loss_mask": [i >= unscored for i in range(len(prompt) + len(answer))]}
+        first_scored = len(prompt) if self._loss_on == "answer" else 1
+        return {
+            "input_ids": prompt + answer,
+            "loss_mask": [i >= first_scored for i in range(len(prompt) + len(answer))],
+        }
 
     def prompt(self, index: int) -> Sample:
-        """What generation starts from: the sample without its answer."""
+        """The sample without its answer, for generation."""
         ids = self._prompt_ids(index, self._most - 1)
         return {"input_ids": ids, "loss_mask": [False] * len(ids)}
 
     def collate(self, samples: Sequence[Any]) -> TokenBatch:
         """Pad on the right."""
-        return self._collate(samples, left=False)
+        return self._collate(samples, pad_left=False)
 
     def collate_prompts(self, samples: Sequence[Any]) -> TokenBatch:
-        """Pad the prompts on the left, so that all end where generation begins; contexts on the right."""
-        return self._collate(samples, left=True)
+        """Pad prompts on the left, for generation, and contexts on the right."""
+        return self._collate(samples, pad_left=True)
 
-    def _collate(self, samples: Sequence[Any], left: bool) -> TokenBatch:
+    def _collate(self, samples: Sequence[Any], pad_left: bool) -> TokenBatch:
         from src.data import collate
 
         ids, masks = [s["input_ids"] for s in samples], [s["loss_mask"] for s in samples]
-        return collate.pad_tokens(ids, masks, self._encoder.pad_id, left, None if left else self._length)
+        return collate.pad_tokens(ids, masks, self._encoder.pad_id, pad_left, None if pad_left else self._length)

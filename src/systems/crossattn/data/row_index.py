@@ -1,4 +1,4 @@
-"""Index files: the numbers of the rows of a split that are asked."""
+"""Index files: numbers of the rows of a split that inference uses."""
 
 from src.data import jsonl
 from src.errors import ConfigError
@@ -8,11 +8,11 @@ from src.systems.crossattn.data.subsets import RowsConfig
 
 
 def check(places: Places, data: RowsConfig, split: str, name: str | None) -> None:
-    """Refuse a split or an index file that the data set does not have, without reading it.
+    """Require that the data set has the split and the index file, without reading them.
 
     Raises:
-        DataError: the data set lacks it; says what there is.
-        ConfigError: the numbers would refer to other rows.
+        DataError: the split or the index file is missing.
+        ConfigError: the data set uses only some rows of the split, so the numbers would refer to other rows.
     """
     folder = jsonl.corpus_folder(places, data.corpus)
     jsonl.require_file(folder, f"{split}.jsonl")
@@ -24,8 +24,8 @@ def check(places: Places, data: RowsConfig, split: str, name: str | None) -> Non
         if options.get(field) is not None:
             order = ", in another order" if field == "val_samples" else ""
             raise ConfigError(
-                f"inference.index_file: counts the rows of {split}.jsonl, of which data.{field} uses some{order}. "
-                f"Leave one of the two out."
+                f"inference.index_file: refers to all rows of {split}.jsonl, but data.{field} selects some{order}. "
+                f"Remove one of the two."
             )
 
 
@@ -33,6 +33,6 @@ def read(places: Places, data: RowsConfig, name: str) -> list[int]:
     """The numbers in the file `name` of the data set.
 
     Raises:
-        DataError: the data set or the file is missing, or a line is no number; names it.
+        DataError: the data set or the file is missing, or a line is not a number.
     """
     return answers.read_row_indices(jsonl.require_file(jsonl.corpus_folder(places, data.corpus), name))

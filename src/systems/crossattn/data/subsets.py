@@ -1,4 +1,4 @@
-"""Selects the rows of a prepared data set that are used: of some sources, or a sample of all."""
+"""Select rows of a prepared data set: by source, or a sample of the validation split."""
 
 from abc import abstractmethod
 from array import array
@@ -24,7 +24,7 @@ Row = dict[str, Any]
 class RowsConfig(ShuffledConfig):
     """A folder of rows {"context", "question", "answer", "dataset"} in train.jsonl and val.jsonl, and their selection.
 
-    Other splits are used whole.
+    All rows of other splits are used.
     """
 
     has_questions: ClassVar[bool] = True
@@ -32,18 +32,18 @@ class RowsConfig(ShuffledConfig):
     corpus: str = Field(min_length=1)
     """Folder below `--data_path`."""
     train_datasets: list[str] | None = Field(default=None, min_length=1)
-    """Only the rows of these sources are trained on, named as in "em/<source>"; None for all."""
+    """Sources of the training rows, named as in "em/<source>"; None for all."""
     val_datasets: list[str] | None = Field(default=None, min_length=1)
-    """Only the rows of these sources are validated on, named as in "em/<source>"; None for all."""
+    """Sources of the validation rows, named as in "em/<source>"; None for all."""
     val_samples: int | None = Field(default=None, gt=0)
-    """Rows of the validation split, of `val_datasets`, that are used: the same ones whatever the seed; None for all."""
+    """Number of validation rows of `val_datasets` to use, the same rows for every seed; None for all."""
 
     @field_validator("train_datasets", "val_datasets")
     @classmethod
     def _each_once(cls, names: list[str] | None) -> list[str] | None:
-        twice = [name for name, times in Counter(names or ()).items() if times > 1]
-        if twice:
-            raise ValueError(f"{', '.join(twice)} stands there more than once. Name each source once.")
+        duplicates = [name for name, times in Counter(names or ()).items() if times > 1]
+        if duplicates:
+            raise ValueError(f"duplicate sources: {', '.join(duplicates)}. List each source once.")
         return names
 
     @property
@@ -51,10 +51,9 @@ class RowsConfig(ShuffledConfig):
         return getattr(self, "contexts", None) != "none"
 
     def check(self, places: Places) -> None:
-        """Also refuses sources that the manifest of the data set does not count: {"counts": {split:
-        {"rows": {source: number}}}}.
+        """Check the files, and the sources against the manifest's {"counts": {split: {"rows": {source: number}}}}.
 
-        A manifest without counts is left to `build`, which looks for the sources among the rows.
+        If the manifest has no counts, `build` checks the sources against the rows.
         """
         jsonl.require_splits(places, self.corpus)
         counts: Any = read_manifest(places.data / self.corpus, DataError).get("counts")
@@ -69,32 +68,32 @@ class RowsConfig(ShuffledConfig):
         """The rows of one split, tokenised on access."""
 
     def datasets(self, split: str) -> list[str] | None:
-        """The sources whose rows of a split are used; None for all."""
+        """The sources to use in a split; None for all."""
         return {"train": self.train_datasets, "val": self.val_datasets}.get(split)
 
 
-def _require_known(config: RowsConfig, split: str, known: Iterable[str]) -> None:
+def _require_known(config: RowsConfig, split: str, known_sources: Iterable[str]) -> None:
     for name in config.datasets(split) or ():
-        if name not in known:
-            raise unknown("source", name, known, f"data.{split}_datasets: {config.corpus}/{split}.jsonl")
+        if name not in known_sources:
+            raise unknown("source", name, known_sources, f"data.{split}_datasets: {config.corpus}/{split}.jsonl")
 
 
 def select_sources(config: RowsConfig, split: str, rows: jsonl.Rows) -> Sequence[Row]:
-    """The rows of a split that are of the sources in use.
+    """The rows of a split that belong to the selected sources.
 
     Raises:
-        ConfigError: a source has no row; names those that have.
+        ConfigError: a source has no rows.
     """
-    wanted, index = config.datasets(split), rows.row_index
-    if wanted is None:
+    sources, index = config.datasets(split), rows.row_index
+    if sources is None:
         return rows
     _require_known(config, split, index.names)
-    chosen = {index.names.index(name) for name in wanted}
-    return Subset(rows, array("Q", (number for number, group in enumerate(index.groups) if group in chosen)))
+    selected_groups = {index.names.index(name) for name in sources}
+    return Subset(rows, array("Q", (number for number, group in enumerate(index.groups) if group in selected_groups)))
 
 
 def sources_of(rows: Sequence[Row]) -> list[str]:
-    """The sources of some rows, sorted, of which none is parsed."""
+    """The sources of rows, sorted. Does not parse the rows."""
     numbers: Iterable[int] = range(len(rows))
     while isinstance(rows, Subset):
         numbers, rows = map(rows.numbers.__getitem__, numbers), rows.rows
@@ -103,12 +102,12 @@ def sources_of(rows: Sequence[Row]) -> list[str]:
 
 
 class Subset(Sequence[Row]):
-    """Some of the `rows`, by number, read on access."""
+    """A subset of `rows`, read on access."""
 
     def __init__(self, rows: Sequence[Row], numbers: Sequence[int]) -> None:
         self.rows = rows
         self.numbers = numbers
-        """Positions in `rows`, counted from 0."""
+        """Indices in `rows`, from 0."""
 
     def __len__(self) -> int:
         return len(self.numbers)
@@ -124,7 +123,7 @@ class Subset(Sequence[Row]):
 
 
 def row_number(rows: Sequence[Row], index: int) -> int:
-    """Position of row `index` of `rows` in the whole file, counted from 0."""
+    """Index in the file, from 0, of row `index` of `rows`."""
     while isinstance(rows, Subset):
         rows, index = rows.rows, rows.numbers[index]
     return index

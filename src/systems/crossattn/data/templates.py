@@ -8,27 +8,27 @@ from src.data.text.tokenizers import SafeTokenizer
 from src.errors import ConfigError
 
 Name = Literal["assistant", "instruct", "chat"]
-"""chat: the tokenizer's own, with a context in the prompt above the question."""
+"""chat: the tokenizer's chat template; a context in the prompt precedes the question."""
 CONTEXT_TOKEN = "<|C|>"
 
 
 @dataclass(frozen=True)
 class Template:
-    """Pieces before and after the question, and what is between them and the answer.
+    """Pieces of text around the question.
 
-    A piece that is one of `controls` becomes one id where the vocabulary has it; everything else is text.
+    A piece that is a control token of the vocabulary becomes one id. Everything else is text.
     """
 
     before: tuple[str, ...]
     after: tuple[str, ...]
     before_answer: str = ""
     before_context: tuple[str, ...] = ()
-    """A context in the prompt is written between these and `after_context`, and the three together replace `before`."""
+    """A context in the prompt goes between this and `after_context`; the three together replace `before`."""
     after_context: tuple[str, ...] = ()
 
 
-# ServiceNow/xc-cache, format_qa_task.py: the user-assistant template, that of Tulu 2 with a context, and the instruct
-# template.
+# From ServiceNow/xc-cache, format_qa_task.py: the user-assistant template, Tulu 2's template with a context, and the
+# instruct template.
 TEMPLATES: dict[str, Template] = {
     "assistant": Template(
         before=("<|user|>", "\n"),
@@ -48,16 +48,13 @@ TEMPLATES: dict[str, Template] = {
 
 def _chat(encoder: SafeTokenizer) -> Template:
     if encoder.chat is None:
-        raise ConfigError(
-            f"data.template: 'chat' is the tokenizer's own, and this one has none that can be used. Take "
-            f"{' or '.join(TEMPLATES)}."
-        )
+        raise ConfigError(f"data.template: the tokenizer has no usable chat template. Use {' or '.join(TEMPLATES)}.")
     before, after = encoder.chat
     return Template(before=before, after=after, before_context=before, after_context=("\n\n",))
 
 
 class Prompter:
-    """Writes prompts and encoder inputs in one template, with one tokenizer."""
+    """Writes prompts and encoder inputs with one template and tokenizer."""
 
     def __init__(self, encoder: SafeTokenizer, template: Name) -> None:
         self._encoder = encoder
@@ -66,13 +63,12 @@ class Prompter:
         self._marker = encoder.encode_token(CONTEXT_TOKEN)
         self.fixed_context_tokens = self.fixed_tokens + len(self._marker)
         self.fixed_reading_tokens = len(self._assemble([], [], [])) - self.fixed_tokens
-        """Tokens that a context in the prompt takes besides its own."""
+        """Tokens that a context in the prompt adds in addition to its own."""
 
     def prompt(self, question: str, max_tokens: int, context: str | None = None, context_tokens: int = 0) -> list[int]:
-        """Ids up to where the answer begins:
-        at most `max_tokens`, and `context_tokens` more for a context, read before the question.
+        """Ids before the answer: at most `max_tokens`, plus `context_tokens` for a context before the question.
 
-        A longer question loses its beginning, a longer context its end; neither gets the room that the other leaves.
+        A longer question is truncated from the left, a longer context at the end. They do not share their limits.
         """
         context_ids = None if context is None else self._encoder.encode(context)
         context_room = max(0, context_tokens - self.fixed_reading_tokens)
@@ -82,17 +78,17 @@ class Prompter:
                 return ids
         question_ids = self._encoder.encode(question)
         room = max(0, max_tokens - self.fixed_tokens)
-        kept = question_ids[max(0, len(question_ids) - room) :]
-        return self._assemble(kept, [], None if context_ids is None else context_ids[:context_room])
+        truncated_ids = question_ids[max(0, len(question_ids) - room) :]
+        return self._assemble(truncated_ids, [], None if context_ids is None else context_ids[:context_room])
 
     def answer(self, answer: str, max_tokens: int) -> list[int]:
-        """Ids of the answer and the end token; a longer answer than `max_tokens` loses its end and the end token."""
+        """Ids of the answer and the end token, truncated to `max_tokens`."""
         return [*self._encoder.encode(self._template.before_answer + answer), self._encoder.eos_id][:max_tokens]
 
     def context(self, context: str, question: str, max_tokens: int) -> list[int]:
-        """Encoder input: template with <|C|> for the question, `question` (or "") before it, context for the answer.
+        """Encoder input: the template with `question` (or "") and <|C|> as the question, and the context as the answer.
 
-        At most `max_tokens`: a longer context loses its end, then the question its beginning.
+        Has at most `max_tokens`: first the context is truncated at the end, then the question from the left.
         """
         head = self._tokenise(question, CONTEXT_TOKEN)
         if len(head) > max_tokens:
@@ -102,7 +98,7 @@ class Prompter:
         return (head + self._encoder.encode(self._template.before_answer + context if context else ""))[:max_tokens]
 
     def _tokenise(self, question: str, marker: str, context: str | None = None) -> list[int]:
-        """Ids as the tokenizer gives them for the whole text: text between control tokens is encoded in one piece."""
+        """Tokenise the complete text: text between control tokens is encoded in one piece."""
         ids, run = list(self._encoder.start), ""
         for piece, is_ours in self._pieces(question, marker, context):
             control = self._encoder.control_id(piece) if is_ours else None
@@ -114,8 +110,7 @@ class Prompter:
         return ids + self._encoder.encode(run)
 
     def _pieces(self, question: str, marker: str, context: str | None) -> list[tuple[str, bool]]:
-        """The text in order, each piece with whether it is ours rather than a user's.
-        context: None where there is none."""
+        """The pieces of text in order, each with whether it is the template's. context: None without a context."""
         ours = self._template
         before = [(piece, True) for piece in (ours.before if context is None else ours.before_context)]
         if context is not None:
@@ -125,7 +120,7 @@ class Prompter:
     def _assemble(
         self, question_ids: Sequence[int], marker_ids: Sequence[int], context_ids: Sequence[int] | None = None
     ) -> list[int]:
-        """The same for a question and a context that are tokenised already."""
+        """Ids of the template with a question and a context that are already tokenised."""
         ours = self._template
         before = self._encode_pieces(ours.before)
         if context_ids is not None:

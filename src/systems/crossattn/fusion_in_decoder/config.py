@@ -1,4 +1,4 @@
-"""Config of Fusion-in-Decoder, and all checks that need no torch.
+"""Config of Fusion-in-Decoder, and the checks that do not need torch.
 
 Izacard & Grave, "Leveraging Passage Retrieval with Generative Models for Open Domain Question Answering" (EACL 2021,
 arXiv 2007.01282).
@@ -20,12 +20,12 @@ class Config(WrapperConfig):
     """The encoder-decoder that encodes the passages and writes the answer."""
 
     base: ModelField
-    """A T5, or an experiment that trained one."""
+    """A T5, or an experiment with a T5."""
 
     @model_validator(mode="after")
     def _base_is_an_encoder_decoder(self) -> "Config":
         if self.base.name == "lora":
-            raise ValueError("base: put 'lora' around 'fusion_in_decoder'.")
+            raise ValueError("base: 'lora' must wrap 'fusion_in_decoder', not its base.")
         self.base.require_kind(ENCODER_DECODER, None, "base")
         return self
 

@@ -1,7 +1,7 @@
-"""Fusion-in-Decoder on an encoder-decoder: each passage is encoded on its own, the decoder reads all at once.
+"""Fusion-in-Decoder on an encoder-decoder: each passage is encoded separately, the decoder reads all passages.
 
-Shapes: B samples, T tokens of the longest decoder input, C passages of the sample with most, S tokens of the longest
-passage, P = C * S.
+Shapes: B samples, T tokens of the longest decoder input, C maximum number of passages per sample, S tokens of the
+longest passage, P = C * S.
 """
 
 from collections.abc import Callable, Mapping
@@ -17,7 +17,7 @@ from src.support.flops import FROZEN, TRAINED, Adapters, adapter_weights, t5_flo
 
 
 class FusionInDecoder(Wrapper):
-    """`base` is a transformers encoder-decoder whose encoder knows relative positions only, such as T5."""
+    """Fusion-in-Decoder around `base`, a transformers encoder-decoder with relative positions, such as T5."""
 
     def __init__(self, base: Any) -> None:
         super().__init__()
@@ -28,7 +28,7 @@ class FusionInDecoder(Wrapper):
         self.base.save_pretrained(folder)
 
     def training_flops(self) -> Callable[[Mapping[str, Tensor]], int]:
-        """A function from a batch to the operations of a training pass, padding included except for absent passages."""
+        """A function from a batch to the FLOPs of a training pass, including padding but not missing passages."""
         adapters = adapter_weights(self.base) or Adapters()
         passes = FROZEN if any(adapters) else TRAINED
 
@@ -40,9 +40,9 @@ class FusionInDecoder(Wrapper):
         return flops
 
     def encode(self, context_ids: Tensor, context_mask: Tensor) -> tuple[Tensor, Tensor]:
-        """Hidden states (B, P, D) of passages (B, C, S) and their mask (B, P), True on real tokens; zeros if False.
+        """Hidden states (B, P, D) of passages (B, C, S), zero at padding, and their mask (B, P), True on real tokens.
 
-        context_mask: (B, C, S) bool, True on real tokens. A passage without any is padding and is not encoded.
+        context_mask: (B, C, S) bool, True on real tokens. Empty passages are not encoded.
         """
         B, C, S = context_ids.shape
         mask = context_mask.bool()
@@ -60,17 +60,16 @@ class FusionInDecoder(Wrapper):
         context_mask: Tensor,
         loss_mask: Tensor | None = None,
     ) -> Tensor:
-        """Logits of the decoder's tokens (B, T), read with their passages. Padding is on the right.
+        """Logits of the decoder's tokens (B, T), given their passages. Padding is on the right.
 
-        The first token of each is replaced by the base's start token. Masks are True on real tokens.
+        The base's start token replaces the first token of each row. Masks are True on real tokens.
 
-        Returns (N, vocabulary) for the N tokens where loss_mask (B, T) is True, in row-major order, each
-        predicted from the tokens before it; without loss_mask (B, T, vocabulary), each position predicting the token
-        after it.
+        Returns (N, vocabulary) for the N tokens where loss_mask (B, T) is True, in row-major order, each predicted from
+        the tokens before it. Without loss_mask returns (B, T, vocabulary), where each position predicts the next token.
         """
         hidden, mask = self.encode(context_ids, context_mask)
         logits = self.base(
-            encoder_outputs=BaseModelOutput(last_hidden_state=hidden),  # type: ignore[arg-type]  a subclass of the tensor it asks for
+            encoder_outputs=BaseModelOutput(last_hidden_state=hidden),  # type: ignore[arg-type]  its type is too narrow
             attention_mask=mask,
             decoder_input_ids=self._with_start_token(input_ids),
             decoder_attention_mask=attention_mask,
@@ -82,9 +81,9 @@ class FusionInDecoder(Wrapper):
     def generate(
         self, input_ids: Tensor, attention_mask: Tensor, context_ids: Tensor, context_mask: Tensor, **kwargs: Any
     ) -> Tensor:
-        """Continue decoder inputs (B, T), all of one length; returns them, from the start token on, and what follows.
+        """Continue decoder inputs (B, T) of equal length; returns them, with the start token, and the continuations.
 
-        `kwargs` are those of transformers' generate.
+        kwargs: for transformers' `generate`.
         """
         assert attention_mask.all(), "decoder inputs of one length"
         hidden, mask = self.encode(context_ids, context_mask)
@@ -97,6 +96,6 @@ class FusionInDecoder(Wrapper):
 
     def _with_start_token(self, input_ids: Tensor) -> Tensor:
         """(B, T) with the base's start token in the first column."""
-        started = input_ids.clone()
-        started[:, 0] = self.config.decoder_start_token_id
-        return started
+        decoder_ids = input_ids.clone()
+        decoder_ids[:, 0] = self.config.decoder_start_token_id
+        return decoder_ids

@@ -1,4 +1,4 @@
-"""Config of a frozen decoder with new layers that read encoded contexts, and all checks that need no torch.
+"""Config of a frozen decoder with new layers that read encoded contexts, and the checks that do not need torch.
 
 The method is "XC-Cache: Cross-Attending to Cached Context for Efficient LLM Inference" (EMNLP Findings 2024).
 """
@@ -23,70 +23,69 @@ if TYPE_CHECKING:
 
 
 class Config(WrapperConfig):
-    """Where the blocks go and how they look."""
+    """Placement and sizes of the cross-attention blocks."""
 
     num_layers: int = Field(ge=1)
-    """Blocks."""
+    """Number of blocks."""
     stride: int = Field(ge=1)
-    """Decoder layers from one block to the next, counted from the top."""
+    """Number of decoder layers from one block to the next, from the top."""
     base: ModelField
-    """The decoder, frozen; it encodes the contexts too."""
+    """The decoder, frozen. It also encodes the contexts."""
     shared_weights: bool = False
-    """One block for all the places."""
+    """Whether all blocks share their weights."""
     final_layer: bool = False
-    """Run a block after its decoder layer, rather than before it."""
+    """Whether blocks run after their decoder layer, instead of before it."""
     shared_projections: bool = False
-    """One matrix for queries and keys."""
+    """Whether queries and keys share one matrix."""
     hidden_size: int | None = Field(default=None, gt=0)
-    """Width of all heads together; None: the base's hidden size."""
+    """Total width of the heads; None for the base's hidden size."""
     num_heads: int | None = Field(default=None, gt=0)
-    """None: the base's."""
+    """None for the base's number."""
     num_key_value_heads: int | None = Field(default=None, gt=0)
-    """Llama style only. None: the base's."""
+    """Only for Llama style. None for the base's number."""
     attention_bias: bool = False
-    """Llama style only: biases in the attention's projections. GPT style always has them."""
+    """Only for Llama style: whether the attention's projections have biases. GPT style always has biases."""
     skip_connections: bool = False
-    """The input of a block is added to its output once more."""
+    """Whether to add a block's input to its output once more."""
     norm: Literal["layer", "rms"] | None = None
-    """None: that of the family, RMSNorm in Llama style. XC-Cache's Llama-style blocks, as published, have LayerNorm."""
+    """None for the family's norm, which is RMSNorm in Llama style. XC-Cache's published Llama-style blocks have
+    LayerNorm."""
     feed_forward_size: int | None = Field(default=None, gt=0)
-    """Width of a block's MLP. None: four times the width of the heads together."""
+    """Width of a block's MLP; None for four times the total width of the heads."""
     context_dropout_rate: float = Field(default=0.0, ge=0, lt=1)
-    """Share of the context positions that each block cannot read at a training step."""
+    """Share of the context positions that are hidden from each block in training."""
     train_all_params: bool = False
-    """Train the base too, as decoder. Contexts are encoded by the current base without gradients."""
+    """Whether to train the base too, as decoder. Contexts are encoded by the current base without gradients."""
     cache_contexts: bool = False
-    """Encode each context once in a process, and keep its states in host memory: for data that are read many times. A
-    token takes as many values as the base is wide. Contexts are then encoded one by one, so that a restart, which
-    encodes again, changes no bit."""
+    """Whether each process encodes each context once and caches its states in host memory, for data that is read many
+    times. A token takes as many values as the base's hidden size. Contexts are encoded one at a time, so that resuming
+    is bit-exact."""
     weights: str | None = Field(default=None, min_length=1)
-    """Folder of a model in the layout of XC-Cache, for the initial weights of the blocks. None: random."""
+    """Folder of a model in XC-Cache's layout, for the blocks' initial weights; None for random weights."""
 
     @model_validator(mode="after")
     def _base_has_nothing_to_learn(self) -> "Config":
         if self.base.name == "lora":
             raise ValueError(
-                "base: it is frozen, so new adapters in it would be ignored. Put 'lora' around 'cross_attention', "
-                "or take the 'experiment' that trained the adapters as base."
+                "base: it is frozen, so new adapters in it would not be trained. Wrap 'cross_attention' in 'lora', "
+                "or use the 'experiment' that trained the adapters as base."
             )
         if self.base.new_tokens() and not self.train_all_params:
-            raise ValueError(
-                "base: it has extra_tokens, and it is frozen, so they would not be learned. Leave them out."
-            )
+            raise ValueError("base: it is frozen, so its extra_tokens would not be trained. Remove them.")
         if self.train_all_params and self.base.is_frozen():
-            raise ValueError("train_all_params: the base is quantized, and cannot learn. Leave one of the two out.")
+            raise ValueError("train_all_params: quantized weights cannot be trained. Remove one of the two.")
         if self.train_all_params and self.cache_contexts:
             raise ValueError(
-                "cache_contexts: the base learns (train_all_params), so its states change. Leave one of the two out."
+                "cache_contexts: the base is trained (train_all_params), so its states change. Remove one of the two."
             )
         return self
 
     def build(self, places: Places) -> "CrossAttentionLM":
-        """The base with its blocks. New weights are drawn from torch's global generator, after the base's.
+        """The base with its blocks. New weights are initialised from torch's global generator, after the base's.
 
         Raises:
-            ConfigError: the base is of no known family, or the blocks do not fit it.
-            CheckpointError: `weights` are missing, damaged or of other blocks.
+            ConfigError: the family of the base is unknown, or the blocks do not fit it.
+            CheckpointError: `weights` are missing, damaged, or for different blocks.
         """
         return self._add_blocks(self.base.build(places), places)
 
@@ -109,8 +108,8 @@ class Config(WrapperConfig):
         call_once(self.base.check, places)
         if self.base.has_random_weights() and not self.train_all_params:
             raise ConfigError(
-                "cross_attention.base: its weights are drawn at random, and frozen they never learn and are "
-                "in no checkpoint. Train it first and write ref(...) of that experiment, or set train_all_params."
+                "cross_attention.base: its weights are random and frozen, so they would never be trained or saved. "
+                "Train it first and use ref(...) to that experiment, or set train_all_params."
             )
         if self.weights is not None:
             xc_cache_weights.require(Path(self.weights))
@@ -119,7 +118,7 @@ class Config(WrapperConfig):
             self.plan(sizes)
 
     def fingerprint(self, places: Places) -> str | None:
-        """Digest of all weights that `build` loads: the base's, and `weights`; None without any."""
+        """Digest of all weights that `build` loads: the base's and `weights`; None if it loads no weights."""
         from src.systems.crossattn.model import xc_cache_weights
 
         digest = self.base.fingerprint(places)
@@ -145,7 +144,7 @@ class Config(WrapperConfig):
         return False
 
     def plan(self, base: Architecture) -> "Plan":
-        """Fill in the settings that the config leaves to the base.
+        """Fill in the settings that default to the base's.
 
         Raises:
             ConfigError: the family is unknown, the blocks do not fit, or a setting would be ignored.
@@ -168,24 +167,24 @@ class Config(WrapperConfig):
 
 
 def layer_indices(num_decoder_layers: int, num_layers: int, stride: int) -> list[int]:
-    """Indices of the decoder layers that get a block: the last, then every `stride`-th below it, `num_layers` of them.
+    """Indices of the `num_layers` decoder layers that get a block: the last, then every `stride`-th below it.
 
     Raises:
         ConfigError: num_layers * stride is more than num_decoder_layers.
     """
     if num_layers < 1 or stride < 1:
-        raise ConfigError(f"cross_attention: num_layers {num_layers} and stride {stride} must be at least 1.")
+        raise ConfigError(
+            f"cross_attention: expected num_layers and stride of at least 1, got {num_layers} and {stride}."
+        )
     if num_layers * stride > num_decoder_layers:
         limits = {"num_layers": num_decoder_layers // stride, "stride": num_decoder_layers // num_layers}
         fits = [f"{name} up to {most}" for name, most in limits.items() if most]
         advice = (
-            f"Fits: {' or '.join(fits)}."
-            if fits
-            else f"Both must be smaller: their product can be {num_decoder_layers} at most."
+            f"Use {' or '.join(fits)}." if fits else f"Lower both: their product can be at most {num_decoder_layers}."
         )
         raise ConfigError(
             f"cross_attention: num_layers {num_layers} x stride {stride} needs {num_layers * stride} decoder layers, "
-            f"the base has {num_decoder_layers}. {advice}"
+            f"but the base has {num_decoder_layers}. {advice}"
         )
     return [num_decoder_layers - 1 - stride * i for i in range(num_layers)]
 
@@ -193,15 +192,15 @@ def layer_indices(num_decoder_layers: int, num_layers: int, stride: int) -> list
 def _check_heads(plan_of_blocks: Plan, shared_projections: bool) -> None:
     hidden, heads, groups = plan_of_blocks.hidden_size, plan_of_blocks.num_heads, plan_of_blocks.num_key_value_heads
     if hidden % heads:
-        raise ConfigError(f"cross_attention: hidden_size {hidden} does not divide by num_heads {heads}.")
+        raise ConfigError(f"cross_attention: hidden_size {hidden} is not divisible by num_heads {heads}.")
     if plan_of_blocks.family.gated and hidden // heads % 2:
         raise ConfigError(
-            f"cross_attention: rotary positions need an even width per head, {hidden} / {heads} is {hidden // heads}."
+            f"cross_attention: rotary positions need an even head size, got {hidden} / {heads} = {hidden // heads}."
         )
     if heads % groups:
-        raise ConfigError(f"cross_attention: num_heads {heads} does not divide by num_key_value_heads {groups}.")
+        raise ConfigError(f"cross_attention: num_heads {heads} is not divisible by num_key_value_heads {groups}.")
     if shared_projections and groups != heads:
         raise ConfigError(
-            f"cross_attention: shared_projections needs as many key heads as query heads: set num_key_value_heads to "
-            f"{heads}, got {groups}."
+            f"cross_attention: shared_projections needs as many key heads as query heads, got {groups}. "
+            f"Set num_key_value_heads to {heads}."
         )

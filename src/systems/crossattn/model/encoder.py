@@ -1,4 +1,4 @@
-"""Last hidden states of a decoder, which cross-attention reads as the context.
+"""Encode contexts: the last hidden states of a decoder, which cross-attention reads.
 
 Shapes: N sequences, S tokens of the longest, D hidden size.
 """
@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 ENCODED_TOGETHER = 8
-"""Sequences in one pass. Those of like length go together, so that little padding is computed: with lengths spread from
-40 to 256 tokens, groups of 8 of 32 sequences take 0.64 of the time of all at once (2 M parameters, one CPU core)."""
+"""Number of sequences per pass. Sequences of similar length are batched to reduce padding: with lengths from 40 to 256
+tokens, 32 sequences in groups of 8 take 0.64 of the time of a single pass (2 M parameters, one CPU core)."""
 
 
 def last_hidden(model: Any, ids: Tensor, mask: Tensor) -> Tensor:
-    """Hidden states (N, S, D) of a transformers causal language model after its final norm: no logits, no cache.
+    """Hidden states (N, S, D) of a transformers causal language model after its final norm, without logits or cache.
 
-    mask: (N, S) bool, True on real tokens. Padding may be on either side; positions count real tokens.
+    mask: (N, S) bool, True on real tokens. Padding can be on either side; positions count real tokens.
     """
     positions = (mask.long().cumsum(dim=-1) - 1).clamp(min=0)
     return model.base_model(
@@ -30,20 +30,19 @@ def encode(
     model: Any,
     ids: Tensor,
     mask: Tensor,
-    passes: Callable[[int], int] = lambda needed: needed,
+    passes: Callable[[int], int] = lambda num_passes: num_passes,
     together: int | None = None,
 ) -> Tensor:
-    """Hidden states (N, S, D) of sequences (N, S), each on its own; zero where a sequence has no token.
-    Those without any are skipped.
+    """Hidden states (N, S, D) of sequences (N, S). Empty sequences are skipped; padding has zeros.
 
-    passes: number of passes to make if this many are needed: more where ranks must make equally many.
-    together: sequences in a pass (ENCODED_TOGETHER).
+    passes: maps the needed number of passes to the number to make, which is larger if all ranks must make equally many.
+    together: number of sequences per pass; None for ENCODED_TOGETHER.
     """
     hidden = torch.zeros(*ids.shape, model.config.get_text_config().hidden_size, dtype=model.dtype, device=ids.device)
     lengths = mask.sum(dim=-1)
     rows = lengths.argsort(stable=True)[(lengths == 0).sum() :]
     groups = rows.split(together or ENCODED_TOGETHER) if len(rows) else ()
-    more = passes(len(groups)) - len(groups)  # before the first pass: it may be a collective
+    more = passes(len(groups)) - len(groups)  # before the first pass, as it can be a collective
     for group in groups:
         some = group[:, None], mask[group].any(dim=0).nonzero()[:, 0]
         hidden[some] = last_hidden(model, ids[some], mask[some]).to(hidden.dtype)
@@ -53,14 +52,14 @@ def encode(
 
 
 class EncodedInMemory:
-    """What `encode` gives, each distinct sequence encoded once and alone: its states depend on nothing else, so that it
-    does not matter which process met it first, nor whether it was kept or encoded again."""
+    """Caches the result of `encode`. Each distinct sequence is encoded once, in a pass of its own, so its states do not
+    depend on other sequences and encoding it again gives the same bits."""
 
     def __init__(self) -> None:
         self._states: dict[tuple[bytes, torch.dtype | None], Tensor] = {}
 
     def encode(self, model: Any, ids: Tensor, mask: Tensor, passes: Callable[[int], int]) -> Tensor:
-        """As `encode` does."""
+        """See `encode`."""
         device = ids.device.type
         autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
         on_host, real = ids.cpu(), mask.cpu()
@@ -68,8 +67,8 @@ class EncodedInMemory:
         new = {key: n for n, key in enumerate(keys) if key not in self._states}
         rows = torch.tensor([*new.values()], dtype=torch.int64)
         encoded = encode(model, ids[rows], mask[rows], passes, together=1)
-        for key, states, own in zip(new, encoded.cpu() if new else (), real[rows], strict=True):
-            self._states[key] = states[own]
+        for key, states, row_mask in zip(new, encoded.cpu() if new else (), real[rows], strict=True):
+            self._states[key] = states[row_mask]
         width = model.config.get_text_config().hidden_size
         hidden = torch.zeros(*ids.shape, width, dtype=model.dtype)
         for n, key in enumerate(keys):

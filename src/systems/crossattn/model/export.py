@@ -1,4 +1,4 @@
-"""Export of a cross-attention model: its blocks in the layout of XC-Cache, or all of it with its code."""
+"""Export a cross-attention model: its blocks in XC-Cache's layout, or the complete model with its code."""
 
 import logging
 from pathlib import Path
@@ -14,7 +14,7 @@ log = logging.getLogger(__name__)
 
 
 def write(model: CrossAttentionLM, folder: Path, request: Any) -> None:
-    """See `Wrapper.export`. The base is written to base/ if it has adapters, was trained, or is nowhere else."""
+    """See `Wrapper.export`. Writes the base to base/ if it has adapters, was trained, or is not available elsewhere."""
     if request.standalone:
         standalone.save(model, folder)
         return
@@ -23,17 +23,17 @@ def write(model: CrossAttentionLM, folder: Path, request: Any) -> None:
     if base is None:
         base = str((request.target / "base").resolve())
         model.base.save_pretrained(folder / "base")
-    if lacks := xc_cache_weights.unlike_reference(model):
+    if unsupported := xc_cache_weights.unlike_reference(model):
         log.warning(
-            "%s: XC-Cache's own code cannot load it: it has no %s. This project can.",
+            "%s: XC-Cache's code cannot load it, as it does not support %s. This project can.",
             request.target,
-            ", no ".join(lacks),
+            ", ".join(unsupported),
         )
     xc_cache_weights.save(model, folder, base, request.with_base)
 
 
 def _find_base(base: ModelConfig, places: Places) -> str | None:
-    """Hub id or folder of an unchanged pretrained base; None for others."""
+    """Hub id or folder of an unchanged pretrained base; None for any other base."""
     if not isinstance(base, hf.Config) or base.quantization:
         return None
     folder = next((path for path in (places.data / base.path, Path(base.path)) if path.is_dir()), None)

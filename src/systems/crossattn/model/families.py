@@ -1,11 +1,11 @@
-"""Families of decoders that can have cross-attention blocks, and the settings of the blocks for one base."""
+"""Decoder families that support cross-attention blocks, and the settings of the blocks for one base."""
 
 from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
 class Family:
-    """A family of decoders: where its layers are, and the names of its config fields."""
+    """A decoder family: the path of its layers and the names of its config fields."""
 
     layers: str
     """Attribute path of the list of decoder layers."""
@@ -17,7 +17,7 @@ class Family:
     activation: str
     """Config field, or the name of the activation if the config has no such field."""
     residual_dropout: str | None
-    """Config field of the dropout after attention and MLP; None without one."""
+    """Config field of the dropout after attention and MLP; None if there is no such field."""
     attention_dropout: str
 
 
@@ -53,8 +53,8 @@ FAMILIES = {
     "stablelm": replace(_LLAMA, norm_eps="layer_norm_eps", residual_dropout="hidden_dropout"),
     "starcoder2": Family("model.layers", False, "norm_epsilon", "hidden_act", "residual_dropout", "attention_dropout"),
 }
-"""By the `model_type` of the base.
-A new family is a row here and a line in tests/systems/crossattn/model/test_families.py."""
+"""Families by the base's `model_type`.
+To add a family, add a row here and a line in tests/systems/crossattn/model/test_families.py."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Plan:
 
     family: Family
     layer_indices: list[int]
-    """Decoder layers that get a block, the topmost first."""
+    """Decoder layers that get a block, from the top."""
     hidden_size: int
     num_heads: int
     num_key_value_heads: int

@@ -1,4 +1,4 @@
-"""The keys and values of a context that cross-attention blocks read: computed once, at the first token that needs them.
+"""Cache of the keys and values of a context, computed once per cross-attention block at the first use.
 
 Shapes: B samples, P context positions, D hidden size of the base.
 """
@@ -24,6 +24,6 @@ class ActiveContext:
 
     context: Context
     mask: Tensor | None
-    """The context's; None where all positions are readable: attention without a mask has faster kernels."""
+    """The context's mask; None if all positions are readable, as attention without a mask has faster kernels."""
     kv_cache: dict[nn.Module, tuple[Tensor, Tensor]] = field(default_factory=dict)
-    """Keys and values by block. They depend on the context alone, so they are computed once."""
+    """Keys and values by block. They depend only on the context, so they are computed once."""

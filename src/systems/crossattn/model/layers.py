@@ -1,8 +1,7 @@
 """Cross-attention blocks, attached to any decoder by hooks on its list of layers.
 
 Shapes: B samples, T decoder tokens, C context chunks, S tokens of a chunk, P = C * S context positions, D hidden size
-of the base, H heads, K key/value heads, d width of a head. R rows of the decoder per context (beams), so the decoder
-has B * R rows.
+of the base, H heads, K key/value heads, d head size, R decoder rows per context (beams), so B * R rows of the decoder.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -31,11 +30,11 @@ if TYPE_CHECKING:
     from src.systems.crossattn.model.config import Config
 
 _READING: ContextVar[Mapping[int, ActiveContext | None]] = ContextVar("reading", default={})  # noqa: B039  never changed in place
-"""What each model reads, by its id, in each thread: simultaneous requests have separate contexts."""
+"""Active context of each model, by its id, in each thread, so that simultaneous requests have separate contexts."""
 
 
 def rotate(x: Tensor, positions: Tensor, theta: float) -> Tensor:
-    """Rotary positions (RoFormer, arXiv 2104.09864) in the layout of Llama: pair i is (x[i], x[i + d / 2]).
+    """Rotary positions (RoFormer, arXiv 2104.09864) in Llama's layout: pair i is (x[i], x[i + d / 2]).
 
     x: (B, T, H, d). positions: (B or 1, T). theta: the base of the wavelengths.
     """
@@ -43,8 +42,8 @@ def rotate(x: Tensor, positions: Tensor, theta: float) -> Tensor:
     frequencies = theta ** (-torch.arange(half, device=x.device, dtype=torch.float32) / half)
     angles = positions[..., None, None].float() * frequencies
     cos, sin = angles.cos(), angles.sin()
-    left, right = x.float().chunk(2, dim=-1)
-    return torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1).to(x.dtype)
+    x1, x2 = x.float().chunk(2, dim=-1)
+    return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1).to(x.dtype)
 
 
 class CrossAttention(nn.Module):
@@ -70,8 +69,8 @@ class CrossAttention(nn.Module):
         )
 
     def project(self, context_BPD: Tensor, mask_BP: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values, (B, K, P, d) each, of the encoded contexts. Positions count real tokens,
-        so that padding to the length of other chunks changes nothing."""
+        """Keys and values, (B, K, P, d) each, of the encoded contexts. Positions count real tokens, so padding of
+        chunks has no effect."""
         B, P, _ = context_BPD.shape
         k = (self.q if self.k is None else self.k)(context_BPD).view(B, P, -1, self.head_size)
         v = self.v(context_BPD).view(B, P, -1, self.head_size)
@@ -83,8 +82,8 @@ class CrossAttention(nn.Module):
         """Attention output for the decoder states h (B * R, T, D), in the same shape;
         zero for a sample without a readable position.
 
-        mask: (B, P) bool, True on readable positions; None: on all. positions: (B * R or 1, T), of the decoder tokens;
-        None without rotary positions.
+        mask: (B, P) bool, True on readable positions; None if all are readable. positions: (B * R or 1, T), positions
+        of the decoder tokens; None without rotary positions.
         """
         rows, T, _ = h.shape
         q = self.q(h).view(rows, T, self.heads, self.head_size)
@@ -94,7 +93,8 @@ class CrossAttention(nn.Module):
         # Cross-attention is not causal, so the rows that share a context can be concatenated.
         q = q.reshape(len(keys), -1, self.heads, self.head_size).transpose(1, 2)
         readable = None if mask is None else mask.any(dim=-1)
-        # An empty softmax gives NaN, and NaN gradients even if its result is discarded: attend to all, then discard.
+        # An empty softmax gives NaN, and NaN gradients even if its result is discarded. So attend to all positions,
+        # then discard the result.
         allowed = None if mask is None or readable is None else (mask | ~readable[:, None])[:, None, None, :]
         rate = self.attention_dropout if self.training else 0.0
         read = functional.scaled_dot_product_attention(
@@ -127,8 +127,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Pre-norm cross-attention and MLP.
-    Its weights are float32 whatever the base's: they are the ones that are trained."""
+    """Pre-norm cross-attention and MLP. The weights are float32 for every base type, as they are trained."""
 
     def __init__(self, config: "Config", base: Any, sizes: Plan) -> None:
         super().__init__()
@@ -149,7 +148,7 @@ class Block(nn.Module):
     def forward(
         self, h: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, positions: Tensor | None = None
     ) -> Tensor:
-        """Decoder states (B * R, T, D) in and out, in the type of `h`; the rest as in CrossAttention."""
+        """Decoder states (B * R, T, D) in the type of `h`. For the arguments see `CrossAttention.forward`."""
         if self.training and self.context_dropout_rate:
             assert mask is not None
             mask = mask & (torch.rand(mask.shape, device=mask.device) >= self.context_dropout_rate)
@@ -160,8 +159,7 @@ class Block(nn.Module):
 
 
 def _rope_theta(parameters: Mapping[str, Any]) -> float:
-    """The base of the wavelengths; where it differs by the type of layer (Gemma 3),
-    that of the layers which read everything."""
+    """The base of the wavelengths. If it differs by layer type (Gemma 3), the one of the full-attention layers."""
     return parameters.get("full_attention", parameters)["rope_theta"]
 
 
@@ -173,22 +171,22 @@ def _initialize(module: nn.Module, std: float) -> None:
 
 
 class CrossAttentionLM(Wrapper):
-    """A causal language model with trained blocks between its layers that read a context.
+    """A causal language model with trained cross-attention blocks between its layers, which read a context.
 
-    Without `train_all_params` the base is frozen: its weights have no gradients, and it stays in eval mode, without
-    dropout. While it encodes, it is always in eval mode.
+    Without `train_all_params` the base is frozen: its weights have no gradients, and it stays in eval mode. It always
+    encodes contexts in eval mode.
     """
 
     has_separate_base = True
     exporter: Callable[["CrossAttentionLM", Path, Any], None]
-    """Writes an export; set by the config that built it."""
+    """Writes an export; set by the config that builds the model."""
 
     def __init__(self, config: "Config", base: PreTrainedModel, plan: Plan | None = None) -> None:
-        """Attach the blocks of `config` to `base`, as hooks that do nothing until a context is read.
-        plan: None for that of `config`.
+        """Attach the blocks of `config` to `base`, as hooks that do nothing until a context is active.
+        plan: None for the plan of `config`.
 
         Raises:
-            ConfigError: `base` is of no known family, or the blocks do not fit it.
+            ConfigError: the family of `base` is unknown, or the blocks do not fit it.
         """
         super().__init__()
         sizes = plan or _plan_for(config, base)
@@ -197,12 +195,12 @@ class CrossAttentionLM(Wrapper):
         self.settings = config
         keys = ["shared"] if config.shared_weights else [str(i) for i in sizes.layer_indices]
         self.layer_indices = sizes.layer_indices
-        """Indices of the decoder layers that have a block, the topmost first."""
+        """Indices of the decoder layers that have a block, from the top."""
         blocks = {key: Block(config, base.config.get_text_config(), sizes) for key in keys}
         self.blocks = nn.ModuleDict(blocks)
-        """By the index of the decoder layer, or one for all of them."""
-        self.num_passes: Callable[[int], int] = lambda needed: needed
-        """Passes through the base that `encode` makes if it needs this many: more if ranks must make equally many."""
+        """Blocks by the index of their decoder layer, or one shared block."""
+        self.num_passes: Callable[[int], int] = lambda num_passes: num_passes
+        """Maps the needed number of encoding passes to the number to make, so that ranks make equally many."""
         self._encode = EncodedInMemory().encode if config.cache_contexts else encode
         for i in sizes.layer_indices:
             block = blocks["shared" if config.shared_weights else str(i)]
@@ -213,31 +211,31 @@ class CrossAttentionLM(Wrapper):
         self.train()
 
     def export(self, folder: Path, request: Any) -> None:
-        """Write the blocks in the layout of XC-Cache, or the complete model with its code."""
+        """Write the blocks in XC-Cache's layout, or the complete model with its code."""
         self.exporter(self, folder, request)
 
     def match_base_type(self) -> None:
-        """Give the blocks the type of the base."""
+        """Convert the blocks to the base's type."""
         self.blocks.to(self.base.dtype)
 
     def unique_blocks(self) -> list[Block]:
-        """The blocks; one shared by several layers once."""
+        """The blocks; a shared block once."""
         return cast(list[Block], list(self.blocks.values()))
 
     def train(self, mode: bool = True) -> "CrossAttentionLM":
-        """Set the blocks to train or eval mode; the base too where it learns, else it stays in eval."""
+        """Set the blocks to train or eval mode. The base follows if it is trained, else it stays in eval mode."""
         super().train(mode)
         self.base.train(mode and self.settings.train_all_params)
         return self
 
     def training_flops(self) -> Callable[[Mapping[str, Tensor]], int]:
-        """A function from a batch to the operations of one training pass over it."""
+        """A function from a batch to the FLOPs of one training pass over it."""
         return flops.training_flops(self)
 
     def encode(self, context_ids: Tensor, context_mask: Tensor) -> Context:
-        """Encode (B, C, S) chunks, each on its own, and join those of a sample along the positions.
+        """Encode (B, C, S) chunks separately, and concatenate a sample's chunks along the positions.
 
-        context_mask: (B, C, S) bool, True on real tokens. Chunks without any are skipped.
+        context_mask: (B, C, S) bool, True on real tokens. Empty chunks are skipped.
         """
         B, C, S = context_ids.shape
         ids, mask = context_ids.reshape(B * C, S), context_mask.bool().reshape(B * C, S)
@@ -257,13 +255,11 @@ class CrossAttentionLM(Wrapper):
         loss_mask: Tensor | None = None,
         context_hidden: Tensor | None = None,
     ) -> Tensor:
-        """Logits of the tokens (B, T), read with their contexts.
-        Masks are True on real tokens; padding may be on either side.
-
-        Contexts are those of a ContextBatch or of an EncodedBatch.
+        """Logits of the tokens (B, T), given their contexts from a ContextBatch or an EncodedBatch.
+        Masks are True on real tokens; padding can be on either side.
 
         Returns (N, vocabulary) for the N tokens where loss_mask (B, T) is True, in row-major order, each predicted from
-        the tokens before it; without loss_mask (B, T, vocabulary), each position predicting the token after it.
+        the tokens before it. Without loss_mask returns (B, T, vocabulary), where each position predicts the next token.
         """
         with self._reading_batch(context_ids, context_mask, context_hidden):
             hidden = last_hidden(self.base, input_ids, attention_mask)
@@ -281,11 +277,10 @@ class CrossAttentionLM(Wrapper):
         context_hidden: Tensor | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        """Continue left-padded prompts (B, T); returns prompts and continuations.
-        `kwargs` are those of transformers' generate.
+        """Continue left-padded prompts (B, T); returns prompts and continuations. kwargs: for transformers' `generate`.
 
-        Without a context it reads that of the enclosing `reading`. Call it in eval mode: train mode drops positions of
-        the context.
+        Without a context it reads the context of the enclosing `reading`. Call it in eval mode, as train mode drops
+        context positions.
 
         Raises:
             ConfigError: there is no context.
@@ -296,13 +291,12 @@ class CrossAttentionLM(Wrapper):
     def _reading_batch(
         self, context_ids: Tensor | None, context_mask: Tensor | None, context_hidden: Tensor | None
     ) -> AbstractContextManager[None]:
-        """`reading` of the contexts of a batch; without contexts, the enclosing `reading` stays."""
+        """`reading` with the contexts of a batch; without contexts, the enclosing `reading` applies."""
         if context_mask is not None:
             return self.reading(self.make_context(context_ids, context_mask, context_hidden))
         if self._reading is None:
             raise ConfigError(
-                "no context to read: give context_ids and context_mask, or call it inside `with "
-                "model.reading(context):`."
+                "no context: pass context_ids and context_mask, or call it inside `with model.reading(context):`."
             )
         return nullcontext()
 
@@ -317,11 +311,10 @@ class CrossAttentionLM(Wrapper):
 
     @contextmanager
     def reading(self, context: Context | None) -> Iterator[None]:
-        """Let every forward of the base inside this `with`, and in this thread, read `context`.
-        Row b of it is read by R consecutive rows.
+        """Make every forward pass of the base read `context` inside the block, in this thread.
+        Row b of the context is read by R consecutive rows. With None the base reads no context.
 
-        Keys and values are computed at first use and cached, so weights must not change inside. None: the base reads no
-        context.
+        Keys and values are computed at first use and cached, so weights must not change inside the block.
         """
         active = None if context is None else ActiveContext(context, self._mask_of(context))
         token = _READING.set({**_READING.get(), id(self): active})
@@ -331,7 +324,7 @@ class CrossAttentionLM(Wrapper):
             _READING.reset(token)
 
     def _mask_of(self, context: Context) -> Tensor | None:
-        """The mask of a context; None where it hides nothing, and no position is to be dropped."""
+        """The mask of a context; None if all positions are real and context dropout is off."""
         drops = self.training and self.settings.context_dropout_rate
         return context.mask if drops or not context.mask.all() else None
 
@@ -347,7 +340,7 @@ class CrossAttentionLM(Wrapper):
         return block(h, *reading.kv_cache[block], reading.mask, kwargs.get("position_ids"))
 
     def _pre_hook(self, block: Block, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Pre-hook: pass the block's output to the layer as input."""
+        """Pre-hook: pass the layer's input through the block."""
         if self._reading is None:
             return None
         return (self._apply_block(block, args[0], kwargs), *args[1:]), kwargs
@@ -364,8 +357,8 @@ class CrossAttentionLM(Wrapper):
 
 
 def output_logits(base: PreTrainedModel, hidden: Tensor) -> Tensor:
-    """Logits of states after the final norm, as the base computes them:
-    Cohere and Granite scale them, Gemma 2 caps them."""
+    """Logits of states after the final norm, computed like the base's: scaled for Cohere and Granite, capped for Gemma
+    2."""
     head, config = base.get_output_embeddings(), base.config.get_text_config()
     assert head is not None
     logits = head(hidden)
@@ -377,17 +370,17 @@ def output_logits(base: PreTrainedModel, hidden: Tensor) -> Tensor:
 
 def _plan_for(config: "Config", base: PreTrainedModel) -> Plan:
     """The settings for this base."""
-    known = architecture.from_dict(base.config.get_text_config().to_dict())
-    if known is None or known.model_type not in FAMILIES:
+    sizes = architecture.from_dict(base.config.get_text_config().to_dict())
+    if sizes is None or sizes.model_type not in FAMILIES:
         raise ConfigError(
-            f"cross_attention: {type(base).__name__} has no list of decoder layers that we know. Known families: "
-            f"{', '.join(sorted(FAMILIES))}. Add a row to FAMILIES in src/systems/crossattn/model/families.py."
+            f"cross_attention: {type(base).__name__} is not of a known family: {', '.join(sorted(FAMILIES))}. "
+            "Add a row to FAMILIES in src/systems/crossattn/model/families.py."
         )
-    return config.plan(known)
+    return config.plan(sizes)
 
 
 def _decoder_layers(base: PreTrainedModel, path: str) -> nn.ModuleList:
-    """The base's list of layers, at `path` in a model of text alone."""
+    """The base's list of layers, which is at `path` in a text-only model."""
     try:
         return (
             attrgetter(path)(base)
@@ -396,5 +389,5 @@ def _decoder_layers(base: PreTrainedModel, path: str) -> nn.ModuleList:
         )
     except AttributeError:
         raise ConfigError(
-            f"cross_attention: {type(base).__name__} has no {path!r}. Take a plain causal language model as base."
+            f"cross_attention: {type(base).__name__} has no {path!r}. Use a plain causal language model as base."
         ) from None

@@ -1,7 +1,7 @@
-"""A cross-attention model as transformers loads it, without this project: the classes, and the folder with their code.
+"""Export a cross-attention model that transformers loads without this project: the model classes, and a folder with
+their code.
 
-The code in such a folder is that of this room: the modules in SOURCES one after another, without their imports from the
-project.
+The folder's code is a concatenation of modules of this project, without their imports from the project (`source`).
 """
 
 import ast
@@ -25,7 +25,7 @@ CODE = "modeling_cross_attention.py"
 
 
 class CrossAttentionConfig(PretrainedConfig):
-    """The config of the base, and what the blocks are."""
+    """The config of the base, and the settings of the blocks."""
 
     model_type = "cross_attention_lm"
 
@@ -41,10 +41,11 @@ class CrossAttentionConfig(PretrainedConfig):
 
 
 class CrossAttentionForCausalLM(PreTrainedModel):
-    """A causal language model that reads a context beside its prompt: `generate(input_ids, context=context_ids)`.
+    """A causal language model that reads a context separately from its prompt.
 
-    A context is ids (B, S), or (B, C, S) for C chunks that are encoded each on its own; a pair of ids and mask, True on
-    real tokens; or what `encode_context` gives, for several questions. Without one the model is its base.
+    Usage: `generate(input_ids, context=context_ids)`. A context is ids (B, S), or (B, C, S) for C chunks that are
+    encoded separately; a pair of ids and mask, True on real tokens; or, for several questions, the result of
+    `encode_context`. Without a context the model is its base.
     """
 
     config_class = CrossAttentionConfig
@@ -57,13 +58,13 @@ class CrossAttentionForCausalLM(PreTrainedModel):
         base = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config.base))
         reader = CrossAttentionLM(SimpleNamespace(**config.settings, cache_contexts=False), base, plan)  # type: ignore[arg-type]
         self.base, self.blocks = base, reader.blocks
-        object.__setattr__(self, "_reader", reader)  # not a module of ours, or there would be two names for each weight
+        object.__setattr__(self, "_reader", reader)  # not a submodule, or each weight would have two names
         self.post_init()
 
     @torch.no_grad()
     def encode_context(self, context_ids: Tensor, context_mask: Tensor | None = None) -> "Context":
-        """Encode ids (B, S) or (B, C, S), to be read by several calls.
-        context_mask: True on real tokens; None: all are."""
+        """Encode ids (B, S) or (B, C, S), for use in several calls.
+        context_mask: True on real tokens; None if all tokens are real."""
         ids = context_ids[:, None] if context_ids.dim() == 2 else context_ids
         mask = torch.ones_like(ids, dtype=torch.bool) if context_mask is None else context_mask.view_as(ids).bool()
         return self._reader.encode(ids, mask)
@@ -87,7 +88,7 @@ class CrossAttentionForCausalLM(PreTrainedModel):
     def generate(
         self, input_ids: Tensor, attention_mask: Tensor | None = None, context: Any = None, **kwargs: Any
     ) -> Tensor:
-        """Continue left-padded prompts (B, T); `kwargs` are those of transformers' generate."""
+        """Continue left-padded prompts (B, T). kwargs: for transformers' `generate`."""
         mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
         with self._reader.reading(self._context(context)):
             return self.base.generate(input_ids=input_ids, attention_mask=mask, **kwargs)
@@ -99,25 +100,25 @@ def save(model: CrossAttentionLM, folder: Path) -> None:
     plan = asdict(layers._plan_for(model.settings, model.base))
     base = {**model.base.config.to_dict(), "_name_or_path": "", "dtype": str(model.base.dtype).removeprefix("torch.")}
     config = CrossAttentionConfig(base=base, settings=settings, plan=plan)
-    made = CrossAttentionForCausalLM(config).to(model.base.dtype)
-    made.base.load_state_dict(model.base.state_dict())
-    made.blocks.load_state_dict(model.blocks.state_dict())
-    made.blocks.to(next(model.blocks.parameters()).dtype)
-    made.save_pretrained(folder)
+    exported_model = CrossAttentionForCausalLM(config).to(model.base.dtype)
+    exported_model.base.load_state_dict(model.base.state_dict())
+    exported_model.blocks.load_state_dict(model.blocks.state_dict())
+    exported_model.blocks.to(next(model.blocks.parameters()).dtype)
+    exported_model.save_pretrained(folder)
     (folder / CODE).write_text(source(), encoding="utf-8")
-    found = CrossAttentionConfig.from_pretrained(folder)
+    saved_config = CrossAttentionConfig.from_pretrained(folder)
     stem = CODE.removesuffix(".py")
-    found.auto_map = {
+    saved_config.auto_map = {
         "AutoConfig": f"{stem}.CrossAttentionConfig",
         "AutoModelForCausalLM": f"{stem}.CrossAttentionForCausalLM",
     }
-    found.architectures = ["CrossAttentionForCausalLM"]
-    found.save_pretrained(folder)
+    saved_config.architectures = ["CrossAttentionForCausalLM"]
+    saved_config.save_pretrained(folder)
     shutil.rmtree(folder / "__pycache__", ignore_errors=True)
 
 
 def source() -> str:
-    """The code of such a model in one module."""
+    """The code of the model classes in one module."""
     from src import errors
     from src.models import wrapper
     from src.systems.crossattn.model import families
@@ -138,19 +139,19 @@ def source() -> str:
 
 
 def _without_imports(code: str) -> str:
-    """Without the module's docstring and its imports from this project."""
+    """Remove the module's docstring and its imports from this project."""
     lines, tree = code.splitlines(), ast.parse(code)
     for node in ast.walk(tree):
-        own = isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "src"
+        is_internal = isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "src"
         types = isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
-        if (own or types or node is tree.body[0]) and isinstance(node, ast.stmt):
+        if (is_internal or types or node is tree.body[0]) and isinstance(node, ast.stmt):
             for number in range(node.lineno - 1, (node.end_lineno or node.lineno)):
                 lines[number] = ""
     return "\n".join(lines)
 
 
 def _definition(path: str, name: str) -> str:
-    """The code of a class, with its decorators."""
+    """The source of a class, with its decorators."""
     code = Path(path).read_text(encoding="utf-8")
     (node,) = (node for node in ast.parse(code).body if isinstance(node, ast.ClassDef) and node.name == name)
     first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])

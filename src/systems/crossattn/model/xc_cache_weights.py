@@ -1,9 +1,9 @@
-"""Reads and writes cross-attention blocks in the layout of XC-Cache.
+"""Read and write cross-attention blocks in XC-Cache's layout.
 
-A folder has config.json and the weights in safetensors or PyTorch files. Of these only `cross_attn_layers.<i>.…` are
-read; a shared block is repeated for each layer. The blocks' settings in config.json must equal the experiment's. Names:
-ServiceNow/xc-cache, xc_cache/models/cross_attn; its own code loads Llama-style blocks with LayerNorm alone (`norm:
-layer`).
+A folder has config.json and the weights in safetensors or PyTorch files. Only the weights `cross_attn_layers.<i>.…` are
+read; a shared block is repeated for each layer. The blocks' settings in config.json must equal the experiment's. For
+the names see ServiceNow/xc-cache, xc_cache/models/cross_attn. XC-Cache's code only loads Llama-style blocks with
+LayerNorm (`norm: layer`).
 """
 
 import hashlib
@@ -30,8 +30,8 @@ _GPT = {
     "mlp.up": "mlp.c_fc",
     "mlp.down": "mlp.c_proj",
 }
-_GPT_APART = {**_GPT, "attention.q": "crossattention.q_attn", "attention.k": "crossattention.k_attn"}
-_GPT_TOGETHER = {**_GPT, "attention.q": "crossattention.q_k_attn"}
+_GPT_SEPARATE = {**_GPT, "attention.q": "crossattention.q_attn", "attention.k": "crossattention.k_attn"}
+_GPT_SHARED = {**_GPT, "attention.q": "crossattention.q_k_attn"}
 _LLAMA = {
     **_SHARED,
     **{
@@ -44,34 +44,32 @@ _PATTERNS = ("model*.safetensors", "pytorch_model*.bin")
 
 
 def names(model: "CrossAttentionLM") -> dict[str, list[str]]:
-    """XC-Cache's names of each weight of the blocks, by our name; several for a shared block."""
+    """XC-Cache's names of each block weight, by our name; several names for a shared block."""
     block = model.unique_blocks()[0]
     gated, together = block.mlp.gate is not None, block.attention.k is None
-    table = _LLAMA if gated else _GPT_TOGETHER if together else _GPT_APART
-    # There blocks of the Llama style have two matrices all the same, which are then equal.
+    table = _LLAMA if gated else _GPT_SHARED if together else _GPT_SEPARATE
+    # XC-Cache's Llama-style blocks always have two matrices; with shared projections both are equal.
     twin = {table["attention.q"]: table["attention.k"]} if gated and together else {}
-    found = {}
+    names_by_weight = {}
     for key in model.blocks.state_dict():
         place, _, rest = key.partition(".")
         part, _, kind = rest.rpartition(".")
         indices = model.layer_indices if place == "shared" else [int(place)]
         parts = [table[part], *([twin[table[part]]] if table[part] in twin else [])]
-        found[f"blocks.{key}"] = [f"{_PREFIX}.{i}.{name}.{kind}" for i in indices for name in parts]
-    return found
+        names_by_weight[f"blocks.{key}"] = [f"{_PREFIX}.{i}.{name}.{kind}" for i in indices for name in parts]
+    return names_by_weight
 
 
 def require(folder: Path) -> list[Path]:
     """The weight files in `folder`.
 
     Raises:
-        CheckpointError: there is none.
+        CheckpointError: there are no weight files.
     """
-    found = next((sorted(folder.glob(pattern)) for pattern in _PATTERNS if any(folder.glob(pattern))), [])
-    if not found:
-        raise CheckpointError(
-            f"{folder}: no weights here. Expected {' or '.join(_PATTERNS)}, as XC-Cache saves a model."
-        )
-    return found
+    paths = next((sorted(folder.glob(pattern)) for pattern in _PATTERNS if any(folder.glob(pattern))), [])
+    if not paths:
+        raise CheckpointError(f"{folder}: no weights. Expected {' or '.join(_PATTERNS)}, written by XC-Cache.")
+    return paths
 
 
 def fingerprint(folder: Path, base: str | None) -> str:
@@ -80,10 +78,10 @@ def fingerprint(folder: Path, base: str | None) -> str:
 
 
 def load(model: "CrossAttentionLM", folder: Path) -> None:
-    """Copy the blocks in `folder` into those of `model`, which is changed in place.
+    """Load the blocks in `folder` into `model`, in place.
 
     Raises:
-        CheckpointError: the files are damaged, or do not fit the blocks of `model`, which is unchanged then.
+        CheckpointError: the files are damaged, or do not fit the blocks of `model`. Then `model` is unchanged.
     """
     import torch
 
@@ -91,78 +89,77 @@ def load(model: "CrossAttentionLM", folder: Path) -> None:
     saved: dict[str, Tensor] = {}
     for path in require(folder):
         saved |= _read_blocks(path)
-    wanted, weights = names(model), model.state_dict()
-    expected = {theirs for several in wanted.values() for theirs in several}
+    names_by_weight, weights = names(model), model.state_dict()
+    expected = {theirs for several in names_by_weight.values() for theirs in several}
     if saved.keys() != expected:
         absent, extra = summarize_names(expected - saved.keys()), summarize_names(saved.keys() - expected)
         raise CheckpointError(
-            f"{folder}: of other blocks. "
-            f"Missing: {absent}; unexpected: {extra}. Compare its config.json with the experiment's model."
+            f"{folder}: for different blocks. Missing: {absent}; unexpected: {extra}. "
+            "Compare its config.json with the experiment's model."
         )
-    for ours, several in wanted.items():
+    for ours, several in names_by_weight.items():
         for theirs in several:
             if saved[theirs].shape != weights[ours].shape:
                 raise CheckpointError(
-                    f"{folder}: of other blocks. {theirs} is {list(saved[theirs].shape)}, expected "
-                    f"{list(weights[ours].shape)}."
+                    f"{folder}: for different blocks. {theirs}: expected the shape {list(weights[ours].shape)}, got "
+                    f"{list(saved[theirs].shape)}."
                 )
             if not torch.equal(saved[theirs], saved[several[0]]):
                 raise CheckpointError(
-                    f"{folder}: {several[0]} and {theirs} differ, but are one by shared_weights or shared_projections."
+                    f"{folder}: {several[0]} and {theirs} differ, but shared_weights or shared_projections ties them."
                 )
     with torch.no_grad():
-        for ours, several in wanted.items():
+        for ours, several in names_by_weight.items():
             weights[ours].copy_(saved[several[0]])
 
 
 def _check_config(model: "CrossAttentionLM", folder: Path) -> None:
-    """Refuse blocks with other settings in their config.json."""
+    """Require that the blocks' settings in config.json equal those of `model`."""
     path = folder / "config.json"
-    told = read_json(path, CheckpointError) if path.is_file() else {}
+    saved_config = read_json(path, CheckpointError) if path.is_file() else {}
     ours = _settings(model)
-    ignored = {"cross_attn_dropout_prob"}  # dropout belongs to the training
+    ignored = {"cross_attn_dropout_prob"}  # dropout is a setting of the training
     if model.unique_blocks()[0].mlp.gate is not None:
         ignored |= {"cross_attn_shared_projections"}
     if model.config.model_type == "mistral":
         ignored |= {f"cross_attn_{name}" for name in ("num_attention_heads", "num_key_value_heads", "attention_bias")}
     wrong = [
-        f"{name} is {told[name]!r}, the experiment's is {value!r}"
+        f"{name}: expected {value!r}, as in the experiment, got {saved_config[name]!r}"
         for name, value in ours.items()
-        if name not in ignored and told.get(name) not in (None, value)
+        if name not in ignored and saved_config.get(name) not in (None, value)
     ]
     if wrong:
-        raise CheckpointError(f"{path}: of other blocks: {'; '.join(wrong)}. Change the experiment's model.")
+        raise CheckpointError(f"{path}: for different blocks: {'; '.join(wrong)}. Change the experiment's model.")
 
 
 def save(model: "CrossAttentionLM", folder: Path, base: str, with_base: bool = False) -> None:
-    """Write the blocks of `model`, and a config.json, into the existing `folder`.
+    """Write the blocks of `model` and a config.json into the existing `folder`.
 
-    base: hub id or folder of the base, which XC-Cache makes its model from. with_base: write the base's weights too,
-    which its loader of
-    checkpoints needs: its model has them under the base's own names, but "transformer." instead of "model.".
+    base: hub id or folder of the base, from which XC-Cache builds its model. with_base: write the base's weights too,
+    which XC-Cache's checkpoint loader needs, under the base's names but with "transformer." instead of "model.".
     """
     from safetensors.torch import save_file
 
     weights = model.state_dict()
-    found = {theirs: weights[ours] for ours, several in names(model).items() for theirs in several}
+    tensors = {theirs: weights[ours] for ours, several in names(model).items() for theirs in several}
     if with_base:
-        own = model.base.state_dict()
-        found |= {
-            f"transformer.{name.removeprefix('model.')}" if name.startswith("model.") else name: own[name]
-            for name in own
+        base_weights = model.base.state_dict()
+        tensors |= {
+            f"transformer.{name.removeprefix('model.')}" if name.startswith("model.") else name: base_weights[name]
+            for name in base_weights
         }
     save_file(
-        {name: tensor.detach().cpu().contiguous().clone() for name, tensor in found.items()},
+        {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()},
         folder / "model.safetensors",
     )
     write_json(folder / "config.json", {**model.config.to_dict(), **_settings(model), "_name_or_path": base})
 
 
 def unlike_reference(model: "CrossAttentionLM") -> list[str]:
-    """What XC-Cache's code cannot have of these blocks, so that it would not load them."""
+    """Features of these blocks that XC-Cache's code does not support, so that it cannot load them."""
     block, base = model.unique_blocks()[0], model.config
     attention, width = block.attention, block.attention.heads * block.attention.head_size
-    given = {
+    differences = {
         f"bases of type {base.model_type!r}": base.model_type not in ("gpt_bigcode", "llama", "mistral"),
         "RMSNorm in blocks": not hasattr(block.norm1, "bias"),
         "Mistral blocks with other heads than the base's": base.model_type == "mistral"
@@ -170,13 +167,13 @@ def unlike_reference(model: "CrossAttentionLM") -> list[str]:
         != (base.hidden_size, base.num_attention_heads, base.num_key_value_heads),
         "feed_forward_size": base.model_type != "mistral" and block.mlp.up.out_features != 4 * width,
     }
-    return [what for what, true in given.items() if true]
+    return [feature for feature, is_different in differences.items() if is_different]
 
 
 def _settings(model: "CrossAttentionLM") -> dict[str, Any]:
     """The blocks' sizes, as XC-Cache writes them into config.json.
 
-    Its Mistral blocks have the base's heads, and of this configuration the width of the MLP alone.
+    XC-Cache's Mistral blocks have the base's heads, and use only the MLP's width from this configuration.
     """
     config, block = model.settings, model.unique_blocks()[0]
     attention, of_base = block.attention, model.config.model_type == "mistral"
@@ -205,10 +202,10 @@ def _read_blocks(path: Path) -> "Mapping[str, Tensor]":
     try:
         if path.suffix == ".safetensors":
             with safe_open(path, framework="pt") as file:
-                return {name: file.get_tensor(name) for name in file.keys() if name.startswith(f"{_PREFIX}.")}  # noqa: SIM118  no dict
+                return {name: file.get_tensor(name) for name in file.keys() if name.startswith(f"{_PREFIX}.")}  # noqa: SIM118  not a dict
         loaded = torch.load(path, map_location="cpu", weights_only=True)
         return {name: tensor for name, tensor in loaded.items() if name.startswith(f"{_PREFIX}.")}
     except (SafetensorError, pickle.UnpicklingError, EOFError, RuntimeError) as error:
         raise CheckpointError(
-            f"{path}: damaged, not readable ({str(error).splitlines()[0][:200]}). Get it again."
+            f"{path}: cannot be read ({str(error).splitlines()[0][:200]}). Download it again."
         ) from None

@@ -1,5 +1,5 @@
-"""Data sets whose samples are inputs and targets drawn from rows of text.
-Draws are functions of (seed, epoch, index)."""
+"""Data sets of inputs and targets made from rows of text by random masks.
+The masks are functions of (seed, epoch, index)."""
 
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple, TypedDict
@@ -14,14 +14,14 @@ if TYPE_CHECKING:
     import numpy as np
 
     Objective = Callable[[np.ndarray, np.random.Generator], tuple[np.ndarray, np.ndarray]]
-    """Makes inputs and targets of a row of text, each ended by the end token."""
+    """Makes inputs and targets from a row of text, each with an end token."""
 
 VAL_SEED = 5_368_709
-"""Seed of every validation, so that all experiments are scored on the same masks."""
+"""Seed of every validation, so that all experiments are evaluated on the same masks."""
 
 
 class DenoisingConfig(TextConfig):
-    """Text of which an encoder reads one part and a decoder writes the other. In validation the parts never change."""
+    """Text of which an encoder reads one part and a decoder predicts the rest. In validation the parts never change."""
 
     @property
     def reader(self) -> str:
@@ -29,7 +29,7 @@ class DenoisingConfig(TextConfig):
 
 
 class Sample(TypedDict):
-    """What the encoder reads and the decoder learns to write, each ended by the end token."""
+    """Input of the encoder and target of the decoder, each with an end token."""
 
     input_ids: "np.ndarray"
     """(S,) int32."""
@@ -38,22 +38,22 @@ class Sample(TypedDict):
 
 
 class MaskRng(NamedTuple):
-    """Random draws of one split."""
+    """Random generators of one split."""
 
     seed: int
-    fixed: bool
-    """Whether they are the same in every epoch."""
+    is_fixed: bool
+    """Whether the generators are the same in every epoch."""
 
     def generator(self, epoch: int, *index: int) -> "np.random.Generator":
-        """The generator of one sample, or of anything else with an index."""
+        """The generator of a sample, or of anything else with an index."""
         import numpy as np
 
-        return np.random.default_rng([self.seed, 0 if self.fixed else epoch, *index])
+        return np.random.default_rng([self.seed, 0 if self.is_fixed else epoch, *index])
 
 
 def mask_rng(split: str, seed: int) -> MaskRng:
-    """In training, draws that change with `seed` and epoch; in other splits, always the same ones."""
-    return MaskRng(seed, fixed=False) if split == "train" else MaskRng(VAL_SEED, fixed=True)
+    """Generators that change with `seed` and epoch in training, and are always the same in other splits."""
+    return MaskRng(seed, is_fixed=False) if split == "train" else MaskRng(VAL_SEED, is_fixed=True)
 
 
 class DenoisingDataset:
@@ -67,13 +67,13 @@ class DenoisingDataset:
         shuffle: Shuffle,
         lengths: tuple[int, ...] = (0, 0),
     ) -> None:
-        """lengths: of inputs and targets of every batch at least."""
+        """lengths: minimum lengths of inputs and targets in every batch."""
         self.fingerprint, self.shuffle, self._lengths = fingerprint, shuffle, lengths
         self.collation = "denoising", encoder.pad_id, lengths
         self._draws, self._pad_id = draws, encoder.pad_id
 
     def collate(self, samples: Sequence[Sample]) -> Seq2SeqBatch:
-        """Stack; where lengths differ, pad on the right. The decoder starts with the padding token, as T5's."""
+        """Stack rows, padded on the right. The decoder starts with the padding token, like T5's."""
         from src.data import collate
 
         return collate.seq2seq(
@@ -82,7 +82,7 @@ class DenoisingDataset:
 
 
 class SingleObjectiveDataset(DenoisingDataset):
-    """Samples made from rows of one length, all by one objective."""
+    """Samples made by one objective from rows of one length."""
 
     def __init__(
         self,

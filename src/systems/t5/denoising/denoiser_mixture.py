@@ -1,4 +1,4 @@
-"""Samples of several denoisers in fixed shares, over rows of text whose lengths depend on the denoiser."""
+"""Samples of several denoisers in fixed shares. Each denoiser has its own length of rows of text."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
@@ -17,25 +17,25 @@ if TYPE_CHECKING:
     from src.systems.t5.denoising.dataset import Objective
 
 BLOCK = 400
-"""Samples of a block, in which the shares are exact."""
+"""Number of samples in a block. The shares are exact in each block."""
 
 
 class DenoiserSpec(NamedTuple):
     """A denoiser."""
 
     rate: float
-    """Its share, in proportion to those of the others."""
+    """Share of the samples, relative to the other rates."""
     raw: int
-    """Tokens of its rows."""
+    """Number of tokens in its rows of text."""
     mode: "np.ndarray"
-    """(tokens,) int32: first tokens of its inputs; may be empty."""
+    """(tokens,) int32: prefix of its inputs; can be empty."""
     objective: "Objective"
 
 
 class DenoiserMixture(DenoisingDataset):
-    """The text is cut into blocks of as many tokens each, and every block into as many rows for each denoiser, in an
-    order drawn from (seed, epoch, block). So a sample depends on its own block alone, and each epoch reads every token
-    once, except a remainder at the end.
+    """Splits the text into blocks of equal size, and each block into a fixed number of rows per denoiser, in a random
+    order by (seed, epoch, block). So a sample depends only on its block, and each epoch reads every token once, except
+    a remainder at the end.
     """
 
     def __init__(
@@ -47,8 +47,8 @@ class DenoiserMixture(DenoisingDataset):
         most: int | None,
         config: ShuffledConfig,
     ) -> None:
-        """most: how many samples are used, the same ones for every experiment; None for all.
-        config: its shuffle and lengths of batches.
+        """most: number of samples to use, the same for every experiment; None for all.
+        config: for its shuffle and batch lengths.
 
         Raises:
             DataError: there is less text than one sample, or than `most` samples.
@@ -56,18 +56,22 @@ class DenoiserMixture(DenoisingDataset):
         self._documents, self._kinds = documents, kinds
         self._block = shares([kind.rate for kind in kinds], BLOCK)
         self._block_tokens = self._tokens(self._block)
-        blocks, left = divmod(documents.num_tokens, self._block_tokens)
-        self._last = self._largest_block(left)
+        blocks, remaining_tokens = divmod(documents.num_tokens, self._block_tokens)
+        self._last = self._largest_block(remaining_tokens)
         total = blocks * BLOCK + sum(self._last)
         if not total:
-            raise DataError(f"{documents.path}: {left} tokens are too few for one sequence of the likeliest denoiser.")
-        self._chosen = range(total) if most is None else jsonl.select_validation_rows(total, most, documents.path)
+            raise DataError(
+                f"{documents.path}: {remaining_tokens} tokens are too few for a row of the most frequent denoiser."
+            )
+        self._sample_indices = (
+            range(total) if most is None else jsonl.select_validation_rows(total, most, documents.path)
+        )
         self._full_blocks = blocks
         super().__init__(draws, encoder, documents.fingerprint, config.shuffle, config.batch_lengths() or (0, 0))
 
     def __len__(self) -> int:
         """Samples in one epoch."""
-        return len(self._chosen)
+        return len(self._sample_indices)
 
     def sample(self, epoch: int, index: int) -> Sample:
         """Sample `index` of this epoch."""
@@ -84,10 +88,10 @@ class DenoiserMixture(DenoisingDataset):
         return {"input_ids": inputs, "labels": targets}
 
     def locate(self, epoch: int, index: int) -> tuple[int, int]:
-        """(number of the denoiser that makes sample `index` of this epoch, first token of its row)."""
+        """(number of the denoiser of sample `index` of this epoch, index of the first token of its row)."""
         import numpy as np
 
-        block, place = divmod(self._chosen[index], BLOCK)
+        block, place = divmod(self._sample_indices[index], BLOCK)
         numbers = np.repeat(np.arange(len(self._kinds)), self._block if block < self._full_blocks else self._last)
         self._draws.generator(epoch, block, 1).shuffle(numbers)
         before = np.bincount(numbers[:place], minlength=len(self._kinds))
@@ -97,7 +101,7 @@ class DenoiserMixture(DenoisingDataset):
         return sum(number * kind.raw for number, kind in zip(numbers, self._kinds, strict=True))
 
     def _largest_block(self, tokens: int) -> list[int]:
-        """How many samples of each denoiser there are in a block of at most `tokens`."""
+        """Number of samples of each denoiser in a block of at most `tokens`."""
         rates = [kind.rate for kind in self._kinds]
         least, more = 0, BLOCK
         while more - least > 1:

@@ -1,11 +1,11 @@
-"""Masks of n-grams: sequences of a vocabulary, and single words (PMI-masking, Levine et al. 2021, arXiv 2010.01825).
+"""Mask n-grams of a vocabulary and single words (PMI-masking, Levine et al. 2021, arXiv 2010.01825).
 
-A row is split into units: the n-grams of the vocabulary that occur in it (of overlapping ones the longest; ties at
-random), and single words. As many runs are masked as in span corruption, with exactly as many tokens together, so
-inputs and targets have its lengths. Each run starts at a unit drawn uniformly and grows by the units that follow, in
-random turns, until enough tokens are masked. Runs may be adjacent; each has its own sentinel.
+A row is split into units: the n-grams of the vocabulary that occur in it (the longest of overlapping ones, ties at
+random), and single words. The numbers of masked runs and tokens are those of span corruption, so inputs and targets
+have the same lengths. Each run starts at a unit drawn uniformly and grows by the units that follow, in random turns,
+until enough tokens are masked. Runs can be adjacent; each has its own sentinel.
 
-If the drawn units are too long together, some are exchanged at random for shorter ones. A unit is cut only if whole
+If the drawn units have too many tokens, some are exchanged at random for shorter ones. A unit is split only if complete
 units cannot give the exact number of tokens.
 """
 
@@ -27,7 +27,7 @@ _WORD = re.compile(r"\w+|[^\w\s]")
 
 
 class Vocabulary(NamedTuple):
-    """N-grams in lower case, with spaces between words as in the text."""
+    """N-grams in lower case, with the spaces between words as in text."""
 
     ngrams: frozenset[str]
     beginnings: frozenset[str]
@@ -37,19 +37,18 @@ class Vocabulary(NamedTuple):
 
 
 def require_file(path: Path) -> None:
-    """Raises DataError where there is no such file."""
+    """Raises DataError if the file is missing."""
     if not path.is_file():
         raise DataError(
-            f"{path}: no such file. "
-            "data.ngrams names a text file below --data_path with one n-gram of words on each line."
+            f"{path}: no such file. data.ngrams must be a text file below --data_path with one n-gram per line."
         )
 
 
 def read_vocabulary(path: Path) -> Vocabulary:
-    """A text file with one n-gram on each line.
+    """Read a text file with one n-gram per line.
 
     Raises:
-        DataError: there is no such file, it is empty or no UTF-8, or a line has fewer than two words.
+        DataError: the file is missing, empty or not UTF-8, or a line has fewer than two words.
     """
     require_file(path)
     with reading(path, DataError):
@@ -62,16 +61,16 @@ def read_vocabulary(path: Path) -> Vocabulary:
             raise DataError(f"{path}:{number}: not UTF-8 ({error.reason}).") from None
         ends = [word.end() for word in _WORD.finditer(text)]
         if len(ends) < 2:
-            raise DataError(f"{path}:{number}: expected an n-gram of two words or more, got {text!r}.")
+            raise DataError(f"{path}:{number}: expected an n-gram of two or more words, got {text!r}.")
         ngrams.add(text)
         beginnings.update(text[:end] for end in ends)
     if not ngrams:
-        raise DataError(f"{path}: empty. It should have one n-gram of words on each line.")
+        raise DataError(f"{path}: empty. Expected one n-gram of words per line.")
     return Vocabulary(frozenset(ngrams), frozenset(beginnings), hashlib.sha256(content).hexdigest())
 
 
 class Ngrams:
-    """Masks units of a row. Row lengths, and those of inputs and targets, are those of span corruption."""
+    """Masks units of a row. The lengths of rows, inputs and targets are those of span corruption."""
 
     def __init__(
         self, words: "Words", vocabulary: Vocabulary, shares: tuple[float, float], sentinels: "np.ndarray", eos_id: int
@@ -86,61 +85,60 @@ class Ngrams:
         return noise.corrupt(row, mask, starts, self._sentinels, self._eos_id)
 
     def draw_mask(self, row: "np.ndarray", rng: "np.random.Generator") -> "tuple[np.ndarray, np.ndarray]":
-        """(mask, starts), each (length,) bool: True on masked tokens, and on the first token of each run of them."""
+        """(mask, starts), each (length,) bool: True on masked tokens, and on the first token of each masked run."""
         import numpy as np
 
-        wanted = noise.counts(len(row), *self._shares)
+        counts = noise.counts(len(row), *self._shares)
         first, sizes = self.units(row, rng)
-        if sizes.sum() < wanted.noise:  # almost only control tokens
+        if sizes.sum() < counts.noise:  # almost only control tokens
             first, sizes = np.arange(len(row)), np.ones(len(row), dtype=np.int64)
-        first, sizes = split_longest(wanted.spans, first, sizes)
-        begin = draw_first_units(sizes, wanted, rng)
-        sizes[begin] = shorten(sizes[begin], wanted.noise)
-        taken, heads = extend_runs(first, sizes, begin, wanted.noise, rng)
+        first, sizes = split_longest(counts.spans, first, sizes)
+        begin = draw_first_units(sizes, counts, rng)
+        sizes[begin] = shorten(sizes[begin], counts.noise)
+        is_masked, heads = extend_runs(first, sizes, begin, counts.noise, rng)
         starts = np.zeros(len(row), dtype=bool)
         starts[first[heads]] = True
-        first, sizes = first[taken], sizes[taken]
+        first, sizes = first[is_masked], sizes[is_masked]
         within = np.arange(sizes.sum()) - (sizes.cumsum() - sizes).repeat(sizes)
         mask = np.zeros(len(row), dtype=bool)
         mask[first.repeat(sizes) + within] = True
-        grow(mask, starts, self._words.control[row], wanted.noise - len(within))
+        grow(mask, starts, self._words.control[row], counts.noise - len(within))
         return mask, starts
 
     def units(self, row: "np.ndarray", rng: "np.random.Generator") -> "tuple[np.ndarray, np.ndarray]":
-        """(first token, tokens) of each unit of a row in order, each (units,) int64.
-        Control tokens are in none, and end n-grams."""
+        """(first token, number of tokens) of each unit of a row in order, each (units,) int64.
+        Control tokens are not part of units, and end n-grams."""
         import numpy as np
 
         bounds = np.append(self._words.starts(row).nonzero()[0], len(row))
-        spelled = self._words.word_texts(row, bounds)
-        joined = np.zeros(len(spelled), dtype=bool)  # with the previous word
-        parted = np.zeros(len(spelled), dtype=bool)  # already part of an n-gram
-        for first, last in self._find_ngrams(spelled, rng):
-            if not parted[first:last].any():
-                parted[first:last] = True
-                joined[first + 1 : last] = True
-        begins = bounds[:-1][~joined]
+        words = self._words.word_texts(row, bounds)
+        is_joined = np.zeros(len(words), dtype=bool)  # with the previous word
+        is_in_ngram = np.zeros(len(words), dtype=bool)  # already part of an n-gram
+        for first, last in self._find_ngrams(words, rng):
+            if not is_in_ngram[first:last].any():
+                is_in_ngram[first:last] = True
+                is_joined[first + 1 : last] = True
+        begins = bounds[:-1][~is_joined]
         sizes = np.diff(np.append(begins, len(row)))
         real = ~self._words.control[row[begins]]
         return begins[real], sizes[real]
 
-    def _find_ngrams(self, spelled: list[str], rng: "np.random.Generator") -> list[tuple[int, int]]:
-        """(first, last) words, the last not included, of all n-grams that occur:
-        longest first, equally long ones in random order."""
-        found, (ngrams, beginnings, _) = [], self._vocabulary
-        likely = [first for first, word in enumerate(spelled) if word.lstrip() in beginnings]
+    def _find_ngrams(self, words: list[str], rng: "np.random.Generator") -> list[tuple[int, int]]:
+        """(first word, last word + 1) of all n-grams in the row, longest first, and in random order if equally long."""
+        matches, (ngrams, beginnings, _) = [], self._vocabulary
+        likely = [first for first, word in enumerate(words) if word.lstrip() in beginnings]
         for first in likely:
-            text = spelled[first].lstrip()
-            for last in range(first + 1, len(spelled)):
-                if not spelled[last]:
+            text = words[first].lstrip()
+            for last in range(first + 1, len(words)):
+                if not words[last]:
                     break
-                text += spelled[last]
+                text += words[last]
                 if text not in beginnings:
                     break
                 if text in ngrams:
-                    found.append((first, last + 1))
-        order = rng.permutation(len(found)).tolist()
-        return sorted((found[i] for i in order), key=lambda place: place[0] - place[1])
+                    matches.append((first, last + 1))
+        order = rng.permutation(len(matches)).tolist()
+        return sorted((matches[i] for i in order), key=lambda place: place[0] - place[1])
 
 
 def split_longest(spans: int, first: "np.ndarray", sizes: "np.ndarray") -> "tuple[np.ndarray, np.ndarray]":
@@ -156,68 +154,71 @@ def split_longest(spans: int, first: "np.ndarray", sizes: "np.ndarray") -> "tupl
     return first, sizes
 
 
-def draw_first_units(sizes: "np.ndarray", wanted: noise.Counts, rng: "np.random.Generator") -> "np.ndarray":
-    """(spans,) int64: units that begin runs, in random order;
-    together at most `wanted.noise` tokens if exchanges can achieve it."""
+def draw_first_units(sizes: "np.ndarray", counts: noise.Counts, rng: "np.random.Generator") -> "np.ndarray":
+    """Draw the units that start runs, (spans,) int64, in random order.
+    If possible, exchanges units until they have at most `counts.noise` tokens."""
     import numpy as np
 
     order = rng.permutation(len(sizes))
-    excess = int(sizes[order[: wanted.spans]].sum()) - wanted.noise
-    moved = True
-    while excess > 0 and moved:
-        moved = False
-        for place in range(wanted.spans):
-            shorter = np.flatnonzero(sizes[order[wanted.spans :]] < sizes[order[place]])
+    excess = int(sizes[order[: counts.spans]].sum()) - counts.noise
+    has_changed = True
+    while excess > 0 and has_changed:
+        has_changed = False
+        for place in range(counts.spans):
+            shorter = np.flatnonzero(sizes[order[counts.spans :]] < sizes[order[place]])
             if excess > 0 and len(shorter):
-                other = wanted.spans + shorter[rng.integers(len(shorter))]
+                other = counts.spans + shorter[rng.integers(len(shorter))]
                 excess -= int(sizes[order[place]] - sizes[order[other]])
                 order[[place, other]] = order[[other, place]]
-                moved = True
-    return order[: wanted.spans]
+                has_changed = True
+    return order[: counts.spans]
 
 
 def extend_runs(
     first: "np.ndarray", sizes: "np.ndarray", begin: "np.ndarray", tokens: int, rng: "np.random.Generator"
 ) -> "tuple[np.ndarray, list[int]]":
-    """Extend the runs that begin with the units `begin`, first to the right, then to the left, up to `tokens` tokens.
+    """Extend the runs that start with these units, first to the right, then to the left, up to `tokens` tokens.
 
     Returns (units,) bool, True on all units of runs, and the first unit of each run.
     """
     import numpy as np
 
     adjacent = (first[1:] == first[:-1] + sizes[:-1]).tolist()  # unit i and unit i + 1
-    lengths, taken = sizes.tolist(), [False] * len(sizes)
+    lengths, is_taken = sizes.tolist(), [False] * len(sizes)
     for unit in begin.tolist():
-        taken[unit] = True
-    left = tokens - int(sizes[begin].sum())
+        is_taken[unit] = True
+    remaining = tokens - int(sizes[begin].sum())
 
     def free(unit: int, step: int) -> bool:
         """Whether the neighbouring unit is free and short enough."""
-        beside = unit + step
+        neighbor = unit + step
         return (
-            0 <= beside < len(taken) and adjacent[min(unit, beside)] and not taken[beside] and lengths[beside] <= left
+            0 <= neighbor < len(is_taken)
+            and adjacent[min(unit, neighbor)]
+            and not is_taken[neighbor]
+            and lengths[neighbor] <= remaining
         )
 
     def walk(step: int) -> list[int]:
         """Extend runs in one direction; returns the last unit of each."""
-        nonlocal left
-        going, done = begin.tolist(), []
-        draws = rng.random(left + len(going)).tolist()  # each takes a unit or ends a run
-        while going and left:
-            place = int(draws.pop() * len(going))
-            if free(going[place], step):
-                going[place] += step
-                taken[going[place]] = True
-                left -= lengths[going[place]]
+        nonlocal remaining
+        active, done = begin.tolist(), []
+        draws = rng.random(remaining + len(active)).tolist()  # each takes a unit or ends a run
+        while active and remaining:
+            place = int(draws.pop() * len(active))
+            if free(active[place], step):
+                active[place] += step
+                is_taken[active[place]] = True
+                remaining -= lengths[active[place]]
             else:
-                done.append(going[place])
-                going[place] = going[-1]
-                going.pop()
-        return done + going
+                done.append(active[place])
+                active[place] = active[-1]
+                active.pop()
+        return done + active
 
     walk(1)
     heads = walk(-1)
-    return np.array(taken), heads
+    return np.array(is_taken), heads
 
 
 def shorten(sizes: "np.ndarray", tokens: int) -> "np.ndarray":
@@ -228,7 +229,8 @@ def shorten(sizes: "np.ndarray", tokens: int) -> "np.ndarray":
 
 
 def grow(mask: "np.ndarray", starts: "np.ndarray", control: "np.ndarray", tokens: int) -> None:
-    """Mask `tokens` more: each time the token after a masked one, preferably no control token; else the one before."""
+    """Mask `tokens` more tokens: each time the token after a masked one, preferably not a control token, or if there is
+    no such token the one before."""
     import numpy as np
 
     for _ in range(tokens):
@@ -236,6 +238,6 @@ def grow(mask: "np.ndarray", starts: "np.ndarray", control: "np.ndarray", tokens
         if len(after):
             mask[after[control[after].argmin()]] = True
         else:
-            begin = int(mask.argmax())  # all from here to the end are masked
+            begin = int(mask.argmax())  # all tokens from here are masked
             mask[begin - 1] = starts[begin - 1] = True
             starts[begin] = False

@@ -1,6 +1,6 @@
 """Noise masks, sentinels and lengths of T5's span corruption (Raffel et al. 2020, arXiv 1910.10683, section 3.1.4).
 
-Counts and draws, and their order, are those of Google's text-to-text-transfer-transformer (t5/data/preprocessors.py).
+Counts, and random draws and their order, equal Google's text-to-text-transfer-transformer (t5/data/preprocessors.py).
 """
 
 from typing import TYPE_CHECKING, NamedTuple
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Counts(NamedTuple):
-    """Numbers of masked tokens, masked runs and kept tokens of a row: functions of its length."""
+    """Numbers of masked tokens, masked runs and unmasked tokens of a row, as functions of its length."""
 
     noise: int
     spans: int
@@ -22,7 +22,7 @@ class Counts(NamedTuple):
 
     @property
     def input_tokens(self) -> int:
-        """Kept tokens, a sentinel for each run, and the end token."""
+        """Unmasked tokens, a sentinel for each run, and the end token."""
         return self.keep + self.spans + 1
 
     @property
@@ -36,7 +36,7 @@ def counts(length: int, density: float, mean_span: float) -> Counts:
     Density 0 masks nothing; any other masks at least one token.
 
     Raises:
-        ConfigError: the kept tokens are too few to separate the runs, or a value is out of range.
+        ConfigError: there are too few unmasked tokens to separate the runs, or a value is out of range.
     """
     if not 0 <= density < 1 or mean_span < 1:
         raise ConfigError(f"expected 0 <= noise density < 1 and a mean span >= 1; got {density} and {mean_span}.")
@@ -47,8 +47,8 @@ def counts(length: int, density: float, mean_span: float) -> Counts:
     spans, keep = max(round(noise / mean_span), 1), length - noise
     if spans > keep:
         raise ConfigError(
-            f"{noise} of {length} tokens in {spans} runs leave {keep} kept tokens, too few to part the runs. "
-            "Write a smaller noise density or a longer mean span."
+            f"masking {noise} of {length} tokens in {spans} runs leaves {keep} tokens, too few to separate the runs. "
+            "Use a smaller noise density or a longer mean span."
         )
     return Counts(noise, spans, keep)
 
@@ -56,8 +56,8 @@ def counts(length: int, density: float, mean_span: float) -> Counts:
 def lengths(inputs: int, density: float, mean_span: float) -> tuple[int, int]:
     """(raw tokens of a row, tokens of its targets) of the longest row with corrupted inputs of at most `inputs` tokens.
 
-    End tokens are counted. Source: `random_spans_helper` of the same file, which starts at inputs - 1, where others
-    start at `inputs` and give one token too many for spans of one token.
+    Includes end tokens. Follows `random_spans_helper` in Google's file, which starts at inputs - 1. Implementations
+    that start at `inputs` give one token too many for spans of one token.
     """
 
     def lengths(raw: int) -> tuple[int, int]:
@@ -75,37 +75,37 @@ def lengths(inputs: int, density: float, mean_span: float) -> tuple[int, int]:
 
 
 def longest_row(inputs: int, density: float, mean_span: float) -> tuple[int, Counts]:
-    """Tokens of the longest row whose corrupted inputs have at most `inputs` tokens, and its counts.
+    """(tokens, counts) of the longest row with corrupted inputs of at most `inputs` tokens.
 
-    As `lengths` has it, so at density 0.5 they may be one fewer than they could be. Where `lengths` computes no masked
-    token, one is masked all the same, so the row is shorter.
+    Follows `lengths`, so at density 0.5 the row can be one token shorter than the maximum. If `lengths` masks no token,
+    the row is shortened, as at least one token is always masked.
 
     Raises:
         ConfigError: there is no such row.
     """
     raw, _ = lengths(inputs, density, mean_span)
     while raw >= 2:
-        found = counts(raw, density, mean_span)
-        if found.input_tokens <= inputs:
-            return raw, found
+        row_counts = counts(raw, density, mean_span)
+        if row_counts.input_tokens <= inputs:
+            return raw, row_counts
         raw -= 1
-    raise ConfigError(f"{inputs} input tokens are too few for a row with a masked token. Write more.")
+    raise ConfigError(f"{inputs} input tokens are too few for a row with a masked token. Use more.")
 
 
 def exact_lengths(inputs: int, density: float, mean_span: float) -> tuple[int, Counts]:
-    """As `lengths`, with the counts of such a row, whose corrupted inputs have exactly `inputs` tokens.
+    """(tokens, counts) of the row of `lengths`, which must have corrupted inputs of exactly `inputs` tokens.
 
     Raises:
         ConfigError: there is no such row.
     """
     raw, targets = lengths(inputs, density, mean_span)
-    found = counts(raw, density, mean_span)
-    if raw < 2 or (found.input_tokens, found.target_tokens) != (inputs, targets):
+    row_counts = counts(raw, density, mean_span)
+    if raw < 2 or (row_counts.input_tokens, row_counts.target_tokens) != (inputs, targets):
         raise ConfigError(
             f"no row of tokens gives exactly {inputs} input tokens at "
-            f"noise density {density} and mean span {mean_span}. Write more input tokens or a higher density."
+            f"noise density {density} and mean span {mean_span}. Use more input tokens or a higher density."
         )
-    return raw, found
+    return raw, row_counts
 
 
 def composition(items: int, parts: int, rng: "Random") -> "np.ndarray":
@@ -123,22 +123,24 @@ def composition(items: int, parts: int, rng: "Random") -> "np.ndarray":
 
 def noise_mask(length: int, density: float, mean_span: float, rng: "Random", roll: bool = False) -> "np.ndarray":
     """(length,) bool, True on tokens to mask.
-    Drawn uniformly from those that begin with a kept and end with a masked one.
+    Drawn uniformly from the masks that start with an unmasked token and end with a masked one.
 
-    roll: rotate it by a random number of positions, so that it may begin and end with either.
+    roll: rotate the mask by a random number of positions, so that it can start and end with either.
 
     Raises:
         ConfigError: see `counts`.
     """
     import numpy as np
 
-    wanted = counts(length, density, mean_span)
-    if not wanted.noise:
+    row_counts = counts(length, density, mean_span)
+    if not row_counts.noise:
         return np.zeros(length, dtype=bool)
-    runs = np.empty(2 * wanted.spans, dtype=np.int64)
-    runs[1::2] = composition(wanted.noise, wanted.spans, rng)  # before the kept ones: seeded draws depend on the order
-    runs[::2] = composition(wanted.keep, wanted.spans, rng)
-    alternating = np.zeros(2 * wanted.spans, dtype=bool)
+    runs = np.empty(2 * row_counts.spans, dtype=np.int64)
+    runs[1::2] = composition(
+        row_counts.noise, row_counts.spans, rng
+    )  # before the unmasked runs: the order affects seeded draws
+    runs[::2] = composition(row_counts.keep, row_counts.spans, rng)
+    alternating = np.zeros(2 * row_counts.spans, dtype=bool)
     alternating[1::2] = True
     mask = alternating.repeat(runs)[:length]
     return np.roll(mask, int(rng.uniform(0, length))) if roll else mask
@@ -154,14 +156,14 @@ def run_starts(mask: "np.ndarray") -> "np.ndarray":
 def corrupt(
     ids: "np.ndarray", mask: "np.ndarray", starts: "np.ndarray", sentinels: "np.ndarray", eos_id: int
 ) -> "tuple[np.ndarray, np.ndarray]":
-    """(inputs, targets) of a row, each ended by `eos_id`.
+    """(inputs, targets) of a row, each with the end token `eos_id`.
 
-    Inputs are the row with each masked run replaced by a sentinel; targets each run after its sentinel. Sentinels come
-    in their order. For masks that begin with a kept token this equals Google's code, whose targets are the row with
-    each kept run replaced.
+    Inputs are the row with each masked run replaced by a sentinel. Targets are the masked runs, each after its
+    sentinel. Sentinels are used in order. For masks that start with an unmasked token this equals Google's code, where
+    targets are the row with each unmasked run replaced by a sentinel.
 
-    ids: (length,). mask: (length,) bool, True on masked tokens. starts: (length,) bool, True where a run begins: on the
-    first of masked tokens, and wherever a run follows on another. sentinels: at least as many as runs.
+    ids: (length,). mask: (length,) bool, True on masked tokens. starts: (length,) bool, True on the first token of each
+    masked run; runs can be adjacent. sentinels: at least one per run.
     """
     import numpy as np
 
@@ -170,9 +172,9 @@ def corrupt(
     place = first.cumsum()
     spans = int(place[-1]) if len(place) else 0
     row[starts] = sentinels[:spans]
-    kept = row[starts | ~mask]
-    inputs = np.empty(len(kept) + 1, dtype=ids.dtype)
-    inputs[:-1], inputs[-1] = kept, eos_id
+    kept_ids = row[starts | ~mask]
+    inputs = np.empty(len(kept_ids) + 1, dtype=ids.dtype)
+    inputs[:-1], inputs[-1] = kept_ids, eos_id
     place += np.arange(len(first))
     targets = np.empty(len(first) + spans + 1, dtype=ids.dtype)
     targets[place] = ids[mask]

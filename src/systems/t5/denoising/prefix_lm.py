@@ -1,5 +1,5 @@
-"""Prefix language modelling of packed text:
-the encoder reads the beginning of a row, the decoder writes the rest (Raffel et al. 2020)."""
+"""Prefix language modelling of packed text: the encoder reads the first part of a row, the decoder predicts the rest
+(Raffel et al. 2020)."""
 
 from functools import partial
 from typing import TYPE_CHECKING, ClassVar
@@ -18,19 +18,19 @@ if TYPE_CHECKING:
 
 
 class Config(DenoisingConfig):
-    """Which text, and where its rows are cut."""
+    """Text, and the split of its rows into prefix and target."""
 
-    same_length_advice: ClassVar[str] = "Write a number as data.prefix_tokens, or leave loop.compile out."
+    same_length_advice: ClassVar[str] = "Set data.prefix_tokens to a number, or remove loop.compile."
     sequence_tokens: int = Field(gt=1)
-    """Tokens of a row of text: those that are read and those that are written, without the end tokens."""
+    """Tokens of a row of text: prefix and target, without end tokens."""
     prefix_tokens: int | None = Field(default=None, gt=0)
-    """How many are read. None: a random number, from 1 to all but one, uniformly."""
+    """Tokens of the prefix; None for a uniformly random number from 1 to sequence_tokens - 1."""
 
     @model_validator(mode="after")
     def _something_is_written(self) -> "Config":
         if self.prefix_tokens is not None and self.prefix_tokens >= self.sequence_tokens:
             raise ValueError(
-                f"prefix_tokens: {self.prefix_tokens} leave nothing to write of {self.sequence_tokens} sequence_tokens."
+                f"prefix_tokens: expected less than sequence_tokens = {self.sequence_tokens}, got {self.prefix_tokens}."
             )
         return self
 
@@ -50,25 +50,25 @@ class Config(DenoisingConfig):
         self, places: Places, tokenizer: "PreTrainedTokenizerFast", split: str, seed: int
     ) -> SingleObjectiveDataset:
         """The rows of one split.
-        Training's cuts are functions of (seed, epoch, index), those of other splits of the index alone.
+        Random prefixes are functions of (seed, epoch, index) in training, and of the index in other splits.
 
         Raises:
             DataError: the data set is missing, incomplete, malformed, or too small for one sequence or for
                 `val_sequences`.
         """
-        found = documents.read(places, self.corpus, tokenizer, split)
-        rows = documents.PackedRows(found, self.sequence_tokens, self.max_samples(split))
-        objective = partial(cut_row, eos_id=found.eos_id, prefix_tokens=self.prefix_tokens)
+        corpus = documents.read(places, self.corpus, tokenizer, split)
+        rows = documents.PackedRows(corpus, self.sequence_tokens, self.max_samples(split))
+        objective = partial(cut_row, eos_id=corpus.eos_id, prefix_tokens=self.prefix_tokens)
         return SingleObjectiveDataset(
-            rows, objective, mask_rng(split, seed), SafeTokenizer(tokenizer), found.fingerprint, self.shuffle
+            rows, objective, mask_rng(split, seed), SafeTokenizer(tokenizer), corpus.fingerprint, self.shuffle
         )
 
 
 def cut_row(
     row: "np.ndarray", rng: "np.random.Generator", eos_id: int, prefix_tokens: int | None = None
 ) -> "tuple[np.ndarray, np.ndarray]":
-    """(inputs, targets) of a row of at least 2 tokens, each ended by `eos_id`.
-    prefix_tokens: of the inputs; None: random."""
+    """(inputs, targets) of a row of at least 2 tokens, each with the end token `eos_id`.
+    prefix_tokens: number of tokens of the inputs; None for a random number."""
     import numpy as np
 
     cut = int(rng.integers(1, len(row))) if prefix_tokens is None else prefix_tokens

@@ -1,7 +1,7 @@
-"""T5's span corruption of packed text: token runs are masked, the decoder learns to write them (Raffel et al. 2020).
+"""T5's span corruption of packed text: the decoder predicts masked runs of tokens (Raffel et al. 2020).
 
-Documents are joined and cut to exactly as many tokens as leave `input_tokens` when runs of them are replaced by
-sentinels, so that nothing is padded or lost. Both sides end with the end token.
+Documents are concatenated and split into rows that have exactly `input_tokens` once their masked runs are replaced by
+sentinels, so there is no padding or truncation. Inputs and targets end with the end token.
 """
 
 from functools import partial
@@ -26,17 +26,17 @@ if TYPE_CHECKING:
 
 
 class Config(DenoisingConfig):
-    """Which text, and how it is masked."""
+    """Text and its masks."""
 
     input_tokens: int = Field(default=512, gt=2)
-    """Tokens of every input, with sentinels and end token. How long rows of text and targets are follows from it."""
+    """Tokens of every input, with sentinels and end token. It determines the lengths of rows of text and of targets."""
     noise_density: float = Field(default=0.15, gt=0, lt=1)
-    """Share of a row's tokens that is masked."""
+    """Share of a row's tokens to mask."""
     mean_span_tokens: float = Field(default=3.0, ge=1)
-    """Masked tokens of a row by its masked runs."""
+    """Mean length of masked runs in tokens."""
     ngrams: str | None = Field(default=None, min_length=1)
-    """Text file below `--data_path` with one n-gram of words on each line: masked runs are of whole n-grams and words,
-    where else they begin and end anywhere. Lengths are the same."""
+    """Text file below `--data_path` with one n-gram of words per line. Masked runs then consist of complete n-grams and
+    words, instead of any tokens. The lengths do not change."""
 
     @model_validator(mode="after")
     def _gives_exact_lengths(self) -> "Config":
@@ -66,12 +66,13 @@ class Config(DenoisingConfig):
         self, places: Places, tokenizer: "PreTrainedTokenizerFast", split: str, seed: int
     ) -> SingleObjectiveDataset:
         """The rows of one split.
-        The masks of training are functions of (seed, epoch, index), those of other splits of the index alone.
+        Masks are functions of (seed, epoch, index) in training, and of the index in other splits.
 
         Raises:
-            DataError: the tokenizer has no sentinels, or marks no words for `ngrams`; these are missing or malformed;
-                the data set is missing, incomplete, malformed, or too small for one sequence or for `val_sequences`.
-            ConfigError: a sequence needs more sentinels than the tokenizer has.
+            DataError: the tokenizer has no sentinels, or no word boundaries for `ngrams`; the n-grams are missing or
+                malformed; the data set is missing, incomplete, malformed, or too small for one sequence or for
+                `val_sequences`.
+            ConfigError: the tokenizer has too few sentinels.
         """
         import numpy as np
 
@@ -79,27 +80,27 @@ class Config(DenoisingConfig):
 
         raw, counts = self._lengths()
         ids = np.array(sentinels.require(tokenizer, counts.spans, "data.input_tokens"), dtype=np.int32)
-        found = documents.read(places, self.corpus, tokenizer, split)
-        rows = documents.PackedRows(found, raw, self.max_samples(split))
-        fingerprint = found.fingerprint
+        corpus = documents.read(places, self.corpus, tokenizer, split)
+        rows = documents.PackedRows(corpus, raw, self.max_samples(split))
+        fingerprint = corpus.fingerprint
         shares = self.noise_density, self.mean_span_tokens
-        objective: Objective = partial(mask_spans, shares=shares, sentinels=ids, eos_id=found.eos_id)
+        objective: Objective = partial(mask_spans, shares=shares, sentinels=ids, eos_id=corpus.eos_id)
         if self.ngrams:
             vocabulary = ngrams.read_vocabulary(places.data / self.ngrams)
-            objective = ngrams.Ngrams(Words(tokenizer), vocabulary, shares, ids, found.eos_id)
+            objective = ngrams.Ngrams(Words(tokenizer), vocabulary, shares, ids, corpus.eos_id)
             fingerprint = f"{fingerprint} {vocabulary.fingerprint}"
         return SingleObjectiveDataset(
             rows, objective, mask_rng(split, seed), SafeTokenizer(tokenizer), fingerprint, self.shuffle
         )
 
     def _lengths(self) -> tuple[int, noise.Counts]:
-        """Tokens of a row of text, and what becomes of them."""
+        """Number of tokens of a row of text, and its counts."""
         return noise.exact_lengths(self.input_tokens, self.noise_density, self.mean_span_tokens)
 
 
 def mask_spans(
     row: "np.ndarray", rng: "np.random.Generator", shares: tuple[float, float], sentinels: "np.ndarray", eos_id: int
 ) -> "tuple[np.ndarray, np.ndarray]":
-    """(inputs, targets) of a row of which runs of tokens are masked. shares: noise density and mean span."""
+    """(inputs, targets) of a row with masked runs of tokens. shares: noise density and mean span."""
     mask = noise.noise_mask(len(row), *shares, rng)
     return noise.corrupt(row, mask, noise.run_starts(mask), sentinels, eos_id)

@@ -1,7 +1,7 @@
 """UL2's mixture of denoisers over packed text (Tay et al. 2022, arXiv 2205.05131, section 3.1).
 
-Each sample is made by one denoiser: span corruption of some density and span length, or prefix language modelling. The
-denoiser determines the length of its rows of text, so that no text is lost and at most one token of an input is
+Each sample is made by one denoiser: span corruption with some density and span length, or prefix language modelling.
+The denoiser determines the length of its rows of text, so no text is truncated and an input has at most one token of
 padding. An epoch reads every token once.
 """
 
@@ -28,12 +28,12 @@ if TYPE_CHECKING:
 
 
 class Denoiser(StrictConfig):
-    """One of the mixture. With neither span nor density, it is prefix language modelling."""
+    """A denoiser of the mixture. Without span and density it is prefix language modelling."""
 
     rate: float = Field(gt=0)
-    """Its share of the samples, in proportion to the other rates."""
+    """Share of the samples, relative to the other rates."""
     mode: str = ""
-    """First text of its inputs, such as "[NLU]": one token if a control token of the tokenizer, else its characters."""
+    """Prefix of the inputs, such as "[NLU]": one token if it is a control token of the tokenizer, else plain text."""
     mean_span_tokens: float | None = Field(default=None, ge=1)
     noise_density: float | None = Field(default=None, gt=0, lt=1)
 
@@ -44,10 +44,10 @@ class Denoiser(StrictConfig):
         return self
 
     def lengths(self, input_tokens: int) -> "Lengths":
-        """Of a sample whose inputs have at most `input_tokens` without the mode.
+        """Lengths of a sample with inputs of at most `input_tokens`, not including the mode.
 
         Raises:
-            ConfigError: they are too few.
+            ConfigError: `input_tokens` is too small.
         """
         if self.mean_span_tokens is None or self.noise_density is None:
             return Lengths(input_tokens, input_tokens, 0)
@@ -56,7 +56,7 @@ class Denoiser(StrictConfig):
 
 
 class Lengths(NamedTuple):
-    """Tokens of a row of text, most tokens of its targets, and its sentinels."""
+    """Tokens of a row of text, maximum tokens of its targets, and number of its sentinels."""
 
     raw: int
     targets: int
@@ -64,7 +64,7 @@ class Lengths(NamedTuple):
 
 
 def _published_denoisers() -> list[Denoiser]:
-    """The denoisers of UL2 (table 1 of the paper) with FAT5's shares: two regular, the prefix, four extreme."""
+    """The denoisers of UL2 (table 1 of the paper) with FAT5's shares: two regular, one prefix, four extreme."""
     regular = [(3.0, 0.15), (8.0, 0.15)]
     extreme = [(3.0, 0.5), (8.0, 0.5), (64.0, 0.15), (64.0, 0.5)]
     return [
@@ -81,16 +81,17 @@ def _published_denoisers() -> list[Denoiser]:
 
 
 class Config(DenoisingConfig):
-    """Which text, and the denoisers."""
+    """Text and the denoisers."""
 
-    same_length_advice: ClassVar[str] = "Write data.fixed_length: true, or leave loop.compile out."
+    same_length_advice: ClassVar[str] = "Set data.fixed_length: true, or remove loop.compile."
     input_tokens: int = Field(default=512, gt=3)
-    """Most tokens of an input, with mode, sentinels and end token, and of a prefix."""
+    """Maximum tokens of an input, with mode, sentinels and end token, and of a prefix."""
     denoisers: list[Denoiser] = Field(default_factory=_published_denoisers, min_length=1)
-    """With 100 sentinels, spans of 3 at density 0.5 allow no more than 400 input tokens;
-    512 need 128 (data_prep.t5.t5_tokenizer --sentinels)."""
+    """Spans of 3 at density 0.5 need 100 sentinels for 400 input tokens and 128 for 512
+    (data_prep.t5.t5_tokenizer --sentinels)."""
     fixed_length: bool = False
-    """Pad each batch to the longest inputs and targets of all denoisers, not to its own longest, for `loop.compile`."""
+    """Whether to pad every batch to the maximum lengths of all denoisers, instead of its longest rows, for
+    `loop.compile`."""
 
     @model_validator(mode="after")
     def _has_room(self) -> "Config":
@@ -103,15 +104,15 @@ class Config(DenoisingConfig):
 
     def check_tokenizer(self, folder: Path | None) -> None:
         for number, denoiser in enumerate(self.denoisers):
-            most_of_mode = len(denoiser.mode.encode()) + 1  # at most so many tokens
+            max_mode_tokens = len(denoiser.mode.encode()) + 1  # at most one per byte, and one more
             if (
                 denoiser.noise_density is not None
                 and denoiser.mean_span_tokens is not None
-                and self.input_tokens > 2 * most_of_mode
+                and self.input_tokens > 2 * max_mode_tokens
             ):
-                room = self.input_tokens - most_of_mode
-                needed = noise.longest_row(room, denoiser.noise_density, denoiser.mean_span_tokens)[1].spans
-                sentinels.require_in_folder(folder, needed, f"data.denoisers[{number}]")
+                room = self.input_tokens - max_mode_tokens
+                num_sentinels = noise.longest_row(room, denoiser.noise_density, denoiser.mean_span_tokens)[1].spans
+                sentinels.require_in_folder(folder, num_sentinels, f"data.denoisers[{number}]")
 
     def check_length(self, max_positions: int | None, new_tokens: int = 0) -> None:
         require_fit("data.input_tokens", self.input_tokens, max_positions)
@@ -124,26 +125,25 @@ class Config(DenoisingConfig):
         return (self.input_tokens, self._target_tokens()) if self.fixed_length else None
 
     def _target_tokens(self) -> int:
-        """Most tokens of a target."""
+        """Maximum tokens of a target."""
         return max(denoiser.lengths(self.input_tokens).targets for denoiser in self.denoisers)
 
     def build(self, places: Places, tokenizer: "PreTrainedTokenizerFast", split: str, seed: int) -> DenoiserMixture:
-        """The samples of one split. Which denoiser makes one, and how, is a function of (seed, epoch, index); of the
-        index alone for splits other than train.
+        """The samples of one split. A sample's denoiser and mask are functions of (seed, epoch, index) in training, and
+        of the index in other splits.
 
         Raises:
             DataError: the tokenizer has no sentinels; the data set is missing, incomplete, malformed, or too small for
                 one sequence or for `val_sequences`.
-            ConfigError: a denoiser needs more sentinels than the tokenizer has, or its mode leaves too few input
-                tokens.
+            ConfigError: the tokenizer has too few sentinels for a denoiser, or its mode leaves too few input tokens.
         """
         encoder = SafeTokenizer(tokenizer)
         kinds = [self._make_spec(number, encoder, tokenizer) for number in range(len(self.denoisers))]
-        found = documents.read(places, self.corpus, tokenizer, split)
-        return DenoiserMixture(found, kinds, mask_rng(split, seed), encoder, self.max_samples(split), self)
+        corpus = documents.read(places, self.corpus, tokenizer, split)
+        return DenoiserMixture(corpus, kinds, mask_rng(split, seed), encoder, self.max_samples(split), self)
 
     def _make_spec(self, number: int, encoder: SafeTokenizer, tokenizer: "PreTrainedTokenizerFast") -> DenoiserSpec:
-        """Denoiser `number`, ready to be used. Raises as `build`."""
+        """The spec of denoiser `number`. Raises the errors of `build`."""
         import numpy as np
 
         denoiser, where = self.denoisers[number], f"data.denoisers[{number}]"
@@ -151,7 +151,7 @@ class Config(DenoisingConfig):
         try:
             lengths = denoiser.lengths(self.input_tokens - len(mode))
         except ConfigError as error:
-            raise ConfigError(f"{where}: beside the {len(mode)} tokens of its mode, {error}") from None
+            raise ConfigError(f"{where}: without the {len(mode)} tokens of its mode, {error}") from None
         if denoiser.mean_span_tokens is None or denoiser.noise_density is None:
             if lengths.raw < 2:
                 raise ConfigError(

@@ -1,4 +1,4 @@
-"""Where words begin in a row of tokens, by the marks of the tokenizer: SentencePiece's "▁", or byte-level BPE's "Ġ"."""
+"""Word boundaries in a row of tokens, by the tokenizer's marks: SentencePiece's "▁" or byte-level BPE's "Ġ"."""
 
 import json
 import re
@@ -15,18 +15,18 @@ if TYPE_CHECKING:
 
 _SPACE = "▁"
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
-_ESCAPED = "surrogateescape"  # for bytes of a character that is split between tokens
+_BYTE_ERRORS = "surrogateescape"  # for characters that are split between tokens
 
 
 class Words:
-    """Words as a vocabulary of tokens spells them.
+    """Finds words in rows of tokens.
 
-    A word begins at a token that begins with white space or punctuation, after one that ends with punctuation or a new
-    line, and at the beginning of a row. Control tokens are words of their own.
+    A word starts at a token that starts with white space or punctuation, after a token that ends with punctuation or a
+    newline, and at the start of a row. Control tokens are separate words.
     """
 
     def __init__(self, tokenizer: "PreTrainedTokenizerFast") -> None:
-        """Raises DataError where the tokenizer marks no spaces."""
+        """Raises DataError if the tokenizer does not mark spaces."""
         import numpy as np
 
         size = len(tokenizer)
@@ -34,14 +34,14 @@ class Words:
         controls = {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
         tokens = tokenizer.convert_ids_to_tokens(list(range(size)))
         self.texts = ["" if index in controls or token is None else spell(token) for index, token in enumerate(tokens)]
-        """Of each id; empty for a control token."""
+        """Text of each id; empty for a control token."""
         self.control = np.array([index in controls for index in range(size)])
-        """(V,) bool."""
+        """(V,) bool, True for control tokens."""
         self._begins = np.array([not text or not _in_word(text[0]) for text in self.texts])
         self._ends = np.array([not text or not (_in_word(text[-1]) or text[-1] == " ") for text in self.texts])
 
     def starts(self, ids: "np.ndarray") -> "np.ndarray":
-        """(length,) bool, True on tokens that begin a word."""
+        """(length,) bool, True on the first token of each word."""
         starts = self._begins[ids]
         starts[1:] |= self._ends[ids[:-1]]
         starts[:1] = True
@@ -49,7 +49,7 @@ class Words:
 
     def word_texts(self, ids: "np.ndarray", bounds: "np.ndarray") -> list[str]:
         """Lower-case text of each word, with the space before it.
-        bounds: (words + 1,) where words begin, and the length of the row."""
+        bounds: (words + 1,), starts of the words, and the length of the row."""
         cuts = bounds.tolist()
         texts = [self.texts[index] for index in ids.tolist()]
         words = [texts[start] if end - start == 1 else "".join(texts[start:end]) for start, end in pairwise(cuts)]
@@ -57,7 +57,7 @@ class Words:
 
 
 def _decode_word(text: str) -> str:
-    return text if text.isascii() else text.encode(errors=_ESCAPED).decode(errors="replace").lower()
+    return text if text.isascii() else text.encode(errors=_BYTE_ERRORS).decode(errors="replace").lower()
 
 
 def _in_word(letter: str) -> bool:
@@ -65,7 +65,7 @@ def _in_word(letter: str) -> bool:
 
 
 def _speller(tokenizer: "PreTrainedTokenizerFast") -> Callable[[str], str]:
-    """The function that gives the text of a token."""
+    """A function from a token to its text."""
     parts = json.loads(tokenizer.backend_tokenizer.to_str())
     marks = json.dumps([parts["pre_tokenizer"], parts["decoder"]], ensure_ascii=False)
     if '"ByteLevel"' in marks:
@@ -73,25 +73,25 @@ def _speller(tokenizer: "PreTrainedTokenizerFast") -> Callable[[str], str]:
     if _SPACE in marks:
         return _sentence_piece
     raise DataError(
-        f"{tokenizer.name_or_path}: this tokenizer marks no spaces, so it does not tell where words begin. "
-        "Take one of SentencePiece or byte-level BPE, or leave ngrams out."
+        f"{tokenizer.name_or_path}: the tokenizer does not mark spaces, so word boundaries are unknown. "
+        "Use a SentencePiece or byte-level BPE tokenizer, or remove ngrams."
     )
 
 
 def _sentence_piece(token: str) -> str:
     if byte := _BYTE.fullmatch(token):
-        return bytes([int(byte[1], 16)]).decode(errors=_ESCAPED).lower()
+        return bytes([int(byte[1], 16)]).decode(errors=_BYTE_ERRORS).lower()
     return token.replace(_SPACE, " ").lower()
 
 
 def _byte_level(token: str) -> str:
     letters = _letters()
-    return bytes(letters[letter] for letter in token if letter in letters).decode(errors=_ESCAPED).lower()
+    return bytes(letters[letter] for letter in token if letter in letters).decode(errors=_BYTE_ERRORS).lower()
 
 
 @cache
 def _letters() -> dict[str, int]:
-    """GPT-2's letter for each byte: itself where it is printable, else the next from 256 on."""
+    """GPT-2's letter for each byte: itself if printable, else the next letter from 256."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}

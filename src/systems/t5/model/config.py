@@ -1,4 +1,4 @@
-"""A T5 encoder-decoder: pretrained from a folder or the hub cache, or from random weights, T5 v1.1 or the original."""
+"""Config of a T5 encoder-decoder: pretrained, from a folder or the hub cache, or T5 v1.1 or T5 with random weights."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -23,84 +23,85 @@ CLASSES = {
     "mt5": "T5ForConditionalGeneration",
     "longt5": "LongT5ForConditionalGeneration",  # its encoder attends to neighbours (Guo et al. 2022, arXiv 2112.07916)
 }
-"""Families that can be read, by `model_type`, and transformers' class of each."""
+"""Supported families: `model_type` -> transformers' class."""
 
 
 class Random(StrictConfig):
-    """Sizes of a model from random weights. The vocabulary is the tokenizer's."""
+    """Sizes of a model with random weights. The vocabulary is the tokenizer's."""
 
     tokenizer: str = Field(min_length=1)
     """Name of a prepared tokenizer's folder."""
     vocabulary_multiple: int = Field(default=1, gt=0)
-    """The embedding has rows up to a multiple of this: 128 makes T5's 32,128 of 32,100 tokens, which suits a GPU."""
+    """Round the embedding's number of rows up to a multiple of this. 128 turns T5's 32,100 into 32,128, which is faster
+    on GPUs."""
     hidden_size: int = Field(gt=0)
     feed_forward_size: int = Field(gt=0)
     num_layers: int = Field(gt=0)
-    """Of the encoder."""
+    """Number of encoder layers."""
     num_decoder_layers: int | None = Field(default=None, gt=0)
-    """None: as many as the encoder has."""
+    """Number of decoder layers; None for the number of encoder layers."""
     num_heads: int = Field(gt=0)
     head_size: int | None = Field(default=None, gt=0)
-    """Width of one head. None: hidden_size / num_heads."""
+    """Width of one head; None for hidden_size / num_heads."""
     version: Literal["v1.1", "original"] = "v1.1"
-    """v1.1: gated GELU, a matrix of its own for the logits. original: ReLU, logits from the scaled embedding."""
+    """v1.1: gated GELU, untied output matrix. original: ReLU, logits from the scaled embedding."""
     num_buckets: int = Field(default=32, gt=0)
-    """Of relative positions."""
+    """Number of buckets of relative positions."""
     max_distance: int = Field(default=128, gt=0)
-    """Positions farther apart share the last bucket."""
+    """Larger distances share the last bucket."""
 
     @model_validator(mode="after")
     def _heads_share_the_width(self) -> "Random":
         if self.head_size is None and self.hidden_size % self.num_heads:
             raise ValueError(
-                f"hidden_size {self.hidden_size} does not divide by num_heads {self.num_heads}. Write head_size."
+                f"hidden_size {self.hidden_size} is not divisible by num_heads {self.num_heads}. Set head_size."
             )
         return self
 
 
 class Config(ModelConfig):
-    """Either the pretrained weights at `path`, or `random` ones."""
+    """Either pretrained weights at `path`, or `random` weights."""
 
     path: str | None = Field(default=None, min_length=1)
     """Hub id such as "google/flan-t5-xl", or a folder made by save_pretrained."""
     random: Random | None = None
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    """Of the pretrained weights in memory; None for float32. In float16 T5's feed-forward layers may overflow."""
+    """Type of the pretrained weights in memory; None for float32. In float16 T5's feed-forward layers can overflow."""
     revision: str | None = None
     """Branch, tag or commit of the hub id; None for main."""
     dropout_rate: float | None = Field(default=None, ge=0, lt=1)
-    """None: that of the pretrained model, or 0."""
+    """None for the pretrained model's rate, or 0 for random weights."""
 
     @model_validator(mode="after")
     def _pretrained_or_random(self) -> "Config":
         if (self.path is None) == (self.random is None):
-            raise ValueError("expected either path, of pretrained weights, or random, the sizes of a model without.")
+            raise ValueError("expected either path, for pretrained weights, or random, the sizes of a random model.")
         if self.random and (self.dtype or self.revision):
             ignored = "dtype" if self.dtype else "revision"
-            raise ValueError(f"{ignored}: it is of pretrained weights, so random ones would ignore it. Remove it.")
+            raise ValueError(f"{ignored}: only for pretrained weights. Remove it.")
         return self
 
     def build(self, places: Places) -> "T5ForConditionalGeneration":
-        """The model; random weights are drawn from torch's global generator.
+        """The model. Random weights are initialised from torch's global generator.
 
         Raises:
-            UserError: the model at `path`, or the tokenizer, is missing or damaged; or that model is no T5.
+            UserError: the model at `path` or the tokenizer is missing or damaged, or the model is not a T5.
         """
-        return self._build(places, unfilled=False)
+        return self._build(places, without_weights=False)
 
     def build_unfilled(self, places: Places) -> "T5ForConditionalGeneration":
-        """As `build`, for FSDP2: without weights where each process can read its part of pretrained ones."""
-        return self._build(places, unfilled=True)
+        """Like `build`, for FSDP2: without weights if each process can read its shard of pretrained weights."""
+        return self._build(places, without_weights=True)
 
-    def _build(self, places: Places, unfilled: bool) -> "T5ForConditionalGeneration":
+    def _build(self, places: Places, without_weights: bool) -> "T5ForConditionalGeneration":
         self.check(places)
         if self.random:
             model: Any = _build_random(self.random, self.dropout_rate or 0.0, places.data / self.random.tokenizer)
         else:
-            known = self._hf_config().architecture(places)
-            assert known, "check has seen it"
+            architecture = self._hf_config().architecture(places)
+            assert architecture, "check has seen it"
             base = self._hf_config()
-            model = (base.load_unfilled if unfilled else base.load)(places, CLASSES[known.model_type])
+            model = (base.load_unfilled if without_weights else base.load)(places, CLASSES[architecture.model_type])
             if self.dropout_rate is not None:
                 _set_dropout(model, self.dropout_rate)
         masks.accept(model)
@@ -111,10 +112,11 @@ class Config(ModelConfig):
             prepared_tokenizer.require(places.data / self.random.tokenizer)
             return
         self._hf_config().require_files(places)
-        known = self._hf_config().architecture(places)
-        if known is None or known.model_type not in CLASSES:
+        architecture = self._hf_config().architecture(places)
+        if architecture is None or architecture.model_type not in CLASSES:
             raise ConfigError(
-                f"{self.path}: a model of type {known.model_type if known else 'unknown'!r}; expected a T5."
+                f"{self.path}: expected a model of type {', '.join(CLASSES)}, "
+                f"got {architecture.model_type if architecture else 'unknown'!r}."
             )
 
     def architecture(self, places: Places) -> Architecture | None:
@@ -123,15 +125,15 @@ class Config(ModelConfig):
             return Architecture(
                 "t5", sizes.num_layers, sizes.hidden_size, sizes.num_heads, num_key_value_heads=sizes.num_heads
             )
-        found = self._hf_config().architecture(places)
-        return replace(found, max_positions=None) if found else None
+        architecture = self._hf_config().architecture(places)
+        return replace(architecture, max_positions=None) if architecture else None
 
     def fingerprint(self, places: Places) -> str | None:
-        """Of the pretrained weights; None where there are none."""
+        """Fingerprint of the pretrained weights; None for random weights."""
         return None if self.random else self._hf_config().fingerprint(places)
 
     def tokenizer_folder(self, places: Places) -> Path | None:
-        """Folder of the tokenizer of random weights; None for pretrained ones."""
+        """Folder of the tokenizer of a random model; None for a pretrained model."""
         return places.data / self.random.tokenizer if self.random else None
 
     def kind(self, places: Places | None) -> str:
@@ -142,11 +144,11 @@ class Config(ModelConfig):
 
 
 def _build_random(sizes: Random, dropout_rate: float, folder: Path) -> "T5ForConditionalGeneration":
-    """Weights drawn as in T5 (Raffel et al. 2020, arXiv 1910.10683).
+    """A model with T5's random initialisation (Raffel et al. 2020, arXiv 1910.10683).
 
-    v1.1's matrix for the logits is drawn with standard deviation hidden_size^-0.5, so that logits begin with variance 1
-    and the loss at the logarithm of the vocabulary. With standard deviation 1, as for the embedding, the first loss
-    would be ten times that.
+    v1.1's output matrix has standard deviation hidden_size^-0.5, so that initial logits have variance 1 and the initial
+    loss is the logarithm of the vocabulary size. With the embedding's standard deviation of 1, it would be ten times
+    that.
     """
     import torch
     from transformers import T5Config, T5ForConditionalGeneration
@@ -167,13 +169,13 @@ def _build_random(sizes: Random, dropout_rate: float, folder: Path) -> "T5ForCon
         "relative_attention_max_distance": sizes.max_distance,
         "dropout_rate": dropout_rate,
         "feed_forward_proj": "relu" if original else "gated-gelu",
-        "tie_word_embeddings": original,  # also says whether the decoder's output is scaled
+        "tie_word_embeddings": original,  # also scales the decoder's output
         "pad_token_id": start,
         "eos_token_id": tokenizer.eos_token_id,
         "decoder_start_token_id": start,
     }
     model = T5ForConditionalGeneration(T5Config(**settings))
-    if not original:  # transformers has tied it anyway
+    if not original:  # transformers ties it anyway
         model.lm_head.weight = torch.nn.Parameter(torch.randn(vocabulary, sizes.hidden_size) * sizes.hidden_size**-0.5)
         model.config.tie_word_embeddings = False
     model.name_or_path = str(folder)

@@ -1,4 +1,4 @@
-"""Rows of a task as text to text: an encoder-decoder reads the columns of a row and writes its label."""
+"""Rows of a text-to-text task: an encoder-decoder reads the columns of a row and predicts its label."""
 
 import hashlib
 import logging
@@ -30,28 +30,27 @@ OPTIONAL = {"label": str, "index": int, "answers": list[str], "group": str}
 
 
 class Config(DatasetConfig):
-    """A folder of data_prep.t5.prepare_task, with train.jsonl, val.jsonl maybe test.jsonl: a task of
-    resources/tasks."""
+    """A task of resources/tasks, in a folder written by data_prep.t5.prepare_task with train.jsonl, val.jsonl and
+    optionally test.jsonl."""
 
     has_questions: ClassVar[bool] = True
 
     task: str = Field(min_length=1)
-    """Name of an entry, as "rte"."""
+    """Name of the task, such as "rte"."""
     corpus: str = Field(min_length=1)
     """Folder below `--data_path`."""
     input_tokens: int = Field(default=512, gt=1)
-    """Most tokens of an input and its end token; a longer one loses its end."""
+    """Maximum tokens of an input with its end token; longer inputs are truncated."""
     target_tokens: int = Field(default=64, gt=1)
-    """Most tokens of a target and its end token."""
+    """Maximum tokens of a target with its end token."""
     long_targets: Literal["refuse", "cut", "drop"] = "refuse"
-    """What becomes of a longer text: refuse: the data are refused. cut: it loses its end.
-    drop: its row is left out, in every split."""
+    """Handling of longer targets. refuse: raise an error. cut: truncate. drop: skip the row, in every split."""
     max_new_tokens: int | None = Field(default=None, gt=0)
-    """Most tokens of a generated answer; None: target_tokens."""
+    """Maximum tokens of a generated answer; None for target_tokens."""
     sentinel: bool = False
-    """Whether inputs end and targets begin with <extra_id_0>, as in pre-training: tasks `*_1_sentinel` of T5."""
+    """Whether inputs end and targets start with <extra_id_0>, as in pre-training (T5's tasks `*_1_sentinel`)."""
     val_samples: int | None = Field(default=None, gt=0)
-    """Rows of the validation split that are used, the same ones whatever the seed; None for all."""
+    """Number of validation rows to use, the same rows for every seed; None for all."""
 
     @property
     def reader(self) -> str:
@@ -61,25 +60,25 @@ class Config(DatasetConfig):
         self.check_splits(places, jsonl.SPLITS)
 
     def find_task(self, places: Places) -> task_table.NamedTask:
-        """The task, as its corpus or resources/tasks defines it."""
+        """The task, defined by its corpus or resources/tasks."""
         return task_table.find_in_corpus(self.task, jsonl.corpus_folder(places, self.corpus))
 
     def has_split(self, places: Places, split: str) -> bool:
-        """Whether there are rows of a split."""
+        """Whether the data set has a split."""
         return (jsonl.corpus_folder(places, self.corpus) / f"{split}.jsonl").is_file()
 
     def check_splits(self, places: Places, splits: Sequence[str]) -> task_table.NamedTask:
-        """`check` of some splits; the task."""
+        """Like `check`, for these splits; returns the task."""
         folder = jsonl.corpus_folder(places, self.corpus)
         task = task_table.find_in_corpus(self.task, folder)
         for split in splits:
             if split == "train" and not task.task.trained:
-                raise ConfigError(f"data.task: {self.task!r} has no rows to train on. Name it in predictions.also.")
+                raise ConfigError(f"data.task: {self.task!r} has no training rows. Use it in predictions.also.")
             _require_columns(task, jsonl.require_file(folder, f"{split}.jsonl"))
         return task
 
     def weight(self, places: Places) -> float | None:
-        """Examples of the task in T5's mixtures, in proportion to those of others; None where they leave it out."""
+        """Relative number of examples of the task in T5's mixtures; None if they do not include it."""
         return task_table.find_in_corpus(self.task, jsonl.corpus_folder(places, self.corpus)).task.weight
 
     def check_tokenizer(self, folder: Path | None) -> None:
@@ -91,12 +90,12 @@ class Config(DatasetConfig):
         require_fit("data.target_tokens", max(self.target_tokens, self.max_new_tokens or 0, new_tokens), max_positions)
 
     def build(self, places: Places, tokenizer: "PreTrainedTokenizerFast", split: str, seed: int) -> "TaskDataset":
-        """The rows of one split, tokenised on access. They do not depend on `seed`, which every data set is given.
+        """The rows of one split, tokenised on access. They do not depend on `seed`.
 
         Raises:
-            DataError: the data set is missing, incomplete or malformed, or smaller than `val_samples`; a row of another
-                split than "test" has no label; the tokenizer cannot write a label, or a target is too long and to be
-                refused.
+            DataError: the data set is missing, incomplete or malformed, or has fewer than `val_samples` rows; a row
+                outside of the "test" split has no label; the tokenizer cannot encode a label; or a target is too long
+                and `long_targets` is "refuse".
             ConfigError: the task is unknown.
         """
         task = self.check_splits(places, [split])
@@ -106,11 +105,11 @@ class Config(DatasetConfig):
         def check_row(row: Row, where: str) -> None:
             label = row.get("label")
             if label is None and split != "test":
-                raise DataError(f"{where}: no label. Only rows of the split 'test' may have none.")
+                raise DataError(f"{where}: no label. Only rows of the split 'test' can omit it.")
             if label is not None and task.task.kind == "classes" and label not in task.task.labels:
                 raise DataError(
-                    f"{where}: label {label!r} is none of {self.task!r}: "
-                    f"{', '.join(task.task.labels)}. Prepare it again."
+                    f"{where}: expected a label of {self.task!r}: {', '.join(task.task.labels)}; got {label!r}. "
+                    "Prepare the data again."
                 )
             if label is not None and task.task.kind == "regression":
                 require_number(label, task.task, where)
@@ -124,30 +123,28 @@ class Config(DatasetConfig):
 
 
 class Sample(TypedDict):
-    """Ids of an input and of its target, each with its end token. The target of a prompt is the end token alone."""
+    """Ids of an input and its target, each with an end token. The target of a prompt is only the end token."""
 
     inputs: list[int]
     targets: list[int]
 
 
 def _require_columns(task: task_table.NamedTask, path: Path) -> None:
-    """Raises DataError where the first row of a file lacks a column of the task: likely the file of another task."""
+    """Raises DataError if the first row of a file has not all columns of the task, as in the file of another task."""
     with reading(path, DataError), open(path, "rb") as file:
         row = jsonl.parse(file.readline(), f"{path}:1")
     for column in task.task.columns:
         if column not in row:
-            raise DataError(f"{path}:1: no column {column!r} of task {task.name!r}. It has: {', '.join(row)}.")
+            raise DataError(f"{path}:1: missing column {column!r} of task {task.name!r}, got {', '.join(row)}.")
 
 
 def require_number(label: str, task: task_table.Task, where: str) -> None:
-    """Raises DataError, which names `where`, unless `label` is a number in the range of a regression."""
+    """Raises DataError, with `where`, unless `label` is a number in the range of a regression task."""
     low, high = task.range or [0.0, 0.0]
     try:
         value = float(label)
     except ValueError:
-        raise DataError(
-            f"{where}: expected a number from {low:g} to {high:g} as the label, got {label[:60]!r}."
-        ) from None
+        raise DataError(f"{where}: expected a number from {low:g} to {high:g} as label, got {label[:60]!r}.") from None
     if not low <= value <= high:
         raise DataError(f"{where}: expected a label from {low:g} to {high:g}, got {label[:60]!r}.")
 
@@ -169,30 +166,29 @@ class TaskDataset:
         self._sentinel = sentinels.require(tokenizer, 1, "data.sentinel") if config.sentinel else []
         self.collation = "task", self._encoder.pad_id
         self.answer_ids = [self._encode_target(text) for text in task.answers]
-        """Ids of every text that may be written, each with its end token; empty where they cannot be listed."""
+        """Ids of every possible answer, each with its end token; empty for free text."""
         self._require_writable_answers(tokenizer)
         self._rows = rows if self.answer_ids else self._rows_that_fit(rows)
         self._seen, self._read, self._cut, self._next = bytearray(len(self._rows)), 0, 0, 1
 
     def _require_writable_answers(self, tokenizer: "PreTrainedTokenizerFast") -> None:
-        """Raises DataError where an answer is too long, or the tokenizer decodes it to another text."""
+        """Raises DataError if an answer is too long, or the tokenizer does not decode it to the same text."""
         place = f"task {self.task.name!r}"
         for text, ids in zip(self.task.answers, self.answer_ids, strict=True):
             back = str(tokenizer.decode(ids[:-1], skip_special_tokens=True)).strip()
             if back != text:
                 raise DataError(
-                    f"{place}: this tokenizer writes label {text!r} as {back!r}, "
-                    "so no answer could be right. Take another."
+                    f"{place}: the tokenizer decodes the label {text!r} to {back!r}. Use another tokenizer."
                 )
             if len(ids) > min(self._config.target_tokens, self.answer_tokens):
                 field = "target_tokens" if len(ids) > self._config.target_tokens else "max_new_tokens"
-                raise DataError(self._too_long(text, len(ids), field) + " Labels are never cut: allow more.")
+                raise DataError(self._too_long(text, len(ids), field) + " Raise it, as labels are never truncated.")
 
     def _rows_that_fit(self, rows: Sequence[Row]) -> Sequence[Row]:
-        """`rows`, without those whose target is too long if these are to be dropped.
+        """Drop the rows with targets that are too long, if `long_targets` is "drop".
 
         Raises:
-            DataError: a target is too long, and is to be refused; or all are dropped.
+            DataError: a target is too long and `long_targets` is "refuse"; or all rows are dropped.
         """
         config = self._config
         if config.long_targets == "cut":
@@ -201,20 +197,19 @@ class TaskDataset:
         lengths = [len(self._sentinel) + len(ids) + 1 for ids in self._encoder.encode_all(texts)]
         long = [i for i, length in enumerate(lengths) if length > config.target_tokens]
         if long and config.long_targets == "refuse":
-            told = self._too_long(texts[long[0]], lengths[long[0]], "target_tokens")
-            others = f" So have {len(long) - 1} more." if len(long) > 1 else ""
+            message = self._too_long(texts[long[0]], lengths[long[0]], "target_tokens")
+            rest = f" {len(long) - 1} more targets are too long." if len(long) > 1 else ""
             raise DataError(
-                f"{told}{others} Allow more, or set data.long_targets: "
-                "'drop' leaves such rows out, 'cut' cuts their targets."
+                f"{message}{rest} Raise it, or set data.long_targets to 'drop' (skip the rows) or 'cut' (truncate)."
             )
         if len(long) == len(rows):
             raise DataError(
                 f"task {self.task.name!r}: "
-                f"every target is longer than data.target_tokens, {config.target_tokens}. Allow more."
+                f"every target is longer than data.target_tokens, {config.target_tokens}. Raise it."
             )
         if long:
             log.warning(
-                "%s: %d of %d rows are left out: their targets are longer than %d.",
+                "%s: %d of %d rows are skipped, as their targets are longer than %d tokens.",
                 config.corpus,
                 len(long),
                 len(rows),
@@ -226,7 +221,7 @@ class TaskDataset:
     def _too_long(self, text: str, length: int, field: str) -> str:
         limit = getattr(self._config, field)
         return (
-            f"task {self.task.name!r}: the target {text[:60]!r} has {length} tokens with its end token, and "
+            f"task {self.task.name!r}: the target {text[:60]!r} has {length} tokens with its end token, but "
             f"data.{field} is {limit}."
         )
 
@@ -236,7 +231,7 @@ class TaskDataset:
 
     @property
     def num_questions(self) -> int:
-        """Rows that can be asked."""
+        """Number of rows."""
         return len(self._rows)
 
     @property
@@ -245,12 +240,12 @@ class TaskDataset:
         return [self.task.name]
 
     def source(self, index: int) -> str:
-        """What scores are grouped by: the task."""
+        """Name of the score group: the task."""
         del index
         return self.task.name
 
     def sample_source(self, epoch: int, index: int) -> str:
-        """The task."""
+        """See `source`."""
         return self.task.name
 
     def row(self, index: int) -> Row:
@@ -258,7 +253,7 @@ class TaskDataset:
         return self._rows[index]
 
     def sample(self, epoch: int, index: int) -> Sample:
-        """Input and target of a row, whatever the epoch."""
+        """Input and target of a row, the same in every epoch."""
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
         return {"inputs": self._encode_input(index), "targets": self._encode_target(self.target(index))}
@@ -268,29 +263,29 @@ class TaskDataset:
         return {"inputs": self._encode_input(index), "targets": [self._encoder.eos_id]}
 
     def input(self, index: int) -> str:
-        """Text that the model reads, before it is cut to `input_tokens`."""
+        """Text of the input, before truncation."""
         return self.task.input(self._rows[index])
 
     def target(self, index: int) -> str:
-        """Text that the model should write; `tasks.UNLABELLED` for a row without a label."""
+        """Text of the target; `task_table.MISSING_LABEL` for a row without a label."""
         return self.task.target(self._rows[index].get("label"))
 
     def prediction(self, index: int, text: str) -> Prediction:
-        """The model's `text` for row `index`, ready to be scored."""
+        """The model's answer `text` to row `index`, for scoring."""
         row = self._rows[index]
         return Prediction(
             text, row.get("answers") or [self.target(index)], row.get("group") or "", source=self.task.name
         )
 
     def collate(self, samples: Sequence[Sample]) -> Seq2SeqBatch:
-        """Pad on the right. The decoder starts with the padding token, as T5's."""
+        """Pad on the right. The decoder starts with the padding token, like T5's."""
         from src.data import collate
 
         pad = self._encoder.pad_id
         return collate.seq2seq([s["inputs"] for s in samples], [s["targets"] for s in samples], pad, pad)
 
     def collate_prompts(self, samples: Sequence[Sample]) -> "dict[str, Tensor]":
-        """What `generate` takes: "input_ids" and "attention_mask" of `collate`."""
+        """Inputs for `generate`: "input_ids" and "attention_mask" of `collate`."""
         batch = self.collate(samples)
         return {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"]}
 
@@ -309,9 +304,9 @@ class TaskDataset:
         return [*ids[:most], *self._sentinel, self._encoder.eos_id]
 
     def _warn(self) -> None:
-        """Called at the first input that is cut, the 10th, the 100th and so on."""
-        found = f"{self._cut} of {self._read} inputs that this process has read so far lost their end"
-        log.warning("%s: %s: data.input_tokens is %d.", self._config.corpus, found, self._config.input_tokens)
+        """Log the number of truncated inputs; called at the first, the 10th, the 100th and so on."""
+        summary = f"truncated {self._cut} of {self._read} inputs read by this process"
+        log.warning("%s: %s: data.input_tokens is %d.", self._config.corpus, summary, self._config.input_tokens)
         self._next = 10 ** len(str(self._cut))
 
     def _encode_target(self, text: str) -> list[int]:

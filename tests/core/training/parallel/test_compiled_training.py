@@ -111,7 +111,7 @@ def test_the_decoder_of_a_cross_attention_model_is_compiled_for_fixed_lengths(
     capsys.readouterr()
     assert toy.main(["-e", "crossed", "--dry-run"], GROUPS, folder) == 1
     assert (
-        "loop.compile: needs batches of one length, and those of 'qa' differ. Write data.fixed_length: true"
+        "loop.compile: needs batches of one length, and those of 'qa' differ. Set data.fixed_length: true"
         in capsys.readouterr().err
     )
     counters.clear()

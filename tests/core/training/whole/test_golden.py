@@ -21,7 +21,7 @@ from src.experiments.registry import RECIPES
 from tests import toy
 from tests.systems.assistants import train_assistants, train_policies
 from tests.systems.crossattn.test_fid import FID
-from tests.systems.crossattn.test_prompted import PROMPTED
+from tests.systems.crossattn.test_prompted import PROMPTED_TRAINING
 from tests.systems.interleaved import train_pages
 from tests.systems.metadata import test_metadata_lm
 from tests.systems.t5 import test_seq2seq, test_t5_pretrain
@@ -45,7 +45,7 @@ GROUPS: dict[str, list[dict[str, Any]]] = {"lm": [toy.BASE]} | {
     exp["recipe"]: [{**exp, "loop": {**exp["loop"], "steps": 8, "eval_every": 4}}]
     for exp in (
         toy.CROSSATTN,
-        PROMPTED,
+        PROMPTED_TRAINING,
         FID,
         test_t5_pretrain.T5,
         test_seq2seq.EXP,

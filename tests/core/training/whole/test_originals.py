@@ -184,7 +184,7 @@ def pairs_loss(scores: Any, before_scores: Any, kind: Any, beta: float, flip_rat
     """The mean over pairs. scores, before_scores: as `scored`, of the model and of the reference."""
     ours, before = answer_logps(*scores), answer_logps(*before_scores)
     ratios = (ours.logps - before.logps) / (ours.tokens if kind == "ipo" else 1)
-    return float(pair_loss(*ratios.chunk(2), kind=kind, beta=beta, flipped=flip_rate)) / (len(ratios) // 2)
+    return float(pair_loss(*ratios.chunk(2), kind=kind, beta=beta, flip_rate=flip_rate)) / (len(ratios) // 2)
 
 
 def rewards_loss(rewards: torch.Tensor, by: Any, margin: float, centring: float) -> float:

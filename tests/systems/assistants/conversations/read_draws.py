@@ -20,9 +20,9 @@ from src.experiments.registry import DATASETS, bind
 from src.support import distributed
 from tests.systems.assistants.conversations import talk
 
-ROWS, DRAWN, PER_STEP = (40, 30), (9, 15), 6
+ROWS, DRAWN_SAMPLES, PER_STEP = (40, 30), (9, 15), 6
 PARTS = {f"talk_{n}": {"name": "conversations", "corpus": f"talk_{n}", "sequence_tokens": 60} for n in range(2)}
-DRAW = {"talk_0": {"size": DRAWN[0]}, "talk_1": {"fraction": 0.5}}
+DRAW = {"talk_0": {"size": DRAWN_SAMPLES[0]}, "talk_1": {"fraction": 0.5}}
 
 
 def read(folder: Path, share: RankShare) -> Iterator[list[Any]]:
@@ -39,7 +39,7 @@ def main(folder: Path) -> None:
     """Read two epochs."""
     with distributed.session():
         share = RankShare(PER_STEP, 2, distributed.rank(), distributed.world_size())
-        count = 2 * sum(DRAWN) // PER_STEP * len(share.numbers) * 2
+        count = 2 * sum(DRAWN_SAMPLES) // PER_STEP * len(share.numbers) * 2
         (folder / f"read-{distributed.rank()}.json").write_text(json.dumps([*islice(read(folder, share), count)]))
 
 

@@ -33,11 +33,11 @@ def tokenizer(
     backend.decoder = decoders.ByteLevel()
     fast_tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>", pad_token="<pad>")
     after = [token.startswith(("<|a", "<|p", "<|im_s")) for token in tokens]
-    added = [
+    added_tokens = [
         AddedToken(t, special=True, rstrip=strips and a, lstrip=strips and not a)
         for t, a in zip(tokens, after, strict=True)
     ]
-    fast_tokenizer.add_special_tokens({"extra_special_tokens": added}, replace_extra_special_tokens=False)
+    fast_tokenizer.add_special_tokens({"extra_special_tokens": added_tokens}, replace_extra_special_tokens=False)
     fast_tokenizer.chat_template = template
     return fast_tokenizer
 
@@ -67,7 +67,7 @@ def messages(*contents: str, system: str | None = None) -> list[Message]:
     return [Message("system", system), *turns] if system is not None else turns
 
 
-def shown(sample: Rendered, tokenizer: Any, roles: Sequence[Role]) -> str:
+def mark_roles(sample: Rendered, tokenizer: Any, roles: Sequence[Role]) -> str:
     """The text of the tokens of some roles."""
     return tokenizer.decode([token for token, role in zip(sample.ids, sample.roles, strict=True) if role in roles])
 

@@ -19,27 +19,27 @@ from src.experiments.config import Places
 from src.experiments.registry import DATASETS, bind
 from tests import warm
 from tests.systems.assistants.conversations import read_draws, talk
-from tests.systems.assistants.conversations.read_draws import DRAWN, ROWS
+from tests.systems.assistants.conversations.read_draws import DRAWN_SAMPLES, ROWS
 
-EPOCH = sum(DRAWN)
+EPOCH = sum(DRAWN_SAMPLES)
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = tmp_path_factory.mktemp("draws")
+    data_folder = tmp_path_factory.mktemp("draws")
     for n, rows in enumerate(ROWS):
-        own = [talk.row(f"{n} {i}", "a" * (1 + i % 9)) for i in range(rows)]
-        talk.write_rows(made / f"talk_{n}", {"train": own, "val": own})
-    return made
+        part_rows = [talk.row(f"{n} {i}", "a" * (1 + i % 9)) for i in range(rows)]
+        talk.write_rows(data_folder / f"talk_{n}", {"train": part_rows, "val": part_rows})
+    return data_folder
 
 
-def require_drawn(found: list[list[Any]]) -> None:
+def require_drawn(keys: list[list[Any]]) -> None:
     """Two epochs, whatever process has read what: of each part as many as were drawn, disjoint, and others in the
     second epoch."""
-    epochs = [{(part, row) for epoch, part, _, row in found if epoch == number} for number in (0, 1)]
-    assert len(found) == 2 * EPOCH
+    epochs = [{(part, row) for epoch, part, _, row in keys if epoch == number} for number in (0, 1)]
+    assert len(keys) == 2 * EPOCH
     for epoch in epochs:
-        assert Counter(part for part, _ in epoch) == {"talk_0": DRAWN[0], "talk_1": DRAWN[1]}
+        assert Counter(part for part, _ in epoch) == {"talk_0": DRAWN_SAMPLES[0], "talk_1": DRAWN_SAMPLES[1]}
     assert not epochs[0] & epochs[1], "a part goes on where it stopped, and neither is read whole"
 
 
@@ -55,7 +55,7 @@ def test_processes_of_torchrun_read_the_drawn_samples_once(folder: Path, process
 @pytest.mark.parametrize(
     ("world_size", "per_step"), [(1, 6), (2, 6), (3, 6), (4, 6), (8, 6), (4, 12), (5, 12), (6, 12), (8, 24), (12, 24)]
 )
-def test_processes_on_any_number_of_nodes_read_what_one_would(folder: Path, world_size: int, per_step: int):
+def test_processes_on_several_nodes_read_the_same_samples(folder: Path, world_size: int, per_step: int):
     """Four processes may be two nodes of two: a share depends on the rank among all (B13), and micro-batches need not
     divide (B14)."""
     shares = [RankShare(per_step, 2, rank, world_size) for rank in range(world_size)]
@@ -99,20 +99,24 @@ draws = st.none() | st.builds(
 
 @settings(max_examples=150, deadline=None)
 @given(st.lists(st.tuples(st.integers(1, 50), draws), min_size=1, max_size=4), st.integers(0, 3))
-def test_what_is_drawn_is_exact_for_any_size(given_parts: list[tuple[int, dict[str, Any] | None]], seed: int):
+def test_draws_are_exact_for_any_size(given_parts: list[tuple[int, dict[str, Any] | None]], seed: int):
     """Or is refused; and all of a part is read before some of it again. (The reference drew by chance, and the same in
     each epoch, B8.)"""
     sizes = {f"part_{n}": size for n, (size, _) in enumerate(given_parts)}
-    told = {f"part_{n}": draw for n, (_, draw) in enumerate(given_parts) if draw}
+    draws = {f"part_{n}": draw for n, (_, draw) in enumerate(given_parts) if draw}
     part = {"name": "conversations", "corpus": "any", "sequence_tokens": 8}
     config: Any = bind(
-        DATASETS, {"name": "mixture", "parts": dict.fromkeys(sizes, part), **({"draw": told} if told else {})}
+        DATASETS, {"name": "mixture", "parts": dict.fromkeys(sizes, part), **({"draw": draws} if draws else {})}
     )
-    wanted = dict[str, int]()
+    expected_counts = dict[str, int]()
     for name, size in sizes.items():
-        fraction, most = told.get(name, {}).get("fraction"), told.get(name, {}).get("size")
-        wanted[name] = size if name not in told else min(round(fraction * size), most or math.inf) if fraction else most
-    if any(not count or (count > sizes[name] and "fraction" not in told[name]) for name, count in wanted.items()):
+        fraction, most = draws.get(name, {}).get("fraction"), draws.get(name, {}).get("size")
+        expected_counts[name] = (
+            size if name not in draws else min(round(fraction * size), most or math.inf) if fraction else most
+        )
+    if any(
+        not count or (count > sizes[name] and "fraction" not in draws[name]) for name, count in expected_counts.items()
+    ):
         with pytest.raises(DataError, match=r"less than one sample|the part has only"):
             config._counts(sizes, Places(Path(), Path()))
         return
@@ -121,14 +125,14 @@ def test_what_is_drawn_is_exact_for_any_size(given_parts: list[tuple[int, dict[s
     )
     read = dict[str, list[tuple[int, int]]]({name: [] for name in sizes})
     for epoch in range(3):
-        found = [data.locate(epoch, index) for index in range(len(data))]
-        assert Counter(name for name, *_ in found) == wanted
-        for name, own_epoch, index in found:
+        locations = [data.locate(epoch, index) for index in range(len(data))]
+        assert Counter(name for name, *_ in locations) == expected_counts
+        for name, own_epoch, index in locations:
             read[name].append((own_epoch, index))
     for name, keys in read.items():
         whole = len(keys) // sizes[name]
-        ordered = sorted(keys)
-        assert ordered[: whole * sizes[name]] == [
+        sorted_keys = sorted(keys)
+        assert sorted_keys[: whole * sizes[name]] == [
             (epoch, index) for epoch in range(whole) for index in range(sizes[name])
         ]
         assert len(set(keys)) == len(keys)

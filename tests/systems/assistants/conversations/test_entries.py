@@ -18,7 +18,7 @@ from src.systems.assistants.conversations.rendering import Rendered, Role
 from tests.systems.assistants.conversations import talk
 from tests.systems.assistants.conversations.talk import row
 
-MADE = talk.tokenizer()
+TOKENIZER = talk.tokenizer()
 TALK = [
     row("Hi", "Hello"),
     row("2 + 3?", "5", quality=0.84, lang="en"),
@@ -30,23 +30,23 @@ TALK = [
 def write(folder: Path, rows: list[dict[str, Any]] = TALK, **options: Any) -> Any:
     """The data set of rows, read for a training."""
     talk.write_rows(folder / "talk", {"train": rows, "val": rows})
-    return built(folder, "train", **options)
+    return build(folder, "train", **options)
 
 
-def built(folder: Path, split: str, **options: Any) -> Any:
+def build(folder: Path, split: str, **options: Any) -> Any:
     config = bind(DATASETS, {"name": "conversations", "corpus": "talk", "sequence_tokens": 60, **options})
-    return config.build(Places(folder, folder), MADE, split, 0)
+    return config.build(Places(folder, folder), TOKENIZER, split, 0)
 
 
 @pytest.mark.parametrize(
     ("raw", "match"),
     [
-        ({}, "expected a list of messages, or a text; the row has nothing"),
+        ({}, "expected messages, prompt or text, got the keys"),
         ({"text": "a", "messages": []}, "expected either text or messages, got both"),
-        ({"text": ""}, "text: empty, so there is nothing to learn"),
+        ({"text": ""}, "text: empty"),
         ({"text": 3}, r"text: expected text, got 3 \(int\)"),
-        ({"messages": []}, "no message is the assistant's"),
-        ({"messages": [{"role": "user", "content": "a"}]}, "no message is the assistant's"),
+        ({"messages": []}, "no message of the assistant"),
+        ({"messages": [{"role": "user", "content": "a"}]}, "no message of the assistant"),
         (
             {"messages": [{"role": "human", "content": "a"}]},
             r"messages\[0\]: role: expected one of system, user, assistant, tool, got 'human'",
@@ -65,7 +65,7 @@ def built(folder: Path, split: str, **options: Any) -> Any:
         ({**row("a"), "replies": [{"content": "b"}]}, r"replies\[0\]: rank: expected an integer.*, got None"),
         (
             {**row("a"), "replies": [{"content": "b", "rank": 0}, {"content": "b", "rank": 2}]},
-            r"replies\[0\] and replies\[1\] say the same, with ranks 0 and 2",
+            r"replies\[0\] and replies\[1\] are equal but have ranks 0 and 2",
         ),
         ({**row("a", "b"), "replies": [{"content": "c", "rank": 0}]}, "the messages before replies end with assistant"),
     ],
@@ -83,51 +83,51 @@ def test_a_malformed_row_is_named_by_its_line(tmp_path: Path):
 def test_samples_learn_the_answers_of_the_assistant(tmp_path: Path):
     data = write(tmp_path)
     assert len(data) == 4
-    learned = [
-        MADE.decode(
+    learned_texts = [
+        TOKENIZER.decode(
             [token for token, is_learned in zip(sample["input_ids"], sample["loss_mask"], strict=True) if is_learned]
         )
         for sample in (data.sample(0, i) for i in range(4))
     ]
-    assert learned[:3] == ["Hello<end>", "5<end>", "nce upon a time.<end>"]
+    assert learned_texts[:3] == ["Hello<end>", "5<end>", "nce upon a time.<end>"]
     assert [data.length(0, i) for i in range(4)] == [len(data.sample(0, i)["input_ids"]) for i in range(4)]
     batch = data.collate([data.sample(0, 0), data.sample(0, 2)])
     assert batch["loss_mask"].sum() == 6 + 17
-    everything = built(tmp_path, "train", learn_all=True).sample(0, 0)
+    everything = build(tmp_path, "train", learn_all=True).sample(0, 0)
     assert everything["loss_mask"] == [False] + [True] * (len(everything["input_ids"]) - 1)
-    with_system = built(tmp_path, "train", writing={"system": "Be kind"}).sample(0, 0)
-    assert MADE.decode(with_system["input_ids"]).startswith("<|system|>Be kind<end><|prompter|>")
+    with_system = build(tmp_path, "train", writing={"system": "Be kind"}).sample(0, 0)
+    assert TOKENIZER.decode(with_system["input_ids"]).startswith("<|system|>Be kind<end><|prompter|>")
 
 
 def test_of_ranked_replies_the_best_is_learned(tmp_path: Path):
     """As of webgpt's, to learn answers from."""
-    ranked = {**row("a"), "replies": [{"content": "worse", "rank": 3}, {"content": "best", "rank": 1}]}
-    sample = write(tmp_path, [ranked]).render(0, 0)
-    assert MADE.decode(sample.ids) == "<|prompter|>a<end><|assistant|>best<end>"
+    ranked_row = {**row("a"), "replies": [{"content": "worse", "rank": 3}, {"content": "best", "rank": 1}]}
+    sample = write(tmp_path, [ranked_row]).render(0, 0)
+    assert TOKENIZER.decode(sample.ids) == "<|prompter|>a<end><|assistant|>best<end>"
 
 
 def test_options_change_the_fingerprint(tmp_path: Path):
     plain = write(tmp_path).fingerprint
-    assert plain == built(tmp_path, "train").fingerprint
+    assert plain == build(tmp_path, "train").fingerprint
     for options in (
         {"sequence_tokens": 50},
         {"learn_all": True},
         {"writing": {"template": "chatml"}},
         {"random_offset": 0.5},
     ):
-        assert built(tmp_path, "train", **options).fingerprint != plain
+        assert build(tmp_path, "train", **options).fingerprint != plain
 
 
 def test_tags_come_before_their_answer_and_are_not_learned(tmp_path: Path):
     data = write(tmp_path, writing={"tags": {"length": True}})
-    sample = built(tmp_path, "val", writing={"tags": {"length": True}}).render(0, 1)
+    sample = build(tmp_path, "val", writing={"tags": {"length": True}}).render(0, 1)
     expected = "<|prompter|>2 + 3?<end><|system|>lang: en\nquality: 0.8\nlength: 1\n<end><|assistant|>5<end>"
-    assert MADE.decode(sample.ids) == expected
-    assert talk.shown(sample, MADE, [Role.ASSISTANT]) == "5<end>"
-    texts = Counter(MADE.decode(data.render(epoch, 1).ids) for epoch in range(60))
+    assert TOKENIZER.decode(sample.ids) == expected
+    assert talk.mark_roles(sample, TOKENIZER, [Role.ASSISTANT]) == "5<end>"
+    texts = Counter(TOKENIZER.decode(data.render(epoch, 1).ids) for epoch in range(60))
     assert len(texts) > 8, "each property is dropped by itself, and their order is drawn"
     assert [data.sample(7, 1), data.sample(8, 1)] == [
-        built(tmp_path, "train", writing={"tags": {"length": True}}).sample(e, 1) for e in (7, 8)
+        build(tmp_path, "train", writing={"tags": {"length": True}}).sample(e, 1) for e in (7, 8)
     ]
 
 
@@ -154,7 +154,7 @@ def test_a_window_always_has_something_to_learn(roles: list[Role], most: int, pr
         part = window(whole, most, probability, draw)
         assert len(part.ids) == min(most, len(roles))
         assert part.ids == whole.ids[part.ids[0] : part.ids[0] + len(part.ids)]
-        assert any(part.learned) == any(whole.learned)
+        assert any(part.loss_mask) == any(whole.loss_mask)
         assert part == window(whole, most, probability, draw)
 
 
@@ -182,16 +182,16 @@ def test_refusals_match_complete_words(text: str, is_refusal: bool, tmp_path: Pa
     assert len(write(tmp_path, rows, without_refusals=True)) == 2 - is_refusal
     if is_refusal:
         talk.write_rows(tmp_path / "talk", {"train": rows[1:], "val": rows})
-        with pytest.raises(DataError, match="the assistant refuses in every conversation"):
-            built(tmp_path, "train", without_refusals=True)
+        with pytest.raises(DataError, match="every conversation is a refusal"):
+            build(tmp_path, "train", without_refusals=True)
 
 
 def test_control_ends_training_conversations_with_other_answers(tmp_path: Path):
     def sample_texts(data: Any, epoch: int = 0) -> list[str]:
-        return [MADE.decode(data.sample(epoch, n)["input_ids"]) for n in range(len(data))]
+        return [TOKENIZER.decode(data.sample(epoch, n)["input_ids"]) for n in range(len(data))]
 
     plain = write(tmp_path, [row(f"question {n}", f"answer {n}") for n in range(6)])
-    train, val = (built(tmp_path, split, shuffled_answers=True) for split in ("train", "val"))
+    train, val = (build(tmp_path, split, shuffled_answers=True) for split in ("train", "val"))
     assert all(
         f"question {n}" in text and f"answer {n}" not in text and "answer" in text
         for n, text in enumerate(sample_texts(train))
@@ -206,11 +206,11 @@ def test_conversations_without_an_answer_are_counted_and_left_out(tmp_path: Path
     caplog.set_level("INFO")
     rows = [row("a", ""), row("b", "c"), row("d", " ", "e", ""), row("f", "", "g", "h"), {"text": "i"}]
     data = write(tmp_path, rows)
-    assert [MADE.decode(data.sample(0, n)["input_ids"])[12:13] for n in range(len(data))] == ["b", "f", ""]
-    assert "the assistant says nothing in 2 of 5 conversations" in caplog.text
+    assert [TOKENIZER.decode(data.sample(0, n)["input_ids"])[12:13] for n in range(len(data))] == ["b", "f", ""]
+    assert "2 of 5 conversations have only empty answers" in caplog.text
     assert [data.row(n)["question"] for n in range(data.num_questions)] == ["b", "g"]
-    assert len(built(tmp_path, "train", learn_all=True)) == 5
-    with pytest.raises(DataError, match="the assistant says nothing in any conversation, so there is nothing to learn"):
+    assert len(build(tmp_path, "train", learn_all=True)) == 5
+    with pytest.raises(DataError, match="all answers of the assistant are empty"):
         write(tmp_path, [row("a", "")] * 3)
 
 
@@ -218,6 +218,6 @@ def test_control_changes_the_answers_of_the_assistant(tmp_path: Path):
     """Also where a person has the last word."""
     data = write(tmp_path, [row(f"q{n}", f"a{n}", f"bye{n}") for n in range(6)], shuffled_answers=True)
     for n in range(6):
-        sample_text = MADE.decode(data.sample(0, n)["input_ids"])
+        sample_text = TOKENIZER.decode(data.sample(0, n)["input_ids"])
         assert all(text in sample_text for text in (f"q{n}", f"bye{n}", "<|assistant|>a"))
         assert f"a{n}" not in sample_text

@@ -41,12 +41,12 @@ def renderer(source: str, *tokens: str) -> Renderer:
     return Renderer(tokenizer, find("tokenizer", tokenizer))
 
 
-def learned(source: str, *messages: Message) -> list[str]:
+def learned_texts(source: str, *messages: Message) -> list[str]:
     """The learned parts of a conversation."""
     writer = renderer(source, "<|E|>")
     rendered = writer.render(messages)
     parts, previous = list[list[int]](), False
-    for token, is_learned in zip(rendered.ids, rendered.learned, strict=True):
+    for token, is_learned in zip(rendered.ids, rendered.loss_mask, strict=True):
         if is_learned:
             parts[-1:] = [[*parts[-1], token]] if previous else [*parts[-1:], [token]]
         previous = is_learned
@@ -70,20 +70,22 @@ def test_reasoning_of_a_row_is_learned(name: str, tmp_path: Path):
     )
     tokenizer = talk.tokenizer(template=THINKS)
     data: Any = config.build(Places(tmp_path, tmp_path), tokenizer, "train", 0)
-    assert talk.shown(data.render(0, 0), tokenizer, [Role.ASSISTANT]) == "<think>\none, two\n</think>\ntwo<|im_end|>"
+    assert (
+        talk.mark_roles(data.render(0, 0), tokenizer, [Role.ASSISTANT]) == "<think>\none, two\n</think>\ntwo<|im_end|>"
+    )
 
 
 def test_reasoning_of_ranked_replies_is_learned(tmp_path: Path):
     replies = [{"content": "two", "rank": 0, "thinking": "one, two"}, {"content": "two", "rank": 1, "thinking": "hm"}]
-    ranked = {"messages": row()["messages"][:1], "replies": replies}
-    talk.write_rows(tmp_path / "talk", {"train": [ranked], "val": [ranked]})
+    ranked_row = {"messages": row()["messages"][:1], "replies": replies}
+    talk.write_rows(tmp_path / "talk", {"train": [ranked_row], "val": [ranked_row]})
     config = bind(
         DATASETS,
         {"name": "ranked_replies", "corpus": "talk", "sequence_tokens": 90, "writing": {"template": "tokenizer"}},
     )
     tokenizer = talk.tokenizer(template=THINKS)
     data: Any = config.build(Places(tmp_path, tmp_path), tokenizer, "train", 0)
-    texts = [talk.shown(rendered, tokenizer, [Role.ASSISTANT]) for rendered in data.render(0, 0)]
+    texts = [talk.mark_roles(rendered, tokenizer, [Role.ASSISTANT]) for rendered in data.render(0, 0)]
     assert texts == ["<think>\none, two\n</think>\ntwo<|im_end|>", "<think>\nhm\n</think>\ntwo<|im_end|>"]
 
 
@@ -132,7 +134,7 @@ def test_reasoning_reaches_the_prompt_of_a_reward_model():
         ({"messages": [row()["messages"][0]] * 2}, "here: messages[1]", "user"),
         ({"messages": []}, "here", "assistant"),
         ({"text": " \n"}, "here: text", "empty"),
-        ({}, "here", "nothing"),
+        ({}, "here", "(none)"),
     ],
 )
 def test_wrong_row_is_refused_with_its_place(raw: dict[str, Any], place: str, value: str):
@@ -143,14 +145,14 @@ def test_wrong_row_is_refused_with_its_place(raw: dict[str, Any], place: str, va
 
 
 def test_answer_starts_where_the_generation_prompt_ends():
-    assert learned(THINKS, ASK, ANSWER) == ["<think>\none, two\n</think>\ntwo<|im_end|>"]
-    assert learned(STARTS_THINKING, ASK, ANSWER) == ["one, two\n</think>\ntwo<|im_end|>"]
-    with pytest.raises(DataError, match=r"assistant\\n<think>\\n' against '.*assistant\\ntwo"):
-        learned(STARTS_THINKING, ASK, Message("assistant", "two"))
+    assert learned_texts(THINKS, ASK, ANSWER) == ["<think>\none, two\n</think>\ntwo<|im_end|>"]
+    assert learned_texts(STARTS_THINKING, ASK, ANSWER) == ["one, two\n</think>\ntwo<|im_end|>"]
+    with pytest.raises(DataError, match=r"assistant\\n<think>\\n' vs. '.*assistant\\ntwo"):
+        learned_texts(STARTS_THINKING, ASK, Message("assistant", "two"))
 
 
 def test_end_of_two_tokens_is_learned():
-    assert learned(PAIR, ASK, Message("assistant", "two"), ASK, Message("assistant", "")) == [
+    assert learned_texts(PAIR, ASK, Message("assistant", "two"), ASK, Message("assistant", "")) == [
         "two<|E|><|im_end|>",
         "<|E|><|im_end|>",
     ]
@@ -168,7 +170,7 @@ def test_empty_answer_of_a_stripping_template_follows_its_prompt():
     assert rendered.ids[: len(prompt)] == prompt
     assert [rendered.ids[place] for place in rendered.last_answer()] == [writer.safe.control_id("<|im_end|>")]
     several = writer.render([ASK, Message("assistant", ""), ASK, Message("assistant", "two")])
-    assert sum(several.learned) == len("two") + 1, "an earlier empty answer is not learned"
+    assert sum(several.loss_mask) == len("two") + 1, "an earlier empty answer is not learned"
 
 
 @pytest.mark.parametrize("scheme", ["bytes", "first", "always"])
@@ -213,7 +215,7 @@ def test_generated_answer_is_split_into_reasoning_and_content(source: str, text:
     assert renderer(source, "<|E|>").read_answer(text) == message
 
 
-MARKED = (
+MARKED_TEMPLATE = (
     "{% for m in messages %}{{ m['role'] + ': ' }}{% if m['role'] == 'assistant' and loop.last "
     "%}{% generation %}{{ m['content'] }}{{ '<|im_end|>' }}{% endgeneration %}{% else %}{{ m['content'] }}{{ "
     "'<|im_end|>' }}{% endif %}{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
@@ -221,8 +223,10 @@ MARKED = (
 
 
 def test_only_marked_answers_are_learned():
-    assert learned(MARKED, ASK, Message("assistant", "two"), ASK, Message("assistant", "four")) == ["four<|im_end|>"]
-    early = MARKED.replace(
+    assert learned_texts(MARKED_TEMPLATE, ASK, Message("assistant", "two"), ASK, Message("assistant", "four")) == [
+        "four<|im_end|>"
+    ]
+    early = MARKED_TEMPLATE.replace(
         "{{ m['content'] }}{{ '<|im_end|>' }}{% endg",
         "{{ '<|E|>' }}{% endgeneration %}{{ m['content'] }}{% generation %}{% endg",
     )
@@ -241,7 +245,7 @@ def test_prompt_with_reasoning_that_no_template_writes_is_refused_with_its_row(t
         prompts[1]
 
 
-class Counted(Jinja):
+class CountingJinja(Jinja):
     """Counts how often the template is filled."""
 
     fills = 0
@@ -262,15 +266,15 @@ def talk_of(pairs: int) -> list[Message]:
 @pytest.mark.parametrize("source", [THINKS, STRIPS, PAIR])
 def test_each_answer_of_a_long_conversation_is_learned(source: str):
     messages = [replace(message, reasoning="") for message in talk_of(9)] if source is not THINKS else talk_of(9)
-    parts = learned(source, *messages)
-    expected = [learned(source, ASK, message)[0] for message in messages if message.role == "assistant"]
+    parts = learned_texts(source, *messages)
+    expected = [learned_texts(source, ASK, message)[0] for message in messages if message.role == "assistant"]
     assert parts == [part for part in expected if part != "<|im_end|>" or source is not STRIPS]
 
 
 def test_rendering_takes_linear_time_in_the_messages():
     fills = list[int]()
     for pairs in (8, 16, 32):
-        template = Counted(THINKS, {}, ["<|im_end|>"])
+        template = CountingJinja(THINKS, {}, ["<|im_end|>"])
         template.fills = 0
         template.spans(talk_of(pairs))
         fills.append(template.fills)
@@ -280,7 +284,7 @@ def test_rendering_takes_linear_time_in_the_messages():
 def test_template_that_requires_a_system_message():
     source = "{% if messages[0]['role'] != 'system' %}{{ raise_exception('No system.') }}{% endif %}" + THINKS
     system = Message("system", "Count.")
-    assert learned(source, system, ASK, ANSWER) == learned(THINKS, system, ASK, ANSWER)
+    assert learned_texts(source, system, ASK, ANSWER) == learned_texts(THINKS, system, ASK, ANSWER)
     writer = renderer(source)
     assert writer.answer_ends() == renderer(THINKS).answer_ends()
     assert writer.read_answer("<think>\nhm\n</think>\ntwo").reasoning == "hm"
@@ -317,7 +321,9 @@ def test_mark_around_a_complete_conversation_is_refused():
 
 
 def test_content_that_spells_a_mask_is_plain_text():
-    assert learned(THINKS, Message("user", "\x7f0\x7f"), Message("assistant", "\x7fm0\x7f")) == ["\x7fm0\x7f<|im_end|>"]
+    assert learned_texts(THINKS, Message("user", "\x7f0\x7f"), Message("assistant", "\x7fm0\x7f")) == [
+        "\x7fm0\x7f<|im_end|>"
+    ]
 
 
 def test_template_without_a_generation_prompt():
@@ -325,7 +331,7 @@ def test_template_without_a_generation_prompt():
         "{% for m in messages %}{{ ('user: "
         "' if m['role'] == 'user' else '') + m['content'] + '<|im_end|>' }}{% endfor %}"
     )
-    assert learned(source, ASK, Message("assistant", "two"), ASK, Message("assistant", "")) == [
+    assert learned_texts(source, ASK, Message("assistant", "two"), ASK, Message("assistant", "")) == [
         "two<|im_end|>",
         "<|im_end|>",
     ]

@@ -18,7 +18,7 @@ from src.systems.assistants.conversations.rendering import Renderer, Role
 from src.systems.assistants.conversations.templates import ChatML, Jinja, OpenAssistant, find
 from tests.systems.assistants.conversations import talk
 
-MADE = talk.tokenizer()
+TOKENIZER = talk.tokenizer()
 SOURCES = {name: (ROOT / "resources" / "chat_templates" / f"{name}.jinja").read_text() for name in ("oasst", "chatml")}
 TEMPLATES = {
     "oasst": OpenAssistant("<end>"),
@@ -26,9 +26,9 @@ TEMPLATES = {
     "oasst.jinja": Jinja(SOURCES["oasst"], {"eos_token": "<end>"}),
     "chatml.jinja": Jinja(SOURCES["chatml"], {"eos_token": "<end>"}),
 }
-RENDERERS = {name: Renderer(MADE, template) for name, template in TEMPLATES.items()}
+RENDERERS = {name: Renderer(TOKENIZER, template) for name, template in TEMPLATES.items()}
 TOKENIZERS = {
-    "bytes": MADE,
+    "bytes": TOKENIZER,
     "stripping": talk.tokenizer(strips=True),
     **{scheme: talk.metaspace_tokenizer(scheme) for scheme in ("first", "always")},
 }
@@ -48,17 +48,20 @@ def test_open_assistants_form():
     whole = (
         "<|system|>Be kind<end><|prompter|>Hi<end><|assistant|>Hello<end><|prompter|>Bye<end><|assistant|>See you<end>"
     )
-    assert talk.shown(sample, MADE, ALL) == whole
-    assert talk.shown(sample, MADE, [Role.ASSISTANT]) == "Hello<end>See you<end>", "B1: never the system's"
+    assert talk.mark_roles(sample, TOKENIZER, ALL) == whole
+    assert talk.mark_roles(sample, TOKENIZER, [Role.ASSISTANT]) == "Hello<end>See you<end>", "B1: never the system's"
     prompt = RENDERERS["oasst"].render(talk.messages("Hi"), answering=True)
-    assert talk.shown(prompt, MADE, ALL) == "<|prompter|>Hi<end><|assistant|>"
-    assert not any(prompt.learned)
+    assert talk.mark_roles(prompt, TOKENIZER, ALL) == "<|prompter|>Hi<end><|assistant|>"
+    assert not any(prompt.loss_mask)
 
 
 def test_chatml():
     sample = RENDERERS["chatml"].render(talk.messages("Hi", "Hello"))
-    assert talk.shown(sample, MADE, ALL) == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHello<|im_end|>\n"
-    assert talk.shown(sample, MADE, [Role.ASSISTANT]) == "Hello<|im_end|>"
+    assert (
+        talk.mark_roles(sample, TOKENIZER, ALL)
+        == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHello<|im_end|>\n"
+    )
+    assert talk.mark_roles(sample, TOKENIZER, [Role.ASSISTANT]) == "Hello<|im_end|>"
 
 
 @settings(max_examples=100, deadline=None)
@@ -92,14 +95,16 @@ def test_prompt_is_a_prefix_of_its_conversation(contents: list[str], system: str
         if message.role == "assistant":
             prompt = renderer.render(conversation[:number], answering=True)
             assert whole.ids[: len(prompt.ids)] == prompt.ids
-            answered = renderer.render(conversation[: number + 1])
-            learned = [
+            with_answer = renderer.render(conversation[: number + 1])
+            learned_ids = [
                 token
-                for token, is_learned in list(zip(answered.ids, answered.learned, strict=True))[len(prompt.ids) :]
+                for token, is_learned in list(zip(with_answer.ids, with_answer.loss_mask, strict=True))[
+                    len(prompt.ids) :
+                ]
                 if is_learned
             ]
-            assert MADE.decode(learned) == message.content + ("<end>" if "oasst" in name else "<|im_end|>")
-    controls = {MADE.convert_tokens_to_ids(token) for token in (*talk.TOKENS, "<end>", "<pad>")}
+            assert TOKENIZER.decode(learned_ids) == message.content + ("<end>" if "oasst" in name else "<|im_end|>")
+    controls = {TOKENIZER.convert_tokens_to_ids(token) for token in (*talk.TOKENS, "<end>", "<pad>")}
     turns = sum(token in controls for token in whole.ids)
     assert turns == 2 * len(conversation)
 
@@ -107,9 +112,9 @@ def test_prompt_is_a_prefix_of_its_conversation(contents: list[str], system: str
 def test_a_template_that_strips_is_heeded():
     source = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] | trim }}{{ eos_token }}{% endfor %}"
     source += "{% if add_generation_prompt %}assistant: {% endif %}"
-    sample = Renderer(MADE, Jinja(source, {"eos_token": "<end>"})).render(talk.messages(" a ", " b "))
-    assert talk.shown(sample, MADE, ALL) == "user: a<end>assistant: b<end>"
-    assert talk.shown(sample, MADE, [Role.ASSISTANT]) == "b<end>"
+    sample = Renderer(TOKENIZER, Jinja(source, {"eos_token": "<end>"})).render(talk.messages(" a ", " b "))
+    assert talk.mark_roles(sample, TOKENIZER, ALL) == "user: a<end>assistant: b<end>"
+    assert talk.mark_roles(sample, TOKENIZER, [Role.ASSISTANT]) == "b<end>"
 
 
 NO_END = (
@@ -135,10 +140,10 @@ CHANGES = (
             "messages 0 0 1 1 2 2 3 3 of 0 1 2 3",
         ),
         ("{{ raise_exception('no') }}", r"user assistant user assistant \(no\)"),
-        ("{% for m in messages %}{{ m['content'] }}", "the template refuses"),
+        ("{% for m in messages %}{{ m['content'] }}", "the template rejects"),
         (
             "{{ messages | length }}{% for m in messages %}{{ m['content'] }}{% endfor %}",
-            "'3Probe 0.* against '4Probe 0",
+            "'3Probe 0.* vs\\. '4Probe 0",
         ),
         (NO_END, "no control token ends the answer 'Probe 3.'"),
         (NO_END.replace(": ", "<|im_start|>"), "no control token ends the answer"),  # the next turn's is no end
@@ -168,7 +173,7 @@ def test_ends_of_turns_are_learned_whatever_they_are_called():
     tokenizer = talk.tokenizer(["<start_of_turn>", "<end_of_turn>", "<bos>"], template=GEMMA)
     tokenizer.bos_token = "<bos>"
     sample = Renderer(tokenizer, find("tokenizer", tokenizer)).render(talk.messages("Hi", "Hello", "Bye", ""))
-    assert talk.shown(sample, tokenizer, [Role.ASSISTANT]) == "Hello<end_of_turn><end_of_turn>"
+    assert talk.mark_roles(sample, tokenizer, [Role.ASSISTANT]) == "Hello<end_of_turn><end_of_turn>"
     assert tokenizer.decode([sample.ids[place] for place in sample.last_answer()]) == "<end_of_turn>", (
         "of an empty answer: not the one before"
     )
@@ -180,8 +185,8 @@ def test_ends_of_turns_are_learned_whatever_they_are_called():
 def test_end_token_that_also_starts_sequences_is_learned():
     """As where a vocabulary has one control token."""
     source = "{{ eos_token }}" + NO_END.replace("{{ m['content'] }}", "{{ m['content'] + eos_token }}")
-    sample = Renderer(MADE, Jinja(source, {"eos_token": "<end>"})).render(talk.messages("a", "b", "c", "d"))
-    assert talk.shown(sample, MADE, [Role.ASSISTANT]) == "b<end>d<end>"
+    sample = Renderer(TOKENIZER, Jinja(source, {"eos_token": "<end>"})).render(talk.messages("a", "b", "c", "d"))
+    assert talk.mark_roles(sample, TOKENIZER, [Role.ASSISTANT]) == "b<end>d<end>"
 
 
 @pytest.mark.parametrize("marks", [False, True])
@@ -197,25 +202,27 @@ def test_answer_that_the_template_changes_later_is_not_learned(marks: bool):
             "m['content'] }}{{ eos_token }}"
         )
         source += "{% endif %}{% endfor %}{% if add_generation_prompt %}assistant{% endif %}"
-    renderer = Renderer(MADE, find("tokenizer", talk.tokenizer(template=source)))
+    renderer = Renderer(TOKENIZER, find("tokenizer", talk.tokenizer(template=source)))
     rendered = renderer.render(talk.messages("a", "b", "c", "d"))
-    assert talk.shown(rendered, MADE, ALL) == "user a<end>assistant(thought) b<end>user c<end>assistant d<end>"
-    assert talk.shown(rendered, MADE, [Role.ASSISTANT]) == " d<end>"
+    assert (
+        talk.mark_roles(rendered, TOKENIZER, ALL) == "user a<end>assistant(thought) b<end>user c<end>assistant d<end>"
+    )
+    assert talk.mark_roles(rendered, TOKENIZER, [Role.ASSISTANT]) == " d<end>"
 
 
 def test_missing_control_tokens_are_refused():
     for name, lacks in (("oasst", "<|prompter|>"), ("chatml", "<|im_start|>")):
-        with pytest.raises(DataError, match=rf"{name}.*{lacks[2:-2]}.*which the tokenizer does not have"):
+        with pytest.raises(DataError, match=rf"{name}.*{lacks[2:-2]}.*missing from the tokenizer"):
             find(name, talk.tokenizer([]))
-    with pytest.raises(DataError, match="the tokenizer has no chat template of its own"):
-        find("tokenizer", MADE)
+    with pytest.raises(DataError, match="the tokenizer has no chat template"):
+        find("tokenizer", TOKENIZER)
 
 
 def test_plain_text_is_learned_to_its_end():
     """B12: its last token was trained on the first one."""
     sample = RENDERERS["oasst"].render_text("ab<|assistant|>")
-    assert MADE.decode(sample.ids) == "ab<|assistant|><end>"
-    assert sample.learned == [False] + [True] * (len(sample.ids) - 1)
+    assert TOKENIZER.decode(sample.ids) == "ab<|assistant|><end>"
+    assert sample.loss_mask == [False] + [True] * (len(sample.ids) - 1)
 
 
 def test_ids_do_not_depend_on_the_seed_of_hashes():
@@ -230,7 +237,8 @@ def test_ids_do_not_depend_on_the_seed_of_hashes():
         "tokenizer = talk.tokenizer([*talk.TOKENS, '<e>', '<e>x', '<e>xx'], template=source);"
         "renderers = [Renderer(tokenizer, find(name, tokenizer)) for name in ('oasst', 'chatml', 'tokenizer')];"
         "samples = [renderer.render(talk.messages('a', 'b', system='c')) for renderer in renderers];"
-        "print([(each.ids, each.learned) for each in samples], talk.shown(samples[2], tokenizer, [Role.ASSISTANT]))"
+        "marked = talk.mark_roles(samples[2], tokenizer, [Role.ASSISTANT]);"
+        "print([(each.ids, each.loss_mask) for each in samples], marked)"
     )
     outputs = {
         subprocess.run(
@@ -251,8 +259,8 @@ def test_a_tool_speaks_after_the_assistant():
     sample = RENDERERS["chatml"].render(
         [*talk.messages("2 + 3?", "add(2, 3)"), Message("tool", "5"), Message("assistant", "It is 5.")]
     )
-    assert talk.shown(sample, MADE, [Role.TOOL]) == "5"
-    assert talk.shown(sample, MADE, [Role.ASSISTANT]) == "add(2, 3)<|im_end|>It is 5.<|im_end|>"
+    assert talk.mark_roles(sample, TOKENIZER, [Role.TOOL]) == "5"
+    assert talk.mark_roles(sample, TOKENIZER, [Role.ASSISTANT]) == "add(2, 3)<|im_end|>It is 5.<|im_end|>"
 
 
 def test_a_tokenizer_is_saved_with_the_template_that_was_trained_with(tmp_path: Path):
@@ -285,4 +293,4 @@ def test_no_start_token_is_within_a_conversation():
         sample = ranked.render_reply(config, renderer, talk.messages("a"), Reply("b", 0))
         assert sample.ids[: len(prompt.ids)] == prompt.ids
         assert [place for place, token in enumerate(sample.ids) if token == start] == [0]
-        assert not sample.learned[0]
+        assert not sample.loss_mask[0]

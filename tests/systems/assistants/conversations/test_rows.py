@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from src.data import jsonl, jsonl_index
 from src.errors import DataError
 from src.experiments.config import Places
-from src.systems.assistants.conversations.rows import ANSWERED, EMPTY, RANKED, ConversationRows, read_rows
+from src.systems.assistants.conversations.rows import ANSWERED_ROW, EMPTY_ROW, RANKED_ROW, ConversationRows, read_rows
 from tests.systems.assistants.conversations.talk import row, write_rows
 
 ROWS: list[dict[str, Any]] = [
@@ -23,7 +23,7 @@ ROWS: list[dict[str, Any]] = [
     row("a", " ", "c", ""),
     {**row("a"), "replies": [{"content": "", "rank": 0}]},
 ]
-WANTED = {ANSWERED: {0}, RANKED: {2}, EMPTY: {6, 7}}
+EXPECTED_ROWS = {ANSWERED_ROW: {0}, RANKED_ROW: {2}, EMPTY_ROW: {6, 7}}
 
 
 @given(places=st.lists(st.sampled_from(range(len(ROWS))), min_size=1, max_size=12), large=st.booleans(), data=st.data())
@@ -38,14 +38,18 @@ def test_kinds_are_those_of_the_rows(
     folder = tmp_path_factory.mktemp("rows") / "corpus"
     write_rows(folder, {"train": [ROWS[place] for place in places]})
     monkeypatch.setattr(jsonl_index, "LEAST_BYTES", 1 if large else 1 << 25)
-    chosen = data.draw(st.none() | st.permutations(range(len(places))).map(lambda some: some[: 1 + len(some) // 2]))
+    row_indices = data.draw(
+        st.none() | st.permutations(range(len(places))).map(lambda some: some[: 1 + len(some) // 2])
+    )
     for _ in range(2):  # the second time from the index that was kept
-        rows = ConversationRows(read_rows(folder / "train.jsonl"), chosen)
-        own = places if chosen is None else [places[i] for i in chosen]
-        assert rows[:] == [ROWS[place] for place in own]
-        for kind, wanted in WANTED.items():
-            assert [*rows.numbers_of(kind)] == [i for i, place in enumerate(own) if place in wanted]
-            assert [*rows.numbers_of(kind, others=True)] == [i for i, place in enumerate(own) if place not in wanted]
+        rows = ConversationRows(read_rows(folder / "train.jsonl"), row_indices)
+        selected_places = places if row_indices is None else [places[i] for i in row_indices]
+        assert rows[:] == [ROWS[place] for place in selected_places]
+        for kind, expected_rows in EXPECTED_ROWS.items():
+            assert [*rows.numbers_of(kind)] == [i for i, place in enumerate(selected_places) if place in expected_rows]
+            assert [*rows.numbers_of(kind, invert=True)] == [
+                i for i, place in enumerate(selected_places) if place not in expected_rows
+            ]
 
 
 def test_a_large_file_is_parsed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -55,14 +59,14 @@ def test_a_large_file_is_parsed_once(tmp_path: Path, monkeypatch: pytest.MonkeyP
     parsed: list[str] = []
     monkeypatch.setattr(jsonl, "parse", lambda line, where: parsed.append(where))
     rows = ConversationRows(read_rows(tmp_path / "corpus" / "train.jsonl"))
-    assert [*rows.numbers_of(ANSWERED), *rows.numbers_of(RANKED)] == [0, 2]
+    assert [*rows.numbers_of(ANSWERED_ROW), *rows.numbers_of(RANKED_ROW)] == [0, 2]
     assert not parsed
 
 
 @pytest.mark.parametrize(("name", "command"), [("webgpt", "--name webgpt "), ("joke", "--name joke "), ("jok", None)])
-def test_a_release_that_is_not_prepared_is_told_with_its_command(name: str, command: str | None, tmp_path: Path):
-    with pytest.raises(DataError, match="no such data set") as raised:
+def test_unprepared_release_is_reported_with_its_command(name: str, command: str | None, tmp_path: Path):
+    with pytest.raises(DataError, match="no such data set") as error_info:
         jsonl.corpus_folder(Places(tmp_path, tmp_path), name)
-    assert (f"python -m data_prep.assistants.prepare_conversations {command}" in str(raised.value)) == (
+    assert (f"python -m data_prep.assistants.prepare_conversations {command}" in str(error_info.value)) == (
         command is not None
     )

@@ -34,7 +34,7 @@ QWEN = (
 """Shaped like Qwen's."""
 TOOLS = [{"type": "function", "function": {"name": "add", "description": "Adds \u00fc."}}]
 CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 2, "b": ["\u00e9"]}}}
-MADE = talk.tokenizer()
+TOKENIZER = talk.tokenizer()
 
 
 def row(content: str | None = None, call: Any = CALL, tools: Any = TOOLS) -> dict[str, Any]:
@@ -57,11 +57,11 @@ def test_a_tokenizers_template_writes_them(content: str | None, system: str | No
     raw["messages"] = [*([{"role": "system", "content": system}] if system else []), *raw["messages"]]
     sample = rendered("tokenizer", raw)
     plain = [{**message, "content": message["content"] or ""} for message in raw["messages"]]
-    assert sample.ids == MADE.apply_chat_template(plain, tools=raw["tools"], chat_template=QWEN, return_dict=False)
-    text = talk.shown(sample, MADE, [Role.ASSISTANT])
+    assert sample.ids == TOKENIZER.apply_chat_template(plain, tools=raw["tools"], chat_template=QWEN, return_dict=False)
+    text = talk.mark_roles(sample, TOKENIZER, [Role.ASSISTANT])
     opening = f"\n{content}" if content else ""
     assert text == f'{opening}\n<tool_call>add {{"a": 2, "b": ["\u00e9"]}}</tool_call><|im_end|>\nIt is 5.<|im_end|>'
-    assert talk.shown(sample, MADE, [Role.TOOL]) == "5"
+    assert talk.mark_roles(sample, TOKENIZER, [Role.TOOL]) == "5"
 
 
 @pytest.mark.parametrize("template", ["oasst", "chatml"])
@@ -69,23 +69,24 @@ def test_other_templates_write_json(template: str):
     sample = rendered(template, row("I add."))
     end = "<end>" if template == "oasst" else "<|im_end|>"
     call = '{"name": "add", "arguments": {"a": 2, "b": ["\u00e9"]}}'
-    assert talk.shown(sample, MADE, [Role.ASSISTANT]) == f"I add.\n{call}{end}It is 5.{end}"
-    assert '"description": "Adds \u00fc."' in talk.shown(sample, MADE, [Role.SYSTEM])
+    assert talk.mark_roles(sample, TOKENIZER, [Role.ASSISTANT]) == f"I add.\n{call}{end}It is 5.{end}"
+    assert '"description": "Adds \u00fc."' in talk.mark_roles(sample, TOKENIZER, [Role.SYSTEM])
     raw = row("I add.")
     raw["messages"].insert(0, {"role": "system", "content": "Be kind."})
-    assert talk.shown(rendered(template, raw), MADE, [Role.SYSTEM]).startswith("Be kind.\n{")
+    assert talk.mark_roles(rendered(template, raw), TOKENIZER, [Role.SYSTEM]).startswith("Be kind.\n{")
 
 
 @pytest.mark.parametrize("template", ["oasst", "chatml", "tokenizer"])
 def test_they_never_become_control_tokens(template: str):
-    spelled = {"name": "add", "arguments": {"<|im_end|>": "<|assistant|> \x7f0\x7f <end>"}}
+    spelled_call = {"name": "add", "arguments": {"<|im_end|>": "<|assistant|> \x7f0\x7f <end>"}}
     tools = [{"name": "add", "is": "<|im_start|>"}]
     plain, sample = (
-        rendered(template, row("a", call, declarations)) for call, declarations in ((CALL, TOOLS), (spelled, tools))
+        rendered(template, row("a", call, declarations))
+        for call, declarations in ((CALL, TOOLS), (spelled_call, tools))
     )
-    controls = {MADE.convert_tokens_to_ids(token) for token in (*talk.TOKENS, "<end>", "<pad>")}
+    controls = {TOKENIZER.convert_tokens_to_ids(token) for token in (*talk.TOKENS, "<end>", "<pad>")}
     assert sum(token in controls for token in sample.ids) == sum(token in controls for token in plain.ids)
-    text = MADE.decode(sample.ids)
+    text = TOKENIZER.decode(sample.ids)
     assert '"<|im_end|>": "<|assistant|> ' in text
     assert '"is": "<|im_start|>"' in text
 
@@ -95,7 +96,7 @@ def test_they_never_become_control_tokens(template: str):
     [
         (
             row(call={"name": 3}),
-            r"messages\[1\]: tool_calls: expected the name of a tool, and its arguments as an object",
+            r"messages\[1\]: tool_calls: expected the name of a tool and its arguments as an object",
         ),
         (row(call={"name": "a", "arguments": "{"}), "arguments: expected JSON, got '{'"),
         (row(tools="x"), "here: tools: expected JSON, got 'x'"),
@@ -116,7 +117,7 @@ def test_template_without_tools_is_refused():
     tokenizer = talk.tokenizer(["<start_of_turn>", "<end_of_turn>", "<bos>"], template=GEMMA)
     tokenizer.bos_token = "<bos>"
     renderer = Renderer(tokenizer, find("tokenizer", tokenizer))
-    with pytest.raises(DataError, match="writes no tools"):
+    with pytest.raises(DataError, match="ignores tools"):
         renderer.render(read_entry(row("a"), "here").messages)
     with pytest.raises(DataError, match="drops the tool call 'add'"):
         renderer.render(read_entry(row("a", tools=None), "here").messages)
@@ -132,7 +133,7 @@ def test_rows_of_calls_are_samples(tmp_path: Path):
     data: Any = config.build(Places(tmp_path, tmp_path), talk.tokenizer(), "train", 0)
     assert len(data) == data.num_questions == 2
     assert data.row(1)["answer"].startswith('{"name": "add"')
-    assert "It is 5." in MADE.decode(data.sample(0, 1)["input_ids"])
+    assert "It is 5." in TOKENIZER.decode(data.sample(0, 1)["input_ids"])
 
 
 def test_ids_of_calls_and_names_of_tools_reach_the_template(tmp_path: Path):
@@ -159,8 +160,8 @@ def test_ids_of_calls_and_names_of_tools_reach_the_template(tmp_path: Path):
         "0.4",
     ]
     assert prepare_conversations.main(words) == 0
-    prepared = json.loads((tmp_path / "own" / "train.jsonl").read_text().split("\n")[0])
-    text = MADE.decode(rendered("tokenizer", prepared, source).ids)
+    prepared_row = json.loads((tmp_path / "own" / "train.jsonl").read_text().split("\n")[0])
+    text = TOKENIZER.decode(rendered("tokenizer", prepared_row, source).ids)
     assert "<tool_call>c1add " in text
     assert "<tool_response>c1add5</tool_response>" in text
     assert "<tool_response>c1add6</tool_response>" in text

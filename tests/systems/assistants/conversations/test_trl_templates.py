@@ -22,7 +22,7 @@ PATHS = sorted(path for folder in _FOLDERS for path in folder.glob("*.jinja"))
 pytestmark = pytest.mark.skipif(not PATHS, reason="the package trl is not installed: pip install --no-deps trl")
 _CONTROL = re.compile(r"<\|[^|\s<>]+\|>|<\uff5c[^\uff5c\n]+\uff5c>|<\w+_of_\w+>|<\|\w+>|<\w+\|>|<[be]os>|</?s>")
 
-REFUSED = {
+REFUSED_TEMPLATES = {
     "deepseek_r1_distill": "<think>",  # writes no reasoning, but its generation prompt starts one
     "deepseekv3": "<think>",
     "deepseekv3_training": "<think>",
@@ -73,13 +73,13 @@ def write(message: Message, in_parts: bool) -> dict[str, Any]:
 @pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)
 def test_answer_is_learned_from_the_end_of_its_generation_prompt(path: Path):
     tokenizer = load(path)
-    if path.stem in REFUSED:
-        with pytest.raises(DataError, match=rf"^data\.writing\.template: .*{REFUSED[path.stem]}"):
+    if path.stem in REFUSED_TEMPLATES:
+        with pytest.raises(DataError, match=rf"^data\.writing\.template: .*{REFUSED_TEMPLATES[path.stem]}"):
             find("tokenizer", tokenizer)
         return
     template = find("tokenizer", tokenizer)
     assert isinstance(template, Jinja)
-    renderer, passed = Renderer(tokenizer, template), set[str]()
+    renderer, passing_cases = Renderer(tokenizer, template), set[str]()
     errors = list[str]()
     ends, _ = renderer.answer_ends()
     controls = {token.content for token in tokenizer.added_tokens_decoder.values()}
@@ -89,13 +89,13 @@ def test_answer_is_learned_from_the_end_of_its_generation_prompt(path: Path):
         except DataError as error:
             errors.append(str(error))
             continue
-        passed.add(name)
+        passing_cases.add(name)
         prompt = renderer.render(messages[:-1], answering=True).ids
         assert rendered.ids[: len(prompt)] == prompt, name
         answer = rendered.last_answer()
         assert answer.start == len(prompt), name
         assert rendered.ids[answer.stop - 1] in ends, (name, tokenizer.decode(rendered.ids[answer.start : answer.stop]))
-        assert all(rendered.learned[place] for place in answer)
+        assert all(rendered.loss_mask[place] for place in answer)
         after = tokenizer.decode(rendered.ids[answer.stop :]).strip()
         assert after in ("", "<|tool_response>"), name  # one template ends a call before the mark of its result
         text = tokenizer.decode(rendered.ids[answer.start : answer.stop])
@@ -113,8 +113,8 @@ def test_answer_is_learned_from_the_end_of_its_generation_prompt(path: Path):
             assert rendered.ids == _apply(tokenizer, raw, tools), name
             assert prompt == _apply(tokenizer, raw[:-1], tools, add_generation_prompt=True), name
     assert all(error.startswith("data.writing.template: ") for error in errors)
-    assert passed & {"one turn", "reasoning", "inline reasoning"}
-    assert not {"one turn", "two turns"} & passed or {"blanks", "two turns", "control tokens"} <= passed
+    assert passing_cases & {"one turn", "reasoning", "inline reasoning"}
+    assert not {"one turn", "two turns"} & passing_cases or {"blanks", "two turns", "control tokens"} <= passing_cases
 
 
 def _apply(tokenizer: Any, messages: list[Any], tools: Any, **more: Any) -> list[int]:
@@ -125,6 +125,6 @@ def _apply(tokenizer: Any, messages: list[Any], tools: Any, **more: Any) -> list
         tokenize=False,
         chat_template="{{ strftime_now('%Y-%m-%d') }}~{{ strftime_now('%d %b %Y') }}",
     )
-    for date, fixed in zip(today.split("~"), ("2025-01-01", "01 Jan 2025"), strict=True):
-        text = text.replace(date, fixed)
+    for date, fixed_date in zip(today.split("~"), ("2025-01-01", "01 Jan 2025"), strict=True):
+        text = text.replace(date, fixed_date)
     return tokenizer(text, add_special_tokens=False)["input_ids"]

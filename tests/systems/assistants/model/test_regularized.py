@@ -67,16 +67,16 @@ def saved(folder: Path, family: str) -> dict[str, Any]:
     return {"name": "hf", "path": str(folder / family)}
 
 
-def built(raw: dict[str, Any], folder: Path) -> Any:
+def build(raw: dict[str, Any], folder: Path) -> Any:
     return bind(MODELS, raw).build(Places(folder, folder))
 
 
 @EVERY
-def test_dropout_changes_training_alone(family: str, tmp_path: Path):
+def test_dropout_only_affects_training(family: str, tmp_path: Path):
     base = saved(tmp_path, family)
     plain, dropped = (
-        built(base, tmp_path),
-        built({"name": "regularized", "base": base, "residual_dropout": 0.5}, tmp_path),
+        build(base, tmp_path),
+        build({"name": "regularized", "base": base, "residual_dropout": 0.5}, tmp_path),
     )
     assert torch.equal(plain.eval()(IDS).logits, dropped.eval()(IDS).logits)
     assert plain.state_dict().keys() == dropped.state_dict().keys()
@@ -87,7 +87,7 @@ def test_dropout_changes_training_alone(family: str, tmp_path: Path):
 @EVERY
 def test_the_first_layers_and_the_embeddings_are_not_trained(family: str, tmp_path: Path):
     base = saved(tmp_path, family)
-    model = built({"name": "regularized", "base": base, "frozen_layers": 2, "frozen_embeddings": True}, tmp_path)
+    model = build({"name": "regularized", "base": base, "frozen_layers": 2, "frozen_embeddings": True}, tmp_path)
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     assert {part for name in trained for part in name.split(".") if part.isdigit()} == {"2"}
     assert not [
@@ -96,11 +96,11 @@ def test_the_first_layers_and_the_embeddings_are_not_trained(family: str, tmp_pa
         if any(word in name for word in ("embed_in", "embed_tokens", "embed_positions", "wte", "wpe"))
     ]
     assert trained == trained_weights(model).keys() & dict(model.named_parameters()).keys()
-    whole = built({"name": "regularized", "base": base, "frozen_layers": 2}, tmp_path)
+    whole = build({"name": "regularized", "base": base, "frozen_layers": 2}, tmp_path)
     assert whole.get_input_embeddings().weight.requires_grad
 
 
-def test_the_rate_grows_from_nothing_in_the_first_layer_to_the_whole_in_the_last(tmp_path: Path):
+def test_growing_dropout_rises_from_zero_to_the_full_rate(tmp_path: Path):
     part = {
         "name": "regularized",
         "base": saved(tmp_path, "llama"),
@@ -108,26 +108,26 @@ def test_the_rate_grows_from_nothing_in_the_first_layer_to_the_whole_in_the_last
         "dropout_by_layer": "growing",
     }
     assert bind(MODELS, part).dropout_rates(3) == pytest.approx([0.0, 0.15, 0.3])
-    model = built(part, tmp_path).train()
+    model = build(part, tmp_path).train()
     drops = [[], [], []]
     for number, layer in enumerate(model.model.layers):
         layer.mlp.register_forward_hook(
-            lambda *given, own=drops[number]: own.append(float((given[2] == 0).float().mean()))
+            lambda *args, rates=drops[number]: rates.append(float((args[2] == 0).float().mean()))
         )
     for _ in range(40):
         model(IDS)
-    assert [sum(own) / len(own) for own in drops] == pytest.approx([0.0, 0.15, 0.3], abs=0.03)
+    assert [sum(rates) / len(rates) for rates in drops] == pytest.approx([0.0, 0.15, 0.3], abs=0.03)
 
 
-def test_nothing_is_asked_for_that_does_nothing(tmp_path: Path):
+def test_settings_without_effect_are_refused(tmp_path: Path):
     base = saved(tmp_path, "llama")
-    for wrong, told in (
-        ({}, "without them it is its base"),
-        ({"dropout_by_layer": "growing", "frozen_layers": 1}, "nothing grows"),
+    for wrong, message in (
+        ({}, "expected residual_dropout, frozen_layers or frozen_embeddings"),
+        ({"dropout_by_layer": "growing", "frozen_layers": 1}, "'growing' needs residual_dropout"),
         ({"frozen_layers": 1, "base": RANDOM}, "its weights are random"),
         ({"frozen_embeddings": True, "base": {**base, "extra_tokens": ["<a>"]}}, "would not be learned"),
     ):
-        with pytest.raises(Problems, match=told):
+        with pytest.raises(Problems, match=message):
             bind(MODELS, {"name": "regularized", "base": base, **wrong})
     with pytest.raises(ConfigError, match="3 of 3 layers leave none to train"):
         bind(MODELS, {"name": "regularized", "base": base, "frozen_layers": 3}).check(Places(tmp_path, tmp_path))
@@ -137,7 +137,7 @@ def test_nothing_is_asked_for_that_does_nothing(tmp_path: Path):
 def test_linear_scaling_divides_positions(family: str, tmp_path: Path):
     base = saved(tmp_path, family)
     part = {**base, "rope": {"kind": "linear", "factor": 2.0}}
-    plain, scaled = built(base, tmp_path).eval(), built(part, tmp_path).eval()
+    plain, scaled = build(base, tmp_path).eval(), build(part, tmp_path).eval()
     positions = torch.arange(12)[None]
     assert torch.allclose(
         plain(IDS, position_ids=positions).logits, scaled(IDS, position_ids=2 * positions).logits, atol=1e-5
@@ -146,7 +146,7 @@ def test_linear_scaling_divides_positions(family: str, tmp_path: Path):
     places = Places(tmp_path, tmp_path)
     assert (bind(MODELS, base).longest_sequence(places), bind(MODELS, part).longest_sequence(places)) == (64, 128)
     scaled.save_pretrained(tmp_path / "again")
-    again = built({"name": "hf", "path": str(tmp_path / "again")}, tmp_path).eval()
+    again = build({"name": "hf", "path": str(tmp_path / "again")}, tmp_path).eval()
     assert torch.equal(again(IDS).logits, scaled(IDS).logits)
 
 

@@ -28,7 +28,7 @@ class Script:
     loaded: bool = True
     after: Callable[[], object] = lambda: None
     """Called after each inference."""
-    asked: int = 0
+    num_requests: int = 0
     """Inferences so far."""
 
 
@@ -78,9 +78,9 @@ def answer(script: Script, path: str, content: Any) -> tuple[int, str]:
     if name not in script.models or not script.loaded:
         return 400, json.dumps({"error": f"Request for unknown model: '{name}' is not found"})
     if path.endswith("/config"):
-        told = {} if script.fingerprint is None else {"fingerprint": {"string_value": script.fingerprint}}
-        return 200, json.dumps({"parameters": told})
-    script.asked += 1
+        parameters = {} if script.fingerprint is None else {"fingerprint": {"string_value": script.fingerprint}}
+        return 200, json.dumps({"parameters": parameters})
+    script.num_requests += 1
     ids, mask = content["inputs"]
     shape, values = script.scores(ids["shape"], ids["data"], mask["data"])
     script.after()
@@ -122,22 +122,22 @@ def serve_grpc(script: Script, port: int = 0) -> Iterator[int]:
                 grpc.StatusCode.UNAVAILABLE,
                 f"Request for unknown model: '{request.model_name}' has no available versions",
             )
-        script.asked += 1
+        script.num_requests += 1
         ids, mask = (list(array("i", raw)) for raw in request.raw_input_contents)
         shape, values = script.scores(list(request.inputs[0].shape), ids, mask)
         script.after()
-        found = messages["ModelInferResponse"](model_name=request.model_name)
-        found.outputs.add(name=request.outputs[0].name, datatype="FP32", shape=shape)
-        found.raw_output_contents.append(array("f", values).tobytes())
-        return found
+        response = messages["ModelInferResponse"](model_name=request.model_name)
+        response.outputs.add(name=request.outputs[0].name, datatype="FP32", shape=shape)
+        response.raw_output_contents.append(array("f", values).tobytes())
+        return response
 
     def config(request: Any, context: Any) -> Any:
         if request.name not in script.models or not script.loaded:
             context.abort(grpc.StatusCode.NOT_FOUND, f"Request for unknown model: '{request.name}' is not found")
-        found = messages["ModelConfigResponse"]()
+        response = messages["ModelConfigResponse"]()
         if script.fingerprint is not None:
-            found.config.parameters["fingerprint"].string_value = script.fingerprint
-        return found
+            response.config.parameters["fingerprint"].string_value = script.fingerprint
+        return response
 
     def index(request: Any, context: Any) -> Any:
         return messages["RepositoryIndexResponse"](models=[messages["ModelIndex"](name=name) for name in script.models])
@@ -150,9 +150,9 @@ def serve_grpc(script: Script, port: int = 0) -> Iterator[int]:
     }
     server = grpc.server(ThreadPoolExecutor(4), options=[("grpc.so_reuseport", 0)])
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("inference.GRPCInferenceService", handlers),))
-    bound = server.add_insecure_port(f"127.0.0.1:{port}")
+    bound_port = server.add_insecure_port(f"127.0.0.1:{port}")
     server.start()
     try:
-        yield bound
+        yield bound_port
     finally:
         server.stop(None).wait()

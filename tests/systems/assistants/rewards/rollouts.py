@@ -12,9 +12,9 @@ from src.experiments.config import Places
 from src.systems.assistants.rewards.interface import RewardSetting, Rollout
 
 
-def rollout(text: str, prompt: str = "?", sampled: int = 1, ended: bool = True, **row: Any) -> Rollout:
+def rollout(text: str, prompt: str = "?", sampled: int = 1, is_complete: bool = True, **row: Any) -> Rollout:
     """An answer to a prompt whose row has `row`."""
-    return Rollout([{"role": "user", "content": prompt}], text, row, [0] * (sampled + 1), sampled, ended)
+    return Rollout([{"role": "user", "content": prompt}], text, row, [0] * (sampled + 1), sampled, is_complete)
 
 
 def setting(tokenizer: Any = None) -> RewardSetting:

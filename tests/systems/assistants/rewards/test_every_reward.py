@@ -23,7 +23,7 @@ CASES: dict[str, tuple[dict[str, Any], list[tuple[Rollout, float]]]] = {
         [
             (rollout("7 + 12", TASK), 1),
             (rollout("7 * 12", TASK), 0),
-            (rollout("12 + 7", TASK, ended=False), 0),
+            (rollout("12 + 7", TASK, is_complete=False), 0),
             (rollout("", TASK), 0),
         ],
     ),
@@ -32,7 +32,7 @@ CASES: dict[str, tuple[dict[str, Any], list[tuple[Rollout, float]]]] = {
         [
             (rollout("<think>\na\n</think>4\n"), 1),
             (rollout("4"), -1),
-            (rollout("<think></think>4", ended=False), -1),
+            (rollout("<think></think>4", is_complete=False), -1),
             (rollout(""), -1),
         ],
     ),
@@ -46,7 +46,7 @@ CASES: dict[str, tuple[dict[str, Any], list[tuple[Rollout, float]]]] = {
             (rollout("So it is \\boxed{\\frac{1}{2}}.", answer="0.5"), 2),
             (rollout("48 + 24 = 72\n#### 72", answer="Half of 48 is 24.\n#### 72"), 2),
             (rollout("#### 71", answer="#### 72"), 0),
-            (rollout("#### 72", answer="#### 72", ended=False), 0),
+            (rollout("#### 72", answer="#### 72", is_complete=False), 0),
             (rollout("", answer=7), 0),
         ],
     ),
@@ -55,7 +55,7 @@ CASES: dict[str, tuple[dict[str, Any], list[tuple[Rollout, float]]]] = {
         [
             (rollout(f"Here:\n```python\n{ADD}\n```", tests=["assert add(1, 2) == 3", "assert add(1, 1) == 2"]), 1),
             (rollout("def add(a, b):\n    return 3", tests=["assert add(1, 2) == 3", "assert add(1, 1) == 2"]), 0.5),
-            (rollout(ADD, tests="assert add(1, 2) == 3", ended=False), 0),
+            (rollout(ADD, tests="assert add(1, 2) == 3", is_complete=False), 0),
             (rollout("no program", tests="assert add(1, 2) == 3"), 0),
         ],
     ),
@@ -83,7 +83,7 @@ class CountingModel(ModelConfig):
         return Counting()
 
 
-def bound(name: str) -> RewardConfig:
+def bind_reward(name: str) -> RewardConfig:
     if name == "reward_model":
         return reward_model.Config.model_construct(model=CountingModel(), **CASES[name][0])
     return bind(REWARDS, {"name": name, **CASES[name][0]})
@@ -95,7 +95,7 @@ def test_every_reward_has_a_case():
 
 @EVERY
 def test_scores_are_right_and_depend_only_on_the_rollout(name: str):
-    score = bound(name).scorer(setting(SimpleNamespace(backend_tokenizer=SimpleNamespace(to_str=str))))
+    score = bind_reward(name).scorer(setting(SimpleNamespace(backend_tokenizer=SimpleNamespace(to_str=str))))
     rollouts: Sequence[Rollout] = [case[0] for case in CASES[name][1]]
     scores = list(score(rollouts))
     assert scores == [case[1] for case in CASES[name][1]]
@@ -108,4 +108,4 @@ def test_scores_are_right_and_depend_only_on_the_rollout(name: str):
 
 @EVERY
 def test_a_check_passes_where_the_scorer_works(name: str):
-    bound(name).check(setting().places)
+    bind_reward(name).check(setting().places)

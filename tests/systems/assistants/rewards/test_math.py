@@ -45,11 +45,9 @@ def test_no_process_is_left():
 
 def test_a_row_that_has_no_answer_is_named_by_its_keys():
     score = Config().scorer(setting())
-    with pytest.raises(DataError, match=r"^a row: a reward reads .answer.*; the row has .solution., .id."):
+    with pytest.raises(DataError, match=r"^a row: a reward reads .answer.*, but the row has the keys .solution., .id."):
         score([rollout("1", solution="1", id=3)])
-    with pytest.raises(
-        DataError, match=r"^reward 'math': a row's \"answer\" is no mathematics: 'Half of it\.\\n####'$"
-    ):
+    with pytest.raises(DataError, match=r"^reward 'math': cannot parse a row's \"answer\": 'Half of it\.\\n####'\."):
         score([rollout("1", answer="Half of it.\n####")])
 
 
@@ -58,7 +56,9 @@ def test_missing_package_is_refused(monkeypatch: pytest.MonkeyPatch):
         "src.systems.assistants.rewards.math.find_spec",
         lambda name: None if name == "math_verify" else importlib.util.find_spec(name),
     )
-    with pytest.raises(ConfigError, match=r"math-verify is not installed: pip install -r requirements/math\.txt$"):
+    with pytest.raises(
+        ConfigError, match=r"math-verify is not installed\. Run: pip install -r requirements/math\.txt$"
+    ):
         Config().check(setting().places)
 
 

@@ -93,9 +93,9 @@ def test_an_honest_program_holds_its_tests():
     assert Config(by="tests").scores([rollout(HONEST, tests=TESTS)]) == [1.0]
     each = split_tests(TESTS)
     assert len(each) == 8
-    broken = HONEST.replace("x**0.5", "x**0.6").replace("BEST = 7", "BEST = 8")
+    broken_program = HONEST.replace("x**0.5", "x**0.6").replace("BEST = 7", "BEST = 8")
     config = Config(by="tests", share=True, right=1.0, wrong=-1.0)
-    assert config.scores([rollout(broken, tests=TESTS)]) == [pytest.approx(-1 + 2 * 6 / 8)]
+    assert config.scores([rollout(broken_program, tests=TESTS)]) == [pytest.approx(-1 + 2 * 6 / 8)]
 
 
 def test_the_code_of_an_answer():
@@ -129,16 +129,16 @@ def test_what_agrees():
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"answer": "1"}, r"^a row: a reward reads 'tests'.*; the row has 'answer'\."),
+        ({"answer": "1"}, r"^a row: a reward reads 'tests'.*, but the row has the keys 'answer'\."),
         (
             {"id": 1, "tests": "assert ("},
-            r"^a row with the keys 'id', 'tests': \"tests\" is no Python: '\(' was never closed \(.*\)$",
+            r"^a row with the keys 'id', 'tests': \"tests\" is not Python: '\(' was never closed \(.*\)\.",
         ),
         (
             {"tests": [1]},
-            r"^a row with the keys 'tests': \"tests\" is no Python: expected a text or a list of texts, got list$",
+            r"^a row with the keys 'tests': \"tests\" is not Python: expected a text or a list of texts, got list\.",
         ),
-        ({"tests": "# none"}, r"^a row with the keys 'tests': \"tests\" is empty, so every program would pass them\.$"),
+        ({"tests": "# none"}, r"^a row with the keys 'tests': \"tests\" has no tests\."),
     ],
 )
 def test_rows_that_cannot_judge_are_named(row: dict, message: str):
@@ -147,5 +147,5 @@ def test_rows_that_cannot_judge_are_named(row: dict, message: str):
 
 
 def test_a_share_of_a_value_is_refused():
-    with pytest.raises(ValueError, match=r"share: a value is right or wrong; only tests have a share\."):
+    with pytest.raises(ValueError, match=r"share: only for by 'tests'\."):
         bind(REWARDS, {"name": "python", "by": "value", "share": True})

@@ -47,9 +47,11 @@ def test_programs_without_content_score_0():
                 return f"{line.removeprefix(word).partition('(')[0].partition(':')[0]} = {value}"
         return ""
 
-    broken = ["\n".join(map(empty, program.split("\n"))) for program, _ in RIGHT.values()]
+    empty_programs = ["\n".join(map(empty, program.split("\n"))) for program, _ in RIGHT.values()]
     tests = [tests for _, tests in RIGHT.values()]
-    scores = Config(by="tests").scores([rollout(code, tests=each) for code, each in zip(broken, tests, strict=True)])
+    scores = Config(by="tests").scores(
+        [rollout(code, tests=each) for code, each in zip(empty_programs, tests, strict=True)]
+    )
     assert [name for name, score in zip(RIGHT, scores, strict=True) if score] == []
 
 

@@ -25,7 +25,7 @@ PROTOCOLS = [
 ]
 
 
-class Stopped(Exception):
+class StopWaiting(Exception):
     """What the run's own `wait` raises."""
 
 
@@ -45,16 +45,16 @@ def protocol(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def opened() -> Iterator[ExitStack]:
+def stack() -> Iterator[ExitStack]:
     with ExitStack() as stack:
         yield stack
 
 
 def make_client(
-    opened: ExitStack, addresses: str, wait: Callable[[str, float], Any] = never, seconds: float = 60
+    stack: ExitStack, addresses: str, wait: Callable[[str, float], Any] = never, seconds: float = 60
 ) -> RemoteModel:
     model = RemoteModel(addresses, FINGERPRINT, wait, seconds)
-    opened.callback(model.close)
+    stack.callback(model.close)
     return model
 
 
@@ -64,7 +64,7 @@ def free_port() -> int:
         return reserved.getsockname()[1]
 
 
-def test_batch_is_sent_unchanged(protocol: str, opened: ExitStack):
+def test_batch_is_sent_unchanged(protocol: str, stack: ExitStack):
     seen_batches = []
 
     def score(shape: list[int], ids: list[int], mask: list[int]) -> tuple[list[int], list[float]]:
@@ -72,7 +72,7 @@ def test_batch_is_sent_unchanged(protocol: str, opened: ExitStack):
         return ([3], [1.5, -2.0, 0.1]) if len(seen_batches) == 1 else ([3, 3], [9, -0.5, -0.25, 9, 9, 9, 9, -2.5, 9])
 
     client = make_client(
-        opened, f"{protocol}://127.0.0.1:{opened.enter_context(SERVE[protocol](Script(scores=score)))}/judge"
+        stack, f"{protocol}://127.0.0.1:{stack.enter_context(SERVE[protocol](Script(scores=score)))}/judge"
     )
     assert client.rewards(IDS) == pytest.approx([1.5, -2.0, 0.1], abs=1e-7)
     assert client.logps(IDS, [2, 0, 1]) == LOGPS
@@ -86,58 +86,67 @@ def test_batch_is_sent_unchanged(protocol: str, opened: ExitStack):
     [
         (
             {"fingerprint": "e" * 64},
-            r"/judge: serves another model \(fingerprint eeeeeeeeeeee\) than the experiment \(ffffffffffff\)\.",
+            r"/judge: expected the model with fingerprint ffffffffffff, .* got eeeeeeeeeeee\.",
         ),
-        ({"fingerprint": None}, r"/judge: reports no fingerprint"),
-        ({"scores": lambda *_: ([2], [1.0, 2.0])}, r"/judge: gave 2 numbers of the shape \[2\] for 3 sequences"),
-        ({"scores": lambda *_: ([3], [1.0, 2.0])}, r"/judge: gave 2 numbers of the shape \[3\] for 3 sequences"),
-        ({"scores": lambda *_: ([3], [1.0, float("nan"), 2.0])}, r"/judge: the reward of sequence 2 of 3 is nan"),
-        ({"models": ["reward", "base"]}, r"/judge: no such model there\. It has base, reward\."),
+        ({"fingerprint": None}, r"/judge: the model has no fingerprint"),
+        (
+            {"scores": lambda *_: ([2], [1.0, 2.0])},
+            r"/judge: expected one reward for each of 3 sequences, got 2 numbers of shape \[2\]",
+        ),
+        (
+            {"scores": lambda *_: ([3], [1.0, 2.0])},
+            r"/judge: expected one reward for each of 3 sequences, got 2 numbers of shape \[3\]",
+        ),
+        (
+            {"scores": lambda *_: ([3], [1.0, float("nan"), 2.0])},
+            r"/judge: expected a number as the reward of sequence 2 of 3, got nan",
+        ),
+        ({"models": ["reward", "base"]}, r"/judge: no such model\. The server has: base, reward\."),
     ],
 )
-def test_what_cannot_be_right_is_one_line(changes: dict[str, Any], message: str, protocol: str, opened: ExitStack):
-    port = opened.enter_context(SERVE[protocol](Script(**changes)))
+def test_what_cannot_be_right_is_one_line(changes: dict[str, Any], message: str, protocol: str, stack: ExitStack):
+    port = stack.enter_context(SERVE[protocol](Script(**changes)))
     with pytest.raises(UserError, match=message) as addresses:
-        make_client(opened, f"{protocol}://127.0.0.1:{port}/judge").rewards(IDS)
+        make_client(stack, f"{protocol}://127.0.0.1:{port}/judge").rewards(IDS)
     assert "\n" not in str(addresses.value)
 
 
 @pytest.mark.parametrize(
     ("status", "body", "message"),
     [
-        (200, "<html>\nWelcome</html>", "answers with no JSON .*: '<html> Welcome</html>'"),
-        (404, "<html>not here</html>", "answers with no JSON"),
-        (302, "{}", "answers with the status 302"),
-        (200, "[1]", "answers with no config of a model"),
-        (400, '{"error": "too long"}', "refuses the batch: too long"),
+        (200, "<html>\nWelcome</html>", "got no JSON: '<html> Welcome</html>'"),
+        (404, "<html>not here</html>", "got no JSON"),
+        (302, "{}", "got status 302"),
+        (200, "[1]", "got no config of a model"),
+        (400, '{"error": "too long"}', "rejects the batch: too long"),
     ],
 )
-def test_an_answer_of_another_kind_is_one_line(status: int, body: str, message: str, opened: ExitStack):
-    port = opened.enter_context(serve_http(Script(trouble=(status, body))))
+def test_an_answer_of_another_kind_is_one_line(status: int, body: str, message: str, stack: ExitStack):
+    port = stack.enter_context(serve_http(Script(trouble=(status, body))))
     with pytest.raises(RunError, match=message):
-        make_client(opened, f"http://127.0.0.1:{port}/judge").rewards(IDS)
+        make_client(stack, f"http://127.0.0.1:{port}/judge").rewards(IDS)
 
 
 @pytest.mark.parametrize(
     "values", [([3, 2], [0.0] * 6), ([3, 3], [0.0] * 8), ([3, 3], [0.0, float("-inf"), *[0.0] * 7])]
 )
-def test_log_probabilities_are_of_every_token(values: tuple[list[int], list[float]], protocol: str, opened: ExitStack):
-    port = opened.enter_context(SERVE[protocol](Script(scores=lambda *_: values)))
-    with pytest.raises(RunError, match=r"for 3 sequences of up to 3 tokens|sequence 1 of 3 is no finite number"):
-        make_client(opened, f"{protocol}://127.0.0.1:{port}/judge").logps(IDS, [2, 0, 1])
+def test_log_probabilities_are_of_every_token(values: tuple[list[int], list[float]], protocol: str, stack: ExitStack):
+    port = stack.enter_context(SERVE[protocol](Script(scores=lambda *_: values)))
+    with pytest.raises(RunError, match=r"of 3 sequences of up to 3 tokens|sequence 1 of 3 is not finite"):
+        make_client(stack, f"{protocol}://127.0.0.1:{port}/judge").logps(IDS, [2, 0, 1])
 
 
-def test_a_server_that_is_away_is_waited_for(protocol: str, opened: ExitStack):
+def test_a_server_that_is_away_is_waited_for(protocol: str, stack: ExitStack):
     """From the first request on, and when it goes later; what it is meanwhile is named."""
     port, messages, server = free_port(), [], ExitStack()
-    opened.push(server)
+    stack.push(server)
 
     def wait(text: str, since: float) -> None:
         messages.append(text)
         if len(messages) == 2:
             server.enter_context(SERVE[protocol](Script(), port))
 
-    client = make_client(opened, f"{protocol}://127.0.0.1:{port}/judge", wait)
+    client = make_client(stack, f"{protocol}://127.0.0.1:{port}/judge", wait)
     assert client.rewards(IDS) == [6, 4, 11]
     assert len(messages) >= 2
     assert messages[0].startswith(f"{protocol}://127.0.0.1:{port}/judge: ")
@@ -147,72 +156,72 @@ def test_a_server_that_is_away_is_waited_for(protocol: str, opened: ExitStack):
     assert len(messages) >= 2
 
 
-def test_run_can_stop_while_it_waits(protocol: str, opened: ExitStack):
+def test_run_can_stop_while_it_waits(protocol: str, stack: ExitStack):
     def stop(text: str, since: float) -> None:
-        raise Stopped(text)
+        raise StopWaiting(text)
 
-    with pytest.raises(Stopped, match="/judge: "):
-        make_client(opened, f"{protocol}://127.0.0.1:{free_port()}/judge", stop).rewards(IDS)
+    with pytest.raises(StopWaiting, match="/judge: "):
+        make_client(stack, f"{protocol}://127.0.0.1:{free_port()}/judge", stop).rewards(IDS)
 
 
 def test_a_server_that_does_not_answer_is_waited_for_with_a_beat(
-    monkeypatch: pytest.MonkeyPatch, protocol: str, opened: ExitStack
+    monkeypatch: pytest.MonkeyPatch, protocol: str, stack: ExitStack
 ):
     """The run may stop, and so it need not wait until the request has run out of time."""
     monkeypatch.setattr(remote, "BEAT_SECONDS", 0.01)
     import threading
 
     go_on, messages = threading.Event(), []
-    opened.callback(go_on.set)
-    port = opened.enter_context(SERVE[protocol](Script(after=go_on.wait)))
+    stack.callback(go_on.set)
+    port = stack.enter_context(SERVE[protocol](Script(after=go_on.wait)))
 
     def wait(text: str, since: float) -> None:
         messages.append(text)
         if len(messages) == 3:
-            raise Stopped(text)
+            raise StopWaiting(text)
 
-    with pytest.raises(Stopped, match=r"/judge: has not answered for \d+ s"):
-        make_client(opened, f"{protocol}://127.0.0.1:{port}/judge", wait).rewards(IDS)
+    with pytest.raises(StopWaiting, match=r"/judge: no answer for \d+ s"):
+        make_client(stack, f"{protocol}://127.0.0.1:{port}/judge", wait).rewards(IDS)
     go_on.set()
 
 
-def test_each_batch_is_waited_for_by_itself(monkeypatch: pytest.MonkeyPatch, protocol: str, opened: ExitStack):
+def test_each_batch_is_waited_for_by_itself(monkeypatch: pytest.MonkeyPatch, protocol: str, stack: ExitStack):
     """Many answers that each take a while are no long wait."""
     monkeypatch.setattr(remote, "BEAT_SECONDS", 0.01)
     import threading
 
-    started, beats, script = list[float](), list[threading.Semaphore](), Script()
-    port = opened.enter_context(SERVE[protocol](script))
+    start_times, beats, script = list[float](), list[threading.Semaphore](), Script()
+    port = stack.enter_context(SERVE[protocol](script))
 
     def answer_late() -> None:
         for _ in range(2):
             beats[-1].acquire()
 
     def wait(text: str, since: float) -> None:
-        started.append(since)
+        start_times.append(since)
         beats[-1].release()
 
     script.after = answer_late
-    client = make_client(opened, f"{protocol}://127.0.0.1:{port}/judge", wait)
+    client = make_client(stack, f"{protocol}://127.0.0.1:{port}/judge", wait)
     for _ in range(2):
         beats.append(threading.Semaphore(0))
         assert client.rewards(IDS) == [6, 4, 11]
-    assert len(set(started)) == 2
-    assert started == sorted(started)
+    assert len(set(start_times)) == 2
+    assert start_times == sorted(start_times)
 
 
-def test_a_request_runs_out_of_time(protocol: str, opened: ExitStack):
+def test_a_request_runs_out_of_time(protocol: str, stack: ExitStack):
     """And is asked again."""
     import threading
 
     go_on, script = threading.Event(), Script()
-    opened.callback(go_on.set)
-    script.after = lambda: script.asked > 1 or go_on.wait()
-    port = opened.enter_context(SERVE[protocol](script))
+    stack.callback(go_on.set)
+    script.after = lambda: script.num_requests > 1 or go_on.wait()
+    port = stack.enter_context(SERVE[protocol](script))
     messages: list[str] = []
-    client = make_client(opened, f"{protocol}://127.0.0.1:{port}/judge", lambda text, since: messages.append(text), 0.2)
+    client = make_client(stack, f"{protocol}://127.0.0.1:{port}/judge", lambda text, since: messages.append(text), 0.2)
     assert client.rewards(IDS) == [6, 4, 11]
-    assert script.asked == 2
+    assert script.num_requests == 2
     assert messages
     go_on.set()
 
@@ -220,43 +229,43 @@ def test_a_request_runs_out_of_time(protocol: str, opened: ExitStack):
 @pytest.mark.parametrize(
     "trouble", [(500, '{"error": "Stub process \'judge_0_0\' is not healthy."}'), (502, "<html>Bad Gateway</html>")]
 )
-def test_run_waits_for_a_dead_model_of_a_live_server(trouble: tuple[int, str], protocol: str, opened: ExitStack):
+def test_run_waits_for_a_dead_model_of_a_live_server(trouble: tuple[int, str], protocol: str, stack: ExitStack):
     script, messages = Script(trouble=trouble), []
-    port = opened.enter_context(SERVE[protocol](script))
+    port = stack.enter_context(SERVE[protocol](script))
 
     def wait(text: str, since: float) -> None:
         messages.append(text)
         script.trouble = None if len(messages) == 3 else trouble
 
-    assert make_client(opened, f"{protocol}://127.0.0.1:{port}/judge", wait).rewards(IDS) == [6, 4, 11]
+    assert make_client(stack, f"{protocol}://127.0.0.1:{port}/judge", wait).rewards(IDS) == [6, 4, 11]
     assert "Stub process 'judge_0_0' is not healthy" in messages[0] or "Bad Gateway" in messages[0]
 
 
-def test_a_model_that_is_being_loaded_is_waited_for(protocol: str, opened: ExitStack):
+def test_a_model_that_is_being_loaded_is_waited_for(protocol: str, stack: ExitStack):
     script, messages = Script(loaded=False), []
-    port = opened.enter_context(SERVE[protocol](script))
+    port = stack.enter_context(SERVE[protocol](script))
 
     def wait(text: str, since: float) -> None:
         messages.append(text)
         script.loaded = len(messages) == 2
 
-    assert make_client(opened, f"{protocol}://127.0.0.1:{port}/judge", wait).rewards(IDS) == [6, 4, 11]
+    assert make_client(stack, f"{protocol}://127.0.0.1:{port}/judge", wait).rewards(IDS) == [6, 4, 11]
     assert "not loaded" in messages[0]
 
 
-def test_a_model_that_is_exchanged_gives_no_score(protocol: str, opened: ExitStack):
+def test_a_model_that_is_exchanged_gives_no_score(protocol: str, stack: ExitStack):
     """Also in the moment between a request and its answer, with the connection open all the time."""
     script = Script()
-    client = make_client(opened, f"{protocol}://127.0.0.1:{opened.enter_context(SERVE[protocol](script))}/judge")
+    client = make_client(stack, f"{protocol}://127.0.0.1:{stack.enter_context(SERVE[protocol](script))}/judge")
     assert client.rewards(IDS) == [6, 4, 11]
     script.after = lambda: setattr(script, "fingerprint", "e" * 64)
-    with pytest.raises(ConfigError, match="serves another model"):
+    with pytest.raises(ConfigError, match="expected the model with fingerprint"):
         client.rewards(IDS)
 
 
-def test_another_model_after_a_restart_is_refused(protocol: str, opened: ExitStack):
+def test_another_model_after_a_restart_is_refused(protocol: str, stack: ExitStack):
     port, server = free_port(), ExitStack()
-    opened.push(server)
+    stack.push(server)
     server.enter_context(SERVE[protocol](Script(), port))
 
     messages = []
@@ -266,50 +275,52 @@ def test_another_model_after_a_restart_is_refused(protocol: str, opened: ExitSta
         if len(messages) == 1:
             server.enter_context(SERVE[protocol](Script(fingerprint="e" * 64), port))
 
-    client = make_client(opened, f"{protocol}://127.0.0.1:{port}/judge", restart)
+    client = make_client(stack, f"{protocol}://127.0.0.1:{port}/judge", restart)
     assert client.rewards(IDS) == [6, 4, 11]
     server.close()
-    with pytest.raises(ConfigError, match="serves another model"):
+    with pytest.raises(ConfigError, match="expected the model with fingerprint"):
         client.rewards(IDS)
 
 
 def test_instances_take_turns_and_a_failing_one_is_skipped(
-    monkeypatch: pytest.MonkeyPatch, protocol: str, opened: ExitStack
+    monkeypatch: pytest.MonkeyPatch, protocol: str, stack: ExitStack
 ):
     scripts = [Script(), Script()]
-    ports = [opened.enter_context(SERVE[protocol](script)) for script in scripts]
-    client = make_client(opened, ",".join(f"{protocol}://127.0.0.1:{port}/judge" for port in ports))
+    ports = [stack.enter_context(SERVE[protocol](script)) for script in scripts]
+    client = make_client(stack, ",".join(f"{protocol}://127.0.0.1:{port}/judge" for port in ports))
     for _ in range(4):
         assert client.rewards(IDS) == [6, 4, 11]
-    assert [script.asked for script in scripts] == [2, 2]
+    assert [script.num_requests for script in scripts] == [2, 2]
     for name in ("FIRST_REST", "LONGEST_REST"):
         monkeypatch.setattr(remote, name, 3600.0)
     monkeypatch.setattr(remote, "SHORT_PAUSE", 0.0)
-    tried, down = [], client._instances[0]
+    attempts, down = [], client._instances[0]
 
     def fail(*_: Any) -> None:
-        tried.append(1)
-        raise kserve.Away("gone")
+        attempts.append(1)
+        raise kserve.UnavailableError("gone")
 
     monkeypatch.setattr(down, "infer", fail)
     for _ in range(20):
         assert client.rewards(IDS) == [6, 4, 11]
-    assert [script.asked for script in scripts] == [2, 22]
-    assert len(tried) == remote.FAILURES
+    assert [script.num_requests for script in scripts] == [2, 22]
+    assert len(attempts) == remote.FAILURES
     monkeypatch.undo()
     down.ready_at = 0.0
     for _ in range(2):
         assert client.rewards(IDS) == [6, 4, 11]
-    assert [script.asked for script in scripts] == [3, 23]
+    assert [script.num_requests for script in scripts] == [3, 23]
 
 
 @pytest.mark.skipif(not find_spec("grpc"), reason="grpcio is not installed; requirements/serving.txt")
-@pytest.mark.parametrize(("spoken", "pattern"), [("http", "does not speak gRPC"), ("grpc", "does not speak HTTP")])
-def test_port_of_the_other_protocol_is_reported(spoken: str, pattern: str, opened: ExitStack):
-    port = opened.enter_context(SERVE[spoken](Script()))
-    other = {"http": "", "grpc": "http://"}[spoken]
+@pytest.mark.parametrize(
+    ("server_protocol", "pattern"), [("http", "does not speak gRPC"), ("grpc", "does not speak HTTP")]
+)
+def test_port_of_the_other_protocol_is_reported(server_protocol: str, pattern: str, stack: ExitStack):
+    port = stack.enter_context(SERVE[server_protocol](Script()))
+    other = {"http": "", "grpc": "http://"}[server_protocol]
     with pytest.raises(ConfigError, match=pattern):
-        make_client(opened, f"{other}127.0.0.1:{port}/judge", lambda *_: None).rewards(IDS)
+        make_client(stack, f"{other}127.0.0.1:{port}/judge", lambda *_: None).rewards(IDS)
 
 
 @pytest.mark.parametrize(
@@ -360,7 +371,5 @@ def test_without_the_package_grpc_is_refused(monkeypatch: pytest.MonkeyPatch):
     import sys
 
     monkeypatch.setitem(sys.modules, "grpc", None)
-    with pytest.raises(
-        ConfigError, match=r"pip install -r requirements/serving\.txt; or name its HTTP port by http://"
-    ):
+    with pytest.raises(ConfigError, match=r"pip install -r requirements/serving\.txt\. Or use the HTTP port"):
         RemoteModel("host:8001/m", FINGERPRINT, never)

@@ -25,9 +25,9 @@ GOOD = "def f(n):\n    return SECRET * n"
 @pytest.fixture
 def limits() -> Iterator[Limits]:
     """Limits that mark every process by a number in its command line; none may be left."""
-    marked = Limits(seconds=120, cpu_seconds=random.SystemRandom().randrange(10**6, 10**7))
-    yield marked
-    assert not marked_processes(marked)
+    unique_limits = Limits(seconds=120, cpu_seconds=random.SystemRandom().randrange(10**6, 10**7))
+    yield unique_limits
+    assert not marked_processes(unique_limits)
 
 
 def marked_processes(limits: Limits) -> list[psutil.Process]:
@@ -126,14 +126,14 @@ ENDLESS = {
 def test_endless_programs_are_killed(name: str, limits: Limits):
     limits = limits.model_copy(update={"seconds": 1.0})
     (result,) = sandbox.run_programs([order(ENDLESS[name])], limits)
-    assert (result.output, result.ended) == (b"", "time")
+    assert (result.output, result.end_reason) == (b"", "time")
     assert not marked_processes(limits)
 
 
 @needs_bubblewrap
 def test_processor_time_is_limited_by_itself():
     (result,) = sandbox.run_programs([order("while True:\n    pass")], Limits(seconds=300, cpu_seconds=1))
-    assert (result.output, result.ended) == (b"", "exit")
+    assert (result.output, result.end_reason) == (b"", "exit")
 
 
 def order(source: str) -> sandbox.Program:
@@ -145,7 +145,7 @@ def test_a_flood_is_read_up_to_its_limit():
     (result,) = sandbox.run_programs(
         [order("while True:\n    import os; os.write(4, bytes(65536))")], Limits(output_kb=256)
     )
-    assert result.ended == "output"
+    assert result.end_reason == "output"
     assert abs(len(result.output) - (256 << 10)) <= 64 << 10  # what one look at a pipe gives
 
 
@@ -315,9 +315,9 @@ def test_no_program_outlives_a_training_that_is_killed(limits: Limits):
     wait_until(lambda: not marked_processes(limits))
 
 
-def wait_until(happened: Callable[[], object], seconds: float = 300) -> None:
+def wait_until(condition: Callable[[], object], seconds: float = 300) -> None:
     end = time.monotonic() + seconds
-    while not happened():
+    while not condition():
         assert time.monotonic() < end
         time.sleep(0.02)
 
@@ -335,7 +335,7 @@ def test_a_machine_without_bubblewrap_is_refused(by: str, monkeypatch: pytest.Mo
     monkeypatch.setenv("PATH", str(tmp_path))
     config = Config.model_validate({"by": by})
     with pytest.raises(
-        ConfigError, match=r"^programs that a model wrote run in bubblewrap, .*: apt-get install bubblewrap$"
+        ConfigError, match=r"^running programs that a model wrote requires bubblewrap, .*: apt-get install bubblewrap$"
     ):
         config.scores([rollout("1", answer=1, tests="assert 1")])
 
@@ -348,6 +348,7 @@ def test_a_machine_without_namespaces_is_refused(monkeypatch: pytest.MonkeyPatch
     (tmp_path / "bwrap").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(
-        ConfigError, match=r"cannot start a program on this machine: bwrap: No permissions to create new namespace\. It"
+        ConfigError,
+        match=r"cannot start a program on this machine: bwrap: No permissions to create new namespace\. Allow",
     ):
         sandbox.require()

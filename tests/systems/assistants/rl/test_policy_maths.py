@@ -281,11 +281,11 @@ def test_the_corrected_kl_has_no_bias_under_the_earlier_policy():
     )
     true = (new * (new / reference).log()).sum()
     means = []
-    for corrected in (True, False):
+    for is_corrected in (True, False):
         result = policy_loss(
             new.log()[:, None], old.log()[:, None], torch.zeros(3, 1), torch.ones(3, 1, dtype=torch.bool),
             clip_low=0.2, clip_high=0.2, reference_logps_BT=reference.log()[:, None],
-            kl_weight=1.0, corrected_kl=corrected,
+            kl_weight=1.0, corrected_kl=is_corrected,
         )  # fmt: skip
         means.append(result.loss.item() / 3)  # the earlier policy draws each token equally often
     assert means[0] == pytest.approx(true.item(), abs=1e-6)

@@ -50,14 +50,16 @@ def prompts(*rows: list[int]) -> dict[str, torch.Tensor]:
     }
 
 
-def sample(model: Any, batch: dict[str, torch.Tensor], repeated: bool) -> tuple[list[list[int]], int]:
+def sample(model: Any, batch: dict[str, torch.Tensor], has_repeated_prompts: bool) -> tuple[list[list[int]], int]:
     """The answers, and how many tokens were read for them."""
     read: list[int] = []
-    handle = model.get_input_embeddings().register_forward_pre_hook(lambda _, given: read.append(given[0].numel()))
+    handle = model.get_input_embeddings().register_forward_pre_hook(lambda _, args: read.append(args[0].numel()))
     with torch.no_grad():
-        found = Generation(5, 1.0, {"top_p": 1.0, "top_k": 0}, [1], [3], repeated=repeated).sample(model, batch, seed=7)
+        answers = Generation(
+            5, 1.0, {"top_p": 1.0, "top_k": 0}, [1], [3], has_repeated_prompts=has_repeated_prompts
+        ).sample(model, batch, seed=7)
     handle.remove()
-    return found, sum(read)
+    return answers, sum(read)
 
 
 @pytest.mark.parametrize("build", [llama, gpt_bigcode, with_adapters, with_window])
@@ -68,9 +70,9 @@ def test_a_prompt_that_is_answered_several_times_is_read_once(build: Any):
     batch = prompts(
         *[long] * 4, *[short] * 4, [2, 2, *short], long
     )  # the last but one differs from the one before in its length alone
-    answers, tokens = sample(model, batch, repeated=True)
-    wanted, all_tokens = sample(model, batch, repeated=False)
-    assert answers == wanted
+    answers, tokens = sample(model, batch, has_repeated_prompts=True)
+    expected_answers, all_tokens = sample(model, batch, has_repeated_prompts=False)
+    assert answers == expected_answers
     assert len({tuple(answer) for answer in answers[:4]}) > 1
     if build is not with_window:
         assert all_tokens - tokens == (10 - 4) * 8 - 10, (
@@ -82,19 +84,19 @@ def test_a_prompt_that_is_answered_several_times_is_read_once(build: Any):
 def test_short_prompts(length: int):
     torch.manual_seed(0)
     model, batch = llama().eval(), prompts([5] * length, [5] * length)
-    assert sample(model, batch, repeated=True)[0] == sample(model, batch, repeated=False)[0]
+    assert sample(model, batch, has_repeated_prompts=True)[0] == sample(model, batch, has_repeated_prompts=False)[0]
 
 
 @pytest.mark.parametrize(
-    "own", [{"min_p": 0.9}, {"typical_p": 0.1}, {"repetition_penalty": 9.0}, {"no_repeat_ngram_size": 1}]
+    "settings", [{"min_p": 0.9}, {"typical_p": 0.1}, {"repetition_penalty": 9.0}, {"no_repeat_ngram_size": 1}]
 )
-def test_settings_of_a_pretrained_model_do_not_change_what_is_drawn(own: dict[str, float]):
+def test_generation_config_of_pretrained_model_is_ignored(settings: dict[str, float]):
     """Its generation_config.json; else the log-probabilities that are learned would be those of another
     distribution."""
     torch.manual_seed(0)
     model, batch = llama().eval(), prompts(*[[5, 6, 7]] * 32)
-    wanted, _ = sample(model, batch, repeated=True)
-    model.generation_config.update(**own)
-    kept = model.generation_config
-    assert sample(model, batch, repeated=True)[0] == wanted
-    assert model.generation_config is kept
+    expected_answers, _ = sample(model, batch, has_repeated_prompts=True)
+    model.generation_config.update(**settings)
+    config = model.generation_config
+    assert sample(model, batch, has_repeated_prompts=True)[0] == expected_answers
+    assert model.generation_config is config

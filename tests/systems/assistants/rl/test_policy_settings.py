@@ -31,11 +31,11 @@ def know_nothing(input_ids: Tensor, **_: Any) -> SimpleNamespace:
     return SimpleNamespace(logits=torch.zeros(*input_ids.shape, TOKENS), state_values=torch.full(input_ids.shape, 0.5))
 
 
-def recipe(name: str, **own: Any) -> Any:
+def recipe(name: str, **settings: Any) -> Any:
     exp = {"ppo": train_policies.PPO, "grpo": train_policies.GRPO}[name]
     return bind(
         RECIPES,
-        override(exp, {"rewards": [{"name": "length", "free_tokens": 2, "worst_tokens": 4}], name: own}),
+        override(exp, {"rewards": [{"name": "length", "free_tokens": 2, "worst_tokens": 4}], name: settings}),
         "recipe",
     )
 
@@ -44,24 +44,24 @@ def recipe(name: str, **own: Any) -> Any:
 def test_the_loss_of_ppo_adds_its_parts_by_their_weights(value_weight: float, entropy_weight: float):
     """The ratio is 1, so that the policy's part is the sum of the advantages; each value is off by a half: twice 0.5 *
     0.5 ** 2."""
-    own = recipe("ppo", kl=None, value_weight=value_weight, entropy_weight=entropy_weight)
-    loss, sums = own.token_losses(know_nothing, BATCH)
+    ppo = recipe("ppo", kl=None, value_weight=value_weight, entropy_weight=entropy_weight)
+    loss, sums = ppo.token_losses(know_nothing, BATCH)
     assert loss.item() == pytest.approx(-3 + value_weight * 0.25 - entropy_weight * 2 * -LOGP)
     assert [float(each) for each in sums["value_loss"]] == pytest.approx([0.25, 2])
 
 
 @pytest.mark.parametrize("entropy_weight", [0.0, 3.0])
 def test_the_loss_of_grpo_falls_with_the_entropy(entropy_weight: float):
-    own = recipe("grpo", entropy_weight=entropy_weight, normalisation="tokens")
-    loss, _ = own.token_losses(know_nothing, BATCH)
+    grpo = recipe("grpo", entropy_weight=entropy_weight, normalisation="tokens")
+    loss, _ = grpo.token_losses(know_nothing, BATCH)
     assert loss.item() == pytest.approx(-3 - entropy_weight * 2 * -LOGP)
 
 
-def test_ppo_whitens_over_what_is_learned_alone():
+def test_ppo_whitens_over_learned_tokens():
     """With a half of each later gain: 0.5 and 1 of the answer that has ended, mean 0.75, deviation 0.5 ** 1.5. Nothing
     of the other is learned."""
-    own = recipe("ppo", kl=None, gamma=1.0, lam=0.5, whiten=True, unended="mask")
+    ppo = recipe("ppo", kl=None, gamma=1.0, lam=0.5, whiten=True, unended="mask")
     tokens = {"sampled": tensor([[False, True, True]] * 2), "logps": torch.zeros(2, 3), "values": torch.zeros(2, 3)}
-    found = own.estimate(Rollouts(tokens, tensor([1.0, 5.0]), tensor([True, False])), {})
-    assert found.tokens["learned"].tolist() == [[False, True, True], [False] * 3]
-    assert found.tokens["advantages"][0, 1:].tolist() == pytest.approx([-(0.5**0.5), 0.5**0.5], rel=1e-3)
+    estimates = ppo.estimate(Rollouts(tokens, tensor([1.0, 5.0]), tensor([True, False])), {})
+    assert estimates.tokens["learned"].tolist() == [[False, True, True], [False] * 3]
+    assert estimates.tokens["advantages"][0, 1:].tolist() == pytest.approx([-(0.5**0.5), 0.5**0.5], rel=1e-3)

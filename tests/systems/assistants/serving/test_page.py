@@ -18,8 +18,8 @@ from tests import toy
 from tests.systems.assistants.train_assistants import DPO, REWARD, SFT, write_data
 
 TALKER = {name: part for name, part in override(SFT, {"loop.steps": 4}).items() if name != "answers"}
-MADE = {"model": ref(TALKER), "data.corpus": "preferences", "loop.steps": 4}
-JUDGE = override(REWARD, {**MADE, "model": {"name": "reward", "base": ref(TALKER)}})
+FROM_PREFERENCES = {"model": ref(TALKER), "data.corpus": "preferences", "loop.steps": 4}
+JUDGE = override(REWARD, {**FROM_PREFERENCES, "model": {"name": "reward", "base": ref(TALKER)}})
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +60,7 @@ def test_reward_models_and_preferences_train_on_preferred_replies(conversation: 
     assert prepare_conversations.main(
         ["--form", "ranked", "--train", source, "--val", source, "--name", "preferences", "--data_path", str(data)]
     ) == 0  # fmt: skip
-    assert toy.main(["-e", "reward", "dpo"], {"reward": [JUDGE], "dpo": [override(DPO, MADE)]}, folder) == 0
+    assert toy.main(["-e", "reward", "dpo"], {"reward": [JUDGE], "dpo": [override(DPO, FROM_PREFERENCES)]}, folder) == 0
 
 
 def test_conversation_continues_with_the_preferred_reply(conversation: Conversation):
@@ -96,7 +96,7 @@ def test_what_cannot_be_written_can_be_preferred_again(conversation: Conversatio
     conversation.output.write_text('{"text": "a last line without its end"}')
     conversation.prefer(1)
     assert len(rows(conversation)) == 2
-    with pytest.raises(ConfigError, match="nothing to prefer"):
+    with pytest.raises(ConfigError, match="no replies to compare"):
         conversation.prefer(0)
     assert len(rows(conversation)) == 2
 
@@ -109,14 +109,14 @@ def command(folder: Path, *words: str) -> int:
 @pytest.mark.parametrize(
     ("runs", "words", "message"),
     [
-        (3, [], "error: expected one run or two, got 3.\n"),
+        (3, [], "error: expected one or two runs, got 3.\n"),
         (1, ["--top_p", "0"], "error: expected --max_new_tokens >= 1"),
         (1, ["--address", "256.0.0.1"], "error: --port 0: cannot listen on 256.0.0.1: "),
         (2, ["--output", "torn.jsonl"], "error: torn.jsonl:2: not valid JSON"),
         (
             2,
             ["--output", "foreign.jsonl"],
-            "error: foreign.jsonl:1: expected a list of messages, or a text; the row has a.\n",
+            "error: foreign.jsonl:1: expected messages, prompt or text, got the keys a.\n",
         ),
         (2, ["--output", "torn.jsonl/x"], "error: torn.jsonl/x: cannot write: "),
     ],
@@ -130,14 +130,14 @@ def test_mistakes_are_one_line(
     capsys: pytest.CaptureFixture[str],
 ):
     monkeypatch.chdir(folder)
-    torn = '{"text": "whole"}\n{"text": "to'
-    Path("torn.jsonl").write_text(torn)
+    truncated_rows = '{"text": "whole"}\n{"text": "to'
+    Path("torn.jsonl").write_text(truncated_rows)
     Path("foreign.jsonl").write_text('{"a": 1}\n')
     assert command(folder, *[str(folder / "runs" / exp_id(TALKER))] * runs, *words) == 1
     error = capsys.readouterr().err
     assert error.startswith(message)
     assert error.count("\n") == 1
-    assert Path("torn.jsonl").read_text() == torn
+    assert Path("torn.jsonl").read_text() == truncated_rows
 
 
 def test_a_reward_model_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]):

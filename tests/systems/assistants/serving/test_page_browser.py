@@ -65,7 +65,7 @@ def test_preferences_of_a_browser_are_in_the_file(browser: Browser, folder: Path
             expect(page.get_by_text(HOSTILE, exact=True)).to_be_visible()
             expect(page.get_by_text(f"2: {exp_id(TALKER)[:8]} step-00000004")).to_be_visible()
             page.locator(better).nth(1).click()
-            expect(page.get_by_text(f"2 is better: written to {output}.")).to_be_visible()
+            expect(page.get_by_text(f"2 is better: saved to {output}.")).to_be_visible()
             expect(page.locator(better)).to_have_count(0)
             say(page, "x" * 90)
             expect(page.get_by_text("more than the model's 96. Restart it with /reset")).to_be_visible()

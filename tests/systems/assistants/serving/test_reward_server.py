@@ -46,10 +46,10 @@ def test_rewards_are_those_of_the_model(places: Places):
     model, _ = load(run, places)
     with torch.no_grad():
         expected = model(**pad(IDS)).tolist()
-    named = bind(MODELS, ref(JUDGE)).identity(places)
-    assert isinstance(named, str)
+    identity = bind(MODELS, ref(JUDGE)).identity(places)
+    assert isinstance(identity, str)
     with serve(run, places) as address:
-        scores = RemoteModel(address, named, never).rewards(IDS)
+        scores = RemoteModel(address, identity, never).rewards(IDS)
     assert scores == pytest.approx(expected, abs=1e-6)
     assert len(set(scores)) == 3
 
@@ -57,10 +57,10 @@ def test_rewards_are_those_of_the_model(places: Places):
 def test_log_probabilities_are_those_of_the_sampled_tokens(places: Places):
     run = places.runs / exp_id(TALKER)
     model, _ = load(run, places)
-    named = bind(MODELS, ref(TALKER)).identity(places)
-    assert isinstance(named, str)
+    identity = bind(MODELS, ref(TALKER)).identity(places)
+    assert isinstance(identity, str)
     with serve(run, places) as address:
-        scores = RemoteModel(address, named, never).logps(IDS, [3, 1, 0])
+        scores = RemoteModel(address, identity, never).logps(IDS, [3, 1, 0])
     with torch.no_grad():
         alone = [model(input_ids=torch.tensor([row])).logits[0].log_softmax(-1) for row in IDS]
     expected = [
@@ -74,7 +74,7 @@ def test_other_models_are_refused(places: Places):
     judge, talker = (places.runs / exp_id(exp) for exp in (JUDGE, TALKER))
     fingerprint = fingerprint_of(judge, places)
     with serve(talker, places) as address:
-        with pytest.raises(ConfigError, match="serves another model"):
+        with pytest.raises(ConfigError, match="expected the model with fingerprint"):
             RemoteModel(address, fingerprint, never).rewards(IDS)
         with pytest.raises(RunError, match=r"outputs: .*'rewards'"):
             RemoteModel(address, fingerprint_of(talker, places), never).rewards(IDS)
@@ -135,7 +135,7 @@ def change(path: str, value: Any) -> bytes:
     return json.dumps(body).encode()
 
 
-MALFORMED = {
+MALFORMED_REQUESTS = {
     "truncated": b'{"inputs": [',
     "list": b"[]",
     "empty object": b"{}",
@@ -172,7 +172,7 @@ def test_malformed_requests_get_422_and_the_server_continues(places: Places):
     run = places.runs / exp_id(JUDGE)
     with serve(run, places) as address:
         url = address.replace(run.name, f"v2/models/{run.name}/infer")
-        for name, body in MALFORMED.items():
+        for name, body in MALFORMED_REQUESTS.items():
             status, reply = request(url, body=body)
             assert (status, list(reply)) == (422, ["error"]), (name, reply)
         assert request(url, body=b" " * (reward_server.MAX_BYTES + 1))[0] == 413
@@ -225,10 +225,10 @@ def test_scores_that_are_not_finite_are_refused(places: Places):
 
 def test_mistakes_are_one_line(places: Places, capsys: pytest.CaptureFixture[str]):
     options = ["--device", "cpu", "--data_path", str(places.data), "-sb", str(places.runs)]
-    with socket.socket() as occupied:
-        occupied.bind(("127.0.0.1", 0))
-        occupied.listen()
-        port = str(occupied.getsockname()[1])
+    with socket.socket() as busy_socket:
+        busy_socket.bind(("127.0.0.1", 0))
+        busy_socket.listen()
+        port = str(busy_socket.getsockname()[1])
         for words, message in (
             (
                 [exp_id(JUDGE)[:8], "--port", port],

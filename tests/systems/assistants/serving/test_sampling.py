@@ -130,7 +130,7 @@ def test_an_evaluation_has_the_scores_of_the_training(folder: Path, tmp_path: Pa
 COLD = "configurations: [{name: a, generate_args: {max_new_tokens: 1, do_sample: true, temperature: -1.0}}]"
 IGNORED = "configurations: [{name: a, generate_args: {max_new_tokens: 1, top_p: 0.5}}]"
 MISTAKES = [
-    ("report", {"--config": IGNORED}, "configurations[0]: top_p: would be ignored without do_sample. Leave it out."),
+    ("report", {"--config": IGNORED}, "configurations[0]: top_p: would be ignored without do_sample."),
     ("report", {"--only": "gredy"}, "--only: unknown configuration 'gredy'. Did you mean 'greedy'?"),
     ("report", {"--num_samples": "0"}, "--num_samples: expected at least 1, got 0."),
     ("report", {"--prompts": "none"}, "none: no such file."),
@@ -159,14 +159,14 @@ MISTAKES = [
     (
         "report",
         {"--config": "samplings: []"},
-        "expected default, an object, and configurations, a list of objects; it has samplings.",
+        "expected default, an object, and configurations, a list of objects; got the keys samplings.",
     ),
     ("report", {"--config": COLD}, "`temperature`"),
     ("report", {"RUN": "reward"}, "a reward model "),
     ("evaluate", {"--micro_batch": "0"}, "--micro_batch: expected at least 1, got 0."),
     ("evaluate", {"FOLDER": "numbers"}, "numbers: no conversation has replies of different ranks."),
     ("evaluate", {"FOLDER": "repliez"}, "no such data set"),
-    ("evaluate", {"RUN": "sft"}, "no reward model."),
+    ("evaluate", {"RUN": "sft"}, "expected a run of recipe 'reward'"),
 ]
 
 

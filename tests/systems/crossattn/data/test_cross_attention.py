@@ -101,7 +101,7 @@ def test_templates_in_a_vocabulary_without_their_tokens(build, make_tokenizer):
     assert plain.decode(sample["context_chunks"][0]) == "[INST] q?<|C|> [/INST] ctx"
 
 
-def test_a_long_question_loses_its_beginning_and_the_answer_is_whole(build, tokenizer):
+def test_long_question_is_truncated_from_the_left_and_answer_is_complete(build, tokenizer):
     data = build([row("0123456789" * 5, "answer")], sequence_tokens=20)
     sample = data.sample(0, 0)
     assert len(sample["input_ids"]) == 20
@@ -121,9 +121,9 @@ def test_a_long_context_loses_its_end(build, tokenizer):
 
 
 def test_too_few_tokens_for_the_template_are_refused(build):
-    with pytest.raises(ConfigError, match=r"data.sequence_tokens: 6 tokens leave no room .* expected at least 7"):
+    with pytest.raises(ConfigError, match=r"data.sequence_tokens: expected at least 7 tokens .* got 6"):
         build([row()], sequence_tokens=6)
-    with pytest.raises(ConfigError, match=r"data.context_tokens: 6 tokens leave no room .* expected at least 7"):
+    with pytest.raises(ConfigError, match=r"data.context_tokens: expected at least 7 tokens .* got 6"):
         build([row()], context_tokens=6)
 
 
@@ -136,12 +136,12 @@ def test_config_refuses(change):
         load(cross_attention.Config, raw, "data")
 
 
-def test_several_contexts_are_joined_or_kept_as_chunks(build, tokenizer):
+def test_several_contexts_are_joined_or_chunked(build, tokenizer):
     rows = [row(context="all", contexts_list=["one", "two"], useful_contexts=[0, 1]), row(context="only")]
-    joined, chunked = build(rows), build(rows, chunked_contexts=True)
-    assert [tokenizer.decode(c)[29:] for c in joined.sample(0, 0)["context_chunks"]] == ["one two"]
-    assert [tokenizer.decode(c)[29:] for c in chunked.sample(0, 0)["context_chunks"]] == ["one", "two"]
-    batch = chunked.collate([chunked.sample(0, i) for i in range(2)])
+    as_one, as_chunks = build(rows), build(rows, chunked_contexts=True)
+    assert [tokenizer.decode(c)[29:] for c in as_one.sample(0, 0)["context_chunks"]] == ["one two"]
+    assert [tokenizer.decode(c)[29:] for c in as_chunks.sample(0, 0)["context_chunks"]] == ["one", "two"]
+    batch = as_chunks.collate([as_chunks.sample(0, i) for i in range(2)])
     assert batch["context_mask"].any(-1).tolist() == [[True, True], [True, False]]
 
 
@@ -171,16 +171,16 @@ def test_contexts_are_seen_a_second_time_as_language(build, tokenizer):
     assert len(build(rows, split="val", include_contexts=True)) == 60
 
 
-def test_a_long_context_as_language_keeps_to_its_length(build):
+def test_long_context_as_text_has_at_most_its_length(build):
     data = build([row(context="x" * 500)] * 20, include_contexts=True, context_tokens=50)
     assert all(len(data.sample(e, 20 + i)["input_ids"]) == 50 for e in range(3) for i in range(20))
 
 
 def test_validation_rows_are_the_same_for_every_seed(build):
     rows = [row(f"question {i}") for i in range(50)]
-    chosen = [build(rows, split="val", seed=seed, val_samples=10) for seed in range(2)]
-    assert len(chosen[0]) == 10
-    assert [chosen[0].sample(0, i) for i in range(10)] == [chosen[1].sample(0, i) for i in range(10)]
+    splits = [build(rows, split="val", seed=seed, val_samples=10) for seed in range(2)]
+    assert len(splits[0]) == 10
+    assert [splits[0].sample(0, i) for i in range(10)] == [splits[1].sample(0, i) for i in range(10)]
     assert len(build(rows, split="train", val_samples=10)) == 50
     with pytest.raises(DataError, match=r"val.jsonl: 51 validation samples requested, only 50 available"):
         build(rows, split="val", val_samples=51)
@@ -196,8 +196,8 @@ def test_shuffled_contexts_are_always_of_another_text(build):
         assert wrong["input_ids"] == right["input_ids"]
         assert wrong["loss_mask"] == right["loss_mask"]
         assert wrong["context_chunks"] != right["context_chunks"]
-    used = {tuple(shuffled.sample(0, i)["context_chunks"][0]) for i in range(30)}
-    assert used == {tuple(data.sample(0, i)["context_chunks"][0]) for i in range(30)}
+    contexts = {tuple(shuffled.sample(0, i)["context_chunks"][0]) for i in range(30)}
+    assert contexts == {tuple(data.sample(0, i)["context_chunks"][0]) for i in range(30)}
     assert data.sample(0, 0) == build(rows).sample(0, 0)  # the right one is as it was
 
 
@@ -230,11 +230,11 @@ def test_shuffling_is_the_same_in_every_process_and_differs_by_seed(build, place
 
 
 def test_one_context_cannot_be_shuffled(build):
-    with pytest.raises(DataError, match=r"c: all 2 rows have the same context; shuffling needs at least two"):
+    with pytest.raises(DataError, match=r"c: all 2 rows have the same context"):
         build([row("q1"), row("q2")]).with_shuffled_contexts()
 
 
-def test_prompts_end_where_the_answer_begins(build):
+def test_prompts_end_before_the_answer(build):
     data = build([row(), row("longer question?", answers=["x", "y"], kind="calls")])
     prompts = [data.prompt(i) for i in range(2)]
     for i in range(2):
@@ -262,7 +262,7 @@ def test_a_prompt_leaves_room_for_an_answer(build):
         ({"answers": "x"}, "train.jsonl:2: field 'answers': expected list, got 'x' (str)."),
         (
             {"contexts_list": ["a"], "useful_contexts": [1, 0]},
-            "train.jsonl:2: field 'useful_contexts': 2 entries for 1 in 'contexts_list'.",
+            "train.jsonl:2: field 'useful_contexts': expected 1 entries, as in 'contexts_list', got 2.",
         ),
     ],
 )
@@ -321,14 +321,14 @@ def test_squad_as_it_is(build, shared_data):
 
 
 @pytest.mark.parametrize(("both", "length"), [(False, 48), (True, 64)])
-def test_batches_of_one_length_hold_what_the_others_hold(build, both, length):
+def test_batches_of_fixed_length_have_the_same_content(build, both, length):
     rows = [row(f"q{i}?", "a" * (i + 1), "ctx " * i or "c", contexts_list=["ctx"]) for i in range(6)]
-    fixed = build(rows, sequence_tokens=48, fixed_length=True, include_contexts=both)
+    fixed_length = build(rows, sequence_tokens=48, fixed_length=True, include_contexts=both)
     plain = build(rows, sequence_tokens=48, include_contexts=both)
     for first in range(0, len(plain), 2):
-        one, other = ([data.sample(0, i) for i in (first, first + 1)] for data in (fixed, plain))
+        one, other = ([data.sample(0, i) for i in (first, first + 1)] for data in (fixed_length, plain))
         assert one == other
-        long, short = fixed.collate(one), plain.collate(other)
+        long, short = fixed_length.collate(one), plain.collate(other)
         width = short["input_ids"].shape[1]
         assert width < length
         for name in ("input_ids", "attention_mask", "loss_mask"):
@@ -337,7 +337,7 @@ def test_batches_of_one_length_hold_what_the_others_hold(build, both, length):
         assert not long["attention_mask"][:, width:].any()
         assert not long["loss_mask"][:, width:].any()
         assert (long["context_ids"] == short["context_ids"]).all()
-    prompts = fixed.collate_prompts([fixed.prompt(0), fixed.prompt(1)])
+    prompts = fixed_length.collate_prompts([fixed_length.prompt(0), fixed_length.prompt(1)])
     assert prompts["input_ids"].shape[1] < 48, "generation goes on from prompts that end where the batch does"
 
 
@@ -374,6 +374,6 @@ class TestChat:
         tokenizer.chat_template = template
         with pytest.raises(
             ConfigError,
-            match=r"data.template: 'chat' is the tokenizer's own, and this one has none .* Take assistant or instruct",
+            match=r"data\.template: the tokenizer has no usable chat template\. Use assistant or instruct",
         ):
             build([row()], tokenizer=tokenizer, template="chat")

@@ -4,7 +4,6 @@ import contextlib
 import json
 import os
 import pickle
-import re
 
 import pytest
 import torch
@@ -38,26 +37,26 @@ def states_of(ids, dtype=torch.float32):
 def write_store(folder, chunks, dtype="bfloat16", shards=2, **facts):
     """A finished store with `chunks` dealt to `shards`."""
     folder.mkdir(parents=True)
-    listed = {}
+    shard_facts = {}
     for n in range(shards):
         writer = Writer(folder, f"s{n}", D, dtype)
         for ids in chunks[n::shards]:
             writer.append(encoded_store.context_key(ids), states_of(ids))
         writer.close()
-        listed[f"s{n}"] = {"entries": len(chunks[n::shards]), "tokens": sum(map(len, chunks[n::shards]))}
+        shard_facts[f"s{n}"] = {"entries": len(chunks[n::shards]), "tokens": sum(map(len, chunks[n::shards]))}
     store = {
         "format": 1,
         "model": {"name": "hf", "path": "p", "fingerprint": "f"},
         "hidden_size": D,
         "dtype": dtype,
-        "shards": listed,
+        "shards": shard_facts,
     }
     write_json(folder / "store.json", {**store, "prepared": [{**RULES, "corpus": "c", "tokenizer": "t"}], **facts})
     return encoded_store.Store(folder, encoded_store.read_store(folder))
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-def test_what_was_written_comes_out_bit_for_bit(tmp_path, dtype):
+def test_states_are_read_bit_exactly(tmp_path, dtype):
     store = write_store(tmp_path / "e", CHUNKS, dtype)
     kind = getattr(torch, dtype)
     for copy in (store, pickle.loads(pickle.dumps(store))):
@@ -75,7 +74,7 @@ def test_batches_have_each_chunk_where_encoding_puts_it(tmp_path):
     assert mask.int().tolist() == [[1, 0, 0, 1, 1, 0], [1, 1, 1, 0, 0, 0]]
 
 
-def test_keys_that_begin_alike_are_told_apart(tmp_path):
+def test_keys_with_equal_prefixes_are_distinguished(tmp_path):
     folder = tmp_path / "e"
     folder.mkdir()
     writer = Writer(folder, "s", D, "float32")
@@ -90,7 +89,7 @@ def test_keys_that_begin_alike_are_told_apart(tmp_path):
 def test_an_input_that_was_not_encoded_is_named(tmp_path):
     store = write_store(tmp_path / "e", CHUNKS)
     message = (
-        r"e: has no states of an input of 2 tokens \(sha256 [0-9a-f]{12}\)\. It was made with "
+        r"e: no states for an input of 2 tokens \(sha256 [0-9a-f]{12}\)\. "
         r".*context_tokens.*64.*preproc_nq again"
     )
     with pytest.raises(DataError, match=message):
@@ -116,11 +115,11 @@ def test_altered_states_are_never_given_out(tmp_path):
     [
         (
             lambda e: os.truncate(e / "s1.states", 5),
-            r"s1\.states: 5 bytes, but \d+ bytes were written\. Run data_prep.crossattn.preproc_nq again",
+            r"s1\.states: expected \d+ bytes, got 5\. Run data_prep.crossattn.preproc_nq again",
         ),
-        (lambda e: (e / "s1.states").unlink(), r"s1\.states: missing, expected \d+ bytes"),
+        (lambda e: (e / "s1.states").unlink(), r"s1\.states: expected \d+ bytes, got no file"),
         (lambda e: (e / "s0.index").unlink(), r"s0\.index: missing"),
-        (lambda e: os.truncate(e / "s0.index", RECORD.itemsize + 3), r"s0\.index: damaged: 1 of 2 records are whole"),
+        (lambda e: os.truncate(e / "s0.index", RECORD.itemsize + 3), r"s0\.index: damaged: 1 of 2 records are intact"),
         (lambda e: (e / "store.json").unlink(), r"store\.json: no such file"),
         (lambda e: (e / "store.json").write_text('{"format": 2}'), r"store\.json: not a store of format 1"),
     ],
@@ -146,20 +145,20 @@ def test_only_the_options_and_rows_that_were_encoded_pass(tmp_path):
     assert encoded_store.check(tmp_path / "e", EncodingOptions(**RULES), "c")["hidden_size"] == D
     with pytest.raises(
         ConfigError,
-        match=r"e: data\.context_tokens is 32, encoded with 64 \(--maximum_input_length\)\. Make them agree",
+        match=r"e: data\.context_tokens is 32, encoded with 64 \(--maximum_input_length\)\. Make them equal",
     ):
         encoded_store.check(tmp_path / "e", EncodingOptions(**{**RULES, "context_tokens": 32}), "c")
     with pytest.raises(ConfigError, match=r"data\.chunked_contexts is True, encoded with False \(--chunked_contexts\)"):
         encoded_store.check(tmp_path / "e", EncodingOptions(**{**RULES, "chunked_contexts": True}), "c")
-    with pytest.raises(DataError, match=r"e: these rows are others than those that were encoded"):
+    with pytest.raises(DataError, match=r"e: the rows have changed since they were encoded"):
         encoded_store.check(tmp_path / "e", EncodingOptions(**RULES), "d")
     write_store(tmp_path / "unfinished", CHUNKS, prepared=[])
     with pytest.raises(
         DataError,
-        match=r"unfinished: not finished\. Run data_prep\.crossattn\.preproc_nq again: what is encoded already is kept",
+        match=r"unfinished: not finished\. Run data_prep\.crossattn\.preproc_nq again\.",
     ):
         encoded_store.check(tmp_path / "unfinished", EncodingOptions(**RULES), "c")
-    with pytest.raises(DataError, match=r"none: no such folder: contexts are not encoded"):
+    with pytest.raises(DataError, match=r"none: no such folder\. Run data_prep\.crossattn\.preproc_nq"):
         encoded_store.check(tmp_path / "none", EncodingOptions(**RULES), "c")
 
 
@@ -182,68 +181,66 @@ def cross(base, **more):
 
 
 def test_the_base_must_be_the_one_that_encoded(tmp_path, places, base):
-    mine, moved, other = base(), base("moved"), base("other", b"x")
-    made = encoded_store.base_identity(bind(MODELS, mine), places)
-    write_store(tmp_path / "e", CHUNKS, model=made)
-    for same in (mine, moved):
+    mine, moved_base, other = base(), base("moved"), base("other", b"x")
+    stored_base = encoded_store.base_identity(bind(MODELS, mine), places)
+    write_store(tmp_path / "e", CHUNKS, model=stored_base)
+    for same in (mine, moved_base):
         encoded_store.check_base(tmp_path / "e", cross(same), places)
-    message = (
-        r"e: encoded by \S+/base \(fingerprint \w{12}, float32\), but the base of this model is \S+/other \(fingerprint"
-    )
+    message = r"e: expected contexts .* \S+/other \(fingerprint \w{12}, float32\), got \S+/base \(fingerprint"
     with pytest.raises(ConfigError, match=message):
         encoded_store.check_base(tmp_path / "e", cross(other), places)
     with pytest.raises(
-        ConfigError, match=r"float32\), but the base of this model is \S+/base \(fingerprint \w{12}, bfloat16\)"
+        ConfigError, match=r"\S+/base \(fingerprint \w{12}, bfloat16\), got \S+/base \(fingerprint \w{12}, float32\)"
     ):
         encoded_store.check_base(tmp_path / "e", cross({**mine, "dtype": "bfloat16"}), places)
-    adapted = {
+    with_adapters = {
         "name": "lora",
         "rank": 1,
         "alpha": 1.0,
         "target_modules": ["x"],
         "base": {**cross(mine).model_dump(mode="json")},
     }
-    adapted["base"]["name"] = "cross_attention"
+    with_adapters["base"]["name"] = "cross_attention"
     with pytest.raises(
         ConfigError,
-        match=r"data\.encoded_contexts: true, but what encodes the contexts changes in training \(adapters\)",
+        match=r"data\.encoded_contexts: true, but the encoder of the contexts changes in training \(adapters\)",
     ):
-        encoded_store.check_base(tmp_path / "e", bind(MODELS, adapted), places)
+        encoded_store.check_base(tmp_path / "e", bind(MODELS, with_adapters), places)
     with pytest.raises(ConfigError, match=r"changes in training \(train_all_params\)"):
         encoded_store.check_base(tmp_path / "e", cross(mine, train_all_params=True), places)
 
 
-def test_what_a_run_trained_around_a_base_is_encoded_by_that_base(tmp_path, places, base):
+def test_model_of_a_run_is_encoded_by_its_base(tmp_path, places, base):
     mine = base()
-    made = encoded_store.base_identity(bind(MODELS, mine), places)
-    write_store(tmp_path / "e", CHUNKS, model=made)
-    written = cross(mine).model_dump(mode="json") | {"name": "cross_attention"}
-    adapted = {"name": "lora", "rank": 1, "alpha": 1.0, "target_modules": ["x"], "base": written}
+    stored_base = encoded_store.base_identity(bind(MODELS, mine), places)
+    write_store(tmp_path / "e", CHUNKS, model=stored_base)
+    cross_config = cross(mine).model_dump(mode="json") | {"name": "cross_attention"}
+    with_adapters = {"name": "lora", "rank": 1, "alpha": 1.0, "target_modules": ["x"], "base": cross_config}
 
     def child(exp_id, model):
         (places.runs / exp_id).mkdir(parents=True, exist_ok=True)
         write_json(places.runs / exp_id / "exp_dict.json", {"recipe": "crossattn", "model": model})
         return bind(MODELS, {"name": "experiment", "exp_id": exp_id})
 
-    trained = child("1" * 32, written)  # not trained yet: its base is known all the same
+    trained = child("1" * 32, cross_config)  # not trained yet: its base is known all the same
     grandchild = child("2" * 32, {"name": "experiment", "exp_id": "1" * 32})
     for model in (trained, grandchild):
-        assert encoded_store.base_identity(model, places) == made
+        assert encoded_store.base_identity(model, places) == stored_base
         encoded_store.check_base(tmp_path / "e", model, places)
-    with pytest.raises(ConfigError, match=r"e: encoded by \S+/base \(.*\), but the base of this model is \S+/other \("):
-        encoded_store.check_base(tmp_path / "e", child("3" * 32, {**written, "base": base("other", b"x")}), places)
+    with pytest.raises(ConfigError, match=r"e: expected contexts .* \S+/other \(.*\), got \S+/base \("):
+        encoded_store.check_base(tmp_path / "e", child("3" * 32, {**cross_config, "base": base("other", b"x")}), places)
     for exp_id, model, how in (
-        ("4" * 32, adapted, "adapters"),
-        ("5" * 32, {**written, "train_all_params": True}, "train_all_params"),
+        ("4" * 32, with_adapters, "adapters"),
+        ("5" * 32, {**cross_config, "train_all_params": True}, "train_all_params"),
     ):
         assert encoded_store.base_identity(child(exp_id, model), places) is None
         with pytest.raises(
-            ConfigError, match=rf"what encodes the contexts changes in training \({how} of {exp_id}\)\. Write false"
+            ConfigError, match=rf"the encoder of the contexts changes in training \({how} of {exp_id}\)\."
         ):
             encoded_store.check_base(tmp_path / "e", child(exp_id, model), places)
 
 
-def test_a_killed_writer_leaves_what_it_committed(tmp_path):
+def test_killed_writer_leaves_committed_entries(tmp_path):
     writer = Writer(tmp_path, "s", D, "float32")
     for ids in CHUNKS[:2]:
         writer.append(encoded_store.context_key(ids), states_of(ids))
@@ -269,7 +266,7 @@ def test_recovery_cuts_at_the_first_damage(tmp_path):
     data = bytearray((tmp_path / "e" / "s0.states").read_bytes())
     data[0] ^= 1
     (tmp_path / "e" / "s0.states").write_bytes(data)
-    assert len(recover(tmp_path / "e", "s0", D * 2, compared=1)) == 2  # the first is not looked at
+    assert len(recover(tmp_path / "e", "s0", D * 2, num_compared=1)) == 2  # the first is not looked at
     assert len(recover(tmp_path / "e", "s0", D * 2)) == 0
     assert not list((tmp_path / "e").glob("s0*"))
 
@@ -308,7 +305,7 @@ def test_a_long_context_is_cut_short_cut_in_chunks_or_refused(inputs, tokenizer)
     assert inputs(context_tokens=16).chunks_and_cuts(row, "q")[1] == 0
     with pytest.raises(
         DataError,
-        match=r"a context of 16 tokens with its template, but data\.context_tokens is 10, .* begins '0123456789'",
+        match=r"the context '0123456789'\.\.\. has 16 tokens with its template, but data\.context_tokens is 10",
     ):
         texts(too_long="refuse")
 
@@ -337,14 +334,14 @@ def encoded_corpus(places, write_corpus, tokenizer):
         rules = EncodingOptions(**{**RULES, **more})
         inputs = EncoderInputs(templates.Prompter(tokenizers.SafeTokenizer(tokenizer), "assistant"), rules)
         chunks = [ids for row in rows for ids in inputs.chunks(row, row["question"])]
-        made = {
+        entry = {
             **RULES,
             **more,
             "corpus": cross_attention.jsonl.fingerprint(folder),
             "tokenizer": tokenizer_digest(tokenizer),
         }
         write_store(
-            folder / "encoded", [list(ids) for ids in dict.fromkeys(map(tuple, chunks))], "float32", prepared=[made]
+            folder / "encoded", [list(ids) for ids in dict.fromkeys(map(tuple, chunks))], "float32", prepared=[entry]
         )
         config = load(
             cross_attention.Config,
@@ -361,7 +358,7 @@ def row(question, context, **more):
     return {"question": question, "answer": "an", "context": context, "dataset": "d", **more}
 
 
-def test_batches_are_of_states_and_otherwise_the_same(encoded_corpus, places, tokenizer):
+def test_batches_have_states_and_are_equal_except_for_them(encoded_corpus, places, tokenizer):
     rows = [row("q1", "ctx"), row("q2", "Ünï 漢字", contexts_list=["Ünï", "漢字"])]
     config = encoded_corpus(rows, chunked_contexts=True)
     data = config.build(places, tokenizer, "train", 0)
@@ -408,7 +405,7 @@ def test_altered_rows_and_options_are_found_without_reading_rows(encoded_corpus,
     manifest = json.loads((places.data / "c" / "manifest.json").read_text())
     manifest["files"]["train.jsonl"]["sha256"] = "0" * 64
     (places.data / "c" / "manifest.json").write_text(json.dumps(manifest))
-    with pytest.raises(DataError, match=r"these rows are others than those that were encoded"):
+    with pytest.raises(DataError, match=r"the rows have changed since they were encoded"):
         config.check(places)
 
 
@@ -419,11 +416,11 @@ def test_too_long_contexts_are_refused_before_the_first_step(places, write_corpu
         {"corpus": "c", "sequence_tokens": 64, "loss_on": "answer", **RULES, "too_long": "refuse"},
         "data",
     )
-    with pytest.raises(DataError, match=re.escape("c: row 2: a context of 66 tokens with its template")):
+    with pytest.raises(DataError, match=r"c: row 2: the context .* has 66 tokens with its template"):
         config.build(places, tokenizer, "train", 0)
 
 
-def test_contexts_that_lose_their_end_are_told_without_reading_them_first(places, write_corpus, tokenizer, caplog):
+def test_truncated_contexts_are_logged_without_reading_them_first(places, write_corpus, tokenizer, caplog):
     write_corpus("c", [row("q", "short"), *(row("q", f"{n}" + "x" * 60) for n in range(12))])
     raw = {"corpus": "c", "sequence_tokens": 64, "loss_on": "answer", **RULES}
     data = load(cross_attention.Config, raw, "data").build(places, tokenizer, "train", 0)
@@ -434,12 +431,12 @@ def test_contexts_that_lose_their_end_are_told_without_reading_them_first(places
         data.with_shuffled_contexts().sample(0, 5),
     ):
         assert len(sample["context_chunks"][0]) <= 64
-    told = "contexts read by this process lost their end: data.context_tokens is 64, and data.too_long 'truncate'."
-    assert caplog.messages == [f"c: 1 of 2 {told}"]
+    warning = "contexts read by this process: data.context_tokens is 64 and data.too_long is 'truncate'."
+    assert caplog.messages == [f"c: truncated 1 of 2 {warning}"]
     for i in range(1, 13):
         for _ in range(8):
             data.sample(0, i)
-    assert caplog.messages[1:] == [f"c: 100 of 101 {told}"], "whichever data set read them"
+    assert caplog.messages[1:] == [f"c: truncated 100 of 101 {warning}"], "whichever data set read them"
     caplog.clear()
     data = load(cross_attention.Config, {**raw, "too_long": "chunk"}, "data").build(places, tokenizer, "train", 0)
     assert len(data.sample(0, 1)["context_chunks"]) == 2

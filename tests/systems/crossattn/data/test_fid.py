@@ -66,7 +66,7 @@ def test_exact_sample_and_batch(build):
     assert batch["context_mask"].sum(-1).tolist() == [[S, len(second)], [len(other), 0]]
 
 
-def test_prompts_begin_the_answer_and_nothing_more(build):
+def test_prompts_only_have_the_start_of_the_answer(build):
     data = build([row(**TWO), row(answers=["x", "y"])])
     batch = data.collate_prompts([data.prompt(i) for i in range(2)])
     assert batch["input_ids"].tolist() == [[BEGIN], [BEGIN]]
@@ -75,14 +75,14 @@ def test_prompts_begin_the_answer_and_nothing_more(build):
     assert batch["context_mask"].any(-1).tolist() == [[True, True], [True, False]]
 
 
-def test_useful_passages_alone_and_the_first_ones(build, texts):
+def test_only_useful_or_first_passages_are_read(build, texts):
     assert texts(build([row(**TWO)], contexts="useful")) == ["question: q? context: two<|endoftext|>"]
     assert texts(build([row(**TWO)], num_passages=1)) == ["question: q? title: A context: one<|endoftext|>"]
     assert texts(build([row(**TWO)], contexts="none")) == ["question: q?<|endoftext|>"]
     assert texts(build([row(context="")])) == ["question: q? context:<|endoftext|>"]
 
 
-def test_a_long_context_loses_its_end_or_goes_on(build, texts):
+def test_long_context_is_truncated_or_split(build, texts):
     rows = [row("q?", title="", context="0123456789" * 2)]
     head = "question: q? context:"  # 21 tokens, and the end token: 10 are left, the first for the space
     assert texts(build(rows, passage_tokens=32)) == [f"{head} 012345678<|endoftext|>"]
@@ -91,21 +91,20 @@ def test_a_long_context_loses_its_end_or_goes_on(build, texts):
     assert texts(build(rows, passage_tokens=32, too_long="split", num_passages=2)) == texts(split)[:2]
 
 
-def test_contexts_that_lose_their_end_are_told(build, caplog):
+def test_truncated_contexts_are_logged(build, caplog):
     contexts = ["x" * 10, "x" * 100, "x" * 100]
     data = build([row(contexts_list=contexts)], num_passages=2)
     data.sample(0, 0)
-    told = (
-        "c: 1 of 2 contexts read by this process lost their end: "
-        "data.passage_tokens is 64, and data.too_long 'truncate'."
+    warning = (
+        "c: truncated 1 of 2 contexts read by this process: data.passage_tokens is 64 and data.too_long is 'truncate'."
     )
-    assert caplog.messages == [told]
+    assert caplog.messages == [warning]
     caplog.clear()
     build([row(contexts_list=contexts)], too_long="split").sample(0, 0)
     assert not caplog.messages
 
 
-def test_parts_stay_beside_each_other_with_their_title(build, texts):
+def test_parts_of_a_context_are_consecutive_with_their_title(build, texts):
     rows = [row("q?", contexts_list=["abcdef", "x"], titles_list=["T", "U"])]
     head = "question: q? title: T context:"  # 30 tokens, and the end token
     assert texts(build(rows, passage_tokens=35, too_long="split")) == [
@@ -124,7 +123,7 @@ def test_a_long_question_and_a_long_title_leave_a_quarter_to_the_context(build, 
     assert whole == [f"question: {'0123456789' * 3} context: ctx<|endoftext|>"], "what fits is not cut"
 
 
-def test_a_long_question_alone_loses_its_beginning(build, texts):
+def test_question_without_context_is_truncated_from_the_left(build, texts):
     data = build([row("0123456789" * 5)], contexts="none", passage_tokens=40)
     assert texts(data) == [f"question:{('0123456789' * 5)[-30:]}<|endoftext|>"]
 
@@ -142,7 +141,7 @@ def test_control_tokens_in_user_text_stay_text(build, tokenizer):
     assert [i for i in sample["input_ids"] if i < 8] == [BEGIN, EOS]
 
 
-def test_without_a_padding_token_the_end_token_begins_and_pads(build, make_tokenizer):
+def test_end_token_replaces_a_missing_padding_token(build, make_tokenizer):
     data = build([row(), row(answer="longer")], tokenizer=make_tokenizer(pad=None))
     batch = data.collate([data.sample(0, i) for i in range(2)])
     assert batch["input_ids"][0].tolist() == [EOS, *ids("an"), EOS, EOS, EOS, EOS, EOS]
@@ -187,12 +186,14 @@ def test_checks_without_data():
 
 def test_too_few_tokens_for_the_words_are_refused(build):
     # "question:", " title:", " context:" and the end token are 26, and each of their parts gets at least one.
-    with pytest.raises(ConfigError, match=r"data.passage_tokens: 29 tokens leave no room .* expected at least 30"):
+    with pytest.raises(ConfigError, match=r"data.passage_tokens: expected at least 30 tokens .* got 29"):
         build([row()], passage_tokens=29)
 
 
 def test_titles_that_are_not_those_of_the_contexts_are_refused(build):
-    with pytest.raises(DataError, match=r"train.jsonl:1: field 'titles_list': 1 entries for 2 in 'contexts_list'"):
+    with pytest.raises(
+        DataError, match=r"train.jsonl:1: field 'titles_list': expected 2 entries, as in 'contexts_list', got 1"
+    ):
         build([row(contexts_list=["a", "b"], titles_list=["A"])])
 
 
@@ -208,16 +209,16 @@ def pieces(model: bytes) -> list[tuple[str, float]]:
             if byte < 128:
                 return value, at
 
-    found, at = [], 0
+    parts, at = [], 0
     while model[at] == 0x0A:
         size, at = varint(at + 1)
         assert model[at] == 0x0A
         length, start = varint(at + 1)
         assert model[start + length] == 0x15
         (score,) = struct.unpack_from("<f", model, start + length + 1)
-        found.append((model[start : start + length].decode(), score))
+        parts.append((model[start : start + length].decode(), score))
         at += size
-    return found
+    return parts
 
 
 def test_squad_in_the_vocabulary_of_t5(build, shared_data):
@@ -240,16 +241,16 @@ def test_squad_in_the_vocabulary_of_t5(build, shared_data):
         assert sample["input_ids"] == [0, *t5(expected["answer"])["input_ids"]]
 
 
-def test_useful_passages_are_kept_in_training(build, texts):
+def test_useful_passages_are_retained_in_training(build, texts):
     """Others make room for them, in the order of the contexts; a validation reads the first ones, as an application
     does."""
     many = {"contexts_list": list("abcde"), "titles_list": [""] * 5, "useful_contexts": [0, 0, 1, 0, 1]}
-    given = {"num_passages": 3, "keep_useful": True}
-    assert [text.partition("context: ")[2][0] for text in texts(build([row(**many)], **given))] == ["a", "c", "e"]
-    assert [text.partition("context: ")[2][0] for text in texts(build([row(**many)], split="val", **given))] == [
+    options = {"num_passages": 3, "keep_useful": True}
+    assert [text.partition("context: ")[2][0] for text in texts(build([row(**many)], **options))] == ["a", "c", "e"]
+    assert [text.partition("context: ")[2][0] for text in texts(build([row(**many)], split="val", **options))] == [
         "a",
         "b",
         "c",
     ]
-    with pytest.raises(ConfigError, match="keep_useful: no passage is left out without num_passages"):
+    with pytest.raises(ConfigError, match="keep_useful: has no effect without num_passages"):
         build([row(**many)], keep_useful=True)

@@ -26,8 +26,8 @@ def test_both_orders_give_back_the_sequence(length):
         out = fill_in_the_middle(ids, TOKENS, Random(seed), max_tokens=100)
         order, prefix, middle, suffix = parts(out)
         seen.add(order)
-        restored = middle + suffix if order == "spm" else prefix + middle + suffix
-        assert restored == ids
+        original_order = middle + suffix if order == "spm" else prefix + middle + suffix
+        assert original_order == ids
         cuts.add(length - len(suffix))
         if order == "psm":
             assert prefix[:4] == [0, 1, 2, 3]
@@ -48,9 +48,9 @@ def test_a_long_sequence_loses_the_end_of_its_suffix_only():
     for seed in range(100):
         out = fill_in_the_middle(ids, TOKENS, Random(seed), max_tokens=20)
         order, prefix, middle, suffix = parts(out)
-        kept = middle + suffix if order == "spm" else prefix + middle + suffix
+        remaining_ids = middle + suffix if order == "spm" else prefix + middle + suffix
         assert len(out) == 20
-        assert kept == ids[:17]
+        assert remaining_ids == ids[:17]
 
 
 @pytest.mark.parametrize("length", [0, 1, 4, 5])
@@ -58,7 +58,7 @@ def test_too_short_to_cut_comes_back(length):
     assert fill_in_the_middle(list(range(length)), TOKENS, Random(0), max_tokens=20) == list(range(length))
 
 
-def test_markers_are_spelled_out_where_the_vocabulary_lacks_them(make_tokenizer):
+def test_missing_markers_are_spelled_out(make_tokenizer):
     tokenizer = make_tokenizer(["<|endoftext|>", "<fim_prefix>"], pad=None)
     tokens = fim_tokens(SafeTokenizer(tokenizer))
     assert list(tokens.prefix) == [1]
@@ -75,6 +75,6 @@ def test_whether_and_where_is_a_function_of_seed_epoch_and_index():
     places = [(seed, epoch, index) for seed in range(5) for epoch in range(5) for index in range(20)]
     first = [draw(*place) for place in places]
     assert first == [draw(*place) for place in places]
-    moved = sum(out != ids for out in first)
-    assert 200 < moved < 300  # half of 500, within 4.5 standard deviations
+    num_changed = sum(out != ids for out in first)
+    assert 200 < num_changed < 300  # half of 500, within 4.5 standard deviations
     assert len({tuple(out) for out in first}) > 100

@@ -40,13 +40,13 @@ def test_contexts_questions_and_answers_reach_the_samples(places, tokenizer, tmp
     assert "3 is seen." in texts[1]
     assert "is 3 odd?" in tokenizer.decode(sample["input_ids"])
     assert tokenizer.decode(
-        [i for i, scored in zip(sample["input_ids"], sample["loss_mask"], strict=True) if scored]
+        [i for i, is_scored in zip(sample["input_ids"], sample["loss_mask"], strict=True) if is_scored]
     ).startswith("Yes")
     assert (train.row(2)["answers"], train.source(2)) == (["No"], "hotpotqa")
     assert len(config.build(places, tokenizer, "val", seed=0)) == 2
 
 
-def test_questions_alone_can_be_trained_on_too(places, tokenizer, tmp_path):
+def test_questions_without_contexts_can_be_trained_on(places, tokenizer, tmp_path):
     (tmp_path / "o.jsonl").write_text(
         "".join(json.dumps({"question": f"who is {i}", "answer": [f"a{i}"]}) + "\n" for i in range(40))
     )

@@ -43,19 +43,19 @@ def test_numbers(places: Places):
         ("unlisted.txt", r"corpus: has no unlisted\.txt"),
     ],
 )
-def test_files_that_are_none(places: Places, name: str, message: str):
+def test_malformed_files_are_refused(places: Places, name: str, message: str):
     with pytest.raises(DataError, match=message):
         row_index.read(places, DATA, name)
 
 
-def test_what_can_be_known_before(places: Places):
+def test_checks_before_the_start(places: Places):
     row_index.check(places, DATA, "test", "hard.txt")
     some = DATA.model_copy(update={"val_samples": 1})
     row_index.check(places, some, "test", "hard.txt")
     row_index.check(places, some, "val", None)
     with pytest.raises(
         ConfigError,
-        match=r"^inference\.index_file: counts the rows of val\.jsonl, of which data\.val_samples uses some",
+        match=r"^inference\.index_file: refers to all rows of val\.jsonl, but data\.val_samples selects some",
     ):
         row_index.check(places, some, "val", "hard.txt")
     with pytest.raises(DataError, match=r"corpus: has no tst\.jsonl"):

@@ -13,72 +13,72 @@ from src.errors import DataError
 from src.files import new_directory
 
 
-def made(folder, rows):
+def write_file(folder, rows):
     with new_directory(folder) as beside:
         (beside / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return folder / "train.jsonl"
 
 
 @pytest.fixture
-def written():
+def raw_rows():
     """Twelve rows of very different length, several mebibytes in all."""
     return [{"text": f"row {i} " + "xé" * (150_000 if i % 3 else 1), "n": i} for i in range(12)]
 
 
 @pytest.fixture
-def rows(tmp_path, written):
+def rows(tmp_path, raw_rows):
     """The same, read."""
-    return jsonl.read_rows(made(tmp_path / "c", written), {"text": str})
+    return jsonl.read_rows(write_file(tmp_path / "c", raw_rows), {"text": str})
 
 
-def test_they_are_a_sequence(rows, written):
+def test_they_are_a_sequence(rows, raw_rows):
     assert len(rows) == 12
-    assert rows == written
-    assert list(rows) == written, "one mebibyte after the other"
-    assert [rows[i] for i in (7, 0, 11, 7, -1, -12)] == [written[i] for i in (7, 0, 11, 7, 11, 0)]
-    assert rows[2:7:2] == [written[2], written[4], written[6]]
-    assert list(reversed(rows)) == written[::-1]
-    assert rows != written[:-1]
-    assert rows != [*written[:-1], {}]
+    assert rows == raw_rows
+    assert list(rows) == raw_rows, "one mebibyte after the other"
+    assert [rows[i] for i in (7, 0, 11, 7, -1, -12)] == [raw_rows[i] for i in (7, 0, 11, 7, 11, 0)]
+    assert rows[2:7:2] == [raw_rows[2], raw_rows[4], raw_rows[6]]
+    assert list(reversed(rows)) == raw_rows[::-1]
+    assert rows != raw_rows[:-1]
+    assert rows != [*raw_rows[:-1], {}]
     for index in (12, -13):
         with pytest.raises(IndexError, match=rf"row {index} of 12"):
             rows[index]
 
 
-def test_the_row_asked_for_last_is_parsed_once(rows):
+def test_last_row_is_parsed_once(rows):
     assert rows[3] is rows[3]
     assert rows[3] is not rows[4]
 
 
 def test_they_cost_a_few_bytes_each(tmp_path):
-    path = made(tmp_path / "c", [{"text": f"{i} " * 40} for i in range(20_000)])
+    path = write_file(tmp_path / "c", [{"text": f"{i} " * 40} for i in range(20_000)])
     tracemalloc.start()
     try:
         rows = jsonl.read_rows(path, {"text": str})
-        held, _ = tracemalloc.get_traced_memory()
+        used_bytes, _ = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
     assert len(rows) == 20_000
-    assert held < 400_000, "eight bytes a row and some slack; as dicts they take ten megabytes"
+    assert used_bytes < 400_000, "eight bytes a row and some slack; as dicts they take ten megabytes"
 
 
-def test_a_pickled_copy_reads_the_file_anew(rows, written):
+def test_pickled_copy_reads_the_file_again(rows, raw_rows):
     rows[0]
     data = pickle.dumps(rows)
     assert len(data) < 1000
-    assert pickle.loads(data) == written
+    assert pickle.loads(data) == raw_rows
 
 
-def test_a_copy_refuses_other_data(rows, tmp_path, written):
+def test_a_copy_refuses_other_data(rows, tmp_path, raw_rows):
     copy = pickle.loads(pickle.dumps(rows))
-    made(tmp_path / "c", written)
-    assert copy[5] == written[5], "the same data, made again"
+    write_file(tmp_path / "c", raw_rows)
+    assert copy[5] == raw_rows[5], "the same data, made again"
     other = pickle.loads(pickle.dumps(rows))
-    made(tmp_path / "c", [{"text": "x"}])
+    write_file(tmp_path / "c", [{"text": "x"}])
     with pytest.raises(DataError, match=r"c/train.jsonl: changed since it was checked"):
         pickle.loads(pickle.dumps(rows))[0]
-    assert rows == written, "what is open is read on as it was"
-    assert copy[4] == written[4]
+    assert rows == raw_rows, "what is open is read on as it was"
+    assert copy[4] == raw_rows[4]
     with pytest.raises(DataError, match=r"c/train.jsonl: changed since it was checked. Start again."):
         other[0]
     (tmp_path / "c" / "manifest.json").unlink()
@@ -119,17 +119,17 @@ def test_forked_workers_read_through_the_descriptor_of_their_parent(rows):
     assert process.exitcode == 0
 
 
-def test_a_caller_may_check_rows_too(tmp_path):
+def test_caller_can_check_rows(tmp_path):
     def check(row, where):
         if row["n"] > 1:
             raise DataError(f"{where}: too many.")
 
-    path = made(tmp_path / "c", [{"n": 1}, {"n": 2}])
+    path = write_file(tmp_path / "c", [{"n": 1}, {"n": 2}])
     with pytest.raises(DataError, match=r"c/train.jsonl:2: too many."):
         jsonl.read_rows(path, {"n": int}, check=check)
 
 
-def test_who_asks_for_an_unknown_corpus_is_told_what_prepares_one(places):
+def test_unknown_corpus_is_reported_with_the_command_to_prepare_it(places):
     with pytest.raises(
         DataError,
         match=r"With --data_path \S+ --name nq, .* releases \(SQuAD, .*\) by python -m data_prep.crossattn.prepare_qa",

@@ -70,12 +70,12 @@ def test_only_rows_of_these_sources_are_used(build, write_corpus, kind):
 def test_an_index_gives_the_same_rows_and_sources(build, write_corpus, places, kind, monkeypatch):
     write_corpus("c", ROWS)
     values = [{}, {"train_datasets": ["nq", "msmarco_hard"]}]
-    wanted = [build("train", kind, **given) for given in values]
+    expected_datasets = [build("train", kind, **options) for options in values]
     monkeypatch.setattr(jsonl_index, "LEAST_BYTES", 1)
     for _ in ("made", "mapped"):
-        for given, data in zip(values, wanted, strict=True):
-            found = build("train", kind, **given)
-            assert (questions_of(found), found.sources, found.fingerprint) == (
+        for options, data in zip(values, expected_datasets, strict=True):
+            dataset = build("train", kind, **options)
+            assert (questions_of(dataset), dataset.sources, dataset.fingerprint) == (
                 questions_of(data),
                 data.sources,
                 data.fingerprint,
@@ -104,7 +104,7 @@ def test_val_samples_are_taken_of_these_sources(build, write_corpus):
         build("val", val_datasets=["squad"], val_samples=21)
 
 
-def test_other_splits_are_used_whole(build, places):
+def test_all_rows_of_other_splits_are_used(build, places):
     with new_directory(places.data / "c") as folder:
         for split in ("train", "val", "test"):
             (folder / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
@@ -113,7 +113,7 @@ def test_other_splits_are_used_whole(build, places):
 
 def test_rows_are_named_by_their_place_in_the_file(build, write_corpus):
     write_corpus("c", [*ROWS, {**ROWS[1], "context": "x" * 90}])
-    for kind, message in ((cross_attention, r"^c: row 7: a context of"), (prompted, r"^c: row 7: its contexts take")):
+    for kind, message in ((cross_attention, r"^c: row 7: the context '"), (prompted, r"^c: row 7: the contexts have")):
         assert build("train", kind, train_datasets=["nq"], too_long="refuse")
         with pytest.raises(DataError, match=message):
             build("train", kind, train_datasets=["squad"], too_long="refuse")
@@ -170,7 +170,7 @@ def test_other_manifests_say_nothing_of_sources(places, counts):
     ("names", "message"),
     [
         ([], "data.train_datasets: expected"),
-        (["nq", "squad", "nq"], r"data.train_datasets: nq stands there more than once\. Name each source once\."),
+        (["nq", "squad", "nq"], r"data.train_datasets: duplicate sources: nq\."),
         ("nq", "data.train_datasets: expected"),
     ],
 )
@@ -179,7 +179,7 @@ def test_lists_that_are_refused(kind, names, message):
         load(kind.Config, {"corpus": "c", **VALUES[kind], "train_datasets": names}, "data")
 
 
-def test_numbers_of_rows_are_refused_where_they_would_be_those_of_others(places, write_corpus):
+def test_row_indices_of_a_subset_are_refused(places, write_corpus):
     folder = write_corpus("c", ROWS)
     (folder / "hard.txt").write_text("1\n")
     manifest = json.loads((folder / "manifest.json").read_text())
@@ -191,8 +191,8 @@ def test_numbers_of_rows_are_refused_where_they_would_be_those_of_others(places,
     with pytest.raises(
         ConfigError,
         match=(
-            r"^inference\.index_file: counts the rows of train\.jsonl, of which data\.train_datasets uses some\. "
-            r"Leave one"
+            r"^inference\.index_file: refers to all rows of train\.jsonl, but data\.train_datasets selects some\. "
+            r"Remove one"
         ),
     ):
         row_index.check(places, config, "train", "hard.txt")
@@ -210,7 +210,7 @@ def test_encoded_contexts_are_those_of_the_chosen_rows(build, places, write_corp
         writer.append(encoded_store.context_key(ids), torch.full((len(ids), 1), i + 1.0))
         tokens += len(ids)
     writer.close()
-    made = {
+    entry = {
         **vars(rules),
         "corpus": cross_attention.jsonl.fingerprint(folder),
         "tokenizer": tokenizer_digest(tokenizer),
@@ -220,7 +220,7 @@ def test_encoded_contexts_are_those_of_the_chosen_rows(build, places, write_corp
         "model": {"name": "hf", "fingerprint": "f"},
         "hidden_size": 1,
         "dtype": "float32",
-        "prepared": [made],
+        "prepared": [entry],
     }
     write_json(folder / "encoded" / "store.json", {**store, "shards": {"s": {"entries": len(ROWS), "tokens": tokens}}})
     data = build("train", train_datasets=["squad", "msmarco_hard"], encoded_contexts=True)

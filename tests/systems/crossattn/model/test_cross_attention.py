@@ -34,24 +34,24 @@ def test_placement_that_does_not_fit():
     with pytest.raises(
         ConfigError,
         match=(
-            r"num_layers 6 x stride 3 needs 18 decoder layers, the base has 16. Fits: num_layers up to 5 or stride "
+            r"num_layers 6 x stride 3 needs 18 decoder layers, but the base has 16. Use num_layers up to 5 or stride "
             r"up to 2."
         ),
     ):
         layer_indices(16, 6, 3)
-    with pytest.raises(ConfigError, match=r"num_layers 2 x stride 9 .* the base has 8. Fits: stride up to 4."):
+    with pytest.raises(ConfigError, match=r"num_layers 2 x stride 9 .* the base has 8. Use stride up to 4."):
         layer_indices(8, 2, 9)
-    with pytest.raises(ConfigError, match=r"Both must be smaller: their product can be 4 at most"):
+    with pytest.raises(ConfigError, match=r"Lower both: their product can be at most 4"):
         layer_indices(4, 5, 6)
-    with pytest.raises(ConfigError, match=r"num_layers 0 and stride 1 must be at least 1"):
+    with pytest.raises(ConfigError, match=r"expected num_layers and stride of at least 1, got 0 and 1"):
         layer_indices(4, 0, 1)
 
 
 @pytest.mark.parametrize(
     ("model_type", "settings", "message"),
     [
-        ("gpt_bigcode", {"num_layers": 3}, "num_layers 3 x stride 2 needs 6 decoder layers, the base has 4"),
-        ("gpt_bigcode", {"hidden_size": 18}, "hidden_size 18 does not divide by num_heads 4"),
+        ("gpt_bigcode", {"num_layers": 3}, "num_layers 3 x stride 2 needs 6 decoder layers, but the base has 4"),
+        ("gpt_bigcode", {"hidden_size": 18}, "hidden_size 18 is not divisible by num_heads 4"),
         (
             "gpt_bigcode",
             {"num_key_value_heads": 2},
@@ -62,10 +62,10 @@ def test_placement_that_does_not_fit():
             {"attention_bias": True},
             "attention_bias is for Llama-style bases; on 'gpt_neox' it would be ignored",
         ),
-        ("llama", {"num_heads": 8, "num_key_value_heads": 3}, "num_heads 8 does not divide by num_key_value_heads 3"),
-        ("llama", {"hidden_size": 12}, "rotary positions need an even width per head, 12 / 4 is 3"),
-        ("llama", {"shared_projections": True}, "shared_projections needs .* set num_key_value_heads to 4, got 2"),
-        ("mamba", {}, "MambaForCausalLM has no list of decoder layers that we know. Known families: bloom, cohere"),
+        ("llama", {"num_heads": 8, "num_key_value_heads": 3}, "num_heads 8 is not divisible by num_key_value_heads 3"),
+        ("llama", {"hidden_size": 12}, "rotary positions need an even head size, got 12 / 4 = 3"),
+        ("llama", {"shared_projections": True}, "shared_projections needs .* got 2. Set num_key_value_heads to 4"),
+        ("mamba", {}, "MambaForCausalLM is not of a known family: bloom, cohere"),
     ],
 )
 def test_blocks_that_do_not_fit_are_refused(make, base_of, model_type, settings, message):
@@ -76,7 +76,7 @@ def test_blocks_that_do_not_fit_are_refused(make, base_of, model_type, settings,
 
 def test_a_wrapped_model_is_no_base(make):
     with pytest.raises(
-        ConfigError, match=r"CrossAttentionLM has no 'transformer.h'. Take a plain causal language model"
+        ConfigError, match=r"CrossAttentionLM has no 'transformer.h'. Use a plain causal language model"
     ):
         make(base=make())
 
@@ -116,9 +116,9 @@ def test_placement_in_the_model_and_shared_weights(make):
     assert list(make().blocks) == ["3", "1"]
     shared = make(shared_weights=True)
     assert list(shared.blocks) == ["shared"]
-    hooked = [hook.args[0] for i in (1, 3) for hook in shared.base.transformer.h[i]._forward_pre_hooks.values()]
-    assert len(hooked) == 2
-    assert all(block is shared.blocks["shared"] for block in hooked)
+    hooked_blocks = [hook.args[0] for i in (1, 3) for hook in shared.base.transformer.h[i]._forward_pre_hooks.values()]
+    assert len(hooked_blocks) == 2
+    assert all(block is shared.blocks["shared"] for block in hooked_blocks)
 
 
 def test_shared_block_projects_its_context_once(make, batch):
@@ -259,8 +259,8 @@ def test_padding_on_the_left_is_accepted(make, batch, model_type):
     for b, n in enumerate(lengths.tolist()):
         torch.testing.assert_close(got[b, 7 - n :], expected[b, :n], atol=1e-5, rtol=1e-5)
     chunk, mask = batch["context_ids"][:1, 1:], batch["context_mask"][:1, 1:]
-    plain, rolled = model.encode(chunk, mask), model.encode(chunk.roll(2, dims=-1), mask.roll(2, dims=-1))
-    torch.testing.assert_close(rolled.hidden[0, 2:], plain.hidden[0, :3], atol=1e-5, rtol=1e-5)
+    plain, left_padded = model.encode(chunk, mask), model.encode(chunk.roll(2, dims=-1), mask.roll(2, dims=-1))
+    torch.testing.assert_close(left_padded.hidden[0, 2:], plain.hidden[0, :3], atol=1e-5, rtol=1e-5)
 
 
 def test_encoding_and_training_compute_no_needless_logits(make, batch):
@@ -286,14 +286,14 @@ def test_no_context_at_all(make, batch):
 
 
 def test_outside_of_a_reading_the_base_is_as_it_was(make, base_of, batch):
-    model, untouched = make(), base_of("gpt_bigcode")
+    model, plain_base = make(), base_of("gpt_bigcode")
     model(**batch)
     with (
         pytest.raises(RuntimeError, match="stop"),
         model.reading(model.encode(batch["context_ids"], batch["context_mask"])),
     ):
         raise RuntimeError("stop")
-    expected = untouched(batch["input_ids"]).logits
+    expected = plain_base(batch["input_ids"]).logits
     assert torch.equal(model.base(batch["input_ids"]).logits, expected)
 
 
@@ -359,7 +359,7 @@ def test_contexts_in_memory_are_encoded_once_and_depend_on_no_other(make):
 
 def test_changing_contexts_are_not_cached():
     model = {"name": "cross_attention", "num_layers": 1, "stride": 1, "cache_contexts": True, "base": PLACEHOLDER}
-    with pytest.raises(Problems, match=r"cache_contexts: the base learns \(train_all_params\)"):
+    with pytest.raises(Problems, match=r"cache_contexts: the base is trained \(train_all_params\)"):
         bind(MODELS, {**model, "train_all_params": True})
     with pytest.raises(Problems, match="it has cache_contexts, but adapters change"):
         bind(MODELS, {"name": "lora", "rank": 1, "alpha": 1.0, "target_modules": ["c_attn"], "base": model})

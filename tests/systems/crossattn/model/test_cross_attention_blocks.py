@@ -12,10 +12,10 @@ from src.systems.crossattn.model.layers import Block, rotate
 def plain_rotary(x: torch.Tensor, position: int, theta: float) -> torch.Tensor:
     """x (d) as d / 2 complex numbers x[i] + j x[i + d/2], each turned by position * theta^(-2i/d)."""
     d = len(x)
-    turned = torch.complex(x[: d // 2], x[d // 2 :]) * torch.polar(
+    rotated_pairs = torch.complex(x[: d // 2], x[d // 2 :]) * torch.polar(
         torch.ones(d // 2), torch.tensor([position * theta ** (-2 * i / d) for i in range(d // 2)])
     )
-    return torch.cat((turned.real, turned.imag))
+    return torch.cat((rotated_pairs.real, rotated_pairs.imag))
 
 
 def plain_attention(
@@ -32,13 +32,16 @@ def plain_attention(
     for t in range(len(h)):
         read = []
         for head in range(a.heads):
-            own, group = slice(head * d, (head + 1) * d), slice(head // groups * d, (head // groups + 1) * d)
-            query = q[t, own] if a.theta is None else plain_rotary(q[t, own], positions[t], a.theta)
+            head_slice, group_slice = (
+                slice(head * d, (head + 1) * d),
+                slice(head // groups * d, (head // groups + 1) * d),
+            )
+            query = q[t, head_slice] if a.theta is None else plain_rotary(q[t, head_slice], positions[t], a.theta)
             scores, values = [], []
             for place, p in enumerate(mask.nonzero()[:, 0].tolist()):
-                key = k[p, group] if a.theta is None else plain_rotary(k[p, group], place, a.theta)
+                key = k[p, group_slice] if a.theta is None else plain_rotary(k[p, group_slice], place, a.theta)
                 scores.append(query @ key / math.sqrt(d))
-                values.append(v[p, group])
+                values.append(v[p, group_slice])
             read.append(torch.softmax(torch.stack(scores), 0) @ torch.stack(values))
         rows.append(torch.cat(read))
     out = torch.stack(rows) @ a.out.weight.T
@@ -47,8 +50,8 @@ def plain_attention(
 
 def plain_norm(norm: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
     if isinstance(norm, torch.nn.LayerNorm):
-        centred = x - x.mean(-1, keepdim=True)
-        return centred / torch.sqrt((centred**2).mean(-1, keepdim=True) + norm.eps) * norm.weight + norm.bias
+        difference = x - x.mean(-1, keepdim=True)
+        return difference / torch.sqrt((difference**2).mean(-1, keepdim=True) + norm.eps) * norm.weight + norm.bias
     return x / torch.sqrt((x**2).mean(-1, keepdim=True) + norm.eps) * norm.weight
 
 
@@ -108,8 +111,8 @@ def test_sizes_and_biases_of_the_styles(make):
         "norm2.weight": [16],
         "mlp.gate.weight": [96, 16], "mlp.up.weight": [96, 16], "mlp.down.weight": [16, 96],
     }  # fmt: skip
-    biased = make("llama", attention_bias=True).blocks["3"]
-    assert [name for name, _ in biased.named_parameters() if name.endswith("bias")] == [
+    with_biases = make("llama", attention_bias=True).blocks["3"]
+    assert [name for name, _ in with_biases.named_parameters() if name.endswith("bias")] == [
         "attention.q.bias", "attention.k.bias", "attention.v.bias", "attention.out.bias",
     ]  # fmt: skip
 
@@ -141,16 +144,16 @@ def test_rows_that_share_a_context_read_as_if_it_were_repeated(make):
     mask = torch.tensor([[True, True, False, True, True], [False] * 5])
     positions = torch.arange(4).expand(6, 4)
     once = block(h, *block.project(context, mask), mask, positions)
-    repeated = block(
+    with_repeats = block(
         h,
         *block.project(context.repeat_interleave(3, 0), mask.repeat_interleave(3, 0)),
         mask.repeat_interleave(3, 0),
         positions,
     )
-    torch.testing.assert_close(once, repeated, atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(once, with_repeats, atol=1e-6, rtol=1e-5)
 
 
-def test_context_dropout_hides_whole_positions_in_training_only(make):
+def test_context_dropout_hides_positions_only_in_training(make):
     block = make("gpt_bigcode", context_dropout_rate=0.5).blocks["3"]
     h, context, mask = torch.randn(4, 3, 16), torch.randn(4, 8, 16), torch.ones(4, 8, dtype=torch.bool)
     projected = block.project(context, mask)
@@ -160,11 +163,11 @@ def test_context_dropout_hides_whole_positions_in_training_only(make):
     torch.manual_seed(5)
     dropped = block(h, *projected, mask)
     torch.manual_seed(5)
-    kept = torch.rand(4, 8) >= 0.5
+    readable = torch.rand(4, 8) >= 0.5
     block.eval()
-    assert kept.any(dim=1).all()
-    assert not kept.all(dim=1).any()
-    torch.testing.assert_close(dropped, block(h, *projected, kept))
+    assert readable.any(dim=1).all()
+    assert not readable.all(dim=1).any()
+    torch.testing.assert_close(dropped, block(h, *projected, readable))
     assert not torch.allclose(dropped, whole)
 
 
@@ -201,6 +204,6 @@ def test_a_context_without_padding_is_read_without_a_mask(make, batch, padded, t
     model = make(context_dropout_rate=rate).train(training)
     seen = []
     for block in model.unique_blocks():
-        block.attention.register_forward_pre_hook(lambda _, given: seen.append(given[3] is not None))
+        block.attention.register_forward_pre_hook(lambda _, args: seen.append(args[3] is not None))
     model(**(batch if padded else {**batch, "context_mask": torch.ones_like(batch["context_mask"])}))
     assert seen == [masked, masked]

@@ -54,7 +54,7 @@ def test_the_context_is_encoded_and_projected_once_and_past_tokens_never_again(m
 
 
 @pytest.mark.parametrize("threads", [2, 4])
-def test_threads_keep_their_contexts_apart(make, batch, threads):
+def test_threads_have_separate_contexts(make, batch, threads):
     model = make()
     inputs = prompts_and_contexts(batch)
     requests = [{name: tensor[[i % 3]] for name, tensor in inputs.items()} for i in range(24)]
@@ -91,7 +91,7 @@ def test_further_questions_on_one_context(make, batch):
     assert len(projected) == 1
     for question, answer in zip(questions, answers, strict=True):
         assert torch.equal(answer, model.generate(**{**inputs, **question}, **GREEDY))
-    with pytest.raises(ConfigError, match=r"no context to read: give context_ids and context_mask, or call it inside"):
+    with pytest.raises(ConfigError, match=r"no context: pass context_ids and context_mask, or call it inside"):
         model.generate(**questions[0], **GREEDY)
 
 
@@ -119,11 +119,11 @@ def test_beams_read_the_context_of_their_sample(make, batch, model_type):
 def test_every_way_of_generating_is_the_same_without_caches(make, batch, model_type, way):
     model = make(model_type)
     inputs = prompts_and_contexts(batch)
-    made = []
+    outputs = []
     for use_cache in (True, False):
         torch.manual_seed(3)
-        made.append(model.generate(**inputs, **{**GREEDY, "max_new_tokens": 12, **way}, use_cache=use_cache))
-    assert torch.equal(*made)
+        outputs.append(model.generate(**inputs, **{**GREEDY, "max_new_tokens": 12, **way}, use_cache=use_cache))
+    assert torch.equal(*outputs)
 
 
 def test_encoded_contexts_are_answered_like_their_ids(make, batch):
@@ -157,10 +157,10 @@ def test_generation_stops_at_eos_and_pads(make, batch):
     inputs = prompts_and_contexts(batch)
     free = model.generate(**inputs, **GREEDY)
     eos = int(free[0, 5])
-    stopped = model.generate(**inputs, **{**GREEDY, "eos_token_id": eos})
+    with_eos = model.generate(**inputs, **{**GREEDY, "eos_token_id": eos})
     first = (free[0, 4:] == eos).nonzero()[0, 0] + 5
-    assert torch.equal(stopped[0, :first], free[0, :first])
-    assert (stopped[0, first:] == 0).all()
+    assert torch.equal(with_eos[0, :first], free[0, :first])
+    assert (with_eos[0, first:] == 0).all()
 
 
 def test_without_context_generation_is_finite(make, batch):

@@ -79,19 +79,19 @@ def test_with_caches_as_without(make, batch, model_type: str):
     mask = torch.arange(4) >= 4 - torch.tensor([4, 2, 3])[:, None]
     inputs = {**batch, "input_ids": batch["input_ids"][:, :4].clamp(min=3) * mask, "attention_mask": mask}
     for way in WAYS:
-        found = []
+        outputs = []
         for use_cache in (True, False):
             torch.manual_seed(0)
             options = {"do_sample": False, "max_new_tokens": 5, "eos_token_id": None, "pad_token_id": 0, **way}
-            found.append(model.generate(**inputs, **options, use_cache=use_cache).tolist())
-        assert found[0] == found[1], way
-    flipped = {name: inputs[name].flip(0) for name in ("context_ids", "context_mask")}
+            outputs.append(model.generate(**inputs, **options, use_cache=use_cache).tolist())
+        assert outputs[0] == outputs[1], way
+    flipped_contexts = {name: inputs[name].flip(0) for name in ("context_ids", "context_mask")}
     torch.manual_seed(0)
-    assert model.generate(**{**inputs, **flipped}, **options).tolist() != found[0], "the context is read"
+    assert model.generate(**{**inputs, **flipped_contexts}, **options).tolist() != outputs[0], "the context is read"
 
 
 @pytest.mark.parametrize("model_type", SIZES)
-def test_the_blocks_alone_get_gradients(make, batch, model_type: str):
+def test_only_blocks_get_gradients(make, batch, model_type: str):
     model = make(model_type, base=tiny(model_type)).train()
     model(**batch).logsumexp(-1).sum().backward()
     assert all(parameter.grad is not None and parameter.grad.abs().sum() > 0 for parameter in model.blocks.parameters())
@@ -102,9 +102,9 @@ def test_the_blocks_alone_get_gradients(make, batch, model_type: str):
 @torch.no_grad()
 def test_operations_are_those_that_torch_counts_or_are_not_known(make, batch, model_type: str):
     base = tiny(model_type)
-    counted = batch_flops(make(model_type, base=base))
+    counted_flops = batch_flops(make(model_type, base=base))
     if model_type not in KNOWN_FAMILIES:
-        assert counted is None
+        assert counted_flops is None
         return
     base.set_attn_implementation("eager")
     with FlopCounterMode(display=False) as counter:
@@ -145,8 +145,8 @@ def test_the_text_part_of_a_model_that_reads_images_too(make, batch):
     model = make(base=base, final_layer=True)
     one = {name: tensor[:1] for name, tensor in batch.items()}
     options = {"do_sample": False, "max_new_tokens": 5, "eos_token_id": None, "pad_token_id": 0}
-    found = [model.generate(**one, **options, use_cache=use_cache).tolist() for use_cache in (True, False)]
-    assert found[0] == found[1]
+    outputs = [model.generate(**one, **options, use_cache=use_cache).tolist() for use_cache in (True, False)]
+    assert outputs[0] == outputs[1]
     assert not torch.equal(model(**one), model(**{**one, "context_ids": one["context_ids"].flip(-1)}))
     with torch.no_grad():
         expected = base(input_ids=one["input_ids"], attention_mask=one["attention_mask"].long()).logits

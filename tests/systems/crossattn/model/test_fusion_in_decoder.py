@@ -63,12 +63,12 @@ def batch() -> dict[str, torch.Tensor]:
 
 def plain_states(t5: T5ForConditionalGeneration, passages: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """(1, P, D): each passage (S,) encoded alone and unpadded, one behind the other."""
-    found = [
+    states = [
         t5.encoder(input_ids=ids[there][None]).last_hidden_state[0]
         for ids, there in zip(passages, mask, strict=True)
         if there.any()
     ]
-    return torch.cat(found)[None]
+    return torch.cat(states)[None]
 
 
 def plain_logits(t5: T5ForConditionalGeneration, decoder_ids: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
@@ -88,8 +88,8 @@ def test_with_one_passage_it_is_the_t5_itself(t5, batch):
     model, ids, mask = FusionInDecoder(t5), batch["context_ids"][:, 0], batch["context_mask"][:, 0]
     passage = {"context_ids": ids[:, None], "context_mask": mask[:, None]}
     decoder = {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"]}
-    shown = {"decoder_input_ids": batch["input_ids"], "decoder_attention_mask": batch["attention_mask"].long()}
-    expected = t5(input_ids=ids, attention_mask=mask.long(), **shown).logits
+    decoder_inputs = {"decoder_input_ids": batch["input_ids"], "decoder_attention_mask": batch["attention_mask"].long()}
+    expected = t5(input_ids=ids, attention_mask=mask.long(), **decoder_inputs).logits
     assert torch.equal(model(**decoder, **passage), expected)
     start = {"input_ids": torch.full((3, 1), START), "attention_mask": torch.ones(3, 1, dtype=torch.bool)}
     for settings in (GREEDY, {**GREEDY, "num_beams": 3}):
@@ -102,7 +102,7 @@ def test_with_one_passage_it_is_the_t5_itself(t5, batch):
 def test_logits_are_those_of_passages_encoded_one_by_one(t5, batch):
     model = FusionInDecoder(t5)
     logits = model(**{name: batch[name] for name in batch if name != "loss_mask"})
-    picked = model(**batch)
+    scored_logits = model(**batch)
     expected = []
     for b in range(3):
         states = plain_states(t5, batch["context_ids"][b], batch["context_mask"][b])
@@ -110,8 +110,8 @@ def test_logits_are_those_of_passages_encoded_one_by_one(t5, batch):
         plain = plain_logits(t5, decoder, states)
         torch.testing.assert_close(logits[b, : len(decoder)], plain, rtol=1e-5, atol=1e-5)
         expected.append(plain[:-1])
-    torch.testing.assert_close(picked, torch.cat(expected), rtol=1e-5, atol=1e-5)
-    assert picked.shape == (3 + 2 + 1, 29)
+    torch.testing.assert_close(scored_logits, torch.cat(expected), rtol=1e-5, atol=1e-5)
+    assert scored_logits.shape == (3 + 2 + 1, 29)
 
 
 def test_passages_do_not_read_each_other_but_the_decoder_reads_all(t5, batch):
@@ -126,9 +126,9 @@ def test_passages_do_not_read_each_other_but_the_decoder_reads_all(t5, batch):
     same = (other == hidden).all(dim=-1)
     assert same[:2].all()
     assert same[2].tolist() == [True] * 5 + [False] * 5 + [True] * 5
-    moved = (model(**{**inputs, "context_ids": changed}) != model(**inputs)).any(dim=-1)
-    assert moved[2, :2].all()
-    assert not moved[:2].any()
+    has_changed = (model(**{**inputs, "context_ids": changed}) != model(**inputs)).any(dim=-1)
+    assert has_changed[2, :2].all()
+    assert not has_changed[:2].any()
 
 
 def test_padding_changes_nothing(t5, batch):
@@ -144,11 +144,15 @@ def test_padding_changes_nothing(t5, batch):
 def test_the_order_of_passages_changes_nothing(t5, batch):
     """The decoder has no positions for what it reads."""
     model, order = FusionInDecoder(t5), torch.tensor([2, 0, 1])
-    turned = {**batch, "context_ids": batch["context_ids"][:, order], "context_mask": batch["context_mask"][:, order]}
-    torch.testing.assert_close(model(**turned), model(**batch), rtol=1e-5, atol=1e-5)
+    reordered_batch = {
+        **batch,
+        "context_ids": batch["context_ids"][:, order],
+        "context_mask": batch["context_mask"][:, order],
+    }
+    torch.testing.assert_close(model(**reordered_batch), model(**batch), rtol=1e-5, atol=1e-5)
 
 
-def test_generation_in_a_batch_is_that_of_each_sample_alone(t5, batch):
+def test_generation_in_a_batch_equals_single_samples(t5, batch):
     model = FusionInDecoder(t5)
     start = {"input_ids": torch.full((3, 1), 5), "attention_mask": torch.ones(3, 1, dtype=torch.bool)}
     got = model.generate(**start, context_ids=batch["context_ids"], context_mask=batch["context_mask"], **GREEDY)
@@ -172,7 +176,7 @@ def test_every_weight_learns_and_no_empty_passage_is_encoded(t5, batch):
 
 
 class TestConfig:
-    def test_the_base_is_built_and_tells_its_tokenizer(self, places: Places):
+    def test_base_is_built_with_its_tokenizer(self, places: Places):
         config = load(Config, {"base": T5}, "model")
         config.check(places)
         model = config.build(places)
@@ -210,11 +214,11 @@ class TestConfig:
         }
         parent = {"recipe": "lm", "model": decoder}
         config = load(Config, {"base": PARENT}, "model")
-        known = Places(places.data, places.runs, {PARENT["exp_id"]: parent})
+        places_with_parent = Places(places.data, places.runs, {PARENT["exp_id"]: parent})
         with pytest.raises(
             ConfigError, match=r"fusion_in_decoder\.base: expected an encoder-decoder.*got 'experiment'"
         ):
-            config.check(known)
+            config.check(places_with_parent)
 
     def test_a_parent_that_trains_nothing_is_refused(self, places: Places):
         parent = {"recipe": "fid", "model": T5, "evaluation": {"micro_batch": 1}}
@@ -224,22 +228,22 @@ class TestConfig:
 
     def test_adapters_go_around_it(self, places: Places, batch: dict[str, torch.Tensor]):
         wrapped = {"name": "fusion_in_decoder", "base": T5}
-        adapted: Callable[..., Any] = bind(
+        with_adapters: Callable[..., Any] = bind(
             MODELS, {"name": "lora", "rank": 2, "alpha": 4.0, "target_modules": ["q", "v"], "base": wrapped}
         )
-        assert isinstance(adapted, ModelConfig)
-        adapted.check(places)
-        model = adapted.build(places)
-        learned = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-        assert learned
-        assert all("lora_" in name for name in learned)
+        assert isinstance(with_adapters, ModelConfig)
+        with_adapters.check(places)
+        model = with_adapters.build(places)
+        trained_names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+        assert trained_names
+        assert all("lora_" in name for name in trained_names)
         batch = {name: tensor % 20 if name.endswith("ids") else tensor for name, tensor in batch.items()}
         before = model.eval()(**batch)
         assert (
-            lora.merge(model) == len(learned) // 2 == 2 * 2 + 2 * 4
+            lora.merge(model) == len(trained_names) // 2 == 2 * 2 + 2 * 4
         )  # q and v of encoder layers, twice of the decoder's
         torch.testing.assert_close(model(**batch), before)
-        with pytest.raises(ConfigError, match="put 'lora' around 'fusion_in_decoder'"):
+        with pytest.raises(ConfigError, match="'lora' must wrap 'fusion_in_decoder'"):
             load(
                 Config,
                 {"base": {"name": "lora", "rank": 2, "alpha": 4.0, "target_modules": ["q"], "base": T5}},

@@ -55,7 +55,7 @@ torch.save(found, sys.argv[3])
     ],
 )
 @torch.no_grad()
-def test_transformers_alone_loads_it(
+def test_transformers_loads_it_without_this_project(
     make: Any, batch: dict[str, torch.Tensor], tmp_path: Path, model_type: str, settings: dict[str, Any]
 ):
     model = make(model_type, **settings)
@@ -76,16 +76,16 @@ def test_transformers_alone_loads_it(
     )
     assert done.returncode == 0, done.stderr
     assert "newly initialized" not in done.stderr
-    found = torch.load(tmp_path / "found.pt")
+    outputs = torch.load(tmp_path / "found.pt")
     real = batch["attention_mask"]
-    torch.testing.assert_close(found["logits"][real], model(**batch)[real], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(outputs["logits"][real], model(**batch)[real], rtol=1e-5, atol=1e-5)
     alone = model.base(input_ids=batch["input_ids"], attention_mask=real.long()).logits
-    torch.testing.assert_close(found["alone"][real], alone[real], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(outputs["alone"][real], alone[real], rtol=1e-5, atol=1e-5)
     prompt = batch["input_ids"][:, :3]
-    given = {"context_ids": batch["context_ids"], "context_mask": batch["context_mask"]}
+    contexts = {"context_ids": batch["context_ids"], "context_mask": batch["context_mask"]}
     options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "eos_token_id": -1}
-    answers = model.generate(prompt, torch.ones_like(prompt), **given, **options)
-    assert torch.equal(found["answers"], answers)
-    assert torch.equal(found["encoded"], answers)
-    given["context_mask"] = torch.ones_like(batch["context_mask"])
-    assert torch.equal(found["whole"], model.generate(prompt, torch.ones_like(prompt), **given, **options))
+    answers = model.generate(prompt, torch.ones_like(prompt), **contexts, **options)
+    assert torch.equal(outputs["answers"], answers)
+    assert torch.equal(outputs["encoded"], answers)
+    contexts["context_mask"] = torch.ones_like(batch["context_mask"])
+    assert torch.equal(outputs["whole"], model.generate(prompt, torch.ones_like(prompt), **contexts, **options))

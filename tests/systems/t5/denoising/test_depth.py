@@ -20,7 +20,7 @@ CONTROLS = (
     "<eosen>",
     *[f"<sent_{k}>" for k in range(NAMES)],  # 103..106; byte b is 107 + b
 )
-EOS, PAD, FIRST, EOSEN, SENT = 0, 1, 101, 102, 103
+EOS, PAD, FIRST, EOSEN, FIRST_SENTENCE = 0, 1, 101, 102, 103
 TEXTS = [
     f"Number {i} is here. Then {'it grows and ' * (i % 5)}it goes on! Does it? It does. At last it ends."
     for i in range(12)
@@ -55,23 +55,23 @@ def parts(ids):
     assert ids[-2:] == [EOSEN, EOS]
     cut = "".join(chr(i) for i in ids[:-1]).split(chr(EOSEN))
     assert cut[0] == cut[-1] == ""
-    found = [[ord(c) for c in piece] for piece in cut[1:-1]]
-    assert all(SENT <= piece[0] < SENT + NAMES for piece in found)
-    return [(piece[0], piece[1:]) for piece in found]
+    pieces = [[ord(c) for c in piece] for piece in cut[1:-1]]
+    assert all(FIRST_SENTENCE <= piece[0] < FIRST_SENTENCE + NAMES for piece in pieces)
+    return [(piece[0], piece[1:]) for piece in pieces]
 
 
 def is_sentinel(token):
     return 1 < token <= FIRST
 
 
-def restored(sample):
+def restore(sample):
     """The text of a sample: runs go back where their sentinels stand, and sentences into the order of the target."""
     inputs, targets = dict(parts(sample["input_ids"])), parts(sample["labels"])
     assert len(inputs) == len(parts(sample["input_ids"])), "a name stands for one sentence"
     text = []
-    for name, written in targets:
+    for name, target_ids in targets:
         runs = []
-        for token in written:
+        for token in target_ids:
             if is_sentinel(token):
                 runs.append((token, []))
             else:
@@ -87,7 +87,7 @@ def restored(sample):
     return text
 
 
-def test_what_is_masked_and_shuffled():
+def test_masks_and_shuffles():
     ids, bounds = np.arange(50, 60, dtype=np.int32), np.array([0, 4, 7, 10])
     mask = np.array([0, 1, 1, 1, 1, 0, 0, 1, 0, 1], bool)  # the first run goes on in the second sentence: two runs
     inputs, targets = dataset.corrupt(ids, bounds, mask, [2, 0, 1], np.array([9, 8, 7, 6, 5], np.int32))
@@ -106,7 +106,7 @@ def test_all_text_comes_back_in_its_order(build):
     data = build(texts)
     expected = [token for text in texts if text.strip() for token in byte_ids(text)]
     for epoch in (0, 1):
-        assert [token for sample in everything(data, [epoch]) for token in restored(sample)] == expected
+        assert [token for sample in everything(data, [epoch]) for token in restore(sample)] == expected
 
 
 def test_no_sample_is_longer_than_allowed_whatever_is_masked(build):
@@ -140,29 +140,29 @@ def test_few_sentinels_make_shorter_samples(build):
     ]
     assert max(runs) == 6
     assert len(data) > len(build(TEXTS))
-    with pytest.raises(ConfigError, match=r"with 0 sentinels at most, leave no room"):
+    with pytest.raises(ConfigError, match=r"with at most 0 sentinels, leave no room"):
         Room(96, 64, 0.3, 3.0, 0)
 
 
 def test_the_share_that_is_masked_and_shuffled(build):
     data = build([TEXTS[4]] * 50, noise_density=0.3, shuffle_rate=0.25, input_tokens=256, target_tokens=128)
-    masked = words = moved = 0
+    masked = words = num_shuffled = 0
     for sample in everything(data, range(20)):
         targets = parts(sample["labels"])
-        written = [token for _, part in targets for token in part]
-        masked += sum(not is_sentinel(token) for token in written)
-        words += len(restored(sample))
-        moved += [name for name, _ in parts(sample["input_ids"])] != [name for name, _ in targets]
+        target_ids = [token for _, part in targets for token in part]
+        masked += sum(not is_sentinel(token) for token in target_ids)
+        words += len(restore(sample))
+        num_shuffled += [name for name, _ in parts(sample["input_ids"])] != [name for name, _ in targets]
     assert abs(masked / words - 0.3) < 0.005
     assert len(data) == 100, "four sentences and one"
     assert (
-        195 < moved < 285
+        195 < num_shuffled < 285
     )  # 1000 samples of four sentences, a quarter of them in random order, of which one in 24 is the right one
     for sample in everything(build(noise_density=0.0, shuffle_rate=0.0)):
-        assert restored(sample) == [token for _, part in parts(sample["input_ids"]) for token in part]
+        assert restore(sample) == [token for _, part in parts(sample["input_ids"]) for token in part]
 
 
-def test_neither_names_nor_sentinels_tell_the_order(build):
+def test_names_and_sentinels_do_not_reveal_the_order(build):
     data = build([TEXTS[0]] * 400, shuffle_rate=1.0, num_sentences=NAMES)
     first_names, places = [], []
     for sample in everything(data):
@@ -174,31 +174,36 @@ def test_neither_names_nor_sentinels_tell_the_order(build):
         if len(targets) == NAMES:
             first_names.append(targets[0][0])
             places.append([name for name, _ in inputs].index(targets[0][0]))
-    for found in (first_names, places):
-        counts = np.bincount(np.array(found) - min(found), minlength=NAMES)
-        assert (abs(counts - len(found) / NAMES) < 5 * (len(found) * 3 / 16) ** 0.5).all()
+    for orders in (first_names, places):
+        counts = np.bincount(np.array(orders) - min(orders), minlength=NAMES)
+        assert (abs(counts - len(orders) / NAMES) < 5 * (len(orders) * 3 / 16) ** 0.5).all()
 
 
-def test_the_last_word_is_masked_no_more_often_than_others(build):
+def test_last_word_is_masked_as_often_as_other_words(build):
     """A mask that always ended with the last word would tell which sentence is the last."""
     samples = everything(build(["Abc def. Ghi jkl. Mno pqr. Stu vwx."] * 300))
-    ended = sum(bool(parts(s["labels"])[-1][1]) and restored(s)[-1] == parts(s["labels"])[-1][1][-1] for s in samples)
-    assert ended / len(samples) < 0.5
+    num_masked = sum(
+        bool(parts(s["labels"])[-1][1]) and restore(s)[-1] == parts(s["labels"])[-1][1][-1] for s in samples
+    )
+    assert num_masked / len(samples) < 0.5
 
 
 def test_batches_and_masks(build):
     data = build(["A. B."], num_sentences=2, noise_density=0.0)
     one = {
-        "input_ids": np.array([EOSEN, SENT + 1, 201, EOSEN, SENT, 202, E0, EOSEN, EOS], np.int32),
-        "labels": np.array([EOSEN, SENT, E0, 203, EOSEN, SENT + 1, EOSEN, EOS], np.int32),
+        "input_ids": np.array([EOSEN, FIRST_SENTENCE + 1, 201, EOSEN, FIRST_SENTENCE, 202, E0, EOSEN, EOS], np.int32),
+        "labels": np.array([EOSEN, FIRST_SENTENCE, E0, 203, EOSEN, FIRST_SENTENCE + 1, EOSEN, EOS], np.int32),
     }
-    two = {"input_ids": np.array([EOSEN, SENT, 204, EOSEN, EOS]), "labels": np.array([EOSEN, SENT, EOSEN, EOS])}
+    two = {
+        "input_ids": np.array([EOSEN, FIRST_SENTENCE, 204, EOSEN, EOS]),
+        "labels": np.array([EOSEN, FIRST_SENTENCE, EOSEN, EOS]),
+    }
     batch = data.collate([one, two])
-    assert batch["input_ids"].tolist()[1] == [EOSEN, SENT, 204, EOSEN, EOS, PAD, PAD, PAD, PAD]
+    assert batch["input_ids"].tolist()[1] == [EOSEN, FIRST_SENTENCE, 204, EOSEN, EOS, PAD, PAD, PAD, PAD]
     assert batch["attention_mask"].int().tolist()[1] == [1, 1, 1, 1, 1, 0, 0, 0, 0]
     assert batch["decoder_input_ids"].tolist() == [
-        [PAD, EOSEN, SENT, E0, 203, EOSEN, SENT + 1, EOSEN],
-        [PAD, EOSEN, SENT, EOSEN, EOS, *[PAD] * 3],
+        [PAD, EOSEN, FIRST_SENTENCE, E0, 203, EOSEN, FIRST_SENTENCE + 1, EOSEN],
+        [PAD, EOSEN, FIRST_SENTENCE, EOSEN, EOS, *[PAD] * 3],
     ]
     assert batch["labels"].tolist() == [one["labels"].tolist(), [*two["labels"].tolist(), *[-100] * 4]]
     assert batch["loss_mask"].equal(batch["labels"] != -100)
@@ -230,17 +235,17 @@ def test_batches_and_masks(build):
     assert "loss_weights" not in batch
 
 
-def test_the_encoder_sees_what_the_reference_lets_it_see(build):
+def test_encoder_mask_equals_the_reference(build):
     """Golden: the masks that the DEPTH authors' collator gives two sentences of three words and of three, <eosen> and
     </s>."""
-    ids = np.array([EOSEN, SENT, 201, 202, 203, EOSEN, SENT + 1, 204, 205, EOSEN, EOS], np.int32)[
+    ids = np.array([EOSEN, FIRST_SENTENCE, 201, 202, 203, EOSEN, FIRST_SENTENCE + 1, 204, 205, EOSEN, EOS], np.int32)[
         [0, 1, 2, 3, 5, 6, 7, 8, 4, 9, 10]
     ]
     mask = build(["A. B."], num_sentences=2).collate([{"input_ids": ids, "labels": np.array([EOSEN, EOS], np.int32)}])[
         "encoder_mask"
     ]
-    found = ["".join(map(str, row.int().tolist())) for row in mask[0][[1, 5]]]
-    assert found == ["11111000000", "00000111111"]
+    mask_rows = ["".join(map(str, row.int().tolist())) for row in mask[0][[1, 5]]]
+    assert mask_rows == ["11111000000", "00000111111"]
 
 
 def test_batches_of_one_length(build):
@@ -266,23 +271,23 @@ def test_batches_of_one_length(build):
     load(dataset.Config, {"corpus": "t", "fixed_length": True}, "data").check_compiled()
 
 
-def test_sentence_tokens_are_weighed_in_training_alone(build):
+def test_sentence_tokens_are_only_weighted_in_training(build):
     data = build(sentence_weight=2.5)
     batch = data.collate([data.sample(0, 0)])
-    named = (batch["labels"] >= SENT) & (batch["labels"] < SENT + NAMES)
-    assert named.sum() > 1
-    assert batch["loss_weights"].equal(named.float() * 1.5 + 1)
+    is_sentence = (batch["labels"] >= FIRST_SENTENCE) & (batch["labels"] < FIRST_SENTENCE + NAMES)
+    assert is_sentence.sum() > 1
+    assert batch["loss_weights"].equal(is_sentence.float() * 1.5 + 1)
     assert "loss_weights" not in build(split="val", sentence_weight=2.5).collate([data.sample(0, 0)])
     view = data.sentence_targets().collate([data.sample(0, 0)])
-    assert view["loss_mask"].equal(named)
-    assert view["labels"].equal(batch["labels"].where(named, -100))
+    assert view["loss_mask"].equal(is_sentence)
+    assert view["labels"].equal(batch["labels"].where(is_sentence, -100))
     assert view["decoder_mask"].equal(batch["decoder_mask"])
 
 
-def test_validation_may_be_some_samples(build):
+def test_validation_can_be_a_subset(build):
     whole, some = build(split="val"), build(split="val", val_sequences=5)
     assert len(some) == 5 < len(whole)
-    assert {tuple(restored(s)) for s in everything(some)} < {tuple(restored(s)) for s in everything(whole)}
+    assert {tuple(restore(s)) for s in everything(some)} < {tuple(restore(s)) for s in everything(whole)}
     with pytest.raises(DataError, match=r"val\.jsonl: 999 validation samples requested"):
         build(split="val", val_sequences=999)
 
@@ -291,10 +296,10 @@ def test_control_tokens_in_text_stay_text(build):
     text = "Say <eosen><sent_0> or <extra_id_0>. Then <|endoftext|>."
     assert len(split(text)) == 2
     (sample,) = everything(build([text], input_tokens=128))
-    assert restored(sample) == byte_ids(text)
+    assert restore(sample) == byte_ids(text)
 
 
-def test_what_is_refused(build):
+def test_invalid_settings_are_refused(build):
     with pytest.raises(
         DataError,
         match=r"no special token <sent_3>; .*needs <eosen> and <sent_0> to <sent_3>\. Add them: .*--sentences 4",
@@ -304,5 +309,5 @@ def test_what_is_refused(build):
         build(controls=[name for name in CONTROLS if name != "<eosen>"])
     with pytest.raises(DataError, match=r"has no sentinels"):
         build(controls=[name for name in CONTROLS if "extra" not in name])
-    with pytest.raises(DataError, match=r"train\.jsonl: no text but white space"):
+    with pytest.raises(DataError, match=r"train\.jsonl: no text except white space"):
         build([" \n"])

@@ -33,12 +33,12 @@ def sentence_piece():
 
 @pytest.fixture
 def make(sentence_piece, tmp_path):
-    def made(lines, density=0.15, mean_span=3.0):
+    def make_masker(lines, density=0.15, mean_span=3.0):
         (tmp_path / "ngrams.txt").write_text("".join(f"{line}\n" for line in lines))
         vocabulary = ngrams.read_vocabulary(tmp_path / "ngrams.txt")
         return ngrams.Ngrams(Words(sentence_piece), vocabulary, (density, mean_span), SENTINELS, EOS)
 
-    return made
+    return make_masker
 
 
 def words_of(tokenizer, row):
@@ -63,7 +63,7 @@ def test_a_tokenizer_without_marks_is_refused(make_tokenizer):
     plain = PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer(models.WordLevel(vocab={"a": 0, "ByteLevel": 1}, unk_token="a"))
     )
-    with pytest.raises(DataError, match="marks no spaces"):
+    with pytest.raises(DataError, match="does not mark spaces"):
         Words(plain)
 
 
@@ -100,15 +100,15 @@ def test_of_overlapping_ngrams_the_longest_and_of_equals_any(make):
 
 def check(masker, row, seed, density=0.15, mean_span=3.0):
     """Lengths are exact. Returns the mask."""
-    wanted = noise.counts(len(row), density, mean_span)
+    counts = noise.counts(len(row), density, mean_span)
     mask, starts = masker.draw_mask(row, np.random.default_rng(seed))
-    assert mask.sum() == wanted.noise
-    assert starts.sum() == wanted.spans
+    assert mask.sum() == counts.noise
+    assert starts.sum() == counts.spans
     assert not (starts & ~mask).any()
     assert not (mask[1:] & ~mask[:-1] & ~starts[1:]).any()  # every run begins with a start
     assert not mask[0] or starts[0]
-    read, written = masker(row, np.random.default_rng(seed))
-    assert (len(read), len(written)) == (wanted.input_tokens, wanted.target_tokens)
+    inputs, targets = masker(row, np.random.default_rng(seed))
+    assert (len(inputs), len(targets)) == (counts.input_tokens, counts.target_tokens)
     return mask
 
 
@@ -123,7 +123,7 @@ def row_of_words(length=141):
 
 
 @pytest.mark.parametrize(("density", "mean_span"), [(0.15, 3.0), (0.3, 2.0), (0.15, 1.5), (0.5, 8.0)])
-def test_ngrams_are_masked_whole_and_lengths_are_exact(make, density, mean_span):
+def test_ngrams_are_masked_completely_with_exact_lengths(make, density, mean_span):
     masker, row = make(["new york"], density, mean_span), row_of_words()
     begins = np.flatnonzero((row[:-1] == ID["▁new"]) & (row[1:] == ID["▁york"]))
     for seed in range(200):
@@ -188,9 +188,9 @@ def test_draws_are_functions_of_the_generator(make):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"", "empty. It should have one n-gram"),
-        (b"new york\nword\n", ":2: expected an n-gram of two words or more, got 'word'"),
-        (b"new york\n\n", ":2: expected an n-gram of two words or more, got ''"),
+        (b"", "empty. Expected one n-gram"),
+        (b"new york\nword\n", ":2: expected an n-gram of two or more words, got 'word'"),
+        (b"new york\n\n", ":2: expected an n-gram of two or more words, got ''"),
         (b"new york\n\xff\xff\n", ":2: not UTF-8"),
     ],
 )
@@ -206,7 +206,7 @@ def test_as_an_option_of_span_corruption(places, write_corpus, make_tokenizer):
     tokenizer = make_tokenizer(controls, "<|pad|>")
     values = {"corpus": "t", "input_tokens": 128, "mean_span_tokens": 8.0, "ngrams": "lists/ngrams.txt"}
     config = load(span_corruption.Config, values, "data")
-    with pytest.raises(DataError, match=r"lists/ngrams.txt: no such file. data.ngrams names a text file"):
+    with pytest.raises(DataError, match=r"lists/ngrams.txt: no such file. data.ngrams must be a text file"):
         config.check(places)
     path = places.data / "lists" / "ngrams.txt"
     path.parent.mkdir()

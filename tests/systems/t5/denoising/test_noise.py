@@ -15,7 +15,7 @@ def bits(mask):
 
 
 @pytest.mark.parametrize(
-    ("length", "density", "mean_span", "seed", "plain", "rolled"),
+    ("length", "density", "mean_span", "seed", "plain", "rolled_mask"),
     [
         (5, 0.5, 2, 42, "00011", "01100"),
         (10, 0.5, 3, 42, "0001110011", "1000111001"),
@@ -23,8 +23,8 @@ def bits(mask):
         (10, 0.9, 9, 42, "0111111111", "1011111111"),
     ],
 )
-def test_seeded_masks_are_those_of_the_reference(length, density, mean_span, seed, plain, rolled):
-    assert bits(noise_mask(length, density, mean_span, np.random.RandomState(seed), roll=True)) == rolled
+def test_seeded_masks_are_those_of_the_reference(length, density, mean_span, seed, plain, rolled_mask):
+    assert bits(noise_mask(length, density, mean_span, np.random.RandomState(seed), roll=True)) == rolled_mask
     if plain:
         assert bits(noise_mask(length, density, mean_span, np.random.RandomState(seed))) == plain
 
@@ -53,11 +53,11 @@ def test_padded_rows_of_the_reference():
     ]
     targets = [[32099, 8774], [32099, 19, 32098, 7142], [32099, 389, 677, 32098, 58, 23840, 36, 32097, 55]]
     rng, sentinels = np.random.RandomState(42), np.arange(32099, 31999, -1)
-    for row, read, written in zip(rows, inputs, targets, strict=True):
+    for row, row_inputs, row_targets in zip(rows, inputs, targets, strict=True):
         mask = noise_mask(14, 0.5, 3, rng, roll=True)[: len(row)]
         mask[-1] = False
         got = corrupt(np.array(row), mask, run_starts(mask), sentinels, eos_id=-7)
-        assert [ids.tolist() for ids in got] == [[*read, -7], [*written, -7]]
+        assert [ids.tolist() for ids in got] == [[*row_inputs, -7], [*row_targets, -7]]
 
 
 def test_density_0_masks_nothing():
@@ -73,7 +73,7 @@ def test_density_of_nine_tenths():
     mask = noise_mask(100, 0.9, 9, np.random.default_rng(0))
     assert (mask.sum(), run_starts(mask).sum()) == (90, 10)
     with pytest.raises(
-        ConfigError, match=r"90 of 100 tokens in 30 runs leave 10 kept tokens, too few .* smaller noise density"
+        ConfigError, match=r"90 of 100 tokens in 30 runs leaves 10 tokens, too few .* smaller noise density"
     ):
         noise_mask(100, 0.9, 3, np.random.default_rng(0))
 
@@ -112,8 +112,8 @@ def test_halves_are_rounded_to_even():
 def test_lengths(inputs, density, mean_span, raw, targets):
     assert lengths(inputs, density, mean_span) == (raw, targets)
     mask = noise_mask(raw, density, mean_span, np.random.default_rng(0))
-    read, written = corrupt(np.arange(raw), mask, run_starts(mask), np.arange(-1, -1000, -1), eos_id=9999)
-    assert (len(read), len(written)) == (inputs, targets)
+    input_ids, target_ids = corrupt(np.arange(raw), mask, run_starts(mask), np.arange(-1, -1000, -1), eos_id=9999)
+    assert (len(input_ids), len(target_ids)) == (inputs, targets)
     assert exact_lengths(inputs, density, mean_span) == (raw, counts(raw, density, mean_span))
 
 
@@ -127,39 +127,39 @@ def test_lengths_that_no_row_has(inputs, density):
 
 def test_corrupt():
     ids, mask = np.array([10, 11, 12, 13, 14, 15]), np.array([True, True, False, False, True, False])
-    read, written = corrupt(ids, mask, run_starts(mask), np.array([999, 998, 997]), eos_id=1)
-    assert read.tolist() == [999, 12, 13, 998, 15, 1]
-    assert written.tolist() == [999, 10, 11, 998, 14, 1]
+    inputs, targets = corrupt(ids, mask, run_starts(mask), np.array([999, 998, 997]), eos_id=1)
+    assert inputs.tolist() == [999, 12, 13, 998, 15, 1]
+    assert targets.tolist() == [999, 10, 11, 998, 14, 1]
 
 
 def test_a_run_that_follows_another_has_its_own_sentinel():
     ids, mask = np.array([10, 11, 12, 13]), np.array([False, True, True, True])
     starts = np.array([False, True, False, True])
-    read, written = corrupt(ids, mask, starts, np.array([999, 998]), eos_id=1)
-    assert read.tolist() == [10, 999, 998, 1]
-    assert written.tolist() == [999, 11, 12, 998, 13, 1]
+    inputs, targets = corrupt(ids, mask, starts, np.array([999, 998]), eos_id=1)
+    assert inputs.tolist() == [10, 999, 998, 1]
+    assert targets.tolist() == [999, 11, 12, 998, 13, 1]
 
 
-def test_targets_are_those_of_google_for_masks_that_begin_kept():
+def test_targets_equal_google_for_masks_that_start_unmasked():
     """Its targets are the row with each kept run replaced by the next sentinel."""
     ids, sentinels = np.arange(100, 140), np.arange(999, 900, -1)
     for seed in range(50):
         mask = noise_mask(40, 0.4, 2, np.random.default_rng(seed))
-        theirs, used = [], 0
+        theirs, num_used = [], 0
         for i, token in enumerate(ids):
             if mask[i]:
                 theirs.append(token)
             elif i == 0 or mask[i - 1]:
-                theirs.append(sentinels[used])
-                used += 1
+                theirs.append(sentinels[num_used])
+                num_used += 1
         assert corrupt(ids, mask, run_starts(mask), sentinels, 1)[1].tolist() == [*theirs, 1]
 
 
 def test_padding_ids_in_the_text_are_tokens_like_any_other():
     ids, mask = np.array([0, 5, 0, 0, 6]), np.array([False, False, True, True, False])
-    read, written = corrupt(ids, mask, run_starts(mask), np.array([99]), eos_id=1)
-    assert read.tolist() == [0, 5, 99, 6, 1]
-    assert written.tolist() == [99, 0, 0, 1]
+    inputs, targets = corrupt(ids, mask, run_starts(mask), np.array([99]), eos_id=1)
+    assert inputs.tolist() == [0, 5, 99, 6, 1]
+    assert targets.tolist() == [99, 0, 0, 1]
 
 
 def test_the_row_is_left_as_it_was():
@@ -170,9 +170,9 @@ def test_the_row_is_left_as_it_was():
 
 def test_compositions_are_equally_likely():
     rng = np.random.default_rng(0)
-    drawn = [tuple(composition(5, 3, rng).tolist()) for _ in range(6000)]
-    assert set(drawn) == {(1, 1, 3), (1, 3, 1), (3, 1, 1), (1, 2, 2), (2, 1, 2), (2, 2, 1)}
-    assert all(abs(drawn.count(parts) - 1000) < 4 * (1000 * 5 / 6) ** 0.5 for parts in set(drawn))
+    compositions = [tuple(composition(5, 3, rng).tolist()) for _ in range(6000)]
+    assert set(compositions) == {(1, 1, 3), (1, 3, 1), (3, 1, 1), (1, 2, 2), (2, 1, 2), (2, 2, 1)}
+    assert all(abs(compositions.count(parts) - 1000) < 4 * (1000 * 5 / 6) ** 0.5 for parts in set(compositions))
 
 
 def test_statistics_of_a_hundred_thousand_masks():

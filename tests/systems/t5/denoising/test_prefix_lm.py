@@ -26,12 +26,12 @@ def build(places, write_corpus, make_tokenizer):
 @pytest.mark.parametrize("prefix_tokens", [None, 1, 15])
 def test_prefix_and_rest_are_the_text(build, prefix_tokens):
     data = build(prefix_tokens=prefix_tokens)
-    joined = [token for text in TEXTS for token in [*(2 + b for b in text.encode()), 0]]
+    all_ids = [token for text in TEXTS for token in [*(2 + b for b in text.encode()), 0]]
     cuts = set()
     for index in range(len(data)):
         sample = data.sample(3, index)
         inputs, targets = sample["input_ids"].tolist(), sample["labels"].tolist()
-        assert [*inputs[:-1], *targets[:-1]] == joined[16 * index : 16 * index + 16]
+        assert [*inputs[:-1], *targets[:-1]] == all_ids[16 * index : 16 * index + 16]
         assert inputs[-1] == targets[-1] == 0
         cuts.add(len(inputs) - 1)
     assert cuts == (set(range(1, 16)) if prefix_tokens is None else {prefix_tokens})
@@ -48,22 +48,22 @@ def test_batch_is_padded(build):
 
 
 def test_one_shape_needs_a_fixed_cut():
-    free, fixed = (
+    with_free_cut, with_fixed_cut = (
         load(prefix_lm.Config, {"corpus": "t", "sequence_tokens": 16, "prefix_tokens": n}, "data") for n in (None, 4)
     )
-    fixed.check_compiled()
+    with_fixed_cut.check_compiled()
     with pytest.raises(ConfigError, match=r"^loop\.compile: needs batches of one length.*data\.prefix_tokens"):
-        free.check_compiled()
-    fixed.check_length(13)
+        with_free_cut.check_compiled()
+    with_fixed_cut.check_length(13)
     with pytest.raises(ConfigError, match=r"^data\.sequence_tokens: 13 tokens are more than the 12"):
-        fixed.check_length(12)
-    free.check_length(16)
+        with_fixed_cut.check_length(12)
+    with_free_cut.check_length(16)
     with pytest.raises(ConfigError, match=r"^data\.sequence_tokens: 16 tokens are more than the 15"):
-        free.check_length(15)
+        with_free_cut.check_length(15)
 
 
 def test_refusals(build):
-    with pytest.raises(ConfigError, match="prefix_tokens: 16 leave nothing to write of 16 sequence_tokens"):
+    with pytest.raises(ConfigError, match="prefix_tokens: expected less than sequence_tokens = 16, got 16"):
         build(prefix_tokens=16)
     with pytest.raises(DataError, match="fewer than 16 tokens"):
         build(["short"])

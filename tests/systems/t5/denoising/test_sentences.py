@@ -27,11 +27,11 @@ from src.systems.t5.denoising.depth.sentences import split
     ],
 )
 def test_where_sentences_end(text, expected):
-    found = split(text)
-    assert "".join(found) == (text if text.strip() else "")
-    assert all(sentence.strip() for sentence in found)
+    sentences = split(text)
+    assert "".join(sentences) == (text if text.strip() else "")
+    assert all(sentence.strip() for sentence in sentences)
     if expected is not None:
-        assert found == expected
+        assert sentences == expected
 
 
 def test_abbreviations_end_no_sentence():

@@ -27,10 +27,10 @@ def test_none(tokenizer):
 def test_tokens_that_text_could_spell_are_refused(make_tokenizer):
     tokenizer = make_tokenizer([*ENDS, "<extra_id_0>"])
     tokenizer.add_tokens(["<extra_id_1>"])
-    with pytest.raises(DataError, match="<extra_id_1> is no special token"):
+    with pytest.raises(DataError, match="<extra_id_1> is not a special token"):
         sentinels.sentinel_ids(tokenizer)
 
 
 def test_too_few(make_tokenizer):
-    with pytest.raises(ConfigError, match=r"^data\.x: masks 2 runs .* has 1\. Write fewer input tokens"):
+    with pytest.raises(ConfigError, match=r"^data\.x: masks 2 runs .* has 1 sentinels\. Use fewer input tokens"):
         sentinels.require(make_tokenizer([*ENDS, "<extra_id_0>"]), 2, "data.x")

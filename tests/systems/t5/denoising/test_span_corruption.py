@@ -33,7 +33,7 @@ def build(places, write_corpus, make_tokenizer):
     return make
 
 
-def restored(sample):
+def restore(sample):
     """The row that a sample was made from: each sentinel of the inputs replaced by what follows it in the targets."""
     inputs, targets = sample["input_ids"].tolist(), sample["labels"].tolist()
     assert inputs[-1] == targets[-1] == EOS
@@ -52,12 +52,12 @@ def restored(sample):
 
 def test_inputs_and_targets_give_back_the_text(build):
     data = build()
-    joined = [token for text in TEXTS for token in [*byte_ids(text), EOS]]
+    all_ids = [token for text in TEXTS for token in [*byte_ids(text), EOS]]
     for epoch in (0, 1):
         samples = [data.sample(epoch, i) for i in range(len(data))]
-        rows = [token for sample in samples for token in restored(sample)]
-        assert rows == joined[: len(rows)]
-        assert 0 <= len(joined) - len(rows) < 34
+        rows = [token for sample in samples for token in restore(sample)]
+        assert rows == all_ids[: len(rows)]
+        assert 0 <= len(all_ids) - len(rows) < 34
 
 
 def test_every_length_is_exact(build):
@@ -83,7 +83,7 @@ def test_batch(build):
 
 def test_sentinels_and_padding_in_documents_stay_text(build):
     data = build(["<extra_id_0></s><|pad|>\0" * 9])
-    rows = [restored(data.sample(0, i)) for i in range(len(data))]
+    rows = [restore(data.sample(0, i)) for i in range(len(data))]
     assert all(token >= len(CONTROLS) for row in rows for token in row)
 
 
@@ -95,7 +95,7 @@ def test_ids_are_those_of_the_table_however_it_is_ordered(build):
 
 def test_more_sentinels_than_there_are_is_refused_before_documents_are_read(build):
     with pytest.raises(
-        ConfigError, match=r"^data\.input_tokens: masks 128 runs in a sequence, .* has 100\. Write fewer"
+        ConfigError, match=r"^data\.input_tokens: masks 128 runs per sequence, .* has 100 sentinels\. Use fewer"
     ):
         build(["too short"], input_tokens=512, noise_density=0.5)
     with pytest.raises(DataError, match="has no sentinels"):
@@ -111,9 +111,9 @@ def test_too_few_sentinels_are_found_without_loading_the_tokenizer(make_tokenize
     dense.check_tokenizer(None)
     dense.check_tokenizer(tmp_path)
     sparse.check_tokenizer(tmp_path / "hundred")
-    with pytest.raises(ConfigError, match=r"^data\.input_tokens: masks 128 runs in a sequence, .*hundred has 100"):
+    with pytest.raises(ConfigError, match=r"^data\.input_tokens: masks 128 runs per sequence, .*hundred has 100"):
         dense.check_tokenizer(tmp_path / "hundred")
-    with pytest.raises(DataError, match="none: this tokenizer has no sentinels"):
+    with pytest.raises(DataError, match="none: the tokenizer has no sentinels"):
         sparse.check_tokenizer(tmp_path / "none")
     (tmp_path / "none" / "tokenizer.json").write_text("[")
     sparse.check_tokenizer(tmp_path / "none")
@@ -135,7 +135,7 @@ def test_too_little_text(build):
         ({"input_tokens": 2}, r"data\.input_tokens: "),
         ({"val_sequences": 0}, r"data\.val_sequences: "),
         ({"input_tokens": 3}, r"data: no row of tokens gives exactly 3 input tokens"),
-        ({"input_tokens": 512, "noise_density": 0.9}, r"data: .* leave \d+ kept tokens, too few to part the runs"),
+        ({"input_tokens": 512, "noise_density": 0.9}, r"data: .* leaves \d+ tokens, too few to separate the runs"),
     ],
 )
 def test_config_refuses(values, message):

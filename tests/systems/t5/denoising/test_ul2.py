@@ -13,7 +13,7 @@ from src.systems.t5.denoising.denoiser_mixture import BLOCK
 CONTROLS = ("<|endoftext|>", "<|pad|>", "[S2S]", *[f"<extra_id_{k}>" for k in range(99, -1, -1)])
 FIRST, BYTES = len(CONTROLS) - 1, len(CONTROLS)
 TEXTS = [f"Document {i} says {'more and ' * i}no more." for i in range(60)]
-JOINED = [token for text in TEXTS for token in [*(BYTES + b for b in text.encode()), 0]]
+ALL_IDS = [token for text in TEXTS for token in [*(BYTES + b for b in text.encode()), 0]]
 DENOISERS = [
     {"rate": 1.0, "mode": "R", "mean_span_tokens": 3.0, "noise_density": 0.15},
     {"rate": 2.0, "mode": "[S2S]"},
@@ -51,7 +51,7 @@ def test_every_token_is_read_once_an_epoch_by_denoisers_in_their_shares(build):
     data = build()
     assert len(data) > BLOCK  # a whole block and a part
     for epoch in (0, 1):
-        rows, made = {}, Counter()
+        rows, num_samples = {}, Counter()
         for index in range(len(data)):
             number, first = data.locate(epoch, index)
             sample = data.sample(epoch, index)
@@ -61,11 +61,11 @@ def test_every_token_is_read_once_an_epoch_by_denoisers_in_their_shares(build):
             assert len(inputs) == 24 or (number == 1 and len(inputs) < 24)
             assert inputs[-1] == targets[-1] == 0
             rows[first] = text_of(inputs[len(mode) :], targets)
-            made[number] += index < BLOCK
-        joined = [token for first in sorted(rows) for token in rows[first]]
-        assert joined == JOINED[: len(joined)]
-        assert len(JOINED) - len(joined) < 40
-        assert made == {0: 100, 1: 200, 2: 100}
+            num_samples[number] += index < BLOCK
+        all_ids = [token for first in sorted(rows) for token in rows[first]]
+        assert all_ids == ALL_IDS[: len(all_ids)]
+        assert len(ALL_IDS) - len(all_ids) < 40
+        assert num_samples == {0: 100, 1: 200, 2: 100}
 
 
 def test_a_mode_that_leaves_a_length_which_no_row_gives(build):
@@ -84,7 +84,7 @@ def test_batch_is_padded(build):
     assert len({len(s["labels"]) for s in samples}) > 2
 
 
-def test_batches_of_all_denoisers_may_have_one_shape(build):
+def test_batches_of_all_denoisers_can_have_one_shape(build):
     data, plain = build(fixed_length=True), build()
     assert {
         tuple(data.collate([data.sample(0, i)])[name].shape[1] for name in ("input_ids", "labels")) for i in range(40)
@@ -110,9 +110,9 @@ def test_published_mixture():
     assert [d.mode for d in config.denoisers] == ["[NLU]"] * 2 + ["[S2S]"] + ["[NLG]"] * 4
     with pytest.raises(ConfigError, match=r"compile: needs batches of one length, and those of 'ul2' differ"):
         config.check_compiled()
-    fixed = load(ul2.Config, {"corpus": "t", "fixed_length": True}, "data")
-    fixed.check_compiled()
-    assert fixed.batch_lengths() == (512, 512)
+    fixed_length = load(ul2.Config, {"corpus": "t", "fixed_length": True}, "data")
+    fixed_length.check_compiled()
+    assert fixed_length.batch_lengths() == (512, 512)
     with pytest.raises(ConfigError, match=r"^data\.denoisers: their targets have up to \d+ tokens"):
         load(ul2.Config, {"corpus": "t", "input_tokens": 10, "denoisers": [_dense()]}, "data").check_length(10)
 
@@ -124,7 +124,7 @@ def _dense():
 def test_more_sentinels_than_there_are_is_refused(build):
     span = {"rate": 1.0, "mean_span_tokens": 3.0, "noise_density": 0.5}
     with pytest.raises(
-        ConfigError, match=r"^data\.denoisers\[1\]: masks 128 runs in a sequence, .* has 100\. Write fewer"
+        ConfigError, match=r"^data\.denoisers\[1\]: masks 128 runs per sequence, .* has 100 sentinels\. Use fewer"
     ):
         build(input_tokens=512, denoisers=[DENOISERS[1], span])
     assert len(build(input_tokens=400, denoisers=[span]))
@@ -134,7 +134,7 @@ def test_too_few_sentinels_are_found_without_loading_the_tokenizer(make_tokenize
     make_tokenizer(CONTROLS, "<|pad|>").save_pretrained(tmp_path)
     config = load(ul2.Config, {"corpus": "t"}, "data")
     config.check_tokenizer(None)
-    with pytest.raises(ConfigError, match=r"^data\.denoisers\[3\]: masks 12\d runs in a sequence, .* has 100"):
+    with pytest.raises(ConfigError, match=r"^data\.denoisers\[3\]: masks 12\d runs per sequence, .* has 100"):
         config.check_tokenizer(tmp_path)
     load(ul2.Config, {"corpus": "t", "input_tokens": 400}, "data").check_tokenizer(tmp_path)
 
@@ -150,7 +150,7 @@ def test_too_few_sentinels_are_found_without_loading_the_tokenizer(make_tokenize
         ),
         (
             {"denoisers": [*DENOISERS, _dense() | {"mean_span_tokens": 1.0}]},
-            r"data: denoisers\[3\]: \d+ of \d+ tokens in \d+ runs leave",
+            r"data: denoisers\[3\]: masking \d+ of \d+ tokens in \d+ runs leaves",
         ),
         (
             {"denoisers": [{"rate": 1.0, "mode": "m" * 23}]},
@@ -158,7 +158,7 @@ def test_too_few_sentinels_are_found_without_loading_the_tokenizer(make_tokenize
         ),
         (
             {"denoisers": [{**DENOISERS[0], "mode": "m" * 22}]},
-            r"data\.denoisers\[0\]: beside the 22 tokens of its mode, 2 input tokens",
+            r"data\.denoisers\[0\]: without the 22 tokens of its mode, 2 input tokens",
         ),
     ],
 )
@@ -168,5 +168,5 @@ def test_refusals(build, values, message):
 
 
 def test_too_little_text(build):
-    with pytest.raises(DataError, match=r"train.jsonl: 6 tokens are too few for one sequence"):
+    with pytest.raises(DataError, match=r"train.jsonl: 6 tokens are too few"):
         build(["short"])

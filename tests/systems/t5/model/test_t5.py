@@ -48,7 +48,7 @@ def test_v1_1_has_gates_and_a_matrix_of_its_own_for_the_logits(places: Places):
     assert model.name_or_path == str(places.data / "tokenizer")
 
 
-def test_the_embedding_may_have_rows_that_no_token_has(places: Places):
+def test_embedding_can_have_unused_rows(places: Places):
     model = config(random={**SIZES, "vocabulary_multiple": 64}).build(places)
     rows = -(-VOCABULARY // 64) * 64
     assert rows > VOCABULARY
@@ -66,21 +66,21 @@ def test_the_original_takes_logits_from_the_scaled_embedding(places: Places):
     torch.testing.assert_close(before, logits(model) * 32**-0.5)
 
 
-def test_the_loss_of_v1_1_begins_at_that_of_knowing_nothing(places: Places):
+def test_initial_loss_of_v1_1_is_that_of_uniform_predictions(places: Places):
     """ln V, and half the variance of logits, which is 1. A matrix that is drawn as the embedding is gives logits of
     variance 256."""
     torch.manual_seed(0)
-    found = logits(config(random={**SIZES, "hidden_size": 256}).build(places)).detach()
-    assert 0.5 < found.var().item() < 2.0
-    loss = torch.nn.functional.cross_entropy(found.flatten(0, 1), torch.randint(0, VOCABULARY, (6,)))
+    initial_logits = logits(config(random={**SIZES, "hidden_size": 256}).build(places)).detach()
+    assert 0.5 < initial_logits.var().item() < 2.0
+    loss = torch.nn.functional.cross_entropy(initial_logits.flatten(0, 1), torch.randint(0, VOCABULARY, (6,)))
     assert abs(loss.item() - math.log(VOCABULARY) - 0.5) < 1.0
 
 
 def test_both_matrices_of_v1_1_come_back_from_a_checkpoint_and_from_a_folder(places: Places, tmp_path: Path):
     from safetensors.torch import save_file
 
-    made = config(random=SIZES)
-    model, other = made.build(places), made.build(places)
+    t5_config = config(random=SIZES)
+    model, other = t5_config.build(places), t5_config.build(places)
     save_file({name: tensor.clone() for name, tensor in trained_weights(model).items()}, tmp_path / "model.safetensors")
     assert not torch.equal(logits(other), logits(model))
     load_trained(other, tmp_path / "model.safetensors")
@@ -91,13 +91,13 @@ def test_both_matrices_of_v1_1_come_back_from_a_checkpoint_and_from_a_folder(pla
     assert again.lm_head.weight is not again.shared.weight
 
 
-def test_random_weights_follow_the_seed_and_dropout_is_as_told(places: Places):
-    found = []
+def test_random_weights_follow_the_seed_and_dropout_the_config(places: Places):
+    outputs = []
     for seed in (0, 0, 1):
         torch.manual_seed(seed)
-        found.append(logits(config(random=SIZES).build(places)))
-    assert torch.equal(found[0], found[1])
-    assert not torch.equal(found[0], found[2])
+        outputs.append(logits(config(random=SIZES).build(places)))
+    assert torch.equal(outputs[0], outputs[1])
+    assert not torch.equal(outputs[0], outputs[2])
     assert dropout_rates(config(random=SIZES).build(places)) == {0.0}
     assert dropout_rates(config(random=SIZES, dropout_rate=0.25).build(places)) == {0.25}
 
@@ -114,7 +114,7 @@ def test_adapters_know_its_matrices(places: Places):
     )
 
 
-class TestPretrained:
+class TestPretrainedModels:
     @pytest.fixture
     def folder(self, places: Places, tmp_path: Path) -> Path:
         """An original T5 as others have saved it, with dropout."""
@@ -150,7 +150,7 @@ class TestPretrained:
 
     def test_a_decoder_is_no_t5_and_a_t5_no_decoder(self, folder: Path, places: Places, base_of: Any, tmp_path: Path):
         base_of("gpt2").save_pretrained(tmp_path / "gpt2")
-        with pytest.raises(ConfigError, match=r"gpt2: a model of type 'gpt2'; expected a T5\."):
+        with pytest.raises(ConfigError, match=r"gpt2: expected a model of type t5, .* got 'gpt2'\."):
             config(path=str(tmp_path / "gpt2")).check(places)
         with pytest.raises(ConfigError, match=r"config.json: of an encoder-decoder.*The model part 't5' reads a T5"):
             load(hf.Config, {"path": str(folder)}, "model").check(places)
@@ -192,7 +192,7 @@ def test_a_longt5_is_read_from_a_folder(attention: str, places: Places, tmp_path
     sizes_known = part.architecture(places)
     assert sizes_known is not None
     assert (sizes_known.model_type, sizes_known.max_positions) == ("longt5", None)
-    with pytest.raises(ConfigError, match=r"DEPTH's masks have a row for each token, and LongT5's encoder takes none"):
+    with pytest.raises(ConfigError, match=r"DEPTH needs attention masks with a row per token"):
         load(dataset.Config, {"corpus": "x"}, "data").check_model(sizes_known)
 
     ids = torch.randint(4, VOCABULARY, (1, 600))
@@ -211,15 +211,15 @@ def test_a_longt5_is_read_from_a_folder(attention: str, places: Places, tmp_path
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({}, "model: expected either path, of pretrained weights, or random"),
+        ({}, "model: expected either path, for pretrained weights, or random"),
         ({"path": "google/flan-t5-xl", "random": SIZES}, "model: expected either path"),
         (
             {"random": SIZES, "dtype": "bfloat16"},
-            "model: dtype: it is of pretrained weights, so random ones would ignore it.",
+            "model: dtype: only for pretrained weights.",
         ),
         (
             {"random": {**SIZES, "num_heads": 5}},
-            "model.random: hidden_size 32 does not divide by num_heads 5. Write head_size.",
+            "model.random: hidden_size 32 is not divisible by num_heads 5. Set head_size.",
         ),
         (
             {"random": {**SIZES, "version": "1.1"}},

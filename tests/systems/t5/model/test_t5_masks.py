@@ -101,13 +101,13 @@ def plain(model, batch):
 def test_logits_and_gradients_are_those_of_a_plain_model(batch, attention):
     model = make(attention)
     accept(model)
-    expected, found = plain(model, batch), model(**batch, use_cache=False).logits
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    expected, logits = plain(model, batch), model(**batch, use_cache=False).logits
+    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
     weights = dict(model.named_parameters())
     weights.pop("encoder.embed_tokens.weight", None)
     gradients = [
         torch.autograd.grad((y * y.detach().sin()).sum(), list(weights.values()), allow_unused=True)
-        for y in (expected, found)
+        for y in (expected, logits)
     ]
     for name, mine, other in zip(weights, *gradients, strict=True):
         assert mine is not None, name
@@ -129,11 +129,11 @@ def test_other_calls_are_as_before(batch):
     ids = {name: batch[name] for name in ("input_ids", "decoder_input_ids")}
     for mask in (None, torch.arange(S) < torch.tensor([7, 5, 3])[:, None]):
         assert torch.equal(changed(**ids, attention_mask=mask).logits, model(**ids, attention_mask=mask).logits)
-    made = [
+    outputs = [
         m.generate(batch["input_ids"], max_new_tokens=5, do_sample=False).tolist()
         for m in (model, changed, copy.deepcopy(changed))
     ]
-    assert made[0] == made[1] == made[2]
+    assert outputs[0] == outputs[1] == outputs[2]
 
 
 def test_under_gradient_checkpointing_and_autocast(batch):
@@ -143,8 +143,8 @@ def test_under_gradient_checkpointing_and_autocast(batch):
     model.activation_checkpointing_enable()
     torch.testing.assert_close(model.train()(**batch, use_cache=False).logits, expected)
     with torch.autocast("cpu", torch.bfloat16):
-        found = model(**batch, use_cache=False).logits
-    assert (found.float() - expected).abs().mean() < 0.05 * expected.abs().mean()
+        logits = model(**batch, use_cache=False).logits
+    assert (logits.float() - expected).abs().mean() < 0.05 * expected.abs().mean()
 
 
 def test_every_t5_that_is_built_takes_them(places: Places, batch):

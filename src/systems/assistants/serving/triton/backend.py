@@ -1,5 +1,4 @@
-"""What Triton's Python backend runs: a trained model, as `1/model.py` of a repository names it;
-for the server's own Python."""
+"""A trained model for Triton's Python backend. `1/model.py` of a repository imports it in the server's Python."""
 
 import json
 from importlib import import_module
@@ -13,7 +12,7 @@ from src.systems.assistants.rewards.kserve import FINGERPRINT, INPUTS
 
 
 class Model:
-    """One instance of the model. Triton calls the methods, by these names."""
+    """One instance of the model. Triton defines the names of the methods."""
 
     run: str
     """Save directory of the run."""
@@ -25,30 +24,33 @@ class Model:
         """Load the weights.
 
         Raises:
-            CheckpointError: the run has other weights by now than when the repository was written.
+            CheckpointError: the run's weights have changed since the repository was written.
             UserError: a part of the model is missing.
         """
-        run, wanted = Path(self.run), json.loads(args["model_config"])["parameters"][FINGERPRINT]["string_value"]
+        run, expected_fingerprint = (
+            Path(self.run),
+            json.loads(args["model_config"])["parameters"][FINGERPRINT]["string_value"],
+        )
         device = f"cuda:{args['model_instance_device_id']}" if args["model_instance_kind"] == "GPU" else "cpu"
         self._triton: Any = import_module("triton_python_backend_utils")
         self._model = load_served(run, Places(Path(self.data), run.parent), device, self.mode)
-        if self._model.fingerprint != wanted:
-            raise CheckpointError(f"{run}: was trained again since this repository was written. Write it again.")
+        if self._model.fingerprint != expected_fingerprint:
+            raise CheckpointError(f"{run}: the weights have changed since this repository was written. Write it again.")
 
     def execute(self, requests: list[Any]) -> list[Any]:
-        """One answer for each request, which is a batch by itself: no other request changes its padding or rounding."""
+        """Answer requests. Each is a separate batch, so other requests do not change its padding or rounding."""
         return [self._answer(request) for request in requests]
 
     def _answer(self, request: Any) -> Any:
         import torch
 
-        codes, refused = self._triton.TritonError, self._triton.InferenceResponse
+        codes, make_response = self._triton.TritonError, self._triton.InferenceResponse
         try:
             inputs = [self._triton.get_input_tensor_by_name(request, name).as_numpy() for name in INPUTS]
-            found = self._model.score(*(torch.tensor(values) for values in inputs)).numpy()
+            scores = self._model.score(*(torch.tensor(values) for values in inputs)).numpy()
         except UserError as error:
-            return refused(error=codes(str(error), codes.INVALID_ARG))
-        except Exception as error:  # noqa: BLE001  the server goes on
-            return refused(error=codes(f"{type(error).__name__}: {error}", codes.INTERNAL))
-        values = found[:, None] if found.ndim == 1 else found
+            return make_response(error=codes(str(error), codes.INVALID_ARG))
+        except Exception as error:  # noqa: BLE001  the server must continue
+            return make_response(error=codes(f"{type(error).__name__}: {error}", codes.INTERNAL))
+        values = scores[:, None] if scores.ndim == 1 else scores
         return self._triton.InferenceResponse(output_tensors=[self._triton.Tensor(self._model.output, values)])

@@ -1,15 +1,15 @@
-"""Writes a trained run as a model of a Triton server's model repository: scores over gRPC and HTTP.
+"""Export a trained run to a Triton model repository, which serves its scores over gRPC and HTTP.
 
 python -m src.systems.assistants.serving.triton.repository RUN FOLDER --mode rm
     rewards of a reward model
 python -m src.systems.assistants.serving.triton.repository RUN FOLDER --mode ref
-    log-probabilities of tokens, by a decoder (or: sft)
+    log-probabilities of tokens by a decoder (the same as --mode sft)
 python -m src.systems.assistants.serving.triton.repository RUN FOLDER --mode rm --backend pytorch
     a traced model, for servers without this project
 
-RUN is the save directory of a finished run, or the beginning of its id. FOLDER can have several models; the same run is
-written again. The Python backend loads the run's last checkpoint from where it is. Its fingerprint is in the config, so
-that a training can check that it queries the model that it names.
+RUN is the save directory of a finished run, or a prefix of its id. FOLDER can have several models; a model of the same
+run is replaced. The Python backend loads the last checkpoint from the run. The config has the model's fingerprint, so a
+training can verify the model that it queries.
 """
 
 import argparse
@@ -33,7 +33,7 @@ from src.systems.assistants.rewards.kserve import FINGERPRINT
 log = logging.getLogger(__name__)
 
 MARKER = "repository.json"
-"""The file that says that a folder is a repository of ours."""
+"""File that marks a folder as a repository written by this command."""
 KIND = "trainval's models for Triton"
 BACKENDS = ("python", "pytorch")
 TRACED_TOKENS, MAX_BATCH = 512, 1024
@@ -53,7 +53,7 @@ instance_group [ {{ count: 1 {device} }} ]
 parameters {{ key: {key} value {{ string_value: {fingerprint} }} }}
 """
 _MODEL = """\
-# Written by src.systems.assistants.serving.triton.repository. The server's own Python reads it.
+# Written by src.systems.assistants.serving.triton.repository. The server's Python imports it.
 import sys
 
 sys.path.insert(0, {root!r})
@@ -67,7 +67,7 @@ class TritonPythonModel(Model):
 
 
 def name_model(text: str) -> str:
-    """The name of a model for a run's: / becomes -.
+    """The model name of a run: "/" becomes "-".
 
     Raises:
         ConfigError: it cannot be a folder's name.
@@ -75,21 +75,21 @@ def name_model(text: str) -> str:
     name = text.replace("/", "-")
     if not _NAME.fullmatch(name):
         raise ConfigError(
-            f"{text!r}: cannot be a model's name. "
-            "Expected letters, digits, '.', '_' and '-', beginning with a letter or a digit."
+            f"{text!r}: invalid model name. "
+            "Expected letters, digits, '.', '_' and '-', starting with a letter or a digit."
         )
     return name
 
 
 def list_models(folder: Path) -> dict[str, dict[str, Any]]:
-    """The "mode", "output", "backend", "fingerprint" and "run" of each model of a repository of ours, by its name.
+    """ "mode", "output", "backend", "fingerprint" and "run" of each model in a repository, by model name.
 
     Raises:
-        RunError: the folder is none, or a model in it is damaged.
+        RunError: the folder is not a repository written by this command, or a model in it is damaged.
     """
     if not (folder / MARKER).is_file():
         raise RunError(
-            f"{folder}: no model repository of ours. "
+            f"{folder}: not a model repository of this project. "
             f"Write one with python -m src.systems.assistants.serving.triton.repository RUN {folder} --mode rm"
         )
     places = sorted(path.parent for path in folder.glob(f"[!.]*/{MANIFEST}"))
@@ -97,17 +97,17 @@ def list_models(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def check_folder(folder: Path, name: str) -> None:
-    """Refuse what is there and is not ours.
+    """Check that nothing else would be overwritten.
 
     Raises:
-        RunError: the folder has other things, or there is something else by the model's name.
+        RunError: the folder or the model's subfolder was not written by this command.
     """
     if folder.exists() and not folder.is_dir():
-        raise RunError(f"{folder}: is no folder. Name a new one, or a model repository that this command has written.")
+        raise RunError(f"{folder}: not a folder. Use a new folder, or a model repository of this command.")
     if folder.is_dir() and any(folder.iterdir()) and not (folder / MARKER).is_file():
-        raise RunError(f"{folder}: holds other things than a model repository of ours. Name a new folder.")
+        raise RunError(f"{folder}: not empty, and not a model repository of this command. Use a new folder.")
     if (folder / name).is_symlink() or ((folder / name).exists() and "triton" not in _read_facts(folder / name)):
-        raise RunError(f"{folder / name}: was not written by this command. Move it away, or choose another --name.")
+        raise RunError(f"{folder / name}: not written by this command. Move it, or use another --name.")
 
 
 def _read_facts(folder: Path) -> dict[str, Any]:
@@ -118,13 +118,13 @@ def _read_facts(folder: Path) -> dict[str, Any]:
 
 
 def write_model(source: Path, folder: Path, places: Places, options: argparse.Namespace) -> str:
-    """Write the model of a run into the repository `folder`; its name there.
+    """Write the model of a run into the repository `folder`; returns the model's name.
 
     options: mode, backend, name, max_batch, device.
 
     Raises:
-        ConfigError: the run is not done, its model is of a wrong kind, or a name or a number cannot be used.
-        RunError: the folder holds something else, or cannot be written.
+        ConfigError: the run is not finished, its model is of a wrong kind, or an option is invalid.
+        RunError: the folder was not written by this command, or cannot be written.
     """
     if options.max_batch < 1:
         raise ConfigError(f"--max_batch: expected at least 1, got {options.max_batch}.")
@@ -157,16 +157,18 @@ def write_model(source: Path, folder: Path, places: Places, options: argparse.Na
         folder.mkdir(parents=True, exist_ok=True)
     if not (folder / MARKER).is_file():
         write_json(folder / MARKER, {"kind": KIND})
-    with new_directory(folder / name, {"triton": facts}) as made:
-        (made / "config.pbtxt").write_text(config, encoding="utf-8")
-        (made / "1").mkdir()
+    with new_directory(folder / name, {"triton": facts}) as model_folder:
+        (model_folder / "config.pbtxt").write_text(config, encoding="utf-8")
+        (model_folder / "1").mkdir()
         if options.backend == "python":
             model = _MODEL.format(
                 root=str(ROOT), run=str(run.resolve()), data=str(places.data.resolve()), mode=options.mode
             )
-            (made / "1" / "model.py").write_text(model, encoding="utf-8")
+            (model_folder / "1" / "model.py").write_text(model, encoding="utf-8")
         else:
-            trace(load_served(run, places, options.device, options.mode)).save(str(made / "1" / "traced-model.pt"))
+            trace(load_served(run, places, options.device, options.mode)).save(
+                str(model_folder / "1" / "traced-model.pt")
+            )
     return name
 
 
@@ -175,20 +177,21 @@ def _quote(text: str) -> str:
 
 
 def _write_device(device: str | None) -> str:
-    """The part of a config that says where the model runs."""
+    """The part of a model's config that defines its device."""
     import torch
 
-    found = re.fullmatch(r"cpu|cuda(?::(\d+))?", device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    if found is None:
+    match = re.fullmatch(r"cpu|cuda(?::(\d+))?", device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if match is None:
         raise ConfigError(f"--device: expected cpu, cuda or cuda:N, got {device!r}.")
-    return "kind: KIND_CPU" if found[0] == "cpu" else f"kind: KIND_GPU gpus: [ {found[1] or 0} ]"
+    return "kind: KIND_CPU" if match[0] == "cpu" else f"kind: KIND_GPU gpus: [ {match[1] or 0} ]"
 
 
 def trace(model: ServedModel) -> Any:
-    """Its torch.jit.trace, from a padded example, compared with the model itself on batches of other sizes.
+    """Trace the model with torch.jit.trace on a padded example, and compare the trace on batches of other sizes.
 
     Raises:
-        ConfigError: the two differ by more than rounding: the model depends on sizes in a way that no trace can hold.
+        ConfigError: they differ by more than rounding, because the model depends on sizes in a way that cannot be
+            traced.
     """
     import torch
 
@@ -197,26 +200,27 @@ def trace(model: ServedModel) -> Any:
             part.set_attn_implementation("eager")  # pyright: ignore[reportCallIssue]
     longest = min(TRACED_TOKENS, model.longest or TRACED_TOKENS)
     with torch.inference_mode(False), torch.no_grad(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of the tracer, about sizes: they are compared here
-        traced: Any = torch.jit.trace(model.module, _make_batch(model, 2, longest), check_trace=False)
+        warnings.simplefilter("ignore")  # the tracer warns about sizes, which are compared below
+        traced_model: Any = torch.jit.trace(model.module, _make_batch(model, 2, longest), check_trace=False)
         for sizes in ((1, 1), (3, longest), (5, max(longest // 3, 2))):
             batch = _make_batch(model, *sizes)
             try:
-                apart = (traced(*batch).float() - model.module(*batch).float()).abs().max().item()
+                difference = (traced_model(*batch).float() - model.module(*batch).float()).abs().max().item()
             except (RuntimeError, IndexError) as error:
                 raise ConfigError(
-                    f"its trace fails on {sizes[0]} x {sizes[1]} tokens ({str(error)[:80]!r}). Use --backend python."
+                    f"the traced model fails on {sizes[0]} x {sizes[1]} tokens ({str(error)[:80]!r}). "
+                    "Use --backend python."
                 ) from None
-            if not apart <= 1e-4:
+            if not difference <= 1e-4:
                 raise ConfigError(
-                    f"its trace differs by {apart:.2g} from the model on {sizes[0]} x {sizes[1]} tokens. "
+                    f"the traced model differs by {difference:.2g} on {sizes[0]} x {sizes[1]} tokens. "
                     "Use --backend python."
                 )
-    return traced
+    return traced_model
 
 
 def _make_batch(model: ServedModel, rows: int, tokens: int) -> tuple[Any, Any]:
-    """Padded ids and their mask, as clients send them."""
+    """Padded ids and their mask, like those of clients."""
     import torch
 
     ids = torch.arange(rows * tokens, dtype=torch.int32).reshape(rows, tokens) * 7919 % model.vocabulary
@@ -229,12 +233,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     parser = make_parser("src.systems.assistants.serving.triton.repository", __doc__)
     add = parser.add_argument
-    add("run", type=Path, help="a save directory, or the beginning of its id")
-    add("folder", type=Path, help="the model repository; it is made where there is none")
+    add("run", type=Path, help="a save directory, or a prefix of its id")
+    add("folder", type=Path, help="the model repository; created if missing")
     add("--mode", choices=list(MODES), required=True, help="rm: rewards. sft, ref: log-probabilities of tokens")
     add("--backend", choices=BACKENDS, default="python", help="default: %(default)s")
-    add("--name", help="of the model, in addresses; / becomes - (default: the id of the run)")
-    add("--max_batch", type=int, default=MAX_BATCH, help="most sequences of one request (default: %(default)s)")
+    add("--name", help="name of the model in addresses; / becomes - (default: the run's id)")
+    add("--max_batch", type=int, default=MAX_BATCH, help="maximum sequences per request (default: %(default)s)")
     add_options(parser)
     args = parse_arguments(parser, argv)
 

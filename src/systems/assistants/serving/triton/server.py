@@ -1,8 +1,9 @@
-"""Runs a Triton server on a model repository, in this terminal; Ctrl-C ends it.
+"""Run a Triton server on a model repository in this terminal. Press Ctrl-C to stop it.
 
-make triton                                       once: the server, in .triton
-python -m src.systems.assistants.serving.triton.server FOLDER        prints the addresses of its models; FOLDER is made
-                                                  by src.systems.assistants.serving.triton.repository
+make triton                                                      installs the server in .triton, once
+python -m src.systems.assistants.serving.triton.server FOLDER    serves the models in FOLDER and prints their addresses
+
+src.systems.assistants.serving.triton.repository writes models to FOLDER.
 """
 
 import hashlib
@@ -29,21 +30,21 @@ def command(folder: Path, address: str, ports: dict[str, int]) -> list[str]:
     """The server's command line. Frees the shared memory of a killed server on the same folder.
 
     Raises:
-        ConfigError: a port is taken, or the server or a backend is not installed.
-        RunError: the folder is no repository of ours, or has no models.
+        ConfigError: a port is in use, or the server or a backend is not installed.
+        RunError: the folder is not a repository of this project, or has no models.
     """
     models = list_models(folder)
     if not models:
         raise RunError(
-            f"{folder}: has no models yet. "
+            f"{folder}: no models. "
             f"Write one with python -m src.systems.assistants.serving.triton.repository RUN {folder} --mode rm"
         )
     program = _find_program()
     for name, facts in models.items():
         if not (ENVIRONMENT / "backends" / facts["backend"]).is_dir():
             raise ConfigError(
-                f"{folder / name}: is for the backend {facts['backend']!r}, which is missing from the server "
-                f"in {ENVIRONMENT}. Run NVIDIA's own Triton on this folder, or write the model with --backend python."
+                f"{folder / name}: needs the backend {facts['backend']!r}, missing from the server in {ENVIRONMENT}. "
+                "Use NVIDIA's Triton for this folder, or write the model with --backend python."
             )
     for name, port in ports.items():
         _check_port(address, name, port)
@@ -65,7 +66,7 @@ def command(folder: Path, address: str, ports: dict[str, int]) -> list[str]:
 
 
 def environment() -> dict[str, str]:
-    """The Python backend takes the first python3 on PATH, and the libpython that the linker finds."""
+    """The server's environment. The Python backend uses the first python3 on PATH and the linker's libpython."""
     libraries = [sysconfig.get_config_var("LIBDIR"), str(_find_program().parents[3] / "nvidia_pytriton.libs")]
     before = os.environ.get("LD_LIBRARY_PATH")
     return {
@@ -96,12 +97,12 @@ def _check_port(address: str, name: str, port: int) -> None:
         except (OSError, OverflowError) as error:
             reason = getattr(error, "strerror", None) or error
             raise ConfigError(
-                f"--{name}_port {port}: cannot listen on {address}: {reason}. Choose another port."
+                f"--{name}_port {port}: cannot listen on {address}: {reason}. Use another port."
             ) from None
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line: this process becomes the server."""
+    """Run the command line. The server replaces this process."""
     parser = make_parser("src.systems.assistants.serving.triton.server", __doc__)
     parser.add_argument("folder", type=Path, help="the model repository")
     parser.add_argument(

@@ -1,11 +1,11 @@
-"""DEPTH: the decoder fills in masked words and puts sentences in order (Bamberger et al. 2024, arXiv 2405.07788).
+"""DEPTH: the decoder predicts masked words and the order of sentences (Bamberger et al. 2024, arXiv 2405.07788).
 
-A sample is some consecutive sentences of one document: <eosen> <sent_i> words <eosen> <sent_j> words ... <eosen> </s>,
-with masked runs replaced by sentinels. Its target has all the same sentence tokens in the order of the text, each with
-its masked words.
+A sample has consecutive sentences of one document: <eosen> <sent_i> words <eosen> <sent_j> words ... <eosen> </s>, with
+masked runs replaced by sentinels. Its target has the same sentence tokens in the order of the text, each with its
+masked words.
 
-Sentence tokens are drawn without replacement, so they do not reveal the order. Nor do sentinels: they are numbered
-after shuffling, as the encoder reads them. Numbered in the order of the text they would reveal it.
+Sentence tokens are sampled without replacement, so they do not reveal the order. Sentinels do not reveal it either:
+they are numbered after shuffling, in the order in which the encoder reads them.
 """
 
 import copy
@@ -33,27 +33,27 @@ EOSEN = "<eosen>"
 
 
 class Config(DenoisingConfig):
-    """Rows {"text"} in train.jsonl and val.jsonl (no token files), and how their sentences are shuffled and masked."""
+    """Rows {"text"} in train.jsonl and val.jsonl (not token files), and how to shuffle and mask their sentences."""
 
-    same_length_advice: ClassVar[str] = "Write data.fixed_length: true, or leave loop.compile out."
+    same_length_advice: ClassVar[str] = "Set data.fixed_length: true, or remove loop.compile."
     input_tokens: int = Field(default=512, gt=0)
-    """Most tokens of an input, all its special tokens included."""
+    """Maximum tokens of an input, including special tokens."""
     target_tokens: int = Field(default=512, gt=0)
-    """Most tokens of a target, all its special tokens included."""
+    """Maximum tokens of a target, including special tokens."""
     noise_density: float = Field(default=0.3, ge=0, lt=1)
-    """Share of a sample's words that is masked, in tokens."""
+    """Share of a sample's tokens to mask."""
     mean_span_tokens: float = Field(default=3.0, ge=1)
-    """Masked tokens by masked runs. The end of a sentence ends a run."""
+    """Mean length of masked runs in tokens. Runs do not cross the end of a sentence."""
     num_sentences: int = Field(default=20, gt=0)
-    """Most sentences of a sample, and from how many sentence tokens its own are drawn.
-    More of a document are further samples."""
+    """Maximum number of sentences per sample, and number of sentence tokens to choose from.
+    A longer document gives several samples."""
     shuffle_rate: float = Field(default=0.5, ge=0, le=1)
-    """Share of the samples whose sentences the encoder reads in random order."""
+    """Share of the samples in which the encoder reads the sentences in random order."""
     sentence_weight: float = Field(default=1.0, ge=0)
-    """Weight of a sentence token in the training loss, where other tokens have 1 (the paper's lambda).
-    In validation all have 1."""
+    """Weight of sentence tokens in the training loss, relative to other tokens (the paper's lambda).
+    In validation it is 1."""
     fixed_length: bool = False
-    """Pad every batch to the longest possible inputs and targets, rather than its own longest, for `loop.compile`."""
+    """Whether to pad every batch to the maximum lengths, instead of its longest rows, for `loop.compile`."""
 
     @model_validator(mode="after")
     def _has_room(self) -> "Config":
@@ -70,10 +70,10 @@ class Config(DenoisingConfig):
         jsonl.require_splits(places, self.corpus)
 
     def check_tokenizer(self, folder: Path | None) -> None:
-        added = sentinels.read_added_tokens(folder)
-        if added is not None:
+        added_tokens = sentinels.read_added_tokens(folder)
+        if added_tokens is not None:
             _require_sentence_tokens(
-                [name for name, (_, special) in added.items() if special], self.num_sentences, str(folder)
+                [name for name, (_, special) in added_tokens.items() if special], self.num_sentences, str(folder)
             )
             sentinels.require_in_folder(folder, 1, "data")
 
@@ -84,8 +84,8 @@ class Config(DenoisingConfig):
     def check_model(self, sizes: Architecture | None) -> None:
         if sizes and sizes.model_type == "longt5":
             raise ConfigError(
-                "data: DEPTH's masks have a row for each token, and LongT5's encoder takes none such. "
-                "Take another objective."
+                "data: DEPTH needs attention masks with a row per token, which LongT5's encoder does not support. "
+                "Use another objective."
             )
 
     def batch_lengths(self) -> tuple[int, ...] | None:
@@ -93,12 +93,12 @@ class Config(DenoisingConfig):
 
     def build(self, places: Places, tokenizer: "PreTrainedTokenizerFast", split: str, seed: int) -> "DepthDataset":
         """The sentences of one split, tokenised.
-        What training draws is a function of (seed, epoch, index), of other splits of the index.
+        Masks and orders are functions of (seed, epoch, index) in training, and of the index in other splits.
 
         Raises:
-            DataError: the tokenizer lacks sentinels or sentence tokens; the data set is missing, incomplete, malformed
-                or empty, or smaller than `val_sequences`.
-            ConfigError: the sentinels are too few for any text.
+            DataError: the tokenizer has no sentinels or sentence tokens; the data set is missing, incomplete, malformed
+                or empty, or has fewer than `val_sequences` samples.
+            ConfigError: there are too few sentinels for any text.
         """
         folder = jsonl.corpus_folder(places, self.corpus)
         path = jsonl.require_file(folder, f"{split}.jsonl")
@@ -107,40 +107,42 @@ class Config(DenoisingConfig):
         room = self._make_room(len(words.sentinels))
         groups = Groups((row["text"] for row in rows), tokenizer, room, self.num_sentences, jsonl.fingerprint(folder))
         if not len(groups):
-            raise DataError(f"{path}: no text but white space.")
-        some = self.max_samples(split)
-        chosen = range(len(groups)) if some is None else jsonl.select_validation_rows(len(groups), some, path)
-        return DepthDataset(self, groups, chosen, words, (split, seed))
+            raise DataError(f"{path}: no text except white space. Add text.")
+        max_samples = self.max_samples(split)
+        group_indices = (
+            range(len(groups)) if max_samples is None else jsonl.select_validation_rows(len(groups), max_samples, path)
+        )
+        return DepthDataset(self, groups, group_indices, words, (split, seed))
 
 
 def sentence_tokens(number: int) -> list[str]:
-    """The token between sentences, and `number` names of sentences."""
+    """The token between sentences, and the names of `number` sentences."""
     return [EOSEN, *(f"<sent_{n}>" for n in range(number))]
 
 
 def _require_sentence_tokens(special: Container[str], number: int, where: str) -> list[str]:
-    """`sentence_tokens`. Raises DataError where the special tokens of the tokenizer in `where` lack one."""
-    wanted = sentence_tokens(number)
-    missing = [name for name in wanted if name not in special]
+    """`sentence_tokens`. Raises DataError if one is missing from the special tokens of the tokenizer `where`."""
+    names = sentence_tokens(number)
+    missing = [name for name in names if name not in special]
     if missing:
         raise DataError(
-            f"{where}: has no special token {missing[0]}; data.num_sentences {number} needs {EOSEN} and {wanted[1]} to "
-            f"{wanted[-1]}. Add them: python -m data_prep.t5.t5_tokenizer --from {where} --name NAME --sentences "
+            f"{where}: has no special token {missing[0]}; data.num_sentences {number} needs {EOSEN} and {names[1]} to "
+            f"{names[-1]}. Add them: python -m data_prep.t5.t5_tokenizer --from {where} --name NAME --sentences "
             f"{number}"
         )
-    return wanted
+    return names
 
 
 class Words:
     """Ids of special tokens."""
 
     def __init__(self, tokenizer: "PreTrainedTokenizerFast", num_sentences: int) -> None:
-        """Raises DataError where the tokenizer lacks one as a special token."""
+        """Raises DataError if one is missing from the tokenizer's special tokens."""
         import numpy as np
 
         special = {str(token): index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
-        wanted = _require_sentence_tokens(special, num_sentences, tokenizer.name_or_path)
-        self.eosen, *sentences = (special[name] for name in wanted)
+        names = _require_sentence_tokens(special, num_sentences, tokenizer.name_or_path)
+        self.eosen, *sentences = (special[name] for name in names)
         self.sentences = np.array(sentences, np.int32)
         self.sentinels = np.array(sentinels.sentinel_ids(tokenizer), np.int32)
         assert isinstance(tokenizer.eos_token_id, int), "load refuses a tokenizer without an end token"
@@ -152,25 +154,25 @@ class DepthDataset:
     """Samples are pure functions of (seed, epoch, index)."""
 
     def __init__(
-        self, config: Config, groups: Groups, chosen: Sequence[int], words: Words, drawn_for: tuple[str, int]
+        self, config: Config, groups: Groups, group_indices: Sequence[int], words: Words, drawn_for: tuple[str, int]
     ) -> None:
         """drawn_for: split and seed."""
         self.fingerprint, self.shuffle = groups.fingerprint, config.shuffle
-        self._config, self._groups, self._chosen, self._words = config, groups, chosen, words
+        self._config, self._groups, self._group_indices, self._words = config, groups, group_indices, words
         self._draws = mask_rng(*drawn_for)
         self._sentences_alone = False
         self._weighted = drawn_for[0] == "train" and config.sentence_weight != 1
 
     def __len__(self) -> int:
         """Samples in one epoch."""
-        return len(self._chosen)
+        return len(self._group_indices)
 
     def sample(self, epoch: int, index: int) -> Sample:
         """Sentences as input and target of this epoch."""
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
         rng = self._draws.generator(epoch, index)
-        ids, bounds = self._groups.sentences(self._chosen[index])
+        ids, bounds = self._groups.sentences(self._group_indices[index])
         count, config = len(bounds) - 1, self._config
         names = rng.permutation(self._words.sentences)[:count]
         shuffled = rng.random() < config.shuffle_rate
@@ -186,7 +188,7 @@ class DepthDataset:
     def _join_sentences(
         self, pieces: "Sequence[np.ndarray]", names: "np.ndarray", order: Iterable[int]
     ) -> "np.ndarray":
-        """The `pieces` of sentences in this order, each behind <eosen> and its name."""
+        """Concatenate the `pieces` of sentences in this order, each after <eosen> and its name."""
         import numpy as np
 
         eosen = self._words.eosen
@@ -194,13 +196,13 @@ class DepthDataset:
         return np.concatenate([*parts, (eosen, self._words.eos)], dtype=np.int32)
 
     def sentence_targets(self) -> Self:
-        """The same samples with loss on the sentence tokens alone: the cost of the order of the sentences."""
+        """The same samples with loss only on sentence tokens, which measures the order of the sentences."""
         view = copy.copy(self)
         view._sentences_alone = True
         return view
 
     def collate(self, samples: Sequence[Sample]) -> DepthBatch:
-        """Pad on the right. The decoder starts with the padding token, as T5's."""
+        """Pad on the right. The decoder starts with the padding token, like T5's."""
         import torch
 
         from src.data import collate
@@ -223,41 +225,40 @@ def corrupt(
 ) -> "tuple[list[np.ndarray], list[np.ndarray]]":
     """(inputs, targets): for each sentence, in the order of the text, the encoder's tokens and the masked runs.
 
-    ids: (N,) of all sentences. bounds: (K + 1,), where they begin and end. mask: (N,) bool, True on masked tokens.
-    order: of the K sentences in the encoder, which numbers the runs. sentinels: at least as many as runs.
+    ids: (N,), all sentences. bounds: (K + 1,), boundaries of the K sentences. mask: (N,) bool, True on masked tokens.
+    order: order of the sentences in the encoder, by which runs are numbered. sentinels: at least one per run.
     """
     import numpy as np
 
     starts = noise.run_starts(mask)
     starts[bounds[:-1]] = mask[bounds[:-1]]
-    row, numbered, first = ids.copy(), np.zeros_like(ids), 0
+    row, run_sentinels, first = ids.copy(), np.zeros_like(ids), 0
     for j in order:
         places = starts[bounds[j] : bounds[j + 1]].nonzero()[0] + bounds[j]
-        row[places] = numbered[places] = sentinels[first : first + len(places)]
+        row[places] = run_sentinels[places] = sentinels[first : first + len(places)]
         first += len(places)
-    kept = starts | ~mask
+    input_mask = starts | ~mask
     repeats = mask.astype(np.int64) + starts
     places = np.arange(len(ids)).repeat(repeats)
-    written = ids[places]
+    target_ids = ids[places]
     ends = repeats.cumsum()
-    written[ends[starts] - 2] = numbered[starts]
+    target_ids[ends[starts] - 2] = run_sentinels[starts]
     cuts = np.concatenate([[0], ends])[bounds]
     sentences = range(len(bounds) - 1)
-    inputs = [row[bounds[j] : bounds[j + 1]][kept[bounds[j] : bounds[j + 1]]] for j in sentences]
-    return inputs, [written[cuts[j] : cuts[j + 1]] for j in sentences]
+    inputs = [row[bounds[j] : bounds[j + 1]][input_mask[bounds[j] : bounds[j + 1]]] for j in sentences]
+    return inputs, [target_ids[cuts[j] : cuts[j + 1]] for j in sentences]
 
 
 def with_masks(batch: Seq2SeqBatch, sentence_ids: "Tensor") -> DepthBatch:
-    """The batch with the attention masks of DEPTH.
-    Each input is [<eosen> <sent_i> words]... <eosen> </s>; each target as well.
+    """Add DEPTH's attention masks to a batch.
+    Each input and each target is [<eosen> <sent_i> words]... <eosen> </s>.
 
-    A sentence token of the encoder sees its own sentence: itself, its words, and the <eosen> that ends it; the first
-    also the <eosen> before it, the last also the end token, as the authors' code has it. All its other tokens see all
-    tokens. A sentence token that the decoder reads sees itself, those before it, and of the encoder the sentence
-    tokens; its other tokens see what they see in T5. Padding, whose states are not read, sees what other tokens see, so
-    that no softmax is empty.
+    Encoder: a sentence token attends to its sentence: itself, its words and the <eosen> that ends it; the first one
+    also to the <eosen> before it, the last one also to the end token, as in the authors' code. Other tokens attend to
+    all tokens. Decoder: a sentence token attends to itself, to earlier sentence tokens and to the encoder's sentence
+    tokens. Other tokens attend as in T5. Padding attends like other tokens, so that no softmax is empty.
 
-    sentence_ids: ids of <sent_0>, <sent_1>, ...; no text has them.
+    sentence_ids: ids of <sent_0>, <sent_1>, ...; text does not contain them.
     """
     import torch
 
@@ -268,7 +269,7 @@ def with_masks(batch: Seq2SeqBatch, sentence_ids: "Tensor") -> DepthBatch:
     S, T = real_BS.shape[1], real_BT.shape[1]
     encoder_BSS, cross_BTS = real_BS[:, None].repeat(1, S, 1), real_BS[:, None].repeat(1, T, 1)
     decoder_BTT = real_BT[:, None] & torch.ones(T, T, dtype=torch.bool).tril()
-    b, s = read_BS.nonzero(as_tuple=True)  # few rows are other than T5's
+    b, s = read_BS.nonzero(as_tuple=True)  # only few rows differ from T5's
     encoder_BSS[b, s] = sentence_BS[b] == sentence_BS[b, s, None]
     b, t = written_BT.nonzero(as_tuple=True)
     decoder_BTT[b, t] &= written_BT[b]

@@ -1,4 +1,4 @@
-"""Groups sentences of documents so that each group fits a sample whatever is masked: no text is cut off or lost."""
+"""Group sentences of documents so that each group fits a sample for every mask, without truncation."""
 
 import hashlib
 from collections.abc import Iterable, Iterator
@@ -18,44 +18,44 @@ _BATCH = 1024
 
 
 class Room:
-    """How many tokens of text fit in a sample.
-    A sentence adds <eosen> and its name, a sample a last <eosen> and the end token."""
+    """Computes how many tokens of text fit in a sample.
+    Each sentence adds <eosen> and its name, each sample a last <eosen> and the end token."""
 
     def __init__(
         self, input_tokens: int, target_tokens: int, density: float, mean_span: float, num_sentinels: int
     ) -> None:
-        """Raises ConfigError where not even two tokens of one sentence fit, or no mask has this density and runs."""
+        """Raises ConfigError if less than two tokens of a sentence fit, or no mask has this density and mean span."""
         self._limits = input_tokens, target_tokens, num_sentinels
         self._density, self._mean_span = density, mean_span
         self._most: dict[int, int] = {}
         if self.max_tokens(1) < 2:
             raise ConfigError(
                 f"input_tokens {input_tokens} and target_tokens {target_tokens}, "
-                f"with {num_sentinels} sentinels at most, leave no room for text. Write more."
+                f"with at most {num_sentinels} sentinels, leave no room for text. Raise them."
             )
 
     def max_tokens(self, num_sentences: int) -> int:
-        """Most tokens of text in so many sentences; 0 where nothing fits."""
+        """Maximum tokens of text in `num_sentences` sentences; 0 if nothing fits."""
         if num_sentences not in self._most:
             self._most[num_sentences] = next(n for n in count() if not self._fits(n + 1, num_sentences))
         return self._most[num_sentences]
 
     def _fits(self, tokens: int, num_sentences: int) -> bool:
         input_tokens, target_tokens, num_sentinels = self._limits
-        wanted = noise.counts(tokens, self._density, self._mean_span)
-        # One more where the mask is turned round, and at each end of a sentence.
-        runs = min(wanted.noise, wanted.spans + num_sentences)
+        counts = noise.counts(tokens, self._density, self._mean_span)
+        # Rotating the mask adds at most one run, and so does each end of a sentence.
+        runs = min(counts.noise, counts.spans + num_sentences)
         marks = 2 * num_sentences + 2
         return (
-            wanted.keep + runs + marks <= input_tokens
-            and wanted.noise + runs + marks <= target_tokens
+            counts.keep + runs + marks <= input_tokens
+            and counts.noise + runs + marks <= target_tokens
             and runs <= num_sentinels
         )
 
 
 class Groups:
-    """Groups of consecutive sentences of one document, as many as fit a sample.
-    A sentence that is too long is cut into several."""
+    """Groups of as many consecutive sentences of one document as fit a sample.
+    A sentence that is too long is split."""
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class Groups:
         num_sentences: int,
         fingerprint: str,
     ) -> None:
-        """fingerprint: of the data set."""
+        """fingerprint: fingerprint of the data set."""
         import numpy as np
 
         self._room, self._num_sentences = room, num_sentences
@@ -83,7 +83,7 @@ class Groups:
         self._bounds = np.cumsum([0, *map(len, pieces)])
         self._firsts_of_groups = np.array([*firsts, len(pieces)])
         digest = hashlib.sha256(fingerprint.encode())
-        for part in (self._ids, self._bounds):  # they depend on tokenizer and segmenter too
+        for part in (self._ids, self._bounds):  # also depends on tokenizer and segmenter
             digest.update(part.tobytes())
         self.fingerprint = digest.hexdigest()
 
@@ -91,23 +91,27 @@ class Groups:
         return len(self._firsts_of_groups) - 1
 
     def sentences(self, index: int) -> "tuple[np.ndarray, np.ndarray]":
-        """Ids (N,) int32 of the K sentences of a group, and (K + 1,) where they begin and end."""
+        """Ids (N,) int32 of the K sentences of a group, and their boundaries (K + 1,)."""
         first, last = self._firsts_of_groups[index : index + 2]
         bounds = self._bounds[first : last + 1]
         return self._ids[bounds[0] : bounds[-1]], bounds - bounds[0]
 
     def _firsts(self, lengths: list[int]) -> Iterator[int]:
         """The first sentence of each group of a document."""
-        tokens = held = 0
+        tokens = num_sentences = 0
         for number, length in enumerate(lengths):
-            if not held or held == self._num_sentences or tokens + length > self._room.max_tokens(held + 1):
+            if (
+                not num_sentences
+                or num_sentences == self._num_sentences
+                or tokens + length > self._room.max_tokens(num_sentences + 1)
+            ):
                 yield number
-                tokens = held = 0
-            tokens, held = tokens + length, held + 1
+                tokens = num_sentences = 0
+            tokens, num_sentences = tokens + length, num_sentences + 1
 
 
 def _tokenise(texts: Iterable[str], encoder: SafeTokenizer) -> "Iterator[list[np.ndarray]]":
-    """Of each document the ids of its sentences, none empty."""
+    """The ids of the non-empty sentences of each document."""
     import numpy as np
 
     waiting: list[list[str]] = []
@@ -115,8 +119,8 @@ def _tokenise(texts: Iterable[str], encoder: SafeTokenizer) -> "Iterator[list[np
     def encode_waiting() -> "Iterator[list[np.ndarray]]":
         ids = encoder.encode_all([sentence for document in waiting for sentence in document])
         for document in waiting:
-            found = [np.array(next(ids), np.int32) for _ in document]
-            yield [sentence for sentence in found if len(sentence)]
+            encoded = [np.array(next(ids), np.int32) for _ in document]
+            yield [sentence for sentence in encoded if len(sentence)]
         waiting.clear()
 
     for text in texts:

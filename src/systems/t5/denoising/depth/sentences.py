@@ -1,7 +1,7 @@
-"""Texts as sentences, without any download: nltk's Punkt (Kiss & Strunk 2006) with given abbreviations.
+"""Split text into sentences without downloads, by nltk's Punkt (Kiss & Strunk 2006) with a list of abbreviations.
 
-Punkt's trained models have to be downloaded, and without one it knows numbers and initials but no abbreviations, so the
-frequent English ones are listed here. The split depends on the text alone, not on a corpus.
+Punkt's trained models must be downloaded. Without one it knows numbers and initials but no abbreviations, so the most
+frequent English ones are listed here. The split depends only on the text, not on a corpus.
 """
 
 import re
@@ -18,18 +18,17 @@ feb fig figs ft gen gov hon i.e inc jan jr lt ltd maj messrs mr mrs ms mt nov oc
 sec sen sep sept sgt sr st u.k u.n u.s vol vols vs
 """
 ABBREVIATIONS = frozenset(_SHORT.split())
-"""In lower case, without the last period."""
+"""Abbreviations in lower case, without the final period."""
 _BLANK_LINE = re.compile(r"\n[^\S\n]*\n")
 
 
 def split(text: str) -> list[str]:
-    """The sentences of `text`: joined they are `text`.
-    Each begins with the white space before it; none is white space alone.
+    """Split `text` into sentences, which concatenate to `text`; an empty list if there is only white space.
 
-    A sentence also ends before an empty line, as headings and code have no full stop. Empty where there is nothing but
-    white space.
+    Each sentence includes the white space before it, and none is only white space. A sentence also ends before an empty
+    line, as headings and code have no period.
     """
-    ends = {end for _, end in _punkt().span_tokenize(text)} | {found.start() for found in _BLANK_LINE.finditer(text)}
+    ends = {end for _, end in _punkt().span_tokenize(text)} | {match.start() for match in _BLANK_LINE.finditer(text)}
     bounds = [0]
     for end in sorted(ends):
         if text[bounds[-1] : end].strip():
@@ -43,6 +42,6 @@ def split(text: str) -> list[str]:
 def _punkt() -> "PunktSentenceTokenizer":
     from nltk.tokenize.punkt import PunktParameters, PunktSentenceTokenizer
 
-    known = PunktParameters()
-    known.abbrev_types = set(ABBREVIATIONS)
-    return PunktSentenceTokenizer(known)
+    parameters = PunktParameters()
+    parameters.abbrev_types = set(ABBREVIATIONS)
+    return PunktSentenceTokenizer(parameters)

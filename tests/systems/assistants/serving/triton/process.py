@@ -14,7 +14,7 @@ from typing import Any
 import urllib3
 
 from src.errors import UserError
-from src.systems.assistants.rewards.kserve import Address, Away, HttpConnection, NotLoaded
+from src.systems.assistants.rewards.kserve import Address, HttpConnection, NotLoadedError, UnavailableError
 from src.systems.assistants.serving.triton import repository, server
 from tests.conftest import ROOT
 
@@ -50,7 +50,7 @@ class Server:
             try:
                 connection.infer([[0, 0]], [[1, 1]], facts["output"], 60.0)
                 return connection.fingerprint() == facts["fingerprint"]
-            except (Away, NotLoaded, UserError):
+            except (UnavailableError, NotLoadedError, UserError):
                 return False
 
     def reload(self, name: str) -> None:

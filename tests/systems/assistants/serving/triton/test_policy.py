@@ -37,20 +37,20 @@ def test_ppo_is_bit_identical_when_its_triton_server_is_killed(tmp_path: Path):
         places,
         Namespace(mode="rm", backend="python", name="judge", max_batch=64, device="cpu"),
     )
-    served = Server(models)
-    address = f"127.0.0.1:{served.ports['grpc']}/judge"
+    triton_server = Server(models)
+    address = f"127.0.0.1:{triton_server.ports['grpc']}/judge"
     try:
         process, log = remote_policy.start(EXP, tmp_path / "undisturbed", address)
         assert process.wait(remote_policy.SECONDS) == 0, log.read_text()
         process, log = remote_policy.start(EXP, tmp_path / "disturbed", address)
         run = tmp_path / "disturbed/runs" / exp_id(EXP)
         remote_policy.wait_until(process, log, run / "rollouts.jsonl", '"iteration": 3,')
-        served.kill()
+        triton_server.kill()
         remote_policy.wait_until(process, log, run / "logs" / "train.log", "waits for")
-        served.start()
+        triton_server.start()
         assert process.wait(remote_policy.SECONDS) == 0, log.read_text()
     finally:
-        served.stop()
+        triton_server.stop()
     expected = tmp_path / "undisturbed/runs" / exp_id(EXP)
     for file in ("scores.jsonl", "rollouts.jsonl", "checkpoints/step-00000080/model.safetensors"):
         assert (run / file).read_bytes() == (expected / file).read_bytes(), file

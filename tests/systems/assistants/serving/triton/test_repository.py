@@ -23,20 +23,20 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> Places:
 
 
 def write(run: Path, folder: Path, places: Places, **changes: Any) -> str:
-    asked = {"mode": "rm", "backend": "python", "name": None, "max_batch": 64, "device": "cpu", **changes}
-    return repository.write_model(run, folder, places, Namespace(**asked))
+    options = {"mode": "rm", "backend": "python", "name": None, "max_batch": 64, "device": "cpu", **changes}
+    return repository.write_model(run, folder, places, Namespace(**options))
 
 
-def test_the_config_tells_the_model_that_a_child_names(places: Places, tmp_path: Path):
+def test_config_has_the_fingerprint_of_the_model(places: Places, tmp_path: Path):
     run = run_of(places, "judge")
     name = write(run, tmp_path / "models", places)
     config = (tmp_path / "models" / name / "config.pbtxt").read_text()
-    named = bind(MODELS, ref(JUDGE)).identity(places)
+    identity = bind(MODELS, ref(JUDGE)).identity(places)
     assert name == run.name
-    assert f'parameters {{ key: "fingerprint" value {{ string_value: "{named}" }} }}' in config
+    assert f'parameters {{ key: "fingerprint" value {{ string_value: "{identity}" }} }}' in config
     assert 'name: "input_ids" data_type: TYPE_INT32 dims: [ -1 ]' in config
     assert "dynamic_batching" not in config
-    assert repository.list_models(tmp_path / "models")[name]["fingerprint"] == named
+    assert repository.list_models(tmp_path / "models")[name]["fingerprint"] == identity
     (tmp_path / "models" / name / "1" / "model.py").unlink()
     assert write(run, tmp_path / "models", places) == name, "written anew"
     assert (tmp_path / "models" / name / "1" / "model.py").is_file()
@@ -44,7 +44,7 @@ def test_the_config_tells_the_model_that_a_child_names(places: Places, tmp_path:
 
 @pytest.mark.parametrize("name", ["../../out", "..", ".hidden", "/tmp/x", "a b", "a\n", "-x", "x" * 300, "ü"])
 def test_no_name_leaves_the_folder(name: str, places: Places, tmp_path: Path):
-    with pytest.raises(ConfigError, match="cannot be a model's name"):
+    with pytest.raises(ConfigError, match="invalid model name"):
         write(run_of(places, "judge"), tmp_path / "models", places, name=name)
     assert not list(tmp_path.iterdir())
 
@@ -54,23 +54,23 @@ def test_a_slash_becomes_a_dash(places: Places, tmp_path: Path):
     assert sorted(path.name for path in (tmp_path / "models").iterdir()) == ["lab-..-judge", repository.MARKER]
 
 
-def test_what_is_not_ours_is_left_alone(places: Places, tmp_path: Path):
+def test_foreign_folders_are_not_overwritten(places: Places, tmp_path: Path):
     run = run_of(places, "judge")
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "notes.txt").write_text("mine")
-    with pytest.raises(RunError, match=r"other: holds other things than a model repository of ours"):
+    with pytest.raises(RunError, match=r"other: not empty, and not a model repository"):
         write(run, tmp_path / "other", places)
-    with pytest.raises(RunError, match=r"notes\.txt: is no folder"):
+    with pytest.raises(RunError, match=r"notes\.txt: not a folder"):
         write(run, tmp_path / "other" / "notes.txt", places)
     assert [path.name for path in (tmp_path / "other").iterdir()] == ["notes.txt"]
     write(run, tmp_path / "models", places)
     (tmp_path / "models" / "handmade").mkdir()
     (tmp_path / "models" / "linked").symlink_to(tmp_path / "other")
     for name in ("handmade", "linked"):
-        with pytest.raises(RunError, match=f"{name}: was not written by this command"):
+        with pytest.raises(RunError, match=f"{name}: not written by this command"):
             write(run, tmp_path / "models", places, name=name)
     assert (tmp_path / "other" / "notes.txt").read_text() == "mine"
-    with pytest.raises(RunError, match="no model repository of ours"):
+    with pytest.raises(RunError, match="not a model repository of this project"):
         server.command(tmp_path / "other", "127.0.0.1", {})
 
 
@@ -92,9 +92,9 @@ def test_the_command_prints_one_line(places: Places, tmp_path: Path, capsys: pyt
     options = ["--device", "cpu", "--data_path", str(places.data), "-sb", str(places.runs)]
     run = run_of(places, "judge").name
     assert repository.main([run[:8], str(tmp_path / "models"), "--mode", "sft", *options]) == 1
-    told = capsys.readouterr().err
-    assert told.startswith("error: ")
-    assert told.count("\n") == 1
+    stderr = capsys.readouterr().err
+    assert stderr.startswith("error: ")
+    assert stderr.count("\n") == 1
     assert repository.main([run[:8], str(tmp_path / "models"), "--mode", "rm", *options]) == 0
 
 
@@ -105,28 +105,26 @@ def test_a_traced_model_is_the_model(which: str, mode: str, places: Places, tmp_
     run = run_of(places, which)
     name = write(run, tmp_path / "models", places, mode=mode, backend="pytorch")
     assert 'default_model_filename: "traced-model.pt"' in (tmp_path / "models" / name / "config.pbtxt").read_text()
-    traced, eager = (
+    traced_model, eager = (
         torch.jit.load(str(tmp_path / "models" / name / "1" / "traced-model.pt")),
         load_served(run, places, "cpu"),
     )
     for ids in (IDS, IDS[:1], IDS * 5, [[1, 2, 3] * 30]):
         batch = {key: value.int() for key, value in pad(ids).items()}
         with torch.no_grad():
-            found = traced(**batch)
-        assert torch.allclose(found, eager.score(**batch), atol=1e-6)
+            scores = traced_model(**batch)
+        assert torch.allclose(scores, eager.score(**batch), atol=1e-6)
 
 
 def test_a_trace_that_holds_sizes_is_refused(places: Places):
     model = load_served(run_of(places, "judge"), places, "cpu")
 
-    class Fixed(torch.nn.Module):
+    class FixedSize(torch.nn.Module):
         def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
             return input_ids.float().sum(1) + float(input_ids.shape[1])
 
-    model.module = Fixed()
-    with pytest.raises(
-        ConfigError, match=r"its trace differs by \d+ from the model on 1 x 1 tokens\. Use --backend python"
-    ):
+    model.module = FixedSize()
+    with pytest.raises(ConfigError, match=r"the traced model differs by \d+ on 1 x 1 tokens\. Use --backend python"):
         repository.trace(model)
 
 

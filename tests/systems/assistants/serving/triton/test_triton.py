@@ -37,30 +37,30 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> Places:
 
 def write(folder: Path, places: Places, which: str, name: str) -> None:
     mode = "ref" if which == "talker" else "rm"
-    asked = Namespace(mode=mode, backend="python", name=name, max_batch=64, device="cpu")
-    repository.write_model(run_of(places, which), folder, places, asked)
+    options = Namespace(mode=mode, backend="python", name=name, max_batch=64, device="cpu")
+    repository.write_model(run_of(places, which), folder, places, options)
 
 
 @pytest.fixture(scope="module")
-def served(places: Places, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def triton_server(places: Places, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("served") / "models"
     write(folder, places, "judge", "judge")
     write(folder, places, "talker", "talker")
-    served = Server(folder)
-    yield served
-    served.kill()
+    running_server = Server(folder)
+    yield running_server
+    running_server.kill()
 
 
 @pytest.fixture(params=["grpc", "http"])
-def root(request: pytest.FixtureRequest, served: Server) -> str:
+def root(request: pytest.FixtureRequest, triton_server: Server) -> str:
     """An address without a model."""
     if request.param == "grpc":
         pytest.importorskip("grpc", reason="grpcio is not installed; requirements/serving.txt")
-    return served.address(request.param)
+    return triton_server.address(request.param)
 
 
 def never(text: str, since: float) -> None:
-    if "has not answered for" not in text:
+    if "no answer for" not in text:
         pytest.fail(f"waited: {text}")
 
 
@@ -70,92 +70,93 @@ def rewards_of(places: Places, which: str = "judge") -> Any:
 
 def test_rewards_are_those_in_process(root: str, places: Places):
     client = RemoteModel(f"{root}/judge", fingerprint_of(run_of(places, "judge"), places), never)
-    found = client.rewards(IDS)
-    assert found == rewards_of(places)
-    assert len(set(found)) == len(IDS)
+    rewards = client.rewards(IDS)
+    assert rewards == rewards_of(places)
+    assert len(set(rewards)) == len(IDS)
 
 
 def test_log_probabilities_are_those_in_process(root: str, places: Places):
     run = run_of(places, "talker")
-    wanted = load_served(run, places, "cpu").score(**pad(IDS))
-    found = RemoteModel(f"{root}/talker", fingerprint_of(run, places), never).logps(IDS, [3, 1, 2])
-    assert found == [
-        pytest.approx(wanted[i, len(IDS[i]) - n : len(IDS[i])].tolist(), abs=1e-5) for i, n in enumerate([3, 1, 2])
+    expected_logps = load_served(run, places, "cpu").score(**pad(IDS))
+    logps = RemoteModel(f"{root}/talker", fingerprint_of(run, places), never).logps(IDS, [3, 1, 2])
+    assert logps == [
+        pytest.approx(expected_logps[i, len(IDS[i]) - n : len(IDS[i])].tolist(), abs=1e-5)
+        for i, n in enumerate([3, 1, 2])
     ]
 
 
-def test_what_is_wrong_is_one_line(root: str, places: Places):
+def test_mistakes_are_one_line(root: str, places: Places):
     judge, other = (fingerprint_of(run_of(places, which), places) for which in ("judge", "other"))
     for name, fingerprint, ids, message in (
-        ("judges", judge, IDS, r"no such model there\. It has judge, talker\."),
-        ("judge", other, IDS, "serves another model"),
-        ("judge", judge, [[10**6]], "refuses the batch: a token id is 1000000"),
-        ("judge", judge, [[1]] * 65, r"refuses the batch: .*batch-size must be <= 64"),
+        ("judges", judge, IDS, r"no such model\. The server has: judge, talker\."),
+        ("judge", other, IDS, "expected the model with fingerprint"),
+        ("judge", judge, [[10**6]], "rejects the batch: a token id is 1000000"),
+        ("judge", judge, [[1]] * 65, r"rejects the batch: .*batch-size must be <= 64"),
     ):
         with pytest.raises((ConfigError, RunError), match=message):
             RemoteModel(f"{root}/{name}", fingerprint, never).rewards(ids)
 
 
-def test_a_port_that_is_taken(served: Server):
+def test_a_port_that_is_taken(triton_server: Server):
     with pytest.raises(ConfigError, match=r"--grpc_port \d+: cannot listen on 127\.0\.0\.1: Address already in use"):
-        server.command(served.folder, "127.0.0.1", {"grpc": served.ports["grpc"]})
+        server.command(triton_server.folder, "127.0.0.1", {"grpc": triton_server.ports["grpc"]})
 
 
-def test_a_dead_process_of_the_backend_is_noticed_and_replaced(served: Server, root: str, places: Places):
-    told: list[str] = []
+def test_a_dead_process_of_the_backend_is_noticed_and_replaced(triton_server: Server, root: str, places: Places):
+    messages: list[str] = []
 
     def wait(text: str, since: float) -> None:
-        told.append(text)
-        if sum("not healthy" in each for each in told) == 1 and "not healthy" in text:
-            assert not served.answers("judge")
-            served.reload("judge")
+        messages.append(text)
+        if sum("not healthy" in each for each in messages) == 1 and "not healthy" in text:
+            assert not triton_server.answers("judge")
+            triton_server.reload("judge")
 
     client = RemoteModel(f"{root}/judge", fingerprint_of(run_of(places, "judge"), places), wait)
     assert client.rewards(IDS) == rewards_of(places)
-    children = psutil.Process(served.process.pid).children()
+    children = psutil.Process(triton_server.process.pid).children()
     stubs = [each for each in children if each.status() != psutil.STATUS_ZOMBIE and "judge" in " ".join(each.cmdline())]
     assert len(stubs) == 1
     os.kill(stubs[0].pid, signal.SIGKILL)
     assert client.rewards(IDS) == rewards_of(places)
-    assert any("not healthy" in text for text in told)
-    assert served.answers("talker")
+    assert any("not healthy" in text for text in messages)
+    assert triton_server.answers("talker")
 
 
-def test_new_weights_are_loaded_and_told_apart(served: Server, places: Places):
-    root = served.address("http")
+def test_new_weights_are_loaded_and_distinguished(triton_server: Server, places: Places):
+    root = triton_server.address("http")
     client = RemoteModel(f"{root}/judge", fingerprint_of(run_of(places, "judge"), places), never)
     assert client.rewards(IDS) == rewards_of(places)
     try:
-        write(served.folder, places, "other", "judge")
-        assert not served.answers("judge")
-        served.reload("judge")
-        with pytest.raises(ConfigError, match="serves another model"):
+        write(triton_server.folder, places, "other", "judge")
+        assert not triton_server.answers("judge")
+        triton_server.reload("judge")
+        with pytest.raises(ConfigError, match="expected the model with fingerprint"):
             client.rewards(IDS)
         other = RemoteModel(f"{root}/judge", fingerprint_of(run_of(places, "other"), places), never)
         assert other.rewards(IDS) == rewards_of(places, "other")
     finally:
-        write(served.folder, places, "judge", "judge")
-        served.reload("judge")
+        write(triton_server.folder, places, "judge", "judge")
+        triton_server.reload("judge")
 
 
-def test_a_server_that_is_killed_is_waited_for(served: Server, root: str, places: Places):
-    told = []
+def test_a_server_that_is_killed_is_waited_for(triton_server: Server, root: str, places: Places):
+    messages = []
 
     def wait(text: str, since: float) -> None:
-        told.append(text)
-        if len(told) == 2:
-            served.start()
+        messages.append(text)
+        if len(messages) == 2:
+            triton_server.start()
 
     client = RemoteModel(f"{root}/judge", fingerprint_of(run_of(places, "judge"), places), wait)
     assert client.rewards(IDS) == rewards_of(places)
-    served.kill()
+    triton_server.kill()
     assert client.rewards(IDS) == rewards_of(places)
-    assert len(told) >= 2
+    assert len(messages) >= 2
 
 
-def test_it_ends_with_all_that_it_started(served: Server):
+def test_it_ends_with_all_that_it_started(triton_server: Server):
     """The last test here."""
-    process = psutil.Process(served.process.pid)
+    process = psutil.Process(triton_server.process.pid)
     processes = [process, *process.children(recursive=True)]
-    served.stop()
+    triton_server.stop()
     assert not psutil.wait_procs(processes, timeout=60)[1]
