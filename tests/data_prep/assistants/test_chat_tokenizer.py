@@ -81,7 +81,7 @@ def test_b2_ids_do_not_depend_on_the_hash_seed(tmp_path: Path):
     [
         ("oassst", "new", "--template: unknown template 'oassst'. Did you mean 'oasst'? Known: chatml, oasst."),
         ("oasst", "old", "old is what --from names. Choose another name."),
-        ("oasst", "endless", "this tokenizer has no eos_token"),
+        ("oasst", "endless", "the tokenizer has no eos_token"),
     ],
 )
 def test_mistakes_are_told(tmp_path: Path, template: str, name: str, message: str, capsys: pytest.CaptureFixture[str]):
