@@ -55,7 +55,7 @@ def test_a_tokenizer_that_names_no_end_token_gets_one_of_its_vocabulary(
     assert chat_tokenizer.main(words) == 1
     assert "has no eos_token" in capsys.readouterr().err
     assert chat_tokenizer.main([*words, "--end_token", "</t>"]) == 1
-    assert "no token '</t>'" in capsys.readouterr().err
+    assert "end token '</t>' is not in the vocabulary" in capsys.readouterr().err
     assert chat_tokenizer.main([*words, "--end_token", "</s>"]) == 0
     new = tokenizers.load(tmp_path / "new")
     assert new.eos_token_id == old.convert_tokens_to_ids("</s>")
