@@ -352,7 +352,7 @@ def test_a_phase_without_a_step_is_refused_before_any():
     for steps, number in ((10, 0), (20, 2)):
         with pytest.raises(ConfigError, match=rf"^data\.phases\[{number}\]: has no steps of loop\.steps = {steps}"):
             config.check_steps(steps)
-        with pytest.raises(ConfigError, match="reads it"):
+        with pytest.raises(ConfigError, match="has no steps of"):
             PhasedDataset(config, [Words(3)] * 3).order(0, LANES, steps, ())
 
 

@@ -47,7 +47,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
             {**TALK, "writing": {"template": "tokenizer", "system": "x"}},
             "the template rejects system user (no system).",
         ),
-        ("no_end", TALK, "this tokenizer has no eos_token"),
+        ("no_end", TALK, "the tokenizer has no eos_token"),
         (
             "good",
             {**TALK, "writing": {"template": "tokenizer", "tags": {}}},

@@ -48,7 +48,7 @@ def test_chosen_questions(settings: dict[str, Any], row_indices: list[int] | Non
 @pytest.mark.parametrize(
     ("settings", "row_indices", "error", "message"),
     [
-        ({"rows": 11}, None, DataError, r"^inference\.rows: 11 of 10 that there are to choose from\."),
+        ({"rows": 11}, None, DataError, r"^inference\.rows: 11 requested, only 10 available\."),
         (
             {"datasets": ["ood"]},
             None,
@@ -61,13 +61,18 @@ def test_chosen_questions(settings: dict[str, Any], row_indices: list[int] | Non
             DataError,
             r"^inference\.index_file: x\.txt: row 10 is out of range, expected 0 to 9\.$",
         ),
-        ({"index_file": "x.txt"}, [3, 5, 3], DataError, r"^inference\.index_file: x\.txt: row 3 is listed 2 times\.$"),
-        ({"index_file": "x.txt"}, [], DataError, r"^inference: no row of the split is in inference\.index_file"),
+        (
+            {"index_file": "x.txt"},
+            [3, 5, 3],
+            DataError,
+            r"^inference\.index_file: x\.txt: row 3 is listed 2 times, expected once\.$",
+        ),
+        ({"index_file": "x.txt"}, [], DataError, r"^inference: no row of the split is in both inference\.index_file"),
         (
             {"index_file": "x.txt", "datasets": ["odd"]},
             [2, 4],
             DataError,
-            r"^inference: no row of the split is in inference\.index_file",
+            r"^inference: no row of the split is in both inference\.index_file",
         ),
     ],
 )
@@ -116,7 +121,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ),
         ({"inference": {**INFERENCE, "rows": 0}}, "c[0].inference.rows: expected a number > 0"),
         ({"inference": {**INFERENCE, "split": "../val"}}, "c[0].inference.split: expected text of the form"),
-        ({"inference": {**INFERENCE, "split": "tst"}}, "toy_qa: has no tst.jsonl. It holds: train.jsonl, val.jsonl."),
+        ({"inference": {**INFERENCE, "split": "tst"}}, "toy_qa: has no tst.jsonl. Files: train.jsonl, val.jsonl."),
         ({"inference": {**INFERENCE, "index_file": "hard.txt"}}, "toy_qa: has no hard.txt."),
         ({"inference": {**INFERENCE, "max_new_tokens": 60}}, "data.sequence_tokens"),
         (
@@ -150,4 +155,4 @@ def test_too_many_rows_show_before_the_training(folder: Path, capsys: pytest.Cap
     base["loop"] |= {"steps": 1, "eval_every": 1}
     exp["model"] = {**exp["model"], "base": toy.ref(base)}
     assert toy.main(["-e", "base", "c"], {"base": [base], "c": [exp]}, folder) == 1
-    assert "inference.rows: 17 of 16 that there are to choose from." in capsys.readouterr().err
+    assert "inference.rows: 17 requested, only 16 available." in capsys.readouterr().err

@@ -280,8 +280,8 @@ class TestRefusals:
                 "model: expected a decoder, such as 'hf' or 'gpt_bigcode'; got 'cross_attention'",
             ),
             ("data", toy.CROSSATTN["data"], "data: expected 'prompted_qa', got 'qa'."),
-            ("evaluation", {"micro_batch": 1}, "expected either loop, which trains the model, or evaluation"),
-            ("loop", None, "expected either loop, which trains the model, or evaluation"),
+            ("evaluation", {"micro_batch": 1}, "set exactly one of loop (train) and evaluation"),
+            ("loop", None, "set exactly one of loop (train) and evaluation"),
             (
                 "data.context_tokens",
                 48,

@@ -90,7 +90,7 @@ def test_what_cannot_be_written_can_be_preferred_again(conversation: Conversatio
     with pytest.raises(RunError, match=r"preferences\.jsonl: cannot write"):
         conversation.prefer(1)
     assert conversation.messages == before
-    with pytest.raises(ConfigError, match=r"more than the model's 96\..*/reset"):
+    with pytest.raises(ConfigError, match=r"exceed the 96 positions of the model\..*/reset"):
         conversation.ask("x" * 90, [print, print])
     conversation.output.rmdir()
     conversation.output.write_text('{"text": "a last line without its end"}')

@@ -36,7 +36,7 @@ def test_numbers(places: Places):
         (
             "none.txt",
             (
-                r"corpus: has no none\.txt\. It holds: bad\.txt, hard\.txt, script\.txt, test\.jsonl, train\.jsonl, "
+                r"corpus: has no none\.txt\. Files: bad\.txt, hard\.txt, script\.txt, test\.jsonl, train\.jsonl, "
                 r"val\.jsonl\.$"
             ),
         ),

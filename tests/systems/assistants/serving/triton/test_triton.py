@@ -90,7 +90,7 @@ def test_mistakes_are_one_line(root: str, places: Places):
     for name, fingerprint, ids, message in (
         ("judges", judge, IDS, r"no such model\. The server has: judge, talker\."),
         ("judge", other, IDS, "expected the model with fingerprint"),
-        ("judge", judge, [[10**6]], "rejects the batch: a token id is 1000000"),
+        ("judge", judge, [[10**6]], "rejects the batch: input_ids: token id 1000000"),
         ("judge", judge, [[1]] * 65, r"rejects the batch: .*batch-size must be <= 64"),
     ):
         with pytest.raises((ConfigError, RunError), match=message):
