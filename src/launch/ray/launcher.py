@@ -36,7 +36,7 @@ await() {{  # $1 a parent, $2 the folder of its submission, $3 its save director
         ended=; if [ -e "$2/ended/$1" ] || [ -e "$2/cancel/$1" ]; then ended=1; fi
         status=$(cat "$3/{STATUS}" 2> /dev/null)
         case $status in *'"state": "done"'*) return ;; esac
-        [ -z "$ended" ] || refuse "$1 did not end well"
+        [ -z "$ended" ] || refuse "$1 did not complete"
         now=$status$(cat "$3/{LEASE}" 2> /dev/null)  # a running experiment counts there
         [ "$now" = "$before" ] || {{ before=$now; since=$SECONDS; }}
         case $status in *'"state": "running"'*) limit={10 * STALE_SECONDS:.0f} ;; *) limit=$LONGEST ;; esac

@@ -134,7 +134,7 @@ def test_a_failure_is_reported_and_repaired(world: World, monkeypatch: pytest.Mo
     with monkeypatch.context() as patch:
         patch.setenv("TOY_BREAKS", "1")
         done = world.run("-e", "quick", "-j", "stay", code=1)
-    assert "1 of 1 jobs did not end well" in done.stderr
+    assert "1 of 1 jobs did not complete" in done.stderr
     assert world.states("quick") == ["failed"]
     assert "--job_option retry" in world.run("-e", "quick", "-j", "stay").stderr
     assert "broken" in world.run("-e", "quick", "--job_option", "logs").stdout

@@ -305,8 +305,8 @@ def test_a_child_waits_for_its_parent(world: World):
         "grandchild": "cancelled",
     }
     assert state_names(states) == end_times | {"first": "completed", "second": "completed"}
-    assert states["orphan"].reason == "not started, because bad did not end well"
-    assert states["grandchild"].reason == "not started, because orphan did not end well"
+    assert states["orphan"].reason == "not started, because bad did not complete"
+    assert states["grandchild"].reason == "not started, because orphan did not complete"
     assert not (world.folder / "orphan").exists()
 
 
@@ -325,7 +325,7 @@ def test_a_child_waits_for_a_job_of_an_earlier_submission(world: World):
     (world.folder / "go").touch()
     wait_until(lambda: config.states(ids)["two.0"].state == "completed")
     wait_until(lambda: config.states(ids)["two.1"].state == "cancelled")
-    assert config.states(ids)["two.1"].reason == "not started, because job one.1 did not end well"
+    assert config.states(ids)["two.1"].reason == "not started, because job one.1 did not complete"
 
 
 @pytest.mark.parametrize("content", ["{", "[]", '{"jobs": [{}]}'])
@@ -610,8 +610,8 @@ def test_waiting_reports_each_failure(world: World):
         config, [world.job("a", ""), world.job("b", "raise SystemExit(3)"), world.job("c", "", after=("b",))]
     )
     message = (
-        r"^2 of 3 jobs did not end well:\nb: exit code 3\. See .*/b\.err\.log\.\nc: not started, because b did "
-        r"not end well\.$"
+        r"^2 of 3 jobs did not complete:\nb: exit code 3\. See .*/b\.err\.log\.\nc: not started, because b did "
+        r"not complete\.$"
     )
     with pytest.raises(LaunchError, match=message):
         config.wait_for(ids)

@@ -112,10 +112,10 @@ def test_a_child_starts_after_its_parent_and_never_after_one_that_failed(world: 
     )
     world.wait_for(ids[0], "completed", "exit code 0")
     world.wait_for(ids[1], "failed", "exit code 3")
-    world.wait_for(ids[2], "cancelled", "not started, because bad did not end well")
+    world.wait_for(ids[2], "cancelled", "not started, because bad did not complete")
     world.wait_for(ids[3], "completed", "exit code 0")
     assert world.log("of_good") == ["['good']"]
-    assert world.log("of_both", "err") == ["not started, because bad did not end well"]
+    assert world.log("of_both", "err") == ["not started, because bad did not complete"]
     later = world.submission.with_name(f"{world.submission.name}-later")
     late = world.job("late", "print(1)"), world.job("too_late", "print(1)")
     parents = (("good", ids[0]), ("bad", ids[1]))
@@ -124,7 +124,7 @@ def test_a_child_starts_after_its_parent_and_never_after_one_that_failed(world: 
     ]
     then = world.config.submit(jobs, later, lambda _: None)
     world.wait_for(then[0], "completed", "exit code 0")
-    world.wait_for(then[1], "cancelled", "not started, because bad did not end well")
+    world.wait_for(then[1], "cancelled", "not started, because bad did not complete")
 
 
 def test_stopped_jobs_restart_and_failed_jobs_restart_up_to_a_limit(world: World):
@@ -423,7 +423,7 @@ def test_states_of_jobs(cluster: FakeRay, world: World, facts: dict[str, Any], s
         ({"address": "ray://head:10001"}, "expected http://HOST:PORT of Ray's dashboard"),
         ({"address": "http://me:secret@head:8265"}, "without a user or a password"),
         ({"num_gpus": 1.5}, "expected an integer above 1, got 1.5"),
-        ({"resources": {"GPU": 1}}, "write num_gpus in place of 'GPU'"),
+        ({"resources": {"GPU": 1}}, "num_gpus instead of 'GPU'"),
         ({"processes": {"starter": "torchrun", "nodes": 2}}, "a job of Ray runs on one node"),
     ],
 )

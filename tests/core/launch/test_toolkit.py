@@ -162,7 +162,7 @@ class TestSubmit:
         flags = {"preemptable": False, "restartable": False, "environment": {"A": "b=c"}}
         submit_jobs(tmp_path, [item, big], **values, **flags, processes=processes)
         one, other = sorted(client.jobs.records(), key=lambda record: record["resources"]["mem"])
-        assert {name: one[name] for name in client.JobSpec.KNOWN if name in one} == {
+        assert {name: one[name] for name in client.JobSpec.FIELD_NAMES if name in one} == {
             "name": f"hv_{item.exp_id}_20261121_1f",
             "image": "registry:5000/python:3.11",
             "data": [f"a.b@main:{tmp_path}:rw"],

@@ -129,7 +129,7 @@ def parameters(**values: Any) -> dict[str, Any]:
         (parameters(x=3), r"parameters\.x: expected a dict, got 3"),
         (
             {"parameters": {"loop.steps": {"value": 1}, "loop": {"parameters": {"steps": {"value": 2}}}}},
-            r"loop\.steps: set twice",
+            r"loop\.steps: also set by",
         ),
         ({"method": "grid"}, r"parameters\.loop\.learning_rate: method 'grid' needs values"),
     ],
