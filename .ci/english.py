@@ -60,7 +60,7 @@ TERMS = re.compile(
     "|matched|merged|need|nested|normalized|packed|padded|parsed|patched|pinned|pooled|pretrained|projected|put"
     "|quantized|read|red|rejected|removed|rendered|requested|required|reserved|resolved|sampled|saved|scaled|seed"
     "|seen|selected|sharded|shared|shed|shifted|shuffled|skipped|sorted|speed|split|spread|stacked|supported|tied"
-    "|tokenized|trained|transposed|truncated|unchanged|unfinished|unpacked|unsupported|unused|visited|weighted|wrapped"
+    "|tokenized|trained|transposed|truncated|unchanged|unexpected|unfinished|unpacked|unsupported|unused|visited|weighted|wrapped"
 )
 """Words that look like participles, and those that torch, transformers, TRL and the like use as names."""
 

@@ -36,9 +36,9 @@ import torch
 from data_prep.interleaved.write import Document, Part, Writing, write
 from src.data.packing.lanes import Lane, Packing
 from src.systems.interleaved.streaming import manifest, tar_index
-from src.systems.interleaved.streaming.arrangement import Joined, Source
+from src.systems.interleaved.streaming.arrangement import JoinedSources, Source
 from src.systems.interleaved.streaming.shard_files import ShardFiles
-from src.systems.interleaved.streaming.shard_lists import Listed
+from src.systems.interleaved.streaming.shard_lists import ShardSource
 from src.systems.interleaved.streaming.texts import TextTokens
 from src.training.config import LoopConfig
 
@@ -177,7 +177,7 @@ def lengths(kind: str) -> np.ndarray:
 def fill_of_lanes(sizes: np.ndarray, rows: int) -> float:
     """Share of real tokens in the rows of a lane."""
     packing = Packing(
-        Joined([Source([len(sizes)], "none", 2, "s")]), lambda _, i: [(int(sizes[i]),)], (ROOM,), OPEN, "data"
+        JoinedSources([Source([len(sizes)], "none", 2, "s")]), lambda _, i: [(int(sizes[i]),)], (ROOM,), OPEN, "data"
     )
     lane = Lane(packing, 0, 1)
     for _ in range(rows):
@@ -211,7 +211,7 @@ def fill_with_images(heavy: bool, images: int, rows: int = 20_000) -> float:
     if heavy:
         sizes[500::1000] = [(30, 16)] * len(sizes[500::1000])
     lane = Lane(
-        Packing(Joined([Source([len(sizes)], "none", 2, "s")]), lambda _, i: [sizes[i]], (ROOM, 16), 8, "data"), 0, 1
+        Packing(JoinedSources([Source([len(sizes)], "none", 2, "s")]), lambda _, i: [sizes[i]], (ROOM, 16), 8, "data"), 0, 1
     )
     emitted = [lane.next_row() for _ in range(rows)]
     return sum(sizes[document][0] for row in emitted for document in row[1::3]) / (rows * ROOM)
@@ -227,7 +227,7 @@ def write_slow_tars(folder: Path, steps: int, tars: int, seconds: float) -> None
     made = write(folder / "made", documents, {}, Writing(steps // tars, "x"))
     urls = [f"pipe:sleep {seconds}; cat {made.folder / shard.url}" for shard in made.shards]
     index.index_into(
-        folder / "slow" / "train", [Listed(url) for url in urls], how=index.Making(texts=TextTokens(pages.tokenizer()))
+        folder / "slow" / "train", [ShardSource(url) for url in urls], how=index.Making(texts=TextTokens(pages.tokenizer()))
     )
 
 
@@ -263,7 +263,7 @@ def resume(share: float) -> tuple[float, int]:
     state."""
     begin = time.perf_counter()
     sizes = [DOCUMENTS // 2000] * 2000
-    streams = Joined([Source(sizes, "window", 10_000, "s")])
+    streams = JoinedSources([Source(sizes, "window", 10_000, "s")])
     packing = Packing(streams, lambda _, i: [(i % 700 + 1,)], (ROOM,), OPEN, "data")
     lanes = [Lane(packing, v, LANES, (int(share * DOCUMENTS / LANES), 0, 0, (), (), ())) for v in range(LANES)]
     for lane in lanes:

@@ -33,7 +33,7 @@ from src.experiments.grid import override
 from src.experiments.identity import exp_id
 from src.experiments.interfaces import load_experiment
 from src.systems.metadata import gains
-from src.systems.metadata.data.annotations import Annotated
+from src.systems.metadata.data.annotations import Document
 from src.systems.metadata.data.examples import ExampleMaker
 from src.systems.metadata.data.processors import global_text, local_markers
 from src.systems.metadata.groups import METADATA_TINY
@@ -139,7 +139,7 @@ class PlainWriting:
     def __init__(self, tokenizer: Any, config: Any) -> None:
         self._tokenizer, self._config, self._room = tokenizer, config.writing, config.sequence_tokens
 
-    def blocks(self, document: Annotated) -> list[Any]:
+    def blocks(self, document: Document) -> list[Any]:
         """Make the padded ids and masks of each block."""
         writing = self._config
         phrases = {item.key: global_text(item, writing.separators) for item in document.items if item.start is None}

@@ -46,7 +46,7 @@ from src.systems.interleaved.streaming import manifest, tar_index
 from src.systems.interleaved.streaming.dataset import Config
 from src.systems.interleaved.streaming.manifest import Manifest, Shard
 from src.systems.interleaved.streaming.remote.transfer import PIPE, REMOTE, Source, source_of, transfer
-from src.systems.interleaved.streaming.shard_lists import Listed, list_shards
+from src.systems.interleaved.streaming.shard_lists import ShardSource, list_shards
 from src.systems.interleaved.streaming.tars.fields import Fields
 from src.systems.interleaved.streaming.tars.image_files import MOST_PIXELS
 from src.systems.interleaved.streaming.tars.indexing import build
@@ -145,7 +145,7 @@ def index_tars(tars: Sequence[Path], processes: int = 1, how: Making = PLAIN) ->
 
 
 def index_into(
-    output: Path, listed: Sequence[Listed], processes: int = 1, part: slice = slice(None), how: Making = PLAIN
+    output: Path, listed: Sequence[ShardSource], processes: int = 1, part: slice = slice(None), how: Making = PLAIN
 ) -> list[Indexed]:
     """Write the missing indexes into a folder, and shards.json once all are there.
     part: shards of the list to index now.
@@ -279,7 +279,7 @@ def _is_newer(tar: Path, place: Path) -> bool:
     return tar.stat().st_ctime_ns > place.with_name(place.name + tar_index.SUFFIX).stat().st_mtime_ns
 
 
-def _index_listed(one: Listed, output: Path, how: Making) -> Indexed:
+def _index_listed(one: ShardSource, output: Path, how: Making) -> Indexed:
     """Write the index of a shard into a folder if it is missing."""
     is_file = not one.url.startswith(REMOTE)
     if is_file and not Path(one.url).is_file():
@@ -309,7 +309,7 @@ def _fetch(source: Source, output: Path) -> Iterator[memoryview]:
             yield tar
 
 
-def _place(output: Path, one: Listed) -> Path:
+def _place(output: Path, one: ShardSource) -> Path:
     """Path of an index in the folder, without ".idx".
     Tars with equal names in different places have different paths."""
     name = re.sub(r"[^\w.-]", "_", "pipe" if one.url.startswith(PIPE) else one.url.rpartition("/")[2])[-100:]
@@ -320,7 +320,7 @@ def _set_environment(environment: dict[str, str]) -> None:
     os.environ.update(environment)
 
 
-def _load_listed(output: Path, one: Listed) -> tar_index.TarIndex | None:
+def _load_listed(output: Path, one: ShardSource) -> tar_index.TarIndex | None:
     """The index of a shard, if it is in the folder and complete."""
     place = _place(output, one)
     path = place.with_name(place.name + tar_index.SUFFIX)
@@ -333,7 +333,7 @@ def _load_listed(output: Path, one: Listed) -> tar_index.TarIndex | None:
     return index if index.facts.get("url") == one.url and "cut" not in index.facts else None
 
 
-def _shard(output: Path, one: Listed, index: tar_index.TarIndex) -> Shard:
+def _shard(output: Path, one: ShardSource, index: tar_index.TarIndex) -> Shard:
     place, within, facts = _place(output, one), Path(one.url), index.facts
     url = str(within.relative_to(output.resolve())) if within.is_relative_to(output.resolve()) else one.url
     name = place.name + tar_index.SUFFIX
@@ -357,7 +357,7 @@ def _print(tars: Sequence[str], output: Path | None, source: str, processes: int
             raise ConfigError(f"{option}: --output is needed, a folder for shards.json and the indexes.")
         results = index_tars([Path(one.url) for one in listed[part]], processes, how)
     else:
-        results = index_into(output, [Listed(one.url, source or one.source) for one in listed], processes, part, how)
+        results = index_into(output, [ShardSource(one.url, source or one.source) for one in listed], processes, part, how)
     if output is not None and not (output / manifest.NAME).exists():
         print(f"{output}: shards.json is written when all slices of the {len(listed)} tars are indexed.")
     print("\n".join(index_report.lines(results)))

@@ -61,16 +61,16 @@ class Config(TrainingRecipe):
 
         def loss_and_sums(model: Any, batch: "Mapping[str, Tensor]") -> Any:
             with watch_groups(batch, batch["source_ids"], len(names)) as by_source:
-                summed = whole(model, batch)
+                loss_sum = whole(model, batch)
             rows = torch.tensor(float(len(batch["input_ids"])))
-            counted = {
+            counts = {
                 f"{kind}/{name}": (batch["source_counts"][source, number], rows)
                 for source, name in enumerate(names)
-                for number, kind in enumerate(dataset.COUNTED)
+                for number, kind in enumerate(dataset.COUNTS)
             }
-            counted["cache_hits"] = batch["cached"][0], batch["cached"][1]
+            counts["cache_hits"] = batch["cached"][0], batch["cached"][1]
             losses = {f"loss/{name}": (by_source[i, 0], by_source[i, 1]) for i, name in enumerate(names)}
-            return summed, {**counted, **losses}
+            return loss_sum, {**counts, **losses}
 
         return loss_and_sums
 

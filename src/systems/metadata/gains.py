@@ -14,7 +14,7 @@ from pydantic import Field, model_validator
 
 from src.errors import DataError
 from src.experiments.config import Config
-from src.systems.metadata.data.annotations import Annotated, Item
+from src.systems.metadata.data.annotations import Document, Item
 from src.systems.metadata.data.dataset import Documents, Sample, collate_rows
 from src.systems.metadata.data.examples import PROMPT, ExampleMaker, Piece
 
@@ -77,7 +77,7 @@ class Gains(Config):
         return names
 
 
-class Scored(NamedTuple):
+class ScoredPiece(NamedTuple):
     """A piece and the mask of its scored tokens."""
 
     piece: Piece
@@ -87,9 +87,9 @@ class Scored(NamedTuple):
 class Blocks:
     """Pieces of documents as samples with their scored tokens."""
 
-    def __init__(self, documents: Documents, scored: Sequence[Scored]) -> None:
+    def __init__(self, documents: Documents, pieces: Sequence[ScoredPiece]) -> None:
         self.fingerprint = documents.fingerprint
-        self._config, self._scored = documents.config.model_copy(update={"open_rows": 0}), scored
+        self._config, self._scored = documents.config.model_copy(update={"open_rows": 0}), pieces
 
     def __len__(self) -> int:
         return len(self._scored)
@@ -153,8 +153,8 @@ def measure(config: Gains, documents: Documents, losses: TokenLosses) -> dict[st
     return {name: scores[name] for name in config.names()}
 
 
-def _both(maker: ExampleMaker, document: Annotated) -> Both:
-    return Both(maker.pieces(document), maker.pieces(document, written=False))
+def _both(maker: ExampleMaker, document: Document) -> Both:
+    return Both(maker.pieces(document), maker.pieces(document, with_metadata=False))
 
 
 def _is_one_block(both: Both) -> bool:
@@ -163,24 +163,26 @@ def _is_one_block(both: Both) -> bool:
 
 def _pairs(documents: Documents, sides_of_documents: Sequence[Both], losses: TokenLosses) -> list[Pair]:
     """Compute the losses of each document with a scored token."""
-    scored = [_score_same(both) for both in sides_of_documents]
-    pieces = [piece for both in scored for side in both for piece in side]
+    scored_pairs = [_score_same(both) for both in sides_of_documents]
+    pieces = [piece for both in scored_pairs for side in both for piece in side]
     order = sorted(
         range(len(pieces)), key=lambda i: len(pieces[i].piece.ids)
     )  # similar lengths in a batch need little padding
     by_piece = dict(zip(order, losses(Blocks(documents, [pieces[i] for i in order])), strict=True))
     read = iter(range(len(pieces)))
-    pairs = [Pair(*([value for _ in side for value in by_piece[next(read)]] for side in both)) for both in scored]
+    pairs = [Pair(*([value for _ in side for value in by_piece[next(read)]] for side in both)) for both in scored_pairs]
     return [pair for pair in pairs if pair.without]
 
 
-def _score_same(both: Both) -> tuple[list[Scored], list[Scored]]:
+def _score_same(both: Both) -> tuple[list[ScoredPiece], list[ScoredPiece]]:
     """Score the tokens with the same characters on both sides, except the first token of a piece."""
     same = set.intersection(*({key for piece in side for key in _keys(piece)[1:] if key} for side in both))
     first = min((key for side in both for piece in side for key in _keys(piece) if key), default=None)
     same.discard(first)  # it has no context without metadata
-    written, plain = ([Scored(piece, [key in same for key in _keys(piece)]) for piece in side] for side in both)
-    return written, plain
+    with_metadata, plain = (
+        [ScoredPiece(piece, [key in same for key in _keys(piece)]) for piece in side] for side in both
+    )
+    return with_metadata, plain
 
 
 def _keys(piece: Piece) -> list[tuple[int, int, int] | None]:
@@ -194,14 +196,14 @@ def _keys(piece: Piece) -> list[tuple[int, int, int] | None]:
     return keys
 
 
-def _having(documents: Documents, columns: Sequence[str], most: int) -> list[Annotated]:
+def _having(documents: Documents, columns: Sequence[str], most: int) -> list[Document]:
     """Return the first documents with an item of each column, without other items."""
-    matches = list[Annotated]()
+    matches = list[Document]()
     for number in range(len(documents)):
         document = documents[number]
         items = tuple(item for item in document.items if {item.column, item.key} & {*columns})
         if {*columns} <= {name for item in items for name in (item.column, item.key)}:
-            matches.append(Annotated(document.text, items))
+            matches.append(Document(document.text, items))
         if len(matches) == most:
             break
     if len(matches) < 2:
@@ -211,7 +213,7 @@ def _having(documents: Documents, columns: Sequence[str], most: int) -> list[Ann
     return matches
 
 
-def _wrong(documents: Sequence[Annotated]) -> list[Annotated]:
+def _wrong(documents: Sequence[Document]) -> list[Document]:
     """Return each text with the metadata of another document, and its spans at random places."""
     shuffled = []
     for number, document in enumerate(documents):
@@ -220,11 +222,11 @@ def _wrong(documents: Sequence[Annotated]) -> list[Annotated]:
         others = (_global_items(documents[(number + step) % len(documents)]) for step in range(1, len(documents)))
         items = next((items for items in others if items != items_of_document), [])
         items = [*items, *_move([item for item in document.items if item.start is not None], len(document.text), draws)]
-        shuffled.append(Annotated(document.text, tuple(items)))
+        shuffled.append(Document(document.text, tuple(items)))
     return shuffled
 
 
-def _global_items(document: Annotated) -> list[Item]:
+def _global_items(document: Document) -> list[Item]:
     return [item for item in document.items if item.start is None]
 
 
@@ -268,8 +270,8 @@ def _interval(sums: "np.ndarray", resamples: int) -> tuple[float, float, float]:
     """Compute the ratio of the columns' sums and its 2.5th and 97.5th bootstrap percentile. sums: (documents, 2)."""
     import numpy as np
 
-    drawn = np.random.default_rng(0).integers(len(sums), size=(resamples, len(sums)))
-    ratios = sums[drawn].sum(axis=1)
+    samples = np.random.default_rng(0).integers(len(sums), size=(resamples, len(sums)))
+    ratios = sums[samples].sum(axis=1)
     low, high = np.percentile(ratios[:, 0] / ratios[:, 1], [2.5, 97.5])
     total = sums.sum(axis=0)
     return float(total[0] / total[1]), float(low), float(high)

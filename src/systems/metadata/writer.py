@@ -7,7 +7,7 @@ from src.data.text.tokenizers import SafeTokenizer
 from src.errors import ConfigError, DataError
 from src.experiments.config import unknown_text
 from src.serving.writer import Continuation
-from src.systems.metadata.data.annotations import COLUMNS, Annotated, Item, read_row
+from src.systems.metadata.data.annotations import COLUMNS, Document, Item, read_row
 from src.systems.metadata.data.dataset import Config
 from src.systems.metadata.data.examples import ExampleMaker
 
@@ -43,7 +43,7 @@ class MetadataWriter(Continuation):
 
     def prompt(self, text: str) -> list[int]:
         """Ids of the metadata and the text; without both the end token, which separates documents."""
-        document = Annotated(text, self._items)
+        document = Document(text, self._items)
         return [*self._maker.prefix_ids(document), *self._maker.text_ids(document)] or [
             SafeTokenizer(self._tokenizer).eos_id
         ]

@@ -10,7 +10,7 @@ from src.experiments.grid import override
 from src.experiments.identity import exp_id
 from src.serving import chat
 from src.serving.pretrained import load_writer
-from src.systems.metadata.data.annotations import Annotated
+from src.systems.metadata.data.annotations import Document
 from src.systems.metadata.writer import MetadataWriter
 from tests import toy
 from tests.systems.metadata.test_metadata_lm import TOLD, row, write_metadata
@@ -53,7 +53,7 @@ def test_metadata_are_written_as_in_training(linearisation: str, folder: Path):
     )
     writer = MetadataWriter(writer._model, writer._tokenizer, data)
     writer.set_metadata(["title=red"])
-    document = Annotated(row("thing1", "red")["text"], writer._items)
+    document = Document(row("thing1", "red")["text"], writer._items)
     piece = writer._maker.pieces(document)[0]
     assert writer.prompt(document.text) == piece.ids[:-1], "all but the end token"
     writer.set_metadata([])

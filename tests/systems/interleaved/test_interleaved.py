@@ -127,7 +127,7 @@ def test_weights_of_sources_change_the_loss_and_its_count(folder: Path, tmp_path
     assert losses[1]["train_loss"] != pytest.approx(losses[2]["train_loss"], rel=1e-4)
 
 
-def audited(folder: Path, run: Path, step: int | None = None) -> audit.Delivered:
+def audited(folder: Path, run: Path, step: int | None = None) -> audit.Delivery:
     return audit.replay(run, folder / "data", step)
 
 

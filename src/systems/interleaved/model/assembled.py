@@ -89,12 +89,12 @@ class Config(ModelConfig):
         return parts.complete(model, self.frozen)
 
     def check(self, places: Places) -> None:
-        for field, model, known in (("vision", self._vision(), ENCODERS), ("text", self._text(), DECODERS)):
+        for field, model, supported_types in (("vision", self._vision(), ENCODERS), ("text", self._text(), DECODERS)):
             model.require_files(places)
-            found = model.read_config(places)["model_type"]
-            if found not in known:
+            model_type = model.read_config(places)["model_type"]
+            if model_type not in supported_types:
                 raise ConfigError(
-                    f"model.{field}: {model.path} is of type {found!r}; expected one of {', '.join(known)}."
+                    f"model.{field}: {model.path} is of type {model_type!r}; expected one of {', '.join(supported_types)}."
                 )
         patches = self._patches(places)
         sizes = self.architecture(places)

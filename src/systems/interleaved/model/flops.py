@@ -20,7 +20,7 @@ def parameters_by_part(model: Any) -> "dict[str, list[tuple[str, nn.Parameter]]]
         for end in (model.get_input_embeddings(), model.get_output_embeddings())
         for parameter in end.parameters()
     }
-    found: dict[str, list[tuple[str, Any]]] = {"vision": [], "connector": [], "embeddings": [], "text": []}
+    by_part: dict[str, list[tuple[str, Any]]] = {"vision": [], "connector": [], "embeddings": [], "text": []}
     for name, parameter in model.named_parameters():
         part = (
             "vision"
@@ -29,8 +29,8 @@ def parameters_by_part(model: Any) -> "dict[str, list[tuple[str, nn.Parameter]]]
             if name.startswith("model.connector.")
             else "text"
         )
-        found["embeddings" if id(parameter) in ends else part].append((name, parameter))
-    return found
+        by_part["embeddings" if id(parameter) in ends else part].append((name, parameter))
+    return by_part
 
 
 def training_flops(model: Any) -> "Callable[[Mapping[str, Tensor]], int]":
@@ -52,11 +52,11 @@ def training_flops(model: Any) -> "Callable[[Mapping[str, Tensor]], int]":
     def count(batch: "Mapping[str, Tensor]") -> int:
         (B, T), N = batch["input_ids"].shape, max(1, len(batch["frames"]))
         frames = N * patches * min(passes["vision"].matrices, 2) + encoder.flops(N, P, passes["vision"])
-        connected = N * _connector_flops(config, P, L, passes["connector"])
+        connector = N * _connector_flops(config, P, L, passes["connector"])
         read = decoder_stack(text).flops(B, T, passes["text"]) + passes[
             "embeddings"
         ].matrices * 2 * B * T * head_weights(text)
-        return frames + connected + read + 2 * TRAINED.matrices * (N * adapters[0] + B * T * adapters[1])
+        return frames + connector + read + 2 * TRAINED.matrices * (N * adapters[0] + B * T * adapters[1])
 
     return count
 
@@ -99,13 +99,13 @@ def _adapters(model: Any, P: int, L: int) -> tuple[int, int]:
             return L if name.startswith("model.connector.modality_projection.proj.") else P
         return P + L if ".k_proj." in name or ".v_proj." in name else L
 
-    found = {
+    adapters = {
         part: [
             (name, parameter.numel()) for name, parameter in parameters if ".lora_" in name and parameter.requires_grad
         ]
         for part, parameters in parameters_by_part(model).items()
     }
-    frames = sum(P * count for _, count in found["vision"]) + sum(
-        read(name) * count for name, count in found["connector"]
+    frames = sum(P * count for _, count in adapters["vision"]) + sum(
+        read(name) * count for name, count in adapters["connector"]
     )
-    return frames, sum(count for _, count in found["text"])
+    return frames, sum(count for _, count in adapters["text"])

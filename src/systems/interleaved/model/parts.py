@@ -77,14 +77,14 @@ def build_random(
         Idefics3ForConditionalGeneration,
     )
 
-    given: dict[str, Any] = {
+    kwargs: dict[str, Any] = {
         "vision_config": dict(vision),
         "text_config": dict(text),
         "image_token_id": image_id,
         "tie_word_embeddings": tied,
     }
     if resampler is None:
-        return Idefics3ForConditionalGeneration(Idefics3Config(**given, scale_factor=scale_factor or 2))
+        return Idefics3ForConditionalGeneration(Idefics3Config(**kwargs, scale_factor=scale_factor or 2))
     width = text["hidden_size"]
     perceiver = {
         "hidden_size": width,
@@ -95,7 +95,7 @@ def build_random(
         "resampler_head_dim": width // resampler.num_heads,
         "num_key_value_heads": resampler.num_heads,
     }
-    return Idefics2ForConditionalGeneration(Idefics2Config(**given, perceiver_config=perceiver))
+    return Idefics2ForConditionalGeneration(Idefics2Config(**kwargs, perceiver_config=perceiver))
 
 
 def complete(model: Any, frozen: Sequence[Part] = ()) -> Any:
@@ -151,7 +151,7 @@ def _find_images(inner: Any, input_ids: "Tensor", states: "Tensor") -> "Tensor |
         ValueError: they are not as many as `states`, (..., D).
     """
     mask = input_ids == inner.config.image_token_id
-    count, given = int(mask.sum()), states.shape[:-1].numel()
-    if count and count != given:
-        raise ValueError(f"Image features and image tokens do not match, tokens: {count}, features: {given}")
+    count, num_states = int(mask.sum()), states.shape[:-1].numel()
+    if count and count != num_states:
+        raise ValueError(f"Image features and image tokens do not match, tokens: {count}, features: {num_states}")
     return mask if count else None

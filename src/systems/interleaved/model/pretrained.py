@@ -51,10 +51,10 @@ class Config(ModelConfig):
 
     def check(self, places: Places) -> None:
         self._hf_config().require_files(places)
-        found = self._hf_config().read_config(places)["model_type"]
-        if found not in FAMILIES:
+        model_type = self._hf_config().read_config(places)["model_type"]
+        if model_type not in FAMILIES:
             raise ConfigError(
-                f"{self.path}: a model of type {found!r}; expected one that reads images: {', '.join(FAMILIES)}."
+                f"{self.path}: a model of type {model_type!r}; expected one that reads images: {', '.join(FAMILIES)}."
             )
 
     def architecture(self, places: Places) -> Architecture | None:

@@ -51,10 +51,10 @@ def save(folder: Path, checkpoint: Path, tokenizer: Any) -> None:
         "rescale_factor": 1 / 255,
     }
     if images.style == "idefics2":
-        name, own = "Idefics2", {"do_image_splitting": False, "do_resize": True, "size": square}
+        name, settings = "Idefics2", {"do_image_splitting": False, "do_resize": True, "size": square}
     else:
         cut = images.max_size > images.frame_size
-        own = {
+        settings = {
             "do_image_splitting": cut,
             "do_resize": images.enlarge,
             "max_image_size": {"longest_edge": images.frame_size},
@@ -68,7 +68,9 @@ def save(folder: Path, checkpoint: Path, tokenizer: Any) -> None:
                 folder,
                 images.max_size,
             )
-    write_json(folder / "preprocessor_config.json", {"image_processor_type": f"{name}ImageProcessor", **pixels, **own})
+    write_json(
+        folder / "preprocessor_config.json", {"image_processor_type": f"{name}ImageProcessor", **pixels, **settings}
+    )
     write_json(
         folder / "processor_config.json", {"image_seq_len": images.image_tokens, "processor_class": f"{name}Processor"}
     )

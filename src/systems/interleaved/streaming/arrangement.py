@@ -60,7 +60,7 @@ class Source:
         return self.starts[order[at]] + place - (ends[at] - self.sizes[order[at]])
 
 
-class Joined:
+class JoinedSources:
     """An `Arrangement` of the documents of several sources as one:
     an epoch has each document once, the sources evenly spread."""
 
@@ -145,7 +145,7 @@ class Streams:
 
 def arrange(sources: Sequence[Source], rates: Sequence[float]) -> "Joined | Streams":
     """The order of several sources: by rates, or without any in proportion to their documents."""
-    return Streams(sources, rates) if len(sources) > 1 and rates else Joined(sources)
+    return Streams(sources, rates) if len(sources) > 1 and rates else JoinedSources(sources)
 
 
 def _block(source: Source, lanes: int) -> int:

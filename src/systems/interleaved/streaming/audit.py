@@ -33,7 +33,7 @@ from src.systems.interleaved.streaming.quarantine import FILE
 
 
 @dataclass(frozen=True)
-class Delivered:
+class Delivery:
     """Pieces of documents in the rows up to a step."""
 
     data: StreamedDataset
@@ -57,7 +57,7 @@ class Delivered:
         return counts
 
 
-def replay(run: Path, data_path: Path, step: int | None = None) -> Delivered:
+def replay(run: Path, data_path: Path, step: int | None = None) -> Delivery:
     """Recompute the rows that the training in `run` has read up to the checkpoint of a step, by default the newest.
 
     Raises:
@@ -92,12 +92,12 @@ def replay(run: Path, data_path: Path, step: int | None = None) -> Delivered:
         )
     data.quarantine.attach(run)
     unreadable = {key for key in pieces if data.is_unreadable(key[1], key[2])}
-    return Delivered(data, step, pieces, int(left_out), unreadable)
+    return Delivery(data, step, pieces, int(left_out), unreadable)
 
 
-def report(delivered: Delivered) -> list[str]:
+def report(delivery: Delivery) -> list[str]:
     """A line for each shard, and one for all."""
-    data, times = delivered.data, delivered.documents()
+    data, times = delivery.data, delivery.documents()
     lines = [f"{'source':16} {'shard':32} {'documents':>10} {'once':>8} {'more':>8} {'not read':>9}"]
     total: Counter[str] = Counter()
     for source, documents in enumerate(data.documents):
@@ -113,12 +113,12 @@ def report(delivered: Delivered) -> list[str]:
             total.update(counts)
             lines.append(_line(data.source_names[source], shard.url, counts))
             first += shard.documents
-    lines.append(_line("all", f"up to step {delivered.step}", total))
+    lines.append(_line("all", f"up to step {delivery.step}", total))
     lines.append(
-        f"{delivered.left_out} times a document was left out: it does not fit into a row, is bad, or is denied."
+        f"{delivery.left_out} times a document was left out: it does not fit into a row, is bad, or is denied."
     )
-    if delivered.unreadable:
-        lines.append(f"{len(delivered.unreadable)} times a part of a row could not be read, and was padding: {FILE}.")
+    if delivery.unreadable:
+        lines.append(f"{len(delivery.unreadable)} times a part of a row could not be read, and was padding: {FILE}.")
     return lines
 
 
@@ -127,19 +127,19 @@ def _line(source: str, shard: str, counts: "Counter[str] | dict[str, int]") -> s
     return f"{source:16} {shard[-32:]:32} {numbers}"
 
 
-def write_documents(delivered: Delivered, path: Path) -> None:
+def write_documents(delivery: Delivery, path: Path) -> None:
     """Write a line for each document: source, shard, number in the shard, and how often it was read.
 
     Raises:
         RunError: the disk refuses.
     """
-    times, lines = delivered.documents(), list[str]()
-    for source, documents in enumerate(delivered.data.documents):
+    times, lines = delivery.documents(), list[str]()
+    for source, documents in enumerate(delivery.data.documents):
         for document in range(len(documents)):
             shard, number = documents.locate(document)
-            count = times[delivered.data.first(source) + document]
+            count = times[delivery.data.first(source) + document]
             lines.append(
-                f"{delivered.data.source_names[source]}\t{documents.manifest.shards[shard].url}\t{number}\t{count}\n"
+                f"{delivery.data.source_names[source]}\t{documents.manifest.shards[shard].url}\t{number}\t{count}\n"
             )
     with writing(path):
         write_atomic(path, "".join(lines))
@@ -150,10 +150,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
 
     def act() -> int:
-        delivered = replay(expand_run(Path(options.run), options.runs), options.data_path, options.step)
-        sys.stdout.write("".join(f"{line}\n" for line in report(delivered)))
+        delivery = replay(expand_run(Path(options.run), options.runs), options.data_path, options.step)
+        sys.stdout.write("".join(f"{line}\n" for line in report(delivery)))
         if options.documents:
-            write_documents(delivered, options.documents)
+            write_documents(delivery, options.documents)
         return 0
 
     return run_command(act)

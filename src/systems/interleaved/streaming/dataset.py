@@ -20,7 +20,7 @@ from src.experiments.interfaces import DatasetConfig, require_fit
 from src.experiments.kinds import VISION_LANGUAGE
 from src.runs.history.branches import Branch
 from src.systems.interleaved.streaming import manifest
-from src.systems.interleaved.streaming.arrangement import PERIOD, Joined, Source, Streams, arrange
+from src.systems.interleaved.streaming.arrangement import PERIOD, JoinedSources, Source, Streams, arrange
 from src.systems.interleaved.streaming.documents import Content, Documents, Piece, Rules, Swaps
 from src.systems.interleaved.streaming.images import ImagesConfig, ImageTokens
 from src.systems.interleaved.streaming.quarantine import ErrorPolicy, Quarantine
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     from src.systems.interleaved.streaming.validation import ValidationRows
 
-COUNTED = ("documents", "images", "image_tokens", "text_tokens", "left_out_parts", "unreadable")
+COUNTS = ("documents", "images", "image_tokens", "text_tokens", "left_out_parts", "unreadable")
 """Counts of each source.
 A document, and its parts that are larger than a row, count in the row where the document ends."""
 SPLITS = ("train", "val")
@@ -100,23 +100,23 @@ class Config(DatasetConfig):
 
     def check(self, places: Places) -> None:
         def check_split(name: str, split: str) -> None:
-            listed = manifest.load(places.data / self.sources[name].path / split)
-            for shard in listed.shards:
-                if not (listed.folder / shard.index).is_file():
+            shard_list = manifest.load(places.data / self.sources[name].path / split)
+            for shard in shard_list.shards:
+                if not (shard_list.folder / shard.index).is_file():
                     raise DataError(
-                        f"data.sources.{name}: {listed.folder / shard.index}: no such file. Index the tars again."
+                        f"data.sources.{name}: {shard_list.folder / shard.index}: no such file. Index the tars again."
                     )
-            self._check_fields(name, listed)
+            self._check_fields(name, shard_list)
 
         parts = [(name, split) for name in sorted(self.sources) for split in SPLITS]
         check_all(*(lambda name=name, split=split: check_split(name, split) for name, split in parts))
 
-    def _check_fields(self, name: str, listed: manifest.Manifest) -> None:
-        fields, indexed = self.sources[name].fields, listed.facts.get("fields")
+    def _check_fields(self, name: str, shard_list: manifest.Manifest) -> None:
+        fields, indexed = self.sources[name].fields, shard_list.facts.get("fields")
         if fields is not None and fields.as_json() != indexed:
             options = f"--fields '{json.dumps(fields.as_json())}'"
             raise DataError(
-                f"data.sources.{name}.fields: the tars in {listed.folder} were indexed with "
+                f"data.sources.{name}.fields: the tars in {shard_list.folder} were indexed with "
                 f"{json.dumps(indexed or {})}. Index them with {options}, or write that here."
             )
 
@@ -132,12 +132,12 @@ class Config(DatasetConfig):
     def batch_lengths(self) -> tuple[int, ...]:
         return (self.sequence_tokens,)
 
-    def tars_at_once(self, listed: manifest.Manifest) -> int:
+    def tars_at_once(self, shard_list: manifest.Manifest) -> int:
         """Tars of a source that the order reads at the same time: those of a window, else one."""
         if self.shuffle != "window":
             return 1
-        documents = sum(shard.documents for shard in listed.shards)
-        return min(len(listed.shards), math.ceil(self.window * len(listed.shards) / documents) + 1)
+        documents = sum(shard.documents for shard in shard_list.shards)
+        return min(len(shard_list.shards), math.ceil(self.window * len(shard_list.shards) / documents) + 1)
 
     def build(
         self, places: Places, tokenizer: "PreTrainedTokenizerFast", split: str, seed: int
@@ -153,10 +153,10 @@ class Config(DatasetConfig):
         texts, images = TextTokens(tokenizer, self.images.style), ImageTokens(self.images, tokenizer)
         sources = dict[str, Documents]()
         for name in sorted(self.sources):
-            listed = manifest.load(places.data / self.sources[name].path / split)
-            self._check_fields(name, listed)
-            files = open_files(listed.folder, places.data, len(self.sources), self.tars_at_once(listed))
-            sources[name] = Documents(listed, files, texts, images, self.rules)
+            shard_list = manifest.load(places.data / self.sources[name].path / split)
+            self._check_fields(name, shard_list)
+            files = open_files(shard_list.folder, places.data, len(self.sources), self.tars_at_once(shard_list))
+            sources[name] = Documents(shard_list, files, texts, images, self.rules)
         data = StreamedDataset(self, sources)
         return data if split == "train" else ValidationRows(data, sorted(sources))
 
@@ -222,7 +222,7 @@ class StreamedDataset:
         """Tokens and frames of each piece of a document."""
         return [(piece.tokens, piece.frames) for piece in self.pieces(document)]
 
-    def packing(self, arrangement: "Joined | Streams", digest: str = "") -> Packing:
+    def packing(self, arrangement: "JoinedSources | Streams", digest: str = "") -> Packing:
         """The packing of its documents in an order."""
         names, rows = self.source_names, self.config.open_rows
         source_of = lambda document: self.locate(document)[0]  # noqa: E731
@@ -253,7 +253,7 @@ class StreamedDataset:
             "Undo it: python -m src.operations.interventions undo RUN."
         )
 
-    def arrangement(self, seed: int) -> Joined | Streams:
+    def arrangement(self, seed: int) -> JoinedSources | Streams:
         """The order of the documents of all sources.
 
         Raises:
@@ -283,7 +283,9 @@ class StreamedDataset:
         if not isinstance(order, LaneOrder) or not self.config.prefetch_shards:
             return None
         lists = [documents.manifest for documents in self.documents]
-        remote = [listed for listed in lists if any(shard.url.startswith(REMOTE) for shard in listed.shards)]
+        remote = [
+            shard_list for shard_list in lists if any(shard.url.startswith(REMOTE) for shard in shard_list.shards)
+        ]
         if not remote:
             return None
         cache = self.documents[lists.index(remote[0])].files.cache
@@ -304,7 +306,7 @@ class StreamedDataset:
         Raises:
             DataError: too much cannot be read, or the policy refuses it.
         """
-        row = Sample(counted=[[0] * len(COUNTED) for _ in self.documents])
+        row = Sample(counted=[[0] * len(COUNTS) for _ in self.documents])
         key = (epoch, index, *(more or (0,)))
         for _, document, number in zip(key[::3], key[1::3], key[2::3], strict=True):
             if not 0 <= document < len(self):
@@ -316,7 +318,7 @@ class StreamedDataset:
 
     def read_piece(self, document: int, piece: Piece, swaps: Swaps | None = None) -> Sample:
         """A row of one piece of a document."""
-        row = Sample(counted=[[0] * len(COUNTED) for _ in self.documents])
+        row = Sample(counted=[[0] * len(COUNTS) for _ in self.documents])
         self._add(row, document, piece, 0, swaps)
         return row
 
@@ -328,18 +330,18 @@ class StreamedDataset:
         content = self._read(source, local, piece, place, swaps)
         hits, misses = counters["hits"] - before[0], counters["misses"] - before[1]
         row.cached = row.cached[0] + hits, row.cached[1] + hits + misses
-        counted = row.counted[source]
+        counts = row.counted[source]
         if content is None:
             end = self.documents[source].texts.end[0]
             content = Content([end] * piece.tokens, [False] * piece.tokens, [], [piece.tokens])
-            counted[-1] += 1
+            counts[-1] += 1
         else:
             images = [element for element in piece.elements if element.grid]
             image_tokens = sum(element.tokens for element in images)
             for i, more in enumerate(
                 (piece.ends, len(images), image_tokens, piece.tokens - image_tokens, piece.left_out)
             ):
-                counted[i] += more
+                counts[i] += more
         row.input_ids += content.ids
         row.loss_mask += content.learned
         row.frames += content.images

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 _INDEXES = 64
 """Indexes of shards that are held at the same time."""
-_PLANNED = 4096
+_MAX_PLANS = 4096
 """Documents with cached pieces, since an order needs them repeatedly."""
 _WEB_TOKENS = 5
 Swaps = Mapping[tuple[int, int], tuple[int, int]]
@@ -108,19 +108,19 @@ class Documents:
         self.manifest, self.files, self.texts, self.images, self.rules = manifest, files, texts, images, rules
         self.sizes = [shard.documents for shard in manifest.shards]
         self._ends = list(accumulate(self.sizes))
-        listed = [
+        num_documents = [
             [shard.documents, shard.bytes, shard.sha256 or shard.etag, shard.index_digest] for shard in manifest.shards
         ]
         options = [rules.model_dump(mode="json"), images.config.model_dump(mode="json"), texts.digest]
-        self.fingerprint = hashlib.sha256(json.dumps([listed, options]).encode()).hexdigest()
+        self.fingerprint = hashlib.sha256(json.dumps([num_documents, options]).encode()).hexdigest()
         self._make_caches()
 
     def _make_caches(self) -> None:
         self._index = lru_cache(_INDEXES)(self._load_index)
         self._plan = lru_cache(_INDEXES)(self._load_plan)
-        self.elements = lru_cache(_PLANNED)(self._make_elements)
+        self.elements = lru_cache(_MAX_PLANS)(self._make_elements)
         """Document number -> its elements, in order; empty if the document is dropped."""
-        self.pieces = lru_cache(_PLANNED)(self._make_pieces)
+        self.pieces = lru_cache(_MAX_PLANS)(self._make_pieces)
         """(document, (tokens, frames) of a row) -> its pieces in rows.
         Reads no document if the index has counts of tokens."""
 
@@ -266,9 +266,9 @@ class Documents:
         return self._read_part(*self.locate(document), part).decode()
 
     def _read_part(self, shard: int, number: int, part: int) -> bytes:
-        index, listed = self._index(shard), self.manifest.shards[shard]
+        index, shard_entry = self._index(shard), self.manifest.shards[shard]
         (content,) = index.contents(
-            index.parts_of(number)[part : part + 1], lambda at, size: self.files.read(listed, at, size)
+            index.parts_of(number)[part : part + 1], lambda at, size: self.files.read(shard_entry, at, size)
         )
         return content
 
@@ -336,21 +336,23 @@ class Documents:
 
     def _load_plan(self, shard: int) -> "_Plan":
         index = self._index(shard)
-        counted = index.tokens is not None and index.facts.get("tokenizer") == self.texts.digest
+        has_tokens = index.tokens is not None and index.facts.get("tokenizer") == self.texts.digest
         return _Plan(
             index.documents["bad"].tolist(),
             [*index.documents["first_part"].tolist(), len(index.parts)],
-            index.tokens.tolist() if counted and index.tokens is not None else [],
+            index.tokens.tolist() if has_tokens and index.tokens is not None else [],
             *(index.parts[name].tolist() for name in ("kind", "width", "height")),
         )
 
     def _load_index(self, shard: int) -> TarIndex:
-        listed = self.manifest.shards[shard]
-        index = tar_index.load_file(self.manifest.folder / listed.index, listed.bytes, listed.url, listed.index_digest)
-        if len(index) != listed.documents:
+        shard_entry = self.manifest.shards[shard]
+        index = tar_index.load_file(
+            self.manifest.folder / shard_entry.index, shard_entry.bytes, shard_entry.url, shard_entry.index_digest
+        )
+        if len(index) != shard_entry.documents:
             raise DataError(
-                f"{listed.index}: of {len(index)} documents, "
-                f"and the list says {listed.documents}. Index the tars again."
+                f"{shard_entry.index}: of {len(index)} documents, "
+                f"and the list says {shard_entry.documents}. Index the tars again."
             )
         return index
 

@@ -26,7 +26,7 @@ class ShardUnavailable(ShardError):
     """It can be available later: the network, a server or a disk failed."""
 
 
-class ShardChanged(ShardError):
+class ChangedShardError(ShardError):
     """It is not the one that was indexed: another size, ETag or hash."""
 
 

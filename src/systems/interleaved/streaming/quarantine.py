@@ -139,8 +139,8 @@ class Quarantine:
                 descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
                 try:
                     size = os.fstat(descriptor).st_size
-                    torn = size and os.pread(descriptor, 1, size - 1) != b"\n"
-                    os.write(descriptor, ("\n" * bool(torn) + json.dumps(record) + "\n").encode())
+                    is_partial = size and os.pread(descriptor, 1, size - 1) != b"\n"
+                    os.write(descriptor, ("\n" * bool(is_partial) + json.dumps(record) + "\n").encode())
                 finally:
                     os.close(descriptor)
 

@@ -8,11 +8,17 @@ from pathlib import Path
 from typing import Any
 
 from src.errors import ConfigError
-from src.systems.interleaved.streaming.manifest import Shard, ShardChanged, ShardError, ShardUnavailable, sample_tar
+from src.systems.interleaved.streaming.manifest import (
+    Shard,
+    ChangedShardError,
+    ShardError,
+    ShardUnavailable,
+    sample_tar,
+)
 from src.systems.interleaved.streaming.remote.cache import ShardCache
 from src.systems.interleaved.streaming.remote.transfer import PATIENCE, REMOTE, Source, transfer
 
-__all__ = ["ShardChanged", "ShardError", "ShardFiles", "ShardUnavailable"]
+__all__ = ["ChangedShardError", "ShardError", "ShardFiles", "ShardUnavailable"]
 _OPEN = 64
 
 
@@ -63,7 +69,7 @@ class ShardFiles:
         """`size` bytes of a shard from `offset` on.
 
         Raises:
-            ShardChanged: it is not the one that was indexed, or has no such bytes.
+            ChangedShardError: it is not the one that was indexed, or has no such bytes.
             ShardUnavailable: it cannot be read, or not be stored in the cache.
             ConfigError: it needs a cache, or a larger one.
         """
@@ -84,9 +90,11 @@ class ShardFiles:
             raise ShardUnavailable(f"{shard.url}: cannot be read at byte {offset} ({error.strerror}).") from None
         first_seen = self._first_seen.get(shard.url)
         if first_seen is not None and os.fstat(descriptor).st_mtime_ns != first_seen[1]:
-            raise ShardChanged(f"{self.folder / shard.url}: was written to since it was first read. Index it again.")
+            raise ChangedShardError(
+                f"{self.folder / shard.url}: was written to since it was first read. Index it again."
+            )
         if len(content) < size:
-            raise ShardChanged(
+            raise ChangedShardError(
                 f"{shard.url}: ends before byte {offset + size}, but had {shard.bytes} bytes when it was indexed."
             )
         return content
@@ -119,19 +127,19 @@ class ShardFiles:
         facts = os.fstat(descriptor)
         if facts.st_size != shard.bytes:
             os.close(descriptor)
-            raise ShardChanged(
+            raise ChangedShardError(
                 f"{path}: has {facts.st_size} bytes, and had {shard.bytes} when it was indexed. Index it again."
             )
         is_new = shard.sample is not None and shard.url not in self._first_seen
         if is_new and self._is_suspect(shard, facts.st_mtime_ns) and sample_tar(path) != shard.sample:
             os.close(descriptor)
-            raise ShardChanged(f"{path}: was replaced or written to since it was indexed. Index it again.")
+            raise ChangedShardError(f"{path}: was replaced or written to since it was indexed. Index it again.")
         if self._first_seen.setdefault(shard.url, (facts.st_ino, facts.st_mtime_ns)) != (
             facts.st_ino,
             facts.st_mtime_ns,
         ):
             os.close(descriptor)
-            raise ShardChanged(f"{path}: was replaced or written to since it was first read. Index it again.")
+            raise ChangedShardError(f"{path}: was replaced or written to since it was first read. Index it again.")
         self._keep(shard.url, descriptor)
         return descriptor
 
@@ -169,7 +177,7 @@ class ShardFiles:
     def _read_around(self, shard: Shard, offset: int, size: int) -> bytes:
         """Bytes of an object of S3, from the server."""
         if offset + size > shard.bytes:
-            raise ShardChanged(
+            raise ChangedShardError(
                 f"{shard.url}: ends before byte {offset + size}, but had {shard.bytes} bytes when it was indexed."
             )
         content = io.BytesIO()

@@ -17,10 +17,10 @@ _RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
 _PATTERN = re.compile(r"[*?\[]")
 _SCHEME = re.compile(r"[a-z][a-z0-9+.-]*://")
 _OBJECTS = f"{'BUCKET/KEY, '.join(objects.SCHEMES)}datasets/USER/NAME/PATH"
-_COMPRESSED = (".gz", ".tgz", ".bz2", ".xz", ".zst")
+_COMPRESSION_SUFFIXES = (".gz", ".tgz", ".bz2", ".xz", ".zst")
 
 
-class Listed(NamedTuple):
+class ShardSource(NamedTuple):
     """A shard in a list."""
 
     url: str
@@ -29,7 +29,7 @@ class Listed(NamedTuple):
     """The source under which a prepared folder counts it."""
 
 
-def list_shards(words: Sequence[str]) -> list[Listed]:
+def list_shards(words: Sequence[str]) -> list[ShardSource]:
     """List the shards of `words`, in order:
     each word is a path, "s3://BUCKET/KEY" or "pipe:COMMAND", or several of them as
 
@@ -42,22 +42,22 @@ def list_shards(words: Sequence[str]) -> list[Listed]:
         DataError: nothing matches, or a shard is a duplicate or compressed; names the place.
         ConfigError: obstore is not installed, which lists keys of S3.
     """
-    shards, places = list[Listed](), dict[str, str]()
+    shards, places = list[ShardSource](), dict[str, str]()
     for name in words:
         for place, one in _entries(name):
-            for listed in one:
-                if before := places.get(listed.url):
+            for source in one:
+                if before := places.get(source.url):
                     raise DataError(
-                        f"{place}: {listed.url} is listed twice, first by {before}. Each document would be read twice."
+                        f"{place}: {source.url} is listed twice, first by {before}. Each document would be read twice."
                     )
-                places[listed.url] = place
-                shards.append(listed)
+                places[source.url] = place
+                shards.append(source)
     if not shards:
         raise DataError("no shards are listed.")
     return shards
 
 
-def _entries(name: str) -> Iterator[tuple[str, list[Listed]]]:
+def _entries(name: str) -> Iterator[tuple[str, list[ShardSource]]]:
     """(Place, shards) for each line of a word."""
     path = Path(name)
     if name.startswith(PIPE) or path.suffix != ".txt":
@@ -77,9 +77,9 @@ def _entries(name: str) -> Iterator[tuple[str, list[Listed]]]:
             yield f"{path}:{number}", _expand(line.strip(), path.parent, f"{path}:{number}")
 
 
-def _expand(text: str, folder: Path, place: str) -> list[Listed]:
+def _expand(text: str, folder: Path, place: str) -> list[ShardSource]:
     """The shards of a path, URL or command. folder: from which paths go."""
-    return [listed for each in _expand_ranges(text, place) for listed in _match(each, folder, place)]
+    return [source for each in _expand_ranges(text, place) for source in _match(each, folder, place)]
 
 
 def _expand_ranges(text: str, place: str) -> list[str]:
@@ -97,10 +97,10 @@ def _expand_ranges(text: str, place: str) -> list[str]:
     ]
 
 
-def _match(text: str, folder: Path, place: str) -> list[Listed]:
+def _match(text: str, folder: Path, place: str) -> list[ShardSource]:
     if text.startswith(PIPE):
-        return [Listed(text)]
-    if text.endswith(_COMPRESSED):
+        return [ShardSource(text)]
+    if text.endswith(_COMPRESSION_SUFFIXES):
         reader = "gzip -dc FILE" if text.endswith("gz") else "COMMAND"
         raise DataError(
             f"{place}: {text}: a compressed tar cannot be read in any order. "
@@ -110,19 +110,19 @@ def _match(text: str, folder: Path, place: str) -> list[Listed]:
         urls = _list_keys(text) if _PATTERN.search(text) else [text]
         if not all(objects.split(url)[2] for url in urls):
             raise DataError(f"{place}: {text}: no key. Expected {objects.split(text)[0]}BUCKET/KEY.")
-        return [Listed(url) for url in urls]
+        return [ShardSource(url) for url in urls]
     if _SCHEME.match(text):
         raise DataError(f"{place}: {text}: expected a path, {_OBJECTS} or pipe:COMMAND, such as pipe:curl -sSf {text}")
     path = folder / text
     if path.is_dir():
-        listed = manifest.load(path).shards
-        return [Listed(_absolute(path, shard.url), shard.source) for shard in listed]
+        shards = manifest.load(path).shards
+        return [ShardSource(_absolute(path, shard.url), shard.source) for shard in shards]
     if path.is_file() or not _PATTERN.search(text):
-        return [Listed(_absolute(folder, text))]
+        return [ShardSource(_absolute(folder, text))]
     matched = sorted(glob.glob(str(path), recursive=True))
     if not matched:
         raise DataError(f"{place}: no file is matched by {path}.")
-    return [Listed(_absolute(Path(), each)) for each in matched]
+    return [ShardSource(_absolute(Path(), each)) for each in matched]
 
 
 def _absolute(folder: Path, url: str) -> str:

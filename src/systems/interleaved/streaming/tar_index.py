@@ -144,7 +144,7 @@ def open_tar(path: Path) -> Iterator[memoryview]:
         if not os.fstat(file.fileno()).st_size:
             yield memoryview(b"")
             return
-        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped, memoryview(mapped) as tar:
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as memory, memoryview(memory) as tar:
             yield tar
 
 

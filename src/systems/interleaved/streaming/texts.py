@@ -49,10 +49,10 @@ class TextTokens:
                 text = content.decode()
                 if not unread_text(text):
                     first, *more = text.split(END)
-                    spaced = after_text or (
+                    has_space = after_text or (
                         after_image and self._spaced and not (first[:1].isspace() or first[:1] == "<")
                     )
-                    ids = self._safe.encode(f" {first}" if spaced else first)
+                    ids = self._safe.encode(f" {first}" if has_space else first)
                     for piece in more:
                         ids = [*ids, *self.end, *self.begin, *self._safe.encode(piece.lstrip())]
             elif kind == IMAGE:
@@ -65,8 +65,8 @@ class TextTokens:
 
 def _rules_of(tokenizer: "PreTrainedTokenizerFast") -> str:
     whole = json.loads(tokenizer.backend_tokenizer.to_str())
-    added = [token for token in whole["added_tokens"] if not token["special"]]
-    return json.dumps([whole["normalizer"], whole["pre_tokenizer"], whole["model"], added], sort_keys=True)
+    added_tokens = [token for token in whole["added_tokens"] if not token["special"]]
+    return json.dumps([whole["normalizer"], whole["pre_tokenizer"], whole["model"], added_tokens], sort_keys=True)
 
 
 def count_tokens(index: TarIndex, tar: "memoryview | Any", texts: TextTokens) -> None:

@@ -63,9 +63,9 @@ class ValidationRows:
     @cached_property
     def parts(self) -> "Mapping[str, ValidationRows]":
         """The rows of each source, by name; of those with other images only the sources that have some."""
-        own = [name for name in self.names if self._swaps.get(name) or not self.shuffled]
+        names = [name for name in self.names if self._swaps.get(name) or not self.shuffled]
         return (
-            {name: ValidationRows(self.data, [name], self.shuffled) for name in own}
+            {name: ValidationRows(self.data, [name], self.shuffled) for name in names}
             if len(self.names) > 1
             else {"": self}
         )
@@ -104,10 +104,12 @@ class ValidationRows:
     def row(self, index: int) -> dict[str, Any]:
         """Question `index` and its answer."""
         question = self._questions[index]
-        source, own = self.data.locate(question.document)
+        source, local_number = self.data.locate(question.document)
         documents, elements = self.data.documents[source], self.data.pieces(question.document)[0].elements
-        texts = [documents.text(own, element.part) for element in elements[question.prompt : question.last + 1]]
-        shard, number = documents.locate(own)
+        texts = [
+            documents.text(local_number, element.part) for element in elements[question.prompt : question.last + 1]
+        ]
+        shard, number = documents.locate(local_number)
         return {
             "question": texts[0],
             "answer": " ".join(texts[1:]),
@@ -172,13 +174,13 @@ class ValidationRows:
         """Each image is swapped with the next one of as many tiles, after all of its own document's."""
         groups: dict[Any, list[tuple[int, int]]] = defaultdict(list)
         for document in documents:
-            source, own = self.data.locate(document)
-            for element in self.data.documents[source].elements(own):
+            source, local_number = self.data.locate(document)
+            for element in self.data.documents[source].elements(local_number):
                 if element.grid is not None:
-                    groups[element.grid].append((own, element.part))
+                    groups[element.grid].append((local_number, element.part))
         swaps = {}
         for images in groups.values():
-            most = max(Counter(own for own, _ in images).values())
+            most = max(Counter(local_number for local_number, _ in images).values())
             for place, image in enumerate(images):
                 others = (images[(place + most + more) % len(images)] for more in range(len(images)))
                 if other := next((other for other in others if other[0] != image[0]), None):

@@ -72,7 +72,7 @@ class Item(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Annotated:
+class Document:
     """A document."""
 
     text: str
@@ -84,7 +84,7 @@ class Annotated:
         return list(dict.fromkeys(item.column for item in self.items))
 
 
-def read_row(row: Mapping[str, Any], where: str, columns: Sequence[str] | None = None) -> Annotated:
+def read_row(row: Mapping[str, Any], where: str, columns: Sequence[str] | None = None) -> Document:
     """Read the document of a row of either version.
 
     columns: names or keys of the columns to read, which a row of version 2 must have; None: all columns.
@@ -116,7 +116,7 @@ def read_row(row: Mapping[str, Any], where: str, columns: Sequence[str] | None =
                 raise DataError(f"{where}: {field}[{number}]{error}") from None
     if columns is not None:
         items = [item for item in items if item.column in columns or item.key in columns]
-    return Annotated(text, tuple(_rank_markers(items, where)))
+    return Document(text, tuple(_rank_markers(items, where)))
 
 
 def _items(value: Any, where: str, field: str) -> list[Any]:
@@ -178,13 +178,13 @@ def _implied_value(column: str | None, raw: Mapping[str, Any], text: str) -> str
 def compact_item(column: str, raw: Mapping[str, Any], text: str) -> dict[str, Any]:
     """Drop the fields of an item that `read_row` derives from its column and the text."""
     type_of_column = COLUMNS.get(column)
-    derived = {
+    derived_fields = {
         "key": type_of_column.key if type_of_column else column,
         "type": type_of_column.kind if type_of_column else None,
         "value": _implied_value(column, raw, text),
         "html_attrs": _EMPTY_ATTRIBUTES,
     }
-    return {name: value for name, value in raw.items() if name not in derived or value != derived[name]}
+    return {name: value for name, value in raw.items() if name not in derived_fields or value != derived_fields[name]}
 
 
 def key_of(column: str) -> str:
@@ -252,13 +252,13 @@ def _rank_markers(items: Sequence[Item], where: str) -> list[Item]:
     Raises:
         DataError: the order of two markers is ambiguous.
     """
-    ordered = {item.key for item in items if item.start_place is not None}
+    ordered_keys = {item.key for item in items if item.start_place is not None}
     sides = defaultdict[tuple[str, int], list[_Side]](list)
     for number, item in enumerate(items):
-        if item.key in ordered and item.start is not None and item.end is not None:
+        if item.key in ordered_keys and item.start is not None and item.end is not None:
             sides[item.key, item.start].append(_Side(number, False, item.start_place, item.span))
             sides[item.key, item.end].append(_Side(number, True, item.end_place, item.span))
-    ranked = list(items)
+    ranked_items = list(items)
     for (_, character), group in sides.items():
         places = {side.place for side in group}
         if None not in places and len(places) == len(group):
@@ -267,9 +267,11 @@ def _rank_markers(items: Sequence[Item], where: str) -> list[Item]:
             starts, ends = ([side for side in group if side.closes == closes] for closes in (False, True))
             order = _merge(*(_sort_side(side, items, f"{where}: character {character}") for side in (starts, ends)))
         for rank, side in enumerate(order):
-            item = ranked[side.number]
-            ranked[side.number] = item._replace(end_place=rank) if side.closes else item._replace(start_place=rank)
-    return ranked
+            item = ranked_items[side.number]
+            ranked_items[side.number] = (
+                item._replace(end_place=rank) if side.closes else item._replace(start_place=rank)
+            )
+    return ranked_items
 
 
 def _sort_side(sides: Sequence[_Side], items: Sequence[Item], where: str) -> list[_Side]:
@@ -301,10 +303,10 @@ def _sort_side(sides: Sequence[_Side], items: Sequence[Item], where: str) -> lis
 
 def _merge(starts: Sequence[_Side], ends: Sequence[_Side]) -> Iterator[_Side]:
     """Merge starts and ends at one character: a span ends as soon as it can, but not before its own start."""
-    started, begin = set[int](), 0
+    open_items, begin = set[int](), 0
     for end in ends:
-        while end.is_empty and end.number not in started:
-            started.add(starts[begin].number)
+        while end.is_empty and end.number not in open_items:
+            open_items.add(starts[begin].number)
             yield starts[begin]
             begin += 1
         yield end

@@ -18,7 +18,7 @@ from src.experiments.batches import TokenBatch
 from src.experiments.config import Places, unknown_text
 from src.experiments.interfaces import Architecture, DatasetConfig, require_fit
 from src.runs.history.branches import Branch
-from src.systems.metadata.data.annotations import COLUMNS, KEYS, Annotated, key_of, read_row
+from src.systems.metadata.data.annotations import COLUMNS, KEYS, Document, key_of, read_row
 from src.systems.metadata.data.examples import ExampleMaker, Piece, Writing
 
 if TYPE_CHECKING:
@@ -127,8 +127,8 @@ class Config(DatasetConfig):
         if split == "train":
             return MetadataDataset(documents, seed)
         most = self.val_documents
-        chosen = range(len(rows)) if most is None else jsonl.select_validation_rows(len(rows), most, path)
-        return MetadataBlocks(documents, chosen)
+        row_numbers = range(len(rows)) if most is None else jsonl.select_validation_rows(len(rows), most, path)
+        return MetadataBlocks(documents, row_numbers)
 
 
 class Documents:
@@ -143,14 +143,14 @@ class Documents:
     def __len__(self) -> int:
         return len(self._rows)
 
-    def __getitem__(self, index: int) -> Annotated:
+    def __getitem__(self, index: int) -> Document:
         return read_row(self._rows[index], f"{self._rows.path}:{index + 1}", self.config.columns)
 
 
-def draw(document: Annotated, config: Config, draws: Random) -> Annotated:
+def draw(document: Document, config: Config, draws: Random) -> Document:
     """Draw the metadata that a document has this time."""
     if draws.random() >= config.probability:
-        return Annotated(document.text)
+        return Document(document.text)
     columns = document.columns
     if "html" in columns and draws.random() >= config.html_rate:
         columns.remove("html")
@@ -163,7 +163,7 @@ def draw(document: Annotated, config: Config, draws: Random) -> Annotated:
             (column,) = draws.choices(list(candidates), list(candidates.values()))
             columns.append(column)
             del candidates[column]
-    return Annotated(document.text, tuple(item for item in document.items if item.column in columns))
+    return Document(document.text, tuple(item for item in document.items if item.column in columns))
 
 
 class Sample(TypedDict):
@@ -240,10 +240,12 @@ class MetadataDataset:
 class MetadataBlocks:
     """Every block of the chosen documents, one per sample."""
 
-    def __init__(self, documents: Documents, chosen: Sequence[int]) -> None:
-        self.documents, self.chosen, self.config = documents, chosen, documents.config
+    def __init__(self, documents: Documents, row_numbers: Sequence[int]) -> None:
+        self.documents, self.chosen, self.config = documents, row_numbers, documents.config
         self.fingerprint = documents.fingerprint
-        by_document = ((number, documents.maker.pieces(documents[number], self.config.written)) for number in chosen)
+        by_document = (
+            (number, documents.maker.pieces(documents[number], self.config.written)) for number in row_numbers
+        )
         self._pieces = [(number, piece) for number, pieces in by_document for piece in pieces]
         if not self._pieces:
             raise DataError(f"data.corpus: no document of {self.config.corpus!r} has a token to learn.")

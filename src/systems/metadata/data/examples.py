@@ -16,7 +16,7 @@ from pydantic import Field, model_validator
 from src.data.text.tokenizers import SafeTokenizer
 from src.errors import ConfigError
 from src.experiments.config import Config, unknown_text
-from src.systems.metadata.data.annotations import KEYS, Annotated, Item
+from src.systems.metadata.data.annotations import KEYS, Document, Item
 from src.systems.metadata.data.linearise import Linearisation, insert, markers
 from src.systems.metadata.data.processors import (
     PROMPT_TITLES,
@@ -128,11 +128,11 @@ class ExampleMaker:
         specials = writing.new_tokens()
         # Until tokenisation, special tokens are characters that no text has, so that no text can spell one.
         self._specials = {chr(_NO_CHARACTERS + number): token for number, token in enumerate(specials)}
-        spelled = {token: character for character, token in self._specials.items()}
+        characters = {token: character for character, token in self._specials.items()}
         self._around: dict[str, tuple[str, str]] = {}
         for key in {*writing.run_starts, *writing.run_ends}:
             start, end = writing.run_starts.get(key, ""), writing.run_ends.get(key, "")
-            self._around[key] = spelled.get(start, start), spelled.get(end, end)
+            self._around[key] = characters.get(start, start), characters.get(end, end)
         if missing := [token for token in specials if encoder.control_id(token) is None]:
             raise ConfigError(
                 f"data.writing.special_tokens: the tokenizer has no token {missing[0]!r}. Add it to model.extra_tokens."
@@ -160,7 +160,7 @@ class ExampleMaker:
         """Return a maker with `changes` of the writing."""
         return ExampleMaker(self._writing.model_copy(update=changes), self._encoder, self._room, *self._settings)
 
-    def prefix(self, document: Annotated) -> str:
+    def prefix(self, document: Document) -> str:
         """Write the prefix without the separator at its end; empty without metadata. The last item of a key counts."""
         writing, by_key = self._writing, dict[str, str]()
         if writing.style == "prompt":
@@ -177,7 +177,7 @@ class ExampleMaker:
                 parts.append(writing.announced.get(key, key))
         return writing.separators.prefix_start + writing.separators.item.join(parts) if parts else ""
 
-    def pieces(self, document: Annotated, written: bool = True) -> list[Piece]:
+    def pieces(self, document: Document, with_metadata: bool = True) -> list[Piece]:
         """Cut the document into pieces; those without a token in the loss are dropped.
 
         written: False for pieces without metadata, cut at the same characters.
@@ -192,16 +192,16 @@ class ExampleMaker:
             before = [*prefix, *self._space] if prefix and begin and not self._nested else prefix
             block = slice(begin, begin := begin + self._room - len(before))
             blocks.append((before, ids[block], spans[block]))
-        if not written:
+        if not with_metadata:
             blocks = [([], *block) for block in self._cut_text(document, [block_spans for _, _, block_spans in blocks])]
         pieces = (self._piece(*block) for block in blocks)
         return [piece for piece in pieces if any(piece.learned)]
 
     def _piece(self, prefix: list[int], ids: list[int], spans: list[Span | None]) -> Piece:
-        learned = [False] * len(prefix) + [span is not None or self._metadata_loss for span in spans]
-        return Piece([*prefix, *ids], [False, *learned[1:]] if learned else [], [None] * len(prefix) + spans)
+        learned_mask = [False] * len(prefix) + [span is not None or self._metadata_loss for span in spans]
+        return Piece([*prefix, *ids], [False, *learned_mask[1:]] if learned_mask else [], [None] * len(prefix) + spans)
 
-    def _cut_text(self, document: Annotated, blocks: Sequence[Sequence[Span | None]]) -> Iterator[Tokens]:
+    def _cut_text(self, document: Document, blocks: Sequence[Sequence[Span | None]]) -> Iterator[Tokens]:
         """Cut the text without metadata at the first characters of `blocks`."""
         ids, spans = self._encoder.encode_spans(document.text)
         ids, spans = [*ids, *self._end], [*spans, *([(len(document.text), len(document.text) + 1)] * len(self._end))]
@@ -213,7 +213,7 @@ class ExampleMaker:
             yield ids[read:end], list(spans[read:end])
             read = end
 
-    def prefix_ids(self, document: Annotated) -> list[int]:
+    def prefix_ids(self, document: Document) -> list[int]:
         """Tokenise the prefix of each block of a document; empty without global metadata."""
         text, most = self.prefix(document), self._most - len(self._separator)
         if not text:
@@ -223,7 +223,7 @@ class ExampleMaker:
         ids = self._encoder.encode(text + self._writing.separators.prefix_end)
         return ids if len(ids) <= self._most else [*ids[:most], *self._separator]
 
-    def text_ids(self, document: Annotated) -> list[int]:
+    def text_ids(self, document: Document) -> list[int]:
         """Tokenise the text and its markers, as they follow the prefix."""
         return (
             self._nested_text(document)
@@ -231,7 +231,7 @@ class ExampleMaker:
             else self._compatible_text(document, " " if self.prefix(document) else "")
         )[0]
 
-    def _markers(self, document: Annotated) -> list:
+    def _markers(self, document: Document) -> list:
         writing = self._writing
         if writing.style == "prompt":
             return []
@@ -244,7 +244,7 @@ class ExampleMaker:
 
         return markers(document, writing.keys, process, self._around, writing.linearisation)
 
-    def _nested_text(self, document: Annotated) -> Tokens:
+    def _nested_text(self, document: Document) -> Tokens:
         """Insert markers between the tokens of the text: starts before the token of their character, ends after it."""
         ids, spans = self._encoder.encode_spans(document.text)
         starts, ends = zip(*spans, strict=True) if spans else ((), ())
@@ -276,27 +276,31 @@ class ExampleMaker:
         self._marker_ids[text] = ids = ids + self._encoder.encode(text[read:])
         return ids
 
-    def _compatible_text(self, document: Annotated, space: str) -> Tokens:
+    def _compatible_text(self, document: Document, space: str) -> Tokens:
         """Tokenise text and markers together.
         A token with a character of a marker is metadata; the space before the text belongs to it."""
         text, mask = insert(document.text, self._markers(document))
         text, mask = space + text, [False] * len(space) + mask
-        marked = [0, *accumulate(mask)]  # characters of markers before each
+        marker_characters = [0, *accumulate(mask)]  # characters of markers before each
         all_ids, all_spans, read = list[int](), list[Span | None](), 0
         specials = [match for match in self._special.finditer(text) if mask[match.start()]] if self._special else []
         for match in [*specials, None]:
             ids, spans = self._encoder.encode_spans(text[read : match.start() if match else None])
             all_ids += ids
             for first, last in ((read + first, read + last) for first, last in spans):
-                before = marked[first] + len(space)
-                all_spans.append((max(first - before, 0), last - before) if marked[first] == marked[last] else None)
+                before = marker_characters[first] + len(space)
+                all_spans.append(
+                    (max(first - before, 0), last - before)
+                    if marker_characters[first] == marker_characters[last]
+                    else None
+                )
             if match:
                 token_ids = self._encoder.encode_token(self._specials[match[0]])
                 all_ids, all_spans, read = all_ids + token_ids, all_spans + [None] * len(token_ids), match.end()
         return all_ids, all_spans
 
 
-def prompt(document: Annotated, keys: Sequence[str], separators: Separators) -> str:
+def prompt(document: Document, keys: Sequence[str], separators: Separators) -> str:
     """Write all metadata of a document in words, local metadata included."""
     phrases, names = dict[str, str](), dict[str, list[str]]()
     lists = {"entity": "Entities", "entity_paragraph": "Entity Paragraphs"}

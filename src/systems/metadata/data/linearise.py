@@ -14,7 +14,7 @@ from itertools import groupby
 from operator import attrgetter
 from typing import Literal, NamedTuple
 
-from src.systems.metadata.data.annotations import Annotated, Item
+from src.systems.metadata.data.annotations import Document, Item
 from src.systems.metadata.data.processors import ESCAPE, Markers, lookalike
 
 Linearisation = Literal["nested", "compatible"]
@@ -33,7 +33,7 @@ class Marker(NamedTuple):
     """Whether it ends a span, and so belongs to the text before it."""
 
 
-class Marked(NamedTuple):
+class MarkedText(NamedTuple):
     """A text with markers."""
 
     text: str
@@ -41,18 +41,18 @@ class Marked(NamedTuple):
     """For each character, whether it belongs to a marker."""
 
 
-def insert(text: str, markers: Iterable[Marker]) -> Marked:
+def insert(text: str, markers: Iterable[Marker]) -> MarkedText:
     """Insert `markers`, which are sorted, into `text`."""
     pieces, mask, read = list[str](), list[bool](), 0
     for index, marker, _ in markers:
         pieces += text[read:index], marker
         mask += [False] * (index - read) + [True] * len(marker)
         read = index
-    return Marked("".join([*pieces, text[read:]]), mask + [False] * (len(text) - read))
+    return MarkedText("".join([*pieces, text[read:]]), mask + [False] * (len(text) - read))
 
 
 def markers(
-    document: Annotated,
+    document: Document,
     keys: Sequence[str],
     process: Process,
     around: Mapping[str, Markers],
@@ -160,8 +160,8 @@ def _order_places(sides: list[_Side]) -> list[_Side]:
     by_key = defaultdict[str, list[_Side]](list)
     for side in sides:
         by_key[side.key].append(side)
-    ordered = {key: iter(sorted(group, key=lambda side: side.place or 0)) for key, group in by_key.items()}
-    return [next(ordered[side.key]) for side in sides]
+    sides_by_key = {key: iter(sorted(group, key=lambda side: side.place or 0)) for key, group in by_key.items()}
+    return [next(sides_by_key[side.key]) for side in sides]
 
 
 def _insert_empty(sides: Sequence[_Side], default: int, empty: Sequence[_Side]) -> list[_Side]:
@@ -170,14 +170,14 @@ def _insert_empty(sides: Sequence[_Side], default: int, empty: Sequence[_Side]) 
     for index, side in enumerate(sides):
         if side.place is not None:
             places[side.key].append((side.place, index))
-    inserted = defaultdict[int, list[_Side]](list)
+    sides_at = defaultdict[int, list[_Side]](list)
     for side in sorted(empty, key=lambda side: -1 if side.place is None else side.place):
         index = default
         if side.place is not None and (same_key := places.get(side.key)):
             smaller = bisect_left(same_key, (side.place, 0))
             index = same_key[smaller - 1][1] + 1 if smaller else same_key[0][1]
-        inserted[index].append(side)
-    return [side for index in range(len(sides) + 1) for side in (*inserted.get(index, ()), *sides[index : index + 1])]
+        sides_at[index].append(side)
+    return [side for index in range(len(sides) + 1) for side in (*sides_at.get(index, ()), *sides[index : index + 1])]
 
 
 def _escape(text: str, markers: Sequence[Marker], keys: Iterable[str], around: Mapping[str, Markers]) -> list[Marker]:
@@ -192,8 +192,8 @@ def _escape(text: str, markers: Sequence[Marker], keys: Iterable[str], around: M
         return list(markers)
     patterns += runs
     looks = re.compile(rf"(?=(?:{'|'.join(patterns)}|\\))")
-    marked, mask = insert(text, markers)
-    places = [match.start() for match in looks.finditer(marked) if not mask[match.start()]]
+    marked_text, mask = insert(text, markers)
+    places = [match.start() for match in looks.finditer(marked_text) if not mask[match.start()]]
     escapes, index, read = list[Marker](), 0, 0
     for place in places:
         index, read = index + mask[read:place].count(False), place

@@ -6,14 +6,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from src.systems.interleaved.streaming.arrangement import PERIOD, Joined, Source, Streams, arrange
+from src.systems.interleaved.streaming.arrangement import PERIOD, JoinedSources, Source, Streams, arrange
 
 SHUFFLES = ("none", "shards", "window")
 sizes = st.lists(st.integers(1, 30), min_size=1, max_size=8)
 
 
 def numbers(
-    streams: Joined | Streams, lanes: int, each: int, reshuffles: tuple[tuple[int, int], ...] = ()
+    streams: JoinedSources | Streams, lanes: int, each: int, reshuffles: tuple[tuple[int, int], ...] = ()
 ) -> list[list[tuple[int, int]]]:
     return [[streams.document(lane, lanes, n, reshuffles) for n in range(each)] for lane in range(lanes)]
 
@@ -22,7 +22,7 @@ def numbers(
 @given(sizes, st.sampled_from(SHUFFLES), st.integers(2, 50), st.integers(1, 7), st.integers(0, 3))
 def test_an_epoch_has_every_document_once(shard_sizes: list[int], shuffle: str, window: int, lanes: int, seed: int):
     source = Source(shard_sizes, shuffle, window, str(seed))  # pyright: ignore[reportArgumentType]
-    streams = Joined([source])
+    streams = JoinedSources([source])
     epochs = 3
     each = -(-epochs * source.count // lanes)
     counts = Counter(pair for lane in numbers(streams, lanes, each) for pair in lane)
@@ -38,7 +38,7 @@ def test_a_reshuffle_changes_only_the_order_of_the_rest(
     shard_sizes: list[int], shuffle: str, window: int, lanes: int, first: int, second: int
 ):
     source = Source(shard_sizes, shuffle, window, "s")  # pyright: ignore[reportArgumentType]
-    streams = Joined([source])
+    streams = JoinedSources([source])
     each = -(-2 * source.count // lanes)
     plain = numbers(streams, lanes, each)
     again = numbers(streams, lanes, each, ((first, 1), (first + second, 2)))

@@ -13,7 +13,7 @@ from PIL import Image
 from data_prep.interleaved.write import Document, Part, Writing, write
 from src.errors import ConfigError, DataError
 from src.systems.interleaved.streaming import manifest, tar_index
-from src.systems.interleaved.streaming.arrangement import Joined, Source
+from src.systems.interleaved.streaming.arrangement import JoinedSources, Source
 from src.systems.interleaved.streaming.images import ImagesConfig
 from src.systems.interleaved.streaming.quarantine import FILE
 from src.systems.interleaved.streaming.tars.indexing import build
@@ -233,7 +233,7 @@ def test_parts_without_a_number_have_an_order(names: list[str], kinds: list[str]
 
 def test_a_lane_does_not_meet_the_same_few_for_ever():
     """Where the lanes divide the documents, too."""
-    streams = Joined([Source([4], "none", 2, "s")])
+    streams = JoinedSources([Source([4], "none", 2, "s")])
     assert {streams.document(0, 4, number)[1] for number in range(4)} == {0, 1, 2, 3}
 
 

@@ -7,7 +7,7 @@ import pytest
 from src.errors import DataError
 from src.systems.interleaved.streaming import manifest
 from src.systems.interleaved.streaming.manifest import Manifest, Shard
-from src.systems.interleaved.streaming.shard_lists import Listed, list_shards
+from src.systems.interleaved.streaming.shard_lists import ShardSource, list_shards
 from tests.systems.interleaved.streaming.remote.s3_server import S3Server
 
 
@@ -50,8 +50,8 @@ def test_a_prepared_folder(tmp_path: Path):
     shards = [Shard("0.tar", "0.idx", 1, 10, "captions"), Shard("s3://b/1.tar", "1.idx", 1, 10)]
     manifest.save(Manifest(tmp_path, shards))
     assert list_shards([str(tmp_path)]) == [
-        Listed(str(tmp_path.resolve() / "0.tar"), "captions"),
-        Listed("s3://b/1.tar"),
+        ShardSource(str(tmp_path.resolve() / "0.tar"), "captions"),
+        ShardSource("s3://b/1.tar"),
     ]
 
 

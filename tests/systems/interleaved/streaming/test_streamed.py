@@ -19,7 +19,7 @@ from src.experiments.config import Places
 from src.experiments.registry import DATASETS, bind
 from src.runs.history.branches import Branch
 from src.systems.interleaved.streaming import manifest, tar_index
-from src.systems.interleaved.streaming.dataset import COUNTED, StreamedDataset
+from src.systems.interleaved.streaming.dataset import COUNTS, StreamedDataset
 from src.systems.interleaved.streaming.images import FAKE, IMAGE
 from src.systems.interleaved.streaming.quarantine import FILE
 from src.systems.interleaved.streaming.shard_files import ShardFiles
@@ -67,7 +67,7 @@ def test_row_has_complete_pages_with_frames_and_counts(two: Path):
     data = built(two, sources=BOTH)
     assert data.source_names == ["more", "pages"]
     pages_read: Counter[tuple[str, int]] = Counter()
-    counted = torch.zeros(2, len(COUNTED), dtype=torch.int64)
+    counted = torch.zeros(2, len(COUNTS), dtype=torch.int64)
     for batch in steps_of(data, 30):
         collated = data.collate([data.sample(*key) for key in batch.keys])
         ids, frames = collated["input_ids"], 0
@@ -94,7 +94,7 @@ def test_row_has_complete_pages_with_frames_and_counts(two: Path):
         assert not collated["loss_mask"][torch.isin(ids, image_tokens)].any(), "nothing is learned of images"
         counted += collated["source_counts"]
     assert len(pages_read) > 60
-    assert counted[:, COUNTED.index("unreadable")].sum() == 0
+    assert counted[:, COUNTS.index("unreadable")].sum() == 0
     assert (counted[:, :4] > 0).all()
 
 
@@ -184,7 +184,7 @@ def test_an_image_larger_than_a_row_is_left_out_and_a_longer_text_is_cut(tmp_pat
     assert "".join(shown) == "A" * 20 + text + "Z<end>"
     assert [len(row.input_ids) for row in rows[:-1]] == [79, 79], "one token of 80 is for the end"
     assert [row.loss_mask[:2] for row in rows] == [[False, True]] * len(rows)
-    assert sum(row.counted[0][COUNTED.index("left_out_parts")] for row in rows) == 2
+    assert sum(row.counted[0][COUNTS.index("left_out_parts")] for row in rows) == 2
     assert built(folder, max_frames=2, rules={"too_long": "drop"}).pieces(0) == []
 
 
@@ -216,7 +216,7 @@ def test_a_long_answer_is_cut_after_its_first_tokens_with_the_prompt(
     assert [row for row in shown if "q" in row] == [row for row in shown if "q" * ask + "b" in row], (
         "with the first token of its answer"
     )
-    assert sum(row.counted[0][COUNTED.index("left_out_parts")] for row in rows) == 0
+    assert sum(row.counted[0][COUNTS.index("left_out_parts")] for row in rows) == 0
 
 
 def test_a_prompt_without_room_for_its_answer_is_left_out_with_it(tmp_path: Path):
@@ -224,7 +224,7 @@ def test_a_prompt_without_room_for_its_answer_is_left_out_with_it(tmp_path: Path
     data = built(write_one(tmp_path, parts))
     rows = [data.read_piece(0, piece) for piece in data.pieces(0)]
     assert [TOKENIZER.decode(row.input_ids) for row in rows] == ["a", " ccccc<end>"]
-    assert sum(row.counted[0][COUNTED.index("left_out_parts")] for row in rows) == 2
+    assert sum(row.counted[0][COUNTS.index("left_out_parts")] for row in rows) == 2
 
 
 def test_rows_without_text_are_left_out_of_a_document(tmp_path: Path):
@@ -233,7 +233,7 @@ def test_rows_without_text_are_left_out_of_a_document(tmp_path: Path):
     data = built(write_one(tmp_path, [Part("text", b"ab"), image, image, image]), max_frames=5)
     (piece,) = data.pieces(0)
     row = data.read_piece(0, piece)
-    assert (len(row.frames), row.counted[0][COUNTED.index("left_out_parts")]) == (1, 2)
+    assert (len(row.frames), row.counted[0][COUNTS.index("left_out_parts")]) == (1, 2)
     assert (piece.begins, piece.ends, row.input_ids[-1]) == (True, True, TOKENIZER.eos_token_id)
     assert len(row.input_ids) == piece.tokens
 

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerFast
 from src.data.text.tokenizers import SafeTokenizer
 from src.errors import ConfigError
 from src.experiments.config import load
-from src.systems.metadata.data.annotations import Annotated, read_row
+from src.systems.metadata.data.annotations import Document, read_row
 from src.systems.metadata.data.examples import PROMPT, ExampleMaker, Piece, Writing, prompt
 from tests.systems.metadata.data.test_linearise import item, random_document
 
@@ -42,7 +42,7 @@ def maker(
     return ExampleMaker(config, SafeTokenizer(tokenizer), room, writing.get("regular", False), end_token), tokenizer
 
 
-def document(text: str, *items: dict[str, Any]) -> Annotated:
+def document(text: str, *items: dict[str, Any]) -> Document:
     return read_row({"text": text, "metadata": list(items)}, "row")
 
 
@@ -136,7 +136,7 @@ def test_without_metadata_the_blocks_are_the_plain_text(linearisation: str):
     encoder = SafeTokenizer(byte_tokenizer(merges=MERGES))
     for seed in range(300):
         example = random_document(seed)
-        both, plain = make.pieces(example), make.pieces(example, written=False)
+        both, plain = make.pieces(example), make.pieces(example, with_metadata=False)
         ids = iter([*encoder.encode(example.text), encoder.eos_id])
         assert all(token in ids for piece in plain for token in piece.ids), (
             "in their order; one alone in its block has nothing to learn from"

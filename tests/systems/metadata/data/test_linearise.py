@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from src.systems.metadata.data.annotations import Annotated, Item, read_row
+from src.systems.metadata.data.annotations import Document, Item, read_row
 from src.systems.metadata.data.linearise import insert, markers
 from src.systems.metadata.data.processors import HtmlFilter, TagRule, local_markers
 
@@ -29,7 +29,7 @@ def item(
     return annotated | {"html_attrs": {"attrs": list(attributes), "values": list(attributes.values())}}
 
 
-def document(text: str, *items: dict[str, Any]) -> Annotated:
+def document(text: str, *items: dict[str, Any]) -> Document:
     return read_row({"text": text, "metadata": list(items)}, "row")
 
 
@@ -40,7 +40,7 @@ def generic(item):
 real = partial(local_markers, html=HtmlFilter(), entity_position="beginning")
 
 
-def marked(annotated: Annotated, keys: str, process=real, linearisation: Any = "compatible", **around: tuple[str, str]):
+def marked(annotated: Document, keys: str, process=real, linearisation: Any = "compatible", **around: tuple[str, str]):
     return insert(annotated.text, markers(annotated, keys.split(), process, around, linearisation))
 
 
@@ -163,7 +163,7 @@ def test_filters():
         assert marked(annotated, "html", process).text == f"{expected}abc</a>"
 
 
-def random_document(seed: int) -> Annotated:
+def random_document(seed: int) -> Document:
     """With tags that nest, as in a page, and other spans anywhere; in a text that is full of what looks like
     markers."""
     draw = random.Random(seed)
@@ -208,7 +208,7 @@ def test_text_without_markers_is_unchanged(linearisation: str):
 def test_nested_tags_are_a_tree_and_can_be_read_back():
     for seed in range(500):
         annotated = random_document(seed)
-        only = Annotated(annotated.text, [item for item in annotated.items if item.key == "html"])
+        only = Document(annotated.text, [item for item in annotated.items if item.key == "html"])
         marked_text = marked(only, "html", real, "nested").text
         text, open_tags = "", list[str]()
         for token in re.findall(r"\\.|</?[a-z]+>|.", marked_text, re.DOTALL):

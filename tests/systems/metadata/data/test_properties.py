@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from data_prep.metadata import html
 from src.data.text.tokenizers import SafeTokenizer
 from src.experiments.config import load
-from src.systems.metadata.data.annotations import Annotated, read_row
+from src.systems.metadata.data.annotations import Document, read_row
 from src.systems.metadata.data.examples import ExampleMaker, Writing
 from src.systems.metadata.data.linearise import ESCAPE, insert, markers
 from src.systems.metadata.data.processors import HtmlFilter, local_markers
@@ -28,7 +28,7 @@ many = settings(max_examples=150, deadline=None, derandomize=True)
 
 
 @st.composite
-def documents(draw: st.DrawFn) -> Annotated:
+def documents(draw: st.DrawFn) -> Document:
     """A text, with spans that may cross, nest, be empty or end with the text, of keys with and without places."""
     text = draw(TEXTS)
     items: list[dict[str, Any]] = [
@@ -57,7 +57,7 @@ AROUND = {"html": ("<HTML>", "</HTML>"), "entity_paragraph": ("<CHAIN>", " </CHA
 
 @many
 @given(documents(), st.sampled_from(["nested", "compatible"]), st.booleans())
-def test_text_without_markers_is_unchanged(document: Annotated, linearisation: Any, around: bool):
+def test_text_without_markers_is_unchanged(document: Document, linearisation: Any, around: bool):
     marked_text = insert(document.text, markers(document, KEYS, process, AROUND if around else {}, linearisation))
     assert len(marked_text.mask) == len(marked_text.text)
     assert "".join(character for character, mark in zip(*marked_text, strict=True) if not mark) == document.text
@@ -65,7 +65,7 @@ def test_text_without_markers_is_unchanged(document: Annotated, linearisation: A
 
 @many
 @given(documents())
-def test_escaped_text_is_not_a_marker(document: Annotated):
+def test_escaped_text_is_not_a_marker(document: Document):
     """Where a nested text is read from the left, each marker that no escape precedes is one of ours."""
     marked_text = insert(document.text, markers(document, KEYS, process, {}, "nested"))
     keys = {item.key for item in document.items if item.start is not None}
@@ -90,10 +90,10 @@ def maker(linearisation: str, room: int, metadata_loss: bool) -> ExampleMaker:
 @many
 @given(documents(), st.sampled_from(["nested", "compatible"]), st.sampled_from([16, 40, 200]), st.booleans())
 def test_pieces_hold_all_tokens_of_the_text_and_fit(
-    document: Annotated, linearisation: str, room: int, metadata_loss: bool
+    document: Document, linearisation: str, room: int, metadata_loss: bool
 ):
     make = maker(linearisation, room, metadata_loss)
-    written, plain = make.pieces(document), make.pieces(document, written=False)
+    written, plain = make.pieces(document), make.pieces(document, with_metadata=False)
     for piece in [*written, *plain]:
         assert 0 < len(piece.ids) == len(piece.learned) == len(piece.of_text) <= room
         assert any(piece.learned), "no row without a token to learn"

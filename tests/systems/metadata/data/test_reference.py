@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 from data_prep.metadata import entities, html, stdlib_pages, text, url
 from src.data.text.tokenizers import SafeTokenizer
 from src.experiments.config import load
-from src.systems.metadata.data.annotations import Annotated, read_row
+from src.systems.metadata.data.annotations import Document, read_row
 from src.systems.metadata.data.examples import ExampleMaker, Writing
 from src.systems.metadata.groups import GPT2_XL_V2
 
@@ -242,7 +242,7 @@ def test_first_rows_equal_the_reference(keys: list[str], position: str, setting:
     assert restarts > DOCUMENTS / 2, "paragraphs that touch have equal positions at one character"
 
 
-def counters_restart(row: dict[str, Any], document: Annotated) -> bool:
+def counters_restart(row: dict[str, Any], document: Document) -> bool:
     """Whether a row has the layout that one counter for starts and ends cannot have; its markers have unique ranks."""
     raw = [(item["char_start_idx"], item["relative_start_pos"]) for item in row["metadata_entity_paragraph"]]
     raw += [(item["char_end_idx"], item["relative_end_pos"]) for item in row["metadata_entity_paragraph"]]

@@ -13,7 +13,7 @@ from src.data.text.tokenizers import SafeTokenizer
 from src.experiments.config import Places
 from src.experiments.registry import DATASETS, bind
 from src.files import new_directory
-from src.systems.metadata.data.annotations import Annotated, read_row
+from src.systems.metadata.data.annotations import Document, read_row
 from src.systems.metadata.data.dataset import Config
 from src.systems.metadata.data.examples import ExampleMaker, Writing
 from src.systems.metadata.data.linearise import insert, markers
@@ -122,7 +122,7 @@ def test_html_rate_is_the_share_of_documents_with_html_b1(tmp_path: Path):
         assert share == pytest.approx(rate, abs=0.03)
 
 
-def real_documents(folder: Path) -> Iterator[Annotated]:
+def real_documents(folder: Path) -> Iterator[Document]:
     """Yield documents of C4 with addresses and dates, of mmc4, and of BigScience's toy training file (its validation
     file is malformed)."""
     for path in sorted((folder / "lm" / "c4_url_date").glob("*.gz")):

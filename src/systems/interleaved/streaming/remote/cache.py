@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from src.errors import ConfigError
-from src.systems.interleaved.streaming.manifest import Shard, ShardChanged, ShardUnavailable
+from src.systems.interleaved.streaming.manifest import Shard, ChangedShardError, ShardUnavailable
 from src.systems.interleaved.streaming.remote.transfer import PIPE, Source, transfer
 
 _LOCK = ".lock"
@@ -68,7 +68,7 @@ class ShardCache:
 
         Raises:
             ConfigError: the limit is below the size of the shard, or the folder cannot be used.
-            ShardUnavailable, ShardChanged: it cannot be fetched.
+            ShardUnavailable, ChangedShardError: it cannot be fetched.
         """
         if shard.bytes > self.limit:
             raise ConfigError(
@@ -96,19 +96,19 @@ class ShardCache:
                 )
             time.sleep(_POLL)
 
-    def fetch_ahead(self, shard: Shard, spared: Collection[str], unused_since: int) -> bool:
+    def fetch_ahead(self, shard: Shard, retained_names: Collection[str], unused_since: int) -> bool:
         """Fetch a shard that will be needed; returns whether it is there, which it is not where there is no room.
 
         spared: names of files that are not deleted for it. unused_since: nanoseconds; files used after this time are
         spared too, as another process can have fetched them ahead.
 
         Raises:
-            ConfigError, ShardUnavailable, ShardChanged: as `open`.
+            ConfigError, ShardUnavailable, ChangedShardError: as `open`.
         """
         with self._claim(shard) as part:
             if part is None or self.contains(shard):
                 return True
-            if not self._reserve(part, shard, lambda: False, spared, unused_since):
+            if not self._reserve(part, shard, lambda: False, retained_names, unused_since):
                 return False
             self._fetch(part, shard)
             return True
@@ -167,7 +167,7 @@ class ShardCache:
         part: int,
         shard: Shard,
         let_go: Callable[[], bool],
-        spared: Collection[str] = (),
+        retained_names: Collection[str] = (),
         unused_since: int | None = None,
     ) -> bool:
         """Whether there is room for a shard, which then belongs to the part. Deletes leftovers of killed processes, and
@@ -177,15 +177,17 @@ class ShardCache:
             for name in [name for name in files if name.endswith(".part") and name != part_name]:
                 if self._delete(name):
                     del files[name]
-            used = sum(facts.st_size for name, facts in files.items() if name != part_name)
+            used_bytes = sum(facts.st_size for name, facts in files.items() if name != part_name)
             unused = sorted((name for name in files if name.endswith(".tar")), key=lambda name: files[name].st_mtime_ns)
             if unused_since is not None:
-                unused = [name for name in unused if name not in spared and files[name].st_mtime_ns < unused_since]
-            while used + shard.bytes > self.limit:
+                unused = [
+                    name for name in unused if name not in retained_names and files[name].st_mtime_ns < unused_since
+                ]
+            while used_bytes + shard.bytes > self.limit:
                 name = next((name for name in unused if self._delete(name)), None)
                 if name is not None:
                     unused.remove(name)
-                    used -= files[name].st_size
+                    used_bytes -= files[name].st_size
                 elif not let_go():
                     return False
             with self._refusals(shard):
@@ -205,7 +207,7 @@ class ShardCache:
                 if shard.sha256 in (None, digest):
                     break
                 if attempt:
-                    raise ShardChanged(
+                    raise ChangedShardError(
                         f"{shard.url}: its sha256 is not the one that was indexed, twice. Index it again."
                     )
             os.fsync(part)

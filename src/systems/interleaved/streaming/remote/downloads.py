@@ -84,15 +84,15 @@ class _Worker:
         unused_since, self.rounds = self.rounds[0], [self.rounds[1], time.time_ns()]
         for shard in shards:
             self.cache.mark_used(shard)
-        spared = set[str]()
+        retained_names = set[str]()
         for shard in shards:
             if self.shards is not None:
                 return  # a newer request
-            spared.add(self.cache.path(shard).name)
+            retained_names.add(self.cache.path(shard).name)
             if shard.url in self.failed or self.cache.contains(shard):
                 continue
             try:
-                if not self.cache.fetch_ahead(shard, spared, unused_since):
+                if not self.cache.fetch_ahead(shard, retained_names, unused_since):
                     return
             except UserError:
                 self.failed.add(shard.url)

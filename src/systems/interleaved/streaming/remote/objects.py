@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 from src.errors import ConfigError
 from src.files import ROOT
-from src.systems.interleaved.streaming.manifest import ShardChanged, ShardUnavailable
+from src.systems.interleaved.streaming.manifest import ChangedShardError, ShardUnavailable
 
 HUB = "hf://"
 SCHEMES = ("s3://", "gs://", "az://", HUB)
@@ -54,7 +54,7 @@ def read_range(url: str, etag: str | None, begin: int, end: int, seconds: float)
     etag: of the expected object; None: any. seconds: timeout of the request.
 
     Raises:
-        ShardChanged: the object has another ETag.
+        ChangedShardError: the object has another ETag.
         ShardUnavailable: the object does not exist or access is denied.
         Interruption: the server cannot be reached, or fails.
     """
@@ -250,7 +250,7 @@ def _explain(url: str, error: Exception) -> Exception:
     code = match[1] if match else ""
     if name == "PreconditionError" or code == "InvalidRange":
         what = "ETag" if name == "PreconditionError" else "size"
-        return ShardChanged(f"{url}: another object than the indexed one: its {what} has changed. Index it again.")
+        return ChangedShardError(f"{url}: another object than the indexed one: its {what} has changed. Index it again.")
     if name in _FINAL or code in _CREDENTIALS:
         text = f"{url}: {_FINAL.get(name, 'access denied')}{f' ({code})' if code else ''}."
         if code in _CREDENTIALS or name != "FileNotFoundError":
@@ -278,7 +278,7 @@ def _head_of_hub(url: str) -> tuple[int, str | None]:
 def _read_from_hub(url: str, etag: str | None, begin: int, end: int) -> Range:
     total, current = _head_of_hub(url)
     if etag is not None and current != etag:
-        raise ShardChanged(f"{url}: another object than the indexed one: its hash has changed. Index it again.")
+        raise ChangedShardError(f"{url}: another object than the indexed one: its hash has changed. Index it again.")
 
     def chunks() -> Generator[bytes]:
         with _translate_hub_errors(url), _hub(os.getpid()).open(url.removeprefix(HUB), "rb", block_size=0) as file:
@@ -333,7 +333,7 @@ def _read_by_subprocess(*request: Any) -> Range:
     return Range(answer["total"], answer["etag"], chunks)
 
 
-_ERRORS = {error.__name__: error for error in (ShardChanged, ShardUnavailable, ConfigError, Interruption)}
+_ERRORS = {error.__name__: error for error in (ChangedShardError, ShardUnavailable, ConfigError, Interruption)}
 
 
 def _chunks_from(process: subprocess.Popen[bytes]) -> Generator[bytes]:

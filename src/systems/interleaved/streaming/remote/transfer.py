@@ -15,7 +15,7 @@ import time
 from collections.abc import Generator
 from typing import IO, NamedTuple
 
-from src.systems.interleaved.streaming.manifest import ShardChanged, ShardUnavailable
+from src.systems.interleaved.streaming.manifest import ChangedShardError, ShardUnavailable
 from src.systems.interleaved.streaming.remote import objects
 from src.systems.interleaved.streaming.remote.objects import Interruption
 
@@ -84,32 +84,34 @@ def transfer(
     Commands have no ranges.
 
     Raises:
-        ShardChanged: it has another size or ETag.
+        ChangedShardError: it has another size or ETag.
         ShardUnavailable: no new byte came for `patience` seconds, or there is no such shard.
         OSError: the file cannot be written.
     """
     end = source.size if end is None else end
     is_command, tries = source.url.startswith(PIPE), _Tries(source.url, patience)
-    digest, written = hashlib.sha256(), 0
-    while begin + written != end:
+    digest, num_bytes = hashlib.sha256(), 0
+    while begin + num_bytes != end:
         try:
             if is_command:
                 chunks = _run(source, patience)
             else:
-                response = objects.read_range(source.url, source.etag, begin + written, end or 0, tries.longest_request)
+                response = objects.read_range(
+                    source.url, source.etag, begin + num_bytes, end or 0, tries.longest_request
+                )
                 source = source._replace(etag=source.etag or response.etag)  # later ranges must be of the same object
-                chunks = _check(source, response, (end or 0) - begin - written)
+                chunks = _check(source, response, (end or 0) - begin - num_bytes)
             with contextlib.closing(chunks):
                 for chunk in chunks:
                     file.write(chunk)
                     digest.update(chunk)
-                    written += len(chunk)
+                    num_bytes += len(chunk)
             break
         except Interruption as error:
-            tries.wait(begin + written, error)
+            tries.wait(begin + num_bytes, error)
             if is_command:
                 file.seek(0)
-                digest, written = hashlib.sha256(), 0
+                digest, num_bytes = hashlib.sha256(), 0
     return digest.hexdigest()
 
 
@@ -117,7 +119,7 @@ def _check(source: Source, response: objects.Range, size: int) -> Generator[byte
     """The bytes of a response; raises Interruption if they are not `size`."""
     with contextlib.closing(response.chunks):
         if response.total != source.size:
-            raise ShardChanged(
+            raise ChangedShardError(
                 f"{source.url}: has {response.total} bytes, and had {source.size} when it was indexed. Index it again."
             )
         for chunk in response.chunks:
@@ -145,7 +147,7 @@ def _run(source: Source, patience: float) -> Generator[bytes]:
                     break
                 count += len(chunk)
                 if source.size is not None and count > source.size:
-                    raise ShardChanged(
+                    raise ChangedShardError(
                         f"{source.url}: the command writes more than the {source.size} bytes that were indexed."
                     )
                 yield chunk

@@ -40,7 +40,7 @@ _FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
 """JPEG markers of a frame header, which has the size (ITU-T T.81, B.2.2)."""
 _APP1, _SCAN = 0xE1, 0xDA
 _ORIENTATION = 0x0112
-_TURNED = (5, 6, 7, 8)
+_QUARTER_TURNS = (5, 6, 7, 8)
 """EXIF orientations that exchange width and height."""
 _TIFF_BITS, _TIFF_PHOTOMETRIC = 258, 262
 
@@ -172,8 +172,10 @@ def _pillow_size(data: memoryview, most_pixels: int) -> tuple[int, int]:
             warnings.simplefilter("ignore")
             with _open(data, most_pixels) as image:
                 width, height = image.size
-                turned = image.format != "TIFF" and _orientation(image) in _TURNED  # Pillow turns a TIFF itself
-                return (height, width) if turned else (width, height)
+                is_turned = (
+                    image.format != "TIFF" and _orientation(image) in _QUARTER_TURNS
+                )  # Pillow turns a TIFF itself
+                return (height, width) if is_turned else (width, height)
     except Exception as error:  # noqa: BLE001  decoders raise errors of any class on damaged content
         raise _refusal(error) from None
 

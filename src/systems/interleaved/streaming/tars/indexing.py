@@ -35,7 +35,7 @@ from src.systems.interleaved.streaming.tars.members import scan, split_names
 if TYPE_CHECKING:
     import numpy as np
 
-HIDDEN, UNKNOWN, UNMAPPED = "a hidden file", "no known suffix", "not in --fields"
+HIDDEN, UNKNOWN, NOT_IN_FIELDS = "a hidden file", "no known suffix", "not in --fields"
 EMPTY_TEXT, SPELLS_IMAGES, NOT_IN_TAR = (
     "an empty text",
     f"a text that spells {RESERVED[1]}",
@@ -43,7 +43,7 @@ EMPTY_TEXT, SPELLS_IMAGES, NOT_IN_TAR = (
 )
 """Why a member of a good document is not read."""
 _ORDER = {IMAGE: 0, PROMPT: 1, TEXT: 2}
-_UNNUMBERED = 1 << 24
+_NO_NUMBER = 1 << 24
 _MOST_SUFFIXES = 50
 """Suffixes counted for each reason; the rest are counted together."""
 
@@ -89,22 +89,22 @@ class _Builder:
         members, keys = self.members, split_names(self.members.names)
         for name, reason, size in members.lone:
             self._pass_over(reason, split_names([name])[0][1], size)
-        named = list[int]()
+        name_ends = list[int]()
         for number, (key, ending) in enumerate(keys):
             if key.rpartition("/")[2]:
-                named.append(number)
+                name_ends.append(number)
             else:
                 self._pass_over(HIDDEN, ending.rpartition(".")[2], members.sizes[number])
-        begins = [i for i in range(len(named)) if not i or keys[named[i]][0] != keys[named[i - 1]][0]]
-        runs = Counter(keys[named[begin]][0] for begin in begins)
-        for begin, end in pairwise([*begins, len(named)]):
-            numbers = named[begin:end]
+        begins = [i for i in range(len(name_ends)) if not i or keys[name_ends[i]][0] != keys[name_ends[i - 1]][0]]
+        runs = Counter(keys[name_ends[begin]][0] for begin in begins)
+        for begin, end in pairwise([*begins, len(name_ends)]):
+            numbers = name_ends[begin:end]
             bad = APART if runs[keys[numbers[0]][0]] > 1 else GOOD
             self._add(
                 numbers,
                 [keys[number][1].lower() for number in numbers],
                 bad,
-                members.cut is not None and end == len(named),
+                members.cut is not None and end == len(name_ends),
             )
         facts = {
             "bytes": len(self.tar),
@@ -153,7 +153,7 @@ class _Builder:
             bad = bad or (NO_IMAGE if lost_images and not images else GOOD)
         self.documents.append((members.headers[numbers[0]], len(self.parts), len(parts), len(images), bad))
         for place, part in enumerate(parts):
-            position = part.order[1] if part.order[0] == 0 else _UNNUMBERED + place
+            position = part.order[1] if part.order[0] == 0 else _NO_NUMBER + place
             self.parts.append((position, part.data, part.size, part.kind, part.pick, *sizes.get(id(part), (0, 0))))
         self._count(numbers, endings, unread, bad)
         for _ in range(0 if bad else lost_images):
@@ -182,7 +182,7 @@ class _Builder:
             elif ending in self.fields.json_members:
                 kind, reason = OTHER, ""
             elif KINDS[kind] in self.fields.kinds:
-                kind, reason = OTHER, UNMAPPED
+                kind, reason = OTHER, NOT_IN_FIELDS
         self.roles[ending] = order, kind, reason
         return order, kind, reason
 
@@ -191,12 +191,14 @@ class _Builder:
     ) -> int:
         """Check the names of the members of a document; returns the number of the defect in REASONS."""
         names = [self.members.names[number] for number in numbers]
-        numbered = [part for part in parts if part.order[0] == 0 and part.kind not in (OTHER, METADATA)]
+        numbered_parts = [part for part in parts if part.order[0] == 0 and part.kind not in (OTHER, METADATA)]
         if len(set(names)) < len(names):
             return TWICE
-        if len({part.order[1] for part in numbered}) < len(numbered):  # only names without a kind share a position
+        if len({part.order[1] for part in numbered_parts}) < len(
+            numbered_parts
+        ):  # only names without a kind share a position
             positions = Counter(
-                (part.order[1], -1 if _has_kind(endings[part.member]) else part.kind) for part in numbered
+                (part.order[1], -1 if _has_kind(endings[part.member]) else part.kind) for part in numbered_parts
             )
             if max(positions.values()) > 1:
                 return TWICE
@@ -204,13 +206,15 @@ class _Builder:
         if len(lists) > 1:
             return TWICE
         if not lists:
-            needs_list = any(_has_kind(endings[part.member]) for part in numbered)
+            needs_list = any(_has_kind(endings[part.member]) for part in numbered_parts)
             return INCOMPLETE if needs_list or last_before_cut else GOOD
         content = self._bytes(lists[0].data, lists[0].size)
         if content == "\n".join(names[:-1]).encode("utf-8", "surrogateescape") and len(names) > 1:
             return GOOD  # as this project writes it
-        listed = {name.rpartition("/")[2] for name in content.decode("utf-8", "surrogateescape").splitlines() if name}
-        return GOOD if listed and listed <= {name.rpartition("/")[2] for name in names} else INCOMPLETE
+        listed_names = {
+            name.rpartition("/")[2] for name in content.decode("utf-8", "surrogateescape").splitlines() if name
+        }
+        return GOOD if listed_names and listed_names <= {name.rpartition("/")[2] for name in names} else INCOMPLETE
 
     def _add_json(
         self,
@@ -230,22 +234,22 @@ class _Builder:
         places = {ending: place for place, ending in enumerate(endings) if place in by_place}
         json_parts = {suffix: by_place[places[suffix]] for suffix in fields.json_members if suffix in places}
         contents = {suffix: self._bytes(part.data, part.size) for suffix, part in json_parts.items()}
-        items, ordered = fields.items(contents)
+        items, is_ordered = fields.items(contents)
         key = split_names([name.lower()])[0][0].rpartition("/")[2]
         entries.update(item.entry for item in items)
         images = self._find_images([item.name for item in items if item.name], places, key)
-        derived, lost = list[_Part](), 0
+        derived_parts, num_lost = list[_Part](), 0
         for i, item in enumerate(items):
             entry = fields.entries[item.entry]
             place = images[item.name] if item.name else places[entry.suffix]
             if place is None:
-                lost += 1
+                num_lost += 1
                 continue
             kind, member = KINDS.index(entry.kind), by_place[place]
-            order = (0, i, 0) if ordered else (1, _ORDER[kind], item.entry)
-            derived.append(_Part(order, place, kind, member.data, member.size, item.pick))
+            order = (0, i, 0) if is_ordered else (1, _ORDER[kind], item.entry)
+            derived_parts.append(_Part(order, place, kind, member.data, member.size, item.pick))
             unread.pop(place, None)
-        return [*parts, *derived], lost
+        return [*parts, *derived_parts], num_lost
 
     @staticmethod
     def _find_images(names: Sequence[str], places: Mapping[str, int], key: str) -> dict[str, int | None]:
@@ -256,11 +260,11 @@ class _Builder:
             matches[name] = places.get(base, places.get(base.removeprefix(f"{key}.")))
         unknown = [name for name in matches if matches[name] is None]
         positions = [(kind_and_position(ending), place) for ending, place in places.items()]
-        numbered = sorted(
+        numbered_images = sorted(
             (position, place) for (kind, position), place in positions if kind == IMAGE and position is not None
         )
-        if len(unknown) == len(numbered):
-            matches.update(zip(unknown, (place for _, place in numbered), strict=True))
+        if len(unknown) == len(numbered_images):
+            matches.update(zip(unknown, (place for _, place in numbered_images), strict=True))
         return matches
 
     def _texts_defect(self, parts: Sequence[_Part], endings: Sequence[str], unread: dict[int, str]) -> int:
@@ -286,9 +290,9 @@ class _Builder:
         """Check the images of a document; returns the defect's number in REASONS, and each image's size by `id`."""
         sizes = dict[int, tuple[int, int]]()
         try:
-            picked = iter(self._contents([part for part in images if part.pick]))
+            contents = iter(self._contents([part for part in images if part.pick]))
             for part in images:
-                content = memoryview(next(picked)) if part.pick else self.tar[part.data : part.data + part.size]
+                content = memoryview(next(contents)) if part.pick else self.tar[part.data : part.data + part.size]
                 size = sizes[id(part)] = image_size(content, self.most_pixels)
                 if self.verify and open_image(bytes(content), self.most_pixels).size != size:
                     return NO_IMAGE, {}

@@ -34,7 +34,7 @@ _TYPES = {
 }
 _ALONE = frozenset((DIRECTORY, TRAILING, *(_TYPES[kind] for kind in "VDN")))
 """Reasons of members that are not a part of a document."""
-_COMPRESSED = {
+_MAGIC_NUMBERS = {
     b"\x1f\x8b": "gzip",
     b"BZh": "bzip2",
     b"\xfd7zXZ\0": "xz",
@@ -114,7 +114,7 @@ def scan(tar: memoryview) -> Members:
     """Read the members of a tar, such as a memory map. Only headers are read."""
     import numpy as np
 
-    compression = next((name for magic, name in _COMPRESSED.items() if bytes(tar[: len(magic)]) == magic), None)
+    compression = next((name for magic, name in _MAGIC_NUMBERS.items() if bytes(tar[: len(magic)]) == magic), None)
     if compression and not _is_header(tar, 0):
         return Members(
             cut=Cut(
@@ -274,8 +274,8 @@ def _checksum_agrees(headers: "np.ndarray") -> "np.ndarray":
     good = (checksums == sums) & (digits >= 0).all(axis=1) & (digits < 8).all(axis=1)
     for place in np.flatnonzero(~good):  # another notation, signed bytes (old Sun tars), or wrong
         number = _number(headers[place, 148:156].tobytes())
-        signed = sums[place] - 256 * int((headers[place] > 127).sum() - (headers[place, 148:156] > 127).sum())
-        good[place] = headers[place].any() and number in (sums[place], signed)
+        signed_sum = sums[place] - 256 * int((headers[place] > 127).sum() - (headers[place, 148:156] > 127).sum())
+        good[place] = headers[place].any() and number in (sums[place], signed_sum)
     return good
 
 

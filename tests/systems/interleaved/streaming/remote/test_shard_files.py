@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from src.errors import ConfigError
-from src.systems.interleaved.streaming.manifest import Shard, ShardChanged, ShardUnavailable, sample_tar
+from src.systems.interleaved.streaming.manifest import Shard, ChangedShardError, ShardUnavailable, sample_tar
 from src.systems.interleaved.streaming.shard_files import ShardFiles
 
 SIZE = 1000
@@ -68,7 +68,7 @@ def test_local_shards_are_read_where_they_are(tmp_path: Path):
     assert not files.counters
     with pytest.raises(ShardUnavailable, match=r"none\.tar: cannot be opened \(No such file or directory\)"):
         files.read(Shard("none.tar", "", 1, SIZE), 0, 1)
-    with pytest.raises(ShardChanged, match=r"0\.tar: has 1000 bytes, and had 999 when it was indexed"):
+    with pytest.raises(ChangedShardError, match=r"0\.tar: has 1000 bytes, and had 999 when it was indexed"):
         ShardFiles(tmp_path).read(Shard("0.tar", "", 1, SIZE - 1), 0, 1)
 
 
@@ -83,7 +83,7 @@ def test_a_local_shard_that_is_replaced_while_it_is_read_is_refused(tmp_path: Pa
     (tmp_path / "new").replace(tmp_path / "0.tar")
     assert files.read(shards[0], 0, SIZE) == content_of("0.tar")
     files.read(shards[1], 0, 1)
-    with pytest.raises(ShardChanged, match=r"0\.tar: was replaced or written to since it was first read"):
+    with pytest.raises(ChangedShardError, match=r"0\.tar: was replaced or written to since it was first read"):
         files.read(shards[0], 0, 1)
 
 
@@ -103,7 +103,7 @@ def test_every_process_notices_a_local_tar_replaced_since_it_was_indexed(tmp_pat
     (tmp_path / name).write_bytes(content[:-1] + b"?")
     os.utime(tmp_path / name, ns=(7, 7))
     for _ in range(2):
-        with pytest.raises(ShardChanged, match=rf"{name}: was replaced or written to since it was indexed"):
+        with pytest.raises(ChangedShardError, match=rf"{name}: was replaced or written to since it was indexed"):
             ShardFiles(tmp_path).read(replace(shard, url=name), 0, 1)
 
 
@@ -116,7 +116,7 @@ def test_a_local_shard_that_is_written_to_while_it_is_open_is_refused(tmp_path: 
     with open(tmp_path / shard.url, "r+b") as file:
         file.write(content_of("other"))
     os.utime(tmp_path / shard.url, ns=(before + 1, before + 1))  # clocks of file systems may be coarse
-    with pytest.raises(ShardChanged, match=r"0\.tar: was written to since it was first read"):
+    with pytest.raises(ChangedShardError, match=r"0\.tar: was written to since it was first read"):
         files.read(shard, 0, SIZE)
 
 
@@ -355,7 +355,7 @@ def test_two_commands_and_keys(piped: Callable[..., Shard], tmp_path: Path):
     ("command", "error", "message"),
     [
         ("head -c 999 {file}", ShardUnavailable, "the command ended with 999 of 1000 bytes"),
-        ("cat {file}; echo one; exit 0", ShardChanged, "the command writes more than the 1000 bytes that were indexed"),
+        ("cat {file}; echo one; exit 0", ChangedShardError, "the command writes more than the 1000 bytes that were indexed"),
         (
             "cat {file}; echo reset >&2; echo by peer. >&2; exit 3",
             ShardUnavailable,
@@ -393,7 +393,7 @@ def test_a_command_that_fails_is_run_again(piped: Callable[..., Shard], tmp_path
 
 def test_other_bytes_than_were_indexed(piped: Callable[..., Shard], tmp_path: Path):
     shard = piped("a", "echo x >> {folder}/log; cat {file}", sha256=hashlib.sha256(content_of("b")).hexdigest())
-    with pytest.raises(ShardChanged, match="its sha256 is not the one that was indexed, twice"):
+    with pytest.raises(ChangedShardError, match="its sha256 is not the one that was indexed, twice"):
         reader(tmp_path).read(shard, 0, 1)
     assert (tmp_path / "log").read_text() == "x\nx\n"
     assert cached(tmp_path) == set()

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from src.errors import ConfigError
-from src.systems.interleaved.streaming.manifest import Shard, ShardChanged, ShardUnavailable
+from src.systems.interleaved.streaming.manifest import Shard, ChangedShardError, ShardUnavailable
 from src.systems.interleaved.streaming.shard_files import ShardFiles
 from tests.conftest import ROOT
 from tests.systems.interleaved.streaming.remote.s3_server import Cutter, S3Server
@@ -57,7 +57,7 @@ def test_a_shard_is_fetched_once_and_then_read_from_the_cache(shard: Shard, tmp_
     assert cutter.ranges == [(0, len(CONTENT) - 1)]
     assert files.counters == {"misses": 1, "hits": 1}
     assert again.counters == {"hits": 1}
-    with pytest.raises(ShardChanged, match=r"ends before byte 3000001, but had 3000000 bytes when it was indexed"):
+    with pytest.raises(ChangedShardError, match=r"ends before byte 3000001, but had 3000000 bytes when it was indexed"):
         files.read(shard, len(CONTENT) - 10, 11)
     assert files_of(tmp_path / "cache") == [".tar"]
 
@@ -125,16 +125,16 @@ def test_an_object_that_was_replaced_is_refused(shard: Shard, s3: S3Server, tmp_
     key = shard.url.removeprefix("s3://shards/")
     s3.put(key, CONTENT[::-1])
     assert files.read(shard, 0, 10) == CONTENT[:10], "what is in the cache is what was indexed"
-    with pytest.raises(ShardChanged, match=r"its ETag has changed\. Index it again"):
+    with pytest.raises(ChangedShardError, match=r"its ETag has changed\. Index it again"):
         reader(tmp_path / "other").read(shard, 0, 10)
     without = Shard(shard.url, "", 1, shard.bytes - 1)
-    with pytest.raises(ShardChanged, match=r"has 3000000 bytes, and had 2999999 when it was indexed"):
+    with pytest.raises(ChangedShardError, match=r"has 3000000 bytes, and had 2999999 when it was indexed"):
         reader(tmp_path).read(without, 0, 10)
     s3.put(f"{key}.empty", b"")
-    with pytest.raises(ShardChanged, match="its size has changed"):
+    with pytest.raises(ChangedShardError, match="its size has changed"):
         reader(tmp_path).read(Shard(f"{shard.url}.empty", "", 1, 10), 0, 10)
     lied = Shard(shard.url, "", 1, shard.bytes, sha256=shard.sha256)
-    with pytest.raises(ShardChanged, match="its sha256 is not the one that was indexed, twice"):
+    with pytest.raises(ChangedShardError, match="its sha256 is not the one that was indexed, twice"):
         reader(tmp_path).read(lied, 0, 10)
     assert files_of(tmp_path / "cache") == [".tar"]
 
@@ -143,7 +143,7 @@ def test_one_that_is_replaced_in_the_middle_is_never_mixed(s3: S3Server, tmp_pat
     """Also where no ETag was indexed."""
     shard = Shard(upload(s3, "mixed.tar", CONTENT).url, "", 1, len(CONTENT))
     cutter.at(1_000_000, lambda: bool(s3.put("mixed.tar", CONTENT[::-1])))
-    with pytest.raises(ShardChanged, match="its ETag has changed"):
+    with pytest.raises(ChangedShardError, match="its ETag has changed"):
         reader(tmp_path).read(shard, 0, 10)
 
 
@@ -206,7 +206,7 @@ def test_a_forked_process_reads_too(shard: Shard, s3: S3Server, tmp_path: Path, 
         replaced = Shard(shard.url, "", 1, shard.bytes - 1)
         try:
             reader(tmp_path).read(replaced, 0, 10)
-        except ShardChanged as error:
+        except ChangedShardError as error:
             answers.put(str(error))
         answers.put(crowded.read(shard, 40, 10))
 
@@ -232,10 +232,10 @@ def test_ranges_are_read_from_the_server_without_room_in_the_cache(
         assert files.read(other, 1000, 50) == CONTENT[::-1][1000:1050]
     assert cutter.ranges[1:] == [(1000, 1049)] * 2
     assert files.counters == {"misses": 2}
-    with pytest.raises(ShardChanged, match="ends before byte"):
+    with pytest.raises(ChangedShardError, match="ends before byte"):
         files.read(other, len(CONTENT), 1)
     s3.put("around.tar", CONTENT)
-    with pytest.raises(ShardChanged, match="its ETag has changed"):
+    with pytest.raises(ChangedShardError, match="its ETag has changed"):
         files.read(other, 1000, 50)
     holder.close()
     assert files.read(shard, 0, 10) == CONTENT[:10]
