@@ -128,6 +128,5 @@ def require_room(model: Any, tokens: int, new_tokens: int) -> None:
     longest = getattr(model.config, "max_position_embeddings", None)
     if longest and tokens + new_tokens > longest:
         raise ConfigError(
-            f"{tokens} tokens and max_new_tokens {new_tokens} exceed the {longest} positions of the model. "
-            "Shorten one of them."
+            f"{tokens} tokens and max_new_tokens {new_tokens} exceed the {longest} positions of the model."
         )

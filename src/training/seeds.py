@@ -13,7 +13,10 @@ def dropout_seed(seed: int, step: int, micro_batch: int) -> int:
 
 
 def generation_seed(seed: int, step: int, block: int, rank: int) -> int:
-    """63-bit seed of process `rank` for block number `block` of `Engine.generating` after the last step."""
+    """63-bit seed of process `rank` for a block of `Engine.generating`.
+
+    block: number of the block since the last step.
+    """
     return int(np.random.SeedSequence([seed, step, block, rank, 1]).generate_state(1, np.uint64)[0] >> 1)
 
 
@@ -25,7 +28,8 @@ def rollout_seed(seed: int, iteration: int, batch: int) -> int:
 def set_seed(seed: int, device: torch.device) -> None:
     """Seed the random numbers of the CPU, and of a GPU `device`.
 
-    torch.manual_seed probes every kind of accelerator and takes a hundred times as long."""
+    torch.manual_seed probes every kind of accelerator and takes a hundred times as long.
+    """
     torch.default_generator.manual_seed(seed)
     if device.type == "cuda":
         torch.cuda.manual_seed(seed)

@@ -19,7 +19,7 @@ class LossSums(NamedTuple):
     """Sums over scored tokens."""
 
     loss_sum: float
-    """Nats."""
+    """Sum of losses in nats."""
     tokens: int
     correct: int
     """Tokens with the highest logit at the target; 0 unless accuracy was requested."""
@@ -60,7 +60,7 @@ def count_true(batches: Sequence[Mapping[str, Tensor]], mask: str) -> int:
 
 
 def count_loss_tokens(batch: Mapping[str, Tensor]) -> int:
-    """True entries of the loss mask."""
+    """Count the True entries of the loss mask."""
     return count_true([batch], "loss_mask")
 
 

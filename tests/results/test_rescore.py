@@ -111,9 +111,9 @@ def test_tables(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
             "val.jsonl: --datasets: unknown source 'sqad'. Did you mean 'squad'? Known: nq, squad, squad_hard.",
         ),
         (["--index_file", "nowhere.txt"], "nowhere.txt: no such file."),
-        (["--index_file", "FOLDER/far.txt"], "--index_file: row 4 of 4, counted from 0."),
-        (["--index_file", "FOLDER/twice.txt"], "--index_file: row 1 is listed 2 times."),
-        (["--index_file", "FOLDER/word.txt"], "word.txt:2: expected the number of a row, counted from 0, got '-1'."),
+        (["--index_file", "FOLDER/far.txt"], "--index_file: row 4 is out of range, expected 0 to 3."),
+        (["--index_file", "FOLDER/twice.txt"], "--index_file: row 1 is listed 2 times, expected once."),
+        (["--index_file", "FOLDER/word.txt"], "word.txt:2: expected a row number, counted from 0, got '-1'."),
         (["--index_file", "FOLDER/zero.txt", "--datasets", "squad"], "val.jsonl: no row is left of 4."),
     ],
 )

@@ -69,9 +69,8 @@ class Shards:
             }
         if self.left_out:
             raise CheckpointError(
-                f"{self.folder}: has only trained weights. {self.left_out} frozen parameters are in the "
-                f"model of the experiment "
-                "is built from. Leave out --all."
+                f"{self.folder}: has only trained weights. {self.left_out} frozen parameters are not saved. "
+                "Leave out --all."
             )
         saved_weights = self.buffers | self.frozen | self.trained
         return saved_weights | {

@@ -245,7 +245,7 @@ class DDPEngine(Engine):
             self.accelerator.unscale_gradients()
 
     def accumulation_context(self, last: bool) -> contextlib.AbstractContextManager[Any]:
-        """Gradients are reduced over processes only in the last pass."""
+        """Gradients are reduced only in the last pass."""
         return contextlib.nullcontext() if last else self.accelerator.no_sync(self.model)
 
     def gradients(self) -> Iterable[Tensor]:

@@ -129,7 +129,7 @@ class FSDPEngine(Engine):
         )
 
     def load_weights(self, file: Path) -> None:
-        """Each process reads its part."""
+        """Each process reads its shard."""
         with distributed.raise_together():
             shapes = {name: tensor.shape for name, tensor in safetensors_stream.read(file).items()}
             state = matching_state(self.module, file, shapes)

@@ -99,7 +99,5 @@ def _require_unchanged(model: nn.Module, output: Tensor, sums: list[Tensor]) -> 
         or isinstance(output, FakeTensor)
         or not torch.equal(output.nan_to_num(), sums[0].nan_to_num())
     ):
-        raise ConfigError(
-            f"{FIELD}: {type(model).__name__} changes the logits after its output projection. Leave it out."
-        )
+        raise ConfigError(f"{FIELD}: {type(model).__name__} changes the logits after its output projection. Remove it.")
     vars(model)["logits_stay_as_they_are"] = True

@@ -80,7 +80,7 @@ def checkpoint_layers(model: nn.Module, how: str = "full") -> int:
 
 class _CheckpointedLayer:
     """Calls `forward` and saves only its inputs for the backward pass;
-    if `selective`, also what `_is_dear` to compute."""
+    if `selective`, also results that are expensive to compute."""
 
     def __init__(self, forward: Callable[..., Any], selective: bool) -> None:
         self.forward = forward

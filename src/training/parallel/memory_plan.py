@@ -89,7 +89,7 @@ class MemoryPlan:
 
     @property
     def total(self) -> int:
-        """Bytes."""
+        """Total in bytes."""
         return sum(self.parts.values())
 
 
@@ -106,7 +106,7 @@ def plan(
     if count < machines.gpus:
         raise ConfigError(
             f"--gpus {machines.gpus}: a step has {count} micro-batches. "
-            "Use at most {count} GPUs, or lower loop.micro_batch."
+            f"Use at most {count} GPUs, or lower loop.micro_batch."
         )
     passes = -(-count // machines.gpus)
     if machines.gradient_checkpointing:

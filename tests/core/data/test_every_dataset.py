@@ -295,7 +295,7 @@ def test_feistel_shuffle_permutes_epochs_without_memory(build: Build, name: str)
 def test_where_it_would_be_ignored_it_is_refused(whole: dict[str, Any]):
     part = {"name": "documents", **CASES["documents"], "shuffle": "feistel"}
     raw = {key: {"a": part} if key == "parts" else part if value is ... else value for key, value in whole.items()}
-    with pytest.raises(Problems, match=r"(parts\.a|documents)\.shuffle: would be ignored, .* Leave it out\."):
+    with pytest.raises(Problems, match=r"(parts\.a|documents)\.shuffle: ignored, .* Remove it\."):
         bind(DATASETS, raw)
 
 

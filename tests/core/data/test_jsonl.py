@@ -129,16 +129,16 @@ def test_short_or_missing_files_are_refused(places, write_corpus):
     folder = write_corpus("nq", [ROW, ROW])
     size = (folder / "train.jsonl").stat().st_size
     (folder / "train.jsonl").write_text("{}\n")
-    with pytest.raises(DataError, match=rf"train.jsonl: 3 bytes, but {size} bytes were written. Prepare it again."):
+    with pytest.raises(DataError, match=rf"train.jsonl: 3 bytes, expected {size} bytes. Prepare it again."):
         jsonl.corpus_folder(places, "nq")
     (folder / "train.jsonl").unlink()
-    with pytest.raises(DataError, match=r"train.jsonl: missing, but"):
+    with pytest.raises(DataError, match=r"train.jsonl: missing, expected"):
         jsonl.read_rows(folder / "train.jsonl", FIELDS)
 
 
 def test_a_file_that_was_never_there(places, write_corpus):
     folder = write_corpus("nq", [ROW])
-    with pytest.raises(DataError, match=re.escape(f"{folder}: has no test.jsonl. It holds: train.jsonl, val.jsonl.")):
+    with pytest.raises(DataError, match=re.escape(f"{folder}: has no test.jsonl. Files: train.jsonl, val.jsonl.")):
         jsonl.require_file(folder, "test.jsonl")
     with pytest.raises(DataError, match=r"test.jsonl: no such file."):
         jsonl.read_rows(folder / "test.jsonl", FIELDS)
@@ -149,7 +149,7 @@ def test_a_data_set_has_both_splits(places, write_corpus):
     jsonl.require_splits(places, "nq")
     with new_directory(places.data / "half") as beside:
         (beside / "train.jsonl").write_text("{}")
-    with pytest.raises(DataError, match=r"half: has no val.jsonl. It holds: train.jsonl."):
+    with pytest.raises(DataError, match=r"half: has no val.jsonl. Files: train.jsonl."):
         jsonl.require_splits(places, "half")
 
 
@@ -170,7 +170,7 @@ def test_validation_choice_is_fixed_and_nested(tmp_path):
     assert jsonl.select_validation_rows(100, 20, tmp_path)[:10] == first
     assert first != list(range(10))
     assert sorted(jsonl.select_validation_rows(100, 100, tmp_path)) == list(range(100))
-    with pytest.raises(DataError, match=r"101 validation samples are wanted, it has 100"):
+    with pytest.raises(DataError, match=r"101 validation samples requested, only 100 available"):
         jsonl.select_validation_rows(100, 101, tmp_path)
 
 

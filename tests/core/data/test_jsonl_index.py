@@ -180,7 +180,7 @@ def test_a_pickled_copy_maps_the_same_index(path: Path):
     assert pickle.loads(data) == ROWS
     index_of(path).unlink()
     with pytest.raises(
-        DataError, match=r"\.index: this index of rows is gone, or another than when it was opened\. Start again\."
+        DataError, match=r"\.index: the row index was removed or replaced since it was opened\. Start again\."
     ):
         pickle.loads(data)
     assert rows == ROWS, "what is mapped stays"

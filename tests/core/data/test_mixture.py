@@ -233,7 +233,7 @@ def test_parts_with_equal_collation_do_not_need_joinable_batches():
 def test_multi_row_samples_need_equal_collation():
     data = dataset.MixtureDataset({"a": Replies("one"), "b": Replies("another")}, [3, 3], None, 0)
     with pytest.raises(
-        DataError, match=r"^data\.parts: a sample has several rows in .* Give the data sets an equal `collation`"
+        DataError, match=r"^data\.parts: samples have several rows .* Give the data sets an equal `collation`"
     ):
         data.require_same_tensors()
 
@@ -275,7 +275,7 @@ def test_tasks_count_as_many_examples_as_in_t5s_mixtures(places, write_corpus, t
 def test_a_share_of_less_than_a_sample_is_refused(build):
     with pytest.raises(
         DataError,
-        match=r"data.parts.small: its share of 15 samples is less than one. Make data.samples_per_epoch larger",
+        match=r"data.parts.small: its share of 15 samples is less than one sample. Make data.samples_per_epoch larger",
     ):
         build(ABC, rates={"small": 1e-4, "large": 1})
 
@@ -318,11 +318,11 @@ def test_a_draw_does_not_change_the_validation_split(build):
     [
         (
             {"small": {"size": 4}},
-            "data.draw.small.size: the part has only 3 samples. To read some again in each epoch, write a fraction",
+            "data.draw.small.size: 4, but the part has only 3 samples. To repeat samples within an epoch, use",
         ),
         (
             {"small": {"fraction": 0.1}},
-            "data.draw.small.fraction: 0.1 of 3 samples is not one. Write a larger fraction, or a size alone.",
+            "data.draw.small.fraction: 0.1 of 3 samples is less than one sample. Use a larger fraction, or only size.",
         ),
     ],
 )
@@ -343,7 +343,7 @@ TEXT = {"name": "text", "corpus": "t", "sequence_tokens": 4}
         ({"parts": {"a": {**TEXT, "name": "txt"}}}, "data.parts.a.name: unknown dataset 'txt'. Did you mean 'text'?"),
         ({"rates": {"a": 0.0}}, "data.rates: expected numbers above 0, got a: 0.0."),
         ({"rates": {"b": 1.0}}, "data: rates: expected a rate for each part (a), got b."),
-        ({"rates": {"a": 1.0}, "cap": 5}, "data: rates: with them, cap and temperature would be ignored."),
+        ({"rates": {"a": 1.0}, "cap": 5}, "data: rates: cap and temperature are ignored with rates."),
         ({"temperature": 0.5}, "data.temperature: "),
         ({"draw": {"b": {"size": 1}}}, "data: draw: unknown part 'b'. Known: a."),
         ({"draw": {"a": {}}}, "data.draw.a: expected fraction, size, or both."),
@@ -353,7 +353,7 @@ TEXT = {"name": "text", "corpus": "t", "sequence_tokens": 4}
         *[
             (
                 {"draw": {"a": {"size": 1}}, **also},
-                "data: draw: with it, rates, cap, temperature and samples_per_epoch would be ignored.",
+                "data: draw: rates, cap, temperature and samples_per_epoch are ignored with draw.",
             )
             for also in ({"rates": {"a": 1.0}}, {"cap": 5}, {"temperature": 2.0}, {"samples_per_epoch": 9})
         ],
@@ -368,7 +368,7 @@ def test_config_refuses(values, message):
 def test_parts_for_different_models_are_refused():
     spans = {"name": "span_corruption", "corpus": "t"}
     with pytest.raises(
-        ConfigError, match=r"one model cannot read all of them: parts\.a encoder_decoder, parts\.b decoder"
+        ConfigError, match=r"one model cannot read all of these data: parts\.a encoder_decoder, parts\.b decoder"
     ):
         load(dataset.Config, {"parts": {"a": spans, "b": TEXT}}, "data")
     assert load(dataset.Config, {"parts": {"a": spans}}, "data").reader == "encoder_decoder"

@@ -213,5 +213,5 @@ def test_groups_do_not_depend_on_where_one_starts_nor_on_processes_nor_on_the_mi
 def test_groups_after_a_rewind_pass_over_steps_and_are_not_permuted_again():
     skipped = grouped([Branch(number=1, from_step=10, data="skip:3")])
     assert read_steps(skipped, 10, 20) == read_steps(grouped(), 13, 20)
-    with pytest.raises(RunError, match="cannot be permuted again"):
+    with pytest.raises(RunError, match="cannot be reshuffled"):
         grouped([Branch(number=1, from_step=10, data="reshuffle")])

@@ -221,7 +221,7 @@ def test_a_rewind_reads_no_document_of_an_epoch_twice(kind: str, at: int):
 def test_a_lane_that_no_document_fits_is_refused():
     tokens = [ROOM + 1 + i for i in range(30)]
     with pytest.raises(
-        DataError, match=r"data\.documents: none of 30 documents fits into a row of 64 tokens\. Write a larger seq"
+        DataError, match=r"data\.documents: none of 30 documents fits into a row of 64 tokens\. Use a larger seq"
     ):
         read_steps(LaneOrder(packing(tokens, "drop"), LANES), 1)
     with pytest.raises(DataError, match="none of 30"):
@@ -237,11 +237,11 @@ def test_a_cursor_of_something_else_is_refused():
     for other, message in (
         (
             LaneOrder(packing(lengths()), 10),
-            r"the cursor of step 3 is of 12 lanes, but loop\.sequences_per_step is 10\.$",
+            r"the cursor of step 3 has 12 lanes, but loop\.sequences_per_step is 10\.$",
         ),
         (
             LaneOrder(packing(lengths(), digest="e"), LANES),
-            "the cursor of step 3 is of other documents, or of the same packed in",
+            "the cursor of step 3 has other documents or other packing settings",
         ),
     ):
         with pytest.raises(RunError, match=message):
@@ -404,7 +404,7 @@ def test_questions_that_can_be_longer_than_a_row_are_not_cut(documents: Any, pat
     raw = {"name": "packed", "documents": documents}
     with pytest.raises(
         Problems,
-        match=re.escape(f"too_long: samples of {path} ('prompted_qa') may have more than 29 tokens, and the end"),
+        match=re.escape(f"too_long: samples of {path} ('prompted_qa') can have more than 29 tokens"),
     ):
         bind(DATASETS, {**raw, "sequence_tokens": 29})
     bind(DATASETS, {**raw, "sequence_tokens": 29, "too_long": "drop"})
@@ -467,7 +467,7 @@ def test_a_part_with_samples_other_than_token_ids_is_refused(places: Any, tokeni
             return {**super().sample(epoch, index), "weight": 1.0}
 
     documents = MixtureDataset({"a": Counting(), "b": Richer()}, [6, 6], 0, 0)
-    with pytest.raises(DataError, match="cannot be packed, as they are more than token ids"):
+    with pytest.raises(DataError, match="cannot be packed, as they have more fields than token ids"):
         require_token_ids(documents, "mixture")
     require_token_ids(MixtureDataset({"a": Counting(), "b": Counting()}, [6, 6], 0, 0), "mixture")
 

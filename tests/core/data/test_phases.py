@@ -287,18 +287,21 @@ QA = {"name": "qa", "corpus": "t", "sequence_tokens": 4, "context_tokens": 4, "l
             [{"until": 1.0, "data": TEXT}, {"data": TEXT}],
             "data.phases[0].until: expected a number < 1.0, got 1.0 (float).",
         ),
-        ([{"data": TEXT}, {"data": TEXT}], "data: phases[0].until: missing. Only the last phase has none."),
-        ([{"until": 0.5, "data": TEXT}], "data: phases[0].until: leave it out: the last phase goes on to the end."),
+        ([{"data": TEXT}, {"data": TEXT}], "data: phases[0].until: missing. Only the last phase can omit it."),
+        ([{"until": 0.5, "data": TEXT}], "data: phases[0].until: the last phase ends with the training."),
         (
             [{"until": 0.5, "data": TEXT}, {"until": 0.5, "data": TEXT}, {"data": TEXT}],
-            "data: phases[1].until: 0.5 is not above 0.5, so the phase would never begin.",
+            "data: phases[1].until: 0.5 is not above 0.5, so the phase has no steps.",
         ),
         ([{"until": 0.5, "data": {**TEXT, "corpus": 1}}, {"data": TEXT}], "data.phases[0].data.corpus: "),
-        ([{"data": {"name": "phases", "phases": [{"data": TEXT}]}}], "data: phases[0].data: it has phases of its own."),
+        ([{"data": {"name": "phases", "phases": [{"data": TEXT}]}}], "data: phases[0].data: phases cannot be nested."),
         ([{"until": 0.5, "data": TEXT}, {"data": QA}], "data: phases[1].data: 'qa' data have contexts"),
         (
             [{"until": 0.5, "data": TEXT}, {"data": {"name": "span_corruption", "corpus": "t"}}],
-            "data: phases: one model cannot read all of them: phases[0].data decoder, phases[1].data encoder_decoder.",
+            (
+                "data: phases: one model cannot read all of these data: "
+                "phases[0].data decoder, phases[1].data encoder_decoder."
+            ),
         ),
     ],
 )
@@ -310,9 +313,9 @@ def test_config_refuses(phase_dicts: list[Any], message: str):
 def test_parts_with_an_order_are_phases_and_phases_are_no_part():
     inner = {"name": "phases", "phases": [{"until": 0.1, "data": PACKED}, {"data": TEXT}]}
     assert resolved_dict(bind(DATASETS, inner))["phases"][0]["data"]["documents"]["corpus"] == "any"
-    with pytest.raises(Exception, match="'phases' data come in an order of their own"):
+    with pytest.raises(Exception, match="'phases' data have a fixed order"):
         bind(DATASETS, {"name": "mixture", "parts": {"a": inner}})
-    with pytest.raises(Exception, match="the samples of 'phases' cannot be packed"):
+    with pytest.raises(Exception, match="samples of 'phases' data cannot be packed"):
         bind(DATASETS, {**PACKED, "documents": inner})
 
 
@@ -333,7 +336,7 @@ def test_errors_name_the_phase(places: Any, write_corpus: Any):
     ):
         config.check_length(4, 1)
     with pytest.raises(
-        ConfigError, match=r"^data\.phases\[1\]\.data: packed documents were tested with .* family None"
+        ConfigError, match=r"^data\.phases\[1\]\.data: packed documents are not tested with the model family None"
     ):
         check([{"until": 0.5, "data": TEXT}, {"data": PACKED}]).check_model(None)
     with pytest.raises(
@@ -347,9 +350,9 @@ def test_a_phase_without_a_step_is_refused_before_any():
     config.check_steps(100)
     assert config.begins(100) == [0, 4, 98]
     for steps, number in ((10, 0), (20, 2)):
-        with pytest.raises(ConfigError, match=rf"^data\.phases\[{number}\]: no step of loop\.steps = {steps} reads it"):
+        with pytest.raises(ConfigError, match=rf"^data\.phases\[{number}\]: has no steps of loop\.steps = {steps}"):
             config.check_steps(steps)
-        with pytest.raises(ConfigError, match="reads it"):
+        with pytest.raises(ConfigError, match="has no steps of"):
             PhasedDataset(config, [Words(3)] * 3).order(0, LANES, steps, ())
 
 

@@ -51,7 +51,9 @@ def test_operations_of_a_token_follow_from_the_sizes(generator: AnswerGenerator)
 
 def test_where_operations_cannot_be_counted_nothing_is_said(generator: AnswerGenerator):
     assert speed.measure(generator, 0, 1, 1, 1.0)["flops_per_generated_token"] is None
-    generator.model.register_parameter("packed", torch.nn.Parameter(torch.zeros(1, dtype=torch.uint8), requires_grad=False))
+    generator.model.register_parameter(
+        "packed", torch.nn.Parameter(torch.zeros(1, dtype=torch.uint8), requires_grad=False)
+    )
     assert speed.measure(generator, 0, 9, 1, 1.0)["flops_per_generated_token"] is None
 
 

@@ -104,7 +104,7 @@ class TestTraining:
         wild = changed(SHORT, loop__learning_rate=1e30, loop__max_grad_norm=1e30)
         errors = fails(["-e", "g"], {"g": [wild, SHORT]}, folder, capsys)
         assert re.search(
-            r"step \d: the (loss|gradient norm) is (nan|inf)\. .*The training stops before the optimizer moves", errors
+            r"step \d: the (loss|gradient norm) is (nan|inf)\. .*The training stops before the update", errors
         )
         states = [json.loads((folder / "runs" / exp_id(e) / "status.json").read_text())["state"] for e in (wild, SHORT)]
         assert states == ["failed", "done"]
@@ -114,7 +114,7 @@ class TestTraining:
         root = toy.project(folder, f"EXP_GROUPS = {{'g': [{wild!r}, {SHORT!r}]}}\n")
         done = toy.run(root, ["-e", "g"], folder, processes=2)
         assert done.returncode != 0
-        assert "The training stops before the optimizer moves" in done.stderr
+        assert "The training stops before the update" in done.stderr
         assert "Warning" not in done.stderr, "PyTorch's own, which Python's filters do not reach"
         states = [json.loads((folder / "runs" / exp_id(e) / "status.json").read_text())["state"] for e in (wild, SHORT)]
         assert states == ["failed", "done"]
@@ -444,7 +444,7 @@ class TestBadInput:
             (checkpoint / "state.json").write_text(json.dumps(state))
             rewritten(checkpoint, load_file(checkpoint / "model.safetensors"), "state.json")
         assert "g[0]: " in (errors := fails(["-e", "g"], {"g": [SHORT]}, folder, capsys))
-        assert "written by another version of this code. Start over with -r 1" in errors
+        assert "from another version of this code. Restart with -r 1" in errors
 
     def test_a_finished_run_without_status_has_its_step(self, folder: Path):
         assert toy.main(["-e", "g"], {"g": [SHORT]}, folder) == 0
@@ -507,7 +507,9 @@ class TestBadInput:
         with toy.new_directory(folder / "data" / "toy_text") as folder_of_data:
             for split in ("train", "val"):
                 (folder_of_data / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        assert "data: changed since the start of this run" in fails(["-e", "g"], {"g": [SHORT]}, folder, capsys)
+        assert "inputs changed since the start of the run: content of toy_text, data" in fails(
+            ["-e", "g"], {"g": [SHORT]}, folder, capsys
+        )
 
     def test_a_tokenizer_that_changed_since_the_start(self, folder: Path, capsys: pytest.CaptureFixture[str]):
         """Packed rows are cut by its tokens."""
@@ -525,7 +527,9 @@ class TestBadInput:
                 ids["pink"], f'"pink": {vocabulary["blue"]}'
             )
         )
-        assert "tokenizer: changed since the start of this run" in fails(["-e", "g"], {"g": [exp]}, folder, capsys)
+        assert "inputs changed since the start of the run: tokenizer" in fails(
+            ["-e", "g"], {"g": [exp]}, folder, capsys
+        )
 
     def test_a_parent_that_changed_since_the_start(self, folder: Path, capsys: pytest.CaptureFixture[str]):
         child = changed(SHORT, model=ref(SHORT))
@@ -536,7 +540,7 @@ class TestBadInput:
         weights = load_file(parent / "model.safetensors")
         rewritten(parent, {name: tensor + 1 for name, tensor in weights.items()})
         errors = fails(["-e", "child"], groups, folder, capsys)
-        assert f"parent {exp_id(SHORT)}/last: changed since the start of this run" in errors
+        assert f"inputs changed since the start of the run: parent {exp_id(SHORT)}/last" in errors
 
     def test_a_held_save_directory(self, folder: Path, capsys: pytest.CaptureFixture[str]):
         recipe = load_experiment(SHORT, "g")

@@ -106,7 +106,7 @@ def test_gpt_bigcode_refuses(change, message):
 
 def test_gpt_bigcode_names_a_damaged_tokenizer(places):
     (places.data / "tokenizer" / "tokenizer.json").write_text('{"added_tokens": [], "model": {}}')
-    with pytest.raises(DataError, match=r"data/tokenizer: its tokenizer cannot be read \(.+\)\. Prepare it again\.$"):
+    with pytest.raises(DataError, match=r"data/tokenizer: the tokenizer cannot be read \(.+\)\. Prepare it again\.$"):
         part(GPT).build(places)
 
 
@@ -131,7 +131,7 @@ def test_experiment_gives_the_parent_s_weights_and_tokenizer(parent, places):
 
 
 def test_experiment_last_and_best(parent, places):
-    with pytest.raises(ConfigError, match=f"the best checkpoint of parent {PARENT} is not there. .*--with-parents"):
+    with pytest.raises(ConfigError, match=rf"no best checkpoint of parent {PARENT}\. .*--with-parents"):
         part({"name": "experiment", "exp_id": PARENT, "checkpoint": "best"}).build(places)
     write_json(places.runs / PARENT / "checkpoints" / "best.json", {"step": 50})
     best = part({"name": "experiment", "exp_id": PARENT, "checkpoint": "best"}).build(places)
@@ -145,7 +145,7 @@ def test_experiment_knows_the_parent_s_depth_before_and_after_its_training(place
     raw.check(planned_places)
     with pytest.raises(
         ConfigError,
-        match=rf"the last checkpoint of parent {PARENT} is not there\. Train the parent first: add --with-parents",
+        match=rf"no last checkpoint of parent {PARENT}\. Train the parent first: add --with-parents",
     ):
         raw.build(planned_places)
     with pytest.raises(ConfigError, match=rf"parent {PARENT}: neither under .* nor in exp_configs\.py.*--with-parents"):
@@ -166,7 +166,7 @@ def test_experiment_with_a_parent_that_we_cannot_read(places):
         raw.check(
             Places(places.data, places.runs, {PARENT: {"model": {k: v for k, v in GPT.items() if k != "hidden_size"}}})
         )
-    with pytest.raises(ConfigError, match=rf"parent {PARENT}: its experiment has no 'model'"):
+    with pytest.raises(ConfigError, match=rf"parent {PARENT}: the experiment has no 'model'"):
         raw.check(Places(places.data, places.runs, {PARENT: {"recipe": "lm"}}))
     config_file = places.runs / PARENT / "exp_dict.json"
     config_file.parent.mkdir(parents=True)

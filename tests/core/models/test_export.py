@@ -68,7 +68,7 @@ def test_transformers_loads_it(has_adapters: bool, places, tmp_path: Path):
 def test_what_cannot_be_exported_is_said(places, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     (places.runs / "run").mkdir(parents=True)
     assert run(places, places.runs / "run", tmp_path / "out") == 1
-    assert "run: neither a checkpoint nor a run that has one" in capsys.readouterr().err
+    assert "run: neither a checkpoint nor a run with a checkpoint" in capsys.readouterr().err
     trained(GPT, places, 1)
     (tmp_path / "out").mkdir()
     assert run(places, places.runs / "run", tmp_path / "out") == 1
@@ -138,7 +138,7 @@ def test_standalone_is_for_cross_attention_and_push_needs_a_hub(
     assert run(places, places.runs / "run", tmp_path / "out", "--standalone", "--push_to_hub", "owner/name") == 1
     message = capsys.readouterr().err
     assert "error: --push_to_hub owner/name: not uploaded (" in message
-    assert "is whole; `hf upload` sends it later." in message
+    assert "is complete; upload it with `hf upload`." in message
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert set(config["auto_map"]) == {"AutoConfig", "AutoModelForCausalLM"}
     assert len(AutoTokenizer.from_pretrained(tmp_path / "out")) == config["base"]["vocab_size"]
@@ -147,7 +147,7 @@ def test_standalone_is_for_cross_attention_and_push_needs_a_hub(
     assert "--push_to_hub a/b/c: not uploaded" in capsys.readouterr().err
     trained(GPT, places, 4)
     assert run(places, places.runs / "run", tmp_path / "other", "--standalone") == 1
-    assert "--standalone: is for cross-attention models" in capsys.readouterr().err
+    assert "--standalone: is only for cross-attention models" in capsys.readouterr().err
 
 
 def test_a_run_is_loaded_in_one_call(places, tmp_path: Path):
@@ -170,5 +170,5 @@ def test_a_run_is_loaded_in_one_call(places, tmp_path: Path):
     assert {parameter.dtype for parameter in half.parameters()} == {torch.bfloat16}, "its blocks, too"
     assert half.generate(**inputs).shape == (2, 9)
     (places.runs / "empty").mkdir()
-    with pytest.raises(CheckpointError, match="empty: neither a checkpoint nor a run that has one"):
+    with pytest.raises(CheckpointError, match="empty: neither a checkpoint nor a run with a checkpoint"):
         load(str(places.runs / "empty"), places)

@@ -227,13 +227,13 @@ def test_a_name_that_no_matrix_has_is_refused_before_and_while_building(places, 
 @pytest.mark.parametrize(
     ("changes", "path", "message"),
     [
-        ({"base": LORA}, "", "base: a new adapter around a new adapter is one of a higher rank"),
+        ({"base": LORA}, "", "base: adapters cannot be nested"),
         ({"target_modules": []}, "target_modules", "expected a list that is not empty"),
         ({"rank": 0}, "rank", "expected a number > 0, got 0"),
         (
             {"dropout_rate": 0.1, "base": {"name": "cross_attention", "num_layers": 1, "stride": 1, "base": GPT}},
             "",
-            "dropout_rate: the decoder of a cross-attention model drops nothing",
+            "dropout_rate: ignored in the decoder of a cross-attention model",
         ),
     ],
 )

@@ -60,7 +60,7 @@ def test_what_could_not_learn_is_refused(folder: str, places, monkeypatch: pytes
     exp = {"recipe": "lm", "seed": 0, "model": around(folder, "4bit")["base"], "data": {}, "loop": {}}
     exp["data"] = {"name": "text", "corpus": "c", "sequence_tokens": 8}
     exp["loop"] = {"steps": 1, "sequences_per_step": 1, "micro_batch": 1, "learning_rate": 1e-3, "eval_every": 1}
-    with pytest.raises(ConfigError, match=r"it is quantized, and cannot learn\. Put 'lora' around it"):
+    with pytest.raises(ConfigError, match=r"a quantized model cannot be trained\. Wrap it in 'lora'"):
         load_experiment(exp, "quantized")
     monkeypatch.setattr(src.models.hf, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"pip install -r requirements/bitsandbytes\.txt"):

@@ -78,6 +78,6 @@ def test_a_parent_that_is_still_running_has_no_last_checkpoint(run: Path, places
     write_json(run / "status.json", {"state": "running", "step": 4})
     with pytest.raises(
         ConfigError,
-        match=rf"the last checkpoint of parent {PARENT} is not there\. Train the parent first: add --with-parents",
+        match=rf"no last checkpoint of parent {PARENT}\. Train the parent first: add --with-parents",
     ):
         child("last").build(places)

@@ -261,7 +261,7 @@ def test_a_training_has_the_same_bits_and_resumes(tmp_path: Path, name: str):
         else:
             more.unlink()
         assert toy.run(root, ["-e", "x", *words], tmp_path, processes=2).returncode == 0
-        assert ("each process reads its part of these weights" in (run / "logs" / "train.log").read_text()) != whole
+        assert ("each process loads its shard of these weights" in (run / "logs" / "train.log").read_text()) != whole
         loaded[whole] = scores(run), weights(run)
         if whole:
             shutil.rmtree(run)

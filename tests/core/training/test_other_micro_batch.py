@@ -58,7 +58,7 @@ def test_a_run_with_dropout_needs_its_micro_batch(tmp_path: Path, capsys: pytest
     before = {path.name for path in (tmp_path / "runs" / run / "checkpoints").iterdir()}
     assert toy.main([*words, "--micro_batch", "2"], GROUPS, tmp_path) == 1
     assert (
-        "dropout[0]: --micro_batch 2: the model trains with dropout, which depends on the micro-batch"
+        "dropout[0]: --micro_batch 2: the model has dropout, which depends on the micro-batch"
         in capsys.readouterr().err
     )
     assert {path.name for path in (tmp_path / "runs" / run / "checkpoints").iterdir()} == before

@@ -61,8 +61,8 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
     ("name", "code", "why"),
     [
         ("time limit", distributed.REQUEUE, "time limit"),
-        ("memory limit", distributed.REQUEUE, "99% of the host's memory in use"),
-        ("stop file", distributed.INTERRUPTED, "runs/stop (remove it to let the training go on)"),
+        ("memory limit", distributed.REQUEUE, "99% of host memory in use"),
+        ("stop file", distributed.INTERRUPTED, "runs/stop (remove it to resume the training)"),
     ],
 )
 def test_a_limit_that_one_reaches_stops_both(pair: Pair, name: str, code: int, why: str):
@@ -104,7 +104,7 @@ def test_a_divergence_of_one_takes_both_back_and_past_it(pair: Pair):
     name = "divergence rewind"
     end = pair.ends(name, 0)
     assert (end["end"], end["step"], end["code"], end["everywhere"]) == ("stopped", 20, distributed.REQUEUE, True)
-    assert "taken back to step 20, as step 25: the loss is" in end["why"]
+    assert "rewound to step 20: step 25: the loss is" in end["why"]
     (branch,) = branches.read(pair.run(name))
     assert (branch.from_step, branch.data) == (20, "skip:5")
     assert pair.events(name, "rewind") == [("rewind", 20)], "done once"
@@ -118,7 +118,7 @@ def test_a_divergence_of_one_takes_both_back_and_past_it(pair: Pair):
 
 
 def test_experience_is_loaded_when_both_can_resume(pair: Pair):
-    assert "a: changed since the start of this run" in pair.ends("experience loaded", 1)["why"]
+    assert "inputs changed since the start of the run: a" in pair.ends("experience loaded", 1)["why"]
     assert pair.ends("experience loaded", 2)["end"] == "done"
 
 

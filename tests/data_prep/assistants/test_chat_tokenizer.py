@@ -55,7 +55,7 @@ def test_a_tokenizer_that_names_no_end_token_gets_one_of_its_vocabulary(
     assert chat_tokenizer.main(words) == 1
     assert "has no eos_token" in capsys.readouterr().err
     assert chat_tokenizer.main([*words, "--end_token", "</t>"]) == 1
-    assert "no token '</t>'" in capsys.readouterr().err
+    assert "end token '</t>' is not in the vocabulary" in capsys.readouterr().err
     assert chat_tokenizer.main([*words, "--end_token", "</s>"]) == 0
     new = tokenizers.load(tmp_path / "new")
     assert new.eos_token_id == old.convert_tokens_to_ids("</s>")
@@ -81,7 +81,7 @@ def test_b2_ids_do_not_depend_on_the_hash_seed(tmp_path: Path):
     [
         ("oassst", "new", "--template: unknown template 'oassst'. Did you mean 'oasst'? Known: chatml, oasst."),
         ("oasst", "old", "old is what --from names. Choose another name."),
-        ("oasst", "endless", "this tokenizer has no eos_token"),
+        ("oasst", "endless", "the tokenizer has no eos_token"),
     ],
 )
 def test_mistakes_are_told(tmp_path: Path, template: str, name: str, message: str, capsys: pytest.CaptureFixture[str]):

@@ -48,7 +48,7 @@ def test_chosen_questions(settings: dict[str, Any], listed: list[int] | None, ex
 @pytest.mark.parametrize(
     ("settings", "listed", "error", "message"),
     [
-        ({"rows": 11}, None, DataError, r"^inference\.rows: 11 of 10 that there are to choose from\."),
+        ({"rows": 11}, None, DataError, r"^inference\.rows: 11 requested, only 10 available\."),
         (
             {"datasets": ["ood"]},
             None,
@@ -59,15 +59,20 @@ def test_chosen_questions(settings: dict[str, Any], listed: list[int] | None, ex
             {"index_file": "x.txt"},
             [3, 10],
             DataError,
-            r"^inference\.index_file: x\.txt: row 10 of 10, counted from 0\.$",
+            r"^inference\.index_file: x\.txt: row 10 is out of range, expected 0 to 9\.$",
         ),
-        ({"index_file": "x.txt"}, [3, 5, 3], DataError, r"^inference\.index_file: x\.txt: row 3 is listed 2 times\.$"),
-        ({"index_file": "x.txt"}, [], DataError, r"^inference: no row of the split is in inference\.index_file"),
+        (
+            {"index_file": "x.txt"},
+            [3, 5, 3],
+            DataError,
+            r"^inference\.index_file: x\.txt: row 3 is listed 2 times, expected once\.$",
+        ),
+        ({"index_file": "x.txt"}, [], DataError, r"^inference: no row of the split is in both inference\.index_file"),
         (
             {"index_file": "x.txt", "datasets": ["odd"]},
             [2, 4],
             DataError,
-            r"^inference: no row of the split is in inference\.index_file",
+            r"^inference: no row of the split is in both inference\.index_file",
         ),
     ],
 )
@@ -89,11 +94,9 @@ def test_names_of_scores_and_number_of_questions():
         end for name in score_names(answers.metrics) for end in (name, f"{name}_shuffled_context")
     }
     assert answers.score_names() == score_names(answers.metrics)
-    with pytest.raises(
-        ConfigError, match=r"^answers\.shuffled_context: these data are read without contexts\. Leave it out\.$"
-    ):
+    with pytest.raises(ConfigError, match=r"^answers\.shuffled_context: these data have no contexts\. Remove it\.$"):
         control.require(Rows())
-    with pytest.raises(DataError, match=r"^answers\.questions: 11 of a validation set of 10\. Ask for fewer\.$"):
+    with pytest.raises(DataError, match=r"^answers\.questions: 11 requested, only 10 available\. Use fewer\.$"):
         answers.model_copy(update={"questions": 11}).require(Rows())
 
 
@@ -118,7 +121,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ),
         ({"inference": {**INFERENCE, "rows": 0}}, "c[0].inference.rows: expected a number > 0"),
         ({"inference": {**INFERENCE, "split": "../val"}}, "c[0].inference.split: expected text of the form"),
-        ({"inference": {**INFERENCE, "split": "tst"}}, "toy_qa: has no tst.jsonl. It holds: train.jsonl, val.jsonl."),
+        ({"inference": {**INFERENCE, "split": "tst"}}, "toy_qa: has no tst.jsonl. Files: train.jsonl, val.jsonl."),
         ({"inference": {**INFERENCE, "index_file": "hard.txt"}}, "toy_qa: has no hard.txt."),
         ({"inference": {**INFERENCE, "max_new_tokens": 60}}, "data.sequence_tokens"),
         (
@@ -152,4 +155,4 @@ def test_too_many_rows_show_before_the_training(folder: Path, capsys: pytest.Cap
     base["loop"] |= {"steps": 1, "eval_every": 1}
     exp["model"] = {**exp["model"], "base": toy.ref(base)}
     assert toy.main(["-e", "base", "c"], {"base": [base], "c": [exp]}, folder) == 1
-    assert "inference.rows: 17 of 16 that there are to choose from." in capsys.readouterr().err
+    assert "inference.rows: 17 requested, only 16 available." in capsys.readouterr().err

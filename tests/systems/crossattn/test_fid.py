@@ -142,7 +142,7 @@ def test_two_processes_score_it_together(folder: Path):
     shutil.rmtree(run)
     done = toy.run(root, ["-e", "scored", "--fsdp"], folder, processes=2)
     assert done.returncode == 0, done.stderr
-    assert "nothing is trained, so every process has the whole model" in done.stderr
+    assert "nothing is trained, so every process has the full model" in done.stderr
     assert toy.rows(folder, exp_id(SCORED)) == alone
 
 

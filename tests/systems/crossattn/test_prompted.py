@@ -272,8 +272,8 @@ class TestRefusals:
                 "model: expected a decoder, such as 'hf' or 'gpt_bigcode'; got 'cross_attention'",
             ),
             ("data", toy.CROSSATTN["data"], "data: the data of this recipe are 'prompted_qa', got 'qa'."),
-            ("evaluation", {"micro_batch": 1}, "expected either loop, which trains the model, or evaluation"),
-            ("loop", None, "expected either loop, which trains the model, or evaluation"),
+            ("evaluation", {"micro_batch": 1}, "set exactly one of loop (train) and evaluation"),
+            ("loop", None, "set exactly one of loop (train) and evaluation"),
             (
                 "data.context_tokens",
                 48,
@@ -300,11 +300,11 @@ class TestRefusals:
 
     def test_new_adapters_without_training(self, folder: Path, capsys: pytest.CaptureFixture[str]):
         told = errors({**SCORED, "model": LORA["model"]}, folder, capsys)
-        assert "model: new adapters change nothing before they are trained. Take their base, or write loop." in told
+        assert "model: untrained adapters change nothing. Use their base, or set loop to train them." in told
 
     def test_a_child_of_an_experiment_that_trains_nothing(self, folder: Path, capsys: pytest.CaptureFixture[str]):
         told = errors({**PROMPTED, "model": ref(SCORED)}, folder, capsys, SCORED, PROMPTED)
-        assert "its experiment trains nothing. Take the model that it evaluates." in told
+        assert "the experiment trains nothing. Use the model that it evaluates." in told
 
     def test_another_precision_that_the_launcher_was_told(self):
         from src.errors import ConfigError
@@ -314,6 +314,6 @@ class TestRefusals:
         config = load(Evaluation, {"micro_batch": 2, "precision": "bfloat16"}, "evaluation")
         config.check_accelerate({"precision": "bfloat16"})
         with pytest.raises(
-            ConfigError, match=r"evaluation.precision is bfloat16, but accelerate launch --mixed_precision says float16"
+            ConfigError, match=r"evaluation.precision: bfloat16, but accelerate launch has --mixed_precision float16"
         ):
             config.check_accelerate({"precision": "float16"})

@@ -222,7 +222,7 @@ def test_other_data_have_no_deny_list(tmp_path: Path):
     data = bind(DATASETS, toy.BASE["data"]).build(
         Places(tmp_path / "data", tmp_path), tokenizers.load(tmp_path / "data" / "toy_tokenizer"), "train", 0
     )
-    with pytest.raises(RunError, match="a deny list is for data that are streamed from tars"):
+    with pytest.raises(RunError, match="a deny list needs data streamed from tars"):
         order_of(data, 0, 4, 10, [Branch(number=1, from_step=2, denied=["source a"])])
 
 
@@ -241,7 +241,7 @@ def test_what_cannot_be_trained_is_refused(changes: dict[str, Any], match: str):
 
 @pytest.mark.parametrize(
     ("questions", "match"),
-    [(13, "answers.questions: 13 of a validation set of 10"), (2, None)],
+    [(13, "answers.questions: 13 requested, only 10 available"), (2, None)],
 )
 def test_questions_must_be_there(
     folder: Path, tmp_path: Path, questions: int, match: str | None, capsys: pytest.CaptureFixture[str]
@@ -263,7 +263,7 @@ def test_pages_without_images_have_no_control(tmp_path: Path, capsys: pytest.Cap
     assert not [name for name in toy.evaluations(tmp_path, exp_id(exp))[-1] if "shuffled" in name]
     asking = override(asking, {"answers.questions": 1})
     assert toy.main(["-e", "pages"], {"pages": [asking]}, tmp_path) == 1
-    assert "answers.shuffled_context: these data are read without contexts" in capsys.readouterr().err
+    assert "answers.shuffled_context: these data have no contexts" in capsys.readouterr().err
 
 
 def test_frames_must_be_those_of_the_model(folder: Path):
@@ -317,7 +317,7 @@ def test_a_shard_that_was_replaced_between_two_starts_is_refused(tmp_path: Path,
     content[512:514] = b"zz"
     path.write_bytes(content)
     assert toy.main(["-e", "pages"], {"pages": [PAGES]}, tmp_path) == 1
-    assert "content of data.sources.more: changed since the start of this run" in capsys.readouterr().err
+    assert "inputs changed since the start of the run: content of data.sources.more" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -162,7 +162,7 @@ def test_deepspeed_accumulation_must_agree_b4(folder: Path, tmp_path: Path, caps
     settings.write_text(json.dumps({"zero_optimization": {"stage": 1}, "gradient_accumulation_steps": 16}))
     never = override(TOLD, {"seed": 4})
     assert toy.main(["-e", "never", "--deepspeed", str(settings)], {"never": [never]}, folder) == 1
-    assert "gradient_accumulation_steps: 16, but the experiment makes it 1" in capsys.readouterr().err
+    assert "gradient_accumulation_steps: 16, but the experiment has 1" in capsys.readouterr().err
     assert not (folder / "runs" / exp_id(never) / "scores.jsonl").exists()
 
 

@@ -141,7 +141,7 @@ def test_another_tokenizer_is_refused(places, make_tokenizer, write_tokens):
 
 def test_another_end_token_is_refused(places, tokenizer, write_tokens):
     write_tokens("t", SHARDS, eos_id=5)
-    with pytest.raises(DataError, match="its documents end with token 5, those of the model with 0"):
+    with pytest.raises(DataError, match="documents end with token 5, but the model's end token is 0"):
         documents.read(places, "t", tokenizer, "train")
 
 
@@ -149,10 +149,10 @@ def test_missing_splits_and_files_are_found_without_reading(places, write_tokens
     folder = write_tokens("t", SHARDS)
     dataset.Config(corpus="t", sequence_tokens=4).check(places)
     (folder / "train-00001.ids").write_bytes(b"1")
-    with pytest.raises(DataError, match=r"train-00001.ids: 1 bytes, but 12 bytes were written"):
+    with pytest.raises(DataError, match=r"train-00001.ids: 1 bytes, expected 12 bytes"):
         dataset.Config(corpus="t", sequence_tokens=4).check(places)
     write_tokens("u", SHARDS, val=[])
-    with pytest.raises(DataError, match=r"u: has no documents for the split 'val'. It has: train, val"):
+    with pytest.raises(DataError, match=r"u: no documents for the split 'val'. Splits: train, val"):
         dataset.Config(corpus="u", sequence_tokens=4).check(places)
     with pytest.raises(DataError, match=r"no such data set: unknown corpus .nothing.*Known: t, u\."):
         dataset.Config(corpus="nothing", sequence_tokens=4).check(places)
@@ -169,10 +169,10 @@ def rewrite(folder, change):
     [
         (lambda m: m.update(format="token files 9"), "expected the format 'token files 1', got 'token files 9'"),
         (lambda m: m.pop("dtype"), "does not describe token files: KeyError 'dtype'"),
-        (lambda m: m["splits"]["train"][0].update(name="x"), "the files of its shard 'x' are not listed"),
+        (lambda m: m["splits"]["train"][0].update(name="x"), "files of shard 'x' are missing in the manifest"),
         (
             lambda m: m["splits"]["train"][0].update(tokens=4),
-            "train-00000.ids: 10 bytes, but 4 numbers of 2 bytes were written",
+            "train-00000.ids: 10 bytes, expected 4 numbers of 2 bytes",
         ),
     ],
 )
@@ -197,5 +197,5 @@ def test_a_copy_in_another_process_maps_the_same_files_or_refuses(places, tokeni
     assert pickle.loads(packed).row(1).tolist() == [EOS, *ids("def")]
     write_tokens("t", [["other"]])
     assert read_all(text) == [ids(string) for string in TEXTS]
-    with pytest.raises(DataError, match="other data than when they were opened"):
+    with pytest.raises(DataError, match="changed since it was opened"):
         pickle.loads(packed)

@@ -34,7 +34,7 @@ def test_missing_default_tokenizer_names_the_command_that_makes_it(tmp_path):
 
 
 def test_folder_without_a_tokenizer(tmp_path):
-    with pytest.raises(DataError, match=re.escape(f"{tmp_path}: no tokenizer can be read from this folder.")):
+    with pytest.raises(DataError, match=re.escape(f"{tmp_path}: no tokenizer.json in this folder.")):
         tokenizers.load(tmp_path)
 
 
@@ -155,7 +155,7 @@ def test_a_damaged_tokenizer_is_named(tmp_path, tokenizer, file, content):
     tokenizer.save_pretrained(tmp_path)
     (tmp_path / file).write_text(content)
     with pytest.raises(
-        DataError, match=re.escape(f"{tmp_path}: its tokenizer cannot be read (") + r".*\)\. Get it again\.$"
+        DataError, match=re.escape(f"{tmp_path}: the tokenizer cannot be read (") + r".*\)\. Get it again\.$"
     ):
         tokenizers.load(tmp_path)
 

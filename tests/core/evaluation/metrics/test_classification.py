@@ -110,10 +110,10 @@ def test_names():
     [
         ({"scores": []}, r"metric\.scores: expected a list that is not empty"),
         ({"scores": ["mcc"]}, r"metric\.scores\[0\]: unknown value 'mcc'"),
-        ({"scores": ["accuracy", "accuracy"]}, r"metric: scores: one stands there twice"),
-        ({"scores": ["f1"], "labels": ABC}, r"metric: labels: f1 is of two classes, got 3"),
-        ({"scores": ["matthews"]}, r"metric: labels: matthews needs the texts of two classes or more"),
-        ({"scores": ["accuracy"], "labels": ["a", "a"]}, r"metric: labels: one stands there twice"),
+        ({"scores": ["accuracy", "accuracy"]}, r"metric: scores: duplicate entry"),
+        ({"scores": ["f1"], "labels": ABC}, r"metric: labels: f1 needs two labels, got 3"),
+        ({"scores": ["matthews"]}, r"metric: labels: matthews needs two or more labels"),
+        ({"scores": ["accuracy"], "labels": ["a", "a"]}, r"metric: labels: duplicate entry"),
     ],
 )
 def test_config_refuses(values: dict[str, object], message: str):

@@ -304,24 +304,24 @@ FIRST, SECOND, THIRD, MODEL = (
         (lambda zero: (zero / MODEL).unlink(), f"{MODEL}: no such file"),
         (lambda zero: shutil.copy(zero / FIRST, zero / FIRST.replace("rank_0_", "rank_3_")), ("too many: "
                                                                                              "zero_pp_rank_3_mp_rank_00")),
-        (lambda zero: shutil.copy(zero / FIRST, zero / FIRST.replace("mp_rank_00", "mp_rank_01")), "tensor parallel"),
+        (lambda zero: shutil.copy(zero / FIRST, zero / FIRST.replace("mp_rank_00", "mp_rank_01")), "tensor-parallel"),
         (lambda zero: os.truncate(zero / SECOND, 700), f"{SECOND}: damaged"),
         (lambda zero: (zero / SECOND).write_bytes(b""), f"{SECOND}: damaged"),
-        (lambda zero: flip(zero / SECOND), f"{SECOND}: damaged: its part"),
-        (lambda zero: rewritten(zero / SECOND, other_step), (f"{SECOND}: whose optimizer has made 6 steps; {FIRST}: "
-                                                            f"whose")),
+        (lambda zero: flip(zero / SECOND), f"{SECOND}: damaged: checksum of"),
+        (lambda zero: rewritten(zero / SECOND, other_step), (f"{SECOND}: after 6 optimizer steps; {FIRST}: "
+                                                            f"after")),
         (lambda zero: rewritten(zero / THIRD, other_world), (f"{THIRD}: of a training of 4 processes; {FIRST}: of a "
                                                             f"training of 3")),
         (lambda zero: rewritten(zero / THIRD, other_stage), f"{THIRD}: of ZeRO stage 1; {FIRST}: of ZeRO stage 2"),
-        (lambda zero: rewritten(zero / MODEL, other_weights), ("not of the same step as the optimizer's shards beside "
-                                                              "it (other numbers")),
-        (lambda zero: rewritten(zero / MODEL, other_model), (f"{MODEL}: its parameters need 80 elements, the "
+        (lambda zero: rewritten(zero / MODEL, other_weights), ("not of the same step as the optimizer's shards next to "
+                                                              "it (different values")),
+        (lambda zero: rewritten(zero / MODEL, other_model), (f"{MODEL}: its parameters need 80 elements, but the "
                                                             f"optimizer's shards")),
-        (lambda zero: rewritten(zero / MODEL, a_path), (f"{MODEL}: holds a pathlib.PosixPath, which is not read, as "
+        (lambda zero: rewritten(zero / MODEL, a_path), (f"{MODEL}: has a pathlib.PosixPath, which is rejected, as "
                                                        f"it could run code")),
         (lambda zero: torch.save({"weights": torch.zeros(2)}, zero / SECOND), (f"{SECOND}: not a shard of DeepSpeed "
                                                                               f"ZeRO")),
-        (shutil.rmtree, "holds no shards of DeepSpeed ZeRO"),
+        (shutil.rmtree, "no shards of DeepSpeed ZeRO"),
     ],
 )  # fmt: skip
 def test_shards_that_do_not_go_together_are_named_in_one_line(
@@ -346,9 +346,7 @@ def test_frozen_weights_that_were_not_saved_are_not_given_out_as_everything(
         files.write_json(tmp_path / "in" / "zero" / "topology.json", {"stage": 3, "world_size": 2, "frozen": frozen})
         assert main([*command, "--all"]) == code
         assert (tmp_path / "out").exists() == (code == 0)
-        assert (
-            "holds the trained weights alone; 2 frozen parameters are where the model" in capsys.readouterr().err
-        ) == (code == 1)
+        assert ("has only trained weights. 2 frozen parameters are not saved" in capsys.readouterr().err) == (code == 1)
         shutil.rmtree(tmp_path / "out", ignore_errors=True)
     files.write_json(tmp_path / "in" / "zero" / "topology.json", {"stage": 3, "world_size": 2, "frozen": 2})
     assert main(command) == 0
@@ -372,7 +370,7 @@ def test_ranks_of_stage_3_agree_on_the_step(tmp_path: Path):
     rewritten(tmp_path / "zero_pp_rank_1_mp_rank_00_model_states.pt", lambda content: content.update(global_steps=6))
     with pytest.raises(
         CheckpointError,
-        match=r"zero_pp_rank_1_mp_rank_00_model_states.pt: of step 6; .*: of step 4\. Shards of one save",
+        match=r"zero_pp_rank_1_mp_rank_00_model_states.pt: of step 6; .*: of step 4\. Use the shards of one save",
     ):
         consolidate(tmp_path, Export(tmp_path.with_name("out")))
 
@@ -390,7 +388,7 @@ def test_in_place_existing_files_are_compared_and_missing_ones_added(
     assert (files.defect(folder), consolidate(folder)) == (None, [])
     assert sorted(path.name for path in folder.parent.iterdir()) == ["step-00000004"]
     assert main([str(tmp_path / "run"), "--step", "4", "--verify"]) == 0
-    assert "16 tensors are what the shards hold" in capsys.readouterr().out
+    assert "16 tensors equal the shards" in capsys.readouterr().out
 
     other = as_checkpoint(
         tmp_path / "zero", tmp_path / "run", 6, {name: tensor * 2 for name, tensor in weights.items()}
@@ -398,7 +396,9 @@ def test_in_place_existing_files_are_compared_and_missing_ones_added(
     listing = sorted(other.rglob("*"))
     for command in ([], ["--verify"]):
         assert main([str(other), *command]) == 1
-        assert "model.safetensors: not what the shards hold (other numbers in layer0.weight" in capsys.readouterr().err
+        assert (
+            "model.safetensors: differs from the shards (different values in layer0.weight" in capsys.readouterr().err
+        )
     assert sorted(other.rglob("*")) == listing
 
     flip(folder / "zero" / SECOND)
@@ -409,16 +409,16 @@ def test_in_place_existing_files_are_compared_and_missing_ones_added(
 @pytest.mark.parametrize(
     ("command", "words"),
     [
-        (["run", "--dtype", "bfloat16"], "only with --output"),
-        (["run", "--all"], "only with --output"),
-        (["run", "--verify", "--all"], "--verify: without --shard-size"),
-        (["run", "--step", "5"], "no whole checkpoint of step 5. Steps that are there: 4."),
+        (["run", "--dtype", "bfloat16"], "need --output"),
+        (["run", "--all"], "need --output"),
+        (["run", "--verify", "--all"], "--verify: cannot be combined with --shard-size"),
+        (["run", "--step", "5"], "no complete checkpoint of step 5. Existing steps: 4."),
         (["raw", "--step", "5"], "raw is not the folder of a run"),
-        (["raw"], "raw: is not a checkpoint of a run"),
+        (["raw"], "raw: not a checkpoint of a run"),
         (["gone"], "gone: no such folder"),
-        (["raw", "--output", "run"], "--output run: holds something else"),
-        (["raw", "--output", "run/checkpoints/step-00000004"], "holds something else"),
-        (["raw", "--output", "mine"], "holds something else"),
+        (["raw", "--output", "run"], "--output run: has other files"),
+        (["raw", "--output", "run/checkpoints/step-00000004"], "has other files"),
+        (["raw", "--output", "mine"], "has other files"),
     ],
 )
 def test_what_cannot_be_done_is_refused(

@@ -133,7 +133,7 @@ def test_files_are_bounded_per_rank_and_a_step_can_be_rewritten(
     assert save(2, 0)
     assert save(1, 1), "another rank has a share of its own"
     assert save(3, 0) is None
-    assert "that of step 3 is not saved" in caplog.text
+    assert "the batch of step 3 is not saved" in caplog.text
     assert read(save(2, 0, index=7))["documents"][0]["index"] == 7
     assert len(list((tmp_path / "offending").iterdir())) == 3
 

@@ -316,7 +316,7 @@ def test_a_state_of_another_version_is_refused():
     [
         ({"windw": 100}, r"loop\.divergence: unknown key 'windw'\. Did you mean 'window'\?"),
         ({"window": 8}, r"loop\.divergence\.window: expected a number >= 16, got 8"),
-        ({"loss_steps": 30}, r"loop\.divergence: loss_steps = 30 is more than a quarter of window = 100"),
+        ({"loss_steps": 30}, r"loop\.divergence: loss_steps: 30 is more than a quarter of window = 100"),
         ({"on_loss_spike": "halt"}, (r"loop\.divergence\.on_loss_spike: unknown value 'halt'.*save_batch, skip_batch, "
                                     r"stop, warn")),
         ({"on_non_finite": "warn"}, (r"loop\.divergence\.on_non_finite: unknown value 'warn'.*Known: rewind, "

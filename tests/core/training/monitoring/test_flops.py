@@ -87,8 +87,8 @@ def test_a_frozen_part_and_an_unknown_model_have_no_count(caplog: pytest.LogCapt
     assert flops.batch_flops(model) is None
     assert flops.batch_flops(torch.nn.Linear(2, 2)) is None
     assert [record.message for record in caplog.records] == [
-        "GPT2LMHeadModel: a part of it is frozen, so no MFU is reported.",
-        "Linear: its operations are not known, so no MFU is reported.",
+        "GPT2LMHeadModel: partly frozen, so MFU is not reported.",
+        "Linear: FLOPs unknown, so MFU is not reported.",
     ]
 
 

@@ -215,7 +215,7 @@ def test_a_trial_of_an_agent_is_online_or_refused(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(wandb, "init", init)
     for mode, message in (
         (None, "wandb: no key Run `wandb login`"),
-        ("offline", "WANDB_MODE is 'offline', so this trial's sweep would get no"),
+        ("offline", "WANDB_MODE is 'offline', but the sweep of this trial needs its"),
     ):
         if mode is None:
             monkeypatch.delenv("WANDB_MODE", raising=False)

@@ -178,7 +178,7 @@ def test_adafactor_rejects_settings_of_adam(setting: dict[str, float]):
     (name,) = setting
     with pytest.raises(
         ConfigError,
-        match=rf"loop: {name}: optimizer 'adafactor' has no such setting, and would ignore it\. Leave it out\.",
+        match=rf"loop: {name}: ignored by optimizer 'adafactor'\. Remove it\.",
     ):
         loop("adafactor", **setting)
     assert getattr(loop("adamw_scale", **setting), name) == setting[name]
@@ -198,7 +198,7 @@ def test_an_unknown_optimizer_error_lists_the_known_ones():
         (
             "adafactor",
             {"deepspeed": Path("zero.json")},
-            r"Use whole copies \(neither --deepspeed nor --fsdp\), or 'adamw'",
+            r"Use full copies \(neither --deepspeed nor --fsdp\), or 'adamw'",
         ),
         ("adafactor", {"fsdp": True}, r"Leave out --fsdp .*, or use 'adamw_scale' or 'adamw'"),
     ],

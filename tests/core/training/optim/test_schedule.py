@@ -135,7 +135,7 @@ def test_a_step_is_a_multiple_of_the_micro_batch():
         *(
             (
                 {"schedule": name, "final_rate": 0.1},
-                f"final_rate is where 'linear' and 'cosine' end; schedule '{name}' would ignore it",
+                f"final_rate: only for schedules 'linear' and 'cosine', got '{name}'",
             )
             for name in ("constant", "constant_with_warmup", "inverse_sqrt", "polynomial", "cosine_with_restarts")
         ),
@@ -150,7 +150,7 @@ def test_every_process_needs_a_micro_batch(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("WORLD_SIZE", "3")
     loop(sequences_per_step=8, micro_batch=2).check({"val_loss"})
     monkeypatch.setenv("WORLD_SIZE", "5")
-    with pytest.raises(ConfigError, match="make 4 micro-batches a step, fewer than the 5 processes"):
+    with pytest.raises(ConfigError, match="make 4 micro-batches per step, fewer than the 5 processes"):
         loop(sequences_per_step=8, micro_batch=2).check({"val_loss"})
 
 

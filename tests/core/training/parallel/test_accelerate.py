@@ -84,7 +84,7 @@ def test_its_options_choose_how_the_model_is_shared(world: World, ours: tuple[st
     [
         (
             "--multi_gpu --num_processes 2 --mixed_precision bf16",
-            "loop.precision is float32, but accelerate launch --mixed_precision says bfloat16.",
+            "loop.precision: float32, but accelerate launch has --mixed_precision bfloat16.",
         ),
         ("--cpu --num_processes 2", "accelerate launch --cpu starts one process whatever --num_processes says."),
     ],

@@ -124,7 +124,7 @@ def test_less_memory_changes_no_bit(folder: Path, words: list[str]):
     run = trained("dropping", folder, "-r", "1")
     plain = bits(run)
     assert bits(trained("dropping", folder, "-r", "1", *words)) == plain
-    is_logged = "3 layers keep only their inputs for the backward pass" in (run / "logs" / "train.log").read_text()
+    is_logged = "3 layers save only their inputs for the backward pass" in (run / "logs" / "train.log").read_text()
     assert is_logged == ("--gradient_checkpointing" in words)
 
 
@@ -135,5 +135,5 @@ def test_without_a_compiler_the_training_is_refused(
     monkeypatch.delenv("CXX", raising=False)
     assert toy.main(["-e", "compiled", "-r", "1"], GROUPS, folder) == 1
     assert (
-        "loop.compile: torch.compile needs a compiler, and g++ or clang++ is not on the PATH" in capsys.readouterr().err
+        "loop.compile: torch.compile needs a compiler, but g++ or clang++ is not on the PATH" in capsys.readouterr().err
     )

@@ -178,9 +178,7 @@ def test_wrappers_can_copy_but_not_change_the_logits():
     with chunks_of(4):
         for _ in range(2):
             torch.testing.assert_close(causal_lm_loss(Copies(1.0), LM), causal_lm_loss(make_base("gpt_bigcode"), LM))
-        with pytest.raises(
-            ConfigError, match=r"^loop\.cross_entropy_chunk_tokens: Copies does not give the logits as its"
-        ):
+        with pytest.raises(ConfigError, match=r"^loop\.cross_entropy_chunk_tokens: Copies changes the logits"):
             causal_lm_loss(Copies(0.5), LM)
 
 
@@ -194,9 +192,7 @@ def test_models_that_change_their_logits_are_refused(kind: str, sizes: dict[str,
     for model, loss, batch in ((base, causal_lm_loss, LM), (above, context_lm_loss, LM | CONTEXT)):
         with (
             chunks_of(4),
-            pytest.raises(
-                ConfigError, match=r"does not give the logits as its output projection makes them\. Leave it out"
-            ),
+            pytest.raises(ConfigError, match=r"changes the logits after its output projection\. Remove it"),
         ):
             loss(model, batch)
         assert loss(model, batch).item() > 0
@@ -205,7 +201,7 @@ def test_models_that_change_their_logits_are_refused(kind: str, sizes: dict[str,
 def test_a_model_without_an_output_projection():
     with (
         chunks_of(4),
-        pytest.raises(ConfigError, match=r"chunk_tokens: Linear has no output projection\. Leave it out\."),
+        pytest.raises(ConfigError, match=r"chunk_tokens: Linear has no output projection\. Remove it\."),
     ):
         sum_loss(nn.Linear(2, 2), lambda: torch.zeros(1, 2), F.cross_entropy, torch.zeros(1))
 

@@ -192,9 +192,7 @@ def test_fused_attention_is_saved_unless_it_draws(dropout: float, saved: bool):
 def test_compiled_layers_reject_selective_checkpointing():
     model: Any = make_base("llama")
     model.model.layers[0].forward = Compiled(model.model.layers[0], lambda x: x, lambda _, x: x)
-    with pytest.raises(
-        ConfigError, match=r"^--gradient_checkpointing selective: compiled layers are saved whole or not at all\."
-    ):
+    with pytest.raises(ConfigError, match=r"^--gradient_checkpointing selective: not supported with compiled layers\."):
         memory.checkpoint_layers(model, "selective")
     assert memory.checkpoint_layers(model) == 4
 
@@ -227,9 +225,7 @@ def test_lists_within_a_layer_are_part_of_it():
 
 
 def test_a_model_without_layers_is_refused():
-    with pytest.raises(
-        ConfigError, match=r"--gradient_checkpointing: Linear has no layers to compute again\. Leave it out\."
-    ):
+    with pytest.raises(ConfigError, match=r"--gradient_checkpointing: Linear has no layers\. Leave it out\."):
         memory.checkpoint_layers(nn.Linear(2, 2))
 
 

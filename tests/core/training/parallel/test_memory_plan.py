@@ -206,7 +206,7 @@ def test_a_pretrained_model_needs_only_its_config(run_plan: Any, tmp_path: Path)
     base = {"name": "hf", "path": str(tmp_path / "llama"), "dtype": "bfloat16"}
     code, rows, err = run_plan({"pretrained": [override(toy.BASE, {"model": base})]})
     assert code == 1
-    assert "no weights here" in err, "the plan hides nothing of what is missing"
+    assert "no weights." in err, "the plan hides nothing of what is missing"
     assert rows[0]["parameters"] == f"{(2 * 64 * 2048 + 4 * 2048**2 + 3 * 2048**2 + 3 * 2048) / 1e6:,.1f}"
 
 
@@ -299,7 +299,7 @@ def test_a_model_that_is_gathered_in_bfloat16_leaves_no_copies_to_autocast(tmp_p
     ("arguments", "message"),
     [
         (("--gpu", "H101"), r"--gpu: unknown GPU 'H101'. Did you mean 'H100'\? Known: A10, .*RTX 4090"),
-        (("--gpus", "9"), r"base\[0\]: --gpus 9: a step has 4 micro-batches. Plan at most that many"),
+        (("--gpus", "9"), r"base\[0\]: --gpus 9: a step has 4 micro-batches. Use at most 4 GPUs"),
         (("--gpus", "0"), "--gpus: expected at least 1, got 0"),
         (("--offload_activations",), "--offload_activations leaves on a GPU is not planned"),
         (("--micro_batch", "3"), "--micro_batch 3: .*is not a multiple"),
@@ -314,7 +314,7 @@ def test_what_cannot_be_planned_is_said(run_plan: Any, arguments: tuple[str, ...
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"data": {"name": "documents", "corpus": "toy_text"}}, "data.sequence_tokens is not given"),
+        ({"data": {"name": "documents", "corpus": "toy_text"}}, "data.sequence_tokens is missing"),
         ({"model": {"name": "hf", "path": "gone"}}, "'gone' is neither a folder"),
     ],
 )
@@ -331,7 +331,7 @@ def test_evaluations_are_omitted_next_to_trainings(run_plan: Any):
     assert (code, [row["experiment"] for row in rows]) == (0, ["base[0]"])
     code, rows, err = run_plan({"evaluated": [evaluation_exp]})
     assert (code, rows) == (1, [])
-    assert "it has no loop" in err
+    assert "the experiment has no loop" in err
 
 
 def test_memory_option_runs_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

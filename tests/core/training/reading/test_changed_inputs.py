@@ -101,7 +101,7 @@ def test_data_of_the_same_size_with_other_content_are_refused(root: Path, tmp_pa
     file.write_bytes(before.replace(b"red", b"tan"))
     done = toy.run(root, ARGUMENTS, tmp_path)
     assert done.returncode == 1
-    assert "content of toy_text: changed since the start of this run. Restore the original" in done.stderr
+    assert "inputs changed since the start of the run: content of toy_text. Restore them" in done.stderr
     file.write_bytes(before)
     assert toy.run(root, ARGUMENTS, tmp_path).returncode == 0
 
@@ -119,12 +119,12 @@ def test_a_run_that_has_sampled_such_a_folder_resumes(tmp_path: Path):
         small.train(run, inputs={"content of text": "a", "data": "b"})
         state, _ = small.train(run, inputs={"data": "b"})
         assert state.step == small.CONFIG.steps
-        with pytest.raises(RunError, match="data: changed since the start of this run"):
+        with pytest.raises(RunError, match="inputs changed since the start of the run: data"):
             small.train(run, inputs={})
 
 
 def test_the_state_of_a_later_version_is_refused():
     saved = State(step=3).to_json()
     saved["since_row"]["later"] = 1
-    with pytest.raises(CheckpointError, match="written by another version"):
+    with pytest.raises(CheckpointError, match="from another version"):
         State.from_json(saved)

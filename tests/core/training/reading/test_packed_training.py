@@ -139,10 +139,10 @@ def test_stops_change_no_bit(whole: tuple[Path, Any], tmp_path: Path, steps: tup
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({**DATA, "open_rows": 3}, "the cursor of step 4 is of other documents, or of the same packed in another way"),
+        ({**DATA, "open_rows": 3}, "the cursor of step 4 has other documents or other packing settings"),
         (
             {**DATA, "documents": {"name": "documents", "corpus": "toy_text"}},
-            "the cursor of step 4 is of other documents",
+            "the cursor of step 4 has other documents",
         ),
     ],
 )
@@ -162,7 +162,7 @@ def test_a_run_on_data_without_a_cursor_is_not_continued_on_packed_rows(tmp_path
         with pytest.raises(distributed.TrainingStopped):
             train(run, stop_after=3, config={"name": "text", "corpus": "words", "sequence_tokens": 16})
         with pytest.raises(
-            RunError, match="the checkpoint of step 4 has no cursor of packed rows: it is of a training on other data"
+            RunError, match=r"the checkpoint of step 4 has no cursor of packed rows\. It was trained on other data"
         ):
             train(run)
 
@@ -230,23 +230,23 @@ APART = {"name": "text", "corpus": "words", "sequence_tokens": 16, "apart": True
     [
         (
             {"data.documents": {"name": "span_corruption", "corpus": "words", "input_tokens": 16}},
-            "the samples of 'span_corruption' cannot",
+            "samples of 'span_corruption' data cannot",
         ),
         (
             {"data": {"name": "mixture", "parts": {"one": DATA}}},
-            r"parts\.one: 'packed' data come in an order of their own",
+            r"parts\.one: 'packed' data have a fixed order",
         ),
-        ({"data.documents": DATA}, "the samples of 'packed' cannot be packed"),
+        ({"data.documents": DATA}, "samples of 'packed' data cannot be packed"),
         ({"data.sequence_tokens": 33}, r"data\.sequence_tokens: 33 tokens are more than the 32 positions"),
-        ({"model": {"name": "hf", "path": "falcon"}}, "tested with gpt2, .* not with a model of the family 'falcon'"),
-        ({"model": {"name": "hf", "path": "odd"}}, "not with a model of the family None"),
+        ({"model": {"name": "hf", "path": "falcon"}}, "not tested with the model family 'falcon'"),
+        ({"model": {"name": "hf", "path": "odd"}}, "not tested with the model family None"),
         (
             {"data": APART, "model": {"name": "hf", "path": "falcon"}},
-            "tested with gpt2, .* not with a model of the family 'falcon'",
+            "not tested with the model family 'falcon'",
         ),
         (
             {"model": {"name": "hf", "path": "llama", "attention": "flex_attention"}},
-            "eager and sdpa, not with 'flex_attention'",
+            "not tested with 'flex_attention'",
         ),
     ],
 )

@@ -63,5 +63,5 @@ def test_a_value_that_is_not_finite_is_no_gain(bad: float):
 
 
 def test_a_metric_that_is_not_measured_is_named():
-    with pytest.raises(ConfigError, match=r"loop\.best_metric: the evaluation has no 'f1'\. It has: em, val_loss\."):
+    with pytest.raises(ConfigError, match=r"loop\.best_metric: unknown score 'f1'\. Scores: em, val_loss\."):
         selection(best_metric="f1").update(1, {"val_loss": 1.0, "em": 0.0})

@@ -200,7 +200,7 @@ def test_a_stop_file_that_appears_is_seen_soon(folder: Path):
 
 @pytest.mark.parametrize(
     ("limits", "reason"),
-    [(Limits(end=0.0), "time limit"), (Limits(host_memory=1e-9), "of the host's memory in use")],
+    [(Limits(end=0.0), "time limit"), (Limits(host_memory=1e-9), "of host memory in use")],
 )
 def test_limits_stop_and_are_to_be_started_again(folder: Path, limits: Limits, reason: str):
     with small.open_run(folder, Options(limits=limits)) as run:

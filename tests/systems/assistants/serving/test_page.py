@@ -90,7 +90,7 @@ def test_what_cannot_be_written_can_be_preferred_again(conversation: Conversatio
     with pytest.raises(RunError, match=r"preferences\.jsonl: cannot write"):
         conversation.prefer(1)
     assert conversation.messages == before
-    with pytest.raises(ConfigError, match=r"more than the model's 96\..*/reset"):
+    with pytest.raises(ConfigError, match=r"exceed the 96 positions of the model\..*/reset"):
         conversation.ask("x" * 90, [print, print])
     conversation.output.rmdir()
     conversation.output.write_text('{"text": "a last line without its end"}')
@@ -110,7 +110,7 @@ def command(folder: Path, *words: str) -> int:
     ("runs", "words", "message"),
     [
         (3, [], "error: expected one run or two, got 3.\n"),
-        (1, ["--top_p", "0"], "error: expected --max_new_tokens of at least 1"),
+        (1, ["--top_p", "0"], "error: expected --max_new_tokens >= 1"),
         (1, ["--address", "256.0.0.1"], "error: --port 0: cannot listen on 256.0.0.1: "),
         (2, ["--output", "torn.jsonl"], "error: torn.jsonl:2: not valid JSON"),
         (

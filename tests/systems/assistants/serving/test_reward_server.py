@@ -85,10 +85,10 @@ def test_other_models_are_refused(places: Places):
 @pytest.mark.parametrize(
     ("ids", "message"),
     [
-        ([[1, 2], [3, 10**6]], "a token id is 1000000"),
+        ([[1, 2], [3, 10**6]], "token id 1000000"),
         ([[1, 2], [3, 10**30]], r"inputs\.0\.data\.3: .*1000000000000000000000000000000"),
-        ([[1, -2]], "a token id is -2"),
-        ([[1] * 97], "97 tokens; the model reads 96"),
+        ([[1, -2]], "token id -2"),
+        ([[1] * 97], "97 tokens, more than the 96 of the model"),
     ],
 )
 def test_unreadable_tokens_are_refused(ids: list[list[int]], message: str, places: Places):
@@ -249,7 +249,7 @@ def test_a_run_that_is_not_done_has_no_name_yet(places: Places):
     before = status.read_text()
     status.write_text(before.replace('"done"', '"stopped"'))
     try:
-        with pytest.raises(ConfigError, match="is not trained to its end yet"):
+        with pytest.raises(ConfigError, match="the training is not finished"):
             load_served(*find_run(run, places), "cpu")
     finally:
         status.write_text(before)

@@ -31,12 +31,12 @@ def test_numbers(places: Places):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("bad.txt", r"bad\.txt:2: expected the number of a row, counted from 0, got 'seven'\.$"),
-        ("script.txt", r"script\.txt:1: expected the number of a row"),
+        ("bad.txt", r"bad\.txt:2: expected a row number, counted from 0, got 'seven'\.$"),
+        ("script.txt", r"script\.txt:1: expected a row number"),
         (
             "none.txt",
             (
-                r"corpus: has no none\.txt\. It holds: bad\.txt, hard\.txt, script\.txt, test\.jsonl, train\.jsonl, "
+                r"corpus: has no none\.txt\. Files: bad\.txt, hard\.txt, script\.txt, test\.jsonl, train\.jsonl, "
                 r"val\.jsonl\.$"
             ),
         ),

@@ -75,11 +75,11 @@ def test_a_copy_refuses_other_data(rows, tmp_path, written):
     assert copy[5] == written[5], "the same data, made again"
     other = pickle.loads(pickle.dumps(rows))
     made(tmp_path / "c", [{"text": "x"}])
-    with pytest.raises(DataError, match=r"c/train.jsonl: other data than when it was checked"):
+    with pytest.raises(DataError, match=r"c/train.jsonl: changed since it was checked"):
         pickle.loads(pickle.dumps(rows))[0]
     assert rows == written, "what is open is read on as it was"
     assert copy[4] == written[4]
-    with pytest.raises(DataError, match=r"c/train.jsonl: other data than when it was checked. Start again."):
+    with pytest.raises(DataError, match=r"c/train.jsonl: changed since it was checked. Start again."):
         other[0]
     (tmp_path / "c" / "manifest.json").unlink()
     with pytest.raises(DataError, match=r"c/manifest.json: no such file"):

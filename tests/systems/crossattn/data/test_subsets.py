@@ -100,7 +100,7 @@ def test_val_samples_are_taken_of_these_sources(build, write_corpus):
     some = build("val", val_datasets=["squad"], val_samples=7)
     assert len(some) == len({*questions_of(some)}) == 7
     assert all(int(question[1:]) % 2 for question in questions_of(some))
-    with pytest.raises(DataError, match=r"val\.jsonl: 21 validation samples are wanted, it has 20"):
+    with pytest.raises(DataError, match=r"val\.jsonl: 21 validation samples requested, only 20 available"):
         build("val", val_datasets=["squad"], val_samples=21)
 
 

@@ -361,5 +361,5 @@ def test_changing_contexts_are_not_cached():
     model = {"name": "cross_attention", "num_layers": 1, "stride": 1, "cache_contexts": True, "base": PLACEHOLDER}
     with pytest.raises(Problems, match=r"cache_contexts: the base learns \(train_all_params\)"):
         bind(MODELS, {**model, "train_all_params": True})
-    with pytest.raises(Problems, match="it has cache_contexts, but adapters change"):
+    with pytest.raises(Problems, match="cannot use cache_contexts, as adapters change"):
         bind(MODELS, {"name": "lora", "rank": 1, "alpha": 1.0, "target_modules": ["c_attn"], "base": model})

@@ -219,7 +219,7 @@ class TestConfig:
     def test_a_parent_that_trains_nothing_is_refused(self, places: Places):
         parent = {"recipe": "fid", "model": T5, "evaluation": {"micro_batch": 1}}
         config = load(Config, {"base": PARENT}, "model")
-        with pytest.raises(ConfigError, match=r"its experiment trains nothing\. Take the model that it evaluates"):
+        with pytest.raises(ConfigError, match=r"the experiment trains nothing\. Use the model that it evaluates"):
             config.check(Places(places.data, places.runs, {PARENT["exp_id"]: parent}))
 
     def test_adapters_go_around_it(self, places: Places, batch: dict[str, torch.Tensor]):

@@ -283,7 +283,7 @@ def test_validation_may_be_some_samples(build):
     whole, some = build(split="val"), build(split="val", val_sequences=5)
     assert len(some) == 5 < len(whole)
     assert {tuple(restored(s)) for s in everything(some)} < {tuple(restored(s)) for s in everything(whole)}
-    with pytest.raises(DataError, match=r"val\.jsonl: 999 validation samples are wanted"):
+    with pytest.raises(DataError, match=r"val\.jsonl: 999 validation samples requested"):
         build(split="val", val_sequences=999)
 
 

@@ -65,5 +65,5 @@ def test_one_shape_needs_a_fixed_cut():
 def test_refusals(build):
     with pytest.raises(ConfigError, match="prefix_tokens: 16 leave nothing to write of 16 sequence_tokens"):
         build(prefix_tokens=16)
-    with pytest.raises(DataError, match="fewer than 16 tokens"):
+    with pytest.raises(DataError, match="fewer than the 16"):
         build(["short"])

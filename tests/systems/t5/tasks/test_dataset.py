@@ -226,7 +226,7 @@ def test_validation_rows_are_the_same_whatever_the_seed(made: Callable[..., data
     rows = [{**RTE, "index": i} for i in range(9)]
     data = made(rows, split="val", val_samples=4)
     assert len({data.row(i)["index"] for i in range(4)}) == len(data) == 4
-    with pytest.raises(DataError, match="10 validation samples are wanted, it has 9"):
+    with pytest.raises(DataError, match="10 validation samples requested, only 9 available"):
         made(rows, split="val", val_samples=10)
 
 

@@ -77,7 +77,7 @@ def test_what_is_not_ours_is_left_alone(places: Places, tmp_path: Path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"mode": "ref"}, r"expected a decoder, .* for --mode ref; it is of the kind 'reward'"),
+        ({"mode": "ref"}, r"expected a decoder, .* for --mode ref; got 'reward'"),
         ({"max_batch": 0}, r"--max_batch: expected at least 1, got 0"),
         ({"device": "tpu"}, r"--device: expected cpu, cuda or cuda:N, got 'tpu'"),
     ],

@@ -89,7 +89,7 @@ def test_what_is_wrong_is_one_line(root: str, places: Places):
     for name, fingerprint, ids, message in (
         ("judges", judge, IDS, r"no such model there\. It has judge, talker\."),
         ("judge", other, IDS, "serves another model"),
-        ("judge", judge, [[10**6]], "refuses the batch: a token id is 1000000"),
+        ("judge", judge, [[10**6]], "refuses the batch: input_ids: token id 1000000"),
         ("judge", judge, [[1]] * 65, r"refuses the batch: .*batch-size must be <= 64"),
     ):
         with pytest.raises((ConfigError, RunError), match=message):
