@@ -67,7 +67,6 @@ SHORT = {
     "src.support.missing_package": "the hook of that import",
     "src.support.patterns": "one idea, which expressions and rewards share",
     "src.experiments.kinds": "kinds and sizes, which interfaces and models both need",
-    "src.training.seeds": "one idea, apart from the orders of samples",
     "src.systems.crossattn.model.kv_cache": "found by its name",
     "src.systems.crossattn.data.row_index": "one format of file",
 }

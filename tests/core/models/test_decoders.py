@@ -303,7 +303,7 @@ def test_load_trained_restores_tied_weights(tmp_path):
         ),
         (
             lambda w: w.update({"first.weight": torch.ones(2, 3)}),
-            r"w.safetensors: of another model. first.weight is \[2, 3\], expected \[2, 2\]",
+            r"w.safetensors: checkpoint is for a different model. first.weight is \[2, 3\], expected \[2, 2\]",
         ),
     ],
 )

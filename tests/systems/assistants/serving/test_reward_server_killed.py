@@ -63,7 +63,7 @@ def test_ppo_is_bit_identical_when_its_reward_server_is_killed(tmp_path: Path):
         process, log = remote_policy.start(EXP, tmp_path / "disturbed", address)
         remote_policy.wait_until(process, log, run / "rollouts.jsonl", '"iteration": 3,')
         server.send_signal(signal.SIGKILL)
-        remote_policy.wait_until(process, log, run / "logs" / "train.log", "waits for")
+        remote_policy.wait_until(process, log, run / "logs" / "train.log", "waiting for")
     with reward_server(tmp_path / "undisturbed", port):
         assert process.wait(remote_policy.SECONDS) == 0, log.read_text()
     expected = tmp_path / "undisturbed/runs" / exp_id(EXP)

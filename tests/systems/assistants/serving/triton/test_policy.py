@@ -46,7 +46,7 @@ def test_ppo_is_bit_identical_when_its_triton_server_is_killed(tmp_path: Path):
         run = tmp_path / "disturbed/runs" / exp_id(EXP)
         remote_policy.wait_until(process, log, run / "rollouts.jsonl", '"iteration": 3,')
         triton_server.kill()
-        remote_policy.wait_until(process, log, run / "logs" / "train.log", "waits for")
+        remote_policy.wait_until(process, log, run / "logs" / "train.log", "waiting for")
         triton_server.start()
         assert process.wait(remote_policy.SECONDS) == 0, log.read_text()
     finally:
