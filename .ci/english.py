@@ -106,6 +106,8 @@ def names(text: str) -> Iterator[tuple[int, str, str]]:
 
 def is_bare_participle(name: str) -> bool:
     word = name.strip("_").lower()
+    if name.startswith("__"):
+        return False  # Python's own, such as __reversed__
     return not TERMS.fullmatch(word) and bool(IRREGULAR.fullmatch(word) or re.fullmatch("[a-z]+ed", word))
 
 

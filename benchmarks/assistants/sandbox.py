@@ -1,6 +1,6 @@
 """Programs that a model wrote, isolated: how many run in a second on this machine.
 
-    python -m benchmarks.assistants.sandbox [--programs 100] [--rounds 3] [--at_once N]
+    python -m benchmarks.assistants.sandbox [--programs 100] [--rounds 3] [--max_parallel N]
 
 By value: one sandbox, which evaluates `7 + 12`. By tests: two, a function of two lines and three assertions about it,
 which are three calls through a pipe. Beside them: Python that starts and ends, without any isolation. Rounds alternate;
@@ -36,10 +36,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--programs", type=int, default=100)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--at_once", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--max_parallel", type=int, default=len(os.sched_getaffinity(0)))
     args = parser.parse_args()
     sandbox.require()
-    limits = sandbox.Limits(at_once=args.at_once)
+    limits = sandbox.Limits(max_parallel=args.max_parallel)
 
     def score(config: Config, text: str) -> None:
         rollout = Rollout([{"role": "user", "content": "?"}], text, {"answer": 19, "tests": TESTS}, [0], 1, True)
@@ -47,7 +47,7 @@ def main() -> None:
 
     def start_bare() -> None:
         command = [os.path.realpath(sys.executable), "-I", "-S", "-c", "pass"]
-        with ThreadPoolExecutor(args.at_once) as pool:
+        with ThreadPoolExecutor(args.max_parallel) as pool:
             list(pool.map(lambda _: subprocess.run(command, check=True), range(args.programs)))
 
     ways = {
@@ -58,9 +58,7 @@ def main() -> None:
     rounds = [{name: measure(run, args.programs) for name, run in ways.items()} for _ in range(args.rounds)]
     for name in ways:
         speeds, costs = zip(*(found[name] for found in rounds), strict=True)
-        print(
-            f"{name:12} {max(speeds):6.1f} programs/s, {args.at_once} at once; {min(costs):5.1f} ms of a core for each"
-        )
+        print(f"{name:12} {max(speeds):6.1f} programs/s, {args.max_parallel} parallel, {min(costs):5.1f} ms of a core")
 
 
 if __name__ == "__main__":

@@ -211,7 +211,9 @@ def fill_with_images(heavy: bool, images: int, rows: int = 20_000) -> float:
     if heavy:
         sizes[500::1000] = [(30, 16)] * len(sizes[500::1000])
     lane = Lane(
-        Packing(JoinedSources([Source([len(sizes)], "none", 2, "s")]), lambda _, i: [sizes[i]], (ROOM, 16), 8, "data"), 0, 1
+        Packing(JoinedSources([Source([len(sizes)], "none", 2, "s")]), lambda _, i: [sizes[i]], (ROOM, 16), 8, "data"),
+        0,
+        1,
     )
     emitted = [lane.next_row() for _ in range(rows)]
     return sum(sizes[document][0] for row in emitted for document in row[1::3]) / (rows * ROOM)
@@ -227,7 +229,9 @@ def write_slow_tars(folder: Path, steps: int, tars: int, seconds: float) -> None
     made = write(folder / "made", documents, {}, Writing(steps // tars, "x"))
     urls = [f"pipe:sleep {seconds}; cat {made.folder / shard.url}" for shard in made.shards]
     index.index_into(
-        folder / "slow" / "train", [ShardSource(url) for url in urls], how=index.Making(texts=TextTokens(pages.tokenizer()))
+        folder / "slow" / "train",
+        [ShardSource(url) for url in urls],
+        how=index.Making(texts=TextTokens(pages.tokenizer())),
     )
 
 

@@ -62,7 +62,7 @@ class Making(NamedTuple):
     texts: TextTokens | None = None
     """Their tokens are counted."""
     fields: Fields | None = None
-    most_pixels: int = MOST_PIXELS
+    max_pixels: int = MOST_PIXELS
 
     def lacks(self, index: tar_index.TarIndex) -> bool:
         """Whether an index must be made again."""
@@ -71,12 +71,12 @@ class Making(NamedTuple):
             (self.verify and not facts.get("verified"))
             or (self.texts is not None and facts.get("tokenizer") != self.texts.digest)
             or facts.get("fields") != (self.fields and self.fields.as_json())
-            or facts["most_pixels"] != self.most_pixels
+            or facts["max_pixels"] != self.max_pixels
         )
 
     def build(self, content: memoryview) -> tar_index.TarIndex:
         """The index of a tar."""
-        index = build(content, self.fields, self.most_pixels, self.verify)
+        index = build(content, self.fields, self.max_pixels, self.verify)
         if self.texts:
             count_tokens(index, content, self.texts)
         return index
@@ -115,7 +115,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     )
     add("--fields", metavar="JSON", help=mapping)
     most = "larger images make a document bad, without decoding them (default: %(default)s)"
-    add("--most_pixels", type=int, default=MOST_PIXELS, metavar="N", help=most)
+    add("--max_pixels", type=int, default=MOST_PIXELS, metavar="N", help=most)
     add(
         "--source",
         default="",
@@ -344,9 +344,9 @@ def _shard(output: Path, one: ShardSource, index: tar_index.TarIndex) -> Shard:
 
 def _print(tars: Sequence[str], output: Path | None, source: str, processes: int, verify: bool, **more: Any) -> None:
     part, listed = _slice(more["slice"]), list_shards(tars)
-    require_at_least(1, most_pixels=more["most_pixels"])
+    require_at_least(1, max_pixels=more["max_pixels"])
     texts = TextTokens(tokenizers.load(more["tokenizer"])) if more["tokenizer"] else None
-    how = Making(verify, texts, _fields(more["fields"]), more["most_pixels"])
+    how = Making(verify, texts, _fields(more["fields"]), more["max_pixels"])
     config = _data(more["data"])
     if config and not (output and texts):
         raise ConfigError("--data: --output and --tokenizer are needed.")
@@ -357,7 +357,9 @@ def _print(tars: Sequence[str], output: Path | None, source: str, processes: int
             raise ConfigError(f"{option}: --output is needed, a folder for shards.json and the indexes.")
         results = index_tars([Path(one.url) for one in listed[part]], processes, how)
     else:
-        results = index_into(output, [ShardSource(one.url, source or one.source) for one in listed], processes, part, how)
+        results = index_into(
+            output, [ShardSource(one.url, source or one.source) for one in listed], processes, part, how
+        )
     if output is not None and not (output / manifest.NAME).exists():
         print(f"{output}: shards.json is written when all slices of the {len(listed)} tars are indexed.")
     print("\n".join(index_report.lines(results)))

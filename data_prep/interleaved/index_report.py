@@ -68,7 +68,7 @@ def manifest_facts(results: Sequence[Indexed]) -> dict[str, Any]:
     """Facts for a manifest about the documents and members of its tars."""
     fields = results[0].facts.get("fields") if results else None
     return {
-        "most_pixels": results[0].facts["most_pixels"] if results else 0,
+        "max_pixels": results[0].facts["max_pixels"] if results else 0,
         "documents": sum(one.documents for one in results),
         "bad_documents": dict(sum((one.bad for one in results), Counter[str]())),
         "members": sum(one.facts["members"] for one in results),

@@ -86,14 +86,14 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         help="reproduce the reference's faults and layout, for its published strings",
     )
     add(
-        "--most_errors",
+        "--max_errors",
         type=float,
         default=0.01,
         metavar="R",
         help="maximum share of rows on which an extractor fails (default: %(default)s)",
     )
     add(
-        "--most_replaced",
+        "--max_replaced",
         type=float,
         default=0.01,
         metavar="R",
@@ -135,8 +135,8 @@ class Request:
     removal_rules: Path | None = None
     records: Sequence[str] = page_sources.RECORDS[:1]
     compatible: bool = False
-    most_errors: float = 0.01
-    most_replaced: float = 0.01
+    max_errors: float = 0.01
+    max_replaced: float = 0.01
     page_seconds: float = 10.0
     workers: int = 1
     slurm: Sequence[str] = ()
@@ -150,7 +150,7 @@ def prepare(data_path: Path, request: Request) -> None:
             for a restart.
         ConfigError: the options do not go together.
     """
-    for name, share in (("most_errors", request.most_errors), ("most_replaced", request.most_replaced)):
+    for name, share in (("max_errors", request.max_errors), ("max_replaced", request.max_replaced)):
         if not 0 <= share <= 1:
             raise ConfigError(f"--{name}: expected a share from 0 to 1, got {share:g}.")
     require_at_least(1, workers=request.workers)
@@ -350,12 +350,12 @@ def _run_array(parts: Sequence[Part], options: Options, workers: int, settings: 
 def _join(parts: dict[str, list[Part]], request: Request, new: Path) -> dict[str, Any]:
     """Write both splits into the folder; returns their counts."""
     reports = {part: extraction.read_report(part) for split in parts.values() for part in split}
-    _check_errors(reports, request.most_errors)
+    _check_errors(reports, request.max_errors)
     pages, skipped = _totals(reports, "pages"), _totals(reports, "skipped")
-    if pages["replaced"] / max(pages["all"], 1) > request.most_replaced:
+    if pages["replaced"] / max(pages["all"], 1) > request.max_replaced:
         examples = [where for report in reports.values() for where in report["replaced"]][:3]
         raise DataError(
-            f"--most_replaced {request.most_replaced:g}: {pages['replaced']} of {pages['all']} pages have "
+            f"--max_replaced {request.max_replaced:g}: {pages['replaced']} of {pages['all']} pages have "
             f"replacement characters (U+FFFD), "
             f"{pages['guessed']} pages have a guessed charset. First: {', '.join(examples)}. "
             "Check the charsets that the pages declare, or raise the limit."
@@ -408,7 +408,7 @@ def _check_errors(reports: dict[Part, dict[str, Any]], most: float) -> None:
         if count / max(rows, 1) > most:
             examples = "\n".join([line for _, lines in errors for line in lines][:3])
             problem = "no rows with metadata are" if name == extraction.ROWS else f"--extract {name}: failed on"
-            raise DataError(f"{problem} {count} of {rows} rows, above --most_errors {most:g}:\n{examples}")
+            raise DataError(f"{problem} {count} of {rows} rows, above --max_errors {most:g}:\n{examples}")
 
 
 def _require_disjoint(parts: dict[str, list[Part]]) -> None:

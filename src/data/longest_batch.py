@@ -60,7 +60,7 @@ def _tokens(data: Any, rows: int, config: Any) -> dict[str, Tensor]:
     }
     return (
         {**batch, "position_ids": _positions(rows, T)}
-        if getattr(data, "open_rows", 0) or getattr(data, "apart", False)
+        if getattr(data, "open_rows", 0) or getattr(data, "separate_documents", False)
         else batch
     )
 

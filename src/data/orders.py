@@ -163,7 +163,7 @@ def order_of(
     """
     if isinstance(dataset, OrderedDataset):
         return dataset.order(seed, per_step, steps, branches)
-    if any(branch.denied for branch in branches):
+    if any(branch.deny_list for branch in branches):
         raise RunError("a deny list needs data streamed from tars. Undo it.")
     shuffle = dataset.shuffle if isinstance(dataset, ShuffledDataset) else "numpy"
     order = IndexedOrder(seed, len(dataset), per_step, branches, shuffle)

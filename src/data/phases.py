@@ -31,6 +31,7 @@ class Phase(StrictConfig):
     """The data of one phase, and its end."""
 
     data: DatasetField
+    """The data set of this phase."""
     until: float | None = Field(default=None, gt=0, lt=1)
     """Share of `loop.steps` at which the next phase starts; None for the last phase."""
 
@@ -42,6 +43,7 @@ class Config(PartsConfig):
     parts_field: ClassVar[str] = "phases"
 
     phases: list[Phase] = Field(min_length=1)
+    """The phases, in order."""
 
     @model_validator(mode="after")
     def _each_begins(self) -> "Config":

@@ -50,7 +50,9 @@ class Answers(Decoding):
     questions: int = Field(gt=0)
     """Number of questions, from the start of the validation set."""
     max_new_tokens: int = Field(gt=0)
+    """Maximum tokens of an answer."""
     metrics: list[MetricField] = Field(min_length=1)
+    """Metrics of the answers."""
     best_answer: bool = False
     """Rows that ask one question on the same contexts count as one, with the best of their scores."""
     shuffled_context: bool = False
@@ -85,10 +87,13 @@ class SampledAnswers(Config):
     samples: int = Field(gt=1)
     """Answers per question."""
     max_new_tokens: int = Field(gt=0)
+    """Maximum tokens of an answer."""
     metrics: list[MetricField] = Field(min_length=1)
     """Metrics with a score for each answer."""
     temperature: float = Field(default=1.0, gt=0)
+    """Logits are divided by it before sampling."""
     top_p: float = Field(default=1.0, gt=0, le=1)
+    """Sample from the most likely tokens whose probabilities sum to this."""
     generation_batch: int = Field(default=64, gt=0)
     """Answers sampled in one batch. Samples depend on it, but not on the micro-batch or the number of processes."""
 
@@ -121,7 +126,9 @@ class Inference(Decoding):
     """
 
     max_new_tokens: int = Field(gt=0)
+    """Maximum tokens of an answer."""
     metrics: list[MetricField] = Field(min_length=1)
+    """Metrics of the answers."""
     split: str = Field(default="val", pattern=r"^\w[\w.-]*$")
     """Name of the file <split>.jsonl of the prepared data."""
     rows: int | None = Field(default=None, gt=0)
@@ -194,5 +201,5 @@ class Predictions(Config):
     """Checkpoint to predict with. best: by `loop.best_metric`. last: at the end of the training."""
     splits: list[Literal["train", "val", "test"]] = Field(default=["val"], min_length=1)
     """Splits of every task, where available."""
-    also: list[DatasetField] = []
+    extra_tasks: list[DatasetField] = []
     """Further tasks that are not in the training data."""

@@ -121,9 +121,11 @@ class Processes(Config):
     """How one job starts its processes."""
 
     starter: Literal["python", "torchrun", "deepspeed", "accelerate"] = "python"
+    """The command that starts the processes."""
     per_node: Annotated[int, Field(ge=1)] | Literal["gpus"] = 1
     """Processes on each node; "gpus": one per GPU of the node, counted there, at least 1."""
     nodes: int = Field(default=1, ge=1)
+    """Nodes of one job."""
     arguments: list[Annotated[str, AfterValidator(_check_word), AfterValidator(check_no_key)]] = []
     """Additional arguments of the starter."""
     env_path: Annotated[str, Field(min_length=1), AfterValidator(_check_word)] | None = None

@@ -19,11 +19,15 @@ class Config(ModelConfig):
     tokenizer: str = Field(min_length=1)
     """Name of a prepared tokenizer's folder."""
     hidden_size: int = Field(gt=0)
+    """Width of the residual stream."""
     num_layers: int = Field(gt=0)
+    """Transformer layers."""
     num_heads: int = Field(gt=0)
+    """Attention heads; hidden_size is divisible by it."""
     max_positions: int = Field(gt=0)
     """Maximum number of tokens of a sequence."""
     dropout_rate: float = Field(default=0.0, ge=0, lt=1)
+    """Dropout of embeddings, attention and residuals."""
     extra_tokens: list[str] | None = None
     """Control tokens to add to the vocabulary."""
 

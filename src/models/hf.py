@@ -79,6 +79,7 @@ class Config(ModelConfig):
     path: str = Field(min_length=1)
     """Hub id such as "bigcode/starcoderbase-1b", or a save_pretrained folder: below `--data_path`, or a path."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Type of the weights in memory."""
     revision: str | None = None
     """Branch, tag or commit of the hub id; None for main."""
     quantization: Literal["8bit", "4bit"] | None = None

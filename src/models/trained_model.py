@@ -24,6 +24,7 @@ class Config(ModelConfig):
     exp_id: str = Field(pattern=r"^[0-9a-f]{32}$")
     """Id of the parent, set by `ref`. When the parent changes, so does the child's id."""
     checkpoint: Literal["last", "best"] = "last"
+    """last: the newest checkpoint. best: the best by `loop.best_metric`."""
 
     def build(self, places: Places) -> "nn.Module":
         """Build the parent's model with the weights of the checkpoint; `name_or_path` is the checkpoint's tokenizer.

@@ -129,7 +129,7 @@ def _deny(run: Path, options: argparse.Namespace) -> list[str]:
         before = [branch for branch in branches.read(run) if branch.from_step == step]
         base = before[-1] if before else Branch(number=number, from_step=step)
         return base.model_copy(
-            update={"number": number, "denied": [*dict.fromkeys([*(base.denied or ()), *entries])], "wandb": None}
+            update={"number": number, "deny_list": [*dict.fromkeys([*(base.deny_list or ()), *entries])], "wandb": None}
         )
 
     def decide() -> Plan:
@@ -138,7 +138,7 @@ def _deny(run: Path, options: argparse.Namespace) -> list[str]:
     return change(
         run,
         decide,
-        lambda event: event["event"] == "rewind" and event["branch"].get("denied") == entries,
+        lambda event: event["event"] == "rewind" and event["branch"].get("deny_list") == entries,
         options.dry_run,
     )
 

@@ -30,10 +30,15 @@ class TrainingRecipe(RecipeConfig):
     """Whether the loss can be computed in chunks of tokens; true for the losses of `training.loss`."""
 
     seed: int = Field(ge=0, lt=2**63)
+    """Seed of initial weights, data order and dropout."""
     model: ModelField
+    """The model to train or evaluate."""
     data: DatasetField
+    """Training and validation data."""
     loop: LoopConfig | None = None
+    """Training settings. Set exactly one of `loop` and `evaluation`."""
     evaluation: Evaluation | None = None
+    """Evaluate without training."""
 
     @model_validator(mode="after")
     def _trains_or_evaluates(self) -> "TrainingRecipe":

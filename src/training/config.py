@@ -22,7 +22,9 @@ class EarlyStopping(Config):
     `min_gain`."""
 
     patience: int = Field(gt=0)
+    """Evaluations in a row without improvement."""
     min_gain: float = Field(default=0.0, ge=0)
+    """Smallest change that counts as an improvement."""
 
 
 class LoopConfig(Config):
@@ -33,12 +35,16 @@ class LoopConfig(Config):
     """
 
     steps: int = Field(gt=0)
+    """Optimizer steps."""
     sequences_per_step: int = Field(gt=0)
+    """Sequences per optimizer step, over all processes."""
     micro_batch: int = Field(gt=0)
+    """Sequences per forward pass of a process."""
     optimizer: Literal["adamw", "adamw_scale", "adafactor"] = "adamw"
     """See src/training/optim/optimizers.py. The learning rate of adamw_scale and adafactor is relative to the size of
     the weights."""
     learning_rate: float = Field(gt=0)
+    """Peak learning rate."""
     schedule: Literal[
         "linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup", "inverse_sqrt"
     ] = "linear"
@@ -53,10 +59,15 @@ class LoopConfig(Config):
     weight_decay: float = Field(default=0.0, ge=0)
     """Applied to matrices, not to biases and norms."""
     adam_beta1: float = Field(default=0.9, ge=0, lt=1)
+    """Decay of the running mean of gradients."""
     adam_beta2: float = Field(default=0.95, ge=0, lt=1)
+    """Decay of the running mean of squared gradients."""
     adam_epsilon: float = Field(default=1e-6, gt=0)
+    """Added to the denominator of Adam's update."""
     max_grad_norm: float = Field(default=1.0, gt=0)
+    """Clip the global gradient norm to this."""
     label_smoothing: float = Field(default=0.0, ge=0, lt=1)
+    """Share of the target probability spread over all tokens."""
     z_loss: float = Field(default=0.0, ge=0)
     """Weight of the squared log of the softmax denominator of each token. 1e-4 in PaLM (Chowdhery et al. 2022, section
     5) and T5 (`z_loss` of Mesh TensorFlow's Unitransformer)."""
@@ -71,11 +82,13 @@ class LoopConfig(Config):
     """Whether to compile the model's layers for training passes. Changes rounding and dropout."""
     eval_every: int = Field(gt=0)
     """Optimizer steps between evaluations. The last step is always evaluated."""
-    also_at: list[PositiveInt] = []
+    extra_eval_steps: list[PositiveInt] = []
     """Further steps to evaluate and save at, such as [2, 100]. They count for early stopping, and --keep_last and
     --keep_every can delete their checkpoints."""
     best_metric: str = "val_loss"
+    """Score column that selects the best checkpoint."""
     best_mode: Literal["min", "max"] = "min"
+    """Whether a low or a high `best_metric` is good."""
     early_stopping: EarlyStopping | None = None
     divergence: Divergence = Divergence()
 
@@ -86,9 +99,9 @@ class LoopConfig(Config):
                 f"sequences_per_step = {self.sequences_per_step} is not "
                 f"a multiple of micro_batch = {self.micro_batch}. Change one of them."
             )
-        beyond = [step for step in self.also_at if step > self.steps]
+        beyond = [step for step in self.extra_eval_steps if step > self.steps]
         if beyond:
-            raise ValueError(f"also_at: step {beyond[0]} is after the last step, {self.steps}. Remove it.")
+            raise ValueError(f"extra_eval_steps: step {beyond[0]} is after the last step, {self.steps}. Remove it.")
         if self.schedule == "polynomial" and self.learning_rate <= POLYNOMIAL_END:
             raise ValueError(
                 f"learning_rate: must be above {POLYNOMIAL_END}, the final value of schedule 'polynomial'."

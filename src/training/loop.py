@@ -139,8 +139,8 @@ class Loop:
         self.stopping = False  # whether any process received a stop signal; equal on every rank
 
     def due(self, every: int) -> bool:
-        """Whether the step is a multiple of `every`, in `loop.also_at`, or the last."""
-        return self.state.step % every == 0 or self.state.step in (*self.config.also_at, self.config.steps)
+        """Whether the step is a multiple of `every`, in `loop.extra_eval_steps`, or the last."""
+        return self.state.step % every == 0 or self.state.step in (*self.config.extra_eval_steps, self.config.steps)
 
     def row_due(self) -> bool:
         """Whether a score row is due, including after a stop between the step and its row."""

@@ -33,6 +33,7 @@ class Draw(StrictConfig):
     fraction: float | None = Field(default=None, gt=0)
     """Share of the part's samples, rounded; above 1 some samples are read several times in an epoch."""
     size: int | None = Field(default=None, gt=0)
+    """A number of samples."""
 
     @model_validator(mode="after")
     def _says_how_many(self) -> "Draw":

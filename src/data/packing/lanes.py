@@ -316,7 +316,7 @@ class LaneOrder:
 
     def _deny(self, lanes: Sequence[Lane], branches: Sequence[Branch]) -> None:
         """Drop the documents that the branches deny."""
-        entries = [entry for branch in branches for entry in branch.denied or ()]
+        entries = [entry for branch in branches for entry in branch.deny_list or ()]
         if entries and self.packing.find is None:
             raise RunError(f"{self.packing.name}: a deny list needs data streamed from tars. Undo it.")
         denied_documents = frozenset(

@@ -21,7 +21,7 @@ class Config(documents.TextConfig):
 
     sequence_tokens: int = Field(gt=1)
     """Tokens of every sequence."""
-    apart: bool = False
+    separate_documents: bool = False
     """Whether the documents of a sequence do not attend to each other, as in `packed`. A sequence can still start and
     end inside a document."""
 
@@ -29,7 +29,7 @@ class Config(documents.TextConfig):
         require_fit("data.sequence_tokens", self.sequence_tokens + new_tokens, max_positions)
 
     def check_model(self, sizes: Architecture | None) -> None:
-        if self.apart:
+        if self.separate_documents:
             require_tested_model(sizes)
 
     def batch_lengths(self) -> tuple[int, ...]:
@@ -44,7 +44,7 @@ class Config(documents.TextConfig):
         """
         text = documents.read(places, self.corpus, tokenizer, split)
         rows = documents.PackedRows(text, self.sequence_tokens, self.max_samples(split))
-        return TextDataset(rows, text.fingerprint, self.shuffle, text.eos_id if self.apart else None)
+        return TextDataset(rows, text.fingerprint, self.shuffle, text.eos_id if self.separate_documents else None)
 
 
 class Sample(TypedDict):
@@ -52,9 +52,9 @@ class Sample(TypedDict):
 
     input_ids: list[int]
     loss_mask: list[bool]
-    """True except on the first token of the sequence, or of each document if `apart`."""
+    """True except on the first token of the sequence, or of each document if `separate_documents`."""
     lengths: NotRequired[list[int]]
-    """Tokens of each document, if `apart`."""
+    """Tokens of each document, if `separate_documents`."""
 
 
 class TextDataset:

@@ -19,6 +19,7 @@ class Config(MetricConfig):
     """The scores, and the labels of the classes."""
 
     scores: list[Name] = Field(min_length=1)
+    """Scores to report."""
     labels: list[str] = []
     """Texts of the classes 0, 1, 2…; not for pearson and spearman. f1 is the F1 of class 1."""
 

@@ -76,9 +76,13 @@ class Config(QueueConfig):
     holds_jobs: ClassVar[bool] = True
 
     partition: Word | None = None
+    """Partition to queue in."""
     account: Word | None = None
+    """Account to charge."""
     qos: Word | None = None
+    """Quality of service."""
     constraint: Word | None = None
+    """Features that a node must have, as for `sbatch --constraint`."""
     time: Annotated[int | str, AfterValidator(_check_time)] | None = None
     """Time limit of one attempt: minutes, "HH:MM:SS" or "D-HH:MM:SS"."""
     cpus_per_task: Annotated[int, Field(ge=1)] | None = None

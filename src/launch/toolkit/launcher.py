@@ -62,7 +62,7 @@ class Config(JobConfig):
                 stop.set()
                 raise
 
-        with ThreadPoolExecutor(self.calls_at_a_time) as pool:
+        with ThreadPoolExecutor(self.max_parallel_calls) as pool:
             futures = [pool.submit(queue, job, spec) for job, spec in zip(jobs, specs, strict=True)]
             try:
                 for future in futures:
@@ -104,7 +104,7 @@ class Config(JobConfig):
             return job and self._state(job)
 
         absent = [name for name in requested_ids if name not in listed_jobs]  # older than the list, or gone
-        with ThreadPoolExecutor(self.calls_at_a_time) as pool:
+        with ThreadPoolExecutor(self.max_parallel_calls) as pool:
             answers = dict(zip(absent, pool.map(ask, absent), strict=True))
         return seen | {name: answer for name, answer in answers.items() if answer}
 
@@ -122,7 +122,7 @@ class Config(JobConfig):
             except LaunchError as error:  # the states show whether it matters
                 refusals[name] = str(error)
 
-        with ThreadPoolExecutor(self.calls_at_a_time) as pool:
+        with ThreadPoolExecutor(self.max_parallel_calls) as pool:
             list(pool.map(end, requested_ids))
         deadline = time.monotonic() + self.kill_seconds
         remaining, reason = requested_ids, ""

@@ -69,7 +69,9 @@ class JobConfig(QueueConfig):
     data: list[Annotated[str, AfterValidator(_check_mount)]] = []
     """Mounts, "account.name@branch:/folder[:ro|rw]"; rw by default."""
     cpu: int = Field(default=4, ge=1)
+    """Processors on each node."""
     mem_gb: int = Field(default=16, ge=1)
+    """GiB of memory on each node."""
     gpus: int = Field(default=0, ge=0)
     """GPUs per node."""
     gpu_mem_gb: int | None = Field(default=None, ge=1)
@@ -77,9 +79,11 @@ class JobConfig(QueueConfig):
     gpu_model: str | None = None
     """GPU model, such as "A100" or "!A100"."""
     preemptable: bool = True
+    """Whether the toolkit can stop the job to run another."""
     restartable: bool = True
     """True: the toolkit restarts it after a preemption, and it resumes from its last checkpoint."""
     bid: int | None = Field(default=None, ge=0, le=9999)
+    """Priority of a preemptable job."""
     max_run_seconds: int = Field(ge=60)
     """The toolkit ends the job after this time, including the time that a child waits for its parents."""
     stop_before_seconds: int = Field(default=300, ge=1)
@@ -91,7 +95,8 @@ class JobConfig(QueueConfig):
     """How long a parent can be failed or stopped (and be retried) before its child gives up."""
     parent_wait_seconds: int = Field(default=86_400, ge=0)
     """How long a parent can be queued or running before its child gives up."""
-    calls_at_a_time: int = Field(default=8, ge=1)
+    max_parallel_calls: int = Field(default=8, ge=1)
+    """Parallel calls to the toolkit."""
     kill_seconds: float = Field(default=180.0, ge=0)
     """How long to wait until killed jobs have ended."""
     retries: int = Field(default=5, ge=0)

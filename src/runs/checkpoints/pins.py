@@ -30,17 +30,17 @@ class Pin:
     holder: str
     """The folder with the holder's lease, relative to the run."""
     every: Annotated[int, Field(gt=0)] | None = None
-    """Interval in steps: existing and future checkpoints at its multiples are pinned, except for those in `ended`."""
-    ended: dict[str, str] = field(default_factory=dict)
+    """Interval in steps: checkpoints at its multiples, also future ones, are pinned, except those in `finished`."""
+    finished: dict[str, str] = field(default_factory=dict)
     """"step-00000040" -> hash of its manifest: the checkpoint of this step differs between branches."""
     steps: dict[str, str] = field(default_factory=dict)
-    """Single checkpoints, as in `ended`."""
+    """Single checkpoints, as in `finished`."""
 
     def holds(self, checkpoint: Path) -> bool:
         """Whether the checkpoint is pinned."""
         name = checkpoint.name
         if self.every and checkpoints.step_of(checkpoint) % self.every == 0:
-            return self.ended.get(name) is None or self.ended[name] != manifest_hash(checkpoint)
+            return self.finished.get(name) is None or self.finished[name] != manifest_hash(checkpoint)
         return name in self.steps and self.steps[name] == manifest_hash(checkpoint)
 
 

@@ -58,7 +58,7 @@ class Branch(Config):
     learning_rate: Rate | None = None
     reset_optimizer: bool = False
     """Whether the optimizer's moments are reset at the start of the branch."""
-    denied: list[str] | None = None
+    deny_list: list[str] | None = None
     """Documents, shards and sources to skip from here on, as lines of a deny list: see `parse_denied`."""
     wandb: str | None = None
     """Id of a new Weights & Biases run for the branch."""
@@ -118,8 +118,10 @@ def chain(before: Sequence[Branch], new: Branch) -> tuple[Branch, ...]:
     `new` inherits the denied entries of dropped branches.
     """
     earlier = [branch for branch in before if branch.from_step < new.from_step]
-    denied_entries = dict.fromkeys(entry for branch in (*before[len(earlier) :], new) for entry in branch.denied or ())
-    return (*earlier, new.model_copy(update={"denied": [*denied_entries] or None}))
+    denied_entries = dict.fromkeys(
+        entry for branch in (*before[len(earlier) :], new) for entry in branch.deny_list or ()
+    )
+    return (*earlier, new.model_copy(update={"deny_list": [*denied_entries] or None}))
 
 
 def parse_denied(text: str, where: str) -> list[str]:

@@ -139,10 +139,10 @@ def describe(branch: Branch) -> str:
         words.append(f"learning rate {rate.value:g}, then the schedule's shape")
     elif rate is not None:
         words.append(f"learning rate 0 for {rate.hold_steps} steps")
-    if branch.denied:
+    if branch.deny_list:
         words.append(
-            f"without {len(branch.denied)} denied: "
-            f"{', '.join(branch.denied[:3])}{' ...' if len(branch.denied) > 3 else ''}"
+            f"without {len(branch.deny_list)} denied: "
+            f"{', '.join(branch.deny_list[:3])}{' ...' if len(branch.deny_list) > 3 else ''}"
         )
     if branch.reset_optimizer:
         words.append("the optimizer's moments are reset")

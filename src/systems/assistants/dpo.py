@@ -29,9 +29,10 @@ class Preference(StrictConfig):
     """The loss of a pair; see `systems.assistants.preferences.losses.pair_loss`."""
 
     kind: Literal["sigmoid", "ipo", "robust", "hinge"] = "sigmoid"
+    """The loss function."""
     beta: float = Field(default=0.1, gt=0)
     """Strength of the pull towards the reference model; for ipo this is tau."""
-    flipped: float = Field(default=0.0, ge=0, lt=0.5)
+    label_flip_rate: float = Field(default=0.0, ge=0, lt=0.5)
     """Assumed share of wrong preference labels. With kind sigmoid this gives conservative DPO."""
     sft_weight: float = Field(default=0.0, ge=0)
     """Weight of the loss on the chosen reply, in nats per token (Pang et al. 2024, arXiv 2404.19733)."""
@@ -43,7 +44,7 @@ class Preference(StrictConfig):
 
     @model_validator(mode="after")
     def _nothing_is_ignored(self) -> "Preference":
-        if self.kind in ("ipo", "hinge") and self.flipped:
+        if self.kind in ("ipo", "hinge") and self.label_flip_rate:
             raise ValueError(f"flipped: {self.kind!r} has no such setting. Remove it.")
         return self
 
@@ -108,7 +109,7 @@ class Config(TrainingRecipe):
             ratios = sums.logps - reference
             loss_ratios = ratios / sums.tokens if preference.kind == "ipo" else ratios
             loss = pair_loss(
-                *pairs(loss_ratios), kind=preference.kind, beta=preference.beta, flip_rate=preference.flipped
+                *pairs(loss_ratios), kind=preference.kind, beta=preference.beta, flip_rate=preference.label_flip_rate
             )  # fmt: skip
             if preference.sft_weight:
                 loss = loss - preference.sft_weight * pairs(sums.logps / sums.tokens)[0].sum()

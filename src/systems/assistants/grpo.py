@@ -1,10 +1,10 @@
 """Recipe `grpo`: a policy learns by comparing several answers to a prompt (Shao et al. 2024, arXiv 2402.03300).
 
 Settings for its variants:
-- Dr. GRPO: by_deviation False, normalisation "room".
+- Dr. GRPO: divide_by_std False, normalisation "room".
 - DAPO: normalisation "tokens", clip_high above clip_low.
 - GSPO: ratio "sequence".
-- RLOO: baseline "others", by_deviation False, ratio "sequence_sum", normalisation "rollouts", kl_in "reward".
+- RLOO: baseline "others", divide_by_std False, ratio "sequence_sum", normalisation "rollouts", kl_in "reward".
 """
 
 from collections.abc import Callable, Mapping
@@ -34,12 +34,17 @@ class Settings(StrictConfig):
 
     baseline: Literal["group", "others"] = "group"
     """Baseline of an answer: the mean reward of its group, or of the other answers in its group."""
-    by_deviation: bool = True
+    divide_by_std: bool = True
     """Whether to divide advantages by the standard deviation of the group's rewards."""
     ratio: Literal["token", "sequence", "sequence_sum"] = "token"
+    """Probability ratio of a token; or one per rollout: the geometric mean over its tokens (GSPO), or their product."""
     normalisation: Literal["tokens", "rollouts", "room"] = "tokens"
+    """The loss is a sum, divided by: the sampled tokens; the rollouts, each with the mean of its tokens; or rollouts
+    times maximum tokens (Dr. GRPO)."""
     clip_low: float = Field(default=0.2, gt=0)
+    """Maximum decrease of the probability ratio below 1."""
     clip_high: float = Field(default=0.2, gt=0)
+    """Maximum increase of the probability ratio above 1."""
     kl_weight: float = Field(default=0.0, ge=0)
     """Weight of the KL divergence from the reference; 0 for no reference."""
     kl_in: Literal["loss", "reward"] = "loss"
@@ -50,10 +55,13 @@ class Settings(StrictConfig):
     dual_clip: float | None = Field(default=None, gt=1)
     """Maximum ratio for tokens with a negative advantage, for example 3; None for no maximum."""
     reference: Literal["copy", "adapters_off"] = "copy"
+    """copy: a second model in memory. adapters_off: the policy without its adapters."""
     entropy_weight: float = Field(default=0.0, ge=0)
-    unended: Literal["keep", "penalise", "mask"] = "keep"
-    """Truncated answers: keep their reward, replace it by `unended_reward`, or do not train on them."""
-    unended_reward: float = -1.0
+    """Weight of the entropy bonus, per nat."""
+    truncated_answers: Literal["keep", "penalise", "mask"] = "keep"
+    """Truncated answers: keep their reward, replace it by `truncated_reward`, or do not train on them."""
+    truncated_reward: float = -1.0
+    """Reward of an answer without an end token, if `truncated_answers` is penalise."""
 
 
 class Config(TrainingRecipe):
@@ -131,14 +139,14 @@ class Config(TrainingRecipe):
         from src.systems.assistants.rl.experience import Estimates
 
         grpo, tokens, scores = self.grpo, rollouts.tokens, rollouts.scores
-        if grpo.unended == "penalise":
-            scores = torch.where(rollouts.is_complete, scores, grpo.unended_reward)
+        if grpo.truncated_answers == "penalise":
+            scores = torch.where(rollouts.is_complete, scores, grpo.truncated_reward)
         if grpo.kl_weight and grpo.kl_in == "reward":
             kl = torch.where(tokens["sampled"], tokens["logps"] - tokens["reference_logps"], 0.0)
             scores = scores - grpo.kl_weight * kl.sum(dim=1)
-        worth, differ = group_advantages(scores, rollouts_of(self).group_size, grpo.baseline, grpo.by_deviation)
+        worth, differ = group_advantages(scores, rollouts_of(self).group_size, grpo.baseline, grpo.divide_by_std)
         loss_mask = tokens["sampled"] & differ[:, None]
-        if grpo.unended == "mask":
+        if grpo.truncated_answers == "mask":
             loss_mask = loss_mask & rollouts.is_complete[:, None]
         columns = {"learned": loss_mask, "advantages": torch.where(loss_mask, worth[:, None], 0.0)}
         columns |= {name: tokens[name] for name in ("logps", "reference_logps") if name in tokens}

@@ -101,8 +101,8 @@ def require_rollouts(recipe: TrainingRecipe, scoring: Scoring, reference: "Refer
         raise ValueError(
             "loop: label_smoothing and z_loss would be ignored, as tokens are sampled from the policy. Remove them."
         )
-    if loop.divergence.most_kl and reference == "none":
-        raise ValueError("loop.divergence.most_kl: there is no KL without a reference. Set a KL weight, or remove it.")
+    if loop.divergence.max_kl and reference == "none":
+        raise ValueError("loop.divergence.max_kl: there is no KL without a reference. Set a KL weight, or remove it.")
 
 
 def rollouts_of(recipe: TrainingRecipe) -> RolloutsConfig:

@@ -28,6 +28,7 @@ class KL(StrictConfig):
     weight: float = Field(default=0.05, ge=0)
     """Subtracted from each token's reward, per nat."""
     estimate: Literal["k1", "k3"] = "k1"
+    """Estimator of the divergence (Schulman 2020): k1 is unbiased; k3 is never negative and has less variance."""
     target: float | None = Field(default=None, gt=0)
     """Target KL in nats per token, for an adaptive weight; None for a constant weight."""
     horizon: int = Field(default=10000, gt=0)
@@ -42,23 +43,29 @@ class Settings(StrictConfig):
     kl: KL | None = KL()
     """None for no reference."""
     gamma: float = Field(default=1.0, gt=0, le=1)
+    """Discount per token."""
     lam: float = Field(default=0.95, ge=0, le=1)
+    """Lambda of generalized advantage estimation."""
     clip: float = Field(default=0.2, gt=0)
     """Range of the probability ratio around 1, outside of which a token's gradient is clipped."""
     dual_clip: float | None = Field(default=None, gt=1)
     """Maximum ratio for tokens with a negative advantage, for example 3; None for no maximum."""
     value_clip: float = Field(default=0.2, gt=0)
+    """Maximum change of a value prediction before its gradient is cut."""
     value_weight: float = Field(default=1.0, ge=0)
+    """Weight of the value loss."""
     entropy_weight: float = Field(default=0.0, ge=0)
+    """Weight of the entropy bonus, per nat."""
     whiten: bool = True
     """Whether to normalise advantages to mean 0 and standard deviation 1 over the tokens of an iteration."""
     scale: Literal["none", "running", "first"] = "none"
     """Divide rewards by their standard deviation over all iterations so far, or over the first iteration."""
     reward_clip: float | None = Field(default=None, gt=0)
     """Maximum absolute value of a scaled reward."""
-    unended: Literal["keep", "penalise", "mask"] = "keep"
-    """Truncated answers: keep their reward, replace it by `unended_reward`, or do not train on them."""
-    unended_reward: float = -1.0
+    truncated_answers: Literal["keep", "penalise", "mask"] = "keep"
+    """Truncated answers: keep their reward, replace it by `truncated_reward`, or do not train on them."""
+    truncated_reward: float = -1.0
+    """Reward of an answer without an end token, if `truncated_answers` is penalise."""
 
 
 class Config(TrainingRecipe):
@@ -133,9 +140,9 @@ class Config(TrainingRecipe):
             kl = torch.where(sampled, kl, 0.0)
         scores, moments = self._scale(rollouts.scores, cursor)
         loss_mask = sampled
-        if ppo.unended == "penalise":
-            scores = torch.where(rollouts.is_complete, scores, ppo.unended_reward)
-        elif ppo.unended == "mask":
+        if ppo.truncated_answers == "penalise":
+            scores = torch.where(rollouts.is_complete, scores, ppo.truncated_reward)
+        elif ppo.truncated_answers == "mask":
             loss_mask = sampled & rollouts.is_complete[:, None]
         rewards = advantages.token_rewards(scores, kl, sampled, weight)
         gains = advantages.generalized_advantages(values, rewards, sampled, ppo.gamma, ppo.lam)

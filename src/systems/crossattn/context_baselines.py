@@ -102,7 +102,7 @@ FID_T5 = {
         "corpus": "nq",
         "contexts": "all",
         "num_passages": 8,
-        "keep_useful": True,
+        "keep_gold": True,
         "passage_tokens": 512,
         "answer_tokens": 64,
     },

@@ -51,7 +51,7 @@ class Config(TrainingRecipe):
             )
 
     def training_loss(self) -> Callable[..., Any]:
-        """With what was read of each source, as means over rows, and its loss."""
+        """Add counts of each source, as means over rows, and its loss."""
         import torch
 
         from src.training.loss import interleaved_lm_loss, watch_groups
@@ -78,14 +78,14 @@ class Config(TrainingRecipe):
         """Train to the last step, or evaluate. Collective.
 
         Scores: those of `pretraining.train_on_text`; val_loss_shuffled_context, the loss of the same documents with
-        others' images; and those of `answers`.
+        images of different documents; and those of `answers`.
         """
         from src.training.loss import interleaved_lm_loss
 
         answers = self.answers
 
         def begin(train: Dataset, val: Any) -> Mapping[str, str]:
-            """Skip what the run has found to be unreadable. Returns digests of samples of the tars."""
+            """Skip documents that the run recorded as unreadable. Returns digests of samples of the tars."""
             if answers:
                 answers.require(val)
             if not isinstance(train, dataset.StreamedDataset):
@@ -112,7 +112,7 @@ def count(batch: "Mapping[str, Tensor]") -> float:
 
 
 def shuffled_losses(val: Any, scorer: pretraining.Scorer) -> dict[str, float]:
-    """The loss of the same documents with others' images, of all and of each source. Collective."""
+    """Loss with images of different documents, in all and by source. Collective."""
     parts = {name: scorer.loss_sums(part) for name, part in val.with_shuffled_contexts().parts.items()}
     total, tokens = (sum(getattr(part, name) for part in parts.values()) for name in ("loss_sum", "tokens"))
     by_source = {f"{SHUFFLED}/{name}": part.loss for name, part in parts.items()} if len(parts) > 1 else {}

@@ -89,14 +89,14 @@ class Blocks:
 
     def __init__(self, documents: Documents, pieces: Sequence[ScoredPiece]) -> None:
         self.fingerprint = documents.fingerprint
-        self._config, self._scored = documents.config.model_copy(update={"open_rows": 0}), pieces
+        self._config, self._pieces = documents.config.model_copy(update={"open_rows": 0}), pieces
 
     def __len__(self) -> int:
-        return len(self._scored)
+        return len(self._pieces)
 
     def sample(self, epoch: int, index: int) -> Sample:
         """Return piece `index`."""
-        piece, mask = self._scored[index]
+        piece, mask = self._pieces[index]
         return {"input_ids": piece.ids, "loss_mask": mask, "lengths": [len(piece.ids)]}
 
     def collate(self, samples: Sequence[Sample]) -> "TokenBatch":
@@ -107,7 +107,7 @@ class Blocks:
 class Both(NamedTuple):
     """Pieces of a document with and without metadata."""
 
-    written: list[Piece]
+    with_metadata: list[Piece]
     plain: list[Piece]
 
 
@@ -158,7 +158,7 @@ def _both(maker: ExampleMaker, document: Document) -> Both:
 
 
 def _is_one_block(both: Both) -> bool:
-    return len(both.written) == len(both.plain) == 1
+    return len(both.with_metadata) == len(both.plain) == 1
 
 
 def _pairs(documents: Documents, sides_of_documents: Sequence[Both], losses: TokenLosses) -> list[Pair]:

@@ -1,4 +1,4 @@
-"""Recipe `metadata_lm`: as `lm`, on documents with metadata; evaluations tell what the metadata are worth (`gains`)."""
+"""Recipe `metadata_lm`: as `lm`, on documents with metadata; evaluations measure the gain from metadata (`gains`)."""
 
 from collections.abc import Callable
 from typing import Any

@@ -37,9 +37,9 @@ class Config(TrainingRecipe):
         self.model.require_kind(ENCODER_DECODER, None)
         if not self.tasks:
             raise ValueError(f"data: expected {TASK!r}, or a 'mixture' of it, got {self.data.name!r}.")
-        for part in self.predictions.also if self.predictions else []:
+        for part in self.predictions.extra_tasks if self.predictions else []:
             if part.name != TASK:
-                raise ValueError(f"predictions.also: expected data sets {TASK!r}, got {part.name!r}.")
+                raise ValueError(f"predictions.extra_tasks: expected data sets {TASK!r}, got {part.name!r}.")
         duplicates = [name for name, count in Counter(part.task for part in self.tasks_to_predict).items() if count > 1]
         if duplicates:
             raise ValueError(
@@ -54,10 +54,10 @@ class Config(TrainingRecipe):
 
     @property
     def tasks_to_predict(self) -> "list[TaskConfig]":
-        """The tasks in `data`, and those of `predictions.also`."""
+        """The tasks in `data`, and those of `predictions.extra_tasks`."""
         return [
             *self.tasks,
-            *(task for part in (self.predictions.also if self.predictions else []) for task in _tasks(part)),
+            *(task for part in (self.predictions.extra_tasks if self.predictions else []) for task in _tasks(part)),
         ]
 
     def checks(self, places: Places) -> list[Callable[[], object]]:

@@ -45,6 +45,7 @@ class Config(config.Config):
     noise_floor: float = Field(default=0.005, gt=0)
     """Minimum noise, relative to max(level, 1)."""
     loss_deviations: float = Field(default=3.0, gt=0)
+    """A spike: loss this many times the noise above the level."""
     loss_steps: int = Field(default=3, gt=0)
     """Spike: loss > level + loss_deviations * noise, for loss_steps consecutive steps."""
     jump_deviations: float = Field(default=30.0, gt=0)
@@ -55,6 +56,7 @@ class Config(config.Config):
     drift_deviations: float = Field(default=2.0, gt=0)
     """Drift: the median of the window exceeds its lowest value by drift_deviations * noise."""
     grad_norm_ratio: float = Field(default=5.0, gt=1)
+    """An explosion: gradient norm above this multiple of the median."""
     grad_norm_steps: int = Field(default=3, gt=0)
     """Explosion: gradient norm > grad_norm_ratio * median for grad_norm_steps consecutive steps, or > grad_norm_ratio^2
     * median in one step."""
@@ -64,15 +66,21 @@ class Config(config.Config):
     on_non_finite: Literal["skip_batch", "stop", "rewind"] = "stop"
     """Never "warn", as the update would make the weights non-finite."""
     on_loss_spike: Action = "warn"
+    """Action at a spike."""
     on_loss_jump: Action = "warn"
+    """Action at a jump."""
     on_loss_climb: Literal["warn", "stop", "rewind"] = "warn"
+    """Action at a climb."""
     on_loss_drift: Literal["warn", "stop", "rewind"] = "warn"
     """No "skip_batch", as the drift is over many batches."""
     on_grad_norm: Action = "warn"
+    """Action at an explosion of the gradient norm."""
     on_skipped: Literal["warn", "save_batch", "stop", "rewind"] = "stop"
-    most_kl: float | None = Field(default=None, gt=0)
+    """Action at a plateau of skipped steps."""
+    max_kl: float | None = Field(default=None, gt=0)
     """Maximum KL divergence of a policy from its reference, in nats per token; None: no limit."""
     on_kl: Literal["warn", "stop", "rewind"] = "stop"
+    """Action at a divergence above `most_kl`."""
     max_rewinds: int = Field(default=3, ge=1)
     """Maximum number of branches of a run; then the action "rewind" stops the training."""
 
@@ -142,7 +150,7 @@ class SpikeTracker:
         self.values: list[float] = []
         self.rising: list[float] = []
         self.first_step = 0
-        self.reported = False
+        self.is_reported = False
         self.calm_steps = 0  # since the last step of a reported rise
 
     def rose(self, step: int, value: float, limit: float, at_once: float = math.inf) -> bool:
@@ -151,18 +159,18 @@ class SpikeTracker:
             self._take([*self.rising, value])
             self.calm_steps += 1
             if self.calm_steps >= self.steps:
-                self.reported = False
+                self.is_reported = False
             return False
-        if not self.rising and not self.reported:
+        if not self.rising and not self.is_reported:
             self.first_step = step
         self.rising.append(value)
-        if self.reported:
+        if self.is_reported:
             self._take(self.rising)
             return self.every
         if len(self.rising) < self.steps and value <= at_once:
             return False
         self._take(self.rising)
-        self.reported = True
+        self.is_reported = True
         return True
 
     def _take(self, values: list[float]) -> None:
@@ -177,7 +185,7 @@ class SpikeTracker:
             "values": list(self.values),
             "rising": list(self.rising),
             "first_step": self.first_step,
-            "reported": self.reported,
+            "is_reported": self.is_reported,
             "calm_steps": self.calm_steps,
         }
 
@@ -191,10 +199,10 @@ class Detector:
         self.norms = SpikeTracker(config.window, config.grad_norm_steps, config.on_grad_norm == "skip_batch")
         self.lowest: float | None = None  # lowest median of the window
         self.lowest_step = 0
-        self.climbed = False  # whether the climb was reported
+        self.has_climbed = False  # whether the climb was reported
         self.skips: list[int] = []  # 1 for each recent step without an update, else 0
         self.on_plateau = False
-        self.far = False  # whether it was reported that the policy is too far from its reference
+        self.is_far = False  # whether it was reported that the policy is too far from its reference
 
     def observe(
         self,
@@ -235,7 +243,9 @@ class Detector:
         if loss > limit:  # else the noise does not matter
             noise = self._noise(level)
             limit = level + config.loss_deviations * noise
-            if loss > level + config.jump_deviations * noise and not (watch.reported and config.on_loss_jump == "warn"):
+            if loss > level + config.jump_deviations * noise and not (
+                watch.is_reported and config.on_loss_jump == "warn"
+            ):
                 times = (loss - level) / noise
                 text = (
                     f"the loss is {loss:.4g}, "
@@ -254,7 +264,7 @@ class Detector:
         values, ratio = self.losses.values + self.losses.rising, self.config.climb_ratio
         lowest = min(values)
         if (
-            self.climbed
+            self.has_climbed
             or not CLIMB_STEPS < len(values) < self.config.window
             or loss <= lowest + ratio * max(lowest, 1.0)
         ):
@@ -266,7 +276,7 @@ class Detector:
         noise = NORMAL / math.sqrt(2) * _median([abs(change - _median(changes)) for change in changes])
         if medians[-1] - lowest <= max(ratio * max(lowest, 1.0), CLIMB_DEVIATIONS * noise):
             return []
-        self.climbed = True
+        self.has_climbed = True
         steps = len(medians) - 1 - medians.index(lowest)
         text = (
             f"the median of {CLIMB_STEPS} losses has risen to {medians[-1]:.4g} from {lowest:.4g} within {steps} steps"
@@ -304,9 +314,9 @@ class Detector:
         return [self._finding("grad_norm", step, text, watch.first_step)]
 
     def _departure(self, step: int, kl: float) -> list[Finding]:
-        most, before = self.config.most_kl, self.far
-        self.far = most is not None and not kl <= most
-        if not self.far or before:
+        most, before = self.config.max_kl, self.is_far
+        self.is_far = most is not None and not kl <= most
+        if not self.is_far or before:
             return []
         return [
             self._finding(
@@ -351,8 +361,8 @@ class Detector:
             "lowest_step": self.lowest_step,
             "skips": list(self.skips),
             "on_plateau": self.on_plateau,
-            "climbed": self.climbed,
-            "far": self.far,
+            "has_climbed": self.has_climbed,
+            "is_far": self.is_far,
         }
 
     def restore(self, state: dict[str, Any]) -> None:

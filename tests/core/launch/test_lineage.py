@@ -23,7 +23,7 @@ LAUNCHERS = {
         "max_run_seconds": 3600,
     }
     # A parent that failed before this submission must not count: a child would give up at once.
-    | {"parent_poll_seconds": 0.05, "parent_patience_seconds": 0, "calls_at_a_time": 1},
+    | {"parent_poll_seconds": 0.05, "parent_patience_seconds": 0, "max_parallel_calls": 1},
     "ray": {"launcher": "ray", "parent_poll_seconds": 0.05, "patience_seconds": 300.0},
 }
 

@@ -220,7 +220,7 @@ class TestSubmit:
         slow = job(tmp_path, "slow", "import time; time.sleep(300)")
         refused_job = job(tmp_path, "b", resources=make_config(tmp_path, image="refused:1"))
         with pytest.raises(LaunchError, match=r"you may not use this image The 1 jobs queued before were cancelled\."):
-            submit_jobs(tmp_path, [slow, refused_job], calls_at_a_time=1)
+            submit_jobs(tmp_path, [slow, refused_job], max_parallel_calls=1)
         assert [record["state"] for record in client.jobs.records()] == ["CANCELLED"]
 
     @pytest.mark.usefixtures("hold")
@@ -331,7 +331,7 @@ class TestOutages:
 
     def test_an_outage_is_not_queried_once_per_job(self, tmp_path: Path, client: ModuleType):
         fail(client, "no connection", GET, always=True)
-        config = make_config(tmp_path, retries=1, calls_at_a_time=2)
+        config = make_config(tmp_path, retries=1, max_parallel_calls=2)
         assert {seen.state for seen in config.states([f"old-{i}" for i in range(50)]).values()} == {"unknown"}
         assert client.calls.count(GET) <= 6
 

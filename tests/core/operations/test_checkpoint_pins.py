@@ -60,11 +60,11 @@ def go_on(world: World, *steps: int) -> list[int]:
 def test_a_training_deletes_evaluated_checkpoints(world: World, watcher: subprocess.Popen[bytes]):
     assert go_on(world, 15, 20, 25, 30, 31) == [10, 20, 30, 31]
     (world.folder / "gate-10").touch()
-    poll(lambda: "step-00000010" in json.loads(pinned(world)[0].read_text())["ended"])
+    poll(lambda: "step-00000010" in json.loads(pinned(world)[0].read_text())["finished"])
     assert go_on(world, 32) == [20, 30, 32]
     for step in (20, 30):
         (world.folder / f"gate-{step}").touch()
-    poll(lambda: "step-00000030" in json.loads(pinned(world)[0].read_text())["ended"])
+    poll(lambda: "step-00000030" in json.loads(pinned(world)[0].read_text())["finished"])
     assert go_on(world, 33) == [33]
     assert sorted(step for step, one in world.outcomes("evaluate.size").items() if one["done"]) == [10, 20, 30]
 
@@ -125,7 +125,7 @@ def test_only_an_upload_that_was_given_up_is_still_waited_for(world: World, stag
     try:
         poll(lambda: world.outcomes("evaluate.size" if stage == "evaluate" else stage).get(10, {}).get("failures"))
         if stage == "evaluate":
-            poll(lambda: "step-00000010" in json.loads(pinned(world)[0].read_text())["ended"])
+            poll(lambda: "step-00000010" in json.loads(pinned(world)[0].read_text())["finished"])
         assert go_on(world, 11) == ([11] if stage == "evaluate" else [10, 11])
     finally:
         process.kill()

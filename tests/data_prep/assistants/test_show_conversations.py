@@ -23,7 +23,7 @@ PACKED = override(SFT, {"data": {"name": "packed", "documents": TALK, "sequence_
 JUDGED: dict[str, Any] = {"recipe": "sft", "seed": 0, "model": ref(DPO), "data": TALK, "evaluation": {"micro_batch": 4}}
 TEXT = override(SFT, {"recipe": "lm", "answers": None, "data": {"name": "text", "corpus": "x", "sequence_tokens": 8}})
 GROUPS = {
-    "sft": [SFT, override(SFT, {"data.learn_all": True})],
+    "sft": [SFT, override(SFT, {"data.train_all_roles": True})],
     "mixed": [MIXED],
     "packed": [PACKED],
     "reward": [REWARD],

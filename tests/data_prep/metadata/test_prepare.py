@@ -190,11 +190,11 @@ def test_unreadable_pages_are_counted_and_limited(
     words = ["--train", str(tmp_path / "train.jsonl"), "--val", str(tmp_path / "val.jsonl"), *EXTRACT]
     assert run(tmp_path, *words) == 1
     output = capsys.readouterr().err
-    assert "--extract html: failed on 1 of 3 rows, above --most_errors 0.01:" in output
+    assert "--extract html: failed on 1 of 3 rows, above --max_errors 0.01:" in output
     assert f"{tmp_path / 'train.jsonl'}:2: " in output
     assert message in output
     assert not (tmp_path / "data" / "made").exists()
-    assert run(tmp_path, *words, "--most_errors", "0.5") == 0
+    assert run(tmp_path, *words, "--max_errors", "0.5") == 0
     good, part = rows(tmp_path, "train")
     assert (good["HtmlPreprocessor_error"], good["HtmlPreprocessor_error_comment"]) == (0, "")
     assert part["HtmlPreprocessor_error"] == 1
@@ -227,8 +227,8 @@ def test_documents_in_both_splits_are_an_error(tmp_path: Path, capsys: pytest.Ca
         (["--train", "none.jsonl"], "none.jsonl: no such file. Expected names that end with .warc, .warc.gz, .parquet"),
         (["--train", "."], ".: no file here ends with .warc"),
         (["--workers", "0"], "--workers: expected at least 1, got 0"),
-        (["--most_errors", "1.5"], "--most_errors: expected a share from 0 to 1, got 1.5"),
-        (["--most_replaced", "-1"], "--most_replaced: expected a share from 0 to 1, got -1"),
+        (["--max_errors", "1.5"], "--max_errors: expected a share from 0 to 1, got 1.5"),
+        (["--max_replaced", "-1"], "--max_replaced: expected a share from 0 to 1, got -1"),
         (["--page_seconds", "0"], "--page_seconds: expected a number above 0, got 0"),
         (["--removal_rules", "rules.yaml"], "--removal_rules"),
         (["--extract", "html", "--removal_rules", "rules.yaml"], "rules.yaml: no such file"),
@@ -304,10 +304,10 @@ def test_malformed_rows_are_counted_and_limited(tmp_path: Path, capsys: pytest.C
     words = ["--train", str(tmp_path / "train.jsonl"), "--val", str(tmp_path / "val.jsonl")]
     assert run(tmp_path, *words) == 1
     output = capsys.readouterr().err
-    assert "no rows with metadata are 2 of 5 rows, above --most_errors 0.01:" in output
+    assert "no rows with metadata are 2 of 5 rows, above --max_errors 0.01:" in output
     assert f"{tmp_path / 'train.jsonl'}:2: field 'text': expected text, got None." in output
     assert f"{tmp_path / 'train.jsonl'}:3: metadata[0]: the span [0, 99) is not in the text of 5 characters." in output
-    assert run(tmp_path, *words, "--most_errors", "0.5") == 0
+    assert run(tmp_path, *words, "--max_errors", "0.5") == 0
     assert [row["text"] for row in rows(tmp_path, "train")] == ["one", "two"]
 
 
@@ -322,7 +322,7 @@ def test_rows_with_a_failed_extractor_have_its_columns(tmp_path: Path):
         "--val",
         str(tmp_path / "val.jsonl"),
         *EXTRACT,
-        "--most_errors",
+        "--max_errors",
         "0.5",
     ]
     assert run(tmp_path, *words) == 0
@@ -381,10 +381,10 @@ def test_charsets_of_pages_are_read_and_counted(tmp_path: Path, capsys: pytest.C
     ]
     assert prepare_warc(tmp_path, records) == 1
     error = capsys.readouterr().err
-    assert error.startswith("error: --most_replaced 0.01: 1 of 6 pages")
+    assert error.startswith("error: --max_replaced 0.01: 1 of 6 pages")
     assert f"{tmp_path / 'train.warc'}: record 5" in error
     assert len(error.splitlines()) == 1
-    assert prepare_warc(tmp_path, records, "--most_replaced", "0.2") == 0
+    assert prepare_warc(tmp_path, records, "--max_replaced", "0.2") == 0
     assert [row["text"].split()[0] for row in rows(tmp_path, "train")] == [
         "möse",
         "größer",
@@ -419,7 +419,7 @@ def test_most_replaced_is_inclusive(replaced: int, tmp_path: Path):
         "--val",
         str(tmp_path / "val.jsonl"),
         *EXTRACT,
-        "--most_replaced",
+        "--max_replaced",
         "0.29",
     ]
     assert run(tmp_path, *words) == (replaced > 29)

@@ -264,7 +264,7 @@ def test_shuffled_ranks_affect_only_the_training_split(folder: Path):
             {"data.writing": {"tags": {"dropout": 0.5}}},
             "stored references need the same text in each epoch",
         ),
-        (DPO, {"preference": {"kind": "ipo", "flipped": 0.1}}, "'ipo' has no such setting"),
+        (DPO, {"preference": {"kind": "ipo", "label_flip_rate": 0.1}}, "'ipo' has no such setting"),
         (DPO, {"preference": {"kind": "sigmoidal"}}, "preference.kind"),
         (DPO, {"preference": {"reference": "adapters_off"}}, "only model 'lora' has adapters to switch off"),
         (DPO, {"model": REWARD["model"]}, "expected a decoder"),

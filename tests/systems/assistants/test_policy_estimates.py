@@ -73,12 +73,12 @@ def test_rewards_are_divided_by_their_deviation_so_far_or_at_first_and_then_cut(
 @pytest.mark.parametrize("exp", [PPO, GRPO], ids=["ppo", "grpo"])
 def test_unended_answers_are_scored_penalised_or_masked(exp: dict[str, Any]):
     recipe, scores, is_complete = exp["recipe"], [1.0, 0.0] * 4, [True, False] * 4
-    grpo_settings = PLAIN if recipe == "ppo" else {"by_deviation": False}
+    grpo_settings = PLAIN if recipe == "ppo" else {"divide_by_std": False}
 
     def estimate(policy: str) -> Any:
-        return bind_recipe(exp, **{recipe: {**grpo_settings, "unended": policy, "unended_reward": -1.0}}).estimate(
-            rollouts_of(scores, is_complete, [-1.0] * 8), {}
-        )
+        return bind_recipe(
+            exp, **{recipe: {**grpo_settings, "truncated_answers": policy, "truncated_reward": -1.0}}
+        ).estimate(rollouts_of(scores, is_complete, [-1.0] * 8), {})
 
     by_default, with_penalty, with_mask = map(estimate, ("keep", "penalise", "mask"))
     below = {"ppo": (0.0, -1.0), "grpo": (-0.5, -1.0)}[recipe]
@@ -107,7 +107,7 @@ def test_explained_variance_is_1_for_values_that_are_right_and_0_for_those_that_
 def test_the_divergence_can_be_taken_from_the_reward_of_an_answer():
     """RLOOTrainer of TRL 1.16.0: rewards - beta * the sum of the log-ratios of the answer, then each less the mean of
     the others."""
-    recipe = bind_recipe(GRPO, grpo={"baseline": "others", "by_deviation": False, "kl_weight": 0.5, "kl_in": "reward"})
+    recipe = bind_recipe(GRPO, grpo={"baseline": "others", "divide_by_std": False, "kl_weight": 0.5, "kl_in": "reward"})
     logps, reference = [-1.0] * 8, [-1.0, -3.0, *[-1.0] * 6]
     estimates = recipe.estimate(rollouts_of([1.0] + [0.0] * 7, [True] * 8, logps, reference), {})
     rewards = tensor([1.0, 0.0 - 0.5 * 2 * 2.0, *[0.0] * 6])

@@ -150,8 +150,8 @@ BAD = [
     (GRPO, {"model": PPO["model"]}, "needs no values"),
     (GRPO, {"grpo": {"kl_weight": 0.1, "reference": "adapters_off"}}, "only model 'lora' has adapters"),
     (PPO, {"model": GRPO["model"]}, "expected 'with_values'"),
-    (PPO, {"ppo.kl": None, "loop.divergence": {"most_kl": 1.0}}, "there is no KL without a reference"),
-    (GRPO, {"loop.divergence": {"most_kl": 1.0}}, "there is no KL without a reference"),
+    (PPO, {"ppo.kl": None, "loop.divergence": {"max_kl": 1.0}}, "there is no KL without a reference"),
+    (GRPO, {"loop.divergence": {"max_kl": 1.0}}, "there is no KL without a reference"),
     (
         GRPO,
         {"rewards": [{"name": "length", "free_tokens": 4, "worst_tokens": 4}]},
@@ -468,7 +468,7 @@ def test_every_mode_of_two_processes_makes_the_same_rollouts(folder: Path, tmp_p
 
 def test_a_policy_that_runs_away_is_stopped(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     shutil.copytree(folder, tmp_path / "world")
-    exp = override(PPO, {"loop.divergence": {"most_kl": 1e-9}, "loop.learning_rate": 1e-2, "ppo.kl.estimate": "k3"})
+    exp = override(PPO, {"loop.divergence": {"max_kl": 1e-9}, "loop.learning_rate": 1e-2, "ppo.kl.estimate": "k3"})
     assert toy.main(["-e", "x"], {"x": [exp]}, tmp_path / "world") == 1
     assert "nats per token" in capsys.readouterr().err
 
@@ -488,7 +488,7 @@ def test_a_policy_that_runs_away_is_taken_back_to_where_it_was_near(folder: Path
     kls = {row["step"]: row["kl"] for row in toy.rows(tmp_path / "world", exp_id(free)) if "kl" in row}
     limit = (kls[12] + kls[13]) / 2
     assert kls[12] < limit < kls[13], "steps 9 to 12 move it so far"
-    exp = override(free, {"loop.divergence": {"most_kl": limit, "on_kl": "rewind", "max_rewinds": 1}})
+    exp = override(free, {"loop.divergence": {"max_kl": limit, "on_kl": "rewind", "max_rewinds": 1}})
     assert toy.main(["-e", "x", "--save_every", "1", "--keep_last", "30"], {"x": [exp]}, tmp_path / "world") == 75
     (branch,) = json.loads((run_of(tmp_path / "world", exp) / "branch.json").read_text())["branches"]
     assert branch["from_step"] == 8
@@ -505,7 +505,7 @@ def test_models_on_servers_give_the_same_numbers(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ):
     """Where a model runs is no part of an experiment: rollouts, losses and weights are the same to rounding."""
-    for world in ("here", "there", "wrong"):
+    for world in ("here", "there", "incorrect"):
         shutil.copytree(folder, tmp_path / world)
         assert toy.main(["-e", "x"], {"x": [REWARD]}, tmp_path / world) == 0
     assert toy.main(["-e", "x"], {"x": [PPO_WITH_REWARD_MODEL]}, tmp_path / "here") == 0
@@ -516,7 +516,7 @@ def test_models_on_servers_give_the_same_numbers(
         assert toy.main(["-e", "x"], {"x": [PPO_WITH_REWARD_MODEL]}, tmp_path / "there") == 0
         monkeypatch.setenv("TRITON_HOST_RM", reference)
         capsys.readouterr()
-        assert toy.main(["-e", "x"], {"x": [PPO_WITH_REWARD_MODEL]}, tmp_path / "wrong") == 1
+        assert toy.main(["-e", "x"], {"x": [PPO_WITH_REWARD_MODEL]}, tmp_path / "incorrect") == 1
         (line,) = capsys.readouterr().err.strip().splitlines()
         assert line.startswith("error: ")
     here, there = (toy.rows(tmp_path / world, exp_id(PPO_WITH_REWARD_MODEL)) for world in ("here", "there"))

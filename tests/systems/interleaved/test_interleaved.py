@@ -62,19 +62,19 @@ def test_a_run_stopped_by_its_error_budget_resumes_with_another_budget(
 ):
     write_data(tmp_path / "data")
     damage_images(tmp_path / "data" / "toy_pages" / "train", 4)
-    strict = override(PAGES, {"data.errors": {"most_documents": 0.02}, "loop.steps": 8})
-    default, generous = override(PAGES, {"loop.steps": 8}), override(strict, {"data.errors.most_documents": 1.0})
+    strict = override(PAGES, {"data.errors": {"max_documents": 0.02}, "loop.steps": 8})
+    default, generous = override(PAGES, {"loop.steps": 8}), override(strict, {"data.errors.max_documents": 1.0})
     assert exp_id(strict) == exp_id(generous) == exp_id(default)
     run = tmp_path / "runs" / exp_id(strict)
     assert toy.main(["-e", "pages"], {"pages": [strict]}, tmp_path) == 1
-    advice = re.search(r"data\.errors\.most_documents=\S+", capsys.readouterr().err)
+    advice = re.search(r"data\.errors\.max_documents=\S+", capsys.readouterr().err)
     assert advice
     assert json.loads((run / "exp_dict.json").read_text()) == plan.load(default, "", "").exp
-    resumed = ["--exp_id", exp_id(strict), "--set", "data.errors.most_documents=1.0"]
+    resumed = ["--exp_id", exp_id(strict), "--set", "data.errors.max_documents=1.0"]
     assert toy.main([*resumed, "--dry-run"], {"pages": [default]}, tmp_path) == 0
     assert toy.main(resumed, {"pages": [default]}, tmp_path) == 0
     (event,) = [event for event in ledger.read(run) if event["event"] == "policy"]
-    assert event["changes"] == {"data.errors.most_documents": ["0.02", "1.0"]}
+    assert event["changes"] == {"data.errors.max_documents": ["0.02", "1.0"]}
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "data").symlink_to(tmp_path / "data")
     assert toy.main(["-e", "pages"], {"pages": [generous]}, tmp_path / "other") == 0
@@ -171,7 +171,7 @@ def test_denied_documents_are_not_read_again(tmp_path: Path, capsys: pytest.Capt
     assert interventions.main(["deny", str(run), str(listed), "--why", "spoilt"]) == 0
     assert "without 2 denied: source more, shard pages shard-00001.tar" in capsys.readouterr().out
     assert interventions.main(["undo", str(run)]) == 0
-    assert [branch.denied for branch in branches.read(run)] == [None]
+    assert [branch.deny_list for branch in branches.read(run)] == [None]
     assert interventions.main(["deny", str(run), str(listed), "--why", "spoilt"]) == 0
     assert toy.main(["-e", "pages"], whole, tmp_path) == 0
     last, first = audited(tmp_path, run), audited(tmp_path, run, 16)
@@ -184,11 +184,11 @@ def test_denied_documents_are_not_read_again(tmp_path: Path, capsys: pytest.Capt
     assert json.loads((run / "checkpoints" / "step-00000016" / "state.json").read_text()) == before
     assert interventions.main(["rewind", str(run), "--to", "16", "--data", "skip:2"]) == 0
     (branch,) = branches.read(run)
-    assert (branch.denied, branch.data) == (["source more", "shard pages shard-00001.tar"], "skip:2")
+    assert (branch.deny_list, branch.data) == (["source more", "shard pages shard-00001.tar"], "skip:2")
     listed.write_text("source pages\n")
     assert interventions.main(["deny", str(run), str(listed)]) == 0
     (branch,) = branches.read(run)
-    assert (branch.denied, branch.data) == (["source more", "shard pages shard-00001.tar", "source pages"], "skip:2")
+    assert (branch.deny_list, branch.data) == (["source more", "shard pages shard-00001.tar", "source pages"], "skip:2")
     assert toy.main(["-e", "pages"], whole, tmp_path) == 1
     assert "none of 100 documents fits into a row" in capsys.readouterr().err
 
@@ -223,7 +223,7 @@ def test_other_data_have_no_deny_list(tmp_path: Path):
         Places(tmp_path / "data", tmp_path), tokenizers.load(tmp_path / "data" / "toy_tokenizer"), "train", 0
     )
     with pytest.raises(RunError, match="a deny list needs data streamed from tars"):
-        order_of(data, 0, 4, 10, [Branch(number=1, from_step=2, denied=["source a"])])
+        order_of(data, 0, 4, 10, [Branch(number=1, from_step=2, deny_list=["source a"])])
 
 
 @pytest.mark.parametrize(
@@ -280,7 +280,7 @@ def test_bad_documents_are_counted_and_recorded_in_the_run(tmp_path: Path):
     (tmp_path / "data" / "pages").symlink_to("toy_pages")
     for chosen in (3, 20):
         test_streamed.damage(tmp_path / "data", chosen, image=False)
-    lenient = override(PAGES, {"data.errors.most_documents": 0.1})
+    lenient = override(PAGES, {"data.errors.max_documents": 0.1})
     assert toy.main(["-e", "pages"], {"pages": [lenient]}, tmp_path) == 0
     run = tmp_path / "runs" / exp_id(PAGES)
     records = [json.loads(line) for line in (run / "quarantine.jsonl").read_text().splitlines()]

@@ -329,7 +329,7 @@ def test_several_tasks_at_once(folder: Path):
 
 
 def test_a_task_without_training_is_evaluated(folder: Path):
-    exp = {**EXP, "loop": FEW, "predictions": {"also": [TEXT_TASK]}}
+    exp = {**EXP, "loop": FEW, "predictions": {"extra_tasks": [TEXT_TASK]}}
     assert toy.main(["-e", "g"], {"g": [exp]}, folder) == 0
     last = toy.rows(folder, exp_id(exp))[-1]
     assert {"accuracy", "predictions/val/accuracy/paint", "predictions/val/em/said"} <= last.keys()
@@ -381,15 +381,19 @@ def test_it_stops_when_the_metric_of_the_task_no_longer_grows(folder: Path):
         ),
         ("predictions.splits", [], "predictions.splits: expected a list that is not empty"),
         ("predictions.splits", ["tst"], "predictions.splits[0]: unknown value 'tst'"),
-        ("predictions.also", [PAINT], "data: duplicate task 'paint'"),
+        ("predictions.extra_tasks", [PAINT], "data: duplicate task 'paint'"),
         ("loop.best_mode", "min", "loop.best_mode: expected 'max' for macro_f1"),
-        ("predictions.also", [{**TEXT_TASK, "task": "sad"}], "task: unknown task 'sad'. Did you mean 'said'?"),
+        ("predictions.extra_tasks", [{**TEXT_TASK, "task": "sad"}], "task: unknown task 'sad'. Did you mean 'said'?"),
         (
-            "predictions.also",
+            "predictions.extra_tasks",
             [{**TEXT_TASK, "task": "rte"}],
             "said/val.jsonl:1: missing column 'sentence1' of task 'rte'",
         ),
-        ("predictions.also", [toy.BASE["data"]], "predictions.also: expected data sets 'task', got 'text'."),
+        (
+            "predictions.extra_tasks",
+            [toy.BASE["data"]],
+            "predictions.extra_tasks: expected data sets 'task', got 'text'.",
+        ),
     ],
 )
 def test_an_invalid_experiment_is_refused_before_the_start(
@@ -412,11 +416,11 @@ def test_an_invalid_experiment_is_refused_before_the_start(
             "predictions.splits: no 'test' split in 'said'.",
         ),
         (
-            {"answers": {"by": "rank"}, "predictions": {"also": [TEXT_TASK]}},
+            {"answers": {"by": "rank"}, "predictions": {"extra_tasks": [TEXT_TASK]}},
             "answers.by: 'rank' needs a list of answers, but task 'said' has free text",
         ),
         (
-            {"predictions": {"splits": ["test"], "also": [TEXT_TASK]}},
+            {"predictions": {"splits": ["test"], "extra_tasks": [TEXT_TASK]}},
             "predictions: 'said' has no split test.",
         ),
         ({"data": {"name": "mixture", "parts": {"a": PAINT, "b": PAINT}}}, "data: duplicate task 'paint'"),

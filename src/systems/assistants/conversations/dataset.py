@@ -123,7 +123,7 @@ class Config(ConversationConfig):
     """Whether to skip conversations in which the assistant refuses or says that it is a model."""
     shuffled_answers: bool = False
     """Whether to replace the last answer of each training conversation with another conversation's: a control."""
-    learn_all: bool = False
+    train_all_roles: bool = False
     """Whether to learn the tokens of all roles."""
 
     def build(self, places: Places, tokenizer: "PreTrainedTokenizerFast", split: str, seed: int) -> "Conversations":
@@ -176,7 +176,7 @@ class Conversations:
                 f"{self._rows.location(prompts[0])}: prompt without an answer. Use data 'rollouts', or add an answer."
             )
         total = range(len(self._rows))
-        nonempty = total if self.config.learn_all else self._rows.numbers_of(EMPTY_ROW, invert=True)
+        nonempty = total if self.config.train_all_roles else self._rows.numbers_of(EMPTY_ROW, invert=True)
         if not nonempty:
             raise DataError(f"{self._name}: all answers of the assistant are empty, so there is nothing to learn.")
         if len(nonempty) < len(total):
@@ -243,7 +243,9 @@ class Conversations:
     def sample(self, epoch: int, index: int) -> Sample:
         """Sample `index` of an epoch."""
         rendered = self.render(epoch, index)
-        loss_mask = [place > 0 for place in range(len(rendered.ids))] if self.config.learn_all else rendered.loss_mask
+        loss_mask = (
+            [place > 0 for place in range(len(rendered.ids))] if self.config.train_all_roles else rendered.loss_mask
+        )
         return {"input_ids": rendered.ids, "loss_mask": loss_mask}
 
     @property

@@ -25,6 +25,7 @@ class Config(WrapperConfig):
     """A decoder and its regularisation."""
 
     base: ModelField
+    """The model to regularize."""
     residual_dropout: float = Field(default=0.0, ge=0, lt=1)
     """Training dropout on the outputs of each layer's attention and feed-forward modules."""
     dropout_by_layer: Literal["same", "growing"] = "same"

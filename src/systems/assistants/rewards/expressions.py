@@ -7,13 +7,15 @@ from src.systems.assistants.rewards.interface import RewardConfig, RewardSetting
 class Config(RewardConfig):
     """Scores of right and wrong answers."""
 
-    right: float = 1.0
-    wrong: float = 0.0
+    correct: float = 1.0
+    """Score of a right answer."""
+    incorrect: float = 0.0
+    """Score of a wrong answer."""
 
     def scorer(self, setting: RewardSetting) -> Scorer:
         return lambda rollouts: [self.score(rollout) for rollout in rollouts]
 
     def score(self, rollout: Rollout) -> float:
-        """`right` if the answer is complete, uses both numbers of the task and has the right value, else `wrong`."""
+        """`correct` if the answer is complete, uses both numbers and has the right value, else `incorrect`."""
         is_solved = rollout.is_complete and expressions.solves(rollout.messages[-1]["content"], rollout.text)
-        return self.right if is_solved else self.wrong
+        return self.correct if is_solved else self.incorrect

@@ -12,8 +12,10 @@ class Config(RewardConfig):
     pattern: str
     """Regular expression (RE2) that the answer must match from start to end, without outer whitespace;
     `.` also matches a newline."""
-    right: float = 1.0
-    wrong: float = 0.0
+    correct: float = 1.0
+    """Score of an answer that matches."""
+    incorrect: float = 0.0
+    """Score of an answer that does not match."""
 
     @field_validator("pattern")
     @classmethod
@@ -25,7 +27,7 @@ class Config(RewardConfig):
         form = compile_pattern(self.pattern, dot_is_any=True)
 
         def score(rollout: Rollout) -> float:
-            """`right` if the answer is complete and matches, else `wrong`."""
-            return self.right if rollout.is_complete and form.fullmatch(rollout.text.strip()) else self.wrong
+            """`correct` if the answer is complete and matches, else `incorrect`."""
+            return self.correct if rollout.is_complete and form.fullmatch(rollout.text.strip()) else self.incorrect
 
         return lambda rollouts: [*map(score, rollouts)]

@@ -36,7 +36,7 @@ from src.systems.assistants.rewards.interface import (
     row_entry,
 )
 
-_RIGHT, _WRONG, _NOTHING, _READY = "right", "wrong", "nothing", b"ready\n"
+_RIGHT, _WRONG, _NOTHING, _READY = "correct", "incorrect", "nothing", b"ready\n"
 _MEMORY = 2 << 30
 """Bytes of address space per judging process."""
 _QUICK_SECONDS = 0.1
@@ -53,8 +53,10 @@ _WORDS = re.compile(r"[^\W\d_]+(?:[ '-][^\W\d_]+)*")
 class Config(RewardConfig):
     """Scores of right and wrong answers. A truncated answer is wrong."""
 
-    right: float = 1.0
-    wrong: float = 0.0
+    correct: float = 1.0
+    """Score of a right answer."""
+    incorrect: float = 0.0
+    """Score of a wrong answer."""
     cpu_seconds: float = Field(default=5.0, gt=0)
     """CPU time limit of one answer, and time limit for all slow answers of a batch; after it they are wrong."""
 
@@ -75,9 +77,9 @@ class Config(RewardConfig):
         """One score per rollout."""
         pairs = [(rollout.text, str(row_entry(rollout.row, "answer"))) for rollout in rollouts]
         complete = [place for place, rollout in enumerate(rollouts) if rollout.is_complete]
-        scores = [self.wrong] * len(rollouts)
+        scores = [self.incorrect] * len(rollouts)
         for place, is_right in zip(complete, judge.agree([pairs[place] for place in complete]), strict=True):
-            scores[place] = self.right if is_right else self.wrong
+            scores[place] = self.correct if is_right else self.incorrect
         return scores
 
 
@@ -212,14 +214,14 @@ def _judge(
     places: Sequence[int],
     verdicts: list[str],
     cpu_seconds: float,
-    at_once: int,
+    max_parallel: int,
     deadline: float | None,
 ) -> list[int]:
     """Fill in `verdicts` at these places, with one child process each; returns the places without a verdict."""
     waiting, running, failed = list(reversed(places)), dict[int, tuple[int, int]](), list[int]()
     poll = select.poll()
     while (waiting and (deadline is None or time.monotonic() < deadline)) or running:
-        while waiting and len(running) < at_once:
+        while waiting and len(running) < max_parallel:
             place = waiting.pop()
             descriptor, child = _fork(pairs[place], cpu_seconds)
             running[descriptor] = (place, child)

@@ -52,10 +52,12 @@ class Config(RewardConfig):
     by: Literal["value", "tests"]
     """value: the last expression, or else the last printed line, must equal the row's "answer".
     tests: the program must pass the row's "tests"."""
-    right: float = 1.0
-    wrong: float = 0.0
+    correct: float = 1.0
+    """Score of a program that passes all tests."""
+    incorrect: float = 0.0
+    """Score of a program that fails one."""
     share: bool = False
-    """Whether to interpolate between `wrong` and `right` by the share of passed tests."""
+    """Whether to interpolate between `incorrect` and `correct` by the share of passed tests."""
     limits: sandbox.Limits = sandbox.Limits()
 
     @model_validator(mode="after")
@@ -87,7 +89,10 @@ class Config(RewardConfig):
         shares = [0.0] * len(rollouts)
         for place, result in zip(run, sandbox.run_programs(programs, self.limits), strict=True):
             shares[place] = orders[place].share(result)
-        return [self.right if s == 1 else self.wrong + (self.right - self.wrong) * s * self.share for s in shares]
+        return [
+            self.correct if s == 1 else self.incorrect + (self.correct - self.incorrect) * s * self.share
+            for s in shares
+        ]
 
 
 def code_of(text: str) -> str:

@@ -6,7 +6,7 @@ filter of system calls also blocks sockets, shared memory and most of the kernel
 time limit the first process of its PID namespace is killed, and with it the namespace.
 
 Not protected against: kernel bugs in the remaining system calls, and timing side channels. All programs together can
-use `at_once` times their memory.
+use `max_parallel` times their memory.
 """
 
 import contextlib
@@ -74,13 +74,14 @@ class Limits(Config):
     seconds: float = Field(default=10.0, gt=0)
     """Wall-clock time from its first line to its last."""
     cpu_seconds: int = Field(default=5, gt=0)
+    """Processor time of one program."""
     memory_mb: int = Field(default=512, ge=64)
     """MiB of address space, for each process."""
     file_mb: int = Field(default=8, gt=0)
     """MiB of a file, and of /tmp."""
     output_kb: int = Field(default=1024, gt=0)
     """KiB of output, after which the program is killed."""
-    at_once: int | None = Field(default=None, gt=0)
+    max_parallel: int | None = Field(default=None, gt=0)
     """Number of parallel programs; None for the number of cores of this process."""
 
     def resources(self) -> str:
@@ -120,7 +121,7 @@ def run_programs(programs: Sequence[Program], limits: Limits) -> list[Result]:
     require()
     if not programs:
         return []
-    most = limits.at_once or len(os.sched_getaffinity(0))
+    most = limits.max_parallel or len(os.sched_getaffinity(0))
     # A sandbox dies with the thread that started it (--die-with-parent), so each thread waits for its own sandbox.
     with ThreadPoolExecutor(min(most, len(programs))) as pool:
         return list(pool.map(partial(_run, limits=limits), programs))
@@ -135,7 +136,7 @@ def require() -> None:
             f"got {sys.platform} on {platform.machine()}."
         )
     _find_bubblewrap()
-    result = _run(Program("serve", isolated.write_message(["evaluate", "7 + 12"])), Limits(at_once=1))
+    result = _run(Program("serve", isolated.write_message(["evaluate", "7 + 12"])), Limits(max_parallel=1))
     if b"[19, " not in result.output:
         raise ConfigError(
             f"bubblewrap is installed, but a test program that computes 7 + 12 printed {result.output[:100]!r}."

@@ -103,14 +103,14 @@ def whiten(advantages_BT: Tensor, sampled_BT: Tensor, moments: Moments) -> Tenso
 
 
 def group_advantages(
-    scores_B: Tensor, group_size: int, baseline: Baseline = "group", by_deviation: bool = True
+    scores_B: Tensor, group_size: int, baseline: Baseline = "group", divide_by_std: bool = True
 ) -> tuple[Tensor, Tensor]:
     """((B,) advantages, (B,) whether the scores in the rollout's group differ).
     The `group_size` rollouts of a prompt are consecutive.
 
     An advantage is the score minus a baseline. "group": the mean of the group (GRPO, Shao et al. 2024, arXiv
     2402.03300, section 4.1). "others": the mean of the rest of the group (RLOO, Ahmadian et al. 2024, arXiv
-    2402.14740). by_deviation: divide by the sample standard deviation of the group; without, see Liu et al. 2025 (arXiv
+    2402.14740). divide_by_std: divide by the sample standard deviation of the group; without: Liu et al. 2025 (arXiv
     2503.20783). If all scores of a group are equal, its advantages are 0.
 
     Raises:
@@ -123,7 +123,7 @@ def group_advantages(
     differ = (scores != scores[:, :1]).any(dim=1, keepdim=True).expand_as(scores)
     if baseline == "others":
         advantages = advantages * (group_size / (group_size - 1))
-    if by_deviation:
+    if divide_by_std:
         advantages = advantages / (scores.std(dim=1, keepdim=True) + 1e-4)
     return torch.where(differ, advantages, 0.0).flatten().to(scores_B.dtype), differ.flatten()
 

@@ -140,7 +140,7 @@ class Rollouts:
 
     def order(self, seed: int, per_step: int, steps: int, branches: Sequence[Branch]) -> RolloutOrder:
         """See `orders.OrderedDataset`."""
-        if any(branch.denied for branch in branches):
+        if any(branch.deny_list for branch in branches):
             raise DataError("rollouts: deny lists are only for data that is streamed from tars. Undo the deny.")
         assert self.fill is not None, "the recipe has put it in"
         return RolloutOrder(seed, len(self), per_step, self.config.passes, self.fill, self.is_filled, branches)

@@ -30,7 +30,7 @@ class Config(RowsConfig):
     single passage with only the question."""
     num_passages: int | None = Field(default=None, gt=0)
     """Maximum number of passages per question, from the first; None for all."""
-    keep_useful: bool = False
+    keep_gold: bool = False
     """Whether `num_passages` should, in training, first drop contexts that are not marked as useful."""
     passage_tokens: int = Field(gt=0)
     """Maximum tokens of a passage with question, title and end token. In longer passages, first the question is
@@ -42,8 +42,8 @@ class Config(RowsConfig):
 
     @model_validator(mode="after")
     def _passages_are_read(self) -> "Config":
-        if self.keep_useful and self.num_passages is None:
-            raise ValueError("keep_useful: has no effect without num_passages. Remove it.")
+        if self.keep_gold and self.num_passages is None:
+            raise ValueError("keep_gold: has no effect without num_passages. Remove it.")
         if self.contexts == "none" and (self.num_passages is not None or self.too_long != "truncate"):
             raise ValueError(
                 "contexts: with 'none' there is one passage, so num_passages and too_long would be ignored. "
@@ -68,7 +68,7 @@ class Config(RowsConfig):
         """
         rows, fingerprint = questions.read(places, self, split)
         data = FidQADataset(self, rows, tokenizer, seed, fingerprint)
-        data.keeps_useful = self.keep_useful and split == "train"
+        data.keeps_useful = self.keep_gold and split == "train"
         return data
 
 

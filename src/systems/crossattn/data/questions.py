@@ -201,6 +201,7 @@ class DecoderConfig(RowsConfig):
     loss_on: Literal["answer", "all"]
     """Whether the loss is on the answer and the end token, or on every token but the first."""
     template: templates.Name = "assistant"
+    """Chat template of question and answer."""
     fixed_length: bool = False
     """Whether to pad every batch to the maximum length, instead of its longest sequence, for `loop.compile`."""
 

@@ -26,20 +26,21 @@ _VISION_SIZES = (
 
 
 class Config(ModelConfig):
-    """Which two models, and sizes of what is between them. The decoder's tokenizer gets tokens of images."""
+    """Two pretrained parts and the connector between them. Image tokens are added to the decoder's tokenizer."""
 
     vision: str = Field(min_length=1)
     """Hub id such as "google/siglip-base-patch16-512", or a save_pretrained folder: below `--data_path`, or a path."""
     text: str = Field(min_length=1)
-    """Of the decoder, likewise, such as "HuggingFaceTB/SmolLM2-135M"."""
+    """The decoder: hub id or folder, such as "HuggingFaceTB/SmolLM2-135M"."""
     scale_factor: int | None = Field(default=None, gt=0)
-    """Patches of a side that the pixel shuffle of Idefics3 makes one token; None: 2, where there is no resampler."""
+    """Side length, in patches, of the square that Idefics3's pixel shuffle turns into one token. None: 2, if there is
+    no resampler."""
     resampler: parts.Resampler | None = None
     """Instead of the pixel shuffle: the model is then an Idefics2."""
     max_tiles: int = Field(default=1, gt=0)
-    """Most rows, and columns, of tiles of an image."""
+    """Maximum rows and maximum columns of tiles per image."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of the weights in memory."""
+    """Type of the weights in memory."""
     frozen: list[parts.Part] = []
     """Parts that are not trained."""
 
@@ -94,7 +95,7 @@ class Config(ModelConfig):
             model_type = model.read_config(places)["model_type"]
             if model_type not in supported_types:
                 raise ConfigError(
-                    f"model.{field}: {model.path} is of type {model_type!r}; expected one of {', '.join(supported_types)}."
+                    f"model.{field}: {model.path} is a {model_type!r}; expected one of {', '.join(supported_types)}."
                 )
         patches = self._patches(places)
         sizes = self.architecture(places)
@@ -128,7 +129,7 @@ class Config(ModelConfig):
         return self._text().cache_bytes(places, value_bytes)
 
     def _patches(self, places: Places) -> int:
-        """Of a side of a frame."""
+        """Patches per side of a frame."""
         config = self._encoder_config(places)
         return config.image_size // config.patch_size
 

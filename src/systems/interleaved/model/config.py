@@ -22,9 +22,13 @@ class Vision(StrictConfig):
     frame_size: int = Field(gt=0)
     """Pixels of a side of a frame."""
     patch_size: int = Field(gt=0)
+    """Pixels per side of a patch."""
     hidden_size: int = Field(gt=0)
+    """Width of the encoder."""
     num_layers: int = Field(gt=0)
+    """Transformer layers."""
     num_heads: int = Field(gt=0)
+    """Attention heads."""
 
     @model_validator(mode="after")
     def _frames_are_whole_patches(self) -> "Vision":
@@ -44,12 +48,15 @@ class Config(ModelConfig):
     resampler: parts.Resampler | None = None
     """Instead of the pixel shuffle: the model is then an Idefics2."""
     max_tiles: int = Field(default=1, gt=0)
-    """Most rows, and columns, of tiles of an image."""
+    """Maximum rows and maximum columns of tiles per image."""
     hidden_size: int = Field(gt=0)
+    """Width of the language part."""
     num_layers: int = Field(gt=0)
+    """Layers of the language part."""
     num_heads: int = Field(gt=0)
+    """Attention heads of the language part."""
     max_positions: int = Field(gt=0)
-    """Most tokens of a sequence."""
+    """Maximum tokens of a sequence."""
 
     @model_validator(mode="after")
     def _tokens_are_whole(self) -> "Config":
@@ -118,5 +125,5 @@ class Config(ModelConfig):
         return True
 
     def _family(self) -> str:
-        """Of the decoder."""
+        """Model type of the decoder."""
         return "mistral" if self.resampler else "llama"

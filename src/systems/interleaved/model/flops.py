@@ -1,5 +1,5 @@
 """Floating-point operations of models that read images, by the rules of src/support/flops.py.
-The lowest part that is trained counts whole.
+The lowest trained part is counted completely.
 
 Shapes: B rows, T tokens, N frames, P patches of a frame, L tokens of a frame.
 """
@@ -47,7 +47,7 @@ def training_flops(model: Any) -> "Callable[[Mapping[str, Tensor]], int]":
     layer = 4 * vision.hidden_size**2 + 2 * vision.hidden_size * vision.intermediate_size
     encoder = Stack(vision.num_hidden_layers, layer, vision.hidden_size)
     patches = 2 * P * 3 * vision.patch_size**2 * vision.hidden_size
-    """Of the first matrix, whose inputs need no gradients."""
+    """FLOPs of the first matrix; its inputs need no gradients."""
 
     def count(batch: "Mapping[str, Tensor]") -> int:
         (B, T), N = batch["input_ids"].shape, max(1, len(batch["frames"]))
@@ -62,8 +62,7 @@ def training_flops(model: Any) -> "Callable[[Mapping[str, Tensor]], int]":
 
 
 def passes_by_part(model: Any) -> dict[str, Passes]:
-    """How often the products of each part are computed:
-    no gradients pass into what is below the lowest weight that is trained."""
+    """Number of computations of each part's products. Parts below the lowest trained weight get no gradients."""
     passes, below = dict[str, Passes](), False
     for part, parameters in parameters_by_part(model).items():
         trained = [name for name, parameter in parameters if parameter.requires_grad]
@@ -76,7 +75,7 @@ def passes_by_part(model: Any) -> dict[str, Passes]:
 
 
 def _connector_flops(config: Any, P: int, L: int, passes: Passes) -> int:
-    """Of one frame."""
+    """FLOPs per frame."""
     width, D = config.vision_config.hidden_size, config.text_config.hidden_size
     if not hasattr(config, "perceiver_config"):
         return passes.matrices * 2 * L * width * config.scale_factor**2 * D

@@ -1,4 +1,4 @@
-"""What all models that read images share: tokens, configs, the pass through the encoder, and parts that are frozen."""
+"""Shared by all models that read images: tokens, configs, the pass through the encoder, and frozen parts."""
 
 from collections.abc import Mapping, Sequence
 from types import MethodType
@@ -16,22 +16,23 @@ FAMILIES = ("idefics2", "idefics3", "smolvlm")
 """By transformers' `model_type`."""
 IMAGE = "<image>"
 Part = Literal["vision", "connector", "embeddings", "text"]
-"""The encoder of frames; what makes tokens of its patches; embeddings of tokens and the matrix of the logits;
-the decoder's layers."""
+"""The encoder of frames; the connector from patches to tokens; token embeddings and output projection; the decoder's
+layers."""
 
 
 class Resampler(StrictConfig):
-    """Sizes of what makes tokens of patches in Idefics2 (Laurençon et al. 2024, arXiv 2405.02246):
-    learned queries that read them."""
+    """Sizes of Idefics2's perceiver, whose queries attend to patches (Laurençon et al. 2024, arXiv 2405.02246)."""
 
     tokens: int = Field(gt=0)
-    """Of a frame."""
+    """Tokens per frame."""
     num_layers: int = Field(gt=0)
+    """Transformer layers."""
     num_heads: int = Field(gt=0)
+    """Attention heads."""
 
 
 def image_tokens(max_tiles: int, resampler: Resampler | None) -> list[str]:
-    """Control tokens of images. Idefics2 has no tiles, and so no token of the whole."""
+    """Control tokens of images. Idefics2 has no tiles, and so no global token."""
     tiles = [f"<row_{row}_col_{column}>" for row in range(1, max_tiles + 1) for column in range(1, max_tiles + 1)]
     whole = [] if resampler else ["<global-img>", *(tiles if max_tiles > 1 else [])]
     return ["<fake_token_around_image>", IMAGE, *whole]
@@ -40,7 +41,7 @@ def image_tokens(max_tiles: int, resampler: Resampler | None) -> list[str]:
 def require_connector(
     scale_factor: int | None, resampler: Resampler | None, patches: int, max_tiles: int, hidden_size: int
 ) -> None:
-    """Raises ValueError where patches do not become whole tokens. patches: of a side of a frame."""
+    """Raises ValueError if the patches do not fill the tokens. patches: per side of a frame."""
     if resampler is None:
         if patches % (scale_factor or 2):
             raise ValueError(f"scale_factor {scale_factor or 2}: the {patches} patches of a side do not divide by it.")
@@ -99,7 +100,7 @@ def build_random(
 
 
 def complete(model: Any, frozen: Sequence[Part] = ()) -> Any:
-    """The transformers model, changed in place: its encoder always runs, parts are frozen, it tells its operations."""
+    """The transformers model, changed in place: its encoder always runs, parts are frozen, it reports its FLOPs."""
     _require_encoder_passes(model.model)
     for part in frozen:
         for _, parameter in flops.parameters_by_part(model)[part]:
@@ -110,10 +111,10 @@ def complete(model: Any, frozen: Sequence[Part] = ()) -> Any:
 
 
 def _require_encoder_passes(inner: Any) -> None:
-    """Have the features of frames that no token stands for take part in the result with weight 0.
+    """Add the features of frames without a token to the result with weight 0.
 
-    A micro-batch without an image then reads one frame that nobody sees: where a model is shared, all processes must
-    make the same passes.
+    A micro-batch without an image then reads one hidden frame: with a sharded model all processes must make the same
+    passes.
     """
     if hasattr(inner, "get_placeholder_mask"):  # SmolVLM
         find = inner.get_placeholder_mask
@@ -145,7 +146,7 @@ def _require_encoder_passes(inner: Any) -> None:
 
 
 def _find_images(inner: Any, input_ids: "Tensor", states: "Tensor") -> "Tensor | None":
-    """(B, T) bool, True on the tokens that stand for images; None where none does.
+    """(B, T) bool, True for image tokens; None without any.
 
     Raises:
         ValueError: they are not as many as `states`, (..., D).

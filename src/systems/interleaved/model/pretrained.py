@@ -23,14 +23,13 @@ class Config(ModelConfig):
     """Hub id such as "HuggingFaceTB/SmolVLM-256M-Instruct", or a folder made by save_pretrained:
     below `--data_path`, or a path."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """Of the weights in memory."""
+    """Type of the weights in memory."""
     revision: str | None = None
     """Branch, tag or commit of the hub id; None for main."""
     frozen: list[Part] = []
     """Parts that are not trained."""
     attention: Literal["sdpa", "eager"] | None = None
-    """Of every part, as of the model 'hf'.
-    Those that it has besides do not tell the documents of a row apart by their positions."""
+    """Attention of every part, as in model 'hf'. Other implementations ignore the positions that separate documents."""
 
     @field_validator("frozen")
     @classmethod

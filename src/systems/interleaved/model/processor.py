@@ -28,8 +28,7 @@ else message['content'] -%}
 {%- endfor -%}
 {%- endfor -%}
 """
-"""What the parts of a document become in a row:
-texts that follow each other have a space between them, and nobody has a role."""
+"""Chat template that writes a message as a document: adjacent texts are joined by a space, and there are no roles."""
 
 
 def save(folder: Path, checkpoint: Path, tokenizer: Any) -> None:

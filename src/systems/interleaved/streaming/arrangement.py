@@ -143,7 +143,7 @@ class Streams:
         return epoch, self.starts[number_of_source] + source.document(epoch, place)
 
 
-def arrange(sources: Sequence[Source], rates: Sequence[float]) -> "Joined | Streams":
+def arrange(sources: Sequence[Source], rates: Sequence[float]) -> "JoinedSources | Streams":
     """The order of several sources: by rates, or without any in proportion to their documents."""
     return Streams(sources, rates) if len(sources) > 1 and rates else JoinedSources(sources)
 

@@ -63,6 +63,7 @@ class Config(DatasetConfig):
     has_questions: ClassVar[bool] = True
 
     sources: dict[str, SourceConfig] = Field(min_length=1)
+    """Sources by name; losses and counts are reported under it."""
     images: ImagesConfig
     sequence_tokens: int = Field(gt=1)
     """Tokens of a row."""
@@ -172,7 +173,7 @@ class Sample:
     source_ids: list[int] = field(default_factory=list)
     frames: "list[np.ndarray]" = field(default_factory=list)
     """Per image, (frames, 3, E, E) float32."""
-    counted: list[list[int]] = field(default_factory=list)
+    counts: list[list[int]] = field(default_factory=list)
     """(sources, COUNTED)."""
     cached: tuple[int, int] = (0, 0)
     """Reads of shards that are elsewhere: those from the cache, and all."""
@@ -306,7 +307,7 @@ class StreamedDataset:
         Raises:
             DataError: too much cannot be read, or the policy refuses it.
         """
-        row = Sample(counted=[[0] * len(COUNTS) for _ in self.documents])
+        row = Sample(counts=[[0] * len(COUNTS) for _ in self.documents])
         key = (epoch, index, *(more or (0,)))
         for _, document, number in zip(key[::3], key[1::3], key[2::3], strict=True):
             if not 0 <= document < len(self):
@@ -318,7 +319,7 @@ class StreamedDataset:
 
     def read_piece(self, document: int, piece: Piece, swaps: Swaps | None = None) -> Sample:
         """A row of one piece of a document."""
-        row = Sample(counted=[[0] * len(COUNTS) for _ in self.documents])
+        row = Sample(counts=[[0] * len(COUNTS) for _ in self.documents])
         self._add(row, document, piece, 0, swaps)
         return row
 
@@ -330,7 +331,7 @@ class StreamedDataset:
         content = self._read(source, local, piece, place, swaps)
         hits, misses = counters["hits"] - before[0], counters["misses"] - before[1]
         row.cached = row.cached[0] + hits, row.cached[1] + hits + misses
-        counts = row.counted[source]
+        counts = row.counts[source]
         if content is None:
             end = self.documents[source].texts.end[0]
             content = Content([end] * piece.tokens, [False] * piece.tokens, [], [piece.tokens])
@@ -343,7 +344,7 @@ class StreamedDataset:
             ):
                 counts[i] += more
         row.input_ids += content.ids
-        row.loss_mask += content.learned
+        row.loss_mask += content.loss_mask
         row.frames += content.images
         row.lengths += content.lengths
         row.source_ids += [source] * len(content.ids)
@@ -391,7 +392,7 @@ class StreamedDataset:
             **collate.pack_tokens(ids, masks, [row.lengths for row in samples], 0, most),
             "frames": torch.from_numpy(frames),
             "source_ids": source_ids,
-            "source_counts": torch.tensor([row.counted for row in samples]).sum(0),
+            "source_counts": torch.tensor([row.counts for row in samples]).sum(0),
             "cached": torch.tensor([row.cached for row in samples]).sum(0),
         }
         if set(self.weights) != {1.0}:

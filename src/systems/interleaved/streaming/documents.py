@@ -92,7 +92,7 @@ class Content:
     """A piece as a model reads it."""
 
     ids: list[int] = field(default_factory=list)
-    learned: list[bool] = field(default_factory=list)
+    loss_mask: list[bool] = field(default_factory=list)
     images: "list[np.ndarray]" = field(default_factory=list)
     """Frames of each image, (frames, 3, E, E) float32."""
     lengths: list[int] = field(default_factory=list)
@@ -232,13 +232,13 @@ class Documents:
         whole = self._read_parts(shard, parts)
         ids_of = self._encode(parts, whole)
         content = Content(list(self.texts.begin) if piece.begins else [])
-        content.learned = [False] * len(content.ids)
+        content.loss_mask = [False] * len(content.ids)
         for element in piece.elements:
             if element.grid is not None:
                 image_ids = self.images.token_ids(element.grid)
                 ids = image_ids[len(image_ids) - element.tokens :]
                 image = self._image(document, element.part, whole, swaps)
-                content.images.append(self.images.config.frames(image, self._index(shard).most_pixels))
+                content.images.append(self.images.config.frames(image, self._index(shard).max_pixels))
                 if len(content.images[-1]) != element.grid.frames:
                     raise DataError("an image has another size than the index says")
             else:
@@ -247,17 +247,17 @@ class Documents:
                     raise DataError("a text has other tokens than the index says")
                 ids = ids[element.first : element.first + element.tokens]
             content.ids += ids
-            content.learned += [element.kind == TEXT] * len(ids)
+            content.loss_mask += [element.kind == TEXT] * len(ids)
         if piece.ends:
             content.ids += self.texts.end
-            content.learned += [True] * len(self.texts.end)
+            content.loss_mask += [True] * len(self.texts.end)
         ends = [
             place
             for place, token in enumerate(content.ids, 1)
             if token == self.texts.end[0] and place < len(content.ids)
         ]
         for place in (0, *ends):
-            content.learned[place] = False
+            content.loss_mask[place] = False
         content.lengths = [end - begin for begin, end in pairwise([0, *ends, len(content.ids)])]
         return content
 

@@ -101,17 +101,17 @@ class ImagesConfig(StrictConfig):
             width = _round_up(int(height * aspect), self.frame_size)
         return [*sizes, (width, height)]
 
-    def frames(self, content: bytes, most_pixels: int = MOST_PIXELS) -> "np.ndarray":
+    def frames(self, content: bytes, max_pixels: int = MOST_PIXELS) -> "np.ndarray":
         """(frames, 3, frame_size, frame_size) float32: the frames of an encoded image, from -1 to 1;
         transparent pixels are white.
 
         Raises:
-            ImageError: it has more than `most_pixels` pixels, or cannot be decoded.
+            ImageError: it has more than `max_pixels` pixels, or cannot be decoded.
         """
         import numpy as np
         from PIL import Image
 
-        image = open_image(content, most_pixels)
+        image = open_image(content, max_pixels)
         for size in self._sizes(*image.size):
             if size != image.size:
                 image = image.resize(size, Image.Resampling.LANCZOS)

@@ -17,7 +17,7 @@ from src.errors import DataError
 from src.experiments.config import Config as StrictConfig
 from src.files import reading, writing
 from src.support.parsing import parse_json
-from src.systems.interleaved.streaming.shard_files import ShardChanged, ShardError
+from src.systems.interleaved.streaming.shard_files import ChangedShardError, ShardError
 
 FILE = "quarantine.jsonl"
 
@@ -31,11 +31,11 @@ class ErrorPolicy(StrictConfig):
     """A tar is not the one that was indexed."""
     unavailable_shard: Literal["raise", "skip_shard"] = "raise"
     """A tar cannot be read, after as many tries as its source makes."""
-    most_documents: float = Field(default=0.001, ge=0, le=1)
+    max_documents: float = Field(default=0.001, ge=0, le=1)
     """Share of the documents of the data set that can be unreadable; one is always allowed."""
-    most_shards: float = Field(default=0.01, ge=0, le=1)
+    max_shards: float = Field(default=0.01, ge=0, le=1)
     """Share of the shards that can be skipped; one is always allowed."""
-    most_in_a_row: int = Field(default=100, gt=0)
+    max_consecutive: int = Field(default=100, gt=0)
     """Unreadable documents in a row of one process that stop it."""
 
 
@@ -47,11 +47,11 @@ class Quarantine:
         self.policy = policy
         self.path: Path | None = None
         self._max = {
-            "document": max(1, int(policy.most_documents * documents)),
-            "shard": max(1, int(policy.most_shards * shards)),
+            "document": max(1, int(policy.max_documents * documents)),
+            "shard": max(1, int(policy.max_shards * shards)),
         }
         self._total = {"document": documents, "shard": shards}
-        self._recorded: set[tuple[str, str, int | None, int]] = set()
+        self._records: set[tuple[str, str, int | None, int]] = set()
         self._in_a_row = 0
 
     def open(self, run: Path) -> None:
@@ -71,7 +71,7 @@ class Quarantine:
 
     def holds(self, source: str, shard: str, document: int, piece: int) -> bool:
         """Whether a piece of a document, by its number in its shard, is skipped."""
-        return (source, shard, document, piece) in self._recorded or (source, shard, None, 0) in self._recorded
+        return (source, shard, document, piece) in self._records or (source, shard, None, 0) in self._records
 
     def note_success(self) -> None:
         """Take note that a document was read."""
@@ -85,7 +85,7 @@ class Quarantine:
         """
         of_shard, policy = isinstance(error, ShardError), self.policy
         kind = (
-            ("changed_shard" if isinstance(error, ShardChanged) else "unavailable_shard")
+            ("changed_shard" if isinstance(error, ChangedShardError) else "unavailable_shard")
             if of_shard
             else "bad_document"
         )
@@ -103,7 +103,7 @@ class Quarantine:
             ) from None
         number, piece = (None, 0) if of_shard else (document, piece)
         self._read()  # entries of other processes
-        if (source, shard, number, piece) not in self._recorded:
+        if (source, shard, number, piece) not in self._records:
             record = {
                 "source": source,
                 "shard": shard,
@@ -115,14 +115,14 @@ class Quarantine:
             self._append(record)
         self._in_a_row += 1
         self._require_few("shard" if of_shard else "document", f"{where}: {error}")
-        if self._in_a_row >= policy.most_in_a_row:
+        if self._in_a_row >= policy.max_consecutive:
             raise DataError(
                 f"{where}: {error}. None of {self._in_a_row} documents in a row can be read. Repair the data, "
-                f"or resume the same run with --set data.errors.most_in_a_row={10 * policy.most_in_a_row}"
+                f"or resume the same run with --set data.errors.max_consecutive={10 * policy.max_consecutive}"
             )
 
     def _require_few(self, kind: str, where: str) -> None:
-        unreadable = len({key[:3] for key in self._recorded if (key[2] is None) == (kind == "shard")})
+        unreadable = len({key[:3] for key in self._records if (key[2] is None) == (kind == "shard")})
         if unreadable > self._max[kind]:
             total = self._total[kind]
             raise DataError(
@@ -132,7 +132,7 @@ class Quarantine:
             )
 
     def _append(self, record: dict[str, Any]) -> None:
-        self._recorded.add((record["source"], record["shard"], record["document"], record["piece"]))
+        self._records.add((record["source"], record["shard"], record["document"], record["piece"]))
         if self.path is not None:
             with writing(self.path):
                 # One write: lines of processes do not mix.
@@ -152,7 +152,7 @@ class Quarantine:
         for line in lines:
             try:
                 record = parse_json(line, self.path, DataError)
-                self._recorded.add((record["source"], record["shard"], record["document"], record["piece"]))
+                self._records.add((record["source"], record["shard"], record["document"], record["piece"]))
             except (DataError, KeyError, TypeError):
                 continue  # cut by a kill or a full disk: that document is recorded again
 

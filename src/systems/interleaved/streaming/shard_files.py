@@ -9,8 +9,8 @@ from typing import Any
 
 from src.errors import ConfigError
 from src.systems.interleaved.streaming.manifest import (
-    Shard,
     ChangedShardError,
+    Shard,
     ShardError,
     ShardUnavailable,
     sample_tar,

@@ -75,7 +75,7 @@ class TarIndex:
     - "read": [members, bytes] of good documents; "passed_over": {reason: {suffix: [members, bytes]}} of all other
       members (a suffix with a colon counts values of JSON members)
     - "fields": the mapping; "mapped": in how many documents each of its entries is
-    - "most_pixels" of an image; "verified": whether its images were decoded; "tokenizer": the digest of the tokenizer
+    - "max_pixels" of an image; "verified": whether its images were decoded; "tokenizer": the digest of the tokenizer
       of `tokens`
     """
     tokens: "np.ndarray | None" = None
@@ -90,9 +90,9 @@ class TarIndex:
         return self.parts[row["first_part"] : row["first_part"] + row["parts"]]
 
     @property
-    def most_pixels(self) -> int:
+    def max_pixels(self) -> int:
         """Pixels of the largest image that is decoded."""
-        return self.facts.get("most_pixels", MOST_PIXELS)
+        return self.facts.get("max_pixels", MOST_PIXELS)
 
     @cached_property
     def fields(self) -> Fields | None:

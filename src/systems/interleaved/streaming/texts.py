@@ -24,13 +24,13 @@ class TextTokens:
     def __init__(self, tokenizer: "PreTrainedTokenizerFast", style: str = "idefics3") -> None:
         """style: of images, see `ImagesConfig`.
         With that of Idefics2, a text after an image also starts with a space."""
-        self._spaced = style == "idefics2"
+        self._adds_spaces = style == "idefics2"
         self._safe = SafeTokenizer(tokenizer)
         bos = tokenizer.bos_token_id
         self.begin: list[int] = [bos] if isinstance(bos, int) and bos != self._safe.eos_id else []
         """First tokens of a document: the BOS token, if the tokenizer has one that differs from EOS."""
         self.end = [self._safe.eos_id]
-        rules = f"{RULES}/{self.begin}/{self.end}/{_rules_of(tokenizer)}{'/spaced' if self._spaced else ''}"
+        rules = f"{RULES}/{self.begin}/{self.end}/{_rules_of(tokenizer)}{'/spaced' if self._adds_spaces else ''}"
         self.digest = hashlib.sha256(rules.encode()).hexdigest()[:16]
         """Digest of the rules and of the tokenizer's treatment of plain text, unaffected by control tokens."""
 
@@ -50,7 +50,7 @@ class TextTokens:
                 if not unread_text(text):
                     first, *more = text.split(END)
                     has_space = after_text or (
-                        after_image and self._spaced and not (first[:1].isspace() or first[:1] == "<")
+                        after_image and self._adds_spaces and not (first[:1].isspace() or first[:1] == "<")
                     )
                     ids = self._safe.encode(f" {first}" if has_space else first)
                     for piece in more:

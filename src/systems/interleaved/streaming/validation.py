@@ -37,7 +37,7 @@ class InOrder:
 
     def document(self, lane: int, lanes: int, number: int, reshuffles: Sequence[Sequence[int]] = ()) -> tuple[int, int]:
         """See `packing.lanes.Arrangement`."""
-        assert not reshuffles, "an evaluation has none"
+        assert not reshuffles, "an evaluation has no reshuffles"
         return self.epoch(lane, lanes, number), self.documents[(number * lanes + lane) % self.count]
 
 
@@ -54,10 +54,15 @@ class ValidationRows:
             for source, (name, documents) in enumerate(zip(data.source_names, data.documents, strict=True))
             if name in names
         }
-        self._swaps = {name: self._shuffle_images(own) for name, own in self._ranges.items()} if shuffled else {}
-        self._rows = [(name, row) for name, own in self._ranges.items() for row in self._pack(own)]
+        self._swaps = (
+            {name: self._shuffle_images(documents) for name, documents in self._ranges.items()} if shuffled else {}
+        )
+        self._rows = [(name, row) for name, documents in self._ranges.items() for row in self._pack(documents)]
         self._questions = [
-            question for own in self._ranges.values() for document in own if (question := self._ask(document))
+            question
+            for documents in self._ranges.values()
+            for document in documents
+            if (question := self._ask(document))
         ]
 
     @cached_property
@@ -98,7 +103,7 @@ class ValidationRows:
 
     @property
     def num_questions(self) -> int:
-        """Documents with a prompt that an answer follows, in the piece that they begin with."""
+        """Number of documents with a prompt and an answer in their first piece."""
         return len(self._questions)
 
     def row(self, index: int) -> dict[str, Any]:
@@ -134,8 +139,8 @@ class ValidationRows:
     def collate_prompts(self, samples: "Sequence[Sample]") -> Batch:
         """Padded on the left, for `generate`; frames as (1, N, 3, E, E), as transformers takes them.
 
-        A batch without an image has one frame that no token stands for: with sharded weights, a process that did not
-        run the encoder would wait for the others for ever.
+        A batch without an image has one frame without a token: with sharded weights all processes must run the
+        encoder, or they wait forever.
         """
         import numpy as np
         import torch
@@ -150,7 +155,7 @@ class ValidationRows:
         return {**batch, "pixel_values": torch.from_numpy(np.concatenate(frames))[None]}
 
     def with_shuffled_contexts(self) -> "ValidationRows":
-        """The same documents, each with images of others of the same size: a control."""
+        """A control: the same documents, each with images of the same size from different documents."""
         return self._control
 
     def _pack(self, documents: Sequence[int]) -> list[list[int]]:

@@ -51,7 +51,7 @@ class Config(DatasetConfig):
     html_rate: float = Field(default=1.0, ge=0, le=1)
     """Probability that a document has its HTML, before columns are drawn. With 0.25 and BigScience's weights, 13 % of
     the documents have HTML. In the reference it is 87 %: its `html_overall_sample_rate` works the wrong way round."""
-    written: bool = True
+    with_metadata: bool = True
     """False: a baseline without metadata, with the same text in every block."""
     metadata_loss: bool = False
     """Whether markers in the text are in the loss. Prefixes never are."""
@@ -78,7 +78,7 @@ class Config(DatasetConfig):
 
     def require_written(self, field: str, column: str) -> None:
         """Raise ValueError if a column named by `field` is unknown, is not read, or is not written."""
-        known_columns = {*COLUMNS, *KEYS, *self.writing.own_keys}
+        known_columns = {*COLUMNS, *KEYS, *self.writing.custom_keys}
         if column not in known_columns:
             raise ValueError(f"{field}: {unknown_text('column', column, known_columns)}")
         if self.columns is not None and key_of(column) not in map(key_of, self.columns):
@@ -197,7 +197,9 @@ class MetadataDataset:
 
     def _make(self, epoch: int, document: int) -> list[Piece]:
         draws = Random(f"{self.seed}/{epoch}/{document}")
-        return self.documents.maker.pieces(draw(self.documents[document], self.config, draws), self.config.written)
+        return self.documents.maker.pieces(
+            draw(self.documents[document], self.config, draws), self.config.with_metadata
+        )
 
     def sizes(self, epoch: int, document: int) -> list[tuple[int]]:
         """Number of tokens in each piece of a document; empty if no token is in the loss."""
@@ -228,7 +230,7 @@ class MetadataDataset:
             if number >= len(pieces):
                 continue  # a document without a token in the loss, which an order skips
             row["input_ids"] += pieces[number].ids
-            row["loss_mask"] += pieces[number].learned
+            row["loss_mask"] += pieces[number].loss_mask
             row["lengths"].append(len(pieces[number].ids))
         return row
 
@@ -241,10 +243,10 @@ class MetadataBlocks:
     """Every block of the chosen documents, one per sample."""
 
     def __init__(self, documents: Documents, row_numbers: Sequence[int]) -> None:
-        self.documents, self.chosen, self.config = documents, row_numbers, documents.config
+        self.documents, self.row_numbers, self.config = documents, row_numbers, documents.config
         self.fingerprint = documents.fingerprint
         by_document = (
-            (number, documents.maker.pieces(documents[number], self.config.written)) for number in row_numbers
+            (number, documents.maker.pieces(documents[number], self.config.with_metadata)) for number in row_numbers
         )
         self._pieces = [(number, piece) for number, pieces in by_document for piece in pieces]
         if not self._pieces:
@@ -259,7 +261,7 @@ class MetadataBlocks:
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
         piece = self._pieces[index][1]
-        return {"input_ids": piece.ids, "loss_mask": piece.learned, "lengths": [len(piece.ids)]}
+        return {"input_ids": piece.ids, "loss_mask": piece.loss_mask, "lengths": [len(piece.ids)]}
 
     def collate(self, samples: Sequence[Sample]) -> TokenBatch:
         """Collate like in training."""

@@ -38,22 +38,24 @@ class Writing(Config):
 
     keys: list[str] = Field(default=list(KEYS), min_length=1)
     """Keys to write, in the order of the prefix."""
-    own_keys: list[str] = []
+    custom_keys: list[str] = []
     """Keys among `keys` that this project does not define. Their items are written as "KEY: VALUE" and [KEY: VALUE]."""
     style: Literal["prefix", "prompt"] = "prefix"
     """prompt: all metadata are written in words before the text, which has no markers."""
     linearisation: Linearisation = "nested"
+    """How HTML tags with the same position are ordered."""
     separators: Separators = Separators()
     url: Address = "whole"
     """host: "URL: docs.python.org", as in metadata conditioning then cooldown (Gao et al. 2025, arXiv 2501.01956)."""
     html: HtmlFilter = HtmlFilter()
     entity_position: Literal["beginning", "end"] = "beginning"
     """Position of entity names in a paragraph."""
-    announce: bool = False
+    list_local_keys: bool = False
     """Whether the prefix lists the local keys of the document."""
-    announced: dict[str, str] = {}
+    local_key_names: dict[str, str] = {}
     """Names of local keys in that list, where they differ from the keys."""
     run_starts: dict[str, str] = {}
+    """Text before each run of markers with relative positions, by key."""
     run_ends: dict[str, str] = {}
     """By key, the texts around each run of markers with relative positions."""
     special_tokens: bool = False
@@ -67,17 +69,17 @@ class Writing(Config):
         if len(set(self.keys)) < len(self.keys):
             raise ValueError(f"keys: {max(self.keys, key=self.keys.count)!r} appears twice. Remove one.")
         for key in self.keys:
-            if key not in {*KEYS, *self.own_keys}:
-                raise ValueError(f"keys: {unknown_text('key', key, KEYS)} Declare a key of yours in own_keys.")
+            if key not in {*KEYS, *self.custom_keys}:
+                raise ValueError(f"keys: {unknown_text('key', key, KEYS)} Declare a key of yours in custom_keys.")
         for name, by_key in (
-            ("announced", self.announced),
+            ("local_key_names", self.local_key_names),
             ("run_starts", self.run_starts),
             ("run_ends", self.run_ends),
         ):
             for key in by_key:
                 if key not in self.keys:
                     raise ValueError(f"{name}: {unknown_text('key', key, self.keys)}")
-        if self.announced and not self.announce:
+        if self.local_key_names and not self.list_local_keys:
             raise ValueError("announced: renames the keys of announce, which is off. Remove it, or set announce.")
         if self.special_tokens and not (self.run_starts and self.run_ends):
             raise ValueError("special_tokens: needs run_starts and run_ends, and one of them is empty.")
@@ -99,7 +101,7 @@ class Piece(NamedTuple):
     """Part of a document with its prefix, as lists of equal length."""
 
     ids: list[int]
-    learned: list[bool]
+    loss_mask: list[bool]
     """Whether each token is in the loss; False for the first."""
     spans: list[Span | None]
     """Characters of each text token; the end token follows the last character. None for metadata."""
@@ -173,8 +175,8 @@ class ExampleMaker:
         for key in writing.keys:
             if key in by_key:
                 parts.append(by_key[key])
-            if writing.announce and key in local:
-                parts.append(writing.announced.get(key, key))
+            if writing.list_local_keys and key in local:
+                parts.append(writing.local_key_names.get(key, key))
         return writing.separators.prefix_start + writing.separators.item.join(parts) if parts else ""
 
     def pieces(self, document: Document, with_metadata: bool = True) -> list[Piece]:
@@ -195,7 +197,7 @@ class ExampleMaker:
         if not with_metadata:
             blocks = [([], *block) for block in self._cut_text(document, [block_spans for _, _, block_spans in blocks])]
         pieces = (self._piece(*block) for block in blocks)
-        return [piece for piece in pieces if any(piece.learned)]
+        return [piece for piece in pieces if any(piece.loss_mask)]
 
     def _piece(self, prefix: list[int], ids: list[int], spans: list[Span | None]) -> Piece:
         learned_mask = [False] * len(prefix) + [span is not None or self._metadata_loss for span in spans]

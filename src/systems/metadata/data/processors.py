@@ -28,6 +28,7 @@ class Separators(Config):
     item: str = " | "
     """Between two items, and between the parts of one."""
     key_value: str = ": "
+    """Between a key and its value."""
     prefix_end: str = " |||"
     """After the last item."""
     prefix_start: str = ""
@@ -38,8 +39,10 @@ class TagRule(Config):
     """Drop a tag, but not its text, if the length of the text is in a range."""
 
     tag: str = Field(min_length=1)
-    shortest: float = float("-inf")
-    longest: float = float("inf")
+    """Name of the tag."""
+    min_length: float = float("-inf")
+    """Characters; inclusive."""
+    max_length: float = float("inf")
     """Characters; both limits are inclusive."""
 
 
@@ -48,21 +51,24 @@ class HtmlFilter(Config):
 
     attributes: list[str] | None = None
     """Names of the attributes to write; None for all."""
-    leave_out: list[TagRule] = []
-    shortest: float = float("-inf")
-    """Drop all tags with a text of `shortest` to `longest` characters, except those in `exceptions`."""
-    longest: float = float("-inf")
+    exclude: list[TagRule] = []
+    """Further tags to drop, by the length of their text."""
+    min_length: float = float("-inf")
+    """Drop all tags with a text of `min_length` to `max_length` characters, except those in `exceptions`."""
+    max_length: float = float("-inf")
+    """Upper end of that range."""
     exceptions: list[str] = []
+    """Tags that `shortest` and `longest` do not drop."""
 
     def accepts(self, tag: str, length: int) -> bool:
         """Whether to write a tag with a text of `length` characters."""
-        if tag in self._rules and any(rule.shortest <= length <= rule.longest for rule in self._rules[tag]):
+        if tag in self._rules and any(rule.min_length <= length <= rule.max_length for rule in self._rules[tag]):
             return False
-        return tag in self.exceptions or not self.shortest <= length <= self.longest
+        return tag in self.exceptions or not self.min_length <= length <= self.max_length
 
     @cached_property
     def _rules(self) -> dict[str, list[TagRule]]:
-        return {rule.tag: [other for other in self.leave_out if other.tag == rule.tag] for rule in self.leave_out}
+        return {rule.tag: [other for other in self.exclude if other.tag == rule.tag] for rule in self.exclude}
 
 
 def global_text(item: Item, separators: Separators, address: Address = "whole") -> str:

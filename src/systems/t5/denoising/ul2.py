@@ -35,7 +35,9 @@ class Denoiser(StrictConfig):
     mode: str = ""
     """Prefix of the inputs, such as "[NLU]": one token if it is a control token of the tokenizer, else plain text."""
     mean_span_tokens: float | None = Field(default=None, ge=1)
+    """Mean tokens of a masked span."""
     noise_density: float | None = Field(default=None, gt=0, lt=1)
+    """Share of the tokens that are masked."""
 
     @model_validator(mode="after")
     def _both_or_neither(self) -> "Denoiser":

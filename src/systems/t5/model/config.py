@@ -35,12 +35,15 @@ class Random(StrictConfig):
     """Round the embedding's number of rows up to a multiple of this. 128 turns T5's 32,100 into 32,128, which is faster
     on GPUs."""
     hidden_size: int = Field(gt=0)
+    """Width of the residual stream."""
     feed_forward_size: int = Field(gt=0)
+    """Width of the feed-forward layers."""
     num_layers: int = Field(gt=0)
     """Number of encoder layers."""
     num_decoder_layers: int | None = Field(default=None, gt=0)
     """Number of decoder layers; None for the number of encoder layers."""
     num_heads: int = Field(gt=0)
+    """Attention heads."""
     head_size: int | None = Field(default=None, gt=0)
     """Width of one head; None for hidden_size / num_heads."""
     version: Literal["v1.1", "original"] = "v1.1"

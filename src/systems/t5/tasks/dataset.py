@@ -73,7 +73,7 @@ class Config(DatasetConfig):
         task = task_table.find_in_corpus(self.task, folder)
         for split in splits:
             if split == "train" and not task.task.trained:
-                raise ConfigError(f"data.task: {self.task!r} has no training rows. Use it in predictions.also.")
+                raise ConfigError(f"data.task: {self.task!r} has no training rows. Use it in predictions.extra_tasks.")
             _require_columns(task, jsonl.require_file(folder, f"{split}.jsonl"))
         return task
 

@@ -88,7 +88,7 @@ def test_batch(build):
 
 
 def test_separate_documents(build):
-    data = build(["abc", "", "defgh", "xy"], apart=True)
+    data = build(["abc", "", "defgh", "xy"], separate_documents=True)
     joined_data = build(["abc", "", "defgh", "xy"])
     assert [data.sample(0, i)["input_ids"] for i in range(3)] == [
         joined_data.sample(0, i)["input_ids"] for i in range(3)
@@ -107,7 +107,7 @@ def test_separate_documents(build):
 
 def test_parts_of_a_mixture_with_separate_documents(build, places, tokenizer):
     build(["abc", "defgh", "xy"])
-    part = {"name": "text", "corpus": "t", "apart": True}
+    part = {"name": "text", "corpus": "t", "separate_documents": True}
     config = bind(
         DATASETS,
         {"name": "mixture", "parts": {"a": {**part, "sequence_tokens": 4}, "b": {**part, "sequence_tokens": 6}}},

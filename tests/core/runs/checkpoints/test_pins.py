@@ -94,14 +94,14 @@ def test_multiples_and_single_ones(run: Path, holder: Lease):
 
 def test_another_checkpoint_of_the_same_step_is_another(run: Path, holder: Lease):
     hashes = {"step-00000002": str(manifest_hash(checkpoints.folder(run, 2)))}
-    pins.place(run, "ended", Pin("../holder", every=2, ended=hashes))
+    pins.place(run, "ended", Pin("../holder", every=2, finished=hashes))
     assert pinned_steps(run) == [4]
     pins.place(run, "ended", Pin("../holder", steps=hashes))
     assert pinned_steps(run) == [2]
     with new_directory(checkpoints.folder(run, 2)) as folder:
         (folder / "model.safetensors").write_text("of another branch")
     assert pinned_steps(run) == []
-    pins.place(run, "ended", Pin("../holder", every=2, ended=hashes))
+    pins.place(run, "ended", Pin("../holder", every=2, finished=hashes))
     assert pinned_steps(run) == [2, 4]
 
 
@@ -164,10 +164,10 @@ def test_one_elsewhere_is_dead_when_he_was_seen_standing_still(
     [
         ("{", r"one\.json:1: not valid JSON"),
         ('{"holder": "x"}', r"one\.json: not a pin: got \{\"holder\": \"x\"\}"),
-        ('{"holder": "x", "every": 0, "ended": {}, "steps": {}}', "not a pin"),
-        ('{"holder": "x", "every": true, "ended": {}, "steps": {}}', "not a pin"),
-        ('{"holder": "x", "every": 1, "ended": {"a": 1}, "steps": {}}', "not a pin"),
-        ('{"holder": 1, "every": 1, "ended": {}, "steps": {}}', "not a pin"),
+        ('{"holder": "x", "every": 0, "finished": {}, "steps": {}}', "not a pin"),
+        ('{"holder": "x", "every": true, "finished": {}, "steps": {}}', "not a pin"),
+        ('{"holder": "x", "every": 1, "finished": {"a": 1}, "steps": {}}', "not a pin"),
+        ('{"holder": 1, "every": 1, "finished": {}, "steps": {}}', "not a pin"),
     ],
 )
 def test_a_damaged_pin_is_named(run: Path, content: str, message: str):
@@ -241,7 +241,7 @@ def test_rotation_skips_pinned_checkpoints_until_the_holder_ends(tmp_path: Path)
         pins.place(
             run,
             "one",
-            Pin("../holder", every=4, ended={"step-00000004": str(manifest_hash(checkpoints.folder(run, 4)))}),
+            Pin("../holder", every=4, finished={"step-00000004": str(manifest_hash(checkpoints.folder(run, 4)))}),
         )
         assert train(run, {11: 0.0}, RotationRule(last=1)) == [8, 11]
     finally:

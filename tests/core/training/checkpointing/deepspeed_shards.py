@@ -27,7 +27,7 @@ def build() -> nn.Module:
     for parameter in model.transformer.h[1].parameters():
         parameter.requires_grad_(requires_grad=False)
     model.transformer.ln_f.register_buffer("beside", torch.arange(5.0) / 3)
-    model.transformer.h[0].register_buffer("apart", torch.arange(3.0) / 7)
+    model.transformer.h[0].register_buffer("separate_documents", torch.arange(3.0) / 7)
     model.transformer.h[1].ln_1.register_buffer("count", torch.tensor(7))
     return model.train()
 

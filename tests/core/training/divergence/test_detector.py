@@ -371,14 +371,14 @@ def test_an_early_climb_is_distinguished_from_its_healthy_twin(seed: int):
 
 def test_a_climb_is_reported_once_and_a_restored_detector_knows_it():
     detector, losses = Detector(Config()), [11.6 + 0.3 * step for step in range(40)]
-    assert not detector.state()["climbed"]
+    assert not detector.state()["has_climbed"]
     assert [
         f.kind for step, loss in enumerate(losses, 1) for f in detector.observe(step, loss) if f.kind == "loss_climb"
     ] == ["loss_climb"]
     other = Detector(Config())
     other.restore(detector.state())
     assert other.state() == detector.state()
-    assert other.climbed
+    assert other.has_climbed
 
 
 @pytest.mark.parametrize("at", range(200, 560, 10))

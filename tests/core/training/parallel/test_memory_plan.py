@@ -100,7 +100,10 @@ CASES: dict[str, tuple[dict[str, Any], str | None]] = {
     "t5 bfloat16": (override(T5, {"loop.precision": "bfloat16"}), None),
     "crossattn bfloat16": (override(CROSSATTN, {"loop.precision": "bfloat16"}), None),
     "lora": (LORA, None),
-    "documents that are kept apart": (override(LM, {"data.apart": True, "loop.optimizer": "adafactor"}), None),
+    "documents that are kept apart": (
+        override(LM, {"data.separate_documents": True, "loop.optimizer": "adafactor"}),
+        None,
+    ),
     "images": (INTERLEAVED, None),
 }
 

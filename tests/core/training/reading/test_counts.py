@@ -127,18 +127,18 @@ def test_a_stop_between_rows_saves_the_sums(tmp_path: Path, stop_after: int):
 
 def test_further_steps_are_evaluated_and_saved(tmp_path: Path):
     with small.open_run(small.write_data(tmp_path)) as run:
-        train(run, config(also_at=[2, 5]))
+        train(run, config(extra_eval_steps=[2, 5]))
         assert [row["step"] for row in rows(run) if "val_loss" in row] == [2, 4, 5, 8, 12]
         events = [event["step"] for event in ledger.read(run.path) if event["event"] == "save"]
         assert events == [2, 4, 5, 8, 12]
 
 
 @pytest.mark.parametrize(
-    ("also_at", "message"), [([13], "step 13 is after the last step, 12"), ([0], "greater than 0")]
+    ("extra_eval_steps", "message"), [([13], "step 13 is after the last step, 12"), ([0], "greater than 0")]
 )
-def test_further_steps_that_cannot_be(also_at: list[int], message: str):
+def test_further_steps_that_cannot_be(extra_eval_steps: list[int], message: str):
     with pytest.raises(ValueError, match=message):
-        config(also_at=also_at)
+        config(extra_eval_steps=extra_eval_steps)
 
 
 def test_a_step_that_counts_nothing_is_refused(tmp_path: Path):

@@ -222,7 +222,7 @@ def files_in(run: Path) -> dict[str, bytes]:
     return {str(path.relative_to(run)): path.read_bytes() for path in paths if path.is_file()}
 
 
-APART = {"name": "text", "corpus": "words", "sequence_tokens": 16, "apart": True}
+APART = {"name": "text", "corpus": "words", "sequence_tokens": 16, "separate_documents": True}
 
 
 @pytest.mark.parametrize(

@@ -93,7 +93,7 @@ def test_samples_learn_the_answers_of_the_assistant(tmp_path: Path):
     assert [data.length(0, i) for i in range(4)] == [len(data.sample(0, i)["input_ids"]) for i in range(4)]
     batch = data.collate([data.sample(0, 0), data.sample(0, 2)])
     assert batch["loss_mask"].sum() == 6 + 17
-    everything = build(tmp_path, "train", learn_all=True).sample(0, 0)
+    everything = build(tmp_path, "train", train_all_roles=True).sample(0, 0)
     assert everything["loss_mask"] == [False] + [True] * (len(everything["input_ids"]) - 1)
     with_system = build(tmp_path, "train", writing={"system": "Be kind"}).sample(0, 0)
     assert TOKENIZER.decode(with_system["input_ids"]).startswith("<|system|>Be kind<end><|prompter|>")
@@ -111,7 +111,7 @@ def test_options_change_the_fingerprint(tmp_path: Path):
     assert plain == build(tmp_path, "train").fingerprint
     for options in (
         {"sequence_tokens": 50},
-        {"learn_all": True},
+        {"train_all_roles": True},
         {"writing": {"template": "chatml"}},
         {"random_offset": 0.5},
     ):
@@ -209,7 +209,7 @@ def test_conversations_without_an_answer_are_counted_and_left_out(tmp_path: Path
     assert [TOKENIZER.decode(data.sample(0, n)["input_ids"])[12:13] for n in range(len(data))] == ["b", "f", ""]
     assert "2 of 5 conversations have only empty answers" in caplog.text
     assert [data.row(n)["question"] for n in range(data.num_questions)] == ["b", "g"]
-    assert len(build(tmp_path, "train", learn_all=True)) == 5
+    assert len(build(tmp_path, "train", train_all_roles=True)) == 5
     with pytest.raises(DataError, match="all answers of the assistant are empty"):
         write(tmp_path, [row("a", "")] * 3)
 

@@ -28,7 +28,7 @@ CASES: dict[str, tuple[dict[str, Any], list[tuple[Rollout, float]]]] = {
         ],
     ),
     "format": (
-        {"pattern": "<think>.*</think>\\d+", "wrong": -1.0},
+        {"pattern": "<think>.*</think>\\d+", "incorrect": -1.0},
         [
             (rollout("<think>\na\n</think>4\n"), 1),
             (rollout("4"), -1),
@@ -41,7 +41,7 @@ CASES: dict[str, tuple[dict[str, Any], list[tuple[Rollout, float]]]] = {
         [(rollout("", sampled=n), s) for n, s in ((0, 0), (2, 0), (3, -0.25), (9, -1))],
     ),
     "math": (
-        {"right": 2.0},
+        {"correct": 2.0},
         [
             (rollout("So it is \\boxed{\\frac{1}{2}}.", answer="0.5"), 2),
             (rollout("48 + 24 = 72\n#### 72", answer="Half of 48 is 24.\n#### 72"), 2),

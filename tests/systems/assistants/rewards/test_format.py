@@ -8,7 +8,7 @@ from tests.systems.assistants.rewards.rollouts import rollout, setting
 
 
 def test_all_of_an_answer_has_the_form():
-    config = Config(pattern="<answer>[^<]*</answer>", right=0.5, wrong=-0.5)
+    config = Config(pattern="<answer>[^<]*</answer>", correct=0.5, incorrect=-0.5)
     texts = [
         "<answer>a\nb</answer>",
         " <answer></answer>\n",

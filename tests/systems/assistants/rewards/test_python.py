@@ -94,7 +94,7 @@ def test_an_honest_program_holds_its_tests():
     each = split_tests(TESTS)
     assert len(each) == 8
     broken_program = HONEST.replace("x**0.5", "x**0.6").replace("BEST = 7", "BEST = 8")
-    config = Config(by="tests", share=True, right=1.0, wrong=-1.0)
+    config = Config(by="tests", share=True, correct=1.0, incorrect=-1.0)
     assert config.scores([rollout(broken_program, tests=TESTS)]) == [pytest.approx(-1 + 2 * 6 / 8)]
 
 

@@ -285,7 +285,7 @@ def test_an_end_is_no_error_that_a_test_waits_for():
 
 @needs_bubblewrap
 def test_many_at_once_are_in_order():
-    limits = Limits(at_once=8)
+    limits = Limits(max_parallel=8)
     assert (
         Config(by="value", limits=limits).scores([rollout(str(n), answer=n - n % 3) for n in range(24)])
         == [1, 0, 0] * 8
@@ -303,7 +303,7 @@ sandbox.run_programs([sandbox.Program("serve", order)] * 2, limits)
 
 @needs_bubblewrap
 def test_no_program_outlives_a_training_that_is_killed(limits: Limits):
-    limits = limits.model_copy(update={"at_once": 2})
+    limits = limits.model_copy(update={"max_parallel": 2})
     training = subprocess.Popen([sys.executable, "-c", TRAINING, limits.model_dump_json()], cwd=ROOT)
     try:
         wait_until(

@@ -136,12 +136,12 @@ def test_the_kl_estimates_have_the_divergence_as_their_mean():
 
 
 def test_groups_are_compared_with_themselves():
-    result, differ = group_advantages(tensor([1.0, 0, 0, 1, 5, 5, 5, 5]), 4, by_deviation=False)
+    result, differ = group_advantages(tensor([1.0, 0, 0, 1, 5, 5, 5, 5]), 4, divide_by_std=False)
     assert result.tolist() == [0.5, -0.5, -0.5, 0.5, 0, 0, 0, 0]
     assert differ.tolist() == [True] * 4 + [False] * 4
     scaled, _ = group_advantages(tensor([1.0, 0, 0, 1]), 4)
     assert scaled.tolist() == pytest.approx([0.5 / (3**-0.5 + 1e-4) * sign for sign in (1, -1, -1, 1)])
-    others, _ = group_advantages(tensor([3.0, 0, 0]), 3, "others", by_deviation=False)
+    others, _ = group_advantages(tensor([3.0, 0, 0]), 3, "others", divide_by_std=False)
     assert others.tolist() == pytest.approx([3, -1.5, -1.5])
     for scores, size in (([1.0, 2], 1), ([1.0, 2, 3], 2)):
         with pytest.raises(ValueError, match="expected groups of at least 2"):

@@ -60,7 +60,7 @@ def test_the_loss_of_grpo_falls_with_the_entropy(entropy_weight: float):
 def test_ppo_whitens_over_learned_tokens():
     """With a half of each later gain: 0.5 and 1 of the answer that has ended, mean 0.75, deviation 0.5 ** 1.5. Nothing
     of the other is learned."""
-    ppo = recipe("ppo", kl=None, gamma=1.0, lam=0.5, whiten=True, unended="mask")
+    ppo = recipe("ppo", kl=None, gamma=1.0, lam=0.5, whiten=True, truncated_answers="mask")
     tokens = {"sampled": tensor([[False, True, True]] * 2), "logps": torch.zeros(2, 3), "values": torch.zeros(2, 3)}
     estimates = ppo.estimate(Rollouts(tokens, tensor([1.0, 5.0]), tensor([True, False])), {})
     assert estimates.tokens["learned"].tolist() == [[False, True, True], [False] * 3]

@@ -245,12 +245,12 @@ def test_useful_passages_are_retained_in_training(build, texts):
     """Others make room for them, in the order of the contexts; a validation reads the first ones, as an application
     does."""
     many = {"contexts_list": list("abcde"), "titles_list": [""] * 5, "useful_contexts": [0, 0, 1, 0, 1]}
-    options = {"num_passages": 3, "keep_useful": True}
+    options = {"num_passages": 3, "keep_gold": True}
     assert [text.partition("context: ")[2][0] for text in texts(build([row(**many)], **options))] == ["a", "c", "e"]
     assert [text.partition("context: ")[2][0] for text in texts(build([row(**many)], split="val", **options))] == [
         "a",
         "b",
         "c",
     ]
-    with pytest.raises(ConfigError, match="keep_useful: has no effect without num_passages"):
-        build([row(**many)], keep_useful=True)
+    with pytest.raises(ConfigError, match="keep_gold: has no effect without num_passages"):
+        build([row(**many)], keep_gold=True)

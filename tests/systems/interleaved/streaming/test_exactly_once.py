@@ -52,7 +52,7 @@ SOURCES = {
     "more": {"path": "more", "rate": 3},
     "few": {"path": "few", "rate": 1},
 }
-ERRORS = {"most_documents": 1.0}
+ERRORS = {"max_documents": 1.0}
 TRIALS = 100
 
 

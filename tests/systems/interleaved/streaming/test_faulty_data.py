@@ -43,9 +43,9 @@ def test_only_the_part_of_a_document_that_is_bad_is_lost(tmp_path: Path):
     image = Part("image", pages.picture(5), "png")
     folder = write_one(tmp_path, [image, Part("text", b"a" * 60), Part("text", b"b" * 60)])
     damage(folder, 0)
-    data = built(folder, errors={"most_documents": 1.0})
+    data = built(folder, errors={"max_documents": 1.0})
     rows = [data.sample(0, 0, place) for place in range(len(data.pieces(0)))]
-    assert [row.counted[0][-1] for row in rows] == [1, 0]
+    assert [row.counts[0][-1] for row in rows] == [1, 0]
     assert "b" * 60 in TOKENIZER.decode(rows[1].input_ids)
     assert not any(rows[0].loss_mask)
 
@@ -56,7 +56,7 @@ def test_a_quarantine_of_too_many_is_refused_when_it_is_opened(tmp_path: Path):
     (tmp_path / FILE).write_text("".join(json.dumps({**record, "document": i}) + "\n" for i in range(2)))
     with pytest.raises(
         DataError,
-        match=r"quarantine\.jsonl\. 2 documents of 60 cannot be read, more than data\.errors\.most_documents allows",
+        match=r"quarantine\.jsonl\. 2 documents of 60 cannot be read, more than data\.errors\.max_documents allows",
     ):
         built(tmp_path).quarantine.open(tmp_path)
 
@@ -84,10 +84,10 @@ def test_a_success_ends_a_row_of_failures(tmp_path: Path):
     for chosen in bad:
         damage(tmp_path, chosen)
     good = next(i for i in range(60) if i not in bad)
-    data = built(tmp_path, errors={"most_documents": 1.0, "most_in_a_row": 3})
+    data = built(tmp_path, errors={"max_documents": 1.0, "max_consecutive": 3})
     for chosen in (*bad[:2], good, *bad[2:]):
         data.sample(0, chosen)
-    data = built(tmp_path, errors={"most_documents": 1.0, "most_in_a_row": 3})
+    data = built(tmp_path, errors={"max_documents": 1.0, "max_consecutive": 3})
     for chosen in bad[:2]:
         data.sample(0, chosen)
     with pytest.raises(DataError, match="None of 3 documents in a row"):
@@ -139,7 +139,7 @@ def test_part_that_differs_from_the_index_is_bad(tmp_path: Path, parts: list[Any
         assert index.tokens is not None
         index.tokens[0] = 3
     row = data.sample(0, 0)
-    assert row.counted[0][-1] == 1
+    assert row.counts[0][-1] == 1
     assert len(row.input_ids) == data.pieces(0)[0].tokens
 
 
@@ -173,7 +173,7 @@ def test_the_control_reads_images_of_other_documents(tmp_path: Path):
     image = [Part("image", pages.picture(i), "png") for i in range(5)]
     folder = write_one(tmp_path, [part for i in range(4) for part in (image[i], Part("text", b"a"))], "val")
     pages.write_pages(folder / "more" / "val", 30, "more")
-    rows = built(folder, "val", BOTH, sequence_tokens=200, max_frames=20, errors={"most_documents": 1.0})
+    rows = built(folder, "val", BOTH, sequence_tokens=200, max_frames=20, errors={"max_documents": 1.0})
     swaps = rows.with_shuffled_contexts()._swaps["more"]
     assert swaps
     assert all(other[0] != key[0] for key, other in swaps.items())
@@ -185,10 +185,10 @@ def test_the_control_reads_images_of_other_documents(tmp_path: Path):
     damage_in(moved, chosen)
     (folder / "quarantine").mkdir()
     damaged = built(
-        folder, "val", more, sequence_tokens=200, max_frames=20, errors={"most_documents": 1.0}
+        folder, "val", more, sequence_tokens=200, max_frames=20, errors={"max_documents": 1.0}
     ).with_shuffled_contexts()
     damaged.data.quarantine.open(folder / "quarantine")
-    unread = sum(row.counted[0][-1] for row in (damaged.sample(0, i) for i in range(len(damaged))))
+    unread = sum(row.counts[0][-1] for row in (damaged.sample(0, i) for i in range(len(damaged))))
     assert unread >= 1
     assert not (folder / "quarantine" / FILE).exists()
 

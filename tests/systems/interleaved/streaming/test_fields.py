@@ -225,7 +225,7 @@ def test_images_that_are_not_in_the_tar_are_counted(tmp_path: Path, capsys: pyte
         (["--fields", '{"text": "json:"}'], "json:"),
         (["--fields", '{"text": 3}'], "text"),
         (["--fields", '{"text": ["txt", "capton"]}'], "capton"),
-        (["--most_pixels", "0"], "0"),
+        (["--max_pixels", "0"], "0"),
     ],
 )
 def test_bad_option_is_one_line(

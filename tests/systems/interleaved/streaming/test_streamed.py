@@ -184,7 +184,7 @@ def test_an_image_larger_than_a_row_is_left_out_and_a_longer_text_is_cut(tmp_pat
     assert "".join(shown) == "A" * 20 + text + "Z<end>"
     assert [len(row.input_ids) for row in rows[:-1]] == [79, 79], "one token of 80 is for the end"
     assert [row.loss_mask[:2] for row in rows] == [[False, True]] * len(rows)
-    assert sum(row.counted[0][COUNTS.index("left_out_parts")] for row in rows) == 2
+    assert sum(row.counts[0][COUNTS.index("left_out_parts")] for row in rows) == 2
     assert built(folder, max_frames=2, rules={"too_long": "drop"}).pieces(0) == []
 
 
@@ -216,7 +216,7 @@ def test_a_long_answer_is_cut_after_its_first_tokens_with_the_prompt(
     assert [row for row in shown if "q" in row] == [row for row in shown if "q" * ask + "b" in row], (
         "with the first token of its answer"
     )
-    assert sum(row.counted[0][COUNTS.index("left_out_parts")] for row in rows) == 0
+    assert sum(row.counts[0][COUNTS.index("left_out_parts")] for row in rows) == 0
 
 
 def test_a_prompt_without_room_for_its_answer_is_left_out_with_it(tmp_path: Path):
@@ -224,7 +224,7 @@ def test_a_prompt_without_room_for_its_answer_is_left_out_with_it(tmp_path: Path
     data = built(write_one(tmp_path, parts))
     rows = [data.read_piece(0, piece) for piece in data.pieces(0)]
     assert [TOKENIZER.decode(row.input_ids) for row in rows] == ["a", " ccccc<end>"]
-    assert sum(row.counted[0][COUNTS.index("left_out_parts")] for row in rows) == 2
+    assert sum(row.counts[0][COUNTS.index("left_out_parts")] for row in rows) == 2
 
 
 def test_rows_without_text_are_left_out_of_a_document(tmp_path: Path):
@@ -233,7 +233,7 @@ def test_rows_without_text_are_left_out_of_a_document(tmp_path: Path):
     data = built(write_one(tmp_path, [Part("text", b"ab"), image, image, image]), max_frames=5)
     (piece,) = data.pieces(0)
     row = data.read_piece(0, piece)
-    assert (len(row.frames), row.counted[0][COUNTS.index("left_out_parts")]) == (1, 2)
+    assert (len(row.frames), row.counts[0][COUNTS.index("left_out_parts")]) == (1, 2)
     assert (piece.begins, piece.ends, row.input_ids[-1]) == (True, True, TOKENIZER.eos_token_id)
     assert len(row.input_ids) == piece.tokens
 
@@ -337,12 +337,12 @@ def test_too_much_that_is_bad_is_an_error(tmp_path: Path):
     chosen = [i for i in range(60) if built(tmp_path).pieces(i)[0].frames][:3]
     for number in chosen:
         damage(tmp_path, number)
-    data = built(tmp_path, errors={"most_documents": 2 / 60})
+    data = built(tmp_path, errors={"max_documents": 2 / 60})
     for number in chosen[:2]:
         assert data.sample(0, number).counted[0][-1] == 1
         assert data.sample(1, number).counted[0][-1] == 1, "once more is no more"
     with pytest.raises(
-        DataError, match=r"3 documents of 60 cannot be read, more than data\.errors\.most_documents allows"
+        DataError, match=r"3 documents of 60 cannot be read, more than data\.errors\.max_documents allows"
     ):
         data.sample(0, chosen[2])
 
@@ -361,10 +361,10 @@ def test_all_unreadable_is_an_error_soon(tmp_path: Path):
     for url, content in contents.items():
         pages.damage(listed.folder / url, content.replace(b"\x89PNG", b"PNG\x89"))
     with pytest.raises(DataError, match="None of 7 documents in a row can be read"):
-        read(most_documents=1.0, most_in_a_row=7, bad_document="skip_document")
+        read(max_documents=1.0, max_consecutive=7, bad_document="skip_document")
     for url in contents:
         (listed.folder / url).unlink()
-    with pytest.raises(DataError, match=r"2 shards of 12 cannot be read, more than data\.errors\.most_shards allows"):
+    with pytest.raises(DataError, match=r"2 shards of 12 cannot be read, more than data\.errors\.max_shards allows"):
         read(unavailable_shard="skip_shard")
     with pytest.raises(DataError, match="cannot be opened"):
         read()
@@ -400,7 +400,7 @@ def test_denied_documents_are_not_read_after_the_checkpoint(two: Path):
     assert list(data.find(entries[2])) == [28]
     denied = {document for entry in entries for document in data.find(entry)}
     plain = steps_of(data, 60)
-    branch = Branch(number=1, from_step=5, denied=entries)
+    branch = Branch(number=1, from_step=5, deny_list=entries)
     changed = steps_of(data, 60, branches=(branch,))
     assert [batch.keys for batch in changed[:5]] == [batch.keys for batch in plain[:5]]
     later = [document for batch in changed[5:] for key in batch.keys for document in key[1::3]]

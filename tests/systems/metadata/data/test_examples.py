@@ -63,13 +63,13 @@ def test_a_prefix_and_a_text_in_one_row():
     (piece,) = make.pieces(document("Wubba Lubba Dub Dub!", URL))
     assert tokenizer.decode(piece.ids) == "url: a.b/x y z ||| Wubba Lubba Dub Dub!"
     assert metadata_mask(piece) == "1" * 18 + "0" * 21
-    assert piece.learned == [False] * 18 + [True] * 21
+    assert piece.loss_mask == [False] * 18 + [True] * 21
 
 
 def test_no_metadata_no_space():
     make, tokenizer = maker(8, keys=["url"], linearisation="compatible", separators={"prefix_end": "|"})
     (piece,) = make.pieces(document("hello"))
-    assert (tokenizer.decode(piece.ids), metadata_mask(piece), piece.learned) == (
+    assert (tokenizer.decode(piece.ids), metadata_mask(piece), piece.loss_mask) == (
         "hello",
         "00000",
         [False, True, True, True, True],
@@ -80,7 +80,7 @@ def test_local_metadata_and_announced_keys():
     make, tokenizer = maker(16, keys=["html"], linearisation="compatible")
     (piece,) = make.pieces(document("ab", BOLD))
     assert (tokenizer.decode(piece.ids), metadata_mask(piece)) == ("<b>a</b>b", "111011110")
-    announcing, tokenizer = maker(24, keys=["html"], linearisation="compatible", announce=True)
+    announcing, tokenizer = maker(24, keys=["html"], linearisation="compatible", list_local_keys=True)
     (piece,) = announcing.pieces(document("ab", BOLD))
     assert (tokenizer.decode(piece.ids), metadata_mask(piece)) == ("html ||| <b>a</b>b", "111111110111011110")
 
@@ -145,8 +145,8 @@ def test_without_metadata_the_blocks_are_the_plain_text(linearisation: str):
             text = [[token for token, text in zip(piece.ids, piece.of_text, strict=True) if text] for piece in both]
             assert [ids for ids in text if len(ids) > 1] == [piece.ids for piece in plain if len(piece.ids) > 1]
         for piece in [*both, *plain]:
-            assert any(piece.learned)
-            assert not piece.learned[0]
+            assert any(piece.loss_mask)
+            assert not piece.loss_mask[0]
             assert len(piece.ids) <= 24
             spans = [span for span in piece.spans if span]
             assert spans == sorted(spans)
@@ -170,7 +170,7 @@ def test_markers_in_the_loss_are_optional():
     config = load(Writing, {"keys": ["url", "html"]}, "data.writing")
     make = ExampleMaker(config, SafeTokenizer(byte_tokenizer()), 64, metadata_loss=True, end_token=False)
     (piece,) = make.pieces(document("ab", URL, BOLD))
-    assert piece.learned == [False] * 19 + [True] * len("<b>a</b>b")
+    assert piece.loss_mask == [False] * 19 + [True] * len("<b>a</b>b")
 
 
 def test_a_prompt_says_it_in_words():
@@ -204,7 +204,7 @@ def test_no_room_or_no_separator():
     with pytest.raises(ConfigError, match=r"special_tokens: .*'<X>'"):
         ExampleMaker(specials, SafeTokenizer(byte_tokenizer("<Y>")), 64)
     with pytest.raises(ConfigError, match=r"unknown key 'urll'. Did you mean 'url'\?"):
-        load(Writing, {"keys": ["url"], "announced": {"urll": "x"}}, "data.writing")
+        load(Writing, {"keys": ["url"], "local_key_names": {"urll": "x"}}, "data.writing")
 
 
 @pytest.mark.parametrize("room", [4, 5, 7, 8])
@@ -216,7 +216,7 @@ def test_lists_of_a_block_have_equal_length(room: int):
     assert [tokenizer.decode(piece.ids) for piece in pieces] == [
         text[i : i + room] for i in range(0, len(text), room) if len(text[i:]) > 1
     ]
-    assert all(len(piece.ids) == len(piece.learned) == len(piece.spans) for piece in pieces)
+    assert all(len(piece.ids) == len(piece.loss_mask) == len(piece.spans) for piece in pieces)
 
 
 def test_every_block_has_room_for_text():

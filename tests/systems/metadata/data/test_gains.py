@@ -49,7 +49,7 @@ def test_missing_blocks_on_one_side_do_not_shift_gains():
         "here",
     )
     both = gains._both(make, document)
-    assert len(both.written) != len(both.plain)
+    assert len(both.with_metadata) != len(both.plain)
     written, plain = gains._score_same(both)
     scored = [
         [span for side in sides for span, mask in zip(side.piece.spans, side.mask, strict=True) if mask]

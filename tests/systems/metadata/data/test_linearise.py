@@ -150,7 +150,7 @@ def test_text_that_looks_like_the_start_of_a_run_is_escaped(opening: str):
 
 
 def test_filters():
-    keeps = HtmlFilter(longest=0, exceptions=["td"], leave_out=[TagRule(tag="body", shortest=0)]).accepts
+    keeps = HtmlFilter(max_length=0, exceptions=["td"], exclude=[TagRule(tag="body", min_length=0)]).accepts
     assert [keeps("p", 0), keeps("td", 0), keeps("p", 1), keeps("body", 30)] == [False, True, True, False]
     text = "abc"
     annotated = document(text, item("html", "a", 0, 3, (0, 0), **{"class": "x y", "id": "4", "href": "http://q"}))

@@ -83,7 +83,7 @@ def test_escaped_text_is_not_a_marker(document: Document):
 
 @cache
 def maker(linearisation: str, room: int, metadata_loss: bool) -> ExampleMaker:
-    writing = load(Writing, {"keys": KEYS, "linearisation": linearisation, "announce": room > 40}, "here")
+    writing = load(Writing, {"keys": KEYS, "linearisation": linearisation, "list_local_keys": room > 40}, "here")
     return ExampleMaker(writing, SafeTokenizer(byte_tokenizer(merges=MERGES)), room, metadata_loss)
 
 
@@ -95,10 +95,12 @@ def test_pieces_hold_all_tokens_of_the_text_and_fit(
     make = maker(linearisation, room, metadata_loss)
     written, plain = make.pieces(document), make.pieces(document, with_metadata=False)
     for piece in [*written, *plain]:
-        assert 0 < len(piece.ids) == len(piece.learned) == len(piece.of_text) <= room
-        assert any(piece.learned), "no row without a token to learn"
-        assert not piece.learned[0]
-        assert metadata_loss or all(text for text, learned in zip(piece.of_text, piece.learned, strict=True) if learned)
+        assert 0 < len(piece.ids) == len(piece.loss_mask) == len(piece.of_text) <= room
+        assert any(piece.loss_mask), "no row without a token to learn"
+        assert not piece.loss_mask[0]
+        assert metadata_loss or all(
+            text for text, learned in zip(piece.of_text, piece.loss_mask, strict=True) if learned
+        )
     if linearisation == "nested":
         ids = SafeTokenizer(byte_tokenizer(merges=MERGES)).encode(document.text)
         text_ids = [token for piece in written for token, text in zip(piece.ids, piece.of_text, strict=True) if text]

@@ -113,7 +113,7 @@ def process(item: dict[str, Any], entity_setting: str) -> tuple[str, str] | None
     if key == "entity_paragraph":
         return (f" |{value}|", "") if entity_setting == "beg" else ("", f" |{value}|")
     rules, length = WRITING["html"], item["char_end_idx"] - item["char_start_idx"]
-    if item["value"] == "body" or (item["value"] not in rules["exceptions"] and length <= rules["longest"]):
+    if item["value"] == "body" or (item["value"] not in rules["exceptions"] and length <= rules["max_length"]):
         return None
     attributes = zip(item["html_attrs"]["attrs"], item["html_attrs"]["values"], strict=True)
     return (

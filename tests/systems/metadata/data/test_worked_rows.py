@@ -35,7 +35,7 @@ def rows_of(
     config: Any = bind(DATASETS, {**SEED, "sequence_tokens": tokens, **changes, "writing": writing})
     tokenizer = byte_tokenizer(*config.writing.new_tokens())
     data = config.build(Places(tmp_path, tmp_path), tokenizer, "train", 0)
-    pieces = data.documents.maker.pieces(data.documents[0], config.written)
+    pieces = data.documents.maker.pieces(data.documents[0], config.with_metadata)
     rows = []
     for number, (size,) in enumerate(data.sizes(0, 0)):
         sample = data.sample(0, 0, number)
@@ -59,7 +59,13 @@ def loss_mask(attention: str, metadata: str) -> str:
         (("Wubba Lubba Dub Dub!", [URL]), 40, {}, "url: a.b/x y z ||| Wubba Lubba Dub Dub!#", "1" * 18 + "0" * 22),
         (("hello", []), 8, {"writing": {"separators": {"prefix_end": "|"}}}, "hello###", "0" * 8),
         (("ab", [BOLD]), 16, {}, "<b>a</b>b#######", "1110111100000000"),
-        (("ab", [BOLD]), 24, {"writing": {"announce": True}}, "html ||| <b>a</b>b######", "111111110111011110000000"),
+        (
+            ("ab", [BOLD]),
+            24,
+            {"writing": {"list_local_keys": True}},
+            "html ||| <b>a</b>b######",
+            "111111110111011110000000",
+        ),
         (
             ("x", [global_item("timestamp", "2018-12-10T13:45:00.000Z"), global_item("title", "X")]),
             128,
@@ -101,7 +107,7 @@ def test_baseline_has_the_same_text_and_no_markup_b2(tmp_path: Path):
     """B2: the reference's `without_metadata_same_context` has markup, the space and a mask that is too short."""
     items = [URL, item("html", "b", 2, 9, (0, 0))]
     annotated = rows_of(tmp_path, "0123456789abcdefghij", items, 40)
-    plain = rows_of(tmp_path, "0123456789abcdefghij", items, 40, written=False)
+    plain = rows_of(tmp_path, "0123456789abcdefghij", items, 40, with_metadata=False)
     assert len(annotated) == len(plain) == 2
     for (row, *_), (plain_row, attention, metadata, _) in zip(annotated, plain, strict=True):
         assert row.rstrip("#").partition("||| ")[2].replace("<b>", "").replace("</b>", "") == plain_row.rstrip("#")

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from src.errors import ConfigError
-from src.systems.interleaved.streaming.manifest import Shard, ChangedShardError, ShardUnavailable
+from src.systems.interleaved.streaming.manifest import ChangedShardError, Shard, ShardUnavailable
 from src.systems.interleaved.streaming.remote.transfer import PIPE, Source, transfer
 
 _LOCK = ".lock"

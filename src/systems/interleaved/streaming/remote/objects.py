@@ -294,7 +294,7 @@ def _translate_hub_errors(url: str) -> Generator[None]:
     from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError
 
     http_error: Any = HfHubHTTPError.__bases__[0]
-    """Of its HTTP library, also for connections that fail."""
+    # the base of all errors of its HTTP library, also of failed connections
     try:
         yield
     except FileNotFoundError:

@@ -66,9 +66,11 @@ class Fields(StrictConfig):
     """
 
     image: str | list[str] = Field(default_factory=list)
+    """Images."""
     prompt: str | list[str] = Field(default_factory=list)
     """Text that a model reads and does not learn."""
     text: str | list[str] = Field(default_factory=list)
+    """Text that a model learns."""
 
     @model_validator(mode="after")
     def _is_complete(self) -> "Fields":

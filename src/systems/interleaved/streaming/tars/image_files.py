@@ -53,18 +53,18 @@ class ImageError(DataError):
         self.reason = reason
 
 
-def open_image(content: bytes, most_pixels: int = MOST_PIXELS) -> "Image":
+def open_image(content: bytes, max_pixels: int = MOST_PIXELS) -> "Image":
     """Decode an image as a viewer shows it: first frame, EXIF orientation applied, 8-bit RGB on white.
     Its `format` is one of FORMATS.
 
     Raises:
-        ImageError: it has more than `most_pixels` pixels, or cannot be decoded for any reason.
+        ImageError: it has more than `max_pixels` pixels, or cannot be decoded for any reason.
     """
 
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            with _open(content, most_pixels) as image:
+            with _open(content, max_pixels) as image:
                 image.load()
                 turn = _turns().get(_orientation(image))
                 rgb = _to_rgb(image)
@@ -75,34 +75,34 @@ def open_image(content: bytes, most_pixels: int = MOST_PIXELS) -> "Image":
         raise _refusal(error) from None
 
 
-def image_size(data: memoryview, most_pixels: int = MOST_PIXELS) -> tuple[int, int]:
+def image_size(data: memoryview, max_pixels: int = MOST_PIXELS) -> tuple[int, int]:
     """Displayed width and height of an image, from its header.
 
     Raises:
-        ImageError: it has more than `most_pixels` pixels, or is no image.
+        ImageError: it has more than `max_pixels` pixels, or is no image.
     """
     for magic, read in _READERS:
         if bytes(data[: len(magic)]) == magic and (size := read(data)):
-            return _check_pixels(size, most_pixels)
-    return _pillow_size(data, most_pixels)
+            return _check_pixels(size, max_pixels)
+    return _pillow_size(data, max_pixels)
 
 
-def _check_pixels(size: tuple[int, int], most_pixels: int) -> tuple[int, int]:
+def _check_pixels(size: tuple[int, int], max_pixels: int) -> tuple[int, int]:
     width, height = size
     if not width * height:
         raise ImageError(UNDECODABLE, f"{width} x {height} pixels")
-    if width * height > most_pixels:
-        raise ImageError(TOO_LARGE, f"{width} x {height}, and the index allows {most_pixels}")
+    if width * height > max_pixels:
+        raise ImageError(TOO_LARGE, f"{width} x {height}, and the index allows {max_pixels}")
     return size
 
 
-def _open(content: bytes | memoryview, most_pixels: int) -> Any:
+def _open(content: bytes | memoryview, max_pixels: int) -> Any:
     """Open an image with Pillow, which has a lower limit of pixels of its own."""
     from PIL import Image
 
-    Image.MAX_IMAGE_PIXELS = max(Image.MAX_IMAGE_PIXELS or 0, most_pixels)
+    Image.MAX_IMAGE_PIXELS = max(Image.MAX_IMAGE_PIXELS or 0, max_pixels)
     image = Image.open(io.BytesIO(content), formats=FORMATS)
-    _check_pixels(image.size, most_pixels)
+    _check_pixels(image.size, max_pixels)
     return image
 
 
@@ -165,12 +165,12 @@ def _jpeg(data: memoryview) -> tuple[int, int] | None:
     return None
 
 
-def _pillow_size(data: memoryview, most_pixels: int) -> tuple[int, int]:
+def _pillow_size(data: memoryview, max_pixels: int) -> tuple[int, int]:
 
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            with _open(data, most_pixels) as image:
+            with _open(data, max_pixels) as image:
                 width, height = image.size
                 is_turned = (
                     image.format != "TIFF" and _orientation(image) in _QUARTER_TURNS

@@ -61,7 +61,7 @@ class _Part(NamedTuple):
 
 
 def build(
-    tar: memoryview, fields: Fields | None = None, most_pixels: int = MOST_PIXELS, verify: bool = False
+    tar: memoryview, fields: Fields | None = None, max_pixels: int = MOST_PIXELS, verify: bool = False
 ) -> TarIndex:
     """The index of a tar, from its headers, its texts and the headers of its images.
     If the tar is cut: of the documents before the cut.
@@ -69,19 +69,19 @@ def build(
     fields: the mapping of members that their suffixes do not identify.
     verify: decode each image once. Documents with an image that cannot be decoded are bad.
     """
-    return _Builder(tar, fields, most_pixels, verify).build()
+    return _Builder(tar, fields, max_pixels, verify).build()
 
 
 class _Builder:
     """Documents, parts and counts of a tar."""
 
-    def __init__(self, tar: memoryview, fields: Fields | None, most_pixels: int, verify: bool) -> None:
-        self.tar, self.fields, self.most_pixels, self.verify = tar, fields, most_pixels, verify
+    def __init__(self, tar: memoryview, fields: Fields | None, max_pixels: int, verify: bool) -> None:
+        self.tar, self.fields, self.max_pixels, self.verify = tar, fields, max_pixels, verify
         self.members = scan(tar)
         self.documents, self.parts = list[tuple[int, ...]](), list[tuple[int, ...]]()
         self.passed_over = dict[str, dict[str, list[int]]]()
         self.read = [0, 0]
-        self.mapped = Counter[str]()
+        self.field_counts = Counter[str]()
         self.roles = dict[str, tuple[tuple[int, int, int], int, str]]()
 
     def build(self) -> TarIndex:
@@ -111,9 +111,9 @@ class _Builder:
             "members": len(members.names) + len(members.lone),
             "read": self.read,
             "passed_over": self.passed_over,
-            "most_pixels": self.most_pixels,
+            "max_pixels": self.max_pixels,
             **({"cut": list(members.cut)} if members.cut else {}),
-            **({"fields": self.fields.as_json(), "mapped": dict(self.mapped)} if self.fields else {}),
+            **({"fields": self.fields.as_json(), "mapped": dict(self.field_counts)} if self.fields else {}),
             **({"verified": True} if self.verify else {}),
         }
         return TarIndex(_records(DOCUMENT, self.documents), _records(PART, self.parts), facts)
@@ -142,7 +142,7 @@ class _Builder:
                     )
                 except FieldError:
                     bad = NO_FIELDS
-            self.mapped.update(self.fields.entries[entry].text for entry in entries)
+            self.field_counts.update(self.fields.entries[entry].text for entry in entries)
         parts.sort()
         if not bad:
             bad = self._texts_defect(parts, endings, unread)
@@ -293,8 +293,8 @@ class _Builder:
             contents = iter(self._contents([part for part in images if part.pick]))
             for part in images:
                 content = memoryview(next(contents)) if part.pick else self.tar[part.data : part.data + part.size]
-                size = sizes[id(part)] = image_size(content, self.most_pixels)
-                if self.verify and open_image(bytes(content), self.most_pixels).size != size:
+                size = sizes[id(part)] = image_size(content, self.max_pixels)
+                if self.verify and open_image(bytes(content), self.max_pixels).size != size:
                     return NO_IMAGE, {}
         except ImageError as error:
             return REASONS.index(error.reason), {}

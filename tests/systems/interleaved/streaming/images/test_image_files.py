@@ -173,9 +173,9 @@ def test_decompression_bomb_is_refused_before_decoding(monkeypatch: pytest.Monke
 def test_index_and_training_refuse_the_same_images(verify: bool):
     """By the limit of the index, whose number it records."""
     tar = memoryview(tar_of([("1.png", huge_png(300, 200)), ("1.txt", b"a")]))
-    for most_pixels, reason in ((60_000, ""), (59_999, TOO_LARGE)):
-        index = build(tar, None, most_pixels, verify)
-        assert index.most_pixels == most_pixels
+    for max_pixels, reason in ((60_000, ""), (59_999, TOO_LARGE)):
+        index = build(tar, None, max_pixels, verify)
+        assert index.max_pixels == max_pixels
         assert tar_index.REASONS[index.documents["bad"][0]] == reason
 
 

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from src.errors import ConfigError
-from src.systems.interleaved.streaming.manifest import Shard, ChangedShardError, ShardUnavailable, sample_tar
+from src.systems.interleaved.streaming.manifest import ChangedShardError, Shard, ShardUnavailable, sample_tar
 from src.systems.interleaved.streaming.shard_files import ShardFiles
 
 SIZE = 1000
@@ -355,7 +355,11 @@ def test_two_commands_and_keys(piped: Callable[..., Shard], tmp_path: Path):
     ("command", "error", "message"),
     [
         ("head -c 999 {file}", ShardUnavailable, "the command ended with 999 of 1000 bytes"),
-        ("cat {file}; echo one; exit 0", ChangedShardError, "the command writes more than the 1000 bytes that were indexed"),
+        (
+            "cat {file}; echo one; exit 0",
+            ChangedShardError,
+            "the command writes more than the 1000 bytes that were indexed",
+        ),
         (
             "cat {file}; echo reset >&2; echo by peer. >&2; exit 3",
             ShardUnavailable,

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from src.errors import ConfigError
-from src.systems.interleaved.streaming.manifest import Shard, ChangedShardError, ShardUnavailable
+from src.systems.interleaved.streaming.manifest import ChangedShardError, Shard, ShardUnavailable
 from src.systems.interleaved.streaming.shard_files import ShardFiles
 from tests.conftest import ROOT
 from tests.systems.interleaved.streaming.remote.s3_server import Cutter, S3Server
