@@ -76,7 +76,7 @@ def test_clean_reports_it_and_deletes_nothing_of_it(silent: Path, capsys: pytest
     assert (silent / "checkpoints" / "step-00000001").is_dir()
     assert clean.main([str(silent), "--delete", "--yes"]) == 0
     error = capsys.readouterr().err
-    assert f"{silent}: stays: {TEXT}" in error
+    assert f"{silent}: not deleted: {TEXT}" in error
     assert str(silent / lease.LEASE) in error
     assert lease.holder_of(silent).is_dead is None
     (silent / lease.LEASE).unlink()  # the advice
