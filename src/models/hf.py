@@ -89,7 +89,6 @@ class Config(ModelConfig):
     """Transformers' implementation of attention; None: its default, sdpa if the family supports it."""
     extra_tokens: list[str] | None = None
     """Control tokens to add to the vocabulary."""
-
     tokenizer: str | None = Field(default=None, min_length=1)
     """Folder below `--data_path` of a prepared tokenizer with the model's tokens and new ones; None: the model's own
     tokenizer."""

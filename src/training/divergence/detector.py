@@ -16,7 +16,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from pydantic import Field, model_validator
 
@@ -37,8 +37,7 @@ NORMAL = 1.4826
 
 
 class Config(config.Config):
-    """Limits for divergence, and the actions. Defaults are tuned by benchmarks/training/divergence.py on real
-    curves."""
+    """Limits and actions. benchmarks/training/divergence.py tunes the defaults on real curves."""
 
     window: int = Field(default=100, ge=16)
     """Number of previous steps to compare with."""
@@ -80,23 +79,14 @@ class Config(config.Config):
     max_kl: float | None = Field(default=None, gt=0)
     """Maximum KL divergence of a policy from its reference, in nats per token; None: no limit."""
     on_kl: Literal["warn", "stop", "rewind"] = "stop"
-    """Action at a divergence above `most_kl`."""
+    """Action at a divergence above `max_kl`."""
     max_rewinds: int = Field(default=3, ge=1)
     """Maximum number of branches of a run; then the action "rewind" stops the training."""
 
     @property
     def actions(self) -> dict[Kind, Action]:
         """The action for each kind of finding."""
-        return {
-            "non_finite": self.on_non_finite,
-            "loss_spike": self.on_loss_spike,
-            "loss_jump": self.on_loss_jump,
-            "loss_climb": self.on_loss_climb,
-            "loss_drift": self.on_loss_drift,
-            "grad_norm": self.on_grad_norm,
-            "skipped": self.on_skipped,
-            "kl": self.on_kl,
-        }
+        return {kind: getattr(self, f"on_{kind}") for kind in get_args(Kind)}
 
     @model_validator(mode="after")
     def _consistent(self) -> "Config":
