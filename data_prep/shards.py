@@ -118,41 +118,41 @@ class Shards:
             RunError: the disk refuses.
         """
         mine = [segment for segment in self._segments if segment["source"] == self._source]
-        begun = _Place(mine[-1]["batches"], mine[-1]["state"]) if mine else _Place(0, None)
+        start = _Place(mine[-1]["batches"], mine[-1]["state"]) if mine else _Place(0, None)
         if not (mine and mine[-1]["last"]):
-            left = source.read(begun.state)
-            if begun.state is None:
-                left = itertools.islice(left, begun.batches, None)
-            results = _log_progress(source.name, convert(begun.record_states(left)))
-            while not self._segment(split, begun, results, shard_size):
+            batches = source.read(start.state)
+            if start.state is None:
+                batches = itertools.islice(batches, start.batches, None)
+            results = _log_progress(source.name, convert(start.record_states(batches)))
+            while not self._segment(split, start, results, shard_size):
                 pass
         self._source += 1
 
-    def _segment(self, split: str, begun: "_Place", results: Iterator[tuple[Part, Part]], shard_size: int) -> bool:
+    def _segment(self, split: str, start: "_Place", results: Iterator[tuple[Part, Part]], shard_size: int) -> bool:
         """Write a segment's shards, and record their part of the source; returns whether the source ends with them."""
-        number, size, ended = len(self._segments), 0, False
-        with contextlib.ExitStack() as opened:
+        number, size, is_done = len(self._segments), 0, False
+        with contextlib.ExitStack() as stack:
             writers = {
-                name: opened.enter_context(self._open_writer(self._beside, f"{name}-{number:05d}"))
+                name: stack.enter_context(self._open_writer(self._beside, f"{name}-{number:05d}"))
                 for name in jsonl.SPLITS
             }
-            while size < shard_size and not ended:
+            while size < shard_size and not is_done:
                 if (parts := next(results, None)) is None:
-                    ended = True
+                    is_done = True
                     continue
-                begun.finish()
+                start.finish()
                 for name, part in zip(jsonl.SPLITS if split == "train" else ("val", "train"), parts, strict=True):
                     part.append_to(writers[name])
                     size += part.size
             shards = {name: facts for name, writer in writers.items() if (facts := writer.close()) is not None}
         paths = [path for facts in shards.values() for path in sorted(self._beside.glob(f"{facts['name']}.*"))]
         sizes = {path.name: path.stat().st_size for path in paths}
-        done = {"source": self._source, "batches": begun.batches, "state": begun.state, "last": ended}
+        done = {"source": self._source, "batches": start.batches, "state": start.state, "last": is_done}
         segment = {**done, "shards": shards, "bytes": sizes}
         files.sync_directory(self._beside)
         files.write_json(self._done_path(number), segment)
         self._segments.append(segment)
-        return ended
+        return is_done
 
     def _done_path(self, number: int) -> Path:
         return self._beside / f"{number:05d}{_DONE}"
@@ -177,16 +177,16 @@ class _Place:
 
     def __init__(self, batches: int, state: Any) -> None:
         self.batches, self.state = batches, state
-        self._given: deque[Any] = deque()
+        self._states: deque[Any] = deque()
 
     def record_states(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         for batch in batches:
-            self._given.append(batch.state)
+            self._states.append(batch.state)
             yield batch
 
     def finish(self) -> None:
         """Count the next batch as finished."""
-        self.state = self._given.popleft()
+        self.state = self._states.popleft()
         self.batches += 1
 
 

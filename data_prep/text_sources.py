@@ -178,8 +178,10 @@ def _table(name: str, rows: Any, how: Reading) -> Source:
     """Rows of a data set of `datasets` on the disk."""
 
     def read(_state: Any) -> Iterator[Batch]:
-        numbered = ((f"{name}: row {number}", row) for number, row in enumerate(rows.select_columns([how.field]), 1))
-        return _group_documents(name, _rows(numbered, how.field))
+        numbered_rows = (
+            (f"{name}: row {number}", row) for number, row in enumerate(rows.select_columns([how.field]), 1)
+        )
+        return _group_documents(name, _rows(numbered_rows, how.field))
 
     return Source(name, sources.identify(name, rows), read)
 

@@ -40,12 +40,12 @@ def open_corpus(names: Sequence[str], field: str) -> Corpus:
     Raises:
         DataError: a source is missing, of an unknown kind, or given twice.
     """
-    found = [
+    corpus_sources = [
         text_sources.open_source(name, "train", text_sources.Reading(field, "paragraph", streaming=False))
         for name in names
     ]
-    sources.require_distinct((f"--train {source.name}", source.facts) for source in found)
-    return Corpus(found, field)
+    sources.require_distinct((f"--train {source.name}", source.facts) for source in corpus_sources)
+    return Corpus(corpus_sources, field)
 
 
 def sample_lines(texts: Iterable[str], most: int = MOST_CHARACTERS) -> list[str]:

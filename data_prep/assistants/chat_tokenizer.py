@@ -58,21 +58,24 @@ def prepare(data_path: Path, source: str, template: str, name: str, end_token: s
     folder, place = data_path / name, data_path / source
     if place.resolve() == folder.resolve():
         raise DataError(f"--name: {folder} is what --from names. Choose another name.")
-    made = tokenizers.load(place if place.is_dir() else source, end_token=end_token)
-    known = len(made)
-    made.add_special_tokens({"extra_special_tokens": [*CONTROLS[template]]}, replace_extra_special_tokens=False)
-    made.chat_template = templates.read_source(template)
+    tokenizer = tokenizers.load(place if place.is_dir() else source, end_token=end_token)
+    num_base_tokens = len(tokenizer)
+    tokenizer.add_special_tokens({"extra_special_tokens": [*CONTROLS[template]]}, replace_extra_special_tokens=False)
+    tokenizer.chat_template = templates.read_source(template)
     made_from = {
-        "tokenizer_sha256": hashlib.sha256(made.backend_tokenizer.to_str().encode()).hexdigest(),
-        "eos_token": made.eos_token,
-        "chat_template": made.chat_template,
+        "tokenizer_sha256": hashlib.sha256(tokenizer.backend_tokenizer.to_str().encode()).hexdigest(),
+        "eos_token": tokenizer.eos_token,
+        "chat_template": tokenizer.chat_template,
     }
-    return command.make_folder(folder, COMMAND, made_from, lambda beside: _save(made, beside, known)) is not None
+    return (
+        command.make_folder(folder, COMMAND, made_from, lambda beside: _save(tokenizer, beside, num_base_tokens))
+        is not None
+    )
 
 
-def _save(tokenizer: "PreTrainedTokenizerFast", folder: Path, known: int) -> Mapping[str, Any]:
+def _save(tokenizer: "PreTrainedTokenizerFast", folder: Path, num_base_tokens: int) -> Mapping[str, Any]:
     tokenizer.save_pretrained(folder)
-    return {"tokens": len(tokenizer), "new_tokens": len(tokenizer) - known}
+    return {"tokens": len(tokenizer), "new_tokens": len(tokenizer) - num_base_tokens}
 
 
 main = command.main_of(COMMAND, __doc__, _add_options, prepare)

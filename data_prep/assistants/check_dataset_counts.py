@@ -61,22 +61,22 @@ def check(
     Raises:
         DataError: a named data set is not there, or has nothing to learn from in this mode; or none is there.
     """
-    named = [word for words in datasets for word in words.split(",")]
-    names = list(dict.fromkeys(name for word in named for name in _names(data_path, word, mode, prepare)))
+    dataset_names = [word for words in datasets for word in words.split(",")]
+    names = list(dict.fromkeys(name for word in dataset_names for name in _names(data_path, word, mode, prepare)))
     missing = _prepare_missing(data_path, names, mode) if prepare else {}
-    if missing and "all" not in named:
+    if missing and "all" not in dataset_names:
         raise DataError(next(iter(missing.values())))
-    rows, told = list[tuple[str, ...]](), Counter[tuple[str, str]]()
+    rows, language_counts = list[tuple[str, ...]](), Counter[tuple[str, str]]()
     for name in names:
         if name in missing:
             continue
         counts = Counter[str]()
         for split, entry in read_entries(data_path, name):
             counts[split] += is_learned(entry, mode)
-            told.update((name, str(message.tags.get("lang", "untold"))) for message in entry.conversation)
+            language_counts.update((name, str(message.tags.get("lang", "untold"))) for message in entry.conversation)
         if total := sum(counts.values()):
             rows.append((name, *(str(counts[split]) for split in jsonl.SPLITS), str(total)))
-        elif "all" not in named:
+        elif "all" not in dataset_names:
             hint = "A release that has both modes is prepared for the other with --mode."
             raise DataError(f"{data_path / name}: nothing to learn from in mode {mode}. {hint}")
     if not rows:
@@ -87,7 +87,7 @@ def check(
     for name, reason in missing.items():
         print(f"{name}: left out: {reason}")
     if languages is not None:
-        told_rows = [(name, lang, str(count)) for (name, lang), count in sorted(told.items())]
+        told_rows = [(name, lang, str(count)) for (name, lang), count in sorted(language_counts.items())]
         _write_table(languages, ("dataset_name", "language", "messages"), told_rows)
 
 
@@ -135,18 +135,20 @@ def _names(data_path: Path, name: str, mode: Mode, prepare: bool) -> list[str]:
         return [corpus for experiment in GROUPS[name] for corpus in list_corpora(experiment.get("data"))]
     if name != "all":
         return [name]
-    made = (path.parent for path in sorted(data_path.glob(f"*/{MANIFEST}")))
-    found = [
-        folder.name for folder in made if str(read_manifest(folder, DataError).get("command")).startswith(_MADE_BY)
+    corpus_folders = (path.parent for path in sorted(data_path.glob(f"*/{MANIFEST}")))
+    corpus_names = [
+        folder.name
+        for folder in corpus_folders
+        if str(read_manifest(folder, DataError).get("command")).startswith(_MADE_BY)
     ]
-    return sorted({*found, *(each for each in conversation_table.names(mode) if prepare and "{" not in each)})
+    return sorted({*corpus_names, *(each for each in conversation_table.names(mode) if prepare and "{" not in each)})
 
 
 def list_corpora(data: Any) -> list[str]:
     """The corpora of the data of an experiment, of mixtures too."""
     if isinstance(data, Mapping):
-        own = [data["corpus"]] if isinstance(data.get("corpus"), str) else []
-        return [*own, *(corpus for value in data.values() for corpus in list_corpora(value))]
+        own_corpora = [data["corpus"]] if isinstance(data.get("corpus"), str) else []
+        return [*own_corpora, *(corpus for value in data.values() for corpus in list_corpora(value))]
     return [corpus for each in data for corpus in list_corpora(each)] if isinstance(data, list) else []
 
 

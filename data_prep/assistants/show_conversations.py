@@ -36,18 +36,18 @@ COMMAND = "python -m data_prep.assistants.show_conversations"
 RECIPES = ("sft", "reward", "dpo")
 COLOURS = {Role.TEMPLATE: 90, Role.SYSTEM: 35, Role.USER: 36, Role.ASSISTANT: 32, Role.TOOL: 33, Role.TEXT: 39}
 """Codes of ANSI."""
-_MEASURED = 100
+_SAMPLES_TO_COUNT = 100
 """Samples of a data set whose tokens are counted."""
 
 
-class Shown(NamedTuple):
+class SampleView(NamedTuple):
     """A conversation of a sample, as the training reads it."""
 
     source: str
     number: int
     ids: Sequence[int]
     roles: Sequence[int]
-    learned: Sequence[bool]
+    learned_mask: Sequence[bool]
 
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
@@ -105,15 +105,18 @@ def show(experiment: str, data_path: Path, savedir_base: Path, samples: int = 4,
     is_colored = color == "always" or (color == "auto" and sys.stdout.isatty())
     if is_colored:
         print(
-            "  ".join(paint(role.name.lower(), role, learned=False) for role in COLOURS) + "  \x1b[4mlearned\x1b[0m\n"
+            "  ".join(paint(role.name.lower(), role, is_learned=False) for role in COLOURS)
+            + "  \x1b[4mlearned\x1b[0m\n"
         )
-    found = [
-        (name, data, *own) for key in keys[: loop.micro_batch] for name, data, *own in locate(experiment, train, key)
+    sample_keys = [
+        (name, data, *epoch_and_index)
+        for key in keys[: loop.micro_batch]
+        for name, data, *epoch_and_index in locate(experiment, train, key)
     ]
-    for name, data, epoch, index in found[:samples]:
-        for shown in read_sample(name, data, epoch, index):
-            print(f"{shown.source} {shown.number}: {len(shown.ids)} tokens, {sum(shown.learned)} learned")
-            print(write(shown, tokenizer, is_colored) + "\n")
+    for name, data, epoch, index in sample_keys[:samples]:
+        for view in read_sample(name, data, epoch, index):
+            print(f"{view.source} {view.number}: {len(view.ids)} tokens, {sum(view.learned_mask)} learned")
+            print(write(view, tokenizer, is_colored) + "\n")
     per_step = sum(1 for key in keys for _ in locate("", train, key))
     print("\n".join(aligned_lines(list(describe_mixture(experiment, train, loop.steps * per_step)))))
     print(f"validation: {len(val):,} samples")
@@ -160,10 +163,10 @@ def _experiments_by_id(groups: Any) -> Iterator[tuple[str, dict[str, Any]]]:
     for name, group in groups.items():
         for exp in () if isinstance(group, BrokenGroup) else group:
             try:
-                spelled = canonical_dict(exp, load_experiment(exp, name))
+                canonical = canonical_dict(exp, load_experiment(exp, name))
             except ConfigError:
                 continue
-            yield exp_id(spelled), spelled
+            yield exp_id(canonical), canonical
 
 
 def first_step(train: Dataset, seed: int, loop: Any) -> list[tuple[Any, ...]]:
@@ -181,14 +184,14 @@ def locate(name: str, data: Any, key: Sequence[Any]) -> Iterator[tuple[str, Any,
         for i in range(0, len(key), 3):
             yield from locate(name, data.documents, key[i : i + 2])
     elif isinstance(data, MixtureDataset):
-        part, *own = data.locate(*key)
-        yield from locate(part, data.parts[part], own)
+        part, *local_key = data.locate(*key)
+        yield from locate(part, data.parts[part], local_key)
     else:
         epoch, index = key
         yield name, data, epoch, index
 
 
-def read_sample(name: str, data: Any, epoch: int, index: int) -> list[Shown]:
+def read_sample(name: str, data: Any, epoch: int, index: int) -> list[SampleView]:
     """The conversation of a sample; of ranked replies one with each."""
     rendered: list[Rendered]
     if isinstance(data, Conversations):
@@ -198,25 +201,25 @@ def read_sample(name: str, data: Any, epoch: int, index: int) -> list[Shown]:
         masks = [each.loss_mask for each in rendered]
     else:
         raise ConfigError(f"{name}: a data set {type(data).__name__} has no conversations.")
-    return [Shown(name, index, each.ids, each.roles, mask) for each, mask in zip(rendered, masks, strict=True)]
+    return [SampleView(name, index, each.ids, each.roles, mask) for each, mask in zip(rendered, masks, strict=True)]
 
 
-def write(shown: Shown, tokenizer: Any, is_colored: bool) -> str:
+def write(view: SampleView, tokenizer: Any, is_colored: bool) -> str:
     """The text of a sample, with what is said of each token."""
     text = ""
-    tokens = zip(shown.ids, shown.roles, shown.learned, strict=True)
-    for (role, learned), group in itertools.groupby(tokens, key=lambda token: (Role(token[1]), token[2])):
+    tokens = zip(view.ids, view.roles, view.learned_mask, strict=True)
+    for (role, is_learned), group in itertools.groupby(tokens, key=lambda token: (Role(token[1]), token[2])):
         part = tokenizer.decode([token for token, _, _ in group])
         if is_colored:
-            text += paint(part, role, learned)
+            text += paint(part, role, is_learned)
         else:
-            text += f"{role.name.lower()}[[{part}]]" if learned else part
+            text += f"{role.name.lower()}[[{part}]]" if is_learned else part
     return text
 
 
-def paint(text: str, role: Role, learned: bool) -> str:
+def paint(text: str, role: Role, is_learned: bool) -> str:
     """The text in the colour of a role, line by line, as a pager may show them."""
-    code = f"\x1b[{COLOURS[role]}{';4' if learned else ''}m"
+    code = f"\x1b[{COLOURS[role]}{';4' if is_learned else ''}m"
     return "\n".join(f"{code}{line}\x1b[0m" if line else "" for line in text.split("\n"))
 
 
@@ -224,16 +227,18 @@ def describe_mixture(name: str, train: Any, read: float) -> Iterator[list[str]]:
     """Cells of a table. read: conversations in the whole training."""
     yield ["data set", "samples", "an epoch reads", "the training", "tokens", "learned"]
     for part, data, share in _shares(name, train, 1.0):
-        measured = [shown for index in range(min(_MEASURED, len(data))) for shown in read_sample(part, data, 0, index)]
-        tokens, learned = sum(len(shown.ids) for shown in measured), sum(sum(shown.learned) for shown in measured)
+        views = [
+            view for index in range(min(_SAMPLES_TO_COUNT, len(data))) for view in read_sample(part, data, 0, index)
+        ]
+        tokens, num_learned = sum(len(view.ids) for view in views), sum(sum(view.learned_mask) for view in views)
         epochs = f"{read * share / len(data):.3g} times"
         yield [
             part,
             f"{len(data):,}",
             f"{share * len(train):,.0f}",
             epochs,
-            f"{tokens / len(measured):.1f}",
-            f"{learned / tokens:.0%}",
+            f"{tokens / len(views):.1f}",
+            f"{num_learned / tokens:.0%}",
         ]
 
 

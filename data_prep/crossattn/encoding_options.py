@@ -74,8 +74,8 @@ def model(options: argparse.Namespace) -> ModelConfig:
 
 def rules(options: argparse.Namespace) -> EncodingOptions:
     """The rules of the encoder inputs."""
-    given = (options.template, options.questions_on_contexts, options.chunked_contexts, options.too_long)
-    return EncodingOptions(options.maximum_input_length, *given)
+    rule_options = (options.template, options.questions_on_contexts, options.chunked_contexts, options.too_long)
+    return EncodingOptions(options.maximum_input_length, *rule_options)
 
 
 def architecture(base: ModelConfig, places: Places, rules: EncodingOptions) -> tuple[dict[str, Any], int]:

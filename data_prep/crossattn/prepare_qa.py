@@ -102,19 +102,19 @@ def _write(beside: Path, options: Options, choice: Choice) -> dict[str, Any]:
         for split, _, question in choice.questions():
             pools[split] |= {passage.text: passage for passage in question.passages if passage.useful}
     with contextlib.ExitStack() as stack:
-        written: dict[str, SplitFile] = {}
+        split_files: dict[str, SplitFile] = {}
         for split in SPLITS:
             output = stack.enter_context(open(beside / f"{split}.jsonl", "w", encoding="utf-8", newline="\n"))
-            written[split] = SplitFile(output, options, list(pools[split].values()))
+            split_files[split] = SplitFile(output, options, list(pools[split].values()))
         for split, layout, question in tqdm(choice.questions(), desc="rows", unit="", disable=None, leave=False):
             if options.distractors is None and getattr(LAYOUTS[layout], "MANY_DISTRACTORS", False):
                 raise DataError(
                     f"{question.where}: {len(question.passages)} passages. Say with --distractors how many to keep."
                 )
-            written[split].add(question, shuffled=getattr(LAYOUTS[layout], "SHUFFLED", False))
+            split_files[split].add(question, shuffled=getattr(LAYOUTS[layout], "SHUFFLED", False))
     skipped = {split: dict(sorted(reasons.items())) for split, reasons in choice.skipped.items()}
     for split in SPLITS:
-        if not written[split].rows:
+        if not split_files[split].rows:
             left_out = {reason: n for reasons in skipped.values() for reason, n in reasons.items()}
             why = "; ".join(f"{n} {reason}" for reason, n in left_out.items()) or "none"
             together = (
@@ -124,9 +124,9 @@ def _write(beside: Path, options: Options, choice: Choice) -> dict[str, Any]:
             )
             raise DataError(f"--{split}: no row is left for this split. Left out: {why}.{together}")
     return {
-        "counts": {split: written[split].facts() for split in SPLITS},
+        "counts": {split: split_files[split].facts() for split in SPLITS},
         "skipped": skipped,
-        "useful_contexts_in_both_splits": len(written["train"].contexts & written["val"].contexts),
+        "useful_contexts_in_both_splits": len(split_files["train"].contexts & split_files["val"].contexts),
     }
 
 
@@ -138,7 +138,7 @@ def _provenance(options: Options, releases: dict[str, list[Release]], only: Rele
     """
     facts = {split: [release.facts() for release in releases[split]] for split in SPLITS}
     pairs = [(split, *pair) for split in SPLITS for pair in zip(releases[split], facts[split], strict=True)]
-    sources.require_distinct((f"--{split} {release.source}", found) for split, release, found in pairs)
+    sources.require_distinct((f"--{split} {release.source}", identity) for split, release, identity in pairs)
     return {
         "sources": facts,
         "options": options.options_for_manifest(),
@@ -152,12 +152,12 @@ def _digest_of_tree(folder: Path) -> str:
     """Digest of the names and sizes of the files below a folder; the files are not read."""
     if not folder.is_dir():
         raise DataError(f"--evidence: {folder} is no folder. Expected one that holds wikipedia/ and web/.")
-    found = sorted(
+    file_digests = sorted(
         (str(path.relative_to(folder)), path.stat().st_size)
         for below, _, names in os.walk(folder)
         for path in (Path(below, name) for name in names)
     )
-    return hashlib.sha256(repr(found).encode()).hexdigest()
+    return hashlib.sha256(repr(file_digests).encode()).hexdigest()
 
 
 def _print_summary(facts: dict[str, Any]) -> None:
@@ -176,7 +176,9 @@ def _print_summary(facts: dict[str, Any]) -> None:
         print(f"{facts['useful_contexts_in_both_splits']} useful contexts are in both splits: the sources overlap.")
 
 
-main = command.main_of(COMMAND, __doc__, _add_options, lambda data_path, **given: prepare(data_path, Options(**given)))
+main = command.main_of(
+    COMMAND, __doc__, _add_options, lambda data_path, **options: prepare(data_path, Options(**options))
+)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -68,9 +68,9 @@ class Options:
 
     def options_for_manifest(self) -> dict[str, Any]:
         """The options except for the sources, which are identified by their content."""
-        given = dataclasses.asdict(self)
+        values = dataclasses.asdict(self)
         return {
-            key: given[key] for key in given if key not in {"name", "train", "val", "evidence", "only_questions_of"}
+            key: values[key] for key in values if key not in {"name", "train", "val", "evidence", "only_questions_of"}
         }
 
 
@@ -85,9 +85,9 @@ class Choice:
         """
         self._options = options
         self._releases = releases
-        asked = (question for _, question in only.questions()) if only is not None else ()
+        wanted_questions = (question for _, question in only.questions()) if only is not None else ()
         self._only = (
-            {_plain(question.text) for question in asked if isinstance(question, Question)}
+            {_plain(question.text) for question in wanted_questions if isinstance(question, Question)}
             if only is not None
             else None
         )
@@ -101,30 +101,36 @@ class Choice:
             DataError: a source is damaged, has an id twice, has questions without contexts, or text that is none.
         """
         self.skipped = {split: Counter() for split in SPLITS}
-        most, kept = self._options.max_rows, Counter[str]()
-        for given, releases in self._releases.items():
+        most, num_rows = self._options.max_rows, Counter[str]()
+        for source_split, releases in self._releases.items():
             ids: set[tuple[str, str]] = set()
-            reached = SPLITS if self._options.val_percent is not None else (given,)
+            target_splits = SPLITS if self._options.val_percent is not None else (source_split,)
             for layout, question in (pair for release in releases for pair in release.questions()):
-                if most is not None and all(kept[split] >= most for split in reached):
+                if most is not None and all(num_rows[split] >= most for split in target_splits):
                     break
-                chosen = self._filter(question)
-                if isinstance(chosen, Skipped):
-                    self.skipped[given][chosen.reason] += 1
+                question_or_skip = self._filter(question)
+                if isinstance(question_or_skip, Skipped):
+                    self.skipped[source_split][question_or_skip.reason] += 1
                     continue
-                _require_text(chosen)
-                if not _is_new(chosen, ids):
+                _require_text(question_or_skip)
+                if not _is_new(question_or_skip, ids):
                     if not self._options.skip_duplicates:
                         raise DataError(
-                            f"{chosen.where}: the id {chosen.id!r} is there a second time. "
+                            f"{question_or_skip.where}: the id {question_or_skip.id!r} is there a second time. "
                             "--skip_duplicates keeps the first."
                         )
-                    self.skipped[given]["ids that were there before"] += 1
+                    self.skipped[source_split]["ids that were there before"] += 1
                     continue
-                split = given if self._options.val_percent is None else "val" if self._is_for_val(chosen) else "train"
-                if most is None or kept[split] < most:
-                    kept[split] += 1
-                    yield split, layout, chosen
+                split = (
+                    source_split
+                    if self._options.val_percent is None
+                    else "val"
+                    if self._is_for_val(question_or_skip)
+                    else "train"
+                )
+                if most is None or num_rows[split] < most:
+                    num_rows[split] += 1
+                    yield split, layout, question_or_skip
 
     def _filter(self, question: Question | Skipped) -> Question | Skipped:
         if isinstance(question, Skipped):
@@ -157,18 +163,21 @@ class Choice:
                 parents[node] = node = parents[parents[node]]
             return node
 
-        asked: list[int] = []
+        question_nodes: list[int] = []
         for releases in self._releases.values():
             for _, question in (pair for release in releases for pair in release.questions()):
-                if not isinstance(chosen := self._filter(question), Skipped):
-                    first, *others = _decisive(chosen)
-                    asked.append(first)
+                if not isinstance(question_or_skip := self._filter(question), Skipped):
+                    first, *others = _decisive(question_or_skip)
+                    question_nodes.append(first)
                     for other in others:  # the least digest is the group's
                         low, high = sorted((root(first), root(other)))
                         parents[high] = low
-        sizes, wanted = Counter(root(node) for node in asked), (self._options.val_percent or 0) / 100 * len(asked)
-        small = {group for group, size in sizes.items() if size <= max(wanted, 1)}
-        share = wanted / max(1, sum(sizes[group] for group in small))
+        sizes, target_size = (
+            Counter(root(node) for node in question_nodes),
+            (self._options.val_percent or 0) / 100 * len(question_nodes),
+        )
+        small = {group for group, size in sizes.items() if size <= max(target_size, 1)}
+        share = target_size / max(1, sum(sizes[group] for group in small))
         alone = Counter(root(node) for node in parents)
         val = {group for group in small if (group if alone[group] == 1 else _digest(f"{_SALT}{group}")) / 2**64 < share}
         return {node for node in parents if root(node) in val}
@@ -195,12 +204,12 @@ class SplitFile:
         """
         options = self._options
         position = options.position or ("random" if shuffled else "given")
-        placed = Placing(options.seed, options.distractors, position, self._pool).place(question)
-        distractors = sum(not passage.useful for passage in placed.passages)
+        ordered_question = Placing(options.seed, options.distractors, position, self._pool).place(question)
+        distractors = sum(not passage.useful for passage in ordered_question.passages)
         self.fewer_distractors += distractors < (options.distractors or 0)
         self.unanswerable += question.answers == (UNANSWERABLE,)
-        self.contexts |= {_digest(passage.text) for passage in placed.passages if passage.useful}
-        row = row_of(placed, sum(self.rows.values()))
+        self.contexts |= {_digest(passage.text) for passage in ordered_question.passages if passage.useful}
+        row = row_of(ordered_question, sum(self.rows.values()))
         self.rows[question.dataset] += 1
         self._output.write(json.dumps(row, ensure_ascii=False) + "\n")
 

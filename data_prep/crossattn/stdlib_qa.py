@@ -168,9 +168,11 @@ def _read(path: Path) -> str | None:
 
 def _rows_of(snippet: code_questions.Snippet, module: str, first_index: int) -> Iterator[dict[str, Any]]:
     frequent = [q for q in snippet.questions if q.kind in _FREQUENT_KINDS]
-    chosen = frequent[hashlib.sha256(snippet.context.encode()).digest()[0] % len(frequent)] if frequent else None
-    asked = [q for q in snippet.questions if q is chosen or q.kind not in _FREQUENT_KINDS]
-    for index, question in enumerate(asked, first_index):
+    frequent_question = (
+        frequent[hashlib.sha256(snippet.context.encode()).digest()[0] % len(frequent)] if frequent else None
+    )
+    selected_questions = [q for q in snippet.questions if q is frequent_question or q.kind not in _FREQUENT_KINDS]
+    for index, question in enumerate(selected_questions, first_index):
         yield {
             "context": snippet.context,
             "question": question.text,

@@ -49,8 +49,8 @@ class Descriptions:
 
     def _ask(self, query: str, value: str) -> str | None:
         self.queries += 1
-        found = self._database.execute(query, (value,)).fetchone()
-        return found[0] if found else None
+        row = self._database.execute(query, (value,)).fetchone()
+        return row[0] if row else None
 
 
 @lru_cache(1)

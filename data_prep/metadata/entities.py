@@ -35,18 +35,18 @@ class DictionaryLinker:
     def link(self, text: str) -> list[Row]:
         """See `Linker`."""
         words = [match.span() for match in _WORD.finditer(text)]
-        found, at = list[Row](), 0
+        mentions, at = list[Row](), 0
         while at < len(words):
             start, last = words[at][0], min(at + self._longest, len(words))
             ends = (end for end in range(last, at, -1) if text[start : words[end - 1][1]] in self._titles)
             if end := next(ends, 0):
                 stop = words[end - 1][1]
                 value = self._titles[text[start:stop]]
-                found.append(
+                mentions.append(
                     {"key": "entity", "type": "local", "char_start_idx": start, "char_end_idx": stop, "value": value}
                 )
             at = end or at + 1
-        return found
+        return mentions
 
 
 @lru_cache(1)

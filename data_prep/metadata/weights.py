@@ -46,20 +46,20 @@ def count_columns(
     path = jsonl.require_file(jsonl.corpus_folder(Places(data_path, data_path), corpus), "train.jsonl")
     rows = jsonl.read_rows(path, {"text": str})
     require_at_least(1, documents=documents)
-    chosen = (
+    selected_columns = (
         range(len(rows))
         if documents is None or documents >= len(rows)
         else sorted(random.Random(0).sample(range(len(rows)), documents))
     )
-    found = Counter[str]()
-    for number in chosen:
-        found.update(read_row(rows[number], f"{path}:{number + 1}", columns).columns)
+    column_counts = Counter[str]()
+    for number in selected_columns:
+        column_counts.update(read_row(rows[number], f"{path}:{number + 1}", columns).columns)
     for column in columns or []:
-        if not found[column]:
+        if not column_counts[column]:
             raise DataError(f"--columns: no document that was counted has {column!r}, so it has no weight.")
-    if not found:
+    if not column_counts:
         raise DataError(f"{path}: no document has metadata.")
-    return found
+    return column_counts
 
 
 def inverse_frequencies(counts: Counter[str]) -> dict[str, float]:

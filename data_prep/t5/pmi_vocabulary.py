@@ -90,16 +90,16 @@ def prepare(data_path: Path, name: str, train: Sequence[str], text_field: str, *
 
     def fill(beside: Path) -> dict[str, Any]:
         counts, totals, undercount = count_ngrams(corpus.batches(name), options["max_counts"], options["punctuation"])
-        ranked = rank(counts, totals, options["min_count"], options["frequent"])
-        chosen = {n: ranked[n][: int(options["size"] * share)] for n, share in SHARES.items()}
-        if not any(chosen.values()):
+        ngrams_by_rank = rank(counts, totals, options["min_count"], options["frequent"])
+        selected_ngrams = {n: ngrams_by_rank[n][: int(options["size"] * share)] for n, share in SHARES.items()}
+        if not any(selected_ngrams.values()):
             often = f"occurs {options['min_count']} times and more often than by chance"
             raise DataError(f"--train: no n-gram {often}. Give more text, or lower --min_count.")
         with open(beside / FILE, "w", encoding="utf-8", newline="\n") as file:
-            file.writelines(f"{ngram}\n" for ngrams in chosen.values() for ngram in ngrams)
+            file.writelines(f"{ngram}\n" for ngrams in selected_ngrams.values() for ngram in ngrams)
         print(
             f"{totals[1]:,} words; n-grams by words: "
-            f"{', '.join(f'{n}: {len(ngrams):,}' for n, ngrams in chosen.items())}"
+            f"{', '.join(f'{n}: {len(ngrams):,}' for n, ngrams in selected_ngrams.items())}"
         )
         if undercount:
             print(
@@ -108,7 +108,7 @@ def prepare(data_path: Path, name: str, train: Sequence[str], text_field: str, *
             )
         return {
             "words": totals[1],
-            "ngrams": {str(n): len(ngrams) for n, ngrams in chosen.items()},
+            "ngrams": {str(n): len(ngrams) for n, ngrams in selected_ngrams.items()},
             "undercount": undercount,
         }
 
@@ -156,11 +156,11 @@ def rank(
     def log_p(ngram: str, n: int) -> float:
         return math.log(counts[ngram] / totals[n])
 
-    scored: dict[int, list[tuple[float, str]]] = {n: [] for n in SHARES}
+    scores: dict[int, list[tuple[float, str]]] = {n: [] for n in SHARES}
     for ngram, count in counts.items():
         if count >= min_count and (n := len(words := _WORD.findall(ngram))) > 1 and (score := pmi(words, log_p)) > 0:
-            scored[n].append((-score - frequent * log_p(ngram, n), ngram))
-    return {n: [ngram for _, ngram in sorted(found)] for n, found in scored.items()}
+            scores[n].append((-score - frequent * log_p(ngram, n), ngram))
+    return {n: [ngram for _, ngram in sorted(scores_of_n)] for n, scores_of_n in scores.items()}
 
 
 def pmi(words: Sequence[str], log_p: Callable[[str, int], float]) -> float:

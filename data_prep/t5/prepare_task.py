@@ -29,7 +29,7 @@ from src.systems.t5.tasks import task_table
 
 COMMAND = "python -m data_prep.t5.prepare_task"
 _SCRIPTS = (__file__, superglue.__file__, task_rows.__file__, task_sources.__file__, sources.__file__)
-_SHOWN = 3  # complaints about rows left out
+_MAX_LOGGED = 3  # complaints about rows left out
 
 
 @dataclass(frozen=True)
@@ -82,10 +82,10 @@ def prepare(data_path: Path, options: Options) -> bool:
     task = task_table.find(options.task, options.task_file)
     if options.train and not task.task.trained:
         raise DataError(f"--train: {task.name!r} has no rows to train on. Give --val or --test.")
-    opened = {split: [Source(source, split, task) for source in getattr(options, split)] for split in SPLITS}
-    made_from = _provenance(options, opened, task)
+    sources_by_split = {split: [Source(source, split, task) for source in getattr(options, split)] for split in SPLITS}
+    made_from = _provenance(options, sources_by_split, task)
     facts = command.make_folder(
-        data_path / options.name, COMMAND, made_from, lambda beside: _write(beside, options, opened, task)
+        data_path / options.name, COMMAND, made_from, lambda beside: _write(beside, options, sources_by_split, task)
     )
     if facts is not None:
         _print_summary(facts)
@@ -93,24 +93,24 @@ def prepare(data_path: Path, options: Options) -> bool:
 
 
 def _write(
-    beside: Path, options: Options, opened: dict[str, list[Source]], task: task_table.NamedTask
+    beside: Path, options: Options, sources_by_split: dict[str, list[Source]], task: task_table.NamedTask
 ) -> dict[str, Any]:
     """Fill the folder `beside`; returns the facts for the manifest."""
     skipped: dict[str, list[str]] = {split: [] for split in SPLITS}
     rows: dict[str, list[task_rows.Row]] = {split: [] for split in SPLITS}
     for split in SPLITS:
-        kept = skipped[split] if options.skip_bad_rows else None
-        every = (row for source in opened[split] for row in task_rows.rows(source, kept))
+        skipped_rows = skipped[split] if options.skip_bad_rows else None
+        every = (row for source in sources_by_split[split] for row in task_rows.rows(source, skipped_rows))
         rows[split] = list(tqdm(every, desc=split, unit="", disable=None, leave=False))
     if options.val_percent is not None:
         rows["train"], rows["val"] = _split_off_validation(rows["train"], options.val_percent, options.seed)
-    written = [
+    split_rows = [
         split
         for split in SPLITS
         if rows[split] or getattr(options, split) or (split == "val" and options.val_percent is not None)
     ]
     inputs: dict[str, set[str]] = {}
-    for split in written:
+    for split in split_rows:
         rows[split] = rows[split][: options.max_rows]
         if not rows[split]:
             raise DataError(f"--{split}: no row is left for this split.")
@@ -126,8 +126,10 @@ def _write(
     both = inputs.get("train", set()) & (inputs.get("val", set()) | inputs.get("test", set()))
     return {
         "task": task.name,
-        "counts": {split: _counts(rows[split], task) for split in written},
-        "skipped": {split: {"rows": len(skipped[split]), "first": skipped[split][:_SHOWN]} for split in written},
+        "counts": {split: _counts(rows[split], task) for split in split_rows},
+        "skipped": {
+            split: {"rows": len(skipped[split]), "first": skipped[split][:_MAX_LOGGED]} for split in split_rows
+        },
         "inputs_of_train_in_another_split": len(both),
     }
 
@@ -138,16 +140,18 @@ def _split_off_validation(
     """Rows for training and for validation; rows of one group (the answers of a question) stay together."""
     groups = {row.get("group") or str(number): None for number, row in enumerate(rows)}
     count = max(1, round(len(groups) * percent / 100))
-    chosen = set(Random(f"{seed}/{len(groups)}").sample(list(groups), count))
+    selected_groups = set(Random(f"{seed}/{len(groups)}").sample(list(groups), count))
     keys = [row.get("group") or str(number) for number, row in enumerate(rows)]
     pairs = list(zip(keys, rows, strict=True))
-    return [row for key, row in pairs if key not in chosen], [row for key, row in pairs if key in chosen]
+    return [row for key, row in pairs if key not in selected_groups], [
+        row for key, row in pairs if key in selected_groups
+    ]
 
 
 def _number(rows: list[task_rows.Row]) -> None:
     """Number the rows from 0 in their order if an index is missing, or repeated among the rows of a group."""
-    found = [(row.get("group"), row["index"]) for row in rows]
-    if any(index is None for _, index in found) or len(set(found)) < len(found):
+    row_keys = [(row.get("group"), row["index"]) for row in rows]
+    if any(index is None for _, index in row_keys) or len(set(row_keys)) < len(row_keys):
         for number, row in enumerate(rows):
             row["index"] = number
 
@@ -157,20 +161,26 @@ def _counts(rows: list[task_rows.Row], task: task_table.NamedTask) -> dict[str, 
     return {"rows": {task.name: len(rows)}, **({"labels": dict(sorted(labels.items()))} if labels else {})}
 
 
-def _provenance(options: Options, opened: dict[str, list[Source]], task: task_table.NamedTask) -> dict[str, Any]:
+def _provenance(
+    options: Options, sources_by_split: dict[str, list[Source]], task: task_table.NamedTask
+) -> dict[str, Any]:
     """Everything that the content of the folder depends on.
 
     Raises:
         DataError: one source is given twice.
     """
-    facts = {split: [source.facts() for source in opened[split]] for split in SPLITS}
-    pairs = [(split, *pair) for split in SPLITS for pair in zip(opened[split], facts[split], strict=True)]
-    local = [(split, source, found) for split, source, found in pairs if not source.source.startswith(sources.HUB)]
-    sources.require_distinct((f"--{split} {source.source}", found) for split, source, found in local)
-    stated = {name: value for name, value in asdict(options).items() if name not in (*SPLITS, "name", "task_file")}
+    facts = {split: [source.facts() for source in sources_by_split[split]] for split in SPLITS}
+    pairs = [(split, *pair) for split in SPLITS for pair in zip(sources_by_split[split], facts[split], strict=True)]
+    local = [
+        (split, source, identity) for split, source, identity in pairs if not source.source.startswith(sources.HUB)
+    ]
+    sources.require_distinct((f"--{split} {source.source}", identity) for split, source, identity in local)
+    options_to_save = {
+        name: value for name, value in asdict(options).items() if name not in (*SPLITS, "name", "task_file")
+    }
     return {
         "sources": facts,
-        "options": stated,
+        "options": options_to_save,
         "task": task.fingerprint,
         "scripts_sha256": command.digest_files(_SCRIPTS),
     }
@@ -187,8 +197,8 @@ def _print_summary(facts: dict[str, Any]) -> None:
         print(f"{facts['inputs_of_train_in_another_split']} inputs of train are in another split too.")
 
 
-def _run(data_path: Path, name: str | None, task: str, **given: Any) -> None:
-    prepare(data_path, Options(name=name or task, task=task, **given))
+def _run(data_path: Path, name: str | None, task: str, **option_values: Any) -> None:
+    prepare(data_path, Options(name=name or task, task=task, **option_values))
 
 
 main = command.main_of(COMMAND, __doc__, _add_options, _run)

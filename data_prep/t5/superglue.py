@@ -134,17 +134,17 @@ def _fitted_span(text: str, span: str, word: int) -> str:
     if span in text or not span or word >= len(words):
         return span
     first = span[0].lower() if words[word][0].islower() else span[0].upper()
-    fitted = f"{first}{span[1:]}".rstrip(".").replace("\n", " ")
-    return fitted if fitted in text else span
+    candidate = f"{first}{span[1:]}".rstrip(".").replace("\n", " ")
+    return candidate if candidate in text else span
 
 
 def _mark_span(text: str, span: str, word: int, mark: str, where: str) -> str:
     """`text` with marks around `span`, which begins at word number `word`; as it is where it does not."""
-    found = re.match(rf"((?:\S+\s){{{word}}}){re.escape(span)}", text)
-    if found is None:
+    match = re.match(rf"((?:\S+\s){{{word}}}){re.escape(span)}", text)
+    if match is None:
         log.warning("%s: %r does not stand at word %d of %r; it stays unmarked.", where, span, word, text[:80])
         return text
-    return f"{found[1]}{mark} {span} {mark}{text[found.end() :]}"
+    return f"{match[1]}{mark} {span} {mark}{text[match.end() :]}"
 
 
 def _get(record: Mapping[str, Any], name: str, kind: type, where: str) -> Any:

@@ -79,17 +79,17 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _run(train: Sequence[str] | None, source: str | None, spiece: Path | None, **given: Any) -> bool:
-    require_at_least(0, sentences=given["sentences"])
-    require_at_least(1, sentinels=given["sentinels"])
-    about = {name: value for name in DEFAULTS if (value := given.pop(name)) is not None}
+def _run(train: Sequence[str] | None, source: str | None, spiece: Path | None, **options: Any) -> bool:
+    require_at_least(0, sentences=options["sentences"])
+    require_at_least(1, sentinels=options["sentinels"])
+    about = {name: value for name in DEFAULTS if (value := options.pop(name)) is not None}
     if train:
-        return prepare_trained(train=train, options={**DEFAULTS, **about}, **given)
+        return prepare_trained(train=train, options={**DEFAULTS, **about}, **options)
     if about:
         raise DataError(
             f"--{next(iter(about))}: is for --train; --from and --spiece have their tokens already. Leave it out."
         )
-    return prepare(source=source, spiece=spiece, **given)
+    return prepare(source=source, spiece=spiece, **options)
 
 
 def prepare(
@@ -281,10 +281,10 @@ def add_sentences(tokenizer: "PreTrainedTokenizerFast", number: int, where: str)
     Raises:
         DataError: it has some already.
     """
-    wanted = dataset.sentence_tokens(number)
-    if found := sorted({*wanted} & {*tokenizer.get_vocab()}):
-        raise DataError(f"{where}: has {found[0]!r} already. Use it as it is, or take one without.")
-    tokenizer.add_tokens(wanted, special_tokens=True)
+    new_tokens = dataset.sentence_tokens(number)
+    if existing_tokens := sorted({*new_tokens} & {*tokenizer.get_vocab()}):
+        raise DataError(f"{where}: has {existing_tokens[0]!r} already. Use it as it is, or take one without.")
+    tokenizer.add_tokens(new_tokens, special_tokens=True)
 
 
 def _copy_backend(tokenizer: "PreTrainedTokenizerFast") -> Any:
@@ -306,9 +306,11 @@ def _sentinels_in(vocabulary: Any) -> list[str]:
 
 
 def _refuse_sentinels(vocabulary: Any, where: str) -> None:
-    found = _sentinels_in(vocabulary)
-    if found:
-        raise DataError(f"{where}: has {len(found)} sentinels already, such as {min(found)!r}. Use it as it is.")
+    sentinels = _sentinels_in(vocabulary)
+    if sentinels:
+        raise DataError(
+            f"{where}: has {len(sentinels)} sentinels already, such as {min(sentinels)!r}. Use it as it is."
+        )
 
 
 def from_sentencepiece(path: Path, sentinels: int = NUM_SENTINELS) -> "PreTrainedTokenizerFast":
@@ -337,12 +339,12 @@ def from_sentencepiece(path: Path, sentinels: int = NUM_SENTINELS) -> "PreTraine
     if charsmap:
         backend.normalizer = normalizers.Precompiled(charsmap)
     # A control piece is a piece to `tokenizers`, so that text which spells it is cut behind its first character.
-    spelled = "|".join(f"{re.escape(name[0])}(?={re.escape(name[1:])})" for name in controls)
+    pattern = "|".join(f"{re.escape(name[0])}(?={re.escape(name[1:])})" for name in controls)
     backend.pre_tokenizer = pre_tokenizers.Sequence(
         [
             pre_tokenizers.WhitespaceSplit(),
             pre_tokenizers.Metaspace(replacement=_SPACE, prepend_scheme="always", split=True),
-            pre_tokenizers.Split(Regex(spelled), behavior="merged_with_previous"),
+            pre_tokenizers.Split(Regex(pattern), behavior="merged_with_previous"),
         ]
     )
     backend.decoder = decoders.Metaspace(replacement=_SPACE, prepend_scheme="always", split=True)

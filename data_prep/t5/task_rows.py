@@ -35,7 +35,7 @@ def rows(source: Source, skipped: list[str] | None) -> Iterator[Row]:
 
 def _row(record: Record, source: Source, where: str) -> Row:
     task = source.task.task
-    found: Row = {"index": _index(_column_value(record, source, "index"))}
+    new_row: Row = {"index": _index(_column_value(record, source, "index"))}
     for column in task.columns:
         value = _column_value(record, source, column)
         if not isinstance(value, str):
@@ -45,18 +45,18 @@ def _row(record: Record, source: Source, where: str) -> Row:
                 else f"there is: {', '.join(record)}"
             )
             raise DataError(f"{where}: expected text as {' or '.join(map(repr, source.names(column)))}, {got}.")
-        found[column] = value
-    found["label"] = _label(_column_value(record, source, "label"), source, where)
-    if found["label"] is None and source.split != "test":
+        new_row[column] = value
+    new_row["label"] = _label(_column_value(record, source, "label"), source, where)
+    if new_row["label"] is None and source.split != "test":
         raise DataError(
             f"{where}: no label, under {' or '.join(map(repr, source.names('label')))}. "
             "Rows without one are for --test."
         )
     if isinstance(record.get("answers"), list):
-        found["answers"] = record["answers"]
+        new_row["answers"] = record["answers"]
     if isinstance(record.get("group"), str):
-        found["group"] = record["group"]
-    return found
+        new_row["group"] = record["group"]
+    return new_row
 
 
 def _column_value(record: Record, source: Source, column: str) -> Any:

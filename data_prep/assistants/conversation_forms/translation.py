@@ -82,7 +82,7 @@ def translate(texts: dict[str, str]) -> Iterator[Row]:
     requests, codes = load_requests(), list(texts)
     source, target = pick([codes, codes[::-1]], "direction", texts)
     language = requests["languages"][target]
-    asked = pick([*requests["english"], *language["own"]], "request", texts)
-    asked = asked.replace("{language}", language["name"]).replace("{text}", texts[source])
+    request = pick([*requests["english"], *language["own"]], "request", texts)
+    request = request.replace("{language}", language["name"]).replace("{text}", texts[source])
     answer = {"role": "assistant", "content": texts[target], "lang": target}
-    yield {"messages": [{"role": "user", "content": asked}, answer]}
+    yield {"messages": [{"role": "user", "content": request}, answer]}

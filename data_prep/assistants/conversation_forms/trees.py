@@ -39,19 +39,19 @@ class Threads(Form):
         """See `Form.read`."""
 
         def walk(thread: list[Row]) -> Iterator[list[Row]]:
-            found = self.good_replies(thread[-1])
-            leaves = [reply for reply in found if not self.good_replies(reply)]
+            replies = self.good_replies(thread[-1])
+            leaves = [reply for reply in replies if not self.good_replies(reply)]
             if thread[-1]["role"] == "assistant":  # their threads end with it: once
-                found = [reply for reply in found if reply not in leaves] or leaves[:1]
-            if not found:
+                replies = [reply for reply in replies if reply not in leaves] or leaves[:1]
+            if not replies:
                 yield thread
-            for reply in found:
+            for reply in replies:
                 yield from walk([*thread, reply])
 
         for prompt in self.prompts(row, where):
             for thread in walk([prompt]):
-                if told := up_to_last_answer([_message(each) for each in thread]):
-                    yield {"messages": told}
+                if messages := up_to_last_answer([_message(each) for each in thread]):
+                    yield {"messages": messages}
 
     def prompts(self, row: Row, where: str) -> list[Row]:
         """The prompt of a tree that is finished, was found good, and is in one of the languages; else none."""
@@ -79,18 +79,18 @@ class Threads(Form):
         return [each for each in good if (only if each.get("rank") is None else each["rank"] < self.top_k)]
 
 
-class Ranked(Threads):
+class RankedReplies(Threads):
     """Each message of a person with the ranked replies to it."""
 
     def read(self, row: Row, where: str) -> Iterator[Row]:
         """See `Form.read`."""
 
         def walk(thread: list[Row]) -> Iterator[Row]:
-            ranked = [
+            ranked_replies = [
                 each for each in thread[-1].get("replies") or () if type(each.get("rank")) is int and self.is_read(each)
             ]
-            if thread[-1]["role"] != "assistant" and len(ranked) > 1:
-                replies = [{**_message(reply), "rank": reply["rank"]} for reply in ranked]
+            if thread[-1]["role"] != "assistant" and len(ranked_replies) > 1:
+                replies = [{**_message(reply), "rank": reply["rank"]} for reply in ranked_replies]
                 for reply in replies:
                     del reply["role"]
                 yield {"messages": [_message(each) for each in thread], "replies": replies}
@@ -131,9 +131,9 @@ def _check(message: Any, where: str) -> None:
 def _message(message: Row) -> Row:
     labels = message.get("labels")
     labels = labels if isinstance(labels, dict) else {}
-    told = {name: value for name in _LABELS if (value := _label(labels, name)) is not None}
+    labels_to_save = {name: value for name in _LABELS if (value := _label(labels, name)) is not None}
     lang = {"lang": message["lang"]} if message.get("lang") else {}
-    return {"role": ROLES.get(message["role"], "user"), "content": message["text"], **lang, **told}
+    return {"role": ROLES.get(message["role"], "user"), "content": message["text"], **lang, **labels_to_save}
 
 
 def _label(labels: Row, name: str) -> Any:

@@ -24,21 +24,21 @@ def questions(record: Record) -> Iterator[Question | Skipped]:
         DataError: a field is missing or malformed.
     """
     lists = [("positive_ctxs", True), ("hard_negative_ctxs", False), ("negative_ctxs", False)]
-    kept = passages(
-        Passage(found.require("text", str), found.optional("title", str, ""), useful)
+    contexts = passages(
+        Passage(item.require("text", str), item.optional("title", str, ""), useful)
         for name, useful in lists
         if name in record or useful
-        for found in record.objects(name)
+        for item in record.objects(name)
     )
-    if not any(passage.useful for passage in kept):
+    if not any(passage.useful for passage in contexts):
         yield Skipped("no passage holds the answer")
         return
-    named = record.require("dataset", str) if "dataset" in record else "dpr"
+    dataset_name = record.require("dataset", str) if "dataset" in record else "dpr"
     yield Question(
         where=record.where,
         id=None,
         text=record.text("question"),
         answers=clean_answers(record.require("answers", list[str]), record.where),
-        passages=kept,
-        dataset=named.partition("_")[0],
+        passages=contexts,
+        dataset=dataset_name.partition("_")[0],
     )

@@ -29,14 +29,14 @@ def questions(record: Record) -> Iterator[Question | Skipped]:
         yield Skipped("no answer is given, as in the hidden test set")
         return
     facts = {title for title, _ in _pairs(record, "supporting_facts", "sent_id")}
-    found = []
+    paragraphs = []
     for title, sentences in _pairs(record, "context", "sentences"):
         if not isinstance(sentences, list) or not all(isinstance(sentence, str) for sentence in sentences):
             raise DataError(f"{record.where}: field 'context': the sentences of {title!r} are no list of texts.")
         # Every sentence but the first begins with its space.
-        found.append(Passage("".join(sentences).strip(), title, useful=title in facts))
-    kept = passages(found)
-    if not kept:
+        paragraphs.append(Passage("".join(sentences).strip(), title, useful=title in facts))
+    contexts = passages(paragraphs)
+    if not contexts:
         yield Skipped("no paragraph has any text")
         return
     yield Question(
@@ -44,7 +44,7 @@ def questions(record: Record) -> Iterator[Question | Skipped]:
         id=record.identifier("_id" if "_id" in record else "id"),
         text=record.text("question"),
         answers=clean_answers([record.require("answer", str)], record.where),
-        passages=kept,
+        passages=contexts,
         dataset="hotpotqa",
     )
 

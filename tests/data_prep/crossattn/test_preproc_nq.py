@@ -108,7 +108,7 @@ def rewrite(cache, rows):
 def test_the_states_are_those_of_the_base(bases, cache, request_of, dtype):
     request = request_of(batch_size=1, dtype=dtype)
     counts = preproc_nq.prepare(request)
-    assert (counts.rows, counts.inputs, counts.encoded, counts.kept, counts.too_long) == (64, 64, 64, 0, 0)
+    assert (counts.rows, counts.inputs, counts.encoded, counts.num_reused, counts.too_long) == (64, 64, 64, 0, 0)
     store = store_of(request)
     assert len(store) == 64
     for row in rows_of(cache / "toy_qa"):
@@ -220,7 +220,7 @@ def test_a_kill_loses_nothing_that_was_committed(cache, request_of):
     with pytest.raises(DataError, match=r"encoded: not finished"):
         encoded_store.check(folder, RULES, "c")
     counts = preproc_nq.prepare(request)
-    assert (counts.kept, counts.encoded) == (kept, 640 - kept)
+    assert (counts.num_reused, counts.encoded) == (kept, 640 - kept)
     store = store_of(request)
     assert len(store) == 640
     assert len({bytes(record["key"]) for record in store._records}) == 640
@@ -258,7 +258,7 @@ def test_a_worker_whose_parent_is_gone_keeps_what_it_did_and_ends(bases, cache, 
     assert "failed" not in caplog.text
     there.close()
     counts = preproc_nq.prepare(request)
-    assert (counts.kept, counts.encoded) == (3, 61)
+    assert (counts.num_reused, counts.encoded) == (3, 61)
 
 
 def worker_that(says, code=0):
@@ -312,7 +312,7 @@ def test_damage_is_found_and_encoded_anew(request_of):
     states.write_bytes(data)
     assert preproc_nq.prepare(request).encoded == 0
     counts = preproc_nq.prepare(replace(request, verify=True))
-    assert (counts.kept, counts.encoded) == (63, 1)
+    assert (counts.num_reused, counts.encoded) == (63, 1)
     os.truncate(states, 10)
     assert preproc_nq.prepare(request).encoded == 63
     store_of(request)
