@@ -58,11 +58,11 @@ def test_what_fails_leaves_the_older_folder(tmp_path: Path, capsys: pytest.Captu
     assert (tmp_path / "toy" / "train.jsonl").read_text() == '{"text": "a"}\n'
 
 
-def test_the_help_says_what_a_command_does(capsys: pytest.CaptureFixture[str]):
+def test_the_help_describes_the_command(capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit):
         main(["--help"])
-    assert "usage: python -m data_prep.toy " in (shown := capsys.readouterr().out)
-    assert "What it does." in shown
+    assert "usage: python -m data_prep.toy " in (output := capsys.readouterr().out)
+    assert "What it does." in output
 
 
 def test_a_locked_folder_is_refused(tmp_path: Path):
@@ -76,7 +76,7 @@ def test_a_locked_folder_is_refused(tmp_path: Path):
         pass
 
 
-def test_scripts_and_sources_are_told_apart_by_content(tmp_path: Path):
+def test_scripts_and_sources_are_distinguished_by_content(tmp_path: Path):
     for name, text in (("a", "1"), ("b", "2"), ("c", "1")):
         (tmp_path / name).write_text(text)
     one, two, three = (sources.identify(str(tmp_path / name)) for name in "abc")

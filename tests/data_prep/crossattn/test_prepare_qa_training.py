@@ -44,7 +44,7 @@ SHORT = override(
         "answers.questions": 4,
     },
 )
-ASKED = {key: SHORT[key] for key in ("loop", "answers", "seed")}
+WITH_QUESTIONS = {key: SHORT[key] for key in ("loop", "answers", "seed")}
 RANDOM_T5 = {"tokenizer": "starcoder", "hidden_size": 32, "feed_forward_size": 48, "num_layers": 1, "num_heads": 2}
 VARIANTS = [
     override(SHORT, {"model.shared_weights": True, "model.num_layers": 2, "data.chunked_contexts": True}),
@@ -60,7 +60,7 @@ VARIANTS = [
             "sequence_tokens": 24,
             "loss_on": "answer",
         },
-        **ASKED,
+        **WITH_QUESTIONS,
     },
     {
         "recipe": "fid",
@@ -73,7 +73,7 @@ VARIANTS = [
             "passage_tokens": 60,
             "answer_tokens": 12,
         },
-        **ASKED,
+        **WITH_QUESTIONS,
     },
 ]
 
