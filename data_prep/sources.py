@@ -1,5 +1,5 @@
-"""Sources that commands are given: files, folders saved by `datasets`, and sets of the hub.
-What they hold is read by each command."""
+"""Sources of commands: files, folders saved by `datasets`, and data sets of the hub.
+Each command reads their content itself."""
 
 import hashlib
 import itertools

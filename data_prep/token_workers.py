@@ -65,7 +65,7 @@ def tokenise_batch(job: Job, batch: Batch) -> tuple[Tokens, Tokens]:
     """The training and the validation documents of a batch, in order.
 
     Raises:
-        DataError: a row is not what it should be; names it.
+        DataError: a row is malformed; the message names it.
     """
     texts = batch.documents(job.field)
     is_for_validation = [bool(job.val_rate) and is_validation(text, job.val_rate) for text in texts]
@@ -104,7 +104,7 @@ class Workers:
 
         Raises:
             RunError: a process was killed.
-            DataError: what a batch has wrong. All before it were handed back.
+            DataError: a batch is malformed. All previous batches were yielded.
         """
         if self._pool is None:
             for batch in batches:
@@ -122,7 +122,7 @@ class Workers:
                 yield futures.popleft().result()
         except BrokenProcessPool:
             raise RunError(
-                "a process that tokenises ended, perhaps for lack of memory. Start again: finished shards are kept."
+                "a tokenizing process was killed, perhaps out of memory. Start again: finished shards are saved."
             ) from None
 
 

@@ -1,10 +1,10 @@
 """Tokenise text for pre-training: `python -m data_prep.tokenize --name c4_t5 --tokenizer t5_tokenizer --train FILE..`.
 
-One folder is made below --data_path: shards of ids that are read by memory map (src/data/text/token_files.py) and
-manifest.json, which says what they were made from. A SOURCE is a file (.jsonl, .json, .txt, plain or with gzip;
+Writes one folder below --data_path: shards of ids that are read by memory map (src/data/text/token_files.py) and
+manifest.json with their provenance. A SOURCE is a file (.jsonl, .json, .txt, plain or with gzip;
 .parquet), a folder saved by `datasets`, or hub:ID[@CONFIG], which with --streaming is never written to the disk as
-text. The bytes do not depend on the number of processes. Started again after it was killed, it goes on behind the last
-whole shard.
+text. The bytes do not depend on the number of processes. A killed run resumes after the last
+complete shard.
 """
 
 import argparse
@@ -33,7 +33,7 @@ _SCRIPTS = [_HERE / f"{name}.py" for name in ("tokenize", "shards", "sources", "
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """The options of the command line. All but `processes` may change the result."""
+    """The options of the command line. All except `processes` can change the result."""
 
     name: str
     tokenizer: str
@@ -85,7 +85,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=1 << 27,
         metavar="N",
-        help="a shard ends when it has so many (default: %(default)s)",
+        help="number of tokens at which a shard ends (default: %(default)s)",
     )
     add(
         "--processes",
@@ -97,10 +97,10 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def tokenise(data_path: Path, options: Options) -> bool:
-    """Make the folder `data_path / options.name`; False, and nothing done, if it is whole and has the same provenance.
+    """Make the folder `data_path / options.name`; False if it is complete and has the same provenance.
 
     Raises:
-        DataError: a source or the tokenizer is missing or damaged, or a split would be empty. Finished shards are kept.
+        DataError: a source or the tokenizer is missing or damaged, or a split would be empty. Finished shards remain.
         ConfigError: the options do not go together.
         RunError: the disk refuses, or another process does the same.
     """

@@ -1,9 +1,8 @@
 """A tokenizer for conversations: `python -m data_prep.assistants.chat_tokenizer --from gpt2 --template oasst --name
 gpt2_chat`.
 
-A folder is made below --data_path: the tokenizer --from with the control tokens of a template behind all others, in an
-order that is always the same, and with the template itself. Tokens that it has already keep their ids. A template of
-its own is replaced.
+Writes a folder below --data_path: the tokenizer --from plus the control tokens of a template, appended in a fixed
+order, and the template itself. Existing tokens have the same ids as before. An existing chat template is replaced.
 """
 
 import argparse
@@ -41,12 +40,12 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     add(
         "--end_token",
         metavar="TOKEN",
-        help="of the vocabulary, such as </s>, where the tokenizer names none (default: the one it names)",
+        help="end token in the vocabulary, such as </s>, if the tokenizer defines no end token",
     )
 
 
 def prepare(data_path: Path, source: str, template: str, name: str, end_token: str | None = None) -> bool:
-    """Make the folder `data_path / name`; False if it is whole and was made from the same, so that nothing was done.
+    """Make the folder `data_path / name`; False if it is complete and up to date.
 
     Raises:
         ConfigError: there is no such template.
@@ -68,7 +67,9 @@ def prepare(data_path: Path, source: str, template: str, name: str, end_token: s
         "chat_template": tokenizer.chat_template,
     }
     return (
-        command.make_folder(folder, COMMAND, made_from, lambda beside: _save(tokenizer, beside, num_base_tokens))
+        command.make_folder(
+            folder, COMMAND, made_from, lambda partial_folder: _save(tokenizer, partial_folder, num_base_tokens)
+        )
         is not None
     )
 

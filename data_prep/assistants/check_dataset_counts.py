@@ -4,11 +4,10 @@ sft`.
 python -m data_prep.assistants.check_dataset_counts --datasets all --mode rm --output_path dataset_counts.csv
 python -m data_prep.assistants.check_dataset_counts --datasets assistant_tiny_sft --languages language_counts.csv
 
-A name is a folder below --data_path, or a group of experiments, whose folders are meant; `all` are all conversations
-that are there. What
-is counted are rows that a training in the mode learns from: in sft conversations and texts, in rm replies of which one
-is better than another. With --prepare releases that are not there are prepared first, from the hub; of `all` of them
-this downloads more than 100 GB.
+A name is a folder below --data_path, or a group of experiments, which selects the folders of its data sets; `all`
+selects all folders of conversations. Counts the rows that a training in the mode learns from: conversations and texts
+in sft, prompts with a better and a worse reply in rm. With --prepare, missing releases are downloaded from the hub and
+prepared first; for `all` this downloads more than 100 GB.
 """
 
 import argparse
@@ -46,11 +45,11 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         "--mode",
         choices=("sft", "rm"),
         default="sft",
-        help="what is learned: answers, or which reply is better (default: %(default)s)",
+        help="train on answers, or on comparisons of replies (default: %(default)s)",
     )
     add("--output_path", type=Path, default=Path("dataset_counts.csv"), help="(default: %(default)s)")
-    add("--languages", type=Path, metavar="CSV", help="also count messages by the language that they are told to be in")
-    add("--prepare", action="store_true", help="first prepare releases that are not there")
+    add("--languages", type=Path, metavar="CSV", help="also count messages by their language label")
+    add("--prepare", action="store_true", help="first prepare missing releases")
 
 
 def check(
@@ -118,19 +117,19 @@ def read_entries(data_path: Path, name: str) -> Iterator[tuple[str, Entry]]:
 
 
 def is_learned(entry: Entry, mode: Mode) -> bool:
-    """Whether a training in the mode learns from an entry. Ties alone tell nothing."""
+    """Whether a training in the mode learns from an entry. Replies that are all tied are not used."""
     return mode == "sft" or len({reply.rank for reply in entry.replies}) > 1
 
 
 def _write_table(path: Path, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Write a file of comma-separated values, whole or not at all."""
+    """Write a CSV file atomically."""
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerows([header, *rows])
     write_atomic(path, text.getvalue())
 
 
 def _names(data_path: Path, name: str, mode: Mode, prepare: bool) -> list[str]:
-    """The folders that a name stands for."""
+    """Resolve a name to folders."""
     if name in GROUPS:
         return [corpus for experiment in GROUPS[name] for corpus in list_corpora(experiment.get("data"))]
     if name != "all":

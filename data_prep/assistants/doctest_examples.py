@@ -17,14 +17,14 @@ from data_prep.metadata import stdlib_pages
 from src.files import ROOT
 
 SECONDS = 60
-"""Of one module."""
+"""Timeout per module."""
 _PROGRAM = "import sys; from data_prep.assistants import doctest_examples; doctest_examples.main(sys.argv[1])"
 MOST_CHARACTERS = 300
-"""Of the code of an example, with the lines before it in its docstring."""
+"""Maximum length of the code of an example, including the preceding lines of its docstring."""
 
 
 def examples() -> list[tuple[str, str]]:
-    """(code, what it prints) of each example of which both runs, and the documentation, agree; in module order."""
+    """(code, output) of each example with the documented output in both runs, in module order."""
     with ThreadPoolExecutor(2) as pool:
         module_examples = pool.map(_run, filter(_has_examples, stdlib_pages.modules()))
         return list(
@@ -35,7 +35,7 @@ def examples() -> list[tuple[str, str]]:
 
 
 def _has_examples(name: str) -> bool:
-    """Whether the source of a module, or of a module of a package, shows any; one in C tells nothing of it, and may."""
+    """Whether the source of a module or package contains examples. True for C modules, which have no source."""
     spec = importlib.util.find_spec(name)
     if spec is None or spec.origin in (None, "built-in", "frozen"):
         return spec is not None
@@ -85,7 +85,7 @@ def run_module(name: str) -> Iterator[tuple[str, str]]:
 
 
 class _Runner(doctest.DocTestRunner):
-    """Notes which examples print exactly what is written."""
+    """Record which examples print exactly the documented output."""
 
     def __init__(self, passed_lines: set[int]) -> None:
         super().__init__(verbose=False)

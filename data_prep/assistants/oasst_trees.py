@@ -9,7 +9,7 @@ python -m data_prep.assistants.oasst_trees filter_trees finished.jsonl some.json
 python -m data_prep.assistants.oasst_trees split finished.jsonl train.jsonl val.jsonl --val_percent 20 --seed 0
 
 A file has a JSON object on each line: a tree, {"message_tree_id", "prompt": {..., "replies": [...]}}, or a message,
-{"message_id", "text", "role"}, which can have replies too. Files whose names end with .gz are compressed. Messages of
+{"message_id", "text", "role"}, which can have replies too. Files with names ending in .gz are compressed. Messages of
 one tree are never in both parts of a split.
 """
 
@@ -115,11 +115,11 @@ def _draw(seed: int, name: str) -> bytes:
 
 
 def split(options: argparse.Namespace) -> Callable[[Row], bool]:
-    """Whether a row is for validation.
-    So are --val_percent of the trees, rounded, which depend on --seed and their ids alone.
+    """A function that returns whether a row is for validation.
+    Selects --val_percent of the trees, rounded, depending only on --seed and the tree ids.
 
     Raises:
-        ConfigError: none or all of them would be.
+        ConfigError: none or all of the trees would be selected.
     """
     if not 0 < options.val_percent < 100:
         raise ConfigError(f"--val_percent: expected a number between 0 and 100, got {options.val_percent:g}.")
@@ -134,10 +134,10 @@ def split(options: argparse.Namespace) -> Callable[[Row], bool]:
 
 
 def counts(rows: Iterable[tuple[str, Row, bool]], languages: Container[str] | None = None) -> Counter[str]:
-    """What a file holds. languages: of the messages that count; None: all.
+    """Count trees, messages, roles and languages in a file. languages: of the messages to count; None: all.
 
-    "prompts with replies" are messages of people with more than one reply, "with ranked replies" those of which more
-    than one is ranked.
+    "prompts with replies" are user messages with more than one reply, "with ranked replies" those with more than
+    one ranked reply.
     """
     totals, replies, ranked_replies = Counter[str](trees=0, messages=0), Counter[str](), Counter[str]()
     people = set[str]()
@@ -169,25 +169,25 @@ def _tree_id(where: str, row: Row) -> str:
 
 @contextlib.contextmanager
 def writer(path: Path, drop_nulls: bool) -> Iterator[Callable[[Any], None]]:
-    """A function that writes a row into a file, which is whole at the end of the block, or as before if that raises.
+    """A function that writes a row into a file. The file is replaced at the end of the block, unless it raises.
 
     Raises:
         RunError: the disk refuses.
     """
-    beside = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
     with files.writing(path):
         try:
             with (
-                gzip.open(beside, "wt", encoding="utf-8")
+                gzip.open(temporary, "wt", encoding="utf-8")
                 if path.suffix == ".gz"
-                else open(beside, "w", encoding="utf-8") as file
+                else open(temporary, "w", encoding="utf-8") as file
             ):
                 yield lambda row: print(
                     json.dumps(without_nulls(row) if drop_nulls else row, ensure_ascii=False), file=file
                 )
-            os.replace(beside, path)
+            os.replace(temporary, path)
         finally:
-            beside.unlink(missing_ok=True)
+            temporary.unlink(missing_ok=True)
 
 
 def _write(options: argparse.Namespace) -> None:
@@ -228,7 +228,7 @@ def _parser() -> argparse.ArgumentParser:
     about = {
         "filter_trees": (filter_trees.__doc__ or "").splitlines()[0],
         "split": "Two files, by tree.",
-        "counts": "What a file holds.",
+        "counts": "Count trees, messages, roles and languages in a file.",
     }
     for name, text in about.items():
         add = actions.add_parser(name, help=text, description=text, allow_abbrev=False).add_argument

@@ -1,9 +1,9 @@
-"""Show what a training on conversations reads: `python -m data_prep.assistants.show_conversations assistant_tiny_sft`.
+"""Show the data of a training on conversations: `python -m data_prep.assistants.show_conversations assistant_tiny_sft`.
 
-An experiment of exp_configs.py, GROUP or GROUP[3], of recipe `sft`, `reward` or `dpo`. Printed are: samples of its
-first micro-batch, each token in the colour of who says it, and underlined where it is learned; how much an epoch reads
-of each data set, and how often the training reads it; and the memory plan of one GPU. Without colours, which
-files do not get, what is learned stands in [[ ]] behind its role. No weights are loaded, and nothing is written.
+The experiment is one of exp_configs.py, GROUP or GROUP[3], with recipe `sft`, `reward` or `dpo`. Prints samples of its
+first micro-batch, with tokens colored by role and underlined if they are trained on; how much of each data set an epoch
+reads, and how often the training reads it; and the memory plan of one GPU. Output to a file has no colors: tokens that
+are trained on are in [[ ]] after their role. No weights are loaded, and nothing is written.
 """
 
 import argparse
@@ -37,7 +37,7 @@ RECIPES = ("sft", "reward", "dpo")
 COLOURS = {Role.TEMPLATE: 90, Role.SYSTEM: 35, Role.USER: 36, Role.ASSISTANT: 32, Role.TOOL: 33, Role.TEXT: 39}
 """Codes of ANSI."""
 _SAMPLES_TO_COUNT = 100
-"""Samples of a data set whose tokens are counted."""
+"""Number of samples per data set for the token counts."""
 
 
 class SampleView(NamedTuple):
@@ -53,7 +53,7 @@ class SampleView(NamedTuple):
 def _add_options(parser: argparse.ArgumentParser) -> None:
     command.add_data_path(parser)
     add = parser.add_argument
-    add("experiment", metavar="EXP", help="GROUP, whose first is shown, or GROUP[3]")
+    add("experiment", metavar="EXP", help="GROUP (shows its first experiment) or GROUP[3]")
     add(
         "-sb",
         "--savedir_base",
@@ -78,10 +78,10 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def show(experiment: str, data_path: Path, savedir_base: Path, samples: int = 4, color: str = "auto") -> None:
-    """Print what a training reads.
+    """Print the data of a training.
 
     Raises:
-        ConfigError: there is no such experiment, or it trains on nothing that people say.
+        ConfigError: there is no such experiment, or it does not train on conversations.
         DataError: its data or its tokenizer are missing or malformed.
     """
     require_at_least(1, samples=samples)
@@ -124,7 +124,7 @@ def show(experiment: str, data_path: Path, savedir_base: Path, samples: int = 4,
 
 
 def describe_memory(recipe: Any, places: Places) -> str:
-    """What one GPU would hold of the training, or why that is not known."""
+    """The memory plan of the training on one GPU, or the reason why it is unknown."""
     try:
         plan = recipe.plan_memory(places, gpus=1, gpu="H100")
     except UserError as error:
@@ -145,7 +145,7 @@ def find_experiment(groups: Any, name: str) -> dict[str, Any]:
     """The experiment "GROUP", the first of the group, or "GROUP[3]".
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there is no such experiment.
     """
     one = None if name in groups else re.fullmatch(r"(.+)\[(\d{1,9})\]", name)
     group, number = (one[1], int(one[2])) if one else (name, 0)
@@ -159,7 +159,7 @@ def find_experiment(groups: Any, name: str) -> dict[str, Any]:
 
 
 def _experiments_by_id(groups: Any) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Of all groups that can be read: parents that were not trained yet are among them."""
+    """Experiments of all readable groups by id, including parents that are not trained yet."""
     for name, group in groups.items():
         for exp in () if isinstance(group, BrokenGroup) else group:
             try:
@@ -178,8 +178,8 @@ def first_step(train: Dataset, seed: int, loop: Any) -> list[tuple[Any, ...]]:
 
 
 def locate(name: str, data: Any, key: Sequence[Any]) -> Iterator[tuple[str, Any, int, int]]:
-    """(name, data set, epoch, index) of the conversation of a key, which may be in a part of a mixture;
-    of a packed row all of them."""
+    """(name, data set, epoch, index) of the conversation of a key, which can be in a part of a mixture.
+    A packed row yields all of its conversations."""
     if isinstance(data, PackedDataset):
         for i in range(0, len(key), 3):
             yield from locate(name, data.documents, key[i : i + 2])
@@ -205,7 +205,7 @@ def read_sample(name: str, data: Any, epoch: int, index: int) -> list[SampleView
 
 
 def write(view: SampleView, tokenizer: Any, is_colored: bool) -> str:
-    """The text of a sample, with what is said of each token."""
+    """The text of a sample, with the role and loss mask of its tokens."""
     text = ""
     tokens = zip(view.ids, view.roles, view.learned_mask, strict=True)
     for (role, is_learned), group in itertools.groupby(tokens, key=lambda token: (Role(token[1]), token[2])):
@@ -218,13 +218,13 @@ def write(view: SampleView, tokenizer: Any, is_colored: bool) -> str:
 
 
 def paint(text: str, role: Role, is_learned: bool) -> str:
-    """The text in the colour of a role, line by line, as a pager may show them."""
+    """The text in the colour of a role, colored line by line for pagers."""
     code = f"\x1b[{COLOURS[role]}{';4' if is_learned else ''}m"
     return "\n".join(f"{code}{line}\x1b[0m" if line else "" for line in text.split("\n"))
 
 
 def describe_mixture(name: str, train: Any, read: float) -> Iterator[list[str]]:
-    """Cells of a table. read: conversations in the whole training."""
+    """Cells of a table. read: conversations in the complete training."""
     yield ["data set", "samples", "an epoch reads", "the training", "tokens", "learned"]
     for part, data, share in _shares(name, train, 1.0):
         views = [

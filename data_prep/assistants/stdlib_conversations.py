@@ -4,12 +4,12 @@ Below --data_path are three data sets and a tokenizer of characters, expression_
 expression_tasks: "Write an expression of 7 and 12 that gives 19.", answered by a program of ours; half of the answers
 are in parentheses;
 expression_replies: replies to such tasks from best to worst: right and in parentheses, as people (we) prefer it; right;
-of the wrong value; of other numbers; no Python;
-expression_pairs: pairs of replies, of which the better one is right and in parentheses, and the other lacks one of the
-two;
-stdlib_doctests: examples of the standard library's documentation, with what this Python prints; run twice, and left out
-where that differs. No task of a validation split is in a training split. Two runs on the same Python give the same
-bytes.
+with the wrong value; with other numbers; not Python;
+expression_pairs: pairs of replies: the better one is right and in parentheses, the other is not right or has no
+parentheses;
+stdlib_doctests: examples of the standard library's documentation, with the output of this Python; run twice, and left
+out if the outputs differ. No task of a validation split is in a training split. Two runs on the same Python give the
+same bytes.
 """
 
 import argparse
@@ -42,7 +42,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def prepare(data_path: Path) -> bool:
-    """Make the folders below `data_path`; False if they are whole and made from the same, so that nothing was done.
+    """Make the folders below `data_path`; False if they are complete and up to date.
 
     Raises:
         RunError: the disk refuses.
@@ -148,7 +148,7 @@ def _write_rows(folder: Path, splits: Mapping[str, Iterable[dict[str, Any]]]) ->
 
 
 def _write_tokenizer(folder: Path) -> Mapping[str, Any]:
-    """Of the printable characters of ASCII, and of bytes for all others."""
+    """Write a tokenizer of printable ASCII characters, with byte fallback."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

@@ -1,4 +1,4 @@
-"""Questions about Python source whose answers are true by construction: they are read from the syntax tree."""
+"""Questions about Python source, with answers from the syntax tree."""
 
 import ast
 import builtins
@@ -30,7 +30,7 @@ class Question:
 
 @dataclass(frozen=True)
 class Snippet:
-    """A function, class or method: its source, dedented and without docstrings, and what can be asked about it."""
+    """A function, class or method: its source, dedented and without docstrings, and questions about it."""
 
     context: str
     questions: tuple[Question, ...]
@@ -39,8 +39,8 @@ class Snippet:
 def snippets(source: str, min_chars: int, max_chars: int) -> Iterator[Snippet]:
     """Functions, classes and methods of a module, in source order; functions inside functions belong to the outer one.
 
-    `source` has "\\n" line ends. Left out: a context of fewer or more characters than the limits, and a definition
-    whose docstring shares its line with code.
+    `source` has "\\n" line ends. Leaves out contexts with fewer or more characters than the limits, and definitions
+    with a docstring that shares its line with code.
 
     Raises:
         SyntaxError: `source` does not parse.
@@ -74,7 +74,7 @@ def _is_fair(question: Question) -> bool:
 
 
 def _definitions(body: Sequence[ast.stmt], word: str) -> Iterator[tuple[Definition, str]]:
-    """Definitions in `body` with the word for what a function is there, through classes, `if`, `try` and `with`."""
+    """Definitions in `body` and in its classes, `if`, `try` and `with`, each with the word for its kind."""
     for node in body:
         if isinstance(node, _FUNCTIONS):
             yield node, word
@@ -218,7 +218,7 @@ def _raised_classes(node: ast.FunctionDef | ast.AsyncFunctionDef, running: Seque
 
 
 def _called_names(running: Sequence[ast.AST]) -> list[str]:
-    """Last names of what is called, as `join` of `os.path.join(…)`, in source order, each once."""
+    """Last names of the callees, as `join` of `os.path.join(…)`, in source order, each once."""
     positions = []
     for inner in running:
         if isinstance(inner, ast.Call) and isinstance(inner.func, (ast.Name, ast.Attribute)):

@@ -15,7 +15,7 @@ from src.systems.crossattn.data import encoded_store, questions
 from src.systems.crossattn.data.encoder_inputs import EncoderInputs
 
 _MANY = 64
-"""Inputs of a batch whose number is not limited, for the size of a window."""
+"""Assumed number of inputs per batch if unlimited, for the size of a window."""
 _WINDOW = 64
 """Batches per window; inputs are sorted by length within a window."""
 

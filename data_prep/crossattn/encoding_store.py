@@ -33,10 +33,10 @@ def open_or_create(folder: Path, mine: dict[str, Any]) -> dict[str, Any]:
 
 
 def recover(folder: Path, store: dict[str, Any], verify: bool) -> set[bytes]:
-    """Keys of all whole entries. Truncates damaged shards, and updates the list of shards in `store`."""
+    """Keys of all complete entries. Truncates damaged shards, and updates the list of shards in `store`."""
     size, defects = encoded_store.row_bytes(store), encoded_store.defects(folder, store)
     for message in defects.values():
-        log.warning("%s: it is encoded anew.", message)
+        log.warning("%s: it is encoded again.", message)
     keys: set[bytes] = set()
     for name in [*store["shards"], *encoded_shards.unlisted_shards(folder, list(store["shards"]))]:
         records = _records(folder, name, store, size, everything=verify or name in defects)
@@ -48,10 +48,12 @@ def recover(folder: Path, store: dict[str, Any], verify: bool) -> set[bytes]:
 
 
 def _records(folder: Path, name: str, store: dict[str, Any], size: int, everything: bool) -> Any:
-    """The whole records of a shard, which is truncated at the first damaged one."""
+    """The complete records of a shard, which is truncated at the first damaged one."""
     if not everything and name in store["shards"]:
         try:
             return encoded_shards.read_index(folder, name, store["shards"][name]["entries"])
         except DataError as error:
-            log.warning("%s It is encoded anew.", str(error).removesuffix(" Run data_prep.crossattn.preproc_nq again."))
+            log.warning(
+                "%s It is encoded again.", str(error).removesuffix(" Run data_prep.crossattn.preproc_nq again.")
+            )
     return encoded_shards.recover(folder, name, size, num_compared=2**62 if everything else 64)

@@ -38,7 +38,7 @@ class Job:
     hidden_size: int
     dtype: str
     commit_seconds: float = 1.0
-    """Seconds between commits: the work that a crash may lose."""
+    """Seconds between commits: the work that a crash can lose."""
 
 
 class Encoding:
@@ -98,11 +98,11 @@ def encode_all(job: Job, batches: Iterable[Batch], devices: Sequence[str]) -> in
     """Encode all `batches`: in this process if there is one device, else in a process for each.
     Returns the number of sequences.
 
-    What was committed before an error is kept.
+    Work that was committed before an error is not lost.
 
     Raises:
         RunError: a worker failed; says on which device and why. Nothing is tried again elsewhere.
-        UserError: what a worker was told.
+        UserError: raised in a worker.
     """
     progress = Progress("encoding", "inputs")
     stream = iter(batches)
@@ -131,7 +131,7 @@ def _line(error: Exception) -> str:
 
 
 def _worker_error(device: str, what: str) -> str:
-    return f"{device}: {what.rstrip('.')}. Start again when that is mended: what was finished is kept."
+    return f"{device}: {what.rstrip('.')}. Fix it and start again: finished work is saved."
 
 
 def _in_processes(job: Job, batches: Iterator[Batch], devices: Sequence[str], progress: Progress) -> None:
@@ -182,7 +182,7 @@ def _serve(
     if batch is not None:
         pending.append(batch)
     if batch is not None or not pending:
-        with contextlib.suppress(ConnectionError):  # it has ended: what it said last is read next
+        with contextlib.suppress(ConnectionError):  # it has exited: its last message is read next
             pipe.send(batch)
 
 

@@ -3,8 +3,8 @@ data_prep.crossattn.preproc_nq`.
 
 Reads <data_cache_path>/<corpus>, writes <data_cache_path>/processed_data/<model>/<corpus>: the same rows and, in
 `encoded`, the hidden states of every distinct encoder input. Train on it with --data_path
-<data_cache_path>/processed_data/<model> and {"data": {"encoded_contexts": True, ...}}. Started again, after a crash or
-with more rows, it encodes only what is missing.
+<data_cache_path>/processed_data/<model> and {"data": {"encoded_contexts": True, ...}}. If restarted after a crash or
+with more rows, it encodes only the missing inputs.
 """
 
 import sys
@@ -53,7 +53,7 @@ class Request:
     verify: bool = False
     """Compare the checksums of all entries, and encode damaged ones again."""
     commit_seconds: float = 1.0
-    """Seconds between commits: the work that a crash may lose."""
+    """Seconds between commits: the work that a crash can lose."""
 
 
 def _run(**options: Any) -> None:
@@ -69,7 +69,7 @@ def _run(**options: Any) -> None:
 
 
 def prepare(request: Request) -> distinct_inputs.Counts:
-    """Encode the missing inputs, and write the rows beside them.
+    """Encode the missing inputs, and write the rows next to them.
 
     Raises:
         ConfigError: the base has no weights yet, or the folder holds states of another one.
@@ -117,7 +117,7 @@ def folder_of(request: Request) -> Path:
 
 
 def _finish(folder: Path, store: dict[str, Any], new_facts: dict[str, Any], source: Path) -> None:
-    """List the shards, and write the rows beside them. Replaces rows that were prepared before."""
+    """List the shards, and write the rows next to them. Replaces rows that were prepared before."""
     options = {name: new_facts[name] for name in encoded_store.FLAGS}
     others = [
         p
@@ -146,10 +146,10 @@ def _finish(folder: Path, store: dict[str, Any], new_facts: dict[str, Any], sour
 
 def _link(request: Request) -> None:
     """Link models and tokenizers into the folder of the encoded corpus, which will be the --data_path."""
-    data, beside = request.places.data, folder_of(request).parent
+    data, parent = request.places.data, folder_of(request).parent
     names = {path.parent.name for path in data.glob("*/tokenizer.json")} | {getattr(request.model, "path", "")}
     for name in sorted(names):
-        link = beside / name
+        link = parent / name
         if name and not Path(name).is_absolute() and (data / name).is_dir() and not link.exists():
             with files.writing(link):
                 link.parent.mkdir(parents=True, exist_ok=True)
@@ -158,13 +158,13 @@ def _link(request: Request) -> None:
 
 
 def _copy(source: Path, target: Path) -> None:
-    beside = target.with_name(f".{target.name}.new")
+    temporary = target.with_name(f".{target.name}.new")
     with files.writing(target):
         target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(source, beside)
-        with open(beside, "rb") as file:
+        shutil.copyfile(source, temporary)
+        with open(temporary, "rb") as file:
             os.fsync(file.fileno())
-        os.replace(beside, target)
+        os.replace(temporary, target)
 
 
 def _request(options: argparse.Namespace) -> Request:
@@ -208,7 +208,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         "--batch_tokens",
         type=int,
         metavar="N",
-        help="most tokens in one batch, with padding: short inputs are then many",
+        help="maximum tokens in one batch, with padding: more inputs if they are short",
     )
     add("--num_proc", type=int, help="worker processes, each on a GPU of its own (default: all GPUs, or one process)")
     add(
@@ -221,7 +221,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     add(
         "--verify",
         action="store_true",
-        help="compare the checksums of all that is there; what is damaged is encoded anew",
+        help="compare the checksums of all records; damaged ones are encoded again",
     )
 
 

@@ -53,7 +53,7 @@ class Options:
         if bool(self.val) == (self.val_percent is not None):
             raise DataError(
                 "--val, --val_percent: "
-                "expected one of them: files, or the share of the contexts of --train to set apart."
+                "expected one of them: files, or the share of the contexts of --train for validation."
             )
         if self.val_percent is not None and not 0 < self.val_percent < 100:
             raise DataError(f"--val_percent: expected more than 0 and less than 100, got {self.val_percent}.")
@@ -75,7 +75,7 @@ class Options:
 
 
 class Choice:
-    """The selected questions, each with its split, and counts of the others by reason."""
+    """The selected questions, each with its split, and counts of skipped ones by reason."""
 
     def __init__(self, options: Options, releases: Mapping[str, Sequence[Release]], only: Release | None) -> None:
         """only: a source of the questions to keep; None for all.
@@ -98,7 +98,7 @@ class Choice:
         """(Split, layout, question) in the order of the sources, up to `max_rows` of each split.
 
         Raises:
-            DataError: a source is damaged, has an id twice, has questions without contexts, or text that is none.
+            DataError: a source is damaged, has an id twice, has questions without contexts, or invalid text.
         """
         self.skipped = {split: Counter() for split in SPLITS}
         most, num_rows = self._options.max_rows, Counter[str]()
@@ -117,7 +117,7 @@ class Choice:
                     if not self._options.skip_duplicates:
                         raise DataError(
                             f"{question_or_skip.where}: the id {question_or_skip.id!r} is there a second time. "
-                            "--skip_duplicates keeps the first."
+                            "--skip_duplicates uses the first."
                         )
                     self.skipped[source_split]["ids that were there before"] += 1
                     continue
@@ -152,9 +152,9 @@ class Choice:
         return next(iter(_decisive(question))) in self._in_val
 
     def _choose_val(self) -> set[int]:
-        """Digests of the contexts that are set apart: whole groups of questions that share any, by a group's digest.
+        """Digests of the contexts for validation. Questions that share a context are in the same split.
 
-        A group that is larger than what is wanted is for training, and the smaller ones make up for it.
+        A group larger than the requested validation set is for training; smaller groups are selected instead.
         """
         parents: dict[int, int] = {}
 
@@ -200,7 +200,7 @@ class SplitFile:
         """Write one row. shuffled: without a requested position, the passages are in random order.
 
         Raises:
-            DataError: distractors or positions are asked for, and the release does not mark the useful passages.
+            DataError: distractors or positions are requested, and the release does not mark the useful passages.
         """
         options = self._options
         position = options.position or ("random" if shuffled else "given")

@@ -1,7 +1,7 @@
 """Write tars of pages with text and images from scikit-learn's digits: `python -m data_prep.interleaved.digit_pages`.
 
 A page has one to four images between words, each of one to three digits side by side, and says which digits they are
-and what their sum is. Below --data_path/digit_pages are train/ and val/, whose pages show different images, and
+and what their sum is. Writes --data_path/digit_pages with train/ and val/, which have different images, and
 tokenizer/. Two runs give the same bytes.
 """
 

@@ -25,7 +25,7 @@ class Linker(Protocol):
 
 
 class DictionaryLinker:
-    """Finds the longest mentions of a dictionary that begin and end with a word; none is inside another."""
+    """Finds the longest mentions of a dictionary that start and end at word boundaries, without overlaps."""
 
     def __init__(self, titles: dict[str, str]) -> None:
         """titles: by mention, as it is written in texts."""
@@ -51,10 +51,10 @@ class DictionaryLinker:
 
 @lru_cache(1)
 def read_linker(path: str) -> DictionaryLinker:
-    """Of a file with a mention, a tab and a title on each line. One in each process.
+    """The linker of a file with a mention, a tab and a title on each line. Cached per process.
 
     Raises:
-        DataError: it cannot be read, or a line is another.
+        DataError: it cannot be read, or a line has another form.
     """
     titles = dict[str, str]()
     with reading(Path(path), DataError), open(path, encoding="utf-8") as file:

@@ -186,16 +186,16 @@ def prepare(data_path: Path, request: Request) -> None:
         "packages": {name: importlib.metadata.version(name) for name in ("lxml", "charset-normalizer")},
         "scripts_sha256": command.digest_files(_SCRIPTS),
     }
-    beside = data_path / f"{request.name}.parts"
-    with command.exclusive_lock(beside, f"{folder}: another process prepares it."):
+    parts_folder = data_path / f"{request.name}.parts"
+    with command.exclusive_lock(parts_folder, f"{folder}: another process prepares it."):
         if command.is_made([folder], made_from):
-            shutil.rmtree(beside)  # in case a command was killed at its end
+            shutil.rmtree(parts_folder)  # in case a command was killed at its end
             return
         key = hashlib.sha256(
             orjson.dumps([required_files, *(made_from[name] for name in ("last_year", "packages", "scripts_sha256"))])
         ).hexdigest()
         parts = {
-            split: [extraction.part_of(path, {**facts[path], "by": key}, options, beside) for path in split_files]
+            split: [extraction.part_of(path, {**facts[path], "by": key}, options, parts_folder) for path in split_files]
             for split, split_files in splits.items()
         }
         _run(
@@ -203,10 +203,10 @@ def prepare(data_path: Path, request: Request) -> None:
             options,
             request.workers,
             settings,
-            beside / "datatrove",
+            parts_folder / "datatrove",
         )
         command.make_folder(folder, COMMAND, made_from, lambda new: _join(parts, request, new))
-    shutil.rmtree(beside)
+    shutil.rmtree(parts_folder)
 
 
 def _options(request: Request) -> tuple[Options, dict[str, str]]:

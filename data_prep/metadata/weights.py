@@ -1,8 +1,7 @@
-"""Weights of the types of metadata by how seldom they are: `python -m data_prep.metadata.weights c4_html`.
+"""Weights of the types of metadata by inverse frequency: `python -m data_prep.metadata.weights c4_html`.
 
-What is printed goes into `data.weights` of an experiment with sampling "weighted". The weight of a type is the number
-of documents that
-have the most frequent one, over the number of those that have it: 1 for the most frequent. Only the ratios count.
+Use the output as `data.weights` of an experiment with sampling "weighted". The weight of a type is the number of
+documents with the most frequent type, divided by the number of documents with this type. Only the ratios matter.
 """
 
 import argparse

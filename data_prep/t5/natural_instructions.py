@@ -49,7 +49,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         default=4000,
         help="examples are left out where an input would be longer (default: %(default)s)",
     )
-    add("--seed", type=int, default=0, help="of what is drawn (default: %(default)s)")
+    add("--seed", type=int, default=0, help="seed for sampling (default: %(default)s)")
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class Options:
 
 
 def prepare(data_path: Path, options: Options) -> bool:
-    """Make the folder below `data_path`; False if it is whole and made from the same, so that nothing was done.
+    """Make the folder below `data_path`; False if it is complete and up to date.
 
     Raises:
         DataError: a list or a task is missing or malformed.
@@ -112,7 +112,7 @@ def read_task_names(path: Path) -> list[str]:
 
 
 def task_path(release: Path, task: str) -> Path:
-    """The file of a task. Raises DataError where there is none."""
+    """The file of a task. Raises DataError if it is missing."""
     path = release / "tasks" / f"{task}.json"
     if not path.is_file():
         raise DataError(f"{path}: no such task, but the split names it.")

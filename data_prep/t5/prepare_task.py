@@ -1,7 +1,7 @@
 """Prepare a task as text: `python -m data_prep.t5.prepare_task --task rte --train FILE.. --val FILE.. --test FILE..`.
 
-One folder is made below --data_path: train.jsonl, val.jsonl, test.jsonl, those of them that are given, and
-manifest.json, which says what they were made from; or none. Two runs on the same files give the same bytes. A SOURCE is
+Writes one folder below --data_path, atomically: train.jsonl, val.jsonl and test.jsonl, for the given splits, and
+manifest.json with their provenance. Two runs on the same files give the same bytes. A SOURCE is
 a file (columns parted by tabs with or without a header line, as GLUE's; csv; JSON or JSON lines, as SuperGLUE's;
 parquet), a folder saved by `datasets`, or hub:ID[@CONFIG][#SPLIT]. Tasks are those of resources/tasks, or of a file of
 one's own (--task_file).
@@ -51,7 +51,7 @@ class Options:
         if not (self.train or self.val or self.test):
             raise DataError("expected --train, --val or --test with a source at least.")
         if self.val_percent is not None and (self.val or not self.train):
-            raise DataError("--val_percent sets rows of --train apart for validation: leave --val out.")
+            raise DataError("--val_percent uses rows of --train for validation: leave --val out.")
         if self.val_percent is not None and not 0 < self.val_percent < 100:
             raise DataError(f"--val_percent: expected a number between 0 and 100, got {self.val_percent:g}.")
         require_at_least(1, max_rows=self.max_rows)
@@ -61,18 +61,23 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     command.add_data_path(parser)
     add = parser.add_argument
     add("--task", required=True, help="an entry of resources/tasks, as rte, or of --task_file")
-    add("--task_file", type=Path, metavar="YAML", help="entries of one's own; the task's is kept with the data")
+    add(
+        "--task_file",
+        type=Path,
+        metavar="YAML",
+        help="file with more tasks; the entry of the task is saved with the data",
+    )
     add("--name", help="the new folder, which an experiment names as data.corpus (default: the task)")
     for split in SPLITS:
         add(f"--{split}", nargs="+", default=[], metavar="SOURCE", help=f"sources of {split}.jsonl")
-    add("--val_percent", type=float, metavar="P", help="instead of --val: set apart about P %% of the rows of --train")
+    add("--val_percent", type=float, metavar="P", help="instead of --val: use about P %% of the rows of --train")
     add("--max_rows", type=int, metavar="N", help="the first N rows of each split")
-    add("--seed", type=int, default=0, help="of the rows that are set apart (default: %(default)s)")
+    add("--seed", type=int, default=0, help="seed for --val_percent (default: %(default)s)")
     add("--skip_bad_rows", action="store_true", help="leave out rows that do not fit, and count them")
 
 
 def prepare(data_path: Path, options: Options) -> bool:
-    """Make the folder `data_path / options.name`; False, and nothing done, if it is whole and has the same provenance.
+    """Make the folder `data_path / options.name`; False if it is complete and has the same provenance.
 
     Raises:
         ConfigError: the task is unknown, or its entry has a mistake.
@@ -85,7 +90,10 @@ def prepare(data_path: Path, options: Options) -> bool:
     sources_by_split = {split: [Source(source, split, task) for source in getattr(options, split)] for split in SPLITS}
     made_from = _provenance(options, sources_by_split, task)
     facts = command.make_folder(
-        data_path / options.name, COMMAND, made_from, lambda beside: _write(beside, options, sources_by_split, task)
+        data_path / options.name,
+        COMMAND,
+        made_from,
+        lambda partial_folder: _write(partial_folder, options, sources_by_split, task),
     )
     if facts is not None:
         _print_summary(facts)
@@ -93,9 +101,9 @@ def prepare(data_path: Path, options: Options) -> bool:
 
 
 def _write(
-    beside: Path, options: Options, sources_by_split: dict[str, list[Source]], task: task_table.NamedTask
+    partial_folder: Path, options: Options, sources_by_split: dict[str, list[Source]], task: task_table.NamedTask
 ) -> dict[str, Any]:
-    """Fill the folder `beside`; returns the facts for the manifest."""
+    """Fill the temporary folder `partial_folder`; returns the facts for the manifest."""
     skipped: dict[str, list[str]] = {split: [] for split in SPLITS}
     rows: dict[str, list[task_rows.Row]] = {split: [] for split in SPLITS}
     for split in SPLITS:
@@ -116,11 +124,11 @@ def _write(
             raise DataError(f"--{split}: no row is left for this split.")
         _number(rows[split])
         lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in rows[split])
-        (beside / f"{split}.jsonl").write_text("".join(lines), encoding="utf-8", newline="\n")
+        (partial_folder / f"{split}.jsonl").write_text("".join(lines), encoding="utf-8", newline="\n")
         inputs[split] = {task.input(row) for row in rows[split]}
     if options.task_file is not None:
         entry = task.task.model_dump(mode="json", exclude_defaults=True)
-        (beside / task_table.TASK_FILE).write_text(
+        (partial_folder / task_table.TASK_FILE).write_text(
             yaml.safe_dump({task.name: entry}, sort_keys=False, allow_unicode=True), encoding="utf-8"
         )
     both = inputs.get("train", set()) & (inputs.get("val", set()) | inputs.get("test", set()))

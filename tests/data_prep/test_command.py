@@ -14,8 +14,8 @@ COMMAND = "python -m data_prep.toy"
 
 
 def prepare(data_path: Path, name: str, words: list[str]) -> dict[str, Any] | None:
-    def fill(beside: Path) -> dict[str, Any]:
-        (beside / "train.jsonl").write_text("".join(json.dumps({"text": word}) + "\n" for word in words))
+    def fill(partial_folder: Path) -> dict[str, Any]:
+        (partial_folder / "train.jsonl").write_text("".join(json.dumps({"text": word}) + "\n" for word in words))
         if "bad" in words:
             raise DataError("--words: bad.")
         return {"counts": {"train": len(words)}}
@@ -43,7 +43,7 @@ def test_a_command_makes_a_folder_once(tmp_path: Path, capsys: pytest.CaptureFix
         {"train": 2},
     )
     assert main(words) == 0
-    assert "toy: whole and made from these sources with these options: nothing to do." in capsys.readouterr().out
+    assert "toy: complete and made from these sources with these options: nothing to do." in capsys.readouterr().out
     (tmp_path / "toy" / "train.jsonl").write_text('{"text": "x"}\n{"text": "b"}\n')
     assert main(words) == 0
     assert (tmp_path / "toy" / "train.jsonl").read_text().startswith('{"text": "a"}'), "what was altered is made again"

@@ -160,17 +160,19 @@ def test_finished_shards_survive_an_error(data, monkeypatch):
         file.write('{"text": 5}\n')
     with pytest.raises(DataError, match=re.escape("b.jsonl:301: field 'text': expected str, got 5 (int).")):
         run(data, train=[lines, second], shard_tokens=4000)
-    beside = data / ".made.partial"
-    finished_hashes = hashes(beside)
+    partial_folder = data / ".made.partial"
+    finished_hashes = hashes(partial_folder)
     assert sum(name.endswith(".done.json") for name in finished_hashes) >= 3
     batches = tokenised_sources(monkeypatch)
     with pytest.raises(DataError, match=r"b.jsonl:301"):
         run(data, train=[lines, second], shard_tokens=4000)
     assert {batch.source for batch in batches} == {second}
-    assert {name: digest for name, digest in hashes(beside).items() if name in finished_hashes} == finished_hashes
+    assert {
+        name: digest for name, digest in hashes(partial_folder).items() if name in finished_hashes
+    } == finished_hashes
     write_lines(data / "b.jsonl", ["x"] * 300)
     assert run(data, train=[lines, second], shard_tokens=4000)
-    assert not beside.exists()
+    assert not partial_folder.exists()
     assert len(read(data, "train") + read(data, "val")) == 900
 
 
@@ -234,8 +236,8 @@ def test_a_killed_run_resumes_after_the_last_complete_shard(data):
     process = subprocess.Popen(
         command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, stderr=subprocess.DEVNULL
     )
-    beside, deadline = data / ".made.partial", time.monotonic() + 300
-    while not (beside / "00002.done.json").exists():
+    partial_folder, deadline = data / ".made.partial", time.monotonic() + 300
+    while not (partial_folder / "00002.done.json").exists():
         assert process.poll() is None, "it ended before it could be killed"
         assert time.monotonic() < deadline
         time.sleep(0.001)
@@ -244,16 +246,18 @@ def test_a_killed_run_resumes_after_the_last_complete_shard(data):
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
     assert not psutil.wait_procs(children, timeout=300)[1]
-    done = len(list(beside.glob("*.done.json")))
+    done = len(list(partial_folder.glob("*.done.json")))
     before = {
-        path.name: path.stat().st_mtime_ns for path in beside.glob("*.ids") if int(path.stem.split("-")[1]) < done - 1
+        path.name: path.stat().st_mtime_ns
+        for path in partial_folder.glob("*.ids")
+        if int(path.stem.split("-")[1]) < done - 1
     }
-    truncated = beside / f"train-{done - 1:05d}.ids"
+    truncated = partial_folder / f"train-{done - 1:05d}.ids"
     os.truncate(truncated, truncated.stat().st_size - 2)
     seen = {}
 
     def publish(new, facts, publish=shards.Shards.publish):
-        seen.update({path.name: path.stat().st_mtime_ns for path in beside.glob("*.ids")})
+        seen.update({path.name: path.stat().st_mtime_ns for path in partial_folder.glob("*.ids")})
         publish(new, facts)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -299,7 +303,7 @@ def test_two_at_once_are_refused(data):
         (gzip.compress(b'{"text": "a"}\n' * 99, mtime=0)[:-9], "a.jsonl.gz", "a.jsonl.gz: the gzip file is cut off"),
         (b"nothing", "a.jsonl.gz", "a.jsonl.gz: a damaged gzip file"),
         (b"PAR1", "a.parquet", "a.parquet: no parquet file, or a damaged one"),
-        (b"", "a.bin", "a.bin: what kind of file this is cannot be told from its name."),
+        (b"", "a.bin", "a.bin: unknown kind of file."),
         (b'{"text": "a"}\n', "a.jsonl", "--val: no document is left for this split."),
     ],
 )

@@ -1,5 +1,5 @@
 """Pairs of texts in two languages as requests to translate one of them.
-Direction and wording depend on the pair of texts alone."""
+Direction and wording depend only on the pair of texts."""
 
 from collections.abc import Iterator
 from functools import lru_cache
@@ -75,7 +75,7 @@ def _codes(pair: str) -> list[str]:
 
 
 def translate(texts: dict[str, str]) -> Iterator[Row]:
-    """A row that asks for one of two texts in the other language, unless one of them says nothing.
+    """A row with a request to translate one of two texts, unless one of them is empty.
     texts: by the codes of languages."""
     if not all(text.strip() for text in texts.values()):
         return

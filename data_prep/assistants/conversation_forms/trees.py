@@ -1,7 +1,7 @@
-"""Open-Assistant's trees of messages: their threads, and what people ranked in them.
+"""Open-Assistant's trees of messages: their threads and human rankings.
 
-A row is a tree, {"tree_state", "prompt": {"text", "role", "replies": [...]}}, or a group of the messages of one, as the
-hub has them.
+A row is a tree, {"tree_state", "prompt": {"text", "role", "replies": [...]}}, or a group of the messages of one tree,
+as on the hub.
 """
 
 from collections.abc import Iterator, Sequence
@@ -26,7 +26,7 @@ _LABELS = ("quality", "humor", "creativity")
 
 class Threads(Form):
     """The threads from a prompt to each last answer.
-    Of several that a person says after one answer and nobody has answered, the first counts."""
+    If several user messages follow one answer and none of them is answered, only the first is used."""
 
     languages: Sequence[str] = Field(default=["en"], min_length=1)
     """Of prompts."""
@@ -66,7 +66,7 @@ class Threads(Form):
         return [{**prompt, "role": "user"}] if good and self.is_read(prompt) else []
 
     def is_read(self, message: Row) -> bool:
-        """Whether a message is there, and written by one who counts."""
+        """Whether a message is not deleted, and not excluded as synthetic."""
         return not message.get("deleted") and (self.synthetic or not message.get("synthetic"))
 
     def good_replies(self, message: Row) -> list[Row]:
@@ -115,7 +115,7 @@ def _tree(rows: list[Row], where: str) -> Row:
 
 
 def _check(message: Any, where: str) -> None:
-    """Raises DataError where a message, or one below it, is none."""
+    """Raise DataError if a message or one of its replies is malformed."""
     if not isinstance(message, dict):
         raise DataError(
             f"{where}: expected a message with text and role, got {str(message)[:60]!r} ({type(message).__name__})."
@@ -123,7 +123,7 @@ def _check(message: Any, where: str) -> None:
     for name in ("text", "role"):
         text_of(message, name, where)
     if type(message.get("rank")) not in (int, type(None)):
-        raise DataError(f"{where}: rank: expected a whole number or null, got {message['rank']!r:.60}.")
+        raise DataError(f"{where}: rank: expected an integer or null, got {message['rank']!r:.60}.")
     for reply in objects_of(message, "replies", where) if message.get("replies") is not None else ():
         _check(reply, f"{where}.replies")
 

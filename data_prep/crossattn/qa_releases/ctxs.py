@@ -16,9 +16,9 @@ def fits(record: dict[str, Any]) -> bool:
 
 
 def questions(record: Record) -> Iterator[Question | Skipped]:
-    """One question. A passage is useful if it is `isgold`; without such marks that is not known.
+    """One question. A passage is useful if it is `isgold`; unknown without such marks.
 
-    The annotated long answer, `nq_annotated_gold`, is not read: its passage stands in `ctxs`.
+    The annotated long answer, `nq_annotated_gold`, is not read: its passage is in `ctxs`.
 
     Raises:
         DataError: a field is missing or malformed.

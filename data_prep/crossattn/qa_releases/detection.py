@@ -31,7 +31,7 @@ class Layout(Protocol):
 
 
 LAYOUTS: dict[str, Layout] = {
-    "prepared": prepared,  # first, as such rows have the fields of others too
+    "prepared": prepared,  # first, as such rows also have the fields of other layouts
     "squad": squad,
     "hotpotqa": hotpotqa,
     "nq": nq,

@@ -18,7 +18,7 @@ def fits(record: dict[str, Any]) -> bool:
 
 
 def questions(record: Record) -> Iterator[Question | Skipped]:
-    """One question: the positive passages are useful; of the others the hard ones come first, as ranked in the file.
+    """One question: the positive passages are useful. Hard negatives come before other negatives, as in the file.
 
     Raises:
         DataError: a field is missing or malformed.

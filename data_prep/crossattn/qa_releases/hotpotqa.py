@@ -11,11 +11,11 @@ DESCRIPTION = (
     '"context": [[title, [sentence]]]}]'
 )
 SHUFFLED = True
-"""The order of the paragraphs may reveal the useful ones."""
+"""The order of the paragraphs can reveal the useful ones."""
 
 
 def fits(record: dict[str, Any]) -> bool:
-    """True for a question with supporting facts, or one of the hidden test, which has none."""
+    """True for a question with supporting facts, or for one of the hidden test set, without supporting facts."""
     return "supporting_facts" in record or ("_id" in record and isinstance(record.get("context"), list))
 
 
@@ -33,7 +33,7 @@ def questions(record: Record) -> Iterator[Question | Skipped]:
     for title, sentences in _pairs(record, "context", "sentences"):
         if not isinstance(sentences, list) or not all(isinstance(sentence, str) for sentence in sentences):
             raise DataError(f"{record.where}: field 'context': the sentences of {title!r} are no list of texts.")
-        # Every sentence but the first begins with its space.
+        # Every sentence except the first starts with a space.
         paragraphs.append(Passage("".join(sentences).strip(), title, useful=title in facts))
     contexts = passages(paragraphs)
     if not contexts:

@@ -27,7 +27,7 @@ def fits(record: dict[str, Any]) -> bool:
 
 
 def questions(record: Record) -> Iterator[Question | Skipped]:
-    """One query. "No Answer Present." is UNANSWERABLE; `wellFormedAnswers`, whole sentences, are ignored.
+    """One query. "No Answer Present." is UNANSWERABLE; `wellFormedAnswers`, which are sentences, are ignored.
 
     Raises:
         DataError: a field is missing or malformed.

@@ -18,7 +18,7 @@ _TAG = re.compile(
 )  # in the simplified text, where <Td colspan="2"> is <Td_colspan="2">
 _YES_NO_ANSWERS = {"YES": "Yes", "NO": "No", 1: "Yes", 0: "No"}  # of the release, and of rows of the hub
 _FEW = 2
-"""Number of annotators who must have found an answer, if there are several; as in the release's own nq_eval.py."""
+"""Minimum number of annotators with an answer, if there are several; as in the release's nq_eval.py."""
 
 
 @dataclass(frozen=True)
@@ -37,11 +37,11 @@ def fits(record: dict[str, Any]) -> bool:
 def questions(record: Record) -> Iterator[Question | Skipped]:
     """One question: the long answer is its context, short answers, yes or no its answers; with neither, UNANSWERABLE.
 
-    Text is tokens joined by spaces, without html. Of several annotators the first who gave an answer says the context;
-    the answers of all are accepted. Without a long answer there is no context.
+    Text is tokens joined by spaces, without html. The context is the one of the first annotator with an answer;
+    the answers of all annotators are accepted. Without a long answer there is no context.
 
     Raises:
-        DataError: a field is missing or malformed, or an answer lies outside the document.
+        DataError: a field is missing or malformed, or an answer is outside the document.
     """
     document = _document(record)
     annotations = [_annotation(annotation, document) for annotation in _annotations(record)]

@@ -19,7 +19,7 @@ class Placing:
 
     seed: int
     distractors: int | None = None
-    """Most passages that are not useful, the first ones of the release. None: all."""
+    """Maximum number of passages that are not useful, in the order of the release. None: all."""
     position: str = "given"
     """The position of the useful passages: one of POSITIONS, or the number of passages before them."""
     pool: Sequence[Passage] = ()

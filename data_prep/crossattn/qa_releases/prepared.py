@@ -21,9 +21,9 @@ def fits(record: dict[str, Any]) -> bool:
 
 
 def questions(record: Record) -> Iterator[Question | Skipped]:
-    """One row. Contexts may be marked useful or not.
+    """One row. Contexts can be marked useful or not.
 
-    `sample_idx` is not read, as it is given anew, nor `context`, which the useful ones make up.
+    `sample_idx` is not read, as rows are numbered again, nor `context`, which is the joined useful contexts.
 
     Raises:
         DataError: a field is missing or malformed, or the lists are not of one length.

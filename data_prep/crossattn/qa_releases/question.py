@@ -28,10 +28,10 @@ class Question:
     where: str
     """The place in the release, for messages."""
     id: str | None
-    """The release's own; None if it has none."""
+    """The id in the release, or None."""
     text: str
     answers: tuple[str, ...]
-    """Distinct accepted answers, the best first; (UNANSWERABLE,) if there is none."""
+    """Distinct accepted answers, the best first; (UNANSWERABLE,) if there are no answers."""
     passages: tuple[Passage, ...]
     dataset: str
     """The group of its scores."""
@@ -41,7 +41,7 @@ class Question:
 
 @dataclass(frozen=True)
 class Skipped:
-    """A question that cannot be asked."""
+    """A question that is left out."""
 
     reason: str
 

@@ -17,7 +17,7 @@ def fits(record: dict[str, Any]) -> bool:
 
 
 def questions(record: Record) -> Iterator[Question | Skipped]:
-    """One turn. Its answer may be UNANSWERABLE, spelt as in the release.
+    """One turn. Its answer can be UNANSWERABLE, spelled as in the release.
     All turns of a conversation belong in one split.
 
     A file without gold passages tests whether a model remembers the conversation, not whether it reads; its first turns

@@ -1,4 +1,4 @@
-"""TriviaQA (Joshi et al., 2017): questions with pages, whose texts are separate files below the folder `evidence`."""
+"""TriviaQA (Joshi et al., 2017): questions with pages. The texts are separate files in the folder `evidence`."""
 
 from collections.abc import Iterator
 from pathlib import Path

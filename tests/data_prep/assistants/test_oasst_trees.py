@@ -80,7 +80,7 @@ def test_counts(source: Path, capsys: pytest.CaptureFixture[str]):
 
 
 @pytest.mark.parametrize(
-    ("words", "wanted"),
+    ("words", "expected"),
     [
         ((), ["p1", "p2", "p3"]),
         (("--state", "growing,ranking"), ["p2"]),

@@ -1,4 +1,4 @@
-"""Real releases, prepared and read back: they match their documentation. Counts are taken from the files in another way."""
+"""Real releases, prepared and read back: they match their documentation. Counts are read in another way."""
 
 import collections
 import json

@@ -21,9 +21,9 @@ def folder(shared_data, tmp_path):
     if not sources or not tokenizer.is_dir():
         pytest.skip(f"{shared_data} lacks nq_oracle or tokenizer/starcoder")
     toy.write_data(tmp_path / "data")
-    with new_directory(tmp_path / "data" / "starcoder") as beside:
+    with new_directory(tmp_path / "data" / "starcoder") as partial_folder:
         for path in tokenizer.iterdir():
-            shutil.copyfile(path, beside / path.name)
+            shutil.copyfile(path, partial_folder / path.name)
     options = {"distractors": 2, "distractors_from": "rows", "position": "middle", "max_rows": 60, "val_percent": 20}
     prepare_qa.prepare(tmp_path / "data", Options(name="nq", train=(str(sources[0]),), **options))
     return tmp_path

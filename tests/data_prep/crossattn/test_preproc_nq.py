@@ -127,17 +127,17 @@ def test_nothing_is_encoded_twice(cache, request_of):
     first = preproc_nq.prepare(request)
     assert (first.rows, first.inputs, first.encoded) == (42, 20, 20)  # both splits have all rows, and one context twice
     again = preproc_nq.prepare(request)
-    assert (again.encoded, again.kept) == (0, 20)
+    assert (again.encoded, again.num_reused) == (0, 20)
     rewrite(cache, [*rows[:20], *rows[30:35], {**rows[0], "context": "ünïcode 漢字 🎉"}])
     more = preproc_nq.prepare(request)
-    assert (more.encoded, more.kept) == (6, 20)
+    assert (more.encoded, more.num_reused) == (6, 20)
     store = store_of(request)
     assert len(store) == 26
     folder = preproc_nq.folder_of(request)
     assert rows_of(folder)[-1]["context"] == "ünïcode 漢字 🎉"
     encoded_store.check(folder / "encoded", RULES, jsonl.fingerprint(folder))
     longer = preproc_nq.prepare(replace(request, rules=replace(RULES, context_tokens=20)))
-    assert (longer.encoded, longer.kept) == (0, 26)  # none was cut before
+    assert (longer.encoded, longer.num_reused) == (0, 26)  # none was cut before
     for tokens in (16, 20):
         encoded_store.check(folder / "encoded", replace(RULES, context_tokens=tokens), jsonl.fingerprint(folder))
 
@@ -286,7 +286,7 @@ def worker_that(says, code=0):
             None,
             3,
             RunError,
-            r"cuda:1: its process ended with exit code 3\. Start again when that is mended: what was finished is kept",
+            r"cuda:1: its process ended with exit code 3\. Fix it and start again: finished work is saved",
         ),
         ("RuntimeError: lost", 1, RunError, r"cuda:1: RuntimeError: lost\. Start again"),
         (DataError("states are not finite"), 1, DataError, r"^states are not finite$"),
@@ -300,7 +300,7 @@ def test_worker_errors_are_reported(says, code, error, message):
 
 
 def test_a_device_that_fails_is_an_error(request_of):
-    with pytest.raises(RunError, match=r"cuda:93: \w+: .*Start again when that is mended: what was finished is kept"):
+    with pytest.raises(RunError, match=r"cuda:93: \w+: .*Fix it and start again: finished work is saved"):
         preproc_nq.prepare(request_of(devices=["cuda:93"]))
 
 
@@ -332,7 +332,7 @@ def test_states_without_their_index_are_encoded_again(request_of, caplog):
     ):
         store_of(request)
     assert preproc_nq.prepare(request).encoded == 64
-    assert f"{index.name}: missing. It is encoded anew." in caplog.text
+    assert f"{index.name}: missing. It is encoded again." in caplog.text
     assert len(store_of(request)) == 64
     assert len(list(folder.glob("*.states"))) == 1
 

@@ -221,7 +221,7 @@ def test_nothing_is_done_twice_and_changes_and_damage_are_noticed(small_stdlib, 
     capsys.readouterr()
     assert not prepare()
     assert re.fullmatch(
-        r".*stdlib_qa, .*stdlib_text, .*stdlib_tokenizer: whole and made from these .*: nothing to do\.\n",
+        r".*stdlib_qa, .*stdlib_text, .*stdlib_tokenizer: complete and made from these .*: nothing to do\.\n",
         capsys.readouterr().out,
     )
     assert {p: p.stat().st_mtime_ns for p in tmp_path.rglob("*")} == before

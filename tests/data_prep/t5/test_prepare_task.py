@@ -104,7 +104,7 @@ class TestGlue:
             (
                 "rte",
                 "4\ta\tb\tentailment\n5\ta\tb\tmaybe\n",
-                "train.tsv:2: label 'maybe' is none of 'rte': entailment, not_entailment",
+                "train.tsv:2: label 'maybe' is not in 'rte': entailment, not_entailment",
             ),
             ("rte", "4\ta\tb\tentailment\n5\ta\tentailment\n", "train.tsv:2: 3 columns, where the first line has 4."),
             ("rte", "index\tsentence1\tsentence2\tlabel\n4\ta\tb\t\n", "train.tsv:2: no label, under 'label'."),
@@ -117,7 +117,7 @@ class TestGlue:
                 ),
             ),
             ("qnli", "0\tq\ts\tentailment\n", "train.tsv:1: no column 'question' for 'question' of 'qnli' among 4"),
-            ("sst2", "a\t2\n", "train.tsv:1: label '2' is none of 'sst2': negative, positive, or 0 to 1."),
+            ("sst2", "a\t2\n", "train.tsv:1: label '2' is not in 'sst2': negative, positive, or 0 to 1."),
             (
                 "stsb",
                 "index\tsentence1\tsentence2\tscore\n0\ta\tb\t5.2\n",
@@ -371,7 +371,7 @@ class TestSuperGlue:
             (
                 "boolq",
                 {"question": "q", "passage": "p", "label": "yes"},
-                "train.jsonl:1: label 'yes' is none of 'boolq': False, True",
+                "train.jsonl:1: label 'yes' is not in 'boolq': False, True",
             ),
             (
                 "multirc",
@@ -381,7 +381,7 @@ class TestSuperGlue:
             (
                 "dpr",
                 {"sentence": "a he.", "pronoun": "he", "candidates": ["x", "y"], "label": 2},
-                "label 2 is none of the 2",
+                "label 2 is not among the 2",
             ),
         ],
     )

@@ -100,7 +100,7 @@ def test_made_once(with_bytes, capsys):
     main(["--data_path", str(with_bytes), "--from", "bytes", "--name", "made"])
     main(["--data_path", str(with_bytes), "--from", "bytes", "--name", "made"])
     assert re.search(
-        r"made: made in [\d.]+ s\n.*made: whole and made from these .*: nothing to do", capsys.readouterr().out
+        r"made: made in [\d.]+ s\n.*made: complete and made from these .*: nothing to do", capsys.readouterr().out
     )
     assert prepare(with_bytes, "made", "unpadded")
     manifest = json.loads((with_bytes / "made" / "manifest.json").read_text())
