@@ -1,4 +1,4 @@
-"""The skeleton of a command: its command line, a folder made once, a lock on what is being written, and the progress.
+"""The skeleton of a command: its command line, its output folder, a lock on the folder, and the progress log.
 
 A command is a module of data_prep with `main = main_of(COMMAND, __doc__, _add_options, _run)`; its work is a function
 that `make_folder` calls with an empty folder, which is the result once the function returns, and is deleted if it
@@ -58,41 +58,41 @@ def digest_files(paths: Sequence[str | Path]) -> str:
 
 
 def is_made(folders: Sequence[Path], made_from: Mapping[str, Any]) -> bool:
-    """Whether all `folders` are whole and have the provenance `made_from`, so that nothing is to be done; says so."""
+    """Whether all `folders` are complete and have the provenance `made_from`; prints a line if so."""
     if any(
         files.defect(folder) or files.read_manifest(folder, DataError).get("made_from") != made_from
         for folder in folders
     ):
         return False
-    print(f"{', '.join(map(str, folders))}: whole and made from these sources with these options: nothing to do.")
+    print(f"{', '.join(map(str, folders))}: complete and made from these sources with these options: nothing to do.")
     return True
 
 
 def make_folder(
     folder: Path, command: str, made_from: Mapping[str, Any], fill: Callable[[Path], Mapping[str, Any]]
 ) -> dict[str, Any] | None:
-    """Make `folder` whole or not at all; returns its facts, or None if it `is_made`, so that nothing was done.
+    """Make `folder` atomically; returns its facts, or None if it `is_made`.
 
     made_from: everything that the content depends on, as JSON values.
     fill: writes the files into the empty folder that it is given, and returns more facts for the manifest.
 
     Raises:
-        UserError: what `fill` raises. Nothing was written, and an older folder is unchanged.
+        UserError: raised by `fill`. Nothing was written, and an older folder is unchanged.
         RunError: the disk refuses.
     """
     start = time.monotonic()
     if is_made([folder], made_from):
         return None
     facts: dict[str, Any] = {"command": command, "made_from": made_from}
-    with files.new_directory(folder, facts) as beside:
-        facts |= fill(beside)
+    with files.new_directory(folder, facts) as partial_folder:
+        facts |= fill(partial_folder)
     print(f"{folder}: made in {time.monotonic() - start:.1f} s")
     return facts
 
 
 @contextlib.contextmanager
 def exclusive_lock(folder: Path, message: str) -> Iterator[None]:
-    """Lock `folder`, made where there is none; raises RunError with `message` if another process holds it."""
+    """Create `folder` if missing, and lock it; raises RunError with `message` if another process holds the lock."""
     with files.writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
         with open(folder / ".lock", "w") as file:
@@ -112,7 +112,7 @@ class Progress:
         self._began = self._logged = time.monotonic()
 
     def count(self, items: int, tokens: int) -> None:
-        """Add what was done since the last call."""
+        """Add the items processed since the last call."""
         self.items += items
         self.tokens += tokens
         now = time.monotonic()

@@ -41,21 +41,21 @@ def read_tokens(path: Path) -> list[tuple[bytes, float]]:
     Raises:
         DataError: the file is no vocabulary of llama2.c.
     """
-    content, place, found = path.read_bytes(), 4, []
+    content, place, tokens = path.read_bytes(), 4, []
     try:
         while place < len(content):
             score, length = struct.unpack_from("<fi", content, place)
             place += 8 + length
             if length < 0 or place > len(content):
                 raise struct.error("text is cut off")
-            found.append((content[place - length : place], score))
+            tokens.append((content[place - length : place], score))
     except struct.error as error:
         raise DataError(
-            f"{path}: token {len(found)}: {error}. Expected the tokenizer file of a llama2.c model."
+            f"{path}: token {len(tokens)}: {error}. Expected the tokenizer file of a llama2.c model."
         ) from None
-    if not found:
+    if not tokens:
         raise DataError(f"{path}: no token in it. Expected the tokenizer file of a llama2.c model.")
-    return found
+    return tokens
 
 
 def tokenizer_of(tokens: Sequence[tuple[bytes, float]]) -> Any:
@@ -70,10 +70,10 @@ def tokenizer_of(tokens: Sequence[tuple[bytes, float]]) -> Any:
         *(text.decode().replace(" ", SPACE) for text, _ in tokens[bytes_to:]),
     ]
     ids = {name: i for i, name in enumerate(names)}
-    ranked = sorted(range(bytes_to, len(names)), key=lambda i: (-tokens[i][1], i))
+    ids_by_score = sorted(range(bytes_to, len(names)), key=lambda i: (-tokens[i][1], i))
     merges = [
         (name[:cut], name[cut:])
-        for name in (names[i] for i in ranked)
+        for name in (names[i] for i in ids_by_score)
         for cut in range(1, len(name))
         if name[:cut] in ids and name[cut:] in ids
     ]
@@ -164,7 +164,7 @@ def _rename_weights(read: dict[str, Any], sizes: Sizes) -> dict[str, Any]:
     """The weights by transformers' names.
     llama2.c rotates neighbouring dimensions by one angle, transformers the halves of a head."""
     top = {"embed": "model.embed_tokens.weight", "norm": "model.norm.weight", "head": "lm_head.weight"}
-    made = {top[name]: tensor for name, tensor in read.items() if name in top}
+    weights = {top[name]: tensor for name, tensor in read.items() if name in top}
     head = sizes.hidden_size // sizes.num_heads
     for name, tensor in read.items():
         if name in top or name in ("cosines", "sines"):
@@ -172,8 +172,8 @@ def _rename_weights(read: dict[str, Any], sizes: Sizes) -> dict[str, Any]:
         for i, one in enumerate(tensor):
             if name in ("self_attn.q_proj", "self_attn.k_proj"):
                 one = one.view(-1, head // 2, 2, sizes.hidden_size).transpose(1, 2).reshape(one.shape)
-            made[f"model.layers.{i}.{name}.weight"] = one.clone()
-    return made
+            weights[f"model.layers.{i}.{name}.weight"] = one.clone()
+    return weights
 
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
@@ -200,9 +200,9 @@ def convert(weights: Path, tokenizer: Path, data_path: Path, name: str | None) -
             f"{tokenizer}: {len(tokens)} tokens, but the model has {model.config.vocab_size}. "
             "Take the tokenizer of that model."
         )
-    with files.new_directory(target) as made:
-        model.save_pretrained(made)
-        tokenizer_of(tokens).save_pretrained(made)
+    with files.new_directory(target) as partial_folder:
+        model.save_pretrained(partial_folder)
+        tokenizer_of(tokens).save_pretrained(partial_folder)
     print(f"{target}: {model.num_parameters()} parameters, {len(tokens)} tokens.")
 
 

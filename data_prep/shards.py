@@ -1,6 +1,6 @@
-"""Writing a folder shard by shard, from sources that are read in batches: whole shards survive a kill of the writer.
+"""Write a folder shard by shard, from sources that are read in batches: finished shards survive a kill of the writer.
 
-What a shard is, is decided by who writes it: `tokenize` writes token files.
+The writer defines the shard format: `tokenize` writes token files.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ _PLAN, _DONE = "plan.json", ".done.json"
 
 
 class Writer(Protocol):
-    """A context manager that writes one new shard: files NAME.* in a folder, over what an earlier writer left there."""
+    """A context manager that writes one new shard: files NAME.* in a folder. Replaces older leftovers."""
 
     def __enter__(self) -> Any: ...
     def __exit__(self, *error: object) -> None: ...
@@ -57,52 +57,56 @@ Convert = Callable[[Iterable[Batch]], Iterator[tuple[Part, Part]]]
 
 @contextlib.contextmanager
 def partial(folder: Path, made_from: dict[str, Any], open_writer: OpenWriter) -> Iterator["Shards"]:
-    """The finished shards of `folder`, in a hidden folder beside it. Shards of another provenance are deleted.
+    """The finished shards of `folder`, in a hidden folder next to it. Shards of another provenance are deleted.
 
     Raises:
         RunError: another process writes them, or the disk refuses.
     """
-    beside = _beside(folder)
-    with exclusive_lock(beside, f"{folder}: another process is making it."):
+    partial_folder = _partial_folder_of(folder)
+    with exclusive_lock(partial_folder, f"{folder}: another process is making it."):
         plan = json.loads(json.dumps(made_from))
-        if (beside / _PLAN).exists() and files.read_json(beside / _PLAN, DataError) != plan:
+        if (partial_folder / _PLAN).exists() and files.read_json(partial_folder / _PLAN, DataError) != plan:
             log.warning(
-                "%s: the shards in it were made from something else, or in another way: they are made anew.", beside
+                "%s: its shards were made from other sources or with other options: they are made again.",
+                partial_folder,
             )
-            _empty(beside)
-        files.write_json(beside / _PLAN, plan)
-        yield Shards(folder, beside, open_writer)
+            _empty(partial_folder)
+        files.write_json(partial_folder / _PLAN, plan)
+        yield Shards(folder, partial_folder, open_writer)
 
 
 def discard(folder: Path) -> None:
-    """Delete the leftovers of a writer that was killed after `folder` was whole."""
-    shutil.rmtree(_beside(folder), ignore_errors=True)
+    """Delete the leftovers of a writer that was killed after `folder` was complete."""
+    shutil.rmtree(_partial_folder_of(folder), ignore_errors=True)
 
 
-def _beside(folder: Path) -> Path:
+def _partial_folder_of(folder: Path) -> Path:
     return folder.with_name(f".{folder.name}.partial")
 
 
-def _empty(beside: Path) -> None:
+def _empty(partial_folder: Path) -> None:
     for path in sorted(
-        beside.iterdir(), key=lambda path: path.name != _PLAN
+        partial_folder.iterdir(), key=lambda path: path.name != _PLAN
     ):  # the plan first: without it nothing is trusted
         if path.name != ".lock":
             path.unlink()
 
 
 class Shards:
-    """Segments of the sources, each with a shard for training and one for validation; either may be missing."""
+    """Segments of the sources, each with a shard for training and one for validation; either can be missing."""
 
-    def __init__(self, folder: Path, beside: Path, open_writer: OpenWriter) -> None:
-        self._folder, self._beside, self._open_writer = folder, beside, open_writer
+    def __init__(self, folder: Path, partial_folder: Path, open_writer: OpenWriter) -> None:
+        self._folder, self._partial_folder, self._open_writer = folder, partial_folder, open_writer
         self._source = 0
         self._segments: list[dict[str, Any]] = []
         while (path := self._done_path(len(self._segments))).exists():
             segment = files.read_json(path, DataError)
             for name, size in segment["bytes"].items():
-                if not (beside / name).is_file() or (beside / name).stat().st_size != size:
-                    log.warning("%s: not as it was written. It is made anew, and all that follow.", beside / name)
+                if not (partial_folder / name).is_file() or (partial_folder / name).stat().st_size != size:
+                    log.warning(
+                        "%s: changed after it was written. This shard and all later ones are made again.",
+                        partial_folder / name,
+                    )
                     return
             self._segments.append(segment)
 
@@ -118,44 +122,44 @@ class Shards:
             RunError: the disk refuses.
         """
         mine = [segment for segment in self._segments if segment["source"] == self._source]
-        begun = _Place(mine[-1]["batches"], mine[-1]["state"]) if mine else _Place(0, None)
+        start = _Place(mine[-1]["batches"], mine[-1]["state"]) if mine else _Place(0, None)
         if not (mine and mine[-1]["last"]):
-            left = source.read(begun.state)
-            if begun.state is None:
-                left = itertools.islice(left, begun.batches, None)
-            results = _log_progress(source.name, convert(begun.record_states(left)))
-            while not self._segment(split, begun, results, shard_size):
+            batches = source.read(start.state)
+            if start.state is None:
+                batches = itertools.islice(batches, start.batches, None)
+            results = _log_progress(source.name, convert(start.record_states(batches)))
+            while not self._segment(split, start, results, shard_size):
                 pass
         self._source += 1
 
-    def _segment(self, split: str, begun: "_Place", results: Iterator[tuple[Part, Part]], shard_size: int) -> bool:
+    def _segment(self, split: str, start: "_Place", results: Iterator[tuple[Part, Part]], shard_size: int) -> bool:
         """Write a segment's shards, and record their part of the source; returns whether the source ends with them."""
-        number, size, ended = len(self._segments), 0, False
-        with contextlib.ExitStack() as opened:
+        number, size, is_done = len(self._segments), 0, False
+        with contextlib.ExitStack() as stack:
             writers = {
-                name: opened.enter_context(self._open_writer(self._beside, f"{name}-{number:05d}"))
+                name: stack.enter_context(self._open_writer(self._partial_folder, f"{name}-{number:05d}"))
                 for name in jsonl.SPLITS
             }
-            while size < shard_size and not ended:
+            while size < shard_size and not is_done:
                 if (parts := next(results, None)) is None:
-                    ended = True
+                    is_done = True
                     continue
-                begun.finish()
+                start.finish()
                 for name, part in zip(jsonl.SPLITS if split == "train" else ("val", "train"), parts, strict=True):
                     part.append_to(writers[name])
                     size += part.size
             shards = {name: facts for name, writer in writers.items() if (facts := writer.close()) is not None}
-        paths = [path for facts in shards.values() for path in sorted(self._beside.glob(f"{facts['name']}.*"))]
+        paths = [path for facts in shards.values() for path in sorted(self._partial_folder.glob(f"{facts['name']}.*"))]
         sizes = {path.name: path.stat().st_size for path in paths}
-        done = {"source": self._source, "batches": begun.batches, "state": begun.state, "last": ended}
+        done = {"source": self._source, "batches": start.batches, "state": start.state, "last": is_done}
         segment = {**done, "shards": shards, "bytes": sizes}
-        files.sync_directory(self._beside)
+        files.sync_directory(self._partial_folder)
         files.write_json(self._done_path(number), segment)
         self._segments.append(segment)
-        return ended
+        return is_done
 
     def _done_path(self, number: int) -> Path:
-        return self._beside / f"{number:05d}{_DONE}"
+        return self._partial_folder / f"{number:05d}{_DONE}"
 
     def publish(self, facts: dict[str, Any]) -> None:
         """Turn the finished shards into the folder itself, replacing an older one.
@@ -166,10 +170,10 @@ class Shards:
         with files.new_directory(self._folder, facts) as new, files.writing(self._folder):
             for name in (name for segment in self._segments for name in segment["bytes"]):
                 try:
-                    os.link(self._beside / name, new / name)
+                    os.link(self._partial_folder / name, new / name)
                 except OSError:  # the file system has no links
-                    shutil.copyfile(self._beside / name, new / name)
-        shutil.rmtree(self._beside, ignore_errors=True)
+                    shutil.copyfile(self._partial_folder / name, new / name)
+        shutil.rmtree(self._partial_folder, ignore_errors=True)
 
 
 class _Place:
@@ -177,16 +181,16 @@ class _Place:
 
     def __init__(self, batches: int, state: Any) -> None:
         self.batches, self.state = batches, state
-        self._given: deque[Any] = deque()
+        self._states: deque[Any] = deque()
 
     def record_states(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         for batch in batches:
-            self._given.append(batch.state)
+            self._states.append(batch.state)
             yield batch
 
     def finish(self) -> None:
         """Count the next batch as finished."""
-        self.state = self._given.popleft()
+        self.state = self._states.popleft()
         self.batches += 1
 
 

@@ -1,5 +1,5 @@
-"""Sources that commands are given: files, folders saved by `datasets`, and sets of the hub.
-What they hold is read by each command."""
+"""Sources of commands: files, folders saved by `datasets`, and data sets of the hub.
+Each command reads their content itself."""
 
 import hashlib
 import itertools
@@ -31,9 +31,9 @@ def open_rows(source: str, splits: Sequence[str], streaming: bool = False, **pin
     Raises:
         DataError: there is no such source, or `datasets` cannot read it.
     """
-    path, wanted = Path(source), ""
+    path, config_name = Path(source), ""
     if source.startswith(HUB):
-        identity, config, wanted = hub_id(source)
+        identity, config, config_name = hub_id(source)
         loaded = call_datasets(
             source, lambda datasets: datasets.load_dataset(identity, config, streaming=streaming, **pinned)
         )
@@ -50,7 +50,7 @@ def open_rows(source: str, splits: Sequence[str], streaming: bool = False, **pin
         raise DataError(f"{source}: no such file.{hint}")
     if not isinstance(loaded, dict):
         return loaded
-    names = (wanted,) if wanted else splits
+    names = (config_name,) if config_name else splits
     for name in names:
         if name in loaded:
             return loaded[name]
@@ -90,10 +90,10 @@ def identify(source: str, rows: Any = None) -> dict[str, Any]:
     return {"name": source if source.startswith(HUB) else Path(source).name, "bytes": size, "sha256": digest}
 
 
-def require_distinct(found: Iterable[tuple[str, Mapping[str, Any]]]) -> None:
-    """Raises DataError where one source is given twice. found: ("--OPTION SOURCE", its identity) of each."""
+def require_distinct(identities: Iterable[tuple[str, Mapping[str, Any]]]) -> None:
+    """Raise DataError if a source is given twice. identities: ("--OPTION SOURCE", its identity)."""
     seen: dict[str, str] = {}
-    for option, facts in found:
+    for option, facts in identities:
         key = str({name: value for name, value in facts.items() if name != "name"})
         if key in seen:
             raise DataError(f"{option}: the same data as {seen[key]}.")

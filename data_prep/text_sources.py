@@ -1,8 +1,7 @@
 """Sources of documents to be tokenised: text and JSON files, parquet, folders saved by `datasets`, and sets of the hub.
 
-A source is read in batches that do not depend on who asks, so that a run can go on where another stopped. Lines of JSON
-are handed
-on as they are: whoever tokenises them parses them too.
+The batches of a source do not depend on the reader, so that a run can resume where another stopped. Lines of JSON are
+passed on unparsed: the tokenizing process parses them.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -33,7 +32,7 @@ class Batch:
     texts: Sequence[tuple[str, str]] = ()
     """("FILE:LINE" or the like, text)."""
     state: Any = None
-    """The position at which the source continues after this batch; None: it must be read from its beginning."""
+    """The position at which the source continues after this batch; None: it must be read from the start."""
 
     def documents(self, field: str) -> list[str]:
         """The texts.
@@ -54,7 +53,7 @@ def text_of(row: dict[str, Any], field: str, where: str) -> str:
     """The text of a row.
 
     Raises:
-        DataError: it has none; names the place and the fields.
+        DataError: the field is missing; the message has the place and the fields.
     """
     if field not in row:
         raise DataError(
@@ -113,7 +112,7 @@ def open_source(name: str, split: str, how: Reading) -> Source:
     if name.endswith((".json", ".json.gz")):
         return Source(name, facts, lambda _state: _group_documents(name, _rows(json_stream.records(path), how.field)))
     kinds = ", ".join((*_LINES, *_TEXT, ".json", ".json.gz", ".parquet"))
-    raise DataError(f"{name}: what kind of file this is cannot be told from its name. Known: {kinds}.")
+    raise DataError(f"{name}: unknown kind of file. Known: {kinds}.")
 
 
 def _rows(records: Iterable[tuple[str, dict[str, Any]]], field: str) -> Iterator[tuple[str, str]]:
@@ -154,7 +153,7 @@ def _line_batches(path: Path) -> Iterator[Batch]:
 
 
 def _text_documents(path: Path, by: DocumentsBy) -> Iterator[tuple[str, str]]:
-    """Lines without their line ends; paragraphs and whole files unchanged, except line ends and outer blank lines."""
+    """Lines without their line ends; paragraphs and files unchanged, except line ends and outer blank lines."""
     parts: list[str] = []
     first = 0
     for number, raw in enumerate(_lines(path), 1):
@@ -178,14 +177,16 @@ def _table(name: str, rows: Any, how: Reading) -> Source:
     """Rows of a data set of `datasets` on the disk."""
 
     def read(_state: Any) -> Iterator[Batch]:
-        numbered = ((f"{name}: row {number}", row) for number, row in enumerate(rows.select_columns([how.field]), 1))
-        return _group_documents(name, _rows(numbered, how.field))
+        numbered_rows = (
+            (f"{name}: row {number}", row) for number, row in enumerate(rows.select_columns([how.field]), 1)
+        )
+        return _group_documents(name, _rows(numbered_rows, how.field))
 
     return Source(name, sources.identify(name, rows), read)
 
 
 def _require_column(columns: list[str], where: str, field: str) -> list[str]:
-    """[field]. Raises DataError where it is none of the `columns`."""
+    """[field]. Raises DataError if it is not among the `columns`."""
     if field not in columns:
         raise DataError(
             f"{where}: column {field!r} is missing. Columns: {', '.join(columns)}. --text_field names another."

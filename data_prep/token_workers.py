@@ -65,12 +65,13 @@ def tokenise_batch(job: Job, batch: Batch) -> tuple[Tokens, Tokens]:
     """The training and the validation documents of a batch, in order.
 
     Raises:
-        DataError: a row is not what it should be; names it.
+        DataError: a row is malformed; the message names it.
     """
     texts = batch.documents(job.field)
-    chosen = [bool(job.val_rate) and is_validation(text, job.val_rate) for text in texts]
+    is_for_validation = [bool(job.val_rate) and is_validation(text, job.val_rate) for text in texts]
     train, val = (
-        [text for text, validates in zip(texts, chosen, strict=True) if validates is wanted] for wanted in (False, True)
+        [text for text, validates in zip(texts, is_for_validation, strict=True) if validates is expected]
+        for expected in (False, True)
     )
     return _tokens(job, train), _tokens(job, val)
 
@@ -103,25 +104,25 @@ class Workers:
 
         Raises:
             RunError: a process was killed.
-            DataError: what a batch has wrong. All before it were handed back.
+            DataError: a batch is malformed. All previous batches were yielded.
         """
         if self._pool is None:
             for batch in batches:
                 yield tokenise_batch(self._job, batch)
             return
         stream = iter(batches)
-        given: deque[Future[tuple[Tokens, Tokens]]] = deque()
+        futures: deque[Future[tuple[Tokens, Tokens]]] = deque()
         try:
             while True:
-                given.extend(
-                    self._pool.submit(_tokenise, batch) for batch in islice(stream, self._count * _AHEAD - len(given))
+                futures.extend(
+                    self._pool.submit(_tokenise, batch) for batch in islice(stream, self._count * _AHEAD - len(futures))
                 )
-                if not given:
+                if not futures:
                     return
-                yield given.popleft().result()
+                yield futures.popleft().result()
         except BrokenProcessPool:
             raise RunError(
-                "a process that tokenises ended, perhaps for lack of memory. Start again: finished shards are kept."
+                "a tokenizing process was killed, perhaps out of memory. Start again: finished shards are saved."
             ) from None
 
 

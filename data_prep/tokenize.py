@@ -1,10 +1,10 @@
 """Tokenise text for pre-training: `python -m data_prep.tokenize --name c4_t5 --tokenizer t5_tokenizer --train FILE..`.
 
-One folder is made below --data_path: shards of ids that are read by memory map (src/data/text/token_files.py) and
-manifest.json, which says what they were made from. A SOURCE is a file (.jsonl, .json, .txt, plain or with gzip;
+Writes one folder below --data_path: shards of ids that are read by memory map (src/data/text/token_files.py) and
+manifest.json with their provenance. A SOURCE is a file (.jsonl, .json, .txt, plain or with gzip;
 .parquet), a folder saved by `datasets`, or hub:ID[@CONFIG], which with --streaming is never written to the disk as
-text. The bytes do not depend on the number of processes. Started again after it was killed, it goes on behind the last
-whole shard.
+text. The bytes do not depend on the number of processes. A killed run resumes after the last
+complete shard.
 """
 
 import argparse
@@ -33,7 +33,7 @@ _SCRIPTS = [_HERE / f"{name}.py" for name in ("tokenize", "shards", "sources", "
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """The options of the command line. All but `processes` may change the result."""
+    """The options of the command line. All except `processes` can change the result."""
 
     name: str
     tokenizer: str
@@ -85,7 +85,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=1 << 27,
         metavar="N",
-        help="a shard ends when it has so many (default: %(default)s)",
+        help="number of tokens at which a shard ends (default: %(default)s)",
     )
     add(
         "--processes",
@@ -97,10 +97,10 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def tokenise(data_path: Path, options: Options) -> bool:
-    """Make the folder `data_path / options.name`; False, and nothing done, if it is whole and has the same provenance.
+    """Make the folder `data_path / options.name`; False if it is complete and has the same provenance.
 
     Raises:
-        DataError: a source or the tokenizer is missing or damaged, or a split would be empty. Finished shards are kept.
+        DataError: a source or the tokenizer is missing or damaged, or a split would be empty. Finished shards remain.
         ConfigError: the options do not go together.
         RunError: the disk refuses, or another process does the same.
     """
@@ -116,8 +116,8 @@ def tokenise(data_path: Path, options: Options) -> bool:
         "eos_id": encoder.eos_id,
         "vocab_size": len(tokenizer),
     }
-    opened = _sources(data_path, options)
-    made_from = _provenance(options, about, opened)
+    opened_sources = _sources(data_path, options)
+    made_from = _provenance(options, about, opened_sources)
     if command.is_made([folder], made_from):
         shards.discard(folder)
         return False
@@ -127,8 +127,8 @@ def tokenise(data_path: Path, options: Options) -> bool:
         shards.partial(folder, made_from, open_writer) as new,
         token_workers.Workers(job, options.processes) as workers,
     ):
-        kept = sum(shard["tokens"] for split in jsonl.SPLITS for shard in new.shards_of(split))
-        for split, source in opened:
+        num_reused_tokens = sum(shard["tokens"] for split in jsonl.SPLITS for shard in new.shards_of(split))
+        for split, source in opened_sources:
             new.add(split, source, workers.map_batches, options.shard_tokens)
         splits = {split: new.shards_of(split) for split in jsonl.SPLITS}
         for split in jsonl.SPLITS:
@@ -144,7 +144,7 @@ def tokenise(data_path: Path, options: Options) -> bool:
             "splits": splits,
         }
         new.publish({**facts, "made_from": made_from})
-    _print_summary(folder, splits, kept, time.monotonic() - start)
+    _print_summary(folder, splits, num_reused_tokens, time.monotonic() - start)
     return True
 
 
@@ -174,21 +174,23 @@ def _sources(data_path: Path, options: Options) -> list[tuple[str, text_sources.
     how = text_sources.Reading(options.text_field, options.documents_by, options.streaming)
     if options.corpus is not None:
         folder = jsonl.corpus_folder(Places(data_path, data_path), options.corpus)
-        named = {split: [str(jsonl.require_file(folder, f"{split}.jsonl"))] for split in jsonl.SPLITS}
+        names_by_split = {split: [str(jsonl.require_file(folder, f"{split}.jsonl"))] for split in jsonl.SPLITS}
     else:
-        named = {"train": list(options.train), "val": list(options.val)}
-    found = [(split, text_sources.open_source(name, split, how)) for split in jsonl.SPLITS for name in named[split]]
-    sources.require_distinct((f"--{split} {source.name}", source.facts) for split, source in found)
-    return found
+        names_by_split = {"train": list(options.train), "val": list(options.val)}
+    opened_sources = [
+        (split, text_sources.open_source(name, split, how)) for split in jsonl.SPLITS for name in names_by_split[split]
+    ]
+    sources.require_distinct((f"--{split} {source.name}", source.facts) for split, source in opened_sources)
+    return opened_sources
 
 
 def _provenance(
-    options: Options, about: dict[str, Any], opened: Sequence[tuple[str, text_sources.Source]]
+    options: Options, about: dict[str, Any], opened_sources: Sequence[tuple[str, text_sources.Source]]
 ) -> dict[str, Any]:
     """Everything that the content of the folder depends on."""
     ignored = ("name", "tokenizer", "train", "val", "corpus", "processes")
     return {
-        "sources": [{"split": split, **source.facts} for split, source in opened],
+        "sources": [{"split": split, **source.facts} for split, source in opened_sources],
         "options": {name: value for name, value in dataclasses.asdict(options).items() if name not in ignored},
         "tokenizer": {name: about[name] for name in ("fingerprint", "eos_id", "vocab_size")},
         "packages": {"tokenizers": importlib.metadata.version("tokenizers")},
@@ -196,21 +198,28 @@ def _provenance(
     }
 
 
-def _print_summary(folder: Path, splits: dict[str, list[dict[str, Any]]], kept: int, seconds: float) -> None:
-    tokens = sum(shard["tokens"] for made in splits.values() for shard in made)
+def _print_summary(
+    folder: Path, splits: dict[str, list[dict[str, Any]]], num_reused_tokens: int, seconds: float
+) -> None:
+    tokens = sum(shard["tokens"] for split_shards in splits.values() for shard in split_shards)
     print(
-        f"{folder}: made in {seconds:.1f} s, {(tokens - kept) / seconds:,.0f} tokens/s"
-        + (f"; {kept:,} were there" if kept else "")
+        f"{folder}: made in {seconds:.1f} s, {(tokens - num_reused_tokens) / seconds:,.0f} tokens/s"
+        + (f"; {num_reused_tokens:,} were there" if num_reused_tokens else "")
     )
-    for split, made in splits.items():
-        documents, tokens = sum(shard["documents"] for shard in made), sum(shard["tokens"] for shard in made)
+    for split, split_shards in splits.items():
+        documents, tokens = (
+            sum(shard["documents"] for shard in split_shards),
+            sum(shard["tokens"] for shard in split_shards),
+        )
         print(
-            f"{split:6} {documents:,} documents, {tokens:,} tokens with their end tokens, {len(made)} "
-            f"shard{'s' * (len(made) > 1)}"
+            f"{split:6} {documents:,} documents, {tokens:,} tokens with their end tokens, {len(split_shards)} "
+            f"shard{'s' * (len(split_shards) > 1)}"
         )
 
 
-main = command.main_of(COMMAND, __doc__, _add_options, lambda data_path, **given: tokenise(data_path, Options(**given)))
+main = command.main_of(
+    COMMAND, __doc__, _add_options, lambda data_path, **options: tokenise(data_path, Options(**options))
+)
 
 if __name__ == "__main__":
     sys.exit(main())

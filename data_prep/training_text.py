@@ -8,13 +8,13 @@ from typing import Any
 from data_prep import command, sources, text_sources
 
 MOST_CHARACTERS = 1 << 28
-"""Of a sample: SentencePiece takes some ten times as many bytes to learn from it."""
+"""Size of the training sample. SentencePiece needs about ten times as many bytes of memory."""
 _LINE = re.compile(r"\S(?:.{0,1022}\S)?(?!\S)|\S{1,1024}")
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """The documents of --train. Of a text file it is the paragraphs."""
+    """The documents of --train; the paragraphs of a text file."""
 
     sources: Sequence[text_sources.Source]
     field: str
@@ -25,7 +25,7 @@ class Corpus:
         return {"sources": [source.facts for source in self.sources], "text_field": self.field}
 
     def batches(self, name: str) -> Iterator[list[str]]:
-        """The documents, some hundreds at a time, with the progress in the log. name: of what reads them."""
+        """The documents, some hundreds at a time, with the progress in the log. name: of the reader."""
         progress = command.Progress(name, "documents")
         for source in self.sources:
             for batch in source.read(None):
@@ -35,17 +35,17 @@ class Corpus:
 
 
 def open_corpus(names: Sequence[str], field: str) -> Corpus:
-    """The corpus of the SOURCES `names`; `text_sources.open_source` says what they may be.
+    """The corpus of the SOURCES `names`; see `text_sources.open_source` for their kinds.
 
     Raises:
         DataError: a source is missing, of an unknown kind, or given twice.
     """
-    found = [
+    corpus_sources = [
         text_sources.open_source(name, "train", text_sources.Reading(field, "paragraph", streaming=False))
         for name in names
     ]
-    sources.require_distinct((f"--train {source.name}", source.facts) for source in found)
-    return Corpus(found, field)
+    sources.require_distinct((f"--train {source.name}", source.facts) for source in corpus_sources)
+    return Corpus(corpus_sources, field)
 
 
 def sample_lines(texts: Iterable[str], most: int = MOST_CHARACTERS) -> list[str]:

@@ -1,9 +1,8 @@
 """A tokenizer for conversations: `python -m data_prep.assistants.chat_tokenizer --from gpt2 --template oasst --name
 gpt2_chat`.
 
-A folder is made below --data_path: the tokenizer --from with the control tokens of a template behind all others, in an
-order that is always the same, and with the template itself. Tokens that it has already keep their ids. A template of
-its own is replaced.
+Writes a folder below --data_path: the tokenizer --from plus the control tokens of a template, appended in a fixed
+order, and the template itself. Existing tokens have the same ids as before. An existing chat template is replaced.
 """
 
 import argparse
@@ -41,12 +40,12 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     add(
         "--end_token",
         metavar="TOKEN",
-        help="of the vocabulary, such as </s>, where the tokenizer names none (default: the one it names)",
+        help="end token in the vocabulary, such as </s>, if the tokenizer defines no end token",
     )
 
 
 def prepare(data_path: Path, source: str, template: str, name: str, end_token: str | None = None) -> bool:
-    """Make the folder `data_path / name`; False if it is whole and was made from the same, so that nothing was done.
+    """Make the folder `data_path / name`; False if it is complete and up to date.
 
     Raises:
         ConfigError: there is no such template.
@@ -58,21 +57,26 @@ def prepare(data_path: Path, source: str, template: str, name: str, end_token: s
     folder, place = data_path / name, data_path / source
     if place.resolve() == folder.resolve():
         raise DataError(f"--name: {folder} is what --from names. Choose another name.")
-    made = tokenizers.load(place if place.is_dir() else source, end_token=end_token)
-    known = len(made)
-    made.add_special_tokens({"extra_special_tokens": [*CONTROLS[template]]}, replace_extra_special_tokens=False)
-    made.chat_template = templates.read_source(template)
+    tokenizer = tokenizers.load(place if place.is_dir() else source, end_token=end_token)
+    num_base_tokens = len(tokenizer)
+    tokenizer.add_special_tokens({"extra_special_tokens": [*CONTROLS[template]]}, replace_extra_special_tokens=False)
+    tokenizer.chat_template = templates.read_source(template)
     made_from = {
-        "tokenizer_sha256": hashlib.sha256(made.backend_tokenizer.to_str().encode()).hexdigest(),
-        "eos_token": made.eos_token,
-        "chat_template": made.chat_template,
+        "tokenizer_sha256": hashlib.sha256(tokenizer.backend_tokenizer.to_str().encode()).hexdigest(),
+        "eos_token": tokenizer.eos_token,
+        "chat_template": tokenizer.chat_template,
     }
-    return command.make_folder(folder, COMMAND, made_from, lambda beside: _save(made, beside, known)) is not None
+    return (
+        command.make_folder(
+            folder, COMMAND, made_from, lambda partial_folder: _save(tokenizer, partial_folder, num_base_tokens)
+        )
+        is not None
+    )
 
 
-def _save(tokenizer: "PreTrainedTokenizerFast", folder: Path, known: int) -> Mapping[str, Any]:
+def _save(tokenizer: "PreTrainedTokenizerFast", folder: Path, num_base_tokens: int) -> Mapping[str, Any]:
     tokenizer.save_pretrained(folder)
-    return {"tokens": len(tokenizer), "new_tokens": len(tokenizer) - known}
+    return {"tokens": len(tokenizer), "new_tokens": len(tokenizer) - num_base_tokens}
 
 
 main = command.main_of(COMMAND, __doc__, _add_options, prepare)

@@ -4,11 +4,10 @@ sft`.
 python -m data_prep.assistants.check_dataset_counts --datasets all --mode rm --output_path dataset_counts.csv
 python -m data_prep.assistants.check_dataset_counts --datasets assistant_tiny_sft --languages language_counts.csv
 
-A name is a folder below --data_path, or a group of experiments, whose folders are meant; `all` are all conversations
-that are there. What
-is counted are rows that a training in the mode learns from: in sft conversations and texts, in rm replies of which one
-is better than another. With --prepare releases that are not there are prepared first, from the hub; of `all` of them
-this downloads more than 100 GB.
+A name is a folder below --data_path, or a group of experiments, which selects the folders of its data sets; `all`
+selects all folders of conversations. Counts the rows that a training in the mode learns from: conversations and texts
+in sft, prompts with a better and a worse reply in rm. With --prepare, missing releases are downloaded from the hub and
+prepared first; for `all` this downloads more than 100 GB.
 """
 
 import argparse
@@ -46,11 +45,11 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         "--mode",
         choices=("sft", "rm"),
         default="sft",
-        help="what is learned: answers, or which reply is better (default: %(default)s)",
+        help="train on answers, or on comparisons of replies (default: %(default)s)",
     )
     add("--output_path", type=Path, default=Path("dataset_counts.csv"), help="(default: %(default)s)")
-    add("--languages", type=Path, metavar="CSV", help="also count messages by the language that they are told to be in")
-    add("--prepare", action="store_true", help="first prepare releases that are not there")
+    add("--languages", type=Path, metavar="CSV", help="also count messages by their language label")
+    add("--prepare", action="store_true", help="first prepare missing releases")
 
 
 def check(
@@ -61,22 +60,22 @@ def check(
     Raises:
         DataError: a named data set is not there, or has nothing to learn from in this mode; or none is there.
     """
-    named = [word for words in datasets for word in words.split(",")]
-    names = list(dict.fromkeys(name for word in named for name in _names(data_path, word, mode, prepare)))
+    dataset_names = [word for words in datasets for word in words.split(",")]
+    names = list(dict.fromkeys(name for word in dataset_names for name in _names(data_path, word, mode, prepare)))
     missing = _prepare_missing(data_path, names, mode) if prepare else {}
-    if missing and "all" not in named:
+    if missing and "all" not in dataset_names:
         raise DataError(next(iter(missing.values())))
-    rows, told = list[tuple[str, ...]](), Counter[tuple[str, str]]()
+    rows, language_counts = list[tuple[str, ...]](), Counter[tuple[str, str]]()
     for name in names:
         if name in missing:
             continue
         counts = Counter[str]()
         for split, entry in read_entries(data_path, name):
             counts[split] += is_learned(entry, mode)
-            told.update((name, str(message.tags.get("lang", "untold"))) for message in entry.conversation)
+            language_counts.update((name, str(message.tags.get("lang", "untold"))) for message in entry.conversation)
         if total := sum(counts.values()):
             rows.append((name, *(str(counts[split]) for split in jsonl.SPLITS), str(total)))
-        elif "all" not in named:
+        elif "all" not in dataset_names:
             hint = "A release that has both modes is prepared for the other with --mode."
             raise DataError(f"{data_path / name}: nothing to learn from in mode {mode}. {hint}")
     if not rows:
@@ -87,7 +86,7 @@ def check(
     for name, reason in missing.items():
         print(f"{name}: left out: {reason}")
     if languages is not None:
-        told_rows = [(name, lang, str(count)) for (name, lang), count in sorted(told.items())]
+        told_rows = [(name, lang, str(count)) for (name, lang), count in sorted(language_counts.items())]
         _write_table(languages, ("dataset_name", "language", "messages"), told_rows)
 
 
@@ -118,35 +117,37 @@ def read_entries(data_path: Path, name: str) -> Iterator[tuple[str, Entry]]:
 
 
 def is_learned(entry: Entry, mode: Mode) -> bool:
-    """Whether a training in the mode learns from an entry. Ties alone tell nothing."""
+    """Whether a training in the mode learns from an entry. Replies that are all tied are not used."""
     return mode == "sft" or len({reply.rank for reply in entry.replies}) > 1
 
 
 def _write_table(path: Path, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Write a file of comma-separated values, whole or not at all."""
+    """Write a CSV file atomically."""
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerows([header, *rows])
     write_atomic(path, text.getvalue())
 
 
 def _names(data_path: Path, name: str, mode: Mode, prepare: bool) -> list[str]:
-    """The folders that a name stands for."""
+    """Resolve a name to folders."""
     if name in GROUPS:
         return [corpus for experiment in GROUPS[name] for corpus in list_corpora(experiment.get("data"))]
     if name != "all":
         return [name]
-    made = (path.parent for path in sorted(data_path.glob(f"*/{MANIFEST}")))
-    found = [
-        folder.name for folder in made if str(read_manifest(folder, DataError).get("command")).startswith(_MADE_BY)
+    corpus_folders = (path.parent for path in sorted(data_path.glob(f"*/{MANIFEST}")))
+    corpus_names = [
+        folder.name
+        for folder in corpus_folders
+        if str(read_manifest(folder, DataError).get("command")).startswith(_MADE_BY)
     ]
-    return sorted({*found, *(each for each in conversation_table.names(mode) if prepare and "{" not in each)})
+    return sorted({*corpus_names, *(each for each in conversation_table.names(mode) if prepare and "{" not in each)})
 
 
 def list_corpora(data: Any) -> list[str]:
     """The corpora of the data of an experiment, of mixtures too."""
     if isinstance(data, Mapping):
-        own = [data["corpus"]] if isinstance(data.get("corpus"), str) else []
-        return [*own, *(corpus for value in data.values() for corpus in list_corpora(value))]
+        own_corpora = [data["corpus"]] if isinstance(data.get("corpus"), str) else []
+        return [*own_corpora, *(corpus for value in data.values() for corpus in list_corpora(value))]
     return [corpus for each in data for corpus in list_corpora(each)] if isinstance(data, list) else []
 
 

@@ -17,28 +17,32 @@ from data_prep.metadata import stdlib_pages
 from src.files import ROOT
 
 SECONDS = 60
-"""Of one module."""
+"""Timeout per module."""
 _PROGRAM = "import sys; from data_prep.assistants import doctest_examples; doctest_examples.main(sys.argv[1])"
 MOST_CHARACTERS = 300
-"""Of the code of an example, with the lines before it in its docstring."""
+"""Maximum length of the code of an example, including the preceding lines of its docstring."""
 
 
 def examples() -> list[tuple[str, str]]:
-    """(code, what it prints) of each example of which both runs, and the documentation, agree; in module order."""
+    """(code, output) of each example with the documented output in both runs, in module order."""
     with ThreadPoolExecutor(2) as pool:
-        found = pool.map(_run, filter(_has_examples, stdlib_pages.modules()))
-        return list(dict.fromkeys((code, printed) for own in found for code, printed in own))
+        module_examples = pool.map(_run, filter(_has_examples, stdlib_pages.modules()))
+        return list(
+            dict.fromkeys(
+                (code, output) for examples_of_module in module_examples for code, output in examples_of_module
+            )
+        )
 
 
 def _has_examples(name: str) -> bool:
-    """Whether the source of a module, or of a module of a package, shows any; one in C tells nothing of it, and may."""
-    found = importlib.util.find_spec(name)
-    if found is None or found.origin in (None, "built-in", "frozen"):
-        return found is not None
-    path = Path(str(found.origin))
+    """Whether the source of a module or package contains examples. True for C modules, which have no source."""
+    spec = importlib.util.find_spec(name)
+    if spec is None or spec.origin in (None, "built-in", "frozen"):
+        return spec is not None
+    path = Path(str(spec.origin))
     return path.suffix != ".py" or any(
         b">>>" in each.read_bytes()
-        for each in (path.parent.glob("*.py") if found.submodule_search_locations else [path])
+        for each in (path.parent.glob("*.py") if spec.submodule_search_locations else [path])
     )
 
 
@@ -56,7 +60,7 @@ def _run(name: str) -> list[tuple[str, str]]:
             )
         except (subprocess.SubprocessError, OSError):
             return []
-        runs.append([(code, printed) for code, printed in json.loads(done.stdout.splitlines()[-1])])
+        runs.append([(code, output) for code, output in json.loads(done.stdout.splitlines()[-1])])
     again = set(runs[1])
     return [each for each in runs[0] if each in again]
 
@@ -65,29 +69,34 @@ def run_module(name: str) -> Iterator[tuple[str, str]]:
     """The examples of a module that print what its documentation says, which are run here."""
     module = importlib.import_module(name)
     for test in doctest.DocTestFinder(exclude_empty=True).find(module, name):
-        code, passed = "", set[int]()
-        runner = _Runner(passed)
+        code, passed_lines = "", set[int]()
+        runner = _Runner(passed_lines)
         with contextlib.redirect_stdout(io.StringIO()):
             runner.run(test, clear_globs=True)
         for number, example in enumerate(test.examples):
             code += example.source
-            if number in passed and example.want.strip() and example.exc_msg is None and len(code) <= MOST_CHARACTERS:
+            if (
+                number in passed_lines
+                and example.want.strip()
+                and example.exc_msg is None
+                and len(code) <= MOST_CHARACTERS
+            ):
                 yield code.rstrip("\n"), example.want.rstrip("\n")
 
 
 class _Runner(doctest.DocTestRunner):
-    """Notes which examples print exactly what is written."""
+    """Record which examples print exactly the documented output."""
 
-    def __init__(self, passed: set[int]) -> None:
+    def __init__(self, passed_lines: set[int]) -> None:
         super().__init__(verbose=False)
-        self._passed = passed
+        self._passed_lines = passed_lines
 
     def report_start(self, out: Any, test: doctest.DocTest, example: doctest.Example) -> None:
         pass
 
     def report_success(self, out: Any, test: doctest.DocTest, example: doctest.Example, got: str) -> None:
         if got == example.want:
-            self._passed.add(test.examples.index(example))
+            self._passed_lines.add(test.examples.index(example))
 
     def report_failure(self, out: Any, test: doctest.DocTest, example: doctest.Example, got: str) -> None:
         pass
@@ -100,7 +109,7 @@ class _Runner(doctest.DocTestRunner):
 
 def main(name: str) -> None:
     """Print the examples of a module as JSON, in the last line; none where it cannot be imported."""
-    found = []
+    all_examples = []
     with contextlib.suppress(Exception, SystemExit):
-        found = list(run_module(name))
-    print("\n" + json.dumps(found))
+        all_examples = list(run_module(name))
+    print("\n" + json.dumps(all_examples))

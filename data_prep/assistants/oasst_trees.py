@@ -9,7 +9,7 @@ python -m data_prep.assistants.oasst_trees filter_trees finished.jsonl some.json
 python -m data_prep.assistants.oasst_trees split finished.jsonl train.jsonl val.jsonl --val_percent 20 --seed 0
 
 A file has a JSON object on each line: a tree, {"message_tree_id", "prompt": {..., "replies": [...]}}, or a message,
-{"message_id", "text", "role"}, which can have replies too. Files whose names end with .gz are compressed. Messages of
+{"message_id", "text", "role"}, which can have replies too. Files with names ending in .gz are compressed. Messages of
 one tree are never in both parts of a split.
 """
 
@@ -54,8 +54,8 @@ def read(path: Path) -> Iterator[tuple[str, Row, bool]]:
     for where, row in json_stream.records(path):
         is_tree = isinstance(row.get("prompt"), dict)
         if not isinstance(row.get("message_tree_id" if is_tree else "message_id"), str):
-            wanted = "a tree with message_tree_id and prompt, or a message with message_id"
-            raise DataError(f"{where}: expected {wanted}; the row has {', '.join(row) or 'nothing'}.")
+            expected = "a tree with message_tree_id and prompt, or a message with message_id"
+            raise DataError(f"{where}: expected {expected}; the row has {', '.join(row) or 'nothing'}.")
         for message in walk(row.get("prompt", row)):
             for name in ("message_id", "text", "role"):
                 if not isinstance(message.get(name), str):
@@ -83,14 +83,14 @@ def without_nulls(row: Any) -> Any:
 
 def filter_trees(options: argparse.Namespace) -> Iterator[Row]:
     """The requested trees: --synthetic and --max_length apply to all of their messages, --lang to the prompt."""
-    found = _matching_trees(options)
+    matches = _matching_trees(options)
     if options.count is None:
-        return found
+        return matches
     require_at_least(1, count=options.count)
-    drawn = heapq.nsmallest(
-        options.count, ((_draw(options.seed, row["message_tree_id"]), i, row) for i, row in enumerate(found))
+    selected_trees = heapq.nsmallest(
+        options.count, ((_draw(options.seed, row["message_tree_id"]), i, row) for i, row in enumerate(matches))
     )
-    return iter([row for _, _, row in sorted(drawn, key=lambda each: each[1])])
+    return iter([row for _, _, row in sorted(selected_trees, key=lambda each: each[1])])
 
 
 def _matching_trees(options: argparse.Namespace) -> Iterator[Row]:
@@ -115,11 +115,11 @@ def _draw(seed: int, name: str) -> bytes:
 
 
 def split(options: argparse.Namespace) -> Callable[[Row], bool]:
-    """Whether a row is for validation.
-    So are --val_percent of the trees, rounded, which depend on --seed and their ids alone.
+    """A function that returns whether a row is for validation.
+    Selects --val_percent of the trees, rounded, depending only on --seed and the tree ids.
 
     Raises:
-        ConfigError: none or all of them would be.
+        ConfigError: none or all of the trees would be selected.
     """
     if not 0 < options.val_percent < 100:
         raise ConfigError(f"--val_percent: expected a number between 0 and 100, got {options.val_percent:g}.")
@@ -129,36 +129,36 @@ def split(options: argparse.Namespace) -> Callable[[Row], bool]:
         raise ConfigError(
             f"--val_percent: {options.val_percent:g} % of {len(trees)} trees leave one of the two files empty."
         )
-    chosen = set(sorted(trees, key=lambda name: _draw(options.seed, name))[:count])
-    return lambda row: _tree_id("", row) in chosen
+    selected_ids = set(sorted(trees, key=lambda name: _draw(options.seed, name))[:count])
+    return lambda row: _tree_id("", row) in selected_ids
 
 
 def counts(rows: Iterable[tuple[str, Row, bool]], languages: Container[str] | None = None) -> Counter[str]:
-    """What a file holds. languages: of the messages that count; None: all.
+    """Count trees, messages, roles and languages in a file. languages: of the messages to count; None: all.
 
-    "prompts with replies" are messages of people with more than one reply, "with ranked replies" those of which more
-    than one is ranked.
+    "prompts with replies" are user messages with more than one reply, "with ranked replies" those with more than
+    one ranked reply.
     """
-    found, replies, ranked = Counter[str](trees=0, messages=0), Counter[str](), Counter[str]()
+    totals, replies, ranked_replies = Counter[str](trees=0, messages=0), Counter[str](), Counter[str]()
     people = set[str]()
     for _, row, is_tree in rows:
-        found["trees"] += is_tree
+        totals["trees"] += is_tree
         for message in walk(row.get("prompt", row)):
             if languages is not None and str(message.get("lang")) not in languages:
                 continue
-            found["messages"] += 1
+            totals["messages"] += 1
             for name in ("synthetic", "deleted"):
-                found[name] += bool(message.get(name))
-            found[f"role {message['role']}"] += 1
-            found[f"language {message.get('lang')}"] += 1
+                totals[name] += bool(message.get(name))
+            totals[f"role {message['role']}"] += 1
+            totals[f"language {message.get('lang')}"] += 1
             if message["role"] == "prompter":
                 people.add(message["message_id"])
             parent = str(message.get("parent_id"))
             replies[parent] += 1
-            ranked[parent] += message.get("rank") is not None
-    found["prompts with replies"] = sum(replies[name] > 1 for name in people)
-    found["prompts with ranked replies"] = sum(ranked[name] > 1 for name in people)
-    return found
+            ranked_replies[parent] += message.get("rank") is not None
+    totals["prompts with replies"] = sum(replies[name] > 1 for name in people)
+    totals["prompts with ranked replies"] = sum(ranked_replies[name] > 1 for name in people)
+    return totals
 
 
 def _tree_id(where: str, row: Row) -> str:
@@ -169,29 +169,29 @@ def _tree_id(where: str, row: Row) -> str:
 
 @contextlib.contextmanager
 def writer(path: Path, drop_nulls: bool) -> Iterator[Callable[[Any], None]]:
-    """A function that writes a row into a file, which is whole at the end of the block, or as before if that raises.
+    """A function that writes a row into a file. The file is replaced at the end of the block, unless it raises.
 
     Raises:
         RunError: the disk refuses.
     """
-    beside = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
     with files.writing(path):
         try:
             with (
-                gzip.open(beside, "wt", encoding="utf-8")
+                gzip.open(temporary, "wt", encoding="utf-8")
                 if path.suffix == ".gz"
-                else open(beside, "w", encoding="utf-8") as file
+                else open(temporary, "w", encoding="utf-8") as file
             ):
                 yield lambda row: print(
                     json.dumps(without_nulls(row) if drop_nulls else row, ensure_ascii=False), file=file
                 )
-            os.replace(beside, path)
+            os.replace(temporary, path)
         finally:
-            beside.unlink(missing_ok=True)
+            temporary.unlink(missing_ok=True)
 
 
 def _write(options: argparse.Namespace) -> None:
-    found = Counter[Path]()
+    rows_per_file = Counter[Path]()
     with contextlib.ExitStack() as stack:
         outputs = [options.output, *([options.val_output] if options.action == "split" else [])]
         if len({path.resolve() for path in (options.input, *outputs)}) <= len(outputs):
@@ -202,9 +202,9 @@ def _write(options: argparse.Namespace) -> None:
         for row in rows:
             path = outputs[is_val(row)]
             writes[path](row)
-            found[path] += 1
+            rows_per_file[path] += 1
     for path in outputs:
-        print(f"{path}: {found[path]:,} rows")
+        print(f"{path}: {rows_per_file[path]:,} rows")
 
 
 @print_errors
@@ -215,8 +215,8 @@ def main(argv: list[str] | None = None) -> int:
         if state not in STATES:
             raise ConfigError(f"--state: {unknown_text('state', state, STATES)}")
     if options.action == "counts":
-        found = counts(read(options.input), options.lang)
-        print("\n".join(aligned_lines([[name, f"{count:,}"] for name, count in found.items()])))
+        totals = counts(read(options.input), options.lang)
+        print("\n".join(aligned_lines([[name, f"{count:,}"] for name, count in totals.items()])))
     else:
         _write(options)
     return 0
@@ -228,7 +228,7 @@ def _parser() -> argparse.ArgumentParser:
     about = {
         "filter_trees": (filter_trees.__doc__ or "").splitlines()[0],
         "split": "Two files, by tree.",
-        "counts": "What a file holds.",
+        "counts": "Count trees, messages, roles and languages in a file.",
     }
     for name, text in about.items():
         add = actions.add_parser(name, help=text, description=text, allow_abbrev=False).add_argument

@@ -204,31 +204,31 @@ class _Work:
         name: str,
         release: Release,
         form: Form,
-        named: Sequence[tuple[str, str]],
+        named_sources: Sequence[tuple[str, str]],
         part: tuple[float, float] | None = None,
     ) -> None:
-        """named: (split, source) of each source.
+        """named_sources: (split, source) of each source.
         part: of the questions, from 0 to 1: those for validation without a source for it."""
         self._part = part or (0.0, release.val_rate)
-        self._name, self._release, self._form, self._named = name, release, form, named
+        self._name, self._release, self._form, self._named_sources = name, release, form, named_sources
         pinned = {"revision": release.revision, "data_files": release.files or None}
-        self._opened = {
+        self._rows_by_source = {
             source: sources.open_rows(source, sources.HUB_SPLITS[split], **(pinned if release.hub else {}))
-            for split, source in named
+            for split, source in named_sources
         }
         self._counts = Counter[str]()
         self._shares = dict[bytes, float]()
         """By `_digest` of the first message: `_share_of` the first such row, whatever its case and blanks."""
-        self._has_val = any(split == "val" for split, _ in named)
-        self._is_shared = len({source for _, source in named}) < len(named)
+        self._has_val = any(split == "val" for split, _ in named_sources)
+        self._is_shared = len({source for _, source in named_sources}) < len(named_sources)
 
     def made_from(self) -> dict[str, Any]:
         """Everything that the content of the folder depends on."""
         scripts = (__file__, conversation_joining.__file__, *conversation_table.SCRIPTS, conversation_table.REQUESTS)
         return {
-            "sources": {source: sources.identify(source, rows) for source, rows in self._opened.items()},
+            "sources": {source: sources.identify(source, rows) for source, rows in self._rows_by_source.items()},
             "options": [
-                [*map(list, self._named)],
+                [*map(list, self._named_sources)],
                 self._release.model_dump(mode="json"),
                 self._form.model_dump(mode="json"),
             ],
@@ -288,14 +288,14 @@ class _Work:
     def _convert(self, source_split: str) -> Iterator[tuple[str, bytes, Row]]:
         """(split, digest, prepared row) of each row of the sources of a split, checked as a training checks it."""
         for where, row in (
-            each for split, source in self._named if split == source_split for each in self._groups(source)
+            each for split, source in self._named_sources if split == source_split for each in self._groups(source)
         ):
             converted = list(self._form.read(row, where))
             self._counts["unusable"] += 0 if converted else len(row["rows"]) if self._release.group_by else 1
-            copied = self._columns_to_keep(row, where) if converted else {}
+            extra_columns = self._columns_to_keep(row, where) if converted else {}
             if self._skips_negative(row, converted, where):
                 continue
-            rows = [{**each, **copied} for each in converted if not contradicts_itself(each)]
+            rows = [{**each, **extra_columns} for each in converted if not contradicts_itself(each)]
             self._counts["contradictory"] += len(converted) - len(rows)
             for each in rows:
                 lists = [value for name in ("messages", "replies") if isinstance(value := each.get(name), list)]
@@ -399,14 +399,14 @@ class _Work:
             if source.startswith(sources.HUB)
             else Path(source).name.partition(".")[0]
         }
-        for where, row in sources.read_rows(source, self._opened[source], counts=self._counts):
+        for where, row in sources.read_rows(source, self._rows_by_source[source], counts=self._counts):
             self._counts["read"] += 1
-            renamed = {
+            renamed_columns = {
                 name: look_up(row, column, where)
                 for name, column in self._release.columns.items()
                 if is_there(row, column)
             }
-            yield where, {**split, **row, **renamed}
+            yield where, {**split, **row, **renamed_columns}
 
 
 def parse_fold(text: str) -> tuple[float, float]:

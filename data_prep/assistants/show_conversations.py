@@ -1,9 +1,9 @@
-"""Show what a training on conversations reads: `python -m data_prep.assistants.show_conversations assistant_tiny_sft`.
+"""Show the data of a training on conversations: `python -m data_prep.assistants.show_conversations assistant_tiny_sft`.
 
-An experiment of exp_configs.py, GROUP or GROUP[3], of recipe `sft`, `reward` or `dpo`. Printed are: samples of its
-first micro-batch, each token in the colour of who says it, and underlined where it is learned; how much an epoch reads
-of each data set, and how often the training reads it; and the memory plan of one GPU. Without colours, which
-files do not get, what is learned stands in [[ ]] behind its role. No weights are loaded, and nothing is written.
+The experiment is one of exp_configs.py, GROUP or GROUP[3], with recipe `sft`, `reward` or `dpo`. Prints samples of its
+first micro-batch, with tokens colored by role and underlined if they are trained on; how much of each data set an epoch
+reads, and how often the training reads it; and the memory plan of one GPU. Output to a file has no colors: tokens that
+are trained on are in [[ ]] after their role. No weights are loaded, and nothing is written.
 """
 
 import argparse
@@ -36,24 +36,24 @@ COMMAND = "python -m data_prep.assistants.show_conversations"
 RECIPES = ("sft", "reward", "dpo")
 COLOURS = {Role.TEMPLATE: 90, Role.SYSTEM: 35, Role.USER: 36, Role.ASSISTANT: 32, Role.TOOL: 33, Role.TEXT: 39}
 """Codes of ANSI."""
-_MEASURED = 100
-"""Samples of a data set whose tokens are counted."""
+_SAMPLES_TO_COUNT = 100
+"""Number of samples per data set for the token counts."""
 
 
-class Shown(NamedTuple):
+class SampleView(NamedTuple):
     """A conversation of a sample, as the training reads it."""
 
     source: str
     number: int
     ids: Sequence[int]
     roles: Sequence[int]
-    learned: Sequence[bool]
+    learned_mask: Sequence[bool]
 
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
     command.add_data_path(parser)
     add = parser.add_argument
-    add("experiment", metavar="EXP", help="GROUP, whose first is shown, or GROUP[3]")
+    add("experiment", metavar="EXP", help="GROUP (shows its first experiment) or GROUP[3]")
     add(
         "-sb",
         "--savedir_base",
@@ -78,10 +78,10 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def show(experiment: str, data_path: Path, savedir_base: Path, samples: int = 4, color: str = "auto") -> None:
-    """Print what a training reads.
+    """Print the data of a training.
 
     Raises:
-        ConfigError: there is no such experiment, or it trains on nothing that people say.
+        ConfigError: there is no such experiment, or it does not train on conversations.
         DataError: its data or its tokenizer are missing or malformed.
     """
     require_at_least(1, samples=samples)
@@ -105,15 +105,18 @@ def show(experiment: str, data_path: Path, savedir_base: Path, samples: int = 4,
     is_colored = color == "always" or (color == "auto" and sys.stdout.isatty())
     if is_colored:
         print(
-            "  ".join(paint(role.name.lower(), role, learned=False) for role in COLOURS) + "  \x1b[4mlearned\x1b[0m\n"
+            "  ".join(paint(role.name.lower(), role, is_learned=False) for role in COLOURS)
+            + "  \x1b[4mlearned\x1b[0m\n"
         )
-    found = [
-        (name, data, *own) for key in keys[: loop.micro_batch] for name, data, *own in locate(experiment, train, key)
+    sample_keys = [
+        (name, data, *epoch_and_index)
+        for key in keys[: loop.micro_batch]
+        for name, data, *epoch_and_index in locate(experiment, train, key)
     ]
-    for name, data, epoch, index in found[:samples]:
-        for shown in read_sample(name, data, epoch, index):
-            print(f"{shown.source} {shown.number}: {len(shown.ids)} tokens, {sum(shown.learned)} learned")
-            print(write(shown, tokenizer, is_colored) + "\n")
+    for name, data, epoch, index in sample_keys[:samples]:
+        for view in read_sample(name, data, epoch, index):
+            print(f"{view.source} {view.number}: {len(view.ids)} tokens, {sum(view.learned_mask)} learned")
+            print(write(view, tokenizer, is_colored) + "\n")
     per_step = sum(1 for key in keys for _ in locate("", train, key))
     print("\n".join(aligned_lines(list(describe_mixture(experiment, train, loop.steps * per_step)))))
     print(f"validation: {len(val):,} samples")
@@ -121,7 +124,7 @@ def show(experiment: str, data_path: Path, savedir_base: Path, samples: int = 4,
 
 
 def describe_memory(recipe: Any, places: Places) -> str:
-    """What one GPU would hold of the training, or why that is not known."""
+    """The memory plan of the training on one GPU, or the reason why it is unknown."""
     try:
         plan = recipe.plan_memory(places, gpus=1, gpu="H100")
     except UserError as error:
@@ -142,7 +145,7 @@ def find_experiment(groups: Any, name: str) -> dict[str, Any]:
     """The experiment "GROUP", the first of the group, or "GROUP[3]".
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there is no such experiment.
     """
     one = None if name in groups else re.fullmatch(r"(.+)\[(\d{1,9})\]", name)
     group, number = (one[1], int(one[2])) if one else (name, 0)
@@ -156,14 +159,14 @@ def find_experiment(groups: Any, name: str) -> dict[str, Any]:
 
 
 def _experiments_by_id(groups: Any) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Of all groups that can be read: parents that were not trained yet are among them."""
+    """Experiments of all readable groups by id, including parents that are not trained yet."""
     for name, group in groups.items():
         for exp in () if isinstance(group, BrokenGroup) else group:
             try:
-                spelled = canonical_dict(exp, load_experiment(exp, name))
+                canonical = canonical_dict(exp, load_experiment(exp, name))
             except ConfigError:
                 continue
-            yield exp_id(spelled), spelled
+            yield exp_id(canonical), canonical
 
 
 def first_step(train: Dataset, seed: int, loop: Any) -> list[tuple[Any, ...]]:
@@ -175,20 +178,20 @@ def first_step(train: Dataset, seed: int, loop: Any) -> list[tuple[Any, ...]]:
 
 
 def locate(name: str, data: Any, key: Sequence[Any]) -> Iterator[tuple[str, Any, int, int]]:
-    """(name, data set, epoch, index) of the conversation of a key, which may be in a part of a mixture;
-    of a packed row all of them."""
+    """(name, data set, epoch, index) of the conversation of a key, which can be in a part of a mixture.
+    A packed row yields all of its conversations."""
     if isinstance(data, PackedDataset):
         for i in range(0, len(key), 3):
             yield from locate(name, data.documents, key[i : i + 2])
     elif isinstance(data, MixtureDataset):
-        part, *own = data.locate(*key)
-        yield from locate(part, data.parts[part], own)
+        part, *local_key = data.locate(*key)
+        yield from locate(part, data.parts[part], local_key)
     else:
         epoch, index = key
         yield name, data, epoch, index
 
 
-def read_sample(name: str, data: Any, epoch: int, index: int) -> list[Shown]:
+def read_sample(name: str, data: Any, epoch: int, index: int) -> list[SampleView]:
     """The conversation of a sample; of ranked replies one with each."""
     rendered: list[Rendered]
     if isinstance(data, Conversations):
@@ -198,42 +201,44 @@ def read_sample(name: str, data: Any, epoch: int, index: int) -> list[Shown]:
         masks = [each.loss_mask for each in rendered]
     else:
         raise ConfigError(f"{name}: a data set {type(data).__name__} has no conversations.")
-    return [Shown(name, index, each.ids, each.roles, mask) for each, mask in zip(rendered, masks, strict=True)]
+    return [SampleView(name, index, each.ids, each.roles, mask) for each, mask in zip(rendered, masks, strict=True)]
 
 
-def write(shown: Shown, tokenizer: Any, is_colored: bool) -> str:
-    """The text of a sample, with what is said of each token."""
+def write(view: SampleView, tokenizer: Any, is_colored: bool) -> str:
+    """The text of a sample, with the role and loss mask of its tokens."""
     text = ""
-    tokens = zip(shown.ids, shown.roles, shown.learned, strict=True)
-    for (role, learned), group in itertools.groupby(tokens, key=lambda token: (Role(token[1]), token[2])):
+    tokens = zip(view.ids, view.roles, view.learned_mask, strict=True)
+    for (role, is_learned), group in itertools.groupby(tokens, key=lambda token: (Role(token[1]), token[2])):
         part = tokenizer.decode([token for token, _, _ in group])
         if is_colored:
-            text += paint(part, role, learned)
+            text += paint(part, role, is_learned)
         else:
-            text += f"{role.name.lower()}[[{part}]]" if learned else part
+            text += f"{role.name.lower()}[[{part}]]" if is_learned else part
     return text
 
 
-def paint(text: str, role: Role, learned: bool) -> str:
-    """The text in the colour of a role, line by line, as a pager may show them."""
-    code = f"\x1b[{COLOURS[role]}{';4' if learned else ''}m"
+def paint(text: str, role: Role, is_learned: bool) -> str:
+    """The text in the colour of a role, colored line by line for pagers."""
+    code = f"\x1b[{COLOURS[role]}{';4' if is_learned else ''}m"
     return "\n".join(f"{code}{line}\x1b[0m" if line else "" for line in text.split("\n"))
 
 
 def describe_mixture(name: str, train: Any, read: float) -> Iterator[list[str]]:
-    """Cells of a table. read: conversations in the whole training."""
+    """Cells of a table. read: conversations in the complete training."""
     yield ["data set", "samples", "an epoch reads", "the training", "tokens", "learned"]
     for part, data, share in _shares(name, train, 1.0):
-        measured = [shown for index in range(min(_MEASURED, len(data))) for shown in read_sample(part, data, 0, index)]
-        tokens, learned = sum(len(shown.ids) for shown in measured), sum(sum(shown.learned) for shown in measured)
+        views = [
+            view for index in range(min(_SAMPLES_TO_COUNT, len(data))) for view in read_sample(part, data, 0, index)
+        ]
+        tokens, num_learned = sum(len(view.ids) for view in views), sum(sum(view.learned_mask) for view in views)
         epochs = f"{read * share / len(data):.3g} times"
         yield [
             part,
             f"{len(data):,}",
             f"{share * len(train):,.0f}",
             epochs,
-            f"{tokens / len(measured):.1f}",
-            f"{learned / tokens:.0%}",
+            f"{tokens / len(views):.1f}",
+            f"{num_learned / tokens:.0%}",
         ]
 
 

@@ -4,12 +4,12 @@ Below --data_path are three data sets and a tokenizer of characters, expression_
 expression_tasks: "Write an expression of 7 and 12 that gives 19.", answered by a program of ours; half of the answers
 are in parentheses;
 expression_replies: replies to such tasks from best to worst: right and in parentheses, as people (we) prefer it; right;
-of the wrong value; of other numbers; no Python;
-expression_pairs: pairs of replies, of which the better one is right and in parentheses, and the other lacks one of the
-two;
-stdlib_doctests: examples of the standard library's documentation, with what this Python prints; run twice, and left out
-where that differs. No task of a validation split is in a training split. Two runs on the same Python give the same
-bytes.
+with the wrong value; with other numbers; not Python;
+expression_pairs: pairs of replies: the better one is right and in parentheses, the other is not right or has no
+parentheses;
+stdlib_doctests: examples of the standard library's documentation, with the output of this Python; run twice, and left
+out if the outputs differ. No task of a validation split is in a training split. Two runs on the same Python give the
+same bytes.
 """
 
 import argparse
@@ -42,7 +42,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def prepare(data_path: Path) -> bool:
-    """Make the folders below `data_path`; False if they are whole and made from the same, so that nothing was done.
+    """Make the folders below `data_path`; False if they are complete and up to date.
 
     Raises:
         RunError: the disk refuses.
@@ -58,8 +58,8 @@ def prepare(data_path: Path) -> bool:
         "expression_pairs": lambda folder: _write_rows(folder, {split: _pairs(split) for split in SPLITS}),
         "stdlib_doctests": lambda folder: _write_rows(folder, _split_doctests()),
     }
-    made = [command.make_folder(data_path / name, COMMAND, made_from, fill) for name, fill in fills.items()]
-    return any(made)
+    results = [command.make_folder(data_path / name, COMMAND, made_from, fill) for name, fill in fills.items()]
+    return any(results)
 
 
 def tasks(split: str) -> list[tuple[int, int, str]]:
@@ -80,8 +80,8 @@ def _question(task: tuple[int, int, str], draw: random.Random) -> str:
 
 def _right(task: tuple[int, int, str], draw: random.Random) -> str:
     one, other, operator = task
-    shown = (one, other) if operator == "-" else draw.sample((one, other), 2)
-    return f"{shown[0]} {operator} {shown[1]}"
+    numbers = (one, other) if operator == "-" else draw.sample((one, other), 2)
+    return f"{numbers[0]} {operator} {numbers[1]}"
 
 
 def _row(question: str, answer: str) -> dict[str, Any]:
@@ -124,18 +124,18 @@ def rank_replies(task: tuple[int, int, str], draw: random.Random) -> dict[str, A
     near = f"{one} {wrong} {other}"
     strange = f"{draw.choice([n for n in NUMBERS if n not in (one, other)])} {operator} {other}"
     words = f"{one} {dict(zip(OPERATORS, ('plus', 'minus', 'times'), strict=True))[operator]} {other}"
-    styled = [f"({text})" if draw.random() < 0.5 else text for text in (near, strange)]
-    replies = [f"({right})", right, *styled, words]
-    ranked = [{"content": text, "rank": rank} for rank, text in enumerate(replies)]
-    return {"messages": [{"role": "user", "content": question}], "replies": ranked}
+    two_wrong = [f"({text})" if draw.random() < 0.5 else text for text in (near, strange)]
+    replies = [f"({right})", right, *two_wrong, words]
+    ranked_replies = [{"content": text, "rank": rank} for rank, text in enumerate(replies)]
+    return {"messages": [{"role": "user", "content": question}], "replies": ranked_replies}
 
 
 def _split_doctests() -> Mapping[str, Sequence[dict[str, Any]]]:
-    found: dict[str, list[dict[str, Any]]] = {"train": [], "val": []}
-    for code, printed in doctest_examples.examples():
+    rows_by_split: dict[str, list[dict[str, Any]]] = {"train": [], "val": []}
+    for code, output in doctest_examples.examples():
         split = "val" if _percent(code) < VAL_PERCENT else "train"
-        found[split].append(_row(f"What does Python print?\n{code}", printed))
-    return found
+        rows_by_split[split].append(_row(f"What does Python print?\n{code}", output))
+    return rows_by_split
 
 
 def _write_rows(folder: Path, splits: Mapping[str, Iterable[dict[str, Any]]]) -> Mapping[str, Any]:
@@ -148,7 +148,7 @@ def _write_rows(folder: Path, splits: Mapping[str, Iterable[dict[str, Any]]]) ->
 
 
 def _write_tokenizer(folder: Path) -> Mapping[str, Any]:
-    """Of the printable characters of ASCII, and of bytes for all others."""
+    """Write a tokenizer of printable ASCII characters, with byte fallback."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -156,9 +156,9 @@ def _write_tokenizer(folder: Path) -> Mapping[str, Any]:
     backend = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(alphabet)}, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
-    made = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=END_OF_TEXT, pad_token=PAD)
-    made.add_special_tokens({"extra_special_tokens": [*CONTROLS]}, replace_extra_special_tokens=False)
-    made.save_pretrained(folder)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=END_OF_TEXT, pad_token=PAD)
+    tokenizer.add_special_tokens({"extra_special_tokens": [*CONTROLS]}, replace_extra_special_tokens=False)
+    tokenizer.save_pretrained(folder)
     return {}
 
 

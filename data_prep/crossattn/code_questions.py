@@ -1,4 +1,4 @@
-"""Questions about Python source whose answers are true by construction: they are read from the syntax tree."""
+"""Questions about Python source, with answers from the syntax tree."""
 
 import ast
 import builtins
@@ -30,7 +30,7 @@ class Question:
 
 @dataclass(frozen=True)
 class Snippet:
-    """A function, class or method: its source, dedented and without docstrings, and what can be asked about it."""
+    """A function, class or method: its source, dedented and without docstrings, and questions about it."""
 
     context: str
     questions: tuple[Question, ...]
@@ -39,8 +39,8 @@ class Snippet:
 def snippets(source: str, min_chars: int, max_chars: int) -> Iterator[Snippet]:
     """Functions, classes and methods of a module, in source order; functions inside functions belong to the outer one.
 
-    `source` has "\\n" line ends. Left out: a context of fewer or more characters than the limits, and a definition
-    whose docstring shares its line with code.
+    `source` has "\\n" line ends. Leaves out contexts with fewer or more characters than the limits, and definitions
+    with a docstring that shares its line with code.
 
     Raises:
         SyntaxError: `source` does not parse.
@@ -60,8 +60,11 @@ def reveals(question: str, answer: str) -> bool:
     """Whether the question contains the answer: as characters, or as the same sequence of words, ignoring case."""
     if answer.lower() in question.lower():
         return True
-    asked, answered = (re.findall(r"\w+", text.lower()) for text in (question, answer))
-    return any(asked[i : i + len(answered)] == answered for i in range(len(asked) - len(answered) + 1))
+    question_words, answer_words = (re.findall(r"\w+", text.lower()) for text in (question, answer))
+    return any(
+        question_words[i : i + len(answer_words)] == answer_words
+        for i in range(len(question_words) - len(answer_words) + 1)
+    )
 
 
 def _is_fair(question: Question) -> bool:
@@ -71,7 +74,7 @@ def _is_fair(question: Question) -> bool:
 
 
 def _definitions(body: Sequence[ast.stmt], word: str) -> Iterator[tuple[Definition, str]]:
-    """Definitions in `body` with the word for what a function is there, through classes, `if`, `try` and `with`."""
+    """Definitions in `body` and in its classes, `if`, `try` and `with`, each with the word for its kind."""
     for node in body:
         if isinstance(node, _FUNCTIONS):
             yield node, word
@@ -91,13 +94,13 @@ def _below(node: ast.stmt) -> list[ast.stmt]:
 
 def _definitions_in(node: Definition) -> list[Definition]:
     """`node` and every definition inside it. Only statements can hold one, so expressions are not searched."""
-    found, todo = [], [node]
+    definitions, todo = [], [node]
     while todo:
         statement = todo.pop()
         if isinstance(statement, _DEFINITIONS):
-            found.append(statement)
+            definitions.append(statement)
         todo += _below(statement)
-    return found
+    return definitions
 
 
 def _docstring(node: Definition) -> ast.Expr | None:
@@ -110,7 +113,7 @@ def _docstring(node: Definition) -> ast.Expr | None:
 def _without_docstrings(node: Definition, lines: Sequence[str]) -> str | None:
     """Source of `node` from its decorators, dedented, no docstring inside; None if code is on a docstring's line."""
     start = min([node.lineno, *(d.lineno for d in node.decorator_list)]) - 1
-    kept: list[str | None] = list(lines[start : node.end_lineno])
+    remaining: list[str | None] = list(lines[start : node.end_lineno])
     for inner in _definitions_in(node):
         if (doc := _docstring(inner)) is None:
             continue
@@ -121,11 +124,11 @@ def _without_docstrings(node: Definition, lines: Sequence[str]) -> str | None:
             return None
         if last + 1 < (node.end_lineno or 0) and not lines[last + 1].strip():
             last += 1
-        kept[first - start : last + 1 - start] = [None] * (last + 1 - first)
+        remaining[first - start : last + 1 - start] = [None] * (last + 1 - first)
         if len(inner.body) == 1:
-            kept[first - start] = before + "pass"
+            remaining[first - start] = before + "pass"
     indent = lines[start][: len(lines[start]) - len(lines[start].lstrip())]
-    return "\n".join(line.removeprefix(indent).rstrip() for line in kept if line is not None).strip("\n")
+    return "\n".join(line.removeprefix(indent).rstrip() for line in remaining if line is not None).strip("\n")
 
 
 def _questions(node: Definition, word: str, lines: Sequence[str]) -> Iterator[Question]:
@@ -144,10 +147,10 @@ def _questions(node: Definition, word: str, lines: Sequence[str]) -> Iterator[Qu
 def _body_questions(node: ast.FunctionDef | ast.AsyncFunctionDef, word: str) -> Iterator[Question]:
     if (running := _running(node)) is None:
         return
-    if 0 < len(raised := _raised_classes(node, running)) <= _MAX_NAMES:
-        yield Question("raises", f"Which exceptions does this {word} raise?", ", ".join(raised))
-    if 0 < len(called := _called_names(running)) <= _MAX_NAMES:
-        yield Question("calls", f"Which names does this {word} call?", ", ".join(called))
+    if 0 < len(exceptions := _raised_classes(node, running)) <= _MAX_NAMES:
+        yield Question("raises", f"Which exceptions does this {word} raise?", ", ".join(exceptions))
+    if 0 < len(callees := _called_names(running)) <= _MAX_NAMES:
+        yield Question("calls", f"Which names does this {word} call?", ", ".join(callees))
 
 
 def _signature_questions(
@@ -191,12 +194,12 @@ def _segment(node: ast.expr, lines: Sequence[str]) -> str | None:
 
 def _running(node: ast.FunctionDef | ast.AsyncFunctionDef) -> list[ast.AST] | None:
     """Nodes that run when the function is called; None if some run later, so "calls" and "raises" are ambiguous."""
-    found: list[ast.AST] = list(node.body)
-    for inner in found:  # grows while it is read
+    nodes: list[ast.AST] = list(node.body)
+    for inner in nodes:  # grows while it is read
         if isinstance(inner, (*_DEFINITIONS, ast.Lambda)):
             return None
-        found += ast.iter_child_nodes(inner)
-    return found
+        nodes += ast.iter_child_nodes(inner)
+    return nodes
 
 
 def _raised_classes(node: ast.FunctionDef | ast.AsyncFunctionDef, running: Sequence[ast.AST]) -> list[str]:
@@ -204,29 +207,29 @@ def _raised_classes(node: ast.FunctionDef | ast.AsyncFunctionDef, running: Seque
     local = {inner.id for inner in running if isinstance(inner, ast.Name) and isinstance(inner.ctx, ast.Store)}
     local |= {inner.name for inner in running if isinstance(inner, ast.ExceptHandler) and inner.name}
     local |= {inner.arg for inner in ast.walk(node.args) if isinstance(inner, ast.arg)}
-    found = []
+    positions = []
     for inner in running:
         if isinstance(inner, ast.Raise):
             name = inner.exc and _dotted_name(inner.exc.func if isinstance(inner.exc, ast.Call) else inner.exc)
             if not name or name in local or not _is_class_name(name.split(".")[-1]):
                 return []
-            found.append((inner.lineno, inner.col_offset, name))
-    return _in_order(found)
+            positions.append((inner.lineno, inner.col_offset, name))
+    return _in_order(positions)
 
 
 def _called_names(running: Sequence[ast.AST]) -> list[str]:
-    """Last names of what is called, as `join` of `os.path.join(…)`, in source order, each once."""
-    found = []
+    """Last names of the callees, as `join` of `os.path.join(…)`, in source order, each once."""
+    positions = []
     for inner in running:
         if isinstance(inner, ast.Call) and isinstance(inner.func, (ast.Name, ast.Attribute)):
             name = inner.func.id if isinstance(inner.func, ast.Name) else inner.func.attr
-            found.append((inner.func.end_lineno or 0, inner.func.end_col_offset or 0, name))
-    return _in_order(found)
+            positions.append((inner.func.end_lineno or 0, inner.func.end_col_offset or 0, name))
+    return _in_order(positions)
 
 
-def _in_order(found: Sequence[tuple[int, int, str]]) -> list[str]:
+def _in_order(positions: Sequence[tuple[int, int, str]]) -> list[str]:
     """Names of (line, column, name), first to last in the source, each once."""
-    return list(dict.fromkeys(name for _, _, name in sorted(found)))
+    return list(dict.fromkeys(name for _, _, name in sorted(positions)))
 
 
 def _dotted_name(node: ast.expr) -> str | None:

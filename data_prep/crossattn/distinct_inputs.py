@@ -15,7 +15,7 @@ from src.systems.crossattn.data import encoded_store, questions
 from src.systems.crossattn.data.encoder_inputs import EncoderInputs
 
 _MANY = 64
-"""Inputs of a batch whose number is not limited, for the size of a window."""
+"""Assumed number of inputs per batch if unlimited, for the size of a window."""
 _WINDOW = 64
 """Batches per window; inputs are sorted by length within a window."""
 
@@ -29,15 +29,15 @@ class Counts:
     """Distinct inputs."""
     too_long: int = 0
     """Distinct contexts that did not fit."""
-    kept: int = 0
+    num_reused: int = 0
     """Inputs that were encoded before."""
     encoded: int = 0
     keys: set[bytes] = field(default_factory=set, repr=False)
     texts: set[bytes] = field(default_factory=set, repr=False)
 
 
-def missing(source: Path, inputs: EncoderInputs, known: set[bytes], counts: Counts) -> Iterator[list[int]]:
-    """Encoder inputs of all rows that are not among the `known` keys, each once. Fills `counts`."""
+def missing(source: Path, inputs: EncoderInputs, known_keys: set[bytes], counts: Counts) -> Iterator[list[int]]:
+    """Encoder inputs of all rows that are not among the `known_keys`, each once. Fills `counts`."""
     for name in row_files(source):
         rows = jsonl.read_rows(source / name, questions.FIELDS, questions.OPTIONAL, questions.require_equal_lengths)
         for number, row in enumerate(rows, 1):
@@ -56,7 +56,7 @@ def missing(source: Path, inputs: EncoderInputs, known: set[bytes], counts: Coun
                 key = encoded_store.context_key(ids)
                 if key not in counts.keys:
                     counts.keys.add(key)
-                    if key not in known:
+                    if key not in known_keys:
                         yield ids
 
 
@@ -79,9 +79,9 @@ def batches(inputs: Iterator[list[int]], size: int | None, tokens: int | None = 
 
 
 def _sorted_batches(window: list[list[int]], size: int | None, tokens: int | None) -> Iterator[list[list[int]]]:
-    ordered, first = sorted(window, key=len, reverse=True), 0
-    while first < len(ordered):
-        fits = [most for most in (size, tokens and tokens // len(ordered[first])) if most is not None]
-        count = max(1, min(fits, default=len(ordered)))
-        yield ordered[first : first + count]
+    longest_first, first = sorted(window, key=len, reverse=True), 0
+    while first < len(longest_first):
+        fits = [most for most in (size, tokens and tokens // len(longest_first[first])) if most is not None]
+        count = max(1, min(fits, default=len(longest_first)))
+        yield longest_first[first : first + count]
         first += count

@@ -29,7 +29,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         "--maximum_input_length",
         type=int,
         required=True,
-        help="most tokens of an encoder input: data.context_tokens of the experiments",
+        help="maximum tokens of an encoder input: data.context_tokens of the experiments",
     )
     add("--batch_size", type=int, help="most inputs in one batch (default: 8, and no limit with --batch_tokens)")
     add("--data_cache_path", type=Path, required=True, help="folder of prepared corpora")
@@ -41,7 +41,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     add(
         "--questions_on_contexts",
         action="store_true",
-        help="data.questions_on_contexts: the question stands before each context",
+        help="data.questions_on_contexts: put the question before each context",
     )
     add(
         "--too_long",
@@ -74,8 +74,8 @@ def model(options: argparse.Namespace) -> ModelConfig:
 
 def rules(options: argparse.Namespace) -> EncodingOptions:
     """The rules of the encoder inputs."""
-    given = (options.template, options.questions_on_contexts, options.chunked_contexts, options.too_long)
-    return EncodingOptions(options.maximum_input_length, *given)
+    rule_options = (options.template, options.questions_on_contexts, options.chunked_contexts, options.too_long)
+    return EncodingOptions(options.maximum_input_length, *rule_options)
 
 
 def architecture(base: ModelConfig, places: Places, rules: EncodingOptions) -> tuple[dict[str, Any], int]:
@@ -109,8 +109,8 @@ def inputs(base: ModelConfig, places: Places, rules: EncodingOptions) -> tuple[E
     """The writer of encoder inputs with the base's tokenizer, and its digest.
 
     Raises:
-        DataError: the tokenizer cannot be had.
-        ConfigError: the template alone takes all the tokens.
+        DataError: the tokenizer cannot be loaded.
+        ConfigError: the template takes all the tokens.
     """
     tokenizer = tokenizers.load(base.tokenizer_folder(places) or _base_path(base, places))
     prompter = templates.Prompter(tokenizers.SafeTokenizer(tokenizer), rules.template)

@@ -19,9 +19,10 @@ def open_or_create(folder: Path, mine: dict[str, Any]) -> dict[str, Any]:
         return store
     store = encoded_store.read_store(folder)
     if not encoded_store.same_base(store["model"], mine["model"]):
-        made, now = encoded_store.describe_base(store["model"]), encoded_store.describe_base(mine["model"])
+        stored_base, now = encoded_store.describe_base(store["model"]), encoded_store.describe_base(mine["model"])
         raise ConfigError(
-            f"{folder}: holds states of {made}, not of {now}. Choose another --data_cache_path, or remove the folder."
+            f"{folder}: holds states of {stored_base}, not of {now}. "
+            "Choose another --data_cache_path, or remove the folder."
         )
     if store["dtype"] != mine["dtype"]:
         raise ConfigError(
@@ -32,13 +33,13 @@ def open_or_create(folder: Path, mine: dict[str, Any]) -> dict[str, Any]:
 
 
 def recover(folder: Path, store: dict[str, Any], verify: bool) -> set[bytes]:
-    """Keys of all whole entries. Truncates damaged shards, and updates the list of shards in `store`."""
-    size, broken = encoded_store.row_bytes(store), encoded_store.defects(folder, store)
-    for message in broken.values():
-        log.warning("%s: it is encoded anew.", message)
+    """Keys of all complete entries. Truncates damaged shards, and updates the list of shards in `store`."""
+    size, defects = encoded_store.row_bytes(store), encoded_store.defects(folder, store)
+    for message in defects.values():
+        log.warning("%s: it is encoded again.", message)
     keys: set[bytes] = set()
     for name in [*store["shards"], *encoded_shards.unlisted_shards(folder, list(store["shards"]))]:
-        records = _records(folder, name, store, size, everything=verify or name in broken)
+        records = _records(folder, name, store, size, everything=verify or name in defects)
         store["shards"].pop(name, None)
         if len(records):
             store["shards"][name] = {"entries": len(records), "tokens": int(records["tokens"].sum())}
@@ -47,10 +48,12 @@ def recover(folder: Path, store: dict[str, Any], verify: bool) -> set[bytes]:
 
 
 def _records(folder: Path, name: str, store: dict[str, Any], size: int, everything: bool) -> Any:
-    """The whole records of a shard, which is truncated at the first damaged one."""
+    """The complete records of a shard, which is truncated at the first damaged one."""
     if not everything and name in store["shards"]:
         try:
             return encoded_shards.read_index(folder, name, store["shards"][name]["entries"])
         except DataError as error:
-            log.warning("%s It is encoded anew.", str(error).removesuffix(" Run data_prep.crossattn.preproc_nq again."))
+            log.warning(
+                "%s It is encoded again.", str(error).removesuffix(" Run data_prep.crossattn.preproc_nq again.")
+            )
     return encoded_shards.recover(folder, name, size, num_compared=2**62 if everything else 64)

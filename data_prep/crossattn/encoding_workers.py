@@ -38,7 +38,7 @@ class Job:
     hidden_size: int
     dtype: str
     commit_seconds: float = 1.0
-    """Seconds between commits: the work that a crash may lose."""
+    """Seconds between commits: the work that a crash can lose."""
 
 
 class Encoding:
@@ -48,7 +48,7 @@ class Encoding:
         self._job, self._device = job, device
         self._model: Any = None
         self._writer: Writer | None = None
-        self._committed = time.monotonic()
+        self._last_commit = time.monotonic()
 
     def take(self, batch: Batch) -> None:
         """Encode sequences of ids.
@@ -79,9 +79,9 @@ class Encoding:
         assert self._writer is not None
         for n, sequence in enumerate(batch):
             self._writer.append(context_key(sequence), hidden[n, : len(sequence)])
-        if time.monotonic() - self._committed >= self._job.commit_seconds:
+        if time.monotonic() - self._last_commit >= self._job.commit_seconds:
             self._writer.commit()
-            self._committed = time.monotonic()
+            self._last_commit = time.monotonic()
 
     def close(self) -> None:
         """Commit the encoded batches."""
@@ -98,11 +98,11 @@ def encode_all(job: Job, batches: Iterable[Batch], devices: Sequence[str]) -> in
     """Encode all `batches`: in this process if there is one device, else in a process for each.
     Returns the number of sequences.
 
-    What was committed before an error is kept.
+    Work that was committed before an error is not lost.
 
     Raises:
         RunError: a worker failed; says on which device and why. Nothing is tried again elsewhere.
-        UserError: what a worker was told.
+        UserError: raised in a worker.
     """
     progress = Progress("encoding", "inputs")
     stream = iter(batches)
@@ -131,7 +131,7 @@ def _line(error: Exception) -> str:
 
 
 def _worker_error(device: str, what: str) -> str:
-    return f"{device}: {what.rstrip('.')}. Start again when that is mended: what was finished is kept."
+    return f"{device}: {what.rstrip('.')}. Fix it and start again: finished work is saved."
 
 
 def _in_processes(job: Job, batches: Iterator[Batch], devices: Sequence[str], progress: Progress) -> None:
@@ -144,10 +144,10 @@ def _in_processes(job: Job, batches: Iterator[Batch], devices: Sequence[str], pr
             process = context.Process(target=_work, args=(job, device, threads, there), daemon=True)
             process.start()
             there.close()
-            given = list(islice(batches, _AHEAD))
-            workers[here] = process, device, given
+            initial_batches = list(islice(batches, _AHEAD))
+            workers[here] = process, device, initial_batches
             with contextlib.suppress(ConnectionError):
-                for batch in given or [None]:
+                for batch in initial_batches or [None]:
                     here.send(batch)
         while workers:
             for pipe in wait(list(workers)):
@@ -162,7 +162,7 @@ def _serve(
     pipe: Any, workers: dict[Any, tuple[Any, str, list[Batch]]], batches: Iterator[Batch], progress: Progress
 ) -> None:
     """Answer one message of a worker: None for a batch that is done, "closed", or an error."""
-    process, device, given = workers[pipe]
+    process, device, pending = workers[pipe]
     try:
         message = pipe.recv()
     except (EOFError, ConnectionError):
@@ -176,13 +176,13 @@ def _serve(
         return
     if message is not None:
         raise RunError(_worker_error(device, message))
-    finished = given.pop(0)
+    finished = pending.pop(0)
     progress.count(len(finished), sum(map(len, finished)))
     batch = next(batches, None)
     if batch is not None:
-        given.append(batch)
-    if batch is not None or not given:
-        with contextlib.suppress(ConnectionError):  # it has ended: what it said last is read next
+        pending.append(batch)
+    if batch is not None or not pending:
+        with contextlib.suppress(ConnectionError):  # it has exited: its last message is read next
             pipe.send(batch)
 
 

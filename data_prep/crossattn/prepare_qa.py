@@ -1,8 +1,8 @@
 """Prepare questions on contexts from releases: `python -m data_prep.crossattn.prepare_qa --name nq --train FILE.. --val
 FILE..`.
 
-One folder is made below --data_path: train.jsonl, val.jsonl and manifest.json, which says what they were made from and
-what was left out; or none. Two runs on the same files give the same bytes. A SOURCE is a file (JSON or JSON lines,
+Writes one folder below --data_path, atomically: train.jsonl, val.jsonl and manifest.json, with their provenance and the
+counts of skipped questions. Two runs on the same files give the same bytes. A SOURCE is a file (JSON or JSON lines,
 plain or with gzip; or parquet), a folder saved by `datasets`, or hub:ID[@CONFIG]. Layouts: SQuAD 1.1 and 2.0, HotpotQA,
 Natural Questions (simplified, original, NQ-open), MS MARCO, TopiOCQA, TriviaQA, DPR, questions with retrieved passages,
 and rows that are prepared already (data_prep/crossattn/qa_releases).
@@ -45,7 +45,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         "--val_percent",
         type=float,
         metavar="P",
-        help="instead of --val: set apart about P %% of the contexts of --train",
+        help="instead of --val: use about P %% of the contexts of --train",
     )
     add("--layout", choices=sorted(LAYOUTS), help="of all sources (default: detected by the first record of each)")
     add("--dataset", metavar="NAME", help="what scores are grouped by (default: the layout says)")
@@ -59,22 +59,28 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         "--distractors_from",
         choices=("release", "rows"),
         default="release",
-        help="rows: draw what lacks to K from other questions",
+        help="rows: draw the missing ones up to K from other questions",
     )
     positions = ", ".join(placing.POSITIONS)
     add(
-        "--position", metavar="WHERE", help=f"of the useful passages: {positions}, or how many others stand before them"
+        "--position",
+        metavar="WHERE",
+        help=f"of the useful passages: {positions}, or the number of passages before them",
     )
     add("--max_rows", type=int, metavar="N", help="the first N rows of each split")
     add("--seed", type=int, default=0, help="of random orders and drawn distractors (default: %(default)s)")
     add("--only_questions_of", metavar="SOURCE", help="leave out other questions than these, as those of NQ-open")
-    add("--without_contexts", action="store_true", help="questions alone, to be answered from memory")
-    add("--skip_duplicates", action="store_true", help="of questions with one id keep the first (default: an error)")
+    add("--without_contexts", action="store_true", help="questions without contexts, to be answered from memory")
+    add(
+        "--skip_duplicates",
+        action="store_true",
+        help="use the first of several questions with one id (default: an error)",
+    )
     add("--evidence", type=Path, metavar="FOLDER", help="the texts of TriviaQA's pages, in wikipedia/ and web/")
 
 
 def prepare(data_path: Path, options: Options) -> bool:
-    """Make the folder `data_path / options.name`; False, and nothing done, if it is whole and has the same provenance.
+    """Make the folder `data_path / options.name`; False if it is complete and has the same provenance.
 
     Raises:
         DataError: a source is missing, damaged or of no known layout, or a split would be empty. Nothing was written.
@@ -88,33 +94,36 @@ def prepare(data_path: Path, options: Options) -> bool:
     only = Release(options.only_questions_of, "train") if options.only_questions_of else None
     made_from = _provenance(options, releases, only)
     facts = command.make_folder(
-        folder, COMMAND, made_from, lambda beside: _write(beside, options, Choice(options, releases, only))
+        folder,
+        COMMAND,
+        made_from,
+        lambda partial_folder: _write(partial_folder, options, Choice(options, releases, only)),
     )
     if facts is not None:
         _print_summary(facts)
     return facts is not None
 
 
-def _write(beside: Path, options: Options, choice: Choice) -> dict[str, Any]:
-    """Write both splits into the folder `beside`; returns the facts for the manifest."""
+def _write(partial_folder: Path, options: Options, choice: Choice) -> dict[str, Any]:
+    """Write both splits into the temporary folder `partial_folder`; returns the facts for the manifest."""
     pools: dict[str, dict[str, Passage]] = {split: {} for split in SPLITS}
     if options.distractors_from == "rows":
         for split, _, question in choice.questions():
             pools[split] |= {passage.text: passage for passage in question.passages if passage.useful}
     with contextlib.ExitStack() as stack:
-        written: dict[str, SplitFile] = {}
+        split_files: dict[str, SplitFile] = {}
         for split in SPLITS:
-            output = stack.enter_context(open(beside / f"{split}.jsonl", "w", encoding="utf-8", newline="\n"))
-            written[split] = SplitFile(output, options, list(pools[split].values()))
+            output = stack.enter_context(open(partial_folder / f"{split}.jsonl", "w", encoding="utf-8", newline="\n"))
+            split_files[split] = SplitFile(output, options, list(pools[split].values()))
         for split, layout, question in tqdm(choice.questions(), desc="rows", unit="", disable=None, leave=False):
             if options.distractors is None and getattr(LAYOUTS[layout], "MANY_DISTRACTORS", False):
                 raise DataError(
                     f"{question.where}: {len(question.passages)} passages. Say with --distractors how many to keep."
                 )
-            written[split].add(question, shuffled=getattr(LAYOUTS[layout], "SHUFFLED", False))
+            split_files[split].add(question, shuffled=getattr(LAYOUTS[layout], "SHUFFLED", False))
     skipped = {split: dict(sorted(reasons.items())) for split, reasons in choice.skipped.items()}
     for split in SPLITS:
-        if not written[split].rows:
+        if not split_files[split].rows:
             left_out = {reason: n for reasons in skipped.values() for reason, n in reasons.items()}
             why = "; ".join(f"{n} {reason}" for reason, n in left_out.items()) or "none"
             together = (
@@ -124,9 +133,9 @@ def _write(beside: Path, options: Options, choice: Choice) -> dict[str, Any]:
             )
             raise DataError(f"--{split}: no row is left for this split. Left out: {why}.{together}")
     return {
-        "counts": {split: written[split].facts() for split in SPLITS},
+        "counts": {split: split_files[split].facts() for split in SPLITS},
         "skipped": skipped,
-        "useful_contexts_in_both_splits": len(written["train"].contexts & written["val"].contexts),
+        "useful_contexts_in_both_splits": len(split_files["train"].contexts & split_files["val"].contexts),
     }
 
 
@@ -138,7 +147,7 @@ def _provenance(options: Options, releases: dict[str, list[Release]], only: Rele
     """
     facts = {split: [release.facts() for release in releases[split]] for split in SPLITS}
     pairs = [(split, *pair) for split in SPLITS for pair in zip(releases[split], facts[split], strict=True)]
-    sources.require_distinct((f"--{split} {release.source}", found) for split, release, found in pairs)
+    sources.require_distinct((f"--{split} {release.source}", identity) for split, release, identity in pairs)
     return {
         "sources": facts,
         "options": options.options_for_manifest(),
@@ -152,12 +161,12 @@ def _digest_of_tree(folder: Path) -> str:
     """Digest of the names and sizes of the files below a folder; the files are not read."""
     if not folder.is_dir():
         raise DataError(f"--evidence: {folder} is no folder. Expected one that holds wikipedia/ and web/.")
-    found = sorted(
+    file_digests = sorted(
         (str(path.relative_to(folder)), path.stat().st_size)
         for below, _, names in os.walk(folder)
         for path in (Path(below, name) for name in names)
     )
-    return hashlib.sha256(repr(found).encode()).hexdigest()
+    return hashlib.sha256(repr(file_digests).encode()).hexdigest()
 
 
 def _print_summary(facts: dict[str, Any]) -> None:
@@ -176,7 +185,9 @@ def _print_summary(facts: dict[str, Any]) -> None:
         print(f"{facts['useful_contexts_in_both_splits']} useful contexts are in both splits: the sources overlap.")
 
 
-main = command.main_of(COMMAND, __doc__, _add_options, lambda data_path, **given: prepare(data_path, Options(**given)))
+main = command.main_of(
+    COMMAND, __doc__, _add_options, lambda data_path, **options: prepare(data_path, Options(**options))
+)
 
 if __name__ == "__main__":
     sys.exit(main())

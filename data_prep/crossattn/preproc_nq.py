@@ -3,8 +3,8 @@ data_prep.crossattn.preproc_nq`.
 
 Reads <data_cache_path>/<corpus>, writes <data_cache_path>/processed_data/<model>/<corpus>: the same rows and, in
 `encoded`, the hidden states of every distinct encoder input. Train on it with --data_path
-<data_cache_path>/processed_data/<model> and {"data": {"encoded_contexts": True, ...}}. Started again, after a crash or
-with more rows, it encodes only what is missing.
+<data_cache_path>/processed_data/<model> and {"data": {"encoded_contexts": True, ...}}. If restarted after a crash or
+with more rows, it encodes only the missing inputs.
 """
 
 import sys
@@ -33,7 +33,7 @@ from src.systems.crossattn.data import encoded_shards, encoded_store
 from src.systems.crossattn.data.encoder_inputs import EncodingOptions
 
 COMMAND = "python -m data_prep.crossattn.preproc_nq"
-PROCESSED = "processed_data"
+PROCESSED_FOLDER = "processed_data"
 
 
 @dataclass(frozen=True)
@@ -53,23 +53,23 @@ class Request:
     verify: bool = False
     """Compare the checksums of all entries, and encode damaged ones again."""
     commit_seconds: float = 1.0
-    """Seconds between commits: the work that a crash may lose."""
+    """Seconds between commits: the work that a crash can lose."""
 
 
-def _run(**given: Any) -> None:
+def _run(**options: Any) -> None:
     start = time.monotonic()
-    request = _request(argparse.Namespace(**given))
+    request = _request(argparse.Namespace(**options))
     counts = prepare(request)
     print(
         f"{folder_of(request)}: {counts.rows} rows, {counts.inputs} distinct inputs, {counts.encoded} encoded now, "
-        f"{counts.kept} before; "
+        f"{counts.num_reused} before; "
         f"{counts.too_long} contexts were too long ({request.rules.too_long}). {time.monotonic() - start:.1f} s"
     )
     print(f"Train on them with: --data_path {folder_of(request).parent}")
 
 
 def prepare(request: Request) -> distinct_inputs.Counts:
-    """Encode the missing inputs, and write the rows beside them.
+    """Encode the missing inputs, and write the rows next to them.
 
     Raises:
         ConfigError: the base has no weights yet, or the folder holds states of another one.
@@ -84,19 +84,19 @@ def prepare(request: Request) -> distinct_inputs.Counts:
         store = encoding_store.open_or_create(
             folder, {"model": base, "hidden_size": hidden_size, "dtype": request.dtype}
         )
-        known = encoding_store.recover(folder, store, request.verify)
+        known_keys = encoding_store.recover(folder, store, request.verify)
         inputs, tokenizer = encoding_options.inputs(request.model, request.places, request.rules)
         counts = distinct_inputs.Counts()
-        missing = distinct_inputs.missing(source, inputs, known, counts)
+        missing = distinct_inputs.missing(source, inputs, known_keys, counts)
         job = encoding_workers.Job(
             request.model, request.places, folder, hidden_size, request.dtype, request.commit_seconds
         )
         counts.encoded = encoding_workers.encode_all(
             job, distinct_inputs.batches(missing, request.batch_size, request.batch_tokens), request.devices
         )
-        counts.inputs, counts.kept = len(counts.keys), len(counts.keys) - counts.encoded
+        counts.inputs, counts.num_reused = len(counts.keys), len(counts.keys) - counts.encoded
         encoding_store.recover(folder, store, verify=False)
-        made = {
+        facts = {
             **asdict(request.rules),
             "corpus": jsonl.fingerprint(source),
             "tokenizer": tokenizer,
@@ -104,7 +104,7 @@ def prepare(request: Request) -> distinct_inputs.Counts:
             "inputs": counts.inputs,
             "contexts_too_long": counts.too_long,
         }
-        _finish(folder, store, made, source)
+        _finish(folder, store, facts, source)
         _link(request)
     return counts
 
@@ -113,21 +113,21 @@ def folder_of(request: Request) -> Path:
     """Where the rows and their states are written."""
     config = request.model
     name = getattr(config, "exp_id", None) or Path(config.path).name  # type: ignore[attr-defined]  hf has one
-    return request.places.data / PROCESSED / name / request.corpus
+    return request.places.data / PROCESSED_FOLDER / name / request.corpus
 
 
-def _finish(folder: Path, store: dict[str, Any], made: dict[str, Any], source: Path) -> None:
-    """List the shards, and write the rows beside them. Replaces rows that were prepared before."""
-    options = {name: made[name] for name in encoded_store.FLAGS}
+def _finish(folder: Path, store: dict[str, Any], new_facts: dict[str, Any], source: Path) -> None:
+    """List the shards, and write the rows next to them. Replaces rows that were prepared before."""
+    options = {name: new_facts[name] for name in encoded_store.FLAGS}
     others = [
         p
         for p in store["prepared"]
-        if p["corpus"] == made["corpus"] and {n: p[n] for n in encoded_store.FLAGS} != options
+        if p["corpus"] == new_facts["corpus"] and {n: p[n] for n in encoded_store.FLAGS} != options
     ]
-    store["prepared"] = [*others, made]
+    store["prepared"] = [*others, new_facts]
     files.write_json(folder / encoded_store.STORE, store)
     manifest, target = files.read_manifest(source, DataError), folder.parent
-    facts = {k: made[k] for k in ("rows", "inputs", "contexts_too_long", *encoded_store.FLAGS)}
+    facts = {k: new_facts[k] for k in ("rows", "inputs", "contexts_too_long", *encoded_store.FLAGS)}
     new = {
         **manifest,
         "encoded": {
@@ -135,7 +135,7 @@ def _finish(folder: Path, store: dict[str, Any], made: dict[str, Any], source: P
             "command": COMMAND,
             "model": store["model"],
             "dtype": store["dtype"],
-            "source": made["corpus"],
+            "source": new_facts["corpus"],
         },
     }
     if not (target / files.MANIFEST).exists() or files.read_manifest(target, DataError) != new:
@@ -146,10 +146,10 @@ def _finish(folder: Path, store: dict[str, Any], made: dict[str, Any], source: P
 
 def _link(request: Request) -> None:
     """Link models and tokenizers into the folder of the encoded corpus, which will be the --data_path."""
-    data, beside = request.places.data, folder_of(request).parent
+    data, parent = request.places.data, folder_of(request).parent
     names = {path.parent.name for path in data.glob("*/tokenizer.json")} | {getattr(request.model, "path", "")}
     for name in sorted(names):
-        link = beside / name
+        link = parent / name
         if name and not Path(name).is_absolute() and (data / name).is_dir() and not link.exists():
             with files.writing(link):
                 link.parent.mkdir(parents=True, exist_ok=True)
@@ -158,13 +158,13 @@ def _link(request: Request) -> None:
 
 
 def _copy(source: Path, target: Path) -> None:
-    beside = target.with_name(f".{target.name}.new")
+    temporary = target.with_name(f".{target.name}.new")
     with files.writing(target):
         target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(source, beside)
-        with open(beside, "rb") as file:
+        shutil.copyfile(source, temporary)
+        with open(temporary, "rb") as file:
             os.fsync(file.fileno())
-        os.replace(beside, target)
+        os.replace(temporary, target)
 
 
 def _request(options: argparse.Namespace) -> Request:
@@ -183,15 +183,15 @@ def _request(options: argparse.Namespace) -> Request:
     )
 
 
-def _devices(named: str | None, num_proc: int | None) -> list[str]:
+def _devices(device_list: str | None, num_proc: int | None) -> list[str]:
     """One device for each worker."""
     import torch
 
-    if named:
-        listed = [name.strip() for name in named.split(",") if name.strip()]
-        if num_proc not in (None, len(listed)):
-            raise ConfigError(f"--num_proc: {num_proc}, but --devices names {len(listed)}. Leave one of the two out.")
-        return listed
+    if device_list:
+        devices = [name.strip() for name in device_list.split(",") if name.strip()]
+        if num_proc not in (None, len(devices)):
+            raise ConfigError(f"--num_proc: {num_proc}, but --devices names {len(devices)}. Leave one of the two out.")
+        return devices
     gpus = torch.cuda.device_count()
     if gpus and (num_proc or 1) > gpus:
         raise ConfigError(
@@ -208,7 +208,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         "--batch_tokens",
         type=int,
         metavar="N",
-        help="most tokens in one batch, with padding: short inputs are then many",
+        help="maximum tokens in one batch, with padding: more inputs if they are short",
     )
     add("--num_proc", type=int, help="worker processes, each on a GPU of its own (default: all GPUs, or one process)")
     add(
@@ -221,7 +221,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     add(
         "--verify",
         action="store_true",
-        help="compare the checksums of all that is there; what is damaged is encoded anew",
+        help="compare the checksums of all records; damaged ones are encoded again",
     )
 
 

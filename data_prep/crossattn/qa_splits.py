@@ -53,7 +53,7 @@ class Options:
         if bool(self.val) == (self.val_percent is not None):
             raise DataError(
                 "--val, --val_percent: "
-                "expected one of them: files, or the share of the contexts of --train to set apart."
+                "expected one of them: files, or the share of the contexts of --train for validation."
             )
         if self.val_percent is not None and not 0 < self.val_percent < 100:
             raise DataError(f"--val_percent: expected more than 0 and less than 100, got {self.val_percent}.")
@@ -68,14 +68,14 @@ class Options:
 
     def options_for_manifest(self) -> dict[str, Any]:
         """The options except for the sources, which are identified by their content."""
-        given = dataclasses.asdict(self)
+        values = dataclasses.asdict(self)
         return {
-            key: given[key] for key in given if key not in {"name", "train", "val", "evidence", "only_questions_of"}
+            key: values[key] for key in values if key not in {"name", "train", "val", "evidence", "only_questions_of"}
         }
 
 
 class Choice:
-    """The selected questions, each with its split, and counts of the others by reason."""
+    """The selected questions, each with its split, and counts of skipped ones by reason."""
 
     def __init__(self, options: Options, releases: Mapping[str, Sequence[Release]], only: Release | None) -> None:
         """only: a source of the questions to keep; None for all.
@@ -85,9 +85,9 @@ class Choice:
         """
         self._options = options
         self._releases = releases
-        asked = (question for _, question in only.questions()) if only is not None else ()
+        wanted_questions = (question for _, question in only.questions()) if only is not None else ()
         self._only = (
-            {_plain(question.text) for question in asked if isinstance(question, Question)}
+            {_plain(question.text) for question in wanted_questions if isinstance(question, Question)}
             if only is not None
             else None
         )
@@ -98,33 +98,39 @@ class Choice:
         """(Split, layout, question) in the order of the sources, up to `max_rows` of each split.
 
         Raises:
-            DataError: a source is damaged, has an id twice, has questions without contexts, or text that is none.
+            DataError: a source is damaged, has an id twice, has questions without contexts, or invalid text.
         """
         self.skipped = {split: Counter() for split in SPLITS}
-        most, kept = self._options.max_rows, Counter[str]()
-        for given, releases in self._releases.items():
+        most, num_rows = self._options.max_rows, Counter[str]()
+        for source_split, releases in self._releases.items():
             ids: set[tuple[str, str]] = set()
-            reached = SPLITS if self._options.val_percent is not None else (given,)
+            target_splits = SPLITS if self._options.val_percent is not None else (source_split,)
             for layout, question in (pair for release in releases for pair in release.questions()):
-                if most is not None and all(kept[split] >= most for split in reached):
+                if most is not None and all(num_rows[split] >= most for split in target_splits):
                     break
-                chosen = self._filter(question)
-                if isinstance(chosen, Skipped):
-                    self.skipped[given][chosen.reason] += 1
+                question_or_skip = self._filter(question)
+                if isinstance(question_or_skip, Skipped):
+                    self.skipped[source_split][question_or_skip.reason] += 1
                     continue
-                _require_text(chosen)
-                if not _is_new(chosen, ids):
+                _require_text(question_or_skip)
+                if not _is_new(question_or_skip, ids):
                     if not self._options.skip_duplicates:
                         raise DataError(
-                            f"{chosen.where}: the id {chosen.id!r} is there a second time. "
-                            "--skip_duplicates keeps the first."
+                            f"{question_or_skip.where}: the id {question_or_skip.id!r} is there a second time. "
+                            "--skip_duplicates uses the first."
                         )
-                    self.skipped[given]["ids that were there before"] += 1
+                    self.skipped[source_split]["ids that were there before"] += 1
                     continue
-                split = given if self._options.val_percent is None else "val" if self._is_for_val(chosen) else "train"
-                if most is None or kept[split] < most:
-                    kept[split] += 1
-                    yield split, layout, chosen
+                split = (
+                    source_split
+                    if self._options.val_percent is None
+                    else "val"
+                    if self._is_for_val(question_or_skip)
+                    else "train"
+                )
+                if most is None or num_rows[split] < most:
+                    num_rows[split] += 1
+                    yield split, layout, question_or_skip
 
     def _filter(self, question: Question | Skipped) -> Question | Skipped:
         if isinstance(question, Skipped):
@@ -146,9 +152,9 @@ class Choice:
         return next(iter(_decisive(question))) in self._in_val
 
     def _choose_val(self) -> set[int]:
-        """Digests of the contexts that are set apart: whole groups of questions that share any, by a group's digest.
+        """Digests of the contexts for validation. Questions that share a context are in the same split.
 
-        A group that is larger than what is wanted is for training, and the smaller ones make up for it.
+        A group larger than the requested validation set is for training; smaller groups are selected instead.
         """
         parents: dict[int, int] = {}
 
@@ -157,18 +163,21 @@ class Choice:
                 parents[node] = node = parents[parents[node]]
             return node
 
-        asked: list[int] = []
+        question_nodes: list[int] = []
         for releases in self._releases.values():
             for _, question in (pair for release in releases for pair in release.questions()):
-                if not isinstance(chosen := self._filter(question), Skipped):
-                    first, *others = _decisive(chosen)
-                    asked.append(first)
+                if not isinstance(question_or_skip := self._filter(question), Skipped):
+                    first, *others = _decisive(question_or_skip)
+                    question_nodes.append(first)
                     for other in others:  # the least digest is the group's
                         low, high = sorted((root(first), root(other)))
                         parents[high] = low
-        sizes, wanted = Counter(root(node) for node in asked), (self._options.val_percent or 0) / 100 * len(asked)
-        small = {group for group, size in sizes.items() if size <= max(wanted, 1)}
-        share = wanted / max(1, sum(sizes[group] for group in small))
+        sizes, target_size = (
+            Counter(root(node) for node in question_nodes),
+            (self._options.val_percent or 0) / 100 * len(question_nodes),
+        )
+        small = {group for group, size in sizes.items() if size <= max(target_size, 1)}
+        share = target_size / max(1, sum(sizes[group] for group in small))
         alone = Counter(root(node) for node in parents)
         val = {group for group in small if (group if alone[group] == 1 else _digest(f"{_SALT}{group}")) / 2**64 < share}
         return {node for node in parents if root(node) in val}
@@ -191,16 +200,16 @@ class SplitFile:
         """Write one row. shuffled: without a requested position, the passages are in random order.
 
         Raises:
-            DataError: distractors or positions are asked for, and the release does not mark the useful passages.
+            DataError: distractors or positions are requested, and the release does not mark the useful passages.
         """
         options = self._options
         position = options.position or ("random" if shuffled else "given")
-        placed = Placing(options.seed, options.distractors, position, self._pool).place(question)
-        distractors = sum(not passage.useful for passage in placed.passages)
+        ordered_question = Placing(options.seed, options.distractors, position, self._pool).place(question)
+        distractors = sum(not passage.useful for passage in ordered_question.passages)
         self.fewer_distractors += distractors < (options.distractors or 0)
         self.unanswerable += question.answers == (UNANSWERABLE,)
-        self.contexts |= {_digest(passage.text) for passage in placed.passages if passage.useful}
-        row = row_of(placed, sum(self.rows.values()))
+        self.contexts |= {_digest(passage.text) for passage in ordered_question.passages if passage.useful}
+        row = row_of(ordered_question, sum(self.rows.values()))
         self.rows[question.dataset] += 1
         self._output.write(json.dumps(row, ensure_ascii=False) + "\n")
 

@@ -1,9 +1,9 @@
 """Build a code-reading data set from the Python standard library of this machine: `python -m
 data_prep.crossattn.stdlib_qa`.
 
-Three folders are made below --data_path: stdlib_qa (questions about functions, classes and methods), stdlib_text (whole
-modules, for a language model) and stdlib_tokenizer (byte-level BPE, trained on the train split). A module, and a
-context, is in one split only. Two runs on the same Python give the same bytes.
+Writes three folders below --data_path: stdlib_qa (questions about functions, classes and methods), stdlib_text
+(complete modules, for a language model) and stdlib_tokenizer (byte-level BPE, trained on the train split). A module or
+context is in one split only. Two runs on the same Python give the same bytes.
 """
 
 import argparse
@@ -68,7 +68,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def prepare(data_path: Path, vocab_size: int = 4096, stdlib: Path | None = None) -> bool:
-    """Make the three folders below `data_path`; False, and nothing done, if they are whole with the same provenance.
+    """Make the three folders below `data_path`; False if they are complete and have the same provenance.
 
     Raises:
         DataError: there are no sources to read.
@@ -117,7 +117,7 @@ def read_sources(stdlib: Path) -> dict[str, str]:
                     sources[module] = source
     if not sources:
         raise DataError(
-            f"{stdlib}: no Python sources. This Python keeps its standard library zipped, frozen or compiled; "
+            f"{stdlib}: no Python sources. The standard library of this Python is zipped, frozen or compiled; "
             f"run `{COMMAND}` with one that has it as .py files."
         )
     return dict(sorted(sources.items()))
@@ -168,9 +168,11 @@ def _read(path: Path) -> str | None:
 
 def _rows_of(snippet: code_questions.Snippet, module: str, first_index: int) -> Iterator[dict[str, Any]]:
     frequent = [q for q in snippet.questions if q.kind in _FREQUENT_KINDS]
-    chosen = frequent[hashlib.sha256(snippet.context.encode()).digest()[0] % len(frequent)] if frequent else None
-    asked = [q for q in snippet.questions if q is chosen or q.kind not in _FREQUENT_KINDS]
-    for index, question in enumerate(asked, first_index):
+    frequent_question = (
+        frequent[hashlib.sha256(snippet.context.encode()).digest()[0] % len(frequent)] if frequent else None
+    )
+    selected_questions = [q for q in snippet.questions if q is frequent_question or q.kind not in _FREQUENT_KINDS]
+    for index, question in enumerate(selected_questions, first_index):
         yield {
             "context": snippet.context,
             "question": question.text,
@@ -204,9 +206,9 @@ def _digest(texts: Iterator[str]) -> str:
 
 
 def _write_rows(folder: Path, rows: Rows, facts: Mapping[str, Any]) -> None:
-    with files.new_directory(folder, dict(facts)) as beside:
+    with files.new_directory(folder, dict(facts)) as partial_folder:
         for split in SPLITS:
-            with open(beside / f"{split}.jsonl", "w", encoding="utf-8", newline="\n") as file:
+            with open(partial_folder / f"{split}.jsonl", "w", encoding="utf-8", newline="\n") as file:
                 file.writelines(json.dumps(row) + "\n" for row in rows[split])
 
 
@@ -242,8 +244,8 @@ def _write_tokenizer(folder: Path, lines: Sequence[str], vocab_size: int, facts:
         additional_special_tokens=[token for token in SPECIAL_TOKENS if token not in (END_OF_TEXT, PAD)],
         clean_up_tokenization_spaces=False,
     )
-    with files.new_directory(folder, {**facts, "tokens": len(fast)}) as beside:
-        fast.save_pretrained(beside)
+    with files.new_directory(folder, {**facts, "tokens": len(fast)}) as partial_folder:
+        fast.save_pretrained(partial_folder)
 
 
 def _print_summary(data_path: Path, counts: Mapping[str, Mapping[str, int]], texts: Rows, seconds: float) -> None:

@@ -140,7 +140,7 @@ def _documents(layout: Layout, inputs: Sequence[Path], output: Path, options: Re
 
 def _check(row: Row, loses_images: bool, tally: Counter[str]) -> tuple[list[Part], str]:
     """The parts that are written, and why the document is left out, if it is."""
-    parts, lost, reason = list[Part](), 0, row.left_out
+    parts, num_missing, reason = list[Part](), 0, row.left_out
     for part in () if reason else row.parts:
         if part.kind != "image":
             parts += [part] if part.content.strip() else []
@@ -150,12 +150,12 @@ def _check(row: Row, loses_images: bool, tally: Counter[str]) -> tuple[list[Part
             parts.append(image_part)
         elif loses_images:
             tally[f"images left out: {why}"] += 1
-            lost += 1
+            num_missing += 1
         else:
             return [], f"an image {why}"
     if not reason and not any(part.kind == "text" for part in parts):
         reason = NO_TEXT
-    if not reason and lost and not any(part.kind == "image" for part in parts):
+    if not reason and num_missing and not any(part.kind == "image" for part in parts):
         reason = NO_IMAGE
     return parts, reason
 

@@ -1,7 +1,7 @@
 """Write tars of pages with text and images from scikit-learn's digits: `python -m data_prep.interleaved.digit_pages`.
 
 A page has one to four images between words, each of one to three digits side by side, and says which digits they are
-and what their sum is. Below --data_path/digit_pages are train/ and val/, whose pages show different images, and
+and what their sum is. Writes --data_path/digit_pages with train/ and val/, which have different images, and
 tokenizer/. Two runs give the same bytes.
 """
 
@@ -57,34 +57,36 @@ def prepare(data_path: Path, pages: int = 4000, val_pages: int = 200, per_shard:
     made_from = {"command": COMMAND, "script": command.digest_files([__file__]), "scikit-learn": sklearn.__version__}
     for split, count in (("train", pages), ("val", val_pages)):
         how = Writing(per_shard, "digits", texts=texts)
-        written = write(
+        manifests = write(
             folder / split,
             make_pages(images, labels, parts[split], count, split),
             {**made_from, "pages": count, "split": split},
             how,
         )
-        print(f"{folder / split}: {count} pages in {len(written.shards)} tars")
+        print(f"{folder / split}: {count} pages in {len(manifests.shards)} tars")
 
 
-def make_pages(images: Any, labels: Sequence[int], chosen: Sequence[int], count: int, seed: str) -> Iterator[Document]:
-    """Pages of images among `chosen`. images: (N, 8, 8) uint8. labels: the digit of each."""
+def make_pages(
+    images: Any, labels: Sequence[int], selected_ids: Sequence[int], count: int, seed: str
+) -> Iterator[Document]:
+    """Pages of the images `selected_ids`. images: (N, 8, 8) uint8. labels: the digit of each."""
     import numpy as np
     from PIL import Image
 
     for number in range(count):
         draws = random.Random(f"{FOLDER}/{seed}/{number}")
-        parts, shown = list[Part](), list[int]()
+        parts, digits = list[Part](), list[int]()
         for _ in range(draws.randint(1, 4)):
-            own = draws.choices(chosen, k=draws.choices((1, 2, 3), (6, 1, 1))[0])
-            shown += (labels[i] for i in own)
+            image_ids = draws.choices(selected_ids, k=draws.choices((1, 2, 3), (6, 1, 1))[0])
+            digits += (labels[i] for i in image_ids)
             parts.append(Part("text", draws.choice(WORDS).encode()))
             out = io.BytesIO()
-            Image.fromarray(np.concatenate([images[i] for i in own], axis=1)).save(out, "PNG")
+            Image.fromarray(np.concatenate([images[i] for i in image_ids], axis=1)).save(out, "PNG")
             parts.append(Part("image", out.getvalue(), "png"))
         parts.append(Part("prompt", b"The digits are"))
-        parts.append(Part("text", f"{' '.join(map(str, shown))}.".encode()))
+        parts.append(Part("text", f"{' '.join(map(str, digits))}.".encode()))
         parts.append(Part("prompt", b"Their sum is"))
-        parts.append(Part("text", f"{sum(shown)}.".encode()))
+        parts.append(Part("text", f"{sum(digits)}.".encode()))
         yield Document(f"{number:06}", parts)
 
 
@@ -95,9 +97,9 @@ def _tokenizer(folder: Path) -> Any:
     if not (folder / "tokenizer.json").is_file():
         lines = [*WORDS, "The digits are 0 1 2 3 4 5 6 7 8 9. Their sum is 45."] * 2
         trained = train_byte_level_bpe(lines, VOCAB_SIZE, [END_OF_TEXT, PAD])
-        with files.new_directory(folder) as made:
+        with files.new_directory(folder) as partial_folder:
             PreTrainedTokenizerFast(tokenizer_object=trained, eos_token=END_OF_TEXT, pad_token=PAD).save_pretrained(
-                made
+                partial_folder
             )
     return AutoTokenizer.from_pretrained(folder, local_files_only=True)
 

@@ -145,7 +145,11 @@ def index_tars(tars: Sequence[Path], processes: int = 1, how: Making = PLAIN) ->
 
 
 def index_into(
-    output: Path, listed: Sequence[ShardSource], processes: int = 1, part: slice = slice(None), how: Making = PLAIN
+    output: Path,
+    shard_sources: Sequence[ShardSource],
+    processes: int = 1,
+    part: slice = slice(None),
+    how: Making = PLAIN,
 ) -> list[Indexed]:
     """Write the missing indexes into a folder, and shards.json once all are there.
     part: shards of the list to index now.
@@ -157,10 +161,12 @@ def index_into(
     """
     with writing(output):
         output.mkdir(parents=True, exist_ok=True)
-    results = _index_all(functools.partial(_index_listed, output=output, how=how), listed[part], processes)
-    indexed = [_load_listed(output, one) for one in listed]
-    complete = [(one, index) for one, index in zip(listed, indexed, strict=True) if index and not how.lacks(index)]
-    if len(complete) == len(listed):
+    results = _index_all(functools.partial(_index_listed, output=output, how=how), shard_sources[part], processes)
+    indexed = [_load_listed(output, one) for one in shard_sources]
+    complete = [
+        (one, index) for one, index in zip(shard_sources, indexed, strict=True) if index and not how.lacks(index)
+    ]
+    if len(complete) == len(shard_sources):
         shards = [_shard(output, one, index) for one, index in complete]
         facts = index_report.manifest_facts([index_report.summarize(one.url, index) for one, index in complete])
         manifest.save(Manifest(output, shards, {"command": COMMAND, **facts}))
@@ -202,19 +208,19 @@ def index_tar(tar: Path, how: Making) -> Indexed:
     Raises:
         DataError: the tar cannot be read, or is verified and differs from the one that shards.json lists.
     """
-    index, listed = _load_index(tar), how.verify and _is_as_listed(tar)
+    index, is_verified = _load_index(tar), how.verify and _is_as_listed(tar)
     if index is None or how.lacks(index):
         before = index
         with tar_index.open_tar(tar) as content:
             index = how.build(content)
         if (
             before is not None
-            and listed
+            and is_verified
             and how.texts is None
             and before.documents["bad"].tolist() == index.documents["bad"].tolist()
         ):
             return index_report.summarize(tar, before)
-        if before is not None and listed and how.texts is None:
+        if before is not None and is_verified and how.texts is None:
             index.tokens, index.facts = before.tokens, before.facts | index.facts
         tar_index.save(index, tar)
     return index_report.summarize(tar, index)
@@ -305,7 +311,7 @@ def _fetch(source: Source, output: Path) -> Iterator[memoryview]:
         if not os.fstat(file.fileno()).st_size:
             yield memoryview(b"")
             return
-        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped, memoryview(mapped) as tar:
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapping, memoryview(mapping) as tar:
             yield tar
 
 
@@ -343,7 +349,7 @@ def _shard(output: Path, one: ShardSource, index: tar_index.TarIndex) -> Shard:
 
 
 def _print(tars: Sequence[str], output: Path | None, source: str, processes: int, verify: bool, **more: Any) -> None:
-    part, listed = _slice(more["slice"]), list_shards(tars)
+    part, shards = _slice(more["slice"]), list_shards(tars)
     require_at_least(1, max_pixels=more["max_pixels"])
     texts = TextTokens(tokenizers.load(more["tokenizer"])) if more["tokenizer"] else None
     how = Making(verify, texts, _fields(more["fields"]), more["max_pixels"])
@@ -351,17 +357,17 @@ def _print(tars: Sequence[str], output: Path | None, source: str, processes: int
     if config and not (output and texts):
         raise ConfigError("--data: --output and --tokenizer are needed.")
     if output is None:
-        remote = next((one.url for one in listed if one.url.startswith(REMOTE)), None)
+        remote = next((one.url for one in shards if one.url.startswith(REMOTE)), None)
         if remote or source or how.fields:
             option = remote or ("--source" if source else "--fields")
             raise ConfigError(f"{option}: --output is needed, a folder for shards.json and the indexes.")
-        results = index_tars([Path(one.url) for one in listed[part]], processes, how)
+        results = index_tars([Path(one.url) for one in shards[part]], processes, how)
     else:
         results = index_into(
-            output, [ShardSource(one.url, source or one.source) for one in listed], processes, part, how
+            output, [ShardSource(one.url, source or one.source) for one in shards], processes, part, how
         )
     if output is not None and not (output / manifest.NAME).exists():
-        print(f"{output}: shards.json is written when all slices of the {len(listed)} tars are indexed.")
+        print(f"{output}: shards.json is written when all slices of the {len(shards)} tars are indexed.")
     print("\n".join(index_report.lines(results)))
     if config and output and (output / manifest.NAME).exists():
         print(index_report.describe_rows(output, more["tokenizer"], config))

@@ -89,10 +89,10 @@ def require_documents(results: Sequence[Indexed]) -> None:
     where = f"{results[0].tar}{f' and {len(results) - 1} more' if len(results) > 1 else ''}"
     counts = [f"{count} {suffix or 'members'} ({reason})" for count, _, reason, suffix in _unread(results)]
     unread = f"Not read: {', '.join(counts[:_MOST_LINES]) or 'nothing'}."
-    mapped = sum((Counter(one.facts.get("mapped")) for one in results), Counter[str]())
+    mapped_counts = sum((Counter(one.facts.get("mapped")) for one in results), Counter[str]())
     for entries in results[0].facts.get("fields", {}).values():
         for entry in entries:
-            if not mapped[entry]:
+            if not mapped_counts[entry]:
                 raise DataError(f"{where}: --fields: {entry!r} is in none of {documents} documents. {unread}")
     if bad.total() == documents:
         reasons = "; ".join(f"{reason}: {count}" for reason, count in bad.items()) or "the tars are empty"
@@ -117,8 +117,8 @@ def lines(results: Sequence[Indexed]) -> list[str]:
     report.append(
         f"{len(results)} tars, {documents:,} documents, {sum(one.images for one in results):,} images{tokens}"
     )
-    mapped = sum((Counter(one.facts.get("mapped")) for one in results), Counter[str]())
-    report += [f"field {entry}: in {count:,} of {documents:,} documents" for entry, count in mapped.items()]
+    mapped_counts = sum((Counter(one.facts.get("mapped")) for one in results), Counter[str]())
+    report += [f"field {entry}: in {count:,} of {documents:,} documents" for entry, count in mapped_counts.items()]
     unread = _unread(results)
     for count, size, reason, suffix in unread[:_MOST_LINES]:
         report.append(f"not read: {count:,} {suffix or 'members'}, {size:,} bytes: {reason}")
@@ -136,12 +136,14 @@ def describe_rows(folder: Path, tokenizer: str, config: Config) -> str:
     Raises:
         DataError: no document fits into a row, or the tokenizer is missing.
     """
-    loaded, listed = tokenizers.load(tokenizer, config.images.special_tokens()), manifest.load(folder)
+    loaded, shard_manifest = tokenizers.load(tokenizer, config.images.special_tokens()), manifest.load(folder)
     texts, images = TextTokens(loaded, config.images.style), ImageTokens(config.images, loaded)
-    data = StreamedDataset(config, {"tars": Documents(listed, ShardFiles(listed.folder), texts, images, config.rules)})
+    data = StreamedDataset(
+        config, {"tars": Documents(shard_manifest, ShardFiles(shard_manifest.folder), texts, images, config.rules)}
+    )
     batches = data.order(0, _LANES, 0, ()).micro_batches(0, RankShare(_LANES, _LANES, 0, 1), {})
-    settled = 2 * config.open_rows  # the first rows of a lane are fuller than all later ones
-    sample = list(islice(batches, settled, settled + _STEPS))
+    num_settling_rows = 2 * config.open_rows  # the first rows of a lane are fuller than all later ones
+    sample = list(islice(batches, num_settling_rows, num_settling_rows + _STEPS))
     padding, total = (sum(batch.counters["padding"][i] for batch in sample) for i in range(2))
     keys = [key for batch in sample for key in batch.keys]
     pieces = [data.pieces(key[i])[key[i + 1]] for key in keys for i in range(1, len(key), 3)]

@@ -36,8 +36,10 @@ def read_pages(path: Path, options: ReaderOptions) -> Iterator[Row]:
         if members.cut:
             raise DataError(f"{path}: {members.cut.reason}. {members.cut.advice}")
         names = split_names(members.names)
-        named = [(*name, members.data[i], members.sizes[i]) for i, name in enumerate(names) if not members.reasons[i]]
-        for number, (name, group) in enumerate(groupby(named, key=lambda member: member[0])):
+        image_members = [
+            (*name, members.data[i], members.sizes[i]) for i, name in enumerate(names) if not members.reasons[i]
+        ]
+        for number, (name, group) in enumerate(groupby(image_members, key=lambda member: member[0])):
             contents = dict[str, bytes]()
             for _, ending, begin, size in group:
                 suffix = ending.rpartition(".")[2].lower()
@@ -51,7 +53,7 @@ def read_pages(path: Path, options: ReaderOptions) -> Iterator[Row]:
 
 
 def _pages(key: str, contents: dict[str, bytes], where: str) -> Iterator[Row]:
-    """found: contents by the ends of their names."""
+    """contents: file contents by the suffix of their names."""
     image = next((contents[ending] for ending in ("png", "jpeg", "jpg") if ending in contents), None)
     if "json" not in contents or (image is None and "pdf" not in contents):
         yield Row(key, [], NOT_WHOLE)
@@ -65,8 +67,8 @@ def _pages(key: str, contents: dict[str, bytes], where: str) -> Iterator[Row]:
     if images is None or len(images) != len(texts):
         yield Row(key, [], BROKEN_PDF if images is None else OTHER_PAGES)
         return
-    for number, (drawn, text) in enumerate(zip(images, texts, strict=True)):
-        yield Row(f"{key}-{number:04}", [Part("image", drawn), text_part(text)])
+    for number, (page_image, text) in enumerate(zip(images, texts, strict=True)):
+        yield Row(f"{key}-{number:04}", [Part("image", page_image), text_part(text)])
 
 
 def _texts(content: bytes, where: str) -> list[str]:
@@ -90,7 +92,7 @@ def _draw(content: bytes) -> list[bytes] | None:
         raise ConfigError(
             "ocr: the package that draws PDFs is not installed: pip install -r requirements/pdf.txt"
         ) from None
-    drawn = list[bytes]()
+    rendered_images = list[bytes]()
     try:
         document = pypdfium2.PdfDocument(content)
     except pypdfium2.PdfiumError:
@@ -100,9 +102,9 @@ def _draw(content: bytes) -> list[bytes] | None:
         for page in document:
             out = io.BytesIO()
             page.render(scale=DOTS_PER_INCH / _POINTS_PER_INCH, grayscale=True).to_pil().save(out, "PNG")
-            drawn.append(out.getvalue())
+            rendered_images.append(out.getvalue())
     except pypdfium2.PdfiumError:
         return None
     finally:
         document.close()
-    return drawn
+    return rendered_images

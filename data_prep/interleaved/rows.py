@@ -60,10 +60,10 @@ def make_turns(key: str, images: Sequence[bytes], turns: Sequence[tuple[str, str
         if answer.strip():
             texts.append(text_part(answer.strip() + ("\n" if number < len(turns) else "")))
     marker = MARKER.encode()
-    marked = sum(part.content.count(marker) for part in texts)
-    if marked == 0:
+    num_markers = sum(part.content.count(marker) for part in texts)
+    if num_markers == 0:
         return Row(key, [*(Part("image", image) for image in images), *texts])
-    if marked != len(images):
+    if num_markers != len(images):
         return Row(key, [], MARKERS)
     parts, remaining = list[Part](), list(images)
     for part in texts:

@@ -90,11 +90,11 @@ def write(folder: Path, documents: Iterable[Document], made_from: Mapping[str, A
             shards = _write_permuted(folder, documents, how, how.seed)
         if not shards:
             raise DataError(f"{folder}: there is no document to write.")
-        written = Manifest(folder, shards, made_from)
-        manifest.save(written)
+        new_manifest = Manifest(folder, shards, made_from)
+        manifest.save(new_manifest)
         shutil.rmtree(folder / _SPOOL, ignore_errors=True)
         (folder / _PROGRESS).unlink(missing_ok=True)
-    return written
+    return new_manifest
 
 
 def _begin(folder: Path, made_from: Mapping[str, Any]) -> Manifest | None:
@@ -122,16 +122,16 @@ def _write_permuted(folder: Path, documents: Iterable[Document], how: Writing, s
     spool = folder / _SPOOL
     spool.mkdir(exist_ok=True)
     if (spool / manifest.NAME).exists():
-        ordered = manifest.load(spool)
+        spool_manifest = manifest.load(spool)
     else:
-        ordered = Manifest(spool, _write_shards(spool, map(encode, documents), Writing(how.per_shard)))
-        if not ordered.shards:
+        spool_manifest = Manifest(spool, _write_shards(spool, map(encode, documents), Writing(how.per_shard)))
+        if not spool_manifest.shards:
             return []
-        manifest.save(ordered)
-    count = sum(shard.documents for shard in ordered.shards)
-    with contextlib.ExitStack() as opened:
-        tars = [opened.enter_context(tar_index.open_tar(spool / shard.url)) for shard in ordered.shards]
-        begins = [tar_index.load(spool / shard.url).documents["offset"].tolist() for shard in ordered.shards]
+        manifest.save(spool_manifest)
+    count = sum(shard.documents for shard in spool_manifest.shards)
+    with contextlib.ExitStack() as stack:
+        tars = [stack.enter_context(tar_index.open_tar(spool / shard.url)) for shard in spool_manifest.shards]
+        begins = [tar_index.load(spool / shard.url).documents["offset"].tolist() for shard in spool_manifest.shards]
 
         def members(number: int) -> bytes:
             shard, place = divmod(number, how.per_shard)

@@ -193,7 +193,7 @@ def _meta_label(attributes: dict[bytes, bytes]) -> Iterator[str]:
 
 
 def _detect(page: bytes) -> str:
-    """Guess UTF-16, ISO-2022-JP, UTF-8 by bytes, Latin and East Asian text by letters, others by charset-normalizer."""
+    """Guess UTF-16, ISO-2022-JP, UTF-8 by bytes, Latin and East Asian by letters, the rest by charset-normalizer."""
     import charset_normalizer
 
     zeros = [page[side::2].count(0) for side in range(2)]

@@ -16,7 +16,7 @@ FEWEST_WORDS, MOST_WORDS = 5, 50
 _PARENTHESES = re.compile(r"\s*\((?:[^()]|\([^()]*\))*\)")
 _SENTENCE = re.compile(
     r".*?(?<!\b[A-Z])[.!?][\"')\]]*(?=\s+[A-Z]|\s*$)", re.DOTALL
-)  # a dot behind a single letter is of a name
+)  # a dot after a single letter belongs to a name
 _NO_DESCRIPTION = re.compile(r".* refers? to.?:|\[\[\w+:", re.DOTALL)
 
 
@@ -33,7 +33,7 @@ class Descriptions:
                 f"{path}: no index of Wikipedia ({error}). Make it with python -m data_prep.metadata.wiki_index."
             ) from None
         self.queries = 0
-        """How often the index was asked."""
+        """Number of index queries."""
         self.of_host = lru_cache(1 << 16)(self._of_host)
 
     def _of_host(self, host: str) -> str | None:
@@ -49,8 +49,8 @@ class Descriptions:
 
     def _ask(self, query: str, value: str) -> str | None:
         self.queries += 1
-        found = self._database.execute(query, (value,)).fetchone()
-        return found[0] if found else None
+        row = self._database.execute(query, (value,)).fetchone()
+        return row[0] if row else None
 
 
 @lru_cache(1)
@@ -74,7 +74,7 @@ def extract(row: Mapping[str, Any], descriptions: Descriptions, compatible: bool
 
 
 def first_sentence(paragraph: str) -> str:
-    """Without what stands in parentheses."""
+    """The paragraph without parentheses and their content."""
     text = _PARENTHESES.sub("", paragraph).strip()
     match = _SENTENCE.match(text)
     return match[0] if match else text

@@ -25,7 +25,7 @@ class Linker(Protocol):
 
 
 class DictionaryLinker:
-    """Finds the longest mentions of a dictionary that begin and end with a word; none is inside another."""
+    """Finds the longest mentions of a dictionary that start and end at word boundaries, without overlaps."""
 
     def __init__(self, titles: dict[str, str]) -> None:
         """titles: by mention, as it is written in texts."""
@@ -35,26 +35,26 @@ class DictionaryLinker:
     def link(self, text: str) -> list[Row]:
         """See `Linker`."""
         words = [match.span() for match in _WORD.finditer(text)]
-        found, at = list[Row](), 0
+        mentions, at = list[Row](), 0
         while at < len(words):
             start, last = words[at][0], min(at + self._longest, len(words))
             ends = (end for end in range(last, at, -1) if text[start : words[end - 1][1]] in self._titles)
             if end := next(ends, 0):
                 stop = words[end - 1][1]
                 value = self._titles[text[start:stop]]
-                found.append(
+                mentions.append(
                     {"key": "entity", "type": "local", "char_start_idx": start, "char_end_idx": stop, "value": value}
                 )
             at = end or at + 1
-        return found
+        return mentions
 
 
 @lru_cache(1)
 def read_linker(path: str) -> DictionaryLinker:
-    """Of a file with a mention, a tab and a title on each line. One in each process.
+    """The linker of a file with a mention, a tab and a title on each line. Cached per process.
 
     Raises:
-        DataError: it cannot be read, or a line is another.
+        DataError: it cannot be read, or a line has another form.
     """
     titles = dict[str, str]()
     with reading(Path(path), DataError), open(path, encoding="utf-8") as file:

@@ -25,7 +25,7 @@ DIGEST = struct.Struct("16sQ")
 ROWS = "rows"
 """Name under which the rows that are dropped as malformed are counted."""
 TOO_SLOW = "pages over --page_seconds"
-_SHOWN = 3
+_MAX_LOGGED = 3
 """Errors shown per file."""
 _GRACE = 1.0
 """Seconds of processor time until a page that caught the first signal gets another one."""
@@ -164,7 +164,7 @@ def make_part(part: Part, options: Options) -> None:
 def _write_part(part: Part, options: Options) -> None:
     errors: dict[str, list[Any]] = {name: [0, []] for name in (*options.extract, ROWS)}
     report: dict[str, Any] = {"rows": 0, "empty": 0, "columns": [], "errors": errors}
-    skipped, pages, columns, replaced = Counter[str](), Counter[str](), dict[str, None](), list[str]()
+    skipped, pages, columns, replaced_pages = Counter[str](), Counter[str](), dict[str, None](), list[str]()
     names = part.rows, part.digests
     temporary = [
         path.with_name(f".{path.name}.{os.getpid()}") for path in names
@@ -173,11 +173,11 @@ def _write_part(part: Part, options: Options) -> None:
         for number, (where, row) in enumerate(page_sources.read_rows(part.source, skipped, options.records), 1):
             try:
                 with processor_limit(options.page_seconds):
-                    annotated = _annotate(_decode_page(row, where, pages, replaced), where, options, errors)
-                    if annotated.get(
+                    annotated_row = _annotate(_decode_page(row, where, pages, replaced_pages), where, options, errors)
+                    if annotated_row.get(
                         "text", "html" not in options.extract
                     ):  # without an extractor of text, a missing text is an error
-                        read_row(annotated, where)
+                        read_row(annotated_row, where)
                     else:
                         report["empty"] += 1
                         continue
@@ -187,23 +187,25 @@ def _write_part(part: Part, options: Options) -> None:
             except DataError as error:
                 _count_error(errors[ROWS], str(error))
                 continue
-            columns |= dict.fromkeys(name for name in annotated if name.startswith(PREFIX))
+            columns |= dict.fromkeys(name for name in annotated_row if name.startswith(PREFIX))
             try:
-                rows.write(orjson.dumps(annotated if options.compatible else _compact(annotated, options)) + b"\n")
+                rows.write(
+                    orjson.dumps(annotated_row if options.compatible else _compact(annotated_row, options)) + b"\n"
+                )
             except orjson.JSONEncodeError as error:
                 raise DataError(f"{where}: cannot be written as JSON ({error}).") from None
-            digests.write(DIGEST.pack(hashlib.sha256(annotated["text"].encode()).digest()[:16], number))
+            digests.write(DIGEST.pack(hashlib.sha256(annotated_row["text"].encode()).digest()[:16], number))
             report["rows"] += 1
         for file in (rows, digests):
             file.flush()
             os.fsync(file.fileno())
-    report |= {"columns": list(columns), "skipped": dict(skipped), "pages": dict(pages), "replaced": replaced}
+    report |= {"columns": list(columns), "skipped": dict(skipped), "pages": dict(pages), "replaced": replaced_pages}
     for path, name in zip(temporary, names, strict=True):
         path.replace(name)
     write_json(part.report, report)
 
 
-def _decode_page(row: Row, where: str, pages: Counter[str], replaced: list[str]) -> Row:
+def _decode_page(row: Row, where: str, pages: Counter[str], replaced_pages: list[str]) -> Row:
     """Return the row with its page as text.
 
     pages: counts all pages, those with a guessed charset, with replacement characters. replaced: the places of the
@@ -222,7 +224,7 @@ def _decode_page(row: Row, where: str, pages: Counter[str], replaced: list[str])
         pages["all"] += 1
         if charset.REPLACEMENT in page:
             pages["replaced"] += 1
-            replaced[:] = [*replaced, where][:_SHOWN]
+            replaced_pages[:] = [*replaced_pages, where][:_MAX_LOGGED]
     return row
 
 
@@ -251,9 +253,9 @@ def _annotate(row: Row, where: str, options: Options, errors: dict[str, list[Any
     return row
 
 
-def _count_error(counted: list[Any], text: str) -> None:
-    counted[0] += 1
-    counted[1] = [*counted[1], text][:_SHOWN]
+def _count_error(count_and_examples: list[Any], text: str) -> None:
+    count_and_examples[0] += 1
+    count_and_examples[1] = [*count_and_examples[1], text][:_MAX_LOGGED]
 
 
 def read_report(part: Part) -> dict[str, Any]:

@@ -42,10 +42,10 @@ BLOCKS = _words(
     "table tbody textarea tfoot th thead tr ul video"
 )
 """Elements on lines of their own."""
-SPACED = _words("cite details datalist iframe img input label legend optgroup q select summary td time")
+SPACED_TAGS = _words("cite details datalist iframe img input label legend optgroup q select summary td time")
 """Elements with a blank on each side."""
 HIDDEN = ("script", "style")
-_FOLDED = "folded-block"
+_FOLDED_TAG = "folded-block"
 _ATTRIBUTE = r"""[\s/]*+[^\s/>][^\s/>=]*+(?:\s*+=\s*+(?:"[^"]*+"|'[^']*+'|[^\s>"']++))?+"""
 _TAG = re.compile(
     rf"(?is)<!--.*?(?:-->|\Z)|(?P<tag><(?=[a-z])(?:(?P<raw>script|style)(?=[\s/>]))?(?:{_ATTRIBUTE})*+)(?(raw).*?(?:</(?P=raw)|\Z))"
@@ -225,14 +225,14 @@ class _Cleaner:
                     if self._matches("bottom-up", element):
                         removed.add(element)
                 continue
-            head = outer if tag == _FOLDED else element
+            head = outer if tag == _FOLDED_TAG else element
             if head.tag == "div" and len(element) == 1 and element[0].tag == "div":
                 self._fold(head, element[0])
             if self._matches("top-down", element):
                 removed.add(element)
                 continue
             stack.append((element, outer, True))
-            stack += [(child, head if child.tag == _FOLDED else None, False) for child in reversed(element)]
+            stack += [(child, head if child.tag == _FOLDED_TAG else None, False) for child in reversed(element)]
         return body not in removed
 
     def _fold(self, head: Any, child: Any) -> None:
@@ -241,7 +241,7 @@ class _Cleaner:
         attributes = self.attributes[head]
         for name, values in _attributes(child).items():
             attributes.setdefault(name, []).extend(values)
-        child.tag = _FOLDED
+        child.tag = _FOLDED_TAG
 
     def _matches(self, direction: Literal["top-down", "bottom-up"], element: Any) -> bool:
         length = self._lengths[element]
@@ -258,14 +258,14 @@ class _Cleaner:
                 begins.append(length)
                 depth_of_pre += is_pre
                 text = element.text
-                if text and not depth_of_pre and (collapsed := _HTML_SPACES.sub(" ", text)) != text:
-                    element.text = text = collapsed
+                if text and not depth_of_pre and (collapsed_text := _HTML_SPACES.sub(" ", text)) != text:
+                    element.text = text = collapsed_text
             else:
                 self._lengths[element] = length - begins.pop()
                 depth_of_pre -= is_pre
                 text = element.tail
-                if text and not depth_of_pre and (collapsed := _HTML_SPACES.sub(" ", text)) != text:
-                    element.tail = text = collapsed
+                if text and not depth_of_pre and (collapsed_text := _HTML_SPACES.sub(" ", text)) != text:
+                    element.tail = text = collapsed_text
             length += len(text or "")
 
 
@@ -314,13 +314,13 @@ class _Text:
 
     def part(self, tag: str) -> None:
         """Start a new line or add a blank before or after the content of a tag."""
-        if tag in BLOCKS or tag == _FOLDED:
+        if tag in BLOCKS or tag == _FOLDED_TAG:
             if self.last == " ":
                 self.pieces[-1] = self.pieces[-1][:-1] + "\n"
                 self.last = "\n"
             elif self.length and self.last != "\n":
                 self.add("\n")
-        elif tag in SPACED and self.length and self.last not in " \n":
+        elif tag in SPACED_TAGS and self.length and self.last not in " \n":
             self.add(" ")
 
     def add_collapsed(self, text: str) -> None:
@@ -329,25 +329,25 @@ class _Text:
         self.add(text[1:] if text[:1] == " " and (not self.length or self.last.isspace()) else text)
 
 
-def _text_and_tags(body: Any, folded: Mapping[Any, Mapping[str, Sequence[str]]]) -> tuple[str, list[Row]]:
+def _text_and_tags(body: Any, folded_blocks: Mapping[Any, Mapping[str, Sequence[str]]]) -> tuple[str, list[Row]]:
     text, depth_of_pre = _Text(), 0
     counts = defaultdict[int, int](int)
-    opened, tags = list[tuple[int, int]](), list[Row]()
+    open_tags, tags = list[tuple[int, int]](), list[Row]()
     for event, element in etree.iterwalk(body, events=("start", "end")):
         name, at = element.tag, text.length
         place = counts[at]
         counts[at] = place + 1
         if event == "start":
-            opened.append((at, place))
+            open_tags.append((at, place))
             depth_of_pre += name == "pre"
             if name == "br":
                 text.add("\n")
             content = element.text
         else:
-            start, start_place = opened.pop()
+            start, start_place = open_tags.pop()
             depth_of_pre -= name == "pre"
-            if name not in ("br", _FOLDED):
-                attributes = folded.get(element) or _attributes(element)
+            if name not in ("br", _FOLDED_TAG):
+                attributes = folded_blocks.get(element) or _attributes(element)
                 tags.append(
                     {
                         "key": "html",

@@ -22,7 +22,7 @@ PACKAGES = "requirements/metadata.txt"
 RECORDS = ("2xx", "3xx", "4xx", "5xx", "resource")
 """Kinds of WARC records that can be pages: responses by their HTTP status, and resources, which have no status."""
 
-_COMPRESSED = (b"\x1f\x8b", b"\x78\x01", b"\x78\x9c", b"\x78\xda")
+_COMPRESSED_PREFIXES = (b"\x1f\x8b", b"\x78\x01", b"\x78\x9c", b"\x78\xda")
 """First bytes of gzip and zlib. warcio returns a body that it cannot decompress as it is."""
 
 
@@ -155,7 +155,7 @@ def _undecodable(record: Any, page: bytes) -> str:
     from warcio.bufferedreaders import BufferedReader
 
     encoding = record.http_headers.get_header("Content-Encoding") or "" if record.http_headers else ""
-    if page[:2] in _COMPRESSED:
+    if page[:2] in _COMPRESSED_PREFIXES:
         return "response with a damaged compressed body"
     if encoding in ("", "identity", *BufferedReader.get_supported_decompressors()) or page.lstrip()[:1] == b"<":
         return ""

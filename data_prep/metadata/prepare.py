@@ -156,14 +156,14 @@ def prepare(data_path: Path, request: Request) -> None:
     require_at_least(1, workers=request.workers)
     if not 0 < request.page_seconds < float("inf"):
         raise ConfigError(f"--page_seconds: expected a number above 0, got {request.page_seconds:g}.")
-    settings, folder, (options, needed) = _settings(request.slurm), data_path / request.name, _options(request)
+    settings, folder, (options, required_files) = _settings(request.slurm), data_path / request.name, _options(request)
     held_out = page_sources.list_files(request.val)
-    held = {path.resolve() for path in held_out}
+    held_out_paths = {path.resolve() for path in held_out}
     splits = {
-        "train": [path for path in page_sources.list_files(request.train) if path.resolve() not in held],
+        "train": [path for path in page_sources.list_files(request.train) if path.resolve() not in held_out_paths],
         "val": held_out,
     }
-    assert not held & {path.resolve() for path in splits["train"]}, "the validation files were subtracted"
+    assert not held_out_paths & {path.resolve() for path in splits["train"]}, "the validation files were subtracted"
     facts = {
         path: {"name": path.name, "bytes": path.stat().st_size, "sample": sample_digest(path)}
         for split_files in splits.values()
@@ -182,20 +182,20 @@ def prepare(data_path: Path, request: Request) -> None:
         "records": list(options.records),
         "page_seconds": options.page_seconds,
         "last_year": url.last_year(options.compatible) if "url" in options.extract else None,
-        **needed,
+        **required_files,
         "packages": {name: importlib.metadata.version(name) for name in ("lxml", "charset-normalizer")},
         "scripts_sha256": command.digest_files(_SCRIPTS),
     }
-    beside = data_path / f"{request.name}.parts"
-    with command.exclusive_lock(beside, f"{folder}: another process prepares it."):
+    parts_folder = data_path / f"{request.name}.parts"
+    with command.exclusive_lock(parts_folder, f"{folder}: another process prepares it."):
         if command.is_made([folder], made_from):
-            shutil.rmtree(beside)  # in case a command was killed at its end
+            shutil.rmtree(parts_folder)  # in case a command was killed at its end
             return
         key = hashlib.sha256(
-            orjson.dumps([needed, *(made_from[name] for name in ("last_year", "packages", "scripts_sha256"))])
+            orjson.dumps([required_files, *(made_from[name] for name in ("last_year", "packages", "scripts_sha256"))])
         ).hexdigest()
         parts = {
-            split: [extraction.part_of(path, {**facts[path], "by": key}, options, beside) for path in split_files]
+            split: [extraction.part_of(path, {**facts[path], "by": key}, options, parts_folder) for path in split_files]
             for split, split_files in splits.items()
         }
         _run(
@@ -203,10 +203,10 @@ def prepare(data_path: Path, request: Request) -> None:
             options,
             request.workers,
             settings,
-            beside / "datatrove",
+            parts_folder / "datatrove",
         )
         command.make_folder(folder, COMMAND, made_from, lambda new: _join(parts, request, new))
-    shutil.rmtree(beside)
+    shutil.rmtree(parts_folder)
 
 
 def _options(request: Request) -> tuple[Options, dict[str, str]]:
@@ -220,7 +220,7 @@ def _options(request: Request) -> tuple[Options, dict[str, str]]:
         records=tuple(sorted(set(request.records))),
         page_seconds=request.page_seconds,
     )
-    needed = dict[str, str]()
+    required_files = dict[str, str]()
     for extractor, field, path in (
         ("description", "wiki_index", request.wiki_index),
         ("entities", "mentions", request.mentions),
@@ -229,13 +229,13 @@ def _options(request: Request) -> tuple[Options, dict[str, str]]:
             raise ConfigError(f"--{field}: belongs to --extract {extractor}. Set both or neither.")
         if path:
             with reading(path, DataError):
-                needed[field] = sample_digest(path)
+                required_files[field] = sample_digest(path)
             options = replace(options, **{field: str(path.resolve())})
     if "description" in options.extract:
         description.open_descriptions(options.wiki_index)
     if "entities" in options.extract:
         entities.read_linker(options.mentions)
-    return options, needed
+    return options, required_files
 
 
 def _settings(slurm: Sequence[str]) -> dict[str, Any]:

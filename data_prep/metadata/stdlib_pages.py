@@ -103,9 +103,9 @@ def split_rows(pages: Mapping[str, str]) -> dict[str, list[dict[str, Any]]]:
     """Make the rows of both splits, in the order of the pages; the first of equal texts."""
     rows: dict[str, list[dict[str, Any]]] = {split: [] for split in SPLITS}
     texts = set[str]()
-    unlimited = [rule for rule in html.read_rules() if rule.max_chars is None]
+    unlimited_rules = [rule for rule in html.read_rules() if rule.max_chars is None]
     for name, source in pages.items():
-        page = html.extract(source, rules=unlimited)  # a line with a signature is short
+        page = html.extract(source, rules=unlimited_rules)  # a line with a signature is short
         for text, tags in pieces(page):
             if text in texts:
                 continue

@@ -54,7 +54,7 @@ def _span(key: str, start: int, end: int, value: str) -> Row:
 def sentence_lengths(text: str, compatible: bool = False) -> Iterator[Row]:
     """The length of each sentence, which ends with a stop before a blank, or with the text.
 
-    compatible: every dot ends one, each begins on the dot before, and what follows the last dot has none.
+    compatible: every dot ends a sentence, each starts at the previous dot; text after the last dot is left out.
     """
     if compatible:
         dots = [match.start() for match in re.finditer(r"\.", text)]
@@ -86,7 +86,7 @@ def split_paragraphs(text: str, tags: Sequence[Mapping[str, Any]]) -> Iterator[R
         (tag["char_end_idx"], tag["char_start_idx"], tag["value"]) for tag in tags if tag["value"] in PARAGRAPH_TAGS
     )
     for end, _, name in [*ends, (len(text), 0, "remainder")]:
-        end = min(end + (name == "p"), len(text))  # with the line end behind it
+        end = min(end + (name == "p"), len(text))  # with the line end after it
         if end <= begin:
             continue
         pieces = re.findall(r"(?s).*?\n\n+|.+\Z", text[begin:end])
@@ -112,6 +112,6 @@ def place_entities(entities: Sequence[Mapping[str, Any]], paragraphs: Sequence[M
         if span in seen:
             continue
         seen.add(span)
-        # The markers at a character share one count, so the ends of a paragraph stand before the starts of the next.
+        # The markers at a character share one count, so the ends of a paragraph come before the starts of the next.
         places = next(counts[span[1]]), next(counts[span[0]])
         yield {**_span("entity_paragraph", *span), "relative_start_pos": places[1], "relative_end_pos": places[0]}

@@ -1,7 +1,7 @@
 """A validation set for each type of metadata: `python -m data_prep.metadata.validation c4_html --columns html title`.
 
-Of a prepared corpus each gets a folder CORPUS-validation_metadata_COLUMN beside it, as the published ones are called:
-its validation split has the rows with that type, and no other type. The training split is the corpus's own.
+Writes a folder CORPUS-validation_metadata_COLUMN per type next to a prepared corpus, named as the published ones.
+Its validation split has the rows with that type, without the other types. The training split is the one of the corpus.
 """
 
 import argparse

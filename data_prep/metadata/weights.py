@@ -1,8 +1,7 @@
-"""Weights of the types of metadata by how seldom they are: `python -m data_prep.metadata.weights c4_html`.
+"""Weights of the types of metadata by inverse frequency: `python -m data_prep.metadata.weights c4_html`.
 
-What is printed goes into `data.weights` of an experiment with sampling "weighted". The weight of a type is the number
-of documents that
-have the most frequent one, over the number of those that have it: 1 for the most frequent. Only the ratios count.
+Use the output as `data.weights` of an experiment with sampling "weighted". The weight of a type is the number of
+documents with the most frequent type, divided by the number of documents with this type. Only the ratios matter.
 """
 
 import argparse
@@ -46,20 +45,20 @@ def count_columns(
     path = jsonl.require_file(jsonl.corpus_folder(Places(data_path, data_path), corpus), "train.jsonl")
     rows = jsonl.read_rows(path, {"text": str})
     require_at_least(1, documents=documents)
-    chosen = (
+    selected_columns = (
         range(len(rows))
         if documents is None or documents >= len(rows)
         else sorted(random.Random(0).sample(range(len(rows)), documents))
     )
-    found = Counter[str]()
-    for number in chosen:
-        found.update(read_row(rows[number], f"{path}:{number + 1}", columns).columns)
+    column_counts = Counter[str]()
+    for number in selected_columns:
+        column_counts.update(read_row(rows[number], f"{path}:{number + 1}", columns).columns)
     for column in columns or []:
-        if not found[column]:
+        if not column_counts[column]:
             raise DataError(f"--columns: no document that was counted has {column!r}, so it has no weight.")
-    if not found:
+    if not column_counts:
         raise DataError(f"{path}: no document has metadata.")
-    return found
+    return column_counts
 
 
 def inverse_frequencies(counts: Counter[str]) -> dict[str, float]:

@@ -47,12 +47,12 @@ def make_index(dump: Path, output: Path) -> None:
     Raises:
         DataError: the dump is damaged or none. A package that reads wikitext is missing.
     """
-    beside = output.with_name(f".{output.name}.{os.getpid()}")
+    temporary = output.with_name(f".{output.name}.{os.getpid()}")
     counts = {"paragraphs": 0, "redirects": 0}
     if not output.parent.is_dir():
         raise DataError(f"--output {output}: no such folder: {output.parent}.")
     try:
-        with writing(output), sqlite3.connect(beside) as database:
+        with writing(output), sqlite3.connect(temporary) as database:
             database.executescript(_TABLES)
             for page in read_pages(dump):
                 if page.redirect is not None:
@@ -66,9 +66,9 @@ def make_index(dump: Path, output: Path) -> None:
         database.close()
         if not counts["paragraphs"]:
             raise DataError(f"{dump}: no article was found. Expected MediaWiki's XML export.")
-        os.replace(beside, output)
+        os.replace(temporary, output)
     finally:
-        beside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
     print(f"{output}: {counts['paragraphs']} paragraphs, {counts['redirects']} redirects")
 
 
@@ -97,7 +97,7 @@ def read_pages(dump: Path) -> Iterator[Page]:
 
 
 def first_paragraph(wikitext: str) -> str:
-    """The first paragraph before any heading, without markup; empty where there is none."""
+    """The first paragraph before any heading, without markup; empty if there is no such paragraph."""
     try:
         import mwparserfromhell
     except ModuleNotFoundError:

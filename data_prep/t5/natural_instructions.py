@@ -49,7 +49,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         default=4000,
         help="examples are left out where an input would be longer (default: %(default)s)",
     )
-    add("--seed", type=int, default=0, help="of what is drawn (default: %(default)s)")
+    add("--seed", type=int, default=0, help="seed for sampling (default: %(default)s)")
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class Options:
 
 
 def prepare(data_path: Path, options: Options) -> bool:
-    """Make the folder below `data_path`; False if it is whole and made from the same, so that nothing was done.
+    """Make the folder below `data_path`; False if it is complete and up to date.
 
     Raises:
         DataError: a list or a task is missing or malformed.
@@ -89,11 +89,11 @@ def prepare(data_path: Path, options: Options) -> bool:
         counts = {}
         for split, names in tasks.items():
             with open(folder / f"{split}.jsonl", "w", encoding="utf-8", newline="\n") as file:
-                found = (
+                task_rows = (
                     row for task in tqdm(names, desc=split, unit=" tasks") for row in rows(paths[task], split, options)
                 )
                 counts[split] = 0
-                for row in found:
+                for row in task_rows:
                     file.write(json.dumps({"index": counts[split], **row}) + "\n")
                     counts[split] += 1
         return {"counts": counts}
@@ -112,7 +112,7 @@ def read_task_names(path: Path) -> list[str]:
 
 
 def task_path(release: Path, task: str) -> Path:
-    """The file of a task. Raises DataError where there is none."""
+    """The file of a task. Raises DataError if it is missing."""
     path = release / "tasks" / f"{task}.json"
     if not path.is_file():
         raise DataError(f"{path}: no such task, but the split names it.")
@@ -163,8 +163,8 @@ def input_text(definition: str, examples: Sequence[str], instance: str, most: in
 
 def example_text(number: int, example: Mapping[str, str]) -> str:
     """An example of the task that was done right."""
-    given = with_stop(f" Positive Example {number} -\nInput: {example['input'].strip()}")
-    return f"{given}\n{with_stop(' Output: ' + example['output'].strip())}\n\n"
+    input_text = with_stop(f" Positive Example {number} -\nInput: {example['input'].strip()}")
+    return f"{input_text}\n{with_stop(' Output: ' + example['output'].strip())}\n\n"
 
 
 def with_stop(text: str) -> str:
@@ -172,8 +172,8 @@ def with_stop(text: str) -> str:
     return text if text[-1:] in string.punctuation else f"{text}."
 
 
-def _run(data_path: Path, **given: Any) -> None:
-    prepare(data_path, Options(**given))
+def _run(data_path: Path, **options: Any) -> None:
+    prepare(data_path, Options(**options))
 
 
 main = command.main_of(COMMAND, __doc__, _add_options, _run)

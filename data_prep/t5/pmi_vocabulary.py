@@ -1,4 +1,4 @@
-"""List the n-grams that PMI-masking masks whole: `python -m data_prep.t5.pmi_vocabulary --name c4_pmi --train FILE..`.
+"""List n-grams that PMI-masking masks as units: `python -m data_prep.t5.pmi_vocabulary --name c4_pmi --train FILE..`.
 
 One folder is made below --data_path, with ngrams.txt, which data set span_corruption reads: `"ngrams":
 "c4_pmi/ngrams.txt"`. N-grams of 2 to 5 words are ranked by PMI_n (Levine et al. 2021, arXiv 2010.01825, equation 3),
@@ -25,7 +25,7 @@ COMMAND = "python -m data_prep.t5.pmi_vocabulary"
 FILE = "ngrams.txt"
 SHARES = {2: 0.5, 3: 0.25, 4: 0.125, 5: 0.125}
 """Words of an n-gram, and the share of the list."""
-_WORD = re.compile(r" ?(?:\w+|[^\w\s])")  # with the space before; otherwise as src/systems/t5/denoising/ngrams.py
+_WORD = re.compile(r" ?(?:\w+|[^\w\s])")  # with the space before; the rest as in src/systems/t5/denoising/ngrams.py
 _PUNCTUATION = re.compile(r"[^\w\s]+")
 
 
@@ -38,7 +38,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         required=True,
         metavar="SOURCE",
-        help="what is read; the text that will be trained on, or a part of it",
+        help="text to read: the training text, or a part of it",
     )
     add(
         "--text_field",
@@ -64,14 +64,14 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=10_000_000,
         metavar="N",
-        help="kept in memory, about 150 bytes each (default: %(default)s)",
+        help="in memory, about 150 bytes each (default: %(default)s)",
     )
     add("--punctuation", action="store_true", help="signs are words too, as for code; without it n-grams end at them")
     add("--frequent", action="store_true", help="rank by PMI_n + log p(n-gram), as the authors' published lists do")
 
 
 def prepare(data_path: Path, name: str, train: Sequence[str], text_field: str, **options: Any) -> bool:
-    """Make the folder `data_path / name`; False if it is whole and has the same provenance.
+    """Make the folder `data_path / name`; False if it is complete and has the same provenance.
     options: all of the command line.
 
     Raises:
@@ -88,27 +88,27 @@ def prepare(data_path: Path, name: str, train: Sequence[str], text_field: str, *
         "scripts_sha256": command.digest_files([__file__, training_text.__file__]),
     }
 
-    def fill(beside: Path) -> dict[str, Any]:
+    def fill(partial_folder: Path) -> dict[str, Any]:
         counts, totals, undercount = count_ngrams(corpus.batches(name), options["max_counts"], options["punctuation"])
-        ranked = rank(counts, totals, options["min_count"], options["frequent"])
-        chosen = {n: ranked[n][: int(options["size"] * share)] for n, share in SHARES.items()}
-        if not any(chosen.values()):
+        ngrams_by_rank = rank(counts, totals, options["min_count"], options["frequent"])
+        selected_ngrams = {n: ngrams_by_rank[n][: int(options["size"] * share)] for n, share in SHARES.items()}
+        if not any(selected_ngrams.values()):
             often = f"occurs {options['min_count']} times and more often than by chance"
             raise DataError(f"--train: no n-gram {often}. Give more text, or lower --min_count.")
-        with open(beside / FILE, "w", encoding="utf-8", newline="\n") as file:
-            file.writelines(f"{ngram}\n" for ngrams in chosen.values() for ngram in ngrams)
+        with open(partial_folder / FILE, "w", encoding="utf-8", newline="\n") as file:
+            file.writelines(f"{ngram}\n" for ngrams in selected_ngrams.values() for ngram in ngrams)
         print(
             f"{totals[1]:,} words; n-grams by words: "
-            f"{', '.join(f'{n}: {len(ngrams):,}' for n, ngrams in chosen.items())}"
+            f"{', '.join(f'{n}: {len(ngrams):,}' for n, ngrams in selected_ngrams.items())}"
         )
         if undercount:
             print(
-                f"Rare n-grams were forgotten, so counts may be too low by up to {undercount:,}; "
-                "--max_counts keeps more."
+                f"Rare n-grams were dropped, so counts can be too low by up to {undercount:,}; "
+                "Raise --max_counts to count more."
             )
         return {
             "words": totals[1],
-            "ngrams": {str(n): len(ngrams) for n, ngrams in chosen.items()},
+            "ngrams": {str(n): len(ngrams) for n, ngrams in selected_ngrams.items()},
             "undercount": undercount,
         }
 
@@ -123,7 +123,7 @@ def count_ngrams(
     counts: of more than `max_counts` the rarest are forgotten after a batch, until half as many are left (lossy
     counting, Manku and Motwani 2002). A part of an n-gram that is left is left, too, as it is not rarer.
     totals: n-grams of each length, forgotten ones included.
-    undercount: no count is lower than the true one by more than this; what has no count is not more frequent.
+    undercount: counts are too low by at most this much; n-grams without a count are at most this frequent.
     """
     counts, totals, undercount = Counter[str](), dict.fromkeys(range(1, max(SHARES) + 1), 0), 0
 
@@ -156,11 +156,11 @@ def rank(
     def log_p(ngram: str, n: int) -> float:
         return math.log(counts[ngram] / totals[n])
 
-    scored: dict[int, list[tuple[float, str]]] = {n: [] for n in SHARES}
+    scores: dict[int, list[tuple[float, str]]] = {n: [] for n in SHARES}
     for ngram, count in counts.items():
         if count >= min_count and (n := len(words := _WORD.findall(ngram))) > 1 and (score := pmi(words, log_p)) > 0:
-            scored[n].append((-score - frequent * log_p(ngram, n), ngram))
-    return {n: [ngram for _, ngram in sorted(found)] for n, found in scored.items()}
+            scores[n].append((-score - frequent * log_p(ngram, n), ngram))
+    return {n: [ngram for _, ngram in sorted(scores_of_n)] for n, scores_of_n in scores.items()}
 
 
 def pmi(words: Sequence[str], log_p: Callable[[str, int], float]) -> float:

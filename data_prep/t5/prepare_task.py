@@ -1,7 +1,7 @@
 """Prepare a task as text: `python -m data_prep.t5.prepare_task --task rte --train FILE.. --val FILE.. --test FILE..`.
 
-One folder is made below --data_path: train.jsonl, val.jsonl, test.jsonl, those of them that are given, and
-manifest.json, which says what they were made from; or none. Two runs on the same files give the same bytes. A SOURCE is
+Writes one folder below --data_path, atomically: train.jsonl, val.jsonl and test.jsonl, for the given splits, and
+manifest.json with their provenance. Two runs on the same files give the same bytes. A SOURCE is
 a file (columns parted by tabs with or without a header line, as GLUE's; csv; JSON or JSON lines, as SuperGLUE's;
 parquet), a folder saved by `datasets`, or hub:ID[@CONFIG][#SPLIT]. Tasks are those of resources/tasks, or of a file of
 one's own (--task_file).
@@ -29,7 +29,7 @@ from src.systems.t5.tasks import task_table
 
 COMMAND = "python -m data_prep.t5.prepare_task"
 _SCRIPTS = (__file__, superglue.__file__, task_rows.__file__, task_sources.__file__, sources.__file__)
-_SHOWN = 3  # complaints about rows left out
+_MAX_LOGGED = 3  # complaints about rows left out
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Options:
         if not (self.train or self.val or self.test):
             raise DataError("expected --train, --val or --test with a source at least.")
         if self.val_percent is not None and (self.val or not self.train):
-            raise DataError("--val_percent sets rows of --train apart for validation: leave --val out.")
+            raise DataError("--val_percent uses rows of --train for validation: leave --val out.")
         if self.val_percent is not None and not 0 < self.val_percent < 100:
             raise DataError(f"--val_percent: expected a number between 0 and 100, got {self.val_percent:g}.")
         require_at_least(1, max_rows=self.max_rows)
@@ -61,18 +61,23 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     command.add_data_path(parser)
     add = parser.add_argument
     add("--task", required=True, help="an entry of resources/tasks, as rte, or of --task_file")
-    add("--task_file", type=Path, metavar="YAML", help="entries of one's own; the task's is kept with the data")
+    add(
+        "--task_file",
+        type=Path,
+        metavar="YAML",
+        help="file with more tasks; the entry of the task is saved with the data",
+    )
     add("--name", help="the new folder, which an experiment names as data.corpus (default: the task)")
     for split in SPLITS:
         add(f"--{split}", nargs="+", default=[], metavar="SOURCE", help=f"sources of {split}.jsonl")
-    add("--val_percent", type=float, metavar="P", help="instead of --val: set apart about P %% of the rows of --train")
+    add("--val_percent", type=float, metavar="P", help="instead of --val: use about P %% of the rows of --train")
     add("--max_rows", type=int, metavar="N", help="the first N rows of each split")
-    add("--seed", type=int, default=0, help="of the rows that are set apart (default: %(default)s)")
+    add("--seed", type=int, default=0, help="seed for --val_percent (default: %(default)s)")
     add("--skip_bad_rows", action="store_true", help="leave out rows that do not fit, and count them")
 
 
 def prepare(data_path: Path, options: Options) -> bool:
-    """Make the folder `data_path / options.name`; False, and nothing done, if it is whole and has the same provenance.
+    """Make the folder `data_path / options.name`; False if it is complete and has the same provenance.
 
     Raises:
         ConfigError: the task is unknown, or its entry has a mistake.
@@ -82,10 +87,13 @@ def prepare(data_path: Path, options: Options) -> bool:
     task = task_table.find(options.task, options.task_file)
     if options.train and not task.task.trained:
         raise DataError(f"--train: {task.name!r} has no rows to train on. Give --val or --test.")
-    opened = {split: [Source(source, split, task) for source in getattr(options, split)] for split in SPLITS}
-    made_from = _provenance(options, opened, task)
+    sources_by_split = {split: [Source(source, split, task) for source in getattr(options, split)] for split in SPLITS}
+    made_from = _provenance(options, sources_by_split, task)
     facts = command.make_folder(
-        data_path / options.name, COMMAND, made_from, lambda beside: _write(beside, options, opened, task)
+        data_path / options.name,
+        COMMAND,
+        made_from,
+        lambda partial_folder: _write(partial_folder, options, sources_by_split, task),
     )
     if facts is not None:
         _print_summary(facts)
@@ -93,41 +101,43 @@ def prepare(data_path: Path, options: Options) -> bool:
 
 
 def _write(
-    beside: Path, options: Options, opened: dict[str, list[Source]], task: task_table.NamedTask
+    partial_folder: Path, options: Options, sources_by_split: dict[str, list[Source]], task: task_table.NamedTask
 ) -> dict[str, Any]:
-    """Fill the folder `beside`; returns the facts for the manifest."""
+    """Fill the temporary folder `partial_folder`; returns the facts for the manifest."""
     skipped: dict[str, list[str]] = {split: [] for split in SPLITS}
     rows: dict[str, list[task_rows.Row]] = {split: [] for split in SPLITS}
     for split in SPLITS:
-        kept = skipped[split] if options.skip_bad_rows else None
-        every = (row for source in opened[split] for row in task_rows.rows(source, kept))
+        skipped_rows = skipped[split] if options.skip_bad_rows else None
+        every = (row for source in sources_by_split[split] for row in task_rows.rows(source, skipped_rows))
         rows[split] = list(tqdm(every, desc=split, unit="", disable=None, leave=False))
     if options.val_percent is not None:
         rows["train"], rows["val"] = _split_off_validation(rows["train"], options.val_percent, options.seed)
-    written = [
+    split_rows = [
         split
         for split in SPLITS
         if rows[split] or getattr(options, split) or (split == "val" and options.val_percent is not None)
     ]
     inputs: dict[str, set[str]] = {}
-    for split in written:
+    for split in split_rows:
         rows[split] = rows[split][: options.max_rows]
         if not rows[split]:
             raise DataError(f"--{split}: no row is left for this split.")
         _number(rows[split])
         lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in rows[split])
-        (beside / f"{split}.jsonl").write_text("".join(lines), encoding="utf-8", newline="\n")
+        (partial_folder / f"{split}.jsonl").write_text("".join(lines), encoding="utf-8", newline="\n")
         inputs[split] = {task.input(row) for row in rows[split]}
     if options.task_file is not None:
         entry = task.task.model_dump(mode="json", exclude_defaults=True)
-        (beside / task_table.TASK_FILE).write_text(
+        (partial_folder / task_table.TASK_FILE).write_text(
             yaml.safe_dump({task.name: entry}, sort_keys=False, allow_unicode=True), encoding="utf-8"
         )
     both = inputs.get("train", set()) & (inputs.get("val", set()) | inputs.get("test", set()))
     return {
         "task": task.name,
-        "counts": {split: _counts(rows[split], task) for split in written},
-        "skipped": {split: {"rows": len(skipped[split]), "first": skipped[split][:_SHOWN]} for split in written},
+        "counts": {split: _counts(rows[split], task) for split in split_rows},
+        "skipped": {
+            split: {"rows": len(skipped[split]), "first": skipped[split][:_MAX_LOGGED]} for split in split_rows
+        },
         "inputs_of_train_in_another_split": len(both),
     }
 
@@ -138,16 +148,18 @@ def _split_off_validation(
     """Rows for training and for validation; rows of one group (the answers of a question) stay together."""
     groups = {row.get("group") or str(number): None for number, row in enumerate(rows)}
     count = max(1, round(len(groups) * percent / 100))
-    chosen = set(Random(f"{seed}/{len(groups)}").sample(list(groups), count))
+    selected_groups = set(Random(f"{seed}/{len(groups)}").sample(list(groups), count))
     keys = [row.get("group") or str(number) for number, row in enumerate(rows)]
     pairs = list(zip(keys, rows, strict=True))
-    return [row for key, row in pairs if key not in chosen], [row for key, row in pairs if key in chosen]
+    return [row for key, row in pairs if key not in selected_groups], [
+        row for key, row in pairs if key in selected_groups
+    ]
 
 
 def _number(rows: list[task_rows.Row]) -> None:
     """Number the rows from 0 in their order if an index is missing, or repeated among the rows of a group."""
-    found = [(row.get("group"), row["index"]) for row in rows]
-    if any(index is None for _, index in found) or len(set(found)) < len(found):
+    row_keys = [(row.get("group"), row["index"]) for row in rows]
+    if any(index is None for _, index in row_keys) or len(set(row_keys)) < len(row_keys):
         for number, row in enumerate(rows):
             row["index"] = number
 
@@ -157,20 +169,26 @@ def _counts(rows: list[task_rows.Row], task: task_table.NamedTask) -> dict[str, 
     return {"rows": {task.name: len(rows)}, **({"labels": dict(sorted(labels.items()))} if labels else {})}
 
 
-def _provenance(options: Options, opened: dict[str, list[Source]], task: task_table.NamedTask) -> dict[str, Any]:
+def _provenance(
+    options: Options, sources_by_split: dict[str, list[Source]], task: task_table.NamedTask
+) -> dict[str, Any]:
     """Everything that the content of the folder depends on.
 
     Raises:
         DataError: one source is given twice.
     """
-    facts = {split: [source.facts() for source in opened[split]] for split in SPLITS}
-    pairs = [(split, *pair) for split in SPLITS for pair in zip(opened[split], facts[split], strict=True)]
-    local = [(split, source, found) for split, source, found in pairs if not source.source.startswith(sources.HUB)]
-    sources.require_distinct((f"--{split} {source.source}", found) for split, source, found in local)
-    stated = {name: value for name, value in asdict(options).items() if name not in (*SPLITS, "name", "task_file")}
+    facts = {split: [source.facts() for source in sources_by_split[split]] for split in SPLITS}
+    pairs = [(split, *pair) for split in SPLITS for pair in zip(sources_by_split[split], facts[split], strict=True)]
+    local = [
+        (split, source, identity) for split, source, identity in pairs if not source.source.startswith(sources.HUB)
+    ]
+    sources.require_distinct((f"--{split} {source.source}", identity) for split, source, identity in local)
+    options_to_save = {
+        name: value for name, value in asdict(options).items() if name not in (*SPLITS, "name", "task_file")
+    }
     return {
         "sources": facts,
-        "options": stated,
+        "options": options_to_save,
         "task": task.fingerprint,
         "scripts_sha256": command.digest_files(_SCRIPTS),
     }
@@ -187,8 +205,8 @@ def _print_summary(facts: dict[str, Any]) -> None:
         print(f"{facts['inputs_of_train_in_another_split']} inputs of train are in another split too.")
 
 
-def _run(data_path: Path, name: str | None, task: str, **given: Any) -> None:
-    prepare(data_path, Options(name=name or task, task=task, **given))
+def _run(data_path: Path, name: str | None, task: str, **option_values: Any) -> None:
+    prepare(data_path, Options(name=name or task, task=task, **option_values))
 
 
 main = command.main_of(COMMAND, __doc__, _add_options, _run)

@@ -48,7 +48,7 @@ def _without_markup(text: str) -> str:
 def record(record: Record, split: str, where: str) -> Iterator[Record]:
     """For training one record for each answer; else one for each question, with all "answers".
 
-    Entities and answers stand once each, in the order of the alphabet, as the hub's rows have them.
+    Entities and answers are listed once, in alphabetical order, as in the rows of the hub.
     """
     passage = record.get("passage")
     if isinstance(passage, str):
@@ -74,7 +74,7 @@ def record(record: Record, split: str, where: str) -> Iterator[Record]:
 
 def wsc(record: Record, split: str, where: str) -> Iterator[Record]:
     """Mark the noun with asterisks and the pronoun with number signs.
-    What does not stand at its word stays unmarked, as in T5."""
+    A span that is not at its word index is not marked, as in T5."""
     del split
     target = record.get("target") or record
     noun, noun_at = _get(target, "span1_text", str, where), _get(target, "span1_index", int, where)
@@ -88,10 +88,10 @@ def wsc(record: Record, split: str, where: str) -> Iterator[Record]:
 
 
 def wsc_simple(record: Record, split: str, where: str) -> Iterator[Record]:
-    """The pronoun between asterisks, and the noun that it stands for as the label.
-    Rows of a noun that it does not stand for are no rows.
+    """Mark the pronoun with asterisks; the label is the noun that it refers to.
+    Rows with a noun that it does not refer to are left out.
 
-    In words that are parted by blanks, the pronoun is that at its index (Raffel et al. 2020, section 2.4).
+    The pronoun is the word at its index in the text split at blanks (Raffel et al. 2020, section 2.4).
     """
     del split
     target = record.get("target") or record
@@ -112,7 +112,7 @@ def wsc_simple(record: Record, split: str, where: str) -> Iterator[Record]:
     if places:
         words[places[0]] = f"*{pronoun}*{words[places[0]].removeprefix(pronoun)}"
     else:
-        log.warning("%s: %r does not stand at word %d of %r; it stays unmarked.", where, pronoun, pronoun_at, text[:80])
+        log.warning("%s: %r is not at word %d of %r; it is not marked.", where, pronoun, pronoun_at, text[:80])
     yield {"text": " ".join(words), "label": label, "index": record.get("idx")}
 
 
@@ -122,7 +122,7 @@ def dpr(record: Record, split: str, where: str) -> Iterator[Record]:
     sentence, pronoun = _get(record, "sentence", str, where), _get(record, "pronoun", str, where)
     candidates, label = _get(record, "candidates", list, where), record.get("label")
     if label is not None and not (type(label) is int and 0 <= label < len(candidates)):
-        raise DataError(f"{where}: label {label!r} is none of the {len(candidates)} candidates.")
+        raise DataError(f"{where}: label {label!r} is not among the {len(candidates)} candidates.")
     text = re.sub(rf" ({re.escape(pronoun)})( |\.|,)", r" *\1*\2", sentence, count=1)
     yield {"text": text, "label": None if label is None else candidates[label], "index": record.get("idx")}
 
@@ -134,17 +134,17 @@ def _fitted_span(text: str, span: str, word: int) -> str:
     if span in text or not span or word >= len(words):
         return span
     first = span[0].lower() if words[word][0].islower() else span[0].upper()
-    fitted = f"{first}{span[1:]}".rstrip(".").replace("\n", " ")
-    return fitted if fitted in text else span
+    candidate = f"{first}{span[1:]}".rstrip(".").replace("\n", " ")
+    return candidate if candidate in text else span
 
 
 def _mark_span(text: str, span: str, word: int, mark: str, where: str) -> str:
-    """`text` with marks around `span`, which begins at word number `word`; as it is where it does not."""
-    found = re.match(rf"((?:\S+\s){{{word}}}){re.escape(span)}", text)
-    if found is None:
-        log.warning("%s: %r does not stand at word %d of %r; it stays unmarked.", where, span, word, text[:80])
+    """`text` with marks around `span`, if it starts at word number `word`; else unchanged."""
+    match = re.match(rf"((?:\S+\s){{{word}}}){re.escape(span)}", text)
+    if match is None:
+        log.warning("%s: %r is not at word %d of %r; it is not marked.", where, span, word, text[:80])
         return text
-    return f"{found[1]}{mark} {span} {mark}{text[found.end() :]}"
+    return f"{match[1]}{mark} {span} {mark}{text[match.end() :]}"
 
 
 def _get(record: Mapping[str, Any], name: str, kind: type, where: str) -> Any:

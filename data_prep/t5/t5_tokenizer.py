@@ -1,13 +1,13 @@
 """A tokenizer with sentinels: `python -m data_prep.t5.t5_tokenizer --from stdlib_tokenizer --name stdlib_t5_tokenizer`.
 
-Either --from, a tokenizer that is there already; or --spiece, the SentencePiece model of T5; or --train, text on which
-one is trained as T5's was: SentencePiece's unigrams (Kudo 2018, arXiv 1804.10959) after <pad> 0, </s> 1 and <unk> 2, or
-with --model bpe byte-level BPE, which keeps line ends and spaces, as code needs. A folder is made below --data_path:
-the tokenizer with <extra_id_99> to <extra_id_0> behind all other tokens, so that <extra_id_0> has the highest id
-(Raffel et al. 2020, arXiv 1910.10683; T5's own has 32,000 pieces and 100 sentinels), with a padding token of its own
-and an end token. No text becomes a sentinel, an end or padding through SafeTokenizer of src.data.text. With --sentences
-N, <eosen> and <sent_0> to <sent_N-1>, which data set depth needs, stand behind the sentinels, so that no id changes
-that a trained model knows.
+Give either --from, an existing tokenizer; or --spiece, the SentencePiece model of T5; or --train, text for training a
+new one as T5's: SentencePiece's unigrams (Kudo 2018, arXiv 1804.10959) after <pad> 0, </s> 1 and <unk> 2, or with
+--model bpe byte-level BPE, which preserves line ends and spaces, as code needs. Writes a folder below --data_path: the
+tokenizer with <extra_id_99> to <extra_id_0> after all other tokens, so that <extra_id_0> has the highest id (Raffel
+et al. 2020, arXiv 1910.10683; T5's own has 32,000 pieces and 100 sentinels), with a padding token of its own and an end
+token. No text becomes a sentinel, an end or padding through SafeTokenizer of src.data.text. With --sentences
+N, <eosen> and <sent_0> to <sent_N-1>, which data set depth needs, follow the sentinels, so that the ids of a trained
+model do not change.
 """
 
 import argparse
@@ -75,21 +75,21 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=0,
         metavar="N",
-        help="also N names of sentences; --from may then have sentinels already",
+        help="also N sentence tokens; --from can then have sentinels already",
     )
 
 
-def _run(train: Sequence[str] | None, source: str | None, spiece: Path | None, **given: Any) -> bool:
-    require_at_least(0, sentences=given["sentences"])
-    require_at_least(1, sentinels=given["sentinels"])
-    about = {name: value for name in DEFAULTS if (value := given.pop(name)) is not None}
+def _run(train: Sequence[str] | None, source: str | None, spiece: Path | None, **options: Any) -> bool:
+    require_at_least(0, sentences=options["sentences"])
+    require_at_least(1, sentinels=options["sentinels"])
+    about = {name: value for name in DEFAULTS if (value := options.pop(name)) is not None}
     if train:
-        return prepare_trained(train=train, options={**DEFAULTS, **about}, **given)
+        return prepare_trained(train=train, options={**DEFAULTS, **about}, **options)
     if about:
         raise DataError(
             f"--{next(iter(about))}: is for --train; --from and --spiece have their tokens already. Leave it out."
         )
-    return prepare(source=source, spiece=spiece, **given)
+    return prepare(source=source, spiece=spiece, **options)
 
 
 def prepare(
@@ -100,11 +100,11 @@ def prepare(
     sentences: int = 0,
     sentinels: int = NUM_SENTINELS,
 ) -> bool:
-    """Make the folder `data_path / name` from one of two sources; False if it is whole and has the same provenance.
+    """Make the folder `data_path / name` from one of two sources; False if it is complete and has the same provenance.
 
     Raises:
-        DataError: the source is missing, damaged, or has already what is to be added. Sentinels it may have where
-            `sentences` are.
+        DataError: the source is missing, damaged, or has the new tokens already. With `sentences`, sentinels are
+            allowed.
         RunError: the disk refuses.
     """
     folder = data_path / name
@@ -127,7 +127,10 @@ def prepare(
         "pad_token": with_sentinels.pad_token,
         "packages": _versions("tokenizers", "transformers"),
     }
-    return command.make_folder(folder, COMMAND, made_from, lambda beside: _save(with_sentinels, beside)) is not None
+    return (
+        command.make_folder(folder, COMMAND, made_from, lambda partial_folder: _save(with_sentinels, partial_folder))
+        is not None
+    )
 
 
 def prepare_trained(
@@ -138,7 +141,7 @@ def prepare_trained(
     sentences: int = 0,
     sentinels: int = NUM_SENTINELS,
 ) -> bool:
-    """Make the folder `data_path / name` from text; False if it is whole and has the same provenance.
+    """Make the folder `data_path / name` from text; False if it is complete and has the same provenance.
     options: see `DEFAULTS`.
 
     Raises:
@@ -155,11 +158,11 @@ def prepare_trained(
         "scripts_sha256": command.digest_files([__file__, stdlib_qa.__file__, training_text.__file__]),
     }
 
-    def fill(beside: Path) -> dict[str, Any]:
+    def fill(partial_folder: Path) -> dict[str, Any]:
         tokenizer = (train_unigram if unigram else train_bpe)(corpus.batches(name), vocab_size, sentinels)
         if sentences:
             add_sentences(tokenizer, sentences, "--train")
-        return _save(tokenizer, beside)
+        return _save(tokenizer, partial_folder)
 
     return command.make_folder(data_path / name, COMMAND, made_from, fill) is not None
 
@@ -182,7 +185,7 @@ def train_unigram(
     of threads.
 
     Raises:
-        DataError: so many pieces cannot be had of this text, or it has more letters.
+        DataError: the text is too small for `vocab_size` pieces, or has more distinct characters.
     """
     import sentencepiece
 
@@ -217,7 +220,7 @@ def train_bpe(
     """Byte-level BPE of `vocab_size` tokens, with sentinels.
 
     Raises:
-        DataError: the text is too little for so many.
+        DataError: the text is too small for `vocab_size` tokens.
     """
     from transformers import PreTrainedTokenizerFast
 
@@ -237,7 +240,7 @@ def train_bpe(
 def add_sentinels(
     tokenizer: "PreTrainedTokenizerFast", where: str, sentinels: int = NUM_SENTINELS
 ) -> "PreTrainedTokenizerFast":
-    """A copy with sentinels and, if it has none, a padding token.
+    """A copy with sentinels and, if missing, a padding token.
     It ends texts with the end token, as the data sets of T5 do.
 
     Raises:
@@ -281,10 +284,10 @@ def add_sentences(tokenizer: "PreTrainedTokenizerFast", number: int, where: str)
     Raises:
         DataError: it has some already.
     """
-    wanted = dataset.sentence_tokens(number)
-    if found := sorted({*wanted} & {*tokenizer.get_vocab()}):
-        raise DataError(f"{where}: has {found[0]!r} already. Use it as it is, or take one without.")
-    tokenizer.add_tokens(wanted, special_tokens=True)
+    new_tokens = dataset.sentence_tokens(number)
+    if existing_tokens := sorted({*new_tokens} & {*tokenizer.get_vocab()}):
+        raise DataError(f"{where}: has {existing_tokens[0]!r} already. Use it as it is, or take one without.")
+    tokenizer.add_tokens(new_tokens, special_tokens=True)
 
 
 def _copy_backend(tokenizer: "PreTrainedTokenizerFast") -> Any:
@@ -306,9 +309,11 @@ def _sentinels_in(vocabulary: Any) -> list[str]:
 
 
 def _refuse_sentinels(vocabulary: Any, where: str) -> None:
-    found = _sentinels_in(vocabulary)
-    if found:
-        raise DataError(f"{where}: has {len(found)} sentinels already, such as {min(found)!r}. Use it as it is.")
+    sentinels = _sentinels_in(vocabulary)
+    if sentinels:
+        raise DataError(
+            f"{where}: has {len(sentinels)} sentinels already, such as {min(sentinels)!r}. Use it as it is."
+        )
 
 
 def from_sentencepiece(path: Path, sentinels: int = NUM_SENTINELS) -> "PreTrainedTokenizerFast":
@@ -336,13 +341,13 @@ def from_sentencepiece(path: Path, sentinels: int = NUM_SENTINELS) -> "PreTraine
     charsmap = proto.normalizer_spec.precompiled_charsmap
     if charsmap:
         backend.normalizer = normalizers.Precompiled(charsmap)
-    # A control piece is a piece to `tokenizers`, so that text which spells it is cut behind its first character.
-    spelled = "|".join(f"{re.escape(name[0])}(?={re.escape(name[1:])})" for name in controls)
+    # A control piece is a piece to `tokenizers`, so text that spells it is split after its first character.
+    pattern = "|".join(f"{re.escape(name[0])}(?={re.escape(name[1:])})" for name in controls)
     backend.pre_tokenizer = pre_tokenizers.Sequence(
         [
             pre_tokenizers.WhitespaceSplit(),
             pre_tokenizers.Metaspace(replacement=_SPACE, prepend_scheme="always", split=True),
-            pre_tokenizers.Split(Regex(spelled), behavior="merged_with_previous"),
+            pre_tokenizers.Split(Regex(pattern), behavior="merged_with_previous"),
         ]
     )
     backend.decoder = decoders.Metaspace(replacement=_SPACE, prepend_scheme="always", split=True)

@@ -35,7 +35,7 @@ def rows(source: Source, skipped: list[str] | None) -> Iterator[Row]:
 
 def _row(record: Record, source: Source, where: str) -> Row:
     task = source.task.task
-    found: Row = {"index": _index(_column_value(record, source, "index"))}
+    new_row: Row = {"index": _index(_column_value(record, source, "index"))}
     for column in task.columns:
         value = _column_value(record, source, column)
         if not isinstance(value, str):
@@ -45,18 +45,18 @@ def _row(record: Record, source: Source, where: str) -> Row:
                 else f"there is: {', '.join(record)}"
             )
             raise DataError(f"{where}: expected text as {' or '.join(map(repr, source.names(column)))}, {got}.")
-        found[column] = value
-    found["label"] = _label(_column_value(record, source, "label"), source, where)
-    if found["label"] is None and source.split != "test":
+        new_row[column] = value
+    new_row["label"] = _label(_column_value(record, source, "label"), source, where)
+    if new_row["label"] is None and source.split != "test":
         raise DataError(
             f"{where}: no label, under {' or '.join(map(repr, source.names('label')))}. "
             "Rows without one are for --test."
         )
     if isinstance(record.get("answers"), list):
-        found["answers"] = record["answers"]
+        new_row["answers"] = record["answers"]
     if isinstance(record.get("group"), str):
-        found["group"] = record["group"]
-    return found
+        new_row["group"] = record["group"]
+    return new_row
 
 
 def _column_value(record: Record, source: Source, column: str) -> Any:
@@ -73,8 +73,8 @@ def _index(value: Any) -> int | None:
 def _label(value: Any, source: Source, where: str) -> str | None:
     """The text of a class, or the number of a regression as text.
 
-    A class may be written as its text, or as its number from 0; True and False are texts, or else 1 and 0. -1 is no
-    label of classes, and of regressions whose range does not have it. The text "-1" of a text is one.
+    A class is given as its text, or as its number from 0; True and False are texts if the task has them, else 1 and 0.
+    -1 means unlabelled for classes, and for regressions if it is out of range. In text tasks "-1" is a label.
     """
     task = source.task.task
     minus_one = value == "-1" or (value == -1 and not isinstance(value, str))
@@ -90,7 +90,7 @@ def _label(value: Any, source: Source, where: str) -> str | None:
             return task.labels[int(number)]
         choices = ", ".join(task.labels[:12])
         raise DataError(
-            f"{where}: label {text[:60]!r} is none of {source.task.name!r}: {choices}, or 0 to {len(task.labels) - 1}."
+            f"{where}: label {text[:60]!r} is not in {source.task.name!r}: {choices}, or 0 to {len(task.labels) - 1}."
         )
     text = value.strip() if isinstance(value, str) else repr(value)
     if task.kind == "regression":

@@ -83,13 +83,14 @@ class Source:
         for names in self.task.task.plain:
             if len(names) == len(first):
                 return names
-        task, known = self.task.task, " or ".join(" ".join(names) for names in self.task.task.plain)
-        without = f" Without a header line its columns would be: {known}." if known else ""
+        task, known_names = self.task.task, " or ".join(" ".join(names) for names in self.task.task.plain)
+        without = f" Without a header line its columns would be: {known_names}." if known_names else ""
         missing = next(c for c in task.columns if not any(name in first for name in self.names(c)))
-        wanted = " or ".join(map(repr, self.names(missing)))
-        shown = ", ".join(repr(name[:30]) for name in first[:12])
+        missing_names = " or ".join(map(repr, self.names(missing)))
+        column_names = ", ".join(repr(name[:30]) for name in first[:12])
         raise DataError(
-            f"{path}:1: no column {wanted} for {missing!r} of {self.task.name!r} among {len(first)}: {shown}.{without}"
+            f"{path}:1: no column {missing_names} for {missing!r} of {self.task.name!r} "
+            f"among {len(first)}: {column_names}.{without}"
         )
 
     def _of_csv(self, path: Path) -> Iterator[tuple[str, Record]]:
@@ -108,12 +109,12 @@ class Source:
         }
         classes = {name: texts for name, texts in classes.items() if set(texts) <= set(self.task.task.labels)}
         for number, row in enumerate(rows, 1):
-            named = {
+            columns_by_name = {
                 name: texts[row[name]]
                 for name, texts in classes.items()
                 if (row[name] or 0) >= 0 and row[name] is not None
             }
-            yield f"{self.source}: row {number}", {**row, **named}
+            yield f"{self.source}: row {number}", {**row, **columns_by_name}
 
 
 def _text(path: Path) -> str:

@@ -14,8 +14,8 @@ COMMAND = "python -m data_prep.toy"
 
 
 def prepare(data_path: Path, name: str, words: list[str]) -> dict[str, Any] | None:
-    def fill(beside: Path) -> dict[str, Any]:
-        (beside / "train.jsonl").write_text("".join(json.dumps({"text": word}) + "\n" for word in words))
+    def fill(partial_folder: Path) -> dict[str, Any]:
+        (partial_folder / "train.jsonl").write_text("".join(json.dumps({"text": word}) + "\n" for word in words))
         if "bad" in words:
             raise DataError("--words: bad.")
         return {"counts": {"train": len(words)}}
@@ -43,7 +43,7 @@ def test_a_command_makes_a_folder_once(tmp_path: Path, capsys: pytest.CaptureFix
         {"train": 2},
     )
     assert main(words) == 0
-    assert "toy: whole and made from these sources with these options: nothing to do." in capsys.readouterr().out
+    assert "toy: complete and made from these sources with these options: nothing to do." in capsys.readouterr().out
     (tmp_path / "toy" / "train.jsonl").write_text('{"text": "x"}\n{"text": "b"}\n')
     assert main(words) == 0
     assert (tmp_path / "toy" / "train.jsonl").read_text().startswith('{"text": "a"}'), "what was altered is made again"
@@ -58,11 +58,11 @@ def test_what_fails_leaves_the_older_folder(tmp_path: Path, capsys: pytest.Captu
     assert (tmp_path / "toy" / "train.jsonl").read_text() == '{"text": "a"}\n'
 
 
-def test_the_help_says_what_a_command_does(capsys: pytest.CaptureFixture[str]):
+def test_the_help_describes_the_command(capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit):
         main(["--help"])
-    assert "usage: python -m data_prep.toy " in (shown := capsys.readouterr().out)
-    assert "What it does." in shown
+    assert "usage: python -m data_prep.toy " in (output := capsys.readouterr().out)
+    assert "What it does." in output
 
 
 def test_a_locked_folder_is_refused(tmp_path: Path):
@@ -76,7 +76,7 @@ def test_a_locked_folder_is_refused(tmp_path: Path):
         pass
 
 
-def test_scripts_and_sources_are_told_apart_by_content(tmp_path: Path):
+def test_scripts_and_sources_are_distinguished_by_content(tmp_path: Path):
     for name, text in (("a", "1"), ("b", "2"), ("c", "1")):
         (tmp_path / name).write_text(text)
     one, two, three = (sources.identify(str(tmp_path / name)) for name in "abc")

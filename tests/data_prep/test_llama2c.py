@@ -38,16 +38,16 @@ def write(folder: Path, sizes: tuple[int, ...] = SIZES, tail: bytes = b"") -> tu
         "c": (positions, half),
         "s": (positions, half),
     }
-    made = {name: torch.randn(shape, generator=generator) / 2 for name, shape in shapes.items()}
-    content = b"".join(tensor.numpy().tobytes() for tensor in made.values())
+    weights = {name: torch.randn(shape, generator=generator) / 2 for name, shape in shapes.items()}
+    content = b"".join(tensor.numpy().tobytes() for tensor in weights.values())
     (folder / "Tiny.bin").write_bytes(struct.pack("<7i", *sizes) + content + tail)
     tokens = [b"<unk>", b"\n<s>\n", b"\n</s>\n", *(f"<0x{i:02X}>".encode() for i in range(256)), b" ", b"a", b" a"]
     words = b"".join(struct.pack("<fi", -float(i), len(text)) + text for i, text in enumerate(tokens))
     (folder / "tok.bin").write_bytes(struct.pack("<i", 6) + words)
-    return [str(folder / "Tiny.bin"), str(folder / "tok.bin"), "--data_path", str(folder)], made
+    return [str(folder / "Tiny.bin"), str(folder / "tok.bin"), "--data_path", str(folder)], weights
 
 
-def turned(x: torch.Tensor, position: int) -> torch.Tensor:
+def rotate(x: torch.Tensor, position: int) -> torch.Tensor:
     """run.c: neighbours (x[i], x[i + 1]) of a head turned by position * 10000^(-i / width)."""
     out = x.clone()
     for i in range(0, len(x), 2):
@@ -70,13 +70,13 @@ def plain_logits(w: dict[str, torch.Tensor], ids: list[int]) -> torch.Tensor:
         x = w["embed"][token].clone()
         for i in range(2):
             h = norm(x, w["n1"][i])
-            q = turned(w["q"][i] @ h, position)
-            keys[i].append(turned(w["k"][i] @ h, position))
+            q = rotate(w["q"][i] @ h, position)
+            keys[i].append(rotate(w["k"][i] @ h, position))
             values[i].append(w["v"][i] @ h)
             read = []
             for head in range(4):
-                own, group = slice(2 * head, 2 * head + 2), slice(head // 2 * 2, head // 2 * 2 + 2)
-                scores = torch.stack([q[own] @ k[group] / math.sqrt(2) for k in keys[i]]).softmax(0)
+                head_slice, group = slice(2 * head, 2 * head + 2), slice(head // 2 * 2, head // 2 * 2 + 2)
+                scores = torch.stack([q[head_slice] @ k[group] / math.sqrt(2) for k in keys[i]]).softmax(0)
                 read.append(sum(s * v[group] for s, v in zip(scores, values[i], strict=True)))
             x = x + w["o"][i] @ torch.cat(read)
             h = norm(x, w["n2"][i])
@@ -129,7 +129,7 @@ def test_other_files_are_refused_and_nothing_is_made(
     assert not (tmp_path / "tiny").exists()
 
 
-def test_the_real_model_tells_its_stories(tmp_path: Path):
+def test_the_real_model_predicts_its_stories(tmp_path: Path):
     data = os.environ.get("TRAINVAL_DATA")
     if not data:
         pytest.skip("TRAINVAL_DATA is not set")
@@ -153,9 +153,9 @@ def test_the_real_model_tells_its_stories(tmp_path: Path):
     ids = torch.tensor([tokenizer(text)["input_ids"]])
     assert tokenizer.decode(ids[0], skip_special_tokens=True) == text
     with torch.no_grad():
-        told, shuffled = (
+        loss, shuffled = (
             model(x, labels=x).loss.item()
             for x in (ids, ids[:, torch.randperm(ids.shape[1], generator=torch.Generator().manual_seed(0))])
         )
-    assert told < 0.6
+    assert loss < 0.6
     assert shuffled > 4

@@ -77,16 +77,19 @@ def make(folder: Path, bad: int | None = None) -> list[int]:
     return read
 
 
-def test_whole_shards_survive_a_failure(tmp_path: Path):
+def test_finished_shards_survive_a_failure(tmp_path: Path):
     make(tmp_path / "whole")
     with pytest.raises(DataError, match=r"^bad\.$"):
         make(tmp_path / "again", bad=5)
     assert not (tmp_path / "again").exists()
-    kept = {path.name: path.stat().st_mtime_ns for path in (tmp_path / ".again.partial").glob("*.txt")}
-    assert len(kept) == 4, "two segments of both splits; the third was not whole"
+    finished_times = {path.name: path.stat().st_mtime_ns for path in (tmp_path / ".again.partial").glob("*.txt")}
+    assert len(finished_times) == 4, "two segments of both splits; the third was not whole"
     make(tmp_path / "again")
     assert not (tmp_path / ".again.partial").exists()
-    assert kept.items() <= {path.name: path.stat().st_mtime_ns for path in (tmp_path / "again").glob("*.txt")}.items()
+    assert (
+        finished_times.items()
+        <= {path.name: path.stat().st_mtime_ns for path in (tmp_path / "again").glob("*.txt")}.items()
+    )
     manifest = files.read_manifest(tmp_path / "again", DataError)
     assert manifest == files.read_manifest(tmp_path / "whole", DataError)
     assert [entry["lines"] for entry in manifest["splits"]["train"]] == [13, 13, 14, 13]

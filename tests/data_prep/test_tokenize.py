@@ -27,7 +27,7 @@ TEXTS = [f"Document {n} says {'so ' * (n % 13)}é." for n in range(600)]
 
 
 @pytest.fixture(scope="module")
-def prepared(tmp_path_factory, make_tokenizer):  # noqa: F811
+def shared_folder(tmp_path_factory, make_tokenizer):  # noqa: F811
     """A data path with a byte tokenizer."""
     folder = tmp_path_factory.mktemp("data")
     make_tokenizer().save_pretrained(folder / "bytes")
@@ -35,8 +35,8 @@ def prepared(tmp_path_factory, make_tokenizer):  # noqa: F811
 
 
 @pytest.fixture
-def data(prepared, tmp_path):
-    (tmp_path / "bytes").symlink_to(prepared / "bytes")
+def data(shared_folder, tmp_path):
+    (tmp_path / "bytes").symlink_to(shared_folder / "bytes")
     return tmp_path
 
 
@@ -53,9 +53,9 @@ def run(data, **changes):
 
 def read(data, split, name="made"):
     """Texts of all documents of a split."""
-    found = documents.read(Places(data, data), name, tokenizers.load(data / "bytes"), split)
+    corpus = documents.read(Places(data, data), name, tokenizers.load(data / "bytes"), split)
     shift = len(CONTROLS)
-    return [bytes(int(i) - shift for i in found[n]).decode() for n in range(len(found))]
+    return [bytes(int(i) - shift for i in corpus[n]).decode() for n in range(len(corpus))]
 
 
 def hashes(folder):
@@ -84,9 +84,9 @@ def test_the_same_bytes_whatever_the_number_of_processes(data):
     ]
     for processes, name in ((1, "one"), (2, "two")):
         run(data, name=name, train=sources, shard_tokens=4000, processes=processes)
-    found = hashes(data / "one")
-    assert len(found) > 12
-    assert found == hashes(data / "two")
+    expected = hashes(data / "one")
+    assert len(expected) > 12
+    assert expected == hashes(data / "two")
     manifests = [json.loads((data / name / "manifest.json").read_text()) for name in ("one", "two")]
     assert manifests[0] == manifests[1]
 
@@ -98,9 +98,9 @@ def test_sources_of_every_kind_give_the_same_documents(data):
 
     rows = {"text": TEXTS[:30]}
     pyarrow.parquet.write_table(pyarrow.table(rows), data / "b.parquet")
-    made = datasets.Dataset.from_dict(rows)
-    made.save_to_disk(data / "saved")
-    datasets.DatasetDict({"train": made, "validation": made}).save_to_disk(data / "splits")
+    dataset = datasets.Dataset.from_dict(rows)
+    dataset.save_to_disk(data / "saved")
+    datasets.DatasetDict({"train": dataset, "validation": dataset}).save_to_disk(data / "splits")
     (data / "d.json").write_text(json.dumps([{"text": string} for string in rows["text"]]))
     (data / "e.txt").write_text("\n\n" + "\n".join(rows["text"]) + "\n")
     (data / "hub").mkdir()
@@ -117,13 +117,13 @@ def test_sources_of_every_kind_give_the_same_documents(data):
         assert read(data, "val", f"m{number}") == ["v"]
 
 
-def test_a_text_file_is_one_document_unless_told(data):
+def test_a_text_file_is_one_document_by_default(data):
     (data / "a.txt").write_text("\n one\n\ntwo \n\n")
     run(data, train=[str(data / "a.txt")], val=[write_lines(data / "v.jsonl", ["v"])], val_rate=0.0)
     assert read(data, "train") == [" one\n\ntwo "]
 
 
-def test_a_prepared_corpus_keeps_its_splits_and_empty_documents_leave_nothing(data):
+def test_a_prepared_corpus_has_its_splits_and_drops_empty_documents(data):
     with new_directory(data / "plain") as folder:
         write_lines(folder / "train.jsonl", ["a", "", "b"])
         write_lines(folder / "val.jsonl", ["c"])
@@ -132,7 +132,7 @@ def test_a_prepared_corpus_keeps_its_splits_and_empty_documents_leave_nothing(da
     assert read(data, "val") == ["c"]
 
 
-def test_a_second_run_does_nothing_and_a_change_is_made_anew(data, capsys):
+def test_only_changed_options_or_sources_are_tokenised_again(data, capsys):
     source = write_lines(data / "a.jsonl", TEXTS)
     assert run(data, train=[source])
     assert not run(data, train=[source], processes=2)
@@ -145,36 +145,38 @@ def test_a_second_run_does_nothing_and_a_change_is_made_anew(data, capsys):
 
 def tokenised_sources(monkeypatch):
     """Counts the batches that are tokenised."""
-    counted = []
+    batches = []
     original = token_workers.tokenise_batch
     monkeypatch.setattr(
-        token_workers, "tokenise_batch", lambda job, batch: counted.append(batch) or original(job, batch)
+        token_workers, "tokenise_batch", lambda job, batch: batches.append(batch) or original(job, batch)
     )
-    return counted
+    return batches
 
 
-def test_what_was_finished_before_an_error_is_kept(data, monkeypatch):
+def test_finished_shards_survive_an_error(data, monkeypatch):
     lines = write_lines(data / "a.jsonl", TEXTS)
     second = write_lines(data / "b.jsonl", ["x"] * 300)
     with open(second, "a") as file:
         file.write('{"text": 5}\n')
     with pytest.raises(DataError, match=re.escape("b.jsonl:301: field 'text': expected str, got 5 (int).")):
         run(data, train=[lines, second], shard_tokens=4000)
-    beside = data / ".made.partial"
-    kept = hashes(beside)
-    assert sum(name.endswith(".done.json") for name in kept) >= 3
-    counted = tokenised_sources(monkeypatch)
+    partial_folder = data / ".made.partial"
+    finished_hashes = hashes(partial_folder)
+    assert sum(name.endswith(".done.json") for name in finished_hashes) >= 3
+    batches = tokenised_sources(monkeypatch)
     with pytest.raises(DataError, match=r"b.jsonl:301"):
         run(data, train=[lines, second], shard_tokens=4000)
-    assert {batch.source for batch in counted} == {second}
-    assert {name: digest for name, digest in hashes(beside).items() if name in kept} == kept
+    assert {batch.source for batch in batches} == {second}
+    assert {
+        name: digest for name, digest in hashes(partial_folder).items() if name in finished_hashes
+    } == finished_hashes
     write_lines(data / "b.jsonl", ["x"] * 300)
     assert run(data, train=[lines, second], shard_tokens=4000)
-    assert not beside.exists()
+    assert not partial_folder.exists()
     assert len(read(data, "train") + read(data, "val")) == 900
 
 
-def test_a_streamed_set_goes_on_without_reading_its_finished_rows_again(data, monkeypatch):
+def test_a_streamed_set_resumes_without_reading_its_finished_rows(data, monkeypatch):
     """Counts the rows that the library hands out."""
     import datasets
 
@@ -185,14 +187,14 @@ def test_a_streamed_set_goes_on_without_reading_its_finished_rows_again(data, mo
     run(data, name="whole", **options)
     original, read, most = datasets.IterableDataset.__iter__, [0], [1100]
 
-    def broken(self):
+    def fail_in_middle(self):
         for row in original(self):
             if read[0] == most[0]:
                 raise RunError("the network is gone")
             read[0] += 1
             yield row
 
-    monkeypatch.setattr(datasets.IterableDataset, "__iter__", broken)
+    monkeypatch.setattr(datasets.IterableDataset, "__iter__", fail_in_middle)
     with pytest.raises(RunError, match="the network is gone"):
         run(data, **options)
     batches = max(json.loads(path.read_text())["batches"] for path in (data / ".made.partial").glob("*.done.json"))
@@ -202,7 +204,7 @@ def test_a_streamed_set_goes_on_without_reading_its_finished_rows_again(data, mo
     assert hashes(data / "made") == hashes(data / "whole")
 
 
-def test_damaged_finished_shards_are_made_anew(data):
+def test_damaged_shards_are_written_again(data):
     lines = write_lines(data / "a.jsonl", TEXTS)
     run(data, name="whole", train=[lines], shard_tokens=4000)
     with open(lines, "a") as file:
@@ -215,7 +217,7 @@ def test_damaged_finished_shards_are_made_anew(data):
 
 
 @pytest.mark.slow
-def test_a_killed_run_goes_on_behind_the_last_whole_shard(data):
+def test_a_killed_run_resumes_after_the_last_complete_shard(data):
     """kill -9 of the command, whose processes end with it; and one of the finished shards is torn before it goes on."""
     lines = write_lines(data / "a.jsonl", TEXTS * 12)
     run(data, name="whole", train=[lines], shard_tokens=12_000)
@@ -234,8 +236,8 @@ def test_a_killed_run_goes_on_behind_the_last_whole_shard(data):
     process = subprocess.Popen(
         command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, stderr=subprocess.DEVNULL
     )
-    beside, deadline = data / ".made.partial", time.monotonic() + 300
-    while not (beside / "00002.done.json").exists():
+    partial_folder, deadline = data / ".made.partial", time.monotonic() + 300
+    while not (partial_folder / "00002.done.json").exists():
         assert process.poll() is None, "it ended before it could be killed"
         assert time.monotonic() < deadline
         time.sleep(0.001)
@@ -244,16 +246,18 @@ def test_a_killed_run_goes_on_behind_the_last_whole_shard(data):
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
     assert not psutil.wait_procs(children, timeout=300)[1]
-    done = len(list(beside.glob("*.done.json")))
+    done = len(list(partial_folder.glob("*.done.json")))
     before = {
-        path.name: path.stat().st_mtime_ns for path in beside.glob("*.ids") if int(path.stem.split("-")[1]) < done - 1
+        path.name: path.stat().st_mtime_ns
+        for path in partial_folder.glob("*.ids")
+        if int(path.stem.split("-")[1]) < done - 1
     }
-    torn = beside / f"train-{done - 1:05d}.ids"
-    os.truncate(torn, torn.stat().st_size - 2)
+    truncated = partial_folder / f"train-{done - 1:05d}.ids"
+    os.truncate(truncated, truncated.stat().st_size - 2)
     seen = {}
 
     def publish(new, facts, publish=shards.Shards.publish):
-        seen.update({path.name: path.stat().st_mtime_ns for path in beside.glob("*.ids")})
+        seen.update({path.name: path.stat().st_mtime_ns for path in partial_folder.glob("*.ids")})
         publish(new, facts)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -286,7 +290,7 @@ def test_two_at_once_are_refused(data):
 
 
 @pytest.mark.parametrize(
-    ("content", "name", "said"),
+    ("content", "name", "message"),
     [
         (
             b'{"text": "a"}\n{"txt": "b"}\n',
@@ -299,23 +303,23 @@ def test_two_at_once_are_refused(data):
         (gzip.compress(b'{"text": "a"}\n' * 99, mtime=0)[:-9], "a.jsonl.gz", "a.jsonl.gz: the gzip file is cut off"),
         (b"nothing", "a.jsonl.gz", "a.jsonl.gz: a damaged gzip file"),
         (b"PAR1", "a.parquet", "a.parquet: no parquet file, or a damaged one"),
-        (b"", "a.bin", "a.bin: what kind of file this is cannot be told from its name."),
+        (b"", "a.bin", "a.bin: unknown kind of file."),
         (b'{"text": "a"}\n', "a.jsonl", "--val: no document is left for this split."),
     ],
 )
-def test_what_is_wrong_with_a_source_is_told_with_its_place(data, content, name, said):
+def test_source_errors_name_their_place(data, content, name, message):
     (data / name).write_bytes(content)
-    with pytest.raises(DataError, match=re.escape(said)):
+    with pytest.raises(DataError, match=re.escape(message)):
         run(data, train=[str(data / name)], val_rate=1e-9)
     assert not (data / "made").exists()
 
 
 def test_missing_sources(data):
-    for name, said in (
+    for name, message in (
         ("nowhere.jsonl", "no such file."),
         ("owner/set", 'A set of the hub is written "hub:owner/set".'),
     ):
-        with pytest.raises(DataError, match=re.escape(said)):
+        with pytest.raises(DataError, match=re.escape(message)):
             run(data, train=[name])
     (data / "empty").mkdir()
     with pytest.raises(DataError, match="a folder, but not one that `datasets` saved"):
@@ -328,7 +332,7 @@ def test_missing_sources(data):
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"val_rate": 1.0}, "--val_rate: expected a share"),
         ({"val_rate": 0.0}, "--val: say what to validate on"),
@@ -338,12 +342,12 @@ def test_missing_sources(data):
         ({"streaming": True}, "--streaming: is for sets of the hub"),
     ],
 )
-def test_options_that_do_not_go_together(data, changes, said):
-    with pytest.raises(ConfigError, match=re.escape(said)):
+def test_options_that_do_not_go_together(data, changes, message):
+    with pytest.raises(ConfigError, match=re.escape(message)):
         run(data, **{"train": ["x.jsonl"], **changes})
 
 
-def test_the_command_prints_what_it_made(data, capsys):
+def test_the_command_prints_a_summary(data, capsys):
     lines = write_lines(data / "a.jsonl", TEXTS)
     arguments = [
         "--data_path",

@@ -29,7 +29,7 @@ from src.errors import DataError
 _TURN = re.compile(r"(?:^|\n\n)(Human|Assistant):")
 
 
-class Scored(Form):
+class ScoredReplies(Form):
     """Pairs of replies with a score each. A reply in several rows gets the mean of its scores."""
 
     prompt: str
@@ -77,14 +77,14 @@ class Wins(Form):
         """See `Form.read`."""
         rows, wins = rows_of(row), dict[str, int]()
         for each in rows:
-            chosen = column(each, "choice", where)
+            choice = column(each, "choice", where)
             texts = [
                 text_of(summary, "text", f"{where}: summaries") for summary in objects_of(each, "summaries", where)
             ]
-            if chosen not in (0, 1) or len(set(texts)) != 2 or len(texts) != 2 or not self._is_sure(each):
+            if choice not in (0, 1) or len(set(texts)) != 2 or len(texts) != 2 or not self._is_sure(each):
                 continue
             for place, summary in enumerate(texts):
-                wins[summary] = wins.get(summary, 0) + (place == chosen)
+                wins[summary] = wins.get(summary, 0) + (place == choice)
         text = next((value for path in self.texts if (value := look_up(rows[0], path, where))), None)
         if wins and text is not None:
             if not isinstance(text, str):
@@ -114,14 +114,16 @@ class Dialogues(Form):
 
     def read(self, row: Row, where: str) -> Iterator[Row]:
         """See `Form.read`. A paragraph without a speaker continues the previous turn."""
-        chosen, rejected = (self._turns(text_of(row, name, where)) for name in ("chosen", "rejected"))
+        chosen_turns, rejected_turns = (self._turns(text_of(row, name, where)) for name in ("chosen", "rejected"))
         if (
-            len(chosen) > 1
-            and chosen[:-1] == rejected[:-1]
-            and chosen[-1]["role"] == rejected[-1]["role"] == "assistant"
+            len(chosen_turns) > 1
+            and chosen_turns[:-1] == rejected_turns[:-1]
+            and chosen_turns[-1]["role"] == rejected_turns[-1]["role"] == "assistant"
         ):
-            replies = ({"content": talk[-1]["content"], **changes_of(talk[-1])} for talk in (chosen, rejected))
-            yield from pair(chosen[:-1], *replies)
+            replies = (
+                {"content": talk[-1]["content"], **changes_of(talk[-1])} for talk in (chosen_turns, rejected_turns)
+            )
+            yield from pair(chosen_turns[:-1], *replies)
 
     def _turns(self, text: str) -> list[Row]:
         _, *parts = _TURN.split(text)
@@ -156,7 +158,7 @@ class Endings(Form):
         yield from pair([], good, bad)
 
 
-class Augmented(Form):
+class AugmentedReplies(Form):
     """{"prefixes", "responses", "augmented"}: a conversation, replies from best to worst, and worse replies of a model.
 
     One of the worse replies becomes the last. Rows with "split" "val" have no worse replies.

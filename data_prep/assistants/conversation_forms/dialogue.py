@@ -79,7 +79,7 @@ class Soda(Form):
         yield {"messages": [up_to_length(message, self.characters) for message in alternate(texts)]}
 
 
-class Marked(Form):
+class MarkedTurns(Form):
     """A text with a mark before each turn, such as "<human>: " and "<bot>: "."""
 
     text: str = "text"

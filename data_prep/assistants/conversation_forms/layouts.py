@@ -81,17 +81,21 @@ class Pairs(Form):
 
     def read(self, row: Row, where: str) -> Iterator[Row]:
         """See `Form.read`."""
-        chosen, rejected = (
+        chosen_turns, rejected_turns = (
             messages_of(column(row, name, where), where, "assistant") for name in ("chosen", "rejected")
         )
         context = row.get("prompt", row.get("conversations"))
-        prompt = chosen[:-1] if context is None else messages_of(context, where)
-        if not (chosen and rejected) or chosen[-1]["role"] != "assistant" or rejected[-1]["role"] != "assistant":
+        prompt = chosen_turns[:-1] if context is None else messages_of(context, where)
+        if (
+            not (chosen_turns and rejected_turns)
+            or chosen_turns[-1]["role"] != "assistant"
+            or rejected_turns[-1]["role"] != "assistant"
+        ):
             return  # one has no reply
-        if context is None and rejected[:-1] != prompt:
+        if context is None and rejected_turns[:-1] != prompt:
             return  # they answer different conversations
-        replies = [_reply(talk[-1], where) for talk in (chosen, rejected)]
-        for talk, reply in zip((chosen, rejected), replies, strict=True):
+        replies = [_reply(talk[-1], where) for talk in (chosen_turns, rejected_turns)]
+        for talk, reply in zip((chosen_turns, rejected_turns), replies, strict=True):
             if talk[:-1] and talk[:-1] != prompt[1 - len(talk) :]:
                 add_change(reply, "removed", len(talk) - 1)
         for reply, score in zip(replies, _scores(row), strict=False):
@@ -115,10 +119,10 @@ def _reply(message: Row, where: str) -> Row:
     return {"content": message["content"], **reasoning_of(message), **changes_of(message)}
 
 
-def pair(messages: list[Row], chosen: str | Row, rejected: str | Row) -> Iterator[Row]:
+def pair(messages: list[Row], chosen_reply: str | Row, rejected_reply: str | Row) -> Iterator[Row]:
     """A row with two replies, unless they are the same."""
-    if chosen != rejected:
-        replies = [{"content": reply} if isinstance(reply, str) else reply for reply in (chosen, rejected)]
+    if chosen_reply != rejected_reply:
+        replies = [{"content": reply} if isinstance(reply, str) else reply for reply in (chosen_reply, rejected_reply)]
         yield {"messages": messages, "replies": [{**reply, "rank": rank} for rank, reply in enumerate(replies)]}
 
 

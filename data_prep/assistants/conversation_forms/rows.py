@@ -187,5 +187,5 @@ def contradicts_itself(row: Row) -> bool:
 def rank_replies(scores: Mapping[str, float]) -> list[Row]:
     """Replies with ranks, best first. Equal scores are ties. scores: score of each reply; greater is better."""
     steps = sorted(set(scores.values()), reverse=True)
-    ordered = sorted(scores, key=lambda content: -scores[content])  # stable
-    return [{"content": content, "rank": steps.index(scores[content])} for content in ordered]
+    contents_by_score = sorted(scores, key=lambda content: -scores[content])  # stable
+    return [{"content": content, "rank": steps.index(scores[content])} for content in contents_by_score]

@@ -1,5 +1,5 @@
 """Pairs of texts in two languages as requests to translate one of them.
-Direction and wording depend on the pair of texts alone."""
+Direction and wording depend only on the pair of texts."""
 
 from collections.abc import Iterator
 from functools import lru_cache
@@ -75,14 +75,14 @@ def _codes(pair: str) -> list[str]:
 
 
 def translate(texts: dict[str, str]) -> Iterator[Row]:
-    """A row that asks for one of two texts in the other language, unless one of them says nothing.
+    """A row with a request to translate one of two texts, unless one of them is empty.
     texts: by the codes of languages."""
     if not all(text.strip() for text in texts.values()):
         return
     requests, codes = load_requests(), list(texts)
     source, target = pick([codes, codes[::-1]], "direction", texts)
     language = requests["languages"][target]
-    asked = pick([*requests["english"], *language["own"]], "request", texts)
-    asked = asked.replace("{language}", language["name"]).replace("{text}", texts[source])
+    request = pick([*requests["english"], *language["own"]], "request", texts)
+    request = request.replace("{language}", language["name"]).replace("{text}", texts[source])
     answer = {"role": "assistant", "content": texts[target], "lang": target}
-    yield {"messages": [{"role": "user", "content": asked}, answer]}
+    yield {"messages": [{"role": "user", "content": request}, answer]}

@@ -1,7 +1,7 @@
-"""Open-Assistant's trees of messages: their threads, and what people ranked in them.
+"""Open-Assistant's trees of messages: their threads and human rankings.
 
-A row is a tree, {"tree_state", "prompt": {"text", "role", "replies": [...]}}, or a group of the messages of one, as the
-hub has them.
+A row is a tree, {"tree_state", "prompt": {"text", "role", "replies": [...]}}, or a group of the messages of one tree,
+as on the hub.
 """
 
 from collections.abc import Iterator, Sequence
@@ -26,7 +26,7 @@ _LABELS = ("quality", "humor", "creativity")
 
 class Threads(Form):
     """The threads from a prompt to each last answer.
-    Of several that a person says after one answer and nobody has answered, the first counts."""
+    If several user messages follow one answer and none of them is answered, only the first is used."""
 
     languages: Sequence[str] = Field(default=["en"], min_length=1)
     """Of prompts."""
@@ -39,19 +39,19 @@ class Threads(Form):
         """See `Form.read`."""
 
         def walk(thread: list[Row]) -> Iterator[list[Row]]:
-            found = self.good_replies(thread[-1])
-            leaves = [reply for reply in found if not self.good_replies(reply)]
+            replies = self.good_replies(thread[-1])
+            leaves = [reply for reply in replies if not self.good_replies(reply)]
             if thread[-1]["role"] == "assistant":  # their threads end with it: once
-                found = [reply for reply in found if reply not in leaves] or leaves[:1]
-            if not found:
+                replies = [reply for reply in replies if reply not in leaves] or leaves[:1]
+            if not replies:
                 yield thread
-            for reply in found:
+            for reply in replies:
                 yield from walk([*thread, reply])
 
         for prompt in self.prompts(row, where):
             for thread in walk([prompt]):
-                if told := up_to_last_answer([_message(each) for each in thread]):
-                    yield {"messages": told}
+                if messages := up_to_last_answer([_message(each) for each in thread]):
+                    yield {"messages": messages}
 
     def prompts(self, row: Row, where: str) -> list[Row]:
         """The prompt of a tree that is finished, was found good, and is in one of the languages; else none."""
@@ -66,7 +66,7 @@ class Threads(Form):
         return [{**prompt, "role": "user"}] if good and self.is_read(prompt) else []
 
     def is_read(self, message: Row) -> bool:
-        """Whether a message is there, and written by one who counts."""
+        """Whether a message is not deleted, and not excluded as synthetic."""
         return not message.get("deleted") and (self.synthetic or not message.get("synthetic"))
 
     def good_replies(self, message: Row) -> list[Row]:
@@ -79,18 +79,18 @@ class Threads(Form):
         return [each for each in good if (only if each.get("rank") is None else each["rank"] < self.top_k)]
 
 
-class Ranked(Threads):
+class RankedReplies(Threads):
     """Each message of a person with the ranked replies to it."""
 
     def read(self, row: Row, where: str) -> Iterator[Row]:
         """See `Form.read`."""
 
         def walk(thread: list[Row]) -> Iterator[Row]:
-            ranked = [
+            ranked_replies = [
                 each for each in thread[-1].get("replies") or () if type(each.get("rank")) is int and self.is_read(each)
             ]
-            if thread[-1]["role"] != "assistant" and len(ranked) > 1:
-                replies = [{**_message(reply), "rank": reply["rank"]} for reply in ranked]
+            if thread[-1]["role"] != "assistant" and len(ranked_replies) > 1:
+                replies = [{**_message(reply), "rank": reply["rank"]} for reply in ranked_replies]
                 for reply in replies:
                     del reply["role"]
                 yield {"messages": [_message(each) for each in thread], "replies": replies}
@@ -115,7 +115,7 @@ def _tree(rows: list[Row], where: str) -> Row:
 
 
 def _check(message: Any, where: str) -> None:
-    """Raises DataError where a message, or one below it, is none."""
+    """Raise DataError if a message or one of its replies is malformed."""
     if not isinstance(message, dict):
         raise DataError(
             f"{where}: expected a message with text and role, got {str(message)[:60]!r} ({type(message).__name__})."
@@ -123,7 +123,7 @@ def _check(message: Any, where: str) -> None:
     for name in ("text", "role"):
         text_of(message, name, where)
     if type(message.get("rank")) not in (int, type(None)):
-        raise DataError(f"{where}: rank: expected a whole number or null, got {message['rank']!r:.60}.")
+        raise DataError(f"{where}: rank: expected an integer or null, got {message['rank']!r:.60}.")
     for reply in objects_of(message, "replies", where) if message.get("replies") is not None else ():
         _check(reply, f"{where}.replies")
 
@@ -131,9 +131,9 @@ def _check(message: Any, where: str) -> None:
 def _message(message: Row) -> Row:
     labels = message.get("labels")
     labels = labels if isinstance(labels, dict) else {}
-    told = {name: value for name in _LABELS if (value := _label(labels, name)) is not None}
+    labels_to_save = {name: value for name in _LABELS if (value := _label(labels, name)) is not None}
     lang = {"lang": message["lang"]} if message.get("lang") else {}
-    return {"role": ROLES.get(message["role"], "user"), "content": message["text"], **lang, **told}
+    return {"role": ROLES.get(message["role"], "user"), "content": message["text"], **lang, **labels_to_save}
 
 
 def _label(labels: Row, name: str) -> Any:

@@ -16,15 +16,15 @@ def fits(record: dict[str, Any]) -> bool:
 
 
 def questions(record: Record) -> Iterator[Question | Skipped]:
-    """One question. A passage is useful if it is `isgold`; without such marks that is not known.
+    """One question. A passage is useful if it is `isgold`; unknown without such marks.
 
-    The annotated long answer, `nq_annotated_gold`, is not read: its passage stands in `ctxs`.
+    The annotated long answer, `nq_annotated_gold`, is not read: its passage is in `ctxs`.
 
     Raises:
         DataError: a field is missing or malformed.
     """
-    kept = passages(_passage(found) for found in record.objects("ctxs"))
-    if not kept:
+    contexts = passages(_passage(item) for item in record.objects("ctxs"))
+    if not contexts:
         yield Skipped("no passage has any text")
         return
     yield Question(
@@ -32,11 +32,11 @@ def questions(record: Record) -> Iterator[Question | Skipped]:
         id=record.identifier("id") if "id" in record else None,
         text=record.text("question"),
         answers=clean_answers(record.require("answers", list[str]), record.where),
-        passages=kept,
+        passages=contexts,
         dataset="nq_open",
     )
 
 
-def _passage(found: Record) -> Passage:
-    useful = found.require("isgold", bool) if found.get("isgold") is not None else None
-    return Passage(found.require("text", str), found.optional("title", str, ""), useful)
+def _passage(item: Record) -> Passage:
+    useful = item.require("isgold", bool) if item.get("isgold") is not None else None
+    return Passage(item.require("text", str), item.optional("title", str, ""), useful)

@@ -31,7 +31,7 @@ class Layout(Protocol):
 
 
 LAYOUTS: dict[str, Layout] = {
-    "prepared": prepared,  # first, as such rows have the fields of others too
+    "prepared": prepared,  # first, as such rows also have the fields of other layouts
     "squad": squad,
     "hotpotqa": hotpotqa,
     "nq": nq,
@@ -54,14 +54,14 @@ def layout_of(record: dict[str, Any], where: str, name: str | None) -> str:
         raise DataError(f"--layout: {unknown_text('layout', name, LAYOUTS)}")
     if name is not None and LAYOUTS[name].fits(record):
         return name
-    found = next((known for known, layout in LAYOUTS.items() if layout.fits(record)), None)
+    layout_name = next((name for name, layout in LAYOUTS.items() if layout.fits(record)), None)
     got = ", ".join(record) or "none"
     if name is not None:
-        looks = f" It looks like {found}." if found else ""
+        looks = f" It looks like {layout_name}." if layout_name else ""
         raise DataError(
             f"{where}: not of the layout {name}, which is {LAYOUTS[name].DESCRIPTION}. Fields: {got}.{looks}"
         )
-    if found is None:
-        known = "".join(f"\n  {name}: {layout.DESCRIPTION}" for name, layout in LAYOUTS.items())
-        raise DataError(f"{where}: of no layout that is known. Fields: {got}. Known:{known}")
-    return found
+    if layout_name is None:
+        known_layouts = "".join(f"\n  {name}: {layout.DESCRIPTION}" for name, layout in LAYOUTS.items())
+        raise DataError(f"{where}: of no layout that is known. Fields: {got}. Known:{known_layouts}")
+    return layout_name

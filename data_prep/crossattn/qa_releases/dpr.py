@@ -18,27 +18,27 @@ def fits(record: dict[str, Any]) -> bool:
 
 
 def questions(record: Record) -> Iterator[Question | Skipped]:
-    """One question: the positive passages are useful; of the others the hard ones come first, as ranked in the file.
+    """One question: the positive passages are useful. Hard negatives come before other negatives, as in the file.
 
     Raises:
         DataError: a field is missing or malformed.
     """
     lists = [("positive_ctxs", True), ("hard_negative_ctxs", False), ("negative_ctxs", False)]
-    kept = passages(
-        Passage(found.require("text", str), found.optional("title", str, ""), useful)
+    contexts = passages(
+        Passage(item.require("text", str), item.optional("title", str, ""), useful)
         for name, useful in lists
         if name in record or useful
-        for found in record.objects(name)
+        for item in record.objects(name)
     )
-    if not any(passage.useful for passage in kept):
+    if not any(passage.useful for passage in contexts):
         yield Skipped("no passage holds the answer")
         return
-    named = record.require("dataset", str) if "dataset" in record else "dpr"
+    dataset_name = record.require("dataset", str) if "dataset" in record else "dpr"
     yield Question(
         where=record.where,
         id=None,
         text=record.text("question"),
         answers=clean_answers(record.require("answers", list[str]), record.where),
-        passages=kept,
-        dataset=named.partition("_")[0],
+        passages=contexts,
+        dataset=dataset_name.partition("_")[0],
     )

@@ -11,11 +11,11 @@ DESCRIPTION = (
     '"context": [[title, [sentence]]]}]'
 )
 SHUFFLED = True
-"""The order of the paragraphs may reveal the useful ones."""
+"""The order of the paragraphs can reveal the useful ones."""
 
 
 def fits(record: dict[str, Any]) -> bool:
-    """True for a question with supporting facts, or one of the hidden test, which has none."""
+    """True for a question with supporting facts, or for one of the hidden test set, without supporting facts."""
     return "supporting_facts" in record or ("_id" in record and isinstance(record.get("context"), list))
 
 
@@ -29,14 +29,14 @@ def questions(record: Record) -> Iterator[Question | Skipped]:
         yield Skipped("no answer is given, as in the hidden test set")
         return
     facts = {title for title, _ in _pairs(record, "supporting_facts", "sent_id")}
-    found = []
+    paragraphs = []
     for title, sentences in _pairs(record, "context", "sentences"):
         if not isinstance(sentences, list) or not all(isinstance(sentence, str) for sentence in sentences):
             raise DataError(f"{record.where}: field 'context': the sentences of {title!r} are no list of texts.")
-        # Every sentence but the first begins with its space.
-        found.append(Passage("".join(sentences).strip(), title, useful=title in facts))
-    kept = passages(found)
-    if not kept:
+        # Every sentence except the first starts with a space.
+        paragraphs.append(Passage("".join(sentences).strip(), title, useful=title in facts))
+    contexts = passages(paragraphs)
+    if not contexts:
         yield Skipped("no paragraph has any text")
         return
     yield Question(
@@ -44,7 +44,7 @@ def questions(record: Record) -> Iterator[Question | Skipped]:
         id=record.identifier("_id" if "_id" in record else "id"),
         text=record.text("question"),
         answers=clean_answers([record.require("answer", str)], record.where),
-        passages=kept,
+        passages=contexts,
         dataset="hotpotqa",
     )
 

@@ -168,8 +168,8 @@ class _Scanner:
         self._decoder = codecs.getincrementaldecoder("utf-8-sig")()
         self._text = ""
         self._at = 0
-        self._passed = 0
-        self._ended = False
+        self._num_consumed = 0
+        self._is_at_end = False
 
     def peek(self) -> str:
         """The next character that is not white space; "" at the end."""
@@ -269,21 +269,21 @@ class _Scanner:
         return DataError(f"{self._path}: not valid JSON, {self._place()}: expected {expected}, got {got!r}.")
 
     def _place(self) -> str:
-        return f"at character {self._passed + self._at + 1}"
+        return f"at character {self._num_consumed + self._at + 1}"
 
     def _more(self) -> bool:
         """Read at least as much as is in the buffer, so that a long value is parsed few times; False at the end."""
-        if self._ended:
+        if self._is_at_end:
             return False
         data = self._file.read(max(_PIECE, len(self._text) - self._at))
         try:
             text = self._decoder.decode(data, final=not data)
         except UnicodeDecodeError as bad:
             raise DataError(
-                f"{self._path}: not UTF-8 text, after character {self._passed + len(self._text)}: {bad.reason}."
+                f"{self._path}: not UTF-8 text, after character {self._num_consumed + len(self._text)}: {bad.reason}."
             ) from None
-        self._ended = not data
+        self._is_at_end = not data
         self._text = self._text[self._at :] + text
-        self._passed += self._at
+        self._num_consumed += self._at
         self._at = 0
         return bool(data)

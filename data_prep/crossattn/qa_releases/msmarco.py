@@ -27,7 +27,7 @@ def fits(record: dict[str, Any]) -> bool:
 
 
 def questions(record: Record) -> Iterator[Question | Skipped]:
-    """One query. "No Answer Present." is UNANSWERABLE; `wellFormedAnswers`, whole sentences, are ignored.
+    """One query. "No Answer Present." is UNANSWERABLE; `wellFormedAnswers`, which are sentences, are ignored.
 
     Raises:
         DataError: a field is missing or malformed.
@@ -38,13 +38,13 @@ def questions(record: Record) -> Iterator[Question | Skipped]:
         return
     fields: dict[str, Any] = {"passage_text": str, "is_selected": int}
     if isinstance(record["passages"], dict):  # two lists, as in rows of the hub
-        found = record.inner("passages").parallel(**{name: list[kind] for name, kind in fields.items()})
+        marked_texts = record.inner("passages").parallel(**{name: list[kind] for name, kind in fields.items()})
     else:
-        found = [
+        marked_texts = [
             tuple(each.require(name, kind) for name, kind in fields.items()) for each in record.objects("passages")
         ]
-    kept = passages(Passage(text, useful=bool(mark)) for text, mark in found)
-    if not kept:
+    contexts = passages(Passage(text, useful=bool(mark)) for text, mark in marked_texts)
+    if not contexts:
         yield Skipped("no passage has any text")
         return
     real = [answer for answer in answers if answer.strip().lower() != NO_ANSWER]
@@ -53,6 +53,6 @@ def questions(record: Record) -> Iterator[Question | Skipped]:
         id=record.identifier("query_id"),
         text=record.text("query"),
         answers=clean_answers(real, record.where) if real else (UNANSWERABLE,),
-        passages=kept,
+        passages=contexts,
         dataset="msmarco",
     )

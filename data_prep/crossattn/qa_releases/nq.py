@@ -16,9 +16,9 @@ DESCRIPTION = (
 _TAG = re.compile(
     r"</?[A-Z][A-Za-z0-9]*(_[^>]*)?>"
 )  # in the simplified text, where <Td colspan="2"> is <Td_colspan="2">
-_SPELLED = {"YES": "Yes", "NO": "No", 1: "Yes", 0: "No"}  # of the release, and of rows of the hub
+_YES_NO_ANSWERS = {"YES": "Yes", "NO": "No", 1: "Yes", 0: "No"}  # of the release, and of rows of the hub
 _FEW = 2
-"""Number of annotators who must have found an answer, if there are several; as in the release's own nq_eval.py."""
+"""Minimum number of annotators with an answer, if there are several; as in the release's nq_eval.py."""
 
 
 @dataclass(frozen=True)
@@ -37,29 +37,29 @@ def fits(record: dict[str, Any]) -> bool:
 def questions(record: Record) -> Iterator[Question | Skipped]:
     """One question: the long answer is its context, short answers, yes or no its answers; with neither, UNANSWERABLE.
 
-    Text is tokens joined by spaces, without html. Of several annotators the first who gave an answer says the context;
-    the answers of all are accepted. Without a long answer there is no context.
+    Text is tokens joined by spaces, without html. The context is the one of the first annotator with an answer;
+    the answers of all annotators are accepted. Without a long answer there is no context.
 
     Raises:
-        DataError: a field is missing or malformed, or an answer lies outside the document.
+        DataError: a field is missing or malformed, or an answer is outside the document.
     """
     document = _document(record)
-    found = [_annotation(annotation, document) for annotation in _annotations(record)]
-    enough = _FEW if len(found) > 1 else 1
-    answered = [a for a in found if a.answers and a.context]
-    located = [a for a in found if a.context]
-    if len(located) < enough:
+    annotations = [_annotation(annotation, document) for annotation in _annotations(record)]
+    enough = _FEW if len(annotations) > 1 else 1
+    with_answers = [a for a in annotations if a.answers and a.context]
+    with_contexts = [a for a in annotations if a.context]
+    if len(with_contexts) < enough:
         yield Skipped("no long answer, so no context")
         return
-    has_answer = len(answered) >= enough
-    texts = [text for annotation in answered for text in annotation.answers]
+    has_answer = len(with_answers) >= enough
+    texts = [text for annotation in with_answers for text in annotation.answers]
     in_hub = isinstance(record.get("question"), dict)
     yield Question(
         where=record.where,
         id=record.identifier("example_id" if "example_id" in record else "id"),
         text=record.inner("question").text("text") if in_hub else record.text("question_text"),
         answers=clean_answers(texts, record.where) if has_answer else (UNANSWERABLE,),
-        passages=(Passage((answered if has_answer else located)[0].context, _title(record), useful=True),),
+        passages=(Passage((with_answers if has_answer else with_contexts)[0].context, _title(record), useful=True),),
         dataset="nq",
     )
 
@@ -111,22 +111,23 @@ def _annotations(record: Record) -> list[Record]:
     return [Record(dict(zip(columns, row, strict=True)), f"{record.where}: field 'annotations'") for row in rows]
 
 
-def _annotation(given: Record, document: _Document) -> _Annotation:
-    long = given.require("long_answer", dict)
-    short = given.get("short_answers") or []
+def _annotation(record: Record, document: _Document) -> _Annotation:
+    long = record.require("long_answer", dict)
+    short = record.get("short_answers") or []
     if isinstance(short, dict):  # lists, as in rows of the hub
         starts, ends = short.get("start_token") or [], short.get("end_token") or []
         short = [{"start_token": start, "end_token": end} for start, end in zip(starts, ends, strict=False)]
     else:
-        short = given.optional("short_answers", list[dict], [])
+        short = record.optional("short_answers", list[dict], [])
     answers = [answer for span in short if (answer := document.words(span, "short answer"))]
-    said = given.get("yes_no_answer")
-    if said is not None and not isinstance(said, (str, int)):
+    yes_no_answer = record.get("yes_no_answer")
+    if yes_no_answer is not None and not isinstance(yes_no_answer, (str, int)):
         raise DataError(
-            f"{document.where}: field 'yes_no_answer': expected str or int, got {said!r:.60} ({type(said).__name__})."
+            f"{document.where}: field 'yes_no_answer': expected str or int, got {yes_no_answer!r:.60} "
+            f"({type(yes_no_answer).__name__})."
         )
-    if not answers and said in _SPELLED:
-        answers = [_SPELLED[said]]
+    if not answers and yes_no_answer in _YES_NO_ANSWERS:
+        answers = [_YES_NO_ANSWERS[yes_no_answer]]
     return _Annotation(document.words(long, "long answer"), tuple(answers))
 
 

@@ -19,7 +19,7 @@ class Placing:
 
     seed: int
     distractors: int | None = None
-    """Most passages that are not useful, the first ones of the release. None: all."""
+    """Maximum number of passages that are not useful, in the order of the release. None: all."""
     position: str = "given"
     """The position of the useful passages: one of POSITIONS, or the number of passages before them."""
     pool: Sequence[Passage] = ()
@@ -40,8 +40,8 @@ class Placing:
             DataError: distractors are to be chosen, or the useful ones to be moved, and the release does not say which
                 they are.
         """
-        unmarked = any(passage.useful is None for passage in question.passages)
-        if unmarked and (self.distractors is not None or self.position not in {"given", "random"}):
+        has_unmarked = any(passage.useful is None for passage in question.passages)
+        if has_unmarked and (self.distractors is not None or self.position not in {"given", "random"}):
             raise DataError(
                 f"{question.where}: useful passages are not marked here, "
                 "so --distractors and --position have no meaning."
@@ -55,29 +55,29 @@ class Placing:
             order = useful + others
             self._random("order", question).shuffle(order)
         elif self.position == "given":
-            kept = {id(passage) for passage in others}
-            order = [p for p in question.passages if p.useful or id(p) in kept]
-            order += [p for p in others if not any(p is own for own in question.passages)]
+            distractor_ids = {id(passage) for passage in others}
+            order = [p for p in question.passages if p.useful or id(p) in distractor_ids]
+            order += [p for p in others if not any(p is own_passage for own_passage in question.passages)]
         else:
-            named = {"first": 0, "middle": len(others) // 2, "last": len(others)}
-            before = named[self.position] if self.position in named else int(self.position)
+            offsets = {"first": 0, "middle": len(others) // 2, "last": len(others)}
+            before = offsets[self.position] if self.position in offsets else int(self.position)
             order = others[:before] + useful + others[before:]
         return replace(question, passages=tuple(order))
 
     def _draw_distractors(self, question: Question, count: int) -> list[Passage]:
         """Distinct passages of the pool, without the question's own, and without accepted answers."""
-        taken = {passage.text for passage in question.passages}
+        used_texts = {passage.text for passage in question.passages}
         answers = [answer.lower() for answer in question.answers if answer not in {UNANSWERABLE, "Yes", "No"}]
-        random, drawn = self._random("pool", question), []
+        random, distractors = self._random("pool", question), []
         for _ in range(_TRIES * count):
-            if len(drawn) == count:
+            if len(distractors) == count:
                 break
             passage = random.choice(self.pool)
             text = passage.text.lower()
-            if passage.text not in taken and not any(answer in text for answer in answers):
-                taken.add(passage.text)
-                drawn.append(replace(passage, useful=False))
-        return drawn
+            if passage.text not in used_texts and not any(answer in text for answer in answers):
+                used_texts.add(passage.text)
+                distractors.append(replace(passage, useful=False))
+        return distractors
 
     def _random(self, use: str, question: Question) -> Random:
         return Random(f"{use}/{self.seed}/{question.dataset}/{question.id or question.text}")

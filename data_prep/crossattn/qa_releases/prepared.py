@@ -21,9 +21,9 @@ def fits(record: dict[str, Any]) -> bool:
 
 
 def questions(record: Record) -> Iterator[Question | Skipped]:
-    """One row. Contexts may be marked useful or not.
+    """One row. Contexts can be marked useful or not.
 
-    `sample_idx` is not read, as it is given anew, nor `context`, which the useful ones make up.
+    `sample_idx` is not read, as rows are numbered again, nor `context`, which is the joined useful contexts.
 
     Raises:
         DataError: a field is missing or malformed, or the lists are not of one length.
@@ -34,11 +34,11 @@ def questions(record: Record) -> Iterator[Question | Skipped]:
     for name, values in (("titles_list", titles), ("useful_contexts", marks)):
         if len(values) != len(texts):
             raise DataError(f"{record.where}: field {name!r}: {len(values)} values for {len(texts)} contexts.")
-    kept = passages(
+    contexts = passages(
         Passage(passage, title, None if mark is None else bool(mark))
         for passage, title, mark in zip(texts, titles, marks, strict=True)
     )
-    if not kept:
+    if not contexts:
         yield Skipped("no context has any text")
         return
     yield Question(
@@ -48,6 +48,6 @@ def questions(record: Record) -> Iterator[Question | Skipped]:
         answers=clean_answers(
             [record.require("answer", str), *record.optional("answers", list[str], [])], record.where
         ),
-        passages=kept,
+        passages=contexts,
         dataset=record.text("dataset"),
     )

@@ -28,10 +28,10 @@ class Question:
     where: str
     """The place in the release, for messages."""
     id: str | None
-    """The release's own; None if it has none."""
+    """The id in the release, or None."""
     text: str
     answers: tuple[str, ...]
-    """Distinct accepted answers, the best first; (UNANSWERABLE,) if there is none."""
+    """Distinct accepted answers, the best first; (UNANSWERABLE,) if there are no answers."""
     passages: tuple[Passage, ...]
     dataset: str
     """The group of its scores."""
@@ -41,7 +41,7 @@ class Question:
 
 @dataclass(frozen=True)
 class Skipped:
-    """A question that cannot be asked."""
+    """A question that is left out."""
 
     reason: str
 
@@ -97,16 +97,18 @@ def clean_answers(answers: Iterable[str], where: str) -> tuple[str, ...]:
     Raises:
         DataError: none is left.
     """
-    stripped = [answer.strip() for answer in answers if answer.strip()]
-    if not stripped:
+    non_empty = [answer.strip() for answer in answers if answer.strip()]
+    if not non_empty:
         raise DataError(f"{where}: every answer is empty. A question without an answer must be marked as one.")
-    return tuple(dict.fromkeys(text.capitalize() if text.lower() in {"yes", "no"} else text for text in stripped))
+    return tuple(dict.fromkeys(text.capitalize() if text.lower() in {"yes", "no"} else text for text in non_empty))
 
 
-def passages(found: Iterable[Passage]) -> tuple[Passage, ...]:
+def passages(candidates: Iterable[Passage]) -> tuple[Passage, ...]:
     """The passages that are not blank, each text once; useful if any copy is."""
-    kept: dict[str, Passage] = {}
-    for passage in found:
-        if passage.text.strip() and (passage.text not in kept or (passage.useful and not kept[passage.text].useful)):
-            kept[passage.text] = passage
-    return tuple(kept.values())
+    distinct_passages: dict[str, Passage] = {}
+    for passage in candidates:
+        if passage.text.strip() and (
+            passage.text not in distinct_passages or (passage.useful and not distinct_passages[passage.text].useful)
+        ):
+            distinct_passages[passage.text] = passage
+    return tuple(distinct_passages.values())

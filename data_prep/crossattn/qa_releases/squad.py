@@ -31,26 +31,26 @@ def questions(record: Record) -> Iterator[Question]:
         return
     for paragraph in record.objects("paragraphs"):
         paragraph.text("context")
-        for asked in paragraph.objects("qas"):
-            yield _question(asked, title, paragraph["context"])
+        for item in paragraph.objects("qas"):
+            yield _question(item, title, paragraph["context"])
 
 
-def _question(asked: Record, title: str, context: str) -> Question:
-    columns = isinstance(asked.get("answers"), dict)  # {"text": [...], "answer_start": [...]}, as in rows
+def _question(item: Record, title: str, context: str) -> Question:
+    columns = isinstance(item.get("answers"), dict)  # {"text": [...], "answer_start": [...]}, as in rows
     if columns:
-        given = asked.inner("answers").require("text", list[str])
+        answer_texts = item.inner("answers").require("text", list[str])
     else:
-        given = [answer.require("text", str) for answer in asked.objects("answers")]
-    impossible = asked.get("is_impossible")
+        answer_texts = [answer.require("text", str) for answer in item.objects("answers")]
+    impossible = item.get("is_impossible")
     if impossible is not None:
-        asked.require("is_impossible", bool)
-    if not given and not impossible and not columns:
-        raise DataError(f"{asked.where}: no answers, and not marked 'is_impossible'.")
+        item.require("is_impossible", bool)
+    if not answer_texts and not impossible and not columns:
+        raise DataError(f"{item.where}: no answers, and not marked 'is_impossible'.")
     return Question(
-        where=asked.where,
-        id=asked.identifier("id"),
-        text=asked.text("question"),
-        answers=clean_answers(given, asked.where) if given and not impossible else (UNANSWERABLE,),
+        where=item.where,
+        id=item.identifier("id"),
+        text=item.text("question"),
+        answers=clean_answers(answer_texts, item.where) if answer_texts and not impossible else (UNANSWERABLE,),
         passages=passages([Passage(context, title, useful=True)]),
         dataset="squad" if impossible is None else "squad_v2",
     )

@@ -17,7 +17,7 @@ def fits(record: dict[str, Any]) -> bool:
 
 
 def questions(record: Record) -> Iterator[Question | Skipped]:
-    """One turn. Its answer may be UNANSWERABLE, spelt as in the release.
+    """One turn. Its answer can be UNANSWERABLE, spelled as in the release.
     All turns of a conversation belong in one split.
 
     A file without gold passages tests whether a model remembers the conversation, not whether it reads; its first turns
@@ -31,23 +31,23 @@ def questions(record: Record) -> Iterator[Question | Skipped]:
         raise DataError(
             f"{record.where}: field 'Context': expected questions and answers in turn, got {len(turns)} texts."
         )
-    asked = record.text("Question")
+    question_text = record.text("Question")
     if record.get("Gold_passage") is not None:
         gold = record.inner("Gold_passage")
-        found = Passage(gold.require("text", str), gold.optional("title", str, ""), useful=True)
+        passage = Passage(gold.require("text", str), gold.optional("title", str, ""), useful=True)
     else:
-        said = "\n".join(f"{'A' if i % 2 else 'Q'}: {turn}" for i, turn in enumerate(turns))
-        found = Passage(said, useful=True)
-    if not (kept := passages([found])):
+        dialogue = "\n".join(f"{'A' if i % 2 else 'Q'}: {turn}" for i, turn in enumerate(turns))
+        passage = Passage(dialogue, useful=True)
+    if not (contexts := passages([passage])):
         yield Skipped("a first turn, without a gold passage: there is nothing to read")
         return
     others = record.objects("Additional_answers") if record.get("Additional_answers") else []
     yield Question(
         where=record.where,
         id=f"{record.identifier('Conversation_no')}/{record.identifier('Turn_no')}",
-        text=asked,
+        text=question_text,
         answers=clean_answers([answer.require("Answer", str) for answer in (record, *others)], record.where),
-        passages=kept,
+        passages=contexts,
         dataset="topiocqa",
-        family=turns[0] if turns else asked,
+        family=turns[0] if turns else question_text,
     )

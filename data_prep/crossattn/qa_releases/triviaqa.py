@@ -1,4 +1,4 @@
-"""TriviaQA (Joshi et al., 2017): questions with pages, whose texts are separate files below the folder `evidence`."""
+"""TriviaQA (Joshi et al., 2017): questions with pages. The texts are separate files in the folder `evidence`."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -39,17 +39,19 @@ def questions(record: Record, evidence: Path | None = None) -> Iterator[Question
     if not record.get(answer):
         yield Skipped("no answer is given, as in the hidden test set")
         return
-    kept = passages(_from_hub(record) if hub else _from_release(record, evidence))
-    if not kept:
+    contexts = passages(_from_hub(record) if hub else _from_release(record, evidence))
+    if not contexts:
         yield Skipped("no page has any text: name the release's folder of texts with --evidence")
         return
-    accepted = record.inner(answer)
+    answer_record = record.inner(answer)
     yield Question(
         where=record.where,
         id=record.identifier(number),
         text=record.text(question),
-        answers=clean_answers([accepted.require(value, str), *accepted.require(aliases, list[str])], record.where),
-        passages=kept,
+        answers=clean_answers(
+            [answer_record.require(value, str), *answer_record.require(aliases, list[str])], record.where
+        ),
+        passages=contexts,
         dataset="triviaqa",
     )
 

@@ -28,11 +28,11 @@ def test_control_tokens_are_last_and_the_template_is_there(
         assert make(tmp_path, template) == 0
     assert "nothing to do" in capsys.readouterr().out
     old, new = tokenizers.load(tmp_path / "old"), tokenizers.load(tmp_path / "new")
-    wanted = {"oasst": templates.OASST_TOKENS, "chatml": templates.CHATML_TOKENS}[template]
-    assert new.convert_ids_to_tokens([*range(len(old), len(new))]) == [*wanted]
-    said = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "there"}]
-    own = templates.find(template, new).spans([templates.Message(each["role"], each["content"]) for each in said])
-    assert new.apply_chat_template(said, tokenize=False) == "".join(span.text for span in own)
+    expected = {"oasst": templates.OASST_TOKENS, "chatml": templates.CHATML_TOKENS}[template]
+    assert new.convert_ids_to_tokens([*range(len(old), len(new))]) == [*expected]
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "there"}]
+    spans = templates.find(template, new).spans([templates.Message(each["role"], each["content"]) for each in messages])
+    assert new.apply_chat_template(messages, tokenize=False) == "".join(span.text for span in spans)
 
 
 def test_tokens_that_are_there_keep_their_ids(tmp_path: Path):
@@ -84,11 +84,13 @@ def test_b2_ids_do_not_depend_on_the_hash_seed(tmp_path: Path):
         ("oasst", "endless", "the tokenizer has no eos_token"),
     ],
 )
-def test_mistakes_are_told(tmp_path: Path, template: str, name: str, message: str, capsys: pytest.CaptureFixture[str]):
-    made = talk.tokenizer([])
+def test_errors_name_the_mistake(
+    tmp_path: Path, template: str, name: str, message: str, capsys: pytest.CaptureFixture[str]
+):
+    tokenizer = talk.tokenizer([])
     if name == "endless":
-        made.eos_token = None
-    made.save_pretrained(tmp_path / "old")
+        tokenizer.eos_token = None
+    tokenizer.save_pretrained(tmp_path / "old")
     assert make(tmp_path, template, name) == 1
     assert message in capsys.readouterr().err
     assert not (tmp_path / "endless").exists()

@@ -24,10 +24,10 @@ def folder(tmp_path: Path) -> Path:
     """Three data sets: 3 and 1 answers; 2 and 1 pairs and a tie; texts of another command."""
     answers = [{"prompt": f"q{i}", "completion": "a"} for i in range(4)]
     prepare(tmp_path, "answers", "completion", answers[:3], answers[3:])
-    asked = [{"messages": [{"role": "user", "content": f"q{i}", "lang": "de"}]} for i in range(4)]
+    questions = [{"messages": [{"role": "user", "content": f"q{i}", "lang": "de"}]} for i in range(4)]
     ranks = [[{"content": "a", "rank": 0}, {"content": "b", "rank": rank}] for rank in (1, 1, 0, 1)]
-    ranked = [{**row, "replies": replies} for row, replies in zip(asked, ranks, strict=True)]
-    prepare(tmp_path, "ranked", "ranked", ranked[:3], ranked[3:])
+    ranked_rows = [{**row, "replies": replies} for row, replies in zip(questions, ranks, strict=True)]
+    prepare(tmp_path, "ranked", "ranked", ranked_rows[:3], ranked_rows[3:])
     return tmp_path
 
 
@@ -48,24 +48,24 @@ def test_counts_of_each_mode(folder: Path, capsys: pytest.CaptureFixture[str]):
     """A tie counts for answers, not for ranks; a set that is named twice stands there once. (Of the reference, "all"
     raised, of a list with commas the last name counted, mode rm had no sets, and counts went to other sets than theirs,
     B7.)"""
-    answers, ranked = ["answers", "3", "1", "4"], ["ranked", "3", "1", "4"]
+    answers, ranked_counts = ["answers", "3", "1", "4"], ["ranked", "3", "1", "4"]
     assert count(folder, "--datasets", "ranked", "answers,ranked", "answers", "--mode", "sft") == [
         HEADER,
-        ranked,
+        ranked_counts,
         answers,
     ]
     assert "ranked        3             1            4" in capsys.readouterr().out
     assert count(folder, "--datasets", "all", "--mode", "rm") == [HEADER, ["ranked", "2", "1", "3"]]
-    assert count(folder, "--datasets", "all") == [HEADER, answers, ranked]
+    assert count(folder, "--datasets", "all") == [HEADER, answers, ranked_counts]
 
 
-def test_a_group_stands_for_its_data(folder: Path, monkeypatch: pytest.MonkeyPatch):
-    mixed = {"data": {"name": "mixture", "parts": [{"data": {"corpus": "answers"}}, {"data": {"corpus": "ranked"}}]}}
-    monkeypatch.setitem(check_dataset_counts.GROUPS, "mixed", [mixed])
+def test_counts_of_the_data_of_a_group(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    mixture = {"data": {"name": "mixture", "parts": [{"data": {"corpus": "answers"}}, {"data": {"corpus": "ranked"}}]}}
+    monkeypatch.setitem(check_dataset_counts.GROUPS, "mixed", [mixture])
     assert [row[0] for row in count(folder, "--datasets", "mixed")[1:]] == ["answers", "ranked"]
 
 
-def test_languages_are_counted_as_told(folder: Path):
+def test_languages_are_counted_by_label(folder: Path):
     count(folder, "--datasets", "all", "--languages", str(folder / "languages.csv"))
     rows = read(folder / "languages.csv")
     assert rows == [
@@ -84,7 +84,7 @@ def test_languages_are_counted_as_told(folder: Path):
         (["joke", "--prepare"], "--train: expected a file of this release, which the hub does not have."),
     ],
 )
-def test_what_is_not_there_is_told(folder: Path, words: list[str], message: str, capsys: pytest.CaptureFixture[str]):
+def test_missing_data_is_an_error(folder: Path, words: list[str], message: str, capsys: pytest.CaptureFixture[str]):
     out = folder / "counts.csv"
     command = ["--data_path", str(folder / "data"), "--output_path", str(out), "--datasets", *words]
     assert check_dataset_counts.main(command) == 1

@@ -61,9 +61,9 @@ def write(path: Path, rows: list[dict[str, Any]]) -> str:
 def test_every_release_has_rows():
     """And no name stands in two files."""
     releases = {name.partition(" ")[0].replace("de-en", "{pair}") for name in fixtures()}
-    listed = [name for path in conversation_table.FOLDER.glob("*.yaml") for name in read_yaml(path, "releases")]
-    assert sorted(listed) == sorted(releases)
-    assert conversation_table.names() == sorted(listed)
+    release_names = [name for path in conversation_table.FOLDER.glob("*.yaml") for name in read_yaml(path, "releases")]
+    assert sorted(release_names) == sorted(releases)
+    assert conversation_table.names() == sorted(release_names)
     assert conversation_table.names("rm") == [
         "anthropic_rlhf", "augment_oasst", "hellaswag", "hf_summary", "hf_summary_pairs", "oasst_export",
         "shp", "webgpt", "webgpt_ranked",
@@ -306,10 +306,10 @@ def test_a_paragraph_belongs_to_the_turn_above_it():
 def test_summaries_of_one_text_are_one_row_with_its_own_request():
     """B26: the reference had a text as often as it was compared, its request without a blank, and another text's where
     it had none."""
-    compared = [("a post", "A", "B"), ("a post", "A", "C"), ("another", "D", "E")]
+    comparisons = [("a post", "A", "B"), ("a post", "A", "C"), ("another", "D", "E")]
     rows = [
         {"info": {"id": text, "post": text, "article": None}, "summaries": [{"text": good}, {"text": bad}], "choice": 0}
-        for text, good, bad in compared
+        for text, good, bad in comparisons
     ]
     release, _ = conversation_table.find("hf_summary")
     assert release.group_by is not None

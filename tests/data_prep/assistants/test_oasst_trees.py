@@ -42,8 +42,11 @@ def trees() -> list[dict[str, Any]]:
     )
     third = message("p3", "prompter", message("c1", "assistant", message("p4", user_id="u1")))
     states = ("ready_for_export", "growing", "ready_for_export")
-    found = zip((first, second, third), states, strict=True)
-    return [{"message_tree_id": prompt["message_id"], "tree_state": state, "prompt": prompt} for prompt, state in found]
+    states_of_messages = zip((first, second, third), states, strict=True)
+    return [
+        {"message_tree_id": prompt["message_id"], "tree_state": state, "prompt": prompt}
+        for prompt, state in states_of_messages
+    ]
 
 
 @pytest.fixture
@@ -67,8 +70,8 @@ def run(action: str, source: Path, *words: str) -> list[str]:
 
 def test_counts(source: Path, capsys: pytest.CaptureFixture[str]):
     assert oasst_trees.main(["counts", str(source)]) == 0
-    found = dict(line.rsplit(maxsplit=1) for line in capsys.readouterr().out.splitlines())
-    assert {name: int(count) for name, count in found.items()} == {
+    counts = dict(line.rsplit(maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    assert {name: int(count) for name, count in counts.items()} == {
         "trees": 3, "messages": 9, "synthetic": 1, "deleted": 1, "role prompter": 4, "role assistant": 5,
         "language en": 8, "language de": 1, "prompts with replies": 2, "prompts with ranked replies": 1,
     }  # fmt: skip
@@ -77,7 +80,7 @@ def test_counts(source: Path, capsys: pytest.CaptureFixture[str]):
 
 
 @pytest.mark.parametrize(
-    ("words", "wanted"),
+    ("words", "expected"),
     [
         ((), ["p1", "p2", "p3"]),
         (("--state", "growing,ranking"), ["p2"]),
@@ -86,8 +89,8 @@ def test_counts(source: Path, capsys: pytest.CaptureFixture[str]):
         (("--lang", "de"), ["p2"]),
     ],
 )
-def test_trees_are_filtered(source: Path, words: tuple[str, ...], wanted: list[str]):
-    assert run("filter_trees", source, *words) == wanted
+def test_trees_are_filtered(source: Path, words: tuple[str, ...], expected: list[str]):
+    assert run("filter_trees", source, *words) == expected
 
 
 @pytest.mark.parametrize("name", ["out.jsonl", "out.jsonl.gz"])
@@ -102,30 +105,30 @@ def test_b27_nulls_are_left_out_of_trees_too(source: Path, name: str):
 
 
 def test_b27_a_split_is_of_trees_and_depends_on_its_seed(tmp_path: Path):
-    made = [
+    trees = [
         {"message_tree_id": f"t{i}", "tree_state": "growing", "prompt": message(f"t{i}", "prompter", message(f"r{i}"))}
         for i in range(40)
     ]
     source = tmp_path / "trees.jsonl"
-    source.write_text("".join(json.dumps(tree) + "\n" for tree in made))
+    source.write_text("".join(json.dumps(tree) + "\n" for tree in trees))
     flat = tmp_path / "flat.jsonl"
     messages = [
         {"message_tree_id": tree["message_tree_id"], **each}
-        for tree in made
+        for tree in trees
         for each in oasst_trees.walk(tree["prompt"])
     ]
     flat.write_text("".join(json.dumps({**row, "replies": []}) + "\n" for row in messages))
-    found = []
-    for given, seed in ((source, "1"), (source, "1"), (flat, "1"), (source, "2")):
+    val_ids = []
+    for path, seed in ((source, "1"), (source, "1"), (flat, "1"), (source, "2")):
         outputs = [tmp_path / "train.jsonl", tmp_path / "val.jsonl"]
-        assert oasst_trees.main(["split", str(given), *map(str, outputs), "--val_percent", "25", "--seed", seed]) == 0
+        assert oasst_trees.main(["split", str(path), *map(str, outputs), "--val_percent", "25", "--seed", seed]) == 0
         train, val = ({row["message_tree_id"] for row in rows(output)} for output in outputs)
         assert train | val == {f"t{i}" for i in range(40)}
         assert not train & val
-        assert sum(len(rows(output)) for output in outputs) == (80 if given == flat else 40)
-        found.append(val)
-    assert found[0] == found[1] == found[2] != found[3]
-    assert len(found[0]) == 10
+        assert sum(len(rows(output)) for output in outputs) == (80 if path == flat else 40)
+        val_ids.append(val)
+    assert val_ids[0] == val_ids[1] == val_ids[2] != val_ids[3]
+    assert len(val_ids[0]) == 10
 
 
 @pytest.mark.parametrize(
@@ -150,7 +153,7 @@ def test_b27_a_split_is_of_trees_and_depends_on_its_seed(tmp_path: Path):
         (["filter_trees", "torn", "out"], "torn:2: "),
     ],
 )
-def test_mistakes_are_told_and_nothing_is_lost(
+def test_errors_leave_the_output_unchanged(
     words: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     monkeypatch.chdir(tmp_path)
@@ -173,22 +176,23 @@ def test_mistakes_are_told_and_nothing_is_lost(
 
 def test_released_files(shared_data: Path):
     """Trees, and messages with their replies."""
-    found = [
+    outputs = [
         oasst_trees.counts(oasst_trees.read(shared_data / "instruct" / "oasst_format" / f"en_100_{kind}.jsonl"))
         for kind in ("tree", "message")
     ]
-    assert found[0]["trees"] == 99
-    assert {**found[1], "trees": 99} == found[0]
+    assert outputs[0]["trees"] == 99
+    assert {**outputs[1], "trees": 99} == outputs[0]
 
 
 def test_some_trees_are_drawn(source: Path):
     names = ["p1", "p2", "p3"]
-    drawn = {seed: run("filter_trees", source, "--count", "2", "--seed", str(seed)) for seed in range(8)}
-    assert all(len(found) == 2 and found == [name for name in names if name in found] for found in drawn.values()), (
-        "in their order"
-    )
-    assert len({tuple(found) for found in drawn.values()}) > 1
-    assert run("filter_trees", source, "--count", "2", "--seed", "3") == drawn[3]
+    ids_by_seed = {seed: run("filter_trees", source, "--count", "2", "--seed", str(seed)) for seed in range(8)}
+    assert all(
+        len(tree_ids) == 2 and tree_ids == [name for name in names if name in tree_ids]
+        for tree_ids in ids_by_seed.values()
+    ), "in their order"
+    assert len({tuple(tree_ids) for tree_ids in ids_by_seed.values()}) > 1
+    assert run("filter_trees", source, "--count", "2", "--seed", "3") == ids_by_seed[3]
     assert run("filter_trees", source, "--count", "9") == names
     long = trees()
     long[1]["prompt"]["replies"][0]["text"] = "x" * 11

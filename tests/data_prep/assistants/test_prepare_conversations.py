@@ -24,7 +24,7 @@ def read_rows(form: str, row: dict[str, Any], **options: Any) -> list[str]:
     ]
 
 
-SAID = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
+TURNS = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
 HF = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
 
 
@@ -32,11 +32,11 @@ HF = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     ("form", "row", "expected"),
     [
         ("messages", {"messages": HF}, ["u:a a:b"]),
-        ("messages", {"conversations": SAID}, ["u:a a:b"]),
-        ("messages", {"conversations": [*SAID, {"from": "human", "value": "c"}]}, ["u:a a:b"]),
-        ("messages", {"conversations": [SAID[0], SAID[0], SAID[1], SAID[1]]}, ["u:a\na a:b\nb"]),
-        ("messages", {"conversations": [{"from": "system", "value": "s"}, *SAID]}, ["s:s u:a a:b"]),
-        ("messages", {"conversations": [SAID[0]]}, []),
+        ("messages", {"conversations": TURNS}, ["u:a a:b"]),
+        ("messages", {"conversations": [*TURNS, {"from": "human", "value": "c"}]}, ["u:a a:b"]),
+        ("messages", {"conversations": [TURNS[0], TURNS[0], TURNS[1], TURNS[1]]}, ["u:a\na a:b\nb"]),
+        ("messages", {"conversations": [{"from": "system", "value": "s"}, *TURNS]}, ["s:s u:a a:b"]),
+        ("messages", {"conversations": [TURNS[0]]}, []),
         ("messages", {"messages": [HF[0], HF[1], {"role": "tool", "content": "t"}, HF[1]]}, ["u:a a:b t:t a:b"]),
         ("completion", {"prompt": "a", "completion": "b"}, ["u:a a:b"]),
         ("completion", {"prompt": HF[:1], "completion": HF[1:]}, ["u:a a:b"]),
@@ -45,7 +45,7 @@ HF = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
         ("pairs", {"prompt": "a", "chosen": "b", "rejected": "c"}, ["u:a 0=b 1=c"]),
         (
             "pairs",
-            {"conversations": SAID[:1], "chosen": SAID[1], "rejected": {"from": "gpt", "value": "c"}},
+            {"conversations": TURNS[:1], "chosen": TURNS[1], "rejected": {"from": "gpt", "value": "c"}},
             ["u:a 0=b 1=c"],
         ),
         ("pairs", {"chosen": HF, "rejected": [HF[0], {"role": "assistant", "content": "c"}]}, ["u:a 0=b 1=c"]),
@@ -106,12 +106,16 @@ def test_worst_of_many_scored_replies_stays():
 
 
 def test_what_ranks_nothing_is_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    def ranked(number: int, *replies: tuple[str, int]) -> dict[str, Any]:
+    def ranked_row(number: int, *replies: tuple[str, int]) -> dict[str, Any]:
         raw_replies = [{"content": text, "rank": rank} for text, rank in replies]
         return {"messages": [{"role": "user", "content": str(number)}], "replies": raw_replies}
 
-    rows = [ranked(number, ("a", 0), ("b", 1)) for number in range(20)]
-    rows += [ranked(90, ("a", 0), ("b", 0)), ranked(91, ("a", 0), ("b", 1), ("a", 2)), ranked(92, ("a", 0), ("a", 2))]
+    rows = [ranked_row(number, ("a", 0), ("b", 1)) for number in range(20)]
+    rows += [
+        ranked_row(90, ("a", 0), ("b", 0)),
+        ranked_row(91, ("a", 0), ("b", 1), ("a", 2)),
+        ranked_row(92, ("a", 0), ("a", 2)),
+    ]
     words = [
         "--form",
         "ranked",
@@ -322,8 +326,8 @@ def test_mistakes_are_refused(tmp_path: Path, words: list[str], message: str, ca
 
 def count_forks(message: dict[str, Any]) -> int:
     """Messages of a person below which more than one reply is ranked."""
-    ranked = [reply for reply in message["replies"] if type(reply.get("rank")) is int]
-    is_fork = message["role"] == "prompter" and len(ranked) > 1
+    ranked_replies = [reply for reply in message["replies"] if type(reply.get("rank")) is int]
+    is_fork = message["role"] == "prompter" and len(ranked_replies) > 1
     return is_fork + sum(map(count_forks, message["replies"]))
 
 

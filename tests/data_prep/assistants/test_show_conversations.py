@@ -16,19 +16,25 @@ from src.experiments.registry import DATASETS, bind
 from tests.systems.assistants.conversations import talk
 from tests.systems.assistants.train_assistants import DPO, REWARD, SFT, TALK, write_data
 
-SHOWN = re.compile(r"^\w+ \d+: \d+ tokens, \d+ learned$", re.MULTILINE)
+SAMPLE_HEADING = re.compile(r"^\w+ \d+: \d+ tokens, \d+ learned$", re.MULTILINE)
 PARTS = {"a": TALK, "b": {**TALK, "writing": {"system": "short"}}}
-MIXED = override(SFT, {"data": {"name": "mixture", "parts": PARTS, "draw": {"b": {"fraction": 0.25}}}})
+MIXTURE = override(SFT, {"data": {"name": "mixture", "parts": PARTS, "draw": {"b": {"fraction": 0.25}}}})
 PACKED = override(SFT, {"data": {"name": "packed", "documents": TALK, "sequence_tokens": 96, "too_long": "drop"}})
-JUDGED: dict[str, Any] = {"recipe": "sft", "seed": 0, "model": ref(DPO), "data": TALK, "evaluation": {"micro_batch": 4}}
+EVALUATION: dict[str, Any] = {
+    "recipe": "sft",
+    "seed": 0,
+    "model": ref(DPO),
+    "data": TALK,
+    "evaluation": {"micro_batch": 4},
+}
 TEXT = override(SFT, {"recipe": "lm", "answers": None, "data": {"name": "text", "corpus": "x", "sequence_tokens": 8}})
 GROUPS = {
     "sft": [SFT, override(SFT, {"data.train_all_roles": True})],
-    "mixed": [MIXED],
+    "mixed": [MIXTURE],
     "packed": [PACKED],
     "reward": [REWARD],
     "dpo": [DPO],
-    "judged": [JUDGED],
+    "judged": [EVALUATION],
     "text": [{name: value for name, value in TEXT.items() if name != "answers"}],
 }
 
@@ -49,42 +55,42 @@ def show(data: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
         before = sorted(data.parent.rglob("*"))
         assert show_conversations.main([*words, "--data_path", str(data), "-sb", str(data.parent / "runs")]) == code
         assert sorted(data.parent.rglob("*")) == before, "nothing is written"
-        said = capsys.readouterr()
-        return said.err if code else said.out
+        output = capsys.readouterr()
+        return output.err if code else output.out
 
     return run
 
 
-def built(data: Path, config: dict[str, Any]) -> Any:
+def build_data(data: Path, config: dict[str, Any]) -> Any:
     return bind(DATASETS, config).build(Places(data, data), talk.tokenizer(), "train", 0)
 
 
-def test_the_first_batch_is_shown_with_what_is_learned(show, data: Path):
-    out, own = show("sft", "--samples", "9"), built(data, TALK)
-    keys = IndexedOrder(0, len(own), 4).keys()
+def test_the_first_batch_is_shown_with_its_loss_mask(show, data: Path):
+    out, train_data = show("sft", "--samples", "9"), build_data(data, TALK)
+    keys = IndexedOrder(0, len(train_data), 4).keys()
     for _ in range(SFT["loop"]["micro_batch"]):
-        found = own.render(*next(keys))
-        said = talk.mark_roles(found, talk.tokenizer(), [*show_conversations.Role])
-        assert f": {len(found.ids)} tokens, {sum(found.loss_mask)} learned\n" in out
-        assert f"\n{said}\n" in re.sub(r"assistant\[\[|\]\]", "", out)
-    assert len(SHOWN.findall(out)) == SFT["loop"]["micro_batch"]
+        sample = train_data.render(*next(keys))
+        marked_text = talk.mark_roles(sample, talk.tokenizer(), [*show_conversations.Role])
+        assert f": {len(sample.ids)} tokens, {sum(sample.loss_mask)} learned\n" in out
+        assert f"\n{marked_text}\n" in re.sub(r"assistant\[\[|\]\]", "", out)
+    assert len(SAMPLE_HEADING.findall(out)) == SFT["loop"]["micro_batch"]
     assert re.search(r"<\|prompter\|>\d\?<end><\|assistant\|>assistant\[\[\w+<end>\]\]", out)
     assert "learned" in show("sft[1]")
     assert "template[[<end><|assistant|>]]" in show("sft[1]"), "there all is learned but the first token"
 
 
 def test_colours_change_nothing_else(show):
-    colored, plain = (show("sft", "--color", color) for color in ("always", "auto"))
-    assert "\x1b[32;4m" in colored
+    with_colors, plain = (show("sft", "--color", color) for color in ("always", "auto"))
+    assert "\x1b[32;4m" in with_colors
     assert "\x1b" not in plain
-    bare = re.sub(r"\x1b\[[\d;]*m", "", colored).partition("\n\n")[2]
+    bare = re.sub(r"\x1b\[[\d;]*m", "", with_colors).partition("\n\n")[2]
     assert bare == re.sub(r"\w+\[\[|\]\]", "", plain)
 
 
 def test_all_replies_are_shown(show):
     out = show("reward", "--samples", "1")
     replies = re.findall(r"assistant\[\[(.*?)\]\]", out)
-    assert len(replies) == len(SHOWN.findall(out)) >= 2
+    assert len(replies) == len(SAMPLE_HEADING.findall(out)) >= 2
     assert len(set(replies)) == len(replies)
     assert "\x1b[36m3?" in show("reward", "--samples", "1", "--color", "always"), "what a user says has its colour"
     assert "assistant[[" in show("dpo"), "its parent is not trained yet"
@@ -102,7 +108,7 @@ def test_a_mixture_is_counted_by_part(show):
 
 def test_packed_conversations_are_shown_one_by_one(show):
     out = show("packed", "--samples", "3")
-    assert len(SHOWN.findall(out)) == 3
+    assert len(SAMPLE_HEADING.findall(out)) == 3
     assert re.search(r"^packed +24 +24 +\d", out, re.MULTILINE)
 
 
@@ -119,7 +125,7 @@ def test_packed_conversations_are_shown_one_by_one(show):
         (["sft", "--samples", "0"], "--samples: expected at least 1, got 0."),
     ],
 )
-def test_mistakes_are_told(show, words: list[str], message: str):
+def test_errors_name_the_mistake(show, words: list[str], message: str):
     assert message in show(*words, code=1)
 
 

@@ -38,10 +38,12 @@ def test_two_runs_give_the_same_bytes(folder: Path):
 
 def test_answers_are_right_and_half_in_parentheses(folder: Path):
     for split in ("train", "val"):
-        found = [[message["content"] for message in row["messages"]] for row in rows(folder, "expression_tasks", split)]
-        assert all(solves(question, answer) for question, answer in found)
-    styled = [is_in_parentheses(row["messages"][1]["content"]) for row in rows(folder, "expression_tasks", "train")]
-    assert 0.45 < sum(styled) / len(styled) < 0.55
+        texts = [[message["content"] for message in row["messages"]] for row in rows(folder, "expression_tasks", split)]
+        assert all(solves(question, answer) for question, answer in texts)
+    in_parentheses = [
+        is_in_parentheses(row["messages"][1]["content"]) for row in rows(folder, "expression_tasks", "train")
+    ]
+    assert 0.45 < sum(in_parentheses) / len(in_parentheses) < 0.55
 
 
 def task_of(row: dict[str, Any]) -> tuple[Any, ...]:
@@ -56,7 +58,7 @@ def test_no_task_is_in_both_splits(folder: Path):
         assert not train & val
 
 
-def test_replies_are_ranked_by_what_they_are(folder: Path):
+def test_replies_are_ranked_by_kind(folder: Path):
     for row in rows(folder, "expression_replies", "train"):
         read_entry(row, "here")
         question, replies = row["messages"][0]["content"], [reply["content"] for reply in row["replies"]]
@@ -69,12 +71,12 @@ def test_replies_are_ranked_by_what_they_are(folder: Path):
         assert solves(question, worse) != is_in_parentheses(worse), "the other lacks one of the two"
 
 
-def test_examples_print_what_is_written(folder: Path):
-    found = [row["messages"] for split in ("train", "val") for row in rows(folder, "stdlib_doctests", split)]
-    assert len(found) > 10
-    told = {question["content"]: answer["content"] for question, answer in found}
-    assert all(question.startswith("What does Python print?\n") for question in told)
-    assert all(told.values())
+def test_examples_print_their_documented_output(folder: Path):
+    conversations = [row["messages"] for split in ("train", "val") for row in rows(folder, "stdlib_doctests", split)]
+    assert len(conversations) > 10
+    answers = {question["content"]: answer["content"] for question, answer in conversations}
+    assert all(question.startswith("What does Python print?\n") for question in answers)
+    assert all(answers.values())
 
 
 def test_an_example_that_differs_from_run_to_run_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

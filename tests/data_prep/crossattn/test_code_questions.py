@@ -7,12 +7,12 @@ import pytest
 from data_prep.crossattn.code_questions import reveals, snippets
 
 
-def found(source):
+def snippets_of(source):
     return list(snippets(textwrap.dedent(source).lstrip("\n"), 0, 10_000))
 
 
-def asked(source, index=0):
-    return {(q.kind, q.text): q.answer for q in found(source)[index].questions}
+def questions_of(source, index=0):
+    return {(q.kind, q.text): q.answer for q in snippets_of(source)[index].questions}
 
 
 def test_a_method_and_its_class():
@@ -35,7 +35,7 @@ def test_a_method_and_its_class():
                 raise ValueError(path)
             raise io.Oops from None
     '''
-    outer, inner = found(source)
+    outer, inner = snippets_of(source)
     assert inner.context == textwrap.dedent("""\
         @property
         @functools.cache
@@ -60,32 +60,32 @@ def test_a_method_and_its_class():
     }
 
 
-def test_a_docstring_alone_leaves_pass():
-    assert found('def stub():\n    """Do nothing yet."""\n')[0].context == "def stub():\n    pass"
+def test_a_body_with_only_a_docstring_becomes_pass():
+    assert snippets_of('def stub():\n    """Do nothing yet."""\n')[0].context == "def stub():\n    pass"
 
 
 def test_docstrings_that_share_a_line_with_code_are_left_out():
-    assert found('def stub(): "Do nothing."\n') == []
-    assert found('def stub():\n    "Do nothing."; x = 1\n') == []
-    assert found('def stub():\n    "Do nothing."  # really\n    x = 1\n')[0].context == "def stub():\n    x = 1"
+    assert snippets_of('def stub(): "Do nothing."\n') == []
+    assert snippets_of('def stub():\n    "Do nothing."; x = 1\n') == []
+    assert snippets_of('def stub():\n    "Do nothing."  # really\n    x = 1\n')[0].context == "def stub():\n    x = 1"
 
 
 def test_strings_that_are_less_indented_than_the_code_stay():
     source = 'class A:\n    def f(self):\n        return """x\n  y\n"""\n'
-    assert found(source)[1].context == 'def f(self):\n    return """x\n  y\n"""'
+    assert snippets_of(source)[1].context == 'def f(self):\n    return """x\n  y\n"""'
 
 
 def test_non_ascii_text_before_a_segment():
-    assert asked("def f(é='ü', b='ö'): pass\n")["default", "What is the default of the parameter b?"] == "'ö'"
+    assert questions_of("def f(é='ü', b='ö'): pass\n")["default", "What is the default of the parameter b?"] == "'ö'"
 
 
 def test_calls_are_in_source_order_each_once():
     source = "def f(x):\n    a(b(x).c(), d[0](), a())\n    return [e(y) for y in g()]\n"
-    assert asked(source)["calls", "Which names does this function call?"] == "a, b, c, e, g"
+    assert questions_of(source)["calls", "Which names does this function call?"] == "a, b, c, e, g"
 
 
 def test_form_feeds_do_not_shift_lines():
-    assert found("x = 1\n\f\ndef f(a):\n    return a\n")[0].context == "def f(a):\n    return a"
+    assert snippets_of("x = 1\n\f\ndef f(a):\n    return a\n")[0].context == "def f(a):\n    return a"
 
 
 @pytest.mark.parametrize(
@@ -102,13 +102,13 @@ def test_form_feeds_do_not_shift_lines():
         "def inner():\n        raise ValueError\n    return inner",
     ],
 )
-def test_exceptions_that_the_source_does_not_name_are_not_asked_about(body):
-    kinds = {kind for kind, _ in asked(f"def f(x, Given):\n    {body}\n")}
+def test_no_questions_about_unnamed_exceptions(body):
+    kinds = {kind for kind, _ in questions_of(f"def f(x, Given):\n    {body}\n")}
     assert "raises" not in kinds
 
 
-def test_what_runs_at_another_time_is_not_asked_about():
-    assert "calls" not in {kind for kind, _ in asked("def f(x):\n    g(x)\n    return lambda: h(x)\n")}
+def test_no_questions_about_deferred_code():
+    assert "calls" not in {kind for kind, _ in questions_of("def f(x):\n    g(x)\n    return lambda: h(x)\n")}
 
 
 @pytest.mark.parametrize(
@@ -127,7 +127,7 @@ def test_what_runs_at_another_time_is_not_asked_about():
 )
 def test_first_sentence(docstring, sentence):
     assert (
-        asked(f'def f(x):\n    """{docstring}"""\n    return x\n').get(("does", "What does this function do?"))
+        questions_of(f'def f(x):\n    """{docstring}"""\n    return x\n').get(("does", "What does this function do?"))
         == sentence
     )
 
@@ -136,15 +136,15 @@ def test_first_sentence(docstring, sentence):
     "source",
     ["def method(): pass", "class A:\n  def self(self): pass", "def f(f): pass", "def _(): pass", "def the(): pass"],
 )
-def test_answers_that_are_given_away_or_are_nothing_are_not_asked_for(source):
-    for snippet in found(source + "\n"):
+def test_no_questions_with_revealed_or_empty_answers(source):
+    for snippet in snippets_of(source + "\n"):
         for q in snippet.questions:
             assert not reveals(q.text, q.answer)
             assert any(c.isalnum() for c in q.answer)
 
 
-def test_default_named_like_its_parameter_is_not_asked_for():
-    assert "default" not in {kind for kind, _ in asked("def f(os=os): pass\n")}
+def test_no_question_about_a_default_named_like_its_parameter():
+    assert "default" not in {kind for kind, _ in questions_of("def f(os=os): pass\n")}
 
 
 @pytest.mark.parametrize(
@@ -179,9 +179,9 @@ def test_definitions_in_branches_are_found_and_functions_in_functions_are_not():
                 def fourth(self):
                     def fifth(): g()
     """
-    assert [s.questions[0].answer for s in found(source)] == ["first", "second", "Third", "fourth"]
+    assert [s.questions[0].answer for s in snippets_of(source)] == ["first", "second", "Third", "fourth"]
 
 
-def test_what_does_not_parse():
+def test_source_with_syntax_errors():
     with pytest.raises(SyntaxError):
-        found("def f(:\n")
+        snippets_of("def f(:\n")

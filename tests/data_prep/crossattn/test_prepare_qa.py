@@ -90,20 +90,20 @@ def test_rows_and_manifest(tmp_path, prepare, manifest):
         "id": "1-1",
     }
     assert [row["id"] for row in rows["val"]] == ["3-0", "3-1", "4-0", "4-1"]
-    told = manifest()
-    assert told["counts"]["train"] == {
+    facts = manifest()
+    assert facts["counts"]["train"] == {
         "rows": {"squad": 6},
         "unanswerable": 0,
         "useful_contexts": 3,
         "rows_with_fewer_distractors": 0,
     }
     dev = tmp_path / "dev.json"
-    assert told["made_from"]["sources"]["val"] == [
+    assert facts["made_from"]["sources"]["val"] == [
         {"name": "dev.json", "bytes": dev.stat().st_size, "sha256": files.sha256(dev)}
     ]
-    assert told["command"] == "python -m data_prep.crossattn.prepare_qa"
-    assert told["skipped"] == {"train": {}, "val": {}}
-    assert str(tmp_path) not in json.dumps(told), "the same wherever it is made"
+    assert facts["command"] == "python -m data_prep.crossattn.prepare_qa"
+    assert facts["skipped"] == {"train": {}, "val": {}}
+    assert str(tmp_path) not in json.dumps(facts), "the same wherever it is made"
     assert files.defect(tmp_path / "data" / "c") is None
 
 
@@ -129,7 +129,7 @@ def test_twice_gives_the_same_bytes_and_a_third_time_nothing(tmp_path, prepare, 
     assert "made in" in capsys.readouterr().out
 
 
-def test_supporting_paragraphs_are_shuffled_among_the_others(tmp_path, prepare):
+def test_supporting_paragraphs_are_shuffled_among_distractors(tmp_path, prepare):
     rows = prepare(train=(hotpot(tmp_path / "h.json", 60),), val=(hotpot(tmp_path / "v.json", 61),))["train"]
     for i, row in enumerate(rows):
         assert sorted(row["titles_list"]) == sorted([f"P{i}", f"P{i + 1}", "D0", "D1", "D2"])
@@ -139,10 +139,10 @@ def test_supporting_paragraphs_are_shuffled_among_the_others(tmp_path, prepare):
         assert row["answers"] == ["Yes" if i % 2 else "No"]
     places = Counter(row["titles_list"].index(f"P{i}") for i, row in enumerate(rows))
     assert set(places) == set(range(5))
-    given = prepare(
+    in_given_order = prepare(
         train=(str(tmp_path / "h.json"),), val=(str(tmp_path / "v.json"),), position="given", distractors=1
     )["train"]
-    assert [row["titles_list"] for row in given] == [[f"P{i}", f"P{i + 1}", "D0"] for i in range(60)]
+    assert [row["titles_list"] for row in in_given_order] == [[f"P{i}", f"P{i + 1}", "D0"] for i in range(60)]
 
 
 def test_no_useful_context_is_in_both_splits(tmp_path, prepare, manifest):
@@ -162,11 +162,11 @@ def test_no_useful_context_is_in_both_splits(tmp_path, prepare, manifest):
     by_split = {
         split: {
             text
-            for row in found
+            for row in split_rows
             for text, mark in zip(row["contexts_list"], row["useful_contexts"], strict=True)
             if mark
         }
-        for split, found in rows.items()
+        for split, split_rows in rows.items()
     }
     assert not by_split["train"] & by_split["val"]
     assert len(rows["train"]) + len(rows["val"]) == 200, "no row is lost"
@@ -187,10 +187,12 @@ def test_a_large_group_of_connected_questions_is_for_training(tmp_path, prepare)
     assert all(row["titles_list"][0].startswith(("Q", "D")) for row in rows["val"])
 
 
-def test_of_questions_with_one_id_the_first_may_be_kept(tmp_path, prepare, manifest):
-    found = [{**ROW, "question": f"{n}?"} for n in range(2)] + [{**ROW, "id": "2", "context": "another"}]
+def test_skip_duplicates_uses_the_first_question_of_an_id(tmp_path, prepare, manifest):
+    source_rows = [{**ROW, "question": f"{n}?"} for n in range(2)] + [{**ROW, "id": "2", "context": "another"}]
     rows = prepare(
-        train=(lines(tmp_path / "f.jsonl", *found),), val=(lines(tmp_path / "v.jsonl", ROW),), skip_duplicates=True
+        train=(lines(tmp_path / "f.jsonl", *source_rows),),
+        val=(lines(tmp_path / "v.jsonl", ROW),),
+        skip_duplicates=True,
     )
     assert [row["question"] for row in rows["train"]] == ["0?", ROW["question"]]
     assert manifest()["skipped"]["train"] == {"ids that were there before": 1}
@@ -230,13 +232,13 @@ def test_distractors_come_from_the_same_split(tmp_path, prepare, manifest):
         distractors_from="rows",
         position="middle",
     )
-    own = {split: {row["context"] for row in found} for split, found in rows.items()}
-    for split, found in rows.items():
-        for row in found:
+    contexts_of_split = {split: {row["context"] for row in split_rows} for split, split_rows in rows.items()}
+    for split, split_rows in rows.items():
+        for row in split_rows:
             assert row["useful_contexts"] == [0, 1, 0, 0]
             assert row["contexts_list"][1] == row["context"]
             assert len(set(row["contexts_list"])) == 4
-            assert set(row["contexts_list"]) <= own[split]
+            assert set(row["contexts_list"]) <= contexts_of_split[split]
     assert len({tuple(row["contexts_list"]) for row in rows["train"]}) > 30, "drawn anew for each question"
     prepare(train=(squad(tmp_path / "s.json", range(40)),), val_percent=30, distractors=3)
     assert manifest()["counts"]["train"]["rows_with_fewer_distractors"] == len(rows["train"])
@@ -246,8 +248,10 @@ def test_a_few_rows_of_each_split(tmp_path, prepare):
     whole = prepare(train=(squad(tmp_path / "s.json", range(100)),), val_percent=20)
     few = prepare(train=(str(tmp_path / "s.json"),), val_percent=20, max_rows=7)
     assert few == {split: rows[:7] for split, rows in whole.items()}
-    given = prepare(train=(str(tmp_path / "s.json"),), val=(squad(tmp_path / "v.json", range(100, 110)),), max_rows=1)
-    assert [len(rows) for rows in given.values()] == [1, 1]
+    limited_rows = prepare(
+        train=(str(tmp_path / "s.json"),), val=(squad(tmp_path / "v.json", range(100, 110)),), max_rows=1
+    )
+    assert [len(rows) for rows in limited_rows.values()] == [1, 1]
 
 
 def test_only_the_questions_of_another_source(tmp_path, prepare, manifest):
@@ -257,14 +261,14 @@ def test_only_the_questions_of_another_source(tmp_path, prepare, manifest):
         val_percent=30,
         only_questions_of=str(tmp_path / "nq_open.jsonl"),
     )
-    assert {row["question"] for found in rows.values() for row in found} == {"Where is 1?"}, (
+    assert {row["question"] for split_rows in rows.values() for row in split_rows} == {"Where is 1?"}, (
         "but for case and punctuation"
     )
     assert manifest()["skipped"]["train"] == {"not among --only_questions_of": 20}
     assert manifest()["made_from"]["only_questions_of"]["name"] == "nq_open.jsonl"
 
 
-def test_questions_alone(tmp_path, prepare):
+def test_questions_without_contexts(tmp_path, prepare):
     (tmp_path / "o.jsonl").write_text(
         "".join(json.dumps({"question": f"what {i}", "answer": [f"a{i}"]}) + "\n" for i in range(50))
     )
@@ -299,13 +303,13 @@ def test_a_failure_leaves_the_older_folder_as_it_was(tmp_path, prepare, manifest
     good = squad(tmp_path / "s.json", range(30))
     prepare(train=(good,), val_percent=30)
     before = manifest()
-    torn = tmp_path / "torn.json"
-    torn.write_bytes(Path(good).read_bytes()[:-200])
+    truncated = tmp_path / "torn.json"
+    truncated.write_bytes(Path(good).read_bytes()[:-200])
     with pytest.raises(DataError, match=r"torn.json: ends .* it is cut off. Get it again."):
-        prepare(train=(str(torn),), val_percent=30)
+        prepare(train=(str(truncated),), val_percent=30)
     assert manifest() == before
     with pytest.raises(DataError):
-        prepare(name="new", train=(str(torn),), val_percent=30)
+        prepare(name="new", train=(str(truncated),), val_percent=30)
     assert sorted(path.name for path in (tmp_path / "data").iterdir()) == ["c"]
 
 
@@ -321,8 +325,8 @@ ROW = {"id": "1", "context": "c", "question": "q", "answers": {"text": ["a"]}}
 
 
 def test_passages_are_not_called_useful_where_nobody_said_so(tmp_path, prepare):
-    found = [{**CTX, "question": str(i), "ctxs": [{"text": f"{i}."}, {"text": "z."}]} for i in range(9)]
-    rows = prepare(train=(lines(tmp_path / "f.jsonl", *found),), val_percent=50)
+    source_rows = [{**CTX, "question": str(i), "ctxs": [{"text": f"{i}."}, {"text": "z."}]} for i in range(9)]
+    rows = prepare(train=(lines(tmp_path / "f.jsonl", *source_rows),), val_percent=50)
     for row in rows["train"] + rows["val"]:
         assert row.keys() == {
             "context",

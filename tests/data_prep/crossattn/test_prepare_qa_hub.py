@@ -37,7 +37,7 @@ def saved(tmp_path_factory):
     return folder
 
 
-def prepared(folder, **options):
+def prepare_rows(folder, **options):
     prepare_qa.prepare(
         folder, Options(name="c", **{key: (str(v),) if isinstance(v, Path) else v for key, v in options.items()})
     )
@@ -48,7 +48,7 @@ def prepared(folder, **options):
 
 
 def test_a_folder_gives_its_splits(saved, tmp_path):
-    rows = prepared(tmp_path, train=saved / "both", val=saved / "both")
+    rows = prepare_rows(tmp_path, train=saved / "both", val=saved / "both")
     assert [row["id"] for row in rows["train"]] == [str(i) for i in range(20)]
     assert [row["answer"] for row in rows["val"][:4]] == ["red", "UNANSWERABLE", "red", "red"]
     facts = json.loads((tmp_path / "c" / "manifest.json").read_text())["made_from"]["sources"]["train"]
@@ -57,9 +57,9 @@ def test_a_folder_gives_its_splits(saved, tmp_path):
 
 
 def test_a_folder_of_one_set_and_a_parquet_file(saved, tmp_path):
-    whole = prepared(tmp_path, train=saved / "train_alone", val=saved / "test_alone")
+    whole = prepare_rows(tmp_path, train=saved / "train_alone", val=saved / "test_alone")
     assert len(whole["val"]) == 10
-    assert prepared(tmp_path, train=saved / "train.parquet", val=saved / "test_alone") == whole
+    assert prepare_rows(tmp_path, train=saved / "train.parquet", val=saved / "test_alone") == whole
 
 
 def test_a_published_set_that_is_prepared_is_read_without_its_encodings(tmp_path):
@@ -81,37 +81,37 @@ def test_a_published_set_that_is_prepared_is_read_without_its_encodings(tmp_path
         }
         for i in range(8)
     ]
-    made = {name: datasets.Dataset.from_list(some) for name, some in (("train", rows[:6]), ("val", rows[6:]))}
-    datasets.DatasetDict(made).save_to_disk(tmp_path / "published")
-    made["train"].to_parquet(tmp_path / "train.parquet")
-    found = prepared(tmp_path, train=tmp_path / "published", val=tmp_path / "published")
+    splits = {name: datasets.Dataset.from_list(some) for name, some in (("train", rows[:6]), ("val", rows[6:]))}
+    datasets.DatasetDict(splits).save_to_disk(tmp_path / "published")
+    splits["train"].to_parquet(tmp_path / "train.parquet")
+    result = prepare_rows(tmp_path, train=tmp_path / "published", val=tmp_path / "published")
     expected = {key: value for key, value in rows[1].items() if key != "encoder_hidden_states"} | {
         "answer": "Yes",
         "answers": ["Yes"],
     }
-    assert found["train"][1] == expected | {"sample_idx": 1}
-    assert [row["answer"] for row in found["val"]] == ["UNANSWERABLE", "Yes"]
-    files = {split: tmp_path / "c" / f"{split}.jsonl" for split in found}
+    assert result["train"][1] == expected | {"sample_idx": 1}
+    assert [row["answer"] for row in result["val"]] == ["UNANSWERABLE", "Yes"]
+    files = {split: tmp_path / "c" / f"{split}.jsonl" for split in result}
     prepare_qa.prepare(tmp_path, Options(name="again", train=(str(files["train"]),), val=(str(files["val"]),)))
     assert (tmp_path / "again" / "train.jsonl").read_bytes() == files["train"].read_bytes()
-    assert prepared(tmp_path, train=tmp_path / "train.parquet", val=tmp_path / "published") == found
+    assert prepare_rows(tmp_path, train=tmp_path / "train.parquet", val=tmp_path / "published") == result
 
 
 def test_what_cannot_be_read_is_named(saved, tmp_path):
     with pytest.raises(DataError, match=r"test_alone: has no split 'train'. It holds: test."):
-        prepared(tmp_path, train=saved / "test_alone", val=saved / "both")
-    torn = tmp_path / "torn.parquet"
-    torn.write_bytes((saved / "train.parquet").read_bytes()[:-50])
+        prepare_rows(tmp_path, train=saved / "test_alone", val=saved / "both")
+    truncated = tmp_path / "torn.parquet"
+    truncated.write_bytes((saved / "train.parquet").read_bytes()[:-50])
     with pytest.raises(DataError, match=r"torn.parquet: no parquet file, or a damaged one: "):
-        prepared(tmp_path, train=torn, val_percent=50)
+        prepare_rows(tmp_path, train=truncated, val_percent=50)
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "dataset_dict.json").write_text("{")
     with pytest.raises(DataError, match=r"broken: `datasets` cannot read it: "):
-        prepared(tmp_path, train=tmp_path / "broken", val_percent=50)
+        prepare_rows(tmp_path, train=tmp_path / "broken", val_percent=50)
 
 
 def test_a_set_of_the_hub_that_is_not_in_the_cache_says_how_to_get_it(tmp_path):
     with pytest.raises(
         DataError, match=r"hub:org/qa@v2: cannot be had .*load_dataset\('org/qa', 'v2'\).save_to_disk\('FOLDER'\)"
     ):
-        prepared(tmp_path, train=("hub:org/qa@v2",), val_percent=50)
+        prepare_rows(tmp_path, train=("hub:org/qa@v2",), val_percent=50)

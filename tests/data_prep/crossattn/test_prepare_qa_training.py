@@ -21,9 +21,9 @@ def folder(shared_data, tmp_path):
     if not sources or not tokenizer.is_dir():
         pytest.skip(f"{shared_data} lacks nq_oracle or tokenizer/starcoder")
     toy.write_data(tmp_path / "data")
-    with new_directory(tmp_path / "data" / "starcoder") as beside:
+    with new_directory(tmp_path / "data" / "starcoder") as partial_folder:
         for path in tokenizer.iterdir():
-            shutil.copyfile(path, beside / path.name)
+            shutil.copyfile(path, partial_folder / path.name)
     options = {"distractors": 2, "distractors_from": "rows", "position": "middle", "max_rows": 60, "val_percent": 20}
     prepare_qa.prepare(tmp_path / "data", Options(name="nq", train=(str(sources[0]),), **options))
     return tmp_path
@@ -44,7 +44,7 @@ SHORT = override(
         "answers.questions": 4,
     },
 )
-ASKED = {key: SHORT[key] for key in ("loop", "answers", "seed")}
+WITH_QUESTIONS = {key: SHORT[key] for key in ("loop", "answers", "seed")}
 RANDOM_T5 = {"tokenizer": "starcoder", "hidden_size": 32, "feed_forward_size": 48, "num_layers": 1, "num_heads": 2}
 VARIANTS = [
     override(SHORT, {"model.shared_weights": True, "model.num_layers": 2, "data.chunked_contexts": True}),
@@ -60,7 +60,7 @@ VARIANTS = [
             "sequence_tokens": 24,
             "loss_on": "answer",
         },
-        **ASKED,
+        **WITH_QUESTIONS,
     },
     {
         "recipe": "fid",
@@ -73,7 +73,7 @@ VARIANTS = [
             "passage_tokens": 60,
             "answer_tokens": 12,
         },
-        **ASKED,
+        **WITH_QUESTIONS,
     },
 ]
 

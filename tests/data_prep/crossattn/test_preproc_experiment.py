@@ -34,8 +34,8 @@ def encode(world, exp_id, capsys):
 
 def test_a_base_that_was_trained_here(world, capsys):
     (run,) = (world / "runs").iterdir()
-    code, said = encode(world, run.name, capsys)
-    assert (code, "64 distinct inputs, 64 encoded now" in said.out) == (0, True)
+    code, message = encode(world, run.name, capsys)
+    assert (code, "64 distinct inputs, 64 encoded now" in message.out) == (0, True)
     groups = {"g": [{**CROSSATTN, "data": {**CROSSATTN["data"], "encoded_contexts": True}}], "base": [BASE]}
     (world / "data").rename(world / "prepared")
     (world / "data").symlink_to(world / "prepared" / "processed_data" / run.name)
@@ -57,15 +57,15 @@ def test_a_base_that_was_trained_here(world, capsys):
 
 def _evaluates_and_encodes(world, base, crossattn, capsys):
     """What was trained on the states can be scored on them. It encodes nothing itself: its base does."""
-    scored = {**crossattn, "model": ref(crossattn), "evaluation": {"micro_batch": 2}}
-    del scored["loop"]
-    assert toy.main(["-e", "scored"], {"scored": [scored]}, world) == 0, capsys.readouterr().err
-    code, said = encode(world, ref(crossattn)["exp_id"], capsys)
+    evaluation = {**crossattn, "model": ref(crossattn), "evaluation": {"micro_batch": 2}}
+    del evaluation["loop"]
+    assert toy.main(["-e", "scored"], {"scored": [evaluation]}, world) == 0, capsys.readouterr().err
+    code, message = encode(world, ref(crossattn)["exp_id"], capsys)
     assert code == 1
-    assert "error: --embedding_model: expected a decoder" in said.err
-    assert f"of the kind 'cross_attention'. What encodes its contexts is {base}" in said.err
+    assert "error: --embedding_model: expected a decoder" in message.err
+    assert f"of the kind 'cross_attention'. What encodes its contexts is {base}" in message.err
 
 
 def test_a_base_that_is_not_trained_yet_is_refused(world, capsys):
-    code, said = encode(world, "0" * 32, capsys)
-    assert (code, "neither under" in said.err) == (1, True)
+    code, message = encode(world, "0" * 32, capsys)
+    assert (code, "neither under" in message.err) == (1, True)

@@ -68,8 +68,10 @@ def request_of(bases, cache, tmp_path):
 
     def make(base="one", **changes):
         model = bind(MODELS, {"name": "hf", "path": str(bases / base)})
-        made = preproc_nq.Request(model, Places(cache, tmp_path / "runs"), "toy_qa", RULES, ["cpu"], commit_seconds=0.0)
-        return replace(made, **changes)
+        new_request = preproc_nq.Request(
+            model, Places(cache, tmp_path / "runs"), "toy_qa", RULES, ["cpu"], commit_seconds=0.0
+        )
+        return replace(new_request, **changes)
 
     return make
 
@@ -108,7 +110,7 @@ def rewrite(cache, rows):
 def test_the_states_are_those_of_the_base(bases, cache, request_of, dtype):
     request = request_of(batch_size=1, dtype=dtype)
     counts = preproc_nq.prepare(request)
-    assert (counts.rows, counts.inputs, counts.encoded, counts.kept, counts.too_long) == (64, 64, 64, 0, 0)
+    assert (counts.rows, counts.inputs, counts.encoded, counts.num_reused, counts.too_long) == (64, 64, 64, 0, 0)
     store = store_of(request)
     assert len(store) == 64
     for row in rows_of(cache / "toy_qa"):
@@ -125,17 +127,17 @@ def test_nothing_is_encoded_twice(cache, request_of):
     first = preproc_nq.prepare(request)
     assert (first.rows, first.inputs, first.encoded) == (42, 20, 20)  # both splits have all rows, and one context twice
     again = preproc_nq.prepare(request)
-    assert (again.encoded, again.kept) == (0, 20)
+    assert (again.encoded, again.num_reused) == (0, 20)
     rewrite(cache, [*rows[:20], *rows[30:35], {**rows[0], "context": "ünïcode 漢字 🎉"}])
     more = preproc_nq.prepare(request)
-    assert (more.encoded, more.kept) == (6, 20)
+    assert (more.encoded, more.num_reused) == (6, 20)
     store = store_of(request)
     assert len(store) == 26
     folder = preproc_nq.folder_of(request)
     assert rows_of(folder)[-1]["context"] == "ünïcode 漢字 🎉"
     encoded_store.check(folder / "encoded", RULES, jsonl.fingerprint(folder))
     longer = preproc_nq.prepare(replace(request, rules=replace(RULES, context_tokens=20)))
-    assert (longer.encoded, longer.kept) == (0, 26)  # none was cut before
+    assert (longer.encoded, longer.num_reused) == (0, 26)  # none was cut before
     for tokens in (16, 20):
         encoded_store.check(folder / "encoded", replace(RULES, context_tokens=tokens), jsonl.fingerprint(folder))
 
@@ -155,20 +157,20 @@ def test_long_contexts_are_counted_cut_or_refused(cache, request_of):
         preproc_nq.prepare(request_of(rules=replace(RULES, too_long="refuse")))
 
 
-def test_a_base_that_is_named_below_the_data_is_there_beside_the_encoded_corpus(bases, cache, request_of):
+def test_a_relative_base_is_found_next_to_the_encoded_corpus(bases, cache, request_of):
     shutil.copytree(bases / "one", cache / "tiny")
     preproc_nq.prepare(request_of(model=bind(MODELS, {"name": "hf", "path": "tiny"})))
-    made = Places(cache / "processed_data" / "tiny", cache)
+    places = Places(cache / "processed_data" / "tiny", cache)
     part = bind(
         MODELS, {"name": "cross_attention", "num_layers": 1, "stride": 1, "base": {"name": "hf", "path": "tiny"}}
     )
-    encoded_store.check_base(made.data / "toy_qa" / "encoded", part, made)
-    assert tokenizers.load(made.data / "toy_tokenizer").eos_token_id == 0
-    moved = cache.rename(cache.parent / "moved")
-    assert (moved / "processed_data" / "tiny" / "tiny" / "config.json").is_file()
+    encoded_store.check_base(places.data / "toy_qa" / "encoded", part, places)
+    assert tokenizers.load(places.data / "toy_tokenizer").eos_token_id == 0
+    new_cache = cache.rename(cache.parent / "moved")
+    assert (new_cache / "processed_data" / "tiny" / "tiny" / "config.json").is_file()
 
 
-def test_contexts_that_are_alike_up_to_the_limit_are_one(cache, request_of):
+def test_contexts_equal_up_to_the_limit_are_encoded_once(cache, request_of):
     begin = "the thing0 is red . " * 3
     rewrite(
         cache,
@@ -190,7 +192,7 @@ def in_child(prepare):
     return child
 
 
-def committed(folder):
+def num_committed(folder):
     """Whole records of the shards in `folder` that no store lists yet."""
     return sum(len(read_index(folder, name)) for name in unlisted_shards(folder, [])) if folder.is_dir() else 0
 
@@ -211,16 +213,16 @@ def test_a_kill_loses_nothing_that_was_committed(cache, request_of):
     request = request_of(batch_size=1)
     folder = preproc_nq.folder_of(request) / "encoded"
     child = in_child(lambda: preproc_nq.prepare(request))
-    wait_for(lambda: committed(folder) >= 20)
+    wait_for(lambda: num_committed(folder) >= 20)
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
-    kept = committed(folder)
-    assert 20 <= kept < 640
+    num_before = num_committed(folder)
+    assert 20 <= num_before < 640
     before = {path.name: path.read_bytes()[: 16 * 2 * 100] for path in folder.glob("*.states")}
     with pytest.raises(DataError, match=r"encoded: not finished"):
         encoded_store.check(folder, RULES, "c")
     counts = preproc_nq.prepare(request)
-    assert (counts.kept, counts.encoded) == (kept, 640 - kept)
+    assert (counts.num_reused, counts.encoded) == (num_before, 640 - num_before)
     store = store_of(request)
     assert len(store) == 640
     assert len({bytes(record["key"]) for record in store._records}) == 640
@@ -240,7 +242,7 @@ def test_two_workers_share_the_work(cache, request_of):
 
 
 @pytest.mark.parametrize("unread", [False, True])
-def test_a_worker_whose_parent_is_gone_keeps_what_it_did_and_ends(bases, cache, request_of, unread, caplog):
+def test_an_orphaned_worker_commits_its_work_and_exits(bases, cache, request_of, unread, caplog):
     request = request_of()
     folder = preproc_nq.folder_of(request) / "encoded"
     folder.mkdir(parents=True)
@@ -258,7 +260,7 @@ def test_a_worker_whose_parent_is_gone_keeps_what_it_did_and_ends(bases, cache, 
     assert "failed" not in caplog.text
     there.close()
     counts = preproc_nq.prepare(request)
-    assert (counts.kept, counts.encoded) == (3, 61)
+    assert (counts.num_reused, counts.encoded) == (3, 61)
 
 
 def worker_that(says, code=0):
@@ -284,13 +286,13 @@ def worker_that(says, code=0):
             None,
             3,
             RunError,
-            r"cuda:1: its process ended with exit code 3\. Start again when that is mended: what was finished is kept",
+            r"cuda:1: its process ended with exit code 3\. Fix it and start again: finished work is saved",
         ),
         ("RuntimeError: lost", 1, RunError, r"cuda:1: RuntimeError: lost\. Start again"),
         (DataError("states are not finite"), 1, DataError, r"^states are not finite$"),
     ],
 )
-def test_what_a_worker_ends_with_is_told(says, code, error, message):
+def test_worker_errors_are_reported(says, code, error, message):
     pipe, process = worker_that(says, code)
     with contextlib.closing(pipe), pytest.raises(error, match=message):
         encoding_workers._serve(pipe, {pipe: (process, "cuda:1", [[[1]]])}, iter(()), Progress("", ""))
@@ -298,11 +300,11 @@ def test_what_a_worker_ends_with_is_told(says, code, error, message):
 
 
 def test_a_device_that_fails_is_an_error(request_of):
-    with pytest.raises(RunError, match=r"cuda:93: \w+: .*Start again when that is mended: what was finished is kept"):
+    with pytest.raises(RunError, match=r"cuda:93: \w+: .*Fix it and start again: finished work is saved"):
         preproc_nq.prepare(request_of(devices=["cuda:93"]))
 
 
-def test_damage_is_found_and_encoded_anew(request_of):
+def test_damaged_records_are_encoded_again(request_of):
     request = request_of()
     preproc_nq.prepare(request)
     folder = preproc_nq.folder_of(request) / "encoded"
@@ -312,13 +314,13 @@ def test_damage_is_found_and_encoded_anew(request_of):
     states.write_bytes(data)
     assert preproc_nq.prepare(request).encoded == 0
     counts = preproc_nq.prepare(replace(request, verify=True))
-    assert (counts.kept, counts.encoded) == (63, 1)
+    assert (counts.num_reused, counts.encoded) == (63, 1)
     os.truncate(states, 10)
     assert preproc_nq.prepare(request).encoded == 63
     store_of(request)
 
 
-def test_states_without_their_index_are_encoded_anew(request_of, caplog):
+def test_states_without_their_index_are_encoded_again(request_of, caplog):
     request = request_of()
     preproc_nq.prepare(request)
     folder = preproc_nq.folder_of(request) / "encoded"
@@ -330,7 +332,7 @@ def test_states_without_their_index_are_encoded_anew(request_of, caplog):
     ):
         store_of(request)
     assert preproc_nq.prepare(request).encoded == 64
-    assert f"{index.name}: missing. It is encoded anew." in caplog.text
+    assert f"{index.name}: missing. It is encoded again." in caplog.text
     assert len(store_of(request)) == 64
     assert len(list(folder.glob("*.states"))) == 1
 
@@ -416,15 +418,15 @@ def test_training_on_them_is_training(bases, cache, request_of, tmp_path, capsys
     for dtype in ("float32", "bfloat16"):
         request = request_of(dtype=dtype, batch_size=1)
         preproc_nq.prepare(request)
-        made = preproc_nq.folder_of(request).parent
-        read = losses({**exp, "data": {**exp["data"], "encoded_contexts": True}}, made, tmp_path / dtype, capsys)
+        data_folder = preproc_nq.folder_of(request).parent
+        read = losses({**exp, "data": {**exp["data"], "encoded_contexts": True}}, data_folder, tmp_path / dtype, capsys)
         assert (read == live) is (dtype == "float32")
         for one, other in zip(read, live, strict=True):
             assert one == pytest.approx(other, rel=2e-2)
-        shutil.rmtree(made)
+        shutil.rmtree(data_folder)
 
 
-def test_the_dry_run_finds_what_is_missing(bases, cache, request_of, tmp_path, capsys):
+def test_the_dry_run_reports_missing_states(bases, cache, request_of, tmp_path, capsys):
     request = request_of()
     exp = {
         **toy.CROSSATTN,
@@ -444,11 +446,13 @@ def test_the_dry_run_finds_what_is_missing(bases, cache, request_of, tmp_path, c
     assert code == 1
     assert "toy_qa/encoded: no such folder. Run data_prep.crossattn.preproc_nq" in err
     preproc_nq.prepare(request)
-    made = preproc_nq.folder_of(request).parent
-    assert dry_run(exp, made)[0] == 0
-    code, err = dry_run({**exp, "data": {**exp["data"], "context_tokens": 12}}, made)
+    data_folder = preproc_nq.folder_of(request).parent
+    assert dry_run(exp, data_folder)[0] == 0
+    code, err = dry_run({**exp, "data": {**exp["data"], "context_tokens": 12}}, data_folder)
     assert (code, "data.context_tokens is 12, encoded with 16 (--maximum_input_length)" in err) == (1, True)
-    code, err = dry_run({**exp, "model": {**exp["model"], "base": {"name": "hf", "path": str(bases / "other")}}}, made)
+    code, err = dry_run(
+        {**exp, "model": {**exp["model"], "base": {"name": "hf", "path": str(bases / "other")}}}, data_folder
+    )
     assert (code, "/one (fingerprint" in err and "/other (fingerprint" in err) == (1, True)
 
 
@@ -458,24 +462,24 @@ def test_the_dry_run_finds_what_is_missing(bases, cache, request_of, tmp_path, c
 )
 def test_batches_have_a_budget_of_inputs_and_of_tokens(size, tokens, expected):
     inputs = [[0] * length for length in (20, 2, 9, 5, 3, 4, 2)]
-    found = list(distinct_inputs.batches(iter(inputs), size, tokens))
-    assert [len(batch) for batch in found] == expected
-    assert sorted(len(ids) for batch in found for ids in batch) == sorted(len(ids) for ids in inputs)
+    batches = list(distinct_inputs.batches(iter(inputs), size, tokens))
+    assert [len(batch) for batch in batches] == expected
+    assert sorted(len(ids) for batch in batches for ids in batch) == sorted(len(ids) for ids in inputs)
 
 
 def test_a_batch_is_one_pass_whatever_its_size(request_of, monkeypatch):
     passes, last_hidden = [], encoder.last_hidden
 
-    def counted(model, ids, mask):
+    def counting_last_hidden(model, ids, mask):
         passes.append(len(ids))
         return last_hidden(model, ids, mask)
 
-    monkeypatch.setattr(encoder, "last_hidden", counted)
+    monkeypatch.setattr(encoder, "last_hidden", counting_last_hidden)
     counts = preproc_nq.prepare(request_of("one", batch_size=None, batch_tokens=10_000))
     assert passes == [counts.encoded] == [64]
 
 
-def test_marks_that_are_not_as_many_as_the_contexts_are_told(request_of, cache):
+def test_wrong_number_of_useful_marks_is_an_error(request_of, cache):
     row = {**rows_of(cache / "toy_qa")[0], "contexts_list": ["a", "b"], "useful_contexts": [1]}
     rewrite(cache, [row])
     with pytest.raises(

@@ -149,7 +149,7 @@ TRIVIA = {
     ],
 }
 NQ_OPEN = {"question": "who sails", "answer": ["Ann", "Ann S."]}
-PREPARED = {
+PREPARED_ROW = {
     "context": "Ann sails.",
     "contexts_list": ["The sea is wet.", "Ann sails.", " "],
     "titles_list": ["Sea", "Ann", ""],
@@ -160,7 +160,7 @@ PREPARED = {
     "dataset": "nq",
 }
 ALL = {
-    "prepared": PREPARED,
+    "prepared": PREPARED_ROW,
     "squad": SQUAD,
     "hotpotqa": HOTPOT,
     "nq": NQ,
@@ -192,7 +192,7 @@ def without(record, *names):
     return {key: value for key, value in record.items() if key not in names}
 
 
-def test_every_layout_is_told_from_its_record():
+def test_every_layout_is_detected_from_its_record():
     assert {name: layout_of(record, "here", None) for name, record in ALL.items()} == {name: name for name in LAYOUTS}
     assert layout_of(NQ_ORIGINAL, "here", None) == layout_of(NQ_HUB, "here", "nq") == "nq"
     with pytest.raises(
@@ -269,7 +269,7 @@ def test_the_title_of_a_page_comes_from_its_address():
         assert one(changed(NQ, document_url=address)).passages[0].title == title
 
 
-def annotated(*found):
+def with_annotations(*annotations):
     """NQ with annotators who each found (long answer, short answers, yes or no)."""
     none = (-1, -1)
     return changed(
@@ -280,27 +280,31 @@ def annotated(*found):
                 "short_answers": [{"start_token": s, "end_token": e} for s, e in short],
                 "yes_no_answer": yes_no,
             }
-            for long, short, yes_no in found
+            for long, short, yes_no in annotations
         ],
     )
 
 
 def test_nq_answers():
     long, other, nothing = (3, 10), (10, 14), (None, [], "NONE")
-    assert read(annotated(nothing)) == [Skipped("no long answer, so no context")]
-    assert one(annotated((long, [], "NONE"))).answers == (UNANSWERABLE,)
-    assert one(annotated((long, [], "YES"))).answers == ("Yes",)
-    assert one(annotated((long, [], "NO"))).answers == ("No",)
-    assert one(annotated((long, [(4, 5), (7, 8)], "NONE"))).answers == ("Ann", "1990")
+    assert read(with_annotations(nothing)) == [Skipped("no long answer, so no context")]
+    assert one(with_annotations((long, [], "NONE"))).answers == (UNANSWERABLE,)
+    assert one(with_annotations((long, [], "YES"))).answers == ("Yes",)
+    assert one(with_annotations((long, [], "NO"))).answers == ("No",)
+    assert one(with_annotations((long, [(4, 5), (7, 8)], "NONE"))).answers == ("Ann", "1990")
     several = one(
-        annotated(nothing, (other, [], "NONE"), (long, [(7, 8)], "NONE"), (long, [(4, 5), (7, 8)], "NONE"), nothing)
+        with_annotations(
+            nothing, (other, [], "NONE"), (long, [(7, 8)], "NONE"), (long, [(4, 5), (7, 8)], "NONE"), nothing
+        )
     )
     assert several.answers == ("1990", "Ann")
     assert several.passages[0].text == "Ann sails since 1990 ."
-    assert one(annotated((other, [], "NONE"), (long, [(7, 8)], "NONE"), nothing)).answers == (UNANSWERABLE,), (
+    assert one(with_annotations((other, [], "NONE"), (long, [(7, 8)], "NONE"), nothing)).answers == (UNANSWERABLE,), (
         "one of three is too few"
     )
-    assert read(annotated((long, [(7, 8)], "NONE"), nothing, nothing)) == [Skipped("no long answer, so no context")]
+    assert read(with_annotations((long, [(7, 8)], "NONE"), nothing, nothing)) == [
+        Skipped("no long answer, so no context")
+    ]
 
 
 def test_retrieved_passages():
@@ -313,11 +317,11 @@ def test_retrieved_passages():
 
 def test_rows_that_are_prepared_already():
     sea, ann = Passage("The sea is wet.", "Sea", useful=False), Passage("Ann sails.", "Ann", useful=True)
-    assert one(PREPARED) == Question("here", None, "who sails", ("Ann",), (sea, ann), "nq")
-    ours = changed(PREPARED, id="42", answers=["Ann", "Ann S."], titles_list=None)
+    assert one(PREPARED_ROW) == Question("here", None, "who sails", ("Ann",), (sea, ann), "nq")
+    ours = changed(PREPARED_ROW, id="42", answers=["Ann", "Ann S."], titles_list=None)
     assert (one(ours).id, one(ours).answers, one(ours).passages[1].title) == ("42", ("Ann", "Ann S."), "")
-    assert [passage.useful for passage in one(without(PREPARED, "useful_contexts")).passages] == [None, None]
-    assert read(changed(PREPARED, contexts_list=[" "], titles_list=[], useful_contexts=[])) == [
+    assert [passage.useful for passage in one(without(PREPARED_ROW, "useful_contexts")).passages] == [None, None]
+    assert read(changed(PREPARED_ROW, contexts_list=[" "], titles_list=[], useful_contexts=[])) == [
         Skipped("no context has any text")
     ]
 
@@ -359,8 +363,8 @@ def test_topiocqa():
 
 def test_triviaqa(tmp_path):
     """Texts of pages where they are there, or else what a search engine said of them."""
-    found = one(TRIVIA)
-    assert found == Question(
+    question = one(TRIVIA)
+    assert question == Question(
         "here", "tc_1", "Who sails?", ("Ann", "Ann S."), (Passage("Ann sails on ...", "Sails"),), "triviaqa"
     )
     for name, text in (("wikipedia/Ann.txt", "Ann is a sailor."), ("web/3/3_1.txt", "Sails are white.")):
@@ -433,13 +437,16 @@ def in_squad(**fields):
             changed(HOTPOT, supporting_facts={"title": ["a"], "sent_id": []}),
             "field 'supporting_facts': 1 of 'title' and 0 of 'sent_id'",
         ),
-        (annotated(((3, 15), [], "NONE")), "here: the long answer is said to be tokens 3 to 15 of 14."),
-        (annotated(((3, 10), [(5, 5)], "NONE")), "here: the short answer is said to be tokens 5 to 5 of 14."),
-        (annotated(((3, None), [], "NONE")), "here: the long answer is said to be tokens 3 to None of 14."),
-        (annotated(((3, 10), [], ["YES"])), "here: field 'yes_no_answer': expected str or int, got ['YES'] (list)."),
-        (changed(PREPARED, useful_contexts=[1]), "here: field 'useful_contexts': 1 values for 3 contexts."),
-        (changed(PREPARED, titles_list=["a"]), "here: field 'titles_list': 1 values for 3 contexts."),
-        (changed(PREPARED, contexts_list="text"), "here: field 'contexts_list': expected list, got 'text' (str)."),
+        (with_annotations(((3, 15), [], "NONE")), "here: the long answer is said to be tokens 3 to 15 of 14."),
+        (with_annotations(((3, 10), [(5, 5)], "NONE")), "here: the short answer is said to be tokens 5 to 5 of 14."),
+        (with_annotations(((3, None), [], "NONE")), "here: the long answer is said to be tokens 3 to None of 14."),
+        (
+            with_annotations(((3, 10), [], ["YES"])),
+            "here: field 'yes_no_answer': expected str or int, got ['YES'] (list).",
+        ),
+        (changed(PREPARED_ROW, useful_contexts=[1]), "here: field 'useful_contexts': 1 values for 3 contexts."),
+        (changed(PREPARED_ROW, titles_list=["a"]), "here: field 'titles_list': 1 values for 3 contexts."),
+        (changed(PREPARED_ROW, contexts_list="text"), "here: field 'contexts_list': expected list, got 'text' (str)."),
         (without(CTXS, "answers"), "here: field 'answers' is missing. Fields: question, ctxs, nq_annotated_gold."),
         (changed(CTXS, ctxs=[{"title": "a"}]), "here: ctxs[0]: field 'text' is missing. Fields: title."),
         (
@@ -461,7 +468,7 @@ def test_a_malformed_record_is_named(record, message):
         read(record)
 
 
-def test_answers_and_passages_are_kept_once():
+def test_answers_and_passages_are_deduplicated():
     assert clean_answers([" a", "YES", "a", "", "no", "Nothing"], "here") == ("a", "Yes", "No", "Nothing")
     first, again, useful = (
         Passage("x", "A", useful=False),
@@ -479,7 +486,7 @@ def order(question=LETTERS, **options):
     return "".join(passage.text for passage in Placing(**{"seed": 0, **options}).place(question).passages)
 
 
-def test_useful_passages_stand_where_they_should():
+def test_useful_passages_are_at_the_requested_position():
     expected = {
         "given": "abUcVd",
         "first": "UVabcd",
@@ -496,28 +503,28 @@ def test_useful_passages_stand_where_they_should():
     assert order(position="first", distractors=9) == "UVabcd"
 
 
-def test_a_random_order_depends_on_the_seed_and_the_question_alone():
+def test_a_random_order_depends_only_on_the_seed_and_the_question():
     assert order(position="random") == order(position="random")
     assert sorted(order(position="random", distractors=2)) == sorted("abUV")
     orders = [order(Question("", str(i), "?", ("z",), LETTERS.passages, "toy"), position="random") for i in range(300)]
-    places = Counter(found.index("U") for found in orders)
+    places = Counter(order.index("U") for order in orders)
     assert set(places) == set(range(6))
     assert min(places.values()) > 25, "each place about 50 times"
     assert order(position="random", seed=1) != order(position="random", seed=0)
 
 
-def test_distractors_may_be_drawn_from_other_questions():
+def test_distractors_can_be_drawn_from_other_questions():
     pool = [*LETTERS.passages, *(Passage(text, useful=True) for text in ("p", "q", "has Z in it", "p", "r"))]
-    placed = Placing(0, distractors=8, position="first", pool=pool).place(LETTERS).passages
-    assert [p.text for p in placed[:6]] == list("UVabcd")
-    assert sorted(p.text for p in placed[6:]) == ["p", "q", "r"], "none with the answer, none twice, none of its own"
-    assert [p.useful for p in placed] == [True] * 2 + [False] * 7
+    passages = Placing(0, distractors=8, position="first", pool=pool).place(LETTERS).passages
+    assert [p.text for p in passages[:6]] == list("UVabcd")
+    assert sorted(p.text for p in passages[6:]) == ["p", "q", "r"], "none with the answer, none twice, none of its own"
+    assert [p.useful for p in passages] == [True] * 2 + [False] * 7
     few = Placing(0, distractors=5, position="given", pool=pool).place(LETTERS).passages
     assert "".join(p.text for p in few[:6]) == "abUcVd"
     assert len(few) == 7
 
 
-def test_positions_need_to_know_what_is_useful():
+def test_positions_require_marked_passages():
     unknown = Question("FILE:3", "7", "?", ("z",), (Passage("a"), Passage("b")), "toy")
     assert order(unknown) == "ab"
     assert sorted(order(unknown, position="random")) == ["a", "b"]
@@ -535,8 +542,8 @@ def test_a_release_is_read_from_lines_or_a_list_packed_or_not(tmp_path, name):
     for text in (json.dumps(record), json.dumps([record]), json.dumps({"data": [record]})):
         for data in (text.encode(), gzip.compress(text.encode())):
             (tmp_path / "f").write_bytes(data)
-            found = list(Release(str(tmp_path / "f"), "train").questions())
-            assert [(layout, getattr(q, "id", None)) for layout, q in found] == [
+            questions = list(Release(str(tmp_path / "f"), "train").questions())
+            assert [(layout, getattr(q, "id", None)) for layout, q in questions] == [
                 (layout, getattr(q, "id", None)) for layout, q in expected
             ]
 
@@ -545,12 +552,12 @@ def test_msmarco_in_columns(tmp_path):
     records = [MARCO, changed(MARCO, query_id=2, answers=["No Answer Present."])]
     columns = {name: {str(i): record[name] for i, record in enumerate(records)} for name in sorted(MARCO)}
     (tmp_path / "dev_v2.1.json").write_text(json.dumps(columns))
-    found = [question for _, question in Release(str(tmp_path / "dev_v2.1.json"), "val").questions()]
-    assert [(q.id, q.answers) for q in found] == [("9652", ("100 t",)), ("2", (UNANSWERABLE,))]
-    assert found[0].passages == one(MARCO).passages
+    questions = [question for _, question in Release(str(tmp_path / "dev_v2.1.json"), "val").questions()]
+    assert [(q.id, q.answers) for q in questions] == [("9652", ("100 t",)), ("2", (UNANSWERABLE,))]
+    assert questions[0].passages == one(MARCO).passages
 
 
-def test_evidence_is_for_triviaqa_alone(tmp_path):
+def test_evidence_is_only_for_triviaqa(tmp_path):
     (tmp_path / "f").write_text(json.dumps(CTXS))
     with pytest.raises(DataError, match=r"f:1: of the layout ctxs, which has no use for --evidence."):
         list(Release(str(tmp_path / "f"), "train", evidence=tmp_path).questions())

@@ -97,21 +97,21 @@ def test_no_question_contains_its_answer(rows):
     for row in rows["train"] + rows["val"]:
         question, answer = row["question"].lower(), row["answer"].lower()
         assert answer not in question
-        words, asked = (" ".join(re.findall(r"\w+", text)) for text in (answer, question))
+        words, question_words = (" ".join(re.findall(r"\w+", text)) for text in (answer, question))
         assert words
-        assert f" {words} " not in f" {asked} "
+        assert f" {words} " not in f" {question_words} "
 
 
 @pytest.mark.slow
-def test_no_question_is_asked_twice(rows):
+def test_questions_are_distinct(rows):
     for split in rows:
         assert len({(row["context"], row["question"]) for row in rows[split]}) == len(rows[split])
 
 
 @pytest.mark.slow
-def test_answers_are_true_of_the_context_alone(rows):
+def test_answers_follow_from_the_context_only(rows):
     """Parse each context afresh and derive the answers another way."""
-    checked = dict.fromkeys(stdlib_qa.code_questions.KINDS, 0)
+    num_checked = dict.fromkeys(stdlib_qa.code_questions.KINDS, 0)
     for row in rows["train"] + rows["val"]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -138,26 +138,26 @@ def test_answers_are_true_of_the_context_alone(rows):
             defaults |= {a.arg: d for a, d in zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True) if d}
             assert ast.dump(defaults[parameter]) == ast.dump(ast.parse(answer, mode="eval").body)
         elif kind == "raises":
-            raised = {
+            exceptions = {
                 ast.unparse(n.exc.func if isinstance(n.exc, ast.Call) else n.exc)
                 for n in ast.walk(node)
                 if isinstance(n, ast.Raise)
             }
-            assert set(answer.split(", ")) == raised
+            assert set(answer.split(", ")) == exceptions
         elif kind == "calls":
             body = ast.Module(node.body, [])
-            called = {
+            callees = {
                 n.func.id if isinstance(n.func, ast.Name) else n.func.attr
                 for n in ast.walk(body)
                 if isinstance(n, ast.Call) and isinstance(n.func, (ast.Name, ast.Attribute))
             }
-            assert set(answer.split(", ")) == called
-            assert len(answer.split(", ")) == len(called)
+            assert set(answer.split(", ")) == callees
+            assert len(answer.split(", ")) == len(callees)
         elif kind == "decorators":
-            written = ast.parse(f"[{answer}]", mode="eval").body.elts
-            assert [ast.dump(d) for d in node.decorator_list] == [ast.dump(d) for d in written]
-        checked[kind] += 1
-    assert min(checked.values()) > 0
+            elements = ast.parse(f"[{answer}]", mode="eval").body.elts
+            assert [ast.dump(d) for d in node.decorator_list] == [ast.dump(d) for d in elements]
+        num_checked[kind] += 1
+    assert min(num_checked.values()) > 0
 
 
 @pytest.mark.slow
@@ -221,7 +221,7 @@ def test_nothing_is_done_twice_and_changes_and_damage_are_noticed(small_stdlib, 
     capsys.readouterr()
     assert not prepare()
     assert re.fullmatch(
-        r".*stdlib_qa, .*stdlib_text, .*stdlib_tokenizer: whole and made from these .*: nothing to do\.\n",
+        r".*stdlib_qa, .*stdlib_text, .*stdlib_tokenizer: complete and made from these .*: nothing to do\.\n",
         capsys.readouterr().out,
     )
     assert {p: p.stat().st_mtime_ns for p in tmp_path.rglob("*")} == before
@@ -238,7 +238,7 @@ def test_nothing_is_done_twice_and_changes_and_damage_are_noticed(small_stdlib, 
         (small_stdlib / "extra.py").unlink()
 
 
-def test_what_is_no_source_is_passed_over(small_stdlib, tmp_path):
+def test_unreadable_sources_are_skipped(small_stdlib, tmp_path):
     library = tmp_path / "lib"
     shutil.copytree(small_stdlib, library)
     (library / "broken.py").write_text("def f(:\n")

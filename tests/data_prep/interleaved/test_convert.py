@@ -67,19 +67,24 @@ def turns(*pairs: tuple[str, str]) -> list[dict[str, str]]:
     return [{"user": user, "assistant": assistant, "source": "toy"} for user, assistant in pairs]
 
 
-def page(key: str, parts: Sequence[tuple[str, bytes]], lost: int = 0) -> list[tuple[str, bytes]]:
-    """The members of a page as vision/m4 writes them. lost: parts at its end that are listed and not there."""
+def page(key: str, parts: Sequence[tuple[str, bytes]], num_missing: int = 0) -> list[tuple[str, bytes]]:
+    """The members of a page as vision/m4 writes them. num_missing: parts at its end that are listed and not there."""
     ending = {"text": "txt", "image": "jpeg"}
-    named = [(f"{key}.{i}.{kind}.{ending[kind]}", content) for i, (kind, content) in enumerate(parts)]
-    listed = (f"{key}.metadata.txt", "\n".join(name for name, _ in named).encode())
-    return [*sorted(named[: len(named) - lost]), listed]
+    members = [(f"{key}.{i}.{kind}.{ending[kind]}", content) for i, (kind, content) in enumerate(parts)]
+    member_list = (f"{key}.metadata.txt", "\n".join(name for name, _ in members).encode())
+    return [*sorted(members[: len(members) - num_missing]), member_list]
 
 
 def test_pages_of_m4_stay_in_order_and_incomplete_ones_are_dropped(tmp_path: Path):
     twelve = [part for number in range(6) for part in (("text", f"t{number}".encode()), IMAGES[number % 3])]
-    broken = [("text", b"a"), ("image", b"no image"), IMAGES[0]]
+    bad_parts = [("text", b"a"), ("image", b"no image"), IMAGES[0]]
     wholly = [("text", b"a"), ("image", b"no image")]
-    members = [*page("0_x", twelve), *page("1_y", twelve[:3], lost=1), *page("2_z", broken), *page("3_v", wholly)]
+    members = [
+        *page("0_x", twelve),
+        *page("1_y", twelve[:3], num_missing=1),
+        *page("2_z", bad_parts),
+        *page("3_v", wholly),
+    ]
     members += [*page("4_w", [("text", b"\xff")]), *page("5_u", [IMAGES[0]])]
     counts = run("wd", [tar(tmp_path / "a.tar", members)], tmp_path / "out")
     assert read(tmp_path / "out") == [twelve, [("text", b"a"), IMAGES[0]]]
@@ -190,12 +195,12 @@ def test_texts_and_images_of_obelics(tmp_path: Path):
 
 def test_turns_of_tables(tmp_path: Path):
     (tmp_path / "c.png").write_bytes(C)
-    stored = [{"bytes": A, "path": None}, {"bytes": None, "path": "c.png"}]
+    images = [{"bytes": A, "path": None}, {"bytes": None, "path": "c.png"}]
     rows = [
-        {"images": stored, "texts": turns(("How many?", "Two."))},
-        {"images": stored, "texts": turns(("Is <image> in", "No."), ("<image>?", "Yes."))},
-        {"images": stored, "texts": turns(("Is <image>?", "No."))},
-        {"images": stored[:1], "texts": turns(("", "A picture."))},
+        {"images": images, "texts": turns(("How many?", "Two."))},
+        {"images": images, "texts": turns(("Is <image> in", "No."), ("<image>?", "Yes."))},
+        {"images": images, "texts": turns(("Is <image>?", "No."))},
+        {"images": images[:1], "texts": turns(("", "A picture."))},
     ]
     for layout in ("finevision", "the_cauldron"):
         counts = run(layout, [table(tmp_path / "a.parquet", rows)], tmp_path / layout, "--images", str(tmp_path))
@@ -357,12 +362,12 @@ def test_real_pages_of_mmc4(shared_data: Path, tmp_path: Path):
     parsed = read(tmp_path / "out")
     expected_parts = list[list[str]]()
     for row in rows:
-        placed = [(info["matched_text_index"], info["image_name"]) for info in row["image_info"]]
+        placements = [(info["matched_text_index"], info["image_name"]) for info in row["image_info"]]
         kinds = list[str]()
         for number, text in enumerate(row["text_list"]):
-            kinds += ["image" for place, name in placed if place == number and name in there]
+            kinds += ["image" for place, name in placements if place == number and name in there]
             kinds += ["text"] if text.strip() else []
-        if "image" in kinds or not placed:
+        if "image" in kinds or not placements:
             expected_parts.append(kinds)
     assert [[kind for kind, _ in parts] for parts in parsed] == expected_parts
     assert counts["rows"] == len(rows) == 70

@@ -15,31 +15,31 @@ DIGITS: Any = load_digits()
 IMAGES = (DIGITS.images * (255 / 16)).round().astype("uint8")
 
 
-def test_pages_say_what_they_show(tmp_path: Path):
+def test_pages_name_the_digits_of_their_images(tmp_path: Path):
     import io
 
     from PIL import Image
 
-    shown = {}
-    for split, chosen in (("train", range(1400)), ("val", range(1400, 1797))):
-        by_pixels = {IMAGES[i].tobytes(): i for i in chosen}
-        shown[split] = set()
+    images_by_split = {}
+    for split, image_ids in (("train", range(1400)), ("val", range(1400, 1797))):
+        by_pixels = {IMAGES[i].tobytes(): i for i in image_ids}
+        images_by_split[split] = set()
         wide = 0
-        for page in digit_pages.make_pages(IMAGES, DIGITS.target.tolist(), chosen, 60, split):
-            told = []
+        for page in digit_pages.make_pages(IMAGES, DIGITS.target.tolist(), image_ids, 60, split):
+            digits = []
             for part in page.parts:
                 if part.kind == "image":
                     pixels = np.asarray(Image.open(io.BytesIO(part.content)))
                     wide += pixels.shape[1] > 8
                     for column in range(0, pixels.shape[1], 8):
                         index = by_pixels[pixels[:, column : column + 8].tobytes()]
-                        shown[split].add(index)
-                        told.append(int(DIGITS.target[index]))
+                        images_by_split[split].add(index)
+                        digits.append(int(DIGITS.target[index]))
             texts = [part.content.decode() for part in page.parts if part.kind != "image"]
-            assert texts[-4:] == ["The digits are", f"{' '.join(map(str, told))}.", "Their sum is", f"{sum(told)}."]
+            assert texts[-4:] == ["The digits are", f"{' '.join(map(str, digits))}.", "Their sum is", f"{sum(digits)}."]
             assert 1 <= sum(part.kind == "image" for part in page.parts) <= 4
         assert wide, "wide numbers are cut into tiles"
-    assert not shown["train"] & shown["val"]
+    assert not images_by_split["train"] & images_by_split["val"]
 
 
 def test_two_runs_give_the_same_bytes(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -51,10 +51,10 @@ def test_two_runs_give_the_same_bytes(tmp_path: Path, capsys: pytest.CaptureFixt
             == 0
         )
     for split, counts in (("train", [20, 10]), ("val", [9])):
-        listed = [manifest.load(tmp_path / name / "digit_pages" / split) for name in ("a", "b")]
-        assert listed[0].shards == listed[1].shards
-        assert [shard.documents for shard in listed[0].shards] == counts
-        index = tar_index.load(listed[0].folder / listed[0].shards[0].url)
+        manifests = [manifest.load(tmp_path / name / "digit_pages" / split) for name in ("a", "b")]
+        assert manifests[0].shards == manifests[1].shards
+        assert [shard.documents for shard in manifests[0].shards] == counts
+        index = tar_index.load(manifests[0].folder / manifests[0].shards[0].url)
         assert index.tokens is not None
     capsys.readouterr()
     assert (

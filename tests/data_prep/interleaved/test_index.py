@@ -91,9 +91,9 @@ def test_real_captions(shared_data: Path, tmp_path: Path, capsys: pytest.Capture
 
 def test_tokens_are_counted_where_a_tokenizer_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     """As the writer counts them; an index without them, or with those of another tokenizer, is made again."""
-    listed = pages.write_pages(tmp_path / "pages", 30)
+    shard_manifest = pages.write_pages(tmp_path / "pages", 30)
     pages.tokenizer().save_pretrained(tmp_path / "tokenizer")
-    tars = [listed.folder / shard.url for shard in listed.shards]
+    tars = [shard_manifest.folder / shard.url for shard in shard_manifest.shards]
     expected = [tar_index.load(tar).tokens for tar in tars]
     for tar in tars:
         tar.with_name(f"{tar.name}.idx").unlink()
@@ -112,14 +112,14 @@ def test_tokens_are_counted_where_a_tokenizer_is_named(tmp_path: Path, capsys: p
 
 def test_every_changed_bit_of_a_tar_that_was_written_here_is_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     """Also in a text, and in what a decoder passes over; also where the tar was verified before."""
-    listed = pages.write_pages(tmp_path / "pages", 6)
-    (shard,) = listed.shards
-    tar = listed.folder / shard.url
+    shard_manifest = pages.write_pages(tmp_path / "pages", 6)
+    (shard,) = shard_manifest.shards
+    tar = shard_manifest.folder / shard.url
     content = tar.read_bytes()
     for place in range(0, len(content), 251):
-        damaged = bytearray(content)
-        damaged[place] ^= 1 << place % 8
-        tar.write_bytes(damaged)
+        bad_content = bytearray(content)
+        bad_content[place] ^= 1 << place % 8
+        tar.write_bytes(bad_content)
         assert index.main([str(tar), "--verify", "--processes", "1"]) == 1, place
         assert "shard-00000.tar: damaged or replaced" in capsys.readouterr().err
     tar.write_bytes(content)

@@ -38,9 +38,9 @@ def digests(folder: Path) -> dict[str, str]:
 @pytest.mark.parametrize("seed", [None, 7])
 def test_the_same_documents_give_the_same_bytes(tmp_path: Path, seed: int | None):
     how = Writing(5, "source", seed, TextTokens(pages.tokenizer()))
-    listed = [write(tmp_path / name, documents(), {"from": "test"}, how) for name in ("a", "b")]
+    manifests = [write(tmp_path / name, documents(), {"from": "test"}, how) for name in ("a", "b")]
     assert digests(tmp_path / "a") == digests(tmp_path / "b")
-    assert [shard.documents for shard in listed[0].shards] == [5, 5, 5, 5, 3]
+    assert [shard.documents for shard in manifests[0].shards] == [5, 5, 5, 5, 3]
     for shard in manifest.load(tmp_path / "a").shards:
         content = (tmp_path / "a" / shard.url).read_bytes()
         assert (len(content), hashlib.sha256(content).hexdigest()) == (shard.bytes, shard.sha256)
@@ -51,10 +51,10 @@ def test_the_same_documents_give_the_same_bytes(tmp_path: Path, seed: int | None
 
 @pytest.mark.parametrize("seed", [None, 7])
 def test_tarfile_reads_each_document_once(tmp_path: Path, seed: int | None):
-    listed = write(tmp_path / "a", documents(), {}, Writing(5, seed=seed))
+    shard_manifest = write(tmp_path / "a", documents(), {}, Writing(5, seed=seed))
     parts_read: dict[str, list[bytes]] = {}
     order: list[str] = []
-    for shard in listed.shards:
+    for shard in shard_manifest.shards:
         with tarfile.open(tmp_path / "a" / shard.url) as tar:
             names = [member.name for member in tar]
             for member in tar.getmembers():
@@ -72,7 +72,7 @@ def test_tarfile_reads_each_document_once(tmp_path: Path, seed: int | None):
     assert (order == sorted(order)) == (seed is None)
 
 
-class Interrupted(Exception):
+class InterruptError(Exception):
     pass
 
 
@@ -85,10 +85,10 @@ def test_interrupted_writer_resumes(tmp_path: Path, seed: int | None, after: int
     def stopping() -> Iterator[Document]:
         for number, document in enumerate(documents()):
             if number == after:
-                raise Interrupted
+                raise InterruptError
             yield document
 
-    with pytest.raises(Interrupted):
+    with pytest.raises(InterruptError):
         write(tmp_path / "a", stopping(), {}, how)
     assert not (tmp_path / "a" / manifest.NAME).exists()
     with pytest.raises(

@@ -32,8 +32,8 @@ def dump(pages: list[tuple[str, str | None, str]] = PAGES, namespace: int = 0) -
     articles = ""
     for number, (title, redirect, text) in enumerate(pages):
         to = f'<redirect title="{redirect}" />' if redirect else ""
-        escaped = text.replace("&", "&amp;").replace("<", "&lt;")
-        revision = f'<revision><id>{number}</id><text bytes="1" xml:space="preserve">{escaped}</text></revision>'
+        escaped_text = text.replace("&", "&amp;").replace("<", "&lt;")
+        revision = f'<revision><id>{number}</id><text bytes="1" xml:space="preserve">{escaped_text}</text></revision>'
         articles += f"<page><title>{title}</title><ns>{namespace}</ns><id>{number}</id>{to}{revision}</page>\n"
     talk = (
         "<page><title>Talk:BBC</title><ns>1</ns><revision><text>'''Talk''' is not an article of the "
@@ -70,7 +70,7 @@ def test_the_first_sentence_of_the_page_about_a_host(index: Path):
     assert value("", index) is None
 
 
-def test_hosts_lose_www_at_their_beginning_alone_b10(index: Path):
+def test_only_a_leading_www_is_removed_from_hosts_b10(index: Path):
     """B10: the original took "www." out of everywhere, and kept the port."""
     assert value("http://pythwww.on.org/", index) is None
     assert value("http://pythwww.on.org/", index, compatible=True) is not None
@@ -82,10 +82,10 @@ def test_misses_are_remembered_b21(index: Path):
     """B21: the original asked again for each page of a host that is not known."""
     descriptions = Descriptions(index)
     extract({"url": "http://unknown.example/page"}, descriptions)
-    asked = descriptions.queries
+    num_queries = descriptions.queries
     for page in range(3):
         extract({"url": f"http://unknown.example/{page}"}, descriptions)
-    assert descriptions.queries == asked > 0
+    assert descriptions.queries == num_queries > 0
 
 
 def test_every_description_is_looked_at_b21():
@@ -98,7 +98,7 @@ def test_every_description_is_looked_at_b21():
 
 
 @pytest.mark.parametrize(
-    ("text", "kept"),
+    ("text", "expected"),
     [
         ("a " * 4, False),
         ("a " * 5, True),
@@ -108,8 +108,8 @@ def test_every_description_is_looked_at_b21():
         ("[[de:x]] a b c d e", False),
     ],
 )
-def test_what_describes(text: str, kept: bool):
-    assert description.describes(text) == kept
+def test_what_describes(text: str, expected: bool):
+    assert description.describes(text) == expected
 
 
 @pytest.mark.parametrize(
@@ -125,7 +125,7 @@ def test_first_sentences(paragraph: str, sentence: str):
     assert first_sentence(paragraph) == sentence
 
 
-def test_what_is_no_dump_or_no_index_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_invalid_dumps_and_indexes_are_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     whole = dump()
     for name, content in {
         "cut.xml": whole[: len(whole) // 2].encode(),

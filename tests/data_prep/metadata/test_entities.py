@@ -14,33 +14,33 @@ LINKER = DictionaryLinker(
 )
 
 
-def found(text: str) -> list[tuple[str, str]]:
+def mentions_in(text: str) -> list[tuple[str, str]]:
     items = entities.extract({"text": text}, LINKER)["metadata_entity"]
     assert all(item["key"] == "entity" and item["type"] == "local" for item in items)
     return [(text[item["char_start_idx"] : item["char_end_idx"]], item["value"]) for item in items]
 
 
 def test_the_longest_mention_counts_and_words_are_not_cut():
-    assert found("Joe Biden met Joe in New York City.") == [
+    assert mentions_in("Joe Biden met Joe in New York City.") == [
         ("Joe Biden", "Joe_Biden"),
         ("Joe", "Joe"),
         ("New York City", "New_York_City"),
     ]
-    assert found("Joey and Yorkshire, joe") == []
-    assert found("Newer: New York") == [("York", "York")]
-    assert found("") == []
+    assert mentions_in("Joey and Yorkshire, joe") == []
+    assert mentions_in("Newer: New York") == [("York", "York")]
+    assert mentions_in("") == []
 
 
 def test_entities_of_paragraphs():
     text = "Joe Biden.\n\nYork and Joe."
     items = LINKER.link(text)
-    placed = list(place_entities(items, list(split_paragraphs(text, []))))
-    assert [(item["value"], text[item["char_start_idx"] : item["char_end_idx"]]) for item in placed] == [
+    placed_items = list(place_entities(items, list(split_paragraphs(text, []))))
+    assert [(item["value"], text[item["char_start_idx"] : item["char_end_idx"]]) for item in placed_items] == [
         ("Joe_Biden", "Joe Biden.\n\n"),
         ("York", "York and Joe."),
         ("Joe", "York and Joe."),
     ]
-    assert [item["relative_start_pos"] for item in placed] == [0, 1, 2]
+    assert [item["relative_start_pos"] for item in placed_items] == [0, 1, 2]
 
 
 def test_a_dictionary_is_a_table(tmp_path: Path):

@@ -16,11 +16,11 @@ from src.systems.metadata.data.annotations import read_row
 from src.systems.metadata.data.linearise import insert, markers
 from src.systems.metadata.data.processors import HtmlFilter, local_markers
 
-UNLIMITED = [rule for rule in read_rules() if rule.max_chars is None]
+UNLIMITED_RULES = [rule for rule in read_rules() if rule.max_chars is None]
 """Without the rules for short blocks."""
 
 
-def tags(source: str, rules: Sequence[RemovalRule] = UNLIMITED) -> tuple[str, dict[str, list[str]]]:
+def tags(source: str, rules: Sequence[RemovalRule] = UNLIMITED_RULES) -> tuple[str, dict[str, list[str]]]:
     """Return the text, and the texts in each tag."""
     page = extract(source, rules)
     by_tag: dict[str, list[str]] = {}
@@ -51,7 +51,7 @@ def test_chain_of_divisions_becomes_one():
     assert text == "this is a title that we keep\nblablabla\ntidi\ntidi2\n"
     assert {name: len(each) for name, each in by_tag.items()} == {"h1": 1, "div": 1, "body": 1}
     page = extract(
-        "<body>aaa <div class=a id=1>b<div class=c href=http>d <div id=3>e</div></div></div></body>", UNLIMITED
+        "<body>aaa <div class=a id=1>b<div class=c href=http>d <div id=3>e</div></div></div></body>", UNLIMITED_RULES
     )
     assert page.tags[0]["html_attrs"] == {"attrs": ["class", "id", "href"], "values": ["a c", "1 3", "http"]}
 
@@ -111,7 +111,7 @@ def test_whitespace_breaks_and_preformatted_text():
 def test_head_footer_and_title_are_stored():
     page = extract(
         '<html><head><meta charset="utf-8"><title>T</title></head><body><footer>one</footer>text</body></html>',
-        UNLIMITED,
+        UNLIMITED_RULES,
     )
     assert page.head == ['<head><meta charset="utf-8"/><title>T</title></head>'], "M40: serialised anew"
     assert page.title == ["<title>T</title>"]
@@ -127,10 +127,10 @@ def test_no_page(source: str):
 
 
 def test_tags_nested_ten_thousand_deep():
-    page = extract("<body>" + "<b>" * 1000 + "deep" + "</b>" * 1000 + "</body>", UNLIMITED)
+    page = extract("<body>" + "<b>" * 1000 + "deep" + "</b>" * 1000 + "</body>", UNLIMITED_RULES)
     assert (page.text, len(page.tags)) == ("deep\n", 1001)
     with pytest.raises(DataError, match="nested too deep"):
-        extract("<body>" + "<b>" * 10_000 + "deep" + "</b>" * 10_000 + "</body>", UNLIMITED)
+        extract("<body>" + "<b>" * 10_000 + "deep" + "</b>" * 10_000 + "</body>", UNLIMITED_RULES)
 
 
 def random_page(seed: int) -> str:
@@ -150,15 +150,15 @@ def random_page(seed: int) -> str:
 
 def test_markers_of_any_page_can_be_removed():
     for seed in range(300):
-        page = extract(random_page(seed), UNLIMITED)
+        page = extract(random_page(seed), UNLIMITED_RULES)
         by_tag = read_row({"text": page.text, "metadata_html": page.tags}, "row")
 
         def process(item: Any) -> Any:
             return local_markers(item, HtmlFilter(), "end")
 
         both = [insert(by_tag.text, markers(by_tag, ["html"], process, {}, how)) for how in ("nested", "compatible")]
-        for marked in both:
-            assert "".join(c for c, m in zip(*marked, strict=True) if not m) == page.text
+        for marked_text in both:
+            assert "".join(c for c, m in zip(*marked_text, strict=True) if not m) == page.text
         assert both[0].text.replace("\\", "") == both[1].text.replace("\\", ""), "tags of a page nest"
 
 
@@ -200,9 +200,9 @@ def test_rules_have_limits_and_directions():
 )
 def test_malformed_rules_are_refused(text: str, path: str, tmp_path: Path):
     (tmp_path / "rules.yaml").write_text(text)
-    with pytest.raises(ConfigError, match=re.escape(f"{tmp_path / 'rules.yaml'}")) as caught:
+    with pytest.raises(ConfigError, match=re.escape(f"{tmp_path / 'rules.yaml'}")) as error:
         read_rules(tmp_path / "rules.yaml")
-    assert path in str(caught.value)
+    assert path in str(error.value)
 
 
 def test_text_after_removed_elements_is_joined():
@@ -220,9 +220,9 @@ def test_tags_with_very_many_attributes(attributes: int):
     source = f"<body>{hidden}<div {names}><div {names}>text</div></div></body>"
     if attributes > 10_000:
         with pytest.raises(DataError, match=str(attributes)):
-            extract(source, UNLIMITED)
+            extract(source, UNLIMITED_RULES)
     else:
-        (tag, _) = extract(source, UNLIMITED).tags
+        (tag, _) = extract(source, UNLIMITED_RULES).tags
         assert len(tag["html_attrs"]["attrs"]) == attributes
         assert tag["html_attrs"]["values"][0] == "v v"
 
@@ -234,9 +234,9 @@ def test_nested_footers_are_stored_once():
 
 def test_size_of_chunks_does_not_change_a_page(monkeypatch: pytest.MonkeyPatch):
     sources = [random_page(seed).replace("tail", "tail<!-- c > <b> -->é&amp;&eacute;") for seed in range(100)]
-    pages = [extract(source, UNLIMITED) for source in sources]
+    pages = [extract(source, UNLIMITED_RULES) for source in sources]
     monkeypatch.setattr(html, "PARSED_AT_ONCE", 7)
-    assert [extract(source, UNLIMITED) for source in sources] == pages
+    assert [extract(source, UNLIMITED_RULES) for source in sources] == pages
 
 
 SHORT_TAGS = {"body", "div", "p", "section", "table", "ul", "ol", "dl"}
@@ -310,8 +310,8 @@ def test_random_pages_with_layout_white_space_equal_the_reference():
 @pytest.mark.parametrize("character", [*range(1, 9), 11, *range(14, 32), 0xFFFE, 0xFFFF])
 @pytest.mark.parametrize("form", ["{}", "&#{:d};", "&#x{:X};", "&#0{:d}"])
 def test_characters_that_are_not_in_xml_are_dropped(character: int, form: str):
-    written = form.format(chr(character) if form == "{}" else character)
-    page = f"<body><p>{'word ' * 20}a{written}b  c<script></script>d<pre>e{written}f<footer></footer>g</pre>"
+    reference = form.format(chr(character) if form == "{}" else character)
+    page = f"<body><p>{'word ' * 20}a{reference}b  c<script></script>d<pre>e{reference}f<footer></footer>g</pre>"
     assert html.extract(page).text.split("word ")[-1] == "ab c d\nef g\n"
 
 

@@ -260,11 +260,11 @@ def test_missing_package_is_one_line(
     assert "pip install -r requirements/metadata.txt" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("kind", "lost"), [("warc.gz", 40), ("warc.gz", 400), ("warc", 40), ("warc", 400)])
-def test_truncated_warc_is_an_error(kind: str, lost: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+@pytest.mark.parametrize(("kind", "num_bytes_cut"), [("warc.gz", 40), ("warc.gz", 400), ("warc", 40), ("warc", 400)])
+def test_truncated_warc_is_an_error(kind: str, num_bytes_cut: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     """warcio takes the end of a file for the end of its records, wherever it is."""
     write_warc(path := tmp_path / f"a.{kind}", [page("one"), page("two")])
-    path.write_bytes(path.read_bytes()[:-lost])
+    path.write_bytes(path.read_bytes()[:-num_bytes_cut])
     write_json(tmp_path / "val.jsonl", [page("val")])
     assert run(tmp_path, "--train", str(path), "--val", str(tmp_path / "val.jsonl"), *EXTRACT) == 1
     output = capsys.readouterr().err
@@ -326,10 +326,10 @@ def test_rows_with_a_failed_extractor_have_its_columns(tmp_path: Path):
         "0.5",
     ]
     assert run(tmp_path, *words) == 0
-    one, broken, bare = rows(tmp_path, "train")
-    assert one.keys() >= broken.keys()
-    assert broken["metadata_url"][0]["value"] == "http://[broken/"
-    assert (broken["metadata_generation_datasource"], bare["metadata_html"]) == ([], [])
+    one, failed_row, bare = rows(tmp_path, "train")
+    assert one.keys() >= failed_row.keys()
+    assert failed_row["metadata_url"][0]["value"] == "http://[broken/"
+    assert (failed_row["metadata_generation_datasource"], bare["metadata_html"]) == ([], [])
 
 
 @pytest.mark.parametrize("charset", ["undefined", "idna", "no-such-set"])
@@ -408,9 +408,9 @@ def test_bytes_of_parquet_files_are_decoded_like_pages(tmp_path: Path):
     assert rows(tmp_path, "train")[0]["text"].startswith("möse möse")
 
 
-@pytest.mark.parametrize("replaced", [29, 30])
-def test_most_replaced_is_inclusive(replaced: int, tmp_path: Path):
-    pages = [page("a\ufffd" * (number < replaced) + f"{number} ") for number in range(99)]
+@pytest.mark.parametrize("num_replaced", [29, 30])
+def test_most_replaced_is_inclusive(num_replaced: int, tmp_path: Path):
+    pages = [page("a\ufffd" * (number < num_replaced) + f"{number} ") for number in range(99)]
     write_json(tmp_path / "train.jsonl", pages)
     write_json(tmp_path / "val.jsonl", [page("val")])
     words = [
@@ -422,7 +422,7 @@ def test_most_replaced_is_inclusive(replaced: int, tmp_path: Path):
         "--max_replaced",
         "0.29",
     ]
-    assert run(tmp_path, *words) == (replaced > 29)
+    assert run(tmp_path, *words) == (num_replaced > 29)
 
 
 def test_codings_of_warc_responses_are_case_insensitive(tmp_path: Path):
@@ -554,14 +554,14 @@ def test_killed_worker_does_not_stop_other_sources(tmp_path: Path):
         str(tmp_path / "data"),
     ]
     process = subprocess.Popen(words, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-    killed = False
-    while process.poll() is None and not killed:
+    was_killed = False
+    while process.poll() is None and not was_killed:
         for path in (tmp_path / "data" / "made.parts").glob(".3-*.jsonl.*"):
             os.kill(int(path.suffix[1:]), signal.SIGKILL)
-            killed = True
+            was_killed = True
         time.sleep(0.0002)
     _, errors = process.communicate(timeout=300)
-    assert killed
+    assert was_killed
     assert process.returncode == 1
     last = errors.strip().splitlines()[-1]
     assert last.startswith(f"error: {tmp_path / 'pages' / '3.jsonl.gz'}: its process was killed")

@@ -38,8 +38,8 @@ def test_b13_a_title(html: str, title: str | None, original: str | None):
 
 def test_paragraphs_end_with_tags_and_empty_lines():
     page = extract("<body><p>one</p><div>two<pre>a\n\nb</pre></div>rest</body>", [])
-    placed = list(split_paragraphs(page.text, page.tags))
-    assert [(item["value"], item["marker"]) for item in placed] == [
+    paragraphs = list(split_paragraphs(page.text, page.tags))
+    assert [(item["value"], item["marker"]) for item in paragraphs] == [
         ("one\n", "p"),
         ("two\na\n\n", "pre+lf"),
         ("b", "pre+lf"),
@@ -61,13 +61,13 @@ def test_entities_are_named_once_a_paragraph_in_their_order():
         {"key": "entity", "type": "local", "char_start_idx": s, "char_end_idx": e, "value": v} for s, e, v in places
     ]
     row = {"text": page.text, "metadata_html": page.tags, "metadata_entity": entities, "html_title": page.title}
-    placed = extract_text(row)
-    named = [
+    text = extract_text(row)
+    names = [
         (item["value"], item["char_start_idx"], item["relative_start_pos"])
-        for item in placed["metadata_entity_paragraph"]
+        for item in text["metadata_entity_paragraph"]
     ]
-    assert named == [("Ann", 0, 0), ("Bo", 0, 1), ("Ann", 19, 2)]
-    both = read_row({**row, **placed}, "row")
+    assert names == [("Ann", 0, 0), ("Bo", 0, 1), ("Ann", 19, 2)]
+    both = read_row({**row, **text}, "row")
     assert {"generation_length_text", "paragraph", "entity_paragraph"} <= set(both.columns)
 
 

@@ -30,9 +30,9 @@ ROWS = [
 @pytest.fixture
 def data(tmp_path: Path) -> Path:
     toy.write_data(tmp_path / "data")
-    with new_directory(tmp_path / "data" / "pages") as made:
-        (made / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [*ROWS, *ROWS, ROWS[0]]))
-        (made / "val.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    with new_directory(tmp_path / "data" / "pages") as folder:
+        (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [*ROWS, *ROWS, ROWS[0]]))
+        (folder / "val.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     return tmp_path / "data"
 
 
@@ -51,8 +51,8 @@ def test_a_set_has_the_rows_with_its_type_and_nothing_else_of_them(data: Path):
     assert [row["text"] for row in read(data, "url")] == ["the cat", "the dog", "of version 1"]
     places = Places(data, data)
     config = Config(corpus="pages-validation_metadata_title", sequence_tokens=32)
-    built = config.build(places, tokenizers.load(data / "toy_tokenizer"), "val", 0)
-    assert len(built) == 3
+    val_data = config.build(places, tokenizers.load(data / "toy_tokenizer"), "val", 0)
+    assert len(val_data) == 3
     before = (data / "pages-validation_metadata_title" / "val.jsonl").stat().st_mtime_ns
     assert validation.main(["pages", "--data_path", str(data), "--columns", "title"]) == 0
     assert (data / "pages-validation_metadata_title" / "val.jsonl").stat().st_mtime_ns == before
@@ -69,8 +69,8 @@ def test_weights_are_inverse_frequencies(data: Path, capsys: pytest.CaptureFixtu
         "timestamp": 12.5,
     }
     assert weights.main(["pages", "--data_path", str(data)]) == 0
-    printed = ast.literal_eval(f"{{{capsys.readouterr().out}}}")
-    config = Config(corpus="pages", sequence_tokens=32, sampling="weighted", weights=printed["weights"])
+    printed_weights = ast.literal_eval(f"{{{capsys.readouterr().out}}}")
+    config = Config(corpus="pages", sequence_tokens=32, sampling="weighted", weights=printed_weights["weights"])
     assert config.weights == {"title": 1.0, "url": 1.0}
     few = weights.count_columns(data, "pages", documents=3)
     assert few == weights.count_columns(data, "pages", documents=3)
@@ -86,7 +86,9 @@ def test_weights_are_inverse_frequencies(data: Path, capsys: pytest.CaptureFixtu
         (weights.main, ["pages", "--documents", "0"], "--documents: expected at least 1, got 0."),
     ],
 )
-def test_mistakes_are_told(main: Any, words: list[str], message: str, data: Path, capsys: pytest.CaptureFixture[str]):
+def test_errors_name_the_mistake(
+    main: Any, words: list[str], message: str, data: Path, capsys: pytest.CaptureFixture[str]
+):
     assert main([*words, "--data_path", str(data)]) == 1
     assert message in capsys.readouterr().err
     assert not list(data.glob("pages-*"))

@@ -61,7 +61,7 @@ def prepare(release: Path, *options: str) -> dict[str, list[dict[str, Any]]]:
     }
 
 
-def test_what_the_model_reads_and_how_it_is_scored(release: Path):
+def test_model_inputs_and_scores(release: Path):
     prepare(release)
     config = load(dataset.Config, {"task": "sni", "corpus": "sni", "input_tokens": 999}, "data")
     data = config.build(Places(release.parent / "data", release.parent / "runs"), byte_tokenizer(), "val", 0)
@@ -79,12 +79,12 @@ def test_what_the_model_reads_and_how_it_is_scored(release: Path):
 
 
 def test_instances(release: Path):
-    found = prepare(release)
-    assert [len(found[split]) for split in ("train", "val")] == [200, 100]
-    assert all(int(row["text"].split("The bird ")[1].split()[0]) < 100 for row in found["val"]), (
+    instances = prepare(release)
+    assert [len(instances[split]) for split in ("train", "val")] == [200, 100]
+    assert all(int(row["text"].split("The bird ")[1].split()[0]) < 100 for row in instances["val"]), (
         "the benchmark is the first hundred"
     )
-    assert {row["group"] for row in found["train"]} == {"task1_a", "task2_b"}
+    assert {row["group"] for row in instances["train"]} == {"task1_a", "task2_b"}
     few = prepare(release, "--instances", "7", "--positive_examples", "0")
     assert [len(few[split]) for split in ("train", "val")] == [14, 7]
     assert "Positive" not in few["val"][0]["text"]
@@ -92,7 +92,7 @@ def test_instances(release: Path):
     assert short["val"][0]["text"].count("Positive Example") == 1, "the instance stays, examples go"
 
 
-def test_what_is_missing(release: Path, capsys: pytest.CaptureFixture[str]):
+def test_missing_files(release: Path, capsys: pytest.CaptureFixture[str]):
     place = ["--data_path", str(release.parent / "data")]
     assert natural_instructions.main([*place, str(release / "nowhere")]) == 1
     assert "no list of tasks" in capsys.readouterr().err

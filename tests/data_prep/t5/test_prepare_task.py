@@ -1,4 +1,4 @@
-"""Tasks prepared from the layouts of their releases: exact rows, what is refused with its line, and the real files."""
+"""Tasks prepared from the layouts of their releases: exact rows, errors with their line, and the real files."""
 
 import csv
 import json
@@ -19,7 +19,7 @@ Rows = dict[str, list[dict[str, Any]]]
 
 
 @pytest.fixture
-def prepared(tmp_path: Path) -> Callable[..., Rows]:
+def prepare_rows(tmp_path: Path) -> Callable[..., Rows]:
     """Prepare a task from texts, or paths, of its splits; gives the rows of each split. Files are called
     "<split>.<kind>"."""
 
@@ -30,22 +30,24 @@ def prepared(tmp_path: Path) -> Callable[..., Rows]:
                 path.write_text(source, encoding="utf-8", newline="")
             words = (*words, f"--{split}", str(path))
         prepare_task.main(["--data_path", str(tmp_path / "data"), "--task", task, *words])
-        found = sorted((tmp_path / "data" / task).glob("*.jsonl"))
-        return {path.stem: [json.loads(line) for line in path.read_text().splitlines()] for path in found}
+        paths = sorted((tmp_path / "data" / task).glob("*.jsonl"))
+        return {path.stem: [json.loads(line) for line in path.read_text().splitlines()] for path in paths}
 
     return make
 
 
 @pytest.fixture
-def refused(prepared: Callable[..., Rows], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+def refusal_of(
+    prepare_rows: Callable[..., Rows], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., str]:
     """What is said of sources that do not fit; nothing is written then."""
 
-    def told(task: str, *words: str, **splits: str | Path) -> str:
-        assert not prepared(task, *words, **splits)  # type: ignore[arg-type]
+    def error_of(task: str, *words: str, **splits: str | Path) -> str:
+        assert not prepare_rows(task, *words, **splits)  # type: ignore[arg-type]
         assert not (tmp_path / "data" / task).exists()
         return capsys.readouterr().err.rstrip("\n")
 
-    return told
+    return error_of
 
 
 TEXT = ' "it\'s ""so" \\N\\n '
@@ -79,21 +81,21 @@ class TestGlue:
         ],
     )
     def test_original_layouts(
-        self, prepared: Callable[..., Rows], task: str, source: str, expected: list[tuple[str, ...]]
+        self, prepare_rows: Callable[..., Rows], task: str, source: str, expected: list[tuple[str, ...]]
     ):
         """A quotation mark is a character like any other."""
-        rows = prepared(task, train=source)["train"]
+        rows = prepare_rows(task, train=source)["train"]
         assert [tuple(value for name, value in row.items() if name != "index") for row in rows] == expected
 
-    def test_a_test_split_has_no_labels_and_keeps_its_index(self, prepared: Callable[..., Rows]):
-        assert prepared("qnli", test="index\tquestion\tsentence\n7\tq\ts\n5\tq\tt\n")["test"] == [
+    def test_a_test_split_has_its_index_and_no_labels(self, prepare_rows: Callable[..., Rows]):
+        assert prepare_rows("qnli", test="index\tquestion\tsentence\n7\tq\ts\n5\tq\tt\n")["test"] == [
             {"index": 7, "question": "q", "sentence": "s", "label": None},
             {"index": 5, "question": "q", "sentence": "t", "label": None},
         ]
 
-    def test_rows_without_an_index_of_their_own_are_numbered(self, prepared: Callable[..., Rows]):
+    def test_rows_without_an_index_of_their_own_are_numbered(self, prepare_rows: Callable[..., Rows]):
         assert [
-            row["index"] for row in prepared("rte", train="4\ta\tb\tentailment\n4\ta\tc\tentailment\n")["train"]
+            row["index"] for row in prepare_rows("rte", train="4\ta\tb\tentailment\n4\ta\tc\tentailment\n")["train"]
         ] == [0, 1]
 
     @pytest.mark.parametrize(
@@ -102,7 +104,7 @@ class TestGlue:
             (
                 "rte",
                 "4\ta\tb\tentailment\n5\ta\tb\tmaybe\n",
-                "train.tsv:2: label 'maybe' is none of 'rte': entailment, not_entailment",
+                "train.tsv:2: label 'maybe' is not in 'rte': entailment, not_entailment",
             ),
             ("rte", "4\ta\tb\tentailment\n5\ta\tentailment\n", "train.tsv:2: 3 columns, where the first line has 4."),
             ("rte", "index\tsentence1\tsentence2\tlabel\n4\ta\tb\t\n", "train.tsv:2: no label, under 'label'."),
@@ -115,7 +117,7 @@ class TestGlue:
                 ),
             ),
             ("qnli", "0\tq\ts\tentailment\n", "train.tsv:1: no column 'question' for 'question' of 'qnli' among 4"),
-            ("sst2", "a\t2\n", "train.tsv:1: label '2' is none of 'sst2': negative, positive, or 0 to 1."),
+            ("sst2", "a\t2\n", "train.tsv:1: label '2' is not in 'sst2': negative, positive, or 0 to 1."),
             (
                 "stsb",
                 "index\tsentence1\tsentence2\tscore\n0\ta\tb\t5.2\n",
@@ -127,18 +129,21 @@ class TestGlue:
             ("ax", "a\t1\n", "--train: 'ax' has no rows to train on. Give --val or --test."),
         ],
     )
-    def test_what_does_not_fit_is_refused_with_its_line(
-        self, refused: Callable[..., str], task: str, source: str, message: str
+    def test_malformed_rows_are_refused_with_their_line(
+        self, refusal_of: Callable[..., str], task: str, source: str, message: str
     ):
-        assert message in refused(task, train=source)
+        assert message in refusal_of(task, train=source)
 
-    def test_rows_that_do_not_fit_can_be_left_out(self, prepared: Callable[..., Rows], tmp_path: Path):
+    def test_rows_that_do_not_fit_can_be_left_out(self, prepare_rows: Callable[..., Rows], tmp_path: Path):
         """As the few of QQP that lack a column."""
         source = "id\tquestion1\tquestion2\tis_duplicate\n1\ta\tb\t0\n2\ta\n3\tc\td\t1\n"
-        rows = prepared("qqp", "--skip_bad_rows", train=source)["train"]
+        rows = prepare_rows("qqp", "--skip_bad_rows", train=source)["train"]
         assert [row["index"] for row in rows] == [1, 3]
-        told = read_json(tmp_path / "data" / "qqp" / "manifest.json", DataError)["skipped"]["train"]
-        assert told == {"rows": 1, "first": [f"{tmp_path}/train.tsv:3: 2 columns, where the first line has 4."]}
+        skipped_facts = read_json(tmp_path / "data" / "qqp" / "manifest.json", DataError)["skipped"]["train"]
+        assert skipped_facts == {
+            "rows": 1,
+            "first": [f"{tmp_path}/train.tsv:3: 2 columns, where the first line has 4."],
+        }
 
 
 class TestSuperGlue:
@@ -189,12 +194,12 @@ class TestSuperGlue:
         ],
     )
     def test_rows_as_they_are(
-        self, prepared: Callable[..., Rows], task: str, row: dict[str, Any], expected: dict[str, Any]
+        self, prepare_rows: Callable[..., Rows], task: str, row: dict[str, Any], expected: dict[str, Any]
     ):
-        (found,) = prepared(task, kind="jsonl", val=json.dumps(row))["val"]
-        assert expected.items() <= found.items()
+        (result,) = prepare_rows(task, kind="jsonl", val=json.dumps(row))["val"]
+        assert expected.items() <= result.items()
 
-    def test_multirc_is_a_row_for_each_answer(self, prepared: Callable[..., Rows]):
+    def test_multirc_is_a_row_for_each_answer(self, prepare_rows: Callable[..., Rows]):
         questions = [
             {
                 "question": "q1",
@@ -207,12 +212,12 @@ class TestSuperGlue:
         source = json.dumps({"idx": 9, "passage": {"text": text, "questions": questions}})
         paragraph = "Sent 1: A. Sent 2: B. "
         expected = [("q1", "a1", "True", "9-4"), ("q1", "a2", "False", "9-4"), ("q2", "a3", "True", "9-5")]
-        assert prepared("multirc", kind="jsonl", val=source)["val"] == [
+        assert prepare_rows("multirc", kind="jsonl", val=source)["val"] == [
             {"index": i, "question": q, "answer": a, "paragraph": paragraph, "label": label, "group": group}
             for i, (q, a, label, group) in enumerate(expected)
         ]
 
-    def test_record(self, prepared: Callable[..., Rows]):
+    def test_record(self, prepare_rows: Callable[..., Rows]):
         """Entities by their first and last character, once and in order, as answers; highlights become sentences."""
         text = "Ann met Bo.\n@highlight\nBo is ill\n@highlight\nAnn left"
         passage = {"text": text, "entities": [{"start": 8, "end": 9}, {"start": 0, "end": 2}, {"start": 44, "end": 46}]}
@@ -221,7 +226,7 @@ class TestSuperGlue:
             {"passage": passage, "qas": [{"idx": 6, "query": "@placeholder is ill", "answers": answers}]}
         )
         columns = {"query": "@placeholder is ill", "entities": "Ann, Bo", "passage": "Ann met Bo. Bo is ill. Ann left"}
-        rows = prepared("record", kind="jsonl", train=source, val=source.replace("Ann left", "Ann went"))
+        rows = prepare_rows("record", kind="jsonl", train=source, val=source.replace("Ann left", "Ann went"))
         more = {"answers": ["Bo", "Bobby"], "group": "6"}
         assert rows["train"] == [
             {"index": i, **columns, "label": label, **more} for i, label in enumerate(["Bo", "Bobby"])
@@ -229,7 +234,7 @@ class TestSuperGlue:
         (only,) = rows["val"]
         assert (only["label"], only["answers"]) == ("Bo", ["Bo", "Bobby"])
 
-    def test_wsc_marks_noun_and_pronoun(self, prepared: Callable[..., Rows]):
+    def test_wsc_marks_noun_and_pronoun(self, prepare_rows: Callable[..., Rows]):
         """By the number of the word; marks before the pronoun count as words."""
         target = {"span1_text": "Mark", "span1_index": 0, "span2_text": "He", "span2_index": 8}
         row = {
@@ -240,7 +245,7 @@ class TestSuperGlue:
         }
         before = {"span1_text": "Pete", "span1_index": 3, "span2_text": "he", "span2_index": 1}
         other = {"text": "When he left Pete cried.", "target": before, "label": True, "idx": 1}
-        rows = prepared("wsc", kind="jsonl", train=json.dumps(row) + "\n" + json.dumps(other))["train"]
+        rows = prepare_rows("wsc", kind="jsonl", train=json.dumps(row) + "\n" + json.dumps(other))["train"]
         assert rows == [
             {"index": 2, "text": "* Mark * told Pete many lies about himself. Then # He # laughed.", "label": "False"},
             {"index": 1, "text": "When # he # left * Pete * cried.", "label": "True"},
@@ -273,15 +278,15 @@ class TestSuperGlue:
             ("A b. He c", ("z", 9), ("q", 7), "A b. He c"),
         ],
     )
-    def test_spans_of_wsc_that_do_not_stand_there(
-        self, prepared: Callable[..., Rows], text: str, noun: Any, pronoun: Any, expected: str
+    def test_spans_of_wsc_at_other_words(
+        self, prepare_rows: Callable[..., Rows], text: str, noun: Any, pronoun: Any, expected: str
     ):
         """Kinds of the release's 106 rows: repaired as wsc.fixed of TFDS does, else without marks; no row is lost."""
         target = dict(zip(("span1_text", "span1_index", "span2_text", "span2_index"), (*noun, *pronoun), strict=True))
-        rows = prepared("wsc", kind="jsonl", val=json.dumps({"text": text, "target": target, "label": True}))["val"]
+        rows = prepare_rows("wsc", kind="jsonl", val=json.dumps({"text": text, "target": target, "label": True}))["val"]
         assert [row["text"] for row in rows] == [expected]
 
-    def test_the_noun_of_a_pronoun(self, prepared: Callable[..., Rows]):
+    def test_the_noun_of_a_pronoun(self, prepare_rows: Callable[..., Rows]):
         """wsc_simple and dpr, as Google's preprocessors write them: "wsc: " and the text, and the noun as the
         target."""
         target = {"span1_text": "The councilmen", "span1_index": 0, "span2_text": "they", "span2_index": 6}
@@ -296,29 +301,32 @@ class TestSuperGlue:
             {**row, "label": False, "idx": 1},
             {**row, "text": row["text"].replace("because", "as because"), "idx": 2},
         ]
-        found = prepared("wsc_simple", kind="jsonl", train="\n".join(map(json.dumps, lines)))["train"]
-        assert [(r["text"], r["label"]) for r in found] == [
+        rows = prepare_rows("wsc_simple", kind="jsonl", train="\n".join(map(json.dumps, lines)))["train"]
+        assert [(r["text"], r["label"]) for r in rows] == [
             ("the councilmen refused a permit because *they*, alas, feared", "the councilmen"),
             ("the councilmen refused a permit as because *they*, alas, feared", "the councilmen"),
         ]
-        (unlabelled,) = prepared(
+        (test_row,) = prepare_rows(
             "wsc_simple", kind="jsonl", test=json.dumps({k: v for k, v in row.items() if k != "label"})
         )["test"]
-        assert unlabelled["label"] is None
+        assert test_row["label"] is None
         sentence = {
             "sentence": "The bee landed on the flower because it, it had pollen.",
             "pronoun": "it",
             "candidates": ["bee", "flower"],
         }
-        (made,) = prepared("dpr", kind="jsonl", train=json.dumps({**sentence, "label": 1}))["train"]
-        assert (made["text"], made["label"]) == ("The bee landed on the flower because *it*, it had pollen.", "flower")
+        (dpr_row,) = prepare_rows("dpr", kind="jsonl", train=json.dumps({**sentence, "label": 1}))["train"]
+        assert (dpr_row["text"], dpr_row["label"]) == (
+            "The bee landed on the flower because *it*, it had pollen.",
+            "flower",
+        )
 
-    def test_rows_of_the_hub_are_the_same(self, prepared: Callable[..., Rows], tmp_path: Path):
+    def test_rows_of_the_hub_are_the_same(self, prepare_rows: Callable[..., Rows], tmp_path: Path):
         """There MultiRC, ReCoRD and WSC have been flattened, and labels are numbers."""
         idx = {"paragraph": 9, "question": 4, "answer": 0}
         multirc = {"paragraph": "A.<br>B.", "question": "q", "answer": "<b>a</b>", "idx": idx, "label": 1}
-        (found,) = prepared("multirc", kind="jsonl", val=json.dumps(multirc))["val"]
-        assert found == {
+        (result,) = prepare_rows("multirc", kind="jsonl", val=json.dumps(multirc))["val"]
+        assert result == {
             "index": 0,
             "question": "q",
             "answer": "a",
@@ -335,8 +343,8 @@ class TestSuperGlue:
             "label": 0,
             "idx": 0,
         }
-        (found,) = prepared("wsc", kind="jsonl", val=json.dumps(wsc))["val"]
-        assert found["text"] == "* Bo * sees # it #."
+        (result,) = prepare_rows("wsc", kind="jsonl", val=json.dumps(wsc))["val"]
+        assert result["text"] == "* Bo * sees # it #."
         record = {
             "passage": "Ann met Bo.",
             "query": "q",
@@ -344,8 +352,8 @@ class TestSuperGlue:
             "answers": ["Ann"],
             "idx": {"passage": 0, "query": 1},
         }
-        (found,) = prepared("record", kind="jsonl", val=json.dumps(record))["val"]
-        assert (found["entities"], found["passage"], found["label"]) == ("Ann", "Ann met Bo.", "Ann")
+        (result,) = prepare_rows("record", kind="jsonl", val=json.dumps(record))["val"]
+        assert (result["entities"], result["passage"], result["label"]) == ("Ann", "Ann met Bo.", "Ann")
 
     @pytest.mark.parametrize(
         ("task", "row", "message"),
@@ -363,7 +371,7 @@ class TestSuperGlue:
             (
                 "boolq",
                 {"question": "q", "passage": "p", "label": "yes"},
-                "train.jsonl:1: label 'yes' is none of 'boolq': False, True",
+                "train.jsonl:1: label 'yes' is not in 'boolq': False, True",
             ),
             (
                 "multirc",
@@ -373,16 +381,16 @@ class TestSuperGlue:
             (
                 "dpr",
                 {"sentence": "a he.", "pronoun": "he", "candidates": ["x", "y"], "label": 2},
-                "label 2 is none of the 2",
+                "label 2 is not among the 2",
             ),
         ],
     )
-    def test_what_does_not_fit(self, refused: Callable[..., str], task: str, row: dict[str, Any], message: str):
-        assert message in refused(task, train=json.dumps(row), kind="jsonl")
+    def test_malformed_rows(self, refusal_of: Callable[..., str], task: str, row: dict[str, Any], message: str):
+        assert message in refusal_of(task, train=json.dumps(row), kind="jsonl")
 
 
-def test_discoeval(prepared: Callable[..., Rows]):
-    (row,) = prepared("SPwiki", kind="txt", train="2\ta\tb\tc\td\te\n")["train"]
+def test_discoeval(prepare_rows: Callable[..., Rows]):
+    (row,) = prepare_rows("SPwiki", kind="txt", train="2\ta\tb\tc\td\te\n")["train"]
     assert row == {
         "index": 0,
         **{
@@ -391,46 +399,54 @@ def test_discoeval(prepared: Callable[..., Rows]):
         },
         "label": "Third sentence",
     }
-    (row,) = prepared("PDTB-I", kind="txt", train="Expansion.List\ta\tb\n")["train"]
+    (row,) = prepare_rows("PDTB-I", kind="txt", train="Expansion.List\ta\tb\n")["train"]
     assert row["label"] == "Expansion.List"
-    (row,) = prepared("SSPabs", kind="jsonl", train='{"sentence_1": "a", "label": "1"}')["train"]
+    (row,) = prepare_rows("SSPabs", kind="jsonl", train='{"sentence_1": "a", "label": "1"}')["train"]
     assert row["label"] == "Belongs to abstract"
 
 
-def test_csv_has_quotation_marks_and_a_header(prepared: Callable[..., Rows], refused: Callable[..., str]):
-    (row,) = prepared("sst2", kind="csv", train='label,sentence\n1,"a, ""b""\nc"\n')["train"]
+def test_csv_has_quotation_marks_and_a_header(prepare_rows: Callable[..., Rows], refusal_of: Callable[..., str]):
+    (row,) = prepare_rows("sst2", kind="csv", train='label,sentence\n1,"a, ""b""\nc"\n')["train"]
     assert row == {"index": 0, "sentence": 'a, "b"\nc', "label": "positive"}
-    assert "train.csv:2: more or fewer columns than the header." in refused(
+    assert "train.csv:2: more or fewer columns than the header." in refusal_of(
         "cola", kind="csv", train="label,sentence\n1\n"
     )
 
 
-def test_minus_one_is_no_label_of_classes_alone(prepared: Callable[..., Rows], tmp_path: Path):
+def test_minus_one_means_unlabelled_only_for_classes(prepare_rows: Callable[..., Rows], tmp_path: Path):
     lines = [json.dumps({"context": f"def f{i}(): …", "answer": "-1", "kind": "name"}) for i in range(2)]
-    assert [row["label"] for row in prepared("codename", kind="jsonl", train="\n".join(lines))["train"]] == ["-1", "-1"]
+    assert [row["label"] for row in prepare_rows("codename", kind="jsonl", train="\n".join(lines))["train"]] == [
+        "-1",
+        "-1",
+    ]
     mine = {"columns": ["a"], "kind": "regression", "range": [-2, 2], "metrics": ["pearson"], "weight": None}
     (tmp_path / "mine.yaml").write_text(json.dumps({"mine": mine}))
     lines = [json.dumps({"a": "x", "label": label}) for label in (-1, "-1", -1.0, 1.5)]
-    rows = prepared("mine", "--task_file", str(tmp_path / "mine.yaml"), kind="jsonl", val="\n".join(lines))["val"]
+    rows = prepare_rows("mine", "--task_file", str(tmp_path / "mine.yaml"), kind="jsonl", val="\n".join(lines))["val"]
     assert [row["label"] for row in rows] == ["-1", "-1", "-1.0", "1.5"]
-    unlabelled = prepared("stsb", kind="jsonl", test=json.dumps({"sentence1": "a", "sentence2": "b", "label": -1.0}))[
-        "test"
-    ]
-    assert unlabelled[0]["label"] is None
-    assert prepared("sst2", kind="jsonl", test=json.dumps({"sentence": "a", "label": "-1"}))["test"][0]["label"] is None
+    test_rows = prepare_rows(
+        "stsb", kind="jsonl", test=json.dumps({"sentence1": "a", "sentence2": "b", "label": -1.0})
+    )["test"]
+    assert test_rows[0]["label"] is None
+    assert (
+        prepare_rows("sst2", kind="jsonl", test=json.dumps({"sentence": "a", "label": "-1"}))["test"][0]["label"]
+        is None
+    )
 
 
-def test_only_the_rows_that_the_task_is_about(prepared: Callable[..., Rows]):
+def test_only_the_rows_that_the_task_is_about(prepare_rows: Callable[..., Rows]):
     kinds = ("does", "name", "calls", "does")
     lines = [
         json.dumps({"context": f"def f{i}(): …", "answer": f"answer {i}", "kind": kind}) for i, kind in enumerate(kinds)
     ]
-    found = prepared("codedoc", kind="jsonl", train="\n".join(lines))["train"]
-    assert [(row["code"], row["label"]) for row in found] == [("def f0(): …", "answer 0"), ("def f3(): …", "answer 3")]
-    assert [row["label"] for row in prepared("codename", kind="jsonl", train="\n".join(lines))["train"]] == ["answer 1"]
+    result = prepare_rows("codedoc", kind="jsonl", train="\n".join(lines))["train"]
+    assert [(row["code"], row["label"]) for row in result] == [("def f0(): …", "answer 0"), ("def f3(): …", "answer 3")]
+    assert [row["label"] for row in prepare_rows("codename", kind="jsonl", train="\n".join(lines))["train"]] == [
+        "answer 1"
+    ]
 
 
-def test_a_folder_of_datasets(prepared: Callable[..., Rows], refused: Callable[..., str], tmp_path: Path):
+def test_a_folder_of_datasets(prepare_rows: Callable[..., Rows], refusal_of: Callable[..., str], tmp_path: Path):
     """The names of its classes count, whatever their numbers."""
     import datasets
 
@@ -439,60 +455,62 @@ def test_a_folder_of_datasets(prepared: Callable[..., Rows], refused: Callable[.
     features = datasets.Features(
         {"sentence": datasets.Value("string"), "label": classes, "idx": datasets.Value("int32")}
     )
-    made = datasets.Dataset.from_dict(rows, features=features)
-    datasets.DatasetDict({"validation": made.select([0, 1]), "test": made.select([2])}).save_to_disk(tmp_path / "saved")
-    found = prepared("sst2", val=tmp_path / "saved", test=tmp_path / "saved")
-    assert [(row["index"], row["label"]) for row in found["val"]] == [(5, "positive"), (6, "negative")]
-    assert [(row["index"], row["label"]) for row in found["test"]] == [(7, None)]
-    assert "saved: has no split 'train'. It holds: validation, test." in refused("cola", train=tmp_path / "saved")
+    dataset = datasets.Dataset.from_dict(rows, features=features)
+    datasets.DatasetDict({"validation": dataset.select([0, 1]), "test": dataset.select([2])}).save_to_disk(
+        tmp_path / "saved"
+    )
+    result = prepare_rows("sst2", val=tmp_path / "saved", test=tmp_path / "saved")
+    assert [(row["index"], row["label"]) for row in result["val"]] == [(5, "positive"), (6, "negative")]
+    assert [(row["index"], row["label"]) for row in result["test"]] == [(7, None)]
+    assert "saved: has no split 'train'. It holds: validation, test." in refusal_of("cola", train=tmp_path / "saved")
 
 
-def test_what_is_not_there(refused: Callable[..., str], tmp_path: Path):
-    assert "nowhere.tsv: no such file." in refused("rte", train=tmp_path / "nowhere.tsv")
-    message = refused("rte", "--train", "hub:nobody/nothing")
+def test_missing_sources(refusal_of: Callable[..., str], tmp_path: Path):
+    assert "nowhere.tsv: no such file." in refusal_of("rte", train=tmp_path / "nowhere.tsv")
+    message = refusal_of("rte", "--train", "hub:nobody/nothing")
     assert "hub:nobody/nothing: cannot be had from the hub or its cache: " in message
     assert ".save_to_disk('FOLDER')" in message
-    assert 'A set of the hub is written "hub:nyu-mll/glue@rte".' in refused("rte", "--train", "nyu-mll/glue@rte")
-    assert "expected --train, --val or --test with a source at least." in refused("rte")
+    assert 'A set of the hub is written "hub:nyu-mll/glue@rte".' in refusal_of("rte", "--train", "nyu-mll/glue@rte")
+    assert "expected --train, --val or --test with a source at least." in refusal_of("rte")
 
 
-def test_rows_are_set_apart_by_whole_questions(prepared: Callable[..., Rows], tmp_path: Path):
+def test_val_percent_splits_by_question(prepare_rows: Callable[..., Rows], tmp_path: Path):
     def lines(first: int) -> str:
         questions = [
             {"question": "q", "answers": [{"text": f"{i}", "label": 1} for i in range(3)], "idx": q} for q in range(20)
         ]
         return json.dumps({"idx": first, "passage": {"text": "t", "questions": questions}})
 
-    rows = prepared("multirc", "--val_percent", "25", kind="jsonl", train=lines(0))
+    rows = prepare_rows("multirc", "--val_percent", "25", kind="jsonl", train=lines(0))
     groups = {split: {row["group"] for row in some} for split, some in rows.items()}
     assert not groups["train"] & groups["val"]
     assert (len(groups["val"]), len(rows["val"]), len(rows["train"])) == (5, 15, 45)
 
 
 def test_the_same_sources_give_the_same_bytes_and_are_read_once(
-    prepared: Callable[..., Rows], tmp_path: Path, capsys: Any
+    prepare_rows: Callable[..., Rows], tmp_path: Path, capsys: Any
 ):
     folder = tmp_path / "data" / "sst2"
-    prepared("sst2", "--max_rows", "2", train="a\t1\nb\t0\nc\t1\n", val="d\t1\na\t1\n")
+    prepare_rows("sst2", "--max_rows", "2", train="a\t1\nb\t0\nc\t1\n", val="d\t1\na\t1\n")
     first = {path.name: path.read_bytes() for path in folder.iterdir()}
-    assert "train  2 rows: 1 negative; 1 positive" in (told := capsys.readouterr().out)
-    assert "1 inputs of train are in another split too." in told
-    prepared("sst2", "--max_rows", "2", train="a\t1\nb\t0\nc\t1\n", val="d\t1\na\t1\n")
+    assert "train  2 rows: 1 negative; 1 positive" in (output := capsys.readouterr().out)
+    assert "1 inputs of train are in another split too." in output
+    prepare_rows("sst2", "--max_rows", "2", train="a\t1\nb\t0\nc\t1\n", val="d\t1\na\t1\n")
     assert "nothing to do." in capsys.readouterr().out
     (folder / "manifest.json").unlink()
-    prepared("sst2", "--max_rows", "2", train="a\t1\nb\t0\nc\t1\n", val="d\t1\na\t1\n")
+    prepare_rows("sst2", "--max_rows", "2", train="a\t1\nb\t0\nc\t1\n", val="d\t1\na\t1\n")
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == first
-    rows = prepared("sst2", train="a\t1\nb\t0\nc\t1\n", val="d\t1\na\t1\n")
+    rows = prepare_rows("sst2", train="a\t1\nb\t0\nc\t1\n", val="d\t1\na\t1\n")
     assert len(rows["train"]) == 3
 
 
-def test_one_source_is_not_given_twice(refused: Callable[..., str]):
-    message = refused("sst2", train="a\t1\n", val="a\t1\n")
+def test_one_source_is_not_given_twice(refusal_of: Callable[..., str]):
+    message = refusal_of("sst2", train="a\t1\n", val="a\t1\n")
     assert re.search(r"--val .*val\.tsv: the same data as --train .*train\.tsv\.", message)
 
 
 class TestRealFiles:
-    """What is prepared is compared with the same file read another way."""
+    """What is prepare_rows is compared with the same file read another way."""
 
     @pytest.mark.parametrize(
         ("task", "train", "val", "label"),
@@ -503,7 +521,13 @@ class TestRealFiles:
         ],
     )
     def test_every_row_is_there(
-        self, prepared: Callable[..., Rows], shared_data: Path, task: str, train: str, val: str, label: dict[str, str]
+        self,
+        prepare_rows: Callable[..., Rows],
+        shared_data: Path,
+        task: str,
+        train: str,
+        val: str,
+        label: dict[str, str],
     ):
         glue, place, texts = (
             shared_data / "glue",
@@ -512,7 +536,7 @@ class TestRealFiles:
         )
         if not glue.is_dir():
             pytest.skip(f"{shared_data} holds no glue")
-        found = prepared(task, train=glue / train, val=glue / val)
+        result = prepare_rows(task, train=glue / train, val=glue / val)
         for split, name in (("train", train), ("val", val)):
             with open(glue / name, newline="\n", encoding="utf-8") as file:
                 records = list(csv.reader(file, delimiter="\t", quoting=csv.QUOTE_NONE))
@@ -520,18 +544,18 @@ class TestRealFiles:
                 del records[0]
             expected = [(*(record[i] for i in texts), label[record[place]]) for record in records]
             columns = {"rte": ["sentence1", "sentence2"]}.get(task, ["sentence"])
-            assert [(*(row[column] for column in columns), row["label"]) for row in found[split]] == expected
-            assert min(Counter(row["label"] for row in found[split]).values()) > 50
+            assert [(*(row[column] for column in columns), row["label"]) for row in result[split]] == expected
+            assert min(Counter(row["label"] for row in result[split]).values()) > 50
         counts = {"rte": (2127, 363), "sst2": (6920, 872), "cola": (8551, 527)}[task]
-        assert (len(found["train"]), len(found["val"])) == counts
+        assert (len(result["train"]), len(result["val"])) == counts
 
     def test_the_prepared_rows_are_read_as_samples(
-        self, prepared: Callable[..., Rows], shared_data: Path, tmp_path: Path
+        self, prepare_rows: Callable[..., Rows], shared_data: Path, tmp_path: Path
     ):
         glue = shared_data / "glue" / "RTE"
         if not glue.is_dir():
             pytest.skip(f"{shared_data} holds no glue/RTE")
-        prepared("rte", train=glue / "train.tsv", val=glue / "val.tsv")
+        prepare_rows("rte", train=glue / "train.tsv", val=glue / "val.tsv")
         rows = jsonl.read_rows(
             tmp_path / "data" / "rte" / "val.jsonl", {"sentence1": str, "sentence2": str, "label": str, "index": int}
         )

@@ -12,7 +12,7 @@ from src.errors import DataError
 from tests.conftest import ROOT
 from tests.core.data.conftest import make_tokenizer  # noqa: F401  a fixture
 
-SPELLED = ["</s>", "a <extra_id_0> b</s>c", "<pad><unk>", "<extra_id_99>", "</s></s> <pad>", "<unk>"]
+CONTROL_TEXTS = ["</s>", "a <extra_id_0> b</s>c", "<pad><unk>", "<extra_id_99>", "</s></s> <pad>", "<unk>"]
 
 
 @pytest.fixture
@@ -53,23 +53,23 @@ def t5(shared_data):
 
 
 @pytest.mark.parametrize(("name", "pad", "tokens"), [("bytes", 7, 264), ("unpadded", 258, 258 + 1)])
-def test_sentinels_stand_behind_all_other_tokens(with_bytes, name, pad, tokens):
+def test_sentinels_have_the_highest_ids(with_bytes, name, pad, tokens):
     assert prepare(with_bytes, "made", name)
-    made = tokenizers.load(with_bytes / "made")
-    assert len(made) == tokens + 100
-    assert made.convert_tokens_to_ids([f"<extra_id_{n}>" for n in (99, 98, 1, 0)]) == [
+    tokenizer = tokenizers.load(with_bytes / "made")
+    assert len(tokenizer) == tokens + 100
+    assert tokenizer.convert_tokens_to_ids([f"<extra_id_{n}>" for n in (99, 98, 1, 0)]) == [
         tokens,
         tokens + 1,
         tokens + 98,
         tokens + 99,
     ]
-    assert (made.eos_token_id, made.pad_token_id) == (0, pad)
+    assert (tokenizer.eos_token_id, tokenizer.pad_token_id) == (0, pad)
 
 
 def test_text_is_cut_as_before(with_bytes):
     prepare(with_bytes, "made", "bytes")
     before, after = (tokenizers.SafeTokenizer(tokenizers.load(with_bytes / name)) for name in ("bytes", "made"))
-    for string in [*SPELLED, "plain text", "<|endoftext|><|user|>"]:
+    for string in [*CONTROL_TEXTS, "plain text", "<|endoftext|><|user|>"]:
         assert after.encode(string) == before.encode(string)
     assert after.start == []
     assert after.control_id("<|user|>") == before.control_id("<|user|>")
@@ -89,8 +89,8 @@ def test_an_export_ends_texts_as_it_was_trained(with_bytes, tmp_path):
 
 def test_as_many_sentinels_as_wanted(with_bytes, spiece, capsys):
     assert main(["--data_path", str(with_bytes), "--from", "bytes", "--name", "many", "--sentinels", "128"]) == 0
-    made = tokenizers.load(with_bytes / "many")
-    assert made.convert_tokens_to_ids(["<extra_id_127>", "<extra_id_0>"]) == [264, 391]
+    tokenizer = tokenizers.load(with_bytes / "many")
+    assert tokenizer.convert_tokens_to_ids(["<extra_id_127>", "<extra_id_0>"]) == [264, 391]
     assert len(from_sentencepiece(spiece, 3)) == 93
     assert main(["--data_path", str(with_bytes), "--from", "bytes", "--name", "none", "--sentinels", "0"]) == 1
     assert "--sentinels: expected at least 1, got 0" in capsys.readouterr().err
@@ -100,7 +100,7 @@ def test_made_once(with_bytes, capsys):
     main(["--data_path", str(with_bytes), "--from", "bytes", "--name", "made"])
     main(["--data_path", str(with_bytes), "--from", "bytes", "--name", "made"])
     assert re.search(
-        r"made: made in [\d.]+ s\n.*made: whole and made from these .*: nothing to do", capsys.readouterr().out
+        r"made: made in [\d.]+ s\n.*made: complete and made from these .*: nothing to do", capsys.readouterr().out
     )
     assert prepare(with_bytes, "made", "unpadded")
     manifest = json.loads((with_bytes / "made" / "manifest.json").read_text())
@@ -113,7 +113,7 @@ def test_what_cannot_be_made(with_bytes, spiece):
         prepare(with_bytes, "again", "made")
     with pytest.raises(DataError, match=r"--name: .*bytes is what --from names"):
         prepare(with_bytes, "bytes", "bytes")
-    for content, said in (
+    for content, message in (
         (None, "no such file"),
         (b"\xff" * 9, "not a SentencePiece model"),
         (b"", "not a SentencePiece model of unigrams"),
@@ -121,39 +121,56 @@ def test_what_cannot_be_made(with_bytes, spiece):
         path = with_bytes / "bad.model"
         if content is not None:
             path.write_bytes(content)
-        with pytest.raises(DataError, match=f"bad.model: {said}"):
+        with pytest.raises(DataError, match=f"bad.model: {message}"):
             prepare(with_bytes, "x", spiece=path)
 
 
-def compare(model, made, texts):
+def compare(model, tokenizer, texts):
     import sentencepiece
 
     reference = sentencepiece.SentencePieceProcessor(model_file=str(model))
-    encoder = tokenizers.SafeTokenizer(made)
+    encoder = tokenizers.SafeTokenizer(tokenizer)
     for string in texts:
         assert encoder.encode(string) == reference.encode(string), string
 
 
 def test_a_sentencepiece_model_cuts_text_as_sentencepiece_does(spiece, tmp_path):
     assert prepare(tmp_path, "made", spiece=spiece)
-    made = tokenizers.load(tmp_path / "made")
-    assert len(made) == 190
-    assert made.convert_tokens_to_ids(["<pad>", "</s>", "<unk>", "<extra_id_99>", "<extra_id_0>"]) == [0, 1, 2, 90, 189]
-    texts = ["The house is wonderful.", "", "  two  spaces \n and\ta tab", "ünknown 日本 letters", "ﬁne ½ Ⅷ", *SPELLED]
-    compare(spiece, made, texts)
+    tokenizer = tokenizers.load(tmp_path / "made")
+    assert len(tokenizer) == 190
+    assert tokenizer.convert_tokens_to_ids(["<pad>", "</s>", "<unk>", "<extra_id_99>", "<extra_id_0>"]) == [
+        0,
+        1,
+        2,
+        90,
+        189,
+    ]
+    texts = [
+        "The house is wonderful.",
+        "",
+        "  two  spaces \n and\ta tab",
+        "ünknown 日本 letters",
+        "ﬁne ½ Ⅷ",
+        *CONTROL_TEXTS,
+    ]
+    compare(spiece, tokenizer, texts)
 
 
 def test_ids_of_t5(t5, tmp_path):
     """Those that T5's paper repository and transformers' documentation give."""
     prepare(tmp_path, "t5", spiece=t5)
-    made = tokenizers.load(tmp_path / "t5")
-    assert len(made) == 32_100
-    assert (made.pad_token_id, made.eos_token_id, made.convert_tokens_to_ids("<extra_id_0>")) == (0, 1, 32_099)
+    tokenizer = tokenizers.load(tmp_path / "t5")
+    assert len(tokenizer) == 32_100
+    assert (tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("<extra_id_0>")) == (
+        0,
+        1,
+        32_099,
+    )
     text = "translate English to German: The house is wonderful."
-    assert made(text)["input_ids"] == [13959, 1566, 12, 2968, 10, 37, 629, 19, 1627, 5, 1]
-    assert made.decode(tokenizers.SafeTokenizer(made).encode(text)) == text
-    assert tokenizers.SafeTokenizer(made).eos_id == 1
-    assert tokenizers.SafeTokenizer(made).start == []
+    assert tokenizer(text)["input_ids"] == [13959, 1566, 12, 2968, 10, 37, 629, 19, 1627, 5, 1]
+    assert tokenizer.decode(tokenizers.SafeTokenizer(tokenizer).encode(text)) == text
+    assert tokenizers.SafeTokenizer(tokenizer).eos_id == 1
+    assert tokenizers.SafeTokenizer(tokenizer).start == []
 
 
 def test_t5_cuts_real_text_as_sentencepiece_does(t5):
@@ -161,7 +178,7 @@ def test_t5_cuts_real_text_as_sentencepiece_does(t5):
     out."""
     source = (ROOT / "src" / "files.py").read_text(encoding="utf-8")
     texts = [
-        *SPELLED,
+        *CONTROL_TEXTS,
         *source.split("\n\n"),
         "naïve café ﬁne ½ Ⅷ \u3000 x\u200bz",
         "emoji 😀😀 x",
@@ -171,28 +188,30 @@ def test_t5_cuts_real_text_as_sentencepiece_does(t5):
     compare(t5, from_sentencepiece(t5), texts)
 
 
-def test_names_of_sentences_stand_behind_the_sentinels(with_bytes, t5, capsys):
+def test_sentence_tokens_follow_the_sentinels(with_bytes, t5, capsys):
     main(["--data_path", str(with_bytes), "--name", "named", "--from", "bytes", "--sentences", "3"])
     main(["--data_path", str(with_bytes), "--name", "plain", "--from", "bytes"])
     assert prepare(with_bytes, "later", "plain", sentences=3)
     for name in ("named", "later"):
-        made = tokenizers.load(with_bytes / name)
-        assert made.convert_tokens_to_ids(["<extra_id_99>", "<extra_id_0>", "<eosen>", "<sent_0>", "<sent_2>"]) == [
+        tokenizer = tokenizers.load(with_bytes / name)
+        assert tokenizer.convert_tokens_to_ids(
+            ["<extra_id_99>", "<extra_id_0>", "<eosen>", "<sent_0>", "<sent_2>"]
+        ) == [
             264,
             363,
             364,
             365,
             367,
         ]
-        assert len(made) == 368
+        assert len(tokenizer) == 368
         text = "a <eosen><sent_1> b"
-        assert made.decode(tokenizers.SafeTokenizer(made).encode(text)) == text
-        assert max(tokenizers.SafeTokenizer(made).encode(text)) < 264
-        assert tokenizers.SafeTokenizer(made).control_id("<sent_1>") == 366
+        assert tokenizer.decode(tokenizers.SafeTokenizer(tokenizer).encode(text)) == text
+        assert max(tokenizers.SafeTokenizer(tokenizer).encode(text)) < 264
+        assert tokenizers.SafeTokenizer(tokenizer).control_id("<sent_1>") == 366
     assert not prepare(with_bytes, "later", "plain", sentences=3)
     assert prepare(with_bytes, "t5", spiece=t5, sentences=20)
-    made = tokenizers.load(with_bytes / "t5")
-    assert made.convert_tokens_to_ids(["<extra_id_0>", "<eosen>", "<sent_19>"]) == [32099, 32100, 32120]
+    tokenizer = tokenizers.load(with_bytes / "t5")
+    assert tokenizer.convert_tokens_to_ids(["<extra_id_0>", "<eosen>", "<sent_19>"]) == [32099, 32100, 32120]
     with pytest.raises(DataError, match=r"named: has '<eosen>' already\. Use it as it is"):
         prepare(with_bytes, "again", "named", sentences=4)
     assert main(["--data_path", str(with_bytes), "--name", "x", "--from", "bytes", "--sentences", "-1"]) == 1
@@ -219,17 +238,17 @@ def test_trained_on_text_it_has_the_ids_of_t5(text, model, capsys):
     for name in ("one", "two"):
         assert train(text, name, "--model", model, "--sentinels", "128", "--sentences", "2") == 0
     assert (text / "one" / "tokenizer.json").read_bytes() == (text / "two" / "tokenizer.json").read_bytes()
-    made = tokenizers.load(text / "one")
+    tokenizer = tokenizers.load(text / "one")
     names = ["<pad>", "</s>", "<unk>", "<extra_id_127>", "<extra_id_0>", "<eosen>", "<sent_1>"]
-    assert made.convert_tokens_to_ids(names) == [0, 1, 2, 600, 727, 728, 730]
-    assert (made.pad_token_id, made.eos_token_id, made.unk_token_id, len(made)) == (0, 1, 2, 731)
-    encoder = tokenizers.SafeTokenizer(made)
+    assert tokenizer.convert_tokens_to_ids(names) == [0, 1, 2, 600, 727, 728, 730]
+    assert (tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id, len(tokenizer)) == (0, 1, 2, 731)
+    encoder = tokenizers.SafeTokenizer(tokenizer)
     words = "A tokenizer trained on text"
-    assert made.decode(encoder.encode(words)) == words
-    assert made(words)["input_ids"] == [*encoder.encode(words), 1]
+    assert tokenizer.decode(encoder.encode(words)) == words
+    assert tokenizer(words)["input_ids"] == [*encoder.encode(words), 1]
     assert len(encoder.encode(words)) < 14  # of 27 characters
-    assert max(encoder.encode(" ".join(SPELLED))) < 600
-    assert (made.decode(encoder.encode("a\n  b")) == "a\n  b") == (model == "bpe")
+    assert max(encoder.encode(" ".join(CONTROL_TEXTS))) < 600
+    assert (tokenizer.decode(encoder.encode("a\n  b")) == "a\n  b") == (model == "bpe")
     assert train(text, "one", "--model", model, "--sentinels", "128", "--sentences", "2") == 0
     assert "nothing to do" in capsys.readouterr().out
     assert train(text, "one", "--model", model, "--sentinels", "127") == 0
@@ -237,7 +256,7 @@ def test_trained_on_text_it_has_the_ids_of_t5(text, model, capsys):
 
 
 def test_what_cannot_be_trained(text, capsys):
-    for options, said in (
+    for options, message in (
         (
             ["--vocab_size", "90000"],
             r"--vocab_size: Vocabulary size too high \(90000\). Please set it to a value <= \d+\.\n",
@@ -251,7 +270,7 @@ def test_what_cannot_be_trained(text, capsys):
         (["--text_field", "body"], "b.jsonl:1: field 'body' is missing"),
     ):
         assert train(text, "none", *options) == 1
-        assert re.search(said, capsys.readouterr().err)
+        assert re.search(message, capsys.readouterr().err)
         assert not (text / "none").exists()
     assert main(["--data_path", str(text), "--name", "none", "--from", "bytes", "--vocab_size", "90"]) == 1
     assert "--vocab_size: is for --train" in capsys.readouterr().err
