@@ -54,9 +54,9 @@ def project_with_grid(folder: Path) -> Path:
     shutil.copy(ROOT / "exp_configs.py", folder / "shipped_configs.py")
     (folder / "exp_configs.py").write_text(GRID, encoding="utf-8")
     for data, names in FILES.items():
-        with new_directory(folder / "results" / "data" / data) as made:
+        with new_directory(folder / "results" / "data" / data) as data_folder:
             for name in names:
-                (made / name).write_text("{}\n", encoding="utf-8")
+                (data_folder / name).write_text("{}\n", encoding="utf-8")
     return folder
 
 

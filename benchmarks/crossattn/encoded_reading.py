@@ -55,9 +55,9 @@ def write(folder: Path, args: argparse.Namespace) -> list[list[int]]:
             writer.append(encoded_store.context_key(ids), states)
             lines.write(json.dumps({"encoder_hidden_states": states.tolist()}) + "\n")
     writer.close()
-    made = datasets.Dataset.from_generator(_rows, gen_kwargs={"args": args}, cache_dir=str(folder / "cache"))
-    assert isinstance(made, datasets.Dataset)
-    made.save_to_disk(folder / "lists")
+    dataset = datasets.Dataset.from_generator(_rows, gen_kwargs={"args": args}, cache_dir=str(folder / "cache"))
+    assert isinstance(dataset, datasets.Dataset)
+    dataset.save_to_disk(folder / "lists")
     return all_ids
 
 
@@ -130,14 +130,14 @@ def measure(args: argparse.Namespace, folder: Path) -> None:
     all_ids = write(folder, args)
     order = random.Random(0).sample(range(args.contexts), args.contexts)
     batches = [order[i : i + BATCH] for i in range(0, args.contexts, BATCH)]
-    found, best = readers(folder, args, all_ids), {}
+    readers_by_name, best = readers(folder, args, all_ids), {}
     right = padded([states for _, states in contexts(args)][order[0] : order[0] + 1])
-    for name, read in found.items():
+    for name, read in readers_by_name.items():
         hidden, mask = read(order[:1])
         assert torch.equal(mask, right[1]), name
         assert torch.equal(hidden.bfloat16(), right[0].bfloat16()), name
     for _ in range(args.rounds):
-        for name, read in found.items():
+        for name, read in readers_by_name.items():
             began = time.perf_counter()
             for numbers in batches:
                 read(numbers)

@@ -23,7 +23,7 @@ SCORES = ("train_loss", "val_loss", "val_accuracy", "grad_norm", "learning_rate"
 
 # Each in a process of its own, so that peak memory and imports are its own. Besides the wall clock the processor's time
 # is taken: on a machine that others use, too, only that can be compared.
-_MEASURED = """
+_MEASURING_SCRIPT = """
 import resource, sys, time, warnings
 runs = sys.argv[1]
 {code}
@@ -118,29 +118,29 @@ def _compare(runs: Path, count: int) -> None:
     haven_table = _HAVEN + "manager.get_score_df()\n"
     bands, their_bands = _BANDS.format(count=count), _HAVEN_BANDS.format(count=count)
     rows = [
-        ("table, first", _measured(runs, haven_table), _measured(runs, _TABLE)),
-        ("table, second", _measured(runs, haven_table), _measured(runs, _TABLE)),
-        (f"bands of {count} runs, first", _measured(runs, their_bands), _measured(runs, bands)),
-        (f"bands of {count} runs, second", None, _measured(runs, bands)),
+        ("table, first", _measure(runs, haven_table), _measure(runs, _TABLE)),
+        ("table, second", _measure(runs, haven_table), _measure(runs, _TABLE)),
+        (f"bands of {count} runs, first", _measure(runs, their_bands), _measure(runs, bands)),
+        (f"bands of {count} runs, second", None, _measure(runs, bands)),
     ]
     print(f"{'':32}{'haven s':>9}{'cpu s':>8}{'MB':>6}{'ours s':>9}{'cpu s':>8}{'MB':>6}{'times':>8}{'cpu':>6}")
     for name, theirs, ours in rows:
-        left = _cells(theirs) if theirs else f"{'-':>9}{'-':>8}{'-':>6}"
+        haven_cells = _cells(theirs) if theirs else f"{'-':>9}{'-':>8}{'-':>6}"
         times = f"{theirs[0] / ours[0]:8.0f}{theirs[1] / ours[1]:6.0f}" if theirs else f"{'-':>8}{'-':>6}"
-        print(f"{name:32}{left}{_cells(ours)}{times}")
+        print(f"{name:32}{haven_cells}{_cells(ours)}{times}")
     print(
         f"cache: {(runs / CACHE).stat().st_size / 1e6:.0f} MB; "
         f"load {os.getloadavg()[0]:.1f}; this process {_peak():.0f} MB"
     )
 
 
-def _cells(measured: Sequence[float]) -> str:
-    return f"{measured[0]:9.2f}{measured[1]:8.2f}{measured[2]:6.0f}"
+def _cells(values: Sequence[float]) -> str:
+    return f"{values[0]:9.2f}{values[1]:8.2f}{values[2]:6.0f}"
 
 
-def _measured(runs: Path, code: str) -> list[float]:
+def _measure(runs: Path, code: str) -> list[float]:
     """Seconds without imports, of them on the processor, and peak MB."""
-    command = [sys.executable, "-c", _MEASURED.format(code=code), str(runs)]
+    command = [sys.executable, "-c", _MEASURING_SCRIPT.format(code=code), str(runs)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(done.stderr)

@@ -90,11 +90,11 @@ def published_sentinels(mask: np.ndarray) -> np.ndarray:
 def published_filtered(rows: np.ndarray, sentinels: np.ndarray) -> np.ndarray:
     """Runs become their sentinel, and each row gets its end token."""
     full = np.where(sentinels != 0, sentinels, rows)
-    kept = full[full >= 0].reshape((len(rows), -1))
-    return np.concatenate([kept, np.full((len(rows), 1), EOS, dtype=np.int32)], axis=-1)
+    tokens = full[full >= 0].reshape((len(rows), -1))
+    return np.concatenate([tokens, np.full((len(rows), 1), EOS, dtype=np.int32)], axis=-1)
 
 
-def published(rows: np.ndarray, masks: np.ndarray) -> dict[str, torch.Tensor]:
+def published_batch(rows: np.ndarray, masks: np.ndarray) -> dict[str, torch.Tensor]:
     """The batch of rows (B, L)."""
     inputs = published_filtered(rows, published_sentinels(masks.astype(np.int8)))
     labels = published_filtered(rows, published_sentinels((~masks).astype(np.int8)))
@@ -109,7 +109,7 @@ def compare(data: SingleObjectiveDataset, rows: Sequence[np.ndarray]) -> None:
     """Both give the same batch where they draw the same masks."""
     masks = [noise.noise_mask(RAW, DENSITY, MEAN_SPAN, MaskRng(0, is_fixed=False).generator(0, i)) for i in range(8)]
     batch: Any = data.collate([data.sample(0, i) for i in range(8)])
-    for name, tensor in published(np.stack(rows[:8]), np.stack(masks)).items():
+    for name, tensor in published_batch(np.stack(rows[:8]), np.stack(masks)).items():
         assert torch.equal(batch[name], tensor), name
     assert batch["input_ids"].shape == (8, 512)
     assert batch["labels"].shape == (8, TARGETS)
@@ -130,7 +130,7 @@ def main() -> None:
         return data.collate([data.sample(0, i) for i in numbers])
 
     def peers_batch(numbers: range) -> object:
-        return published(np.array([rows[i] for i in numbers]), np.asarray([published_mask(RAW) for _ in numbers]))
+        return published_batch(np.array([rows[i] for i in numbers]), np.asarray([published_mask(RAW) for _ in numbers]))
 
     makers: dict[str, Callable[[range], object]] = {"ours": our_batch, "published": peers_batch}
     best = dict.fromkeys(makers, float("inf"))
@@ -146,8 +146,8 @@ def main() -> None:
     for name, seconds in best.items():
         print(f"{name:>12} {count * RAW / seconds / 1e6:11.2f} {seconds / count * 1e6:12.1f}")
     print(f"ours / published: {best['published'] / best['ours']:.2f} times")
-    met = count * RAW / best["ours"] >= TARGET
-    print(f"target {TARGET / 1e6} M tokens/s: {'met' if met else 'MISSED'}")
+    is_met = count * RAW / best["ours"] >= TARGET
+    print(f"target {TARGET / 1e6} M tokens/s: {'met' if is_met else 'MISSED'}")
 
 
 if __name__ == "__main__":

@@ -68,15 +68,15 @@ def torchs(dataset: Any, workers: int) -> Generator[Any]:
 
 def waits(steps: Generator[Any], seconds: float) -> float:
     """Share of the time, once the first step has come."""
-    waited = 0.0
+    wait_seconds = 0.0
     with contextlib.closing(steps):
         next(steps)
         for _ in range(STEPS):
             time.sleep(seconds)
             before = time.perf_counter()
             next(steps)
-            waited += time.perf_counter() - before
-    return waited / (waited + STEPS * seconds)
+            wait_seconds += time.perf_counter() - before
+    return wait_seconds / (wait_seconds + STEPS * seconds)
 
 
 def main() -> None:

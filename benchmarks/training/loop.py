@@ -58,7 +58,7 @@ from src.training.state import State
 ROOT = Path(__file__).resolve().parents[2]
 TARGETS = {"bare": 0.97, "trainer": 1.0}
 LOSSES: dict[str, Callable[..., Tensor]] = {"base_tiny": causal_lm_loss, "t5_tiny": seq2seq_loss}
-COMPARED = 8
+COMPARED_STEPS = 8
 """Steps, at most, after which all must have the same weights."""
 
 
@@ -78,11 +78,11 @@ class Clock:
 
     def step(self) -> None:
         """An optimizer step has ended."""
-        ended = time.perf_counter(), time.thread_time()
+        end_times = time.perf_counter(), time.thread_time()
         if self.done >= self.steps // 2:
-            self.seconds.append((ended[0] - self.began[0], ended[1] - self.began[1]))
+            self.seconds.append((end_times[0] - self.began[0], end_times[1] - self.began[1]))
         self.done += 1
-        if self.done == min(COMPARED, self.steps // 2):
+        if self.done == min(COMPARED_STEPS, self.steps // 2):
             self.weights = {name: tensor.detach().clone() for name, tensor in self.model.named_parameters()}
         self.turns.pass_on()
         self.began = time.perf_counter(), time.thread_time()
@@ -135,23 +135,23 @@ def ours(work: Work) -> None:
 
     count = throughput.ThroughputMeter.count
 
-    def counted(
+    def count_tokens(
         self: throughput.ThroughputMeter, step: loader.Step
     ) -> None:  # the last thing that `fit` does in a step
         count(self, step)
         work.clock.step()
 
     with contextlib.ExitStack() as stack:
-        opened: list[RunDir] = []
+        runs: list[RunDir] = []
 
         def begin() -> Path:
-            opened.append(
+            runs.append(
                 stack.enter_context(RunDir.open(work.places.runs, work.exp, resolved_dict(work.recipe, key="recipe")))
             )
-            return opened[0].path
+            return runs[0].path
 
         path = distributed.broadcast_from_rank0(begin)
-        run = Run(opened[0] if opened else RunDir.attach(path), work.places, Options(log_every=work.config.loop.steps))
+        run = Run(runs[0] if runs else RunDir.attach(path), work.places, Options(log_every=work.config.loop.steps))
         task = TrainSpec(
             work.model,
             CheckpointMetadata({}, tokenizers.load(work.model.name_or_path)),
@@ -160,7 +160,7 @@ def ours(work: Work) -> None:
             work.loss,
             lambda _: {"val_loss": 0.0},
         )
-        throughput.ThroughputMeter.count = counted
+        throughput.ThroughputMeter.count = count_tokens
         try:
             fit(task, run, work.config.loop, work.config.seed)
         finally:
@@ -239,8 +239,8 @@ def round_of(
     recipe = load_experiment(exp, "benchmark")
     config: Any = recipe
     turns, clocks, works = Turns(), {}, []
-    with tempfile.TemporaryDirectory() as own:
-        places = Places(data, Path(distributed.broadcast_from_rank0(lambda: own)))
+    with tempfile.TemporaryDirectory() as runs_folder:
+        places = Places(data, Path(distributed.broadcast_from_rank0(lambda: runs_folder)))
         for name in names:
             torch.manual_seed(0)
             model = config.model.build(places)
@@ -296,21 +296,21 @@ def main() -> None:
         exp, {"loop.steps": args.steps, "loop.eval_every": args.steps, **dict(map(parse_assignment, args.set))}
     )
     names = ["fit", *args.against]
-    found: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
     with quiet(), distributed.session():
         for i in range(args.rounds):
             seconds = round_of(
                 names[i % len(names) :] + names[: i % len(names)], exp, LOSSES[args.group], args.data_path
             )
             for name in names:
-                found[name] += seconds[name]
+                times[name] += seconds[name]
             if distributed.is_main():
                 medians = (f"{name} {statistics.median(wall for wall, _ in seconds[name]):.4f} s" for name in names)
                 print(f"round {i}, a step: " + "   ".join(medians), flush=True)
         if distributed.is_main():
             for name in args.against:
                 wall, work = (
-                    sorted(b[k] / a[k] for a, b in zip(found["fit"], found[name], strict=True)) for k in (0, 1)
+                    sorted(b[k] / a[k] for a, b in zip(times["fit"], times[name], strict=True)) for k in (0, 1)
                 )
                 middle = f"half of {len(wall)} steps {wall[len(wall) // 4]:.3f} to {wall[3 * len(wall) // 4]:.3f}"
                 print(

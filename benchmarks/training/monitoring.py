@@ -78,17 +78,17 @@ def main() -> None:
     ratios, seconds = [], []
     print("round   without tokens/s   with tokens/s   ratio   ratio of processor seconds")
     for i in range(args.rounds):
-        found: dict[int, Any] = {}
+        runs: dict[int, Any] = {}
         for every in (0, args.every) if i % 2 else (args.every, 0):
-            found[every] = trained(exp, args.data_path, every, args.every)
+            runs[every] = trained(exp, args.data_path, every, args.every)
         same = all(
-            torch.equal(a, b) for a, b in zip(found[0][0].parameters(), found[args.every][0].parameters(), strict=True)
+            torch.equal(a, b) for a, b in zip(runs[0][0].parameters(), runs[args.every][0].parameters(), strict=True)
         )
         assert same, "monitoring must change no bit"
-        ratios.append(found[args.every][1] / found[0][1])
-        seconds.append(found[0][2] / found[args.every][2])
+        ratios.append(runs[args.every][1] / runs[0][1])
+        seconds.append(runs[0][2] / runs[args.every][2])
         print(
-            f"{i:>5}   {found[0][1]:>16,.0f}   {found[args.every][1]:>13,.0f}   {ratios[-1]:.3f}   {seconds[-1]:.3f}",
+            f"{i:>5}   {runs[0][1]:>16,.0f}   {runs[args.every][1]:>13,.0f}   {ratios[-1]:.3f}   {seconds[-1]:.3f}",
             flush=True,
         )
     print(

@@ -157,8 +157,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         data = Path(folder) / "data"
         prepare(data)
-        for name, exp, given in PLANS:
-            machines = {"gpu": "H100", "fsdp": False, "deepspeed": None, "gradient_checkpointing": None, **given}
+        for name, exp, overrides in PLANS:
+            machines = {"gpu": "H100", "fsdp": False, "deepspeed": None, "gradient_checkpointing": None, **overrides}
             before = time.perf_counter()
             lines, mistakes = memory_table.plan_all([plan.load(exp, name, name)], Places(data, Path(folder)), machines)
             print(

@@ -43,12 +43,12 @@ def document_lengths(args: argparse.Namespace) -> np.ndarray:
 
     tokenizer = AutoTokenizer.from_pretrained(args.tokenizer)
     with open(args.texts, encoding="utf-8") as file:
-        found = [max(2, len(tokenizer(json.loads(line)["text"])["input_ids"])) for line in file]
+        lengths = [max(2, len(tokenizer(json.loads(line)["text"])["input_ids"])) for line in file]
     print(
-        f"{args.texts}: {len(found)} texts of {np.mean(found):.0f} tokens, "
-        f"median {np.median(found):.0f}, longest {max(found)}"
+        f"{args.texts}: {len(lengths)} texts of {np.mean(lengths):.0f} tokens, "
+        f"median {np.median(lengths):.0f}, longest {max(lengths)}"
     )
-    return draw.choice(np.array(found, dtype=np.int64), args.documents)
+    return draw.choice(np.array(lengths, dtype=np.int64), args.documents)
 
 
 class Lengths:
@@ -93,17 +93,17 @@ def measure_order(packed: Packing, args: argparse.Namespace) -> list[Sequence[in
     seconds = time.process_time() - begin
     begin = time.process_time()
     text = json.dumps(cursor)
-    written = time.process_time() - begin
+    write_seconds = time.process_time() - begin
     begin = time.process_time()
     next(order.micro_batches(args.steps + 10, RankShare(args.lanes, args.lanes, 0, 1), json.loads(text)))
-    restored = time.process_time() - begin
-    used = sum(packed.sizes(*key[i : i + 2])[key[i + 2]][0] for key in rows for i in range(0, len(key), 3))
+    restore_seconds = time.process_time() - begin
+    num_tokens = sum(packed.sizes(*key[i : i + 2])[key[i + 2]][0] for key in rows for i in range(0, len(key), 3))
     pieces = sum(map(len, rows)) / 3 / len(rows)
     print(f"{args.documents:,} documents, {args.lanes} lanes, {len(rows):,} rows of {pieces:.2f} pieces")
-    print(f"order: {1e6 * seconds / len(rows):.1f} us a row; fill {used / len(rows) / ROOM:.4f}")
+    print(f"order: {1e6 * seconds / len(rows):.1f} us a row; fill {num_tokens / len(rows) / ROOM:.4f}")
     print(
-        f"cursor: {len(text) / args.lanes:.0f} bytes a lane; JSON {1e3 * written:.2f} ms; a restart "
-        f"{1e3 * restored:.1f} ms"
+        f"cursor: {len(text) / args.lanes:.0f} bytes a lane; JSON {1e3 * write_seconds:.2f} ms; a restart "
+        f"{1e3 * restore_seconds:.1f} ms"
     )
     return rows
 
@@ -155,9 +155,9 @@ if __name__ == "__main__":
     parser.add_argument("--rows", type=int, default=4)
     parser.add_argument("--texts", metavar="FILE", help='JSON lines with "text"')
     parser.add_argument("--tokenizer", metavar="FOLDER")
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     torch.set_num_threads(1)
-    made = packing(document_lengths(given))
-    found = measure_order(made, given)
-    if given.train:
-        measure_training(made, found, given)
+    packed_rows = packing(document_lengths(arguments))
+    order_rows = measure_order(packed_rows, arguments)
+    if arguments.train:
+        measure_training(packed_rows, order_rows, arguments)

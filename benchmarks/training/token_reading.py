@@ -33,11 +33,11 @@ Read = Callable[[Sequence[int]], Any]
 def documents(args: argparse.Namespace) -> Iterator[np.ndarray]:
     """Ids of documents with their end tokens, as many as fill the rows."""
     generator = np.random.default_rng(0)
-    left = args.rows * args.tokens
-    while left > 0:
-        length = min(left, int(generator.geometric(1 / 800)))
+    remaining = args.rows * args.tokens
+    while remaining > 0:
+        length = min(remaining, int(generator.geometric(1 / 800)))
         yield np.append(generator.integers(3, args.vocab, length - 1), EOS)
-        left -= length
+        remaining -= length
 
 
 def write(folder: Path, args: argparse.Namespace) -> PackedRows:
@@ -56,14 +56,14 @@ def write(folder: Path, args: argparse.Namespace) -> PackedRows:
         facts["splits"] = {"train": [writer.close()]}
     packed = PackedRows(StoredDocuments(folder / "ours", "train", EOS), args.tokens)
     for kind in ("int32", dtype):
-        made = datasets.Dataset.from_generator(
+        dataset = datasets.Dataset.from_generator(
             _rows,
             gen_kwargs={"packed": packed},
             features=datasets.Features({"input_ids": datasets.List(datasets.Value(kind))}),
             cache_dir=str(folder / "cache"),
         )
-        assert isinstance(made, datasets.Dataset)
-        made.save_to_disk(folder / kind)
+        assert isinstance(dataset, datasets.Dataset)
+        dataset.save_to_disk(folder / kind)
     return packed
 
 
@@ -107,13 +107,13 @@ def measure(args: argparse.Namespace, folder: Path) -> None:
     order = np.random.default_rng(1).permutation(len(packed)).tolist()
     groups = [order[i : i + BATCH] for i in range(0, len(order), BATCH)]
     best: dict[tuple[str, str], float] = {}
-    found = readers(folder, packed, token_files.id_dtype(args.vocab))
-    for kind, ways in found.items():
+    readers_by_kind = readers(folder, packed, token_files.id_dtype(args.vocab))
+    for kind, ways in readers_by_kind.items():
         right = np.stack([packed.row(n) for n in groups[0]])
         for name, read in ways.items():
             assert np.array_equal(np.stack([np.asarray(row) for row in read(groups[0])]), right), (kind, name)
     for _ in range(args.rounds):
-        for kind, ways in found.items():
+        for kind, ways in readers_by_kind.items():
             for name, read in ways.items():
                 began = time.perf_counter()
                 for numbers in groups:
@@ -128,7 +128,7 @@ def measure(args: argparse.Namespace, folder: Path) -> None:
     print(f"{'':14}{'':20}{'million tokens/s':>18}{'ours is':>10}")
     for (kind, name), took in best.items():
         print(f"{kind:14}{name:20}{tokens / took / 1e6:18.1f}{took / best[kind, 'ours']:9.1f}x")
-    for kind in found:
+    for kind in readers_by_kind:
         ratio = min(took for (one, name), took in best.items() if one == kind and name != "ours") / best[kind, "ours"]
         print(f"{kind}: ours is {ratio:.1f} times as fast as the fastest other")
 

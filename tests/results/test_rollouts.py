@@ -8,7 +8,7 @@ import pytest
 from results import rollouts
 
 
-def write(folder: Path, rewards: list[float], solved: list[float]) -> Path:
+def write(folder: Path, rewards: list[float], solved_shares: list[float]) -> Path:
     """A run of ten iterations whose reward and share of solved tasks go as said."""
     folder.mkdir()
     rows = [
@@ -25,11 +25,11 @@ def write(folder: Path, rewards: list[float], solved: list[float]) -> Path:
         for k in range(6)
     ]
     (folder / "rollouts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    told = [
+    score_rows = [
         {"step": i, "reward": one, "solved_mean@4": other, "solved_mean@4_interval": 0.05}
-        for i, (one, other) in enumerate(zip(rewards, solved, strict=True))
+        for i, (one, other) in enumerate(zip(rewards, solved_shares, strict=True))
     ]
-    (folder / "scores.jsonl").write_text("".join(json.dumps(row) + "\n" for row in told))
+    (folder / "scores.jsonl").write_text("".join(json.dumps(row) + "\n" for row in score_rows))
     return folder
 
 

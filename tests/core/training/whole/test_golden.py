@@ -49,7 +49,7 @@ GROUPS: dict[str, list[dict[str, Any]]] = {"lm": [toy.BASE]} | {
         FID,
         test_t5_pretrain.T5,
         test_seq2seq.EXP,
-        test_metadata_lm.TOLD,
+        test_metadata_lm.WITH_GAINS,
         train_pages.PAGES,
         *CHAIN,
     )
