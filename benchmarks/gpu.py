@@ -1,24 +1,24 @@
-"""Everything that only a GPU can prove, in one command of about ten minutes: `python -m benchmarks.gpu [--only ITEM ..]
+"""All checks that need a GPU, in one command of about ten minutes: `python -m benchmarks.gpu [--only ITEM ..]
 [-o FOLDER]`.
 
-Each item runs in a process of its own with a time limit, so that a fault of one does not end the rest, and leaves
-ITEM.json in the folder; the last lines say which passed. On a machine without a GPU tiny models take the place of large
-ones, and what needs a GPU is named as not tried. It needs torch, transformers, accelerate, pydantic and orjson alone
-(deepspeed for its item), and no network: `make gpu-wheels` packs what a machine with torch, transformers and accelerate
-lacks.
+Each item runs in its own process with a time limit, so that a failure does not stop the rest, and writes ITEM.json to
+the folder; the last lines list the items that passed. Without a GPU, tiny models replace the large ones, and items that
+need a GPU are reported as not tried. The command needs only torch, transformers, accelerate, pydantic and orjson
+(deepspeed for its item), and no network: `make gpu-wheels` packs the packages missing on a machine with torch,
+transformers and accelerate.
 
-device           what there is, and the rate of large products of matrices beside the table of peaks
+device           the device, and the speed of large matrix products against the table of peaks
 precisions       the losses of the same steps on the GPU and the CPU, in float32, bfloat16 and float16
-overflow         float16 whose gradients overflow at first: these steps are skipped and counted, and the next ones learn
-resume           killed after a checkpoint and continued: the same bits, for three recipes in each precision
-stop             SIGTERM in each precision: a checkpoint of the last whole step, and exit code 75
-sharded          FSDP2 and ZeRO-3 with one process: losses as of a whole copy, and the peak of memory
+overflow         float16 gradients overflow at first: these steps are skipped and counted, the next ones train
+resume           killed after a checkpoint and resumed: bit-exact, for three recipes in each precision
+stop             SIGTERM in each precision: a checkpoint of the last complete step, and exit code 75
+sharded          FSDP2 and ZeRO-3 with one process: the same losses as a replicated model, and peak memory
 speed            1.1 billion parameters (GPTBigCode, Llama) and T5-base, compiled and not: tokens a second, also as a
                  share of a bare loop's and of Hugging Face's Trainer, MFU, memory, waits
-loading          how long 16 micro-batches of a step are waited for
+loading          seconds that a step of 16 micro-batches waits for data
 synchronisations times that a step waits for the device
 cross_attention  3 billion frozen parameters that read encoded contexts: tokens a second, memory, attention kernels
-checkpoint       how long a checkpoint keeps the training waiting
+checkpoint       how long a checkpoint blocks the training
 """
 
 import argparse
@@ -50,7 +50,7 @@ ROOT = Path(__file__).resolve().parents[1]
 GPU = torch.cuda.is_available()
 PRECISIONS = ("float32", "bfloat16", "float16") if GPU else ("float32", "bfloat16")
 SECONDS = 240
-"""Of an item, at most."""
+"""Time limit of an item."""
 T5_TOKENIZER = "toy_t5_tokenizer"
 T5: dict[str, Any] = {
     "recipe": "t5_pretrain",
@@ -110,7 +110,7 @@ TARGETS = {"lm": 0.50, "llama": 0.50, "t5": 0.45}
 
 
 class SkipItem(Exception):
-    """This machine lacks what the item needs; says what."""
+    """A requirement of the item is missing on this machine; the message names it."""
 
 
 def main() -> int:
@@ -149,7 +149,8 @@ def _start_item(name: str, output: Path) -> str:
     report["seconds"] = round(time.monotonic() - began, 1)
     result.write_text(json.dumps(report, indent=2) + "\n")
     print(
-        f"{name:17}{report['state']:11}{report['seconds']:6.1f} s  {json.dumps(report.get('found', report.get('reason')))}",
+        f"{name:17}{report['state']:11}{report['seconds']:6.1f} s  "
+        f"{json.dumps(report.get('found', report.get('reason')))}",
         flush=True,
     )
     return report["state"]
@@ -220,7 +221,7 @@ def resume(folder: Path) -> dict[str, Any]:
 
 
 def overflow(folder: Path) -> dict[str, Any]:
-    """A weight of the z-loss so large that the scaled gradients are no float16 numbers."""
+    """Train with a z-loss weight that makes the scaled gradients overflow float16."""
     if not GPU:
         raise SkipItem("float16 needs a GPU")
     exp = override(toy.BASE, {"loop.precision": "float16", "loop.z_loss": 1e4, "loop.steps": 60, "loop.eval_every": 20})
@@ -267,7 +268,7 @@ def sharded(folder: Path) -> dict[str, Any]:
 
 
 def speed(folder: Path) -> dict[str, Any]:
-    """Of the same model on the same tokens."""
+    """Compare training speed for the same model on the same tokens."""
     results: dict[str, Any] = {}
     gpu_peers.write_llama(folder / "data" / gpu_peers.LLAMA, folder / "data" / "toy_tokenizer", LLAMA)
     for name in SIZES:
@@ -299,7 +300,7 @@ def synchronisations(folder: Path) -> dict[str, Any]:
     """Counted by what torch warns of: in the optimizer steps, of which each waits once, and in all else, such as the
     evaluation."""
     if not GPU:
-        raise SkipItem("torch counts waits for a GPU alone")
+        raise SkipItem("torch counts only waits for a GPU")
     num_waits = {}
 
     def note(message: Warning | str, *_: Any, **__: Any) -> None:
@@ -308,7 +309,7 @@ def synchronisations(folder: Path) -> dict[str, Any]:
 
     for name, exp in TINY.items():
         exp = override(exp, {"loop.steps": 60, "loop.eval_every": 60})
-        # Its parents, and what is made once.
+        # Parents, and work that is done only once.
         assert toy.main(["-e", "one", "--with-parents"], {"one": [exp], "base": [toy.BASE]}, folder) == 0
         again = override(exp, {"seed": 1})
         waits: list[bool] = []
@@ -330,7 +331,7 @@ def cross_attention(folder: Path) -> dict[str, Any]:
 
 
 def checkpoint(folder: Path) -> dict[str, Any]:
-    """Seconds in which the loop stands still, of perf.jsonl's time between the rows with and without a checkpoint."""
+    """Seconds that a checkpoint blocks the loop: perf.jsonl's time between rows with and without a checkpoint."""
     changes = {"loop.steps": 40, "loop.eval_every": 40}
     exp = _large("lm", changes)
     _train(folder / "with", [exp], "--save_every", "10")

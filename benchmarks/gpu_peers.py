@@ -1,5 +1,4 @@
-"""What `benchmarks.gpu` measures a training beside: a bare loop, Hugging Face's Trainer; and a large model that reads
-encoded contexts."""
+"""Peers of `benchmarks.gpu`: a bare loop and Hugging Face's Trainer; and a large model that reads encoded contexts."""
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -40,7 +39,7 @@ class Work:
 
     @property
     def passes(self) -> int:
-        """Of a step."""
+        """Micro-batches per step."""
         return self.exp["loop"]["sequences_per_step"] // self.exp["loop"]["micro_batch"]
 
 
@@ -58,7 +57,7 @@ def write_llama(folder: Path, tokenizer: Path, sizes: Mapping[str, Any]) -> None
 
 
 def bare_tokens_per_second(work: Work) -> float:
-    """Of the model, AdamW and autocast, on tokens that lie on the device."""
+    """Speed of the model with AdamW and autocast, on tokens that are already on the device."""
     loop, model = work.exp["loop"], work.model().to(DEVICE)
     optimizer = torch.optim.AdamW(model.parameters(), loop["learning_rate"], fused=DEVICE == "cuda")
     run: Any = torch.compile(model) if work.compiled else model
@@ -165,7 +164,7 @@ def _encoded_batches(rows: int, tokens: int, positions: int, width: int) -> Iter
 
 
 def seconds(work: Callable[[], object], rounds: int) -> float:
-    """Of a call, after three that are not counted."""
+    """Seconds per call, after three warm-up calls."""
 
     def wait(times: Iterable[int]) -> float:
         for _ in times:

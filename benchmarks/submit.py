@@ -1,8 +1,7 @@
-"""How long it takes to submit a thousand experiments, and to ask after them. Whole processes, with a stand-in for
-Slurm.
+"""Time to submit a thousand experiments and to query their status, per process, with a fake Slurm.
 
-Wall-clock, and the processor's time, which includes what the stand-in takes; the rest is waiting for the disk and for
-other processes.
+Prints wall-clock time, and CPU time including that of the fake Slurm; the difference is time spent waiting for the disk
+and for other processes.
 
 python -m benchmarks.submit
 """

@@ -1,14 +1,14 @@
-"""Conversations: fill of packed rows, rendering, a large mixture, and learned tokens a second, packed, padded and
-beside TRL.
+"""Conversations: fill of packed rows, rendering, opening a large mixture, and training speed packed, padded and in TRL.
 
     python -m benchmarks.assistants.conversations --data_path DIR [--tokenizer FOLDER] [--trl FOLDER] [--rows 10000000]
         [--steps 40] [--rounds 2]
 
 DIR holds alpaca, gsm8k (data_prep.assistants.prepare_conversations) and stories260k (data_prep.llama2c). --tokenizer:
-of the lengths; that of stories260k has 512 tokens alone. --trl: an unpacked wheel of TRL; without it nothing is
-compared with TRL. One thread.
+the tokenizer to measure lengths with; that of stories260k has only 512 tokens. --trl: an unpacked wheel of TRL; without
+it TRL is skipped. One thread.
 
-fill: of rows of 1,024 and 2,048 tokens with 16 open rows, in which whole conversations of both data sets stand.
+fill: share of used tokens in rows of 1,024 and 2,048 tokens with 16 open rows, packed with complete conversations of
+both data sets.
 rendering: ids and roles of 2,000 conversations by `Renderer` and by transformers' `apply_chat_template` with the same
 template.
 mixture: --rows conversations in two data sets, opened by a new process, first without and then with its index: seconds
@@ -89,7 +89,7 @@ def measure_fill(places: Places, tokenizer: Any) -> None:
 
 
 def measure_rendering(places: Places, tokenizer: Any, rounds: int) -> None:
-    """Print conversations a second of both ways to ids and to what is learned of them."""
+    """Print conversations per second for both ways to compute ids and loss masks."""
     lines = (places.data / "gsm8k" / "train.jsonl").read_text(encoding="utf-8").split("\n")[:2000]
     rows = [json.loads(line) for line in lines]
     renderer = Renderer(tokenizer, templates.find("oasst", tokenizer))
@@ -115,7 +115,7 @@ def measure_rendering(places: Places, tokenizer: Any, rounds: int) -> None:
 
 
 def write_large(folder: Path, rows: int) -> None:
-    """Write a prepared folder with so many short conversations."""
+    """Write a prepared folder with `rows` short conversations."""
     if folder.is_dir():
         return
     with new_directory(folder) as new_folder:
@@ -144,13 +144,13 @@ def open_large(places: Places) -> None:
 
 
 def status_kib(name: str) -> int:
-    """Of this process, as the kernel tells it."""
+    """A value of /proc/self/status in KiB."""
     (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name))
     return int(line.split()[1])
 
 
 def measure_large(places: Places, rows: int) -> None:
-    """Print what a large mixture takes to be opened, when its index is there and when it is not."""
+    """Print the seconds and memory to open a large mixture, without and with its index."""
     for number in range(2):
         write_large(places.data / f"large_{number}", rows // 2)
     for occasion in ("the first time", "later"):
@@ -180,7 +180,7 @@ def write_model(places: Places, tokenizer: Any) -> None:
 
 
 def experiments(steps: int) -> Iterator[tuple[str, dict[str, Any]]]:
-    """What is trained, by name."""
+    """Experiments to train, by name."""
     padded = conversations(["alpaca", "gsm8k"])
     for name, data, more in (
         ("packed", packed(["alpaca", "gsm8k"], MOST), {}),
@@ -308,7 +308,7 @@ def measure_training(places: Places, tokenizer: Any, steps: int, rounds: int, si
 
 
 def main() -> None:
-    """Run what the command line asks for."""
+    """Run the benchmarks selected on the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--data_path", type=Path, required=True)

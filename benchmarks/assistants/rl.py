@@ -1,4 +1,4 @@
-"""Policies: tokens a second of rollouts beside plain `generate`, seconds of a step by phase, updates a second beside
+"""Policies: rollout tokens per second against plain `generate`, seconds per step by phase, updates per second against
 TRL, and memory.
 
     python -m benchmarks.assistants.rl --data_path DIR [--trl FOLDER] [--steps 20] [--rounds 2]
@@ -8,8 +8,7 @@ wheel of TRL. One thread. A Llama of 4 layers of 128 with random weights answers
 groups of 8; the reward is the length. Each training is a process of its own, in turn; the first fifth of its steps is
 not counted.
 
-reference: what a copy of the policy, and adapters that are switched off, add to the memory of a policy with adapters
-(peak, MiB).
+reference: peak memory in MiB that a copy of the policy, or switched-off adapters, add to a policy with adapters.
 """
 
 import argparse
@@ -170,7 +169,7 @@ def train_theirs(places: Places, steps: int, site: Path) -> None:
 
 
 def main() -> None:
-    """Run what the command line asks for."""
+    """Run the benchmarks selected on the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--data_path", type=Path, required=True)

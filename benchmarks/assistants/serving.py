@@ -1,4 +1,4 @@
-"""Scores from servers: whole batches beside one sequence at a time, and beside the model in this process.
+"""Scores from servers: batches against one sequence at a time, and against the model in this process.
 
     OMP_NUM_THREADS=1 python -m benchmarks.assistants.serving [--rows 32] [--tokens 128] [--hidden 256] [--layers 4]
     [--rounds 5]
@@ -41,7 +41,7 @@ def seconds_of(work: Callable[[], object]) -> float:
 
 
 def make_run(folder: Path, args: argparse.Namespace) -> tuple[Path, Places]:
-    """A reward model of the size that is asked for."""
+    """A reward model of the requested size."""
     sizes = {
         "hidden_size": args.hidden,
         "num_layers": args.layers,

@@ -6,14 +6,13 @@ context in the prompt.
 
 One model of random weights per family on one CPU core, in one process: greedy answers of one length to one question on
 one context.
-- "cached": the context is encoded and projected once, the decoder keeps keys and values of past tokens.
-- "uncached": the context is encoded once; each token computes all tokens before it anew, and projects the context anew.
-- "prompted": the context stands in the prompt; the decoder keeps keys and values of all its tokens.
+- "cached": the context is encoded and projected once, the decoder caches keys and values of past tokens.
+- "uncached": the context is encoded once; each token recomputes all previous tokens and projects the context again.
+- "prompted": the context is part of the prompt; the decoder caches keys and values of all its tokens.
 
-All cached answers must equal the uncached ones, token for token. Time to the first token is that of a second question,
-when the context is in the cache; prompting begins anew, as a decoder does that was not told to keep the prompt. Bytes
-are counted in live tensors and compared with the formula; operations by torch's counter. Rounds alternate; medians
-count.
+All cached answers must equal the uncached ones, token for token. Time to the first token is measured for a second
+question, when the context is in the cache; the prompted model has no prefix cache and starts again. Bytes are counted
+in live tensors and compared with the formula; operations by torch's counter. Rounds alternate; medians are reported.
 """
 
 import argparse
@@ -79,7 +78,7 @@ def generate_uncached(model: CrossAttentionLM, context: Context, ids: torch.Tens
 
 
 def time_call(work: Callable[[], torch.Tensor]) -> tuple[float, torch.Tensor]:
-    """Seconds, and what came of it."""
+    """(seconds, result) of `work`."""
     began = time.perf_counter()
     output = work()
     return time.perf_counter() - began, output
@@ -152,13 +151,13 @@ def measure(family: str, args: argparse.Namespace) -> None:
 
 
 def alone(model: CrossAttentionLM, ids: torch.Tensor, mask: torch.Tensor, count: int) -> torch.Tensor:
-    """The base without its blocks, on the whole prompt."""
+    """Generate with the base model without cross-attention blocks, with the context in the prompt."""
     with model.reading(None):
         return greedy(model.base, ids, mask, count)
 
 
 def compare_bytes(model: CrossAttentionLM, context: Context, prompt: torch.Tensor, prompt_mask: torch.Tensor) -> None:
-    """Print what is kept per context token: counted in live tensors, and by the formula, which must agree."""
+    """Print the cached bytes per context token, counted in live tensors and by the formula; both must agree."""
     positions = context.mask.shape[1]
     with model.reading(None):
         past = model.base(input_ids=prompt, attention_mask=prompt_mask.long(), use_cache=True).past_key_values

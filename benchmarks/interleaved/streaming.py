@@ -85,7 +85,7 @@ def read_documents(documents: Iterable[Any]) -> int:
     """Take every part of every document that another library reads."""
     num_documents = 0
     for document in documents:
-        parts = [bytes(document["text"]), bytes(document["image"])]  # no copy of what is bytes already
+        parts = [bytes(document["text"]), bytes(document["image"])]  # bytes are not copied again
         num_documents += len(parts) > 0
     return num_documents
 
@@ -144,7 +144,7 @@ def compare_reading(folder: Path, count: int, size: int) -> None:
         try:
             library = importlib.import_module(name)
         except ImportError as error:
-            print(f"{name} is not installed, or lacks something: {error}")
+            print(f"{name} cannot be imported: {error}")
             continue
         others |= readers(library, dataset_manifest, documents_of(count, size))
     our_rate, *rates = best_of_three(count, lambda: read_by_index(dataset_manifest), *others.values())

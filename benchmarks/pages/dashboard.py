@@ -30,7 +30,7 @@ WIDTH, HEIGHT = 1280, 1000
 MILLISECONDS = 120_000
 TURNS = 6
 PAUSE = 2000
-"""Milliseconds between two clicks: a reader looks at what the first has shown."""
+"""Milliseconds between two clicks, for the reader to look at the result of the first."""
 RATES, SEEDS = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2), 10
 RUNNING, REFRESHES, REFRESH_SECONDS = 10, 6, 2
 Result = TypeVar("Result")
@@ -145,7 +145,7 @@ def _measure(browser: Browser, address: str, running: list[RunDir], server: int,
         "a state": lambda turn: _click_state(page, turn),
         "an expression": lambda turn: _type_expression(page, turn),
     }
-    page.locator(".live-switch").click()  # so that no refresh stands between a click and its answer
+    page.locator(".live-switch").click()  # so that no refresh delays the answer to a click
     for name, click in clicks.items():
         seconds = []
         for turn in range(TURNS):
@@ -208,7 +208,7 @@ def _click_job(page: Page, turn: int) -> None:
 
 
 def _click_result(page: Page, turn: int) -> None:
-    """Until its curve alone is bright."""
+    """Wait until only its curve is bright."""
     lines = "[...Bokeh.documents[0].all_models].filter(m => m.type === 'Line' && m.line_width.value === 2)"
     bright = f"{lines}.filter(m => m.line_alpha.value === 1).map(m => m.id).join(' ')"
     before = page.evaluate(bright)
@@ -253,7 +253,7 @@ def _type_expression(page: Page, turn: int) -> None:
 
 
 def _wait_for_count(page: Page, has_filter: bool) -> None:
-    """Until the page tells how many of the experiments it shows, and has painted what it was told."""
+    """Wait until the page shows the count of its experiments and has finished painting."""
     text = r"\d of \d+ experiments" if has_filter else r"· \d+ experiments"
     page.wait_for_function(
         f"[...Bokeh.documents[0].all_models].some(m => /{text}/.test(m.text)) && Bokeh.documents[0].is_idle"

@@ -1,4 +1,4 @@
-"""Tables and bands over thousands of runs, beside haven's on the same tree: `python -m benchmarks.pages.tables
+"""Tables and bands over thousands of runs, compared with haven's on the same tree: `python -m benchmarks.pages.tables
 [--experiments 5000]`."""
 
 import argparse
@@ -21,26 +21,26 @@ from src.tables.cache import CACHE
 
 SCORES = ("train_loss", "val_loss", "val_accuracy", "grad_norm", "learning_rate")
 
-# Each in a process of its own, so that peak memory and imports are its own. Besides the wall clock the processor's time
-# is taken: on a machine that others use, too, only that can be compared.
+# Each runs in its own process, so that peak memory and imports are measured separately. CPU time is measured as well as
+# wall time: on a shared machine only CPU time can be compared.
 _MEASURING_SCRIPT = """
 import resource, sys, time, warnings
 runs = sys.argv[1]
 {code}
 memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-print(time.perf_counter() - began, time.process_time() - used, memory)
+print(time.perf_counter() - start, time.process_time() - cpu_start, memory)
 """
 _HAVEN = """
 warnings.simplefilter("ignore")
 from haven.haven_results import ResultManager
-began, used = time.perf_counter(), time.process_time()
+start, cpu_start = time.perf_counter(), time.process_time()
 manager = ResultManager(savedir_base=runs, verbose=False)
 """
 _TABLE = """
 from pathlib import Path
 from results.table import render, tabulate
 from src.tables.results import load_rows
-began, used = time.perf_counter(), time.process_time()
+start, cpu_start = time.perf_counter(), time.process_time()
 rows, warned = load_rows(Path(runs))
 assert not warned, warned
 render(*tabulate(rows, ["exp_id"], ["all"]), "markdown")
@@ -50,7 +50,7 @@ from pathlib import Path
 from src.tables.curves import bands
 from src.tables.results import group_rows, load_rows
 import numpy
-began, used = time.perf_counter(), time.process_time()
+start, cpu_start = time.perf_counter(), time.process_time()
 rows, _ = load_rows(Path(runs))
 rows = [row for row in rows if row["model.stride"] < {count} // 10]
 found, _ = bands(Path(runs), group_rows(rows, ["model.stride"]), ["val_loss"])

@@ -1,15 +1,14 @@
-"""Span corruption of packed text: our samples and batches beside the algorithm of nanoT5 and Hugging Face's T5
+"""Span corruption of packed text: our samples and batches against the algorithm of nanoT5 and Hugging Face's T5
 collators.
 
     python -m benchmarks.t5.span_corruption [--sequences 2048] [--batch 128] [--rounds 5]
 
 Rows of 568 tokens become inputs of 512 and targets of 114, as tensors with decoder inputs and masks, by one process on
-one thread. Ours
-is everything that training asks for: the row by index from the packed documents, a generator of (seed, epoch, index),
-the mask, sentinels, end tokens, the batch. The peer, written here as it was published, stacks the same rows, draws each
-row's mask from one global generator, and corrupts the batch with whole-array operations; it has no index, no packing
-and no masks to return. First the two are compared on the same masks. Rounds alternate; the fastest counts. Tokens are
-those of the raw rows.
+one thread. Ours includes all work of training: the row by index from the packed documents, a generator seeded with
+(seed, epoch, index), the mask, sentinels, end tokens, the batch. The peer, written here as published, stacks the same
+rows, draws each row's mask from one global generator, and corrupts the batch with array operations; it has no index, no
+packing and returns no masks. First the two are compared on the same masks. Rounds alternate; the fastest counts. Tokens
+are those of the raw rows.
 """
 
 import argparse
@@ -35,7 +34,7 @@ SENTINELS = np.arange(VOCABULARY - 1, VOCABULARY - 101, -1, dtype=np.int32)
 
 
 class _Encoder:
-    """All that a data set asks of an encoder."""
+    """The part of an encoder that a data set uses."""
 
     pad_id = PAD
 
@@ -79,7 +78,7 @@ def published_mask(length: int) -> np.ndarray:
 
 
 def published_sentinels(mask: np.ndarray) -> np.ndarray:
-    """(B, L): the sentinel where a run begins, -1 on its other tokens, 0 elsewhere."""
+    """(B, L): the sentinel at the start of a run, -1 on its other tokens, 0 elsewhere."""
     starts = mask - np.roll(mask, 1, axis=-1) * mask
     starts[:, 0] = mask[:, 0]
     ids = np.where(starts != 0, np.cumsum(starts, axis=-1), starts)

@@ -1,14 +1,12 @@
-"""How long a checkpoint keeps a training waiting: written while it goes on, as `fit` does it, against written while it
-waits.
+"""Seconds that a checkpoint delays training: written in the background, as `fit` does, against written synchronously.
 
     python -m benchmarks.training.checkpoint_stall [--rounds 3] [--steps 24] [--hidden_size 768] [--num_layers 8]
 
-The same training three times a round, in another order each: without checkpoints, with one after each quarter that is
-waited for at once, and with these written in the background. The second and the third are measured; the first also
-takes the memory that all copies use. Two stalls are told of a checkpoint: for how long the loop stands still in `save`,
-and how much longer the second half of the steps
-takes than without checkpoints: that holds, too, what the writing takes from the steps that follow where there is no
-core to spare. All end with the same weights, bit for bit.
+Each round runs the same training three times, in a different order: without checkpoints, with a synchronous checkpoint
+after each quarter, and with background checkpoints. The second and the third checkpoint are measured; the first also
+allocates the memory that all copies use. Two stalls are reported per checkpoint: the time that the loop waits in
+`save`, and the extra time of the second half of the steps compared with no checkpoints. The latter includes the
+slowdown of the following steps by the writer if there is no spare core. All end with the same weights, bit for bit.
 """
 
 import argparse

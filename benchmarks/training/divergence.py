@@ -1,11 +1,10 @@
-"""The divergence detector at its defaults: what it says of real training curves, how often it is wrong on noise, and
-what a step costs.
+"""The divergence detector at its defaults: findings on real training curves, false alarms on noise, and cost per step.
 
     TRAINVAL_DATA=FOLDER python -m benchmarks.training.divergence [--plots FOLDER] [--seeds 200]
 
-Reads every curve of FOLDER/logs, in the format in which its project wrote it. What a log calls "nan" at a step where
-every metric is "nan" was not recorded, and is left out. A line that stands for several steps is replayed as so many:
-first those that were skipped, then the others, each with the line's mean loss.
+Reads every curve of FOLDER/logs, in the format in which its project wrote it. Steps where every metric is "nan" were
+not recorded and are dropped. A line that covers several steps is replayed as several steps: first the skipped ones,
+then the applied ones, each with the line's mean loss.
 """
 
 import argparse
@@ -65,7 +64,7 @@ def bigscience_csv(path: Path) -> Iterator[Step]:
 
 
 def bigscience_out(path: Path) -> Iterator[Step]:
-    """The same lines within the whole output of a Slurm job; pipeline stages may print a line several times."""
+    """The same lines from the output of a Slurm job; pipeline stages can print a line several times."""
     rows = {}
     for line in path.read_text(errors="replace").splitlines():
         if match := LINE.search(line):
@@ -110,8 +109,8 @@ def noisy(seed: int, steps: int, noise: float, persistence: float, tails: float)
     """A healthy curve: a power law from 10 down to about 3, times noise that is correlated from step to step and now
     and then large.
 
-    noise: standard deviation relative to the loss. persistence: share of the noise that the next step keeps. tails:
-    share of steps whose noise is four times as large, upwards.
+    noise: standard deviation relative to the loss. persistence: share of the noise that carries over to the next step.
+    tails: share of steps with noise four times as large, upwards.
     """
     draw = random.Random(seed)
     series, wave = [], 0.0
@@ -139,7 +138,7 @@ def seconds_per_step(steps: Sequence[Step]) -> tuple[float, float]:
 
 
 def plot(name: str, steps: Sequence[Step], findings: Sequence[Finding], folder: Path) -> None:
-    """The curve with a line at each finding, whole and without its first twentieth, as PNG."""
+    """Save the curve with a line at each finding as PNG, in full and without its first 5 %."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(16, 5), layout="constrained")

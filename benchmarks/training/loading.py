@@ -1,9 +1,8 @@
-"""How long steps wait for their data, beside torch's DataLoader as it comes: python -m benchmarks.training.loading
+"""Time that steps wait for data, against torch's DataLoader at its defaults: python -m benchmarks.training.loading
 [--seconds 0.4]
 
-A step reads eight micro-batches, and a reader reads four times as fast as the step computes. Both are stood for by
-sleeping, so that it
-can be measured on a busy machine: what is left is who reads ahead how far.
+A step reads eight micro-batches, and a reader reads four times as fast as the step computes. Both are simulated by
+sleeping, so that a busy machine does not disturb the result: only the read-ahead strategies differ.
 """
 
 import argparse

@@ -8,13 +8,12 @@ All train the model of the group in float32 on the same sequences in the same or
 processes, with DistributedDataParallel); the bare loop has nothing but the model, AdamW, clipping and the learning
 rate. They take turns after every step, so that a slow moment of the machine falls on all, and each waits while another
 computes. A step is timed from the end of the one before, in its second half of the training; the median over the steps
-of the ratio of two ways at the same step counts: both read the same sequences in it. All must have the same weights, to
-rounding, after the first steps: PyTorch's clipping and the Trainer's mean over tokens round otherwise, and Adam makes
-more of that with each step.
+of the ratio of two ways at the same step counts: both read the same sequences in it. All must have the same weights, up
+to rounding, after the first steps: PyTorch's clipping and the Trainer's mean over tokens round differently, and Adam
+amplifies the difference with each step.
 
-Freed memory stays with the process for all of them, as `fit` has it stay on a CPU: otherwise the C library gives it
-back and takes it again in each step, or not, by what else has left holes in it, and the ways differ by up to 15 % for
-no reason of their own.
+Freed memory stays with the process for all of them, as `fit` does on a CPU. Without that, the C library can return and
+reallocate memory in each step, depending on fragmentation, and times differ by up to 15 % for unrelated reasons.
 """
 
 import argparse
@@ -73,7 +72,7 @@ class Clock:
     done: int = 0
     began: tuple[float, float] = (0.0, 0.0)
     seconds: list[tuple[float, float]] = field(default_factory=list)
-    """Of each step of the second half: that passed, and that this thread computed for."""
+    """(wall time, CPU time of this thread) for each step of the second half."""
     weights: dict[str, Tensor] = field(default_factory=dict)
 
     def step(self) -> None:
@@ -90,7 +89,7 @@ class Clock:
 
 @dataclass
 class Work:
-    """One training to be done: what it needs, and when its steps end."""
+    """A training to run: its inputs, and a clock for its steps."""
 
     model: Any
     train: Any
@@ -168,7 +167,7 @@ def ours(work: Work) -> None:
 
 
 class Sequences(Dataset):
-    """The sequences of the whole training in their order, as the Trainer wants them."""
+    """All sequences of the training in order, in the format of the Trainer."""
 
     def __init__(self, train: Any, config: Any) -> None:
         self.train = train
@@ -232,9 +231,9 @@ WAYS = {"bare": bare, "fit": ours, "trainer": trainer}
 def round_of(
     names: list[str], exp: dict[str, Any], loss: Callable[..., Tensor], data: Path
 ) -> dict[str, list[tuple[float, float]]]:
-    """Seconds of each measured step, by the wall and by the processor, by way; the ways begin in the order of `names`.
+    """Wall and CPU seconds of each measured step, by way; the ways start in the order of `names`.
 
-    Where there are several processes, those of rank 0: all wait for each other in each step.
+    With several processes, the times of rank 0: all wait for each other in each step.
     """
     recipe = load_experiment(exp, "benchmark")
     config: Any = recipe
@@ -254,7 +253,7 @@ def round_of(
 
 
 def compare(weights: dict[str, dict[str, Tensor]]) -> None:
-    """Refuse a measurement whose ways did not do the same work."""
+    """Fail if the measured ways did not do the same work."""
     for name, theirs in weights.items():
         assert theirs.keys() == weights["fit"].keys()
         for key, ours in weights["fit"].items():

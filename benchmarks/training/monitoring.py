@@ -1,10 +1,10 @@
-"""What monitoring costs: tokens/s of `fit` with the statistics of the default interval against none, in one process.
+"""Cost of monitoring: tokens/s of `fit` with the statistics of the default interval against none, in one process.
 
     python -m benchmarks.training.monitoring [--rounds 5] [--every 50] [--hidden_size 192]
 
-Each training makes twice `every` steps; the second half, with one step whose statistics are due, is measured. Rounds
+Each training runs 2 * `every` steps; the second half, which logs statistics at one step, is measured. Rounds
 alternate, so that a slow moment of the machine falls on both; the median ratio counts. Both must end with the same
-weights, bit for bit. Seconds of the processor are told besides, which other programs on the machine disturb less.
+weights, bit for bit. CPU seconds are also reported, since other programs disturb them less.
 """
 
 import argparse

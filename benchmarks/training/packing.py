@@ -5,9 +5,8 @@ training.
     python -m benchmarks.training.packing --texts FILE.jsonl --tokenizer FOLDER [...]
 
 Lengths are log-normal (median 300 tokens, sigma 0.8), or those of the texts of a file, repeated in random order. Rows
-have 1,024 tokens, and 16 rows of a lane are open. The data set is `packed`, of documents whose lengths are in an array,
-as those of token files are. A row is timed with the cursor that travels with it, and the JSON of a whole cursor as a
-checkpoint has it.
+have 1,024 tokens, and 16 rows of a lane are open. The data set is `packed`, with document lengths in an array, as for
+token files. The time of a row includes its cursor; the JSON time is that of a full cursor, as in a checkpoint.
 
 --train N: a GPTBigCode of 4 layers of 256 trains N steps on `--rows` packed rows each, and N on the same documents one
 a row, padded to the longest (at most 1,024 tokens), alternately, in this process: tokens that are learned a second, as
@@ -80,7 +79,7 @@ def packing(lengths: np.ndarray) -> Packing:
 
 
 def measure_order(packed: Packing, args: argparse.Namespace) -> list[Sequence[int]]:
-    """Print what a row costs; returns the rows that were read."""
+    """Print the cost of a row; return the rows read."""
     order = LaneOrder(packed, args.lanes)
     stream, cursor = order.micro_batches(0, RankShare(args.lanes, args.lanes, 0, 1), {}), Cursor()
     for _, entries, _ in islice(stream, 10):  # open rows are filled

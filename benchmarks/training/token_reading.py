@@ -1,14 +1,13 @@
-"""Packed rows of token ids from disk: ours beside the `datasets` library, whose table of the same rows is
-memory-mapped, too.
+"""Packed rows of token ids from disk: ours against the `datasets` library, which also memory-maps a table of the same
+rows.
 
     python -m benchmarks.training.token_reading [--rows 20000] [--tokens 568] [--vocab 32100] [--rounds 5]
 
 Documents of random lengths are written as token files (src/data/text/token_files.py) and, joined and cut to rows of
 `tokens` ids, as a dataset with one column of lists, saved with `save_to_disk`: of int32, and of uint16 as ours are on
-disk. Then all rows are read once in one random order by one process, each as a numpy array, or 32 as a batch (32,
-tokens) int64 of torch, which is what a step needs. The
-dataset is read as users do: with the format "numpy" row by row, or 32 rows at once; and as its Python lists. Rounds
-alternate; the fastest counts. Files are in the page cache throughout.
+disk. Then all rows are read once in one random order by one process, each as a numpy array, or 32 as an int64 torch
+batch (32, tokens) for a step. The dataset is read as users do: with the format "numpy" row by row, or 32 rows at once;
+and as its Python lists. Rounds alternate; the fastest counts. Files are in the page cache throughout.
 """
 
 import argparse
@@ -73,7 +72,7 @@ def _rows(packed: PackedRows) -> Iterator[dict[str, Any]]:
 
 
 def readers(folder: Path, packed: PackedRows, dtype: str) -> dict[str, dict[str, Read]]:
-    """Kind of reading -> reader -> what it does with the numbers of 32 rows."""
+    """{kind of reading: {reader: function that reads 32 rows by index}}."""
     import datasets
 
     plain = datasets.load_from_disk(folder / "int32")

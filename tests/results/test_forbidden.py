@@ -40,7 +40,7 @@ def shared(finished: Path) -> Iterator[tuple[Path, Path, list[str]]]:
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_a_directory_that_may_not_be_read_is_named(
+def test_unreadable_directory_is_named(
     shared: tuple[Path, Path, list[str]], command: str, capsys: pytest.CaptureFixture[str]
 ):
     runs, out, ids = shared
@@ -55,7 +55,7 @@ def test_a_directory_that_may_not_be_read_is_named(
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_a_folder_that_may_not_be_read_is_one_line(
+def test_unreadable_folder_is_one_line(
     shared: tuple[Path, Path, list[str]], command: str, capsys: pytest.CaptureFixture[str]
 ):
     runs, out, ids = shared
@@ -68,7 +68,7 @@ def test_a_folder_that_may_not_be_read_is_one_line(
     assert error.count("\n") == 1
 
 
-def test_the_dashboard_lists_what_it_may_not_read(shared: tuple[Path, Path, list[str]]):
+def test_dashboard_lists_unreadable_runs(shared: tuple[Path, Path, list[str]]):
     runs, _, ids = shared
     (runs / ids[0]).chmod(0o700)
     os.seteuid(65534)

@@ -48,7 +48,7 @@ def test_the_ends_of_some_iterations_are_shown(tmp_path: Path, capsys: pytest.Ca
     assert "has risen while" not in text
 
 
-def test_a_hacked_reward_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_hacked_reward_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert rollouts.main([str(write(tmp_path / "run", [1.9, 3.5], [0.65, 0.1]))]) == 0
     assert "The reward has risen while solved_mean@4 fell" in capsys.readouterr().out
 
@@ -59,7 +59,7 @@ def test_each_answer_is_shown_once(tmp_path: Path, capsys: pytest.CaptureFixture
     assert capsys.readouterr().out.count("say 0 3") == 1
 
 
-def test_whole_answers_are_shown_where_they_are_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_complete_answers_are_shown_on_request(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     """What pays may stand at the end of a long answer."""
     run = write(tmp_path / "run", [1.0], [0.5])
     row = {"step": 0, "iteration": 0, "prompt": "ask", "answer": "word " * 50 + "\nthe end", "reward": 9.0}

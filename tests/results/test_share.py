@@ -110,7 +110,7 @@ def test_other_texts_are_shared_as_they_are(runs: Path, tmp_path: Path, capsys: 
     assert capsys.readouterr().err == ""
 
 
-def test_what_is_left_out_is_said(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_omitted_files_are_reported(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     run = next(path for path in runs.iterdir() if len(path.name) == 32)
     (run / "model.pth").write_bytes(b"w")
     (run / "id_rsa").write_text("x")

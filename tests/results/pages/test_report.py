@@ -49,7 +49,7 @@ def add(runs: Path, exp: dict, state: str = "done", **facts: object) -> str:
     return run.exp_id
 
 
-def test_it_may_be_on_several_groups(runs: Path, tmp_path: Path):
+def test_report_of_several_groups(runs: Path, tmp_path: Path):
     add(runs, {"recipe": "toy", "seed": 0, "model": {"name": "m", "stride": 7}}, env={"groups": ["late"]})
     text = write_report(runs, tmp_path, "-e", "tiny", "late")
     assert "Experiments: tiny, late" in text
@@ -71,14 +71,14 @@ def test_everything_is_in_it(runs: Path, tmp_path: Path, capsys: pytest.CaptureF
     assert text.count('class="chip done"') == 7, "each experiment and the sum"
 
 
-def test_the_pictures_are_whole_and_name_their_lines(runs: Path, tmp_path: Path):
+def test_pictures_are_complete_and_name_their_lines(runs: Path, tmp_path: Path):
     pictures = re.findall(r"base64,([A-Za-z0-9+/=]+)", write_report(runs, tmp_path, "--metric", "em"))
     (picture,) = [base64.b64decode(data).decode() for data in pictures]
     assert picture.rstrip().endswith("</svg>")
     assert "stride=1 (3)" in picture
 
 
-def test_nothing_is_asked_of_another_machine_and_nothing_is_run(runs: Path, tmp_path: Path):
+def test_report_loads_nothing_remote_and_runs_nothing(runs: Path, tmp_path: Path):
     page = Page(write_report(runs, tmp_path))
     assert page.links
     assert all(link.startswith("data:image/svg+xml;base64,") for link in page.links)
@@ -116,7 +116,7 @@ def test_a_damaged_directory_is_a_warning(runs: Path, tmp_path: Path):
     assert '<span class="chip unknown">' in text
 
 
-def test_reasons_lineage_and_environments_are_told(tmp_path: Path):
+def test_report_has_reasons_lineage_and_environments(tmp_path: Path):
     runs = tmp_path / "runs"
     parent = {"recipe": "toy", "seed": 0, "model": {"name": "m"}}
     first = add(runs, parent, env={"commit": "c0ffee", "packages": {"torch": "2.0"}})
@@ -179,7 +179,7 @@ def test_values_of_configs_are_json_when_they_are_not_texts(tmp_path: Path):
         assert f"<td>{value}</td>" in text
 
 
-def test_a_report_replaces_the_last_one_whole(runs: Path, tmp_path: Path):
+def test_report_is_replaced_atomically(runs: Path, tmp_path: Path):
     before = write_report(runs, tmp_path)
     shutil.rmtree(next(path for path in runs.iterdir() if len(path.name) == 32))
     assert write_report(runs, tmp_path) != before

@@ -112,7 +112,7 @@ def test_a_page_of_black_and_white_counts_each_image(folder: Path, tmp_path: Pat
 
 
 @pytest.mark.parametrize("start", [0, 7])
-def test_frames_of_zeros_are_padding_and_others_are_not(folder: Path, start: int):
+def test_only_frames_of_zeros_are_padding(folder: Path, start: int):
     """Also one whose only number is at the end."""
     model, data = build(folder), data_of(folder)
     page = next(i for i in range(40) if data.pieces(i) and data.pieces(i)[0].frames)

@@ -255,7 +255,7 @@ def test_operations_of_frozen_parts(frozen: list[str], places: Places, tmp_path:
     check_operations(model, batch_of(model), 0.012)  # what is trained lowest counts whole
 
 
-def test_what_does_not_fit_is_refused(places: Places, tmp_path: Path):
+def test_incompatible_parts_are_refused(places: Places, tmp_path: Path):
     for more, message in (
         ({"scale_factor": 3}, "scale_factor 3: the 4 patches of a side do not divide by it"),
         (
@@ -298,7 +298,7 @@ def test_what_does_not_fit_is_refused(places: Places, tmp_path: Path):
         bind(MODELS, {"name": "vision_language_hf", "path": str(tmp_path / "none")}).check(places)
 
 
-def test_it_takes_the_attention_that_is_asked_for_to_rounding(places: Places, tmp_path: Path):
+def test_attention_implementations_agree_to_rounding(places: Places, tmp_path: Path):
     """float32, 1e-5 of logits and gradients."""
     build(RANDOM, places).save_pretrained(tmp_path / "saved")
     results = []

@@ -71,7 +71,7 @@ def weights(folder: Path, exp: dict[str, Any]) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
-def test_it_trains_goes_on_and_is_exported(name: str, folder: Path, tmp_path: Path):
+def test_training_resumes_and_is_exported(name: str, folder: Path, tmp_path: Path):
     exp = EXPERIMENTS[name]
     assert toy.main(["-e", "pages", "--dry-run"], {"pages": [exp]}, folder) == 0
     assert toy.main(["-e", "pages"], {"pages": [exp]}, folder) == 0
