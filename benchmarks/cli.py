@@ -1,4 +1,4 @@
-"""How fast the command line answers, next to importing what a heavier one would import. Whole processes, wall-clock.
+"""Startup time of the command line, compared with importing common heavy packages. Wall-clock time per process.
 
 python -m benchmarks.cli
 """
@@ -35,7 +35,7 @@ FILES = {
 
 
 def seconds(command: Sequence[str], folder: Path) -> float:
-    """Median wall time of the whole process, which must succeed."""
+    """Median wall time of the process, which must succeed."""
     times = []
     for _ in range(RUNS):
         start = time.perf_counter()
@@ -47,16 +47,16 @@ def seconds(command: Sequence[str], folder: Path) -> float:
 
 
 def project_with_grid(folder: Path) -> Path:
-    """A copy of the code whose exp_configs.py holds the grid, with data folders that a dry run finds complete."""
+    """A copy of the code with the grid in exp_configs.py, and data folders that pass the checks of a dry run."""
     shutil.copytree(ROOT / "src", folder / "src", ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("trainval.py", "job_configs.py"):
         shutil.copy(ROOT / name, folder)
     shutil.copy(ROOT / "exp_configs.py", folder / "shipped_configs.py")
     (folder / "exp_configs.py").write_text(GRID, encoding="utf-8")
     for data, names in FILES.items():
-        with new_directory(folder / "results" / "data" / data) as made:
+        with new_directory(folder / "results" / "data" / data) as data_folder:
             for name in names:
-                (made / name).write_text("{}\n", encoding="utf-8")
+                (data_folder / name).write_text("{}\n", encoding="utf-8")
     return folder
 
 
@@ -76,8 +76,7 @@ def main() -> None:
         }
         peer_times = {name: seconds(command, folder) for name, command in peers.items()}
         print(
-            f"{'whole process, median of ' + str(RUNS):<40}{'seconds':>9}"
-            + "".join(f"{'/ ' + name:>32}" for name in peers)
+            f"{'process, median of ' + str(RUNS):<40}{'seconds':>9}" + "".join(f"{'/ ' + name:>32}" for name in peers)
         )
         for name, time_ in peer_times.items():
             print(f"{name:<40}{time_:>9.2f}")

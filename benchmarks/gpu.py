@@ -1,24 +1,24 @@
-"""Everything that only a GPU can prove, in one command of about ten minutes: `python -m benchmarks.gpu [--only ITEM ..]
+"""All checks that need a GPU, in one command of about ten minutes: `python -m benchmarks.gpu [--only ITEM ..]
 [-o FOLDER]`.
 
-Each item runs in a process of its own with a time limit, so that a fault of one does not end the rest, and leaves
-ITEM.json in the folder; the last lines say which passed. On a machine without a GPU tiny models take the place of large
-ones, and what needs a GPU is named as not tried. It needs torch, transformers, accelerate, pydantic and orjson alone
-(deepspeed for its item), and no network: `make gpu-wheels` packs what a machine with torch, transformers and accelerate
-lacks.
+Each item runs in its own process with a time limit, so that a failure does not stop the rest, and writes ITEM.json to
+the folder; the last lines list the items that passed. Without a GPU, tiny models replace the large ones, and items that
+need a GPU are reported as not tried. The command needs only torch, transformers, accelerate, pydantic and orjson
+(deepspeed for its item), and no network: `make gpu-wheels` packs the packages missing on a machine with torch,
+transformers and accelerate.
 
-device           what there is, and the rate of large products of matrices beside the table of peaks
+device           the device, and the speed of large matrix products against the table of peaks
 precisions       the losses of the same steps on the GPU and the CPU, in float32, bfloat16 and float16
-overflow         float16 whose gradients overflow at first: these steps are skipped and counted, and the next ones learn
-resume           killed after a checkpoint and continued: the same bits, for three recipes in each precision
-stop             SIGTERM in each precision: a checkpoint of the last whole step, and exit code 75
-sharded          FSDP2 and ZeRO-3 with one process: losses as of a whole copy, and the peak of memory
+overflow         float16 gradients overflow at first: these steps are skipped and counted, the next ones train
+resume           killed after a checkpoint and resumed: bit-exact, for three recipes in each precision
+stop             SIGTERM in each precision: a checkpoint of the last complete step, and exit code 75
+sharded          FSDP2 and ZeRO-3 with one process: the same losses as a replicated model, and peak memory
 speed            1.1 billion parameters (GPTBigCode, Llama) and T5-base, compiled and not: tokens a second, also as a
                  share of a bare loop's and of Hugging Face's Trainer, MFU, memory, waits
-loading          how long 16 micro-batches of a step are waited for
+loading          seconds that a step of 16 micro-batches waits for data
 synchronisations times that a step waits for the device
 cross_attention  3 billion frozen parameters that read encoded contexts: tokens a second, memory, attention kernels
-checkpoint       how long a checkpoint keeps the training waiting
+checkpoint       how long a checkpoint blocks the training
 """
 
 import argparse
@@ -50,7 +50,7 @@ ROOT = Path(__file__).resolve().parents[1]
 GPU = torch.cuda.is_available()
 PRECISIONS = ("float32", "bfloat16", "float16") if GPU else ("float32", "bfloat16")
 SECONDS = 240
-"""Of an item, at most."""
+"""Time limit of an item."""
 T5_TOKENIZER = "toy_t5_tokenizer"
 T5: dict[str, Any] = {
     "recipe": "t5_pretrain",
@@ -109,8 +109,8 @@ TARGETS = {"lm": 0.50, "llama": 0.50, "t5": 0.45}
 """MFU in bfloat16 with compile."""
 
 
-class NotTried(Exception):
-    """This machine lacks what the item needs; says what."""
+class SkipItem(Exception):
+    """A requirement of the item is missing on this machine; the message names it."""
 
 
 def main() -> int:
@@ -139,20 +139,21 @@ def _start_item(name: str, output: Path) -> str:
         command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
     )
     try:
-        told, _ = process.communicate(timeout=SECONDS)
+        log_text, _ = process.communicate(timeout=SECONDS)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
-        told = f"{process.communicate()[0]}\ntook more than {SECONDS} s"
-    found: dict[str, Any] = (
-        json.loads(result.read_text()) if result.exists() else {"state": "failed", "reason": told[-4000:]}
+        log_text = f"{process.communicate()[0]}\ntook more than {SECONDS} s"
+    report: dict[str, Any] = (
+        json.loads(result.read_text()) if result.exists() else {"state": "failed", "reason": log_text[-4000:]}
     )
-    found["seconds"] = round(time.monotonic() - began, 1)
-    result.write_text(json.dumps(found, indent=2) + "\n")
+    report["seconds"] = round(time.monotonic() - began, 1)
+    result.write_text(json.dumps(report, indent=2) + "\n")
     print(
-        f"{name:17}{found['state']:11}{found['seconds']:6.1f} s  {json.dumps(found.get('found', found.get('reason')))}",
+        f"{name:17}{report['state']:11}{report['seconds']:6.1f} s  "
+        f"{json.dumps(report.get('found', report.get('reason')))}",
         flush=True,
     )
-    return found["state"]
+    return report["state"]
 
 
 def _run_item(name: str, output: Path) -> int:
@@ -162,7 +163,7 @@ def _run_item(name: str, output: Path) -> int:
         try:
             _write_t5_tokenizer(toy.write_data(folder / "data"))
             result = {"state": "passed", "found": ITEMS[name](folder)}
-        except NotTried as missing:
+        except SkipItem as missing:
             result = {"state": "not tried", "reason": str(missing)}
         except Exception:  # noqa: BLE001  whatever it is belongs into the report
             result = {"state": "failed", "reason": traceback.format_exc()[-4000:]}
@@ -175,30 +176,30 @@ def device(folder: Path) -> dict[str, Any]:
     del folder
     kind = torch.device("cuda" if GPU else "cpu")
     name = torch.cuda.get_device_name() if GPU else "cpu"
-    found: dict[str, Any] = {"device": name, "torch": torch.__version__, "cuda": torch.version.cuda}
+    facts: dict[str, Any] = {"device": name, "torch": torch.__version__, "cuda": torch.version.cuda}
     size, rounds = (8192, 50) if GPU else (512, 5)
     for dtype in (torch.float32, torch.bfloat16, torch.float16) if GPU else (torch.float32,):
-        left, right = (torch.randn(size, size, device=kind, dtype=dtype) for _ in range(2))
-        seconds = gpu_peers.seconds(lambda left=left, right=right: left @ right, rounds)
+        first, right = (torch.randn(size, size, device=kind, dtype=dtype) for _ in range(2))
+        seconds = gpu_peers.seconds(lambda first=first, right=right: first @ right, rounds)
         word = str(dtype).removeprefix("torch.")
-        found[f"{word}_tflops"] = round(2 * size**3 / seconds / 1e12, 2)
+        facts[f"{word}_tflops"] = round(2 * size**3 / seconds / 1e12, 2)
         if peak := peak_flops(name, word) if GPU else None:
-            found[f"{word}_share_of_peak"] = round(2 * size**3 / seconds / peak, 3)
-            assert found[f"{word}_share_of_peak"] < 1.05, "the table of peaks is too low for this device"
+            facts[f"{word}_share_of_peak"] = round(2 * size**3 / seconds / peak, 3)
+            assert facts[f"{word}_share_of_peak"] < 1.05, "the table of peaks is too low for this device"
     if GPU:
         assert peak_flops(name, "bfloat16"), f"{name}: not in the table of peaks"
-    return found
+    return facts
 
 
 def precisions(folder: Path) -> dict[str, Any]:
     """The first losses, on the device and on the CPU."""
-    found: dict[str, Any] = {}
+    differences: dict[str, Any] = {}
     on_cpu = _losses(folder / "cpu", toy.BASE, without_gpu=True)
     for precision in PRECISIONS:
-        own = _losses(folder / precision, override(toy.BASE, {"loop.precision": precision}))
-        found[precision] = max(abs(a - b) / abs(b) for a, b in zip(own, on_cpu, strict=True))
-        assert found[precision] < {"float32": 1e-3}.get(precision, 0.05), (precision, own, on_cpu)
-    return {f"largest difference to float32 on the CPU, {name}": round(value, 6) for name, value in found.items()}
+        losses = _losses(folder / precision, override(toy.BASE, {"loop.precision": precision}))
+        differences[precision] = max(abs(a - b) / abs(b) for a, b in zip(losses, on_cpu, strict=True))
+        assert differences[precision] < {"float32": 1e-3}.get(precision, 0.05), (precision, losses, on_cpu)
+    return {f"largest difference to float32 on the CPU, {name}": round(value, 6) for name, value in differences.items()}
 
 
 def resume(folder: Path) -> dict[str, Any]:
@@ -220,9 +221,9 @@ def resume(folder: Path) -> dict[str, Any]:
 
 
 def overflow(folder: Path) -> dict[str, Any]:
-    """A weight of the z-loss so large that the scaled gradients are no float16 numbers."""
+    """Train with a z-loss weight that makes the scaled gradients overflow float16."""
     if not GPU:
-        raise NotTried("float16 needs a GPU")
+        raise SkipItem("float16 needs a GPU")
     exp = override(toy.BASE, {"loop.precision": "float16", "loop.z_loss": 1e4, "loop.steps": 60, "loop.eval_every": 20})
     _train(folder / "float16", [exp])
     rows = _scores(folder / "float16", exp)
@@ -235,16 +236,16 @@ def overflow(folder: Path) -> dict[str, Any]:
 
 def stop(folder: Path) -> dict[str, Any]:
     """Asked to end while it trains."""
-    found = {}
+    checkpoints = {}
     for precision in PRECISIONS:
         exp = override(toy.BASE, {"loop.steps": 100_000, "loop.eval_every": 50_000, "loop.precision": precision})
         process = _begin(folder, [exp], "--log_every", "10")
         _wait_for_scores(process, folder, exp)
         process.send_signal(signal.SIGTERM)
-        told, _ = process.communicate(timeout=120)
-        assert process.returncode == 75, told
-        found[precision] = max(place.name for place in (_run(folder, exp) / "checkpoints").glob("step-*"))
-    return {"exit code": 75, "checkpoint": found}
+        output, _ = process.communicate(timeout=120)
+        assert process.returncode == 75, output
+        checkpoints[precision] = max(place.name for place in (_run(folder, exp) / "checkpoints").glob("step-*"))
+    return {"exit code": 75, "checkpoint": checkpoints}
 
 
 def sharded(folder: Path) -> dict[str, Any]:
@@ -254,38 +255,38 @@ def sharded(folder: Path) -> dict[str, Any]:
     ways: dict[str, list[str]] = {"replicated": [], "fsdp": ["--fsdp"]}
     if importlib.util.find_spec("deepspeed"):
         ways["zero3"] = ["--deepspeed", str(settings)]
-    exp, found = _large("lm", {"loop.precision": "bfloat16"}), {}
+    exp, results = _large("lm", {"loop.precision": "bfloat16"}), {}
     for name, words in ways.items():
         _train(folder / name, [exp], *words)
-        found[name] = {
+        results[name] = {
             "loss": _scores(folder / name, exp)[-1]["train_loss"],
             **_perf(folder / name, exp, "peak_memory_bytes"),
         }
-    for values in found.values():
-        assert abs(values["loss"] / found["replicated"]["loss"] - 1) < 1e-2, found
-    return {**found, "deepspeed": "zero3" in ways or "not installed"}
+    for values in results.values():
+        assert abs(values["loss"] / results["replicated"]["loss"] - 1) < 1e-2, results
+    return {**results, "deepspeed": "zero3" in ways or "not installed"}
 
 
 def speed(folder: Path) -> dict[str, Any]:
-    """Of the same model on the same tokens."""
-    found: dict[str, Any] = {}
+    """Compare training speed for the same model on the same tokens."""
+    results: dict[str, Any] = {}
     gpu_peers.write_llama(folder / "data" / gpu_peers.LLAMA, folder / "data" / "toy_tokenizer", LLAMA)
     for name in SIZES:
         for compiled in (False, True) if GPU else (False,):
             exp = _large(name, {"loop.precision": "bfloat16", **({"loop.compile": True} if compiled else {})})
             place = folder / f"{name}-{compiled}"
             _train(place, [exp])
-            own = _perf(place, exp, "tokens_per_second", "mfu", "peak_memory_bytes", "data_wait_rate")
+            perf = _perf(place, exp, "tokens_per_second", "mfu", "peak_memory_bytes", "data_wait_rate")
             if name != "t5":
                 work = gpu_peers.Work(exp, folder / "data", compiled)
-                own["times bare"] = own["tokens_per_second"] / gpu_peers.bare_tokens_per_second(work)
-                own["times Trainer"] = own["tokens_per_second"] / gpu_peers.trainer_tokens_per_second(
+                perf["times bare"] = perf["tokens_per_second"] / gpu_peers.bare_tokens_per_second(work)
+                perf["times Trainer"] = perf["tokens_per_second"] / gpu_peers.trainer_tokens_per_second(
                     work, place / "trainer"
                 )
-            found[f"{name}{', compiled' if compiled else ''}"] = own
+            results[f"{name}{', compiled' if compiled else ''}"] = perf
     for name, target in TARGETS.items() if GPU else ():
-        found[f"{name}: mfu of at least {target}"] = found[f"{name}, compiled"].get("mfu", 0) >= target
-    return found
+        results[f"{name}: mfu of at least {target}"] = results[f"{name}, compiled"].get("mfu", 0) >= target
+    return results
 
 
 def loading(folder: Path) -> dict[str, Any]:
@@ -299,8 +300,8 @@ def synchronisations(folder: Path) -> dict[str, Any]:
     """Counted by what torch warns of: in the optimizer steps, of which each waits once, and in all else, such as the
     evaluation."""
     if not GPU:
-        raise NotTried("torch counts waits for a GPU alone")
-    counted = {}
+        raise SkipItem("torch counts only waits for a GPU")
+    num_waits = {}
 
     def note(message: Warning | str, *_: Any, **__: Any) -> None:
         if "synchroniz" in str(message):
@@ -308,7 +309,7 @@ def synchronisations(folder: Path) -> dict[str, Any]:
 
     for name, exp in TINY.items():
         exp = override(exp, {"loop.steps": 60, "loop.eval_every": 60})
-        # Its parents, and what is made once.
+        # Parents, and work that is done only once.
         assert toy.main(["-e", "one", "--with-parents"], {"one": [exp], "base": [toy.BASE]}, folder) == 0
         again = override(exp, {"seed": 1})
         waits: list[bool] = []
@@ -318,8 +319,8 @@ def synchronisations(folder: Path) -> dict[str, Any]:
             torch.cuda.set_sync_debug_mode("warn")
             assert toy.main(["-e", "one", "--with-parents"], {"one": [again], "base": [toy.BASE]}, folder) == 0
             torch.cuda.set_sync_debug_mode("default")
-        counted[name] = {"of a step": round(sum(waits) / again["loop"]["steps"], 2), "elsewhere": waits.count(False)}
-    return {"waits": counted}
+        num_waits[name] = {"of a step": round(sum(waits) / again["loop"]["steps"], 2), "elsewhere": waits.count(False)}
+    return {"waits": num_waits}
 
 
 def cross_attention(folder: Path) -> dict[str, Any]:
@@ -330,7 +331,7 @@ def cross_attention(folder: Path) -> dict[str, Any]:
 
 
 def checkpoint(folder: Path) -> dict[str, Any]:
-    """Seconds in which the loop stands still, of perf.jsonl's time between the rows with and without a checkpoint."""
+    """Seconds that a checkpoint blocks the loop: perf.jsonl's time between rows with and without a checkpoint."""
     changes = {"loop.steps": 40, "loop.eval_every": 40}
     exp = _large("lm", changes)
     _train(folder / "with", [exp], "--save_every", "10")
@@ -384,8 +385,8 @@ def _train(
         while process.poll() is None and not (_run(folder, exps[0]) / "checkpoints" / f"step-{kill_after:08}").exists():
             time.sleep(0.001)
         process.kill()
-    told, _ = process.communicate()
-    assert kill_after or process.returncode == 0, told[-4000:]
+    output, _ = process.communicate()
+    assert kill_after or process.returncode == 0, output[-4000:]
 
 
 def _wait_for_scores(process: subprocess.Popen[str], folder: Path, exp: Mapping[str, Any]) -> None:

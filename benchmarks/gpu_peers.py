@@ -1,5 +1,4 @@
-"""What `benchmarks.gpu` measures a training beside: a bare loop, Hugging Face's Trainer; and a large model that reads
-encoded contexts."""
+"""Peers of `benchmarks.gpu`: a bare loop and Hugging Face's Trainer; and a large model that reads encoded contexts."""
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -40,7 +39,7 @@ class Work:
 
     @property
     def passes(self) -> int:
-        """Of a step."""
+        """Micro-batches per step."""
         return self.exp["loop"]["sequences_per_step"] // self.exp["loop"]["micro_batch"]
 
 
@@ -48,17 +47,17 @@ def write_llama(folder: Path, tokenizer: Path, sizes: Mapping[str, Any]) -> None
     """A Llama with random weights, and the tokenizer of a folder."""
     import transformers
 
-    own: Any = transformers.AutoTokenizer.from_pretrained(tokenizer)
+    llama_tokenizer: Any = transformers.AutoTokenizer.from_pretrained(tokenizer)
     config = transformers.LlamaConfig(
         vocab_size=64, max_position_embeddings=2048, bos_token_id=0, eos_token_id=0, **sizes
     )
     with new_directory(folder) as new:
         transformers.LlamaForCausalLM(config).save_pretrained(new)
-        own.save_pretrained(new)
+        llama_tokenizer.save_pretrained(new)
 
 
 def bare_tokens_per_second(work: Work) -> float:
-    """Of the model, AdamW and autocast, on tokens that lie on the device."""
+    """Speed of the model with AdamW and autocast, on tokens that are already on the device."""
     loop, model = work.exp["loop"], work.model().to(DEVICE)
     optimizer = torch.optim.AdamW(model.parameters(), loop["learning_rate"], fused=DEVICE == "cuda")
     run: Any = torch.compile(model) if work.compiled else model
@@ -122,7 +121,7 @@ def read_encoded(sizes: Mapping[str, Any], rows: int, tokens: int, positions: in
     config = Config(base=bind(MODELS, {"name": "hf", "path": "not-read"}), num_layers=layers, stride=1)
     model = CrossAttentionLM(config, base).to(DEVICE).train()
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], 1e-4, fused=DEVICE == "cuda")
-    found: dict[str, Any] = {"billions of frozen parameters": round(sum(p.numel() for p in base.parameters()) / 1e9, 2)}
+    facts: dict[str, Any] = {"billions of frozen parameters": round(sum(p.numel() for p in base.parameters()) / 1e9, 2)}
     for name, batch in _encoded_batches(rows, tokens, positions, sizes["n_embd"]):
 
         def step(batch: Mapping[str, Tensor] = batch) -> None:
@@ -133,21 +132,21 @@ def read_encoded(sizes: Mapping[str, Any], rows: int, tokens: int, positions: in
             optimizer.zero_grad()
 
         rate = rows * tokens / seconds(step, STEPS)
-        with profile(activities=[ProfilerActivity.CUDA if DEVICE == "cuda" else ProfilerActivity.CPU]) as recorded:
+        with profile(activities=[ProfilerActivity.CUDA if DEVICE == "cuda" else ProfilerActivity.CPU]) as profiler:
             step()
         kernels = {
-            event.key[:60] for event in recorded.key_averages() if "attention" in event.key or "fmha" in event.key
+            event.key[:60] for event in profiler.key_averages() if "attention" in event.key or "fmha" in event.key
         }
-        found[name] = {"tokens_per_second": round(rate), "kernels": sorted(kernels)}
+        facts[name] = {"tokens_per_second": round(rate), "kernels": sorted(kernels)}
     if DEVICE == "cuda":
-        found["peak_memory_bytes"] = torch.cuda.max_memory_allocated()
-    return found
+        facts["peak_memory_bytes"] = torch.cuda.max_memory_allocated()
+    return facts
 
 
 def _encoded_batches(rows: int, tokens: int, positions: int, width: int) -> Iterator[tuple[str, dict[str, Tensor]]]:
     ids = torch.randint(0, WORDS, (rows, tokens), device=DEVICE)
-    seen, learned = torch.ones_like(ids, dtype=torch.bool), torch.ones_like(ids, dtype=torch.bool)
-    learned[:, 0] = False
+    seen, loss_mask = torch.ones_like(ids, dtype=torch.bool), torch.ones_like(ids, dtype=torch.bool)
+    loss_mask[:, 0] = False
     states = torch.randn(rows, positions, width, device=DEVICE, dtype=torch.bfloat16)
     lengths = torch.linspace(positions // 3, positions, rows, device=DEVICE).long()
     for name, mask in (
@@ -157,7 +156,7 @@ def _encoded_batches(rows: int, tokens: int, positions: int, width: int) -> Iter
         batch = {
             "input_ids": ids,
             "attention_mask": seen,
-            "loss_mask": learned,
+            "loss_mask": loss_mask,
             "context_hidden": states,
             "context_mask": mask,
         }
@@ -165,7 +164,7 @@ def _encoded_batches(rows: int, tokens: int, positions: int, width: int) -> Iter
 
 
 def seconds(work: Callable[[], object], rounds: int) -> float:
-    """Of a call, after three that are not counted."""
+    """Seconds per call, after three warm-up calls."""
 
     def wait(times: Iterable[int]) -> float:
         for _ in times:

@@ -1,8 +1,7 @@
-"""How long it takes to submit a thousand experiments, and to ask after them. Whole processes, with a stand-in for
-Slurm.
+"""Time to submit a thousand experiments and to query their status, per process, with a fake Slurm.
 
-Wall-clock, and the processor's time, which includes what the stand-in takes; the rest is waiting for the disk and for
-other processes.
+Prints wall-clock time, and CPU time including that of the fake Slurm; the difference is time spent waiting for the disk
+and for other processes.
 
 python -m benchmarks.submit
 """
@@ -32,7 +31,7 @@ EXP_GROUPS = {"thousand": grid(BASE_TINY, {"loop.learning_rate": RATES, "seed": 
 JOB_CONFIGS = 'JOB_CONFIGS = {"slurm": {"launcher": "slurm"}}\n'
 
 
-def timed(words: list[str], folder: Path, cluster: Cluster) -> tuple[float, float, list[str]]:
+def time_command(words: list[str], folder: Path, cluster: Cluster) -> tuple[float, float, list[str]]:
     """Seconds of one command line, those of the processor, and the commands of Slurm that it called."""
     cluster.forget_calls()
     start, before = time.perf_counter(), os.times()
@@ -42,8 +41,8 @@ def timed(words: list[str], folder: Path, cluster: Cluster) -> tuple[float, floa
     seconds, after = time.perf_counter() - start, os.times()
     if done.returncode != 0:
         raise SystemExit(f"{' '.join(words)} failed:\n{done.stderr[-2000:]}")
-    worked = after.children_user + after.children_system - before.children_user - before.children_system
-    return seconds, worked, [call[0] for call in cluster.calls()]
+    cpu_seconds = after.children_user + after.children_system - before.children_user - before.children_system
+    return seconds, cpu_seconds, [call[0] for call in cluster.calls()]
 
 
 def main() -> None:
@@ -63,9 +62,9 @@ def main() -> None:
             ("kill", [*group, "--job_option", "kill"]),
             ("submit once more", [*group, "-j", "slurm"]),
         ):
-            seconds, worked, calls = timed(words, project, cluster)
+            seconds, cpu_seconds, calls = time_command(words, project, cluster)
             print(
-                f"{name:<32}  {seconds:7.2f}  {worked:9.2f}  "
+                f"{name:<32}  {seconds:7.2f}  {cpu_seconds:9.2f}  "
                 f"{', '.join(f'{calls.count(c)} {c}' for c in dict.fromkeys(calls)) or 'none'}"
             )
         runs = project / "results" / "runs"

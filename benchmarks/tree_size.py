@@ -1,4 +1,4 @@
-"""Size of the source tree: files, folders, tokens of code and what makes code hard to follow.
+"""Size of the source tree: files, folders, tokens of code and counts of constructs that make code hard to follow.
 
 `python -m benchmarks.tree_size [CHECKOUT ...]` prints one column for each checkout (this one by default). Tokens are
 those of Python's tokenizer without docstrings, comments and layout, so that denser lines gain nothing.
@@ -54,7 +54,7 @@ def figures(root: Path) -> dict[str, int]:
         "longest module there, lines": max(lines[path] for path in code),
         "fields of experiments": sum(len({*keys["original"], *keys.get("added", {})}) for keys in classes),
         "functions": len(functions),
-        "functions whose name is used once": sum(uses[each.name] == 1 for each in functions),
+        "functions with a name used once": sum(uses[each.name] == 1 for each in functions),
         "`Any` in annotations": uses["Any"],
         "imports within functions": sum(
             isinstance(inner, ast.Import | ast.ImportFrom) for each in functions for inner in ast.walk(each)

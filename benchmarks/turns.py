@@ -46,7 +46,7 @@ class Turns:
             self.waiting[0].set()
 
     def pass_on(self) -> None:
-        """Let the others work, one step each."""
+        """Let the other threads run one step each."""
         event = self.waiting.pop(0)
         self.waiting.append(event)
         event.clear()

@@ -12,7 +12,7 @@ SLOW = 120_000
 
 
 @contextmanager
-def opened(browser: Browser, address: str) -> Iterator[Page]:
+def open_page(browser: Browser, address: str) -> Iterator[Page]:
     """A page that shows `address`. At the end: no error was told on its console, and it asked nothing of another
     machine."""
     strange: list[str] = []

@@ -12,7 +12,7 @@ from tests.conftest import ROOT
 
 
 @contextmanager
-def served(arguments: list[str], env: dict[str, str] | None = None) -> Iterator[str]:
+def running_server(arguments: list[str], env: dict[str, str] | None = None) -> Iterator[str]:
     """The address of a server process, which ends with the block. It may tell of no error that nobody has caught."""
     process = subprocess.Popen(
         [sys.executable, "-m", *arguments],
@@ -27,12 +27,12 @@ def served(arguments: list[str], env: dict[str, str] | None = None) -> Iterator[
         lines = []
         for line in process.stdout:
             lines.append(line)
-            if found := re.search(r"http://\S+:[1-9]\d*\S*", line):
-                yield found[0]
+            if match := re.search(r"http://\S+:[1-9]\d*\S*", line):
+                yield match[0]
                 process.terminate()
-                told = process.communicate(timeout=300)[0]
-                errors = re.findall(r"^[\w.]+(?:Error|Exception)\b.*", told, re.MULTILINE)
-                assert all("Closed" in error for error in errors), told  # a browser that has left is none
+                output = process.communicate(timeout=300)[0]
+                errors = re.findall(r"^[\w.]+(?:Error|Exception)\b.*", output, re.MULTILINE)
+                assert all("Closed" in error for error in errors), output  # a browser that has left is none
                 return
         pytest.fail("the server ended: " + "".join(lines))
     finally:

@@ -69,7 +69,7 @@ def write_data(data: Path) -> Path:
             _write_rows(folder / f"{split}.jsonl", [{"text": f"the {t} is {c} . " * 8, "source": t} for t, c in rows])
     with new_directory(data / "toy_qa") as folder:
         for split, rows in splits.items():
-            written = [
+            documents = [
                 {
                     "context": f"the {t} is {c} .",
                     "question": "what is it ?",
@@ -79,7 +79,7 @@ def write_data(data: Path) -> Path:
                 }
                 for i, (t, c) in enumerate(rows)
             ]
-            _write_rows(folder / f"{split}.jsonl", written)
+            _write_rows(folder / f"{split}.jsonl", documents)
     return data
 
 
@@ -168,8 +168,8 @@ def finished(
     words: Sequence[str], variables: Mapping[str, str], cwd: Path | None = None
 ) -> subprocess.CompletedProcess[str]:
     """Run a command that tests/warm.py knows to its end, with nothing but `variables` in its environment."""
-    with tempfile.TemporaryDirectory() as kept:
-        out, errors = Path(kept, "out"), Path(kept, "errors")
+    with tempfile.TemporaryDirectory() as log_folder:
+        out, errors = Path(log_folder, "out"), Path(log_folder, "errors")
         process = warm.Process(words, variables, cwd, out, errors)
         try:
             code = process.wait(timeout=LONGEST)

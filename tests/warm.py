@@ -76,15 +76,15 @@ class Process:
 
     def ranks(self) -> dict[int, psutil.Process]:
         """The processes that torchrun has started, by rank; fewer while they start or end."""
-        found = {}
+        processes = {}
         try:
             for child in psutil.Process(self.pid).children():
                 word, _, rank = child.name().partition(" ")
                 if word == "rank" and child.status() != psutil.STATUS_ZOMBIE:
-                    found[int(rank)] = child
+                    processes[int(rank)] = child
         except psutil.NoSuchProcess:
             return {}
-        return found
+        return processes
 
 
 def torchrun(script: Path, arguments: Sequence[str], processes: int, log: Path, seconds: float = 600) -> str:
@@ -152,9 +152,14 @@ def _torchrun(arguments: argparse.Namespace) -> None:
 
 def _only_what_python_finds() -> None:
     """Leave out of sys.path what the tests have put there; what PYTHONPATH names comes first, as ever."""
-    named = [str(Path(entry).absolute()) for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
-    own = (sys.prefix, sys.base_prefix, sys.exec_prefix)
-    sys.path[:] = [*named, *(entry for entry in sys.path if entry.startswith(own) and entry not in named)]
+    path_entries = [
+        str(Path(entry).absolute()) for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry
+    ]
+    prefixes = (sys.prefix, sys.base_prefix, sys.exec_prefix)
+    sys.path[:] = [
+        *path_entries,
+        *(entry for entry in sys.path if entry.startswith(prefixes) and entry not in path_entries),
+    ]
 
 
 def _script(path: str, *arguments: str) -> None:

@@ -1,14 +1,14 @@
-"""Conversations: fill of packed rows, rendering, a large mixture, and learned tokens a second, packed, padded and
-beside TRL.
+"""Conversations: fill of packed rows, rendering, opening a large mixture, and training speed packed, padded and in TRL.
 
     python -m benchmarks.assistants.conversations --data_path DIR [--tokenizer FOLDER] [--trl FOLDER] [--rows 10000000]
         [--steps 40] [--rounds 2]
 
 DIR holds alpaca, gsm8k (data_prep.assistants.prepare_conversations) and stories260k (data_prep.llama2c). --tokenizer:
-of the lengths; that of stories260k has 512 tokens alone. --trl: an unpacked wheel of TRL; without it nothing is
-compared with TRL. One thread.
+the tokenizer to measure lengths with; that of stories260k has only 512 tokens. --trl: an unpacked wheel of TRL; without
+it TRL is skipped. One thread.
 
-fill: of rows of 1,024 and 2,048 tokens with 16 open rows, in which whole conversations of both data sets stand.
+fill: share of used tokens in rows of 1,024 and 2,048 tokens with 16 open rows, packed with complete conversations of
+both data sets.
 rendering: ids and roles of 2,000 conversations by `Renderer` and by transformers' `apply_chat_template` with the same
 template.
 mixture: --rows conversations in two data sets, opened by a new process, first without and then with its index: seconds
@@ -66,12 +66,12 @@ def packed(corpora: Sequence[str], tokens: int) -> dict[str, Any]:
 
 def best_seconds(work: Callable[[], object], rounds: int) -> float:
     """Processor seconds of the fastest of some rounds."""
-    found = list[float]()
+    times = list[float]()
     for _ in range(rounds):
         begin = time.process_time()
         work()
-        found.append(time.process_time() - begin)
-    return min(found)
+        times.append(time.process_time() - begin)
+    return min(times)
 
 
 def measure_fill(places: Places, tokenizer: Any) -> None:
@@ -80,32 +80,32 @@ def measure_fill(places: Places, tokenizer: Any) -> None:
         (corpora, room) for corpora in (["alpaca"], ["gsm8k"], ["alpaca", "gsm8k"]) for room in (1024, 2048)
     ):
         data = bind(DATASETS, packed(corpora, room)).build(places, tokenizer, "train", 0)
-        order, used, rows = data.order(0, PER_STEP, 1, ()), 0, 0
+        order, num_tokens, rows = data.order(0, PER_STEP, 1, ()), 0, 0
         for keys, _, _ in islice(order.micro_batches(0, RankShare(PER_STEP, PER_STEP, 0, 1), {}), 40):
             for key in keys:
-                used += sum(data.sizes(*key[i : i + 2])[key[i + 2]][0] for i in range(0, len(key), 3))
+                num_tokens += sum(data.sizes(*key[i : i + 2])[key[i + 2]][0] for i in range(0, len(key), 3))
                 rows += 1
-        print(f"fill, {' and '.join(corpora)}: {used / rows / room:.4f} of {rows} rows of {room}")
+        print(f"fill, {' and '.join(corpora)}: {num_tokens / rows / room:.4f} of {rows} rows of {room}")
 
 
 def measure_rendering(places: Places, tokenizer: Any, rounds: int) -> None:
-    """Print conversations a second of both ways to ids and to what is learned of them."""
+    """Print conversations per second for both ways to compute ids and loss masks."""
     lines = (places.data / "gsm8k" / "train.jsonl").read_text(encoding="utf-8").split("\n")[:2000]
     rows = [json.loads(line) for line in lines]
     renderer = Renderer(tokenizer, templates.find("oasst", tokenizer))
     tokenizer.chat_template = OASST
 
     def ours() -> list[Any]:
-        found = [renderer.render(read_entry(row, "").messages) for row in rows]
+        conversations = [renderer.render(read_entry(row, "").messages) for row in rows]
         start = len(renderer.safe.start)  # which their template leaves out
-        return [(each.ids[start:], each.loss_mask[start:]) for each in found]
+        return [(each.ids[start:], each.loss_mask[start:]) for each in conversations]
 
     def theirs() -> list[Any]:
-        asked = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
-        found = [tokenizer.apply_chat_template(row["messages"], **asked) for row in rows]
-        return [(each["input_ids"], [bool(each) for each in each["assistant_masks"]]) for each in found]
+        options = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
+        outputs = [tokenizer.apply_chat_template(row["messages"], **options) for row in rows]
+        return [(each["input_ids"], [bool(each) for each in each["assistant_masks"]]) for each in outputs]
 
-    same = sum(own == other for own, other in zip(ours(), theirs(), strict=True))
+    same = sum(mine == other for mine, other in zip(ours(), theirs(), strict=True))
     seconds = {work: best_seconds(work, rounds) for work in (ours, theirs)}
     print(
         f"rendering: {len(rows) / seconds[ours]:.0f} conversations/s, transformers {len(rows) / seconds[theirs]:.0f}: ",
@@ -115,18 +115,18 @@ def measure_rendering(places: Places, tokenizer: Any, rounds: int) -> None:
 
 
 def write_large(folder: Path, rows: int) -> None:
-    """Write a prepared folder with so many short conversations."""
+    """Write a prepared folder with `rows` short conversations."""
     if folder.is_dir():
         return
-    with new_directory(folder) as made:
+    with new_directory(folder) as new_folder:
         for split, count in (("train", rows), ("val", 10)):
-            with open(made / f"{split}.jsonl", "w") as file:
+            with open(new_folder / f"{split}.jsonl", "w") as file:
                 for number in range(count):
-                    said = [
+                    messages = [
                         {"role": "user", "content": f"{number} + 1?"},
                         {"role": "assistant", "content": str(number + 1)},
                     ]
-                    file.write(json.dumps({"messages": said}) + "\n")
+                    file.write(json.dumps({"messages": messages}) + "\n")
 
 
 def open_large(places: Places) -> None:
@@ -139,22 +139,22 @@ def open_large(places: Places) -> None:
     before, begin = status_kib("VmRSS"), time.perf_counter()
     data = config.build(places, tokenizer, "train", 0)
     data.sample(0, 12345)
-    seconds, grown = time.perf_counter() - begin, status_kib("VmHWM") - before
-    print(f"mixture of {len(data):,} conversations: opened in {seconds:.2f} s with {grown / 1024:.0f} MiB more")
+    seconds, extra_kib = time.perf_counter() - begin, status_kib("VmHWM") - before
+    print(f"mixture of {len(data):,} conversations: opened in {seconds:.2f} s with {extra_kib / 1024:.0f} MiB more")
 
 
 def status_kib(name: str) -> int:
-    """Of this process, as the kernel tells it."""
+    """A value of /proc/self/status in KiB."""
     (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name))
     return int(line.split()[1])
 
 
 def measure_large(places: Places, rows: int) -> None:
-    """Print what a large mixture takes to be opened, when its index is there and when it is not."""
+    """Print the seconds and memory to open a large mixture, without and with its index."""
     for number in range(2):
         write_large(places.data / f"large_{number}", rows // 2)
-    for said in ("the first time", "later"):
-        print(f"{said}: ", end="", flush=True)
+    for occasion in ("the first time", "later"):
+        print(f"{occasion}: ", end="", flush=True)
         subprocess.run(
             [sys.executable, "-m", "benchmarks.assistants.conversations", "--data_path", str(places.data), "--open"],
             check=True,
@@ -180,7 +180,7 @@ def write_model(places: Places, tokenizer: Any) -> None:
 
 
 def experiments(steps: int) -> Iterator[tuple[str, dict[str, Any]]]:
-    """What is trained, by name."""
+    """Experiments to train, by name."""
     padded = conversations(["alpaca", "gsm8k"])
     for name, data, more in (
         ("packed", packed(["alpaca", "gsm8k"], MOST), {}),
@@ -271,19 +271,19 @@ def train_theirs(places: Places, steps: int, site: Path) -> None:
         )
         trainer.train()
     begin = steps // 5
-    learned = sum(sum(row["completion_mask"][1:]) for row in rows[begin * PER_STEP :])
-    print(f"learned tokens/s: {learned / (times[steps] - times[begin])}")
+    num_learned = sum(sum(row["completion_mask"][1:]) for row in rows[begin * PER_STEP :])
+    print(f"learned tokens/s: {num_learned / (times[steps] - times[begin])}")
 
 
 def measure_training(places: Places, tokenizer: Any, steps: int, rounds: int, site: Path | None) -> None:
     """Print learned tokens a second of each way, the best of the rounds, and their ratios."""
     if not (places.data / "benchmark_llama").is_dir():
         write_model(places, tokenizer)
-    found = dict[str, float]()
+    rates = dict[str, float]()
     for _ in range(rounds):
         for name, exp in experiments(steps):
             with tempfile.TemporaryDirectory() as folder:
-                found[name] = max(found.get(name, 0.0), train_ours(exp, places, Path(folder)))
+                rates[name] = max(rates.get(name, 0.0), train_ours(exp, places, Path(folder)))
         if site:
             command = [
                 sys.executable,
@@ -296,19 +296,19 @@ def measure_training(places: Places, tokenizer: Any, steps: int, rounds: int, si
                 "--worker",
             ]
             done = subprocess.run([*command, "--trl", str(site)], check=True, capture_output=True, text=True)
-            (told,) = (line for line in done.stdout.splitlines() if line.startswith("learned tokens/s"))
-            found["TRL"] = max(found.get("TRL", 0.0), float(told.split(": ")[1]))
-    told = ", ".join(f"{rate:.0f} {name}" for name, rate in found.items())
-    print(f"training, learned tokens/s: {told}; packed {found['packed'] / found['padded']:.2f} times padded", end="")
+            (report,) = (line for line in done.stdout.splitlines() if line.startswith("learned tokens/s"))
+            rates["TRL"] = max(rates.get("TRL", 0.0), float(report.split(": ")[1]))
+    report = ", ".join(f"{rate:.0f} {name}" for name, rate in rates.items())
+    print(f"training, learned tokens/s: {report}; packed {rates['packed'] / rates['padded']:.2f} times padded", end="")
     print(
-        f"; padded {found['padded'] / found['TRL']:.2f} and packed {found['packed'] / found['TRL']:.2f} times TRL's"
+        f"; padded {rates['padded'] / rates['TRL']:.2f} and packed {rates['packed'] / rates['TRL']:.2f} times TRL's"
         if site
         else ""
     )
 
 
 def main() -> None:
-    """Run what the command line asks for."""
+    """Run the benchmarks selected on the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--data_path", type=Path, required=True)

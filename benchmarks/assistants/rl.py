@@ -1,4 +1,4 @@
-"""Policies: tokens a second of rollouts beside plain `generate`, seconds of a step by phase, updates a second beside
+"""Policies: rollout tokens per second against plain `generate`, seconds per step by phase, updates per second against
 TRL, and memory.
 
     python -m benchmarks.assistants.rl --data_path DIR [--trl FOLDER] [--steps 20] [--rounds 2]
@@ -8,8 +8,7 @@ wheel of TRL. One thread. A Llama of 4 layers of 128 with random weights answers
 groups of 8; the reward is the length. Each training is a process of its own, in turn; the first fifth of its steps is
 not counted.
 
-reference: what a copy of the policy, and adapters that are switched off, add to the memory of a policy with adapters
-(peak, MiB).
+reference: peak memory in MiB that a copy of the policy, or switched-off adapters, add to a policy with adapters.
 """
 
 import argparse
@@ -93,12 +92,13 @@ def train_ours(exp: dict[str, Any], places: Places, folder: Path) -> tuple[dict[
     scores, speeds = (
         parse_lines((run / name).read_bytes().split(b"\n")[:-1], run / name) for name in ("scores.jsonl", "perf.jsonl")
     )
-    counted = [row for row in speeds if row["step"] > steps // 5]
+    measured_rows = [row for row in speeds if row["step"] > steps // 5]
     number = steps - steps // 5
     phases = {
-        name: sum(row[f"{name}_seconds"] for row in counted) / number for name in ("generation", "rewards", "measuring")
+        name: sum(row[f"{name}_seconds"] for row in measured_rows) / number
+        for name in ("generation", "rewards", "measuring")
     }
-    whole = {"step": sum(1 / row["steps_per_second"] for row in counted) / len(counted)}
+    whole = {"step": sum(1 / row["steps_per_second"] for row in measured_rows) / len(measured_rows)}
     return {**phases, **whole, "peak_mib": speeds[-1]["peak_host_memory_bytes"] / 2**20}, scores[-1]["answer_tokens"]
 
 
@@ -113,7 +113,7 @@ def time_generate(places: Places, rounds: int) -> float:
     prompts = bind(DATASETS, EXP["data"]).build(places, tokenizer, "train", 0).prompts
     batch = prompts.collate([prompts[number] for number in range(ROLLOUTS // GROUP) for _ in range(GROUP)])
     model: Any = AutoModelForCausalLM.from_pretrained(places.data / MODEL).eval()
-    found = []
+    times = []
     for _ in range(4 * rounds + 1):
         before = time.perf_counter()
         with torch.no_grad():
@@ -124,8 +124,8 @@ def time_generate(places: Places, rounds: int) -> float:
                 top_k=0,
                 max_new_tokens=TOKENS,
             )
-        found.append(time.perf_counter() - before)
-    return sum(found[1:]) / len(found[1:])
+        times.append(time.perf_counter() - before)
+    return sum(times[1:]) / len(times[1:])
 
 
 def train_theirs(places: Places, steps: int, site: Path) -> None:
@@ -169,7 +169,7 @@ def train_theirs(places: Places, steps: int, site: Path) -> None:
 
 
 def main() -> None:
-    """Run what the command line asks for."""
+    """Run the benchmarks selected on the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--data_path", type=Path, required=True)
@@ -192,13 +192,13 @@ def main() -> None:
         "adapters off": override(exp, {"model": LORA, "grpo": {**near, "reference": "adapters_off"}}),
         "a copy": override(exp, {"model": LORA, "grpo": near}),
     }
-    found: dict[str, dict[str, float]] = {}
+    best: dict[str, dict[str, float]] = {}
     theirs, tokens = [], 0.0
     for _ in range(args.rounds):
         for name, variant in variants.items():
             with tempfile.TemporaryDirectory() as folder:
-                told, tokens = train_ours(variant, places, Path(folder))
-            found[name] = min(found.get(name, told), told, key=lambda each: each["step"])
+                timings, tokens = train_ours(variant, places, Path(folder))
+            best[name] = min(best.get(name, timings), timings, key=lambda each: each["step"])
         if args.trl:
             command = [
                 sys.executable,
@@ -216,17 +216,17 @@ def main() -> None:
             theirs += [
                 float(line.split(": ")[1]) for line in done.stdout.splitlines() if line.startswith("seconds of a step")
             ]
-    own, plain = found["policy"], time_generate(places, args.rounds)
+    policy, plain = best["policy"], time_generate(places, args.rounds)
     print(
-        f"rollouts: {ROLLOUTS * tokens / own['generation']:.0f} tokens/s, "
-        f"{plain / own['generation']:.2f} times plain generate"
+        f"rollouts: {ROLLOUTS * tokens / policy['generation']:.0f} tokens/s, "
+        f"{plain / policy['generation']:.2f} times plain generate"
     )
-    print(f"a step: {json.dumps({name: round(value, 4) for name, value in own.items()})}")
+    print(f"a step: {json.dumps({name: round(value, 4) for name, value in policy.items()})}")
     if theirs:
-        print(f"updates/s: {1 / own['step']:.2f}, {min(theirs) / own['step']:.2f} times TRL's")
-    less = found["adapters, no reference"]["peak_mib"]
-    told = ", ".join(f"{name} {found[name]['peak_mib'] - less:+.1f} MiB" for name in ("adapters off", "a copy"))
-    print(f"reference: {told}")
+        print(f"updates/s: {1 / policy['step']:.2f}, {min(theirs) / policy['step']:.2f} times TRL's")
+    less = best["adapters, no reference"]["peak_mib"]
+    timings = ", ".join(f"{name} {best[name]['peak_mib'] - less:+.1f} MiB" for name in ("adapters off", "a copy"))
+    print(f"reference: {timings}")
 
 
 if __name__ == "__main__":

@@ -57,7 +57,7 @@ def main() -> None:
     }
     rounds = [{name: measure(run, args.programs) for name, run in ways.items()} for _ in range(args.rounds)]
     for name in ways:
-        speeds, costs = zip(*(found[name] for found in rounds), strict=True)
+        speeds, costs = zip(*(results[name] for results in rounds), strict=True)
         print(f"{name:12} {max(speeds):6.1f} programs/s, {args.max_parallel} parallel, {min(costs):5.1f} ms of a core")
 
 

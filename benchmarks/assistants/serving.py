@@ -1,4 +1,4 @@
-"""Scores from servers: whole batches beside one sequence at a time, and beside the model in this process.
+"""Scores from servers: batches against one sequence at a time, and against the model in this process.
 
     OMP_NUM_THREADS=1 python -m benchmarks.assistants.serving [--rows 32] [--tokens 128] [--hidden 256] [--layers 4]
     [--rounds 5]
@@ -29,7 +29,7 @@ from src.serving.served_model import load_served
 from src.systems.assistants.rewards.remote import RemoteModel
 from src.systems.assistants.serving.triton import repository
 from tests import toy
-from tests.servers import served
+from tests.servers import running_server
 from tests.systems.assistants.serving.triton.process import Server
 from tests.systems.assistants.train_assistants import REWARD, SFT, write_data
 
@@ -41,7 +41,7 @@ def seconds_of(work: Callable[[], object]) -> float:
 
 
 def make_run(folder: Path, args: argparse.Namespace) -> tuple[Path, Places]:
-    """A reward model of the size that is asked for."""
+    """A reward model of the requested size."""
     sizes = {
         "hidden_size": args.hidden,
         "num_layers": args.layers,
@@ -72,10 +72,10 @@ def main() -> None:
             for row in range(args.rows)
         ]
         batch = torch.tensor(ids), torch.ones(args.rows, args.tokens)
-        own = ["--data_path", str(places.data), "-sb", str(places.runs), "--device", "cpu", "--port", "0"]
+        server_args = ["--data_path", str(places.data), "-sb", str(places.runs), "--device", "cpu", "--port", "0"]
         addresses = {
             "our server, HTTP": stack.enter_context(
-                served(["src.systems.assistants.serving.reward_server", str(run), *own])
+                running_server(["src.systems.assistants.serving.reward_server", str(run), *server_args])
             )
         }
         models = folder / "models"
@@ -90,9 +90,9 @@ def main() -> None:
 
 def measure(args: argparse.Namespace, clients: dict[str, RemoteModel], ids: Any, in_process: Callable[[], Any]) -> None:
     """Print both ratios of each way."""
-    wanted = in_process()
+    expected = in_process()
     for name, client in clients.items():
-        apart = (torch.tensor(client.rewards(ids)) - wanted).abs().max().item()
+        apart = (torch.tensor(client.rewards(ids)) - expected).abs().max().item()
         assert apart < 1e-5, (name, apart)
     ratios: dict[str, list[tuple[float, float, float]]] = {name: [] for name in clients}
     for _ in range(args.rounds):
@@ -102,8 +102,8 @@ def measure(args: argparse.Namespace, clients: dict[str, RemoteModel], ids: Any,
             alone = seconds_of(lambda each=client: [each.rewards([row]) for row in ids])
             ratios[name].append((together, alone / together, together / here))
     print(f"{args.rows} x {args.tokens} tokens, {args.layers} layers of {args.hidden}, median of {args.rounds} rounds:")
-    for name, found in ratios.items():
-        together, faster, slower = (statistics.median(column) for column in zip(*found, strict=True))
+    for name, columns in ratios.items():
+        together, faster, slower = (statistics.median(column) for column in zip(*columns, strict=True))
         print(
             f"{name}: {together * 1e3:.1f} ms a batch, {faster:.1f} times as fast as one by one, {slower:.2f} times "
             f"the seconds in process"

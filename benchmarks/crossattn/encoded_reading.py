@@ -1,14 +1,13 @@
-"""Batches of encoded contexts: our store beside the Python float lists that the reference keeps.
+"""Batches of encoded contexts: our store against the Python float lists of the reference.
 
     python -m benchmarks.crossattn.encoded_reading [--contexts 48] [--tokens 512] [--hidden_size 512] [--rounds 3]
 
 The same hidden states are written three ways: to a store in bfloat16, to a Hugging Face dataset as lists of floats (as
-xc-cache's
-preprocessing does: `tolist`, then `save_to_disk`), and to JSON lines. Then batches of 4 contexts are read in one random
-order and made into a padded (B, P, D) tensor with a mask, by one process, until nothing but the tensor is left to do.
-"first" reads each context for the first time, when its checksum is compared too. Also beside them: the dataset in its
-"numpy" format, which makes no Python floats, but is not how the reference reads. Rounds alternate; the fastest counts.
-Files are in the page cache throughout.
+xc-cache's preprocessing does: `tolist`, then `save_to_disk`), and to JSON lines. Then batches of 4 contexts are read in
+one random order and made into a padded (B, P, D) tensor with a mask, by one process, until nothing but the tensor is
+left to do. "first" reads each context for the first time, when its checksum is compared too. The dataset is also read
+in its "numpy" format, which makes no Python floats, but the reference does not use it. Rounds alternate; the fastest
+counts. Files are in the page cache throughout.
 """
 
 import argparse
@@ -32,7 +31,7 @@ Batch = tuple[torch.Tensor, torch.Tensor]
 
 
 def contexts(args: argparse.Namespace) -> Iterator[tuple[list[int], torch.Tensor]]:
-    """Ids and states (S, D) float32 of contexts of one half to the whole of `tokens`."""
+    """Ids and float32 states (S, D) of contexts with 50 % to 100 % of `tokens` tokens."""
     generator = torch.Generator().manual_seed(0)
     for n in range(args.contexts):
         length = args.tokens - n * 7 % (args.tokens // 2)
@@ -55,9 +54,9 @@ def write(folder: Path, args: argparse.Namespace) -> list[list[int]]:
             writer.append(encoded_store.context_key(ids), states)
             lines.write(json.dumps({"encoder_hidden_states": states.tolist()}) + "\n")
     writer.close()
-    made = datasets.Dataset.from_generator(_rows, gen_kwargs={"args": args}, cache_dir=str(folder / "cache"))
-    assert isinstance(made, datasets.Dataset)
-    made.save_to_disk(folder / "lists")
+    dataset = datasets.Dataset.from_generator(_rows, gen_kwargs={"args": args}, cache_dir=str(folder / "cache"))
+    assert isinstance(dataset, datasets.Dataset)
+    dataset.save_to_disk(folder / "lists")
     return all_ids
 
 
@@ -67,14 +66,14 @@ def _rows(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 
 def store_of(folder: Path, args: argparse.Namespace, all_ids: Sequence[Sequence[int]]) -> encoded_store.Store:
-    """The store, opened anew: no checksum was compared yet."""
+    """Reopen the store, so that no checksum has been compared yet."""
     shard = {"entries": len(all_ids), "tokens": sum(map(len, all_ids))}
     facts = {"hidden_size": args.hidden_size, "dtype": "bfloat16", "shards": {"shard": shard}, "prepared": []}
     return encoded_store.Store(folder / "store", facts)
 
 
 def padded(rows: Sequence[Any]) -> Batch:
-    """What a collator makes of B lists or arrays (S, D)."""
+    """Collate B lists or arrays (S, D)."""
     states = [torch.as_tensor(row, dtype=torch.float32) for row in rows]
     hidden = torch.nn.utils.rnn.pad_sequence(states, batch_first=True)
     lengths = torch.tensor([len(s) for s in states])
@@ -130,14 +129,14 @@ def measure(args: argparse.Namespace, folder: Path) -> None:
     all_ids = write(folder, args)
     order = random.Random(0).sample(range(args.contexts), args.contexts)
     batches = [order[i : i + BATCH] for i in range(0, args.contexts, BATCH)]
-    found, best = readers(folder, args, all_ids), {}
+    readers_by_name, best = readers(folder, args, all_ids), {}
     right = padded([states for _, states in contexts(args)][order[0] : order[0] + 1])
-    for name, read in found.items():
+    for name, read in readers_by_name.items():
         hidden, mask = read(order[:1])
         assert torch.equal(mask, right[1]), name
         assert torch.equal(hidden.bfloat16(), right[0].bfloat16()), name
     for _ in range(args.rounds):
-        for name, read in found.items():
+        for name, read in readers_by_name.items():
             began = time.perf_counter()
             for numbers in batches:
                 read(numbers)

@@ -6,14 +6,13 @@ context in the prompt.
 
 One model of random weights per family on one CPU core, in one process: greedy answers of one length to one question on
 one context.
-- "cached": the context is encoded and projected once, the decoder keeps keys and values of past tokens.
-- "uncached": the context is encoded once; each token computes all tokens before it anew, and projects the context anew.
-- "prompted": the context stands in the prompt; the decoder keeps keys and values of all its tokens.
+- "cached": the context is encoded and projected once, the decoder caches keys and values of past tokens.
+- "uncached": the context is encoded once; each token recomputes all previous tokens and projects the context again.
+- "prompted": the context is part of the prompt; the decoder caches keys and values of all its tokens.
 
-All cached answers must equal the uncached ones, token for token. Time to the first token is that of a second question,
-when the context is in the cache; prompting begins anew, as a decoder does that was not told to keep the prompt. Bytes
-are counted in live tensors and compared with the formula; operations by torch's counter. Rounds alternate; medians
-count.
+All cached answers must equal the uncached ones, token for token. Time to the first token is measured for a second
+question, when the context is in the cache; the prompted model has no prefix cache and starts again. Bytes are counted
+in live tensors and compared with the formula; operations by torch's counter. Rounds alternate; medians are reported.
 """
 
 import argparse
@@ -57,7 +56,7 @@ def tokens(count: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 def greedy(base: Any, ids: torch.Tensor, mask: torch.Tensor, count: int) -> torch.Tensor:
     """`count` tokens by transformers' generate."""
-    made = base.generate(
+    output = base.generate(
         input_ids=ids,
         attention_mask=mask.long(),
         do_sample=False,
@@ -65,10 +64,10 @@ def greedy(base: Any, ids: torch.Tensor, mask: torch.Tensor, count: int) -> torc
         max_new_tokens=count,
         pad_token_id=0,
     )
-    return made[:, ids.shape[1] :]
+    return output[:, ids.shape[1] :]
 
 
-def uncached(model: CrossAttentionLM, context: Context, ids: torch.Tensor, count: int) -> torch.Tensor:
+def generate_uncached(model: CrossAttentionLM, context: Context, ids: torch.Tensor, count: int) -> torch.Tensor:
     """`count` greedy tokens, each from all tokens before it and from the encoded context, and nothing else."""
     start = ids.shape[1]
     for _ in range(count):
@@ -78,20 +77,20 @@ def uncached(model: CrossAttentionLM, context: Context, ids: torch.Tensor, count
     return ids[:, start:]
 
 
-def timed(work: Callable[[], torch.Tensor]) -> tuple[float, torch.Tensor]:
-    """Seconds, and what came of it."""
+def time_call(work: Callable[[], torch.Tensor]) -> tuple[float, torch.Tensor]:
+    """(seconds, result) of `work`."""
     began = time.perf_counter()
-    made = work()
-    return time.perf_counter() - began, made
+    output = work()
+    return time.perf_counter() - began, output
 
 
-def size(found: Any) -> int:
+def size(value: Any) -> int:
     """Bytes of all tensors in nested tuples, lists and dicts."""
-    if isinstance(found, torch.Tensor):
-        return found.numel() * found.element_size()
-    if isinstance(found, dict):
-        found = found.values()
-    return sum(size(item) for item in found) if hasattr(found, "__iter__") else 0
+    if isinstance(value, torch.Tensor):
+        return value.numel() * value.element_size()
+    if isinstance(value, dict):
+        value = value.values()
+    return sum(size(item) for item in value) if hasattr(value, "__iter__") else 0
 
 
 def operations(work: Callable[[], Any]) -> int:
@@ -114,22 +113,22 @@ def measure(family: str, args: argparse.Namespace) -> None:
         greedy(model.base, question, question_mask, 1)  # the first question: the context is projected
         for _ in range(args.rounds):
             for count, what in ((args.new_tokens, "tokens"), (1, "first")):
-                # `uncached` reads the context by itself: its projections are not those that are kept here
+                # generate_uncached encodes the context itself and does not use these projections
                 ways = {
                     "cached": lambda n=count: greedy(model.base, question, question_mask, n),
-                    "uncached": lambda n=count: uncached(model, context, question, n),
+                    "uncached": lambda n=count: generate_uncached(model, context, question, n),
                     "prompted": lambda n=count: alone(model, prompt, prompt_mask, n),
                 }
-                made = {}
+                answers = {}
                 for way, work in ways.items():
-                    spent, made[way] = timed(work)
+                    spent, answers[way] = time_call(work)
                     seconds.setdefault(f"{way} {what}", []).append(spent)
-                assert torch.equal(made["cached"], made["uncached"]), f"{family}: the caches change the answer"
+                assert torch.equal(answers["cached"], answers["uncached"]), f"{family}: the caches change the answer"
         flops = {
             "cached": operations(lambda: greedy(model.base, question, question_mask, 9))
             - operations(lambda: greedy(model.base, question, question_mask, 1)),
-            "uncached": operations(lambda: uncached(model, context, question, 9))
-            - operations(lambda: uncached(model, context, question, 1)),
+            "uncached": operations(lambda: generate_uncached(model, context, question, 9))
+            - operations(lambda: generate_uncached(model, context, question, 1)),
             "prompted": operations(lambda: alone(model, prompt, prompt_mask, 9))
             - operations(lambda: alone(model, prompt, prompt_mask, 1)),
         }
@@ -152,18 +151,18 @@ def measure(family: str, args: argparse.Namespace) -> None:
 
 
 def alone(model: CrossAttentionLM, ids: torch.Tensor, mask: torch.Tensor, count: int) -> torch.Tensor:
-    """The base without its blocks, on the whole prompt."""
+    """Generate with the base model without cross-attention blocks, with the context in the prompt."""
     with model.reading(None):
         return greedy(model.base, ids, mask, count)
 
 
 def compare_bytes(model: CrossAttentionLM, context: Context, prompt: torch.Tensor, prompt_mask: torch.Tensor) -> None:
-    """Print what is kept per context token: counted in live tensors, and by the formula, which must agree."""
+    """Print the cached bytes per context token, counted in live tensors and by the formula; both must agree."""
     positions = context.mask.shape[1]
     with model.reading(None):
         past = model.base(input_ids=prompt, attention_mask=prompt_mask.long(), use_cache=True).past_key_values
     projected = [block.project(context.hidden, context.mask) for block in model.unique_blocks()]
-    counted = {
+    num_bytes = {
         "cache_bytes_per_context_token": size(context.hidden) / positions,
         "projected_bytes_per_context_token": size(projected) / positions,
         "decoder_cache_bytes_per_context_token": size([[layer.keys, layer.values] for layer in past.layers])
@@ -176,7 +175,7 @@ def compare_bytes(model: CrossAttentionLM, context: Context, prompt: torch.Tenso
     attention = model.unique_blocks()[0].attention
     block = attention.v.out_features * 2
     formula = kv_cache_size.cross_attention_bytes(sizes, len(model.blocks), block, value_bytes=4)
-    for name, value in counted.items():
+    for name, value in num_bytes.items():
         print(f"  {name}: {value:,.0f} counted, {formula[name]:,} by the formula")
         assert value == formula[name], name
 

@@ -65,40 +65,40 @@ def write_documents(folder: Path, count: int, size: int) -> manifest.Manifest:
     return write(folder, documents_of(count, size), {}, Writing(5000 if size < 10_000 else 500, "x"))
 
 
-def read_by_index(listed: manifest.Manifest) -> int:
+def read_by_index(dataset_manifest: manifest.Manifest) -> int:
     """Read every part of every document."""
-    files, found = ShardFiles(listed.folder), 0
-    for shard in listed.shards:
-        index = tar_index.load_file(listed.folder / shard.index, shard.bytes, shard.url)
+    files, num_documents = ShardFiles(dataset_manifest.folder), 0
+    for shard in dataset_manifest.shards:
+        index = tar_index.load_file(dataset_manifest.folder / shard.index, shard.bytes, shard.url)
         firsts = [*index.documents["first_part"].tolist(), len(index.parts)]
         offsets, sizes = index.parts["offset"].tolist(), index.parts["size"].tolist()
         for begin, end in pairwise(firsts):
             first = min(offsets[begin:end])
             whole = files.read(shard, first, max(offsets[i] + sizes[i] for i in range(begin, end)) - first)
             parts = [whole[offsets[i] - first : offsets[i] - first + sizes[i]] for i in range(begin, end)]
-            found += len(parts) > 0
+            num_documents += len(parts) > 0
     files.close()
-    return found
+    return num_documents
 
 
 def read_documents(documents: Iterable[Any]) -> int:
     """Take every part of every document that another library reads."""
-    found = 0
+    num_documents = 0
     for document in documents:
-        parts = [bytes(document["text"]), bytes(document["image"])]  # no copy of what is bytes already
-        found += len(parts) > 0
-    return found
+        parts = [bytes(document["text"]), bytes(document["image"])]  # bytes are not copied again
+        num_documents += len(parts) > 0
+    return num_documents
 
 
-def webdataset_readers(library: Any, listed: manifest.Manifest, documents: Iterable[Document]) -> Readers:
+def webdataset_readers(library: Any, dataset_manifest: manifest.Manifest, documents: Iterable[Document]) -> Readers:
     """webdataset reads the same tars; it does not decode."""
-    urls = [str(listed.folder / shard.url) for shard in listed.shards]
+    urls = [str(dataset_manifest.folder / shard.url) for shard in dataset_manifest.shards]
     yield "webdataset", lambda: sum(1 for _ in library.WebDataset(urls, shardshuffle=False))
 
 
-def mosaicml_readers(library: Any, listed: manifest.Manifest, documents: Iterable[Document]) -> Readers:
+def mosaicml_readers(library: Any, dataset_manifest: manifest.Manifest, documents: Iterable[Document]) -> Readers:
     """mosaicml-streaming reads shards of its own; by number it needs no threads."""
-    folder = str(listed.folder / "mds")
+    folder = str(dataset_manifest.folder / "mds")
     with library.MDSWriter(out=folder, columns={"text": "bytes", "image": "bytes"}) as out:
         for document in documents:
             out.write({part.kind: part.content for part in document.parts})
@@ -108,9 +108,9 @@ def mosaicml_readers(library: Any, listed: manifest.Manifest, documents: Iterabl
     yield "mosaicml-streaming by number", lambda: read_documents(data[i] for i in range(len(data)))
 
 
-def litdata_readers(library: Any, listed: manifest.Manifest, documents: Iterable[Document]) -> Readers:
+def litdata_readers(library: Any, dataset_manifest: manifest.Manifest, documents: Iterable[Document]) -> Readers:
     """litdata reads chunks of its own."""
-    folder = listed.folder / "litdata"
+    folder = dataset_manifest.folder / "litdata"
     folder.mkdir()
     out = importlib.import_module("litdata.streaming.writer").BinaryWriter(str(folder), chunk_bytes="64MB")
     for i, document in enumerate(documents):
@@ -130,27 +130,27 @@ def best_of_three(count: int, *ways: Callable[[], int]) -> list[float]:
     for _ in range(3):
         for number, way in enumerate(ways):
             begin = time.perf_counter()
-            found, seconds = way(), time.perf_counter() - begin
-            if found != count:
-                raise AssertionError(f"{found} of {count} documents were read")
+            num_documents, seconds = way(), time.perf_counter() - begin
+            if num_documents != count:
+                raise AssertionError(f"{num_documents} of {count} documents were read")
             rates[number] = max(rates[number], count / seconds)
     return rates
 
 
 def compare_reading(folder: Path, count: int, size: int) -> None:
     """Print documents a second by the index and by the other libraries that are installed."""
-    listed, others = write_documents(folder, count, size), dict[str, Callable[[], int]]()
+    dataset_manifest, others = write_documents(folder, count, size), dict[str, Callable[[], int]]()
     for name, readers in PEERS.items():
         try:
             library = importlib.import_module(name)
         except ImportError as error:
-            print(f"{name} is not installed, or lacks something: {error}")
+            print(f"{name} cannot be imported: {error}")
             continue
-        others |= readers(library, listed, documents_of(count, size))
-    own, *rates = best_of_three(count, lambda: read_by_index(listed), *others.values())
-    print(f"reading {size:,} bytes: {own:,.0f} documents/s")
+        others |= readers(library, dataset_manifest, documents_of(count, size))
+    our_rate, *rates = best_of_three(count, lambda: read_by_index(dataset_manifest), *others.values())
+    print(f"reading {size:,} bytes: {our_rate:,.0f} documents/s")
     for name, rate in zip(others, rates, strict=True):
-        print(f"  {name} {rate:,.0f}: {own / rate:.1f} times")
+        print(f"  {name} {rate:,.0f}: {our_rate / rate:.1f} times")
 
 
 def time_indexing(folder: Path, count: int, processes: int) -> float:
@@ -187,8 +187,8 @@ def fill_of_lanes(sizes: np.ndarray, rows: int) -> float:
 
 def fill_of_first_fit(sizes: np.ndarray, rows: int) -> float:
     """The same by first-fit into rows that are all closed after 256 documents."""
-    used, made, place = 0, 0, 0
-    while made < rows:
+    num_tokens, num_rows, place = 0, 0, 0
+    while num_rows < rows:
         open_rows = list[int]()
         for size in sizes[place : place + 256].tolist():
             fitting = next((i for i, room in enumerate(open_rows) if room >= size), None)
@@ -196,8 +196,12 @@ def fill_of_first_fit(sizes: np.ndarray, rows: int) -> float:
                 open_rows.append(ROOM)
                 fitting = len(open_rows) - 1
             open_rows[fitting] -= size
-        place, made, used = place + 256, made + len(open_rows), used + sum(ROOM - room for room in open_rows)
-    return used / (made * ROOM)
+        place, num_rows, num_tokens = (
+            place + 256,
+            num_rows + len(open_rows),
+            num_tokens + sum(ROOM - room for room in open_rows),
+        )
+    return num_tokens / (num_rows * ROOM)
 
 
 def fill_with_images(heavy: bool, images: int, rows: int = 20_000) -> float:
@@ -215,8 +219,8 @@ def fill_with_images(heavy: bool, images: int, rows: int = 20_000) -> float:
         0,
         1,
     )
-    emitted = [lane.next_row() for _ in range(rows)]
-    return sum(sizes[document][0] for row in emitted for document in row[1::3]) / (rows * ROOM)
+    packed_rows = [lane.next_row() for _ in range(rows)]
+    return sum(sizes[document][0] for row in packed_rows for document in row[1::3]) / (rows * ROOM)
 
 
 def write_slow_tars(folder: Path, steps: int, tars: int, seconds: float) -> None:
@@ -226,8 +230,8 @@ def write_slow_tars(folder: Path, steps: int, tars: int, seconds: float) -> None
 
     pages.tokenizer().save_pretrained(folder / "tokenizer")
     documents = [Document(f"{i:06}", [Part("text", bytes([97 + i % 26]) * 79)]) for i in range(steps)]
-    made = write(folder / "made", documents, {}, Writing(steps // tars, "x"))
-    urls = [f"pipe:sleep {seconds}; cat {made.folder / shard.url}" for shard in made.shards]
+    dataset_manifest = write(folder / "made", documents, {}, Writing(steps // tars, "x"))
+    urls = [f"pipe:sleep {seconds}; cat {dataset_manifest.folder / shard.url}" for shard in dataset_manifest.shards]
     index.index_into(
         folder / "slow" / "train",
         [ShardSource(url) for url in urls],
@@ -314,8 +318,8 @@ def main() -> None:
     args = parser.parse_args()
     sys.path.extend(map(str, args.peers))
     for part in args.only:
-        with tempfile.TemporaryDirectory() as made:
-            globals()[f"print_{part}"](args, Path(made))
+        with tempfile.TemporaryDirectory() as folder:
+            globals()[f"print_{part}"](args, Path(folder))
     if args.run:
         print(f"waiting for data: {np.median([*waits(args.run)]):.4f} of the time, the median of logged intervals")
 
@@ -357,13 +361,13 @@ def print_packing(args: argparse.Namespace, folder: Path) -> None:
 def print_waits(args: argparse.Namespace, folder: Path) -> None:
     steps, tars, seconds, step_seconds = 160, 8, 1.0, 0.05
     write_slow_tars(folder, steps, tars, seconds)
-    measured = [count_waits(folder, prefetch, steps, step_seconds) for prefetch in (0, 2)]
-    for prefetch, (count, total, _) in zip((0, 2), measured, strict=True):
+    waits = [count_waits(folder, prefetch, steps, step_seconds) for prefetch in (0, 2)]
+    for prefetch, (count, total, _) in zip((0, 2), waits, strict=True):
         print(
             f"waits, prefetch_shards {prefetch}: "
             f"{count} of {tars} tars, {total:.1f} s for {steps} steps of {step_seconds} s"
         )
-    print(f"  the same rows: {measured[0][2] == measured[1][2]}")
+    print(f"  the same rows: {waits[0][2] == waits[1][2]}")
 
 
 if __name__ == "__main__":

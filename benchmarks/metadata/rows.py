@@ -89,7 +89,7 @@ class Minifier(HTMLParser):
         self.out.append(f"&#{name};")
 
 
-def minified(source: str) -> str:
+def minify(source: str) -> str:
     """Minify a page."""
     parser = Minifier()
     parser.feed(source)
@@ -99,7 +99,7 @@ def minified(source: str) -> str:
 def plain_extraction(source: str) -> str:
     """Extract the text of a page like the reference, and its tags with their spans."""
     body = html.fromstring(source).find(".//body")
-    root = html.fromstring(minified(f"<html>{etree.tostring(body, method='html', encoding='unicode')}</html>"))
+    root = html.fromstring(minify(f"<html>{etree.tostring(body, method='html', encoding='unicode')}</html>"))
     for name in ("script", "style", "header", "iframe", "footer", "form"):
         for element in root.iter(name):
             element.drop_tree()
@@ -107,7 +107,7 @@ def plain_extraction(source: str) -> str:
         for element in list(root.iter(name)):
             if len("".join(element.itertext())) <= 64 and element.getparent() is not None:
                 element.drop_tree()
-    root = html.fromstring(minified(etree.tostring(root, method="html", encoding="unicode")))
+    root = html.fromstring(minify(etree.tostring(root, method="html", encoding="unicode")))
     text, tags = "", []
 
     def add(tag: Any, new: str | None) -> None:
@@ -160,13 +160,16 @@ class PlainWriting:
             text += character
             mask += [False] * len(character)
         encoded = self._tokenizer(text)
-        marked = []
+        metadata_flags = []
         for place in range(len(encoded["input_ids"])):
             span = encoded.token_to_chars(place)
-            marked.append(any(mask[span.start : span.end]))
+            metadata_flags.append(any(mask[span.start : span.end]))
         blocks, size = [], self._room - len(prefix_ids)
-        for begin in range(0, len(marked), size):
-            ids, is_metadata = prefix_ids + encoded["input_ids"][begin : begin + size], marked[begin : begin + size]
+        for begin in range(0, len(metadata_flags), size):
+            ids, is_metadata = (
+                prefix_ids + encoded["input_ids"][begin : begin + size],
+                metadata_flags[begin : begin + size],
+            )
             pad = self._room - len(ids)
             blocks.append(
                 (ids + [0] * pad, [1] * len(ids) + [0] * pad, [1] * len(prefix_ids) + is_metadata + [0] * pad)

@@ -30,7 +30,7 @@ WIDTH, HEIGHT = 1280, 1000
 MILLISECONDS = 120_000
 TURNS = 6
 PAUSE = 2000
-"""Milliseconds between two clicks: a reader looks at what the first has shown."""
+"""Milliseconds between two clicks, for the reader to look at the result of the first."""
 RATES, SEEDS = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2), 10
 RUNNING, REFRESHES, REFRESH_SECONDS = 10, 6, 2
 Result = TypeVar("Result")
@@ -53,8 +53,8 @@ def main() -> int:
         try:
             assert server.stdout is not None
             address = server.stdout.readline().strip()
-            with sync_playwright() as started:
-                browser = started.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
+            with sync_playwright() as driver:
+                browser = driver.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
                 _measure(browser, address, running, server.pid, options.minutes)
                 browser.close()
         finally:
@@ -126,7 +126,7 @@ def _scores(steps: range, stride: int, rate: int, rng: random.Random) -> Iterato
 
 
 def _measure(browser: Browser, address: str, running: list[RunDir], server: int, minutes: float) -> None:
-    page, seconds = _timed(lambda: _opened(browser, address))
+    page, seconds = _time_call(lambda: _open_page(browser, address))
     print(f"first paint      {seconds:6.2f} s  (the table of jobs, of results and the curves)")
     page.locator("select").filter(has_text="every 2 s").select_option(label=f"every {REFRESH_SECONDS} s")
     before = _processor_seconds(server)
@@ -145,18 +145,18 @@ def _measure(browser: Browser, address: str, running: list[RunDir], server: int,
         "a state": lambda turn: _click_state(page, turn),
         "an expression": lambda turn: _type_expression(page, turn),
     }
-    page.locator(".live-switch").click()  # so that no refresh stands between a click and its answer
+    page.locator(".live-switch").click()  # so that no refresh delays the answer to a click
     for name, click in clicks.items():
         seconds = []
         for turn in range(TURNS):
             page.wait_for_timeout(PAUSE)
             if name == "a state" and turn % 2 == 0:
                 page.locator(".states input").click()  # opens the list of them
-            seconds.append(_timed(partial(click, turn))[1])
+            seconds.append(_time_call(partial(click, turn))[1])
         seconds.sort()
         print(f"{name:16} {seconds[TURNS // 2]:6.2f} s median of {TURNS}, most {seconds[-1]:.2f} s", flush=True)
     page.close()
-    pages = [_opened(browser, address) for _ in range(3)]
+    pages = [_open_page(browser, address) for _ in range(3)]
     for tab in pages:
         tab.locator("select").filter(has_text="every 2 s").select_option(label="every 2 s")
     until, step, rows = time.monotonic() + 60 * minutes, 10**6, []
@@ -184,7 +184,7 @@ def _processor_seconds(pid: int) -> float:
     return sum(psutil.Process(pid).cpu_times()[:2])
 
 
-def _opened(browser: Browser, address: str, width: int = WIDTH, height: int = HEIGHT) -> Page:
+def _open_page(browser: Browser, address: str, width: int = WIDTH, height: int = HEIGHT) -> Page:
     page = browser.new_context(viewport={"width": width, "height": height}).new_page()
     page.set_default_timeout(MILLISECONDS)
     page.goto(address)
@@ -195,7 +195,7 @@ def _opened(browser: Browser, address: str, width: int = WIDTH, height: int = HE
     return page
 
 
-def _timed(work: Callable[[], Result]) -> tuple[Result, float]:
+def _time_call(work: Callable[[], Result]) -> tuple[Result, float]:
     began = time.perf_counter()
     return work(), time.perf_counter() - began
 
@@ -208,7 +208,7 @@ def _click_job(page: Page, turn: int) -> None:
 
 
 def _click_result(page: Page, turn: int) -> None:
-    """Until its curve alone is bright."""
+    """Wait until only its curve is bright."""
     lines = "[...Bokeh.documents[0].all_models].filter(m => m.type === 'Line' && m.line_width.value === 2)"
     bright = f"{lines}.filter(m => m.line_alpha.value === 1).map(m => m.id).join(' ')"
     before = page.evaluate(bright)
@@ -252,9 +252,9 @@ def _type_expression(page: Page, turn: int) -> None:
     _wait_for_count(page, turn % 2 == 0)
 
 
-def _wait_for_count(page: Page, filtered: bool) -> None:
-    """Until the page tells how many of the experiments it shows, and has painted what it was told."""
-    text = r"\d of \d+ experiments" if filtered else r"· \d+ experiments"
+def _wait_for_count(page: Page, has_filter: bool) -> None:
+    """Wait until the page shows the count of its experiments and has finished painting."""
+    text = r"\d of \d+ experiments" if has_filter else r"· \d+ experiments"
     page.wait_for_function(
         f"[...Bokeh.documents[0].all_models].some(m => /{text}/.test(m.text)) && Bokeh.documents[0].is_idle"
     )

@@ -47,11 +47,11 @@ def main() -> int:
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     with (
         tempfile.TemporaryDirectory() as scratch,
-        sync_playwright() as started,
+        sync_playwright() as driver,
         subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as server,
     ):
         try:
-            browser = started.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
+            browser = driver.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
             page = browser.new_context(viewport={"width": WIDTH, "height": HEIGHT}, color_scheme="light").new_page()
             page.set_default_timeout(MILLISECONDS)
             assert server.stdout is not None

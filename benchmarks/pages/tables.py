@@ -1,4 +1,4 @@
-"""Tables and bands over thousands of runs, beside haven's on the same tree: `python -m benchmarks.pages.tables
+"""Tables and bands over thousands of runs, compared with haven's on the same tree: `python -m benchmarks.pages.tables
 [--experiments 5000]`."""
 
 import argparse
@@ -21,26 +21,26 @@ from src.tables.cache import CACHE
 
 SCORES = ("train_loss", "val_loss", "val_accuracy", "grad_norm", "learning_rate")
 
-# Each in a process of its own, so that peak memory and imports are its own. Besides the wall clock the processor's time
-# is taken: on a machine that others use, too, only that can be compared.
-_MEASURED = """
+# Each runs in its own process, so that peak memory and imports are measured separately. CPU time is measured as well as
+# wall time: on a shared machine only CPU time can be compared.
+_MEASURING_SCRIPT = """
 import resource, sys, time, warnings
 runs = sys.argv[1]
 {code}
 memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-print(time.perf_counter() - began, time.process_time() - used, memory)
+print(time.perf_counter() - start, time.process_time() - cpu_start, memory)
 """
 _HAVEN = """
 warnings.simplefilter("ignore")
 from haven.haven_results import ResultManager
-began, used = time.perf_counter(), time.process_time()
+start, cpu_start = time.perf_counter(), time.process_time()
 manager = ResultManager(savedir_base=runs, verbose=False)
 """
 _TABLE = """
 from pathlib import Path
 from results.table import render, tabulate
 from src.tables.results import load_rows
-began, used = time.perf_counter(), time.process_time()
+start, cpu_start = time.perf_counter(), time.process_time()
 rows, warned = load_rows(Path(runs))
 assert not warned, warned
 render(*tabulate(rows, ["exp_id"], ["all"]), "markdown")
@@ -50,7 +50,7 @@ from pathlib import Path
 from src.tables.curves import bands
 from src.tables.results import group_rows, load_rows
 import numpy
-began, used = time.perf_counter(), time.process_time()
+start, cpu_start = time.perf_counter(), time.process_time()
 rows, _ = load_rows(Path(runs))
 rows = [row for row in rows if row["model.stride"] < {count} // 10]
 found, _ = bands(Path(runs), group_rows(rows, ["model.stride"]), ["val_loss"])
@@ -118,29 +118,29 @@ def _compare(runs: Path, count: int) -> None:
     haven_table = _HAVEN + "manager.get_score_df()\n"
     bands, their_bands = _BANDS.format(count=count), _HAVEN_BANDS.format(count=count)
     rows = [
-        ("table, first", _measured(runs, haven_table), _measured(runs, _TABLE)),
-        ("table, second", _measured(runs, haven_table), _measured(runs, _TABLE)),
-        (f"bands of {count} runs, first", _measured(runs, their_bands), _measured(runs, bands)),
-        (f"bands of {count} runs, second", None, _measured(runs, bands)),
+        ("table, first", _measure(runs, haven_table), _measure(runs, _TABLE)),
+        ("table, second", _measure(runs, haven_table), _measure(runs, _TABLE)),
+        (f"bands of {count} runs, first", _measure(runs, their_bands), _measure(runs, bands)),
+        (f"bands of {count} runs, second", None, _measure(runs, bands)),
     ]
     print(f"{'':32}{'haven s':>9}{'cpu s':>8}{'MB':>6}{'ours s':>9}{'cpu s':>8}{'MB':>6}{'times':>8}{'cpu':>6}")
     for name, theirs, ours in rows:
-        left = _cells(theirs) if theirs else f"{'-':>9}{'-':>8}{'-':>6}"
+        haven_cells = _cells(theirs) if theirs else f"{'-':>9}{'-':>8}{'-':>6}"
         times = f"{theirs[0] / ours[0]:8.0f}{theirs[1] / ours[1]:6.0f}" if theirs else f"{'-':>8}{'-':>6}"
-        print(f"{name:32}{left}{_cells(ours)}{times}")
+        print(f"{name:32}{haven_cells}{_cells(ours)}{times}")
     print(
         f"cache: {(runs / CACHE).stat().st_size / 1e6:.0f} MB; "
         f"load {os.getloadavg()[0]:.1f}; this process {_peak():.0f} MB"
     )
 
 
-def _cells(measured: Sequence[float]) -> str:
-    return f"{measured[0]:9.2f}{measured[1]:8.2f}{measured[2]:6.0f}"
+def _cells(values: Sequence[float]) -> str:
+    return f"{values[0]:9.2f}{values[1]:8.2f}{values[2]:6.0f}"
 
 
-def _measured(runs: Path, code: str) -> list[float]:
+def _measure(runs: Path, code: str) -> list[float]:
     """Seconds without imports, of them on the processor, and peak MB."""
-    command = [sys.executable, "-c", _MEASURED.format(code=code), str(runs)]
+    command = [sys.executable, "-c", _MEASURING_SCRIPT.format(code=code), str(runs)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(done.stderr)

@@ -1,15 +1,14 @@
-"""Span corruption of packed text: our samples and batches beside the algorithm of nanoT5 and Hugging Face's T5
+"""Span corruption of packed text: our samples and batches against the algorithm of nanoT5 and Hugging Face's T5
 collators.
 
     python -m benchmarks.t5.span_corruption [--sequences 2048] [--batch 128] [--rounds 5]
 
 Rows of 568 tokens become inputs of 512 and targets of 114, as tensors with decoder inputs and masks, by one process on
-one thread. Ours
-is everything that training asks for: the row by index from the packed documents, a generator of (seed, epoch, index),
-the mask, sentinels, end tokens, the batch. The peer, written here as it was published, stacks the same rows, draws each
-row's mask from one global generator, and corrupts the batch with whole-array operations; it has no index, no packing
-and no masks to return. First the two are compared on the same masks. Rounds alternate; the fastest counts. Tokens are
-those of the raw rows.
+one thread. Ours includes all work of training: the row by index from the packed documents, a generator seeded with
+(seed, epoch, index), the mask, sentinels, end tokens, the batch. The peer, written here as published, stacks the same
+rows, draws each row's mask from one global generator, and corrupts the batch with array operations; it has no index, no
+packing and returns no masks. First the two are compared on the same masks. Rounds alternate; the fastest counts. Tokens
+are those of the raw rows.
 """
 
 import argparse
@@ -35,7 +34,7 @@ SENTINELS = np.arange(VOCABULARY - 1, VOCABULARY - 101, -1, dtype=np.int32)
 
 
 class _Encoder:
-    """All that a data set asks of an encoder."""
+    """The part of an encoder that a data set uses."""
 
     pad_id = PAD
 
@@ -79,7 +78,7 @@ def published_mask(length: int) -> np.ndarray:
 
 
 def published_sentinels(mask: np.ndarray) -> np.ndarray:
-    """(B, L): the sentinel where a run begins, -1 on its other tokens, 0 elsewhere."""
+    """(B, L): the sentinel at the start of a run, -1 on its other tokens, 0 elsewhere."""
     starts = mask - np.roll(mask, 1, axis=-1) * mask
     starts[:, 0] = mask[:, 0]
     ids = np.where(starts != 0, np.cumsum(starts, axis=-1), starts)
@@ -90,11 +89,11 @@ def published_sentinels(mask: np.ndarray) -> np.ndarray:
 def published_filtered(rows: np.ndarray, sentinels: np.ndarray) -> np.ndarray:
     """Runs become their sentinel, and each row gets its end token."""
     full = np.where(sentinels != 0, sentinels, rows)
-    kept = full[full >= 0].reshape((len(rows), -1))
-    return np.concatenate([kept, np.full((len(rows), 1), EOS, dtype=np.int32)], axis=-1)
+    tokens = full[full >= 0].reshape((len(rows), -1))
+    return np.concatenate([tokens, np.full((len(rows), 1), EOS, dtype=np.int32)], axis=-1)
 
 
-def published(rows: np.ndarray, masks: np.ndarray) -> dict[str, torch.Tensor]:
+def published_batch(rows: np.ndarray, masks: np.ndarray) -> dict[str, torch.Tensor]:
     """The batch of rows (B, L)."""
     inputs = published_filtered(rows, published_sentinels(masks.astype(np.int8)))
     labels = published_filtered(rows, published_sentinels((~masks).astype(np.int8)))
@@ -109,7 +108,7 @@ def compare(data: SingleObjectiveDataset, rows: Sequence[np.ndarray]) -> None:
     """Both give the same batch where they draw the same masks."""
     masks = [noise.noise_mask(RAW, DENSITY, MEAN_SPAN, MaskRng(0, is_fixed=False).generator(0, i)) for i in range(8)]
     batch: Any = data.collate([data.sample(0, i) for i in range(8)])
-    for name, tensor in published(np.stack(rows[:8]), np.stack(masks)).items():
+    for name, tensor in published_batch(np.stack(rows[:8]), np.stack(masks)).items():
         assert torch.equal(batch[name], tensor), name
     assert batch["input_ids"].shape == (8, 512)
     assert batch["labels"].shape == (8, TARGETS)
@@ -130,7 +129,7 @@ def main() -> None:
         return data.collate([data.sample(0, i) for i in numbers])
 
     def peers_batch(numbers: range) -> object:
-        return published(np.array([rows[i] for i in numbers]), np.asarray([published_mask(RAW) for _ in numbers]))
+        return published_batch(np.array([rows[i] for i in numbers]), np.asarray([published_mask(RAW) for _ in numbers]))
 
     makers: dict[str, Callable[[range], object]] = {"ours": our_batch, "published": peers_batch}
     best = dict.fromkeys(makers, float("inf"))
@@ -146,8 +145,8 @@ def main() -> None:
     for name, seconds in best.items():
         print(f"{name:>12} {count * RAW / seconds / 1e6:11.2f} {seconds / count * 1e6:12.1f}")
     print(f"ours / published: {best['published'] / best['ours']:.2f} times")
-    met = count * RAW / best["ours"] >= TARGET
-    print(f"target {TARGET / 1e6} M tokens/s: {'met' if met else 'MISSED'}")
+    is_met = count * RAW / best["ours"] >= TARGET
+    print(f"target {TARGET / 1e6} M tokens/s: {'met' if is_met else 'MISSED'}")
 
 
 if __name__ == "__main__":

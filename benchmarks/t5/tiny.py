@@ -1,10 +1,10 @@
-"""What a small T5 learns in a few minutes: the losses of group `t5_tiny` beside a unigram model of the same targets, in
+"""A small T5 after a few minutes of training: losses of group `t5_tiny` against a unigram model of the same targets, in
 nats per token.
 
     python -m benchmarks.t5.tiny [--data_path results/data]
 
 The unigram model counts the target tokens of one epoch of the training split, sentinels and end tokens too, with one
-count more for each token of the vocabulary. A model that has not learned to read its input, or what follows what, does
+count more for each token of the vocabulary. A model that has not learned to use its input or the order of tokens does
 no better.
 """
 

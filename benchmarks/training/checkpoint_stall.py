@@ -1,14 +1,12 @@
-"""How long a checkpoint keeps a training waiting: written while it goes on, as `fit` does it, against written while it
-waits.
+"""Seconds that a checkpoint delays training: written in the background, as `fit` does, against written synchronously.
 
     python -m benchmarks.training.checkpoint_stall [--rounds 3] [--steps 24] [--hidden_size 768] [--num_layers 8]
 
-The same training three times a round, in another order each: without checkpoints, with one after each quarter that is
-waited for at once, and with these written in the background. The second and the third are measured; the first also
-takes the memory that all copies use. Two stalls are told of a checkpoint: for how long the loop stands still in `save`,
-and how much longer the second half of the steps
-takes than without checkpoints: that holds, too, what the writing takes from the steps that follow where there is no
-core to spare. All end with the same weights, bit for bit.
+Each round runs the same training three times, in a different order: without checkpoints, with a synchronous checkpoint
+after each quarter, and with background checkpoints. The second and the third checkpoint are measured; the first also
+allocates the memory that all copies use. Two stalls are reported per checkpoint: the time that the loop waits in
+`save`, and the extra time of the second half of the steps compared with no checkpoints. The latter includes the
+slowdown of the following steps by the writer if there is no spare core. All end with the same weights, bit for bit.
 """
 
 import argparse
@@ -59,13 +57,13 @@ def waiting() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def timed(standing: list[float]) -> Iterator[None]:
+def time_saves(standing: list[float]) -> Iterator[None]:
     """Within the block the seconds of each `save` are put into `standing`."""
     save = Saver.save
 
-    def whole(self: Saver, engine: Engine, kept: LoopSnapshot) -> None:
+    def whole(self: Saver, engine: Engine, snapshot: LoopSnapshot) -> None:
         began = time.perf_counter()
-        save(self, engine, kept)
+        save(self, engine, snapshot)
         standing.append(time.perf_counter() - began)
 
     with mock.patch.object(Saver, "save", whole):
@@ -76,7 +74,7 @@ def trained(exp: dict[str, Any], data: Path, mode: str) -> tuple[nn.Module, floa
     """The model, seconds of the second half of the steps, seconds in one `save` of them, and bytes of a checkpoint."""
     recipe = load_experiment(exp, "benchmark")
     config: Any = recipe
-    half, began, ended = config.loop.steps // 2, 0.0, 0.0
+    half, began, end_time = config.loop.steps // 2, 0.0, 0.0
     calls, standing = 0, []
 
     def loss(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
@@ -87,13 +85,13 @@ def trained(exp: dict[str, Any], data: Path, mode: str) -> tuple[nn.Module, floa
         return causal_lm_loss(model, batch)
 
     def evaluate(_: Any) -> dict[str, float]:
-        nonlocal ended
-        ended = time.perf_counter()
+        nonlocal end_time
+        end_time = time.perf_counter()
         return {"val_loss": 0.0}
 
     with (
         tempfile.TemporaryDirectory(dir=data) as folder,
-        timed(standing),
+        time_saves(standing),
         waiting() if mode == "waiting" else contextlib.nullcontext(),
     ):
         places = Places(data, Path(folder))
@@ -113,7 +111,7 @@ def trained(exp: dict[str, Any], data: Path, mode: str) -> tuple[nn.Module, floa
                 sum(file.stat().st_size for file in step.iterdir())
                 for step in (run_dir.path / "checkpoints").glob("step-*")
             )
-        return model, ended - began, statistics.mean(standing[1:3]) if mode != "none" else 0.0, size
+        return model, end_time - began, statistics.mean(standing[1:3]) if mode != "none" else 0.0, size
 
 
 def main() -> None:
@@ -142,27 +140,28 @@ def main() -> None:
     for path, value in {**changes, "model.hidden_size": args.hidden_size, "model.num_layers": args.num_layers}.items():
         exp = set_path(exp, path, value, True)
     stalls: dict[str, list[float]] = {"waiting": [], "background": []}
-    blocked: dict[str, list[float]] = {"waiting": [], "background": []}
+    save_stalls: dict[str, list[float]] = {"waiting": [], "background": []}
     for i in range(args.rounds):
-        found = {mode: trained(exp, args.data_path, mode) for mode in MODES[i % 3 :] + MODES[: i % 3]}
-        first = found["none"][0]
+        results = {mode: trained(exp, args.data_path, mode) for mode in MODES[i % 3 :] + MODES[: i % 3]}
+        first = results["none"][0]
         assert all(
             torch.equal(a, b)
-            for model, *_ in found.values()
+            for model, *_ in results.values()
             for a, b in zip(first.parameters(), model.parameters(), strict=True)
         )
         for mode, of in stalls.items():
-            of.append((found[mode][1] - found["none"][1]) / 2)
-            blocked[mode].append(found[mode][2])
+            of.append((results[mode][1] - results["none"][1]) / 2)
+            save_stalls[mode].append(results[mode][2])
         if i == 0:
             parameters = sum(p.numel() for p in first.parameters())
-            print(f"{parameters / 1e6:.0f} M parameters, {found['background'][3] / 1e6:.0f} MB a checkpoint")
-        seconds = "   ".join(f"{mode} {found[mode][1]:.2f} s" for mode in MODES)
+            print(f"{parameters / 1e6:.0f} M parameters, {results['background'][3] / 1e6:.0f} MB a checkpoint")
+        seconds = "   ".join(f"{mode} {results[mode][1]:.2f} s" for mode in MODES)
         print(
-            f"round {i}: {seconds}   in save {blocked['waiting'][-1]:.2f} s and {blocked['background'][-1]:.2f} s",
+            f"round {i}: {seconds}   in save {save_stalls['waiting'][-1]:.2f} s "
+            f"and {save_stalls['background'][-1]:.2f} s",
             flush=True,
         )
-    for name, each in (("standing still in save", blocked), ("in all", stalls)):
+    for name, each in (("standing still in save", save_stalls), ("in all", stalls)):
         medians = {mode: statistics.median(of) for mode, of in each.items()}
         ratio = medians["background"] / medians["waiting"]
         seconds = f"{medians['background']:.2f} s in the background, {medians['waiting']:.2f} s waiting"

@@ -1,11 +1,10 @@
-"""The divergence detector at its defaults: what it says of real training curves, how often it is wrong on noise, and
-what a step costs.
+"""The divergence detector at its defaults: findings on real training curves, false alarms on noise, and cost per step.
 
     TRAINVAL_DATA=FOLDER python -m benchmarks.training.divergence [--plots FOLDER] [--seeds 200]
 
-Reads every curve of FOLDER/logs, in the format in which its project wrote it. What a log calls "nan" at a step where
-every metric is "nan" was not recorded, and is left out. A line that stands for several steps is replayed as so many:
-first those that were skipped, then the others, each with the line's mean loss.
+Reads every curve of FOLDER/logs, in the format in which its project wrote it. Steps where every metric is "nan" were
+not recorded and are dropped. A line that covers several steps is replayed as several steps: first the skipped ones,
+then the applied ones, each with the line's mean loss.
 """
 
 import argparse
@@ -65,12 +64,12 @@ def bigscience_csv(path: Path) -> Iterator[Step]:
 
 
 def bigscience_out(path: Path) -> Iterator[Step]:
-    """The same lines within the whole output of a Slurm job; pipeline stages may print a line several times."""
+    """The same lines from the output of a Slurm job; pipeline stages can print a line several times."""
     rows = {}
     for line in path.read_text(errors="replace").splitlines():
-        if found := LINE.search(line):
+        if match := LINE.search(line):
             loss, norm = LOSS.search(line), NORM.search(line)
-            rows[int(found[1])] = (int(found[1]), _number(loss and loss[1]), _number(norm and norm[1]), int(found[2]))
+            rows[int(match[1])] = (int(match[1]), _number(loss and loss[1]), _number(norm and norm[1]), int(match[2]))
     return _steps(sorted(rows.values()))
 
 
@@ -78,8 +77,8 @@ def _steps(rows: Sequence[tuple[int, float | None, float | None, int]]) -> Itera
     last = 0
     for iteration, loss, norm, skipped in rows:
         for step in range(last + 1, iteration + 1):
-            moved = step - last > skipped
-            yield Step(step, loss if moved else None, norm if moved else None, not moved)
+            is_applied = step - last > skipped
+            yield Step(step, loss if is_applied else None, norm if is_applied else None, not is_applied)
         last = iteration
 
 
@@ -100,56 +99,56 @@ def curves(logs: Path) -> dict[str, list[Step]]:
     return {path.name: list(read(path)) for pattern, read in READERS.items() for path in sorted(logs.glob(pattern))}
 
 
-def judged(steps: Sequence[Step], config: Config | None = None) -> list[Finding]:
+def detect(steps: Sequence[Step], config: Config | None = None) -> list[Finding]:
     """All findings of a detector that sees the steps in turn."""
     detector = Detector(config or Config())
-    return [found for s in steps for found in detector.observe(s.step, s.loss, s.grad_norm, s.skipped)]
+    return [finding for s in steps for finding in detector.observe(s.step, s.loss, s.grad_norm, s.skipped)]
 
 
 def noisy(seed: int, steps: int, noise: float, persistence: float, tails: float) -> list[Step]:
     """A healthy curve: a power law from 10 down to about 3, times noise that is correlated from step to step and now
     and then large.
 
-    noise: standard deviation relative to the loss. persistence: share of the noise that the next step keeps. tails:
-    share of steps whose noise is four times as large, upwards.
+    noise: standard deviation relative to the loss. persistence: share of the noise that carries over to the next step.
+    tails: share of steps with noise four times as large, upwards.
     """
     draw = random.Random(seed)
-    made, wave = [], 0.0
+    series, wave = [], 0.0
     for step in range(1, steps + 1):
         wave = persistence * wave + math.sqrt(1 - persistence**2) * draw.gauss(0, 1)
         jump = abs(draw.gauss(0, 4)) if draw.random() < tails else 0.0
-        made.append(
+        series.append(
             Step(
                 step,
                 (2.5 + 7.5 * (1 + step / 20) ** -0.5) * math.exp(noise * (wave + jump)),
                 math.exp(0.3 * draw.gauss(0, 1)),
             )
         )
-    return made
+    return series
 
 
 def seconds_per_step(steps: Sequence[Step]) -> tuple[float, float]:
     """Median and 99th percentile."""
-    detector, taken = Detector(Config()), []
+    detector, times = Detector(Config()), []
     for s in steps:
         began = time.perf_counter()
         detector.observe(s.step, s.loss, s.grad_norm, s.skipped)
-        taken.append(time.perf_counter() - began)
-    return statistics.median(taken), statistics.quantiles(taken, n=100)[-1]
+        times.append(time.perf_counter() - began)
+    return statistics.median(times), statistics.quantiles(times, n=100)[-1]
 
 
-def plot(name: str, steps: Sequence[Step], found: Sequence[Finding], folder: Path) -> None:
-    """The curve with a line at each finding, whole and without its first twentieth, as PNG."""
+def plot(name: str, steps: Sequence[Step], findings: Sequence[Finding], folder: Path) -> None:
+    """Save the curve with a line at each finding as PNG, in full and without its first 5 %."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(16, 5), layout="constrained")
     for axes, part in zip(figure.subplots(1, 2), (steps, steps[len(steps) // 20 :]), strict=True):
-        shown = [s for s in part if s.loss is not None]
-        axes.plot([s.step for s in shown], [s.loss for s in shown], linewidth=0.6)
-        for f in found:
-            if f.step >= shown[0].step:
+        plotted_steps = [s for s in part if s.loss is not None]
+        axes.plot([s.step for s in plotted_steps], [s.loss for s in plotted_steps], linewidth=0.6)
+        for f in findings:
+            if f.step >= plotted_steps[0].step:
                 axes.axvline(f.step, color="red", linewidth=0.5, alpha=0.6)
-    figure.suptitle(f"{name}: {len(found)} findings")
+    figure.suptitle(f"{name}: {len(findings)} findings")
     folder.mkdir(parents=True, exist_ok=True)
     figure.savefig(folder / f"{name}.png", dpi=80)
 
@@ -158,11 +157,11 @@ def print_curves(by_name: dict[str, list[Step]], plots: Path | None) -> None:
     """The table of real curves."""
     print(f"{'curve':<46} {'steps':>6}  fired when, or quiet")
     for name, steps in by_name.items():
-        found = judged(steps)
+        findings = detect(steps)
         if plots:
-            plot(name, steps, found, plots)
-        text = ", ".join(f"{f.kind} {f.first_step}-{f.step}" for f in found[:8]) or "quiet"
-        print(f"{name:<46} {len(steps):>6}  {text}{f', and {len(found) - 8} more' if len(found) > 8 else ''}")
+            plot(name, steps, findings, plots)
+        text = ", ".join(f"{f.kind} {f.first_step}-{f.step}" for f in findings[:8]) or "quiet"
+        print(f"{name:<46} {len(steps):>6}  {text}{f', and {len(findings) - 8} more' if len(findings) > 8 else ''}")
 
 
 def least_spike(steps: Sequence[Step], at: int) -> float:
@@ -172,7 +171,7 @@ def least_spike(steps: Sequence[Step], at: int) -> float:
         part = list(steps[at - 400 : at + 10])
         for i in range(400, 403):
             part[i] = replace(part[i], loss=(part[i].loss or math.nan) * (1 + percent / 100))
-        if any(f.kind == "loss_spike" and f.step >= part[400].step for f in judged(part)):
+        if any(f.kind == "loss_spike" and f.step >= part[400].step for f in detect(part)):
             return 1 + percent / 100
     return math.inf
 
@@ -197,9 +196,9 @@ def print_false_alarms(seeds: int, steps: int = 2000) -> None:
         (0.05, 0.3, 0),
         (0.05, 0.6, 0),
     ):
-        found = [len(judged(noisy(seed, steps, noise, persistence, tails))) for seed in range(seeds)]
-        wrong, name = sum(map(bool, found)), f"noise {noise:.2f}, persistence {persistence:.1f}, large {tails:.2f}"
-        print(f"{name:<46} {wrong:>12} ({wrong / seeds:.1%}) {sum(found) / seeds / steps * 1000:>20.3f}")
+        counts = [len(detect(noisy(seed, steps, noise, persistence, tails))) for seed in range(seeds)]
+        wrong, name = sum(map(bool, counts)), f"noise {noise:.2f}, persistence {persistence:.1f}, large {tails:.2f}"
+        print(f"{name:<46} {wrong:>12} ({wrong / seeds:.1%}) {sum(counts) / seeds / steps * 1000:>20.3f}")
 
 
 def main() -> None:

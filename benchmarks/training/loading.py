@@ -1,9 +1,8 @@
-"""How long steps wait for their data, beside torch's DataLoader as it comes: python -m benchmarks.training.loading
+"""Time that steps wait for data, against torch's DataLoader at its defaults: python -m benchmarks.training.loading
 [--seconds 0.4]
 
-A step reads eight micro-batches, and a reader reads four times as fast as the step computes. Both are stood for by
-sleeping, so that it
-can be measured on a busy machine: what is left is who reads ahead how far.
+A step reads eight micro-batches, and a reader reads four times as fast as the step computes. Both are simulated by
+sleeping, so that a busy machine does not disturb the result: only the read-ahead strategies differ.
 """
 
 import argparse
@@ -68,15 +67,15 @@ def torchs(dataset: Any, workers: int) -> Generator[Any]:
 
 def waits(steps: Generator[Any], seconds: float) -> float:
     """Share of the time, once the first step has come."""
-    waited = 0.0
+    wait_seconds = 0.0
     with contextlib.closing(steps):
         next(steps)
         for _ in range(STEPS):
             time.sleep(seconds)
             before = time.perf_counter()
             next(steps)
-            waited += time.perf_counter() - before
-    return waited / (waited + STEPS * seconds)
+            wait_seconds += time.perf_counter() - before
+    return wait_seconds / (wait_seconds + STEPS * seconds)
 
 
 def main() -> None:

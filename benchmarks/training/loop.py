@@ -8,13 +8,12 @@ All train the model of the group in float32 on the same sequences in the same or
 processes, with DistributedDataParallel); the bare loop has nothing but the model, AdamW, clipping and the learning
 rate. They take turns after every step, so that a slow moment of the machine falls on all, and each waits while another
 computes. A step is timed from the end of the one before, in its second half of the training; the median over the steps
-of the ratio of two ways at the same step counts: both read the same sequences in it. All must have the same weights, to
-rounding, after the first steps: PyTorch's clipping and the Trainer's mean over tokens round otherwise, and Adam makes
-more of that with each step.
+of the ratio of two ways at the same step counts: both read the same sequences in it. All must have the same weights, up
+to rounding, after the first steps: PyTorch's clipping and the Trainer's mean over tokens round differently, and Adam
+amplifies the difference with each step.
 
-Freed memory stays with the process for all of them, as `fit` has it stay on a CPU: otherwise the C library gives it
-back and takes it again in each step, or not, by what else has left holes in it, and the ways differ by up to 15 % for
-no reason of their own.
+Freed memory stays with the process for all of them, as `fit` does on a CPU. Without that, the C library can return and
+reallocate memory in each step, depending on fragmentation, and times differ by up to 15 % for unrelated reasons.
 """
 
 import argparse
@@ -58,7 +57,7 @@ from src.training.state import State
 ROOT = Path(__file__).resolve().parents[2]
 TARGETS = {"bare": 0.97, "trainer": 1.0}
 LOSSES: dict[str, Callable[..., Tensor]] = {"base_tiny": causal_lm_loss, "t5_tiny": seq2seq_loss}
-COMPARED = 8
+COMPARED_STEPS = 8
 """Steps, at most, after which all must have the same weights."""
 
 
@@ -73,16 +72,16 @@ class Clock:
     done: int = 0
     began: tuple[float, float] = (0.0, 0.0)
     seconds: list[tuple[float, float]] = field(default_factory=list)
-    """Of each step of the second half: that passed, and that this thread computed for."""
+    """(wall time, CPU time of this thread) for each step of the second half."""
     weights: dict[str, Tensor] = field(default_factory=dict)
 
     def step(self) -> None:
         """An optimizer step has ended."""
-        ended = time.perf_counter(), time.thread_time()
+        end_times = time.perf_counter(), time.thread_time()
         if self.done >= self.steps // 2:
-            self.seconds.append((ended[0] - self.began[0], ended[1] - self.began[1]))
+            self.seconds.append((end_times[0] - self.began[0], end_times[1] - self.began[1]))
         self.done += 1
-        if self.done == min(COMPARED, self.steps // 2):
+        if self.done == min(COMPARED_STEPS, self.steps // 2):
             self.weights = {name: tensor.detach().clone() for name, tensor in self.model.named_parameters()}
         self.turns.pass_on()
         self.began = time.perf_counter(), time.thread_time()
@@ -90,7 +89,7 @@ class Clock:
 
 @dataclass
 class Work:
-    """One training to be done: what it needs, and when its steps end."""
+    """A training to run: its inputs, and a clock for its steps."""
 
     model: Any
     train: Any
@@ -135,23 +134,23 @@ def ours(work: Work) -> None:
 
     count = throughput.ThroughputMeter.count
 
-    def counted(
+    def count_tokens(
         self: throughput.ThroughputMeter, step: loader.Step
     ) -> None:  # the last thing that `fit` does in a step
         count(self, step)
         work.clock.step()
 
     with contextlib.ExitStack() as stack:
-        opened: list[RunDir] = []
+        runs: list[RunDir] = []
 
         def begin() -> Path:
-            opened.append(
+            runs.append(
                 stack.enter_context(RunDir.open(work.places.runs, work.exp, resolved_dict(work.recipe, key="recipe")))
             )
-            return opened[0].path
+            return runs[0].path
 
         path = distributed.broadcast_from_rank0(begin)
-        run = Run(opened[0] if opened else RunDir.attach(path), work.places, Options(log_every=work.config.loop.steps))
+        run = Run(runs[0] if runs else RunDir.attach(path), work.places, Options(log_every=work.config.loop.steps))
         task = TrainSpec(
             work.model,
             CheckpointMetadata({}, tokenizers.load(work.model.name_or_path)),
@@ -160,7 +159,7 @@ def ours(work: Work) -> None:
             work.loss,
             lambda _: {"val_loss": 0.0},
         )
-        throughput.ThroughputMeter.count = counted
+        throughput.ThroughputMeter.count = count_tokens
         try:
             fit(task, run, work.config.loop, work.config.seed)
         finally:
@@ -168,7 +167,7 @@ def ours(work: Work) -> None:
 
 
 class Sequences(Dataset):
-    """The sequences of the whole training in their order, as the Trainer wants them."""
+    """All sequences of the training in order, in the format of the Trainer."""
 
     def __init__(self, train: Any, config: Any) -> None:
         self.train = train
@@ -232,15 +231,15 @@ WAYS = {"bare": bare, "fit": ours, "trainer": trainer}
 def round_of(
     names: list[str], exp: dict[str, Any], loss: Callable[..., Tensor], data: Path
 ) -> dict[str, list[tuple[float, float]]]:
-    """Seconds of each measured step, by the wall and by the processor, by way; the ways begin in the order of `names`.
+    """Wall and CPU seconds of each measured step, by way; the ways start in the order of `names`.
 
-    Where there are several processes, those of rank 0: all wait for each other in each step.
+    With several processes, the times of rank 0: all wait for each other in each step.
     """
     recipe = load_experiment(exp, "benchmark")
     config: Any = recipe
     turns, clocks, works = Turns(), {}, []
-    with tempfile.TemporaryDirectory() as own:
-        places = Places(data, Path(distributed.broadcast_from_rank0(lambda: own)))
+    with tempfile.TemporaryDirectory() as runs_folder:
+        places = Places(data, Path(distributed.broadcast_from_rank0(lambda: runs_folder)))
         for name in names:
             torch.manual_seed(0)
             model = config.model.build(places)
@@ -254,7 +253,7 @@ def round_of(
 
 
 def compare(weights: dict[str, dict[str, Tensor]]) -> None:
-    """Refuse a measurement whose ways did not do the same work."""
+    """Fail if the measured ways did not do the same work."""
     for name, theirs in weights.items():
         assert theirs.keys() == weights["fit"].keys()
         for key, ours in weights["fit"].items():
@@ -296,21 +295,21 @@ def main() -> None:
         exp, {"loop.steps": args.steps, "loop.eval_every": args.steps, **dict(map(parse_assignment, args.set))}
     )
     names = ["fit", *args.against]
-    found: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
     with quiet(), distributed.session():
         for i in range(args.rounds):
             seconds = round_of(
                 names[i % len(names) :] + names[: i % len(names)], exp, LOSSES[args.group], args.data_path
             )
             for name in names:
-                found[name] += seconds[name]
+                times[name] += seconds[name]
             if distributed.is_main():
                 medians = (f"{name} {statistics.median(wall for wall, _ in seconds[name]):.4f} s" for name in names)
                 print(f"round {i}, a step: " + "   ".join(medians), flush=True)
         if distributed.is_main():
             for name in args.against:
                 wall, work = (
-                    sorted(b[k] / a[k] for a, b in zip(found["fit"], found[name], strict=True)) for k in (0, 1)
+                    sorted(b[k] / a[k] for a, b in zip(times["fit"], times[name], strict=True)) for k in (0, 1)
                 )
                 middle = f"half of {len(wall)} steps {wall[len(wall) // 4]:.3f} to {wall[3 * len(wall) // 4]:.3f}"
                 print(

@@ -1,10 +1,10 @@
-"""What monitoring costs: tokens/s of `fit` with the statistics of the default interval against none, in one process.
+"""Cost of monitoring: tokens/s of `fit` with the statistics of the default interval against none, in one process.
 
     python -m benchmarks.training.monitoring [--rounds 5] [--every 50] [--hidden_size 192]
 
-Each training makes twice `every` steps; the second half, with one step whose statistics are due, is measured. Rounds
+Each training runs 2 * `every` steps; the second half, which logs statistics at one step, is measured. Rounds
 alternate, so that a slow moment of the machine falls on both; the median ratio counts. Both must end with the same
-weights, bit for bit. Seconds of the processor are told besides, which other programs on the machine disturb less.
+weights, bit for bit. CPU seconds are also reported, since other programs disturb them less.
 """
 
 import argparse
@@ -78,17 +78,17 @@ def main() -> None:
     ratios, seconds = [], []
     print("round   without tokens/s   with tokens/s   ratio   ratio of processor seconds")
     for i in range(args.rounds):
-        found: dict[int, Any] = {}
+        runs: dict[int, Any] = {}
         for every in (0, args.every) if i % 2 else (args.every, 0):
-            found[every] = trained(exp, args.data_path, every, args.every)
+            runs[every] = trained(exp, args.data_path, every, args.every)
         same = all(
-            torch.equal(a, b) for a, b in zip(found[0][0].parameters(), found[args.every][0].parameters(), strict=True)
+            torch.equal(a, b) for a, b in zip(runs[0][0].parameters(), runs[args.every][0].parameters(), strict=True)
         )
         assert same, "monitoring must change no bit"
-        ratios.append(found[args.every][1] / found[0][1])
-        seconds.append(found[0][2] / found[args.every][2])
+        ratios.append(runs[args.every][1] / runs[0][1])
+        seconds.append(runs[0][2] / runs[args.every][2])
         print(
-            f"{i:>5}   {found[0][1]:>16,.0f}   {found[args.every][1]:>13,.0f}   {ratios[-1]:.3f}   {seconds[-1]:.3f}",
+            f"{i:>5}   {runs[0][1]:>16,.0f}   {runs[args.every][1]:>13,.0f}   {ratios[-1]:.3f}   {seconds[-1]:.3f}",
             flush=True,
         )
     print(

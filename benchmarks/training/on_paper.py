@@ -1,12 +1,10 @@
-"""The figures of docs/scaling.md: what a GPU would hold of trainings that this machine cannot run, and how long they
-would take.
+"""The figures of docs/scaling.md: predicted GPU memory and duration of trainings that are too large for this machine.
 
     python -m benchmarks.training.on_paper
 
-It is `trainval.py --dry-run --memory` of each, in a folder of its own with the published config.json of each base, and
-with tokenizers
-that have as many tokens as the real ones: the plans need nothing else. Prints markdown, and the seconds and memory that
-it has taken.
+Runs `trainval.py --dry-run --memory` for each in a new folder with the published config.json of each base model, and
+tokenizers with as many tokens as the real ones; the plans need nothing else. Prints markdown, and the seconds and
+memory that the command used.
 """
 
 import json
@@ -81,7 +79,7 @@ TOKENIZERS = {
     "llama-65b": 32_000,
     "openai-community/gpt2-xl": 50_257,
 }
-# The decoder of IDEFICS-80B (Llama 65B) in the model that our recipe trains: image tokens stand in the row, and no
+# The decoder of IDEFICS-80B (Llama 65B) in the model that our recipe trains: image tokens are part of the row, and no
 # layers are added.
 ASSEMBLED_65B = override(
     INTERLEAVED_TINY,
@@ -157,8 +155,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         data = Path(folder) / "data"
         prepare(data)
-        for name, exp, given in PLANS:
-            machines = {"gpu": "H100", "fsdp": False, "deepspeed": None, "gradient_checkpointing": None, **given}
+        for name, exp, overrides in PLANS:
+            machines = {"gpu": "H100", "fsdp": False, "deepspeed": None, "gradient_checkpointing": None, **overrides}
             before = time.perf_counter()
             lines, mistakes = memory_table.plan_all([plan.load(exp, name, name)], Places(data, Path(folder)), machines)
             print(

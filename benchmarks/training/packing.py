@@ -5,9 +5,8 @@ training.
     python -m benchmarks.training.packing --texts FILE.jsonl --tokenizer FOLDER [...]
 
 Lengths are log-normal (median 300 tokens, sigma 0.8), or those of the texts of a file, repeated in random order. Rows
-have 1,024 tokens, and 16 rows of a lane are open. The data set is `packed`, of documents whose lengths are in an array,
-as those of token files are. A row is timed with the cursor that travels with it, and the JSON of a whole cursor as a
-checkpoint has it.
+have 1,024 tokens, and 16 rows of a lane are open. The data set is `packed`, with document lengths in an array, as for
+token files. The time of a row includes its cursor; the JSON time is that of a full cursor, as in a checkpoint.
 
 --train N: a GPTBigCode of 4 layers of 256 trains N steps on `--rows` packed rows each, and N on the same documents one
 a row, padded to the longest (at most 1,024 tokens), alternately, in this process: tokens that are learned a second, as
@@ -43,12 +42,12 @@ def document_lengths(args: argparse.Namespace) -> np.ndarray:
 
     tokenizer = AutoTokenizer.from_pretrained(args.tokenizer)
     with open(args.texts, encoding="utf-8") as file:
-        found = [max(2, len(tokenizer(json.loads(line)["text"])["input_ids"])) for line in file]
+        lengths = [max(2, len(tokenizer(json.loads(line)["text"])["input_ids"])) for line in file]
     print(
-        f"{args.texts}: {len(found)} texts of {np.mean(found):.0f} tokens, "
-        f"median {np.median(found):.0f}, longest {max(found)}"
+        f"{args.texts}: {len(lengths)} texts of {np.mean(lengths):.0f} tokens, "
+        f"median {np.median(lengths):.0f}, longest {max(lengths)}"
     )
-    return draw.choice(np.array(found, dtype=np.int64), args.documents)
+    return draw.choice(np.array(lengths, dtype=np.int64), args.documents)
 
 
 class Lengths:
@@ -80,7 +79,7 @@ def packing(lengths: np.ndarray) -> Packing:
 
 
 def measure_order(packed: Packing, args: argparse.Namespace) -> list[Sequence[int]]:
-    """Print what a row costs; returns the rows that were read."""
+    """Print the cost of a row; return the rows read."""
     order = LaneOrder(packed, args.lanes)
     stream, cursor = order.micro_batches(0, RankShare(args.lanes, args.lanes, 0, 1), {}), Cursor()
     for _, entries, _ in islice(stream, 10):  # open rows are filled
@@ -93,17 +92,17 @@ def measure_order(packed: Packing, args: argparse.Namespace) -> list[Sequence[in
     seconds = time.process_time() - begin
     begin = time.process_time()
     text = json.dumps(cursor)
-    written = time.process_time() - begin
+    write_seconds = time.process_time() - begin
     begin = time.process_time()
     next(order.micro_batches(args.steps + 10, RankShare(args.lanes, args.lanes, 0, 1), json.loads(text)))
-    restored = time.process_time() - begin
-    used = sum(packed.sizes(*key[i : i + 2])[key[i + 2]][0] for key in rows for i in range(0, len(key), 3))
+    restore_seconds = time.process_time() - begin
+    num_tokens = sum(packed.sizes(*key[i : i + 2])[key[i + 2]][0] for key in rows for i in range(0, len(key), 3))
     pieces = sum(map(len, rows)) / 3 / len(rows)
     print(f"{args.documents:,} documents, {args.lanes} lanes, {len(rows):,} rows of {pieces:.2f} pieces")
-    print(f"order: {1e6 * seconds / len(rows):.1f} us a row; fill {used / len(rows) / ROOM:.4f}")
+    print(f"order: {1e6 * seconds / len(rows):.1f} us a row; fill {num_tokens / len(rows) / ROOM:.4f}")
     print(
-        f"cursor: {len(text) / args.lanes:.0f} bytes a lane; JSON {1e3 * written:.2f} ms; a restart "
-        f"{1e3 * restored:.1f} ms"
+        f"cursor: {len(text) / args.lanes:.0f} bytes a lane; JSON {1e3 * write_seconds:.2f} ms; a restart "
+        f"{1e3 * restore_seconds:.1f} ms"
     )
     return rows
 
@@ -155,9 +154,9 @@ if __name__ == "__main__":
     parser.add_argument("--rows", type=int, default=4)
     parser.add_argument("--texts", metavar="FILE", help='JSON lines with "text"')
     parser.add_argument("--tokenizer", metavar="FOLDER")
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     torch.set_num_threads(1)
-    made = packing(document_lengths(given))
-    found = measure_order(made, given)
-    if given.train:
-        measure_training(made, found, given)
+    packed_rows = packing(document_lengths(arguments))
+    order_rows = measure_order(packed_rows, arguments)
+    if arguments.train:
+        measure_training(packed_rows, order_rows, arguments)

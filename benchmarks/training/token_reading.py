@@ -1,14 +1,13 @@
-"""Packed rows of token ids from disk: ours beside the `datasets` library, whose table of the same rows is
-memory-mapped, too.
+"""Packed rows of token ids from disk: ours against the `datasets` library, which also memory-maps a table of the same
+rows.
 
     python -m benchmarks.training.token_reading [--rows 20000] [--tokens 568] [--vocab 32100] [--rounds 5]
 
 Documents of random lengths are written as token files (src/data/text/token_files.py) and, joined and cut to rows of
 `tokens` ids, as a dataset with one column of lists, saved with `save_to_disk`: of int32, and of uint16 as ours are on
-disk. Then all rows are read once in one random order by one process, each as a numpy array, or 32 as a batch (32,
-tokens) int64 of torch, which is what a step needs. The
-dataset is read as users do: with the format "numpy" row by row, or 32 rows at once; and as its Python lists. Rounds
-alternate; the fastest counts. Files are in the page cache throughout.
+disk. Then all rows are read once in one random order by one process, each as a numpy array, or 32 as an int64 torch
+batch (32, tokens) for a step. The dataset is read as users do: with the format "numpy" row by row, or 32 rows at once;
+and as its Python lists. Rounds alternate; the fastest counts. Files are in the page cache throughout.
 """
 
 import argparse
@@ -33,11 +32,11 @@ Read = Callable[[Sequence[int]], Any]
 def documents(args: argparse.Namespace) -> Iterator[np.ndarray]:
     """Ids of documents with their end tokens, as many as fill the rows."""
     generator = np.random.default_rng(0)
-    left = args.rows * args.tokens
-    while left > 0:
-        length = min(left, int(generator.geometric(1 / 800)))
+    remaining = args.rows * args.tokens
+    while remaining > 0:
+        length = min(remaining, int(generator.geometric(1 / 800)))
         yield np.append(generator.integers(3, args.vocab, length - 1), EOS)
-        left -= length
+        remaining -= length
 
 
 def write(folder: Path, args: argparse.Namespace) -> PackedRows:
@@ -56,14 +55,14 @@ def write(folder: Path, args: argparse.Namespace) -> PackedRows:
         facts["splits"] = {"train": [writer.close()]}
     packed = PackedRows(StoredDocuments(folder / "ours", "train", EOS), args.tokens)
     for kind in ("int32", dtype):
-        made = datasets.Dataset.from_generator(
+        dataset = datasets.Dataset.from_generator(
             _rows,
             gen_kwargs={"packed": packed},
             features=datasets.Features({"input_ids": datasets.List(datasets.Value(kind))}),
             cache_dir=str(folder / "cache"),
         )
-        assert isinstance(made, datasets.Dataset)
-        made.save_to_disk(folder / kind)
+        assert isinstance(dataset, datasets.Dataset)
+        dataset.save_to_disk(folder / kind)
     return packed
 
 
@@ -73,7 +72,7 @@ def _rows(packed: PackedRows) -> Iterator[dict[str, Any]]:
 
 
 def readers(folder: Path, packed: PackedRows, dtype: str) -> dict[str, dict[str, Read]]:
-    """Kind of reading -> reader -> what it does with the numbers of 32 rows."""
+    """{kind of reading: {reader: function that reads 32 rows by index}}."""
     import datasets
 
     plain = datasets.load_from_disk(folder / "int32")
@@ -107,13 +106,13 @@ def measure(args: argparse.Namespace, folder: Path) -> None:
     order = np.random.default_rng(1).permutation(len(packed)).tolist()
     groups = [order[i : i + BATCH] for i in range(0, len(order), BATCH)]
     best: dict[tuple[str, str], float] = {}
-    found = readers(folder, packed, token_files.id_dtype(args.vocab))
-    for kind, ways in found.items():
+    readers_by_kind = readers(folder, packed, token_files.id_dtype(args.vocab))
+    for kind, ways in readers_by_kind.items():
         right = np.stack([packed.row(n) for n in groups[0]])
         for name, read in ways.items():
             assert np.array_equal(np.stack([np.asarray(row) for row in read(groups[0])]), right), (kind, name)
     for _ in range(args.rounds):
-        for kind, ways in found.items():
+        for kind, ways in readers_by_kind.items():
             for name, read in ways.items():
                 began = time.perf_counter()
                 for numbers in groups:
@@ -128,7 +127,7 @@ def measure(args: argparse.Namespace, folder: Path) -> None:
     print(f"{'':14}{'':20}{'million tokens/s':>18}{'ours is':>10}")
     for (kind, name), took in best.items():
         print(f"{kind:14}{name:20}{tokens / took / 1e6:18.1f}{took / best[kind, 'ours']:9.1f}x")
-    for kind in found:
+    for kind in readers_by_kind:
         ratio = min(took for (one, name), took in best.items() if one == kind and name != "ours") / best[kind, "ours"]
         print(f"{kind}: ours is {ratio:.1f} times as fast as the fastest other")
 

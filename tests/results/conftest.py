@@ -43,8 +43,8 @@ def demo_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The experiments of the demo and their parent, with the scores, speeds and answers that runs of them have; the
     numbers are made up."""
     folder = tmp_path_factory.mktemp("demo")
-    known = plan.load_all(EXP_GROUPS)
-    for item in plan.add_parents(plan.load_groups(EXP_GROUPS, ["demo"], []), known, add=True):
+    groups = plan.load_all(EXP_GROUPS)
+    for item in plan.add_parents(plan.load_groups(EXP_GROUPS, ["demo"], []), groups, add=True):
         with RunDir.open(folder, item.exp, item.exp, facts={"groups": list(item.groups)}) as run:
             for step in range(25, 275, 25):
                 row = {

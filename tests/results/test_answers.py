@@ -38,7 +38,7 @@ def write(path: Path, seed: int, right: int) -> None:
     )
 
 
-def printed(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+def print_answers(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
     assert answers.main([*map(str, arguments)]) == 0
     return capsys.readouterr().out
 
@@ -46,7 +46,7 @@ def printed(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
 def test_questions_of_the_best_run_are_printed_evenly_spread(
     runs_with_answers: Path, capsys: pytest.CaptureFixture[str]
 ):
-    text = printed(capsys, runs_with_answers, "--count", "2")
+    text = print_answers(capsys, runs_with_answers, "--count", "2")
     assert "inference/val.jsonl: inference/em 0.75, the best of 2 runs" in text
     assert [line for line in text.splitlines() if line.startswith("question")] == [
         "question    q0 of 1",
@@ -58,7 +58,7 @@ def test_questions_of_the_best_run_are_printed_evenly_spread(
 
 def test_the_difference_to_wrong_contexts_has_an_interval(runs_with_answers: Path, capsys: pytest.CaptureFixture[str]):
     # Differences 1, 1, 1, 0: mean 0.75, standard deviation 0.433, and 1.96 * 0.433 / 2 = 0.424.
-    text = printed(capsys, runs_with_answers)
+    text = print_answers(capsys, runs_with_answers)
     assert re.search(
         r"^em 0\.75, 0 with .* 0\.75 \(95 % interval 0\.3256 to 1\.174\) over 4 questions", text, re.MULTILINE
     )
@@ -66,7 +66,7 @@ def test_the_difference_to_wrong_contexts_has_an_interval(runs_with_answers: Pat
 
 
 def test_only_wrong_answers(runs_with_answers: Path, capsys: pytest.CaptureFixture[str]):
-    text = printed(capsys, runs_with_answers, "--wrong")
+    text = print_answers(capsys, runs_with_answers, "--wrong")
     assert "question    q3 of 1\n" in text
     assert "truth       a3\nanswer      no   (wrong)\n" in text
     assert text.count("question  ") == 1
@@ -79,8 +79,8 @@ def test_an_answer_is_right_as_the_metrics_of_its_experiment_say(tmp_path: Path)
         for metrics in ([{"name": "rouge"}], [{"name": "gone"}], [])
     ]
     for exp, first in zip(exps, ("rouge1", "em", "em"), strict=True):
-        with RunDir.open(tmp_path / "runs", exp, exp) as opened:
-            run = opened.path
+        with RunDir.open(tmp_path / "runs", exp, exp) as run_dir:
+            run = run_dir.path
         write(run / "inference" / "val.jsonl", 0, 4)
         (entries,) = answers.samples(run).values()
         assert next(iter(entries[0].scores)) == first
@@ -95,7 +95,7 @@ def test_an_answer_is_right_as_the_metrics_of_its_experiment_say(tmp_path: Path)
 
 def test_the_questions_of_one_run(runs_with_answers: Path, capsys: pytest.CaptureFixture[str]):
     first = exp_id({"recipe": "toy", "seed": 0})
-    assert "q0 of 0" in printed(capsys, runs_with_answers, "--exp_id", first[:6])
+    assert "q0 of 0" in print_answers(capsys, runs_with_answers, "--exp_id", first[:6])
 
 
 def test_runs_without_answers_are_refused(runs: Path, capsys: pytest.CaptureFixture[str]):

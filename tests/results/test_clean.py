@@ -64,13 +64,13 @@ def test_a_checkpoint_with_a_new_child_stays(tmp_path: Path):
 
 
 def test_running_and_damaged_runs_are_named_and_skipped(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    live, damaged, other = (make(tmp_path, seed) for seed in range(3))
-    (damaged / "checkpoints" / "best.json").write_text("[]")
+    live, damaged_run, other = (make(tmp_path, seed) for seed in range(3))
+    (damaged_run / "checkpoints" / "best.json").write_text("[]")
     (make(tmp_path, 3) / "exp_dict.json").write_text("{")
     exp = {"recipe": "toy", "seed": 0}
     with RunDir.open(tmp_path, exp, exp):
         assert clean.main([str(tmp_path), "--apply"]) == 0
-    assert [steps(run) for run in (live, damaged, other)] == [[1, 2, 3], [1, 2, 3], [1, 3]]
+    assert [steps(run) for run in (live, damaged_run, other)] == [[1, 2, 3], [1, 2, 3], [1, 3]]
     error = capsys.readouterr().err
     assert f"{live}: nothing is deleted: it is running" in error
     assert "best.json: expected" in error
@@ -98,13 +98,13 @@ def snapshot(runs: Path, digest: str, days_old: float = 3) -> Path:
 
 
 def test_snapshots_that_no_job_runs_from_go(tmp_path: Path):
-    done, failed, retried = make(tmp_path, 0), make(tmp_path, 1, "failed"), make(tmp_path, 2, "failed")
-    for path, name in ((done, "s1"), (failed, "s2"), (retried, "s3")):
+    done, failed, retried_run = make(tmp_path, 0), make(tmp_path, 1, "failed"), make(tmp_path, 2, "failed")
+    for path, name in ((done, "s1"), (failed, "s2"), (retried_run, "s3")):
         SavedRun(path).write_job("1", "c", name)
     submit(tmp_path, "s1", "finished", [done.name])
     submit(tmp_path, "s2", "unfinished", [done.name, failed.name])
-    submit(tmp_path, "s0", "overtaken", [retried.name])
-    submit(tmp_path, "s3", "again", [retried.name])
+    submit(tmp_path, "s0", "overtaken", [retried_run.name])
+    submit(tmp_path, "s3", "again", [retried_run.name])
     submit(tmp_path, "s4", "never-started", ["0" * 32])
     for digest in ("finished", "unfinished", "overtaken", "again", "never-started", "unnamed"):
         snapshot(tmp_path, digest)

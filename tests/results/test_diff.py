@@ -37,7 +37,7 @@ def experiment(seed: int, **more: Any) -> dict[str, Any]:
     return {"recipe": "toy", "seed": seed, "model": {"name": "m", **more}}
 
 
-def compared(capsys: pytest.CaptureFixture[str], *paths: Path) -> dict[str, Any]:
+def compare(capsys: pytest.CaptureFixture[str], *paths: Path) -> dict[str, Any]:
     arguments = ["--runs", str(paths[0].parent), "--format", "json"]
     assert diff.main([*(path.name for path in paths), *arguments]) == 0
     captured = capsys.readouterr()
@@ -61,7 +61,7 @@ def test_only_what_differs(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
         pid=2,
         time="then",
     )
-    assert compared(capsys, one, other) == {
+    assert compare(capsys, one, other) == {
         "a": one.name,
         "b": other.name,
         "experiment": {"model.stride": {"a": 2}, "seed": {"a": 0, "b": 1}, "model.depth": {"b": 3}},
@@ -93,7 +93,7 @@ def test_only_what_differs(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
 
 def test_nothing_differs(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     one = make(tmp_path, experiment(0))
-    assert compared(capsys, one, one) == {"a": one.name, "b": one.name}
+    assert compare(capsys, one, one) == {"a": one.name, "b": one.name}
     assert diff.main([one.name, one.name, "--runs", str(tmp_path)]) == 0
     assert "nothing differs" in capsys.readouterr().out
 

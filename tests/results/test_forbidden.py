@@ -40,7 +40,7 @@ def shared(finished: Path) -> Iterator[tuple[Path, Path, list[str]]]:
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_a_directory_that_may_not_be_read_is_named(
+def test_unreadable_directory_is_named(
     shared: tuple[Path, Path, list[str]], command: str, capsys: pytest.CaptureFixture[str]
 ):
     runs, out, ids = shared
@@ -49,13 +49,13 @@ def test_a_directory_that_may_not_be_read_is_named(
     capsys.readouterr()
     os.seteuid(65534)
     assert COMMANDS[command](runs, out, ids) == 0
-    told = (out / "a.html").read_text() if command == "report" else capsys.readouterr().err
-    assert f"{ids[0]}" in told
-    assert "Permission denied" in told
+    message = (out / "a.html").read_text() if command == "report" else capsys.readouterr().err
+    assert f"{ids[0]}" in message
+    assert "Permission denied" in message
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_a_folder_that_may_not_be_read_is_one_line(
+def test_unreadable_folder_is_one_line(
     shared: tuple[Path, Path, list[str]], command: str, capsys: pytest.CaptureFixture[str]
 ):
     runs, out, ids = shared
@@ -68,12 +68,12 @@ def test_a_folder_that_may_not_be_read_is_one_line(
     assert error.count("\n") == 1
 
 
-def test_the_dashboard_lists_what_it_may_not_read(shared: tuple[Path, Path, list[str]]):
+def test_dashboard_lists_unreadable_runs(shared: tuple[Path, Path, list[str]]):
     runs, _, ids = shared
     (runs / ids[0]).chmod(0o700)
     os.seteuid(65534)
-    found = overview.load(runs)
-    assert len(found.rows) == 5
-    (job,) = [job for job in found.jobs if job.exp_id == ids[0]]
+    loaded_runs = overview.load(runs)
+    assert len(loaded_runs.rows) == 5
+    (job,) = [job for job in loaded_runs.jobs if job.exp_id == ids[0]]
     assert job.state == "unknown"
     assert "Permission denied" in job.reason

@@ -27,9 +27,9 @@ def child_of(*parents: dict[str, Any], seed: int = 0) -> dict[str, Any]:
 OLD = {"recipe": "pretrain", "seed": 0}
 MIDDLE = child_of(OLD)
 YOUNG = child_of(MIDDLE, OLD)
-LOST = child_of({"recipe": "lm", "seed": 99})
-old, middle, young, lost = (exp_id(exp)[:8] for exp in (OLD, MIDDLE, YOUNG, LOST))
-gone = exp_id({"recipe": "lm", "seed": 99})[:8]
+ORPHAN = child_of({"recipe": "lm", "seed": 99})
+old, middle, young, orphan = (exp_id(exp)[:8] for exp in (OLD, MIDDLE, YOUNG, ORPHAN))
+missing_id = exp_id({"recipe": "lm", "seed": 99})[:8]
 
 
 @pytest.fixture
@@ -39,20 +39,20 @@ def family(tmp_path: Path) -> Path:
         (OLD, 'a "b"', "done"),
         (MIDDLE, "mid", "done"),
         (YOUNG, "mid", "failed"),
-        (LOST, "apart", "new"),
+        (ORPHAN, "apart", "new"),
     ):
         with RunDir.open(tmp_path, exp, exp, facts={"groups": [group]}) as run:
             with new_directory(checkpoints.folder(run.path, 2)) as folder:
                 write_json(folder / "model.json", {})
             run.scores.append({"step": 2, "val_loss": 0.25, "em": 1.0})
             run.set_status("failed" if state == "new" else state, step=2)  # type: ignore[arg-type]
-    damaged = tmp_path / ("0" * 32)
-    damaged.mkdir()
-    (damaged / "exp_dict.json").write_text("{")
+    damaged_run = tmp_path / ("0" * 32)
+    damaged_run.mkdir()
+    (damaged_run / "exp_dict.json").write_text("{")
     return tmp_path
 
 
-def printed(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+def print_lineage(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
     assert lineage.main([str(a) for a in arguments]) == 0
     return capsys.readouterr().out
 
@@ -64,17 +64,17 @@ def test_a_row_for_each_experiment_after_its_parents(family: Path, capsys: pytes
     assert head == ["experiment", "group", "recipe", "state", "step", "score", "parents"]
     rows = {line[0]: line[1:] for line in lines}
     assert rows[young] == ["mid", "lm", "failed", "2", "val_loss 0.25", f"{middle} last (done), {old} last (done)"]
-    assert rows[gone] == ["-", "-", "missing", "-", "-", "-"]
-    assert rows[lost][-1] == f"{gone} last (missing)"
+    assert rows[missing_id] == ["-", "-", "missing", "-", "-", "-"]
+    assert rows[orphan][-1] == f"{missing_id} last (missing)"
     names = list(rows)
     assert names.index(old) < names.index(middle) < names.index(young)
     skipped, problem = captured.err.splitlines()
     assert "0" * 32 in skipped
-    assert problem.startswith(f"{exp_id(LOST)}: it starts from experiment ")
+    assert problem.startswith(f"{exp_id(ORPHAN)}: it starts from experiment ")
 
 
 def test_a_tree(family: Path, capsys: pytest.CaptureFixture[str]):
-    lines = printed(capsys, family, "-e", "mid", "--format", "tree").splitlines()
+    lines = print_lineage(capsys, family, "-e", "mid", "--format", "tree").splitlines()
     top = f'{old}  a "b"  pretrain done  val_loss 0.25'
     one, other = f"{middle}  mid  lm done  val_loss 0.25 from last", f"{young}  mid  lm failed  val_loss 0.25 from last"
     first_child = [top, f"├─ {one}", f"│  └─ {other}", f"└─ {other}"]
@@ -87,7 +87,7 @@ def test_the_families_of_several_groups(tmp_path: Path, capsys: pytest.CaptureFi
         exp = {"recipe": "toy", "seed": seed}
         with RunDir.open(tmp_path, exp, exp, facts={"groups": [group]}) as run:
             run.set_status("done")
-    assert {line.split()[1] for line in printed(capsys, tmp_path, "-e", "a", "c").splitlines()[1:]} == {"a", "c"}
+    assert {line.split()[1] for line in print_lineage(capsys, tmp_path, "-e", "a", "c").splitlines()[1:]} == {"a", "c"}
 
 
 def test_a_tree_of_diamonds_writes_no_branch_twice(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -98,13 +98,13 @@ def test_a_tree_of_diamonds_writes_no_branch_twice(tmp_path: Path, capsys: pytes
         for exp in before:
             with RunDir.open(tmp_path, exp, exp):
                 pass
-    lines = printed(capsys, tmp_path, "--format", "tree").splitlines()
+    lines = print_lineage(capsys, tmp_path, "--format", "tree").splitlines()
     assert 40 < len(lines) < 100
     assert any(line.endswith("(its children: above)") for line in lines)
 
 
 def test_a_graph_for_graphviz(family: Path, capsys: pytest.CaptureFixture[str]):
-    text = printed(capsys, family, "--format", "dot")
+    text = print_lineage(capsys, family, "--format", "dot")
     assert f'"{exp_id(OLD)}" -> "{exp_id(MIDDLE)}" [label="last"];' in text
     assert r"a \"b\"" in text
     assert text.count("->") == 4
@@ -114,7 +114,7 @@ def test_a_graph_for_graphviz(family: Path, capsys: pytest.CaptureFixture[str]):
 
 
 def test_a_graph_for_markdown(family: Path, capsys: pytest.CaptureFixture[str]):
-    lines = printed(capsys, family, "--format", "mermaid").splitlines()
+    lines = print_lineage(capsys, family, "--format", "mermaid").splitlines()
     assert lines[0] == "flowchart LR"
     assert f'  e{exp_id(OLD)} -- "last" --> e{exp_id(MIDDLE)}' in lines
     assert f'  e{exp_id(OLD)}["{old}<br/>a #quot;b#quot;<br/>pretrain done<br/>val_loss 0.25"]' in lines
@@ -123,7 +123,7 @@ def test_a_graph_for_markdown(family: Path, capsys: pytest.CaptureFixture[str]):
 
 
 def test_json_holds_everything(family: Path, capsys: pytest.CaptureFixture[str]):
-    value = json.loads(printed(capsys, family, "--format", "json", "--exp_id", middle))
+    value = json.loads(print_lineage(capsys, family, "--format", "json", "--exp_id", middle))
     assert {node["exp_id"] for node in value["nodes"]} == {exp_id(OLD), exp_id(MIDDLE), exp_id(YOUNG)}
     assert {"child": exp_id(MIDDLE), "parent": exp_id(OLD), "checkpoint": "last"} in value["edges"]
     assert next(node for node in value["nodes"] if node["exp_id"] == exp_id(YOUNG))["scores"] == {
@@ -158,8 +158,8 @@ def test_a_chain_is_in_order_and_each_child_is_indented_further(tmp_path: Path, 
             pass
     names = [exp_id(exp)[:8] for exp in chain]
     assert names != sorted(names)
-    assert [line[:8] for line in printed(capsys, tmp_path).splitlines()[1:]] == names
-    lines = printed(capsys, tmp_path, "--format", "tree").splitlines()
+    assert [line[:8] for line in print_lineage(capsys, tmp_path).splitlines()[1:]] == names
+    lines = print_lineage(capsys, tmp_path, "--format", "tree").splitlines()
     assert [line.partition("  lm")[0].partition("  pretrain")[0] for line in lines] == [
         f"{'   ' * (depth - 1)}{'└─ ' if depth else ''}{name}" for depth, name in enumerate(names)
     ]

@@ -59,8 +59,8 @@ def test_a_run_that_has_only_a_dict_can_be_tagged_and_started(tmp_path: Path):
     from src.runs.store import SavedRun
 
     exp = {"recipe": "toy", "seed": 0, "tags": "its own"}
-    with RunDir.open(tmp_path / "elsewhere", exp, exp) as made:
-        name = made.exp_id
+    with RunDir.open(tmp_path / "elsewhere", exp, exp) as run_dir:
+        name = run_dir.exp_id
     SavedRun(tmp_path / "runs" / name).write_exp(exp, ["later"])
     SavedRun(tmp_path / "runs" / name).write_remarks(["queued"])
     with RunDir.open(tmp_path / "runs", exp, exp) as run:
@@ -71,7 +71,7 @@ def test_a_run_that_has_only_a_dict_can_be_tagged_and_started(tmp_path: Path):
 
 
 @pytest.mark.parametrize("content", ["[1", '["good"]', '{"tags": "good", "note": ""}', '{"tags": []}'])
-def test_a_damaged_file_is_told(runs: Path, content: str, capsys: pytest.CaptureFixture[str]):
+def test_damaged_file_is_reported(runs: Path, content: str, capsys: pytest.CaptureFixture[str]):
     one = ids(runs)[0]
     (runs / one / REMARKS).write_text(content)
     rows, warnings = results.load_rows(runs)

@@ -54,9 +54,9 @@ def add_mixed(folder: Path) -> None:
     add(folder, model(4), "one", [{"step": 1, "val_loss": math.nan}, {"step": 2, "val_loss": 0.5}])
     add(folder, {"recipe": "other", "data": {"parts": [{"name": "a"}, {"name": "b"}]}}, "two", [{"step": 1, "em": 0.5}])
     add(folder, model(5), "two", [], "failed")
-    damaged = folder / ("ab" * 16)
-    damaged.mkdir()
-    (damaged / "exp_dict.json").write_text('{"recipe": ')
+    damaged_run = folder / ("ab" * 16)
+    damaged_run.mkdir()
+    (damaged_run / "exp_dict.json").write_text('{"recipe": ')
 
 
 def add_unfinished(folder: Path) -> None:

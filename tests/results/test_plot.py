@@ -33,8 +33,8 @@ def test_one_line_and_one_band_for_each_configuration(runs: Path):
 
 
 def test_smoothed_curves(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    drawn = legend.Configurations(results.load_rows(runs)[0])
-    (axes,) = plot.draw_panels(runs, drawn, ["val_loss"], smoothing=0.9)[0].axes
+    configurations = legend.Configurations(results.load_rows(runs)[0])
+    (axes,) = plot.draw_panels(runs, configurations, ["val_loss"], smoothing=0.9)[0].axes
     for line in axes.lines:
         stride, (first, second, *_) = int(line.get_label()[8]), line.get_ydata()
         assert first == pytest.approx(stride + 0.1 + 1 / 3)
@@ -210,8 +210,8 @@ def test_long_names_leave_room_for_the_plot(runs: Path):
         with RunDir.open(runs, exp, exp, facts={"groups": ["tiny"]}) as run:
             run.scores.append({"step": 1, "val_loss": 1.0 + seed, "em": 0.5})
             run.set_status("done")
-    drawn = legend.Configurations(results.load_rows(runs)[0])
-    for figure in (plot.points(runs, drawn, "em", "val_loss")[0], plot.draw_panels(runs, drawn)[0]):
+    configurations = legend.Configurations(results.load_rows(runs)[0])
+    for figure in (plot.points(runs, configurations, "em", "val_loss")[0], plot.draw_panels(runs, configurations)[0]):
         figure.canvas.draw()  # a legend that leaves nothing of the axes is a warning, and so an error
         texts = [text.get_text() for text in figure.legends[0].get_texts()]
         assert max(len(line) for text in texts for line in text.splitlines()) <= plot.LABEL_CHARACTERS + 1
@@ -221,8 +221,8 @@ def test_long_names_leave_room_for_the_plot(runs: Path):
 
 
 def test_by_chooses_the_keys_of_configurations(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    drawn = legend.Configurations(results.load_rows(runs)[0], ["recipe"])
-    for figure in (plot.points(runs, drawn, "em", "val_loss")[0], plot.draw_panels(runs, drawn)[0]):
+    configurations = legend.Configurations(results.load_rows(runs)[0], ["recipe"])
+    for figure in (plot.points(runs, configurations, "em", "val_loss")[0], plot.draw_panels(runs, configurations)[0]):
         assert [text.get_text() for text in figure.legends[0].get_texts()] == [" recipe=toy (6)"]
     assert plot.main([str(runs), "--by", "model.strde", "--output", str(tmp_path / "x.png")]) == 1
     assert "unknown key 'model.strde'. Did you mean 'model.stride'?" in capsys.readouterr().err
@@ -296,7 +296,7 @@ def test_the_best_configurations_are_drawn_and_all_counted(hundred: Path, metric
 
 def is_below_the_axes(figure) -> bool:
     figure.canvas.draw()
-    (box,) = [placed.get_window_extent() for placed in figure.legends]
+    (box,) = [legend_box.get_window_extent() for legend_box in figure.legends]
     lowest = min(axes.get_tightbbox().y0 for axes in figure.axes)
     assert min(axes.get_window_extent().height for axes in figure.axes) > 0.6 * plot.HEIGHT * figure.dpi, (
         "the axes keep their size"
@@ -306,10 +306,10 @@ def is_below_the_axes(figure) -> bool:
 
 @pytest.mark.parametrize("top", [1, 2, 5, 12, 101])
 def test_the_legend_is_below_the_axes_and_inside_the_picture(hundred: Path, top: int):
-    drawn = legend.Configurations(results.load_rows(hundred)[0], most=top)
-    assert is_below_the_axes(plot.draw_panels(hundred, drawn)[0])
-    assert is_below_the_axes(plot.draw_panels(hundred, drawn, ["val_loss", "em"])[0])
-    assert is_below_the_axes(plot.points(hundred, drawn, "model.stride", "val_loss")[0])
+    configurations = legend.Configurations(results.load_rows(hundred)[0], most=top)
+    assert is_below_the_axes(plot.draw_panels(hundred, configurations)[0])
+    assert is_below_the_axes(plot.draw_panels(hundred, configurations, ["val_loss", "em"])[0])
+    assert is_below_the_axes(plot.points(hundred, configurations, "model.stride", "val_loss")[0])
 
 
 def test_points_of_all_configurations_and_the_names_of_the_best(hundred: Path):

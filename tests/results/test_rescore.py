@@ -89,9 +89,9 @@ def test_tables(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     ]
     other = write(tmp_path / "other.jsonl", row("a", "a"))
     assert rescore.main([str(file), str(other)]) == 0
-    printed = capsys.readouterr().out
-    assert str(file) in printed
-    assert str(other) in printed
+    output = capsys.readouterr().out
+    assert str(file) in output
+    assert str(other) in output
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 from results import rollouts
 
 
-def write(folder: Path, rewards: list[float], solved: list[float]) -> Path:
+def write(folder: Path, rewards: list[float], solved_shares: list[float]) -> Path:
     """A run of ten iterations whose reward and share of solved tasks go as said."""
     folder.mkdir()
     rows = [
@@ -25,11 +25,11 @@ def write(folder: Path, rewards: list[float], solved: list[float]) -> Path:
         for k in range(6)
     ]
     (folder / "rollouts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    told = [
+    score_rows = [
         {"step": i, "reward": one, "solved_mean@4": other, "solved_mean@4_interval": 0.05}
-        for i, (one, other) in enumerate(zip(rewards, solved, strict=True))
+        for i, (one, other) in enumerate(zip(rewards, solved_shares, strict=True))
     ]
-    (folder / "scores.jsonl").write_text("".join(json.dumps(row) + "\n" for row in told))
+    (folder / "scores.jsonl").write_text("".join(json.dumps(row) + "\n" for row in score_rows))
     return folder
 
 
@@ -48,7 +48,7 @@ def test_the_ends_of_some_iterations_are_shown(tmp_path: Path, capsys: pytest.Ca
     assert "has risen while" not in text
 
 
-def test_a_hacked_reward_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_hacked_reward_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert rollouts.main([str(write(tmp_path / "run", [1.9, 3.5], [0.65, 0.1]))]) == 0
     assert "The reward has risen while solved_mean@4 fell" in capsys.readouterr().out
 
@@ -59,7 +59,7 @@ def test_each_answer_is_shown_once(tmp_path: Path, capsys: pytest.CaptureFixture
     assert capsys.readouterr().out.count("say 0 3") == 1
 
 
-def test_whole_answers_are_shown_where_they_are_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_complete_answers_are_shown_on_request(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     """What pays may stand at the end of a long answer."""
     run = write(tmp_path / "run", [1.0], [0.5])
     row = {"step": 0, "iteration": 0, "prompt": "ask", "answer": "word " * 50 + "\nthe end", "reward": 9.0}

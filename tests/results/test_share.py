@@ -36,7 +36,7 @@ NO_KEYS = [
 ]
 
 
-def written(runs: Path, output: Path, *arguments: str) -> zipfile.ZipFile:
+def write_zip(runs: Path, output: Path, *arguments: str) -> zipfile.ZipFile:
     assert share.main([str(runs), *arguments, "-o", str(output)]) == 0
     return zipfile.ZipFile(output)
 
@@ -51,11 +51,11 @@ def test_the_table_of_the_zip_is_that_of_the_runs(runs: Path, tmp_path: Path, ca
         (path.parent / "wandb" / "run.wandb").write_text("x")
     table.main([str(runs), "--format", "csv"])
     expected = capsys.readouterr().out
-    with written(runs, tmp_path / "new" / "tiny.zip", "-e", "tiny") as zipped:
-        names = zipped.namelist()
-        assert zipped.read("table.csv").decode() == expected
-        assert "Results of 6 runs of group tiny" in zipped.read("README.txt").decode()
-        zipped.extractall(tmp_path / "unpacked")
+    with write_zip(runs, tmp_path / "new" / "tiny.zip", "-e", "tiny") as archive:
+        names = archive.namelist()
+        assert archive.read("table.csv").decode() == expected
+        assert "Results of 6 runs of group tiny" in archive.read("README.txt").decode()
+        archive.extractall(tmp_path / "unpacked")
     capsys.readouterr()
     assert table.main([str(tmp_path / "unpacked"), "--format", "csv"]) == 0
     captured = capsys.readouterr()
@@ -71,10 +71,10 @@ def test_the_table_of_the_zip_is_that_of_the_runs(runs: Path, tmp_path: Path, ca
 
 
 def test_the_same_runs_give_the_same_bytes(runs: Path, tmp_path: Path):
-    written(runs, tmp_path / "a.zip").close()
+    write_zip(runs, tmp_path / "a.zip").close()
     for path in runs.rglob("*"):
         path.touch()
-    written(runs, tmp_path / "b.zip").close()
+    write_zip(runs, tmp_path / "b.zip").close()
     assert (tmp_path / "a.zip").read_bytes() == (tmp_path / "b.zip").read_bytes()
 
 
@@ -82,8 +82,8 @@ def test_folders_of_wandb_on_demand(runs: Path, tmp_path: Path):
     run = next(path for path in runs.iterdir() if len(path.name) == 32)
     (run / "wandb").mkdir()
     (run / "wandb" / "run.wandb").write_text("x")
-    with written(runs, tmp_path / "a.zip", "--wandb") as zipped:
-        assert f"{run.name}/wandb/run.wandb" in zipped.namelist()
+    with write_zip(runs, tmp_path / "a.zip", "--wandb") as archive:
+        assert f"{run.name}/wandb/run.wandb" in archive.namelist()
 
 
 @pytest.mark.parametrize("kind", KEYS)
@@ -91,8 +91,8 @@ def test_keys_are_hidden(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
     run = next(path for path in runs.iterdir() if len(path.name) == 32)
     (run / "logs").mkdir()
     (run / "logs" / "main.log").write_text(f"before\n{KEYS[kind]}\nafter\n")
-    with written(runs, tmp_path / "a.zip") as zipped:
-        text = zipped.read(f"{run.name}/logs/main.log").decode()
+    with write_zip(runs, tmp_path / "a.zip") as archive:
+        text = archive.read(f"{run.name}/logs/main.log").decode()
     assert text.startswith("before\n")
     assert text.endswith("\nafter\n")
     assert "***" in text
@@ -105,19 +105,19 @@ def test_keys_are_hidden(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
 def test_other_texts_are_shared_as_they_are(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str):
     run = next(path for path in runs.iterdir() if len(path.name) == 32)
     (run / "note.txt").write_text(text)
-    with written(runs, tmp_path / "a.zip") as zipped:
-        assert zipped.read(f"{run.name}/note.txt").decode() == text
+    with write_zip(runs, tmp_path / "a.zip") as archive:
+        assert archive.read(f"{run.name}/note.txt").decode() == text
     assert capsys.readouterr().err == ""
 
 
-def test_what_is_left_out_is_said(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_omitted_files_are_reported(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     run = next(path for path in runs.iterdir() if len(path.name) == 32)
     (run / "model.pth").write_bytes(b"w")
     (run / "id_rsa").write_text("x")
     (run / "bytes.dat").write_bytes(b"\0" + KEYS["github"].encode())
     (run / "link").symlink_to("/etc/hostname")
-    with written(runs, tmp_path / "a.zip") as zipped:
-        assert not [name for name in zipped.namelist() if name.endswith((".pth", "id_rsa", ".dat", "link"))]
+    with write_zip(runs, tmp_path / "a.zip") as archive:
+        assert not [name for name in archive.namelist() if name.endswith((".pth", "id_rsa", ".dat", "link"))]
     error = capsys.readouterr().err
     for message in (
         "model.pth: looks like weights.",

@@ -17,7 +17,7 @@ from src.tables import run_arguments
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def printed(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+def print_table(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
     assert table.main([str(a) for a in arguments]) == 0
     captured = capsys.readouterr()
     assert captured.err == ""
@@ -29,7 +29,7 @@ def expected(stride: int) -> list[float]:
 
 
 def test_json_holds_every_digit_and_the_best_first(runs: Path, capsys: pytest.CaptureFixture[str]):
-    best, other = json.loads(printed(capsys, runs, "--format", "json"))
+    best, other = json.loads(print_table(capsys, runs, "--format", "json"))
     assert (best["model.stride"], other["model.stride"]) == (1, 2)
     assert best["val_loss"] == statistics.fmean(expected(1))
     assert best["val_loss_std"] == statistics.stdev(expected(1))
@@ -40,19 +40,21 @@ def test_another_metric_and_another_end(runs: Path, capsys: pytest.CaptureFixtur
     strides = {}
     for arguments in (["--metric", "em"], ["--metric", "em", "--best", "min"], ["--best", "max"]):
         strides[tuple(arguments)] = [
-            row["model.stride"] for row in json.loads(printed(capsys, runs, "--format", "json", *arguments))
+            row["model.stride"] for row in json.loads(print_table(capsys, runs, "--format", "json", *arguments))
         ]
     assert list(strides.values()) == [[2, 1], [1, 2], [2, 1]]
 
 
 def test_csv_reads_back_exactly(runs: Path, capsys: pytest.CaptureFixture[str]):
-    rows = list(csv.DictReader(io.StringIO(printed(capsys, runs, "--format", "csv", "--scores", "val_loss"))))
+    rows = list(csv.DictReader(io.StringIO(print_table(capsys, runs, "--format", "csv", "--scores", "val_loss"))))
     assert list(rows[0]) == ["model.stride", "runs", "state", "step", "val_loss", "val_loss_std", "val_loss_n"]
     assert [float(row["val_loss"]) for row in rows] == [statistics.fmean(expected(1)), statistics.fmean(expected(2))]
 
 
 def test_markdown(runs: Path, capsys: pytest.CaptureFixture[str]):
-    assert printed(capsys, runs, "-e", "tiny", "--format", "markdown", "--scores", "val_loss", "em").splitlines() == [
+    assert print_table(
+        capsys, runs, "-e", "tiny", "--format", "markdown", "--scores", "val_loss", "em"
+    ).splitlines() == [
         "| stride | runs | state | step | val_loss | em |",
         "| --- | --- | --- | --- | --- | --- |",
         "| 1 | 3 | done | 4 | 0.68 ± 0.10 | 0.25 |",
@@ -76,14 +78,16 @@ def test_several_groups_and_where_the_runs_are(
         (["-e", "tiny", runs], [1, 2]),
         (["--group", "late/one", "--", runs], [7]),
     ):
-        result = json.loads(printed(capsys, "--by", "model.stride", "--format", "json", *words))
+        result = json.loads(print_table(capsys, "--by", "model.stride", "--format", "json", *words))
         assert [row["model.stride"] for row in result] == strides, words
     monkeypatch.setattr(run_arguments, "RUNS", runs)
-    assert len(json.loads(printed(capsys, "-e", "tiny", "late/one", "--by", "model.stride", "--format", "json"))) == 3
+    assert (
+        len(json.loads(print_table(capsys, "-e", "tiny", "late/one", "--by", "model.stride", "--format", "json"))) == 3
+    )
 
 
 def test_latex_escapes_what_latex_would_read(runs: Path, capsys: pytest.CaptureFixture[str]):
-    text = printed(capsys, runs, "--format", "latex", "--by", "model.kind", "model.stride", "--scores", "val_loss")
+    text = print_table(capsys, runs, "--format", "latex", "--by", "model.kind", "model.stride", "--scores", "val_loss")
     assert r"kind & stride & runs & state & step & val\_loss \\" in text
     best = " & ".join(rf"\textbf{{{cell}}}" for cell in (r"a\_b \& 50\%", 1, 3, "done", 4, r"0.68 $\pm$ 0.10"))
     assert best + r" \\" in text
@@ -120,7 +124,7 @@ def test_rich_cuts_nothing_when_it_is_not_a_terminal(runs: Path):
 
 
 def test_one_seed_has_no_deviation(runs: Path, capsys: pytest.CaptureFixture[str]):
-    text = printed(capsys, runs, "--by", "model.stride", "seed", "--format", "markdown", "--scores", "val_loss")
+    text = print_table(capsys, runs, "--by", "model.stride", "seed", "--format", "markdown", "--scores", "val_loss")
     assert "| 1 | 0 | 1 | done | 4 | 0.5833 |" in text
     assert "±" not in text
 
@@ -183,41 +187,45 @@ def test_tables_in_text_load_nothing_heavy():
 
 def test_only_the_runs_that_answer_a_question(runs: Path, capsys: pytest.CaptureFixture[str]):
     (row,) = json.loads(
-        printed(capsys, runs, "--where", "model.stride > 1 and status == 'done' and seed in [0, 2]", "--format", "json")
+        print_table(
+            capsys, runs, "--where", "model.stride > 1 and status == 'done' and seed in [0, 2]", "--format", "json"
+        )
     )
     assert row["runs"] == 2
     assert row["val_loss"] == statistics.fmean([expected(2)[0], expected(2)[2]])
-    (row,) = json.loads(printed(capsys, runs, "--where", "val_loss < 0.61", "--format", "json"))
+    (row,) = json.loads(print_table(capsys, runs, "--where", "val_loss < 0.61", "--format", "json"))
     assert row["runs"] == 1
 
 
 def test_a_pivot_in_every_format(runs: Path, capsys: pytest.CaptureFixture[str]):
     pivot = (runs, "--pivot", "model.stride", "model.kind", "--format")
-    assert printed(capsys, *pivot, "markdown").splitlines() == [
+    assert print_table(capsys, *pivot, "markdown").splitlines() == [
         "| stride | kind=a_b & 50% |",
         "| --- | --- |",
         "| 1 | 0.68 ± 0.10 (3) |",
         "| 2 | 0.93 ± 0.10 (3) |",
     ]
-    assert r"stride & kind=a\_b \& 50\% \\" in printed(capsys, *pivot, "latex")
-    cells = json.loads(printed(capsys, *pivot, "json"))
+    assert r"stride & kind=a\_b \& 50\% \\" in print_table(capsys, *pivot, "latex")
+    cells = json.loads(print_table(capsys, *pivot, "json"))
     assert [(cell["model.stride"], cell["val_loss"]) for cell in cells] == [
         (s, statistics.fmean(expected(s))) for s in (1, 2)
     ]
-    lines = list(csv.reader(io.StringIO(printed(capsys, runs, "--pivot", "seed", "model.stride", "--format", "csv"))))
+    lines = list(
+        csv.reader(io.StringIO(print_table(capsys, runs, "--pivot", "seed", "model.stride", "--format", "csv")))
+    )
     assert lines[0] == ["seed", *(f"model.stride={s}{end}" for s in (1, 2) for end in ("", "_std", "_n"))]
     assert [float(line[1]) for line in lines[1:]] == expected(1)
-    assert "stride=1" in printed(capsys, runs, "--pivot", "seed", "model.stride", "--format", "rich")
+    assert "stride=1" in print_table(capsys, runs, "--pivot", "seed", "model.stride", "--format", "rich")
 
 
 def test_the_95_percent_interval(runs: Path, capsys: pytest.CaptureFixture[str]):
     half = 4.302652729911275 * statistics.stdev(expected(1)) / 3**0.5
-    text = printed(capsys, runs, "--interval", "ci95", "--format", "markdown", "--scores", "val_loss")
+    text = print_table(capsys, runs, "--interval", "ci95", "--format", "markdown", "--scores", "val_loss")
     assert f"| 1 | 3 | done | 4 | 0.68 ± {half:.2f} |" in text
-    row = next(csv.DictReader(io.StringIO(printed(capsys, runs, "--interval", "ci95", "--format", "csv"))))
+    row = next(csv.DictReader(io.StringIO(print_table(capsys, runs, "--interval", "ci95", "--format", "csv"))))
     assert float(row["val_loss_ci95"]) == pytest.approx(half, rel=1e-9)
     assert float(row["val_loss_std"]) == statistics.stdev(expected(1))
-    assert "95 % interval" in printed(capsys, runs, "--interval", "ci95")
+    assert "95 % interval" in print_table(capsys, runs, "--interval", "ci95")
 
 
 def test_differences_within_a_mean_are_reported(runs: Path, capsys: pytest.CaptureFixture[str]):

@@ -21,11 +21,11 @@ from src.runs import jsonl_records
 from src.runs.checkpoints import checkpoints
 from tests import toy
 from tests.systems.assistants.train_assistants import SFT, WORDS, write_data
-from tests.systems.metadata.test_metadata_lm import TOLD, write_metadata
+from tests.systems.metadata.test_metadata_lm import WITH_GAINS, write_metadata
 
 ROOT = Path(__file__).parents[3]
 LM_EVAL = Path(os.environ.get("LM_EVAL", ROOT / ".venv" / "lm_eval" / "bin" / "python"))
-SHORT = override(TOLD, {"gains": None, "loop.steps": 40, "loop.eval_every": 20})
+SHORT = override(WITH_GAINS, {"gains": None, "loop.steps": 40, "loop.eval_every": 20})
 
 
 @pytest.mark.slow

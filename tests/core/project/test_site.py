@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.browsing import opened
+from tests.browsing import open_page
 from tests.toy import ROOT
 
 
@@ -42,29 +42,29 @@ def documented_fields(text: str) -> dict[str, set[str]]:
 
 
 def test_every_field_of_an_experiment_is_in_the_reference():
-    documented: dict[str, set[str]] = {}
+    fields_by_path: dict[str, set[str]] = {}
     for text in reference.component_pages().values():
         for path, names in documented_fields(text).items():
-            documented.setdefault(path, set()).update(names)
+            fields_by_path.setdefault(path, set()).update(names)
     keys = json.loads((ROOT / "tests" / "golden" / "config_keys.json").read_text())
     missing = {
         name: sorted(fields)
         for name, entry in keys.items()
         if (
             fields := {*entry["original"], *entry.get("added", {})}
-            - documented[f"{name.rpartition('.')[0].replace('.', '/')}.py"]
+            - fields_by_path[f"{name.rpartition('.')[0].replace('.', '/')}.py"]
         )
     }
     assert not missing
 
 
 def test_every_field_has_a_description():
-    undescribed = [
+    missing_descriptions = [
         f"{path} {line}"
         for path, text in reference.component_pages().items()
         for line in re.findall(r"^\| `(\w+)` \|.*\|  \|$", text, re.MULTILINE)
     ]
-    assert not undescribed
+    assert not missing_descriptions
 
 
 def flags_in_code() -> set[str]:
@@ -116,7 +116,7 @@ def test_pages_load_nothing_from_the_network(site: Path):
 @pytest.mark.slow
 @pytest.mark.browser
 def test_search_works_from_a_disk(site: Path, browser: Any):
-    with opened(browser, (site / "index.html").as_uri()) as page:
+    with open_page(browser, (site / "index.html").as_uri()) as page:
         page.locator(".md-search__input").wait_for(state="visible")
         page.keyboard.press("f")
         page.keyboard.type("final_rate")

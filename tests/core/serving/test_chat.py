@@ -13,10 +13,11 @@ from src.serving.pretrained import load_writer
 from src.systems.metadata.data.annotations import Document
 from src.systems.metadata.writer import MetadataWriter
 from tests import toy
-from tests.systems.metadata.test_metadata_lm import TOLD, row, write_metadata
+from tests.systems.metadata.test_metadata_lm import WITH_GAINS, row, write_metadata
 
 SURE = override(
-    TOLD, {"data.probability": 0.9, "gains": None, "loop.steps": 300, "loop.eval_every": 300, "data.columns": ["title"]}
+    WITH_GAINS,
+    {"data.probability": 0.9, "gains": None, "loop.steps": 300, "loop.eval_every": 300, "data.columns": ["title"]},
 )
 SURE = override(SURE, {"data.weights": {"title": 1.0}})
 

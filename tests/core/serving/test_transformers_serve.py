@@ -16,7 +16,7 @@ from src.models.export import main as export
 from src.models.load import load
 from src.systems.assistants.serving.conversation import Talk
 from tests import toy
-from tests.servers import served
+from tests.servers import running_server
 from tests.systems.assistants.train_assistants import SFT, WORDS, write_data
 
 pytestmark = pytest.mark.slow
@@ -44,7 +44,7 @@ def test_an_exported_chat_model_answers_over_http_as_it_does_here(tmp_path: Path
     talk = Talk(*load(run, places), load_experiment(EXPERIMENT, "here").data)  # type: ignore[attr-defined]
     model = str(tmp_path / "out")
     serve = ["transformers.cli.transformers", "serve", model, "--device", "cpu", "--host", "127.0.0.1", "--port", "0"]
-    with served(serve) as at:
+    with running_server(serve) as at:
         right = 0
         for number in (2, 7):
             talk.messages = []

@@ -15,7 +15,7 @@ from src.systems.interleaved.streaming import manifest, tar_index
 from src.systems.interleaved.streaming.tars.indexing import build
 from src.systems.interleaved.streaming.texts import TextTokens
 from tests.systems.interleaved.streaming import pages
-from tests.systems.interleaved.streaming.test_streamed import built
+from tests.systems.interleaved.streaming.test_streamed import open_data
 from tests.systems.interleaved.streaming.test_tar_index import DOCUMENTS, WHOLE, tar_of
 
 
@@ -130,9 +130,9 @@ def test_tars_that_were_written_here_can_be_verified(tmp_path: Path):
     """A training on them reads the same rows; where one turns out bad, without it."""
     pages.write_pages(tmp_path / "pages" / "train", 60)
     tars = sorted(str(tar) for tar in (tmp_path / "pages" / "train").glob("*.tar"))
-    before = built(tmp_path).fingerprint
+    before = open_data(tmp_path).fingerprint
     assert index.main([*tars, "--verify", "--processes", "1"]) == 0
-    assert built(tmp_path).fingerprint == before
+    assert open_data(tmp_path).fingerprint == before
     cut = pages.picture(3)
     parts = [Part("text", b"abc"), Part("image", cut[: len(cut) // 2], "png")]
     folder = tmp_path / "cut" / "pages" / "train"
@@ -143,9 +143,9 @@ def test_tars_that_were_written_here_can_be_verified(tmp_path: Path):
         Writing(texts=TextTokens(pages.tokenizer())),
     )
     (shard,) = manifest.load(folder).shards
-    assert len(built(tmp_path / "cut").pieces(0)) == 1
+    assert len(open_data(tmp_path / "cut").pieces(0)) == 1
     assert index.main([str(folder / shard.url), "--verify", "--processes", "1"]) == 0
-    data = built(tmp_path / "cut")
+    data = open_data(tmp_path / "cut")
     assert [len(data.pieces(document)) for document in (0, 1)] == [0, 1]
     tokens = tar_index.load(folder / shard.url).tokens
     assert tokens is not None
@@ -185,7 +185,7 @@ def test_rows_are_described_as_training_makes_them(open_rows: int, tmp_path: Pat
     assert row
     documents, text, image, fill = map(float, row.groups())
     assert text + image == pytest.approx(80 * fill, abs=1)
-    data = built(tmp_path, **{name: value for name, value in options.items() if name != "images"})
+    data = open_data(tmp_path, **{name: value for name, value in options.items() if name != "images"})
     batches = islice(data.order(1, 4, 99, ()).micro_batches(0, RankShare(4, 4, 0, 1), {}), 450)
     padding = [batch.counters["padding"] for batch in list(batches)[50:]]
     assert fill == pytest.approx(1 - sum(pad for pad, _ in padding) / sum(every for _, every in padding), abs=0.01)

@@ -25,8 +25,8 @@ pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 from playwright import sync_api as playwright
 from playwright.sync_api import Browser, Locator, Page, expect
 
-from tests.browsing import SLOW, opened
-from tests.servers import served
+from tests.browsing import SLOW, open_page
+from tests.servers import running_server
 
 pytestmark = [pytest.mark.browser, pytest.mark.slow]
 HOSTILE = '<img src=x onerror="window.hacked=1"><script>window.hacked=1</script>'
@@ -75,9 +75,9 @@ def world(tmp_path: Path) -> Iterator[World]:
         for seed in (0, 1):
             world.add(f"stride {stride} seed {seed}", experiment(stride, seed), group="reach")
     world.add("failed", experiment(3, 0), group="repair", state="failed", reason="CUDA out of memory on step 4")
-    damaged = world.runs / ("ab" * 16)
-    damaged.mkdir()
-    (damaged / "exp_dict.json").write_text('{"recipe": ')
+    damaged_run = world.runs / ("ab" * 16)
+    damaged_run.mkdir()
+    (damaged_run / "exp_dict.json").write_text('{"recipe": ')
     with RunDir.open(world.runs, experiment(4, 0), {}, facts={"groups": ["repair"]}) as run:
         run.scores.append({"step": 1, "val_loss": 4.0, "em": 0.0})
         world.ids["running"] = run.exp_id
@@ -87,11 +87,11 @@ def world(tmp_path: Path) -> Iterator[World]:
 @pytest.fixture
 def page(browser: Browser, world: World) -> Iterator[Page]:
     with (
-        served(["results.dashboard", str(world.runs), "-e", "all", "--port", "0"]) as address,
-        opened(browser, address) as shown,
+        running_server(["results.dashboard", str(world.runs), "-e", "all", "--port", "0"]) as address,
+        open_page(browser, address) as dashboard_page,
     ):
-        expect(rows(shown, "jobs")).to_have_count(7, timeout=SLOW)
-        yield shown
+        expect(rows(dashboard_page, "jobs")).to_have_count(7, timeout=SLOW)
+        yield dashboard_page
 
 
 def rows(page: Page, table: str) -> Locator:
@@ -116,12 +116,12 @@ def type_into(page: Page, label: str, text: str) -> None:
     page.get_by_label(label, exact=True).press("Enter")
 
 
-def hover(page: Page, x: float, y: float, reached: Callable[[], bool]) -> None:
+def hover(page: Page, x: float, y: float, is_reached: Callable[[], bool]) -> None:
     """Move the mouse to a place until the page has reacted: a page that is still being painted misses a move."""
     for step in range(1000):
         page.mouse.move(x - step % 2, y)
         page.wait_for_timeout(30)
-        if reached():
+        if is_reached():
             return
     raise AssertionError(f"the page did not react to the mouse at {x}, {y}")
 
@@ -196,15 +196,15 @@ def test_columns_can_change_again_before_the_table_is_drawn(page: Page):
 
 def test_the_curves_are_of_the_chosen_metric(page: Page):
     axes = "[...Bokeh.documents[0].all_models].filter(model => model.type === 'LinearAxis')"
-    drawn = f"() => {axes}.map(axis => axis.axis_label)"
-    page.wait_for_function(f"({drawn})().includes('val_loss')")
+    axis_labels = f"() => {axes}.map(axis => axis.axis_label)"
+    page.wait_for_function(f"({axis_labels})().includes('val_loss')")
     choose_metric(page, "em")
-    page.wait_for_function(f"({drawn})().includes('em')")
+    page.wait_for_function(f"({axis_labels})().includes('em')")
     choose_metric(page, "val_loss")
-    page.wait_for_function(f"['em', 'val_loss'].every(name => ({drawn})().includes(name))")
+    page.wait_for_function(f"['em', 'val_loss'].every(name => ({axis_labels})().includes(name))")
     page.locator(".metrics .choices__button").last.click()
     page.get_by_label("x axis").select_option("val_loss")
-    page.wait_for_function(f"['em', 'val_loss'].every(name => ({drawn})().includes(name))")
+    page.wait_for_function(f"['em', 'val_loss'].every(name => ({axis_labels})().includes(name))")
 
 
 def test_a_curve_is_found_by_the_mouse_between_its_points_and_lights_up_with_its_row(browser: Browser, tmp_path: Path):
@@ -214,8 +214,8 @@ def test_a_curve_is_found_by_the_mouse_between_its_points_and_lights_up_with_its
         world.add(f"stride {stride}", experiment(stride, 0), group="reach", steps=200)
     failed = world.add("failed", experiment(30, 0), group="reach", state="failed", reason="a reason that goes on " * 20)
     with (
-        served(["results.dashboard", str(world.runs), "-e", "all", "--port", "0"]) as address,
-        opened(browser, address) as page,
+        running_server(["results.dashboard", str(world.runs), "-e", "all", "--port", "0"]) as address,
+        open_page(browser, address) as page,
     ):
         expect(rows(page, "results")).to_have_count(10, timeout=SLOW)
         plot = page.locator(".plot canvas").first
@@ -262,8 +262,8 @@ def test_where_curves_overlap_the_one_next_to_the_mouse_is_lit_once(browser: Bro
     for stride in range(1, 13):
         world.add(f"stride {stride}", experiment(stride, 0), group="reach", steps=60)
     with (
-        served(["results.dashboard", str(world.runs), "-e", "all", "--port", "0"]) as address,
-        opened(browser, address) as page,
+        running_server(["results.dashboard", str(world.runs), "-e", "all", "--port", "0"]) as address,
+        open_page(browser, address) as page,
     ):
         page.locator(".live-switch").click()
         page.locator(".plot canvas").first.scroll_into_view_if_needed()
@@ -334,8 +334,8 @@ _PLACE = """([label, x, y]) => {
 
 
 def test_a_link_restores_the_view(browser: Browser, demo_runs: Path):
-    with served(["results.dashboard", str(demo_runs), "--port", "0"]) as address:
-        with opened(browser, address) as page:
+    with running_server(["results.dashboard", str(demo_runs), "--port", "0"]) as address:
+        with open_page(browser, address) as page:
             choose_metric(page, "train_loss")
             page.get_by_label("Spread").select_option("95 % interval")
             type_into(page, "Expression", "model.num_layers == 2")
@@ -343,7 +343,7 @@ def test_a_link_restores_the_view(browser: Browser, demo_runs: Path):
             page.get_by_text("Answers", exact=True).click()
             page.wait_for_function("location.search.includes('train_loss') && location.search.includes('tab=1')")
             link = page.url
-        with opened(browser, link) as page:
+        with open_page(browser, link) as page:
             expect(rows(page, "jobs")).to_have_count(2, timeout=SLOW)
             expect(page.locator(".metrics .choices__item--selectable").first).to_contain_text("train_loss")
             expect(page.get_by_label("Spread")).to_have_value("95 % interval")
@@ -388,8 +388,8 @@ def test_text_of_a_run_is_shown_and_never_obeyed(browser: Browser, tmp_path: Pat
             reason=HOSTILE,
         )
     with (
-        served(["results.dashboard", str(world.runs), "-e", "all", "--port", "0"]) as address,
-        opened(browser, address) as page,
+        running_server(["results.dashboard", str(world.runs), "-e", "all", "--port", "0"]) as address,
+        open_page(browser, address) as page,
     ):
         expect(rows(page, "jobs")).to_have_count(2, timeout=SLOW)
         for tab in ("Config", "Differences", "Lineage", "Log"):
@@ -404,7 +404,7 @@ def test_text_of_a_run_is_shown_and_never_obeyed(browser: Browser, tmp_path: Pat
 def test_the_notebook_is_served_as_the_same_page(browser: Browser, world: World):
     env = os.environ | {"TRAINVAL_RUNS": str(world.runs)}
     serve = ["panel", "serve", "results/results.ipynb", "--port", "0", "--address", "127.0.0.1"]
-    with served(serve, env) as address, opened(browser, address) as page:
+    with running_server(serve, env) as address, open_page(browser, address) as page:
         expect(rows(page, "results")).to_have_count(4, timeout=3 * SLOW)
         expect(rows(page, "results").nth(0)).to_contain_text("0.300 ± 0.071")
         expect(rows(page, "jobs")).to_have_count(7)
@@ -417,7 +417,7 @@ def test_no_page_is_wider_than_the_window_and_each_is_light_or_dark(
     report.main([str(demo_runs), "-o", str(tmp_path / "report.html")])
     run = next(row["exp_id"] for row in results.load_rows(demo_runs, "demo")[0])
     run_page.main([str(demo_runs / run), "-o", str(tmp_path / "run.html")])
-    with served(["results.dashboard", str(demo_runs), "-e", "all", "--port", "0"]) as address:
+    with running_server(["results.dashboard", str(demo_runs), "-e", "all", "--port", "0"]) as address:
         for page_address in (address, (tmp_path / "report.html").as_uri(), (tmp_path / "run.html").as_uri()):
             context = browser.new_context(viewport={"width": 1280, "height": 900}, color_scheme=scheme)
             page = context.new_page()
@@ -436,19 +436,19 @@ def test_no_page_is_wider_than_the_window_and_each_is_light_or_dark(
 def test_the_report_opens_offline(browser: Browser, world: World, tmp_path: Path):
     output = tmp_path / "report.html"
     assert report.main([str(world.runs), "-o", str(output)]) == 0
-    moved = Path(shutil.move(output, tmp_path / "elsewhere.html"))
+    moved_report = Path(shutil.move(output, tmp_path / "elsewhere.html"))
     context = browser.new_context(offline=True, java_script_enabled=False)
     requests: list[str] = []
     messages: list[str] = []
     page = context.new_page()
     page.on("request", lambda request: requests.append(request.url))
     page.on("console", lambda message: messages.append(message.text))
-    page.goto(moved.as_uri())
+    page.goto(moved_report.as_uri())
     expect(page.get_by_role("heading", name="Results")).to_be_visible()
     expect(page.locator("tr").filter(has_text="CUDA out of memory on step 4")).to_be_visible()
     picture = page.get_by_alt_text("val_loss by step").bounding_box()
     assert picture is not None
     assert picture["height"] > 200
     context.close()
-    assert [url for url in requests if not url.startswith("data:")] == [moved.as_uri()]
+    assert [url for url in requests if not url.startswith("data:")] == [moved_report.as_uri()]
     assert not messages

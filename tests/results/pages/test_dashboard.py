@@ -28,7 +28,7 @@ from src.runs.run_dir import RunDir
 from src.runs.store import SavedRun
 from src.support import read_cache
 from tests.conftest import ROOT
-from tests.servers import served
+from tests.servers import running_server
 
 # panel 1.9.4 calls pandas in a way that pandas 3.1 announces the end of
 pytestmark = pytest.mark.filterwarnings("ignore:The inplace keyword:pandas.errors.Pandas4Warning")
@@ -52,9 +52,9 @@ def fail(runs: Path, stride: int = 7, reason: str = "out of memory") -> str:
 
 
 def test_the_table_of_results_is_that_of_the_command_line(page: Dashboard):
-    shown = page.results.value
-    assert list(shown.columns) == ["colour", "val_loss ↓", "em", "stride"]
-    assert shown.iloc[0, 1:].tolist() == ["<b>0.68 ± 0.10</b>", "0.25", "1"]
+    table_value = page.results.value
+    assert list(table_value.columns) == ["colour", "val_loss ↓", "em", "stride"]
+    assert table_value.iloc[0, 1:].tolist() == ["<b>0.68 ± 0.10</b>", "0.25", "1"]
     assert "In all rows: train_loss 1, runs 3, state done, step 4." in page.result_note.object
     page.spread.value = "ci95"
     assert page.results.value.iloc[0, 1] == "<b>0.68 ± 0.25</b>"
@@ -96,9 +96,9 @@ def test_a_config_key_on_the_x_axis_gives_a_point_for_each_run(page: Dashboard):
     for row in page.selection.rows:
         row["model.kind"] = f"kind {row['model.stride']}"
     page.by.value = ["model.stride"]
-    drawn = overview.curves(page.selection, "val_loss", overview.Look("model.kind"))
-    chart.Plot(lambda _: None).show({"val_loss": drawn}, "model.kind", False)
-    assert sorted(line.x for line in drawn.lines) == [["kind 1"] * 3, ["kind 2"] * 3]
+    curves = overview.curves(page.selection, "val_loss", overview.Look("model.kind"))
+    chart.Plot(lambda _: None).show({"val_loss": curves}, "model.kind", False)
+    assert sorted(line.x for line in curves.lines) == [["kind 1"] * 3, ["kind 2"] * 3]
 
 
 def test_new_points_are_sent_into_the_picture_that_is_there(page: Dashboard):
@@ -114,16 +114,16 @@ def test_new_points_are_sent_into_the_picture_that_is_there(page: Dashboard):
 
 
 def test_nothing_is_sent_where_nothing_changed(page: Dashboard):
-    sent: list[str] = []
+    sent_events: list[str] = []
     for widget in (page.results.widget, page.jobs.widget):
-        widget.param.watch(lambda event: sent.append(event.name), ["value", "selection", "titles"])
+        widget.param.watch(lambda event: sent_events.append(event.name), ["value", "selection", "titles"])
     for table in (page.results, page.jobs):
-        table.pane.param.watch(lambda event: sent.append(event.name), "objects")
+        table.pane.param.watch(lambda event: sent_events.append(event.name), "objects")
     for widget in (page.metrics, page.experiment, page.states, page.group):
-        widget.param.watch(lambda event: sent.append(event.name), ["options", "value"])
-    page.plot.pane.param.watch(lambda event: sent.append(event.name), "object")
+        widget.param.watch(lambda event: sent_events.append(event.name), ["options", "value"])
+    page.plot.pane.param.watch(lambda event: sent_events.append(event.name), "object")
     page.reload()
-    assert sent == []
+    assert sent_events == []
 
 
 def test_a_finished_run_that_joins_another_group_is_shown_in_it(page: Dashboard):
@@ -217,11 +217,11 @@ def test_jobs_that_need_attention_come_first_and_are_chosen(page: Dashboard):
 
 def test_the_choice_of_an_experiment_survives_a_new_run_above_it(page: Dashboard):
     page.jobs.widget.selection = [2]
-    chosen = page.experiment.value
+    selected_id = page.experiment.value
     fail(page.runs)
     page.reload()
-    assert page.experiment.value == chosen
-    assert page._ids[page.jobs.widget.selection[0]] == chosen
+    assert page.experiment.value == selected_id
+    assert page._ids[page.jobs.widget.selection[0]] == selected_id
 
 
 def test_details(page: Dashboard, runs: Path):
@@ -365,9 +365,9 @@ def test_many_configurations_are_cut_to_the_best(tmp_path: Path):
         with RunDir.open(tmp_path, exp, exp) as run:
             run.scores.append({"step": 1, "em": 1.0 * stride})
             run.set_status("done")
-    drawn = overview.curves(overview.load(tmp_path), "em")
-    assert [line.mean for line in drawn.lines] == [[float(stride)] for stride in range(legend.LINES + 2, 2, -1)]
-    assert drawn.notes == [f"The best {legend.LINES} of {legend.LINES + 3} configurations; filter to see more."]
+    curves = overview.curves(overview.load(tmp_path), "em")
+    assert [line.mean for line in curves.lines] == [[float(stride)] for stride in range(legend.LINES + 2, 2, -1)]
+    assert curves.notes == [f"The best {legend.LINES} of {legend.LINES + 3} configurations; filter to see more."]
 
 
 def test_durations_are_short_words():
@@ -434,14 +434,16 @@ def test_a_load_with_saved_values_shows_each_change(
 def test_only_changed_cells_of_jobs_are_sent(page: Dashboard, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(panes, "BUILDING_SECONDS", 0.0)
     page.reload()
-    widget, sent = page.jobs.widget, []
+    widget, sent_changes = page.jobs.widget, []
     monkeypatch.setattr(
-        widget, "patch", lambda changes, as_index: sent.append(changes) or type(widget).patch(widget, changes, as_index)
+        widget,
+        "patch",
+        lambda changes, as_index: sent_changes.append(changes) or type(widget).patch(widget, changes, as_index),
     )
     SavedRun(page.runs / page._ids[1]).write_remarks(["kept"], [], None)
     page.reload()
     assert page.jobs.widget is widget
-    assert sent == [{"notes": [(1, "#kept")]}]
+    assert sent_changes == [{"notes": [(1, "#kept")]}]
     assert cells(page.jobs.value, "notes")[1] == "#kept"
 
 
@@ -477,10 +479,10 @@ def test_a_row_and_its_curve_light_up_together(page: Dashboard):
     page.results.widget.selection = [1]
     page.results.widget.selection = []
     assert lit() == set(colours)
-    painted: list[set[str]] = []
-    page.plot._nearest.on_change("data", lambda _, __, ___: painted.append(lit()))
+    highlights: list[set[str]] = []
+    page.plot._nearest.on_change("data", lambda _, __, ___: highlights.append(lit()))
     page.plot.light(colours[1])
-    assert painted == [set(colours)], (
+    assert highlights == [set(colours)], (
         "the browser knows what is lit before it paints that, as it then asks what is below the mouse"
     )
 
@@ -501,9 +503,9 @@ def test_several_highlights_at_once_end_with_the_last(page: Dashboard, monkeypat
 def test_numbers_are_right_aligned_and_the_best_of_each_score_is_bold(page: Dashboard):
     assert page.results.widget.text_align == {"val_loss ↓": "right", "em": "right", "stride": "right"}
     assert [cell.startswith("<b>") for cell in cells(page.results.value, "val_loss ↓")] == [True, False]
-    aligned = page.jobs.widget.text_align
-    assert {"step", "loss", "starts"} <= aligned.keys()
-    assert not {"experiment", "configuration", "state", "reason"} & aligned.keys()
+    alignment = page.jobs.widget.text_align
+    assert {"step", "loss", "starts"} <= alignment.keys()
+    assert not {"experiment", "configuration", "state", "reason"} & alignment.keys()
     fail(page.runs, reason="a reason that is long " * 30)
     page.reload()
     assert page.jobs.widget.formatters["reason"] == {"type": "textarea"}, "it wraps"
@@ -562,7 +564,7 @@ def test_sigterm_ends_a_server_with_a_closed_output(runs: Path):
 
 
 def test_a_page_requires_its_token(runs: Path):
-    with served(["results.dashboard", str(runs), "-e", "all", "--port", "0"]) as address:
+    with running_server(["results.dashboard", str(runs), "-e", "all", "--port", "0"]) as address:
         bare, _, token = address.partition("?token=")
         assert len(token) > 20
         run = next(path.name for path in sorted(runs.iterdir()) if len(path.name) == 32)

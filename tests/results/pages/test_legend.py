@@ -30,8 +30,10 @@ def test_colours_follow_only_from_the_values_of_configurations(runs: Path):
     random.Random(0).shuffle(rows)
     assert by_stride(legend.colours(rows), rows) == expected
     some = [row for row in rows if row["model.stride"] == 2]
-    drawn = legend.Configurations(some, among=rows)
-    assert [drawn.colour(group) for group in drawn.groups] == [legend.COLOURS[1]], "a filter must not give it another"
+    configurations = legend.Configurations(some, among=rows)
+    assert [configurations.colour(group) for group in configurations.groups] == [legend.COLOURS[1]], (
+        "a filter must not give it another"
+    )
 
 
 def test_any_number_of_configurations_have_distinct_colours():
@@ -42,18 +44,18 @@ def test_any_number_of_configurations_have_distinct_colours():
 
 
 def test_plot_report_and_dashboard_draw_a_configuration_in_one_colour(runs: Path, tmp_path: Path):
-    shown = "stride=2 (3)"
+    label = "stride=2 (3)"
     page = Dashboard(runs, ALL)
     page.where.value = "model.stride == 2 or seed == 0"
-    (line,) = [line for line in overview.curves(page.selection, "val_loss").lines if line.label == shown]
+    (line,) = [line for line in overview.curves(page.selection, "val_loss").lines if line.label == label]
     dot = page.results.value[page.results.value["stride"] == "2"]["colour"].tolist()
     (axes,) = plot.draw(runs, results.load_rows(runs)[0]).axes
-    drawn = {str(each.get_label()).strip(): each.get_color() for each in axes.lines}
+    plot_colours = {str(each.get_label()).strip(): each.get_color() for each in axes.lines}
     output = tmp_path / "report.html"
     assert report.main([str(runs), "--metric", "val_loss", "-o", str(output)]) == 0
     text = output.read_text()
     picture = base64.b64decode(re.findall(r"base64,([A-Za-z0-9+/=]+)", text)[0]).decode()
-    assert line.colour == drawn[shown] == legend.COLOURS[1]
+    assert line.colour == plot_colours[label] == legend.COLOURS[1]
     assert legend.COLOURS[1] in dot[0]
     assert re.findall(r'"dot" style="background:(#\w+)"', text) == list(legend.COLOURS[:2]), "the rows, best first"
     assert all(colour in picture for colour in legend.COLOURS[:2])
@@ -65,9 +67,9 @@ def test_varying_keys_are_those_within_a_group(runs: Path):
         run.scores.append({"step": 1, "val_loss": 9.0})
     rows, _ = results.load_rows(runs)
     assert results.distinguishing_keys(rows) == ["group", "model.stride"]
-    shown = overview.tabulate(overview.load(runs))
-    assert shown.headings[-5:] == ["group", "stride", "runs", "state", "step"]
-    assert len(shown.lines) == 3
+    overview_table = overview.tabulate(overview.load(runs))
+    assert overview_table.headings[-5:] == ["group", "stride", "runs", "state", "step"]
+    assert len(overview_table.lines) == 3
     _, labels = overview.differing(overview.load(runs))
     assert labels[run.exp_id] == ""
     assert max(labels.values()) == "stride=2, seed=2"

@@ -36,7 +36,7 @@ class Page(HTMLParser):
         self.texts.append(data)
 
 
-def written(runs: Path, tmp_path: Path, *arguments: str) -> str:
+def write_report(runs: Path, tmp_path: Path, *arguments: str) -> str:
     output = tmp_path / "new" / "report.html"
     assert report.main([str(runs), *arguments, "-o", str(output)]) == 0
     return output.read_text()
@@ -49,15 +49,15 @@ def add(runs: Path, exp: dict, state: str = "done", **facts: object) -> str:
     return run.exp_id
 
 
-def test_it_may_be_on_several_groups(runs: Path, tmp_path: Path):
+def test_report_of_several_groups(runs: Path, tmp_path: Path):
     add(runs, {"recipe": "toy", "seed": 0, "model": {"name": "m", "stride": 7}}, env={"groups": ["late"]})
-    text = written(runs, tmp_path, "-e", "tiny", "late")
+    text = write_report(runs, tmp_path, "-e", "tiny", "late")
     assert "Experiments: tiny, late" in text
     assert "of 3 configurations." in text
 
 
 def test_everything_is_in_it(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    text = written(runs, tmp_path, "-e", "tiny")
+    text = write_report(runs, tmp_path, "-e", "tiny")
     assert capsys.readouterr().out == f"{tmp_path}/new/report.html\n"
     values = [1 / 4 + 0.1 * seed + 1 / 3 for seed in range(3)]
     half = 4.302653 * statistics.stdev(values) / 3**0.5
@@ -71,15 +71,15 @@ def test_everything_is_in_it(runs: Path, tmp_path: Path, capsys: pytest.CaptureF
     assert text.count('class="chip done"') == 7, "each experiment and the sum"
 
 
-def test_the_pictures_are_whole_and_name_their_lines(runs: Path, tmp_path: Path):
-    pictures = re.findall(r"base64,([A-Za-z0-9+/=]+)", written(runs, tmp_path, "--metric", "em"))
+def test_pictures_are_complete_and_name_their_lines(runs: Path, tmp_path: Path):
+    pictures = re.findall(r"base64,([A-Za-z0-9+/=]+)", write_report(runs, tmp_path, "--metric", "em"))
     (picture,) = [base64.b64decode(data).decode() for data in pictures]
     assert picture.rstrip().endswith("</svg>")
     assert "stride=1 (3)" in picture
 
 
-def test_nothing_is_asked_of_another_machine_and_nothing_is_run(runs: Path, tmp_path: Path):
-    page = Page(written(runs, tmp_path))
+def test_report_loads_nothing_remote_and_runs_nothing(runs: Path, tmp_path: Path):
+    page = Page(write_report(runs, tmp_path))
     assert page.links
     assert all(link.startswith("data:image/svg+xml;base64,") for link in page.links)
     assert not {"script", "link", "iframe", "object", "embed", "form"} & set(page.tags)
@@ -97,12 +97,12 @@ def test_hostile_text_is_shown_as_it_is(tmp_path: Path):
             reason=HOSTILE,
             env={"groups": [HOSTILE], "host": HOSTILE, "packages": {"torch": HOSTILE}},
         )
-    page = Page(written(runs, tmp_path, "-e", HOSTILE))
+    page = Page(write_report(runs, tmp_path, "-e", HOSTILE))
     assert page.tags.count("script") == 0
     assert page.tags.count("style") == 1
-    shown = "".join(page.texts)
-    assert shown.count(HOSTILE) >= 8
-    assert "<script>alert(1)</script>" in shown
+    page_text = "".join(page.texts)
+    assert page_text.count(HOSTILE) >= 8
+    assert "<script>alert(1)</script>" in page_text
 
 
 def test_a_damaged_directory_is_a_warning(runs: Path, tmp_path: Path):
@@ -110,13 +110,13 @@ def test_a_damaged_directory_is_a_warning(runs: Path, tmp_path: Path):
     (runs / names[0] / "exp_dict.json").write_text("{")
     (runs / names[1] / "status.json").write_text("[1, ")
     (runs / names[2] / "env.json").write_text("[1, ")
-    text = written(runs, tmp_path)
+    text = write_report(runs, tmp_path)
     assert "warning" in text
     assert names[0] in text
     assert '<span class="chip unknown">' in text
 
 
-def test_reasons_lineage_and_environments_are_told(tmp_path: Path):
+def test_report_has_reasons_lineage_and_environments(tmp_path: Path):
     runs = tmp_path / "runs"
     parent = {"recipe": "toy", "seed": 0, "model": {"name": "m"}}
     first = add(runs, parent, env={"commit": "c0ffee", "packages": {"torch": "2.0"}})
@@ -126,7 +126,7 @@ def test_reasons_lineage_and_environments_are_told(tmp_path: Path):
         "model": {"name": "x", "base": {"name": "experiment", "exp_id": first, "checkpoint": "last"}},
     }
     second = add(runs, child, "failed", reason="out of memory", env={"commit": "c0ffee", "packages": {"torch": "2.1"}})
-    text = written(runs, tmp_path)
+    text = write_report(runs, tmp_path)
     assert "out of memory" in text
     assert "c0ffee" in text
     assert "2.0 (1)\n2.1 (1)" in text or "2.1 (1)\n2.0 (1)" in text
@@ -137,7 +137,7 @@ def test_haven_runs_without_scores_and_empty_histories(tmp_path: Path):
     exp = {"a": 1}
     with RunDir.open(tmp_path / "runs", exp, exp) as run:
         run.set_status("done")
-    text = written(tmp_path / "runs", tmp_path)
+    text = write_report(tmp_path / "runs", tmp_path)
     assert "Learning curves" not in text
     assert run.exp_id[:8] in text
 
@@ -163,24 +163,24 @@ def test_no_runs_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 
 
 def test_deleting_the_index_changes_no_word(runs: Path, tmp_path: Path):
-    def told() -> str:
-        return re.sub(r"written [^<]*UTC", "", written(runs, tmp_path))
+    def report_text() -> str:
+        return re.sub(r"written [^<]*UTC", "", write_report(runs, tmp_path))
 
-    first, again = told(), told()
+    first, again = report_text(), report_text()
     for path in runs.glob("index.sqlite*"):
         path.unlink()
-    assert first == again == told()
+    assert first == again == report_text()
 
 
 def test_values_of_configs_are_json_when_they_are_not_texts(tmp_path: Path):
     add(tmp_path / "runs", {"recipe": "toy", "flag": True, "nothing": None, "list": [1, "a"]})
-    text = written(tmp_path / "runs", tmp_path)
+    text = write_report(tmp_path / "runs", tmp_path)
     for value in (json.dumps(True), json.dumps(None), "[1, &quot;a&quot;]"):
         assert f"<td>{value}</td>" in text
 
 
-def test_a_report_replaces_the_last_one_whole(runs: Path, tmp_path: Path):
-    before = written(runs, tmp_path)
+def test_report_is_replaced_atomically(runs: Path, tmp_path: Path):
+    before = write_report(runs, tmp_path)
     shutil.rmtree(next(path for path in runs.iterdir() if len(path.name) == 32))
-    assert written(runs, tmp_path) != before
+    assert write_report(runs, tmp_path) != before
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["report.html"]

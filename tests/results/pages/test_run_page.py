@@ -23,11 +23,11 @@ def record(step: int, name: str, context: str, **numbers: Any) -> dict[str, Any]
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
     exp = {"recipe": "toy", "seed": 0, "model": {"name": HOSTILE}}
-    with RunDir.open(tmp_path / "runs", exp, exp) as opened:
+    with RunDir.open(tmp_path / "runs", exp, exp) as run_dir:
         for step in (2, 4):
             by_source = {"loss/books": 2.0, "loss/code": 1.0}
             losses = {"train_loss": 3.0 / step, "val_loss": 4.0 / step, "val_perplexity": 9.0}
-            opened.scores.append(
+            run_dir.scores.append(
                 {
                     "step": step,
                     **losses,
@@ -38,9 +38,9 @@ def run(tmp_path: Path) -> Path:
                     **by_source,
                 }
             )
-        opened.set_status("failed", step=4, steps=8, reason=HOSTILE)
+        run_dir.set_status("failed", step=4, steps=8, reason=HOSTILE)
     perf = [{"step": 2, "tokens_per_second": 10.0, "mfu": 0.4}, {"step": 4, "data_wait_rate": 0.1}]
-    (opened.path / run_page.PERF).write_text("".join(json.dumps(row) + "\n" for row in perf))
+    (run_dir.path / run_page.PERF).write_text("".join(json.dumps(row) + "\n" for row in perf))
     records = [
         record(2, "a.weight", "hp_grad", abs_var_mean=0.25),
         record(2, HOSTILE, "hp_grad", abs_var_mean=None, nonfinite=3),
@@ -48,9 +48,9 @@ def run(tmp_path: Path) -> Path:
         record(2, "a", "output", type="Linear"),
         record(2, "a", "input[0]", type="Linear"),
     ]
-    (opened.path / layers.FILE).write_text("".join(json.dumps(line) + "\n" for line in records))
-    ledger.append(opened.path, ledger.event("rewind", why=HOSTILE, to=2))
-    return opened.path
+    (run_dir.path / layers.FILE).write_text("".join(json.dumps(line) + "\n" for line in records))
+    ledger.append(run_dir.path, ledger.event("rewind", why=HOSTILE, to=2))
+    return run_dir.path
 
 
 def page(run: Path, tmp_path: Path, *arguments: str) -> str:
@@ -81,9 +81,9 @@ def test_everything_is_in_it(run: Path, tmp_path: Path, capsys: pytest.CaptureFi
         "Update ratio: |update| / |w|",
         "Activations: mean |output|",
     ]
-    folded = "".join(re.findall("<details><summary>.*?</details>", text))
+    details = "".join(re.findall("<details><summary>.*?</details>", text))
     for title in ("gradient norm before clipping", "share of clipped steps", "learning rate", "MFU", "val_perplexity"):
-        assert f'<td class="key">{title}</td>' in folded, "a chart of one value"
+        assert f'<td class="key">{title}</td>' in details, "a chart of one value"
     assert text.count("data:image/svg+xml;base64,") == len(captions)
     assert '<span class="chip failed">' in text
     assert "step 4 of 8" in text

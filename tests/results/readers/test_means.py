@@ -48,7 +48,7 @@ def plant(
 
 
 @pytest.fixture
-def planted(tmp_path: Path) -> Path:
+def planted_runs(tmp_path: Path) -> Path:
     """Stride 2 has the best finished runs and the worst others; of stride 3 none is done; of stride 1 all are."""
     runs = tmp_path / "runs"
     for seed, last in enumerate(DONE):
@@ -67,8 +67,10 @@ def rows_of(runs: Path, capsys: pytest.CaptureFixture[str], *arguments: object) 
     return {row["model.stride"]: row for row in json.loads(capsys.readouterr().out)}
 
 
-def test_every_view_has_the_means_of_finished_runs(planted: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    result = rows_of(planted, capsys)
+def test_every_view_has_the_means_of_finished_runs(
+    planted_runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    result = rows_of(planted_runs, capsys)
     assert list(result) == [2, 1, 3], "the best first, and last what has no result"
     assert [result[2][key] for key in ("val_loss", "val_loss_std", "val_loss_n", "done", "runs")] == [
         *(statistics.fmean(DONE), statistics.stdev(DONE)),
@@ -77,81 +79,83 @@ def test_every_view_has_the_means_of_finished_runs(planted: Path, tmp_path: Path
     assert (result[3]["val_loss"], result[3]["val_loss_n"], result[3]["done"]) == (None, 0, 0)
     cells = [f"{MEAN} ± {STD} (3 of 5)", "0.6050 ± 0.0071", "0 of 2 done"]
 
-    assert table.main([str(planted)]) == 0
+    assert table.main([str(planted_runs)]) == 0
     terminal = capsys.readouterr()
     digits = ["0.5100 ± 0.0100 (3 of 5)", *cells[1:]]
     assert [line.split("│")[1].strip() for line in terminal.out.splitlines() if line.startswith("│")] == digits
     assert "4 of 9 runs are not done; the means are over finished runs" in terminal.err
 
     output = tmp_path / "report.html"
-    assert report.main([str(planted), "-o", str(output)]) == 0
+    assert report.main([str(planted_runs), "-o", str(output)]) == 0
     assert all(text in output.read_text() for text in digits)
     assert "Best val_loss: 0.5100 ± 0.0100 (3 of 5) with stride=2" in output.read_text()
 
-    drawn = {line.label: line for line in overview.curves(overview.load(planted), "val_loss").lines}
-    (axes,) = plot.draw(planted, results.load_rows(planted)[0]).axes
+    curves = {line.label: line for line in overview.curves(overview.load(planted_runs), "val_loss").lines}
+    (axes,) = plot.draw(planted_runs, results.load_rows(planted_runs)[0]).axes
     lines = {str(line.get_label()).strip(): line for line in axes.lines}
-    assert set(lines) == set(drawn) == {"stride=1 (2)", "stride=2 (3 of 5)", "stride=3 (0 of 2 done)"}
+    assert set(lines) == set(curves) == {"stride=1 (2)", "stride=2 (3 of 5)", "stride=3 (0 of 2 done)"}
     best = "stride=2 (3 of 5)"
-    assert drawn[best].mean[-1] == list(lines[best].get_ydata())[-1] == result[2]["val_loss"]
-    assert drawn[best].x == [68, 200, 300], "step 100 is of a run that was stopped"
-    assert drawn["stride=3 (0 of 2 done)"].mean == [0.01], "what goes on is seen"
+    assert curves[best].mean[-1] == list(lines[best].get_ydata())[-1] == result[2]["val_loss"]
+    assert curves[best].x == [68, 200, 300], "step 100 is of a run that was stopped"
+    assert curves["stride=3 (0 of 2 done)"].mean == [0.01], "what goes on is seen"
 
 
-def test_haven_has_the_last_values_of_the_same_runs(planted: Path, capsys: pytest.CaptureFixture[str]):
+def test_haven_has_the_last_values_of_the_same_runs(planted_runs: Path, capsys: pytest.CaptureFixture[str]):
     """It knows no states, so that its rows are those of all runs."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # haven imports deprecated modules and calls
         from haven.haven_results import ResultManager
 
-        manager = ResultManager(savedir_base=str(planted), verbose=False)
+        manager = ResultManager(savedir_base=str(planted_runs), verbose=False)
         theirs = manager.get_score_df(
             columns=["exp_id", "model.stride"], show_exp_ids=True, show_meta=False, show_max_min=False
         )
-    assert table.main([str(planted), "--unfinished", "--by", "exp_id", "--format", "json"]) == 0
+    assert table.main([str(planted_runs), "--unfinished", "--by", "exp_id", "--format", "json"]) == 0
     ours = {row["exp_id"]: (row["val_loss"], row["step"]) for row in json.loads(capsys.readouterr().out)}
     assert {row["exp_id"]: (row["val_loss"], row["step"]) for row in theirs.to_dict("records")} == ours
-    done = {row["exp_id"] for row in results.load_rows(planted)[0] if row["state"] == "done"}
+    done = {row["exp_id"] for row in results.load_rows(planted_runs)[0] if row["state"] == "done"}
     of_stride_2 = theirs[theirs["exp_id"].isin(done) & (theirs["model.stride"] == 2)]["val_loss"]
     assert (of_stride_2.mean(), of_stride_2.std()) == pytest.approx((statistics.fmean(DONE), statistics.stdev(DONE)))
 
 
-def test_a_running_seed_changes_no_mean_in_any_view(planted: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_running_seed_changes_no_mean_in_any_view(
+    planted_runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     """Of the best configuration, with a better score than any that is done."""
     exp = experiment(2, 5)
-    with RunDir.open(planted, exp, exp, facts={"groups": ["g"]}) as run:
+    with RunDir.open(planted_runs, exp, exp, facts={"groups": ["g"]}) as run:
         run.scores.append({"step": 68, "val_loss": 0.001})
         run.scores.export_haven()
-        row = rows_of(planted, capsys)[2]
+        row = rows_of(planted_runs, capsys)[2]
         assert (row["val_loss"], row["val_loss_n"], row["runs"]) == (statistics.fmean(DONE), 3, 6)
         assert "1 running" in row["state"]
-        shown = "0.5100 ± 0.0100 (3 of 6)"
-        page = Dashboard(planted, ALL)
-        assert page.results.value["val_loss ↓"].tolist()[0] == f"<b>{shown}</b>"
+        cell = "0.5100 ± 0.0100 (3 of 6)"
+        page = Dashboard(planted_runs, ALL)
+        assert page.results.value["val_loss ↓"].tolist()[0] == f"<b>{cell}</b>"
         assert page.selection.counts()["running"] == 1
         output = tmp_path / "report.html"
-        assert report.main([str(planted), "-o", str(output)]) == 0
-        assert all(text in output.read_text() for text in (shown, "1 running"))
+        assert report.main([str(planted_runs), "-o", str(output)]) == 0
+        assert all(text in output.read_text() for text in (cell, "1 running"))
         capsys.readouterr()
-        test_haven_has_the_last_values_of_the_same_runs(planted, capsys)
+        test_haven_has_the_last_values_of_the_same_runs(planted_runs, capsys)
 
 
 def test_the_last_value_of_a_run_that_is_not_done_never_looks_like_a_result(
-    planted: Path, capsys: pytest.CaptureFixture[str]
+    planted_runs: Path, capsys: pytest.CaptureFixture[str]
 ):
     """Not even alone in its row, nor as a point."""
     rows = ("--where", "model.stride == 2", "--by", "seed", "--format", "markdown")
-    assert table.main([str(planted), *rows]) == 0
+    assert table.main([str(planted_runs), *rows]) == 0
     lines = [line.split(" | ") for line in capsys.readouterr().out.splitlines()[2:]]
     assert [line[-1] for line in lines] == ["0.5 |", "0.51 |", "0.52 |", "0 of 1 done |", "0 of 1 done |"]
     assert sorted(line[2] for line in lines) == ["done"] * 3 + ["failed", "stopped"]
     figure, left_out = plot.points(
-        planted, legend.Configurations(results.load_rows(planted)[0]), "model.stride", "val_loss"
+        planted_runs, legend.Configurations(results.load_rows(planted_runs)[0]), "model.stride", "val_loss"
     )
     assert sorted(value for line in figure.axes[0].lines for value in line.get_ydata()) == [*DONE, 0.6, 0.61]
     assert left_out == ["left out: 4 of 9 runs, which are not done."]
-    scattered = overview.curves(overview.load(planted), "val_loss", overview.Look("model.stride")).lines
-    assert sorted(value for line in scattered for value in line.mean) == [*DONE, 0.6, 0.61]
+    points = overview.curves(overview.load(planted_runs), "val_loss", overview.Look("model.stride")).lines
+    assert sorted(value for line in points for value in line.mean) == [*DONE, 0.6, 0.61]
 
 
 @pytest.mark.parametrize(
@@ -169,31 +173,35 @@ def test_the_last_value_of_a_run_that_is_not_done_never_looks_like_a_result(
     ],
 )
 def test_other_values_of_other_runs(
-    planted: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], of_stride_2: Sequence[float]
+    planted_runs: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    options: list[str],
+    of_stride_2: Sequence[float],
 ):
-    row = rows_of(planted, capsys, *options)[2]
+    row = rows_of(planted_runs, capsys, *options)[2]
     assert row["val_loss"] == (pytest.approx(statistics.fmean(of_stride_2), rel=1e-12) if of_stride_2 else None)
     assert (row["val_loss_n"], row["runs"]) == (len(of_stride_2), 5)
-    (shown,) = terminal_table.score_cells([row], "val_loss", "std")
+    (score_cell,) = terminal_table.score_cells([row], "val_loss", "std")
     output = tmp_path / "report.html"
-    assert report.main([str(planted), *options, "-o", str(output)]) == 0
+    assert report.main([str(planted_runs), *options, "-o", str(output)]) == 0
     text = output.read_text()
     count = f"({len(of_stride_2)} of 5)"
-    assert (count in shown) == (count in text.split("Learning curves")[0]) == (0 < len(of_stride_2) < 5)
+    assert (count in score_cell) == (count in text.split("Learning curves")[0]) == (0 < len(of_stride_2) < 5)
     assert plot.main(
-        [str(planted), *options, "--x", "model.stride", "--y", "val_loss", "--output", str(tmp_path / "a.svg")]
+        [str(planted_runs), *options, "--x", "model.stride", "--y", "val_loss", "--output", str(tmp_path / "a.svg")]
     ) == int(not of_stride_2)
-    page = Dashboard(planted, ALL)
+    page = Dashboard(planted_runs, ALL)
     page.over.value = "--unfinished" in options
     page.value.value = options[1] if "--value" in options else "last"
     page.at_step.value = int(options[1]) if "--at-step" in options else None
-    assert table.main([str(planted), *options]) == 0
+    assert table.main([str(planted_runs), *options]) == 0
     terminal = [line.split("│")[1].strip() for line in capsys.readouterr().out.splitlines() if line.startswith("│")]
     assert [re.sub("<.*?>", "", cell) for cell in page.results.value.iloc[:, 1]] == terminal
 
 
-def test_runs_without_the_step_are_counted(planted: Path, capsys: pytest.CaptureFixture[str]):
-    assert table.main([str(planted), "--at-step", "100"]) == 0
+def test_runs_without_the_step_are_counted(planted_runs: Path, capsys: pytest.CaptureFixture[str]):
+    assert table.main([str(planted_runs), "--at-step", "100"]) == 0
     assert "8 of 9 runs have no row at step 100; they are left out." in capsys.readouterr().err
 
 
@@ -269,13 +277,15 @@ def test_means_over_another_key_than_the_seed(tmp_path: Path, capsys: pytest.Cap
         (["--seed-key", "sed"], "--seed-key: unknown key 'sed'. Did you mean 'seed'?"),
     ],
 )
-def test_mistakes_are_one_line(planted: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str):
+def test_mistakes_are_one_line(
+    planted_runs: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+):
     for command in (table.main, report.main):
-        assert command([str(planted), *arguments]) == 1
+        assert command([str(planted_runs), *arguments]) == 1
         captured = capsys.readouterr()
         assert (captured.out, captured.err.count("\n")) == ("", 1)
         assert message in captured.err
-    assert plot.main([str(planted), "--value", "best"]) == 1
+    assert plot.main([str(planted_runs), "--value", "best"]) == 1
     assert "--at-step and --value are for points, as curves show every step." in capsys.readouterr().err
 
 
@@ -293,44 +303,44 @@ def test_what_haven_ran_counts_as_done(tmp_path: Path, capsys: pytest.CaptureFix
 
 @pytest.mark.parametrize("make", [hashlib.md5, hashlib.sha1], ids=["as long as ours", "longer"])
 def test_runs_with_the_ids_of_another_program_are_read_and_marked(
-    planted: Path, capsys: pytest.CaptureFixture[str], make: Callable
+    planted_runs: Path, capsys: pytest.CaptureFixture[str], make: Callable
 ):
     """XC-Cache named them by the MD5 of the JSON of the dict."""
     exp = experiment(9, 0)
-    path = planted / make(json.dumps(exp, sort_keys=True).encode()).hexdigest()
+    path = planted_runs / make(json.dumps(exp, sort_keys=True).encode()).hexdigest()
     path.mkdir()
     (path / "exp_dict.json").write_text(json.dumps(exp))
     (path / "score_list.pkl").write_bytes(pickle.dumps([{"epoch": 0, "val_loss": 0.4, "image": np.zeros(9)}]))
     before = {file.name: file.read_bytes() for file in path.iterdir()}
-    row = rows_of(planted, capsys, "--by", "model.stride")[9]
+    row = rows_of(planted_runs, capsys, "--by", "model.stride")[9]
     assert (row["state"], row["val_loss"], row["done"], row["exp_ids"]) == ("foreign", 0.4, 1, [path.name])
-    page = Dashboard(planted, ALL)
+    page = Dashboard(planted_runs, ALL)
     assert "foreign" in str(page.jobs.value["state"].tolist())
     assert "foreign" in page.states.options.values()
-    assert report.main([str(planted), "-o", str(planted.parent / "report.html")]) == 0
+    assert report.main([str(planted_runs), "-o", str(planted_runs.parent / "report.html")]) == 0
     assert ">foreign<" in run_page.render(path)
-    assert f"{path.name[:8]}" in tree(lineage.build(planted).family([path.name, "gone"]))
+    assert f"{path.name[:8]}" in tree(lineage.build(planted_runs).family([path.name, "gone"]))
     with pytest.raises(RunError, match="another program made this directory"):
         SavedRun(path).write_remarks(add=["good"])
-    assert clean.main([str(planted), "--keep-last", "0", "--apply"]) == 0
+    assert clean.main([str(planted_runs), "--keep-last", "0", "--apply"]) == 0
     assert {file.name: file.read_bytes() for file in path.iterdir()} == before
 
 
-def test_a_dict_of_ours_that_was_changed_is_not_foreign(planted: Path, capsys: pytest.CaptureFixture[str]):
-    path = planted / exp_id(experiment(1, 0))
+def test_a_dict_of_ours_that_was_changed_is_not_foreign(planted_runs: Path, capsys: pytest.CaptureFixture[str]):
+    path = planted_runs / exp_id(experiment(1, 0))
     (path / "exp_dict.json").write_text(json.dumps(experiment(1, 7)))
-    assert table.main([str(planted)]) == 0
+    assert table.main([str(planted_runs)]) == 0
     assert "not the name of its directory. It was edited or moved." in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["0" * 32, "0" * 40])
 @pytest.mark.parametrize("text", ['{"a": ' * 400 + "1" + "}" * 400, '{"a": NaN}', "[1]", "{"])
 def test_a_foreign_dict_that_cannot_be_read_is_one_line(
-    planted: Path, capsys: pytest.CaptureFixture[str], name: str, text: str
+    planted_runs: Path, capsys: pytest.CaptureFixture[str], name: str, text: str
 ):
-    (planted / name).mkdir()
-    (planted / name / "exp_dict.json").write_text(text)
-    (planted / name / "score_list.pkl").write_bytes(pickle.dumps([{"val_loss": 0.4}]))
-    assert table.main([str(planted), "--unfinished"]) == 0
+    (planted_runs / name).mkdir()
+    (planted_runs / name / "exp_dict.json").write_text(text)
+    (planted_runs / name / "score_list.pkl").write_bytes(pickle.dumps([{"val_loss": 0.4}]))
+    assert table.main([str(planted_runs), "--unfinished"]) == 0
     (warning,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("skipped: ")]
     assert f"{name}/exp_dict.json" in warning

@@ -39,7 +39,7 @@ def lawyers(wrong: bool) -> list[dict[str, str]]:
     return [row(number, "lawyer", "nurse" if wrong else text) for number, text in enumerate(texts)]
 
 
-def repeated(wrong: bool) -> list[dict[str, str]]:
+def repeat_answers(wrong: bool) -> list[dict[str, str]]:
     """Two questions of two rows each. One has an answer that fits the truth of the other row, one has none."""
     texts = ["x", "x", "x", "x"] if wrong else ["b", "x", "x", "x"]
     return [row(0, "a", texts[0]), row(0, "b", texts[1]), row(1, "c", texts[2]), row(1, "d", texts[3])]
@@ -73,8 +73,8 @@ def plant(runs: Path, rows: list[dict[str, str]], control: list[dict[str, str]],
     [
         (lawyers, False, (5 / 96, (5 + 2 * 2 / 3) / 96, "5 of 96 questions")),
         (lawyers, True, (5 / 96, (5 + 2 * 2 / 3) / 96, "5 of 96 questions")),
-        (repeated, True, (1 / 2, 1 / 2, "1 of 2 questions")),
-        (repeated, False, (0, 0, "0 of 4 questions")),
+        (repeat_answers, True, (1 / 2, 1 / 2, "1 of 2 questions")),
+        (repeat_answers, False, (0, 0, "0 of 4 questions")),
     ],
 )
 def test_every_reader_has_the_scores_of_the_inference(
@@ -114,10 +114,10 @@ def test_every_reader_has_the_scores_of_the_inference(
         *("inference/f1", f"{f1:.4g}", "0", f"{f1:.4g}"),
     ]
 
-    (shown,) = overview.tabulate(overview.load(run.parent)).lines or [[]]
+    (overview_cells,) = overview.tabulate(overview.load(run.parent)).lines or [[]]
     assert f"Best em: {em:.4g}" in report.render(overview.load(run.parent))
     dashboard = Dashboard(run.parent, ALL)
-    assert [cell for cell in shown if cell] == [cell for cell in dashboard.results.value.iloc[0, 1:] if cell]
+    assert [cell for cell in overview_cells if cell] == [cell for cell in dashboard.results.value.iloc[0, 1:] if cell]
     dashboard.tabs.active = 1
     assert f"em {em:.4g}: {counts}" in dashboard.details[1].object
 

@@ -83,7 +83,7 @@ def runs(tmp_path: Path) -> Path:
     return folder
 
 
-def printed(capsys: pytest.CaptureFixture[str], runs: Path, *arguments: str) -> tuple[str, str]:
+def print_table(capsys: pytest.CaptureFixture[str], runs: Path, *arguments: str) -> tuple[str, str]:
     assert table.main([str(runs), *arguments]) == 0
     captured = capsys.readouterr()
     return captured.out, captured.err
@@ -93,7 +93,7 @@ STRIDES = ("--by", "model.stride", "--scores", "val_loss")
 
 
 def test_the_table_has_the_truth_in_every_format(runs: Path, capsys: pytest.CaptureFixture[str]):
-    out, err = printed(capsys, runs, *STRIDES, "--format", "json")
+    out, err = print_table(capsys, runs, *STRIDES, "--format", "json")
     result = {row["model.stride"]: row for row in json.loads(out)}
     assert list(result)[:4] == list(TRUTH)[:4]
     keys = ("val_loss", "val_loss_n", "runs", "step")
@@ -107,7 +107,7 @@ def test_the_table_has_the_truth_in_every_format(runs: Path, capsys: pytest.Capt
     )
     assert "2 runs ended in NaN: val_loss." in err
 
-    for row in csv.DictReader(io.StringIO(printed(capsys, runs, *STRIDES, "--format", "csv")[0])):
+    for row in csv.DictReader(io.StringIO(print_table(capsys, runs, *STRIDES, "--format", "csv")[0])):
         _, mean, count, _, step = TRUTH[int(row["model.stride"])]
         assert float(row["val_loss"] or "nan") == pytest.approx(NAN if mean is None else mean, nan_ok=True)
         assert (row["val_loss_n"], row["step"]) == (str(count), str(step))
@@ -116,7 +116,7 @@ def test_the_table_has_the_truth_in_every_format(runs: Path, capsys: pytest.Capt
     for style, split, plus in (("markdown", "|", "±"), ("latex", "&", r"$\pm$"), ("rich", "│", "±")):
         lines = [
             line.strip().strip(split).split(split)
-            for line in printed(capsys, runs, *STRIDES, "--format", style)[0].splitlines()
+            for line in print_table(capsys, runs, *STRIDES, "--format", style)[0].splitlines()
         ]
         lines = [
             [re.sub(r"\\textbf\{(.*)\}", r"\1", cell.removesuffix(r"\\").strip()) for cell in line] for line in lines
@@ -129,16 +129,16 @@ def test_the_table_has_the_truth_in_every_format(runs: Path, capsys: pytest.Capt
 
 
 def test_latex_has_the_best_row_in_bold(runs: Path, capsys: pytest.CaptureFixture[str]):
-    out, _ = printed(capsys, runs, *STRIDES, "--format", "latex")
+    out, _ = print_table(capsys, runs, *STRIDES, "--format", "latex")
     bold = [line for line in out.splitlines() if r"\textbf" in line]
     assert len(bold) == 1
     assert bold[0].startswith(r"\textbf{6} & ")
-    out, _ = printed(capsys, runs, *STRIDES, "--best", "max", "--format", "latex")
+    out, _ = print_table(capsys, runs, *STRIDES, "--best", "max", "--format", "latex")
     assert [line[:11] for line in out.splitlines() if r"\textbf" in line] == [r"\textbf{5} "]
 
 
 def test_a_pivot_has_the_truth(runs: Path, capsys: pytest.CaptureFixture[str]):
-    out, err = printed(
+    out, err = print_table(
         capsys, runs, "--pivot", "model.stride", "model.name", "--metric", "val_loss", "--format", "markdown"
     )
     cells = dict(line.strip("| ").split(" | ") for line in out.splitlines()[2:])
@@ -148,10 +148,10 @@ def test_a_pivot_has_the_truth(runs: Path, capsys: pytest.CaptureFixture[str]):
 
 def test_a_run_in_two_groups_counts_in_each(runs: Path, capsys: pytest.CaptureFixture[str]):
     for words in (["-e", "g", "h"], ["-e", "h", "g"], []):
-        out, _ = printed(capsys, runs, *words, "--by", "group", "--scores", "val_loss", "--format", "json")
+        out, _ = print_table(capsys, runs, *words, "--by", "group", "--scores", "val_loss", "--format", "json")
         result = {row["group"]: (row["val_loss"], row["val_loss_n"], row["runs"]) for row in json.loads(out)}
         assert result == {"g": (pytest.approx(4.0 / 6), 6, 12), "h": (pytest.approx(0.65), 3, 3)}, words
-    out, _ = printed(capsys, runs, "-e", "g", "h", *STRIDES, "--format", "json")
+    out, _ = print_table(capsys, runs, "-e", "g", "h", *STRIDES, "--format", "json")
     assert {row["model.stride"]: row["runs"] for row in json.loads(out)} == {
         stride: count for stride, (_, _, _, count, _) in TRUTH.items()
     }
@@ -191,21 +191,21 @@ def test_a_run_in_two_groups_counts_in_each(runs: Path, capsys: pytest.CaptureFi
 def test_values_at_a_step_and_best_values(
     runs: Path, capsys: pytest.CaptureFixture[str], options: list[str], cells: dict[int, str]
 ):
-    out, _ = printed(capsys, runs, *STRIDES, *options, "--format", "markdown")
+    out, _ = print_table(capsys, runs, *STRIDES, *options, "--format", "markdown")
     lines = [line.strip("| ").split(" | ") for line in out.splitlines()[2:]]
-    shown = {int(line[0]): line[-1] for line in lines}
+    cells_by_stride = {int(line[0]): line[-1] for line in lines}
 
     def numbers(cell: str) -> list[Any]:
         return [
             pytest.approx(float(word), abs=0.006) if re.fullmatch(r"\d+\.\d+", word) else word for word in cell.split()
         ]
 
-    result = {stride: shown[stride].split() for stride in cells}
+    result = {stride: cells_by_stride[stride].split() for stride in cells}
     assert {
         stride: [float(word) if re.fullmatch(r"\d+\.\d+", word) else word for word in words]
         for stride, words in result.items()
     } == {stride: numbers(cell) for stride, cell in cells.items()}
-    first = next(iter(shown))
+    first = next(iter(cells_by_stride))
     assert first != 4 or options == ["--at-step", "5"], "a run that ended in NaN heads no ranking"
 
 
@@ -215,8 +215,10 @@ def test_pages_have_the_truth(runs: Path, tmp_path: Path):
     page.by.value = ["model.stride"]
     page.sorted.value = "val_loss"
     frame = page.results.value
-    shown = dict(zip(frame["stride"], (re.sub("<.*?>", "", cell) for cell in frame["val_loss ↓"]), strict=True))
-    assert shown == cells
+    cells_by_stride = dict(
+        zip(frame["stride"], (re.sub("<.*?>", "", cell) for cell in frame["val_loss ↓"]), strict=True)
+    )
+    assert cells_by_stride == cells
     assert "2 runs ended in NaN: val_loss" in page.result_note.object
 
     result = overview.load(runs)
@@ -227,23 +229,23 @@ def test_pages_have_the_truth(runs: Path, tmp_path: Path):
     assert "2 runs ended in NaN: " in text
     assert "0.400" not in text.partition("Learning curves")[0]
 
-    ended = runs / exp_id(experiment(1, 2))
-    scores = run_page.render(ended).partition("<h2>Scores</h2>")[2].partition("</table>")[0]
+    nan_run = runs / exp_id(experiment(1, 2))
+    scores = run_page.render(nan_run).partition("<h2>Scores</h2>")[2].partition("</table>")[0]
     assert re.findall(r"<td[^>]*>(.*?)</td>", scores) == ["val_loss", "NaN"]
-    changes, _ = diff.differences(ended, runs / exp_id(experiment(1, 0)))
+    changes, _ = diff.differences(nan_run, runs / exp_id(experiment(1, 0)))
     assert changes["scores"]["val_loss"] == {"a": None, "b": 0.5}
 
 
 def test_plots_have_the_truth(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    drawn = legend.Configurations(results.load_rows(runs)[0], ["model.stride"])
-    figure, _ = plot.points(runs, drawn, "model.stride", "val_loss")
+    configurations = legend.Configurations(results.load_rows(runs)[0], ["model.stride"])
+    figure, _ = plot.points(runs, configurations, "model.stride", "val_loss")
     assert {
         point
         for line in figure.axes[0].lines
         for point in zip(list(line.get_xdata()), list(line.get_ydata()), strict=True)
     } == POINTS
-    scattered = overview.curves(overview.load(runs), "val_loss", overview.Look("model.stride", by=["model.stride"]))
-    assert {(x, y) for line in scattered.lines for x, y in zip(line.x, line.mean, strict=True)} == POINTS
+    points = overview.curves(overview.load(runs), "val_loss", overview.Look("model.stride", by=["model.stride"]))
+    assert {(x, y) for line in points.lines for x, y in zip(line.x, line.mean, strict=True)} == POINTS
     lines = overview.curves(overview.load(runs), "val_loss", overview.Look(by=["model.stride"])).lines
     assert [line.label.split("=")[1].split()[0] for line in lines][:4] == [str(stride) for stride in TRUTH][:4]
     (first,) = [line for line in lines if line.label.startswith("stride=1 ")]
@@ -256,8 +258,8 @@ def test_plots_have_the_truth(runs: Path, tmp_path: Path, capsys: pytest.Capture
 def test_a_shared_table_has_the_truth(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert share.main([str(runs), "--where", "group == 'g' and seed == 2", "-o", str(tmp_path / "a.zip")]) == 0
     assert "1 run ended in NaN: val_loss." in capsys.readouterr().err
-    with zipfile.ZipFile(tmp_path / "a.zip") as zipped:
-        rows = list(csv.DictReader(io.StringIO(zipped.read("table.csv").decode())))
+    with zipfile.ZipFile(tmp_path / "a.zip") as archive:
+        rows = list(csv.DictReader(io.StringIO(archive.read("table.csv").decode())))
     assert [(row["model.stride"], row["val_loss"]) for row in rows] == [("1", ""), ("2", "")]
 
 

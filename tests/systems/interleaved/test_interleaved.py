@@ -48,8 +48,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def damage_images(train: Path, images: int) -> None:
     """Overwrite the first images of the tars of a folder."""
-    listed = manifest.load(train)
-    for shard in listed.shards:
+    dataset_manifest = manifest.load(train)
+    for shard in dataset_manifest.shards:
         parts = tar_index.load_file(train / shard.index, shard.bytes, shard.url, shard.index_digest).parts
         content = bytearray((train / shard.url).read_bytes())
         for part in parts[parts["kind"] == tar_index.IMAGE][:images]:
@@ -70,9 +70,9 @@ def test_a_run_stopped_by_its_error_budget_resumes_with_another_budget(
     advice = re.search(r"data\.errors\.max_documents=\S+", capsys.readouterr().err)
     assert advice
     assert json.loads((run / "exp_dict.json").read_text()) == plan.load(default, "", "").exp
-    resumed = ["--exp_id", exp_id(strict), "--set", "data.errors.max_documents=1.0"]
-    assert toy.main([*resumed, "--dry-run"], {"pages": [default]}, tmp_path) == 0
-    assert toy.main(resumed, {"pages": [default]}, tmp_path) == 0
+    resume_args = ["--exp_id", exp_id(strict), "--set", "data.errors.max_documents=1.0"]
+    assert toy.main([*resume_args, "--dry-run"], {"pages": [default]}, tmp_path) == 0
+    assert toy.main(resume_args, {"pages": [default]}, tmp_path) == 0
     (event,) = [event for event in ledger.read(run) if event["event"] == "policy"]
     assert event["changes"] == {"data.errors.max_documents": ["0.02", "1.0"]}
     (tmp_path / "other").mkdir()
@@ -115,27 +115,27 @@ def test_scores_include_the_sources_and_the_control(folder: Path):
 def test_weights_of_sources_change_the_loss_and_its_count(folder: Path, tmp_path: Path):
     """Both halved, nothing changes; one alone changes the mean."""
     (tmp_path / "data").symlink_to(folder / "data")
-    halved = override(
+    halved_weights = override(
         PAGES, {"data.sources.pages.loss_weight": 0.5, "data.sources.more.loss_weight": 0.5, "loop.steps": 8}
     )
     one = override(PAGES, {"data.sources.pages.loss_weight": 0.25, "loop.steps": 8})
     plain = override(PAGES, {"loop.steps": 8})
-    assert toy.main(["-e", "pages"], {"pages": [halved, one, plain]}, tmp_path) == 0
-    losses = [toy.evaluations(tmp_path, exp_id(exp))[-1] for exp in (halved, one, plain)]
+    assert toy.main(["-e", "pages"], {"pages": [halved_weights, one, plain]}, tmp_path) == 0
+    losses = [toy.evaluations(tmp_path, exp_id(exp))[-1] for exp in (halved_weights, one, plain)]
     assert losses[0]["train_loss"] == pytest.approx(losses[2]["train_loss"], rel=1e-5)
     assert losses[0]["val_loss"] == pytest.approx(losses[2]["val_loss"], rel=1e-4)
     assert losses[1]["train_loss"] != pytest.approx(losses[2]["train_loss"], rel=1e-4)
 
 
-def audited(folder: Path, run: Path, step: int | None = None) -> audit.Delivery:
+def run_audit(folder: Path, run: Path, step: int | None = None) -> audit.Delivery:
     return audit.replay(run, folder / "data", step)
 
 
 def test_an_audit_reports_the_documents_read(folder: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path):
     run = folder / "runs" / exp_id(PAGES)
-    audit_report = audited(folder, run)
+    audit_report = run_audit(folder, run)
     assert audit_report.step == 24
-    assert audited(folder, run, 16).documents() <= audit_report.documents()
+    assert run_audit(folder, run, 16).documents() <= audit_report.documents()
     arguments = [str(run), "--data_path", str(folder / "data"), "--documents", str(tmp_path / "documents.tsv")]
     assert audit.main(arguments) == 0
     output = capsys.readouterr().out
@@ -165,28 +165,28 @@ def test_denied_documents_are_not_read_again(tmp_path: Path, capsys: pytest.Capt
     whole, run = {"pages": [PAGES]}, tmp_path / "runs" / exp_id(PAGES)
     assert toy.main(["-e", "pages"], whole, tmp_path) == 0
     assert interventions.main(["rewind", str(run), "--to", "16"]) == 0
-    listed = tmp_path / "list.txt"
-    listed.write_text("# spoilt\nsource more\nshard  pages shard-00001.tar\n")
+    deny_list = tmp_path / "list.txt"
+    deny_list.write_text("# spoilt\nsource more\nshard  pages shard-00001.tar\n")
     before = json.loads((run / "checkpoints" / "step-00000016" / "state.json").read_text())
-    assert interventions.main(["deny", str(run), str(listed), "--why", "spoilt"]) == 0
+    assert interventions.main(["deny", str(run), str(deny_list), "--why", "spoilt"]) == 0
     assert "without 2 denied: source more, shard pages shard-00001.tar" in capsys.readouterr().out
     assert interventions.main(["undo", str(run)]) == 0
     assert [branch.deny_list for branch in branches.read(run)] == [None]
-    assert interventions.main(["deny", str(run), str(listed), "--why", "spoilt"]) == 0
+    assert interventions.main(["deny", str(run), str(deny_list), "--why", "spoilt"]) == 0
     assert toy.main(["-e", "pages"], whole, tmp_path) == 0
-    last, first = audited(tmp_path, run), audited(tmp_path, run, 16)
+    last, first = run_audit(tmp_path, run), run_audit(tmp_path, run, 16)
     later = last.documents() - first.documents()
     data = last.data
-    denied = {*data.find("source more"), *data.find("shard pages shard-00001.tar")}
-    assert first.documents().keys() & denied
-    assert not later.keys() & denied
-    assert later.keys() - denied
+    denied_documents = {*data.find("source more"), *data.find("shard pages shard-00001.tar")}
+    assert first.documents().keys() & denied_documents
+    assert not later.keys() & denied_documents
+    assert later.keys() - denied_documents
     assert json.loads((run / "checkpoints" / "step-00000016" / "state.json").read_text()) == before
     assert interventions.main(["rewind", str(run), "--to", "16", "--data", "skip:2"]) == 0
     (branch,) = branches.read(run)
     assert (branch.deny_list, branch.data) == (["source more", "shard pages shard-00001.tar"], "skip:2")
-    listed.write_text("source pages\n")
-    assert interventions.main(["deny", str(run), str(listed)]) == 0
+    deny_list.write_text("source pages\n")
+    assert interventions.main(["deny", str(run), str(deny_list)]) == 0
     (branch,) = branches.read(run)
     assert (branch.deny_list, branch.data) == (["source more", "shard pages shard-00001.tar", "source pages"], "skip:2")
     assert toy.main(["-e", "pages"], whole, tmp_path) == 1
@@ -278,15 +278,15 @@ def test_frames_must_be_those_of_the_model(folder: Path):
 def test_bad_documents_are_counted_and_recorded_in_the_run(tmp_path: Path):
     write_data(tmp_path / "data")
     (tmp_path / "data" / "pages").symlink_to("toy_pages")
-    for chosen in (3, 20):
-        test_streamed.damage(tmp_path / "data", chosen, image=False)
+    for document_number in (3, 20):
+        test_streamed.damage(tmp_path / "data", document_number, image=False)
     lenient = override(PAGES, {"data.errors.max_documents": 0.1})
     assert toy.main(["-e", "pages"], {"pages": [lenient]}, tmp_path) == 0
     run = tmp_path / "runs" / exp_id(PAGES)
     records = [json.loads(line) for line in (run / "quarantine.jsonl").read_text().splitlines()]
     assert {record["document"] for record in records} <= {3, 20}
     assert sum(row["unreadable/pages"] for row in toy.evaluations(tmp_path, exp_id(PAGES))) > 0
-    audit_report = audited(tmp_path, run)
+    audit_report = run_audit(tmp_path, run)
     read = {(record["shard"], record["document"]) for record in records}
     assert {
         audit_report.data.documents[1].locate(document - audit_report.data.first(1))
@@ -335,8 +335,8 @@ def test_ten_trainings_are_killed_and_end_with_the_same_bits(tmp_path: Path):
         report = harness.Report(("SIGKILL", "SIGTERM"))
         harness._train(training, 2, draw, log, 2, report)
         assert training.fingerprints() == expected, f"training {number}: {report.faults}"
-        audit_report = audited(tmp_path, training.run)
-        assert audit_report.pieces == train_pages.delivered(tmp_path, audit_report.step), (
+        audit_report = run_audit(tmp_path, training.run)
+        assert audit_report.pieces == train_pages.delivered_documents(tmp_path, audit_report.step), (
             f"training {number}: {report.faults}"
         )
         shutil.rmtree(training.run)
@@ -375,8 +375,8 @@ def test_trainings_resume_with_other_numbers_of_processes(tmp_path: Path):
                 words, tmp_path / "runs" / exp_id(train_pages.EXP), toy.environment(), warm=True
             )
             training.start(tmp_path / "log").wait(300)
-        audit_report = audited(tmp_path, training.run)
-        ends.append(train_pages.delivered(tmp_path, audit_report.step))
+        audit_report = run_audit(tmp_path, training.run)
+        ends.append(train_pages.delivered_documents(tmp_path, audit_report.step))
         assert audit_report.pieces == ends[-1]
         shutil.rmtree(training.run)
     assert ends[0] == ends[1]

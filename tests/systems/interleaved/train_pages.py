@@ -58,7 +58,7 @@ EXP = override(PAGES, {"loop.steps": 40, "loop.eval_every": 10, "loop.sequences_
 EXP.pop("answers")
 
 
-def delivered(folder: Path, step: int) -> Counter[Any]:
+def delivered_documents(folder: Path, step: int) -> Counter[Any]:
     """How often each (epoch, document, piece) was trained on up to a step: of each step what its last start has
     read."""
     last_reads: dict[tuple[int, int], tuple[int, list[Key]]] = {}

@@ -21,7 +21,7 @@ from src.models import export
 from tests import toy
 
 WRITING = {"keys": ["title", "entity"], "separators": {"item": " | ", "key_value": " ", "prefix_end": " ?"}}
-TOLD: dict[str, Any] = {
+WITH_GAINS: dict[str, Any] = {
     "recipe": "metadata_lm",
     "seed": 0,
     "model": {**toy.BASE["model"], "num_layers": 2, "hidden_size": 64},
@@ -79,8 +79,8 @@ def rows_of(folder: Path, config: Any, processes: int, steps: int = 20) -> list[
 
 @pytest.mark.parametrize("open_rows", [0, 3])
 def test_rows_do_not_depend_on_the_number_of_processes(folder: Path, open_rows: int):
-    raw = {**TOLD["data"], "open_rows": open_rows, "sequence_tokens": 40, "sampling": "weighted"}
-    recipe = load_experiment({**TOLD, "data": raw, "gains": None}, "here")
+    raw = {**WITH_GAINS["data"], "open_rows": open_rows, "sequence_tokens": 40, "sampling": "weighted"}
+    recipe = load_experiment({**WITH_GAINS, "data": raw, "gains": None}, "here")
     one, two, three, four = (rows_of(folder, recipe.data, count) for count in (1, 2, 3, 4))
     assert one == two == three == four
     assert len({json.dumps(sample) for step in one for sample in step}) > 60, "documents are read with and without"
@@ -93,21 +93,21 @@ def scores(folder: Path, raw: dict[str, Any]) -> dict[str, float]:
 
 
 def test_what_metadata_are_worth_in_the_loop_and_afterwards(folder: Path, capsys: pytest.CaptureFixture[str]):
-    assert toy.main(["-e", "told"], {"told": [TOLD]}, folder) == 0
-    measured = scores(folder, TOLD)
-    assert measured["val_gain_low/title"] > 0.05 > measured["val_gain_control_high/title"]
-    assert measured["val_gain/title"] == pytest.approx(measured["val_gain_chunked/title"], rel=0.3)
-    assert measured["val_text_perplexity_without/title"] > measured["val_text_perplexity_with/title"]
+    assert toy.main(["-e", "told"], {"told": [WITH_GAINS]}, folder) == 0
+    measured_scores = scores(folder, WITH_GAINS)
+    assert measured_scores["val_gain_low/title"] > 0.05 > measured_scores["val_gain_control_high/title"]
+    assert measured_scores["val_gain/title"] == pytest.approx(measured_scores["val_gain_chunked/title"], rel=0.3)
+    assert measured_scores["val_text_perplexity_without/title"] > measured_scores["val_text_perplexity_with/title"]
     again = {
-        **TOLD,
-        "model": {"name": "experiment", "exp_id": exp_id(TOLD)},
+        **WITH_GAINS,
+        "model": {"name": "experiment", "exp_id": exp_id(WITH_GAINS)},
         "loop": None,
         "evaluation": {"micro_batch": 4},
     }
     assert toy.main(["-e", "again"], {"again": [again]}, folder) == 0
     offline = scores(folder, again)
-    assert {name: offline[name] for name in measured if "gain" in name} == {
-        name: measured[name] for name in measured if "gain" in name
+    assert {name: offline[name] for name in measured_scores if "gain" in name} == {
+        name: measured_scores[name] for name in measured_scores if "gain" in name
     }
     larger = override(again, {"evaluation.micro_batch": 16})
     assert toy.main(["-e", "larger"], {"larger": [larger]}, folder) == 0
@@ -116,15 +116,15 @@ def test_what_metadata_are_worth_in_the_loop_and_afterwards(folder: Path, capsys
             assert value == pytest.approx(offline[name], abs=1e-6)
 
     capsys.readouterr()
-    runs = [str(folder / "runs" / exp_id(raw)) for raw in (TOLD, again)]
+    runs = [str(folder / "runs" / exp_id(raw)) for raw in (WITH_GAINS, again)]
     assert metadata.main([*runs, "--output", str(folder / "gains.png")]) == 0
-    printed, _ = capsys.readouterr()
-    assert printed.count(f"{measured['val_gain/title']:.4f} ({measured['val_gain_low/title']:.4f} to ") == 4, (
-        "twice as a gain in long documents"
-    )
-    assert "tokens 0-2" in printed
+    output, _ = capsys.readouterr()
+    assert (
+        output.count(f"{measured_scores['val_gain/title']:.4f} ({measured_scores['val_gain_low/title']:.4f} to ") == 4
+    ), "twice as a gain in long documents"
+    assert "tokens 0-2" in output
     assert (folder / "gains.png").stat().st_size > 5000
-    without = override(TOLD, {"gains": None, "loop.steps": 1, "loop.eval_every": 1})
+    without = override(WITH_GAINS, {"gains": None, "loop.steps": 1, "loop.eval_every": 1})
     assert toy.main(["-e", "without"], {"without": [without]}, folder) == 0
     assert metadata.main([str(folder / "runs" / exp_id(without))]) == 1
     assert "no evaluation has gains" in capsys.readouterr().err
@@ -132,15 +132,15 @@ def test_what_metadata_are_worth_in_the_loop_and_afterwards(folder: Path, capsys
 
 @pytest.mark.slow
 def test_two_processes_and_a_resumed_training_have_equal_scores(folder: Path, tmp_path: Path):
-    short = override(TOLD, {"data.open_rows": 2, "loop.steps": 30, "loop.eval_every": 10})
+    short = override(WITH_GAINS, {"data.open_rows": 2, "loop.steps": 30, "loop.eval_every": 10})
     root = toy.project(tmp_path, f"EXP_GROUPS = {{'short': [{short!r}]}}")
     (tmp_path / "data").symlink_to(folder / "data")
     assert toy.run(root, ["-e", "short"], folder).returncode == 0
     toy.kill_midway(root, ["-e", "short"], tmp_path, exp_id(short))
     assert toy.run(root, ["-e", "short"], tmp_path).returncode == 0
     weights = "checkpoints/step-00000030/model.safetensors"
-    whole, killed = (where / "runs" / exp_id(short) / weights for where in (folder, tmp_path))
-    assert whole.read_bytes() == killed.read_bytes()
+    whole, resumed_weights = (where / "runs" / exp_id(short) / weights for where in (folder, tmp_path))
+    assert whole.read_bytes() == resumed_weights.read_bytes()
     assert gains(scores(folder, short)) == gains(scores(tmp_path, short))
 
     offline = {
@@ -160,7 +160,7 @@ def test_deepspeed_accumulation_must_agree_b4(folder: Path, tmp_path: Path, caps
     updates."""
     settings = tmp_path / "zero.json"
     settings.write_text(json.dumps({"zero_optimization": {"stage": 1}, "gradient_accumulation_steps": 16}))
-    never = override(TOLD, {"seed": 4})
+    never = override(WITH_GAINS, {"seed": 4})
     assert toy.main(["-e", "never", "--deepspeed", str(settings)], {"never": [never]}, folder) == 1
     assert "gradient_accumulation_steps: 16, but the experiment has 1" in capsys.readouterr().err
     assert not (folder / "runs" / exp_id(never) / "scores.jsonl").exists()
@@ -192,14 +192,14 @@ def gains(row: dict[str, float]) -> dict[str, float]:
 )
 def test_mistakes_are_found_when_an_experiment_is_loaded(changes: dict[str, Any], message: str | None):
     if message is None:
-        load_experiment(override(TOLD, changes), "here")  # keys of one's own are possible
+        load_experiment(override(WITH_GAINS, changes), "here")  # keys of one's own are possible
         return
     with pytest.raises(ConfigError, match=message):
-        load_experiment(override(TOLD, changes), "here")
+        load_experiment(override(WITH_GAINS, changes), "here")
 
 
 SPECIAL = {
-    **TOLD["data"],
+    **WITH_GAINS["data"],
     "writing": {**WRITING, "run_starts": {"entity": "<E>"}, "run_ends": {"entity": " </E> "}, "special_tokens": True},
 }
 
@@ -212,7 +212,7 @@ def test_new_control_tokens_are_learned_saved_and_exported_b18(folder: Path):
     from src.models.trained_model import from_checkpoint
 
     places = Places(folder / "data", folder / "runs")
-    lacking = override(TOLD, {"data": SPECIAL, "loop.steps": 2, "loop.eval_every": 2})
+    lacking = override(WITH_GAINS, {"data": SPECIAL, "loop.steps": 2, "loop.eval_every": 2})
     assert toy.main(["-e", "lacking"], {"lacking": [lacking]}, folder) == 1
     new = override(lacking, {"model.extra_tokens": ["<E>", " </E> "]})
     assert toy.main(["-e", "new"], {"new": [new]}, folder) == 0
@@ -237,12 +237,13 @@ def test_new_control_tokens_are_learned_saved_and_exported_b18(folder: Path):
 
 
 def test_new_tokens_of_a_frozen_model_are_refused():
-    base = {**TOLD["model"], "extra_tokens": ["<E>"]}
+    base = {**WITH_GAINS["model"], "extra_tokens": ["<E>"]}
     with pytest.raises(ConfigError, match="it is frozen, so its extra_tokens"):
         load_experiment(
-            {**TOLD, "model": {"name": "cross_attention", "num_layers": 1, "stride": 1, "base": base}}, "here"
+            {**WITH_GAINS, "model": {"name": "cross_attention", "num_layers": 1, "stride": 1, "base": base}}, "here"
         )
     with pytest.raises(ConfigError, match="a quantized model cannot learn new tokens"):
         load_experiment(
-            {**TOLD, "model": {"name": "hf", "path": "x", "quantization": "8bit", "extra_tokens": ["<E>"]}}, "here"
+            {**WITH_GAINS, "model": {"name": "hf", "path": "x", "quantization": "8bit", "extra_tokens": ["<E>"]}},
+            "here",
         )

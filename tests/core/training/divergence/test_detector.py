@@ -12,7 +12,7 @@ from typing import Any, get_args
 
 import pytest
 
-from benchmarks.training.divergence import Step, curves, judged, noisy
+from benchmarks.training.divergence import Step, curves, detect, noisy
 from src.errors import CheckpointError, ConfigError
 from src.experiments.config import load
 from src.training.divergence.detector import SEVERITY, Action, Config, Detector, Finding, severest
@@ -28,7 +28,7 @@ def config(**changes: Any) -> Config:
 
 def seen(losses: Sequence[float], **changes: Any) -> list[tuple[str, int, int]]:
     """(kind, first step, step) of the findings on these losses."""
-    return brief(judged([Step(i, loss) for i, loss in enumerate(losses, 1)], config(**changes)))
+    return brief(detect([Step(i, loss) for i, loss in enumerate(losses, 1)], config(**changes)))
 
 
 def brief(findings: Sequence[Finding]) -> list[tuple[str, int, int]]:
@@ -148,7 +148,7 @@ def test_a_drift_is_reported_again_only_when_it_has_gone_as_far_again():
 def test_an_exploding_gradient_fires_at_once_and_a_large_one_when_it_stays():
     def norms(*values: float) -> list[tuple[str, int, int]]:
         past = wavy(200, level=1.0)
-        return brief(judged([Step(i, 3.0, norm) for i, norm in enumerate([*past, *values, *past], 1)]))
+        return brief(detect([Step(i, 3.0, norm) for i, norm in enumerate([*past, *values, *past], 1)]))
 
     assert norms(100.0) == [("grad_norm", 201, 201)]
     assert norms(10.0, 10.0, 10.0, 10.0) == [("grad_norm", 201, 203)]
@@ -156,12 +156,12 @@ def test_an_exploding_gradient_fires_at_once_and_a_large_one_when_it_stays():
 
 
 def test_gradient_norms_that_nobody_measures_are_no_explosion():
-    assert judged([Step(i, 3.0, 0.0) for i in range(1, 100)] + [Step(100, 3.0, 5.0)]) == []
+    assert detect([Step(i, 3.0, 0.0) for i in range(1, 100)] + [Step(100, 3.0, 5.0)]) == []
 
 
 def test_a_plateau_of_skipped_steps_fires_once_but_a_loss_scale_that_settles_does_not():
     def skips(*pattern: bool) -> list[tuple[str, int, int]]:
-        return brief(judged([Step(i, None if skip else 3.0, None, skip) for i, skip in enumerate(pattern, 1)]))
+        return brief(detect([Step(i, None if skip else 3.0, None, skip) for i, skip in enumerate(pattern, 1)]))
 
     assert skips(*[True] * 18, *[False] * 200) == []
     assert skips(*[False] * 100, *[True] * 100) == [("skipped", 101, 125)]
@@ -174,7 +174,7 @@ def test_a_plateau_of_skipped_steps_fires_once_but_a_loss_scale_that_settles_doe
 
 
 def test_batches_that_the_detector_itself_has_skipped_count_as_skipped_so_that_it_ends():
-    findings = judged([Step(i, NAN if i > 100 else 3.0) for i in range(1, 200)], config(on_non_finite="skip_batch"))
+    findings = detect([Step(i, NAN if i > 100 else 3.0) for i in range(1, 200)], config(on_non_finite="skip_batch"))
     assert [f for f in findings if f.kind != "non_finite"] == [
         Finding("skipped", 125, findings[25].message, "stop", 101)
     ]
@@ -194,7 +194,7 @@ def test_the_steep_fall_of_a_start_is_quiet_and_a_spike_in_it_fires():
 @pytest.mark.parametrize(("noise", "tails"), [(0.01, 0.0), (0.05, 0.0), (0.2, 0.0), (0.05, 0.02)])
 def test_noisy_falling_curves_are_quiet(noise: float, tails: float):
     """40 curves of 600 steps."""
-    wrong = {seed: brief(findings) for seed in range(40) if (findings := judged(noisy(seed, 600, noise, 0.0, tails)))}
+    wrong = {seed: brief(findings) for seed in range(40) if (findings := detect(noisy(seed, 600, noise, 0.0, tails)))}
     assert len(wrong) <= 1, wrong
 
 
@@ -212,19 +212,19 @@ def logs(shared_data: Path) -> dict[str, list[Step]]:
 
 
 def test_real_curves_that_only_look_noisy_are_quiet(logs: dict[str, list[Step]]):
-    assert {name: brief(judged(logs[name])) for name in HEALTHY} == {name: [] for name in HEALTHY}
+    assert {name: brief(detect(logs[name])) for name in HEALTHY} == {name: [] for name in HEALTHY}
 
 
 def test_real_spikes_fire(logs: dict[str, list[Step]]):
     """By the data's own description: Mixtral at 3850 and 4260; both GPT-2 runs in their first steps; and each says so
     within its length."""
-    mixtral = [f.first_step for f in judged(logs["mixtral8x7b_h100_SPIKE.json"])]
+    mixtral = [f.first_step for f in detect(logs["mixtral8x7b_h100_SPIKE.json"])]
     assert {3850, 4260} <= set(mixtral)
     assert len(mixtral) < 10
     assert [s.step for s in logs["mixtral8x7b_h100_SPIKE.json"]][-1] == 22685, "what was not recorded is not there"
     for kind in ("csv", "out"):
-        assert brief(judged(logs[f"meg_ds_3d_gpt2_perf_n16-ds-on.{kind}"])) == [("loss_spike", 3, 5)]
-        assert brief(judged(logs[f"meg_gpt2_base_n4_dp1_tp4_pp4-1809579.{kind}"])) == [("loss_spike", 22, 24)]
+        assert brief(detect(logs[f"meg_ds_3d_gpt2_perf_n16-ds-on.{kind}"])) == [("loss_spike", 3, 5)]
+        assert brief(detect(logs[f"meg_gpt2_base_n4_dp1_tp4_pp4-1809579.{kind}"])) == [("loss_spike", 22, 24)]
 
 
 @pytest.mark.parametrize("name", HEALTHY)
@@ -237,7 +237,7 @@ def test_planted_faults_in_real_healthy_curves_fire(logs: dict[str, list[Step]],
         def findings_with(changed: dict[int, float], at: int = at) -> list[tuple[str, int]]:
             part = [replace(s, loss=changed.get(i, s.loss)) for i, s in enumerate(steps[: at + 200])]
             number = {s.step: i for i, s in enumerate(part)}
-            return [(f.kind, number[f.step] - at) for f in judged(part)]
+            return [(f.kind, number[f.step] - at) for f in detect(part)]
 
         assert findings_with({at: NAN}) == [("non_finite", 0)]
         assert findings_with({at: 3 * loss}) == [("loss_jump", 0)]
@@ -274,7 +274,7 @@ def test_a_restored_detector_makes_the_same_decisions(action: str):
     kinds = set()
     for seed in range(6):
         steps = troubled_curve(seed)
-        whole, detector = judged(steps, settings), Detector(settings)
+        whole, detector = detect(steps, settings), Detector(settings)
         kinds |= {f.kind for f in whole}
         findings = []
         for s in steps:

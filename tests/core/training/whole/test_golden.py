@@ -49,7 +49,7 @@ GROUPS: dict[str, list[dict[str, Any]]] = {"lm": [toy.BASE]} | {
         FID,
         test_t5_pretrain.T5,
         test_seq2seq.EXP,
-        test_metadata_lm.TOLD,
+        test_metadata_lm.WITH_GAINS,
         train_pages.PAGES,
         *CHAIN,
     )
@@ -102,9 +102,9 @@ def test_every_score_column_is_documented(measured_losses: tuple[Path, Any]):
     page = (toy.ROOT / "docs" / "run_directory.md").read_text().partition("## Score columns")[2].partition("\n## ")[0]
     cells = re.findall(r"^\| (`.*?) \|", page, re.MULTILINE)
     names = {name for cell in cells for name in re.findall("`([^`]+)`", cell)}
-    prefixed = {f"val_{name}" for name in names if name in ("chosen_logratio", "rejected_logratio", "margin")}
+    val_names = {f"val_{name}" for name in names if name in ("chosen_logratio", "rejected_logratio", "margin")}
     metrics = "|".join([*squad.Config().score_names(), *words.Config().score_names(), "accuracy", "macro_f1"])
-    patterns = "|".join(re.sub(r"<\w+>", ".+", name.replace("<metric>", f"({metrics})")) for name in names | prefixed)
+    patterns = "|".join(re.sub(r"<\w+>", ".+", name.replace("<metric>", f"({metrics})")) for name in names | val_names)
     columns = {
         column for name, (exp,) in GROUPS.items() for row in toy.rows(measured_losses[0], exp_id(exp)) for column in row
     }

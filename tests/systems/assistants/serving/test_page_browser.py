@@ -18,8 +18,8 @@ from tests.systems.assistants.train_assistants import write_data
 pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 from playwright.sync_api import Browser, Page, expect
 
-from tests.browsing import opened
-from tests.servers import served
+from tests.browsing import open_page
+from tests.servers import running_server
 
 pytestmark = [pytest.mark.browser, pytest.mark.slow]
 HOSTILE = '2 < 3? <img src=x onerror="window.hacked=1"> *&lt;*'
@@ -58,8 +58,8 @@ def say(page: Page, text: str, enter: bool = False) -> None:
 
 def test_preferences_of_a_browser_are_in_the_file(browser: Browser, folder: Path):
     better, output = "role=button[name='Better']", folder / "data" / "preferences.jsonl"
-    with served(command(folder, 2)) as address:
-        with opened(browser, address) as page:
+    with running_server(command(folder, 2)) as address:
+        with open_page(browser, address) as page:
             say(page, HOSTILE)
             expect(page.locator(better)).to_have_count(2)
             expect(page.get_by_text(HOSTILE, exact=True)).to_be_visible()
@@ -79,7 +79,7 @@ def test_preferences_of_a_browser_are_in_the_file(browser: Browser, folder: Path
             page.locator(better).nth(0).click()
             expect(page.get_by_text("1 is better")).to_be_visible()
             assert page.evaluate("window.hacked") is None
-        with opened(browser, address) as page:
+        with open_page(browser, address) as page:
             say(page, "another's", enter=True)
             page.locator(better).nth(0).click()
             expect(page.get_by_text("1 is better")).to_be_visible()
@@ -91,7 +91,7 @@ def test_preferences_of_a_browser_are_in_the_file(browser: Browser, folder: Path
 
 
 def test_one_run_is_talked_with_and_its_port_is_not_another_ones(browser: Browser, folder: Path):
-    with served(command(folder, 1)) as address, opened(browser, address) as page:
+    with running_server(command(folder, 1)) as address, open_page(browser, address) as page:
         for number, text in enumerate(("2?", "3?"), 1):
             say(page, text)
             expect(page.get_by_text(text, exact=True)).to_be_visible()

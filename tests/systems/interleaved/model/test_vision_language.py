@@ -59,8 +59,8 @@ def packed_and_alone(model: Any, data: Any, **more: Any) -> float:
         for document in documents[3 * row : 3 * row + 3]:
             alone = data.collate([data.sample(0, document)])
             size = int(alone["attention_mask"].sum())
-            found = packed[row, offset : offset + size] - logits(model, alone)[0, :size]
-            largest = max(largest, float(found.abs().max()))
+            difference = packed[row, offset : offset + size] - logits(model, alone)[0, :size]
+            largest = max(largest, float(difference.abs().max()))
             offset += size
     return largest
 
@@ -112,7 +112,7 @@ def test_a_page_of_black_and_white_counts_each_image(folder: Path, tmp_path: Pat
 
 
 @pytest.mark.parametrize("start", [0, 7])
-def test_frames_of_zeros_are_padding_and_others_are_not(folder: Path, start: int):
+def test_only_frames_of_zeros_are_padding(folder: Path, start: int):
     """Also one whose only number is at the end."""
     model, data = build(folder), data_of(folder)
     page = next(i for i in range(40) if data.pieces(i) and data.pieces(i)[0].frames)
@@ -130,7 +130,7 @@ def test_a_batch_without_images_passes_through_the_encoder(folder: Path, tmp_pat
     batch = data.collate([data.sample(0, 0)])
     assert batch["frames"].shape == (0, 3, pages.SIDE, pages.SIDE)
     passes: list[int] = []
-    model.model.vision_model.register_forward_hook(lambda *given: passes.append(1))
+    model.model.vision_model.register_forward_hook(lambda *arguments: passes.append(1))
     loss = interleaved_lm_loss(model, batch)
     loss.backward()
     assert passes == [1]
@@ -161,7 +161,7 @@ def test_processes_with_and_without_images_end(tmp_path: Path, mode: str):
     exp.pop("answers")
     data: Any = bind(DATASETS, exp["data"]).build(Places(tmp_path / "data", tmp_path), pages.tokenizer(), "train", 0)
     read = [[bool(data.sample(*key).frames) for key in step.keys] for step in test_streamed.steps_of(data, 12)]
-    assert sum(own != other for step in read for own, other in zip(step[::2], step[1::2], strict=True)) >= 5, (
+    assert sum(first != other for step in read for first, other in zip(step[::2], step[1::2], strict=True)) >= 5, (
         "one process alone has images"
     )
     words = {"replicated": [], "fsdp": ["--fsdp"], "zero3": ["--deepspeed", str(tmp_path / "zero3.json")]}[mode]
@@ -169,11 +169,11 @@ def test_processes_with_and_without_images_end(tmp_path: Path, mode: str):
         pytest.importorskip("deepspeed", reason="needs deepspeed")
         (tmp_path / "zero3.json").write_text(json.dumps({"zero_optimization": {"stage": 3}}))
     root = toy.project(tmp_path, f"EXP_GROUPS = {{'pages': [{exp!r}]}}\n")
-    ended = toy.finished(toy.command(root, ["-e", "pages", *words], tmp_path, processes=2), toy.environment(), root)
-    assert ended.returncode == 0, ended.stderr[-3000:]
+    result = toy.finished(toy.command(root, ["-e", "pages", *words], tmp_path, processes=2), toy.environment(), root)
+    assert result.returncode == 0, result.stderr[-3000:]
     (tmp_path / "alone").mkdir()
     (tmp_path / "alone" / "data").symlink_to(tmp_path / "data")
     assert toy.main(["-e", "pages"], {"pages": [exp]}, tmp_path / "alone") == 0
-    found, wanted = (toy.evaluations(where, exp_id(exp))[-1] for where in (tmp_path, tmp_path / "alone"))
+    scores, expected = (toy.evaluations(where, exp_id(exp))[-1] for where in (tmp_path, tmp_path / "alone"))
     for name in ("train_loss", "val_loss", "images/pages", "documents/plain", "data/padding"):
-        assert found[name] == pytest.approx(wanted[name], rel=2e-3), name
+        assert scores[name] == pytest.approx(expected[name], rel=2e-3), name

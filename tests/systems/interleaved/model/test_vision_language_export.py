@@ -183,9 +183,9 @@ def test_it_generates(tmp_path: Path):
     inputs = processor.apply_chat_template(
         messages, tokenize=True, return_dict=True, return_tensors="pt", add_generation_prompt=True
     )
-    written = model.generate(**inputs, max_new_tokens=4, do_sample=False)
-    assert written.shape[0] == 1
-    assert inputs["input_ids"].shape[1] < written.shape[1] <= inputs["input_ids"].shape[1] + 4
+    output_ids = model.generate(**inputs, max_new_tokens=4, do_sample=False)
+    assert output_ids.shape[0] == 1
+    assert inputs["input_ids"].shape[1] < output_ids.shape[1] <= inputs["input_ids"].shape[1] + 4
     plain = processor.apply_chat_template([{"role": "user", "content": "words alone"}], add_generation_prompt=True)
     assert plain == "words alone"
 

@@ -146,20 +146,20 @@ def test_a_smolvlm_is_read(places: Places, tmp_path: Path):
     """Whose class of transformers merges images in another way."""
     from transformers import SmolVLMConfig, SmolVLMForConditionalGeneration
 
-    own = build(RANDOM, places)
+    original = build(RANDOM, places)
     text, vision = (
-        own.config.text_config.to_dict(),
-        own.config.vision_config.to_dict() | {"model_type": "smolvlm_vision"},
+        original.config.text_config.to_dict(),
+        original.config.vision_config.to_dict() | {"model_type": "smolvlm_vision"},
     )
     config = SmolVLMConfig(
-        text_config=text, vision_config=vision, scale_factor=2, image_token_id=own.config.image_token_id
+        text_config=text, vision_config=vision, scale_factor=2, image_token_id=original.config.image_token_id
     )
     model = SmolVLMForConditionalGeneration(config)
-    model.load_state_dict(own.state_dict())
+    model.load_state_dict(original.state_dict())
     model.save_pretrained(tmp_path / "saved")
-    again, batch = build({"name": "vision_language_hf", "path": str(tmp_path / "saved")}, places), batch_of(own)
+    again, batch = build({"name": "vision_language_hf", "path": str(tmp_path / "saved")}, places), batch_of(original)
     assert type(again).__name__ == "SmolVLMForConditionalGeneration"
-    torch.testing.assert_close(logits(again, batch), logits(own, batch))
+    torch.testing.assert_close(logits(again, batch), logits(original, batch))
     all_take_part(again)
 
 
@@ -174,15 +174,15 @@ def test_two_models_keep_their_weights(more: dict[str, Any], vision: str, text: 
     encoder: Any = kind.from_pretrained(places.data / vision)
     encoder = getattr(encoder, "vision_model", encoder).eval()
     with torch.no_grad():
-        found, wanted = model.model.vision_model(pixels).last_hidden_state, encoder(pixels).last_hidden_state
-        torch.testing.assert_close(found, wanted)
+        states, expected_states = model.model.vision_model(pixels).last_hidden_state, encoder(pixels).last_hidden_state
+        torch.testing.assert_close(states, expected_states)
         ids = torch.arange(6)[None]
         decoder = AutoModelForCausalLM.from_pretrained(places.data / text).eval()
         torch.testing.assert_close(model(input_ids=ids).logits[..., :258], decoder(ids).logits)
     assert model.lm_head.weight is model.get_input_embeddings().weight, "tied, as they were"
-    grown = prepared_tokenizer.load(places.data / text, bind(MODELS, raw).new_tokens())
-    assert model.config.text_config.vocab_size == len(grown)
-    assert grown.decode(model.config.image_token_id) == "<image>"
+    tokenizer = prepared_tokenizer.load(places.data / text, bind(MODELS, raw).new_tokens())
+    assert model.config.text_config.vocab_size == len(tokenizer)
+    assert tokenizer.decode(model.config.image_token_id) == "<image>"
     assert logits(model, batch_of(model)).isfinite().all()
     assert bind(MODELS, raw).frame_sizes(places) == frame_sizes(model)
 
@@ -197,7 +197,8 @@ def test_frozen_parts_do_not_change_and_are_in_no_checkpoint(places: Places, tmp
     interleaved_lm_loss(model, batch_of(model)).backward()
     optimizer.step()
     changed = {
-        part: [not torch.equal(before[name], p) for name, p in own] for part, own in parameters_by_part(model).items()
+        part: [not torch.equal(before[name], p) for name, p in parameters]
+        for part, parameters in parameters_by_part(model).items()
     }
     assert all(changed["connector"])
     assert all(changed["embeddings"])
@@ -219,10 +220,10 @@ def test_adapters_go_around_it(places: Places, tmp_path: Path):
     batch = batch_of(model)
     torch.testing.assert_close(logits(model, batch), logits(plain, batch))
     interleaved_lm_loss(model.train(), batch).backward()
-    learned = {name for name, parameter in model.named_parameters() if parameter.grad is not None}
-    assert learned
-    assert all(".lora_" in name for name in learned)
-    assert {name.split(".")[1] for name in learned} == {"vision_model", "text_model"}
+    trained_names = {name for name, parameter in model.named_parameters() if parameter.grad is not None}
+    assert trained_names
+    assert all(".lora_" in name for name in trained_names)
+    assert {name.split(".")[1] for name in trained_names} == {"vision_model", "text_model"}
     assert bind(MODELS, lora).frame_sizes(places) == (SIDE, 4)
     assert resolved_dict(bind(MODELS, lora))["base"]["path"] == base["path"]
 
@@ -238,11 +239,11 @@ def check_operations(model: Any, batch: dict[str, Any], tolerance: float = 0.002
     """Assert that its operations are those that PyTorch counts; which counts no backward of the fused attention on a
     CPU."""
     model.set_attn_implementation("eager")
-    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counted:
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as flop_counter:
         interleaved_lm_loss(model, batch).backward()
     count = batch_flops(model)
     assert count
-    assert count(batch) == pytest.approx(counted.get_total_flops(), rel=tolerance)
+    assert count(batch) == pytest.approx(flop_counter.get_total_flops(), rel=tolerance)
 
 
 @pytest.mark.parametrize(
@@ -254,7 +255,7 @@ def test_operations_of_frozen_parts(frozen: list[str], places: Places, tmp_path:
     check_operations(model, batch_of(model), 0.012)  # what is trained lowest counts whole
 
 
-def test_what_does_not_fit_is_refused(places: Places, tmp_path: Path):
+def test_incompatible_parts_are_refused(places: Places, tmp_path: Path):
     for more, message in (
         ({"scale_factor": 3}, "scale_factor 3: the 4 patches of a side do not divide by it"),
         (
@@ -297,10 +298,10 @@ def test_what_does_not_fit_is_refused(places: Places, tmp_path: Path):
         bind(MODELS, {"name": "vision_language_hf", "path": str(tmp_path / "none")}).check(places)
 
 
-def test_it_takes_the_attention_that_is_asked_for_to_rounding(places: Places, tmp_path: Path):
+def test_attention_implementations_agree_to_rounding(places: Places, tmp_path: Path):
     """float32, 1e-5 of logits and gradients."""
     build(RANDOM, places).save_pretrained(tmp_path / "saved")
-    found = []
+    results = []
     for attention in ("eager", "sdpa"):
         model = build(
             {"name": "vision_language_hf", "path": str(tmp_path / "saved"), "attention": attention}, places
@@ -309,6 +310,6 @@ def test_it_takes_the_attention_that_is_asked_for_to_rounding(places: Places, tm
         assert [part._attn_implementation for part in parts] == [attention] * 3
         batch = batch_of(model)
         interleaved_lm_loss(model, batch).backward()
-        found.append([logits(model, batch).detach(), *(p.grad for p in model.parameters() if p.grad is not None)])
-    for one, other in zip(*found, strict=True):
+        results.append([logits(model, batch).detach(), *(p.grad for p in model.parameters() if p.grad is not None)])
+    for one, other in zip(*results, strict=True):
         torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)

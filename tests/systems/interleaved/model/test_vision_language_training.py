@@ -71,7 +71,7 @@ def weights(folder: Path, exp: dict[str, Any]) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
-def test_it_trains_goes_on_and_is_exported(name: str, folder: Path, tmp_path: Path):
+def test_training_resumes_and_is_exported(name: str, folder: Path, tmp_path: Path):
     exp = EXPERIMENTS[name]
     assert toy.main(["-e", "pages", "--dry-run"], {"pages": [exp]}, folder) == 0
     assert toy.main(["-e", "pages"], {"pages": [exp]}, folder) == 0
@@ -146,15 +146,15 @@ def test_packed_pages_have_the_logits_of_single_ones(name: str, folder: Path):
     image = batch["input_ids"] == model.config.image_token_id
     assert image.sum() == len(batch["frames"]) * exp["data"]["images"]["image_tokens"]
     assert not (batch["loss_mask"] & image).any(), "no token of an image is learned"
-    packed, mixed = logits(batch), logits(batch, attention_mask=torch.ones_like(batch["input_ids"]))
+    packed, with_full_mask = logits(batch), logits(batch, attention_mask=torch.ones_like(batch["input_ids"]))
     largest, with_mask = 0.0, 0.0
     for place, document in enumerate(documents):
         row, offset = place // 3, sum(data.pieces(i)[0].tokens for i in documents[place // 3 * 3 : place])
         alone = data.collate([data.sample(0, document)])
         size = int(alone["attention_mask"].sum())
-        wanted = logits(alone)[0, :size]
-        largest = max(largest, float((packed[row, offset : offset + size] - wanted).abs().max()))
-        with_mask = max(with_mask, float((mixed[row, offset : offset + size] - wanted).abs().max()))
+        expected = logits(alone)[0, :size]
+        largest = max(largest, float((packed[row, offset : offset + size] - expected).abs().max()))
+        with_mask = max(with_mask, float((with_full_mask[row, offset : offset + size] - expected).abs().max()))
     assert largest < 1e-5
     assert with_mask > 1e-3, "with a mask of ones beside the positions pages would read each other"
 
@@ -179,10 +179,10 @@ def test_processes_share_it(name: str, mode: str, folder: Path, tmp_path: Path):
         (tmp_path / runs / "data").symlink_to(folder / "data")
     assert toy.main(["-e", "pages"], {"pages": [exp]}, tmp_path / "alone") == 0
     root = toy.project(tmp_path, f"EXP_GROUPS = {{'pages': [{exp!r}]}}\n")
-    ended = toy.finished(
+    result = toy.finished(
         toy.command(root, ["-e", "pages", *words], tmp_path / "shared", processes=2), toy.environment(), root
     )
-    assert ended.returncode == 0, ended.stderr[-3000:]
-    found, wanted = (toy.evaluations(tmp_path / runs, exp_id(exp))[-1] for runs in ("shared", "alone"))
+    assert result.returncode == 0, result.stderr[-3000:]
+    scores, expected = (toy.evaluations(tmp_path / runs, exp_id(exp))[-1] for runs in ("shared", "alone"))
     for score in ("train_loss", "val_loss", "images/pages", "documents/plain"):
-        assert found[score] == pytest.approx(wanted[score], rel=2e-3), score
+        assert scores[score] == pytest.approx(expected[score], rel=2e-3), score

@@ -7,12 +7,18 @@ import pytest
 
 from tests.systems.interleaved.streaming.remote.s3_server import Cutter, S3Server
 
-NEEDED = ("swift-proxy-server", "swift-account-server", "swift-container-server", "swift-object-server", "memcached")
+REQUIRED_PROGRAMS = (
+    "swift-proxy-server",
+    "swift-account-server",
+    "swift-container-server",
+    "swift-object-server",
+    "memcached",
+)
 
 
 @pytest.fixture(scope="session")
 def s3_of_session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
-    if lacking := [name for name in NEEDED if shutil.which(name) is None]:
+    if lacking := [name for name in REQUIRED_PROGRAMS if shutil.which(name) is None]:
         pytest.skip(f"no S3 server on this machine: {', '.join(lacking)} not found; `bash .ci/s3 install` installs it")
     server = S3Server(tmp_path_factory.mktemp("s3"))
     yield server

@@ -67,12 +67,12 @@ def write_pages(
     *,
     per_shard: int = 25,
     seed: int = 0,
-    counted: bool = True,
+    with_counts: bool = True,
     asking: bool = False,
 ) -> Manifest:
-    """Pages 0, 1, ... as tars. counted: with counts of tokens in the indexes."""
+    """Pages 0, 1, ... as tars. with_counts: store the counts of tokens in the indexes."""
     draw = random.Random(seed)
-    texts = TextTokens(tokenizer()) if counted else None
+    texts = TextTokens(tokenizer()) if with_counts else None
     return write(
         folder,
         [page(i, draw, asking=asking) for i in range(count)],

@@ -56,7 +56,7 @@ ERRORS = {"max_documents": 1.0}
 TRIALS = 100
 
 
-def built(folder: Path) -> Any:
+def open_data(folder: Path) -> Any:
     rules = {"max_images": 2}
     config = pages.config(SOURCES, errors=ERRORS, rules=rules, sequence_tokens=64, max_frames=5, shuffle="window")
     return bind(DATASETS, config).build(Places(folder, folder), pages.tokenizer(), "train", 0)
@@ -68,8 +68,8 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("sources")
     for name, number in (("pages", 200), ("more", 90), ("few", 12)):
         pages.write_pages(folder / name / "train", number, name, seed=number)
-    for chosen in (3, 17, 40, 41, 100):
-        test_streamed.damage(folder, chosen, image=False)
+    for document_number in (3, 17, 40, 41, 100):
+        test_streamed.damage(folder, document_number, image=False)
     return folder
 
 
@@ -83,9 +83,9 @@ def read(folder: Path, trial: Path, rank: int, world_size: int, start: int) -> N
     """One process: reads from the newest whole checkpoint to the end, and writes down each row and, every few steps,
     its cursor."""
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size)}
-    stopped: list[int] = []
-    signal.signal(signal.SIGTERM, lambda number, _: stopped.append(number))
-    data = built(folder)
+    signals: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, _: signals.append(number))
+    data = open_data(folder)
     data.quarantine.open(trial)
     state = newest(trial)
     steps = StepLoader(data, order_of(data, 0, PER_STEP, STEPS), LOOP, torch.device("cpu"), num_workers=0).steps(state)
@@ -98,26 +98,26 @@ def read(folder: Path, trial: Path, rank: int, world_size: int, start: int) -> N
             ]
             log.write(json.dumps({"step": number, "rows": rows}) + "\n")
             log.flush()
-            if number % SAVE_EVERY == 0 or stopped or number == STEPS:
+            if number % SAVE_EVERY == 0 or signals or number == STEPS:
                 write_json(trial / f"cursor-{number}-{rank}-{world_size}.json", {**state.cursor, **step.cursor})
-            if stopped:
+            if signals:
                 return
 
 
 def newest(trial: Path) -> State:
     """The state of the last step of which all processes have saved their cursors."""
-    found: dict[tuple[int, int], list[Path]] = {}
+    paths_by_step: dict[tuple[int, int], list[Path]] = {}
     for path in trial.glob("cursor-*.json"):
         _, step, _, processes = path.stem.split("-")
-        found.setdefault((int(step), int(processes)), []).append(path)
-    whole = [(step, paths) for (step, processes), paths in found.items() if len(paths) == processes]
+        paths_by_step.setdefault((int(step), int(processes)), []).append(path)
+    whole = [(step, paths) for (step, processes), paths in paths_by_step.items() if len(paths) == processes]
     step, paths = max(whole, default=(0, []))
     cursor: dict[str, Any] = {}
     for path in paths:
         rank, processes = map(int, path.stem.split("-")[2:])
-        own = json.loads(path.read_text())
+        cursors = json.loads(path.read_text())
         lanes = {str(lane) for lane in range(rank, PER_STEP, processes)} | ({"of"} if rank == 0 else set())
-        cursor |= {name: value for name, value in own.items() if name in lanes}
+        cursor |= {name: value for name, value in cursors.items() if name in lanes}
     return State(step=step, cursor=cursor)
 
 
@@ -127,20 +127,20 @@ def lines(trial: Path) -> int:
 
 def ledger(trial: Path) -> dict[int, list[Any]]:
     """The rows of each step, of the last start that has trained on it."""
-    found: dict[tuple[int, int], tuple[int, Any]] = {}
+    entries: dict[tuple[int, int], tuple[int, Any]] = {}
     for path in trial.glob("log-*.jsonl"):
         start = int(path.stem.split("-")[1])
         for line in path.read_text().splitlines():
             record = json.loads(line)
             for g, key, seen in record["rows"]:
                 place = (record["step"], g)
-                found[place] = max(found.get(place, (-1, None)), (start, [key, seen]), key=lambda pair: pair[0])
-    return {step: [found[step, g][1] for g in range(PER_STEP)] for step in range(1, STEPS + 1)}
+                entries[place] = max(entries.get(place, (-1, None)), (start, [key, seen]), key=lambda pair: pair[0])
+    return {step: [entries[step, g][1] for g in range(PER_STEP)] for step in range(1, STEPS + 1)}
 
 
 def run(folder: Path, trial: Path, draw: random.Random, faults: int, worlds: Sequence[int]) -> list[str]:
     """Read to the end with so many faults on the way; what was done."""
-    context, told = multiprocessing.get_context("fork"), list[str]()
+    context, faults_so_far = multiprocessing.get_context("fork"), list[str]()
     trial.mkdir()
     for start in count():
         world_size = draw.choice(worlds)
@@ -149,22 +149,22 @@ def run(folder: Path, trial: Path, draw: random.Random, faults: int, worlds: Seq
         ]
         for process in processes:
             process.start()
-        if len(told) < faults:
-            wanted = lines(trial) + draw.randint(0, world_size * STEPS // 2)
-            while lines(trial) < wanted and any(process.is_alive() for process in processes):
+        if len(faults_so_far) < faults:
+            num_lines = lines(trial) + draw.randint(0, world_size * STEPS // 2)
+            while lines(trial) < num_lines and any(process.is_alive() for process in processes):
                 time.sleep(0.001)
             name = draw.choice(("SIGKILL", "SIGTERM"))
             for process in processes if name == "SIGTERM" else [draw.choice(processes)]:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(process.pid or 0, signal.Signals[name])
-            told.append(f"{name} of {world_size}")
+            faults_so_far.append(f"{name} of {world_size}")
             if name == "SIGKILL":  # whoever starts processes ends the others when one is gone
                 for process in processes:
                     process.kill()
         for process in processes:
             process.join()
         if newest(trial).step == STEPS:
-            return told
+            return faults_so_far
     raise AssertionError
 
 
@@ -192,20 +192,20 @@ def check_documents(steps: dict[int, list[Any]], data: Any) -> None:
 def test_a_hundred_streams_are_killed_and_rescaled(world: Path, tmp_path: Path):
     draw, kinds = random.Random(11), Counter[str]()
     assert run(world, tmp_path / "undisturbed", draw, 0, [1]) == []
-    wanted = ledger(tmp_path / "undisturbed")
-    check_documents(wanted, built(world))
+    expected = ledger(tmp_path / "undisturbed")
+    check_documents(expected, open_data(world))
     bad = (tmp_path / "undisturbed" / "quarantine.jsonl").read_text().count("\n")
     assert bad >= 2, "some documents turned out bad"
     for number in range(TRIALS):
         trial = tmp_path / str(number)
-        told = run(world, trial, draw, draw.randint(1, 4), WORLDS)
-        assert ledger(trial) == wanted, f"trial {number}: {told}"
+        fault_names = run(world, trial, draw, draw.randint(1, 4), WORLDS)
+        assert ledger(trial) == expected, f"trial {number}: {fault_names}"
         records = {
             (r["source"], r["shard"], r["document"])
             for r in map(json.loads, (trial / "quarantine.jsonl").read_text().splitlines())
         }
-        assert len(records) == bad, f"trial {number}: {told}"
-        kinds.update(told)
+        assert len(records) == bad, f"trial {number}: {fault_names}"
+        kinds.update(fault_names)
     assert {word.split()[2] for word in kinds} == {str(size) for size in WORLDS}
     assert {word.split()[0] for word in kinds} == {"SIGKILL", "SIGTERM"}
 
@@ -214,8 +214,8 @@ def test_a_few_streams_are_killed_and_rescaled(world: Path, tmp_path: Path):
     """The same for the fast tier."""
     draw = random.Random(5)
     run(world, tmp_path / "undisturbed", draw, 0, [1])
-    wanted = ledger(tmp_path / "undisturbed")
-    check_documents(wanted, built(world))
+    expected = ledger(tmp_path / "undisturbed")
+    check_documents(expected, open_data(world))
     for number in range(3):
-        told = run(world, tmp_path / str(number), draw, 3, WORLDS)
-        assert ledger(tmp_path / str(number)) == wanted, told
+        fault_names = run(world, tmp_path / str(number), draw, 3, WORLDS)
+        assert ledger(tmp_path / str(number)) == expected, fault_names

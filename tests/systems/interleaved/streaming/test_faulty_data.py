@@ -19,10 +19,10 @@ from src.systems.interleaved.streaming.quarantine import FILE
 from src.systems.interleaved.streaming.tars.indexing import build
 from src.systems.interleaved.streaming.texts import TextTokens
 from tests.systems.interleaved.streaming import pages
-from tests.systems.interleaved.streaming.test_streamed import BOTH, TOKENIZER, built, damage, steps_of, write_one
+from tests.systems.interleaved.streaming.test_streamed import BOTH, TOKENIZER, damage, open_data, steps_of, write_one
 
 
-def listed(folder: Path, **changes: Any) -> manifest.Manifest:
+def change_manifest(folder: Path, **changes: Any) -> manifest.Manifest:
     """A manifest whose first shard is changed."""
     path = folder / manifest.NAME
     raw = json.loads(path.read_text())
@@ -33,17 +33,17 @@ def listed(folder: Path, **changes: Any) -> manifest.Manifest:
 
 def test_missing_tar_stops_planning(tmp_path: Path):
     """Its documents are not taken for such as have no text."""
-    listing = pages.write_pages(tmp_path / "pages" / "train", 60, counted=False)
+    listing = pages.write_pages(tmp_path / "pages" / "train", 60, with_counts=False)
     (listing.folder / listing.shards[1].url).unlink()
     with pytest.raises(DataError, match="cannot be opened"):
-        steps_of(built(tmp_path), 20)
+        steps_of(open_data(tmp_path), 20)
 
 
 def test_only_the_part_of_a_document_that_is_bad_is_lost(tmp_path: Path):
     image = Part("image", pages.picture(5), "png")
     folder = write_one(tmp_path, [image, Part("text", b"a" * 60), Part("text", b"b" * 60)])
     damage(folder, 0)
-    data = built(folder, errors={"max_documents": 1.0})
+    data = open_data(folder, errors={"max_documents": 1.0})
     rows = [data.sample(0, 0, place) for place in range(len(data.pieces(0)))]
     assert [row.counts[0][-1] for row in rows] == [1, 0]
     assert "b" * 60 in TOKENIZER.decode(rows[1].input_ids)
@@ -58,38 +58,38 @@ def test_a_quarantine_of_too_many_is_refused_when_it_is_opened(tmp_path: Path):
         DataError,
         match=r"quarantine\.jsonl\. 2 documents of 60 cannot be read, more than data\.errors\.max_documents allows",
     ):
-        built(tmp_path).quarantine.open(tmp_path)
+        open_data(tmp_path).quarantine.open(tmp_path)
 
 
 def test_record_cut_by_a_kill_is_rewritten(tmp_path: Path):
     pages.write_pages(tmp_path / "pages" / "train", 60)
-    data = built(tmp_path)
-    chosen = next(i for i in range(60) if data.pieces(i)[0].frames)
-    damage(tmp_path, chosen)
+    data = open_data(tmp_path)
+    document_number = next(i for i in range(60) if data.pieces(i)[0].frames)
+    damage(tmp_path, document_number)
     (tmp_path / FILE).write_text('{"source": "pag')
-    data = built(tmp_path)
+    data = open_data(tmp_path)
     data.quarantine.open(tmp_path)
-    data.sample(0, chosen)
-    torn, whole = (tmp_path / FILE).read_text().splitlines()
-    assert (torn, json.loads(whole)["document"]) == ('{"source": "pag', chosen % 25)
-    again = built(tmp_path)
+    data.sample(0, document_number)
+    cut_line, whole = (tmp_path / FILE).read_text().splitlines()
+    assert (cut_line, json.loads(whole)["document"]) == ('{"source": "pag', document_number % 25)
+    again = open_data(tmp_path)
     again.quarantine.open(tmp_path)
-    assert again.is_unreadable(chosen, 0)
+    assert again.is_unreadable(document_number, 0)
 
 
 def test_a_success_ends_a_row_of_failures(tmp_path: Path):
     pages.write_pages(tmp_path / "pages" / "train", 60)
-    data = built(tmp_path)
+    data = open_data(tmp_path)
     bad = [i for i in range(60) if data.pieces(i)[0].frames][:4]
-    for chosen in bad:
-        damage(tmp_path, chosen)
+    for document_number in bad:
+        damage(tmp_path, document_number)
     good = next(i for i in range(60) if i not in bad)
-    data = built(tmp_path, errors={"max_documents": 1.0, "max_consecutive": 3})
-    for chosen in (*bad[:2], good, *bad[2:]):
-        data.sample(0, chosen)
-    data = built(tmp_path, errors={"max_documents": 1.0, "max_consecutive": 3})
-    for chosen in bad[:2]:
-        data.sample(0, chosen)
+    data = open_data(tmp_path, errors={"max_documents": 1.0, "max_consecutive": 3})
+    for document_number in (*bad[:2], good, *bad[2:]):
+        data.sample(0, document_number)
+    data = open_data(tmp_path, errors={"max_documents": 1.0, "max_consecutive": 3})
+    for document_number in bad[:2]:
+        data.sample(0, document_number)
     with pytest.raises(DataError, match="None of 3 documents in a row"):
         data.sample(0, bad[2])
 
@@ -99,11 +99,11 @@ def test_a_shard_that_is_passed_over_is_so_after_a_restart(tmp_path: Path):
     tar = listing.folder / listing.shards[0].url
     tar.rename(tmp_path / "kept")
     errors = {"unavailable_shard": "skip_shard"}
-    data = built(tmp_path, errors=errors)
+    data = open_data(tmp_path, errors=errors)
     data.quarantine.open(tmp_path)
     assert data.sample(0, 3).counted[0][-1] == 1
     (tmp_path / "kept").rename(tar)
-    again = built(tmp_path, errors=errors)
+    again = open_data(tmp_path, errors=errors)
     again.quarantine.open(tmp_path)
     assert again.sample(0, 4).counted[0][-1] == 1, "all documents of the shard, though it is back"
     assert again.sample(0, 30).counted[0][-1] == 0
@@ -116,13 +116,13 @@ def test_the_index_must_be_the_one_that_is_listed(tmp_path: Path):
     with tar_index.open_tar(listing.folder / listing.shards[0].url) as tar:
         tar_index.save(build(tar), listing.folder / listing.shards[0].url)  # without counts of tokens
     with pytest.raises(DataError, match=r"not the index that shards\.json lists"):
-        built(tmp_path).pieces(0)
-    before = built(tmp_path).fingerprint
-    listed(listing.folder, index_digest=tar_index.digest_of(index))
-    assert built(tmp_path).fingerprint != before
-    listed(listing.folder, documents=24)
+        open_data(tmp_path).pieces(0)
+    before = open_data(tmp_path).fingerprint
+    change_manifest(listing.folder, index_digest=tar_index.digest_of(index))
+    assert open_data(tmp_path).fingerprint != before
+    change_manifest(listing.folder, documents=24)
     with pytest.raises(DataError, match=r"of 25 documents, and the list says 24"):
-        built(tmp_path).pieces(0)
+        open_data(tmp_path).pieces(0)
 
 
 @pytest.mark.parametrize("parts", [[("image", pages.picture(5, (16, 8)))], [("text", b"abcd")]])
@@ -131,7 +131,7 @@ def test_part_that_differs_from_the_index_is_bad(tmp_path: Path, parts: list[Any
     kind, content = parts[0]
     document = Document("a", [Part(kind, content, "png" if kind == "image" else ""), Part("text", b"x")])
     write(tmp_path / "pages" / "train", [document], {}, Writing(texts=TextTokens(TOKENIZER)))
-    data = built(tmp_path)
+    data = open_data(tmp_path)
     index = data.documents[0]._index(0)
     if kind == "image":
         index.parts["width"][0] = 8
@@ -159,13 +159,13 @@ def test_part_that_differs_from_the_index_is_bad(tmp_path: Path, parts: list[Any
 def test_lists_must_be_of_texts_and_numbers(tmp_path: Path, changes: dict[str, Any]):
     listing = pages.write_pages(tmp_path, 60)
     with pytest.raises(DataError, match=r"shards\.json: no list of shards"):
-        listed(listing.folder, **changes)
+        change_manifest(listing.folder, **changes)
 
 
 def test_a_list_names_each_tar_once(tmp_path: Path):
     listing = pages.write_pages(tmp_path, 60)
     with pytest.raises(DataError, match="duplicate shard"):
-        listed(listing.folder, url=listing.shards[1].url)
+        change_manifest(listing.folder, url=listing.shards[1].url)
 
 
 def test_the_control_reads_images_of_other_documents(tmp_path: Path):
@@ -173,30 +173,30 @@ def test_the_control_reads_images_of_other_documents(tmp_path: Path):
     image = [Part("image", pages.picture(i), "png") for i in range(5)]
     folder = write_one(tmp_path, [part for i in range(4) for part in (image[i], Part("text", b"a"))], "val")
     pages.write_pages(folder / "more" / "val", 30, "more")
-    rows = built(folder, "val", BOTH, sequence_tokens=200, max_frames=20, errors={"max_documents": 1.0})
+    rows = open_data(folder, "val", BOTH, sequence_tokens=200, max_frames=20, errors={"max_documents": 1.0})
     swaps = rows.with_shuffled_contexts()._swaps["more"]
     assert swaps
     assert all(other[0] != key[0] for key, other in swaps.items())
-    chosen = next(i for i in range(30) if rows.data.pieces(rows.data.first(0) + i)[0].frames)
+    document_number = next(i for i in range(30) if rows.data.pieces(rows.data.first(0) + i)[0].frames)
     more = {"more": BOTH["more"]}
-    moved = folder / "swapped"
-    moved.mkdir()
-    (moved / "pages").symlink_to(folder / "more")
-    damage_in(moved, chosen)
+    swapped_folder = folder / "swapped"
+    swapped_folder.mkdir()
+    (swapped_folder / "pages").symlink_to(folder / "more")
+    damage_in(swapped_folder, document_number)
     (folder / "quarantine").mkdir()
-    damaged = built(
+    damaged_rows = open_data(
         folder, "val", more, sequence_tokens=200, max_frames=20, errors={"max_documents": 1.0}
     ).with_shuffled_contexts()
-    damaged.data.quarantine.open(folder / "quarantine")
-    unread = sum(row.counts[0][-1] for row in (damaged.sample(0, i) for i in range(len(damaged))))
+    damaged_rows.data.quarantine.open(folder / "quarantine")
+    unread = sum(row.counts[0][-1] for row in (damaged_rows.sample(0, i) for i in range(len(damaged_rows))))
     assert unread >= 1
     assert not (folder / "quarantine" / FILE).exists()
 
 
-def damage_in(folder: Path, chosen: int) -> None:
+def damage_in(folder: Path, document_number: int) -> None:
     """`damage` of the split val."""
     (folder / "pages" / "train").symlink_to("val")
-    damage(folder, chosen)
+    damage(folder, document_number)
     (folder / "pages" / "train").unlink()
 
 
@@ -250,4 +250,4 @@ def test_an_entry_of_a_deny_list_that_is_gone_says_how_to_undo_it(tmp_path: Path
     with pytest.raises(
         ConfigError, match=r"the data have no such shard\. Undo it: python -m src\.operations\.interventions undo"
     ):
-        built(tmp_path).find("shard pages shard-00009.tar")
+        open_data(tmp_path).find("shard pages shard-00009.tar")

@@ -107,7 +107,7 @@ def build_data(folder: Path, **source: Any) -> Any:
     return bind(DATASETS, config).build(Places(folder, folder), TOKENIZER, "train", 0)
 
 
-def shown(data: Any) -> list[Any]:
+def list_parts(data: Any) -> list[Any]:
     """Numbers of images and texts of the first document, prompts after a question mark, in the order of its row."""
     (piece,) = data.pieces(0)
     row = data.read_piece(0, piece)
@@ -129,13 +129,13 @@ def shown(data: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize("layout", list(LAYOUTS))
-@pytest.mark.parametrize("counted", [True, False])
-def test_layout_is_read_from_its_mapping(layout: str, counted: bool, tmp_path: Path):
+@pytest.mark.parametrize("with_counts", [True, False])
+def test_layout_is_read_from_its_mapping(layout: str, with_counts: bool, tmp_path: Path):
     members, fields, parts = LAYOUTS[layout]
     TOKENIZER.save_pretrained(tmp_path / "tokenizer")
-    assert make(tmp_path, members, fields, *(["--tokenizer", str(tmp_path / "tokenizer")] if counted else [])) == 0
-    assert shown(build_data(tmp_path, fields=fields)) == parts
-    assert shown(build_data(tmp_path)) == parts, "the index has the mapping"
+    assert make(tmp_path, members, fields, *(["--tokenizer", str(tmp_path / "tokenizer")] if with_counts else [])) == 0
+    assert list_parts(build_data(tmp_path, fields=fields)) == parts
+    assert list_parts(build_data(tmp_path)) == parts, "the index has the mapping"
 
 
 @pytest.mark.parametrize("layout", list(LAYOUTS))
@@ -155,12 +155,12 @@ def test_index_without_a_mapping_is_refused_where_one_is_set(tmp_path: Path):
 def test_another_mapping_makes_the_index_again(tmp_path: Path):
     members, fields, parts = LAYOUTS["img2dataset"]
     assert make(tmp_path, members, None) == 0
-    assert shown(build_data(tmp_path)) == [1, "file"]
+    assert list_parts(build_data(tmp_path)) == [1, "file"]
     assert manifest.load(tmp_path / "x" / "train").facts["passed_over"] == {
         "no known suffix": {".json": [1, len(members[2][1])]}
     }
     assert make(tmp_path, members, fields) == 0
-    assert shown(build_data(tmp_path)) == parts
+    assert list_parts(build_data(tmp_path)) == parts
     facts = manifest.load(tmp_path / "x" / "train").facts
     assert (facts["fields"], facts["passed_over"]) == (
         {"image": ["jpg"], "text": ["json:caption"]},
@@ -211,7 +211,7 @@ def test_images_that_are_not_in_the_tar_are_counted(tmp_path: Path, capsys: pyte
         == 0
     )
     assert "not read: 1 .json:, 0 bytes: an image that is not in the tar" in capsys.readouterr().out
-    assert shown(build_data(tmp_path)) == ["one", 1]
+    assert list_parts(build_data(tmp_path)) == ["one", 1]
 
 
 @pytest.mark.parametrize(

@@ -27,20 +27,20 @@ SHARDS, PER_SHARD, LANES = 6, 50, 2
 @pytest.fixture
 def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ObjectServer]:
     """Has the tars of DATA/local as those of DATA/remote."""
-    started = ObjectServer(tmp_path)
+    server = ObjectServer(tmp_path)
     for name, value in {
-        "AWS_ENDPOINT_URL": started.endpoint,
+        "AWS_ENDPOINT_URL": server.endpoint,
         "AWS_ACCESS_KEY_ID": "a",
         "AWS_SECRET_ACCESS_KEY": "b",
     }.items():
         monkeypatch.setenv(name, value)
     local = pages.write_pages(tmp_path / "local" / "train", SHARDS * PER_SHARD, per_shard=PER_SHARD)
-    urls = [started.put("s3", shard.url, (local.folder / shard.url).read_bytes()) for shard in local.shards]
+    urls = [server.put("s3", shard.url, (local.folder / shard.url).read_bytes()) for shard in local.shards]
     pages.tokenizer().save_pretrained(tmp_path / "tokenizer")
     arguments = [*urls, "--output", str(tmp_path / "remote" / "train"), "--tokenizer", str(tmp_path / "tokenizer")]
     assert index.main(arguments) == 0
-    yield started
-    started.stop()
+    yield server
+    server.stop()
 
 
 def build(folder: Path, path: str, **more: Any) -> StreamedDataset:

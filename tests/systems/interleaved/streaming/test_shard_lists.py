@@ -12,7 +12,7 @@ from tests.systems.interleaved.streaming.remote.s3_server import S3Server
 
 
 def urls(*sources: str) -> list[str]:
-    return [listed.url for listed in list_shards(sources)]
+    return [shard.url for shard in list_shards(sources)]
 
 
 def test_files_patterns_and_ranges(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -105,8 +105,8 @@ def test_strange_member_is_counted(name: str):
     assert "cut" not in result.facts
     assert suffix in result.facts["passed_over"][reason]
     assert result.facts["read"] == [2, len(JPEG) + 6], "and what follows it is read"
-    passed = sum(count for of_reason in result.facts["passed_over"].values() for count, _ in of_reason.values())
-    assert passed + 2 == result.facts["members"]
+    num_skipped = sum(count for of_reason in result.facts["passed_over"].values() for count, _ in of_reason.values())
+    assert num_skipped + 2 == result.facts["members"]
 
 
 def test_report_names_every_strange_member(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -30,7 +30,7 @@ TOKENIZER = pages.tokenizer()
 ONE = {"pages": {"path": "pages"}}
 
 
-def built(folder: Path, split: str = "train", sources: dict[str, Any] = ONE, **more: Any) -> Any:
+def open_data(folder: Path, split: str = "train", sources: dict[str, Any] = ONE, **more: Any) -> Any:
     return bind(DATASETS, pages.config(sources, **more)).build(Places(folder, folder), TOKENIZER, split, 0)
 
 
@@ -56,7 +56,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("streamed")
     for split in ("train", "val"):
         pages.write_pages(folder / "pages" / split, 120, seed=1)
-        pages.write_pages(folder / "more" / split, 60, "more", seed=2, counted=False)
+        pages.write_pages(folder / "more" / split, 60, "more", seed=2, with_counts=False)
     return folder
 
 
@@ -64,42 +64,42 @@ BOTH = {"pages": {"path": "pages"}, "more": {"path": "more"}}
 
 
 def test_row_has_complete_pages_with_frames_and_counts(two: Path):
-    data = built(two, sources=BOTH)
+    data = open_data(two, sources=BOTH)
     assert data.source_names == ["more", "pages"]
     pages_read: Counter[tuple[str, int]] = Counter()
-    counted = torch.zeros(2, len(COUNTS), dtype=torch.int64)
+    total_counts = torch.zeros(2, len(COUNTS), dtype=torch.int64)
     for batch in steps_of(data, 30):
-        collated = data.collate([data.sample(*key) for key in batch.keys])
-        ids, frames = collated["input_ids"], 0
+        batch_tensors = data.collate([data.sample(*key) for key in batch.keys])
+        ids, frames = batch_tensors["input_ids"], 0
         assert ids.shape == (4, 80)
         for row, key in zip(range(4), batch.keys, strict=True):
             documents = key[1::3]
-            text = TOKENIZER.decode(ids[row][collated["attention_mask"][row]])
+            text = TOKENIZER.decode(ids[row][batch_tensors["attention_mask"][row]])
             page_numbers = [int(part.split("<")[0].split()[0]) for part in text.split("end ")[1:]]
-            located = [data.locate(document) for document in documents]
+            places = [data.locate(document) for document in documents]
             if all(len(data.pieces(document)) == 1 for document in documents):
-                assert page_numbers == [number for _, number in located]
-                pages_read.update((data.source_names[source], number) for source, number in located)
+                assert page_numbers == [number for _, number in places]
+                pages_read.update((data.source_names[source], number) for source, number in places)
             frame_count = sum(
                 data.pieces(document)[piece].frames for document, piece in zip(documents, key[2::3], strict=True)
             )
             assert frame_count <= 6
             frames += frame_count
-            first = collated["frames"][frames - frame_count : frames]
+            first = batch_tensors["frames"][frames - frame_count : frames]
             assert int((ids[row] == TOKENIZER.convert_tokens_to_ids(IMAGE)).sum()) == len(first)
-            restarts = (collated["position_ids"][row][collated["attention_mask"][row]] == 0).sum()
+            restarts = (batch_tensors["position_ids"][row][batch_tensors["attention_mask"][row]] == 0).sum()
             assert restarts == len(documents), "no page reads another"
-        assert len(collated["frames"]) == frames
+        assert len(batch_tensors["frames"]) == frames
         image_tokens = torch.tensor([TOKENIZER.convert_tokens_to_ids(token) for token in pages.TOKENS])
-        assert not collated["loss_mask"][torch.isin(ids, image_tokens)].any(), "nothing is learned of images"
-        counted += collated["source_counts"]
+        assert not batch_tensors["loss_mask"][torch.isin(ids, image_tokens)].any(), "nothing is learned of images"
+        total_counts += batch_tensors["source_counts"]
     assert len(pages_read) > 60
-    assert counted[:, COUNTS.index("unreadable")].sum() == 0
-    assert (counted[:, :4] > 0).all()
+    assert total_counts[:, COUNTS.index("unreadable")].sum() == 0
+    assert (total_counts[:, :4] > 0).all()
 
 
 def test_images_match_the_text_of_their_page(two: Path):
-    data = built(two)
+    data = open_data(two)
     for document in range(120):
         for piece in data.pieces(document):
             row = data.read_piece(document, piece)
@@ -109,16 +109,16 @@ def test_images_match_the_text_of_their_page(two: Path):
 
 def test_counts_of_the_index_change_nothing(two: Path, tmp_path: Path):
     """Without them the order tokenises."""
-    pages.write_pages(tmp_path / "pages" / "train", 120, seed=1, counted=False)
-    counted, plain = built(two), built(tmp_path)
-    assert [counted.sizes(0, i) for i in range(120)] == [plain.sizes(0, i) for i in range(120)]
-    for one, other in zip(steps_of(counted, 20), steps_of(plain, 20), strict=True):
+    pages.write_pages(tmp_path / "pages" / "train", 120, seed=1, with_counts=False)
+    data_with_counts, plain = open_data(two), open_data(tmp_path)
+    assert [data_with_counts.sizes(0, i) for i in range(120)] == [plain.sizes(0, i) for i in range(120)]
+    for one, other in zip(steps_of(data_with_counts, 20), steps_of(plain, 20), strict=True):
         assert one.keys == other.keys
 
 
 def test_planning_reads_no_tar(two: Path, tmp_path: Path):
     (tmp_path / "pages").symlink_to(two / "pages")
-    data = built(tmp_path)
+    data = open_data(tmp_path)
     for documents in data.documents:
         documents.files = None
     assert steps_of(data, 20)
@@ -126,16 +126,16 @@ def test_planning_reads_no_tar(two: Path, tmp_path: Path):
 
 def test_a_document_is_one_read_of_its_own_bytes(two: Path):
     """Finding 10: an index makes tars random-access; nothing before a document is read, and nothing behind it."""
-    data = built(two)
+    data = open_data(two)
     reads: list[tuple[str, int, int]] = []
 
-    class Told(ShardFiles):
+    class RecordingFiles(ShardFiles):
         def read(self, shard: manifest.Shard, offset: int, size: int) -> bytes:
             reads.append((shard.url, offset, size))
             return super().read(shard, offset, size)
 
     (documents,) = data.documents
-    documents.files = Told(documents.manifest.folder)
+    documents.files = RecordingFiles(documents.manifest.folder)
     for document in (119, 3, 60):
         data.sample(0, document)
         shard, number = documents.locate(document)
@@ -152,25 +152,25 @@ def test_a_document_is_one_read_of_its_own_bytes(two: Path):
 
 def test_no_call_leaves_anything_to_the_next(two: Path):
     """Bug of m4: lists that were default arguments had the results of the call before."""
-    data = built(two, sources=BOTH)
+    data = open_data(two, sources=BOTH)
     first, second = (steps_of(data, 20) for _ in range(2))
     assert [(step.keys, step.cursor) for step in first] == [(step.keys, step.cursor) for step in second]
-    collated, again = (data.collate([data.sample(*key) for key in first[0].keys]) for _ in range(2))
-    assert all(torch.equal(collated[name], again[name]) for name in collated)
+    batch_tensors, again = (data.collate([data.sample(*key) for key in first[0].keys]) for _ in range(2))
+    assert all(torch.equal(batch_tensors[name], again[name]) for name in batch_tensors)
 
 
 def test_long_documents_are_cut_between_parts_or_left_out(tmp_path: Path):
     texts = [Part("text", bytes([97 + i]) * 30) for i in range(4)]
     image = Part("image", pages.picture(5), "png")
     folder = write_one(tmp_path, [texts[0], image, texts[1], image, texts[2], image, texts[3]])
-    data = built(folder)
+    data = open_data(folder)
     packed = data.pieces(0)
     assert [(piece.begins, piece.ends) for piece in packed] == [(True, False), (False, True)]
     rows = [data.read_piece(0, piece) for piece in packed]
-    shown = [TOKENIZER.decode(row.input_ids).replace(f"{FAKE}<global-img>{IMAGE}{FAKE}", "#") for row in rows]
-    assert shown == ["a" * 30 + "#" + "b" * 30 + "#", "c" * 30 + "#" + "d" * 30 + "<end>"]
-    assert built(folder, rules={"too_long": "drop"}).pieces(0) == []
-    assert len(built(folder, sequence_tokens=300).pieces(0)) == 1
+    row_texts = [TOKENIZER.decode(row.input_ids).replace(f"{FAKE}<global-img>{IMAGE}{FAKE}", "#") for row in rows]
+    assert row_texts == ["a" * 30 + "#" + "b" * 30 + "#", "c" * 30 + "#" + "d" * 30 + "<end>"]
+    assert open_data(folder, rules={"too_long": "drop"}).pieces(0) == []
+    assert len(open_data(folder, sequence_tokens=300).pieces(0)) == 1
 
 
 def test_an_image_larger_than_a_row_is_left_out_and_a_longer_text_is_cut(tmp_path: Path):
@@ -178,23 +178,23 @@ def test_an_image_larger_than_a_row_is_left_out_and_a_longer_text_is_cut(tmp_pat
     wide = Part("image", pages.picture(5, (16, 8)), "png")
     text = "".join(chr(97 + i % 26) for i in range(200))
     folder = write_one(tmp_path, [Part("text", b"A" * 20), wide, Part("text", text.encode()), wide, Part("text", b"Z")])
-    data = built(folder, max_frames=2)
+    data = open_data(folder, max_frames=2)
     rows = [data.read_piece(0, piece) for piece in data.pieces(0)]
-    shown = [TOKENIZER.decode(row.input_ids) for row in rows]
-    assert "".join(shown) == "A" * 20 + text + "Z<end>"
+    texts = [TOKENIZER.decode(row.input_ids) for row in rows]
+    assert "".join(texts) == "A" * 20 + text + "Z<end>"
     assert [len(row.input_ids) for row in rows[:-1]] == [79, 79], "one token of 80 is for the end"
     assert [row.loss_mask[:2] for row in rows] == [[False, True]] * len(rows)
     assert sum(row.counts[0][COUNTS.index("left_out_parts")] for row in rows) == 2
-    assert built(folder, max_frames=2, rules={"too_long": "drop"}).pieces(0) == []
+    assert open_data(folder, max_frames=2, rules={"too_long": "drop"}).pieces(0) == []
 
 
 @pytest.mark.parametrize("length", [79, 80, 81, 158, 159, 500])
 def test_texts_longer_than_a_row_are_read_completely(tmp_path: Path, length: int):
     folder = write_one(tmp_path, [Part("text", bytes([97 + i % 26 for i in range(length)])) for _ in range(5)])
-    data = built(folder)
+    data = open_data(folder)
     rows = [data.read_piece(0, piece) for piece in data.pieces(0)]
-    shown = "".join(TOKENIZER.decode(row.input_ids) for row in rows).replace(" ", "")
-    assert shown == "".join(chr(97 + i % 26) for i in range(length)) * 5 + "<end>"
+    text = "".join(TOKENIZER.decode(row.input_ids) for row in rows).replace(" ", "")
+    assert text == "".join(chr(97 + i % 26) for i in range(length)) * 5 + "<end>"
 
 
 @pytest.mark.parametrize(
@@ -209,11 +209,11 @@ def test_a_long_answer_is_cut_after_its_first_tokens_with_the_prompt(
         Part("text", b"b" * answer),
         Part("text", b"c"),
     ]
-    data = built(write_one(tmp_path, parts))
+    data = open_data(write_one(tmp_path, parts))
     rows = [data.read_piece(0, piece) for piece in data.pieces(0)]
-    shown = [TOKENIZER.decode(row.input_ids).replace(" ", "") for row in rows]
-    assert "".join(shown) == "a" * before + "q" * ask + "b" * answer + "c<end>"
-    assert [row for row in shown if "q" in row] == [row for row in shown if "q" * ask + "b" in row], (
+    texts = [TOKENIZER.decode(row.input_ids).replace(" ", "") for row in rows]
+    assert "".join(texts) == "a" * before + "q" * ask + "b" * answer + "c<end>"
+    assert [row for row in texts if "q" in row] == [row for row in texts if "q" * ask + "b" in row], (
         "with the first token of its answer"
     )
     assert sum(row.counts[0][COUNTS.index("left_out_parts")] for row in rows) == 0
@@ -221,7 +221,7 @@ def test_a_long_answer_is_cut_after_its_first_tokens_with_the_prompt(
 
 def test_a_prompt_without_room_for_its_answer_is_left_out_with_it(tmp_path: Path):
     parts = [Part("text", b"a"), Part("prompt", b"q" * 78), Part("text", b"b" * 20), Part("text", b"c" * 5)]
-    data = built(write_one(tmp_path, parts))
+    data = open_data(write_one(tmp_path, parts))
     rows = [data.read_piece(0, piece) for piece in data.pieces(0)]
     assert [TOKENIZER.decode(row.input_ids) for row in rows] == ["a", " ccccc<end>"]
     assert sum(row.counts[0][COUNTS.index("left_out_parts")] for row in rows) == 2
@@ -230,7 +230,7 @@ def test_a_prompt_without_room_for_its_answer_is_left_out_with_it(tmp_path: Path
 def test_rows_without_text_are_left_out_of_a_document(tmp_path: Path):
     """Its end is in the last row that is left."""
     image = Part("image", pages.picture(5, (16, 16)), "png")
-    data = built(write_one(tmp_path, [Part("text", b"ab"), image, image, image]), max_frames=5)
+    data = open_data(write_one(tmp_path, [Part("text", b"ab"), image, image, image]), max_frames=5)
     (piece,) = data.pieces(0)
     row = data.read_piece(0, piece)
     assert (len(row.frames), row.counts[0][COUNTS.index("left_out_parts")]) == (1, 2)
@@ -240,20 +240,20 @@ def test_rows_without_text_are_left_out_of_a_document(tmp_path: Path):
 
 def test_a_prompt_is_not_cut_from_its_answer(tmp_path: Path):
     prompt_parts = [Part("text", b"a" * 60), Part("prompt", b"ask"), Part("prompt", b"me"), Part("text", b"b" * 20)]
-    data = built(write_one(tmp_path, prompt_parts))
-    shown = [TOKENIZER.decode(data.read_piece(0, piece).input_ids) for piece in data.pieces(0)]
-    assert shown == ["a" * 60, " ask me " + "b" * 20 + "<end>"]
+    data = open_data(write_one(tmp_path, prompt_parts))
+    texts = [TOKENIZER.decode(data.read_piece(0, piece).input_ids) for piece in data.pieces(0)]
+    assert texts == ["a" * 60, " ask me " + "b" * 20 + "<end>"]
 
 
 def test_a_text_that_says_that_a_document_ends_is_of_two_that_do_not_see_each_other(tmp_path: Path):
-    data = built(write_one(tmp_path, [Part("text", f"ab{END}cde".encode()), Part("text", b"f")]))
+    data = open_data(write_one(tmp_path, [Part("text", f"ab{END}cde".encode()), Part("text", b"f")]))
     row = data.read_piece(0, data.pieces(0)[0])
     assert row.lengths == [3, 6]
     assert [
-        TOKENIZER.decode([token]) for token, learned in zip(row.input_ids, row.loss_mask, strict=True) if not learned
+        TOKENIZER.decode([token]) for token, has_loss in zip(row.input_ids, row.loss_mask, strict=True) if not has_loss
     ] == ["a", "c"]
-    collated = data.collate([row])
-    assert collated["position_ids"][0][:9].tolist() == [0, 1, 2, 0, 1, 2, 3, 4, 5]
+    batch_tensors = data.collate([row])
+    assert batch_tensors["position_ids"][0][:9].tolist() == [0, 1, 2, 0, 1, 2, 3, 4, 5]
 
 
 @pytest.mark.parametrize(
@@ -273,23 +273,23 @@ def test_a_text_that_says_that_a_document_ends_is_of_two_that_do_not_see_each_ot
 def test_rules_for_pages_of_the_web(tmp_path: Path, kinds: str, read: bool):
     parts = [Part("text", b"enough") if kind == "t" else Part("image", pages.picture(1), "png") for kind in kinds]
     folder = write_one(tmp_path, parts)
-    assert bool(built(folder, rules={"which": "web"}).pieces(0)) == read
-    assert bool(built(folder).pieces(0)) == ("t" in kinds), "without them every document with a text is read"
-    assert bool(built(folder, rules={"max_images": 1}).pieces(0)) == ("t" in kinds and kinds.count("i") <= 1)
+    assert bool(open_data(folder, rules={"which": "web"}).pieces(0)) == read
+    assert bool(open_data(folder).pieces(0)) == ("t" in kinds), "without them every document with a text is read"
+    assert bool(open_data(folder, rules={"max_images": 1}).pieces(0)) == ("t" in kinds and kinds.count("i") <= 1)
 
 
 def test_a_prompt_is_read_and_not_learned(tmp_path: Path):
     folder = write_one(tmp_path, [Part("text", b"ab"), Part("prompt", b"ask"), Part("text", b"say")])
-    row = built(folder).read_piece(0, built(folder).pieces(0)[0])
+    row = open_data(folder).read_piece(0, open_data(folder).pieces(0)[0])
     assert TOKENIZER.decode(row.input_ids) == "ab ask say<end>"
     assert "".join(str(int(bit)) for bit in row.loss_mask) == "01" + "0000" + "1111" + "1"
 
 
-def damage(folder: Path, chosen: int, image: bool = True) -> None:
+def damage(folder: Path, document_number: int, image: bool = True) -> None:
     """Overwrite the middle of an image, or of a text, of a document."""
-    data = built(folder)
+    data = open_data(folder)
     documents = data.documents[0]
-    shard, number = documents.locate(chosen)
+    shard, number = documents.locate(document_number)
     parts = documents._index(shard).parts_of(number)
     (part, *_) = parts[parts["kind"] == (1 if image else 0)]
     path = documents.manifest.folder / documents.manifest.shards[shard].url
@@ -300,70 +300,70 @@ def damage(folder: Path, chosen: int, image: bool = True) -> None:
 
 def test_what_turns_out_bad_is_padding_and_no_row_moves(tmp_path: Path):
     pages.write_pages(tmp_path / "pages" / "train", 60, seed=1)
-    data = built(tmp_path)
+    data = open_data(tmp_path)
     with_image = next(i for i in range(60) if data.pieces(i)[0].frames)
     before = [(batch.keys, data.collate([data.sample(*key) for key in batch.keys])) for batch in steps_of(data, 20)]
     damage(tmp_path, with_image)
-    data = built(tmp_path)
+    data = open_data(tmp_path)
     data.quarantine.open(tmp_path)
-    touched = 0
+    num_bad = 0
     for (keys, whole), batch in zip(before, steps_of(data, 20), strict=True):
         assert batch.keys == keys
-        collated = data.collate([data.sample(*key) for key in batch.keys])
+        batch_tensors = data.collate([data.sample(*key) for key in batch.keys])
         bad = [row for row, key in enumerate(keys) if any(map(data.is_unreadable, key[1::3], key[2::3]))]
         good = [row for row in range(4) if row not in bad]
-        assert torch.equal(collated["input_ids"][good], whole["input_ids"][good])
-        assert torch.equal(collated["position_ids"], whole["position_ids"])
+        assert torch.equal(batch_tensors["input_ids"][good], whole["input_ids"][good])
+        assert torch.equal(batch_tensors["position_ids"], whole["position_ids"])
         for row in bad:
-            assert collated["loss_mask"][row].sum() < whole["loss_mask"][row].sum()
-        assert collated["source_counts"][0, -1] == len(bad)
-        touched += len(bad)
-    assert touched
+            assert batch_tensors["loss_mask"][row].sum() < whole["loss_mask"][row].sum()
+        assert batch_tensors["source_counts"][0, -1] == len(bad)
+        num_bad += len(bad)
+    assert num_bad
     (record,) = [json.loads(line) for line in (tmp_path / FILE).read_text().splitlines()]
     assert record["document"] == with_image % 25
     assert "cannot be decoded" in record["reason"]
-    again = built(tmp_path)
+    again = open_data(tmp_path)
     again.quarantine.open(tmp_path)
     again.documents[0].read = None
     assert again.sample(0, with_image).counted[0][-1] == 1, "what is in quarantine is not tried again"
     with pytest.raises(
         DataError, match=r"pages: document \d+ of shard-0000\d\.tar, at byte \d+: an image cannot be decoded"
     ):
-        built(tmp_path, errors={"bad_document": "raise"}).sample(0, with_image)
+        open_data(tmp_path, errors={"bad_document": "raise"}).sample(0, with_image)
 
 
 def test_too_much_that_is_bad_is_an_error(tmp_path: Path):
     pages.write_pages(tmp_path / "pages" / "train", 60, seed=1)
-    chosen = [i for i in range(60) if built(tmp_path).pieces(i)[0].frames][:3]
-    for number in chosen:
+    document_numbers = [i for i in range(60) if open_data(tmp_path).pieces(i)[0].frames][:3]
+    for number in document_numbers:
         damage(tmp_path, number)
-    data = built(tmp_path, errors={"max_documents": 2 / 60})
-    for number in chosen[:2]:
+    data = open_data(tmp_path, errors={"max_documents": 2 / 60})
+    for number in document_numbers[:2]:
         assert data.sample(0, number).counted[0][-1] == 1
         assert data.sample(1, number).counted[0][-1] == 1, "once more is no more"
     with pytest.raises(
         DataError, match=r"3 documents of 60 cannot be read, more than data\.errors\.max_documents allows"
     ):
-        data.sample(0, chosen[2])
+        data.sample(0, document_numbers[2])
 
 
 def test_all_unreadable_is_an_error_soon(tmp_path: Path):
     """Finding 4: where all shards failed, m4 went round for ever."""
-    listed = pages.write_pages(tmp_path / "pages" / "train", 300, seed=1)
+    dataset_manifest = pages.write_pages(tmp_path / "pages" / "train", 300, seed=1)
 
     def read(**errors: Any) -> None:
-        data = built(tmp_path, errors=errors)
+        data = open_data(tmp_path, errors=errors)
         for batch in steps_of(data, 100):
             for key in batch.keys:
                 data.sample(*key)
 
-    contents = {shard.url: (listed.folder / shard.url).read_bytes() for shard in listed.shards}
+    contents = {shard.url: (dataset_manifest.folder / shard.url).read_bytes() for shard in dataset_manifest.shards}
     for url, content in contents.items():
-        pages.damage(listed.folder / url, content.replace(b"\x89PNG", b"PNG\x89"))
+        pages.damage(dataset_manifest.folder / url, content.replace(b"\x89PNG", b"PNG\x89"))
     with pytest.raises(DataError, match="None of 7 documents in a row can be read"):
         read(max_documents=1.0, max_consecutive=7, bad_document="skip_document")
     for url in contents:
-        (listed.folder / url).unlink()
+        (dataset_manifest.folder / url).unlink()
     with pytest.raises(DataError, match=r"2 shards of 12 cannot be read, more than data\.errors\.max_shards allows"):
         read(unavailable_shard="skip_shard")
     with pytest.raises(DataError, match="cannot be opened"):
@@ -371,19 +371,19 @@ def test_all_unreadable_is_an_error_soon(tmp_path: Path):
 
 
 def test_a_shard_that_is_replaced_is_refused(tmp_path: Path):
-    listed = pages.write_pages(tmp_path / "pages" / "train", 60, seed=1)
-    path = listed.folder / listed.shards[0].url
+    dataset_manifest = pages.write_pages(tmp_path / "pages" / "train", 60, seed=1)
+    path = dataset_manifest.folder / dataset_manifest.shards[0].url
     path.write_bytes(path.read_bytes() + b"\0" * 512)
     with pytest.raises(DataError, match=r"when it was indexed\. Index it again"):
-        built(tmp_path).sample(0, 0)
-    data = built(tmp_path, errors={"changed_shard": "skip_shard"})
+        open_data(tmp_path).sample(0, 0)
+    data = open_data(tmp_path, errors={"changed_shard": "skip_shard"})
     assert data.sample(0, 0).counted[0][-1] == 1
 
 
 def test_programming_errors_are_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """R7: such are no data."""
     pages.write_pages(tmp_path / "pages" / "train", 60, seed=1)
-    data = built(tmp_path)
+    data = open_data(tmp_path)
     for error in (TypeError, AttributeError, KeyError):
 
         def fail(*keywords: Any, error: type[Exception] = error) -> Any:
@@ -395,22 +395,22 @@ def test_programming_errors_are_raised(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_denied_documents_are_not_read_after_the_checkpoint(two: Path):
-    data = built(two, sources=BOTH)
+    data = open_data(two, sources=BOTH)
     entries = ["source more", "shard pages shard-00000.tar", "document 3 more shard-00001.tar"]
     assert list(data.find(entries[2])) == [28]
-    denied = {document for entry in entries for document in data.find(entry)}
+    denied_documents = {document for entry in entries for document in data.find(entry)}
     plain = steps_of(data, 60)
     branch = Branch(number=1, from_step=5, deny_list=entries)
     changed = steps_of(data, 60, branches=(branch,))
     assert [batch.keys for batch in changed[:5]] == [batch.keys for batch in plain[:5]]
     later = [document for batch in changed[5:] for key in batch.keys for document in key[1::3]]
-    assert not denied & set(later)
+    assert not denied_documents & set(later)
     first = Counter(
         (epoch, document)
         for batch in changed
         for key in batch.keys
         for epoch, document, piece in zip(key[::3], key[1::3], key[2::3], strict=True)
-        if piece == 0 and epoch == 0 and document not in denied
+        if piece == 0 and epoch == 0 and document not in denied_documents
     )
     assert set(first.values()) == {1}, "all others still once"
     for entry in (
@@ -426,7 +426,7 @@ def test_denied_documents_are_not_read_after_the_checkpoint(two: Path):
 @pytest.mark.parametrize("shuffle", ["none", "shards", "window"])
 def test_a_reshuffle_after_a_rewind_reads_the_rest_in_another_order(two: Path, shuffle: str):
     """Finding 8: with a deterministic order going back does not by itself reshuffle. Each document still comes once."""
-    data = built(two, shuffle=shuffle)
+    data = open_data(two, shuffle=shuffle)
     plain = steps_of(data, 40)
     changed = steps_of(data, 40, branches=(Branch(number=1, from_step=3, data="reshuffle"),))
     assert [batch.keys for batch in changed[:3]] == [batch.keys for batch in plain[:3]]
@@ -444,7 +444,7 @@ def test_a_reshuffle_after_a_rewind_reads_the_rest_in_another_order(two: Path, s
 
 def test_validation_reads_every_document_once_and_ends(two: Path):
     """Finding 5: m4's never ended."""
-    rows = built(two, "val", BOTH)
+    rows = open_data(two, "val", BOTH)
     assert sorted(rows.parts) == ["more", "pages"]
     for name, count in (("more", 60), ("pages", 120)):
         part = rows.parts[name]
@@ -457,7 +457,7 @@ def test_validation_reads_every_document_once_and_ends(two: Path):
 
 
 def test_the_control_shows_other_pages_images(two: Path):
-    rows = built(two, "val")
+    rows = open_data(two, "val")
     shuffled = rows.with_shuffled_contexts()
     assert len(rows) == len(shuffled)
     same = other = 0
@@ -484,7 +484,7 @@ def test_questions_are_the_first_prompts(tmp_path: Path):
         Part("prompt", b"more"),
     ]
     write(tmp_path / "pages" / "val", [Document("a", asking), Document("b", other)], {}, Writing(source="pages"))
-    rows = built(tmp_path, "val")
+    rows = open_data(tmp_path, "val")
     assert rows.num_questions == 2
     assert rows.row(0) | {"context": ""} == {
         "question": "what",
@@ -495,8 +495,8 @@ def test_questions_are_the_first_prompts(tmp_path: Path):
     assert rows.source(1) == "pages"
     batch = rows.collate_prompts([rows.prompt(0), rows.prompt(1)])
     assert batch["pixel_values"].shape == (1, 2, 3, 8, 8)
-    shown = [TOKENIZER.decode(ids[mask]) for ids, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True)]
-    assert shown[0] == f"see{FAKE}<global-img>{IMAGE}{FAKE}what"
+    texts = [TOKENIZER.decode(ids[mask]) for ids, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True)]
+    assert texts[0] == f"see{FAKE}<global-img>{IMAGE}{FAKE}what"
     assert batch["attention_mask"][:, -1].all(), "padding is on the left"
     blind = replace(rows.prompt(0), frames=[])
     assert rows.collate_prompts([blind])["pixel_values"].shape == (1, 1, 3, 8, 8), "every process runs the encoder"
@@ -506,7 +506,7 @@ def test_questions_are_the_first_prompts(tmp_path: Path):
 
 def test_rows_survive_pickling(two: Path):
     """Processes that read ahead get the data set so."""
-    data = built(two, sources=BOTH)
+    data = open_data(two, sources=BOTH)
     again: StreamedDataset = pickle.loads(pickle.dumps(data))
     (batch,) = steps_of(data, 1)
     for key in batch.keys:
@@ -536,15 +536,18 @@ def test_bad_settings(two: Path, sources: dict[str, Any], more: dict[str, Any], 
 
 
 def test_weights_and_fingerprints(two: Path):
-    weighted = built(two, sources={"pages": {"path": "pages", "loss_weight": 0.5}, "more": {"path": "more"}})
-    plain = built(two, sources=BOTH)
+    weighted = open_data(two, sources={"pages": {"path": "pages", "loss_weight": 0.5}, "more": {"path": "more"}})
+    plain = open_data(two, sources=BOTH)
     (batch,) = steps_of(weighted, 1)
-    collated = weighted.collate([weighted.sample(*key) for key in batch.keys])
-    weights = torch.tensor([1.0, 0.5])[collated["source_ids"]]
-    assert torch.equal(collated["loss_weights"], weights)
+    batch_tensors = weighted.collate([weighted.sample(*key) for key in batch.keys])
+    weights = torch.tensor([1.0, 0.5])[batch_tensors["source_ids"]]
+    assert torch.equal(batch_tensors["loss_weights"], weights)
     assert "loss_weights" not in plain.collate([plain.sample(*key) for key in batch.keys])
     assert (
-        len({weighted.fingerprint, plain.fingerprint, built(two).fingerprint, built(two, window=30).fingerprint}) == 4
+        len(
+            {weighted.fingerprint, plain.fingerprint, open_data(two).fingerprint, open_data(two, window=30).fingerprint}
+        )
+        == 4
     )
 
 
@@ -553,7 +556,7 @@ def test_a_rare_source_needs_a_larger_share(tmp_path: Path):
     write(tmp_path / "more" / "train", [Document("a", [Part("text", b"x")])], {}, Writing(source="more"))
     sources = {"pages": {"path": "pages", "rate": 1}, "more": {"path": "more", "rate": 1e-6}}
     with pytest.raises(DataError, match=r"data\.sources\.more\.rate: its share is less than one document of 4096"):
-        built(tmp_path, sources=sources).order(0, 4, 10, ())
+        open_data(tmp_path, sources=sources).order(0, 4, 10, ())
 
 
 def test_lists_are_checked(tmp_path: Path):
@@ -574,7 +577,7 @@ def test_random_pages_are_read_as_written(tmp_path: Path):
     draw = random.Random(5)
     documents = [pages.page(i, draw) for i in range(40)]
     write(tmp_path / "pages" / "train", documents, {}, Writing(7, "pages", seed=3))
-    data = built(tmp_path, sequence_tokens=400, max_frames=50)
+    data = open_data(tmp_path, sequence_tokens=400, max_frames=50)
     packed = Counter()
     for number in range(40):
         (piece,) = data.pieces(number)

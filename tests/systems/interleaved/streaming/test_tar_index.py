@@ -88,8 +88,8 @@ def test_every_cut_is_reported_and_documents_before_it_are_indexed():
         index = build(memoryview(WHOLE[:size]))
         assert ("cut" in index.facts) == (size < end_of_members + 1024), size
         good = [int(row["offset"]) for row in index.documents if not row["bad"]]
-        delivered = sum(size >= border - 511 for border in borders)  # the padding of a last member may be lost
-        assert sum(size >= border for border in borders) <= len(good) <= delivered, size
+        most_documents = sum(size >= border - 511 for border in borders)  # the padding of a last member may be lost
+        assert sum(size >= border for border in borders) <= len(good) <= most_documents, size
         result = [
             [WHOLE[:size][part["offset"] : part["offset"] + part["size"]] for part in index.parts_of(number)]
             for number in range(len(index))
@@ -104,9 +104,9 @@ def test_every_cut_is_reported_and_documents_before_it_are_indexed():
 @pytest.mark.parametrize("place", [0, 100, 130, 150, 300])
 def test_damaged_header_is_reported(place: int):
     second = int(build(memoryview(WHOLE)).documents["offset"][1])
-    damaged = bytearray(WHOLE)
-    damaged[second + place] ^= 0x15
-    result = build(memoryview(bytes(damaged)))
+    damaged_tar = bytearray(WHOLE)
+    damaged_tar[second + place] ^= 0x15
+    result = build(memoryview(bytes(damaged_tar)))
     assert result.facts["cut"][1] == second
     assert len(result) == 1
 
@@ -178,17 +178,17 @@ def test_an_index_is_of_its_tar(tmp_path: Path):
     ):
         tar_index.load(path)
     with tar_index.open_tar(path) as tar:
-        built = build(tar)
-    written = tar_index.save(built, path)
+        index = build(tar)
+    index_path = tar_index.save(index, path)
     result = tar_index.load(path)
-    assert (result.documents == built.documents).all()
-    assert (result.parts == built.parts).all()
-    assert result.facts == built.facts
-    content = written.read_bytes()
-    written.write_bytes(content[:100] + b"x" + content[101:])
+    assert (result.documents == index.documents).all()
+    assert (result.parts == index.parts).all()
+    assert result.facts == index.facts
+    content = index_path.read_bytes()
+    index_path.write_bytes(content[:100] + b"x" + content[101:])
     with pytest.raises(DataError, match=r"damaged, or no index"):
         tar_index.load(path)
-    written.write_bytes(content)
+    index_path.write_bytes(content)
     path.write_bytes(WHOLE + bytes(512))
     with pytest.raises(DataError, match=f"of a tar of {len(WHOLE)} bytes, and a.tar has {len(WHOLE) + 512}"):
         tar_index.load(path)

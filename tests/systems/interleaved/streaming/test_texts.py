@@ -53,12 +53,12 @@ def test_the_digest_is_of_what_decides_about_text():
 
 
 def test_an_index_has_the_tokens_of_each_text(tmp_path):
-    listed = pages.write_pages(tmp_path / "pages", 30)
-    for shard in listed.shards:
-        with tar_index.open_tar(listed.folder / shard.url) as tar:
+    dataset_manifest = pages.write_pages(tmp_path / "pages", 30)
+    for shard in dataset_manifest.shards:
+        with tar_index.open_tar(dataset_manifest.folder / shard.url) as tar:
             index = build(tar)
             count_tokens(index, tar, TEXTS)
-            saved = tar_index.load_file(listed.folder / shard.index, shard.bytes, shard.url)
+            saved = tar_index.load_file(dataset_manifest.folder / shard.index, shard.bytes, shard.url)
             assert saved.tokens is not None
             assert index.tokens is not None
             assert saved.tokens.tolist() == index.tokens.tolist()

@@ -62,10 +62,10 @@ def test_null_is_a_missing_field():
 
 def test_columns_are_named_as_in_version_2_or_by_their_keys():
     """A corpus may have rows of both versions."""
-    described = {"type": "global", "value": "d"}
+    description = {"type": "global", "value": "d"}
     rows = [
-        {"text": "x", "metadata": [{"key": "website_description", **described}]},
-        {"text": "x", "metadata_website_desc": [described]},
+        {"text": "x", "metadata": [{"key": "website_description", **description}]},
+        {"text": "x", "metadata_website_desc": [description]},
     ]
     for row in rows:
         assert read_row(row, "here").columns == ["website_desc"]
@@ -134,11 +134,11 @@ def test_errors_name_file_line_and_item(changes: dict[str, Any], message: str, t
         for split in ("train", "val"):
             (folder / f"{split}.jsonl").write_text('{"text": "abc"}\n' + json.dumps({"text": "abc", **changes}) + "\n")
     config = Config(corpus="bad", sequence_tokens=16)
-    with pytest.raises(DataError) as caught:
+    with pytest.raises(DataError) as error_info:
         config.build(places, tokenizers.load(places.data / "toy_tokenizer"), "train", 0)
-    assert str(caught.value).startswith(f"{places.data / 'bad' / 'train.jsonl'}:2: ")
-    assert message in str(caught.value)
-    assert len(str(caught.value).splitlines()) == 1
+    assert str(error_info.value).startswith(f"{places.data / 'bad' / 'train.jsonl'}:2: ")
+    assert message in str(error_info.value)
+    assert len(str(error_info.value).splitlines()) == 1
 
 
 def places(items: list[dict[str, Any]], text: str = "abcdef") -> list[tuple[int | None, int | None]]:

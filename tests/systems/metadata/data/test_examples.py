@@ -230,10 +230,10 @@ def test_every_block_has_room_for_text():
 def test_text_cannot_spell_a_control_token(linearisation: str):
     starts = {"run_starts": {"html": "<HTML>"}, "run_ends": {"html": "</HTML>"}, "special_tokens": True}
     make, tokenizer = maker(100, linearisation=linearisation, keys=["html"], **starts)
-    spelled = item("html", "b", 0, 1, (0, 0), **{"class": "<HTML>", "id": chr(0xFDD0)})
-    (piece,) = make.pieces(document(f"ab <HTML> {chr(0xFDD0)}", spelled))
-    opened = tokenizer.convert_tokens_to_ids("<HTML>")
-    assert piece.ids.count(opened) == 2, "before the start and before the end of the span"
+    html_item = item("html", "b", 0, 1, (0, 0), **{"class": "<HTML>", "id": chr(0xFDD0)})
+    (piece,) = make.pieces(document(f"ab <HTML> {chr(0xFDD0)}", html_item))
+    token_id = tokenizer.convert_tokens_to_ids("<HTML>")
+    assert piece.ids.count(token_id) == 2, "before the start and before the end of the span"
 
 
 def test_only_the_host_of_an_address():

@@ -22,18 +22,20 @@ def test_both_sides_are_scored_at_the_same_tokens(linearisation: Any, room: int,
     )
     some = 0
     for seed in range(150):
-        written, plain = gains._score_same(gains._both(make, random_document(seed)))
+        with_metadata, plain = gains._score_same(gains._both(make, random_document(seed)))
         tokens = [
             [
                 (token, span)
-                for scored in side
-                for token, span, mask in zip(scored.piece.ids, scored.piece.spans, scored.mask, strict=True)
+                for side_piece in side
+                for token, span, mask in zip(side_piece.piece.ids, side_piece.piece.spans, side_piece.mask, strict=True)
                 if mask
             ]
-            for side in (written, plain)
+            for side in (with_metadata, plain)
         ]
         assert tokens[0] == tokens[1]
-        assert not any(scored.mask[0] for side in (written, plain) for scored in side), "nothing stands before it"
+        assert not any(side_piece.mask[0] for side in (with_metadata, plain) for side_piece in side), (
+            "nothing stands before it"
+        )
         some += len(tokens[0])
     assert some > 100
 
@@ -50,28 +52,28 @@ def test_missing_blocks_on_one_side_do_not_shift_gains():
     )
     both = gains._both(make, document)
     assert len(both.with_metadata) != len(both.plain)
-    written, plain = gains._score_same(both)
-    scored = [
+    with_metadata, plain = gains._score_same(both)
+    scored_tokens = [
         [span for side in sides for span, mask in zip(side.piece.spans, side.mask, strict=True) if mask]
-        for sides in (written, plain)
+        for sides in (with_metadata, plain)
     ]
-    assert scored[0] == scored[1] != []
+    assert scored_tokens[0] == scored_tokens[1] != []
 
 
 def test_moved_spans_keep_the_marks_around_their_runs():
     document = read_row(
         {"text": "x" * 40, "metadata": [item("html", name, 2, 5, (n, 2 - n)) for n, name in enumerate("abc")]}, "here"
     )
-    moved = list(gains._move(document.items, 40, random.Random(0)))
-    assert [later.end - later.start for later in moved] == [3, 3, 3]  # type: ignore[operator]
-    assert all(later.start_place is not None for later in moved)
-    assert moved != list(document.items)
+    moved_items = list(gains._move(document.items, 40, random.Random(0)))
+    assert [later.end - later.start for later in moved_items] == [3, 3, 3]  # type: ignore[operator]
+    assert all(later.start_place is not None for later in moved_items)
+    assert moved_items != list(document.items)
     read_row(
         {
             "text": document.text,
             "metadata": [
                 item("html", later.value, *later.span, (later.start_place or 0, later.end_place or 0))
-                for later in moved
+                for later in moved_items
             ],
         },
         "here",

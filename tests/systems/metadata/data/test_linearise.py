@@ -17,7 +17,7 @@ APPLE = "An apple is an edible fruit produced by an apple tree (Malus domestica)
 def item(
     key: str, value: str, start: int, end: int, places: tuple[int, int] | None = None, **attributes: str
 ) -> dict[str, Any]:
-    annotated: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "key": key,
         "type": "local",
         "value": value,
@@ -25,8 +25,8 @@ def item(
         "char_end_idx": end,
     }
     if places:
-        annotated |= {"relative_start_pos": places[0], "relative_end_pos": places[1]}
-    return annotated | {"html_attrs": {"attrs": list(attributes), "values": list(attributes.values())}}
+        fields |= {"relative_start_pos": places[0], "relative_end_pos": places[1]}
+    return fields | {"html_attrs": {"attrs": list(attributes), "values": list(attributes.values())}}
 
 
 def document(text: str, *items: dict[str, Any]) -> Document:
@@ -40,18 +40,20 @@ def generic(item):
 real = partial(local_markers, html=HtmlFilter(), entity_position="beginning")
 
 
-def marked(annotated: Document, keys: str, process=real, linearisation: Any = "compatible", **around: tuple[str, str]):
-    return insert(annotated.text, markers(annotated, keys.split(), process, around, linearisation))
+def insert_markers(
+    doc: Document, keys: str, process=real, linearisation: Any = "compatible", **around: tuple[str, str]
+):
+    return insert(doc.text, markers(doc, keys.split(), process, around, linearisation))
 
 
 def runs(mask: list[bool]) -> list[tuple[int, int]]:
-    annotated = list[list[int]]()
+    counts = list[list[int]]()
     for value in mask:
-        if annotated and annotated[-1][1] == value:
-            annotated[-1][0] += 1
+        if counts and counts[-1][1] == value:
+            counts[-1][0] += 1
         else:
-            annotated.append([1, int(value)])
-    return [(count, value) for count, value in annotated]
+            counts.append([1, int(value)])
+    return [(count, value) for count, value in counts]
 
 
 @pytest.mark.parametrize("linearisation", ["compatible", "nested"])
@@ -60,11 +62,11 @@ def test_an_entity(linearisation: str):
         "It was a brilliant first round. You have to break down the Cuban's rhythm you can't let them get into rhythm. "
         "The risk with that is Yafai has got to go him."
     )
-    annotated = document(text, item("entity", "Galal_Yafai", 132, 137))
-    named = marked(document(text, item("entity", "Galal Yafai", 132, 137)), "entity", generic, linearisation)
-    assert "that is [entity: Galal Yafai]Yafai[/entity: Galal Yafai] has" in named.text
-    assert runs(named.mask) == [(132, 0), (21, 1), (5, 0), (22, 1), (19, 0)]
-    assert "Yafai [[Galal Yafai]] has got" in marked(annotated, "entity", real, linearisation).text
+    doc = document(text, item("entity", "Galal_Yafai", 132, 137))
+    result = insert_markers(document(text, item("entity", "Galal Yafai", 132, 137)), "entity", generic, linearisation)
+    assert "that is [entity: Galal Yafai]Yafai[/entity: Galal Yafai] has" in result.text
+    assert runs(result.mask) == [(132, 0), (21, 1), (5, 0), (22, 1), (19, 0)]
+    assert "Yafai [[Galal Yafai]] has got" in insert_markers(doc, "entity", real, linearisation).text
 
 
 FRUIT = (
@@ -83,7 +85,7 @@ def test_real_processors(linearisation: str):
         "<i class:level2>apple</i> tree</b> (Malus domestica)."
     )
     for keys in ("html entity", "entity html") if linearisation == "compatible" else ("html entity",):
-        assert marked(document(APPLE, *FRUIT), keys, real, linearisation).text == expected
+        assert insert_markers(document(APPLE, *FRUIT), keys, real, linearisation).text == expected
 
 
 @pytest.mark.parametrize("linearisation", ["compatible", "nested"])
@@ -92,7 +94,7 @@ def test_generic_processors(linearisation: str):
         "An [html: b][entity: Malus domestica]apple[/entity: Malus domestica][/html: "
         "b] is an edible fruit produced by an [html: b][html: i]apple[/html: i] tree[/html: b] (Malus domestica)."
     )
-    assert marked(document(APPLE, *FRUIT), "html entity", generic, linearisation).text == expected
+    assert insert_markers(document(APPLE, *FRUIT), "html entity", generic, linearisation).text == expected
 
 
 EMPTY = [
@@ -108,59 +110,59 @@ EMPTY = [
 @pytest.mark.parametrize("seed", range(5))
 def test_empty_tags_do_not_depend_on_the_order_of_the_list(linearisation: str, seed: int):
     items = random.Random(seed).sample(EMPTY, len(EMPTY))
-    text = marked(document(APPLE, *items), "html", real, linearisation).text
+    text = insert_markers(document(APPLE, *items), "html", real, linearisation).text
     assert "by an <a></a><b class:level1><b class:level2><i class:level3><a></a>apple</i> tree</b></b> (Malus" in text
 
 
 def test_runs_of_markers_are_wrapped():
-    annotated = document(APPLE, *EMPTY)
-    text = marked(annotated, "html", real, html=("<HTML>", "</HTML>")).text
+    doc = document(APPLE, *EMPTY)
+    text = insert_markers(doc, "html", real, html=("<HTML>", "</HTML>")).text
     tags = "<a></a><b class:level1><b class:level2><i class:level3><a></a>"
     assert f"<HTML>{tags}</HTML>apple<HTML></i></HTML> tree<HTML></b></b></HTML>" in text
-    assert marked(annotated, "html", real, "nested", html=("<HTML>", "</HTML>")).text == text
+    assert insert_markers(doc, "html", real, "nested", html=("<HTML>", "</HTML>")).text == text
 
 
 def test_inner_spans_end_first():
-    annotated = document("aabbcc", item("entity", "E", 0, 4), item("html", "b", 2, 4, (0, 0)))
+    doc = document("aabbcc", item("entity", "E", 0, 4), item("html", "b", 2, 4, (0, 0)))
     assert (
-        marked(annotated, "html entity", generic, "nested").text == "[entity: E]aa[html: b]bb[/html: b][/entity: E]cc"
+        insert_markers(doc, "html entity", generic, "nested").text == "[entity: E]aa[html: b]bb[/html: b][/entity: E]cc"
     )
-    assert marked(annotated, "html entity", generic).text == "[entity: E]aa[html: b]bb[/entity: E][/html: b]cc", (
+    assert insert_markers(doc, "html entity", generic).text == "[entity: E]aa[html: b]bb[/entity: E][/html: b]cc", (
         "the original's"
     )
 
 
 def test_text_that_looks_like_a_marker_is_escaped():
     text = r"if a <b and [[1, 2]] or c\d"
-    annotated = document(text, item("html", "p", 0, len(text), (0, 0)), item("entity", "E", 0, 2))
-    marked_text = marked(annotated, "html entity", real, "nested")
+    doc = document(text, item("html", "p", 0, len(text), (0, 0)), item("entity", "E", 0, 2))
+    marked_text = insert_markers(doc, "html entity", real, "nested")
     assert marked_text.text == r"<p>if [[E]] a \<b and \[[1, 2]] or c\\d</p>"
     assert "".join(c for c, m in zip(*marked_text, strict=True) if not m) == text
-    assert marked(document(text), "html entity", real, "nested").text == text, (
+    assert insert_markers(document(text), "html entity", real, "nested").text == text, (
         "nothing is marked, so nothing can be mistaken"
     )
 
 
 @pytest.mark.parametrize("opening", ["<CHAIN>", "{{"])
 def test_text_that_looks_like_the_start_of_a_run_is_escaped(opening: str):
-    annotated = document(f"a {opening} b", item("entity_paragraph", "E", 0, 5, (0, 0)))
-    marked_text = marked(annotated, "entity_paragraph", real, "nested", entity_paragraph=(opening, " </CHAIN> "))
+    doc = document(f"a {opening} b", item("entity_paragraph", "E", 0, 5, (0, 0)))
+    marked_text = insert_markers(doc, "entity_paragraph", real, "nested", entity_paragraph=(opening, " </CHAIN> "))
     assert marked_text.text == f"{opening} |E| </CHAIN> a \\{opening} b"
-    assert "".join(c for c, m in zip(*marked_text, strict=True) if not m) == annotated.text
+    assert "".join(c for c, m in zip(*marked_text, strict=True) if not m) == doc.text
 
 
 def test_filters():
     keeps = HtmlFilter(max_length=0, exceptions=["td"], exclude=[TagRule(tag="body", min_length=0)]).accepts
     assert [keeps("p", 0), keeps("td", 0), keeps("p", 1), keeps("body", 30)] == [False, True, True, False]
     text = "abc"
-    annotated = document(text, item("html", "a", 0, 3, (0, 0), **{"class": "x y", "id": "4", "href": "http://q"}))
+    doc = document(text, item("html", "a", 0, 3, (0, 0), **{"class": "x y", "id": "4", "href": "http://q"}))
     for names, expected in (
         (None, "<a class:x y id:4 href:http://q>"),
         (["class", "id"], "<a class:x y id:4>"),
         ([], "<a>"),
     ):
         process = partial(local_markers, html=HtmlFilter(attributes=names), entity_position="end")
-        assert marked(annotated, "html", process).text == f"{expected}abc</a>"
+        assert insert_markers(doc, "html", process).text == f"{expected}abc</a>"
 
 
 def random_document(seed: int) -> Document:
@@ -199,17 +201,17 @@ def random_document(seed: int) -> Document:
 @pytest.mark.parametrize("linearisation", ["compatible", "nested"])
 def test_text_without_markers_is_unchanged(linearisation: str):
     for seed in range(500):
-        annotated = random_document(seed)
-        marked_text = marked(annotated, "html entity paragraph", real, linearisation)
+        doc = random_document(seed)
+        marked_text = insert_markers(doc, "html entity paragraph", real, linearisation)
         assert len(marked_text.mask) == len(marked_text.text)
-        assert "".join(c for c, m in zip(*marked_text, strict=True) if not m) == annotated.text
+        assert "".join(c for c, m in zip(*marked_text, strict=True) if not m) == doc.text
 
 
 def test_nested_tags_are_a_tree_and_can_be_read_back():
     for seed in range(500):
-        annotated = random_document(seed)
-        only = Document(annotated.text, [item for item in annotated.items if item.key == "html"])
-        marked_text = marked(only, "html", real, "nested").text
+        doc = random_document(seed)
+        only = Document(doc.text, [item for item in doc.items if item.key == "html"])
+        marked_text = insert_markers(only, "html", real, "nested").text
         text, open_tags = "", list[str]()
         for token in re.findall(r"\\.|</?[a-z]+>|.", marked_text, re.DOTALL):
             if token.startswith("</"):
@@ -219,7 +221,7 @@ def test_nested_tags_are_a_tree_and_can_be_read_back():
             else:
                 text += token.removeprefix("\\") if len(token) == 2 else token
         if only.items:  # else nothing is escaped
-            assert (text, open_tags) == (annotated.text, []), marked_text
+            assert (text, open_tags) == (doc.text, []), marked_text
 
 
 CHAIN = [item("entity_paragraph", name, 0, 5, (place, place)) for place, name in enumerate(["A", "B", "C"])]
@@ -228,14 +230,14 @@ CHAIN = [item("entity_paragraph", name, 0, 5, (place, place)) for place, name in
 @pytest.mark.parametrize("linearisation", ["compatible", "nested"])
 def test_chains_at_the_end_of_a_paragraph_are_in_order(linearisation: str):
     at_end = partial(local_markers, html=HtmlFilter(), entity_position="end")
-    annotated = document("hello", *CHAIN)
+    doc = document("hello", *CHAIN)
     around = {"entity_paragraph": ("<CHAIN>", " </CHAIN> ")}
     assert (
-        marked(annotated, "entity_paragraph", at_end, linearisation, **around).text
+        insert_markers(doc, "entity_paragraph", at_end, linearisation, **around).text
         == "hello<CHAIN> |A| |B| |C| </CHAIN> "
     )
     assert (
-        marked(annotated, "entity_paragraph", real, linearisation, **around).text
+        insert_markers(doc, "entity_paragraph", real, linearisation, **around).text
         == "<CHAIN> |A| |B| |C| </CHAIN> hello"
     )
 
@@ -248,14 +250,17 @@ def test_nested_spans_of_one_key_follow_their_relative_positions():
         item("html", "b", 1, 4, (0, 0)),
     ]
     at_end = partial(local_markers, html=HtmlFilter(), entity_position="end")
-    assert marked(document("abcdef", *spans), "html entity_paragraph", at_end, "nested").text == "a<b>bcd |A|</b> |B|ef"
+    assert (
+        insert_markers(document("abcdef", *spans), "html entity_paragraph", at_end, "nested").text
+        == "a<b>bcd |A|</b> |B|ef"
+    )
 
 
 @pytest.mark.parametrize("linearisation", ["compatible", "nested"])
 def test_empty_sides_are_not_wrapped(linearisation: str):
-    annotated = document("hello", *CHAIN[:1])
+    doc = document("hello", *CHAIN[:1])
     assert (
-        marked(annotated, "entity_paragraph", real, linearisation, entity_paragraph=("<CHAIN>", " </CHAIN> ")).text
+        insert_markers(doc, "entity_paragraph", real, linearisation, entity_paragraph=("<CHAIN>", " </CHAIN> ")).text
         == "<CHAIN> |A| </CHAIN> hello"
     )
 
@@ -323,8 +328,8 @@ def test_many_empty_tags_at_one_character_with_another_key():
     """The empty tags of a page that starts with an entity, in time that is not quadratic."""
     count = 20_000
     tags = [item("html", "b", 0, 0, (2 * number, 2 * number + 1)) for number in range(count)]
-    annotated = document(
+    doc = document(
         "hello", *tags, item("html", "p", 0, 5, (2 * count, 0)), item("entity", "E", 0, 5), item("paragraph", "x", 0, 0)
     )
-    text = marked(annotated, "html entity paragraph", real, "nested").text
+    text = insert_markers(doc, "html entity paragraph", real, "nested").text
     assert text == "[paragraph: x][/paragraph: x]" + "<b></b>" * count + "<p>hello [[E]]</p>"

@@ -51,6 +51,6 @@ def test_selected_attributes(selected: list[str] | None, opening: str):
 
 def test_tags_that_are_left_out():
     """M6, and M29: without the body alone, what it holds stays."""
-    published = HtmlFilter(max_length=0, exceptions=["td"], exclude=[TagRule(tag="body", min_length=0)])
+    html_filter = HtmlFilter(max_length=0, exceptions=["td"], exclude=[TagRule(tag="body", min_length=0)])
     lengths = {("p", 0): False, ("td", 0): True, ("p", 1): True, ("body", 30): False, ("h1", 15): True}
-    assert {(tag, length): published.accepts(tag, length) for tag, length in lengths} == lengths
+    assert {(tag, length): html_filter.accepts(tag, length) for tag, length in lengths} == lengths

@@ -38,10 +38,10 @@ def documents(draw: st.DrawFn) -> Document:
         spans = [
             sorted(pair) for pair in draw(st.lists(st.tuples(*[st.integers(0, len(text))] * 2), min_size=1, max_size=5))
         ]
-        counts, placed = dict[int, int](), draw(st.booleans())
+        counts, with_places = dict[int, int](), draw(st.booleans())
         for start, end in spans:
             item = {"key": key, "type": "local", "value": draw(WORDS), "char_start_idx": start, "char_end_idx": end}
-            if placed:
+            if with_places:
                 for name, index in (("relative_start_pos", start), ("relative_end_pos", end)):
                     item[name] = counts[index] = counts.get(index, -1) + 1
             items.append(item)
@@ -93,19 +93,21 @@ def test_pieces_hold_all_tokens_of_the_text_and_fit(
     document: Document, linearisation: str, room: int, metadata_loss: bool
 ):
     make = maker(linearisation, room, metadata_loss)
-    written, plain = make.pieces(document), make.pieces(document, with_metadata=False)
-    for piece in [*written, *plain]:
+    with_metadata, plain = make.pieces(document), make.pieces(document, with_metadata=False)
+    for piece in [*with_metadata, *plain]:
         assert 0 < len(piece.ids) == len(piece.loss_mask) == len(piece.of_text) <= room
         assert any(piece.loss_mask), "no row without a token to learn"
         assert not piece.loss_mask[0]
         assert metadata_loss or all(
-            text for text, learned in zip(piece.of_text, piece.loss_mask, strict=True) if learned
+            text for text, has_loss in zip(piece.of_text, piece.loss_mask, strict=True) if has_loss
         )
     if linearisation == "nested":
         ids = SafeTokenizer(byte_tokenizer(merges=MERGES)).encode(document.text)
-        text_ids = [token for piece in written for token, text in zip(piece.ids, piece.of_text, strict=True) if text]
+        text_ids = [
+            token for piece in with_metadata for token, text in zip(piece.ids, piece.of_text, strict=True) if text
+        ]
         assert len(text_ids) <= len(ids) + 1
-        if len(written) == len(plain) == 1:
+        if len(with_metadata) == len(plain) == 1:
             assert text_ids[:-1] == plain[0].ids[:-1] == ids, "the text's tokens, and the end"
 
 
@@ -120,8 +122,8 @@ def pages(draw: st.DrawFn, depth: int = 0) -> str:
     for _ in range(draw(st.integers(0, 3))):
         inside = draw(pages(depth + 1)) if depth < 4 else ""
         name, attribute = draw(TAGS), draw(st.sampled_from(["", ' class="x y"', " id=4", " hidden"]))
-        closed = draw(st.integers(0, 9)) > 0
-        pieces.append(f"<{name}{attribute}>{draw(TEXTS)}{inside}{f'</{name}>' if closed else ''}{draw(TEXTS)}")
+        is_closed = draw(st.integers(0, 9)) > 0
+        pieces.append(f"<{name}{attribute}>{draw(TEXTS)}{inside}{f'</{name}>' if is_closed else ''}{draw(TEXTS)}")
     return "".join(pieces)
 
 
@@ -137,19 +139,19 @@ def test_tags_of_any_page_nest_and_can_be_removed(page: str, limit: int | None):
     marked_text = html.extract(f"<html><head><title>t</title></head><body>{page}</body></html>", rules)
     document = read_row({"text": marked_text.text, "metadata_html": marked_text.tags}, "here")
     for linearisation in ("nested", "compatible"):
-        marked = insert(document.text, markers(document, ["html"], process, {}, linearisation))
-        assert "".join(character for character, mark in zip(*marked, strict=True) if not mark) == marked_text.text
+        result = insert(document.text, markers(document, ["html"], process, {}, linearisation))
+        assert "".join(character for character, mark in zip(*result, strict=True) if not mark) == marked_text.text
         if document.text:
-            opened = list[str]()
-            ours = "".join(character if mark else " " for character, mark in zip(*marked, strict=True)).replace(
+            open_tags = list[str]()
+            ours = "".join(character if mark else " " for character, mark in zip(*result, strict=True)).replace(
                 ESCAPE, " "
             )
             for closes, name in re.findall(r"<(/?)(\w+)[^<>]*>", ours):
                 if not closes:
-                    opened.append(name)
+                    open_tags.append(name)
                 else:
-                    assert opened.pop() == name, marked.text
-            assert not opened
+                    assert open_tags.pop() == name, result.text
+            assert not open_tags
 
 
 @pytest.mark.parametrize("room", [6, 9])

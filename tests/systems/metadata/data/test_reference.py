@@ -55,7 +55,7 @@ def pages() -> dict[str, str]:
 
 def paragraph_entities(items: list[dict[str, Any]], paragraphs: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Move entities to their paragraphs as the reference does: a counter that restarts whenever the start changes."""
-    moved = list[dict[str, Any]]()
+    moved_items = list[dict[str, Any]]()
     for entity in items:
         span = entity["char_start_idx"], entity["char_end_idx"]
         for paragraph in paragraphs:
@@ -69,28 +69,28 @@ def paragraph_entities(items: list[dict[str, Any]], paragraphs: list[dict[str, A
             "char_end_idx": span[1],
             "value": entity["value"],
         }
-        if item not in moved:
-            moved.append(item)
+        if item not in moved_items:
+            moved_items.append(item)
     number = 0
-    numbered = []
-    for index, item in enumerate(moved):
-        number = number + 1 if index and item["char_start_idx"] == moved[index - 1]["char_start_idx"] else 0
-        numbered.append({**item, "relative_start_pos": number, "relative_end_pos": number})
-    return numbered
+    numbered_items = []
+    for index, item in enumerate(moved_items):
+        number = number + 1 if index and item["char_start_idx"] == moved_items[index - 1]["char_start_idx"] else 0
+        numbered_items.append({**item, "relative_start_pos": number, "relative_end_pos": number})
+    return numbered_items
 
 
 @cache
 def rows() -> list[dict[str, Any]]:
     linker = entities.DictionaryLinker(TITLES)
-    annotated = []
+    result = []
     for name, page in pages().items():
-        extracted = html.extract(page)
-        row = extracted.columns() | url.extract({"url": f"https://docs.python.org/3/2019/04/05/{name}.html"})
+        page_text = html.extract(page)
+        row = page_text.columns() | url.extract({"url": f"https://docs.python.org/3/2019/04/05/{name}.html"})
         row["metadata_entity"] = linker.link(row["text"])
         row |= text.extract(row)
         row["metadata_entity_paragraph"] = paragraph_entities(row["metadata_entity"], row["metadata_paragraph"])
-        annotated.append(row)
-    return annotated
+        result.append(row)
+    return result
 
 
 @cache
@@ -146,18 +146,20 @@ def collate(items: list[dict[str, Any]], key: str, entity_setting: str) -> list[
 
 
 def marked_text(row: dict[str, Any], keys: list[str], entity_setting: str) -> tuple[str, list[bool]]:
-    prepared = list[tuple[int, int, int, int, tuple[str, str]]]()
+    insertions = list[tuple[int, int, int, int, tuple[str, str]]]()
     for priority, key in enumerate(keys):
         items = row.get(f"metadata_{key}") or []
         if items and items[0].get("relative_start_pos") is not None:
             sides_by_item = collate(items, key, entity_setting)
         else:
-            sided = ((item, process(item, entity_setting)) for item in items)
-            sides_by_item = [(0, item["char_start_idx"], item["char_end_idx"], sides) for item, sides in sided if sides]
-        prepared += [(priority, *each) for each in sides_by_item]
-    prepared.sort(key=lambda each: (each[0], each[1], each[3]))
+            item_sides = ((item, process(item, entity_setting)) for item in items)
+            sides_by_item = [
+                (0, item["char_start_idx"], item["char_end_idx"], sides) for item, sides in item_sides if sides
+            ]
+        insertions += [(priority, *each) for each in sides_by_item]
+    insertions.sort(key=lambda each: (each[0], each[1], each[3]))
     ends, empty_starts, empty_ends, starts = (defaultdict[int, list[str]](list) for _ in range(4))
-    for *_, start, end, (opening, closing) in prepared:
+    for *_, start, end, (opening, closing) in insertions:
         (empty_starts if start == end else starts)[start].insert(0, opening)
         (empty_ends if start == end else ends)[end].append(closing)
     out, mask = [], list[bool]()
@@ -195,8 +197,8 @@ def first_row(
         if key in phrases and (key in local or key not in ("html", "entity", "entity_paragraph"))
     )
     prefix_ids = encode(f"{prefix} |||")["input_ids"]
-    marked, characters = marked_text(row, [key for key in keys if key in local], entity_setting)
-    encoded = encode(f" {marked}")
+    text_with_markers, characters = marked_text(row, [key for key in keys if key in local], entity_setting)
+    encoded = encode(f" {text_with_markers}")
     characters = [False, *characters]
     mask = []
     for number in range(len(encoded["input_ids"])):

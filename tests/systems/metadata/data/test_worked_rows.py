@@ -106,10 +106,10 @@ def test_rows_without_text_are_dropped_b3(tmp_path: Path):
 def test_baseline_has_the_same_text_and_no_markup_b2(tmp_path: Path):
     """B2: the reference's `without_metadata_same_context` has markup, the space and a mask that is too short."""
     items = [URL, item("html", "b", 2, 9, (0, 0))]
-    annotated = rows_of(tmp_path, "0123456789abcdefghij", items, 40)
+    annotated_rows = rows_of(tmp_path, "0123456789abcdefghij", items, 40)
     plain = rows_of(tmp_path, "0123456789abcdefghij", items, 40, with_metadata=False)
-    assert len(annotated) == len(plain) == 2
-    for (row, *_), (plain_row, attention, metadata, _) in zip(annotated, plain, strict=True):
+    assert len(annotated_rows) == len(plain) == 2
+    for (row, *_), (plain_row, attention, metadata, _) in zip(annotated_rows, plain, strict=True):
         assert row.rstrip("#").partition("||| ")[2].replace("<b>", "").replace("</b>", "") == plain_row.rstrip("#")
         assert len(attention) == len(metadata) == 40
         assert "1" not in metadata
@@ -153,9 +153,12 @@ def test_real_rows_keep_their_text(shared_data: Path):
     count = 0
     for document in real_documents(shared_data):
         for how, make in zip(("nested", "compatible"), makers, strict=True):
-            marked, mask = insert(document.text, markers(document, ["entity", "html"], process, {}, how))  # type: ignore[arg-type]
-            assert len(mask) == len(marked)
-            assert "".join(character for character, mark in zip(marked, mask, strict=True) if not mark) == document.text
+            text_with_markers, mask = insert(document.text, markers(document, ["entity", "html"], process, {}, how))  # type: ignore[arg-type]
+            assert len(mask) == len(text_with_markers)
+            assert (
+                "".join(character for character, mark in zip(text_with_markers, mask, strict=True) if not mark)
+                == document.text
+            )
             (piece,) = make.pieces(document)
             text = [token for token, of_text in zip(piece.ids, piece.of_text, strict=True) if of_text]
             space = encoder.encode(" ") if how == "compatible" and make.prefix(document) else []

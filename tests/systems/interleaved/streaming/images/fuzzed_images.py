@@ -48,7 +48,7 @@ def originals(draw: random.Random) -> list[bytes]:
     return contents
 
 
-def damaged(count: int, seed: int = 0) -> Iterator[bytes]:
+def damaged_images(count: int, seed: int = 0) -> Iterator[bytes]:
     """Damaged images."""
     draw = random.Random(seed)
     intact = originals(draw)

@@ -21,7 +21,7 @@ from src.systems.interleaved.streaming.tars.image_files import (
     open_image,
 )
 from src.systems.interleaved.streaming.tars.indexing import build
-from tests.systems.interleaved.streaming.images.fuzzed_images import damaged, originals
+from tests.systems.interleaved.streaming.images.fuzzed_images import damaged_images, originals
 from tests.systems.interleaved.streaming.test_tar_index import tar_of
 
 
@@ -106,7 +106,7 @@ GREYS = (RAMP * 255).round().astype(int)
 
 
 @pytest.mark.parametrize(
-    ("content", "shown"),
+    ("content", "expected"),
     [
         (grey_tiff((RAMP * 65535).astype(np.uint16)), GREYS),
         (grey_tiff((RAMP * 65535).astype(np.uint16), photometric=0), 255 - GREYS),
@@ -117,8 +117,8 @@ GREYS = (RAMP * 255).round().astype(int)
         (b"P5 8 8 65535\n" + (RAMP * 65535).astype(">u2").tobytes(), GREYS),
     ],
 )
-def test_deep_grey_images_are_shown_in_full_range(content: bytes, shown: np.ndarray):
-    np.testing.assert_allclose(np.asarray(open_image(content))[:, :, 0], shown, atol=1)
+def test_deep_grey_images_are_shown_in_full_range(content: bytes, expected: np.ndarray):
+    np.testing.assert_allclose(np.asarray(open_image(content))[:, :, 0], expected, atol=1)
 
 
 @pytest.mark.parametrize(
@@ -140,9 +140,9 @@ def test_transparent_value_of_16_bits_is_white():
     pixels = np.full((8, 8), 1000, np.uint16)
     pixels[0] = 1001
     content = encoded(Image.fromarray(pixels), "PNG", transparency=1000)
-    shown = np.asarray(open_image(content))
-    assert shown[1:].min() == 255
-    assert shown[0].max() == 4
+    rgb = np.asarray(open_image(content))
+    assert rgb[1:].min() == 255
+    assert rgb[0].max() == 4
 
 
 def huge_png(width: int, height: int) -> bytes:
@@ -163,9 +163,9 @@ def test_decompression_bomb_is_refused_before_decoding(monkeypatch: pytest.Monke
         open_image(content)
     assert error.value.reason == TOO_LARGE
     assert "8000 x 5001" in str(error.value)
-    oriented = content[:33] + png_chunk(b"eXIf", exif_of(6).tobytes()[6:]) + content[33:]
+    rotated_content = content[:33] + png_chunk(b"eXIf", exif_of(6).tobytes()[6:]) + content[33:]
     with pytest.raises(ImageError):
-        image_size(memoryview(oriented))
+        image_size(memoryview(rotated_content))
     assert not loads
 
 
@@ -204,38 +204,38 @@ def test_no_format_that_runs_programs_is_opened():
 
 def check_damaged(count: int, seed: int) -> tuple[int, int]:
     """Index damaged images with and without --verify, and decode those that are good; (decoded, refused)."""
-    decoded = refused = 0
-    batch = list(damaged(count, seed))
+    decoded = num_refused = 0
+    batch = list(damaged_images(count, seed))
     tar = memoryview(
         tar_of([member for i, image in enumerate(batch) for member in ((f"{i}.jpg", image), (f"{i}.txt", b"a"))])
     )
-    plain, verified = build(tar), build(tar, verify=True)
-    assert len(plain) == len(verified) == count
+    plain, verified_index = build(tar), build(tar, verify=True)
+    assert len(plain) == len(verified_index) == count
     for number, content in enumerate(batch):
-        good = not verified.documents["bad"][number]
+        good = not verified_index.documents["bad"][number]
         assert not good or not plain.documents["bad"][number], "what can be decoded has a size"
         try:
             image = open_image(content)
         except ImageError:
             assert not good
-            refused += 1
+            num_refused += 1
             continue
         decoded += 1
         if good:
             _, _, width, height = (
-                int(verified.parts_of(number)[0][name]) for name in ("kind", "pick", "width", "height")
+                int(verified_index.parts_of(number)[0][name]) for name in ("kind", "pick", "width", "height")
             )
             assert image.size == (width, height)
-    return decoded, refused
+    return decoded, num_refused
 
 
 @pytest.mark.parametrize(("count", "seed"), [(800, 0), pytest.param(20_000, 1, marks=pytest.mark.slow)])
 def test_damaged_images_are_counted_and_never_raise(count: int, seed: int):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        decoded, refused = check_damaged(count, seed)
+        decoded, num_refused = check_damaged(count, seed)
     assert decoded > count // 8
-    assert refused > count // 8
+    assert num_refused > count // 8
 
 
 @pytest.mark.parametrize("suffix", sorted(image_files.SUFFIXES))

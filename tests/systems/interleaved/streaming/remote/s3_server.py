@@ -61,12 +61,12 @@ class S3Server:
     def stop(self) -> None:
         """Stop all of it."""
         subprocess.run([*SCRIPT, "stop", str(self.folder)], check=True)
-        left = [
+        running = [
             process.pid
             for process in psutil.process_iter(["cmdline"])
             if f"{self.folder}/" in " ".join(process.info["cmdline"] or ())
         ]
-        assert not left, "servers that were not stopped"
+        assert not running, "servers that were not stopped"
 
 
 class Cutter:
@@ -74,10 +74,10 @@ class Cutter:
     byte of that."""
 
     def __init__(self, port: int) -> None:
-        self.to, self.sent, self.events = port, 0, list[tuple[int, Callable[[], bool]]]()
+        self.to, self.bytes_sent, self.events = port, 0, list[tuple[int, Callable[[], bool]]]()
         self.ranges = list[tuple[int, int]]()
         """First and last byte of each request, in order."""
-        self.held = threading.Event()
+        self.release_event = threading.Event()
         """Set: what was stalled is closed."""
         self._listening = socket.create_server(("127.0.0.1", 0))
         self.port = self._listening.getsockname()[1]
@@ -94,10 +94,10 @@ class Cutter:
 
     def stall(self, byte: int) -> None:
         """From there on send nothing on that connection, until the proxy is closed."""
-        self.at(byte, self.held.wait)
+        self.at(byte, self.release_event.wait)
 
     def close(self) -> None:
-        self.held.set()
+        self.release_event.set()
         self._listening.close()
 
     def _accept(self) -> None:
@@ -128,9 +128,9 @@ class Cutter:
     def _answer(self, client: socket.socket, server: socket.socket) -> None:
         while data := _receive(server):
             with self._lock:
-                due = self.events.pop(0) if self.events and self.sent + len(data) >= self.events[0][0] else None
-                data = data[: due[0] - self.sent] if due else data
-                self.sent += len(data)
+                due = self.events.pop(0) if self.events and self.bytes_sent + len(data) >= self.events[0][0] else None
+                data = data[: due[0] - self.bytes_sent] if due else data
+                self.bytes_sent += len(data)
             try:
                 client.sendall(data)
             except OSError:

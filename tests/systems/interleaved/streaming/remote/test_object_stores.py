@@ -42,9 +42,9 @@ for shard, content in zip(manifest.load(folder).shards, here):
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[ObjectServer]:
-    started = ObjectServer(tmp_path)
-    yield started
-    started.stop()
+    object_server = ObjectServer(tmp_path)
+    yield object_server
+    object_server.stop()
 
 
 def run(server: ObjectServer, *words: str) -> subprocess.CompletedProcess[str]:
@@ -62,16 +62,16 @@ def test_shards_of_another_store_are_listed_indexed_and_read(scheme: str, server
     pattern = f"{urls[0].rpartition('/')[0]}/*.tar"
     done = run(server, "-m", "data_prep.interleaved.index", pattern, "--output", str(tmp_path / "listed"))
     assert done.returncode == 0, done.stderr
-    listed = manifest.load(tmp_path / "listed")
-    assert [shard.url for shard in listed.shards] == urls
-    assert all(shard.etag for shard in listed.shards)
-    done = run(server, "-c", READ, str(listed.folder))
+    dataset_manifest = manifest.load(tmp_path / "listed")
+    assert [shard.url for shard in dataset_manifest.shards] == urls
+    assert all(shard.etag for shard in dataset_manifest.shards)
+    done = run(server, "-c", READ, str(dataset_manifest.folder))
     assert done.returncode == 0, done.stderr
     for shard in local.shards:
         assert (tmp_path / shard.url).read_bytes() == (local.folder / shard.url).read_bytes()
     key = urls[0].partition("web/")[2]
     server.put(scheme, f"web/{key}", (local.folder / local.shards[1].url).read_bytes())
-    done = run(server, "-c", READ.replace('"here"', '"other"'), str(listed.folder))
+    done = run(server, "-c", READ.replace('"here"', '"other"'), str(dataset_manifest.folder))
     assert f"ShardChanged: {urls[0]}" in done.stderr
 
 
@@ -119,7 +119,7 @@ def test_keys_that_are_renewed_in_a_profile_are_used(
     monkeypatch.setenv("AWS_PROFILE", "lab")
     monkeypatch.delenv("AWS_ENDPOINT_URL")
     config.write_text(f"[profile lab]\nregion = eu-west-3\nendpoint_url = {server.endpoint}\n")
-    used = set[str]()
+    used_keys = set[str]()
     for token in ("old", "new"):
         profile.write_text(
             f"[lab]\naws_access_key_id = {token}\naws_secret_access_key = s\naws_session_token = {token}\n"
@@ -127,8 +127,8 @@ def test_keys_that_are_renewed_in_a_profile_are_used(
         files = ShardFiles(tmp_path, cache=tmp_path / f"cache_{token}", cache_bytes=10**6)
         assert files.read(shard, 0, shard.bytes) == b"x" * 1000
         store, _ = objects._locate(shard.url, 1)
-        used.add(f"{store.config['access_key_id']} {store.config['region']}")
-    assert used == {"old eu-west-3", "new eu-west-3"}
+        used_keys.add(f"{store.config['access_key_id']} {store.config['region']}")
+    assert used_keys == {"old eu-west-3", "new eu-west-3"}
 
 
 def test_a_damaged_profile_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -18,9 +18,9 @@ OTHER = tar_of([*DOCUMENTS[0]])
 
 def documents_of(folder: Path) -> dict[str, list[bytes]]:
     """{url: content of the first part of each document}, read as training reads them."""
-    listed, listed_shards = manifest.load(folder), {}
+    dataset_manifest, listed_shards = manifest.load(folder), {}
     files = ShardFiles(folder, cache=folder / "cache", cache_bytes=10**6)
-    for shard in listed.shards:
+    for shard in dataset_manifest.shards:
         indexed = tar_index.load_file(folder / shard.index, shard.bytes, shard.url)
         assert len(indexed) == shard.documents
         parts = [indexed.parts_of(number)[0] for number in range(len(indexed))]

@@ -31,7 +31,7 @@ def content_of(name: str) -> bytes:
 
 
 @pytest.fixture
-def piped(tmp_path: Path) -> Callable[..., Shard]:
+def pipe_shard(tmp_path: Path) -> Callable[..., Shard]:
     """Makes a file, and the shard that a command writes from it."""
 
     def make(name: str, command: str = "cat {file}", **facts: Any) -> Shard:
@@ -120,18 +120,18 @@ def test_a_local_shard_that_is_written_to_while_it_is_open_is_refused(tmp_path: 
         files.read(shard, 0, SIZE)
 
 
-def test_a_cache_in_the_folder_of_the_shards_leaves_them(piped: Callable[..., Shard], tmp_path: Path):
+def test_a_cache_in_the_folder_of_the_shards_leaves_them(pipe_shard: Callable[..., Shard], tmp_path: Path):
     names = ["0.tar", "a.part", f"{'0' * 63}.tar", f"{'g' * 64}.tar"]
     for name in names:
         (tmp_path / name).write_bytes(content_of(name))
     files = ShardFiles(tmp_path, cache=tmp_path, cache_bytes=SIZE)
     for name in ("x", "y"):
-        assert files.read(piped(name), 0, SIZE) == content_of(name)
+        assert files.read(pipe_shard(name), 0, SIZE) == content_of(name)
     assert all((tmp_path / name).read_bytes() == content_of(name) for name in names)
 
 
-def test_the_one_that_was_used_longest_ago_goes(piped: Callable[..., Shard], tmp_path: Path):
-    a, b, c = (piped(name) for name in "abc")
+def test_the_one_that_was_used_longest_ago_goes(pipe_shard: Callable[..., Shard], tmp_path: Path):
+    a, b, c = (pipe_shard(name) for name in "abc")
     files = reader(tmp_path)
     for shard in (a, b, a, c, a):
         assert files.read(shard, 5, 10) == content_of(shard.url[-7])[5:15]
@@ -147,8 +147,8 @@ def test_the_one_that_was_used_longest_ago_goes(piped: Callable[..., Shard], tmp
     assert cached(tmp_path) == {name_in(files, a), name_in(files, b)}, "use by other readers counts, too"
 
 
-def test_files_without_a_reference_make_room(piped: Callable[..., Shard], tmp_path: Path):
-    a, b, c = (piped(name) for name in "abc")
+def test_files_without_a_reference_make_room(pipe_shard: Callable[..., Shard], tmp_path: Path):
+    a, b, c = (pipe_shard(name) for name in "abc")
     files = ShardFiles(tmp_path, cache=tmp_path / "cache", cache_bytes=2 * SIZE, patience=0.2, max_cached=1)
     for shard in (a, b, a, b, a):
         files.read(shard, 0, 1)
@@ -161,8 +161,8 @@ def test_files_without_a_reference_make_room(piped: Callable[..., Shard], tmp_pa
 
 
 @pytest.mark.slow
-def test_a_reference_ends_with_its_reader(piped: Callable[..., Shard], tmp_path: Path):
-    a, b = piped("a"), piped("b")
+def test_a_reference_ends_with_its_reader(pipe_shard: Callable[..., Shard], tmp_path: Path):
+    a, b = pipe_shard("a"), pipe_shard("b")
     holders, other = [reader(tmp_path, 1, 0.2)], reader(tmp_path, 1, 0.2)
     holders[0].read(a, 0, 1)
     with pytest.raises(
@@ -202,8 +202,8 @@ def test_a_reference_ends_with_its_reader(piped: Callable[..., Shard], tmp_path:
     assert other.read(b, 0, 1) == content_of("b")[:1]
 
 
-def test_an_object_can_be_pickled_and_forked(piped: Callable[..., Shard], tmp_path: Path):
-    a = piped("a")
+def test_an_object_can_be_pickled_and_forked(pipe_shard: Callable[..., Shard], tmp_path: Path):
+    a = pipe_shard("a")
     files = reader(tmp_path)
     files.read(a, 0, 1)
     assert pickle.loads(pickle.dumps(files)).read(a, 3, 4) == content_of("a")[3:7]
@@ -214,9 +214,9 @@ def test_an_object_can_be_pickled_and_forked(piped: Callable[..., Shard], tmp_pa
     process.join()
 
 
-def test_processes_fetch_a_shard_once(piped: Callable[..., Shard], tmp_path: Path):
+def test_processes_fetch_a_shard_once(pipe_shard: Callable[..., Shard], tmp_path: Path):
     wait = "echo x >> {folder}/log; while [ ! -e {folder}/go ]; do sleep 0.01; done; cat {file}"
-    shard, answers, end = piped("a", wait), FORK.SimpleQueue(), FORK.Event()
+    shard, answers, end = pipe_shard("a", wait), FORK.SimpleQueue(), FORK.Event()
 
     def child() -> None:
         files = reader(tmp_path)
@@ -245,9 +245,9 @@ def has_part_open(process: int | None) -> bool:
     )
 
 
-def test_one_that_was_fetched_in_the_moment_before(piped: Callable[..., Shard], tmp_path: Path):
+def test_one_that_was_fetched_in_the_moment_before(pipe_shard: Callable[..., Shard], tmp_path: Path):
     """Between a look into the cache and the lock on the part."""
-    shard, others = piped("a", "echo x >> {folder}/log; cat {file}"), [reader(tmp_path)]
+    shard, others = pipe_shard("a", "echo x >> {folder}/log; cat {file}"), [reader(tmp_path)]
 
     def child() -> None:
         def hook(event: str, arguments: tuple[Any, ...]) -> None:
@@ -265,8 +265,8 @@ def test_one_that_was_fetched_in_the_moment_before(piped: Callable[..., Shard], 
     assert (tmp_path / "log").read_text() == "x\n"
 
 
-def test_a_fetcher_that_is_stopped_or_killed(piped: Callable[..., Shard], tmp_path: Path):
-    shard = piped(
+def test_a_fetcher_that_is_stopped_or_killed(pipe_shard: Callable[..., Shard], tmp_path: Path):
+    shard = pipe_shard(
         "a",
         (
             "head -c 500 {file}; echo x >> {folder}/log; while [ ! "
@@ -283,7 +283,7 @@ def test_a_fetcher_that_is_stopped_or_killed(piped: Callable[..., Shard], tmp_pa
     process.kill()
     process.join()
     assert [name[-5:] for name in cached(tmp_path)] == [".part"]
-    assert reader(tmp_path).read(piped("b"), 0, 1) == content_of("b")[:1]
+    assert reader(tmp_path).read(pipe_shard("b"), 0, 1) == content_of("b")[:1]
     assert [name[-4:] for name in cached(tmp_path)] == [".tar"], "what the killed process has left is gone"
     (tmp_path / "go").touch()
     assert reader(tmp_path).read(shard, 0, SIZE) == content_of("a")
@@ -300,11 +300,11 @@ EVENTS = ("open", "os.remove", "os.rename", "os.truncate", "fcntl.flock", "subpr
 
 
 @pytest.mark.slow
-def test_a_kill_at_any_call_loses_nothing(piped: Callable[..., Shard], tmp_path: Path):
+def test_a_kill_at_any_call_loses_nothing(pipe_shard: Callable[..., Shard], tmp_path: Path):
     """Of a fetch with a deletion before it: before its first call of the system that changes anything, its second, and
     so on."""
-    a, b = piped("a"), piped("b")
-    ended = False
+    a, b = pipe_shard("a"), pipe_shard("b")
+    has_finished = False
     for number in range(200):
         keeper = reader(tmp_path, 1)
         keeper.read(a, 0, 1)
@@ -334,19 +334,19 @@ def test_a_kill_at_any_call_loses_nothing(piped: Callable[..., Shard], tmp_path:
         assert files.read(b, 0, SIZE) == content_of("b")
         assert cached(tmp_path) == {name_in(files, b)}
         files.close()
-        if ended := process.exitcode == 0:
+        if has_finished := process.exitcode == 0:
             break
-    assert ended
+    assert has_finished
     assert number > 10
 
 
-def test_two_commands_and_keys(piped: Callable[..., Shard], tmp_path: Path):
+def test_two_commands_and_keys(pipe_shard: Callable[..., Shard], tmp_path: Path):
     """Another size or ETag is another file."""
-    a = piped("a")
+    a = pipe_shard("a")
     files = reader(tmp_path)
     names = {
         name_in(files, shard)
-        for shard in (a, piped("b"), Shard(a.url, "", 1, SIZE - 1), Shard(a.url, "", 1, SIZE, etag='"1"'))
+        for shard in (a, pipe_shard("b"), Shard(a.url, "", 1, SIZE - 1), Shard(a.url, "", 1, SIZE, etag='"1"'))
     }
     assert len(names) == 4
 
@@ -376,35 +376,35 @@ def test_two_commands_and_keys(piped: Callable[..., Shard], tmp_path: Path):
     ],
 )
 def test_a_command_that_fails(
-    command: str, error: type[Exception], message: str, piped: Callable[..., Shard], tmp_path: Path
+    command: str, error: type[Exception], message: str, pipe_shard: Callable[..., Shard], tmp_path: Path
 ):
-    shard = piped("a", command)
-    with pytest.raises(error, match=f"{message}\\.") as raised:
+    shard = pipe_shard("a", command)
+    with pytest.raises(error, match=f"{message}\\.") as error_info:
         reader(tmp_path, patience=0.5).read(shard, 0, 1)
-    assert str(raised.value).startswith(shard.url)
+    assert str(error_info.value).startswith(shard.url)
     assert cached(tmp_path) == set()
     assert subprocess.run(["pgrep", "-f", str(tmp_path)], capture_output=True, check=False).stdout == b"", (
         "no process is left"
     )
 
 
-def test_a_command_that_fails_is_run_again(piped: Callable[..., Shard], tmp_path: Path):
+def test_a_command_that_fails_is_run_again(pipe_shard: Callable[..., Shard], tmp_path: Path):
     command = "head -c 500 {file}; if [ $(wc -l < {folder}/log) -lt 2 ]; then exit 1; fi; tail -c 500 {file}"
-    shard = piped("a", "echo x >> {folder}/log; " + command, sha256=hashlib.sha256(content_of("a")).hexdigest())
+    shard = pipe_shard("a", "echo x >> {folder}/log; " + command, sha256=hashlib.sha256(content_of("a")).hexdigest())
     assert reader(tmp_path).read(shard, 0, SIZE) == content_of("a")
     assert (tmp_path / "log").read_text() == "x\nx\n"
 
 
-def test_other_bytes_than_were_indexed(piped: Callable[..., Shard], tmp_path: Path):
-    shard = piped("a", "echo x >> {folder}/log; cat {file}", sha256=hashlib.sha256(content_of("b")).hexdigest())
+def test_other_bytes_than_were_indexed(pipe_shard: Callable[..., Shard], tmp_path: Path):
+    shard = pipe_shard("a", "echo x >> {folder}/log; cat {file}", sha256=hashlib.sha256(content_of("b")).hexdigest())
     with pytest.raises(ChangedShardError, match="its sha256 is not the one that was indexed, twice"):
         reader(tmp_path).read(shard, 0, 1)
     assert (tmp_path / "log").read_text() == "x\nx\n"
     assert cached(tmp_path) == set()
 
 
-def test_a_damaged_file_is_fetched_again(piped: Callable[..., Shard], tmp_path: Path):
-    a = piped("a")
+def test_a_damaged_file_is_fetched_again(pipe_shard: Callable[..., Shard], tmp_path: Path):
+    a = pipe_shard("a")
     files = reader(tmp_path)
     files.read(a, 0, 1)
     files.close()
@@ -413,17 +413,17 @@ def test_a_damaged_file_is_fetched_again(piped: Callable[..., Shard], tmp_path: 
     assert cached(tmp_path) == {name_in(files, a)}
 
 
-def test_a_cache_that_is_missing_or_too_small(piped: Callable[..., Shard], tmp_path: Path):
+def test_a_cache_that_is_missing_or_too_small(pipe_shard: Callable[..., Shard], tmp_path: Path):
     with pytest.raises(ConfigError, match=r"a remote shard needs a cache and cache_bytes"):
-        ShardFiles(tmp_path).read(piped("a"), 0, 1)
+        ShardFiles(tmp_path).read(pipe_shard("a"), 0, 1)
     with pytest.raises(ConfigError, match=r"a cache of 999 bytes is too small for pipe:.*, which has 1000"):
-        ShardFiles(tmp_path, cache=tmp_path / "cache", cache_bytes=SIZE - 1).read(piped("a"), 0, 1)
+        ShardFiles(tmp_path, cache=tmp_path / "cache", cache_bytes=SIZE - 1).read(pipe_shard("a"), 0, 1)
     (tmp_path / "file").touch()
     with pytest.raises(ShardUnavailable, match=r"cannot be stored in .*file: "):
-        ShardFiles(tmp_path, cache=tmp_path / "file", cache_bytes=SIZE).read(piped("a"), 0, 1)
+        ShardFiles(tmp_path, cache=tmp_path / "file", cache_bytes=SIZE).read(pipe_shard("a"), 0, 1)
 
 
-def test_a_full_disk(piped: Callable[..., Shard], tmp_path: Path):
+def test_a_full_disk(pipe_shard: Callable[..., Shard], tmp_path: Path):
     disk = tmp_path / "disk"
     disk.mkdir()
     if subprocess.run(
@@ -439,14 +439,14 @@ def test_a_full_disk(piped: Callable[..., Shard], tmp_path: Path):
         ):
             files.read(big, 0, 1)
         assert [path.name for path in (disk / "cache").iterdir()] == [".lock"]
-        assert files.read(piped("a"), 0, SIZE) == content_of("a")
+        assert files.read(pipe_shard("a"), 0, SIZE) == content_of("a")
         files.close()
     finally:
         subprocess.run(["umount", str(disk)], check=True)
 
 
-def test_a_limit_of_file_sizes(piped: Callable[..., Shard], tmp_path: Path):
-    shard = piped("a")
+def test_a_limit_of_file_sizes(pipe_shard: Callable[..., Shard], tmp_path: Path):
+    shard = pipe_shard("a")
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (SIZE - 1, limits[1]))
     try:
@@ -457,11 +457,11 @@ def test_a_limit_of_file_sizes(piped: Callable[..., Shard], tmp_path: Path):
     assert cached(tmp_path) == set()
 
 
-def test_a_lock_that_is_never_given_back(piped: Callable[..., Shard], tmp_path: Path):
+def test_a_lock_that_is_never_given_back(pipe_shard: Callable[..., Shard], tmp_path: Path):
     """Never a hang: also of the lock under which room is made."""
     (tmp_path / "cache").mkdir()
     with open(tmp_path / "cache" / ".lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         with pytest.raises(ShardUnavailable, match=r"cache/\.lock: another process"):
-            reader(tmp_path, patience=0.2).read(piped("a"), 0, 1)
+            reader(tmp_path, patience=0.2).read(pipe_shard("a"), 0, 1)
     assert cached(tmp_path) == set()

@@ -71,7 +71,7 @@ def test_cut_connections_resume_at_the_last_good_byte(shard: Shard, tmp_path: Pa
     assert begins[:2] == [0, 0]
     assert begins[2] > 300_000
     assert begins[4] > 2_600_000
-    assert cutter.sent < len(CONTENT) + 4 * 200_000
+    assert cutter.bytes_sent < len(CONTENT) + 4 * 200_000
 
 
 def test_as_long_as_bytes_come_it_is_not_given_up(shard: Shard, tmp_path: Path, cutter: Cutter):
@@ -102,20 +102,20 @@ def test_a_server_that_is_stopped_and_killed_in_the_middle(shard: Shard, s3: S3S
         s3.send(signal.SIGSTOP)
         return False
 
-    started = threading.Thread(target=s3.start_again)
+    restart = threading.Thread(target=s3.start_again)
 
     def kill() -> bool:
         s3.send(signal.SIGKILL)
-        started.start()
+        restart.start()
         return True
 
     cutter.at(1_000_000, stop)
     with pytest.raises(ShardUnavailable, match=r"given up at byte \d+: no new byte in 2 s"):
         reader(tmp_path, patience=2).read(shard, 0, 10)
     s3.send(signal.SIGCONT)
-    cutter.at(cutter.sent + 1_000_000, kill)
+    cutter.at(cutter.bytes_sent + 1_000_000, kill)
     assert reader(tmp_path).read(shard, 0, len(CONTENT)) == CONTENT
-    started.join()
+    restart.join()
     assert files_of(tmp_path / "cache") == [".tar"]
 
 
@@ -133,9 +133,9 @@ def test_an_object_that_was_replaced_is_refused(shard: Shard, s3: S3Server, tmp_
     s3.put(f"{key}.empty", b"")
     with pytest.raises(ChangedShardError, match="its size has changed"):
         reader(tmp_path).read(Shard(f"{shard.url}.empty", "", 1, 10), 0, 10)
-    lied = Shard(shard.url, "", 1, shard.bytes, sha256=shard.sha256)
+    wrong_shard = Shard(shard.url, "", 1, shard.bytes, sha256=shard.sha256)
     with pytest.raises(ChangedShardError, match="its sha256 is not the one that was indexed, twice"):
-        reader(tmp_path).read(lied, 0, 10)
+        reader(tmp_path).read(wrong_shard, 0, 10)
     assert files_of(tmp_path / "cache") == [".tar"]
 
 
@@ -199,16 +199,16 @@ def test_a_forked_process_reads_too(shard: Shard, s3: S3Server, tmp_path: Path, 
         except ShardUnavailable as error:
             answers.put(str(error))
         answers.put((files.read(other, 0, 10), files.read(shard, 10, 10), dict(files.counters)))
-        crowded = reader(tmp_path / "crowded", limit=len(CONTENT))
-        crowded.max_cached, held = 1, reader(tmp_path / "crowded", limit=len(CONTENT))
-        held.read(other, 0, 1)
-        answers.put((crowded.read(other, 5, 5), crowded.read(shard, 20, 10)))
-        replaced = Shard(shard.url, "", 1, shard.bytes - 1)
+        full_reader = reader(tmp_path / "crowded", limit=len(CONTENT))
+        full_reader.max_cached, second_reader = 1, reader(tmp_path / "crowded", limit=len(CONTENT))
+        second_reader.read(other, 0, 1)
+        answers.put((full_reader.read(other, 5, 5), full_reader.read(shard, 20, 10)))
+        wrong_shard = Shard(shard.url, "", 1, shard.bytes - 1)
         try:
-            reader(tmp_path).read(replaced, 0, 10)
+            reader(tmp_path).read(wrong_shard, 0, 10)
         except ChangedShardError as error:
             answers.put(str(error))
-        answers.put(crowded.read(shard, 40, 10))
+        answers.put(full_reader.read(shard, 40, 10))
 
     process = context.Process(daemon=True, target=child)
     process.start()

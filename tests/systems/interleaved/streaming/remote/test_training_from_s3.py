@@ -29,8 +29,8 @@ SHARDS = 8
 def move_to_s3(server: S3Server, data: Path) -> None:
     """The tars of the training split, whose list then names them there."""
     folder = data / "digit_pages" / "train"
-    listed = manifest.load(folder)
-    urls = [server.put(f"pages/{shard.url}", (folder / shard.url).read_bytes()) for shard in listed.shards]
+    dataset_manifest = manifest.load(folder)
+    urls = [server.put(f"pages/{shard.url}", (folder / shard.url).read_bytes()) for shard in dataset_manifest.shards]
     shutil.rmtree(folder)
     tokenizer = str(data / "digit_pages" / "tokenizer")
     assert index.main([*urls, "--output", str(folder), "--source", "digits", "--tokenizer", tokenizer]) == 0
@@ -53,7 +53,7 @@ def test_a_training_from_s3_ends_as_one_from_the_disk(
     training = harness.Training(command, tmp_path / "runs" / exp_id(EXP), environment)
     log = tmp_path / "log"
     assert training.start(log).wait() == 0, log.read_text()[-3000:]
-    wanted = training.fingerprints()
+    expected = training.fingerprints()
     last = json.loads((training.run / "scores.jsonl").read_text().splitlines()[-1])
     shutil.rmtree(training.run)
     move_to_s3(s3_of_session, tmp_path / "data")
@@ -73,9 +73,9 @@ def test_a_training_from_s3_ends_as_one_from_the_disk(
     assert 1 <= len(cached) <= 2
     rows = [json.loads(line) for line in (training.run / "scores.jsonl").read_text().splitlines()]
     assert any(0 < row["cache_hits"] < 1 for row in rows)
-    found = training.fingerprints()
+    fingerprints = training.fingerprints()
     weights = "model.safetensors"
-    assert found[weights] == wanted[weights]
+    assert fingerprints[weights] == expected[weights]
     assert {name: rows[-1][name] for name in last} == last
     if STEPS >= 800:
         assert last["word_accuracy"] >= 0.8
