@@ -7,7 +7,7 @@ from typing import Any
 
 from data_prep import command, sources, text_sources
 
-MOST_CHARACTERS = 1 << 28
+MAX_CHARACTERS = 1 << 28
 """Size of the training sample. SentencePiece needs about ten times as many bytes of memory."""
 _LINE = re.compile(r"\S(?:.{0,1022}\S)?(?!\S)|\S{1,1024}")
 
@@ -48,7 +48,7 @@ def open_corpus(names: Sequence[str], field: str) -> Corpus:
     return Corpus(corpus_sources, field)
 
 
-def sample_lines(texts: Iterable[str], most: int = MOST_CHARACTERS) -> list[str]:
+def sample_lines(texts: Iterable[str], most: int = MAX_CHARACTERS) -> list[str]:
     """Lines, cut between words to 1,024 characters at most: all of them, or every second, fourth, ..
     where they are longer than `most`."""
     lines, size, step = [], 0, 1

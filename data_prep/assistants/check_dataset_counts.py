@@ -86,8 +86,8 @@ def check(
     for name, reason in missing.items():
         print(f"{name}: left out: {reason}")
     if languages is not None:
-        told_rows = [(name, lang, str(count)) for (name, lang), count in sorted(language_counts.items())]
-        _write_table(languages, ("dataset_name", "language", "messages"), told_rows)
+        language_rows = [(name, lang, str(count)) for (name, lang), count in sorted(language_counts.items())]
+        _write_table(languages, ("dataset_name", "language", "messages"), language_rows)
 
 
 def _prepare_missing(data_path: Path, names: Sequence[str], mode: Mode) -> dict[str, str]:

@@ -16,10 +16,10 @@ from typing import Any
 from data_prep.metadata import stdlib_pages
 from src.files import ROOT
 
-SECONDS = 60
+MODULE_TIMEOUT = 60
 """Timeout per module."""
 _PROGRAM = "import sys; from data_prep.assistants import doctest_examples; doctest_examples.main(sys.argv[1])"
-MOST_CHARACTERS = 300
+MAX_CHARACTERS = 300
 """Maximum length of the code of an example, including the preceding lines of its docstring."""
 
 
@@ -53,7 +53,7 @@ def _run(name: str) -> list[tuple[str, str]]:
             done = subprocess.run(
                 [sys.executable, "-s", "-W", "ignore", "-c", _PROGRAM, name],
                 capture_output=True,
-                timeout=SECONDS,
+                timeout=MODULE_TIMEOUT,
                 check=True,
                 stdin=subprocess.DEVNULL,
                 cwd=ROOT,
@@ -79,7 +79,7 @@ def run_module(name: str) -> Iterator[tuple[str, str]]:
                 number in passed_lines
                 and example.want.strip()
                 and example.exc_msg is None
-                and len(code) <= MOST_CHARACTERS
+                and len(code) <= MAX_CHARACTERS
             ):
                 yield code.rstrip("\n"), example.want.rstrip("\n")
 

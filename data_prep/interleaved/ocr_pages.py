@@ -12,7 +12,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from data_prep.interleaved.rows import NOT_WHOLE, ReaderOptions, Row, text_part
+from data_prep.interleaved.rows import INCOMPLETE, ReaderOptions, Row, text_part
 from data_prep.interleaved.write import Part
 from src.data import jsonl
 from src.errors import ConfigError, DataError
@@ -56,7 +56,7 @@ def _pages(key: str, contents: dict[str, bytes], where: str) -> Iterator[Row]:
     """contents: file contents by the suffix of their names."""
     image = next((contents[ending] for ending in ("png", "jpeg", "jpg") if ending in contents), None)
     if "json" not in contents or (image is None and "pdf" not in contents):
-        yield Row(key, [], NOT_WHOLE)
+        yield Row(key, [], INCOMPLETE)
         return
     texts = _texts(contents["json"], where)
     if image is not None:

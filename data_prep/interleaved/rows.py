@@ -13,7 +13,7 @@ from src.files import reading
 MARKER = "<image>"
 """Placeholder of an image in a turn."""
 QUESTION = "Question: {question}\nAnswer:"
-NOT_WHOLE, MARKERS = "incomplete", "its texts have other places for images than it has images"
+INCOMPLETE, MARKERS = "incomplete", "its texts have other places for images than it has images"
 """Why a row is left out."""
 
 

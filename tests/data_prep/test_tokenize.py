@@ -276,7 +276,7 @@ def test_shards_of_other_options_are_not_mixed_in(data, caplog):
         run(data, train=[lines], shard_tokens=4000)
     write_lines(data / "a.jsonl", TEXTS[:-1])
     run(data, train=[lines], shard_tokens=4000)
-    assert "made from something else" in caplog.text
+    assert "made from other sources" in caplog.text
     run(data, name="whole", train=[lines], shard_tokens=4000)
     assert hashes(data / "made") == hashes(data / "whole")
 

@@ -129,6 +129,9 @@ def test_errors_name_the_mistake(show, words: list[str], message: str):
     assert message in show(*words, code=1)
 
 
-@pytest.mark.parametrize(("group", "line"), [("sft", r"\d+\.\d\d GiB \(weights "), ("dpo", "no plan on paper yet")])
+@pytest.mark.parametrize(
+    ("group", "line"),
+    [("sft", r"\d+\.\d\d GiB \(weights "), ("dpo", "cannot plan a training on 'ranked_replies' data")],
+)
 def test_memory_is_that_of_the_memory_plan(show, group: str, line: str):
     assert re.search(rf"^memory of a GPU: .*{line}", show(group), re.MULTILINE)

@@ -52,7 +52,7 @@ def test_a_base_that_was_trained_here(world, capsys):
     manifest.write_text(json.dumps(facts))
     assert not encoded_store.same_base(encoded_store.base_identity(part, places), first)
     assert toy.main(["-e", "g", "--dry-run"], {**groups, "g": [{**groups["g"][0], "seed": 1}]}, world) == 1
-    assert f"encoded by {run.name} (fingerprint" in capsys.readouterr().err
+    assert f"got {run.name} (fingerprint" in capsys.readouterr().err
 
 
 def _evaluates_and_encodes(world, base, crossattn, capsys):

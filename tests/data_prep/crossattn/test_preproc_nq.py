@@ -288,7 +288,7 @@ def worker_that(says, code=0):
             RunError,
             r"cuda:1: its process ended with exit code 3\. Fix it and start again: finished work is saved",
         ),
-        ("RuntimeError: lost", 1, RunError, r"cuda:1: RuntimeError: lost\. Start again"),
+        ("RuntimeError: lost", 1, RunError, r"cuda:1: RuntimeError: lost\. Fix it"),
         (DataError("states are not finite"), 1, DataError, r"^states are not finite$"),
     ],
 )

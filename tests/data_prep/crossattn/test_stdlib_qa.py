@@ -263,7 +263,7 @@ def test_no_sources_is_one_line(tmp_path, monkeypatch):
         with pytest.raises(
             DataError,
             match=(
-                rf"{re.escape(str(place))}: no Python sources. This Python keeps its standard library zipped, "
+                rf"{re.escape(str(place))}: no Python sources. The standard library of this Python is zipped, "
                 rf"frozen or compiled"
             ),
         ):

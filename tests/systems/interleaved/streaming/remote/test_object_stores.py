@@ -72,7 +72,7 @@ def test_shards_of_another_store_are_listed_indexed_and_read(scheme: str, server
     key = urls[0].partition("web/")[2]
     server.put(scheme, f"web/{key}", (local.folder / local.shards[1].url).read_bytes())
     done = run(server, "-c", READ.replace('"here"', '"other"'), str(dataset_manifest.folder))
-    assert f"ShardChanged: {urls[0]}" in done.stderr
+    assert f"ChangedShardError: {urls[0]}" in done.stderr
 
 
 @pytest.mark.parametrize("scheme", ["gs", "az", "hf"])
