@@ -38,7 +38,7 @@ class ScoredReplies(Form):
     """[column of a reply, column of its score] for each reply."""
     most: int = Field(default=5, gt=1)
     """Maximum number of replies: the best ones and the worst."""
-    unreferenced: bool = False
+    strip_references: bool = False
     """Whether to remove marks of references such as [1] from replies."""
 
     def read(self, row: Row, where: str) -> Iterator[Row]:
@@ -60,7 +60,7 @@ class ScoredReplies(Form):
         if text is None and name in row:
             return ""
         text = text_of(row, name, where)
-        return remove_references(text) if self.unreferenced else text
+        return remove_references(text) if self.strip_references else text
 
 
 class Wins(Form):

@@ -172,13 +172,13 @@ class Rounds(Form):
 class Prosocial(Form):
     """{"context", "rots", "safety_annotations", "safety_annotation_reasons"}: a statement, answered by each rule."""
 
-    explained: bool = False
+    with_explanations: bool = False
     """Whether to ask for the reason of each annotation instead."""
 
     def read(self, row: Row, where: str) -> Iterator[Row]:
         """See `Form.read`."""
         statement = text_of(row, "context", where)
-        if not self.explained:
+        if not self.with_explanations:
             yield from (
                 {"messages": alternate([statement, rule])} for rule in texts_of(row, "rots", where) if rule.strip()
             )
