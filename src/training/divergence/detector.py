@@ -16,12 +16,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
 from src.errors import CheckpointError
 from src.experiments import config
+from src.training.divergence.spike_tracker import SpikeTracker
 
 Action = Literal["warn", "save_batch", "skip_batch", "stop", "rewind"]
 Kind = Literal["non_finite", "loss_spike", "loss_jump", "loss_climb", "loss_drift", "grad_norm", "skipped", "kl"]
@@ -86,7 +87,16 @@ class Config(config.Config):
     @property
     def actions(self) -> dict[Kind, Action]:
         """The action for each kind of finding."""
-        return {kind: getattr(self, f"on_{kind}") for kind in get_args(Kind)}
+        return {
+            "non_finite": self.on_non_finite,
+            "loss_spike": self.on_loss_spike,
+            "loss_jump": self.on_loss_jump,
+            "loss_climb": self.on_loss_climb,
+            "loss_drift": self.on_loss_drift,
+            "grad_norm": self.on_grad_norm,
+            "skipped": self.on_skipped,
+            "kl": self.on_kl,
+        }
 
     @model_validator(mode="after")
     def _consistent(self) -> "Config":
@@ -126,58 +136,6 @@ def severest(findings: Sequence[Finding]) -> Action | None:
     """The most severe action of the findings; None without findings."""
     actions = {finding.action for finding in findings}
     return next((action for action in reversed(SEVERITY) if action in actions), None)
-
-
-class SpikeTracker:
-    """Tracks a window of values and rises above it: at least `steps` consecutive values above the limit.
-
-    Values of a rise enter the window when it is over or reported, so that a rise does not raise its own limit.
-    """
-
-    def __init__(self, window: int, steps: int, every: bool) -> None:
-        self.window, self.steps = window, steps
-        self.every = every  # True: after a rise is reported, report each further step too, to skip its batch
-        self.values: list[float] = []
-        self.rising: list[float] = []
-        self.first_step = 0
-        self.is_reported = False
-        self.calm_steps = 0  # since the last step of a reported rise
-
-    def rose(self, step: int, value: float, limit: float, at_once: float = math.inf) -> bool:
-        """Add `value`; returns whether to report a rise at this step."""
-        if value <= limit:
-            self._take([*self.rising, value])
-            self.calm_steps += 1
-            if self.calm_steps >= self.steps:
-                self.is_reported = False
-            return False
-        if not self.rising and not self.is_reported:
-            self.first_step = step
-        self.rising.append(value)
-        if self.is_reported:
-            self._take(self.rising)
-            return self.every
-        if len(self.rising) < self.steps and value <= at_once:
-            return False
-        self._take(self.rising)
-        self.is_reported = True
-        return True
-
-    def _take(self, values: list[float]) -> None:
-        self.values = (self.values + values)[-self.window :]
-        if self.rising:
-            self.calm_steps = 0
-        self.rising = []
-
-    def state(self) -> dict[str, Any]:
-        """The state as JSON values."""
-        return {
-            "values": list(self.values),
-            "rising": list(self.rising),
-            "first_step": self.first_step,
-            "is_reported": self.is_reported,
-            "calm_steps": self.calm_steps,
-        }
 
 
 class Detector:

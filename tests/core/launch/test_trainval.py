@@ -504,7 +504,9 @@ class TestBadInput:
         with toy.new_directory(folder / "data" / "toy_text") as folder_of_data:
             for split in ("train", "val"):
                 (folder_of_data / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        assert "inputs changed since the start of the run: data" in fails(["-e", "g"], {"g": [SHORT]}, folder, capsys)
+        assert "inputs changed since the start of the run: content of toy_text, data." in fails(
+            ["-e", "g"], {"g": [SHORT]}, folder, capsys
+        )
 
     def test_a_tokenizer_that_changed_since_the_start(self, folder: Path, capsys: pytest.CaptureFixture[str]):
         """Packed rows are cut by its tokens."""
@@ -522,7 +524,9 @@ class TestBadInput:
                 ids["pink"], f'"pink": {vocabulary["blue"]}'
             )
         )
-        assert "tokenizer: changed since the start of this run" in fails(["-e", "g"], {"g": [exp]}, folder, capsys)
+        assert "inputs changed since the start of the run: tokenizer." in fails(
+            ["-e", "g"], {"g": [exp]}, folder, capsys
+        )
 
     def test_a_parent_that_changed_since_the_start(self, folder: Path, capsys: pytest.CaptureFixture[str]):
         child = changed(SHORT, model=ref(SHORT))
@@ -533,7 +537,7 @@ class TestBadInput:
         weights = load_file(parent / "model.safetensors")
         rewritten(parent, {name: tensor + 1 for name, tensor in weights.items()})
         errors = fails(["-e", "child"], groups, folder, capsys)
-        assert f"parent {exp_id(SHORT)}/last: changed since the start of this run" in errors
+        assert f"inputs changed since the start of the run: parent {exp_id(SHORT)}/last." in errors
 
     def test_a_held_save_directory(self, folder: Path, capsys: pytest.CaptureFixture[str]):
         recipe = load_experiment(SHORT, "g")

@@ -126,9 +126,9 @@ class Quarantine:
         if unreadable > self._max[kind]:
             total = self._total[kind]
             raise DataError(
-                f"{where}. {unreadable} {kind}s of {total} cannot be read, more than data.errors.most_{kind}s allows"
+                f"{where}. {unreadable} {kind}s of {total} cannot be read, more than data.errors.max_{kind}s allows"
                 f"{f'; {self.path} lists all' if self.path else ''}. Repair the data, or resume the same run with "
-                f"--set data.errors.most_{kind}s={_share_above(unreadable, total)}"
+                f"--set data.errors.max_{kind}s={_share_above(unreadable, total)}"
             )
 
     def _append(self, record: dict[str, Any]) -> None:

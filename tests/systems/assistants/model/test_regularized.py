@@ -156,7 +156,7 @@ def test_ntk_scaling_multiplies_the_base_of_the_frequencies(tmp_path: Path):
     RotaryScaling(kind="ntk", factor=2.0).apply(config)
     assert config.rope_parameters["rope_theta"] == pytest.approx(20452.23, abs=0.01)
     assert config.max_position_embeddings == 128
-    with pytest.raises(ConfigError, match="no single kind of single kind of rotary positions"):
+    with pytest.raises(ConfigError, match="no single kind of rotary positions"):
         bind(MODELS, {**saved(tmp_path, "gpt2"), "rope": {"kind": "linear", "factor": 2.0}}).check(
             Places(tmp_path, tmp_path)
         )

@@ -283,7 +283,7 @@ def test_incompatible_parts_are_refused(places: Places, tmp_path: Path):
             MODELS, {"name": "vision_language_hf", "path": "x", "frozen": ["vision", "connector", "embeddings", "text"]}
         )
     with pytest.raises(
-        ConfigError, match=r"model.vision: decoder is of type 'llama'; expected one of siglip, siglip_vision_model"
+        ConfigError, match=r"model.vision: decoder is a 'llama'; expected one of siglip, siglip_vision_model"
     ):
         bind(MODELS, {**PARTS, "vision": "decoder"}).check(places)
     with pytest.raises(

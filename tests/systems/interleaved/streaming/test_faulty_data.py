@@ -101,12 +101,12 @@ def test_a_shard_that_is_passed_over_is_so_after_a_restart(tmp_path: Path):
     errors = {"unavailable_shard": "skip_shard"}
     data = open_data(tmp_path, errors=errors)
     data.quarantine.open(tmp_path)
-    assert data.sample(0, 3).counted[0][-1] == 1
+    assert data.sample(0, 3).counts[0][-1] == 1
     (tmp_path / "kept").rename(tar)
     again = open_data(tmp_path, errors=errors)
     again.quarantine.open(tmp_path)
-    assert again.sample(0, 4).counted[0][-1] == 1, "all documents of the shard, though it is back"
-    assert again.sample(0, 30).counted[0][-1] == 0
+    assert again.sample(0, 4).counts[0][-1] == 1, "all documents of the shard, though it is back"
+    assert again.sample(0, 30).counts[0][-1] == 0
 
 
 def test_the_index_must_be_the_one_that_is_listed(tmp_path: Path):

@@ -325,7 +325,7 @@ def test_what_turns_out_bad_is_padding_and_no_row_moves(tmp_path: Path):
     again = open_data(tmp_path)
     again.quarantine.open(tmp_path)
     again.documents[0].read = None
-    assert again.sample(0, with_image).counted[0][-1] == 1, "what is in quarantine is not tried again"
+    assert again.sample(0, with_image).counts[0][-1] == 1, "what is in quarantine is not tried again"
     with pytest.raises(
         DataError, match=r"pages: document \d+ of shard-0000\d\.tar, at byte \d+: an image cannot be decoded"
     ):
@@ -339,8 +339,8 @@ def test_too_much_that_is_bad_is_an_error(tmp_path: Path):
         damage(tmp_path, number)
     data = open_data(tmp_path, errors={"max_documents": 2 / 60})
     for number in document_numbers[:2]:
-        assert data.sample(0, number).counted[0][-1] == 1
-        assert data.sample(1, number).counted[0][-1] == 1, "once more is no more"
+        assert data.sample(0, number).counts[0][-1] == 1
+        assert data.sample(1, number).counts[0][-1] == 1, "once more is no more"
     with pytest.raises(
         DataError, match=r"3 documents of 60 cannot be read, more than data\.errors\.max_documents allows"
     ):
@@ -377,7 +377,7 @@ def test_a_shard_that_is_replaced_is_refused(tmp_path: Path):
     with pytest.raises(DataError, match=r"when it was indexed\. Index it again"):
         open_data(tmp_path).sample(0, 0)
     data = open_data(tmp_path, errors={"changed_shard": "skip_shard"})
-    assert data.sample(0, 0).counted[0][-1] == 1
+    assert data.sample(0, 0).counts[0][-1] == 1
 
 
 def test_programming_errors_are_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
