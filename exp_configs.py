@@ -1,7 +1,7 @@
 """Every experiment: EXP_GROUPS maps the name of a group to a list of plain dicts.
 `python trainval.py -e NAME` runs a group."""
 
-from src.experiments.grid import grid
+from src.experiments.grid import grid, override, ref, seeds, zip_axes  # noqa: F401  for your experiments
 from src.systems.assistants.groups import GROUPS as ASSISTANTS
 from src.systems.assistants.presets import GROUPS as ASSISTANT_PRESETS
 from src.systems.assistants.presets import RLHF

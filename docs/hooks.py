@@ -19,6 +19,11 @@ PAGES = {
     "CONTRIBUTING.md": "dev/contributing.md",
     "CHANGELOG.md": "changelog.md",
     **{f"src/systems/{name}/README.md": f"systems/{name}.md" for name in SYSTEMS},
+    "resources/README.md": "resources/index.md",
+    **{
+        f"resources/job_configs/{path.name}": f"resources/{path.name}"
+        for path in (ROOT / "resources/job_configs").glob("*.md")
+    },
 }
 """File of the repository -> page of the site."""
 _LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s#]*)(#[^)\s]*)?\)")

@@ -127,7 +127,9 @@ def _introduction(cls: type[Config]) -> str:
 
 
 def _prose(text: str) -> str:
-    return text.replace("<", "&lt;")
+    """Markdown that shows `<` outside of code, too."""
+    parts = re.split(r"(`[^`]*`)", text)
+    return "".join(part if part.startswith("`") else part.replace("<", "&lt;") for part in parts)
 
 
 def declarations(cls: type[Config]) -> dict[str, tuple[type, ast.expr, str]]:
@@ -163,7 +165,9 @@ def _fields(cls: type[Config], anchors: dict[type, str]) -> str:
 
 
 def _cell(text: str) -> str:
-    return _prose(text).replace("|", "\\|")
+    """Text of a table. A pipe within code ends no cell, so only others are escaped."""
+    parts = re.split(r"(`[^`]*`)", _prose(text))
+    return "".join(part if part.startswith("`") else part.replace("|", "\\|") for part in parts)
 
 
 def _type(node: ast.expr, owner: type, anchors: dict[type, str]) -> str:
@@ -205,7 +209,7 @@ def _default(info: FieldInfo) -> str:
     if info.is_required():
         return "required"
     default = info.get_default(call_default_factory=True)
-    return f"`{type(default).__name__}()`" if isinstance(default, Config) else f"`{default!r}`".replace("|", "\\|")
+    return f"`{type(default).__name__}()`" if isinstance(default, Config) else f"`{default!r}`"
 
 
 class _Parser(BaseException):
@@ -280,6 +284,11 @@ def _flags(parser: argparse.ArgumentParser) -> str:
             parts.append("\n".join(["| argument | value | meaning |", "|---|---|---|", *map(_flag, actions)]))
             if group.title not in ("positional arguments", "options"):
                 parts.insert(-1, f"**{group.title}**")
+    subcommands = [
+        name for action in parser._actions if isinstance(action, argparse._SubParsersAction) for name in action.choices
+    ]
+    if subcommands:
+        parts.append(f"Subcommands: {', '.join(f'`{name}`' for name in subcommands)}.")
     return "\n\n".join(parts) or "It has no flags."
 
 

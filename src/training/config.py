@@ -86,7 +86,7 @@ class LoopConfig(Config):
     """Further steps to evaluate and save at, such as [2, 100]. They count for early stopping, and --keep_last and
     --keep_every can delete their checkpoints."""
     best_metric: str = "val_loss"
-    """Score column that selects the best checkpoint."""
+    """Score of evaluations that selects the best checkpoint."""
     best_mode: Literal["min", "max"] = "min"
     """Whether a low or a high `best_metric` is good."""
     early_stopping: EarlyStopping | None = None

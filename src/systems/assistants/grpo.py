@@ -72,7 +72,7 @@ class Config(TrainingRecipe):
     rewards: list[RewardField] = Field(min_length=1)
     """Scores of an answer; their weighted sum is its reward."""
     answers: Answers | None = None
-    """Validation questions to answer greedily and score at each evaluation; None for no questions."""
+    """Validation questions to answer greedily at each evaluation. Set at least one of `answers` and `sampled`."""
     sampled: SampledAnswers | None = None
     """Validation questions to answer by sampling, several times each."""
     grpo: Settings = Settings()

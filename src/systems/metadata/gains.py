@@ -122,9 +122,23 @@ def measure(config: Gains, documents: Documents, losses: TokenLosses) -> dict[st
     """Measure the scores `config.names()`: perplexities, gains in nats per token and their intervals. Collective.
 
     Raises:
-        DataError: fewer than two documents of the split have a column and fit into a block.
+        DataError: see `select`.
     """
     scores = dict[str, float]()
+    for column, variants, fits in select(config, documents):
+        for name, variant in variants.items():
+            scores |= _scores(config, name, column, _pairs(documents, [variant[number] for number in fits], losses))
+        if config.chunked:
+            scores |= _scores(config, "val_gain_chunked", column, _pairs(documents, variants["val_gain"], losses))
+    return {name: scores[name] for name in config.names()}
+
+
+def select(config: Gains, documents: Documents) -> Iterator[tuple[str, dict[str, list[Both]], list[int]]]:
+    """(column, the two sides of its documents by score, numbers of those that fit into one block in all of them).
+
+    Raises:
+        DataError: fewer than two documents of the split have a column and fit into a block.
+    """
     maker = documents.maker
     prompts = maker.rewritten(style="prompt", separators=PROMPT) if config.prompt else maker
     for column in [*config.columns, *([TOGETHER] if len(config.columns) > 1 else [])]:
@@ -146,11 +160,7 @@ def measure(config: Gains, documents: Documents, losses: TokenLosses) -> dict[st
                 f"data.sequence_tokens, with their "
                 "own metadata and with another's."
             )
-        for name, variant in variants.items():
-            scores |= _scores(config, name, column, _pairs(documents, [variant[number] for number in fits], losses))
-        if config.chunked:
-            scores |= _scores(config, "val_gain_chunked", column, _pairs(documents, variants["val_gain"], losses))
-    return {name: scores[name] for name in config.names()}
+        yield column, variants, fits
 
 
 def _both(maker: ExampleMaker, document: Document) -> Both:

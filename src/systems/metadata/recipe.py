@@ -11,7 +11,7 @@ from src.recipes import pretraining
 from src.recipes.training_recipe import TrainingRecipe
 from src.runs.context import Run
 from src.systems.metadata.data import dataset
-from src.systems.metadata.gains import Gains, measure
+from src.systems.metadata.gains import Gains, measure, select
 
 
 class Config(TrainingRecipe):
@@ -49,6 +49,13 @@ class Config(TrainingRecipe):
             assert isinstance(val, dataset.MetadataBlocks), "the validator has checked the data"
             return measure(gains, val.documents, scorer.token_losses) if gains else {}
 
-        pretraining.train_on_text(
-            self, run, pretraining.TextTraining(causal_lm_loss, more_scores=measure_gains if gains else None)
+        def require_documents(_: Any, val: Any) -> dict[str, str]:
+            """Raises DataError before the training if gains could not be measured."""
+            if gains:
+                list(select(gains, val.documents))
+            return {}
+
+        text_training = pretraining.TextTraining(
+            causal_lm_loss, begin=require_documents, more_scores=measure_gains if gains else None
         )
+        pretraining.train_on_text(self, run, text_training)

@@ -198,6 +198,14 @@ def test_mistakes_are_found_when_an_experiment_is_loaded(changes: dict[str, Any]
         load_experiment(override(WITH_GAINS, changes), "here")
 
 
+def test_gains_without_documents_are_refused_before_the_first_step(folder: Path, capsys: pytest.CaptureFixture[str]):
+    """In blocks of 8 tokens no document fits with its title."""
+    exp = override(WITH_GAINS, {"data.sequence_tokens": 8})
+    assert toy.main(["-e", "g"], {"g": [exp]}, folder) == 1
+    assert "gains.columns: fewer than two documents with title" in capsys.readouterr().err
+    assert not (folder / "runs" / exp_id(exp) / "scores.jsonl").exists()
+
+
 SPECIAL = {
     **WITH_GAINS["data"],
     "writing": {**WRITING, "run_starts": {"entity": "<E>"}, "run_ends": {"entity": " </E> "}, "special_tokens": True},

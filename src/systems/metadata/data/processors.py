@@ -58,7 +58,7 @@ class HtmlFilter(Config):
     max_length: float = float("-inf")
     """Upper end of that range."""
     exceptions: list[str] = []
-    """Tags that `shortest` and `longest` do not drop."""
+    """Tags that `min_length` and `max_length` do not drop."""
 
     def accepts(self, tag: str, length: int) -> bool:
         """Whether to write a tag with a text of `length` characters."""

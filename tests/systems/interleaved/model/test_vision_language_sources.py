@@ -286,9 +286,7 @@ def test_incompatible_parts_are_refused(places: Places, tmp_path: Path):
         ConfigError, match=r"model.vision: decoder is a 'llama'; expected one of siglip, siglip_vision_model"
     ):
         bind(MODELS, {**PARTS, "vision": "decoder"}).check(places)
-    with pytest.raises(
-        ConfigError, match=r"model.text: encoder is of type 'siglip_vision_model'; expected one of llama"
-    ):
+    with pytest.raises(ConfigError, match=r"model.text: encoder is a 'siglip_vision_model'; expected one of llama"):
         bind(MODELS, {**PARTS, "text": "encoder"}).check(places)
     with pytest.raises(
         ConfigError, match=r"decoder: a model of type 'llama'; expected one that reads images: idefics2"

@@ -159,7 +159,7 @@ def test_only_test_rows_can_omit_the_label(
         (
             {**RTE, "label": "maybe"},
             {},
-            r"train\.jsonl:1: label 'maybe' is none of 'rte': entailment, not_entailment\.",
+            r"train\.jsonl:1: expected a label of 'rte': entailment, not_entailment; got 'maybe'",
         ),
         (
             {"index": 0, "label": "entailment"},
