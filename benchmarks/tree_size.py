@@ -37,7 +37,7 @@ def figures(root: Path) -> dict[str, int]:
     lines = {path: text.count("\n") for path, text in texts.items()}
     tokens = {path: _tokens(text) for path, text in texts.items()}
     docstrings = {path: len(_docstring_lines(text)) for path, text in texts.items()}
-    golden = next((root / path for path in files if path.name == "config_keys.json"), None)
+    golden = next((root / path for path in files if path.name == "config_fields.json"), None)
     classes = json.loads(golden.read_text()).values() if golden else []
     return {
         "Python files in src, data_prep, results": len(code),

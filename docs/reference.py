@@ -183,9 +183,14 @@ def _type(node: ast.expr, owner: type, anchors: dict[type, str]) -> str:
     if isinstance(node, ast.Subscript) and ast.unparse(node.value) == "Literal":
         values = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
         return ", ".join(f"`{ast.unparse(value)}`" for value in values)
+    if isinstance(node, ast.Subscript) and ast.unparse(node.value) == "list":
+        return f"list of {_type(node.slice, owner, anchors)}"
     text = ast.unparse(node)
-    if get_origin(namespace.get(text)) is Literal:
-        return ", ".join(f"`{value!r}`" for value in get_args(namespace[text]))
+    alias = namespace.get(text) if isinstance(node, ast.Name) else None
+    if isinstance(node, ast.Attribute):
+        alias = getattr(namespace.get(ast.unparse(node.value)), node.attr, None)
+    if get_origin(alias) is Literal:
+        return ", ".join(f"`{value!r}`" for value in get_args(alias))
     for word in re.findall(r"\w+", text):
         if word in PAGE_OF_FIELD_TYPE:
             return f"[{_brackets(text)}]({PAGE_OF_FIELD_TYPE[word]}.md)"
@@ -265,7 +270,9 @@ def parser_of(module: str) -> argparse.ArgumentParser:
 def commands_page() -> str:
     parts = ["# Commands", "Every command, its flags and their defaults. `--help` prints the same."]
     for line, parser in commands().items():
-        summary, _, more = (parser.description or "").strip().partition("\n\n")
+        module = sys.modules.get(line.removeprefix("python ").removeprefix("-m ").removesuffix(".py"))
+        text = (inspect.getdoc(module) if module else None) or parser.description or ""
+        summary, _, more = text.strip().partition("\n\n")
         parts += [f"## {line}", _prose(summary), *([f"```text\n{more.strip()}\n```"] if more else []), _flags(parser)]
     return "\n\n".join(parts)
 

@@ -1,6 +1,6 @@
 """The settings of every registered component: runs that exist must still open after a new one.
 
-tests/golden/config_keys.json lists, by class, the fields that have been there since the class was made ("original"),
+tests/golden/config_fields.json lists, by class, the fields that have been there since the class was made ("original"),
 and those that were added later with what their absence meant ("added").
 """
 
@@ -18,7 +18,7 @@ from src.errors import ConfigError
 from src.experiments import registry
 from src.experiments.config import Config, added_field, is_added, is_operational
 
-GOLDEN = Path(__file__).resolve().parents[2] / "golden" / "config_keys.json"
+GOLDEN = Path(__file__).resolve().parents[2] / "golden" / "config_fields.json"
 Keys = dict[str, dict[str, Any]]
 
 
@@ -43,7 +43,7 @@ def classes() -> set[type[Config]]:
 
 
 def keys_of(cls: type[Config]) -> dict[str, Any]:
-    """Its entry in config_keys.json. Operational fields are not listed: they are no part of an experiment."""
+    """Its entry in config_fields.json. Operational fields are not listed: they are no part of an experiment."""
     fields = {name: field for name, field in cls.model_fields.items() if not is_operational(cls, name)}
     absences = {name: field.json_schema_extra["absence"] for name, field in fields.items() if is_added(field)}  # type: ignore[index]
     entry: dict[str, Any] = {"original": sorted(fields.keys() - absences.keys())}
@@ -52,7 +52,7 @@ def keys_of(cls: type[Config]) -> dict[str, Any]:
 
 def mistakes(golden: Keys, now: Keys) -> list[str]:
     """What to do about each difference, one sentence each."""
-    file, messages = "tests/golden/config_keys.json", []
+    file, messages = "tests/golden/config_fields.json", []
     for name, entry in sorted(now.items()):
         if name not in golden:
             messages.append(f'{file}: add the new class: "{name}": {json.dumps(entry)}')
@@ -95,7 +95,7 @@ def test_every_new_setting_says_what_its_absence_meant():
     assert mistakes(golden, now) == []
     removed_fields = golden.keys() - now.keys()
     assert not removed_fields, (
-        f"tests/golden/config_keys.json: take out {sorted(removed_fields)}, which no registered Config uses."
+        f"tests/golden/config_fields.json: take out {sorted(removed_fields)}, which no registered Config uses."
     )
 
 
@@ -114,7 +114,7 @@ def test_each_difference_is_reported_with_its_remedy():
     assert 'write "last": false under "added" of "m.C"' in only(["old"], {"last": False, "later": 1})
     assert "m.C.old: runs that have this field could no longer be opened" in only([], {"later": 1})
     assert mistakes({}, {"m.D": {"original": ["x"]}}) == [
-        'tests/golden/config_keys.json: add the new class: "m.D": {"original": ["x"]}'
+        'tests/golden/config_fields.json: add the new class: "m.D": {"original": ["x"]}'
     ]
 
 

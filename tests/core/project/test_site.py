@@ -46,7 +46,7 @@ def test_every_field_of_an_experiment_is_in_the_reference():
     for text in reference.component_pages().values():
         for path, names in documented_fields(text).items():
             fields_by_path.setdefault(path, set()).update(names)
-    keys = json.loads((ROOT / "tests" / "golden" / "config_keys.json").read_text())
+    keys = json.loads((ROOT / "tests" / "golden" / "config_fields.json").read_text())
     missing = {
         name: sorted(fields)
         for name, entry in keys.items()

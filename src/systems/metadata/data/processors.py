@@ -56,7 +56,7 @@ class HtmlFilter(Config):
     min_length: float = float("-inf")
     """Drop all tags with a text of `min_length` to `max_length` characters, except those in `exceptions`."""
     max_length: float = float("-inf")
-    """Upper end of that range."""
+    """Upper end of that range; the default range is empty."""
     exceptions: list[str] = []
     """Tags that `min_length` and `max_length` do not drop."""
 
