@@ -1,4 +1,4 @@
-"""Processor time of extraction per page size: `python -m benchmarks.metadata.rows.rows.html_time [--elements 4000]`.
+"""Processor time of extraction per page size: `python -m benchmarks.metadata.html_time [--elements 4000]`.
 
 Each kind of page is extracted in four sizes, each twice as large as the one before. For every doubling the table has
 the ratio of the times, which is 2 for linear time. Each page is measured several times and the fastest run counts,

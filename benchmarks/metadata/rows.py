@@ -1,6 +1,6 @@
 """Cost of documents with metadata: extraction, pieces, evaluation, waiting for data, and memory of a preparation.
 
-    python -m benchmarks.metadata.rows.rows.rows --data_path results/data [--rounds 5] [--gigabytes 1]
+    python -m benchmarks.metadata.rows --data_path results/data [--rounds 5] [--gigabytes 1]
 
 Run `data_prep.crossattn.stdlib_qa` and `data_prep.metadata.stdlib_pages` first. Extraction and pieces are compared with
 plain implementations of the algorithms of BigScience's metadata project. These parse, serialise, minify and parse a
