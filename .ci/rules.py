@@ -302,6 +302,16 @@ def document_errors() -> Iterator[str]:
             yield f"{name}: installs packages itself; versions belong in requirements.txt"
 
 
+def command_errors(files: list[str]) -> Iterator[str]:
+    """Commands `python -m MODULE` in documents and docstrings without such a module; MODULE.x is a placeholder."""
+    for path in (name for name in files if name.endswith((".md", ".py", ".yaml")) and not name.startswith("tests/")):
+        text = (ROOT / path).read_text(encoding="utf-8")
+        for module in set(re.findall(r"python -m ((?:src|data_prep|results|benchmarks|tests)(?:\.\w+)+)", text)):
+            file = ROOT / module.replace(".", "/")
+            if not (file.with_suffix(".py").exists() or (file / "__main__.py").exists() or module.endswith(".x")):
+                yield f"{path}: python -m {module}: no such module"
+
+
 def system_errors(systems: Path = ROOT / "src" / "systems") -> Iterator[str]:
     """Each system has its groups and a README, and its table names existing files."""
     for folder in (path for path in sorted(systems.iterdir()) if path.is_dir() and path.name != "__pycache__"):
@@ -339,6 +349,7 @@ def violations() -> Iterator[str]:
     yield from size_errors(modules, files)
     yield from requirement_errors()
     yield from document_errors()
+    yield from command_errors(files)
     yield from system_errors()
 
 
