@@ -12,7 +12,7 @@ export TOKENIZERS_PARALLELISM := false
 export OMP_NUM_THREADS := 1
 
 # $(call install,NAME,LOCK,FILES): installs LOCK, which was made from FILES; the stamp .venv/.installed-NAME holds the checksums of what was
-# installed last, whole. torch goes first and alone: nothing else may choose its build, of which no lock knows the hash.
+# installed last. torch is installed first, without a hash, because its build depends on the machine.
 define install
 	@sha256sum $(2) $(3) | cmp -s - .venv/.installed-$(1) || { set -e; \
 	  echo "Installing $(2) into .venv ..."; rm -f .venv/.installed-$(1); \
@@ -44,7 +44,7 @@ demo: run-environment  ## data, a tiny base model, cross-attention on it, the ta
 	$(BIN)/python -m results.plot -e demo --metric val_loss val_loss_shuffled_context
 	$(BIN)/python -m results.answers -e demo --count 5
 
-study: run-environment  ## cross-attention beside prompting on real questions; needs TRAINVAL_DATA, a folder with squad/, nq_oracle/ and weights/
+study: run-environment  ## cross-attention compared with prompting on real questions; needs TRAINVAL_DATA, a folder with squad/, nq_oracle/ and weights/
 	@test -n "$(TRAINVAL_DATA)" || { echo "Set TRAINVAL_DATA to the folder of the released data."; exit 1; }
 	$(BIN)/python -m data_prep.llama2c $(TRAINVAL_DATA)/weights/stories260K/stories260K.bin $(TRAINVAL_DATA)/weights/stories260K/tok512.bin
 	$(BIN)/python -m data_prep.crossattn.prepare_qa --name squad_nq --val_percent 12 \
@@ -91,7 +91,7 @@ format: dev-environment  ## rewrite imports and layout
 TRITON_LOCK := src/systems/assistants/serving/triton/environment.lock
 .PHONY: triton
 # An environment of its own, as the server's Python backend needs an older numpy; the rest it reads from .venv. The server finds a
-# backend's Python by a stub of the same version, which must lie beside the backend.
+# backend's Python by a stub of the same version, which must be next to the backend.
 triton: run-environment  ## the Triton server in .triton, for src.systems.assistants.serving.triton.server
 	@{ sha256sum $(TRITON_LOCK); $(BIN)/python -c 'import sys, sysconfig; print(sys.version, sysconfig.get_path("purelib"))'; } > .triton-wanted; \
 	if cmp -s .triton-wanted .triton/installed; then rm .triton-wanted; else set -e; trap 'rm -f .triton-wanted' EXIT; \
@@ -105,7 +105,7 @@ triton: run-environment  ## the Triton server in .triton, for src.systems.assist
 	  cp $$site/pytriton/tritonserver/python_backend_stubs/$$version/triton_python_backend_stub .triton/backends/python/; \
 	  mv .triton-wanted .triton/installed; fi
 
-# What a machine with torch, transformers and accelerate lacks to train: versions of the lock, for Python 3.12 on Linux.
+# Packages to add to a machine that has torch, transformers and accelerate: versions of the lock, for Python 3.12 on Linux.
 GPU_WHEELS := pydantic pydantic-core annotated-types typing-inspection orjson
 .PHONY: gpu-wheels
 gpu-wheels: run-environment  ## a folder gpu-wheels for a GPU machine without a network: pip install --no-index --no-deps gpu-wheels/*.whl
@@ -124,6 +124,6 @@ lock:  ## update requirements*.lock after a change of requirements; versions tha
 	$(LOCK) requirements-dev.txt -o requirements-dev.lock
 	$(LOCK) requirements.txt -c requirements-dev.lock -o requirements.lock
 
-clean:  ## caches and the environment; keeps runs and data
-	rm -rf .venv .ray .triton .pytest_cache .ruff_cache
+clean:  ## caches and the environment; does not touch runs and data
+	rm -rf .venv .ray .triton site .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -not -path './results/*' -prune -exec rm -rf {} +

@@ -49,7 +49,7 @@ def test_a_command_makes_a_folder_once(tmp_path: Path, capsys: pytest.CaptureFix
     assert (tmp_path / "toy" / "train.jsonl").read_text().startswith('{"text": "a"}'), "what was altered is made again"
 
 
-def test_what_fails_leaves_the_older_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_failed_command_leaves_the_older_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     words = ["--data_path", str(tmp_path), "--name", "toy", "--words", "a"]
     assert main(words) == 0
     assert main([*words, "bad"]) == 1

@@ -1,5 +1,4 @@
-"""Does a training survive? Kill it again and again, and compare what it ends with to what the undisturbed one ended
-with.
+"""Kill a training at random and compare its result with an undisturbed one.
 
     python -m tests.faults.harness -e GROUP [--processes 2] [--faults 50] [--seed 0] -- [arguments of trainval.py]
 

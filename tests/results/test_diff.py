@@ -98,7 +98,7 @@ def test_nothing_differs(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert "nothing differs" in capsys.readouterr().out
 
 
-def test_what_cannot_be_read_is_named_and_the_rest_is_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_unreadable_files_are_named_and_the_rest_is_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     one, other = make(tmp_path, experiment(0)), make(tmp_path, experiment(1))
     (other / "env.json").write_text("{")
     (one / "config.json").write_text("3")

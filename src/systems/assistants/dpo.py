@@ -45,7 +45,7 @@ class Preference(StrictConfig):
     @model_validator(mode="after")
     def _nothing_is_ignored(self) -> "Preference":
         if self.kind in ("ipo", "hinge") and self.label_flip_rate:
-            raise ValueError(f"flipped: {self.kind!r} has no such setting. Remove it.")
+            raise ValueError(f"label_flip_rate: {self.kind!r} has no such setting. Remove it.")
         return self
 
 

@@ -41,7 +41,7 @@ def reuse_freed_memory() -> None:
     """Reuse freed memory for the next step, instead of returning it to the system. Does nothing without glibc.
 
     By default glibc returns large blocks to the kernel in each pass and requests new pages in the next, which slows
-    down a training on a CPU (LOG.md). Blocks above 32 MiB are still returned, as they would fragment memory and raise
+    down a training on a CPU. Blocks above 32 MiB are still returned, as they would fragment memory and raise
     the peak.
     """
     trim_threshold, mmap_threshold = -1, -3  # malloc.h

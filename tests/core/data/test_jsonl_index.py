@@ -234,5 +234,5 @@ def test_rows_of_a_task_are_checked_once_and_again_for_other_labels(
     assert build().target(1) == "pink"
     assert index.stat().st_ino == inode, "not again"
     task["labels"] = ["blue", "grey"]
-    with pytest.raises(DataError, match=r"train\.jsonl:2: label 'pink' is none of 'colour': blue, grey"):
+    with pytest.raises(DataError, match=r"train\.jsonl:2: expected a label of 'colour': blue, grey; got 'pink'"):
         build()

@@ -86,7 +86,7 @@ def test_a_known_id_never_moves():
         ([], r"^g\[0\]: expected a dict, got \[\] \(list\)"),
     ],
 )
-def test_what_cannot_be_hashed_faithfully_is_refused(exp: Any, message: str):
+def test_values_without_a_faithful_hash_are_refused(exp: Any, message: str):
     with pytest.raises(ConfigError, match=message):
         check_values(exp, "g[0]")
 

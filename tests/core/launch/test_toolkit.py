@@ -155,7 +155,7 @@ class TestSubmit:
         assert client.ApiClient.headers == {"Authorization": "Bearer token-1"}
 
     @pytest.mark.usefixtures("hold")
-    def test_what_haven_submits(self, tmp_path: Path, client: ModuleType):
+    def test_haven_submits_the_same_job(self, tmp_path: Path, client: ModuleType):
         item, big = job(tmp_path, "a"), job(tmp_path, "big", resources=make_config(tmp_path, mem_gb=99))
         values = {"gpus": 2, "gpu_mem_gb": 80, "gpu_model": "!A100", "bid": 7, "cpu": 8}
         processes = {"starter": "torchrun", "nodes": 2, "per_node": "gpus"}

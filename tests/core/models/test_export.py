@@ -65,7 +65,7 @@ def test_transformers_loads_it(has_adapters: bool, places, tmp_path: Path):
     assert not torch.allclose(earlier.eval()(IDS).logits.float(), model(IDS).logits, atol=1e-2)
 
 
-def test_what_cannot_be_exported_is_said(places, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_unexportable_models_are_reported(places, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     (places.runs / "run").mkdir(parents=True)
     assert run(places, places.runs / "run", tmp_path / "out") == 1
     assert "run: neither a checkpoint nor a run with a checkpoint" in capsys.readouterr().err

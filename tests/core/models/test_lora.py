@@ -237,7 +237,7 @@ def test_a_name_that_no_matrix_has_is_refused_before_and_while_building(places, 
         ),
     ],
 )
-def test_what_would_be_ignored_is_refused(changes: dict[str, Any], path: str, message: str):
+def test_ignored_settings_are_refused(changes: dict[str, Any], path: str, message: str):
     with pytest.raises(Problems) as error:
         part(**changes)
     assert error.value.problems[0][0] == path

@@ -54,7 +54,7 @@ def test_blocks_around_it_learn_and_it_does_not(folder: str, places, batch, quan
     assert not any(p.requires_grad for p in model.base.parameters())
 
 
-def test_what_could_not_learn_is_refused(folder: str, places, monkeypatch: pytest.MonkeyPatch):
+def test_training_quantized_weights_is_refused(folder: str, places, monkeypatch: pytest.MonkeyPatch):
     with pytest.raises(Exception, match="train_all_params: quantized weights cannot be trained"):
         bind(MODELS, around(folder, "4bit", train_all_params=True))
     exp = {"recipe": "lm", "seed": 0, "model": around(folder, "4bit")["base"], "data": {}, "loop": {}}

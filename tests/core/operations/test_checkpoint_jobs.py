@@ -205,7 +205,7 @@ def test_the_newest_the_last_and_the_best_stay(world: World):
     assert world.steps() == [10, 30, 40]
 
 
-def test_what_cannot_be_read_back_as_it_was_is_not_deleted(world: World):
+def test_checkpoints_with_a_different_upload_are_not_deleted(world: World):
     world.raw["clean_up"]["attempts"] = 1
     clean_up = world.raw.pop("clean_up")
     assert world.once() == 0

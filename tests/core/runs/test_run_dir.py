@@ -153,7 +153,7 @@ def test_reset_forgets_neither_the_groups_nor_the_submitted_job(tmp_path: Path):
         }
 
 
-def test_what_killed_writers_left_is_swept_up_and_nothing_else(tmp_path: Path):
+def test_only_leftovers_of_killed_writers_are_removed(tmp_path: Path):
     RunDir.open(tmp_path, EXP, RESOLVED).close()
     temporary_names = [
         ".status.json.0a1b2c3d",

@@ -227,7 +227,7 @@ class Steps(list):
 
 
 @pytest.mark.parametrize("protocol", range(6))
-def test_what_cannot_be_read_drops_no_row_and_runs_nothing(tmp_path: Path, protocol: int):
+def test_unreadable_values_drop_no_row_and_run_no_code(tmp_path: Path, protocol: int):
     values = {
         "<numpy.ndarray>": np.zeros(3),
         "<torch.Tensor>": torch.ones(2),

@@ -145,7 +145,7 @@ def test_bad_trials_are_stopped_early(tmp_path: Path, early: dict[str, Any], tog
     assert "PRUNED" in end_states[5:]
 
 
-def test_what_did_badly_before_it_was_looked_at_is_stopped(tmp_path: Path):
+def test_trials_with_early_bad_scores_are_stopped(tmp_path: Path):
     """Several rows come at once, and the last is good: it would have been stopped before."""
     worker = study(tmp_path, method="grid", parameters={"lr": {"values": RATES}}, early_terminate=EARLY[0])
     for _ in range(5):

@@ -107,7 +107,7 @@ def test_an_unchanged_run_is_read_once(runs: Path, monkeypatch: pytest.MonkeyPat
     assert answer(runs, "g") == first
 
 
-def test_what_changed_a_moment_ago_is_read_again(runs: Path, monkeypatch: pytest.MonkeyPatch):
+def test_recently_changed_runs_are_read_again(runs: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(scan, "SETTLED_SECONDS", 60.0)
     answer(runs)
     assert cached(runs) == set()

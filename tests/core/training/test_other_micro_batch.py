@@ -77,7 +77,7 @@ def test_a_run_with_dropout_needs_its_micro_batch(tmp_path: Path, capsys: pytest
         ("asked", "2", "asked[0]: --micro_batch: the experiment has no loop, so nothing is trained. Leave it out."),
     ],
 )
-def test_what_cannot_be_is_refused(
+def test_impossible_micro_batches_are_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], group: str, number: str, message: str
 ):
     experiment = {**copy.deepcopy(toy.CROSSATTN), "loop": None, "evaluation": {"micro_batch": 4}}

@@ -105,7 +105,7 @@ def test_worst_of_many_scored_replies_stays():
     assert result == ["u:a 0=x0 0=y0 0=x1 2=y2"]
 
 
-def test_what_ranks_nothing_is_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_rows_without_a_ranking_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     def ranked_row(number: int, *replies: tuple[str, int]) -> dict[str, Any]:
         raw_replies = [{"content": text, "rank": rank} for text, rank in replies]
         return {"messages": [{"role": "user", "content": str(number)}], "replies": raw_replies}

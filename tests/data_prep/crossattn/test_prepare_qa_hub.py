@@ -97,7 +97,7 @@ def test_a_published_set_that_is_prepared_is_read_without_its_encodings(tmp_path
     assert prepare_rows(tmp_path, train=tmp_path / "train.parquet", val=tmp_path / "published") == result
 
 
-def test_what_cannot_be_read_is_named(saved, tmp_path):
+def test_unreadable_hub_sets_are_named(saved, tmp_path):
     with pytest.raises(DataError, match=r"test_alone: has no split 'train'. It holds: test."):
         prepare_rows(tmp_path, train=saved / "test_alone", val=saved / "both")
     truncated = tmp_path / "torn.parquet"

@@ -108,7 +108,7 @@ def test_every_description_is_looked_at_b21():
         ("[[de:x]] a b c d e", False),
     ],
 )
-def test_what_describes(text: str, expected: bool):
+def test_descriptions_are_recognized(text: str, expected: bool):
     assert description.describes(text) == expected
 
 

@@ -107,7 +107,7 @@ def test_made_once(with_bytes, capsys):
     assert manifest["tokens"] == 359
 
 
-def test_what_cannot_be_made(with_bytes, spiece):
+def test_impossible_tokenizers_are_refused(with_bytes, spiece):
     prepare(with_bytes, "made", "bytes")
     with pytest.raises(DataError, match=r"made: has 100 sentinels already, such as '<extra_id_0>'. Use it as it is."):
         prepare(with_bytes, "again", "made")
@@ -255,7 +255,7 @@ def test_trained_on_text_it_has_the_ids_of_t5(text, model, capsys):
     assert len(tokenizers.load(text / "one")) == 727
 
 
-def test_what_cannot_be_trained(text, capsys):
+def test_untrainable_text_is_refused(text, capsys):
     for options, message in (
         (
             ["--vocab_size", "90000"],

@@ -350,7 +350,7 @@ def test_a_link_restores_the_view(browser: Browser, demo_runs: Path):
             expect(page.locator(".sample").first).to_be_visible()
 
 
-def test_what_happens_while_the_page_is_open_shows_by_itself(page: Page, world: World):
+def test_the_page_shows_new_runs_without_a_reload(page: Page, world: World):
     choose(page, "Experiment", world.ids["failed"])
     page.locator("select").filter(has_text="every 2 s").select_option("every 2 s")
     expect(rows(page, "results").nth(0)).to_contain_text("0.300 ± 0.071")

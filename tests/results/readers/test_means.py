@@ -289,7 +289,7 @@ def test_mistakes_are_one_line(
     assert "--at-step and --value are for points, as curves show every step." in capsys.readouterr().err
 
 
-def test_what_haven_ran_counts_as_done(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_runs_of_haven_count_as_done(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     """Nothing but scores is known of it."""
     for seed in range(2):
         exp = experiment(1, seed)

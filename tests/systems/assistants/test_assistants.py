@@ -274,7 +274,7 @@ def test_shuffled_ranks_affect_only_the_training_split(folder: Path):
         (SFT, {"data.writing": {"template": "oassst"}}, "data.writing.template"),
     ],
 )
-def test_what_cannot_be_trained_is_refused(exp: dict[str, Any], changes: dict[str, Any], match: str):
+def test_untrainable_experiments_are_refused(exp: dict[str, Any], changes: dict[str, Any], match: str):
     with pytest.raises(ConfigError, match=match):
         load_experiment(override(exp, changes), "here")
 

@@ -234,7 +234,7 @@ def test_other_data_have_no_deny_list(tmp_path: Path):
         ({"answers.num_beams": 2}, "answers.num_beams: beams are not for models that read images"),
     ],
 )
-def test_what_cannot_be_trained_is_refused(changes: dict[str, Any], match: str):
+def test_untrainable_experiments_are_refused(changes: dict[str, Any], match: str):
     with pytest.raises(ConfigError, match=match):
         load_experiment(override(PAGES, changes), "here")
 

@@ -92,7 +92,7 @@ def scores(folder: Path, raw: dict[str, Any]) -> dict[str, float]:
     return [json.loads(line) for line in lines if "val_loss" in line][-1]
 
 
-def test_what_metadata_are_worth_in_the_loop_and_afterwards(folder: Path, capsys: pytest.CaptureFixture[str]):
+def test_gains_are_measured_in_the_loop_and_afterwards(folder: Path, capsys: pytest.CaptureFixture[str]):
     assert toy.main(["-e", "told"], {"told": [WITH_GAINS]}, folder) == 0
     measured_scores = scores(folder, WITH_GAINS)
     assert measured_scores["val_gain_low/title"] > 0.05 > measured_scores["val_gain_control_high/title"]

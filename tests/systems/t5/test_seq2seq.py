@@ -361,7 +361,7 @@ def test_it_stops_when_the_metric_of_the_task_no_longer_grows(folder: Path):
         ("loop.best_metric", "matthews", "loop.best_metric: unknown score 'matthews'."),
         ("loop.best_metric", "accuracy/paint", "loop.best_metric: unknown score 'accuracy/paint'."),
         ("loop.compile", True, "loop.compile: needs batches of one length, and those of 'task' differ."),
-        ("evaluation", {"micro_batch": 2}, "expected either loop, which trains the model, or evaluation"),
+        ("evaluation", {"micro_batch": 2}, "set exactly one of loop (train) and evaluation"),
         ("answers", {"by": "beam"}, "answers.by: unknown value 'beam'"),
         (
             "answers",

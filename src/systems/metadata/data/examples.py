@@ -80,7 +80,9 @@ class Writing(Config):
                 if key not in self.keys:
                     raise ValueError(f"{name}: {unknown_text('key', key, self.keys)}")
         if self.local_key_names and not self.list_local_keys:
-            raise ValueError("announced: renames the keys of announce, which is off. Remove it, or set announce.")
+            raise ValueError(
+                "local_key_names: renames the keys of list_local_keys, which is off. Remove it, or set list_local_keys."
+            )
         if self.special_tokens and not (self.run_starts and self.run_ends):
             raise ValueError("special_tokens: needs run_starts and run_ends, and one of them is empty.")
         return self

@@ -95,7 +95,7 @@ def test_parents_do_not_share_a_task(cluster: Cluster, folder: Path, config: lau
     )
 
 
-def test_what_cannot_be_is_refused(cluster: Cluster, folder: Path, config: launcher.Config):
+def test_impossible_shares_are_refused(cluster: Cluster, folder: Path, config: launcher.Config):
     with pytest.raises(
         LaunchError, match=r"e: it starts from the experiment of job 1_0\+0of2, which shares a Slurm task"
     ):

@@ -65,7 +65,7 @@ def test_a_rewound_run_retains_checkpoints_of_children(parent: Path, which: str,
     assert go_on(parent, BETTER, "again") == [4, 6, 10, 12]
 
 
-def test_what_nobody_started_from_goes(parent: Path):
+def test_checkpoints_without_children_are_deleted(parent: Path):
     stranger = {"recipe": "toy", "seed": 1, "model": {"name": "experiment", "exp_id": "0" * 32}}
     SavedRun(parent.parent / exp_id(stranger)).write_exp(stranger, [])
     go_back(parent, 6)

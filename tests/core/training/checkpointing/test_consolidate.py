@@ -421,7 +421,7 @@ def test_in_place_existing_files_are_compared_and_missing_ones_added(
         (["raw", "--output", "mine"], "has other files"),
     ],
 )
-def test_what_cannot_be_done_is_refused(
+def test_impossible_consolidations_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: list[str], words: str
 ):
     monkeypatch.chdir(tmp_path)

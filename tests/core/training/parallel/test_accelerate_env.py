@@ -128,7 +128,7 @@ ZERO = {"ACCELERATE_USE_DEEPSPEED": "true"}
         ),
     ],
 )
-def test_what_would_be_ignored_is_refused(environment: dict[str, str], message: str):
+def test_ignored_settings_are_refused(environment: dict[str, str], message: str):
     with pytest.raises(ConfigError, match=message):
         take_choices(environment, 2)
 

@@ -308,7 +308,7 @@ def test_a_model_that_is_gathered_in_bfloat16_leaves_no_copies_to_autocast(tmp_p
         (("--micro_batch", "3"), "--micro_batch 3: .*is not a multiple"),
     ],
 )
-def test_what_cannot_be_planned_is_said(run_plan: Any, arguments: tuple[str, ...], message: str):
+def test_unplannable_experiments_are_reported(run_plan: Any, arguments: tuple[str, ...], message: str):
     code, rows, err = run_plan({"base": [toy.BASE]}, *arguments)
     assert (code, rows) == (1, [])
     assert re.search(message, err), err

@@ -250,9 +250,7 @@ APART = {"name": "text", "corpus": "words", "sequence_tokens": 16, "separate_doc
         ),
     ],
 )
-def test_what_packing_cannot_do_is_refused_before_the_start(
-    whole: tuple[Path, Any], change: dict[str, Any], message: str
-):
+def test_unsupported_packing_is_refused_before_the_start(whole: tuple[Path, Any], change: dict[str, Any], message: str):
     places = Places(whole[0] / "data", whole[0] / "runs")
     sizes = {"num_hidden_layers": 1, "hidden_size": 8, "num_attention_heads": 2}
     for name in ("falcon", "llama", "odd"):

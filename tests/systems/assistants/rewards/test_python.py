@@ -104,7 +104,7 @@ def test_the_code_of_an_answer():
     assert code_of("```text\nno\n```") == "```text\nno\n```"
 
 
-def test_what_agrees():
+def test_equal_values_agree():
     for answer, expected in [
         (1000, "1,000"),
         ("0.50", 0.5),

@@ -104,7 +104,9 @@ def test_batch_is_sent_unchanged(protocol: str, stack: ExitStack):
         ({"models": ["reward", "base"]}, r"/judge: no such model\. The server has: base, reward\."),
     ],
 )
-def test_what_cannot_be_right_is_one_line(changes: dict[str, Any], message: str, protocol: str, stack: ExitStack):
+def test_invalid_server_answers_are_one_error_line(
+    changes: dict[str, Any], message: str, protocol: str, stack: ExitStack
+):
     port = stack.enter_context(SERVE[protocol](Script(**changes)))
     with pytest.raises(UserError, match=message) as addresses:
         make_client(stack, f"{protocol}://127.0.0.1:{port}/judge").rewards(IDS)

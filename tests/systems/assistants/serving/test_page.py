@@ -83,7 +83,7 @@ def test_conversation_continues_with_the_preferred_reply(conversation: Conversat
     assert conversation.messages == []
 
 
-def test_what_cannot_be_written_can_be_preferred_again(conversation: Conversation):
+def test_a_preference_can_be_repeated_after_a_write_error(conversation: Conversation):
     ask(conversation, "2?")
     before = list(conversation.messages)
     conversation.output.mkdir()

@@ -298,7 +298,7 @@ def damage(folder: Path, document_number: int, image: bool = True) -> None:
     pages.damage(path, content)
 
 
-def test_what_turns_out_bad_is_padding_and_no_row_moves(tmp_path: Path):
+def test_unreadable_documents_become_padding_and_no_row_moves(tmp_path: Path):
     pages.write_pages(tmp_path / "pages" / "train", 60, seed=1)
     data = open_data(tmp_path)
     with_image = next(i for i in range(60) if data.pieces(i)[0].frames)
