@@ -286,7 +286,7 @@ def document_errors() -> Iterator[str]:
     versions = {
         "pyproject.toml": project["version"],
         "CITATION.cff": _first(r"^version: (\S+)", "CITATION.cff"),
-        "CHANGELOG.md": _first(r"^## (\d\S*)", "CHANGELOG.md"),
+        "CHANGELOG.md": _first(r"^## \[(\d[^\]]*)\]", "CHANGELOG.md"),
     }
     if len({version.strip("\"'") for version in versions.values()}) > 1:
         yield f"versions differ: {versions}"
