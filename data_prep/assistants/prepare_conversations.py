@@ -218,8 +218,8 @@ class _Work:
         }
         self._counts = Counter[str]()
         self._shares = dict[bytes, float]()
-        """{`_digest` of the first message: `_share_of` the first row with it}. Messages that differ only in case or blanks
-        get the same share."""
+        """{`_digest` of a first message: `_share_of` the first row with it}.
+        Messages that differ only in case or blanks have the same share."""
         self._has_val = any(split == "val" for split, _ in named_sources)
         self._is_shared = len({source for _, source in named_sources}) < len(named_sources)
 
@@ -287,7 +287,7 @@ class _Work:
         return {"counts": dict(counts), "licence": self._release.licence}
 
     def _convert(self, source_split: str) -> Iterator[tuple[str, bytes, Row]]:
-        """Yield (split, digest, prepared row) for the rows of a split's sources, validated as training validates them."""
+        """Yield (split, digest, prepared row) for each row of a split's sources, checked as training does it."""
         for where, row in (
             each for split, source in self._named_sources if split == source_split for each in self._groups(source)
         ):

@@ -104,7 +104,7 @@ class Pairs(Form):
 
 
 def _scores(row: Row) -> tuple[float, ...]:
-    """Scores of the chosen and the rejected reply, from "score_chosen" and "score_rejected" or "margin"; () if missing."""
+    """Scores of the two replies, from "score_chosen" and "score_rejected", or from "margin"; () if missing."""
     if row.get("score_chosen") is not None and row.get("score_rejected") is not None:
         return row["score_chosen"], row["score_rejected"]
     return (row["margin"], 0.0) if row.get("margin") is not None else ()

@@ -1,7 +1,7 @@
 """Threads and human rankings of Open-Assistant's message trees.
 
-A row is a tree, {"tree_state", "prompt": {"text", "role", "replies": [...]}}, or, as on the hub, a group of the messages
-of one tree.
+A row is a tree, {"tree_state", "prompt": {"text", "role", "replies": [...]}}, or, as on the hub, the messages of
+one tree as a group.
 """
 
 from collections.abc import Iterator, Sequence
@@ -104,7 +104,7 @@ class RankedReplies(Threads):
 
 
 def _tree(rows: list[Row], where: str) -> Row:
-    """Build the tree from its messages, which can be in any order. A single row that is a tree is returned unchanged."""
+    """Build a tree from its messages, in any order. A single row that is a tree is returned unchanged."""
     if len(rows) == 1 and "message_id" not in rows[0]:
         return rows[0]
     copies = {text_of(row, "message_id", where): {**row, "replies": list[Row]()} for row in rows}
