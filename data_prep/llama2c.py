@@ -59,7 +59,7 @@ def read_tokens(path: Path) -> list[tuple[bytes, float]]:
 
 
 def tokenizer_of(tokens: Sequence[tuple[bytes, float]]) -> Any:
-    """Build a transformers tokenizer for SentencePiece's byte-pair encoding, which merges the best-scored pair first."""
+    """Build a transformers tokenizer for SentencePiece's BPE, which merges the pair with the best score first."""
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, processors
     from transformers import PreTrainedTokenizerFast
 

@@ -1,5 +1,4 @@
-"""Prepare questions with contexts from releases: `python -m data_prep.crossattn.prepare_qa --name nq --train FILE.. --val
-FILE..`.
+"""Prepare questions with contexts: `python -m data_prep.crossattn.prepare_qa --name nq --train FILE.. --val FILE..`.
 
 Writes one folder below --data_path, atomically: train.jsonl, val.jsonl and manifest.json, with their provenance and the
 counts of skipped questions. Two runs on the same files give the same bytes. A SOURCE is a file (JSON or JSON lines,

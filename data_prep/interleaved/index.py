@@ -13,7 +13,7 @@ shards.json.
 
 The last lines and shards.json count every member that is not read, by reason and suffix. --fields names members that
 the suffixes do not identify, and values in JSON members. Tars without a readable document are an error. --data adds a
-line on the rows that training makes: their documents, images, tokens and padding.
+line on the rows that training makes: their documents, images, tokens and fill.
 """
 
 import argparse
@@ -65,7 +65,7 @@ class Making(NamedTuple):
     max_pixels: int = MOST_PIXELS
 
     def lacks(self, index: tar_index.TarIndex) -> bool:
-        """Whether an index is missing counts or checks, and must be made again."""
+        """Whether an index was made with other options, and must be made again."""
         facts = index.facts
         return (
             (self.verify and not facts.get("verified"))

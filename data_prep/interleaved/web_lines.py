@@ -19,7 +19,7 @@ ENDINGS = (".jpg", ".jpeg", ".png", ".webp", ".gif")
 
 
 def read_mmc4(path: Path, options: ReaderOptions) -> Iterator[Row]:
-    """Read allenai/mmc4: "text_list" has sentences, "image_info" the number of the sentence that each image precedes."""
+    """Read allenai/mmc4: "text_list" has sentences, "image_info" the index of the sentence after each image."""
     return _read(path, lambda row, where: _mmc4_parts(row, options, where))
 
 

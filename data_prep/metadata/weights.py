@@ -1,4 +1,4 @@
-"""Weights of the types of metadata by inverse frequency: `python -m data_prep.metadata.weights c4_html`.
+"""Weight the types of metadata by inverse frequency: `python -m data_prep.metadata.weights c4_html`.
 
 Use the output as `data.weights` of an experiment with sampling "weighted". The weight of a type is the number of
 documents with the most frequent type, divided by the number of documents with this type. Only the ratios matter.
@@ -36,7 +36,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
 def count_columns(
     data_path: Path, corpus: str, columns: Sequence[str] | None = None, documents: int | None = None
 ) -> Counter[str]:
-    """Of how many documents of the training split each column has an item.
+    """Count the training documents that have an item in each column.
 
     Raises:
         DataError: the corpus is not prepared, a row is malformed, or a column has no item.
@@ -62,7 +62,7 @@ def count_columns(
 
 
 def inverse_frequencies(counts: Counter[str]) -> dict[str, float]:
-    """The weights of columns, most frequent first."""
+    """Weights of the columns, most frequent first."""
     most = max(counts.values())
     return {column: most / count for column, count in counts.most_common()}
 

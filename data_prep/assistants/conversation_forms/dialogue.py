@@ -170,7 +170,7 @@ class Rounds(Form):
 
 
 class Prosocial(Form):
-    """{"context", "rots", "safety_annotations", "safety_annotation_reasons"}: one row per rule that answers a statement."""
+    """{"context", "rots", "safety_annotations", "safety_annotation_reasons"}: a statement, and rules as answers."""
 
     with_explanations: bool = False
     """Whether the rows ask for the reason of each annotation instead."""

@@ -77,7 +77,7 @@ def open_bytes(path: Path, packed: bool | None = None) -> Iterator[Bytes]:
 
 
 def _form(path: Path) -> tuple[str, str | None]:
-    """Form of a file: ("list", name of the member with the list; None if the file is the list), "columns" or "lines"."""
+    """(form, name) of a file: "list" and the member with the list (None if it is the file), "columns" or "lines"."""
     with open_bytes(path) as file:
         text = _Scanner(file, path)
         first = text.peek()
@@ -272,7 +272,7 @@ class _Scanner:
         return f"at character {self._num_consumed + self._at + 1}"
 
     def _more(self) -> bool:
-        """Read at least as much as is in the buffer, to parse a long value only a few times; return False at the end."""
+        """Read at least as much as is in the buffer, to parse a long value only a few times. False at the end."""
         if self._is_at_end:
             return False
         data = self._file.read(max(_PIECE, len(self._text) - self._at))
