@@ -66,8 +66,8 @@ _CHINESE = frozenset(
 )
 _KOREAN = frozenset("이다에의는로하을가고지서한은기으년대사시를리도인스일니습")
 _EAST_ASIAN = {"euc-jp": _KANA, "shift_jis": _KANA, "gb18030": _CHINESE, "big5": _CHINESE, "euc-kr": _KOREAN}
-"""{encoding: frequent characters of its language}. charset-normalizer mistakes short Chinese texts for Thai, and rejects
-Japanese pages with characters that are missing in Python's codecs."""
+"""{encoding: frequent characters of its language}. charset-normalizer mistakes short Chinese texts for Thai,
+and rejects Japanese pages with characters that are missing in Python's codecs."""
 _FREQUENT = frozenset("оеаинтсрвлкατοιενρσκηςάίόיוהלרבתמאשاليمونرتبةานรอกเงมยลวดทสต")
 """Frequent letters in Cyrillic, Greek, Hebrew, Arabic and Thai."""
 _PUNCTUATION = "„“”‚‘’‹›«»–—…•·¿¡§¦°©®™€£ªº\xa0"

@@ -21,7 +21,7 @@ class Linker(Protocol):
     """Finds the entities in a text."""
 
     def link(self, text: str) -> list[Row]:
-        """Return items with key "entity", in order: a span of `text`, and as value a Wikipedia title with underscores."""
+        """Return items with key "entity" in order. Each has a span of `text` and a Wikipedia title with underscores."""
         ...
 
 

@@ -229,7 +229,7 @@ def _decode_page(row: Row, where: str, pages: Counter[str], replaced_pages: list
 
 
 def _compact(row: Row, options: Options) -> Row:
-    """Return the row without fields of extracted columns that a reader can derive."""
+    """Drop fields of extracted items that a reader can derive from the text."""
     names = {name for key in options.extract for name in EXTRACTORS[key].columns if name.startswith(PREFIX)}
     return {
         name: [compact_item(name.removeprefix(PREFIX), item, row["text"]) for item in value]

@@ -200,15 +200,13 @@ class _Cleaner:
         for rule in rules:
             self._rules[rule.direction][rule.tag].append(rule)
         self._lengths: dict[Any, int] = {}
-        """Text length of each element. The dict holds the elements, so that lxml does not create new objects for them."""
+        """Text length of each element. The dict holds the elements, because lxml would make new objects for them."""
         self.attributes: dict[Any, dict[str, list[str]]] = {}
         """Attributes of the outer element of each folded chain, with one value per element that has it."""
 
     def clean(self, body: Any) -> bool:
         """Remove and fold elements below `body`, parents first. Returns False if the body itself is removed."""
-        hidden = {
-            element for name in HIDDEN for element in body.iter(name)
-        }  # their text must not count in the length of a block
+        hidden = {element for name in HIDDEN for element in body.iter(name)}  # not part of the length of a block
         for parent in {element.getparent() for element in hidden}:
             _remove(parent, hidden)
         self._measure(body)

@@ -1,4 +1,4 @@
-"""A validation set for each type of metadata: `python -m data_prep.metadata.validation c4_html --columns html title`.
+"""Make a validation set per type of metadata: `python -m data_prep.metadata.validation c4_html --columns html title`.
 
 Writes a folder CORPUS-validation_metadata_COLUMN per type next to a prepared corpus, named like the published ones.
 Its validation split has the rows with this type, without the other types. The training split is that of the corpus.
@@ -34,7 +34,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def make_sets(data_path: Path, corpus: str, columns: Sequence[str], most: int | None = None) -> None:
-    """Make the folder of each column, or none.
+    """Make the folders of all columns, after checking that each has rows.
 
     Raises:
         DataError: the corpus is not prepared, or has no row with a column.

@@ -40,18 +40,18 @@ def count_columns(
 
     Raises:
         DataError: the corpus is not prepared, a row is malformed, or a column has no item.
-        ConfigError: `documents` is no number of documents.
+        ConfigError: `documents` is below 1.
     """
     path = jsonl.require_file(jsonl.corpus_folder(Places(data_path, data_path), corpus), "train.jsonl")
     rows = jsonl.read_rows(path, {"text": str})
     require_at_least(1, documents=documents)
-    selected_columns = (
+    row_numbers = (
         range(len(rows))
         if documents is None or documents >= len(rows)
         else sorted(random.Random(0).sample(range(len(rows)), documents))
     )
     column_counts = Counter[str]()
-    for number in selected_columns:
+    for number in row_numbers:
         column_counts.update(read_row(rows[number], f"{path}:{number + 1}", columns).columns)
     for column in columns or []:
         if not column_counts[column]:
