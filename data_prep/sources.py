@@ -21,7 +21,7 @@ _HUB_ID = re.compile(r"([\w.-]+/[\w.-]+|[\w-]+)(@[\w.-]+)?(#\w+)?")
 
 
 def open_rows(source: str, splits: Sequence[str], streaming: bool = False, **pinned: Any) -> Any:
-    """Open a hub data set, "hub:ID", "hub:ID@CONFIG" or "hub:ID@CONFIG#SPLIT", or a folder saved by `datasets`.
+    """Open a data set of the hub, "hub:ID", "hub:ID@CONFIG" or "hub:ID@CONFIG#SPLIT", or a folder saved by `datasets`.
     Returns its rows; None for a file.
 
     splits: names of the split to read if the source names no split; the first existing one is used.

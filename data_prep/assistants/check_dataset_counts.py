@@ -117,7 +117,7 @@ def read_entries(data_path: Path, name: str) -> Iterator[tuple[str, Entry]]:
 
 
 def is_learned(entry: Entry, mode: Mode) -> bool:
-    """Whether training in this mode uses an entry. Entries whose replies are all tied are not used."""
+    """Whether training in this mode uses an entry. Entries with only tied replies are not used."""
     return mode == "sft" or len({reply.rank for reply in entry.replies}) > 1
 
 

@@ -90,7 +90,7 @@ class Release(Config):
     keep: list[str] = []
     """Columns to copy into prepared rows, by their names in the form: "answer" or "tests" for rewards, or any other."""
     negatives: Literal["refuse", "skip", "learn"] = "refuse"
-    """Treatment in mode sft of rows with a bad answer, whose `label` or `kto_tag` is false."""
+    """Treatment in mode sft of rows with a bad answer: `label` or `kto_tag` is false."""
     max_rows: int | None = Field(default=None, gt=0)
     """Maximum number of prepared rows per split; the first ones are used."""
 

@@ -9,7 +9,7 @@ python -m data_prep.assistants.oasst_trees filter_trees finished.jsonl some.json
 python -m data_prep.assistants.oasst_trees split finished.jsonl train.jsonl val.jsonl --val_percent 20 --seed 0
 
 A file has a JSON object on each line: a tree, {"message_tree_id", "prompt": {..., "replies": [...]}}, or a message,
-{"message_id", "text", "role"}, which can have replies too. Files whose names end in .gz are compressed. All messages
+{"message_id", "text", "role"}, which can have replies too. Files with the suffix .gz are compressed. All messages
 of a tree are in the same part of a split.
 """
 

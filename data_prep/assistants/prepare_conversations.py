@@ -366,7 +366,7 @@ class _Work:
         return value is False or (isinstance(value, str) and value.strip().lower() == "false")
 
     def _reason_to_skip(self, row: Row, entry: Entry) -> str:
-        """The name of a count in `_SKIPPED`, or "" for a row to write."""
+        """Reason to skip a row, a key of `_SKIPPED`; "" for a row to write."""
         if kind_of(row) == EMPTY_ROW or (entry.replies and not any(reply.content.strip() for reply in entry.replies)):
             return "silent"
         prompts = [message for message in entry.messages if message.role in ("user", "tool")]

@@ -5,7 +5,7 @@ expression_tasks: "Write an expression of 7 and 12 that gives 19.", answered by 
 parentheses;
 expression_replies: replies to such tasks from best to worst: right and in parentheses, as people prefer it (in our
 example); right; with the wrong value; with other numbers; not Python;
-expression_pairs: pairs of replies: the better one is right and in parentheses, the other is wrong or has none;
+expression_pairs: pairs of replies: the better one is right and in parentheses, the other is wrong or without them;
 stdlib_doctests: examples of the standard library's documentation, with the output of this Python; run twice, and
 dropped if the outputs differ. No task of a validation split is in a training split. Two runs on the same Python give
 the same bytes.

@@ -37,7 +37,7 @@ class Counts:
 
 
 def missing(source: Path, inputs: EncoderInputs, known_keys: set[bytes], counts: Counts) -> Iterator[list[int]]:
-    """Yield each distinct encoder input whose key is not in `known_keys`. Updates `counts`."""
+    """Yield each distinct encoder input that is missing in `known_keys`. Updates `counts`."""
     for name in row_files(source):
         rows = jsonl.read_rows(source / name, questions.FIELDS, questions.OPTIONAL, questions.require_equal_lengths)
         for number, row in enumerate(rows, 1):

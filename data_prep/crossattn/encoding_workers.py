@@ -119,7 +119,7 @@ def encode_all(job: Job, batches: Iterable[Batch], devices: Sequence[str]) -> in
             progress.count(len(batch), sum(map(len, batch)))
     except UserError:
         raise
-    except Exception as error:  # whatever the device raises
+    except Exception as error:  # the class of the error depends on the device
         raise RunError(_worker_error(devices[0], _line(error))) from error
     finally:
         encoding.close()
@@ -203,7 +203,7 @@ def _work(job: Job, device: str, threads: int, pipe: Connection) -> None:
     except UserError as error:
         encoding.close()
         pipe.send(error)
-    except Exception as error:  # noqa: BLE001  the parent reports whatever the device raises
+    except Exception as error:  # noqa: BLE001  the parent reports any error of the device
         log.error("%s failed:\n%s", device, traceback.format_exc())
         encoding.close()
         pipe.send(_line(error))

@@ -275,7 +275,7 @@ def _run(parts: Sequence[Part], options: Options, workers: int, settings: dict[s
 
 
 def _run_here(parts: Sequence[Part], options: Options, workers: int) -> None:
-    """Make the parts on this machine, each in a separate process: a killed one does not stop the others.
+    """Make the parts on this machine, each in a separate process: a killed process does not stop the rest.
 
     datatrove's local executor waits forever for the task of a killed process (0.10.1).
     """

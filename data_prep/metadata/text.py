@@ -23,7 +23,7 @@ PARAGRAPH_TAGS = frozenset(
         "nav article main section address aside",
     )
 )
-"""Tags whose end is the end of a paragraph."""
+"""A paragraph ends at the end of these tags."""
 _TITLE = re.compile(r"<title[^>]*>(.*?)</title>", re.DOTALL | re.IGNORECASE)
 _TITLE_OF_THE_ORIGINAL = re.compile(r"<title.*>(.*)</title>")
 _SENTENCE_END = re.compile(r"(?<![.!?])[.!?]+[\"')\]]*(?=\s|$)")

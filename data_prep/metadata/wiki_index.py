@@ -97,7 +97,7 @@ def read_pages(dump: Path) -> Iterator[Page]:
 
 
 def first_paragraph(wikitext: str) -> str:
-    """First paragraph before any heading, without markup; "" if there is none."""
+    """First paragraph before any heading, without markup; "" if there is no such paragraph."""
     try:
         import mwparserfromhell
     except ModuleNotFoundError:

@@ -144,12 +144,12 @@ def rows(path: Path, split: str, options: Options) -> Iterator[dict[str, Any]]:
     for text, answers in instances:
         answers = [answer for answer in answers if answer]
         if answers:  # without answers there is no label
-            whole = input_text(definition, examples, text, options.input_characters)
-            yield {"text": whole, "label": draws.choice(answers), "answers": answers, "group": task}
+            full_text = input_text(definition, examples, text, options.input_characters)
+            yield {"text": full_text, "label": draws.choice(answers), "answers": answers, "group": task}
 
 
 def input_text(definition: str, examples: Sequence[str], instance: str, most: int) -> str:
-    """Format the text after "Definition: ": the definition, the examples that fit into `most` characters, and the instance."""
+    """Text after "Definition: ": the definition, the examples that fit into `most` characters, and the instance."""
     begin = f"{definition}\n\n"
     end = with_stop(f"Now complete the following example -\nInput: {instance}") + "\nOutput:"
     fitting = ""

@@ -3,7 +3,7 @@
 One folder is made below --data_path, with ngrams.txt, which data set span_corruption reads: `"ngrams":
 "c4_pmi/ngrams.txt"`. N-grams of 2 to 5 words are ranked by PMI_n (Levine et al. 2021, arXiv 2010.01825, equation 3),
 separately by length. Half of the list are pairs, a quarter are triples, and an eighth each have 4 and 5 words, as in
-the authors' lists (github.com/AI21Labs/pmi-masking). N-grams without a positive score are not listed. A SOURCE is a file
+the authors' lists (github.com/AI21Labs/pmi-masking). N-grams without a positive score are dropped. A SOURCE is a file
 (.jsonl, .json, .txt, plain or with gzip; .parquet), a folder saved by `datasets`, or hub:ID[@CONFIG]. It is read once;
 memory is bounded by --max_counts.
 """

@@ -18,7 +18,7 @@ _PLACE = re.compile(r"\{([^{}|]+)((?:\|\w+)*)\}")
 _REFERENCES = re.compile(r"\s*\[(?:\d+(?:,\s*\d+)*|[a-zA-Z]|citation needed)\]")
 _CHOICE = re.compile(r"\s*answer :.*", re.DOTALL)
 _BLANK_LINES = re.compile(r"\n{2,}")
-MOST_WORDS = 512
+MAX_WORDS = 512
 
 
 def remove_references(text: str) -> str:
@@ -30,7 +30,7 @@ FILTERS: dict[str, Callable[[str], str]] = {
     "strip": str.strip,
     "unreferenced": remove_references,
     "before_answer": lambda text: _CHOICE.sub("", text),
-    "words": lambda text: " ".join(_BLANK_LINES.sub("\n", text).split(" ")[:MOST_WORDS]),
+    "words": lambda text: " ".join(_BLANK_LINES.sub("\n", text).split(" ")[:MAX_WORDS]),
 }
 """Filters of a column value. words: the first 512 words, without blank lines.
 `any` selects one item of a list; without it the items are joined."""

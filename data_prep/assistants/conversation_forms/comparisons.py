@@ -161,7 +161,7 @@ class Endings(Form):
 class AugmentedReplies(Form):
     """{"prefixes", "responses", "augmented"}: conversation, replies from best to worst, worse replies by a model.
 
-    One of the worse replies is appended as the last. Rows whose "split" is "val" have no worse replies.
+    One of the worse replies is appended as the last. Rows with "split" = "val" have no worse replies.
     """
 
     def read(self, row: Row, where: str) -> Iterator[Row]:

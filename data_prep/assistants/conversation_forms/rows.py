@@ -118,7 +118,7 @@ def messages_of(value: Any, where: str, role: str = "user") -> list[Row]:
 
 
 def reasoning_of(message: Row) -> Row:
-    """The reasoning of a message under its key; empty if it has none."""
+    """The reasoning of a message under its key; empty without reasoning."""
     return {name: message[name] for name in REASONING if message.get(name)}
 
 

@@ -15,7 +15,7 @@ SHUFFLED = True
 
 
 def fits(record: dict[str, Any]) -> bool:
-    """True for a question with supporting facts, or for a question of the hidden test set, which has none."""
+    """True for a question with supporting facts, or for one of the hidden test set."""
     return "supporting_facts" in record or ("_id" in record and isinstance(record.get("context"), list))
 
 

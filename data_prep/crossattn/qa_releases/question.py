@@ -41,7 +41,7 @@ class Question:
 
 @dataclass(frozen=True)
 class Skipped:
-    """A question that is left out."""
+    """A question that is dropped, and why."""
 
     reason: str
 
