@@ -92,19 +92,19 @@ def architecture(base: ModelConfig, places: Places, rules: EncodingOptions) -> t
         inside = encoded_store.base_identity(base, places) if base.kind(places) == CROSS_ATTENTION else None
         advice = f" What encodes its contexts is {encoded_store.describe_base(inside)}: name that." if inside else ""
         raise ConfigError(f"{error}{advice}") from None
-    sizes, identity = base.architecture(places), encoded_store.base_identity(base, places)
-    if identity is None:
+    sizes, base_id = base.architecture(places), encoded_store.base_identity(base, places)
+    if base_id is None:
         raise ConfigError(f"{base.name}: not trained yet, so there is nothing to encode with. Train it first.")
     if sizes is None:
         raise ConfigError(
-            f"{encoded_store.describe_base(identity)}: no decoder that cross-attention can be attached to."
+            f"{encoded_store.describe_base(base_id)}: no decoder that cross-attention can be attached to."
         )
     if sizes.max_positions is not None and rules.context_tokens > sizes.max_positions:
         raise ConfigError(
             f"--maximum_input_length: {rules.context_tokens} tokens are more than the {sizes.max_positions} "
             f"positions of the base."
         )
-    return identity, sizes.hidden_size
+    return base_id, sizes.hidden_size
 
 
 def inputs(base: ModelConfig, places: Places, rules: EncodingOptions) -> tuple[EncoderInputs, str]:
