@@ -1,3 +1,3 @@
-"""The commands that prepare data."""
+"""Commands that prepare data."""
 
 from src.support import missing_package  # noqa: F401  before any other import

@@ -1,8 +1,8 @@
-"""The skeleton of a command: its command line, its output folder, a lock on the folder, and the progress log.
+"""Shared code of all commands: command line, output folder, folder lock and progress log.
 
-A command is a module of data_prep with `main = main_of(COMMAND, __doc__, _add_options, _run)`; its work is a function
-that `make_folder` calls with an empty folder, which is the result once the function returns, and is deleted if it
-raises.
+A command is a module of data_prep with `main = main_of(COMMAND, __doc__, _add_options, _run)`. It passes a function to
+`make_folder`, which calls it with an empty folder. If the function returns, the folder becomes the result; if it
+raises, the folder is deleted.
 """
 
 import argparse
@@ -28,12 +28,12 @@ def main_of(
     add_options: Callable[[argparse.ArgumentParser], object],
     run: Callable[..., object],
 ) -> Callable[..., int]:
-    """The `main` of a module, which calls `run` with the options by name.
-    doc: of the module; its first paragraph names the command."""
+    """Make the `main` of a module, which calls `run` with the options as keyword arguments.
+    doc: docstring of the module; its first paragraph names the command."""
 
     @print_errors
     def main(argv: Sequence[str] | None = None) -> int:
-        """The command line; returns the exit code."""
+        """Run the command line; return the exit code."""
         parser = argparse.ArgumentParser(prog=command, description=(doc or "").partition("\n\n")[2].strip())
         add_options(parser)
         options = parser.parse_args(argv)
@@ -45,7 +45,7 @@ def main_of(
 
 
 def add_data_path(parser: argparse.ArgumentParser) -> None:
-    """Add --data_path, below which the new folder is."""
+    """Add --data_path, the parent of the new folder."""
     default = Path("results/data")
     parser.add_argument(
         "--data_path", type=Path, default=default, help="folder of prepared data sets (default: %(default)s)"
@@ -53,7 +53,7 @@ def add_data_path(parser: argparse.ArgumentParser) -> None:
 
 
 def digest_files(paths: Sequence[str | Path]) -> str:
-    """sha256 of the content of files, such as the scripts on which the content of a folder depends."""
+    """SHA-256 of the contents of files, such as the scripts that determine the content of a folder."""
     return hashlib.sha256(b"".join(Path(path).read_bytes() for path in paths)).hexdigest()
 
 
@@ -71,10 +71,10 @@ def is_made(folders: Sequence[Path], made_from: Mapping[str, Any]) -> bool:
 def make_folder(
     folder: Path, command: str, made_from: Mapping[str, Any], fill: Callable[[Path], Mapping[str, Any]]
 ) -> dict[str, Any] | None:
-    """Make `folder` atomically; returns its facts, or None if it `is_made`.
+    """Make `folder` atomically; return its facts, or None if it `is_made`.
 
     made_from: everything that the content depends on, as JSON values.
-    fill: writes the files into the empty folder that it is given, and returns more facts for the manifest.
+    fill: writes the files into the given empty folder, and returns more facts for the manifest.
 
     Raises:
         UserError: raised by `fill`. Nothing was written, and an older folder is unchanged.
@@ -92,7 +92,7 @@ def make_folder(
 
 @contextlib.contextmanager
 def exclusive_lock(folder: Path, message: str) -> Iterator[None]:
-    """Create `folder` if missing, and lock it; raises RunError with `message` if another process holds the lock."""
+    """Create `folder` if missing, and lock it; raise RunError with `message` if another process holds the lock."""
     with files.writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
         with open(folder / ".lock", "w") as file:

@@ -23,7 +23,7 @@ HEADER_BYTES = 28
 
 
 class Sizes(NamedTuple):
-    """The header of the weights."""
+    """Header of a weight file."""
 
     hidden_size: int
     intermediate_size: int
@@ -36,10 +36,10 @@ class Sizes(NamedTuple):
 
 
 def read_tokens(path: Path) -> list[tuple[bytes, float]]:
-    """(text, score) of each token, in the order of their ids.
+    """Read (text, score) of each token, in order of ID.
 
     Raises:
-        DataError: the file is no vocabulary of llama2.c.
+        DataError: the file is not a vocabulary of llama2.c.
     """
     content, place, tokens = path.read_bytes(), 4, []
     try:
@@ -59,7 +59,7 @@ def read_tokens(path: Path) -> list[tuple[bytes, float]]:
 
 
 def tokenizer_of(tokens: Sequence[tuple[bytes, float]]) -> Any:
-    """SentencePiece's byte-pair encoding as a transformers tokenizer: the pair with the best score is merged first."""
+    """Build a transformers tokenizer for SentencePiece's BPE, which merges the pair with the best score first."""
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, processors
     from transformers import PreTrainedTokenizerFast
 
@@ -89,10 +89,10 @@ def tokenizer_of(tokens: Sequence[tuple[bytes, float]]) -> Any:
 
 
 def read_model(path: Path) -> Any:
-    """The model of a weight file, in float32.
+    """Load the model of a weight file, in float32.
 
     Raises:
-        DataError: the file is not of the size that its header says.
+        DataError: the size of the file does not match its header.
     """
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -161,8 +161,8 @@ def _shapes(sizes: Sizes, path: Path) -> dict[str, tuple[int, ...]]:
 
 
 def _rename_weights(read: dict[str, Any], sizes: Sizes) -> dict[str, Any]:
-    """The weights by transformers' names.
-    llama2.c rotates neighbouring dimensions by one angle, transformers the halves of a head."""
+    """Convert the weights to the names and layout of transformers.
+    llama2.c rotates adjacent dimensions together; transformers rotates the two halves of a head."""
     top = {"embed": "model.embed_tokens.weight", "norm": "model.norm.weight", "head": "lm_head.weight"}
     weights = {top[name]: tensor for name, tensor in read.items() if name in top}
     head = sizes.hidden_size // sizes.num_heads
@@ -184,10 +184,10 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def convert(weights: Path, tokenizer: Path, data_path: Path, name: str | None) -> None:
-    """Make the folder `data_path / name`; by default it is named as the weights.
+    """Make the folder `data_path / name`. name: None uses the name of the weight file.
 
     Raises:
-        DataError: a file is missing or damaged, or the two are not of one model.
+        DataError: a file is missing or damaged, or the files are of different models.
         RunError: the disk refuses.
     """
     for path in (weights, tokenizer):

@@ -1,4 +1,4 @@
-"""Write a folder shard by shard, from sources that are read in batches: finished shards survive a kill of the writer.
+"""Write a folder shard by shard, from sources that are read in batches. Finished shards survive a kill of the writer.
 
 The writer defines the shard format: `tokenize` writes token files.
 """
@@ -30,37 +30,37 @@ class Writer(Protocol):
     def __enter__(self) -> Any: ...
     def __exit__(self, *error: object) -> None: ...
     def close(self) -> dict[str, Any] | None:
-        """Sync the files; returns the shard's entry in the manifest, with its "name".
-        An empty one leaves no file and returns None."""
+        """Sync the files; return the entry of the shard in the manifest, with its "name".
+        For an empty shard, leave no file and return None."""
         ...
 
 
 class Part(Protocol):
-    """What becomes of a batch in one split."""
+    """Converted documents of a batch in one split."""
 
     @property
     def documents(self) -> int: ...
     @property
     def size(self) -> int:
-        """In the unit in which shards are measured, such as tokens."""
+        """Size in the unit of `shard_size`, such as tokens."""
         ...
 
     def append_to(self, writer: Any) -> None:
-        """Add it to the shard of a `Writer` that was made for such parts."""
+        """Append the part to the shard of a matching `Writer`."""
         ...
 
 
 OpenWriter = Callable[[Path, str], Writer]
 Convert = Callable[[Iterable[Batch]], Iterator[tuple[Part, Part]]]
-"""The parts for training and for validation of each batch, in order."""
+"""Yields (training part, validation part) for each batch, in order."""
 
 
 @contextlib.contextmanager
 def partial(folder: Path, made_from: dict[str, Any], open_writer: OpenWriter) -> Iterator["Shards"]:
-    """The finished shards of `folder`, in a hidden folder next to it. Shards of another provenance are deleted.
+    """Yield the finished shards of `folder` in a hidden folder next to it. Deletes shards with another provenance.
 
     Raises:
-        RunError: another process writes them, or the disk refuses.
+        RunError: another process writes the folder, or the disk refuses.
     """
     partial_folder = _partial_folder_of(folder)
     with exclusive_lock(partial_folder, f"{folder}: another process is making it."):
@@ -87,13 +87,13 @@ def _partial_folder_of(folder: Path) -> Path:
 def _empty(partial_folder: Path) -> None:
     for path in sorted(
         partial_folder.iterdir(), key=lambda path: path.name != _PLAN
-    ):  # the plan first: without it nothing is trusted
+    ):  # delete the plan first: without it, leftovers are not used
         if path.name != ".lock":
             path.unlink()
 
 
 class Shards:
-    """Segments of the sources, each with a shard for training and one for validation; either can be missing."""
+    """Finished segments of the sources. A segment has a shard for training, one for validation, or both."""
 
     def __init__(self, folder: Path, partial_folder: Path, open_writer: OpenWriter) -> None:
         self._folder, self._partial_folder, self._open_writer = folder, partial_folder, open_writer
@@ -111,11 +111,11 @@ class Shards:
             self._segments.append(segment)
 
     def shards_of(self, split: str) -> list[dict[str, Any]]:
-        """The finished shards of a split, as in the manifest."""
+        """Manifest entries of the finished shards of a split."""
         return [segment["shards"][split] for segment in self._segments if split in segment["shards"]]
 
     def add(self, split: str, source: Source, convert: Convert, shard_size: int) -> None:
-        """Convert the rest of the next source. split: that of all its documents, if `convert` does not split them.
+        """Convert the rest of the next source. split: split of all its documents, if `convert` does not split them.
 
         Raises:
             DataError: the source is damaged.
@@ -133,7 +133,7 @@ class Shards:
         self._source += 1
 
     def _segment(self, split: str, start: "_Place", results: Iterator[tuple[Part, Part]], shard_size: int) -> bool:
-        """Write a segment's shards, and record their part of the source; returns whether the source ends with them."""
+        """Write the shards of a segment, and record its part of the source. Returns whether the source is finished."""
         number, size, is_done = len(self._segments), 0, False
         with contextlib.ExitStack() as stack:
             writers = {
@@ -162,7 +162,7 @@ class Shards:
         return self._partial_folder / f"{number:05d}{_DONE}"
 
     def publish(self, facts: dict[str, Any]) -> None:
-        """Turn the finished shards into the folder itself, replacing an older one.
+        """Publish the finished shards as the folder itself, replacing an older one.
 
         Raises:
             RunError: the disk refuses.
@@ -171,13 +171,13 @@ class Shards:
             for name in (name for segment in self._segments for name in segment["bytes"]):
                 try:
                     os.link(self._partial_folder / name, new / name)
-                except OSError:  # the file system has no links
+                except OSError:  # the file system does not support links
                     shutil.copyfile(self._partial_folder / name, new / name)
         shutil.rmtree(self._partial_folder, ignore_errors=True)
 
 
 class _Place:
-    """The finished part of a source: the number of batches, and the state after the last."""
+    """Finished part of a source: number of batches, and the state after the last one."""
 
     def __init__(self, batches: int, state: Any) -> None:
         self.batches, self.state = batches, state
@@ -195,7 +195,7 @@ class _Place:
 
 
 def _log_progress(name: str, results: Iterator[tuple[Part, Part]]) -> Iterator[tuple[Part, Part]]:
-    """The `results`; logs the progress every few seconds."""
+    """Yield the `results`, and log the progress every few seconds."""
     progress = Progress(name, "documents")
     for parts in results:
         progress.count(sum(part.documents for part in parts), sum(part.size for part in parts))

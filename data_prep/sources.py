@@ -1,5 +1,5 @@
-"""Sources of commands: files, folders saved by `datasets`, and data sets of the hub.
-Each command reads their content itself."""
+"""Open the sources of commands: files, folders saved by `datasets`, and data sets of the hub.
+Each command interprets the rows itself."""
 
 import hashlib
 import itertools
@@ -14,19 +14,18 @@ from src.files import reading, sha256
 
 HUB = "hub:"
 HUB_SPLITS = {"train": ("train",), "val": ("validation", "val", "dev", "test")}
-"""Splits of a prepared data set, and their names on the hub."""
+"""{split of a prepared data set: its names on the hub}."""
 BATCH_ROWS = 256
 _SAVED = ("dataset_dict.json", "dataset_info.json")
 _HUB_ID = re.compile(r"([\w.-]+/[\w.-]+|[\w-]+)(@[\w.-]+)?(#\w+)?")
 
 
 def open_rows(source: str, splits: Sequence[str], streaming: bool = False, **pinned: Any) -> Any:
-    """The rows of a set of the hub, "hub:ID", "hub:ID@CONFIG" or "hub:ID@CONFIG#SPLIT",
-    or of a folder saved by `datasets`; None of a file.
+    """Open a data set of the hub, "hub:ID", "hub:ID@CONFIG" or "hub:ID@CONFIG#SPLIT", or a folder saved by `datasets`.
+    Returns its rows; None for a file.
 
-    splits: names of the split to read, where a set has several; the first that is there counts, unless the source names
-    one.
-    pinned: more arguments of `datasets.load_dataset` for a set of the hub, such as its revision.
+    splits: names of the split to read if the source names no split; the first existing one is used.
+    pinned: more arguments of `datasets.load_dataset` for a hub data set, such as its revision.
 
     Raises:
         DataError: there is no such source, or `datasets` cannot read it.
@@ -58,19 +57,19 @@ def open_rows(source: str, splits: Sequence[str], streaming: bool = False, **pin
 
 
 def hub_id(source: str) -> tuple[str, str | None, str]:
-    """(id, config or None, split or "") of a set of the hub."""
+    """Parse a hub source to (ID, config or None, split or "")."""
     identity, _, split = source.removeprefix(HUB).partition("#")
     identity, _, config = identity.partition("@")
     return identity, config or None, split
 
 
 def call_datasets(source: str, call: Callable[[Any], Any]) -> Any:
-    """`call(datasets)`; whatever the library raises becomes a DataError that names the source."""
+    """Return `call(datasets)`; turn any error of the library into a DataError that names the source."""
     import datasets
 
     try:
         return call(datasets)
-    except Exception as error:  # noqa: BLE001  the library raises a dozen kinds for what it cannot get or read
+    except Exception as error:  # noqa: BLE001  the library raises a dozen classes for sources that it cannot download or read
         if not source.startswith(HUB):
             raise DataError(f"{source}: `datasets` cannot read it: {first_line(error)}") from None
         arguments = ", ".join(repr(part) for part in hub_id(source)[:2] if part)
@@ -82,7 +81,7 @@ def call_datasets(source: str, call: Callable[[Any], Any]) -> Any:
 
 
 def identify(source: str, rows: Any = None) -> dict[str, Any]:
-    """{"name", "bytes", "sha256"}, equal for equal data in any folder. rows: as `open_rows` gives them."""
+    """{"name", "bytes", "sha256"}, equal for equal data in any folder. rows: result of `open_rows`."""
     paths = [Path(source)] if rows is None else [Path(file["filename"]) for file in rows.cache_files]
     with reading(Path(source), DataError):
         digests, size = [sha256(path) for path in paths], sum(path.stat().st_size for path in paths)
@@ -103,11 +102,11 @@ def require_distinct(identities: Iterable[tuple[str, Mapping[str, Any]]]) -> Non
 def parquet_rows(
     path: Path, choose: Callable[[list[str]], list[str]], at_once: int = BATCH_ROWS
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """("FILE: row N", row) of a parquet file. choose: which of its columns are read.
-    at_once: rows in memory.
+    """Yield ("FILE: row N", row) for each row of a Parquet file.
+    choose: selects the columns to read. at_once: rows in memory at a time.
 
     Raises:
-        DataError: the file is no parquet file, or damaged.
+        DataError: the file is not Parquet, or is damaged.
     """
     import pyarrow
     from pyarrow.parquet import ParquetFile
@@ -124,8 +123,9 @@ def parquet_rows(
 def read_rows(
     source: str, rows: Any, choose: Callable[[list[str]], list[str]] = list, **more: Any
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """("FILE:LINE" or the like, row) of a source. rows: those of `open_rows`; None for a file of JSON or Parquet.
-    choose: see `parquet_rows`; more: arguments of `json_stream.records`."""
+    """Yield ("FILE:LINE" or similar, row) for each row of a source.
+    rows: result of `open_rows`; None for a JSON or Parquet file. choose: see `parquet_rows`.
+    more: arguments of `json_stream.records`."""
     if rows is not None:
         return ((f"{source}: row {number}", dict(row)) for number, row in enumerate(rows, 1))
     if source.endswith(".parquet"):
@@ -134,6 +134,6 @@ def read_rows(
 
 
 def first_line(error: Exception) -> str:
-    """The message of an error of a library, as one sentence."""
+    """First line of a library's error message, as a sentence."""
     line = (str(error) or type(error).__name__).split("\n", 1)[0][:200]
     return line if line.endswith(".") else f"{line}."

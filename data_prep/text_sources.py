@@ -1,7 +1,7 @@
-"""Sources of documents to be tokenised: text and JSON files, parquet, folders saved by `datasets`, and sets of the hub.
+"""Read documents to tokenise from text and JSON files, parquet, folders saved by `datasets`, and the hub.
 
-The batches of a source do not depend on the reader, so that a run can resume where another stopped. Lines of JSON are
-passed on unparsed: the tokenizing process parses them.
+The batches of a source do not depend on the reader, so that a run can resume where another stopped. JSON lines are
+passed on unparsed; the tokenising process parses them.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -26,19 +26,19 @@ class Batch:
     """Consecutive documents: lines of JSON, numbered from `first_line`, or texts with their places."""
 
     source: str
-    """The path of the file of the lines."""
+    """Path of the file with the lines."""
     lines: Sequence[bytes] = ()
     first_line: int = 0
     texts: Sequence[tuple[str, str]] = ()
-    """("FILE:LINE" or the like, text)."""
+    """("FILE:LINE" or similar, text)."""
     state: Any = None
-    """The position at which the source continues after this batch; None: it must be read from the start."""
+    """Position at which the source continues after this batch; None: it must be read from the start."""
 
     def documents(self, field: str) -> list[str]:
-        """The texts.
+        """Texts of the documents.
 
         Raises:
-            DataError: a line is no JSON object with the text `field`; names it.
+            DataError: a line is not a JSON object with a text in `field`; the message has the line.
         """
         if self.texts:
             return [text for _, text in self.texts]
@@ -65,33 +65,33 @@ def text_of(row: dict[str, Any], field: str, where: str) -> str:
 
 @dataclass(frozen=True)
 class Source:
-    """Documents of one file, folder or set."""
+    """Documents of one file, folder or hub data set."""
 
     name: str
-    """As given by the user."""
+    """Name as given by the user."""
     facts: dict[str, Any]
-    """Equal for equal data in any folder."""
+    """Identity of the data: equal for equal data in any folder."""
     read: Callable[[Any], Iterator[Batch]]
-    """All batches, or those after the one with the given `state`."""
+    """Yields all batches, or those after the batch with the given state."""
 
 
 @dataclass(frozen=True)
 class Reading:
-    """How sources are read."""
+    """Options of reading sources."""
 
     field: str
-    """The field of the text in JSON objects and table rows."""
+    """Field of the text in JSON objects and table rows."""
     documents_by: DocumentsBy
-    """The unit of a text file that is a document; paragraphs end with blank lines."""
+    """Unit of a text file that is one document. Paragraphs are separated by blank lines."""
     streaming: bool
-    """Read sets of the hub over the network while they are tokenised, without writing them to the disk."""
+    """Whether to stream hub data sets over the network, without writing them to the disk."""
 
 
 def open_source(name: str, split: str, how: Reading) -> Source:
-    """The source called `name`: see `sources.open_rows`. split: the one to read of a set with several.
+    """Open the source `name`; see `sources.open_rows`. split: split to read of a data set with several.
 
     Raises:
-        DataError: there is no such source, or none that is known how to read.
+        DataError: the source is missing or of unknown kind.
     """
     path, streaming = Path(name), how.streaming and name.startswith(sources.HUB)
     rows = sources.open_rows(name, sources.HUB_SPLITS[split], streaming)
@@ -123,7 +123,7 @@ def _rows(records: Iterable[tuple[str, dict[str, Any]]], field: str) -> Iterator
 def _group_documents(
     source: str, documents: Iterable[tuple[str, str]], state: Callable[[], Any] = lambda: None
 ) -> Iterator[Batch]:
-    """state: returns the state after the last document that was read."""
+    """Group documents into batches. state: returns the state after the last document that was read."""
     batch, size = [], 0
     for where, text in documents:
         batch.append((where, text))
@@ -174,7 +174,7 @@ def _text_documents(path: Path, by: DocumentsBy) -> Iterator[tuple[str, str]]:
 
 
 def _table(name: str, rows: Any, how: Reading) -> Source:
-    """Rows of a data set of `datasets` on the disk."""
+    """Source for the rows of a `datasets` data set on the disk."""
 
     def read(_state: Any) -> Iterator[Batch]:
         numbered_rows = (
@@ -186,7 +186,7 @@ def _table(name: str, rows: Any, how: Reading) -> Source:
 
 
 def _require_column(columns: list[str], where: str, field: str) -> list[str]:
-    """[field]. Raises DataError if it is not among the `columns`."""
+    """Return [field]; raise DataError if it is not in `columns`."""
     if field not in columns:
         raise DataError(
             f"{where}: column {field!r} is missing. Columns: {', '.join(columns)}. --text_field names another."
@@ -195,14 +195,14 @@ def _require_column(columns: list[str], where: str, field: str) -> list[str]:
 
 
 def _stream(name: str, split: str, rows: Any, how: Reading) -> Source:
-    """Rows of a set of the hub that are read over the network."""
+    """Source for a hub data set that is read over the network."""
     builder = sources.call_datasets(name, lambda datasets: datasets.load_dataset_builder(*sources.hub_id(name)[:2]))
     facts = {"name": name, "split": split, "version": str(builder.info.version), "hash": builder.hash}
     return Source(name, facts, lambda state: _stream_rows(rows.select_columns([how.field]), name, how.field, state))
 
 
 def _stream_rows(rows: Any, name: str, field: str, state: dict[str, Any] | None) -> Iterator[Batch]:
-    """Rows that are read over the network; files read before `state` are not fetched again."""
+    """Yield batches of rows read over the network. Files read before `state` are not downloaded again."""
     if state is not None:
         rows.load_state_dict(state["rows"])
     count = state["count"] if state is not None else 0

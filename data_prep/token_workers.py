@@ -1,4 +1,4 @@
-"""Processes that tokenise batches of documents and return them in order."""
+"""Tokenise batches of documents in worker processes, in order."""
 
 import hashlib
 import multiprocessing
@@ -19,7 +19,7 @@ from src.data.text.tokenizers import SafeTokenizer
 from src.errors import RunError
 
 _AHEAD = 4
-"""Batches queued per process, so that it never waits for the next."""
+"""Batches queued per process, so that it does not wait for the next one."""
 
 
 @dataclass(frozen=True)
@@ -28,20 +28,20 @@ class Job:
 
     encoder: SafeTokenizer
     dtype: str
-    """The type of the ids."""
+    """Data type of the ids."""
     field: str
     val_rate: float
-    """Share of validation documents; a document is assigned by its text."""
+    """Share of validation documents. The text of a document determines its split."""
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """Documents of one split."""
+    """Tokenised documents of one split."""
 
     ids: np.ndarray
     """The ids of all documents, each followed by the end token."""
     lengths: np.ndarray
-    """(documents,) int64, with their end tokens."""
+    """(documents,) int64: number of tokens per document, with the end token."""
 
     @property
     def documents(self) -> int:
@@ -56,16 +56,16 @@ class Tokens:
 
 
 def is_validation(text: str, rate: float) -> bool:
-    """Whether a document is one of the share `rate`: a function of its text, so equal documents are in one split."""
+    """Whether a document is in the share `rate` for validation. Equal texts are in the same split."""
     digest = hashlib.sha256(text.encode()).digest()
     return int.from_bytes(digest[:8], "big") < rate * 2.0**64
 
 
 def tokenise_batch(job: Job, batch: Batch) -> tuple[Tokens, Tokens]:
-    """The training and the validation documents of a batch, in order.
+    """Tokenise a batch; return its training and its validation documents, in order.
 
     Raises:
-        DataError: a row is malformed; the message names it.
+        DataError: a row is malformed; the message has its place.
     """
     texts = batch.documents(job.field)
     is_for_validation = [bool(job.val_rate) and is_validation(text, job.val_rate) for text in texts]
@@ -83,7 +83,7 @@ def _tokens(job: Job, texts: list[str]) -> Tokens:
 
 
 class Workers:
-    """Tokenises in `count` processes; in this one if that is 1. A context manager."""
+    """Context manager that tokenises in `count` processes, or in this process if `count` is 1."""
 
     def __init__(self, job: Job, count: int) -> None:
         self._job, self._count = job, count
@@ -100,11 +100,11 @@ class Workers:
             self._pool.shutdown(wait=True, cancel_futures=True)
 
     def map_batches(self, batches: Iterable[Batch]) -> Iterator[tuple[Tokens, Tokens]]:
-        """`tokenise_batch` of every batch, in order.
+        """Yield `tokenise_batch` of every batch, in order.
 
         Raises:
             RunError: a process was killed.
-            DataError: a batch is malformed. All previous batches were yielded.
+            DataError: a batch is malformed. All previous batches have been yielded.
         """
         if self._pool is None:
             for batch in batches:

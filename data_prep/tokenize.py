@@ -2,9 +2,8 @@
 
 Writes one folder below --data_path: shards of ids that are read by memory map (src/data/text/token_files.py) and
 manifest.json with their provenance. A SOURCE is a file (.jsonl, .json, .txt, plain or with gzip;
-.parquet), a folder saved by `datasets`, or hub:ID[@CONFIG], which with --streaming is never written to the disk as
-text. The bytes do not depend on the number of processes. A killed run resumes after the last
-complete shard.
+.parquet), a folder saved by `datasets`, or hub:ID[@CONFIG]. With --streaming, the text of a hub data set is not written
+to the disk. The bytes do not depend on the number of processes. A killed run resumes after the last complete shard.
 """
 
 import argparse
@@ -101,8 +100,8 @@ def tokenise(data_path: Path, options: Options) -> bool:
 
     Raises:
         DataError: a source or the tokenizer is missing or damaged, or a split would be empty. Finished shards remain.
-        ConfigError: the options do not go together.
-        RunError: the disk refuses, or another process does the same.
+        ConfigError: the options contradict each other.
+        RunError: the disk refuses, or another process writes the same folder.
     """
     start = time.monotonic()
     _check(options)
@@ -149,7 +148,7 @@ def tokenise(data_path: Path, options: Options) -> bool:
 
 
 def _check(options: Options) -> None:
-    """Raises ConfigError for contradicting options."""
+    """Raise ConfigError for options that contradict each other."""
     if not 0 <= options.val_rate < 1:
         raise ConfigError(f"--val_rate: expected a share of at least 0 and below 1, got {options.val_rate}.")
     require_at_least(1, shard_tokens=options.shard_tokens, processes=options.processes)
@@ -166,7 +165,7 @@ def _check(options: Options) -> None:
 
 
 def _sources(data_path: Path, options: Options) -> list[tuple[str, text_sources.Source]]:
-    """(Split, source) in reading order.
+    """Open the sources; return (split, source) in reading order.
 
     Raises:
         DataError: a source is missing, or is given twice.

@@ -1,4 +1,4 @@
-"""Text that a command reads once, in order, to learn from it: documents of sources, and a sample of their lines."""
+"""Text from which a command trains, for example a tokenizer: documents of sources, and a sample of their lines."""
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -8,24 +8,24 @@ from typing import Any
 from data_prep import command, sources, text_sources
 
 MAX_CHARACTERS = 1 << 28
-"""Size of the training sample. SentencePiece needs about ten times as many bytes of memory."""
+"""Maximum size of the training sample. SentencePiece needs about ten times as many bytes of memory."""
 _LINE = re.compile(r"\S(?:.{0,1022}\S)?(?!\S)|\S{1,1024}")
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """The documents of --train; the paragraphs of a text file."""
+    """Documents of --train. The documents of a text file are its paragraphs."""
 
     sources: Sequence[text_sources.Source]
     field: str
 
     @property
     def facts(self) -> dict[str, Any]:
-        """Equal for equal documents in any folder."""
+        """Identity of the documents: equal for equal documents in any folder."""
         return {"sources": [source.facts for source in self.sources], "text_field": self.field}
 
     def batches(self, name: str) -> Iterator[list[str]]:
-        """The documents, some hundreds at a time, with the progress in the log. name: of the reader."""
+        """Yield the documents in batches of some hundreds, and log the progress. name: reader named in the log."""
         progress = command.Progress(name, "documents")
         for source in self.sources:
             for batch in source.read(None):
@@ -35,7 +35,7 @@ class Corpus:
 
 
 def open_corpus(names: Sequence[str], field: str) -> Corpus:
-    """The corpus of the SOURCES `names`; see `text_sources.open_source` for their kinds.
+    """Open the sources `names` as a corpus; see `text_sources.open_source` for their kinds.
 
     Raises:
         DataError: a source is missing, of an unknown kind, or given twice.
@@ -49,8 +49,8 @@ def open_corpus(names: Sequence[str], field: str) -> Corpus:
 
 
 def sample_lines(texts: Iterable[str], most: int = MAX_CHARACTERS) -> list[str]:
-    """Lines, cut between words to 1,024 characters at most: all of them, or every second, fourth, ..
-    where they are longer than `most`."""
+    """Sample lines, which are cut between words to at most 1,024 characters.
+    Returns all lines, or every second, fourth, eighth, ... line if they are longer than `most` in total."""
     lines, size, step = [], 0, 1
     for number, line in enumerate(line for text in texts for line in _LINE.findall(text)):
         if number % step == 0:

@@ -45,11 +45,11 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def prepare(data_path: Path, source: str, template: str, name: str, end_token: str | None = None) -> bool:
-    """Make the folder `data_path / name`; False if it is complete and up to date.
+    """Make the folder `data_path / name`; return False if it is already complete and up to date.
 
     Raises:
         ConfigError: there is no such template.
-        DataError: the source is missing or damaged, has no end token, or is the new folder.
+        DataError: the source is missing or damaged, has no end token, or is the output folder itself.
         RunError: the disk refuses.
     """
     if template not in CONTROLS:

@@ -5,7 +5,7 @@ python -m data_prep.assistants.check_dataset_counts --datasets all --mode rm --o
 python -m data_prep.assistants.check_dataset_counts --datasets assistant_tiny_sft --languages language_counts.csv
 
 A name is a folder below --data_path, or a group of experiments, which selects the folders of its data sets; `all`
-selects all folders of conversations. Counts the rows that a training in the mode learns from: conversations and texts
+selects all folders of conversations. Counts the rows that a training run in this mode uses: conversations and texts
 in sft, prompts with a better and a worse reply in rm. With --prepare, missing releases are downloaded from the hub and
 prepared first; for `all` this downloads more than 100 GB.
 """
@@ -55,10 +55,10 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
 def check(
     data_path: Path, datasets: Sequence[str], mode: Mode, output_path: Path, languages: Path | None, prepare: bool
 ) -> None:
-    """Write the counts, and print them.
+    """Count the samples; print the table and write it to `output_path`.
 
     Raises:
-        DataError: a named data set is not there, or has nothing to learn from in this mode; or none is there.
+        DataError: a named data set is missing or has no rows for this mode, or there are no data sets.
     """
     dataset_names = [word for words in datasets for word in words.split(",")]
     names = list(dict.fromkeys(name for word in dataset_names for name in _names(data_path, word, mode, prepare)))
@@ -91,7 +91,7 @@ def check(
 
 
 def _prepare_missing(data_path: Path, names: Sequence[str], mode: Mode) -> dict[str, str]:
-    """Prepare the releases that are not there; returns by name why one could not be."""
+    """Prepare missing releases; returns {name: reason} of failures."""
     missing = dict[str, str]()
     for name in names:
         if not (data_path / name / MANIFEST).is_file():
@@ -103,10 +103,10 @@ def _prepare_missing(data_path: Path, names: Sequence[str], mode: Mode) -> dict[
 
 
 def read_entries(data_path: Path, name: str) -> Iterator[tuple[str, Entry]]:
-    """(split, entry) of all rows of a prepared data set.
+    """Yield (split, entry) for each row of a prepared data set.
 
     Raises:
-        DataError: it is not there, incomplete or damaged, or its rows are no conversations.
+        DataError: the data set is missing, incomplete or damaged, or its rows are not conversations.
     """
     places = Places(data=data_path, runs=data_path)
     jsonl.require_splits(places, name)
@@ -117,7 +117,7 @@ def read_entries(data_path: Path, name: str) -> Iterator[tuple[str, Entry]]:
 
 
 def is_learned(entry: Entry, mode: Mode) -> bool:
-    """Whether a training in the mode learns from an entry. Replies that are all tied are not used."""
+    """Whether training in this mode uses an entry. Entries with only tied replies are not used."""
     return mode == "sft" or len({reply.rank for reply in entry.replies}) > 1
 
 
@@ -144,7 +144,7 @@ def _names(data_path: Path, name: str, mode: Mode, prepare: bool) -> list[str]:
 
 
 def list_corpora(data: Any) -> list[str]:
-    """The corpora of the data of an experiment, of mixtures too."""
+    """List the corpora in the data config of an experiment, including those in mixtures."""
     if isinstance(data, Mapping):
         own_corpora = [data["corpus"]] if isinstance(data.get("corpus"), str) else []
         return [*own_corpora, *(corpus for value in data.values() for corpus in list_corpora(value))]

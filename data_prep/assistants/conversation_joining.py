@@ -1,4 +1,4 @@
-"""Joins conversations until they reach a length, or puts an earlier one before them as an example."""
+"""Join conversations up to a maximum length, or prepend an earlier one as an example."""
 
 import json
 from collections import deque
@@ -12,26 +12,26 @@ _NEAR = 5
 
 
 class Joiner:
-    """Makes rows of one split longer, in order. Rows of text and of ranked replies are unchanged."""
+    """Lengthens the conversations of one split, in order. Text rows and rows with ranked replies are unchanged."""
 
     def __init__(self, characters: int | None, shots: float) -> None:
         """characters: join conversations with the same system message up to this length.
-        shots: share with an example."""
+        shots: share of the conversations that get an example."""
         self._characters, self._shots = characters, shots
         self._open = dict[str, tuple[list[Row], list[Row]]]()
         self._recent = deque[list[Row]](maxlen=_NEAR)
 
     def add(self, row: Row) -> Iterator[Row]:
-        """Add a row; yields the rows that are complete."""
+        """Add a row; yields the finished rows."""
         if "text" in row or "replies" in row or (self._characters is not None and row.keys() > {"messages"}):
-            yield row  # joining would lose its tools
+            yield row  # joining would drop keys such as tools
         elif self._characters is not None:
             yield from self._join(row["messages"], self._characters)
         else:
             yield {**row, "messages": self._with_example(row["messages"])}
 
     def flush(self) -> Iterator[Row]:
-        """Yield the incomplete rows."""
+        """Yield the rows that are still being joined."""
         yield from ({"messages": [*system, *talk]} for system, talk in self._open.values())
         self._open.clear()
 
@@ -44,7 +44,7 @@ class Joiner:
             yield {"messages": [*system, *self._open.pop(key)[1]]}
 
     def _with_example(self, messages: list[Row]) -> list[Row]:
-        """The messages, sometimes after those of one of the last few rows, chosen by these rows only."""
+        """Prepend one of the previous rows to a share of the conversations. The choice depends only on these rows."""
         if not self._shots:
             return messages
         draw, near = draws("shots", json.dumps(messages, sort_keys=True)), [*self._recent]

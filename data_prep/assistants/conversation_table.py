@@ -44,7 +44,7 @@ FORMS: Mapping[str, type[Form]] = {
 }
 SCRIPTS = tuple(map(str, sorted(Path(rows.__file__).parent.glob("*.py"))))
 REQUESTS = translation.REQUESTS
-"""The rows of a form depend on this file and on `SCRIPTS`."""
+"""Prepared rows depend on this file and on `SCRIPTS`."""
 Mode = Literal["sft", "rm"]
 OUR_KEYS = ("messages", "replies", "prompt", "tools", "text", rows.SPLIT_NAME)
 """Keys of prepared rows, which `keep` cannot name."""
@@ -66,19 +66,19 @@ class Release(Config):
     val: list[str] = []
     """Splits or files for validation; empty: a share of `train`, by the first message."""
     val_rate: float = Field(default=0.2, gt=0, lt=1)
-    """That share."""
+    """Share of `train` that is used for validation if `val` is empty."""
     split_column: str | None = None
     """Column with the split of a row: values that start with "val" or "test" are for validation."""
     licence: str = Field(min_length=1)
-    """As the release says; "unstated" if it says nothing."""
+    """License stated by the release; "unstated" if it states none."""
     modes: list[Mode] = Field(default=["sft"], min_length=1)
-    """Uses, the default first: sft, answers to learn; rm, ranked replies."""
+    """Modes it can be prepared for, the default first: sft (answers to learn) or rm (ranked replies)."""
     form: str | dict[str, Any]
-    """A name in `FORMS`, or {"name", and its options}."""
+    """Name in `FORMS`, or {"name": name, option: value}."""
     ranked_form: str | dict[str, Any] | None = None
-    """Another form for mode rm."""
+    """Form for mode rm; None: `form`."""
     columns: dict[str, str] = {}
-    """Names of the form's columns in the release."""
+    """{column of the form: column of the release}."""
     group_by: str | None = None
     """Dotted path of a column: rows with the same value are read together."""
     without_refusals: bool = False
@@ -90,9 +90,9 @@ class Release(Config):
     keep: list[str] = []
     """Columns to copy into prepared rows, by their names in the form: "answer" or "tests" for rewards, or any other."""
     negatives: Literal["refuse", "skip", "learn"] = "refuse"
-    """Rows in mode sft with `label` or `kto_tag` false: their answer is a bad one."""
+    """Treatment in mode sft of rows with a bad answer: `label` or `kto_tag` is false."""
     max_rows: int | None = Field(default=None, gt=0)
-    """Number of prepared rows to make of the sources of a split, the first ones."""
+    """Maximum number of prepared rows per split; the first ones are used."""
 
     @model_validator(mode="after")
     def _check_forms(self) -> "Release":
@@ -115,12 +115,12 @@ class Release(Config):
         return self
 
     def form_of(self, mode: Mode) -> Form:
-        """The form in which rows are read for a mode."""
+        """The form that reads rows for a mode."""
         return load_form(self.ranked_form if mode == "rm" and self.ranked_form is not None else self.form, "form")
 
 
 def load_form(raw: str | Mapping[str, Any], where: str) -> Form:
-    """A form of its name, or of {"name", and its options}.
+    """Load a form from its name, or from {"name": name, option: value}.
 
     Raises:
         ValueError: there is no such form, or an option is wrong.
@@ -142,7 +142,7 @@ def find(name: str, extra: Path | None = None) -> tuple[Release, Path]:
     extra: a file with entries that take precedence over resources/conversations.
 
     Raises:
-        ConfigError: no file has it, or its entry has a mistake: names the file, the entry and the field.
+        ConfigError: no file has this entry, or a field of it is invalid.
     """
     paths = dict[str, Path]()
     for path in [*([extra] if extra else []), *sorted(FOLDER.glob("*.yaml"))]:
@@ -163,7 +163,7 @@ def find(name: str, extra: Path | None = None) -> tuple[Release, Path]:
 
 
 def names(mode: Mode | None = None) -> list[str]:
-    """All releases of resources/conversations, or those for a mode, in the order of the alphabet."""
+    """Names of all releases in resources/conversations, or of those for a mode, sorted."""
     entries = {key: raw for path in FOLDER.glob("*.yaml") for key, raw in read_yaml(path, "releases by name").items()}
     return sorted(key for key, raw in entries.items() if mode is None or mode in raw.get("modes", ["sft"]))
 
@@ -181,7 +181,7 @@ def sources_of(release: Release, split: Literal["train", "val"], path: Path) -> 
 
 
 def _fill_pair(raw: Any, pair: str) -> Any:
-    """The entry with `pair` wherever it says "{pair}"."""
+    """Replace "{pair}" in all texts of an entry by `pair`."""
     if isinstance(raw, str):
         return raw.replace("{pair}", pair)
     if isinstance(raw, dict):

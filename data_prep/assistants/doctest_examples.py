@@ -1,4 +1,4 @@
-"""Examples of the standard library's documentation with their output, each module run twice in a process of its own."""
+"""Doctest examples of the standard library with their output; each module runs twice in a separate process."""
 
 import contextlib
 import doctest
@@ -24,7 +24,7 @@ MAX_CHARACTERS = 300
 
 
 def examples() -> list[tuple[str, str]]:
-    """(code, output) of each example with the documented output in both runs, in module order."""
+    """List (code, output) of the examples that print the documented output in both runs, in module order."""
     with ThreadPoolExecutor(2) as pool:
         module_examples = pool.map(_run, filter(_has_examples, stdlib_pages.modules()))
         return list(
@@ -66,7 +66,7 @@ def _run(name: str) -> list[tuple[str, str]]:
 
 
 def run_module(name: str) -> Iterator[tuple[str, str]]:
-    """The examples of a module that print what its documentation says, which are run here."""
+    """Run the examples of a module in this process; yield those that print the documented output."""
     module = importlib.import_module(name)
     for test in doctest.DocTestFinder(exclude_empty=True).find(module, name):
         code, passed_lines = "", set[int]()
@@ -108,7 +108,7 @@ class _Runner(doctest.DocTestRunner):
 
 
 def main(name: str) -> None:
-    """Print the examples of a module as JSON, in the last line; none where it cannot be imported."""
+    """Print the examples of a module as JSON in the last line; an empty list if the import fails."""
     all_examples = []
     with contextlib.suppress(Exception, SystemExit):
         all_examples = list(run_module(name))

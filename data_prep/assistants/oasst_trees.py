@@ -9,8 +9,8 @@ python -m data_prep.assistants.oasst_trees filter_trees finished.jsonl some.json
 python -m data_prep.assistants.oasst_trees split finished.jsonl train.jsonl val.jsonl --val_percent 20 --seed 0
 
 A file has a JSON object on each line: a tree, {"message_tree_id", "prompt": {..., "replies": [...]}}, or a message,
-{"message_id", "text", "role"}, which can have replies too. Files with names ending in .gz are compressed. Messages of
-one tree are never in both parts of a split.
+{"message_id", "text", "role"}, which can have replies too. Files with the suffix .gz are compressed. All messages
+of a tree are in the same part of a split.
 """
 
 import argparse
@@ -46,7 +46,7 @@ Row = dict[str, Any]
 
 
 def read(path: Path) -> Iterator[tuple[str, Row, bool]]:
-    """(where, row, whether it is a tree) of a file.
+    """Yield (where, row, whether it is a tree) for each row of a file.
 
     Raises:
         DataError: the file is missing or damaged, or a row is neither a tree nor a message; names file and line.
@@ -66,7 +66,7 @@ def read(path: Path) -> Iterator[tuple[str, Row, bool]]:
 
 
 def walk(message: Row) -> Iterator[Row]:
-    """A message and all replies below it, depth first."""
+    """Yield a message and all replies below it, depth first."""
     waiting = [message]
     while waiting:
         message = waiting.pop()
@@ -75,14 +75,14 @@ def walk(message: Row) -> Iterator[Row]:
 
 
 def without_nulls(row: Any) -> Any:
-    """A copy without the members that are null, at any depth (B27)."""
+    """Copy of a JSON value without null members at any depth."""
     if isinstance(row, dict):
         return {name: without_nulls(value) for name, value in row.items() if value is not None}
     return [without_nulls(value) for value in row] if isinstance(row, list) else row
 
 
 def filter_trees(options: argparse.Namespace) -> Iterator[Row]:
-    """The requested trees: --synthetic and --max_length apply to all of their messages, --lang to the prompt."""
+    """Select trees: --synthetic and --max_length apply to all of their messages, --lang to the prompt."""
     matches = _matching_trees(options)
     if options.count is None:
         return matches
@@ -115,8 +115,8 @@ def _draw(seed: int, name: str) -> bytes:
 
 
 def split(options: argparse.Namespace) -> Callable[[Row], bool]:
-    """A function that returns whether a row is for validation.
-    Selects --val_percent of the trees, rounded, depending only on --seed and the tree ids.
+    """Return a function that says whether a row is for validation.
+    --val_percent of the trees, rounded, are for validation; the choice depends only on --seed and the tree ids.
 
     Raises:
         ConfigError: none or all of the trees would be selected.
@@ -134,7 +134,7 @@ def split(options: argparse.Namespace) -> Callable[[Row], bool]:
 
 
 def counts(rows: Iterable[tuple[str, Row, bool]], languages: Container[str] | None = None) -> Counter[str]:
-    """Count trees, messages, roles and languages in a file. languages: of the messages to count; None: all.
+    """Count trees, messages, roles and languages in a file. languages: count only messages in these; None: all.
 
     "prompts with replies" are user messages with more than one reply, "with ranked replies" those with more than
     one ranked reply.
@@ -169,7 +169,7 @@ def _tree_id(where: str, row: Row) -> str:
 
 @contextlib.contextmanager
 def writer(path: Path, drop_nulls: bool) -> Iterator[Callable[[Any], None]]:
-    """A function that writes a row into a file. The file is replaced at the end of the block, unless it raises.
+    """Yield a function that writes a row. The file is replaced when the block ends, unless it raises.
 
     Raises:
         RunError: the disk refuses.

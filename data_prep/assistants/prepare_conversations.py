@@ -11,7 +11,7 @@ python -m data_prep.assistants.prepare_conversations --form completion --train q
 A release is an entry of resources/conversations or of your own file. It names the source and the form of its rows;
 --form replaces it. Sources: JSON, JSON lines (also .gz), Parquet, folders of `datasets`, hub:ID. --keep copies columns
 into the prepared rows, where rewards read them. Without validation rows, a share of --train is for validation, chosen
-by a digest of the first message. Validation rows that equal a training row are removed; case and blanks do not count. A
+by a digest of the first message. Validation rows that equal a training row are removed; case and blanks are ignored. A
 source that is given for both splits is in both.
 """
 
@@ -186,7 +186,7 @@ _SKIPPED = {
     "refused": "in which the assistant refuses",
     "duplicate": "of the validation split that are also in the training split",
 }
-"""Rows that are not written, by the name of their count."""
+"""{name of the count: kind of rows that are not written}."""
 _CHANGED = {
     "joined": "messages joined to the previous one, of the same role",
     "removed": "messages removed, such as those after the last answer",
@@ -208,7 +208,7 @@ class _Work:
         part: tuple[float, float] | None = None,
     ) -> None:
         """named_sources: (split, source) of each source.
-        part: of the questions, from 0 to 1: those for validation without a source for it."""
+        part: (start, end), from 0 to 1, of the questions to use for validation if no source is for validation."""
         self._part = part or (0.0, release.val_rate)
         self._name, self._release, self._form, self._named_sources = name, release, form, named_sources
         pinned = {"revision": release.revision, "data_files": release.files or None}
@@ -218,7 +218,8 @@ class _Work:
         }
         self._counts = Counter[str]()
         self._shares = dict[bytes, float]()
-        """By `_digest` of the first message: `_share_of` the first such row, whatever its case and blanks."""
+        """{`_digest` of a first message: `_share_of` the first row with it}.
+        Messages that differ only in case or blanks have the same share."""
         self._has_val = any(split == "val" for split, _ in named_sources)
         self._is_shared = len({source for _, source in named_sources}) < len(named_sources)
 
@@ -286,7 +287,7 @@ class _Work:
         return {"counts": dict(counts), "licence": self._release.licence}
 
     def _convert(self, source_split: str) -> Iterator[tuple[str, bytes, Row]]:
-        """(split, digest, prepared row) of each row of the sources of a split, checked as a training checks it."""
+        """Yield (split, digest, prepared row) for each row of a split's sources, checked as training does it."""
         for where, row in (
             each for split, source in self._named_sources if split == source_split for each in self._groups(source)
         ):
@@ -313,10 +314,10 @@ class _Work:
                 yield self._split_of(source_split, row, first), _digest(*_texts_of(entry)), each
 
     def _columns_to_keep(self, row: Row, where: str) -> Row:
-        """The columns of `keep`, equal in all rows of a group.
+        """The columns of `keep`, which must be equal in all rows of a group.
 
         Raises:
-            DataError: a row has no such column, or a value that JSON cannot write; or the rows of a group differ.
+            DataError: a row has no such column or a value that is not valid JSON, or the rows of a group differ.
         """
         first, *others = [
             {name: self._value(each, name, where) for name in self._release.keep} for each in rows_of(row)
@@ -339,10 +340,10 @@ class _Work:
         return row[name]
 
     def _skips_negative(self, row: Row, converted: Sequence[Row], where: str) -> bool:
-        """Whether to skip a row: its label is negative.
+        """Whether to skip a row because its label is negative.
 
         Raises:
-            DataError: it was not said what to do with them.
+            DataError: `negatives` is "refuse".
         """
         if self._release.negatives == "learn" or not any(
             "messages" in each and "replies" not in each for each in converted
@@ -361,11 +362,11 @@ class _Work:
 
     def _is_negative(self, value: Any) -> bool:
         if isinstance(value, int | float) and not isinstance(value, bool):
-            return value in (0, -1) and not isinstance(self._form, Columns)  # there a number is rather a class
+            return value in (0, -1) and not isinstance(self._form, Columns)  # in columns, a number is usually a class
         return value is False or (isinstance(value, str) and value.strip().lower() == "false")
 
     def _reason_to_skip(self, row: Row, entry: Entry) -> str:
-        """The name of a count in `_SKIPPED`, or "" for a row to write."""
+        """Reason to skip a row, a key of `_SKIPPED`; "" for a row to write."""
         if kind_of(row) == EMPTY_ROW or (entry.replies and not any(reply.content.strip() for reply in entry.replies)):
             return "silent"
         prompts = [message for message in entry.messages if message.role in ("user", "tool")]
@@ -382,7 +383,7 @@ class _Work:
         return "val" if self._part[0] <= share < self._part[1] else "train"
 
     def _groups(self, source: str) -> Iterator[tuple[str, Row]]:
-        """(where, row); with `group_by` (where, {"rows": the rows of a group}), in the order of their first rows."""
+        """Yield (where, row), or with `group_by` (where, {"rows": rows of a group}) in the order of the first rows."""
         if self._release.group_by is None:
             yield from self._rows(source)
             return
@@ -393,7 +394,7 @@ class _Work:
         yield from ((where, {"rows": rows}) for where, rows in groups.values())
 
     def _rows(self, source: str) -> Iterator[tuple[str, Row]]:
-        """(where, row) of a source, with the form's column names and `SPLIT_NAME`."""
+        """Yield (where, row) of a source, with the form's column names and `SPLIT_NAME`."""
         split = {
             SPLIT_NAME: sources.hub_id(source)[2]
             if source.startswith(sources.HUB)
@@ -410,7 +411,7 @@ class _Work:
 
 
 def parse_fold(text: str) -> tuple[float, float]:
-    """Start and end, from 0 to 1, of the K-th of N equal parts. text: K/N.
+    """Parse K/N to the start and end, from 0 to 1, of the K-th of N equal parts.
 
     Raises:
         ConfigError: the text is not K/N.
@@ -438,7 +439,7 @@ def _texts_of(entry: Entry) -> list[str]:
 
 
 def _digest(*texts: str) -> bytes:
-    """Digest of texts; case and blanks do not count."""
+    """Digest of texts, ignoring case and blanks."""
     return hashlib.sha256("\0".join(" ".join(text.split()).casefold() for text in texts).encode()).digest()[:8]
 
 

@@ -2,7 +2,7 @@
 
 The experiment is one of exp_configs.py, GROUP or GROUP[3], with recipe `sft`, `reward` or `dpo`. Prints samples of its
 first micro-batch, with tokens colored by role and underlined if they are trained on; how much of each data set an epoch
-reads, and how often the training reads it; and the memory plan of one GPU. Output to a file has no colors: tokens that
+reads and how often training reads it; and the memory plan of one GPU. Output to a file has no colors: tokens that
 are trained on are in [[ ]] after their role. No weights are loaded, and nothing is written.
 """
 
@@ -35,13 +35,13 @@ from src.systems.assistants.conversations.rendering import Rendered, Role
 COMMAND = "python -m data_prep.assistants.show_conversations"
 RECIPES = ("sft", "reward", "dpo")
 COLOURS = {Role.TEMPLATE: 90, Role.SYSTEM: 35, Role.USER: 36, Role.ASSISTANT: 32, Role.TOOL: 33, Role.TEXT: 39}
-"""Codes of ANSI."""
+"""ANSI color codes."""
 _SAMPLES_TO_COUNT = 100
 """Number of samples per data set for the token counts."""
 
 
 class SampleView(NamedTuple):
-    """A conversation of a sample, as the training reads it."""
+    """A conversation of a sample, as training reads it."""
 
     source: str
     number: int
@@ -78,7 +78,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def show(experiment: str, data_path: Path, savedir_base: Path, samples: int = 4, color: str = "auto") -> None:
-    """Print the data of a training.
+    """Print the data of an experiment.
 
     Raises:
         ConfigError: there is no such experiment, or it does not train on conversations.
@@ -124,7 +124,7 @@ def show(experiment: str, data_path: Path, savedir_base: Path, samples: int = 4,
 
 
 def describe_memory(recipe: Any, places: Places) -> str:
-    """The memory plan of the training on one GPU, or the reason why it is unknown."""
+    """Memory plan of training on one GPU, or the reason why it is unknown."""
     try:
         plan = recipe.plan_memory(places, gpus=1, gpu="H100")
     except UserError as error:
@@ -142,7 +142,7 @@ def _read_groups() -> Any:
 
 
 def find_experiment(groups: Any, name: str) -> dict[str, Any]:
-    """The experiment "GROUP", the first of the group, or "GROUP[3]".
+    """Find the experiment "GROUP[3]", or "GROUP", which is the first of the group.
 
     Raises:
         ConfigError: there is no such experiment.
@@ -178,8 +178,8 @@ def first_step(train: Dataset, seed: int, loop: Any) -> list[tuple[Any, ...]]:
 
 
 def locate(name: str, data: Any, key: Sequence[Any]) -> Iterator[tuple[str, Any, int, int]]:
-    """(name, data set, epoch, index) of the conversation of a key, which can be in a part of a mixture.
-    A packed row yields all of its conversations."""
+    """Yield (name, data set, epoch, index) of the conversation of a key, which can be in a part of a mixture.
+    For a packed row, yields all of its conversations."""
     if isinstance(data, PackedDataset):
         for i in range(0, len(key), 3):
             yield from locate(name, data.documents, key[i : i + 2])
@@ -192,7 +192,7 @@ def locate(name: str, data: Any, key: Sequence[Any]) -> Iterator[tuple[str, Any,
 
 
 def read_sample(name: str, data: Any, epoch: int, index: int) -> list[SampleView]:
-    """The conversation of a sample; of ranked replies one with each."""
+    """The conversation of a sample; for ranked replies, one conversation per reply."""
     rendered: list[Rendered]
     if isinstance(data, Conversations):
         rendered, masks = [data.render(epoch, index)], [data.sample(epoch, index)["loss_mask"]]
@@ -218,13 +218,13 @@ def write(view: SampleView, tokenizer: Any, is_colored: bool) -> str:
 
 
 def paint(text: str, role: Role, is_learned: bool) -> str:
-    """The text in the colour of a role, colored line by line for pagers."""
+    """Color a text by role, line by line for pagers."""
     code = f"\x1b[{COLOURS[role]}{';4' if is_learned else ''}m"
     return "\n".join(f"{code}{line}\x1b[0m" if line else "" for line in text.split("\n"))
 
 
 def describe_mixture(name: str, train: Any, read: float) -> Iterator[list[str]]:
-    """Cells of a table. read: conversations in the complete training."""
+    """Yield the rows of the table of data sets. read: number of conversations that the run reads."""
     yield ["data set", "samples", "an epoch reads", "the training", "tokens", "learned"]
     for part, data, share in _shares(name, train, 1.0):
         views = [
@@ -243,7 +243,7 @@ def describe_mixture(name: str, train: Any, read: float) -> Iterator[list[str]]:
 
 
 def _shares(name: str, data: Any, share: float) -> Iterator[tuple[str, Any, float]]:
-    """(name, data set, share of the samples) of each data set that is read."""
+    """Yield (name, data set, share of the samples) for each data set that is read."""
     if isinstance(data, PackedDataset):
         yield from _shares(name, data.documents, share)
     elif isinstance(data, MixtureDataset):

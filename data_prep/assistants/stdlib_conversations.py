@@ -1,15 +1,14 @@
 """Write conversations that need no download: `python -m data_prep.assistants.stdlib_conversations`.
 
 Below --data_path are three data sets and a tokenizer of characters, expression_tokenizer:
-expression_tasks: "Write an expression of 7 and 12 that gives 19.", answered by a program of ours; half of the answers
-are in parentheses;
-expression_replies: replies to such tasks from best to worst: right and in parentheses, as people (we) prefer it; right;
-with the wrong value; with other numbers; not Python;
-expression_pairs: pairs of replies: the better one is right and in parentheses, the other is not right or has no
+expression_tasks: "Write an expression of 7 and 12 that gives 19.", answered by a program; half of the answers are in
 parentheses;
-stdlib_doctests: examples of the standard library's documentation, with the output of this Python; run twice, and left
-out if the outputs differ. No task of a validation split is in a training split. Two runs on the same Python give the
-same bytes.
+expression_replies: replies to such tasks from best to worst: right and in parentheses, as people prefer it (in our
+example); right; with the wrong value; with other numbers; not Python;
+expression_pairs: pairs of replies: the better one is right and in parentheses, the other is wrong or without them;
+stdlib_doctests: examples of the standard library's documentation, with the output of this Python; run twice, and
+dropped if the outputs differ. No task of a validation split is in a training split. Two runs on the same Python give
+the same bytes.
 """
 
 import argparse
@@ -63,7 +62,7 @@ def prepare(data_path: Path) -> bool:
 
 
 def tasks(split: str) -> list[tuple[int, int, str]]:
-    """All tasks of a split, as two numbers and an operator: the larger number first."""
+    """All tasks of a split as (number, number, operator), the larger number first."""
     every = [(a, b, operator) for a in NUMBERS for b in NUMBERS if b < a for operator in OPERATORS]
     return [task for task in every if (_percent(f"{task}") < VAL_PERCENT) == (split == "val")]
 
@@ -117,7 +116,7 @@ def _pairs(split: str) -> Iterator[dict[str, Any]]:
 
 
 def rank_replies(task: tuple[int, int, str], draw: random.Random) -> dict[str, Any]:
-    """A task with five replies, the best first."""
+    """Row with a task and five ranked replies, best first."""
     one, other, operator = task
     right, question = _right(task, draw), _question(task, draw)
     wrong = draw.choice([kind for kind in OPERATORS if OPERATORS[kind](one, other) != OPERATORS[operator](one, other)])

@@ -21,7 +21,7 @@ Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 @dataclass(frozen=True)
 class Question:
-    """One question about a context, of one of KINDS, and its only answer."""
+    """A question about a context, its kind (one of KINDS) and its only answer."""
 
     kind: str
     text: str
@@ -37,7 +37,7 @@ class Snippet:
 
 
 def snippets(source: str, min_chars: int, max_chars: int) -> Iterator[Snippet]:
-    """Functions, classes and methods of a module, in source order; functions inside functions belong to the outer one.
+    """Yield the functions, classes and methods of a module in source order; nested functions are part of the outer one.
 
     `source` has "\\n" line ends. Leaves out contexts with fewer or more characters than the limits, and definitions
     with a docstring that shares its line with code.
@@ -47,7 +47,7 @@ def snippets(source: str, min_chars: int, max_chars: int) -> Iterator[Snippet]:
         ValueError: `source` has null bytes.
     """
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # invalid escapes and the like are not ours to mend
+        warnings.simplefilter("ignore")  # the source can have invalid escapes
         tree = ast.parse(source)
     lines = source.split("\n")
     for node, word in _definitions(tree.body, "function"):
@@ -68,13 +68,13 @@ def reveals(question: str, answer: str) -> bool:
 
 
 def _is_fair(question: Question) -> bool:
-    """Whether an answer is short, not in the question, with a word that metrics count (no article or punctuation)."""
+    """Whether an answer is short, is not in the question, and has more than articles and punctuation for metrics."""
     words = [w for w in re.findall(r"[^\W_]+", question.answer.lower()) if w not in _ARTICLES]
     return bool(words) and len(question.answer) <= _MAX_ANSWER_CHARS and not reveals(question.text, question.answer)
 
 
 def _definitions(body: Sequence[ast.stmt], word: str) -> Iterator[tuple[Definition, str]]:
-    """Definitions in `body` and in its classes, `if`, `try` and `with`, each with the word for its kind."""
+    """Yield the definitions in `body` and in its classes, `if`, `try` and `with`, each with the word for its kind."""
     for node in body:
         if isinstance(node, _FUNCTIONS):
             yield node, word
@@ -93,7 +93,7 @@ def _below(node: ast.stmt) -> list[ast.stmt]:
 
 
 def _definitions_in(node: Definition) -> list[Definition]:
-    """`node` and every definition inside it. Only statements can hold one, so expressions are not searched."""
+    """`node` and every definition inside it. Only statements contain definitions, so expressions are not searched."""
     definitions, todo = [], [node]
     while todo:
         statement = todo.pop()
@@ -111,7 +111,7 @@ def _docstring(node: Definition) -> ast.Expr | None:
 
 
 def _without_docstrings(node: Definition, lines: Sequence[str]) -> str | None:
-    """Source of `node` from its decorators, dedented, no docstring inside; None if code is on a docstring's line."""
+    """Dedented source of `node` with decorators, without docstrings; None if a docstring shares its line with code."""
     start = min([node.lineno, *(d.lineno for d in node.decorator_list)]) - 1
     remaining: list[str | None] = list(lines[start : node.end_lineno])
     for inner in _definitions_in(node):
@@ -195,7 +195,7 @@ def _segment(node: ast.expr, lines: Sequence[str]) -> str | None:
 def _running(node: ast.FunctionDef | ast.AsyncFunctionDef) -> list[ast.AST] | None:
     """Nodes that run when the function is called; None if some run later, so "calls" and "raises" are ambiguous."""
     nodes: list[ast.AST] = list(node.body)
-    for inner in nodes:  # grows while it is read
+    for inner in nodes:  # the loop appends to the list
         if isinstance(inner, (*_DEFINITIONS, ast.Lambda)):
             return None
         nodes += ast.iter_child_nodes(inner)
@@ -203,7 +203,7 @@ def _running(node: ast.FunctionDef | ast.AsyncFunctionDef) -> list[ast.AST] | No
 
 
 def _raised_classes(node: ast.FunctionDef | ast.AsyncFunctionDef, running: Sequence[ast.AST]) -> list[str]:
-    """Exception classes in the order of their raise statements; empty if one re-raises or raises no named class."""
+    """Exception classes in the order of their raise statements; empty if a statement does not name a class."""
     local = {inner.id for inner in running if isinstance(inner, ast.Name) and isinstance(inner.ctx, ast.Store)}
     local |= {inner.name for inner in running if isinstance(inner, ast.ExceptHandler) and inner.name}
     local |= {inner.arg for inner in ast.walk(node.args) if isinstance(inner, ast.arg)}
@@ -218,7 +218,7 @@ def _raised_classes(node: ast.FunctionDef | ast.AsyncFunctionDef, running: Seque
 
 
 def _called_names(running: Sequence[ast.AST]) -> list[str]:
-    """Last names of the callees, as `join` of `os.path.join(…)`, in source order, each once."""
+    """Last name of each callee (`join` for `os.path.join(…)`), in source order, without duplicates."""
     positions = []
     for inner in running:
         if isinstance(inner, ast.Call) and isinstance(inner.func, (ast.Name, ast.Attribute)):
@@ -228,12 +228,12 @@ def _called_names(running: Sequence[ast.AST]) -> list[str]:
 
 
 def _in_order(positions: Sequence[tuple[int, int, str]]) -> list[str]:
-    """Names of (line, column, name), first to last in the source, each once."""
+    """Sort (line, column, name) by position; return the names without duplicates."""
     return list(dict.fromkeys(name for _, _, name in sorted(positions)))
 
 
 def _dotted_name(node: ast.expr) -> str | None:
-    """`a.b.c` as written, None for anything else."""
+    """`a.b.c` as written; None for other expressions."""
     if isinstance(node, ast.Name):
         return node.id
     if isinstance(node, ast.Attribute) and (head := _dotted_name(node.value)):

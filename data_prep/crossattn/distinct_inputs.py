@@ -1,4 +1,4 @@
-"""The distinct encoder inputs of a prepared corpus, in batches of similar length."""
+"""Distinct encoder inputs of a prepared corpus, in batches of similar length."""
 
 import hashlib
 import json
@@ -15,7 +15,7 @@ from src.systems.crossattn.data import encoded_store, questions
 from src.systems.crossattn.data.encoder_inputs import EncoderInputs
 
 _MANY = 64
-"""Assumed number of inputs per batch if unlimited, for the size of a window."""
+"""Inputs per batch assumed for the size of a window if the batch size is unlimited."""
 _WINDOW = 64
 """Batches per window; inputs are sorted by length within a window."""
 
@@ -28,16 +28,16 @@ class Counts:
     inputs: int = 0
     """Distinct inputs."""
     too_long: int = 0
-    """Distinct contexts that did not fit."""
+    """Distinct contexts that exceed the length limit."""
     num_reused: int = 0
-    """Inputs that were encoded before."""
+    """Inputs that were already encoded."""
     encoded: int = 0
     keys: set[bytes] = field(default_factory=set, repr=False)
     texts: set[bytes] = field(default_factory=set, repr=False)
 
 
 def missing(source: Path, inputs: EncoderInputs, known_keys: set[bytes], counts: Counts) -> Iterator[list[int]]:
-    """Encoder inputs of all rows that are not among the `known_keys`, each once. Fills `counts`."""
+    """Yield each distinct encoder input that is missing in `known_keys`. Updates `counts`."""
     for name in row_files(source):
         rows = jsonl.read_rows(source / name, questions.FIELDS, questions.OPTIONAL, questions.require_equal_lengths)
         for number, row in enumerate(rows, 1):
@@ -67,8 +67,8 @@ def row_files(source: Path) -> list[str]:
 
 
 def batches(inputs: Iterator[list[int]], size: int | None, tokens: int | None = None) -> Iterator[list[list[int]]]:
-    """Batches of inputs of similar length, at most `size` of them and at most `tokens` with padding, but one at least.
-    Each window of the stream is sorted."""
+    """Yield batches of similar length, of 1 to `size` inputs and at most `tokens` padded tokens.
+    A longer input is a batch of its own. Inputs are sorted within a window of the stream."""
     window: list[list[int]] = []
     for ids in inputs:
         window.append(ids)

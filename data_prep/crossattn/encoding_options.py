@@ -18,7 +18,7 @@ from src.systems.crossattn.data.encoder_inputs import EncoderInputs, EncodingOpt
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """Add the options for the base and its inputs."""
+    """Add the options of the base model and its inputs."""
     add = parser.add_argument
     add(
         "--embedding_model",
@@ -65,7 +65,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def model(options: argparse.Namespace) -> ModelConfig:
-    """The base."""
+    """Config of the base model."""
     raw: dict[str, Any] = {"name": "hf", "path": options.embedding_model, "dtype": options.model_dtype}
     if re.fullmatch(r"[0-9a-f]{32}", options.embedding_model):
         raw = {"name": "experiment", "exp_id": options.embedding_model}
@@ -73,17 +73,17 @@ def model(options: argparse.Namespace) -> ModelConfig:
 
 
 def rules(options: argparse.Namespace) -> EncodingOptions:
-    """The rules of the encoder inputs."""
+    """Rules for the encoder inputs."""
     rule_options = (options.template, options.questions_on_contexts, options.chunked_contexts, options.too_long)
     return EncodingOptions(options.maximum_input_length, *rule_options)
 
 
 def architecture(base: ModelConfig, places: Places, rules: EncodingOptions) -> tuple[dict[str, Any], int]:
-    """Identity and hidden size of the base.
+    """Identity and hidden size of the base model.
 
     Raises:
-        ConfigError: it is no decoder, has no weights yet, is of no known family, or reads fewer tokens than `rules`
-            allow.
+        ConfigError: the base is not a decoder, has no weights yet, is of an unknown family, or has a shorter context
+            than `rules` allow.
     """
     base.check(places)
     try:
@@ -92,25 +92,27 @@ def architecture(base: ModelConfig, places: Places, rules: EncodingOptions) -> t
         inside = encoded_store.base_identity(base, places) if base.kind(places) == CROSS_ATTENTION else None
         advice = f" What encodes its contexts is {encoded_store.describe_base(inside)}: name that." if inside else ""
         raise ConfigError(f"{error}{advice}") from None
-    sizes, who = base.architecture(places), encoded_store.base_identity(base, places)
-    if who is None:
+    sizes, base_id = base.architecture(places), encoded_store.base_identity(base, places)
+    if base_id is None:
         raise ConfigError(f"{base.name}: not trained yet, so there is nothing to encode with. Train it first.")
     if sizes is None:
-        raise ConfigError(f"{encoded_store.describe_base(who)}: no decoder that cross-attention can be attached to.")
+        raise ConfigError(
+            f"{encoded_store.describe_base(base_id)}: no decoder that cross-attention can be attached to."
+        )
     if sizes.max_positions is not None and rules.context_tokens > sizes.max_positions:
         raise ConfigError(
             f"--maximum_input_length: {rules.context_tokens} tokens are more than the {sizes.max_positions} "
             f"positions of the base."
         )
-    return who, sizes.hidden_size
+    return base_id, sizes.hidden_size
 
 
 def inputs(base: ModelConfig, places: Places, rules: EncodingOptions) -> tuple[EncoderInputs, str]:
-    """The writer of encoder inputs with the base's tokenizer, and its digest.
+    """Build the encoder inputs with the tokenizer of the base; return them with its digest.
 
     Raises:
         DataError: the tokenizer cannot be loaded.
-        ConfigError: the template takes all the tokens.
+        ConfigError: the template leaves no tokens for the context.
     """
     tokenizer = tokenizers.load(base.tokenizer_folder(places) or _base_path(base, places))
     prompter = templates.Prompter(tokenizers.SafeTokenizer(tokenizer), rules.template)
@@ -119,6 +121,6 @@ def inputs(base: ModelConfig, places: Places, rules: EncodingOptions) -> tuple[E
 
 
 def _base_path(base: ModelConfig, places: Places) -> str | Path:
-    """The folder of the base below the prepared data if it exists, else its path or hub id."""
+    """Folder of the base below the prepared data if it exists, else its path or hub id."""
     path: str = base.path  # type: ignore[attr-defined]  hf has one
     return places.data / path if os.path.isdir(places.data / path) else path

@@ -1,4 +1,4 @@
-"""Writing a folder of encoded contexts, resumable after a crash."""
+"""Write a folder of encoded contexts, resumable after a crash."""
 
 import logging
 from pathlib import Path
@@ -12,7 +12,7 @@ log = logging.getLogger(__name__)
 
 
 def open_or_create(folder: Path, mine: dict[str, Any]) -> dict[str, Any]:
-    """store.json, created if missing."""
+    """Read store.json, or create it if missing."""
     if not (folder / encoded_store.STORE).exists():
         store = {"format": encoded_store.FORMAT, **mine, "shards": {}, "prepared": []}
         files.write_json(folder / encoded_store.STORE, store)
@@ -33,7 +33,7 @@ def open_or_create(folder: Path, mine: dict[str, Any]) -> dict[str, Any]:
 
 
 def recover(folder: Path, store: dict[str, Any], verify: bool) -> set[bytes]:
-    """Keys of all complete entries. Truncates damaged shards, and updates the list of shards in `store`."""
+    """Truncate damaged shards, and update the list of shards in `store`; return the keys of all complete entries."""
     size, defects = encoded_store.row_bytes(store), encoded_store.defects(folder, store)
     for message in defects.values():
         log.warning("%s: it is encoded again.", message)
@@ -48,7 +48,7 @@ def recover(folder: Path, store: dict[str, Any], verify: bool) -> set[bytes]:
 
 
 def _records(folder: Path, name: str, store: dict[str, Any], size: int, everything: bool) -> Any:
-    """The complete records of a shard, which is truncated at the first damaged one."""
+    """Truncate a shard at the first damaged record; return the complete records before it."""
     if not everything and name in store["shards"]:
         try:
             return encoded_shards.read_index(folder, name, store["shards"][name]["entries"])

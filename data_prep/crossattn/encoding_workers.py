@@ -1,4 +1,4 @@
-"""Encoding processes: one for each device, each with its own model and shard."""
+"""Encode in one process per device, each with its own model and shard."""
 
 import contextlib
 import logging
@@ -24,7 +24,7 @@ from src.systems.crossattn.data.encoded_store import context_key
 log = logging.getLogger(__name__)
 Batch = Sequence[Sequence[int]]
 _AHEAD = 2
-"""Batches queued per worker, so that it never waits for the next."""
+"""Batches queued per worker, so that it does not wait for the next one."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Job:
 
 
 class Encoding:
-    """A base on one device that encodes batches into a new shard."""
+    """Base model on one device that encodes batches into a new shard."""
 
     def __init__(self, job: Job, device: str) -> None:
         self._job, self._device = job, device
@@ -51,11 +51,11 @@ class Encoding:
         self._last_commit = time.monotonic()
 
     def take(self, batch: Batch) -> None:
-        """Encode sequences of ids.
+        """Encode a batch of token sequences.
 
         Raises:
-            RunError: the device has too little memory.
-            DataError: states are not finite.
+            RunError: the device is out of memory.
+            DataError: hidden states are not finite.
         """
         import torch
 
@@ -95,13 +95,13 @@ class Encoding:
 
 
 def encode_all(job: Job, batches: Iterable[Batch], devices: Sequence[str]) -> int:
-    """Encode all `batches`: in this process if there is one device, else in a process for each.
+    """Encode all `batches`: in this process for one device, else in one process per device.
     Returns the number of sequences.
 
-    Work that was committed before an error is not lost.
+    Batches that were committed before an error are not lost.
 
     Raises:
-        RunError: a worker failed; says on which device and why. Nothing is tried again elsewhere.
+        RunError: a worker failed; the message has the device and the reason. There is no retry on other devices.
         UserError: raised in a worker.
     """
     progress = Progress("encoding", "inputs")
@@ -119,7 +119,7 @@ def encode_all(job: Job, batches: Iterable[Batch], devices: Sequence[str]) -> in
             progress.count(len(batch), sum(map(len, batch)))
     except UserError:
         raise
-    except Exception as error:  # whatever the device raises
+    except Exception as error:  # the class of the error depends on the device
         raise RunError(_worker_error(devices[0], _line(error))) from error
     finally:
         encoding.close()
@@ -161,7 +161,7 @@ def _in_processes(job: Job, batches: Iterator[Batch], devices: Sequence[str], pr
 def _serve(
     pipe: Any, workers: dict[Any, tuple[Any, str, list[Batch]]], batches: Iterator[Batch], progress: Progress
 ) -> None:
-    """Answer one message of a worker: None for a batch that is done, "closed", or an error."""
+    """Handle one message of a worker: None for a finished batch, "closed", or an error."""
     process, device, pending = workers[pipe]
     try:
         message = pipe.recv()
@@ -187,7 +187,7 @@ def _serve(
 
 
 def _work(job: Job, device: str, threads: int, pipe: Connection) -> None:
-    """The main function of a worker: ends on request, or when its parent is gone."""
+    """Main function of a worker. Ends on request, or when the parent process ends."""
     import torch
 
     torch.set_num_threads(threads)
@@ -198,12 +198,12 @@ def _work(job: Job, device: str, threads: int, pipe: Connection) -> None:
             pipe.send(None)
         encoding.close()
         pipe.send("closed")
-    except (EOFError, ConnectionError, KeyboardInterrupt):  # the parent is gone, or all were interrupted
+    except (EOFError, ConnectionError, KeyboardInterrupt):  # the parent process ended, or all were interrupted
         encoding.close()
     except UserError as error:
         encoding.close()
         pipe.send(error)
-    except Exception as error:  # noqa: BLE001  the parent reports whatever the device raises
+    except Exception as error:  # noqa: BLE001  the parent reports any error of the device
         log.error("%s failed:\n%s", device, traceback.format_exc())
         encoding.close()
         pipe.send(_line(error))

@@ -1,11 +1,10 @@
-"""Prepare questions on contexts from releases: `python -m data_prep.crossattn.prepare_qa --name nq --train FILE.. --val
-FILE..`.
+"""Prepare questions with contexts: `python -m data_prep.crossattn.prepare_qa --name nq --train FILE.. --val FILE..`.
 
 Writes one folder below --data_path, atomically: train.jsonl, val.jsonl and manifest.json, with their provenance and the
 counts of skipped questions. Two runs on the same files give the same bytes. A SOURCE is a file (JSON or JSON lines,
 plain or with gzip; or parquet), a folder saved by `datasets`, or hub:ID[@CONFIG]. Layouts: SQuAD 1.1 and 2.0, HotpotQA,
 Natural Questions (simplified, original, NQ-open), MS MARCO, TopiOCQA, TriviaQA, DPR, questions with retrieved passages,
-and rows that are prepared already (data_prep/crossattn/qa_releases).
+and rows that are already prepared (data_prep/crossattn/qa_releases).
 """
 
 import argparse
@@ -83,7 +82,7 @@ def prepare(data_path: Path, options: Options) -> bool:
     """Make the folder `data_path / options.name`; False if it is complete and has the same provenance.
 
     Raises:
-        DataError: a source is missing, damaged or of no known layout, or a split would be empty. Nothing was written.
+        DataError: a source is missing, damaged or of unknown layout, or a split would be empty. Nothing is written.
         RunError: the disk refuses.
     """
     folder = data_path / options.name
@@ -105,7 +104,7 @@ def prepare(data_path: Path, options: Options) -> bool:
 
 
 def _write(partial_folder: Path, options: Options, choice: Choice) -> dict[str, Any]:
-    """Write both splits into the temporary folder `partial_folder`; returns the facts for the manifest."""
+    """Write both splits into the temporary folder `partial_folder`; return the facts for the manifest."""
     pools: dict[str, dict[str, Passage]] = {split: {} for split in SPLITS}
     if options.distractors_from == "rows":
         for split, _, question in choice.questions():

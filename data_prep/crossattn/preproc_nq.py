@@ -10,7 +10,7 @@ with more rows, it encodes only the missing inputs.
 import sys
 from pathlib import Path
 
-if not __package__:  # run as a file: its folder gives way to the root
+if not __package__:  # run as a file: replace its folder by the root of the project
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 import argparse
@@ -38,20 +38,20 @@ PROCESSED_FOLDER = "processed_data"
 
 @dataclass(frozen=True)
 class Request:
-    """The base, the corpus and the folder of an encoding."""
+    """Base model, corpus, folders and options of an encoding run."""
 
     model: ModelConfig
     places: Places
     corpus: str
     rules: EncodingOptions
     devices: Sequence[str]
-    """One worker for each."""
+    """Devices, with one worker each."""
     batch_size: int | None = 8
     batch_tokens: int | None = None
     dtype: str = "bfloat16"
-    """The type of the states on disk."""
+    """Data type of the states on disk."""
     verify: bool = False
-    """Compare the checksums of all entries, and encode damaged ones again."""
+    """Whether to verify the checksums of all entries and encode damaged ones again."""
     commit_seconds: float = 1.0
     """Seconds between commits: the work that a crash can lose."""
 
@@ -69,12 +69,12 @@ def _run(**options: Any) -> None:
 
 
 def prepare(request: Request) -> distinct_inputs.Counts:
-    """Encode the missing inputs, and write the rows next to them.
+    """Encode the missing inputs, and write the rows of the corpus next to their states.
 
     Raises:
-        ConfigError: the base has no weights yet, or the folder holds states of another one.
+        ConfigError: the base has no weights yet, or the folder has states of another base.
         DataError: the corpus is missing or malformed, or a context is too long and that is refused.
-        RunError: another process encodes into the folder, a worker failed, or the disk refuses.
+        RunError: another process writes to the folder, a worker failed, or the disk refuses.
     """
     source = jsonl.corpus_folder(request.places, request.corpus)
     jsonl.require_splits(request.places, request.corpus)
@@ -110,14 +110,14 @@ def prepare(request: Request) -> distinct_inputs.Counts:
 
 
 def folder_of(request: Request) -> Path:
-    """Where the rows and their states are written."""
+    """Folder for the rows and their states."""
     config = request.model
     name = getattr(config, "exp_id", None) or Path(config.path).name  # type: ignore[attr-defined]  hf has one
     return request.places.data / PROCESSED_FOLDER / name / request.corpus
 
 
 def _finish(folder: Path, store: dict[str, Any], new_facts: dict[str, Any], source: Path) -> None:
-    """List the shards, and write the rows next to them. Replaces rows that were prepared before."""
+    """List the shards, and write the rows next to them. Existing rows are replaced."""
     options = {name: new_facts[name] for name in encoded_store.FLAGS}
     others = [
         p
@@ -153,7 +153,7 @@ def _link(request: Request) -> None:
         if name and not Path(name).is_absolute() and (data / name).is_dir() and not link.exists():
             with files.writing(link):
                 link.parent.mkdir(parents=True, exist_ok=True)
-                link.unlink(missing_ok=True)  # one that leads nowhere
+                link.unlink(missing_ok=True)  # a broken link
                 link.symlink_to(os.path.relpath(data / name, link.parent))
 
 
@@ -184,7 +184,7 @@ def _request(options: argparse.Namespace) -> Request:
 
 
 def _devices(device_list: str | None, num_proc: int | None) -> list[str]:
-    """One device for each worker."""
+    """List the devices, one per worker."""
     import torch
 
     if device_list:

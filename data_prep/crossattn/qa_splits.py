@@ -1,4 +1,4 @@
-"""From questions of releases to the rows of two splits: filters, assignment to splits, and counts."""
+"""Convert questions of releases to the rows of two splits: filter, assign to splits, and count."""
 
 import dataclasses
 import hashlib
@@ -26,7 +26,7 @@ _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 @dataclass(frozen=True)
 class Options:
-    """The options that determine the rows."""
+    """Options that determine the rows."""
 
     name: str
     train: Sequence[str]
@@ -45,7 +45,7 @@ class Options:
     evidence: Path | None = None
 
     def __post_init__(self) -> None:
-        """Raises DataError for options that contradict each other or have no effect."""
+        """Raise DataError for options that contradict each other or have no effect."""
         if not re.fullmatch(r"[A-Za-z0-9][\w.-]*", self.name):
             raise DataError(
                 f"--name: expected the name of a folder, of letters, digits, _, - and ., got {self.name!r}."
@@ -75,13 +75,13 @@ class Options:
 
 
 class Choice:
-    """The selected questions, each with its split, and counts of skipped ones by reason."""
+    """The selected questions with their splits, and counts of skipped questions by reason."""
 
     def __init__(self, options: Options, releases: Mapping[str, Sequence[Release]], only: Release | None) -> None:
-        """only: a source of the questions to keep; None for all.
+        """only: a source with the questions to select; None selects all.
 
         Raises:
-            DataError: `only` is damaged or of no known layout.
+            DataError: `only` is damaged or of unknown layout.
         """
         self._options = options
         self._releases = releases
@@ -95,10 +95,10 @@ class Choice:
         self._in_val: set[int] | None = None
 
     def questions(self) -> Iterator[tuple[str, str, Question]]:
-        """(Split, layout, question) in the order of the sources, up to `max_rows` of each split.
+        """Yield (split, layout, question) in the order of the sources, up to `max_rows` per split.
 
         Raises:
-            DataError: a source is damaged, has an id twice, has questions without contexts, or invalid text.
+            DataError: a source is damaged or has duplicate IDs, questions without contexts, or invalid text.
         """
         self.skipped = {split: Counter() for split in SPLITS}
         most, num_rows = self._options.max_rows, Counter[str]()
@@ -152,9 +152,9 @@ class Choice:
         return next(iter(_decisive(question))) in self._in_val
 
     def _choose_val(self) -> set[int]:
-        """Digests of the contexts for validation. Questions that share a context are in the same split.
+        """Select contexts for validation; return their digests. Questions that share a context are in the same split.
 
-        A group larger than the requested validation set is for training; smaller groups are selected instead.
+        A group of questions larger than the requested validation set is for training; smaller groups are selected.
         """
         parents: dict[int, int] = {}
 
@@ -169,7 +169,7 @@ class Choice:
                 if not isinstance(question_or_skip := self._filter(question), Skipped):
                     first, *others = _decisive(question_or_skip)
                     question_nodes.append(first)
-                    for other in others:  # the least digest is the group's
+                    for other in others:  # the smallest digest represents the group
                         low, high = sorted((root(first), root(other)))
                         parents[high] = low
         sizes, target_size = (
@@ -184,7 +184,7 @@ class Choice:
 
 
 class SplitFile:
-    """A file of the rows of one split, and their counts for the manifest."""
+    """Writes the rows of one split, and counts them for the manifest."""
 
     def __init__(self, output: TextIO, options: Options, pool: Sequence[Any] = ()) -> None:
         """pool: passages to draw distractors from."""
@@ -197,10 +197,10 @@ class SplitFile:
         self.contexts: set[int] = set()
 
     def add(self, question: Question, shuffled: bool) -> None:
-        """Write one row. shuffled: without a requested position, the passages are in random order.
+        """Write one row. shuffled: use random order of passages if no position is requested.
 
         Raises:
-            DataError: distractors or positions are requested, and the release does not mark the useful passages.
+            DataError: distractors or positions are requested, but the release does not mark the useful passages.
         """
         options = self._options
         position = options.position or ("random" if shuffled else "given")
@@ -224,7 +224,7 @@ class SplitFile:
 
 
 def row_of(question: Question, index: int) -> dict[str, Any]:
-    """A question as a row of prepared data. `useful_contexts` is present only if the release marks them."""
+    """Convert a question to a row of prepared data. `useful_contexts` is present only if the release marks them."""
     useful = [passage.text for passage in question.passages if passage.useful]
     row = {
         "context": " ".join(useful or [passage.text for passage in question.passages]),
@@ -244,7 +244,7 @@ def row_of(question: Question, index: int) -> dict[str, Any]:
 
 
 def _require_text(question: Question) -> None:
-    """Raises DataError for text with an unpaired surrogate."""
+    """Raise DataError for text with an unpaired surrogate."""
     passages, where = question.passages, question.where
     jsonl.check_type([passage.text for passage in passages], list[str], f"{where}: context")
     jsonl.check_type([passage.title for passage in passages], list[str], f"{where}: title")
@@ -252,7 +252,7 @@ def _require_text(question: Question) -> None:
 
 
 def _decisive(question: Question) -> list[int]:
-    """Digests of what decides on the split: the family, or else the useful passages."""
+    """Digests that determine the split: of the family, else of the useful passages."""
     if question.family is not None:
         texts = [question.family]
     else:
@@ -262,7 +262,7 @@ def _decisive(question: Question) -> list[int]:
 
 
 def _is_new(question: Question, ids: set[tuple[str, str]]) -> bool:
-    """Whether the question has an id that is not among `ids`, or none; adds it."""
+    """Whether a question has no ID or an ID that is not in `ids`. Adds the ID to `ids`."""
     key = (question.dataset, question.id or "")
     if question.id is not None and key in ids:
         return False
@@ -271,7 +271,7 @@ def _is_new(question: Question, ids: set[tuple[str, str]]) -> bool:
 
 
 def _plain(question: str) -> str:
-    """The text without case, punctuation and repeated white space, which differ between releases."""
+    """Normalize case, punctuation and white space, which differ between releases."""
     return " ".join(question.lower().translate(_NO_PUNCTUATION).split())
 
 

@@ -43,7 +43,7 @@ SPECIAL_TOKENS = (
 )  # fmt: skip
 MIN_VOCAB_SIZE = 256 + len(SPECIAL_TOKENS)
 
-# Nearly every function has these; a context gets one question about them, or they would outnumber the other kinds.
+# Nearly every function has these. A context gets only one question about them, so that other kinds are not rare.
 _FREQUENT_KINDS = ("name", "parameters", "calls")
 _SKIPPED_FOLDERS = {
     "__pycache__",
@@ -101,7 +101,7 @@ def prepare(data_path: Path, vocab_size: int = 4096, stdlib: Path | None = None)
 
 
 def read_sources(stdlib: Path) -> dict[str, str]:
-    """Module name -> source with "\\n" line ends, sorted by name, without tests and third-party packages.
+    """{module name: source with "\\n" line ends}, sorted by name, without tests and third-party packages.
 
     Raises:
         DataError: the folder has no Python sources (a zipped or frozen standard library).
@@ -124,13 +124,13 @@ def read_sources(stdlib: Path) -> dict[str, str]:
 
 
 def split_of(module: str) -> str:
-    """ "val" for about VAL_PERCENT of the modules, by a hash of the name, so that it is the same on every machine."""
+    """Split of a module: "val" for about VAL_PERCENT of them. Uses a hash of the name, the same on every machine."""
     return "val" if hashlib.sha256(f"{_SALT}{module}".encode()).digest()[0] * 100 < VAL_PERCENT * 256 else "train"
 
 
 def question_rows(sources: Mapping[str, str]) -> tuple[Rows, list[str]]:
     """Rows of both splits, and the modules that do not parse.
-    A repeated context counts where it first appears, train before val."""
+    A duplicate context is used only where it first appears, train before val."""
     rows: Rows = {split: [] for split in SPLITS}
     skipped: list[str] = []
     seen: set[str] = set()
@@ -149,7 +149,7 @@ def question_rows(sources: Mapping[str, str]) -> tuple[Rows, list[str]]:
 
 
 def text_rows(sources: Mapping[str, str]) -> Rows:
-    """One row for each module that is not blank, split as the questions are."""
+    """One row per module that is not blank, with the same splits as the questions."""
     rows: Rows = {split: [] for split in SPLITS}
     for module, source in sources.items():
         if source.strip():
@@ -158,7 +158,7 @@ def text_rows(sources: Mapping[str, str]) -> Rows:
 
 
 def _read(path: Path) -> str | None:
-    """Text in the encoding that the file declares; None if it is not text."""
+    """Read a file in the encoding that it declares; None if it is not text."""
     try:
         with tokenize.open(path) as file:
             return file.read()
@@ -213,7 +213,7 @@ def _write_rows(folder: Path, rows: Rows, facts: Mapping[str, Any]) -> None:
 
 
 def train_byte_level_bpe(texts: Iterable[str], vocab_size: int, special_tokens: Sequence[str]) -> "Tokenizer":
-    """Byte-level BPE, with `special_tokens` first. Digits are split, as in StarCoder's tokenizer.
+    """Train byte-level BPE, with `special_tokens` first. Digits are split, as in StarCoder's tokenizer.
     Equal texts give equal tokens."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 

@@ -1,1 +1,1 @@
-"""Tars of documents with images: their indexes, which training reads them by."""
+"""Prepare tars of documents with images, and the indexes that training needs to read them."""

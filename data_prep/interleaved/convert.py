@@ -5,12 +5,12 @@ vqav2_task_finetuning and docvqa (question and answer), ocr (scanned or printed 
 mmc4, obelics; Parquet files with the bytes of
 images: finevision, the_cauldron.
 
-Questions become parts KEY.NNN.prompt.txt, which are read and not learned; answers and other texts become
-KEY.NNN.text.txt. Images keep their bytes, and each is decoded once. A page is written without the images that are
-missing or cannot be decoded; other documents are dropped if they lose one, as are documents without a text, and pages
-that lose all images. A row in another layout is an error that names the row. The counts of rows read, written and
-dropped are printed and saved in converted.json. After an interruption, run the same command
-again: it writes the same bytes.
+Questions become parts KEY.NNN.prompt.txt, which are masked in the loss; answers and other texts become
+KEY.NNN.text.txt. The bytes of images are unchanged; each image is decoded once as a check. Pages are written without
+images that are missing or cannot be decoded, and are dropped if no image is left. Other documents are dropped if one
+image is bad. Documents without text are dropped. A row in another layout is an error. The counts of rows read, written
+and dropped are printed and saved in converted.json. After an interruption, run the same command again: it writes the
+same bytes.
 """
 
 import argparse
@@ -35,11 +35,11 @@ _SCRIPTS = [module.__file__ for module in (m4_tars, ocr_pages, rows, turn_tables
 
 
 class Layout(NamedTuple):
-    """How the files of a layout are read."""
+    """Reader of a layout and its options."""
 
     read: Callable[[Path, ReaderOptions], Iterator[Row]]
     loses_images: bool = False
-    """Whether a document is written without those of its images that cannot be read."""
+    """Whether documents are written without their unreadable images, instead of being dropped."""
 
 
 LAYOUTS = {
@@ -91,10 +91,10 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
 
 def convert(layout: str, inputs: Sequence[Path], output: Path, options: ReaderOptions, how: Writing) -> dict[str, int]:
     """Write the documents of `inputs` as tars into `output`.
-    Returns the counts of rows, documents and images, and of drops by reason.
+    Returns the counts of rows, documents, images, and dropped documents by reason.
 
     Raises:
-        DataError: a file is missing or damaged, a row is not as its layout says, or no document is left.
+        DataError: a file is missing or damaged, a row does not have the layout, or no document is left.
         ConfigError: an option makes no sense, or a package is not installed.
         RunError: the disk refuses.
     """
@@ -119,7 +119,7 @@ def convert(layout: str, inputs: Sequence[Path], output: Path, options: ReaderOp
 
 
 def _documents(layout: Layout, inputs: Sequence[Path], output: Path, options: ReaderOptions) -> Iterator[Document]:
-    """The documents; the counts are in the file once the last was taken."""
+    """Yield the documents. The file of counts is written after the last one."""
     tally, progress = Counter[str](rows=0, documents=0, images=0), command.Progress("converted", "documents")
     for number, path in enumerate(inputs):
         for row in layout.read(path, options):
@@ -139,7 +139,7 @@ def _documents(layout: Layout, inputs: Sequence[Path], output: Path, options: Re
 
 
 def _check(row: Row, loses_images: bool, tally: Counter[str]) -> tuple[list[Part], str]:
-    """The parts that are written, and why the document is left out, if it is."""
+    """Return the parts to write, and the reason to drop the document ("" if it is written)."""
     parts, num_missing, reason = list[Part](), 0, row.left_out
     for part in () if reason else row.parts:
         if part.kind != "image":
@@ -161,7 +161,7 @@ def _check(row: Row, loses_images: bool, tally: Counter[str]) -> tuple[list[Part
 
 
 def _image(content: bytes) -> tuple[Part | None, str]:
-    """An image with the suffix of its format, or why it is left out."""
+    """Return an image with the suffix of its format, or None and the reason to drop it."""
     if not content:
         return None, "is not there"
     try:

@@ -23,7 +23,7 @@ from src.systems.interleaved.streaming.texts import TextTokens
 COMMAND = "python -m data_prep.interleaved.digit_pages"
 FOLDER = "digit_pages"
 VAL_IMAGES = 397
-"""The last ones of the 1,797."""
+"""Number of validation images: the last ones of 1,797."""
 WORDS = ("Here is", "Then comes", "Next to it", "And", "Look at", "After that")
 VOCAB_SIZE = 320
 
@@ -38,7 +38,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def prepare(data_path: Path, pages: int = 4000, val_pages: int = 200, per_shard: int = 500) -> None:
-    """Make the folder `digit_pages` below `data_path`, where it is not.
+    """Make the folder `digit_pages` below `data_path` if it is missing.
 
     Raises:
         ConfigError: a split would have no page.
@@ -69,7 +69,7 @@ def prepare(data_path: Path, pages: int = 4000, val_pages: int = 200, per_shard:
 def make_pages(
     images: Any, labels: Sequence[int], selected_ids: Sequence[int], count: int, seed: str
 ) -> Iterator[Document]:
-    """Pages of the images `selected_ids`. images: (N, 8, 8) uint8. labels: the digit of each."""
+    """Yield pages made of the images `selected_ids`. images: (N, 8, 8) uint8. labels: digit of each image."""
     import numpy as np
     from PIL import Image
 
@@ -91,7 +91,7 @@ def make_pages(
 
 
 def _tokenizer(folder: Path) -> Any:
-    """The tokenizer of these pages, made where it is not."""
+    """Load the tokenizer of these pages; make it if it is missing."""
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     if not (folder / "tokenizer.json").is_file():

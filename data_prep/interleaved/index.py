@@ -1,8 +1,8 @@
 """Index tars of documents: `python -m data_prep.interleaved.index shards/*.tar [--verify]`.
 
-Writes FILE.tar.idx next to each tar: the place of each document and its parts, the sizes of its images, and which
-documents are bad and why. Only headers and texts are read; --verify also decodes each image. A tar that is cut anywhere
-is an error; its index has the documents before the cut. Existing indexes are reused if their tar has the same size. If
+Writes FILE.tar.idx next to each tar: the positions of all documents and their parts, the sizes of images, and
+which documents are bad and why. Only headers and texts are read; --verify also decodes each image. A truncated tar is
+an error; its index has the documents before the cut. Existing indexes are reused if their tar has the same size. If
 shards.json lists the sha256 of a tar, as for tars written by this project, --verify compares it, which detects every
 changed bit.
 
@@ -12,8 +12,8 @@ has changed. With --slice I/N, as in a Slurm array, each of N commands indexes i
 shards.json.
 
 The last lines and shards.json count every member that is not read, by reason and suffix. --fields names members that
-the suffixes do not identify, and values in JSON members. Tars without a document that can be read are refused. --data
-adds a line on the rows of a training: their documents, images, tokens and fill.
+the suffixes do not identify, and values in JSON members. Tars without a readable document are an error. --data adds a
+line on the rows that training makes: their documents, images, tokens and fill.
 """
 
 import argparse
@@ -56,16 +56,16 @@ COMMAND = "python -m data_prep.interleaved.index"
 
 
 class Making(NamedTuple):
-    """How indexes are made."""
+    """Options of making indexes."""
 
     verify: bool = False
     texts: TextTokens | None = None
-    """Their tokens are counted."""
+    """Counts the tokens of texts; None: not counted."""
     fields: Fields | None = None
     max_pixels: int = MOST_PIXELS
 
     def lacks(self, index: tar_index.TarIndex) -> bool:
-        """Whether an index must be made again."""
+        """Whether an index was made with other options, and must be made again."""
         facts = index.facts
         return (
             (self.verify and not facts.get("verified"))
@@ -75,7 +75,7 @@ class Making(NamedTuple):
         )
 
     def build(self, content: memoryview) -> tar_index.TarIndex:
-        """The index of a tar."""
+        """Build the index of a tar."""
         index = build(content, self.fields, self.max_pixels, self.verify)
         if self.texts:
             count_tokens(index, content, self.texts)
@@ -134,8 +134,8 @@ def index_tars(tars: Sequence[Path], processes: int = 1, how: Making = PLAIN) ->
     """Write the missing indexes, each next to its tar.
 
     Raises:
-        DataError: tars cannot be read or are cut (one line for each, after the rest was indexed), or nothing in them
-            can be read.
+        DataError: tars are unreadable or truncated (one line per tar, after the rest was indexed), or have no
+            readable document.
         ConfigError: `processes` is below 1.
     """
     try:
@@ -151,11 +151,11 @@ def index_into(
     part: slice = slice(None),
     how: Making = PLAIN,
 ) -> list[Indexed]:
-    """Write the missing indexes into a folder, and shards.json once all are there.
-    part: shards of the list to index now.
+    """Write the missing indexes into a folder, and shards.json once all exist.
+    part: slice of the list to index now.
 
     Raises:
-        DataError: as `index_tars`.
+        DataError: see `index_tars`.
         RunError: the disk refuses.
         ConfigError: `processes` is below 1.
     """
@@ -177,7 +177,7 @@ def _index_all(index: Callable[[Any], Indexed], tars: Sequence[Any], processes: 
     require_at_least(1, processes=processes)
     errors, results = list[str](), list[Indexed]()
     workers = min(processes, len(tars))
-    context = multiprocessing.get_context("forkserver")  # its server can have been started with another environment
+    context = multiprocessing.get_context("forkserver")  # the fork server can have an older environment
     with concurrent.futures.ProcessPoolExecutor(
         max(workers, 1), context, _set_environment, (dict(os.environ),)
     ) as pool:
@@ -206,7 +206,7 @@ def index_tar(tar: Path, how: Making) -> Indexed:
     The index of a tar listed in shards.json is only replaced if it changes.
 
     Raises:
-        DataError: the tar cannot be read, or is verified and differs from the one that shards.json lists.
+        DataError: the tar is unreadable, or it is verified and its hash differs from the one in shards.json.
     """
     index, is_verified = _load_index(tar), how.verify and _is_as_listed(tar)
     if index is None or how.lacks(index):
@@ -227,7 +227,7 @@ def index_tar(tar: Path, how: Making) -> Indexed:
 
 
 def _is_as_listed(tar: Path) -> bool:
-    """Whether shards.json in its folder lists the tar with a hash. Raises DataError: the hash is another."""
+    """Whether shards.json in its folder lists the tar with a hash. Raises DataError if the hash differs."""
     if not (tar.parent / manifest.NAME).is_file():
         return False
     for shard in manifest.load(tar.parent).shards:
@@ -275,12 +275,12 @@ def _load_index(tar: Path) -> tar_index.TarIndex | None:
 
 
 def _describe_local(tar: Path) -> dict[str, Any]:
-    """The fields of a `Shard` by which a reader notices that a local tar was replaced or written to."""
+    """Fields of a `Shard` from which a reader detects that a local tar was replaced or changed."""
     return {"mtime_ns": tar.stat().st_mtime_ns, "sample": manifest.sample_tar(tar)}
 
 
 def _is_newer(tar: Path, place: Path) -> bool:
-    """Whether a tar was written, moved or copied to its path after its index at a place.
+    """Whether a tar was written, moved or copied to its path after its index was written.
     A copy can have an old modification time."""
     return tar.stat().st_ctime_ns > place.with_name(place.name + tar_index.SUFFIX).stat().st_mtime_ns
 
@@ -305,7 +305,7 @@ def _index_listed(one: ShardSource, output: Path, how: Making) -> Indexed:
 
 @contextmanager
 def _fetch(source: Source, output: Path) -> Iterator[memoryview]:
-    """The bytes of a shard that is elsewhere, in a file without a name, which ends with the process."""
+    """Copy a remote shard into an unnamed temporary file; yield its bytes."""
     with writing(output), tempfile.TemporaryFile(dir=output, buffering=0) as file:
         transfer(source, file)
         if not os.fstat(file.fileno()).st_size:
@@ -317,7 +317,7 @@ def _fetch(source: Source, output: Path) -> Iterator[memoryview]:
 
 def _place(output: Path, one: ShardSource) -> Path:
     """Path of an index in the folder, without ".idx".
-    Tars with equal names in different places have different paths."""
+    Tars with the same name in different folders have different paths."""
     name = re.sub(r"[^\w.-]", "_", "pipe" if one.url.startswith(PIPE) else one.url.rpartition("/")[2])[-100:]
     return output / f"{name}-{hashlib.sha256(one.url.encode()).hexdigest()[:16]}"
 
@@ -327,7 +327,7 @@ def _set_environment(environment: dict[str, str]) -> None:
 
 
 def _load_listed(output: Path, one: ShardSource) -> tar_index.TarIndex | None:
-    """The index of a shard, if it is in the folder and complete."""
+    """Load the index of a shard; None if it is not in the folder or incomplete."""
     place = _place(output, one)
     path = place.with_name(place.name + tar_index.SUFFIX)
     try:
@@ -384,7 +384,7 @@ def _fields(text: str | None) -> Fields | None:
 
 
 def _data(text: str | None) -> Config | None:
-    """The options of a training's data set; its only source is a placeholder."""
+    """Parse the data config of an experiment. Its only source is a placeholder."""
     if text is None:
         return None
     raw = parse_json(text, f"--data {text:.60}", ConfigError)

@@ -1,4 +1,4 @@
-"""Report on a set of indexed tars: documents, and every member that is not read, by reason and suffix."""
+"""Report on indexed tars: documents, and all unread members by reason and suffix."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -17,22 +17,22 @@ from src.systems.interleaved.streaming.shard_files import ShardFiles
 from src.systems.interleaved.streaming.tar_index import TarIndex
 from src.systems.interleaved.streaming.texts import TextTokens
 
-_MOST_LINES = 100
-"""Lines of members that are not read. The rest are summed in one more line."""
+_MAX_LINES = 100
+"""Maximum number of lines about unread members. The rest are summed in one more line."""
 _LANES, _STEPS = 8, 50
-"""Rows of a step and steps of the sample in `describe_rows`."""
+"""Rows per step and number of steps in the sample of `describe_rows`."""
 PassedOver = dict[str, dict[str, list[int]]]
 """{reason: {suffix: [members, bytes]}}"""
 
 
 class Indexed(NamedTuple):
-    """The index of one tar, in numbers."""
+    """Counts of the index of one tar."""
 
     tar: Path | str
     documents: int
     images: int
     bad: Counter[str]
-    """Documents by the reason why they are bad."""
+    """{reason: number of bad documents}."""
     text_tokens: int | None
     """None if they were not counted."""
     facts: dict[str, Any]
@@ -40,20 +40,20 @@ class Indexed(NamedTuple):
 
     @property
     def cut(self) -> str:
-        """Why the tar ends too early, and what to do; "" if it is complete."""
+        """Error message about a truncated tar; "" if the tar is complete."""
         reason, _, advice = self.facts.get("cut", ("", 0, ""))
         return f"{reason}. {self.documents} documents before it are indexed. {advice}" if reason else ""
 
 
 def summarize(tar: Path | str, index: TarIndex) -> Indexed:
-    """An index in numbers."""
+    """Count the documents and members of an index."""
     bad = Counter(tar_index.REASONS[reason] for reason in index.documents["bad"] if reason)
     tokens = None if index.tokens is None else int(index.tokens.sum())
     return Indexed(tar, len(index), int(index.documents["images"].sum()), bad, tokens, index.facts)
 
 
 def passed_over(results: Sequence[Indexed]) -> PassedOver:
-    """Members that are not read, of all tars."""
+    """Sum the unread members of all tars."""
     total: PassedOver = {}
     for one in results:
         for reason, suffixes in one.facts["passed_over"].items():
@@ -65,7 +65,7 @@ def passed_over(results: Sequence[Indexed]) -> PassedOver:
 
 
 def manifest_facts(results: Sequence[Indexed]) -> dict[str, Any]:
-    """Facts for a manifest about the documents and members of its tars."""
+    """Facts on documents and members of tars, for their manifest."""
     fields = results[0].facts.get("fields") if results else None
     return {
         "max_pixels": results[0].facts["max_pixels"] if results else 0,
@@ -78,17 +78,17 @@ def manifest_facts(results: Sequence[Indexed]) -> dict[str, Any]:
 
 
 def require_documents(results: Sequence[Indexed]) -> None:
-    """Refuse tars from which nothing can be read.
+    """Raise an error for tars without a readable document.
 
     Raises:
-        DataError: no document can be read, or an entry of the mapping is in no document.
+        DataError: no document is readable, or an entry of the field mapping matches no document.
     """
     if not results:
         return
     documents, bad = sum(one.documents for one in results), sum((one.bad for one in results), Counter[str]())
     where = f"{results[0].tar}{f' and {len(results) - 1} more' if len(results) > 1 else ''}"
     counts = [f"{count} {suffix or 'members'} ({reason})" for count, _, reason, suffix in _unread(results)]
-    unread = f"Not read: {', '.join(counts[:_MOST_LINES]) or 'nothing'}."
+    unread = f"Not read: {', '.join(counts[:_MAX_LINES]) or 'nothing'}."
     mapped_counts = sum((Counter(one.facts.get("mapped")) for one in results), Counter[str]())
     for entries in results[0].facts.get("fields", {}).values():
         for entry in entries:
@@ -104,7 +104,7 @@ def require_documents(results: Sequence[Indexed]) -> None:
 
 
 def lines(results: Sequence[Indexed]) -> list[str]:
-    """Lines of the report: bad documents by tar, totals, mapped fields, and last every member that is not read."""
+    """Lines of the report: bad documents by tar, totals, mapped fields, and unread members."""
     report = [
         f"{one.tar}: {one.bad.total()} of {one.documents} documents are bad: "
         + ", ".join(f"{r}: {n:,}" for r, n in one.bad.items())
@@ -120,9 +120,9 @@ def lines(results: Sequence[Indexed]) -> list[str]:
     mapped_counts = sum((Counter(one.facts.get("mapped")) for one in results), Counter[str]())
     report += [f"field {entry}: in {count:,} of {documents:,} documents" for entry, count in mapped_counts.items()]
     unread = _unread(results)
-    for count, size, reason, suffix in unread[:_MOST_LINES]:
+    for count, size, reason, suffix in unread[:_MAX_LINES]:
         report.append(f"not read: {count:,} {suffix or 'members'}, {size:,} bytes: {reason}")
-    if rest := unread[_MOST_LINES:]:
+    if rest := unread[_MAX_LINES:]:
         report.append(
             f"not read: {sum(row[0] for row in rest):,} more of {len(rest)} suffixes: see passed_over in the index"
         )
@@ -131,7 +131,7 @@ def lines(results: Sequence[Indexed]) -> list[str]:
 
 
 def describe_rows(folder: Path, tokenizer: str, config: Config) -> str:
-    """A line on the rows that training makes of the tars in a folder: a sample, from the indexes.
+    """Describe in one line the rows that training makes of the tars in a folder, from a sample of the indexes.
 
     Raises:
         DataError: no document fits into a row, or the tokenizer is missing.
@@ -142,7 +142,7 @@ def describe_rows(folder: Path, tokenizer: str, config: Config) -> str:
         config, {"tars": Documents(shard_manifest, ShardFiles(shard_manifest.folder), texts, images, config.rules)}
     )
     batches = data.order(0, _LANES, 0, ()).micro_batches(0, RankShare(_LANES, _LANES, 0, 1), {})
-    num_settling_rows = 2 * config.open_rows  # the first rows of a lane are fuller than all later ones
+    num_settling_rows = 2 * config.open_rows  # the first rows of a lane have less padding than later ones
     sample = list(islice(batches, num_settling_rows, num_settling_rows + _STEPS))
     padding, total = (sum(batch.counters["padding"][i] for batch in sample) for i in range(2))
     keys = [key for batch in sample for key in batch.keys]
@@ -158,7 +158,7 @@ def describe_rows(folder: Path, tokenizer: str, config: Config) -> str:
 
 
 def _unread(results: Sequence[Indexed]) -> list[tuple[int, int, str, str]]:
-    """(Members, bytes, reason, suffix) of members that are not read, the most frequent first."""
+    """List (members, bytes, reason, suffix) of unread members, most frequent first."""
     rows = [
         (count[0], count[1], reason, suffix)
         for reason, suffixes in passed_over(results).items()

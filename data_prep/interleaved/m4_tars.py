@@ -1,7 +1,7 @@
-"""Documents in the tars of huggingface/smollm's vision/m4: web pages, turns, captioned images, questions with answers.
+"""Read the tars of huggingface/smollm's vision/m4: web pages, turns, captioned images, questions with answers.
 
 Members are KEY.POSITION.text.txt, KEY.POSITION.image.jpeg and KEY.metadata.txt, or KEY.image.jpeg with KEY.text.txt, or
-with KEY.question.txt and KEY.answer.txt. An incomplete document is dropped; a tar that is cut is refused.
+with KEY.question.txt and KEY.answer.txt. Incomplete documents are dropped; a truncated tar is an error.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,25 +16,25 @@ from src.systems.interleaved.streaming.tar_index import IMAGE, PROMPT, TEXT
 from src.systems.interleaved.streaming.tars.indexing import build
 
 _JUDGED_LATER = (tar_index.GOOD, tar_index.NO_IMAGE, tar_index.TOO_MANY_PIXELS, tar_index.NO_TEXT)
-"""Reasons that the command checks when it writes, as for all layouts."""
+"""Reasons that the command checks for all layouts when it writes."""
 Member = tuple[int, bytes]
-"""Kind, as tar_index has it, and content."""
+"""(kind as in tar_index, content)."""
 
 
 def read_pages(path: Path, options: ReaderOptions) -> Iterator[Row]:
-    """`wd`: texts and images by their positions."""
+    """Read `wd`: texts and images in the order of their positions."""
     for key, members, bad in _documents(path, options):
         yield Row(key, [_part(kind, content) for kind, content in members if kind in (TEXT, IMAGE)], bad)
 
 
 def read_pairs(path: Path, options: ReaderOptions) -> Iterator[Row]:
-    """`icp`: an image, and its caption."""
+    """Read `icp`: an image and its caption."""
     for key, members, bad in _documents(path, options):
         yield Row(key, [*_images(members), *(_part(kind, content) for kind, content in members if kind == TEXT)], bad)
 
 
 def read_questions(path: Path, options: ReaderOptions) -> Iterator[Row]:
-    """`vqav2_task_finetuning` and `docvqa`: an image, a question and its answer."""
+    """Read `vqav2_task_finetuning` and `docvqa`: an image, a question and its answer."""
     for key, members, bad in _documents(path, options):
         prompts = [question_part(content.decode(), options) for kind, content in members if kind == PROMPT]
         answers = [text_part(content.decode().strip()) for kind, content in members if kind == TEXT]
@@ -42,7 +42,7 @@ def read_questions(path: Path, options: ReaderOptions) -> Iterator[Row]:
 
 
 def read_turns(path: Path, options: ReaderOptions) -> Iterator[Row]:
-    """`sft`: images, and turns as JSON with "user" and "assistant"."""
+    """Read `sft`: images, and turns as JSON with "user" and "assistant"."""
     for key, members, bad in _documents(path, options):
         turns = list[tuple[str, str]]()
         for kind, content in members:
@@ -60,8 +60,8 @@ def read_turns(path: Path, options: ReaderOptions) -> Iterator[Row]:
 
 
 def _documents(path: Path, options: ReaderOptions) -> Iterator[tuple[str, list[Member], str]]:
-    """Key, members by position, and why the document is bad, in which case it has no members.
-    A key is the document's number in the tar."""
+    """Yield (key, members by position, reason to drop it). A bad document has no members.
+    The key is the number of the document in the tar."""
     with tar_index.open_tar(path) as tar:
         index = build(tar)
         if "cut" in index.facts:

@@ -1,9 +1,9 @@
 """Pages with the lines of their texts, in the layout `ocr` of vision/m4 (pixparse's pdfa and idl):
 KEY.json with KEY.png or KEY.pdf.
 
-The JSON has "pages", each with its lines in "text" or in "lines": {"text"}. Every page becomes a document of its own:
-its image, and its lines. The pages of a PDF are drawn with 150 dots per inch in grey, as m4 does, by pypdfium2
-(requirements/pdf.txt).
+The JSON has "pages", each with its lines in "text" or in "lines": {"text"}. Every page becomes a separate
+document with its image and its lines. pypdfium2 (requirements/pdf.txt) renders PDF pages in grey with 150 dots per
+inch, as m4 does.
 """
 
 import io
@@ -25,11 +25,11 @@ BROKEN_PDF, OTHER_PAGES = "its PDF cannot be read", "it has other pages than tex
 
 
 def read_pages(path: Path, options: ReaderOptions) -> Iterator[Row]:
-    """A row for each page of each document of a tar.
+    """Yield a row for each page of each document of a tar.
 
     Raises:
-        DataError: the tar is cut, or the JSON of a document is not as above.
-        ConfigError: there is a PDF, and the package that draws it is not installed.
+        DataError: the tar is truncated, or the JSON of a document has another layout.
+        ConfigError: there is a PDF, but pypdfium2 is not installed.
     """
     with tar_index.open_tar(path) as tar:
         members = scan(tar)
@@ -53,7 +53,7 @@ def read_pages(path: Path, options: ReaderOptions) -> Iterator[Row]:
 
 
 def _pages(key: str, contents: dict[str, bytes], where: str) -> Iterator[Row]:
-    """contents: file contents by the suffix of their names."""
+    """Yield the pages of a document. contents: {suffix: content of the file}."""
     image = next((contents[ending] for ending in ("png", "jpeg", "jpg") if ending in contents), None)
     if "json" not in contents or (image is None and "pdf" not in contents):
         yield Row(key, [], INCOMPLETE)
@@ -85,7 +85,7 @@ def _texts(content: bytes, where: str) -> list[str]:
 
 
 def _draw(content: bytes) -> list[bytes] | None:
-    """The pages of a PDF as images; None where it cannot be read."""
+    """Render the pages of a PDF as images; None if it is unreadable."""
     try:
         import pypdfium2
     except ModuleNotFoundError:

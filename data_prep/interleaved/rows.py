@@ -1,4 +1,4 @@
-"""Rows that the readers of other layouts yield, one for each document to write."""
+"""Rows that the layout readers yield, one per document to write."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ MARKER = "<image>"
 """Placeholder of an image in a turn."""
 QUESTION = "Question: {question}\nAnswer:"
 INCOMPLETE, MARKERS = "incomplete", "its texts have other places for images than it has images"
-"""Why a row is left out."""
+"""Reasons to drop a row."""
 
 
 @dataclass(frozen=True)
@@ -24,34 +24,34 @@ class ReaderOptions:
     images: Path | None = None
     """Folder of image files."""
     question: str = QUESTION
-    """Text before an answer, which contains {question}."""
+    """Template of the text before an answer; contains {question}."""
     passed_over: Counter[str] = field(default_factory=Counter)
-    """Members of tars that no reader uses, by reason and suffix. Readers add to it."""
+    """Counts of unread tar members by reason and suffix. Readers add to it."""
 
 
 class Row(NamedTuple):
-    """A document, or the reason why it is dropped. A missing image is a part without content."""
+    """A document, or the reason why it is dropped. The part of a missing image has no content."""
 
     key: str
-    """Unique in its file, without dots and slashes."""
+    """Unique in the file, without dots and slashes."""
     parts: Sequence[Part]
     left_out: str = ""
 
 
 def text_part(text: str) -> Part:
-    """A text that is learned."""
+    """A text part that counts in the loss."""
     return Part("text", text.encode())
 
 
 def question_part(question: str, options: ReaderOptions) -> Part:
-    """A question as it is read, and not learned."""
+    """A question part, which is masked in the loss."""
     return Part("prompt", options.question.replace("{question}", question.strip()).encode())
 
 
 def make_turns(key: str, images: Sequence[bytes], turns: Sequence[tuple[str, str]], options: ReaderOptions) -> Row:
-    """A conversation of (question, answer): questions are read, answers are learned, with a line end except the last.
+    """Make a conversation of (question, answer) turns. Only answers count in the loss.
 
-    The images replace `MARKER` in the texts, or precede the first turn.
+    All answers but the last end with a line end. Images replace `MARKER` in the texts, or precede the first turn.
     """
     texts = list[Part]()
     for number, (question, answer) in enumerate(turns, start=1):
@@ -76,10 +76,10 @@ def make_turns(key: str, images: Sequence[bytes], turns: Sequence[tuple[str, str
 
 
 def read_image(name: str, options: ReaderOptions, where: str) -> bytes:
-    """The content of an image file; b"" where it is not there. where: of the row, in errors.
+    """Read an image file; b"" if it is missing. where: place of the row, for error messages.
 
     Raises:
-        DataError: there is no folder of images, or the name leads out of it.
+        DataError: no folder of images is given, or the name is outside of it.
     """
     if options.images is None:
         raise DataError(f"{where}: its images are files. Write --images FOLDER.")

@@ -1,7 +1,7 @@
-"""Conversations about images in Parquet with columns "images" and "texts": FineVision's and the_cauldron's layout.
+"""Read conversations about images in Parquet files, in the layout of FineVision and the_cauldron.
 
-"images" are lists of {"bytes", "path"}, "texts" lists of {"user", "assistant"}. An image without bytes is read from its
-path in the folder of images, if there is one.
+Column "images" has lists of {"bytes", "path"}, column "texts" lists of {"user", "assistant"}. An image without bytes is
+read from its path in the folder of images, if one is given.
 """
 
 from collections.abc import Iterator
@@ -15,14 +15,14 @@ from src.errors import DataError
 
 COLUMNS = ("images", "texts")
 _AT_ONCE = 16
-"""Rows that are in memory together."""
+"""Rows in memory at a time."""
 
 
 def read_turns(path: Path, options: ReaderOptions) -> Iterator[Row]:
-    """A row for each of the file.
+    """Yield a document for each row of the file.
 
     Raises:
-        DataError: it is not a Parquet file, a column is missing, or a row has another layout.
+        DataError: the file is not Parquet, a column is missing, or a row has another layout.
     """
     for number, (where, row) in enumerate(sources.parquet_rows(path, lambda names: _require(path, names), _AT_ONCE)):
         yield _row(f"{number:08}", row, options, where)

@@ -1,7 +1,7 @@
-"""Pages of the web as JSON lines, with their images as files of a folder: mmc4's and OBELICS' layouts.
+"""Read web pages as JSON lines, with their images as files in a folder, in the layouts of mmc4 and OBELICS.
 
-The file of an image has its name; if it has only a URL, the SHA-256 of the URL in hexadecimal digits and one of
-`ENDINGS`. Missing images are left out of their pages.
+An image file has the name in the row. If the row has only a URL, its name is the SHA-256 of the URL in hexadecimal
+digits plus one of `ENDINGS`. Missing images are dropped from their pages.
 """
 
 import hashlib
@@ -19,12 +19,12 @@ ENDINGS = (".jpg", ".jpeg", ".png", ".webp", ".gif")
 
 
 def read_mmc4(path: Path, options: ReaderOptions) -> Iterator[Row]:
-    """Sentences in "text_list"; "image_info" has the number of the sentence that each image precedes (allenai/mmc4)."""
+    """Read allenai/mmc4: "text_list" has sentences, "image_info" the index of the sentence after each image."""
     return _read(path, lambda row, where: _mmc4_parts(row, options, where))
 
 
 def read_obelics(path: Path, options: ReaderOptions) -> Iterator[Row]:
-    """ "texts" and "images" of one length: at each place one has a value, the other None (HuggingFaceM4/OBELICS)."""
+    """Read HuggingFaceM4/OBELICS: at each position, either "texts" or "images" has a value, and the other has None."""
     return _read(path, lambda row, where: _obelics_parts(row, options, where))
 
 

@@ -1,4 +1,4 @@
-"""Writes tars of documents with their indexes and shards.json: the same bytes every time, and after any interruption.
+"""Write tars of documents with indexes and shards.json. Bytes are reproducible, also after interruptions.
 
 The members of a document are adjacent in a tar, in the order of their names, and its last member lists them. A folder
 is complete once it has shards.json; an interrupted command resumes if it is run with the same inputs.
@@ -28,7 +28,7 @@ from src.systems.interleaved.streaming.texts import TextTokens, count_tokens
 
 _PROGRESS, _SPOOL = "writing.json", "in_order"
 _END = 2 * BLOCK
-"""Zeros that end an archive."""
+"""Number of zero bytes at the end of an archive."""
 ENDINGS = {"text": "txt", "prompt": "txt", "image": "jpeg"}
 
 
@@ -36,45 +36,45 @@ class Part(NamedTuple):
     """A part of a document."""
 
     kind: Literal["text", "prompt", "image"]
-    """prompt: text that is read and not learned."""
+    """prompt: text that is masked in the loss."""
     content: bytes
     ending: str = ""
     """Suffix of the file, such as "png"; "" for the default of the kind."""
 
 
 class Document(NamedTuple):
-    """What becomes consecutive members of a tar."""
+    """Document to write as consecutive members of a tar."""
 
     key: str
-    """Without dots, slashes and ends of lines. No two documents of a tar have the same key."""
+    """Unique in a tar, without dots, slashes and line ends."""
     parts: Sequence[Part]
 
 
 @dataclass(frozen=True)
 class Writing:
-    """How documents become tars."""
+    """Options of writing tars."""
 
     per_shard: int = 1000
-    """Documents of a tar."""
+    """Documents per tar."""
     source: str = ""
-    """Name under which a training counts them."""
+    """Name of the source in the counts of training."""
     seed: int | None = None
     """Seed of the permutation of all documents; None: not permuted."""
     texts: TextTokens | None = None
-    """Their tokens are counted in the indexes."""
+    """Counts the tokens of texts for the indexes; None: not counted."""
 
     def __post_init__(self) -> None:
         require_at_least(1, per_shard=self.per_shard)
 
 
 def write(folder: Path, documents: Iterable[Document], made_from: Mapping[str, Any], how: Writing) -> Manifest:
-    """Write documents, which need not fit into memory, into `folder`.
+    """Write documents into `folder`; they can be larger than memory.
     made_from: JSON values on which their content depends.
 
-    Where they are permuted, they are written twice: tars can be read in any order.
+    With a seed, documents are first written to a temporary folder, then copied in the permuted order.
 
     Raises:
-        DataError: there is no document, one cannot be written, or the folder is of something else.
+        DataError: there is no document, one cannot be written, or the folder has other content.
         RunError: the disk refuses.
     """
     made_from = {**made_from, "per_shard": how.per_shard, "seed": how.seed, "source": how.source}
@@ -98,7 +98,7 @@ def write(folder: Path, documents: Iterable[Document], made_from: Mapping[str, A
 
 
 def _begin(folder: Path, made_from: Mapping[str, Any]) -> Manifest | None:
-    """Prepare a folder; returns its manifest if it is already complete."""
+    """Prepare a folder; return its manifest if it is already complete."""
     progress = files.read_json(folder / _PROGRESS, DataError) if (folder / _PROGRESS).exists() else None
     complete = manifest.load(folder) if (folder / manifest.NAME).exists() else None
     before = complete.facts if complete else progress
@@ -118,7 +118,7 @@ def _begin(folder: Path, made_from: Mapping[str, Any]) -> Manifest | None:
 
 
 def _write_permuted(folder: Path, documents: Iterable[Document], how: Writing, seed: int) -> list[Shard]:
-    """Write the documents in order into a temporary folder, and copy them from there in the permuted order."""
+    """Write the documents in order to a temporary folder, then copy them in the permuted order."""
     spool = folder / _SPOOL
     spool.mkdir(exist_ok=True)
     if (spool / manifest.NAME).exists():
@@ -183,10 +183,10 @@ def _index(content: bytes, documents: int, how: Writing) -> tar_index.TarIndex:
 
 
 def encode(document: Document) -> bytes:
-    """The members of a document, and one that lists them, as bytes of a tar.
+    """Encode a document as tar members, plus a last member that lists them.
 
     Raises:
-        DataError: its key has a dot or a slash, or it has no part.
+        DataError: the key has a dot or a slash, or the document has no parts.
     """
     key, parts = document
     if not key or set(key) & set("./\n\r\0") or not parts:

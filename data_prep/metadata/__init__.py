@@ -1,1 +1,1 @@
-"""Extractors of metadata: each adds its columns to the rows of documents."""
+"""Metadata extractors. Each adds its columns to the rows of documents."""

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 PRESCAN_BYTES = 1024
 DETECTION_BYTES = 1 << 13
-"""Limit of the non-ASCII words that detection reads."""
+"""Maximum number of bytes of non-ASCII words that detection reads."""
 FALLBACK = "windows-1252"
 REPLACEMENT = "\ufffd"
 _BYTE_ORDER_MARKS = ((codecs.BOM_UTF8, "utf-8"), (codecs.BOM_UTF16_BE, "utf-16be"), (codecs.BOM_UTF16_LE, "utf-16le"))
@@ -33,9 +33,9 @@ _ATTRIBUTE = re.compile(
 _SIGN = re.compile(
     rb"[^A-Za-z\x80-\xff]*(?:[\x80-\xff]|[A-Za-z]{0,2}[\xb0-\xb9\xbc-\xbe][A-Za-z]{0,2})[^A-Za-z\x80-\xff]*"
 )
-"""A word with one sign, such as ©, m³ or 20±5 in windows-1252. In other encodings, the sign is a letter."""
+"""Word with one sign, such as ©, m³ or 20±5 in windows-1252. In other encodings, the sign would be a letter."""
 _LATIN = ("windows-1252", "iso-8859-2", "windows-1250", "windows-1254", "windows-1257", "windows-1258")
-"""Candidates for words with few non-ASCII bytes. The first one counts if a text can be in several."""
+"""Candidates for words with few non-ASCII bytes. If several fit a text, the first one is used."""
 _NOT_LATIN = {
     "gb18030": "gb18030",
     "big5hkscs": "big5",
@@ -57,7 +57,7 @@ _NOT_LATIN = {
 }
 """Candidates for all other words."""
 LATIN_SHARE = 0.4
-"""Share of non-ASCII bytes in words up to which a page is Latin."""
+"""Maximum share of non-ASCII bytes in the words of a Latin page."""
 MIN_FREQUENT = 0.1
 """Minimum share of frequent characters in Chinese, Japanese and Korean."""
 _KANA = frozenset(map(chr, [*range(0x3041, 0x3094), *range(0x30A1, 0x30FD)]))
@@ -66,8 +66,8 @@ _CHINESE = frozenset(
 )
 _KOREAN = frozenset("이다에의는로하을가고지서한은기으년대사시를리도인스일니습")
 _EAST_ASIAN = {"euc-jp": _KANA, "shift_jis": _KANA, "gb18030": _CHINESE, "big5": _CHINESE, "euc-kr": _KOREAN}
-"""Frequent characters of the languages by encoding. charset-normalizer takes short Chinese texts for Thai, and rejects
-Japanese pages with characters that Python's codecs do not have."""
+"""{encoding: frequent characters of its language}. charset-normalizer mistakes short Chinese texts for Thai,
+and rejects Japanese pages with characters that are missing in Python's codecs."""
 _FREQUENT = frozenset("оеаинтсрвлкατοιενρσκηςάίόיוהלרבתמאשاليمونرتبةานรอกเงมยลวดทสต")
 """Frequent letters in Cyrillic, Greek, Hebrew, Arabic and Thai."""
 _PUNCTUATION = "„“”‚‘’‹›«»–—…•·¿¡§¦°©®™€£ªº\xa0"
@@ -99,11 +99,11 @@ _ALPHABETS = tuple(
 
 
 class Decoded(NamedTuple):
-    """A page as text."""
+    """Decoded page."""
 
     text: str
     encoding: str
-    """Its name in the Encoding standard, in lower case."""
+    """Name in the Encoding standard, in lower case."""
     is_guess: bool
     """Whether detection or the fallback chose the encoding. False for ASCII, which is the same in all candidates."""
 
@@ -197,7 +197,7 @@ def _detect(page: bytes) -> str:
     import charset_normalizer
 
     zeros = [page[side::2].count(0) for side in range(2)]
-    if max(zeros) > max(len(page) / 100, 9 * min(zeros)):  # markup is ASCII: every other byte of it is 0 in UTF-16
+    if max(zeros) > max(len(page) / 100, 9 * min(zeros)):  # in UTF-16, every second byte of ASCII markup is 0
         return "utf-16be" if zeros[0] > zeros[1] else "utf-16le"
     if re.search(rb"\x1b\$[@B]", page):
         return "iso-2022-jp"
@@ -225,9 +225,9 @@ def _detect(page: bytes) -> str:
 
 
 def _share(text: str, *alphabets: Collection[str]) -> float:
-    """Share of the characters outside ASCII that are in one alphabet, for the best of `alphabets`.
+    """Maximum over `alphabets` of the share of non-ASCII characters that are in the alphabet.
 
-    It is 0 for a text with replacement characters, which is in another encoding.
+    0 for a text with replacement characters, because it is in another encoding.
     """
     characters = Counter(character for character in text.lower() if character > "\x7f")
     best = max(sum(count for character, count in characters.items() if character in alphabet) for alphabet in alphabets)
@@ -235,7 +235,7 @@ def _share(text: str, *alphabets: Collection[str]) -> float:
 
 
 def _decode_as(page: bytes, encoding: str) -> str:
-    """Decode as the Encoding standard does; bytes without a meaning become replacement characters."""
+    """Decode as in the Encoding standard; undefined bytes become replacement characters."""
     import webencodings
 
     if encoding == "replacement":
@@ -266,7 +266,7 @@ _EUC_JP = re.compile("[\xa1-\xfe]{2}|\x8e[\xa1-\xdf]|\x8f[\xa1-\xfe]{2}|[\x80-\x
 
 @lru_cache(1)
 def _euc_jp_table() -> dict[str, str]:
-    """Map the bytes of EUC-JP to characters, including the extensions of Microsoft, missing from Python's codec."""
+    """Map the bytes of EUC-JP to characters, including Microsoft's extensions that are missing in Python's codec."""
     table = {f"\x8e{chr(byte)}": chr(0xFF61 - 0xA1 + byte) for byte in range(0xA1, 0xE0)}
     for row in range(94):
         for cell in range(94):
@@ -286,7 +286,7 @@ def _euc_jp_table() -> dict[str, str]:
 
 
 def _as_euc_jp(page: bytes) -> bytes:
-    """ISO-2022-JP rewritten as EUC-JP."""
+    """Convert ISO-2022-JP to EUC-JP."""
 
     def convert(match: re.Match[bytes]) -> bytes:
         shifted = bytes(byte | 0x80 if 0x20 < byte < 0x7F else byte for byte in match[2])

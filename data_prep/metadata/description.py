@@ -1,4 +1,4 @@
-"""Wikipedia on a website: the first sentence of the page that its host redirects to, or that bears its name."""
+"""Describe a website by the first sentence of its Wikipedia page, found by host or by title."""
 
 import re
 import sqlite3
@@ -12,19 +12,19 @@ from src.errors import DataError
 
 Row = dict[str, Any]
 COLUMNS = ("metadata_website_desc",)
-FEWEST_WORDS, MOST_WORDS = 5, 50
+MIN_WORDS, MAX_WORDS = 5, 50
 _PARENTHESES = re.compile(r"\s*\((?:[^()]|\([^()]*\))*\)")
 _SENTENCE = re.compile(
     r".*?(?<!\b[A-Z])[.!?][\"')\]]*(?=\s+[A-Z]|\s*$)", re.DOTALL
-)  # a dot after a single letter belongs to a name
+)  # a dot after a single letter is part of a name
 _NO_DESCRIPTION = re.compile(r".* refers? to.?:|\[\[\w+:", re.DOTALL)
 
 
 class Descriptions:
-    """The index that data_prep.metadata.wiki_index made. Hosts are remembered, those that have no page too (B21)."""
+    """Index written by data_prep.metadata.wiki_index. Caches hosts, including those without a page."""
 
     def __init__(self, path: Path) -> None:
-        """Raises DataError where it is no such index."""
+        """Raises DataError if the file is not such an index."""
         try:
             self._database = sqlite3.connect(f"file:{path}?mode=ro", uri=True)
             self._database.execute("select 1 from paragraphs, redirects limit 1")
@@ -37,7 +37,7 @@ class Descriptions:
         self.of_host = lru_cache(1 << 16)(self._of_host)
 
     def _of_host(self, host: str) -> str | None:
-        """The first paragraph about a host, such as "bbc.co.uk"."""
+        """Look up the first paragraph about a host, such as "bbc.co.uk"; None if it has no page."""
         title = self._redirect(host.lower()) or host.partition(".")[0].capitalize()
         return self._paragraph(title) or self._paragraph(self._redirect(title.lower()) or "")
 
@@ -55,17 +55,20 @@ class Descriptions:
 
 @lru_cache(1)
 def open_descriptions(path: str) -> Descriptions:
-    """One in each process."""
+    """Open the index once per process."""
     return Descriptions(Path(path))
 
 
 def extract(row: Mapping[str, Any], descriptions: Descriptions, compatible: bool = False) -> Row:
-    """The column of a row with a "url". compatible: every "www." is taken out of the host, and its port stays (B10)."""
+    """Make the column of a row with a "url".
+
+    compatible: as the reference does, remove every "www." from the host and retain the port.
+    """
     url = row.get("url")
     try:
         split = urlsplit(url if isinstance(url, str) else "")
         host = split.netloc.replace("www.", "") if compatible else (split.hostname or "").removeprefix("www.")
-    except ValueError:  # such as brackets that hold no address
+    except ValueError:  # such as brackets without an address
         host = ""
     paragraph = descriptions.of_host(host) if host else None
     value = first_sentence(paragraph) if paragraph else ""
@@ -74,19 +77,22 @@ def extract(row: Mapping[str, Any], descriptions: Descriptions, compatible: bool
 
 
 def first_sentence(paragraph: str) -> str:
-    """The paragraph without parentheses and their content."""
+    """First sentence of a paragraph, without text in parentheses."""
     text = _PARENTHESES.sub("", paragraph).strip()
     match = _SENTENCE.match(text)
     return match[0] if match else text
 
 
 def clean_descriptions(items: Sequence[Row], compatible: bool = False) -> list[Row]:
-    """Those that describe something. compatible: all or none, by the first (B21)."""
+    """Select the items that describe a website.
+
+    compatible: as the reference does, return all items if the first one is a description, else none.
+    """
     if compatible:
         return list(items) if items and describes(items[0]["value"]) else []
     return [item for item in items if describes(item["value"])]
 
 
 def describes(value: str) -> bool:
-    """Whether it is no list of meanings and no link, and has between 5 and 50 words."""
-    return FEWEST_WORDS <= len(value.split()) <= MOST_WORDS and not _NO_DESCRIPTION.match(value)
+    """Whether a text has 5 to 50 words, and is neither a disambiguation page nor a link."""
+    return MIN_WORDS <= len(value.split()) <= MAX_WORDS and not _NO_DESCRIPTION.match(value)

@@ -1,6 +1,7 @@
-"""Entities in a text. A linker is an object with one verb, `link(text)`; here one that looks them up in a dictionary.
+"""Link entities in a text. A linker has one method, `link(text)`; the linker here looks mentions up in a dictionary.
 
-Another, such as REL or a model of one's own, is a class with the same verb and a line in `extraction.EXTRACTORS`.
+To add another linker, such as REL or your own model, write a class with this method and add a line to
+`extraction.EXTRACTORS`.
 """
 
 import re
@@ -17,18 +18,18 @@ _WORD = re.compile(r"\w+(?:[.'’-]\w+)*")
 
 
 class Linker(Protocol):
-    """Finds entities."""
+    """Finds the entities in a text."""
 
     def link(self, text: str) -> list[Row]:
-        """Items of the key "entity", in order: spans of `text`, and titles of Wikipedia with underscores as values."""
+        """Return items with key "entity" in order. Each has a span of `text` and a Wikipedia title with underscores."""
         ...
 
 
 class DictionaryLinker:
-    """Finds the longest mentions of a dictionary that start and end at word boundaries, without overlaps."""
+    """Finds the longest dictionary mentions that start and end at word boundaries, without overlaps."""
 
     def __init__(self, titles: dict[str, str]) -> None:
-        """titles: by mention, as it is written in texts."""
+        """titles: {mention as written in texts: title}."""
         self._titles = {mention: title.replace(" ", "_") for mention, title in titles.items()}
         self._longest = max((len(_WORD.findall(mention)) for mention in titles), default=0)
 
@@ -51,10 +52,10 @@ class DictionaryLinker:
 
 @lru_cache(1)
 def read_linker(path: str) -> DictionaryLinker:
-    """The linker of a file with a mention, a tab and a title on each line. Cached per process.
+    """Load a linker from a file with a mention, a tab and a title on each line. Cached per process.
 
     Raises:
-        DataError: it cannot be read, or a line has another form.
+        DataError: the file is unreadable, or a line has another form.
     """
     titles = dict[str, str]()
     with reading(Path(path), DataError), open(path, encoding="utf-8") as file:
@@ -67,5 +68,5 @@ def read_linker(path: str) -> DictionaryLinker:
 
 
 def extract(row: Row, linker: Linker) -> Row:
-    """The column of a row with a "text"."""
+    """Make the column of a row with a "text"."""
     return {COLUMNS[0]: linker.link(row.get("text") or "")}

@@ -1,4 +1,4 @@
-"""Extract metadata from a file of pages: columns of its rows, written next to a digest of each row, all or nothing."""
+"""Extract metadata from a file of pages. Writes the rows and a digest of each row, atomically."""
 
 import contextlib
 import hashlib
@@ -23,12 +23,12 @@ Row = dict[str, Any]
 DIGEST = struct.Struct("16sQ")
 """Digest of a document's text, and the number of its row in the source."""
 ROWS = "rows"
-"""Name under which the rows that are dropped as malformed are counted."""
+"""Name of the count of malformed rows, which are dropped."""
 TOO_SLOW = "pages over --page_seconds"
 _MAX_LOGGED = 3
-"""Errors shown per file."""
+"""Maximum number of errors logged per file."""
 _GRACE = 1.0
-"""Seconds of processor time until a page that caught the first signal gets another one."""
+"""Seconds of processor time until a second signal, in case the first one was caught."""
 
 
 @dataclass(frozen=True)
@@ -37,17 +37,17 @@ class Options:
 
     extract: tuple[str, ...] = ()
     compatible: bool = False
-    """Whether to reproduce the reference's faults."""
+    """Whether to reproduce the faults of the reference."""
     wiki_index: str = ""
-    """Path of the index of Wikipedia, for descriptions."""
+    """Path of the Wikipedia index for descriptions."""
     mentions: str = ""
     """Path of a dictionary of entities."""
     removal: tuple[html.RemovalRule, ...] = ()
-    """Elements removed from pages."""
+    """Rules for removing elements from pages."""
     records: tuple[str, ...] = page_sources.RECORDS[:1]
     """Kinds of WARC records that are read."""
     page_seconds: float = 10.0
-    """Processor time per page."""
+    """Limit of processor time per page."""
 
 
 class PageTimeout(BaseException):  # a library that catches Exception must not swallow it
@@ -79,7 +79,7 @@ def _from_html(row: Row, options: Options) -> Row:
     if not isinstance(page, str):
         raise DataError(f"field {page_sources.HTML!r}: expected the HTML of a page, got {page!r}.")
     columns = html.extract(page, options.removal).columns()
-    del row[page_sources.HTML]  # after a failure the row still has it
+    del row[page_sources.HTML]  # only now, so that the row still has it after a failure
     return columns
 
 
@@ -89,7 +89,7 @@ class Extractor(NamedTuple):
     name: str
     """Prefix of its error columns."""
     columns: tuple[str, ...]
-    """Its columns. Where it fails, metadata columns that the row does not have are empty."""
+    """Columns that it makes. After a failure, metadata columns missing from the row are empty."""
     extract: Callable[[Row, Options], Mapping[str, Any]]
 
 
@@ -110,7 +110,7 @@ EXTRACTORS: dict[str, Extractor] = {
     ),
     "text": Extractor("TextPreprocessor", text.COLUMNS, lambda row, options: text.extract(row, options.compatible)),
 }
-"""In the order of their calls: later ones read the columns of earlier ones."""
+"""Extractors in calling order; later ones read the columns of earlier ones."""
 
 
 @dataclass(frozen=True)
@@ -122,17 +122,17 @@ class Part:
 
     @property
     def report(self) -> Path:
-        """Counts and errors; it exists once the part is complete."""
+        """File with counts and errors; exists once the part is complete."""
         return self.stem.with_suffix(".json")
 
     @property
     def rows(self) -> Path:
-        """One JSON object a line."""
+        """File with one JSON object per line."""
         return self.stem.with_suffix(".jsonl")
 
     @property
     def digests(self) -> Path:
-        """One DIGEST per row."""
+        """File with one DIGEST per row."""
         return self.stem.with_suffix(".digests")
 
     @property
@@ -142,14 +142,14 @@ class Part:
 
 
 def part_of(source: Path, facts: Mapping[str, Any], options: Options, folder: Path) -> Part:
-    """Name a part after its source's facts and the options, so that a part of other options is not mistaken for it."""
+    """Name a part after the facts of its source and the options, so that other options have another part."""
     settings = {**asdict(options), "removal": [rule.model_dump() for rule in options.removal]}
     key = hashlib.sha256(orjson.dumps([facts, settings])).hexdigest()[:16]
     return Part(source, folder / f"{source.name.partition('.')[0][:40]}-{key}")
 
 
 def make_part(part: Part, options: Options) -> None:
-    """Make the part if it does not exist. An error is saved in `part.failure`, so that the other parts are made."""
+    """Make a part if it is missing. Errors are saved in `part.failure`, so that the other parts are still made."""
     if part.report.exists():
         return
     part.failure.unlink(missing_ok=True)
@@ -168,7 +168,7 @@ def _write_part(part: Part, options: Options) -> None:
     names = part.rows, part.digests
     temporary = [
         path.with_name(f".{path.name}.{os.getpid()}") for path in names
-    ]  # another process can do the same part
+    ]  # another process can write the same part
     with writing(part.stem), open(temporary[0], "wb") as rows, open(temporary[1], "wb") as digests:
         for number, (where, row) in enumerate(page_sources.read_rows(part.source, skipped, options.records), 1):
             try:
@@ -208,8 +208,8 @@ def _write_part(part: Part, options: Options) -> None:
 def _decode_page(row: Row, where: str, pages: Counter[str], replaced_pages: list[str]) -> Row:
     """Return the row with its page as text.
 
-    pages: counts all pages, those with a guessed charset, with replacement characters. replaced: the places of the
-    first of the latter.
+    pages: counts all pages, pages with a guessed charset, and pages with replacement characters.
+    replaced_pages: places of the first pages with replacement characters.
     """
     page = row.get(page_sources.HTML)
     if isinstance(page, page_sources.RawPage | bytes):
@@ -229,7 +229,7 @@ def _decode_page(row: Row, where: str, pages: Counter[str], replaced_pages: list
 
 
 def _compact(row: Row, options: Options) -> Row:
-    """Return the row without the fields that a reader derives, in the columns of the extractors."""
+    """Drop fields of extracted items that a reader can derive from the text."""
     names = {name for key in options.extract for name in EXTRACTORS[key].columns if name.startswith(PREFIX)}
     return {
         name: [compact_item(name.removeprefix(PREFIX), item, row["text"]) for item in value]
@@ -264,7 +264,7 @@ def read_report(part: Part) -> dict[str, Any]:
 
 
 def digests_of(part: Part) -> Iterator[tuple[bytes, int]]:
-    """Yield (digest of its text, number in the source) of each row."""
+    """Yield (digest of the text, number in the source) for each row."""
     with open(part.digests, "rb") as file:
         while block := file.read(DIGEST.size * 4096):
             yield from DIGEST.iter_unpack(block)

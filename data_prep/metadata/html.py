@@ -31,11 +31,11 @@ def _words(text: str) -> frozenset[str]:
 
 COLUMNS = ("text", "metadata_html", "html_head", "html_footer", "html_title")
 LONGEST_PAGE = 50_000_000
-"""Characters."""
+"""Maximum characters of a page."""
 PARSED_AT_ONCE = 1 << 16
 """Bytes per call of the parser: a time limit takes effect between two calls."""
-MOST_ATTRIBUTES = 10_000
-"""In one tag. The parser's time grows with their square, and it cannot be interrupted within a tag."""
+MAX_ATTRIBUTES = 10_000
+"""Maximum attributes of a tag. Parsing time is quadratic in them, and the parser cannot be interrupted in a tag."""
 BLOCKS = _words(
     "address article aside blockquote body button canvas caption col colgroup dd div dl dt embed fieldset figcaption "
     "figure footer form h1 h2 h3 h4 h5 h6 header hgroup hr li map noscript object ol output p pre progress section "
@@ -50,14 +50,14 @@ _ATTRIBUTE = r"""[\s/]*+[^\s/>][^\s/>=]*+(?:\s*+=\s*+(?:"[^"]*+"|'[^']*+'|[^\s>"
 _TAG = re.compile(
     rf"(?is)<!--.*?(?:-->|\Z)|(?P<tag><(?=[a-z])(?:(?P<raw>script|style)(?=[\s/>]))?(?:{_ATTRIBUTE})*+)(?(raw).*?(?:</(?P=raw)|\Z))"
 )
-"""A comment, or a tag; for `script` and `style` with their content, which can look like tags."""
+"""A comment or a tag. `script` and `style` include their content, which can look like tags."""
 _ILLEGAL = re.compile(
     r"(?i)[\x00-\x08\x0b\x0e-\x1f\ufffe\uffff]|"
     r"&#(?:0*(?:[1-8]|11|1[4-9]|2\d|3[01]|6553[45])(?!\d)|x0*(?:[1-8bef]|1[\da-f]|fff[ef])(?![\da-f]));?"
 )
-"""Characters that browsers do not show and XML cannot contain, also as references."""
+"""Characters that browsers do not show and XML does not allow, also as references."""
 _FORM_FEED = re.compile(r"(?i)\f|&#(?:0*12(?!\d)|x0*c(?![\da-f]));?")
-"""XML cannot contain it either, but it is white space."""
+"""Form feed. XML does not allow it either, but it is white space."""
 _HTML_SPACES = re.compile("[ \t\n\f\r]+")
 _SPACES = re.compile(r"\s+")
 
@@ -68,7 +68,7 @@ class RemovalRule(Config):
     tag: str = Field(min_length=1)
     min_chars: int = Field(default=0, ge=0)
     max_chars: int | None = Field(default=None, ge=0)
-    """Both limits are inclusive and count the text in the element; None: no limit."""
+    """Both limits are inclusive and apply to the text in the element; None: no limit."""
     direction: Literal["top-down", "bottom-up"] = "top-down"
     """Whether the text is measured before or after removals inside the element."""
 
@@ -94,7 +94,7 @@ class Page(NamedTuple):
     head: list[str]
     footer: list[str]
     title: list[str]
-    """HTML of the elements with these names; nested ones only within the outer one."""
+    """HTML of the elements with these names. A nested element is only part of the outer one."""
 
     def columns(self) -> Row:
         """Return the page as columns of a row."""
@@ -125,7 +125,7 @@ def extract(source: str, rules: Sequence[RemovalRule] | None = None) -> Page:
 
 @contextlib.contextmanager
 def _no_garbage_collection() -> Iterator[None]:
-    """Pause the collection of cycles, which takes half of the time of a large page. Elements form no cycles."""
+    """Pause garbage collection, which takes half of the time of a large page. Elements form no reference cycles."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -140,7 +140,7 @@ def _extract(source: str, rules: Sequence[RemovalRule]) -> Page:
     head, footer, title = (
         [etree.tostring(element, encoding="unicode", with_tail=False) for element in _outermost(root, name)]
         for name in ("head", "footer", "title")
-    )  # empty elements as <meta/>, like the reference
+    )  # empty elements are written as <meta/>, like the reference
     body = next(root.iter("body"), None)
     if body is None:
         return Page("", [], head, footer, title)
@@ -168,12 +168,12 @@ def _parse(source: str) -> Any:
 
 
 def _check_attributes(source: str) -> None:
-    if len(source) <= 2 * MOST_ATTRIBUTES:
+    if len(source) <= 2 * MAX_ATTRIBUTES:
         return
     for match in _TAG.finditer(source):
         tag = match["tag"] or ""
-        if len(tag) > 2 * MOST_ATTRIBUTES and (count := len(re.findall(_ATTRIBUTE, tag)) - 1) > MOST_ATTRIBUTES:
-            raise DataError(f"a tag with {count} attributes; the limit is {MOST_ATTRIBUTES}.")
+        if len(tag) > 2 * MAX_ATTRIBUTES and (count := len(re.findall(_ATTRIBUTE, tag)) - 1) > MAX_ATTRIBUTES:
+            raise DataError(f"a tag with {count} attributes; the limit is {MAX_ATTRIBUTES}.")
 
 
 def _attributes(element: Any) -> dict[str, list[str]]:
@@ -183,7 +183,7 @@ def _attributes(element: Any) -> dict[str, list[str]]:
 
 
 def _outermost(root: Any, name: str) -> list[Any]:
-    """Elements of a name that are not inside another one."""
+    """Elements with this name that are not inside another one."""
     elements, depth = [], 0
     for event, element in etree.iterwalk(root, events=("start", "end"), tag=name):
         if event == "start" and not depth:
@@ -193,20 +193,20 @@ def _outermost(root: Any, name: str) -> list[Any]:
 
 
 class _Cleaner:
-    """Removes elements by rules and folds nested divisions. Each text is joined once, so that the time is linear."""
+    """Removes elements by rules and folds nested divisions. Each text is joined once, for linear time."""
 
     def __init__(self, rules: Sequence[RemovalRule]) -> None:
         self._rules = {direction: defaultdict[str, list[RemovalRule]](list) for direction in ("top-down", "bottom-up")}
         for rule in rules:
             self._rules[rule.direction][rule.tag].append(rule)
         self._lengths: dict[Any, int] = {}
-        """Characters of the text in each element. Elements in a dict stay alive, and so the same objects."""
+        """Text length of each element. The dict holds the elements, because lxml would make new objects for them."""
         self.attributes: dict[Any, dict[str, list[str]]] = {}
         """Attributes of the outer element of each folded chain, with one value per element that has it."""
 
     def clean(self, body: Any) -> bool:
-        """Remove and fold below `body`, parents before their children. False: the body itself is removed."""
-        hidden = {element for name in HIDDEN for element in body.iter(name)}  # their text must not make a block long
+        """Remove and fold elements below `body`, parents first. Returns False if the body itself is removed."""
+        hidden = {element for name in HIDDEN for element in body.iter(name)}  # not part of the length of a block
         for parent in {element.getparent() for element in hidden}:
             _remove(parent, hidden)
         self._measure(body)
@@ -249,7 +249,7 @@ class _Cleaner:
         return any(rule.min_chars <= length and (rule.max_chars is None or length <= rule.max_chars) for rule in rules)
 
     def _measure(self, body: Any) -> None:
-        """Collapse white space outside of preformatted text, as the reference's minifier does, and measure elements."""
+        """Collapse white space outside preformatted text, as the reference's minifier does, and measure elements."""
         depth_of_pre, length = 0, 0
         begins = list[int]()
         for event, element in etree.iterwalk(body, events=("start", "end")):
@@ -270,7 +270,7 @@ class _Cleaner:
 
 
 def _remove(parent: Any, removed: Collection[Any]) -> None:
-    """Remove children; the text after each one stays, with one blank between it and the text before."""
+    """Remove children. The text after each child is joined to the text before it with one blank."""
     children = [child for child in parent if child in removed]
     if not children:
         return
@@ -302,7 +302,7 @@ def _set_text(parent: Any, before: Any, pieces: Sequence[str]) -> None:
 
 
 class _Text:
-    """The extracted text, in pieces."""
+    """Extracted text, collected in pieces."""
 
     def __init__(self) -> None:
         self.pieces, self.length, self.last = list[str](), 0, ""

@@ -23,19 +23,19 @@ RECORDS = ("2xx", "3xx", "4xx", "5xx", "resource")
 """Kinds of WARC records that can be pages: responses by their HTTP status, and resources, which have no status."""
 
 _COMPRESSED_PREFIXES = (b"\x1f\x8b", b"\x78\x01", b"\x78\x9c", b"\x78\xda")
-"""First bytes of gzip and zlib. warcio returns a body that it cannot decompress as it is."""
+"""First bytes of gzip and zlib. warcio returns a body that it cannot decompress unchanged."""
 
 
 class RawPage(NamedTuple):
-    """A page as it was sent."""
+    """A page as sent by the server."""
 
     data: bytes
     content_type: str
-    """HTTP header."""
+    """Value of the HTTP header."""
 
 
 def list_files(names: Sequence[str]) -> list[Path]:
-    """List the files named directly, as folders or as patterns, sorted within each.
+    """List the files that names, folders and patterns refer to, sorted within each.
 
     Raises:
         DataError: a name matches no file, or no file of a readable kind.
@@ -68,7 +68,7 @@ def read_rows(
     counts: incremented for each WARC record that is skipped, by its kind. records: the kinds of `RECORDS` to read.
 
     Raises:
-        DataError: the file is cut or damaged, or a line is not a JSON object; names the place.
+        DataError: the file is truncated or damaged, or a line is not a JSON object; the message has the place.
     """
     if path.name.endswith((".warc", ".warc.gz")):
         return _warc_pages(path, Counter() if counts is None else counts, records)
@@ -119,13 +119,13 @@ def _warc_pages(path: Path, counts: Counter[str], kinds: Collection[str]) -> Ite
 
 
 def _type(record: Any) -> str:
-    """Content type of a record: of the HTTP response, the resource itself, or as the crawler identified it."""
+    """Content type of a record: of the HTTP response or the resource, else as identified by the crawler."""
     headers = record.rec_headers if record.rec_type == "resource" else record.http_headers
     return headers.get_header("Content-Type") or record.rec_headers.get_header("WARC-Identified-Payload-Type") or ""
 
 
 def _reason_to_skip(record: Any, kinds: Collection[str]) -> str:
-    """The kind of a record that is not read; empty for a page."""
+    """Kind of a record that is skipped; "" for a page to read."""
     if record.rec_type == "resource":
         kind = name = "resource"
     elif record.rec_type == "response" and record.http_headers:
@@ -142,7 +142,7 @@ def _reason_to_skip(record: Any, kinds: Collection[str]) -> str:
 
 
 def _normalise_codings(record: Any) -> None:
-    """Write the names of codings as warcio compares them."""
+    """Normalize the names of codings to the spelling that warcio compares."""
     for header, alias, name in (("Transfer-Encoding", "chunked", "chunked"), ("Content-Encoding", "x-gzip", "gzip")):
         value = record.http_headers and record.http_headers.get_header(header)
         if value:
@@ -151,7 +151,7 @@ def _normalise_codings(record: Any) -> None:
 
 
 def _undecodable(record: Any, page: bytes) -> str:
-    """Why the body of a response is still encoded; empty for a readable one."""
+    """Why the body of a response is still encoded; "" if it is readable."""
     from warcio.bufferedreaders import BufferedReader
 
     encoding = record.http_headers.get_header("Content-Encoding") or "" if record.http_headers else ""
@@ -163,7 +163,7 @@ def _undecodable(record: Any, page: bytes) -> str:
 
 
 class _Gzip:
-    """A file that reports its end within a gzip stream as an error: warcio takes EOFError for the end of records."""
+    """File that raises an error if it ends within a gzip stream. warcio takes EOFError for the end of records."""
 
     def __init__(self, file: Any) -> None:
         self._file = file

@@ -146,9 +146,9 @@ def prepare(data_path: Path, request: Request) -> None:
     """Make the folder `data_path / request.name`, unless it exists and is made from the same sources.
 
     Raises:
-        DataError: a source is damaged, too many pages failed, or a document is in both splits. Finished sources stay
-            for a restart.
-        ConfigError: the options do not go together.
+        DataError: a source is damaged, too many pages failed, or a document is in both splits. Finished sources are
+            reused after a restart.
+        ConfigError: the options contradict each other.
     """
     for name, share in (("max_errors", request.max_errors), ("max_replaced", request.max_replaced)):
         if not 0 <= share <= 1:
@@ -210,7 +210,7 @@ def prepare(data_path: Path, request: Request) -> None:
 
 
 def _options(request: Request) -> tuple[Options, dict[str, str]]:
-    """Build the extraction options, and digests of the files they need by option."""
+    """Build the extraction options; return them with {option: digest of the file it needs}."""
     if request.removal_rules and "html" not in request.extract:
         raise ConfigError("--removal_rules: needs --extract html. Add it, or leave out --removal_rules.")
     options = Options(
@@ -275,7 +275,7 @@ def _run(parts: Sequence[Part], options: Options, workers: int, settings: dict[s
 
 
 def _run_here(parts: Sequence[Part], options: Options, workers: int) -> None:
-    """Make the parts on this machine, each in a process of its own: one that is killed stops no other.
+    """Make the parts on this machine, each in a separate process: a killed process does not stop the rest.
 
     datatrove's local executor waits forever for the task of a killed process (0.10.1).
     """
@@ -296,13 +296,13 @@ def _run_here(parts: Sequence[Part], options: Options, workers: int) -> None:
 
 
 class Step:
-    """A step of a datatrove pipeline: task `rank` makes one part."""
+    """Step of a datatrove pipeline: task `rank` makes one part."""
 
     def __init__(self, parts: Sequence[Part], options: Options) -> None:
         from loguru import logger
 
         self.parts, self.options = parts, options
-        logger.disable("datatrove")  # in each process: it logs a dozen lines per task
+        logger.disable("datatrove")  # in each process, because it logs a dozen lines per task
 
     def __reduce__(self) -> Any:
         return Step, (self.parts, self.options)
@@ -339,7 +339,7 @@ def _run_array(parts: Sequence[Part], options: Options, workers: int, settings: 
         executor = SlurmPipelineExecutor(**{**arguments, **settings})
     except TypeError as error:
         raise ConfigError(f"--slurm: datatrove's executor refuses it ({sources.first_line(error)})") from None
-    executor.launch_merge_stats = lambda: None  # another job, for unused statistics
+    executor.launch_merge_stats = lambda: None  # it would submit another job, for unused statistics
     try:
         executor.run()
     except (OSError, subprocess.CalledProcessError) as error:
@@ -348,7 +348,7 @@ def _run_array(parts: Sequence[Part], options: Options, workers: int, settings: 
 
 
 def _join(parts: dict[str, list[Part]], request: Request, new: Path) -> dict[str, Any]:
-    """Write both splits into the folder; returns their counts."""
+    """Write both splits into the folder; return their counts."""
     reports = {part: extraction.read_report(part) for split in parts.values() for part in split}
     _check_errors(reports, request.max_errors)
     pages, skipped = _totals(reports, "pages"), _totals(reports, "skipped")
@@ -412,7 +412,7 @@ def _check_errors(reports: dict[Part, dict[str, Any]], most: float) -> None:
 
 
 def _require_disjoint(parts: dict[str, list[Part]]) -> None:
-    """Raise DataError if a document is in both splits. Only digests of the validation split are in memory."""
+    """Raise DataError if a document is in both splits. Loads only the digests of the validation split into memory."""
     validation = {digest: (part, number) for part in parts["val"] for digest, number in extraction.digests_of(part)}
     for part in parts["train"]:
         for digest, number in extraction.digests_of(part):
@@ -425,7 +425,7 @@ def _require_disjoint(parts: dict[str, list[Part]]) -> None:
 
 
 def _copy_rows(part: Part, missing: Sequence[str], file: BinaryIO) -> None:
-    """Append the rows, with empty lists for the columns of other sources."""
+    """Append the rows of a part, with empty lists for the columns that only other sources have."""
     with open(part.rows, "rb") as rows:
         if not missing:
             shutil.copyfileobj(rows, file, 1 << 20)

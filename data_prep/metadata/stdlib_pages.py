@@ -35,7 +35,7 @@ _SKIPPED = {"antigravity", "idlelib", "lib2to3", "this", "tkinter", "turtle", "t
 _RENDER = "import sys, importlib, pydoc; m = importlib.import_module(sys.argv[1]); sys.stdout.buffer.write("
 _RENDER += "pydoc.html.page(pydoc.describe(m), pydoc.html.document(m)).encode('utf-8', 'replace'))"
 _ENVIRONMENT = {"PYTHONHASHSEED": "0", "PATH": "/bin:/usr/bin", "HOME": "/"}
-"""Without the user's variables, which the page of `os` would show."""
+"""Environment without the user's variables, which the page of `os` would show."""
 _ADDRESS = re.compile(r"\b0x[0-9a-f]{7,}")
 
 
@@ -100,12 +100,12 @@ def _page(name: str) -> str:
 
 
 def split_rows(pages: Mapping[str, str]) -> dict[str, list[dict[str, Any]]]:
-    """Make the rows of both splits, in the order of the pages; the first of equal texts."""
+    """Make the rows of both splits, in the order of the pages. Duplicate texts are dropped."""
     rows: dict[str, list[dict[str, Any]]] = {split: [] for split in SPLITS}
     texts = set[str]()
     unlimited_rules = [rule for rule in html.read_rules() if rule.max_chars is None]
     for name, source in pages.items():
-        page = html.extract(source, rules=unlimited_rules)  # a line with a signature is short
+        page = html.extract(source, rules=unlimited_rules)  # lines with signatures are short
         for text, tags in pieces(page):
             if text in texts:
                 continue
@@ -127,8 +127,8 @@ def _global_item(key: str, value: str) -> dict[str, str]:
 
 
 def pieces(page: html.Page) -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    """Cut the text after lines into pieces of CHARS characters, each with its tags, clipped to the piece.
-    Drop shorter rests."""
+    """Cut the text at line ends into pieces of CHARS characters, each with its tags clipped to the piece.
+    Shorter remainders are dropped."""
     least, most = CHARS
     begin, text = 0, page.text
     tags = sorted(page.tags, key=lambda tag: (tag["char_start_idx"], tag["relative_start_pos"]))
@@ -141,7 +141,7 @@ def pieces(page: html.Page) -> Iterator[tuple[str, list[dict[str, Any]]]]:
 
 
 def _clip_tags(tags: Sequence[dict[str, Any]], begin: int, end: int) -> list[dict[str, Any]]:
-    """Select the tags in a part of the text, except those around all of it."""
+    """Select the tags in a part of the text, except those that enclose all of it."""
     inside = [
         tag
         for tag in tags

@@ -1,4 +1,4 @@
-"""Metadata from a text and its tags: lengths, title and paragraphs (BigScience's rules, fixed where they lose text)."""
+"""Extract lengths, title and paragraphs from a text and its tags (BigScience's rules, fixed where they lose text)."""
 
 import re
 from bisect import bisect_right
@@ -23,16 +23,16 @@ PARAGRAPH_TAGS = frozenset(
         "nav article main section address aside",
     )
 )
-"""Where one of these ends, a paragraph ends."""
+"""A paragraph ends at the end of these tags."""
 _TITLE = re.compile(r"<title[^>]*>(.*?)</title>", re.DOTALL | re.IGNORECASE)
 _TITLE_OF_THE_ORIGINAL = re.compile(r"<title.*>(.*)</title>")
 _SENTENCE_END = re.compile(r"(?<![.!?])[.!?]+[\"')\]]*(?=\s|$)")
 
 
 def extract(row: Mapping[str, Any], compatible: bool = False) -> Row:
-    """The columns of a row with "text"; the title is of its "html_title", paragraphs are of its "metadata_html".
+    """Make the columns of a row with "text". The title comes from "html_title", paragraphs from "metadata_html".
 
-    compatible: with the faults of the original.
+    compatible: reproduce the faults of the reference.
     """
     text = row.get("text") or ""
     paragraphs = list(split_paragraphs(text, row.get("metadata_html") or []))
@@ -52,9 +52,9 @@ def _span(key: str, start: int, end: int, value: str) -> Row:
 
 
 def sentence_lengths(text: str, compatible: bool = False) -> Iterator[Row]:
-    """The length of each sentence, which ends with a stop before a blank, or with the text.
+    """Yield the length of each sentence. A sentence ends with a stop before a blank, or at the end of the text.
 
-    compatible: every dot ends a sentence, each starts at the previous dot; text after the last dot is left out.
+    compatible: every dot ends a sentence, which starts at the previous dot. Text after the last dot is dropped.
     """
     if compatible:
         dots = [match.start() for match in re.finditer(r"\.", text)]
@@ -70,23 +70,23 @@ def sentence_lengths(text: str, compatible: bool = False) -> Iterator[Row]:
 
 
 def title_items(titles: Sequence[str], compatible: bool = False) -> list[Row]:
-    """The first title of a page. compatible: the last on its line, and none that has a line's end in it."""
+    """Item of the first title of a page. compatible: the last title on its line; skip titles with a line end."""
     match = (_TITLE_OF_THE_ORIGINAL if compatible else _TITLE).search(titles[0]) if titles else None
     value = (match[1] if compatible else " ".join(unescape(match[1]).split())) if match else ""
     return [{"key": "title", "type": "global", "value": value}] if value else []
 
 
 def split_paragraphs(text: str, tags: Sequence[Mapping[str, Any]]) -> Iterator[Row]:
-    """Paragraphs that together are the text: cut where a tag of PARAGRAPH_TAGS ends, and after two line ends.
+    """Split a text into paragraphs, where a tag of PARAGRAPH_TAGS ends and after two line ends.
 
-    "marker" says what ended each: the tag, with "+lf" if its text was cut at lines, or "remainder" at the end.
+    "marker" is the end of the paragraph: the tag, with "+lf" if its text was cut at lines, or "remainder" at the end.
     """
     begin = 0
     ends = sorted(
         (tag["char_end_idx"], tag["char_start_idx"], tag["value"]) for tag in tags if tag["value"] in PARAGRAPH_TAGS
     )
     for end, _, name in [*ends, (len(text), 0, "remainder")]:
-        end = min(end + (name == "p"), len(text))  # with the line end after it
+        end = min(end + (name == "p"), len(text))  # include the line end after a <p>
         if end <= begin:
             continue
         pieces = re.findall(r"(?s).*?\n\n+|.+\Z", text[begin:end])
@@ -97,7 +97,7 @@ def split_paragraphs(text: str, tags: Sequence[Mapping[str, Any]]) -> Iterator[R
 
 
 def place_entities(entities: Sequence[Mapping[str, Any]], paragraphs: Sequence[Mapping[str, Any]]) -> Iterator[Row]:
-    """Each entity once for each paragraph that holds it, with places in their order if several are in one paragraph."""
+    """Yield each entity once per paragraph that contains it. Spans at the same character are numbered in order."""
     seen = set[tuple[int, int, str]]()
     counts: dict[int, count[int]] = defaultdict(count)
     starts = [paragraph["char_start_idx"] for paragraph in paragraphs]
@@ -106,7 +106,7 @@ def place_entities(entities: Sequence[Mapping[str, Any]], paragraphs: Sequence[M
         if not starts or start < starts[0]:
             continue
         paragraph = paragraphs[bisect_right(starts, start) - 1]
-        if end > paragraph["char_end_idx"]:  # it is of two
+        if end > paragraph["char_end_idx"]:  # the entity crosses a paragraph boundary
             continue
         span = paragraph["char_start_idx"], paragraph["char_end_idx"], entity["value"]
         if span in seen:

@@ -1,4 +1,4 @@
-"""Metadata from a page's address: the address, source and date (BigScience's rules, fixed where they lose text)."""
+"""Extract address, source and date from a page's URL (BigScience's rules, fixed where they lose text)."""
 
 import calendar
 import re
@@ -11,7 +11,7 @@ from urllib.parse import unquote, urlsplit
 Row = dict[str, Any]
 COLUMNS = ("metadata_url", "metadata_generation_datasource", "metadata_timestamp")
 FIRST_YEAR = 1983
-"""Dates before it are ignored: there was no web."""
+"""Earlier dates are ignored."""
 _LAST_YEAR_OF_REFERENCE = 2021
 _MONTHS = {
     name.lower(): number
@@ -66,7 +66,7 @@ def _words(part: str, compatible: bool) -> str:
 
 
 def last_year(compatible: bool = False) -> int:
-    """Last year that a date can have: the next one, for announcements. compatible: the reference's."""
+    """Last plausible year of a date: next year, for announcements. compatible: the last year of the reference."""
     return _LAST_YEAR_OF_REFERENCE if compatible else datetime.now().year + 1
 
 
@@ -81,7 +81,7 @@ def date_of(url: str, compatible: bool = False) -> datetime | None:
 
 
 def parse_date(text: str) -> datetime | None:
-    """Return the first day in a text with its year, month and day; other numbers and words are skipped."""
+    """Return the first date with year, month and day in a text; skip other numbers and words."""
     words = re.findall(r"\d+|[a-z]+", text.lower())
     for place, word in enumerate(words):
         if re.fullmatch(r"(19|20)\d{6}", word):

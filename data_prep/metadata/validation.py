@@ -1,7 +1,7 @@
-"""A validation set for each type of metadata: `python -m data_prep.metadata.validation c4_html --columns html title`.
+"""Make a validation set per type of metadata: `python -m data_prep.metadata.validation c4_html --columns html title`.
 
-Writes a folder CORPUS-validation_metadata_COLUMN per type next to a prepared corpus, named as the published ones.
-Its validation split has the rows with that type, without the other types. The training split is the one of the corpus.
+Writes a folder CORPUS-validation_metadata_COLUMN per type next to a prepared corpus, named like the published ones.
+Its validation split has the rows with this type, without the other types. The training split is that of the corpus.
 """
 
 import argparse
@@ -34,7 +34,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def make_sets(data_path: Path, corpus: str, columns: Sequence[str], most: int | None = None) -> None:
-    """Make the folder of each column, or none.
+    """Make the folders of all columns, after checking that each has rows.
 
     Raises:
         DataError: the corpus is not prepared, or has no row with a column.
@@ -70,7 +70,7 @@ def make_sets(data_path: Path, corpus: str, columns: Sequence[str], most: int | 
 
 
 def rows_with(path: Path, column: str) -> Iterator[dict[str, Any]]:
-    """The rows with an item of the column, with no other metadata."""
+    """Yield the rows that have an item in the column, without their other metadata."""
     for _, row in json_stream.lines(path):
         if "metadata" in row:
             key = COLUMNS[column].key
@@ -85,7 +85,7 @@ def rows_with(path: Path, column: str) -> Iterator[dict[str, Any]]:
 
 
 def _share(source: Path, target: Path) -> None:
-    """The same file under another name, or a copy of it."""
+    """Hard-link a file, or copy it if that fails."""
     try:
         os.link(source, target)
     except OSError:

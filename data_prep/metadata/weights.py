@@ -1,4 +1,4 @@
-"""Weights of the types of metadata by inverse frequency: `python -m data_prep.metadata.weights c4_html`.
+"""Weight the types of metadata by inverse frequency: `python -m data_prep.metadata.weights c4_html`.
 
 Use the output as `data.weights` of an experiment with sampling "weighted". The weight of a type is the number of
 documents with the most frequent type, divided by the number of documents with this type. Only the ratios matter.
@@ -36,22 +36,22 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
 def count_columns(
     data_path: Path, corpus: str, columns: Sequence[str] | None = None, documents: int | None = None
 ) -> Counter[str]:
-    """Of how many documents of the training split each column has an item.
+    """Count the training documents that have an item in each column.
 
     Raises:
         DataError: the corpus is not prepared, a row is malformed, or a column has no item.
-        ConfigError: `documents` is no number of documents.
+        ConfigError: `documents` is below 1.
     """
     path = jsonl.require_file(jsonl.corpus_folder(Places(data_path, data_path), corpus), "train.jsonl")
     rows = jsonl.read_rows(path, {"text": str})
     require_at_least(1, documents=documents)
-    selected_columns = (
+    row_numbers = (
         range(len(rows))
         if documents is None or documents >= len(rows)
         else sorted(random.Random(0).sample(range(len(rows)), documents))
     )
     column_counts = Counter[str]()
-    for number in selected_columns:
+    for number in row_numbers:
         column_counts.update(read_row(rows[number], f"{path}:{number + 1}", columns).columns)
     for column in columns or []:
         if not column_counts[column]:
@@ -62,7 +62,7 @@ def count_columns(
 
 
 def inverse_frequencies(counts: Counter[str]) -> dict[str, float]:
-    """The weights of columns, most frequent first."""
+    """Weights of the columns, most frequent first."""
     most = max(counts.values())
     return {column: most / count for column, count in counts.most_common()}
 

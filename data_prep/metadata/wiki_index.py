@@ -1,7 +1,7 @@
-"""First paragraphs of Wikipedia's pages: `python -m data_prep.metadata.wiki_index DUMP.xml.bz2 --output wiki.sqlite`.
+"""Index first paragraphs of Wikipedia: `python -m data_prep.metadata.wiki_index DUMP.xml.bz2 --output wiki.sqlite`.
 
-The dump is of MediaWiki's XML export, plain or with bzip2 (dumps.wikimedia.org); it is read once, a page at a time. The
-index is one SQLite file, for `data_prep.metadata.prepare --extract description --wiki_index`.
+The dump is a MediaWiki XML export, plain or with bzip2 (dumps.wikimedia.org). It is read once, page by page. The index
+is one SQLite file, for `data_prep.metadata.prepare --extract description --wiki_index`.
 """
 
 import argparse
@@ -42,10 +42,10 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def make_index(dump: Path, output: Path) -> None:
-    """Write the index, or nothing.
+    """Write the index atomically.
 
     Raises:
-        DataError: the dump is damaged or none. A package that reads wikitext is missing.
+        DataError: the dump is damaged or is not a dump, or a package that reads wikitext is missing.
     """
     temporary = output.with_name(f".{output.name}.{os.getpid()}")
     counts = {"paragraphs": 0, "redirects": 0}
@@ -73,10 +73,10 @@ def make_index(dump: Path, output: Path) -> None:
 
 
 def read_pages(dump: Path) -> Iterator[Page]:
-    """Articles and redirects of a dump; pages of other name spaces are passed over.
+    """Yield the articles and redirects of a dump. Pages of other name spaces are skipped.
 
     Raises:
-        DataError: it is cut or damaged.
+        DataError: the dump is truncated or damaged.
     """
     try:
         with reading(dump, DataError), (bz2.open if dump.suffix == ".bz2" else open)(dump, "rb") as file:
@@ -97,7 +97,7 @@ def read_pages(dump: Path) -> Iterator[Page]:
 
 
 def first_paragraph(wikitext: str) -> str:
-    """The first paragraph before any heading, without markup; empty if there is no such paragraph."""
+    """First paragraph before any heading, without markup; "" if there is no such paragraph."""
     try:
         import mwparserfromhell
     except ModuleNotFoundError:
@@ -108,7 +108,7 @@ def first_paragraph(wikitext: str) -> str:
     for node in unread:
         try:
             code.remove(node)
-        except ValueError:  # inside another that was removed
+        except ValueError:  # it is inside a node that was removed
             continue
     lines = (" ".join(line.split()) for line in code.strip_code(normalize=True, collapse=True).split("\n"))
     return next((line for line in lines if line), "")

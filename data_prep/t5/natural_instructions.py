@@ -2,9 +2,8 @@
 
 RELEASE is a checkout of allenai/natural-instructions, with splits/default and tasks. One folder is made below
 --data_path: train.jsonl from the training tasks and val.jsonl from the test tasks, of which the first 100 instances are
-the benchmark. A row is read as Tk-Instruct reads
-it: a definition, examples as far as they fit, and the instance (Wang et al. 2022, arXiv 2204.07705). Two runs give the
-same bytes.
+the benchmark. Rows have the format of Tk-Instruct: a definition, the examples that fit, and the instance (Wang et al.
+2022, arXiv 2204.07705). Two runs give the same bytes.
 """
 
 import argparse
@@ -26,7 +25,7 @@ from src.support.command_line import require_at_least
 
 COMMAND = "python -m data_prep.t5.natural_instructions"
 BENCHMARK = 100
-"""The first instances of a test task, which are balanced by label."""
+"""Number of first instances of a test task that are the benchmark. They are balanced by label."""
 SPLITS = {"train": "train_tasks.txt", "val": "test_tasks.txt"}
 
 
@@ -102,7 +101,7 @@ def prepare(data_path: Path, options: Options) -> bool:
 
 
 def read_task_names(path: Path) -> list[str]:
-    """Names of tasks, one a line."""
+    """Read names of tasks, one per line."""
     try:
         return path.read_text(encoding="utf-8").split()
     except OSError as error:
@@ -120,7 +119,7 @@ def task_path(release: Path, task: str) -> Path:
 
 
 def rows(path: Path, split: str, options: Options) -> Iterator[dict[str, Any]]:
-    """The drawn instances of a task, each with one of its answers as the label and all of them to be scored by."""
+    """Yield sampled instances of a task. The label is one of the answers; scores use all of them."""
     task, most = path.stem, options.instances
     draws = Random(f"{options.seed}/{task}")
     raw = read_json(path, DataError)
@@ -144,9 +143,9 @@ def rows(path: Path, split: str, options: Options) -> Iterator[dict[str, Any]]:
         instances = [instances[i] for i in sorted(draws.sample(range(len(instances)), most))]
     for text, answers in instances:
         answers = [answer for answer in answers if answer]
-        if answers:  # without any nothing could be learned
-            whole = input_text(definition, examples, text, options.input_characters)
-            yield {"text": whole, "label": draws.choice(answers), "answers": answers, "group": task}
+        if answers:  # without answers there is no label
+            full_text = input_text(definition, examples, text, options.input_characters)
+            yield {"text": full_text, "label": draws.choice(answers), "answers": answers, "group": task}
 
 
 def input_text(definition: str, examples: Sequence[str], instance: str, most: int) -> str:
@@ -162,13 +161,13 @@ def input_text(definition: str, examples: Sequence[str], instance: str, most: in
 
 
 def example_text(number: int, example: Mapping[str, str]) -> str:
-    """An example of the task that was done right."""
+    """Format a positive example of the task."""
     input_text = with_stop(f" Positive Example {number} -\nInput: {example['input'].strip()}")
     return f"{input_text}\n{with_stop(' Output: ' + example['output'].strip())}\n\n"
 
 
 def with_stop(text: str) -> str:
-    """The text, with a full stop where it ends without a sign."""
+    """Append a full stop to a text that does not end with punctuation."""
     return text if text[-1:] in string.punctuation else f"{text}."
 
 

@@ -2,8 +2,8 @@
 
 One folder is made below --data_path, with ngrams.txt, which data set span_corruption reads: `"ngrams":
 "c4_pmi/ngrams.txt"`. N-grams of 2 to 5 words are ranked by PMI_n (Levine et al. 2021, arXiv 2010.01825, equation 3),
-each length by itself; half of the list are pairs, a quarter are triples, and an eighth each is of 4 and of 5 words, as
-in the authors' lists (github.com/AI21Labs/pmi-masking). Only those with a positive score are listed. A SOURCE is a file
+separately by length. Half of the list are pairs, a quarter are triples, and an eighth each have 4 and 5 words, as in
+the authors' lists (github.com/AI21Labs/pmi-masking). N-grams without a positive score are dropped. A SOURCE is a file
 (.jsonl, .json, .txt, plain or with gzip; .parquet), a folder saved by `datasets`, or hub:ID[@CONFIG]. It is read once;
 memory is bounded by --max_counts.
 """
@@ -24,8 +24,8 @@ from src.support.command_line import require_at_least
 COMMAND = "python -m data_prep.t5.pmi_vocabulary"
 FILE = "ngrams.txt"
 SHARES = {2: 0.5, 3: 0.25, 4: 0.125, 5: 0.125}
-"""Words of an n-gram, and the share of the list."""
-_WORD = re.compile(r" ?(?:\w+|[^\w\s])")  # with the space before; the rest as in src/systems/t5/denoising/ngrams.py
+"""{number of words of an n-gram: share of the list}."""
+_WORD = re.compile(r" ?(?:\w+|[^\w\s])")  # with the preceding space, else as in src/systems/t5/denoising/ngrams.py
 _PUNCTUATION = re.compile(r"[^\w\s]+")
 
 
@@ -72,7 +72,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
 
 def prepare(data_path: Path, name: str, train: Sequence[str], text_field: str, **options: Any) -> bool:
     """Make the folder `data_path / name`; False if it is complete and has the same provenance.
-    options: all of the command line.
+    options: all other options of the command line.
 
     Raises:
         ConfigError: an option is out of range.
@@ -118,12 +118,12 @@ def prepare(data_path: Path, name: str, train: Sequence[str], text_field: str, *
 def count_ngrams(
     batches: Iterable[list[str]], max_counts: int, punctuation: bool = False
 ) -> tuple[Mapping[str, int], dict[int, int], int]:
-    """(counts, totals, undercount) of the n-grams of up to 5 words, in lower case.
+    """Count n-grams of up to 5 words, in lower case; return (counts, totals, undercount).
 
-    counts: of more than `max_counts` the rarest are forgotten after a batch, until half as many are left (lossy
-    counting, Manku and Motwani 2002). A part of an n-gram that is left is left, too, as it is not rarer.
-    totals: n-grams of each length, forgotten ones included.
-    undercount: counts are too low by at most this much; n-grams without a count are at most this frequent.
+    counts: if there are more than `max_counts` after a batch, the rarest are dropped until half of `max_counts` are
+    left (lossy counting, Manku and Motwani 2002). Parts of a remaining n-gram remain, because they are not rarer.
+    totals: number of n-grams by length, including dropped ones.
+    undercount: maximum error of a count, and maximum count of an n-gram that was dropped.
     """
     counts, totals, undercount = Counter[str](), dict.fromkeys(range(1, max(SHARES) + 1), 0), 0
 
@@ -148,9 +148,9 @@ def count_ngrams(
 def rank(
     counts: Mapping[str, int], totals: dict[int, int], min_count: int, frequent: bool = False
 ) -> dict[int, list[str]]:
-    """By length, the n-grams with at least `min_count` and a positive PMI_n, the highest score first.
+    """Rank n-grams with at least `min_count` and a positive PMI_n; return {length: n-grams, highest score first}.
 
-    totals: of the counts of each length. frequent: the score is PMI_n plus the logarithm of the n-gram's probability.
+    totals: number of n-grams by length. frequent: the score is PMI_n plus the log probability of the n-gram.
     """
 
     def log_p(ngram: str, n: int) -> float:
@@ -164,14 +164,13 @@ def rank(
 
 
 def pmi(words: Sequence[str], log_p: Callable[[str, int], float]) -> float:
-    """PMI_n of two words or more: log p of all less that of their most probable segmentation into two parts or more.
+    """PMI_n of two or more words: log p of the n-gram minus log p of its most probable segmentation into parts.
 
-    This is equation 3 of Levine et al. 2021, min over segmentations of log (p(w_1..w_n) / product of p(s) over segments
-    s).
-    words: with the spaces before them. log_p: of an n-gram and its number of words.
+    Equation 3 of Levine et al. 2021: min over segmentations of log (p(w_1..w_n) / product of p(s) over segments s).
+    words: with preceding spaces. log_p: function of an n-gram and its number of words.
     """
     n = len(words)
-    best = [0.0]  # log of the product, for the first words
+    best = [0.0]  # best[i]: maximum log of the product, for the first i words
     for last in range(1, n + 1):
         segments = [first for first in range(last) if last - first < n]
         best.append(max(best[first] + log_p("".join(words[first:last]).lstrip(), last - first) for first in segments))

@@ -2,9 +2,9 @@
 
 Writes one folder below --data_path, atomically: train.jsonl, val.jsonl and test.jsonl, for the given splits, and
 manifest.json with their provenance. Two runs on the same files give the same bytes. A SOURCE is
-a file (columns parted by tabs with or without a header line, as GLUE's; csv; JSON or JSON lines, as SuperGLUE's;
-parquet), a folder saved by `datasets`, or hub:ID[@CONFIG][#SPLIT]. Tasks are those of resources/tasks, or of a file of
-one's own (--task_file).
+a file (tab-separated with or without a header line, as in GLUE; csv; JSON or JSON lines, as in SuperGLUE; parquet), a
+folder saved by `datasets`, or hub:ID[@CONFIG][#SPLIT]. Tasks are defined in resources/tasks, or in your own file
+(--task_file).
 """
 
 import argparse
@@ -29,7 +29,7 @@ from src.systems.t5.tasks import task_table
 
 COMMAND = "python -m data_prep.t5.prepare_task"
 _SCRIPTS = (__file__, superglue.__file__, task_rows.__file__, task_sources.__file__, sources.__file__)
-_MAX_LOGGED = 3  # complaints about rows left out
+_MAX_LOGGED = 3  # messages about dropped rows
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ def prepare(data_path: Path, options: Options) -> bool:
 
     Raises:
         ConfigError: the task is unknown, or its entry has a mistake.
-        DataError: a source is missing or damaged, a row does not fit, or a split would be empty. Nothing was written.
+        DataError: a source is missing or damaged, a row does not fit, or a split would be empty. Nothing is written.
         RunError: the disk refuses.
     """
     task = task_table.find(options.task, options.task_file)
@@ -103,7 +103,7 @@ def prepare(data_path: Path, options: Options) -> bool:
 def _write(
     partial_folder: Path, options: Options, sources_by_split: dict[str, list[Source]], task: task_table.NamedTask
 ) -> dict[str, Any]:
-    """Fill the temporary folder `partial_folder`; returns the facts for the manifest."""
+    """Fill the temporary folder `partial_folder`; return the facts for the manifest."""
     skipped: dict[str, list[str]] = {split: [] for split in SPLITS}
     rows: dict[str, list[task_rows.Row]] = {split: [] for split in SPLITS}
     for split in SPLITS:
@@ -145,7 +145,7 @@ def _write(
 def _split_off_validation(
     rows: list[task_rows.Row], percent: float, seed: int
 ) -> tuple[list[task_rows.Row], list[task_rows.Row]]:
-    """Rows for training and for validation; rows of one group (the answers of a question) stay together."""
+    """Split rows into training and validation. Rows of a group (answers to one question) are in the same split."""
     groups = {row.get("group") or str(number): None for number, row in enumerate(rows)}
     count = max(1, round(len(groups) * percent / 100))
     selected_groups = set(Random(f"{seed}/{len(groups)}").sample(list(groups), count))
@@ -157,7 +157,7 @@ def _split_off_validation(
 
 
 def _number(rows: list[task_rows.Row]) -> None:
-    """Number the rows from 0 in their order if an index is missing, or repeated among the rows of a group."""
+    """Number the rows from 0 in order, if an index is missing or repeated among the rows of a group."""
     row_keys = [(row.get("group"), row["index"]) for row in rows]
     if any(index is None for _, index in row_keys) or len(set(row_keys)) < len(row_keys):
         for number, row in enumerate(rows):

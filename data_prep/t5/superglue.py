@@ -1,7 +1,7 @@
 """T5's preprocessing of the rows of MultiRC, ReCoRD, WSC and DPR (Google's t5.data.preprocessors).
 
-Each function takes a record of the original release, or a row of the hub's, and gives records that have the columns of
-the task.
+Each function takes a record of the original release or a row of the hub, and yields records with the columns of the
+task.
 """
 
 import logging
@@ -18,7 +18,7 @@ _HIGHLIGHT_AFTER_A_STOP = re.compile(r"([.?!\"'])\n@highlight\n")
 
 
 def multirc(record: Record, split: str, where: str) -> Iterator[Record]:
-    """One record for each answer; "group" is its question."""
+    """Yield one record per answer; "group" is its question."""
     del split
     if "paragraph" in record:
         index = _get(record, "idx", dict, where)
@@ -46,7 +46,7 @@ def _without_markup(text: str) -> str:
 
 
 def record(record: Record, split: str, where: str) -> Iterator[Record]:
-    """For training one record for each answer; else one for each question, with all "answers".
+    """Yield one record per answer for training, else one record per question with all "answers".
 
     Entities and answers are listed once, in alphabetical order, as in the rows of the hub.
     """
@@ -82,16 +82,16 @@ def wsc(record: Record, split: str, where: str) -> Iterator[Record]:
     text = _get(record, "text", str, where)
     noun, pronoun = _fitted_span(text, noun, noun_at), _fitted_span(text, pronoun, pronoun_at)
     text = _mark_span(text, noun, noun_at, "*", where)
-    # The marks around the noun are two words more.
+    # The marks around the noun add two words.
     text = _mark_span(text, pronoun, pronoun_at + 2 * (noun_at < pronoun_at), "#", where)
     yield {"text": text, "label": record.get("label"), "index": record.get("idx")}
 
 
 def wsc_simple(record: Record, split: str, where: str) -> Iterator[Record]:
     """Mark the pronoun with asterisks; the label is the noun that it refers to.
-    Rows with a noun that it does not refer to are left out.
+    Rows with a noun that the pronoun does not refer to are dropped.
 
-    The pronoun is the word at its index in the text split at blanks (Raffel et al. 2020, section 2.4).
+    The index of the pronoun counts words of the text split at blanks (Raffel et al. 2020, section 2.4).
     """
     del split
     target = record.get("target") or record
@@ -105,7 +105,7 @@ def wsc_simple(record: Record, split: str, where: str) -> Iterator[Record]:
     pronoun, pronoun_at = _get(target, "span2_text", str, where), _get(target, "span2_index", int, where)
     label = None if record.get("label") is None else _fitted_span(text, noun, noun_at)
     words = text.split(" ")
-    # In one row of the release the number is that of the word before.
+    # In one row of the release, the index is that of the previous word.
     places = [
         place for place in (pronoun_at, pronoun_at + 1) if place < len(words) and words[place].startswith(pronoun)
     ]
@@ -117,7 +117,7 @@ def wsc_simple(record: Record, split: str, where: str) -> Iterator[Record]:
 
 
 def dpr(record: Record, split: str, where: str) -> Iterator[Record]:
-    """Definite pronoun resolution (Rahman & Ng 2012): as `wsc_simple`; of equal pronouns the first one is meant."""
+    """Definite pronoun resolution (Rahman & Ng 2012): like `wsc_simple`. Marks the first of equal pronouns."""
     del split
     sentence, pronoun = _get(record, "sentence", str, where), _get(record, "pronoun", str, where)
     candidates, label = _get(record, "candidates", list, where), record.get("label")
@@ -128,8 +128,8 @@ def dpr(record: Record, split: str, where: str) -> Iterator[Record]:
 
 
 def _fitted_span(text: str, span: str, word: int) -> str:
-    """`span` as it is written in `text`:
-    the release has some in another case, with a full stop or with line ends (wsc.fixed of TFDS)."""
+    """`span` as it is written in `text`.
+    Some spans of the release have another case, a full stop or line ends (wsc.fixed of TFDS)."""
     words = text.split()
     if span in text or not span or word >= len(words):
         return span
@@ -139,7 +139,7 @@ def _fitted_span(text: str, span: str, word: int) -> str:
 
 
 def _mark_span(text: str, span: str, word: int, mark: str, where: str) -> str:
-    """`text` with marks around `span`, if it starts at word number `word`; else unchanged."""
+    """Put marks around `span` if it starts at word `word`; else return `text` unchanged."""
     match = re.match(rf"((?:\S+\s){{{word}}}){re.escape(span)}", text)
     if match is None:
         log.warning("%s: %r is not at word %d of %r; it is not marked.", where, span, word, text[:80])

@@ -1,7 +1,7 @@
 """A tokenizer with sentinels: `python -m data_prep.t5.t5_tokenizer --from stdlib_tokenizer --name stdlib_t5_tokenizer`.
 
 Give either --from, an existing tokenizer; or --spiece, the SentencePiece model of T5; or --train, text for training a
-new one as T5's: SentencePiece's unigrams (Kudo 2018, arXiv 1804.10959) after <pad> 0, </s> 1 and <unk> 2, or with
+new one like T5's: SentencePiece's unigrams (Kudo 2018, arXiv 1804.10959) after <pad> 0, </s> 1 and <unk> 2, or with
 --model bpe byte-level BPE, which preserves line ends and spaces, as code needs. Writes a folder below --data_path: the
 tokenizer with <extra_id_99> to <extra_id_0> after all other tokens, so that <extra_id_0> has the highest id (Raffel
 et al. 2020, arXiv 1910.10683; T5's own has 32,000 pieces and 100 sentinels), with a padding token of its own and an end
@@ -35,7 +35,7 @@ COMMAND = "python -m data_prep.t5.t5_tokenizer"
 NUM_SENTINELS = 100
 PAD, EOS, UNK = "<pad>", "</s>", "<unk>"
 DEFAULTS = {"model": "unigram", "vocab_size": 32_000, "text_field": "text"}
-"""Options of --train."""
+"""Default options of --train."""
 _SPACE = "\u2581"
 _NORMAL, _UNKNOWN, _CONTROL = 1, 2, 3  # types of pieces, sentencepiece_model.proto
 _UNIGRAM = 1
@@ -103,8 +103,8 @@ def prepare(
     """Make the folder `data_path / name` from one of two sources; False if it is complete and has the same provenance.
 
     Raises:
-        DataError: the source is missing, damaged, or has the new tokens already. With `sentences`, sentinels are
-            allowed.
+        DataError: the source is missing or damaged, or already has the new tokens. With `sentences`, it can have
+            sentinels.
         RunError: the disk refuses.
     """
     folder = data_path / name
@@ -145,7 +145,7 @@ def prepare_trained(
     options: see `DEFAULTS`.
 
     Raises:
-        DataError: a source is missing or damaged, or has too little text for as many tokens.
+        DataError: a source is missing or damaged, or has too little text for the vocabulary size.
         RunError: the disk refuses.
     """
     unigram, vocab_size = options["model"] == "unigram", options["vocab_size"]
@@ -179,10 +179,9 @@ def _versions(*packages: str) -> dict[str, str]:
 def train_unigram(
     batches: Iterator[list[str]], vocab_size: int, sentinels: int = NUM_SENTINELS
 ) -> "PreTrainedTokenizerFast":
-    """A SentencePiece model of `vocab_size` pieces, trained on lines of text, with sentinels.
+    """Train a SentencePiece model of `vocab_size` pieces on lines of text; add sentinels.
 
-    The trainer of `tokenizers` makes another vocabulary each time; SentencePiece's makes the same with the same number
-    of threads.
+    The trainer of `tokenizers` is not deterministic; SentencePiece's is for a fixed number of threads.
 
     Raises:
         DataError: the text is too small for `vocab_size` pieces, or has more distinct characters.
@@ -203,7 +202,7 @@ def train_unigram(
                 eos_id=1,
                 unk_id=2,
                 bos_id=-1,
-                character_coverage=0.99999,  # as mT5's (Xue et al. 2021, arXiv 2010.11934)
+                character_coverage=0.99999,  # as in mT5 (Xue et al. 2021, arXiv 2010.11934)
                 num_threads=16,
                 minloglevel=2,
             )
@@ -217,7 +216,7 @@ def train_unigram(
 def train_bpe(
     batches: Iterator[list[str]], vocab_size: int, sentinels: int = NUM_SENTINELS
 ) -> "PreTrainedTokenizerFast":
-    """Byte-level BPE of `vocab_size` tokens, with sentinels.
+    """Train byte-level BPE of `vocab_size` tokens; add sentinels.
 
     Raises:
         DataError: the text is too small for `vocab_size` tokens.
@@ -240,11 +239,11 @@ def train_bpe(
 def add_sentinels(
     tokenizer: "PreTrainedTokenizerFast", where: str, sentinels: int = NUM_SENTINELS
 ) -> "PreTrainedTokenizerFast":
-    """A copy with sentinels and, if missing, a padding token.
-    It ends texts with the end token, as the data sets of T5 do.
+    """Copy a tokenizer, and add sentinels and, if missing, a padding token.
+    The copy appends the end token to texts, as the data sets of T5 do.
 
     Raises:
-        DataError: it has sentinels already.
+        DataError: the tokenizer already has sentinels.
     """
     from tokenizers import processors
     from transformers import PreTrainedTokenizerFast
@@ -260,7 +259,7 @@ def add_sentinels(
         single=["$A", eos], pair=["$A", eos, "$B", eos], special_tokens=[(eos, backend.token_to_id(eos))]
     )
     before = backend.post_processor
-    if not tokenizer("")["input_ids"]:  # else it puts tokens around texts already
+    if not tokenizer("")["input_ids"]:  # else it already adds special tokens
         backend.post_processor = end if before is None else processors.Sequence([before, end])
     others = [
         token
@@ -279,10 +278,10 @@ def add_sentinels(
 
 
 def add_sentences(tokenizer: "PreTrainedTokenizerFast", number: int, where: str) -> None:
-    """Add <eosen> and `number` names of sentences to `tokenizer`, after all other tokens.
+    """Add <eosen> and `number` sentence tokens to `tokenizer`, after all other tokens.
 
     Raises:
-        DataError: it has some already.
+        DataError: the tokenizer already has some of them.
     """
     new_tokens = dataset.sentence_tokens(number)
     if existing_tokens := sorted({*new_tokens} & {*tokenizer.get_vocab()}):
@@ -300,7 +299,7 @@ def _copy_backend(tokenizer: "PreTrainedTokenizerFast") -> Any:
 
 
 def _sentinels(count: int) -> list[str]:
-    """In the order of their ids."""
+    """Sentinels in order of ID."""
     return [f"<extra_id_{number}>" for number in reversed(range(count))]
 
 
@@ -317,12 +316,12 @@ def _refuse_sentinels(vocabulary: Any, where: str) -> None:
 
 
 def from_sentencepiece(path: Path, sentinels: int = NUM_SENTINELS) -> "PreTrainedTokenizerFast":
-    """The fast tokenizer that segments text like the unigram model in `path`, with sentinels after its pieces.
+    """Load a unigram model as a fast tokenizer that segments text the same, with sentinels after its pieces.
 
-    The sentinels are no pieces of the model, as they are in T5Tokenizer, where text that spells one becomes one.
+    The sentinels are not pieces of the model. In T5Tokenizer they are, so text that spells a sentinel becomes one.
 
     Raises:
-        DataError: there is no such file, or it holds no unigram model with an end token and without sentinels.
+        DataError: the file is missing, or is not a unigram model with an end token and without sentinels.
     """
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
@@ -341,7 +340,7 @@ def from_sentencepiece(path: Path, sentinels: int = NUM_SENTINELS) -> "PreTraine
     charsmap = proto.normalizer_spec.precompiled_charsmap
     if charsmap:
         backend.normalizer = normalizers.Precompiled(charsmap)
-    # A control piece is a piece to `tokenizers`, so text that spells it is split after its first character.
+    # `tokenizers` treats control pieces as normal pieces, so split text that spells one after its first character.
     pattern = "|".join(f"{re.escape(name[0])}(?={re.escape(name[1:])})" for name in controls)
     backend.pre_tokenizer = pre_tokenizers.Sequence(
         [

@@ -1,4 +1,4 @@
-"""A record of a release as a row of a prepared task: {"index", its columns, "label"}, "answers" and "group" if any."""
+"""Convert records of a release to rows of a task: "index", its columns, "label", and "answers" and "group" if any."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -12,11 +12,11 @@ Row = dict[str, Any]
 
 
 def rows(source: Source, skipped: list[str] | None) -> Iterator[Row]:
-    """The rows of a source, in its order.
+    """Yield the rows of a source, in order.
     skipped: collects messages about rows that do not fit; None: these raise an error.
 
     Raises:
-        DataError: a record does not fit the task, or has no label where one must be; names its place.
+        DataError: a record does not fit the task, or has no label where one is required; the message has its place.
     """
     form = FORMS.get(source.task.task.form or "")
     for where, record in source.records():
@@ -60,7 +60,7 @@ def _row(record: Record, source: Source, where: str) -> Row:
 
 
 def _column_value(record: Record, source: Source, column: str) -> Any:
-    """The value of a column, under the first of its names in the record."""
+    """Value of a column, under the first of its names that the record has."""
     return next((record[name] for name in source.names(column) if record.get(name) is not None), None)
 
 
@@ -71,9 +71,9 @@ def _index(value: Any) -> int | None:
 
 
 def _label(value: Any, source: Source, where: str) -> str | None:
-    """The text of a class, or the number of a regression as text.
+    """Label as text: the name of a class, or the number of a regression.
 
-    A class is given as its text, or as its number from 0; True and False are texts if the task has them, else 1 and 0.
+    A class is given as its name or its number from 0. True and False are names if the task has them, else 1 and 0.
     -1 means unlabelled for classes, and for regressions if it is out of range. In text tasks "-1" is a label.
     """
     task = source.task.task

@@ -1,4 +1,4 @@
-"""Sources of task rows: lines of columns with or without header, csv, JSON, parquet, folders of `datasets`, the hub."""
+"""Read sources of task rows: tab-separated files, csv, JSON, parquet, folders of `datasets`, and the hub."""
 
 import csv
 import io
@@ -17,13 +17,13 @@ SPLITS = {
     "val": ("validation", "val", "dev", "validation_matched"),
     "test": ("test", "test_matched"),
 }
-"""Splits of a prepared data set, and their names on the hub."""
+"""{split of a prepared data set: its names on the hub}."""
 OTHER_NAMES = {"index": ["index", "idx", "id"]}
 Record = dict[str, Any]
 
 
 class Source:
-    """Records of one source, with the names of its release, read again each time."""
+    """Records of one source, with the column names of its release. Each iteration reads the source again."""
 
     def __init__(self, source: str, split: str, task: task_table.NamedTask) -> None:
         """source: see `sources.open_rows`. split: a key of `SPLITS`.
@@ -39,27 +39,27 @@ class Source:
         return sources.identify(self.source, self._rows)
 
     def records(self) -> Iterator[tuple[str, Record]]:
-        """("FILE:LINE", record) in the order of the source.
+        """Yield ("FILE:LINE", record) in the order of the source.
 
         Raises:
-            DataError: the source is damaged, or has not the columns of the task; names the place.
+            DataError: the source is damaged, or does not have the columns of the task; the message has the place.
         """
         path = Path(self.source)
         if self._rows is not None:
-            yield from self._of_datasets(self._rows)
+            yield from self._read_datasets(self._rows)
         elif path.suffix in (".tsv", ".txt"):
-            yield from self._of_lines(path)
+            yield from self._read_lines(path)
         elif path.suffix == ".csv":
-            yield from self._of_csv(path)
+            yield from self._read_csv(path)
         elif path.suffix == ".parquet":
             import datasets
 
-            yield from self._of_datasets(datasets.Dataset.from_parquet(str(path), keep_in_memory=True))
+            yield from self._read_datasets(datasets.Dataset.from_parquet(str(path), keep_in_memory=True))
         else:
             yield from json_stream.records(path)
 
-    def _of_lines(self, path: Path) -> Iterator[tuple[str, Record]]:
-        """Columns separated by tabs. Quotation marks have no meaning, as in all files of GLUE."""
+    def _read_lines(self, path: Path) -> Iterator[tuple[str, Record]]:
+        """Read tab-separated columns. Quotation marks are plain text, as in all files of GLUE."""
         lines = [line.removesuffix("\r") for line in _text(path).split("\n")]
         while lines and not lines[-1]:
             lines.pop()
@@ -76,7 +76,7 @@ class Source:
             yield f"{path}:{number}", {name: value for name, value in zip(names, values, strict=True) if name != "_"}
 
     def names(self, column: str) -> list[str]:
-        """The names of `column` in releases."""
+        """Names of `column` in releases."""
         return [*OTHER_NAMES.get(column, [column]), *self.task.task.names.get(column, [])]
 
     def _plain(self, path: Path, first: list[str]) -> list[str]:
@@ -93,7 +93,7 @@ class Source:
             f"among {len(first)}: {column_names}.{without}"
         )
 
-    def _of_csv(self, path: Path) -> Iterator[tuple[str, Record]]:
+    def _read_csv(self, path: Path) -> Iterator[tuple[str, Record]]:
         reader = csv.DictReader(io.StringIO(_text(path), newline=""), restkey="", strict=True)
         try:
             for record in reader:
@@ -102,8 +102,8 @@ class Source:
         except csv.Error as error:
             raise DataError(f"{path}:{reader.line_num}: {error}.") from None
 
-    def _of_datasets(self, rows: Any) -> Iterator[tuple[str, Record]]:
-        """Replaces numbers of classes by their names, if these are the task's."""
+    def _read_datasets(self, rows: Any) -> Iterator[tuple[str, Record]]:
+        """Replace class numbers by class names, if the names are those of the task."""
         classes = {
             name: feature.names for name, feature in rows.features.items() if type(feature).__name__ == "ClassLabel"
         }

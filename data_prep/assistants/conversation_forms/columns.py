@@ -1,7 +1,7 @@
-"""Columns of rows, filled into texts: the question, the answer, and properties of the answer.
+"""Fill columns of rows into templates for the question, the answer, and properties of the answer.
 
 "{title}. {answers.text.0}" has the column `title` and the first item of `text` in the column `answers`. "{aliases|any}"
-is one item of a list, always the same one for the same row. `FILTERS` has more words like `any`.
+is one item of a list; the same row always gives the same item. `FILTERS` lists the other filters like `any`.
 """
 
 import re
@@ -18,7 +18,7 @@ _PLACE = re.compile(r"\{([^{}|]+)((?:\|\w+)*)\}")
 _REFERENCES = re.compile(r"\s*\[(?:\d+(?:,\s*\d+)*|[a-zA-Z]|citation needed)\]")
 _CHOICE = re.compile(r"\s*answer :.*", re.DOTALL)
 _BLANK_LINES = re.compile(r"\n{2,}")
-MOST_WORDS = 512
+MAX_WORDS = 512
 
 
 def remove_references(text: str) -> str:
@@ -30,26 +30,26 @@ FILTERS: dict[str, Callable[[str], str]] = {
     "strip": str.strip,
     "unreferenced": remove_references,
     "before_answer": lambda text: _CHOICE.sub("", text),
-    "words": lambda text: " ".join(_BLANK_LINES.sub("\n", text).split(" ")[:MOST_WORDS]),
+    "words": lambda text: " ".join(_BLANK_LINES.sub("\n", text).split(" ")[:MAX_WORDS]),
 }
-"""Changes of a text. words: the first 512, without blank lines.
+"""Filters of a column value. words: the first 512 words, without blank lines.
 `any` selects one item of a list; without it the items are joined."""
 
 
 class Columns(Form):
-    """Columns of a row, filled into texts. A row without a question or an answer is skipped."""
+    """Templates filled with the columns of a row. Rows without a question or an answer are skipped."""
 
     user: str | Sequence[str]
-    """The question; one of several texts."""
+    """Template of the question; if there are several, one is chosen for each row."""
     assistant: str | Sequence[str]
-    """The answer; one of several texts."""
+    """Template of the answer; if there are several, one is chosen for each row."""
     system: str | None = None
     context: str | None = None
-    """Source of the answer."""
+    """Template of the source of the answer."""
     lang: str | None = None
-    """Language of both."""
+    """Template of the language of question and answer."""
     otherwise: str | None = Field(default=None, min_length=1)
-    """The answer if the columns are empty."""
+    """Answer to use if the columns of the answer are empty."""
 
     @field_validator("user", "assistant", "system", "context", "lang")
     @classmethod
@@ -81,12 +81,12 @@ class Columns(Form):
 
 
 class Programs(Columns):
-    """Columns with tests of the program in the answer, which reward `python` runs. Rows get "tests"."""
+    """`Columns` with tests for the program in the answer, saved as "tests". Reward `python` runs them."""
 
     tests: str
     """Column with a list of tests."""
     setup: str | None = None
-    """Column with code that each test needs."""
+    """Column with setup code that every test needs."""
 
     def read(self, row: Row, where: str) -> Iterator[Row]:
         """See `Form.read`."""
@@ -96,7 +96,7 @@ class Programs(Columns):
 
 
 def fill(text: str, row: Row, where: str) -> str:
-    """Fill the columns of a row into a text; null becomes an empty text.
+    """Fill the columns of a row into a template; null becomes an empty text.
 
     Raises:
         DataError: a column is missing, or its value is not text.
@@ -124,9 +124,9 @@ def is_there(row: Row, path: str) -> bool:
 
 
 def look_up(row: Row, path: str, where: str) -> Any:
-    """Value at a dotted path of a row, such as "answers.text.0"; None if a list is shorter or a parent is null. A
-    column that is named like
-    the path takes precedence: --columns gives such names.
+    """Value at a dotted path of a row, such as "answers.text.0"; None if a list is shorter or a parent is null.
+
+    A column with the path as its name takes precedence: --columns creates such names.
 
     Raises:
         DataError: there is no such column.

@@ -1,4 +1,4 @@
-"""Releases of compared replies: with scores, choices between two, dialogues, endings, or added replies of a model.
+"""Layouts with compared replies: scores, choices of one of two, dialogues, endings, and added model replies.
 
 Replies with equal scores are ties. The rows of a group are merged by reply.
 """
@@ -30,19 +30,19 @@ _TURN = re.compile(r"(?:^|\n\n)(Human|Assistant):")
 
 
 class ScoredReplies(Form):
-    """Pairs of replies with a score each. A reply in several rows gets the mean of its scores."""
+    """Replies with one score each. A reply that appears in several rows gets the mean of its scores."""
 
     prompt: str
     """The prompt, such as "{question.full_text}"."""
     replies: Sequence[Sequence[str]] = Field(min_length=2)
     """[column of a reply, column of its score] for each reply."""
     most: int = Field(default=5, gt=1)
-    """Maximum number of replies: the best ones and the worst."""
+    """Maximum number of replies: the best ones plus the worst one."""
     strip_references: bool = False
-    """Whether to remove marks of references such as [1] from replies."""
+    """Whether to remove reference marks such as [1] from replies."""
 
     def read(self, row: Row, where: str) -> Iterator[Row]:
-        """See `Form.read`. Pairs of equal replies, or with an empty one, are skipped."""
+        """See `Form.read`. Skips pairs of equal replies and pairs with an empty reply."""
         rows, scores = rows_of(row), dict[str, list[float]]()
         for each in rows:
             texts = [(self._reply(each, name, where), _number(each, score, where)) for name, score in self.replies]
@@ -64,14 +64,14 @@ class ScoredReplies(Form):
 
 
 class Wins(Form):
-    """Two summaries of a text and the choice of one. Summaries of a group of rows are ranked by number of choices."""
+    """Two summaries of a text and the preferred one. The summaries of a group are ranked by their number of wins."""
 
     texts: Sequence[str] = Field(min_length=1)
-    """Columns of the text; the first that is not null counts."""
+    """Columns of the text; the first one that is not null is used."""
     prompts: Sequence[str] = Field(min_length=1)
-    """Prompts with {text}; one is chosen for each text."""
+    """Prompt templates with {text}; one is chosen for each text."""
     least_confidence: int | None = None
-    """Minimum confidence of the annotator; None: any. Rows without a confidence count."""
+    """Minimum confidence of the annotator; None: no minimum. Rows without a confidence are used."""
 
     def read(self, row: Row, where: str) -> Iterator[Row]:
         """See `Form.read`."""
@@ -110,7 +110,7 @@ def _number(row: Row, name: str, where: str) -> float:
 
 
 class Dialogues(Form):
-    """{"chosen", "rejected"}: texts of a dialogue. Turns start with "Human:" or "Assistant:" after an empty line."""
+    """{"chosen", "rejected"}: dialogues as text. A turn starts with "Human:" or "Assistant:" after an empty line."""
 
     def read(self, row: Row, where: str) -> Iterator[Row]:
         """See `Form.read`. A paragraph without a speaker continues the previous turn."""
@@ -139,7 +139,7 @@ class Dialogues(Form):
 
 
 class Endings(Form):
-    """{"ctx", "endings", "label"}: the text with the right ending against the text with a wrong one. No prompt."""
+    """{"ctx", "endings", "label"}: pairs of the text with the right ending and with a wrong one, without a prompt."""
 
     def read(self, row: Row, where: str) -> Iterator[Row]:
         """See `Form.read`."""
@@ -159,9 +159,9 @@ class Endings(Form):
 
 
 class AugmentedReplies(Form):
-    """{"prefixes", "responses", "augmented"}: a conversation, replies from best to worst, and worse replies of a model.
+    """{"prefixes", "responses", "augmented"}: conversation, replies from best to worst, worse replies by a model.
 
-    One of the worse replies becomes the last. Rows with "split" "val" have no worse replies.
+    One of the worse replies is appended as the last. Rows with "split" = "val" have no worse replies.
     """
 
     def read(self, row: Row, where: str) -> Iterator[Row]:

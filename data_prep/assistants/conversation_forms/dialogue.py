@@ -1,4 +1,4 @@
-"""Releases of conversations in layouts of their own."""
+"""Layouts of conversations that are specific to one release."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -28,9 +28,9 @@ _REQUESTS = ("Go on.", "Please continue.", "And then?")
 
 
 class ShareGPT(Form):
-    """{"conversations": [{"from": "human" or "gpt", "value"}]}, as Vicuna's release has them.
+    """{"conversations": [{"from": "human" or "gpt", "value"}]}, as in Vicuna's release.
 
-    Conversations that start with the assistant, or with an empty answer, are skipped. An empty message of a person
+    Conversations that start with the assistant, or with an empty answer, are skipped. An empty user message
     becomes a request to continue.
     """
 
@@ -39,7 +39,7 @@ class ShareGPT(Form):
     lang: str | None = None
 
     def read(self, row: Row, where: str) -> Iterator[Row]:
-        """See `Form.read`. Removes escapes of Markdown and marks of references."""
+        """See `Form.read`. Removes Markdown escapes and reference marks."""
         messages = list[Row]()
         for place, each in enumerate(objects_of(row, "conversations", where)):
             text = text_of(each, "value", where) if each.get("value") else ""
@@ -62,14 +62,14 @@ class ShareGPT(Form):
 
 
 class Soda(Form):
-    """{"narrative", "dialogue", "speakers"}: two speakers in turn.
-    The narrative and the name of the second precede the first turn."""
+    """{"narrative", "dialogue", "speakers"}: two speakers who alternate.
+    The first turn starts with the narrative and the name of the second speaker."""
 
     characters: int = Field(default=32_768, gt=0)
     """Maximum length of a turn; the rest is removed."""
 
     def read(self, row: Row, where: str) -> Iterator[Row]:
-        """See `Form.read`. Skips rows with more speakers, or with speakers that do not alternate."""
+        """See `Form.read`. Skips rows with more than two speakers or with speakers who do not alternate."""
         speakers, lines = texts_of(row, "speakers", where), texts_of(row, "dialogue", where)
         narrative = text_of(row, "narrative", where)
         first, second = len(set(speakers[::2])) == 1, len(set(speakers[1::2])) == 1
@@ -80,14 +80,14 @@ class Soda(Form):
 
 
 class MarkedTurns(Form):
-    """A text with a mark before each turn, such as "<human>: " and "<bot>: "."""
+    """A conversation as text, with a mark before each turn such as "<human>: " or "<bot>: "."""
 
     text: str = "text"
-    """Its column."""
+    """Column of the text."""
     marks: Sequence[str] = Field(default=["<human>:", "<bot>:"], min_length=2, max_length=2)
-    """Mark of the person and mark of the assistant."""
+    """Marks of the user and of the assistant."""
     whole: bool = True
-    """Whether to skip a conversation with a wrong turn; False: remove only the wrong turns."""
+    """Whether to skip a conversation with a malformed turn; False: remove only the malformed turns."""
 
     def read(self, row: Row, where: str) -> Iterator[Row]:
         """See `Form.read`."""
@@ -112,7 +112,7 @@ class MarkedTurns(Form):
 
 
 def _good_pairs(turns: Sequence[tuple[str, str]]) -> Iterator[tuple[str, str]]:
-    """Pairs of a person's turn and its only answer."""
+    """Yield each user turn that has exactly one answer, with the answer."""
     begins = [place for place, (role, _) in enumerate(turns) if role == "user"]
     for begin, end in pairwise([*begins, len(turns)]):
         if end == begin + 2 and all(text for _, text in turns[begin:end]):
@@ -120,7 +120,7 @@ def _good_pairs(turns: Sequence[tuple[str, str]]) -> Iterator[tuple[str, str]]:
 
 
 class GPT4All(Form):
-    """{"prompt", "response"}, or {"conversation": [{"User", "Bot"}]}. One of each pair is null."""
+    """{"prompt", "response"}, or {"conversation": [{"User", "Bot"}]}, where one of "User" and "Bot" is null."""
 
     def read(self, row: Row, where: str) -> Iterator[Row]:
         """See `Form.read`. Conversations that start with the assistant are skipped."""
@@ -145,13 +145,13 @@ class Rounds(Form):
     """A list of {question, answer} in one column, and a system message in another."""
 
     rounds: str
-    """The list's column."""
+    """Column of the list."""
     user: str
     assistant: str
     system: str | None = None
     """Column of the system message."""
     skip: dict[str, str] = {}
-    """Text by column. Rows with this text in the column are skipped."""
+    """{column: text}. Rows with this text in the column are skipped."""
 
     def read(self, row: Row, where: str) -> Iterator[Row]:
         """See `Form.read`."""
@@ -170,10 +170,10 @@ class Rounds(Form):
 
 
 class Prosocial(Form):
-    """{"context", "rots", "safety_annotations", "safety_annotation_reasons"}: a statement, answered by each rule."""
+    """{"context", "rots", "safety_annotations", "safety_annotation_reasons"}: a statement, and rules as answers."""
 
     with_explanations: bool = False
-    """Whether to ask for the reason of each annotation instead."""
+    """Whether the rows ask for the reason of each annotation instead."""
 
     def read(self, row: Row, where: str) -> Iterator[Row]:
         """See `Form.read`."""

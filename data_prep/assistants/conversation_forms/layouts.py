@@ -1,4 +1,4 @@
-"""Layouts of many releases: messages, prompt with completion, Alpaca's, a chosen and a rejected reply, plain text."""
+"""Common layouts: messages, prompt with completion, Alpaca, chosen and rejected reply, plain text."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -25,10 +25,10 @@ _NO_INPUT = re.compile(
 
 
 class Messages(Form):
-    """{"messages": [{"role", "content"}]}, or {"conversations": [{"from", "value"}]} as ShareGPT has it.
+    """{"messages": [{"role", "content"}]}, or {"conversations": [{"from", "value"}]} as in ShareGPT.
 
     Consecutive messages of one role are joined by a line break; messages after the last answer are removed.
-    "tool_calls" and reasoning of messages and "tools" of the row are unchanged.
+    The "tool_calls" and reasoning of messages, and the "tools" of the row, are unchanged.
     """
 
     def read(self, row: Row, where: str) -> Iterator[Row]:
@@ -38,12 +38,12 @@ class Messages(Form):
 
 
 def _tools(row: Row) -> Row:
-    """The tools of a row, if it has some."""
+    """{"tools"} of a row; empty if it has no tools."""
     return {"tools": row["tools"]} if row.get("tools") else {}
 
 
 class Completion(Form):
-    """{"prompt", "completion"}, of text or of messages."""
+    """{"prompt", "completion"}, as texts or as messages."""
 
     def read(self, row: Row, where: str) -> Iterator[Row]:
         """See `Form.read`."""
@@ -59,9 +59,9 @@ class Alpaca(Form):
     """{"instruction", "input", "output"}: the input follows the instruction on a new line."""
 
     joins: Sequence[str] = Field(default=["\n"], min_length=1)
-    """Between the instruction and the input: one of these."""
+    """Separators; one is inserted between the instruction and the input."""
     skip_no_input: bool = False
-    """Whether to remove an input such as "no input", or one that the instruction contains."""
+    """Whether to drop inputs such as "no input" and inputs that are part of the instruction."""
 
     def read(self, row: Row, where: str) -> Iterator[Row]:
         """See `Form.read`."""
@@ -91,7 +91,7 @@ class Pairs(Form):
             or chosen_turns[-1]["role"] != "assistant"
             or rejected_turns[-1]["role"] != "assistant"
         ):
-            return  # one has no reply
+            return  # one side has no reply
         if context is None and rejected_turns[:-1] != prompt:
             return  # they answer different conversations
         replies = [_reply(talk[-1], where) for talk in (chosen_turns, rejected_turns)]
@@ -104,14 +104,14 @@ class Pairs(Form):
 
 
 def _scores(row: Row) -> tuple[float, ...]:
-    """Scores of chosen and rejected reply, from "score_chosen" and "score_rejected" or "margin"; () without them."""
+    """Scores of the two replies, from "score_chosen" and "score_rejected", or from "margin"; () if missing."""
     if row.get("score_chosen") is not None and row.get("score_rejected") is not None:
         return row["score_chosen"], row["score_rejected"]
     return (row["margin"], 0.0) if row.get("margin") is not None else ()
 
 
 def _reply(message: Row, where: str) -> Row:
-    """The content and the reasoning of an answer, and the counts of its changes."""
+    """Content, reasoning and change counts of an answer."""
     if message.get("tool_calls"):
         raise DataError(
             f"{where}: tool_calls: expected replies of text, got {str(message['tool_calls'])[:60]}. Remove the row."
@@ -120,7 +120,7 @@ def _reply(message: Row, where: str) -> Row:
 
 
 def pair(messages: list[Row], chosen_reply: str | Row, rejected_reply: str | Row) -> Iterator[Row]:
-    """A row with two replies, unless they are the same."""
+    """Yield a row with two ranked replies, unless they are equal."""
     if chosen_reply != rejected_reply:
         replies = [{"content": reply} if isinstance(reply, str) else reply for reply in (chosen_reply, rejected_reply)]
         yield {"messages": messages, "replies": [{**reply, "rank": rank} for rank, reply in enumerate(replies)]}
@@ -135,7 +135,7 @@ class RankedReplies(Form):
 
 
 class Text(Form):
-    """{"text"}: plain text, in pieces."""
+    """{"text"}: plain text, split into pieces."""
 
     characters: int = Field(default=65_536, gt=0)
     """Length of a piece."""

@@ -1,4 +1,4 @@
-"""Parts of every form of a release: its rows, their messages, and choices that depend only on a row."""
+"""Shared code of all forms: columns of rows, messages, and random choices that depend only on the row."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,12 +12,12 @@ from src.systems.assistants.conversations.entries import LINKS, REASONING
 Row = dict[str, Any]
 T = TypeVar("T")
 SPLIT_NAME = "split_name"
-"""Column that is added to every row: the name of its split on the hub, or of its file."""
+"""Column added to every row: the name of its split on the hub, or of its file."""
 CHANGES = ("joined", "removed", "shortened")
-"""Changes of a conversation.
-`add_change` counts them on a message; preparation sums the counts and removes them from the row."""
+"""Kinds of changes to a conversation.
+`add_change` counts them in a message; preparation sums the counts and removes them from the row."""
 _CHANGE = "\0"
-"""Start of the key of such a count, so that no key of a published message equals it."""
+"""Prefix of the keys of these counts; no key of a published message starts with it."""
 ROLES: Mapping[str, str] = {
     "human": "user", "user": "user", "prompter": "user",
     "gpt": "assistant", "assistant": "assistant", "chatgpt": "assistant", "bot": "assistant",
@@ -26,7 +26,7 @@ ROLES: Mapping[str, str] = {
 
 
 class Form(Config):
-    """A layout of published conversations or preferences; its fields are options of entries in resources/conversations.
+    """Layout of published conversations or preferences; its fields are options of entries in resources/conversations.
 
     src/systems/assistants/conversations/entries.py describes prepared rows.
     """
@@ -41,7 +41,7 @@ class Form(Config):
 
 
 def pick(choices: Sequence[T], *key: object) -> T:
-    """Choose one of several by `key` only: the same one for the same row, on every machine."""
+    """Choose an item that depends only on `key`, so every machine makes the same choice for a row."""
     parts = [
         {name: part[name] for name in part if name != SPLIT_NAME} if isinstance(part, dict) else part for part in key
     ]
@@ -49,7 +49,7 @@ def pick(choices: Sequence[T], *key: object) -> T:
 
 
 def rows_of(row: Row) -> list[Row]:
-    """The rows of a group, or the row itself without a group."""
+    """Rows of a group; [row] if it is not a group."""
     rows = row.get("rows")
     return rows if isinstance(rows, list) and set(row) == {"rows"} else [row]
 
@@ -62,7 +62,7 @@ def column(row: Row, name: str, where: str) -> Any:
 
 
 def missing_column(row: Row, name: str, where: str) -> DataError:
-    """Name the missing column and the existing ones."""
+    """Error that names the missing column and the existing ones."""
     names = ", ".join(each for each in row if each != SPLIT_NAME)
     return DataError(f"{where}: no column {name!r}. It has: {names or 'none'}. --columns {name}=COLUMN names another.")
 
@@ -96,7 +96,7 @@ def _list_of(row: Row, name: str, where: str, kind: type[T], noun: str) -> list[
 
 
 def messages_of(value: Any, where: str, role: str = "user") -> list[Row]:
-    """Messages of a text by `role`, of one message or of a list.
+    """Convert a text, which gets `role`, a message or a list of messages to messages.
     Consecutive messages of one role are joined by a line break."""
     if isinstance(value, str):
         return [{"role": role, "content": value}]
@@ -118,12 +118,12 @@ def messages_of(value: Any, where: str, role: str = "user") -> list[Row]:
 
 
 def reasoning_of(message: Row) -> Row:
-    """The reasoning of a message, under its name."""
+    """The reasoning of a message under its key; empty without reasoning."""
     return {name: message[name] for name in REASONING if message.get(name)}
 
 
 def _links_of(message: Row, role: str) -> Row:
-    """The keys by which the result of a tool refers to its call."""
+    """Keys that link a tool result to its call."""
     return {name: message[name] for name in LINKS if role == "tool" and message.get(name)}
 
 
@@ -131,7 +131,7 @@ def add_message(
     messages: list[Row], role: str, text: str, calls: Any = None, more: Mapping[str, Any] | None = None
 ) -> None:
     """Append a message, or join it to the last one if both have the same role and only text.
-    calls: of tools. more: further keys."""
+    calls: tool calls. more: additional keys."""
     last = messages[-1] if messages else {}
     if last.get("role") == role and role != "tool" and not calls and not more and "tool_calls" not in last:
         last["content"] += f"\n{text}"
@@ -141,12 +141,12 @@ def add_message(
 
 
 def alternate(texts: Sequence[str]) -> list[Row]:
-    """Messages of the user and the assistant in turn."""
+    """Turn texts into messages that alternate between user and assistant."""
     return [{"role": ("user", "assistant")[place % 2], "content": text} for place, text in enumerate(texts)]
 
 
 def up_to_last_answer(messages: list[Row]) -> list[Row]:
-    """The messages up to the last answer. Counts the rest as removed."""
+    """Drop the messages after the last answer, and count them as removed."""
     end = max((place for place, message in enumerate(messages, 1) if message["role"] == "assistant"), default=0)
     if 0 < end < len(messages):
         add_change(messages[end - 1], "removed", len(messages) - end)
@@ -154,7 +154,7 @@ def up_to_last_answer(messages: list[Row]) -> list[Row]:
 
 
 def up_to_length(message: Row, characters: int) -> Row:
-    """A message truncated to `characters`, which is counted."""
+    """Truncate a message to `characters`, and count that as shortened."""
     if len(message["content"]) > characters:
         message = {**message, "content": message["content"][:characters]}
         add_change(message, "shortened")
@@ -162,17 +162,17 @@ def up_to_length(message: Row, characters: int) -> Row:
 
 
 def add_change(message: Row, change: str, count: int = 1) -> None:
-    """Add to the count of a change, one of `CHANGES`, on a message."""
+    """Increase the count of a change, one of `CHANGES`, in a message."""
     message[_CHANGE + change] = message.get(_CHANGE + change, 0) + count
 
 
 def changes_of(message: Row) -> Row:
-    """The counts on a message, by their keys."""
+    """The change counts of a message, by key."""
     return {key: count for key, count in message.items() if key.startswith(_CHANGE)}
 
 
 def pop_change(message: Row, change: str) -> int:
-    """Remove a count from a message."""
+    """Remove a change count from a message, and return it."""
     return message.pop(_CHANGE + change, 0)
 
 
@@ -185,7 +185,7 @@ def contradicts_itself(row: Row) -> bool:
 
 
 def rank_replies(scores: Mapping[str, float]) -> list[Row]:
-    """Replies with ranks, best first. Equal scores are ties. scores: score of each reply; greater is better."""
+    """Rank replies, best first. Equal scores are ties. scores: {reply: score}; higher is better."""
     steps = sorted(set(scores.values()), reverse=True)
     contents_by_score = sorted(scores, key=lambda content: -scores[content])  # stable
     return [{"content": content, "rank": steps.index(scores[content])} for content in contents_by_score]

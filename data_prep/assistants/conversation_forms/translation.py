@@ -1,4 +1,4 @@
-"""Pairs of texts in two languages as requests to translate one of them.
+"""Convert pairs of texts in two languages to translation requests.
 Direction and wording depend only on the pair of texts."""
 
 from collections.abc import Iterator
@@ -18,8 +18,8 @@ _THREE_LETTERS = {"ara": "ar", "ita": "it", "nld": "nl", "tur": "tr", "ukr": "uk
 
 @lru_cache
 def load_requests() -> dict[str, Any]:
-    """{"english": requests in English, "languages": {code: {"name", "own": requests in the language}}};
-    {text} and {language} in each."""
+    """{"english": requests in English, "languages": {code: {"name", "own": requests in the language}}}.
+    Each request contains {text} and {language}."""
     return read_yaml(REQUESTS, "requests")
 
 
@@ -27,7 +27,7 @@ class Translations(Form):
     """{"translation": {code: text, code: text}}."""
 
     pair: str
-    """Codes of the two languages, as "de-en"."""
+    """Codes of the two languages, such as "de-en"."""
 
     @field_validator("pair")
     @classmethod
@@ -51,7 +51,7 @@ class Translations(Form):
 
 
 class DiveMT(Form):
-    """{"subject_id": "ita_…", "src_text", "tgt_text"}: from English into the language before the underscore."""
+    """{"subject_id": "ita_…", "src_text", "tgt_text"}: translations from English into the language of "subject_id"."""
 
     def read(self, row: Row, where: str) -> Iterator[Row]:
         """See `Form.read`."""
@@ -64,7 +64,7 @@ class DiveMT(Form):
 
 
 def _codes(pair: str) -> list[str]:
-    """Of "zh-tw-en" zh-tw and en: a code of a script belongs to the one before it."""
+    """Split a pair into language codes; "tw" belongs to the code before it: "zh-tw-en" is zh-tw and en."""
     codes = list[str]()
     for code in pair.split("-"):
         if code == "tw" and codes:
@@ -75,8 +75,8 @@ def _codes(pair: str) -> list[str]:
 
 
 def translate(texts: dict[str, str]) -> Iterator[Row]:
-    """A row with a request to translate one of two texts, unless one of them is empty.
-    texts: by the codes of languages."""
+    """Yield a row with a request to translate one of two texts into the other, unless one is empty.
+    texts: {language code: text}."""
     if not all(text.strip() for text in texts.values()):
         return
     requests, codes = load_requests(), list(texts)

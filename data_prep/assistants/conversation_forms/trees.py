@@ -1,7 +1,7 @@
-"""Open-Assistant's trees of messages: their threads and human rankings.
+"""Threads and human rankings of Open-Assistant's message trees.
 
-A row is a tree, {"tree_state", "prompt": {"text", "role", "replies": [...]}}, or a group of the messages of one tree,
-as on the hub.
+A row is a tree, {"tree_state", "prompt": {"text", "role", "replies": [...]}}, or, as on the hub, the messages of
+one tree as a group.
 """
 
 from collections.abc import Iterator, Sequence
@@ -25,15 +25,15 @@ _LABELS = ("quality", "humor", "creativity")
 
 
 class Threads(Form):
-    """The threads from a prompt to each last answer.
+    """Threads from the prompt to each last answer.
     If several user messages follow one answer and none of them is answered, only the first is used."""
 
     languages: Sequence[str] = Field(default=["en"], min_length=1)
-    """Of prompts."""
+    """Languages of the prompts to use."""
     top_k: int | None = Field(default=None, gt=0)
-    """Replies of a rank below it are gone on with; None: all."""
+    """Follow only answers with a rank below this; None: all answers."""
     synthetic: bool = False
-    """Whether messages that a model has written are read."""
+    """Whether to use messages that were written by a model."""
 
     def read(self, row: Row, where: str) -> Iterator[Row]:
         """See `Form.read`."""
@@ -41,7 +41,9 @@ class Threads(Form):
         def walk(thread: list[Row]) -> Iterator[list[Row]]:
             replies = self.good_replies(thread[-1])
             leaves = [reply for reply in replies if not self.good_replies(reply)]
-            if thread[-1]["role"] == "assistant":  # their threads end with it: once
+            if (
+                thread[-1]["role"] == "assistant"
+            ):  # follow unanswered messages only if none is answered, and only the first
                 replies = [reply for reply in replies if reply not in leaves] or leaves[:1]
             if not replies:
                 yield thread
@@ -54,7 +56,7 @@ class Threads(Form):
                     yield {"messages": messages}
 
     def prompts(self, row: Row, where: str) -> list[Row]:
-        """The prompt of a tree that is finished, was found good, and is in one of the languages; else none."""
+        """[prompt] if the tree is finished, approved by reviewers and in one of the languages; else []."""
         tree = _tree(rows_of(row), where)
         prompt = column(tree, "prompt", where)
         _check(prompt, f"{where}: prompt")
@@ -66,11 +68,11 @@ class Threads(Form):
         return [{**prompt, "role": "user"}] if good and self.is_read(prompt) else []
 
     def is_read(self, message: Row) -> bool:
-        """Whether a message is not deleted, and not excluded as synthetic."""
+        """Whether to use a message: it is not deleted, and not excluded as synthetic."""
         return not message.get("deleted") and (self.synthetic or not message.get("synthetic"))
 
     def good_replies(self, message: Row) -> list[Row]:
-        """The replies to a message that are gone on with."""
+        """Replies to a message that threads follow."""
         replies = [{**reply, "role": ROLES.get(reply.get("role", ""), "")} for reply in message.get("replies") or ()]
         good = [reply for reply in replies if self.is_read(reply)]
         if self.top_k is None or message["role"] == "assistant":
@@ -80,7 +82,7 @@ class Threads(Form):
 
 
 class RankedReplies(Threads):
-    """Each message of a person with the ranked replies to it."""
+    """Each user message with its ranked replies."""
 
     def read(self, row: Row, where: str) -> Iterator[Row]:
         """See `Form.read`."""
@@ -102,7 +104,7 @@ class RankedReplies(Threads):
 
 
 def _tree(rows: list[Row], where: str) -> Row:
-    """The tree of its messages, whatever their order; of one row that is a tree, itself."""
+    """Build a tree from its messages, in any order. A single row that is a tree is returned unchanged."""
     if len(rows) == 1 and "message_id" not in rows[0]:
         return rows[0]
     copies = {text_of(row, "message_id", where): {**row, "replies": list[Row]()} for row in rows}
@@ -137,7 +139,7 @@ def _message(message: Row) -> Row:
 
 
 def _label(labels: Row, name: str) -> Any:
-    """A label's value: of {name: {"value"}} in files, or of {"name": [...], "value": [...]} on the hub."""
+    """Value of a label. Files have {name: {"value"}}, the hub has {"name": [...], "value": [...]}."""
     names, values = labels.get("name"), labels.get("value")
     if isinstance(names, list) and isinstance(values, list):
         return next((value for each, value in zip(names, values, strict=False) if each == name), None)

@@ -1,4 +1,4 @@
-"""Questions with passages: files of "Lost in the Middle" (Liu et al., 2023), oracle or not, and Fusion-in-Decoder."""
+"""Questions with passages, as in "Lost in the Middle" (Liu et al., 2023; oracle or not) and Fusion-in-Decoder."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -16,7 +16,7 @@ def fits(record: dict[str, Any]) -> bool:
 
 
 def questions(record: Record) -> Iterator[Question | Skipped]:
-    """One question. A passage is useful if it is `isgold`; unknown without such marks.
+    """Yield one question. A passage is useful if `isgold` is true; without `isgold`, usefulness is unknown.
 
     The annotated long answer, `nq_annotated_gold`, is not read: its passage is in `ctxs`.
 

@@ -1,4 +1,4 @@
-"""The layout of a release: by name, or by its first record."""
+"""Find the layout of a release by name or by its first record."""
 
 from collections.abc import Iterator
 from typing import Any, Protocol
@@ -31,7 +31,7 @@ class Layout(Protocol):
 
 
 LAYOUTS: dict[str, Layout] = {
-    "prepared": prepared,  # first, as such rows also have the fields of other layouts
+    "prepared": prepared,  # first, because prepared rows also have the fields of other layouts
     "squad": squad,
     "hotpotqa": hotpotqa,
     "nq": nq,
@@ -45,10 +45,10 @@ LAYOUTS: dict[str, Layout] = {
 
 
 def layout_of(record: dict[str, Any], where: str, name: str | None) -> str:
-    """The name of the layout of a first record; `name` if the user gave it and the record agrees.
+    """Name of the layout of a first record; `name` if it is given and the record fits it.
 
     Raises:
-        DataError: `name` is unknown or another layout fits, or none does.
+        DataError: `name` is unknown, the record fits another layout, or it fits no layout.
     """
     if name is not None and name not in LAYOUTS:
         raise DataError(f"--layout: {unknown_text('layout', name, LAYOUTS)}")

@@ -1,4 +1,4 @@
-"""Dense Passage Retrieval (Karpukhin et al., 2020): passages with the answer, and hard negatives of a retriever."""
+"""Dense Passage Retrieval (Karpukhin et al., 2020): passages with the answer, and a retriever's hard negatives."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -9,7 +9,7 @@ DESCRIPTION = (
     'DPR: [{"question", "answers", "positive_ctxs": [{"title", "text"}], "hard_negative_ctxs", "negative_ctxs"}]'
 )
 MANY_DISTRACTORS = True
-"""There are up to 150 for a question, so the user must choose a number."""
+"""A question can have 150 distractors, so the user must choose a number."""
 
 
 def fits(record: dict[str, Any]) -> bool:
@@ -18,7 +18,7 @@ def fits(record: dict[str, Any]) -> bool:
 
 
 def questions(record: Record) -> Iterator[Question | Skipped]:
-    """One question: the positive passages are useful. Hard negatives come before other negatives, as in the file.
+    """Yield one question. Positive passages are useful. Hard negatives come before other negatives, as in the file.
 
     Raises:
         DataError: a field is missing or malformed.

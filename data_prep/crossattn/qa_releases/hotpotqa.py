@@ -1,4 +1,4 @@
-"""HotpotQA and 2WikiMultihopQA: ten paragraphs a question; the supporting facts name the useful ones."""
+"""HotpotQA and 2WikiMultihopQA: ten paragraphs per question; the supporting facts name the useful ones."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -15,12 +15,12 @@ SHUFFLED = True
 
 
 def fits(record: dict[str, Any]) -> bool:
-    """True for a question with supporting facts, or for one of the hidden test set, without supporting facts."""
+    """True for a question with supporting facts, or for one of the hidden test set."""
     return "supporting_facts" in record or ("_id" in record and isinstance(record.get("context"), list))
 
 
 def questions(record: Record) -> Iterator[Question | Skipped]:
-    """One question. A paragraph is useful if a supporting fact has its title.
+    """Yield one question. A paragraph is useful if a supporting fact has its title.
 
     Raises:
         DataError: a field is missing or malformed.
@@ -50,7 +50,7 @@ def questions(record: Record) -> Iterator[Question | Skipped]:
 
 
 def _pairs(record: Record, name: str, second: str) -> list[tuple[Any, ...]]:
-    """(title, value): a list of pairs in the release, two lists in rows of the hub."""
+    """(title, value) pairs. The release has a list of pairs, rows of the hub have two lists."""
     if isinstance(record.get(name), dict):
         return record.inner(name).parallel(**{"title": list[str], second: list})
     pairs = record.require(name, list[list])

@@ -1,4 +1,4 @@
-"""Records of a JSON file of any size, one at a time: lines, a list, a list in an object, or columns, plain or gzip."""
+"""Read a JSON file of any size record by record: lines, a list, a list in an object, or columns; plain or gzip."""
 
 import codecs
 import contextlib
@@ -17,7 +17,7 @@ from src.errors import DataError
 from src.files import reading
 
 LISTS = ("data", "Data")
-"""Members of a top-level object with the list of records, as in SQuAD and TriviaQA."""
+"""Names of the list of records in a top-level object, as in SQuAD and TriviaQA."""
 
 _GZIP = b"\x1f\x8b"
 _PIECE = 1 << 20
@@ -33,15 +33,15 @@ Bytes = BinaryIO | gzip.GzipFile
 def records(
     path: Path, columns: Sequence[str] = (), counts: Counter[str] | None = None
 ) -> Iterator[tuple[str, Record]]:
-    """("FILE:LINE" or "FILE: item N", record) for all records of a file, in order. One record is in memory at a time.
+    """Yield ("FILE:LINE" or "FILE: item N", record) for each record of a file, with one record in memory at a time.
 
-    columns: members to read from a file of columns, {"name": {"0": value, "1": value}}. Each column has its keys in the
-    same order.
-    counts: gets the number of lines without a record as "blank".
+    columns: members to read from a file of columns, {"name": {"0": value, "1": value}}. All columns have their keys in
+    the same order.
+    counts: its "blank" is increased by the number of blank lines.
 
     Raises:
-        DataError: the file is missing, empty, cut off or damaged, or a record is no JSON object; names the file and the
-            place.
+        DataError: the file is missing, empty, truncated or damaged, or a record is not a JSON object. The message has
+            the file and the place.
     """
     form, key = _form(path)
     if form == "lines":
@@ -58,7 +58,7 @@ def records(
 
 @contextlib.contextmanager
 def open_bytes(path: Path, packed: bool | None = None) -> Iterator[Bytes]:
-    """The bytes of a file, decompressed if it is `packed` (None: if it has the signature of gzip).
+    """Open a file, decompressed if it is `packed` (None: if it starts with the signature of gzip).
     Raises DataError if it is damaged."""
     try:
         with reading(path, DataError):
@@ -77,7 +77,7 @@ def open_bytes(path: Path, packed: bool | None = None) -> Iterator[Bytes]:
 
 
 def _form(path: Path) -> tuple[str, str | None]:
-    """ "list" with the member that holds it (None: the file is the list), "columns", or "lines"."""
+    """(form, name) of a file: "list" and the member with the list (None if it is the file), "columns" or "lines"."""
     with open_bytes(path) as file:
         text = _Scanner(file, path)
         first = text.peek()
@@ -103,7 +103,7 @@ def _form(path: Path) -> tuple[str, str | None]:
 
 
 def lines(path: Path, counts: Counter[str] | None = None) -> Iterator[tuple[str, Record]]:
-    """("FILE:LINE", record) for each line of a file that is not blank; counts, errors: see `records`."""
+    """Yield ("FILE:LINE", record) for each line that is not blank. Counts and errors: see `records`."""
     with open_bytes(path) as file:
         for number, line in enumerate(file, 1):
             if line.strip():
@@ -114,7 +114,7 @@ def lines(path: Path, counts: Counter[str] | None = None) -> Iterator[tuple[str,
 
 
 def _items(path: Path, key: str | None) -> Iterator[tuple[int, Any]]:
-    """(Number from 1, value) of each item of a list. Reads the rest of the file too, to notice a truncated one."""
+    """Yield (number from 1, value) for each item of a list. Reads the rest of the file to detect truncation."""
     with open_bytes(path) as file:
         text = _Scanner(file, path)
         if key is None:
@@ -131,7 +131,7 @@ def _items(path: Path, key: str | None) -> Iterator[tuple[int, Any]]:
 
 
 def _rows_of_columns(path: Path, columns: Sequence[str]) -> Iterator[tuple[str, Record]]:
-    """Reads all columns in parallel, each with its own pass through the file."""
+    """Read all columns in parallel, each with its own pass through the file."""
     readers = [_column(path, column) for column in columns]
     for cells in zip_longest(*readers, fillvalue=("nothing", None)):
         keys = [key for key, _ in cells]
@@ -160,7 +160,7 @@ def _column(path: Path, column: str) -> Iterator[tuple[str, Any]]:
 
 
 class _Scanner:
-    """Reads a JSON text forwards with only the current part in memory."""
+    """Forward-only JSON reader with only the current part in memory."""
 
     def __init__(self, file: Bytes, path: Path) -> None:
         self._file = file
@@ -176,16 +176,16 @@ class _Scanner:
         while True:
             if self._at < len(self._text) and (character := self._text[self._at]) not in _SPACE:
                 return character
-            self._at = _SPACES.match(self._text, self._at).end()  # pyright: ignore[reportOptionalMemberAccess]  it matches nothing too
+            self._at = _SPACES.match(self._text, self._at).end()  # pyright: ignore[reportOptionalMemberAccess]  it always matches
             if self._at == len(self._text) and not self._more():
                 return ""
 
     def items(self) -> Iterator[int]:
-        """Yields the number, from 1, of each item of a list; the caller then reads the item."""
+        """Yield the number, from 1, of each item of a list; the caller reads the item before the next one."""
         yield from self._between("[", "]")
 
     def members(self) -> Iterator[str]:
-        """Yields the name of each member of an object; the caller then reads its value."""
+        """Yield the name of each member of an object; the caller reads its value before the next one."""
         for _ in self._between("{", "}"):
             if self.peek() != '"':
                 raise self._syntax_error("a name in double quotes")
@@ -194,10 +194,10 @@ class _Scanner:
             yield name
 
     def value(self) -> Any:
-        """The next value.
+        """Read the next value.
 
         Raises:
-            DataError: the text is cut off, or is not JSON.
+            DataError: the text is truncated or is not JSON.
         """
         while True:
             self.peek()
@@ -238,7 +238,7 @@ class _Scanner:
             self.value()
 
     def end(self) -> None:
-        """Raises DataError if anything follows."""
+        """Raise DataError if the text continues."""
         if self.peek():
             raise self._syntax_error("the end of the file")
 
@@ -272,7 +272,7 @@ class _Scanner:
         return f"at character {self._num_consumed + self._at + 1}"
 
     def _more(self) -> bool:
-        """Read at least as much as is in the buffer, so that a long value is parsed few times; False at the end."""
+        """Read at least as much as is in the buffer, to parse a long value only a few times. False at the end."""
         if self._is_at_end:
             return False
         data = self._file.read(max(_PIECE, len(self._text) - self._at))

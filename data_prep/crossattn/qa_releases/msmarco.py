@@ -1,4 +1,4 @@
-"""MS MARCO question answering, v1.1 (lines) and v2.1 (columns): ten passages a query, some selected by annotators."""
+"""MS MARCO question answering, v1.1 (lines) and v2.1 (columns): ten passages per query, some selected by annotators."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -27,7 +27,7 @@ def fits(record: dict[str, Any]) -> bool:
 
 
 def questions(record: Record) -> Iterator[Question | Skipped]:
-    """One query. "No Answer Present." is UNANSWERABLE; `wellFormedAnswers`, which are sentences, are ignored.
+    """Yield one query. "No Answer Present." is UNANSWERABLE; `wellFormedAnswers`, which are sentences, are ignored.
 
     Raises:
         DataError: a field is missing or malformed.

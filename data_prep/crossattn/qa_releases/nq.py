@@ -1,4 +1,4 @@
-"""Natural Questions (Kwiatkowski et al., 2019): simplified lines, original lines of html tokens, rows of the hub."""
+"""Natural Questions (Kwiatkowski et al., 2019): simplified lines, original lines with HTML tokens, rows of the hub."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,14 +16,14 @@ DESCRIPTION = (
 _TAG = re.compile(
     r"</?[A-Z][A-Za-z0-9]*(_[^>]*)?>"
 )  # in the simplified text, where <Td colspan="2"> is <Td_colspan="2">
-_YES_NO_ANSWERS = {"YES": "Yes", "NO": "No", 1: "Yes", 0: "No"}  # of the release, and of rows of the hub
+_YES_NO_ANSWERS = {"YES": "Yes", "NO": "No", 1: "Yes", 0: "No"}  # in the release, and in rows of the hub
 _FEW = 2
-"""Minimum number of annotators with an answer, if there are several; as in the release's nq_eval.py."""
+"""Minimum number of annotators with an answer if there are several annotators, as in the release's nq_eval.py."""
 
 
 @dataclass(frozen=True)
 class _Annotation:
-    """The annotation of one annotator."""
+    """Annotation by one annotator."""
 
     context: str
     answers: tuple[str, ...]
@@ -35,10 +35,10 @@ def fits(record: dict[str, Any]) -> bool:
 
 
 def questions(record: Record) -> Iterator[Question | Skipped]:
-    """One question: the long answer is its context, short answers, yes or no its answers; with neither, UNANSWERABLE.
+    """Yield one question. Its context is the long answer; its answers are the short answers, yes or no.
 
-    Text is tokens joined by spaces, without html. The context is the one of the first annotator with an answer;
-    the answers of all annotators are accepted. Without a long answer there is no context.
+    Without an answer it is UNANSWERABLE. Text is tokens joined by spaces, without HTML. The context is from the first
+    annotator with an answer; the answers of all annotators are accepted. Without a long answer there is no context.
 
     Raises:
         DataError: a field is missing or malformed, or an answer is outside the document.
@@ -66,15 +66,15 @@ def questions(record: Record) -> Iterator[Question | Skipped]:
 
 @dataclass(frozen=True)
 class _Document:
-    """Tokens of a page. Only those of answers are read: a page has 10,000 and more."""
+    """Tokens of a page. Only the tokens of answers are read, because a page has 10,000 or more."""
 
     tokens: Sequence[Any]
     is_html: Sequence[Any] | None
-    """None: the tokens show it, by their spelling or, if they are dicts, in `html_token`."""
+    """Whether each token is HTML. None: read it from the spelling of a token or, if tokens are dicts, `html_token`."""
     where: str
 
     def words(self, span: Mapping[str, Any], what: str) -> str:
-        """Text from `start_token` to `end_token` without html; "" if both are -1, which means none."""
+        """Text from `start_token` to `end_token` without HTML; "" if both are -1, which means no span."""
         start, end = span.get("start_token"), span.get("end_token")
         if start == end == -1:
             return ""
@@ -114,7 +114,7 @@ def _annotations(record: Record) -> list[Record]:
 def _annotation(record: Record, document: _Document) -> _Annotation:
     long = record.require("long_answer", dict)
     short = record.get("short_answers") or []
-    if isinstance(short, dict):  # lists, as in rows of the hub
+    if isinstance(short, dict):  # one list per field, as in rows of the hub
         starts, ends = short.get("start_token") or [], short.get("end_token") or []
         short = [{"start_token": start, "end_token": end} for start, end in zip(starts, ends, strict=False)]
     else:
@@ -132,7 +132,7 @@ def _annotation(record: Record, document: _Document) -> _Annotation:
 
 
 def _title(record: Record) -> str:
-    """The title in the release, or else from the address of the page; "" without both."""
+    """The title in the release, else the title in the address of the page, else ""."""
     if isinstance(record.get("document"), dict):
         return str(record["document"].get("title") or "")
     if record.get("document_title"):

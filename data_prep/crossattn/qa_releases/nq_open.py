@@ -1,4 +1,4 @@
-"""NQ-open: questions with accepted answers and no context, to filter Natural Questions or to read without contexts."""
+"""NQ-open: questions with answers and no context, to filter Natural Questions or to train without contexts."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -14,7 +14,7 @@ def fits(record: dict[str, Any]) -> bool:
 
 
 def questions(record: Record) -> Iterator[Question]:
-    """One question without passages.
+    """Yield one question without passages.
 
     Raises:
         DataError: a field is missing or malformed.

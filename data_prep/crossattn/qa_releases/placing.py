@@ -1,4 +1,4 @@
-"""Choice of distractors and order of passages: pure functions of the seed and the question."""
+"""Choose distractors and order passages, as pure functions of the seed and the question."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -10,20 +10,20 @@ from src.support.command_line import require_at_least
 
 POSITIONS = ("given", "first", "middle", "last", "random")
 
-_TRIES = 50  # draws for one distractor, most of which are good
+_TRIES = 50  # draws per distractor; most draws succeed
 
 
 @dataclass(frozen=True)
 class Placing:
-    """How the passages of every question are chosen and ordered."""
+    """Rules for choosing and ordering the passages of questions."""
 
     seed: int
     distractors: int | None = None
-    """Maximum number of passages that are not useful, in the order of the release. None: all."""
+    """Maximum number of passages that are not useful; the first ones of the release are used. None: all."""
     position: str = "given"
-    """The position of the useful passages: one of POSITIONS, or the number of passages before them."""
+    """Position of the useful passages: one of POSITIONS, or the number of passages before them."""
     pool: Sequence[Passage] = ()
-    """Passages of other questions, drawn if the release has too few distractors."""
+    """Passages of other questions to draw from if the release has too few distractors."""
 
     def __post_init__(self) -> None:
         """Raises DataError for an invalid position or number."""
@@ -34,11 +34,10 @@ class Placing:
         require_at_least(0, distractors=self.distractors)
 
     def place(self, question: Question) -> Question:
-        """The question with its passages chosen and in order. If none is marked useful, only "random" moves them.
+        """Choose and order the passages of a question. If no passage is marked useful, only "random" changes the order.
 
         Raises:
-            DataError: distractors are to be chosen, or the useful ones to be moved, and the release does not say which
-                they are.
+            DataError: distractors or a position are requested, but the release does not mark the useful passages.
         """
         has_unmarked = any(passage.useful is None for passage in question.passages)
         if has_unmarked and (self.distractors is not None or self.position not in {"given", "random"}):
@@ -65,7 +64,7 @@ class Placing:
         return replace(question, passages=tuple(order))
 
     def _draw_distractors(self, question: Question, count: int) -> list[Passage]:
-        """Distinct passages of the pool, without the question's own, and without accepted answers."""
+        """Draw distinct passages from the pool that are not in the question and contain no accepted answer."""
         used_texts = {passage.text for passage in question.passages}
         answers = [answer.lower() for answer in question.answers if answer not in {UNANSWERABLE, "Yes", "No"}]
         random, distractors = self._random("pool", question), []

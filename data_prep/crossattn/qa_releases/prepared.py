@@ -1,5 +1,4 @@
-"""Prepared questions, in the fields of prepared data: as published with `datasets`, or by
-data_prep.crossattn.prepare_qa."""
+"""Rows that are already prepared, as published with `datasets` or written by data_prep.crossattn.prepare_qa."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -12,7 +11,7 @@ DESCRIPTION = (
     "as xc-cache has it"
 )
 DROPPED = ("encoder_hidden_states",)
-"""Fields of many megabytes that are not read: `data_prep.crossattn.preproc_nq` encodes contexts again."""
+"""Fields of many megabytes that are not read; `data_prep.crossattn.preproc_nq` encodes the contexts again."""
 
 
 def fits(record: dict[str, Any]) -> bool:
@@ -21,12 +20,12 @@ def fits(record: dict[str, Any]) -> bool:
 
 
 def questions(record: Record) -> Iterator[Question | Skipped]:
-    """One row. Contexts can be marked useful or not.
+    """Yield the question of one row. Contexts can be marked as useful or not.
 
-    `sample_idx` is not read, as rows are numbered again, nor `context`, which is the joined useful contexts.
+    `sample_idx` is not read because rows are renumbered, nor `context`, which joins the useful contexts.
 
     Raises:
-        DataError: a field is missing or malformed, or the lists are not of one length.
+        DataError: a field is missing or malformed, or the lists have different lengths.
     """
     texts = record.require("contexts_list", list[str])
     titles = record.optional("titles_list", list[str], [""] * len(texts))

@@ -1,4 +1,4 @@
-"""A question of a release, and the checks that all layouts share."""
+"""Question of a release, and checks that all layouts share."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from src.data import jsonl
 from src.errors import DataError
 
 UNANSWERABLE = "UNANSWERABLE"
-"""The answer to a question that its context does not answer."""
+"""Answer of questions that their context does not answer."""
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,7 @@ class Passage:
     text: str
     title: str = ""
     useful: bool | None = None
-    """Whether it supports the answer. None: not known."""
+    """Whether it supports the answer. None: unknown."""
 
 
 @dataclass(frozen=True)
@@ -26,35 +26,35 @@ class Question:
     """One question with its passages and answers."""
 
     where: str
-    """The place in the release, for messages."""
+    """Place in the release, for error messages."""
     id: str | None
-    """The id in the release, or None."""
+    """ID in the release; None if it has no ID."""
     text: str
     answers: tuple[str, ...]
-    """Distinct accepted answers, the best first; (UNANSWERABLE,) if there are no answers."""
+    """Distinct accepted answers, best first; (UNANSWERABLE,) if there is no answer."""
     passages: tuple[Passage, ...]
     dataset: str
-    """The group of its scores."""
+    """Name under which its scores are grouped."""
     family: str | None = None
-    """Questions of one family belong in one split; None: those of one useful passage do."""
+    """All questions of a family are in the same split. None: all questions with the same useful passage are."""
 
 
 @dataclass(frozen=True)
 class Skipped:
-    """A question that is left out."""
+    """A question that is dropped, and why."""
 
     reason: str
 
 
 class Record(dict[str, Any]):
-    """A record of a release, or an object in it. Its methods check a field, and raise DataError with the place."""
+    """Record of a release, or an object in it. The methods check a field, and raise DataError with the place."""
 
     def __init__(self, fields: Mapping[str, Any], where: str) -> None:
         super().__init__(fields)
         self.where = where
 
     def require(self, name: str, kind: Any) -> Any:
-        """A field of type `kind`, such as `str` or `list[dict]`, without half a surrogate pair."""
+        """A field of type `kind`, such as `str` or `list[dict]`, without unpaired surrogates."""
         if name not in self:
             raise DataError(f"{self.where}: field {name!r} is missing. Fields: {', '.join(self) or 'none'}.")
         jsonl.check_type(self[name], kind, f"{self.where}: field {name!r}")
@@ -71,7 +71,7 @@ class Record(dict[str, Any]):
         return text
 
     def identifier(self, name: str) -> str:
-        """A field that is a number or a text, as text."""
+        """A field that is a number or a text, converted to text."""
         return str(self[name]) if type(self.get(name)) is int else self.require(name, str)
 
     def inner(self, name: str) -> "Record":
@@ -83,7 +83,7 @@ class Record(dict[str, Any]):
         return [Record(each, f"{self.where}: {name}[{i}]") for i, each in enumerate(self.require(name, list[dict]))]
 
     def parallel(self, **kinds: Any) -> list[tuple[Any, ...]]:
-        """Lists of equal length, item by item."""
+        """Zip fields that are lists of equal length. kinds: {field: type}."""
         lists = [self.require(name, kind) for name, kind in kinds.items()]
         if len(set(map(len, lists))) > 1:
             lengths = " and ".join(f"{len(values)} of {name!r}" for name, values in zip(kinds, lists, strict=True))
@@ -92,10 +92,10 @@ class Record(dict[str, Any]):
 
 
 def clean_answers(answers: Iterable[str], where: str) -> tuple[str, ...]:
-    """The answers that are not blank, each once, "yes" and "no" as Yes and No.
+    """Distinct answers that are not blank, with "yes" and "no" capitalized.
 
     Raises:
-        DataError: none is left.
+        DataError: all answers are blank.
     """
     non_empty = [answer.strip() for answer in answers if answer.strip()]
     if not non_empty:
@@ -104,7 +104,7 @@ def clean_answers(answers: Iterable[str], where: str) -> tuple[str, ...]:
 
 
 def passages(candidates: Iterable[Passage]) -> tuple[Passage, ...]:
-    """The passages that are not blank, each text once; useful if any copy is."""
+    """Distinct passages that are not blank. A passage is useful if any of its copies is."""
     distinct_passages: dict[str, Passage] = {}
     for passage in candidates:
         if passage.text.strip() and (

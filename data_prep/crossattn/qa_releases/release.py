@@ -13,10 +13,10 @@ from src.errors import DataError
 
 
 class Release:
-    """Questions of one source, read again each time."""
+    """Questions of one source. Each iteration reads the source again."""
 
     def __init__(self, source: str, split: str, layout: str | None = None, evidence: Path | None = None) -> None:
-        """source: see `sources.open_rows`. layout: None to detect it by the first record.
+        """source: see `sources.open_rows`. layout: None detects it from the first record.
 
         Raises:
             DataError: there is no such source.
@@ -33,10 +33,10 @@ class Release:
         return sources.identify(self.source, self._rows)
 
     def questions(self) -> Iterator[tuple[str, Question | Skipped]]:
-        """(Layout, question) for every question, in the order of the source.
+        """Yield (layout, question) for each question, in the order of the source.
 
         Raises:
-            DataError: the source is damaged or of no known layout; names the place.
+            DataError: the source is damaged or of unknown layout; the message has the place.
         """
         name, read = "", None
         for where, record in sources.read_rows(self.source, self._rows, _choose_columns, columns=msmarco.COLUMNS):
@@ -54,5 +54,5 @@ class Release:
 
 
 def _choose_columns(columns: list[str]) -> list[str]:
-    """Those that are read: not unused ones, which take long to decompress."""
+    """Select the columns to read. Unused columns take long to decompress."""
     return [name for name in columns if name not in prepared.DROPPED]

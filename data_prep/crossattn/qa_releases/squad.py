@@ -1,4 +1,4 @@
-"""SQuAD 1.1, 2.0 and sets of their layout, as XQuAD: articles of paragraphs with questions, or a row a question."""
+"""SQuAD 1.1, 2.0 and data sets of the same layout, such as XQuAD: articles with questions, or a row per question."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -19,7 +19,7 @@ def fits(record: dict[str, Any]) -> bool:
 
 
 def questions(record: Record) -> Iterator[Question]:
-    """The questions of one article, or of one row. A question marked `is_impossible` is UNANSWERABLE.
+    """Yield the questions of one article or one row. A question marked `is_impossible` is UNANSWERABLE.
 
     Raises:
         DataError: a field is missing or malformed.

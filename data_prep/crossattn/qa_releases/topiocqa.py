@@ -1,4 +1,4 @@
-"""TopiOCQA: conversations. The context is the gold passage where the release has it, or else the earlier turns."""
+"""TopiOCQA: conversations. The context of a turn is its gold passage if the release has it, else the previous turns."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -17,11 +17,11 @@ def fits(record: dict[str, Any]) -> bool:
 
 
 def questions(record: Record) -> Iterator[Question | Skipped]:
-    """One turn. Its answer can be UNANSWERABLE, spelled as in the release.
-    All turns of a conversation belong in one split.
+    """Yield one turn. Its answer can be UNANSWERABLE, which the release spells the same.
+    All turns of a conversation are in the same split.
 
-    A file without gold passages tests whether a model remembers the conversation, not whether it reads; its first turns
-    have nothing to read and are skipped.
+    A file without gold passages tests whether a model remembers the conversation, not whether it reads; the first
+    turns have no context and are skipped.
 
     Raises:
         DataError: a field is missing or malformed.

@@ -13,9 +13,9 @@ DESCRIPTION = (
 )
 
 _PAGES = {"EntityPages": "wikipedia", "SearchResults": "web"}
-"""Lists of pages, each with the folder of their texts."""
+"""{list of pages: folder of their texts}."""
 _HUB = {"entity_pages": "wiki_context", "search_results": "search_context"}
-"""The same in rows of the hub, each with the field of their texts."""
+"""{list of pages in rows of the hub: field of their texts}."""
 
 
 def fits(record: dict[str, Any]) -> bool:
@@ -24,9 +24,9 @@ def fits(record: dict[str, Any]) -> bool:
 
 
 def questions(record: Record, evidence: Path | None = None) -> Iterator[Question | Skipped]:
-    """One question with all its pages: their texts below `evidence`, or else the snippets of a search engine.
+    """Yield one question with all its pages: their texts below `evidence`, or without it the search engine snippets.
 
-    The release does not mark useful pages. The answer is its value, its aliases are accepted too.
+    The release does not mark useful pages. The answer is the "Value" of the release; its aliases are accepted, too.
 
     Raises:
         DataError: a field is missing or malformed, or a page is not below `evidence`.
