@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-MOST_PERCENT = 1.0
+MAX_PERCENT = 1.0
 
 HABITS = {
     "tell: say report, log, print": r"\b(told|tells?)\b",
@@ -150,7 +150,7 @@ def main(paths: Sequence[str]) -> bool:
     hits, counts = check([path for path in files if path.endswith((".py", ".md")) and (ROOT / path).exists()])
     failed = False
     for kind, kind_hits in hits.items():
-        allowed = 0 if paths or kind in ("tests", "names") else MOST_PERCENT / 100 * counts[kind]
+        allowed = 0 if paths or kind in ("tests", "names") else MAX_PERCENT / 100 * counts[kind]
         if len(kind_hits) > allowed:
             print(*kind_hits, sep="\n")
             failed = True

@@ -29,8 +29,8 @@ EXTRA_PAGES = (
 )
 """Widgets with their value in the page's address."""
 LOG_LINES = 300
-MOST_ANSWERS = 50
-MOST_PICTURES = 4
+MAX_ANSWERS = 50
+MAX_PICTURES = 4
 """Maximum number of metrics that are drawn at a time."""
 _FIRST = ("failed", "lost", "unknown", "stopped", "running", "queued")
 """States that need attention: these come first in the table of jobs."""
@@ -221,11 +221,11 @@ class Dashboard:
         if inputs == self._curve_inputs:
             return
         self._curve_inputs = inputs
-        pictures = {metric: overview.curves(self.selection, metric, look) for metric in metrics[:MOST_PICTURES]}
+        pictures = {metric: overview.curves(self.selection, metric, look) for metric in metrics[:MAX_PICTURES]}
         self.plot.show(pictures, x, self.logarithmic.value)
         panes.show_html(self.legend, chart.legend(pictures))
         self._mark(self.plot.lit)
-        more = [f"The first {MOST_PICTURES} metrics are drawn."] if len(metrics) > MOST_PICTURES else []
+        more = [f"The first {MAX_PICTURES} metrics are drawn."] if len(metrics) > MAX_PICTURES else []
         notes = dict.fromkeys([*more, *(note for picture in pictures.values() for note in picture.notes)])
         panes.show_html(self.curve_note, "".join(map(markup.note, notes)))
 
@@ -294,7 +294,7 @@ class Dashboard:
         samples = files.get(self.answer_file.value or "")
         if samples is None:
             return markup.note("No answers yet: with `inference`, an experiment answers questions after the training.")
-        samples_shown = answers.choose(samples, MOST_ANSWERS, self.wrong.value)
+        samples_shown = answers.choose(samples, MAX_ANSWERS, self.wrong.value)
         return markup.note(
             f"{answers.describe_score(samples)} {len(samples_shown)} of {len(samples)} answers are shown."
         ) + answers.page(samples_shown)

@@ -17,7 +17,7 @@ from src.runs.store import CONFIG, DIFF, SavedRun
 from src.runs.summary import summarize
 from src.tables import run_arguments
 
-MOST_LINES = 40
+MAX_LINES = 40
 """Maximum number of lines of a patch in the text output."""
 _CODE = ("commit", "branch", "dirty")
 _IGNORED = {"attempt", "groups", "pid", "time", *_CODE}
@@ -120,8 +120,8 @@ def _text(names: Mapping[str, str], differing: Mapping[str, Difference]) -> str:
 
 def _patch(pair: Mapping[str, Any]) -> list[str]:
     changed = list(difflib.unified_diff(pair["a"], pair["b"], f"a/{DIFF}", f"b/{DIFF}", lineterm="", n=1))
-    more = [f"    … {len(changed) - MOST_LINES} more lines"] if len(changed) > MOST_LINES else []
-    return [f"    {line}" for line in changed[:MOST_LINES]] + more
+    more = [f"    … {len(changed) - MAX_LINES} more lines"] if len(changed) > MAX_LINES else []
+    return [f"    {line}" for line in changed[:MAX_LINES]] + more
 
 
 def _side_text(pair: Mapping[str, Any], side: str) -> str:

@@ -21,8 +21,8 @@ from src.runs.summary import Summary
 from src.tables import results, run_arguments
 
 PERF = "perf.jsonl"
-MOST_EVENTS = 200
-MOST_ANSWERS = 30
+MAX_EVENTS = 200
+MAX_ANSWERS = 30
 _OF_EVENT = ("event", "when", "who", "id")
 _TITLES = {
     "grad_norm": "gradient norm before clipping",
@@ -144,7 +144,7 @@ def _answers(run: Path) -> tuple[str, list[str]]:
         return "", [str(error)]
     pieces = [
         markup.note(f"{name}: {answers.describe_score(content)}")
-        + answers.page(answers.choose(content, MOST_ANSWERS, wrong=False))
+        + answers.page(answers.choose(content, MAX_ANSWERS, wrong=False))
         for name, content in files.items()
     ]
     switch = '<label><input type="checkbox"> only wrong answers</label>'
@@ -254,9 +254,9 @@ def _events(run: Path) -> str:
     events = ledger.read(run)
     items = [
         (event.get("when", ""), event.get("event", ""), event.get("who", ""), _facts(event))
-        for event in events[-MOST_EVENTS:]
+        for event in events[-MAX_EVENTS:]
     ]
-    more = f"The first {len(events) - MOST_EVENTS} events are left out." if len(events) > MOST_EVENTS else ""
+    more = f"The first {len(events) - MAX_EVENTS} events are left out." if len(events) > MAX_EVENTS else ""
     return markup.note(more) + markup.plain_table(("when", "event", "who", "what"), items) if items else ""
 
 

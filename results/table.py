@@ -20,7 +20,7 @@ from src.tables.terminal_table import arrange, choose, draw, draw_rich, facts, p
 FORMATS = ("rich", "markdown", "csv", "latex", "json")
 INTERVALS = {"std": "standard deviation", "ci95": "half the 95 % interval of the mean"}
 """The choices of the value after ±, with their names in `src.tables.statistics.aggregate`."""
-MOST_REMARKS = 5
+MAX_REMARKS = 5
 _FORMULA = ("=", "+", "-", "@", "\t", "\r")
 """First characters of formulas in spreadsheets."""
 _LATEX = {
@@ -105,8 +105,8 @@ def remarks(
     ]:
         sentences.append(f"the means are over different {', '.join(others)}.")
     missing = statistics.missing_seeds(rows, keys, seed)
-    more = [f"… and {len(missing) - MOST_REMARKS} more have missing seeds."] if len(missing) > MOST_REMARKS else []
-    return sentences + missing[:MOST_REMARKS] + more
+    more = [f"… and {len(missing) - MAX_REMARKS} more have missing seeds."] if len(missing) > MAX_REMARKS else []
+    return sentences + missing[:MAX_REMARKS] + more
 
 
 def tabulate(

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 FILE = "statistics.jsonl"
-MOST_COLUMNS = 400
+MAX_COLUMNS = 400
 """Maximum number of steps in the picture; with more, every n-th."""
 _LABELS = 64
 """Maximum number of labelled rows."""
@@ -38,7 +38,7 @@ class Layers:
     def steps(self) -> list[int]:
         """All steps, or every n-th and the last."""
         steps = sorted({step for of_layer in self.values.values() for step in of_layer})
-        every = math.ceil(len(steps) / MOST_COLUMNS)
+        every = math.ceil(len(steps) / MAX_COLUMNS)
         return steps[::-every][::-1] if every > 1 else steps
 
 

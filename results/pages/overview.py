@@ -41,7 +41,7 @@ JOB_HEADINGS = (
     "node",
     "notes",
 )
-MOST_CHARACTERS = 4000
+MAX_CHARACTERS = 4000
 """Maximum length of a differing value, such as uncommitted code."""
 Job = status.Row
 T = TypeVar("T")
@@ -420,7 +420,7 @@ def differences(runs: Path, one: str, other: str) -> tuple[list[tuple[str, str, 
 
 
 def _side(pair: Mapping[str, Any], side: str) -> str:
-    return format_value(pair[side])[:MOST_CHARACTERS] if side in pair else "absent"
+    return format_value(pair[side])[:MAX_CHARACTERS] if side in pair else "absent"
 
 
 def environment(runs: Path, exp_id: str) -> dict[str, str]:

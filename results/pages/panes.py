@@ -13,14 +13,14 @@ from results.pages import markup, overview
 CSS = markup.CSS + markup.style("dashboard")
 COLOUR = "colour"
 """The column of dots, which has no title."""
-MOST_PIXELS = 360
+MAX_PIXELS = 360
 """Maximum width of a column; longer texts wrap in columns of `wrapped`, and are clipped in the rest."""
 _NUMBER = re.compile(
     r"[-+]?[\d.]+(e[-+]?\d+)?( ± [\d.]+)?( \(\d+ of \d+\))?( / \d+)?$|\d+ of \d+ (done|at step "
     r"\d+)$|NaN$|\d+-\d+$|[\d.]+ (d|h|min|s)\b"
 )
 """Right-aligned cells: numbers, means, "40 / 200", "2 h 5 min"."""
-MOST_PATCHES = 500
+MAX_PATCHES = 500
 """Changed cells that are sent one by one; for more of them the table is sent again."""
 BUILDING_SECONDS = 1.5
 """Less than the refresh interval, and long enough for most browsers to build a table."""
@@ -118,7 +118,7 @@ class Table:
         )
         changes = self._changes(columns, cells) if fits and hidden == self.widget.hidden_columns else None
         self._cells = cells
-        if changes is not None and sum(map(len, changes.values())) <= (MOST_PATCHES if self._is_built() else 0):
+        if changes is not None and sum(map(len, changes.values())) <= (MAX_PATCHES if self._is_built() else 0):
             if changes:
                 self.widget.patch(changes, as_index=False)
             return
@@ -171,7 +171,7 @@ class Table:
             disabled=True,
             theme="simple",
             layout="fit_data_stretch",
-            configuration={"columnDefaults": {"maxWidth": MOST_PIXELS}},
+            configuration={"columnDefaults": {"maxWidth": MAX_PIXELS}},
             pagination="local" if self._has_pages(frame) else None,
             stylesheets=[CSS],
             sizing_mode="stretch_width",

@@ -13,7 +13,7 @@ from pydantic import Field, model_validator
 
 from src.errors import DataError
 from src.experiments.config import Config as StrictConfig
-from src.systems.interleaved.streaming.tars.image_files import MOST_PIXELS, open_image
+from src.systems.interleaved.streaming.tars.image_files import MAX_PIXELS, open_image
 
 if TYPE_CHECKING:
     import numpy as np
@@ -101,7 +101,7 @@ class ImagesConfig(StrictConfig):
             width = _round_up(int(height * aspect), self.frame_size)
         return [*sizes, (width, height)]
 
-    def frames(self, content: bytes, max_pixels: int = MOST_PIXELS) -> "np.ndarray":
+    def frames(self, content: bytes, max_pixels: int = MAX_PIXELS) -> "np.ndarray":
         """(frames, 3, frame_size, frame_size) float32: the frames of an encoded image, from -1 to 1;
         transparent pixels are white.
 

@@ -22,7 +22,7 @@ from src.errors import DataError
 from src.files import reading, write_atomic
 from src.support.parsing import parse_json
 from src.systems.interleaved.streaming.tars.fields import Fields
-from src.systems.interleaved.streaming.tars.image_files import MOST_PIXELS, SUFFIXES, TOO_LARGE, UNDECODABLE
+from src.systems.interleaved.streaming.tars.image_files import MAX_PIXELS, SUFFIXES, TOO_LARGE, UNDECODABLE
 
 if TYPE_CHECKING:
     import numpy as np
@@ -92,7 +92,7 @@ class TarIndex:
     @property
     def max_pixels(self) -> int:
         """Pixels of the largest image that is decoded."""
-        return self.facts.get("max_pixels", MOST_PIXELS)
+        return self.facts.get("max_pixels", MAX_PIXELS)
 
     @cached_property
     def fields(self) -> Fields | None:

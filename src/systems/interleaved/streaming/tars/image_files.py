@@ -30,7 +30,7 @@ SUFFIXES = {
 """File name suffixes of the supported formats, with Pillow's names."""
 FORMATS = sorted(set(SUFFIXES.values()))
 """The only formats that Pillow tries, so that no content selects a decoder we do not test, such as EPS."""
-MOST_PIXELS = 40_000_000
+MAX_PIXELS = 40_000_000
 """Larger images are refused before decoding. The limit is recorded in the index."""
 UNDECODABLE, TOO_LARGE = "an image cannot be decoded", "an image has too many pixels"
 _PNG, _JPEG = b"\x89PNG\r\n\x1a\n", b"\xff\xd8"
@@ -53,7 +53,7 @@ class ImageError(DataError):
         self.reason = reason
 
 
-def open_image(content: bytes, max_pixels: int = MOST_PIXELS) -> "Image":
+def open_image(content: bytes, max_pixels: int = MAX_PIXELS) -> "Image":
     """Decode an image as a viewer shows it: first frame, EXIF orientation applied, 8-bit RGB on white.
     Its `format` is one of FORMATS.
 
@@ -75,7 +75,7 @@ def open_image(content: bytes, max_pixels: int = MOST_PIXELS) -> "Image":
         raise _refusal(error) from None
 
 
-def image_size(data: memoryview, max_pixels: int = MOST_PIXELS) -> tuple[int, int]:
+def image_size(data: memoryview, max_pixels: int = MAX_PIXELS) -> tuple[int, int]:
     """Displayed width and height of an image, from its header.
 
     Raises:

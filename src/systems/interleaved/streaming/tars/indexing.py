@@ -29,7 +29,7 @@ from src.systems.interleaved.streaming.tar_index import (
     kind_and_position,
 )
 from src.systems.interleaved.streaming.tars.fields import FieldError, Fields
-from src.systems.interleaved.streaming.tars.image_files import MOST_PIXELS, ImageError, image_size, open_image
+from src.systems.interleaved.streaming.tars.image_files import MAX_PIXELS, ImageError, image_size, open_image
 from src.systems.interleaved.streaming.tars.members import scan, split_names
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ EMPTY_TEXT, SPELLS_IMAGES, NOT_IN_TAR = (
 """Why a member of a good document is not read."""
 _ORDER = {IMAGE: 0, PROMPT: 1, TEXT: 2}
 _NO_NUMBER = 1 << 24
-_MOST_SUFFIXES = 50
+_MAX_SUFFIXES = 50
 """Suffixes counted for each reason; the rest are counted together."""
 
 
@@ -61,7 +61,7 @@ class _Part(NamedTuple):
 
 
 def build(
-    tar: memoryview, fields: Fields | None = None, max_pixels: int = MOST_PIXELS, verify: bool = False
+    tar: memoryview, fields: Fields | None = None, max_pixels: int = MAX_PIXELS, verify: bool = False
 ) -> TarIndex:
     """The index of a tar, from its headers, its texts and the headers of its images.
     If the tar is cut: of the documents before the cut.
@@ -321,7 +321,7 @@ class _Builder:
         suffix = f".{rest if rest and first.isdigit() else ending.lower()}" if ending else ""
         suffix = suffix.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
         suffixes = self.passed_over.setdefault(reason, {})
-        if suffix not in suffixes and len(suffixes) >= _MOST_SUFFIXES:
+        if suffix not in suffixes and len(suffixes) >= _MAX_SUFFIXES:
             suffix = "other suffixes"
         count = suffixes.setdefault(suffix, [0, 0])
         count[0] += 1
