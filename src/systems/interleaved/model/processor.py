@@ -1,4 +1,4 @@
-"""The files by which transformers' processors make the ids and the pixels that an image model was trained on."""
+"""Config files for transformers' processors, so that they reproduce the ids and pixels of the training."""
 
 import logging
 from pathlib import Path
@@ -11,7 +11,7 @@ from src.runs.store import SavedRun
 
 log = logging.getLogger(__name__)
 LANCZOS = 1
-"""In the numbers of Pillow."""
+"""Pillow's number of the Lanczos filter."""
 CHAT_TEMPLATE = """{%- set last = namespace(is_text=false) -%}
 {{- BEGIN -}}
 {%- for message in messages -%}
@@ -28,11 +28,11 @@ else message['content'] -%}
 {%- endfor -%}
 {%- endfor -%}
 """
-"""Chat template that writes a message as a document: adjacent texts are joined by a space, and there are no roles."""
+"""Chat template that writes messages as a document: without roles, adjacent texts joined by a space."""
 
 
 def save(folder: Path, checkpoint: Path, tokenizer: Any) -> None:
-    """Write a processor into `folder`, for the images that the run of `checkpoint` read.
+    """Write a processor into `folder`, with the image settings of the run of `checkpoint`.
 
     Raises:
         ConfigError: the checkpoint is not in the folder of its run, or the run read no images.
@@ -81,7 +81,7 @@ def save(folder: Path, checkpoint: Path, tokenizer: Any) -> None:
 
 
 def read_images_config(checkpoint: Path) -> Any:
-    """How the run of a checkpoint made frames of images.
+    """The image settings (`data.images`) of the run of a checkpoint.
 
     Raises:
         ConfigError: the checkpoint is not in the folder of its run, or the run read no images.
