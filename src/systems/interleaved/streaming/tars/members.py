@@ -265,7 +265,7 @@ def _is_header(tar: memoryview, at: int) -> bool:
 
 
 def _checksum_agrees(headers: "np.ndarray") -> "np.ndarray":
-    """(N,) bool: whether each header has the right checksum, the sum of its bytes with blanks for the checksum itself."""
+    """(N,) bool: whether each checksum is right: the sum of the header's bytes, with blanks for the checksum."""
     import numpy as np
 
     sums = headers.sum(axis=1, dtype=np.int64) - headers[:, 148:156].sum(axis=1, dtype=np.int64) + 8 * ord(" ")
