@@ -57,11 +57,11 @@ class Config(TrainingRecipe):
         from src.training.loss import interleaved_lm_loss, watch_groups
 
         assert isinstance(self.data, dataset.Config), "the validator has checked it"
-        whole, names = self.with_loop_options(interleaved_lm_loss), sorted(self.data.sources)
+        loss_function, names = self.with_loop_options(interleaved_lm_loss), sorted(self.data.sources)
 
         def loss_and_sums(model: Any, batch: "Mapping[str, Tensor]") -> Any:
             with watch_groups(batch, batch["source_ids"], len(names)) as by_source:
-                loss_sum = whole(model, batch)
+                loss_sum = loss_function(model, batch)
             rows = torch.tensor(float(len(batch["input_ids"])))
             counts = {
                 f"{kind}/{name}": (batch["source_counts"][source, number], rows)

@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 
 def parameters_by_part(model: Any) -> "dict[str, list[tuple[str, nn.Parameter]]]":
     """Names and weights of each `parts.Part`."""
-    ends = {
+    embedding_ids = {
         id(parameter)
-        for end in (model.get_input_embeddings(), model.get_output_embeddings())
-        for parameter in end.parameters()
+        for embedding in (model.get_input_embeddings(), model.get_output_embeddings())
+        for parameter in embedding.parameters()
     }
     by_part: dict[str, list[tuple[str, Any]]] = {"vision": [], "connector": [], "embeddings": [], "text": []}
     for name, parameter in model.named_parameters():
@@ -29,7 +29,7 @@ def parameters_by_part(model: Any) -> "dict[str, list[tuple[str, nn.Parameter]]]
             if name.startswith("model.connector.")
             else "text"
         )
-        by_part["embeddings" if id(parameter) in ends else part].append((name, parameter))
+        by_part["embeddings" if id(parameter) in embedding_ids else part].append((name, parameter))
     return by_part
 
 
@@ -63,12 +63,12 @@ def training_flops(model: Any) -> "Callable[[Mapping[str, Tensor]], int]":
 
 def passes_by_part(model: Any) -> dict[str, Passes]:
     """FLOP multipliers of each part. Parts below the lowest trained weight have no backward pass."""
-    passes, below = dict[str, Passes](), False
+    passes, has_trained_below = dict[str, Passes](), False
     for part, parameters in parameters_by_part(model).items():
         trained = [name for name, parameter in parameters if parameter.requires_grad]
-        whole = any(".lora_" not in name for name in trained)
-        below = below or bool(trained)
-        passes[part] = TRAINED if whole else FROZEN if below else FORWARD
+        is_fully_trained = any(".lora_" not in name for name in trained)
+        has_trained_below = has_trained_below or bool(trained)
+        passes[part] = TRAINED if is_fully_trained else FROZEN if has_trained_below else FORWARD
     if passes["embeddings"] is FORWARD:
         passes["embeddings"] = FROZEN  # the output projection: gradients pass through it
     return passes

@@ -34,8 +34,8 @@ class Resampler(StrictConfig):
 def image_tokens(max_tiles: int, resampler: Resampler | None) -> list[str]:
     """Control tokens for images. With a resampler (Idefics2) there are no tile tokens and no global token."""
     tiles = [f"<row_{row}_col_{column}>" for row in range(1, max_tiles + 1) for column in range(1, max_tiles + 1)]
-    whole = [] if resampler else ["<global-img>", *(tiles if max_tiles > 1 else [])]
-    return ["<fake_token_around_image>", IMAGE, *whole]
+    tile_tokens = [] if resampler else ["<global-img>", *(tiles if max_tiles > 1 else [])]
+    return ["<fake_token_around_image>", IMAGE, *tile_tokens]
 
 
 def require_connector(
@@ -145,7 +145,7 @@ def _require_encoder_passes(inner: Any) -> None:
 
 
 def _find_images(inner: Any, input_ids: "Tensor", states: "Tensor") -> "Tensor | None":
-    """(B, T) bool mask of image tokens; None if there are none.
+    """(B, T) bool mask of image tokens; None without image tokens.
 
     Raises:
         ValueError: the number of image tokens differs from the number of vectors in `states`, (..., D).

@@ -52,15 +52,15 @@ def save(folder: Path, checkpoint: Path, tokenizer: Any) -> None:
     if images.style == "idefics2":
         name, settings = "Idefics2", {"do_image_splitting": False, "do_resize": True, "size": square}
     else:
-        cut = images.max_size > images.frame_size
+        is_tiled = images.max_size > images.frame_size
         settings = {
-            "do_image_splitting": cut,
+            "do_image_splitting": is_tiled,
             "do_resize": images.enlarge,
             "max_image_size": {"longest_edge": images.frame_size},
             "size": {"longest_edge": images.max_size},
         }
         name = "Idefics3"
-        if cut and not images.enlarge:
+        if is_tiled and not images.enlarge:
             log.warning(
                 "%s: transformers' processor cuts an image of more than %d pixels a side into "
                 "more tiles than the model knows. Make such images smaller before, or train with data.images.enlarge.",
@@ -74,8 +74,8 @@ def save(folder: Path, checkpoint: Path, tokenizer: Any) -> None:
         folder / "processor_config.json", {"image_seq_len": images.image_tokens, "processor_class": f"{name}Processor"}
     )
     if not tokenizer.chat_template:
-        begins = tokenizer.bos_token_id not in (None, tokenizer.eos_token_id)
-        write_atomic(folder / "chat_template.jinja", CHAT_TEMPLATE.replace("BEGIN", "bos_token" if begins else "''"))
+        has_bos = tokenizer.bos_token_id not in (None, tokenizer.eos_token_id)
+        write_atomic(folder / "chat_template.jinja", CHAT_TEMPLATE.replace("BEGIN", "bos_token" if has_bos else "''"))
     config = read_json(folder / "tokenizer_config.json", CheckpointError)
     write_json(folder / "tokenizer_config.json", {**config, "processor_class": f"{name}Processor"})
 

@@ -82,7 +82,7 @@ class JoinedSources:
             number = permute_rest(number, (lane, lanes, self.count), reshuffles, permute)
         place = (
             number * lanes + lane + epoch
-        ) % self.count  # shifted per epoch; otherwise a lane could read the same few documents forever
+        ) % self.count  # shifted per epoch, so that a lane does not repeat the same few documents
         source, place = (0, place) if len(self.sources) == 1 else self._spread.place(place)
         return epoch, self.starts[source] + self.sources[source].document(epoch, place)
 
@@ -138,7 +138,7 @@ class Streams:
         )
         place = (
             turn * lanes + lane + epoch
-        ) % source.count  # shifted per epoch; otherwise a lane could read the same few documents forever
+        ) % source.count  # shifted per epoch, so that a lane does not repeat the same few documents
         return epoch, self.starts[number_of_source] + source.document(epoch, place)
 
 
@@ -150,8 +150,8 @@ def arrange(sources: Sequence[Source], rates: Sequence[float]) -> "JoinedSources
 def _block(source: Source, lanes: int) -> int:
     """Documents per lane in a window, or in a shard.
     A reshuffle moves such blocks, so that no more shards are open than before."""
-    together = source.window if source.shuffle == "window" else source.count // len(source.sizes)
-    return max(1, together // lanes)
+    documents = source.window if source.shuffle == "window" else source.count // len(source.sizes)
+    return max(1, documents // lanes)
 
 
 def _block_permutation(block: int, seed: str) -> Callable[[int, int, int], int]:

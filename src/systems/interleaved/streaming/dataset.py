@@ -85,9 +85,9 @@ class Config(DatasetConfig):
 
     @model_validator(mode="after")
     def _fits_together(self) -> "Config":
-        without = [name for name, source in self.sources.items() if source.rate is None]
-        if without and len(without) < len(self.sources):
-            raise ValueError(f"sources.{without[0]}.rate: missing. Write a rate for each source, or for none.")
+        without_rate = [name for name, source in self.sources.items() if source.rate is None]
+        if without_rate and len(without_rate) < len(self.sources):
+            raise ValueError(f"sources.{without_rate[0]}.rate: missing. Write a rate for each source, or for none.")
         return self
 
     @property
@@ -260,12 +260,12 @@ class StreamedDataset:
             DataError: the share of a source is less than one document per period of the schedule.
         """
         config = self.config
-        places = [
+        sources = [
             Source(documents.sizes, config.shuffle, config.window, f"{seed}/{name}")
             for name, documents in zip(self.source_names, self.documents, strict=True)
         ]
         rates = [rate for name in self.source_names if (rate := config.sources[name].rate) is not None]
-        order = arrange(places, rates)
+        order = arrange(sources, rates)
         if isinstance(order, Streams) and 0 in order.counts:
             name = self.source_names[order.counts.index(0)]
             raise DataError(
@@ -338,10 +338,10 @@ class StreamedDataset:
         else:
             images = [element for element in piece.elements if element.grid]
             image_tokens = sum(element.tokens for element in images)
-            for i, more in enumerate(
+            for i, increment in enumerate(
                 (piece.ends, len(images), image_tokens, piece.tokens - image_tokens, piece.left_out)
             ):
-                counts[i] += more
+                counts[i] += increment
         row.input_ids += content.ids
         row.loss_mask += content.loss_mask
         row.frames += content.images
@@ -378,7 +378,7 @@ class StreamedDataset:
 
         from src.data import collate
 
-        ids, masks, most = (
+        ids, masks, length = (
             [row.input_ids for row in samples],
             [row.loss_mask for row in samples],
             self.config.sequence_tokens,
@@ -386,9 +386,9 @@ class StreamedDataset:
         side = self.config.images.frame_size
         images = [frames for row in samples for frames in row.frames]
         frames = np.concatenate(images) if images else np.zeros((0, 3, side, side), dtype=np.float32)
-        source_ids, _ = collate.pad_ids([row.source_ids for row in samples], 0, most)
+        source_ids, _ = collate.pad_ids([row.source_ids for row in samples], 0, length)
         batch: InterleavedBatch = {
-            **collate.pack_tokens(ids, masks, [row.lengths for row in samples], 0, most),
+            **collate.pack_tokens(ids, masks, [row.lengths for row in samples], 0, length),
             "frames": torch.from_numpy(frames),
             "source_ids": source_ids,
             "source_counts": torch.tensor([row.counts for row in samples]).sum(0),

@@ -23,7 +23,7 @@ from src.systems.interleaved.streaming.texts import TextTokens
 if TYPE_CHECKING:
     import numpy as np
 
-_INDEXES = 64
+_MAX_INDEXES = 64
 """Maximum number of cached shard indexes."""
 _MAX_PLANS = 4096
 """Maximum number of documents with cached pieces; packing needs them repeatedly."""
@@ -81,7 +81,7 @@ class _Plan(NamedTuple):
     first_parts: list[int]
     """First part of each document, followed by the total number of parts."""
     tokens: list[int]
-    """Token counts; empty if the index has none for this tokenizer."""
+    """Token counts; empty if they were not counted with this tokenizer."""
     kinds: list[int]
     widths: list[int]
     heights: list[int]
@@ -108,16 +108,16 @@ class Documents:
         self.manifest, self.files, self.texts, self.images, self.rules = manifest, files, texts, images, rules
         self.sizes = [shard.documents for shard in manifest.shards]
         self._ends = list(accumulate(self.sizes))
-        num_documents = [
+        shard_facts = [
             [shard.documents, shard.bytes, shard.sha256 or shard.etag, shard.index_digest] for shard in manifest.shards
         ]
         options = [rules.model_dump(mode="json"), images.config.model_dump(mode="json"), texts.digest]
-        self.fingerprint = hashlib.sha256(json.dumps([num_documents, options]).encode()).hexdigest()
+        self.fingerprint = hashlib.sha256(json.dumps([shard_facts, options]).encode()).hexdigest()
         self._make_caches()
 
     def _make_caches(self) -> None:
-        self._index = lru_cache(_INDEXES)(self._load_index)
-        self._plan = lru_cache(_INDEXES)(self._load_plan)
+        self._index = lru_cache(_MAX_INDEXES)(self._load_index)
+        self._plan = lru_cache(_MAX_INDEXES)(self._load_plan)
         self.elements = lru_cache(_MAX_PLANS)(self._make_elements)
         """Document number -> its elements, in order; empty if the document is dropped."""
         self.pieces = lru_cache(_MAX_PLANS)(self._make_pieces)
@@ -152,11 +152,11 @@ class Documents:
 
     def _make_pieces(self, document: int, room: tuple[int, int]) -> list[Piece]:
         elements = self.elements(document)
-        around = len(self.texts.begin) + len(self.texts.end)
+        num_markers = len(self.texts.begin) + len(self.texts.end)
 
         def fit(group: Sequence[Element]) -> bool:
             tokens, frames = _size(group)
-            return around + tokens <= room[0] and frames <= room[1]
+            return num_markers + tokens <= room[0] and frames <= room[1]
 
         if fit(elements):
             groups = [elements] if elements else []
@@ -167,8 +167,8 @@ class Documents:
         left_out = len(elements) - len({element.part for group in groups for element in group})
         last = len(groups) - 1
         return [
-            self._piece(group, place == 0, place == last, left_out if place == last else 0)
-            for place, group in enumerate(groups)
+            self._piece(group, number == 0, number == last, left_out if number == last else 0)
+            for number, group in enumerate(groups)
         ]
 
     def _piece(self, group: Sequence[Element], begins: bool, ends: bool, left_out: int) -> Piece:
@@ -229,20 +229,20 @@ class Documents:
         """
         shard, number = self.locate(document)
         parts = self._index(shard).parts_of(number)
-        whole = self._read_parts(shard, parts)
-        ids_of = self._encode(parts, whole)
+        part_contents = self._read_parts(shard, parts)
+        part_ids = self._encode(parts, part_contents)
         content = Content(list(self.texts.begin) if piece.begins else [])
         content.loss_mask = [False] * len(content.ids)
         for element in piece.elements:
             if element.grid is not None:
                 image_ids = self.images.token_ids(element.grid)
                 ids = image_ids[len(image_ids) - element.tokens :]
-                image = self._image(document, element.part, whole, swaps)
+                image = self._image(document, element.part, part_contents, swaps)
                 content.images.append(self.images.config.frames(image, self._index(shard).max_pixels))
                 if len(content.images[-1]) != element.grid.frames:
                     raise DataError("an image has another size than the index says")
             else:
-                ids = ids_of[element.part]
+                ids = part_ids[element.part]
                 if len(ids) != element.first + element.tokens + element.rest:
                     raise DataError("a text has other tokens than the index says")
                 ids = ids[element.first : element.first + element.tokens]
@@ -272,10 +272,10 @@ class Documents:
         )
         return content
 
-    def _image(self, document: int, part: int, whole: Sequence[bytes], swaps: Swaps | None) -> bytes:
+    def _image(self, document: int, part: int, part_contents: Sequence[bytes], swaps: Swaps | None) -> bytes:
         other = swaps.get((document, part)) if swaps else None
         if other is None:
-            return whole[part]
+            return part_contents[part]
         return self._read_part(*self.locate(other[0]), other[1])
 
     def _make_elements(self, document: int) -> list[Element]:
@@ -311,10 +311,10 @@ class Documents:
             return False
         if self.rules.which == "all":
             return True
-        enough = sum(element.tokens for element in elements) >= _WEB_TOKENS
+        is_long_enough = sum(element.tokens for element in elements) >= _WEB_TOKENS
         # No text follows these images.
-        unseen = images.endswith("ii") or (images.endswith("i") and images.count("i") == 1)
-        return "i" in images and "iii" not in images and not unseen and enough
+        has_unread_images = images.endswith("ii") or (images.endswith("i") and images.count("i") == 1)
+        return "i" in images and "iii" not in images and not has_unread_images and is_long_enough
 
     def _read_parts(self, shard: int, parts: "np.ndarray", kinds: Sequence[int] = (TEXT, PROMPT, IMAGE)) -> list[bytes]:
         """The contents of parts of these kinds, b"" for other parts. Makes a single read."""

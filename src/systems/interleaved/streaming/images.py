@@ -42,7 +42,7 @@ class ImagesConfig(StrictConfig):
     """Conversion of images to frames and tokens. The sizes must match the model."""
 
     style: Literal["idefics3", "idefics2"] = "idefics3"
-    """Model family, by transformers' name, whose tokens surround the frames."""
+    """Model family, by transformers' name; sets the tokens around the frames."""
     frame_size: int = Field(gt=0)
     """Pixels per side of a frame."""
     image_tokens: int = Field(gt=0)
@@ -68,9 +68,13 @@ class ImagesConfig(StrictConfig):
 
     def special_tokens(self) -> list[str]:
         """Tokens that the tokenizer must have."""
-        most = self.max_size // self.frame_size
-        tiles = [f"<row_{row}_col_{column}>" for row in range(1, most + 1) for column in range(1, most + 1)]
-        return [FAKE, IMAGE, *((GLOBAL, *(tiles if most > 1 else ())) if self.style == "idefics3" else ())]
+        tiles_per_side = self.max_size // self.frame_size
+        tiles = [
+            f"<row_{row}_col_{column}>"
+            for row in range(1, tiles_per_side + 1)
+            for column in range(1, tiles_per_side + 1)
+        ]
+        return [FAKE, IMAGE, *((GLOBAL, *(tiles if tiles_per_side > 1 else ())) if self.style == "idefics3" else ())]
 
     def grid(self, width: int, height: int) -> Grid:
         """The tiles of an image with this width and height in pixels."""
@@ -117,9 +121,9 @@ class ImagesConfig(StrictConfig):
                 image = image.resize(size, Image.Resampling.LANCZOS)
         side, grid = self.frame_size, _grid(image.size, self.frame_size)
         corners = [(column * side, row * side) for row in range(grid.rows) for column in range(grid.columns)]
-        cut = [image.crop((x, y, x + side, y + side)) for x, y in corners]
-        whole = image.resize((side, side), Image.Resampling.LANCZOS) if corners else image
-        pixels = np.stack([np.asarray(frame) for frame in (*cut, whole)])
+        tiles = [image.crop((x, y, x + side, y + side)) for x, y in corners]
+        resized = image.resize((side, side), Image.Resampling.LANCZOS) if corners else image
+        pixels = np.stack([np.asarray(frame) for frame in (*tiles, resized)])
         return (pixels.transpose(0, 3, 1, 2).astype(np.float32) * np.float32(1 / 255) - np.float32(MEAN)) / np.float32(
             STD
         )
@@ -169,15 +173,15 @@ class ImageTokens:
         fake, frame = self._ids[FAKE], (self._ids[IMAGE],) * self.config.image_tokens
         if self.config.style == "idefics2":
             return (fake, *frame, fake)
-        whole = (fake, self._ids[GLOBAL], *frame, fake)
+        complete_image = (fake, self._ids[GLOBAL], *frame, fake)
         if grid == (0, 0):
-            return whole
+            return complete_image
         ids = list[int]()
         for row in range(1, grid.rows + 1):
             for column in range(1, grid.columns + 1):
                 ids += fake, self._ids[f"<row_{row}_col_{column}>"], *frame
             ids += self._line if row < grid.rows else self._lines
-        return (*ids, *whole)
+        return (*ids, *complete_image)
 
 
 def _restore(config: ImagesConfig, ids: dict[str, int], line: tuple[int, ...], lines: tuple[int, ...]) -> ImageTokens:

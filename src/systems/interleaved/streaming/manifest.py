@@ -71,9 +71,9 @@ def load(folder: Path) -> Manifest:
         DataError: it is missing or malformed.
     """
     path = folder / NAME
-    again = "Make it with python -m data_prep.interleaved.index, or write the tars with this project."
+    advice = "Make it with python -m data_prep.interleaved.index, or write the tars with this project."
     if not path.is_file():
-        raise DataError(f"{path}: no such file. {again}")
+        raise DataError(f"{path}: no such file. {advice}")
     raw = files.read_json(path, DataError)
     try:
         shards = [_check(Shard(**shard)) for shard in raw["shards"]]
@@ -81,9 +81,9 @@ def load(folder: Path) -> Manifest:
         if len({shard.url for shard in shards}) < len(shards):
             raise ValueError("duplicate shard")
     except (TypeError, KeyError, ValueError) as error:
-        raise DataError(f"{path}: no list of shards ({error}). {again}") from None
+        raise DataError(f"{path}: no list of shards ({error}). {advice}") from None
     if not any(shard.documents for shard in shards):
-        raise DataError(f"{path}: lists no document. {again}")
+        raise DataError(f"{path}: lists no document. {advice}")
     return Manifest(folder, shards, facts)
 
 

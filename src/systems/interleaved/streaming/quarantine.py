@@ -83,10 +83,10 @@ class Quarantine:
         Raises:
             DataError: the policy or its limits do not allow it; names the document and its shard.
         """
-        of_shard, policy = isinstance(error, ShardError), self.policy
+        is_shard_error, policy = isinstance(error, ShardError), self.policy
         kind = (
             ("changed_shard" if isinstance(error, ChangedShardError) else "unavailable_shard")
-            if of_shard
+            if is_shard_error
             else "bad_document"
         )
         where = f"{source}: document {document} of {shard}, at byte {offset}"
@@ -96,12 +96,12 @@ class Quarantine:
             "bad_document": policy.bad_document,
         }
         if actions[kind] == "raise":
-            skip = "skip_shard" if of_shard else "skip_document"
+            skip = "skip_shard" if is_shard_error else "skip_document"
             text = str(error).rstrip(".")
             raise DataError(
                 f"{where}: {text}. To skip it, resume the same run with --set data.errors.{kind}={skip}"
             ) from None
-        number, piece = (None, 0) if of_shard else (document, piece)
+        number, piece = (None, 0) if is_shard_error else (document, piece)
         self._read()  # entries of other processes
         if (source, shard, number, piece) not in self._records:
             record = {
@@ -114,7 +114,7 @@ class Quarantine:
             }
             self._append(record)
         self._in_a_row += 1
-        self._require_few("shard" if of_shard else "document", f"{where}: {error}")
+        self._require_few("shard" if is_shard_error else "document", f"{where}: {error}")
         if self._in_a_row >= policy.max_consecutive:
             raise DataError(
                 f"{where}: {error}. None of {self._in_a_row} documents in a row can be read. Repair the data, "

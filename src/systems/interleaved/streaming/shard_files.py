@@ -55,7 +55,7 @@ class ShardFiles:
         self._elsewhere = set[str]()
         self._first_seen = dict[str, tuple[int, int]]()
         """Inode and modification time of each local file when it was first opened."""
-        _all.add(self)
+        _instances.add(self)
 
     def __reduce__(self) -> Any:
         return ShardFiles, self._arguments
@@ -167,7 +167,7 @@ class ShardFiles:
         return self.cache
 
     def _let_go(self) -> bool:
-        """Release the least recently used cache file. Returns False if there is none."""
+        """Release the least recently used cache file. Returns False without one."""
         url = next((url for url in self._open if url in self._elsewhere), None)
         if url is not None:
             self._close(url)
@@ -206,14 +206,14 @@ def open_files(folder: Path, data: Path, sources: int = 1, max_cached: int = _OP
     return ShardFiles(folder, max(8, 4 * _OPEN // sources), cache, size, max_cached=max_cached)
 
 
-_all: "weakref.WeakSet[ShardFiles]" = weakref.WeakSet()
+_instances: "weakref.WeakSet[ShardFiles]" = weakref.WeakSet()
 
 
-def _begin_anew() -> None:
+def _reset_after_fork() -> None:
     """Drop the parent's open files and counts in a forked process."""
-    for files in list(_all):
+    for files in list(_instances):
         files.close()
         files.counters.clear()
 
 
-os.register_at_fork(after_in_child=_begin_anew)
+os.register_at_fork(after_in_child=_reset_after_fork)

@@ -1,6 +1,6 @@
 """Index of a tar of documents: byte offsets of each document and its parts, for random access.
 
-A document is a sequence of members whose names start with the same key. Its parts are named
+A document is a sequence of members with names that start with the same key. Its parts are named
 KEY.POSITION.KIND.EXTENSION, such as 7_ab.0.text.txt, KEY.POSITION.EXTENSION, KEY.EXTENSION or KEY.KIND.EXTENSION; a
 mapping (`tars.fields`) can name more. KEY.metadata.txt lists the names of all parts, which shows that the document is
 complete (huggingface/smollm, vision/m4). The index also counts the members that are not read.
@@ -106,7 +106,7 @@ class TarIndex:
         read: function from offset and size to bytes of the tar.
 
         Raises:
-            DataError: a JSON member lacks a mapped value.
+            DataError: a mapped value is missing from a JSON member.
         """
         records = zip(*(parts[name].tolist() for name in ("kind", "offset", "size", "pick")), strict=True)
         return contents_of(self.fields, records, read, kinds)
@@ -207,15 +207,15 @@ def load_file(path: Path, size: int, tar: str, expected: str | None = None) -> T
     """
     import numpy as np
 
-    again = f"Make it with python -m data_prep.interleaved.index {tar}"
+    advice = f"Make it with python -m data_prep.interleaved.index {tar}"
     try:
         with reading(path, DataError):
             content = path.read_bytes()
     except FileNotFoundError:
-        raise DataError(f"{path}: no such file. {again}") from None
+        raise DataError(f"{path}: no such file. {advice}") from None
     content, digest = content[:-32], content[-32:]
     if not content.startswith(_MAGIC) or hashlib.sha256(content).digest() != digest:
-        raise DataError(f"{path}: damaged, or no index. {again}")
+        raise DataError(f"{path}: damaged, or no index. {advice}")
     if expected is not None and digest.hex() != expected:
         raise DataError(
             f"{path}: not the index that shards.json lists, so rows would differ. Restore it, or make both again."
@@ -223,8 +223,8 @@ def load_file(path: Path, size: int, tar: str, expected: str | None = None) -> T
     read = io.BytesIO(content[len(_MAGIC) :])
     facts = parse_json(read.readline(), str(path), DataError)
     if facts.pop("format") != _FORMAT:
-        raise DataError(f"{path}: of another version of this project. {again}")
+        raise DataError(f"{path}: of another version of this project. {advice}")
     if facts["bytes"] != size:
-        raise DataError(f"{path}: of a tar of {facts['bytes']} bytes, and {tar} has {size}. {again}")
+        raise DataError(f"{path}: of a tar of {facts['bytes']} bytes, and {tar} has {size}. {advice}")
     documents, parts, *tokens = (np.load(read, allow_pickle=False) for _ in range(3 if "tokenizer" in facts else 2))
     return TarIndex(documents, parts, facts, *tokens)

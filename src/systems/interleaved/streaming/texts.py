@@ -29,7 +29,9 @@ class TextTokens:
         self.begin: list[int] = [bos] if isinstance(bos, int) and bos != self._safe.eos_id else []
         """First tokens of a document: the BOS token, if the tokenizer has one that differs from EOS."""
         self.end = [self._safe.eos_id]
-        rules = f"{RULES}/{self.begin}/{self.end}/{_rules_of(tokenizer)}{'/spaced' if self._adds_spaces else ''}"
+        rules = (
+            f"{RULES}/{self.begin}/{self.end}/{_plain_text_rules(tokenizer)}{'/spaced' if self._adds_spaces else ''}"
+        )
         self.digest = hashlib.sha256(rules.encode()).hexdigest()[:16]
         """Digest of the rules and of how the tokenizer encodes plain text; independent of control tokens."""
 
@@ -62,10 +64,13 @@ class TextTokens:
         return encoded
 
 
-def _rules_of(tokenizer: "PreTrainedTokenizerFast") -> str:
-    whole = json.loads(tokenizer.backend_tokenizer.to_str())
-    added_tokens = [token for token in whole["added_tokens"] if not token["special"]]
-    return json.dumps([whole["normalizer"], whole["pre_tokenizer"], whole["model"], added_tokens], sort_keys=True)
+def _plain_text_rules(tokenizer: "PreTrainedTokenizerFast") -> str:
+    tokenizer_json = json.loads(tokenizer.backend_tokenizer.to_str())
+    added_tokens = [token for token in tokenizer_json["added_tokens"] if not token["special"]]
+    return json.dumps(
+        [tokenizer_json["normalizer"], tokenizer_json["pre_tokenizer"], tokenizer_json["model"], added_tokens],
+        sort_keys=True,
+    )
 
 
 def count_tokens(index: TarIndex, tar: "memoryview | Any", texts: TextTokens) -> None:

@@ -48,9 +48,9 @@ class ValidationRows:
         """names: sources to include. shuffled: replace each image by one of the same size from another document."""
         self.data, self.names, self.shuffled = data, names, shuffled
         self.fingerprint = data.fingerprint
-        most = data.config.val_documents
+        max_documents = data.config.val_documents
         self._ranges = {
-            name: range(data.first(source), data.first(source) + min(len(documents), most or len(documents)))
+            name: range(data.first(source), data.first(source) + min(len(documents), max_documents or len(documents)))
             for source, (name, documents) in enumerate(zip(data.source_names, data.documents, strict=True))
             if name in names
         }
@@ -185,9 +185,9 @@ class ValidationRows:
                     groups[element.grid].append((local_number, element.part))
         swaps = {}
         for images in groups.values():
-            most = max(Counter(local_number for local_number, _ in images).values())
+            max_images = max(Counter(local_number for local_number, _ in images).values())
             for place, image in enumerate(images):
-                others = (images[(place + most + more) % len(images)] for more in range(len(images)))
+                others = (images[(place + max_images + more) % len(images)] for more in range(len(images)))
                 if other := next((other for other in others if other[0] != image[0]), None):
                     swaps[image] = other
         return swaps

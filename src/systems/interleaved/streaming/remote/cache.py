@@ -64,7 +64,7 @@ class ShardCache:
         """Open a shard's file; download it if it is missing.
         None if there is no space, and byte ranges can be read from the server instead.
 
-        let_go: releases a reference of this process to free space; returns False if it has none.
+        let_go: releases a reference of this process to free space; returns False if there is nothing to release.
 
         Raises:
             ConfigError: the shard is larger than the limit, or the folder cannot be used.
@@ -262,7 +262,7 @@ class ShardCache:
         Raises:
             ShardUnavailable: the file did not change for `patience` seconds, so its holder makes no progress.
         """
-        since, changed = time.monotonic(), None
+        changed_at, changed = time.monotonic(), None
         while True:
             try:
                 fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
@@ -272,8 +272,8 @@ class ShardCache:
                     return
                 facts = os.fstat(descriptor)
                 if (facts.st_mtime_ns, facts.st_nlink) != changed:
-                    since, changed = time.monotonic(), (facts.st_mtime_ns, facts.st_nlink)
-                elif time.monotonic() > since + self.patience:
+                    changed_at, changed = time.monotonic(), (facts.st_mtime_ns, facts.st_nlink)
+                elif time.monotonic() > changed_at + self.patience:
                     raise ShardUnavailable(
                         f"{what}: another process fetches it, and has not gone on for {self.patience:g} s."
                     ) from None

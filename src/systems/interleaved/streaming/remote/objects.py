@@ -145,12 +145,12 @@ def _open(kind: str, bucket: str, timeout: str, settings: tuple[tuple[str, str],
     from obstore.exceptions import BaseError
 
     options: dict[str, Any] = dict(settings)
-    plain = (
+    allow_http = (
         str(options.get("endpoint") or "").startswith("http:")
         or "AZURE_ALLOW_HTTP" in os.environ
         or "GOOGLE_ALLOW_HTTP" in os.environ
     )
-    client: Any = {"timeout": timeout, "connect_timeout": f"{_CONNECT_SECONDS}s", "allow_http": plain}
+    client: Any = {"timeout": timeout, "connect_timeout": f"{_CONNECT_SECONDS}s", "allow_http": allow_http}
     try:
         return getattr(obstore.store, kind)(bucket, client_options=client, retry_config={"max_retries": 0}, **options)
     except (BaseError, ValueError) as error:
@@ -248,8 +248,10 @@ def _explain(url: str, error: Exception) -> Exception:
     match = re.search(r"<Code>(\w+)</Code>", text)
     code = match[1] if match else ""
     if name == "PreconditionError" or code == "InvalidRange":
-        what = "ETag" if name == "PreconditionError" else "size"
-        return ChangedShardError(f"{url}: another object than the indexed one: its {what} has changed. Index it again.")
+        changed = "ETag" if name == "PreconditionError" else "size"
+        return ChangedShardError(
+            f"{url}: another object than the indexed one: its {changed} has changed. Index it again."
+        )
     if name in _FINAL or code in _CREDENTIALS:
         text = f"{url}: {_FINAL.get(name, 'access denied')}{f' ({code})' if code else ''}."
         if code in _CREDENTIALS or name != "FileNotFoundError":

@@ -159,8 +159,8 @@ def _run(source: Source, patience: float) -> Generator[bytes]:
                 os.killpg(process.pid, signal.SIGKILL)
         errors.seek(0)
         lines = errors.read().decode(errors="replace").strip().splitlines()
-        last = f": {lines[-1][:200].rstrip('.')}" if lines else ""
+        last_line = f": {lines[-1][:200].rstrip('.')}" if lines else ""
         if status:
-            raise Interruption(f"the command ended with exit status {status}{last}")
+            raise Interruption(f"the command ended with exit status {status}{last_line}")
         if source.size is not None and count < source.size:
-            raise Interruption(f"the command ended with {count} of {source.size} bytes{last}")
+            raise Interruption(f"the command ended with {count} of {source.size} bytes{last_line}")

@@ -96,7 +96,7 @@ def _check_pixels(size: tuple[int, int], max_pixels: int) -> tuple[int, int]:
 
 
 def _open(content: bytes | memoryview, max_pixels: int) -> Any:
-    """Open an image with Pillow, whose own pixel limit is raised to `max_pixels`."""
+    """Open an image with Pillow, with its own pixel limit raised to `max_pixels`."""
     from PIL import Image
 
     Image.MAX_IMAGE_PIXELS = max(Image.MAX_IMAGE_PIXELS or 0, max_pixels)

@@ -66,7 +66,7 @@ def build(
     """Build the index of a tar from its headers, its texts and the headers of its images.
     If the tar is cut, the index has the documents before the cut.
 
-    fields: mapping of members whose kind does not follow from their suffix.
+    fields: mapping of members with a kind that does not follow from the suffix.
     verify: decode each image once, and mark documents with an undecodable image as bad.
     """
     return _Builder(tar, fields, max_pixels, verify).build()

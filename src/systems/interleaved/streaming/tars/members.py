@@ -164,59 +164,59 @@ def _walk(tar: memoryview) -> tuple[list[_Entry], int, Cut | None]:
     Headers that only describe the next member are merged into it. Checksums of members are checked later, in batches.
     """
     entries = list[_Entry]()
-    at, total = 0, len(tar)
+    offset, total = 0, len(tar)
     extension: _Extension | None = None
-    shared = dict[bytes, bytes]()  # records of global pax headers
-    while at + BLOCK <= total:
-        if not tar[at] and not any(tar[at : at + BLOCK]):
-            if at + 2 * BLOCK > total or any(tar[at + BLOCK : at + 2 * BLOCK]):
-                return entries, 0, Cut(f"cut in the end of the archive, at byte {at}", at)
+    global_records = dict[bytes, bytes]()  # records of global pax headers
+    while offset + BLOCK <= total:
+        if not tar[offset] and not any(tar[offset : offset + BLOCK]):
+            if offset + 2 * BLOCK > total or any(tar[offset + BLOCK : offset + 2 * BLOCK]):
+                return entries, 0, Cut(f"cut in the end of the archive, at byte {offset}", offset)
             if extension:
                 return entries, 0, Cut("cut after a long name", extension.begin)
-            at = _skip_zeros(tar, at + 2 * BLOCK)
-            if at == total or not _is_header(tar, at):
-                return entries, total - at, None
+            offset = _skip_zeros(tar, offset + 2 * BLOCK)
+            if offset == total or not _is_header(tar, offset):
+                return entries, total - offset, None
             continue  # another tar follows
-        kind = tar[at + 156]
-        begin = extension.begin if extension else at
-        size = _size(tar, at)
-        if size is None or (kind not in _REGULAR and not _is_header(tar, at)):
-            return entries, 0, Cut(f"no tar header at byte {at}", begin)
-        data = at + BLOCK
+        kind = tar[offset + 156]
+        begin = extension.begin if extension else offset
+        size = _size(tar, offset)
+        if size is None or (kind not in _REGULAR and not _is_header(tar, offset)):
+            return entries, 0, Cut(f"no tar header at byte {offset}", begin)
+        data = offset + BLOCK
         if kind in (_LONG_NAME, _LONG_LINK, _PAX, _SOLARIS_PAX, _PAX_GLOBAL):
             if data + size > total:
                 return entries, 0, _cut_in_member(size, data, total, begin)
             content = bytes(tar[data : data + size])
             if kind == _PAX_GLOBAL:
-                shared.update(_pax_records(content))
+                global_records.update(_pax_records(content))
             else:
-                extension = extension or _Extension(at)
+                extension = extension or _Extension(offset)
                 extension.read(kind, content)
-            at = data + _round_up(size)
+            offset = data + _round_up(size)
             continue
         name, sparse = None, kind == _SPARSE
-        if extension or shared:
-            records = {**shared, **(extension.records if extension else {})}
+        if extension or global_records:
+            records = {**global_records, **(extension.records if extension else {})}
             name = records.get(b"path", extension.name if extension else None)
             if any(key.startswith(b"GNU.sparse.") for key in records):
                 name, sparse = records.get(b"GNU.sparse.name", name), True
             if records.get(b"size", b"").isdigit():
                 size = int(records[b"size"])
         if kind == _SPARSE:
-            data = _skip_sparse_map(tar, at)
+            data = _skip_sparse_map(tar, offset)
         if kind in _NO_DATA and size and (_is_header(tar, data) or not any(tar[data : data + BLOCK])):
             size = 0
         if data + size > total:
             return entries, 0, _cut_in_member(size, data, total, begin)
-        entries.append(_Entry(begin, at, data, size, name, sparse))
-        at, extension = data + _round_up(size), None
-    if extension and at >= total:
+        entries.append(_Entry(begin, offset, data, size, name, sparse))
+        offset, extension = data + _round_up(size), None
+    if extension and offset >= total:
         return entries, 0, Cut("cut after a long name", extension.begin)
-    where = "in a header" if at < total else "between two members"
+    where = "in a header" if offset < total else "between two members"
     return (
         entries,
         0,
-        Cut(f"cut {where}: {total} bytes, and no end of archive", extension.begin if extension else min(at, total)),
+        Cut(f"cut {where}: {total} bytes, and no end of archive", extension.begin if extension else min(offset, total)),
     )
 
 
