@@ -146,12 +146,12 @@ def look(
         DataError: no such folder, or no runs in it.
     """
     rows, warnings = selection or results.select(runs)
-    needed, unread = retention.needed_by_children(runs)
-    cleanup = Cleanup(warnings=[*warnings, *unread], needed_checkpoints=needed)
+    needed_checkpoints, unread = retention.needed_by_children(runs)
+    cleanup = Cleanup(warnings=[*warnings, *unread], needed_checkpoints=needed_checkpoints)
     now = time.time()
     for row in rows:
         try:
-            plan = retention.plan(runs / row["exp_id"], rule, needed, now)
+            plan = retention.plan(runs / row["exp_id"], rule, needed_checkpoints, now)
         except UserError as error:
             cleanup.warnings.append(f"skipped: {error}")
             continue

@@ -122,8 +122,8 @@ class ImagesConfig(StrictConfig):
         side, grid = self.frame_size, _grid(image.size, self.frame_size)
         corners = [(column * side, row * side) for row in range(grid.rows) for column in range(grid.columns)]
         tiles = [image.crop((x, y, x + side, y + side)) for x, y in corners]
-        resized = image.resize((side, side), Image.Resampling.LANCZOS) if corners else image
-        pixels = np.stack([np.asarray(frame) for frame in (*tiles, resized)])
+        overview = image.resize((side, side), Image.Resampling.LANCZOS) if corners else image
+        pixels = np.stack([np.asarray(frame) for frame in (*tiles, overview)])
         return (pixels.transpose(0, 3, 1, 2).astype(np.float32) * np.float32(1 / 255) - np.float32(MEAN)) / np.float32(
             STD
         )
