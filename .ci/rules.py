@@ -71,7 +71,7 @@ SHORT = {
     "src.systems.crossattn.data.row_index": "one format of file",
 }
 """Modules under 40 lines that are not entries of the registry, and the reason for each."""
-MOST_LINES, MOST_ENTRIES, LEAST_LINES = 400, 16, 40
+MAX_LINES, MAX_ENTRIES, MIN_LINES = 400, 16, 40
 VAGUE_FILES = {"utils", "util", "helpers", "helper", "common", "misc", "base", "custom", "v2"}
 VAGUE_FUNCTIONS = re.compile(
     "about|alike|alone|apart|at|begun|by|chosen|cut|do|done|drawn|found|given|gone|held|in|kept|known|laid|left|made|most|must|of|on|put"
@@ -170,13 +170,13 @@ def size_errors(modules: list[Module], files: list[str]) -> Iterator[str]:
             entries.setdefault(Path(*parts[:depth]), set()).add(parts[depth])
     for folder, names in entries.items():
         count = len(names - {"__init__.py"})
-        if folder.parts[0] in {"src", "data_prep", "results", "tests", "benchmarks"} and count > MOST_ENTRIES:
-            yield f"{folder}: {count} entries; move files that belong together into a folder of at most {MOST_ENTRIES}"
+        if folder.parts[0] in {"src", "data_prep", "results", "tests", "benchmarks"} and count > MAX_ENTRIES:
+            yield f"{folder}: {count} entries; move files that belong together into a folder of at most {MAX_ENTRIES}"
     lines = {module.name: module.text.count("\n") for module in modules if module.path.startswith("src/")}
     registry_modules = {name for table in TABLES for name in table.modules.values()}
-    for name in {name for name, count in lines.items() if count < LEAST_LINES} - registry_modules ^ SHORT.keys():
+    for name in {name for name, count in lines.items() if count < MIN_LINES} - registry_modules ^ SHORT.keys():
         yield f"{name}: {lines.get(name)} lines; merge it into its caller, or correct SHORT in .ci/rules.py"
-    yield from (f"{name}: {count} lines, at most {MOST_LINES}" for name, count in lines.items() if count > MOST_LINES)
+    yield from (f"{name}: {count} lines, at most {MAX_LINES}" for name, count in lines.items() if count > MAX_LINES)
     for path in files:
         if VAGUE_FILES & set(Path(path).with_suffix("").parts):
             yield f"{path}: a vague name"

@@ -1,7 +1,7 @@
 # PYTHON_ARGCOMPLETE_OK
 """Answered questions of a run with contexts: `python -m results.answers [RUN ..] [-e GROUP ..] [--count 5] [--wrong]`.
 
-Shows samples of <run>/inference, evenly spread over the file, next to the answers with wrong contexts
+Shows evenly spaced samples of <run>/inference, with the answers to the same questions with wrong contexts
 (`inference.wrong_contexts`).
 """
 
@@ -45,22 +45,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def best_run(runs: Path, rows: Sequence[results.Row]) -> tuple[Path, str]:
-    """The run with the best first score of its inference, and that score in words.
+    """The run with the best first inference score, and a description of the score.
 
     Raises:
-        DataError: no run has answered any question.
+        DataError: no run has answers.
     """
     metric = next((name for name in results.score_names(rows) if name.startswith(f"{INFERENCE}/")), None)
     if metric is None:
         raise DataError(
             f"{runs}: no run has answers. They are made by `inference` in an experiment, after the training."
         )
-    best = results.sort_best_first(rows, metric)[0]
-    if best.get(metric) is None:
+    best_row = results.sort_best_first(rows, metric)[0]
+    if best_row.get(metric) is None:
         raise DataError(f"{runs}: {metric} ended in NaN in every run. Name a run with --exp_id.")
-    return runs / best[
+    return runs / best_row[
         "exp_id"
-    ], f"{metric} {best[metric]:.3g}, the best of {sum(row.get(metric) is not None for row in rows)} runs"
+    ], f"{metric} {best_row[metric]:.3g}, the best of {sum(row.get(metric) is not None for row in rows)} runs"
 
 
 @dataclass(frozen=True)
@@ -69,11 +69,11 @@ class Sample:
 
     answer: Prediction
     scores: Mapping[str, float]
-    """By the metrics of the experiment."""
+    """Scores by metric of the experiment."""
     question: int
-    """The number of its question, as the experiment's `best_answer` groups rows."""
+    """Number of the question; `best_answer` can group several rows into one question."""
     other: str | None
-    """The answer with a different question's context, if there is one."""
+    """The answer with the context of a different question, if available."""
     other_scores: Mapping[str, float]
 
     @property
@@ -83,7 +83,7 @@ class Sample:
 
 
 def samples(run: Path) -> dict[str, list[Sample]]:
-    """The answered questions of a save directory by file, such as "val"; empty without inference.
+    """File name, such as "val" -> answered questions of a save directory. Empty without inference.
 
     Raises:
         UserError: a file cannot be read.
@@ -93,17 +93,17 @@ def samples(run: Path) -> dict[str, list[Sample]]:
 
 
 def _stamp(file: Path) -> tuple[int, int] | None:
-    """A value that changes when the file does; None without a file."""
+    """Size and modification time, to detect changes; None if the file is missing."""
     return (facts.st_size, facts.st_mtime_ns) if file.exists() and (facts := file.stat()) else None
 
 
 @lru_cache(maxsize=8)
 def _samples(file: Path, stamp: object, control: object) -> tuple[Sample, ...]:
-    """stamp, control: of the file and of that with wrong contexts; they are read again when these change."""
+    """Samples of a file, cached until `stamp` (of the file) or `control` (of the wrong contexts file) changes."""
     answers = read(file)
     metrics, best_answer = experiment_metrics(file)
     scores = answer_scores(metrics, answers, best_answer)
-    if not scores:  # metrics of a complete set, such as BLEU, score no single answer
+    if not scores:  # corpus metrics, such as BLEU, have no score for a single answer
         metrics = [bind(METRICS, {"name": "squad"})]
         scores = answer_scores(metrics, answers, best_answer)
     others = read(file.with_stem(file.stem + WRONG))[: len(answers)] if control else []
@@ -123,17 +123,17 @@ def _samples(file: Path, stamp: object, control: object) -> tuple[Sample, ...]:
 
 
 def describe_score(entries: Sequence[Sample]) -> str:
-    """The first score of the answers, as it is in the score row: "em 0.75: 3 of 4 questions are answered right."."""
+    """The first score of the answers in words: "em 0.75: 3 of 4 questions are answered right."."""
     name = next(iter(entries[0].scores))
     values = _by_question(entries, [sample.scores[name] for sample in entries])
     return f"{name} {statistics.fmean(values):.4g}: {values.count(1)} of {len(values)} questions are answered right."
 
 
 def compare(entries: Sequence[Sample]) -> str:
-    """A line for each score: its mean with right and wrong contexts, and the difference with its 95 % interval.
-    Empty without a control.
+    """A line per score: means with right and wrong contexts, and the difference with a 95 % interval.
+    Empty without answers to wrong contexts.
 
-    The interval is that of the mean of the differences by question: 1.96 standard errors to each side.
+    The interval of the mean difference per question is 1.96 standard errors to each side.
     """
     pairs = [sample for sample in entries if sample.other is not None]
     lines = []
@@ -160,14 +160,14 @@ def _by_question(entries: Sequence[Sample], values: Sequence[float]) -> list[flo
 
 
 def choose(entries: Sequence[Sample], count: int, wrong: bool) -> list[Sample]:
-    """Up to `count` of the samples, evenly spread. wrong: only wrong answers."""
-    some = [sample for sample in entries if not (wrong and sample.is_right)]
-    count = min(count, len(some))
-    return [some[i * len(some) // count] for i in range(count)]
+    """Choose up to `count` evenly spaced samples. wrong: only wrong answers."""
+    candidates = [sample for sample in entries if not (wrong and sample.is_right)]
+    count = min(count, len(candidates))
+    return [candidates[i * len(candidates) // count] for i in range(count)]
 
 
 def describe(sample: Sample) -> str:
-    """A question with its context, its answer and the truth, as text."""
+    """A question with its contexts, its references and its answer, as text."""
     answer = sample.answer
     lines = [
         f"question    {answer.question}",
@@ -180,7 +180,7 @@ def describe(sample: Sample) -> str:
 
 
 def page(entries: Iterable[Sample]) -> str:
-    """The samples as HTML, each in a box of the class "right" or "wrong"."""
+    """The samples as HTML, each in a box of class "right" or "wrong"."""
     return f'<div class="samples">{"".join(map(_box, entries))}</div>'
 
 

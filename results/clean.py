@@ -1,8 +1,8 @@
 """Delete checkpoints and snapshots, or runs with --delete: `python -m results.clean [RUN ..] [-e GROUP ..] [--apply]`.
 
 Without --apply or --delete it only lists the files. It never touches a live run, a checkpoint that an unfinished run
-resumes from, or a parent of an experiment that stays. --delete also empties the folder `deleted` of restarts with -r 1.
-Confirm it, or add --yes.
+resumes from, or a parent of a remaining experiment. --delete also empties the folder `deleted`, which has runs that
+were restarted with -r 1. It requires a confirmation, or --yes.
 """
 
 import argparse
@@ -31,13 +31,13 @@ _DAY = 86_400.0
 
 @dataclass
 class Cleanup:
-    """Deletable checkpoints and snapshots, and warnings about the rest."""
+    """Deletable checkpoints and snapshots, and warnings."""
 
     plans: list[retention.Plan] = field(default_factory=list)
     snapshots: list[Path] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     needed_checkpoints: retention.NeededCheckpoints = frozenset()
-    """Checkpoints that other experiments needed at that time."""
+    """Checkpoints that other experiments needed when the plan was made."""
 
     @property
     def paths(self) -> list[Path]:
@@ -55,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.yes:
         raise ConfigError("--yes: only with --delete. To delete checkpoints, add --apply.")
     rule = retention.CleanupRule(options.keep_last, options.keep_best, options.older_than * _DAY)
-    # No job is submitted between the look and the deletion: a new child could start from a deletable checkpoint.
+    # Lock out submissions until the deletion: a new child could start from a deletable checkpoint.
     with submissions.lock(options.runs) if options.apply and options.runs.is_dir() else contextlib.nullcontext():
         selection = run_arguments.select(options) if options.groups or options.where or options.paths else None
         cleanup = look(options.runs, rule, selection)
@@ -99,9 +99,7 @@ def _delete_runs(options: argparse.Namespace) -> int:
     if not sizes or not (options.yes or _confirm()):
         print("Nothing was deleted.")
         return 0
-    with submissions.lock(
-        options.runs
-    ):  # no job is submitted between this look and the deletion: a new child could start from a run
+    with submissions.lock(options.runs):  # no submissions until the deletion: a new child could start from a run
         now = deletion.plan(options.runs, cleanup.runs, before)
         new = [text for text in now.warnings if text not in cleanup.warnings]
         now.resets = [path for path in now.resets if path in cleanup.resets]
@@ -114,7 +112,7 @@ def _delete_runs(options: argparse.Namespace) -> int:
 
 
 def _name_other_groups(runs: Sequence[Path], groups: Sequence[str]) -> list[str]:
-    """A line with the number of runs that are in more groups than the chosen ones, if any, and these groups."""
+    """A warning if some runs are also in groups other than the chosen ones."""
     names = [set(SavedRun(run).groups).difference(groups) for run in runs] if groups else []
     count, others = sum(map(bool, names)), sorted(set[str]().union(*names))
     return [f"{count} of {_count(len(runs), 'run')} are also in other groups: {', '.join(others)}."] if count else []
@@ -125,10 +123,10 @@ def _count(number: int, noun: str) -> str:
 
 
 def _confirm() -> bool:
-    """Whether a person agrees.
+    """Ask the user for confirmation on stderr.
 
     Raises:
-        ConfigError: there is no input.
+        ConfigError: standard input is closed.
     """
     print("Delete these for good? [y/N] ", end="", file=sys.stderr, flush=True)
     try:
@@ -142,18 +140,18 @@ def _confirm() -> bool:
 def look(
     runs: Path, rule: retention.CleanupRule, selection: tuple[Sequence[results.Row], Sequence[str]] | None = None
 ) -> Cleanup:
-    """The deletable checkpoints of the selected runs, (rows, warnings), or of all runs and then also code snapshots.
+    """Find the deletable checkpoints of the selected runs (rows, warnings). None: of all runs, and code snapshots.
 
     Raises:
         DataError: no such folder, or no runs in it.
     """
     rows, warnings = selection or results.select(runs)
-    by_others, unread = retention.needed_by_children(runs)
-    cleanup = Cleanup(warnings=[*warnings, *unread], needed_checkpoints=by_others)
+    needed_checkpoints, unread = retention.needed_by_children(runs)
+    cleanup = Cleanup(warnings=[*warnings, *unread], needed_checkpoints=needed_checkpoints)
     now = time.time()
     for row in rows:
         try:
-            plan = retention.plan(runs / row["exp_id"], rule, by_others, now)
+            plan = retention.plan(runs / row["exp_id"], rule, needed_checkpoints, now)
         except UserError as error:
             cleanup.warnings.append(f"skipped: {error}")
             continue
@@ -166,7 +164,7 @@ def look(
 
 
 def _snapshots(runs: Path, before: float, warnings: list[str]) -> list[Path]:
-    """Code snapshots that no unfinished job uses, older than a day: a submission can be about to use a recent one."""
+    """Code snapshots that no unfinished job uses. Recent ones are excluded: a submission can be about to use them."""
     folders = [path for path in sorted((runs / SNAPSHOTS).glob("*")) if path.is_dir() and not path.is_symlink()]
     used_names = set()
     for intent in sorted((runs / submissions.FOLDER).glob(f"*/{submissions.INTENT}")):
@@ -183,7 +181,7 @@ def _snapshots(runs: Path, before: float, warnings: list[str]) -> list[Path]:
 
 
 def _may_run(run: SavedRun, submission: str) -> bool:
-    """Whether a job of the submission can still run the experiment: it is not done, and no later submission has it."""
+    """Whether a job of the submission can still run the experiment: it is neither done nor in a later submission."""
     try:
         overtaken = run.job is not None and run.job["submission"] not in ("", submission)
         return run.holder.is_dead is not True or (run.status["state"] != "done" and not overtaken)
@@ -192,7 +190,7 @@ def _may_run(run: SavedRun, submission: str) -> bool:
 
 
 def delete(runs: Path, cleanup: Cleanup) -> list[str]:
-    """Delete the result of `look`, except parents of new experiments; returns a message for each path not deleted."""
+    """Delete the result of `look`, except parents of new experiments; returns a message per failure."""
     failed = []
     now, _ = retention.needed_by_children(runs)
     parents = {name for name, _ in now - cleanup.needed_checkpoints}

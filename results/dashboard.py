@@ -1,4 +1,4 @@
-"""Runs as a live web page: `python -m results.dashboard [RUNS] [-e GROUP] [--port P]`, or `app()` in a notebook."""
+"""Runs on a live web page: `python -m results.dashboard [RUNS] [-e GROUP] [--port P]`, or `app()` in a notebook."""
 
 import argparse
 import asyncio
@@ -21,7 +21,7 @@ from src.tables.run_arguments import RUNS
 
 PORT = 5006
 SECONDS = (2, 5, 15, 60)
-"""Choices of the refresh interval."""
+"""Choices of the refresh interval, in seconds."""
 ALL = "all"
 EXTRA_PAGES = (
     *("group", "states", "where", "text", "by", "scores", "sorted", "spread", "over", "value", "at_step"),
@@ -29,21 +29,21 @@ EXTRA_PAGES = (
 )
 """Widgets with their value in the page's address."""
 LOG_LINES = 300
-MOST_ANSWERS = 50
-MOST_PICTURES = 4
-"""Maximum number of metrics that are drawn at a time."""
+MAX_ANSWERS = 50
+MAX_PICTURES = 4
+"""Maximum number of metrics drawn at the same time."""
 _FIRST = ("failed", "lost", "unknown", "stopped", "running", "queued")
-"""States that need attention: these come first in the table of jobs."""
+"""States that need attention, which the table of jobs lists first."""
 _saved: dict[Path, overview.Saved] = {}
-"""By folder of runs, for all open pages."""
+"""Cached values by folder of runs, shared by all open pages."""
 _BODY_CSS = markup.CSS + "body { margin: 0; background: var(--page); }"
 
 
 def app(
     runs: Path = RUNS, group: str | None = None, live: bool = True, has_links: bool = False
 ) -> pn.viewable.Viewable:
-    """The page. live: refresh it every few seconds, until the switch on it is turned off.
-    has_links: the server also has pages of runs."""
+    """Create the page. live: start with automatic refresh, which a switch on the page can stop.
+    has_links: link to pages of runs, which the server must have."""
     pn.extension("tabulator", inline=True, notifications=False)
     dashboard = Dashboard(runs, group, live, has_links)
     if pn.state.location is not None:
@@ -52,7 +52,7 @@ def app(
 
 
 class Dashboard:
-    """The widgets and their data. `reload` reads the folder; all other updates use the data in memory."""
+    """Widgets and their data. Only `reload` and `tick` read the folder; all other updates use the data in memory."""
 
     def __init__(
         self, runs: Path = RUNS, group: str | None = None, live: bool = False, has_links: bool = False
@@ -115,7 +115,7 @@ class Dashboard:
             self.ticking.start()
 
     def view(self) -> pn.viewable.Viewable:
-        """Everything on one page."""
+        """Lay out all widgets on one page."""
         box, title = panes.box, lambda text: panes.page(f"<h2>{text}</h2>")
         results_bar = box(self.sorted, self.scores, self.by, kind="bar", row=True)
         values_bar = box(self.over, self.value, self.at_step, self.spread, kind="bar", row=True)
@@ -141,23 +141,23 @@ class Dashboard:
         )
 
     def restore(self, location: Any) -> None:
-        """Take the choices from the page's address, and keep them there: a link to the page opens the same view."""
+        """Synchronize the widgets with the page's address, so that a link opens the same view."""
         for name in EXTRA_PAGES:
             widget = getattr(self, name)
             before = widget.value
             location.sync(widget, {"value": name})
             if isinstance(widget, pn.widgets.Select) and widget.value not in widget.values:
-                widget.value = before  # an address that was written by hand
+                widget.value = before  # the address has an invalid value
         location.sync(self.tabs, {"active": "tab"})
 
     def reload(self) -> None:
-        """Read the folder and show what changed."""
+        """Read the folder and show the changes."""
         self._show_overview(
             overview.load(self.runs, None if self.group.value == ALL else self.group.value, self._saved)
         )
 
     async def tick(self) -> None:
-        """`reload` in a thread, as a scheduler can be slow to answer. One at a time."""
+        """Run `reload` in a thread, as schedulers can be slow. Does nothing while another call is running."""
         if self._busy:
             return
         self._busy = True
@@ -171,8 +171,7 @@ class Dashboard:
 
     @pn.io.hold()
     def filter(self) -> None:
-        """Apply the filters; a mistake in the expression is shown below it and changes nothing else.
-        Sends all updates at once."""
+        """Apply the filters and send all updates at once. If the expression is invalid, only show the error."""
         try:
             selection = overview.select(self.content, self.states.value, self.where.value, self.text.value)
         except ConfigError as error:
@@ -180,7 +179,7 @@ class Dashboard:
             return
         self.over.disabled = self.value.disabled = (
             self.at_step.value is not None
-        )  # at a step it is the value there, of all runs
+        )  # with a step, values are those at the step, of all runs
         self.selection = overview.choose_values(selection, self.over.value, self.value.value, self.at_step.value)
         panes.show_html(self.problem, "")
         panes.show_html(self.warnings, markup.warnings(self.selection.warnings))
@@ -200,14 +199,14 @@ class Dashboard:
         self.show_jobs()
 
     def show_results(self) -> None:
-        """The table of results, best first by the chosen score."""
+        """Update the table of results, best first by the chosen score."""
         table = overview.tabulate(
             self.selection, self.by.value, self.scores.value, self.sorted.value, self.spread.value
         )
-        of_lines = zip(
+        coloured_lines = zip(
             table.colours, table.lines, strict=bool(table.lines)
-        )  # no lines where nothing differs: see `same`
-        lines = [[markup.dot(colour), *line] for colour, line in of_lines]
+        )  # there are no lines if all values are in `same`
+        lines = [[markup.dot(colour), *line] for colour, line in coloured_lines]
         self._colours = table.colours
         self.results.fill([panes.COLOUR, *table.headings] if lines else [], lines, [set[int](), *table.best_lines])
         same = f"In all rows: {', '.join(table.same)}." if table.same else ""
@@ -221,20 +220,20 @@ class Dashboard:
         if inputs == self._curve_inputs:
             return
         self._curve_inputs = inputs
-        pictures = {metric: overview.curves(self.selection, metric, look) for metric in metrics[:MOST_PICTURES]}
+        pictures = {metric: overview.curves(self.selection, metric, look) for metric in metrics[:MAX_PICTURES]}
         self.plot.show(pictures, x, self.logarithmic.value)
         panes.show_html(self.legend, chart.legend(pictures))
         self._mark(self.plot.lit)
-        more = [f"The first {MOST_PICTURES} metrics are drawn."] if len(metrics) > MOST_PICTURES else []
+        more = [f"The first {MAX_PICTURES} metrics are drawn."] if len(metrics) > MAX_PICTURES else []
         notes = dict.fromkeys([*more, *(note for picture in pictures.values() for note in picture.notes)])
         panes.show_html(self.curve_note, "".join(map(markup.note, notes)))
 
     def chosen_metrics(self) -> list[str]:
-        """The metrics to draw as curves: by default the first."""
+        """The metrics to draw as curves; by default the first one."""
         return self.metrics.value or overview.metrics(self.selection)[:1]
 
     def show_jobs(self) -> None:
-        """The table of jobs, those that need attention first, and the choice of an experiment."""
+        """Update the table of jobs, with states that need attention first, and the choice of experiments."""
         places = {state: place for place, state in enumerate(_FIRST)}
         jobs = sorted(self.selection.jobs, key=lambda job: places.get(job.state, len(places)))
         _, labels = overview.differing(self.selection)
@@ -249,7 +248,7 @@ class Dashboard:
         self.show_detail()
 
     def _job_line(self, job: overview.Job, label: str, remark: str) -> list[str]:
-        """The cells of a job, made again if something changed."""
+        """The cells of a job, cached until they change."""
         cell_inputs = (job, label, remark)
         if (saved := self._lines.get(job.exp_id)) is not None and saved[0] == cell_inputs:
             return saved[1]
@@ -260,7 +259,7 @@ class Dashboard:
         return line
 
     def show_detail(self) -> None:
-        """Update the open tab for the chosen experiment, if it, an option or the data changed."""
+        """Update the open tab if the chosen experiment, an option or the data changed."""
         name = self.experiment.value
         if name in self._ids:
             self.jobs.select(self._ids.index(name))
@@ -294,7 +293,7 @@ class Dashboard:
         samples = files.get(self.answer_file.value or "")
         if samples is None:
             return markup.note("No answers yet: with `inference`, an experiment answers questions after the training.")
-        samples_shown = answers.choose(samples, MOST_ANSWERS, self.wrong.value)
+        samples_shown = answers.choose(samples, MAX_ANSWERS, self.wrong.value)
         return markup.note(
             f"{answers.describe_score(samples)} {len(samples_shown)} of {len(samples)} answers are shown."
         ) + answers.page(samples_shown)
@@ -345,12 +344,12 @@ class Dashboard:
             self.experiment.value = self._ids[row_numbers[0]]
 
     def _light(self, row_numbers: Sequence[int]) -> None:
-        """The curve of a chosen row of results. Its picture can only be changed while nothing else is sent."""
+        """Highlight the curve of the selected row, once no other update is being sent."""
         colour = self._colours[row_numbers[0]] if row_numbers and row_numbers[0] < len(self._colours) else None
         pn.state.execute(partial(self.plot.light, colour), schedule=True)
 
     def _mark(self, colour: str | None) -> None:
-        """The row of results of a curve."""
+        """Select the row of results that belongs to a curve."""
         self.results.select(self._colours.index(colour) if colour in self._colours else None)
 
     def _tabs(self) -> pn.Tabs:
@@ -380,10 +379,10 @@ class Dashboard:
 
 
 def _offer(widget: Any, options: list[str] | dict[str, str]) -> None:
-    """Set the options of a widget; its value stays if it still exists."""
+    """Set the options of a widget; its value is preserved if it is still an option."""
     several = isinstance(widget, pn.widgets.MultiChoice)
     if several:
-        options = {markup.escape(value): value for value in options}  # this widget takes its labels for HTML
+        options = {markup.escape(value): value for value in options}  # this widget renders its labels as HTML
     if widget.options == options:
         return
     values = list(options.values()) if isinstance(options, dict) else options
@@ -401,7 +400,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     pn.config.raw_css.append(_BODY_CSS)
     overview.load(
         options.runs, None, _saved.setdefault(options.runs.resolve(), overview.Saved(options.runs))
-    )  # for the first page
+    )  # fill the cache for the first page
     page_of_run = {"run/([0-9a-f]{8,128})": lambda name: run_page.render(options.runs / name)}
     serve_page(
         lambda: app(options.runs, options.group, has_links=True),

@@ -1,4 +1,4 @@
-"""Differences between two experiments: config, code, environment, data and scores: `python -m results.diff RUN RUN`."""
+"""Compare two experiments: config, code, environment, data and scores: `python -m results.diff RUN RUN`."""
 
 import argparse
 import difflib
@@ -17,18 +17,18 @@ from src.runs.store import CONFIG, DIFF, SavedRun
 from src.runs.summary import summarize
 from src.tables import run_arguments
 
-MOST_LINES = 40
+MAX_LINES = 40
 """Maximum number of lines of a patch in the text output."""
 _CODE = ("commit", "branch", "dirty")
 _IGNORED = {"attempt", "groups", "pid", "time", *_CODE}
 Values = dict[str, Any]
 Difference = dict[str, dict[str, Any]]
-"""Key -> {"a": value, "b": value}; one is missing if that experiment has no such key."""
+"""Key -> {"a": value, "b": value}; a side is missing if its experiment does not have the key."""
 
 
 @print_errors
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the differences. Returns the exit code, 0 also if there are some."""
+    """Print the differences. Returns the exit code, 0 even if there are some."""
     options = run_arguments.parse(_parser(), arguments)
     runs = run_arguments.paths(options, at_least=2, at_most=2)
     differing, warnings = differences(*runs)
@@ -62,7 +62,7 @@ def differences(one: Path, other: Path) -> tuple[dict[str, Difference], list[str
                 warnings.append(f"{name} not compared: {error}")
         if len(both) == 2 and (changed := _changes(*both)):
             differing[name] = changed
-    if "config" in differing:  # the config repeats the dict and adds defaults
+    if "config" in differing:  # the config repeats the experiment dict and adds defaults
         differing["config"] = {
             key: pair for key, pair in differing["config"].items() if pair != differing.get("experiment", {}).get(key)
         }
@@ -89,7 +89,7 @@ def _dict(path: Path) -> Values:
 
 
 def _code(run: SavedRun) -> Values:
-    """Commit, and the lines of the uncommitted changes at the last start."""
+    """Commit, and the uncommitted changes at the last start as lines."""
     values = {key: value for key, value in run.env.items() if key in _CODE}
     patch = run.path / "attempts" / f"{run.attempts:03d}" / DIFF
     try:
@@ -100,7 +100,7 @@ def _code(run: SavedRun) -> Values:
 
 
 def _data(run: SavedRun) -> Values:
-    """Fingerprints of the training data, from the newest checkpoint; empty if the checkpoints are gone."""
+    """Fingerprints of the training data, from the newest checkpoint."""
     for checkpoint in reversed(checkpoints.list_all(run.path)):
         if (checkpoint / "state.json").exists():
             state = read_json(checkpoint / "state.json", CheckpointError)
@@ -120,8 +120,8 @@ def _text(names: Mapping[str, str], differing: Mapping[str, Difference]) -> str:
 
 def _patch(pair: Mapping[str, Any]) -> list[str]:
     changed = list(difflib.unified_diff(pair["a"], pair["b"], f"a/{DIFF}", f"b/{DIFF}", lineterm="", n=1))
-    more = [f"    … {len(changed) - MOST_LINES} more lines"] if len(changed) > MOST_LINES else []
-    return [f"    {line}" for line in changed[:MOST_LINES]] + more
+    more = [f"    … {len(changed) - MAX_LINES} more lines"] if len(changed) > MAX_LINES else []
+    return [f"    {line}" for line in changed[:MAX_LINES]] + more
 
 
 def _side_text(pair: Mapping[str, Any], side: str) -> str:

@@ -14,7 +14,7 @@ from src.tables import lineage, run_arguments
 from src.tables.lineage import Lineage, Node
 
 SHORT = 8
-"""Displayed characters of an id."""
+"""Number of displayed characters of an id."""
 _COLOURS = {
     "done": "#c8e6c9",
     "haven": "#c8e6c9",
@@ -28,7 +28,7 @@ _BAD_COLOUR = "#ffcdd2"
 
 @print_errors
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the ancestry; skipped directories and unusable parents are reported on stderr. Returns the exit code."""
+    """Print the lineage; skipped directories and unusable parents go to stderr. Returns the exit code."""
     options = run_arguments.parse(_parser(), arguments)
     graph = lineage.build(options.runs)
     if options.groups:
@@ -51,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def table(graph: Lineage) -> str:
-    """One row for each experiment, with its parents, the checkpoint of each, and the parents' states."""
+    """One row per experiment, with the checkpoint and state of each parent."""
     rows = [("experiment", "group", "recipe", "state", "step", "score", "parents")]
     for node in _ancestors_first(graph):
         parents = ", ".join(
@@ -73,27 +73,28 @@ def table(graph: Lineage) -> str:
 
 
 def tree(graph: Lineage) -> str:
-    """Ancestors to the left, children below them.
-    An experiment with several parents is below each, its children below the first."""
+    """An indented tree. A child of several parents appears under each; its own children only once."""
     lines: list[str] = []
     printed_ids: set[str] = set()
     roots = [node.exp_id for node in graph.nodes.values() if not graph.parents(node.exp_id)]
-    waiting = [(name, "", "", "") for name in reversed(roots)]
-    while waiting:
-        name, stem, branch, which = waiting.pop()
+    stack = [(name, "", "", "") for name in reversed(roots)]
+    while stack:
+        name, stem, branch, checkpoint = stack.pop()
         children = graph.children(name)
-        again = name in printed_ids and bool(children)
+        is_repeated = name in printed_ids and bool(children)
         lines.append(
-            f"{stem}{branch}{'  '.join(_label(graph.nodes[name]))}{f' from {which}' if which else ''}"
-            f"{' (its children: above)' if again else ''}"
+            f"{stem}{branch}{'  '.join(_label(graph.nodes[name]))}{f' from {checkpoint}' if checkpoint else ''}"
+            f"{' (its children: above)' if is_repeated else ''}"
         )
-        if again:
+        if is_repeated:
             continue
         printed_ids.add(name)
         inner = stem + {"": "", "├─ ": "│  ", "└─ ": "   "}[branch]
         last = len(children) - 1
-        below = [(edge.child, inner, "└─ " if i == last else "├─ ", edge.checkpoint) for i, edge in enumerate(children)]
-        waiting += reversed(below)
+        child_lines = [
+            (edge.child, inner, "└─ " if i == last else "├─ ", edge.checkpoint) for i, edge in enumerate(children)
+        ]
+        stack += reversed(child_lines)
     return "".join(line + "\n" for line in lines)
 
 
@@ -122,7 +123,7 @@ def mermaid(graph: Lineage) -> str:
 
 
 def to_json(graph: Lineage) -> str:
-    """Everything, for other programs: {"nodes": […], "edges": […], "problems": […], "warnings": […]}."""
+    """All data as JSON: {"nodes": […], "edges": […], "problems": […], "warnings": […]}."""
     value = {
         "nodes": [asdict(node) for node in graph.nodes.values()],
         "edges": [asdict(edge) for edge in graph.edges],
@@ -142,17 +143,17 @@ FORMATS: dict[str, Callable[[Lineage], str]] = {
 
 
 def _ancestors_first(graph: Lineage) -> list[Node]:
-    """The nodes in their order, but each after its parents."""
-    up = {name: [edge.parent for edge in graph.parents(name)] for name in graph.nodes}
+    """Nodes in topological order: each after its parents."""
+    parents = {name: [edge.parent for edge in graph.parents(name)] for name in graph.nodes}
     nodes: dict[str, Node] = {}
     for start in graph.nodes:
-        waiting = [start]
-        while waiting:
-            ahead = [parent for parent in up[waiting[-1]] if parent not in nodes]
-            if ahead:
-                waiting.append(ahead[0])
+        stack = [start]
+        while stack:
+            missing_parents = [parent for parent in parents[stack[-1]] if parent not in nodes]
+            if missing_parents:
+                stack.append(missing_parents[0])
             else:
-                name = waiting.pop()
+                name = stack.pop()
                 nodes[name] = graph.nodes[name]
     return list(nodes.values())
 
@@ -175,7 +176,7 @@ def _label(node: Node) -> list[str]:
 
 
 def _branch(node: Node) -> str:
-    """The branches of a run after rewinds: their parent is the run itself, up to that step."""
+    """The current branch of a run that was rewound: its number and the step where it starts."""
     return f"(branch {node.branches[-1][0]} from step {node.branches[-1][1]})" if node.branches else ""
 
 

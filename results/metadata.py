@@ -1,8 +1,8 @@
 # PYTHON_ARGCOMPLETE_OK
-"""Gains from metadata: `python -m results.metadata RUN..` prints the gain of each column and plots it over the steps.
+"""Print the gain from each metadata column and plot it over steps: `python -m results.metadata RUN..`.
 
-A RUN is a save directory, or a prefix of its id. The table also has the gain of wrong metadata: if it is as large, the
-gain is not due to the metadata (src/systems/metadata/gains.py).
+A RUN is a save directory, or a prefix of its id. The table also has the gain from wrong metadata. If that is as large,
+the gain is not due to the metadata (src/systems/metadata/gains.py).
 """
 
 import argparse
@@ -54,29 +54,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def read(run: Path) -> Rows:
-    """Read the score rows of a run that have gains.
+    """Read the score rows with gains of a run.
 
     Raises:
         DataError: no row has a gain.
     """
     scores = Scores(run / SCORES, read_only=True).rows()
-    numbers = [
+    numeric_rows = [
         {name: value for name, value in row.items() if value is None or isinstance(value, int | float)}
         for row in scores
     ]
-    rows = [row for row in numbers if columns(row)]
+    rows = [row for row in numeric_rows if columns(row)]
     if not rows:
         raise DataError(f"{run}: no evaluation has gains of metadata. Set the field `gains` of the experiment.")
     return rows
 
 
 def columns(row: Mapping[str, Any]) -> list[str]:
-    """Columns with a gain in a row."""
+    """Metadata columns with a gain in a score row."""
     return [name.removeprefix(f"{GAIN}/") for name in row if name.startswith(f"{GAIN}/") and name.count("/") == 1]
 
 
 def table(name: str, row: Mapping[str, Any], kinds: Sequence[str]) -> list[list[str]]:
-    """A line for each column, and one for each part of the text."""
+    """A line for each column, followed by one for each part of the text."""
     lines = []
     for column in columns(row):
         perplexities = (_cell(row.get(f"val_text_perplexity_{kind}/{column}"), 2) for kind in ("without", "with"))
@@ -99,7 +99,7 @@ def _interval(row: Mapping[str, Any], kind: str, column: str) -> str:
 
 
 def draw(rows_by_run: Mapping[str, Rows]) -> "Figure":
-    """A panel for each column: gains over the steps with their intervals, those of wrong metadata dashed."""
+    """Draw a panel per column: gains over steps with intervals; dashed for wrong metadata."""
     from matplotlib.figure import Figure
 
     panels = list(dict.fromkeys(column for rows in rows_by_run.values() for row in rows for column in columns(row)))

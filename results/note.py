@@ -1,6 +1,6 @@
-"""Tags and notes on runs; their ids stay: `python -m results.note RUN .. [--tag T ..] [--untag T ..] [--note TEXT]`.
+"""Tag and annotate runs; ids do not change: `python -m results.note RUN .. [--tag T ..] [--untag T ..] [--note TEXT]`.
 
-Tables and the dashboard show them and filter by them: `--where "'good' in tags"`. Without an option they are printed.
+Tables and the dashboard show tags and can filter by them: `--where "'good' in tags"`. Without an option, print them.
 """
 
 import argparse
@@ -14,7 +14,7 @@ from src.tables import run_arguments
 
 @print_errors
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Write the remarks, and print those that the runs have then. Returns the exit code."""
+    """Change tags and notes, and print the result. Returns the exit code."""
     options = run_arguments.parse(_parser(), arguments)
     for tag in options.tag:
         if not tag.strip() or "," in tag:

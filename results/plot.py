@@ -1,7 +1,7 @@
 # PYTHON_ARGCOMPLETE_OK
 """Learning curves, one line per configuration with a band over seeds: `python -m results.plot [RUNS] [-e GROUP ..]`.
 
-With --y one point for each experiment instead: `--x cache_bytes_per_context_token --y inference/f1`.
+With --y, plot one point per experiment instead: `--x cache_bytes_per_context_token --y inference/f1`.
 """
 
 import argparse
@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 
 PLOTS = Path("results/plots")
 HEIGHT = 4.8
-"""Inches of a panel, without the legend."""
+"""Height of a panel in inches, without the legend."""
 LABEL_CHARACTERS = 48
-"""Characters in a line of the legend."""
+"""Maximum characters per line of the legend."""
 
 
 @print_errors
@@ -41,13 +41,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         raise ConfigError(f"--smooth {options.smooth}: expected a number from 0, no smoothing, to less than 1.")
     output = options.output or PLOTS / f"{run_arguments.title(options.groups)}.png"
     rows, unreadable = run_arguments.select(options)
-    among = results.load_rows(options.runs, options.groups)[0] if options.where or options.paths else rows
+    all_rows = results.load_rows(options.runs, options.groups)[0] if options.where or options.paths else rows
     if options.y is None and (options.at_step is not None or options.value != "last"):
         raise ConfigError(
             "--at-step and --value are for points, as curves show every step. Name the score of the points with --y."
         )
     rows, left_out = run_arguments.choose_values(options, rows)
-    configs = legend.Configurations(rows, options.by, among, options.include_unfinished, options.seed_key, options.top)
+    configs = legend.Configurations(
+        rows, options.by, all_rows, options.include_unfinished, options.seed_key, options.top
+    )
     if options.y is None:
         if options.log_x:
             raise ConfigError("--log_x: is for points. Name their score with --y, or leave it out.")
@@ -66,10 +68,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def save(figure: "Figure", output: Path) -> list[str]:
-    """Write the picture atomically, in the format of its suffix; returns matplotlib's warnings, each in one line.
+    """Write the picture atomically, in the format of its suffix; returns matplotlib's warnings, one line each.
 
     Raises:
-        ConfigError: a name without a known ending.
+        ConfigError: the suffix is not a known format.
         RunError: the disk refuses.
     """
     formats = figure.canvas.get_supported_filetypes()
@@ -89,7 +91,7 @@ def save(figure: "Figure", output: Path) -> list[str]:
 
 
 def draw(runs: Path, rows: Sequence[results.Row], metrics: Sequence[str] | None = None) -> "Figure":
-    """`draw_panels` over steps, with standard deviations, for a notebook."""
+    """For notebooks: `draw_panels` over steps, with standard deviations."""
     return draw_panels(runs, legend.Configurations(rows), metrics)[0]
 
 
@@ -101,16 +103,15 @@ def draw_panels(
     interval: str = "std",
     smoothing: float = 0.0,
 ) -> tuple["Figure", list[str]]:
-    """One panel per metric (default: that of the table), one line per configuration; and remarks on missing data.
+    """Draw one panel per metric and one line per configuration; also returns remarks on missing data.
 
-    x: "step", a score such as "tokens", or "seconds" of training. interval: "std" or "ci95", half the height of the
-    bands.
-    smoothing: of `curves.Band.smooth`. Of more configurations than `drawn.most`, the best by the first metric are
-    drawn.
+    metrics: default: the first score of the table. x: "step", a score such as "tokens", or "seconds" of training.
+    interval: half the height of the bands, "std" or "ci95". smoothing: see `curves.Band.smooth`.
+    If there are more than `configs.most` configurations, the best ones by the first metric are drawn.
 
     Raises:
-        ConfigError: a metric that no run has.
-        DataError: no run has an `x`.
+        ConfigError: no run has the requested metric.
+        DataError: no run has values of `x`.
     """
     import numpy
     from matplotlib.figure import Figure
@@ -137,12 +138,12 @@ def draw_panels(
         axes.grid(alpha=0.3)
         for group, raw_band in zip(groups, bands, strict=True):
             band = raw_band.smooth(smoothing)
-            half = numpy.nan_to_num(band.half_width(interval))
+            half_width = numpy.nan_to_num(band.half_width(interval))
             draw_line(
                 axes,
                 band.x,
                 band.mean,
-                (band.mean - half, band.mean + half),
+                (band.mean - half_width, band.mean + half_width),
                 configs.label(group),
                 configs.colour(group),
             )
@@ -160,14 +161,14 @@ def _count_remark(num_drawn: int, count: int) -> str:
 def points(
     runs: Path, configs: legend.Configurations, x: str, y: str, log_x: bool = False
 ) -> tuple["Figure", list[str]]:
-    """A point per finished experiment at two scores, a colour per configuration; and remarks on missing data.
+    """Draw score `y` over `x`: a point per finished experiment, a colour per configuration. Also returns remarks.
 
-    x: can also be a dotted config key, such as "model.stride". The legend has the best `drawn.most` configurations by
+    x: a score, or a dotted config key such as "model.stride". The legend has the best `configs.most` configurations by
     `y`.
 
     Raises:
-        ConfigError: a name that no run has.
-        DataError: no run has numbers of both.
+        ConfigError: no run has the requested name.
+        DataError: no run has numbers for both.
     """
     from matplotlib.figure import Figure
 
@@ -180,12 +181,12 @@ def points(
     done_rows = statistics.averaged_rows(rows, configs.unfinished)
     point_rows = [row for row in done_rows if is_finite(row.get(x)) and is_finite(row.get(y))]
     if not point_rows:
-        waiting = (
+        hint = (
             ""
             if len(done_rows) == len(rows)
             else f" {len(rows) - len(done_rows)} are not done; --unfinished takes them, too."
         )
-        raise DataError(f"{runs}: no run has a number for both {x!r} and {y!r}.{waiting}")
+        raise DataError(f"{runs}: no run has a number for both {x!r} and {y!r}.{hint}")
     remarks = [f"left out: {n} of {len(rows)} runs, which are not done." for n in [len(rows) - len(done_rows)] if n]
     remarks += [
         f"left out: {n} of {len(rows)} runs, which have no number for {x!r} or {y!r}."
@@ -210,7 +211,7 @@ def points(
 
 
 def place_legend(figure: "Figure", title: str = "") -> None:
-    """Add one legend of all lines below the axes, in as many columns as fit, and enlarge the figure by its height."""
+    """Add a legend below the axes, in as many columns as fit, and enlarge the figure by its height."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
     entries = {
@@ -241,18 +242,18 @@ def place_legend(figure: "Figure", title: str = "") -> None:
 
 
 def in_legend(text: str) -> str:
-    """Break into lines that leave room for the plot. With a leading space, as legends omit names that start with _."""
+    """Wrap a label for the legend. Starts with a space, as legends omit labels that start with _."""
     return " " + textwrap.fill(text, LABEL_CHARACTERS)
 
 
 def draw_line(axes: Any, x: Any, mean: Any, band: tuple[Any, Any], text: str, colour: str) -> None:
-    """One line with its band, from low to high. With one run, both are `mean`."""
+    """Draw a line with its (low, high) band."""
     axes.plot(x, mean, label=in_legend(text), color=colour, marker="o" if len(x) < 20 else None, markersize=3)
     axes.fill_between(x, *band, alpha=0.2, color=colour, linewidth=0)
 
 
 def write_plainly(figure: Any) -> None:
-    """Show texts as they are: $ starts no mathematics, and halves of surrogate pairs are escaped."""
+    """Draw texts literally: disable $ mathematics, and escape halves of surrogate pairs."""
     from matplotlib.text import Text
 
     for text in figure.findobj(Text):

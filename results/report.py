@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 PANELS = 3
-"""Maximum number of scores that are drawn as curves by default."""
+"""Default number of scores drawn as curves."""
 _POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
 """Content security policy: a browser loads nothing for the page."""
 
@@ -56,11 +56,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def render(
     content: overview.Overview, groups: Sequence[str] | None = None, metrics: Sequence[str] | None = None
 ) -> str:
-    """The page. metrics: scores to draw as curves; None: the first headline ones.
+    """The report as HTML. metrics: scores to draw as curves; None: the first headline scores.
 
     Raises:
-        DataError: nothing can be shown.
-        ConfigError: a score that no run has.
+        DataError: there is no run to show.
+        ConfigError: no run has the requested score.
     """
     if not content.rows and not content.jobs:
         raise DataError(content.warnings[0] if content.warnings else f"{content.runs}: no runs in this folder.")
@@ -98,7 +98,7 @@ def page(title: str, body: str) -> str:
 
 
 def section(title: str, content: str, kind: str = "") -> str:
-    """A box with a heading; empty if it has no content."""
+    """A box with a heading; empty without content."""
     heading = f"<h2>{markup.escape(title)}</h2>" if title else ""
     return f'<section class="{kind}">{heading}{content}</section>\n' if content else ""
 
@@ -147,7 +147,7 @@ def _curves(content: overview.Overview, metrics: Sequence[str]) -> str:
 
 
 def _picture(lines: Sequence[overview.Line], metric: str) -> str:
-    """An SVG in base64."""
+    """Learning curves as an SVG in base64."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 4.2), layout="constrained")
@@ -163,7 +163,7 @@ def _picture(lines: Sequence[overview.Line], metric: str) -> str:
 
 
 def encode_svg(figure: "Figure", salt: str) -> str:
-    """The figure as an SVG in base64, the same each time for one `salt`."""
+    """The figure as an SVG in base64; the same figure and `salt` give the same bytes."""
     from matplotlib import rc_context
     from matplotlib.backends.backend_svg import FigureCanvasSVG
 
@@ -171,13 +171,13 @@ def encode_svg(figure: "Figure", salt: str) -> str:
     paint_neutrally(figure)
     buffer = io.BytesIO()
     with rc_context({"svg.hashsalt": salt}), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of a missing glyph: a box takes its place
+        warnings.simplefilter("ignore")  # ignore missing glyphs, which are drawn as boxes
         FigureCanvasSVG(figure).print_svg(buffer, metadata={"Date": None})
     return base64.b64encode(buffer.getvalue()).decode("ascii")
 
 
 def paint_neutrally(figure: "Figure") -> None:
-    """No background, and text and axes in a colour that is read on light and dark pages."""
+    """Remove the background; draw text and axes in a colour that is readable on light and dark pages."""
     from matplotlib.spines import Spine
     from matplotlib.text import Text
 
@@ -198,7 +198,7 @@ def _experiments(content: overview.Overview) -> str:
 
 
 def _configuration(rows: Sequence[results.Row]) -> str:
-    """The shared config values of a group once, differing ones for each experiment."""
+    """Config values of a group: the shared ones once, the differing ones per experiment."""
     varying = results.varying_keys(rows)
     names = results.short_names(varying)
     shared = [(key, overview.format_value(rows[0][key])) for key in results.config_keys(rows[0]) if key not in varying]
@@ -221,7 +221,7 @@ def _lineage(content: overview.Overview) -> str:
 
 
 def _environment(content: overview.Overview) -> str:
-    """Each fact with its values, and if they differ the number of experiments with each."""
+    """Each fact with its values; if they differ, also the number of experiments per value."""
     counts: dict[str, Counter[str]] = {}
     for row in content.rows:
         for name, value in overview.environment(content.runs, row["exp_id"]).items():

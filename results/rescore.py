@@ -1,8 +1,8 @@
 """Score inferences again, without their models: `python -m results.rescore FILE.. --metrics squad rouge`.
 
-A FILE is a JSONL file of rows with `answer_pred`, as a run leaves it in <run>/inference, or the save directory of the
-run. By default every row counts, over all and over each source; --index_file, --datasets and --best_answer are as in an
-experiment's `inference`.
+A FILE is a JSONL file of rows with `answer_pred`, as in <run>/inference, or the save directory of a run. By default
+all rows are scored, in total and by source. --index_file, --datasets and --best_answer are as in an experiment's
+`inference`.
 """
 
 import argparse
@@ -61,10 +61,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def read(file: Path) -> list[Prediction]:
-    """The answers in a file.
+    """Read the answers in a file.
 
     Raises:
-        DataError: it is missing or empty, or a line is no row with an answer; names the line.
+        DataError: it is missing or empty, or a line is not a row with an answer; names the line.
     """
     try:
         with reading(file, DataError):
@@ -79,7 +79,7 @@ def read(file: Path) -> list[Prediction]:
 
 def experiment_metrics(file: Path) -> tuple[list[MetricConfig], bool]:
     """The metrics and `best_answer` of the experiment that wrote `file`.
-    SQuAD without an experiment, or if its metrics are unknown here.
+    SQuAD if there is no experiment, or its metrics are unknown.
 
     Raises:
         RunError: the experiment dict is damaged.
@@ -97,11 +97,11 @@ def experiment_metrics(file: Path) -> tuple[list[MetricConfig], bool]:
 def select_answers(
     answers: Sequence[Prediction], file: Path, datasets: Sequence[str] | None, row_indices: Sequence[int] | None
 ) -> list[Prediction]:
-    """The answers with the row numbers `listed` and a source in `datasets`. None: all.
+    """The answers with numbers in `row_indices` and a source in `datasets`; None: no restriction.
 
     Raises:
-        ConfigError: a source that no row is of.
-        DataError: a number that is out of range or repeated, or nothing is left.
+        ConfigError: no row has the requested source.
+        DataError: a number is out of range or repeated, or no row remains.
     """
     sources = {answer.source for answer in answers}
     for name in datasets or ():
@@ -117,7 +117,7 @@ def select_answers(
 def score_answers(
     metrics: Sequence[MetricConfig], answers: Sequence[Prediction], best_answer: bool
 ) -> dict[str, dict[str, float]]:
-    """{"all": {"rows": …, "em": …}, "nq": …}; sources only if there are several."""
+    """Scores as {"all": {"rows": …, "em": …}, "nq": …}; single sources only if there are several."""
     tables: dict[str, dict[str, float]] = {"all": {"rows": len(answers)}}
     for name, value in metric_scores(metrics, answers, best_answer).items():
         metric, _, source = name.partition("/")
@@ -127,7 +127,7 @@ def score_answers(
 
 
 def _metric(text: str) -> MetricConfig:
-    """A name of METRICS, or a dict with one in JSON."""
+    """Parse a metric: a name in METRICS, or JSON with its options."""
     raw: Any = {"name": text}
     if text.startswith("{"):
         raw = parse_json(text, f"--metrics {text:.60}", ConfigError)

@@ -1,10 +1,9 @@
 # PYTHON_ARGCOMPLETE_OK
-"""Rollouts of a policy over its training: `python -m results.rollouts RUN [--count 3] [--iterations 4] [--full]`.
+"""Print rollouts of a policy over its training: `python -m results.rollouts RUN [--count 3] [--iterations 4] [--full]`.
 
-RUN is a save directory of recipe `ppo` or `grpo`, or the start of its id. For some iterations, evenly spread, it prints
-the answers with
-the lowest and the highest reward, and each part of their reward: reading them shows whether a policy exploits a
-weakness of a reward. The first lines compare the scores of the first and the last evaluation.
+RUN is a save directory of recipe `ppo` or `grpo`, or the start of its id. For evenly spaced iterations, it prints the
+answers with the lowest and the highest reward, with the parts of the reward. They show whether the policy exploits a
+weakness of the reward. The first lines compare the scores of the first and the last evaluation.
 """
 
 import argparse
@@ -58,24 +57,24 @@ def _write(run: Path, args: argparse.Namespace) -> None:
         raise DataError(f"{run}: no {FILE}: recipes 'ppo' and 'grpo' write it.")
     write = sys.stdout.write
     scores = Scores(run / SCORES, read_only=True).rows()
-    numbers = [
+    numeric_rows = [
         {name: value for name, value in row.items() if value is None or isinstance(value, int | float)}
         for row in scores
     ]
-    for line in compare_ends(numbers):
+    for line in compare_ends(numeric_rows):
         write(f"{line}\n")
     for iteration in choose_iterations(rollouts, args.iterations):
-        of_iteration = [row for row in rollouts if row["iteration"] == iteration]
-        write(f"\niteration {iteration}, after step {of_iteration[0]['step']}: {describe_means(of_iteration)}\n")
-        for title, rows in choose_extremes(of_iteration, args.count).items():
+        iteration_rows = [row for row in rollouts if row["iteration"] == iteration]
+        write(f"\niteration {iteration}, after step {iteration_rows[0]['step']}: {describe_means(iteration_rows)}\n")
+        for title, rows in choose_extremes(iteration_rows, args.count).items():
             write(f"  {title}\n" + "".join(f"{describe(row, args.full)}\n" for row in rows))
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """The rollouts in a file.
+    """Read the rollouts in a file.
 
     Raises:
-        DataError: a line that is no rollout; names it.
+        DataError: a line is not a rollout; names the line.
         RunError: the file cannot be read.
     """
     rows = jsonl_records.rows(path)
@@ -95,26 +94,30 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 def compare_ends(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """A line for the reward and each score of drawn answers: first and last value; and a warning where they part."""
+    """First and last value of the reward and each score of sampled answers; and a warning if they diverge."""
     score_names = [name for row in rows[-1:] for name in row if "_mean@" in name and not name.endswith("_interval")]
     names = ["reward", *score_names]
-    ends = {name: [math.nan if row[name] is None else row[name] for row in rows if name in row] for name in names}
-    lines = [f"{name:<24} {values[0]:8.3f} -> {values[-1]:8.3f}" for name, values in ends.items() if values]
+    values_by_name = {
+        name: [math.nan if row[name] is None else row[name] for row in rows if name in row] for name in names
+    }
+    lines = [f"{name:<24} {values[0]:8.3f} -> {values[-1]:8.3f}" for name, values in values_by_name.items() if values]
     worse_names = [
-        name for name, values in ends.items() if name != "reward" and values[-1] < values[0] - _interval(rows, name)
+        name
+        for name, values in values_by_name.items()
+        if name != "reward" and values[-1] < values[0] - _interval(rows, name)
     ]
-    if worse_names and ends.get("reward") and ends["reward"][-1] > ends["reward"][0]:
+    if worse_names and values_by_name.get("reward") and values_by_name["reward"][-1] > values_by_name["reward"][0]:
         lines.append(f"The reward has risen while {', '.join(worse_names)} fell: check below which answers it rewards.")
     return lines
 
 
 def _interval(rows: Sequence[Mapping[str, Any]], name: str) -> float:
-    """Half of the last interval of a score."""
+    """Half width of the last confidence interval of a score."""
     return next((row[f"{name}_interval"] or 0.0 for row in reversed(rows) if f"{name}_interval" in row), 0.0)
 
 
 def choose_iterations(rollouts: Sequence[Mapping[str, Any]], count: int) -> list[int]:
-    """Up to `count` of the iterations, evenly spread, with the first and the last."""
+    """Choose up to `count` evenly spaced iterations, including the first and the last."""
     iterations = sorted({row["iteration"] for row in rollouts})
     if count >= len(iterations):
         return iterations
@@ -122,7 +125,7 @@ def choose_iterations(rollouts: Sequence[Mapping[str, Any]], count: int) -> list
 
 
 def choose_extremes(rows: Sequence[Mapping[str, Any]], count: int) -> dict[str, list[Mapping[str, Any]]]:
-    """The rollouts of least and of most reward, each answer once."""
+    """The rollouts with the lowest and the highest reward, each answer once."""
     once = {(row["prompt"], row["answer"]): row for row in rows}.values()
     by_reward = sorted(once, key=lambda row: row["reward"])
     worst = by_reward[:count]
@@ -130,13 +133,13 @@ def choose_extremes(rows: Sequence[Mapping[str, Any]], count: int) -> dict[str, 
 
 
 def describe_means(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Means of all facts of some rollouts."""
+    """Means of all numbers of the rollouts, as text."""
     names = [name for name in rows[0] if name not in _NO_FACTS]
     return ", ".join(f"{name} {sum(row[name] for row in rows) / len(rows):.3g}" for name in names)
 
 
 def describe(row: Mapping[str, Any], full: bool = False) -> str:
-    """A rollout in a few lines, or with full texts."""
+    """A rollout in a few lines. full: do not shorten its texts."""
     facts = ", ".join(f"{name} {row[name]:.3g}" for name in row if name not in _NO_FACTS)
     texts = [
         (row[part] if full else textwrap.shorten(row[part], WIDTH)) or "(nothing)" for part in ("prompt", "answer")

@@ -1,4 +1,4 @@
-"""A run as one offline HTML file: curves, speed, layers and events: `python -m results.run_page RUN [-o FILE]`."""
+"""Write a run as an offline HTML file: curves, speed, layers and events: `python -m results.run_page RUN [-o FILE]`."""
 
 import argparse
 import math
@@ -21,9 +21,9 @@ from src.runs.summary import Summary
 from src.tables import results, run_arguments
 
 PERF = "perf.jsonl"
-MOST_EVENTS = 200
-MOST_ANSWERS = 30
-_OF_EVENT = ("event", "when", "who", "id")
+MAX_EVENTS = 200
+MAX_ANSWERS = 30
+_EVENT_COLUMNS = ("event", "when", "who", "id")
 _TITLES = {
     "grad_norm": "gradient norm before clipping",
     "clip_rate": "share of clipped steps",
@@ -38,7 +38,7 @@ _TITLES = {
     "peak_host_memory_bytes": "peak host memory, bytes",
     "watts": "watts",
 }
-"""Panels with one line, in order, with their titles."""
+"""Score -> title, for panels with one line, in display order."""
 
 
 @print_errors
@@ -53,28 +53,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def render(run: Path) -> str:
-    """The page of the save directory `run`.
+    """The page of save directory `run` as HTML.
 
     Raises:
-        UserError: it is no save directory, or a required file cannot be read.
+        UserError: it is not a save directory, or a required file cannot be read.
     """
     saved = SavedRun(run)
     exp = saved.foreign_exp if saved.is_foreign else saved.exp
     rows = Scores(run / SCORES, read_only=True).rows()
     perf, warnings = read_perf(run)
-    kinds, wrong = layers.read(run)
+    kinds, layer_warnings = layers.read(run)
     title, facts = _introduce(run, exp)
     answers, unread = _answers(run)
     body = "".join(
         [
             _header(saved, title, rows),
-            report.section("", markup.warnings(warnings + wrong + unread), "warned"),
+            report.section("", markup.warnings(warnings + layer_warnings + unread), "warned"),
             report.section("Configuration", markup.plain_table((), facts) if facts else ""),
             report.section("Scores", _last_scores(rows)),
             report.section("Losses", _panels({"loss": _lines_by_name(rows, _is_loss)}, size=(10, 3.6)) if rows else ""),
             report.section(
                 "Training",
-                _grid_of(
+                _panel_grid(
                     {
                         title: _lines_by_name(rows, name.__eq__) or _lines_by_name(perf, name.__eq__)
                         for name, title in _TITLES.items()
@@ -88,7 +88,7 @@ def render(run: Path) -> str:
                 ),
             ),
             report.section(
-                "Other scores", _grid_of({name: _lines_by_name(rows, name.__eq__) for name in _others(rows)})
+                "Other scores", _panel_grid({name: _lines_by_name(rows, name.__eq__) for name in _other_scores(rows)})
             ),
             report.section("Answers", answers, "only-wrong"),
             report.section("Layers", _layers(kinds)),
@@ -103,7 +103,7 @@ def render(run: Path) -> str:
 
 
 def _introduce(run: Path, exp: Mapping[str, Any]) -> tuple[str, list[tuple[str, str]]]:
-    """The group of a run with what distinguishes it there, or its recipe and model; and these facts one by one."""
+    """A title and a list of facts: the run's group and its distinguishing config values, or its recipe and model."""
     run = run.resolve()
     content = overview.load(run.parent)
     row = content.row(run.name)
@@ -120,7 +120,7 @@ def _introduce(run: Path, exp: Mapping[str, Any]) -> tuple[str, list[tuple[str, 
 
 
 def _last_scores(rows: Sequence[Mapping[str, Any]]) -> str:
-    """The last value of each score that is a result."""
+    """A table of the last values of headline scores."""
     summary = Summary()
     summary.add(rows)
     last = summary.last
@@ -137,14 +137,14 @@ def _last_scores(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _answers(run: Path) -> tuple[str, list[str]]:
-    """Samples of the answered questions, with a switch for only wrong answers; and warnings."""
+    """Samples of answered questions as HTML, with a switch to show only wrong answers; and warnings."""
     try:
         files = answers.samples(run)
     except UserError as error:
         return "", [str(error)]
     pieces = [
         markup.note(f"{name}: {answers.describe_score(content)}")
-        + answers.page(answers.choose(content, MOST_ANSWERS, wrong=False))
+        + answers.page(answers.choose(content, MAX_ANSWERS, wrong=False))
         for name, content in files.items()
     ]
     switch = '<label><input type="checkbox"> only wrong answers</label>'
@@ -152,8 +152,8 @@ def _answers(run: Path) -> tuple[str, list[str]]:
 
 
 def read_perf(run: Path) -> tuple[list[dict[str, Any]], list[str]]:
-    """The rows of perf.jsonl in the order of their steps, and a warning for malformed lines.
-    The later row of a repeated step counts.
+    """Read the rows of perf.jsonl, sorted by step; also returns a warning about malformed lines.
+    The last row of a repeated step is used.
 
     Raises:
         RunError: the file cannot be read.
@@ -174,7 +174,7 @@ Line = tuple[list[int], list[float]]
 
 
 def _lines_by_name(rows: Sequence[Mapping[str, Any]], fits: Any) -> dict[str, Line]:
-    """Steps and finite values of each column with a name that fits."""
+    """Steps and finite values of each column with a name that satisfies `fits`."""
     lines: dict[str, Line] = {}
     for row in rows:
         for name, value in row.items():
@@ -189,7 +189,7 @@ def _is_loss(name: str) -> bool:
     return name.endswith("loss")
 
 
-def _others(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+def _other_scores(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     names = dict.fromkeys(name for row in rows for name in row)
     return [
         name
@@ -198,15 +198,17 @@ def _others(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     ]
 
 
-def _grid_of(panels: Mapping[str, Mapping[str, Line]]) -> str:
-    """Pictures of values that change, and a folded list of constant values."""
-    still = {
+def _panel_grid(panels: Mapping[str, Mapping[str, Line]]) -> str:
+    """Pictures of varying values, and a folded list of constant values."""
+    constant = {
         title: lines
         for title, lines in panels.items()
         if lines and all(len(set(values)) == 1 for _, values in lines.values())
     }
-    content = _panels({title: lines for title, lines in panels.items() if title not in still}, size=(5, 2.3))
-    items = [(title, ", ".join(f"{values[0]:.4g}" for _, values in lines.values())) for title, lines in still.items()]
+    content = _panels({title: lines for title, lines in panels.items() if title not in constant}, size=(5, 2.3))
+    items = [
+        (title, ", ".join(f"{values[0]:.4g}" for _, values in lines.values())) for title, lines in constant.items()
+    ]
     folded_rows = (
         f"<details><summary>{len(items)} of one value</summary>{markup.plain_table((), items)}</details>"
         if items
@@ -216,7 +218,7 @@ def _grid_of(panels: Mapping[str, Mapping[str, Line]]) -> str:
 
 
 def _panels(panels: Mapping[str, Mapping[str, Line]], size: tuple[float, float]) -> str:
-    """A picture for each panel that has a line."""
+    """A picture for each non-empty panel."""
     return "".join(_figure(title, _curves(title, lines, size)) for title, lines in panels.items() if lines)
 
 
@@ -254,14 +256,16 @@ def _events(run: Path) -> str:
     events = ledger.read(run)
     items = [
         (event.get("when", ""), event.get("event", ""), event.get("who", ""), _facts(event))
-        for event in events[-MOST_EVENTS:]
+        for event in events[-MAX_EVENTS:]
     ]
-    more = f"The first {len(events) - MOST_EVENTS} events are left out." if len(events) > MOST_EVENTS else ""
+    more = f"The first {len(events) - MAX_EVENTS} events are left out." if len(events) > MAX_EVENTS else ""
     return markup.note(more) + markup.plain_table(("when", "event", "who", "what"), items) if items else ""
 
 
 def _facts(event: Mapping[str, Any]) -> str:
-    return "\n".join(f"{key}: {overview.format_value(value)}" for key, value in event.items() if key not in _OF_EVENT)
+    return "\n".join(
+        f"{key}: {overview.format_value(value)}" for key, value in event.items() if key not in _EVENT_COLUMNS
+    )
 
 
 def _header(run: SavedRun, title: str, rows: Sequence[Mapping[str, Any]]) -> str:

@@ -1,4 +1,4 @@
-"""A zip of a group's runs, without weights and secrets: `python -m results.share [RUNS] -e GROUP -o FILE.zip`."""
+"""Zip the runs of a group, without weights and secrets: `python -m results.share [RUNS] -e GROUP -o FILE.zip`."""
 
 import argparse
 import os
@@ -70,21 +70,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def share(
     runs: Path, rows: Sequence[results.Row], output: Path, groups: Sequence[str] | None = None, wandb: bool = False
 ) -> tuple[int, list[str]]:
-    """Write the zip atomically; the same files give the same bytes.
-    Returns its number of files, and remarks on omitted and hidden content.
+    """Write the zip atomically and reproducibly.
+    Returns the number of files, and remarks on omitted and hidden content.
 
-    Keys and passwords in texts become ***; a file that is no text and holds one is left out.
+    Keys and passwords in texts are replaced by ***; a binary file with a key or password is omitted.
 
     Raises:
-        DataError: an exp_dict.json contains a key, which cannot be changed without changing the id.
+        DataError: an exp_dict.json contains a key, which cannot be hidden without changing the id.
         RunError: a file cannot be read, or the disk refuses.
     """
     warnings: list[str] = []
-    beside = output.with_name(f".{output.name}.{uuid.uuid4().hex[:8]}")
+    temporary = output.with_name(f".{output.name}.{uuid.uuid4().hex[:8]}")
     with writing(output):
         output.parent.mkdir(parents=True, exist_ok=True)
         try:
-            with zipfile.ZipFile(beside, "w") as archive:
+            with zipfile.ZipFile(temporary, "w") as archive:
                 _add(
                     archive,
                     "README.txt",
@@ -103,17 +103,17 @@ def share(
                         if content is not None:
                             _add(archive, path.relative_to(runs).as_posix(), content)
                 count = len(archive.infolist())
-            with open(beside, "rb") as file:
+            with open(temporary, "rb") as file:
                 os.fsync(file.fileno())
-            os.replace(beside, output)
+            os.replace(temporary, output)
         finally:
-            beside.unlink(missing_ok=True)
+            temporary.unlink(missing_ok=True)
         sync_directory(output.parent)
     return count, warnings
 
 
 def _files(run: Path, wandb: bool, warnings: list[str]) -> Iterator[Path]:
-    """The shared files of a run, sorted by name. Links are not followed."""
+    """The files of a run to share, sorted by name. Links are not followed."""
     excluded_folders = _FOLDERS - ({"wandb"} if wandb else set())
     for folder, folders, names in os.walk(run):
         folders[:] = sorted(name for name in folders if name not in excluded_folders and not name.startswith("."))
@@ -134,16 +134,16 @@ def _files(run: Path, wandb: bool, warnings: list[str]) -> Iterator[Path]:
 
 
 def _scrub(path: Path, warnings: list[str]) -> bytes | None:
-    """The content without secrets; None: the file is left out.
+    """The content of a file without secrets; None if the file must be omitted.
 
     Raises:
-        DataError: it is an exp_dict.json with a key.
+        DataError: an exp_dict.json contains a key.
     """
     try:
         with reading(path):
             content = path.read_bytes()
     except FileNotFoundError:
-        return None  # a live run has replaced it since
+        return None  # deleted meanwhile by a live run
     clean, count = _KEYS.subn(_hide, content)
     if not count:
         return content
@@ -163,7 +163,7 @@ def _hide(match: re.Match[bytes]) -> bytes:
 
 
 def _add(archive: zipfile.ZipFile, name: str, content: bytes) -> None:
-    entry = zipfile.ZipInfo(name)  # of 1980: no times, no owners
+    entry = zipfile.ZipInfo(name)  # dated 1980 without an owner, for reproducible bytes
     entry.create_system, entry.external_attr = 3, 0o644 << 16
     archive.writestr(entry, content, zipfile.ZIP_DEFLATED, 6)
 

@@ -19,10 +19,10 @@ from src.tables.terminal_table import arrange, choose, draw, draw_rich, facts, p
 
 FORMATS = ("rich", "markdown", "csv", "latex", "json")
 INTERVALS = {"std": "standard deviation", "ci95": "half the 95 % interval of the mean"}
-"""The choices of the value after ±, with their names in `src.tables.statistics.aggregate`."""
-MOST_REMARKS = 5
+"""Choices for the value after ±, by name in `src.tables.statistics.aggregate`."""
+MAX_REMARKS = 5
 _FORMULA = ("=", "+", "-", "@", "\t", "\r")
-"""First characters of formulas in spreadsheets."""
+"""First characters that spreadsheets treat as the start of a formula."""
 _LATEX = {
     "\\": r"\textbackslash{}",
     "~": r"\textasciitilde{}",
@@ -37,7 +37,7 @@ Table = list[dict[str, Any]]
 
 @print_errors
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the table; warnings about runs that cannot be read or are not done go to stderr. Returns the exit code."""
+    """Print the table; warnings about unreadable and unfinished runs go to stderr. Returns the exit code."""
     options = run_arguments.parse(_parser(), arguments)
     rows, warnings = run_arguments.select(options)
     rows, unread = run_arguments.choose_values(options, rows)
@@ -89,24 +89,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def remarks(
     rows: Sequence[results.Row], keys: Sequence[str], unfinished: bool = False, seed: str = results.SEED
 ) -> list[str]:
-    """Remarks on means over all but `keys`: unfinished runs, missing seeds, other config values that differ."""
+    """Remarks on means grouped by `keys`: unfinished runs, missing seeds, and other differing config values."""
     sentences = []
-    waiting = len(rows) - len(statistics.averaged_rows(rows))
-    if waiting:
+    num_unfinished = len(rows) - len(statistics.averaged_rows(rows))
+    if num_unfinished:
         advice = (
             "the means are over these, too"
             if unfinished
             else "the means are over finished runs; --unfinished takes all"
         )
         text = advice if results.score_names(rows) else "none has a score yet"
-        sentences.append(f"{waiting} of {len(rows)} runs are not done; {text}.")
+        sentences.append(f"{num_unfinished} of {len(rows)} runs are not done; {text}.")
     if others := [
         key for key in results.distinguishing_keys(rows, seed) if key not in [*keys, "group"] and "exp_id" not in keys
     ]:
         sentences.append(f"the means are over different {', '.join(others)}.")
     missing = statistics.missing_seeds(rows, keys, seed)
-    more = [f"… and {len(missing) - MOST_REMARKS} more have missing seeds."] if len(missing) > MOST_REMARKS else []
-    return sentences + missing[:MOST_REMARKS] + more
+    more = [f"… and {len(missing) - MAX_REMARKS} more have missing seeds."] if len(missing) > MAX_REMARKS else []
+    return sentences + missing[:MAX_REMARKS] + more
 
 
 def tabulate(
@@ -117,14 +117,15 @@ def tabulate(
     best: str | None = None,
     unfinished: bool = False,
 ) -> tuple[Table, list[str], list[str]]:
-    """Aggregated rows, best first, with their columns of keys and scores; unfinished: see `statistics.aggregate`.
+    """Aggregate rows, best first. Returns the table, and its columns of keys and scores.
 
-    by: dotted config keys; None takes those that vary, without the seed and keys that follow it. scores: None takes the
-    headline ones, without the loop's diagnostics and without parts such as "em/nq"; ["all"] takes all.
-    metric: what to sort by; None takes the first of `headline`. best: "min" or "max"; None decides by its name.
+    by: dotted config keys; None: those that vary, without the seed and keys that depend on it. scores: None: headline
+    scores, without diagnostics of the loop and parts such as "em/nq"; ["all"]: all.
+    metric: sort key; None: the first of `headline`. best: "min" or "max"; None: by the name of the metric.
+    unfinished: see `statistics.aggregate`.
 
     Raises:
-        ConfigError: a key or a score that no run has.
+        ConfigError: no run has the requested key or score.
     """
     names = results.score_names(rows)
     keys = statistics.grouping_keys(rows, by)
@@ -143,7 +144,7 @@ def tabulate(
 
 
 def headline(scores: Sequence[str]) -> list[str]:
-    """`scores` in display order: the first of answers, with its control and gain; validation losses; the rest."""
+    """Scores in display order: first answer score with its control and gain, val_loss, other validation, the rest."""
     answers = [name for name in scores if name.startswith(f"{INFERENCE}/")]
     first = [answers[0], answers[0] + WRONG, answers[0] + GAIN] if answers else []
     ranks = {"val_loss": 1} | dict.fromkeys(answers, 4) | dict.fromkeys(first, 0)
@@ -151,7 +152,7 @@ def headline(scores: Sequence[str]) -> list[str]:
 
 
 def _score_name(name: str, names: Sequence[str]) -> str:
-    """The score that `name` means: "em" is inference/em, where nothing else is called so."""
+    """Resolve an abbreviated score name: "em" is inference/em, unless a score "em" exists."""
     return f"{INFERENCE}/{name}" if name not in names and f"{INFERENCE}/{name}" in names else name
 
 
@@ -168,10 +169,10 @@ def default_metric(scores: Sequence[str]) -> str | None:
 def pivot_score(
     rows: Sequence[results.Row], index: str, columns: str, metric: str | None = None, unfinished: bool = False
 ) -> tuple[statistics.Pivot, str]:
-    """One score over two dotted keys, and its name: `metric`, or the default.
+    """Pivot one score over two dotted keys; also returns its name: `metric`, or the default.
 
     Raises:
-        ConfigError: a key or a score that no run has, or no score at all.
+        ConfigError: no run has the requested key or score, or any score.
     """
     score = metric or next(iter(headline(results.headline_scores(results.score_names(rows)))), None)
     if score is None:
@@ -180,8 +181,8 @@ def pivot_score(
 
 
 def best_rows(table: Table, metric: str | None, best: str | None = None) -> set[int]:
-    """The numbers of the rows with the best mean of `metric`; empty for fewer than two rows.
-    best: "min", "max" or None, by its name."""
+    """Numbers of the rows with the best mean of `metric`; empty for fewer than two rows.
+    best: "min" or "max"; None: by the name of the metric."""
     values = [row[metric] for row in table if row[metric] is not None] if metric is not None else []
     if metric is None or len(table) < 2 or not values:
         return set()
@@ -209,9 +210,9 @@ def render(
     interval: str = "std",
     best: Collection[int] = (),
 ) -> str:
-    """The table in one of `FORMATS` but rich. csv and json have all digits, markdown and latex those of the terminal.
+    """The table as text, in any of `FORMATS` except rich. csv and json have all digits; markdown and latex round.
 
-    interval: the value after ±, one of `INTERVALS`. best: numbers of the rows that are bold in latex.
+    interval: the value after ±, one of `INTERVALS`. best: numbers of the rows to print in bold in latex.
     """
     if style == "json":
         return json.dumps(table, indent=4, allow_nan=False) + "\n"
@@ -224,7 +225,7 @@ def render(
 
 
 def print_pivot(cross: statistics.Pivot, keys: Sequence[str], score: str, style: str, interval: str = "std") -> None:
-    """Print to stdout, as `print_table` does; json holds a row for each cell that has runs."""
+    """Print a pivot table to stdout. json has a row per cell with runs."""
     index, columns = (results.short_names(keys)[key] for key in keys)
     if style == "json":
         print(json.dumps([cell for line in cross.cells for cell in line if cell], indent=4, allow_nan=False))
@@ -265,7 +266,7 @@ def _cells(
 
 
 def _ends(interval: str) -> tuple[str, ...]:
-    """The csv columns of a score: always the deviation, so that columns have one meaning in all files."""
+    """Suffixes of a score's csv columns. "_std" is always present, as columns have the same meaning in all files."""
     return ("", "_std", "_n") if interval == "std" else ("", "_std", f"_{interval}", "_n")
 
 
@@ -283,7 +284,7 @@ def _csv(rows: Sequence[Sequence[Any]]) -> str:
 
 
 def _text(value: str) -> str:
-    """A text that no spreadsheet takes for a formula."""
+    """Escape a text that a spreadsheet would treat as a formula."""
     return f"'{value}" if value[:1] in _FORMULA else value
 
 
@@ -292,7 +293,7 @@ def _raw(value: Any) -> str:
 
 
 def markdown(headings: list[str], lines: list[list[str]]) -> str:
-    """A table in Markdown; bars in cells are escaped."""
+    """A Markdown table; bars in cells are escaped."""
     rows = [headings, ["---"] * len(headings), *lines]
     return "".join(
         "| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in row) + " |\n" for row in rows
@@ -308,7 +309,7 @@ def _latex(headings: list[str], lines: list[list[str]], num_keys: int, bold: Col
     rows = [" & ".join(row) + r" \\" for row in (map(_escape, headings), *cells)]
     rows = [
         "{}" + row if row.startswith(("[", "*")) else row for row in rows
-    ]  # after \\ LaTeX reads these as its options
+    ]  # LaTeX would parse these as options of \\
     parts = [
         r"\begin{tabular}{" + columns + "}",
         r"\toprule",

@@ -48,7 +48,7 @@ from src.systems.interleaved.streaming.manifest import Manifest, Shard
 from src.systems.interleaved.streaming.remote.transfer import PIPE, REMOTE, Source, source_of, transfer
 from src.systems.interleaved.streaming.shard_lists import ShardSource, list_shards
 from src.systems.interleaved.streaming.tars.fields import Fields
-from src.systems.interleaved.streaming.tars.image_files import MOST_PIXELS
+from src.systems.interleaved.streaming.tars.image_files import MAX_PIXELS
 from src.systems.interleaved.streaming.tars.indexing import build
 from src.systems.interleaved.streaming.texts import TextTokens, count_tokens
 
@@ -62,7 +62,7 @@ class Making(NamedTuple):
     texts: TextTokens | None = None
     """Counts the tokens of texts; None: not counted."""
     fields: Fields | None = None
-    max_pixels: int = MOST_PIXELS
+    max_pixels: int = MAX_PIXELS
 
     def lacks(self, index: tar_index.TarIndex) -> bool:
         """Whether an index was made with other options, and must be made again."""
@@ -115,7 +115,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     )
     add("--fields", metavar="JSON", help=mapping)
     most = "larger images make a document bad, without decoding them (default: %(default)s)"
-    add("--max_pixels", type=int, default=MOST_PIXELS, metavar="N", help=most)
+    add("--max_pixels", type=int, default=MAX_PIXELS, metavar="N", help=most)
     add(
         "--source",
         default="",

@@ -1,7 +1,7 @@
-"""The learning curves of the dashboard: a picture of each metric, with a line and its band for each configuration.
+"""Learning curves of the dashboard: a picture per metric, with a line and a band per configuration.
 New data do not reset the zoom.
 
-The mouse highlights a line within some pixels of it, also between its points, and calls back with its colour.
+The line closest to the mouse is highlighted, also between its points, and a callback gets its colour.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -17,40 +17,40 @@ from results.pages.legend import NEUTRAL
 from results.pages.overview import Curves, Line
 
 HEIGHT, LOWER = 350, 240
-"""Pixels of one picture, and of each of several."""
+"""Height in pixels of a single picture, and of each of several pictures."""
 _REACH = 14
-"""Pixels across a line, or a point, in which the mouse finds it."""
+"""Width in pixels of the area around a line or point that reacts to the mouse."""
 _FEW_POINTS = 40
 _BAND, _DIM_ALPHA = 0.13, 0.2
-"""Opacities of the band of a line, and of the other lines where one is lit."""
+"""Opacity of bands, and factor on the opacity of lines while another line is highlighted."""
 
 
 class Plot:
-    """`pane` displays the last argument of `show`, `legend` names its lines, and scrolls where they are many."""
+    """Pictures with the curves of several metrics, in `pane`."""
 
     def __init__(self, on_hover: Callable[[str], None]) -> None:
-        """on_hover: called with the colour of the line below the mouse, where it is another than before."""
+        """on_hover: called with the colour of the line below the mouse when it changes."""
         self.pane = pn.pane.Bokeh(sizing_mode="stretch_width", margin=0, css_classes=["plot"])
         self._on_hover = on_hover
         self._nearest = ColumnDataSource({"colour": [""]})
         """The highlighted colour, shared with the browser."""
         self._axes: Any = None
         self._kinds: list[list[tuple[bool, bool]]] = []
-        """For each picture, the kind of each line."""
+        """The kind of each line, by picture."""
         self._sources: list[ColumnDataSource] = []
         self._colours: list[str] = []
         self._visible: set[str] = set()
         self._renderers: list[list[Any]] = []
-        """For each line, its renderers; the last one reacts to the mouse."""
+        """The renderers of each line; the last one reacts to the mouse."""
         self._opacities: list[tuple[int, Any, float]] = []
-        """Number of the line, glyph and opacity of what dims where another line is lit."""
+        """(line number, glyph, full opacity) of each glyph that is dimmed while another line is highlighted."""
         self.lit: str | None = None
-        """The colour of the line that is lit."""
+        """Colour of the highlighted line."""
 
     def show(self, pictures: Mapping[str, Curves], x: str, logarithmic: bool) -> None:
-        """Send changes to the current pictures; draw new ones for other axes, other kinds of lines, or more lines.
+        """Update the pictures. Draw new ones if the axes, the kinds of lines, or the number of lines changed.
 
-        pictures: the curves of each metric.
+        pictures: curves by metric.
         """
         lines = [line for curves in pictures.values() for line in curves.lines]
         factors = sorted({place for line in lines for place in line.x if isinstance(place, str)})
@@ -80,10 +80,12 @@ class Plot:
         self.light(self.lit)
 
     def light(self, colour: str | None) -> None:
-        """Dim all lines but those of a colour; None, or a colour without a visible line: dim none."""
+        """Dim all lines except those of a colour. None, or a colour without a visible line, dims no line."""
         self.lit = colour = colour if colour in self._visible else None
         message: dict[str, Any] = {"colour": [colour or ""]}
-        if message != self._nearest.data:  # before the repaint, which makes the browser look below the mouse
+        if (
+            message != self._nearest.data
+        ):  # before the repaint, after which the browser reports the line below the mouse
             self._nearest.data = message
         for place, glyph, opacity in self._opacities:
             target = opacity * (1 if colour in (None, self._colours[place]) else _DIM_ALPHA)
@@ -92,12 +94,12 @@ class Plot:
                     setattr(glyph, name, target)
 
     def _hover(self, colour: str) -> None:
-        """Report a colour from the browser. One that `light` wrote is not reported: it could undo a later choice."""
+        """Report a new colour from the browser. Ignores the colour set by `light`, which could undo a later choice."""
         if colour != (self.lit or ""):
             self._on_hover(colour)
 
     def _update(self, place: int, line: Line | None) -> None:
-        """Let the parts at `place` draw this line, or none."""
+        """Draw a line with the renderers at `place`; None hides them."""
         for renderer in self._renderers[place]:
             if renderer.visible != (line is not None):
                 renderer.visible = line is not None
@@ -130,10 +132,12 @@ class Plot:
         first = len(self._renderers)
         for line in curves.lines:
             self._add(picture, line, curves)
-        targets = [of_line[-1] for of_line in self._renderers[first:]]
-        tell = CustomJS(args={"lit": self._nearest, "scale": "log" if logarithmic else "linear"}, code=_TELL)
+        targets = [line_renderers[-1] for line_renderers in self._renderers[first:]]
+        callback = CustomJS(
+            args={"lit": self._nearest, "scale": "log" if logarithmic else "linear"}, code=_HOVER_SCRIPT
+        )
         tooltips = [("", "@label"), (x, "@x"), (metric, "@mean{0.0000} (@low{0.0000} to @high{0.0000})")]
-        picture.add_tools(HoverTool(renderers=targets, tooltips=tooltips, line_policy="nearest", callback=tell))
+        picture.add_tools(HoverTool(renderers=targets, tooltips=tooltips, line_policy="nearest", callback=callback))
         _quiet(picture)
         return picture
 
@@ -163,7 +167,7 @@ class Plot:
         self._renderers.append(parts)
 
 
-_TELL = """
+_HOVER_SCRIPT = """
 if (cb_data.renderer !== cb_obj.renderers[0]) return
 const height = scale === "log" ? Math.log : value => value
 const {x, y} = cb_data.geometry
@@ -182,14 +186,15 @@ for (const line of cb_obj.renderers.filter(line => line.visible)) {
 }
 if (name !== lit.data.colour[0]) lit.data = {colour: [name]}
 """
-"""Reports the line nearest to the mouse. Bokeh calls it for each line whenever the mouse moves and whenever the picture
-is painted, as it is when a line lights up: where lines overlap it finds all of them, and reporting each in turn would
-never end. A line stays lit when the mouse leaves it: a row is often clicked next.
+"""Report the line closest to the mouse. Bokeh calls this for each line on every mouse move and every repaint.
+
+A highlight causes a repaint. If lines overlap, reporting each of them would therefore loop forever; only the closest
+one is reported. A line stays highlighted when the mouse leaves it, as users often click its row next.
 """
 
 
 def legend(pictures: Mapping[str, Curves]) -> str:
-    """The names of all lines, each once."""
+    """HTML with the label of each line, once per colour."""
     labels = {line.colour: line.label for curves in pictures.values() for line in curves.lines}
     return "".join(
         f'<div class="entry">{markup.dot(colour)}{markup.escape(label)}</div>' for colour, label in labels.items()
@@ -197,7 +202,7 @@ def legend(pictures: Mapping[str, Curves]) -> str:
 
 
 def _kind(line: Line, curves: Curves) -> tuple[bool, bool]:
-    """Whether the line has only points, and whether points are marked."""
+    """(whether the line is only points, whether points have markers)."""
     points = curves.is_scatter or len(line.x) == 1
     return points, points or len(line.x) < _FEW_POINTS
 
@@ -210,7 +215,7 @@ def _quiet(picture: Any) -> None:
     picture.toolbar.logo = None
     picture.toolbar.autohide = True
     picture.outline_line_color = picture.background_fill_color = picture.border_fill_color = (
-        None  # light or dark, as the page is
+        None  # transparent, for light and dark pages
     )
     picture.grid.grid_line_color = picture.axis.axis_line_color = picture.axis.major_tick_line_color = NEUTRAL
     picture.grid.grid_line_alpha = 0.2

@@ -1,4 +1,4 @@
-"""Statistics by layer over the steps of one run, from its statistics.jsonl, as heat maps."""
+"""Heat maps of a run's statistics by layer and step, from its statistics.jsonl."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping
@@ -13,37 +13,37 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 FILE = "statistics.jsonl"
-MOST_COLUMNS = 400
-"""Maximum number of steps in the picture; with more, every n-th."""
+MAX_COLUMNS = 400
+"""Maximum number of steps in a picture; above it, every n-th step is drawn."""
 _LABELS = 64
 """Maximum number of labelled rows."""
 _CHARACTERS = 48
-"""Maximum length of a label; the end of a longer name."""
+"""Maximum length of a label; of longer names the end is shown."""
 _NONFINITE = "#b42318"
 _ZERO = "#e3e6ea"
 
 
 @dataclass
 class Layers:
-    """One number for each layer and step; None if it is not finite."""
+    """One number per layer and step; None if it is not finite."""
 
     title: str
     values: dict[str, dict[int, float | None]] = field(default_factory=dict)
-    """By layer, in the order of the model, and by step."""
+    """Layer, in model order -> step -> number."""
 
     def add(self, name: str, step: int, value: float | None) -> None:
-        """A later number for the same step replaces the earlier one."""
+        """Add a number; replaces an earlier one for the same step."""
         self.values.setdefault(name, {})[step] = value
 
     def steps(self) -> list[int]:
-        """All steps, or every n-th and the last."""
-        steps = sorted({step for of_layer in self.values.values() for step in of_layer})
-        every = math.ceil(len(steps) / MOST_COLUMNS)
+        """All steps; above MAX_COLUMNS every n-th, including the last."""
+        steps = sorted({step for layer_values in self.values.values() for step in layer_values})
+        every = math.ceil(len(steps) / MAX_COLUMNS)
         return steps[::-every][::-1] if every > 1 else steps
 
 
 def read(run: Path) -> tuple[list[Layers], list[str]]:
-    """The statistics of layers in the save directory `run`, and warnings for malformed lines.
+    """Read the layer statistics in save directory `run`; also returns warnings about malformed lines.
 
     Raises:
         RunError: the file cannot be read.
@@ -55,7 +55,7 @@ def read(run: Path) -> tuple[list[Layers], list[str]]:
             for line in file:
                 record = _record(line)
                 if record is None:
-                    wrong += line.endswith(b"\n")  # a last line without it is being written
+                    wrong += line.endswith(b"\n")  # a last line without a line end is still being written
                     continue
                 for title, fits, number in _KINDS:
                     if fits(record):
@@ -92,18 +92,20 @@ _KINDS = (
 
 
 def draw(layers: Layers) -> "Figure":
-    """A heat map: a row for each layer, a column for each step, coloured by magnitude; zero is grey, not finite red."""
+    """Draw a heat map with a row per layer and a column per step. Zero is grey; values that are not finite are red."""
     import numpy as np
     from matplotlib import colormaps
     from matplotlib.figure import Figure
 
     steps, names = layers.steps(), list(layers.values)
-    table = np.array([[of_layer.get(step, 0.0) for step in steps] for of_layer in layers.values.values()], dtype=float)
+    table = np.array(
+        [[layer_values.get(step, 0.0) for step in steps] for layer_values in layers.values.values()], dtype=float
+    )
     with np.errstate(divide="ignore", invalid="ignore"):
         logs = np.log10(np.abs(table))
     usual = logs[np.isfinite(logs)]
     low, high = (float(usual.min()), float(usual.max())) if usual.size else (0.0, 0.0)
-    logs[np.isneginf(logs)] = low - 1  # imshow takes infinity for a number that is missing
+    logs[np.isneginf(logs)] = low - 1  # imshow treats infinity as a missing number
     figure = Figure(figsize=(10, min(9.0, 1.4 + 0.12 * len(names))), layout="constrained")
     axes = figure.add_subplot()
     colours = colormaps["viridis"].with_extremes(bad=_NONFINITE, under=_ZERO)
@@ -123,12 +125,14 @@ def draw(layers: Layers) -> "Figure":
 
 
 def notable(kinds: Iterable[Layers], most: int = 3) -> list[tuple[str, str, str]]:
-    """(what, layer, number at the last step) of the layers with the largest numbers, the ones not finite first."""
+    """(title, layer, number at the last step) of the layers with the largest numbers; not finite ones first."""
     rows = []
     for layers in kinds:
         last = layers.steps()[-1]
-        at_last = [(name, of_layer[last]) for name, of_layer in layers.values.items() if last in of_layer]
-        at_last.sort(key=lambda entry: math.inf if entry[1] is None else entry[1], reverse=True)
-        what = f"{layers.title}, step {last}"
-        rows += [(what, name, "not finite" if value is None else f"{value:.3g}") for name, value in at_last[:most]]
+        last_values = [
+            (name, layer_values[last]) for name, layer_values in layers.values.items() if last in layer_values
+        ]
+        last_values.sort(key=lambda entry: math.inf if entry[1] is None else entry[1], reverse=True)
+        title = f"{layers.title}, step {last}"
+        rows += [(title, name, "not finite" if value is None else f"{value:.3g}") for name, value in last_values[:most]]
     return rows

@@ -1,4 +1,4 @@
-"""Labels and colours of configurations: the same in tables, curves and pages, independent of filters and sorting."""
+"""Labels and colours of configurations, consistent across tables, curves and pages, and independent of filters."""
 
 import colorsys
 import copy
@@ -22,22 +22,22 @@ COLOURS = (
     "#0f766e",
     "#6d7a8c",
 )
-"""Each is seen on white and on black."""
+"""Readable on white and on black."""
 NEUTRAL = "#7b8798"
-"""Text and axes of pictures without a background, readable on light and dark pages."""
+"""Colour of text and axes without a background, readable on light and dark pages."""
 LINES = 12
-"""Maximum number of lines in a picture by default."""
+"""Default maximum number of lines in a picture."""
 VALUE_CHARACTERS = 16
 _GOLDEN_RATIO = 0.618034
 _LIGHTNESS = (0.5, 0.36, 0.64)
 
 
 class Configurations:
-    """Runs that differ only in their seed, in the order of `rows`; their labels and colours.
+    """Configurations: groups of runs that differ only in their seed, with labels and colours.
 
-    by: dotted config keys that define configurations; None for those that vary. among: all rows of the groups if `rows`
-    are filtered: colours follow from all. unfinished: means are over all runs, not only over finished ones.
-    seed: the key that means are over. most: the number of lines in a picture.
+    by: dotted config keys that define configurations; None: those that vary. among: the unfiltered rows, which
+    determine the colours. unfinished: average over all runs, not only over finished ones.
+    seed: the key to average over. most: maximum number of lines in a picture.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class Configurations:
         self.colours = _colours(self.groups, self.keys) if not among or among == rows else colours(among, by, seed)
 
     def with_rows(self, rows: Sequence[results.Row]) -> "Configurations":
-        """These configurations with the current rows of the same runs, in the same order."""
+        """Copy with updated rows of the same runs."""
         if rows is self.rows:
             return self
         changed = copy.copy(self)
@@ -65,7 +65,7 @@ class Configurations:
         return changed
 
     def label(self, group: Sequence[results.Row]) -> str:
-        """Empty for the only configuration, if all its runs are drawn."""
+        """Label of a configuration. Empty for a single configuration if all its runs are averaged."""
         over = len(statistics.averaged_rows(group, self.unfinished))
         if over == len(group):
             return label(group, self.keys)
@@ -73,7 +73,7 @@ class Configurations:
         return f"{text} ({over} of {len(group)}{'' if over else ' done'})".strip()
 
     def sort_best_first(self, metric: str) -> list[list[results.Row]]:
-        """The configurations by their mean of `metric`; those without a finished run last, by their last values."""
+        """Configurations by their mean of `metric`, best first. Those without a finished run are last."""
 
         def mean(group: Sequence[results.Row], unfinished: bool) -> tuple[bool, float]:
             value = statistics.mean(group, metric, unfinished)
@@ -82,20 +82,20 @@ class Configurations:
         return sorted(self.groups, key=lambda group: (mean(group, self.unfinished), mean(group, True)))
 
     def curve_rows(self, group: Sequence[results.Row]) -> Sequence[results.Row]:
-        """The runs that the curve of a configuration is the mean of: as in the table or, if none is done, all."""
+        """The runs to average for a curve: as in the table, or all if none is done."""
         return statistics.averaged_rows(group, self.unfinished) or group
 
     def colour(self, group: Sequence[results.Row]) -> str:
-        """In hexadecimal digits."""
+        """Colour of a configuration, as "#rrggbb"."""
         return self.colour_of(group[0]["exp_id"], group[0]["group"])
 
     def colour_of(self, exp_id: str, group: str | None = None) -> str:
-        """The colour of the configuration of a run; group: as a member of this group."""
+        """Colour of a run's configuration, as a member of `group`."""
         return self.colours.get((exp_id, group)) or self.colours[exp_id, None]
 
 
 def _member(row: results.Row, group: results.Row) -> results.Row:
-    """`row` as a member of the group that `group` names."""
+    """`row` as a member of the group of row `group`."""
     return (
         row
         if row["group"] == group["group"]
@@ -106,11 +106,10 @@ def _member(row: results.Row, group: results.Row) -> results.Row:
 def colours(
     rows: Sequence[results.Row], by: Sequence[str] | None = None, seed: str = results.SEED
 ) -> dict[tuple[str, str | None], str]:
-    """(exp id, group) -> the colour of its configuration.
-    rows: all rows; by: the keys of configurations, None for those that vary.
+    """(experiment id, group) -> colour of its configuration.
+    rows: all rows. by: keys that define configurations; None: those that vary.
 
-    The colours follow the values of the configurations, so they do not depend on scores, on the order of runs or on a
-    filter.
+    Colours depend on the sorted config values, not on scores, the order of runs, or filters.
     """
     keys = statistics.grouping_keys(rows, by, seed)
     return _colours(results.group_rows(rows, keys), keys)
@@ -135,13 +134,13 @@ def _colour(place: int) -> str:
 
 
 def label(group: Sequence[Mapping[str, Any]], keys: Sequence[str]) -> str:
-    """The distinguishing values of a configuration, and the number of its runs."""
+    """Distinguishing config values of a group, with the number of its runs."""
     names = results.short_names(keys)
     text = ", ".join(f"{names[key]}={clip(group[0][key]) or '–'}" for key in keys if key in group[0])
     return f"{text} ({len(group)})" if len(group) > 1 else text
 
 
 def clip(value: Any, most: int = VALUE_CHARACTERS) -> str:
-    """A text of at most `most` characters; a longer one ends with "…"."""
+    """Truncate a text to `most` characters, ending with "…"."""
     text = encodable(str(value))
     return text if len(text) <= most else f"{text[: most - 1]}…"

@@ -1,4 +1,4 @@
-"""Pieces of HTML for the dashboard and the report: text goes in and is escaped, HTML comes out."""
+"""HTML elements for the dashboard and the report. Arguments are plain text and are escaped."""
 
 import html
 from collections.abc import Iterable, Mapping, Sequence
@@ -8,12 +8,12 @@ from src.files import ROOT, encodable
 
 
 def style(name: str) -> str:
-    """A style sheet of resources/."""
+    """Read a style sheet of resources/."""
     return (ROOT / "resources" / f"{name}.css").read_text(encoding="utf-8")
 
 
 CSS = style("markup")
-"""The style sheet of the pieces."""
+"""Style sheet of these elements."""
 
 
 def chips(counts: Mapping[str, int]) -> str:
@@ -27,7 +27,7 @@ def chip(state: str, text: str) -> str:
 
 
 def warnings(texts: Sequence[str]) -> str:
-    """A box that can be folded; empty without warnings."""
+    """A foldable box of warnings; empty without warnings."""
     if not texts:
         return ""
     items = "".join(f"<li>{escape(text)}</li>" for text in texts)
@@ -39,27 +39,27 @@ def warnings(texts: Sequence[str]) -> str:
 
 
 def error(text: str) -> str:
-    """An error message; empty for none."""
+    """An error message; empty without text."""
     return f'<div class="error">{escape(text)}</div>' if text else ""
 
 
 def note(text: str) -> str:
-    """A quiet remark."""
+    """A remark in small print; empty without text."""
     return f'<div class="note">{escape(text)}</div>' if text else ""
 
 
 def text_block(text: str) -> str:
-    """Preformatted text, scrolled to its end."""
+    """Preformatted text that is scrolled to its end."""
     return f'<div class="tail"><pre>{escape(text)}</pre></div>'
 
 
 def dot(colour: str) -> str:
-    """The mark of a configuration."""
+    """A coloured dot that marks a configuration."""
     return f'<span class="dot" style="background:{escape(colour)}"></span>'
 
 
 def link(address: str, text: str) -> str:
-    """A link that opens a page of its own."""
+    """A link that opens in a new tab."""
     return f'<a href="{escape(address)}" target="_blank" rel="noopener">{escape(text)}</a>'
 
 
@@ -69,8 +69,8 @@ def plain_table(
     chips: int | None = None,
     colours: Sequence[str] | None = None,
 ) -> str:
-    """A small table with row headings. chips: the column of states, if any.
-    colours: of the configuration in each line."""
+    """A small table with row headings. chips: index of the column of states, if any.
+    colours: colour of the configuration in each line."""
     cells = "".join(f"<th>{escape(cell)}</th>" for cell in headings)
     top = f"<thead><tr>{cells}</tr></thead>" if cells else ""
     rows = []

@@ -1,5 +1,5 @@
-"""The content of the dashboard and the report as plain rows and texts, without markup.
-A damaged directory only gives a warning."""
+"""Content of the dashboard and the report as plain rows and texts, without markup.
+A damaged directory causes only a warning."""
 
 import json
 import math
@@ -41,7 +41,7 @@ JOB_HEADINGS = (
     "node",
     "notes",
 )
-MOST_CHARACTERS = 4000
+MAX_CHARACTERS = 4000
 """Maximum length of a differing value, such as uncommitted code."""
 Job = status.Row
 T = TypeVar("T")
@@ -51,44 +51,44 @@ _FACTS = ("time", "host", "platform", "python", "commit", "dirty", "cpus", "gpus
 
 @dataclass(frozen=True)
 class Overview:
-    """A snapshot of a folder of runs, or of a part of it."""
+    """Snapshot of a folder of runs, or of a selection."""
 
     runs: Path
     rows: list[results.Row] = field(default_factory=list)
-    """Experiments with a readable save directory. "state" is the state of their job."""
+    """Experiments with a readable save directory; "state" is the state of the job."""
     jobs: list[status.Row] = field(default_factory=list)
     """The same experiments, and queued or unreadable ones."""
     groups: list[str] = field(default_factory=list)
-    """All groups of the folder, also those outside of this part."""
+    """All groups of the folder, including those outside the selection."""
     warnings: list[str] = field(default_factory=list)
     loaded: Sequence[results.Row] = ()
-    """The rows before `select`: colours follow from all."""
+    """The rows before `select`, which determine the colours."""
     unfinished: bool = False
-    """Whether means are over all runs, not only over finished ones."""
+    """Average over all runs, not only over finished ones."""
     seed: str = results.SEED
-    """The config key that means are over."""
+    """The config key to average over."""
     saved: "Saved | None" = field(default=None, compare=False, repr=False)
-    """Values to reuse while the runs are the same."""
+    """Cache of values that depend only on the runs."""
     _configs: dict[tuple[str, ...], legend.Configurations] = field(
         default_factory=dict, init=False, compare=False, repr=False
     )
     _members: list[Any] = field(default_factory=list, init=False, compare=False, repr=False)
 
     def configurations(self, by: Sequence[str]) -> legend.Configurations:
-        """The rows by those of the keys `by` that exist; without any by those that vary."""
+        """Group the rows by the existing keys in `by`, or by the varying keys if no such key exists."""
         if tuple(by) not in self._configs:
             key = ("configurations", *by, self.unfinished, self.seed)
 
             def compute() -> legend.Configurations:
                 return legend.Configurations(self.rows, _existing(self, by), self.loaded, self.unfinished, self.seed)
 
-            of_configs = set(by).isdisjoint({*results.FACTS} - {"group"})
-            self._configs[tuple(by)] = self.reuse(key, compute).with_rows(self.rows) if of_configs else compute()
+            is_cacheable = set(by).isdisjoint({*results.FACTS} - {"group"})
+            self._configs[tuple(by)] = self.reuse(key, compute).with_rows(self.rows) if is_cacheable else compute()
         return self._configs[tuple(by)]
 
     def reuse(self, key: tuple[Any, ...], compute: Callable[[], T]) -> T:
-        """`compute()`, or its earlier result for the same runs.
-        Only for results that follow from the configs: an id is the hash of one."""
+        """Return `compute()`, cached while the runs are the same.
+        The result must depend only on the configs, as ids are hashes of configs."""
         if self.saved is None:
             return compute()
         if not self._members:
@@ -118,23 +118,23 @@ class Ranking:
     """The table of results, best first."""
 
     headings: list[str] = field(default_factory=list)
-    """Scores before configurations, the score that sorts first."""
+    """Scores before configurations, starting with the score that the table is sorted by."""
     lines: list[list[str]] = field(default_factory=list)
     colours: list[str] = field(default_factory=list)
-    """The colour of each line's configuration."""
+    """Colour of the configuration in each line."""
     best_lines: list[set[int]] = field(default_factory=list)
-    """For each column, the lines with the best value of its score; empty for other columns."""
+    """For each score column, the lines with the best value; empty for other columns."""
     same: list[str] = field(default_factory=list)
-    """Values that all lines share, shown without a column: "step 250"."""
+    """Values shared by all lines, shown without a column: "step 250"."""
     best: str = ""
     """The first line in words; empty without scores."""
     remarks: list[str] = field(default_factory=list)
-    """Of `statistics.nan_remarks`."""
+    """Remarks of `statistics.nan_remarks`."""
 
 
 @dataclass(frozen=True)
 class Line:
-    """The learning curve of one configuration: its mean over seeds and the band around it at each x, sorted by x."""
+    """Learning curve of a configuration: the mean over seeds and its band at each x, sorted by x."""
 
     label: str
     colour: str
@@ -146,7 +146,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Curves:
-    """Lines of one picture, best first, and remarks. is_scatter: each point is a run, and no line joins them."""
+    """Lines of one picture, best first, and remarks. is_scatter: each point is a run; points are not connected."""
 
     lines: list[Line] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -155,29 +155,29 @@ class Curves:
 
 @dataclass(frozen=True)
 class Look:
-    """How curves are drawn.
-    x: "step", "seconds" of training, a score such as "tokens", or a config key: then a point for each run."""
+    """Display options of curves.
+    x: "step", "seconds" of training, a score such as "tokens", or a config key, which draws a point per run."""
 
     x: str = "step"
     spread: str = "std"
     smoothing: float = 0.0
-    """Of `curves.Band.smooth`."""
+    """Weight for `curves.Band.smooth`."""
     by: Sequence[str] = ()
-    """Config keys that define configurations; empty for all that vary, except the seed."""
+    """Config keys that define configurations; empty: all that vary, except the seed."""
 
 
 class Saved:
-    """Values of the ended runs in a folder, for the next `load`."""
+    """Cached values of ended runs in a folder, for the next `load`."""
 
     def __init__(self, runs: Path) -> None:
         self.rows: results.RowCache = ReadCache(runs)
         self.jobs: status.RowCache = ReadCache(runs)
         self.results: dict[tuple[Any, ...], tuple[Any, Any]] = {}
-        """Name -> the runs and the result: see `Overview.reuse`."""
+        """Key -> (runs, result), for `Overview.reuse`."""
 
 
 def load(runs: Path, group: str | Sequence[str] | None = None, saved: Saved | None = None) -> Overview:
-    """Everything in `runs`, or of one or several groups. A file that cannot be read gives a warning, no error."""
+    """Load the folder `runs`, or one or several groups. Unreadable files cause warnings, not errors."""
     ids: list[str] = []
     rows_saved, jobs_saved = (saved.rows, saved.jobs) if saved else (None, None)
     try:
@@ -217,7 +217,7 @@ def load(runs: Path, group: str | Sequence[str] | None = None, saved: Saved | No
 
 
 def newest_group(content: Overview) -> str | None:
-    """The group of the run that was created last."""
+    """The group of the newest run."""
 
     def creation_time(row: results.Row) -> float:
         try:
@@ -229,12 +229,12 @@ def newest_group(content: Overview) -> str | None:
 
 
 def select(content: Overview, states: Sequence[str] = (), where: str = "", text: str = "") -> Overview:
-    """Experiments in `states` (none: all) with `text` in their id or config, for which the expression `where` holds.
+    """Select experiments in `states` (empty: all) with `text` in their id or config, that satisfy expression `where`.
 
-    An experiment without a row has no config: an expression leaves it out.
+    An expression excludes experiments without a row, as these have no config.
 
     Raises:
-        ConfigError: `where` is malformed, or uses a name that no row has.
+        ConfigError: `where` is malformed, or uses an unknown name.
     """
     rows, jobs = content.rows, content.jobs
     if states:
@@ -258,8 +258,8 @@ def select(content: Overview, states: Sequence[str] = (), where: str = "", text:
 def choose_values(
     content: Overview, unfinished: bool = False, value: str = "last", at_step: int | None = None
 ) -> Overview:
-    """Choose values and averaged runs, as the options of `results.table` do. at_step takes precedence over `value` and
-    includes unfinished runs, as all can be compared at one step.
+    """Choose values and runs to average, like the options of `results.table`. at_step takes precedence over `value`,
+    and includes unfinished runs, as runs are comparable at the same step.
     """
     rows, warnings = choose_run_values(content.runs, content.rows, "last" if at_step is not None else value, at_step)
     return replace(
@@ -276,10 +276,9 @@ def tabulate(
 ) -> Ranking:
     """The table of results; empty without rows.
 
-    by: config keys of the rows; default: all that vary, except the seed. scores: default: `headline`. metric: sorts;
-    default: the first.
-    spread: the value after ±: "std", or "ci95", the 95 % interval of the mean. Keys and scores that no row has are left
-    out.
+    by: config keys to group by; default: all that vary, except the seed. scores: default: `headline`.
+    metric: sort key; default: the first score. spread: the value after ±: "std", or "ci95", the 95 % interval of the
+    mean. Unknown keys and scores are ignored.
     """
     if not content.rows:
         return Ranking()
@@ -306,7 +305,7 @@ def tabulate(
 
 
 def headline(content: Overview) -> list[str]:
-    """The first scores to look at."""
+    """The most important scores."""
     return table.headline(results.headline_scores(results.score_names(content.rows)))[:SCORES]
 
 
@@ -316,14 +315,14 @@ def _existing(content: Overview, by: Sequence[str]) -> list[str] | None:
 
 
 def metrics(content: Overview) -> list[str]:
-    """All scores, the one that tables are sorted by first."""
+    """All scores, starting with the default of tables."""
     existing = results.score_names(content.rows)
     first = table.default_metric(results.headline_scores(existing))
     return [first, *(name for name in existing if name != first)] if first else []
 
 
 def curves(content: Overview, metric: str, look: Look = Look()) -> Curves:
-    """Learning curves of the best `legend.LINES` configurations, or the last values of all runs over a config key."""
+    """Learning curves of the best configurations, or the last values of all runs over a config key."""
     if metric not in results.score_names(content.rows):
         return Curves()
     configs = content.configurations(look.by)
@@ -353,7 +352,7 @@ def curves(content: Overview, metric: str, look: Look = Look()) -> Curves:
 
 
 def differing(content: Overview) -> tuple[list[str], dict[str, str]]:
-    """The config keys that vary within a group, and exp id -> its values of those of its group: "stride=2, seed=0"."""
+    """The config keys that vary within any group, and experiment id -> its values of these keys: "stride=2, seed=0"."""
 
     def compute() -> tuple[list[str], dict[str, str]]:
         varying: dict[str, None] = {}
@@ -368,12 +367,12 @@ def differing(content: Overview) -> tuple[list[str], dict[str, str]]:
 
 
 def remarks(content: Overview) -> dict[str, str]:
-    """Exp id -> its tags and note: "#good looks fine"."""
+    """Experiment id -> its tags and note: "#good looks fine"."""
     return {row["exp_id"]: " ".join([*(f"#{tag}" for tag in row["tags"]), row["note"]]).strip() for row in content.rows}
 
 
 def job_cells(job: status.Row, label: str, remark: str = "") -> list[str]:
-    """The cells below `JOB_HEADINGS`. label: the distinguishing config values of the experiment.
+    """The cells of a job under `JOB_HEADINGS`. label: distinguishing config values of the experiment.
     remark: tags and note."""
     step = "–" if job.step is None else str(job.step)
     return [
@@ -393,7 +392,7 @@ def job_cells(job: status.Row, label: str, remark: str = "") -> list[str]:
 
 
 def duration(seconds: float | None) -> str:
-    """7.2 -> "7 s", 4000 -> "1 h 6 min"; None -> "–"."""
+    """Format a duration: 7.2 -> "7 s", 4000 -> "1 h 6 min", None -> "–"."""
     if seconds is None:
         return "–"
     for large, small, size, part in (("d", "h", 86_400, 3600), ("h", "min", 3600, 60), ("min", "s", 60, 1)):
@@ -403,13 +402,13 @@ def duration(seconds: float | None) -> str:
 
 
 def format_value(value: Any) -> str:
-    """A value of a config: text unchanged, anything else as JSON."""
+    """Format a config value: text unchanged, anything else as JSON."""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 def differences(runs: Path, one: str, other: str) -> tuple[list[tuple[str, str, str]], list[str]]:
-    """(what, of one, of the other) for each value that differs, as `results.diff` has it;
-    and a warning for what cannot be read."""
+    """(key, value in `one`, value in `other`) for each difference that `results.diff` finds;
+    and a warning for each unreadable file."""
     sections, warnings = diff.differences(runs / one, runs / other)
     changes = [
         (f"{section}: {key}", _side(pair, "a"), _side(pair, "b"))
@@ -420,7 +419,7 @@ def differences(runs: Path, one: str, other: str) -> tuple[list[tuple[str, str, 
 
 
 def _side(pair: Mapping[str, Any], side: str) -> str:
-    return format_value(pair[side])[:MOST_CHARACTERS] if side in pair else "absent"
+    return format_value(pair[side])[:MAX_CHARACTERS] if side in pair else "absent"
 
 
 def environment(runs: Path, exp_id: str) -> dict[str, str]:
@@ -437,16 +436,18 @@ def environment(runs: Path, exp_id: str) -> dict[str, str]:
 
 
 def logs(content: Overview, exp_id: str) -> dict[str, Path]:
-    """The log files of an experiment by name, the output of its job first."""
-    of_job = {f"{end}.log": content.runs / "logs" / f"{exp_id}.{end}.log" for end in ("out", "err")}
+    """Log files of an experiment by name, starting with the output of its job."""
+    job_logs = {f"{end}.log": content.runs / "logs" / f"{exp_id}.{end}.log" for end in ("out", "err")}
     job_log = next((job.log for job in content.jobs if job.exp_id == exp_id and job.log is not None), None)
-    of_run = {path.name: path for path in sorted((content.runs / exp_id / "logs").glob("*.log"))}
-    extra_logs = {} if job_log is None or job_log in (*of_job.values(), *of_run.values()) else {job_log.name: job_log}
-    return {name: path for name, path in (extra_logs | of_job | of_run).items() if path.is_file()}
+    run_logs = {path.name: path for path in sorted((content.runs / exp_id / "logs").glob("*.log"))}
+    extra_logs = (
+        {} if job_log is None or job_log in (*job_logs.values(), *run_logs.values()) else {job_log.name: job_log}
+    )
+    return {name: path for name, path in (extra_logs | job_logs | run_logs).items() if path.is_file()}
 
 
 def tail(path: Path, lines: int) -> str:
-    """The last lines of a log, or why it cannot be read."""
+    """The last lines of a log, or the error if it cannot be read."""
     try:
         return log_tail(path, lines)
     except (UserError, OSError) as error:
@@ -454,7 +455,7 @@ def tail(path: Path, lines: int) -> str:
 
 
 def _with_state(row: results.Row, state: str | None) -> results.Row:
-    """The row with the state of its job; a finished run stays finished, whatever the scheduler reports."""
+    """The row with the state of its job. Finished runs stay finished, regardless of the scheduler."""
     return row if state in (None, row["state"]) or row["state"] in results.FINISHED else row.replace({"state": state})
 
 
@@ -463,7 +464,7 @@ def _having(groups: Iterable[list[results.Row]], metric: str) -> list[list[resul
 
 
 def _points(configs: legend.Configurations, group: Sequence[results.Row], x: str, metric: str) -> Line:
-    """The last values of the finished runs of a configuration; values of the key that are no numbers are texts."""
+    """The last values of a configuration's finished runs over a config key; non-numeric keys become texts."""
     numbers = all(is_finite(row.get(x, 0)) for row in configs.rows)
     over = statistics.averaged_rows(group, configs.unfinished)
     points = [
@@ -482,7 +483,7 @@ def _line(band: Band, label: str, colour: str, spread: str) -> Line:
         zip(band.x.tolist(), band.mean.tolist(), band.half_width(spread).tolist(), strict=True),
         key=lambda point: point[0],
     )
-    halves = [0.0 if math.isnan(half) else half for _, _, half in points]  # of a single run there is no deviation
+    halves = [0.0 if math.isnan(half) else half for _, _, half in points]  # a single run has no deviation
     means = [mean for _, mean, _ in points]
     low, high = ([mean + sign * half for mean, half in zip(means, halves, strict=True)] for sign in (-1, 1))
     return Line(label, colour, [at for at, _, _ in points], means, low, high)

@@ -1,4 +1,4 @@
-"""Parts of the dashboard: boxes, panes of HTML, and sortable tables."""
+"""Dashboard components: boxes, HTML panes, and sortable tables."""
 
 import re
 import time
@@ -12,45 +12,44 @@ from results.pages import markup, overview
 
 CSS = markup.CSS + markup.style("dashboard")
 COLOUR = "colour"
-"""The column of dots, which has no title."""
-MOST_PIXELS = 360
-"""Maximum width of a column; longer texts wrap in columns of `wrapped`, and are clipped in the rest."""
+"""Column of coloured dots, which has no title."""
+MAX_PIXELS = 360
+"""Maximum width of a column. Longer texts wrap in `wrapped` columns, and are clipped in all other columns."""
 _NUMBER = re.compile(
     r"[-+]?[\d.]+(e[-+]?\d+)?( ± [\d.]+)?( \(\d+ of \d+\))?( / \d+)?$|\d+ of \d+ (done|at step "
     r"\d+)$|NaN$|\d+-\d+$|[\d.]+ (d|h|min|s)\b"
 )
 """Right-aligned cells: numbers, means, "40 / 200", "2 h 5 min"."""
-MOST_PATCHES = 500
-"""Changed cells that are sent one by one; for more of them the table is sent again."""
+MAX_PATCHES = 500
+"""Maximum number of cell changes to send individually; above it, the complete table is sent."""
 BUILDING_SECONDS = 1.5
-"""Less than the refresh interval, and long enough for most browsers to build a table."""
+"""Time for a browser to build a table; must be less than the refresh interval."""
 
 
 def box(*children: Any, kind: str = "card", row: bool = False) -> pn.layout.ListPanel:
-    """Children in a column or a row, with the style of `kind` in dashboard.css."""
+    """Arrange children in a column or a row, with the class `kind` of dashboard.css."""
     layout = pn.Row if row else pn.Column
     return layout(*children, css_classes=kind.split(), stylesheets=[CSS], sizing_mode="stretch_width", margin=0)
 
 
 def page(text: str = "", **sizes: Any) -> pn.pane.HTML:
-    """A pane of HTML."""
+    """An HTML pane."""
     return pn.pane.HTML(
         text, stylesheets=[CSS], visible=bool(text), **({"margin": (0, 5), "sizing_mode": "stretch_width"} | sizes)
     )
 
 
 def show_html(pane: pn.pane.HTML, text: str) -> None:
-    """Show `text`; sends nothing if it is unchanged."""
+    """Show `text`; does nothing if it is unchanged."""
     if pane.object != text:
         pane.param.update(object=text, visible=bool(text))
 
 
 class Table:
-    """A table that only shows, in `pane`.
+    """A read-only table, in `pane`.
 
-    Tabulator gets new data of its columns, and which of them are hidden: a filter often removes a column and adds it
-    again. New columns are another widget, as it throws where they change while it is still being built, which takes a
-    browser a moment, and drops the data that comes in this moment.
+    If columns disappear, they are hidden, as a filter often removes a column and adds it again. New columns need a new
+    widget: while the browser builds a table, Tabulator throws if columns change and drops new data.
     """
 
     def __init__(
@@ -62,8 +61,8 @@ class Table:
         wrapped: Sequence[str] = (),
         **settings: Any,
     ) -> None:
-        """name: its CSS class. on_selection: called with the numbers of the selected lines. html: columns with HTML
-        cells. wrapped: columns with wrapped texts.
+        """name: CSS class. on_selection: called with the numbers of the selected lines. html: columns with HTML cells.
+        wrapped: columns with wrapped texts.
         """
         formatters = {column: {"type": "html"} for column in html} | {
             column: {"type": "textarea"} for column in wrapped
@@ -80,7 +79,7 @@ class Table:
         self._numbers: set[str] = set()
         self._cells: Sequence[Sequence[Any]] = ()
         self._bold: set[str] = set()
-        """Columns with HTML cells, as one of them was bold when the widget was created."""
+        """Columns rendered as HTML, because they had a bold cell."""
         self._make(pd.DataFrame(), [])
 
     @property
@@ -91,8 +90,8 @@ class Table:
     def fill(
         self, headings: Sequence[str], lines: Sequence[Sequence[Any]], bold: Sequence[Collection[int]] = ()
     ) -> None:
-        """Show these cells; sends only what changed.
-        bold: for each column the lines with a bold cell; its cells are then texts."""
+        """Show these cells; sends only the changes.
+        bold: numbers of the lines with a bold cell, per column; all cells of such a column are texts."""
         columns = unique(headings)
         bold_columns = {name for name, bold_lines in zip(columns, bold, strict=False) if bold_lines}
         previous = list(self.widget.value.columns)
@@ -118,7 +117,7 @@ class Table:
         )
         changes = self._changes(columns, cells) if fits and hidden == self.widget.hidden_columns else None
         self._cells = cells
-        if changes is not None and sum(map(len, changes.values())) <= (MOST_PATCHES if self._is_built() else 0):
+        if changes is not None and sum(map(len, changes.values())) <= (MAX_PATCHES if self._is_built() else 0):
             if changes:
                 self.widget.patch(changes, as_index=False)
             return
@@ -129,7 +128,7 @@ class Table:
             self._make(frame, hidden)
 
     def _changes(self, columns: list[str], cells: Sequence[Sequence[Any]]) -> dict[str, list[tuple[int, Any]]] | None:
-        """Column -> (line, cell) of each changed cell; None for another number of lines."""
+        """Column -> (line, cell) of each changed cell; None if the number of lines changed."""
         if len(cells) != len(self._cells):
             return None
         changes: dict[str, list[tuple[int, Any]]] = {}
@@ -147,7 +146,7 @@ class Table:
         return len(frame) > self._settings["page_size"]
 
     def select(self, line: int | None) -> None:
-        """Mark a line as if it was clicked, or none."""
+        """Select a line as if it was clicked; None: no line."""
         selection = [] if line is None else [line]
         if self.widget.selection != selection:
             if line is not None and self.widget.pagination:
@@ -165,13 +164,13 @@ class Table:
             frame,
             titles={
                 name: "" if name == COLOUR else markup.escape(name) for name in frame.columns
-            },  # taken for HTML, unlike cells
+            },  # titles are rendered as HTML, unlike cells
             hidden_columns=hidden,
             show_index=False,
             disabled=True,
             theme="simple",
             layout="fit_data_stretch",
-            configuration={"columnDefaults": {"maxWidth": MOST_PIXELS}},
+            configuration={"columnDefaults": {"maxWidth": MAX_PIXELS}},
             pagination="local" if self._has_pages(frame) else None,
             stylesheets=[CSS],
             sizing_mode="stretch_width",
@@ -186,7 +185,7 @@ class Table:
 
 
 def _join(columns: list[str], hidden: list[str], previous: list[str]) -> list[str]:
-    """`columns` and the `hidden` ones, each at its position in `previous`: after its nearest remaining predecessor."""
+    """Insert hidden columns into `columns`, each after its nearest predecessor in `previous`."""
     names = list(columns)
     for name in hidden:
         before = [names.index(other) for other in previous[: previous.index(name)] if other in names]
@@ -195,18 +194,18 @@ def _join(columns: list[str], hidden: list[str], previous: list[str]) -> list[st
 
 
 def _mark(cell: Any, line: int, bold: Collection[int]) -> str:
-    """The cell of a column that is HTML."""
+    """A cell as HTML, in bold if its line is in `bold`."""
     return f"<b>{markup.escape(cell)}</b>" if line in bold else markup.escape(cell)
 
 
 def _are_numbers(cells: Iterable[Any]) -> bool:
-    """Whether a column has only numbers, with deviations, and blanks."""
+    """Whether a column has only numbers, possibly with deviations, and blanks."""
     texts = [re.sub("<.*?>", "", str(cell)) for cell in cells if cell not in ("", "-", "–")]
     return bool(texts) and all(_NUMBER.match(text) for text in texts)
 
 
 def unique(names: Sequence[str]) -> list[str]:
-    """`names`, repeated ones with a number appended: the columns of a table need distinct names."""
+    """Append numbers to repeated names, as the columns of a table need distinct names."""
     return [
         f"{name} ({names[:index].count(name) + 1})" if name in names[:index] else name
         for index, name in enumerate(names)
@@ -214,7 +213,7 @@ def unique(names: Sequence[str]) -> list[str]:
 
 
 def head(title: str, loaded: overview.Overview, selection: overview.Overview) -> str:
-    """Title, folder, and numbers of experiments by state."""
+    """HTML with the title, the folder, and the number of experiments by state."""
     count, total = len(selection.jobs), len(loaded.jobs)
     text = f"{total} experiments" if count == total else f"{count} of {total} experiments"
     return (

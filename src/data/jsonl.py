@@ -131,7 +131,7 @@ def read_rows(
     _check_sizes(path.parent)
     rows, key = Rows(path, RowIndex(array("Q", [0]), (), ())), None
     with reading(path, DataError), open(rows.file, "rb", closefd=False) as file, contextlib.ExitStack() as stack:
-        if rules is not None and os.fstat(rows.file).st_size >= jsonl_index.LEAST_BYTES:
+        if rules is not None and os.fstat(rows.file).st_size >= jsonl_index.MIN_BYTES:
             types = {name: repr(kind) for name, kind in {**fields, **(optional or {})}.items()}
             key = jsonl_index.key_of(file, rows.facts, {"name": rules, "required": sorted(fields), "types": types})
             index = jsonl_index.read(path, key)
@@ -274,7 +274,7 @@ class Rows(Sequence[dict[str, Any]]):
 def count_lines(path: Path) -> int | None:
     """Count the lines of a file without parsing them; None for a large file."""
     with reading(path, DataError), open(path, "rb") as file:
-        return None if os.fstat(file.fileno()).st_size >= jsonl_index.LEAST_BYTES else sum(1 for _ in file)
+        return None if os.fstat(file.fileno()).st_size >= jsonl_index.MIN_BYTES else sum(1 for _ in file)
 
 
 def select_validation_rows(total: int, count: int, path: Path) -> list[int]:

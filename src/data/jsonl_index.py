@@ -18,7 +18,7 @@ from typing import Any, BinaryIO
 from src import files
 from src.errors import DataError, RunError
 
-LEAST_BYTES = 1 << 25
+MIN_BYTES = 1 << 25
 """Smaller files are parsed at each start, in about half a second."""
 _FORMAT = 1
 _BLOCKS, _BLOCK_BYTES = 16, 4096

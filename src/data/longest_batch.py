@@ -13,8 +13,8 @@ from src.errors import ConfigError
 from src.experiments.interfaces import DatasetConfig
 from src.experiments.kinds import CROSS_ATTENTION, DECODER, ENCODER_DECODER, VISION_LANGUAGE
 
-AROUND_FRAME = 3
-"""Tokens around those of a frame."""
+FRAME_MARKER_TOKENS = 3
+"""Marker tokens per frame."""
 
 
 def longest_batch(data: DatasetConfig, rows: int, config: Any) -> dict[str, Tensor]:
@@ -102,7 +102,7 @@ def _seq2seq(data: Any, rows: int, config: Any) -> dict[str, Tensor]:
 
 def _image_rows(data: Any, rows: int, config: Any) -> dict[str, Tensor]:
     batch, tokens = _tokens(data, rows, config), data.images.image_tokens
-    frames, T = min(data.max_frames, data.sequence_tokens // (tokens + AROUND_FRAME)), data.sequence_tokens
+    frames, T = min(data.max_frames, data.sequence_tokens // (tokens + FRAME_MARKER_TOKENS)), data.sequence_tokens
     for n in range(frames):
         start = n * (T // frames)
         batch["input_ids"][:, start : start + tokens] = config.image_token_id

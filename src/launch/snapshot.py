@@ -18,7 +18,7 @@ from src.runs.code_version import SNAPSHOT, code_version, is_python_installation
 
 MAX_FILE_BYTES = 20_000_000
 MAX_BYTES = 200_000_000
-MOST_NAMES = 10
+MAX_NAMES = 10
 """Maximum number of files named in the log."""
 SKIPPED_FOLDERS = {"__pycache__", "node_modules"}
 """Folders that are skipped without git, in addition to hidden folders, environments and results."""
@@ -76,8 +76,8 @@ def _collect_files(root: Path, leave_out: Sequence[Path]) -> _CodeFiles:
     paths = dict(_git_files(root, excluded_folders) or _walk(root, "", excluded_folders, ()))
     secret = sorted(name for name in paths if looks_secret(Path(name).name))
     if secret:
-        more = f" and {len(secret) - MOST_NAMES} more" if len(secret) > MOST_NAMES else ""
-        log.info("likely secrets, not copied for the jobs: %s%s", ", ".join(secret[:MOST_NAMES]), more)
+        more = f" and {len(secret) - MAX_NAMES} more" if len(secret) > MAX_NAMES else ""
+        log.info("likely secrets, not copied for the jobs: %s%s", ", ".join(secret[:MAX_NAMES]), more)
     files: _CodeFiles = {}
     total = 0
     for name in sorted(paths.keys() - set(secret)):

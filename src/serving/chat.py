@@ -70,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add = parser.add_argument
     add("run", metavar="MODEL", type=Path, help=SOURCE)
     add(
-        "beginnings",
+        "texts",
         metavar="TEXT",
         nargs="*",
         help="messages, or texts to continue (default: lines from the keyboard)",
@@ -98,9 +98,9 @@ def _act(args: argparse.Namespace) -> int:
     if sys.stderr.isatty():
         sys.stderr.write(f"Loaded in {time.monotonic() - start:.1f} s, on {model.device}.\n")
     torch.manual_seed(args.seed)
-    for text in args.beginnings:
+    for text in args.texts:
         terminal.answer(text)
-    if not args.beginnings:
+    if not args.texts:
         terminal.run()
     return 0
 

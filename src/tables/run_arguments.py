@@ -24,7 +24,7 @@ RUNS = Path("results/runs")
 _ID_START = re.compile(r"[0-9a-f]{1,128}")
 _ID = re.compile(r"[0-9a-f]{8,128}")
 _OUR_ID = re.compile(r"[0-9a-f]{32}")
-_MOST_NAMED = 5
+_MAX_NAMED = 5
 
 
 def warn(lines: Iterable[str]) -> None:
@@ -134,7 +134,7 @@ def find_run(word: str, runs: Path) -> Path:
             if name.startswith(start) and _ID.fullmatch(name) and (folder / name).is_dir()
         )
     if len(matches) != 1:
-        names = f"{', '.join(matches[:_MOST_NAMED])}{', …' * (len(matches) > _MOST_NAMED)}"
+        names = f"{', '.join(matches[:_MAX_NAMED])}{', …' * (len(matches) > _MAX_NAMED)}"
         raise ConfigError(
             f"{folder}: {start!r}: "
             f"{f'the ids of {len(matches)} runs start with it: {names}' if matches else 'no such run'}."
@@ -188,7 +188,7 @@ def paths(options: argparse.Namespace, at_least: int = 0, at_most: int | None = 
         selected_paths = [options.runs / row["exp_id"] for row in rows]
     if len(selected_paths) < at_least or (at_most is not None and len(selected_paths) > at_most):
         expected = str(at_least) if at_least == at_most else f"at least {at_least}"
-        id_list = ", ".join(["", *(path.name[:8] for path in selected_paths[:_MOST_NAMED])]).replace(",", ":", 1)
+        id_list = ", ".join(["", *(path.name[:8] for path in selected_paths[:_MAX_NAMED])]).replace(",", ":", 1)
         raise ConfigError(
             f"expected {expected} run{'s' * (at_least > 1)}, got {len(selected_paths)}{id_list}. "
             "Name ids, or select by --where."

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import numpy as np
     from transformers import PreTrainedTokenizerFast
 
-_LEAST_BYTES, _MOST_BYTES = 1 << 20, 1 << 30
+_MIN_BYTES, _MAX_BYTES = 1 << 20, 1 << 30
 _SAVED_IDS = "token ids 1"
 
 
@@ -74,7 +74,7 @@ def _tokenize(rows: jsonl.Rows, encoder: SafeTokenizer, digest: str) -> token_fi
         # An empty document would be a single end token.
         return join_documents((ids for ids in encoder.encode_all([row["text"] for row in rows]) if ids), encoder.eos_id)
 
-    if not _LEAST_BYTES <= rows.row_index.ends[-1] <= _MOST_BYTES:
+    if not _MIN_BYTES <= rows.row_index.ends[-1] <= _MAX_BYTES:
         return tokenize()
     rules = {
         "name": _SAVED_IDS,

@@ -1,11 +1,11 @@
-"""Models that read images, trained on documents that are streamed from tars."""
+"""Vision-language models trained on documents that are streamed from tars."""
 
 from typing import Any
 
 from src.experiments.grid import grid, override
 
-# Pages of handwritten digits (python -m data_prep.interleaved.digit_pages): which digits are between the words, and
-# their sum.
+# Pages of handwritten digits between words (python -m data_prep.interleaved.digit_pages): read the digits and add
+# them.
 INTERLEAVED_TINY: dict[str, Any] = {
     "recipe": "interleaved",
     "seed": 0,
@@ -46,7 +46,7 @@ INTERLEAVED_TINY: dict[str, Any] = {
     },
 }
 
-# With photographs and their captions among the pages, as docs/streaming.md prepares them from released tars.
+# The pages mixed with captioned photographs; docs/streaming.md prepares them from released tars.
 INTERLEAVED_PHOTOGRAPHS = override(
     INTERLEAVED_TINY,
     {

@@ -1,4 +1,4 @@
-"""Recipe `interleaved`: train a model that reads images on documents of text and images, streamed from tars."""
+"""Recipe `interleaved`: train a vision-language model on documents of text and images, streamed from tars."""
 
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -25,7 +25,7 @@ class Config(TrainingRecipe):
     """An experiment of this recipe, without its "recipe" key."""
 
     answers: Answers | None = None
-    """Texts that follow a prompt, generated at each evaluation. Their contexts are the images before them."""
+    """Answers to prompts, generated at each evaluation. Their contexts are the preceding images."""
 
     @model_validator(mode="after")
     def _reads_tars(self) -> "Config":
@@ -41,7 +41,7 @@ class Config(TrainingRecipe):
         return [*pretraining.checks(self, places, scores), lambda: self.check_frames(places)]
 
     def check_frames(self, places: Places) -> None:
-        """Raises ConfigError where the data make other frames than the model reads."""
+        """Raises ConfigError if the frames of the data do not fit the model."""
         assert isinstance(self.data, dataset.Config), "the validator has checked it"
         images, sizes = self.data.images, self.model.frame_sizes(places)
         if sizes and sizes != (images.frame_size, images.image_tokens):
@@ -51,17 +51,17 @@ class Config(TrainingRecipe):
             )
 
     def training_loss(self) -> Callable[..., Any]:
-        """Add counts of each source, as means over rows, and its loss."""
+        """The loss, with the counts per source as means over rows, and the loss per source."""
         import torch
 
         from src.training.loss import interleaved_lm_loss, watch_groups
 
         assert isinstance(self.data, dataset.Config), "the validator has checked it"
-        whole, names = self.with_loop_options(interleaved_lm_loss), sorted(self.data.sources)
+        loss_function, names = self.with_loop_options(interleaved_lm_loss), sorted(self.data.sources)
 
         def loss_and_sums(model: Any, batch: "Mapping[str, Tensor]") -> Any:
             with watch_groups(batch, batch["source_ids"], len(names)) as by_source:
-                loss_sum = whole(model, batch)
+                loss_sum = loss_function(model, batch)
             rows = torch.tensor(float(len(batch["input_ids"])))
             counts = {
                 f"{kind}/{name}": (batch["source_counts"][source, number], rows)
@@ -77,15 +77,15 @@ class Config(TrainingRecipe):
     def run(self, run: Run) -> None:
         """Train to the last step, or evaluate. Collective.
 
-        Scores: those of `pretraining.train_on_text`; val_loss_shuffled_context, the loss of the same documents with
-        images of different documents; and those of `answers`.
+        Scores: those of `pretraining.train_on_text` and of `answers`, and val_loss_shuffled_context: the loss of the
+        same documents with images from different documents.
         """
         from src.training.loss import interleaved_lm_loss
 
         answers = self.answers
 
         def begin(train: Dataset, val: Any) -> Mapping[str, str]:
-            """Skip documents that the run recorded as unreadable. Returns digests of samples of the tars."""
+            """Open the quarantine of the run. Returns digests of samples of the tars."""
             if answers:
                 answers.require(val)
             if not isinstance(train, dataset.StreamedDataset):
@@ -104,7 +104,7 @@ class Config(TrainingRecipe):
 
 
 def count(batch: "Mapping[str, Tensor]") -> float:
-    """Learned tokens of a batch, weighted by source."""
+    """Number of tokens with loss in a batch, weighted by source."""
     from src.training.validation import count_loss_tokens
 
     weights = batch.get("loss_weights")
@@ -112,7 +112,7 @@ def count(batch: "Mapping[str, Tensor]") -> float:
 
 
 def shuffled_losses(val: Any, scorer: pretraining.Scorer) -> dict[str, float]:
-    """Loss with images of different documents, in all and by source. Collective."""
+    """Loss with images from different documents, in total and by source. Collective."""
     parts = {name: scorer.loss_sums(part) for name, part in val.with_shuffled_contexts().parts.items()}
     total, tokens = (sum(getattr(part, name) for part in parts.values()) for name in ("loss_sum", "tokens"))
     by_source = {f"{SHUFFLED}/{name}": part.loss for name, part in parts.items()} if len(parts) > 1 else {}

@@ -20,7 +20,7 @@ from src.errors import CheckpointError
 CHUNK_BYTES = 2**24
 SEPARATOR = "::"
 """Separates the name of a parameter from that of its entry in the optimizer's state."""
-_MOST_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
+_MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
 # In the sort order of the safetensors library, so that files have the same bytes as those of its `save_file`.
 _NAMES = {
     torch.bool: "BOOL",
@@ -171,7 +171,7 @@ def read(path: Path) -> dict[str, StoredTensor]:
     """
     with open_tensors(path) as file:
         length = int.from_bytes(file.read(8), "little")
-        text = file.read(length) if length <= _MOST_HEADER_BYTES else b""
+        text = file.read(length) if length <= _MAX_HEADER_BYTES else b""
         size = file.seek(0, 2)
     error = CheckpointError(f"{path}: damaged, not readable as safetensors.")
     try:

@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 FOLDER = "offending"
-MOST_FILES = 100
+MAX_FILES = 100
 """Maximum number of files per process and run."""
-MOST_TOKENS = 2_000
+MAX_TOKENS = 2_000
 """Maximum number of tokens to decode per document or context chunk."""
-MOST_CHARACTERS = 500_000
+MAX_CHARACTERS = 500_000
 """Maximum number of characters of text per file. Later documents are saved without text."""
 
 log = logging.getLogger(__name__)
@@ -41,7 +41,7 @@ def save(
 
     batches: micro-batches (see `src.experiments.batches`) on any device. keys: sample keys of each micro-batch. Row r
     belongs to sample `sample_of_row[r]`, or to sample r if the batch has no such entry. Returns None and writes nothing
-    if this process has already written MOST_FILES files.
+    if this process has already written MAX_FILES files.
 
     Raises:
         RunError: the disk refuses.
@@ -50,16 +50,16 @@ def save(
     path = folder / f"step-{step:08d}-rank-{rank}.json"
     with writing(path):
         folder.mkdir(exist_ok=True)
-        if not path.exists() and len(list(folder.glob(f"step-*-rank-{rank}.json"))) >= MOST_FILES:
+        if not path.exists() and len(list(folder.glob(f"step-*-rank-{rank}.json"))) >= MAX_FILES:
             log.warning(
                 "%s: already has %d batches of rank %d, so the batch of step %d is not saved.",
                 folder,
-                MOST_FILES,
+                MAX_FILES,
                 rank,
                 step,
             )
             return None
-    characters_left, documents = MOST_CHARACTERS, []
+    characters_left, documents = MAX_CHARACTERS, []
     for number, (batch, rows) in enumerate(zip(batches, keys, strict=True)):
         samples = batch["sample_of_row"].tolist() if "sample_of_row" in batch else range(len(rows))
         assert len(batch["input_ids"]) == len(samples), "a sample for each row"
@@ -102,6 +102,6 @@ def _texts(batch: Mapping[str, "Tensor"], row: int, tokenizer: "PreTrainedTokeni
 
 def _decode(tokenizer: "PreTrainedTokenizerFast", ids: "Tensor", most: int) -> tuple[str, bool]:
     """Decode the first ids; returns the text and whether it is truncated."""
-    text = tokenizer.decode(ids[:MOST_TOKENS].tolist(), skip_special_tokens=False) if most > 0 else ""
+    text = tokenizer.decode(ids[:MAX_TOKENS].tolist(), skip_special_tokens=False) if most > 0 else ""
     assert isinstance(text, str), "a list of ids makes one text"
-    return text[:most], len(ids) > MOST_TOKENS or len(text) > most or most <= 0
+    return text[:most], len(ids) > MAX_TOKENS or len(text) > most or most <= 0

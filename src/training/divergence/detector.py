@@ -30,7 +30,7 @@ Kind = Literal["non_finite", "loss_spike", "loss_jump", "loss_climb", "loss_drif
 SEVERITY: tuple[Action, ...] = ("warn", "save_batch", "skip_batch", "rewind", "stop")
 """Actions in order of severity. The most severe action of a step is executed. Every action warns, and all except "warn"
 save the batch."""
-MOST_SUSPECTS = 8
+MAX_SUSPECTS = 8
 CLIMB_STEPS, CLIMB_DEVIATIONS = 8, 4.0
 """A climb: number of losses per median, and minimum rise of the median in multiples of the noise."""
 NORMAL = 1.4826
@@ -129,7 +129,7 @@ class Finding:
             "loss_drift",
             "skipped",
         }
-        return range(self.step if one_batch else max(self.first_step, self.step - MOST_SUSPECTS + 1), self.step + 1)
+        return range(self.step if one_batch else max(self.first_step, self.step - MAX_SUSPECTS + 1), self.step + 1)
 
 
 def severest(findings: Sequence[Finding]) -> Action | None:

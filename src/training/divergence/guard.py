@@ -17,7 +17,7 @@ from src.runs.history.branches import Branch
 from src.support import distributed
 from src.training.config import LoopConfig
 from src.training.divergence import batch_dump
-from src.training.divergence.detector import MOST_SUSPECTS, Detector, Finding, severest
+from src.training.divergence.detector import MAX_SUSPECTS, Detector, Finding, severest
 
 REMEDY = "Lower loop.learning_rate, lengthen loop.warmup_rate, or look at the data of this step."
 
@@ -44,7 +44,7 @@ class DivergenceGuard:
     def __init__(self, run: Run, config: LoopConfig, source: Source, wait_for_checkpoint: Callable[[], None]) -> None:
         self.run, self.config, self.source, self.wait_for_checkpoint = run, config, source, wait_for_checkpoint
         self.detector = Detector(config.divergence)
-        self.recent: deque[tuple[int, Sequence[Sequence[Key]]]] = deque(maxlen=MOST_SUSPECTS)
+        self.recent: deque[tuple[int, Sequence[Sequence[Key]]]] = deque(maxlen=MAX_SUSPECTS)
         """Recent steps and the keys of their micro-batches in this process."""
 
     def remember_keys(self, step: int, keys: Sequence[Sequence[Key]]) -> None:

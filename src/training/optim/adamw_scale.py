@@ -17,7 +17,7 @@ from src.support import distributed
 
 _torch: Any = torch
 """For functions over lists of tensors, which have no type stubs."""
-LEAST_SCALE = 1e-3
+MIN_SCALE = 1e-3
 """Minimum scale, so that a tensor of zeros can change."""
 
 
@@ -102,7 +102,7 @@ def scales(parameters: list[Tensor], norms: Sequence[float]) -> list[float]:
     means = torch.tensor(
         [math.sqrt(square / p.numel()) for square, p in zip(squares, parameters, strict=True)], dtype=torch.float32
     )
-    return means.clamp_(min=LEAST_SCALE).tolist()
+    return means.clamp_(min=MIN_SCALE).tolist()
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 PARTS = ("weights", "gradients", "optimizer", "copies", "activations", "logits")
 """copies: weights in the precision of the loop, gathered layers of a sharded model, and gradients in communication
 buffers. logits: with their float32 copies and gradients."""
-_MOST_REAL = 2**27
+_MAX_REAL = 2**27
 """Larger tokens and masks are fake too, in bytes."""
 _aten = torch.ops.aten
 _INDEXING = (_aten.index.Tensor, _aten.index_put.default, _aten.index_put_.default, _aten._index_put_impl_.default)
@@ -123,7 +123,7 @@ class FakeStorages(LiveStorages):
             return func(*args, **kwargs)
         outputs = [value for value in tree_leaves(like) if isinstance(value, Tensor)]
         if not func.is_view and any(
-            value.nbytes > _MOST_REAL or (value.is_floating_point() and not inputs) for value in outputs
+            value.nbytes > _MAX_REAL or (value.is_floating_point() and not inputs) for value in outputs
         ):
             return like
         return func(*args, **kwargs)

@@ -21,7 +21,7 @@ from src.errors import ConfigError, RunError
 from src.training.parallel.compilation import Compiled, layers
 
 log = logging.getLogger(__name__)
-LEAST_BYTES = 2**20
+MIN_BYTES = 2**20
 """Smaller tensors are not offloaded, as copying costs more than the memory."""
 
 
@@ -111,7 +111,7 @@ def _is_expensive(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
 
 
 @contextlib.contextmanager
-def offload_activations(model: nn.Module, least_bytes: int = LEAST_BYTES) -> Iterator["Offload"]:
+def offload_activations(model: nn.Module, least_bytes: int = MIN_BYTES) -> Iterator["Offload"]:
     """Within the block, move tensors saved by a forward pass of `model` to host memory, pinned if there is a GPU.
 
     Weights are not moved, but cast or gathered copies of weights are.

@@ -25,7 +25,7 @@ ROWS = [{"text": f"text {i} é", "kind": "abc"[i % 3]} for i in range(2000)]
 @pytest.fixture(autouse=True)
 def _large(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     """Every file is large enough, and the user's cache is empty."""
-    monkeypatch.setattr(jsonl_index, "LEAST_BYTES", 1)
+    monkeypatch.setattr(jsonl_index, "MIN_BYTES", 1)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
@@ -78,7 +78,7 @@ def test_mapped_rows_cost_no_memory(path: Path):
 
 
 def test_a_small_file_has_no_index(path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(jsonl_index, "LEAST_BYTES", 1 << 25)
+    monkeypatch.setattr(jsonl_index, "MIN_BYTES", 1 << 25)
     assert len(read(path)[1]) == len(read(path)[1]) == 2000
     assert not list(path.parent.glob(".*"))
 

@@ -199,7 +199,7 @@ def test_files_that_look_like_keys_are_left_out_and_named(
     assert file_names - {".gitignore"} == CODE | set(NOT_SECRET)
     assert "deep/kaggle.json" in caplog.text
     logged = caplog.text.partition("likely secrets, not copied for the jobs: ")[2]
-    assert len(logged.split(", ")) == snapshot.MOST_NAMES == 10
+    assert len(logged.split(", ")) == snapshot.MAX_NAMES == 10
     assert (" and 3 more" in logged) == with_git, "git names the hidden ones, too"
 
 

@@ -453,7 +453,7 @@ def test_several_metrics_are_drawn_above_one_axis(page: Dashboard, monkeypatch: 
     assert [picture.yaxis[0].axis_label for picture in (one, other)] == ["val_loss", "em"]
     assert one.x_range is other.x_range
     assert page.legend.object.count("entry") == 2, "each line is named once"
-    monkeypatch.setattr(dashboard, "MOST_PICTURES", 1)
+    monkeypatch.setattr(dashboard, "MAX_PICTURES", 1)
     page.metrics.value = ["em", "val_loss"]
     assert len(page.plot.pane.object.children) == 1
     assert "The first 1 metrics are drawn." in page.curve_note.object

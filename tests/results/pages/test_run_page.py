@@ -129,7 +129,7 @@ def test_many_steps_are_thinned_to_the_last():
     kind = layers.Layers("x")
     for step in range(1, 1002):
         kind.add("a", step, 1.0)
-    assert len(kind.steps()) <= layers.MOST_COLUMNS
+    assert len(kind.steps()) <= layers.MAX_COLUMNS
     assert kind.steps()[-1] == 1001
     assert kind.steps() == sorted(kind.steps())
 

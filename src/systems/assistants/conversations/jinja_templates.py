@@ -94,8 +94,8 @@ class Jinja:
         for number in reversed(range(len(messages))):
             if messages[number].role != "assistant":
                 continue
-            place = before.get(number - 1, -1)
-            if form is not None and (answer := form.match(raw[number], text, place, regions)):
+            offset = before.get(number - 1, -1)
+            if form is not None and (answer := form.match(raw[number], text, offset, regions)):
                 parts[number] = (answer.begin, answer.end, Role.ASSISTANT, "")
                 continue
             try:
@@ -107,18 +107,18 @@ class Jinja:
             if answer is not None:
                 parts[number] = (answer.begin, answer.end, Role.ASSISTANT, answer.missing)
                 if number < len(messages) - 1:  # the template can write the last answer differently
-                    form = form or Form.find(raw[number], text, place, answer)
-        spans, place = list[Span](), 0
+                    form = form or Form.find(raw[number], text, offset, answer)
+        spans, offset = list[Span](), 0
         for begin, end, role, missing in sorted(parts.values()):
-            if begin < place:
+            if begin < offset:
                 marks = " within {% generation %}" if self.marks_answers else ""
                 advice = "Mark only answers" if self.marks_answers else "Use a template that writes messages in order"
                 raise DataError(
-                    f"{WHERE}: an answer{marks} overlaps another message: {shorten(text[begin:place])}. {advice}."
+                    f"{WHERE}: an answer{marks} overlaps another message: {shorten(text[begin:offset])}. {advice}."
                 )
-            spans += [Span(text[place:begin] + missing, Role.TEMPLATE, True), Span(text[begin:end], role, True)]
-            place = end
-        return [part for span in (*spans, Span(text[place:], Role.TEMPLATE, True)) for part in mask.restore(span)]
+            spans += [Span(text[offset:begin] + missing, Role.TEMPLATE, True), Span(text[begin:end], role, True)]
+            offset = end
+        return [part for span in (*spans, Span(text[offset:], Role.TEMPLATE, True)) for part in mask.restore(span)]
 
     def _answer(
         self,
@@ -138,8 +138,8 @@ class Jinja:
         """
         message = raw[number]
         prompt = self._fill(raw[:number], tools, answering=True)[0]
-        is_all = number + 1 == len(raw) and not answering
-        last, of_last = (text, regions) if is_all else self._fill(raw[: number + 1], tools)
+        is_full_text = number + 1 == len(raw) and not answering
+        last, last_regions = (text, regions) if is_full_text else self._fill(raw[: number + 1], tools)
         start = _shared_length(prompt, last)
         self._require_content(raw, number, tools, last, start, answering)
         if start < len(prompt):
@@ -149,7 +149,7 @@ class Jinja:
         ends, inside = [match.end() for match in self._controls.finditer(last, start)], ""
         if self.marks_answers:
             inside = " within {% generation %}"
-            ends = [end for end in ends if end <= max((end for _, end in of_last), default=0)]
+            ends = [end for end in ends if end <= max((end for _, end in last_regions), default=0)]
         if not ends:
             raise _Unlearnable(
                 f"no control token ends the answer {shorten(last[start:])}, so a model would not learn to stop. "
@@ -235,21 +235,21 @@ class Jinja:
         if sorted(numbers) != expected:
             description = f"messages {' '.join(map(str, numbers)) or 'none'} of {' '.join(map(str, expected))}"
             raise DataError(f"{WHERE}: the template writes {description}. Use one that writes each message once.")
-        parts, place = dict[int, tuple[int, int, Role, str]](), len(first)
+        parts, offset = dict[int, tuple[int, int, Role, str]](), len(first)
         for number, following in zip(numbers, pieces[1::2], strict=True) if text.startswith(first) else ():
             content = raw[number]["content"]
             form = next(
                 (
                     form
                     for form in (*forms_of(content), json_line(content)[1:-1])
-                    if text.startswith(form + following, place)
+                    if text.startswith(form + following, offset)
                 ),
                 None,
             )
             if form is None:  # the template changed the content: the rest has the role of the template
                 break
-            parts[number] = (place, place + len(form), ROLE_OF[raw[number]["role"]], "")
-            place += len(form) + len(following)
+            parts[number] = (offset, offset + len(form), ROLE_OF[raw[number]["role"]], "")
+            offset += len(form) + len(following)
         return parts
 
     def _fill(self, raw: Sequence[Any], tools: Any, answering: bool = False) -> tuple[str, Sequence[tuple[int, int]]]:
@@ -291,25 +291,25 @@ class Jinja:
             except DataError:
                 raise error from None
             log.info("%s: the template requires a system message in each conversation.", WHERE)
-        errors, learns_earlier = dict[str, DataError](), dict[str, bool]()
+        errors, earlier_learned = dict[str, DataError](), dict[str, bool]()
         for name, change in (
             ("answer", lambda turn: turn),
             ("reasoning", _with_reasoning),
             ("inline reasoning", _with_inline_reasoning),
         ):
             try:
-                learns_earlier[name] = self._learns_earlier(
+                earlier_learned[name] = self._learns_earlier_answers(
                     [change(turn) if turn.role == "assistant" else turn for turn in turns]
                 )
             except DataError as error:
                 errors[name] = error
-        if not learns_earlier:
+        if not earlier_learned:
             raise errors["answer"]
         if "answer" in errors:
             log.info(
                 "%s: only answers with reasoning can be learned: the generation prompt starts the reasoning.", WHERE
             )
-        for name in (name for name, earlier in learns_earlier.items() if not earlier):
+        for name in (name for name, earlier in earlier_learned.items() if not earlier):
             kind = "" if name == "answer" else f" with {name}"
             log.info(
                 "%s: the template changes an answer%s once another message follows. Only a last answer%s is learned.",
@@ -342,7 +342,7 @@ class Jinja:
             errors.append(DataError(f"{WHERE}: the template writes messages {numbers} of 0 1 2 3. {advice}"))
         raise errors[0]
 
-    def _learns_earlier(self, turns: Sequence[Message]) -> bool:
+    def _learns_earlier_answers(self, turns: Sequence[Message]) -> bool:
         """Whether both answers of a conversation are learned.
         Raises DataError if the last answer is not learned, with or without the first turn."""
         answers = [span.text for span in self.spans([*self.opening, *turns]) if span.role is Role.ASSISTANT]

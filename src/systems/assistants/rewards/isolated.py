@@ -98,7 +98,7 @@ class _Names(dict[str, object]):
     def __missing__(self, name: str) -> Any:
         if name.startswith("__") or name in vars(builtins):  # use builtins, never the program's
             raise KeyError(name)
-        value = self._peer.ask("find", name)
+        value = self._peer.request("find", name)
         if isinstance(value, RemoteType) and name.lstrip("_")[:1].isupper():
             self._peer.trusted_ids.add(id(value))
         return value
@@ -125,7 +125,7 @@ def judge(inbound: int, outbound: int) -> None:
             for name in functions:
                 forward(__import__(module), name)
     with contextlib.suppress(Exception, ProgramEnd):
-        peer.ask("run", order["program"])
+        peer.request("run", order["program"])
         for number, test in enumerate(tests):
             with contextlib.suppress(Exception):
                 exec(test, names)

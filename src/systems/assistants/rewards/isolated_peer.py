@@ -82,7 +82,7 @@ class Peer:
         self.trusted_ids: set[int] = set()
         """`id` of objects that a test constructed, and of their classes."""
 
-    def ask(self, verb: str, *arguments: Any) -> Any:
+    def request(self, verb: str, *arguments: Any) -> Any:
         """Send a request and return the answer. Raises the exception that the other peer answers with."""
         request = [verb, *map(self.write, arguments)]
         try:
@@ -283,7 +283,7 @@ def _global_place(value: Any) -> list[str] | None:
         or module.partition(".")[0] not in sys.stdlib_module_names
     ):
         return None
-    value_there: Any = sys.modules.get(module)
+    resolved: Any = sys.modules.get(module)
     for name in names.split("."):
-        value_there = getattr(value_there, name, None)
-    return [module, names] if value_there is value else None
+        resolved = getattr(resolved, name, None)
+    return [module, names] if resolved is value else None

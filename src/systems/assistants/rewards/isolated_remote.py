@@ -113,7 +113,7 @@ def make_instance(kind: Any, plain: Any) -> Any:
 def _ask(value: Any, verb: str, *arguments: Any) -> Any:
     if id(value) not in STATES:
         raise AttributeError(f"{type(value).__name__}: not an object of a program")
-    return STATES[id(value)][0].ask(verb, value, *arguments)
+    return STATES[id(value)][0].request(verb, value, *arguments)
 
 
 def _is_trusted(value: Any) -> bool:

@@ -1,5 +1,4 @@
-"""A model that reads images, put together from a pretrained encoder of images and a pretrained decoder;
-what connects them is new."""
+"""A vision-language model from a pretrained image encoder and a pretrained decoder, with a new connector."""
 
 import hashlib
 from typing import TYPE_CHECKING, Any, Literal
@@ -26,21 +25,21 @@ _VISION_SIZES = (
 
 
 class Config(ModelConfig):
-    """Two pretrained parts and the connector between them. Image tokens are added to the decoder's tokenizer."""
+    """Two pretrained parts and a new connector. Image tokens are added to the decoder's tokenizer."""
 
     vision: str = Field(min_length=1)
     """Hub id such as "google/siglip-base-patch16-512", or a save_pretrained folder: below `--data_path`, or a path."""
     text: str = Field(min_length=1)
     """The decoder: hub id or folder, such as "HuggingFaceTB/SmolLM2-135M"."""
     scale_factor: int | None = Field(default=None, gt=0)
-    """Side length, in patches, of the square that Idefics3's pixel shuffle turns into one token. None: 2, if there is
-    no resampler."""
+    """Idefics3's pixel shuffle merges a square of this many patches per side into one token. None: 2 without a
+    resampler."""
     resampler: parts.Resampler | None = None
-    """Instead of the pixel shuffle: the model is then an Idefics2."""
+    """Replaces the pixel shuffle, which makes the model an Idefics2."""
     max_tiles: int = Field(default=1, gt=0)
     """Maximum rows and maximum columns of tiles per image."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type of the weights in memory."""
+    """Data type of the weights in memory."""
     frozen: list[parts.Part] = []
     """Parts that are not trained."""
 
@@ -52,11 +51,11 @@ class Config(ModelConfig):
         return self
 
     def build(self, places: Places) -> "PreTrainedModel":
-        """The model; new weights are drawn from torch's global generator.
+        """Load both parts. The new weights are drawn from torch's global generator.
 
         Raises:
-            ConfigError: one of the two is not on this machine, or of another family.
-            CheckpointError: its weights are incomplete or damaged.
+            ConfigError: a part is not on this machine, or its model family is not supported.
+            CheckpointError: the weights of a part are incomplete or damaged.
         """
         self.check(places)
         vision: Any = self._vision().load(places, "AutoModel")
@@ -70,7 +69,7 @@ class Config(ModelConfig):
         model = parts.build_random(sizes, text.config.to_dict(), self.scale_factor, self.resampler, image_id, tied).to(
             text.dtype
         )
-        # It pools, and is not used.
+        # Drop the pooling head, which is not used.
         encoder = {name: tensor for name, tensor in vision.state_dict().items() if not name.startswith("head.")}
         for part, weights in (
             (model.model.vision_model, encoder),
@@ -113,7 +112,7 @@ class Config(ModelConfig):
         return self._text().architecture(places)
 
     def fingerprint(self, places: Places) -> str:
-        """Digest of both."""
+        """Digest of both parts."""
         return hashlib.sha256(
             (self._vision().fingerprint(places) + self._text().fingerprint(places)).encode()
         ).hexdigest()
@@ -129,7 +128,7 @@ class Config(ModelConfig):
         return self._text().cache_bytes(places, value_bytes)
 
     def _patches(self, places: Places) -> int:
-        """Patches per side of a frame."""
+        """Patches along one side of a frame."""
         config = self._encoder_config(places)
         return config.image_size // config.patch_size
 

@@ -1,4 +1,4 @@
-"""A decoder that reads images, with random weights: transformers' Idefics3, or with a resampler Idefics2."""
+"""A vision-language model with random weights: transformers' Idefics3, or Idefics2 with a resampler."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
 
 class Vision(StrictConfig):
-    """Sizes of an encoder of frames with random weights."""
+    """Sizes of a frame encoder with random weights."""
 
     frame_size: int = Field(gt=0)
-    """Pixels of a side of a frame."""
+    """Pixels per side of a frame."""
     patch_size: int = Field(gt=0)
     """Pixels per side of a patch."""
     hidden_size: int = Field(gt=0)
@@ -38,25 +38,26 @@ class Vision(StrictConfig):
 
 
 class Config(ModelConfig):
-    """Sizes of a model with random weights. The vocabulary is the tokenizer's, and the tokens of images."""
+    """Sizes of a model with random weights. The vocabulary is the tokenizer's plus the image tokens."""
 
     tokenizer: str = Field(min_length=1)
-    """Name of a prepared tokenizer's folder."""
+    """Folder of a prepared tokenizer, below `--data_path`."""
     vision: Vision
     scale_factor: int | None = Field(default=None, gt=0)
-    """Patches of a side that the pixel shuffle of Idefics3 makes one token; None: 2, where there is no resampler."""
+    """Idefics3's pixel shuffle merges a square of this many patches per side into one token. None: 2 without a
+    resampler."""
     resampler: parts.Resampler | None = None
-    """Instead of the pixel shuffle: the model is then an Idefics2."""
+    """Replaces the pixel shuffle, which makes the model an Idefics2."""
     max_tiles: int = Field(default=1, gt=0)
     """Maximum rows and maximum columns of tiles per image."""
     hidden_size: int = Field(gt=0)
-    """Width of the language part."""
+    """Width of the decoder."""
     num_layers: int = Field(gt=0)
-    """Layers of the language part."""
+    """Layers of the decoder."""
     num_heads: int = Field(gt=0)
-    """Attention heads of the language part."""
+    """Attention heads of the decoder."""
     max_positions: int = Field(gt=0)
-    """Maximum tokens of a sequence."""
+    """Maximum sequence length in tokens."""
 
     @model_validator(mode="after")
     def _tokens_are_whole(self) -> "Config":
@@ -71,7 +72,7 @@ class Config(ModelConfig):
         return parts.image_tokens(self.max_tiles, self.resampler)
 
     def build(self, places: Places) -> "PreTrainedModel":
-        """The model, its weights drawn from torch's global generator.
+        """Create the model; its weights are drawn from torch's global generator.
 
         Raises:
             DataError: the tokenizer is missing or damaged.
@@ -107,7 +108,7 @@ class Config(ModelConfig):
         prepared_tokenizer.require(places.data / self.tokenizer)
 
     def architecture(self, places: Places) -> Architecture:
-        del places  # they are in the config
+        del places  # the sizes are in the config
         sizes = (self.num_layers, self.hidden_size, self.num_heads)
         return Architecture(
             self._family(), *sizes, num_key_value_heads=self.num_heads, max_positions=self.max_positions
@@ -121,7 +122,7 @@ class Config(ModelConfig):
         return places.data / self.tokenizer
 
     def has_random_weights(self) -> bool:
-        """Always."""
+        """Return True."""
         return True
 
     def _family(self) -> str:

@@ -1,7 +1,7 @@
-"""Floating-point operations of models that read images, by the rules of src/support/flops.py.
+"""FLOPs of vision-language models, by the rules of src/support/flops.py.
 The lowest trained part is counted completely.
 
-Shapes: B rows, T tokens, N frames, P patches of a frame, L tokens of a frame.
+Shapes: B rows, T tokens, N frames, P patches per frame, L tokens per frame.
 """
 
 from collections.abc import Callable, Mapping
@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 
 def parameters_by_part(model: Any) -> "dict[str, list[tuple[str, nn.Parameter]]]":
     """Names and weights of each `parts.Part`."""
-    ends = {
+    embedding_ids = {
         id(parameter)
-        for end in (model.get_input_embeddings(), model.get_output_embeddings())
-        for parameter in end.parameters()
+        for embedding in (model.get_input_embeddings(), model.get_output_embeddings())
+        for parameter in embedding.parameters()
     }
     by_part: dict[str, list[tuple[str, Any]]] = {"vision": [], "connector": [], "embeddings": [], "text": []}
     for name, parameter in model.named_parameters():
@@ -29,12 +29,12 @@ def parameters_by_part(model: Any) -> "dict[str, list[tuple[str, nn.Parameter]]]
             if name.startswith("model.connector.")
             else "text"
         )
-        by_part["embeddings" if id(parameter) in ends else part].append((name, parameter))
+        by_part["embeddings" if id(parameter) in embedding_ids else part].append((name, parameter))
     return by_part
 
 
 def training_flops(model: Any) -> "Callable[[Mapping[str, Tensor]], int]":
-    """A function from an InterleavedBatch to the operations of a training pass of an Idefics2, Idefics3 or SmolVLM."""
+    """Return a function that counts the FLOPs of a training pass on an InterleavedBatch."""
     config = model.config
     vision, text = config.vision_config, config.text_config
     P = (vision.image_size // vision.patch_size) ** 2
@@ -47,7 +47,7 @@ def training_flops(model: Any) -> "Callable[[Mapping[str, Tensor]], int]":
     layer = 4 * vision.hidden_size**2 + 2 * vision.hidden_size * vision.intermediate_size
     encoder = Stack(vision.num_hidden_layers, layer, vision.hidden_size)
     patches = 2 * P * 3 * vision.patch_size**2 * vision.hidden_size
-    """FLOPs of the first matrix; its inputs need no gradients."""
+    """FLOPs per frame of the patch embedding; its inputs need no gradients."""
 
     def count(batch: "Mapping[str, Tensor]") -> int:
         (B, T), N = batch["input_ids"].shape, max(1, len(batch["frames"]))
@@ -62,20 +62,20 @@ def training_flops(model: Any) -> "Callable[[Mapping[str, Tensor]], int]":
 
 
 def passes_by_part(model: Any) -> dict[str, Passes]:
-    """Number of computations of each part's products. Parts below the lowest trained weight get no gradients."""
-    passes, below = dict[str, Passes](), False
+    """FLOP multipliers of each part. Parts below the lowest trained weight have no backward pass."""
+    passes, has_trained_below = dict[str, Passes](), False
     for part, parameters in parameters_by_part(model).items():
         trained = [name for name, parameter in parameters if parameter.requires_grad]
-        whole = any(".lora_" not in name for name in trained)
-        below = below or bool(trained)
-        passes[part] = TRAINED if whole else FROZEN if below else FORWARD
+        is_fully_trained = any(".lora_" not in name for name in trained)
+        has_trained_below = has_trained_below or bool(trained)
+        passes[part] = TRAINED if is_fully_trained else FROZEN if has_trained_below else FORWARD
     if passes["embeddings"] is FORWARD:
-        passes["embeddings"] = FROZEN  # of the logits, which are above all
+        passes["embeddings"] = FROZEN  # the output projection: gradients pass through it
     return passes
 
 
 def _connector_flops(config: Any, P: int, L: int, passes: Passes) -> int:
-    """FLOPs per frame."""
+    """FLOPs of the connector per frame."""
     width, D = config.vision_config.hidden_size, config.text_config.hidden_size
     if not hasattr(config, "perceiver_config"):
         return passes.matrices * 2 * L * width * config.scale_factor**2 * D
@@ -91,7 +91,7 @@ def _connector_flops(config: Any, P: int, L: int, passes: Passes) -> int:
 
 
 def _adapters(model: Any, P: int, L: int) -> tuple[int, int]:
-    """Weights of low-rank adapters times the tokens that they read: of a frame, and of a token of text."""
+    """Low-rank adapter weights times the tokens that they process: per frame, and per text token."""
 
     def read(name: str) -> int:
         if ".modality_projection." in name:

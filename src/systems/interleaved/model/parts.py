@@ -1,4 +1,4 @@
-"""Shared by all models that read images: tokens, configs, the pass through the encoder, and frozen parts."""
+"""Code shared by all vision-language models: tokens, configs, the encoder pass, and frozen parts."""
 
 from collections.abc import Mapping, Sequence
 from types import MethodType
@@ -13,10 +13,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 FAMILIES = ("idefics2", "idefics3", "smolvlm")
-"""By transformers' `model_type`."""
+"""Supported families, as transformers' `model_type`."""
 IMAGE = "<image>"
 Part = Literal["vision", "connector", "embeddings", "text"]
-"""The encoder of frames; the connector from patches to tokens; token embeddings and output projection; the decoder's
+"""Parts of a model: frame encoder; connector from patches to tokens; token embeddings and output projection; decoder
 layers."""
 
 
@@ -32,16 +32,16 @@ class Resampler(StrictConfig):
 
 
 def image_tokens(max_tiles: int, resampler: Resampler | None) -> list[str]:
-    """Control tokens of images. Idefics2 has no tiles, and so no global token."""
+    """Control tokens for images. With a resampler (Idefics2) there are no tile tokens and no global token."""
     tiles = [f"<row_{row}_col_{column}>" for row in range(1, max_tiles + 1) for column in range(1, max_tiles + 1)]
-    whole = [] if resampler else ["<global-img>", *(tiles if max_tiles > 1 else [])]
-    return ["<fake_token_around_image>", IMAGE, *whole]
+    tile_tokens = [] if resampler else ["<global-img>", *(tiles if max_tiles > 1 else [])]
+    return ["<fake_token_around_image>", IMAGE, *tile_tokens]
 
 
 def require_connector(
     scale_factor: int | None, resampler: Resampler | None, patches: int, max_tiles: int, hidden_size: int
 ) -> None:
-    """Raises ValueError if the patches do not fill the tokens. patches: per side of a frame."""
+    """Raises ValueError if the connector does not fit the frames. patches: per side of a frame."""
     if resampler is None:
         if patches % (scale_factor or 2):
             raise ValueError(f"scale_factor {scale_factor or 2}: the {patches} patches of a side do not divide by it.")
@@ -57,7 +57,7 @@ def require_connector(
 
 
 def tokens_of_frame(scale_factor: int | None, resampler: Resampler | None, patches: int) -> int:
-    """patches: of a side of a frame."""
+    """Tokens per frame. patches: per side of a frame."""
     return resampler.tokens if resampler else (patches // (scale_factor or 2)) ** 2
 
 
@@ -69,8 +69,8 @@ def build_random(
     image_id: int,
     tied: bool,
 ) -> Any:
-    """An Idefics3, or with a resampler an Idefics2, with random weights.
-    vision, text: configs as transformers writes them."""
+    """Create an Idefics3 with random weights, or an Idefics2 if there is a resampler.
+    vision, text: transformers configs as dicts."""
     from transformers import (
         Idefics2Config,
         Idefics2ForConditionalGeneration,
@@ -100,7 +100,7 @@ def build_random(
 
 
 def complete(model: Any, frozen: Sequence[Part] = ()) -> Any:
-    """The transformers model, changed in place: its encoder always runs, parts are frozen, it reports its FLOPs."""
+    """Change a transformers model in place: always run its encoder, freeze parts, and report its FLOPs."""
     _require_encoder_passes(model.model)
     for part in frozen:
         for _, parameter in flops.parameters_by_part(model)[part]:
@@ -111,10 +111,9 @@ def complete(model: Any, frozen: Sequence[Part] = ()) -> Any:
 
 
 def _require_encoder_passes(inner: Any) -> None:
-    """Add the features of frames without a token to the result with weight 0.
+    """Run the encoder even if a micro-batch has no image tokens; the features then have weight 0.
 
-    A micro-batch without an image then reads one hidden frame: with a sharded model all processes must make the same
-    passes.
+    With a sharded model all processes must make the same passes, so such a micro-batch encodes one dummy frame.
     """
     if hasattr(inner, "get_placeholder_mask"):  # SmolVLM
         find = inner.get_placeholder_mask
@@ -146,10 +145,10 @@ def _require_encoder_passes(inner: Any) -> None:
 
 
 def _find_images(inner: Any, input_ids: "Tensor", states: "Tensor") -> "Tensor | None":
-    """(B, T) bool, True for image tokens; None without any.
+    """(B, T) bool mask of image tokens; None without image tokens.
 
     Raises:
-        ValueError: they are not as many as `states`, (..., D).
+        ValueError: the number of image tokens differs from the number of vectors in `states`, (..., D).
     """
     mask = input_ids == inner.config.image_token_id
     count, num_states = int(mask.sum()), states.shape[:-1].numel()

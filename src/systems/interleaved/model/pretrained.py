@@ -1,4 +1,4 @@
-"""A pretrained model that reads images, from a folder or the Hugging Face cache: SmolVLM, Idefics3 or Idefics2."""
+"""A pretrained vision-language model from a folder or the Hugging Face cache: SmolVLM, Idefics3 or Idefics2."""
 
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 
 
 class Config(ModelConfig):
-    """Which model, and what of it is not trained."""
+    """A pretrained model and its frozen parts."""
 
     path: str = Field(min_length=1)
     """Hub id such as "HuggingFaceTB/SmolVLM-256M-Instruct", or a folder made by save_pretrained:
     below `--data_path`, or a path."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """Type of the weights in memory."""
+    """Data type of the weights in memory."""
     revision: str | None = None
     """Branch, tag or commit of the hub id; None for main."""
     frozen: list[Part] = []
@@ -39,10 +39,10 @@ class Config(ModelConfig):
         return frozen
 
     def build(self, places: Places) -> "PreTrainedModel":
-        """The model with its weights.
+        """Load the model with its weights.
 
         Raises:
-            ConfigError: it is not on this machine, or of another family.
+            ConfigError: it is not on this machine, or its family is not supported.
             CheckpointError: its weights are incomplete or damaged.
         """
         self.check(places)

@@ -1,4 +1,4 @@
-"""The files by which transformers' processors make the ids and the pixels that an image model was trained on."""
+"""Config files for transformers' processors, so that they reproduce the ids and pixels of the training."""
 
 import logging
 from pathlib import Path
@@ -11,7 +11,7 @@ from src.runs.store import SavedRun
 
 log = logging.getLogger(__name__)
 LANCZOS = 1
-"""In the numbers of Pillow."""
+"""Pillow's number of the Lanczos filter."""
 CHAT_TEMPLATE = """{%- set last = namespace(is_text=false) -%}
 {{- BEGIN -}}
 {%- for message in messages -%}
@@ -28,11 +28,11 @@ else message['content'] -%}
 {%- endfor -%}
 {%- endfor -%}
 """
-"""Chat template that writes a message as a document: adjacent texts are joined by a space, and there are no roles."""
+"""Chat template that writes messages as a document: without roles, adjacent texts joined by a space."""
 
 
 def save(folder: Path, checkpoint: Path, tokenizer: Any) -> None:
-    """Write a processor into `folder`, for the images that the run of `checkpoint` read.
+    """Write a processor into `folder`, with the image settings of the run of `checkpoint`.
 
     Raises:
         ConfigError: the checkpoint is not in the folder of its run, or the run read no images.
@@ -52,15 +52,15 @@ def save(folder: Path, checkpoint: Path, tokenizer: Any) -> None:
     if images.style == "idefics2":
         name, settings = "Idefics2", {"do_image_splitting": False, "do_resize": True, "size": square}
     else:
-        cut = images.max_size > images.frame_size
+        is_tiled = images.max_size > images.frame_size
         settings = {
-            "do_image_splitting": cut,
+            "do_image_splitting": is_tiled,
             "do_resize": images.enlarge,
             "max_image_size": {"longest_edge": images.frame_size},
             "size": {"longest_edge": images.max_size},
         }
         name = "Idefics3"
-        if cut and not images.enlarge:
+        if is_tiled and not images.enlarge:
             log.warning(
                 "%s: transformers' processor cuts an image of more than %d pixels a side into "
                 "more tiles than the model knows. Make such images smaller before, or train with data.images.enlarge.",
@@ -74,14 +74,14 @@ def save(folder: Path, checkpoint: Path, tokenizer: Any) -> None:
         folder / "processor_config.json", {"image_seq_len": images.image_tokens, "processor_class": f"{name}Processor"}
     )
     if not tokenizer.chat_template:
-        begins = tokenizer.bos_token_id not in (None, tokenizer.eos_token_id)
-        write_atomic(folder / "chat_template.jinja", CHAT_TEMPLATE.replace("BEGIN", "bos_token" if begins else "''"))
+        has_bos = tokenizer.bos_token_id not in (None, tokenizer.eos_token_id)
+        write_atomic(folder / "chat_template.jinja", CHAT_TEMPLATE.replace("BEGIN", "bos_token" if has_bos else "''"))
     config = read_json(folder / "tokenizer_config.json", CheckpointError)
     write_json(folder / "tokenizer_config.json", {**config, "processor_class": f"{name}Processor"})
 
 
 def read_images_config(checkpoint: Path) -> Any:
-    """How the run of a checkpoint made frames of images.
+    """The image settings (`data.images`) of the run of a checkpoint.
 
     Raises:
         ConfigError: the checkpoint is not in the folder of its run, or the run read no images.

@@ -1,9 +1,9 @@
-"""Which document of which source a lane reads when: pure functions of the seed and the epoch, without a shuffle buffer.
+"""Order of the documents in each lane: a pure function of the seed and the epoch, without a shuffle buffer.
 
-In each epoch of a source every place has one document. Places follow the order of the shards, a permutation of the
-shards (`shards`), or that permutation with documents mixed within windows (`window`). With rates, a lane takes sources
-by a schedule of a fixed period and every V-th place of each source; each source has its own epochs. Without rates, all
-sources are one sequence, of which it takes every V-th place.
+An epoch of a source is a permutation of its documents: none, of the shards (`shards`), or of the shards and of the
+documents within windows (`window`). With rates, each of V lanes selects sources by a periodic schedule and takes every
+V-th document of a source; each source has its own epochs. Without rates, all sources form one sequence, and each lane
+takes every V-th document.
 """
 
 from bisect import bisect_right
@@ -18,22 +18,21 @@ from src.data.packing.lanes import permute_rest
 
 _EPOCHS = 4
 PERIOD = 4096
-"""Documents after which the schedule of sources repeats."""
+"""Period of the schedule of sources, in documents."""
 
 
 @dataclass
 class Source:
-    """The places of one source."""
+    """Document order of one source."""
 
     sizes: Sequence[int]
-    """Documents of each shard."""
+    """Number of documents per shard."""
     shuffle: Literal["none", "shards", "window"]
     window: int
-    """Documents among which `window` mixes."""
+    """Documents per shuffle window."""
     seed: str
     _ends: dict[int, tuple[list[int], list[int]]] = field(default_factory=dict, repr=False)
-    """By epoch, for the last epochs used: the shards in order, and the places where they end.
-    Lanes can be in two epochs at a time."""
+    """Epoch -> shards in order, and the place where each ends. Has recent epochs, as lanes can be in two at a time."""
 
     def __post_init__(self) -> None:
         self.count = sum(self.sizes)
@@ -41,7 +40,7 @@ class Source:
         """The first document of each shard."""
 
     def document(self, epoch: int, place: int) -> int:
-        """The document at a place of an epoch: a number below `count`, which counts through the shards."""
+        """The document at a place of an epoch: a number below `count`, numbered across the shards."""
         if self.shuffle == "none":
             return place
         if self.shuffle == "window":
@@ -61,8 +60,8 @@ class Source:
 
 
 class JoinedSources:
-    """An `Arrangement` of the documents of several sources as one:
-    an epoch has each document once, the sources evenly spread."""
+    """An `Arrangement` of several sources as one sequence.
+    An epoch has each document once; sources are spread evenly."""
 
     def __init__(self, sources: Sequence[Source]) -> None:
         self.sources = sources
@@ -83,16 +82,16 @@ class JoinedSources:
             number = permute_rest(number, (lane, lanes, self.count), reshuffles, permute)
         place = (
             number * lanes + lane + epoch
-        ) % self.count  # shifted in each epoch, or a lane could read the same few documents for ever
+        ) % self.count  # shifted per epoch, so that a lane does not repeat the same few documents
         source, place = (0, place) if len(self.sources) == 1 else self._spread.place(place)
         return epoch, self.starts[source] + self.sources[source].document(epoch, place)
 
 
 class Streams:
-    """An `Arrangement` of the documents of several sources by rates. Each source has its own epochs."""
+    """An `Arrangement` of several sources by rates. Each source has its own epochs."""
 
     def __init__(self, sources: Sequence[Source], rates: Sequence[float]) -> None:
-        """rates: shares of the documents; they need not sum to 1."""
+        """rates: weights of the sources; they need not sum to 1."""
         self.sources = sources
         self.starts = [0, *accumulate(source.count for source in sources)]
         """The first document of each source, numbered through the sources."""
@@ -101,16 +100,16 @@ class Streams:
         """Documents of each source in a period."""
         spread = Interleaving(self.counts)
         self._schedule = [spread.place(place) for place in range(PERIOD)]
-        """By place in the period: the source, and how many of its documents come before in the period."""
+        """Place in the period -> source, and number of its earlier documents in the period."""
         self._before = [[0] * len(sources)]
         """Documents of each source before each place of the period."""
         for source, _ in self._schedule:
             self._before.append([count + (number == source) for number, count in enumerate(self._before[-1])])
 
     def turn(self, lane: int, lanes: int, number: int) -> tuple[int, int]:
-        """The source of a lane's document, and how many documents of that source the lane has taken before it.
+        """The source of a lane's document, and the number of earlier documents of that source in the lane.
 
-        Lanes start at different places of the period, so that each step has a share of each source.
+        Lanes start at different places of the period, so that each step has documents of each source.
         """
         first = lane * PERIOD // lanes
         period, place = divmod(first + number, PERIOD)
@@ -118,7 +117,7 @@ class Streams:
         return source, period * self.counts[source] + earlier - self._before[first][source]
 
     def count_of_source(self, lane: int, lanes: int, number: int, source: int) -> int:
-        """Documents of a source among the first `number` of a lane."""
+        """Number of documents of a source among the first `number` of a lane."""
         first = lane * PERIOD // lanes
         period, place = divmod(first + number, PERIOD)
         return period * self.counts[source] + self._before[place][source] - self._before[first][source]
@@ -139,20 +138,20 @@ class Streams:
         )
         place = (
             turn * lanes + lane + epoch
-        ) % source.count  # shifted in each epoch, or a lane could read the same few documents for ever
+        ) % source.count  # shifted per epoch, so that a lane does not repeat the same few documents
         return epoch, self.starts[number_of_source] + source.document(epoch, place)
 
 
 def arrange(sources: Sequence[Source], rates: Sequence[float]) -> "JoinedSources | Streams":
-    """The order of several sources: by rates, or without any in proportion to their documents."""
+    """The order of several sources: by rates, or without rates in proportion to their sizes."""
     return Streams(sources, rates) if len(sources) > 1 and rates else JoinedSources(sources)
 
 
 def _block(source: Source, lanes: int) -> int:
-    """Documents of a lane in a window, or in a shard.
-    A reshuffle moves such blocks, so that it opens no more shards than before."""
-    together = source.window if source.shuffle == "window" else source.count // len(source.sizes)
-    return max(1, together // lanes)
+    """Documents per lane in a window, or in a shard.
+    A reshuffle moves such blocks, so that no more shards are open than before."""
+    documents = source.window if source.shuffle == "window" else source.count // len(source.sizes)
+    return max(1, documents // lanes)
 
 
 def _block_permutation(block: int, seed: str) -> Callable[[int, int, int], int]:
@@ -160,8 +159,8 @@ def _block_permutation(block: int, seed: str) -> Callable[[int, int, int], int]:
 
 
 def _permute_blocks(position: int, size: int, block: int, key: str) -> int:
-    """Image of a position under a permutation of 0..size-1 that moves complete blocks and mixes each;
-    a shorter last block stays last."""
+    """Apply a permutation of 0..size-1 to a position: it shuffles complete blocks, and positions within each block.
+    A shorter last block stays last."""
     number, place = divmod(position, block)
     whole = size // block
     if number < whole:

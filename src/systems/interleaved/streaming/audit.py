@@ -1,13 +1,12 @@
 """Report the documents that a training has read: python -m src.systems.interleaved.streaming.audit RUN [--step N]
 [--documents FILE].
 
-The cursor of a checkpoint says how far each lane of rows has come. From that, the branches of the run and the indexes
-of the tars the rows of every step are made again, without reading a document; at the end the lanes must be where the
-checkpoint says.
+The command replays the rows of every step from the config, the run's branches and the tar indexes, without reading a
+document. At the end, the position of each lane must equal the cursor in the checkpoint.
 
-RUN is a save directory, or the start of an id in --runs. By shard it prints how many documents were read once, more
-often, or not yet. --documents writes a line for each document: source, shard, its number there, and how often it was
-read.
+RUN is a save directory, or the start of an id in --runs. For each shard, the output has the number of documents that
+were read once, more often, or not yet. --documents writes a line for each document: source, shard, its number in the
+shard, and how often it was read.
 """
 
 import argparse
@@ -41,12 +40,12 @@ class Delivery:
     pieces: Counter[tuple[int, int, int]]
     """How often each (epoch, document, piece) was in a row."""
     left_out: int
-    """Documents that were passed over, as they do not fit, are bad, or are denied."""
+    """Documents that were dropped because they do not fit into a row, are bad, or are on the deny list."""
     unreadable: set[tuple[int, int, int]]
-    """Those of `pieces` that are in the quarantine, and were padding."""
+    """Pieces in the quarantine, which were replaced by padding."""
 
     def documents(self) -> Counter[int]:
-        """How often the first piece of each document was read, without pieces that could not be read."""
+        """How often the first piece of each document was read, without unreadable pieces."""
         return Counter({document: count for (document, piece), count in self._by_piece().items() if piece == 0})
 
     def _by_piece(self) -> Counter[tuple[int, int]]:
@@ -58,12 +57,12 @@ class Delivery:
 
 
 def replay(run: Path, data_path: Path, step: int | None = None) -> Delivery:
-    """Recompute the rows that the training in `run` has read up to the checkpoint of a step, by default the newest.
+    """Recompute the rows that a run has read up to the checkpoint of a step, by default the newest.
 
     Raises:
-        ConfigError: its data are not streamed.
+        ConfigError: the run does not use streamed data.
         CheckpointError: there is no such checkpoint.
-        RunError: the checkpoint was reached in another way than the data and the branches say.
+        RunError: the replayed cursor differs from that of the checkpoint.
     """
     experiment: Any = load_experiment(SavedRun(run).exp, str(run))
     if not isinstance(getattr(experiment, "data", None), Config) or not experiment.loop:
@@ -96,7 +95,7 @@ def replay(run: Path, data_path: Path, step: int | None = None) -> Delivery:
 
 
 def report(delivery: Delivery) -> list[str]:
-    """A line for each shard, and one for all."""
+    """A line for each shard, and totals."""
     data, times = delivery.data, delivery.documents()
     lines = [f"{'source':16} {'shard':32} {'documents':>10} {'once':>8} {'more':>8} {'not read':>9}"]
     total: Counter[str] = Counter()

@@ -37,8 +37,7 @@ if TYPE_CHECKING:
     from src.systems.interleaved.streaming.validation import ValidationRows
 
 COUNTS = ("documents", "images", "image_tokens", "text_tokens", "left_out_parts", "unreadable")
-"""Counts of each source.
-A document, and its parts that are larger than a row, count in the row where the document ends."""
+"""Counters per source. A document and its dropped parts are counted in the row where the document ends."""
 SPLITS = ("train", "val")
 
 
@@ -48,47 +47,47 @@ class SourceConfig(StrictConfig):
     path: str = Field(min_length=1)
     """Folder below `--data_path`, with the lists of shards train/shards.json and val/shards.json."""
     rate: float | None = Field(default=None, gt=0)
-    """Share of the documents that are read; rates need not sum to 1.
-    None for all sources: each document once in an epoch of all."""
+    """Sampling weight of the source; rates need not sum to 1.
+    None, for all sources: an epoch reads each document once."""
     fields: Fields | None = None
-    """Members by kind, as the index was made with --fields; None: whatever the index says."""
+    """Members by kind; must equal the --fields of the index. None: use those of the index."""
     loss_weight: float = Field(default=1.0, gt=0)
-    """How much the loss of each of its tokens counts."""
+    """Weight of the loss of each token of this source."""
 
 
 class Config(DatasetConfig):
-    """Which documents are read, and how they become rows."""
+    """Document sources, and how documents are packed into rows."""
 
     has_order: ClassVar[bool] = True
     has_questions: ClassVar[bool] = True
 
     sources: dict[str, SourceConfig] = Field(min_length=1)
-    """Sources by name; losses and counts are reported under it."""
+    """Sources by name; losses and counts are reported under these names."""
     images: ImagesConfig
     sequence_tokens: int = Field(gt=1)
-    """Tokens of a row."""
+    """Tokens per row."""
     max_frames: int = Field(gt=0)
-    """Frames of a row."""
+    """Maximum frames per row."""
     open_rows: int = Field(default=16, gt=0)
-    """Rows of each lane to fill at a time: more rows, less padding."""
+    """Rows that each lane fills at a time. More rows leave less padding."""
     shuffle: Literal["none", "shards", "window"] = "window"
-    """The order of an epoch of a source. shards: in each epoch another order of the tars.
-    window: and the documents of `window` mixed."""
+    """Shuffling of each epoch of a source. shards: shuffle the tars.
+    window: shuffle the tars, then the documents within windows of `window` documents."""
     window: int = Field(default=10_000, gt=1)
-    """Documents that are mixed with each other. Their tars are open at the same time."""
+    """Documents per shuffle window. Their tars are open at the same time."""
     rules: Rules = Rules()
     errors: ErrorPolicy = operational_field(ErrorPolicy())
-    """Which errors stop a training. Not part of the id."""
+    """Errors that stop a training. Not part of the id."""
     prefetch_shards: NonNegativeInt = operational_field(2)
-    """Remote tars to download before they are needed, within the size of the cache. Not part of the id."""
+    """Remote tars to download ahead, within the cache size. Not part of the id."""
     val_documents: int | None = Field(default=None, gt=0)
-    """Documents of each source that validation reads, the first ones; None for all."""
+    """Validation reads the first `val_documents` documents of each source; None for all."""
 
     @model_validator(mode="after")
     def _fits_together(self) -> "Config":
-        without = [name for name, source in self.sources.items() if source.rate is None]
-        if without and len(without) < len(self.sources):
-            raise ValueError(f"sources.{without[0]}.rate: missing. Write a rate for each source, or for none.")
+        without_rate = [name for name, source in self.sources.items() if source.rate is None]
+        if without_rate and len(without_rate) < len(self.sources):
+            raise ValueError(f"sources.{without_rate[0]}.rate: missing. Write a rate for each source, or for none.")
         return self
 
     @property
@@ -134,7 +133,7 @@ class Config(DatasetConfig):
         return (self.sequence_tokens,)
 
     def tars_at_once(self, shard_list: manifest.Manifest) -> int:
-        """Tars of a source that the order reads at the same time: those of a window, else one."""
+        """Number of tars that are read at the same time: those of a window, else one."""
         if self.shuffle != "window":
             return 1
         documents = sum(shard.documents for shard in shard_list.shards)
@@ -146,8 +145,8 @@ class Config(DatasetConfig):
         """The rows of one split.
 
         Raises:
-            DataError: a list of shards or an index is missing or damaged, the tokenizer has no tokens of images, or a
-                source is too small to be read at its rate.
+            DataError: a list of shards or an index is missing or damaged, the tokenizer has no image tokens, or a
+                source is too small for its rate.
         """
         from src.systems.interleaved.streaming.validation import ValidationRows
 
@@ -174,16 +173,16 @@ class Sample:
     frames: "list[np.ndarray]" = field(default_factory=list)
     """Per image, (frames, 3, E, E) float32."""
     counts: list[list[int]] = field(default_factory=list)
-    """(sources, COUNTED)."""
+    """(sources, COUNTS)."""
     cached: tuple[int, int] = (0, 0)
-    """Reads of shards that are elsewhere: those from the cache, and all."""
+    """Reads of remote shards: cache hits, and all reads."""
 
 
 class StreamedDataset:
     """Rows of documents.
-    A key is (epoch, document, piece, epoch, document, piece, ...), or (epoch, document) for its first piece.
+    A key is (epoch, document, piece, epoch, document, piece, ...); (epoch, document) means the first piece.
 
-    Documents are numbered through the sources, by name.
+    Documents are numbered across all sources, which are sorted by name.
     """
 
     decodes: ClassVar[bool] = True
@@ -206,7 +205,7 @@ class StreamedDataset:
         return sum(map(len, self.documents))
 
     def locate(self, document: int) -> tuple[int, int]:
-        """The number of its source, and its own there."""
+        """The source of a document, and its number within the source."""
         source = bisect_right(self._starts, document) - 1
         return source, document - self._starts[source]
 
@@ -215,7 +214,7 @@ class StreamedDataset:
         return self._starts[source]
 
     def pieces(self, document: int) -> list[Piece]:
-        """The pieces of a document that are put into rows; none where it is left out."""
+        """The pieces of a document; empty if it is dropped."""
         source, local = self.locate(document)
         return self.documents[source].pieces(local, self._room)
 
@@ -224,16 +223,16 @@ class StreamedDataset:
         return [(piece.tokens, piece.frames) for piece in self.pieces(document)]
 
     def packing(self, arrangement: "JoinedSources | Streams", digest: str = "") -> Packing:
-        """The packing of its documents in an order."""
+        """Packing of the documents in the order of `arrangement`."""
         names, rows = self.source_names, self.config.open_rows
         source_of = lambda document: self.locate(document)[0]  # noqa: E731
         return Packing(arrangement, self.sizes, self._room, rows, "data", digest, names, source_of, self.find)
 
     def find(self, entry: str) -> range:
-        """The documents that an entry of a deny list names, as `branches.parse_denied` describes it.
+        """The documents that match an entry of a deny list; see `branches.parse_denied` for the syntax.
 
         Raises:
-            ConfigError: it names no document.
+            ConfigError: no document matches.
         """
         kind, _, rest = entry.partition(" ")
         number, _, rest = rest.partition(" ") if kind == "document" else ("", "", rest)
@@ -255,18 +254,18 @@ class StreamedDataset:
         )
 
     def arrangement(self, seed: int) -> JoinedSources | Streams:
-        """The order of the documents of all sources.
+        """Order of the documents of all sources.
 
         Raises:
             DataError: the share of a source is less than one document per period of the schedule.
         """
         config = self.config
-        places = [
+        sources = [
             Source(documents.sizes, config.shuffle, config.window, f"{seed}/{name}")
             for name, documents in zip(self.source_names, self.documents, strict=True)
         ]
         rates = [rate for name in self.source_names if (rate := config.sources[name].rate) is not None]
-        order = arrange(places, rates)
+        order = arrange(sources, rates)
         if isinstance(order, Streams) and 0 in order.counts:
             name = self.source_names[order.counts.index(0)]
             raise DataError(
@@ -300,12 +299,12 @@ class StreamedDataset:
         return self.documents[source].shard(local)
 
     def sample(self, epoch: int, index: int, *more: int, swaps: Swaps | None = None) -> Sample:
-        """The row of a key. swaps: other images that are read, by document of their own source.
+        """The row of a key. swaps: replacements of images; document numbers are within the source.
 
         Unreadable pieces become padding without loss and are recorded in the quarantine.
 
         Raises:
-            DataError: too much cannot be read, or the policy refuses it.
+            DataError: too many documents are unreadable, or the error policy stops the training.
         """
         row = Sample(counts=[[0] * len(COUNTS) for _ in self.documents])
         key = (epoch, index, *(more or (0,)))
@@ -318,13 +317,13 @@ class StreamedDataset:
         return row
 
     def read_piece(self, document: int, piece: Piece, swaps: Swaps | None = None) -> Sample:
-        """A row of one piece of a document."""
+        """A row with a single piece of a document."""
         row = Sample(counts=[[0] * len(COUNTS) for _ in self.documents])
         self._add(row, document, piece, 0, swaps)
         return row
 
     def _add(self, row: Sample, document: int, piece: Piece, place: int, swaps: Swaps | None) -> None:
-        """place: of the piece in its document."""
+        """Append a piece to a row. place: number of the piece in its document."""
         source, local = self.locate(document)
         counters = self.documents[source].files.counters
         before = counters["hits"], counters["misses"]
@@ -339,10 +338,10 @@ class StreamedDataset:
         else:
             images = [element for element in piece.elements if element.grid]
             image_tokens = sum(element.tokens for element in images)
-            for i, more in enumerate(
+            for i, increment in enumerate(
                 (piece.ends, len(images), image_tokens, piece.tokens - image_tokens, piece.left_out)
             ):
-                counts[i] += more
+                counts[i] += increment
         row.input_ids += content.ids
         row.loss_mask += content.loss_mask
         row.frames += content.images
@@ -373,13 +372,13 @@ class StreamedDataset:
         )
 
     def collate(self, samples: Sequence[Sample]) -> InterleavedBatch:
-        """Padded to `sequence_tokens`; padding is masked, so its id does not matter."""
+        """Batch of rows, padded to `sequence_tokens`. Padding is masked, so its id does not matter."""
         import numpy as np
         import torch
 
         from src.data import collate
 
-        ids, masks, most = (
+        ids, masks, length = (
             [row.input_ids for row in samples],
             [row.loss_mask for row in samples],
             self.config.sequence_tokens,
@@ -387,9 +386,9 @@ class StreamedDataset:
         side = self.config.images.frame_size
         images = [frames for row in samples for frames in row.frames]
         frames = np.concatenate(images) if images else np.zeros((0, 3, side, side), dtype=np.float32)
-        source_ids, _ = collate.pad_ids([row.source_ids for row in samples], 0, most)
+        source_ids, _ = collate.pad_ids([row.source_ids for row in samples], 0, length)
         batch: InterleavedBatch = {
-            **collate.pack_tokens(ids, masks, [row.lengths for row in samples], 0, most),
+            **collate.pack_tokens(ids, masks, [row.lengths for row in samples], 0, length),
             "frames": torch.from_numpy(frames),
             "source_ids": source_ids,
             "source_counts": torch.tensor([row.counts for row in samples]).sum(0),

@@ -1,4 +1,4 @@
-"""Documents of the tars of one source: planned from their indexes, and read on demand."""
+"""Documents of one source: split into pieces from the indexes of its tars, and read on demand."""
 
 import hashlib
 import json
@@ -23,32 +23,32 @@ from src.systems.interleaved.streaming.texts import TextTokens
 if TYPE_CHECKING:
     import numpy as np
 
-_INDEXES = 64
-"""Indexes of shards that are held at the same time."""
+_MAX_INDEXES = 64
+"""Maximum number of cached shard indexes."""
 _MAX_PLANS = 4096
-"""Documents with cached pieces, since an order needs them repeatedly."""
+"""Maximum number of documents with cached pieces; packing needs them repeatedly."""
 _WEB_TOKENS = 5
 Swaps = Mapping[tuple[int, int], tuple[int, int]]
-"""(document, part) -> (document, part): the image that is read instead of another of the same size."""
+"""(document, part) -> (document, part) of the image that replaces it, which has the same size."""
 
 
 class Rules(StrictConfig):
-    """Which documents are read, and how those are cut that are longer than a row."""
+    """Selection of documents, and treatment of documents longer than a row."""
 
     which: Literal["all", "web"] = "all"
-    """all: documents with a text. web: the rules of m4 for web pages: an image, a text and 5 tokens at least; no three
-    images in a row, no two images at the end, and no single image at the end of a page without other images."""
+    """all: every document with a text. web: m4's rules for web pages: at least one image, one text and 5 tokens; no
+    three images in a row, no two images at the end, and the only image of a page is not at the end."""
     max_images: int | None = Field(default=None, gt=0)
-    """A document of more images is left out."""
+    """Documents with more images are dropped."""
     too_long: Literal["cut", "drop"] = "cut"
-    """cut: a document longer than a row is cut between its parts, but not between a prompt and its answer. A text
-    longer than a row is cut after any token, as the data set 'packed' does; the first tokens of an answer stay with its
-    prompt. Left out and counted: an image or a prompt larger than a row, a prompt that leaves no room for its answer,
-    and rows without text. drop: such a document is left out."""
+    """cut: split a document longer than a row between its parts, but not between a prompt and its answer. A text
+    longer than a row is split after any token, as in data set 'packed'; the first tokens of an answer stay with its
+    prompt. Dropped and counted: an image or a prompt larger than a row, a prompt that leaves no space for its answer,
+    and rows without text. drop: drop documents longer than a row."""
 
 
 class Element(NamedTuple):
-    """A part of a document, or some tokens of a text."""
+    """A part of a document, or a token range of a text."""
 
     part: int
     kind: int
@@ -56,13 +56,13 @@ class Element(NamedTuple):
     grid: Grid | None
     """Tiles of an image."""
     first: int = 0
-    """Tokens of the text before these."""
+    """Number of tokens of the text before this range."""
     rest: int = 0
-    """Tokens of the text after these."""
+    """Number of tokens of the text after this range."""
 
 
 class Piece(NamedTuple):
-    """What becomes one document of a row."""
+    """A document, or a part of it, that fits into one row."""
 
     elements: Sequence[Element]
     begins: bool
@@ -71,17 +71,17 @@ class Piece(NamedTuple):
     tokens: int
     frames: int
     left_out: int = 0
-    """Where it ends: parts of the document that are in no piece."""
+    """For the last piece: number of parts of the document that were dropped."""
 
 
 class _Plan(NamedTuple):
-    """Sizes of documents and parts from an index, as lists, which are faster to read than arrays."""
+    """Columns of an index as lists, which are faster to read than arrays."""
 
     bad: list[int]
     first_parts: list[int]
-    """First part of each document, and last the number of all parts."""
+    """First part of each document, followed by the total number of parts."""
     tokens: list[int]
-    """Empty where they were not counted."""
+    """Token counts; empty if they were not counted with this tokenizer."""
     kinds: list[int]
     widths: list[int]
     heights: list[int]
@@ -89,18 +89,18 @@ class _Plan(NamedTuple):
 
 @dataclass
 class Content:
-    """A piece as a model reads it."""
+    """Model input of a piece."""
 
     ids: list[int] = field(default_factory=list)
     loss_mask: list[bool] = field(default_factory=list)
     images: "list[np.ndarray]" = field(default_factory=list)
     """Frames of each image, (frames, 3, E, E) float32."""
     lengths: list[int] = field(default_factory=list)
-    """Tokens of parts that do not attend to each other: a text can contain the border of two documents."""
+    """Tokens per document: documents do not attend to each other. A text can contain the border of two documents."""
 
 
 class Documents:
-    """The documents of a manifest. They are numbered through its shards."""
+    """The documents of a manifest, numbered across its shards."""
 
     def __init__(
         self, manifest: Manifest, files: ShardFiles, texts: TextTokens, images: ImageTokens, rules: Rules
@@ -108,21 +108,21 @@ class Documents:
         self.manifest, self.files, self.texts, self.images, self.rules = manifest, files, texts, images, rules
         self.sizes = [shard.documents for shard in manifest.shards]
         self._ends = list(accumulate(self.sizes))
-        num_documents = [
+        shard_facts = [
             [shard.documents, shard.bytes, shard.sha256 or shard.etag, shard.index_digest] for shard in manifest.shards
         ]
         options = [rules.model_dump(mode="json"), images.config.model_dump(mode="json"), texts.digest]
-        self.fingerprint = hashlib.sha256(json.dumps([num_documents, options]).encode()).hexdigest()
+        self.fingerprint = hashlib.sha256(json.dumps([shard_facts, options]).encode()).hexdigest()
         self._make_caches()
 
     def _make_caches(self) -> None:
-        self._index = lru_cache(_INDEXES)(self._load_index)
-        self._plan = lru_cache(_INDEXES)(self._load_plan)
+        self._index = lru_cache(_MAX_INDEXES)(self._load_index)
+        self._plan = lru_cache(_MAX_INDEXES)(self._load_plan)
         self.elements = lru_cache(_MAX_PLANS)(self._make_elements)
         """Document number -> its elements, in order; empty if the document is dropped."""
         self.pieces = lru_cache(_MAX_PLANS)(self._make_pieces)
-        """(document, (tokens, frames) of a row) -> its pieces in rows.
-        Reads no document if the index has counts of tokens."""
+        """(document, (tokens, frames) of a row) -> its pieces.
+        Reads no document if the index has token counts."""
 
     def __getstate__(self) -> dict[str, object]:
         return {
@@ -137,12 +137,12 @@ class Documents:
         return self._ends[-1]
 
     def locate(self, document: int) -> tuple[int, int]:
-        """Number of its shard, and its number in the shard."""
+        """The shard of a document, and its number within the shard."""
         shard = bisect_right(self._ends, document)
         return shard, document - self._ends[shard] + self.sizes[shard]
 
     def shard(self, document: int) -> Shard:
-        """Where a document is."""
+        """The shard of a document."""
         return self.manifest.shards[self.locate(document)[0]]
 
     def offset(self, document: int) -> int:
@@ -152,11 +152,11 @@ class Documents:
 
     def _make_pieces(self, document: int, room: tuple[int, int]) -> list[Piece]:
         elements = self.elements(document)
-        around = len(self.texts.begin) + len(self.texts.end)
+        num_markers = len(self.texts.begin) + len(self.texts.end)
 
         def fit(group: Sequence[Element]) -> bool:
             tokens, frames = _size(group)
-            return around + tokens <= room[0] and frames <= room[1]
+            return num_markers + tokens <= room[0] and frames <= room[1]
 
         if fit(elements):
             groups = [elements] if elements else []
@@ -167,8 +167,8 @@ class Documents:
         left_out = len(elements) - len({element.part for group in groups for element in group})
         last = len(groups) - 1
         return [
-            self._piece(group, place == 0, place == last, left_out if place == last else 0)
-            for place, group in enumerate(groups)
+            self._piece(group, number == 0, number == last, left_out if number == last else 0)
+            for number, group in enumerate(groups)
         ]
 
     def _piece(self, group: Sequence[Element], begins: bool, ends: bool, left_out: int) -> Piece:
@@ -178,12 +178,12 @@ class Documents:
         )
 
     def _split(self, elements: Sequence[Element], fit: Callable[[Sequence[Element]], bool]) -> list[list[Element]]:
-        """Elements in groups that fit into a row each."""
+        """Split elements into groups that each fit into a row."""
         groups: list[list[Element]] = [[]]
         for original in elements:
             element = original
             if not fit([*groups[-1], element]):
-                count = 0  # of prompts before an answer
+                count = 0  # prompts at the end of the last group
                 while count < len(groups[-1]) and groups[-1][-1 - count].kind == PROMPT:
                     count += 1
                 earlier, prompts = groups[-1][: len(groups[-1]) - count], groups[-1][len(groups[-1]) - count :]
@@ -192,11 +192,11 @@ class Documents:
                 elif element.kind == TEXT:
                     self._split_text(element, prompts, groups, fit)
                     continue
-                elif fit([element]):  # no row has room for both
+                elif fit([element]):  # the prompts and the element do not fit into one row
                     groups[-1:] = [earlier, []]
                 else:
                     continue
-            if element.grid and not groups[-1]:  # the token that it shared with the image before it
+            if element.grid and not groups[-1]:  # restore the token shared with the previous image
                 element = element._replace(tokens=len(self.images.token_ids(element.grid)))
             groups[-1].append(element)
         return groups
@@ -205,8 +205,8 @@ class Documents:
     def _split_text(
         text: Element, prompts: Sequence[Element], groups: list[list[Element]], fit: Callable[[Sequence[Element]], bool]
     ) -> None:
-        """Add the tokens of a text to the last group while they fit, then to new ones.
-        prompts: at the end of the last group, its own."""
+        """Add the tokens of a text to the last group while they fit, then to new groups.
+        prompts: the prompts of this text, at the end of the last group."""
         while text.tokens:
             room = bisect_right(
                 range(1, text.tokens + 1), False, key=lambda n: not fit([*groups[-1], text._replace(tokens=n)])
@@ -216,33 +216,33 @@ class Documents:
                 text, prompts = text._replace(tokens=text.tokens - room, first=text.first + room), []
             elif len(groups[-1]) > len(prompts):
                 groups[-1:] = [groups[-1][: len(groups[-1]) - len(prompts)], list(prompts)]
-            else:  # no row has room for the prompts and one token
+            else:  # the prompts and one token do not fit into a row
                 groups[-1] = []
                 return
 
     def read(self, document: int, piece: Piece, swaps: Swaps | None = None) -> Content:
-        """A piece of a document. swaps: other images that are read instead of its own.
+        """Read a piece of a document. swaps: replacements of its images.
 
         Raises:
-            ShardError: its shard cannot be read.
-            DataError: an image or a text of it cannot be decoded, or differs from the index.
+            ShardError: the shard cannot be read.
+            DataError: an image or a text cannot be decoded, or differs from the index.
         """
         shard, number = self.locate(document)
         parts = self._index(shard).parts_of(number)
-        whole = self._read_parts(shard, parts)
-        ids_of = self._encode(parts, whole)
+        part_contents = self._read_parts(shard, parts)
+        part_ids = self._encode(parts, part_contents)
         content = Content(list(self.texts.begin) if piece.begins else [])
         content.loss_mask = [False] * len(content.ids)
         for element in piece.elements:
             if element.grid is not None:
                 image_ids = self.images.token_ids(element.grid)
                 ids = image_ids[len(image_ids) - element.tokens :]
-                image = self._image(document, element.part, whole, swaps)
+                image = self._image(document, element.part, part_contents, swaps)
                 content.images.append(self.images.config.frames(image, self._index(shard).max_pixels))
                 if len(content.images[-1]) != element.grid.frames:
                     raise DataError("an image has another size than the index says")
             else:
-                ids = ids_of[element.part]
+                ids = part_ids[element.part]
                 if len(ids) != element.first + element.tokens + element.rest:
                     raise DataError("a text has other tokens than the index says")
                 ids = ids[element.first : element.first + element.tokens]
@@ -272,10 +272,10 @@ class Documents:
         )
         return content
 
-    def _image(self, document: int, part: int, whole: Sequence[bytes], swaps: Swaps | None) -> bytes:
+    def _image(self, document: int, part: int, part_contents: Sequence[bytes], swaps: Swaps | None) -> bytes:
         other = swaps.get((document, part)) if swaps else None
         if other is None:
-            return whole[part]
+            return part_contents[part]
         return self._read_part(*self.locate(other[0]), other[1])
 
     def _make_elements(self, document: int) -> list[Element]:
@@ -289,7 +289,7 @@ class Documents:
             parts = self._index(shard).parts_of(number)
             try:
                 counts = [len(ids) for ids in self._encode(parts, self._read_parts(shard, parts, (TEXT, PROMPT)))]
-            except ShardError:  # the tar is out of reach, which is no defect of the document
+            except ShardError:  # the tar is unavailable; the document itself is not bad
                 raise
             except DataError:
                 counts = [0] * (end - first)
@@ -305,19 +305,19 @@ class Documents:
         return elements if self._is_read(elements) else []
 
     def _is_read(self, elements: Sequence[Element]) -> bool:
-        """Whether the rules select a document."""
+        """Whether the rules select a document with these elements."""
         images = "".join("i" if element.grid else "t" for element in elements)
         if "t" not in images or images.count("i") > (self.rules.max_images or len(elements)):
             return False
         if self.rules.which == "all":
             return True
-        enough = sum(element.tokens for element in elements) >= _WEB_TOKENS
-        # No text follows that reads them.
-        unseen = images.endswith("ii") or (images.endswith("i") and images.count("i") == 1)
-        return "i" in images and "iii" not in images and not unseen and enough
+        is_long_enough = sum(element.tokens for element in elements) >= _WEB_TOKENS
+        # No text follows these images.
+        has_unread_images = images.endswith("ii") or (images.endswith("i") and images.count("i") == 1)
+        return "i" in images and "iii" not in images and not has_unread_images and is_long_enough
 
     def _read_parts(self, shard: int, parts: "np.ndarray", kinds: Sequence[int] = (TEXT, PROMPT, IMAGE)) -> list[bytes]:
-        """The contents of parts of these kinds, b"" for other parts, by one read from the first to the last byte."""
+        """The contents of parts of these kinds, b"" for other parts. Makes a single read."""
         records = zip(*(parts[name].tolist() for name in ("offset", "size", "kind")), strict=True)
         spans = [(begin, begin + size) for begin, size, kind in records if kind in kinds]
         if not spans:
@@ -358,5 +358,5 @@ class Documents:
 
 
 def _size(elements: Sequence[Element]) -> tuple[int, int]:
-    """Tokens and frames."""
+    """Number of tokens and frames."""
     return sum(element.tokens for element in elements), sum(element.grid.frames for element in elements if element.grid)

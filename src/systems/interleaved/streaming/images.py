@@ -1,7 +1,7 @@
 """Frames and tokens of images, as made by transformers' Idefics3 processor.
 
-A large image is cut into tiles, followed by the image itself, reduced to one frame; a small image is one frame. Each
-frame is `image_tokens` tokens `<image>` between tokens that say where it is.
+A large image is cut into tiles, followed by the complete image resized to one frame; a small image is one frame. Each
+frame has `image_tokens` tokens `<image>` between tokens for its position.
 """
 
 import math
@@ -13,45 +13,45 @@ from pydantic import Field, model_validator
 
 from src.errors import DataError
 from src.experiments.config import Config as StrictConfig
-from src.systems.interleaved.streaming.tars.image_files import MOST_PIXELS, open_image
+from src.systems.interleaved.streaming.tars.image_files import MAX_PIXELS, open_image
 
 if TYPE_CHECKING:
     import numpy as np
 
 FAKE, IMAGE, GLOBAL = "<fake_token_around_image>", "<image>", "<global-img>"
 RESERVED = (FAKE, IMAGE, GLOBAL)
-"""A text with one of these is left out."""
+"""Texts with one of these tokens are dropped."""
 MEAN = STD = 0.5
 """Frames are (x / 255 - MEAN) / STD.
-No value of 8 bits becomes 0 by them: transformers takes a frame of zeros as padding."""
+No 8-bit value is mapped to 0, as transformers treats a frame of zeros as padding."""
 
 
 class Grid(NamedTuple):
-    """Tiles of an image; 0 and 0 where it is one frame."""
+    """Rows and columns of an image's tiles; (0, 0) for an image of one frame."""
 
     rows: int
     columns: int
 
     @property
     def frames(self) -> int:
-        """Frames of the image: its tiles and itself."""
+        """Number of frames: the tiles and the complete image."""
         return self.rows * self.columns + 1
 
 
 class ImagesConfig(StrictConfig):
-    """How an image becomes frames and tokens. The sizes must be those of the model."""
+    """Conversion of images to frames and tokens. The sizes must match the model."""
 
     style: Literal["idefics3", "idefics2"] = "idefics3"
-    """The text around frames, by transformers' name of the model family."""
+    """Model family, by transformers' name; sets the tokens around the frames."""
     frame_size: int = Field(gt=0)
-    """Pixels of a side of a frame."""
+    """Pixels per side of a frame."""
     image_tokens: int = Field(gt=0)
-    """Tokens of a frame."""
+    """Tokens per frame."""
     max_size: int = Field(gt=0)
-    """Pixels of the longer side, above which an image is made smaller.
-    A multiple of `frame_size`; equal to it, no image is cut."""
+    """Images with a longer side above this many pixels are shrunk.
+    A multiple of `frame_size`; if equal to it, no image is cut into tiles."""
     enlarge: bool = False
-    """Whether a smaller image is enlarged to `max_size`, as transformers does by default."""
+    """Enlarge smaller images to `max_size`, as transformers does by default."""
 
     @model_validator(mode="after")
     def _sizes_fit(self) -> "ImagesConfig":
@@ -67,17 +67,21 @@ class ImagesConfig(StrictConfig):
         return self
 
     def special_tokens(self) -> list[str]:
-        """Tokens that a tokenizer must have."""
-        most = self.max_size // self.frame_size
-        tiles = [f"<row_{row}_col_{column}>" for row in range(1, most + 1) for column in range(1, most + 1)]
-        return [FAKE, IMAGE, *((GLOBAL, *(tiles if most > 1 else ())) if self.style == "idefics3" else ())]
+        """Tokens that the tokenizer must have."""
+        tiles_per_side = self.max_size // self.frame_size
+        tiles = [
+            f"<row_{row}_col_{column}>"
+            for row in range(1, tiles_per_side + 1)
+            for column in range(1, tiles_per_side + 1)
+        ]
+        return [FAKE, IMAGE, *((GLOBAL, *(tiles if tiles_per_side > 1 else ())) if self.style == "idefics3" else ())]
 
     def grid(self, width: int, height: int) -> Grid:
         """The tiles of an image with this width and height in pixels."""
         return _grid(self._sizes(width, height)[-1], self.frame_size)
 
     def _sizes(self, width: int, height: int) -> list[tuple[int, int]]:
-        """(width, height) to which an image is brought, one after the other."""
+        """The (width, height) of each resizing step of an image."""
         if self.max_size == self.frame_size and not (self.enlarge and self.style == "idefics3"):
             return [(self.frame_size, self.frame_size)]
         sizes, longer = list[tuple[int, int]](), max(width, height)
@@ -101,9 +105,9 @@ class ImagesConfig(StrictConfig):
             width = _round_up(int(height * aspect), self.frame_size)
         return [*sizes, (width, height)]
 
-    def frames(self, content: bytes, max_pixels: int = MOST_PIXELS) -> "np.ndarray":
-        """(frames, 3, frame_size, frame_size) float32: the frames of an encoded image, from -1 to 1;
-        transparent pixels are white.
+    def frames(self, content: bytes, max_pixels: int = MAX_PIXELS) -> "np.ndarray":
+        """Frames of an encoded image, (frames, 3, frame_size, frame_size) float32 from -1 to 1.
+        Transparent pixels become white.
 
         Raises:
             ImageError: it has more than `max_pixels` pixels, or cannot be decoded.
@@ -117,16 +121,16 @@ class ImagesConfig(StrictConfig):
                 image = image.resize(size, Image.Resampling.LANCZOS)
         side, grid = self.frame_size, _grid(image.size, self.frame_size)
         corners = [(column * side, row * side) for row in range(grid.rows) for column in range(grid.columns)]
-        cut = [image.crop((x, y, x + side, y + side)) for x, y in corners]
-        whole = image.resize((side, side), Image.Resampling.LANCZOS) if corners else image
-        pixels = np.stack([np.asarray(frame) for frame in (*cut, whole)])
+        tiles = [image.crop((x, y, x + side, y + side)) for x, y in corners]
+        overview = image.resize((side, side), Image.Resampling.LANCZOS) if corners else image
+        pixels = np.stack([np.asarray(frame) for frame in (*tiles, overview)])
         return (pixels.transpose(0, 3, 1, 2).astype(np.float32) * np.float32(1 / 255) - np.float32(MEAN)) / np.float32(
             STD
         )
 
 
 class ImageTokens:
-    """Ids of the tokens of images, with a given tokenizer."""
+    """Token ids of images, for one tokenizer."""
 
     def __init__(self, config: ImagesConfig, tokenizer: Any) -> None:
         """Raises DataError: a token is missing from the tokenizer."""
@@ -144,7 +148,7 @@ class ImageTokens:
 
     def _make_caches(self) -> None:
         self.token_ids = lru_cache(4096)(self._make)
-        """Ids of an image's tokens by its grid."""
+        """Grid of an image -> its token ids."""
         self.grid_and_tokens = lru_cache(4096)(self._measure)
         """(width, height) of an image -> its grid, and its number of tokens."""
 
@@ -153,13 +157,12 @@ class ImageTokens:
 
     @property
     def shared_tokens(self) -> int:
-        """Number of tokens shared by two adjacent images:
-        Idefics2 writes the last token of one and the first of the next once."""
+        """Number of tokens shared by two adjacent images: Idefics2 writes one token between them, not two."""
         return int(self.config.style == "idefics2")
 
     @cached_property
     def image_id(self) -> int:
-        """That of `<image>`."""
+        """Id of `<image>`."""
         return self._ids[IMAGE]
 
     def _measure(self, width: int, height: int) -> tuple[Grid, int]:
@@ -170,15 +173,15 @@ class ImageTokens:
         fake, frame = self._ids[FAKE], (self._ids[IMAGE],) * self.config.image_tokens
         if self.config.style == "idefics2":
             return (fake, *frame, fake)
-        whole = (fake, self._ids[GLOBAL], *frame, fake)
+        complete_image = (fake, self._ids[GLOBAL], *frame, fake)
         if grid == (0, 0):
-            return whole
+            return complete_image
         ids = list[int]()
         for row in range(1, grid.rows + 1):
             for column in range(1, grid.columns + 1):
                 ids += fake, self._ids[f"<row_{row}_col_{column}>"], *frame
             ids += self._line if row < grid.rows else self._lines
-        return (*ids, *whole)
+        return (*ids, *complete_image)
 
 
 def _restore(config: ImagesConfig, ids: dict[str, int], line: tuple[int, ...], lines: tuple[int, ...]) -> ImageTokens:

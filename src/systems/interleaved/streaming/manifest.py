@@ -1,6 +1,6 @@
-"""The list of the tars of a data set: shards.json in a prepared folder, next to an index of each tar.
+"""List of the tars of a data set: shards.json in a prepared folder, next to an index of each tar.
 
-The tars can be in the folder or anywhere else; plans and orders read only the folder.
+The tars can be anywhere. Packing and ordering need only the folder, not the tars.
 """
 
 import hashlib
@@ -15,19 +15,19 @@ from src.errors import DataError
 
 NAME = "shards.json"
 _SAMPLED = 512
-"""Tars at most of which samples are taken, and samples in all."""
+"""Maximum number of sampled tars, and of samples in total."""
 
 
 class ShardError(DataError):
-    """A shard cannot be read: all of its documents are lost to this attempt."""
+    """A shard cannot be read, and so none of its documents."""
 
 
 class ShardUnavailable(ShardError):
-    """It can be available later: the network, a server or a disk failed."""
+    """A network, server or disk failed; the shard can become available later."""
 
 
 class ChangedShardError(ShardError):
-    """It is not the one that was indexed: another size, ETag or hash."""
+    """The shard's size, ETag or hash changed since it was indexed."""
 
 
 @dataclass(frozen=True)
@@ -35,45 +35,45 @@ class Shard:
     """A tar of documents."""
 
     url: str
-    """Where its bytes are: a path, relative to the list's folder or absolute; "s3://bucket/key"; or "pipe:COMMAND"."""
+    """A path, relative to the list's folder or absolute; "s3://bucket/key"; or "pipe:COMMAND"."""
     index: str
-    """File of its index, relative to the folder."""
+    """Path of the index, relative to the folder."""
     documents: int
     bytes: int
     source: str = ""
-    """The source under which it is counted, such as "captions"."""
+    """Source name for counts, such as "captions"."""
     sha256: str | None = None
     etag: str | None = None
     """ETag of a remote object when it was indexed."""
     index_digest: str | None = None
-    """Digest of its index."""
+    """Digest of the index."""
     mtime_ns: int | None = None
     """Modification time of a local tar when it was indexed.
-    None for tars that this project wrote: those are older than their index."""
+    None for tars written by this project, which are older than their index."""
     sample: str | None = None
-    """`sample_tar` of a local tar when it was indexed. A tar with another modification time must still have it."""
+    """`sample_tar` of a local tar when it was indexed; checked if the modification time differs."""
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """Tars of one split of a data set, in their order."""
+    """Ordered tars of one split of a data set."""
 
     folder: Path
     shards: Sequence[Shard]
     facts: dict[str, Any] = field(default_factory=dict)
-    """How they were made, such as the seed of the shuffle."""
+    """Facts about their creation, such as the shuffle seed."""
 
 
 def load(folder: Path) -> Manifest:
-    """The list in a folder.
+    """Load the list in a folder.
 
     Raises:
         DataError: it is missing or malformed.
     """
     path = folder / NAME
-    again = "Make it with python -m data_prep.interleaved.index, or write the tars with this project."
+    advice = "Make it with python -m data_prep.interleaved.index, or write the tars with this project."
     if not path.is_file():
-        raise DataError(f"{path}: no such file. {again}")
+        raise DataError(f"{path}: no such file. {advice}")
     raw = files.read_json(path, DataError)
     try:
         shards = [_check(Shard(**shard)) for shard in raw["shards"]]
@@ -81,9 +81,9 @@ def load(folder: Path) -> Manifest:
         if len({shard.url for shard in shards}) < len(shards):
             raise ValueError("duplicate shard")
     except (TypeError, KeyError, ValueError) as error:
-        raise DataError(f"{path}: no list of shards ({error}). {again}") from None
+        raise DataError(f"{path}: no list of shards ({error}). {advice}") from None
     if not any(shard.documents for shard in shards):
-        raise DataError(f"{path}: lists no document. {again}")
+        raise DataError(f"{path}: lists no document. {advice}")
     return Manifest(folder, shards, facts)
 
 
@@ -107,16 +107,16 @@ def _check(shard: Shard) -> Shard:
 
 
 def sample_tar(path: Path) -> str:
-    """Digest of samples of a local tar; of all bytes below 128 KiB."""
+    """Digest of samples of a local tar, or of all its bytes if it is below 128 KiB."""
     with files.reading(path, DataError):
         return files.sample_digest(path, edge=1 << 16, pieces=16)
 
 
 def sample_digest(manifest: Manifest) -> str:
-    """Digest of samples of the tars that are files here, or of some of many; it changes if one is changed in place.
+    """Digest of samples of the local tars, or of a subset if there are many, to detect changes in place.
 
     Raises:
-        DataError: one of them cannot be read.
+        DataError: a tar cannot be read.
     """
     local = [path for shard in manifest.shards if (path := manifest.folder / shard.url).is_file()]
     samples = []

@@ -1,8 +1,8 @@
-"""Unreadable documents: when they stop a training, and the record of them in the run's folder.
+"""Record unreadable documents, and stop the training if there are too many.
 
-An unreadable document becomes padding without loss, so that no row moves, and is recorded in quarantine.jsonl. A
-restart skips the recorded documents without another attempt, so that it reads the same rows. Errors of the program
-itself are never skipped.
+An unreadable document becomes padding without loss, so that other rows stay the same, and is recorded in
+quarantine.jsonl of the run. A restart skips recorded documents without another attempt, so that it reads the same rows.
+Programming errors are never skipped.
 """
 
 import json
@@ -28,15 +28,15 @@ class ErrorPolicy(StrictConfig):
     bad_document: Literal["skip_document", "raise"] = "skip_document"
     """An image or a text cannot be decoded."""
     changed_shard: Literal["raise", "skip_shard"] = "raise"
-    """A tar is not the one that was indexed."""
+    """A tar changed since it was indexed."""
     unavailable_shard: Literal["raise", "skip_shard"] = "raise"
-    """A tar cannot be read, after as many tries as its source makes."""
+    """A tar cannot be read, after all retries."""
     max_documents: float = Field(default=0.001, ge=0, le=1)
-    """Share of the documents of the data set that can be unreadable; one is always allowed."""
+    """Maximum share of unreadable documents; one is always allowed."""
     max_shards: float = Field(default=0.01, ge=0, le=1)
-    """Share of the shards that can be skipped; one is always allowed."""
+    """Maximum share of skipped shards; one is always allowed."""
     max_consecutive: int = Field(default=100, gt=0)
-    """Unreadable documents in a row of one process that stop it."""
+    """Consecutive unreadable documents after which a process stops."""
 
 
 class Quarantine:
@@ -55,10 +55,10 @@ class Quarantine:
         self._in_a_row = 0
 
     def open(self, run: Path) -> None:
-        """Record in the folder of a run, and skip the documents recorded there.
+        """Use the record in the folder of a run, and skip the documents in it.
 
         Raises:
-            DataError: more are recorded than the policy allows.
+            DataError: there are more than the policy allows.
         """
         self.attach(run)
         for kind in self._max:
@@ -70,23 +70,23 @@ class Quarantine:
         self._read()
 
     def holds(self, source: str, shard: str, document: int, piece: int) -> bool:
-        """Whether a piece of a document, by its number in its shard, is skipped."""
+        """Whether a piece of a document is skipped. document: number within the shard."""
         return (source, shard, document, piece) in self._records or (source, shard, None, 0) in self._records
 
     def note_success(self) -> None:
-        """Take note that a document was read."""
+        """Reset the count of consecutive unreadable documents."""
         self._in_a_row = 0
 
     def add(self, error: DataError, source: str, shard: str, document: int, piece: int, offset: int) -> None:
-        """Skip a piece of a document, or its shard, after an error, if the policy and its limits allow it.
+        """Record a piece of a document, or its shard, as unreadable after an error.
 
         Raises:
-            DataError: the policy refuses; names the document and its shard.
+            DataError: the policy or its limits do not allow it; names the document and its shard.
         """
-        of_shard, policy = isinstance(error, ShardError), self.policy
+        is_shard_error, policy = isinstance(error, ShardError), self.policy
         kind = (
             ("changed_shard" if isinstance(error, ChangedShardError) else "unavailable_shard")
-            if of_shard
+            if is_shard_error
             else "bad_document"
         )
         where = f"{source}: document {document} of {shard}, at byte {offset}"
@@ -96,12 +96,12 @@ class Quarantine:
             "bad_document": policy.bad_document,
         }
         if actions[kind] == "raise":
-            skip = "skip_shard" if of_shard else "skip_document"
+            skip = "skip_shard" if is_shard_error else "skip_document"
             text = str(error).rstrip(".")
             raise DataError(
                 f"{where}: {text}. To skip it, resume the same run with --set data.errors.{kind}={skip}"
             ) from None
-        number, piece = (None, 0) if of_shard else (document, piece)
+        number, piece = (None, 0) if is_shard_error else (document, piece)
         self._read()  # entries of other processes
         if (source, shard, number, piece) not in self._records:
             record = {
@@ -114,7 +114,7 @@ class Quarantine:
             }
             self._append(record)
         self._in_a_row += 1
-        self._require_few("shard" if of_shard else "document", f"{where}: {error}")
+        self._require_few("shard" if is_shard_error else "document", f"{where}: {error}")
         if self._in_a_row >= policy.max_consecutive:
             raise DataError(
                 f"{where}: {error}. None of {self._in_a_row} documents in a row can be read. Repair the data, "
@@ -135,7 +135,7 @@ class Quarantine:
         self._records.add((record["source"], record["shard"], record["document"], record["piece"]))
         if self.path is not None:
             with writing(self.path):
-                # One write: lines of processes do not mix.
+                # A single write, so that lines of different processes do not mix.
                 descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
                 try:
                     size = os.fstat(descriptor).st_size
@@ -154,11 +154,11 @@ class Quarantine:
                 record = parse_json(line, self.path, DataError)
                 self._records.add((record["source"], record["shard"], record["document"], record["piece"]))
             except (DataError, KeyError, TypeError):
-                continue  # cut by a kill or a full disk: that document is recorded again
+                continue  # a partial line after a kill or a full disk: the document is recorded again
 
 
 def _share_above(count: int, total: int) -> float:
-    """A round share of `total` that allows `count` and as many again."""
+    """A rounded share of `total` that allows twice `count`."""
     share = 2 * count / total
     digits = 1 - math.floor(math.log10(share))
     return min(1.0, math.ceil(share * 10**digits) / 10**digits)

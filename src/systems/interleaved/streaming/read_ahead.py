@@ -1,4 +1,4 @@
-"""Download remote tars before a training reads them: the order of the documents says which come next."""
+"""Download remote tars before a training reads them, in the order of the documents."""
 
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
@@ -13,11 +13,11 @@ from src.systems.interleaved.streaming.remote.downloads import Downloads
 from src.systems.interleaved.streaming.remote.transfer import REMOTE
 
 HORIZON = 16_384
-"""Documents of this process to look ahead at most."""
+"""Maximum number of documents that a process looks ahead."""
 
 
 class ReadAhead:
-    """Keeps the next remote tars of one process's lanes in the cache. It changes no row and no order."""
+    """Caches the next remote tars of one process's lanes. Does not affect rows or their order."""
 
     def __init__(
         self,
@@ -27,25 +27,25 @@ class ReadAhead:
         count: int,
         cache: ShardCache,
     ) -> None:
-        """share: of this process. shard_of: the tar of a document.
-        count: tars of documents to come that are requested at a time."""
+        """share: of this process. shard_of: function from a document to its tar.
+        count: number of upcoming tars to request at a time."""
         self._arrangement, self._share, self._shard_of, self._count = arrangement, share, shard_of, count
         self._lanes = [
             _Lane(v) for g in share.numbers for v in range(g * share.micro_batch, (g + 1) * share.micro_batch)
         ]
         self.coming = Counter[Shard]()
-        """Documents to come of each tar, in the order in which the tars are first needed."""
+        """Number of upcoming documents per tar; tars are in the order of their first use."""
         self._downloads = Downloads(cache)
 
     def advance(self, cursor: Mapping[str, Any]) -> None:
-        """Take note that all rows before this cursor were read, and request the tars that are needed next.
+        """Advance to a cursor, and request the tars that are needed next.
 
-        cursor: entries of `lanes.LaneOrder` for all lanes of this process; an empty one is the start of a training.
+        cursor: entries of `lanes.LaneOrder` for all lanes of this process; empty at the start of a training.
         """
         in_rows = dict[Shard, None]()
         for lane in self._lanes:
             position, _, _, reshuffles, rows, _ = cursor.get(str(lane.number), (0, 0, 0, [], [], []))
-            if lane.reshuffles != reshuffles:  # other documents come next
+            if lane.reshuffles != reshuffles:  # the order of the next documents changed
                 self.coming -= Counter(lane.coming)
                 lane.coming.clear()
                 lane.reshuffles = list(reshuffles)
@@ -77,12 +77,12 @@ class ReadAhead:
 
 @dataclass
 class _Lane:
-    """How far one lane has read and looked ahead."""
+    """Read position and look-ahead of one lane."""
 
     number: int
     position: int = 0
     reshuffles: list[Any] = field(default_factory=list)
     coming: deque[Shard] = field(default_factory=deque)
-    """The tars of the documents from `position` on."""
+    """Tars of the documents starting at `position`."""
     open: dict[int, Shard] = field(default_factory=dict)
-    """The tars of the documents in open rows."""
+    """Tars of the documents in open rows."""

@@ -23,11 +23,11 @@ _OPEN = 64
 
 
 class ShardFiles:
-    """Reads from shards, the last used of which stay open. Local files are read in place and never deleted.
+    """Reads from shards; recently used ones stay open. Local files are read in place and never deleted.
 
     Remote shards are downloaded completely into the folder `cache`, which has at most `cache_bytes` and can be shared
-    by processes. If other processes use all of it, ranges of an object are read from the server, and a command waits
-    for room. An object can be pickled and forked; the other process opens the files again. It is for one thread.
+    by processes. If other processes use all of it, byte ranges of objects are read from the server, and commands wait
+    for free space. Instances can be pickled and forked; the other process opens the files again. Not thread-safe.
     """
 
     counters: Counter[str]
@@ -42,11 +42,10 @@ class ShardFiles:
         patience: float = PATIENCE,
         max_cached: int = _OPEN,
     ) -> None:
-        """folder: of the manifest, where relative paths start.
+        """folder: of the manifest; relative paths start there. most_open: maximum number of open files.
         patience: seconds without a new byte until a shard counts as unavailable.
 
-        max_cached: references to files of the cache at a time. Files without a reference can be deleted to make room
-        for the next ones.
+        max_cached: maximum number of cache files that this process references. The cache can delete unreferenced files.
         """
         self.folder, self.most_open, self.counters = folder, most_open, Counter()
         self.cache = None if cache is None else ShardCache(cache, cache_bytes, patience)
@@ -55,8 +54,8 @@ class ShardFiles:
         self._open: OrderedDict[str, int] = OrderedDict()
         self._elsewhere = set[str]()
         self._first_seen = dict[str, tuple[int, int]]()
-        """Of local files: which they were when they were first opened."""
-        _all.add(self)
+        """Inode and modification time of each local file when it was first opened."""
+        _instances.add(self)
 
     def __reduce__(self) -> Any:
         return ShardFiles, self._arguments
@@ -66,12 +65,12 @@ class ShardFiles:
             self.close()
 
     def read(self, shard: Shard, offset: int, size: int) -> bytes:
-        """`size` bytes of a shard from `offset` on.
+        """Read `size` bytes of a shard at `offset`.
 
         Raises:
-            ChangedShardError: it is not the one that was indexed, or has no such bytes.
-            ShardUnavailable: it cannot be read, or not be stored in the cache.
-            ConfigError: it needs a cache, or a larger one.
+            ChangedShardError: it changed since it was indexed, or is too short.
+            ShardUnavailable: it cannot be read, or cannot be stored in the cache.
+            ConfigError: there is no cache, or it is too small.
         """
         descriptor = self._open.get(shard.url)
         if descriptor is not None:
@@ -100,7 +99,7 @@ class ShardFiles:
         return content
 
     def close(self) -> None:
-        """Close all files, which ends all references."""
+        """Close all files, which releases the cache references."""
         for url in list(self._open):
             self._close(url)
 
@@ -113,7 +112,7 @@ class ShardFiles:
             os.close(descriptor)
 
     def _keep(self, url: str, descriptor: int) -> None:
-        """Hold a file open, in place of the least recently used one if there are too many."""
+        """Add an open file; close the least recently used ones above the limit."""
         while len(self._open) >= self.most_open:
             self._close(next(iter(self._open)))
         self._open[url] = descriptor
@@ -144,14 +143,14 @@ class ShardFiles:
         return descriptor
 
     def _is_suspect(self, shard: Shard, mtime_ns: int) -> bool:
-        """Whether a local tar can have been replaced since it was indexed, by its modification time."""
+        """Whether the modification time suggests that a local tar changed since it was indexed."""
         if shard.mtime_ns is not None:
             return mtime_ns != shard.mtime_ns
         index = self.folder / shard.index
         return index.is_file() and mtime_ns > index.stat().st_mtime_ns
 
     def _open_cached(self, shard: Shard) -> int | None:
-        """A descriptor of a shard that is elsewhere; None where the cache has no room for it."""
+        """Open a remote shard in the cache; None if the cache has no space for it."""
         cached = self._cache_of(shard).open(shard, self._let_go)
         self.counters["hits" if cached and cached.was_there else "misses"] += 1
         if cached is None:
@@ -168,14 +167,14 @@ class ShardFiles:
         return self.cache
 
     def _let_go(self) -> bool:
-        """End the reference to the least recently used file of the cache; returns whether there was one."""
+        """Release the least recently used cache file. Returns False without one."""
         url = next((url for url in self._open if url in self._elsewhere), None)
         if url is not None:
             self._close(url)
         return url is not None
 
     def _read_around(self, shard: Shard, offset: int, size: int) -> bytes:
-        """Bytes of an object of S3, from the server."""
+        """Read a byte range of an object from the server, without the cache."""
         if offset + size > shard.bytes:
             raise ChangedShardError(
                 f"{shard.url}: ends before byte {offset + size}, but had {shard.bytes} bytes when it was indexed."
@@ -187,10 +186,11 @@ class ShardFiles:
 
 
 def open_files(folder: Path, data: Path, sources: int = 1, max_cached: int = _OPEN) -> ShardFiles:
-    """Read the shards of the manifest in `folder`, one of `sources` sources that share the open files of a process.
+    """Open the shards of the manifest in `folder`.
+    sources: the number of sources that share the file limit of the process.
 
-    Remote shards are cached in DATA/shard_cache, in at most 100 GB. SHARD_CACHE and SHARD_CACHE_GB in the environment
-    replace both, as they depend on the machine and not on the experiment. max_cached: see `ShardFiles`.
+    Remote shards are cached in DATA/shard_cache, up to 100 GB. The environment variables SHARD_CACHE and
+    SHARD_CACHE_GB override the folder and the size. max_cached: see `ShardFiles`.
 
     Raises:
         ConfigError: SHARD_CACHE_GB is not a number above 0.
@@ -206,14 +206,14 @@ def open_files(folder: Path, data: Path, sources: int = 1, max_cached: int = _OP
     return ShardFiles(folder, max(8, 4 * _OPEN // sources), cache, size, max_cached=max_cached)
 
 
-_all: "weakref.WeakSet[ShardFiles]" = weakref.WeakSet()
+_instances: "weakref.WeakSet[ShardFiles]" = weakref.WeakSet()
 
 
-def _begin_anew() -> None:
-    """Forget, in a forked process, the references and counts of the parent."""
-    for files in list(_all):
+def _reset_after_fork() -> None:
+    """Drop the parent's open files and counts in a forked process."""
+    for files in list(_instances):
         files.close()
         files.counters.clear()
 
 
-os.register_at_fork(after_in_child=_begin_anew)
+os.register_at_fork(after_in_child=_reset_after_fork)

@@ -1,4 +1,4 @@
-"""List shards from words: files, URLs, patterns, ranges such as s-{000..123}.tar, text files, prepared folders."""
+"""List shards from arguments: files, URLs, patterns, ranges such as s-{000..123}.tar, text files, prepared folders."""
 
 import glob
 import re
@@ -26,21 +26,21 @@ class ShardSource(NamedTuple):
     url: str
     """An absolute path, "s3://BUCKET/KEY" or "pipe:COMMAND"."""
     source: str = ""
-    """The source under which a prepared folder counts it."""
+    """Source name of the shard in a prepared folder."""
 
 
 def list_shards(words: Sequence[str]) -> list[ShardSource]:
-    """List the shards of `words`, in order:
-    each word is a path, "s3://BUCKET/KEY" or "pipe:COMMAND", or several of them as
+    """List the shards of `words`, in order.
+    A word is a path, "s3://BUCKET/KEY" or "pipe:COMMAND", or one of these for several shards:
 
-    - a file NAME.txt with one on each line; paths go from the folder of that file;
+    - a file NAME.txt with one of them per line; its paths are relative to the folder of the file;
     - a folder with shards.json;
-    - a pattern with *, ? or [], of paths or of keys of S3, in the order of names;
+    - a pattern with *, ? or [] of paths or of S3 keys, sorted by name;
     - a range {000..123} in any of them, also within a command.
 
     Raises:
-        DataError: nothing matches, or a shard is a duplicate or compressed; names the place.
-        ConfigError: obstore is not installed, which lists keys of S3.
+        DataError: nothing matches, or a shard is a duplicate or compressed; names the word or line.
+        ConfigError: obstore is not installed, which S3 patterns need.
     """
     shards, places = list[ShardSource](), dict[str, str]()
     for name in words:
@@ -58,7 +58,7 @@ def list_shards(words: Sequence[str]) -> list[ShardSource]:
 
 
 def _entries(name: str) -> Iterator[tuple[str, list[ShardSource]]]:
-    """(Place, shards) for each line of a word."""
+    """(place for error messages, shards) for each line of a word."""
     path = Path(name)
     if name.startswith(PIPE) or path.suffix != ".txt":
         yield name, _expand(name, Path(), name)
@@ -78,12 +78,12 @@ def _entries(name: str) -> Iterator[tuple[str, list[ShardSource]]]:
 
 
 def _expand(text: str, folder: Path, place: str) -> list[ShardSource]:
-    """The shards of a path, URL or command. folder: from which paths go."""
+    """The shards of a path, URL or command. folder: start of relative paths."""
     return [source for each in _expand_ranges(text, place) for source in _match(each, folder, place)]
 
 
 def _expand_ranges(text: str, place: str) -> list[str]:
-    """Expand the ranges of a text, the last one fastest, with leading zeros, as a shell does."""
+    """Expand the ranges in a text as a shell does: the last range varies fastest; leading zeros stay."""
     match = _RANGE.search(text)
     if not match:
         return [text]

@@ -1,9 +1,9 @@
-"""The index of a tar of documents: where each document and each of its parts is, so that any can be read directly.
+"""Index of a tar of documents: byte offsets of each document and its parts, for random access.
 
-A document is a run of members with the same key at the start of their names. Its parts are named
+A document is a sequence of members with names that start with the same key. Its parts are named
 KEY.POSITION.KIND.EXTENSION, such as 7_ab.0.text.txt, KEY.POSITION.EXTENSION, KEY.EXTENSION or KEY.KIND.EXTENSION; a
 mapping (`tars.fields`) can name more. KEY.metadata.txt lists the names of all parts, which shows that the document is
-complete (huggingface/smollm, vision/m4). The index counts every member that is not read.
+complete (huggingface/smollm, vision/m4). The index also counts the members that are not read.
 """
 
 import hashlib
@@ -22,7 +22,7 @@ from src.errors import DataError
 from src.files import reading, write_atomic
 from src.support.parsing import parse_json
 from src.systems.interleaved.streaming.tars.fields import Fields
-from src.systems.interleaved.streaming.tars.image_files import MOST_PIXELS, SUFFIXES, TOO_LARGE, UNDECODABLE
+from src.systems.interleaved.streaming.tars.image_files import MAX_PIXELS, SUFFIXES, TOO_LARGE, UNDECODABLE
 
 if TYPE_CHECKING:
     import numpy as np
@@ -31,7 +31,7 @@ SUFFIX = ".idx"
 _MAGIC, _FORMAT = b"tar index\n", 3
 KINDS = ("text", "image", "metadata", "other", "prompt")
 TEXT, IMAGE, METADATA, OTHER, PROMPT = range(len(KINDS))
-"""A prompt is text that a model reads and does not learn to write."""
+"""Kinds by number. A prompt is text that a model reads without loss."""
 _KIND_OF = {"txt": TEXT, "text": TEXT, "caption": TEXT, "image": IMAGE, "metadata": METADATA}
 _KIND_OF |= {"prompt": PROMPT, "question": PROMPT, "answer": TEXT}
 _KIND_OF |= dict.fromkeys(SUFFIXES, IMAGE)
@@ -65,47 +65,48 @@ class TarIndex:
     """Documents and parts of a tar, without their contents."""
 
     documents: "np.ndarray"
-    """A record of each, see `DOCUMENT`: the byte of its first header, its parts, and why it is bad (0: it is good)."""
+    """A record per document, see `DOCUMENT`: offset of its first header, its parts, and its defect (0: none)."""
     parts: "np.ndarray"
-    """A record of each, see `PART`: those of a document are together, by position."""
+    """A record per part, see `PART`. Parts of a document are contiguous, sorted by position."""
     facts: dict[str, Any] = field(default_factory=dict)
-    """About the file:
+    """Facts about the tar:
 
-    - "bytes"; "members" of all kinds; "cut": why it ends too early, the byte up to which it is intact, and advice
+    - "bytes"; "members": their number; "cut": [reason, end of the intact part, advice] if the tar is cut
     - "read": [members, bytes] of good documents; "passed_over": {reason: {suffix: [members, bytes]}} of all other
       members (a suffix with a colon counts values of JSON members)
-    - "fields": the mapping; "mapped": in how many documents each of its entries is
-    - "max_pixels" of an image; "verified": whether its images were decoded; "tokenizer": the digest of the tokenizer
-      of `tokens`
+    - "fields": the mapping; "mapped": number of documents with each of its entries
+    - "max_pixels": the limit per image; "verified": true if all images were decoded; "tokenizer": digest of the
+      tokenizer of `tokens`
     """
     tokens: "np.ndarray | None" = None
-    """(parts,) uint32: tokens of each text, 0 for texts that are left out and for other parts. None if not counted."""
+    """(parts,) uint32: token counts of texts; 0 for dropped texts and other parts. None if not counted."""
 
     def __len__(self) -> int:
         return len(self.documents)
 
     def parts_of(self, document: int) -> "np.ndarray":
-        """The records of a document's parts, by position."""
+        """The records of a document's parts, sorted by position."""
         row = self.documents[document]
         return self.parts[row["first_part"] : row["first_part"] + row["parts"]]
 
     @property
     def max_pixels(self) -> int:
-        """Pixels of the largest image that is decoded."""
-        return self.facts.get("max_pixels", MOST_PIXELS)
+        """Images with more pixels are not decoded."""
+        return self.facts.get("max_pixels", MAX_PIXELS)
 
     @cached_property
     def fields(self) -> Fields | None:
-        """The mapping by which it was made."""
+        """The mapping of members that the index was built with."""
         return Fields.model_validate(self.facts["fields"]) if self.facts.get("fields") else None
 
     def contents(
         self, parts: "np.ndarray", read: Callable[[int, int], bytes], kinds: Sequence[int] = (TEXT, PROMPT, IMAGE)
     ) -> list[bytes]:
-        """The contents of parts of these kinds, b"" for other parts. read: bytes of the tar, by offset and size.
+        """The contents of parts of these kinds, b"" for other parts.
+        read: function from offset and size to bytes of the tar.
 
         Raises:
-            DataError: a JSON member does not have a mapped value.
+            DataError: a mapped value is missing from a JSON member.
         """
         records = zip(*(parts[name].tolist() for name in ("kind", "offset", "size", "pick")), strict=True)
         return contents_of(self.fields, records, read, kinds)
@@ -117,7 +118,7 @@ def contents_of(
     read: Callable[[int, int], bytes],
     kinds: Sequence[int],
 ) -> list[bytes]:
-    """See `TarIndex.contents`. parts: (kind, offset, size, pick) of each."""
+    """See `TarIndex.contents`. parts: (kind, offset, size, pick)."""
     contents, picks = list[bytes](), dict[tuple[int, int], list[tuple[int, int]]]()
     for place, (kind, offset, size, pick) in enumerate(parts):
         contents.append(read(offset, size) if kind in kinds and not pick else b"")
@@ -150,7 +151,7 @@ def open_tar(path: Path) -> Iterator[memoryview]:
 
 @lru_cache(4096)
 def kind_and_position(ending: str) -> tuple[int, int | None]:
-    """Kind and position of a member by its name after the key; position None if its kind is there once."""
+    """Kind and position of a member from its name after the key. position: None for a name without a number."""
     first, *rest = ending.lower().split(".")
     if rest and len(rest) < 3 and first.isascii() and first.isdigit() and len(first) < 7:
         return _KIND_OF.get(rest[0], OTHER), int(first)
@@ -178,7 +179,7 @@ def load(tar: Path) -> TarIndex:
     """Load the index FILE.idx of a tar.
 
     Raises:
-        DataError: it is missing, damaged, or of a file of another size.
+        DataError: it is missing or damaged, or the size of the tar differs.
     """
     path = tar.with_name(tar.name + SUFFIX)
     with reading(tar, DataError):
@@ -202,20 +203,19 @@ def load_file(path: Path, size: int, tar: str, expected: str | None = None) -> T
     """Load an index. size: bytes of its tar, which is called `tar` in errors. expected: digest of the index, if known.
 
     Raises:
-        DataError: it is missing or damaged, or it is the index of a file of another size, or its digest is not
-            `expected`.
+        DataError: it is missing or damaged, the size of the tar differs, or its digest is not `expected`.
     """
     import numpy as np
 
-    again = f"Make it with python -m data_prep.interleaved.index {tar}"
+    advice = f"Make it with python -m data_prep.interleaved.index {tar}"
     try:
         with reading(path, DataError):
             content = path.read_bytes()
     except FileNotFoundError:
-        raise DataError(f"{path}: no such file. {again}") from None
+        raise DataError(f"{path}: no such file. {advice}") from None
     content, digest = content[:-32], content[-32:]
     if not content.startswith(_MAGIC) or hashlib.sha256(content).digest() != digest:
-        raise DataError(f"{path}: damaged, or no index. {again}")
+        raise DataError(f"{path}: damaged, or no index. {advice}")
     if expected is not None and digest.hex() != expected:
         raise DataError(
             f"{path}: not the index that shards.json lists, so rows would differ. Restore it, or make both again."
@@ -223,8 +223,8 @@ def load_file(path: Path, size: int, tar: str, expected: str | None = None) -> T
     read = io.BytesIO(content[len(_MAGIC) :])
     facts = parse_json(read.readline(), str(path), DataError)
     if facts.pop("format") != _FORMAT:
-        raise DataError(f"{path}: of another version of this project. {again}")
+        raise DataError(f"{path}: of another version of this project. {advice}")
     if facts["bytes"] != size:
-        raise DataError(f"{path}: of a tar of {facts['bytes']} bytes, and {tar} has {size}. {again}")
+        raise DataError(f"{path}: of a tar of {facts['bytes']} bytes, and {tar} has {size}. {advice}")
     documents, parts, *tokens = (np.load(read, allow_pickle=False) for _ in range(3 if "tokenizer" in facts else 2))
     return TarIndex(documents, parts, facts, *tokens)

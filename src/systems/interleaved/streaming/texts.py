@@ -1,4 +1,4 @@
-"""From the texts of a document to tokens: the same when they are counted for an index and when they are read."""
+"""Tokenize the texts of documents, in the same way for token counts of an index and for training."""
 
 import hashlib
 import json
@@ -13,31 +13,32 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 RULES = 2
-"""Version of the rules below: token counts of another version are not used."""
+"""Version of the tokenization rules below. Token counts of other versions are ignored."""
 END = "END_OF_DOCUMENT_TOKEN_TO_BE_REPLACED"
-"""Marks the border of two documents in a text, as in the tars of m4."""
+"""Border of two documents within a text, as in m4's tars."""
 
 
 class TextTokens:
-    """Ids of the texts of documents, by one tokenizer."""
+    """Tokenizes the texts of documents."""
 
     def __init__(self, tokenizer: "PreTrainedTokenizerFast", style: str = "idefics3") -> None:
-        """style: of images, see `ImagesConfig`.
-        With that of Idefics2, a text after an image also starts with a space."""
+        """style: see `ImagesConfig`. With "idefics2", a text after an image also starts with a space."""
         self._adds_spaces = style == "idefics2"
         self._safe = SafeTokenizer(tokenizer)
         bos = tokenizer.bos_token_id
         self.begin: list[int] = [bos] if isinstance(bos, int) and bos != self._safe.eos_id else []
         """First tokens of a document: the BOS token, if the tokenizer has one that differs from EOS."""
         self.end = [self._safe.eos_id]
-        rules = f"{RULES}/{self.begin}/{self.end}/{_rules_of(tokenizer)}{'/spaced' if self._adds_spaces else ''}"
+        rules = (
+            f"{RULES}/{self.begin}/{self.end}/{_plain_text_rules(tokenizer)}{'/spaced' if self._adds_spaces else ''}"
+        )
         self.digest = hashlib.sha256(rules.encode()).hexdigest()[:16]
-        """Digest of the rules and of the tokenizer's treatment of plain text, unaffected by control tokens."""
+        """Digest of the rules and of how the tokenizer encodes plain text; independent of control tokens."""
 
     def encode(self, kinds: Sequence[int], contents: Sequence[bytes | None]) -> list[list[int]]:
-        """Ids of each part of a document; empty for images and for texts that are left out.
+        """Ids of each part of a document; empty for images and dropped texts.
 
-        A text after a text starts with a space. Empty texts, and texts that spell tokens of images, are left out.
+        A text after a text starts with a space. Empty texts, and texts that spell image tokens, are dropped.
 
         Raises:
             UnicodeDecodeError: a text is not UTF-8.
@@ -63,14 +64,17 @@ class TextTokens:
         return encoded
 
 
-def _rules_of(tokenizer: "PreTrainedTokenizerFast") -> str:
-    whole = json.loads(tokenizer.backend_tokenizer.to_str())
-    added_tokens = [token for token in whole["added_tokens"] if not token["special"]]
-    return json.dumps([whole["normalizer"], whole["pre_tokenizer"], whole["model"], added_tokens], sort_keys=True)
+def _plain_text_rules(tokenizer: "PreTrainedTokenizerFast") -> str:
+    tokenizer_json = json.loads(tokenizer.backend_tokenizer.to_str())
+    added_tokens = [token for token in tokenizer_json["added_tokens"] if not token["special"]]
+    return json.dumps(
+        [tokenizer_json["normalizer"], tokenizer_json["pre_tokenizer"], tokenizer_json["model"], added_tokens],
+        sort_keys=True,
+    )
 
 
 def count_tokens(index: TarIndex, tar: "memoryview | Any", texts: TextTokens) -> None:
-    """Add the tokens of each text of a tar to its index."""
+    """Add the token count of each text of a tar to its index."""
     import numpy as np
 
     counts: np.ndarray = np.zeros(len(index.parts), dtype=np.uint32)

@@ -1,4 +1,4 @@
-"""Every document of a validation split once, in rows; their questions; and both with other documents' images."""
+"""Validation rows with every document once, their questions, and both with images from other documents."""
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
@@ -16,17 +16,17 @@ if TYPE_CHECKING:
 
 
 class Question(NamedTuple):
-    """A prompt of a document, after which it has the answer."""
+    """A prompt of a document that is followed by an answer."""
 
     document: int
     prompt: int
-    """Its place among the elements of the first piece."""
+    """Index of the prompt among the elements of the first piece."""
     last: int
-    """That of the last text of the answer."""
+    """Index of the last text of the answer."""
 
 
 class InOrder:
-    """An `Arrangement`: the documents of a range in their order."""
+    """An `Arrangement` of documents in a given order."""
 
     def __init__(self, documents: Sequence[int]) -> None:
         self.documents, self.count = documents, len(documents)
@@ -42,15 +42,15 @@ class InOrder:
 
 
 class ValidationRows:
-    """Rows by index. `parts` has the rows of each source."""
+    """Validation rows by index; `parts` has the rows of each source."""
 
     def __init__(self, data: "StreamedDataset", names: Sequence[str], shuffled: bool = False) -> None:
-        """names: of the sources. shuffled: read each image as another document's of the same size."""
+        """names: sources to include. shuffled: replace each image by one of the same size from another document."""
         self.data, self.names, self.shuffled = data, names, shuffled
         self.fingerprint = data.fingerprint
-        most = data.config.val_documents
+        max_documents = data.config.val_documents
         self._ranges = {
-            name: range(data.first(source), data.first(source) + min(len(documents), most or len(documents)))
+            name: range(data.first(source), data.first(source) + min(len(documents), max_documents or len(documents)))
             for source, (name, documents) in enumerate(zip(data.source_names, data.documents, strict=True))
             if name in names
         }
@@ -67,7 +67,7 @@ class ValidationRows:
 
     @cached_property
     def parts(self) -> "Mapping[str, ValidationRows]":
-        """The rows of each source, by name; of those with other images only the sources that have some."""
+        """The rows of each source, by name. If shuffled, only sources with swapped images."""
         names = [name for name in self.names if self._swaps.get(name) or not self.shuffled]
         return (
             {name: ValidationRows(self.data, [name], self.shuffled) for name in names}
@@ -76,25 +76,25 @@ class ValidationRows:
         )
 
     def __len__(self) -> int:
-        """Rows."""
+        """Number of rows."""
         return len(self._rows)
 
     def sample(self, epoch: int, index: int) -> "Sample":
-        """Row `index`, whatever the epoch."""
+        """Row `index`, the same in each epoch."""
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
         name, row = self._rows[index]
         return self.data.sample(*row, swaps=self._swaps.get(name))
 
     def collate(self, samples: "Sequence[Sample]") -> InterleavedBatch:
-        """See `StreamedDataset`; all tokens count 1."""
+        """See `StreamedDataset`. All tokens have weight 1."""
         batch = self.data.collate(samples)
         batch.pop("loss_weights", None)
         return batch
 
     @property
     def reads_contexts(self) -> bool:
-        """Whether there are images that can be swapped. They are to documents what contexts are to a question."""
+        """Whether there are images to swap. Images are the contexts of a document's questions."""
         return any(self._control._swaps.values())
 
     @cached_property
@@ -123,11 +123,11 @@ class ValidationRows:
         }
 
     def source(self, index: int) -> str:
-        """The group of its scores: its source."""
+        """Source of a question; scores are grouped by it."""
         return self.data.source_names[self.data.locate(self._questions[index].document)[0]]
 
     def prompt(self, index: int) -> "Sample":
-        """The document up to the end of the prompt."""
+        """The document of a question, up to the end of the prompt."""
         question = self._questions[index]
         first = self.data.pieces(question.document)[0]
         elements = first.elements[: question.prompt + 1]
@@ -137,10 +137,10 @@ class ValidationRows:
         return self.data.read_piece(question.document, piece, self._swaps.get(self.data.source_names[source]))
 
     def collate_prompts(self, samples: "Sequence[Sample]") -> Batch:
-        """Padded on the left, for `generate`; frames as (1, N, 3, E, E), as transformers takes them.
+        """Batch of prompts, padded on the left for `generate`; frames as (1, N, 3, E, E), as transformers expects.
 
-        A batch without an image has one frame without a token: with sharded weights all processes must run the
-        encoder, or they wait forever.
+        A batch without images has one dummy frame: with sharded weights all processes must run the encoder, or they
+        hang.
         """
         import numpy as np
         import torch
@@ -155,7 +155,7 @@ class ValidationRows:
         return {**batch, "pixel_values": torch.from_numpy(np.concatenate(frames))[None]}
 
     def with_shuffled_contexts(self) -> "ValidationRows":
-        """A control: the same documents, each with images of the same size from different documents."""
+        """Control: the same documents with images of the same size from different documents."""
         return self._control
 
     def _pack(self, documents: Sequence[int]) -> list[list[int]]:
@@ -164,7 +164,7 @@ class ValidationRows:
         return pack_epoch(Packing(InOrder(documents), data.sizes, room, data.config.open_rows, "data"))
 
     def _ask(self, document: int) -> Question | None:
-        """The first prompt of a document that an answer follows: before a later one it has written earlier answers."""
+        """The first prompt of a document that is followed by an answer; later prompts come after answers."""
         pieces = self.data.pieces(document)
         kinds = [element.kind for element in pieces[0].elements] if pieces else []
         for place, kind in enumerate(kinds):
@@ -176,7 +176,7 @@ class ValidationRows:
         return None
 
     def _shuffle_images(self, documents: Sequence[int]) -> Swaps:
-        """Each image is swapped with the next one of as many tiles, after all of its own document's."""
+        """Replace each image by the next one with the same grid from another document."""
         groups: dict[Any, list[tuple[int, int]]] = defaultdict(list)
         for document in documents:
             source, local_number = self.data.locate(document)
@@ -185,9 +185,9 @@ class ValidationRows:
                     groups[element.grid].append((local_number, element.part))
         swaps = {}
         for images in groups.values():
-            most = max(Counter(local_number for local_number, _ in images).values())
+            max_images = max(Counter(local_number for local_number, _ in images).values())
             for place, image in enumerate(images):
-                others = (images[(place + most + more) % len(images)] for more in range(len(images)))
+                others = (images[(place + max_images + more) % len(images)] for more in range(len(images)))
                 if other := next((other for other in others if other[0] != image[0]), None):
                     swaps[image] = other
         return swaps

@@ -29,7 +29,7 @@ from src.systems.metadata.data.processors import (
 
 _NO_CHARACTERS = 0xFDD0
 """The first of 32 code points that are never characters in Unicode."""
-_MOST_MARKERS = 1 << 16
+_MAX_MARKERS = 1 << 16
 """Size of the cache of marker ids."""
 
 
@@ -275,7 +275,7 @@ class ExampleMaker:
                 *self._encoder.encode_token(self._specials[match[0]]),
             ]
             read = match.end()
-        if len(self._marker_ids) == _MOST_MARKERS:
+        if len(self._marker_ids) == _MAX_MARKERS:
             self._marker_ids.clear()
         self._marker_ids[text] = ids = ids + self._encoder.encode(text[read:])
         return ids

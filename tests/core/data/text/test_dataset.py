@@ -43,7 +43,7 @@ def test_documents_are_joined_by_the_end_token_and_the_remainder_is_dropped(buil
 
 def test_token_ids_of_a_large_corpus_are_saved_and_loaded(build, places, tokenizer, monkeypatch):
     """A damaged file, another tokenizer or other rows are tokenized anew."""
-    monkeypatch.setattr(documents, "_LEAST_BYTES", 1)
+    monkeypatch.setattr(documents, "_MIN_BYTES", 1)
     texts = ["abc", "", "defgh", "xy"]
     before = build(texts)
     (saved,) = (places.data / "t").glob(".train.jsonl.*")

@@ -110,7 +110,7 @@ def test_a_file_is_bounded_and_marks_truncated_documents(
 ):
     long = tokenizer("red " * 5000)["input_ids"]
     batch = pad_tokens([long] * 3, [[False] * 5000] * 3, pad_id=0)
-    monkeypatch.setattr(batch_dump, "MOST_CHARACTERS", 10_000)
+    monkeypatch.setattr(batch_dump, "MAX_CHARACTERS", 10_000)
     path = batch_dump.save(tmp_path, 1, 0, [batch], tokenizer, [[(0, 0), (0, 1), (0, 2)]])
     first, second, third = read(path)["documents"]
     assert first["text"] == " ".join(["red"] * 2000), "so many tokens"
@@ -121,7 +121,7 @@ def test_a_file_is_bounded_and_marks_truncated_documents(
 def test_files_are_bounded_per_rank_and_a_step_can_be_rewritten(
     tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
-    monkeypatch.setattr(batch_dump, "MOST_FILES", 2)
+    monkeypatch.setattr(batch_dump, "MAX_FILES", 2)
     documents = Documents(tokenizer)
 
     def save(step: int, rank: int, index: int = 0) -> Path | None:

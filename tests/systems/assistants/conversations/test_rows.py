@@ -37,7 +37,7 @@ def test_kinds_are_those_of_the_rows(
 ):
     folder = tmp_path_factory.mktemp("rows") / "corpus"
     write_rows(folder, {"train": [ROWS[place] for place in places]})
-    monkeypatch.setattr(jsonl_index, "LEAST_BYTES", 1 if large else 1 << 25)
+    monkeypatch.setattr(jsonl_index, "MIN_BYTES", 1 if large else 1 << 25)
     row_indices = data.draw(
         st.none() | st.permutations(range(len(places))).map(lambda some: some[: 1 + len(some) // 2])
     )
@@ -53,7 +53,7 @@ def test_kinds_are_those_of_the_rows(
 
 
 def test_a_large_file_is_parsed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(jsonl_index, "LEAST_BYTES", 1)
+    monkeypatch.setattr(jsonl_index, "MIN_BYTES", 1)
     write_rows(tmp_path / "corpus", {"train": ROWS})
     read_rows(tmp_path / "corpus" / "train.jsonl")
     parsed: list[str] = []

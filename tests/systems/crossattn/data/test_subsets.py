@@ -71,7 +71,7 @@ def test_an_index_gives_the_same_rows_and_sources(build, write_corpus, places, k
     write_corpus("c", ROWS)
     values = [{}, {"train_datasets": ["nq", "msmarco_hard"]}]
     expected_datasets = [build("train", kind, **options) for options in values]
-    monkeypatch.setattr(jsonl_index, "LEAST_BYTES", 1)
+    monkeypatch.setattr(jsonl_index, "MIN_BYTES", 1)
     for _ in ("made", "mapped"):
         for options, data in zip(values, expected_datasets, strict=True):
             dataset = build("train", kind, **options)

@@ -1,9 +1,9 @@
-"""A folder of this machine with recently used remote shards, shared by processes.
+"""A local folder with recently used remote shards, shared by processes.
 
-KEY.part is a file during its download and KEY.tar a complete one; the key is a digest of URL, size and ETag. A reader
-holds a shared lock on its file, the reference, which ends with the process at the latest. A downloader holds an
-exclusive lock on the part. Only files without a reference are deleted, the least recently used first. The locks are
-flock's: the folder must be on a local disk.
+KEY.part is a partial download and KEY.tar a complete file; KEY is a digest of URL, size and ETag. A reader holds a
+shared lock on its file (the reference), at most until its process ends. A downloader holds an exclusive lock on the
+part. Only files without a reference are deleted, the least recently used first. The locks use flock, so the folder must
+be on a local disk.
 """
 
 import contextlib
@@ -26,23 +26,23 @@ _POLL = 0.01
 
 
 class Cached(NamedTuple):
-    """A file of the cache."""
+    """An open file of the cache."""
 
     descriptor: int
-    """Whose closing ends the reference."""
+    """File descriptor; closing it releases the reference."""
     was_there: bool
-    """It had not to be fetched, or waited for."""
+    """Whether the file was found without a download or a wait."""
 
 
 class ShardCache:
-    """Files of shards, of `limit` bytes at most."""
+    """Files of shards, with at most `limit` bytes in total."""
 
     def __init__(self, folder: Path, limit: int, patience: float) -> None:
-        """patience: seconds without progress, of a server or of another process, after which a shard is given up."""
+        """patience: give up a shard after this many seconds without progress of a server or another process."""
         self.folder, self.limit, self.patience = folder, limit, patience
 
     def find(self, shard: Shard) -> int | None:
-        """A descriptor of a shard's file, with a reference; None where it is not there."""
+        """Open a shard's file, with a reference; None if it is not cached."""
         while True:
             try:
                 descriptor = os.open(self.path(shard), os.O_RDONLY | os.O_CLOEXEC)
@@ -61,14 +61,14 @@ class ShardCache:
                 return None  # damaged: it is replaced
 
     def open(self, shard: Shard, let_go: Callable[[], bool]) -> Cached | None:
-        """Open a shard's file, after a download if it is missing.
-        None if there is no room, and ranges can be read from the server instead.
+        """Open a shard's file; download it if it is missing.
+        None if there is no space, and byte ranges can be read from the server instead.
 
-        let_go: ends a reference of this process to make room, if it has one.
+        let_go: releases a reference of this process to free space; returns False if there is nothing to release.
 
         Raises:
-            ConfigError: the limit is below the size of the shard, or the folder cannot be used.
-            ShardUnavailable, ChangedShardError: it cannot be fetched.
+            ConfigError: the shard is larger than the limit, or the folder cannot be used.
+            ShardUnavailable, ChangedShardError: it cannot be downloaded.
         """
         if shard.bytes > self.limit:
             raise ConfigError(
@@ -97,13 +97,13 @@ class ShardCache:
             time.sleep(_POLL)
 
     def fetch_ahead(self, shard: Shard, retained_names: Collection[str], unused_since: int) -> bool:
-        """Fetch a shard that will be needed; returns whether it is there, which it is not where there is no room.
+        """Download a shard before it is needed. Returns False if there is no space.
 
-        spared: names of files that are not deleted for it. unused_since: nanoseconds; files used after this time are
-        spared too, as another process can have fetched them ahead.
+        retained_names: files that must not be deleted for it. unused_since: in nanoseconds; files used after this time
+        are not deleted either, as another process can have downloaded them ahead.
 
         Raises:
-            ConfigError, ShardUnavailable, ChangedShardError: as `open`.
+            ConfigError, ShardUnavailable, ChangedShardError: as in `open`.
         """
         with self._claim(shard) as part:
             if part is None or self.contains(shard):
@@ -114,32 +114,32 @@ class ShardCache:
             return True
 
     def contains(self, shard: Shard) -> bool:
-        """Whether a shard's file is there."""
+        """Whether a shard is in the cache."""
         return self.path(shard).exists()
 
     def mark_used(self, shard: Shard) -> None:
-        """Let a shard's file count as used now, if it is there."""
+        """Mark a shard's file as used now, if it is cached."""
         with contextlib.suppress(OSError):
             os.utime(self.path(shard))
 
     def path(self, shard: Shard, ending: str = "tar") -> Path:
-        """Where its file is, or will be."""
+        """Path of the shard's file, which need not exist."""
         key = f"{shard.url}\n{shard.bytes}\n{shard.etag or ''}"
         return self.folder / f"{hashlib.sha256(key.encode()).hexdigest()}.{ending}"
 
     @staticmethod
     def release(descriptor: int) -> None:
-        """End a reference. The file counts as used now."""
-        with contextlib.suppress(PermissionError):  # another user's: only the order of deletions suffers
+        """Release a reference, and mark the file as used now."""
+        with contextlib.suppress(PermissionError):  # a file of another user: only the order of deletions is affected
             os.utime(descriptor)
         os.close(descriptor)
 
     @contextlib.contextmanager
     def _claim(self, shard: Shard) -> Iterator[int | None]:
-        """A descriptor of the shard's part, which no other process has;
-        None where another has fetched it meanwhile, or given it up.
+        """Open the shard's part with an exclusive lock.
+        Yields None if another process has meanwhile finished or abandoned the download.
 
-        The part is deleted at the end of the block, unless it has become the shard's file.
+        The part is deleted at the end of the block, unless it became the shard's file.
         """
         path = self.path(shard, "part")
         with self._refusals(shard):
@@ -170,8 +170,11 @@ class ShardCache:
         retained_names: Collection[str] = (),
         unused_since: int | None = None,
     ) -> bool:
-        """Whether there is room for a shard, which then belongs to the part. Deletes leftovers of killed processes, and
-        files without a reference, the least recently used first; see `fetch_ahead` for those that are spared."""
+        """Reserve space for a shard in its part. Returns False if there is not enough.
+
+        Deletes leftovers of killed processes, then files without a reference, the least recently used first.
+        retained_names, unused_since: see `fetch_ahead`.
+        """
         with self._folder_lock(shard):
             part_name, files = self.path(shard, "part").name, self._list_files()
             for name in [name for name in files if name.endswith(".part") and name != part_name]:
@@ -196,10 +199,10 @@ class ShardCache:
             return True
 
     def _fetch(self, part: int, shard: Shard) -> None:
-        """Fill a part, and make it the shard's file."""
+        """Download into a part, then rename it to the shard's file."""
         with self._refusals(shard):
             if shard.bytes:
-                os.posix_fallocate(part, 0, shard.bytes)  # a full disk is found before anything is sent
+                os.posix_fallocate(part, 0, shard.bytes)  # detect a full disk before the download
             for attempt in range(2):
                 with open(part, "r+b", buffering=0, closefd=False) as file:
                     file.seek(0)
@@ -213,12 +216,12 @@ class ShardCache:
             os.fsync(part)
         with self._folder_lock(shard), self._refusals(shard):
             os.replace(self.path(shard, "part"), self.path(shard))
-        self._lock(part, fcntl.LOCK_SH, shard.url)  # so that it is not deleted until the caller has found it
+        self._lock(part, fcntl.LOCK_SH, shard.url)  # prevents deletion until the caller opens it
 
     @contextlib.contextmanager
     def _folder_lock(self, shard: Shard) -> Iterator[None]:
-        """Room is made and files get their names by one process at a time:
-        a listing would miss one that is renamed meanwhile."""
+        """Lock the folder while files are deleted or renamed.
+        Without it, a listing could miss a file that is being renamed."""
         with self._refusals(shard):
             folder = os.open(self.folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
@@ -231,13 +234,13 @@ class ShardCache:
         """Files of the cache; unrelated files in its folder are ignored."""
         files = dict[str, os.stat_result]()
         for entry in os.scandir(self.folder):
-            with contextlib.suppress(FileNotFoundError):  # given up meanwhile
+            with contextlib.suppress(FileNotFoundError):  # deleted meanwhile
                 if _OURS.fullmatch(entry.name):
                     files[entry.name] = entry.stat(follow_symlinks=False)
         return files
 
     def _delete(self, name: str) -> bool:
-        """Whether a file was there that nobody holds; it is deleted."""
+        """Delete a file without a reference. Returns False if it is missing or in use."""
         try:
             descriptor = os.open(self.folder / name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
         except OSError:
@@ -247,19 +250,19 @@ class ShardCache:
             if _is_at(descriptor, self.folder / name):
                 (self.folder / name).unlink()
                 return True
-        except OSError:  # it is held, or is another user's
+        except OSError:  # it is in use, or belongs to another user
             pass
         finally:
             os.close(descriptor)
         return False
 
     def _lock(self, descriptor: int, kind: int, what: str, path: Path | None = None) -> None:
-        """Wait for a lock, or until the file at `path` is a different one.
+        """Wait for a lock, or until `path` is another file.
 
         Raises:
-            ShardUnavailable: its holder leaves the file unchanged for long.
+            ShardUnavailable: the file did not change for `patience` seconds, so its holder makes no progress.
         """
-        since, changed = time.monotonic(), None
+        changed_at, changed = time.monotonic(), None
         while True:
             try:
                 fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
@@ -269,8 +272,8 @@ class ShardCache:
                     return
                 facts = os.fstat(descriptor)
                 if (facts.st_mtime_ns, facts.st_nlink) != changed:
-                    since, changed = time.monotonic(), (facts.st_mtime_ns, facts.st_nlink)
-                elif time.monotonic() > since + self.patience:
+                    changed_at, changed = time.monotonic(), (facts.st_mtime_ns, facts.st_nlink)
+                elif time.monotonic() > changed_at + self.patience:
                     raise ShardUnavailable(
                         f"{what}: another process fetches it, and has not gone on for {self.patience:g} s."
                     ) from None
@@ -292,7 +295,7 @@ class ShardCache:
 
 
 def _is_at(descriptor: int, path: Path) -> bool:
-    """Whether a path leads to an open file."""
+    """Whether `path` is the file of an open descriptor."""
     try:
         return os.path.samestat(os.fstat(descriptor), os.stat(path))
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""A subprocess that downloads tars into the cache while a training reads earlier ones."""
+"""Download tars into the cache ahead of a training, in a subprocess."""
 
 import contextlib
 import json
@@ -18,9 +18,9 @@ from src.systems.interleaved.streaming.remote.objects import module_environment
 
 
 class Downloads:
-    """The subprocess's owner. It starts with the first request, and ends with `close` or with this process.
+    """Owns the subprocess, which starts with the first request and ends with `close` or with this process.
 
-    It reports nothing: a tar that cannot be downloaded is an error of the process that reads it.
+    Failed downloads are not reported: the process that reads the tar gets the error.
     """
 
     def __init__(self, cache: ShardCache) -> None:
@@ -28,7 +28,7 @@ class Downloads:
         self._process: subprocess.Popen[bytes] | None = None
 
     def request(self, shards: Sequence[Shard]) -> None:
-        """Have these tars in the cache, the first ones first, in place of the earlier request. Does not wait."""
+        """Download these tars in order; replaces the previous request. Returns immediately."""
         if self._process is None:
             command = [sys.executable, "-m", "src.systems.interleaved.streaming.remote.downloads"]
             self._process = subprocess.Popen(
@@ -40,7 +40,7 @@ class Downloads:
     def _send(self, value: object) -> None:
         assert self._process
         assert self._process.stdin
-        with contextlib.suppress(BrokenPipeError):  # it was killed: tars are then downloaded when they are read
+        with contextlib.suppress(BrokenPipeError):  # the subprocess was killed: tars are downloaded when they are read
             self._process.stdin.write(json.dumps(value).encode() + b"\n")
             self._process.stdin.flush()
 
@@ -59,7 +59,7 @@ class _Worker:
     def __init__(self, cache: ShardCache) -> None:
         self.cache = cache
         self.shards: Sequence[Shard] | None = None
-        """The latest request, until it is carried out."""
+        """The latest request; None once it is being processed."""
         self.changed = threading.Condition()
         self.failed = set[str]()
         """Requested tars that could not be downloaded."""
@@ -99,7 +99,7 @@ class _Worker:
 
 
 def main() -> None:
-    """Download the tars that each line of stdin requests, until stdin is closed."""
+    """Download the tars requested by each line of stdin, until stdin is closed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     folder, limit, patience = json.loads(sys.stdin.readline())
     worker = _Worker(ShardCache(Path(folder), limit, patience))

@@ -1,11 +1,10 @@
-"""Read objects of S3, Google Cloud Storage, Azure and the Hugging Face hub: ranges of bytes, sizes, names.
+"""Read objects of S3, Google Cloud Storage, Azure and the Hugging Face hub: byte ranges, sizes, names.
 
-s3://BUCKET/KEY, gs://BUCKET/KEY and az://CONTAINER/KEY are read by obstore, with the credentials that its documentation
-lists, in the environment or on the machine; for S3 also a profile of ~/.aws. hf://datasets/USER/NAME/PATH is read by
-huggingface_hub.
+obstore reads s3://BUCKET/KEY, gs://BUCKET/KEY and az://CONTAINER/KEY, with the credentials listed in its documentation;
+for S3 also those of a profile in ~/.aws. huggingface_hub reads hf://datasets/USER/NAME/PATH.
 
-Threads of obstore do not survive a fork: a request in a forked process never returns. In a process that was forked
-after its parent used obstore, such as a worker of a DataLoader, a subprocess makes each request: `main` of this module.
+Threads of obstore do not survive a fork: a request in a forked process never returns. If a parent process used obstore
+before the fork, as for DataLoader workers, each request runs in a subprocess: `main` of this module.
 """
 
 import configparser
@@ -31,7 +30,7 @@ SCHEMES = ("s3://", "gs://", "az://", HUB)
 _CHUNK = 1 << 16
 _CONNECT_SECONDS = 5
 _started_in = set[int]()
-"""Processes in which obstore has started its threads."""
+"""Ids of processes in which obstore has started its threads."""
 
 
 class Interruption(Exception):
@@ -51,12 +50,12 @@ class Range(NamedTuple):
 def read_range(url: str, etag: str | None, begin: int, end: int, seconds: float) -> Range:
     """Read a range of bytes of an object, `end` excluded.
 
-    etag: of the expected object; None: any. seconds: timeout of the request.
+    etag: expected ETag; None: any. seconds: timeout of the request.
 
     Raises:
-        ChangedShardError: the object has another ETag.
+        ChangedShardError: the ETag differs.
         ShardUnavailable: the object does not exist or access is denied.
-        Interruption: the server cannot be reached, or fails.
+        Interruption: the server cannot be reached, or has an error.
     """
     if url.startswith(HUB):
         return _read_from_hub(url, etag, begin, end)
@@ -70,7 +69,7 @@ def read_range(url: str, etag: str | None, begin: int, end: int, seconds: float)
 
 
 def head(url: str, seconds: float) -> tuple[int, str | None]:
-    """Size and ETag of an object. Not in a forked process. Raises as `read_range` does."""
+    """Size and ETag of an object. Not for forked processes. Raises the errors of `read_range`."""
     if url.startswith(HUB):
         return _head_of_hub(url)
     obstore, (store, key) = _import_obstore(url), _locate(url, seconds)
@@ -80,8 +79,8 @@ def head(url: str, seconds: float) -> tuple[int, str | None]:
 
 
 def list_urls(pattern: str, seconds: float) -> list[str]:
-    """List the URLs that a pattern with *, ? or [] matches, sorted. Not in a forked process.
-    Raises as `read_range` does."""
+    """List the URLs that match a pattern with *, ? or [], sorted. Not for forked processes.
+    Raises the errors of `read_range`."""
     scheme, bucket, key = split(pattern)
     if scheme == HUB:
         with _translate_hub_errors(pattern):
@@ -110,7 +109,7 @@ def _import_obstore(url: str) -> Any:
 
 
 def _locate(url: str, seconds: float) -> tuple[Any, str]:
-    """The bucket, as obstore opens it, and the key."""
+    """obstore's store of the bucket, and the key."""
     scheme, bucket, key = split(url)
     if not re.fullmatch(r"[\w.-]+", bucket, re.ASCII) or not (key or url.endswith("/")):  # obstore would panic
         raise ConfigError(f"{url}: expected {scheme}BUCKET/KEY.")
@@ -141,17 +140,17 @@ _OPEN: Mapping[str, Callable[[str, str], Any]] = {"s3://": _open_s3, "gs://": _o
 
 @lru_cache(64)
 def _open(kind: str, bucket: str, timeout: str, settings: tuple[tuple[str, str], ...]) -> Any:
-    """A bucket. With other settings, such as renewed keys, it is opened again."""
+    """Open a bucket; cached per settings, so that renewed keys open it again."""
     import obstore.store
     from obstore.exceptions import BaseError
 
     options: dict[str, Any] = dict(settings)
-    plain = (
+    allow_http = (
         str(options.get("endpoint") or "").startswith("http:")
         or "AZURE_ALLOW_HTTP" in os.environ
         or "GOOGLE_ALLOW_HTTP" in os.environ
     )
-    client: Any = {"timeout": timeout, "connect_timeout": f"{_CONNECT_SECONDS}s", "allow_http": plain}
+    client: Any = {"timeout": timeout, "connect_timeout": f"{_CONNECT_SECONDS}s", "allow_http": allow_http}
     try:
         return getattr(obstore.store, kind)(bucket, client_options=client, retry_config={"max_retries": 0}, **options)
     except (BaseError, ValueError) as error:
@@ -159,9 +158,9 @@ def _open(kind: str, bucket: str, timeout: str, settings: tuple[tuple[str, str],
 
 
 def _read_profile() -> dict[str, str]:
-    """Keys, region and endpoint of the profile AWS_PROFILE in ~/.aws, which aws and s5cmd read and obstore does not.
+    """Keys, region and endpoint of the profile AWS_PROFILE in ~/.aws, which obstore does not read.
 
-    Empty where the environment has keys. The files are read for each request, as other programs renew the keys in them.
+    Empty if the environment has keys. The files are read for each request, as other programs renew the keys.
     """
     if "AWS_ACCESS_KEY_ID" in os.environ:
         return {}
@@ -214,7 +213,7 @@ _FINAL = {
     "PermissionDeniedError": "access denied",
     "UnauthenticatedError": "access denied",
 }
-"""Errors that another attempt would repeat."""
+"""Errors that are not retried."""
 _CREDENTIALS = frozenset(
     {
         "ExpiredToken",
@@ -230,7 +229,7 @@ _CREDENTIALS = frozenset(
         "AccessDenied",
     }
 )
-"""The servers' codes for refused credentials; some come with HTTP status 400."""
+"""Server codes for rejected credentials; some come with HTTP status 400."""
 
 
 @contextlib.contextmanager
@@ -244,13 +243,15 @@ def _translate_errors(url: str) -> Generator[None]:
 
 
 def _explain(url: str, error: Exception) -> Exception:
-    """Our error for one of obstore, with the server's code for it."""
+    """Convert an error of obstore to one of ours, with the server's error code."""
     name, text = type(error).__name__, str(error).partition("\n\nDebug source")[0]
     match = re.search(r"<Code>(\w+)</Code>", text)
     code = match[1] if match else ""
     if name == "PreconditionError" or code == "InvalidRange":
-        what = "ETag" if name == "PreconditionError" else "size"
-        return ChangedShardError(f"{url}: another object than the indexed one: its {what} has changed. Index it again.")
+        changed = "ETag" if name == "PreconditionError" else "size"
+        return ChangedShardError(
+            f"{url}: another object than the indexed one: its {changed} has changed. Index it again."
+        )
     if name in _FINAL or code in _CREDENTIALS:
         text = f"{url}: {_FINAL.get(name, 'access denied')}{f' ({code})' if code else ''}."
         if code in _CREDENTIALS or name != "FileNotFoundError":
@@ -261,7 +262,7 @@ def _explain(url: str, error: Exception) -> Exception:
 
 @lru_cache(4)
 def _hub(process: int) -> Any:
-    """The file system of the hub, one for each process: connections do not survive a fork."""
+    """File system of the hub, one per process: connections do not survive a fork."""
     from huggingface_hub import HfFileSystem
 
     logging.getLogger("httpx2").setLevel(logging.WARNING)  # it would log a line for each request
@@ -294,7 +295,7 @@ def _translate_hub_errors(url: str) -> Generator[None]:
     from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError
 
     http_error: Any = HfHubHTTPError.__bases__[0]
-    # the base of all errors of its HTTP library, also of failed connections
+    # base class of all errors of its HTTP library, including failed connections
     try:
         yield
     except FileNotFoundError:
@@ -310,8 +311,8 @@ def _translate_hub_errors(url: str) -> Generator[None]:
 
 
 def module_environment() -> dict[str, str]:
-    """Environment in which a subprocess finds our modules.
-    It stays in the current folder, as the user's paths can be relative."""
+    """Environment in which a subprocess can import our modules.
+    The current folder stays unchanged, as paths can be relative."""
     return {
         **os.environ,
         "PYTHONPATH": os.pathsep.join((str(ROOT), os.environ.get("PYTHONPATH", ""))),
@@ -319,7 +320,7 @@ def module_environment() -> dict[str, str]:
 
 
 def _read_by_subprocess(*request: Any) -> Range:
-    """`read_range` in a subprocess, which writes a line of JSON and the bytes."""
+    """Run `read_range` in a subprocess, which writes a line of JSON, then the bytes."""
     command = [sys.executable, "-m", "src.systems.interleaved.streaming.remote.objects", json.dumps(request)]
     process = subprocess.Popen(command, env=module_environment(), stdout=subprocess.PIPE)
     chunks = _chunks_from(process)
@@ -337,7 +338,7 @@ _ERRORS = {error.__name__: error for error in (ChangedShardError, ShardUnavailab
 
 
 def _chunks_from(process: subprocess.Popen[bytes]) -> Generator[bytes]:
-    """The first line, then the rest. The process ends with the generator."""
+    """Yield the first line, then chunks. The process ends with the generator."""
     with process:
         assert process.stdout
         try:
@@ -349,7 +350,7 @@ def _chunks_from(process: subprocess.Popen[bytes]) -> Generator[bytes]:
 
 
 def main(request: str) -> None:
-    """Read one range for a forked process. An error after the first line ends the bytes."""
+    """Read one range for a forked process. An error after the first line truncates the output."""
     out = sys.stdout.buffer
     try:
         response = read_range(*json.loads(request))

@@ -1,6 +1,6 @@
-"""Download a remote shard into a file. An interrupted object resumes at the last good byte; a command restarts.
+"""Download a remote shard into a file. After an interruption an object resumes at the last byte; a command restarts.
 
-A transfer fails when no new byte arrives for a time, however often it was interrupted before.
+The number of retries is unlimited: a transfer fails only if no new byte arrives for some time.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ from src.systems.interleaved.streaming.remote.objects import Interruption
 PIPE = "pipe:"
 REMOTE = (*objects.SCHEMES, PIPE)
 PATIENCE = 25.0
-"""Seconds without a new byte after which a shard is given up."""
+"""Seconds without a new byte after which a transfer fails."""
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 5.0
 _SHORTEST_REQUEST, _LONGEST_REQUEST = 0.5, 30.0
 """Timeouts of a request, in seconds."""
@@ -34,12 +34,12 @@ class Source(NamedTuple):
 
     url: str
     size: int | None
-    """Size in bytes; None: not known, the output of a command."""
+    """Size in bytes; None if unknown, as for a command."""
     etag: str | None = None
 
 
 class _Tries:
-    """The pauses between attempts, and when to give up."""
+    """Pauses between attempts, and the decision to give up."""
 
     def __init__(self, url: str, patience: float) -> None:
         self.url, self.patience, self.pause, self.best, self.since = url, patience, _FIRST_PAUSE, 0, time.monotonic()
@@ -63,7 +63,7 @@ class _Tries:
 
 
 def source_of(url: str, patience: float = PATIENCE) -> Source:
-    """Look up the size and the ETag of a URL. Not in a forked process.
+    """Look up the size and the ETag of a URL. Not for forked processes.
 
     Raises:
         ShardUnavailable: there is no such object, or the server does not answer.
@@ -80,12 +80,12 @@ def source_of(url: str, patience: float = PATIENCE) -> Source:
 def transfer(
     source: Source, file: IO[bytes], patience: float = PATIENCE, begin: int = 0, end: int | None = None
 ) -> str:
-    """Write a range of bytes of a shard, by default all, into an empty file; returns their sha256.
-    Commands have no ranges.
+    """Download a byte range of a shard, by default all of it, into an empty file; returns the SHA-256.
+    Commands are always downloaded completely.
 
     Raises:
-        ChangedShardError: it has another size or ETag.
-        ShardUnavailable: no new byte came for `patience` seconds, or there is no such shard.
+        ChangedShardError: the size or the ETag differs.
+        ShardUnavailable: no new byte arrived for `patience` seconds, or the shard does not exist.
         OSError: the file cannot be written.
     """
     end = source.size if end is None else end
@@ -99,7 +99,7 @@ def transfer(
                 response = objects.read_range(
                     source.url, source.etag, begin + num_bytes, end or 0, tries.longest_request
                 )
-                source = source._replace(etag=source.etag or response.etag)  # later ranges must be of the same object
+                source = source._replace(etag=source.etag or response.etag)  # later ranges must be from the same object
                 chunks = _check(source, response, (end or 0) - begin - num_bytes)
             with contextlib.closing(chunks):
                 for chunk in chunks:
@@ -116,7 +116,7 @@ def transfer(
 
 
 def _check(source: Source, response: objects.Range, size: int) -> Generator[bytes]:
-    """The bytes of a response; raises Interruption if they are not `size`."""
+    """Yield the bytes of a response; raises Interruption if they are fewer than `size`."""
     with contextlib.closing(response.chunks):
         if response.total != source.size:
             raise ChangedShardError(
@@ -130,7 +130,7 @@ def _check(source: Source, response: objects.Range, size: int) -> Generator[byte
 
 
 def _run(source: Source, patience: float) -> Generator[bytes]:
-    """The output of a command; raises Interruption if it fails, stays silent for long, or writes too little."""
+    """Yield the output of a command; raises Interruption if it fails, stalls, or writes too little."""
     command, count = ["bash", "-o", "pipefail", "-c", source.url.removeprefix(PIPE)], 0
     with (
         tempfile.TemporaryFile() as errors,
@@ -159,8 +159,8 @@ def _run(source: Source, patience: float) -> Generator[bytes]:
                 os.killpg(process.pid, signal.SIGKILL)
         errors.seek(0)
         lines = errors.read().decode(errors="replace").strip().splitlines()
-        last = f": {lines[-1][:200].rstrip('.')}" if lines else ""
+        last_line = f": {lines[-1][:200].rstrip('.')}" if lines else ""
         if status:
-            raise Interruption(f"the command ended with exit status {status}{last}")
+            raise Interruption(f"the command ended with exit status {status}{last_line}")
         if source.size is not None and count < source.size:
-            raise Interruption(f"the command ended with {count} of {source.size} bytes{last}")
+            raise Interruption(f"the command ended with {count} of {source.size} bytes{last_line}")

@@ -1,7 +1,6 @@
-"""Which members of a document are its images, prompts and texts, where their names do not say so.
+"""Mapping of member names to images, prompts and texts, for tars with other names than `tar_index` expects.
 
-The index records the mapping, so that indexing and training agree. Without one, the suffixes of members decide
-(`tar_index`).
+The index records the mapping, so that indexing and training agree.
 """
 
 import base64
@@ -18,11 +17,11 @@ from src.experiments.config import Config as StrictConfig
 from src.support.parsing import parse_json
 
 KINDS = ("image", "prompt", "text")
-"""Also the order of a document's parts, unless lists in its JSON say another."""
+"""Kinds in the default order of a document's parts; lists in its JSON can set a different order."""
 _ITEM_BITS = 24
 _PLACE, _BASE64 = "matched_text_index", "image_base64"
 _NAMES = ("image_name", "raw_url", "url")
-"""Keys of an image in a list of objects, as in mmc4."""
+"""Keys for the name of an image in a list of objects, as in mmc4."""
 
 
 class FieldError(DataError):
@@ -34,7 +33,7 @@ class Entry(NamedTuple):
 
     kind: str
     suffix: str
-    """The rest of the member's name after the key and a dot, in lower case, such as "left.jpg"."""
+    """The member's name after the key and a dot, in lower case, such as "left.jpg"."""
     path: tuple[str, ...] | None
     """Keys and list positions in a JSON member; None: the member itself."""
     text: str
@@ -42,35 +41,35 @@ class Entry(NamedTuple):
 
 
 class Item(NamedTuple):
-    """A part of a document that its JSON names."""
+    """A part of a document, taken from its JSON."""
 
     entry: int
     """Number of its entry."""
     place: int
-    """Place of the value in its list."""
+    """Index of the value in its list."""
     name: str
     """Name of an image that is another member; "" if the value itself is the content."""
 
     @property
     def pick(self) -> int:
-        """Place of the value in the JSON member, for `Fields.read`; 0 if it is another member."""
+        """Encoded entry and index of the value, for `Fields.read`; 0 if the part is another member."""
         return 0 if self.name else self.entry + 1 << _ITEM_BITS | self.place
 
 
 class Fields(StrictConfig):
     """Member names by kind, such as {"image": ["input.jpg", "left.jpg"], "text": "json:caption"}.
-    Kinds that are absent go by suffix.
+    Absent kinds are identified by suffix.
 
-    A member name follows the key and a dot. NAME:PATH is a value in a JSON member: a string, a number or a list of
-    them.
+    Names are given without the key and its dot. NAME:PATH is a value in a JSON member: a string, a number or a list of
+    these.
     """
 
     image: str | list[str] = Field(default_factory=list)
-    """Images."""
+    """Members that are images."""
     prompt: str | list[str] = Field(default_factory=list)
-    """Text that a model reads and does not learn."""
+    """Text that a model reads without loss."""
     text: str | list[str] = Field(default_factory=list)
-    """Text that a model learns."""
+    """Text that a model learns to write."""
 
     @model_validator(mode="after")
     def _is_complete(self) -> "Fields":
@@ -98,7 +97,7 @@ class Fields(StrictConfig):
 
     @cached_property
     def kinds(self) -> frozenset[str]:
-        """Kinds with an entry, for which suffixes do not count."""
+        """Kinds with an entry; their suffixes are ignored."""
         return frozenset(entry.kind for entry in self.entries)
 
     @cached_property
@@ -112,15 +111,15 @@ class Fields(StrictConfig):
         return frozenset(entry.suffix for entry in self.entries if entry.path is not None)
 
     def as_json(self) -> dict[str, list[str]]:
-        """The mapping in one form, for an index or a manifest."""
+        """The mapping in a canonical form, for an index or a manifest."""
         return {kind: [entry.text for entry in self.entries if entry.kind == kind] for kind in sorted(self.kinds)}
 
     def items(self, contents: Mapping[str, bytes]) -> tuple[list[Item], bool]:
-        """Parts that JSON members name, and whether they are in the order of the document.
-        contents: of the members, by suffix.
+        """Parts from JSON members, and whether the JSON defines their order.
+        contents: content of the members by suffix.
 
         Raises:
-            FieldError: a member is no JSON, or its values do not fit each other.
+            FieldError: a member is not JSON, or its values are inconsistent.
         """
         values = dict[int, list[Any]]()
         for number, entry in enumerate(self.entries):
@@ -142,8 +141,8 @@ class Fields(StrictConfig):
         return Item(number, place, "")
 
     def _interleave(self, values: Mapping[int, list[Any]]) -> list[tuple[int, int]] | None:
-        """(Entry, item) of one list of images and one of texts, as OBELICS, mmc4 and Energon interleave them;
-        None for other values."""
+        """Merge a list of images and a list of texts, as OBELICS, mmc4 and Energon do, into (entry, index) pairs.
+        None if the values are not two such lists."""
         images = [number for number in values if self.entries[number].kind == "image"]
         texts = [number for number in values if self.entries[number].kind == "text"]
         if len(images) != 1 or len(texts) != 1:
@@ -175,10 +174,10 @@ class Fields(StrictConfig):
         return order
 
     def read(self, content: bytes, picks: Sequence[int]) -> list[bytes]:
-        """Values of a JSON member by their `Item.pick`: texts as UTF-8, images decoded from base64.
+        """Read the values with these `Item.pick` from a JSON member: texts as UTF-8, images decoded from base64.
 
         Raises:
-            FieldError: the member does not have them.
+            FieldError: a value is missing.
         """
         values = dict[int, list[Any]]()
         contents = []
@@ -194,7 +193,7 @@ class Fields(StrictConfig):
 
 
 def _values(content: bytes, entry: Entry) -> list[Any]:
-    """The value of an entry in a JSON member, as a list."""
+    """The values of an entry in a JSON member; a single value as a list."""
     value = parse_json(content, entry.text, FieldError)
     for key in entry.path or ():
         if isinstance(value, dict):
@@ -212,7 +211,7 @@ def _check_text(value: Any, entry: Entry) -> None:
 
 
 def _is_embedded(value: Any) -> bool:
-    """Whether the value of an image is its bytes in base64, not a name."""
+    """Whether an image is embedded in base64, not named."""
     return (isinstance(value, dict) and isinstance(value.get(_BASE64), str)) or (
         isinstance(value, str) and value.startswith("data:image/")
     )

@@ -1,7 +1,6 @@
-"""Encoded images: their displayed size, and their pixels. Every decoder failure is an `ImageError`.
+"""Displayed size and pixels of encoded images. Every decoder failure is an `ImageError`.
 
-The size is read from the header (PNG and JPEG here, other formats with Pillow). It is that of the decoded image, EXIF
-orientation applied.
+The size is read from the header (PNG and JPEG here, other formats with Pillow) and includes the EXIF orientation.
 """
 
 import io
@@ -29,31 +28,31 @@ SUFFIXES = {
 }
 """File name suffixes of the supported formats, with Pillow's names."""
 FORMATS = sorted(set(SUFFIXES.values()))
-"""The only formats that Pillow tries, so that no content selects a decoder we do not test, such as EPS."""
-MOST_PIXELS = 40_000_000
+"""Formats that Pillow tries. Untested decoders, such as EPS, are never used."""
+MAX_PIXELS = 40_000_000
 """Larger images are refused before decoding. The limit is recorded in the index."""
 UNDECODABLE, TOO_LARGE = "an image cannot be decoded", "an image has too many pixels"
 _PNG, _JPEG = b"\x89PNG\r\n\x1a\n", b"\xff\xd8"
 _NO_LENGTH = frozenset((0x01, *range(0xD0, 0xD8)))
 """JPEG markers without a length: TEM and RST0 to RST7."""
 _FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
-"""JPEG markers of a frame header, which has the size (ITU-T T.81, B.2.2)."""
+"""JPEG markers of frame headers, which contain the size (ITU-T T.81, B.2.2)."""
 _APP1, _SCAN = 0xE1, 0xDA
 _ORIENTATION = 0x0112
 _QUARTER_TURNS = (5, 6, 7, 8)
-"""EXIF orientations that exchange width and height."""
+"""EXIF orientations that swap width and height."""
 _TIFF_BITS, _TIFF_PHOTOMETRIC = 258, 262
 
 
 class ImageError(DataError):
-    """An image that is not decoded. `reason` is UNDECODABLE or TOO_LARGE; the message adds details."""
+    """An image was not decoded. `reason` is UNDECODABLE or TOO_LARGE; the message adds details."""
 
     def __init__(self, reason: str, details: str) -> None:
         super().__init__(f"{reason} ({details})")
         self.reason = reason
 
 
-def open_image(content: bytes, max_pixels: int = MOST_PIXELS) -> "Image":
+def open_image(content: bytes, max_pixels: int = MAX_PIXELS) -> "Image":
     """Decode an image as a viewer shows it: first frame, EXIF orientation applied, 8-bit RGB on white.
     Its `format` is one of FORMATS.
 
@@ -75,11 +74,11 @@ def open_image(content: bytes, max_pixels: int = MOST_PIXELS) -> "Image":
         raise _refusal(error) from None
 
 
-def image_size(data: memoryview, max_pixels: int = MOST_PIXELS) -> tuple[int, int]:
+def image_size(data: memoryview, max_pixels: int = MAX_PIXELS) -> tuple[int, int]:
     """Displayed width and height of an image, from its header.
 
     Raises:
-        ImageError: it has more than `max_pixels` pixels, or is no image.
+        ImageError: it has more than `max_pixels` pixels, or is not an image.
     """
     for magic, read in _READERS:
         if bytes(data[: len(magic)]) == magic and (size := read(data)):
@@ -97,7 +96,7 @@ def _check_pixels(size: tuple[int, int], max_pixels: int) -> tuple[int, int]:
 
 
 def _open(content: bytes | memoryview, max_pixels: int) -> Any:
-    """Open an image with Pillow, which has a lower limit of pixels of its own."""
+    """Open an image with Pillow, with its own pixel limit raised to `max_pixels`."""
     from PIL import Image
 
     Image.MAX_IMAGE_PIXELS = max(Image.MAX_IMAGE_PIXELS or 0, max_pixels)
@@ -107,7 +106,7 @@ def _open(content: bytes | memoryview, max_pixels: int) -> Any:
 
 
 def _refusal(error: Exception) -> ImageError:
-    """What any error of a decoder is reported as."""
+    """Convert any decoder error to an ImageError."""
     from PIL import Image, UnidentifiedImageError
 
     if isinstance(error, ImageError):
@@ -119,7 +118,7 @@ def _refusal(error: Exception) -> ImageError:
 
 
 def _png(data: memoryview) -> tuple[int, int] | None:
-    """Size of a PNG that has no orientation; None where Pillow must look."""
+    """Size of a PNG from its header; None if it can have an orientation, so that Pillow must read it."""
     at, total = len(_PNG), len(data)
     size = None
     while at + 8 <= total:
@@ -139,7 +138,7 @@ def _is_orientation_text(start: memoryview) -> bool:
 
 
 def _jpeg(data: memoryview) -> tuple[int, int] | None:
-    """Size of a JPEG that has no orientation; None where Pillow must look."""
+    """Size of a JPEG from its header; None if it can have an orientation, so that Pillow must read it."""
     at, total = 2, len(data)
     size = None
     while at + 9 <= total:
@@ -181,7 +180,7 @@ def _pillow_size(data: memoryview, max_pixels: int) -> tuple[int, int]:
 
 
 def _orientation(image: "Image") -> int:
-    """EXIF orientation of an opened image, by default 1. Viewers ignore damaged EXIF data, and so do we."""
+    """EXIF orientation of an opened image, 1 by default. Damaged EXIF data are ignored, as viewers do."""
     try:
         value = image.getexif().get(_ORIENTATION, 1)
     except Exception:  # noqa: BLE001  damaged EXIF data raise errors of any class
@@ -190,7 +189,7 @@ def _orientation(image: "Image") -> int:
 
 
 def _turns() -> dict[int, Any]:
-    """Pillow's transposition for each EXIF orientation but 1."""
+    """Pillow's transposition for each EXIF orientation except 1."""
     from PIL.Image import Transpose
 
     return {
@@ -205,7 +204,7 @@ def _turns() -> dict[int, Any]:
 
 
 def _to_rgb(image: Any) -> "Image":
-    """8-bit RGB of a decoded image. Transparent pixels are white."""
+    """Convert a decoded image to 8-bit RGB. Transparent pixels become white."""
     from PIL import Image
 
     if image.mode.startswith("I") or image.mode == "F":
@@ -217,10 +216,10 @@ def _to_rgb(image: Any) -> "Image":
 
 
 def _to_8_bits(image: Any) -> "np.ndarray":
-    """(height, width) uint8 of a grey image with more than 8 bits a pixel, as viewers show it: full range, not clipped.
+    """Scale a grey image with more than 8 bits per pixel to (height, width) uint8, as viewers do.
 
     Raises:
-        ImageError: its values have no agreed brightness, such as signed or 32-bit integers, or floats outside 0 to 1.
+        ImageError: the brightness range is undefined: signed or 32-bit integers, or floats outside 0 to 1.
     """
     import numpy as np
 

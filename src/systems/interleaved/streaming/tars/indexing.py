@@ -1,4 +1,4 @@
-"""Makes the index of a tar: groups members into documents, checks them, and counts every member that is not read."""
+"""Build the index of a tar: group members into documents, check them, and count every member that is not read."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -29,7 +29,7 @@ from src.systems.interleaved.streaming.tar_index import (
     kind_and_position,
 )
 from src.systems.interleaved.streaming.tars.fields import FieldError, Fields
-from src.systems.interleaved.streaming.tars.image_files import MOST_PIXELS, ImageError, image_size, open_image
+from src.systems.interleaved.streaming.tars.image_files import MAX_PIXELS, ImageError, image_size, open_image
 from src.systems.interleaved.streaming.tars.members import scan, split_names
 
 if TYPE_CHECKING:
@@ -44,15 +44,15 @@ EMPTY_TEXT, SPELLS_IMAGES, NOT_IN_TAR = (
 """Why a member of a good document is not read."""
 _ORDER = {IMAGE: 0, PROMPT: 1, TEXT: 2}
 _NO_NUMBER = 1 << 24
-_MOST_SUFFIXES = 50
-"""Suffixes counted for each reason; the rest are counted together."""
+_MAX_SUFFIXES = 50
+"""Maximum number of suffixes counted separately per reason; the rest are counted together."""
 
 
 class _Part(NamedTuple):
     order: tuple[int, int, int]
-    """Sort key in the document: (0, position, kind), or (1, kind, entry of the mapping)."""
+    """Sort key within the document: (0, position, kind), or (1, kind, entry of the mapping)."""
     member: int
-    """Place of its member in the document, in the order of the tar."""
+    """Number of its member within the document, in tar order."""
     kind: int
     data: int
     size: int
@@ -61,19 +61,19 @@ class _Part(NamedTuple):
 
 
 def build(
-    tar: memoryview, fields: Fields | None = None, max_pixels: int = MOST_PIXELS, verify: bool = False
+    tar: memoryview, fields: Fields | None = None, max_pixels: int = MAX_PIXELS, verify: bool = False
 ) -> TarIndex:
-    """The index of a tar, from its headers, its texts and the headers of its images.
-    If the tar is cut: of the documents before the cut.
+    """Build the index of a tar from its headers, its texts and the headers of its images.
+    If the tar is cut, the index has the documents before the cut.
 
-    fields: the mapping of members that their suffixes do not identify.
-    verify: decode each image once. Documents with an image that cannot be decoded are bad.
+    fields: mapping of members with a kind that does not follow from the suffix.
+    verify: decode each image once, and mark documents with an undecodable image as bad.
     """
     return _Builder(tar, fields, max_pixels, verify).build()
 
 
 class _Builder:
-    """Documents, parts and counts of a tar."""
+    """Collects the documents, parts and counts of a tar."""
 
     def __init__(self, tar: memoryview, fields: Fields | None, max_pixels: int, verify: bool) -> None:
         self.tar, self.fields, self.max_pixels, self.verify = tar, fields, max_pixels, verify
@@ -85,7 +85,7 @@ class _Builder:
         self.roles = dict[str, tuple[tuple[int, int, int], int, str]]()
 
     def build(self) -> TarIndex:
-        """The index of all members."""
+        """Build the index of all members."""
         members, keys = self.members, split_names(self.members.names)
         for name, reason, size in members.lone:
             self._pass_over(reason, split_names([name])[0][1], size)
@@ -119,8 +119,8 @@ class _Builder:
         return TarIndex(_records(DOCUMENT, self.documents), _records(PART, self.parts), facts)
 
     def _add(self, numbers: Sequence[int], endings: Sequence[str], bad: int, last_before_cut: bool) -> None:
-        """Add a document. numbers, endings: of its members.
-        bad: a defect that is already known, by its number in REASONS."""
+        """Add a document. numbers, endings: those of its members.
+        bad: number of a known defect in REASONS."""
         members, parts, unread = self.members, list[_Part](), dict[int, str]()
         for place, (number, ending) in enumerate(zip(numbers, endings, strict=True)):
             order, kind, reason = self.roles.get(ending) or self._role(ending)
@@ -160,7 +160,7 @@ class _Builder:
             self._pass_over(NOT_IN_TAR, "json:", 0)
 
     def _count(self, numbers: Sequence[int], endings: Sequence[str], unread: Mapping[int, str], bad: int) -> None:
-        """Count the members of a document as read, or not read with a reason."""
+        """Count the members of a document as read, or as not read with a reason."""
         for place, number in enumerate(numbers):
             size = self.members.sizes[number]
             if bad or place in unread:
@@ -170,7 +170,7 @@ class _Builder:
                 self.read[1] += size
 
     def _role(self, ending: str) -> tuple[tuple[int, int, int], int, str]:
-        """Sort key and kind of a member by its name after the key, and why it is not read, if so."""
+        """Sort key, kind, and reason for not being read ("" if read) of a member, by its name after the key."""
         kind, position = kind_and_position(ending)
         rank = _ORDER.get(kind, len(_ORDER))
         order = (1, rank, 0) if position is None else (0, position, rank)
@@ -210,7 +210,7 @@ class _Builder:
             return INCOMPLETE if needs_list or last_before_cut else GOOD
         content = self._bytes(lists[0].data, lists[0].size)
         if content == "\n".join(names[:-1]).encode("utf-8", "surrogateescape") and len(names) > 1:
-            return GOOD  # as this project writes it
+            return GOOD  # the format that this project writes
         listed_names = {
             name.rpartition("/")[2] for name in content.decode("utf-8", "surrogateescape").splitlines() if name
         }
@@ -225,10 +225,10 @@ class _Builder:
         unread: dict[int, str],
         entries: set[int],
     ) -> tuple[list[_Part], int]:
-        """Parts with those that JSON members name, and how many images are not in the tar. name: of the first member.
+        """Add the parts that JSON members name; also returns the number of images that are not in the tar.
 
-        Removes members that are read from `unread`, and adds the entries of the mapping that the document has to
-        `entries`.
+        name: of the first member. Removes the members of new parts from `unread`, and adds the used entries of the
+        mapping to `entries`.
         """
         by_place = {part.member: part for part in parts}
         places = {ending: place for place, ending in enumerate(endings) if place in by_place}
@@ -253,7 +253,7 @@ class _Builder:
 
     @staticmethod
     def _find_images(names: Sequence[str], places: Mapping[str, int], key: str) -> dict[str, int | None]:
-        """The member that each image name in a JSON means: by the name after the key, the file name, or a number."""
+        """Match each image name in a JSON to a member: by its name after the key, its file name, or its position."""
         matches = dict[str, int | None]()
         for name in names:
             base = name.rpartition("/")[2].lower()
@@ -269,7 +269,7 @@ class _Builder:
 
     def _texts_defect(self, parts: Sequence[_Part], endings: Sequence[str], unread: dict[int, str]) -> int:
         """Check the texts of a document; returns the number of the defect in REASONS.
-        Adds texts that are left out to `unread`."""
+        Adds dropped texts to `unread`."""
         texts = [part for part in parts if part.kind in (TEXT, PROMPT)]
         has_text = False
         try:
@@ -287,7 +287,7 @@ class _Builder:
         return GOOD if has_text else NO_TEXT
 
     def _measure(self, images: Sequence[_Part]) -> tuple[int, dict[int, tuple[int, int]]]:
-        """Check the images of a document; returns the defect's number in REASONS, and each image's size by `id`."""
+        """Check the images of a document; returns the number of the defect in REASONS, and image sizes by `id`."""
         sizes = dict[int, tuple[int, int]]()
         try:
             contents = iter(self._contents([part for part in images if part.pick]))
@@ -321,7 +321,7 @@ class _Builder:
         suffix = f".{rest if rest and first.isdigit() else ending.lower()}" if ending else ""
         suffix = suffix.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
         suffixes = self.passed_over.setdefault(reason, {})
-        if suffix not in suffixes and len(suffixes) >= _MOST_SUFFIXES:
+        if suffix not in suffixes and len(suffixes) >= _MAX_SUFFIXES:
             suffix = "other suffixes"
         count = suffixes.setdefault(suffix, [0, 0])
         count[0] += 1
@@ -329,12 +329,12 @@ class _Builder:
 
 
 def _has_kind(ending: str) -> bool:
-    """Whether a numbered name is POSITION.KIND.EXTENSION, as in vision/m4, where a position is of one part."""
+    """Whether a numbered name is POSITION.KIND.EXTENSION, as in vision/m4, where each position has one part."""
     return ending.count(".") == 2
 
 
 def unread_text(text: str) -> str:
-    """Why a text is left out of its document; "" if it is read."""
+    """Why a text is dropped from its document; "" if it is read."""
     if "<" in text and any(token in text for token in RESERVED):
         return SPELLS_IMAGES
     return "" if text and not text.isspace() else EMPTY_TEXT

@@ -1,8 +1,8 @@
-"""The members of a tar from its headers. Every member and every byte is accounted for.
+"""Read the members of a tar from its headers. Every member and every byte is accounted for.
 
-Formats: V7, ustar, GNU (long names, sparse files, volumes), pax (POSIX.1-2001), and tars written one after another into
-one file. Python's `tarfile` accepts a file that ends between two members or inside a header as complete; here only two
-zero blocks end an archive.
+Formats: V7, ustar, GNU (long names, sparse files, volumes), pax (POSIX.1-2001), and concatenated tars. Python's
+`tarfile` accepts a file that ends between two members or inside a header as complete; here only two zero blocks end an
+archive.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ BLOCK = 512
 _REGULAR = frozenset(b"0\0" + b"7")
 _LONG_NAME, _LONG_LINK, _PAX, _SOLARIS_PAX, _PAX_GLOBAL, _SPARSE = b"LKxXgS"
 _NO_DATA = frozenset(b"123456")
-"""Links, devices, directories and fifos: no content follows, whatever size most writers put into the header."""
+"""Links, devices, directories and fifos. No content follows, even if the header has a size."""
 DIRECTORY = "a directory"
 TRAILING = "bytes after the end of the archive"
 _TYPES = {
@@ -33,7 +33,7 @@ _TYPES = {
     "N": "a list of long names",
 }
 _ALONE = frozenset((DIRECTORY, TRAILING, *(_TYPES[kind] for kind in "VDN")))
-"""Reasons of members that are not a part of a document."""
+"""Reasons for which a member belongs to no document."""
 _MAGIC_NUMBERS = {
     b"\x1f\x8b": "gzip",
     b"BZh": "bzip2",
@@ -46,7 +46,7 @@ _MAGIC_NUMBERS = {
 }
 _PREFIX, _MAGIC = slice(345, 500), slice(257, 263)
 _AT_ONCE = 1 << 15
-"""Headers checked together."""
+"""Headers checked per batch."""
 
 
 class Cut(NamedTuple):
@@ -68,30 +68,30 @@ class Lone(NamedTuple):
 
 @dataclass
 class Members:
-    """The members of a tar that can be parts of documents, in order, up to where it is cut."""
+    """The members of a tar that can be parts of documents, in order, up to a cut."""
 
     names: list[str] = field(default_factory=list)
     """Without a leading "./". Bytes that are not UTF-8 are surrogate escapes."""
     headers: list[int] = field(default_factory=list)
-    """Byte offset of the first header of each."""
+    """Byte offset of each member's first header."""
     data: list[int] = field(default_factory=list)
-    """Byte offset of the content of each."""
+    """Byte offset of each member's content."""
     sizes: list[int] = field(default_factory=list)
-    """Bytes of content of each."""
+    """Content size of each member in bytes."""
     reasons: list[str] = field(default_factory=list)
-    """Why each cannot be read, such as "a hard link"; "" for a regular file."""
+    """Why each member cannot be read, such as "a hard link"; "" for a regular file."""
     lone: list[Lone] = field(default_factory=list)
     cut: Cut | None = None
 
 
 class _Entry(NamedTuple):
     begin: int
-    """Byte offset of its first header, such as that of its long name."""
+    """Byte offset of the first header, such as a long-name header."""
     header: int
     data: int
     size: int
     name: bytes | None
-    """From a long name or a pax record; None: from its own header."""
+    """Name from a long-name or pax header; None: the member's own header has the name."""
     sparse: bool
 
 
@@ -159,64 +159,64 @@ def _add(members: Members, entry: _Entry, kind: int, raw_name: bytes) -> None:
 
 
 def _walk(tar: memoryview) -> tuple[list[_Entry], int, Cut | None]:
-    """All members except headers that describe the next member; bytes after the archive's end; where it is cut, if so.
+    """All members, the number of bytes after the end of the archive, and the cut, if any.
 
-    Checksums of members are checked later, many at once.
+    Headers that only describe the next member are merged into it. Checksums of members are checked later, in batches.
     """
     entries = list[_Entry]()
-    at, total = 0, len(tar)
+    offset, total = 0, len(tar)
     extension: _Extension | None = None
-    shared = dict[bytes, bytes]()  # of global pax headers
-    while at + BLOCK <= total:
-        if not tar[at] and not any(tar[at : at + BLOCK]):
-            if at + 2 * BLOCK > total or any(tar[at + BLOCK : at + 2 * BLOCK]):
-                return entries, 0, Cut(f"cut in the end of the archive, at byte {at}", at)
+    global_records = dict[bytes, bytes]()  # records of global pax headers
+    while offset + BLOCK <= total:
+        if not tar[offset] and not any(tar[offset : offset + BLOCK]):
+            if offset + 2 * BLOCK > total or any(tar[offset + BLOCK : offset + 2 * BLOCK]):
+                return entries, 0, Cut(f"cut in the end of the archive, at byte {offset}", offset)
             if extension:
                 return entries, 0, Cut("cut after a long name", extension.begin)
-            at = _skip_zeros(tar, at + 2 * BLOCK)
-            if at == total or not _is_header(tar, at):
-                return entries, total - at, None
+            offset = _skip_zeros(tar, offset + 2 * BLOCK)
+            if offset == total or not _is_header(tar, offset):
+                return entries, total - offset, None
             continue  # another tar follows
-        kind = tar[at + 156]
-        begin = extension.begin if extension else at
-        size = _size(tar, at)
-        if size is None or (kind not in _REGULAR and not _is_header(tar, at)):
-            return entries, 0, Cut(f"no tar header at byte {at}", begin)
-        data = at + BLOCK
+        kind = tar[offset + 156]
+        begin = extension.begin if extension else offset
+        size = _size(tar, offset)
+        if size is None or (kind not in _REGULAR and not _is_header(tar, offset)):
+            return entries, 0, Cut(f"no tar header at byte {offset}", begin)
+        data = offset + BLOCK
         if kind in (_LONG_NAME, _LONG_LINK, _PAX, _SOLARIS_PAX, _PAX_GLOBAL):
             if data + size > total:
                 return entries, 0, _cut_in_member(size, data, total, begin)
             content = bytes(tar[data : data + size])
             if kind == _PAX_GLOBAL:
-                shared.update(_pax_records(content))
+                global_records.update(_pax_records(content))
             else:
-                extension = extension or _Extension(at)
+                extension = extension or _Extension(offset)
                 extension.read(kind, content)
-            at = data + _round_up(size)
+            offset = data + _round_up(size)
             continue
         name, sparse = None, kind == _SPARSE
-        if extension or shared:
-            records = {**shared, **(extension.records if extension else {})}
+        if extension or global_records:
+            records = {**global_records, **(extension.records if extension else {})}
             name = records.get(b"path", extension.name if extension else None)
             if any(key.startswith(b"GNU.sparse.") for key in records):
                 name, sparse = records.get(b"GNU.sparse.name", name), True
             if records.get(b"size", b"").isdigit():
                 size = int(records[b"size"])
         if kind == _SPARSE:
-            data = _skip_sparse_map(tar, at)
+            data = _skip_sparse_map(tar, offset)
         if kind in _NO_DATA and size and (_is_header(tar, data) or not any(tar[data : data + BLOCK])):
             size = 0
         if data + size > total:
             return entries, 0, _cut_in_member(size, data, total, begin)
-        entries.append(_Entry(begin, at, data, size, name, sparse))
-        at, extension = data + _round_up(size), None
-    if extension and at >= total:
+        entries.append(_Entry(begin, offset, data, size, name, sparse))
+        offset, extension = data + _round_up(size), None
+    if extension and offset >= total:
         return entries, 0, Cut("cut after a long name", extension.begin)
-    where = "in a header" if at < total else "between two members"
+    where = "in a header" if offset < total else "between two members"
     return (
         entries,
         0,
-        Cut(f"cut {where}: {total} bytes, and no end of archive", extension.begin if extension else min(at, total)),
+        Cut(f"cut {where}: {total} bytes, and no end of archive", extension.begin if extension else min(offset, total)),
     )
 
 
@@ -237,7 +237,7 @@ def _size(tar: memoryview, at: int) -> int | None:
 
 
 def _skip_zeros(tar: memoryview, at: int) -> int:
-    """The next block with a byte that is not zero, or the end of the file."""
+    """Offset of the next block with a nonzero byte, or the end of the file."""
     total, step = len(tar), 1 << 20
     while at < total:
         content = bytes(tar[at : at + step])
@@ -249,7 +249,7 @@ def _skip_zeros(tar: memoryview, at: int) -> int:
 
 
 def _skip_sparse_map(tar: memoryview, header: int) -> int:
-    """Byte after the map of an old GNU sparse file, which continues in further blocks while a flag says so."""
+    """Offset after the map of an old GNU sparse file, which can span several blocks."""
     at, flag = header + BLOCK, header + 482
     while flag < len(tar) and tar[flag]:
         flag, at = at + 504, at + BLOCK
@@ -265,7 +265,7 @@ def _is_header(tar: memoryview, at: int) -> bool:
 
 
 def _checksum_agrees(headers: "np.ndarray") -> "np.ndarray":
-    """(N,) whether each header has the right checksum: the sum of its bytes, with blanks in place of the checksum."""
+    """(N,) bool: whether each checksum is right: the sum of the header's bytes, with blanks for the checksum."""
     import numpy as np
 
     sums = headers.sum(axis=1, dtype=np.int64) - headers[:, 148:156].sum(axis=1, dtype=np.int64) + 8 * ord(" ")
@@ -291,7 +291,7 @@ def _names(headers: "np.ndarray") -> list[bytes]:
 
 
 def _number(text: bytes) -> int | None:
-    """A number as tar writes it: octal digits, or base 256 if the first bit is set. None if it is neither."""
+    """Parse a number field of tar: octal digits, or base 256 if the first bit is set. None if it is neither."""
     if text[:1] >= b"\x80":
         return int.from_bytes(bytes([text[0] & 0x7F]) + text[1:], "big")
     digits = text.partition(b"\0")[0].strip(b" ") or text.strip(b" \0")
@@ -302,7 +302,7 @@ def _number(text: bytes) -> int | None:
 
 
 def _pax_records(content: bytes) -> dict[bytes, bytes]:
-    """Records of a pax header, each of which is "LENGTH KEY=VALUE" and a line end; those before a damaged one."""
+    """Parse the records of a pax header, "LENGTH KEY=VALUE" with a line end each, up to a damaged one."""
     records, at = dict[bytes, bytes](), 0
     while at < len(content):
         digits, sign, _ = content[at : at + 20].partition(b" ")
@@ -315,7 +315,7 @@ def _pax_records(content: bytes) -> dict[bytes, bytes]:
 
 
 def split_names(names: Sequence[str]) -> list[tuple[str, str]]:
-    """(Key, ending) of each name: the parts before and after the first dot of its last component."""
+    """Split each name at the first dot of its last path component into (key, ending)."""
     pairs = []
     for name in names:
         dot = name.find(".", name.rfind("/") + 1)
