@@ -106,7 +106,7 @@ def test_consolidated_state_is_sharded_again_bit_exactly(modes: Modes, mode: str
     assert consolidate.main([str(checkpoint)]) == 0
     assert consolidate.verify(checkpoint)
     if mode == "fsdp":
-        with pytest.raises(CheckpointError, match="of FSDP2, whose checkpoints hold the trained weights alone"):
+        with pytest.raises(CheckpointError, match="FSDP2 checkpoints have only trained weights"):
             consolidate.consolidate(checkpoint, consolidate.Export(modes.folder / "all", everything=True))
     shutil.rmtree(checkpoint / shards)
     manifest = files.read_manifest(checkpoint, CheckpointError)
