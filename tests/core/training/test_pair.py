@@ -141,7 +141,7 @@ def test_one_that_works_for_longer_than_a_collective_waits_is_waited_for(pair: P
     ("name", "why"),
     [
         ("experience differs", "other tensors on rank 1 than on rank 0"),
-        ("names differ", "the sums ['sum1'] here, and ['sum0'] in the first pass of rank 0"),
+        ("names differ", "the sums of the loss are ['sum1'] here, but ['sum0'] in the first pass of rank 0"),
     ],
 )
 def test_unequal_experience_stops_both(pair: Pair, name: str, why: str):
