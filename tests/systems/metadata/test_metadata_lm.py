@@ -181,7 +181,7 @@ def gains(row: dict[str, float]) -> dict[str, float]:
         ({"data.columns": ["entity"]}, "weights: 'title' is not among data.columns: entity"),
         ({"data.writing.keys": ["titel"]}, r"keys: unknown key 'titel'. Did you mean 'title'\?.* custom_keys"),
         ({"data.writing.keys": ["title", "entity", "mood"], "data.writing.custom_keys": ["mood"]}, None),
-        ({"data.writing.local_key_names": {"entity": "e"}}, "announced: .*announce"),
+        ({"data.writing.local_key_names": {"entity": "e"}}, "local_key_names: .*list_local_keys"),
         ({"gains.columns": ["titel"]}, r"gains\.columns: unknown column 'titel'. Did you mean 'title'\?"),
         ({"gains.columns": ["url"]}, r"gains\.columns: 'url' would never be written"),
         ({"gains.columns": ["title", "title"]}, "columns: .*'title'"),
