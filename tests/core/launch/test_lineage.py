@@ -4,6 +4,7 @@ import contextlib
 import subprocess
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -26,6 +27,11 @@ LAUNCHERS = {
     | {"parent_poll_seconds": 0.05, "parent_patience_seconds": 0, "max_parallel_calls": 1},
     "ray": {"launcher": "ray", "parent_poll_seconds": 0.05, "patience_seconds": 300.0},
 }
+
+
+def patient(raw: dict[str, Any]) -> dict[str, Any]:
+    """Let children wait while a retried parent still has its old state, before its job starts."""
+    return raw | ({"parent_patience_seconds": 60} if "parent_patience_seconds" in raw else {})
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
@@ -57,10 +63,10 @@ def _repair(tmp_path: Path, launcher: str) -> None:
     assert world.states([heir]) == ["done"]
     (world.runs / "mended").touch()
     before = world.start_log()
-    actions.run(world.request(items), target, "retry")
+    actions.run(world.request(items), resources.load("here", patient(raw), world.runs), "retry")
     assert world.final_states(items) == ["done"] * 5
     assert world.start_log()[len(before) :] == [item.exp_id for item in (parent, child, grandchild)]
-    actions.run(world.request(items), target, "retry")
+    actions.run(world.request(items), resources.load("here", patient(raw), world.runs), "retry")
     assert len(world.submissions()) == 2
 
 
@@ -135,7 +141,7 @@ def test_quick_failures_in_a_row_stop_what_waits(
         assert expected_reason in world.rows([heir])[0].reason or not most
         scheduler.give_all(monkeypatch)
         (world.runs / "mended").touch()
-        actions.run(world.request([*items, heir]), resources.load("here", raw, world.runs), "retry")
+        actions.run(world.request([*items, heir]), resources.load("here", patient(raw), world.runs), "retry")
         assert world.final_states([*items, heir]) == ["done"] * 9, "one command repairs all"
 
 
