@@ -6,17 +6,24 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 from src.experiments.registry import TABLES
 from tests.conftest import ROOT
 
-spec = importlib.util.spec_from_file_location("rules", ROOT / ".ci" / "rules.py")
-assert spec is not None
-assert spec.loader is not None
-rules = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(rules)
+
+def load(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, ROOT / ".ci" / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+rules, english = load("rules"), load("english")
 
 HEAVY = ("torch", "transformers", "accelerate", "numpy", "pandas", "matplotlib", "rich", "wandb", "datasets")
 PROBE = """
@@ -115,3 +122,27 @@ def test_a_misspelt_method_is_a_type_error(tmp_path: Path):
         ("7", "chekc"),
         ("8", "smaple"),
     ], done.stdout
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "hits"),
+    [
+        ("src/a.py", '"""Of a run: what is told is kept whole."""', {"code": 1, "docs": 0, "tests": 0, "names": 0}),
+        (
+            "src/a.py",
+            '"""Save the complete run."""\nsaved, seed = 1, 2',
+            dict.fromkeys(("code", "docs", "tests", "names"), 0),
+        ),
+        ("src/a.py", "def f(told):\n    self.kept = found = 1", {"code": 0, "docs": 0, "tests": 0, "names": 3}),
+        ("tests/a.py", "def test_it_goes_on(): ...", {"code": 0, "docs": 0, "tests": 1, "names": 0}),
+        ("a.md", "It begins anew.\n\nIt restarts.", {"code": 0, "docs": 1, "tests": 0, "names": 0}),
+    ],
+)
+def test_dialect_is_counted_by_kind(
+    name: str, text: str, hits: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).write_text(text)
+    monkeypatch.setattr(english, "ROOT", tmp_path)
+    messages, _ = english.check([name])
+    assert {kind: len(each) for kind, each in messages.items()} == hits
