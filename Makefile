@@ -60,7 +60,7 @@ study: run-environment  ## cross-attention compared with prompting on real quest
 WORKERS ?= 2
 TESTS := -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-test: dev-environment  ## every behaviour, within ten minutes on two cores; says what was skipped and why
+test: dev-environment  ## every behaviour, in about five minutes on two cores; says what was skipped and why
 	$(BIN)/python $(TESTS) -m "not slow and not matrix"
 
 test-all: test test-slow  ## `make test`, and then the rest: kills, many processes, Slurm, a browser, torch.compile, the flagship

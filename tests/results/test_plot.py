@@ -203,6 +203,7 @@ def test_one_point_for_each_experiment(runs: Path, tmp_path: Path, capsys: pytes
     assert "stride=2" in output.read_text()
 
 
+@pytest.mark.slow
 def test_long_names_leave_room_for_the_plot(runs: Path):
     """Two recipes have many keys that only one of them has: a label names its own, in short lines."""
     for seed in range(2):
@@ -304,6 +305,7 @@ def is_below_the_axes(figure) -> bool:
     return box.y1 <= lowest + 1 and box.x0 >= -1 and box.x1 <= figure.bbox.width + 1 and box.y0 >= -1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("top", [1, 2, 5, 12, 101])
 def test_the_legend_is_below_the_axes_and_inside_the_picture(hundred: Path, top: int):
     configurations = legend.Configurations(results.load_rows(hundred)[0], most=top)
@@ -321,6 +323,7 @@ def test_points_of_all_configurations_and_the_names_of_the_best(hundred: Path):
     assert any("12 of 100 configurations" in text for text in remarks)
 
 
+@pytest.mark.slow
 def test_the_command_prints_no_warning_of_matplotlib(hundred: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     output = tmp_path / "many.png"
     for words in (["--top", "101"], [], ["--y", "em", "--x", "val_loss"]):

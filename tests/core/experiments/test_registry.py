@@ -120,6 +120,7 @@ def unread(fields: Iterator[tuple[str, str, str]]) -> list[str]:
     return wrong
 
 
+@pytest.mark.slow
 def test_every_config_field_is_read():
     assert list(config_fields())
     assert not unread(config_fields()), "a setting that nothing reads would be ignored"

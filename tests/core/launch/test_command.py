@@ -176,6 +176,7 @@ def run(
     return [tuple(json.loads(path.read_text())) for path in sorted(job.cwd.glob("got.*"))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("starter", "per_node", "world"),
     [

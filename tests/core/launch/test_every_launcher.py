@@ -202,6 +202,7 @@ def test_the_life_of_a_job(world: World):
     assert world.states(ids) == ["completed", "failed"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("running", [False, True])
 def test_a_killed_job_is_cancelled_once_and_for_all(world: World, running: bool):
     ids = world.config.submit([world.job("a"), world.job("b")], world.submission, lambda _: None)

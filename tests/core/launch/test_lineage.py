@@ -103,6 +103,7 @@ class OneByOne:
             self.ray.is_held = False
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("most", "num_started"), [(3, 5), (0, 8)])
 @pytest.mark.parametrize("launcher", ["toolkit", "ray"])
 def test_quick_failures_in_a_row_stop_what_waits(

@@ -78,6 +78,7 @@ def test_a_look_opens_each_file_once(folder: Path, words: list[str], group: str)
     assert repeated_opens(count_opens(lambda: toy.main(words, GROUPS, folder) and 0, folder)) == {}
 
 
+@pytest.mark.slow
 def test_a_submission_opens_each_file_once_before_the_lock_and_once_under_it(folder: Path):
     (folder / "runs" / exp_id(GROUP[3]) / "status.json").unlink()  # and one job is submitted, which ends at once
     words = ["-e", "base[0]", "base[1]", "base[2]", "base[3]", "-j", "local", "--job_option", "retry"]

@@ -300,6 +300,7 @@ def test_a_server_that_says_nothing_is_given_up():
             config.check()
 
 
+@pytest.mark.slow
 def test_a_lost_answer_queues_nothing_twice(cluster: FakeRay, world: World):
     cluster.is_held = True
     cluster.faults = [cut, BUSY, cut, None, BUSY]

@@ -564,6 +564,7 @@ def test_a_training_by_hand_is_seen_though_its_old_job_failed(tmp_path: Path):
     assert status._resolve_state(saved(tmp_path, "running"), job) == ("running", "")
 
 
+@pytest.mark.slow
 def test_logs_are_followed_to_the_end(world: World, caplog: pytest.LogCaptureFixture):
     caplog.set_level(logging.INFO)
     items = [make_item("end", waits=True), make_item("end", "y", waits=True)]

@@ -409,6 +409,7 @@ def training(tmp_path: Path, **values: Any) -> Job:
 
 
 class TestEndings:
+    @pytest.mark.slow
     def test_a_killed_job_saves_first_and_killing_again_is_no_error(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ):
@@ -422,6 +423,7 @@ class TestEndings:
         config.kill([*ids, "0-gone"])
         config.kill([])
 
+    @pytest.mark.slow
     def test_only_what_fails_by_itself_counts_as_a_quick_failure(self, tmp_path: Path):
         code = (
             TRAINING.replace('"stopped"', '"failed"')
@@ -535,6 +537,7 @@ class TestParents:
         )
         assert log(child) == ""
 
+    @pytest.mark.slow
     def test_a_failure_of_a_parent_that_is_submitted_again_does_not_count(self, tmp_path: Path):
         parent = job(tmp_path, "parent", "import time; time.sleep(60)")
         child = job(tmp_path, "child", "print('ran')", after=(parent.exp_id,))
@@ -555,6 +558,7 @@ class TestParents:
         status(tmp_path, parent, "done")
         assert wait_for(config, job_id).state == "completed"
 
+    @pytest.mark.slow
     def test_a_waiting_child_can_be_killed(self, tmp_path: Path, client: ModuleType):
         parent = job(tmp_path, "parent")
         child = job(tmp_path, "child", after=(parent.exp_id,))

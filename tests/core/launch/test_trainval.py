@@ -73,6 +73,7 @@ class TestTraining:
         # sentence.
         assert last["val_loss"] < 1.2 < first["train_loss"]
 
+    @pytest.mark.slow
     def test_cross_attention_learns_to_read_its_context(self, folder: Path):
         exp = changed(
             toy.CROSSATTN, model__num_layers=2, loop__steps=200, loop__eval_every=100, loop__schedule="constant"
@@ -176,6 +177,7 @@ class TestTraining:
         refusal = fails(["-e", "g", "--keep_every", "3"], {"g": [changed(SHORT, loop__eval_every=2)]}, folder, capsys)
         assert "g[0]: --keep_every: checkpoints are written every 2 steps, not at each multiple of 3." in refusal
 
+    @pytest.mark.slow
     def test_wandb_logs_to_files_unless_entity_and_project_are_given(self, folder: Path):
         root = toy.project(folder, f"EXP_GROUPS = {{'g': [{SHORT!r}]}}\n")
         done = toy.run(root, ["-e", "g", "--wandb_project_name", "p", "--wandb_log_gradients", "false"], folder)

@@ -332,6 +332,7 @@ def test_evaluations_that_were_rolled_back_are_made_again(world: World):
     assert [row["step"] for row in jsonl_records.rows(world.run / EVALUATIONS)] == [10, 20, 30, 40]
 
 
+@pytest.mark.slow
 def test_unrecorded_work_is_repeated_with_the_same_result(world: World):
     """As if every worker had been killed between the end of a stage and its line."""
     world.raw = {key: world.raw[key] for key in ("checkpoints", "convert", "evaluate", "upload")}

@@ -57,6 +57,7 @@ def test_every_field_of_an_experiment_is_in_the_reference():
     assert not missing
 
 
+@pytest.mark.slow
 def test_every_field_has_a_description():
     missing_descriptions = [
         f"{path} {line}"

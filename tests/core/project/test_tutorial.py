@@ -82,6 +82,7 @@ def test_the_first_experiment(carry_out: Carry, tmp_path: Path):
     assert (tmp_path / plot.strip()).stat().st_size > 1000
 
 
+@pytest.mark.slow
 def test_the_commands_of_the_page_of_results(carry_out: Carry, tmp_path: Path):
     """On the runs of the tutorial: all but the live page, and answers, which a language model does not give."""
     for line in commands("docs/tutorial.md"):

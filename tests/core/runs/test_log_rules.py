@@ -290,6 +290,7 @@ while True:
 """
 
 
+@pytest.mark.slow
 def test_scanners_at_once_and_killed_at_any_moment_note_each_event_once(world: World):
     """Two read a log while it grows; one after another is killed and replaced."""
     far = "step\n" * (events.SAME_INCIDENT // 5 + 1)

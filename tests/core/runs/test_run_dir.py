@@ -342,6 +342,7 @@ while True:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reset", ["0", "1"])
 def test_a_kill_at_any_moment_leaves_a_directory_that_opens(tmp_path: Path, reset: str):
     for number in range(5):

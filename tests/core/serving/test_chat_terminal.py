@@ -74,6 +74,7 @@ def keyboard(tmp_path: Path) -> Iterator[Keyboard]:
     os.close(keyboard.screen)
 
 
+@pytest.mark.slow
 def test_chat_in_a_terminal(keyboard: Keyboard, tmp_path: Path):
     keyboard.wait_for("Loading")
     keyboard.wait_for("Loaded in")

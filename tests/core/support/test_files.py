@@ -236,6 +236,7 @@ def kill_at_a_random_moment(code: str, target: Path, chance: random.Random) -> i
     return int(line.splitlines()[-1])
 
 
+@pytest.mark.slow
 def test_a_killed_writer_leaves_the_old_folder_or_the_new_one(tmp_path):
     """Thirty kills; each time the folder is there, whole, of the last turn told or the one after, and leftovers do not
     pile up."""
@@ -265,6 +266,7 @@ def test_a_reader_always_finds_a_folder(tmp_path):
             assert writer.poll() is None
 
 
+@pytest.mark.slow
 def test_a_killed_writer_leaves_the_old_file_or_the_new_one(tmp_path):
     chance = random.Random(0)
     for _ in range(30):

@@ -41,6 +41,7 @@ def test_float32_is_float32_and_it_is_recorded():
     assert torch_settings.describe()["deterministic"]
 
 
+@pytest.mark.slow
 def test_settings_import_no_compiler_unless_deterministic():
     code = (
         "import sys; from src.support import torch_settings; torch_settings.make(); print('torch._inductor' in "

@@ -163,6 +163,7 @@ def wait_for(condition: Callable[[], Any], seconds: float = 300) -> Any:
     return result
 
 
+@pytest.mark.slow
 def test_trials_is_the_total_of_all_calls(world: World):
     world.write(method="bayes")
     assert world.sweep("--trials", "2") == ["complete"] * 2
@@ -193,6 +194,7 @@ def test_the_command_logs_its_trials(world: World):
     ]
 
 
+@pytest.mark.slow
 def test_a_grid_goes_in_order_and_needs_no_metric(world: World):
     world.write(
         method="grid",
@@ -217,6 +219,7 @@ def test_the_training_gets_the_arguments_of_the_file(world: World):
     assert row["seed"] == 4
 
 
+@pytest.mark.slow
 def test_equal_parameters_are_trained_once(world: World):
     world.write(parameters={"loop.learning_rate": {"values": [0.1, 0.01]}}, run_cap=8)
     assert world.sweep("--workers", "2") == ["complete"] * 8
@@ -249,6 +252,7 @@ def test_the_target_ends_the_sweep(world: World):
     assert world.sweep() == ["complete"] * 2
 
 
+@pytest.mark.slow
 def test_bad_trials_are_stopped_early(world: World):
     """The last is the bad one, and slow enough to be caught. It ends in order, with what it has."""
     rates = [0.01, 0.0101, 0.0102, 0.0099, 0.0098, 0.5]
@@ -275,6 +279,7 @@ def test_a_training_that_always_dies_is_given_up(world: World):
     assert "killed 4 times. See" in world.last
 
 
+@pytest.mark.slow
 def test_a_killed_worker_loses_nothing(world: World):
     """Its training stops in order; the next worker begins the trial again, and the training goes on."""
     worker = world.start("--trials", "3", HOLD=str(world.folder / "go"))

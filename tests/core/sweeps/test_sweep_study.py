@@ -73,6 +73,7 @@ def wait_for_claim(worker: Study, seconds: float = 10) -> ClaimedTrial:
     return trial
 
 
+@pytest.mark.slow
 def test_the_trial_of_a_dead_worker_is_repeated_under_a_new_number(two: tuple[Study, Study]):
     first, second = two
     dead, claim = claim_trial(first), claim_trial(second)
@@ -197,6 +198,7 @@ def test_a_training_that_runs_already_is_followed_and_never_doubled(run: RunDir)
     assert not mark.exists()
 
 
+@pytest.mark.slow
 def test_a_training_of_another_machine_is_followed_while_it_beats_and_started_again_once_it_is_silent(
     run: RunDir, monkeypatch: pytest.MonkeyPatch
 ):

@@ -19,6 +19,7 @@ DROPOUT: dict[str, Any] = {**INDEXED, "model": {**INDEXED["model"], "dropout_rat
 GROUPS = {"indexed": [INDEXED], "packed": [PACKED], "dropout": [DROPOUT]}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("group", ["indexed", "packed"])
 def test_a_run_resumes_with_another_micro_batch(tmp_path: Path, group: str):
     root, run = (

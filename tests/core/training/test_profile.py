@@ -3,6 +3,8 @@
 import json
 from pathlib import Path
 
+import pytest
+
 from src.experiments.identity import exp_id
 from tests import toy
 
@@ -14,6 +16,7 @@ def train(folder: Path, *options: str) -> Path:
     return folder / "runs" / exp_id(toy.BASE)
 
 
+@pytest.mark.slow
 def test_profiled_steps_change_no_number(tmp_path: Path):
     plain, with_profile = train(tmp_path / "plain"), train(tmp_path / "profiled", "--profile", "3")
     assert (with_profile / "scores.jsonl").read_bytes() == (plain / "scores.jsonl").read_bytes()

@@ -59,6 +59,7 @@ def check_math(rows: list[dict[str, Any]]) -> None:
         assert not judge.agrees(str(float(gold.replace(",", "")) + 1), row["answer"]), row
 
 
+@pytest.mark.slow
 def test_gsm8k_rows_have_answers_for_reward_math(tmp_path: Path):
     pytest.importorskip("math_verify")
     train, val = prepare(tmp_path, "--name", "gsm8k", "--train", write(tmp_path / "rows.jsonl", QUESTIONS))

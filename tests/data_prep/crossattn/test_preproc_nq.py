@@ -106,6 +106,7 @@ def rewrite(cache, rows):
             (folder / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_states_are_those_of_the_base(bases, cache, request_of, dtype):
     request = request_of(batch_size=1, dtype=dtype)
@@ -409,6 +410,7 @@ def losses(exp, data, folder, capsys):
     return [{name: row[name] for name in names if name in row} for row in toy.rows(folder, run.name)]
 
 
+@pytest.mark.slow
 def test_training_on_them_is_training(bases, cache, request_of, tmp_path, capsys):
     base = {**toy.CROSSATTN["model"], "base": {"name": "hf", "path": str(bases / "one")}}
     loop = {**toy.CROSSATTN["loop"], "steps": 4, "sequences_per_step": 2, "micro_batch": 1, "eval_every": 2}

@@ -212,6 +212,7 @@ def test_two_runs_give_the_same_bytes(small_stdlib, tmp_path):
     } | {"stdlib_tokenizer/tokenizer.json"}
 
 
+@pytest.mark.slow
 def test_nothing_is_done_twice_and_changes_and_damage_are_noticed(small_stdlib, tmp_path, capsys):
     def prepare(vocab_size=600):
         return stdlib_qa.prepare(tmp_path, vocab_size, small_stdlib)

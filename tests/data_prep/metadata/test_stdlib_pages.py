@@ -31,6 +31,7 @@ def test_nothing_of_the_user_or_the_machine_is_on_a_page(pages: dict[str, str], 
     assert page == pages["os"], "two runs give the same bytes"
 
 
+@pytest.mark.slow
 def test_documents_and_their_tags(pages: dict[str, str]):
     check_documents(pages, 20)
 

@@ -534,6 +534,7 @@ def test_an_overview_selects_without_rows(tmp_path: Path):
         overview.select(content, where="a ==")
 
 
+@pytest.mark.slow
 def test_a_port_that_is_taken_is_one_line(runs: Path):
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
@@ -546,6 +547,7 @@ def test_a_port_that_is_taken_is_one_line(runs: Path):
     )
 
 
+@pytest.mark.slow
 def test_sigterm_ends_a_server_with_a_closed_output(runs: Path):
     """As in `python -m results.dashboard | head -1`."""
     command = [sys.executable, "-m", "results.dashboard", str(runs), "--port", "0"]
@@ -563,6 +565,7 @@ def test_sigterm_ends_a_server_with_a_closed_output(runs: Path):
             server.kill()
 
 
+@pytest.mark.slow
 def test_a_page_requires_its_token(runs: Path):
     with running_server(["results.dashboard", str(runs), "-e", "all", "--port", "0"]) as address:
         bare, _, token = address.partition("?token=")

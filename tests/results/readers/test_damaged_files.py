@@ -201,6 +201,7 @@ CASES = [
 """Each file with each of `KINDS`, and with some of the other damages: all of them take a quarter of an hour."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
     [

@@ -281,6 +281,7 @@ def test_an_interrupted_inference_resumes(world: World, finished_run: Path, capl
         assert (finished_run / name).read_bytes() == (world.folder / "undisturbed" / name).read_bytes()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("processes", "more"), [(3, []), (2, ["--fsdp"])], ids=["replicated", "fsdp"])
 def test_several_processes_give_the_same_answers(world: World, finished_run: Path, processes: int, more: list[str]):
     """21 rows in batches of 4; the first is answered already, and a row of the second. Three do not share the five

@@ -112,6 +112,7 @@ def test_scores_include_the_sources_and_the_control(folder: Path):
     assert min(tokens) < last["train_loss"] < max(tokens)
 
 
+@pytest.mark.slow
 def test_weights_of_sources_change_the_loss_and_its_count(folder: Path, tmp_path: Path):
     """Both halved, nothing changes; one alone changes the mean."""
     (tmp_path / "data").symlink_to(folder / "data")

@@ -92,6 +92,7 @@ def scores(folder: Path, raw: dict[str, Any]) -> dict[str, float]:
     return [json.loads(line) for line in lines if "val_loss" in line][-1]
 
 
+@pytest.mark.slow
 def test_gains_are_measured_in_the_loop_and_afterwards(folder: Path, capsys: pytest.CaptureFixture[str]):
     assert toy.main(["-e", "told"], {"told": [WITH_GAINS]}, folder) == 0
     measured_scores = scores(folder, WITH_GAINS)

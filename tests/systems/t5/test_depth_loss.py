@@ -93,6 +93,7 @@ def test_padding_changes_nothing(build):
     torch.testing.assert_close(depth_loss(model, long), depth_loss(model, data.collate(samples)))
 
 
+@pytest.mark.slow
 def test_a_tiny_model_learns_to_put_sentences_in_order(build):
     """A model that copies the names it reads, but knows nothing of their order, has ln(3!) / 3 nats for each sentence
     token."""

@@ -239,6 +239,7 @@ def test_sbatch_that_timed_out_before_is_run_again(cluster: Cluster, folder: Pat
     assert len(cluster.calls("sbatch")) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("do", ["say_after", "hang_after"])
 def test_sbatch_that_timed_out_after_queuing_is_not_run_again(cluster: Cluster, folder: Path, do: str):
     cluster.fail("sbatch", do, "sbatch: error: Batch job submission failed: Socket timed out on send/recv operation")
@@ -259,6 +260,7 @@ def test_two_lost_answers_still_leave_one_array(cluster: Cluster, folder: Path):
     assert cluster.alive() == ["2_0"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("do", ["say", "hang"])
 def test_a_controller_that_is_down_is_retried(cluster: Cluster, folder: Path, do: str):
     cluster.fail(

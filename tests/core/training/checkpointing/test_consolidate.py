@@ -496,6 +496,7 @@ def test_memory_does_not_grow_with_the_model(tmp_path: Path, large: dict[int, Pa
     same(load_file(tmp_path / "large" / "model.safetensors"), numbers(*LARGE))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "share", [pytest.param(0.02, marks=pytest.mark.slow), 0.5, pytest.param(0.95, marks=pytest.mark.slow)]
 )

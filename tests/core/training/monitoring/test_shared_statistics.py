@@ -9,6 +9,7 @@ from tests import warm
 ZERO = [pytest.param(stage, marks=pytest.mark.slow) for stage in ("1", "2", "3")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["fsdp", *ZERO])
 def test_statistics_of_shards_equal_those_of_the_full_model(mode: str, tmp_path: Path):
     if mode != "fsdp":

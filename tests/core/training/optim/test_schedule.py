@@ -67,6 +67,7 @@ def test_schedules_are_those_of_transformers_to_the_last_bit(name: str, steps: i
     assert [rate(step) for step in range(steps + 3)] == [0.3 * factor(step) for step in range(steps + 3)]
 
 
+@pytest.mark.slow
 def test_a_training_imports_no_optimizer_of_transformers():
     """It takes seconds, and only Adafactor needs it."""
     program = "import sys, src.training.loop; print('transformers.optimization' in sys.modules)"

@@ -103,6 +103,7 @@ def test_a_compiled_training_has_one_graph_plain_names_and_ends_with_the_same_bi
     )
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_compiler")
 def test_the_decoder_of_a_cross_attention_model_is_compiled_for_fixed_lengths(
     folder: Path, capsys: pytest.CaptureFixture[str]

@@ -252,6 +252,7 @@ def test_time_is_work_by_the_peak(run_plan: Any, tmp_path: Path):
     assert plan_rates("--gpu", "A100")[1] == pytest.approx(hours * 989 / 312, rel=0.01)
 
 
+@pytest.mark.slow
 def test_a_shared_model_takes_less(tmp_path: Path):
     recipe: Any = load_experiment(override(LM, {"loop.micro_batch": 1}), "")
     places = Places(toy.write_data(tmp_path / "data"), tmp_path / "runs")

@@ -94,6 +94,7 @@ def test_the_digest_does_not_depend_on_the_folder(tmp_path: Path):
         assert (environment.code_digest(source) == before) == same
 
 
+@pytest.mark.slow
 def test_data_of_the_same_size_with_other_content_are_refused(root: Path, tmp_path: Path):
     toy.kill_midway(root, ARGUMENTS, tmp_path, RUN)
     file = tmp_path / "data" / "toy_text" / "train.jsonl"

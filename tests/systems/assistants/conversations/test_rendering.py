@@ -225,6 +225,7 @@ def test_plain_text_is_learned_to_its_end():
     assert sample.loss_mask == [False] + [True] * (len(sample.ids) - 1)
 
 
+@pytest.mark.slow
 def test_ids_do_not_depend_on_the_seed_of_hashes():
     """B2: control tokens were added in the order of a set."""
     code = (

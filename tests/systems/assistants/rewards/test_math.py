@@ -25,6 +25,7 @@ def test_equal_mathematics_is_right():
     assert score([rollout(text, answer=answer) for text, answer in pairs]) == [0.0] * len(pairs)
 
 
+@pytest.mark.slow
 def test_a_computation_without_an_end_is_wrong_and_the_next_answer_is_judged():
     judge = Judge(0.5)
     assert not judge.agrees("9^{9^{9^{9}}}", "5")

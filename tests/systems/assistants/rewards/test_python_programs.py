@@ -31,6 +31,7 @@ def test_tests_are_right_without_a_sandbox(name: str):
         exec(source, namespace)
 
 
+@pytest.mark.slow
 def test_right_programs_score_1():
     scores = Config(by="tests").scores([rollout(program, tests=tests) for program, tests in RIGHT.values()])
     assert [name for name, score in zip(RIGHT, scores, strict=True) if score != 1] == []

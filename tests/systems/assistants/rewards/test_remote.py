@@ -138,6 +138,7 @@ def test_log_probabilities_are_of_every_token(values: tuple[list[int], list[floa
         make_client(stack, f"{protocol}://127.0.0.1:{port}/judge").logps(IDS, [2, 0, 1])
 
 
+@pytest.mark.slow
 def test_a_server_that_is_away_is_waited_for(protocol: str, stack: ExitStack):
     """From the first request on, and when it goes later; what it is meanwhile is named."""
     port, messages, server = free_port(), [], ExitStack()
@@ -284,6 +285,7 @@ def test_another_model_after_a_restart_is_refused(protocol: str, stack: ExitStac
         client.rewards(IDS)
 
 
+@pytest.mark.slow
 def test_instances_take_turns_and_a_failing_one_is_skipped(
     monkeypatch: pytest.MonkeyPatch, protocol: str, stack: ExitStack
 ):

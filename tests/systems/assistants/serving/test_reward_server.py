@@ -168,6 +168,7 @@ MALFORMED_REQUESTS = {
 }
 
 
+@pytest.mark.slow
 def test_malformed_requests_get_422_and_the_server_continues(places: Places):
     run = places.runs / exp_id(JUDGE)
     with serve(run, places) as address:
@@ -180,6 +181,7 @@ def test_malformed_requests_get_422_and_the_server_continues(places: Places):
         assert request(url, body=json.dumps(body_of(IDS)).encode())[0] == 200
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [200, 500])
 def test_simultaneous_requests_get_the_bits_of_single_ones(places: Places, count: int):
     run = places.runs / exp_id(JUDGE)

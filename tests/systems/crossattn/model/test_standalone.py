@@ -35,6 +35,7 @@ torch.save(found, sys.argv[3])
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model_type", "settings"),
     [

@@ -210,6 +210,7 @@ def test_a_hundred_streams_are_killed_and_rescaled(world: Path, tmp_path: Path):
     assert {word.split()[0] for word in kinds} == {"SIGKILL", "SIGTERM"}
 
 
+@pytest.mark.slow
 def test_a_few_streams_are_killed_and_rescaled(world: Path, tmp_path: Path):
     """The same for the fast tier."""
     draw = random.Random(5)

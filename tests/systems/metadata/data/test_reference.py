@@ -210,6 +210,7 @@ def first_row(
     return [*prefix_ids, *ids], attention, [1] * len(prefix_ids) + mask
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("position", "setting"), [("beginning", "beg"), ("end", "end")])
 @pytest.mark.parametrize("keys", [WRITING["keys"], ["entity_paragraph", "entity", *WRITING["keys"][:-1]]])
 def test_first_rows_equal_the_reference(keys: list[str], position: str, setting: str):

@@ -54,6 +54,7 @@ def run(server: ObjectServer, *words: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["gs", "az", "hf"])
 def test_shards_of_another_store_are_listed_indexed_and_read(scheme: str, server: ObjectServer, tmp_path: Path):
     local = pages.write_pages(tmp_path / "made", 50)

@@ -74,6 +74,7 @@ def test_cut_connections_resume_at_the_last_good_byte(shard: Shard, tmp_path: Pa
     assert cutter.bytes_sent < len(CONTENT) + 4 * 200_000
 
 
+@pytest.mark.slow
 def test_as_long_as_bytes_come_it_is_not_given_up(shard: Shard, tmp_path: Path, cutter: Cutter):
     cutter.cut(*range(200_000, 2_800_000, 200_000))
     assert reader(tmp_path, patience=2).read(shard, 0, len(CONTENT)) == CONTENT
@@ -270,6 +271,7 @@ assert files.counters.total() == reads
 """
 
 
+@pytest.mark.slow
 def test_processes_share_a_cache_of_two_shards(s3: S3Server, tmp_path: Path):
     from src.systems.interleaved.streaming import manifest
 
