@@ -1,0 +1,57 @@
+"""Collect a folder of HTML pages, such as installed documentation, for `data_prep.metadata.prepare`:
+
+python -m data_prep.metadata.html_folder FOLDER --url https://docs.example.org/ --train train.jsonl --val val.jsonl
+
+A line has the page and its address: --url and the path below FOLDER. A digest of the path selects one page of ten for
+validation. Links to the same file and pages of other kinds are skipped.
+"""
+
+import argparse
+import hashlib
+import json
+import sys
+from pathlib import Path
+
+from data_prep import command
+from src.errors import DataError
+from src.files import read_bytes, write_atomic
+
+COMMAND = "python -m data_prep.metadata.html_folder"
+
+
+def _add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--url", required=True, help="address of the folder, with the last slash")
+    parser.add_argument("--train", type=Path, required=True, metavar="FILE", help="JSON lines to write")
+    parser.add_argument("--val", type=Path, required=True, metavar="FILE", help="JSON lines to write")
+
+
+def collect(folder: Path, url: str, train: Path, val: Path) -> None:
+    """Write the pages below `folder` to the files `train` and `val`.
+
+    Raises:
+        DataError: no page is there, one cannot be read, or one is not UTF-8.
+        RunError: the disk refuses.
+    """
+    found = (path for path in folder.rglob("*.*") if path.suffix in (".html", ".htm"))
+    pages = sorted(path for path in found if path.is_file() and not path.is_symlink())
+    if not pages:
+        raise DataError(f"{folder}: no file below it ends with .html.")
+    lines: dict[Path, list[str]] = {train: [], val: []}
+    for path in pages:
+        name = path.relative_to(folder).as_posix()
+        try:
+            html = read_bytes(path, DataError).decode()
+        except UnicodeDecodeError as error:
+            raise DataError(f"{path}: not UTF-8 at byte {error.start}. Convert it, or move it away.") from None
+        is_val = hashlib.sha256(name.encode()).digest()[0] % 10 == 0
+        lines[val if is_val else train].append(json.dumps({"url": url + name, "doc_html": html}) + "\n")
+    for target, rows in lines.items():
+        write_atomic(target, "".join(rows))
+    print(f"{train}: {len(lines[train])} pages. {val}: {len(lines[val])} pages.")
+
+
+main = command.main_of(COMMAND, __doc__, _add_options, collect)
+
+if __name__ == "__main__":
+    sys.exit(main())
