@@ -232,9 +232,7 @@ def test_parts_with_equal_collation_do_not_need_joinable_batches():
 
 def test_multi_row_samples_need_equal_collation():
     data = dataset.MixtureDataset({"a": Replies("one"), "b": Replies("another")}, [3, 3], None, 0)
-    with pytest.raises(
-        DataError, match=r"^data\.parts: samples have several rows .* Give the data sets an equal `collation`"
-    ):
+    with pytest.raises(DataError, match=r"^data\.parts: samples have several rows"):
         data.require_same_tensors()
 
 
@@ -275,7 +273,7 @@ def test_tasks_count_as_many_examples_as_in_t5s_mixtures(places, write_corpus, t
 def test_a_share_of_less_than_a_sample_is_refused(build):
     with pytest.raises(
         DataError,
-        match=r"data.parts.small: its share of 15 samples is less than one sample. Make data.samples_per_epoch larger",
+        match=r"data.parts.small: .* less than one of the 15 samples .*data.samples_per_epoch",
     ):
         build(ABC, rates={"small": 1e-4, "large": 1})
 

@@ -366,7 +366,7 @@ def test_it_stops_when_the_metric_of_the_task_no_longer_grows(folder: Path):
         (
             "answers",
             {"by": "generate", "length_normalised": True},
-            "length_normalised: needs by 'rank', got 'generate'.",
+            "length_normalised: ignored with by 'generate'.",
         ),
         (
             "answers",
