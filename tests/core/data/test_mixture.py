@@ -250,7 +250,9 @@ def test_parts_that_make_other_batches_are_refused():
         FixedSizeData(**vars(part(ids=torch.zeros(shape, dtype=torch.int64)))) for shape in ((1, 2), (1, 2, 2))
     )
     data = dataset.MixtureDataset({"a": one, "b": other}, [1, 1], None, 0)
-    message = "data.parts.b: its batches differ from those of 'a' in ids (int64, 2 axes), ids (int64, 3 axes)"
+    message = (
+        "data.parts.b: its batches differ from those of 'a' in the tensors ids (int64, 2 axes), ids (int64, 3 axes)"
+    )
     with pytest.raises(DataError, match=re.escape(message)):
         data.require_same_tensors()
 
@@ -344,7 +346,7 @@ TEXT = {"name": "text", "corpus": "t", "sequence_tokens": 4}
         ({"rates": {"a": 1.0}, "cap": 5}, "data: rates: cap and temperature are ignored with rates."),
         ({"temperature": 0.5}, "data.temperature: "),
         ({"draw": {"b": {"size": 1}}}, "data: draw: unknown part 'b'. Known: a."),
-        ({"draw": {"a": {}}}, "data.draw.a: expected fraction, size, or both."),
+        ({"draw": {"a": {}}}, "data.draw.a: set fraction, size, or both"),
         ({"draw": {}}, "data.draw: "),
         ({"draw": {"a": {"size": 0}}}, "data.draw.a.size: expected a number > 0, got 0 (int)."),
         ({"draw": {"a": {"fraction": -1.0}}}, "data.draw.a.fraction: expected a number > 0.0, got -1.0 (float)."),

@@ -295,7 +295,7 @@ def test_each_question_is_for_validation_in_one_fold(tmp_path: Path):
     ("words", "message"),
     [
         (["--form", "alpacca"], "--form: form: unknown form 'alpacca'. Did you mean 'alpaca'?"),
-        (["--form", "alpaca", "--mode", "rm"], "--form: replaces --release, --release_file and --mode."),
+        (["--form", "alpaca", "--mode", "rm"], "--form: cannot be combined with --release"),
         (["--form", "alpaca", "--top_k", "1"], "--lang, --top_k and --synthetic: "),
         (["--release", "webgtp"], "--name: unknown release 'webgtp'. Did you mean 'webgpt'?"),
         (["--release", "alpaca", "--mode", "rm"], "--mode rm: alpaca has sft only."),

@@ -140,5 +140,5 @@ def test_invalid_dumps_and_indexes_are_errors(tmp_path: Path, capsys: pytest.Cap
     assert wiki_index.main([str(tmp_path / "cut.xml"), "--output", str(tmp_path / "none" / "out.sqlite")]) == 1
     assert "no such folder" in capsys.readouterr().err
     assert not list(tmp_path.glob("*.sqlite*"))
-    with pytest.raises(DataError, match="no index of Wikipedia"):
+    with pytest.raises(DataError, match="not an index of Wikipedia"):
         Descriptions(tmp_path / "cut.xml")
