@@ -133,7 +133,7 @@ def _confirm() -> bool:
         return input().strip().lower() in ("y", "yes")
     except EOFError:
         raise ConfigError(
-            "--delete: no confirmation on standard input, so nothing was deleted. Add --yes to delete without asking."
+            "--delete: no confirmation on standard input, so nothing was deleted. Add --yes to skip it."
         ) from None
 
 

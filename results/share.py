@@ -150,8 +150,7 @@ def _scrub(path: Path, warnings: list[str]) -> bytes | None:
     if path.name == EXP_DICT:
         raise DataError(
             f"{path}: contains text that looks like a secret key, which cannot be removed as the run's id depends on "
-            "it. "
-            "Leave this run out; nothing was written."
+            "it. Choose other runs; nothing was written."
         )
     if b"\0" in content or path.suffix == ".pkl":
         warnings.append(f"left out: {path}: holds what looks like a key, and is no text.")

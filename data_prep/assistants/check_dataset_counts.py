@@ -76,7 +76,7 @@ def check(
         if total := sum(counts.values()):
             rows.append((name, *(str(counts[split]) for split in jsonl.SPLITS), str(total)))
         elif "all" not in dataset_names:
-            hint = f"Prepare it with prepare_conversations --mode {mode}, or count it with the other --mode."
+            hint = f"If its release has both modes, prepare it with --mode {mode}. Else count it with the other --mode."
             raise DataError(f"{data_path / name}: no rows for --mode {mode}. {hint}")
     if not rows:
         hint = f"Prepare one ({prepare_conversations.COMMAND}), or add --prepare."

@@ -103,7 +103,7 @@ class Release(Config):
             raise ValueError("ranked_form: needs mode rm in `modes`. Add it, or remove ranked_form.")
         if self.split_column is not None and (self.group_by is not None or self.val):
             raise ValueError(
-                "split_column: cannot be combined with group_by or val. Remove split_column or the others."
+                "split_column: cannot be combined with group_by or val. Remove split_column, or these two."
             )
         for name in self.keep:
             if name in OUR_KEYS:

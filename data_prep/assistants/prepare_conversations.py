@@ -131,7 +131,7 @@ def prepare(  # noqa: PLR0913  the options of the command
         entry, path = conversation_table.find(release or name, release_file)
     elif release or release_file or mode:
         raise ConfigError(
-            "--form: cannot be combined with --release, --release_file or --mode. Remove --form or the others."
+            "--form: cannot be combined with --release, --release_file or --mode. Remove --form, or these three."
         )
     else:
         entry, path = load_config(Release, {"form": form, "licence": "unstated", "val_rate": 0.1}, "--form"), Path()

@@ -190,7 +190,7 @@ def train_unigram(
 
     lines = training_text.sample_lines(text for texts in batches for text in texts)
     if not lines:
-        raise DataError("--train: the sources contain no text. Use others.")
+        raise DataError("--train: the sources contain no text. Add sources with text.")
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder, "model")
         try:

@@ -97,7 +97,9 @@ def require_file(folder: Path, name: str) -> Path:
     """
     names = sorted(manifest_of(folder)["files"])
     if name not in names:
-        raise DataError(f"{folder}: has no {name}. Files: {', '.join(names)}.")
+        raise DataError(
+            f"{folder}: has no {name}. Files: {', '.join(names)}. Use one of these, or prepare it again with this file."
+        )
     return folder / name
 
 

@@ -91,9 +91,7 @@ def test_interrupted_writer_resumes(tmp_path: Path, seed: int | None, after: int
     with pytest.raises(InterruptError):
         write(tmp_path / "a", stopping(), {}, how)
     assert not (tmp_path / "a" / manifest.NAME).exists()
-    with pytest.raises(
-        DataError, match=r"written with other input or settings \(other changed\)\. Name another folder, or delete it\."
-    ):
+    with pytest.raises(DataError, match=r"written with other input or settings \(other changed\)"):
         write(tmp_path / "a", documents(), {"other": 1}, how)
     finished = {path: path.stat().st_ino for path in (tmp_path / "a").glob("*.tar")}
     write(tmp_path / "a", documents(), {}, how)

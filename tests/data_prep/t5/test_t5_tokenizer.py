@@ -276,7 +276,7 @@ def test_untrainable_text_is_refused(text, capsys):
     assert "--vocab_size: only for --train" in capsys.readouterr().err
     (text / "blank.txt").write_text("\n \n")
     assert main(["--data_path", str(text), "--name", "none", "--train", str(text / "blank.txt")]) == 1
-    assert "--train: has no text." in capsys.readouterr().err
+    assert "--train: the sources contain no text." in capsys.readouterr().err
 
 
 def test_lines_of_a_large_text_are_a_sample_of_all_of_it():
