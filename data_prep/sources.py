@@ -77,7 +77,7 @@ def call_datasets(source: str, call: Callable[[Any], Any]) -> Any:
     except Exception as error:  # noqa: BLE001  the library raises a dozen classes for sources that it cannot download or read
         if not source.startswith(HUB):
             raise DataError(
-                f"{source}: `datasets` cannot read it ({first_line(error)}). Save it again with save_to_disk."
+                f"{source}: `datasets` cannot read it ({first_line(error).rstrip('.')}). Save it again with save_to_disk."
             ) from None
         arguments = ", ".join(repr(part) for part in hub_id(source)[:2] if part)
         raise DataError(
@@ -124,7 +124,9 @@ def parquet_rows(
             for batch in file.iter_batches(at_once, columns=choose(file.schema_arrow.names)):
                 yield from ((f"{path}: row {next(number)}", row) for row in batch.to_pylist())
     except pyarrow.ArrowInvalid as bad:
-        raise DataError(f"{path}: not a parquet file, or damaged ({first_line(bad)}). Download it again.") from None
+        raise DataError(
+            f"{path}: not a parquet file, or damaged ({first_line(bad).rstrip('.')}). Download it again."
+        ) from None
 
 
 def read_rows(

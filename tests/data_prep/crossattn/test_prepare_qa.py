@@ -274,7 +274,7 @@ def test_questions_without_contexts(tmp_path, prepare):
     )
     options = {"train": (str(tmp_path / "o.jsonl"),), "val_percent": 30}
     with pytest.raises(
-        DataError, match=r"o.jsonl:1: the question has no contexts. .* --only_questions_of, .* --without_contexts"
+        DataError, match=r"o.jsonl:1: the question has no contexts. .* --only_questions_of .* --without_contexts"
     ):
         prepare(**options)
     rows = prepare(**options, without_contexts=True)
@@ -381,8 +381,8 @@ def test_bad_sources_are_named_and_nothing_is_written(tmp_path, prepare, records
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({}, "--val, --val_percent: expected one of them"),
-        ({"val": ("v",), "val_percent": 3}, "--val, --val_percent: expected one of them"),
+        ({}, "--val, --val_percent: set exactly one of them"),
+        ({"val": ("v",), "val_percent": 3}, "--val, --val_percent: set exactly one of them"),
         ({"val_percent": 100}, "--val_percent: expected more than 0 and less than 100, got 100."),
         (
             {"val_percent": 5, "name": "a/b"},

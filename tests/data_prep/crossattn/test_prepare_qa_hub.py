@@ -106,7 +106,7 @@ def test_unreadable_hub_sets_are_named(saved, tmp_path):
         prepare_rows(tmp_path, train=truncated, val_percent=50)
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "dataset_dict.json").write_text("{")
-    with pytest.raises(DataError, match=r"broken: `datasets` cannot read it: "):
+    with pytest.raises(DataError, match=r"broken: `datasets` cannot read it "):
         prepare_rows(tmp_path, train=tmp_path / "broken", val_percent=50)
 
 

@@ -350,7 +350,7 @@ def test_another_base_and_another_type_are_refused(cache, bases, request_of, tmp
     with pytest.raises(ConfigError, match=r"encoded: contains states in bfloat16, but --dtype is float32"):
         preproc_nq.prepare(request_of(dtype="float32"))
     with pytest.raises(
-        ConfigError, match=r"--maximum_input_length: 65 tokens are more than the 64 positions of the base"
+        ConfigError, match=r"--maximum_input_length: 65 tokens are more than the 64 positions of the embedding model"
     ):
         preproc_nq.prepare(request_of(rules=replace(RULES, context_tokens=65)))
 

@@ -247,7 +247,7 @@ def test_images_keep_their_bytes(tmp_path: Path):
             "in:1: at place 1, expected a text or an image, got neither",
         ),
         ("obelics", [{"texts": [1], "images": [None]}], r"in:1: texts\[0\]: expected str, got 1"),
-        ("finevision", [{"images": [], "text": "a"}], "in: no column 'texts'. It has: images, text."),
+        ("finevision", [{"images": [], "text": "a"}], "in: column 'texts' is missing. Columns: images, text."),
         (
             "finevision",
             [{"images": [], "texts": [{"user": "a"}]}],

@@ -132,7 +132,7 @@ def test_unwritable_documents_are_refused(tmp_path: Path):
         Writing(0)
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "a.tar").write_bytes(b"")
-    with pytest.raises(DataError, match="other: has tars"):
+    with pytest.raises(DataError, match="other: contains tars"):
         write(tmp_path / "other", documents(), {}, Writing())
 
 

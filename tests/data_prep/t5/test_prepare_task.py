@@ -104,7 +104,7 @@ class TestGlue:
             (
                 "rte",
                 "4\ta\tb\tentailment\n5\ta\tb\tmaybe\n",
-                "train.tsv:2: label 'maybe' is not in 'rte': entailment, not_entailment",
+                "train.tsv:2: label of 'rte': expected one of entailment, not_entailment, or 0 to 1, got 'maybe'",
             ),
             ("rte", "4\ta\tb\tentailment\n5\ta\tentailment\n", "train.tsv:2: 3 columns, where the first line has 4."),
             ("rte", "index\tsentence1\tsentence2\tlabel\n4\ta\tb\t\n", "train.tsv:2: no label in 'label'."),
@@ -121,7 +121,7 @@ class TestGlue:
                 "0\tq\ts\tentailment\n",
                 "train.tsv:1: expected a column 'question' for 'question' of 'qnli', got 4 columns",
             ),
-            ("sst2", "a\t2\n", "train.tsv:1: label '2' is not in 'sst2': negative, positive, or 0 to 1."),
+            ("sst2", "a\t2\n", "train.tsv:1: label of 'sst2': expected one of negative, positive, or 0 to 1, got '2'."),
             (
                 "stsb",
                 "index\tsentence1\tsentence2\tscore\n0\ta\tb\t5.2\n",
@@ -375,12 +375,12 @@ class TestSuperGlue:
             (
                 "boolq",
                 {"question": "q", "passage": "p", "label": "yes"},
-                "train.jsonl:1: label 'yes' is not in 'boolq': False, True",
+                "train.jsonl:1: label of 'boolq': expected one of False, True, or 0 to 1, got 'yes'",
             ),
             (
                 "multirc",
                 {"passage": {"text": "t"}},
-                "train.jsonl:1: expected list as 'questions', got 'None' (NoneType).",
+                "train.jsonl:1: field 'questions': expected list, got 'None' (NoneType).",
             ),
             (
                 "dpr",
