@@ -77,7 +77,8 @@ def call_datasets(source: str, call: Callable[[Any], Any]) -> Any:
     except Exception as error:  # noqa: BLE001  the library raises a dozen classes for sources that it cannot download or read
         if not source.startswith(HUB):
             raise DataError(
-                f"{source}: `datasets` cannot read it ({first_line(error).rstrip('.')}). Save it again with save_to_disk."
+                f"{source}: `datasets` cannot read it ({first_line(error).rstrip('.')}). "
+                "Save it again with save_to_disk."
             ) from None
         arguments = ", ".join(repr(part) for part in hub_id(source)[:2] if part)
         raise DataError(

@@ -341,7 +341,8 @@ def _run_array(parts: Sequence[Part], options: Options, workers: int, settings: 
         executor = SlurmPipelineExecutor(**{**arguments, **settings})
     except TypeError as error:
         raise ConfigError(
-            f"--slurm: datatrove does not accept a setting ({sources.first_line(error).rstrip('.')}). Correct or remove it."
+            f"--slurm: datatrove does not accept a setting ({sources.first_line(error).rstrip('.')}). "
+            "Correct or remove it."
         ) from None
     executor.launch_merge_stats = lambda: None  # it would submit another job, for unused statistics
     try:
@@ -349,7 +350,8 @@ def _run_array(parts: Sequence[Part], options: Options, workers: int, settings: 
     except (OSError, subprocess.CalledProcessError) as error:
         if not getattr(error, "output", None):  # submitted jobs that failed leave missing parts
             raise ConfigError(
-                f"--slurm: the job could not be submitted ({sources.first_line(error).rstrip('.')}). Correct the settings."
+                f"--slurm: the job could not be submitted ({sources.first_line(error).rstrip('.')}). "
+                "Correct the settings."
             ) from None
 
 

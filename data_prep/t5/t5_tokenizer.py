@@ -227,7 +227,7 @@ def train_bpe(
     if backend.get_vocab_size() < vocab_size:
         raise DataError(
             f"--vocab_size: Vocabulary size too high ({vocab_size}). Please set it to a value <= "
-            f"{backend.get_vocab_size()}, or use more text."
+            f"{backend.get_vocab_size()}."
         )
     return add_sentinels(
         PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=EOS, pad_token=PAD, unk_token=UNK),
