@@ -84,7 +84,7 @@ def _dict(path: Path) -> Values:
     """The dict in a file of a run; empty if the file is missing."""
     value = read_json(path, RunError, {})
     if not isinstance(value, dict):
-        raise RunError(f"{path}: damaged, expected a dict, got {type(value).__name__}.")
+        raise RunError(f"{path}: expected a dict, got {type(value).__name__}.")
     return value
 
 

@@ -461,7 +461,7 @@ def in_squad(**fields):
         (changed(CTXS, ctxs=[{"title": "a"}]), "here: ctxs[0]: field 'text' is missing. Fields: title."),
         (
             changed(MARCO, passages={"is_selected": [0], "passage_text": []}),
-            "field 'passages': 0 of 'passage_text' and 1 of 'is_selected'",
+            "field 'passages': expected lists of equal length, got 0 of 'passage_text' and 1 of 'is_selected'",
         ),
         (changed(MARCO, query_id=None), "here: field 'query_id': expected str, got None"),
         (
