@@ -222,7 +222,7 @@ def test_documents_in_both_splits_are_an_error(tmp_path: Path, capsys: pytest.Ca
     ("words", "message"),
     [
         (["--train", "none.jsonl"], "none.jsonl: no such file. Expected names that end with .warc, .warc.gz, .parquet"),
-        (["--train", "."], ".: no file here ends with .warc"),
+        (["--train", "."], ".: no readable file. Expected names that end with .warc"),
         (["--workers", "0"], "--workers: expected at least 1, got 0"),
         (["--max_errors", "1.5"], "--max_errors: expected a share from 0 to 1, got 1.5"),
         (["--max_replaced", "-1"], "--max_replaced: expected a share from 0 to 1, got -1"),
