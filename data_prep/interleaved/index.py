@@ -288,7 +288,7 @@ def _index_listed(one: ShardSource, output: Path, how: Making) -> Indexed:
     """Write the index of a shard into a folder if it is missing."""
     is_file = not one.url.startswith(REMOTE)
     if is_file and not Path(one.url).is_file():
-        raise DataError(f"{one.url}: no such file. Check the names of the tars.")
+        raise DataError(f"{one.url}: no such file.")
     source = Source(one.url, Path(one.url).stat().st_size) if is_file else source_of(one.url)
     index = _load_listed(output, one)
     is_current = index and (source.url.startswith(PIPE) or (index.facts["bytes"], index.facts["etag"]) == source[1:])
