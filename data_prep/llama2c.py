@@ -47,14 +47,14 @@ def read_tokens(path: Path) -> list[tuple[bytes, float]]:
             score, length = struct.unpack_from("<fi", content, place)
             place += 8 + length
             if length < 0 or place > len(content):
-                raise struct.error("text is cut off")
+                raise struct.error("its text is truncated")
             tokens.append((content[place - length : place], score))
     except struct.error as error:
         raise DataError(
             f"{path}: token {len(tokens)}: {error}. Expected the tokenizer file of a llama2.c model."
         ) from None
     if not tokens:
-        raise DataError(f"{path}: no token in it. Expected the tokenizer file of a llama2.c model.")
+        raise DataError(f"{path}: contains no token. Expected the tokenizer file of a llama2.c model.")
     return tokens
 
 
@@ -136,8 +136,7 @@ def _shapes(sizes: Sizes, path: Path) -> dict[str, tuple[int, ...]]:
     """Names and shapes of the tensors, in the order of the file."""
     if min(sizes[:5]) < 1 or not sizes.vocab_size or sizes.max_positions < 1 or sizes.hidden_size % sizes.num_heads:
         raise DataError(
-            f"{path}: its header says {tuple(sizes)}, which are no sizes of a model. "
-            "Expected a llama2.c model, version 0."
+            f"{path}: its header {tuple(sizes)} contains impossible sizes. Expected a llama2.c model, version 0."
         )
     D, inner, L = sizes.hidden_size, sizes.intermediate_size, sizes.num_layers
     head = D // sizes.num_heads
@@ -192,13 +191,13 @@ def convert(weights: Path, tokenizer: Path, data_path: Path, name: str | None) -
     """
     for path in (weights, tokenizer):
         if not path.is_file():
-            raise DataError(f"{path}: no such file.")
+            raise DataError(f"{path}: no such file. Expected the weights and the tokenizer of a llama2.c model.")
     target = data_path / (name or weights.stem.lower())
     model, tokens = read_model(weights), read_tokens(tokenizer)
     if len(tokens) != model.config.vocab_size:
         raise DataError(
             f"{tokenizer}: {len(tokens)} tokens, but the model has {model.config.vocab_size}. "
-            "Take the tokenizer of that model."
+            "Use the tokenizer of this model."
         )
     with files.new_directory(target) as partial_folder:
         model.save_pretrained(partial_folder)

@@ -39,13 +39,14 @@ def open_rows(source: str, splits: Sequence[str], streaming: bool = False, **pin
     elif path.is_dir():
         if not any((path / name).is_file() for name in _SAVED):
             raise DataError(
-                f"{source}: a folder, but not one that `datasets` saved: it has neither {' nor '.join(_SAVED)}."
+                f"{source}: expected a folder that `datasets` saved, got one without {' and '.join(_SAVED)}. "
+                "Name a file instead, or save the data with save_to_disk."
             )
         loaded = call_datasets(source, lambda datasets: datasets.load_from_disk(source))
     elif path.is_file():
         return None
     else:
-        hint = f' A set of the hub is written "{HUB}{source}".' if _HUB_ID.fullmatch(source) else ""
+        hint = f' Use "{HUB}{source}" for a data set of the hub.' if _HUB_ID.fullmatch(source) else ""
         raise DataError(f"{source}: no such file.{hint}")
     if not isinstance(loaded, dict):
         return loaded
@@ -53,7 +54,11 @@ def open_rows(source: str, splits: Sequence[str], streaming: bool = False, **pin
     for name in names:
         if name in loaded:
             return loaded[name]
-    raise DataError(f"{source}: has no split {' or '.join(map(repr, names))}. It holds: {', '.join(loaded)}.")
+    example = f"{source.partition('#')[0]}{'#' if source.startswith(HUB) else '/'}{next(iter(loaded), 'SPLIT')}"
+    raise DataError(
+        f"{source}: no split {' or '.join(map(repr, names))}. Splits: {', '.join(loaded)}. "
+        f"Name one of them, such as {example}."
+    )
 
 
 def hub_id(source: str) -> tuple[str, str | None, str]:
@@ -71,10 +76,13 @@ def call_datasets(source: str, call: Callable[[Any], Any]) -> Any:
         return call(datasets)
     except Exception as error:  # noqa: BLE001  the library raises a dozen classes for sources that it cannot download or read
         if not source.startswith(HUB):
-            raise DataError(f"{source}: `datasets` cannot read it: {first_line(error)}") from None
+            raise DataError(
+                f"{source}: `datasets` cannot read it ({first_line(error).rstrip('.')}). "
+                "Save it again with save_to_disk."
+            ) from None
         arguments = ", ".join(repr(part) for part in hub_id(source)[:2] if part)
         raise DataError(
-            f"{source}: cannot be had from the hub or its cache: {first_line(error)} Where there is a network, "
+            f"{source}: cannot be loaded from the hub or its cache: {first_line(error)} On a machine with network, "
             f"run `python -c \"import datasets; datasets.load_dataset({arguments}).save_to_disk('FOLDER')\"`, "
             "copy the folder, and name it here; or name the files of the original release."
         ) from None
@@ -95,7 +103,7 @@ def require_distinct(identities: Iterable[tuple[str, Mapping[str, Any]]]) -> Non
     for option, facts in identities:
         key = str({name: value for name, value in facts.items() if name != "name"})
         if key in seen:
-            raise DataError(f"{option}: the same data as {seen[key]}.")
+            raise DataError(f"{option}: same data as {seen[key]}. Remove one of them.")
         seen[key] = option
 
 
@@ -117,7 +125,9 @@ def parquet_rows(
             for batch in file.iter_batches(at_once, columns=choose(file.schema_arrow.names)):
                 yield from ((f"{path}: row {next(number)}", row) for row in batch.to_pylist())
     except pyarrow.ArrowInvalid as bad:
-        raise DataError(f"{path}: no parquet file, or a damaged one: {first_line(bad)}") from None
+        raise DataError(
+            f"{path}: not a parquet file, or damaged ({first_line(bad).rstrip('.')}). Download it again."
+        ) from None
 
 
 def read_rows(

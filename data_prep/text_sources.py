@@ -57,7 +57,7 @@ def text_of(row: dict[str, Any], field: str, where: str) -> str:
     """
     if field not in row:
         raise DataError(
-            f"{where}: field {field!r} is missing. Fields: {', '.join(row) or 'none'}. --text_field names another."
+            f"{where}: field {field!r} is missing. Fields: {', '.join(row) or 'none'}. Choose one with --text_field."
         )
     jsonl.check_type(row[field], str, f"{where}: field {field!r}")
     return row[field]
@@ -112,7 +112,7 @@ def open_source(name: str, split: str, how: Reading) -> Source:
     if name.endswith((".json", ".json.gz")):
         return Source(name, facts, lambda _state: _group_documents(name, _rows(json_stream.records(path), how.field)))
     kinds = ", ".join((*_LINES, *_TEXT, ".json", ".json.gz", ".parquet"))
-    raise DataError(f"{name}: unknown kind of file. Known: {kinds}.")
+    raise DataError(f"{name}: unknown file type. Expected a name that ends with one of {kinds}.")
 
 
 def _rows(records: Iterable[tuple[str, dict[str, Any]]], field: str) -> Iterator[tuple[str, str]]:
@@ -160,7 +160,9 @@ def _text_documents(path: Path, by: DocumentsBy) -> Iterator[tuple[str, str]]:
         try:
             line = raw.decode()
         except UnicodeDecodeError as bad:
-            raise DataError(f"{path}:{number}: not UTF-8 text: {bad.reason} at byte {bad.start}.") from None
+            raise DataError(
+                f"{path}:{number}: not UTF-8 text: {bad.reason} at byte {bad.start}. Convert the file to UTF-8."
+            ) from None
         if line.strip():
             first = first if parts else number
             parts.append(line)
@@ -189,7 +191,7 @@ def _require_column(columns: list[str], where: str, field: str) -> list[str]:
     """Return [field]; raise DataError if it is not in `columns`."""
     if field not in columns:
         raise DataError(
-            f"{where}: column {field!r} is missing. Columns: {', '.join(columns)}. --text_field names another."
+            f"{where}: column {field!r} is missing. Columns: {', '.join(columns)}. Choose one with --text_field."
         )
     return [field]
 

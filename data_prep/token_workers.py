@@ -122,7 +122,8 @@ class Workers:
                 yield futures.popleft().result()
         except BrokenProcessPool:
             raise RunError(
-                "a tokenizing process was killed, perhaps out of memory. Start again: finished shards are saved."
+                "--processes: a tokenizing process was killed, perhaps because it ran out of memory. "
+                "Start again with fewer; finished shards are saved."
             ) from None
 
 

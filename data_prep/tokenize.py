@@ -133,7 +133,7 @@ def tokenise(data_path: Path, options: Options) -> bool:
         for split in jsonl.SPLITS:
             if not splits[split]:
                 raise DataError(
-                    f"--{split}: no document is left for this split. Every folder has both; see --val and --val_rate."
+                    f"--{split}: no document is left for this split. Use more documents, or change --val or --val_rate."
                 )
         facts = {
             "command": COMMAND,
@@ -153,14 +153,14 @@ def _check(options: Options) -> None:
         raise ConfigError(f"--val_rate: expected a share of at least 0 and below 1, got {options.val_rate}.")
     require_at_least(1, shard_tokens=options.shard_tokens, processes=options.processes)
     if options.corpus is not None and (options.val or options.val_rate):
-        raise ConfigError("--corpus: has its own validation split. Leave --val and --val_rate out.")
+        raise ConfigError("--corpus: has its own validation split. Remove --val and --val_rate.")
     if options.corpus is None and bool(options.val) == bool(options.val_rate):
         raise ConfigError(
-            "--val: say what to validate on: either sources with --val, or a share of --train with --val_rate."
+            "--val, --val_rate: set exactly one of them, to sources for validation or to a share of --train."
         )
     if options.corpus is None and options.streaming and not any(name.startswith(sources.HUB) for name in options.train):
         raise ConfigError(
-            f"--streaming: is for sets of the hub, {sources.HUB}ID; files are never read at once anyway. Leave it out."
+            f"--streaming: only for data sets of the hub ({sources.HUB}ID), and no source in --train is one. Remove it."
         )
 
 

@@ -52,12 +52,10 @@ def best_run(runs: Path, rows: Sequence[results.Row]) -> tuple[Path, str]:
     """
     metric = next((name for name in results.score_names(rows) if name.startswith(f"{INFERENCE}/")), None)
     if metric is None:
-        raise DataError(
-            f"{runs}: no run has answers. They are made by `inference` in an experiment, after the training."
-        )
+        raise DataError(f"{runs}: no run has answers. Add `inference` to an experiment, and run it.")
     best_row = results.sort_best_first(rows, metric)[0]
     if best_row.get(metric) is None:
-        raise DataError(f"{runs}: {metric} ended in NaN in every run. Name a run with --exp_id.")
+        raise DataError(f"{runs}: {metric} is NaN in all runs. Choose a run with --exp_id.")
     return runs / best_row[
         "exp_id"
     ], f"{metric} {best_row[metric]:.3g}, the best of {sum(row.get(metric) is not None for row in rows)} runs"

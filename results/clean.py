@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.delete:
         return _delete_runs(options)
     if options.yes:
-        raise ConfigError("--yes: only with --delete. To delete checkpoints, add --apply.")
+        raise ConfigError("--yes: needs --delete. To delete checkpoints, use --apply instead.")
     rule = retention.CleanupRule(options.keep_last, options.keep_best, options.older_than * _DAY)
     # Lock out submissions until the deletion: a new child could start from a deletable checkpoint.
     with submissions.lock(options.runs) if options.apply and options.runs.is_dir() else contextlib.nullcontext():
@@ -72,13 +72,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _delete_runs(options: argparse.Namespace) -> int:
     """List the chosen runs, delete them after a confirmation, and report the freed space. Returns the exit code."""
     if options.apply:
-        raise ConfigError("--apply deletes checkpoints, --delete complete runs: leave one of them out.")
+        raise ConfigError("--apply, --delete: --apply deletes checkpoints, --delete complete runs. Remove one of them.")
     before = time.time() - options.older_than * _DAY
     selected_paths: list[Path] = []
     if options.groups or options.where or options.paths or options.older_than:
         selected_paths = run_arguments.paths(options)
     elif not options.runs.is_dir():
-        raise DataError(f"{options.runs}: no such folder of runs.")
+        raise DataError(f"{options.runs}: no such folder. Set --runs to the folder of the runs.")
     else:
         run_arguments.warn(
             ["no run is chosen: name ids, or use -e, --where or --older-than. Only restarted runs are deleted."]
@@ -133,7 +133,7 @@ def _confirm() -> bool:
         return input().strip().lower() in ("y", "yes")
     except EOFError:
         raise ConfigError(
-            "--delete: standard input has no answer. Nothing was deleted; add --yes to delete without a question."
+            "--delete: no confirmation on standard input, so nothing was deleted. Add --yes to skip it."
         ) from None
 
 

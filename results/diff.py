@@ -106,7 +106,9 @@ def _data(run: SavedRun) -> Values:
             state = read_json(checkpoint / "state.json", CheckpointError)
             inputs = state.get("inputs") if isinstance(state, dict) else None
             return inputs if isinstance(inputs, dict) else {}
-    raise RunError(f"{run.path}: no checkpoint is left that says what data it read.")
+    raise RunError(
+        f"{run.path}: no checkpoint is left, so the data it read are unknown. Compare runs with checkpoints."
+    )
 
 
 def _text(names: Mapping[str, str], differing: Mapping[str, Difference]) -> str:

@@ -66,7 +66,7 @@ def read(run: Path) -> Rows:
     ]
     rows = [row for row in numeric_rows if columns(row)]
     if not rows:
-        raise DataError(f"{run}: no evaluation has gains of metadata. Set the field `gains` of the experiment.")
+        raise DataError(f"{run}: no evaluation has gains of metadata. Set `gains` in the experiment, and run it.")
     return rows
 
 

@@ -18,11 +18,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = run_arguments.parse(_parser(), arguments)
     for tag in options.tag:
         if not tag.strip() or "," in tag:
-            raise ConfigError(f"--tag {tag!r}: expected a word or a few, without a comma.")
+            raise ConfigError(f"--tag: expected one or a few words without a comma, got {tag!r}.")
     changes = options.tag or options.untag or options.note is not None
     if changes and not (options.paths or options.groups or options.where):
         raise ConfigError(
-            "--tag, --untag and --note change chosen runs: name their ids, -e a group or --where an expression."
+            "--tag, --untag, --note: no runs are chosen. Name ids, a group with -e, or an expression with --where."
         )
     with run_arguments.output_to(options.output):
         for run in map(SavedRun, dict.fromkeys(run_arguments.paths(options, at_least=1))):

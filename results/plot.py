@@ -38,13 +38,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = run_arguments.parse(_parser(), arguments)
     require_at_least(1, top=options.top)
     if not 0 <= options.smooth < 1:
-        raise ConfigError(f"--smooth {options.smooth}: expected a number from 0, no smoothing, to less than 1.")
+        raise ConfigError(f"--smooth: expected a number from 0 (no smoothing) to less than 1, got {options.smooth}.")
     output = options.output or PLOTS / f"{run_arguments.title(options.groups)}.png"
     rows, unreadable = run_arguments.select(options)
     all_rows = results.load_rows(options.runs, options.groups)[0] if options.where or options.paths else rows
     if options.y is None and (options.at_step is not None or options.value != "last"):
         raise ConfigError(
-            "--at-step and --value are for points, as curves show every step. Name the score of the points with --y."
+            "--at-step, --value: only for points, as curves show every step. Set --y to the score of the points."
         )
     rows, left_out = run_arguments.choose_values(options, rows)
     configs = legend.Configurations(
@@ -52,11 +52,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     if options.y is None:
         if options.log_x:
-            raise ConfigError("--log_x: is for points. Name their score with --y, or leave it out.")
+            raise ConfigError("--log_x: only for points. Set --y to their score, or remove --log_x.")
         figure, unread = draw_panels(options.runs, configs, options.metric, options.x, options.interval, options.smooth)
     else:
         if options.metric:
-            raise ConfigError("--y: draws points, --metric curves. Leave one of the two out.")
+            raise ConfigError("--y, --metric: --y draws points, --metric curves. Remove one of the two.")
         figure, unread = points(options.runs, configs, options.x, options.y, options.log_x)
     unread += save(figure, output)
     drawn_scores = options.metric or [options.y or default_metric(results.score_names(rows)) or ""]
@@ -119,7 +119,7 @@ def draw_panels(
     names = results.score_names(configs.rows)
     default = default_metric(names)
     if default is None:
-        raise ConfigError(f"{runs}: no run has any score yet, so there is nothing to plot.")
+        raise ConfigError(f"{runs}: no run has a score yet. Wait for the first evaluation.")
     metric_names = list(metrics or [default])
     for metric in metric_names:
         if metric not in names:
@@ -184,9 +184,9 @@ def points(
         hint = (
             ""
             if len(done_rows) == len(rows)
-            else f" {len(rows) - len(done_rows)} are not done; --unfinished takes them, too."
+            else f" {len(rows) - len(done_rows)} are not done. Add --unfinished to include them."
         )
-        raise DataError(f"{runs}: no run has a number for both {x!r} and {y!r}.{hint}")
+        raise DataError(f"{runs}: no run has a number for both {x!r} and {y!r}.{hint or ' Choose other scores.'}")
     remarks = [f"left out: {n} of {len(rows)} runs, which are not done." for n in [len(rows) - len(done_rows)] if n]
     remarks += [
         f"left out: {n} of {len(rows)} runs, which have no number for {x!r} or {y!r}."

@@ -63,7 +63,9 @@ def render(
         ConfigError: no run has the requested score.
     """
     if not content.rows and not content.jobs:
-        raise DataError(content.warnings[0] if content.warnings else f"{content.runs}: no runs in this folder.")
+        raise DataError(
+            content.warnings[0] if content.warnings else f"{content.runs}: no runs in this folder. Check --runs."
+        )
     scores = results.score_names(content.rows)
     for name in metrics or ():
         if name not in scores:

@@ -70,7 +70,9 @@ def read(file: Path) -> list[Prediction]:
         with reading(file, DataError):
             lines = file.read_bytes().splitlines()
     except FileNotFoundError:
-        raise DataError(f"{file}: no such file.") from None
+        raise DataError(
+            f"{file}: no such file. Name the save directory of a run with inference, or its file."
+        ) from None
     if not lines:
         raise DataError(f"{file}: empty. It should have one JSON object on each line.")
     rows = [_row(line, f"{file}:{number}") for number, line in enumerate(lines, 1)]
@@ -110,7 +112,7 @@ def select_answers(
     places = select_rows(lambda i: answers[i].source, len(answers), row_indices, datasets, f"{file}: --index_file")
     selected_answers = [answers[place] for place in places]
     if not selected_answers:
-        raise DataError(f"{file}: no row is left of {len(answers)}.")
+        raise DataError(f"{file}: none of {len(answers)} rows is selected. Change --index_file or --datasets.")
     return selected_answers
 
 
@@ -145,7 +147,9 @@ def _files(path: Path) -> list[Path]:
         return [path]
     paths = sorted((path / "inference").glob("*.jsonl")) or sorted(path.glob("*.jsonl")) * (path.name == "inference")
     if not paths:
-        raise DataError(f"{path}: no inference in this folder. Name the save directory of a finished run, or a file.")
+        raise DataError(
+            f"{path}: no inference in this folder. Name the save directory of a finished run with inference, or a file."
+        )
     return paths
 
 

@@ -54,7 +54,7 @@ def _act(args: argparse.Namespace) -> int:
 def _write(run: Path, args: argparse.Namespace) -> None:
     rollouts = read(run / FILE)
     if not rollouts:
-        raise DataError(f"{run}: no {FILE}: recipes 'ppo' and 'grpo' write it.")
+        raise DataError(f"{run}: no {FILE}. Choose a run of recipe 'ppo' or 'grpo', which write it.")
     write = sys.stdout.write
     scores = Scores(run / SCORES, read_only=True).rows()
     numeric_rows = [
@@ -87,8 +87,8 @@ def read(path: Path) -> list[dict[str, Any]]:
         wrong += [name for name in (*_NO_FACTS, "reward") if name not in row]
         if wrong:
             raise DataError(
-                f"{path}:{number}: {wrong[0]!r} is {row.get(wrong[0])!r:.60}, "
-                "not as recipes write it. Remove this line."
+                f"{path}:{number}: field {wrong[0]!r}: missing or of a wrong type, got {row.get(wrong[0])!r:.60}. "
+                "Remove this line."
             )
     return rows
 

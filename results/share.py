@@ -54,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = run_arguments.parse(_parser(), arguments)
     rows, warnings = run_arguments.select(options)
     if not rows:
-        reason = f": {warnings[0]}" if warnings else "."
+        reason = f": {warnings[0]}" if warnings else ". Check --runs."
         raise DataError(
             f"{options.runs}: no run can be read{reason}"
             + (f" ({len(warnings) - 1} more)" if len(warnings) > 1 else "")
@@ -149,7 +149,8 @@ def _scrub(path: Path, warnings: list[str]) -> bytes | None:
         return content
     if path.name == EXP_DICT:
         raise DataError(
-            f"{path}: holds what looks like a key. The id depends on it, so it cannot be hidden; nothing was written."
+            f"{path}: contains text that looks like a secret key, which cannot be removed as the run's id depends on "
+            "it. Choose other runs; nothing was written."
         )
     if b"\0" in content or path.suffix == ".pkl":
         warnings.append(f"left out: {path}: holds what looks like a key, and is no text.")

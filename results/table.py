@@ -47,8 +47,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.pivot:
         if options.by or options.scores or options.best or options.columns or options.gpu_hours:
             raise ConfigError(
-                "--pivot shows one score, that of --metric, over its two keys: leave out --by, --scores, --best, "
-                "--columns and --gpu-hours."
+                "--pivot: shows one score (--metric) over two keys. Remove --by, --scores, --best, --columns and "
+                "--gpu-hours."
             )
         keys = statistics.grouping_keys(rows, options.pivot)
         cross, score = pivot_score(rows, keys[0], keys[1], metric, options.include_unfinished)
@@ -56,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         output = partial(print_pivot, cross, keys, score, options.format, options.interval)
     else:
         if options.columns and options.format != "rich":
-            raise ConfigError(f"--columns is for the terminal: with --format {options.format} take --by and --scores.")
+            raise ConfigError(f"--columns: ignored with --format {options.format}. Use --by and --scores.")
         columns_shown = [name for name in (_score_name(name, names) for name in options.columns or ()) if name in names]
         requested = [_score_name(name, names) for name in options.scores or ()]
         selected = requested or (["all"] if options.format in ("csv", "json") else columns_shown or None)
@@ -176,7 +176,7 @@ def pivot_score(
     """
     score = metric or next(iter(headline(results.headline_scores(results.score_names(rows)))), None)
     if score is None:
-        raise ConfigError("--pivot: no run has any score yet.")
+        raise ConfigError("--pivot: no run has a score yet. Wait for the first evaluation.")
     return statistics.pivot(rows, index, columns, score, unfinished), score
 
 

@@ -56,7 +56,7 @@ def prepare(data_path: Path, source: str, template: str, name: str, end_token: s
         raise ConfigError(f"--template: {unknown_text('template', template, CONTROLS)}")
     folder, place = data_path / name, data_path / source
     if place.resolve() == folder.resolve():
-        raise DataError(f"--name: {folder} is what --from names. Choose another name.")
+        raise DataError(f"--name: {folder} is also the source (--from). Choose another name.")
     tokenizer = tokenizers.load(place if place.is_dir() else source, end_token=end_token)
     num_base_tokens = len(tokenizer)
     tokenizer.add_special_tokens({"extra_special_tokens": [*CONTROLS[template]]}, replace_extra_special_tokens=False)

@@ -76,11 +76,11 @@ def check(
         if total := sum(counts.values()):
             rows.append((name, *(str(counts[split]) for split in jsonl.SPLITS), str(total)))
         elif "all" not in dataset_names:
-            hint = "A release that has both modes is prepared for the other with --mode."
-            raise DataError(f"{data_path / name}: nothing to learn from in mode {mode}. {hint}")
+            hint = f"If its release has both modes, prepare it with --mode {mode}. Else count it with the other --mode."
+            raise DataError(f"{data_path / name}: no rows for --mode {mode}. {hint}")
     if not rows:
         hint = f"Prepare one ({prepare_conversations.COMMAND}), or add --prepare."
-        raise DataError(f"{data_path}: no data set for mode {mode} is there. {hint}")
+        raise DataError(f"{data_path}: no data set for --mode {mode}. {hint}")
     _write_table(output_path, COLUMNS, rows)
     print("\n".join(aligned_lines([COLUMNS, *rows])))
     for name, reason in missing.items():

@@ -102,16 +102,18 @@ class Release(Config):
         if self.ranked_form is not None and "rm" not in self.modes:
             raise ValueError("ranked_form: needs mode rm in `modes`. Add it, or remove ranked_form.")
         if self.split_column is not None and (self.group_by is not None or self.val):
-            raise ValueError("split_column: cannot be combined with group_by or val. Remove one.")
+            raise ValueError(
+                "split_column: cannot be combined with group_by or val. Remove split_column, or these two."
+            )
         for name in self.keep:
             if name in OUR_KEYS:
-                raise ValueError(
-                    f"keep: {name!r} is a key of prepared rows. Give the column another name with `columns`."
-                )
+                raise ValueError(f"keep: {name!r} is already a key of prepared rows. Rename the column with `columns`.")
         if self.keep and self.join_characters is not None:
-            raise ValueError("keep: a joined conversation has several rows' columns. Remove join_characters.")
+            raise ValueError(
+                "keep: cannot be combined with join_characters, which joins several rows. Remove one of them."
+            )
         if self.hub is not None and not self.train:
-            raise ValueError("train: expected the names of splits of the hub's set.")
+            raise ValueError("train: missing. List the splits of the hub's data set for training, such as ['train'].")
         return self
 
     def form_of(self, mode: Mode) -> Form:
@@ -157,8 +159,8 @@ def find(name: str, extra: Path | None = None) -> tuple[Release, Path]:
             if key == name or (pair and pair != sign):
                 return load_config(Release, _fill_pair(raw, pair), f"{path}: {key}"), path
     raise ConfigError(
-        f"--name: {unknown_text('release', name, paths)} Another is an entry of a file (--release_file), "
-        "or --form says its form."
+        f"--name: {unknown_text('release', name, paths)} "
+        "Add an entry to a file of your own (--release_file), or describe the rows with --form."
     )
 
 
@@ -175,7 +177,8 @@ def sources_of(release: Release, split: Literal["train", "val"], path: Path) -> 
         return [f"hub:{release.hub}#{name}" for name in names]
     if split == "train" and not names:
         raise DataError(
-            f"--train: expected a file of this release, which the hub does not have. It is {release.url or 'your own'}."
+            f"--train: missing. The hub does not have this release; name its file, which is from "
+            f"{release.url or 'your own data'}."
         )
     return [str(path.parent / name) for name in names]
 

@@ -55,7 +55,7 @@ def read(path: Path) -> Iterator[tuple[str, Row, bool]]:
         is_tree = isinstance(row.get("prompt"), dict)
         if not isinstance(row.get("message_tree_id" if is_tree else "message_id"), str):
             expected = "a tree with message_tree_id and prompt, or a message with message_id"
-            raise DataError(f"{where}: expected {expected}; the row has {', '.join(row) or 'nothing'}.")
+            raise DataError(f"{where}: expected {expected}, got a row with the fields {', '.join(row) or 'none'}.")
         for message in walk(row.get("prompt", row)):
             for name in ("message_id", "text", "role"):
                 if not isinstance(message.get(name), str):
@@ -96,7 +96,7 @@ def filter_trees(options: argparse.Namespace) -> Iterator[Row]:
 def _matching_trees(options: argparse.Namespace) -> Iterator[Row]:
     for where, row, is_tree in read(options.input):
         if not is_tree:
-            raise DataError(f"{where}: expected a tree, got a message.")
+            raise DataError(f"{where}: expected a tree, got a message. Filter the file of trees of the release.")
         synthetic = any(message.get("synthetic") for message in walk(row["prompt"]))
         if (
             (options.synthetic == "with" or synthetic == (options.synthetic == "only"))
@@ -127,7 +127,8 @@ def split(options: argparse.Namespace) -> Callable[[Row], bool]:
     count = round(len(trees) * options.val_percent / 100)
     if not 0 < count < len(trees):
         raise ConfigError(
-            f"--val_percent: {options.val_percent:g} % of {len(trees)} trees leave one of the two files empty."
+            f"--val_percent: {options.val_percent:g} % of {len(trees)} trees leaves one of the two files empty. "
+            "Choose another percentage."
         )
     selected_ids = set(sorted(trees, key=lambda name: _draw(options.seed, name))[:count])
     return lambda row: _tree_id("", row) in selected_ids
@@ -163,7 +164,7 @@ def counts(rows: Iterable[tuple[str, Row, bool]], languages: Container[str] | No
 
 def _tree_id(where: str, row: Row) -> str:
     if not isinstance(row.get("message_tree_id"), str):
-        raise DataError(f"{where}: no message_tree_id, so its tree is not known.")
+        raise DataError(f"{where}: message_tree_id is missing, so the tree of the message is unknown. Remove the row.")
     return row["message_tree_id"]
 
 
@@ -195,7 +196,10 @@ def _write(options: argparse.Namespace) -> None:
     with contextlib.ExitStack() as stack:
         outputs = [options.output, *([options.val_output] if options.action == "split" else [])]
         if len({path.resolve() for path in (options.input, *outputs)}) <= len(outputs):
-            raise ConfigError("a file is named twice: the input would be lost, or one of the outputs.")
+            raise ConfigError(
+                f"--output {options.output}: a file is used twice. "
+                "Choose different names for the input and each output."
+            )
         is_val = split(options) if options.action == "split" else lambda _: False
         writes = {path: stack.enter_context(writer(path, options.without_nulls)) for path in outputs}
         rows = (row for _, row, _ in read(options.input)) if options.action == "split" else filter_trees(options)

@@ -124,22 +124,28 @@ def prepare(  # noqa: PLR0913  the options of the command
         raise ConfigError(f"--val_rate: expected a number between 0 and 1, got {val_rate:g}.")
     part = parse_fold(fold) if fold else None
     if part and (val or val_rate is not None):
-        raise ConfigError("--fold: selects the validation rows, and so do --val and --val_rate. Use one of them.")
+        raise ConfigError(
+            "--fold: cannot be combined with --val or --val_rate, which also select validation rows. Use one of them."
+        )
     if form is None:
         entry, path = conversation_table.find(release or name, release_file)
     elif release or release_file or mode:
-        raise ConfigError("--form: replaces --release, --release_file and --mode. Use either.")
+        raise ConfigError(
+            "--form: cannot be combined with --release, --release_file or --mode. Remove --form, or these three."
+        )
     else:
         entry, path = load_config(Release, {"form": form, "licence": "unstated", "val_rate": 0.1}, "--form"), Path()
         if not train:
-            raise ConfigError("--form: expected --train with the rows of this form.")
+            raise ConfigError("--form: needs --train with the rows of this form. Add it.")
     if entry.split_column is not None and (part or val or val_rate is not None):
         raise ConfigError(
             "--fold, --val and --val_rate: "
             f"column {entry.split_column!r} of {release or name} selects the validation rows. Remove the option."
         )
     if mode not in (None, *entry.modes):
-        raise ConfigError(f"--mode {mode}: {release or name} has {' and '.join(entry.modes)} only.")
+        raise ConfigError(
+            f"--mode {mode}: {release or name} has only {' and '.join(entry.modes)}. Use --mode {entry.modes[0]}."
+        )
     reader = _with_options(entry.form_of(mode or entry.modes[0]), lang, top_k, synthetic)
     options: dict[str, Any] = {
         "val_rate": val_rate or entry.val_rate,
@@ -161,7 +167,10 @@ def _with_options(form: Form, lang: str | None, top_k: int | None, synthetic: bo
     options = {"languages": lang.split(",") if lang else None, "top_k": top_k, "synthetic": synthetic or None}
     options = {name: value for name, value in options.items() if value is not None}
     if options.keys() - type(form).model_fields.keys():
-        raise ConfigError("--lang, --top_k and --synthetic: the rows of this form are not trees. Remove the options.")
+        raise ConfigError(
+            "--lang, --top_k and --synthetic: they are for trees, and the rows of this form are not trees. "
+            "Remove the options."
+        )
     return load_config(type(form), {**form.model_dump(), **options}, "--top_k") if options else form
 
 
@@ -172,7 +181,7 @@ def _renamings(texts: Sequence[str]) -> dict[str, str]:
         if not name or not column:
             raise ConfigError(f"--columns {text!r}: expected NAME=COLUMN, such as prompt=question.")
         if name in columns:
-            raise ConfigError(f"--columns {text}: {name} is {columns[name]} already. Remove one of them.")
+            raise ConfigError(f"--columns {text}: {name} is already set to {columns[name]}. Remove one of the two.")
         columns[name] = column
     return columns
 
@@ -276,8 +285,8 @@ class _Work:
         for split in SPLITS:
             if not counts[split]:
                 raise DataError(
-                    f"{self._name}: no row for the split {split!r} of {counts['read']:,} rows. "
-                    f"Skipped: {skipped}. Add rows, or use other --val_rate or --val."
+                    f"{self._name}: none of {counts['read']:,} rows is in the split {split!r}. "
+                    f"Skipped: {skipped}. Add rows, or change --val_rate or --val."
                 )
         changed = "".join(f" {counts[name]:,} {text}." for name, text in _CHANGED.items() if counts[name])
         print(
@@ -323,7 +332,9 @@ class _Work:
             {name: self._value(each, name, where) for name in self._release.keep} for each in rows_of(row)
         ]
         for name in (name for other in others for name in first if other[name] != first[name]):
-            raise DataError(f"{where}: column {name!r} of `keep` differs within a group. Remove it from `keep`.")
+            raise DataError(
+                f"{where}: column {name!r} of `keep` differs between the rows of a group. Remove it from `keep`."
+            )
         return first
 
     @staticmethod
@@ -353,9 +364,8 @@ class _Work:
         negative = next(((name, value) for name, value in labels if self._is_negative(value)), None)
         if negative and self._release.negatives == "refuse":
             raise DataError(
-                f"{where}: {negative[0]}: {negative[1]!r} marks a bad answer, which would be learned. --negatives "
-                f"skip removes such rows, "
-                "--negatives learn includes them."
+                f"{where}: {negative[0]}: {negative[1]!r} marks a bad answer. Set --negatives skip to drop "
+                "such rows, or --negatives learn to train on them."
             )
         self._counts["negative"] += negative is not None
         return negative is not None

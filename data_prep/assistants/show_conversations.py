@@ -154,7 +154,10 @@ def find_experiment(groups: Any, name: str) -> dict[str, Any]:
     if isinstance(groups[group], BrokenGroup):
         raise ConfigError(f"{group}: {groups[group].error}")
     if number >= len(groups[group]):
-        raise ConfigError(f"{name}: the group has {len(groups[group])} experiments, from {group}[0] on.")
+        raise ConfigError(
+            f"{name}: the group has {len(groups[group])} experiments. "
+            f"Use {group}[0] to {group}[{len(groups[group]) - 1}]."
+        )
     return groups[group][number]
 
 
@@ -200,7 +203,10 @@ def read_sample(name: str, data: Any, epoch: int, index: int) -> list[SampleView
         rendered = data.render(epoch, index)
         masks = [each.loss_mask for each in rendered]
     else:
-        raise ConfigError(f"{name}: a data set {type(data).__name__} has no conversations.")
+        raise ConfigError(
+            f"{name}: a {type(data).__name__} has no conversations. "
+            "Name a data set 'conversations' or 'ranked_replies'."
+        )
     return [SampleView(name, index, each.ids, each.roles, mask) for each, mask in zip(rendered, masks, strict=True)]
 
 

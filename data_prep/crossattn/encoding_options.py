@@ -90,19 +90,20 @@ def architecture(base: ModelConfig, places: Places, rules: EncodingOptions) -> t
         base.require_kind(DECODER, places, "--embedding_model")
     except ValueError as error:
         inside = encoded_store.base_identity(base, places) if base.kind(places) == CROSS_ATTENTION else None
-        advice = f" What encodes its contexts is {encoded_store.describe_base(inside)}: name that." if inside else ""
+        advice = f" Use the decoder that encodes its contexts: {encoded_store.describe_base(inside)}." if inside else ""
         raise ConfigError(f"{error}{advice}") from None
     sizes, base_id = base.architecture(places), encoded_store.base_identity(base, places)
     if base_id is None:
-        raise ConfigError(f"{base.name}: not trained yet, so there is nothing to encode with. Train it first.")
+        raise ConfigError(f"--embedding_model: {base.name!r} is not trained yet, so it cannot encode. Train it first.")
     if sizes is None:
         raise ConfigError(
-            f"{encoded_store.describe_base(base_id)}: no decoder that cross-attention can be attached to."
+            f"--embedding_model: cross-attention cannot be attached to {encoded_store.describe_base(base_id)}. "
+            "Use a decoder, such as a model of type gpt2 or llama."
         )
     if sizes.max_positions is not None and rules.context_tokens > sizes.max_positions:
         raise ConfigError(
             f"--maximum_input_length: {rules.context_tokens} tokens are more than the {sizes.max_positions} "
-            f"positions of the base."
+            f"positions of the embedding model. Use at most {sizes.max_positions}."
         )
     return base_id, sizes.hidden_size
 

@@ -21,13 +21,13 @@ def open_or_create(folder: Path, mine: dict[str, Any]) -> dict[str, Any]:
     if not encoded_store.same_base(store["model"], mine["model"]):
         stored_base, now = encoded_store.describe_base(store["model"]), encoded_store.describe_base(mine["model"])
         raise ConfigError(
-            f"{folder}: holds states of {stored_base}, not of {now}. "
+            f"{folder}: contains states of {stored_base}, but --embedding_model is {now}. "
             "Choose another --data_cache_path, or remove the folder."
         )
     if store["dtype"] != mine["dtype"]:
         raise ConfigError(
-            f"{folder}: holds {store['dtype']}, not {mine['dtype']}. "
-            f"Say --dtype {store['dtype']}, or remove the folder."
+            f"{folder}: contains states in {store['dtype']}, but --dtype is {mine['dtype']}. "
+            f"Use --dtype {store['dtype']}, or remove the folder."
         )
     return store
 

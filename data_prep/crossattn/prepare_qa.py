@@ -117,7 +117,8 @@ def _write(partial_folder: Path, options: Options, choice: Choice) -> dict[str, 
         for split, layout, question in tqdm(choice.questions(), desc="rows", unit="", disable=None, leave=False):
             if options.distractors is None and getattr(LAYOUTS[layout], "MANY_DISTRACTORS", False):
                 raise DataError(
-                    f"{question.where}: {len(question.passages)} passages. Say with --distractors how many to keep."
+                    f"{question.where}: {len(question.passages)} passages. "
+                    "Set --distractors to the number of useless passages to keep."
                 )
             split_files[split].add(question, shuffled=getattr(LAYOUTS[layout], "SHUFFLED", False))
     skipped = {split: dict(sorted(reasons.items())) for split, reasons in choice.skipped.items()}
@@ -126,11 +127,11 @@ def _write(partial_folder: Path, options: Options, choice: Choice) -> dict[str, 
             left_out = {reason: n for reasons in skipped.values() for reason, n in reasons.items()}
             why = "; ".join(f"{n} {reason}" for reason, n in left_out.items()) or "none"
             together = (
-                " Questions that share useful passages stay together: perhaps all do."
+                " Questions that share useful passages are in one split, and perhaps all of them do."
                 if options.val_percent is not None
                 else ""
             )
-            raise DataError(f"--{split}: no row is left for this split. Left out: {why}.{together}")
+            raise DataError(f"--{split}: no row is left for this split. Skipped: {why}.{together} Use more rows.")
     return {
         "counts": {split: split_files[split].facts() for split in SPLITS},
         "skipped": skipped,
@@ -159,7 +160,7 @@ def _provenance(options: Options, releases: dict[str, list[Release]], only: Rele
 def _digest_of_tree(folder: Path) -> str:
     """Digest of the names and sizes of the files below a folder; the files are not read."""
     if not folder.is_dir():
-        raise DataError(f"--evidence: {folder} is no folder. Expected one that holds wikipedia/ and web/.")
+        raise DataError(f"--evidence: {folder}: no such folder. Expected a folder with wikipedia/ and web/.")
     file_digests = sorted(
         (str(path.relative_to(folder)), path.stat().st_size)
         for below, _, names in os.walk(folder)

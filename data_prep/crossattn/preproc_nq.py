@@ -190,13 +190,15 @@ def _devices(device_list: str | None, num_proc: int | None) -> list[str]:
     if device_list:
         devices = [name.strip() for name in device_list.split(",") if name.strip()]
         if num_proc not in (None, len(devices)):
-            raise ConfigError(f"--num_proc: {num_proc}, but --devices names {len(devices)}. Leave one of the two out.")
+            raise ConfigError(
+                f"--num_proc: {num_proc}, but --devices lists {len(devices)}. Remove one of the two options."
+            )
         return devices
     gpus = torch.cuda.device_count()
     if gpus and (num_proc or 1) > gpus:
         raise ConfigError(
-            f"--num_proc: {num_proc}, but there are {gpus} GPUs, one for each process. "
-            "Ask for no more, or name --devices."
+            f"--num_proc: {num_proc} processes, but only {gpus} GPUs, and each process needs one. "
+            f"Use at most {gpus}, or set --devices."
         )
     return [f"cuda:{i}" for i in range(num_proc or gpus)] if gpus else ["cpu"] * (num_proc or 1)
 

@@ -52,18 +52,20 @@ class Options:
             )
         if bool(self.val) == (self.val_percent is not None):
             raise DataError(
-                "--val, --val_percent: "
-                "expected one of them: files, or the share of the contexts of --train for validation."
+                "--val, --val_percent: set exactly one of them, to files for validation or to the share of --train "
+                "to use for validation."
             )
         if self.val_percent is not None and not 0 < self.val_percent < 100:
             raise DataError(f"--val_percent: expected more than 0 and less than 100, got {self.val_percent}.")
         require_at_least(1, max_rows=self.max_rows)
         if self.distractors_from == "rows" and not self.distractors:
             raise DataError(
-                "--distractors_from: rows are drawn from to fill up to --distractors, which says no number."
+                "--distractors_from rows: --distractors is missing or 0. Set it to the number of useless passages."
             )
         if self.without_contexts and (self.distractors is not None or self.position is not None):
-            raise DataError("--without_contexts: leaves no passages for --distractors and --position.")
+            raise DataError(
+                "--without_contexts: leaves no passages for --distractors and --position. Remove these options."
+            )
         Placing(self.seed, self.distractors, self.position or "given")
 
     def options_for_manifest(self) -> dict[str, Any]:
@@ -116,8 +118,8 @@ class Choice:
                 if not _is_new(question_or_skip, ids):
                     if not self._options.skip_duplicates:
                         raise DataError(
-                            f"{question_or_skip.where}: the id {question_or_skip.id!r} is there a second time. "
-                            "--skip_duplicates uses the first."
+                            f"{question_or_skip.where}: duplicate id {question_or_skip.id!r}. "
+                            "Add --skip_duplicates to use only the first."
                         )
                     self.skipped[source_split]["ids that were there before"] += 1
                     continue
@@ -141,8 +143,8 @@ class Choice:
             question = replace(question, passages=())
         elif not question.passages:
             raise DataError(
-                f"{question.where}: a question without contexts. Name this file as --only_questions_of, to "
-                "filter another source by its questions; or say --without_contexts, to have them answered from memory."
+                f"{question.where}: the question has no contexts. Use the file as --only_questions_of to select these "
+                "questions from another source, or add --without_contexts to train without contexts."
             )
         return replace(question, dataset=self._options.dataset) if self._options.dataset else question
 

@@ -85,7 +85,10 @@ def prepare(data_path: Path, vocab_size: int = 4096, stdlib: Path | None = None)
     questions, skipped = question_rows(sources)
     texts = text_rows(sources)
     if not questions["train"] or not questions["val"]:
-        raise DataError(f"{stdlib}: {len(sources)} modules give too few questions to fill both splits.")
+        raise DataError(
+            f"{stdlib}: its {len(sources)} modules give too few questions for both splits. "
+            "Use a complete standard library."
+        )
     facts = {"command": COMMAND, "made_from": made_from}
     counts = {split: dict(sorted(Counter(row["kind"] for row in rows).items())) for split, rows in questions.items()}
     _write_rows(data_path / "stdlib_qa", questions, {**facts, "counts": counts, "modules_that_do_not_parse": skipped})
@@ -118,7 +121,7 @@ def read_sources(stdlib: Path) -> dict[str, str]:
     if not sources:
         raise DataError(
             f"{stdlib}: no Python sources. The standard library of this Python is zipped, frozen or compiled; "
-            f"run `{COMMAND}` with one that has it as .py files."
+            f"run `{COMMAND}` with a Python that has .py files."
         )
     return dict(sorted(sources.items()))
 

@@ -99,11 +99,13 @@ def convert(layout: str, inputs: Sequence[Path], output: Path, options: ReaderOp
         RunError: the disk refuses.
     """
     if options.question.count("{question}") != 1:
-        raise ConfigError(f"--question {options.question!r}: expected a text with {{question}} once.")
+        raise ConfigError(f"--question: expected text that contains {{question}} once, got {options.question!r}.")
     if options.images is not None and not options.images.is_dir():
-        raise ConfigError(f"--images {options.images}: no such folder.")
+        raise ConfigError(
+            f"--images {options.images}: no such folder. Name the folder with the image files of the rows."
+        )
     if twice := [path for path, count in Counter(path.resolve() for path in inputs).items() if count > 1]:
-        raise ConfigError(f"{twice[0]}: given twice.")
+        raise ConfigError(f"{twice[0]}: listed twice. List each input once.")
     if missing := [path for path in inputs if not path.is_file()]:
         raise DataError(f"{missing[0]}: no such file.")
     made_from = {
@@ -134,7 +136,7 @@ def _documents(layout: Layout, inputs: Sequence[Path], output: Path, options: Re
             yield Document(f"{number:05}-{row.key}", parts)
     tally.update({f"members passed over: {reason}": count for reason, count in options.passed_over.items()})
     if not tally["documents"]:
-        raise DataError(f"{output}: none of {tally['rows']} rows becomes a document. {_describe(tally)}".rstrip())
+        raise DataError(f"{output}: no document could be made from {tally['rows']} rows. {_describe(tally)}".rstrip())
     files.write_json(output / COUNTS, dict(tally))
 
 

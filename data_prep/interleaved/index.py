@@ -189,8 +189,8 @@ def _index_all(index: Callable[[Any], Indexed], tars: Sequence[Any], processes: 
                 errors.append(str(error))
             except BrokenProcessPool:
                 raise RunError(
-                    f"--processes {processes}: a process was killed, maybe out of memory. "
-                    "Finished indexes remain: start again with fewer processes."
+                    f"--processes {processes}: a process was killed, perhaps because it ran out of memory. "
+                    "Start again with fewer processes; finished indexes are saved."
                 ) from None
             else:
                 if results[-1].cut:
@@ -236,9 +236,8 @@ def _is_as_listed(tar: Path) -> bool:
                 digest = hashlib.file_digest(file, "sha256").hexdigest()
             if digest != shard.sha256:
                 raise DataError(
-                    f"{tar}: damaged or replaced: its sha256 is {digest[:16]}, {manifest.NAME} lists "
-                    f"{shard.sha256[:16]}. "
-                    "Get or write it again."
+                    f"{tar}: damaged or replaced: its sha256 is {digest[:16]}, but {manifest.NAME} lists "
+                    f"{shard.sha256[:16]}. Download or write it again."
                 )
             return True
     return False
@@ -355,12 +354,12 @@ def _print(tars: Sequence[str], output: Path | None, source: str, processes: int
     how = Making(verify, texts, _fields(more["fields"]), more["max_pixels"])
     config = _data(more["data"])
     if config and not (output and texts):
-        raise ConfigError("--data: --output and --tokenizer are needed.")
+        raise ConfigError("--data: needs --output and --tokenizer. Add them.")
     if output is None:
         remote = next((one.url for one in shards if one.url.startswith(REMOTE)), None)
         if remote or source or how.fields:
             option = remote or ("--source" if source else "--fields")
-            raise ConfigError(f"{option}: --output is needed, a folder for shards.json and the indexes.")
+            raise ConfigError(f"{option}: needs --output, a folder for shards.json and the indexes. Add it.")
         results = index_tars([Path(one.url) for one in shards[part]], processes, how)
     else:
         results = index_into(

@@ -93,13 +93,15 @@ def require_documents(results: Sequence[Indexed]) -> None:
     for entries in results[0].facts.get("fields", {}).values():
         for entry in entries:
             if not mapped_counts[entry]:
-                raise DataError(f"{where}: --fields: {entry!r} is in none of {documents} documents. {unread}")
+                raise DataError(
+                    f"{where}: --fields: none of {documents} documents has {entry!r}. {unread} Name one of these."
+                )
     if bad.total() == documents:
         reasons = "; ".join(f"{reason}: {count}" for reason, count in bad.items()) or "the tars are empty"
         example = '\'{"text": "json:caption"}\''
         raise DataError(
             f"{where}: none of {documents} documents can be read ({reasons}). "
-            f"{unread} Name their text with --fields {example}."
+            f"{unread} Name their text with --fields, such as {example}."
         )
 
 

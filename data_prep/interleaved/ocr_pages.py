@@ -90,7 +90,7 @@ def _draw(content: bytes) -> list[bytes] | None:
         import pypdfium2
     except ModuleNotFoundError:
         raise ConfigError(
-            "ocr: the package that draws PDFs is not installed: pip install -r requirements/pdf.txt"
+            "ocr: the package that renders PDFs is not installed: pip install -r requirements/pdf.txt"
         ) from None
     rendered_images = list[bytes]()
     try:

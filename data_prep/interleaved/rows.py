@@ -82,9 +82,9 @@ def read_image(name: str, options: ReaderOptions, where: str) -> bytes:
         DataError: no folder of images is given, or the name is outside of it.
     """
     if options.images is None:
-        raise DataError(f"{where}: its images are files. Write --images FOLDER.")
+        raise DataError(f"{where}: its images are files. Name their folder with --images FOLDER.")
     path = options.images / name
     if Path(name).is_absolute() or ".." in Path(name).parts:
-        raise DataError(f"{where}: the image {name!r} is not in {options.images}.")
+        raise DataError(f"{where}: expected an image path inside {options.images}, got {name!r}.")
     with reading(path, DataError):
         return path.read_bytes() if path.is_file() else b""

@@ -30,7 +30,9 @@ def read_turns(path: Path, options: ReaderOptions) -> Iterator[Row]:
 
 def _require(path: Path, names: list[str]) -> list[str]:
     if missing := [name for name in COLUMNS if name not in names]:
-        raise DataError(f"{path}: no column {missing[0]!r}. It has: {', '.join(names)}.")
+        raise DataError(
+            f"{path}: column {missing[0]!r} is missing. Columns: {', '.join(names)}. Choose the layout of this file."
+        )
     return [*COLUMNS]
 
 

@@ -43,7 +43,7 @@ def _mmc4_parts(row: dict[str, Any], options: ReaderOptions, where: str) -> list
         place, info_path = info.get("matched_text_index"), f"{where}: image_info[{number}]"
         if type(place) is not int or not 0 <= place < len(texts):
             raise DataError(
-                f"{info_path}.matched_text_index: expected the number of one of {len(texts)} texts, got {place!r}."
+                f"{info_path}.matched_text_index: expected the index of one of {len(texts)} texts, got {place!r}."
             )
         name = info.get("image_name") or info.get("raw_url")
         jsonl.check_type(name, str, f"{info_path}.image_name")

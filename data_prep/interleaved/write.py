@@ -89,7 +89,7 @@ def write(folder: Path, documents: Iterable[Document], made_from: Mapping[str, A
         else:
             shards = _write_permuted(folder, documents, how, how.seed)
         if not shards:
-            raise DataError(f"{folder}: there is no document to write.")
+            raise DataError(f"{folder}: there is no document to write. Check that the input is not empty.")
         new_manifest = Manifest(folder, shards, made_from)
         manifest.save(new_manifest)
         shutil.rmtree(folder / _SPOOL, ignore_errors=True)
@@ -104,13 +104,13 @@ def _begin(folder: Path, made_from: Mapping[str, Any]) -> Manifest | None:
     before = complete.facts if complete else progress
     if before is None and folder.is_dir() and any(path.suffix in (".tar", ".idx") for path in folder.iterdir()):
         raise DataError(
-            f"{folder}: has tars, but neither shards.json nor writing.json. Name another folder, or delete it."
+            f"{folder}: contains tars, but neither shards.json nor writing.json. Choose another folder, or delete it."
         )
     if before is not None and before != made_from:
         changed = sorted(key for key in {*before, *made_from} if before.get(key) != made_from.get(key))
         raise DataError(
-            f"{folder}: was written from something else ({', '.join(changed)} changed). "
-            "Name another folder, or delete it."
+            f"{folder}: was written with other input or settings ({', '.join(changed)} changed). "
+            "Choose another folder, or delete it."
         )
     if complete is None:
         files.write_json(folder / _PROGRESS, dict(made_from))
@@ -174,7 +174,7 @@ def _index(content: bytes, documents: int, how: Writing) -> tar_index.TarIndex:
             f"document {wrong[0][0]} of a tar: {wrong[0][1]}" if wrong else "two adjacent documents have the same key"
         )
         raise DataError(
-            f"cannot be written: {problem}. "
+            f"documents cannot be written: {problem}. "
             "Give each document a unique key, texts in UTF-8 and images that can be decoded."
         )
     if how.texts:
@@ -191,10 +191,11 @@ def encode(document: Document) -> bytes:
     key, parts = document
     if not key or set(key) & set("./\n\r\0") or not parts:
         raise DataError(
-            f"{key!r}: expected a key without dots, slashes and ends of lines, and at least one part, not {len(parts)}."
+            f"document {key!r}: expected a key without dots, slashes and line ends, and at least one part; got "
+            f"{len(parts)} parts."
         )
     if strange := [part.ending for part in parts if not (part.ending or "x").isalnum()]:
-        raise DataError(f'{key!r}: expected the ending of a file, such as "png", got {strange[0]!r}.')
+        raise DataError(f'document {key!r}: expected a file extension, such as "png", got {strange[0]!r}.')
     width = max(3, len(str(len(parts) - 1)))
     names = [f"{key}.{i:0{width}}.{part.kind}.{part.ending or ENDINGS[part.kind]}" for i, part in enumerate(parts)]
     contents = [*(part.content for part in parts), "\n".join(names).encode()]

@@ -30,7 +30,7 @@ class Descriptions:
             self._database.execute("select 1 from paragraphs, redirects limit 1")
         except sqlite3.Error as error:
             raise DataError(
-                f"{path}: no index of Wikipedia ({error}). Make it with python -m data_prep.metadata.wiki_index."
+                f"{path}: not an index of Wikipedia ({error}). Make it with python -m data_prep.metadata.wiki_index."
             ) from None
         self.queries = 0
         """Number of index queries."""

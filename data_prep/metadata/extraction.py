@@ -77,7 +77,7 @@ def processor_limit(seconds: float) -> Iterator[None]:
 def _from_html(row: Row, options: Options) -> Row:
     page = row.get(page_sources.HTML)
     if not isinstance(page, str):
-        raise DataError(f"field {page_sources.HTML!r}: expected the HTML of a page, got {page!r}.")
+        raise DataError(f"field {page_sources.HTML!r}: expected the HTML of a page, got {page!r:.60}.")
     columns = html.extract(page, options.removal).columns()
     del row[page_sources.HTML]  # only now, so that the row still has it after a failure
     return columns
@@ -193,7 +193,7 @@ def _write_part(part: Part, options: Options) -> None:
                     orjson.dumps(annotated_row if options.compatible else _compact(annotated_row, options)) + b"\n"
                 )
             except orjson.JSONEncodeError as error:
-                raise DataError(f"{where}: cannot be written as JSON ({error}).") from None
+                raise DataError(f"{where}: cannot be written as JSON ({error}). Remove or convert the field.") from None
             digests.write(DIGEST.pack(hashlib.sha256(annotated_row["text"].encode()).digest()[:16], number))
             report["rows"] += 1
         for file in (rows, digests):

@@ -75,9 +75,9 @@ class RemovalRule(Config):
     @model_validator(mode="after")
     def _can_match(self) -> "RemovalRule":
         if not re.fullmatch(r"[^\sA-Z<>/]+", self.tag):
-            raise ValueError(f"tag: {self.tag!r} is not the name of a tag. Write it in lower case, without brackets.")
+            raise ValueError(f"tag: expected the name of a tag in lower case without brackets, got {self.tag!r}.")
         if self.max_chars is not None and self.max_chars < self.min_chars:
-            raise ValueError(f"max_chars: {self.max_chars} is below min_chars {self.min_chars}. Swap them.")
+            raise ValueError(f"max_chars: expected at least min_chars {self.min_chars}, got {self.max_chars}.")
         return self
 
 

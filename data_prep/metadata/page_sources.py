@@ -53,8 +53,8 @@ def list_files(names: Sequence[str]) -> list[Path]:
         readable = [each for each in paths if each.name.endswith(KINDS)]
         if not readable:
             raise DataError(
-                f"{name}: {'no file here ends' if paths else 'no such file. Expected names that end'} "
-                f"with {', '.join(KINDS)}."
+                f"{name}: {'no readable file' if paths else 'no such file'}. Expected names that end with "
+                f"{', '.join(KINDS)}."
             )
         files += readable
     return files
@@ -111,11 +111,13 @@ def _warc_pages(path: Path, counts: Counter[str], kinds: Collection[str]) -> Ite
                     raise zlib.error("it ends within a record")
     except AttributeError:  # warcio needs the address
         raise DataError(
-            f"{path}: record {number + 1}: a response without WARC-Target-URI. Get the file again."
+            f"{path}: record {number + 1}: a response without WARC-Target-URI. Download the file again."
         ) from None
     except (ArchiveLoadFailed, zlib.error, gzip.BadGzipFile) as bad:
         why = sources.first_line(bad).rstrip(".")
-        raise DataError(f"{path}: record {max(number, 1)} or the next: cut or damaged ({why}). Get it again.") from None
+        raise DataError(
+            f"{path}: record {max(number, 1)} or the next: truncated or damaged ({why}). Download it again."
+        ) from None
 
 
 def _type(record: Any) -> str:

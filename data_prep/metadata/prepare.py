@@ -173,7 +173,7 @@ def prepare(data_path: Path, request: Request) -> None:
         (f"--{split} {path}", facts[path]) for split, split_files in splits.items() for path in split_files
     )
     if not splits["train"]:
-        raise DataError("--train: all of its sources are in --val. Add sources for training.")
+        raise DataError("--train: all of its sources are also in --val. Add other sources for training.")
     made_from = {
         "sources": {split: [facts[path] for path in split_files] for split, split_files in splits.items()},
         "extract": list(options.extract),
@@ -212,7 +212,7 @@ def prepare(data_path: Path, request: Request) -> None:
 def _options(request: Request) -> tuple[Options, dict[str, str]]:
     """Build the extraction options; return them with {option: digest of the file it needs}."""
     if request.removal_rules and "html" not in request.extract:
-        raise ConfigError("--removal_rules: needs --extract html. Add it, or leave out --removal_rules.")
+        raise ConfigError("--removal_rules: needs --extract html. Add it, or remove --removal_rules.")
     options = Options(
         tuple(key for key in EXTRACTORS if key in request.extract),
         request.compatible,
@@ -247,7 +247,9 @@ def _settings(slurm: Sequence[str]) -> dict[str, Any]:
             raise ConfigError(f"--slurm {setting}: expected KEY=VALUE, such as partition=cpu.")
         settings[key] = int(value) if value.isdigit() else value
     if settings and not {"partition", "time"} <= settings.keys():
-        raise ConfigError("--slurm: needs partition=NAME and time=HH:MM:SS.")
+        raise ConfigError(
+            f"--slurm: expected partition=NAME and time=HH:MM:SS among the settings, got {', '.join(slurm)}."
+        )
     return settings
 
 
@@ -338,13 +340,19 @@ def _run_array(parts: Sequence[Part], options: Options, workers: int, settings: 
     try:
         executor = SlurmPipelineExecutor(**{**arguments, **settings})
     except TypeError as error:
-        raise ConfigError(f"--slurm: datatrove's executor refuses it ({sources.first_line(error)})") from None
+        raise ConfigError(
+            f"--slurm: datatrove does not accept a setting ({sources.first_line(error).rstrip('.')}). "
+            "Correct or remove it."
+        ) from None
     executor.launch_merge_stats = lambda: None  # it would submit another job, for unused statistics
     try:
         executor.run()
     except (OSError, subprocess.CalledProcessError) as error:
         if not getattr(error, "output", None):  # submitted jobs that failed leave missing parts
-            raise ConfigError(f"--slurm: the scheduler refuses ({sources.first_line(error)})") from None
+            raise ConfigError(
+                f"--slurm: the job could not be submitted ({sources.first_line(error).rstrip('.')}). "
+                "Correct the settings."
+            ) from None
 
 
 def _join(parts: dict[str, list[Part]], request: Request, new: Path) -> dict[str, Any]:
@@ -376,7 +384,8 @@ def _join(parts: dict[str, list[Part]], request: Request, new: Path) -> dict[str
     for split, count in counts.items():
         if not count:
             raise DataError(
-                f"--{split}: no row has a text. Skipped: {dropped or 'nothing'}; {totals['empty']} rows are empty."
+                f"--{split}: no row has text. Skipped: {dropped or 'none'}; {totals['empty']} rows are empty. "
+                "Add sources with text."
             )
     errors = {
         name: sum(report["errors"][name][0] for report in reports.values())
@@ -407,8 +416,11 @@ def _check_errors(reports: dict[Part, dict[str, Any]], most: float) -> None:
         count = sum(number for number, _ in errors)
         if count / max(rows, 1) > most:
             examples = "\n".join([line for _, lines in errors for line in lines][:3])
-            problem = "no rows with metadata are" if name == extraction.ROWS else f"--extract {name}: failed on"
-            raise DataError(f"{problem} {count} of {rows} rows, above --max_errors {most:g}:\n{examples}")
+            problem = (
+                "--train, --val: malformed metadata in" if name == extraction.ROWS else f"--extract {name}: failed on"
+            )
+            advice = f"Fix them, or raise --max_errors (now {most:g}). First errors:"
+            raise DataError(f"{problem} {count} of {rows} rows. {advice}\n{examples}")
 
 
 def _require_disjoint(parts: dict[str, list[Part]]) -> None:
@@ -419,8 +431,8 @@ def _require_disjoint(parts: dict[str, list[Part]]) -> None:
             if digest in validation:
                 other, place = validation[digest]
                 raise DataError(
-                    f"{part.source}: row {number}: the same text as row {place} of {other.source}, "
-                    "which is for validation. Remove one of them: validation must not contain training documents."
+                    f"{part.source}: row {number}: same text as row {place} of {other.source} (--val). "
+                    "Remove one of them: validation must not contain training documents."
                 )
 
 

@@ -61,7 +61,9 @@ def prepare(data_path: Path) -> bool:
     def fill(folder: Path) -> Mapping[str, Any]:
         rows = split_rows(render(modules()))
         if not all(rows.values()):
-            raise DataError("the modules of this Python give too few documents to fill both splits.")
+            raise DataError(
+                f"{FOLDER}: the modules of this Python give too few documents for both splits. Use a complete Python."
+            )
         for split, documents in rows.items():
             with open(folder / f"{split}.jsonl", "w", encoding="utf-8", newline="\n") as file:
                 file.writelines(json.dumps(row) + "\n" for row in documents)

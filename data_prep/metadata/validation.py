@@ -47,7 +47,7 @@ def make_sets(data_path: Path, corpus: str, columns: Sequence[str], most: int | 
         if column not in COLUMNS:
             raise ConfigError(f"--columns: {unknown_text('column', column, COLUMNS)}")
         if not any(True for _ in rows_with(source, column)):
-            raise DataError(f"--columns: no row of {source} has {column!r}.")
+            raise DataError(f"--columns: no row of {source} has {column!r}. Remove it from --columns.")
     files = read_manifest(folder, DataError)["files"]
     for column in columns:
         made_from = {

@@ -55,9 +55,14 @@ def count_columns(
         column_counts.update(read_row(rows[number], f"{path}:{number + 1}", columns).columns)
     for column in columns or []:
         if not column_counts[column]:
-            raise DataError(f"--columns: no document that was counted has {column!r}, so it has no weight.")
+            raise DataError(
+                f"--columns: none of {len(row_numbers)} counted documents has {column!r}. "
+                "Remove it, or count more documents."
+            )
     if not column_counts:
-        raise DataError(f"{path}: no document has metadata.")
+        raise DataError(
+            f"{path}: no document has metadata. Prepare it with python -m data_prep.metadata.prepare --extract."
+        )
     return column_counts
 
 

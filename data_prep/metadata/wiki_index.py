@@ -50,7 +50,7 @@ def make_index(dump: Path, output: Path) -> None:
     temporary = output.with_name(f".{output.name}.{os.getpid()}")
     counts = {"paragraphs": 0, "redirects": 0}
     if not output.parent.is_dir():
-        raise DataError(f"--output {output}: no such folder: {output.parent}.")
+        raise DataError(f"--output {output}: the folder {output.parent} does not exist. Create it.")
     try:
         with writing(output), sqlite3.connect(temporary) as database:
             database.executescript(_TABLES)
@@ -65,7 +65,7 @@ def make_index(dump: Path, output: Path) -> None:
                     counts["paragraphs"] += 1
         database.close()
         if not counts["paragraphs"]:
-            raise DataError(f"{dump}: no article was found. Expected MediaWiki's XML export.")
+            raise DataError(f"{dump}: contains no article. Expected an XML export of MediaWiki.")
         os.replace(temporary, output)
     finally:
         temporary.unlink(missing_ok=True)
@@ -89,10 +89,10 @@ def read_pages(dump: Path) -> Iterator[Page]:
                 while element.getprevious() is not None:
                     del element.getparent()[0]
     except FileNotFoundError:
-        raise DataError(f"{dump}: no such file.") from None
+        raise DataError(f"{dump}: no such file. Download pages-articles.xml.bz2 of a Wikipedia dump.") from None
     except (etree.XMLSyntaxError, EOFError, OSError) as bad:
         raise DataError(
-            f"{dump}: cut, damaged, or no XML ({' '.join(str(bad).split())[:200]}). Get it again."
+            f"{dump}: truncated, damaged, or not XML ({' '.join(str(bad).split())[:200]}). Download it again."
         ) from None
 
 
@@ -101,7 +101,9 @@ def first_paragraph(wikitext: str) -> str:
     try:
         import mwparserfromhell
     except ModuleNotFoundError:
-        raise DataError(f"a package that reads wikitext is not installed: pip install -r {PACKAGES}") from None
+        raise DataError(
+            f"mwparserfromhell, which reads wikitext, is not installed: pip install -r {PACKAGES}"
+        ) from None
     code = mwparserfromhell.parse(wikitext).get_sections(include_lead=True, flat=True)[0]
     unread = list(code.filter_tags(matches=lambda tag: str(tag.tag).lower() in ("ref", "gallery")))
     unread += [link for link in code.filter_wikilinks() if str(link.title).strip().lower().startswith(_NO_TEXT)]

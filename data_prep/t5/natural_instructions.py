@@ -106,7 +106,7 @@ def read_task_names(path: Path) -> list[str]:
         return path.read_text(encoding="utf-8").split()
     except OSError as error:
         raise DataError(
-            f"{path}: no list of tasks ({error.strerror}). RELEASE is a checkout of allenai/natural-instructions."
+            f"{path}: no list of tasks ({error.strerror}). Set RELEASE to a checkout of allenai/natural-instructions."
         ) from None
 
 
@@ -114,7 +114,7 @@ def task_path(release: Path, task: str) -> Path:
     """The file of a task. Raises DataError if it is missing."""
     path = release / "tasks" / f"{task}.json"
     if not path.is_file():
-        raise DataError(f"{path}: no such task, but the split names it.")
+        raise DataError(f"{path}: missing, although a split lists this task. Check out the complete release.")
     return path
 
 
@@ -136,7 +136,10 @@ def rows(path: Path, split: str, options: Options) -> Iterator[dict[str, Any]]:
             for instance in raw["Instances"]
         ]
     except (KeyError, IndexError, TypeError, AttributeError) as error:
-        raise DataError(f"{path}: not a task of Natural Instructions ({type(error).__name__}: {error}).") from None
+        raise DataError(
+            f"{path}: malformed task of Natural Instructions ({type(error).__name__}: {error}). "
+            "Check the file out again."
+        ) from None
     if split == "val":
         instances = instances[:BENCHMARK]
     if len(instances) > most:

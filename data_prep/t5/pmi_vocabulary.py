@@ -94,7 +94,7 @@ def prepare(data_path: Path, name: str, train: Sequence[str], text_field: str, *
         selected_ngrams = {n: ngrams_by_rank[n][: int(options["size"] * share)] for n, share in SHARES.items()}
         if not any(selected_ngrams.values()):
             often = f"occurs {options['min_count']} times and more often than by chance"
-            raise DataError(f"--train: no n-gram {often}. Give more text, or lower --min_count.")
+            raise DataError(f"--train: no n-gram {often}. Use more text, or a lower --min_count.")
         with open(partial_folder / FILE, "w", encoding="utf-8", newline="\n") as file:
             file.writelines(f"{ngram}\n" for ngrams in selected_ngrams.values() for ngram in ngrams)
         print(

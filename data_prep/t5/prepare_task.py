@@ -49,9 +49,9 @@ class Options:
 
     def __post_init__(self) -> None:
         if not (self.train or self.val or self.test):
-            raise DataError("expected --train, --val or --test with a source at least.")
+            raise DataError("--train, --val, --test: none is set. Set at least one to a source.")
         if self.val_percent is not None and (self.val or not self.train):
-            raise DataError("--val_percent uses rows of --train for validation: leave --val out.")
+            raise DataError("--val_percent: takes validation rows from --train. Set --train, and remove --val.")
         if self.val_percent is not None and not 0 < self.val_percent < 100:
             raise DataError(f"--val_percent: expected a number between 0 and 100, got {self.val_percent:g}.")
         require_at_least(1, max_rows=self.max_rows)
@@ -86,7 +86,7 @@ def prepare(data_path: Path, options: Options) -> bool:
     """
     task = task_table.find(options.task, options.task_file)
     if options.train and not task.task.trained:
-        raise DataError(f"--train: {task.name!r} has no rows to train on. Give --val or --test.")
+        raise DataError(f"--train: the task {task.name!r} has no training rows. Use --val or --test instead.")
     sources_by_split = {split: [Source(source, split, task) for source in getattr(options, split)] for split in SPLITS}
     made_from = _provenance(options, sources_by_split, task)
     facts = command.make_folder(
@@ -121,7 +121,9 @@ def _write(
     for split in split_rows:
         rows[split] = rows[split][: options.max_rows]
         if not rows[split]:
-            raise DataError(f"--{split}: no row is left for this split.")
+            raise DataError(
+                f"--{split}: no row is left for this split. Use a source with more rows of task {options.task!r}."
+            )
         _number(rows[split])
         lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in rows[split])
         (partial_folder / f"{split}.jsonl").write_text("".join(lines), encoding="utf-8", newline="\n")

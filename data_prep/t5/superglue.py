@@ -122,7 +122,7 @@ def dpr(record: Record, split: str, where: str) -> Iterator[Record]:
     sentence, pronoun = _get(record, "sentence", str, where), _get(record, "pronoun", str, where)
     candidates, label = _get(record, "candidates", list, where), record.get("label")
     if label is not None and not (type(label) is int and 0 <= label < len(candidates)):
-        raise DataError(f"{where}: label {label!r} is not among the {len(candidates)} candidates.")
+        raise DataError(f"{where}: label: expected the index of one of {len(candidates)} candidates, got {label!r}.")
     text = re.sub(rf" ({re.escape(pronoun)})( |\.|,)", r" *\1*\2", sentence, count=1)
     yield {"text": text, "label": None if label is None else candidates[label], "index": record.get("idx")}
 
@@ -151,7 +151,7 @@ def _get(record: Mapping[str, Any], name: str, kind: type, where: str) -> Any:
     value = record.get(name) if isinstance(record, Mapping) else None
     if type(value) is not kind:
         raise DataError(
-            f"{where}: expected {kind.__name__} as {name!r}, got {str(value)[:60]!r} ({type(value).__name__})."
+            f"{where}: field {name!r}: expected {kind.__name__}, got {str(value)[:60]!r} ({type(value).__name__})."
         )
     return value
 

@@ -87,7 +87,7 @@ def _run(train: Sequence[str] | None, source: str | None, spiece: Path | None, *
         return prepare_trained(train=train, options={**DEFAULTS, **about}, **options)
     if about:
         raise DataError(
-            f"--{next(iter(about))}: is for --train; --from and --spiece have their tokens already. Leave it out."
+            f"--{next(iter(about))}: only for --train, as --from and --spiece already have tokens. Remove it."
         )
     return prepare(source=source, spiece=spiece, **options)
 
@@ -114,7 +114,7 @@ def prepare(
         assert source is not None, "one of the two is given"
         place = data_path / source
         if place.resolve() == folder.resolve():
-            raise DataError(f"--name: {folder} is what --from names. Choose another name.")
+            raise DataError(f"--name: {folder} is also the source (--from). Choose another name.")
         with_sentinels = tokenizers.load(place if place.is_dir() else source)
         if not (sentences and _sentinels_in(with_sentinels.get_vocab())):
             with_sentinels = add_sentinels(with_sentinels, source, sentinels)
@@ -190,7 +190,7 @@ def train_unigram(
 
     lines = training_text.sample_lines(text for texts in batches for text in texts)
     if not lines:
-        raise DataError("--train: has no text.")
+        raise DataError("--train: the sources contain no text. Add sources with text.")
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder, "model")
         try:
@@ -285,7 +285,9 @@ def add_sentences(tokenizer: "PreTrainedTokenizerFast", number: int, where: str)
     """
     new_tokens = dataset.sentence_tokens(number)
     if existing_tokens := sorted({*new_tokens} & {*tokenizer.get_vocab()}):
-        raise DataError(f"{where}: has {existing_tokens[0]!r} already. Use it as it is, or take one without.")
+        raise DataError(
+            f"{where}: already has the token {existing_tokens[0]!r}. Use it as it is, or choose another tokenizer."
+        )
     tokenizer.add_tokens(new_tokens, special_tokens=True)
 
 
@@ -311,7 +313,7 @@ def _refuse_sentinels(vocabulary: Any, where: str) -> None:
     sentinels = _sentinels_in(vocabulary)
     if sentinels:
         raise DataError(
-            f"{where}: has {len(sentinels)} sentinels already, such as {min(sentinels)!r}. Use it as it is."
+            f"{where}: already has {len(sentinels)} sentinels, such as {min(sentinels)!r}. Use it as it is."
         )
 
 
@@ -331,7 +333,7 @@ def from_sentencepiece(path: Path, sentinels: int = NUM_SENTINELS) -> "PreTraine
     if len(names[_UNKNOWN]) != 1 or "</s>" not in names[_CONTROL]:
         raise DataError(
             f"{path}: expected one unknown piece and the control piece '</s>', "
-            f"got {names[_UNKNOWN]} and {names[_CONTROL]}."
+            f"got {names[_UNKNOWN]} and {names[_CONTROL]}. Use a model of T5, or train one with --train."
         )
     pieces = [(piece.piece, piece.score) for piece in proto.pieces]
     _refuse_sentinels([name for name, _ in pieces], str(path))
@@ -377,11 +379,11 @@ def _read_proto(path: Path) -> Any:
         with files.reading(path, DataError):
             proto.ParseFromString(path.read_bytes())
     except FileNotFoundError:
-        raise DataError(f"{path}: no such file.") from None
+        raise DataError(f"{path}: no such file. Name the spiece.model of a T5.") from None
     except DecodeError as bad:
-        raise DataError(f"{path}: not a SentencePiece model: {bad}.") from None
+        raise DataError(f"{path}: not a SentencePiece model ({bad}). Name the spiece.model of a T5.") from None
     if not proto.pieces or proto.trainer_spec.model_type != _UNIGRAM:
-        raise DataError(f"{path}: not a SentencePiece model of unigrams, such as T5's spiece.model.")
+        raise DataError(f"{path}: not a unigram model of SentencePiece. Use one, such as the spiece.model of a T5.")
     return proto
 
 

@@ -29,7 +29,7 @@ def rows(source: Source, skipped: list[str] | None) -> Iterator[Row]:
                 yield _row(part, source, where)
         except DataError as error:
             if skipped is None:
-                raise DataError(f"{error} --skip_bad_rows leaves such rows out.") from None
+                raise DataError(f"{error} Add --skip_bad_rows to drop such rows.") from None
             skipped.append(str(error))
 
 
@@ -42,15 +42,15 @@ def _row(record: Record, source: Source, where: str) -> Row:
             got = (
                 f"got {str(value)[:60]!r} ({type(value).__name__})"
                 if value is not None
-                else f"there is: {', '.join(record)}"
+                else f"got only the columns {', '.join(record)}"
             )
-            raise DataError(f"{where}: expected text as {' or '.join(map(repr, source.names(column)))}, {got}.")
+            raise DataError(f"{where}: expected text in {' or '.join(map(repr, source.names(column)))}, {got}.")
         new_row[column] = value
     new_row["label"] = _label(_column_value(record, source, "label"), source, where)
     if new_row["label"] is None and source.split != "test":
         raise DataError(
-            f"{where}: no label, under {' or '.join(map(repr, source.names('label')))}. "
-            "Rows without one are for --test."
+            f"{where}: no label in {' or '.join(map(repr, source.names('label')))}. "
+            "Add one, or use the source as --test."
         )
     if isinstance(record.get("answers"), list):
         new_row["answers"] = record["answers"]
@@ -90,7 +90,8 @@ def _label(value: Any, source: Source, where: str) -> str | None:
             return task.labels[int(number)]
         choices = ", ".join(task.labels[:12])
         raise DataError(
-            f"{where}: label {text[:60]!r} is not in {source.task.name!r}: {choices}, or 0 to {len(task.labels) - 1}."
+            f"{where}: label of {source.task.name!r}: expected one of {choices}, or 0 to {len(task.labels) - 1}, "
+            f"got {text[:60]!r}."
         )
     text = value.strip() if isinstance(value, str) else repr(value)
     if task.kind == "regression":

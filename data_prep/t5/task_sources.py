@@ -64,7 +64,7 @@ class Source:
         while lines and not lines[-1]:
             lines.pop()
         if not lines:
-            raise DataError(f"{path}: holds nothing.")
+            raise DataError(f"{path}: empty. Expected rows of the task {self.task.name!r}.")
         head = lines[0].split("\t")
         header = all(any(name in head for name in self.names(column)) for column in self.task.task.columns)
         names = head if header else self._plain(path, head)
@@ -84,13 +84,13 @@ class Source:
             if len(names) == len(first):
                 return names
         task, known_names = self.task.task, " or ".join(" ".join(names) for names in self.task.task.plain)
-        without = f" Without a header line its columns would be: {known_names}." if known_names else ""
+        without = f" A file without a header line has the columns {known_names}." if known_names else ""
         missing = next(c for c in task.columns if not any(name in first for name in self.names(c)))
         missing_names = " or ".join(map(repr, self.names(missing)))
         column_names = ", ".join(repr(name[:30]) for name in first[:12])
         raise DataError(
-            f"{path}:1: no column {missing_names} for {missing!r} of {self.task.name!r} "
-            f"among {len(first)}: {column_names}.{without}"
+            f"{path}:1: expected a column {missing_names} for {missing!r} of {self.task.name!r}, "
+            f"got {len(first)} columns: {column_names}.{without}"
         )
 
     def _read_csv(self, path: Path) -> Iterator[tuple[str, Record]]:
@@ -98,9 +98,12 @@ class Source:
         try:
             for record in reader:
                 extra = "" in record or None in record.values()
-                yield f"{path}:{reader.line_num}", {"": "more or fewer columns than the header."} if extra else record
+                yield (
+                    f"{path}:{reader.line_num}",
+                    {"": "more or fewer columns than in the header. Correct the line."} if extra else record,
+                )
         except csv.Error as error:
-            raise DataError(f"{path}:{reader.line_num}: {error}.") from None
+            raise DataError(f"{path}:{reader.line_num}: malformed CSV ({error}). Correct the line.") from None
 
     def _read_datasets(self, rows: Any) -> Iterator[tuple[str, Record]]:
         """Replace class numbers by class names, if the names are those of the task."""
@@ -124,4 +127,4 @@ def _text(path: Path) -> str:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as bad:
         line = data.count(b"\n", 0, bad.start) + 1
-        raise DataError(f"{path}:{line}: not UTF-8 text: {bad.reason}.") from None
+        raise DataError(f"{path}:{line}: not UTF-8 text: {bad.reason}. Convert the file to UTF-8.") from None

@@ -23,6 +23,12 @@ from src.support.parsing import parse_json
 SPLITS = ("train", "val")
 _MADE_BY = {
     **{f"stdlib_{kind}": "python -m data_prep.crossattn.stdlib_qa" for kind in ("qa", "text", "tokenizer")},
+    **dict.fromkeys(
+        ("expression_tokenizer", "expression_tasks", "expression_replies", "expression_pairs", "stdlib_doctests"),
+        "python -m data_prep.assistants.stdlib_conversations",
+    ),
+    "stdlib_pages": "python -m data_prep.metadata.stdlib_pages",
+    "digit_pages": "python -m data_prep.interleaved.digit_pages",
     "stdlib_t5_tokenizer": (
         "python -m data_prep.t5.t5_tokenizer --from stdlib_tokenizer --name stdlib_t5_tokenizer --sentences 20"
     ),
@@ -91,7 +97,9 @@ def require_file(folder: Path, name: str) -> Path:
     """
     names = sorted(manifest_of(folder)["files"])
     if name not in names:
-        raise DataError(f"{folder}: has no {name}. Files: {', '.join(names)}.")
+        raise DataError(
+            f"{folder}: has no {name}. Files: {', '.join(names)}. Use one of these, or prepare it again with this file."
+        )
     return folder / name
 
 
@@ -127,7 +135,7 @@ def read_rows(
         DataError: the folder is missing or incomplete, the file is missing or empty, or a line is malformed.
     """
     if not path.parent.is_dir():
-        raise DataError(f"{path.parent}: no such folder. {preparation_hint(path.parent)}".rstrip())
+        raise DataError(f"{path.parent}: no such folder. {preparation_hint(path.parent) or 'Check the path.'}")
     _check_sizes(path.parent)
     rows, key = Rows(path, RowIndex(array("Q", [0]), (), ())), None
     with reading(path, DataError), open(rows.file, "rb", closefd=False) as file, contextlib.ExitStack() as stack:
@@ -244,11 +252,12 @@ class Rows(Sequence[dict[str, Any]]):
         """
         if self._file is None:
             if self._manifest_entry() != self.facts:
-                raise DataError(f"{self.path}: changed since it was checked. Start again.")
+                raise DataError(f"{self.path}: the data set changed during this run. Start the run again.")
             try:
                 self._file = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
             except FileNotFoundError:
-                raise DataError(f"{self.path}: no such file.") from None
+                hint = preparation_hint(self.path.parent) or "Prepare the data set again."
+                raise DataError(f"{self.path}: no such file. {hint}") from None
             weakref.finalize(self, os.close, self._file)
         return self._file
 
@@ -266,7 +275,8 @@ class Rows(Sequence[dict[str, Any]]):
                 data += more
         if len(data) < end - start:
             raise DataError(
-                f"{self.path}: shorter than the {self.row_index.ends[-1]} bytes that were checked. Prepare it again."
+                f"{self.path}: shorter than the {self.row_index.ends[-1]} bytes read at the start. "
+                "Prepare the data set again."
             )
         return data
 
@@ -284,7 +294,10 @@ def select_validation_rows(total: int, count: int, path: Path) -> list[int]:
         DataError: `path` has fewer than `count` rows.
     """
     if count > total:
-        raise DataError(f"{path}: {count} validation samples requested, only {total} available. Use null for all.")
+        raise DataError(
+            f"{path}: {count} validation samples requested, only {total} available. "
+            "Lower the number, or set it to null for all."
+        )
     return Random(f"validation/{total}").sample(range(total), total)[:count]
 
 
@@ -320,7 +333,8 @@ def check_text(text: str, where: str) -> None:
         text.encode()
     except UnicodeEncodeError as bad:
         raise DataError(
-            f"{where}: \\u{ord(text[bad.start]):04x} at character {bad.start} is half of a surrogate pair, not text."
+            f"{where}: \\u{ord(text[bad.start]):04x} at character {bad.start} is half of a surrogate pair, not text. "
+            "Remove it."
         ) from None
 
 
@@ -347,6 +361,8 @@ def _check_sizes(folder: Path) -> None:
 
 def preparation_hint(folder: Path) -> str:
     """A sentence with the command that makes `folder`; empty if no command is known."""
+    if folder.name not in _MADE_BY and folder.parent.name == "digit_pages":  # its folders train, val and tokenizer
+        folder = folder.parent
     command = _MADE_BY.get(folder.name)
     if command is None and _is_release_of_conversations(folder.name):
         command = f"python -m data_prep.assistants.prepare_conversations --name {folder.name}"

@@ -138,5 +138,5 @@ def _map(place: Path, key: Mapping[str, Any]) -> RowIndex | None:
 def _reopen(place: Path, key: Mapping[str, Any]) -> RowIndex:
     index = _map(place, key)
     if index is None:
-        raise DataError(f"{place}: the row index was removed or replaced since it was opened. Start again.")
+        raise DataError(f"{place}: the row index was removed or replaced during this run. Start the run again.")
     return index

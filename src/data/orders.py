@@ -164,7 +164,10 @@ def order_of(
     if isinstance(dataset, OrderedDataset):
         return dataset.order(seed, per_step, steps, branches)
     if any(branch.deny_list for branch in branches):
-        raise RunError("a deny list needs data streamed from tars. Undo it.")
+        raise RunError(
+            "deny list: only data streamed from tars can be denied. "
+            "Undo it: python -m src.operations.interventions undo RUN."
+        )
     shuffle = dataset.shuffle if isinstance(dataset, ShuffledDataset) else "numpy"
     order = IndexedOrder(seed, len(dataset), per_step, branches, shuffle)
     return order if group is None else GroupedOrder(order, cast(MeasuredDataset, dataset).length, group)
@@ -268,7 +271,10 @@ class GroupedOrder:
 
     def __post_init__(self) -> None:
         if any(branch.data == "reshuffle" for branch in self.order.branches):
-            raise RunError("data grouped by length cannot be reshuffled. Skip steps instead: skip:K.")
+            raise RunError(
+                "--data reshuffle: data grouped by length (loop.group_by_length) cannot be reshuffled. "
+                "Skip steps instead: --data skip:K."
+            )
 
     def micro_batches(self, first_step: int, share: RankShare, cursor: Cursor) -> Iterator[MicroBatch]:
         """See `Order`."""

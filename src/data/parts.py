@@ -60,7 +60,9 @@ class PartsConfig(DatasetConfig):
                 )
         if len(set(kinds.values())) > 1:
             readers = ", ".join(f"{path} {kind}" for path, kind in kinds.items())
-            raise ValueError(f"{self.parts_field}: one model cannot read all of these data: {readers}.")
+            raise ValueError(
+                f"{self.parts_field}: one model cannot read all of these data: {readers}. Use data sets of one kind."
+            )
         return self
 
     @property

@@ -53,7 +53,7 @@ class Config(PartsConfig):
                 advice = (
                     "the last phase ends with the training. Remove it"
                     if phase.until
-                    else "missing. Only the last phase can omit it"
+                    else "missing. Set the share of the training at which the phase ends, such as 0.5"
                 )
                 raise ValueError(f"phases[{number}].until: {advice}.")
             if phase.data.name == "phases":
@@ -87,7 +87,8 @@ class Config(PartsConfig):
         for number, (begin, end) in enumerate(pairwise([*begins, steps])):
             if begin >= end:
                 raise ConfigError(
-                    f"data.phases[{number}]: has no steps of loop.steps = {steps}. Make its share larger."
+                    f"data.phases[{number}]: its share of loop.steps = {steps} is less than one step. "
+                    "Change `until` so that each phase has a step, or train longer."
                 )
         return begins
 

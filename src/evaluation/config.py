@@ -36,7 +36,9 @@ class Decoding(Config):
     @model_validator(mode="after")
     def _penalises_beams(self) -> Self:
         if self.num_beams == 1 and self.length_penalty != 1.0:
-            raise ValueError("length_penalty: ignored without beam search. Set num_beams.")
+            raise ValueError(
+                "length_penalty: ignored without beam search. Set num_beams above 1, or remove length_penalty."
+            )
         return self
 
     def decoding(self) -> dict[str, int | float]:
@@ -75,7 +77,8 @@ class Answers(Decoding):
             raise ConfigError("answers.shuffled_context: these data have no contexts. Remove it.")
         if self.questions > dataset.num_questions:
             raise DataError(
-                f"answers.questions: {self.questions} requested, only {dataset.num_questions} available. Use fewer."
+                f"answers.questions: {self.questions} requested, only {dataset.num_questions} available. "
+                f"Set at most {dataset.num_questions}."
             )
 
 
@@ -115,7 +118,8 @@ class SampledAnswers(Config):
         """Raise DataError if `dataset` has fewer questions than requested."""
         if self.questions > dataset.num_questions:
             raise DataError(
-                f"sampled.questions: {self.questions} requested, only {dataset.num_questions} available. Use fewer."
+                f"sampled.questions: {self.questions} requested, only {dataset.num_questions} available. "
+                f"Set at most {dataset.num_questions}."
             )
 
 
@@ -171,7 +175,7 @@ class Inference(Decoding):
                 "Change one of them."
             )
         if self.rows is not None and self.rows > len(rows):
-            raise DataError(f"inference.rows: {self.rows} requested, only {len(rows)} available. Use null for all.")
+            raise DataError(f"inference.rows: {self.rows} requested, only {len(rows)} available. Set null for all.")
         return rows[: self.rows]
 
 
@@ -187,9 +191,9 @@ class Answering(Decoding):
     @model_validator(mode="after")
     def _normalises_a_ranking(self) -> "Answering":
         if self.length_normalised and self.by != "rank":
-            raise ValueError(f"length_normalised: needs by 'rank', got {self.by!r}. Remove it.")
+            raise ValueError(f"length_normalised: ignored with by {self.by!r}. Remove it, or set by to 'rank'.")
         if self.num_beams > 1 and self.by == "rank":
-            raise ValueError("num_beams: ignored with by 'rank'. Remove it.")
+            raise ValueError("num_beams: ignored with by 'rank'. Remove it, or set by to 'generate'.")
         return self
 
 

@@ -44,7 +44,10 @@ def evaluate(config: SampledAnswers, generator: AnswerGenerator) -> dict[str, fl
     for metric in config.metrics:
         for name, scores in metric.score(predictions).items():
             if not isinstance(scores, list):
-                raise ConfigError(f"sampled.metrics: {name!r} is not a score of single answers. Use another metric.")
+                raise ConfigError(
+                    f"sampled.metrics: {name!r} scores all answers together. "
+                    "Use a metric that scores each answer, such as em."
+                )
             groups = [scores[first : first + config.samples] for first in range(0, len(scores), config.samples)]
             means = [fmean(group) for group in groups]
             interval = _NORMAL_95 * stdev(means) / math.sqrt(len(means)) if len(means) > 1 else 0.0

@@ -22,7 +22,7 @@ class Prediction:
 
     def __post_init__(self) -> None:
         if isinstance(self.references, str) or not self.references:
-            raise ValueError(f"references: expected a list of one or more answers, got {self.references!r}")
+            raise ValueError(f"references: expected a list of one or more answers, got {self.references!r}.")
 
 
 class Dataset(Protocol):

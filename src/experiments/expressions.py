@@ -59,7 +59,9 @@ class _Parser:
 
     def query(self) -> Query:
         if len(self.text) > MAX_CHARACTERS:
-            raise ConfigError(f"{self.where}: {len(self.text)} characters, at most {MAX_CHARACTERS} can be read.")
+            raise ConfigError(
+                f"{self.where}: {len(self.text)} characters, at most {MAX_CHARACTERS} can be read. Shorten it."
+            )
         if not self.line:
             raise ConfigError(f"{self.where}: expected a comparison such as seed == 0, got nothing.")
         try:
@@ -73,7 +75,8 @@ class _Parser:
             self.refuse_at((error.offset or len(self.line) + 1) - 1, self.advice(error))
         except (RecursionError, MemoryError, ValueError):
             raise ConfigError(
-                f"{self.where}: nested more than {MAX_DEPTH} deep, or with a zero byte: {self.line[:60]!r}."
+                f"{self.where}: {self.line[:60]!r} is nested more than {MAX_DEPTH} deep or has a zero byte. "
+                "Simplify it."
             ) from None
         return Query(self.text, frozenset(self.names), value)
 

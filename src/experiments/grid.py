@@ -170,7 +170,8 @@ def parse_assignment(text: str) -> tuple[str, Any]:
     except (RecursionError, ValueError):
         excerpt = f"{value[:30]}... ({len(value)} characters)"
         raise ConfigError(
-            f"--set: {path.strip()}: nested too deeply, or a number of too many digits: {excerpt}."
+            f"--set: {path.strip()}: {excerpt} is nested too deeply, or has a number of too many digits. "
+            "Write a shorter value."
         ) from None
 
 
@@ -260,7 +261,7 @@ def _combine(base: Any, values: Iterable[tuple[str, Any]], must_exist: bool = Tr
     try:
         exp = _copy(base)
     except RecursionError:
-        raise ConfigError("an experiment contains itself, or is nested too deeply.") from None
+        raise ConfigError("an experiment contains itself, or is nested too deeply. Copy the inner dict.") from None
     for path, value in values:
         _assign(exp, path, value, must_exist)
     return exp
@@ -290,7 +291,8 @@ def _assign(exp: Experiment, path: str, value: Any, must_exist: bool) -> None:
             place[key] = _default_of(exp, keys[: depth + 1], path)
         if not isinstance(place[key], dict):
             raise ConfigError(
-                f"{path}: {'.'.join(keys[: depth + 1])} is {place[key]!r}, not a dict, so nothing can be set below it."
+                f"{path}: {'.'.join(keys[: depth + 1])} is {place[key]!r}, not a dict, so nothing can be set below it. "
+                "Set a dict there first."
             )
         place = place[key]
 
@@ -320,7 +322,7 @@ def _check_axes(axes: Axes, where: str) -> None:
             raise ConfigError(f"{where}: {path}: expected a list of values, got {describe_value(values)}.")
         if not values:
             raise ConfigError(
-                f"{where}: {path}: an axis without values makes no experiment. Give it values or drop it."
+                f"{where}: {path}: an axis without values makes no experiment. Add values, or remove the axis."
             )
     for first, second in itertools.combinations(axes, 2):
         if first.startswith(second + "."):

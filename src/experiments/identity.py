@@ -99,7 +99,8 @@ def _check_list(value: list[Any], where: str) -> None:
         below = f"{where}[{place}]"
         if type(item) is list and _holds_dict(item):
             raise ConfigError(
-                f"{below}: a list inside a list must not contain dicts: their key order would change the id."
+                f"{below}: a list inside a list contains dicts, and their key order would change the id. "
+                "Put the dicts into one flat list."
             )
         _check(item, below)
 

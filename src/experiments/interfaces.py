@@ -134,7 +134,10 @@ class ModelConfig(Component):
 def require_fit(field: str, tokens: int, max_positions: int | None) -> None:
     """Raise ConfigError if `field` allows more tokens than the model has positions (None: unknown or unlimited)."""
     if max_positions is not None and tokens > max_positions:
-        raise ConfigError(f"{field}: {tokens} tokens are more than the {max_positions} positions of the model.")
+        raise ConfigError(
+            f"{field}: {tokens} tokens are more than the {max_positions} positions of the model. "
+            "Use fewer tokens, or a model with more positions."
+        )
 
 
 class DatasetConfig(Component):

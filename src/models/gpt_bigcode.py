@@ -34,7 +34,7 @@ class Config(ModelConfig):
     @model_validator(mode="after")
     def _heads_share_the_width(self) -> "Config":
         if self.hidden_size % self.num_heads:
-            raise ValueError(f"hidden_size {self.hidden_size} does not divide by num_heads {self.num_heads}.")
+            raise ValueError(f"hidden_size: expected a multiple of num_heads {self.num_heads}, got {self.hidden_size}.")
         return self
 
     def build(self, places: Places) -> "GPTBigCodeForCausalLM":

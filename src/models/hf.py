@@ -157,8 +157,7 @@ class Config(ModelConfig):
             StrictDataclassError,
         ) as error:
             # Raised for an invalid value in config.json.
-            reason = " ".join(f"{type(error).__name__}: {error}".split())
-            raise ConfigError(f"{folder / 'config.json'}: cannot build a model from it ({reason[:300]}).") from error
+            raise _unusable(folder / "config.json", error) from error
         model, report = loaded
         if report["missing_keys"]:
             # transformers would initialize them randomly.
@@ -254,8 +253,7 @@ class Config(ModelConfig):
         folder = self.folder(places)
         if self.quantization is not None and find_spec("bitsandbytes") is None:
             raise ConfigError(
-                f"quantization {self.quantization!r} needs a package that is not installed: "
-                f"pip install -r {BITSANDBYTES}"
+                f"model.quantization: {self.quantization!r} needs a missing package: pip install -r {BITSANDBYTES}"
             )
         self._check_attention(places)
         if self.tokenizer:
@@ -264,14 +262,13 @@ class Config(ModelConfig):
             self._scaled_config(places)
         if self._local_folder(places) is not None and self.revision is not None:
             raise ConfigError(
-                f"{self.path!r} is a folder, so revision {self.revision!r} would be ignored. "
-                "Remove revision, or use a hub id."
+                f"model.revision: {self.revision!r} is ignored, as path {self.path!r} is a folder. Remove it."
             )
         if places.on_paper:
             return
         weights = hub_files.find_weights(folder)
         if weights is None:
-            raise CheckpointError(f"{folder}: no weights. Expected {' or '.join(hub_files.WEIGHTS)}.")
+            raise CheckpointError(f"{folder}: no weights. Expected {' or '.join(hub_files.WEIGHTS)} in this folder.")
         for path in hub_files.weight_files(weights):
             if not os.path.isfile(path):
                 raise CheckpointError(f"{path}: missing, but listed in {weights.name}. Download it again.")
@@ -319,10 +316,10 @@ class Config(ModelConfig):
         raw = read_json(path, ConfigError)
         if not isinstance(raw, dict):
             raise ConfigError(
-                f"{path}: expected a dict, got {type(raw).__name__}. Name a folder that save_pretrained made."
+                f"{path}: expected a dict, got {type(raw).__name__}. Use a folder that save_pretrained wrote."
             )
         if "model_type" not in raw:
-            raise ConfigError(f'{path}: "model_type" is missing. Name a folder that save_pretrained made.')
+            raise ConfigError(f'{path}: "model_type" is missing. Use a folder that save_pretrained wrote.')
         return raw
 
     def load_config(self, places: Places) -> Any:
@@ -338,10 +335,7 @@ class Config(ModelConfig):
         try:
             return AutoConfig.from_pretrained(self.folder(places), local_files_only=True)
         except (ValueError, TypeError, KeyError, AttributeError, StrictDataclassError) as error:
-            reason = " ".join(f"{type(error).__name__}: {error}".split())
-            raise ConfigError(
-                f"{self.folder(places) / 'config.json'}: cannot build a model from it ({reason[:300]})."
-            ) from error
+            raise _unusable(self.folder(places) / "config.json", error) from error
 
     def architecture(self, places: Places) -> Architecture | None:
         try:
@@ -381,7 +375,7 @@ class Config(ModelConfig):
         if local_folder is None:
             return hub_files.find_snapshot(self.path, self.revision)
         if not (local_folder / "config.json").is_file():
-            raise ConfigError(f"{self.path!r} is a folder without a config.json. Name one that save_pretrained made.")
+            raise ConfigError(f"{self.path!r}: the folder has no config.json. Use a folder that save_pretrained wrote.")
         return local_folder
 
     def _local_folder(self, places: Places) -> Path | None:
@@ -394,6 +388,11 @@ class Config(ModelConfig):
 def _maker(made_by: Any) -> Callable[..., Any]:
     """The function that builds a model from a config. made_by: transformers' class."""
     return getattr(made_by, "from_config", None) or made_by._from_config
+
+
+def _unusable(path: Path, error: Exception) -> ConfigError:
+    reason = " ".join(f"{type(error).__name__}: {error}".split())
+    return ConfigError(f"{path}: cannot build a model from it ({reason[:300]}). Correct it, or download it again.")
 
 
 def _first_line(error: Exception) -> str:

@@ -69,7 +69,9 @@ def move(model: Any, device: str | None) -> None:
     try:
         model.to(device)
     except (RuntimeError, AssertionError) as error:
-        raise ConfigError(f"--device: {device!r} cannot be used ({str(error).splitlines()[0]}).") from None
+        raise ConfigError(
+            f"--device: {device!r} cannot be used ({str(error).splitlines()[0]}). Use a GPU such as cuda:0, or cpu."
+        ) from None
 
 
 def require_8bit(device: str | None) -> str:
@@ -109,7 +111,9 @@ def quantize(model: Any, device: str) -> Any:
             device_map=device,
         )
     except (RuntimeError, AssertionError) as error:
-        raise ConfigError(f"--device: {device!r} cannot be used ({str(error).splitlines()[0]}).") from None
+        raise ConfigError(
+            f"--device: {device!r} cannot be used ({str(error).splitlines()[0]}). Use a GPU such as cuda:0."
+        ) from None
     return quantized.eval()
 
 
@@ -126,7 +130,7 @@ def checkpoint_folder(source: Path) -> Path:
             "Restore one from a copy, or restart the training with -r 1."
         )
     if folder is None:
-        raise CheckpointError(f"{source}: neither a checkpoint nor a run with a checkpoint.")
+        raise CheckpointError(f"{source}: neither a checkpoint nor a run with a checkpoint. Check the path.")
     if problem := defect(folder):
         raise CheckpointError(f"{folder}: damaged ({problem.rstrip('.')}). Use another checkpoint.")
     return folder

@@ -189,4 +189,4 @@ def _require_known(names: Iterable[str], there: Iterable[str]) -> None:
     there = set(there)
     for name in names:
         if name not in there:
-            raise ConfigError(f"lora.target_modules: {unknown_text('matrix of the base', name, there)}")
+            raise ConfigError(f"model.target_modules: {unknown_text('matrix of the base', name, there)}")

@@ -8,6 +8,12 @@ from typing import Any
 from src.errors import DataError
 from src.files import read_json, write_json
 
+_COMMANDS = (
+    "python -m data_prep.crossattn.stdlib_qa makes stdlib_tokenizer, data_prep.assistants.stdlib_conversations "
+    "expression_tokenizer, data_prep.interleaved.digit_pages digit_pages/tokenizer, data_prep.t5.t5_tokenizer one for "
+    "T5"
+)
+
 
 def load(folder: Path, extra: Sequence[str] = ()) -> Any:
     """Load the tokenizer in `folder`, with the control tokens `extra`.
@@ -31,12 +37,9 @@ def require(folder: Path) -> None:
     """Raise DataError if a file of the tokenizer is missing."""
     for name in ("tokenizer.json", "tokenizer_config.json"):
         if not os.path.isfile(folder / name):  # unlike Path.is_file, False for a name that is too long
-            commands = (
-                "python -m data_prep.crossattn.stdlib_qa makes stdlib_tokenizer, data_prep.t5.t5_tokenizer one for T5"
-            )
             raise DataError(
                 f"{folder}: no tokenizer here ({name} is missing). "
-                f"Prepare it ({commands}), or name another --data_path."
+                f"Prepare it ({_COMMANDS}), or set another --data_path."
             )
 
 

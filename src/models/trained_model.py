@@ -112,7 +112,9 @@ class Config(ModelConfig):
         if not isinstance(raw, dict):
             raise ConfigError(f"parent {self.exp_id}: {saved_config}: expected a dict, got {type(raw).__name__}.")
         if "model" not in raw:
-            raise ConfigError(f"parent {self.exp_id}: the experiment has no 'model'.")
+            raise ConfigError(
+                f"parent {self.exp_id}: the experiment has no 'model'. Refer to an experiment that trains one."
+            )
         if raw.get("evaluation") is not None:
             raise ConfigError(f"parent {self.exp_id}: the experiment trains nothing. Use the model that it evaluates.")
         return _bind_model(raw["model"], f"parent {self.exp_id}")

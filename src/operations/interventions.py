@@ -58,7 +58,10 @@ def find(name: str, runs: Path) -> Path:
     """
     path = expand_run(Path(name), runs)
     if not (path / EXP_DICT).is_file():
-        raise RunError(f"{name}: not a save directory, and no experiment in {runs} has this id.")
+        raise RunError(
+            f"{name}: not a save directory, and no run in {runs} has this id. "
+            "List the runs with `python -m results.table`."
+        )
     return path.resolve()
 
 
@@ -122,7 +125,9 @@ def _deny(run: Path, options: argparse.Namespace) -> list[str]:
         entries = branches.parse_denied(options.list.read_text(), str(options.list))
     newest = checkpoints.newest_complete(run)
     if newest is None:
-        raise RunError(f"{run}: has no complete checkpoint to branch from. Remove the documents from the data instead.")
+        raise RunError(
+            f"{run}: no complete checkpoint to branch from. Wait for one, or remove the documents from the data."
+        )
     step = checkpoints.step_of(newest)
 
     def branch(number: int) -> Branch:
@@ -155,7 +160,7 @@ def _rollback(run: Path, options: argparse.Namespace) -> list[str]:
         if step is None:
             newest = checkpoints.newest_complete(run)
             if newest is None:
-                raise RunError(f"{run}: has no complete checkpoint. Give the last step to keep: --to STEP.")
+                raise RunError(f"{run}: no complete checkpoint. Name the last step to keep with --to STEP.")
             step = checkpoints.step_of(newest)
         return rewind.plan_evaluations(run, step, options.why)
 
@@ -167,7 +172,10 @@ def _hold(run: Path, options: argparse.Namespace) -> list[str]:
     earlier = [event for event in ledger.read(run) if event["event"] in ("hold", "release")]
     job_id, launcher = _find_job(run)
     if not launcher.holds_jobs:
-        raise LaunchError(f"{run}: the launcher {launcher.name!r} of job {job_id} cannot {verb} it: only Slurm can.")
+        raise LaunchError(
+            f"{run}: the launcher {launcher.name!r} of job {job_id} cannot {verb} it. "
+            "Only a job of Slurm can be held or released."
+        )
     (launcher.hold if verb == "hold" else launcher.release)([job_id])
     ledger.append(run, ledger.event(verb, job=job_id, why=options.why, commit=ledger.commit()))
     line = f"{run}: {'held' if verb == 'hold' else 'released'} job {job_id}"
@@ -187,7 +195,9 @@ def _find_job(run: Path) -> tuple[str, LauncherConfig]:
     else:
         job_id = environment.slurm_job(saved.env.get("variables") or {})
     if not job_id:
-        raise LaunchError(f"{run}: no job was submitted for it, and it was not started in one.")
+        raise LaunchError(
+            f"{run}: it was not submitted and did not run in a job. Only a job of Slurm can be held or released."
+        )
     return job_id, bind_launcher({"launcher": "slurm"})
 
 

@@ -39,7 +39,8 @@ def require_text(recipe: TrainingRecipe, model_kind: str, data_kind: str | None 
         raise ValueError("data: 'rollouts' need a policy. Use recipe 'ppo' or 'grpo', or train on the prompts.")
     if data.reader != expected_reader:
         raise ValueError(
-            f"data: {data.name!r} is for {KINDS[data.reader]}; this recipe reads data for {KINDS[expected_reader]}."
+            f"data: {data.name!r} is for {KINDS[data.reader]}; this recipe reads data for {KINDS[expected_reader]}. "
+            "Use other data, or another recipe."
         )
 
 

@@ -43,7 +43,8 @@ class TrainingRecipe(RecipeConfig):
     @model_validator(mode="after")
     def _trains_or_evaluates(self) -> "TrainingRecipe":
         if (self.loop is None) == (self.evaluation is None):
-            raise ValueError("set exactly one of loop (train) and evaluation.")
+            which = "neither is" if self.loop is None else "both are"
+            raise ValueError(f"set exactly one of loop (train) and evaluation; {which} set.")
         if self.evaluation and self.model.name == "lora":
             raise ValueError("model: untrained adapters change nothing. Use their base, or set loop to train them.")
         return self
@@ -162,7 +163,7 @@ class TrainingRecipe(RecipeConfig):
             requested = getattr(setting, "questions", 0)
             if val_samples is not None and requested > val_samples:
                 raise ConfigError(
-                    f"{name}.questions: {requested}, but data.val_samples is {val_samples}. "
+                    f"{name}.questions: {requested} requested, but data.val_samples is {val_samples}. "
                     f"Use at most {val_samples}, or null for all."
                 )
 

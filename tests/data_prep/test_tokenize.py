@@ -295,15 +295,15 @@ def test_two_at_once_are_refused(data):
         (
             b'{"text": "a"}\n{"txt": "b"}\n',
             "a.jsonl",
-            "a.jsonl:2: field 'text' is missing. Fields: txt. --text_field names another.",
+            "a.jsonl:2: field 'text' is missing. Fields: txt. Choose one with --text_field.",
         ),
         (b'{"text": "a"}\n\xff\n', "a.jsonl", "a.jsonl:2: not UTF-8 text"),
         (b'{"text": "a"}\n\n', "a.jsonl", "a.jsonl:2: not valid JSON"),
         (b"a\n\xff\n", "a.txt", "a.txt:2: not UTF-8 text: invalid start byte at byte 0."),
-        (gzip.compress(b'{"text": "a"}\n' * 99, mtime=0)[:-9], "a.jsonl.gz", "a.jsonl.gz: the gzip file is cut off"),
-        (b"nothing", "a.jsonl.gz", "a.jsonl.gz: a damaged gzip file"),
-        (b"PAR1", "a.parquet", "a.parquet: no parquet file, or a damaged one"),
-        (b"", "a.bin", "a.bin: unknown kind of file."),
+        (gzip.compress(b'{"text": "a"}\n' * 99, mtime=0)[:-9], "a.jsonl.gz", "a.jsonl.gz: the gzip file is truncated"),
+        (b"nothing", "a.jsonl.gz", "a.jsonl.gz: damaged gzip file"),
+        (b"PAR1", "a.parquet", "a.parquet: not a parquet file, or damaged"),
+        (b"", "a.bin", "a.bin: unknown file type."),
         (b'{"text": "a"}\n', "a.jsonl", "--val: no document is left for this split."),
     ],
 )
@@ -317,17 +317,17 @@ def test_source_errors_name_their_place(data, content, name, message):
 def test_missing_sources(data):
     for name, message in (
         ("nowhere.jsonl", "no such file."),
-        ("owner/set", 'A set of the hub is written "hub:owner/set".'),
+        ("owner/set", 'Use "hub:owner/set"'),
     ):
         with pytest.raises(DataError, match=re.escape(message)):
             run(data, train=[name])
     (data / "empty").mkdir()
-    with pytest.raises(DataError, match="a folder, but not one that `datasets` saved"):
+    with pytest.raises(DataError, match="expected a folder that `datasets` saved"):
         run(data, train=[str(data / "empty")])
-    with pytest.raises(DataError, match="hub:owner/none: cannot be had from the hub or its cache"):
+    with pytest.raises(DataError, match="hub:owner/none: cannot be loaded from the hub or its cache"):
         run(data, train=["hub:owner/none"])
     lines = write_lines(data / "a.jsonl", TEXTS)
-    with pytest.raises(DataError, match="the same data as --train"):
+    with pytest.raises(DataError, match="same data as --train"):
         run(data, train=[lines], val=[lines], val_rate=0.0)
 
 
@@ -335,11 +335,11 @@ def test_missing_sources(data):
     ("changes", "message"),
     [
         ({"val_rate": 1.0}, "--val_rate: expected a share"),
-        ({"val_rate": 0.0}, "--val: say what to validate on"),
-        ({"val": ["x"]}, "--val: say what to validate on"),
+        ({"val_rate": 0.0}, "--val, --val_rate: set exactly one of them"),
+        ({"val": ["x"]}, "--val, --val_rate: set exactly one of them"),
         ({"corpus": "x", "train": ()}, "--corpus: has its own validation split"),
         ({"processes": 0}, "--processes: expected at least 1, got 0"),
-        ({"streaming": True}, "--streaming: is for sets of the hub"),
+        ({"streaming": True}, "--streaming: only for data sets of the hub"),
     ],
 )
 def test_options_that_do_not_go_together(data, changes, message):

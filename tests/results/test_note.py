@@ -84,5 +84,5 @@ def test_damaged_file_is_reported(runs: Path, content: str, capsys: pytest.Captu
 
 def test_a_tag_is_a_word(runs: Path, capsys: pytest.CaptureFixture[str]):
     assert note.main([ids(runs)[0], "--runs", str(runs), "--tag", "a,b"]) == 1
-    assert "--tag 'a,b': expected a word or a few, without a comma." in capsys.readouterr().err
+    assert "--tag: expected one or a few words without a comma, got 'a,b'." in capsys.readouterr().err
     assert json.dumps([]) == json.dumps(results.load_rows(runs)[0][0]["tags"])

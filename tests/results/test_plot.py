@@ -40,7 +40,7 @@ def test_smoothed_curves(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
         assert first == pytest.approx(stride + 0.1 + 1 / 3)
         assert second == pytest.approx((0.09 * first + 0.1 * (stride / 2 + 0.1 + 1 / 3)) / 0.19)
     assert plot.main([str(runs), "--smooth", "1", "--output", str(tmp_path / "x.png")]) == 1
-    assert "--smooth 1.0: expected a number from 0, no smoothing, to less than 1." in capsys.readouterr().err
+    assert "--smooth: expected a number from 0 (no smoothing) to less than 1, got 1.0." in capsys.readouterr().err
 
 
 def test_a_panel_for_each_metric(runs: Path):
@@ -103,7 +103,7 @@ def test_mistakes_are_one_line(runs: Path, capsys: pytest.CaptureFixture[str], a
 def test_no_scores_is_said(tmp_path: Path):
     with RunDir.open(tmp_path, {"a": 1}, {}) as run:
         run.set_status("done")
-    with pytest.raises(ConfigError, match="no run has any score yet"):
+    with pytest.raises(ConfigError, match="no run has a score yet"):
         plot.draw(tmp_path, results.load_rows(tmp_path)[0])
 
 
@@ -247,8 +247,8 @@ def test_points_of_runs_without_a_number_are_left_out(runs: Path):
     [
         (["--y", "ems"], "unknown score 'ems'. Did you mean 'em'?"),
         (["--y", "em", "--x", "model.strides"], "unknown axis 'model.strides'. Did you mean 'model.stride'?"),
-        (["--y", "em", "--metric", "em"], "--y: draws points, --metric curves. Leave one of the two out."),
-        (["--log_x"], "--log_x: is for points. Name their score with --y, or leave it out."),
+        (["--y", "em", "--metric", "em"], "--y, --metric: --y draws points, --metric curves."),
+        (["--log_x"], "--log_x: only for points."),
     ],
 )
 def test_mistakes_in_points(runs: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str):

@@ -248,7 +248,7 @@ def test_differences_within_a_mean_are_reported(runs: Path, capsys: pytest.Captu
         (["--pivot", "seed", "stride"], "unknown key 'stride'."),
         (
             ["--pivot", "seed", "model.stride", "--by", "seed"],
-            "leave out --by, --scores, --best, --columns and --gpu-hours",
+            "Remove --by, --scores, --best, --columns and --gpu-hours",
         ),
         (["--pivot", "seed", "model.stride", "--metric", "los"], "unknown score 'los'"),
     ],

@@ -108,7 +108,8 @@ def fill(text: str, row: Row, where: str) -> str:
             value = (pick(value, row, place[1]) if value else "") if "any" in names else " ".join(map(str, value))
         if isinstance(value, dict):
             raise DataError(
-                f"{where}: column {place[1]!r}: expected text, got an object with {', '.join(value) or 'nothing'}."
+                f"{where}: column {place[1]!r}: expected text, got an object with {', '.join(value) or 'no fields'}. "
+                f"Name one of its fields, such as {place[1]}.{next(iter(value), 'text')}."
             )
         text = "" if value is None else str(value)
         for name in names:

@@ -150,7 +150,7 @@ class Endings(Form):
         )
         if not label.isdigit() or int(label) >= len(endings):
             raise DataError(
-                f"{where}: column 'label': expected the number of one of {len(endings)} endings, got {label!r}."
+                f"{where}: column 'label': expected the index of one of {len(endings)} endings, got {label!r}."
             )
         others = [ending for place, ending in enumerate(endings) if place != int(label)]
         texts = endings[int(label)], pick(others, row)

@@ -133,7 +133,7 @@ class GPT4All(Form):
         for each in objects_of(row, "conversation", where):
             user, bot = (text_of(each, name, where) if each.get(name) else "" for name in ("User", "Bot"))
             if user and bot:
-                raise DataError(f"{where}: conversation: expected User or Bot in each message, got both.")
+                raise DataError(f"{where}: conversation: expected either User or Bot in each message, got both.")
             if user or bot:
                 add_message(messages, "user" if user else "assistant", (user or bot).strip())
         messages = up_to_last_answer(messages)

@@ -114,7 +114,8 @@ def _reply(message: Row, where: str) -> Row:
     """Content, reasoning and change counts of an answer."""
     if message.get("tool_calls"):
         raise DataError(
-            f"{where}: tool_calls: expected replies of text, got {str(message['tool_calls'])[:60]}. Remove the row."
+            f"{where}: tool_calls: expected replies without tool calls, got {str(message['tool_calls'])[:60]}. "
+            "Remove the row."
         )
     return {"content": message["content"], **reasoning_of(message), **changes_of(message)}
 

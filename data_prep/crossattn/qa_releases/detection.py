@@ -59,9 +59,12 @@ def layout_of(record: dict[str, Any], where: str, name: str | None) -> str:
     if name is not None:
         looks = f" It looks like {layout_name}." if layout_name else ""
         raise DataError(
-            f"{where}: not of the layout {name}, which is {LAYOUTS[name].DESCRIPTION}. Fields: {got}.{looks}"
+            f"{where}: expected the layout {name} ({LAYOUTS[name].DESCRIPTION}), got the fields {got}.{looks} "
+            "Correct or remove --layout."
         )
     if layout_name is None:
         known_layouts = "".join(f"\n  {name}: {layout.DESCRIPTION}" for name, layout in LAYOUTS.items())
-        raise DataError(f"{where}: of no layout that is known. Fields: {got}. Known:{known_layouts}")
+        raise DataError(
+            f"{where}: unknown layout with the fields {got}. Convert the file to a known layout:{known_layouts}"
+        )
     return layout_name

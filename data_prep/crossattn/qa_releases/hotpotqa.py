@@ -32,7 +32,10 @@ def questions(record: Record) -> Iterator[Question | Skipped]:
     paragraphs = []
     for title, sentences in _pairs(record, "context", "sentences"):
         if not isinstance(sentences, list) or not all(isinstance(sentence, str) for sentence in sentences):
-            raise DataError(f"{record.where}: field 'context': the sentences of {title!r} are no list of texts.")
+            raise DataError(
+                f"{record.where}: field 'context': expected a list of sentences for {title!r}, "
+                f"got {str(sentences)[:60]!r} ({type(sentences).__name__})."
+            )
         # Every sentence except the first starts with a space.
         paragraphs.append(Passage("".join(sentences).strip(), title, useful=title in facts))
     contexts = passages(paragraphs)

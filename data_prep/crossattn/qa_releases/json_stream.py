@@ -69,9 +69,9 @@ def open_bytes(path: Path, packed: bool | None = None) -> Iterator[Bytes]:
                 with gzip.open(path) if packed else open(path, "rb") as file:
                     yield file
             except EOFError:
-                raise DataError(f"{path}: the gzip file is cut off. Get it again.") from None
+                raise DataError(f"{path}: the gzip file is truncated. Download it again.") from None
             except (gzip.BadGzipFile, zlib.error) as bad:
-                raise DataError(f"{path}: a damaged gzip file: {bad}. Get it again.") from None
+                raise DataError(f"{path}: damaged gzip file ({bad}). Download it again.") from None
     except FileNotFoundError:
         raise DataError(f"{path}: no such file.") from None
 
@@ -85,8 +85,8 @@ def _form(path: Path) -> tuple[str, str | None]:
             return "list", None
         if first != "{":
             raise DataError(
-                f"{path}: {'empty' if not first else f'starts with {first!r}'}. "
-                "Expected JSON: a list, an object, or lines."
+                f"{path}: expected JSON (a list, an object, or one object per line), "
+                f"got {f'a file that starts with {first!r}' if first else 'an empty file'}."
             )
         for key in text.members():
             first = text.peek()
@@ -137,8 +137,8 @@ def _rows_of_columns(path: Path, columns: Sequence[str]) -> Iterator[tuple[str, 
         keys = [key for key, _ in cells]
         if len(set(keys)) > 1:
             raise DataError(
-                f"{path}: the columns {', '.join(columns)} have different next rows: "
-                f"{', '.join(keys)}. Get the file again."
+                f"{path}: the columns {', '.join(columns)} must list the same rows, but continue with the rows "
+                f"{', '.join(keys)}. Download the file again."
             )
         yield f"{path}: row {keys[0]!r}", {column: value for column, (_, value) in zip(columns, cells, strict=True)}
 
@@ -156,7 +156,9 @@ def _column(path: Path, column: str) -> Iterator[tuple[str, Any]]:
                 text.skip()
         text.end()
         if column not in names:
-            raise DataError(f"{path}: has no {column!r}. It holds: {', '.join(names)}.")
+            raise DataError(
+                f"{path}: column {column!r} is missing. Columns: {', '.join(names)}. Download the file again."
+            )
 
 
 class _Scanner:
@@ -211,14 +213,16 @@ class _Scanner:
                 self._at += beyond
                 if cut_off:
                     raise DataError(
-                        f"{self._path}: ends within a value, {self._place()}: it is cut off. Get it again."
+                        f"{self._path}: ends within a value {self._place()}, so it is truncated. Download it again."
                     ) from None
-                raise DataError(f"{self._path}: not valid JSON, {self._place()}: {bad.msg}.") from None
+                raise DataError(
+                    f"{self._path}: not valid JSON {self._place()} ({bad.msg}). Correct the file."
+                ) from None
             except RecursionError:
-                raise DataError(f"{self._path}: nested too deep to be read, {self._place()}.") from None
+                raise DataError(f"{self._path}: nested too deeply {self._place()}. Make it flatter.") from None
             except ValueError as bad:
                 raise DataError(
-                    f"{self._path}: a number cannot be read, {self._place()}: {str(bad).split(';')[0]}."
+                    f"{self._path}: a number cannot be read {self._place()} ({str(bad).split(';')[0]}). Shorten it."
                 ) from None
             if end == len(self._text) and type(value) in {int, float} and self._more():
                 continue  # the number can continue
@@ -264,9 +268,10 @@ class _Scanner:
     def _syntax_error(self, expected: str) -> DataError:
         if not (got := self.peek()):
             return DataError(
-                f"{self._path}: ends {self._place()}, where {expected} should follow: it is cut off. Get it again."
+                f"{self._path}: ends {self._place()}, where {expected} should follow, so it is truncated. "
+                "Download it again."
             )
-        return DataError(f"{self._path}: not valid JSON, {self._place()}: expected {expected}, got {got!r}.")
+        return DataError(f"{self._path}: not valid JSON {self._place()}: expected {expected}, got {got!r}.")
 
     def _place(self) -> str:
         return f"at character {self._num_consumed + self._at + 1}"
@@ -280,7 +285,8 @@ class _Scanner:
             text = self._decoder.decode(data, final=not data)
         except UnicodeDecodeError as bad:
             raise DataError(
-                f"{self._path}: not UTF-8 text, after character {self._num_consumed + len(self._text)}: {bad.reason}."
+                f"{self._path}: not UTF-8 text after character {self._num_consumed + len(self._text)} ({bad.reason}). "
+                "Convert it to UTF-8."
             ) from None
         self._is_at_end = not data
         self._text = self._text[self._at :] + text

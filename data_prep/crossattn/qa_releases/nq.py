@@ -80,7 +80,7 @@ class _Document:
             return ""
         if not (type(start) is int and type(end) is int and 0 <= start < end <= len(self.tokens)):
             raise DataError(
-                f"{self.where}: the {what} is said to be tokens {start!r} to {end!r} of {len(self.tokens)}."
+                f"{self.where}: {what}: expected a span within {len(self.tokens)} tokens, got {start!r} to {end!r}."
             )
         return " ".join(word for i in range(start, end) if (word := self._word(i)) is not None).strip()
 

@@ -42,8 +42,8 @@ class Placing:
         has_unmarked = any(passage.useful is None for passage in question.passages)
         if has_unmarked and (self.distractors is not None or self.position not in {"given", "random"}):
             raise DataError(
-                f"{question.where}: useful passages are not marked here, "
-                "so --distractors and --position have no meaning."
+                f"{question.where}: this release does not mark useful passages, which --distractors and --position "
+                "need. Remove the options."
             )
         useful = [passage for passage in question.passages if passage.useful]
         others = [passage for passage in question.passages if not passage.useful]

@@ -32,7 +32,9 @@ def questions(record: Record) -> Iterator[Question | Skipped]:
     marks = record.optional("useful_contexts", list[int], [None] * len(texts))
     for name, values in (("titles_list", titles), ("useful_contexts", marks)):
         if len(values) != len(texts):
-            raise DataError(f"{record.where}: field {name!r}: {len(values)} values for {len(texts)} contexts.")
+            raise DataError(
+                f"{record.where}: field {name!r}: expected {len(texts)} values, one per context, got {len(values)}."
+            )
     contexts = passages(
         Passage(passage, title, None if mark is None else bool(mark))
         for passage, title, mark in zip(texts, titles, marks, strict=True)

@@ -67,7 +67,7 @@ class Record(dict[str, Any]):
     def text(self, name: str) -> str:
         """A text that is not blank, without white space around it."""
         if not (text := self.require(name, str).strip()):
-            raise DataError(f"{self.where}: field {name!r} is empty.")
+            raise DataError(f"{self.where}: field {name!r}: expected text, got blank text.")
         return text
 
     def identifier(self, name: str) -> str:
@@ -87,7 +87,7 @@ class Record(dict[str, Any]):
         lists = [self.require(name, kind) for name, kind in kinds.items()]
         if len(set(map(len, lists))) > 1:
             lengths = " and ".join(f"{len(values)} of {name!r}" for name, values in zip(kinds, lists, strict=True))
-            raise DataError(f"{self.where}: {lengths}: expected equal numbers.")
+            raise DataError(f"{self.where}: expected lists of equal length, got {lengths}.")
         return list(zip(*lists, strict=True))
 
 
@@ -99,7 +99,7 @@ def clean_answers(answers: Iterable[str], where: str) -> tuple[str, ...]:
     """
     non_empty = [answer.strip() for answer in answers if answer.strip()]
     if not non_empty:
-        raise DataError(f"{where}: every answer is empty. A question without an answer must be marked as one.")
+        raise DataError(f"{where}: all answers are blank. Add one, or mark the question as unanswerable.")
     return tuple(dict.fromkeys(text.capitalize() if text.lower() in {"yes", "no"} else text for text in non_empty))
 
 

@@ -45,12 +45,14 @@ class Release:
                 read = LAYOUTS[name].questions
                 if self._evidence is not None:
                     if name != "triviaqa":
-                        raise DataError(f"{where}: of the layout {name}, which has no use for --evidence.")
+                        raise DataError(
+                            f"{where}: --evidence is only for the layout triviaqa, got {name}. Remove --evidence."
+                        )
                     read = partial(triviaqa.questions, evidence=self._evidence)
             for question in read(Record(record, where)):
                 yield name, question
         if read is None:
-            raise DataError(f"{self.source}: holds nothing.")
+            raise DataError(f"{self.source}: empty. Expected at least one question.")
 
 
 def _choose_columns(columns: list[str]) -> list[str]:

@@ -45,7 +45,7 @@ def _question(item: Record, title: str, context: str) -> Question:
     if impossible is not None:
         item.require("is_impossible", bool)
     if not answer_texts and not impossible and not columns:
-        raise DataError(f"{item.where}: no answers, and not marked 'is_impossible'.")
+        raise DataError(f"{item.where}: no answers. Add one, or set 'is_impossible' to true.")
     return Question(
         where=item.where,
         id=item.identifier("id"),

@@ -29,7 +29,8 @@ def questions(record: Record) -> Iterator[Question | Skipped]:
     turns = record.require("Context", list[str])
     if len(turns) % 2:
         raise DataError(
-            f"{record.where}: field 'Context': expected questions and answers in turn, got {len(turns)} texts."
+            f"{record.where}: field 'Context': expected alternating questions and answers, got an odd number of "
+            f"texts ({len(turns)})."
         )
     question_text = record.text("Question")
     if record.get("Gold_passage") is not None:

@@ -77,13 +77,13 @@ def _from_hub(record: Record) -> Iterator[Passage]:
 def _read_evidence(evidence: Path, folder: str, name: str, where: str) -> str:
     path = evidence / folder / name
     if not path.resolve().is_relative_to(evidence.resolve()):
-        raise DataError(f"{where}: field 'Filename': {name!r} leads out of {evidence}.")
+        raise DataError(f"{where}: field 'Filename': expected a path inside {evidence}, got {name!r}.")
     try:
         with reading(path, DataError):
             return path.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise DataError(
-            f"{where}: its text, {path}, is not there. --evidence names the folder that holds {folder}."
+            f"{where}: its text {path} is missing. Set --evidence to the folder that contains {folder}."
         ) from None
     except UnicodeDecodeError as bad:
-        raise DataError(f"{path}: not UTF-8 text: {bad.reason} at byte {bad.start}.") from None
+        raise DataError(f"{path}: not UTF-8 text: {bad.reason} at byte {bad.start}. Convert it to UTF-8.") from None

@@ -38,7 +38,7 @@ class Draw(StrictConfig):
     @model_validator(mode="after")
     def _says_how_many(self) -> "Draw":
         if self.fraction is None and self.size is None:
-            raise ValueError("expected fraction, size, or both.")
+            raise ValueError("set fraction, size, or both; neither is set.")
         return self
 
     def count(self, samples: int, field: str) -> int:
@@ -170,8 +170,8 @@ class Config(PartsConfig, ShuffledConfig):
         for name, count in zip(sizes, counts, strict=True):
             if not count:
                 raise DataError(
-                    f"data.parts.{name}: its share of {total} samples is less than one sample. "
-                    "Make data.samples_per_epoch larger."
+                    f"data.parts.{name}: its rate gives less than one of the {total} samples of an epoch. "
+                    "Use a larger data.samples_per_epoch or rate."
                 )
         return counts
 
@@ -264,13 +264,13 @@ class MixtureDataset:
             if other != kind:
                 differences = ", ".join(sorted({f"{key} {shape}" for key, shape in other.items() ^ kind.items()}))
                 raise DataError(
-                    f"data.parts.{name}: its batches differ from those of {first!r} in {differences}. "
-                    "Mix data sets with equal batches."
+                    f"data.parts.{name}: its batches differ from those of {first!r} in the tensors {differences}. "
+                    "Mix only data sets with the same tensors."
                 )
         if "sample_of_row" in kind and len(set(self._collations)) > 1:
             raise DataError(
-                "data.parts: samples have several rows (sample_of_row), "
-                "so batches of parts with different collation cannot be joined. "
+                "data.parts: samples have several rows (sample_of_row), and the parts collate them differently, "
+                "so their batches cannot be joined. "
                 "Give the data sets an equal `collation`, or train on one part."
             )
 

@@ -318,7 +318,10 @@ class LaneOrder:
         """Drop the documents that the branches deny."""
         entries = [entry for branch in branches for entry in branch.deny_list or ()]
         if entries and self.packing.find is None:
-            raise RunError(f"{self.packing.name}: a deny list needs data streamed from tars. Undo it.")
+            raise RunError(
+                f"{self.packing.name}: deny list: only data streamed from tars can be denied. "
+                "Undo it: python -m src.operations.interventions undo RUN."
+            )
         denied_documents = frozenset(
             document for entry in entries if self.packing.find for document in self.packing.find(entry)
         )
@@ -331,15 +334,22 @@ class LaneOrder:
     def _require_own(self, step: int, cursor: Cursor) -> None:
         header = cursor.get(HEADER)
         if step and header is None:
-            raise RunError(f"the checkpoint of step {step} has no cursor of packed rows. It was trained on other data.")
+            raise RunError(
+                f"checkpoint of step {step}: it has no position in packed data, so it was trained on other data. "
+                "Restore the data of the experiment, or restart with -r 1."
+            )
         if header is None:
             return
         if header[0] != self.lanes:
             raise RunError(
-                f"the cursor of step {step} has {header[0]} lanes, but loop.sequences_per_step is {self.lanes}."
+                f"checkpoint of step {step}: saved with loop.sequences_per_step {header[0]}, now {self.lanes}. "
+                f"Set loop.sequences_per_step to {header[0]}, or restart with -r 1."
             )
         if header != self._header():
-            raise RunError(f"the cursor of step {step} has other documents or other packing settings.")
+            raise RunError(
+                f"checkpoint of step {step}: saved with other documents or other packing settings. "
+                "Restore them, or restart with -r 1."
+            )
 
 
 def _totals(lanes: Sequence[Lane]) -> list[int]:

@@ -130,7 +130,7 @@ def _check_tokenizer(folder: Path, facts: dict[str, Any], fingerprint: str, eos_
         raise DataError(
             f"{folder}: tokenised with {tokenizer_name} (sha256 {facts['fingerprint'][:12]}), "
             f"but the model has another tokenizer ({fingerprint[:12]}). "
-            "Run data_prep.tokenize with the model's tokenizer, or train a model with this one."
+            "Run data_prep.tokenize with the model's tokenizer, or train a model with the tokenizer of these data."
         )
     if facts["eos_id"] != eos_id:
         raise DataError(
@@ -203,7 +203,7 @@ class StoredDocuments(Documents):
         folder, split, eos_id, fingerprint = state
         self.__init__(folder, split, eos_id)
         if self.fingerprint != fingerprint:
-            raise DataError(f"{folder}: changed since it was opened. Start again.")
+            raise DataError(f"{folder}: the data set changed during this run. Start the run again.")
 
 
 class PackedRows:
@@ -221,7 +221,7 @@ class PackedRows:
         if not total:
             raise DataError(
                 f"{documents.path}: {documents.num_tokens} tokens, fewer than the {length} of one sequence. "
-                "Use shorter sequences."
+                "Use a smaller data.sequence_tokens, or more text."
             )
         self._indices = range(total) if most is None else jsonl.select_validation_rows(total, most, documents.path)
 

@@ -62,7 +62,7 @@ def require(folder: Path, splits: Sequence[str] = jsonl.SPLITS) -> dict[str, Any
             if not manifest["splits"].get(split):
                 raise DataError(
                     f"{folder}: no documents for the split {split!r}. Splits: "
-                    f"{', '.join(manifest['splits']) or 'none'}."
+                    f"{', '.join(manifest['splits']) or 'none'}. {AGAIN}"
                 )
             for shard in manifest["splits"][split]:
                 if not {shard["name"] + IDS, shard["name"] + ENDS} <= manifest["files"].keys():

@@ -36,18 +36,23 @@ def load(source: str | Path, extra: Sequence[str] = (), end_token: str | None = 
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     if not os.path.isdir(source) and _is_path(source):
-        raise DataError(f"{source}: no such tokenizer folder. {jsonl.preparation_hint(Path(source))}".rstrip())
+        raise DataError(
+            f"{source}: no such tokenizer folder. {jsonl.preparation_hint(Path(source)) or 'Check the path.'}"
+        )
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(source), local_files_only=True)
     except Exception as error:  # a damaged file gives a bare Exception, or whatever a wrong type leads to
         raise DataError(_describe_error(source, error)) from error
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         raise DataError(
-            f"{source}: {type(tokenizer).__name__} is not a fast tokenizer. Save it as tokenizer.json first."
+            f"{source}: {type(tokenizer).__name__} is not a fast tokenizer. "
+            "Convert it to a folder with tokenizer.json first."
         )
     if end_token is not None:
         if end_token not in tokenizer.get_vocab():
-            raise DataError(f"{source}: end token {end_token!r} is not in the vocabulary.")
+            raise DataError(
+                f"{source}: end token {end_token!r} is not in the vocabulary. Choose a token of this tokenizer."
+            )
         tokenizer.eos_token = end_token
     _end_id(tokenizer, source)
     tokenizer.add_special_tokens({"extra_special_tokens": [*extra]}, replace_extra_special_tokens=False)

@@ -51,7 +51,7 @@ def read_row_indices(path: Path) -> list[int]:
         with reading(path, DataError):
             lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     except FileNotFoundError:
-        raise DataError(f"{path}: no such file.") from None
+        raise DataError(f"{path}: no such file. Expected a list of row numbers, one per line.") from None
     result = []
     for number, line in enumerate(lines, 1):
         text = line.strip()

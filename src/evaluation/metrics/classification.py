@@ -26,9 +26,9 @@ class Config(MetricConfig):
     @model_validator(mode="after")
     def _classes_are_named(self) -> "Config":
         if len(set(self.scores)) < len(self.scores):
-            raise ValueError("scores: duplicate entry. Name each score once.")
+            raise ValueError(f"scores: duplicate entry in {', '.join(self.scores)}. Name each score once.")
         if len(set(self.labels)) < len(self.labels):
-            raise ValueError("labels: duplicate entry. Name each label once.")
+            raise ValueError(f"labels: duplicate entry in {', '.join(self.labels)}. Name each label once.")
         for name in self.scores:
             if name in ("f1", "f1a", "question_match") and len(self.labels) != 2:
                 raise ValueError(f"labels: {name} needs two labels, got {len(self.labels)}.")

@@ -38,7 +38,7 @@ class Checkpoints(config.Config):
     @model_validator(mode="after")
     def _check_selection(self) -> "Checkpoints":
         if self.every is None and not self.last and not self.best:
-            raise ValueError("selects no checkpoint: expected every: N, last: true or best: true.")
+            raise ValueError("selects no checkpoint. Set every: N, last: true or best: true.")
         return self
 
 
@@ -156,7 +156,7 @@ def _check_template(template: str, required_name: str, *optional_names: str) -> 
     try:
         names = [name for _, name, _, _ in Formatter().parse(template) if name is not None]
     except ValueError as error:
-        raise Problems([("command", f"{error}: a literal brace is written twice, in {template!r}.")]) from None
+        raise Problems([("command", f"{template!r}: {error}. Write a literal brace twice.")]) from None
     mistakes = [
         ("command", f"{{{name}}}: {unknown_text('placeholder', name, placeholders)}")
         for name in names
@@ -183,7 +183,7 @@ def open_destination(url: str) -> tuple[AbstractFileSystem, str]:
     try:
         files, path = url_to_fs(url)
     except (ImportError, ValueError, OSError) as error:
-        raise RunError(f"{url}: cannot be opened: {error}") from None
+        raise RunError(f"{url}: cannot be opened ({error}). Check the URL and the credentials.") from None
     if "file" in files.protocol and not files.isdir(path):
         raise RunError(f"{path}: no such folder to upload to. Check that it is mounted, or create it.")
     return files, path.rstrip("/")

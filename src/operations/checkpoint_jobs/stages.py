@@ -116,7 +116,7 @@ def _read_outcomes(run: Path) -> dict[str, dict[str, dict[str, Any]]]:
         isinstance(names, dict) and all(isinstance(one, dict) and one.keys() == keys for one in names.values())
         for names in outcomes.values()
     ):
-        raise RunError(f"{path}: expected the outcomes of stages. Delete the file to repeat all stages.")
+        raise RunError(f"{path}: not a record of the outcomes of stages. Delete the file to repeat all stages.")
     return outcomes
 
 
@@ -154,7 +154,7 @@ def _convert(unit: CheckpointStage, check: Check) -> None:
     with new_directory(unit.converted_folder) as output:
         run_command(unit, output, check)
         if not any(path.is_file() for path in output.rglob("*")):
-            raise RunError(f"{output}: the command succeeded, but wrote no file to {{output}}.")
+            raise RunError(f"{output}: the command succeeded, but wrote no file into this folder. Write to {{output}}.")
 
 
 def _evaluate(unit: CheckpointStage, check: Check) -> None:
@@ -190,7 +190,7 @@ def run_command(unit: CheckpointStage, work: Path, check: Check) -> None:
         while process.poll() is None:
             check()
             if time.monotonic() > until:
-                raise RunError(f"ended after {limit:g} s (timeout_seconds)")
+                raise RunError(f"stopped after {limit:g} s. Increase timeout_seconds if it needs more time")
             time.sleep(POLL_SECONDS)
     except BaseException:
         end_session(process, _END_SECONDS)
@@ -259,10 +259,15 @@ def _upload(unit: CheckpointStage, check: Check) -> None:
                 continue
             path = destination.folder / name
             if (path.stat().st_size, sha256(path)) != digest:
-                raise RunError(f"{path}: differs from {MANIFEST}, so it is not uploaded.")
+                raise RunError(
+                    f"{path}: damaged, its hash differs from {MANIFEST}. It is not uploaded; repeat its conversion."
+                )
             destination.send(name)
             if difference := destination.differs(name, digest):
-                raise RunError(f"{destination.path}/{name}: expected {digest[0]} bytes, read back {difference}.")
+                raise RunError(
+                    f"{destination.path}/{name}: damaged by the upload: expected {digest[0]} bytes, "
+                    f"read back {difference}. Check the storage; the next attempt uploads it again."
+                )
     check()
 
 
@@ -294,7 +299,7 @@ def _clean_up(unit: CheckpointStage, check: Check) -> None:
             if difference := destination.differs(name, digest):
                 raise RunError(
                     f"{destination.path}/{name}: expected {digest[0]} bytes of sha256 {digest[1][:12]}…, read back "
-                    f"{difference}. Nothing in {destination.folder} is deleted."
+                    f"{difference}. Nothing in {destination.folder} is deleted. Upload it again."
                 )
     for destination in places:
         with directory_lock(unit.run, create=False):  # the run cannot start in between

@@ -232,9 +232,7 @@ def test_parts_with_equal_collation_do_not_need_joinable_batches():
 
 def test_multi_row_samples_need_equal_collation():
     data = dataset.MixtureDataset({"a": Replies("one"), "b": Replies("another")}, [3, 3], None, 0)
-    with pytest.raises(
-        DataError, match=r"^data\.parts: samples have several rows .* Give the data sets an equal `collation`"
-    ):
+    with pytest.raises(DataError, match=r"^data\.parts: samples have several rows"):
         data.require_same_tensors()
 
 
@@ -252,7 +250,9 @@ def test_parts_that_make_other_batches_are_refused():
         FixedSizeData(**vars(part(ids=torch.zeros(shape, dtype=torch.int64)))) for shape in ((1, 2), (1, 2, 2))
     )
     data = dataset.MixtureDataset({"a": one, "b": other}, [1, 1], None, 0)
-    message = "data.parts.b: its batches differ from those of 'a' in ids (int64, 2 axes), ids (int64, 3 axes)"
+    message = (
+        "data.parts.b: its batches differ from those of 'a' in the tensors ids (int64, 2 axes), ids (int64, 3 axes)"
+    )
     with pytest.raises(DataError, match=re.escape(message)):
         data.require_same_tensors()
 
@@ -275,7 +275,7 @@ def test_tasks_count_as_many_examples_as_in_t5s_mixtures(places, write_corpus, t
 def test_a_share_of_less_than_a_sample_is_refused(build):
     with pytest.raises(
         DataError,
-        match=r"data.parts.small: its share of 15 samples is less than one sample. Make data.samples_per_epoch larger",
+        match=r"data.parts.small: .* less than one of the 15 samples .*data.samples_per_epoch",
     ):
         build(ABC, rates={"small": 1e-4, "large": 1})
 
@@ -346,7 +346,7 @@ TEXT = {"name": "text", "corpus": "t", "sequence_tokens": 4}
         ({"rates": {"a": 1.0}, "cap": 5}, "data: rates: cap and temperature are ignored with rates."),
         ({"temperature": 0.5}, "data.temperature: "),
         ({"draw": {"b": {"size": 1}}}, "data: draw: unknown part 'b'. Known: a."),
-        ({"draw": {"a": {}}}, "data.draw.a: expected fraction, size, or both."),
+        ({"draw": {"a": {}}}, "data.draw.a: set fraction, size, or both"),
         ({"draw": {}}, "data.draw: "),
         ({"draw": {"a": {"size": 0}}}, "data.draw.a.size: expected a number > 0, got 0 (int)."),
         ({"draw": {"a": {"fraction": -1.0}}}, "data.draw.a.fraction: expected a number > 0.0, got -1.0 (float)."),

@@ -237,18 +237,18 @@ def test_a_cursor_of_something_else_is_refused():
     for other, message in (
         (
             LaneOrder(packing(lengths()), 10),
-            r"the cursor of step 3 has 12 lanes, but loop\.sequences_per_step is 10\.$",
+            r"^checkpoint of step 3: saved with loop\.sequences_per_step 12, now 10\.",
         ),
         (
             LaneOrder(packing(lengths(), digest="e"), LANES),
-            "the cursor of step 3 has other documents or other packing settings",
+            "^checkpoint of step 3: saved with other documents",
         ),
     ):
         with pytest.raises(RunError, match=message):
             read_steps(other, 1, 1, 3, cursor)
         with pytest.raises(RunError, match=message):
             other.describe(3, cursor)
-    with pytest.raises(RunError, match="the checkpoint of step 3 has no cursor of packed rows"):
+    with pytest.raises(RunError, match=r"^checkpoint of step 3: it has no position"):
         read_steps(order, 1, 1, 3, {})
 
 

@@ -287,7 +287,7 @@ QA = {"name": "qa", "corpus": "t", "sequence_tokens": 4, "context_tokens": 4, "l
             [{"until": 1.0, "data": TEXT}, {"data": TEXT}],
             "data.phases[0].until: expected a number < 1.0, got 1.0 (float).",
         ),
-        ([{"data": TEXT}, {"data": TEXT}], "data: phases[0].until: missing. Only the last phase can omit it."),
+        ([{"data": TEXT}, {"data": TEXT}], "data: phases[0].until: missing."),
         ([{"until": 0.5, "data": TEXT}], "data: phases[0].until: the last phase ends with the training."),
         (
             [{"until": 0.5, "data": TEXT}, {"until": 0.5, "data": TEXT}, {"data": TEXT}],
@@ -350,9 +350,11 @@ def test_a_phase_without_a_step_is_refused_before_any():
     config.check_steps(100)
     assert config.begins(100) == [0, 4, 98]
     for steps, number in ((10, 0), (20, 2)):
-        with pytest.raises(ConfigError, match=rf"^data\.phases\[{number}\]: has no steps of loop\.steps = {steps}"):
+        with pytest.raises(
+            ConfigError, match=rf"^data\.phases\[{number}\]: its share of loop\.steps = {steps} is less"
+        ):
             config.check_steps(steps)
-        with pytest.raises(ConfigError, match="has no steps of"):
+        with pytest.raises(ConfigError, match=rf"^data\.phases\[{number}\]: "):
             PhasedDataset(config, [Words(3)] * 3).order(0, LANES, steps, ())
 
 

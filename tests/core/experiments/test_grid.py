@@ -118,9 +118,7 @@ def test_an_assignment_without_path_or_value_is_refused(text: str):
 
 @pytest.mark.parametrize("value", ["[" * 100_000, "1" * 5_000])
 def test_an_assignment_that_python_cannot_hold_is_refused(value: str):
-    with pytest.raises(
-        ConfigError, match=r"^--set: loop\.x: nested too deeply, or a number of too many digits: .{30}\.\.\. \("
-    ):
+    with pytest.raises(ConfigError, match=r"^--set: loop\.x: .{30}\.\.\. \(.* is nested too deeply"):
         parse_assignment(f"loop.x={value}")
 
 

@@ -93,7 +93,7 @@ def test_gpt_bigcode_without_its_tokenizer(places):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"num_heads": 3}, "hidden_size 16 does not divide by num_heads 3"),
+        ({"num_heads": 3}, "hidden_size: expected a multiple of num_heads 3, got 16"),
         ({"num_layers": 0}, "expected a number > 0, got 0"),
         ({"dropout_rate": 1.0}, "expected a number < 1"),
         ({"max_positions": "32"}, "expected int, got '32'"),

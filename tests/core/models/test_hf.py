@@ -98,9 +98,9 @@ def test_hf_loads_from_the_cache_by_hub_id(pretrained, places, tmp_path, monkeyp
 
 
 def test_hf_rejects_ignored_settings_and_folders_without_a_model(pretrained, places, tmp_path):
-    with pytest.raises(ConfigError, match=r"is a folder, so revision 'main' would be ignored"):
+    with pytest.raises(ConfigError, match=r"^model\.revision: 'main' is ignored"):
         part({"name": "hf", "path": str(pretrained), "revision": "main"}).check(places)
-    with pytest.raises(ConfigError, match=r"is a folder without a config.json"):
+    with pytest.raises(ConfigError, match=r"has no config.json"):
         part({"name": "hf", "path": str(tmp_path)}).check(places)
     (pretrained / "model.safetensors").unlink()
     with pytest.raises(
@@ -183,7 +183,7 @@ def test_hf_names_the_error_in_config_json(pretrained, places, change, message):
 def test_hf_names_the_config_json_that_makes_no_model(pretrained, places, change):
     file = pretrained / "config.json"
     write_json(file, {**json.loads(file.read_text()), **change})
-    with pytest.raises(ConfigError, match=r"pretrained/config.json: cannot build a model from it \(.+\)\.$") as error:
+    with pytest.raises(ConfigError, match=r"pretrained/config.json: cannot build a model from it \(.+\)\.") as error:
         part({"name": "hf", "path": str(pretrained)}).build(places)
     assert "\n" not in str(error.value)
 

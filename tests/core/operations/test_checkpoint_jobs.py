@@ -301,7 +301,7 @@ def test_a_pause_between_attempts(world: World):
         ("echo nonsense > {scores}", "not valid JSON"),
         ("echo '{{}}' > {scores}", "expected a JSON object of numbers by name"),
         ('echo \'{{"a": "b"}}\' > {scores}', "expected a JSON object of numbers by name"),
-        ("sleep 600; touch {scores}", "ended after 0.5 s"),
+        ("sleep 600; touch {scores}", "stopped after 0.5 s"),
         ("kill -9 $$; touch {scores}", "exit code 137"),
     ],
 )
@@ -510,7 +510,7 @@ def mistake(world: World, change: Callable[[Raw], object]) -> str:
         (lambda raw: raw["convert"].update(command="x {checkpoint}"), "convert.command: has no {output} in it"),
         (
             lambda raw: raw["convert"].update(command="x } {output}"),
-            "a literal brace is written twice",
+            "Write a literal brace twice",
         ),
         (lambda raw: raw["convert"].update(attempts="3"), "convert.attempts: expected int, got '3' (str)."),
         (lambda raw: raw.pop("convert"), "upload.folders: 'converted' is made by the stage convert"),

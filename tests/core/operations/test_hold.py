@@ -93,14 +93,14 @@ def test_a_refusal_is_reported_and_not_recorded_as_done(run: Path, capsys: pytes
 
 def test_without_a_job_there_is_nothing_to_hold(run: Path, calls: Path, capsys: pytest.CaptureFixture[str]):
     assert interventions.main(["hold", str(run)]) == 1
-    assert capsys.readouterr().err == f"error: {run}: no job was submitted for it, and it was not started in one.\n"
+    assert capsys.readouterr().err.startswith(f"error: {run}: it was not submitted")
     assert not calls.exists()
 
 
 def test_other_launchers_have_no_queue_to_wait_in(run: Path, capsys: pytest.CaptureFixture[str]):
     submit(run, "4", "local")
     assert interventions.main(["hold", str(run)]) == 1
-    assert "the launcher 'local' of job 4 cannot hold it: only Slurm can." in capsys.readouterr().err
+    assert "the launcher 'local' of job 4 cannot hold it." in capsys.readouterr().err
 
 
 def test_a_submission_that_cannot_be_read_is_named(run: Path, capsys: pytest.CaptureFixture[str]):

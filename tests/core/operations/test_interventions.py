@@ -372,7 +372,9 @@ def test_a_run_is_found_by_a_prefix_of_its_id(run: Path, capsys: pytest.CaptureF
     assert steps(run / "checkpoints") == [10, 20, 30]
     capsys.readouterr()
     assert interventions.main(["rewind", "zzz", "--runs", runs, "--to", "30"]) == 1
-    assert capsys.readouterr().err == f"error: zzz: not a save directory, and no experiment in {runs} has this id.\n"
+    error = capsys.readouterr().err
+    assert error.startswith("error: zzz: not a save directory")
+    assert runs in error
 
 
 def test_the_ledger_is_shown(run: Path, capsys: pytest.CaptureFixture[str]):

@@ -88,7 +88,7 @@ def test_columns_are_chosen_by_name_in_any_order(runs: Path, capsys: pytest.Capt
     assert table.main([str(runs), "--columns", "strid"]) == 1
     assert "--columns: unknown column 'strid'. Did you mean 'stride'?" in capsys.readouterr().err
     assert table.main([str(runs), "--columns", "em", "--format", "csv"]) == 1
-    assert "--columns is for the terminal: with --format csv take --by and --scores." in capsys.readouterr().err
+    assert "--columns: ignored with --format csv." in capsys.readouterr().err
 
 
 def test_the_table_after_the_demo_starts_with_the_answers(demo_runs: Path, capsys: pytest.CaptureFixture[str]):

@@ -80,7 +80,7 @@ def test_b2_ids_do_not_depend_on_the_hash_seed(tmp_path: Path):
     ("template", "name", "message"),
     [
         ("oassst", "new", "--template: unknown template 'oassst'. Did you mean 'oasst'? Known: chatml, oasst."),
-        ("oasst", "old", "old is what --from names. Choose another name."),
+        ("oasst", "old", "old is also the source (--from)."),
         ("oasst", "endless", "the tokenizer has no eos_token"),
     ],
 )

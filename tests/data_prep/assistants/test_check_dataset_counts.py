@@ -80,8 +80,8 @@ def test_languages_are_counted_by_label(folder: Path):
     ("words", "message"),
     [
         (["answers", "anwsers"], "anwsers: no such data set"),
-        (["answers", "--mode", "rm"], "answers: nothing to learn from in mode rm."),
-        (["joke", "--prepare"], "--train: expected a file of this release, which the hub does not have."),
+        (["answers", "--mode", "rm"], "answers: no rows for --mode rm."),
+        (["joke", "--prepare"], "--train: missing."),
     ],
 )
 def test_missing_data_is_an_error(folder: Path, words: list[str], message: str, capsys: pytest.CaptureFixture[str]):

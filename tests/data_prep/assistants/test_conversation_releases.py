@@ -108,9 +108,9 @@ def test_a_file_of_ones_own_is_an_entry(tmp_path: Path, capsys: pytest.CaptureFi
         ("{licence: x, form: text, trian: [a]}", "mine: unknown key 'trian'. Did you mean 'train'?"),
         (
             "{licence: x, form: text}",
-            "--train: expected a file of this release, which the hub does not have. It is your own.",
+            "--train: missing.",
         ),
-        ("{licence: x, form: text, hub: a/b}", "train: expected the names of splits of the hub's set."),
+        ("{licence: x, form: text, hub: a/b}", "train: missing."),
         ("{licence: x, form: oasst, ranked_form: oasst_ranked}", "mine: ranked_form: "),
         ("{licence: x, form: text, split_column: s, val: [b]}", "mine: split_column: "),
         (

@@ -295,10 +295,10 @@ def test_each_question_is_for_validation_in_one_fold(tmp_path: Path):
     ("words", "message"),
     [
         (["--form", "alpacca"], "--form: form: unknown form 'alpacca'. Did you mean 'alpaca'?"),
-        (["--form", "alpaca", "--mode", "rm"], "--form: replaces --release, --release_file and --mode."),
+        (["--form", "alpaca", "--mode", "rm"], "--form: cannot be combined with --release"),
         (["--form", "alpaca", "--top_k", "1"], "--lang, --top_k and --synthetic: "),
         (["--release", "webgtp"], "--name: unknown release 'webgtp'. Did you mean 'webgpt'?"),
-        (["--release", "alpaca", "--mode", "rm"], "--mode rm: alpaca has sft only."),
+        (["--release", "alpaca", "--mode", "rm"], "--mode rm: alpaca has only sft."),
         (["--release", "gsm8k"], "a.jsonl:1: no column 'answer'. It has: question, reply."),
         (["--release", "wmt2019_de-xx"], "pair: unknown language 'xx'. Known: ar, de, en"),
         (["--release", "wmt2019_de-de"], "pair: expected two codes such as de-en, got 'de-de'."),
@@ -311,7 +311,7 @@ def test_each_question_is_for_validation_in_one_fold(tmp_path: Path):
         (["--form", "messages", "--val_rate", "1.5"], "--val_rate: expected a number between 0 and 1, got 1.5."),
         (
             ["--form", "completion", "--columns", "prompt=a", "prompt=b"],
-            "--columns prompt=b: prompt is a already. Remove one of them.",
+            "--columns prompt=b: prompt is already set to a.",
         ),
         (["--form", "messages", "--columns", "x"], "--columns 'x': expected NAME=COLUMN, such as prompt=question."),
         (["--form", "messages"], "expected messages with role and content, or from and value"),

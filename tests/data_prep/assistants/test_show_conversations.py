@@ -116,7 +116,7 @@ def test_packed_conversations_are_shown_one_by_one(show):
     ("words", "message"),
     [
         (["stf"], "unknown group 'stf'. Did you mean 'sft'?"),
-        (["sft[2]"], "sft[2]: the group has 2 experiments, from sft[0] on."),
+        (["sft[2]"], "sft[2]: the group has 2 experiments."),
         (
             ["judged"],
             "judged: trains on no conversations. Name an experiment of recipe sft, reward, dpo that has a loop.",

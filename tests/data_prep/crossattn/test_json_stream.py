@@ -79,33 +79,33 @@ def test_a_file_that_is_cut_off_anywhere_is_refused(tmp_path, text):
 def test_a_gzip_file_that_is_cut_off_or_damaged_is_refused(tmp_path):
     data = gzip.compress(json.dumps([{"n": i} for i in range(500)]).encode())
     for end in (3, 12, 300, len(data) - 1):
-        with pytest.raises(DataError, match=r"file.json: the gzip file is cut off. Get it again."):
+        with pytest.raises(DataError, match=r"file.json: the gzip file is truncated"):
             read(tmp_path, data[:end])
-    with pytest.raises(DataError, match=r"file.json: a damaged gzip file: .* Get it again."):
+    with pytest.raises(DataError, match=r"file.json: damaged gzip file \(.*\)\. Download it again"):
         read(tmp_path, data[:100] + b"\0\0\0\0" + data[104:])
-    with pytest.raises(DataError, match=r"file.json: a damaged gzip file: CRC check failed"):
+    with pytest.raises(DataError, match=r"file.json: damaged gzip file \(CRC check failed"):
         read(tmp_path, data[:-8] + b"\0\0\0\0" + data[-4:])
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "file.json: empty. Expected JSON: a list, an object, or lines."),
-        ("question,answer", "file.json: starts with 'q'. Expected JSON"),
-        ('[{"a": 1}, {"a" 2}]' + " " * 40, "file.json: not valid JSON, at character 17: Expecting ':' delimiter."),
-        ('[{"a": 1} {"a": 2}]', "file.json: not valid JSON, at character 11: expected ',', got '{'."),
-        ('[{"a": 1}, {"a": 2', "file.json: ends within a value, at character 19: it is cut off. Get it again."),
-        ('[{"a": 1}', "file.json: ends at character 10, where ',' should follow: it is cut off."),
-        ('[{"a": 1}] []', "file.json: not valid JSON, at character 12: expected the end of the file, got '['."),
+        ("", "file.json: expected JSON (a list, an object, or one object per line), got an empty file."),
+        ("question,answer", "object per line), got a file that starts with 'q'."),
+        ('[{"a": 1}, {"a" 2}]' + " " * 40, "file.json: not valid JSON at character 17 (Expecting ':' delimiter)."),
+        ('[{"a": 1} {"a": 2}]', "file.json: not valid JSON at character 11: expected ',', got '{'."),
+        ('[{"a": 1}, {"a": 2', "file.json: ends within a value at character 19, so it is truncated."),
+        ('[{"a": 1}', "file.json: ends at character 10, where ',' should follow, so it is truncated."),
+        ('[{"a": 1}] []', "file.json: not valid JSON at character 12: expected the end of the file, got '['."),
         ('[{"a": 1}, 2]', "file.json: item 2: expected a JSON object, got 2."),
         (
             '{"data": [{"a": 1}], 3: 4}',
-            "file.json: not valid JSON, at character 22: expected a name in double quotes, got '3'.",
+            "file.json: not valid JSON at character 22: expected a name in double quotes, got '3'.",
         ),
         ('{"a": 1}\n{"a": \n', "file.json:2: not valid JSON: Expecting value at column 7."),
-        (b'[{"a": "\xff"}]', "file.json: not UTF-8 text, after character 0: invalid start byte."),
-        ('[{"a": %s}]' % ("[" * 100_000), "file.json: nested too deep to be read, at character 2."),
-        ('[{"a": %s}]' % ("1" * 5000), "file.json: a number cannot be read, at character 2: Exceeds the limit"),
+        (b'[{"a": "\xff"}]', "file.json: not UTF-8 text after character 0 (invalid start byte)."),
+        ('[{"a": %s}]' % ("[" * 100_000), "file.json: nested too deeply at character 2."),
+        ('[{"a": %s}]' % ("1" * 5000), "file.json: a number cannot be read at character 2 (Exceeds the limit"),
     ],
 )
 def test_wrong_files_are_refused_with_the_place(tmp_path, text, message):
@@ -116,11 +116,14 @@ def test_wrong_files_are_refused_with_the_place(tmp_path, text, message):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('{"n": {"0": 1, "1": 2}, "q": {"1": "b", "0": "a"}}', "the columns n, q have different next rows: 0, 1."),
-        ('{"n": {"0": 1, "1": 2}, "q": {"0": "a"}}', "different next rows: 1, nothing."),
-        ('{"n": {"0": 1}, "q": {"0": "a", "1": "b"}}', "different next rows: nothing, 1."),
-        ('{"n": {"0": 1}}', "has no 'q'. It holds: n."),
-        (COLUMN_TEXT + "]", "not valid JSON, at character 103: expected the end of the file, got ']'."),
+        (
+            '{"n": {"0": 1, "1": 2}, "q": {"1": "b", "0": "a"}}',
+            "the columns n, q must list the same rows, but continue",
+        ),
+        ('{"n": {"0": 1, "1": 2}, "q": {"0": "a"}}', "continue with the rows 1, nothing."),
+        ('{"n": {"0": 1}, "q": {"0": "a", "1": "b"}}', "continue with the rows nothing, 1."),
+        ('{"n": {"0": 1}}', "column 'q' is missing. Columns: n."),
+        (COLUMN_TEXT + "]", "not valid JSON at character 103: expected the end of the file, got ']'."),
     ],
 )
 def test_columns_that_do_not_agree_are_refused(tmp_path, text, message):

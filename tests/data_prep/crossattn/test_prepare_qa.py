@@ -274,7 +274,7 @@ def test_questions_without_contexts(tmp_path, prepare):
     )
     options = {"train": (str(tmp_path / "o.jsonl"),), "val_percent": 30}
     with pytest.raises(
-        DataError, match=r"o.jsonl:1: a question without contexts. .* --only_questions_of, .* --without_contexts"
+        DataError, match=r"o.jsonl:1: the question has no contexts. .* --only_questions_of .* --without_contexts"
     ):
         prepare(**options)
     rows = prepare(**options, without_contexts=True)
@@ -305,7 +305,7 @@ def test_a_failure_leaves_the_older_folder_as_it_was(tmp_path, prepare, manifest
     before = manifest()
     truncated = tmp_path / "torn.json"
     truncated.write_bytes(Path(good).read_bytes()[:-200])
-    with pytest.raises(DataError, match=r"torn.json: ends .* it is cut off. Get it again."):
+    with pytest.raises(DataError, match=r"torn.json: ends .* truncated"):
         prepare(train=(str(truncated),), val_percent=30)
     assert manifest() == before
     with pytest.raises(DataError):
@@ -345,9 +345,9 @@ def test_passages_are_not_called_useful_where_nobody_said_so(tmp_path, prepare):
 @pytest.mark.parametrize(
     ("records", "options", "message"),
     [
-        ([ROW, ROW], {}, "f.jsonl:2: the id '1' is there a second time."),
+        ([ROW, ROW], {}, "f.jsonl:2: duplicate id '1'."),
         ([ROW, CTX], {}, "f.jsonl:2: field 'context' is missing. Fields: question, answers, ctxs."),
-        ([{**ROW, "answers": {"text": [""]}}], {}, "f.jsonl:1: every answer is empty."),
+        ([{**ROW, "answers": {"text": [""]}}], {}, "f.jsonl:1: all answers are blank."),
         (
             [{**CTX, "answers": ["\udc00"]}],
             {},
@@ -358,17 +358,17 @@ def test_passages_are_not_called_useful_where_nobody_said_so(tmp_path, prepare):
             {},
             r"f.jsonl:1: context[0]: \ud800 at character 0 is half of a surrogate",
         ),
-        ([CTX], {"layout": "squad"}, "f.jsonl:1: not of the layout squad, which is SQuAD"),
-        ([{"text": "x"}], {}, "f.jsonl:1: of no layout that is known. Fields: text."),
-        ([DPR], {}, "f.jsonl:1: 2 passages. Say with --distractors how many to keep."),
-        ([CTX], {"distractors": 1}, "f.jsonl:1: useful passages are not marked here"),
-        ([CTX], {"val_percent": 1e-9}, "--val: no row is left for this split. Left out: none."),
+        ([CTX], {"layout": "squad"}, "f.jsonl:1: expected the layout squad (SQuAD"),
+        ([{"text": "x"}], {}, "f.jsonl:1: unknown layout with the fields text."),
+        ([DPR], {}, "f.jsonl:1: 2 passages. Set --distractors"),
+        ([CTX], {"distractors": 1}, "f.jsonl:1: this release does not mark useful passages"),
+        ([CTX], {"val_percent": 1e-9}, "--val: no row is left for this split. Skipped: none."),
         (
             [{**CTX, "ctxs": [{"text": " "}]}],
             {},
-            "--train: no row is left for this split. Left out: 1 no passage has any text.",
+            "--train: no row is left for this split. Skipped: 1 no passage has any text.",
         ),
-        ([ROW], {"evidence": Path("nowhere")}, "--evidence: nowhere is no folder."),
+        ([ROW], {"evidence": Path("nowhere")}, "--evidence: nowhere: no such folder."),
     ],
 )
 def test_bad_sources_are_named_and_nothing_is_written(tmp_path, prepare, records, options, message):
@@ -381,8 +381,8 @@ def test_bad_sources_are_named_and_nothing_is_written(tmp_path, prepare, records
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({}, "--val, --val_percent: expected one of them"),
-        ({"val": ("v",), "val_percent": 3}, "--val, --val_percent: expected one of them"),
+        ({}, "--val, --val_percent: set exactly one of them"),
+        ({"val": ("v",), "val_percent": 3}, "--val, --val_percent: set exactly one of them"),
         ({"val_percent": 100}, "--val_percent: expected more than 0 and less than 100, got 100."),
         (
             {"val_percent": 5, "name": "a/b"},
@@ -396,7 +396,7 @@ def test_bad_sources_are_named_and_nothing_is_written(tmp_path, prepare, records
         ),
         (
             {"val_percent": 5, "distractors_from": "rows"},
-            "--distractors_from: rows are drawn from to fill up to --distractors",
+            "--distractors_from rows: --distractors is missing",
         ),
         (
             {"val_percent": 5, "without_contexts": True, "position": "first"},
@@ -405,10 +405,13 @@ def test_bad_sources_are_named_and_nothing_is_written(tmp_path, prepare, records
         ({"val_percent": 5}, "none.json: no such file."),
         (
             {"val_percent": 5, "train": ("org/set",)},
-            'org/set: no such file. A set of the hub is written "hub:org/set".',
+            'org/set: no such file. Use "hub:org/set"',
         ),
-        ({"val_percent": 5, "train": ("hub:org/set@v1",)}, "hub:org/set@v1: cannot be had from the hub or its cache: "),
-        ({"val_percent": 5, "train": ("src",)}, "src: a folder, but not one that `datasets` saved"),
+        (
+            {"val_percent": 5, "train": ("hub:org/set@v1",)},
+            "hub:org/set@v1: cannot be loaded from the hub or its cache: ",
+        ),
+        ({"val_percent": 5, "train": ("src",)}, "src: expected a folder that `datasets` saved"),
     ],
 )
 def test_options_that_mean_nothing_are_refused(tmp_path, options, message):
@@ -418,7 +421,7 @@ def test_options_that_mean_nothing_are_refused(tmp_path, options, message):
 
 def test_the_same_source_twice_is_refused(tmp_path, prepare):
     source, again = squad(tmp_path / "a.json", range(3)), squad(tmp_path / "b.json", range(3))
-    with pytest.raises(DataError, match=r"--val \S+b.json: the same data as --train \S+a.json."):
+    with pytest.raises(DataError, match=r"--val \S+b.json: same data as --train \S+a.json."):
         prepare(train=(source,), val=(again,))
 
 

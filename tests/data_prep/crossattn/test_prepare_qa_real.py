@@ -105,7 +105,7 @@ def test_the_useful_passage_is_in_the_middle_of_ten(prepare_real):
 
 def test_natural_questions_as_released(prepare_real, shared_data):
     """One row each: the train row has no long answer, so it is named as left out."""
-    with pytest.raises(Exception, match=r"no row is left for this split. Left out: 1 no long answer"):
+    with pytest.raises(Exception, match=r"no row is left for this split. Skipped: 1 no long answer"):
         prepare_real("nq_raw_format_fixture/nq_train*.jsonl")
     _, rows, _ = prepare_real(
         "nq_oracle/*.jsonl",

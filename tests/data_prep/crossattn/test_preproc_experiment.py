@@ -63,7 +63,7 @@ def _evaluates_and_encodes(world, base, crossattn, capsys):
     code, message = encode(world, ref(crossattn)["exp_id"], capsys)
     assert code == 1
     assert "error: --embedding_model: expected a decoder" in message.err
-    assert f"of the kind 'cross_attention'. What encodes its contexts is {base}" in message.err
+    assert f"of the kind 'cross_attention'. Use the decoder that encodes its contexts: {base}" in message.err
 
 
 def test_a_base_that_is_not_trained_yet_is_refused(world, capsys):

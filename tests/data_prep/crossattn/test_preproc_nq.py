@@ -342,14 +342,16 @@ def test_another_base_and_another_type_are_refused(cache, bases, request_of, tmp
     preproc_nq.prepare(request_of())
     (cache / "processed_data" / "one").rename(cache / "processed_data" / "other")
     with pytest.raises(
-        ConfigError, match=r"other/toy_qa/encoded: holds states of \S+/one \(.*\), not of \S+/other \(.*Choose another"
+        ConfigError,
+        match=r"other/toy_qa/encoded: contains states of \S+/one \(.*\), but --embedding_model is \S+/other \(.*Choose "
+        r"another",
     ):
         preproc_nq.prepare(request_of("other"))
     (cache / "processed_data" / "other").rename(cache / "processed_data" / "one")
-    with pytest.raises(ConfigError, match=r"encoded: holds bfloat16, not float32\. Say --dtype bfloat16"):
+    with pytest.raises(ConfigError, match=r"encoded: contains states in bfloat16, but --dtype is float32"):
         preproc_nq.prepare(request_of(dtype="float32"))
     with pytest.raises(
-        ConfigError, match=r"--maximum_input_length: 65 tokens are more than the 64 positions of the base"
+        ConfigError, match=r"--maximum_input_length: 65 tokens are more than the 64 positions of the embedding model"
     ):
         preproc_nq.prepare(request_of(rules=replace(RULES, context_tokens=65)))
 
@@ -385,7 +387,7 @@ def test_the_command_line(bases, cache, capsys):
     assert preproc_nq.main([*arguments, "--corpus", "none"]) == 1
     assert "none: no such data set" in capsys.readouterr().err
     assert preproc_nq.main([*arguments, "--num_proc", "2"]) == 1
-    assert "--num_proc: 2, but --devices names 1" in capsys.readouterr().err
+    assert "--num_proc: 2, but --devices lists 1" in capsys.readouterr().err
     assert preproc_nq.main([*arguments, "--batch_size", "0"]) == 1
     assert "--batch_size: expected at least 1, got 0" in capsys.readouterr().err
 

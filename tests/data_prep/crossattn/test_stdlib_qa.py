@@ -275,7 +275,7 @@ def test_no_sources_is_one_line(tmp_path, monkeypatch):
 def test_too_few_modules_for_two_splits(tmp_path):
     (tmp_path / "lib").mkdir()
     (tmp_path / "lib" / "one.py").write_text("x = 1\n")
-    with pytest.raises(DataError, match=r"lib: 1 modules give too few questions to fill both splits"):
+    with pytest.raises(DataError, match=r"lib: its 1 modules give too few questions"):
         stdlib_qa.prepare(tmp_path / "data", 600, tmp_path / "lib")
 
 

@@ -233,12 +233,12 @@ def test_images_keep_their_bytes(tmp_path: Path):
         (
             "mmc4",
             [{"text_list": ["a"], "image_info": [{"image_name": "x", "matched_text_index": 1}]}],
-            r"in:1: image_info\[0\].matched_text_index: expected the number of one of 1 texts, got 1",
+            r"in:1: image_info\[0\].matched_text_index: expected the index of one of 1 texts, got 1",
         ),
         (
             "mmc4",
             [{"text_list": ["a"], "image_info": [{"image_name": "../x", "matched_text_index": 0}]}],
-            r"in:1: image_info\[0\]: the image '../x' is not in ",
+            r"in:1: image_info\[0\]: expected an image path inside .*, got '../x'",
         ),
         ("obelics", [{"texts": ["a"], "images": []}], "in:1: 1 texts and 0 images"),
         (
@@ -247,13 +247,13 @@ def test_images_keep_their_bytes(tmp_path: Path):
             "in:1: at place 1, expected a text or an image, got neither",
         ),
         ("obelics", [{"texts": [1], "images": [None]}], r"in:1: texts\[0\]: expected str, got 1"),
-        ("finevision", [{"images": [], "text": "a"}], "in: no column 'texts'. It has: images, text."),
+        ("finevision", [{"images": [], "text": "a"}], "in: column 'texts' is missing. Columns: images, text."),
         (
             "finevision",
             [{"images": [], "texts": [{"user": "a"}]}],
             r"in: row 1: texts\[0\].assistant: expected str, got None",
         ),
-        ("finevision", b"words", "in: no parquet file, or a damaged one: "),
+        ("finevision", b"words", "in: not a parquet file, or damaged"),
         ("finevision", None, "in: no such file"),
         ("wd", b"words", "in: cut in a header: 5 bytes, and no end of archive. Get it again"),
         (
@@ -267,7 +267,7 @@ def test_images_keep_their_bytes(tmp_path: Path):
             [("a.json", b'{"pages": [{}]}'), ("a.png", A)],
             r"in: document a: pages\[0\].text: expected list, got None",
         ),
-        ("icp", [("a.image.jpeg", A)], r"out: none of 1 rows becomes a document. left out: it has no text: 1"),
+        ("icp", [("a.image.jpeg", A)], r"out: no document could be made from 1 rows. left out: it has no text: 1"),
     ],
 )
 def test_wrong_rows_are_errors_that_name_them(
@@ -287,10 +287,10 @@ def test_wrong_rows_are_errors_that_name_them(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--question", "Q:"], r"--question 'Q:': expected a text with \{question\} once"),
+        (["--question", "Q:"], r"--question: expected text that contains \{question\} once, got 'Q:'"),
         (["--images", "none"], "--images none: no such folder"),
         (["--per_shard", "0"], "--per_shard: expected at least 1, got 0"),
-        (["in"], "in: given twice"),
+        (["in"], "in: listed twice"),
     ],
 )
 def test_wrong_options(words: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any):

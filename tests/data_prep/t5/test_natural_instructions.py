@@ -98,16 +98,19 @@ def test_missing_files(release: Path, capsys: pytest.CaptureFixture[str]):
     assert "no list of tasks" in capsys.readouterr().err
     (release / "tasks" / "task2_b.json").write_text('{"Definition": "x"}')
     assert natural_instructions.main([*place, str(release)]) == 1
-    assert "task2_b.json: not a task of Natural Instructions (KeyError: 'Positive Examples')" in capsys.readouterr().err
+    assert (
+        "task2_b.json: malformed task of Natural Instructions (KeyError: 'Positive Examples')"
+        in capsys.readouterr().err
+    )
     (release / "tasks" / "task2_b.json").write_text(
         json.dumps({**TASK, "Definition": [], "Instances": [{"input": 3, "output": ["x"]}]})
     )
     assert natural_instructions.main([*place, str(release)]) == 1
-    assert "task2_b.json: not a task of Natural Instructions (IndexError" in capsys.readouterr().err
+    assert "task2_b.json: malformed task of Natural Instructions (IndexError" in capsys.readouterr().err
     (release / "tasks" / "task2_b.json").write_text(json.dumps({**TASK, "Instances": [{"input": 3, "output": ["x"]}]}))
     assert natural_instructions.main([*place, str(release)]) == 1
-    assert "task2_b.json: not a task of Natural Instructions (AttributeError" in capsys.readouterr().err
+    assert "task2_b.json: malformed task of Natural Instructions (AttributeError" in capsys.readouterr().err
     (release / "tasks" / "task2_b.json").unlink()
     assert natural_instructions.main([*place, str(release)]) == 1
-    assert "task2_b.json: no such task, but the split names it." in capsys.readouterr().err
+    assert "task2_b.json: missing, although a split lists this task." in capsys.readouterr().err
     assert not (release.parent / "data" / "sni").exists()

@@ -104,29 +104,33 @@ class TestGlue:
             (
                 "rte",
                 "4\ta\tb\tentailment\n5\ta\tb\tmaybe\n",
-                "train.tsv:2: label 'maybe' is not in 'rte': entailment, not_entailment",
+                "train.tsv:2: label of 'rte': expected one of entailment, not_entailment, or 0 to 1, got 'maybe'",
             ),
             ("rte", "4\ta\tb\tentailment\n5\ta\tentailment\n", "train.tsv:2: 3 columns, where the first line has 4."),
-            ("rte", "index\tsentence1\tsentence2\tlabel\n4\ta\tb\t\n", "train.tsv:2: no label, under 'label'."),
+            ("rte", "index\tsentence1\tsentence2\tlabel\n4\ta\tb\t\n", "train.tsv:2: no label in 'label'."),
             (
                 "rte",
                 "a\tb\n",
                 (
-                    "train.tsv:1: no column 'sentence1' or 'premise' for 'sentence1' of 'rte' among 2: "
-                    "'a', 'b'. Without a header"
+                    "train.tsv:1: expected a column 'sentence1' or 'premise' for 'sentence1' of 'rte', got 2 columns: "
+                    "'a', 'b'. A file without a header"
                 ),
             ),
-            ("qnli", "0\tq\ts\tentailment\n", "train.tsv:1: no column 'question' for 'question' of 'qnli' among 4"),
-            ("sst2", "a\t2\n", "train.tsv:1: label '2' is not in 'sst2': negative, positive, or 0 to 1."),
+            (
+                "qnli",
+                "0\tq\ts\tentailment\n",
+                "train.tsv:1: expected a column 'question' for 'question' of 'qnli', got 4 columns",
+            ),
+            ("sst2", "a\t2\n", "train.tsv:1: label of 'sst2': expected one of negative, positive, or 0 to 1, got '2'."),
             (
                 "stsb",
                 "index\tsentence1\tsentence2\tscore\n0\ta\tb\t5.2\n",
                 "train.tsv:2: expected a label from 0 to 5, got '5.2'",
             ),
-            ("sst2", "\n\n", "train.tsv: holds nothing."),
+            ("sst2", "\n\n", "train.tsv: empty."),
             ("sst2", "a\t1\n\nb\t1\n", "train.tsv:2: 1 columns, where the first line has 2."),
             ("rtee", "a\t1\n", "task: unknown task 'rtee'. Did you mean 'rte'?"),
-            ("ax", "a\t1\n", "--train: 'ax' has no rows to train on. Give --val or --test."),
+            ("ax", "a\t1\n", "--train: the task 'ax' has no training rows."),
         ],
     )
     def test_malformed_rows_are_refused_with_their_line(
@@ -361,27 +365,27 @@ class TestSuperGlue:
             (
                 "boolq",
                 {"question": "q", "label": True},
-                "train.jsonl:1: expected text as 'passage', there is: question, label.",
+                "train.jsonl:1: expected text in 'passage', got only the columns question, label.",
             ),
             (
                 "boolq",
                 {"question": "q", "passage": 3, "label": True},
-                "train.jsonl:1: expected text as 'passage', got '3' (int).",
+                "train.jsonl:1: expected text in 'passage', got '3' (int).",
             ),
             (
                 "boolq",
                 {"question": "q", "passage": "p", "label": "yes"},
-                "train.jsonl:1: label 'yes' is not in 'boolq': False, True",
+                "train.jsonl:1: label of 'boolq': expected one of False, True, or 0 to 1, got 'yes'",
             ),
             (
                 "multirc",
                 {"passage": {"text": "t"}},
-                "train.jsonl:1: expected list as 'questions', got 'None' (NoneType).",
+                "train.jsonl:1: field 'questions': expected list, got 'None' (NoneType).",
             ),
             (
                 "dpr",
                 {"sentence": "a he.", "pronoun": "he", "candidates": ["x", "y"], "label": 2},
-                "label 2 is not among the 2",
+                "label: expected the index of one of 2 candidates, got 2",
             ),
         ],
     )
@@ -408,7 +412,7 @@ def test_discoeval(prepare_rows: Callable[..., Rows]):
 def test_csv_has_quotation_marks_and_a_header(prepare_rows: Callable[..., Rows], refusal_of: Callable[..., str]):
     (row,) = prepare_rows("sst2", kind="csv", train='label,sentence\n1,"a, ""b""\nc"\n')["train"]
     assert row == {"index": 0, "sentence": 'a, "b"\nc', "label": "positive"}
-    assert "train.csv:2: more or fewer columns than the header." in refusal_of(
+    assert "train.csv:2: more or fewer columns than in the header." in refusal_of(
         "cola", kind="csv", train="label,sentence\n1\n"
     )
 
@@ -462,16 +466,16 @@ def test_a_folder_of_datasets(prepare_rows: Callable[..., Rows], refusal_of: Cal
     result = prepare_rows("sst2", val=tmp_path / "saved", test=tmp_path / "saved")
     assert [(row["index"], row["label"]) for row in result["val"]] == [(5, "positive"), (6, "negative")]
     assert [(row["index"], row["label"]) for row in result["test"]] == [(7, None)]
-    assert "saved: has no split 'train'. It holds: validation, test." in refusal_of("cola", train=tmp_path / "saved")
+    assert "saved: no split 'train'. Splits: validation, test." in refusal_of("cola", train=tmp_path / "saved")
 
 
 def test_missing_sources(refusal_of: Callable[..., str], tmp_path: Path):
     assert "nowhere.tsv: no such file." in refusal_of("rte", train=tmp_path / "nowhere.tsv")
     message = refusal_of("rte", "--train", "hub:nobody/nothing")
-    assert "hub:nobody/nothing: cannot be had from the hub or its cache: " in message
+    assert "hub:nobody/nothing: cannot be loaded from the hub or its cache: " in message
     assert ".save_to_disk('FOLDER')" in message
-    assert 'A set of the hub is written "hub:nyu-mll/glue@rte".' in refusal_of("rte", "--train", "nyu-mll/glue@rte")
-    assert "expected --train, --val or --test with a source at least." in refusal_of("rte")
+    assert 'Use "hub:nyu-mll/glue@rte"' in refusal_of("rte", "--train", "nyu-mll/glue@rte")
+    assert "--train, --val, --test: none is set." in refusal_of("rte")
 
 
 def test_val_percent_splits_by_question(prepare_rows: Callable[..., Rows], tmp_path: Path):
@@ -506,7 +510,7 @@ def test_the_same_sources_give_the_same_bytes_and_are_read_once(
 
 def test_one_source_is_not_given_twice(refusal_of: Callable[..., str]):
     message = refusal_of("sst2", train="a\t1\n", val="a\t1\n")
-    assert re.search(r"--val .*val\.tsv: the same data as --train .*train\.tsv\.", message)
+    assert re.search(r"--val .*val\.tsv: same data as --train .*train\.tsv\.", message)
 
 
 class TestRealFiles:

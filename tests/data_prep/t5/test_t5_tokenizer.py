@@ -109,14 +109,14 @@ def test_made_once(with_bytes, capsys):
 
 def test_impossible_tokenizers_are_refused(with_bytes, spiece):
     prepare(with_bytes, "made", "bytes")
-    with pytest.raises(DataError, match=r"made: has 100 sentinels already, such as '<extra_id_0>'. Use it as it is."):
+    with pytest.raises(DataError, match=r"made: already has 100 sentinels, such as '<extra_id_0>'. Use it as it is."):
         prepare(with_bytes, "again", "made")
-    with pytest.raises(DataError, match=r"--name: .*bytes is what --from names"):
+    with pytest.raises(DataError, match=r"--name: .*bytes is also the source"):
         prepare(with_bytes, "bytes", "bytes")
     for content, message in (
         (None, "no such file"),
         (b"\xff" * 9, "not a SentencePiece model"),
-        (b"", "not a SentencePiece model of unigrams"),
+        (b"", "not a unigram model of SentencePiece"),
     ):
         path = with_bytes / "bad.model"
         if content is not None:
@@ -212,7 +212,7 @@ def test_sentence_tokens_follow_the_sentinels(with_bytes, t5, capsys):
     assert prepare(with_bytes, "t5", spiece=t5, sentences=20)
     tokenizer = tokenizers.load(with_bytes / "t5")
     assert tokenizer.convert_tokens_to_ids(["<extra_id_0>", "<eosen>", "<sent_19>"]) == [32099, 32100, 32120]
-    with pytest.raises(DataError, match=r"named: has '<eosen>' already\. Use it as it is"):
+    with pytest.raises(DataError, match=r"named: already has the token '<eosen>'"):
         prepare(with_bytes, "again", "named", sentences=4)
     assert main(["--data_path", str(with_bytes), "--name", "x", "--from", "bytes", "--sentences", "-1"]) == 1
     assert "--sentences: expected at least 0, got -1" in capsys.readouterr().err
@@ -273,10 +273,10 @@ def test_untrainable_text_is_refused(text, capsys):
         assert re.search(message, capsys.readouterr().err)
         assert not (text / "none").exists()
     assert main(["--data_path", str(text), "--name", "none", "--from", "bytes", "--vocab_size", "90"]) == 1
-    assert "--vocab_size: is for --train" in capsys.readouterr().err
+    assert "--vocab_size: only for --train" in capsys.readouterr().err
     (text / "blank.txt").write_text("\n \n")
     assert main(["--data_path", str(text), "--name", "none", "--train", str(text / "blank.txt")]) == 1
-    assert "--train: has no text." in capsys.readouterr().err
+    assert "--train: the sources contain no text." in capsys.readouterr().err
 
 
 def test_lines_of_a_large_text_are_a_sample_of_all_of_it():

@@ -286,7 +286,7 @@ def test_mistakes_are_one_line(
         assert (captured.out, captured.err.count("\n")) == ("", 1)
         assert message in captured.err
     assert plot.main([str(planted_runs), "--value", "best"]) == 1
-    assert "--at-step and --value are for points, as curves show every step." in capsys.readouterr().err
+    assert "--at-step, --value: only for points" in capsys.readouterr().err
 
 
 def test_runs_of_haven_count_as_done(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

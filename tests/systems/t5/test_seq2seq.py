@@ -366,14 +366,14 @@ def test_it_stops_when_the_metric_of_the_task_no_longer_grows(folder: Path):
         (
             "answers",
             {"by": "generate", "length_normalised": True},
-            "length_normalised: needs by 'rank', got 'generate'.",
+            "length_normalised: ignored with by 'generate'.",
         ),
         (
             "answers",
             {"length_penalty": 0.6},
-            "length_penalty: ignored without beam search. Set num_beams.",
+            "length_penalty: ignored without beam search. Set num_beams",
         ),
-        ("answers", {"by": "rank", "num_beams": 2}, "num_beams: ignored with by 'rank'. Remove it."),
+        ("answers", {"by": "rank", "num_beams": 2}, "num_beams: ignored with by 'rank'. Remove it"),
         (
             "loop.precision",
             "float16",

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from src import files
+from src.data.jsonl import preparation_hint
 from src.errors import DataError
 
 NAME = "shards.json"
@@ -71,7 +72,9 @@ def load(folder: Path) -> Manifest:
         DataError: it is missing or malformed.
     """
     path = folder / NAME
-    advice = "Make it with python -m data_prep.interleaved.index, or write the tars with this project."
+    advice = preparation_hint(folder) or (
+        "Make it with python -m data_prep.interleaved.index, or write the tars with this project."
+    )
     if not path.is_file():
         raise DataError(f"{path}: no such file. {advice}")
     raw = files.read_json(path, DataError)

@@ -197,5 +197,5 @@ def test_a_copy_in_another_process_maps_the_same_files_or_refuses(places, tokeni
     assert pickle.loads(packed).row(1).tolist() == [EOS, *ids("def")]
     write_tokens("t", [["other"]])
     assert read_all(text) == [ids(string) for string in TEXTS]
-    with pytest.raises(DataError, match="changed since it was opened"):
+    with pytest.raises(DataError, match="changed during this run"):
         pickle.loads(packed)

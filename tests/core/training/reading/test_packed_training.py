@@ -139,10 +139,10 @@ def test_stops_change_no_bit(whole: tuple[Path, Any], tmp_path: Path, steps: tup
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({**DATA, "open_rows": 3}, "the cursor of step 4 has other documents or other packing settings"),
+        ({**DATA, "open_rows": 3}, "^checkpoint of step 4: saved with other documents"),
         (
             {**DATA, "documents": {"name": "documents", "corpus": "toy_text"}},
-            "the cursor of step 4 has other documents",
+            "^checkpoint of step 4: saved with other documents",
         ),
     ],
 )
@@ -161,9 +161,7 @@ def test_a_run_on_data_without_a_cursor_is_not_continued_on_packed_rows(tmp_path
     with small.open_run(write_data(tmp_path)) as run:
         with pytest.raises(distributed.StopTraining):
             train(run, stop_after=3, config={"name": "text", "corpus": "words", "sequence_tokens": 16})
-        with pytest.raises(
-            RunError, match=r"the checkpoint of step 4 has no cursor of packed rows\. It was trained on other data"
-        ):
+        with pytest.raises(RunError, match=r"^checkpoint of step 4: it has no position in packed data"):
             train(run)
 
 

@@ -119,4 +119,4 @@ def test_a_phase_without_a_step_is_found_by_a_dry_run(tmp_path: Path, capsys: py
         {"phased": [{**EXP, "loop": {**EXP["loop"], "eval_every": 1}}]},
         tmp_path,
     )
-    assert re.search(r"error: .*data\.phases\[0\]: has no steps of loop\.steps = 1\.", capsys.readouterr().err)
+    assert re.search(r"error: .*data\.phases\[0\]: its share of loop\.steps = 1 ", capsys.readouterr().err)

@@ -37,7 +37,7 @@ def test_numbers(places: Places):
             "none.txt",
             (
                 r"corpus: has no none\.txt\. Files: bad\.txt, hard\.txt, script\.txt, test\.jsonl, train\.jsonl, "
-                r"val\.jsonl\.$"
+                r"val\.jsonl\."
             ),
         ),
         ("unlisted.txt", r"corpus: has no unlisted\.txt"),

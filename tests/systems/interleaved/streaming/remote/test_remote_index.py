@@ -107,7 +107,7 @@ def test_a_cut_tar_is_in_no_list(tmp_path: Path, capsys: pytest.CaptureFixture[s
 @pytest.mark.parametrize("words", [["s3://b/0.tar"], ["pipe:cat x.tar"], ["x.tar", "--source", "web"]])
 def test_options_that_need_an_output_folder(words: list[str], capsys: pytest.CaptureFixture[str]):
     assert index.main(words) == 1
-    assert "--output is needed, a folder for shards.json and the indexes" in capsys.readouterr().err
+    assert "needs --output, a folder for shards.json and the indexes" in capsys.readouterr().err
 
 
 def test_tars_elsewhere(
