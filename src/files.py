@@ -217,7 +217,7 @@ def read_yaml(path: Path, expected: str) -> dict[str, Any]:
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file.") from None
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}: not UTF-8 text: {error.reason} at byte {error.start}.") from None
+        raise ConfigError(f"{path}: not UTF-8 text: {error.reason} at byte {error.start}. Save it as UTF-8.") from None
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
         raise ConfigError(f"{path}:{line}: not valid YAML: {error.problem}.") from None
@@ -234,6 +234,15 @@ def read_manifest(directory: Path, error: type[UserError]) -> dict[str, Any]:
     Raises:
         error: it is missing, is not JSON, or does not list files with their sizes and hashes; names the file.
     """
+    try:
+        return _parse_manifest(directory, error)
+    except error as defect_error:
+        advice = "Restore the folder from a copy, or run the command that made it again."
+        raise error(f"{defect_error} {advice}") from None
+
+
+def _parse_manifest(directory: Path, error: type[UserError]) -> dict[str, Any]:
+    """See `read_manifest`. Its errors have no advice, as `defect` quotes them."""
     path = directory / MANIFEST
     manifest = read_json(path, error)
     files = manifest.get("files") if isinstance(manifest, dict) else None
@@ -352,7 +361,7 @@ def defect(directory: Path, hashes: bool = True) -> str | None:
     hashes: if False, compare only sizes, so an altered file of the same size is not detected.
     """
     try:
-        manifest = read_manifest(directory, RunError)
+        manifest = _parse_manifest(directory, RunError)
     except RunError as error:
         return str(error)
     for name, facts in manifest["files"].items():
