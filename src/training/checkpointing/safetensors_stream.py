@@ -86,7 +86,8 @@ class StoredTensor:
                     chunk = file.read(min(remaining, CHUNK_BYTES))
                     if len(chunk) < min(remaining, CHUNK_BYTES):
                         raise CheckpointError(
-                            f"{piece.file}: ends within a tensor: damaged, or changed since it was opened."
+                            f"{piece.file}: ends within a tensor: damaged, or changed since it was opened. "
+                            "Restore it from a copy."
                         )
                     remaining -= len(chunk)
                     yield chunk
@@ -110,7 +111,7 @@ def open_tensors(path: Path) -> Iterator[BinaryIO]:
         with files.reading(path, CheckpointError), open(path, "rb") as file:
             yield file
     except FileNotFoundError:
-        raise CheckpointError(f"{path}: no such file.") from None
+        raise CheckpointError(f"{path}: no such file. Restore it from a copy.") from None
 
 
 def target_dtype(stored_dtype: torch.dtype, requested: torch.dtype | None) -> torch.dtype:
