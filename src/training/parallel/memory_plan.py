@@ -60,11 +60,9 @@ class Machines:
         """
         settings = read_json(self.deepspeed or Path(), ConfigError)
         zero = settings.get("zero_optimization") if isinstance(settings, dict) else None
-        stage = zero.get("stage") if isinstance(zero, dict) else None
-        if stage not in (1, 2, 3):
-            raise ConfigError(
-                f"{self.deepspeed}: zero_optimization.stage: expected 1, 2 or 3, got {json.dumps(stage)}."
-            )
+        if not isinstance(zero, dict) or zero.get("stage") not in (1, 2, 3):
+            stage = json.dumps(zero.get("stage") if isinstance(zero, dict) else None)
+            raise ConfigError(f"{self.deepspeed}: zero_optimization.stage: expected 1, 2 or 3, got {stage}.")
         return zero
 
     def peak(self, precision: str) -> float | None:
