@@ -64,8 +64,8 @@ class EarlyTerminate(config.Config):
     @model_validator(mode="after")
     def _enough(self) -> "EarlyTerminate":
         if self.type == "median":
-            if {"max_iter", "eta", "s"} & self.model_fields_set:
-                raise ValueError("type 'median' takes only min_iter.")
+            if ignored := {"max_iter", "eta", "s"} & self.model_fields_set:
+                raise ValueError(f"type 'median' takes only min_iter. Remove {', '.join(sorted(ignored))}.")
         elif (self.min_iter is None) == (self.max_iter is None or self.s is None):
             raise ValueError("hyperband needs min_iter, or max_iter and s.")
         elif self.s is not None and self.max_iter is None:

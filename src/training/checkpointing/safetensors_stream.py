@@ -174,7 +174,7 @@ def read(path: Path) -> dict[str, StoredTensor]:
         length = int.from_bytes(file.read(8), "little")
         text = file.read(length) if length <= _MAX_HEADER_BYTES else b""
         size = file.seek(0, 2)
-    error = CheckpointError(f"{path}: damaged, not readable as safetensors.")
+    error = CheckpointError(f"{path}: damaged, not readable as safetensors. Restore it from a copy.")
     try:
         header = files.parse_json(text, path, CheckpointError)
         header.pop("__metadata__", None)

@@ -233,8 +233,10 @@ class Jinja:
             number for number, message in enumerate(marked_messages) if message["content"] != raw[number]["content"]
         ]
         if sorted(numbers) != expected:
-            description = f"messages {' '.join(map(str, numbers)) or 'none'} of {' '.join(map(str, expected))}"
-            raise DataError(f"{WHERE}: the template writes {description}. Use one that writes each message once.")
+            raise DataError(
+                f"{WHERE}: expected the template to write the messages {', '.join(map(str, expected))}, "
+                f"got {', '.join(map(str, numbers)) or 'none'}. Use one that writes each message once."
+            )
         parts, offset = dict[int, tuple[int, int, Role, str]](), len(first)
         for number, following in zip(numbers, pieces[1::2], strict=True) if text.startswith(first) else ():
             content = raw[number]["content"]

@@ -249,9 +249,7 @@ def _explain(url: str, error: Exception) -> Exception:
     code = match[1] if match else ""
     if name == "PreconditionError" or code == "InvalidRange":
         changed = "ETag" if name == "PreconditionError" else "size"
-        return ChangedShardError(
-            f"{url}: another object than the indexed one: its {changed} has changed. Index it again."
-        )
+        return ChangedShardError(f"{url}: its {changed} has changed since it was indexed. Index it again.")
     if name in _FINAL or code in _CREDENTIALS:
         text = f"{url}: {_FINAL.get(name, 'access denied')}{f' ({code})' if code else ''}."
         if code in _CREDENTIALS or name != "FileNotFoundError":
