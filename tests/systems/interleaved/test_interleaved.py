@@ -229,7 +229,7 @@ def test_other_data_have_no_deny_list(tmp_path: Path):
 @pytest.mark.parametrize(
     ("changes", "match"),
     [
-        ({"data": toy.BASE["data"]}, "data: the data of this recipe are 'streamed'|this recipe reads data for"),
+        ({"data": toy.BASE["data"]}, "data: expected 'streamed'|this recipe reads data for"),
         ({"model": toy.BASE["model"]}, "model: expected a decoder that reads images"),
         ({"answers.num_beams": 2}, "answers.num_beams: 2, but models that read images"),
     ],
